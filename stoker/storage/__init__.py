@@ -1,1 +1,1 @@
-"""Object stores and addresses: what the rest of stoker knows of `gs://`, `s3://` and `https://`."""
+"""Object stores and their URIs: access to `gs://`, `s3://` and `https://` for all other parts."""

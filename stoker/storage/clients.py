@@ -1,7 +1,7 @@
-"""obstore's stores, made from an address, an identity, and the variables that name other endpoints.
+"""obstore's clients for a bucket, made from a URI, credentials, and the environment variables that name endpoints.
 
-AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL and AWS_REGION for s3, STORAGE_EMULATOR_HOST for gs: as the clouds' own tools read
-them. An endpoint that begins with http:// is taken at its word.
+AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL and AWS_REGION for s3, STORAGE_EMULATOR_HOST for gs, as in the clouds' own tools.
+An endpoint that begins with http:// is used without TLS.
 """
 
 import json
@@ -30,24 +30,26 @@ ENVIRONMENT_PREFIXES = (
     "CLOUDSDK_CONFIG",
     "STOKER_STORAGE_",
 )
-"""Beginnings of the variables that decide what a store is."""
+"""Prefixes of the environment variables that decide how a store is opened."""
+ENDPOINT_VARIABLES = {"s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"), "gs": ("STORAGE_EMULATOR_HOST",)}
+"""By scheme; the first one that is set counts."""
 PART_BYTES = 8 * 2**20
-"""Of a multipart upload: 10,000 of them, S3's most, are 78 GiB."""
+"""Part size of a multipart upload: 10,000 parts, the limit of S3, are 78 GiB."""
 PART_TIMEOUT_S = 300
 CONNECT_TIMEOUT_S = 5
 PART_RETRIES = 3
-"""Within an upload obstore repeats the part that failed. All else is repeated, and counted, by us: obstore would also
-repeat a write with a condition whose answer was lost, and then find the condition broken, by itself."""
+"""obstore repeats a failed part of a multipart upload. All other requests are repeated, and counted, by `retry.py`:
+obstore would also repeat a conditional write whose response was lost, and then report the condition as failed."""
 MAX_TIMEOUT = timedelta(days=1)
 CORES_PER_THREAD = 8
-"""Of this machine's, for each thread on which obstore's requests run, else one for each core. One carries a gigabyte a
-second, and more of them wake each other: on two cores, an object costs an eighth less by one thread than by two."""
+"""Cores of the machine per thread of obstore's runtime (by default it has a thread per core). One thread transfers a
+gigabyte per second, and more threads wake each other: on two cores an object costs 1/8 less with one than with two."""
 
 
 @dataclass(frozen=True)
 class Clients:
-    """reads gives up when no byte comes for a while; the others, which hear nothing while they send, after a long time.
-    uploads: in parts."""
+    """`reads` times out when no byte arrives for a while; the others, which receive nothing while they send, after
+    PART_TIMEOUT_S. `uploads` is for multipart uploads."""
 
     reads: "ObjectStore"
     writes: "ObjectStore"
@@ -55,7 +57,7 @@ class Clients:
 
 
 def make_clients(uri: StorageUri, credentials: Credentials, timeouts: Timeouts) -> Clients:
-    # Read by obstore's runtime when it starts, at the first request; there is no other way to say it.
+    # obstore's runtime reads this at its start, with the first request; it has no other setting for it.
     os.environ.setdefault("TOKIO_WORKER_THREADS", str(max(1, (os.cpu_count() or 1) // CORES_PER_THREAD)))
     reads = _make_client(
         uri, credentials, {"timeout": MAX_TIMEOUT, "read_timeout": timedelta(seconds=timeouts.stall_s)}, 0
@@ -67,23 +69,21 @@ def make_clients(uri: StorageUri, credentials: Credentials, timeouts: Timeouts) 
 
 
 def store_environment() -> tuple[tuple[str, str], ...]:
-    """The variables that a store was made from: another store belongs to others."""
+    """The variables that decide how a store is opened; other values need another store."""
     return tuple(sorted((name, value) for name, value in os.environ.items() if name.startswith(ENVIRONMENT_PREFIXES)))
 
 
-def s3_endpoint() -> str | None:
-    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
-
-
-def describe_endpoint(scheme: str) -> str | None:
-    """Where another than the cloud itself is asked, and which variable says so; for messages."""
-    variables = {"s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"), "gs": ("STORAGE_EMULATOR_HOST",)}.get(scheme, ())
-    return next((f"{os.environ[name]} ({name})" for name in variables if os.environ.get(name)), None)
+def find_endpoint(scheme: str) -> tuple[str, str] | None:
+    """(endpoint, variable that names it); None for the cloud's own."""
+    names = ENDPOINT_VARIABLES.get(scheme, ())
+    return next(((os.environ[name], name) for name in names if os.environ.get(name)), None)
 
 
 def bucket_region(bucket: str) -> str | None:
-    """The region that S3 says the bucket is in, which it does without credentials; None: it does not say."""
-    request = urllib.request.Request(f"{s3_endpoint() or 'https://s3.amazonaws.com'}/{bucket}", method="HEAD")
+    """The region of a bucket, which S3 tells without credentials; None: not known."""
+    endpoint = find_endpoint("s3")
+    url = f"{endpoint[0] if endpoint else 'https://s3.amazonaws.com'}/{bucket}"
+    request = urllib.request.Request(url, method="HEAD")
     try:
         with urllib.request.urlopen(request, timeout=CONNECT_TIMEOUT_S) as response:
             region = response.headers.get("x-amz-bucket-region")
@@ -101,24 +101,18 @@ def _make_client(
         "connect_timeout": timedelta(seconds=CONNECT_TIMEOUT_S), "user_agent": "stoker", **timeout_config}  # fmt: skip
     retry: RetryConfig = {"max_retries": max_retries, "retry_timeout": timedelta(seconds=PART_TIMEOUT_S)}
     store_options: dict[str, Any] = dict(credentials.options)
+    endpoint = find_endpoint(uri.scheme)
     if uri.scheme == "s3":
-        endpoint = s3_endpoint()
         if endpoint:
-            store_options["endpoint"] = endpoint
-            client_config["allow_http"] = endpoint.startswith("http://")
+            store_options["endpoint"] = endpoint[0]
+            client_config["allow_http"] = endpoint[0].startswith("http://")
         return S3Store(uri.bucket, client_options=client_config, retry_config=retry, **store_options)
     if uri.scheme == "gs":
-        host = os.environ.get("STORAGE_EMULATOR_HOST")
-        if host:
-            url = host if "://" in host else f"http://{host}"
-            # obstore writes with a token even where it is told not to sign; this key file has none to ask for.
-            key = {
-                "gcs_base_url": url,
-                "disable_oauth": True,
-                "client_email": "",
-                "private_key": "",
-                "private_key_id": "",
-            }
+        if endpoint:
+            url = endpoint[0] if "://" in endpoint[0] else f"http://{endpoint[0]}"
+            # obstore requests a token for writes even with skip_signature; with this key it requests none.
+            key = {"gcs_base_url": url, "disable_oauth": True}
+            key |= dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
             store_options = {"service_account_key": json.dumps(key)}
             client_config["allow_http"] = url.startswith("http://")
         return GCSStore(uri.bucket, client_options=client_config, retry_config=retry, **store_options)

@@ -1,35 +1,37 @@
-"""How many requests to have under way, and when to ask a second time: arithmetic only, the clock is an argument.
+"""How many requests to keep in flight, and when to send a second one: arithmetic only, the clock is an argument.
 
-`Depth` is Little's law (L = λW): requests under way = demand × latency, with headroom. It grows to that, and beyond,
-while the consumer waits and growing helps; it shrinks to it when nobody has waited for a while. `Tail` is
-the hedged request of Dean and Barroso, "The Tail at Scale" (CACM 56(2), 2013). Who asks them: `fetcher.py`.
+`ConcurrencyController` applies Little's law (L = λW): requests in flight = demand × latency, with headroom. It grows to
+that, and beyond, while the consumer waits and growth raises the throughput; it shrinks when the consumer has not waited
+for a while. `HedgingPolicy` is the hedged request of Dean and Barroso, "The Tail at Scale" (CACM 56(2), 2013). Used by
+`fetcher.py`.
 """
 
 import math
 from collections import deque
 
 HEADROOM = 2.0
-"""Latency varies: with just enough under way, each slow answer would be waited for."""
+"""Latency varies: without headroom the consumer would wait for each slow response."""
 INITIAL_CONCURRENCY, MIN_CONCURRENCY = 16, 4
 GROWTH_FACTOR, SHRINK_FACTOR = 1.5, 0.8
 MIN_GAIN = 1.05
-"""A growth that does not raise the throughput by so much is taken back: the link or the store is the limit."""
+"""Growth that raises the throughput by less is undone: the network or the store is the limit."""
 PATIENCE = 8
-"""Rounds before growth is tried again after it did not help; notes without starvation before it shrinks."""
+"""Rounds until growth is tried again after it did not help; updates without starvation until it shrinks."""
 WINDOW_SIZE = 256
+"""Recent responses that count."""
 
 HEDGE_QUANTILE = 0.95
 HEDGE_FACTOR = 1.5
-"""Of that quantile: on a link that is the limit all requests are late alike, and a second one only makes it later."""
+"""Times that quantile: when the network is the limit all requests are equally late, and a second one adds load."""
 HEDGE_MIN_S = 0.01
 HEDGE_FRACTION = 0.05
 HEDGE_BURST = 4.0
 HEDGE_MIN_SAMPLES = 32
-"""So many answers of like size, before a quantile means anything."""
+"""Responses of a similar size that a quantile needs."""
 
 
 class ConcurrencyController:
-    """How many requests should be under way. limit: the most, ever."""
+    """How many requests should be in flight. limit: the maximum."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -38,7 +40,7 @@ class ConcurrencyController:
         self._completed, self._completed_bytes = 0, 0
         self._round_start_s: float | None = None
         self._before_trial: tuple[int, float] | None = None
-        """During a trial: the depth, and the throughput, before it."""
+        """During a trial: concurrency and throughput before it."""
         self._cooldown_rounds = 0
         self._calm_updates = 0
 
@@ -48,14 +50,14 @@ class ConcurrencyController:
         self._completed_bytes += size_bytes
 
     def required(self, demand_per_s: float) -> int:
-        """By Little's law, from the fastest of the recent answers: what it takes when nothing queues."""
+        """Little's law with the fastest of the recent responses, which is the latency without queueing."""
         if not self._latencies:
             return self.value
         littles_law = math.ceil(min(self._latencies) * demand_per_s * HEADROOM)
         return max(min(MIN_CONCURRENCY, self.limit), min(self.limit, littles_law))
 
     def update(self, demand_per_s: float, starved: bool, now_s: float) -> None:
-        """demand_per_s: objects that the consumer takes, or would take if it never waited; starved: it has waited."""
+        """demand_per_s: objects that the consumer takes, or would take without waiting; starved: it has waited."""
         required = self.required(demand_per_s)
         if not starved:
             self._before_trial = None
@@ -72,8 +74,8 @@ class ConcurrencyController:
             self._start_round(now_s)
 
     def _evaluate_round(self, bytes_per_s: float, required: int) -> None:
-        """After a round, in which as many requests ended as were under way. Every growth is a trial, that to what the
-        law asks too: where our own queue is in every latency, the law asks for more and more."""
+        """Called after a round, in which as many requests ended as were in flight. All growth is a trial, even to the
+        value of Little's law: when latency includes our own queue, the law asks for more and more."""
         if self._before_trial is not None:
             previous_value, previous_bytes_per_s = self._before_trial
             self._before_trial = None
@@ -91,7 +93,7 @@ class ConcurrencyController:
 
 
 class HedgingPolicy:
-    """When a request is so late that a second one is worth its cost, and whether there is credit for it."""
+    """When a request is late enough for a second one, and whether the budget allows it."""
 
     def __init__(self) -> None:
         self._latencies_by_size: dict[int, deque[float]] = {}
@@ -107,7 +109,7 @@ class HedgingPolicy:
         latencies = self._latencies_by_size.setdefault(size_class, deque(maxlen=WINDOW_SIZE))
         latencies.append(latency_s)
         self._responses += 1
-        # Sorting at each answer would cost more than the rest of the bookkeeping.
+        # Sorting at each response would cost more than the rest of the bookkeeping.
         if len(latencies) >= HEDGE_MIN_SAMPLES and (
             self._responses % HEDGE_MIN_SAMPLES == 0 or size_class not in self._delays
         ):
@@ -115,11 +117,11 @@ class HedgingPolicy:
             self._delays[size_class] = max(HEDGE_MIN_S, HEDGE_FACTOR * quantile)
 
     def hedge_delay_s(self, size_bytes: int) -> float | None:
-        """How long to wait for the first answer. None: too few of like size have been seen."""
+        """How long to wait for the first response. None: too few responses of a similar size."""
         return self._delays.get(_size_class(size_bytes))
 
     def try_spend(self) -> bool:
-        """Whether a second request may be made; if so, it is paid for."""
+        """Whether a second request may be sent; if so, takes it from the budget."""
         if self._credit < 1.0:
             return False
         self._credit -= 1.0
@@ -127,5 +129,5 @@ class HedgingPolicy:
 
 
 def _size_class(size_bytes: int) -> int:
-    """Sizes that are compared: those within a factor of four."""
+    """Sizes within a factor of four are similar."""
     return max(0, size_bytes).bit_length() // 2

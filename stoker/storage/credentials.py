@@ -1,9 +1,10 @@
-"""Who we are to a cloud: the standard chain of credentials, walked once per store; errors name what was found.
+"""Credentials for a cloud: searches the standard chain once per store, and describes what it found for messages.
 
-obstore signs the requests. What it does not know is done here: the profiles of `~/.aws`, and the end of the chain. A
-machine without credentials reads public buckets without a signature, as gcsfs and s3fs do; the instance's metadata
-service is asked once, for at most a second, so that such a machine does not hang. Variables: those of the clouds' own
-tools, and AWS_SKIP_SIGNATURE=true, GOOGLE_SKIP_SIGNATURE=true to sign nothing.
+obstore signs the requests. This module adds what obstore does not do: the profiles of `~/.aws`, the end of the chain,
+and the name of the identity. Without credentials, public buckets are read unsigned, as gcsfs and s3fs do; the metadata
+service of the instance is queried once, for at most a second, so that a machine without one does not hang. Environment
+variables: those of the clouds' own tools; AWS_SKIP_SIGNATURE=true and GOOGLE_SKIP_SIGNATURE=true send unsigned
+requests.
 """
 
 import configparser
@@ -21,14 +22,14 @@ from typing import Any
 from stoker.errors import StorageError
 
 METADATA_TIMEOUT_S = 1.0
-"""A metadata service is on the same host: it answers in milliseconds or not at all."""
+"""A metadata service is on the same host: it responds in milliseconds or not at all."""
 REFRESH_INTERVAL = timedelta(minutes=5)
-"""How long keys of `~/.aws/credentials` are kept: tools that rotate them rewrite the file."""
+"""Keys of `~/.aws/credentials` are read again after this time: tools that rotate keys rewrite the file."""
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """text: for messages; member: as an IAM policy names it, where known; options: for obstore's store."""
+    """description: for messages; options: for obstore's store; iam_member: as an IAM policy names it, if known."""
 
     description: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -37,7 +38,7 @@ class Credentials:
 
 
 def find_credentials(scheme: str) -> Credentials:
-    """scheme: one of address.SCHEMES. Raises StorageError where credentials are named and cannot be used."""
+    """scheme: one of uri.SCHEMES. Raises StorageError when credentials are configured but cannot be used."""
     if scheme == "s3":
         return _aws_credentials()
     if scheme == "gs":
@@ -75,7 +76,7 @@ def _abbreviate_key(key: str) -> str:
 
 
 def _aws_profile() -> Credentials | None:
-    """AWS_PROFILE, else `default`, of ~/.aws: static keys are read here, all else (SSO, roles) by boto3 where it is."""
+    """AWS_PROFILE, else `default`, of ~/.aws. Static keys are read here; SSO and roles need boto3."""
     name = os.environ.get("AWS_PROFILE")
     keys, settings = _read_profile(name or "default")
     region = settings.get("region", keys.get("region"))
@@ -90,9 +91,9 @@ def _aws_profile() -> Credentials | None:
         return None
     if importlib.util.find_spec("boto3") is None:
         raise StorageError(
-            f"The AWS profile {name} has no keys of its own.",
+            f"The AWS profile {name} has no access key.",
             location="AWS_PROFILE",
-            cause="profiles that sign on (SSO, roles, programs) are resolved by boto3, which is not installed",
+            cause="profiles with SSO, roles or programs need boto3, which is not installed",
             fix=f"pip install boto3, or: eval $(aws configure export-credentials --profile {name} --format env)",
         )
     from obstore.auth.boto3 import Boto3CredentialProvider
@@ -104,13 +105,13 @@ def _aws_profile() -> Credentials | None:
             f"The AWS profile {name} cannot be used.",
             location="AWS_PROFILE",
             cause=str(error),
-            fix=f"aws configure list-profiles names those that there are; to sign on: aws sso login --profile {name}",
+            fix=f"aws configure list-profiles lists the profiles; to sign in: aws sso login --profile {name}",
         ) from error
     return Credentials(f"profile {name} (AWS_PROFILE)", options)
 
 
 def _read_profile(profile: str) -> tuple[dict[str, str], dict[str, str]]:
-    """(what the credentials file, what the config file says of a profile); empty where there is none."""
+    """The entries of a profile in the credentials file and in the config file; empty when there are none."""
     sources = (
         ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials", profile),
         ("AWS_CONFIG_FILE", "~/.aws/config", profile if profile == "default" else f"profile {profile}"),
@@ -128,7 +129,7 @@ def _read_profile(profile: str) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _profile_keys(profile: str) -> dict[str, Any]:
-    """What obstore asks for when it has no keys, or old ones."""
+    """The credential provider for obstore, called when it has no keys or they have expired."""
     keys, _ = _read_profile(profile)
     return {
         "access_key_id": keys["aws_access_key_id"],
@@ -152,7 +153,7 @@ def _gcp_credentials() -> Credentials:
                 text = Path(key_path).expanduser().read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise StorageError(
-                    f"The key file that {variable} names cannot be read.",
+                    f"The key file of {variable} cannot be read.",
                     location=key_path,
                     cause=str(error),
                     fix=f"Set {variable} to a key file, or unset it and run: gcloud auth application-default login",
@@ -172,7 +173,8 @@ def _parse_key_file(text: str, source: str) -> Credentials:
         data = json.loads(text)
         credential_type = data.get("type", "service_account")
     except (json.JSONDecodeError, AttributeError) as error:
-        raise StorageError("The Google credentials are no JSON object.", location=source, cause=str(error)) from error
+        what = "The Google credentials are not a JSON object."
+        raise StorageError(what, location=source, cause=str(error)) from error
     if credential_type == "service_account":
         email = data.get("client_email", "")
         return Credentials(f"service account {email} ({source})", iam_member=f"serviceAccount:{email}")
@@ -182,7 +184,7 @@ def _parse_key_file(text: str, source: str) -> Credentials:
         raise StorageError(
             f"Google credentials of type {credential_type} need the package google-auth.",
             location=source,
-            cause="obstore itself knows service_account and authorized_user",
+            cause="obstore supports service_account and authorized_user",
             fix="pip install google-auth requests",
         )
     from obstore.auth.google import GoogleCredentialProvider
@@ -192,7 +194,7 @@ def _parse_key_file(text: str, source: str) -> Credentials:
 
 
 def _ec2_instance_role() -> str | None:
-    """The role of an EC2 instance (IMDSv2); None: not there, or without a role."""
+    """The role of an EC2 instance (IMDSv2); None: not an instance, or without a role."""
     base = os.environ.get("AWS_METADATA_ENDPOINT", "http://169.254.169.254").rstrip("/")
     token = _query_metadata(f"{base}/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}, method="PUT")
     if not token:
@@ -202,14 +204,14 @@ def _ec2_instance_role() -> str | None:
 
 
 def _gce_service_account() -> str | None:
-    """The service account of a Google instance, or of a pod's workload identity; None: not there, or without one."""
+    """The service account of a Google instance, or of a pod's workload identity; None: neither, or without one."""
     host = os.environ.get("GCE_METADATA_HOST") or "169.254.169.254"
     url = f"http://{host}/computeMetadata/v1/instance/service-accounts/default/email"
     return _query_metadata(url, {"Metadata-Flavor": "Google"})
 
 
 def _query_metadata(url: str, headers: dict[str, str], *, method: str = "GET") -> str | None:
-    """What a metadata service answers; None where there is none, or it refuses."""
+    """The response of a metadata service; None when there is no service or it refuses."""
     request = urllib.request.Request(url, headers=headers, method=method)
     try:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

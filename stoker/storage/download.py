@@ -1,7 +1,7 @@
-"""From a bucket onto the local disk: objects as files, and of a run what a command needs of it.
+"""Downloads from a bucket to the local disk: objects as files, and the files of a run that a command needs.
 
-A reader takes the working copy of a run where that is at least as new as the bucket, else fetches into the reading
-copy; both are of `runs.py`. Objects that are removed or replaced meanwhile are no error: a run may be live.
+A command reads the working copy of a run if that is at least as new as the bucket, else it downloads into the reading
+copy (`run_uri.py`). Objects that are removed or replaced meanwhile are not an error: the run may be live.
 """
 
 import json
@@ -10,28 +10,28 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from stoker.errors import ObjectMissing, StorageError, UsageError
-from stoker.storage.local_files import write_atomic
+from stoker.storage.local_files import atomic_path, write_atomic
 from stoker.storage.run_uri import URI_FILE, reading_copy, working_copy
 from stoker.storage.store import ObjectInfo, Store, open_store
 from stoker.storage.uri import StorageUri
 
 ETAGS_FILE = ".fetched.json"
-"""In a reading copy: name → ETag of what was fetched."""
+"""In a reading copy: name → ETag of the downloaded object."""
 PART_BYTES = 64 * 2**20
 MAX_ATTEMPTS = 5
 MAX_RUNS_SHOWN = 8
-"""Runs that an error lists."""
+"""Runs that an error message lists."""
 
 
 def list_keys(store: Store, uri: StorageUri) -> dict[str, str]:
-    """The keys of what is below an address, by their names relative to that."""
+    """The keys of all objects below a URI, by their names relative to it."""
     prefix = f"{uri.key}/" if uri.key else ""
     return {info.key.removeprefix(prefix): info.key for info in store.list(uri.key)}
 
 
 def has_all_events(folder: Path, events_file: str, remote_events: bytes) -> bool:
-    """Whether a copy has everything that the bucket has, and maybe more. Its events only ever grow, and the bucket has
-    them as they were once: then they begin with those, unless another machine has gone on with the run meanwhile."""
+    """Whether a local copy is at least as new as the bucket. Events are only appended, so a newer copy begins with the
+    events of the bucket, unless another machine has continued the run."""
     path = folder / events_file
     return path.is_file() and path.read_bytes().startswith(remote_events)
 
@@ -45,12 +45,11 @@ def fetch_files(
     first_existing_of: Iterable[str] = (),
     fallback_checkpoints: str = "",
 ) -> Path:
-    """A folder with these files of the run, as far as it has them, with all that is in its folder `below`, and with the
-    first of `one_of` that it has, else the weights of its newest checkpoint. Those that are here unchanged are not
-    fetched again.
+    """A local folder with these files of the run, if it has them; with all files of its folder `subfolder`; and with
+    the first of `first_existing_of` that it has, else the newest weights in its folder `fallback_checkpoints`. Files
+    that have not changed since the last download are not downloaded again.
 
-    events: name of the file that every run has; else_newest_in: of the folder of checkpoints. Raises UsageError when
-    there is no run, StorageError.
+    events_file: the file that every run has. Raises UsageError when there is no run, StorageError.
     """
     store = open_store(uri)
     try:
@@ -83,18 +82,18 @@ def fetch_files(
 
 
 def not_a_run_error(uri: StorageUri, events_file: str) -> UsageError:
-    """The error of an address at which there is no run."""
+    """The error for a URI without a run."""
     parent = uri.parent
     try:
         siblings = [str(parent.child(name)) for name in open_store(uri).list_folders(parent.key)]
-    except StorageError:  # who may read may not be allowed to list
+    except StorageError:  # permission to read does not include permission to list
         siblings = []
-    cause, fix = f"there is no {events_file} below it", "name the address that training was given as --run"
+    cause, fix = f"it has no {events_file}", "name the URI that was given to training as --run"
     return UsageError(f"{str(uri)!r} is not a run.", cause=cause, choices=siblings[-MAX_RUNS_SHOWN:], fix=fix)
 
 
 def _update_file(store: Store, uri: StorageUri, folder: Path, name: str, etags: dict[str, str | None]) -> bool:
-    """Makes folder/name what the bucket has now; whether it has it."""
+    """Updates folder/name from the bucket; removes it if the bucket does not have it. Returns whether it does."""
     target, key = folder / name, uri.child(name).key
     info = store.stat(key)
     if info is not None and target.is_file() and info.etag is not None and etags.get(name) == info.etag:
@@ -103,7 +102,7 @@ def _update_file(store: Store, uri: StorageUri, folder: Path, name: str, etags: 
         if info is None:
             raise ObjectMissing("There is no such object.", location=uri.child(name))
         etags[name] = download(store, key, target).etag
-    except ObjectMissing:  # also one that was removed just now
+    except ObjectMissing:  # also when it was removed after `stat`
         target.unlink(missing_ok=True)
         etags.pop(name, None)
         return False
@@ -111,16 +110,15 @@ def _update_file(store: Store, uri: StorageUri, folder: Path, name: str, etags: 
 
 
 def download(store: Store, key: str, target: Path) -> ObjectInfo:
-    """Fetches an object, and puts it in its place as a whole, with its time. Raises ObjectMissing when it is gone,
-    StorageError when it is replaced again and again meanwhile."""
+    """Downloads an object to a file, which appears as a whole and gets the object's time. Raises ObjectMissing when it
+    does not exist, StorageError when it is replaced again and again during the download."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
+    with atomic_path(target) as temporary:
         for _ in range(MAX_ATTEMPTS):
             info = _stat_existing(store, key)
             with temporary.open("wb") as file:
                 if info.size_bytes <= PART_BYTES:
-                    file.write(store.read(key))  # checked against its ETag, where that is a checksum
+                    file.write(store.read(key))  # compared with its ETag, where that is an MD5
                 else:
                     for start in range(0, info.size_bytes, PART_BYTES):
                         file.write(store.read(key, start=start, length=min(PART_BYTES, info.size_bytes - start)))
@@ -128,11 +126,8 @@ def download(store: Store, key: str, target: Path) -> ObjectInfo:
                 os.fsync(file.fileno())
             if _stat_existing(store, key) == info:
                 os.utime(temporary, (info.modified_s, info.modified_s))
-                temporary.replace(target)
                 return info
-    finally:
-        temporary.unlink(missing_ok=True)
-    raise StorageError("The object is replaced faster than it can be read.", location=key)
+        raise StorageError("The object is replaced faster than it can be downloaded.", location=key)
 
 
 def _stat_existing(store: Store, key: str) -> ObjectInfo:

@@ -1,7 +1,7 @@
-"""What a request to a bucket ended with: the kind of failure, whether it may pass, and the message for the user.
+"""Failures of requests to a bucket: the kind of failure, whether a retry may help, and the message for the user.
 
-obstore gives a class, and all else as text: the status, the store's own XML, the kind of a network failure. They are
-read here and nowhere else. A header such as Retry-After is not in it.
+obstore gives an exception class, and everything else as text: the status, the store's XML, the kind of a network
+failure. Only this module parses that text. It does not include headers such as Retry-After.
 """
 
 import re
@@ -25,13 +25,13 @@ FailureKind = Literal[
     "range",
     "name",
     "unsupported",
-    "passing",
+    "retryable",
     "other",
 ]
 
 RETRYABLE_STATUS = frozenset({408, 429, 500, 502, 503, 504})
 RETRYABLE_CODES = frozenset({"RequestTimeout", "SlowDown", "InternalError", "ServiceUnavailable"})
-"""S3 answers 400 RequestTimeout when a body came too slowly: worth another try, other than the rest of 400."""
+"""S3 responds 400 RequestTimeout to a body that arrives too slowly: worth a retry, unlike other responses of 400."""
 REGION_CODES = frozenset({"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"})
 CREDENTIAL_CODES = frozenset(
     {"ExpiredToken", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId", "SignatureDoesNotMatch"}
@@ -54,17 +54,17 @@ _VERB = {"read": "read", "list": "listed", "write": "written", "delete": "delete
 
 
 class CorruptResponse(Exception):
-    """A body that is not what its headers promised."""
+    """A body that does not match its headers."""
 
 
 class ObjectTooShort(Exception):
-    """The object ends before the range that was asked for."""
+    """The object ends before the requested range."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """name: short, for counting ("503 SlowDown", "timeout"); said: the store's own words; region: where the bucket is,
-    where the store says so."""
+    """name: short, for counting ("503 SlowDown", "timeout"); message: the store's text; region: of the bucket, if the
+    store tells it."""
 
     kind: FailureKind
     name: str
@@ -76,13 +76,13 @@ class Failure:
     @property
     def is_retryable(self) -> bool:
         """Whether the same request may succeed a little later."""
-        return self.kind == "passing"
+        return self.kind == "retryable"
 
 
 def classify_failure(error: Exception) -> Failure:
-    """error: what obstore raised, Damaged or TooShort."""
+    """error: an exception of obstore, CorruptResponse or ObjectTooShort."""
     if isinstance(error, CorruptResponse):
-        return Failure("passing", "damaged body", str(error))
+        return Failure("retryable", "damaged body", str(error))
     if isinstance(error, ObjectTooShort):
         return Failure("range", "too short", str(error))
     text = str(error)
@@ -99,13 +99,13 @@ def classify_failure(error: Exception) -> Failure:
     if kind == "other" and status is None and network is not None:
         connecting = network[1] == "Connect"
         names = {"Connect": "no connection", "Timeout": "timeout", "Interrupted": "connection lost"}
-        return Failure("passing", names.get(network[1], "network failure"), message, connection_failed=connecting)
+        return Failure("retryable", names.get(network[1], "network failure"), message, connection_failed=connecting)
     return Failure(kind, name or type(error).__name__, message, status, region=region)
 
 
 def _failure_kind(error: Exception, head: str, status: int | None, code: str | None) -> FailureKind:
     if status in RETRYABLE_STATUS or code in RETRYABLE_CODES:
-        return "passing"
+        return "retryable"
     if code == "NoSuchBucket":
         return "bucket"
     if code == "RequestTimeTooSkewed":
@@ -129,75 +129,71 @@ def _failure_kind(error: Exception, head: str, status: int | None, code: str | N
     return "other"
 
 
+def caused_by(error: StorageError) -> FailureKind | None:
+    """The kind of failure that an error of `to_storage_error` was raised for."""
+    return classify_failure(error.__cause__).kind if isinstance(error.__cause__, Exception) else None
+
+
 def to_storage_error(
     failure: Failure, *, uri: StorageUri, credentials: Credentials, action: Action, attempts_text: str
 ) -> StorageError:
-    """The error for the user. address: of the object (or the prefix) that was asked for."""
-    bucket = f"{uri.scheme}://{uri.bucket}"
-    is_cloud = uri.scheme in PERMISSION
-    credentials_text = f"we are {credentials.description}"
-    store_message = f"the store says: {failure.name}" + (f", {failure.message}" if failure.message else "")
-    if failure.kind == "missing":
-        return ObjectMissing(f"There is no object {uri.name}.", location=uri, cause=f"{store_message}; {credentials_text}",
-                             fix=f"See what there is: {_list_command(uri.parent)}")  # fmt: skip
-    if failure.kind == "bucket":
-        create_command = f"gcloud storage buckets create {bucket}" if uri.scheme == "gs" else f"aws s3 mb {bucket}"
-        return StorageError(f"There is no bucket {uri.bucket}.", location=uri, cause=f"{store_message}; {credentials_text}",
-                            fix=f"Mend the name, or make it: {create_command}")  # fmt: skip
-    if failure.kind == "conflict":
-        return Conflict("The object is not what this write was to replace.", location=uri,
-                        cause=f"somebody else wrote it; {store_message}", fix="Read it again, then decide.")  # fmt: skip
-    if failure.kind == "denied" and is_cloud:
-        permission = PERMISSION[uri.scheme][action]
-        hint = ""
-        if uri.scheme == "s3" and action == "read":
-            hint = "; without s3:ListBucket an object that does not exist is refused in the same words"
-        return StorageError(
-            f"The bucket {uri.bucket} does not let this be {_VERB[action]}.",
-            location=uri,
-            cause=f"{credentials_text}, which lacks {permission}{hint}; {store_message}",
-            fix=_login_command(uri.scheme) if credentials.anonymous else _grant_command(uri, credentials, action),
-        )
-    if failure.kind == "credentials" and is_cloud:
-        return StorageError(f"The bucket {uri.bucket} does not take our credentials.", location=uri,
-                            cause=f"{credentials_text}; {store_message}", fix=_login_command(uri.scheme))  # fmt: skip
-    if failure.kind == "region":
-        region_text = f"it is in {failure.region}; " if failure.region else ""
-        fix = f"export AWS_REGION={failure.region}" if failure.region else (
-            f"export AWS_REGION=… as this says: aws s3api get-bucket-location --bucket {uri.bucket}")  # fmt: skip
-        return StorageError(f"The bucket {uri.bucket} is in another region than was asked.", location=uri,
-                            cause=f"{region_text}{store_message}", fix=fix)  # fmt: skip
-    if failure.kind == "clock":
-        return StorageError(
-            "This machine's clock is wrong: the store takes no signature of another hour.",
-            location=uri,
-            cause=store_message,
-            fix="Set it: sudo chronyc makestep, or timedatectl set-ntp true",
-        )
-    if failure.kind == "range":
-        return StorageError("The object does not have the bytes that were asked for.", location=uri,
-                            cause=f"it is shorter than it was, or its server sends no parts of objects; {store_message}",
-                            fix="Check the object; of an https server, that it answers Range requests.")  # fmt: skip
+    """The error for the user. uri: of the object (or the prefix) that was requested."""
     if failure.kind == "name":
         return _invalid_name_error(failure, uri)
-    if failure.kind == "unsupported":
-        denied_verb = {"list": "list what it has", "read": "be read so", "write": "be written so", "delete": "delete"}[
-            action
-        ]
-        return Unsupported(
-            f"This store cannot {denied_verb}.", location=uri, cause=store_message, fix="Use a gs:// or s3:// address."
+    bucket = f"{uri.scheme}://{uri.bucket}"
+    identity = f"credentials: {credentials.description}"
+    response = f"response: {failure.name}" + (f", {failure.message}" if failure.message else "")
+    error: type[StorageError] = StorageError
+    what, cause, fix = f"The object cannot be {_VERB[action]}.", f"{response}; {identity}", ""
+    if failure.kind == "missing":
+        error, what = ObjectMissing, f"There is no object {uri.name}."
+        fix = f"List the objects that exist: {_list_command(uri.parent)}"
+    elif failure.kind == "bucket":
+        what = f"There is no bucket {uri.bucket}."
+        create = f"gcloud storage buckets create {bucket}" if uri.scheme == "gs" else f"aws s3 mb {bucket}"
+        fix = f"Correct the name, or create it: {create}"
+    elif failure.kind == "conflict":
+        error, what = Conflict, "The object is not the version that this write replaces."
+        cause, fix = f"another process wrote it; {response}", "Read it again, then decide."
+    elif failure.kind == "denied" and uri.scheme in PERMISSION:
+        what = f"No permission to {action} objects of the bucket {uri.bucket}."
+        hint = ""
+        if uri.scheme == "s3" and action == "read":
+            hint = " (without s3:ListBucket the response is the same for an object that does not exist)"
+        cause = f"{identity}; missing permission: {PERMISSION[uri.scheme][action]}{hint}; {response}"
+        fix = _login_command(uri.scheme) if credentials.anonymous else _grant_command(uri, credentials, action)
+    elif failure.kind == "credentials" and uri.scheme in PERMISSION:
+        what, cause = f"The bucket {uri.bucket} rejects the credentials.", f"{identity}; {response}"
+        fix = _login_command(uri.scheme)
+    elif failure.kind == "region":
+        what = f"The bucket {uri.bucket} is in another region."
+        cause = f"it is in {failure.region}; {response}" if failure.region else response
+        fix = f"export AWS_REGION={failure.region or '…'}"
+        if not failure.region:
+            fix += f" with the region of: aws s3api get-bucket-location --bucket {uri.bucket}"
+    elif failure.kind == "clock":
+        what, cause = "The clock of this machine is wrong: the store rejects the time of the signature.", response
+        fix = "Set it: sudo chronyc makestep, or timedatectl set-ntp true"
+    elif failure.kind == "range":
+        what = "The object does not have the requested bytes."
+        cause = f"it is shorter than before, or its server does not support Range requests; {response}"
+        fix = "Check the object; for an https server, check that it supports Range requests."
+    elif failure.kind == "unsupported":
+        error, cause = Unsupported, response
+        what = (
+            "This store cannot list objects." if action == "list" else f"This store: objects cannot be {_VERB[action]}."
         )
-    if failure.is_retryable:
-        return StorageError(f"{bucket} did not answer as it should.", location=uri, cause=f"{attempts_text}; {store_message}; {credentials_text}",
-                            fix="Check the network, the address and the service's status page; "
-                            "STOKER_STORAGE_TIMEOUT_S allows more time.")  # fmt: skip
-    return StorageError(
-        f"The object cannot be {_VERB[action]}.", location=uri, cause=f"{store_message}; {credentials_text}"
-    )
+        fix = "Use a gs:// or s3:// URI."
+    elif failure.is_retryable:
+        what, cause = f"{bucket} did not respond correctly.", f"{attempts_text}; {response}; {identity}"
+        fix = (
+            "Check the network, the URI and the status page of the service; STOKER_STORAGE_TIMEOUT_S allows more time."
+        )
+    return error(what, location=uri, cause=cause, fix=fix or None)
 
 
 def _invalid_name_error(failure: Failure, uri: StorageUri) -> StorageError:
-    """obstore refuses a key with an empty part, with . or .., or with a control character, and a list that has one."""
+    """obstore refuses a key with an empty part, with . or .., or with a control character, also in a listing."""
     match = _INVALID_KEY.search(failure.message)
     key = match[1] or match[2] if match else uri.key
     bucket = f"{uri.scheme}://{uri.bucket}"
@@ -207,9 +203,8 @@ def _invalid_name_error(failure: Failure, uri: StorageUri) -> StorageError:
     return StorageError(
         f"The object {key!r} has a name that cannot be read.",
         location=uri,
-        cause="a part of it is empty, . or .., or has a control character; that keeps all that is listed with it from"
-        " being listed",
-        fix=f"rename it, {move_command} {' '.join(quoted_uris)}, or remove it; or name a folder that it is not in",
+        cause="a part of it is empty, . or .., or has a control character; a listing that includes it fails",
+        fix=f"rename it, {move_command} {' '.join(quoted_uris)}, or remove it; or name a folder without it",
     )
 
 
@@ -232,4 +227,4 @@ def _grant_command(uri: StorageUri, credentials: Credentials, action: Action) ->
         return f"gcloud storage buckets add-iam-policy-binding gs://{uri.bucket} --member={member} --role={role}"
     resource = f"arn:aws:s3:::{uri.bucket}" + ("" if action == "list" else "/*")
     statement = f'{{"Effect": "Allow", "Action": "{PERMISSION["s3"][action]}", "Resource": "{resource}"}}'
-    return f"Add to a policy of that identity: {statement}"
+    return f"Add to a policy of this identity: {statement}"

@@ -1,8 +1,8 @@
-"""Many reads at once: one thread with an event loop, on which obstore's requests run.
+"""Many concurrent reads: one thread with an event loop, on which obstore's requests run.
 
-A read is one asyncio task, and one more where the first is late (`flow.Tail`); the first whole answer wins. Retries and
-checks are inside, in `store.Store.read_async`. The thread knows nothing of the `Fetcher` that the caller holds: one
-that is forgotten is collected and its thread ends, as it does at the interpreter's end.
+A read is one asyncio task, and a second one if the first is late (`concurrency.HedgingPolicy`); the first complete
+response is used. Retries and checks are in `store.Store.read_async`. The thread has no reference to the `Fetcher` of
+the caller, so an unused `Fetcher` is garbage collected and its thread ends, as at the end of the interpreter.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import time
 import weakref
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stoker.errors import StorageError
 from stoker.storage.concurrency import ConcurrencyController, HedgingPolicy
@@ -21,33 +21,29 @@ from stoker.storage.store import Store
 
 MAX_IN_FLIGHT = 256
 BUDGET_BYTES = 512 * 2**20
-"""Under way at once, by default; some requests are always let through, one that is larger than all of it too."""
+"""Default for the bytes in flight. One request is always allowed, even if it is larger."""
 TYPICAL_BYTES = 128 * 1024
-"""What an object of unknown length is taken for until the first came; then, the mean of those that did."""
+"""Assumed size of an object of unknown length; later, the mean of the finished reads."""
 JOIN_TIMEOUT_S = 10.0
 RELEASE_TIMEOUT_S, CANCEL_GRACE_S = 1.0, 0.05
-"""For obstore's threads to leave Python: those that hand over an answer, at most; those of a read that is cancelled."""
+"""Time for obstore's threads to leave Python: maximum for those with a response; for those of a cancelled read."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class FetchStats:
-    """Sums since the start. latency_s: mean of the reads that ended, from the first request to the last byte."""
+    """Totals since the start."""
 
-    finished: int
-    failed: int
-    read_bytes: int
-    hedged: int
-    """Reads that were asked for a second time because the first was late."""
-    hedges_won: int
-    in_flight: int
-    queued: int
-    """Submitted, and not begun: `limit` or the memory budget is reached."""
-    peak_in_flight: int
-    latency_s: float
+    finished: int = 0
+    failed: int = 0
+    read_bytes: int = 0
+    hedged: int = 0
+    """Reads with a second request because the first was late."""
+    hedges_won: int = 0
+    peak_in_flight: int = 0
 
 
 class Fetcher:
-    """limit: requests under way; budget_bytes: bytes of them. From any thread; `with` closes it."""
+    """max_in_flight: reads in flight; budget_bytes: their bytes. Thread-safe; `with` closes it."""
 
     def __init__(
         self, max_in_flight: int = MAX_IN_FLIGHT, *, budget_bytes: int = BUDGET_BYTES, hedge: bool = True
@@ -58,26 +54,27 @@ class Fetcher:
     def submit(self, store: Store, key: str, *, start: int = 0, length: int | None = None) -> "Future[bytes]":
         """The object's bytes, or `length` of them from `start`: as `Store.read`, with its errors.
 
-        Callbacks of the future run on the event loop's thread: be quick. It can be cancelled until it has begun.
+        Callbacks of the future run on the thread of the event loop and must be fast. The future can be cancelled until
+        its read has started.
         """
         future: Future[bytes] = Future()
         self._engine.submit(_ReadRequest(store, key, start, length, future))
         return future
 
     def report_demand(self, demand_per_s: float, starved: bool) -> None:
-        """What the consumer takes, in objects a second, and whether it has waited for one since the last note."""
+        """The objects per second that the consumer takes, and whether it has waited for one since the last report."""
         self._engine.report_demand(demand_per_s, starved)
 
     @property
     def target_in_flight(self) -> int:
-        """How many objects the caller should have under way."""
+        """How many objects the caller should keep in flight."""
         return max(1, min(self._engine.concurrency.value, self._engine.max_affordable()))
 
     def stats(self) -> FetchStats:
-        return self._engine.stats()
+        return replace(self._engine.stats)
 
     def close(self) -> None:
-        """Ends all reads: their futures fail. Waits for the thread."""
+        """Cancels all reads: their futures fail. Waits for the thread."""
         self._finalizer()
 
     def __enter__(self) -> "Fetcher":
@@ -88,9 +85,9 @@ class Fetcher:
 
 
 class _ReadRequest:
-    """One read, and the tasks that are on it."""
+    """One read and its tasks."""
 
-    __slots__ = ("started_s", "future", "key", "length", "size_bytes", "start", "store", "tasks", "timer")
+    __slots__ = ("future", "key", "length", "size_bytes", "start", "started_s", "store", "tasks", "timer")
 
     def __init__(self, store: Store, key: str, start: int, length: int | None, future: "Future[bytes]") -> None:
         self.store, self.key, self.start, self.length, self.future = store, key, start, length, future
@@ -98,11 +95,11 @@ class _ReadRequest:
         self.timer: asyncio.TimerHandle | None = None
         self.started_s = 0.0
         self.size_bytes = 0
-        """What it counts for while it is under way."""
+        """Counts against the byte budget while it is in flight."""
 
 
 class _Engine:
-    """All but `give`, `note`, `affordable`, `stats` and `end` runs on the loop's thread."""
+    """Runs on the thread of the loop, except `submit`, `report_demand`, `max_affordable` and `stop`."""
 
     def __init__(self, max_in_flight: int, budget_bytes: int, hedge: bool) -> None:
         self.concurrency = ConcurrencyController(max_in_flight)
@@ -112,8 +109,7 @@ class _Engine:
         self._queued: deque[_ReadRequest] = deque()
         self._in_flight: set[_ReadRequest] = set()
         self._bytes_in_flight = 0
-        self._finished = self._failed = self._read_bytes = self._hedged = self._hedges_won = self._peak_in_flight = 0
-        self._latency_sum_s = 0.0
+        self.stats = FetchStats()
         self._wakeup_pending = self._closed = False
         self._lock = threading.Lock()
         self._pid = os.getpid()
@@ -123,15 +119,17 @@ class _Engine:
 
     def submit(self, read: _ReadRequest) -> None:
         if os.getpid() != self._pid:
-            raise StorageError("This fetcher belongs to the process that this one was forked from.",
-                               fix="Make a Fetcher after the fork; better, start processes by spawn.")  # fmt: skip
+            raise StorageError(
+                "This fetcher belongs to the parent process.",
+                fix="Make a Fetcher after the fork, or start processes with the method spawn.",
+            )
         with self._lock:
             if self._closed:
                 raise _closed_error(read)
             self._submitted.append(read)
             if self._wakeup_pending:
                 return
-            self._wakeup_pending = True  # one wake-up for all that come until the loop looks
+            self._wakeup_pending = True  # one wake-up for all requests that come before the loop runs
             self._loop.call_soon_threadsafe(self._drain_submitted)
 
     def report_demand(self, demand_per_s: float, starved: bool) -> None:
@@ -142,21 +140,8 @@ class _Engine:
                 )
 
     def max_affordable(self) -> int:
-        """Objects of the usual size that the memory budget holds."""
+        """Number of objects of the mean size that fit the byte budget."""
         return max(1, self._budget_bytes // self._mean_bytes())
-
-    def stats(self) -> FetchStats:
-        return FetchStats(
-            finished=self._finished,
-            failed=self._failed,
-            read_bytes=self._read_bytes,
-            hedged=self._hedged,
-            hedges_won=self._hedges_won,
-            in_flight=len(self._in_flight),
-            queued=len(self._queued) + len(self._submitted),
-            peak_in_flight=self._peak_in_flight,
-            latency_s=self._latency_sum_s / self._finished if self._finished else 0.0,
-        )
 
     def stop(self) -> None:
         with self._lock:
@@ -166,7 +151,7 @@ class _Engine:
         if os.getpid() != self._pid:
             return  # the thread is in the other process
         self._loop.call_soon_threadsafe(self._loop.stop)
-        if threading.current_thread() is not self._thread:  # the collector runs on any thread
+        if threading.current_thread() is not self._thread:  # garbage collection runs on any thread
             self._thread.join(JOIN_TIMEOUT_S)
             _wait_for_obstore_threads(cancelled=bool(self._in_flight))
 
@@ -186,7 +171,7 @@ class _Engine:
             self._loop.close()
 
     def _mean_bytes(self) -> int:
-        return max(1, self._read_bytes // self._finished) if self._finished else TYPICAL_BYTES
+        return max(1, self.stats.read_bytes // self.stats.finished) if self.stats.finished else TYPICAL_BYTES
 
     def _drain_submitted(self) -> None:
         with self._lock:
@@ -196,7 +181,7 @@ class _Engine:
         self._start_queued()
 
     def _start_queued(self) -> None:
-        """Begins what may begin, in the order in which it was submitted."""
+        """Starts the reads that the limits allow, in the order in which they were submitted."""
         while self._queued and len(self._in_flight) < self._max_in_flight:
             read = self._queued[0]
             size_bytes = read.length if read.length is not None else self._mean_bytes()
@@ -211,7 +196,7 @@ class _Engine:
         read.started_s = self._loop.time()
         self._in_flight.add(read)
         self._bytes_in_flight += size_bytes
-        self._peak_in_flight = max(self._peak_in_flight, len(self._in_flight))
+        self.stats.peak_in_flight = max(self.stats.peak_in_flight, len(self._in_flight))
         read.tasks.append(self._loop.create_task(self._fetch(read)))
         if self._hedging is not None:
             self._hedging.record_request()
@@ -221,34 +206,32 @@ class _Engine:
 
     def _hedge(self, read: _ReadRequest) -> None:
         if self._hedging is not None and self._hedging.try_spend():
-            self._hedged += 1
+            self.stats.hedged += 1
             read.tasks.append(self._loop.create_task(self._fetch(read)))
 
     async def _fetch(self, read: _ReadRequest) -> None:
         task_number = len(read.tasks)  # this task is in the list when it first runs: 1, or 2 for the hedge
+        this_task = read.tasks[task_number - 1]
         try:
             data = await read.store.read_async(read.key, start=read.start, length=read.length)
-        except Exception as error:  # noqa: BLE001  (it travels in the future)
-            if read in self._in_flight and all(
-                task.done() or task is read.tasks[task_number - 1] for task in read.tasks
-            ):
+        except Exception as error:  # noqa: BLE001  (passed on in the future)
+            if read in self._in_flight and all(task.done() or task is this_task for task in read.tasks):
                 self._finish_read(read)
-                self._failed += 1
+                self.stats.failed += 1
                 read.future.set_exception(error)
             return
         if read not in self._in_flight:
             return
         self._finish_read(read)
         latency_s = self._loop.time() - read.started_s
-        self._finished += 1
-        self._read_bytes += len(data)
-        self._latency_sum_s += latency_s
-        self._hedges_won += task_number > 1
+        self.stats.finished += 1
+        self.stats.read_bytes += len(data)
+        self.stats.hedges_won += task_number > 1
         self.concurrency.record_response(latency_s, len(data))
         if self._hedging is not None:
             self._hedging.record_response(latency_s, len(data))
-        for other_number, task in enumerate(read.tasks, 1):
-            if other_number != task_number:
+        for task in read.tasks:
+            if task is not this_task:
                 task.cancel()
         read.future.set_result(data)
 
@@ -261,10 +244,10 @@ class _Engine:
 
 
 def _wait_for_obstore_threads(*, cancelled: bool) -> None:
-    """Waits for the threads of obstore's own, on which it calls Python with its answers. The interpreter's end aborts a
-    process in which one of them waits for its turn: seen at the end of one in eight that exit right after a read."""
+    """Waits for obstore's own threads, which call Python with their responses. If one of them waits for the GIL when
+    the interpreter exits, the process is aborted: seen in one of eight processes that exit right after a read."""
     if cancelled:
-        time.sleep(CANCEL_GRACE_S)  # these cannot be seen; they take microseconds
+        time.sleep(CANCEL_GRACE_S)  # threads of cancelled reads cannot be detected; they take microseconds
     end_s = time.monotonic() + RELEASE_TIMEOUT_S
     while time.monotonic() < end_s:
         python_threads = {thread.ident for thread in threading.enumerate()}
@@ -274,5 +257,4 @@ def _wait_for_obstore_threads(*, cancelled: bool) -> None:
 
 
 def _closed_error(read: _ReadRequest) -> StorageError:
-    return StorageError("Reading was stopped before this object came: its fetcher is closed.",
-                        location=read.store.uri.child(read.key))  # fmt: skip
+    return StorageError("The object was not read: its fetcher is closed.", location=read.store.uri.child(read.key))

@@ -1,9 +1,10 @@
-"""Who may write a run in a bucket: one object that its holder renews, since object stores have no locks.
+"""The lease of a run in a bucket: one object that its holder renews, since object stores have no locks.
 
-Every write of it is conditional on the one before, so of two that want it one gets it. A holder that died is replaced
-at once on its own machine, where its process can be asked for; from another one, when it has not renewed for VALID_S.
-That compares the clocks of two machines: one that is wrong by more than half a minute may take what is still held. The
-holder that has lost it learns so at its next renewal, and writes no more (`Lease.require`).
+Every write of the object is conditional on the previous version, so only one of several processes can take the lease.
+The lease of a dead process is taken at once on the same machine, where the process can be checked; on another machine
+when it has not been renewed for LEASE_DURATION_S. That compares the clocks of two machines: if one is wrong by more
+than half a minute, it may take a lease that is still held. The previous holder notices at its next renewal and stops
+writing (`Lease.ensure_held`).
 """
 
 import contextlib
@@ -21,30 +22,29 @@ import psutil
 
 from stoker.config import old_names
 from stoker.errors import Conflict, ObjectMissing, StorageError, UsageError
-from stoker.storage.failures import classify_failure
+from stoker.storage.failures import caused_by
 from stoker.storage.store import ObjectInfo, Store, open_store
 from stoker.storage.uri import StorageUri
 
 LEASE_DURATION_S = 60.0
 RENEW_INTERVAL_S = 20.0
-"""Two renewals in a row may fail."""
+"""Two successive renewals may fail before the lease expires."""
 POLL_INTERVAL_S = 1.0
 MESSAGE_INTERVAL_S = 10.0
 
 
 class LeaseHolder(msgspec.Struct, kw_only=True, frozen=True):
-    """lease.json: who holds it."""
+    """The content of lease.json."""
 
     token: str
-    """Of this holding: the same process has another one when it takes the lease again."""
+    """Random; new each time that a process takes the lease."""
     user: str
-    """The user."""
     host: str
     machine: str
-    """Tells apart where process numbers mean something: the boot of a machine, the container."""
+    """Boot id of the machine and PID namespace: within it, process ids can be compared."""
     pid: int
     process_start: float
-    """When the process began, by the machine's own count: a number that is used again is another process."""
+    """Start time of the process in the units of `_process_start`: distinguishes processes that reuse a process id."""
     renew_time: float
     """Unix time."""
     lease_duration_s: float = LEASE_DURATION_S
@@ -58,16 +58,16 @@ class LeaseHolder(msgspec.Struct, kw_only=True, frozen=True):
         return max(0.0, time.time() - self.renew_time)
 
     def remaining_s(self) -> float:
-        """Seconds until it expires by this machine's clock; 0 when it has, or was released."""
+        """Seconds until it expires by this machine's clock; 0 when it has expired or was released."""
         return 0.0 if self.released else max(0.0, self.renew_time + self.lease_duration_s - time.time())
 
 
 class LeaseLost(UsageError):
-    """Another process has taken what this one held."""
+    """Another process has taken the lease of this one."""
 
 
 class Lease:
-    """A lease that is held; a thread renews it. `acquire` makes it."""
+    """A lease that this process holds, made by `acquire`. A thread renews it."""
 
     def __init__(self, store: Store, uri: StorageUri, holder: LeaseHolder, info: ObjectInfo, acquired_s: float) -> None:
         self._store, self._uri = store, uri
@@ -79,7 +79,7 @@ class Lease:
         self._thread: threading.Thread | None = None
 
     def start_renewing(self, on_lost: Callable[[LeaseLost], None]) -> None:
-        """Starts the thread. on_lost is called from it, at most once."""
+        """Starts the thread, which calls `on_lost` at most once."""
 
         def renew_loop() -> None:
             while not self._stopped.wait(RENEW_INTERVAL_S):
@@ -88,14 +88,14 @@ class Lease:
                 except LeaseLost as error:
                     on_lost(error)
                     return
-                except StorageError:  # whoever wants to write meets the same, and says it
+                except StorageError:  # the next write fails in the same way and reports it
                     continue
 
         self._thread = threading.Thread(target=renew_loop, name="stoker-lease", daemon=True)
         self._thread.start()
 
     def renew(self) -> None:
-        """Raises LeaseLost; StorageError when the store does not answer, which loses nothing yet."""
+        """Raises LeaseLost; StorageError when the store does not respond (the lease is not lost yet)."""
         with self._renew_lock:
             if self._lost is not None:
                 raise self._lost
@@ -105,13 +105,11 @@ class Lease:
                 self._info = self._store.write(self._uri.key, _encode(holder), if_match=self._info.etag)
             except (Conflict, ObjectMissing):
                 current = _read_lease(self._store, self._uri)
-                if (
-                    current is not None and current[0].token == self._holder.token
-                ):  # written, and no answer came through
+                if current is not None and current[0].token == self._holder.token:  # our write, whose response was lost
                     self._info, self._last_renewal_s = current[1], start_s
                     return
                 cause = "its lease was removed" if current is None else f"it is held by {current[0]}"
-                fix = "let it go on, or end it and give the same command again"
+                fix = "let the other process continue, or stop it and repeat this command"
                 self._lost = LeaseLost(
                     "Another process has taken over this run.", location=self._uri.parent, cause=cause, fix=fix
                 )
@@ -119,14 +117,14 @@ class Lease:
             self._holder, self._last_renewal_s = holder, start_s
 
     def ensure_held(self) -> None:
-        """Before each write of what the lease protects. Raises LeaseLost, or StorageError when it has expired."""
+        """Call before each write to the run. Raises LeaseLost; StorageError when it expired and cannot be renewed."""
         if self._lost is not None:
             raise self._lost
         if time.monotonic() - self._last_renewal_s > LEASE_DURATION_S:
             self.renew()
 
     def release(self) -> None:
-        """Gives it back. Where that fails, it expires by itself."""
+        """Releases the lease. If that fails, it expires."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join(LEASE_DURATION_S)
@@ -139,11 +137,12 @@ class Lease:
 def acquire(
     uri: StorageUri, *, on_message: Callable[[str], None], check_interrupted: Callable[[], None]
 ) -> Lease | None:
-    """Takes the lease at `address`; None where the store has no conditional writes.
+    """Takes the lease at `uri`; None where the store has no conditional writes.
 
-    Waits for one of another machine until it expires; `say` gets a line now and then, `check` may raise to end it.
+    Waits until a lease of another machine expires. While it waits, `on_message` gets a line every MESSAGE_INTERVAL_S,
+    and `check_interrupted` may raise to end the waiting.
 
-    Raises UsageError that names the holder when it lives; StorageError.
+    Raises UsageError with the holder if that is alive; StorageError.
     """
     store = open_store(uri)
     new_holder = _this_process()
@@ -153,26 +152,22 @@ def acquire(
         current = _read_lease(store, uri)
         if current is not None and (remaining_s := current[0].remaining_s()) > 0:
             holder = current[0]
-            renewed = last_seen is not None and (last_seen.token, last_seen.renew_time) != (
-                holder.token,
-                holder.renew_time,
-            )
+            renewed = last_seen is not None and last_seen != holder
             same_machine = holder.machine == new_holder.machine
             if renewed or (same_machine and _process_start(holder.pid) == holder.process_start):
                 expiry_text = time.strftime("%H:%M:%S", time.localtime(time.time() + remaining_s))
                 raise UsageError(
                     "Another process is training this run.",
                     location=uri.parent,
-                    cause=f"{holder} holds it, until {expiry_text} unless it renews",
-                    fix="let it go on, or end it and give the same command again",
+                    cause=f"{holder} has its lease, until {expiry_text} unless it renews",
+                    fix="let the other process continue, or stop it and repeat this command",
                 )
             if not same_machine:
                 last_seen = holder
                 if time.monotonic() - last_message_s >= MESSAGE_INTERVAL_S:
                     last_message_s = time.monotonic()
-                    on_message(
-                        f"{holder} held this run {holder.age_s():.0f} s ago: waiting {remaining_s:.0f} s to see if it lives"
-                    )
+                    seen = f"{holder} renewed the lease of this run {holder.age_s():.0f} s ago"
+                    on_message(f"{seen}: waiting {remaining_s:.0f} s for its next renewal")
                 check_interrupted()
                 time.sleep(min(POLL_INTERVAL_S, remaining_s))
                 continue
@@ -183,34 +178,29 @@ def acquire(
                 info = store.write(uri.key, _encode(new_holder), if_absent=True)
             else:
                 info = store.write(uri.key, _encode(new_holder), if_match=current[1].etag)
-        except (Conflict, ObjectMissing):  # another was faster
+        except (Conflict, ObjectMissing):  # another process was faster
             continue
         except StorageError as error:
-            if not isinstance(error.__cause__, Exception) or classify_failure(error.__cause__).kind != "other":
+            if caused_by(error) != "other":
                 raise
-            store.write(uri.key, _encode(new_holder))  # raises what it is, unless it is the condition
-            _delete_lease(store, uri)
+            store.write(uri.key, _encode(new_holder))  # raises the real failure, unless the condition was the problem
+            store.delete(uri.key)
             return None
         return Lease(store, uri, new_holder, info, acquired_s) if _supports_conditional_writes(store, uri) else None
 
 
 def _supports_conditional_writes(store: Store, uri: StorageUri) -> bool:
-    """Whether a write that must not replace anything is refused: some stores do not know conditions, and write."""
+    """Whether the store refuses a conditional write of an object that exists: some stores ignore conditions."""
     try:
         store.write(uri.key, b"", if_absent=True)
     except Conflict:
         return True
-    _delete_lease(store, uri)
+    store.delete(uri.key)  # a lease that is not renewed would be wrong
     return False
 
 
-def _delete_lease(store: Store, uri: StorageUri) -> None:
-    """No lease rather than one that nobody renews."""
-    store.delete(uri.key)
-
-
 def read_lease_file(path: Path) -> LeaseHolder | None:
-    """A copy of lease.json on the disk; None when there is none."""
+    """A local copy of lease.json; None when there is none."""
     try:
         return old_names.decode(path.read_bytes(), LeaseHolder)
     except FileNotFoundError:
@@ -222,7 +212,7 @@ def _encode(holder: LeaseHolder) -> bytes:
 
 
 def _read_lease(store: Store, uri: StorageUri) -> tuple[LeaseHolder, ObjectInfo] | None:
-    """The holder, and the version of the object that says so; None when there is no lease."""
+    """The holder, and the version of the object; None when there is no lease."""
     while (info := store.stat(uri.key)) is not None:
         try:
             data = store.read(uri.key)
@@ -232,15 +222,15 @@ def _read_lease(store: Store, uri: StorageUri) -> tuple[LeaseHolder, ObjectInfo]
             try:
                 return old_names.decode(data, LeaseHolder), info
             except msgspec.DecodeError as error:
-                raise StorageError("The lease of the run is damaged.", location=uri, cause=str(error),
-                                   fix="remove it when no process trains the run") from error  # fmt: skip
+                what, fix = "The lease of the run is damaged.", "remove it if no process trains the run"
+                raise StorageError(what, location=uri, cause=str(error), fix=fix) from error
     return None
 
 
 def _this_process() -> LeaseHolder:
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name
+    except (KeyError, OSError):  # a user id without a name, in a container
         user = f"user {os.getuid()}"
     pid = os.getpid()
     return LeaseHolder(
@@ -263,7 +253,8 @@ def _machine_id() -> str:
 
 
 def _process_start(pid: int) -> float | None:
-    """When a process began; None when it does not run. In clock ticks since boot on Linux, whatever the clock does."""
+    """Start time of a process; None when it does not run. On Linux in clock ticks since boot, which does not change
+    with the clock."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if fields[0] in "ZX" else float(fields[19])

@@ -1,9 +1,10 @@
-"""When a request is made again: which failures pass, how long to wait, and how many retries a bucket is asked to bear.
+"""Retries of requests to a bucket: how long to wait, how long to try, and a budget of retries per store.
 
-Waits have full jitter (AWS Architecture Blog, "Exponential Backoff and Jitter", 2015). Retries come out of a budget per
-store, a share of its requests and a floor (Google, "Site Reliability Engineering", chapter 21): a bucket that is down
-is not asked more often for being down. An empty budget delays; what ends a request is its time. What a failure means
-to the user is said in `failures.py`.
+Waits have full jitter (AWS Architecture Blog, "Exponential Backoff and Jitter", 2015). The budget is a fraction of the
+requests plus a minimum rate (Google, "Site Reliability Engineering", chapter 21), so a bucket that is down does not get
+more requests because it is down. An empty budget delays a retry; only the total time ends a request. Which failures are
+retried is decided in `failures.py`. obstore's own retries are used for parts of uploads only (`clients.py`): they have
+no budget, do not retry damaged bodies, and repeat conditional writes.
 """
 
 import os
@@ -16,15 +17,15 @@ from stoker.errors import ConfigError
 from stoker.storage.failures import Failure
 
 BACKOFF_BASE_S, BACKOFF_MAX_S = 0.1, 20.0
-"""The n-th wait is uniform between 0 and min(CAP_S, BASE_S · 2ⁿ)."""
+"""The n-th wait is uniform between 0 and min(BACKOFF_MAX_S, BACKOFF_BASE_S · 2ⁿ)."""
 BUDGET_FRACTION = 0.1
 """Retries per request, in the long run."""
 BUDGET_BURST = 20.0
 BUDGET_PER_S = 10.0
-"""The floor: what a store gives however few its requests; one upload, or the end of an outage, is not starved."""
+"""The minimum rate of retries, for a store with few requests: one upload, or the end of an outage."""
 CONNECT_TIMEOUT_DIVISOR = 6
-"""While a store has never answered, failures to connect are believed after 1/6 of the time: a typing error in an
-endpoint should not take two minutes to be told."""
+"""If a store has never responded, failures to connect are reported after 1/6 of the time: a typo in an endpoint should
+not take two minutes to be reported."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Timeouts:
 
     @property
     def stall_s(self) -> float:
-        """No byte for so long: the connection is given up, the request made again."""
+        """Time without a byte after which a connection is closed and the request retried."""
         return self.total_s / 8
 
     @classmethod
@@ -50,7 +51,7 @@ class Timeouts:
         if not 0.0 < total_s < 86400.0:
             raise ConfigError(
                 f"STOKER_STORAGE_TIMEOUT_S is {text!r}.",
-                choices=["seconds, more than 0 and less than 86400"],
+                choices=["seconds, above 0 and below 86400"],
                 fix=f"Unset it for the default, {cls.total_s:g}.",
             )
         return cls(total_s)
@@ -58,23 +59,23 @@ class Timeouts:
 
 @dataclass
 class RequestCounters:
-    """What a store has done. Requests include retries and hedges."""
+    """Totals of a store. Requests include retries and hedges."""
 
     requests: int = 0
     retries: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
     failures: dict[str, int] = field(default_factory=dict)
-    """By what they were: "503", "timeout" …; those that a retry mended, too."""
+    """By name: "503 SlowDown", "timeout", …; includes failures that a retry solved."""
 
 
 class RetryBudget:
-    """How many retries a store may still be asked for; and its counts. From any thread."""
+    """The retries that are left for a store, and its counters. Thread-safe."""
 
     def __init__(self) -> None:
         self.counters = RequestCounters()
-        self.has_answered = False
-        """Whether the store ever answered, if only with a refusal."""
+        self.has_responded = False
+        """Whether the store ever responded, even with an error."""
         self._lock = threading.Lock()
         self._tokens = BUDGET_BURST
         self._refilled_s = time.monotonic()
@@ -86,7 +87,7 @@ class RetryBudget:
 
     def count_bytes(self, *, read: int = 0, written: int = 0) -> None:
         with self._lock:
-            self.has_answered = True
+            self.has_responded = True
             self.counters.read_bytes += read
             self.counters.written_bytes += written
 
@@ -95,7 +96,7 @@ class RetryBudget:
             self.counters.failures[name] = self.counters.failures.get(name, 0) + 1
 
     def take_retry(self, now_s: float) -> float:
-        """Takes a retry; how many seconds it has to wait until it is there."""
+        """Takes a retry from the budget; returns the seconds until it is available."""
         with self._lock:
             self._tokens = min(BUDGET_BURST, self._tokens + (now_s - self._refilled_s) * BUDGET_PER_S) - 1.0
             self._refilled_s = now_s
@@ -116,20 +117,20 @@ class RetryState:
         budget.count_request()
 
     def next_wait_s(self, failure: Failure) -> float | None:
-        """Seconds to wait before the next try; None: this failure stays."""
+        """Seconds to wait before the next attempt; None: give up."""
         self.failures.append(failure)
         budget = self._budget
         budget.count_failure(failure.name)
         if failure.status is not None:
-            budget.has_answered = True
+            budget.has_responded = True
         if not failure.is_retryable:
             return None
         now_s = time.monotonic()
         total_s = self._timeouts.total_s
-        if failure.connection_failed and not budget.has_answered:
+        if failure.connection_failed and not budget.has_responded:
             total_s /= CONNECT_TIMEOUT_DIVISOR
         remaining_s = self._start_s + total_s - now_s
-        # Not the generator of the module: its numbers may be a training's.
+        # Not the global generator of `random`, whose numbers a training may use.
         jitter = _RANDOM.uniform(0.0, min(BACKOFF_MAX_S, BACKOFF_BASE_S * 2.0 ** (len(self.failures) - 1)))
         if jitter >= remaining_s:
             return None
@@ -141,7 +142,7 @@ class RetryState:
         return wait_s
 
     def describe(self) -> str:
-        """What was tried, for the message."""
+        """The attempts, for the message."""
         elapsed_s = time.monotonic() - self._start_s
         names = [failure.name for failure in self.failures]
         kinds = ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))

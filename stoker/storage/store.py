@@ -1,10 +1,10 @@
-"""A bucket, or a web server: read, list, write, delete, from any thread, with retries, with errors that say what to do.
+"""A bucket or a web server: read, list, write, delete, from any thread, with retries and errors that say what to do.
 
-What is verified of a read: its length, against what the headers promise, always. Whole objects read by `read` also by
-MD5 where the store gives one as ETag (objects of one part without KMS keys). Other checksums the stores keep
-(x-goog-hash, x-amz-checksum-…) do not come through obstore. Pictures come through `read_async` and are not hashed, as
-MD5 alone costs what the whole request does; TLS guards the way, and decoding is strict. Many reads at once are the
-matter of `fetcher.py`; who we are, of `credentials.py`; which failures pass, of `retry.py`.
+Every read is checked against the length in the headers. Whole objects that `read` returns are also checked by MD5 where
+the ETag is one (objects of one part without KMS keys). obstore does not give access to other checksums (x-goog-hash,
+x-amz-checksum-…). Images are read by `read_async` without MD5, which costs as much as the whole request; TLS protects
+the transfer, and decoding is strict. Not here: many concurrent reads (`fetcher.py`), credentials (`credentials.py`),
+the time between retries (`retry.py`), kinds of failures (`failures.py`).
 """
 
 import asyncio
@@ -24,7 +24,14 @@ from obstore.exceptions import BaseError
 from stoker.errors import Conflict, ObjectMissing, StorageError, Unsupported
 from stoker.storage import clients
 from stoker.storage.credentials import Credentials, find_credentials
-from stoker.storage.failures import Action, CorruptResponse, ObjectTooShort, classify_failure, to_storage_error
+from stoker.storage.failures import (
+    Action,
+    CorruptResponse,
+    ObjectTooShort,
+    caused_by,
+    classify_failure,
+    to_storage_error,
+)
 from stoker.storage.retry import RequestCounters, RetryBudget, RetryState, Timeouts
 from stoker.storage.uri import StorageUri
 
@@ -34,20 +41,20 @@ if TYPE_CHECKING:
 __all__ = ["Conflict", "ObjectInfo", "ObjectMissing", "Store", "Unsupported", "open_store"]
 
 STORE_EXCEPTIONS = (BaseError, FileNotFoundError, OSError, NotImplementedError, CorruptResponse, ObjectTooShort)
-"""What obstore raises for what a store does. Its ValueErrors and the like are ours to avoid."""
+"""Exceptions of a request. Others of obstore, such as ValueError, are errors in this code."""
 LIST_CHUNK_SIZE = 250
-"""A list that breaks goes on after the last of these; a page of the stores' own has 1,000."""
+"""A listing that fails is resumed after the last chunk; a page of the stores has 1,000 objects."""
 UNBOUNDED = 2**40
-"""Length of a range that ends where the object does."""
+"""Length of a range up to the end of the object."""
 _MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """etag: opaque; changes when the object does; what `write(if_match=)` takes. gs: the generation, but in a
-    list, which says none, the ETag of the content, which `write` does not take. None: not said.
-    modified_s: seconds since 1970, by the store's clock; of what `write` returns, by ours."""
+    """etag: opaque, changes when the object does; the argument of `write(if_match=)`. For gs it is the generation, but
+    in a listing, which has none, the ETag of the content, which `write` does not accept. None: unknown.
+    modified_s: seconds since 1970 by the store's clock; in the result of `write`, by this machine's clock."""
 
     key: str
     size_bytes: int
@@ -56,7 +63,7 @@ class ObjectInfo:
 
 
 class Store:
-    """One bucket. `open_store` keeps one per process; a program of its own may make others, with other limits."""
+    """One bucket. `open_store` keeps one per process; others can be made, with other timeouts."""
 
     def __init__(self, uri: StorageUri, *, timeouts: Timeouts | None = None) -> None:
         self.uri = replace(uri, key="")
@@ -82,8 +89,8 @@ class Store:
             data = _checked_bytes(result, result.bytes(), start, length)
             if options is None and _hash_differs(data, result.meta["e_tag"]):
                 second_data = obstore.get(self._clients.reads, key).bytes().to_bytes()
-                if second_data != data:  # two that agree are the object: its ETag is no MD5
-                    raise CorruptResponse("two reads of the object differ, and the first is not what its ETag says")
+                if second_data != data:  # if two reads agree, the ETag is not an MD5
+                    raise CorruptResponse("two reads of the object differ, and the first does not match its ETag")
             return data
 
         data = self._with_retries("read", key, attempt)
@@ -105,7 +112,7 @@ class Store:
                 return data
 
     async def _attempt_async(self, key: str, start: int, length: int | None) -> bytes:
-        """As a range: obstore then hands over between its threads and Python's once, not twice."""
+        """Reads a range where possible: obstore then switches between its threads and Python's once, not twice."""
         reads = self._clients.reads
         if self._supports_ranges:
             try:
@@ -113,7 +120,7 @@ class Store:
                 if length is None or len(body) == length:
                     return body.to_bytes()
             except (BaseError, NotImplementedError) as error:
-                # An empty object has no range at all, and a plain web server may not know ranges.
+                # An empty object has no valid range, and a simple web server may not support ranges.
                 if start or length is not None or classify_failure(error).kind not in ("range", "unsupported"):
                     raise
                 self._supports_ranges = classify_failure(error).status is not None
@@ -121,7 +128,7 @@ class Store:
         return _checked_bytes(result, await result.bytes_async(), start, length)
 
     def stat(self, key: str) -> ObjectInfo | None:
-        """None: there is no such object. A bucket that does not exist is an error."""
+        """None: there is no such object. Raises StorageError for a bucket that does not exist."""
 
         def attempt() -> "ObjectMeta | None":
             try:
@@ -134,20 +141,20 @@ class Store:
             self._bucket_exists = True
             return self._object_info(meta)
         if not self._bucket_exists and self.uri.scheme in ("gs", "s3"):
-            # The answer to HEAD has no body that would say whether the object or the bucket is missing.
+            # The response to HEAD has no body, so it does not tell whether the object or the bucket is missing.
             try:
                 next(self.list(key), None)
             except StorageError as error:
-                if "There is no bucket" in error.what:
+                if caused_by(error) == "bucket":
                     raise
             self._bucket_exists = True
         return None
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """All objects below `prefix`, a folder: `a/b` has `a/b/c`, and not `a/bc`. In the order of their keys."""
+        """All objects in the folder `prefix`, in the order of their keys: `a/b` has `a/b/c`, and not `a/bc`."""
         pending: ObjectInfo | None = None
         for info in self._list_all(prefix):
-            # Consoles mark a folder by an empty object `folder/`, whose slash obstore drops. What is in it comes next.
+            # Web consoles mark a folder by an empty object `folder/`. obstore drops the slash; its content comes next.
             if pending is not None and not info.key.startswith(f"{pending.key}/"):
                 yield pending
             pending = info if info.size_bytes == 0 else None
@@ -183,11 +190,11 @@ class Store:
     def write(
         self, key: str, data: bytes | Path, *, if_absent: bool = False, if_match: str | None = None
     ) -> ObjectInfo:
-        """Replaces the object as a whole: nobody sees half of it.
+        """Replaces the object as a whole: a reader never sees a part of it.
 
-        if_absent: only where there is none; if_match: only the one with this `etag`; else Conflict. Such a write is one
-        request (5 GB at most, and in memory), others go in parts. Parts of an upload that broke stay, unseen and
-        billed, until a life-cycle rule of the bucket removes them.
+        if_absent: only if there is no object; if_match: only if the object has this `etag`; else raises Conflict. Such
+        a conditional write is one request (at most 5 GB, in memory). Other large writes are multipart uploads; the
+        parts of a failed one are billed until a lifecycle rule of the bucket removes them.
         """
         mode: PutMode | None = None
         if if_absent:
@@ -223,7 +230,7 @@ class Store:
         return ObjectInfo(key, size, etag, time.time())
 
     def delete(self, key: str) -> None:
-        """Also where there is no such object."""
+        """Deletes an object; no error if it does not exist."""
 
         def attempt() -> None:
             try:
@@ -235,7 +242,7 @@ class Store:
         self.budget.count_bytes()
 
     def _own_write_result(self, key: str, data: bytes | Path) -> "PutResult | None":
-        """After a try whose answer was lost: a conflict may be with ourselves. Then the object has our bytes."""
+        """After an attempt without a response, a conflict may be with our own write: then the object has our bytes."""
         result = obstore.get(self._clients.reads, key)
         own_bytes = data if isinstance(data, bytes) else data.read_bytes()
         if result.bytes().to_bytes() != own_bytes:
@@ -251,7 +258,7 @@ class Store:
                 time.sleep(self._retry_wait_s(retry_state, error, action, key))
 
     def _retry_wait_s(self, retry_state: RetryState, error: Exception, action: Action, key: str) -> float:
-        """Seconds until the next try; raises the error for the user where there is to be none."""
+        """Seconds until the next attempt; raises the error for the user if there is none."""
         failure = classify_failure(error)
         wait_s = retry_state.next_wait_s(failure)
         if wait_s is not None:
@@ -259,8 +266,8 @@ class Store:
         if failure.kind == "region" and failure.region is None and self.uri.scheme == "s3":
             failure = replace(failure, region=clients.bucket_region(self.uri.bucket))
         uri = self.uri.child(key) if key else self.uri
-        endpoint_text = clients.describe_endpoint(self.uri.scheme)
-        attempts_text = retry_state.describe() + (f"; asked was {endpoint_text}" if endpoint_text else "")
+        endpoint = clients.find_endpoint(self.uri.scheme)
+        attempts_text = retry_state.describe() + (f"; endpoint: {endpoint[0]} ({endpoint[1]})" if endpoint else "")
         raise to_storage_error(
             failure, uri=uri, credentials=self.credentials, action=action, attempts_text=attempts_text
         ) from error
@@ -277,13 +284,13 @@ def _range_options(start: int, length: int | None) -> "GetOptions | None":
 
 
 def _checked_bytes(result: "GetResult", body: "Bytes", start: int, length: int | None) -> bytes:
-    """The body as bytes, when it is as long as its headers and the request say."""
+    """The body as bytes. Raises CorruptResponse or ObjectTooShort when its length does not match headers or request."""
     begin, end = result.range
     if begin != start or len(body) != end - begin or (length is not None and end - begin > length):
-        raise CorruptResponse(f"{len(body):,} bytes came as those from {begin:,} to {end:,}")
+        raise CorruptResponse(f"received {len(body):,} bytes as those from {begin:,} to {end:,}")
     size = result.meta["size"]
     if length is not None and size < start + length:
-        raise ObjectTooShort(f"it has {size:,} bytes, those from {start:,} to {start + length:,} were asked for")
+        raise ObjectTooShort(f"it has {size:,} bytes; requested were those from {start:,} to {start + length:,}")
     return body.to_bytes()
 
 
@@ -297,7 +304,7 @@ _LOCK = threading.Lock()
 
 
 def open_store(uri: StorageUri) -> Store:
-    """The store of the address's bucket; the same one every time, while the environment names the same credentials."""
+    """The store of a bucket; the same one each time while the environment variables of storage are the same."""
     key = (os.getpid(), uri.scheme, uri.bucket, clients.store_environment())
     with _LOCK:
         if key not in _STORES:

@@ -1,10 +1,11 @@
-"""Addresses of objects: `gs://bucket/key`, `s3://bucket/key`, `https://host/key`; and variables in paths.
+"""URIs of objects: `gs://bucket/key`, `s3://bucket/key`, `https://host/key`; and environment variables in paths.
 
-An address never goes through `pathlib`, which loses one of its slashes. Text only: what answers there is `store.py`.
+A URI is never a `pathlib.Path`, which drops one of its slashes. Only text is handled here; `store.py` reads objects.
 """
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
@@ -15,13 +16,13 @@ from stoker.errors import ConfigError, nearest
 SCHEMES = ("gs", "s3", "https", "http")
 
 _URI_PATTERN = re.compile(rf"[A-Za-z][A-Za-z0-9+.-]+://|(?:{'|'.join(SCHEMES)}):/")
-"""Also with a scheme that we do not have, or with the one slash that `pathlib` leaves: `parse` says what is wrong."""
+"""Includes unknown schemes, and the one slash that `pathlib` leaves: `parse_uri` reports what is wrong."""
 _VARIABLE_PATTERN = re.compile(r"\$(?:\{([^}]*)\}|([A-Za-z_][A-Za-z0-9_]*))")
 
 
 @dataclass(frozen=True)
 class StorageUri:
-    """One object, or a prefix that is used like a folder. `str()` gives an address that `parse` reads as the same."""
+    """One object, or a prefix that is used like a folder. `parse_uri(str(uri))` is the same URI."""
 
     scheme: str
     """One of SCHEMES."""
@@ -35,71 +36,65 @@ class StorageUri:
         return f"{self.scheme}://{self.bucket}" + (f"/{key}" if key else "")
 
     def child(self, name: str) -> "StorageUri":
-        """The object `name`, which may itself have slashes, below this one."""
+        """The object `name`, which may have slashes, below this one."""
         return replace(self, key=f"{self.key}/{name}" if self.key else name)
 
     @property
     def name(self) -> str:
-        """The last part of the key; of a bucket, its name."""
+        """The last part of the key; for a bucket, its name."""
         return self.key.rpartition("/")[2] or self.bucket
 
     @property
     def parent(self) -> "StorageUri":
-        """One part less; a bucket is its own parent."""
+        """The URI without its last part; a bucket is its own parent."""
         return replace(self, key=self.key.rpartition("/")[0])
 
 
 def is_uri(text: str) -> bool:
-    """Whether the text is meant as an address rather than a local path. `parse` may still refuse it."""
+    """Whether the text is a URI rather than a local path. `parse_uri` may still refuse it."""
     return _URI_PATTERN.match(text) is not None
 
 
 def parse_uri(text: str) -> StorageUri:
     """Raises ConfigError: an unknown scheme, no bucket, an empty part, a query, a password."""
     if not is_uri(text):
-        _raise_config_error(text, "It is no address.", cause="it does not begin with a scheme and ://")
+        _raise_config_error(text, "This is not a URI.", cause="it does not begin with a scheme and ://")
     scheme, _, rest = text.partition(":")
     scheme = scheme.lower()
     if not rest.startswith("//"):
         fix = f"Write {scheme}://{rest.lstrip('/')}."
-        _raise_config_error(text, "The address has one slash where two belong.", fix=fix)
+        _raise_config_error(text, "The URI has one slash after its scheme instead of two.", fix=fix)
     if scheme == "file":
-        _raise_config_error(text, "A local file is named by its path alone.", fix=f"Write {unquote(rest[2:])}.")
+        _raise_config_error(text, "file:// is not supported.", fix=f"Write the path: {unquote(rest[2:])}")
     if scheme not in SCHEMES:
         closest = nearest(scheme, SCHEMES)
         hint = f"Write {closest}:{rest}." if closest else "For example s3://my-bucket/data or gs://my-bucket/data."
         _raise_config_error(
-            text, f"stoker reads no {scheme}:// addresses.", choices=[f"{name}://" for name in SCHEMES], fix=hint
+            text, f"{scheme}:// is not supported.", choices=[f"{name}://" for name in SCHEMES], fix=hint
         )
     bucket, _, key = rest[2:].partition("/")
     is_http = scheme in ("https", "http")
     if "@" in bucket:
-        _raise_config_error(f"{scheme}://…@{bucket.rpartition('@')[2]}", "The address holds a user name or a password.",
-                fix="Leave out what stands before the @: stoker reads credentials from the environment.")  # fmt: skip
+        without_password = f"{scheme}://…@{bucket.rpartition('@')[2]}"
+        fix = "Remove the part before the @: stoker reads credentials from the environment."
+        _raise_config_error(without_password, "The URI contains a user name or a password.", fix=fix)
     if not bucket:
         example = f"{scheme}://example.org/data" if is_http else f"{scheme}://my-bucket/data"
-        _raise_config_error(
-            text, f"The address names no {'host' if is_http else 'bucket'}.", fix=f"For example {example}."
-        )
+        _raise_config_error(text, f"The URI has no {'host' if is_http else 'bucket'}.", fix=f"For example {example}.")
     if is_http:
         if "?" in key or "#" in key:
-            query_fix = "Use the address of the plain file; of a private bucket, its gs:// or s3:// address."
-            _raise_config_error(
-                text.partition("?")[0],
-                "The address has a query (?…) or a fragment (#…), which are not sent.",
-                fix=query_fix,
-            )
+            message = "The URI has a query (?…) or a fragment (#…), which stoker does not send."
+            fix = "Use the URI of the plain file; for a private bucket, its gs:// or s3:// URI."
+            _raise_config_error(text.partition("?")[0], message, fix=fix)
         key = unquote(key)
     key = key.removesuffix("/")
     if any(part in ("", ".", "..") for part in key.split("/")) and key:
-        _raise_config_error(
-            text, "A part of the address is empty, . or ..", fix="Write each name once, between single slashes."
-        )
+        _raise_config_error(text, "A part of the URI is empty, . or ..", fix="Separate names by single slashes.")
     return StorageUri(scheme, bucket, key)
 
 
 def expand_variables(text: str) -> str:
-    """A path or an address with `~`, `$NAME` and `${NAME}` replaced. Raises ConfigError where one has no value."""
+    """A path or a URI with `~`, `$NAME` and `${NAME}` replaced. Raises ConfigError for a variable without a value."""
     expanded = _VARIABLE_PATTERN.sub(
         lambda match: _variable_value(match[1] if match[1] is not None else match[2], text), text
     )
@@ -108,7 +103,7 @@ def expand_variables(text: str) -> str:
             return str(Path(expanded).expanduser())
         except RuntimeError as error:
             raise ConfigError(
-                "The home folder is not known.", location=text, cause=str(error), fix="Write the whole path."
+                "The home folder is not known.", location=text, cause=str(error), fix="Write the absolute path."
             ) from error
     return expanded
 
@@ -122,6 +117,12 @@ def _variable_value(name: str, text: str) -> str:
     raise ConfigError(f"The environment variable {name or '${}'} is {state}.", location=text, fix=fix)
 
 
-def _raise_config_error(text: str, message: str, *, cause: str | None = None, choices: list[str] | None = None,
-            fix: str = "For example s3://my-bucket/data or gs://my-bucket/data.") -> NoReturn:  # fmt: skip
-    raise ConfigError(message, location=text, cause=cause, choices=choices or (), fix=fix)
+def _raise_config_error(
+    text: str,
+    message: str,
+    *,
+    cause: str | None = None,
+    choices: Sequence[str] = (),
+    fix: str = "For example s3://my-bucket/data or gs://my-bucket/data.",
+) -> NoReturn:
+    raise ConfigError(message, location=text, cause=cause, choices=choices, fix=fix)

@@ -12,29 +12,29 @@ from stoker.data.images.decode import decode_into
 from tests.batches import batch_of
 
 SIDES = st.integers(1, 3000)
-CANVASES = st.tuples(st.integers(1, 20), st.integers(1, 20)).map(lambda sides: (sides[0] * 32, sides[1] * 32))
+IMAGE_SIZES = st.tuples(st.integers(1, 20), st.integers(1, 20)).map(lambda sides: (sides[0] * 32, sides[1] * 32))
 RESIZES = st.sampled_from(["letterbox", "squash"])
 UNIT = st.floats(0, 1, exclude_max=True)
 
 
 @st.composite
-def placements(draw):
+def geometries(draw):
     zoom, at = draw(st.floats(0.2, 5)), draw(st.tuples(UNIT, UNIT))
     return compute_resize_geometry(
-        draw(st.tuples(SIDES, SIDES)), draw(CANVASES), draw(RESIZES), scale_factor=zoom, window_offset=at
+        draw(st.tuples(SIDES, SIDES)), draw(IMAGE_SIZES), draw(RESIZES), scale_factor=zoom, window_offset=at
     )
 
 
 def boxes_in(height, width, count, seed):
-    """[count, 4] xyxy, some of them partly outside the picture."""
+    """[count, 4] xyxy, some of them partly outside the image."""
     rng = np.random.default_rng(seed)
     corners = rng.uniform(-0.2, 1.2, (count, 2, 2)) * (width, height)
     return np.concatenate([corners.min(1), corners.max(1)], 1).astype(np.float32)
 
 
-def put(boxes, placement, slots=16, crowd=None):
+def transform(boxes, geom, max_boxes=16, crowd=None):
     labels = np.arange(1, len(boxes) + 1, dtype=np.int32)
-    return transform_boxes(boxes, labels, np.zeros(len(boxes), bool) if crowd is None else crowd, placement, slots)
+    return transform_boxes(boxes, labels, np.zeros(len(boxes), bool) if crowd is None else crowd, geom, max_boxes)
 
 
 # Randomness.
@@ -77,65 +77,65 @@ def test_device_draws_stay_below_one_in_float32():
 @settings(deadline=None)
 @given(st.integers(0, 2**63 - 1), st.integers(0, 100), st.integers(1, 500))
 def test_order_is_a_permutation(seed, epoch, count):
-    found = geometry.epoch_order(seed, epoch, count)
-    assert sorted(found) == list(range(count))
+    actual = geometry.epoch_order(seed, epoch, count)
+    assert sorted(actual) == list(range(count))
     if count > 20:
-        assert not np.array_equal(found, geometry.epoch_order(seed, epoch + 1, count))
+        assert not np.array_equal(actual, geometry.epoch_order(seed, epoch + 1, count))
 
 
 # Placement.
 
 
 @settings(deadline=None)
-@given(placements())
-def test_a_placement_is_inside_picture_and_canvas(placement):
-    x0, y0, x1, y1 = placement.region
-    assert 0 <= x0 < x1 <= placement.size[1]
-    assert 0 <= y0 < y1 <= placement.size[0]
-    assert min(placement.content) >= 1
+@given(geometries())
+def test_a_placement_is_inside_image_and_canvas(geom):
+    x0, y0, x1, y1 = geom.region
+    assert 0 <= x0 < x1 <= geom.source_size[1]
+    assert 0 <= y0 < y1 <= geom.source_size[0]
+    assert min(geom.resized_size) >= 1
 
 
 @settings(deadline=None)
-@given(st.tuples(SIDES, SIDES), CANVASES, RESIZES, st.floats(0.2, 5), st.tuples(UNIT, UNIT))
-def test_content_fits_and_fills(size, canvas, resize, zoom, at):
-    placement = compute_resize_geometry(size, canvas, resize, scale_factor=zoom, window_offset=at)
-    height, width = placement.resized_size
-    assert height <= canvas[0]
-    assert width <= canvas[1]
-    scale_y, scale_x = placement.scale
+@given(st.tuples(SIDES, SIDES), IMAGE_SIZES, RESIZES, st.floats(0.2, 5), st.tuples(UNIT, UNIT))
+def test_content_fits_and_fills(size, image_size, resize, zoom, at):
+    geom = compute_resize_geometry(size, image_size, resize, scale_factor=zoom, window_offset=at)
+    height, width = geom.resized_size
+    assert height <= image_size[0]
+    assert width <= image_size[1]
+    scale_y, scale_x = geom.scale
     if zoom >= 1 and min(size) >= 32:
         # A letterbox fills at least one side, but for a source pixel (or the step of the DCT); squash fills both.
-        gaps = (canvas[0] - height) / max(scale_y, 1), (canvas[1] - width) / max(scale_x, 1)
+        gaps = (image_size[0] - height) / max(scale_y, 1), (image_size[1] - width) / max(scale_x, 1)
         assert (min if resize == "letterbox" else max)(gaps) <= 2
     if resize == "letterbox" and min(size) >= 32:
         # One scale for both axes, but for the rounding of the content to whole pixels (at least one).
-        wanted = min(canvas[0] / size[0], canvas[1] / size[1]) * zoom
-        x0, y0, x1, y1 = placement.region
+        wanted = min(image_size[0] / size[0], image_size[1] / size[1]) * zoom
+        x0, y0, x1, y1 = geom.region
         assert abs(height - max(1, (y1 - y0) * wanted)) <= 0.5 + 1e-6
         assert abs(width - max(1, (x1 - x0) * wanted)) <= 0.5 + 1e-6
 
 
 @settings(deadline=None)
-@given(st.tuples(SIDES, SIDES), CANVASES, RESIZES)
-def test_without_zoom_the_whole_picture_is_shown(size, canvas, resize):
-    placement = compute_resize_geometry(size, canvas, resize)
-    assert not placement.is_cropped
-    assert placement == sample_resize_geometry(
-        size, canvas, resize, scale_jitter_prob=0.0, scale_range=(0.5, 2), u=np.zeros(4)
+@given(st.tuples(SIDES, SIDES), IMAGE_SIZES, RESIZES)
+def test_without_zoom_the_whole_image_is_shown(size, image_size, resize):
+    geom = compute_resize_geometry(size, image_size, resize)
+    assert not geom.is_cropped
+    assert geom == sample_resize_geometry(
+        size, image_size, resize, scale_jitter_prob=0.0, scale_range=(0.5, 2), u=np.zeros(4)
     )
     if resize == "squash":
-        assert placement.resized_size == canvas
+        assert geom.resized_size == image_size
 
 
 def test_zoom_is_log_uniform_between_its_ends():
-    def content(u):
+    def resized_size(u):
         return sample_resize_geometry(
             (640, 640), (640, 640), "squash", scale_jitter_prob=1.0, scale_range=(0.25, 1.0), u=np.array(u)
         ).resized_size
 
-    assert content([0.5, 0, 0, 0]) == (160, 160)
-    assert content([0.5, 0.5, 0, 0]) == (320, 320)
-    assert content([0.5, 0.99999, 0, 0]) == (640, 640)
+    assert resized_size([0.5, 0, 0, 0]) == (160, 160)
+    assert resized_size([0.5, 0.5, 0, 0]) == (320, 320)
+    assert resized_size([0.5, 0.99999, 0, 0]) == (640, 640)
 
 
 def test_a_window_can_lie_at_both_ends():
@@ -159,14 +159,14 @@ def drawn(seed, boxes, overlap, *, zoom=(0.5, 4.0)):
 
 
 def some_boxes(count, seed):
-    """[count, 4] xyxy, of which one at least lies inside the picture."""
+    """[count, 4] xyxy, of which one at least lies inside the image."""
     return np.concatenate([boxes_in(600, 800, count - 1, seed), [[690, 490, 750, 540]]]).astype(np.float32)
 
 
-def shares(boxes, placement):
-    """Share of each box's area inside the picture that a placement shows."""
+def shares(boxes, geom):
+    """Share of each box's area inside the image that a placement shows."""
     whole = np.clip(boxes, 0, np.array([800, 600, 800, 600]))
-    x0, y0, x1, y1 = placement.region
+    x0, y0, x1, y1 = geom.region
     kept = np.clip(whole, (x0, y0, x0, y0), (x1, y1, x1, y1))
     return (kept[:, 2:] - kept[:, :2]).prod(1) / np.maximum(1e-9, (whole[:, 2:] - whole[:, :2]).prod(1))
 
@@ -175,8 +175,8 @@ def shares(boxes, placement):
 @given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.floats(0.01, 1))
 def test_a_crop_shows_enough_of_one_object(seed, count, overlap):
     boxes = some_boxes(count, seed)
-    placement = drawn(seed, boxes, overlap)
-    assert not placement.is_cropped or shares(boxes, placement).max() >= overlap - 1e-6
+    geom = drawn(seed, boxes, overlap)
+    assert not geom.is_cropped or shares(boxes, geom).max() >= overlap - 1e-6
 
 
 @settings(deadline=None)
@@ -185,14 +185,14 @@ def test_the_first_window_that_shows_enough_is_taken(seed):
     boxes = some_boxes(2, seed)
     first = drawn(seed, boxes, 0.0)
     assert first == drawn(seed, None, 0.7) == drawn(seed, np.zeros((0, 4), np.float32), 0.7)
-    found = drawn(seed, boxes, 0.7)
-    assert (found == first) == (not first.is_cropped or shares(boxes, first).max() >= 0.7)
+    actual = drawn(seed, boxes, 0.7)
+    assert (actual == first) == (not first.is_cropped or shares(boxes, first).max() >= 0.7)
 
 
 def test_windows_are_drawn_again_a_few_times():
     speck = np.array([[300, 250, 310, 260]], np.float32)
     kinds = [drawn(seed, speck, 1.0, zoom=(5.0, 6.0)).is_cropped for seed in range(200)]
-    assert 20 < sum(kinds) < 180  # both: a window was found, and the whole picture after TRIES
+    assert 20 < sum(kinds) < 180  # both: a window was found, and the whole image after TRIES
     once = [shares(speck, drawn(seed, None, 1.0, zoom=(5.0, 6.0)))[0] >= 1 for seed in range(200)]
     assert sum(once) < sum(kinds) / 3
 
@@ -201,11 +201,11 @@ def test_windows_are_drawn_again_a_few_times():
 
 
 @settings(deadline=None)
-@given(placements(), st.integers(0, 16), st.integers(0, 2**32 - 1))
-def test_boxes_stay_inside_the_content_and_keep_their_labels(placement, count, seed):
-    original = boxes_in(*placement.size, count, seed)
-    boxes, labels, valid = put(original, placement)
-    height, width = placement.content
+@given(geometries(), st.integers(0, 16), st.integers(0, 2**32 - 1))
+def test_boxes_stay_inside_the_content_and_keep_their_labels(geom, count, seed):
+    original = boxes_in(*geom.source_size, count, seed)
+    boxes, labels, valid = transform(original, geom)
+    height, width = geom.resized_size
     assert boxes.shape == (16, 4)
     assert (boxes >= 0).all()
     assert (boxes[:, [0, 2]] <= width).all()
@@ -215,26 +215,26 @@ def test_boxes_stay_inside_the_content_and_keep_their_labels(placement, count, s
     assert (labels[~valid] == 0).all()
     assert (np.diff(labels[valid]) > 0).all()  # in their order
     # The way back: what was not cut is the original box.
-    scale = np.array([placement.scale[1], placement.scale[0]] * 2)
-    offset = np.array(placement.region[:2] * 2)
+    scale = np.array([geom.scale[1], geom.scale[0]] * 2)
+    offset = np.array(geom.region[:2] * 2)
     for box, label in zip(boxes[valid], labels[valid], strict=True):
         back = box / scale + offset
-        visible = np.clip(original[label - 1], placement.region[:2] * 2, placement.region[2:] * 2)
-        assert back == pytest.approx(visible, abs=1e-3 * max(placement.size) + 1e-3)
+        visible = np.clip(original[label - 1], geom.region[:2] * 2, geom.region[2:] * 2)
+        assert back == pytest.approx(visible, abs=1e-3 * max(geom.source_size) + 1e-3)
 
 
 @settings(deadline=None)
-@given(st.tuples(SIDES, SIDES), CANVASES, RESIZES, st.integers(0, 2**32 - 1))
-def test_a_plain_resize_loses_no_box(size, canvas, resize, seed):
+@given(st.tuples(SIDES, SIDES), IMAGE_SIZES, RESIZES, st.integers(0, 2**32 - 1))
+def test_a_plain_resize_loses_no_box(size, image_size, resize, seed):
     rng = np.random.default_rng(seed)
     corners = np.sort(rng.uniform(0.05, 0.95, (9, 2, 2)), axis=1) * (size[1], size[0])
     corners[:, 1] += 0.04 * np.array([size[1], size[0]])
-    _, _, valid = put(corners.reshape(9, 4).astype(np.float32), compute_resize_geometry(size, canvas, resize))
+    _, _, valid = transform(corners.reshape(9, 4).astype(np.float32), compute_resize_geometry(size, image_size, resize))
     assert valid.sum() == 9
 
 
 def test_what_a_crop_leaves_out():
-    placement = geometry.ResizeGeometry((100, 200), (100, 0, 200, 100), (100, 100))  # the right half
+    geom = geometry.ResizeGeometry((100, 200), (100, 0, 200, 100), (100, 100))  # the right half
     boxes = np.array(
         [
             [10, 10, 90, 90],  # outside
@@ -242,29 +242,29 @@ def test_what_a_crop_leaves_out():
             [60, 0, 120, 90],  # keeps a third
             [98.5, 0, 101.5, 50],  # keeps half, 1.5 pixels wide
             [150, 50, 151, 51],  # tiny, and uncut
-            [150, 50, 190, 300],  # hangs out of the picture: judged by what is inside it
+            [150, 50, 190, 300],  # hangs out of the image: judged by what is inside it
         ],
         np.float32,
     )
-    found, labels, valid = put(boxes, placement)
+    actual, labels, valid = transform(boxes, geom)
     assert labels[valid].tolist() == [3, 5, 6]
-    assert found[0].tolist() == [0, 0, 20, 90]
-    assert found[2].tolist() == [50, 50, 90, 100]
+    assert actual[0].tolist() == [0, 0, 20, 90]
+    assert actual[2].tolist() == [50, 50, 90, 100]
 
 
 def test_crowd_boxes_are_not_valid():
     boxes = np.array([[0, 0, 10, 10], [5, 5, 20, 20]], np.float32)
-    found, labels, valid = put(
+    actual, labels, valid = transform(
         boxes, compute_resize_geometry((32, 32), (32, 32), "squash"), crowd=np.array([True, False])
     )
     assert valid.tolist() == [True] + [False] * 15
     assert labels[0] == 2
-    assert found[1:].sum() == 0
+    assert actual[1:].sum() == 0
 
 
 def test_boxes_are_never_cut_off_in_silence():
     with pytest.raises(ValueError, match="9 boxes do not fit 8"):
-        put(boxes_in(50, 50, 9, 0), compute_resize_geometry((50, 50), (32, 32), "squash"), slots=8)
+        transform(boxes_in(50, 50, 9, 0), compute_resize_geometry((50, 50), (32, 32), "squash"), max_boxes=8)
 
 
 # Pixels.
@@ -277,7 +277,7 @@ def red_frame(image):
 
 
 @pytest.mark.parametrize("resize", ["letterbox", "squash"])
-@pytest.mark.parametrize("zoom", [0.4, 1.0, 1.7])
+@pytest.mark.parametrize("scale_range", [0.4, 1.0, 1.7])
 @pytest.mark.parametrize("size", [(120, 200), (900, 700), (2000, 3000)])
 @pytest.mark.parametrize("kind", ["jpg", "png"])
 def test_pixels_follow_their_box(resize, zoom, size, kind, tmp_path):
@@ -290,15 +290,15 @@ def test_pixels_follow_their_box(resize, zoom, size, kind, tmp_path):
     path = tmp_path / f"a.{kind}"
     assert cv2.imwrite(str(path), pixels[..., ::-1])
 
-    placement = compute_resize_geometry(size, (320, 320), resize, scale_factor=zoom, window_offset=(0.5, 0.5))
-    canvas = np.zeros((320, 320, 3), np.uint8)
-    height, width = placement.resized_size
-    decode_into(path.read_bytes(), path, region=placement.region, out=canvas[:height, :width])
-    boxes, labels, valid = put(box[None].astype(np.float32), placement)
-    assert np.abs(red_frame(canvas) - boxes[0]).max() <= 1.0
+    geom = compute_resize_geometry(size, (320, 320), resize, scale_factor=zoom, window_offset=(0.5, 0.5))
+    image_size = np.zeros((320, 320, 3), np.uint8)
+    height, width = geom.resized_size
+    decode_into(path.read_bytes(), path, region=geom.region, out=image_size[:height, :width])
+    boxes, labels, valid = transform(box[None].astype(np.float32), geom)
+    assert np.abs(red_frame(image_size) - boxes[0]).max() <= 1.0
 
     turned = horizontal_flip(
-        batch_of(canvas[None], boxes[None], [placement.resized_size], labels[None], valid[None]), 1.0
+        batch_of(image_size[None], boxes[None], [geom.resized_size], labels[None], valid[None]), 1.0
     )
     image = turned.images[0].permute(1, 2, 0).numpy()
     assert np.abs(red_frame(image) - turned.boxes[0, 0].numpy()).max() <= 1.0

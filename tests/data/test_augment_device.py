@@ -1,4 +1,4 @@
-"""Flip, colour, mosaic: boxes stay with their pixels, padding stays padding, what is off changes nothing."""
+"""Flip, color, mosaic: boxes stay with their pixels, padding stays padding, what is off changes nothing."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from stoker.data.augment import device
 from stoker.data.augment.device import MOSAIC_END_FRACTION, augment_batch, color_jitter, horizontal_flip, mosaic
 from stoker.data.batch import NUM_RAND, Batch, RandSlot
 from stoker.data.index import open_index
-from stoker.data.loading.loader import Loader, compute_max_boxes
+from stoker.data.loading.loader import Loader, LoaderSpec, compute_max_boxes
 from stoker.data.loading.samples import PAD_COLOR
 from stoker.errors import ConfigError
 from stoker.hardware.device import Device
@@ -24,8 +24,10 @@ from tests.batches import batch_of, batches
 
 
 def same(a, b, atol=0.0):
-    return all(torch.equal(x, y) if name != "boxes" else torch.allclose(x, y, rtol=0, atol=atol)
-               for name, x, y in zip(Batch._fields, a, b, strict=True))  # fmt: skip
+    return all(
+        torch.equal(x, y) if name != "boxes" else torch.allclose(x, y, rtol=0, atol=atol)
+        for name, x, y in zip(Batch._fields, a, b, strict=True)
+    )
 
 
 @settings(deadline=None)
@@ -39,9 +41,9 @@ def test_flip_with_probability_zero_changes_nothing(batch):
 def test_flip_mirrors_the_chosen_content_and_nothing_else(batch, probability):
     turned = horizontal_flip(batch, probability)
     for k in range(len(batch.images)):
-        width = int(batch.content[k, 1])
+        width = int(batch.resized_size[k, 1])
         expected, boxes = batch.images[k].clone(), batch.boxes[k].clone()
-        if batch.draw[k, 0] < probability:
+        if batch.rand[k, 0] < probability:
             expected[:, :, :width] = batch.images[k][:, :, :width].flip(2)
             use = batch.valid[k]
             boxes[use, 0], boxes[use, 2] = width - batch.boxes[k][use, 2], width - batch.boxes[k][use, 0]
@@ -74,16 +76,16 @@ OFF = DataSettings(hflip=0.0, brightness=0.0, contrast=0.0, saturation=0.0, hue=
 ALL = DataSettings(hflip=0.5, brightness=0.2, contrast=0.2, saturation=0.3, hue=0.05, mosaic=0.7)
 SEEDS = st.integers(0, 2**32 - 1)
 CORNERS = [(255 * (n & 1), 255 * (n >> 1 & 1), 255 * (n >> 2)) for n in range(8)]
-"""Eight colours, one for each rectangle of a group; whoever is nearer to one than to grey belongs to it."""
+"""Eight colors, one for each rectangle of a group; whoever is nearer to one than to gray belongs to it."""
 
 
-def painted(seed, *, count=4, canvas=(96, 128), noise=False):
-    """Grey pictures of random sizes with a rectangle in each half: label 2 k and 2 k + 1 in the k-th of each group."""
+def painted(seed, *, count=4, image_size=(96, 128), noise=False):
+    """Gray images of random sizes with a rectangle in each half: label 2 k and 2 k + 1 in the k-th of each group."""
     rng = np.random.default_rng(seed)
-    content = np.stack([rng.integers(side // 2, side + 1, count) for side in canvas], 1)
-    pixels = np.full((count, *canvas, 3), PAD_COLOR, np.uint8)
+    resized_size = np.stack([rng.integers(side // 2, side + 1, count) for side in image_size], 1)
+    pixels = np.full((count, *image_size, 3), PAD_COLOR, np.uint8)
     boxes, labels = np.zeros((count, 8, 4), np.float32), np.zeros((count, 8), np.int64)
-    for k, (height, width) in enumerate(content):
+    for k, (height, width) in enumerate(resized_size):
         pixels[k, :height, :width] = rng.integers(0, 256, (height, width, 3)) if noise else 128
         for n in range(2):
             left, right = n * width // 2, (n + 1) * width // 2
@@ -93,11 +95,11 @@ def painted(seed, *, count=4, canvas=(96, 128), noise=False):
             pixels[k, y0:y1, x0:x1] = CORNERS[labels[k, n]]
             boxes[k, n] = x0, y0, x1, y1
     draw = torch.from_numpy(rng.random((count, NUM_RAND)).astype(np.float32))
-    return batch_of(pixels, boxes, content, labels, boxes.sum(-1) > 0, draw)
+    return batch_of(pixels, boxes, resized_size, labels, boxes.sum(-1) > 0, draw)
 
 
 def seen(image, label):
-    """Edges xyxy and number of the pixels [3, H, W] that have the colour of a label; no edges where there are none."""
+    """Edges xyxy and number of the pixels [3, H, W] that have the color of a label; no edges where there are none."""
     distance = (image.permute(1, 2, 0).numpy().astype(int) - CORNERS[label]).__abs__().max(-1)
     ys, xs = np.nonzero(distance < 64)
     return (None if len(xs) == 0 else (xs.min(), ys.min(), xs.max() + 1, ys.max() + 1)), len(xs)
@@ -105,15 +107,15 @@ def seen(image, label):
 
 @settings(max_examples=40, deadline=None)
 @given(SEEDS)
-def test_a_coloured_rectangle_is_where_its_box_says(seed):
+def test_a_colored_rectangle_is_where_its_box_says(seed):
     before = painted(seed)
     batch = augment_batch(before, dataclasses.replace(OFF, flip=0.5, mosaic=0.8), 0.0)
     for k in range(4):
         height, width = batch.resized_size[k].tolist()
         use = batch.valid[k]
-        found = dict(zip(batch.labels[k][use].tolist(), batch.boxes[k][use].tolist(), strict=True))
-        assert found
-        for label, box in found.items():
+        actual = dict(zip(batch.labels[k][use].tolist(), batch.boxes[k][use].tolist(), strict=True))
+        assert actual
+        for label, box in actual.items():
             edges, _ = seen(batch.images[k], label)
             assert edges == pytest.approx(box, abs=1.5)
             assert 0 <= box[0] < box[2] <= width
@@ -122,7 +124,7 @@ def test_a_coloured_rectangle_is_where_its_box_says(seed):
         assert (batch.labels[k][~batch.valid[k]] == 0).all()
         assert (batch.valid[k].int().diff() <= 0).all()  # the valid ones come first
         if batch.rand[k, RandSlot.MOSAIC] >= 0.8:
-            assert len(found) == 2
+            assert len(actual) == 2
             assert torch.equal(batch.resized_size[k], before.resized_size[k])
             continue
         assert (height, width) == batch.images.shape[2:]
@@ -133,9 +135,9 @@ def test_a_coloured_rectangle_is_where_its_box_says(seed):
             x0, y0, x1, y1 = before.boxes[member, slot].tolist()
             share = visible / (scale * (x1 - x0) * scale * (y1 - y0))
             if share > 0.55 and min(edges[2] - edges[0], edges[3] - edges[1]) > 3:
-                assert label in found
+                assert label in actual
             if share < 0.1:
-                assert label not in found
+                assert label not in actual
 
 
 @settings(deadline=None)
@@ -147,7 +149,7 @@ def test_all_that_is_off_changes_nothing(batch, progress):
 @settings(max_examples=20, deadline=None)
 @given(SEEDS, st.sampled_from([8, 12]))
 def test_it_does_not_matter_how_the_stream_is_cut_into_batches(seed, count):
-    whole = painted(seed, count=count, canvas=(32, 64), noise=True)
+    whole = painted(seed, count=count, image_size=(32, 64), noise=True)
     parts = [augment_batch(Batch(*(t[n : n + 4] for t in whole)), ALL, 0.5) for n in range(0, count, 4)]
     assert same(augment_batch(whole, ALL, 0.5), Batch(*(torch.cat(tensors) for tensors in zip(*parts, strict=True))))
 
@@ -174,23 +176,23 @@ def test_nothing_in_it_waits(count):
     assert [t.shape for t in augment_batch(meta, ALL, 0.0)] == [t.shape for t in batch]
 
 
-# Colour.
+# Color.
 
 
 def yiq(pixels):
     return pixels @ np.array(device.RGB_TO_YIQ).T
 
 
-def coloured(batch, k, strengths):
-    """The content of picture k, float [h, w, 3], by the four steps one after the other."""
-    height, width = batch.content[k].tolist()
+def colored(batch, k, strengths):
+    """The content of image k, float [h, w, 3], by the four steps one after the other."""
+    height, width = batch.resized_size[k].tolist()
     pixels = batch.images[k, :, :height, :width].permute(1, 2, 0).numpy().astype(np.float64)
-    draws = batch.draw[k, RandSlot.BRIGHTNESS : RandSlot.HUE + 1].numpy().astype(np.float64)
+    draws = batch.rand[k, RandSlot.BRIGHTNESS : RandSlot.HUE + 1].numpy().astype(np.float64)
     brightness, contrast, saturation = 1 + np.array(strengths[:3]) * (2 * draws[:3] - 1)
     mean = (brightness * pixels[::4, ::4] @ device.LUMA_WEIGHTS).mean()
     pixels = mean + contrast * (brightness * pixels - mean)
-    grey = (pixels @ device.LUMA_WEIGHTS)[..., None]
-    luma, i, q = np.moveaxis(yiq(grey + saturation * (pixels - grey)), -1, 0)
+    gray = (pixels @ device.LUMA_WEIGHTS)[..., None]
+    luma, i, q = np.moveaxis(yiq(gray + saturation * (pixels - gray)), -1, 0)
     angle = 2 * np.pi * strengths[3] * (2 * draws[3] - 1)
     turned = np.stack([luma, np.cos(angle) * i - np.sin(angle) * q, np.sin(angle) * i + np.cos(angle) * q], -1)
     return np.clip(turned @ np.linalg.inv(device.RGB_TO_YIQ).T, 0, 255)
@@ -201,12 +203,12 @@ STRENGTHS = st.tuples(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1), st.floa
 
 @settings(deadline=None)
 @given(batches(), STRENGTHS)
-def test_colour_is_its_four_steps_in_one_and_spares_the_padding(batch, strengths):
+def test_color_is_its_four_steps_in_one_and_spares_the_padding(batch, strengths):
     changed = color_jitter(batch, *strengths)
     for k in range(len(batch.images)):
-        height, width = batch.content[k].tolist()
-        found = changed.images[k, :, :height, :width].permute(1, 2, 0).numpy()
-        assert np.abs(found - coloured(batch, k, strengths)).max() <= 0.51
+        height, width = batch.resized_size[k].tolist()
+        actual = changed.images[k, :, :height, :width].permute(1, 2, 0).numpy()
+        assert np.abs(actual - colored(batch, k, strengths)).max() <= 0.51
         padding = torch.ones(batch.images.shape[2:], dtype=torch.bool)
         padding[:height, :width] = False
         assert torch.equal(changed.images[k][:, padding], batch.images[k][:, padding])
@@ -216,15 +218,15 @@ def test_colour_is_its_four_steps_in_one_and_spares_the_padding(batch, strengths
 
 @settings(deadline=None)
 @given(batches(), STRENGTHS)
-def test_colour_by_a_factor_of_one_is_the_identity(batch, strengths):
-    batch = batch._replace(draw=torch.full_like(batch.draw, 0.5))
+def test_color_by_a_factor_of_one_is_the_identity(batch, strengths):
+    batch = batch._replace(rand=torch.full_like(batch.rand, 0.5))
     assert same(color_jitter(batch, *strengths), batch)
     assert same(color_jitter(batch, 0.0, 0.0, 0.0, 0.0), batch)
 
 
-def test_what_each_colour_setting_does():
+def test_what_each_color_setting_does():
     pixels = np.array([[[100, 50, 20], [30, 90, 60]]], np.uint8)[None]
-    batch = batch_of(pixels, np.zeros((1, 1, 4), np.float32), [(1, 2)], draw=torch.full((1, NUM_RAND), 0.75))
+    batch = batch_of(pixels, np.zeros((1, 1, 4), np.float32), [(1, 2)], rand=torch.full((1, NUM_RAND), 0.75))
 
     def pixel(*strengths):
         return color_jitter(batch, *strengths).images[0, :, 0, 0].tolist()
@@ -232,19 +234,19 @@ def test_what_each_colour_setting_does():
     assert pixel(0.4, 0, 0, 0) == [120, 60, 24]
     assert pixel(0, 0.4, 0, 0) == [round(1.2 * value - 0.2 * 61.53) for value in (100, 50, 20)]
     assert pixel(0, 0, 0.4, 0) == [round(1.2 * value - 0.2 * 61.53) for value in (100, 50, 20)]
-    batch = batch._replace(draw=torch.ones_like(batch.rand))  # half a turn mirrors a colour at its grey
+    batch = batch._replace(rand=torch.ones_like(batch.rand))  # half a turn mirrors a color at its gray
     assert pixel(0, 0, 0, 0.5) == [round(2 * 61.53 - value) for value in (100, 50, 20)]
 
 
 # Mosaic.
 
 
-def test_a_mosaic_shows_the_four_pictures_of_its_group():
+def test_a_mosaic_shows_the_four_images_of_its_group():
     batch = mosaic(painted(3), 1.0)
     corners = [(0, 0), (0, -1), (-1, 0), (-1, -1)]
     plain = np.arange(4)[:, None] * 40 + np.zeros((4, 3))
     pixels = np.broadcast_to(plain[:, None, None], (4, 64, 64, 3)).astype(np.uint8)
-    flat = batch_of(pixels, np.zeros((4, 1, 4), np.float32), [(64, 64)] * 4, draw=torch.full((4, NUM_RAND), 0.5))
+    flat = batch_of(pixels, np.zeros((4, 1, 4), np.float32), [(64, 64)] * 4, rand=torch.full((4, NUM_RAND), 0.5))
     made = mosaic(flat, 1.0)
     for k in range(4):
         assert [int(made.images[k, 0, 31 + (y == -1), 31 + (x == -1)]) for y, x in corners] == [
@@ -258,7 +260,7 @@ def test_what_is_beside_the_tiles_is_padding():
     pixels = np.zeros((4, 64, 64, 3), np.uint8)
     draw = torch.full((4, NUM_RAND), 0.5)
     draw[:, RandSlot.TILE_SCALES :] = 0.0  # half as large
-    batch = batch_of(pixels, np.zeros((4, 1, 4), np.float32), [(20, 64)] * 4, draw=draw)
+    batch = batch_of(pixels, np.zeros((4, 1, 4), np.float32), [(20, 64)] * 4, rand=draw)
     image = mosaic(batch, 1.0).images[0]
     assert (image[:, 22:42] == 0).all()
     for part in (image[:, :22], image[:, 42:]):
@@ -277,7 +279,7 @@ def test_padding_does_not_bleed_into_the_tiles(seed):
     assert ((image == 255).all(1) | (image == padding).all(1)).all()
 
 
-def test_mosaics_have_slots_for_the_boxes_of_two_pictures():
+def test_mosaics_have_slots_for_the_boxes_of_two_images():
     index = SimpleNamespace(offsets=np.array([0, 9, 20]))
     assert [compute_max_boxes(index, np.arange(2), mosaic=share) for share in (0.0, 0.1)] == [16, 24]
 
@@ -296,10 +298,12 @@ def test_a_mosaic_with_more_boxes_than_slots_is_not_made(seed):
             assert torch.equal(made.images[k], batch.images[k])
         else:
             assert made.resized_size[k].tolist() == [96, 128]
-    wide = batch._replace(**{
-        name: torch.cat([tensor, torch.zeros_like(tensor).repeat(1, 3, *[1] * (tensor.dim() - 2))], 1)
-        for name, tensor in (("boxes", batch.boxes), ("labels", batch.labels), ("valid", batch.valid))
-    })  # fmt: skip
+    wide = batch._replace(
+        **{
+            name: torch.cat([tensor, torch.zeros_like(tensor).repeat(1, 3, *[1] * (tensor.dim() - 2))], 1)
+            for name, tensor in (("boxes", batch.boxes), ("labels", batch.labels), ("valid", batch.valid))
+        }
+    )
     need = mosaic(wide, 1.0).valid.sum(1)
     assert ((made.resized_size == torch.tensor([96, 128])).all(1) | (need > 8)).all()
     assert torch.equal(made.boxes[need > 8], batch.boxes[need > 8])
@@ -318,14 +322,24 @@ def test_a_mosaic_needs_whole_groups():
 
 def test_threads_and_the_size_of_the_batch_change_nothing(tmp_path):
     index = open_index(drawn.draw(tmp_path, train=10, val=2))
-    rows = index.image_indices("train")
+    image_indices = index.image_indices("train")
 
-    def stream(batch, threads):
-        with Loader(index, rows, device=Device(torch.device("cpu")), batch_size=batch, image_size=(64, 96), resize="letterbox",
-                    scale_jitter_prob=0.7, scale_range=(0.5, 2.0), min_object_covered=0.5, max_boxes=compute_max_boxes(index, rows, mosaic=0.7), seed=5,
-                    workers=threads) as loader:  # fmt: skip
-            made = [[t.clone() for t in augment_batch(next(loader), ALL, 0.0)] for _ in range(24 // batch)]
-        return Batch(*(torch.cat(tensors) for tensors in zip(*made, strict=True)))
+    def stream(batch_size, workers):
+        spec = LoaderSpec(
+            device=Device(torch.device("cpu")),
+            batch_size=batch_size,
+            image_size=(64, 96),
+            resize="letterbox",
+            scale_jitter_prob=0.7,
+            scale_range=(0.5, 2.0),
+            min_object_covered=0.5,
+            max_boxes=compute_max_boxes(index, image_indices, mosaic=0.7),
+            seed=5,
+            workers=workers,
+        )
+        with Loader(index, image_indices, spec) as loader:
+            parts = [[t.clone() for t in augment_batch(next(loader), ALL, 0.0)] for _ in range(24 // batch_size)]
+        return Batch(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
     first = stream(4, 1)
     assert same(first, stream(8, 3))

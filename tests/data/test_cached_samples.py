@@ -1,6 +1,5 @@
-"""Batches made with a cache of decoded pictures: the same whatever it holds, and little different from others."""
+"""Batches made with a cache of decoded images: the same whatever it holds, and little different from others."""
 
-import itertools
 import os
 from pathlib import Path
 
@@ -12,45 +11,35 @@ from stoker.data.batch import Batch
 from stoker.data.images.cache_policy import cache_file_path, open_cache
 from stoker.data.images.pixel_cache import CachedImageSpec, PixelCache
 from stoker.data.index import Index, open_index
-from stoker.data.loading.loader import Loader, compute_max_boxes
+from stoker.data.loading.loader import Loader
 from stoker.hardware.device import Device
 from stoker.storage.store import open_store
 from stoker.storage.uri import parse_uri
-from tests.data import tfrecords
+from tests.data import loading, tfrecords
+from tests.data.loading import assert_same, take
 from tests.data.test_pixel_cache import draw
 from tests.data.test_upright import red_where, write
 from tests.storage.servers import apply, google_server
 
 CPU = Device(torch.device("cpu"))
-CANVAS = (64, 96)
+IMAGE_SIZE = (64, 96)
 RECIPE = {"scale_jitter_prob": 0.5, "scale_range": (0.7, 1.5)}
 
 
-def cache_of(index: Index, kind: str = "disk", canvas: tuple[int, int] = CANVAS) -> PixelCache:
-    form = CachedImageSpec.for_augmentation(canvas, "letterbox", **RECIPE)
+def cache_of(index: Index, kind: str = "disk", image_size: tuple[int, int] = IMAGE_SIZE) -> PixelCache:
+    form = CachedImageSpec.for_augmentation(image_size, "letterbox", **RECIPE)
     cache = open_cache(kind, index, np.arange(len(index)), form, pytest.fail)  # type: ignore[arg-type]
     assert cache is not None
     return cache
 
 
-def make(index: Index, cache: PixelCache | None, canvas: tuple[int, int] = CANVAS, **changes: object) -> Loader:
-    rows = np.arange(len(index))
-    options = {
-        "device": CPU, "batch_size": 4, "image_size": canvas, "resize": "letterbox", "boxes": compute_max_boxes(index, rows), "seed": 3,
-        "workers": 2, "cache": cache,
-    }  # fmt: skip
-    return Loader(index, rows, **RECIPE | options | changes)  # type: ignore[arg-type]
+def make(index: Index, cache: PixelCache | None, **changes: object) -> Loader:
+    return loading.make(index, cache=cache, **{"image_size": IMAGE_SIZE} | RECIPE | changes)
 
 
 def stream(index: Index, cache: PixelCache | None, count: int = 9, **changes: object) -> list[Batch]:
-    with make(index, cache, **changes) as loader:  # type: ignore[arg-type]
-        return [Batch(*(tensor.clone() for tensor in batch)) for batch in itertools.islice(loader, count)]
-
-
-def assert_same(found: list[Batch], expected: list[Batch]) -> None:
-    for a, b in zip(found, expected, strict=True):
-        for name, x, y in zip(Batch._fields, a, b, strict=True):
-            assert torch.equal(x, y), name
+    with make(index, cache, **changes) as loader:
+        return take(loader, count)
 
 
 @pytest.fixture
@@ -62,13 +51,13 @@ def test_batches_do_not_depend_on_what_the_cache_holds(index: Index) -> None:
     empty = stream(index, cache_of(index))
     full = stream(index, cache_of(index))
     assert_same(full, empty)
-    path = cache_file_path(index, CachedImageSpec.for_augmentation(CANVAS, "letterbox", **RECIPE))
+    path = cache_file_path(index, CachedImageSpec.for_augmentation(IMAGE_SIZE, "letterbox", **RECIPE))
     with path.open("r+b") as file:  # some torn, some gone
         file.write(os.urandom(150_000))
-    assert_same(stream(index, cache_of(index), threads=3), empty)
+    assert_same(stream(index, cache_of(index), workers=3), empty)
     path.unlink()
-    assert_same(stream(index, cache_of(index), threads=1), empty)
-    assert_same(stream(index, cache_of(index, "memory")), empty)
+    assert_same(stream(index, cache_of(index), workers=1), empty)
+    assert_same(stream(index, cache_of(index, "ram")), empty)
 
 
 def test_a_stream_goes_on_as_it_was_without_its_cache(index: Index) -> None:
@@ -76,34 +65,34 @@ def test_a_stream_goes_on_as_it_was_without_its_cache(index: Index) -> None:
         for _ in range(4):
             next(loader)
         state = loader.state_dict()
-        expected = [Batch(*(tensor.clone() for tensor in batch)) for batch in itertools.islice(loader, 5)]
-    cache_file_path(index, CachedImageSpec.for_augmentation(CANVAS, "letterbox", **RECIPE)).unlink()
+        expected = take(loader, 5)
+    cache_file_path(index, CachedImageSpec.for_augmentation(IMAGE_SIZE, "letterbox", **RECIPE)).unlink()
     with make(index, cache_of(index)) as loader:
         loader.load_state_dict(state)
-        found = [Batch(*(tensor.clone() for tensor in batch)) for batch in itertools.islice(loader, 5)]
-    assert_same(found, expected)
+        actual = take(loader, 5)
+    assert_same(actual, expected)
 
 
 def test_hits_and_misses_are_counted(index: Index) -> None:
-    with make(index, cache_of(index), depth=1) as loader:
+    with make(index, cache_of(index), prefetch_depth=1) as loader:
         for _ in range(9):  # three epochs of 12
             next(loader)
     stats = loader.stats()  # of threads that have ended: they count one thing after the other
-    assert stats.cache_misses >= 12
-    assert stats.cache_hits + stats.cache_misses == stats.decode.num_images >= 36
-    assert stats.cache_hits >= 12
-    assert stats.cache_hit_bytes >= stats.cache_hits * 40 * 50 * 3
+    assert stats.total.cache_misses >= 12
+    assert stats.total.cache_hits + stats.total.cache_misses == stats.decode.num_images >= 36
+    assert stats.total.cache_hits >= 12
+    assert stats.total.cache_hit_bytes >= stats.total.cache_hits * 40 * 50 * 3
     with make(index, cache_of(index)) as loader:
         next(loader)
-        assert loader.stats().cache_misses == 0
+        assert loader.stats().total.cache_misses == 0
     with make(index, None) as loader:
         next(loader)
-        assert (loader.stats().cache_hits, loader.stats().cache_misses) == (0, 0)
+        assert (loader.stats().total.cache_hits, loader.stats().total.cache_misses) == (0, 0)
 
 
-def test_a_hit_reads_no_picture(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hit_reads_no_image(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = stream(index, cache_of(index))
-    monkeypatch.setattr(Index, "read", lambda *_: pytest.fail("a picture was read"))
+    monkeypatch.setattr(Index, "read", lambda *_: pytest.fail("a image was read"))
     assert_same(stream(index, cache_of(index)), expected)
 
 
@@ -123,64 +112,68 @@ def test_boxes_are_in_the_same_places_as_without(index: Index) -> None:
 
 
 @pytest.mark.parametrize("sized", [True, False])
-def test_pictures_of_which_the_size_is_unknown_are_loaded_as_without(tmp_path: Path, sized: bool) -> None:
+def test_images_of_which_the_size_is_unknown_are_loaded_as_without(tmp_path: Path, sized: bool) -> None:
     index = draw(tmp_path / "set", 6, sized=sized, sides=(40, 50))
     with make(index, cache_of(index)) as loader:
-        found = [Batch(*(tensor.clone() for tensor in batch)) for batch in itertools.islice(loader, 9)]
-        assert (loader.stats().cache_misses > 0) == sized
-    assert_same(found, stream(index, None))  # none is made smaller: the same pixels
+        actual = take(loader, 9)
+        assert (loader.stats().total.cache_misses > 0) == sized
+    assert_same(actual, stream(index, None))  # none is made smaller: the same pixels
 
 
 @pytest.mark.parametrize("resize", ["letterbox", "squash"])
-def test_without_crops_pictures_are_the_same_as_without_a_cache(tmp_path: Path, resize: str) -> None:
+def test_without_crops_images_are_the_same_as_without_a_cache(tmp_path: Path, resize: str) -> None:
     index = draw(tmp_path / "set", 12, sides=(151, 211))
-    expected = stream(index, None, crop=0.0, resize=resize)
-    form = CachedImageSpec.for_augmentation(CANVAS, resize, scale_jitter_prob=0.0, scale_range=RECIPE["zoom"])  # type: ignore[arg-type]
+    expected = stream(index, None, scale_jitter_prob=0.0, resize=resize)
+    form = CachedImageSpec.for_augmentation(
+        IMAGE_SIZE, resize, scale_jitter_prob=0.0, scale_range=RECIPE["scale_range"]
+    )  # type: ignore[arg-type]
     for _ in ("misses", "hits"):
         cache = open_cache("disk", index, np.arange(12), form, pytest.fail)  # type: ignore[arg-type]
-        assert_same(stream(index, cache, crop=0.0, resize=resize), expected)
+        assert_same(stream(index, cache, scale_jitter_prob=0.0, resize=resize), expected)
 
 
-def test_a_missing_picture_is_replaced_whether_or_not_the_cache_had_it(index: Index) -> None:
+def test_a_missing_image_is_replaced_whether_or_not_the_cache_had_it(index: Index) -> None:
     stream(index, cache_of(index))
     index.path(5).unlink()
-    with_cache = stream(index, cache_of(index), max_bad=0.5)
-    cache_file_path(index, CachedImageSpec.for_augmentation(CANVAS, "letterbox", **RECIPE)).unlink()
-    assert_same(stream(index, cache_of(index), max_bad=0.5), with_cache)
+    with_cache = stream(index, cache_of(index), max_bad_fraction=0.5)
+    cache_file_path(index, CachedImageSpec.for_augmentation(IMAGE_SIZE, "letterbox", **RECIPE)).unlink()
+    assert_same(stream(index, cache_of(index), max_bad_fraction=0.5), with_cache)
     assert all(5 not in batch.image_index.tolist() for batch in with_cache)
 
 
 @pytest.mark.parametrize("annotated", ["upright", "stored"])
-@pytest.mark.parametrize("canvas", [(160, 160), (64, 64)])
-def test_turned_pictures_lie_under_their_boxes(tmp_path: Path, annotated: str, canvas: tuple[int, int]) -> None:
+@pytest.mark.parametrize("image_size", [(160, 160), (64, 64)])
+def test_turned_images_lie_under_their_boxes(tmp_path: Path, annotated: str, image_size: tuple[int, int]) -> None:
     index = write(tmp_path, annotated=annotated, kind="JPEG")
     for _ in ("misses", "hits"):
-        for batch in stream(index, cache_of(index, canvas=canvas), 2, canvas=canvas, crop=0.0):
-            for k, row in enumerate(batch.image_index.tolist()):
-                if annotated == "stored" and int(index.path(row).name) < 5:
+        for batch in stream(
+            index, cache_of(index, image_size=image_size), 2, image_size=image_size, scale_jitter_prob=0.0
+        ):
+            for k, image_index in enumerate(batch.image_index.tolist()):
+                if annotated == "stored" and int(index.path(image_index).name) < 5:
                     continue  # its size does not tell that it is meant as it is stored
                 x0, y0, x1, y1 = red_where(batch.images[k].permute(1, 2, 0).numpy())
                 assert batch.boxes[k, 0].tolist() == pytest.approx([x0, y0, x1, y1], abs=1.6)
 
 
-def test_pictures_inside_other_files(tmp_path: Path) -> None:
-    pictures = [
+def test_images_inside_other_files(tmp_path: Path) -> None:
+    images = [
         tfrecords.picture(
             f"{n}.jpg", [("thing", 1, 0.1, 0.1, 0.5, 0.5)], image__encoded=[tfrecords.jpeg(200, 100, 20 * n)]
         )
         for n in range(8)
     ]
-    index = open_index(tfrecords.write(tmp_path / "train.tfrecord", *pictures))
+    index = open_index(tfrecords.write(tmp_path / "train.tfrecord", *images))
     expected = stream(index, cache_of(index))
     assert_same(stream(index, cache_of(index)), expected)
     for batch in expected:
-        for k, row in enumerate(batch.image_index.tolist()):
+        for k, image_index in enumerate(batch.image_index.tolist()):
             height, width = batch.resized_size[k].tolist()
             red = batch.images[k, 0, :height, :width].float().mean()
-            assert red == pytest.approx(20 * int(index.path(row).stem), abs=3)
+            assert red == pytest.approx(20 * int(index.path(image_index).stem), abs=3)
 
 
-def test_pictures_of_a_bucket_are_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_of_a_bucket_are_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     local = draw(tmp_path / "set", 12)
     with google_server() as server, server.bucket().through() as (place, proxy):
         apply(monkeypatch, place.environment)
@@ -197,32 +190,30 @@ def test_pictures_of_a_bucket_are_fetched_once(tmp_path: Path, monkeypatch: pyte
         with make(index, cache) as loader:
             for batch in expected:
                 assert_same([next(loader)], [batch])
-            assert loader.stats().cache_misses == 0
+            assert loader.stats().total.cache_misses == 0
         assert len(proxy.observe) == before
-        # Another picture under the old name, of the same length: only its etag tells.
+        # Another image under the old name, of the same length: only its etag tells.
         data = bytearray(local.path(1).read_bytes())
         data[-20] ^= 0x55
         store.write("set/1.jpg", bytes(data))
         again = cache_of(open_index(f"{place.address}/set"))
-        assert [again.contains(row) for row in range(12)] == [row != 1 for row in range(12)]
+        assert [again.contains(k) for k in range(12)] == [image_index != 1 for image_index in range(12)]
 
 
 def test_photographs_look_the_same(real_data: Path) -> None:
-    """Resizing twice costs little: at least 34 dB between the pictures with and without, most of which are cropped."""
+    """Resizing twice costs little: at least 34 dB between the images with and without, most of which are cropped."""
     index = open_index(real_data / "bccd")
-    rows = index.image_indices("train")[:16]
-    canvas = (192, 256)
-    form = CachedImageSpec.for_augmentation(canvas, "letterbox", **RECIPE)
-    options = {"device": CPU, "batch_size": 16, "image_size": canvas, "resize": "letterbox", "boxes": compute_max_boxes(index, rows),
-               "seed": 1, "workers": 2}  # fmt: skip
+    image_indices = index.image_indices("train")[:16]
+    image_size = (192, 256)
+    form = CachedImageSpec.for_augmentation(image_size, "letterbox", **RECIPE)
     batches = []
-    for cache in (open_cache("memory", index, rows, form, pytest.fail), None):  # type: ignore[arg-type]
-        with Loader(index, rows, **RECIPE | options, cache=cache) as loader:  # type: ignore[arg-type]
-            batches.append(Batch(*(tensor.clone() for tensor in next(loader))))
+    for cache in (open_cache("ram", index, image_indices, form, pytest.fail), None):  # type: ignore[arg-type]
+        changes = {"image_indices": image_indices, "batch_size": 16, "image_size": image_size, "seed": 1}
+        batches += stream(index, cache, 1, **changes)
     with_cache, without = batches
     decibels = []
     for k in range(16):
-        height, width = torch.minimum(with_cache.content[k], without.content[k]).tolist()
+        height, width = torch.minimum(with_cache.resized_size[k], without.resized_size[k]).tolist()
         a, b = (batch.images[k, :, :height, :width].float() for batch in batches)
         assert (a - b).abs().mean() < 3
         decibels.append(float(10 * torch.log10(255**2 / (a - b).square().mean())))

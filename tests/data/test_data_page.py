@@ -1,4 +1,4 @@
-"""docs/data.md: its table of what can be wrong is that of the code. `python -m tests.data.test_data_page` writes it."""
+"""docs/data.md: its table of problems is that of the code. `python -m tests.data.test_data_page` writes it."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from stoker.data.formats.detect import FORMATS
 from stoker.data.validation.problems import PROBLEM_KINDS
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "data.md"
-HEAD = "| kind | what | of | training | fix |\n|---|---|---|---|---|\n"
+HEAD = "| kind | problem | unit | training | fix |\n|---|---|---|---|---|\n"
 
 
 def table() -> str:
@@ -18,13 +18,13 @@ def table() -> str:
 
 
 def test_the_page_has_every_kind() -> None:
-    assert PAGE.read_text().endswith(table()), "python -m tests.data.test_data_page writes it anew"
+    assert PAGE.read_text().endswith(table()), "python -m tests.data.test_data_page writes the table"
 
 
 def test_the_page_has_the_formats_in_the_order_of_preference() -> None:
     text = PAGE.read_text()
-    places = [text.index(f"\n| `{name}` |") for name in FORMATS]
-    assert places == sorted(places)
+    positions = [text.index(f"\n| `{name}` |") for name in FORMATS]
+    assert positions == sorted(positions)
 
 
 if __name__ == "__main__":

@@ -17,20 +17,20 @@ from stoker.data.images.decode import choose_dct_divisor, decode, decode_into, t
 from stoker.data.images.headers import parse_header
 from stoker.errors import DataError
 
-PATH = Path("pictures/somewhere.jpg")
+PATH = Path("images/somewhere.jpg")
 RESIZES = ("BOX", "BILINEAR", "HAMMING", "BICUBIC", "LANCZOS")
 """Pillow's filters, all of which reach over all pixels of what they reduce."""
 
 
 def smooth(height: int, width: int, detail: int = 6) -> np.ndarray:
-    """A picture without fine detail, so that all good ways to resize it agree."""
+    """A image without fine detail, so that all good ways to resize it agree."""
     small = np.random.default_rng(0).integers(0, 255, (detail, detail, 3), np.uint8)
     return cv2.resize(small, (width, height), interpolation=cv2.INTER_CUBIC)
 
 
-def encoded(picture: Image.Image, kind: str, **options: object) -> bytes:
+def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
     file = io.BytesIO()
-    picture.save(file, kind, **options)
+    image.save(file, kind, **options)
     return file.getvalue()
 
 
@@ -39,31 +39,31 @@ def jpeg(pixels: np.ndarray, **options: object) -> bytes:
 
 
 def by_pillow(data: bytes) -> np.ndarray:
-    with Image.open(io.BytesIO(data)) as picture:
-        return np.asarray(picture.convert("RGB"))
+    with Image.open(io.BytesIO(data)) as image:
+        return np.asarray(image.convert("RGB"))
 
 
-def picture(mode: str = "RGB") -> Image.Image:
+def image(mode: str = "RGB") -> Image.Image:
     return Image.fromarray(smooth(61, 83)).convert(mode)
 
 
 def palette() -> Image.Image:
-    return picture().quantize(16)
+    return image().quantize(16)
 
 
 def transparent(mode: str) -> Image.Image:
-    """Half of it is not to be seen; what stands there nevertheless is the picture."""
-    made = picture(mode)
+    """Half of it is not to be seen; what stands there nevertheless is the image."""
+    made = image(mode)
     made.putalpha(Image.fromarray(np.repeat(np.uint8([[0, 255]]), 61, 0)).resize((83, 61), Image.Resampling.NEAREST))
     return made
 
 
 def pages(kind: str) -> bytes:
-    return encoded(picture(), kind, save_all=True, append_images=[picture().rotate(180)])
+    return encoded(image(), kind, save_all=True, append_images=[image().rotate(180)])
 
 
 def two_bytes() -> np.ndarray:
-    """16 bits a channel, RGB, whose upper 8 are the picture."""
+    """16 bits a channel, RGB, whose upper 8 are the image."""
     return smooth(61, 83).astype(np.uint16) * 256 + 77
 
 
@@ -71,16 +71,16 @@ def by_opencv(ending: str, pixels: np.ndarray, *options: int) -> bytes:
     return cv2.imencode(ending, pixels, options)[1].tobytes()
 
 
-def four_colours(name: str) -> bytes:
+def four_channels(name: str) -> bytes:
     """YCCK as Photoshop writes it: CMYK with the Adobe segment's transform set to 2 (the planes are what they are)."""
-    data = bytearray(encoded(picture("CMYK"), "JPEG"))
+    data = bytearray(encoded(image("CMYK"), "JPEG"))
     at = data.index(b"Adobe") + 11
     data[at] = {"cmyk": 0, "ycck": 2}[name]
     return bytes(data)
 
 
 def interlaced() -> bytes:
-    """Adam7 (PNG specification, 8.2), which Pillow does not write: seven small pictures, every row with filter 0."""
+    """Adam7 (PNG specification, 8.2), which Pillow does not write: seven small images, every row with filter 0."""
     passes = [(0, 0, 8, 8), (0, 4, 8, 8), (4, 0, 8, 4), (0, 2, 4, 4), (2, 0, 4, 2), (0, 1, 2, 2), (1, 0, 2, 1)]
     rows = b"".join(b"\0" + row.tobytes() for y, x, down, right in passes for row in smooth(61, 83)[y::down, x::right])
     parts = (b"IHDR", struct.pack(">IIBBBBB", 83, 61, 8, 2, 0, 0, 1)), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")
@@ -91,39 +91,39 @@ def interlaced() -> bytes:
 KINDS = {
     "jpeg": lambda: jpeg(smooth(61, 83)),
     "progressive jpeg": lambda: jpeg(smooth(61, 83), progressive=True),
-    "grey jpeg": lambda: encoded(picture("L"), "JPEG"),
-    "cmyk jpeg": lambda: four_colours("cmyk"),
-    "ycck jpeg": lambda: four_colours("ycck"),
-    "jpeg of two pictures": lambda: pages("MPO"),
-    "png": lambda: encoded(picture(), "PNG"),
+    "gray jpeg": lambda: encoded(image("L"), "JPEG"),
+    "cmyk jpeg": lambda: four_channels("cmyk"),
+    "ycck jpeg": lambda: four_channels("ycck"),
+    "jpeg of two images": lambda: pages("MPO"),
+    "png": lambda: encoded(image(), "PNG"),
     "interlaced png": interlaced,
-    "grey png": lambda: encoded(picture("L"), "PNG"),
-    "grey and alpha png": lambda: encoded(transparent("L"), "PNG"),
+    "gray png": lambda: encoded(image("L"), "PNG"),
+    "gray and alpha png": lambda: encoded(transparent("L"), "PNG"),
     "rgba png": lambda: encoded(transparent("RGB"), "PNG"),
     "palette png": lambda: encoded(palette(), "PNG"),
     "transparent palette png": lambda: encoded(palette(), "PNG", transparency=3),
-    "two-colour png": lambda: encoded(picture("1"), "PNG"),
-    "bmp": lambda: encoded(picture(), "BMP"),
+    "two-color png": lambda: encoded(image("1"), "PNG"),
+    "bmp": lambda: encoded(image(), "BMP"),
     "rgba bmp": lambda: encoded(transparent("RGB"), "BMP"),
     "palette bmp": lambda: encoded(palette(), "BMP"),
-    "two-colour bmp": lambda: encoded(picture("1"), "BMP"),
-    "webp": lambda: encoded(picture(), "WEBP"),
-    "lossless webp": lambda: encoded(picture(), "WEBP", lossless=True),
+    "two-color bmp": lambda: encoded(image("1"), "BMP"),
+    "webp": lambda: encoded(image(), "WEBP"),
+    "lossless webp": lambda: encoded(image(), "WEBP", lossless=True),
     "rgba webp": lambda: encoded(transparent("RGB"), "WEBP", lossless=True, exact=True),
     "animated webp": lambda: pages("WEBP"),
-    "tiff": lambda: encoded(picture(), "TIFF", compression="tiff_lzw"),
-    "plain tiff": lambda: encoded(picture(), "TIFF"),
-    "jpeg tiff": lambda: encoded(picture(), "TIFF", compression="jpeg"),
-    "fax tiff": lambda: encoded(picture("1"), "TIFF", compression="group4"),
+    "tiff": lambda: encoded(image(), "TIFF", compression="tiff_lzw"),
+    "plain tiff": lambda: encoded(image(), "TIFF"),
+    "jpeg tiff": lambda: encoded(image(), "TIFF", compression="jpeg"),
+    "fax tiff": lambda: encoded(image("1"), "TIFF", compression="group4"),
     "palette tiff": lambda: encoded(palette(), "TIFF"),
     "rgba tiff": lambda: encoded(transparent("RGB"), "TIFF"),
-    "big tiff": lambda: encoded(picture(), "TIFF", big_tiff=True),
+    "big tiff": lambda: encoded(image(), "TIFF", big_tiff=True),
     "tiff of two pages": lambda: pages("TIFF"),
     "gif": lambda: encoded(palette(), "GIF"),
     "transparent gif": lambda: encoded(palette(), "GIF", transparency=3),
     "animated gif": lambda: pages("GIF"),
-    "ppm": lambda: encoded(picture(), "PPM"),
-    "jpeg 2000": lambda: encoded(picture(), "JPEG2000"),
+    "ppm": lambda: encoded(image(), "PPM"),
+    "jpeg 2000": lambda: encoded(image(), "JPEG2000"),
 }
 """Formats and their varieties, each as Pillow's `convert("RGB")` shows it: alpha dropped, the first page or frame."""
 
@@ -131,17 +131,17 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_pixels_are_those_that_pillow_sees(kind):
     data = KINDS[kind]()
-    found = decode(data, PATH)
-    assert found.shape == (61, 83, 3)
+    actual = decode(data, PATH)
+    assert actual.shape == (61, 83, 3)
     # libjpeg-turbo versions may differ by rounding; the other formats are exact.
-    assert np.abs(found.astype(int) - by_pillow(data)).max() <= (2 if "jpeg" in kind else 0)
+    assert np.abs(actual.astype(int) - by_pillow(data)).max() <= (2 if "jpeg" in kind else 0)
 
 
 @pytest.mark.parametrize("ending", [".png", ".tiff"])
 def test_sixteen_bits_keep_the_upper_eight(ending):
-    grey, colours = two_bytes()[..., 0], two_bytes()
-    assert np.array_equal(decode(by_opencv(ending, grey), PATH), np.repeat(smooth(61, 83)[..., :1], 3, 2))
-    assert np.array_equal(decode(by_opencv(ending, colours[..., ::-1].copy()), PATH), smooth(61, 83))
+    gray, colors = two_bytes()[..., 0], two_bytes()
+    assert np.array_equal(decode(by_opencv(ending, gray), PATH), np.repeat(smooth(61, 83)[..., :1], 3, 2))
+    assert np.array_equal(decode(by_opencv(ending, colors[..., ::-1].copy()), PATH), smooth(61, 83))
 
 
 def test_transparency_is_dropped_not_blended():
@@ -162,7 +162,7 @@ def test_decode_into_writes_its_view_and_nothing_else(kind, target):
 
 @pytest.mark.parametrize("kind", ["jpeg", "png"])
 @pytest.mark.parametrize("factor", [1.3, 2.5, 4.7, 9.0, 20.0])
-def test_a_region_is_where_the_whole_picture_has_it(kind, factor):
+def test_a_region_is_where_the_whole_image_has_it(kind, factor):
     """Against Pillow's filter over the same region; a shift by one pixel of the result would show."""
     pixels = smooth(960, 1280, detail=16)
     data = jpeg(pixels) if kind == "jpeg" else encoded(Image.fromarray(pixels), "PNG")
@@ -192,7 +192,7 @@ def detailed(kind: str) -> tuple[bytes, Image.Image]:
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
 @pytest.mark.parametrize("target", [(200, 200), (188, 240), (100, 333), (37, 51), (400, 560)])
-def test_a_detailed_picture_is_no_further_from_pillows_filters_than_they_are_apart(kind, target):
+def test_a_detailed_image_is_no_further_from_pillows_filters_than_they_are_apart(kind, target):
     """At (200, 200) the DCT scale falls short of the height."""
     data, shown = detailed(kind)
     out = np.empty((*target, 3), np.uint8)
@@ -204,9 +204,9 @@ def test_a_detailed_picture_is_no_further_from_pillows_filters_than_they_are_apa
     assert min(np.abs(sampled - other).mean() for other in by.values()) > apart
 
 
-def test_a_region_outside_the_picture_is_refused():
+def test_a_region_outside_the_image_is_refused():
     out = np.empty((10, 10, 3), np.uint8)
-    with pytest.raises(ValueError, match="not inside the picture, 83 × 61"):
+    with pytest.raises(ValueError, match="not inside the image, 83 × 61"):
         decode_into(KINDS["jpeg"](), PATH, region=(0, 0, 84, 61), out=out)
 
 
@@ -231,17 +231,17 @@ def made(kind: str) -> tuple[bytes, np.ndarray]:
 @settings(max_examples=25, deadline=None)
 @given(at=st.floats(0, 1, exclude_max=True))
 def test_a_cut_anywhere_is_an_error_or_loses_nothing(kind, at):
-    """Nothing, in formats that end with something else than pixels; never half a picture, never another error."""
+    """Nothing, in formats that end with something else than pixels; never half a image, never another error."""
     data, whole = made(kind)
     try:
-        found = decode(data[: int(at * len(data))], PATH)
+        actual = decode(data[: int(at * len(data))], PATH)
     except DataError as error:
         assert str(PATH) in str(error)  # noqa: PT017  # either outcome is right
     else:
-        assert np.array_equal(found, whole)
+        assert np.array_equal(actual, whole)
 
 
-@given(st.sampled_from(["jpeg", "progressive jpeg", "grey png", "png"]), st.data())
+@given(st.sampled_from(["jpeg", "progressive jpeg", "gray png", "png"]), st.data())
 def test_no_cut_of_a_jpeg_or_png_goes_unseen(kind, data):
     whole, _ = made(kind)
     with pytest.raises(DataError):
@@ -302,11 +302,11 @@ def upright(data: bytes) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", ["JPEG", "CMYK", "PNG", "WEBP", "TIFF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_pictures_come_upright_as_pillow_turns_them(kind, orientation):
+def test_images_come_upright_as_pillow_turns_them(kind, orientation):
     data = with_orientation(kind, orientation, smooth(40, 61))
-    found, expected = decode(data, PATH), upright(data)
-    assert found.shape == expected.shape
-    assert np.abs(found.astype(int) - expected).max() <= (2 if kind in ("JPEG", "CMYK") else 0)
+    actual, expected = decode(data, PATH), upright(data)
+    assert actual.shape == expected.shape
+    assert np.abs(actual.astype(int) - expected).max() <= (2 if kind in ("JPEG", "CMYK") else 0)
     header = parse_header(data, PATH)
     stored = header._replace(size=header.stored_size, orientation=1)
     as_stored = np.empty((40, 61, 3), np.uint8)
@@ -316,8 +316,8 @@ def test_pictures_come_upright_as_pillow_turns_them(kind, orientation):
 
 @pytest.mark.parametrize("reduction", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_a_region_of_a_turned_jpeg_is_where_the_upright_picture_has_it_at_every_dct_scale(orientation, reduction):
-    """Sides that 8 does not divide: the scaled pixels of the file do not lie as those of the upright picture."""
+def test_a_region_of_a_turned_jpeg_is_where_the_upright_image_has_it_at_every_dct_scale(orientation, reduction):
+    """Sides that 8 does not divide: the scaled pixels of the file do not lie as those of the upright image."""
     data = with_orientation("JPEG", orientation, smooth(643, 837, detail=8))
     shown = upright(data)
     height, width = shown.shape[:2]
@@ -349,7 +349,7 @@ def test_a_huge_jpeg_is_decoded_small():
     scan = row.index(b"\xff\xda") + 2 + int.from_bytes(row[row.index(b"\xff\xda") + 2 :][:2], "big")
     frame = row.index(b"\xff\xc0")
     head = row[: frame + 5] + (20_000).to_bytes(2, "big") + row[frame + 7 : scan]
-    # Grey has 8 rows a block row, a restart marker (D0 … D7 in turn) behind each but the last.
+    # Gray has 8 rows a block row, a restart marker (D0 … D7 in turn) behind each but the last.
     blocks = row[scan:-2].split(b"\xff\xd0")
     assert len(blocks) == 2
     assert blocks[0] == blocks[1]
@@ -365,7 +365,7 @@ def test_a_name_does_not_matter():
 
 
 @pytest.mark.parametrize("lost", [12, 13, 200])
-def test_a_truncated_png_is_seen_where_opencv_makes_a_picture_of_it(lost, monkeypatch):
+def test_a_truncated_png_is_seen_where_opencv_makes_a_image_of_it(lost, monkeypatch):
     """As some builds do; the one here refuses."""
     data = KINDS["png"]()
     monkeypatch.setattr(cv2, "imdecode", lambda *_: np.zeros((61, 83, 3), np.uint8))
@@ -374,7 +374,7 @@ def test_a_truncated_png_is_seen_where_opencv_makes_a_picture_of_it(lost, monkey
         decode(data[:-lost], PATH)
 
 
-def test_a_picture_that_decodes_to_another_size_than_its_header_says_is_refused(monkeypatch):
+def test_a_image_that_decodes_to_another_size_than_its_header_says_is_refused(monkeypatch):
     monkeypatch.setattr(cv2, "imdecode", lambda *_: np.zeros((83, 61, 3), np.uint8))
     with pytest.raises(DataError) as caught:
         decode(KINDS["bmp"](), PATH)
@@ -391,7 +391,7 @@ def test_damage_in_a_png_is_seen():
 @pytest.mark.parametrize(
     ("data", "says"), [(b"", "0 bytes"), (b"<html>404</html>", "cannot be decoded"), (bytes(500), "cannot be decoded")]
 )
-def test_what_is_no_picture_is_an_error_that_names_it(data, says):
+def test_what_is_no_image_is_an_error_that_names_it(data, says):
     with pytest.raises(DataError) as caught:
         decode(data, PATH)
     assert says in str(caught.value)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stoker.data.loading import decoder_choice
 from stoker.data.loading.decoder_choice import DecoderTimings, choose_decoder, measure_and_choose_decoder
 from stoker.hardware.device import Device
-from tests.data.test_device_batches import CMYK, COUNT, PNG, PROGRESSIVE, Smooth
+from tests.data.test_device_batches import CMYK, COUNT, PNG, PROGRESSIVE, SmoothIndex
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
 
@@ -26,15 +26,15 @@ CPU = Device(torch.device("cpu"))
             DecoderTimings(
                 host_decode_s=1.5e-3, cores=15, step_s=2e-3, device_decode_s=1e-4, device_fraction=1.0, num_images=64
             ),
-            "host",
-            "15 cores decode 10,000 pictures/s, steps take 500/s",
+            "cpu",
+            "15 cores decode 10,000 images/s, steps take 500/s",
         ),
         (
             DecoderTimings(
                 host_decode_s=2e-3, cores=1, step_s=0.8e-3, device_decode_s=0.2e-3, device_fraction=1.0, num_images=64
             ),
             "nvjpeg",
-            "1 core decodes 500 pictures/s, steps take 1,250/s; nvJPEG decodes 5,000/s: with it training reaches "
+            "1 core decodes 500 images/s, steps take 1,250/s; nvJPEG decodes 5,000/s: with it training reaches "
             "1,000/s or more",
         ),
         (
@@ -42,8 +42,8 @@ CPU = Device(torch.device("cpu"))
             DecoderTimings(
                 host_decode_s=1e-3, cores=1, step_s=0.9e-3, device_decode_s=0.2e-3, device_fraction=1.0, num_images=64
             ),
-            "host",
-            "1 core decodes 1,000 pictures/s, steps take 1,111/s; nvJPEG decodes 5,000/s, which would leave 909/s: "
+            "cpu",
+            "1 core decodes 1,000 images/s, steps take 1,111/s; nvJPEG decodes 5,000/s, which would leave 909/s: "
             "nothing to gain",
         ),
         (
@@ -51,14 +51,14 @@ CPU = Device(torch.device("cpu"))
             DecoderTimings(
                 host_decode_s=1e-3, cores=3, step_s=0.2e-3, device_decode_s=1e-3, device_fraction=1.0, num_images=64
             ),
-            "host",
-            "3 cores decode 3,000 pictures/s, steps take 5,000/s; nvJPEG decodes 1,000/s, which would leave 833/s: "
+            "cpu",
+            "3 cores decode 3,000 images/s, steps take 5,000/s; nvJPEG decodes 1,000/s, which would leave 833/s: "
             "nothing to gain",
         ),
         (
             DecoderTimings(host_decode_s=2e-3, cores=2, step_s=0.5e-3, num_images=20),
-            "host",
-            "2 cores decode 1,000 pictures/s, steps take 2,000/s; but none of 20 pictures is a JPEG that nvJPEG takes",
+            "cpu",
+            "2 cores decode 1,000 images/s, steps take 2,000/s; but none of 20 images is a JPEG that nvJPEG takes",
         ),
         (
             # What the host still has to decode bounds it.
@@ -66,15 +66,15 @@ CPU = Device(torch.device("cpu"))
                 host_decode_s=2e-3, cores=2, step_s=0.1e-3, device_decode_s=0.1e-3, device_fraction=0.5, num_images=64
             ),
             "nvjpeg",
-            "2 cores decode 1,000 pictures/s, steps take 10,000/s; nvJPEG decodes 10,000/s of the 50 % that it takes: "
+            "2 cores decode 1,000 images/s, steps take 10,000/s; nvJPEG decodes 10,000/s of the 50 % that it takes: "
             "with it training reaches 2,000/s or more",
         ),
         (
             DecoderTimings(
                 host_decode_s=2e-3, cores=2, step_s=0.1e-3, device_decode_s=0.1e-3, device_fraction=0.05, num_images=64
             ),
-            "host",
-            "2 cores decode 1,000 pictures/s, steps take 10,000/s; nvJPEG decodes 10,000/s of the 5 % that it takes, "
+            "cpu",
+            "2 cores decode 1,000 images/s, steps take 10,000/s; nvJPEG decodes 10,000/s of the 5 % that it takes, "
             "which would leave 1,053/s: nothing to gain",
         ),
     ],
@@ -112,9 +112,9 @@ class Other(Device):
     is_cpu = False
 
 
-def decided(pictures: Smooth, device: Device, step_s: float) -> tuple[str, str]:
+def decided(index: SmoothIndex, device: Device, step_s: float) -> tuple[str, str]:
     return measure_and_choose_decoder(
-        pictures,
+        index,
         np.arange(COUNT),
         device,
         image_size=(64, 64),
@@ -125,34 +125,34 @@ def decided(pictures: Smooth, device: Device, step_s: float) -> tuple[str, str]:
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> Smooth:
-    return Smooth(tmp_path)
+def index(tmp_path: Path) -> SmoothIndex:
+    return SmoothIndex(tmp_path)
 
 
-def test_on_a_cpu_it_is_the_host_and_nothing_is_measured(pictures: Smooth) -> None:
-    for row in range(COUNT):
-        pictures.path(row).unlink()
-    assert decided(pictures, CPU, 1.0) == ("host", "training is on the CPU")
+def test_on_a_cpu_it_is_the_host_and_nothing_is_measured(index: SmoothIndex) -> None:
+    for image_index in range(COUNT):
+        index.path(image_index).unlink()
+    assert decided(index, CPU, 1.0) == ("cpu", "training is on the CPU")
 
 
-def test_without_nvjpeg_it_is_the_host(pictures: Smooth, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nvjpeg_it_is_the_host(index: SmoothIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torchvision.io, "decode_jpeg")
-    decoder, why = decided(pictures, Other(torch.device("cpu")), 1.0)
-    assert decoder == "host"
+    decoder, why = decided(index, Other(torch.device("cpu")), 1.0)
+    assert decoder == "cpu"
     assert why == f"nvJPEG cannot be had: torchvision {torchvision.__version__} has no decode_jpeg any more"
 
 
-def test_both_are_measured_on_the_runs_own_pictures(pictures: Smooth, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_are_measured_on_the_runs_own_images(index: SmoothIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bad ones are left out, what the device does not take counts as the host's."""
-    pictures.damage(0, "empty")
-    pictures.damage(12, "truncated")
-    pictures.path(15).unlink()
-    found: list[DecoderTimings] = []
-    monkeypatch.setattr(decoder_choice, "choose", lambda measured: (found.append(measured), real(measured))[1])
+    index.damage(0, "empty")
+    index.damage(12, "truncated")
+    index.path(15).unlink()
+    actual: list[DecoderTimings] = []
+    monkeypatch.setattr(decoder_choice, "choose_decoder", lambda measured: (actual.append(measured), real(measured))[1])
     real = choose_decoder
     monkeypatch.setattr(decoder_choice, "host_cores", lambda: 5)
-    assert decided(pictures, Other(torch.device("cpu")), 100.0)[0] == "host"
-    (measured,) = found
+    assert decided(index, Other(torch.device("cpu")), 100.0)[0] == "cpu"
+    (measured,) = actual
     kept = COUNT - 2  # whose header can be read
     assert measured.num_images == kept
     assert measured.device_fraction == (kept - len((PNG, CMYK, PROGRESSIVE, 12))) / kept
@@ -161,16 +161,16 @@ def test_both_are_measured_on_the_runs_own_pictures(pictures: Smooth, monkeypatc
     assert min(measured.host_decode_s, measured.device_decode_s) > 0
 
 
-def test_the_host_is_chosen_where_the_device_takes_none(pictures: Smooth) -> None:
-    for row in range(COUNT):
-        if row != PNG:
-            pictures.damage(row, "no end")
-    decoder, why = decided(pictures, Other(torch.device("cpu")), 1e-9)
-    assert decoder == "host"
-    assert "none of 16 pictures is a JPEG" in why
+def test_the_host_is_chosen_where_the_device_takes_none(index: SmoothIndex) -> None:
+    for image_index in range(COUNT):
+        if image_index != PNG:
+            index.damage(image_index, "no end")
+    decoder, why = decided(index, Other(torch.device("cpu")), 1e-9)
+    assert decoder == "cpu"
+    assert "none of 16 images is a JPEG" in why
 
 
-def test_pictures_that_cannot_be_read_at_all_are_no_reason_to_stop(pictures: Smooth) -> None:
-    for row in range(COUNT):
-        pictures.path(row).unlink()
-    assert decided(pictures, Other(torch.device("cpu")), 1.0) == ("host", "no picture could be measured")
+def test_images_that_cannot_be_read_at_all_are_no_reason_to_stop(index: SmoothIndex) -> None:
+    for image_index in range(COUNT):
+        index.path(image_index).unlink()
+    assert decided(index, Other(torch.device("cpu")), 1.0) == ("cpu", "no image could be measured")

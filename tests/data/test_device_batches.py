@@ -20,18 +20,18 @@ from stoker.data.loading.autotune import LoaderRateMeter
 from stoker.data.loading.samples import PAD_COLOR
 from stoker.errors import DataError, PreflightError
 from stoker.hardware.device import Device, ReadyEvent, SideStream
-from tests.data.loading import Pictures, assert_same, ids, make, take, wait_until_full
+from tests.data.loading import InMemoryIndex, assert_same, image_indices_of, make, take, wait_until_full
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
 
 COUNT = 16
-GREY, PNG, CMYK, PROGRESSIVE, TURNED = 1, 2, 3, 4, (5, 6, 7, 8, 9, 10, 11)
+GRAY, PNG, CMYK, PROGRESSIVE, TURNED = 1, 2, 3, 4, (5, 6, 7, 8, 9, 10, 11)
 """Rows that are unlike the others; EXIF's orientations 2 … 8 are those of the last."""
 NEAR = 3.0
-"""Mean levels of 255 between the two, on smooth pictures. The host decodes at 1/2 … 1/8 and rounds regions to that."""
+"""Mean levels of 255 between the two, on smooth images. The host decodes at 1/2 … 1/8 and rounds regions to that."""
 
 
-def smooth(height: int, width: int, seed: int) -> np.ndarray:
+def smooth_image(height: int, width: int, seed: int) -> np.ndarray:
     """Waves that no resize blurs, with no symmetry."""
     y, x = np.mgrid[:height, :width] / 32.0
     rng = np.random.default_rng(seed)
@@ -39,37 +39,37 @@ def smooth(height: int, width: int, seed: int) -> np.ndarray:
     return (127 + 60 * np.stack(waves, -1) + 30 * (x / x.max() - y / y.max())[..., None]).astype(np.uint8)
 
 
-class Smooth(Pictures):
-    """Smooth JPEGs of all sorts; boxes are drawn on the pictures as they are shown."""
+class SmoothIndex(InMemoryIndex):
+    """Smooth JPEGs of all sorts; boxes are drawn on the images as they are shown."""
 
     def __init__(self, root: Path, count: int = COUNT) -> None:
         super().__init__(root, count)
         rng = np.random.default_rng(0)
-        for row in range(count):
-            self.path(row).unlink()
+        for image_index in range(count):
+            self.path(image_index).unlink()
             height, width = (int(side) for side in rng.integers(40, 160, 2))
-            picture = Image.fromarray(smooth(height, width, row))
-            options = {"quality": 95, "subsampling": row % 3}
-            if row == GREY:
-                picture = picture.convert("L")
-            if row == CMYK:
-                picture = picture.convert("CMYK")
-            if row == PROGRESSIVE:
+            image = Image.fromarray(smooth_image(height, width, image_index))
+            options = {"quality": 95, "subsampling": image_index % 3}
+            if image_index == GRAY:
+                image = image.convert("L")
+            if image_index == CMYK:
+                image = image.convert("CMYK")
+            if image_index == PROGRESSIVE:
                 options["progressive"] = True
-            turn = row - TURNED[0] + 2 if row in TURNED else 1
+            turn = image_index - TURNED[0] + 2 if image_index in TURNED else 1
             exif = Image.Exif()
             exif[0x0112] = turn
-            picture.save(self.path(row), "PNG" if row == PNG else "JPEG", exif=exif, **options)
-            self.size[row] = (width, height) if turn >= 5 else (height, width)
-            of_row = slice(self.offsets[row], self.offsets[row + 1])
-            corners = np.sort(rng.random((self.offsets[row + 1] - self.offsets[row], 2, 2)), axis=1)
-            self.boxes[of_row] = (corners * self.size[row, ::-1]).reshape(-1, 4)
+            image.save(self.path(image_index), "PNG" if image_index == PNG else "JPEG", exif=exif, **options)
+            self.original_size[image_index] = (width, height) if turn >= 5 else (height, width)
+            of_row = slice(self.offsets[image_index], self.offsets[image_index + 1])
+            corners = np.sort(rng.random((self.offsets[image_index + 1] - self.offsets[image_index], 2, 2)), axis=1)
+            self.boxes[of_row] = (corners * self.original_size[image_index, ::-1]).reshape(-1, 4)
 
-    def path(self, row: int) -> Path:
-        return self.root / f"{row:03}.jpg"
+    def path(self, image_index: int) -> Path:
+        return self.root / f"{image_index:03}.jpg"
 
-    def damage(self, row: int, how: str) -> None:
-        data = bytearray(self.path(row).read_bytes())
+    def damage(self, image_index: int, how: str) -> None:
+        data = bytearray(self.path(image_index).read_bytes())
         if how == "truncated":
             data = data[: len(data) * 2 // 3]
         elif how == "no end":
@@ -81,14 +81,14 @@ class Smooth(Pictures):
         elif how == "empty":
             data = bytearray()
         elif how == "another size":
-            Image.new("RGB", (33, 44)).save(self.path(row), "JPEG")
+            Image.new("RGB", (33, 44)).save(self.path(image_index), "JPEG")
             return
-        self.path(row).write_bytes(data)
+        self.path(image_index).write_bytes(data)
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> Smooth:
-    return Smooth(tmp_path)
+def index(tmp_path: Path) -> SmoothIndex:
+    return SmoothIndex(tmp_path)
 
 
 @pytest.fixture(autouse=True)
@@ -103,16 +103,18 @@ def no_log_is_left() -> None:
         log.clear()
 
 
-def stream(index: Pictures, count: int, **changes) -> list[Batch]:
+def stream(index: InMemoryIndex, count: int, **changes) -> list[Batch]:
     with make(index, **changes) as loader:
         return take(loader, count)
 
 
-def assert_near(found: list[Batch], expected: list[Batch]) -> None:
-    """Everything but the pixels is the same; of the pixels, padding is, and pictures are near."""
-    assert_same([batch._replace(images=batch.rand) for batch in found],
-                [batch._replace(images=batch.rand) for batch in expected])  # fmt: skip
-    for ours, theirs in zip(found, expected, strict=True):
+def assert_near(actual: list[Batch], expected: list[Batch]) -> None:
+    """Everything but the pixels is the same; of the pixels, padding is, and images are near."""
+    assert_same(
+        [batch._replace(images=batch.rand) for batch in actual],
+        [batch._replace(images=batch.rand) for batch in expected],
+    )
+    for ours, theirs in zip(actual, expected, strict=True):
         assert ours.images.is_contiguous(memory_format=torch.channels_last)
         for k, (height, width) in enumerate(ours.resized_size.tolist()):
             apart = (ours.images[k].float() - theirs.images[k].float()).abs()
@@ -123,21 +125,21 @@ def assert_near(found: list[Batch], expected: list[Batch]) -> None:
 # What the device takes.
 
 
-def test_only_ordinary_jpegs_are_left_to_the_device(pictures: Smooth) -> None:
-    def taken(row: int) -> bool:
-        data = pictures.path(row).read_bytes()
-        return is_device_decodable(data, parse_header(data, pictures.path(row)))
+def test_only_ordinary_jpegs_are_left_to_the_device(index: SmoothIndex) -> None:
+    def taken(image_index: int) -> bool:
+        data = index.path(image_index).read_bytes()
+        return is_device_decodable(data, parse_header(data, index.path(image_index)))
 
-    assert [row for row in range(COUNT) if not taken(row)] == [PNG, CMYK, PROGRESSIVE]
-    pictures.damage(12, "truncated")
-    pictures.damage(13, "no end")
-    pictures.damage(14, "a block of zeros")
+    assert [image_index for image_index in range(COUNT) if not taken(image_index)] == [PNG, CMYK, PROGRESSIVE]
+    index.damage(12, "truncated")
+    index.damage(13, "no end")
+    index.damage(14, "a block of zeros")
     assert not any(map(taken, (12, 13, 14)))
 
 
 def test_a_jpeg_that_is_rgb_inside_is_left_to_the_host(tmp_path: Path) -> None:
     path = tmp_path / "a.jpg"
-    Image.fromarray(smooth(40, 40, 0)).save(path, "JPEG", keep_rgb=True, subsampling=0)
+    Image.fromarray(smooth_image(40, 40, 0)).save(path, "JPEG", keep_rgb=True, subsampling=0)
     data = path.read_bytes()
     assert not is_device_decodable(data, parse_header(data, path))
     at = data.index(b"\xff\xee\x00\x0eAdobe")
@@ -152,16 +154,16 @@ def test_it_shrinks_as_pillow_does(tmp_path: Path) -> None:
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (120, 160, 3), np.uint8)).save(path, "JPEG", quality=95)
     data = path.read_bytes()
     images = torch.zeros(1, 30, 32, 3, dtype=torch.uint8)
-    picture = decode_device.EncodedImage(data, parse_header(data, path), (0, 0, 160, 120), (30, 32))
-    assert not decode_device.decode_into_batch(images, {0: picture}, Device(torch.device("cpu")).make_stream())
+    image = decode_device.EncodedImage(data, parse_header(data, path), (0, 0, 160, 120), (30, 32))
+    assert not decode_device.decode_into_batch(images, {0: image}, Device(torch.device("cpu")).make_stream())
     expected = np.asarray(Image.open(path).resize((32, 30), Image.Resampling.BILINEAR), np.float32)
     assert np.abs(images[0].numpy() - expected).mean() < 0.5
 
 
-def test_the_end_marker_of_a_thumbnail_is_not_that_of_the_picture(tmp_path: Path) -> None:
-    """EXIF holds a whole JPEG, end marker and all; cut off behind it the picture is truncated."""
+def test_the_end_marker_of_a_thumbnail_is_not_that_of_the_image(tmp_path: Path) -> None:
+    """EXIF holds a whole JPEG, end marker and all; cut off behind it the image is truncated."""
     path = tmp_path / "a.jpg"
-    Image.fromarray(smooth(40, 40, 0)).save(path, "JPEG")
+    Image.fromarray(smooth_image(40, 40, 0)).save(path, "JPEG")
     whole = path.read_bytes()
     inside = b"\xff\xe1" + (len(whole) + 2).to_bytes(2, "big") + whole
     data = whole[:2] + inside + whole[2:]
@@ -172,15 +174,15 @@ def test_the_end_marker_of_a_thumbnail_is_not_that_of_the_picture(tmp_path: Path
 # The same stream.
 
 
-@pytest.mark.parametrize("crop", [0.0, 0.7])
-def test_a_run_sees_the_same_as_with_the_host(pictures: Smooth, crop: float) -> None:
-    options = {"image_size": (64, 96), "scale_jitter_prob": crop}
-    found = stream(pictures, 8, decoder="nvjpeg", **options)
-    assert_near(found, stream(pictures, 8, **options))
-    assert {*ids(found)} == set(range(COUNT))
+@pytest.mark.parametrize("scale_jitter_prob", [0.0, 0.7])
+def test_a_run_sees_the_same_as_with_the_host(index: SmoothIndex, scale_jitter_prob: float) -> None:
+    options = {"image_size": (64, 96), "scale_jitter_prob": scale_jitter_prob}
+    actual = stream(index, 8, jpeg_decoder="nvjpeg", **options)
+    assert_near(actual, stream(index, 8, **options))
+    assert {*image_indices_of(actual)} == set(range(COUNT))
 
 
-def test_pixels_really_come_from_the_device(pictures: Smooth, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pixels_really_come_from_the_device(index: SmoothIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
     def decode(inputs, mode, device):
@@ -188,73 +190,80 @@ def test_pixels_really_come_from_the_device(pictures: Smooth, monkeypatch: pytes
         return [torch.zeros_like(pixels) for pixels in real(inputs, mode, device)]
 
     real = torchvision.io.decode_jpeg
-    with make(pictures, jpeg_decoder="nvjpeg", threads=3, crop=0.0) as loader:
+    with make(index, jpeg_decoder="nvjpeg", workers=3, scale_jitter_prob=0.0) as loader:
         monkeypatch.setattr(torchvision.io, "decode_jpeg", decode)
-        found = take(loader, 4)
-    for batch in found:
-        for k, row in enumerate(batch.image_index.tolist()):
+        actual = take(loader, 4)
+    for batch in actual:
+        for k, image_index in enumerate(batch.image_index.tolist()):
             height, width = batch.resized_size[k].tolist()
             black = int(batch.images[k, :, :height, :width].max()) == 0
-            assert black == (row not in (PNG, CMYK, PROGRESSIVE))
+            assert black == (image_index not in (PNG, CMYK, PROGRESSIVE))
     assert max(seen) > 1, "whole batches"
 
 
-def test_nothing_depends_on_the_number_of_threads(pictures: Smooth) -> None:
-    expected = stream(pictures, 9, decoder="nvjpeg", threads=1)
-    for threads in (2, 5):
-        assert_same(stream(pictures, 9, decoder="nvjpeg", threads=threads), expected)
+def test_nothing_depends_on_the_number_of_threads(index: SmoothIndex) -> None:
+    expected = stream(index, 9, jpeg_decoder="nvjpeg", workers=1)
+    for workers in (2, 5):
+        assert_same(stream(index, 9, jpeg_decoder="nvjpeg", workers=workers), expected)
 
 
-def test_large_pictures_are_decoded_a_few_at_a_time(pictures: Smooth, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = stream(pictures, 4, decoder="nvjpeg")
-    monkeypatch.setattr(decode_device, "PIXELS_AT_ONCE", 1)
-    assert_same(stream(pictures, 4, decoder="nvjpeg"), expected)
+def test_large_images_are_decoded_a_few_at_a_time(index: SmoothIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = stream(index, 4, jpeg_decoder="nvjpeg")
+    monkeypatch.setattr(decode_device, "MAX_PIXELS_PER_CALL", 1)
+    assert_same(stream(index, 4, jpeg_decoder="nvjpeg"), expected)
 
 
-def test_a_resumed_run_repeats_bit_for_bit(pictures: Smooth) -> None:
-    expected = stream(pictures, 10, decoder="nvjpeg")
-    with make(pictures, jpeg_decoder="nvjpeg") as loader:
+def test_a_resumed_run_repeats_bit_for_bit(index: SmoothIndex) -> None:
+    expected = stream(index, 10, jpeg_decoder="nvjpeg")
+    with make(index, jpeg_decoder="nvjpeg") as loader:
         assert_same(take(loader, 3), expected[:3])
         state = loader.state_dict()
         loader.load_state_dict(state)  # in the middle of what was under way
         assert_same(take(loader, 3), expected[3:6])
-    with make(pictures, jpeg_decoder="nvjpeg", threads=4) as loader:
+    with make(index, jpeg_decoder="nvjpeg", workers=4) as loader:
         loader.load_state_dict(state)
         assert_same(take(loader, 7), expected[3:])
 
 
-def test_an_evaluation_ends_with_rows_that_only_fill(pictures: Smooth) -> None:
+def test_an_evaluation_ends_with_rows_that_only_fill(index: SmoothIndex) -> None:
     options = {"train": False, "batch_size": 5}
-    found = stream(pictures, 9, decoder="nvjpeg", **options)
-    assert_near(found, stream(pictures, 9, **options))
-    assert ids(found)[-4:] == [-1] * 4
-    assert (found[-1].images[-1].permute(1, 2, 0) == torch.tensor(PAD_COLOR, dtype=torch.uint8)).all()
+    actual = stream(index, 9, jpeg_decoder="nvjpeg", **options)
+    assert_near(actual, stream(index, 9, **options))
+    assert image_indices_of(actual)[-4:] == [-1] * 4
+    assert (actual[-1].images[-1].permute(1, 2, 0) == torch.tensor(PAD_COLOR, dtype=torch.uint8)).all()
 
 
-# What is wrong with pictures.
+# What is wrong with images.
 
 
-def test_bad_pictures_are_in_quarantine_as_with_the_host(pictures: Smooth) -> None:
+def test_bad_images_are_in_quarantine_as_with_the_host(index: SmoothIndex) -> None:
     bad = {0: "truncated", 6: "no end", 7: "a block of zeros", 12: "table", 13: "empty", 14: "another size"}
-    for row, how in bad.items():
-        pictures.damage(row, how)
-    pictures.path(15).unlink()
-    told: dict[str, list] = {"host": [], "nvjpeg": []}
-    said: list[str] = []
-    found = {
-        decoder: stream(pictures, 12, decoder=decoder, max_bad=1.0, canvas=(64, 96), on_quarantine=told[decoder].append,
-                        on_tuned=said.append)
-        for decoder in ("host", "nvjpeg")
-    }  # fmt: skip
-    assert told["nvjpeg"] == told["host"]
-    assert {one.row for one in told["host"]} == {*bad, 15}
-    assert_near(found["nvjpeg"], found["host"])
-    assert not said, "what the host refuses too is told by the quarantine"
+    for image_index, how in bad.items():
+        index.damage(image_index, how)
+    index.path(15).unlink()
+    reported: dict[str, list] = {"cpu": [], "nvjpeg": []}
+    messages: list[str] = []
+    actual = {
+        decoder: stream(
+            index,
+            12,
+            jpeg_decoder=decoder,
+            max_bad_fraction=1.0,
+            image_size=(64, 96),
+            on_quarantine=reported[decoder].append,
+            on_tuned=messages.append,
+        )
+        for decoder in ("cpu", "nvjpeg")
+    }
+    assert reported["nvjpeg"] == reported["cpu"]
+    assert {one.image_index for one in reported["cpu"]} == {*bad, 15}
+    assert_near(actual["nvjpeg"], actual["cpu"])
+    assert not messages, "what the host refuses too is told by the quarantine"
 
 
-def test_what_the_device_refuses_is_decoded_by_the_host(pictures: Smooth, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It fails whole batches because of one picture: the others still come from it."""
-    bad = pictures.path(0).read_bytes()
+def test_what_the_device_refuses_is_decoded_by_the_host(index: SmoothIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails whole batches because of one image: the others still come from it."""
+    bad = index.path(0).read_bytes()
 
     def decode(inputs, mode, device):
         if any(bytes(data.numpy()) == bad for data in inputs):
@@ -263,68 +272,66 @@ def test_what_the_device_refuses_is_decoded_by_the_host(pictures: Smooth, monkey
 
     real = torchvision.io.decode_jpeg
     ours: list[str] = []
-    host = stream(pictures, 8, crop=0.0)
-    usual = stream(pictures, 8, crop=0.0, decoder="nvjpeg")
-    with make(pictures, jpeg_decoder="nvjpeg", crop=0.0, on_tuned=ours.append) as loader:
+    host = stream(index, 8, scale_jitter_prob=0.0)
+    usual = stream(index, 8, scale_jitter_prob=0.0, jpeg_decoder="nvjpeg")
+    with make(index, jpeg_decoder="nvjpeg", scale_jitter_prob=0.0, on_tuned=ours.append) as loader:
         monkeypatch.setattr(torchvision.io, "decode_jpeg", decode)
-        found = take(loader, 8)
+        actual = take(loader, 8)
         assert loader.state_dict()["quarantined"] == {}
-    for batch, by_device, by_host in zip(found, usual, host, strict=True):
-        for k, row in enumerate(batch.image_index.tolist()):
-            assert torch.equal(batch.images[k], (by_host if row == 0 else by_device).images[k])
+    for batch, by_device, by_host in zip(actual, usual, host, strict=True):
+        for k, image_index in enumerate(batch.image_index.tolist()):
+            assert torch.equal(batch.images[k], (by_host if image_index == 0 else by_device).images[k])
     (sentence,) = ours
-    assert (
-        sentence == f"loader: nvJPEG refuses {pictures.path(0)} (nvJPEG: not supported); the host decodes such pictures"
-    )
+    assert sentence == f"loader: nvJPEG refuses {index.path(0)} (nvJPEG: not supported); the CPU decodes such images"
 
 
-def test_a_picture_of_another_size_than_its_header_says_is_refused(
-    pictures: Smooth, monkeypatch: pytest.MonkeyPatch
+def test_a_image_of_another_size_than_its_header_says_is_refused(
+    index: SmoothIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = torchvision.io.decode_jpeg
-    with make(pictures, jpeg_decoder="nvjpeg") as loader:
+    with make(index, jpeg_decoder="nvjpeg") as loader:
         monkeypatch.setattr(torchvision.io, "decode_jpeg", lambda *given: [pixels[:, 1:] for pixels in real(*given)])
-        found = take(loader, 4)
-    assert_same(found, stream(pictures, 4))
+        actual = take(loader, 4)
+    assert_same(actual, stream(index, 4))
 
 
 def test_a_sample_that_is_loaded_anew_replaces_that_of_the_device(
-    pictures: Smooth, monkeypatch: pytest.MonkeyPatch
+    index: SmoothIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A picture fails once, in the second batch, and is whole when it is read ahead for the third or fourth: the
+    """A image fails once, in the second batch, and is whole when it is read ahead for the third or fourth: the
     quarantine, when the second is handed out, makes the host put another one in its place."""
     options = {"rows": np.arange(5, 13), "image_size": (64, 96)}
-    row = ids(stream(pictures, 2, **options))[4]
-    found = {}
-    for decoder in ("host", "nvjpeg"):
+    image_index = image_indices_of(stream(index, 2, **options))[4]
+    actual = {}
+    for decoder in ("cpu", "nvjpeg"):
         failed: list[int] = []
 
         def read(asked: int, failed: list[int] = failed) -> bytes:
-            if asked == row and not failed:
+            if asked == image_index and not failed:
                 failed.append(asked)
                 raise OSError("once")
-            return pictures.path(asked).read_bytes()
+            return index.path(asked).read_bytes()
 
-        monkeypatch.setattr(pictures, "read", read)
-        with make(pictures, jpeg_decoder=decoder, max_bad_fraction=1.0, threads=1, **options) as loader:
+        monkeypatch.setattr(index, "read", read)
+        with make(index, jpeg_decoder=decoder, max_bad_fraction=1.0, workers=1, **options) as loader:
             first = take(loader, 1)
             wait_until_full(loader)
-            found[decoder] = [*first, *take(loader, 4)]
-            assert loader.state_dict()["quarantined"] == {row: 4}
-    assert row not in ids(found["host"])
-    assert_near(found["nvjpeg"], found["host"])
+            actual[decoder] = [*first, *take(loader, 4)]
+            assert loader.state_dict()["quarantined"] == {image_index: 4}
+    assert image_index not in image_indices_of(actual["cpu"])
+    assert_near(actual["nvjpeg"], actual["cpu"])
 
 
-def test_too_many_bad_pictures_end_it(pictures: Smooth) -> None:
-    for row in range(COUNT):
-        pictures.damage(row, "truncated" if row == PNG else "table")
-    with make(pictures, jpeg_decoder="nvjpeg") as loader, pytest.raises(DataError, match="can be used"):
+def test_too_many_bad_images_end_it(index: SmoothIndex) -> None:
+    for image_index in range(COUNT):
+        index.damage(image_index, "truncated" if image_index == PNG else "table")
+    with make(index, jpeg_decoder="nvjpeg") as loader, pytest.raises(DataError, match="can be used"):
         take(loader, 1)
 
 
-def test_what_goes_wrong_on_its_thread_is_raised(pictures: Smooth, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_batches, "fill", lambda *_: 1 / 0)
-    with make(pictures, jpeg_decoder="nvjpeg") as loader:
+def test_what_goes_wrong_on_its_thread_is_raised(index: SmoothIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_batches, "decode_into_batch", lambda *_: 1 / 0)
+    with make(index, jpeg_decoder="nvjpeg") as loader:
         for _ in range(2):
             with pytest.raises(ZeroDivisionError):
                 next(loader)
@@ -334,43 +341,52 @@ def test_what_goes_wrong_on_its_thread_is_raised(pictures: Smooth, monkeypatch: 
 
 
 @pytest.mark.parametrize("taken", [0, 1, 3])
-def test_it_can_be_closed_in_the_middle(pictures: Smooth, taken: int) -> None:
-    loader = make(pictures, jpeg_decoder="nvjpeg")
+def test_it_can_be_closed_in_the_middle(index: SmoothIndex, taken: int) -> None:
+    loader = make(index, jpeg_decoder="nvjpeg")
     for _ in range(taken):
         next(loader)
     loader.close()
     loader.close()
 
 
-def test_its_time_is_part_of_decoding(pictures: Smooth) -> None:
-    with make(pictures, jpeg_decoder="nvjpeg") as loader:
+def test_its_time_is_part_of_decoding(index: SmoothIndex) -> None:
+    with make(index, jpeg_decoder="nvjpeg") as loader:
         take(loader, 2)
         wait_until_full(loader)
         seen = loader.stats()
-    assert 0 < seen.device_decode_s < seen.decode.seconds
-    with make(pictures) as loader:
+    assert 0 < seen.total.device_decode_s < seen.decode.seconds
+    with make(index) as loader:
         take(loader, 2)
-        assert loader.stats().device_decode_s == 0
+        assert loader.stats().total.device_decode_s == 0
 
 
-def test_the_tuner_does_not_take_its_time_for_that_of_the_threads(pictures: Smooth) -> None:
-    with make(pictures, jpeg_decoder="nvjpeg") as loader:
+def test_the_tuner_does_not_take_its_time_for_that_of_the_threads(index: SmoothIndex) -> None:
+    with make(index, jpeg_decoder="nvjpeg") as loader:
         before = loader.stats()
     gauge = LoaderRateMeter(before)
     decode = dataclasses.replace(before.decode, seconds=before.decode.seconds + 1e6)
     assert (
-        gauge.poll(dataclasses.replace(before, decode=decode, device_s=before.device_decode_s + 1e6)).idle_fraction == 1
+        gauge.poll(
+            dataclasses.replace(
+                before,
+                decode=decode,
+                total=dataclasses.replace(before.total, device_decode_s=before.total.device_decode_s + 1e6),
+            )
+        ).idle_fraction
+        == 1
     )
 
 
-def test_a_device_that_cannot_decode_is_refused_at_the_start(pictures: Smooth, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_cannot_decode_is_refused_at_the_start(
+    index: SmoothIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_):
         raise RuntimeError("torchvision not compiled with nvJPEG support")
 
     monkeypatch.setattr(torchvision.io, "decode_jpeg", refuse)
-    with pytest.raises(PreflightError, match="--jpeg-decoder nvjpeg") as found:
-        make(pictures, jpeg_decoder="nvjpeg")
-    assert "not compiled" in str(found.value)
+    with pytest.raises(PreflightError, match="--jpeg-decoder nvjpeg") as actual:
+        make(index, jpeg_decoder="nvjpeg")
+    assert "not compiled" in str(actual.value)
 
 
 class Watched(Device):
@@ -391,11 +407,11 @@ class WatchedStream(SideStream):
         self.log = []
         STREAMS.append(self)
 
-    def wait(self):
+    def synchronize(self):
         self.log.append("wait")
         WAITED.append(threading.current_thread().name)
 
-    def ready(self):
+    def record_ready(self):
         made = WatchedReady(self)
         self.log.append(made)
         return made
@@ -416,10 +432,10 @@ class WatchedReady(ReadyEvent):
         super().__init__(None)
         self.stream = stream
 
-    def wait(self):
+    def synchronize(self):
         WAITED.append(threading.current_thread().name)
 
-    def block_device(self):
+    def block_main_stream(self):
         BLOCKED.append(self)
 
 
@@ -428,8 +444,8 @@ WAITED: list[str] = []
 BLOCKED: list[WatchedReady] = []
 
 
-def test_only_its_own_thread_waits_for_the_device(pictures: Smooth, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And in the right order: the stream is drained before each decoding, that of the copies waits for the pictures,
+def test_only_its_own_thread_waits_for_the_device(index: SmoothIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And in the right order: the stream is drained before each decoding, that of the copies waits for the images,
     and training for the copies."""
     real = torchvision.io.decode_jpeg
 
@@ -437,18 +453,18 @@ def test_only_its_own_thread_waits_for_the_device(pictures: Smooth, monkeypatch:
         decoder.log.append("decode")
         return real(*given)
 
-    with make(pictures, device=Watched(torch.device("cpu")), jpeg_decoder="nvjpeg") as loader:
+    with make(index, device=Watched(torch.device("cpu")), jpeg_decoder="nvjpeg") as loader:
         copies, _, decoder = STREAMS
         WAITED.clear()  # of the trial at the start
         monkeypatch.setattr(torchvision.io, "decode_jpeg", decode)
-        found = [Batch(*(tensor.clone() for tensor in batch)) for batch in itertools.islice(loader, 8)]
+        actual = [Batch(*(tensor.clone() for tensor in batch)) for batch in itertools.islice(loader, 8)]
     assert {*WAITED} == {"stoker-loader-device"}
     assert all(before == "wait" for before, after in itertools.pairwise(["", *decoder.log]) if after == "decode")
     joined = [made for kind, made in copies.log[::2] if kind == "join"]
     made = [entry for entry in decoder.log if isinstance(entry, WatchedReady)]
     assert joined[:8] == made[:8]
     assert copies.log[1::2][:8] == BLOCKED
-    assert_near(found, stream(pictures, 8))
+    assert_near(actual, stream(index, 8))
 
 
 def test_the_canvas_is_filled_as_the_header_shows_it(tmp_path: Path) -> None:
@@ -457,12 +473,12 @@ def test_the_canvas_is_filled_as_the_header_shows_it(tmp_path: Path) -> None:
         path = tmp_path / f"{turn}.jpg"
         exif = Image.Exif()
         exif[0x0112] = turn
-        Image.fromarray(smooth(24, 40, 1)).save(path, "JPEG", quality=95, subsampling=0, exif=exif)
+        Image.fromarray(smooth_image(24, 40, 1)).save(path, "JPEG", quality=95, subsampling=0, exif=exif)
         data = path.read_bytes()
         header = parse_header(data, path)
         expected = np.asarray(ImageOps.exif_transpose(Image.open(path)))
         height, width = header.size
         images = torch.zeros(1, 48, 48, 3, dtype=torch.uint8)
-        picture = decode_device.EncodedImage(data, header, (2, 1, width, height - 3), (height - 4, width - 2))
-        assert not decode_device.decode_into_batch(images, {0: picture}, Device(torch.device("cpu")).make_stream())
+        image = decode_device.EncodedImage(data, header, (2, 1, width, height - 3), (height - 4, width - 2))
+        assert not decode_device.decode_into_batch(images, {0: image}, Device(torch.device("cpu")).make_stream())
         assert np.array_equal(images[0, : height - 4, : width - 2].numpy(), expected[1 : height - 3, 2:width])

@@ -16,7 +16,7 @@ from PIL import Image
 from stoker.data.images.headers import HEAD_BYTES, IMAGE_FORMATS, MAX_PIXELS, parse_header, read_header
 from stoker.errors import DataError
 
-PATH = Path("pictures/somewhere.jpg")
+PATH = Path("images/somewhere.jpg")
 
 
 def encoded(kind: str, size: tuple[int, int] = (60, 40), mode: str = "RGB", **options: object) -> bytes:
@@ -136,11 +136,11 @@ def test_what_stands_far_behind_in_a_file_is_found(tmp_path):
         path.write_bytes(data)
         assert read_header(path) == parse_header(data, path)
         assert read_header(path).size == (300, 200)
-        with Image.open(path) as picture:
-            assert picture.getexif()[0x0112] == 6
+        with Image.open(path) as image:
+            assert image.getexif()[0x0112] == 6
 
 
-def test_a_picture_is_shown_as_its_annotations_saw_it():
+def test_a_image_is_shown_as_its_annotations_saw_it():
     header = parse_header(encoded("JPEG", exif=turned(6)), PATH)
     assert header.as_annotated((60, 40)) == header
     assert header.as_annotated((0, 0)) == header
@@ -168,10 +168,10 @@ def refusal(data: bytes) -> str:
 
 def test_too_many_pixels_are_refused_with_the_limit():
     assert parse_header(png_promising(20_000, 20_000), PATH).size == (20_000, 20_000)
-    said = refusal(png_promising(2**31 - 1, 2**31 - 1))
-    assert "2,147,483,647 × 2,147,483,647" in said
-    assert f"{MAX_PIXELS:,}" in said
-    assert "tiles" in said
+    messages = refusal(png_promising(2**31 - 1, 2**31 - 1))
+    assert "2,147,483,647 × 2,147,483,647" in messages
+    assert f"{MAX_PIXELS:,}" in messages
+    assert "tiles" in messages
     refusal(png_promising(MAX_PIXELS // 2 + 1, 2))
     assert "0 × 5" in refusal(png_promising(0, 5))
 
@@ -207,8 +207,8 @@ def test_kinds_of_tiff_that_have_no_range_are_refused_by_name():
         (bytes(500), "begins with the bytes 00 00"),
         (b"\xff", "begins with the bytes ff"),
     ],
-)  # fmt: skip
-def test_what_is_no_picture_is_named(data, says):
+)
+def test_what_is_no_image_is_named(data, says):
     assert says in refusal(data)
 
 

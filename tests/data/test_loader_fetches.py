@@ -1,4 +1,4 @@
-"""Pictures of a bucket: asked for ahead, decoded when they are there, and the stream is that of local files."""
+"""Images of a bucket: asked for ahead, decoded when they are there, and the stream is that of local files."""
 
 import sys
 import threading
@@ -12,37 +12,37 @@ from stoker.data.loading.prefetch import iter_rank_positions
 from stoker.errors import DataError, ObjectMissing, StorageError
 from stoker.storage.store import open_store
 from stoker.storage.uri import parse_uri
-from tests.data.loading import Pictures, assert_same, ids, make, stream, take
+from tests.data.loading import InMemoryIndex, assert_same, image_indices_of, make, stream, take
 from tests.storage.servers import Conditions, apply, google_server
 
 
-class Bucket(Pictures):
-    """The same pictures, behind a store. `fails`: row → what reading it raises; `holds`: row → waits for the event."""
+class Bucket(InMemoryIndex):
+    """The same images, behind a store. `fails`: row → what reading it raises; `holds`: row → waits for the event."""
 
     def __init__(self, root, count):
         super().__init__(root, count)
         self.fails, self.holds, self.blocking = {}, {}, []
 
-    def remote(self, row):
-        return self, str(row), 0, None
+    def remote_object(self, image_index):
+        return self, str(image_index), 0, None
 
-    def read(self, row):
-        self.blocking.append(row)
-        return self.get(row)
+    def read(self, image_index):
+        self.blocking.append(image_index)
+        return self.get(image_index)
 
-    def get(self, row):
-        if row in self.holds:
-            assert self.holds[row].wait(60)
-        if row in self.fails:
-            raise self.fails[row]
-        return self.path(row).read_bytes()
+    def get(self, image_index):
+        if image_index in self.holds:
+            assert self.holds[image_index].wait(60)
+        if image_index in self.fails:
+            raise self.fails[image_index]
+        return self.path(image_index).read_bytes()
 
 
 class Fetcher:
     """Requests in flight on threads: the contract of `stoker.storage.fetcher.Fetcher`, without a network."""
 
     def __init__(self):
-        self.ahead, self.submitted, self.notes, self.closed = 16, [], [], False
+        self.target_in_flight, self.submitted, self.demands, self.closed = 16, [], [], False
         self._pool = ThreadPoolExecutor(16)
         MADE.append(self)
 
@@ -51,8 +51,8 @@ class Fetcher:
         self.submitted.append(int(key))
         return self._pool.submit(store.get, int(key))
 
-    def note(self, demand_per_s, starved):
-        self.notes.append((demand_per_s, starved))
+    def report_demand(self, demand_per_s, starved):
+        self.demands.append((demand_per_s, starved))
 
     def close(self):
         self.closed = True
@@ -71,25 +71,28 @@ def bucket(tmp_path, monkeypatch):
 
 
 def local(bucket):
-    return Pictures(bucket.root, 13)
+    return InMemoryIndex(bucket.root, 13)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_the_stream_is_that_of_local_files(bucket, threads):
-    assert_same(stream(bucket, 20, threads=threads), stream(local(bucket), 20, threads=threads))
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_stream_is_that_of_local_files(bucket, workers):
+    assert_same(stream(bucket, 20, workers=workers), stream(local(bucket), 20, workers=workers))
     assert not bucket.blocking  # all came ahead
 
 
 def test_an_evaluation_and_ranks(bucket):
-    assert ids(stream(bucket, 99, train=False)) == ids(stream(local(bucket), 99, train=False))
-    rows = np.arange(5)
-    parts = [stream(bucket, 99, rows=rows, train=False, batch=2, rank=r, ranks=3) for r in range(3)]
-    assert [ids(part) for part in parts] == [[0, 1], [2, 3], [4, -1]]
+    assert image_indices_of(stream(bucket, 99, train=False)) == image_indices_of(stream(local(bucket), 99, train=False))
+    image_indices = np.arange(5)
+    parts = [
+        stream(bucket, 99, image_indices=image_indices, train=False, batch_size=2, rank=r, world_size=3)
+        for r in range(3)
+    ]
+    assert [image_indices_of(part) for part in parts] == [[0, 1], [2, 3], [4, -1]]
     assert [fetcher.submitted for fetcher in MADE[1:]] == [[0, 1], [2, 3], [4]]  # nothing is asked for beyond the end
 
 
 def test_more_is_asked_for_than_the_ring_has_room_for(bucket):
-    with make(bucket, depth=1) as loader:
+    with make(bucket, prefetch_depth=1) as loader:
         take(loader, 1)
         assert len(MADE[0].submitted) == 3 * 4 + 16
         assert loader.stats().max_in_flight == 16
@@ -99,20 +102,20 @@ def test_little_memory_bounds_what_is_asked_for(bucket, monkeypatch):
     from stoker.data.loading import prefetch
 
     monkeypatch.setattr(prefetch, "host_memory", lambda: (16 * 3 * prefetch.DEFAULT_IMAGE_BYTES, 0))
-    with make(bucket, depth=1) as loader:
+    with make(bucket, prefetch_depth=1) as loader:
         take(loader, 1)
         assert len(MADE[0].submitted) <= 3 * 4 + 3 + 4 * 16
 
 
 def test_a_slow_object_holds_up_no_thread(bucket):
     """All others of the ring are decoded meanwhile, by the only thread."""
-    expected = ids(stream(local(bucket), 5))
+    expected = image_indices_of(stream(local(bucket), 5))
     late = expected[2]
     bucket.holds[late] = threading.Event()
     done = threading.Event()
-    with make(bucket, threads=1) as loader:
-        found = []
-        asking = threading.Thread(target=lambda: (found.extend(take(loader, 5)), done.set()))
+    with make(bucket, workers=1) as loader:
+        actual = []
+        asking = threading.Thread(target=lambda: (actual.extend(take(loader, 5)), done.set()))
         asking.start()
         while loader.stats().decode.num_images < 20 - expected.count(late):
             assert not done.is_set()
@@ -121,11 +124,11 @@ def test_a_slow_object_holds_up_no_thread(bucket):
         assert (stats.decode.in_progress, stats.copy.num_images) == (0, 0)
         bucket.holds[late].set()
         asking.join(60)
-    assert ids(found) == expected
+    assert image_indices_of(actual) == expected
 
 
 def test_a_wait_for_an_object_is_fetch(bucket):
-    late = ids(stream(local(bucket), 1))[0]
+    late = image_indices_of(stream(local(bucket), 1))[0]
     bucket.holds[late] = threading.Event()
     with make(bucket) as loader:
         timer = threading.Timer(0.5, bucket.holds[late].set)
@@ -136,8 +139,8 @@ def test_a_wait_for_an_object_is_fetch(bucket):
     assert waits["fetch"] > 0.8 * sum(waits.values())
 
 
-def missing(row):
-    return ObjectMissing("There is no such object.", location=f"s3://bucket/{row}")
+def missing(image_index):
+    return ObjectMissing("There is no such object.", location=f"s3://bucket/{image_index}")
 
 
 def test_a_missing_object_is_quarantined_as_a_missing_file_is(bucket):
@@ -145,12 +148,12 @@ def test_a_missing_object_is_quarantined_as_a_missing_file_is(bucket):
     files.path(4).unlink()
     expected = stream(files, 12)
     bucket.fails[4] = missing(4)
-    told = []
-    with make(bucket, on_quarantine=told.append) as loader:
-        found = take(loader, 12)
+    reported = []
+    with make(bucket, on_quarantine=reported.append) as loader:
+        actual = take(loader, 12)
         state = loader.state_dict()
-    assert_same(found, expected)
-    assert [(one.row, one.error) for one in told] == [(4, "There is no such object.")]
+    assert_same(actual, expected)
+    assert [(one.image_index, one.error) for one in reported] == [(4, "There is no such object.")]
     with make(bucket) as loader:
         loader.load_state_dict(state)
         again = take(loader, 3)
@@ -162,33 +165,33 @@ def test_a_missing_object_is_quarantined_as_a_missing_file_is(bucket):
 def test_a_wrong_guess_is_fetched_anew(bucket):
     """A row is quarantined after later places of it were asked for."""
     bucket.fails[4] = missing(4)
-    with make(bucket, batch=1, depth=1) as loader:
-        found = ids(take(loader, 60))
-        assert found == loader.image_indices_at(0, 60)
+    with make(bucket, batch_size=1, prefetch_depth=1) as loader:
+        actual = image_indices_of(take(loader, 60))
+        assert actual == loader.image_indices_at(0, 60)
     assert MADE[0].submitted.count(4) > 1
-    assert 4 not in found
+    assert 4 not in actual
     assert len(bucket.blocking) == 1  # what stands in for it where it failed; later places were put right ahead
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_a_bucket_that_cannot_be_read_stops_the_run_with_its_own_message(bucket, threads):
-    order = ids(stream(local(bucket), 3))
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_bucket_that_cannot_be_read_stops_the_run_with_its_own_message(bucket, workers):
+    order = image_indices_of(stream(local(bucket), 3))
     error = StorageError("s3.GetObject is not allowed.", location="s3://bucket/x", cause="403", fix="allow it")
     bucket.fails[order[6]] = error
-    told = []
-    with make(bucket, threads=threads, on_quarantine=told.append) as loader:
-        assert ids(take(loader, 1)) == order[:4]
+    reported = []
+    with make(bucket, workers=workers, on_quarantine=reported.append) as loader:
+        assert image_indices_of(take(loader, 1)) == order[:4]
         for _ in range(2):
             with pytest.raises(StorageError) as caught:
                 next(loader)
             assert caught.value is error
         assert loader.position == 4
-    assert not told
+    assert not reported
 
 
 def test_a_bucket_in_which_most_is_missing_is_a_data_error(bucket):
-    for row in range(13):
-        bucket.fails[row] = missing(row)
+    for image_index in range(13):
+        bucket.fails[image_index] = missing(image_index)
     with make(bucket) as loader, pytest.raises(DataError, match="None of the"):
         next(loader)
 
@@ -196,11 +199,11 @@ def test_a_bucket_in_which_most_is_missing_is_a_data_error(bucket):
 def test_the_fetcher_is_told_of_the_demand(bucket, monkeypatch):
     from stoker.data.loading import loader as loader_module
 
-    monkeypatch.setattr(loader_module, "LOOK_S", 0.0)
+    monkeypatch.setattr(loader_module, "POLL_INTERVAL_S", 0.0)
     with make(bucket) as loader:
         take(loader, 4)
-    assert len(MADE[0].notes) == 3
-    assert all(demand > 0 for demand, _ in MADE[0].notes)
+    assert len(MADE[0].demands) == 3
+    assert all(demand > 0 for demand, _ in MADE[0].demands)
 
 
 def test_a_loader_set_back_fetches_from_there_on(bucket):
@@ -217,22 +220,22 @@ def test_positions_of_a_rank():
     assert [next(stream) for _ in range(6)] == [12, 13, 18, 19, 24, 25]
 
 
-class Stored(Pictures):
-    """Pictures that lie in a bucket of a real server."""
+class Stored(InMemoryIndex):
+    """Images that lie in a bucket of a real server."""
 
     store = None
 
-    def remote(self, row):
-        return self.store, self.path(row).name, 0, None
+    def remote_object(self, image_index):
+        return self.store, self.path(image_index).name, 0, None
 
-    def read(self, row):
-        return self.store.read(self.path(row).name)
+    def read(self, image_index):
+        return self.store.read(self.path(image_index).name)
 
 
 def test_a_real_bucket_behind_a_bad_network(tmp_path, monkeypatch):
     """One in ten requests fails in some way; one object is not there at all; then the permission is lost."""
     index = Stored(tmp_path, 13)
-    files = Pictures(tmp_path, 13)
+    files = InMemoryIndex(tmp_path, 13)
     files.path(4).unlink()
     with google_server() as server:
         place = server.bucket()
@@ -244,21 +247,21 @@ def test_a_real_bucket_behind_a_bad_network(tmp_path, monkeypatch):
         with place.through(Conditions(latency_s=0.01, faults=faults)) as (worse, proxy):
             apply(monkeypatch, worse.environment)
             index.store = open_store(parse_uri(worse.address))
-            told = []
-            with make(index, on_quarantine=told.append) as loader:
-                found = take(loader, 20)
+            reported = []
+            with make(index, on_quarantine=reported.append) as loader:
+                actual = take(loader, 20)
                 stats = loader.stats()
-            assert_same(found, stream(files, 20))
-            assert [one.row for one in told] == [4]
+            assert_same(actual, stream(files, 20))
+            assert [one.image_index for one in reported] == [4]
             assert stats.fetch.num_images >= 80
             assert stats.fetch.bytes >= 80 * 0.8 * min(path.stat().st_size for path in tmp_path.iterdir())
             assert stats.fetch.seconds > 80 * 0.01
-            assert stats.read_s < stats.fetch.seconds / 2  # almost all came by itself
+            assert stats.total.read_s < stats.fetch.seconds / 2  # almost all came by itself
             assert len(proxy.observe) > 80
         server.objects.denied.add("GET")
         index.store = good
-        told.clear()
-        with make(index, on_quarantine=told.append) as loader, pytest.raises(StorageError) as caught:
+        reported.clear()
+        with make(index, on_quarantine=reported.append) as loader, pytest.raises(StorageError) as caught:
             next(loader)
         assert "storage.objects.get" in str(caught.value)
-        assert not told
+        assert not reported

@@ -18,12 +18,12 @@ from stoker.data.loading.loader import BUFFERS_IN_USE
 from stoker.data.loading.samples import SampleResult
 from stoker.data.loading.worker_pool import BatchTask, SampleTask, WorkerPool
 from stoker.hardware.cgroup import host_cores
-from tests.data.loading import LateDevice, Pictures, assert_same, loader_threads, make, stream, take
+from tests.data.loading import InMemoryIndex, LateDevice, assert_same, loader_threads, make, stream, take
 
 
 @pytest.fixture
-def pictures(tmp_path):
-    return Pictures(tmp_path, 13)
+def index(tmp_path):
+    return InMemoryIndex(tmp_path, 13)
 
 
 def slowly(call, by):
@@ -34,71 +34,71 @@ def slowly(call, by):
     return wrapper
 
 
-def test_a_loader_that_waits_for_its_disk_takes_more_threads_and_says_why(pictures, monkeypatch):
-    expected = stream(pictures, 60, threads=1)
-    monkeypatch.setattr(loader_module, "LOOK_S", 0.1)
-    monkeypatch.setattr(pictures, "read", slowly(pictures.read, 0.01))
-    said = []
-    with make(pictures, threads=0, on_tuned=said.append) as loader:
-        found = take(loader, 1)
+def test_a_loader_that_waits_for_its_disk_takes_more_threads_and_says_why(index, monkeypatch):
+    expected = stream(index, 60, workers=1)
+    monkeypatch.setattr(loader_module, "POLL_INTERVAL_S", 0.1)
+    monkeypatch.setattr(index, "read", slowly(index.read, 0.01))
+    messages = []
+    with make(index, workers="auto", on_tuned=messages.append) as loader:
+        actual = take(loader, 1)
         first = loader.stats().workers
         assert len(loader_threads()) == first
-        found += take(loader, 59)
+        actual += take(loader, 59)
         assert loader.stats().workers > first
         assert len(loader_threads()) == loader.stats().workers
-    assert_same(found, expected)
-    assert any("training waits" in sentence and "threads read" in sentence for sentence in said), said
-    assert all(sentence.startswith("loader: ") for sentence in said)
+    assert_same(actual, expected)
+    assert any("training waits" in sentence and "workers read" in sentence for sentence in messages), messages
+    assert all(sentence.startswith("loader: ") for sentence in messages)
 
 
-def test_a_number_of_threads_and_a_depth_that_are_given_stay(pictures, monkeypatch):
-    monkeypatch.setattr(loader_module, "LOOK_S", 0.02)
-    monkeypatch.setattr(pictures, "read", slowly(pictures.read, 0.005))
-    said = []
-    with make(pictures, threads=1, depth=2, on_tuned=said.append) as loader:
+def test_a_number_of_threads_and_a_depth_that_are_given_stay(index, monkeypatch):
+    monkeypatch.setattr(loader_module, "POLL_INTERVAL_S", 0.02)
+    monkeypatch.setattr(index, "read", slowly(index.read, 0.005))
+    messages = []
+    with make(index, workers=1, prefetch_depth=2, on_tuned=messages.append) as loader:
         take(loader, 30)
         assert (loader.stats().workers, loader.stats().prefetch_depth) == (1, 2)
-    assert not said
+    assert not messages
 
 
-def test_a_tuned_loader_begins_with_more_threads_where_it_is_told_to(pictures):
+def test_a_tuned_loader_begins_with_more_threads_where_it_is_told_to(index):
     usual = default_num_workers(host_cores(), is_cpu=True)
-    for begin, threads, expected in ((0, 0, usual), (1, 0, usual), (7, 0, 7), (7, 3, 3)):
-        with make(pictures, threads=threads, begin=begin) as loader:
+    for initial, workers, expected in ((0, "auto", usual), (1, "auto", usual), (7, "auto", 7), (7, 3, 3)):
+        with make(index, workers=workers, initial_workers=initial) as loader:
             assert loader.stats().workers == expected
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 8)), min_size=1, max_size=8), st.booleans())
-def test_the_stream_stays_whatever_is_tuned(pictures, course, on_device):
+def test_the_stream_stays_whatever_is_tuned(index, course, on_device):
     """(threads, depth) after each batch; a late device besides shows that no slot is given up that is still read."""
     device = {"device": LateDevice(2)} if on_device else {}
-    found = []
-    with make(pictures, threads=2, **device) as loader:
-        for threads, depth in course:
-            loader._autotuner.workers, loader._autotuner.prefetch_depth = threads, depth
+    actual = []
+    with make(index, workers=2, **device) as loader:
+        for workers, prefetch_depth in course:
+            loader._autotuner.workers, loader._autotuner.prefetch_depth = workers, prefetch_depth
             loader._rate_meter, loader_module.POLL_INTERVAL_S, kept = None, 0.0, loader_module.POLL_INTERVAL_S
             try:
-                found += [next(loader)] if on_device else take(loader, 1)
+                actual += [next(loader)] if on_device else take(loader, 1)
                 loader._autotuner.update = lambda _seen: []
-                found += [next(loader)] if on_device else take(loader, 1)
+                actual += [next(loader)] if on_device else take(loader, 1)
             finally:
                 loader_module.POLL_INTERVAL_S = kept
-            assert len(loader._buffers) >= depth + BUFFERS_IN_USE
-        for _ in range(2 * max(depth for _, depth in course) + 2 * BUFFERS_IN_USE):
-            found += [next(loader)] if on_device else take(loader, 1)
-        depth = course[-1][1]
-        assert len(loader._buffers) == depth + BUFFERS_IN_USE
+            assert len(loader._buffers) >= prefetch_depth + BUFFERS_IN_USE
+        for _ in range(2 * max(prefetch_depth for _, prefetch_depth in course) + 2 * BUFFERS_IN_USE):
+            actual += [next(loader)] if on_device else take(loader, 1)
+        prefetch_depth = course[-1][1]
+        assert len(loader._buffers) == prefetch_depth + BUFFERS_IN_USE
         if on_device:
             loader._device.finish()
-    assert_same(found, stream(pictures, len(found)))
+    assert_same(actual, stream(index, len(actual)))
 
 
-def test_threads_leave_when_fewer_are_wanted_and_the_rest_goes_on(pictures):
-    with make(pictures, threads=6) as loader:
+def test_threads_leave_when_fewer_are_wanted_and_the_rest_goes_on(index):
+    with make(index, workers=6) as loader:
         next(loader)
-        crew = loader._pool
-        crew.resize(2)
+        pool = loader._pool
+        pool.resize(2)
         before = loader_threads()
         for thread in before:
             thread.join(0.01)
@@ -107,7 +107,7 @@ def test_threads_leave_when_fewer_are_wanted_and_the_rest_goes_on(pictures):
         while len(loader_threads()) > 2:
             assert time.monotonic() < deadline
         done = loader.stats().decode.num_images
-        crew.resize(3)
+        pool.resize(3)
         assert len(loader_threads()) == 3
         take(loader, 6)
         assert loader.stats().decode.num_images > done
@@ -124,33 +124,33 @@ def test_the_earliest_sample_is_taken_first():
             order.append(position)
             return SampleResult(position, [])
 
-    crew = WorkerPool(Samples(), 1)
-    work = BatchTask(0, 0, None, 8)
-    work.num_missing = 6
-    crew.submit(SampleTask(7, work, 7, None))
+    pool = WorkerPool(Samples(), 1)
+    batch_task = BatchTask(0, 0, None, 8)
+    batch_task.num_missing = 6
+    pool.submit(SampleTask(7, batch_task, 7, None))
     assert entered.wait(60)
     for k in (5, 2, 6, 0, 3):
-        crew.submit(SampleTask(k, work, k, None))
-    assert crew.num_queued == 5
+        pool.submit(SampleTask(k, batch_task, k, None))
+    assert pool.num_queued == 5
     leave.set()
-    with crew.batch_done:
-        assert crew.batch_done.wait_for(lambda: work.num_missing == 0, 60)
-    crew.stop()
-    crew.join()
+    with pool.batch_done:
+        assert pool.batch_done.wait_for(lambda: batch_task.num_missing == 0, 60)
+    pool.stop()
+    pool.join()
     assert order == [7, 0, 2, 3, 5, 6]
 
 
-def test_stats_say_what_is_being_done(pictures, monkeypatch):
+def test_stats_say_what_is_being_done(index, monkeypatch):
     entered, leave = threading.Semaphore(0), threading.Event()
-    real = pictures.read
+    real = index.read
 
-    def stuck(row):
+    def stuck(image_index):
         entered.release()
         assert leave.wait(60)
-        return real(row)
+        return real(image_index)
 
-    monkeypatch.setattr(pictures, "read", stuck)
-    with make(pictures, threads=3, depth=1) as loader:
+    monkeypatch.setattr(index, "read", stuck)
+    with make(index, workers=3, prefetch_depth=1) as loader:
         asking = threading.Thread(target=next, args=(loader,))
         asking.start()
         for _ in range(3):
@@ -172,14 +172,14 @@ def test_stats_say_what_is_being_done(pictures, monkeypatch):
 @pytest.mark.slow
 def test_host_memory_is_flat_over_twenty_epochs(tmp_path):
     """Resident memory at the ends of epochs 5 and 20, in a process of its own that does nothing else."""
-    Pictures(tmp_path, 200)
+    InMemoryIndex(tmp_path, 200)
     code = f"""
 import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 import pathlib, statistics, psutil
 from tests.data import loading
-index = loading.Pictures(pathlib.Path({str(tmp_path)!r}), 200)
+index = loading.InMemoryIndex(pathlib.Path({str(tmp_path)!r}), 200)
 process, seen = psutil.Process(), []
-with loading.make(index, threads=0, batch=8, canvas=(256, 256)) as loader:
+with loading.make(index, workers="auto", batch_size=8, image_size=(256, 256)) as loader:
     for epoch in range(20):
         samples = []
         for _ in range(25):
@@ -194,10 +194,10 @@ print(seen[4], seen[19])
     assert last / fifth - 1 < 0.02, (fifth, last)
 
 
-def test_marks_of_a_sample_are_few(pictures):
-    with make(pictures, depth=1) as loader:
+def test_marks_of_a_sample_are_few(index):
+    with make(index, prefetch_depth=1) as loader:
         for _ in itertools.repeat(None, 20):
             next(loader)
-            for work in list(loader._pending_batches):
-                assert max(map(len, work.transitions), default=0) <= 3
+            for batch_task in list(loader._pending_batches):
+                assert max(map(len, batch_task.transitions), default=0) <= 3
     assert np.isfinite(loader.stats().wait_s)

@@ -1,4 +1,4 @@
-"""The cache of decoded pictures: what it returns is whole and of the source as it is, whoever was killed writing it."""
+"""The cache of decoded images: what it returns is whole and of the source as it is, whoever was killed writing it."""
 
 import json
 import os
@@ -24,13 +24,13 @@ from stoker.data.images.pixel_cache import BLOCK_BYTES, HEADER_BYTES, CachedImag
 from stoker.data.index import Index, open_index
 from tests.data import tfrecords
 
-FORM = CachedImageSpec((64, 96), "letterbox", 1.5)
+SPEC = CachedImageSpec((64, 96), "letterbox", 1.5)
 SIDES = (150, 200)
 PLENTY = 1 << 40
 
 
 def draw(folder: Path, count: int = 6, *, sized: bool = True, sides: tuple[int, int] = SIDES) -> Index:
-    """A COCO data set of smooth pictures; every third is smaller than it would be kept."""
+    """A COCO data set of smooth images; every third is smaller than it would be kept."""
     folder.mkdir(parents=True)
     images = []
     for n in range(count):
@@ -40,33 +40,39 @@ def draw(folder: Path, count: int = 6, *, sized: bool = True, sides: tuple[int, 
         cv2.imwrite(str(folder / f"{n}.jpg"), coarse)
         images.append({"id": n, "file_name": f"{n}.jpg"} | ({"height": height, "width": width} if sized else {}))
     boxes = [{"id": n, "image_id": n, "category_id": 1, "bbox": [3, 3, 20, 20]} for n in range(count)]
-    content = {"images": images, "annotations": boxes, "categories": [{"id": 1, "name": "thing"}]}
-    (folder / "_annotations.coco.json").write_text(json.dumps(content))
+    resized_size = {"images": images, "annotations": boxes, "categories": [{"id": 1, "name": "thing"}]}
+    (folder / "_annotations.coco.json").write_text(json.dumps(resized_size))
     return open_index(folder)
 
 
 def cache_of(
-    index: Index, form: CachedImageSpec = FORM, *, most_bytes: int = PLENTY, said: Callable[[str], None] | None = None
+    index: Index,
+    spec: CachedImageSpec = SPEC,
+    *,
+    max_bytes: int = PLENTY,
+    messages: Callable[[str], None] | None = None,
 ) -> PixelCache:
     """What a new process has: nothing is remembered of the sources."""
-    return PixelCache(index, form, open_cache_file(cache_file_path(index, form)), max_bytes=most_bytes, on_error=said)
+    return PixelCache(
+        index, spec, open_cache_file(cache_file_path(index, spec)), max_bytes=max_bytes, on_error=messages
+    )
 
 
-def make(cache: PixelCache, index: Index, row: int) -> np.ndarray:
-    data, path = index.read(row), index.path(row)
-    return cache.decode(row, data, path, parse_header(data, path))
+def make(cache: PixelCache, index: Index, image_index: int) -> np.ndarray:
+    data, path = index.read(image_index), index.path(image_index)
+    return cache.decode(image_index, data, path, parse_header(data, path))
 
 
 def fill(cache: PixelCache, index: Index) -> list[np.ndarray]:
-    """Fills the cache as the loader does; returns the pictures."""
-    found = []
-    for row in range(len(index)):
-        pixels = cache.get(row)
+    """Fills the cache as the loader does; returns the images."""
+    actual = []
+    for image_index in range(len(index)):
+        pixels = cache.get(image_index)
         if pixels is None:
-            pixels = make(cache, index, row)
-            cache.put(row, pixels)
-        found.append(pixels)
-    return found
+            pixels = make(cache, index, image_index)
+            cache.put(image_index, pixels)
+        actual.append(pixels)
+    return actual
 
 
 @pytest.fixture
@@ -91,17 +97,17 @@ def output_of(process: subprocess.Popen[str]) -> str:
 
 def test_what_comes_back_is_what_was_kept(index: Index) -> None:
     cache = cache_of(index)
-    assert [cache.get(row) for row in range(len(index))] == [None] * len(index)
+    assert [cache.get(image_index) for image_index in range(len(index))] == [None] * len(index)
     made = fill(cache, index)
-    for row, pixels in enumerate(made):
-        assert cache.contains(row)
-        found = cache.get(row)
-        assert found is not None
-        assert np.array_equal(found, pixels)
-        assert found.shape[:2] == cache.shape(row) == ((96, 128) if row % 3 else (40, 50))
+    for image_index, pixels in enumerate(made):
+        assert cache.contains(image_index)
+        actual = cache.get(image_index)
+        assert actual is not None
+        assert np.array_equal(actual, pixels)
+        assert actual.shape[:2] == cache.shape(image_index) == ((96, 128) if image_index % 3 else (40, 50))
 
 
-def test_a_picture_that_is_not_made_smaller_is_kept_as_it_decodes(index: Index) -> None:
+def test_a_image_that_is_not_made_smaller_is_kept_as_it_decodes(index: Index) -> None:
     assert np.array_equal(make(cache_of(index), index, 0), decode(index.read(0), index.path(0)))
 
 
@@ -111,41 +117,45 @@ def test_a_picture_that_is_not_made_smaller_is_kept_as_it_decodes(index: Index) 
     st.sampled_from(["letterbox", "squash"]),
     st.one_of(st.just(1.0), st.floats(1.25, 1.5)),
 )
-def test_a_picture_is_kept_as_small_as_covers_what_is_shown(
-    size: tuple[int, int], canvas: tuple[int, int], resize: str, factor: float
+def test_a_image_is_kept_as_small_as_covers_what_is_shown(
+    size: tuple[int, int], image_size: tuple[int, int], resize: str, factor: float
 ) -> None:
-    kept = CachedImageSpec(canvas, resize, factor).cached_sizes(np.array([size], np.int32))[0]
-    scales = np.array(canvas) / size
+    kept = CachedImageSpec(image_size, resize, factor).cached_sizes(np.array([size], np.int32))[0]
+    scales = np.array(image_size) / size
     wanted = np.minimum(size, factor * np.array(size) * (scales.min() if resize == "letterbox" else scales))
     assert (kept >= np.floor(wanted)).all()
     assert (kept <= np.ceil(wanted) + (wanted < 1)).all()
     assert (kept >= 1).all()
-    # A whole kept picture is shown in as many pixels as the whole picture is, but for rounding.
-    shown = geometry.compute_resize_geometry(size, canvas, resize).resized_size
-    again = geometry.compute_resize_geometry((int(kept[0]), int(kept[1])), canvas, resize).resized_size
+    # A whole kept image is shown in as many pixels as the whole image is, but for rounding.
+    shown = geometry.compute_resize_geometry(size, image_size, resize).resized_size
+    again = geometry.compute_resize_geometry((int(kept[0]), int(kept[1])), image_size, resize).resized_size
     assert again == pytest.approx(shown, abs=2, rel=0.02) or min(kept) < 50
     assert factor > 1 or again == shown
 
 
 @pytest.mark.parametrize(
-    ("crop", "zoom", "factor"),
+    ("scale_jitter_prob", "scale_range", "factor"),
     [(0.5, (0.7, 1.5), 1.5), (0.5, (1, 1.4), 1.4), (0.5, (0.5, 4), 1.5), (0.5, (0.5, 1.1), 1.25), (0, (0.5, 4), 1.0)],
 )
-def test_pictures_are_kept_as_large_as_crops_want_them(crop: float, zoom: tuple[float, float], factor: float) -> None:
+def test_images_are_kept_as_large_as_crops_want_them(
+    scale_jitter_prob: float, scale_range: tuple[float, float], factor: float
+) -> None:
     assert (
-        CachedImageSpec.for_augmentation((64, 64), "letterbox", scale_jitter_prob=crop, scale_range=zoom).factor
+        CachedImageSpec.for_augmentation(
+            (64, 64), "letterbox", scale_jitter_prob=scale_jitter_prob, scale_range=scale_range
+        ).factor
         == factor
     )
 
 
-def test_pictures_whose_size_is_unknown_have_no_place(tmp_path: Path) -> None:
+def test_images_whose_size_is_unknown_have_no_place(tmp_path: Path) -> None:
     index = draw(tmp_path / "set", sized=False)
     cache = cache_of(index)
     assert not index.original_size.any()
-    assert [cache.shape(row) for row in range(6)] == [None] * 6
+    assert [cache.shape(k) for k in range(6)] == [None] * 6
     cache.put(0, np.zeros((2, 2, 3), np.uint8))
     assert cache.get(0) is None
-    assert cache_file_path(index, FORM).stat().st_size == 0
+    assert cache_file_path(index, SPEC).stat().st_size == 0
 
 
 def test_places_do_not_overlap_and_lie_on_pages() -> None:
@@ -156,32 +166,32 @@ def test_places_do_not_overlap_and_lie_on_pages() -> None:
     assert begins[1] == begins[2]
 
 
-def test_another_size_or_other_pictures_are_another_file(index: Index, tmp_path: Path) -> None:
+def test_another_size_or_other_images_are_another_file(index: Index, tmp_path: Path) -> None:
     forms = [
-        FORM,
+        SPEC,
         CachedImageSpec((96, 64), "letterbox", 1.5),
         CachedImageSpec((64, 96), "squash", 1.5),
         CachedImageSpec((64, 96), "letterbox", 1.25),
     ]
-    files = {cache_file_path(index, form) for form in forms} | {cache_file_path(draw(tmp_path / "2"), FORM)}
+    files = {cache_file_path(index, spec) for spec in forms} | {cache_file_path(draw(tmp_path / "2"), SPEC)}
     (tmp_path / "set" / "0.jpg").rename(tmp_path / "set" / "zero.jpg")
     text = (tmp_path / "set" / "_annotations.coco.json").read_text()
     (tmp_path / "set" / "_annotations.coco.json").write_text(text.replace("0.jpg", "zero.jpg"))
-    files.add(cache_file_path(open_index(tmp_path / "set"), FORM))
+    files.add(cache_file_path(open_index(tmp_path / "set"), SPEC))
     (tmp_path / "set" / "_annotations.coco.json").write_text(text.replace('"width": 200', '"width": 400'))
-    files.add(cache_file_path(open_index(tmp_path / "set"), FORM))
+    files.add(cache_file_path(open_index(tmp_path / "set"), SPEC))
     assert len(files) == 7
     (tmp_path / "set" / "_annotations.coco.json").write_text(text.replace("0.jpg", "zero.jpg"))
-    assert cache_file_path(open_index(tmp_path / "set", val_fraction=0.4), FORM) in files
+    assert cache_file_path(open_index(tmp_path / "set", val_fraction=0.4), SPEC) in files
 
 
 def test_memory_is_a_cache_without_a_file(index: Index) -> None:
-    cache = open_cache("memory", index, np.arange(6), FORM, print)
+    cache = open_cache("ram", index, np.arange(6), SPEC, print)
     assert cache is not None
     made = fill(cache, index)
-    assert all(np.array_equal(cache.get(row), made[row]) for row in range(6))
-    assert not cache_file_path(index, FORM).exists()
-    other = open_cache("memory", index, np.arange(6), FORM, print)
+    assert all(np.array_equal(cache.get(k), made[k]) for k in range(6))
+    assert not cache_file_path(index, SPEC).exists()
+    other = open_cache("ram", index, np.arange(6), SPEC, print)
     assert other is not None
     assert other.get(0) is None
 
@@ -189,7 +199,7 @@ def test_memory_is_a_cache_without_a_file(index: Index) -> None:
 # What is not returned.
 
 
-def test_a_replaced_picture_is_noticed_by_the_next_process(index: Index) -> None:
+def test_a_replaced_image_is_noticed_by_the_next_process(index: Index) -> None:
     cache = cache_of(index)
     old = fill(cache, index)
     path = index.path(1)
@@ -214,22 +224,22 @@ def test_one_of_the_same_time_but_another_length_is_noticed(index: Index) -> Non
     assert cache_of(index).get(1) is None
 
 
-def test_a_picture_that_is_gone_is_not_found_either(index: Index) -> None:
+def test_a_image_that_is_gone_is_not_found_either(index: Index) -> None:
     fill(cache_of(index), index)
     index.path(2).unlink()
     assert cache_of(index).get(2) is None
 
 
-def test_a_picture_inside_another_file_changes_with_it(tmp_path: Path) -> None:
+def test_a_image_inside_another_file_changes_with_it(tmp_path: Path) -> None:
     box = ("thing", 1, 0.1, 0.1, 0.5, 0.5)
     shades = [tfrecords.jpeg(200, 100, 40 * n) for n in range(1, 4)]
-    pictures = [tfrecords.picture(f"{n}.jpg", [box], image__encoded=[shade]) for n, shade in enumerate(shades)]
-    shard = tfrecords.write(tmp_path / "train.tfrecord", *pictures)
+    images = [tfrecords.picture(f"{n}.jpg", [box], image__encoded=[shade]) for n, shade in enumerate(shades)]
+    shard = tfrecords.write(tmp_path / "train.tfrecord", *images)
     index = open_index(shard)
     made = fill(cache_of(index), index)
     assert len({pixels.tobytes() for pixels in made}) == 3
     cache = cache_of(index)
-    assert all(np.array_equal(cache.get(row), made[row]) for row in range(3))
+    assert all(np.array_equal(cache.get(k), made[k]) for k in range(3))
     os.utime(shard, ns=(1, 1))
     assert cache_of(index).get(0) is None
 
@@ -238,30 +248,30 @@ def test_a_picture_inside_another_file_changes_with_it(tmp_path: Path) -> None:
 @given(st.integers(0, 96 * 128 * 3 + HEADER_BYTES - 1), st.integers(1, 255))
 def test_a_flipped_byte_is_noticed(index: Index, at: int, flip: int) -> None:
     made = fill(cache_of(index), index)
-    begin = int(compute_entry_offsets(FORM.cached_sizes(index.original_size))[1])
-    with cache_file_path(index, FORM).open("r+b") as file:
+    begin = int(compute_entry_offsets(SPEC.cached_sizes(index.original_size))[1])
+    with cache_file_path(index, SPEC).open("r+b") as file:
         file.seek(begin + at)
         (byte,) = file.read(1)
         file.seek(begin + at)
         file.write(bytes([byte ^ flip]))
-    found = cache_of(index).get(1)
+    actual = cache_of(index).get(1)
     unused = HEADER_BYTES - 4 <= at < HEADER_BYTES
-    assert np.array_equal(found, made[1]) if unused else found is None
+    assert np.array_equal(actual, made[1]) if unused else actual is None
     assert np.array_equal(fill(cache_of(index), index)[1], made[1])
 
 
 @pytest.mark.parametrize("length", [0, 10, 5000, 20_000])
 def test_a_file_that_was_cut_off_is_filled_again(index: Index, length: int) -> None:
     made = fill(cache_of(index), index)
-    os.truncate(cache_file_path(index, FORM), length)
+    os.truncate(cache_file_path(index, SPEC), length)
     again = fill(cache_of(index), index)
     assert all(np.array_equal(a, b) for a, b in zip(made, again, strict=True))
     cache = cache_of(index)
-    assert all(cache.get(row) is not None for row in range(6))
+    assert all(cache.get(k) is not None for k in range(6))
 
 
-def test_what_others_wrote_there_is_not_taken_for_a_picture(index: Index) -> None:
-    path = cache_file_path(index, FORM)
+def test_what_others_wrote_there_is_not_taken_for_a_image(index: Index) -> None:
+    path = cache_file_path(index, SPEC)
     path.parent.mkdir(parents=True)
     path.write_bytes(b"another program's file" * 9999)
     assert cache_of(index).get(0) is None
@@ -291,13 +301,13 @@ def test_processes_that_fill_at_once_share_one_file(tmp_path: Path) -> None:
     for process in both:
         assert process.communicate("\n", timeout=60)[0] == "40\n"
     cache = cache_of(index)
-    assert all(np.array_equal(cache.get(row), make(cache, index, row)) for row in range(40))
+    assert all(np.array_equal(cache.get(k), make(cache, index, k)) for k in range(40))
 
 
-def test_the_pictures_of_another_process_are_found(index: Index) -> None:
+def test_the_images_of_another_process_are_found(index: Index) -> None:
     output_of(in_a_process("index = open_index(sys.argv[1])\nfill(cache_of(index), index)", index.root))
     cache = cache_of(index)
-    assert all(np.array_equal(cache.get(row), make(cache, index, row)) for row in range(6))
+    assert all(np.array_equal(cache.get(k), make(cache, index, k)) for k in range(6))
 
 
 ENDLESS = """
@@ -317,7 +327,7 @@ LARGE = CachedImageSpec((1000, 1400), "letterbox", 1.5)
 
 def test_a_writer_that_is_killed_leaves_nothing_that_is_returned_by_mistake(tmp_path: Path) -> None:
     index = draw(tmp_path / "set", 3, sides=(1500, 2000))
-    made = [make(PixelCache(index, LARGE, None), index, row) for row in range(3)]
+    made = [make(PixelCache(index, LARGE, None), index, k) for k in range(3)]
     for _ in range(3):
         process = in_a_process(ENDLESS, tmp_path / "set")
         assert process.stdout is not None
@@ -326,17 +336,19 @@ def test_a_writer_that_is_killed_leaves_nothing_that_is_returned_by_mistake(tmp_
         process.communicate()
         assert process.returncode == -signal.SIGKILL
         after = cache_of(index, LARGE)
-        found = [after.get(row) for row in range(3)]
-        assert all(pixels is None or np.array_equal(pixels, made[row]) for row, pixels in enumerate(found))
-        assert sum(pixels is not None for pixels in found) >= 2  # one was being written
+        actual = [after.get(k) for k in range(3)]
+        assert all(
+            pixels is None or np.array_equal(pixels, made[image_index]) for image_index, pixels in enumerate(actual)
+        )
+        assert sum(pixels is not None for pixels in actual) >= 2  # one was being written
 
 
 # Disks.
 
 
 def test_a_disk_that_refuses_is_said_once_and_reading_goes_on(index: Index) -> None:
-    said: list[str] = []
-    cache = cache_of(index, said=said.append)
+    messages: list[str] = []
+    cache = cache_of(index, messages=messages.append)
     cache.put(0, make(cache, index, 0))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -347,7 +359,7 @@ def test_a_disk_that_refuses_is_said_once_and_reading_goes_on(index: Index) -> N
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
     assert len(made) == 6
-    assert said == ["the cache of decoded pictures takes no more: writing failed: File too large"]
+    assert messages == ["the cache of decoded images takes no more: writing failed: File too large"]
     assert cache.get(0) is not None
     assert fill(cache, index)[5] is not None
     assert cache.get(5) is None  # not tried again
@@ -377,45 +389,46 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
     if "unshare" in done.stderr or "mount" in done.stderr:
         pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
     assert done.returncode == 0, done.stderr
-    said, kept = json.loads(done.stdout)
-    assert said == ["the cache of decoded pictures takes no more: writing failed: No space left on device"]
+    messages, kept = json.loads(done.stdout)
+    assert messages == ["the cache of decoded images takes no more: writing failed: No space left on device"]
     assert 0 < kept < 60
 
 
 def test_a_cache_takes_no_more_than_it_may(index: Index) -> None:
-    said: list[str] = []
-    cache = cache_of(index, most_bytes=60_000, said=said.append)
+    messages: list[str] = []
+    cache = cache_of(index, max_bytes=60_000, messages=messages.append)
     fill(cache, index)
-    assert 0 < cache_file_path(index, FORM).stat().st_blocks * 512 <= 60_000
-    assert len(said) == 1
-    assert "its limit" in said[0]
+    assert 0 < cache_file_path(index, SPEC).stat().st_blocks * 512 <= 60_000
+    assert len(messages) == 1
+    assert "its limit" in messages[0]
 
 
 def test_some_of_the_disk_is_left_free(index: Index) -> None:
-    said: list[str] = []
-    handle = open_cache_file(cache_file_path(index, FORM))
+    messages: list[str] = []
+    handle = open_cache_file(cache_file_path(index, SPEC))
     disk = os.statvfs(index.root)
-    cache = PixelCache(index, FORM, handle, max_bytes=PLENTY, reserve_bytes=disk.f_blocks * disk.f_frsize,
-                       on_error=said.append)  # fmt: skip
+    cache = PixelCache(
+        index, SPEC, handle, max_bytes=PLENTY, reserve_bytes=disk.f_blocks * disk.f_frsize, on_error=messages.append
+    )
     fill(cache, index)
-    assert cache_file_path(index, FORM).stat().st_blocks == 0
-    assert "nearly full" in said[0]
+    assert cache_file_path(index, SPEC).stat().st_blocks == 0
+    assert "nearly full" in messages[0]
 
 
 def test_after_a_write_that_the_disk_held_up_comes_a_pause(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pixel_cache, "SLOW_WRITE_S", -1.0)
-    monkeypatch.setattr(pixel_cache, "PAUSES", 10**9)
+    monkeypatch.setattr(pixel_cache, "PAUSE_FACTOR", 10**9)
     cache = cache_of(index)
     fill(cache, index)
-    assert [row for row in range(6) if cache.get(row) is not None] == [0]
+    assert [image_index for image_index in range(6) if cache.get(image_index) is not None] == [0]
 
 
-def test_a_cache_that_cannot_be_opened_is_said_and_pictures_keep_their_form(index: Index) -> None:
-    cache_file_path(index, FORM).mkdir(parents=True)
-    said: list[str] = []
-    cache = open_cache("disk", index, np.arange(6), FORM, lambda kind, text: said.append(f"{kind}: {text}"))
+def test_a_cache_that_cannot_be_opened_is_said_and_images_keep_their_form(index: Index) -> None:
+    cache_file_path(index, SPEC).mkdir(parents=True)
+    messages: list[str] = []
+    cache = open_cache("disk", index, np.arange(6), SPEC, lambda kind, text: messages.append(f"{kind}: {text}"))
     assert cache is not None
-    assert "Is a directory" in said[0]
+    assert "Is a directory" in messages[0]
     assert make(cache, index, 1).shape == (96, 128, 3)
     assert cache.get(1) is None
     cache.put(1, make(cache, index, 1))

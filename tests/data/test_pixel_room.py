@@ -1,4 +1,4 @@
-"""Whether decoded pictures are kept, where, and what has to go for them."""
+"""Whether decoded images are kept, where, and what has to go for them."""
 
 import dataclasses
 import fcntl
@@ -22,14 +22,24 @@ from stoker.data.images.cache_policy import (
 )
 from stoker.data.images.pixel_cache import CachedImageSpec
 from stoker.errors import ConfigError
-from tests.data.test_pixel_cache import FORM, cache_file_path, cache_of, draw, fill
+from tests.data.test_pixel_cache import SPEC, cache_file_path, cache_of, draw, fill
 
 GB = 10**9
 USUAL = CachePolicyInputs(
-    cached_bytes=10 * GB, num_images=10_000, decode_s=1e-3, is_downscaled=False, max_scale=1.5, epochs=12, workers=4, is_remote=False,
-    free_memory_bytes=64 * GB, free_disk_bytes=100 * GB, network_file_system=None, has_memfd=True,
-)  # fmt: skip
-LARGER_THAN_MEMORY = {"kept_bytes": 80 * GB, "pictures": 80_000}
+    cached_bytes=10 * GB,
+    num_images=10_000,
+    decode_s=1e-3,
+    is_downscaled=False,
+    max_scale=1.5,
+    epochs=12,
+    workers=4,
+    is_remote=False,
+    free_memory_bytes=64 * GB,
+    free_disk_bytes=100 * GB,
+    network_file_system=None,
+    has_memfd=True,
+)
+LARGER_THAN_MEMORY = {"cached_bytes": 80 * GB, "num_images": 80_000}
 
 
 @pytest.mark.parametrize(
@@ -37,29 +47,33 @@ LARGER_THAN_MEMORY = {"kept_bytes": 80 * GB, "pictures": 80_000}
     [
         ({}, "disk", "10 GB: as a file that stays in memory, as half of the free memory is 32 GB"),
         ({"epochs": None}, "disk", "stays in memory"),
-        ({"pictures": 0, "kept_bytes": 0, "decode_s": 0.0}, "none", "do not say how large"),
+        ({"num_images": 0, "cached_bytes": 0, "decode_s": 0.0}, "none", "do not say how large"),
         ({"epochs": 2.9}, "none", "2.9 epochs"),
         ({"epochs": 3}, "disk", "stays in memory"),
-        ({"closest": 2.0}, "disk", "stays in memory"),  # none is made smaller: nothing is lost
-        ({"closest": 2.0, "shrinks": True}, "none", "zoom in up to 2 times; pictures kept at 1.5 times"),
-        ({"decode_s": 1e-4}, "none", "about 0.1 ms a picture"),
-        ({"decode_s": 1e-4, "remote": True}, "disk", "stays in memory"),
-        ({"disk_room": 9 * GB}, "memory", "half of the free memory is 32 GB; the cache may take 9 GB of the disk"),
-        ({"disk_room": 9 * GB, "anonymous": False}, "none", "9 GB of the disk"),
-        ({"network": "nfs4"}, "memory", "network file system (nfs4)"),
-        ({"network": "nfs4", "memory_free": 19 * GB}, "none", "half of the free memory is 9.5 GB; the cache folder"),
-        ({"memory_free": 19 * GB, "disk_room": 9 * GB}, "none", "9 GB of the disk"),
+        ({"max_scale": 2.0}, "disk", "stays in memory"),  # none is made smaller: nothing is lost
+        ({"max_scale": 2.0, "is_downscaled": True}, "none", "zoom in up to 2 times; images kept at 1.5 times"),
+        ({"decode_s": 1e-4}, "none", "about 0.1 ms a image"),
+        ({"decode_s": 1e-4, "is_remote": True}, "disk", "stays in memory"),
+        ({"free_disk_bytes": 9 * GB}, "ram", "half of the free memory is 32 GB; the cache may take 9 GB of the disk"),
+        ({"free_disk_bytes": 9 * GB, "has_memfd": False}, "none", "9 GB of the disk"),
+        ({"network_file_system": "nfs4"}, "ram", "network file system (nfs4)"),
+        (
+            {"network_file_system": "nfs4", "free_memory_bytes": 19 * GB},
+            "none",
+            "half of the free memory is 9.5 GB; the cache folder",
+        ),
+        ({"free_memory_bytes": 19 * GB, "free_disk_bytes": 9 * GB}, "none", "9 GB of the disk"),
         # A megabyte in a millisecond on four threads: 4 GB/s.
         (LARGER_THAN_MEMORY, "none", "from a disk, reading 4,000 MB/s would be as fast as decoding on 4 threads"),
         (LARGER_THAN_MEMORY | {"decode_s": 2e-2}, "disk", "reading 200 MB/s would be as fast as decoding on 4"),
         (LARGER_THAN_MEMORY | {"decode_s": 2e-2, "workers": 16}, "none", "reading 800 MB/s"),
-        (LARGER_THAN_MEMORY | {"remote": True}, "disk", "saves the requests to the bucket"),
-        (LARGER_THAN_MEMORY | {"remote": True, "disk_room": 79 * GB}, "none", "79 GB of the disk"),
+        (LARGER_THAN_MEMORY | {"is_remote": True}, "disk", "saves the requests to the bucket"),
+        (LARGER_THAN_MEMORY | {"is_remote": True, "free_disk_bytes": 79 * GB}, "none", "79 GB of the disk"),
     ],
 )
 def test_the_choice_and_its_reason(changes: dict[str, object], kind: str, why: str) -> None:
-    found, reason = choose_cache(dataclasses.replace(USUAL, **changes))  # type: ignore[arg-type]
-    assert (found, why in reason) == (kind, True), reason
+    actual, reason = choose_cache(dataclasses.replace(USUAL, **changes))  # type: ignore[arg-type]
+    assert (actual, why in reason) == (kind, True), reason
 
 
 def test_what_decoding_takes_is_estimated_from_the_sizes() -> None:
@@ -70,16 +84,16 @@ def test_what_decoding_takes_is_estimated_from_the_sizes() -> None:
         assert low < estimate_decode_s(sizes, kept, 1.5) < high
 
 
-def test_the_situation_is_that_of_the_training_pictures(tmp_path: Path) -> None:
+def test_the_situation_is_that_of_the_training_images(tmp_path: Path) -> None:
     index = draw(tmp_path / "set")
-    rows = np.array([1, 2, 4])
-    found = cache_policy.collect_cache_inputs(index, rows, FORM, max_scale=1.5, epochs=5, workers=2)
-    assert (found.num_images, found.is_downscaled, found.is_remote) == (3, True, False)
-    assert found.cached_bytes == 3 * 40_960  # 96 × 128 × 3 and the header, in whole pages
-    assert 0 < found.free_memory_bytes <= psutil.virtual_memory().total
-    assert 0 < found.free_disk_bytes <= psutil.disk_usage(str(tmp_path)).free
+    image_indices = np.array([1, 2, 4])
+    actual = cache_policy.collect_cache_inputs(index, image_indices, SPEC, max_scale=1.5, epochs=5, workers=2)
+    assert (actual.num_images, actual.is_downscaled, actual.is_remote) == (3, True, False)
+    assert actual.cached_bytes == 3 * 40_960  # 96 × 128 × 3 and the header, in whole pages
+    assert 0 < actual.free_memory_bytes <= psutil.virtual_memory().total
+    assert 0 < actual.free_disk_bytes <= psutil.disk_usage(str(tmp_path)).free
     assert not cache_policy.collect_cache_inputs(
-        index, np.array([0, 3]), FORM, max_scale=1.5, epochs=5, workers=2
+        index, np.array([0, 3]), SPEC, max_scale=1.5, epochs=5, workers=2
     ).is_downscaled
 
 
@@ -87,7 +101,7 @@ def test_no_file_in_use_is_removed_and_of_the_others_the_one_used_longest_ago_fi
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sets = [draw(tmp_path / str(n), 12) for n in range(4)]
-    files = [cache_file_path(index, FORM) for index in sets]
+    files = [cache_file_path(index, SPEC) for index in sets]
     caches = [cache_of(index) for index in sets[:3]]
     for cache, index in zip(caches, sets, strict=False):
         fill(cache, index)
@@ -100,7 +114,7 @@ def test_no_file_in_use_is_removed_and_of_the_others_the_one_used_longest_ago_fi
     assert evict_cache_files(files[3], taken) == [files[2]]
     assert evict_cache_files(files[3], 3 * taken) == [files[1]]
     assert files[0].exists()
-    assert all(caches[0].get(row) is not None for row in range(12))
+    assert all(caches[0].get(k) is not None for k in range(12))
 
 
 def test_a_file_that_is_removed_while_it_is_opened_is_made_anew(
@@ -125,27 +139,27 @@ def test_a_file_that_is_removed_while_it_is_opened_is_made_anew(
 def test_room_is_made_when_a_cache_is_opened_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = draw(tmp_path / "old", 12), draw(tmp_path / "new", 12)
     fill(cache_of(old), old)
-    taken = cache_file_path(old, FORM).stat().st_blocks * 512
+    taken = cache_file_path(old, SPEC).stat().st_blocks * 512
     monkeypatch.setenv(cache_policy.LIMIT_ENV_VAR, str(1.5 * taken / 2**30))
-    said: list[str] = []
-    cache = open_cache("disk", new, np.arange(12), FORM, lambda kind, text: said.append(f"{kind}: {text}"))
+    messages: list[str] = []
+    cache = open_cache("disk", new, np.arange(12), SPEC, lambda kind, text: messages.append(f"{kind}: {text}"))
     assert cache is not None
     fill(cache, new)
-    assert len(said) == 1
-    assert said[0].startswith("note: decoded pictures of another data set or size are removed to make room")
-    assert cache_file_path(old, FORM).name in said[0]
-    assert all(cache.get(row) is not None for row in range(12))
+    assert len(messages) == 1
+    assert messages[0].startswith("info: decoded images of another data set or size are removed to make room")
+    assert cache_file_path(old, SPEC).name in messages[0]
+    assert all(cache.get(k) is not None for k in range(12))
 
 
 def test_a_part_is_kept_where_not_all_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = draw(tmp_path / "set", 12)
     monkeypatch.setenv(cache_policy.LIMIT_ENV_VAR, str(100_000 / 2**30))
-    said: list[str] = []
-    cache = open_cache("disk", index, np.arange(12), FORM, lambda kind, text: said.append(f"{kind}: {text}"))
+    messages: list[str] = []
+    cache = open_cache("disk", index, np.arange(12), SPEC, lambda kind, text: messages.append(f"{kind}: {text}"))
     assert cache is not None
     fill(cache, index)
-    assert "the 0.1 MB of disk that they may take keep a part of 0.36" in said[0]
-    assert 0 < cache_file_path(index, FORM).stat().st_blocks * 512 <= 100_000
+    assert "the 0.1 MB of disk that they may take keep a part of 0.36" in messages[0]
+    assert 0 < cache_file_path(index, SPEC).stat().st_blocks * 512 <= 100_000
 
 
 @pytest.mark.parametrize("text", ["much", "-1", "nan", "inf"])
@@ -158,10 +172,10 @@ def test_a_limit_that_is_no_number_is_refused(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("kind", "found"), [("nfs4", "nfs4"), ("fuse.gcsfuse", "fuse.gcsfuse"), ("fuseblk", None), ("overlay", None)]
 )
-def test_a_cache_folder_across_a_network_is_recognised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, found: str | None
+def test_a_cache_folder_across_a_network_is_recognized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, actual: str | None
 ) -> None:
     parts = [SimpleNamespace(mountpoint="/", fstype="ext4"), SimpleNamespace(mountpoint=str(tmp_path), fstype=kind)]
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: parts)  # noqa: ARG005
-    assert find_network_file_system(tmp_path / "cache" / "pictures" / "x.pixels") == found
+    assert find_network_file_system(tmp_path / "cache" / "num_images" / "x.pixels") == actual
     assert find_network_file_system(Path("/elsewhere/x.pixels")) is None

@@ -77,7 +77,7 @@ def test_boxes_that_are_anchors_are_covered_whole(tmp_path):
     assert found.image_size == (800, 800)
     assert found.anchors[0].all == {"0.5": 1.0, "0.4": 1.0}
     assert set(found.anchors[0].by_size) == {"small", "medium", "large"}
-    assert [one.name for one in found.anchors] == ["a model's own"]
+    assert [one.name for one in found.anchors] == ["a model's default"]
     assert found.flags == ""
     half = stats_of(tmp_path, image_size=(32, 32))  # on it they are a 25th
     assert half.anchors[0].all["0.5"] < 0.5
@@ -177,7 +177,7 @@ def test_the_text(tmp_path, capsys):
         capsys, "data", "stats", str(tmp_path / "the set"), "--classes", "class 1", "--image-size", "640", "640"
     )
     assert code == 0
-    assert "canvas 640x640, letterbox: asked for" in out
+    assert "image size 640x640, letterbox: set by --image-size" in out
     assert "class 1" in out
     assert "class 0" not in out
     assert f"to train so: stoker train '{tmp_path / 'the set'}' --" in out

@@ -1,4 +1,4 @@
-"""Pictures and boxes meet, whichever way a picture is stored and annotated: in batches, augmented, and when drawn."""
+"""Images and boxes meet, whichever way a image is stored and annotated: in batches, augmented, and when drawn."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 from PIL import Image, ImageOps
 
 from stoker.data.index import Index, open_index
-from stoker.data.loading.loader import Loader
+from stoker.data.loading.loader import Loader, LoaderSpec
 from stoker.data.loading.samples import compute_max_boxes
 from stoker.evaluation.evaluate import sample_images
 from stoker.evaluation.metrics import empty_detections
@@ -20,18 +20,18 @@ SHOWN = (96, 160)
 BOX = (20, 16, 60, 48)
 """x0, y0, x1, y1 of the red object, upright; the rest is blue."""
 STORED_AS = {1: 1, 2: 2, 3: 3, 4: 4, 5: 5, 6: 8, 7: 7, 8: 6}
-"""To be shown upright with an orientation, the upright picture is stored turned as this orientation turns."""
+"""To be shown upright with an orientation, the upright image is stored turned as this orientation turns."""
 
 
-def turn(picture: Image.Image, orientation: int) -> Image.Image:
-    exif = picture.getexif()
+def turn(image: Image.Image, orientation: int) -> Image.Image:
+    exif = image.getexif()
     exif[0x0112] = orientation
-    picture.info["exif"] = exif.tobytes()
-    return ImageOps.exif_transpose(picture)
+    image.info["exif"] = exif.tobytes()
+    return ImageOps.exif_transpose(image)
 
 
 def write(folder: Path, *, annotated: str, kind: str) -> Index:
-    """A picture of each orientation. annotated: "upright", "stored" (boxes and size in stored pixels) or "no size"."""
+    """A image of each orientation. annotated: "upright", "stored" (boxes and size in stored pixels) or "no size"."""
     (folder / "train").mkdir(parents=True)
     images, annotations = [], []
     upright = np.zeros((*SHOWN, 3), np.uint8)
@@ -64,16 +64,24 @@ def red_where(pixels: np.ndarray) -> tuple[float, ...]:
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
 @pytest.mark.parametrize("annotated", ["upright", "stored", "no size"])
-@pytest.mark.parametrize("canvas", [(160, 160), (64, 64)])
-@pytest.mark.parametrize("crop", [0.0, 1.0])
-def test_the_loaders_boxes_are_around_their_objects(tmp_path, kind, annotated, canvas, crop):
+@pytest.mark.parametrize("image_size", [(160, 160), (64, 64)])
+@pytest.mark.parametrize("scale_jitter_prob", [0.0, 1.0])
+def test_the_loaders_boxes_are_around_their_objects(tmp_path, kind, annotated, image_size, scale_jitter_prob):
     index = write(tmp_path, annotated=annotated, kind=kind)
-    rows = np.arange(len(index))
+    image_indices = np.arange(len(index))
     seen, quarter_turns = set(), set()
-    with Loader(
-        index, rows, device=Device(torch.device("cpu")), batch_size=8, image_size=canvas, resize="letterbox", scale_jitter_prob=crop,
-        scale_range=(0.8, 1.2), max_boxes=compute_max_boxes(index, rows), seed=1, workers=2,
-    ) as loader:  # fmt: skip
+    spec = LoaderSpec(
+        device=Device(torch.device("cpu")),
+        batch_size=8,
+        image_size=image_size,
+        resize="letterbox",
+        scale_jitter_prob=scale_jitter_prob,
+        scale_range=(0.8, 1.2),
+        max_boxes=compute_max_boxes(index, image_indices),
+        seed=1,
+        workers=2,
+    )
+    with Loader(index, image_indices, spec) as loader:
         for _ in range(3):
             batch = next(loader)
             for k in range(8):
@@ -87,8 +95,8 @@ def test_the_loaders_boxes_are_around_their_objects(tmp_path, kind, annotated, c
                     continue  # cropped away
                 height, width = batch.resized_size[k].tolist()
                 pixels = batch.images[k].permute(1, 2, 0).numpy()[:height, :width]
-                found = batch.boxes[k][batch.valid[k]][0].tolist()
-                assert red_where(pixels) == pytest.approx(found, abs=2.1), orientation
+                actual = batch.boxes[k][batch.valid[k]][0].tolist()
+                assert red_where(pixels) == pytest.approx(actual, abs=2.1), orientation
         assert not loader.state_dict()["quarantined"]
     turned = SHOWN[::-1] if annotated == "stored" else SHOWN
     assert quarter_turns == {(False, SHOWN), (True, turned)}
@@ -96,7 +104,7 @@ def test_the_loaders_boxes_are_around_their_objects(tmp_path, kind, annotated, c
 
 
 @pytest.mark.parametrize("annotated", ["upright", "stored"])
-def test_pictures_to_look_at_are_turned_as_their_boxes_are(tmp_path, annotated):
+def test_images_to_look_at_are_turned_as_their_boxes_are(tmp_path, annotated):
     index = write(tmp_path, annotated=annotated, kind="JPEG")
     shown = sample_images(index, np.arange(8), empty_detections(range(8)), count=8)
     for one in shown:

@@ -12,7 +12,7 @@ from stoker.data.loading import samples
 from stoker.data.loading.finalize import BatchFinalizer
 from stoker.profiling.ledger import Ledger
 from stoker.runs.records import INPUT_STAGES
-from tests.data.loading import LateDevice, Pictures, make
+from tests.data.loading import InMemoryIndex, LateDevice, make
 
 DELAY_S, BATCHES = 0.02, 8
 
@@ -54,8 +54,8 @@ class Delays:
 
 
 @pytest.fixture
-def pictures(tmp_path):
-    return Pictures(tmp_path, 13)
+def index(tmp_path):
+    return InMemoryIndex(tmp_path, 13)
 
 
 def account_of(loader, batches=BATCHES):
@@ -74,21 +74,21 @@ def account_of(loader, batches=BATCHES):
 
 
 @pytest.mark.parametrize("stage", ["fetch", "decode"])
-@pytest.mark.parametrize(("threads", "by", "near"), [(1, DELAY_S, 0.05), (3, 3 * DELAY_S, 0.1)])
-def test_a_slow_stage_of_the_threads(pictures, monkeypatch, stage, threads, by, near):
+@pytest.mark.parametrize(("workers", "by", "near"), [(1, DELAY_S, 0.05), (3, 3 * DELAY_S, 0.1)])
+def test_a_slow_stage_of_the_threads(index, monkeypatch, stage, workers, by, near):
     """Where several work, what another does beside the delayed call has half of that instant."""
     delays = Delays(by)
     if stage == "fetch":
-        monkeypatch.setattr(pictures, "read", delays.before(pictures.read))
+        monkeypatch.setattr(index, "read", delays.before(index.read))
     else:
         monkeypatch.setattr(samples.decode, "decode_into", delays.before(samples.decode.decode_into))
-    account = account_of(make(pictures, threads=threads, depth=1))
+    account = account_of(make(index, workers=workers, prefetch_depth=1))
     injected = delays.union_s(account.start_s, account.end_s)
-    assert injected > 0.9 * 4 * BATCHES * by / threads
+    assert injected > 0.9 * 4 * BATCHES * by / workers
     assert account.input_wait_stages[stage] == pytest.approx(injected, rel=near)
 
 
-def test_a_slow_copy(pictures):
+def test_a_slow_copy(index):
     delays = Delays()
     device = LateDevice(None)
     real = device.to_device
@@ -99,22 +99,22 @@ def test_a_slow_copy(pictures):
         return targets, copy
 
     device.to_device = to_device
-    account = account_of(make(pictures, device=device, depth=1), batches=3 * BATCHES)
+    account = account_of(make(index, device=device, prefetch_depth=1), batches=3 * BATCHES)
     injected = delays.union_s(account.start_s, account.end_s)
     assert injected > 2 * BATCHES * DELAY_S
     assert account.input_wait_stages["copy"] == pytest.approx(injected, rel=0.05)
 
 
-def test_a_slow_hand_over(pictures, monkeypatch):
+def test_a_slow_hand_over(index, monkeypatch):
     delays = Delays(5 * DELAY_S)
-    monkeypatch.setattr(BatchFinalizer, "batch", delays.before(BatchFinalizer.finalize))
-    account = account_of(make(pictures, depth=1))
+    monkeypatch.setattr(BatchFinalizer, "finalize", delays.before(BatchFinalizer.finalize))
+    account = account_of(make(index, prefetch_depth=1))
     injected = delays.union_s(account.start_s, account.end_s)
     assert account.input_wait_stages["queue"] == pytest.approx(injected, rel=0.05)
 
 
-def test_a_loader_that_keeps_up_costs_next_to_nothing(pictures):
-    with make(pictures) as loader:
+def test_a_loader_that_keeps_up_costs_next_to_nothing(index):
+    with make(index) as loader:
         for _ in range(4):
             next(loader)
             while loader._pending_batches[0].num_missing:  # the next one is whole
@@ -124,10 +124,10 @@ def test_a_loader_that_keeps_up_costs_next_to_nothing(pictures):
         assert ends == sorted(ends)
 
 
-def test_a_wait_that_ends_in_an_error_is_charged_too(pictures):
-    for row in range(13):
-        pictures.path(row).unlink()
-    with make(pictures) as loader:
+def test_a_wait_that_ends_in_an_error_is_charged_too(index):
+    for image_index in range(13):
+        index.path(image_index).unlink()
+    with make(index) as loader:
         ledger = Ledger(HostClock(), start_s=time.perf_counter())
         with contextlib.suppress(Exception), ledger.phase("input_wait"):
             next(loader)

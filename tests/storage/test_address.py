@@ -38,37 +38,37 @@ def test_percent_codes_are_of_the_web_only() -> None:
 @pytest.mark.parametrize("text", ["data", "/data/x", "./a:b", "C:/data", "s3", "x:/y", "~/data"])
 def test_paths_are_no_addresses(text: str) -> None:
     assert not is_uri(text)
-    with pytest.raises(ConfigError, match="It is no address"):
+    with pytest.raises(ConfigError, match="This is not a URI"):
         parse_uri(text)
 
 
 REFUSED = {
-    "s3:/bucket/x": """The address has one slash where two belong.
+    "s3:/bucket/x": """The URI has one slash after its scheme instead of two.
   where:  s3:/bucket/x
   fix:    Write s3://bucket/x.""",
-    "gcs://bucket/x": """stoker reads no gcs:// addresses.
+    "gcs://bucket/x": """gcs:// is not supported.
   where:  gcs://bucket/x
   valid:  gs://, s3://, https://, http://
   fix:    Write gs://bucket/x.""",
-    "azure://bucket/x": """stoker reads no azure:// addresses.
+    "azure://bucket/x": """azure:// is not supported.
   where:  azure://bucket/x
   valid:  gs://, s3://, https://, http://
   fix:    For example s3://my-bucket/data or gs://my-bucket/data.""",
-    "gs:///x": """The address names no bucket.
+    "gs:///x": """The URI has no bucket.
   where:  gs:///x
   fix:    For example gs://my-bucket/data.""",
-    "file:///data/x": """A local file is named by its path alone.
+    "file:///data/x": """file:// is not supported.
   where:  file:///data/x
-  fix:    Write /data/x.""",
-    "s3://bucket//x": """A part of the address is empty, . or ..
+  fix:    Write the path: /data/x""",
+    "s3://bucket//x": """A part of the URI is empty, . or ..
   where:  s3://bucket//x
-  fix:    Write each name once, between single slashes.""",
-    "https://host/x?signature=secret": """The address has a query (?…) or a fragment (#…), which are not sent.
+  fix:    Separate names by single slashes.""",
+    "https://host/x?signature=secret": """The URI has a query (?…) or a fragment (#…), which stoker does not send.
   where:  https://host/x
-  fix:    Use the address of the plain file; of a private bucket, its gs:// or s3:// address.""",
-    "https://me:secret@host/x": """The address holds a user name or a password.
+  fix:    Use the URI of the plain file; for a private bucket, its gs:// or s3:// URI.""",
+    "https://me:secret@host/x": """The URI contains a user name or a password.
   where:  https://…@host
-  fix:    Leave out what stands before the @: stoker reads credentials from the environment.""",
+  fix:    Remove the part before the @: stoker reads credentials from the environment.""",
 }
 
 

@@ -70,47 +70,47 @@ def write(store: Store) -> None:
 
 
 S3: list[tuple[str, int, str, Callable[[Store], None], str]] = [
-    ("read", 403, error("AccessDenied", "Access Denied"), read, """The bucket bucket does not let this be read.
+    ("read", 403, error("AccessDenied", "Access Denied"), read, """No permission to read objects of the bucket bucket.
   where:  s3://bucket/train/1.jpg
-  why:    we are access key AKIA…MPLE (AWS_ACCESS_KEY_ID), which lacks s3:GetObject; without s3:ListBucket an object \
-that does not exist is refused in the same words; the store says: 403 AccessDenied, Access Denied
-  fix:    Add to a policy of that identity: {"Effect": "Allow", "Action": "s3:GetObject", "Resource": \
+  why:    credentials: access key AKIA…MPLE (AWS_ACCESS_KEY_ID); missing permission: s3:GetObject (without s3:ListBucket \
+the response is the same for an object that does not exist); response: 403 AccessDenied, Access Denied
+  fix:    Add to a policy of this identity: {"Effect": "Allow", "Action": "s3:GetObject", "Resource": \
 "arn:aws:s3:::bucket/*"}"""),
-    ("list", 403, error("AccessDenied", "Access Denied"), listing, """The bucket bucket does not let this be listed.
+    ("list", 403, error("AccessDenied", "Access Denied"), listing, """No permission to list objects of the bucket bucket.
   where:  s3://bucket/train
-  why:    we are access key AKIA…MPLE (AWS_ACCESS_KEY_ID), which lacks s3:ListBucket; the store says: 403 \
+  why:    credentials: access key AKIA…MPLE (AWS_ACCESS_KEY_ID); missing permission: s3:ListBucket; response: 403 \
 AccessDenied, Access Denied
-  fix:    Add to a policy of that identity: {"Effect": "Allow", "Action": "s3:ListBucket", "Resource": \
+  fix:    Add to a policy of this identity: {"Effect": "Allow", "Action": "s3:ListBucket", "Resource": \
 "arn:aws:s3:::bucket"}"""),
-    ("write", 403, error("AccessDenied", "Access Denied"), write, """The bucket bucket does not let this be written.
+    ("write", 403, error("AccessDenied", "Access Denied"), write, """No permission to write objects of the bucket bucket.
   where:  s3://bucket/train/1.jpg
-  why:    we are access key AKIA…MPLE (AWS_ACCESS_KEY_ID), which lacks s3:PutObject; the store says: 403 \
+  why:    credentials: access key AKIA…MPLE (AWS_ACCESS_KEY_ID); missing permission: s3:PutObject; response: 403 \
 AccessDenied, Access Denied
-  fix:    Add to a policy of that identity: {"Effect": "Allow", "Action": "s3:PutObject", "Resource": \
+  fix:    Add to a policy of this identity: {"Effect": "Allow", "Action": "s3:PutObject", "Resource": \
 "arn:aws:s3:::bucket/*"}"""),
     ("clock", 403, error("RequestTimeTooSkewed", "The difference is too large."), read,
-     """This machine's clock is wrong: the store takes no signature of another hour.
+     """The clock of this machine is wrong: the store rejects the time of the signature.
   where:  s3://bucket/train/1.jpg
-  why:    the store says: 403 RequestTimeTooSkewed, The difference is too large.
+  why:    response: 403 RequestTimeTooSkewed, The difference is too large.
   fix:    Set it: sudo chronyc makestep, or timedatectl set-ntp true"""),
     ("expired", 400, error("ExpiredToken", "The provided token has expired."), read,
-     """The bucket bucket does not take our credentials.
+     """The bucket bucket rejects the credentials.
   where:  s3://bucket/train/1.jpg
-  why:    we are access key AKIA…MPLE (AWS_ACCESS_KEY_ID); the store says: 400 ExpiredToken, The provided token has \
+  why:    credentials: access key AKIA…MPLE (AWS_ACCESS_KEY_ID); response: 400 ExpiredToken, The provided token has \
 expired.
   fix:    AWS_PROFILE=NAME (aws configure list-profiles), or AWS_ACCESS_KEY_ID=… AWS_SECRET_ACCESS_KEY=…"""),
     ("region", 400, error("AuthorizationHeaderMalformed", "the region 'us-east-1' is wrong; expecting 'eu-west-1'"),
-     read, """The bucket bucket is in another region than was asked.
+     read, """The bucket bucket is in another region.
   where:  s3://bucket/train/1.jpg
-  why:    it is in eu-west-1; the store says: 400 AuthorizationHeaderMalformed, the region 'us-east-1' is wrong; \
+  why:    it is in eu-west-1; response: 400 AuthorizationHeaderMalformed, the region 'us-east-1' is wrong; \
 expecting 'eu-west-1'
   fix:    export AWS_REGION=eu-west-1"""),
     ("bucket", 404, error("NoSuchBucket", "The specified bucket does not exist"), read,
      """There is no bucket bucket.
   where:  s3://bucket/train/1.jpg
-  why:    the store says: 404 NoSuchBucket, The specified bucket does not exist; we are access key AKIA…MPLE \
+  why:    response: 404 NoSuchBucket, The specified bucket does not exist; credentials: access key AKIA…MPLE \
 (AWS_ACCESS_KEY_ID)
-  fix:    Mend the name, or make it: aws s3 mb s3://bucket"""),
+  fix:    Correct the name, or create it: aws s3 mb s3://bucket"""),
 ]  # fmt: skip
 
 
@@ -142,9 +142,9 @@ def test_google(google: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StorageError) as caught:
         read(store)
     assert str(caught.value) == (
-        f"""The bucket {store.uri.bucket} does not let this be read.
+        f"""No permission to read objects of the bucket {store.uri.bucket}.
   where:  {place.address}/train/1.jpg
-  why:    we are anonymous (STORAGE_EMULATOR_HOST={google.url}), which lacks storage.objects.get; the store says: \
+  why:    credentials: anonymous (STORAGE_EMULATOR_HOST={google.url}); missing permission: storage.objects.get; response: \
 403 AccessDenied, Access denied.; somebody@example.org does not have access to the Google Cloud Storage object.
   fix:    gcloud auth application-default login, or GOOGLE_APPLICATION_CREDENTIALS=KEY_FILE"""
     )
@@ -177,14 +177,14 @@ def test_missing_and_conflict(s3: Server, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ObjectMissing) as missing:
         read(store)
     assert missing.value.what == "There is no object 1.jpg."
-    assert missing.value.fix == f"See what there is: aws s3 ls {place.address}/train/"
+    assert missing.value.fix == f"List the objects that exist: aws s3 ls {place.address}/train/"
     write(store)
     with pytest.raises(Conflict) as conflict:
         store.write("train/1.jpg", b"y", if_absent=True)
     assert conflict.value.location == f"{place.address}/train/1.jpg"
     with pytest.raises(StorageError) as short:
         store.read("train/1.jpg", start=0, length=5)
-    assert "it has 1 bytes, those from 0 to 5 were asked for" in str(short.value)
+    assert "it has 1 bytes; requested were those from 0 to 5" in str(short.value)
 
 
 def test_an_endpoint_that_is_not_there_is_told_soon(monkeypatch: pytest.MonkeyPatch) -> None:

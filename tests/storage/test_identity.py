@@ -80,7 +80,7 @@ def test_key_files_of_google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     key.unlink()
     with pytest.raises(StorageError) as caught:
         find_credentials("gs")
-    assert caught.value.what == "The key file that GOOGLE_APPLICATION_CREDENTIALS names cannot be read."
+    assert caught.value.what == "The key file of GOOGLE_APPLICATION_CREDENTIALS cannot be read."
     assert caught.value.location == str(key)
 
 

@@ -9,7 +9,7 @@ from stoker.storage import retry
 from stoker.storage.failures import Failure
 from stoker.storage.retry import RetryBudget, RetryState, Timeouts
 
-BUSY = Failure("passing", "503 SlowDown", "", status=503)
+BUSY = Failure("retryable", "503 SlowDown", "", status=503)
 DENIED = Failure("denied", "403", "", status=403)
 
 
@@ -57,7 +57,7 @@ def test_a_store_that_is_down_is_not_asked_more_often() -> None:
 
 
 def test_a_typing_error_in_an_endpoint_is_told_soon() -> None:
-    lost = Failure("passing", "no connection", "", connection_failed=True)
+    lost = Failure("retryable", "no connection", "", connection_failed=True)
     new, proved = RetryBudget(), RetryBudget()
     proved.count_bytes()
     patience = {}

@@ -100,14 +100,14 @@ def test_a_live_a_dead_and_a_finished_run(address: StorageUri, put: Callable[...
     lease = acquire(address.child(LEASE_FILE), on_message=print, check_interrupted=lambda: None)
     assert lease is not None
     live = explain_run(str(address))
-    assert (live.state, live.steps, live.run) == ("live", 10, str(address))
+    assert (live.state, live.steps, live.run) == ("running", 10, str(address))
     assert f"process {os.getpid()}" in live.state_text
     put()
     assert explain_run(str(address)).steps == 20, "it grew"
     key = address.child(LEASE_FILE).key
     gone = open_store(address).read(key).replace(b'"lease_duration_s":60.0', b'"lease_duration_s":0.0')
     write(address, LEASE_FILE, gone)
-    assert explain_run(str(address)).state == "dead"
+    assert explain_run(str(address)).state == "killed"
     put("finished")
     finished = explain_run(str(address))
     assert (finished.state, finished.steps) == ("finished", 30)

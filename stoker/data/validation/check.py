@@ -1,8 +1,8 @@
-"""`stoker data check`: everything that is wrong with a data set, what training does about it, and how it is mended.
+"""`stoker data check`: all problems of a data set, what training does about them, and how to fix them.
 
-`check` reads the annotations anew, as training does, then every picture (`check_images.py`), and returns a `Report`,
-which `--json` prints as it is. It writes nothing but the index, into the cache. No torch. The kinds are those of
-`problems.py`; how the report looks on a terminal is `stoker/report/data_check.py`.
+`check_dataset` reads the annotations as training does, then every image (`check_images.py`), and returns a
+`CheckReport`, which `--json` prints. It writes only the index, into the cache. No torch. The kinds of problems are in
+`problems.py`; the text on the terminal is made by `stoker/report/data_check.py`.
 """
 
 import os
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data.formats.image_sizes import REMOTE_IO_WORKERS
-from stoker.data.images import source as places
+from stoker.data.images import source as image_source
 from stoker.data.index import Index, missing_images, open_index, suggest_location, unlisted_images
 from stoker.data.validation.check_images import Progress, check_image_files
 from stoker.data.validation.problems import (
@@ -34,26 +34,26 @@ REQUIRED_SPLITS = ("train", "val")
 
 
 class CheckItem(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found of one kind."""
+    """The problems of one kind."""
 
     kind: str
-    """An id of `problems.KINDS`."""
+    """A key of `problems.PROBLEM_KINDS`."""
     title: str
     unit: str
-    """What is counted: box, picture, class, file, split."""
+    """What is counted: box, image, class, file, split."""
     action: str
-    """What training does: "fixed" (used, set right), "skipped" (left out), "kept" (used as it is), "refused"."""
+    """What training does: "fixed" (corrected and used), "skipped" (left out), "kept" (used as it is), "refused"."""
     effect: str
     """The same in words."""
     fix: str
-    """How to mend it."""
+    """What the user can do."""
     count: int
     locations: tuple[str, ...]
-    """All of them: file and line, or file and id, and what is there."""
+    """All of them: file and line, or file and id, and the content."""
 
 
 class SplitCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Pictures and boxes of a split that were read, and those of them that can be used."""
+    """Images and boxes of a split that were read, and those that can be used."""
 
     num_images: int
     num_usable_images: int
@@ -62,30 +62,30 @@ class SplitCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `stoker data check --json` prints. Order of `items`: that of the table of kinds."""
+    """The output of `stoker data check --json`. `items` are in the order of the table of kinds."""
 
     data: str
-    """As it was named."""
+    """As given by the user."""
     root: str | None = None
-    """Folder that places are relative to; None where nothing could be read."""
+    """Folder that `locations` are relative to; None when nothing could be read."""
     format: str | None = None
     classes: tuple[str, ...] = ()
     splits: dict[str, SplitCounts] = {}
     num_images: int = 0
-    """Pictures in all splits, with those that were left out for their annotations."""
+    """Images in all splits, including those that were left out because of their annotations."""
     num_usable_images: int = 0
     num_boxes: int = 0
-    """Boxes in all splits, with those that were left out."""
+    """Boxes in all splits, including those that were left out."""
     num_usable_boxes: int = 0
     decoded: bool = False
-    """Whether the pictures were looked at; else only whether they exist."""
+    """Whether the images were decoded; else only their existence was checked."""
     max_bad_fraction: float = DEFAULT_MAX_BAD_FRACTION
-    """Share of the pictures that may be unusable."""
+    """Fraction of the images that may be unusable."""
     items: tuple[CheckItem, ...] = ()
     refusals: tuple[str, ...] = ()
-    """Why training would refuse this data set; empty: it would not."""
+    """Reasons why training would refuse this data set; empty: it would not."""
     notes: tuple[str, ...] = ()
-    """What was chosen."""
+    """The choices that were made while reading."""
 
 
 def check_dataset(
@@ -100,10 +100,10 @@ def check_dataset(
 ) -> CheckReport:
     """Checks a data set: a folder, a file, or "demo".
 
-    format, classes: see `open_index`. pictures: False only looks whether they exist. threads: default, the cores.
-    max_bad: as in training. progress: called in this thread with the pictures done and their number.
+    format, classes: see `open_index`. decode_images: False only checks that they exist. workers: default, the cores.
+    max_bad_fraction: as in training. progress: called in this thread with the images done and their number.
 
-    A data set that cannot be read is a report, too. Raises UsageError for a format or class that does not exist.
+    Also returns a report for a data set that cannot be read. Raises UsageError for an unknown format or class.
     """
     problems = ProblemCollector(max_examples=UNLIMITED)
     try:
@@ -117,6 +117,7 @@ def check_dataset(
             max_bad_fraction=max_bad_fraction,
         )
     num_dropped_images = sum(problem.count for problem in problems.summarize() if problem.drops_images)
+    fixes: dict[str, str] = {}
     if decode_images:
         usable = check_image_files(index, problems, workers=workers or _num_workers(index), progress=progress)
     else:
@@ -126,16 +127,16 @@ def check_dataset(
             problems.add("missing-image", os.path.relpath(index.path(image_index), index.root))
     for path in unlisted_images(index):
         problems.add("unlabeled-image", os.path.relpath(path, index.root))
-    found_problems = [
-        replace(entry, examples=_display_examples(entry.examples, index)) for entry in problems.summarize()
-    ]
-    first_missing = next((index.root / p.examples[0] for p in found_problems if p.kind == "missing-image"), None)
+    found_problems = []
+    num_dropped_boxes = 0
+    for problem in problems.summarize():
+        if problem.kind == "missing-image":
+            fixes[problem.kind] = suggest_location(index.root, index.root / problem.examples[0])
+        if PROBLEM_KINDS[problem.kind].unit == "box" and PROBLEM_KINDS[problem.kind].action == "skipped":
+            num_dropped_boxes += problem.count
+        uris = tuple(image_source.paths_to_uris(text, index.root) for text in problem.examples)
+        found_problems.append(replace(problem, examples=uris))
     splits = {split: _count_split(index, index.image_indices(split), usable) for split in index.splits}
-    num_dropped_boxes = sum(
-        p.count
-        for p in found_problems
-        if PROBLEM_KINDS[p.kind].unit == "box" and PROBLEM_KINDS[p.kind].action == "skipped"
-    )
     return CheckReport(
         data=str(data),
         root=index.source,
@@ -148,25 +149,19 @@ def check_dataset(
         num_usable_boxes=sum(split.num_usable_boxes for split in splits.values()),
         decoded=decode_images,
         max_bad_fraction=max_bad_fraction,
-        items=_make_items(
-            found_problems, {"missing-image": suggest_location(index.root, first_missing)} if first_missing else {}
-        ),
+        items=_make_items(found_problems, fixes),
         refusals=tuple(_refusal_reasons(found_problems, splits, num_dropped_images, len(index), max_bad_fraction)),
         notes=index.notes,
     )
 
 
-def _display_examples(examples: Sequence[str], index: Index) -> tuple[str, ...]:
-    return tuple(places.paths_to_uris(text, index.root) for text in examples)
-
-
 def _num_workers(index: Index) -> int:
-    """The cores; of pictures in a bucket, which are mostly waited for, many more."""
-    return max(host_cores(), REMOTE_IO_WORKERS) if places.path_to_uri(index.root) else host_cores()
+    """The cores; many more for images in a bucket, since reading them is mostly waiting."""
+    return max(host_cores(), REMOTE_IO_WORKERS) if image_source.path_to_uri(index.root) else host_cores()
 
 
 def _make_items(found_problems: Sequence[Problem], fixes: dict[str, str]) -> tuple[CheckItem, ...]:
-    """fixes: kind → what mends it in this data set, where more is known than the table says."""
+    """fixes: kind → a fix for this data set that is more specific than that of the table."""
 
     def make_item(problem: Problem) -> CheckItem:
         fields = PROBLEM_KINDS[problem.kind]._asdict() | ({"fix": fixes[problem.kind]} if problem.kind in fixes else {})
@@ -192,26 +187,21 @@ def _refusal_reasons(
     num_images: int,
     max_bad_fraction: float,
 ) -> list[str]:
-    """Why training would stop, at its start or later: the rules of `require_pictures` and of the loader."""
+    """Why training would stop, at its start or later: the rules of `require_images` and of the loader."""
+    limit_text = f"more than --max-bad-fraction {max_bad_fraction:g} allows"
     reasons = [
         f"{PROBLEM_KINDS[p.kind].title}: {', '.join(p.examples)}"
         for p in found_problems
         if PROBLEM_KINDS[p.kind].action == "refused"
     ]
     if num_dropped_images > max_bad_images(max_bad_fraction, num_images + num_dropped_images):
-        reasons.append(
-            f"{num_dropped_images:,} of {num_images + num_dropped_images:,} pictures are left out for their annotations, {_limit_text(max_bad_fraction)}"
-        )
+        total = num_images + num_dropped_images
+        subject = f"{num_dropped_images:,} of {total:,} images are left out because of their annotations"
+        reasons.append(f"{subject}, {limit_text}")
     for name in REQUIRED_SPLITS:
         if name in splits:
-            num_bad = splits[name].num_images - splits[name].num_usable_images
-            if num_bad == splits[name].num_images or num_bad > max_bad_images(
-                max_bad_fraction, splits[name].num_images
-            ):
-                subject = f"{num_bad:,} of the {splits[name].num_images:,} pictures of the {name} split"
-                reasons.append(f"{subject} cannot be used, {_limit_text(max_bad_fraction)}")
+            total = splits[name].num_images
+            num_bad = total - splits[name].num_usable_images
+            if num_bad == total or num_bad > max_bad_images(max_bad_fraction, total):
+                reasons.append(f"{num_bad:,} of the {total:,} images of the {name} split cannot be used, {limit_text}")
     return reasons
-
-
-def _limit_text(max_bad_fraction: float) -> str:
-    return f"more than --max-bad-fraction {max_bad_fraction:g} allows"

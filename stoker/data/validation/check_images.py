@@ -1,8 +1,8 @@
-"""What is wrong with, or odd about, the pictures of an index: every file is read and decoded, in threads.
+"""Checks the image files of an index: reads and decodes every file, in threads.
 
-A picture that fails here is one that the loader would put into quarantine: the file is decoded by the same code, and
-its size compared with its annotations in the same way. JPEGs are decoded at an eighth of their size, for which libjpeg
-reads every coded byte all the same. Not here: annotations (`clean.py`, `formats/`), the report (`check.py`).
+An image that fails here is one that the loader would quarantine: the same code decodes the file and compares its size
+with the annotations. JPEGs are decoded at an eighth of their size, for which libjpeg still reads every coded byte. Not
+here: annotations (`clean.py`, `formats/`), the report (`check.py`).
 """
 
 import errno
@@ -26,9 +26,9 @@ from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
 
 CHUNK_SIZE = 16
-"""Pictures that a thread takes at once."""
+"""Images of a task of a thread."""
 DECODE_SHRINK = {"jpeg": 8}
-"""How much smaller a picture is decoded; the others, which are decoded whole, at half, where resizing is cheapest."""
+"""Scale denominator of decoding. Other formats are decoded at full size and resized by 2, where that is cheapest."""
 SUFFIXES = {
     "jpeg": (".jpg", ".jpeg", ".jpe", ".jfif"), "png": (".png",), "webp": (".webp",), "bmp": (".bmp", ".dib"),
     "tiff": (".tif", ".tiff"), "gif": (".gif",), "pnm": (".pnm", ".ppm", ".pgm", ".pbm"),
@@ -36,49 +36,40 @@ SUFFIXES = {
 }  # fmt: skip
 KNOWN_SUFFIXES = frozenset(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
 MAGIC_BYTES = (b"\xff\xd8", b"\x89P", b"BM", b"GIF", b"RIFF", b"II", b"MM")
-"""Of files that were pictures once, where the rest of their header cannot be read."""
+"""First bytes of a damaged image, where the rest of its header cannot be read."""
 GRAY_MODES, ALPHA_MODES = ("1", "L", "LA", "La", "I"), ("LA", "La", "PA", "RGBA", "RGBa")
 """Pillow's names of channels."""
-KIND_BY_MESSAGE = {"The picture file is empty.": "empty-image", "The picture is too large.": "too-large-image"}
-"""What `headers.py` says → the kind; `tests/data/test_hostile.py` holds the two together."""
 
 Progress = Callable[[int, int], None]
-"""(done, of how many)."""
+"""(images done, all images)."""
 
 
 class _ImageCheck(NamedTuple):
     image_index: int
     problems: list[tuple[str, str]]
-    """(kind, what is there)."""
+    """(kind, details)."""
     usable: bool
     digest: bytes
-    """Of the file's bytes; empty where it could not be read."""
+    """Hash of the file; empty when it could not be read."""
 
 
 def check_image_files(
     index: Index, problems: ProblemCollector, *, workers: int, progress: Progress
 ) -> NDArray[np.bool_]:
-    """Looks at all pictures, and adds what is found to `problems`. Returns bool [R]: which can be used."""
+    """Checks all images and adds their problems to `problems`. Returns bool [R], which images can be used."""
     usable = np.zeros(len(index), np.bool_)
     indices_by_digest: dict[bytes, list[int]] = {}
     chunks = [range(start, min(start + CHUNK_SIZE, len(index))) for start in range(0, len(index), CHUNK_SIZE)]
     thread_state = threading.local()
     with ThreadPoolExecutor(workers) as pool:
         done = 0
-        # `map` gives the results in order, so that reports do not depend on threads; it cancels the rest on an error
-        for results in pool.map(
-            lambda image_indices: [_check_image(index, image_index, thread_state) for image_index in image_indices],
-            chunks,
-        ):
+        # `map` returns the results in order, so reports do not depend on the threads; it cancels the rest on an error
+        for results in pool.map(lambda chunk: [_check_image(index, i, thread_state) for i in chunk], chunks):
             for result in results:
                 usable[result.image_index] = result.usable
                 for kind, text in result.problems:
-                    problems.add(
-                        kind,
-                        f"{_relative_path(index, result.image_index)}: {text}"
-                        if text
-                        else _relative_path(index, result.image_index),
-                    )
+                    path = _relative_path(index, result.image_index)
+                    problems.add(kind, f"{path}: {text}" if text else path)
                 if result.digest:
                     indices_by_digest.setdefault(result.digest, []).append(result.image_index)
             done += len(results)
@@ -99,8 +90,8 @@ def _check_image(index: Index, image_index: int, thread_state: threading.local) 
         header = file_header.as_annotated(annotated_size)
         problems += _image_warnings(data, file_header, annotated_size, path)
         if 0 not in annotated_size and header.size != annotated_size:
-            text = f"{annotated_size[1]} × {annotated_size[0]} in the annotations, {header.size[1]} × {header.size[0]} in the file"
-            problems.append(("size-disagrees", text))
+            text = f"{annotated_size[1]} × {annotated_size[0]} in the annotations"
+            problems.append(("size-disagrees", f"{text}, {header.size[1]} × {header.size[0]} in the file"))
             return _ImageCheck(image_index, problems, False, digest)
         _decode(data, header, path, thread_state)
     except DataError as error:
@@ -114,13 +105,15 @@ def _check_image(index: Index, image_index: int, thread_state: threading.local) 
 
 
 def _classify_error(error: DataError, data: bytes) -> str:
-    if error.what in KIND_BY_MESSAGE:
-        return KIND_BY_MESSAGE[error.what]
+    if not data:
+        return "empty-image"
+    if error.what.endswith("is too large."):  # `headers.parse_header`; `tests/data/test_hostile.py` checks it
+        return "too-large-image"
     return "damaged-image" if data.startswith(MAGIC_BYTES) else "not-an-image"
 
 
 def _decode(data: bytes, header: Header, path: Path, thread_state: threading.local) -> None:
-    """Decodes all of a picture, and throws it away."""
+    """Decodes an image and discards the pixels."""
     height, width = header.size
     shrink = DECODE_SHRINK.get(header.image_format, 2)
     shape = max(1, height // shrink), max(1, width // shrink), 3
@@ -134,15 +127,13 @@ def _decode(data: bytes, header: Header, path: Path, thread_state: threading.loc
 def _image_warnings(
     data: bytes, header: Header, annotated_size: tuple[int, int], path: Path
 ) -> Iterator[tuple[str, str]]:
-    """What is used all the same, and worth saying. said: height and width in the annotations."""
+    """(kind, details) of what an image that can be used has. annotated_size: height and width."""
     if header.is_orientation_ambiguous(annotated_size):
         yield "ambiguous-rotation", f"EXIF orientation {header.orientation}"
     elif header.orientation != 1:
-        orientation_text = "shown upright" if header.size == annotated_size else "shown as it is stored"
-        yield (
-            "rotated-image",
-            f"EXIF orientation {header.orientation}, {orientation_text}: {annotated_size[1]} × {annotated_size[0]}",
-        )
+        action = "rotated upright" if header.size == annotated_size else "not rotated"
+        size = f"{annotated_size[1]} × {annotated_size[0]}"
+        yield "rotated-image", f"EXIF orientation {header.orientation}, {action}: {size}"
     suffix = os.path.splitext(path.name)[1].lower()
     if suffix in KNOWN_SUFFIXES and suffix not in SUFFIXES[header.image_format]:
         yield "misnamed-image", header.image_format.upper()
@@ -158,7 +149,7 @@ def _image_warnings(
 
 
 def _mode(data: bytes, header: Header) -> str:
-    """Channels as Pillow names them, with ";16" behind where they have so many bits; "" where that is not known."""
+    """Channels as Pillow names them, followed by ";16" where they have 16 bits; "" when not known."""
     if header.image_format == "jpeg":
         return {1: "L", 4: "CMYK"}.get(header.channels, "RGB")
     if header.image_format == "png":
@@ -167,7 +158,7 @@ def _mode(data: bytes, header: Header) -> str:
     try:
         with Image.open(io.BytesIO(data)) as image:
             return image.mode
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # decoding it says what is wrong
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # decoding reports the problem
         return ""
 
 
@@ -181,16 +172,12 @@ def _report_duplicates(index: Index, indices_by_digest: dict[bytes, list[int]], 
     for image_indices in duplicate_groups:
         index_by_name = {_relative_path(index, image_index): image_index for image_index in image_indices}
         if len(index_by_name) == 1:
-            continue  # one file in two splits: found by its name
-        kind = (
-            "copied-image"
-            if len({split_by_image[image_index] for image_index in image_indices}) == 1
-            else "same-image-in-two-splits"
-        )
+            continue  # one file in two splits: reported by its name (`clean.py`)
+        splits = {split_by_image[image_index] for image_index in image_indices}
         text = ", ".join(f"{name} ({split_by_image[image_index]})" for name, image_index in index_by_name.items())
-        problems.add(kind, text)
+        problems.add("copied-image" if len(splits) == 1 else "same-image-in-two-splits", text)
 
 
 def _relative_path(index: Index, image_index: int) -> str:
-    """A picture's file relative to the data set, where it lies in it."""
+    """The file of an image relative to the root of the data set."""
     return os.path.relpath(index.path(image_index), index.root)

@@ -23,7 +23,7 @@ REPORTED_BOX_KINDS = ("reaches-outside", "tiny-box")
 OUTSIDE_TOLERANCE_PX = 1.0
 """Pixels that a box may extend outside without a report: rounding, and the 1-based corners of Pascal VOC."""
 MIN_IMAGE_SIDE = 32
-"""In an image of at least this side, in pixels, a box within the first pixel has relative coordinates instead of pixels."""
+"""A box within the first pixel of an image of at least this side, in pixels, has relative coordinates."""
 
 
 def keep_classes(table: AnnotationTable, classes: tuple[str, ...]) -> AnnotationTable:

@@ -1,8 +1,8 @@
-"""What is in a data set, in numbers: pictures, classes, sizes, places, and how canvas and anchors fit them.
+"""Statistics of a data set: images, classes, sizes, box positions, and how well image size and anchors fit.
 
-`gather` makes a `Stats`, the JSON of `stoker data stats`. What is wrong with a data set is `check.py`'s; canvas and
-anchors are judged by `anchor_fit.py`; text and drawing of this are `report/data_stats.py` and `report/data_plot.py`.
-Sizes come from the annotations, where those are silent from the pictures' headers.
+`compute_stats` returns a `DatasetStats`, the JSON of `stoker data stats`. Image sizes come from the annotations, else
+from the image headers. Not here: problems of a data set (`check.py`), the choice of image size and anchors
+(`anchor_fit.py`), text and plots (`report/data_stats.py`, `report/data_plot.py`).
 """
 
 from collections.abc import Sequence
@@ -22,24 +22,24 @@ from stoker.data.anchor_fit import (
     recommend_anchors,
 )
 from stoker.data.formats.image_sizes import REMOTE_IO_WORKERS
-from stoker.data.images import source as places
+from stoker.data.images import source as image_source
 from stoker.data.images.headers import parse_header, read_header
 from stoker.data.index import Index
 from stoker.errors import DataError
 
 SMALL, LARGE = 32, 96
-"""COCO's limits of small, medium and large objects: the root of their area in pixels (cocodataset.org, evaluation)."""
+"""COCO's limits of small, medium and large objects: square root of the area in pixels (cocodataset.org, evaluation)."""
 AREA_RANGES = ("small", "medium", "large")
 GRID_SIZE = 32
-"""Cells of the map of places along each side of the picture."""
+"""Cells of the box heatmap along each side of the image."""
 IOU_THRESHOLDS = (0.5, 0.4)
-"""RetinaNet's: an anchor from 0.5 is matched, below 0.4 it is background (arXiv 1708.02002, section 4)."""
+"""RetinaNet's: an anchor with an IoU of at least 0.5 is matched, below 0.4 it is background (arXiv 1708.02002, 4)."""
 MAX_SIZES = 12
-"""Sizes of pictures that are listed."""
+"""Image sizes that are listed."""
 
 
 class Distribution(msgspec.Struct, kw_only=True):
-    """A histogram with its landmarks; every number is absent where nothing was counted."""
+    """A histogram and percentiles; None when nothing was counted."""
 
     count: int
     min: float | None
@@ -49,7 +49,7 @@ class Distribution(msgspec.Struct, kw_only=True):
     max: float | None
     mean: float | None
     edges: list[float]
-    """n + 1, ascending; the first and the last bin also hold what lies beyond."""
+    """n + 1, ascending; the first and the last bin include values outside of the edges."""
     counts: list[int]
     """n."""
 
@@ -59,7 +59,7 @@ class SplitStats(msgspec.Struct, kw_only=True):
     num_images: int
     num_images_without_boxes: int
     num_boxes: int
-    """Crowd boxes apart."""
+    """Without crowd boxes."""
     num_crowd_boxes: int
 
 
@@ -67,9 +67,9 @@ class ClassStats(msgspec.Struct, kw_only=True):
     name: str
     num_boxes: int
     box_fraction: float
-    """Of all boxes, 0 … 1."""
+    """Fraction of all boxes, 0 … 1."""
     num_images: int
-    """That have at least one."""
+    """Images that have at least one."""
     by_split: dict[str, int]
 
 
@@ -80,22 +80,23 @@ class ImageSizeCount(msgspec.Struct, kw_only=True):
 
 
 class AnchorCoverage(msgspec.Struct, kw_only=True):
-    """How well anchors fit: shares of boxes, 0 … 1, whose best IoU with a shape laid on their centre is at least so."""
+    """How well anchors fit: the fraction of boxes whose best IoU with an anchor shape centered on them is at least the
+    threshold."""
 
     name: str
-    """Whose anchors."""
+    """"recommended", or the model of which they are the default."""
     reason: str
     sizes: list[float]
     scales: list[float]
     ratios: list[float]
     all: dict[str, float]
-    """By IoU, "0.5" and "0.4"."""
+    """Fraction by IoU threshold, "0.5" and "0.4"."""
     by_size: dict[str, dict[str, float]]
-    """The same by size on the canvas, small, medium, large; only those that there are."""
+    """The same by size in the model input: small, medium, large; only sizes that occur."""
 
 
 class DatasetStats(msgspec.Struct, kw_only=True):
-    """The numbers of a data set, or of one split."""
+    """Statistics of a data set, or of one split."""
 
     data: str
     format: str
@@ -105,31 +106,32 @@ class DatasetStats(msgspec.Struct, kw_only=True):
     image_sizes: list[ImageSizeCount]
     """The most common ones, the most common first."""
     num_image_sizes: int
-    """How many different ones there are."""
+    """Number of different sizes."""
     num_unknown_sizes: int
-    """Pictures whose size is neither in the annotations nor to be read."""
+    """Images whose size is neither in the annotations nor in a readable header."""
     sqrt_image_area: Distribution
-    """Root of the area of the pictures, pixels."""
+    """Square root of the image area, pixels."""
     boxes_per_image: Distribution
     sqrt_box_area: Distribution
-    """Root of the area of the boxes, pixels of the picture."""
+    """Square root of the box area, pixels of the image."""
     sqrt_box_area_resized: Distribution
+    """The same in pixels of the model input."""
     fraction_by_area: dict[str, float]
-    """Shares of the boxes that are small, medium, large in the picture, by COCO's limits."""
+    """Fractions of the boxes that are small, medium, large in the image, by COCO's limits."""
     fraction_by_area_resized: dict[str, float]
     aspect_ratios: Distribution
     """Height over width of the boxes."""
     box_heatmap: list[list[float]]
-    """[GRID][GRID], rows from the top: the share of the boxes that cover this part of their picture."""
+    """[GRID_SIZE][GRID_SIZE], rows from the top: the fraction of the boxes that cover this part of their image."""
     resize: str
     image_size: tuple[int, int]
     """Height and width."""
     image_size_reason: str
     anchors: list[AnchorCoverage]
-    """The model's own first, then the recommended ones where they differ."""
+    """The model's default first, then the recommended anchors if they differ."""
     anchors_note: str
     flags: str
-    """What to give `stoker train`; empty where nothing is to be changed."""
+    """Recommended flags of `stoker train`; empty when the defaults are best."""
 
 
 def compute_stats(
@@ -143,9 +145,9 @@ def compute_stats(
     anchors: AnchorConfig,
     model: str,
 ) -> DatasetStats:
-    """The numbers of an index, or of one of its splits.
+    """The statistics of an index, or of one of its splits.
 
-    canvas: height and width; default: the best one of about `side`². anchors: those of `model`, which names them.
+    image_size: height and width; default: the best one of about `side`² pixels. anchors: those of `model`.
     Raises DataError when there is no such split.
     """
     splits = index.splits if split is None else (split,)
@@ -153,10 +155,10 @@ def compute_stats(
     sizes = _original_sizes(index, image_indices)
     known_sizes = sizes[image_indices][(sizes[image_indices] > 0).all(1)]
     image_size_given = image_size is not None
-    # As a training chooses it: from the pictures that it trains on.
+    # Training chooses it from the training images too.
     train_indices = index.image_indices("train") if "train" in splits else image_indices
     image_size, image_size_reason = (
-        (image_size, "asked for") if image_size is not None else best_image_size(sizes[train_indices], side)
+        (image_size, "set by --image-size") if image_size is not None else best_image_size(sizes[train_indices], side)
     )
     dims = box_dimensions(index, image_indices, image_size, resize, sizes)
     sqrt_areas, resized_sqrt_areas = np.sqrt(dims.original_wh.prod(1)), np.sqrt(dims.resized_wh.prod(1))
@@ -165,7 +167,7 @@ def compute_stats(
     order = np.argsort(-size_counts, kind="stable")[:MAX_SIZES]
     has_area = (dims.original_wh > 0).all(1)
     best, best_reason = recommend_anchors(dims.resized_wh, image_size, anchors, iou_threshold=IOU_THRESHOLDS[0])
-    coverages = [_anchor_coverage(f"{model}'s own", "its paper's", anchors, dims.resized_wh, resized_sqrt_areas)]
+    coverages = [_anchor_coverage(f"{model}'s default", "from its paper", anchors, dims.resized_wh, resized_sqrt_areas)]
     if best != anchors:
         coverages.append(_anchor_coverage("recommended", best_reason, best, dims.resized_wh, resized_sqrt_areas))
     return DatasetStats(
@@ -187,7 +189,7 @@ def compute_stats(
         sqrt_box_area_resized=_make_distribution(resized_sqrt_areas, _log_bins(2, 2048, 4)),
         fraction_by_area=_fraction_by_area(sqrt_areas),
         fraction_by_area_resized=_fraction_by_area(resized_sqrt_areas),
-        # Squares in the middle of a bin.
+        # Squares are in the middle of a bin.
         aspect_ratios=_make_distribution(
             dims.original_wh[has_area, 1] / dims.original_wh[has_area, 0], _log_bins(2**-4.125, 2**4.125, 4)
         ),
@@ -196,7 +198,7 @@ def compute_stats(
         image_size=image_size,
         image_size_reason=image_size_reason,
         anchors=coverages,
-        anchors_note="an anchor is laid on the centre of each box; on a model's grid it is up to half a stride away",
+        anchors_note="an anchor is centered on each box; on a model's grid it is up to half a stride away",
         flags=_train_flags(
             image_size if image_size_given or sizes is not index.original_size else None,
             best if best != anchors else None,
@@ -206,7 +208,7 @@ def compute_stats(
 
 
 def _original_sizes(index: Index, image_indices: NDArray[np.int64]) -> NDArray[np.int32]:
-    """int32 [R, 2], height and width as shown; read from the pictures where the annotations are silent."""
+    """int32 [R, 2], height and width as displayed; read from the image headers where the annotations have none."""
     unknown_indices = image_indices[(index.original_size[image_indices] <= 0).any(1)].tolist()
     if not unknown_indices:
         return index.original_size
@@ -217,10 +219,10 @@ def _original_sizes(index: Index, image_indices: NDArray[np.int64]) -> NDArray[n
             if index.byte_range(image_index) is None:
                 return read_header(index.path(image_index)).size
             return parse_header(index.read(image_index), index.path(image_index)).size
-        except (DataError, OSError):  # counted as unknown; `data check` says what is wrong
+        except (DataError, OSError):  # counted as unknown; `data check` reports the problem
             return 0, 0
 
-    workers = 8 if places.path_to_uri(index.root) is None else REMOTE_IO_WORKERS  # they wait, mostly
+    workers = 8 if image_source.path_to_uri(index.root) is None else REMOTE_IO_WORKERS
     with ThreadPoolExecutor(workers, "stoker-stats") as pool:
         for image_index, size in zip(unknown_indices, pool.map(read_size, unknown_indices), strict=True):
             sizes[image_index] = size
@@ -270,7 +272,7 @@ def _box_indices(index: Index, image_indices: NDArray[np.int64]) -> NDArray[np.i
 
 
 def _make_distribution(values: FloatArray, edges: FloatArray) -> Distribution:
-    """Bins at both ends without a count are left out."""
+    """Empty bins at both ends are left out."""
     counts = np.histogram(np.clip(values, edges[0], edges[-1]), edges)[0]
     nonempty = np.flatnonzero(counts)
     first, last = (int(nonempty[0]), int(nonempty[-1])) if nonempty.size else (0, -1)
@@ -289,12 +291,12 @@ def _make_distribution(values: FloatArray, edges: FloatArray) -> Distribution:
 
 
 def _log_bins(low: float, high: float, bins_per_octave: int) -> FloatArray:
-    """Edges from low to high, `steps` to each doubling."""
+    """Edges from low to high, `bins_per_octave` per factor of two."""
     return low * 2.0 ** (np.arange(round(np.log2(high / low)) * bins_per_octave + 1) / bins_per_octave)
 
 
 def _count_bins(counts: NDArray[np.int64]) -> FloatArray:
-    """Edges of about 30 bins of one whole width from 0 to the 99th percentile; the last one holds what lies beyond."""
+    """Edges of about 30 bins of one integer width from 0 to the 99th percentile; the last bin has the larger ones."""
     upper = int(np.percentile(counts, 99)) + 1 if counts.size else 1
     width = max(1, -(-upper // 30))
     edges: FloatArray = np.arange(0, upper + 1 + width, width).astype(np.float64) - 0.5
@@ -307,7 +309,7 @@ def _fraction_by_area(sqrt_areas: FloatArray) -> dict[str, float]:
 
 
 def _box_heatmap(index: Index, dims: BoxDimensions, sizes: NDArray[np.int32]) -> list[list[float]]:
-    """Each box adds one to the cells that it covers: as four corners, summed up along both axes afterwards."""
+    """The fraction of boxes that cover each cell: adds ±1 at the corners of each box, then sums along both axes."""
     height, width = sizes[dims.image_index].T.astype(np.float64)
     grid_xyxy = index.boxes[dims.box_index].astype(np.float64) / np.stack([width, height] * 2, 1) * GRID_SIZE
     x0, y0 = np.clip(np.floor(grid_xyxy[:, :2]), 0, GRID_SIZE - 1).astype(np.int64).T
@@ -345,7 +347,8 @@ def _anchor_coverage(
 
 
 def _train_flags(image_size: tuple[int, int] | None, best: AnchorConfig | None, default: AnchorConfig) -> str:
-    """Only what a training would not choose by itself: another canvas, or one whose pictures had to be looked at."""
+    """Flags for what training would not choose itself: another image size (or one that needs the image headers), other
+    anchors."""
     flags = [] if image_size is None else [f"--image-size {image_size[0]} {image_size[1]}"]
     if best is not None:
         flags.append("--anchor-sizes " + " ".join(f"{size:g}" for size in best.sizes))

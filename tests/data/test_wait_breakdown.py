@@ -23,7 +23,7 @@ from stoker.data.loading.wait_breakdown import (
 
 STATES = (IN_FLIGHT, READ, DECODING, QUEUED, DONE)
 marks = st.lists(st.tuples(st.integers(0, 12), st.sampled_from(STATES)), max_size=5).map(
-    lambda found: [(float(at), state) for at, state in sorted(found, key=lambda mark: mark[0])]
+    lambda actual: [(float(at), state) for at, state in sorted(actual, key=lambda mark: mark[0])]
 )
 
 
@@ -41,8 +41,8 @@ def state_at(second, sample):
 
 
 def working(states, kinds):
-    found = {kinds[state] for state in states if state in kinds}
-    return {stage: Fraction(1, len(found)) for stage in found}
+    actual = {kinds[state] for state in states if state in kinds}
+    return {stage: Fraction(1, len(actual)) for stage in actual}
 
 
 def oracle(second, awaited, others):
@@ -58,16 +58,16 @@ def oracle(second, awaited, others):
 @given(st.lists(marks, max_size=4), st.lists(marks, max_size=4), st.integers(0, 12), st.integers(0, 12))
 def test_a_split_is_what_an_oracle_says_second_by_second(awaited, others, start, length):
     end = start + length
-    found = split_wait(float(start), float(end), awaited, others)
+    actual = split_wait(float(start), float(end), awaited, others)
     expected = Counter()
     for second in range(start, end):
         expected.update(oracle(second, awaited, others))
-    got = sums(start, found)
+    got = sums(start, actual)
     assert {stage: round(share, 6) for stage, share in got.items() if share} == {
         stage: round(float(share), 6) for stage, share in expected.items()
     }
-    assert found[-1][0] == end
-    assert all(a[1] != b[1] for a, b in pairwise(found))
+    assert actual[-1][0] == end
+    assert all(a[1] != b[1] for a, b in pairwise(actual))
 
 
 @given(st.lists(marks, max_size=3), st.lists(marks, max_size=3), st.floats(0, 12), st.floats(0, 12))

@@ -1,0 +1,281 @@
+"""The autotuner settles, soon and within what the machine has, whatever the load does."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stoker.data.loading.autotune import (
+    GROW_AFTER,
+    INPUT_BOUND_FRACTION,
+    MAX_PREFETCH_DEPTH,
+    MAX_WORKERS,
+    SHRINK_AFTER,
+    TARGET_IDLE_FRACTION,
+    LoaderAutotuner,
+    LoaderRates,
+    MachineLimits,
+    default_num_workers,
+)
+
+GIB = 2**30
+
+
+def limits(cores=4, **changes):
+    return MachineLimits(
+        **{"cores": cores, "decode_workers": cores, "is_cpu": False, "buffer_bytes": 32 * 2**20} | changes
+    )
+
+
+def make_tuner(cores=4, workers=None, **changes):
+    return LoaderAutomake_tuner(limits(cores), workers=workers or cores, prefetch_depth=3, **changes)
+
+
+def rates(**changes):
+    usual = {
+        "wait_fraction": 0.0,
+        "in_flight_fraction": 0.0,
+        "idle_fraction": 0.4,
+        "read_fraction": 0.5,
+        "cpu_utilization": 0.5,
+        "decoded_per_s": 100.0,
+        "consumed_per_s": 100.0,
+        "memory_bytes": 16 * GIB,
+        "free_bytes": 8 * GIB,
+    }
+    return LoaderRates(**usual | changes)
+
+
+STARVED = {"wait_fraction": 0.31, "idle_fraction": 0.02, "read_fraction": 0.85}
+
+
+class LoaderModel:
+    """A loader as a formula: workers that read and decode, cores, and the demand of training, in images per second."""
+
+    def __init__(self, *, read_s, decode_s, cores, demand, storage=1e9):
+        self.read_s, self.decode_s, self.cores, self.demand, self.storage = read_s, decode_s, cores, demand, storage
+
+    def rates_at(self, workers):
+        max_rate = min(workers / (self.read_s + self.decode_s), self.cores / self.decode_s, self.storage)
+        rate = min(max_rate, self.demand)
+        # Either the loader is the bottleneck and its workers are busy, or training gets all that it asks for.
+        idle_fraction = 0.0 if rate < self.demand else 1 - rate / max_rate
+        return rates(
+            wait_fraction=1 - rate / self.demand,
+            idle_fraction=idle_fraction,
+            read_fraction=self.read_s / (self.read_s + self.decode_s),
+            cpu_utilization=min(1.0, rate * self.decode_s / self.cores),
+            decoded_per_s=rate,
+            consumed_per_s=rate,
+        )
+
+
+def run(autotuner, loads):
+    """The number of workers after each poll."""
+    history = []
+    for load in loads:
+        autotuner.update(load.rates_at(autotuner.workers))
+        history.append(autotuner.workers)
+    return history
+
+
+def reversals(history):
+    moves = [b - a for a, b in itertools.pairwise(history) if a != b]
+    return sum(a * b < 0 for a, b in itertools.pairwise(moves))
+
+
+def test_workers_that_mostly_read_are_added_with_the_reason():
+    autotuner = make_tuner(2)
+    messages = [message for _ in range(GROW_AFTER) for message in autotuner.update(rates(**STARVED))]
+    assert messages == ["2 → 3 workers: training waits 31 % of the time, workers read 85 % of theirs"]
+
+
+def test_one_poll_changes_nothing():
+    autotuner = make_tuner()
+    for load in (STARVED, {}, STARVED, {}):
+        assert autotuner.update(rates(**load)) == []
+    assert autotuner.workers == 4
+
+
+def test_numbers_given_by_the_user_stay():
+    autotuner = make_tuner(workers=2, tunes_workers=False, tunes_depth=False)
+    for _ in range(100):
+        for load in (STARVED, {"idle_fraction": 0.9}, {"wait_fraction": 0.5, "idle_fraction": 0.6}, {"free_bytes": 0}):
+            assert autotuner.update(rates(**load)) == []
+    assert (autotuner.workers, autotuner.prefetch_depth) == (2, 3)
+
+
+@pytest.mark.parametrize(("read_fraction", "max_workers"), [(0.0, 4), (0.5, 8), (0.9, 16), (1.0, 16)])
+def test_no_more_workers_decode_at_a_time_than_there_are_cores(read_fraction, max_workers):
+    autotuner = make_tuner(4)
+    for n in range(100):
+        autotuner.update(rates(**STARVED | {"read_fraction": read_fraction, "decoded_per_s": 100.0 * 1.1**n}))
+    assert autotuner.workers == max_workers
+
+
+def test_workers_have_a_limit_on_a_large_machine():
+    autotuner = make_tuner(64, workers=8)
+    for n in range(100):
+        autotuner.update(rates(**STARVED | {"decoded_per_s": 100.0 * 1.1**n}))
+    assert autotuner.workers == MAX_WORKERS
+
+
+def test_no_decoding_worker_is_added_where_the_cpu_trains():
+    cores = 16
+    first = default_num_workers(cores, is_cpu=True)
+    autotuner = LoaderAutomake_tuner(limits(cores, decode_workers=first, is_cpu=True), workers=first, prefetch_depth=3)
+    for n in range(20):
+        autotuner.update(rates(**STARVED | {"read_fraction": 0.0, "decoded_per_s": 100.0 * 1.1**n}))
+    assert autotuner.workers == first == 2
+
+
+def test_saturated_cores_are_reported_once():
+    autotuner = make_tuner(4)
+    full = STARVED | {"read_fraction": 0.1, "cpu_utilization": 0.99}
+    messages = [message for _ in range(50) for message in autotuner.update(rates(**full))]
+    assert messages == [
+        "all 4 cores decode, and training waits 31 % of the time; more cores per GPU, a cache or smaller images "
+        "would help"
+    ]
+    assert autotuner.workers == 4
+
+
+def test_workers_that_do_not_help_are_removed_again():
+    autotuner = make_tuner(4)
+    messages = [message for _ in range(10) for message in autotuner.update(rates(**STARVED))]
+    assert messages[1:] == ["6 → 4 workers: more of them did not load more"]
+    assert autotuner.workers == 4
+
+
+def test_idle_workers_are_removed_slowly():
+    autotuner = make_tuner(16)
+    idle_fraction = {"wait_fraction": 0.0, "idle_fraction": 0.9}
+    messages = [message for _ in range(SHRINK_AFTER) for message in autotuner.update(rates(**idle_fraction))]
+    assert messages == ["16 → 3 workers: they are idle 90 % of the time"]
+
+
+def test_uneven_loading_times_increase_the_prefetch_depth_while_that_helps():
+    autotuner = make_tuner()
+    bursty = {"wait_fraction": 0.2, "idle_fraction": 0.5}
+    messages = [message for _ in range(20) for message in autotuner.update(rates(**bursty))]
+    assert messages == ["3 → 4 batches ahead: training waits 20 % of the time though workers are idle 50 % of theirs"]
+    helped = make_tuner()
+    for n in range(20):
+        helped.update(rates(**bursty | {"wait_fraction": 0.9 * 0.89**n}))
+    assert helped.prefetch_depth > 4
+
+
+def test_requests_in_flight_do_not_increase_the_prefetch_depth():
+    autotuner = make_tuner()
+    for _ in range(20):
+        assert autotuner.update(rates(wait_fraction=0.5, idle_fraction=0.8, in_flight_fraction=0.9)) == []
+
+
+@given(st.integers(0, 2**36))
+def test_buffers_take_a_fraction_of_the_free_memory(free_bytes):
+    autotuner = make_tuner()
+    for n in range(200):
+        autotuner.update(
+            rates(
+                wait_fraction=0.9 * 0.85 ** (n // 2) + INPUT_BOUND_FRACTION,
+                idle_fraction=0.5,
+                free_bytes=free_bytes,
+                memory_bytes=2**36,
+            )
+        )
+    assert autotuner.prefetch_depth <= MAX_PREFETCH_DEPTH
+    grown = (autotuner.prefetch_depth - 3) * 32 * 2**20
+    assert grown <= free_bytes  # each time a quarter of what is free then
+
+
+fractions = st.floats(0, 1)
+polls = st.builds(
+    rates,
+    wait_fraction=fractions,
+    in_flight_fraction=fractions,
+    idle_fraction=fractions,
+    read_fraction=fractions,
+    cpu_utilization=fractions,
+    decoded_per_s=st.floats(0, 1e4),
+    free_bytes=st.integers(0, 16 * GIB),
+)
+
+
+@given(st.lists(polls, max_size=300), st.integers(1, 64))
+def test_any_polls_keep_the_limits(course, cores):
+    autotuner = make_tuner(cores, workers=min(cores, MAX_WORKERS))
+    before = autotuner.workers
+    for poll in course:
+        messages = autotuner.update(poll)
+        changed = autotuner.workers != before
+        assert changed == any(f"→ {autotuner.workers} workers" in message for message in messages)
+        assert 1 <= autotuner.workers <= MAX_WORKERS
+        assert 1 <= autotuner.prefetch_depth <= MAX_PREFETCH_DEPTH
+        before = autotuner.workers
+
+
+def test_a_load_that_never_settles_is_followed_ever_less_often():
+    """Idle just as long as it takes to let workers go, then starved as long as it takes to get them back."""
+    autotuner, course, rate = make_tuner(8), [], 100.0
+    for _ in range(400):
+        for load, count in (({"idle_fraction": 0.95}, SHRINK_AFTER), (STARVED, GROW_AFTER)):
+            for _ in range(count):
+                rate *= 1.01
+                autotuner.update(rates(**load | {"decoded_per_s": rate}))
+                course.append(autotuner.workers)
+    assert reversals(course) <= 2
+
+
+kinds = st.sampled_from(["served", "starved", "idle", "between"])
+
+
+@given(st.lists(st.tuples(kinds, st.integers(1, 40)), max_size=40))
+def test_a_load_that_goes_up_and_down_is_followed_ever_less_often(course):
+    loads = {
+        "served": {"idle_fraction": 0.2},
+        "starved": STARVED,
+        "idle": {"idle_fraction": 0.95},
+        "between": {"wait_fraction": 0.03, "idle_fraction": 0.3},
+    }
+    autotuner = make_tuner(8)
+    workers, rate = [], 100.0
+    for kind, count in course:
+        for _ in range(count):
+            rate *= 1.05  # so that growth always seems to help: the worst case for flapping
+            autotuner.update(rates(**loads[kind] | {"decoded_per_s": rate}))
+            workers.append(autotuner.workers)
+    doublings = max(1, len(workers) // SHRINK_AFTER).bit_length()
+    assert reversals(workers) <= 2 * doublings
+
+
+@given(
+    read_s=st.floats(0.0, 0.05),
+    decode_s=st.floats(0.001, 0.02),
+    cores=st.integers(1, 32),
+    demands=st.lists(st.floats(10, 3000), min_size=1, max_size=4),
+    storage=st.floats(50, 1e5),
+)
+def test_the_number_of_workers_settles_after_each_step_of_the_load(read_s, decode_s, cores, demands, storage):
+    """Each step ends at one number, and where workers can serve training, with enough of them."""
+    autotuner = make_tuner(cores, workers=default_num_workers(cores, is_cpu=False))
+    for demand in demands:
+        load = LoaderModel(read_s=read_s, decode_s=decode_s, cores=cores, demand=demand, storage=storage)
+        course = run(autotuner, [load] * 400)
+        assert reversals(course) <= 8
+    if len(demands) == 1:
+        last = course[-30:]
+        assert len(set(last)) <= 3
+        max_workers = min(MAX_WORKERS, 4 * cores, max(1, int(cores * (read_s + decode_s) / decode_s)))
+        load_workers = demand * (read_s + decode_s)
+        if load_workers < 0.9 * max_workers and demand < 0.9 * min(storage, cores / decode_s):
+            assert load.rates_at(autotuner.workers).wait_fraction < 0.2
+
+
+@given(st.integers(1, 32), st.floats(0.5, 1.0))
+def test_after_workers_are_removed_the_rest_suffices(workers, idle_fraction):
+    autotuner = make_tuner(32, workers=workers)
+    busy = workers * (1 - idle_fraction)
+    for _ in range(50):
+        autotuner.update(rates(wait_fraction=0.0, idle_fraction=max(0.0, 1 - busy / autotuner.workers)))
+    assert busy / autotuner.workers <= 1 - TARGET_IDLE_FRACTION + 1e-9 or autotuner.workers == workers
