@@ -1,4 +1,4 @@
-"""A headless Chromium, spoken to through pipes in its DevTools protocol, for tests of the page that stoker writes."""
+"""A headless Chromium, controlled through pipes with the DevTools protocol, for tests of HTML pages."""
 
 import base64
 import contextlib
@@ -16,12 +16,12 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 
 
 def find() -> str | None:
-    """Path of a Chromium; None where there is none."""
+    """Path of a Chromium; None if there is none."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 class Tab:
-    """One tab, and everything that its page complained about."""
+    """One tab, with the errors and requests of its page."""
 
     def __init__(self, to: int, back: int) -> None:
         self._to, self._back = to, back
@@ -36,7 +36,7 @@ class Tab:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Sends a command and returns its answer; what happens meanwhile is noted."""
+        """Sends a command and returns its result; handles the events that arrive before it."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
         if self._session is not None:
@@ -51,17 +51,17 @@ class Tab:
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
             data = os.read(self._back, 1 << 20)
-            assert data, "Chromium is gone"
+            assert data, "Chromium has exited"
             self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\0")
         answer = json.loads(line)
-        kind, said = answer.get("method"), answer.get("params", {})
+        kind, event = answer.get("method"), answer.get("params", {})
         if kind == "Runtime.exceptionThrown":
-            self.errors.append(json.dumps(said["exceptionDetails"])[:2000])
-        elif kind == "Log.entryAdded" and said["entry"]["level"] == "error":
-            self.errors.append(said["entry"]["text"])
+            self.errors.append(json.dumps(event["exceptionDetails"])[:2000])
+        elif kind == "Log.entryAdded" and event["entry"]["level"] == "error":
+            self.errors.append(event["entry"]["text"])
         elif kind == "Network.requestWillBeSent":
-            self.requests.append(said["request"]["url"])
+            self.requests.append(event["request"]["url"])
         return answer
 
     def open(self, path: Path, *, width: int, height: int = 900, dark: bool = False, mobile: bool = False) -> None:
@@ -79,13 +79,13 @@ class Tab:
         )
 
     def value(self, script: str) -> Any:
-        """What an expression or a promise comes to."""
+        """The value of an expression or a promise."""
         answer = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def screenshot(self, path: Path, *, whole: bool = False, clip: dict[str, float] | None = None) -> None:
-        """whole: also what lies below the window; clip: x, y, width, height of a part of the page."""
+        """whole: the full page; clip: x, y, width, height of a part of the page."""
         more: dict[str, Any] = {} if clip is None else {"clip": {**clip, "scale": 1}}
         answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole, **more)
         path.write_bytes(base64.b64decode(answer["data"]))
@@ -93,13 +93,15 @@ class Tab:
 
 @contextlib.contextmanager
 def browser() -> Iterator[Tab]:
-    """A tab of a Chromium of its own, with a fresh profile."""
+    """A tab of a new Chromium with an empty profile."""
     program = find()
     assert program is not None
     to_read, to = os.pipe()
     back, back_write = os.pipe()
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:  # its helpers may write in it still
-        # Chromium wants its ends as descriptors 3 and 4; copies far above keep one from overwriting the other
+    with tempfile.TemporaryDirectory(
+        ignore_cleanup_errors=True
+    ) as profile:  # its child processes may still write to it
+        # Chromium expects the pipes as descriptors 3 and 4; duplicating to 50 and above avoids overwriting one of them
         ends = (
             "import fcntl, os, sys; a, b = (fcntl.fcntl(int(n), fcntl.F_DUPFD, 50) for n in sys.argv[1:3]); "
             "os.dup2(a, 3); os.dup2(b, 4); os.execv(sys.argv[3], sys.argv[3:])"

@@ -1,4 +1,4 @@
-"""Runs for the tests of what is said about them, written as a training writes them."""
+"""Run folders for tests, written as a training writes them."""
 
 import json
 from pathlib import Path
@@ -19,9 +19,9 @@ def write_run(
     stages: dict[str, float] | None = None,
     windows: int = 2,
     devices: int = 1,
-    pictures: int = 1600,
+    num_images: int = 1600,
     end: str | None = "finished",
-    said: str = "done",
+    message: str = "done",
     start_t: float = START_T,
     settings: str = "",
     environment: dict[str, Any] | None = None,
@@ -30,8 +30,8 @@ def write_run(
     sample: dict[str, Any] | None = None,
     gpu: dict[str, Any] | None = None,
 ) -> Path:
-    """phases: device-seconds in each window, which is as long as they say, and has 100 steps. samples: lines of
-    devices.jsonl, one each second from the start; gpu: what each says of each device."""
+    """Writes a run. phases: device-seconds of each window, which give its length; a window has 100 steps. samples:
+    number of lines of devices.jsonl, one per second from the start; sample, gpu: their fields."""
     phases = {"compute": 900.0, "input_wait": 100.0} if phases is None else phases
     wall_s = sum(phases.values()) / devices
     path.mkdir(parents=True)
@@ -39,7 +39,7 @@ def write_run(
     folder.event("started")
     for number in range(1, windows + 1):
         folder.append(STEPS, StepWindow(t=start_t + number * wall_s, attempt=1, step=100 * number, window_steps=100,
-                                        num_images=pictures, wall_s=wall_s, devices=devices, phases=phases,
+                                        num_images=num_images, wall_s=wall_s, devices=devices, phases=phases,
                                         input_wait_stages=stages or {}))  # fmt: skip
     for number in range(samples):
         gpus = [GpuSample(index=index, **gpu) for index in range(devices)] if gpu is not None else []
@@ -47,7 +47,7 @@ def write_run(
     if ap is not None:
         folder.event("evaluated", step=100, metrics={"ap": ap})
     if end is not None:
-        folder.event(end, said)
+        folder.event(end, message)
     folder.close()
     if settings:
         (path / CONFIG).write_text(settings)

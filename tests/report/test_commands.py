@@ -1,4 +1,4 @@
-"""The commands `why` and `report`: which of their forms does what, and that none of them fails on an odd run."""
+"""The commands `why` and `report` in all their forms."""
 
 import json
 import sys
@@ -21,8 +21,8 @@ def stoker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         monkeypatch.setattr(sys, "argv", ["stoker", *arguments])
         with pytest.raises(SystemExit) as ended:
             main()
-        said = capsys.readouterr()
-        return int(str(ended.value.code)), said.out + said.err
+        captured = capsys.readouterr()
+        return int(str(ended.value.code)), captured.out + captured.err
 
     return run
 
@@ -52,7 +52,7 @@ def test_the_forms_of_why(stoker: Command) -> None:
     ("report", "--all", "nothing"), ("report", "--all", "runs", "--json", "--out", "x"),
     ("why", "a", "--compare", "b", "--probe"), ("why", "--all", "runs", "--probe"),
 ])  # fmt: skip
-def test_what_cannot_be_meant_is_a_usage_error(stoker: Command, arguments: tuple[str, ...]) -> None:
+def test_invalid_arguments_are_a_usage_error(stoker: Command, arguments: tuple[str, ...]) -> None:
     code, text = stoker(*arguments)
     assert code == 2
     assert text.startswith("stoker: ")
@@ -69,16 +69,16 @@ def test_one_page_of_many_runs(stoker: Command) -> None:
     assert json.loads(text)["cost"] == {"low": 2.0, "high": 2.0, "runs": 1}
 
 
-def test_a_price_of_nothing_shows_none(stoker: Command) -> None:
-    told = {"machine_type": "p3.2xlarge", "gpu": {"gpus": [{"name": "Tesla V100-SXM2-16GB"}]}}
-    write_run(Path("a"), environment=told)
+def test_a_price_of_zero_shows_no_cost(stoker: Command) -> None:
+    environment = {"machine_type": "p3.2xlarge", "gpu": {"gpus": [{"name": "Tesla V100-SXM2-16GB"}]}}
+    write_run(Path("a"), environment=environment)
     assert "cost" in stoker("why", "a")[1]
     assert "cost" not in stoker("why", "a", "--price-per-device-hour", "0")[1]
 
 
 def test_the_page_of_a_run_has_its_list_price_and_the_advice(stoker: Command) -> None:
-    told = {"machine_type": "p3.2xlarge", "gpu": {"gpus": [{"name": "Tesla V100-SXM2-16GB"}]}}
-    write_run(Path("a"), environment=told, phases={"compute": 60.0, "input_wait": 40.0}, stages={"fetch": 40.0})
+    environment = {"machine_type": "p3.2xlarge", "gpu": {"gpus": [{"name": "Tesla V100-SXM2-16GB"}]}}
+    write_run(Path("a"), environment=environment, phases={"compute": 60.0, "input_wait": 40.0}, stages={"fetch": 40.0})
     code, _ = stoker("report", "a", "--out", "x.html")
     assert code == 0
     page = Path("x.html").read_text()

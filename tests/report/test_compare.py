@@ -1,4 +1,4 @@
-"""`stoker why A --compare B`: what changed, the largest difference first; of a run and itself, nothing."""
+"""`stoker why A --compare B`: the differences, the largest first."""
 
 import io
 import json
@@ -18,21 +18,26 @@ MACHINE = {"hostname": "one", "packages": {"torch": "2.14.0", "numpy": None}, "c
            "variables": {"OMP_NUM_THREADS": "1", "MASTER_PORT": "1234"}, "argv": ["stoker", "train", "a"]}  # fmt: skip
 
 
-def shown(found: Comparison) -> str:
+def printed(comparison: Comparison) -> str:
     file = io.StringIO()
-    print_comparison(found, file)
+    print_comparison(comparison, file)
     return file.getvalue()
 
 
-def test_of_a_run_and_itself_nothing_changed(tmp_path: Path) -> None:
+def test_a_run_does_not_differ_from_itself(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a", environment=MACHINE, settings="[run]\nworkers = 4\n", ap=0.3)
-    found = compare(run, run)
-    assert found.statement == ["The records do not differ."]
-    assert (found.settings, found.environment, found.removed_causes, found.added_causes) == ([], [], [], [])
-    assert all(row.before_s == row.after_s for row in found.phases)
+    comparison = compare(run, run)
+    assert comparison.statement == ["The records do not differ."]
+    assert (comparison.settings, comparison.environment, comparison.removed_causes, comparison.added_causes) == (
+        [],
+        [],
+        [],
+        [],
+    )
+    assert all(row.before_s == row.after_s for row in comparison.phases)
 
 
-def test_what_changed_and_the_largest_difference_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_differences_with_the_largest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_run(Path("a"), phases={"compute": 600.0, "input_wait": 400.0}, environment=MACHINE, ap=0.3,
               settings="[run]\nworkers = 1\nprice_per_device_hour = 3.6\n[reasons]\nworkers = 'x'\n")  # fmt: skip
@@ -41,7 +46,7 @@ def test_what_changed_and_the_largest_difference_first(tmp_path: Path, monkeypat
     write_run(Path("b"), phases={"compute": 600.0, "input_wait": 20.0}, environment=other, ap=0.31,
               settings="[run]\nworkers = 8\nprice_per_device_hour = 3.6\n")  # fmt: skip
     assert (
-        shown(compare("a", "b"))
+        printed(compare("a", "b"))
         == """\
 first   a
 second  b
@@ -69,23 +74,23 @@ packages.torch        2.14.0  2.15.0
 variables.NCCL_DEBUG  n/a     INFO
 """
     )
-    found = compare("a", "b")
-    assert found.costs == pytest.approx((2.0, 1.24))
+    comparison = compare("a", "b")
+    assert comparison.costs == pytest.approx((2.0, 1.24))
     backwards = compare("b", "a")
     assert (backwards.added_causes, backwards.removed_causes) == (["input_bound"], [])
     assert backwards.statement[0] == "The second took 1.61 times as much time per step: 6.2 s → 10 s."
 
 
-def test_another_batch_is_compared_by_pictures(tmp_path: Path) -> None:
-    a = write_run(tmp_path / "a", phases={"compute": 100.0}, pictures=800)
-    b = write_run(tmp_path / "b", phases={"compute": 150.0}, pictures=1600)
-    found = compare(a, b)
-    assert found.unit == "1,000 images"
-    assert found.total_s == pytest.approx((125.0, 93.75))
-    assert "25 % less time per 1,000 images" in found.statement[0]
+def test_runs_with_different_batch_sizes_are_compared_per_image(tmp_path: Path) -> None:
+    a = write_run(tmp_path / "a", phases={"compute": 100.0}, num_images=800)
+    b = write_run(tmp_path / "b", phases={"compute": 150.0}, num_images=1600)
+    comparison = compare(a, b)
+    assert comparison.unit == "1,000 images"
+    assert comparison.total_s == pytest.approx((125.0, 93.75))
+    assert "25 % less time per 1,000 images" in comparison.statement[0]
 
 
-def test_the_same_time_spent_differently(tmp_path: Path) -> None:
+def test_the_same_time_in_different_phases(tmp_path: Path) -> None:
     a = write_run(tmp_path / "a", phases={"compute": 60.0, "input_wait": 40.0})
     b = write_run(tmp_path / "b", phases={"compute": 60.0, "sync": 40.0})
     assert compare(a, b).statement[0] == "Both took the same time per step, 1 s, but in different phases."
@@ -99,47 +104,47 @@ def test_more_devices_are_compared_per_device(tmp_path: Path) -> None:
 
 
 def test_runs_without_a_step_or_any_record(tmp_path: Path) -> None:
-    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", windows=0, end="failed", said="no data")
-    found = compare(a, b)
-    assert found.statement[0] == "Only the first did a step; times cannot be compared."
-    assert "The first is finished, the second failed." in found.statement
-    assert found.phases == []
-    assert shown(found)
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", windows=0, end="failed", message="no data")
+    comparison = compare(a, b)
+    assert comparison.statement[0] == "Only the first did a step; times cannot be compared."
+    assert "The first is finished, the second failed." in comparison.statement
+    assert comparison.phases == []
+    assert printed(comparison)
     assert compare(b, b).statement == ["The records do not differ."]
 
 
 def test_the_json_holds_the_same(tmp_path: Path) -> None:
     a, b = write_run(tmp_path / "a", environment=MACHINE), write_run(tmp_path / "b", phases={"compute": 1.0})
-    found = compare(a, b)
-    assert msgspec.json.decode(msgspec.json.encode(found), type=Comparison) == found
-    assert json.loads(msgspec.json.encode(found))["settings"] == []
+    comparison = compare(a, b)
+    assert msgspec.json.decode(msgspec.json.encode(comparison), type=Comparison) == comparison
+    assert json.loads(msgspec.json.encode(comparison))["settings"] == []
 
 
-def test_what_is_another_in_every_run_is_not_compared() -> None:
-    told = comparable(MACHINE)
-    assert told["gpu"] == "2 × Tesla T4"
-    assert told["memory_limit_bytes"] == "16.0 GiB"
-    assert "GPU-1" not in str(told)
+def test_values_that_differ_in_every_run_are_not_compared() -> None:
+    environment = comparable(MACHINE)
+    assert environment["gpu"] == "2 × Tesla T4"
+    assert environment["memory_limit_bytes"] == "16.0 GiB"
+    assert "GPU-1" not in str(environment)
     assert comparable({"storage": {"run": {"kind": "nfs", "network": True}}})["storage.run.kind"] == "nfs"
-    assert not {"argv", "variables.MASTER_PORT", "packages.numpy"} & set(told)
+    assert not {"argv", "variables.MASTER_PORT", "packages.numpy"} & set(environment)
 
 
-def test_names_cannot_steer_the_terminal(tmp_path: Path) -> None:
+def test_names_cannot_control_the_terminal(tmp_path: Path) -> None:
     a = write_run(tmp_path / "a", settings='[run]\nx = "\\u001b[2Jgone"\n')
-    text = shown(compare(a, write_run(tmp_path / "b", settings='[run]\nx = "here"\n')))
+    text = printed(compare(a, write_run(tmp_path / "b", settings='[run]\nx = "here"\n')))
     assert "gone" in text
     assert "\x1b" not in text
 
 
-def test_a_job_of_others_has_no_settings_to_compare(tmp_path: Path) -> None:
+def test_an_external_job_has_no_settings_to_compare(tmp_path: Path) -> None:
     ours = write_run(tmp_path / "a", settings="[run]\nworkers = 1\n")
     other = write_run(tmp_path / "b")
-    said = "The {} has no settings; they are not compared."
+    message = "The {} has no settings; they are not compared."
     assert (compare(ours, other).settings, compare(other, ours).settings) == ([], [])
-    assert said.format("second") in compare(ours, other).statement
-    assert said.format("first") in compare(other, ours).statement
+    assert message.format("second") in compare(ours, other).statement
+    assert message.format("first") in compare(other, ours).statement
 
 
-def test_what_is_no_run(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is not a run"):
         compare(write_run(tmp_path / "a"), tmp_path / "nothing")

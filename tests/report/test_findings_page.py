@@ -1,4 +1,4 @@
-"""The page's findings and experiments; and the page of a job that stoker did not train."""
+"""Findings and experiments on the page, and the page of an external job."""
 
 import re
 from pathlib import Path
@@ -27,20 +27,20 @@ def with_findings(run: Path, *findings: Finding) -> RunReport:
     return report
 
 
-def test_a_finding_has_its_place_its_confidence_and_what_an_experiment_said(tmp_path: Path) -> None:
+def test_a_finding_has_source_confidence_and_probe_result(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", settings="[run]\n")
     page = render(with_findings(run, finding("info", "--cache disk"), finding("critical", "stoker data check")))
     first, second = re.findall(r"<article.*?</article>", page, re.DOTALL)
-    for said in ("a number", "steps.jsonl: phases", "9 s lost", "Confidence: 80 %; refuted by x"):
-        assert said in first
-    assert "<code" not in first, "the fix has said it"
+    for text in ("a number", "steps.jsonl: phases", "9 s lost", "Confidence: 80 %; refuted by x"):
+        assert text in first
+    assert "<code" not in first, "the fix contains the command"
     assert re.search("<code.*stoker data check</code>", second)
 
 
-def test_the_summary_is_as_grave_as_the_finding(tmp_path: Path) -> None:
+def test_advice_has_the_severity_of_its_finding(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", settings="[run]\n")
     advice = with_findings(run, *(finding(name, "a") for name in ("info", "warning", "critical"))).advice
-    assert [one.severity for one in advice[:3]] == ["info", "warning", "critical"]
+    assert [item.severity for item in advice[:3]] == ["info", "warning", "critical"]
 
 
 def test_experiments_are_on_the_page(tmp_path: Path) -> None:
@@ -56,19 +56,19 @@ def test_experiments_are_on_the_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "words"), [({"coverage": {"output": "recorded"}}, "stoker watch"), ({"measured": True}, "stoker.measure")]
+    ("data", "source"), [({"coverage": {"output": "recorded"}}, "stoker watch"), ({"measured": True}, "stoker.measure")]
 )
-def test_the_page_of_a_job_of_others_misses_nothing_that_nobody_records(
-    tmp_path: Path, told: dict[str, object], words: str
+def test_the_page_of_an_external_job_has_no_sections_without_records(
+    tmp_path: Path, data: dict[str, object], source: str
 ) -> None:
     run = write_run(tmp_path / "run")
     folder = RunFolder(run, 1)
-    folder.event("started", **told)
+    folder.event("started", **data)
     folder.close()
     page = render(collect(run))
     linked = re.findall(r'href="#(\w+)"', page.partition("</nav>")[0].partition("<nav")[2])
     assert linked == re.findall(r'<section id="(\w+)"', page)
     assert set(linked) == {name for name, _ in SECTIONS} - NATIVE_RUN_SECTIONS
-    assert f"recorded by {words}" in page
+    assert f"recorded by {source}" in page
     for absent in ("evaluation.json", "config.toml", "<dt>AP</dt>", "scored"):
         assert absent not in page.partition("<script")[0]

@@ -1,4 +1,4 @@
-"""`stoker why LOGFILE`: what a log says, and what it cannot."""
+"""`stoker why LOGFILE`."""
 
 import io
 from pathlib import Path
@@ -11,20 +11,20 @@ from stoker.errors import UsageError
 from stoker.report.foreign_log import LogExplanation, explain_log, print_log_explanation
 
 
-def shown(found: LogExplanation) -> str:
+def printed(explanation: LogExplanation) -> str:
     file = io.StringIO()
-    print_log_explanation(found, file)
+    print_log_explanation(explanation, file)
     return file.getvalue()
 
 
-def test_a_log_that_names_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_with_a_known_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     log = Path("job.log")
     log.write_text(
         "step 1\nTraceback (most recent call last):\n  File a\ntorch.OutOfMemoryError: CUDA out of memory.\n"
     )
     assert (
-        shown(explain_log(log))
+        printed(explain_log(log))
         == """\
 job.log: a log, not a recorded run; 4 lines, 95 B
 
@@ -42,12 +42,12 @@ Next time, record the job with `stoker watch -- COMMAND` to get numbers.
 
 
 @pytest.mark.parametrize("text", ["", "step 1 loss=0.3\nstep 2 loss=0.2\n", "\n\n"])
-def test_a_log_that_says_nothing_of_an_end_is_not_given_one(tmp_path: Path, text: str) -> None:
+def test_a_log_without_an_error_has_no_finding(tmp_path: Path, text: str) -> None:
     log = tmp_path / "job.log"
     log.write_text(text)
-    found = explain_log(log)
-    assert found.findings == []
-    assert "It contains no known reason for the end of a job." in shown(found)
+    explanation = explain_log(log)
+    assert explanation.findings == []
+    assert "It contains no known reason for the end of a job." in printed(explanation)
 
 
 @pytest.mark.parametrize(("text", "cause"), [
@@ -55,23 +55,23 @@ def test_a_log_that_says_nothing_of_an_end_is_not_given_one(tmp_path: Path, text
     ("Traceback (most recent call last):\n  File x\nValueError: odd\n", "ended_by_error"),
     ("RuntimeError: DataLoader worker (pid 12) is killed by signal: Killed.\n", "loader_worker_killed"),
 ])  # fmt: skip
-def test_what_other_logs_end_with(tmp_path: Path, text: str, cause: str) -> None:
+def test_the_cause_in_logs_of_other_programs(tmp_path: Path, text: str, cause: str) -> None:
     log = tmp_path / "job.log"
     log.write_text(text)
     assert explain_log(log).findings[0].cause == cause
 
 
-def test_any_bytes_will_do_and_a_long_log_is_read_from_its_end(tmp_path: Path) -> None:
+def test_binary_data_is_tolerated_and_a_long_log_is_read_from_its_end(tmp_path: Path) -> None:
     log = tmp_path / "job.log"
     last = b"RuntimeError: CUDA out of memory. Tried to allocate 2 GiB\n"
     log.write_bytes((b"\xff\x00\x1b[2J" * 200 + b"\n") * (MAX_OUTPUT_BYTES // 1000) + last)
-    found = explain_log(log)
-    assert found.findings
-    assert any("1.0 MiB" in one for one in found.not_known)
-    assert "\x1b" not in shown(found)
-    assert msgspec.json.decode(msgspec.json.encode(found), type=LogExplanation) == found
+    explanation = explain_log(log)
+    assert explanation.findings
+    assert any("1.0 MiB" in item for item in explanation.not_known)
+    assert "\x1b" not in printed(explanation)
+    assert msgspec.json.decode(msgspec.json.encode(explanation), type=LogExplanation) == explanation
 
 
-def test_a_log_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_log_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
         explain_log(tmp_path / "none.log")

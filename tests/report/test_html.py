@@ -1,4 +1,4 @@
-"""`stoker report`: the page of every kind of run, what it may never do, and how a real browser shows it."""
+"""`stoker report`: the page of every kind of run, its security, and its rendering in a browser."""
 
 import contextlib
 import itertools
@@ -62,7 +62,7 @@ image_size = "320² pixels, <b>in the aspect</b> of the data"
 
 @pytest.fixture(scope="module")
 def drawn_index(tmp_path_factory: pytest.TempPathFactory) -> Index:
-    """Drawn pictures, whose first class has a hostile name."""
+    """Synthetic images whose first class has a hostile name."""
     data = draw(tmp_path_factory.mktemp("drawn") / "data", train=4, val=6)
     for path in data.glob("*/_annotations.coco.json"):
         document = json.loads(path.read_text())
@@ -73,21 +73,23 @@ def drawn_index(tmp_path_factory: pytest.TempPathFactory) -> Index:
 
 @pytest.fixture(scope="module")
 def evaluation(drawn_index: Index) -> Evaluation:
-    """Most boxes found, some shifted, some of another class, some of nothing, some not at all."""
+    """Most boxes are detected, some shifted, some of a wrong class; some false positives, some missed."""
     rows = drawn_index.image_indices("val")
-    truth = ground_truth(drawn_index, rows)
-    chance = np.random.default_rng(1)
-    kept = chance.random(len(truth.image_index)) < 0.8
-    boxes = np.concatenate([truth.boxes[kept] + chance.normal(0, 2, (kept.sum(), 4)), [[1, 1, 9, 9]] * len(rows)])
-    labels = np.where(chance.random(kept.sum()) < 0.7, truth.label[kept], chance.integers(0, 3, kept.sum()))
-    found = Detections(
-        image_index=np.concatenate([truth.image_index[kept], rows]),
+    gt = ground_truth(drawn_index, rows)
+    rng = np.random.default_rng(1)
+    is_detected = rng.random(len(gt.image_index)) < 0.8
+    boxes = np.concatenate(
+        [gt.boxes[is_detected] + rng.normal(0, 2, (is_detected.sum(), 4)), [[1, 1, 9, 9]] * len(rows)]
+    )
+    labels = np.where(rng.random(is_detected.sum()) < 0.7, gt.label[is_detected], rng.integers(0, 3, is_detected.sum()))
+    detections = Detections(
+        image_index=np.concatenate([gt.image_index[is_detected], rows]),
         boxes=boxes.astype(np.float32),
-        score=chance.uniform(0.3, 1, len(boxes)).astype(np.float32),
+        score=rng.uniform(0.3, 1, len(boxes)).astype(np.float32),
         label=np.concatenate([labels, np.zeros(len(rows), np.int64)]),
         image_indices=rows,
     )
-    return build_evaluation(compute_coco_result(truth, found), truth, found, drawn_index, step=100)
+    return build_evaluation(compute_coco_result(gt, detections), gt, detections, drawn_index, step=100)
 
 
 def make_run(
@@ -160,17 +162,17 @@ def page(run: Path) -> str:
     return render(collect(run))
 
 
-def own(page: str) -> str:
+def without_plotly(page: str) -> str:
     """The page without plotly's source."""
     plotly = get_plotlyjs()
     assert page.count(plotly) == 1
     return page.replace(plotly, "")
 
 
-# --- what the page says -------------------------------------------------------------------------------------------
+# --- content -------------------------------------------------------------------------------------------
 
 
-def test_the_page_says_how_good_how_long_where_the_time_went_and_what_to_do(page: str, evaluation: Evaluation) -> None:
+def test_the_summary_has_metrics_time_phases_and_advice(page: str, evaluation: Evaluation) -> None:
     summary = page.partition('id="summary"')[2].partition("</section>")[0]
     for words in (
         f"{evaluation.metrics.ap:.3f}",
@@ -179,7 +181,7 @@ def test_the_page_says_how_good_how_long_where_the_time_went_and_what_to_do(page
         "68 %",
         "input wait 29 %",
         "What to do next",
-        "The device waits for pictures",
+        "The device waits for images",
         "--workers",
         "0.08",
     ):
@@ -195,18 +197,18 @@ def test_every_section_is_there_in_the_order_of_the_navigation(page: str) -> Non
 
 
 @pytest.mark.parametrize("kind", sorted(WARNING_KINDS))
-def test_what_the_screen_warned_of_is_among_the_warnings(tmp_path: Path, kind: str) -> None:
+def test_every_kind_of_warning_is_in_the_warnings(tmp_path: Path, kind: str) -> None:
     run = make_run(tmp_path / "run", end=None)
     with contextlib.closing(RunFolder(run, 2)) as folder:
-        folder.event(kind, "something was not as asked for")
+        folder.event(kind, "something was wrong")
     warnings = render(collect(run)).partition('id="data"')[2].partition("</section>")[0]
-    assert "something was not as asked for" in warnings
+    assert "something was wrong" in warnings
 
 
-def test_settings_have_reasons_and_those_of_the_user_stand_out(page: str) -> None:
+def test_settings_have_reasons_and_those_of_the_user_are_marked(page: str) -> None:
     assert (
-        "Set by you: <b>data = /somewhere/cars &amp; co, model = retinanet_tiny_fpn, max_duration = 100, price_per_device_hour = 3.6</b>"
-        in page
+        "Set by you: <b>data = /somewhere/cars &amp; co, model = retinanet_tiny_fpn, max_duration = 100, "
+        "price_per_device_hour = 3.6</b>" in page
     )
     assert "320² pixels, &lt;b&gt;in the aspect&lt;/b&gt; of the data" in page
 
@@ -217,7 +219,7 @@ def test_restarts_are_marked(page: str) -> None:
     assert sum("shapes" in chart["layout"] for chart in data) >= 6
 
 
-def test_what_comes_from_data_is_text(page: str) -> None:
+def test_text_from_data_is_escaped(page: str) -> None:
     assert EVIL not in page
     assert escape(EVIL) in page
     assert "a &lt;fast&gt; one" in page
@@ -228,7 +230,7 @@ def test_what_comes_from_data_is_text(page: str) -> None:
 
 
 @given(st.text())
-def test_no_text_opens_or_ends_anything(value: str) -> None:
+def test_no_text_opens_or_closes_an_element(value: str) -> None:
     assert not set(escape(value)) & set("<>\"'")
     assert re.fullmatch(r'<b title="[^"<>]*">[^<>]*</b>', tag("b", value, title=value), re.DOTALL)
     assert tag("i", Markup("<b>x</b>")) == "<i><b>x</b></i>"
@@ -242,62 +244,62 @@ def test_no_text_of_a_chart_ends_the_script() -> None:
     assert "<" not in data
 
 
-def test_nothing_is_asked_of_the_network(page: str) -> None:
+def test_the_page_makes_no_requests(page: str) -> None:
     assert "</script" not in get_plotlyjs()
-    mine = own(page)
-    assert not re.search(r"""(src|href|action|data|poster|srcset)\s*=\s*["']?\s*(https?:)?//""", mine)
-    assert not re.search(r"@import|url\(\s*[\"']?\s*(https?:)?//|<link|<iframe|<base", mine)
-    assert re.search(r"""Content-Security-Policy" content="default-src 'none'""", mine)
+    own = without_plotly(page)
+    assert not re.search(r"""(src|href|action|data|poster|srcset)\s*=\s*["']?\s*(https?:)?//""", own)
+    assert not re.search(r"@import|url\(\s*[\"']?\s*(https?:)?//|<link|<iframe|<base", own)
+    assert re.search(r"""Content-Security-Policy" content="default-src 'none'""", own)
 
 
-def test_everything_has_a_name_for_those_who_do_not_see_it(page: str) -> None:
-    mine = own(page)
-    images = re.findall(r"<img [^>]*>", mine)
+def test_images_tables_and_charts_have_names_for_screen_readers(page: str) -> None:
+    own = without_plotly(page)
+    images = re.findall(r"<img [^>]*>", own)
     assert len(images) == 6
     assert all(re.search(r'alt="[^"]+: \d+ TP, \d+ FP, \d+ FN; ground truth: ', image) for image in images)
-    assert all("<caption" in table for table in mine.split("<table")[1:])
-    assert all('aria-label="Chart: ' in chart for chart in re.findall(r'<div id="chart-\d+"[^>]*>', mine))
-    levels = [int(level) for level in re.findall(r"<h([1-6])", mine)]
+    assert all("<caption" in table for table in own.split("<table")[1:])
+    assert all('aria-label="Chart: ' in chart for chart in re.findall(r'<div id="chart-\d+"[^>]*>', own))
+    levels = [int(level) for level in re.findall(r"<h([1-6])", own)]
     assert levels[0] == 1
     assert levels.count(1) == 1
     assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
 
 
-def luminance(colour: str) -> float:
-    """Of sRGB, as WCAG 2.2 defines it."""
-    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+def luminance(color: str) -> float:
+    """Relative luminance of an sRGB color (WCAG 2.2)."""
+    parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def test_texts_can_be_read_in_light_and_dark(page: str) -> None:
+def test_text_contrast_in_light_and_dark(page: str) -> None:
     style = page.partition("<style>")[2].partition("</style>")[0]
     parts = style.split("}")[:2]
     light, dark = (dict(re.findall(r"(--\w+): (#\w{6})", part)) for part in parts)
     assert set(light) == set(dark)
-    for colours in (light, dark):
+    for colors in (light, dark):
         texts = ("--text", "--muted", "--link", "--good", "--bad", "--warn")
         pairs = [(name, back) for name in texts for back in ("--panel", "--back")]
         pairs += [("--on", f"--c{n}") for n in range(charts_module.NUM_COLORS)]
         for front, back in pairs:
-            high, low = sorted((luminance(colours[front]), luminance(colours[back])), reverse=True)
+            high, low = sorted((luminance(colors[front]), luminance(colors[back])), reverse=True)
             assert (high + 0.05) / (low + 0.05) >= 4.5, (front, back)
 
 
-def test_every_phase_has_a_colour() -> None:
+def test_every_phase_has_a_color() -> None:
     assert set(charts_module.PHASE_COLORS) == set(PHASES)
 
 
 # --- every kind of run --------------------------------------------------------------------------------------------
 
 
-def test_a_live_run(tmp_path: Path, evaluation: Evaluation) -> None:
+def test_a_running_run(tmp_path: Path, evaluation: Evaluation) -> None:
     path = make_run(tmp_path / "a", evaluation, end=None)
     with locked(path):
         assert "● running" in re.sub("<[^>]*>", "", render(collect(path)))
 
 
-def test_a_run_whose_lines_are_torn(tmp_path: Path, evaluation: Evaluation) -> None:
+def test_a_run_with_incomplete_lines(tmp_path: Path, evaluation: Evaluation) -> None:
     path = make_run(tmp_path / "a", evaluation, end=None)
     for name in (STEPS, EVENTS, DEVICES):
         with (path / name).open("a") as file:
@@ -307,7 +309,7 @@ def test_a_run_whose_lines_are_torn(tmp_path: Path, evaluation: Evaluation) -> N
     assert f"stoker train --resume {path}" in page
 
 
-def test_a_failed_run_says_why_and_how_it_goes_on(tmp_path: Path) -> None:
+def test_a_failed_run_has_reason_and_fix(tmp_path: Path) -> None:
     report = collect(make_run(tmp_path / "a", end="failed"))
     first = report.advice[0]
     assert (first.title, first.fix) == ("The run failed: It ended.", "do it better")
@@ -322,10 +324,10 @@ def test_an_old_run_without_evaluation_has_its_numbers(tmp_path: Path, evaluatio
     assert "evaluation.json is missing, because an older version of stoker wrote this run" in page
     assert f"{evaluation.metrics.ap:.3f}" in page
     (path / EVALUATION).write_text("{")
-    assert "not what this stoker writes" in render(collect(path))
+    assert "cannot be read by this version" in render(collect(path))
 
 
-def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
+def test_a_run_that_has_just_started(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, 1)
     folder.event("started")
     folder.close()
@@ -342,7 +344,7 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
     assert get_plotlyjs() not in page  # no chart, no plotly
 
 
-def test_a_run_of_which_nothing_was_written_promises_nothing(tmp_path: Path) -> None:
+def test_an_empty_run(tmp_path: Path) -> None:
     (tmp_path / EVENTS).touch()
     report = collect(tmp_path)
     assert (report.advice[0].fix, report.advice[0].command) == ("start it again", None)
@@ -351,7 +353,7 @@ def test_a_run_of_which_nothing_was_written_promises_nothing(tmp_path: Path) -> 
     assert '<p class="what">device unknown</p>' in page
 
 
-def test_an_environment_that_is_damaged_is_left_out_and_said(tmp_path: Path, evaluation: Evaluation) -> None:
+def test_a_damaged_environment_is_reported(tmp_path: Path, evaluation: Evaluation) -> None:
     path = make_run(tmp_path / "a", evaluation)
     for content in ('{"cpu": "fa', "[1]", "\xff"):
         (path / ENVIRONMENT).write_text(content, encoding="latin-1")
@@ -362,7 +364,7 @@ def test_an_environment_that_is_damaged_is_left_out_and_said(tmp_path: Path, eva
 
 
 @pytest.mark.parametrize("content", ['[run]\nprice_per_device_hour = "3', "\xff"])
-def test_settings_that_are_damaged_are_an_error_that_names_the_file(tmp_path: Path, content: str) -> None:
+def test_damaged_settings_are_an_error_that_names_the_file(tmp_path: Path, content: str) -> None:
     path = make_run(tmp_path / "a")
     (path / CONFIG).write_text(content, encoding="latin-1")
     with pytest.raises(UsageError, match="settings are damaged") as caught:
@@ -370,7 +372,7 @@ def test_settings_that_are_damaged_are_an_error_that_names_the_file(tmp_path: Pa
     assert caught.value.location == str(path / CONFIG)
 
 
-def test_time_is_counted_from_the_start_of_the_process(tmp_path: Path) -> None:
+def test_time_starts_at_the_start_of_the_process(tmp_path: Path) -> None:
     """The imports before the first event are in the first window."""
     folder = RunFolder(tmp_path, 1)
     folder.event("started")
@@ -384,7 +386,7 @@ def test_time_is_counted_from_the_start_of_the_process(tmp_path: Path) -> None:
     assert report.phases.fractions["startup"] == [1, 1, 1, 1, 1, 1, 1, 1, 0, 0]
 
 
-def test_evaluations_that_were_lost_and_made_again_count_once(tmp_path: Path, evaluation: Evaluation) -> None:
+def test_repeated_evaluations_count_once(tmp_path: Path, evaluation: Evaluation) -> None:
     path = make_run(tmp_path / "a")
     with (path / EVENTS).open("a") as file:
         for attempt, step, ap in ((1, 10, 0.1), (1, 20, 0.2), (1, 30, 0.9), (2, 20, 0.3), (2, 30, 0.4)):
@@ -392,18 +394,21 @@ def test_evaluations_that_were_lost_and_made_again_count_once(tmp_path: Path, ev
             file.write(json.dumps({"t": 1e9, "attempt": attempt, "kind": "evaluated", "step": step,
                                    "data": {"metrics": metrics}}) + "\n")  # fmt: skip
     report = collect(path)
-    assert [(one.step, one.metrics.ap) for one in report.eval_history] == [(10, 0.1), (20, 0.3), (30, 0.4)]
+    assert [(item.step, item.metrics.ap) for item in report.eval_history] == [(10, 0.1), (20, 0.3), (30, 0.4)]
     assert report.best is not None
     assert report.best.step == 30
 
 
-def test_many_classes_are_folded_and_those_without_boxes_are_named(tmp_path: Path, evaluation: Evaluation) -> None:
-    of, metrics = evaluation.classes[0], evaluation.metrics.per_class[0]
+def test_many_classes_are_collapsed_and_those_without_boxes_are_named(tmp_path: Path, evaluation: Evaluation) -> None:
+    class_eval, metrics = evaluation.classes[0], evaluation.metrics.per_class[0]
     boxes = [200 - n for n in range(130)] + [0] * 70
     names = [f"class-{n:03}" for n in range(200)]
     many = msgspec.structs.replace(
         evaluation,
-        classes=[msgspec.structs.replace(of, name=name, boxes=count) for name, count in zip(names, boxes, strict=True)],
+        classes=[
+            msgspec.structs.replace(class_eval, name=name, boxes=count)
+            for name, count in zip(names, boxes, strict=True)
+        ],
         metrics=msgspec.structs.replace(
             evaluation.metrics,
             per_class=[
@@ -414,10 +419,10 @@ def test_many_classes_are_folded_and_those_without_boxes_are_named(tmp_path: Pat
     )
     path = make_run(tmp_path / "a", many)
     page = render(collect(path))
-    seen, _, folded = page.partition("By class, the next 80</summary>")
-    assert 'scope="row" class="wide">class-019<' in seen
-    assert 'scope="row" class="wide">class-020<' not in seen
-    assert 'scope="row" class="wide">class-099<' in folded
+    shown, _, collapsed = page.partition("By class, the next 80</summary>")
+    assert 'scope="row" class="wide">class-019<' in shown
+    assert 'scope="row" class="wide">class-020<' not in shown
+    assert 'scope="row" class="wide">class-099<' in collapsed
     assert 'scope="row" class="wide">class-100<' not in page
     assert "The 30 rarest are only in the JSON." in page
     assert "Without ground truth in this split: class-130, " in page
@@ -426,7 +431,7 @@ def test_many_classes_are_folded_and_those_without_boxes_are_named(tmp_path: Pat
     assert "AP by class, the next 80</summary>" in render(collect(path))
 
 
-def test_what_is_no_run_is_an_error(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is not a run"):
         collect(tmp_path)
 
@@ -434,7 +439,7 @@ def test_what_is_no_run_is_an_error(tmp_path: Path) -> None:
 # --- JSON and the command -----------------------------------------------------------------------------------------
 
 
-def test_the_command_writes_the_page_and_prints_its_place(
+def test_the_command_writes_the_page_and_prints_its_path(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def command(*arguments: str) -> str:
@@ -450,7 +455,7 @@ def test_the_command_writes_the_page_and_prints_its_place(
     report = msgspec.json.decode(command("--json", "--price-per-device-hour", "36"), type=RunReport)
     assert report.explanation.price_per_device_hour == 36
     assert report.evaluation is not None
-    assert [one.name for one in report.settings if one.reason is None] == [
+    assert [item.name for item in report.settings if item.reason is None] == [
         "data",
         "model",
         "max_duration",
@@ -458,7 +463,7 @@ def test_the_command_writes_the_page_and_prints_its_place(
     ]
 
 
-def test_a_page_is_made_where_torch_is_absent(run: Path, tmp_path: Path) -> None:
+def test_the_report_needs_no_torch(run: Path, tmp_path: Path) -> None:
     script = (
         "import sys, pathlib\n"
         "class Absent:\n"
@@ -475,7 +480,7 @@ def test_a_page_is_made_where_torch_is_absent(run: Path, tmp_path: Path) -> None
 # --- long runs ----------------------------------------------------------------------------------------------------
 
 
-def test_a_long_run_is_no_large_page(tmp_path: Path) -> None:
+def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
     path = make_run(tmp_path / "a")
     folder = RunFolder(path, 1)
     encode = msgspec.json.Encoder().encode
@@ -500,27 +505,27 @@ def test_a_long_run_is_no_large_page(tmp_path: Path) -> None:
     report = collect(path)
     assert all(len(series.x) <= MAX_POINTS for series in report.curves.values())
     assert len(report.phases.x) <= MAX_BARS
-    assert len(own(render(report))) < 600_000
+    assert len(without_plotly(render(report))) < 600_000
 
 
 # --- a real browser -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(browser.find() is None, reason="no Chromium on this machine")
-def test_a_browser_shows_it_without_error_request_or_overflow(run: Path, tmp_path: Path) -> None:
+def test_a_browser_shows_no_error_request_or_overflow(run: Path, tmp_path: Path) -> None:
     path = write_report(run, tmp_path / "report.html")
     charts = len(json.loads(path.read_text().partition('id="charts">')[2].partition("</script>")[0]))
     drawn = (
         "[...document.querySelectorAll('.chart')].filter(c => c.querySelector('.plot-container .trace, .bars')).length"
     )
     with browser.browser() as tab:
-        seen = set()
+        shown = set()
         for width, dark in ((1280, False), (390, True)):
             tab.open(path, width=width, dark=dark, mobile=width < 600)
             assert tab.value(drawn) == charts
             assert tab.value("document.documentElement.scrollWidth") == width
             assert tab.value("[...document.images].every(image => image.naturalWidth > 0)")
-            seen.add(tab.value("document.querySelector('.chart text').style.fill"))
-        assert len(seen) == 2  # the charts have other colours in the dark
+            shown.add(tab.value("document.querySelector('.chart text').style.fill"))
+        assert len(shown) == 2  # the charts have different colors in dark mode
         assert tab.errors == []
         assert {url for url in tab.requests if not url.startswith("data:")} == {path.as_uri()}

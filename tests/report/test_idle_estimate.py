@@ -1,4 +1,4 @@
-"""The estimate of how long the device stood still inside steps: from profiler windows, labelled, part of no sum."""
+"""The estimate of idle time inside steps from profiler windows."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from stoker.runs.totals import compute_totals
 
 
 def write(path: Path, traces: list[tuple[float, float, float]], *, wait: float = 0.0) -> Path:
-    """Ten windows of 10 s each, in which `wait` is the share of input; traces: (end, seconds, busy seconds)."""
+    """Ten windows of 10 s each, in which `wait` is the fraction of input_wait; traces: (end, seconds, busy seconds)."""
     path.mkdir(parents=True)
     folder = RunFolder(path, 1)
     folder.event("started")
@@ -26,29 +26,29 @@ def write(path: Path, traces: list[tuple[float, float, float]], *, wait: float =
     return path
 
 
-def test_without_a_trace_nothing_is_estimated(tmp_path: Path) -> None:
+def test_without_a_trace_there_is_no_estimate(tmp_path: Path) -> None:
     run = write(tmp_path / "run", [])
     assert estimate_idle(run, compute_totals(run)) is None
     assert explain_run(run).idle_estimate is None
 
 
-def test_the_estimate_is_what_is_left_of_compute(tmp_path: Path) -> None:
+def test_the_estimate_is_the_idle_part_of_compute(tmp_path: Path) -> None:
     run = write(tmp_path / "run", [(25.0, 2.0, 1.5), (75.0, 2.0, 1.5)])
-    found = estimate_idle(run, compute_totals(run))
-    assert found is not None
-    assert (found.compute_fraction, found.device_s) == pytest.approx((0.25, 25.0))
-    assert (found.windows, found.steps) == (2, 8)
+    estimate = estimate_idle(run, compute_totals(run))
+    assert estimate is not None
+    assert (estimate.compute_fraction, estimate.device_s) == pytest.approx((0.25, 25.0))
+    assert (estimate.windows, estimate.steps) == (2, 8)
 
 
-def test_what_the_ledger_has_charged_already_is_not_counted_again(tmp_path: Path) -> None:
-    """A device that waits 40 % for input and works the rest did not stand still inside its steps."""
+def test_time_of_other_phases_is_not_counted_again(tmp_path: Path) -> None:
+    """A device that waits 40 % for input and is busy otherwise was not idle inside its steps."""
     run = write(tmp_path / "run", [(25.0, 2.0, 1.2)], wait=0.4)
-    found = estimate_idle(run, compute_totals(run))
-    assert found is not None
-    assert found.device_s == pytest.approx(0.0, abs=1e-9)
+    estimate = estimate_idle(run, compute_totals(run))
+    assert estimate is not None
+    assert estimate.device_s == pytest.approx(0.0, abs=1e-9)
 
 
-def test_only_the_lines_that_a_trace_falls_into_are_compared_with_it(tmp_path: Path) -> None:
+def test_a_trace_is_compared_only_with_overlapping_windows(tmp_path: Path) -> None:
     """Input was slow later on; the trace was before."""
     run = write(tmp_path / "run", [(25.0, 2.0, 2.0)])
     folder = RunFolder(run, 1)
@@ -56,10 +56,10 @@ def test_only_the_lines_that_a_trace_falls_into_are_compared_with_it(tmp_path: P
                                     phases={"compute": 100.0, "input_wait": 800.0}))  # fmt: skip
     folder.close()
     half = write(tmp_path / "half", [(25.0, 2.0, 1.0)], wait=0.0)
-    for path, wanted in ((run, 0.0), (half, 0.5)):
-        found = estimate_idle(path, compute_totals(path))
-        assert found is not None
-        assert found.compute_fraction == pytest.approx(wanted)
+    for path, expected in ((run, 0.0), (half, 0.5)):
+        estimate = estimate_idle(path, compute_totals(path))
+        assert estimate is not None
+        assert estimate.compute_fraction == pytest.approx(expected)
     slow = RunFolder(half, 1)
     slow.append(STEPS, StepWindow(t=2000.0, attempt=1, step=11, window_steps=1, num_images=8, wall_s=900.0, devices=1,
                                   phases={"compute": 100.0, "input_wait": 800.0}))  # fmt: skip
@@ -69,22 +69,22 @@ def test_only_the_lines_that_a_trace_falls_into_are_compared_with_it(tmp_path: P
     assert again.compute_fraction == pytest.approx(0.5)
 
 
-def test_it_is_between_nothing_and_all_of_compute(tmp_path: Path) -> None:
-    for number, (busy_s, wanted) in enumerate(((0.0, 1.0), (9.0, 0.0))):
+def test_the_estimate_is_between_zero_and_compute(tmp_path: Path) -> None:
+    for number, (busy_s, expected) in enumerate(((0.0, 1.0), (9.0, 0.0))):
         run = write(tmp_path / str(number), [(25.0, 2.0, busy_s)], wait=0.5)
-        found = estimate_idle(run, compute_totals(run))
-        assert found is not None
-        assert found.compute_fraction == wanted
+        estimate = estimate_idle(run, compute_totals(run))
+        assert estimate is not None
+        assert estimate.compute_fraction == expected
 
 
-def test_a_trace_of_a_window_that_was_never_written_is_compared_with_the_whole(tmp_path: Path) -> None:
+def test_a_trace_without_overlapping_window_is_compared_with_the_whole_run(tmp_path: Path) -> None:
     run = write(tmp_path / "run", [(500.0, 2.0, 1.0)], wait=0.25)
-    found = estimate_idle(run, compute_totals(run))
-    assert found is not None
-    assert found.compute_fraction == pytest.approx(1 - 0.5 / 0.75)
+    estimate = estimate_idle(run, compute_totals(run))
+    assert estimate is not None
+    assert estimate.compute_fraction == pytest.approx(1 - 0.5 / 0.75)
 
 
-def test_it_changes_no_sum(tmp_path: Path) -> None:
+def test_the_estimate_changes_no_sum(tmp_path: Path) -> None:
     plain, traced = explain_run(write(tmp_path / "a", [])), explain_run(write(tmp_path / "b", [(25.0, 2.0, 0.5)]))
     assert plain.phases == traced.phases
     assert plain.productive_fraction == traced.productive_fraction

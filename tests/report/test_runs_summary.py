@@ -1,4 +1,4 @@
-"""`stoker why --all`: the sums are those of the runs, whatever lies between them; damaged ones are named, not fatal."""
+"""`stoker why --all`: sums over runs; damaged runs are listed and not fatal."""
 
 import io
 from pathlib import Path
@@ -32,7 +32,7 @@ def printed(summary: RunsSummary) -> str:
 
 
 def two_rules(run_records: RunRecords) -> list[Finding]:
-    """Findings whose words no catalogue changes: one for the time of `input_wait`, and what ended a run."""
+    """Fixed findings: one for the time of `input_wait`, one for the end of a run."""
     died = (
         [(run_records.totals.device_s, "ended_without_record", "It died", None)]
         if run_records.termination is not None
@@ -44,7 +44,7 @@ def two_rules(run_records: RunRecords) -> list[Finding]:
             for _, cause, title, lost_s in died + lost]  # fmt: skip
 
 
-def test_many_runs_in_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tables_of_many_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(engine, "run_rules", two_rules)
     waits = {"compute": 1350.0, "input_wait": 450.0}
@@ -56,7 +56,7 @@ def test_many_runs_in_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     Path("runs/bad", EVENTS).write_text('{"t": "yesterday"}\n')
     Path("runs/notes").mkdir()
     text, _, unread = printed(summarize_runs("runs")).partition("\ncould not be read\nrun       error\nruns/")
-    assert unread.startswith("bad  A line of the run's records is not what this stoker writes (Event).")
+    assert unread.startswith("bad  A line of the run's records ")
     assert (
         text
         == """\
@@ -116,7 +116,7 @@ RUNS = st.lists(
 
 @settings(max_examples=15, deadline=None)
 @given(runs=RUNS)
-def test_the_sums_are_those_of_the_runs(
+def test_sums_equal_those_of_single_runs(
     tmp_path_factory: pytest.TempPathFactory, runs: list[tuple[dict[str, float], int, int, float, int]]
 ) -> None:
     folder = tmp_path_factory.mktemp("runs")
@@ -178,7 +178,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-def test_a_damaged_run_is_read_or_named_and_never_hides_the_others(tmp_path: Path, how: str) -> None:
+def test_a_damaged_run_is_read_or_listed_and_never_hides_others(tmp_path: Path, how: str) -> None:
     write_run(tmp_path / "good")
     run = write_run(tmp_path / "hurt", phases={"compute": 1.0})
     name, content = DAMAGE[how]
@@ -193,8 +193,8 @@ def test_a_damaged_run_is_read_or_named_and_never_hides_the_others(tmp_path: Pat
     assert printed(summary)
 
 
-def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As root everything can be listed, so os.walk is told otherwise by its own scandir."""
+def test_an_unreadable_folder_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """root can list everything, so the scandir of os.walk raises the error."""
     write_run(tmp_path / "good")
     (tmp_path / "shut").mkdir()
     real = summary_module.os.scandir
@@ -210,8 +210,8 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: py
     assert [item.run for item in summary.unreadable] == [str(tmp_path / "shut")]
 
 
-def test_a_job_that_was_watched_from_outside_is_kept_apart(tmp_path: Path) -> None:
-    """Nobody knows how much of its time was work, so it is neither a loss nor work."""
+def test_a_job_without_timing_from_inside_is_counted_separately(tmp_path: Path) -> None:
+    """Its compute time is not known, so its time is neither lost nor productive."""
     write_run(tmp_path / "own", phases={"compute": 100.0})
     run = write_run(tmp_path / "watched", phases={"unattributed": 500.0}, end=None)
     folder = RunFolder(run, 1)
@@ -226,18 +226,18 @@ def test_a_job_that_was_watched_from_outside_is_kept_apart(tmp_path: Path) -> No
     assert "more device-hours were not timed from inside" in printed(summary)
 
 
-def test_looking_leaves_no_trace_and_reads_one_run_after_the_other(tmp_path: Path) -> None:
+def test_reading_changes_no_file_and_reports_progress(tmp_path: Path) -> None:
     for name in ("a", "b/c"):
         write_run(tmp_path / name)
     before = sorted(str(path) for path in tmp_path.rglob("*"))
-    run_records: list[int] = []
-    summarize_runs(tmp_path, on_progress=run_records.append)
-    assert run_records == [1, 2]
+    counts: list[int] = []
+    summarize_runs(tmp_path, on_progress=counts.append)
+    assert counts == [1, 2]
     assert sorted(str(path) for path in tmp_path.rglob("*")) == before
 
 
-def test_what_lies_in_a_run_is_no_other_run(tmp_path: Path) -> None:
-    """As the records of its other processes do, which `totals` adds up."""
+def test_subfolders_of_a_run_are_not_runs(tmp_path: Path) -> None:
+    """They are the records of its other ranks, which its totals contain."""
     run = write_run(tmp_path / "run")
     (run / RANKS / "0001").mkdir(parents=True)
     (run / RANKS / "0001" / STEPS).write_bytes((run / STEPS).read_bytes())
@@ -246,7 +246,7 @@ def test_what_lies_in_a_run_is_no_other_run(tmp_path: Path) -> None:
     assert sum(row.device_s for row in summary.months) == pytest.approx(summary.device_s)
 
 
-def test_a_folder_that_is_a_run_and_one_that_has_none(tmp_path: Path) -> None:
+def test_a_folder_that_is_a_run_and_one_without_runs(tmp_path: Path) -> None:
     assert summarize_runs(write_run(tmp_path / "run")).runs == 1
     (tmp_path / "empty" / "deep").mkdir(parents=True)
     for folder in ("empty", "nothing"):
@@ -254,7 +254,7 @@ def test_a_folder_that_is_a_run_and_one_that_has_none(tmp_path: Path) -> None:
             summarize_runs(tmp_path / folder)
 
 
-def test_the_page_says_the_same_and_nothing_in_it_is_code(tmp_path: Path) -> None:
+def test_the_page_has_the_same_content_escaped(tmp_path: Path) -> None:
     evil = '<script>alert("1")</script>'
     write_run(tmp_path / "a", environment={**T4, "hostname": evil}, phases={"compute": 60.0, "input_wait": 40.0})
     write_run(tmp_path / "<b>", end=None)
@@ -267,10 +267,10 @@ def test_the_page_says_the_same_and_nothing_in_it_is_code(tmp_path: Path) -> Non
     for name, _ in summary_page.SECTIONS:
         assert f'id="{name}"' in page
     assert "with a list price" in page
-    place = write_runs_summary(summary)
-    assert place == tmp_path / "runs-report.html"
+    path = write_runs_summary(summary)
+    assert path == tmp_path / "runs-report.html"
     assert write_runs_summary(summary, tmp_path / "new" / "x.html").stat().st_size == pytest.approx(
-        place.stat().st_size, abs=100
+        path.stat().st_size, abs=100
     )
 
 

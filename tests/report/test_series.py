@@ -1,4 +1,4 @@
-"""Curves of bounded length that lose nothing."""
+"""Curves of bounded length."""
 
 import pytest
 from hypothesis import given, settings
@@ -9,12 +9,12 @@ from stoker.report.series import Bins, FractionBins
 
 @given(st.lists(st.tuples(st.floats(0, 1e6), st.floats(-1e3, 1e3)), max_size=60), st.integers(2, 20))
 @settings(deadline=None)
-def test_bins_are_few_and_lose_no_value(values: list[tuple[float, float]], most: int) -> None:
-    bins = Bins(max_bins=most)
+def test_bins_are_bounded_and_lose_no_value(values: list[tuple[float, float]], max_bins: int) -> None:
+    bins = Bins(max_bins=max_bins)
     for x, value in values:
         bins.add(x, value)
     series = bins.series()
-    assert len(series.x) <= most
+    assert len(series.x) <= max_bins
     assert series.x == sorted(series.x)
     if values:
         lows, highs = [v for v in series.low if v is not None], [v for v in series.high if v is not None]
@@ -29,27 +29,27 @@ def test_bins_are_few_and_lose_no_value(values: list[tuple[float, float]], most:
 
 @given(st.lists(st.tuples(st.floats(0, 1e5), st.floats(0.01, 1e4)), min_size=1, max_size=30), st.integers(2, 20))
 @settings(deadline=None)
-def test_shares_add_up_in_every_bar(windows: list[tuple[float, float]], most: int) -> None:
-    bins = FractionBins(max_bins=most)
+def test_fractions_add_up_in_every_bar(windows: list[tuple[float, float]], max_bins: int) -> None:
+    bins = FractionBins(max_bins=max_bins)
     for start, length in windows:
         bins.add(start, start + length, {"compute": 0.75 * length, "eval": 0.25 * length})
-    shares = bins.fraction_series()
-    assert 0 < len(shares.x) <= most
-    for compute, rest in zip(shares.fractions["compute"], shares.fractions["eval"], strict=True):
+    fractions = bins.fraction_series()
+    assert 0 < len(fractions.x) <= max_bins
+    for compute, rest in zip(fractions.fractions["compute"], fractions.fractions["eval"], strict=True):
         assert compute == pytest.approx(0.75, abs=1e-3)
         assert compute + rest == pytest.approx(1, abs=1e-3)
 
 
-def test_a_window_is_spread_over_the_bars_that_it_crosses() -> None:
+def test_a_window_is_spread_over_its_bars() -> None:
     bins = FractionBins(width=1.0)
     bins.add(0.5, 2.5, {"eval": 2.0})
     bins.add(2.5, 3.0, {"compute": 0.25, "idle": 0.25})
-    shares = bins.fraction_series()
-    assert shares.x == [0, 1, 2]
-    assert shares.fractions == {"compute": [0, 0, 0.25], "eval": [1, 1, 0.5], "idle": [0, 0, 0.25]}
+    fractions = bins.fraction_series()
+    assert fractions.x == [0, 1, 2]
+    assert fractions.fractions == {"compute": [0, 0, 0.25], "eval": [1, 1, 0.5], "idle": [0, 0, 0.25]}
 
 
-def test_a_gap_is_no_line() -> None:
+def test_a_gap_interrupts_the_curve() -> None:
     bins = Bins()
     for x in (1, 2, 3, 500, 501):
         bins.add(x, 1.0)

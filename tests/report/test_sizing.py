@@ -1,4 +1,4 @@
-"""Advice on the machine's size: each rule speaks where its numbers say so, and is silent where one is missing."""
+"""Advice on the size of the machine: each rule applies for its numbers, and abstains if one is missing."""
 
 import dataclasses
 from pathlib import Path
@@ -13,7 +13,7 @@ from stoker.runs.totals import compute_totals
 from tests.report.runs import GIB, write_run
 
 BASE = ResourceUsage(devices=1, phase_fractions={"compute": 0.95, "input_wait": 0.01}, wall_s=36000.0)
-SPEAKS: dict[str, ResourceUsage] = {
+APPLIES: dict[str, ResourceUsage] = {
     "more_cores": dataclasses.replace(
         BASE, phase_fractions={"compute": 0.5, "input_wait": 0.5}, cores=4.0, used_cores=3.9, fetch_fraction=0.1
     ),
@@ -33,40 +33,40 @@ SPEAKS: dict[str, ResourceUsage] = {
     "fewer_gpus": dataclasses.replace(BASE, devices=8, phase_fractions={"compute": 0.6, "comm": 0.2, "straggler": 0.2}),
     "spot": dataclasses.replace(BASE, checkpoint_interval_s=300.0, startup_s=60.0),
 }
-"""Kind → numbers at which its rule speaks."""
+"""Kind → usage for which its rule applies."""
 
 
-def kinds(load: ResourceUsage) -> set[str]:
-    return {one.kind for one in advise_sizing(load)}
+def kinds(usage: ResourceUsage) -> set[str]:
+    return {item.kind for item in advise_sizing(usage)}
 
 
-def test_every_rule_has_a_load_at_which_it_speaks() -> None:
-    assert {rule.__name__ for rule in RULES} == set(SPEAKS)
+def test_every_rule_has_an_example() -> None:
+    assert {rule.__name__ for rule in RULES} == set(APPLIES)
 
 
-@pytest.mark.parametrize("kind", SPEAKS)
-def test_a_rule_speaks_with_numbers_that_can_be_looked_up(kind: str) -> None:
-    said = next(one for one in advise_sizing(SPEAKS[kind]) if one.kind == kind)
-    assert said.evidence
-    assert any(evidence.source.partition(":")[0].endswith(".jsonl") for evidence in said.evidence)
-    assert said.fix
+@pytest.mark.parametrize("kind", APPLIES)
+def test_a_rule_gives_evidence_with_sources(kind: str) -> None:
+    advice = next(item for item in advise_sizing(APPLIES[kind]) if item.kind == kind)
+    assert advice.evidence
+    assert any(evidence.source.partition(":")[0].endswith(".jsonl") for evidence in advice.evidence)
+    assert advice.fix
 
 
-@pytest.mark.parametrize("kind", SPEAKS)
+@pytest.mark.parametrize("kind", APPLIES)
 @pytest.mark.parametrize(
     "field",
     ["cores", "used_cores", "fetch_fraction", "gpu_memory_fraction", "sm_active", "checkpoint_interval_s", "startup_s"],
 )
-def test_a_rule_abstains_without_a_number_that_it_rests_on(kind: str, field: str) -> None:
-    load = SPEAKS[kind]
-    if getattr(load, field) is None or (kind, field) in {
-        ("more_cores", "fetch_fraction"), ("smaller_gpu", "fetch_fraction"),  # what is not known to be bytes may be decoding
+def test_a_rule_abstains_without_a_number_that_it_needs(kind: str, field: str) -> None:
+    usage = APPLIES[kind]
+    if getattr(usage, field) is None or (kind, field) in {
+        ("more_cores", "fetch_fraction"), ("smaller_gpu", "fetch_fraction"),  # else it may be decoding
     }:  # fmt: skip
         return
-    assert kind not in kinds(dataclasses.replace(load, **{field: None}))
+    assert kind not in kinds(dataclasses.replace(usage, **{field: None}))
 
 
-def test_nothing_is_said_of_a_run_that_is_well_or_of_which_little_is_known() -> None:
+def test_no_advice_for_a_good_run_or_without_data() -> None:
     assert kinds(BASE) == set()
     assert kinds(ResourceUsage(devices=0, phase_fractions={})) == set()
     well = dataclasses.replace(
@@ -75,30 +75,30 @@ def test_nothing_is_said_of_a_run_that_is_well_or_of_which_little_is_known() -> 
     assert kinds(well) == set()
 
 
-def test_the_opposites_are_never_said_together() -> None:
-    for load in SPEAKS.values():
-        assert not {"larger_gpu", "smaller_gpu"} <= kinds(load)
-        assert not {"larger_gpu", "shared_gpu"} <= kinds(load)
+def test_contradicting_advice_is_never_given() -> None:
+    for usage in APPLIES.values():
+        assert not {"larger_gpu", "smaller_gpu"} <= kinds(usage)
+        assert not {"larger_gpu", "shared_gpu"} <= kinds(usage)
 
 
-def test_the_number_of_cores_is_what_the_wait_asks_for() -> None:
-    """Half of the time is waiting, so twice the cores would be as fast as the device."""
-    (said,) = (one for one in advise_sizing(SPEAKS["more_cores"]) if one.kind == "more_cores")
-    assert "About 8 cores (4 → 8 per device)" in said.fix
+def test_the_recommended_cores_match_the_wait() -> None:
+    """Half of the time is waiting, so twice the cores are as fast as the device."""
+    (advice,) = (item for item in advise_sizing(APPLIES["more_cores"]) if item.kind == "more_cores")
+    assert "About 8 cores (4 → 8 per device)" in advice.fix
 
 
 @pytest.mark.parametrize(("gpu", "sm", "memory", "slice_"), [
     ("NVIDIA A100-SXM4-40GB", 0.1, 0.1, "MIG slice 1g"), ("NVIDIA H100 80GB HBM3", 0.2, 0.1, "MIG slice 2g"),
     ("NVIDIA H100 80GB HBM3", 0.1, 0.4, "MIG slice 3g"), ("Tesla T4", 0.1, 0.1, "First try a larger --batch-size"),
 ])  # fmt: skip
-def test_the_slice_is_the_smallest_that_holds_it(gpu: str, sm: float, memory: float, slice_: str) -> None:
-    load = dataclasses.replace(SPEAKS["shared_gpu"], gpu_name=gpu, sm_active=sm, gpu_memory_fraction=memory)
-    (said,) = advise_sizing(load)
-    assert slice_ in said.fix
-    assert ("MIG" in said.fix) == ("MIG" in slice_)
+def test_the_smallest_sufficient_mig_slice(gpu: str, sm: float, memory: float, slice_: str) -> None:
+    usage = dataclasses.replace(APPLIES["shared_gpu"], gpu_name=gpu, sm_active=sm, gpu_memory_fraction=memory)
+    (advice,) = advise_sizing(usage)
+    assert slice_ in advice.fix
+    assert ("MIG" in advice.fix) == ("MIG" in slice_)
 
 
-def test_a_load_is_read_from_the_time_of_the_steps(tmp_path: Path) -> None:
+def test_usage_is_read_from_the_time_of_the_steps(tmp_path: Path) -> None:
     """Samples before the first window, as a start writes them, do not count in the means."""
     run = write_run(tmp_path / "run", phases={"compute": 60.0, "input_wait": 40.0}, windows=1, samples=80, start_t=1e9,
                     stages={"decode": 30.0, "queue": 10.0}, sample={"process_cpu": 3.9, "cpu_limit_cores": 4.0},
@@ -107,23 +107,23 @@ def test_a_load_is_read_from_the_time_of_the_steps(tmp_path: Path) -> None:
     for t in (1e9 - 5.0, 1e9 + 500.0):  # before the first step and after the last
         folder.append(DEVICES, DeviceSample(t=t, attempt=1, process_cpu=0.0, gpus=[GpuSample(index=0, sm_active=0.0)]))
     folder.close()
-    load = read_resource_usage(run, compute_totals(run), {"gpu": {"gpus": [{"name": "Tesla T4"}]}})
-    assert (load.used_cores, load.cores, load.sm_active) == pytest.approx((3.9, 4.0, 0.3))
-    assert (load.gpu_memory_fraction, load.fetch_fraction, load.gpu_name) == (0.2, 0.0, "Tesla T4")
-    assert [one.kind for one in explain_run(run).sizing_advice] == ["more_cores", "smaller_gpu"]
+    usage = read_resource_usage(run, compute_totals(run), {"gpu": {"gpus": [{"name": "Tesla T4"}]}})
+    assert (usage.used_cores, usage.cores, usage.sm_active) == pytest.approx((3.9, 4.0, 0.3))
+    assert (usage.gpu_memory_fraction, usage.fetch_fraction, usage.gpu_name) == (0.2, 0.0, "Tesla T4")
+    assert [item.kind for item in explain_run(run).sizing_advice] == ["more_cores", "smaller_gpu"]
 
 
-def test_few_samples_say_nothing(tmp_path: Path) -> None:
+def test_few_samples_give_no_means(tmp_path: Path) -> None:
     run = write_run(
         tmp_path / "run", samples=5, sample={"process_cpu": 3.9, "cpu_limit_cores": 4.0}, gpu={"sm_active": 0.1}
     )
-    load = read_resource_usage(run, compute_totals(run), {})
-    assert (load.used_cores, load.sm_active, load.cores) == (None, None, None)
+    usage = read_resource_usage(run, compute_totals(run), {})
+    assert (usage.used_cores, usage.sm_active, usage.cores) == (None, None, None)
 
 
 def test_devices_that_do_not_train_are_not_counted(tmp_path: Path) -> None:
     """A sample shows all GPUs of a machine where the run uses one."""
     run = write_run(tmp_path / "run", samples=60, devices=2, gpu={"sm_active": 0.1})
-    one = dataclasses.replace(compute_totals(run), devices=1)
-    assert read_resource_usage(run, one, {}).sm_active is None
+    item = dataclasses.replace(compute_totals(run), devices=1)
+    assert read_resource_usage(run, item, {}).sm_active is None
     assert read_resource_usage(run, compute_totals(run), {}).sm_active == pytest.approx(0.1)

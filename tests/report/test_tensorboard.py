@@ -1,4 +1,4 @@
-"""The board's files, read back record by record through tensorboardX's own protocol buffers."""
+"""The TensorBoard files, read back with the protocol buffers of tensorboardX."""
 
 import io
 import os
@@ -39,7 +39,8 @@ def events(run: Path) -> Iterator[Any]:
 
 
 def curves(run: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard shows: tag → points, after the purges of resumed runs (event_accumulator.py, `_Purge`)."""
+    """The curves that TensorBoard shows: tag → points, after the purges of resumed runs (event_accumulator.py,
+    `_Purge`)."""
     shown: dict[str, list[tuple[int, float]]] = {}
     for event in events(run):
         if event.session_log.status == event_pb2.SessionLog.START:
@@ -53,8 +54,9 @@ def curves(run: Path) -> dict[str, list[tuple[int, float]]]:
 
 def window(step: int, **changes: Any) -> StepWindow:
     fields: dict[str, Any] = {
-        "t": 1000.0 + step, "attempt": 1, "step": step, "window_steps": 10, "num_images": 160, "wall_s": 2.0, "devices": 2,
-        "phases": {"compute": 3.0, "eval": 1.0}, "losses": {"total": 1.5, "box": 0.5}, "lr": 0.01, **changes,
+        "t": 1000.0 + step, "attempt": 1, "step": step, "window_steps": 10, "num_images": 160, "wall_s": 2.0,
+        "devices": 2, "phases": {"compute": 3.0, "eval": 1.0}, "losses": {"total": 1.5, "box": 0.5}, "lr": 0.01,
+        **changes,
     }  # fmt: skip
     return StepWindow(**fields)
 
@@ -80,7 +82,7 @@ def test_a_window_becomes_points_at_its_own_time(tmp_path: Path) -> None:
     assert [event.wall_time for event in events(tmp_path) if event.step == 20] == [1020.0]
 
 
-def test_what_is_not_known_has_no_point(tmp_path: Path) -> None:
+def test_an_unknown_value_has_no_point(tmp_path: Path) -> None:
     board = Board(tmp_path)
     board.add_window(window(20, losses={}, lr=None, wall_s=0.0))
     board.add_metrics(20, metrics())
@@ -116,7 +118,7 @@ def read(path: Path) -> Callable[[int], tuple[np.ndarray, tuple[int, int]]]:
     return lambda side: thumbnail(path.read_bytes(), path, side)
 
 
-def test_a_picture_shows_true_boxes_left_and_found_ones_right(tmp_path: Path) -> None:
+def test_an_image_shows_gt_left_and_detections_right(tmp_path: Path) -> None:
     path = tmp_path / "large.png"
     Image.new("RGB", (2048, 1024), "white").save(path)
     board = Board(tmp_path)
@@ -127,44 +129,44 @@ def test_a_picture_shows_true_boxes_left_and_found_ones_right(tmp_path: Path) ->
     board.close()
     (event,) = [event for event in events(tmp_path) if event.summary.value]
     (value,) = event.summary.value
-    picture = Image.open(io.BytesIO(value.image.encoded_image_string))
+    image = Image.open(io.BytesIO(value.image.encoded_image_string))
     assert (event.step, value.tag, value.image.width) == (7, "images/0", 2 * MAX_IMAGE_SIDE + 4)
-    assert picture.size == (2 * MAX_IMAGE_SIDE + 4, MAX_IMAGE_SIDE // 2)
-    pixels = np.asarray(picture).astype(int)
+    assert image.size == (2 * MAX_IMAGE_SIDE + 4, MAX_IMAGE_SIDE // 2)
+    pixels = np.asarray(image).astype(int)
     left, right = pixels[:, :MAX_IMAGE_SIDE], pixels[:, MAX_IMAGE_SIDE + 4 :]
     assert right.min() > 240
     assert left[162, 100].min() < 100  # the left edge of the box, at 400 / 4
     assert left[162, 200].min() > 240  # inside it
 
 
-def test_a_picture_that_cannot_be_read_is_said_and_the_rest_is_written(tmp_path: Path) -> None:
-    said: list[str] = []
+def test_an_unreadable_image_is_reported_and_the_rest_is_written(tmp_path: Path) -> None:
+    errors: list[str] = []
     gone = tmp_path / "gone.jpg"
-    board = Board(tmp_path, on_error=said.append)
+    board = Board(tmp_path, on_error=errors.append)
     board.add_images(7, [ImageWithBoxes(path=gone, load_image=read(gone), gt=boxes(), detections=boxes())], [])
     board.add_window(window(20))
     board.close()
-    assert len(said) == 1
-    assert "cannot be drawn" in said[0]
-    assert "gone.jpg" in said[0]
+    assert len(errors) == 1
+    assert "cannot be drawn" in errors[0]
+    assert "gone.jpg" in errors[0]
     assert "loss/total" in curves(tmp_path)
 
 
-def test_a_board_that_cannot_write_says_so_once_and_never_blocks(tmp_path: Path) -> None:
-    (tmp_path / FOLDER).write_text("a file where the folder should be")
-    said: list[str] = []
-    board = Board(tmp_path, on_error=said.append)
+def test_a_write_error_is_reported_once_and_never_blocks(tmp_path: Path) -> None:
+    (tmp_path / FOLDER).write_text("a file instead of the folder")
+    errors: list[str] = []
+    board = Board(tmp_path, on_error=errors.append)
     for step in range(5000):
         board.add_window(window(step))
     board.close()
     board.close()
-    assert len(said) == 1
-    assert "no longer written: FileExistsError" in said[0]
+    assert len(errors) == 1
+    assert "no longer written: FileExistsError" in errors[0]
     assert board.error is not None
 
 
-def test_a_disk_that_does_not_answer_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The writing thread hangs in a file (a pipe that nobody has opened): lines beyond the backlog are dropped."""
+def test_a_hanging_disk_does_not_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writing thread hangs in a file (a pipe without a writer): entries beyond the queue are dropped."""
     monkeypatch.setattr("stoker.report.tensorboard._MAX_QUEUED", 10)
     pipe = tmp_path / "hangs.png"
     os.mkfifo(pipe)
@@ -178,22 +180,22 @@ def test_a_disk_that_does_not_answer_holds_nobody_up(tmp_path: Path, monkeypatch
     assert len(curves(tmp_path)["loss/total"]) == 100 - board.dropped
 
 
-def test_a_disk_that_fills_up_ends_the_board_not_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_ends_the_board_not_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel refuses to let the event file grow (RLIMIT_FSIZE), as a full disk does."""
     import resource
     import signal
 
     monkeypatch.setattr("stoker.report.tensorboard.FLUSH_INTERVAL_S", -1.0)
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    said: list[str] = []
+    errors: list[str] = []
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-        board = Board(tmp_path, on_error=said.append)
+        board = Board(tmp_path, on_error=errors.append)
         for step in range(200):
             board.add_window(window(step))
         board.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
-    assert len(said) == 1
-    assert "File too large" in said[0]
+    assert len(errors) == 1
+    assert "File too large" in errors[0]

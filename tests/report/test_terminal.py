@@ -1,4 +1,4 @@
-"""The screen as strings: plain lines, moving lines, tables, and what happens when nobody can read them."""
+"""Terminal output as strings: plain lines, live lines, tables, and output errors."""
 
 import io
 import os
@@ -37,7 +37,7 @@ def metrics(**changes: object) -> Metrics:
 
 
 class Clock:
-    """Seconds that only the test moves."""
+    """Seconds that the test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -47,7 +47,7 @@ class Clock:
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -91,7 +91,7 @@ results in runs/demo-tiny-1
     )
 
 
-def test_plain_progress_leaves_out_what_is_not_known() -> None:
+def test_plain_progress_omits_unknown_values() -> None:
     file = io.StringIO()
     bare = window(losses={}, lr=None, wall_s=0.0, skipped_steps=1)
     with plain(file) as screen:
@@ -110,7 +110,7 @@ def test_plain_progress_comes_at_most_every_ten_seconds_and_events_at_once() -> 
     assert [line.split(" (")[0] for line in file.getvalue().splitlines()] == ["step 0", "saved", "step 10", "step 20"]
 
 
-def test_plain_lines_have_no_control_characters_whatever_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_lines_have_no_control_characters_in_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     file, evil = io.StringIO(), "a\x1b[2Jb\rc\x07[bold]d[/bold]:smile:"
@@ -128,7 +128,7 @@ def test_plain_lines_have_no_control_characters_whatever_the_names(monkeypatch: 
     assert text.count("[bold]d[/bold]:smile:") == 8
 
 
-def moving(monkeypatch: pytest.MonkeyPatch, **environment: str) -> tuple[Terminal, Screen]:
+def live(monkeypatch: pytest.MonkeyPatch, **environment: str) -> tuple[Terminal, Screen]:
     for name in ("NO_COLOR", "FORCE_COLOR", "COLORTERM"):
         monkeypatch.delenv(name, raising=False)
     for name, value in ({"TERM": "xterm-256color"} | environment).items():
@@ -141,8 +141,8 @@ def visible(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 
 
-def test_moving_lines_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    file, screen = moving(monkeypatch)
+def test_live_lines_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    file, screen = live(monkeypatch)
     assert screen.is_live
     with screen:
         screen.progress(window(), fraction_done=0.5, total_steps=2400, eta_s=8.0, memory=(2**30, 2**34))
@@ -157,8 +157,8 @@ def test_moving_lines_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert file.getvalue().count("\x1b[?25l") == file.getvalue().count("\x1b[?25h") == 1
 
 
-def test_the_terminal_is_given_back_after_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
-    file, screen = moving(monkeypatch)
+def test_the_terminal_is_restored_after_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    file, screen = live(monkeypatch)
 
     def run() -> None:
         with screen:
@@ -171,8 +171,8 @@ def test_the_terminal_is_given_back_after_an_exception(monkeypatch: pytest.Monke
     assert file.getvalue().rindex("\x1b[?25h") > file.getvalue().rindex("\x1b[?25l")
 
 
-def test_no_color_takes_the_colours_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    file, screen = moving(monkeypatch, NO_COLOR="1")
+def test_no_color_disables_colors(monkeypatch: pytest.MonkeyPatch) -> None:
+    file, screen = live(monkeypatch, NO_COLOR="1")
     with screen:
         screen.warning("careful")
         screen.settings([("batch_size", 16, "fits")])
@@ -181,7 +181,7 @@ def test_no_color_takes_the_colours_away(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    file, screen = moving(monkeypatch, TERM="dumb")
+    file, screen = live(monkeypatch, TERM="dumb")
     with screen:
         screen.progress(window(), fraction_done=0.5, total_steps=2400, eta_s=8.0, memory=None)
     assert not screen.is_live
@@ -194,8 +194,8 @@ def test_a_file_is_not_a_terminal(tmp_path: Path) -> None:
         assert not supports_cursor(file)
 
 
-def test_settings_that_a_person_set_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    file, screen = moving(monkeypatch)
+def test_settings_of_the_user_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    file, screen = live(monkeypatch)
     with screen:
         screen.settings([("batch_size", 16, None), ("hflip", True, "default"), ("aspect_ratios", (0.5, 1.0), "paper")])
     assert [line.rstrip() for line in visible(file.getvalue()).splitlines()] == [
@@ -213,8 +213,8 @@ def test_settings_that_a_person_set_are_marked(monkeypatch: pytest.MonkeyPatch) 
     'screen.progress(StepWindow(t=0, attempt=1, step=1, window_steps=1, num_images=1, wall_s=1, devices=1, phases={}), '
     'fraction_done=0, total_steps=1, eta_s=None, memory=None)',
 ])  # fmt: skip
-def test_a_screen_that_cannot_be_written_to_does_not_end_the_process(act: str) -> None:
-    """The log's disk is full: the process goes on, says so to its caller, and exits with 0."""
+def test_an_output_error_does_not_end_the_process(act: str) -> None:
+    """The disk of the log is full: the process continues, keeps the error, and exits with 0."""
     code = f"""
 import sys
 from stoker.runs.schemas import StepWindow
@@ -223,26 +223,26 @@ with Screen() as screen:
     {act}
     {act}
 assert screen.last_error is not None
-sys.stderr.write("went on")
+sys.stderr.write("continued")
 """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, env=environment,
                               text=True, check=False)  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "went on")
+    assert (done.returncode, done.stderr) == (0, "continued")
 
 
-def test_after_a_training_whose_reader_has_left_printing_goes_on() -> None:
+def test_printing_works_after_the_reader_of_the_pipe_has_gone() -> None:
     reads, writes = os.pipe()
     with os.fdopen(writes, "w") as file:
         with Screen(file) as screen:
             os.close(reads)
-            screen.note("nobody reads this")
+            screen.note("without a reader")
         assert isinstance(screen.last_error, BrokenPipeError)
-        print("nor this, which raises nothing", file=file, flush=True)
+        print("this raises nothing", file=file, flush=True)
 
 
-def test_letters_that_the_stream_lacks_do_not_end_the_process() -> None:
+def test_characters_outside_of_the_encoding_do_not_end_the_process() -> None:
     code = 'from stoker.report.terminal import Screen\nwith Screen() as s: s.note("a · b")'
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
@@ -254,7 +254,7 @@ def test_the_terminal_modules_do_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_the_twelve_numbers_and_the_classes() -> None:
+def test_coco_metrics_and_classes() -> None:
     file = io.StringIO()
     print_metrics(metrics(missing=2), file)
     assert (
@@ -282,7 +282,8 @@ tram     n/a    n/a      0
     (fmt.number(999.7), "1,000"), (fmt.number(12345.6), "12,346"), (fmt.number(float("nan")), "nan"),
     (fmt.number(float("inf")), "inf"), (fmt.number(1.5e-7), "1.5e-07"),
     (fmt.count(None), "n/a"), (fmt.count(118287), "118,287"), (fmt.metric(0.8314), "0.831"), (fmt.metric(None), "n/a"),
-    (fmt.percentage(None), "n/a"), (fmt.percentage(0), "0 %"), (fmt.percentage(1e-6), "<0.01 %"), (fmt.percentage(0.0004), "0.04 %"),
+    (fmt.percentage(None), "n/a"), (fmt.percentage(0), "0 %"), (fmt.percentage(1e-6), "<0.01 %"),
+    (fmt.percentage(0.0004), "0.04 %"),
     (fmt.percentage(0.042), "4.2 %"), (fmt.percentage(0.0996), "10 %"), (fmt.percentage(0.614), "61 %"),
     (fmt.percentage(0.9997), "99.9 %"), (fmt.percentage(1), "100 %"),
     (fmt.duration(None), "n/a"), (fmt.duration(0), "0 s"), (fmt.duration(0.00002), "<0.001 s"),
@@ -297,5 +298,5 @@ tram     n/a    n/a      0
     (fmt.plural(1, "step"), "1 step"), (fmt.plural(2000, "step"), "2,000 steps"),
     (fmt.plural(3, "box", "boxes"), "3 boxes"),
 ])  # fmt: skip
-def test_numbers_for_people(text: str, wanted: str) -> None:
+def test_formatted_numbers(text: str, wanted: str) -> None:
     assert text == wanted

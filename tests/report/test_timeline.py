@@ -1,4 +1,4 @@
-"""Marks of findings and events on the time line, and the time line in a real browser."""
+"""Marks of findings and events on the timeline, and the timeline in a browser."""
 
 import json
 from pathlib import Path
@@ -22,34 +22,34 @@ from stoker.runs.schemas import (
 from tests import browser
 
 
-def shares(*input_wait: float) -> FractionSeries:
+def fractions(*input_wait: float) -> FractionSeries:
     parts = {"input_wait": list(input_wait), "compute": [1 - share for share in input_wait]}
     return FractionSeries(x=[10.0 * n for n in range(len(input_wait))], width=10.0, fractions=parts)
 
 
-def finding(*places: str) -> Finding:
-    evidence = [Evidence(text=f"seen in {place}", source=place) for place in places]
+def finding(*sources: str) -> Finding:
+    evidence = [Evidence(text=f"recorded in {source}", source=source) for source in sources]
     return Finding(cause="input_bound", severity="warning", title="x", evidence=evidence)
 
 
 def spans(
-    place: str, *, events: tuple[Event, ...] = (), phases: FractionSeries | None = None, **curves: Series
+    source: str, *, events: tuple[Event, ...] = (), phases: FractionSeries | None = None, **curves: Series
 ) -> list[TimelineMark]:
     machine = {name.replace("__", "/"): series for name, series in curves.items()}
-    found = collect_marks([finding(place)], list(events), phases or shares(), machine, 1000.0)
-    return [mark for mark in found if mark.kind == "finding"]
+    marks = collect_marks([finding(source)], list(events), phases or fractions(), machine, 1000.0)
+    return [mark for mark in marks if mark.kind == "finding"]
 
 
 def test_a_phase_is_marked_where_it_took_most() -> None:
-    (mark,) = spans("steps.jsonl: phases.input_wait", phases=shares(0.1, 0.5, 0.1, 0.1, 0.6, 0.7, 0.1))
+    (mark,) = spans("steps.jsonl: phases.input_wait", phases=fractions(0.1, 0.5, 0.1, 0.1, 0.6, 0.7, 0.1))
     assert (mark.start_s, mark.end_s, mark.finding_number) == (40.0, 60.0, 1)
-    assert spans("steps.jsonl: input_wait_stages.fetch", phases=shares(0.0, 0.2, 0.0))[0].start_s == 10.0
-    assert spans("steps.jsonl: phases.comm", phases=shares(0.1)) == []
+    assert spans("steps.jsonl: input_wait_stages.fetch", phases=fractions(0.0, 0.2, 0.0))[0].start_s == 10.0
+    assert spans("steps.jsonl: phases.comm", phases=fractions(0.1)) == []
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=30))
-def test_a_stretch_lies_inside_the_run_and_holds_the_worst_bar_or_more(values: list[float]) -> None:
-    span = worst_stretch(shares(*values), "input_wait")
+def test_a_stretch_is_inside_the_run_and_at_least_as_bad_as_the_worst_bar(values: list[float]) -> None:
+    span = worst_stretch(fractions(*values), "input_wait")
     if not any(values):
         assert span is None
         return
@@ -66,7 +66,7 @@ def test_a_gap_between_attempts_ends_a_stretch() -> None:
     assert worst_stretch(phases, "input_wait") == (0.0, 20.0)
 
 
-def test_events_and_extremes_of_counters_are_moments() -> None:
+def test_events_and_extremes_of_counters_have_no_duration() -> None:
     spike = Event(t=1030.0, attempt=1, kind="loss_spike", text="jump")
     assert [mark.start_s for mark in spans("events.jsonl: loss_spike", events=(spike, spike))] == [30.0]
     assert [mark.start_s for mark in spans("events.jsonl:1", events=(spike,))] == [30.0]
@@ -87,9 +87,9 @@ def run(tmp_path: Path) -> Path:
     folder.event("started", "attempt 1: x")
     start_t = next(json.loads(line)["t"] for line in (folder.path / EVENTS).read_text().splitlines())
     for n in range(120):
-        waits = 0.6 if 40 <= n < 70 else 0.02
-        phases = {"compute": 1 - waits, "input_wait": waits}
-        told = {
+        waited = 0.6 if 40 <= n < 70 else 0.02
+        phases = {"compute": 1 - waited, "input_wait": waited}
+        window = {
             "attempt": 1,
             "step": n,
             "window_steps": 1,
@@ -98,8 +98,8 @@ def run(tmp_path: Path) -> Path:
             "devices": 1,
             "phases": phases,
         }
-        folder.append(STEPS, StepWindow(t=start_t + n + 1, **told))
-        gpu = GpuSample(index=0, utilization=1 - waits, sm_active=0.5)
+        folder.append(STEPS, StepWindow(t=start_t + n + 1, **window))
+        gpu = GpuSample(index=0, utilization=1 - waited, sm_active=0.5)
         folder.append(
             DEVICES, DeviceSample(t=start_t + n + 1, attempt=1, gpus=[gpu], cpu_core_utilization=[0.5, 0.7], psi_io=0.1)
         )
@@ -109,7 +109,7 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(browser.find() is None, reason="no Chromium on this machine")
-def test_the_time_line_is_drawn_and_zooms_at_two_widths(run: Path, tmp_path: Path) -> None:
+def test_the_timeline_is_drawn_and_zooms_at_two_widths(run: Path, tmp_path: Path) -> None:
     page = write_report(run, tmp_path / "report.html")
     charts = json.loads(page.read_text().partition('id="charts">')[2].partition("</script>")[0])
     (name,) = [chart["id"] for chart in charts if "yaxis4" in chart["layout"]]
@@ -119,7 +119,7 @@ def test_the_time_line_is_drawn_and_zooms_at_two_widths(run: Path, tmp_path: Pat
             tab.open(page, width=width, mobile=width < 600)
             assert tab.value(f"document.querySelectorAll('#{name} > div .cartesianlayer > .subplot').length") == 4
             whole = tab.value(span)
-            handle = ".nsewdrag" if width > 600 else ".rangeslider-grabber-min"  # a phone has the slider alone
+            handle = ".nsewdrag" if width > 600 else ".rangeslider-grabber-min"  # a phone has only the slider
             box = tab.value(
                 f"(e => {{ e.scrollIntoView({{block: 'center'}}); const r = e.getBoundingClientRect();"
                 f" return [r.x, r.y, r.width, r.height]; }})"

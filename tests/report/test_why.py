@@ -1,4 +1,4 @@
-"""`stoker why`: what it prints of a run, what its JSON holds, and how it tells the living from the dead."""
+"""`stoker why`: printed text, JSON, and the state of a run."""
 
 import io
 import json
@@ -32,7 +32,7 @@ STEP = msgspec.json.encode(StepWindow(t=10.0, attempt=1, step=1, window_steps=1,
 
 
 def make_run(path: Path, *, price: float = 0.0, end: str | None = None, attempts: int = 1) -> Path:
-    """1,000 s on 2 devices in each attempt; each restart went back by 10 of 100 steps."""
+    """1,000 s on 2 devices per attempt; each restart repeats 10 of 100 steps."""
     path.mkdir()
     step = 0
     for attempt in range(1, attempts + 1):
@@ -40,11 +40,11 @@ def make_run(path: Path, *, price: float = 0.0, end: str | None = None, attempts
         folder.event("started" if attempt == 1 else "resumed")
         step += 100 if attempt == 1 else 90
         phases = {"compute": 1500.0, "input_wait": 440.0, "startup": 50.0, "recovery": 10.0}
-        folder.append(STEPS, StepWindow(t=1.0, attempt=attempt, step=step, window_steps=100, num_images=16000, wall_s=1000.0,
-                                        devices=2, phases=phases))  # fmt: skip
+        folder.append(STEPS, StepWindow(t=1.0, attempt=attempt, step=step, window_steps=100, num_images=16000,
+                                        wall_s=1000.0, devices=2, phases=phases))  # fmt: skip
         folder.close()
     if end is not None:
-        folder.event(end, "what was said\n  fix: more")
+        folder.event(end, "the message\n  fix: more")
         folder.close()
     (path / CONFIG).write_text(f"[run]\nprice_per_device_hour = {price}\n")
     return path
@@ -61,13 +61,13 @@ def text_of(explanation: RunExplanation) -> str:
 
 
 def finding(number: int = 1) -> Finding:
-    """One whose words no catalogue changes."""
+    """A fixed finding."""
     return Finding(cause=f"cause_{number}", severity="critical", title=f"Cause {number}", lost_device_s=880.0,
                    evidence=[Evidence(text="a number", value=1.0, source="steps.jsonl: phases")], fix="do it",
                    command="--cache disk", confidence=0.8, probe_result="10 → 16 img/s")  # fmt: skip
 
 
-def test_where_the_time_went(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_printed_explanation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     make_run(Path("cars-1"), price=3.6, end="finished", attempts=2)
     explanation = msgspec.structs.replace(explain_run("cars-1"), findings=[finding()])
@@ -75,7 +75,7 @@ def test_where_the_time_went(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         text_of(explanation)
         == """\
 run    cars-1
-state  finished: what was said
+state  finished: the message
 time   33 min 20 s on 2 devices, 1 restart, 10 steps repeated
 work   190 steps, 32,000 images, 16 img/s on average
 
@@ -100,7 +100,7 @@ evidence: steps.jsonl, events.jsonl, config.toml in cars-1
     )
 
 
-def test_what_a_wait_for_pictures_was_made_of(tmp_path: Path) -> None:
+def test_the_stages_of_input_wait(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, 1)
     folder.event("started")
     for _ in range(2):
@@ -122,13 +122,13 @@ def test_what_a_wait_for_pictures_was_made_of(tmp_path: Path) -> None:
     assert set(STAGE_MEANINGS) == set(INPUT_STAGES)
 
 
-def test_without_a_price_no_cost_is_shown_and_a_given_price_replaces_the_runs(tmp_path: Path) -> None:
+def test_no_cost_without_a_price_and_a_given_price_wins(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", end="finished")
     assert "  cost" not in printed(run)
     assert "2.00" in printed(run, price=3.6).split("total")[1].splitlines()[0]
 
 
-def test_the_price_of_a_measured_run_is_in_the_event_that_began_it(tmp_path: Path) -> None:
+def test_the_price_of_a_measured_run_is_in_its_first_event(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     folder = RunFolder(tmp_path / "a", 1)
     folder.event("started", measured=True, price_per_device_hour=7.2)
@@ -143,7 +143,7 @@ def test_the_price_of_a_measured_run_is_in_the_event_that_began_it(tmp_path: Pat
     assert [finding.lost_cost for finding in diagnose(tmp_path / "a")] == [pytest.approx(2.0)]
 
 
-def test_a_run_that_died_at_the_start_has_an_answer(tmp_path: Path) -> None:
+def test_a_run_that_failed_at_the_start(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, 1)
     folder.event("started")
     folder.event("failed", "The image cannot be decoded.")
@@ -155,7 +155,7 @@ def test_a_run_that_died_at_the_start_has_an_answer(tmp_path: Path) -> None:
     assert explain_run(tmp_path).productive_fraction is None
 
 
-def test_the_living_the_dead_and_the_finished(tmp_path: Path) -> None:
+def test_the_state_of_a_run(tmp_path: Path) -> None:
     for end in ("finished", "preempted", "failed"):
         assert explain_run(make_run(tmp_path / end, end=end)).state == end
     run = make_run(tmp_path / "killed")
@@ -167,7 +167,7 @@ def test_the_living_the_dead_and_the_finished(tmp_path: Path) -> None:
     assert explain_run(run).state == "killed"
 
 
-def test_a_resumed_run_is_judged_by_its_newest_attempt(tmp_path: Path) -> None:
+def test_the_newest_attempt_decides_the_state(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", end="preempted")
     again = RunFolder(run, 2)
     again.event("resumed")
@@ -175,21 +175,21 @@ def test_a_resumed_run_is_judged_by_its_newest_attempt(tmp_path: Path) -> None:
     assert explain_run(run).state == "killed"
 
 
-def test_a_run_whose_lock_cannot_be_tried(tmp_path: Path) -> None:
+def test_a_run_whose_lock_cannot_be_checked(tmp_path: Path) -> None:
     """As on a read-only copy; a folder in its place fails for root too."""
     run = make_run(tmp_path / "run")
     (run / ".lock").mkdir()
     assert explain_run(run).state == "unknown"
 
 
-def test_asking_leaves_no_trace_in_the_run(tmp_path: Path) -> None:
+def test_reading_changes_no_file(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     before = sorted(path.name for path in run.iterdir())
     explain_run(run)
     assert sorted(path.name for path in run.iterdir()) == before
 
 
-def test_the_json_holds_the_same_and_its_shares_add_up(tmp_path: Path) -> None:
+def test_the_fractions_in_the_json_add_up(tmp_path: Path) -> None:
     explanation = explanation_as_dict(
         explain_run(make_run(tmp_path / "run", end="finished", attempts=2), price_per_device_hour=1.0)
     )
@@ -207,7 +207,7 @@ def test_the_json_holds_the_same_and_its_shares_add_up(tmp_path: Path) -> None:
     assert set(explanation["evidence_paths"]) == {"steps.jsonl", "events.jsonl", "config.toml"}
 
 
-def test_every_phase_of_the_ledger_has_its_words() -> None:
+def test_every_phase_has_a_meaning() -> None:
     assert set(PHASE_MEANINGS) == set(PHASES)
 
 
@@ -224,8 +224,8 @@ def test_at_most_five_findings_are_printed_and_the_rest_is_counted(
     assert "The diagnosis found nothing else" in text_of(msgspec.structs.replace(explanation, findings=[]))
 
 
-def test_a_finding_says_its_command_once_and_stays_below_its_title_where_it_is_wrapped() -> None:
-    long = Evidence(text="what was seen " * 9, source="steps.jsonl: phases")
+def test_a_finding_has_its_command_once_and_wrapped_lines_are_indented() -> None:
+    long = Evidence(text="something was measured " * 9, source="steps.jsonl: phases")
     result = msgspec.structs.replace(finding(), evidence=[long], fix="put --cache disk behind it")
     file = io.StringIO()
     print_renderables(finding_lines(result), file, width=80)
@@ -236,7 +236,7 @@ def test_a_finding_says_its_command_once_and_stays_below_its_title_where_it_is_w
     assert file.getvalue().count("--cache disk") == 1
 
 
-def test_money_by_the_list_where_nobody_gave_a_price(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_list_price_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = make_run(Path("run"), end="finished")
     environment = {"machine_type": "g4dn.xlarge", "gpu": {"gpus": [{"name": "Tesla T4"}]}}
@@ -257,7 +257,7 @@ def test_money_by_the_list_where_nobody_gave_a_price(tmp_path: Path, monkeypatch
     assert explain_run(run).price_per_device_hour == 1.5
 
 
-def test_experiments_have_their_own_section(tmp_path: Path) -> None:
+def test_experiments_have_a_section(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", end="finished")
     folder = RunFolder(run, 1)
     numbers = {"before_img_per_s": 10.0, "after_img_per_s": 18.0, "ratio": 1.8, "ratio_low": 1.7, "ratio_high": 1.9}
@@ -288,10 +288,10 @@ PARTIAL_RUNS = {
     "events alone": {"events.jsonl": b'{"t":1.0,"attempt":1,"kind":"started"}\n'},
     "killed before its first event": {"environment.json": b"{}"},
     "steps alone": {"steps.jsonl": STEP},
-    "a torn step": {"events.jsonl": b"", "steps.jsonl": STEP + STEP[:30]},
+    "an incomplete step": {"events.jsonl": b"", "steps.jsonl": STEP + STEP[:30]},
     "damaged environment": {"events.jsonl": b"", "environment.json": b'{"gpu": [1,', "steps.jsonl": STEP},
-    "no object for environment": {"events.jsonl": b"", "environment.json": b"7", "steps.jsonl": STEP},
-    "odd environment": {
+    "environment is not an object": {"events.jsonl": b"", "environment.json": b"7", "steps.jsonl": STEP},
+    "unusual environment": {
         "events.jsonl": b"",
         "environment.json": b'{"gpu":{"gpus":[7]},"cores":"x"}',
         "steps.jsonl": STEP,
@@ -302,7 +302,7 @@ PARTIAL_RUNS = {
 
 
 @pytest.mark.parametrize("what", PARTIAL_RUNS)
-def test_every_half_of_a_run_has_an_answer(tmp_path: Path, what: str) -> None:
+def test_every_partial_run_can_be_explained(tmp_path: Path, what: str) -> None:
     for name, content in PARTIAL_RUNS[what].items():
         (tmp_path / name).write_bytes(content)
     result = explain_run(tmp_path)
@@ -313,12 +313,12 @@ def test_every_half_of_a_run_has_an_answer(tmp_path: Path, what: str) -> None:
     assert collect(tmp_path).explanation.state == result.state
 
 
-def test_what_is_no_run_is_a_usage_error(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is not a run"):
         explain_run(tmp_path / "nothing")
 
 
-def test_names_in_records_cannot_steer_the_terminal(tmp_path: Path) -> None:
+def test_names_in_records_cannot_control_the_terminal(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     folder = RunFolder(run, 1)
     folder.event("failed", "\x1b[2Jgone")

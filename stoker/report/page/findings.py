@@ -12,21 +12,22 @@ from stoker.runs.schemas import Finding
 
 
 def findings(report: RunReport) -> list[Markup]:
-    """Each finding: cost, evidence, fix, confidence."""
+    """Each finding: cost, evidence, fix, confidence; then the notes."""
     articles = [
         _finding(report, number, finding) for number, finding in enumerate(report.explanation.findings, start=1)
     ]
-    return [tag("h3", "Findings"), *articles] if articles else []
+    notes = [tag("li", note.text, _source(note.source)) for note in report.explanation.notes]
+    return [
+        *([tag("h3", "Findings"), *articles] if articles else []),
+        *([tag("h3", "Notes"), tag("ul", notes)] if notes else []),
+    ]
 
 
 def _finding(report: RunReport, number: int, finding: Finding) -> Markup:
     lost = f"{fmt.duration(finding.lost_device_s)} lost" if finding.lost_device_s is not None else ""
     cost_range = report.explanation.cost(finding.lost_device_s)
     cost_text = f", cost {format_cost(cost_range)}" if cost_range is not None else ""
-    evidence = [
-        tag("li", item.text, tag("span", f" {item.source}", class_="source") if item.source else None)
-        for item in finding.evidence
-    ]
+    evidence = [tag("li", item.text, _source(item.source)) for item in finding.evidence]
     command = extra_command(finding)
     confidence = f"Confidence: {fmt.percentage(finding.confidence)}" if finding.confidence is not None else ""
     return tag(
@@ -40,6 +41,10 @@ def _finding(report: RunReport, number: int, finding: Finding) -> Markup:
         else None,
         class_=f"finding {finding.severity}",
     )
+
+
+def _source(source: str) -> Markup | None:
+    return tag("span", f" {source}", class_="source") if source else None
 
 
 def experiments(report: RunReport) -> list[Markup]:
