@@ -51,9 +51,17 @@ class Case:
 
     def trial(self) -> fakes.Trial:
         """The same step on the fake accelerator. Fused SGD does not run there."""
-        return fakes.Trial(model=self.model, classes=self.classes, batch=self.batch, slots=self.slots,
-                           image_size=self.image_size, precision=self.precision, optimizer=self.optimizer,
-                           fused=self.optimizer == "adamw", average=True)  # fmt: skip
+        return fakes.Trial(
+            model=self.model,
+            classes=self.classes,
+            batch=self.batch,
+            slots=self.slots,
+            image_size=self.image_size,
+            precision=self.precision,
+            optimizer=self.optimizer,
+            fused=self.optimizer == "adamw",
+            average=True,
+        )
 
 
 class Work:
@@ -63,8 +71,14 @@ class Work:
         torch.manual_seed(0)
         self.case, self.device = case, device
         self.model = calibrated_model(case, device)
-        optim = OptimSettings(optimizer=case.optimizer, backbone_lr_mult=1.0, momentum=0.9, weight_decay=1e-4, clip_grad_norm=1.0,
-                              ema_decay=0.999)  # fmt: skip
+        optim = OptimSettings(
+            optimizer=case.optimizer,
+            backbone_lr_mult=1.0,
+            momentum=0.9,
+            weight_decay=1e-4,
+            clip_grad_norm=1.0,
+            ema_decay=0.999,
+        )
         self.stepper = OptimizerStep(self.model, optim, device, precision=case.precision)
         self.meter = LossAccumulator(device, max_skipped_steps=10**6)
         self.batch = random_batch(case, device)
@@ -178,8 +192,10 @@ def kernels(work: Work, compute: LossFn) -> dict[str, Any]:
             continue
         calls[event.name] += 1
     total = sum(times.values())
-    top = [{"share": us / total, "calls a step": calls[name] // PROFILED, "name": name[:NAME]}
-           for name, us in times.most_common(KERNELS)]  # fmt: skip
+    top = [
+        {"share": us / total, "calls a step": calls[name] // PROFILED, "name": name[:NAME]}
+        for name, us in times.most_common(KERNELS)
+    ]
     return {"kernels": top, "idle": idle_fraction(spans)}
 
 

@@ -24,7 +24,7 @@ WORDS = {
     r"processor[- ](?:time|seconds?)": "CPU time, CPU-seconds",
     r"stillness|st(?:ood|ands?) still": "idle, hang",
     r"blindness": "observability gaps",
-    r"beside": "next to, besides, in the background",
+    r"(?<!self\.)beside": "next to, besides, in the background",
     r"mend(?:s|ed|ing)?": "fix, correct",
     r"true box(?:es)?": "ground truth box",
     r"mistakes?": "error type",

@@ -154,11 +154,11 @@ def test_numbers_of_numpy_are_numbers():
 @pytest.mark.parametrize(
     ("image", "kind", "words"),
     [
-        (b"bytes", UsageError, "A bytes is no picture"),
-        (".", UsageError, "A folder is no picture"),
+        (b"bytes", UsageError, "type bytes is not an image"),
+        (".", UsageError, "A folder is not an image"),
         (np.zeros((4, 4), np.uint8), UsageError, "uint8 [height, width, 3], RGB"),
         (np.zeros((4, 4, 3), np.float32), UsageError, "float32"),
-        (7, UsageError, "A int is no picture"),
+        (7, UsageError, "type int is not an image"),
         ("nowhere.jpg", DataError, "nowhere.jpg"),
     ],
 )

@@ -1,13 +1,13 @@
-"""COCO's numbers from columns: which detection is right about which ground truth box, and the curves and means over that.
+"""COCO metrics from columns: matches detections to ground truth boxes, then computes the curves and their means.
 
-The rules are those of pycocotools' cocoeval.py, which is the oracle in the tests (equal within 1e-9): per image and
-class the 100 best detections, each to the free ground truth box with the largest IoU at ten thresholds, with crowd regions and
-boxes outside an area range to fall back on. Whole columns are worked on at once. What is left for a loop is one step
-for the n-th pair of boxes of every image and class together, at all thresholds (a bit each) and areas. So a score of
-COCO's size takes about a second, most of it inside NumPy with the interpreter free for the training thread (decision
-9). `benchmarks/evaluate.py` measures both.
+The rules are those of pycocotools' cocoeval.py, the oracle in the tests (equal within 1e-9): per image and class the
+100 best detections, each matched to the free ground truth box with the largest IoU at ten thresholds, else to crowd
+regions and boxes outside the area range, which are ignored. The computation is vectorized. The only loop has one step
+for the n-th pair of boxes of all images and classes at once, at all thresholds (a bit each) and areas. So scoring a
+data set of COCO's size takes about a second, mostly inside NumPy without the interpreter lock, which the training
+thread needs (decision 9). `benchmarks/evaluate.py` measures both.
 
-What the matches say about errors is `error_analysis.py`; no torch here.
+`error_analysis.py` classifies the errors; no torch here.
 """
 
 import dataclasses
@@ -22,58 +22,57 @@ from stoker.evaluation.metrics import COCO_SUMMARY, ClassMetrics, Detections, Gr
 
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
 AREA_RANGES = np.array([(0, 1e10), (0, 32**2), (32**2, 96**2), (96**2, 1e10)], np.float64)
-"""All, small, medium, large: areas in pixels, both ends included."""
+"""All, small, medium, large: square pixels, both limits included."""
 MAX_DETECTIONS = 100
-"""Detections of a class in a image that count, the best ones."""
+"""Maximum number of detections of a class in an image."""
 MIN_PAIR_IOU = 0.1
-"""Pairs that overlap less are not kept. TIDE's t_b (Bolya et al., ECCV 2020); COCO asks from 0.5 on."""
+"""Pairs with a smaller IoU are dropped. TIDE's t_b (Bolya et al., ECCV 2020); COCO needs only those from 0.5 on."""
 _PAIRS_PER_BLOCK = 250_000
-"""Pairs of boxes whose overlap is computed at once: some 20 MB, so most of it stays in a core's cache."""
+"""Pairs of boxes whose IoU is computed at once: about 20 MB, so most of it stays in a core's cache."""
 _ALL_THRESHOLDS = np.uint16(2 ** len(IOU_THRESHOLDS) - 1)
 
 ThresholdBits = NDArray[np.uint16]
-"""A bit for each of IOUS, the lowest for 0.5."""
+"""A bit for each of IOU_THRESHOLDS, the lowest for 0.5."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CocoMatches:
-    """The detections that count, N of them, by image, class and falling score, and what each is right about."""
+    """The N detections that count, sorted by image, class and descending score, and their matches."""
 
     order: NDArray[np.int64]
     """[N], indices into the detections."""
     by_class: NDArray[np.int64]
-    """[N], places in `order`, by class and falling score; of equal ones by image."""
+    """[N], positions in `order`, sorted by class and descending score, then by image."""
     gt_index: NDArray[np.int64]
-    """[N], at IoU 0.5 the ground truth box that a detection is right about; -1: none, -2: it lies in a crowd region."""
+    """[N], index of the ground truth box matched at IoU 0.5; -1: none, -2: a crowd region."""
     pair_detection: NDArray[np.int64]
-    """[P], place in `order` of each pair of boxes of a image that overlap by BACKGROUND or more, ascending."""
+    """[P], position in `order` of each pair of boxes of an image with an IoU of at least MIN_PAIR_IOU, ascending."""
     pair_gt: NDArray[np.int64]
     """[P]."""
     pair_iou: NDArray[np.float64]
-    """[P], IoU; with a crowd region the fraction of the detection inside it."""
+    """[P], IoU; for a crowd region, the fraction of the detection inside it."""
     tp: ThresholdBits
-    """[4, N], for each of AREAS the thresholds at which a detection is right."""
+    """[4, N], for each of AREA_RANGES the thresholds at which a detection is a true positive."""
     ignored: ThresholdBits
-    """[4, N], those at which it counts neither way."""
+    """[4, N], those at which it is ignored."""
     rank: NDArray[np.int64]
-    """[N], how many detections of its class in its image score better."""
+    """[N], number of detections of its class and image with a higher score."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CocoResult:
-    """The metrics, and what they are means of."""
+    """The metrics, and the curves and matches behind them."""
 
     metrics: Metrics
     precision: NDArray[np.float64]
-    """[10 IoU thresholds 0.50 … 0.95, 101 recalls, classes] of all areas and 100 detections; -1 where undefined."""
+    """[10 IoU thresholds 0.50 … 0.95, 101 recalls, classes] for all areas and 100 detections; -1 where undefined."""
     matches: CocoMatches
 
 
 def match_detections(gt: GroundTruth, detections: Detections) -> CocoMatches:
-    """Matches as COCO does."""
-    order = np.lexsort(
-        (-detections.score, detections.label, detections.image_index)
-    )  # stable: equal scores stay in their order
+    """Matches detections to ground truth boxes by COCO's rules."""
+    # stable: equal scores keep their order
+    order = np.lexsort((-detections.score, detections.label, detections.image_index))
     image_index, label = detections.image_index[order], detections.label[order]
     starts = _starts(image_index, label)
     rank = np.arange(len(order)) - np.repeat(starts, np.diff(np.append(starts, len(order))))
@@ -84,13 +83,13 @@ def match_detections(gt: GroundTruth, detections: Detections) -> CocoMatches:
     pair_detection, pair_gt, pair_iou = (np.concatenate(column) for column in zip(*pair_blocks, strict=True))
     same_class = np.flatnonzero((pair_iou >= IOU_THRESHOLDS[0]) & (label[pair_detection] == gt.label[pair_gt]))
     det_index, gt_index, overlap = pair_detection[same_class], pair_gt[same_class], pair_iou[same_class]
-    # for each detection the largest overlap first, of equal ones the later box: pycocotools replaces equals
+    # for each detection the largest IoU first, among equal ones the last box, as in pycocotools
     best_first = np.lexsort((-gt_index, -overlap, det_index))
     det_index, gt_index, overlap = det_index[best_first], gt_index[best_first], overlap[best_first]
 
     gt_outside = (gt.area < AREA_RANGES[:, :1]) | (gt.area > AREA_RANGES[:, 1:])
-    gt_ignore = gt.crowd | gt_outside  # [4, K], ground truth boxes that need not be found
-    # a detection falls back on those only when no other is left for it
+    gt_ignore = gt.crowd | gt_outside  # [4, K], ground truth boxes that are ignored
+    # a detection is matched to these only if no other box is left
     visit_order = np.argsort(2 * det_index + gt_ignore[:, gt_index], axis=1, kind="stable")
     hits = _greedy_match(det_index, gt_index[visit_order], overlap[visit_order], _starts(image_index, label), gt.crowd)
     hit_ignore = np.take_along_axis(gt_ignore[:, gt_index], visit_order, axis=1)
@@ -108,20 +107,27 @@ def match_detections(gt: GroundTruth, detections: Detections) -> CocoMatches:
     chosen_gt = gt_index[visit_order[0, at_half]]
     matched_gt[det_index[at_half]] = np.where(gt.crowd[chosen_gt], -2, chosen_gt)
     return CocoMatches(
-        order=order, by_class=np.lexsort((-detections.score[order], label)), gt_index=matched_gt, pair_detection=pair_detection,
-        pair_gt=pair_gt, pair_iou=pair_iou, tp=tp, ignored=ignored, rank=rank,
-    )  # fmt: skip
+        order=order,
+        by_class=np.lexsort((-detections.score[order], label)),
+        gt_index=matched_gt,
+        pair_detection=pair_detection,
+        pair_gt=pair_gt,
+        pair_iou=pair_iou,
+        tp=tp,
+        ignored=ignored,
+        rank=rank,
+    )
 
 
 def _starts(*columns: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where in sorted columns [N] a new combination begins."""
+    """Positions in sorted columns [N] at which a new combination starts."""
     new = np.ones(len(columns[0]), np.bool_)
     new[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
     return np.flatnonzero(new)
 
 
 def _sum_bits(index: NDArray[np.int64], bits: NDArray[Any], count: int) -> ThresholdBits:
-    """[count], of each place all its bits; no two of them are the same."""
+    """[count], the bits of each index combined; a bit occurs at most once per index."""
     return np.bincount(index, weights=bits, minlength=count).astype(np.uint16)
 
 
@@ -132,19 +138,19 @@ def _greedy_match(
     groups: NDArray[np.int64],
     crowd: NDArray[np.bool_],
 ) -> ThresholdBits:
-    """[4, P], the thresholds at which a pair of boxes is a match, when pairs are asked one after the other.
+    """[4, P], the thresholds at which a pair of boxes is a match, if pairs are matched greedily in their order.
 
-    place: [P], the detection, ascending; box, overlap: [4, P], its ground truth boxes in the order in which they are asked;
-    groups: the detections at which a new image or class begins: no box is in two of them.
+    det_index: [P], ascending; gt_index, pair_iou: [4, P], the candidates of each detection in order of preference;
+    groups: the detections at which a new image or class starts, as no box is in two groups; crowd: [K].
     """
     reached = ((1 << np.searchsorted(np.minimum(IOU_THRESHOLDS, 1 - 1e-10), pair_iou, "right")) - 1).astype(np.uint16)
     group = np.searchsorted(groups, det_index, "right")
     starts = _starts(group)
     nth = np.arange(len(det_index)) - np.repeat(starts, np.diff(np.append(starts, len(det_index))))
-    steps = np.argsort(nth, kind="stable")  # the first pair of every group, then the second …
+    steps = np.argsort(nth, kind="stable")  # the first pair of every group, then the second ones …
     ends = np.cumsum(np.bincount(nth)).tolist()
     det_index, gt_index, reached = det_index[steps], gt_index[:, steps], reached[:, steps]
-    exclusive = np.where(crowd[gt_index], np.uint16(0), _ALL_THRESHOLDS)  # a crowd region is never taken
+    exclusive = np.where(crowd[gt_index], np.uint16(0), _ALL_THRESHOLDS)  # a crowd region stays free
     det_matched = np.zeros((4, int(det_index.max(initial=-1)) + 1), np.uint16)
     gt_matched = np.zeros((4, len(crowd)), np.uint16)
     hits = np.empty_like(reached)
@@ -165,7 +171,8 @@ def _greedy_match(
 def _iter_iou_pairs(
     gt: GroundTruth, detections: Detections, order: NDArray[np.int64]
 ) -> Iterator[tuple[NDArray[Any], ...]]:
-    """(place in `order`, ground truth box, overlap) of all pairs of boxes of a image that reach BACKGROUND, part by part."""
+    """(position in `order`, ground truth box, IoU) of all pairs of boxes of an image with at least MIN_PAIR_IOU, in
+    blocks."""
     gt_order = np.argsort(gt.image_index, kind="stable")
     gt_image_index = gt.image_index[gt_order]
     gt_xyxy = gt.boxes[gt_order].T.astype(np.float64)
@@ -205,9 +212,9 @@ def _iter_iou_pairs(
 
 
 def compute_metrics(gt: GroundTruth, detections: Detections) -> CocoResult:
-    """The twelve COCO numbers, AP and AP50 of each class, and the precision-recall curves.
+    """The twelve COCO metrics, AP and AP50 of each class, and the precision-recall curves.
 
-    All images of the detections are images of the truth, and the truth has a box that counts.
+    All images of the detections are in the ground truth, which has at least one box that is not a crowd region.
     """
     matches = match_detections(gt, detections)
     num_classes = len(gt.class_names)
@@ -236,29 +243,38 @@ def compute_metrics(gt: GroundTruth, detections: Detections) -> CocoResult:
     num_gt_total = np.bincount(gt.label[~gt.crowd], minlength=num_classes)
     precision_all = precision[0]
     summary = (
-        precision_all, precision_all[0], precision_all[5], *precision[1:], recall[1][0], recall[10][0], *recall[MAX_DETECTIONS]
-    )  # fmt: skip
+        precision_all,
+        precision_all[0],
+        precision_all[5],
+        *precision[1:],
+        recall[1][0],
+        recall[10][0],
+        *recall[MAX_DETECTIONS],
+    )
     means: dict[str, Any] = {name: _mean(part) for name, part in zip(COCO_SUMMARY, summary, strict=True)}
     metrics = Metrics(
         **means,
         per_class=[
             ClassMetrics(
-                name=name, ap=_mean(precision_all[:, :, k]), ap50=_mean(precision_all[0, :, k]), boxes=int(num_gt_total[k])
+                name=name,
+                ap=_mean(precision_all[:, :, k]),
+                ap50=_mean(precision_all[0, :, k]),
+                boxes=int(num_gt_total[k]),
             )
             for k, name in enumerate(gt.class_names)
         ],
         num_images=len(gt.image_indices),
         boxes=int(num_gt_total.sum()),
         detections=len(detections),
-    )  # fmt: skip
+    )
     return CocoResult(metrics=metrics, precision=precision_all, matches=matches)
 
 
 def _required_hits(num_gt: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[classes, 101], how many of a class's boxes must be found for each recall, 1 at least."""
+    """[classes, 101], number of true positives needed for each recall, at least 1."""
     recalls, total = np.linspace(0, 1, NUM_RECALL_POINTS), np.maximum(num_gt, 1)[:, None]
     required = np.ceil(recalls * total).astype(np.int64)
-    required -= (required - 1) / total >= recalls  # the product was rounded; COCO compares the quotient
+    required -= (required - 1) / total >= recalls  # the product is rounded; COCO compares the quotient
     required += required / total < recalls
     return np.maximum(required, 1)
 
@@ -266,10 +282,11 @@ def _required_hits(num_gt: NDArray[np.int64]) -> NDArray[np.int64]:
 def _interpolated_precision(
     label: NDArray[np.int64], hits: NDArray[np.int64], num_counted: NDArray[np.int64], required_hits: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """[classes, 101], interpolated precision: the best one at this recall or a higher one; 0 where none reaches it.
+    """[classes, 101], interpolated precision: the maximum at this or a higher recall; 0 if the recall is not reached.
 
-    label: [N], by class and falling score; hits: places of the right ones; so_far: [N], how many count up to there.
-    Precision has its maxima at hits, so only these are looked at.
+    label: [N], sorted by class and descending score; hits: positions of the true positives; num_counted: [N],
+    cumulative number of detections that are not ignored. Precision has its maxima at true positives, so only these are
+    evaluated.
     """
     num_classes = len(required_hits)
     hit_label = label[hits]
@@ -279,13 +296,13 @@ def _interpolated_precision(
     precision = (np.arange(len(hits)) - first[hit_label] + 1) / (num_counted[hits] - before[hit_label])
     reached = required_hits <= num_hits[:, None]
     segment_starts = np.where(reached, first[:, None] + required_hits - 1, (first + num_hits)[:, None])
-    # the best between one recall and the next; an empty stretch gives its first, which is of a higher recall, too
+    # the maximum between one recall and the next; an empty segment gives its first value, of a higher recall
     best = np.maximum.reduceat(np.append(precision, 0.0), segment_starts.ravel()).reshape(segment_starts.shape)
     curve: NDArray[np.float64] = np.maximum.accumulate(np.where(reached, best, 0.0)[:, ::-1], axis=1)[:, ::-1]
     return curve
 
 
 def _mean(part: NDArray[np.float64]) -> float | None:
-    """Of what is defined; None where nothing is."""
+    """Mean of the defined values; None if there are none."""
     defined = part[part > -1]
     return float(defined.mean()) if len(defined) else None

@@ -1,8 +1,7 @@
-"""evaluation.json: how good a model is, and where it is wrong, so that a report can be made where there is no model.
+"""evaluation.json: the metrics and errors of a model, so that reports need neither model nor images.
 
-The schema and its reader; of bounded size whatever the data set. Who fills it: `evaluate.appraise`, from
-`error_analysis.py`;
-`training/loop.py` writes it. Who shows it: `report/`. docs/run-folder.md describes it for people.
+This is the schema and its reader. The file has a bounded size for any data set. `evaluate.build_evaluation` fills it
+from `error_analysis.py`; `training/loop.py` writes it; `report/` shows it; docs/run-folder.md describes it.
 """
 
 from pathlib import Path
@@ -15,24 +14,24 @@ from stoker.evaluation.metrics import Metrics
 from stoker.runs.records import EVALUATION
 
 NUM_RECALL_POINTS = 101
-"""A precision-recall curve has a value at each recall of 0, 0.01, …, 1, as COCO's."""
+"""Values of a precision-recall curve, at the recalls 0, 0.01, …, 1, as in COCO."""
 HISTOGRAM_BINS = 20
-"""A histogram of scores has this many equal bins of 0 … 1."""
+"""Equal bins of 0 … 1 of a histogram of scores."""
 ERROR_TYPES = ("localization", "class", "both", "duplicate", "background", "missed")
-"""What can be wrong, after TIDE (Bolya et al., ECCV 2020); `error_analysis.py` says when it is which."""
+"""TIDE's error types (Bolya et al., ECCV 2020); `error_analysis.py` defines them."""
 
 
 class Curves(msgspec.Struct, frozen=True, kw_only=True):
-    """Interpolated precision at the recalls 0, 0.01, …, 1; empty where no ground truth box counts."""
+    """Interpolated precision at the recalls 0, 0.01, …, 1; empty without ground truth boxes."""
 
     iou50: list[float]
     iou75: list[float]
     mean: list[float]
-    """Over the ten IoU thresholds 0.50 … 0.95: its mean is AP."""
+    """Mean over the ten IoU thresholds 0.50 … 0.95; its own mean is AP."""
 
 
 class ClassEvaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """One class. Counts are at its `threshold`, at IoU 0.5."""
+    """A class. Counts are at its score `threshold` and at IoU 0.5."""
 
     name: str
     boxes: int
@@ -40,23 +39,23 @@ class ClassEvaluation(msgspec.Struct, frozen=True, kw_only=True):
     ap: float | None
     ap50: float | None
     threshold: float | None
-    """The score from which on detections give the best F1 at IoU 0.5; None where nothing right was found."""
+    """Score threshold with the best F1 at IoU 0.5; None without true positives."""
     f1: float | None
     precision: float | None
     recall: float | None
     tp: int
     error_types: dict[str, int]
-    """Kind → count; one of ERROR_TYPES; a kind that is absent did not occur."""
+    """Error type (one of ERROR_TYPES) → count; types without errors are absent."""
     tp_scores: list[int]
-    """Histogram of the scores of all detections, also below the threshold, that are right at IoU 0.5."""
+    """Histogram of the scores of all true positives at IoU 0.5, also below the threshold."""
     fp_scores: list[int]
-    """The same of those that are wrong."""
+    """The same of the false positives."""
     curves: Curves | None
-    """None where the data set has so many classes that only the most frequent have theirs."""
+    """None for the less frequent classes of a data set with many classes."""
 
 
 class ConfusionPair(msgspec.Struct, frozen=True, kw_only=True):
-    """How often a box of one class was found as another; labels 0 … C-1."""
+    """How often a box of one class was detected as another; labels 0 … C-1."""
 
     gt_label: int
     """Label of the ground truth box."""
@@ -67,14 +66,14 @@ class ConfusionPair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroundTruthBox(msgspec.Struct, frozen=True, kw_only=True):
-    """A ground truth box of a image."""
+    """A ground truth box."""
 
     box: tuple[float, float, float, float]
     """xyxy in pixels of the original image."""
     label: int
     crowd: bool
     detected: bool
-    """Whether a detection above its class's threshold is right about it."""
+    """Whether a detection above its class's threshold matches it."""
 
 
 class DetectionBox(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,36 +83,36 @@ class DetectionBox(msgspec.Struct, frozen=True, kw_only=True):
     label: int
     score: float
     error_type: str
-    """One of ERROR_TYPES; empty when it is right; "crowd" when it lies in a crowd region and does not count."""
+    """One of ERROR_TYPES; empty for a true positive; "crowd" if it is in a crowd region and ignored."""
 
 
 class ImageEvaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """A image with what is in it and what was found in it."""
+    """An image with its ground truth boxes and detections."""
 
     image_index: int
-    """Of the index."""
+    """In the index of the data set."""
     path: str
-    """Its file; for one inside another file, that file with the image's name behind it."""
+    """Its file; for an image inside another file, that file followed by the image's name."""
     byte_range: tuple[int, int] | None
-    """Where it lies in that other file: first byte and number of bytes."""
+    """First byte and number of bytes inside that other file."""
     size: tuple[int, int] | None
-    """Height and width in pixels; None where the annotations do not say."""
+    """Height and width in pixels; None if the annotations do not have them."""
     f1: float
-    """2 right / (2 right + wrong + not found), at IoU 0.5 and the classes' thresholds."""
+    """2 tp / (2 tp + fp + fn), at IoU 0.5 and the classes' thresholds."""
     tp: int
     fp: int
     fn: int
     gt_boxes: list[GroundTruthBox]
     detections: list[DetectionBox]
     truncated_boxes: int = 0
-    """Boxes beyond the most that are kept of a image."""
+    """Number of boxes left out because of the limit per image."""
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """The file."""
 
     step: int
-    """Optimizer steps of the weights that were scored."""
+    """Optimizer steps of the evaluated weights."""
     split: str
     metrics: Metrics
     curves: Curves
@@ -122,13 +121,13 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     confusions: list[ConfusionPair]
     """The most frequent first."""
     worst: list[ImageEvaluation]
-    """Lowest F1 first; of equal ones, the one with more errors."""
+    """Lowest F1 first; among equal ones, the one with more errors."""
     best: list[ImageEvaluation]
-    """Highest F1 first; of equal ones, the one with more boxes."""
+    """Highest F1 first; among equal ones, the one with more boxes."""
 
 
 def read_evaluation(run: Path) -> Evaluation | None:
-    """None when the run has none. Raises UsageError when another version of stoker wrote it, or it is damaged."""
+    """None if the run has none. Raises UsageError if another version of stoker wrote it, or it is damaged."""
     path = run / EVALUATION
     if not path.exists():
         return None
@@ -136,8 +135,8 @@ def read_evaluation(run: Path) -> Evaluation | None:
         return old_names.decode(path.read_bytes(), Evaluation)
     except msgspec.DecodeError as error:
         raise UsageError(
-            "The run's evaluation is not what this stoker writes.",
+            "The run's evaluation cannot be read by this version of stoker.",
             location=path,
             cause=str(error),
-            fix="read the run with the version of stoker that environment.json beside it names, or delete the file",
+            fix="use the version of stoker that is named in the run's environment.json, or delete the file",
         ) from error

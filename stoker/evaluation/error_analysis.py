@@ -1,18 +1,18 @@
-"""Where a model is wrong: detections against ground truth boxes at IoU 0.5, kinds of errors, the worst and best images.
+"""Error analysis: error types of detections at IoU 0.5, the worst and best images.
 
-Matching is COCO's (`coco.py`): per class, the best score first, each to the free ground truth box with the highest IoU of at
-least 0.5; a detection that only a crowd region covers does not count. Then each class gets the score threshold with the
-best F1, and what is left above it is sorted into kinds after TIDE (Bolya et al., ECCV 2020), the first that fits:
+Matching is COCO's (`coco.py`): per class, the best score first, each to the free ground truth box with the highest IoU
+of at least 0.5; detections in a crowd region are ignored. Each class gets the score threshold with the best F1, and
+false positives above it get the first error type that applies (TIDE, Bolya et al., ECCV 2020):
 
-    duplicate     IoU ≥ 0.5 with a ground truth box of its class, which a better score has already
-    localization  0.1 ≤ IoU < 0.5 with a ground truth box of its class, and more than with any other
+    duplicate     IoU ≥ 0.5 with a ground truth box of its class that a detection with a higher score has matched
+    localization  0.1 ≤ IoU < 0.5 with a ground truth box of its class, and no larger IoU with another class
     class         IoU ≥ 0.5 with a ground truth box of another class
     both          0.1 ≤ IoU < 0.5 with a ground truth box of another class
     background    IoU < 0.1 with every ground truth box
-    missed        a ground truth box that no detection is right about, nor wrong about by place or class alone
+    missed        a ground truth box without a true positive, and without a localization or class error
 
-TIDE weighs kinds by the AP that they cost; here they are counted at the threshold that one would use. The scores are
-`evaluate.py`'s; no torch here.
+TIDE weights error types by the AP that they cost; here they are counted at the threshold that one would use.
+`evaluate.py` computes the metrics; no torch here.
 """
 
 import dataclasses
@@ -28,12 +28,12 @@ FOREGROUND_IOU = 0.5
 """TIDE's t_f."""
 
 TRUE_POSITIVE, CROWD = "", "crowd"
-"""What a detection is that is no error."""
+"""`error_type` of detections that are not errors."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClassErrorStats:
-    """What matching says of a class; the fields are those of `evaluation.ClassEvaluation`."""
+    """The threshold of a class and its statistics; the fields are those of `document.ClassEvaluation`."""
 
     threshold: float | None
     f1: float | None
@@ -45,24 +45,24 @@ class ClassErrorStats:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ErrorAnalysis:
-    """Everything above its class's threshold, judged."""
+    """The M detections above their class's threshold, classified."""
 
     detection_index: NDArray[np.int64]
     """[M], indices into the detections."""
     gt_index: NDArray[np.int64]
-    """[M], as in Matches."""
+    """[M], as in `CocoMatches`."""
     error_type: list[str]
-    """[M], RIGHT, CROWD or one of ERROR_TYPES."""
+    """[M], TRUE_POSITIVE, CROWD or one of ERROR_TYPES."""
     related_gt: NDArray[np.int64]
-    """[M], the ground truth box that a error of place or class is about; -1: none."""
+    """[M], the ground truth box of an error; -1: none."""
     is_detected: NDArray[np.bool_]
-    """[K], of each ground truth box, whether a detection is right about it."""
+    """[K], of each ground truth box, whether it has a true positive."""
     is_missed: NDArray[np.bool_]
-    """[K], whether none is even wrong about it by place or class alone."""
+    """[K], whether it has neither a true positive nor a localization or class error."""
 
 
 def compute_class_stats(gt: GroundTruth, detections: Detections, matches: CocoMatches) -> list[ClassErrorStats]:
-    """The best threshold of each class, and its histograms of scores."""
+    """The threshold with the best F1 of each class, and its histograms of scores."""
     best_first = matches.by_class[matches.gt_index[matches.by_class] != -2]
     label, score = detections.label[matches.order[best_first]], detections.score[matches.order[best_first]]
     is_tp = matches.gt_index[best_first] >= 0
@@ -77,23 +77,27 @@ def compute_class_stats(gt: GroundTruth, detections: Detections, matches: CocoMa
         if tp.any():
             hits = np.cumsum(tp)
             f1s = 2 * hits / (np.arange(1, len(hits) + 1) + counts[class_index])
-            f1s[:-1][scores[1:] == scores[:-1]] = -1.0  # a threshold cannot part equal scores
+            f1s[:-1][scores[1:] == scores[:-1]] = -1.0  # a threshold cannot separate equal scores
             best = int(f1s.argmax())
             threshold, f1 = float(scores[best]), float(f1s[best])
             precision, recall = float(hits[best] / (best + 1)), float(hits[best] / counts[class_index])
         stats.append(
             ClassErrorStats(
-                threshold=threshold, f1=f1, precision=precision, recall=recall, tp_scores=histograms[0],
+                threshold=threshold,
+                f1=f1,
+                precision=precision,
+                recall=recall,
+                tp_scores=histograms[0],
                 fp_scores=histograms[1],
             )
-        )  # fmt: skip
+        )
     return stats
 
 
 def classify_errors(
     gt: GroundTruth, detections: Detections, matches: CocoMatches, classes: list[ClassErrorStats]
 ) -> ErrorAnalysis:
-    """Sorts what is above the thresholds into right and kinds of errors. A class without a threshold has none."""
+    """Classifies the detections above the thresholds. A class without a threshold has none."""
     thresholds = np.array(
         [np.inf if class_stats.threshold is None else class_stats.threshold for class_stats in classes], np.float64
     )
@@ -123,26 +127,30 @@ def classify_errors(
     is_explained = is_detected.copy()
     is_explained[related_gt[np.isin(error_type, ["localization", "class"])]] = True
     return ErrorAnalysis(
-        detection_index=matches.order[positions], gt_index=matched_gt, error_type=error_type.tolist(), related_gt=related_gt, is_detected=is_detected,
+        detection_index=matches.order[positions],
+        gt_index=matched_gt,
+        error_type=error_type.tolist(),
+        related_gt=related_gt,
+        is_detected=is_detected,
         is_missed=~is_explained & ~gt.crowd,
-    )  # fmt: skip
+    )
 
 
 def _nearest(
     gt: GroundTruth, label: NDArray[np.int64], matches: CocoMatches, positions: NDArray[np.int64], *, same: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Of each of the places [M] the ground truth box of its class, or of another, that it overlaps most (of equal ones the
-    later), and by how much; -1 and 0 where it overlaps none. Crowd regions are none."""
+    """(index, IoU) of the ground truth box of its class (or of another class) with the largest IoU, the last among
+    equal ones, for each of `positions` [M]; -1 and 0 without overlap. Crowd regions are left out."""
     mask = ~gt.crowd[matches.pair_gt] & ((label[matches.pair_detection] == gt.label[matches.pair_gt]) == same)
     det_index, gt_index, pair_iou = matches.pair_detection[mask], matches.pair_gt[mask], matches.pair_iou[mask]
-    last = np.lexsort((gt_index, pair_iou, det_index))  # of what is written to one place, the last stays
+    last = np.lexsort((gt_index, pair_iou, det_index))  # of several values for one index, the last one is kept
     nearest, nearest_iou = np.full(len(label), -1, np.int64), np.zeros(len(label))
     nearest[det_index[last]], nearest_iou[det_index[last]] = gt_index[last], pair_iou[last]
     return nearest[positions], nearest_iou[positions]
 
 
 def count_error_types(gt: GroundTruth, detections: Detections, analysis: ErrorAnalysis) -> list[dict[str, int]]:
-    """Kind → count, of each class: of a detection its own, of a missed box the true one."""
+    """Error type → count, of each class: that of a detection, or of a missed box."""
     counts: list[dict[str, int]] = [{} for _ in gt.class_names]
     labels = detections.label[analysis.detection_index].tolist()
     label_and_type = [
@@ -157,7 +165,7 @@ def count_error_types(gt: GroundTruth, detections: Detections, analysis: ErrorAn
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageF1:
-    """What is right and wrong in a image."""
+    """Counts and F1 of an image."""
 
     image_index: int
     f1: float
@@ -169,9 +177,10 @@ class ImageF1:
 def worst_and_best(
     gt: GroundTruth, detections: Detections, analysis: ErrorAnalysis, image_indices: NDArray[np.int64], max_images: int
 ) -> tuple[list[ImageF1], list[ImageF1]]:
-    """At most `most` of the images each: lowest F1 first (of equal ones the one with more errors), and highest
-    first (of equal ones the one with more boxes). None is in both; a perfect one is no worst, one without a right box
-    no best; a image without ground truth boxes in which nothing is found is neither."""
+    """(lowest F1 first, then more errors; highest F1 first, then more true positives), at most `max_images` each.
+
+    No image is in both. Images without errors are not among the worst, and those without a true positive not among the
+    best; an image without ground truth boxes and detections is in neither."""
     position = {image_index: n for n, image_index in enumerate(image_indices.tolist())}
     tp, fp, fn = (np.zeros(len(image_indices), np.int64) for _ in range(3))
     det_images = detections.image_index[analysis.detection_index].tolist()
@@ -187,7 +196,7 @@ def worst_and_best(
     f1 = np.divide(2 * tp, 2 * tp + num_errors, out=np.ones(len(image_indices)), where=tp + num_errors > 0)
     lowest = [n for n in np.lexsort((-num_errors, f1)).tolist() if num_errors[n]][:max_images]
     highest = [n for n in np.lexsort((-tp, -f1)).tolist() if tp[n]][:max_images]
-    in_both = set(lowest) & set(highest)  # few images: each goes where its F1 says
+    in_both = set(lowest) & set(highest)  # few images: their F1 decides
     lowest = [n for n in lowest if n not in in_both or f1[n] < 0.5]
     highest = [n for n in highest if n not in in_both or f1[n] >= 0.5]
     scores = [

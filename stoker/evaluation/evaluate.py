@@ -1,16 +1,17 @@
-"""COCO metrics: runs a model over images with known boxes and scores what it finds.
+"""Evaluation with COCO metrics: runs a model over annotated images and scores its detections.
 
-`detect` runs the model, `score` compares (`coco.py`), `evaluate` does both; `appraise` adds where a model is wrong
-(`error_analysis.py`) for evaluation.json. Detections leave the device by a side stream and are read one batch later,
-so the host never waits for the batch it has just issued. The waits have names: "detections", and "nms" inside the
-model's `decode`. Several ranks each detect in their fraction of the images (`Loader`'s rank and ranks); the
-shares together, in any order, score as one. Images without known boxes are `predict.py`'s.
+`detect` runs the model, `compute_metrics` scores (`coco.py`), `evaluate` does both; `build_evaluation` adds the error
+analysis (`error_analysis.py`) for evaluation.json. Detections are copied by a side stream and read one batch later, so
+the host does not wait for the batch that it has just issued. Named host syncs: "detections", and "nms" in the model's
+`decode`. With several ranks, each evaluates its part of the images (`Loader`'s rank and world_size); the concatenated
+detections, in any order, give the same score. Images without annotations: `inference/predict.py`.
 """
 
 import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -34,7 +35,7 @@ from stoker.evaluation.document import (
     Evaluation,
     GroundTruthBox,
     ImageEvaluation,
-)  # fmt: skip
+)
 from stoker.evaluation.error_analysis import (
     TRUE_POSITIVE,
     ErrorAnalysis,
@@ -51,14 +52,14 @@ from stoker.inference.draw import ImageWithBoxes
 from stoker.models.layers.postprocess import DetectorProtocol
 
 SCORE_THRESHOLD = 0.05
-"""Boxes below are not decoded: torchvision's default (RetinaNet.score_thresh) and its published COCO numbers'."""
+"""Minimum score of a detection: torchvision's default (RetinaNet.score_thresh), also of its published COCO metrics."""
 MAX_CURVES, MAX_CONFUSIONS, MAX_IMAGES, MAX_BOXES = 100, 50, 12, 100
-"""Most of each that evaluation.json holds: classes with curves of their own, confused pairs, images a list, true and
-found boxes a image. Some 600 kB where everything is at its limit."""
+"""Limits of evaluation.json: classes with curves of their own, confused pairs, images per list, ground truth boxes and
+detections per image. About 600 kB if all limits are reached."""
 
 
 def ground_truth(index: Index, image_indices: NDArray[np.int64]) -> GroundTruth:
-    """The ground truth boxes of some rows of an index."""
+    """The ground truth boxes of some images of an index."""
     image_indices = np.asarray(image_indices, np.int64)
     starts, counts = index.offsets[image_indices], index.offsets[image_indices + 1] - index.offsets[image_indices]
     before = np.cumsum(counts) - counts
@@ -118,12 +119,12 @@ def evaluate(
     score_threshold: float = SCORE_THRESHOLD,
     iou_threshold: float | None = None,
 ) -> Metrics:
-    """Runs the model over `batches`, an evaluation loader of `rows` of the index, and scores what it finds.
+    """Runs the model over `batches`, an evaluation loader of `image_indices`, and scores the detections.
 
-    Raises DataError when the rows have no box to score against.
+    Raises DataError if the images have no ground truth boxes.
     """
     gt = ground_truth(index, image_indices)
-    require_boxes(gt)  # before the device works for nothing
+    require_boxes(gt)  # before any work on the device
     detections = detect(
         model, batches, device, precision=precision, score_threshold=score_threshold, iou_threshold=iou_threshold
     )
@@ -139,7 +140,7 @@ def detect(
     score_threshold: float = SCORE_THRESHOLD,
     iou_threshold: float | None = None,
 ) -> Detections:
-    """What the model finds in all the images of `batches`; see `detect_batches`."""
+    """The detections in all images of `batches`; see `detect_batches`."""
     detections = detect_batches(
         model, batches, device, precision=precision, score_threshold=score_threshold, iou_threshold=iou_threshold
     )
@@ -155,15 +156,16 @@ def detect_batches(
     score_threshold: float,
     iou_threshold: float | None,
 ) -> Iterator[Detections]:
-    """What the model finds, batch by batch and one batch late; boxes in original pixels, rows of image_id -1 left out.
+    """The detections of each batch, one batch late; boxes in pixels of the original images, without padding images
+    (image_index -1).
 
-    Leaves every module of the model in the mode (training or not) in which it was.
+    Afterwards every module of the model is in its previous mode (training or evaluation).
     """
     stream = device.make_stream()
     pending: tuple[list[Tensor], ReadyEvent] | None = None
     with in_eval_mode(model):
         for batch in batches:
-            # no_grad, not inference_mode: what a model caches here (anchors) must serve the training step after it
+            # no_grad, not inference_mode: tensors cached here (anchors) are used in the next training step
             with torch.no_grad(), device.autocast(precision):
                 detections = model.decode(
                     model(batch.images),
@@ -185,7 +187,7 @@ def detect_batches(
 
 @contextlib.contextmanager
 def in_eval_mode(model: nn.Module | DetectorProtocol) -> Iterator[None]:
-    """The whole model in evaluation mode; after it each module is as it was (frozen norms among trained ones)."""
+    """The whole model in evaluation mode. Afterwards each module is in its own previous mode."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -196,8 +198,8 @@ def in_eval_mode(model: nn.Module | DetectorProtocol) -> Iterator[None]:
 
 
 def _read_detections(tensors: list[Tensor], ready: ReadyEvent) -> Detections:
-    """The columns of one batch, once its copies have arrived."""
-    with allow_host_sync("detections"):  # of the batch before the one that the device works on
+    """The detections of one batch, after its copies have arrived."""
+    with allow_host_sync("detections"):  # of the batch before the current one
         ready.synchronize()
         boxes, scores, labels, valid, image_index = (tensor.numpy() for tensor in tensors)
     valid = valid & (image_index >= 0)[:, None]
@@ -211,15 +213,15 @@ def _read_detections(tensors: list[Tensor], ready: ReadyEvent) -> Detections:
 
 
 def compute_metrics(gt: GroundTruth, detections: Detections) -> Metrics:
-    """The twelve COCO numbers, and AP and AP50 of each class. Images that the model did not see are left out.
+    """The twelve COCO metrics, and AP and AP50 of each class. Images that were not evaluated are left out.
 
-    Raises DataError when there is no box to score against.
+    Raises DataError without ground truth boxes.
     """
     return compute_coco_result(gt, detections).metrics
 
 
 def compute_coco_result(gt: GroundTruth, detections: Detections) -> CocoResult:
-    """As `score`, with the precision-recall curves, and which detection is right about what."""
+    """As `compute_metrics`, with the precision-recall curves and the matches."""
     require_boxes(gt)
     evaluated_gt, evaluated_detections = _only_evaluated(gt, detections)
     result = coco.compute_metrics(evaluated_gt, evaluated_detections)
@@ -230,9 +232,9 @@ def compute_coco_result(gt: GroundTruth, detections: Detections) -> CocoResult:
 def build_evaluation(
     result: CocoResult, gt: GroundTruth, detections: Detections, index: Index, *, step: int
 ) -> Evaluation:
-    """What evaluation.json says: scores, curves, kinds of errors, and the worst and best images of the truth's.
+    """The content of evaluation.json: metrics, curves, error types, and the worst and best images.
 
-    scored: `score_with_matches` of the same truth and detections.
+    result: `compute_coco_result` of the same ground truth and detections.
     """
     gt, detections = _only_evaluated(gt, detections)
     matches = result.matches
@@ -278,7 +280,7 @@ def build_evaluation(
 
 
 def _only_evaluated(gt: GroundTruth, detections: Detections) -> tuple[GroundTruth, Detections]:
-    """Both without the images that the model did not see, or of which the truth is not known."""
+    """Both without the images that are in only one of them."""
     image_indices = gt.image_indices[np.isin(gt.image_indices, detections.image_indices)]
     mask = np.isin(gt.image_index, image_indices)
     columns = {name: getattr(gt, name)[mask] for name in ("image_index", "boxes", "label", "crowd", "area")}
@@ -289,7 +291,7 @@ def _only_evaluated(gt: GroundTruth, detections: Detections) -> tuple[GroundTrut
 
 
 def _curves(precision: NDArray[np.float64]) -> Curves:
-    """Means over the classes [10, 101, C] that have ground truth boxes."""
+    """Means of precision [10, 101, C] over the classes with ground truth boxes."""
     defined = precision[:, :, precision[0, 0] > -1]
     if not defined.shape[2]:
         return Curves(iou50=[], iou75=[], mean=[])
@@ -313,17 +315,29 @@ def _image_evaluation(
         fp=image_f1.fp,
         fn=image_f1.fn,
         gt_boxes=[
-            GroundTruthBox(box=_rounded_xyxy(gt.boxes[n]), label=int(gt.label[n]), crowd=bool(gt.crowd[n]),
-                    detected=bool(analysis.is_detected[n]))
+            GroundTruthBox(
+                box=_rounded_xyxy(gt.boxes[n]),
+                label=int(gt.label[n]),
+                crowd=bool(gt.crowd[n]),
+                detected=bool(analysis.is_detected[n]),
+            )
             for n in gt_positions[:MAX_BOXES].tolist()
         ],
         detections=[
-            DetectionBox(box=_rounded_xyxy(detections.boxes[det_index]), label=int(detections.label[det_index]),
-                     score=round(float(detections.score[det_index]), 4), error_type=analysis.error_type[n])
-            for n, det_index in zip(det_positions[:MAX_BOXES].tolist(), analysis.detection_index[det_positions[:MAX_BOXES]].tolist(), strict=True)
+            DetectionBox(
+                box=_rounded_xyxy(detections.boxes[det_index]),
+                label=int(detections.label[det_index]),
+                score=round(float(detections.score[det_index]), 4),
+                error_type=analysis.error_type[n],
+            )
+            for n, det_index in zip(
+                det_positions[:MAX_BOXES].tolist(),
+                analysis.detection_index[det_positions[:MAX_BOXES]].tolist(),
+                strict=True,
+            )
         ],
         truncated_boxes=max(0, len(gt_positions) - MAX_BOXES) + max(0, len(det_positions) - MAX_BOXES),
-    )  # fmt: skip
+    )
 
 
 def _rounded_xyxy(box: NDArray[np.float32]) -> tuple[float, float, float, float]:
@@ -339,7 +353,7 @@ def sample_images(
     count: int = 4,
     score_threshold: float = 0.3,
 ) -> list[ImageWithBoxes]:
-    """A few of the evaluated images with true and found boxes, to look at: the same ones at every evaluation."""
+    """Some of the evaluated images with ground truth and detections, for display; the same ones at every evaluation."""
     chosen_indices = image_indices[
         np.unique(np.linspace(0, len(image_indices) - 1, min(count, len(image_indices))).round().astype(np.int64))
     ]
@@ -366,11 +380,11 @@ def _thumbnail(index: Index, image_index: int, max_side: int) -> tuple[NDArray[n
 
 
 def require_boxes(gt: GroundTruth) -> None:
-    """Raises DataError when there is no box to score against."""
+    """Raises DataError without ground truth boxes that are not crowd regions."""
     if gt.crowd.all():
         boxes = f"{len(gt.image_index)} boxes, all of them crowd regions" if len(gt.image_index) else "no boxes"
         raise DataError(
-            "There is nothing to score against: the images to evaluate have no boxes.",
+            "There is nothing to evaluate: the images have no ground truth boxes.",
             cause=f"{len(gt.image_indices)} images, {boxes}",
             fix="evaluate another split, or annotate this one",
         )

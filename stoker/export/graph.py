@@ -1,9 +1,8 @@
-"""A detector as the bytes of one ONNX file that needs none of stoker: normalisation, decoding, suppression are inside.
+"""A detector as the bytes of one ONNX file that runs without stoker: it includes normalization, decoding and NMS.
 
-`torch.onnx` makes the network up to the candidate boxes (the same `candidates` that the model decodes with); the
-suppression is written here, in ONNX's own text form, because its result has no fixed size and torch's exporter has no
-operator for it. What the file's inputs, outputs and metadata mean: docs/onnx.md. Who keeps it: `onnx.py`; who runs
-it: `runtime.py`.
+`torch.onnx` exports the network up to the candidate boxes (`Detector.candidates`). NMS is written here in ONNX's text
+format, because its result has no fixed size and torch's exporter has no operator for it. docs/onnx.md describes the
+file's inputs, outputs and metadata. `onnx.py` writes the file; `runtime.py` runs it.
 """
 
 import contextlib
@@ -24,26 +23,25 @@ from stoker.models.layers.postprocess import MAX_DETECTIONS
 from stoker.models.weights import model_file
 
 OPSETS = (18, 21)
-"""First and last operator set that can be asked for: torch's exporter writes none below, onnxruntime 1.20 reads none
-above."""
+"""First and last supported operator set: the minimum of torch's exporter, the maximum of onnxruntime 1.20."""
 IR_VERSION = 10
-"""Of the file's frame: the newest that onnxruntime 1.20 reads."""
+"""The newest that onnxruntime 1.20 reads."""
 CANDIDATE_OUTPUTS = ("nms_boxes", "nms_scores", "nms_labels")
-"""Where the network ends and the suppression begins."""
+"""Outputs of the exported network, and inputs of NMS."""
 
 NMS_GRAPH = """
-suppression (float[pictures,{candidates},4] nms_boxes, float[pictures,{candidates}] nms_scores,
-             int64[pictures,{candidates}] nms_labels{threshold})
-    => (float[pictures,{slots},4] boxes, float[pictures,{slots}] scores, int64[pictures,{slots}] labels,
-        int64[pictures] count)
+nms (float[batch,{num_candidates},4] nms_boxes, float[batch,{num_candidates}] nms_scores,
+     int64[batch,{num_candidates}] nms_labels{threshold_input})
+    => (float[batch,{max_detections},4] boxes, float[batch,{max_detections}] scores,
+        int64[batch,{max_detections}] labels, int64[batch] count)
 {{
     nms_zero = Constant <value_float = 0.0> ()
     nms_none = Constant <value_int = -1> ()
     nms_axis = Constant <value_ints = [1]> ()
     nms_last = Constant <value_ints = [-1]> ()
-    nms_most = Constant <value_ints = [{slots}]> ()
+    nms_most = Constant <value_ints = [{max_detections}]> ()
     nms_side = Constant <value_ints = [1, 1, 4]> ()
-{survivors}
+{nms_nodes}
     scores, nms_index = TopK <axis = 1> (nms_left, nms_most)
     nms_valid = Greater (scores, nms_zero)
     nms_chosen = GatherElements <axis = 1> (nms_labels, nms_index)
@@ -57,7 +55,7 @@ suppression (float[pictures,{candidates},4] nms_boxes, float[pictures,{candidate
     count = ReduceSum <keepdims = 0> (nms_ones, nms_axis)
 }}
 """
-"""The best `slots` of what is left after the suppression: `detections.best_of`."""
+"""The best `max_detections` boxes after NMS, as `postprocess.topk_detections`."""
 NMS_NODES = """
     nms_columns = Constant <value_ints = [0, 2]> ()
     nms_above = Constant <value_floats = [0.0]> ()
@@ -75,25 +73,25 @@ NMS_NODES = """
     nms_empty = Expand (nms_zero, nms_shape)
     nms_left = ScatterND (nms_empty, nms_place, nms_found)
 """
-"""What `detections.suppress` does, without a loop: the scores are spread over one row per class, so that the operator
-suppresses within classes and exactly (moving each class's boxes apart, the usual trick, costs the last digits of their
-corners); the survivors are scattered back to their candidates. No class can use more than `slots`, so that is the
+"""`postprocess.nms_per_class` without a loop: the scores are expanded to one row per class, so the operator works
+within classes and exactly (the usual trick, an offset per class, costs the last digits of the coordinates). The scores
+of the kept boxes are scattered back to their candidates. No class needs more than `max_detections` boxes, the
 operator's limit per class."""
 NO_NMS_NODES = """
     nms_left = Identity (nms_scores)
 """
-"""Where the limit is 1: no two boxes overlap by more."""
+"""For a threshold of 1: no NMS."""
 
 
 class CandidateModel(nn.Module):
-    """A detector up to the candidates of its suppression: what torch's exporter is given."""
+    """A detector up to the candidates before NMS, for torch's exporter."""
 
     def __init__(self, model: "models.Detector") -> None:
         super().__init__()
         self.model = model
 
     def forward(self, images: Tensor, resized_size: Tensor, score_threshold: Tensor) -> tuple[Tensor, ...]:
-        """images: uint8 [B, 3, H, W]; content: int32 [1, 2], or [B, 2] when the file runs; score_threshold: []."""
+        """images: uint8 [B, 3, H, W]; resized_size: int32 [1, 2] or [B, 2]; score_threshold: []."""
         resized_sizes = resized_size.expand(images.shape[0], 2)
         return tuple(self.model.candidates(self.model(images), resized_sizes, score_threshold=score_threshold))
 
@@ -109,10 +107,10 @@ def build_onnx(
     batch_size: int | None = None,
     metadata: dict[str, str] | None = None,
 ) -> bytes:
-    """The ONNX file of a model on the CPU. iou_threshold: with 1 nothing is suppressed, and the file has neither the
-    operator nor the input; batch: pictures per call, None for any number; slots: K, boxes of a picture.
+    """The ONNX file of a model on the CPU. iou_threshold: with 1 the file has no NMS and no input for its threshold;
+    batch_size: images per call, None for any number; max_detections: boxes of an image.
 
-    Raises PreflightError when a package is missing, ConfigError for a number out of range.
+    Raises PreflightError if a package is missing, ConfigError for a number out of range.
     """
     _check(score_threshold, iou_threshold, max_detections, opset, batch_size)
     onnx = require_package("onnx", "Nothing can be exported")
@@ -124,9 +122,11 @@ def build_onnx(
     max_detections = min(max_detections, candidates)
     has_nms = iou_threshold < 1
     graph_text = NMS_GRAPH.format(
-        candidates=candidates, slots=max_detections, survivors=NMS_NODES if has_nms else NO_NMS_NODES,
-        threshold=", float iou_threshold" if has_nms else "",
-    )  # fmt: skip
+        num_candidates=candidates,
+        max_detections=max_detections,
+        nms_nodes=NMS_NODES if has_nms else NO_NMS_NODES,
+        threshold_input=", float iou_threshold" if has_nms else "",
+    )
     nms_graph = onnx.parser.parse_graph(graph_text)
     constants: dict[str, Any] = {
         "content": np.array([model_metadata.image_size], np.int32),
@@ -166,14 +166,12 @@ def _check(
 
 def _export_network(model: "models.Detector", image_size: tuple[int, int], opset: int) -> Any:
     """The onnx.ModelProto from the inputs to the candidates."""
-    # Two pictures: torch takes a size of one for a constant.
+    # Two images: torch treats a size of one as a constant.
     images = torch.zeros(2, 3, *image_size, dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
     resized_size, threshold = torch.tensor([image_size], dtype=torch.int32), torch.tensor(0.5)
     candidate_model = CandidateModel(model).eval()
     with _quiet(), torch.no_grad():
-        candidate_model(
-            images, resized_size, threshold
-        )  # makes the anchors of this canvas, which are constants of the file
+        candidate_model(images, resized_size, threshold)  # caches the anchors, which become constants of the file
         program = torch.onnx.export(
             candidate_model,
             (images, resized_size, threshold),
@@ -181,7 +179,7 @@ def _export_network(model: "models.Detector", image_size: tuple[int, int], opset
             opset_version=opset,
             input_names=["images", "content", "score_threshold"],
             output_names=list(CANDIDATE_OUTPUTS),
-            dynamic_shapes=({0: torch.export.Dim("pictures")}, None, None),
+            dynamic_shapes=({0: torch.export.Dim("batch")}, None, None),
             verbose=False,
         )
     assert program is not None
@@ -190,7 +188,7 @@ def _export_network(model: "models.Detector", image_size: tuple[int, int], opset
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """torch's exporter speaks to its developers; what matters here is checked on the file itself."""
+    """Silences the log of torch's exporter; the file itself is checked afterwards."""
     log = logging.getLogger("torch.onnx")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -203,18 +201,18 @@ def _quiet() -> Iterator[None]:
 
 
 def _set_batch_dim(value: Any, batch_size: int | None) -> None:
-    """Declares the first dimension of an input or output: `batch`, or a name for any number."""
+    """Sets the first dimension of an input or output to `batch_size`, or to a name for any number."""
     dims = value.type.tensor_type.shape.dim
     if value.name == "content":
-        dims[0].dim_param = "pictures or 1"
+        dims[0].dim_param = "batch or 1"
     elif dims and batch_size is not None:
         dims[0].dim_value = batch_size
     elif dims:
-        dims[0].dim_param = "pictures"
+        dims[0].dim_param = "batch"
 
 
 def _strip(network: Any) -> None:
-    """Takes out what the exporter wrote for its developers: 200 kB of stack traces with this machine's paths."""
+    """Removes the exporter's debug information: 200 kB of stack traces with paths of this machine."""
     graph = network.graph
     for item in (*graph.node, *graph.initializer, *graph.input, *graph.output, graph, network):
         del item.metadata_props[:]

@@ -1,7 +1,7 @@
-"""`stoker export`: a trained detector as an ONNX file, kept only when it finds what the model finds.
+"""`stoker export`: writes a trained detector as an ONNX file, if its detections equal those of the model.
 
-The file is made by `graph.py`, written under another name, compared with the model on real images (`parity.py`)
-and only then given its name. What is in it: docs/onnx.md.
+`graph.py` builds the file. It is written under a temporary name, compared with the model on real images (`parity.py`),
+and gets its name only if they agree. docs/onnx.md describes the file.
 """
 
 import contextlib
@@ -41,24 +41,24 @@ from stoker.storage.local_files import fsync_folder
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
 NUM_PARITY_IMAGES = 32
-"""How many images the file is compared with the model on."""
+"""Number of images on which file and model are compared."""
 
 
 class ImageRef(NamedTuple):
-    """A image, and how its bytes are had: some lie inside larger files."""
+    """An image and a function that reads its bytes: some images are inside larger files."""
 
     path: Path
     read: Callable[[], bytes]
 
 
 class ParityInputs(NamedTuple):
-    """Images as the model is given them."""
+    """Preprocessed images."""
 
     names: list[str]
     images: NDArray[np.uint8]
-    """[P, 3, H, W], RGB in the model input."""
+    """[P, 3, H, W], RGB, resized and padded."""
     resized_size: NDArray[np.int32]
-    """[P, 2], height and width of each image inside the model input."""
+    """[P, 2], height and width of each image without the padding."""
 
 
 def export_onnx(
@@ -74,12 +74,11 @@ def export_onnx(
 ) -> Iterator[str]:
     """Writes a run's best weights (or a .safetensors file) as ONNX; yields lines about it, the file's name first.
 
-    out: default beside the weights; of a run in a bucket, in the current folder. images: what the file is compared
-    on, default images of the run's validation split. conf, iou: the thresholds that the file has by itself; whoever
-    runs it can give others.
+    out: default next to the weights; for a run in a bucket, in the current folder. images: for the comparison, default
+    the run's validation split. conf, iou: default thresholds of the file; callers of the file can override them.
 
-    Raises ParityError when the file does not find what the model finds, PreflightError when a package is missing,
-    UsageError when there are no images to compare on or `out` is another's file, StorageError.
+    Raises ParityError if the file's detections differ from the model's, PreflightError if a package is missing,
+    UsageError if there are no images for the comparison or `out` is not an export of stoker, StorageError.
     """
     for package in ("onnx", "onnxscript", "onnxruntime"):
         require_package(package, "Nothing can be exported")
@@ -93,25 +92,45 @@ def export_onnx(
     _require_own_export(out_path)
     inputs = _load_images(source, weights, metadata, images)
     onnx_bytes = graph.build_onnx(
-        model, metadata, score_threshold=conf, iou_threshold=nms_threshold, max_detections=max_detections, opset=opset, batch_size=batch_size,
+        model,
+        metadata,
+        score_threshold=conf,
+        iou_threshold=nms_threshold,
+        max_detections=max_detections,
+        opset=opset,
+        batch_size=batch_size,
         metadata=_metadata(metadata, weights),
-    )  # fmt: skip
+    )
 
     def check_parity(temp_path: Path) -> str:
         threads = host_cores()
         onnx_model, threshold, note = OnnxModel(temp_path, num_threads=threads), conf, ""
-        result, duration_s = parity.compare_outputs(model, onnx_model, *inputs[1:], inputs.names, score_threshold=threshold,
-                                       iou_threshold=nms_threshold, max_detections=max_detections)  # fmt: skip
-        if result.num_boxes < len(inputs.names):  # so few boxes would prove little
-            threshold, note = 0.0, " (whatever their score: few are above the threshold)"
-            unfiltered, _ = parity.compare_outputs(model, onnx_model, *inputs[1:], inputs.names, score_threshold=threshold,
-                                     iou_threshold=nms_threshold, max_detections=max_detections)  # fmt: skip
+        result, duration_s = parity.compare_outputs(
+            model,
+            onnx_model,
+            *inputs[1:],
+            inputs.names,
+            score_threshold=threshold,
+            iou_threshold=nms_threshold,
+            max_detections=max_detections,
+        )
+        if result.num_boxes < len(inputs.names):  # too few boxes for a comparison
+            threshold, note = 0.0, " (of any score: few are above the threshold)"
+            unfiltered, _ = parity.compare_outputs(
+                model,
+                onnx_model,
+                *inputs[1:],
+                inputs.names,
+                score_threshold=threshold,
+                iou_threshold=nms_threshold,
+                max_detections=max_detections,
+            )
             result = result.merge(unfiltered._replace(num_images=0))
         parity.require_parity(result, out_path)
         return (
-            f"parity on {result.num_images} images, {result.num_boxes:,} boxes{note}: boxes within {result.max_box_diff_px:.2g} px, "
-            f"scores within {result.max_score_diff:.1g}{_tie_note(result.num_ties)}; {1e3 * duration_s:.3g} ms/image in onnxruntime "
-            f"({threads} threads)"
+            f"parity on {result.num_images} images, {result.num_boxes:,} boxes{note}: "
+            f"boxes within {result.max_box_diff_px:.2g} px, scores within {result.max_score_diff:.1g}"
+            f"{_tie_note(result.num_ties)}; {1e3 * duration_s:.3g} ms/image in onnxruntime ({threads} threads)"
         )
 
     summary = _write_verified(onnx_bytes, out_path, check_parity)
@@ -120,27 +139,27 @@ def export_onnx(
 
 
 def _default_out_of_uri(run: str) -> Path | None:
-    """Of what is in a bucket: its name, in the current folder. None: it is on this machine."""
+    """For a URI: its name, in the current folder. None for a local path."""
     run = expand_variables(run)
     return Path(parse_uri(run).name.removesuffix(".safetensors") + ONNX_SUFFIX) if is_uri(run) else None
 
 
 def _default_out(weights: Path, run: Path) -> Path:
-    """RUN/best.onnx, or RUN/step-00001200.onnx for a run that has only checkpoints, which nothing is added to."""
+    """RUN/best.onnx, or RUN/step-00001200.onnx for a run with only checkpoints, whose folders stay unchanged."""
     if not run.is_dir():
         return weights.with_suffix(ONNX_SUFFIX)
     return run / f"{weights.stem if weights.parent == run else weights.parent.name}{ONNX_SUFFIX}"
 
 
 def _tie_note(count: int) -> str:
-    return f", {count} boxes of one only, at a threshold or tie" if count else ""
+    return f", {count} boxes in only one of the two, at a threshold or tie" if count else ""
 
 
 def _require_own_export(target: Path) -> None:
-    """Raises UsageError for a file that stoker did not export, StorageError where none can be written."""
+    """Raises UsageError for an existing file that stoker did not export, StorageError if the folder is missing."""
     if target.suffix != ONNX_SUFFIX:
         fix = f"--out {target.with_suffix(ONNX_SUFFIX)}"
-        raise UsageError(f"--out {str(target)!r} is no name of an ONNX file.", fix=fix)
+        raise UsageError(f"--out {str(target)!r} is not the name of an ONNX file.", fix=fix)
     if not target.parent.is_dir():
         raise StorageError(
             "The folder for the exported file is missing.", location=target.parent, fix="make it, or --out"
@@ -149,16 +168,20 @@ def _require_own_export(target: Path) -> None:
         try:
             OnnxModel(target, num_threads=1)
         except WeightsError as error:
-            cause = "there is a file of that name that stoker did not export"
-            raise UsageError("The exported file would replace another.", location=target, cause=cause,
-                             fix="another --out, or remove it") from error  # fmt: skip
+            cause = "a file with this name exists that stoker did not export"
+            raise UsageError(
+                "The exported file would replace another.",
+                location=target,
+                cause=cause,
+                fix="another --out, or remove it",
+            ) from error
 
 
 def _metadata(metadata: model_file.ModelMetadata, weights: Path) -> dict[str, str]:
-    """What the file says of itself to programs that are not stoker; docs/onnx.md."""
+    """Metadata of the file for other programs; docs/onnx.md."""
     return {
         "class_names": json.dumps(list(metadata.class_names), ensure_ascii=False),
-        "canvas": json.dumps(list(metadata.image_size)),
+        "image_size": json.dumps(list(metadata.image_size)),
         "resize": metadata.resize,
         "padding": json.dumps(list(PAD_COLOR)),
         "weights_sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
@@ -168,8 +191,8 @@ def _metadata(metadata: model_file.ModelMetadata, weights: Path) -> dict[str, st
 def _load_images(
     run: Path, weights: Path, metadata: model_file.ModelMetadata, image_inputs: Sequence[str]
 ) -> ParityInputs:
-    """Up to NUM_PARITY_IMAGES of `places`, else of the run's validation split, spread over it. Those that cannot be read are
-    left out. Raises UsageError when there are none."""
+    """Up to NUM_PARITY_IMAGES of `image_inputs`, else of the run's validation split, at equal intervals. Unreadable
+    ones are skipped. Raises UsageError if there are none."""
     sources = [ImageRef(path, partial(read_image, path)) for path in find_images(image_inputs)] if image_inputs else []
     sources = sources or _val_images(run if run.is_dir() else weights.parent)
     chosen_indices = np.unique(
@@ -185,13 +208,17 @@ def _load_images(
         except (DataError, OSError) as error:
             last_error = error
     if not names:
-        raise UsageError("None of the images to compare on can be read.", location=sources[0].path, cause=str(last_error),
-                         fix="--images with files, folders or patterns") from last_error  # fmt: skip
+        raise UsageError(
+            "None of the images to compare on can be read.",
+            location=sources[0].path,
+            cause=str(last_error),
+            fix="--images with files, folders or patterns",
+        ) from last_error
     return ParityInputs(names, buffer.pixels[: len(names)].transpose(0, 3, 1, 2), buffer.resized_size[: len(names)])
 
 
 def _val_images(run: Path) -> list[ImageRef]:
-    """The images of a run's validation split. Raises UsageError when it is not known, or gone."""
+    """The images of a run's validation split. Raises UsageError if its data set is unknown or cannot be opened."""
     fix = "--images with files, folders or patterns"
     message = "There are no images to compare the exported file with the model on."
     if not (run / CONFIG).exists():
@@ -207,9 +234,9 @@ def _val_images(run: Path) -> list[ImageRef]:
 
 
 def _write_verified(onnx_bytes: bytes, target: Path, check: Callable[[Path], str]) -> str:
-    """Writes the file under another name, runs `check` on it, and only then gives it its own. Returns what it says.
+    """Writes the file under a temporary name, runs `check` on it, then renames it. Returns the result of `check`.
 
-    Raises what `check` raises, and StorageError; the file is not there then, and one of that name is as it was.
+    Raises what `check` raises, and StorageError; then the target is unchanged.
     """
     temp_path = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:

@@ -1,8 +1,8 @@
-"""Whether an exported file finds what the model finds: the two are run on the same images and compared box by box.
+"""Compares the detections of an exported file with those of the model, box by box, on the same images.
 
-Two programs that add the same numbers in another order differ in the last digits, and where a digit decides (a score at
-the threshold, two boxes that overlap by just the limit, two scores that are equal) one of them has a box that the other
-has not. Such boxes are counted apart, each with its reason; any other difference is a ParityError.
+Programs that add the same numbers in another order differ in the last digits. Where these decide (a score at the
+threshold, an IoU at the NMS threshold, two equal scores), one program has a box that the other does not have. Such
+boxes are counted as ties; any other difference is a ParityError.
 """
 
 import time
@@ -18,17 +18,17 @@ from stoker.errors import ParityError
 from stoker.export.runtime import OnnxModel
 
 MAX_BOX_DIFF_PX, MAX_SCORE_DIFF = 0.1, 1e-3
-"""The largest differences of a box's corner, in pixels of the model input, and of its score that are let pass."""
+"""Largest allowed differences of a box's coordinates, in pixels of the model input, and of its score."""
 TIE_TOLERANCE = 1e-4
-"""How near to a threshold, or to each other, numbers must be for their last digits to decide."""
+"""Numbers that are this close to a threshold, or to each other, count as equal."""
 MATCH_PX, MATCH_SCORE = 4.0, 0.05
-"""Within these, two boxes of a class are taken for the same one, whose difference is then measured."""
+"""Two boxes of a class within these differences count as the same box, whose difference is then measured."""
 BATCH_SIZE = 8
-"""Images of the larger batch; a batch of one is compared as well."""
+"""Images of the larger batch; batches of one are compared as well."""
 
 
 class ImageDetections(NamedTuple):
-    """What was found in one image."""
+    """Detections in one image."""
 
     boxes: NDArray[np.float32]
     """[N, 4], xyxy in pixels of the model input."""
@@ -43,19 +43,23 @@ class Parity(NamedTuple):
 
     num_images: int
     num_boxes: int
-    """Boxes that both found."""
+    """Boxes that both detect."""
     max_box_diff_px: float
     max_score_diff: float
     num_ties: int
-    """Boxes that only one of the two found, because a number lay within EDGE of what decides."""
+    """Boxes that only one of the two detects because of a tie within TIE_TOLERANCE."""
     unexplained: tuple[str, ...]
-    """The others that only one of the two found, in words."""
+    """Descriptions of the other boxes that only one of the two detects."""
 
     def merge(self, other: "Parity") -> "Parity":
         return Parity(
-            self.num_images + other.num_images, self.num_boxes + other.num_boxes, max(self.max_box_diff_px, other.max_box_diff_px),
-            max(self.max_score_diff, other.max_score_diff), self.num_ties + other.num_ties, self.unexplained + other.unexplained,
-        )  # fmt: skip
+            self.num_images + other.num_images,
+            self.num_boxes + other.num_boxes,
+            max(self.max_box_diff_px, other.max_box_diff_px),
+            max(self.max_score_diff, other.max_score_diff),
+            self.num_ties + other.num_ties,
+            self.unexplained + other.unexplained,
+        )
 
     @property
     def passed(self) -> bool:
@@ -76,7 +80,7 @@ def compare_detections(
     iou_threshold: float,
     max_detections: int,
 ) -> Parity:
-    """Compares what the model and the file found in the image `name`. slots: K, the most that either reports."""
+    """Compares the detections of model and file in the image `name`; max_detections: the limit of both."""
     pairs = _match_boxes(model, file)
     unpaired = [
         np.setdiff1d(np.arange(len(detections.scores)), pairs[:, k]) for k, detections in enumerate((model, file))
@@ -85,7 +89,7 @@ def compare_detections(
     score_diff = np.abs(model.scores[pairs[:, 0]] - file.scores[pairs[:, 1]]).max(initial=0.0)
     unpaired_ranked = sorted(
         [(-float(detections.scores[n]), k, int(n)) for k, detections in enumerate((model, file)) for n in unpaired[k]]
-    )  # the best first: what a box did to others depends on whether it is explained itself
+    )  # best first: a box explains others only if it is explained itself
     model_and_file, explained, unexplained = (model, file), (set[int](), set[int]()), []
     for _, k, n in unpaired_ranked:
         own, other = model_and_file[k], model_and_file[1 - k]
@@ -108,7 +112,7 @@ def compare_detections(
 
 
 def _match_boxes(model: ImageDetections, file: ImageDetections) -> NDArray[np.int64]:
-    """[P, 2]: the same boxes of the two, nearest first, each once."""
+    """[P, 2]: indices of equal boxes, nearest first, each used once."""
     box_diff = np.abs(model.boxes[:, None] - file.boxes[None]).max(axis=2, initial=0.0)
     scores = np.abs(model.scores[:, None] - file.scores[None])
     same = (model.labels[:, None] == file.labels[None]) & (box_diff <= MATCH_PX) & (scores <= MATCH_SCORE)
@@ -145,15 +149,15 @@ def compare_outputs(
     iou_threshold: float,
     max_detections: int,
 ) -> tuple[Parity, float]:
-    """Runs both on P images, the file one by one and in batches, and compares. Second: seconds a image of the file.
+    """Runs both on P images, the file one by one and in batches: (comparison, seconds per image of the file).
 
-    Counts of boxes are those of one by one; differences are the largest of both ways.
+    The counts of boxes are from single images; the differences are the largest of both.
 
     images: [P, 3, H, W]; resized_size: [P, 2]; names: of the images. The model runs in fp32 on the CPU.
     """
     thresholds = {"score_threshold": score_threshold, "iou_threshold": iou_threshold}
     total, durations_s = EMPTY_PARITY, []
-    onnx_model.run(images[:1], resized_size[:1], **thresholds)  # the first run allocates
+    onnx_model.run(images[:1], resized_size[:1], **thresholds)  # warm-up
     for start in range(0, len(images), BATCH_SIZE):
         image_range = range(start, min(start + BATCH_SIZE, len(images)))
         batched = onnx_model.run(
@@ -194,9 +198,14 @@ def _run_model(
     input_size = torch.from_numpy(resized_size[None])
     with torch.no_grad():
         detections = model.decode(
-            model(torch.from_numpy(image[None])), input_size, torch.ones(1, 2), input_size,
-            score_threshold=score_threshold, iou_threshold=iou_threshold, max_detections=max_detections,
-        )  # fmt: skip
+            model(torch.from_numpy(image[None])),
+            input_size,
+            torch.ones(1, 2),
+            input_size,
+            score_threshold=score_threshold,
+            iou_threshold=iou_threshold,
+            max_detections=max_detections,
+        )
     valid = detections.valid[0]
     return ImageDetections(
         detections.boxes[0][valid].numpy(), detections.scores[0][valid].numpy(), detections.labels[0][valid].numpy()
@@ -204,19 +213,22 @@ def _run_model(
 
 
 def require_parity(parity: Parity, location: object) -> None:
-    """Raises ParityError with the largest differences when the file is not as good as the model."""
+    """Raises ParityError with the largest differences unless `parity.passed`."""
     if parity.passed:
         return
     more = len(parity.unexplained) - 3
     raise ParityError(
-        "The exported file does not find what the model finds; it is not kept.",
+        "The detections of the exported file differ from the model's; the file was deleted.",
         location=location,
-        cause="\n          ".join([
-            f"largest differences on {parity.num_images} images: {parity.max_box_diff_px:.3g} px (at most {MAX_BOX_DIFF_PX} allowed), "
-            f"{parity.max_score_diff:.3g} of a score (at most {MAX_SCORE_DIFF:g} allowed); "
-            f"{len(parity.unexplained)} boxes that only one of the two finds",
-            *parity.unexplained[:3],
-            *([f"and {more} more"] if more > 0 else []),
-        ]),
-        fix="another --opset or version of onnxruntime; the model itself is untouched",
-    )  # fmt: skip
+        cause="\n          ".join(
+            [
+                f"largest differences on {parity.num_images} images: "
+                f"{parity.max_box_diff_px:.3g} px (at most {MAX_BOX_DIFF_PX} allowed), "
+                f"{parity.max_score_diff:.3g} of a score (at most {MAX_SCORE_DIFF:g} allowed); "
+                f"{len(parity.unexplained)} boxes that only one of the two detects",
+                *parity.unexplained[:3],
+                *([f"and {more} more"] if more > 0 else []),
+            ]
+        ),
+        fix="another --opset or version of onnxruntime; the model itself is unchanged",
+    )

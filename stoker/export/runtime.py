@@ -1,8 +1,8 @@
-"""An exported detector at work: a file of `stoker export --onnx`, run by onnxruntime on the CPU.
+"""Runs an exported detector, a file of `stoker export`, by onnxruntime on the CPU.
 
-`OnnxModel` is a `models.detections.Finder`: evaluation and prediction run it as they run the model it was made from,
-and get the same boxes. What the file's inputs, outputs and metadata are is written in docs/onnx.md; `onnx.py` makes
-it. Needs onnxruntime, neither onnx nor the detector's code; without stoker, docs/onnx.md shows how to run the file.
+`OnnxModel` is a `postprocess.DetectorProtocol`: evaluation and prediction run it as they run the original model, and
+get the same boxes. docs/onnx.md describes the file's inputs, outputs and metadata, and how to run it without stoker;
+`onnx.py` writes it. Needs onnxruntime, but not onnx or the detector's code.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ OUTPUTS = ("boxes", "scores", "labels", "count")
 
 @dataclasses.dataclass(frozen=True)
 class OnnxDetections:
-    """What the file answers for B images, K slots each, best first."""
+    """Outputs of the file for B images, K boxes each, best first."""
 
     boxes: NDArray[np.float32]
     """[B, K, 4], xyxy in pixels of the model input; zeros beyond `count`."""
@@ -43,9 +43,9 @@ class OnnxDetections:
 
 
 class OnnxModel(nn.Module):
-    """The file as a model. `card`: what it is and how images are brought to it.
+    """The file as a model, with its `metadata`.
 
-    Raises PreflightError without onnxruntime, WeightsError for a file that is not an export of stoker's.
+    Raises PreflightError without onnxruntime, WeightsError for a file that stoker did not export.
     """
 
     def __init__(self, path: Path, *, num_threads: int) -> None:
@@ -53,38 +53,38 @@ class OnnxModel(nn.Module):
         runtime = require_package("onnxruntime", f"{path} cannot be run")
         options = runtime.SessionOptions()
         options.intra_op_num_threads = num_threads
-        # Threads that wait do not spin: the cores are shared with those that decode. Not slower, measured.
+        # Waiting threads do not spin: the cores are shared with image decoding. Measured: not slower.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        # Its errors come as exceptions too, and it warns that an input that may be given is no constant.
+        # Errors are raised as exceptions as well, and warnings about optional inputs do not apply.
         options.log_severity_level = 4
         try:
             self._session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # onnxruntime's own exceptions have no common base but this one
+        except Exception as error:  # onnxruntime's exceptions have no other common base
             cause = str(error).strip().splitlines()[0]
             raise WeightsError("The ONNX file cannot be read.", location=path, cause=cause) from error
         meta = self._session.get_modelmeta().custom_metadata_map
         if METADATA_KEY not in meta:
             raise WeightsError(
-                "The ONNX file is not an export of stoker's.",
+                "The ONNX file was not exported by stoker.",
                 location=path,
-                cause=f"its metadata has no {METADATA_KEY!r}: which classes it has and how it wants its images is unknown",
-                fix="stoker export RUN --onnx",
+                cause=f"its metadata has no {METADATA_KEY!r}, so its classes and image size are unknown",
+                fix="stoker export RUN",
             )
         try:
             self.metadata = old_names.decode(meta[METADATA_KEY].encode(), ModelMetadata)
         except msgspec.DecodeError as error:
-            raise WeightsError("The ONNX file's card cannot be read.", location=path, cause=str(error)) from error
+            raise WeightsError("The ONNX file's metadata cannot be read.", location=path, cause=str(error)) from error
         self.iou_threshold = float(meta.get("iou_threshold", 0.5))
-        """The file's own limit of NMS; files from before it was written down have 0.5."""
+        """The file's default NMS threshold; old files without this metadata have 0.5."""
         batch_size = self._session.get_inputs()[0].shape[0]
         self._has_nms = any(
             graph_input.name == "iou_threshold" for graph_input in self._session.get_overridable_initializers()
         )
         self.batch_size: int | None = batch_size if isinstance(batch_size, int) else None
-        """Images per call where the file was exported for a fixed number."""
+        """Images per call, if the file was exported for a fixed number."""
 
     def forward(self, images: Tensor) -> Tensor:
-        """images: uint8 [B, 3, H, W], on the CPU. Handed on as they are: the file's one graph does all, in `decode`."""
+        """images: uint8 [B, 3, H, W], on the CPU. Returned unchanged: `decode` runs the whole graph."""
         return images
 
     def decode(
@@ -97,15 +97,17 @@ class OnnxModel(nn.Module):
         score_threshold: float,
         iou_threshold: float | None,
     ) -> BatchDetections:
-        """As the detector's: the boxes of each image in pixels of the original."""
+        """As `Detector.decode`: the boxes of each image in pixels of the original image."""
         result = self.run(
             outputs.numpy(), resized_size.numpy(), score_threshold=score_threshold, iou_threshold=iou_threshold
         )
         valid = torch.arange(result.scores.shape[1]) < torch.from_numpy(result.count)[:, None]
         detections = BatchDetections(
-            torch.from_numpy(result.boxes), torch.from_numpy(result.scores),
-            torch.from_numpy(result.labels).clamp(min=0), valid,
-        )  # fmt: skip
+            torch.from_numpy(result.boxes),
+            torch.from_numpy(result.scores),
+            torch.from_numpy(result.labels).clamp(min=0),
+            valid,
+        )
         return rescale_to_original(detections, scale, original_size)
 
     def run(
@@ -116,20 +118,20 @@ class OnnxModel(nn.Module):
         score_threshold: float | None = None,
         iou_threshold: float | None = None,
     ) -> OnnxDetections:
-        """images: [B, 3, H, W], RGB in the model input; resized_size: [B, 2]. A threshold that is None is the file's own. Raises
-        ConfigError for another model input, and for a limit of overlaps where the file has no NMS.
+        """images: [B, 3, H, W], RGB, resized and padded; resized_size: [B, 2]. Thresholds default to those of the file.
+        Raises ConfigError for another image size, and for an IoU threshold if the file has no NMS.
 
-        A file of a fixed batch is run as often as needed, the last time with its last image repeated.
+        A file with a fixed batch size runs as often as needed; the last batch is filled with the last image.
         """
         image_size = tuple(images.shape[2:])
         if image_size != tuple(self.metadata.image_size):
-            raise ConfigError(f"The model's model input is {self.metadata.image_size}, the images lie in one of {image_size}.")
+            raise ConfigError(f"The model's image size is {self.metadata.image_size}, that of the batch {image_size}.")
         thresholds_by_name = {"score_threshold": score_threshold}
         if self._has_nms:
             thresholds_by_name["iou_threshold"] = iou_threshold
         elif iou_threshold is not None and iou_threshold < 1:
-            fix = "leave --iou out, or export with the --iou that is wanted"
-            raise ConfigError("The ONNX file suppresses nothing: it was exported so.", fix=fix)
+            fix = "leave out --iou, or export again with --iou below 1"
+            raise ConfigError("The ONNX file was exported without NMS.", fix=fix)
         thresholds = {
             name: np.array(value, np.float32) for name, value in thresholds_by_name.items() if value is not None
         }
@@ -142,7 +144,7 @@ class OnnxModel(nn.Module):
 
 
 def require_package(name: str, consequence: str) -> Any:
-    """The module of an optional package. Raises PreflightError that says what cannot be done without it."""
+    """The module of an optional package. Raises PreflightError with `consequence` if it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -1,6 +1,6 @@
-"""Draws boxes on images: for `stoker predict` and TensorBoard. Pillow only; images are never changed in place.
+"""Draws boxes on images, for `stoker predict` and TensorBoard. Uses only Pillow; images are not changed in place.
 
-Files are not read here: images come as pixels, turned as their boxes are (`data/images/decode.py` sees to both).
+Files are not read here: images are pixels, upright as their boxes (`data/images/decode.py`).
 """
 
 import colorsys
@@ -15,26 +15,26 @@ from PIL import Image, ImageDraw, ImageFont
 from stoker.evaluation.metrics import Detections
 
 MIN_DRAW_SIDE = 320
-"""A image whose longer side is below is enlarged by a whole factor, so that names fit: letters need 10 pixels."""
+"""Images with a shorter long side are enlarged by an integer factor, so that text of 10 pixels fits."""
 _GOLDEN_RATIO = 0.61803398875
-"""Steps of the hue by the golden ratio keep any number of classes apart (Vogel, Math. Biosciences 44, 1979)."""
+"""Hue step between classes: the golden ratio separates any number of them (Vogel, Math. Biosciences 44, 1979)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageWithBoxes:
-    """A image with what is in it and what was found in it."""
+    """An image with its ground truth boxes and detections."""
 
     path: Path
     """For messages."""
     load_image: Callable[[int], tuple[NDArray[np.uint8], tuple[int, int]]]
-    """Given a side in pixels, the image at most that long, uint8 [h, w, 3] RGB, and its own height and width, in
-    whose pixels the boxes are. It is read when it is asked for, in the thread that draws; raises what reading does."""
+    """Maximum side in pixels → (thumbnail, uint8 [h, w, 3] RGB; original height and width, to which the boxes refer).
+    Reads the image in the calling thread; raises the errors of reading."""
     gt: Detections
     detections: Detections
 
 
 def class_color(label: int) -> tuple[int, int, int]:
-    """RGB of a class: the same in every image and every run."""
+    """RGB of a class, the same in every image and run."""
     red, green, blue = colorsys.hsv_to_rgb((label * _GOLDEN_RATIO) % 1.0, 0.85, (1.0, 0.8)[label // 8 % 2])
     return round(red * 255), round(green * 255), round(blue * 255)
 
@@ -42,9 +42,9 @@ def class_color(label: int) -> tuple[int, int, int]:
 def draw_boxes(
     image: Image.Image, detections: Detections, class_names: Sequence[str], *, scores: bool = True
 ) -> Image.Image:
-    """A copy of `image` with the boxes, their classes and scores; RGB, enlarged where it is too small for letters.
+    """A copy of `image` with boxes, class names and scores; RGB, enlarged if it is too small for text.
 
-    boxes: of this image alone, in its pixels. The best scores are drawn last, on top.
+    detections: of this image, in its pixels. The best scores are drawn last, on top.
     """
     drawn = image.convert("RGB")  # a copy, always
     factor = max(1, -(-MIN_DRAW_SIDE // max(1, *drawn.size)))
@@ -57,7 +57,7 @@ def draw_boxes(
     for n in np.argsort(detections.score, kind="stable").tolist():
         label = int(detections.label[n])
         bounds = (drawn.width, drawn.height) * 2
-        # Boxes may reach far outside; just outside looks the same, and Pillow would walk all the way.
+        # Coordinates far outside are clipped to just outside: the result is the same, but Pillow is faster.
         x0, y0, x1, y1 = np.clip(
             detections.boxes[n].astype(np.float64) * factor, -2 * line_width, np.add(bounds, 2 * line_width)
         ).tolist()
@@ -78,7 +78,7 @@ def _draw_name(
     fill: tuple[int, int, int],
     font: ImageFont.FreeTypeFont | ImageFont.ImageFont,
 ) -> None:
-    """A name on its color, above the box's corner; below it where there is no room; never outside the image."""
+    """Draws a name on a filled rectangle above the box's corner, or below it if there is no room, inside the image."""
     left, top, right, bottom = draw.textbbox((0, 0), text, font=font)
     width, height = right - left + 4, bottom - top + 4
     x = min(max(0.0, corner[0]), max(0.0, size[0] - width))
@@ -90,7 +90,7 @@ def _draw_name(
 
 
 def draw_comparison(sample: ImageWithBoxes, class_names: Sequence[str], max_side: int) -> Image.Image:
-    """What is in a image (left) beside what was found (right), each at most `side` pixels long."""
+    """Ground truth (left) and detections (right) of an image, each with sides of at most `max_side` pixels."""
     pixels, (height, width) = sample.load_image(max_side)
     thumbnail = Image.fromarray(pixels)
     scale_xyxy = np.array([thumbnail.width / width, thumbnail.height / height] * 2, np.float32)

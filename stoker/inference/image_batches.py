@@ -1,9 +1,8 @@
-"""Images without annotations, files or pixels, as batches: what prediction shows the model.
+"""Batches of images without annotations, from files or pixels, for prediction.
 
-What is shown at once is a window: a whole image, or a tile of a large one (`tiles.py`). Windows are decoded, placed
-and padded as in an evaluation (`data/images/decode.py`, `data/augment/geometry.py`), images upright as EXIF says, in
-threads ahead of the device. Training's stream of labelled samples is `data/loading/loader.py`; who runs the model is
-`predict.py`.
+An entry of a batch is a window: a whole image, or a tile of a large one (`tiles.py`). Threads decode, resize and pad
+windows ahead of the device, as in an evaluation (`data/images/decode.py`, `data/augment/geometry.py`), upright by EXIF.
+`predict.py` runs the model. Annotated images are loaded by `data/loading/loader.py`.
 """
 
 import threading
@@ -25,17 +24,16 @@ from stoker.hardware.device import Device, host_cores
 from stoker.inference.tiles import Region, Tiling
 
 PREFETCH_BATCHES = 3
-"""Batches that are being decoded while the device works on one."""
-
+"""Batches that are decoded ahead of the device."""
 
 ImageSource = Path | decode.Pixels
-"""A image file, or pixels: uint8 [h, w, 3], RGB, upright."""
+"""An image file, or pixels: uint8 [h, w, 3], RGB, upright."""
 
 
 class InputImage:
-    """A image. A file that is shown in tiles is decoded when the first of them is wanted and let go after the last.
+    """An image. A tiled file is decoded for its first window and freed after its last one.
 
-    So what is in memory is a few batches of windows and the images they are from, however many files there are.
+    So memory holds only a few batches of windows and their images, for any number of files.
     """
 
     def __init__(self, image_index: int, source: ImageSource) -> None:
@@ -43,17 +41,17 @@ class InputImage:
         self.path = source if isinstance(source, Path) else None
         self._pixels = None if isinstance(source, Path) else source
         self.size: tuple[int, int] = (0, 0) if self._pixels is None else self._pixels.shape[:2]
-        """Height and width, upright; zeros until it was read."""
+        """Height and width, upright; zeros until it is read."""
         self.error: DataError | None = None
-        """Why it could not be read."""
+        """The error of reading it."""
         self.pending_windows = 1
-        """Windows that are not read yet."""
+        """Number of windows that are not read yet."""
         self._lock = threading.Lock()
 
     def read(self, buffer: HostBatchBuffer, k: int, region: Region | None, resize: str) -> None:
-        """Writes a window into place k of the slot; None: the whole image, decoded at the size that is needed.
+        """Writes a window into entry k of the buffer; region None: the whole image, decoded at a reduced size.
 
-        Raises DataError, the same for every window of a image. Runs in many threads at once.
+        Raises DataError, the same for every window of an image. Thread-safe.
         """
         try:
             if region is None and self.path is not None:
@@ -72,11 +70,11 @@ class InputImage:
                     self._pixels = None
 
     def _decode_once(self) -> decode.Pixels:
-        with self._lock:  # the first thread decodes, the others of this image wait for it
+        with self._lock:  # the first thread decodes, the other ones wait
             if self.error is not None:
                 raise self.error
             if self._pixels is None:
-                assert self.path is not None, "pixels that were given are there until their last window was read"
+                assert self.path is not None, "given pixels are kept until the last window is read"
                 try:
                     self._pixels = decode.decode(read_image(self.path), self.path)
                 except DataError as error:
@@ -86,19 +84,19 @@ class InputImage:
 
 
 class InferenceWindow(NamedTuple):
-    """What is shown to the model at once."""
+    """An input of the model: an image or a part of it."""
 
     window_index: int
-    """Running number; `Batch.image_id` of it."""
+    """Running number; its `Batch.image_index`."""
     image: InputImage
     region: Region | None
-    """The part of the image; None: all of it, and this is its only window."""
+    """The part of the image; None: the whole image, as its only window."""
     is_last: bool
     """Whether it is the last window of its image."""
 
 
 def iter_windows(sources: Sequence[ImageSource], tiling: Tiling | None) -> Iterator[InferenceWindow]:
-    """The windows of images, in order: of one that does not fit in a tile the whole of it, then the tiles."""
+    """The windows of images, in order; an image larger than a tile has itself and then its tiles as windows."""
     window_index = 0
     for image_index, source in enumerate(sources):
         image = InputImage(image_index, source)
@@ -118,17 +116,24 @@ def _tile_regions(image: InputImage, tiling: Tiling) -> list[Region]:
         try:
             image.size = read_header(image.path).size
         except DataError:
-            return []  # reading it as one window says the same of it, in its turn
+            return []  # reading the image later raises the same error
     return tiling.regions(image.size)
 
 
 def iter_batches(
-    windows: Iterator[InferenceWindow], issued_windows: deque[list[InferenceWindow]], device: Device, image_size: tuple[int, int], resize: str,
-    batch_size: int, *, workers: int,
-) -> Iterator[Batch]:  # fmt: skip
-    """Batches on the device, `AHEAD` of them being read and decoded in threads; the last one is filled up.
+    windows: Iterator[InferenceWindow],
+    issued_windows: deque[list[InferenceWindow]],
+    device: Device,
+    image_size: tuple[int, int],
+    resize: str,
+    batch_size: int,
+    *,
+    workers: int,
+) -> Iterator[Batch]:
+    """Batches on the device, with PREFETCH_BATCHES decoded ahead in threads; the last batch is padded.
 
-    The windows of each batch are appended to `issued` when it is handed out. What cannot be read has image_id -1.
+    The windows of each batch are appended to `issued_windows` before it is yielded. Unreadable windows and padding have
+    image_index -1.
     """
     stream = device.make_stream()
     pending: deque[tuple[HostBatchBuffer, list[InferenceWindow], list[Future[None]]]] = deque()
@@ -164,7 +169,7 @@ def iter_batches(
 
 
 def num_decode_workers(sources: Sequence[ImageSource], batch_size: int) -> int:
-    """A thread a core; for images in a bucket, which are mostly waited for, one for each that is under way."""
+    """One per core; for images in a bucket, whose threads mostly wait, one per prefetched image."""
     is_remote = any(isinstance(source, Path) and places.path_to_uri(source) is not None for source in sources)
     return max(host_cores(), (PREFETCH_BATCHES + 1) * batch_size if is_remote else 0)
 
@@ -175,8 +180,7 @@ def _read_window(buffer: HostBatchBuffer, k: int, window: InferenceWindow, resiz
 
 
 def read_image(path: Path) -> bytes:
-    """The encoded image, of a file or of a placeholder. Raises DataError; StorageError where a bucket cannot be
-    read."""
+    """The encoded bytes of an image file or stub file. Raises DataError; StorageError if a bucket cannot be read."""
     try:
         return places.read(path)
     except OSError as error:
@@ -185,7 +189,7 @@ def read_image(path: Path) -> bytes:
 
 
 def decode_into_buffer(buffer: HostBatchBuffer, k: int, data: bytes, path: Path, resize: str) -> tuple[int, int]:
-    """Decodes a image into place k of the slot, upright. Returns its height and width; raises DataError."""
+    """Decodes an image into entry k of the buffer, upright. Returns its height and width; raises DataError."""
     header = parse_header(data, path)
     out, region = _resize_view(buffer, k, header.size, resize)
     decode.decode_into(data, path, region=region, out=out, header=header)
@@ -193,7 +197,7 @@ def decode_into_buffer(buffer: HostBatchBuffer, k: int, data: bytes, path: Path,
 
 
 def _resize_view(buffer: HostBatchBuffer, k: int, size: tuple[int, int], resize: str) -> tuple[decode.Pixels, Region]:
-    """Prepares place k for a window of `size` (height, width): (where its pixels go, what of it is shown: all)."""
+    """Prepares entry k for a window of `size` (height, width): (the view for its pixels, the region to decode: all)."""
     resize_geometry = geometry.compute_resize_geometry(size, buffer.image_size, resize)
     height, width = resize_geometry.resized_size
     buffer.write_filler(k)

@@ -1,7 +1,7 @@
-"""A trained detector at work: `load` it, then find objects in images, score it on a data set.
+"""Python API of a trained detector: `load` it, then `predict` on images and `evaluate` on a data set.
 
-The commands `eval` and `predict` are these methods with a screen, and `stoker.load` in Python is `load`. How a model is
-run: `evaluate.py`, `predict.py`; exporting one: `onnx.py`.
+`stoker.load` is `load`; the commands `eval` and `predict` call these methods. `evaluation/evaluate.py` and `predict.py`
+run the model; `export/onnx.py` exports it.
 """
 
 import contextlib
@@ -32,55 +32,57 @@ from stoker.models.weights import model_file
 from stoker.runs.records import CONFIG
 
 ImageInput = str | os.PathLike[str] | NDArray[np.uint8] | Image.Image
-"""A file or its address, pixels as uint8 [h, w, 3] in the order RGB, or a Pillow image."""
+"""A file or its URI, RGB pixels as uint8 [h, w, 3], or a Pillow image."""
 DEFAULT_CONF = 0.3
-"""Least score of a box that is shown, where nothing is asked."""
-"""Of two boxes of a class that overlap more than this, the weaker is dropped, where nothing is asked."""
+"""Default minimum score of a detection."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prediction:
-    """What was found in a image, n boxes, best score first."""
+    """The n detections in an image, best score first."""
 
     path: Path | None
-    """The image's file, a placeholder where it lies in a bucket; None for pixels."""
+    """The image's file, or its stub file for an image in a bucket; None for pixels."""
     original_size: tuple[int, int]
-    """Height and width of the image, upright as its EXIF says."""
+    """Height and width of the image, upright by EXIF."""
     boxes: NDArray[np.float32]
     """[n, 4], xyxy in pixels of the upright image."""
     scores: NDArray[np.float32]
     """[n], 0 … 1."""
     labels: NDArray[np.int64]
-    """[n], places in the model's `class_names`."""
+    """[n], indices into the model's `class_names`."""
     names: list[str]
-    """[n], the classes by name."""
+    """[n], class names."""
     _source: ImageSource = dataclasses.field(repr=False)
     _class_names: tuple[str, ...] = dataclasses.field(repr=False)
 
     def draw(self) -> Image.Image:
-        """The image with the boxes drawn, RGB; small ones are enlarged. Raises DataError when its file is gone."""
+        """The image with boxes, RGB; small images are enlarged. Raises DataError if its file does not exist anymore."""
         pixels = self._source
         if isinstance(pixels, Path):
             pixels = decode.decode(read_image(pixels), pixels)
         detections = Detections(
-            image_index=np.zeros(len(self.labels), np.int64), boxes=self.boxes, score=self.scores, label=self.labels,
+            image_index=np.zeros(len(self.labels), np.int64),
+            boxes=self.boxes,
+            score=self.scores,
+            label=self.labels,
             image_indices=np.zeros(1, np.int64),
-        )  # fmt: skip
+        )
         return draw_boxes(Image.fromarray(pixels), detections, self._class_names)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Model:
-    """A trained detector on its device, in evaluation mode. `load` makes it."""
+    """A trained detector on its device, in evaluation mode; from `load`."""
 
     source: Path
-    """What was loaded: a run folder or a file."""
+    """The loaded run folder or file."""
     weights: Path
-    """The file that the weights are from."""
+    """The file with the weights."""
     class_names: tuple[str, ...]
     """[C], by label."""
     image_size: tuple[int, int]
-    """Height and width in pixels of the tensor that images are resized into."""
+    """Height and width in pixels to which images are resized and padded."""
     _metadata: model_file.ModelMetadata = dataclasses.field(repr=False)
     _detector: DetectorProtocol = dataclasses.field(repr=False)
     _device: Device = dataclasses.field(repr=False)
@@ -96,18 +98,18 @@ class Model:
         tile_overlap: float | None = None,
         batch_size: int = DEFAULT_BATCH_SIZE,
     ) -> list[Prediction]:
-        """What is found in each image, in their order; one image is a list of one.
+        """The detections in each image, in order; a single image gives a list of one.
 
-        conf: least score of a box, 0 … 1. iou: of two boxes of a class that overlap more than this, the weaker is
-        dropped; default: the architecture's own. tile: images larger than this many pixels are also shown in tiles
-        of that side, for small objects in large images; overlap: fraction of its side that a tile has in common with
-        the next, at least, 0.2 unless given. batch: images per forward pass.
+        conf: minimum score, 0 … 1. iou: NMS threshold; default: the architecture's own. tile: images with a longer side
+        than this are also processed in tiles of this side, to detect small objects in large images; tile_overlap:
+        minimum overlap of neighboring tiles as a fraction of their side, default 0.2. batch_size: images per forward
+        pass.
 
-        Raises DataError for a image that cannot be read, UsageError for something that is no image or a number out
+        Raises DataError for an image that cannot be read, UsageError for an input that is not an image or a number out
         of range.
         """
         if batch_size < 1:
-            raise UsageError(f"batch={batch_size} is out of range.", choices=["1 or more"])
+            raise UsageError(f"batch_size={batch_size} is out of range.", choices=["1 or more"])
         inputs = images if isinstance(images, Sequence) and not isinstance(images, str | bytes) else [images]
         sources = [_to_source(image) for image in inputs]
         tiling = _make_tiling(conf, iou, tile, tile_overlap)
@@ -130,9 +132,17 @@ class Model:
             detections = result.detections
             names = [self.class_names[label] for label in detections.label.tolist()]
             predictions.append(
-                Prediction(result.path, result.original_size, detections.boxes, detections.score, detections.label, names, source,
-                           self.class_names)
-            )  # fmt: skip
+                Prediction(
+                    result.path,
+                    result.original_size,
+                    detections.boxes,
+                    detections.score,
+                    detections.label,
+                    names,
+                    source,
+                    self.class_names,
+                )
+            )
         return predictions
 
     def predict_to_dir(
@@ -145,9 +155,9 @@ class Model:
         tile: int | None = None,
         tile_overlap: float | None = None,
     ) -> Iterator[str]:
-        """Finds objects in files, folders and patterns; writes the images with boxes and predictions.json into `out`.
+        """Detects objects in files, folders and patterns; writes the images with boxes and predictions.json into `out`.
 
-        Yields a line for each image. A image that cannot be read is a line, too, and a DataError at the end.
+        Yields a line for each image, also for an unreadable one, which raises DataError at the end.
         """
         yield from predict_to_dir(
             self._detector,
@@ -169,9 +179,9 @@ class Model:
         format: str | None = None,
         batch_size: int = DEFAULT_BATCH_SIZE,
     ) -> Metrics:
-        """The COCO metrics on a split of a data set, default the one that the run was trained on.
+        """The COCO metrics on a split of a data set, default the one of the training run.
 
-        Raises UsageError when no data set is known, DataError when it has other classes or no such split.
+        Raises UsageError if no data set is known, DataError if it has other classes or no such split.
         """
         if batch_size < 1:
             raise UsageError(f"--batch-size {batch_size} is out of range.", choices=["1 or more"])
@@ -181,7 +191,7 @@ class Model:
         if data is None:
             if not is_run:
                 fix = f"stoker eval {self.source} DATA"
-                raise UsageError("Which data set should it be scored on?", location=self.source, fix=fix)
+                raise UsageError("No data set to evaluate on was given.", location=self.source, fix=fix)
             data, val_fraction, format = run_data.data, run_data.val_fraction, format or run_data.format
         index = open_index(os.fspath(data), format=format, val_fraction=val_fraction, classes=run_data.classes or ())
         image_indices = index.image_indices(split)
@@ -203,19 +213,22 @@ class Model:
 
 
 def load(run: str | os.PathLike[str], *, device: str | None = None) -> Model:
-    """A trained detector: of a run folder its best weights, or of a .safetensors or .onnx file that stoker saved. Each
-    may be in a bucket: gs://, s3://.
+    """A trained detector from a run folder (its best weights) or a .safetensors or .onnx file that stoker saved, local
+    or in a bucket (gs://, s3://).
 
-    device: cpu, cuda …; default: the accelerator that torch finds, else the cpu. An ONNX file runs on the cpu.
+    device: cpu, cuda …; default: the accelerator that torch finds, else the CPU. An ONNX file runs on the CPU.
 
-    Raises UsageError when there is no such run, WeightsError for a file that is not one of stoker's.
+    Raises UsageError if there is no such run, WeightsError for a file that stoker did not save.
     """
     source = model_file.local_path(run)
     weights = model_file.find_weights(source)
     if weights.suffix == ONNX_SUFFIX:
         if device not in (None, "cpu"):
-            raise UsageError(f"--device {device}: an ONNX file runs on the cpu here.", choices=["cpu"],
-                             fix="name the run or the .safetensors file that it was exported from")  # fmt: skip
+            raise UsageError(
+                f"--device {device}: stoker runs ONNX files on the CPU only.",
+                choices=["cpu"],
+                fix="name the run or the .safetensors file that it was exported from",
+            )
         exported = OnnxModel(weights, num_threads=host_cores())
         metadata = exported.metadata
         return Model(
@@ -224,7 +237,9 @@ def load(run: str | os.PathLike[str], *, device: str | None = None) -> Model:
     target_device = select_device(device)
     model, metadata = model_file.load_model(weights)
     detector, precision = model.to(target_device.torch_device), target_device.best_precision()[0]
-    return Model(source, weights, metadata.class_names, metadata.image_size, metadata, detector, target_device, precision)
+    return Model(
+        source, weights, metadata.class_names, metadata.image_size, metadata, detector, target_device, precision
+    )
 
 
 def _to_source(image: object) -> ImageSource:
@@ -233,7 +248,7 @@ def _to_source(image: object) -> ImageSource:
     if isinstance(image, np.ndarray):
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or 0 in image.shape:
             raise UsageError(
-                f"An array of {image.dtype} {list(image.shape)} is no image.",
+                f"An array of {image.dtype} {list(image.shape)} is not an image.",
                 choices=["uint8 [height, width, 3], RGB"],
                 fix="from OpenCV: image[..., ::-1]; from a gray one: np.stack([image] * 3, -1)",
             )
@@ -242,20 +257,20 @@ def _to_source(image: object) -> ImageSource:
         path = local_path(image)
         if path.is_dir():
             raise UsageError(
-                "A folder is no image.", location=path, fix="name its files: sorted(folder.glob('*.jpg'))"
+                "A folder is not an image.", location=path, fix="give its files: sorted(folder.glob('*.jpg'))"
             )
         return path
     choices = ["a path", "a NumPy array uint8 [height, width, 3]", "a Pillow image"]
-    raise UsageError(f"A {type(image).__name__} is no image.", choices=choices)
+    raise UsageError(f"An object of type {type(image).__name__} is not an image.", choices=choices)
 
 
 def _make_tiling(conf: float, iou: float | None, tile: int | None, tile_overlap: float | None) -> Tiling | None:
-    """The tiling that is asked for. Raises UsageError, ConfigError for numbers that cannot be."""
+    """The requested tiling. Raises UsageError or ConfigError for numbers out of range."""
     for name, value in (("conf", conf), ("iou", iou)):
         if value is not None and not 0 <= value <= 1:
             raise UsageError(f"--{name} {value} is out of range.", choices=["0 … 1"])
     if tile_overlap is not None and tile is None:
-        raise UsageError("--min-object-covered is of tiles.", fix="--tile 640, or no --min-object-covered")
+        raise UsageError("--tile-overlap needs --tile.", fix="--tile 640, or leave out --tile-overlap")
     return None if tile is None else Tiling(tile, TILE_OVERLAP if tile_overlap is None else tile_overlap)
 
 

@@ -1,7 +1,7 @@
-"""Finds objects in images that have no annotations: files, folders, patterns in; boxes, drawn images, JSON out.
+"""Prediction on images without annotations: from files, folders and patterns to boxes, annotated images and JSON.
 
-`predict_pictures` is the iterator, `predict_to_folder` the command. How images become batches, whole or in tiles, is
-`image_batches.py`; they are run as in an evaluation (`evaluate.detect_batches`). The originals are never touched.
+`predict_images` is the iterator, `predict_to_dir` the command. `image_batches.py` makes batches of images or tiles,
+`evaluate.detect_batches` runs them. The originals are not changed.
 """
 
 import contextlib
@@ -41,31 +41,31 @@ from stoker.storage.local_files import write_atomic
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
 OUTPUT_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
-"""Endings that a result may have; a image of another one gets `.jpg` behind it."""
+"""Suffixes of annotated images; for an image with another suffix, `.jpg` is appended."""
 IMAGE_SUFFIXES = (*OUTPUT_SUFFIXES, ".gif", ".jp2", ".pgm", ".ppm")
-"""Endings by which images are found in folders; a file that is named is tried whatever it is called."""
+"""Suffixes of images in folders; a file that is given by name may have any suffix."""
 RESULTS_NAME = "predictions.json"
 DEFAULT_BATCH_SIZE = 8
 
 
 class ImageResult(NamedTuple):
-    """What was found in a image."""
+    """The detections in an image."""
 
     path: Path | None
     """None for pixels."""
     original_size: tuple[int, int]
-    """Height and width of the image, upright, pixels; zeros where it could not be read."""
+    """Height and width of the upright image in pixels; zeros if it could not be read."""
     detections: Detections
     """Best score first; boxes in pixels of the upright image."""
     error: DataError | None
-    """Why it could not be read; nothing is found then."""
+    """The error of reading it; then there are no detections."""
 
 
 def find_images(inputs: Iterable[str | Path], *, exclude_dir: Path | None = None) -> list[Path]:
-    """The images of files, folders (with those inside), patterns and addresses of these, each once, in order. Those
-    in `beside` are not. Of a image in a bucket it is its placeholder (`data/images/source.py`).
+    """The images of files, folders (recursive), patterns and URIs of these, each once, in order, without those in
+    `exclude_dir`. For an image in a bucket, its stub file (`data/images/source.py`).
 
-    Raises UsageError that names what was not found, DataError and StorageError of an address.
+    Raises UsageError for an input without images, DataError and StorageError for a URI.
     """
     excluded = None if exclude_dir is None else exclude_dir.resolve()
     unique_paths: dict[Path, Path] = {}
@@ -80,18 +80,22 @@ def find_images(inputs: Iterable[str | Path], *, exclude_dir: Path | None = None
             image_paths = sorted(p for p in matched if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file())
         included = [p for p in image_paths if excluded is None or excluded not in p.resolve().parents]
         if image_paths and not included:
-            message = f"The images of {str(path)!r} lie in the folder of the results, which are not predicted on."
+            message = f"The images of {str(path)!r} are in the output folder, whose images are not used as input."
             raise UsageError(message, location=exclude_dir, fix="name another folder with --out")
         if not image_paths:
-            raise UsageError(_not_found(path), location=display_path(Path.cwd() / path), choices=IMAGE_SUFFIXES,
-                             fix="name image files, a folder with such files, or a pattern in quotes")  # fmt: skip
+            raise UsageError(
+                _not_found(path),
+                location=display_path(Path.cwd() / path),
+                choices=IMAGE_SUFFIXES,
+                fix="name image files, a folder with such files, or a pattern in quotes",
+            )
         for image_path in included:
             unique_paths.setdefault(image_path.resolve(), image_path)
     return list(unique_paths.values())
 
 
 def local_path(location: str | os.PathLike[str]) -> Path:
-    """The path of a place, variables in it replaced; the mirror's, of an address."""
+    """The path of `location` with variables expanded; for a URI, the path in its local mirror."""
     expanded = expand_variables(os.fspath(location))
     return resolve_images(parse_uri(expanded)) if is_uri(expanded) else Path(expanded)
 
@@ -118,10 +122,10 @@ def predict_images(
     batch_size: int = DEFAULT_BATCH_SIZE,
     tiling: Tiling | None = None,
 ) -> Iterator[ImageResult]:
-    """Runs the model, which lies on `device`, over images, in order. model input, resize: as it was trained.
+    """Runs the model, which is on `device`, over images, in order; image_size, resize: as in training.
 
-    tiling: a image that does not fit in a tile is shown whole and in tiles, and what was found is merged; any other
-    is shown as without. A image that cannot be read is yielded with its error; the others go on.
+    tiling: an image larger than a tile is processed whole and in tiles, and the detections are merged. An unreadable
+    image is yielded with its error.
     """
     nms_threshold = model.iou_threshold if iou_threshold is None else iou_threshold
     issued_windows: deque[list[InferenceWindow]] = deque()
@@ -151,7 +155,7 @@ def predict_images(
 
 
 def _merge_windows(window_detections: list[tuple[InferenceWindow, Detections]], iou_threshold: float) -> ImageResult:
-    """What was found in all windows of a image, as one; boxes in pixels of the image."""
+    """Merges the detections in all windows of an image; boxes in pixels of the image."""
     image = window_detections[0][0].image
     shifted, cut = [], []
     for window, detections in window_detections:
@@ -185,12 +189,12 @@ def predict_to_dir(
 ) -> Iterator[str]:
     """Writes every image with its boxes, and predictions.json, into `out`; yields a line for each image.
 
-    Raises UsageError for places without images and for an `out` that holds other things; DataError at the end when
-    some images could not be read.
+    Raises UsageError for inputs without images and for an `out` with other files; DataError at the end if some images
+    could not be read.
     """
     paths = find_images(inputs, exclude_dir=out)
     _require_output_dir(out)
-    _write_results(out, [])  # the folder is ours from here on, also when this run is cut off
+    _write_results(out, [])  # marks the folder as an output folder, also if this run is interrupted
     image_results = predict_images(
         model,
         paths,
@@ -222,20 +226,20 @@ def predict_to_dir(
             for future in pending_draws:
                 future.result()
     finally:
-        _write_results(out, results)  # of an hour's work that is interrupted, too
+        _write_results(out, results)  # also after an interruption
     num_done = len(results) - len(failed)
-    yield f"{num_done:,} image{'' if num_done == 1 else 's'} with boxes and {RESULTS_NAME} are in {out}"
+    yield f"{num_done:,} image{'' if num_done == 1 else 's'} with boxes and {RESULTS_NAME} written to {out}"
     if failed:
         raise DataError(
-            f"{len(failed):,} of {len(paths):,} images could not be read; the others are done.",
+            f"{len(failed):,} of {len(paths):,} images could not be read; the others were processed.",
             location=failed[0].location,
             cause=failed[0].cause or failed[0].what,
-            fix=f"the entries with an error in {out / RESULTS_NAME} name them all",
+            fix=f"all of them have an `error` in {out / RESULTS_NAME}",
         )
 
 
 def to_json_dict(result: ImageResult, class_names: Sequence[str]) -> dict[str, Any]:
-    """An entry of predictions.json: path, width, height, detections; `error` where the image could not be read."""
+    """An entry of predictions.json: path, width, height, detections; `error` if the image could not be read."""
     detections = result.detections
     columns = zip(detections.label.tolist(), detections.score.tolist(), detections.boxes.tolist(), strict=True)
     entry: dict[str, Any] = {
@@ -251,13 +255,13 @@ def to_json_dict(result: ImageResult, class_names: Sequence[str]) -> dict[str, A
 
 
 def output_names(paths: Sequence[Path]) -> list[str]:
-    """A file name for each image: its own, with the folders above it in front where two would be the same.
+    """An output file name for each image: its own, prefixed by its folders if two would be equal.
 
-    Compared without case, since some file systems do not know it. An ending that Pillow cannot write gets `.jpg`.
+    Names are compared without case, as some file systems do. `.jpg` is appended to suffixes that Pillow cannot write.
     """
     file_names = [p.name if p.suffix.lower() in OUTPUT_SUFFIXES else f"{p.name}.jpg" for p in paths]
     name_counts = Counter(name.lower() for name in file_names)
-    absolute = [Path(os.path.abspath(p)) for p in paths]  # not resolved: names as the user knows them
+    absolute = [Path(os.path.abspath(p)) for p in paths]  # not resolved: the user's own names
     top = os.path.commonpath([p.parent for p in absolute]) if paths else ""
     names: list[str] = []
     used: set[str] = {RESULTS_NAME}
@@ -273,12 +277,13 @@ def output_names(paths: Sequence[Path]) -> list[str]:
 
 
 def _require_output_dir(out: Path) -> None:
-    """Results go where nothing else is: a image of the user's with the same name must not be replaced."""
+    """Raises UsageError if `out` has files that stoker did not write, since images of the same name would be
+    replaced."""
     if out.exists() and not out.is_dir():
-        raise UsageError("The results need a folder.", location=out, cause="it is a file", fix="--out FOLDER")
+        raise UsageError("The output folder is a file.", location=out, fix="--out FOLDER")
     if out.exists() and any(out.iterdir()) and not (out / RESULTS_NAME).exists():
         raise UsageError(
-            "The folder for the results holds other files.",
+            "The output folder contains other files.",
             location=out,
             cause=f"it has no {RESULTS_NAME}, so stoker did not write it",
             fix="name a new folder with --out",
@@ -302,6 +307,6 @@ def _report_write_errors(location: Path) -> contextlib.AbstractContextManager[No
 
 
 def _summary(detections: Detections, class_names: Sequence[str]) -> str:
-    """car 3, bus 1 — or nothing."""
+    """For example "car 3, bus 1", or "nothing"."""
     counts = Counter(class_names[label] for label in detections.label.tolist())
     return ", ".join(f"{name} {count}" for name, count in counts.most_common()) or "nothing"

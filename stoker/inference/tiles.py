@@ -1,9 +1,9 @@
-"""Large images in parts: where the tiles lie, and how what was found in them becomes one answer.
+"""Tiled prediction on large images: positions of the tiles, and merging of their detections.
 
-An object of 20 pixels in a image of 4,000 is one of 3 pixels on a model input of 640, and lost. So the image is also
-shown tile by tile; overlapping tiles show every object that is smaller than the overlap whole at least once, and the
-whole image, shown as well, has the objects that no tile can hold. What is found twice is left out by `merge`. Who
-cuts the pixels and runs the model: `predict.py`. The idea is SAHI's (arXiv 2202.06934).
+An object of 20 pixels in an image of 4,000 has 3 pixels in a model input of 640, too few to be detected. So the image
+is also processed in overlapping tiles, which contain every object smaller than the overlap completely at least once.
+The whole image has the larger objects. `merge_detections` removes duplicates. `predict.py` runs the model. The idea is
+SAHI's (arXiv 2202.06934).
 """
 
 import dataclasses
@@ -14,17 +14,17 @@ from numpy.typing import NDArray
 from stoker.errors import ConfigError
 
 Region = tuple[int, int, int, int]
-"""x0, y0, x1, y1 in whole pixels of the image; x1 and y1 are outside."""
+"""x0, y0, x1, y1 in pixels of the image; x1 and y1 are exclusive."""
 
 TILE_OVERLAP = 0.2
-"""Fraction of a tile that its neighbor shows, too, where nothing is asked: SAHI's default."""
+"""Default overlap of neighboring tiles as a fraction of their side: SAHI's default."""
 EDGE_MARGIN = 0.01
-"""A box that comes this near to a tile's inner edge, as a fraction of the tile's side, is taken for a part of an object: a
-detector's boxes end a few pixels off. An object that ends there by chance is whole in the next tile."""
+"""A box this near to a tile's inner edge, as a fraction of the tile's side, counts as cut off: detected boxes end a few
+pixels off. An object that ends there by chance is complete in the next tile."""
 MERGE_IOU = 0.7
-"""IoU above which boxes from several tiles are one object, of a model that itself suppresses nothing."""
+"""IoU above which boxes from several tiles are one object, for a model without NMS."""
 MIN_COVERED_FRACTION = 0.5
-"""Fraction of the area of such a part that another box of its class has to cover to stand for it (SAHI's default)."""
+"""A cut-off box is removed if another box of its class covers this fraction of its area (SAHI's default)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Tiling:
     """`--tile` and `--tile-overlap`. Raises ConfigError for a number out of range."""
 
     side: int
-    """Pixels of the image, both ways."""
+    """Height and width of a tile in pixels of the image."""
     overlap: float = TILE_OVERLAP
-    """Fraction of the side that neighbors have in common, at least."""
+    """Minimum overlap of neighboring tiles as a fraction of the side."""
 
     def __post_init__(self) -> None:
         if self.side < 32:
@@ -43,10 +43,10 @@ class Tiling:
             raise ConfigError(f"--tile-overlap {self.overlap} is out of range.", choices=["0 … 0.9"])
 
     def regions(self, size: tuple[int, int]) -> list[Region]:
-        """The tiles of a image of `size` (height, width), row by row; none where it fits in one.
+        """The tiles of an image of `size` (height, width), row by row; none if the image fits in one tile.
 
-        They cover it, have one size (the image's own along an axis that is shorter than the tile), lie inside, and
-        neighbors share at least `overlap`: no tile is smaller at the right or lower edge, they share more instead.
+        They cover the image, lie inside, and have equal sizes (the image's own along an axis shorter than the tile).
+        Neighbors overlap by at least `overlap`, and by more rather than having a smaller tile at the edge.
         """
         if max(size) <= self.side:
             return []
@@ -54,7 +54,7 @@ class Tiling:
         return [(x, y, x + width, y + height) for y in ys for x in xs]
 
     def _tile_starts(self, length: int) -> tuple[list[int], int]:
-        """Where the tiles begin along one axis, and how long they are."""
+        """(start positions of the tiles along one axis, their length)."""
         if length <= self.side:
             return [0], length
         step = max(1, int(self.side * (1 - self.overlap)))
@@ -64,9 +64,9 @@ class Tiling:
 
 
 def is_cut(boxes: NDArray[np.float32], region: Region, size: tuple[int, int]) -> NDArray[np.bool_]:
-    """[N]: which `boxes` [N, 4], found in a `region` of a image of `size` (height, width), reach its inner edges.
+    """[N]: which of `boxes` [N, 4], detected in a `region` of an image of `size` (height, width), touch an inner edge.
 
-    An edge is inner where the image goes on behind it. Boxes are in pixels of the image.
+    An inner edge is one that is not an edge of the image. Boxes are in pixels of the image.
     """
     x0, y0, x1, y1 = region
     near_x, near_y = EDGE_MARGIN * (x1 - x0), EDGE_MARGIN * (y1 - y0)
@@ -88,11 +88,11 @@ def merge_detections(
     *,
     iou_threshold: float,
 ) -> NDArray[np.int64]:
-    """Which of N boxes of a image stay, as indices, best score first. boxes: [N, 4]; cut: [N], see `is_cut`.
+    """Indices of the boxes of an image that are kept, best score first; boxes: [N, 4]; is_cut_off: [N], see `is_cut`.
 
-    Within each class the whole boxes come first, best score first, then the cut ones. Each that stays takes out what
-    comes after it and overlaps it by more than `iou_threshold`, and the cut boxes that it covers by more than COVERED
-    of their area: half an object may well have the better score, but it is half an object.
+    Within each class, complete boxes are ranked before cut-off ones, then by score. A kept box removes lower-ranked
+    boxes with an IoU above `iou_threshold`, and cut-off boxes of which it covers more than MIN_COVERED_FRACTION: a part
+    of an object may have a higher score than the whole object.
     """
     keep: list[int] = []
     for label in np.unique(labels):
@@ -100,7 +100,7 @@ def merge_detections(
         class_indices = class_indices[np.lexsort((-scores[class_indices], is_cut_off[class_indices]))]
         xyxy, is_cut_box = boxes[class_indices].astype(np.float64), is_cut_off[class_indices]
         areas = (xyxy[:, 2] - xyxy[:, 0]) * (xyxy[:, 3] - xyxy[:, 1])
-        # Only what shares columns with a box can overlap it: 20,000 boxes take a third of a second instead of twelve.
+        # Only boxes with common columns can overlap: 20,000 boxes take 0.3 s instead of 12 s.
         by_left = np.argsort(xyxy[:, 0])
         lefts, widest = xyxy[by_left, 0], (xyxy[:, 2] - xyxy[:, 0]).max()
         first = np.searchsorted(lefts, xyxy[:, 0] - widest, "left").tolist()
@@ -113,8 +113,10 @@ def merge_detections(
             neighbors = by_left[first[n] : last[n]]
             rest = neighbors[(neighbors > n) & is_alive[neighbors]]
             intersection = (
-                np.minimum(xyxy[n, 2:], xyxy[rest, 2:]) - np.maximum(xyxy[n, :2], xyxy[rest, :2])
-            ).clip(min=0).prod(axis=1)  # fmt: skip
+                (np.minimum(xyxy[n, 2:], xyxy[rest, 2:]) - np.maximum(xyxy[n, :2], xyxy[rest, :2]))
+                .clip(min=0)
+                .prod(axis=1)
+            )
             is_duplicate = intersection > iou_threshold * (areas[n] + areas[rest] - intersection)
             is_covered = is_cut_box[rest] & (intersection > MIN_COVERED_FRACTION * areas[rest])
             is_alive[rest[is_duplicate | is_covered]] = False

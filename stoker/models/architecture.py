@@ -1,4 +1,5 @@
-"""`Architecture`: what stoker knows about a detector architecture. The table of all of them, `MODELS`, is in `table.py`."""
+"""`Architecture`: what stoker knows about a detector architecture. The table of all of them, `MODELS`, is in
+`table.py`."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

@@ -177,8 +177,8 @@ def _conv_norm(in_channels: int, out_channels: int, kernel_size: int, norm: Norm
 
 
 def separable_conv(channels: int, *, stride: int = 1) -> nn.Sequential:
-    """A depthwise 3 × 3 and a pointwise convolution without norm, activation or bias (Keras's SeparableConv2D; MobileNet,
-    arXiv 1704.04861): a tenth of the FLOPs of a 3 × 3 convolution."""
+    """A depthwise 3 × 3 and a pointwise convolution without norm, activation or bias (Keras's SeparableConv2D;
+    MobileNet, arXiv 1704.04861): a tenth of the FLOPs of a 3 × 3 convolution."""
     return nn.Sequential(depthwise_conv(channels, stride=stride), nn.Conv2d(channels, channels, 1, bias=False))
 
 

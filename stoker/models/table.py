@@ -266,7 +266,7 @@ MODELS: dict[str, Architecture] = {
         build=faster_rcnn_builder(
             "mobilenet_v3_large", return_layers={"13": 160, "16": 960}, num_pooled_levels=1, rpn_score_thresh=0.05
         ),
-        description="fast two-stage detector for large objects: torchvision's, 32.8 AP on COCO with torchvision's weights",
+        description="fast, two stages, large objects: torchvision's, 32.8 AP on COCO with torchvision's weights",
         num_params=19_335_104,
         cost=ComputeCost(gflop=37.8, training_gflop=67.8, memory_gib=2.0),
         recipe="standard",
@@ -356,7 +356,8 @@ def build(settings: ModelSettings, num_classes: int) -> Detector:
             raise ConfigError(
                 f"--anchor-sizes has {len(settings.anchor_sizes)} numbers.",
                 cause=f"{settings.model} needs {num_required}, finest level first",
-                fix=f"give {num_required} numbers, as its own: {' '.join(f'{x:g}' for x in arch.defaults['anchor_sizes'])}",
+                fix=f"give {num_required} numbers, as in the default: "
+                + " ".join(f"{size:g}" for size in arch.defaults["anchor_sizes"]),
             )
     model = arch.build(settings, num_classes)
     if settings.activation_checkpointing:

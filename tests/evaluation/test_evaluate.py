@@ -302,7 +302,7 @@ def test_nothing_found_is_zero_not_a_crash() -> None:
 @pytest.mark.parametrize("boxes", [[], [(0, 0, 50, 50, 0, 1, 1.0)]], ids=["none", "only crowd"])
 def test_a_split_without_boxes_is_a_data_error(boxes: list[tuple[float, ...]]) -> None:
     truth = ground_truth(columns([boxes], 1), np.array([0]))
-    with pytest.raises(DataError, match="nothing to score against"):
+    with pytest.raises(DataError, match="nothing to evaluate"):
         compute_metrics(truth, empty_detections([0]))
 
 

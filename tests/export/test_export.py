@@ -66,7 +66,7 @@ def lively(seed: int = 0) -> tuple[models.Detector, model_file.ModelMetadata]:
         if isinstance(module, torch.nn.BatchNorm2d):
             module.momentum = None
     with torch.no_grad():
-        model.train()(torch.from_numpy(pictures(2, seed)))  # the norms learn what the pictures are like
+        model.train()(torch.from_numpy(random_images(2, seed)))  # the norms learn what the pictures are like
     model.eval()
     return model, model_file.ModelMetadata(
         settings=config.model, class_names=CLASSES, image_size=CANVAS, resize="letterbox", step=7
@@ -128,19 +128,19 @@ def of_file(file: OnnxModel, images: Any, resized_size: Any, **thresholds: float
     ]
 
 
-def pictures(count: int, seed: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def random_images(count: int, seed: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.random.default_rng(seed).integers(0, 256, (count, 3, *CANVAS), np.uint8)
 
 
 def test_the_command_writes_a_file_that_finds_what_the_model_finds(run: Path, stoker: Run) -> None:
     before = {path.name for path in run.iterdir()}
-    code, out, err = stoker("export", run, "--onnx")
+    code, out, err = stoker("export", run)
     assert (code, err) == (0, ""), err
     lines = out.splitlines()
     assert len(lines) == 2, "and nothing that torch's exporter says to its developers"
     assert lines[0].startswith(f"{run / 'best.onnx'} (")
-    message = re.fullmatch(r"parity on 10 pictures, ([\d,]+) boxes: boxes within (\S+) px, scores within (\S+?)"
-                        r"(, \d+ boxes of one only, at a threshold or tie)?; \S+ ms/picture in onnxruntime \(\d+ "
+    message = re.fullmatch(r"parity on 10 images, ([\d,]+) boxes: boxes within (\S+) px, scores within (\S+?)"
+                        r"(, \d+ boxes of one only, at a threshold or tie)?; \S+ ms/image in onnxruntime \(\d+ "
                         r"threads\)", lines[1])  # fmt: skip
     assert message, lines[1]
     assert int(message[1].replace(",", "")) > 500
@@ -150,7 +150,7 @@ def test_the_command_writes_a_file_that_finds_what_the_model_finds(run: Path, st
 
 
 def test_the_file_says_what_it_is_and_nothing_of_the_machine(run: Path, stoker: Run) -> None:
-    assert stoker("export", run, "--onnx")[0] == 0
+    assert stoker("export", run)[0] == 0
     resized_size = (run / "best.onnx").read_bytes()
     for told in (b"site-packages", b".py", str(Path.home()).encode(), str(run).encode(), b"stack_trace"):
         assert told not in resized_size
@@ -159,10 +159,10 @@ def test_the_file_says_what_it_is_and_nothing_of_the_machine(run: Path, stoker: 
     assert file.ir_version <= 10, "what onnxruntime 1.20 reads"
     session = onnxruntime.InferenceSession(resized_size)
     about = session.get_modelmeta().custom_metadata_map
-    assert set(about) == {"class_names", "canvas", "resize", "padding", "weights_sha256", "iou_threshold", "stoker"}
+    assert set(about) == {"class_names", "image_size", "resize", "padding", "weights_sha256", "iou_threshold", "stoker"}
     assert set(about) == set(re.findall(r"`(\w+)` \(", DOCUMENT.read_text().split("## Metadata")[1].split("\n## ")[0]))
     assert json.loads(about["class_names"]) == list(CLASSES)
-    assert json.loads(about["canvas"]) == list(CANVAS)
+    assert json.loads(about["image_size"]) == list(CANVAS)
     assert json.loads(about["padding"]) == [124, 116, 104]
     assert about["weights_sha256"] == hashlib.sha256((run / "best.safetensors").read_bytes()).hexdigest()
     assert [given.name for given in session.get_inputs()] == ["images"], "all that must be given"
@@ -186,7 +186,7 @@ def test_any_batch_any_thresholds_any_content(
     exported: Path, model: models.Detector, count: int, seed: int, score_threshold: float, iou_threshold: float,
     resized_size: tuple[int, int],
 ) -> None:  # fmt: skip
-    images, inside = pictures(count, seed), np.array([CANVAS, resized_size] * 2, np.int32)[:count]
+    images, inside = random_images(count, seed), np.array([CANVAS, resized_size] * 2, np.int32)[:count]
     thresholds = {"score_threshold": score_threshold, "iou_threshold": iou_threshold}
     file = OnnxModel(exported, num_threads=1)
     for n, found in enumerate(of_file(file, images, inside, **thresholds)):
@@ -200,7 +200,7 @@ def test_any_batch_any_thresholds_any_content(
 
 
 def test_what_is_not_given_is_what_was_asked_for_at_the_export(exported: Path) -> None:
-    file, images = OnnxModel(exported, num_threads=1), pictures(3, 1)
+    file, images = OnnxModel(exported, num_threads=1), random_images(3, 1)
     session = onnxruntime.InferenceSession(exported)
     boxes, scores, labels, count = session.run(None, {"images": images})
     full = file.run(images, np.array([CANVAS] * 3), score_threshold=0.05, iou_threshold=0.5)
@@ -229,7 +229,7 @@ def test_a_fixed_batch_other_slots_and_opset(tmp_path: Path, model: models.Detec
     assert onnx.load(path).opset_import[0].version == opset
     file = OnnxModel(path, num_threads=1)
     assert file.batch_size == 4
-    images, inside = pictures(6, 2), np.array([CANVAS] * 6, np.int32)
+    images, inside = random_images(6, 2), np.array([CANVAS] * 6, np.int32)
     thresholds = {"score_threshold": 0.2, "iou_threshold": 0.3}
     found = of_file(file, images, inside)
     assert [len(one.scores) for one in found] == [7] * 6
@@ -243,15 +243,14 @@ def test_a_fixed_batch_other_slots_and_opset(tmp_path: Path, model: models.Detec
 @pytest.mark.parametrize(
     ("flags", "code", "words"),
     [
-        ([], 2, ["Which format?", "--onnx"]),
-        (["--onnx", "--batch-size", "many"], 2, ["'many'", "dynamic"]),
-        (["--onnx", "--batch-size", "0"], 2, ["--batch-size 0", "1 or more"]),
-        (["--onnx", "--conf", "1.5"], 2, ["--conf 1.5", "0 … 1"]),
-        (["--onnx", "--max-detections", "0"], 2, ["--max-detections 0"]),
-        (["--onnx", "--opset", "17"], 2, ["--opset 17", "18 … 21"]),
-        (["--onnx", "--out", "model.pt"], 2, ["model.pt", "model.onnx"]),
-        (["--onnx", "--out", "nowhere/model.onnx"], 3, ["nowhere"]),
-        (["--onnx", "--images", "nowhere"], 2, ["nowhere"]),
+        (["--batch-size", "many"], 2, ["'many'", "dynamic"]),
+        (["--batch-size", "0"], 2, ["--batch-size 0", "1 or more"]),
+        (["--conf", "1.5"], 2, ["--conf 1.5", "0 … 1"]),
+        (["--max-detections", "0"], 2, ["--max-detections 0"]),
+        (["--opset", "17"], 2, ["--opset 17", "18 … 21"]),
+        (["--out", "model.pt"], 2, ["model.pt", "model.onnx"]),
+        (["--out", "nowhere/model.onnx"], 3, ["nowhere"]),
+        (["--images", "nowhere"], 2, ["nowhere"]),
     ],
 )
 def test_errors_say_what_to_do(run: Path, stoker: Run, flags: list[str], code: int, words: list[str]) -> None:
@@ -274,14 +273,14 @@ def test_a_file_that_finds_something_else_is_not_kept(run: Path, stoker: Run, mo
         bias.CopyFrom(onnx.numpy_helper.from_array(values, bias.name))
         return network
 
-    assert stoker("export", run, "--onnx")[0] == 0
+    assert stoker("export", run)[0] == 0
     before = (run / "best.onnx").read_bytes()
     monkeypatch.setattr(graph, "_export_network", wrong)
     for out in ("best.onnx", "new.onnx"):
-        code, message, err = stoker("export", run, "--onnx", "--out", run / out)
+        code, message, err = stoker("export", run, "--out", run / out)
         assert (code, message) == (3, "")
-        assert "does not find what the model finds" in err
-        assert "largest differences on 10 pictures" in err
+        assert "detections of the exported file differ" in err
+        assert "largest differences on 10 images" in err
     assert sorted(path.name for path in run.iterdir()) == ["best.onnx", "best.safetensors", "config.toml"]
     assert (run / "best.onnx").read_bytes() == before
 
@@ -295,12 +294,12 @@ def another_model(path: Path) -> Path:
 def test_a_file_of_the_users_is_not_replaced(run: Path, stoker: Run) -> None:
     another_model(run / "best.onnx")
     before = (run / "best.onnx").read_bytes()
-    code, _, err = stoker("export", run, "--onnx")
+    code, _, err = stoker("export", run)
     assert code == 2
     assert "did not export" in err
     assert (run / "best.onnx").read_bytes() == before
-    assert stoker("export", run, "--onnx", "--out", run / "mine.onnx")[0] == 0
-    assert stoker("export", run, "--onnx", "--out", run / "mine.onnx")[0] == 0, "one's own is"
+    assert stoker("export", run, "--out", run / "mine.onnx")[0] == 0
+    assert stoker("export", run, "--out", run / "mine.onnx")[0] == 0, "one's own is"
 
 
 def test_without_the_data_pictures_have_to_be_named(run: Path, data: Path, stoker: Run) -> None:
@@ -310,13 +309,13 @@ def test_without_the_data_pictures_have_to_be_named(run: Path, data: Path, stoke
     for what in (alone, run):
         if what == run:
             alone.rename(run / "best.safetensors")
-        code, _, err = stoker("export", what, "--onnx")
+        code, _, err = stoker("export", what)
         assert code == 2, err
-        assert "no pictures to compare" in err
+        assert "no images to compare" in err
         assert "--images" in err
-    code, out, err = stoker("export", run, "--onnx", "--images", data / "valid")
+    code, out, err = stoker("export", run, "--images", data / "valid")
     assert code == 0, err
-    assert "parity on 10 pictures" in out
+    assert "parity on 10 images" in out
 
 
 @pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnxruntime"])
@@ -324,7 +323,7 @@ def test_a_missing_package_is_named_with_what_to_install(
     run: Path, stoker: Run, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    code, _, err = stoker("export", run, "--onnx")
+    code, _, err = stoker("export", run)
     assert code == 3
     assert f"package {package} is missing" in err
     assert "pip install 'stoker[onnx]'" in err
@@ -334,7 +333,7 @@ def test_a_file_that_is_no_model(tmp_path: Path, data: Path, stoker: Run) -> Non
     torn = tmp_path / "torn.onnx"
     torn.write_bytes(b"\x08\x0a nothing")
     theirs = another_model(tmp_path / "theirs.onnx")
-    for path, words in ((torn, "cannot be read"), (theirs, "not an export of stoker's")):
+    for path, words in ((torn, "cannot be read"), (theirs, "not exported by stoker")):
         code, _, err = stoker("predict", path, data / "valid", "--out", tmp_path / "out")
         assert code == 3
         assert words in err
@@ -346,7 +345,7 @@ def test_predict_and_eval_take_the_file_as_they_take_the_run(
     run: Path, data: Path, tmp_path: Path, stoker: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stoker.hardware.device.Device.best_precision", lambda _: ("fp32", "as the file"))
-    assert stoker("export", run, "--onnx")[0] == 0
+    assert stoker("export", run)[0] == 0
     answers, scores = [], []
     for n, what in enumerate((run, run / "best.onnx")):
         out = tmp_path / f"out{n}"
@@ -374,7 +373,7 @@ def test_predict_and_eval_take_the_file_as_they_take_the_run(
 def test_the_script_of_the_document_runs_without_torch_and_stoker(run: Path, tmp_path: Path, stoker: Run) -> None:
     image = tmp_path / "shot.png"
     Image.fromarray(np.random.default_rng(3).integers(0, 256, (70, 50, 3), np.uint8)).save(image)
-    assert stoker("export", run, "--onnx", "--images", image)[0] == 0
+    assert stoker("export", run, "--images", image)[0] == 0
     (script,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
     absent = (
         "import sys\n"
@@ -407,7 +406,7 @@ HAND = parity.ImageDetections(BOXES, np.array([0.9, 0.8, 0.6, 0.3], np.float32),
 
 def compared(model: parity.ImageDetections, file: parity.ImageDetections, **changes: Any) -> parity.Parity:
     return parity.compare_detections(
-        "it", model, file, **{"score_threshold": 0.3, "iou_threshold": 0.5, "slots": 100} | changes
+        "it", model, file, **{"score_threshold": 0.3, "iou_threshold": 0.5, "max_detections": 100} | changes
     )
 
 
@@ -426,7 +425,7 @@ def test_a_box_that_only_one_has_is_a_difference(n: int) -> None:
         found = compared(one, other)
         assert not found.passed
         assert f"only {who} found class" in found.unexplained[0]
-        with pytest.raises(ParityError, match="does not find what"):
+        with pytest.raises(ParityError, match="exported file differ"):
             parity.require_parity(found, "it")
 
 
@@ -435,8 +434,8 @@ def test_a_box_at_the_threshold_or_cut_off_is_told_apart() -> None:
     assert (at_threshold.num_ties, at_threshold.unexplained) == (1, ())
     assert not compared(HAND, without(HAND, 3), score_threshold=0.2).passed
     tied = HAND._replace(scores=np.array([0.9, 0.8, 0.6, 0.59999], np.float32))
-    assert compared(tied, without(tied, 3), score_threshold=0.1, slots=3).passed
-    assert not compared(tied, without(tied, 3), score_threshold=0.1, slots=4).passed
+    assert compared(tied, without(tied, 3), score_threshold=0.1, max_detections=3).passed
+    assert not compared(tied, without(tied, 3), score_threshold=0.1, max_detections=4).passed
 
 
 def test_a_box_at_the_limit_of_suppression_or_tied_is_told_apart() -> None:

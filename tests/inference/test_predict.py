@@ -69,7 +69,9 @@ def lamp(path: Path, size: tuple[int, int], box: tuple[int, int, int, int] | Non
 
 def run(paths: list[Path], **options: Any) -> list[Any]:
     return list(
-        predict_images(BrightObjectDetector(), paths, CPU, **({"image_size": (96, 64), "resize": "letterbox"} | options))
+        predict_images(
+            BrightObjectDetector(), paths, CPU, **({"image_size": (96, 64), "resize": "letterbox"} | options)
+        )
     )  # type: ignore[arg-type]
 
 
@@ -159,8 +161,8 @@ def test_what_is_not_found_is_named_with_what_would_be_read(tmp_path: Path, monk
     Path("empty").mkdir()
     for place, what in (
         ("gone.jpg", "There is no file or folder 'gone.jpg'."),
-        ("empty", "There are no pictures in the folder 'empty'."),
-        ("empty/*.jpg", "No picture matches the pattern 'empty/*.jpg'."),
+        ("empty", "There are no images in the folder 'empty'."),
+        ("empty/*.jpg", "No image matches the pattern 'empty/*.jpg'."),
     ):
         with pytest.raises(UsageError) as caught:
             find_images([place])
@@ -189,7 +191,7 @@ def test_results_are_pictures_and_json_and_originals_are_untouched(
     assert lines == [
         "in/a/shot.png: lamp 1",
         "in/b/shot.png: nothing",
-        "2 pictures with boxes and predictions.json are in out",
+        "2 images with boxes and predictions.json written to out",
     ]
     assert sorted(path.name for path in Path("out").iterdir()) == ["a_shot.png", "b_shot.png", RESULTS_NAME]
     first, second = json.loads(Path("out", RESULTS_NAME).read_text())
@@ -225,7 +227,7 @@ def test_results_may_be_written_again_and_are_not_predicted_on(tmp_path: Path, m
 def test_pictures_in_the_folder_of_the_results_are_said_to_be_there(tmp_path: Path) -> None:
     lamp(tmp_path / "in/shot.png", (40, 40), (5, 5, 30, 30))
     for place in ("in", "in/shot.png", "in/*.png"):
-        with pytest.raises(UsageError, match="lie in the folder of the results") as caught:
+        with pytest.raises(UsageError, match="are in the output folder") as caught:
             predict([str(tmp_path / place)], tmp_path / "in")
         assert "--out" in (caught.value.fix or "")
 
@@ -272,7 +274,7 @@ def test_bad_pictures_are_named_at_the_end_and_the_rest_is_done(
     monkeypatch.chdir(tmp_path)
     lamp(Path("in/good.png"), (40, 40), (5, 5, 30, 30))
     Path("in/bad.jpg").write_bytes(b"\xff\xd8\xff no more")
-    with pytest.raises(DataError, match="1 of 2 pictures could not be read"):
+    with pytest.raises(DataError, match="1 of 2 images could not be read"):
         predict(["in"], Path("out"))
     bad, good = json.loads(Path("out", RESULTS_NAME).read_text())
     assert "error" in bad

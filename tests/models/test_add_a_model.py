@@ -84,7 +84,9 @@ def test_it_finds_what_it_has_learned() -> None:
 def test_it_is_saved_loaded_and_recognised(tmp_path: Path) -> None:
     settings = settings_of(NAME)
     model = build(settings, 2).eval()
-    metadata = model_file.ModelMetadata(settings=settings, class_names=("a", "b"), image_size=(64, 96), resize="letterbox")
+    metadata = model_file.ModelMetadata(
+        settings=settings, class_names=("a", "b"), image_size=(64, 96), resize="letterbox"
+    )
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     save_file(tensors, tmp_path / "best.safetensors", metadata.header())
     save_file(tensors, tmp_path / "bare.safetensors")

@@ -52,9 +52,13 @@ def test_frozen_children_take_one_picture_at_a_time_and_nothing_else_changes(nam
             torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize((("norm", "stages", "train"), [("bn", 3, True), ("frozen_bn", 5, True), ("frozen_bn", 3, False)]))
+@pytest.mark.parametrize(
+    (("norm", "stages", "train"), [("bn", 3, True), ("frozen_bn", 5, True), ("frozen_bn", 3, False)])
+)
 def test_what_learns_or_takes_statistics_of_the_batch_sees_all_of_it(norm: str, stages: int, train: bool) -> None:
-    model = build(settings_of("ember_mobilenet_v2", backbone_norm=norm, trainable_backbone_layers=stages), CLASSES).train(train)
+    model = build(
+        settings_of("ember_mobilenet_v2", backbone_norm=norm, trainable_backbone_layers=stages), CLASSES
+    ).train(train)
     calls = sizes_of_calls(model, "0")
     model(make_batch((1, 1, 1), CANVAS, CLASSES).images)
     assert calls == [3]

@@ -9,7 +9,7 @@ from stoker.models import build
 from stoker.models.faster_rcnn import roi_heads, rpn
 from stoker.models.faster_rcnn.faster_rcnn import FasterRCNN
 from tests.models.samples import make_batch, settings_of
-from tests.models.two_stages import oracle_detections, oracle_losses, oracle_of, calibrated
+from tests.models.two_stages import calibrated, oracle_detections, oracle_losses, oracle_of
 
 CLASSES = 7
 pytestmark = pytest.mark.usefixtures("small")
@@ -171,7 +171,7 @@ def test_pictures_whose_suppression_ran_out_of_rounds_are_counted(monkeypatch: p
     for _ in range(2):
         model.loss(model(batch.images), batch)
     assert model.nms_unconverged.item() == 4
-    assert "4 of 4 pictures had proposals that overlap in chains" in str(model.training_warning())
+    assert "rounds for 4 of 4 images" in str(model.training_warning())
     assert not {"nms_images", "nms_unconverged"} & model.state_dict().keys()
 
 

@@ -24,7 +24,7 @@ from stoker.models import MODELS, Detector, build, detect_architecture, load_wei
 from stoker.models.fcos.fcos import assign_points, fcos_builder, grid_points
 from stoker.models.weights import model_file
 from tests import fakes
-from tests.models.samples import make_batch, settings_of, calibrated_model
+from tests.models.samples import calibrated_model, make_batch, settings_of
 
 CLASSES = 7
 CLASS_HEAD = "head.classification_head.cls_logits."
@@ -286,7 +286,9 @@ def test_the_onnx_file_finds_what_the_model_finds(tmp_path: Path, monkeypatch: p
     image_size = (64, 96)
     model = calibrated_model(settings_of("fcos_resnet18_fpn", backbone_norm="bn"), CLASSES, image_size).eval()
     names = tuple(str(label) for label in range(CLASSES))
-    metadata = model_file.ModelMetadata(settings=model.settings, class_names=names, image_size=image_size, resize="letterbox")
+    metadata = model_file.ModelMetadata(
+        settings=model.settings, class_names=names, image_size=image_size, resize="letterbox"
+    )
     thresholds = {"score_threshold": 0.1, "iou_threshold": model.iou_threshold}
     path = tmp_path / "some.onnx"
     path.write_bytes(graph.build_onnx(model, metadata, **thresholds))

@@ -99,7 +99,9 @@ def test_anchors_made_in_inference_can_be_trained_with() -> None:
 
 TRIALS = {
     # The bar of memory: bf16, stem and layer1 frozen, 80 classes, 800 × 800, 32 pictures.
-    "resnet50": fakes.Trial(model="retinanet_resnet50_fpn", batch=32, slots=100, image_size=(800, 800), optimizer="sgd"),
+    "resnet50": fakes.Trial(
+        model="retinanet_resnet50_fpn", batch=32, slots=100, image_size=(800, 800), optimizer="sgd"
+    ),
     "lite": fakes.Trial(model="retinanet_mobilenet_v2_fpnlite", optimizer="adamw", fused=True),
     "tiny": fakes.Trial(model="retinanet_tiny_fpn", batch=16, optimizer="adamw", precision="fp16"),
     "two stages": fakes.Trial(model="faster_rcnn_resnet18_fpn"),

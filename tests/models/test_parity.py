@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.models.oracle import check_detections, check_losses_and_gradients, oracle_of, relative
-from tests.models.samples import make_batch, settings_of, calibrated_model
+from tests.models.samples import calibrated_model, make_batch, settings_of
 
 CLASSES = 7
 COUNTS = [(3, 7), (0, 5), (0, 0), (16, 1)]

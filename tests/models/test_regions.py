@@ -56,7 +56,9 @@ def test_a_long_chain_is_right_as_far_as_the_rounds_go(rounds: int) -> None:
     boxes = chain(100)[None]
     gt = torch.arange(100) % 2 == 0  # greedy: every other one
     assert greedy(boxes[0], 0.5) == gt.nonzero()[:, 0].tolist()
-    stay, calibrated = fixed_point_nms(boxes, torch.ones(1, 100, dtype=torch.bool), iou_threshold=0.5, num_rounds=rounds)
+    stay, calibrated = fixed_point_nms(
+        boxes, torch.ones(1, 100, dtype=torch.bool), iou_threshold=0.5, num_rounds=rounds
+    )
     assert not calibrated
     assert torch.equal(stay[0, :rounds], gt[:rounds])
     larger, smaller = (stay[0], gt) if rounds % 2 == 0 else (gt, stay[0])

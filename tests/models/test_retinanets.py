@@ -13,7 +13,7 @@ from stoker.errors import WeightsError
 from stoker.models import MODELS, build, detect_architecture, load_weights
 from stoker.models.retinanet.retinanet import RetinaNet
 from tests.models.oracle import ALIKE, PARTS, check_detections, check_losses_and_gradients, oracle_of
-from tests.models.samples import make_batch, settings_of, calibrated_model
+from tests.models.samples import calibrated_model, make_batch, settings_of
 
 CLASSES = 5
 CANVAS = (64, 64)

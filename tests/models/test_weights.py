@@ -158,14 +158,16 @@ def test_a_file_by_stoker_says_its_model_and_classes(tmp_path: Path, with_header
     path = tmp_path / "best.safetensors"
     settings = settings_of(TINY)
     trained = build(settings, 3)
-    metadata = ModelMetadata(settings=settings, class_names=("cat", "dog", "owl"), image_size=(64, 64), resize="letterbox")
+    metadata = ModelMetadata(
+        settings=settings, class_names=("cat", "dog", "owl"), image_size=(64, 64), resize="letterbox"
+    )
     save(trained, path, metadata.header() if with_header else None)
     assert detect_architecture(path) == TINY
     settings = settings_of(TINY, weights=str(path))
     model = build(settings, 3)
     _, head = load_weights(model, settings, class_names=("owl", "cat", "dog"))
     order = [2, 0, 1] if with_header else [0, 1, 2]
-    assert ("matched by name" if with_header else "does not name them") in head
+    assert ("matched by name" if with_header else "without names") in head
     theirs, ours = (some.state_dict()[CLASS_HEAD[1]].view(2, 3) for some in (trained, model))
     assert torch.equal(ours, theirs[:, order])
     for name, tensor in trained.state_dict().items():
@@ -225,7 +227,7 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
     assert "lacks tensor backbone.body.3.conv.1.0.weight." in failure(tmp_path / "incomplete.pth")
 
     save(build(settings_of(TINY), 2), tmp_path / "tiny.safetensors", {"model": TINY})
-    message = failure(tmp_path / "tiny.safetensors", name=TINY, anchor_ratios=(0.5, 1.0))
+    message = failure(tmp_path / "tiny.safetensors", name=TINY, aspect_ratios=(0.5, 1.0))
     assert "tensor head.regression_head.bbox_reg." in message
     assert "[8] in the file, [16] in the model" in message
     assert "--aspect-ratios" in message

@@ -53,7 +53,9 @@ def put(servers: dict[str, Server], place: Place, name: str, data: bytes) -> str
 def saved(tmp_path: Path, seed: int) -> bytes:
     torch.manual_seed(seed)
     model = build(settings_of(TINY), 2)
-    metadata = ModelMetadata(settings=settings_of(TINY), class_names=("cat", "dog"), image_size=(64, 64), resize="letterbox")
+    metadata = ModelMetadata(
+        settings=settings_of(TINY), class_names=("cat", "dog"), image_size=(64, 64), resize="letterbox"
+    )
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     save_file(tensors, tmp_path / "best.safetensors", metadata.header())
     return (tmp_path / "best.safetensors").read_bytes()

@@ -24,7 +24,9 @@ from stoker.models.layers.sampling import random_keys
 from tests.models.samples import make_batch, settings_of
 
 
-def calibrated(name: str, classes: int, image_size: tuple[int, int], *, norm: str = "frozen_bn", seed: int = 0) -> FasterRCNN:
+def calibrated(
+    name: str, classes: int, image_size: tuple[int, int], *, norm: str = "frozen_bn", seed: int = 0
+) -> FasterRCNN:
     """A model whose norms have the statistics of random pictures and whose heads are far from their timid start."""
     torch.manual_seed(seed)
     trained = build(settings_of(name, backbone_norm="bn"), classes).train()

@@ -1,11 +1,11 @@
-"""Cross-stage-partial networks: the backbone of the ember family, and the path aggregation that is its neck.
+"""Cross-stage-partial networks: the CSP backbone of the ember family, and its PAFPN neck.
 
-A block sends half of its channels through residual convolutions and joins what every one of them made to the other half
-(CSPNet, arXiv 1911.11929; ELAN, arXiv 2211.04800, section 3): half the work of residual blocks of the same width, and
-short ways for the gradient. The neck hands features down to the finest map and up again (PANet, arXiv 1803.01534).
+A CSP layer sends half of its channels through residual blocks and concatenates the output of each block with the other
+half (CSPNet, arXiv 1911.11929; ELAN, arXiv 2211.04800, section 3): half the FLOPs of residual blocks of the same width,
+and short gradient paths. The neck merges features top-down to the finest map, then bottom-up (PANet, arXiv 1803.01534).
 
-Activations are ReLUs: accelerators, oneDNN and onnxruntime compute one with the convolution before it, and SiLU in
-passes of its own over memory.
+Activations are ReLUs: accelerators, oneDNN and onnxruntime fuse a ReLU with the convolution before it, while SiLU takes
+passes over memory of its own.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,14 +18,14 @@ from stoker.models.layers.convolutions import conv_norm_relu, separable_conv_nor
 from stoker.models.layers.norms import Norm
 
 ConvFactory = Callable[..., nn.Sequential]
-"""`convolution` or `separable`."""
+"""`conv_norm_relu` or `separable_conv_norm_relu`."""
 POOL_SIZE = 5
-"""Side of the pooling windows of `Pooled`, which follow each other three times: 5, 9 and 13 places (SPP,
-arXiv 1406.4729, as YOLOv4 has it, arXiv 2004.10934)."""
+"""Window of the three poolings in sequence of `SPPF`, which cover 5, 9 and 13 positions (SPP, arXiv 1406.4729, with
+YOLOv4's windows, arXiv 2004.10934)."""
 
 
 class Residual(nn.Module):
-    """Two 3 × 3 convolutions, made by `make`, around which the input goes, too."""
+    """Two 3 × 3 convolutions from `make_conv` with a skip connection."""
 
     def __init__(self, channels: int, norm: Norm, make_conv: ConvFactory) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Residual(nn.Module):
 
 
 class CSPLayer(nn.Module):
-    """Half of the output's channels pass by, half go through `depth` residual blocks; all that these made is joined."""
+    """Half of the channels skip the `num_blocks` residual blocks; the outputs of all blocks are concatenated."""
 
     def __init__(
         self, in_channels: int, out_channels: int, num_blocks: int, norm: Norm, make_conv: ConvFactory = conv_norm_relu
@@ -52,7 +52,7 @@ class CSPLayer(nn.Module):
         self.join = conv_norm_relu((2 + num_blocks) * half, out_channels, norm, kernel_size=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [B, inputs, H, W] → [B, outputs, H, W]."""
+        """x: [B, in, H, W] → [B, out, H, W]."""
         features = [self.beside(x), self.through(x)]
         for block in self.blocks:
             features.append(block(features[-1]))
@@ -61,7 +61,7 @@ class CSPLayer(nn.Module):
 
 
 class SPPF(nn.Module):
-    """What is largest in ever wider windows, beside the features themselves: the coarsest map sees most of it."""
+    """Spatial pyramid pooling (fast): concatenates the features with their maxima over windows of 5, 9 and 13."""
 
     def __init__(self, channels: int, norm: Norm) -> None:
         super().__init__()
@@ -95,10 +95,10 @@ class CSPBackbone(nn.Sequential):
 
 
 class PAFPN(nn.Module):
-    """Feature maps, finest first, each half as large as the one before, joined downwards and then upwards.
+    """Path aggregation over feature maps, finest first, each half as large as the one before.
 
-    inputs, channels: of each map, before and after; depth: residual blocks of each `CrossStage`; depthwise: whether
-    its 3 × 3 convolutions are `separable`.
+    in_channels, channels: of each map, before and after; num_blocks: residual blocks of each `CSPLayer`; depthwise:
+    whether its 3 × 3 convolutions are separable.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class PAFPN(nn.Module):
         super().__init__()
         make_conv: ConvFactory = separable_conv_norm_relu if depthwise else conv_norm_relu
         num_levels = len(in_channels)
-        # A backbone's map that is wider than ours would make the convolutions behind it dear.
+        # Maps wider than the neck are narrowed first, which saves FLOPs in the layers after it.
         self.narrow = nn.ModuleList(
             conv_norm_relu(in_width, out_width, norm, kernel_size=1) if in_width > out_width else nn.Identity()
             for in_width, out_width in zip(in_channels, channels, strict=True)
@@ -125,10 +125,10 @@ class PAFPN(nn.Module):
         )
 
     def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
-        """maps: finest first, each [B, inputs, h, w] → the same with `channels`."""
+        """maps: finest first, each [B, in, h, w] → the same with `channels`."""
         merged = [narrow(feature) for narrow, feature in zip(self.narrow, maps, strict=True)]
         for n in reversed(range(len(merged) - 1)):
-            with torch.autocast(merged[n].device.type, enabled=False):  # which would enlarge in fp32
+            with torch.autocast(merged[n].device.type, enabled=False):  # autocast upsamples in fp32
                 coarser = functional.interpolate(merged[n + 1], scale_factor=2.0, mode="nearest")
             merged[n] = self.down[n](torch.cat((coarser, merged[n]), dim=1))
         levels = [merged[0]]

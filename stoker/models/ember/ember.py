@@ -67,8 +67,8 @@ class EmberOutputs(NamedTuple):
 
 
 class DecoupledHead(nn.Module):
-    """Per level: two convolutions and the box distances; two separable convolutions and the classes. The class branch is
-    the lighter one, since classification is easier than localization."""
+    """Per level: two convolutions and the box distances; two separable convolutions and the classes. The class branch
+    is the lighter one, since classification is easier than localization."""
 
     def __init__(self, channels: list[int], num_classes: int, norm: Norm) -> None:
         super().__init__()
@@ -145,7 +145,8 @@ class Ember(Detector):
         return EmberOutputs(one_to_many, one_to_one, points, tuple(height * width for height, width in grids))
 
     def decode_boxes(self, ltrb_logits: Tensor, center: Tensor, stride: Tensor) -> Tensor:
-        """Boxes xyxy, float32 [..., 4], from logits [..., 4 · REG_MAX] at points `center` [..., 2] of `stride` [...]."""
+        """Boxes xyxy, float32 [..., 4], from logits [..., 4 · REG_MAX] at points `center` [..., 2] of `stride`
+        [...]."""
         probabilities = at_least_fp32(ltrb_logits).reshape(*ltrb_logits.shape[:-1], 4, REG_MAX).softmax(-1)
         # A column instead of a vector: 8 % less time per image in onnxruntime.
         return ltrb_to_boxes(
@@ -223,8 +224,8 @@ class Ember(Detector):
 
 
 def boxes_to_ltrb(boxes: Tensor, center: Tensor, stride: Tensor) -> Tensor:
-    """Distances of points [..., 2] to the left, top, right and bottom of boxes [..., 4], in strides [...]: [..., 4]. The
-    inverse of `ltrb_to_boxes`."""
+    """Distances of points [..., 2] to the left, top, right and bottom of boxes [..., 4], in strides [...]: [..., 4].
+    The inverse of `ltrb_to_boxes`."""
     return torch.cat((center - boxes[..., :2], boxes[..., 2:] - center), dim=-1) / stride[..., None]
 
 
@@ -280,8 +281,8 @@ EMBER_TUNING = FamilyTuning(
 cpu_image_size: with its images of 640 × 480 the AP per CPU-second is higher on a quarter of the pixels. min_box_px: the
 stride of the finest feature map. strong_augmentation: 32 images seen 100 times have AP 0.508 without it, 0.537 with it,
 0.521 with mosaics instead and 0.511 with both; 292 images seen 119 times overfit without it (AP 0.586) and not with it
-(0.616 after 135 to 156 times). frozen_backbone_lr_mult: with frozen norms nothing bounds the backbone's features; at the
-full learning rate they grow until ReLU6 clips nearly all of them and the neck's norms amplify bf16 rounding."""
+(0.616 after 135 to 156 times). frozen_backbone_lr_mult: with frozen norms nothing bounds the backbone's features; at
+the full learning rate they grow until ReLU6 clips nearly all of them and the neck's norms amplify bf16 rounding."""
 
 
 def ember_builder(backbone_name: str, *, channels: tuple[int, int, int], num_blocks: int) -> ModelBuilder:

@@ -1,10 +1,10 @@
-"""Which points have to find which box, by what the detector predicts already: task-aligned assignment (TOOD, Feng et
-al. 2021, arXiv 2108.07755, section 3.2), with fixed shapes and without a host sync.
+"""Task-aligned assignment of boxes to points by the current predictions (TOOD, Feng et al. 2021, arXiv 2108.07755,
+section 3.2), with fixed shapes and without host syncs.
 
-A point is a candidate of a box that it lies inside of. How well it is aligned is score^ALPHA · IoU^BETA, of its score
-for the box's class and the overlap of its own predicted box. The `most` best aligned candidates of a box are its
-positives; a point that several boxes want goes to the one that it overlaps most. What a positive's score should become
-is its alignment, scaled so that the best positive of a box has the largest IoU among them.
+The points inside a box are its candidates. The alignment of a candidate is score^ALPHA · IoU^BETA, with its score for
+the box's class and the IoU of its predicted box. The `topk` best aligned candidates of a box are its positives; a point
+that is positive for several boxes is assigned to the one with the largest IoU. The target score of a positive is its
+alignment, scaled so that the maximum over a box's positives equals their largest IoU.
 """
 
 from typing import NamedTuple
@@ -17,16 +17,16 @@ from stoker.models.layers.losses import at_least_fp32
 from stoker.models.layers.matching import BACKGROUND, plan_blocks
 
 ALPHA, BETA = 1.0, 6.0
-"""Of the score and of the IoU: TOOD, section 4.1."""
+"""Exponents of the score and of the IoU: TOOD, section 4.1."""
 
 
 class TALAssignment(NamedTuple):
-    """For B images at A points."""
+    """Of B images at A points."""
 
     gt_index: Tensor
-    """int64 [B, A], of the box that a point has to find, or `BACKGROUND`."""
+    """int64 [B, A], index of a point's box, or `BACKGROUND`."""
     quality: Tensor
-    """float32 [B, A], what its score for that box's class should be, 0 … 1; 0 where there is no box."""
+    """float32 [B, A], the target score for the box's class, 0 … 1; 0 without a box."""
 
 
 def assign_task_aligned(
@@ -43,11 +43,11 @@ def assign_task_aligned(
 ) -> TALAssignment:
     """The box of each point. Without gradients.
 
-    logits: [B, A, C], of the classes, of any type; predicted: float32 [B, A, 4] xyxy; center: float32 [A, 2], the
-    points; boxes: float32 [B, M, 4] xyxy; labels: int64 [B, M]; valid: bool [B, M]. reach: pixels from its center
-    that a box has candidates in at least, however small it is: with half the distance between points every box has
-    one. Of two boxes that a point overlaps equally, the one in the lower slot has it. Images are taken together,
-    and slots apart, so that no more than `block` alignments are computed at once; default: as suits the device.
+    logits: [B, A, C], of the classes, of any dtype; pred_boxes: float32 [B, A, 4] xyxy; center: float32 [A, 2], the
+    points; boxes: float32 [B, M, 4] xyxy; labels: int64 [B, M]; valid: bool [B, M]; center_radius: in pixels, points
+    within it along x and y of a box's center are candidates, too: with half the distance between points, every box has
+    one. Among boxes with equal IoU, a point gets the first. block: maximum number of pairs computed at once; default:
+    `device.block_size`.
     """
     image_slices, boxes_per_block = plan_blocks(boxes, center.shape[0], block)
     topk = min(topk, center.shape[0])
@@ -88,14 +88,14 @@ def _assign(
         value, point_index = pairwise_alignment.topk(topk, dim=2)
         is_topk = torch.zeros_like(pairwise_alignment, dtype=torch.bool).scatter_(2, point_index, value >= 0)
         max_iou, index = torch.where(is_topk, pairwise_iou, -1.0).max(dim=1)
-        better = max_iou > best_iou  # strictly, so that the lowest slot keeps a point that equal boxes share
+        better = max_iou > best_iou  # strictly, so that the first of equal boxes keeps the point
         gt_index = torch.where(better, index + start, gt_index)
         best_iou = torch.where(better, max_iou, best_iou)
         alignment = torch.where(better, pairwise_alignment.gather(1, index[:, None])[:, 0], alignment)
     positive, index = gt_index >= 0, gt_index.clamp(min=0)
 
     def max_over_gt(values: Tensor) -> Tensor:
-        """The largest of the values of all points that have the same box."""
+        """The maximum of the values over all points with the same box."""
         values = torch.where(positive, values, 0.0)
         return values.new_zeros(valid.shape).scatter_reduce(1, index, values, "amax").gather(1, index)
 
@@ -104,7 +104,7 @@ def _assign(
 
 
 def _is_candidate(boxes: Tensor, center: Tensor, center_radius: float) -> Tensor:
-    """bool [B, M, A]: the points inside of each box, or within `reach` of its center along x and y."""
+    """bool [B, M, A]: the points inside each box, or within `center_radius` of its center along x and y."""
     box_center = (boxes[..., :2] + boxes[..., 2:]) / 2
     half_size = ((boxes[..., 2:] - boxes[..., :2]) / 2).clamp(min=center_radius)
     is_within = (center - box_center[..., None, :]).abs() <= half_size[..., None, :]

@@ -1,8 +1,8 @@
-"""Faster R-CNN (arXiv 1506.01497) on a feature pyramid (arXiv 1612.03144): it proposes regions, then judges each.
+"""Faster R-CNN (arXiv 1506.01497) on a feature pyramid (arXiv 1612.03144), a two-stage detector.
 
-With the same weights, losses and detections are those of torchvision's FasterRCNN, and so are the names in
-`state_dict`; which anchors and regions the losses look at is drawn otherwise (`sampling.py`). Here the parts are put
-together: `rpn.py` is the first stage, `roi_heads.py` the second, `roi_align.py` lies between them.
+With the same weights, losses and detections equal those of torchvision's FasterRCNN, and so do the names in
+`state_dict`; only the random selection of anchors and RoIs differs (`layers/sampling.py`). The parts: `rpn.py` is the
+first stage, `layers/roi_align.py` pools features, `roi_heads.py` is the second stage.
 """
 
 from collections.abc import Mapping
@@ -33,39 +33,37 @@ from stoker.models.layers.roi_align import multiscale_roi_align
 from stoker.models.layers.sampling import batched_gather
 
 MAX_UNCONVERGED_FRACTION = 0.01
-"""Fraction of images whose proposals are not suppressed to the end above which the user is told. Our judgment."""
+"""Above this fraction of images whose NMS of proposals did not converge, the user is warned. Heuristic."""
 MIN_BOX_PX = 1e-2
-"""A detection with a shorter side is none (torchvision)."""
+"""Detections with a shorter side are dropped (torchvision)."""
 
 
 class FasterRCNNOutputs(NamedTuple):
-    """What the network says before it has looked at any region."""
+    """Outputs of the first stage, and the features for the second one."""
 
     rpn_outputs: RPNOutputs
-    """Of the first stage, at all levels."""
     features: tuple[Tensor, ...]
-    """The levels that regions are pooled from, finest first, each [B, C, h, w]."""
+    """The levels that RoIs are pooled from, finest first, each [B, C, h, w]."""
     strides: tuple[int, ...]
-    """Of `levels`, in pixels of the model input."""
+    """Of `features`, in pixels of the model input."""
 
 
 class FasterRCNN(Detector):
-    """The detector. pooled: how many levels, from the finest, regions are pooled from (each half the one before it);
-    proposal_score: the least probability of an object that a proposal has."""
+    """The detector. num_pooled_levels: number of levels, from the finest, that RoIs are pooled from; rpn_score_thresh:
+    minimum objectness of a proposal."""
 
     num_train_proposals = 2000
-    """Proposals of a image that regions are sampled from, and anchors of a level that go into their NMS
-    (torchvision)."""
+    """Proposals of an image after NMS, and anchors of a level before it (torchvision)."""
     num_test_proposals = 1000
     """The same in evaluation."""
     max_candidates = 1000
-    """Candidates of a image: its best scores of a class at a region. torchvision has no bound; above the usual
-    threshold of 0.05 there are fewer once the model has learnt something."""
+    """Best (RoI, class) scores of an image. torchvision has no limit; above the usual threshold of 0.05 a trained model
+    has fewer."""
 
     nms_images: Tensor
-    """int64 []: images whose proposals were suppressed, in all losses since the model was made."""
+    """int64 []: images with proposals in all losses since the model was built."""
     nms_unconverged: Tensor
-    """int64 []: those of them whose proposals were not suppressed to the end."""
+    """int64 []: those of them whose NMS did not converge."""
 
     def __init__(
         self,
@@ -99,13 +97,12 @@ class FasterRCNN(Detector):
         )
 
     def loss(self, outputs: FasterRCNNOutputs, batch: Batch) -> dict[str, Tensor]:
-        """torchvision's four, fp32 scalars: of the first stage `loss_objectness` and `loss_rpn_box_reg`, summed over
-        the sampled anchors of the batch and divided by their number; of the second `loss_classifier` and
-        `loss_box_reg`, the same over regions.
+        """torchvision's four fp32 scalars: `loss_objectness` and `loss_rpn_box_reg` of the first stage, summed over
+        the sampled anchors of the batch and divided by their number; `loss_classifier` and `loss_box_reg` of the
+        second stage, the same over RoIs.
 
-        The halves of a batch average to the loss of the whole where all images have equally many samples: 256 anchors
-        nearly always, 512 regions unless there are fewer proposals. Where one has fewer, its samples weigh a little
-        more in a small part than they would in the whole.
+        The losses of two half batches average to that of the whole batch if all images have equally many samples:
+        nearly always 256 anchors, and 512 RoIs unless there are fewer proposals.
         """
         settings, rand = self.settings, batch.rand[:, RandSlot.SAMPLE]
         device_type = outputs.rpn_outputs.logits.device.type
@@ -145,7 +142,7 @@ class FasterRCNN(Detector):
     def candidates(
         self, outputs: FasterRCNNOutputs, resized_size: Tensor, *, score_threshold: float | Tensor
     ) -> Candidates:
-        """The `per_picture` best scores of a class at a proposed region, with that class's box."""
+        """The `max_candidates` best scores of a class at a proposal, with that class's box."""
         device_type = outputs.rpn_outputs.logits.device.type
         with torch.autocast(device_type, enabled=False):
             proposals = propose(
@@ -162,7 +159,7 @@ class FasterRCNN(Detector):
             scores = at_least_fp32(logits).softmax(dim=1)[:, 1:].reshape(-1, num_proposals, num_classes)
             scores = torch.where(proposals.valid[..., None], scores, 0.0).flatten(1)
             score, indices = scores.topk(min(self.max_candidates, num_proposals * num_classes), dim=1)
-            # Each place is a region and a class; of the boxes only those of the best places are decoded.
+            # Each index is a pair (RoI, class); only the boxes of the best pairs are decoded.
             selected_deltas = batched_gather(
                 at_least_fp32(deltas)[:, 1:].reshape(-1, num_proposals * num_classes, 4), indices
             )
@@ -174,15 +171,15 @@ class FasterRCNN(Detector):
             return Candidates(boxes, torch.where((score > score_threshold) & is_box, score, 0.0), indices % num_classes)
 
     def training_warning(self) -> str | None:
-        """Whether NMS in the first stage ran out of rounds on more than UNCONVERGED of the images."""
+        """A warning if NMS in the first stage did not converge on more than MAX_UNCONVERGED_FRACTION of the images."""
         with allow_host_sync("training_warning"):
             num_images, num_unconverged = int(self.nms_images), int(self.nms_unconverged)
         if num_unconverged <= MAX_UNCONVERGED_FRACTION * num_images:
             return None
         return (
-            f"{num_unconverged:,} of {num_images:,} images had proposals that overlap in chains of more than {NMS_ROUNDS}: "
-            f"some that a better one suppresses stayed, and the second stage learned from them, too. No harm in the "
-            f"first steps; where the share stays above {100 * MAX_UNCONVERGED_FRACTION:.0f} %, detections may be worse"
+            f"NMS of proposals did not converge in {NMS_ROUNDS} rounds for {num_unconverged:,} of {num_images:,} "
+            f"images: the second stage was also trained on some overlapping proposals. This is harmless in the first steps; if "
+            f"the fraction stays above {100 * MAX_UNCONVERGED_FRACTION:.0f} %, detections may be worse"
         )
 
     def class_heads(self) -> tuple[ClassHeadSpec, ...]:
@@ -214,8 +211,8 @@ def faster_rcnn_builder(
     num_pooled_levels: int = 4,
     rpn_score_thresh: float = 0.0,
 ) -> ModelBuilder:
-    """Builds Faster R-CNNs on a backbone of BACKBONES with an FPN of 256 channels; outputs: as in `pyramid`; pooled and
-    proposal_score: as in `FasterRCNN`."""
+    """Builds Faster R-CNNs on a backbone of BACKBONES with an FPN of 256 channels; return_layers: as in
+    `build_backbone_with_fpn`; num_pooled_levels, rpn_score_thresh: as in `FasterRCNN`."""
 
     def build(settings: ModelSettings, num_classes: int) -> FasterRCNN:
         backbone = build_backbone_with_fpn(

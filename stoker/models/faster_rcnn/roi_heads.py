@@ -1,7 +1,7 @@
-"""The second stage of Faster R-CNN: regions to learn from, the network that judges them, what its errors cost.
+"""The second stage of Faster R-CNN: sampling of RoIs, the box head, its losses.
 
-With torchvision's weights, losses and class scores are those of its RoIHeads, and so are the names in `state_dict`.
-Classes: 0 is the background, the user's class c is c + 1.
+With torchvision's weights, losses and class scores equal those of its RoIHeads, and so do the names in `state_dict`.
+Class 0 is the background, the user's class c is c + 1.
 """
 
 from typing import NamedTuple
@@ -18,22 +18,23 @@ from stoker.models.layers.sampling import batched_gather, random_keys, sample_ba
 HIDDEN = 1024
 """Width of both hidden layers of the box head (FPN, arXiv 1612.03144, section 4.2)."""
 FG_IOU_THRESH = 0.5
-"""A region that overlaps a box by less is background (Fast R-CNN, arXiv 1504.08083, section 2.3)."""
+"""A RoI with a smaller IoU with all boxes is background (Fast R-CNN, arXiv 1504.08083, section 2.3)."""
 SAMPLES_PER_IMAGE, MAX_POSITIVES_PER_IMAGE = 512, 128
-"""Regions of a image that the loss looks at, and how many of them may be positive (torchvision, Detectron)."""
+"""RoIs of an image in the loss, and at most so many positive ones (torchvision, Detectron)."""
 BOX_CODER_WEIGHTS = (10.0, 10.0, 5.0, 5.0)
-"""Factors of the encoded offsets x, y, log w, log h: the inverse of their usual spread (torchvision, Detectron)."""
+"""Factors of the encoded offsets x, y, log w, log h: the inverse of their usual standard deviation (torchvision,
+Detectron)."""
 
 
 class SampledRois(NamedTuple):
-    """S slots of each image."""
+    """S RoIs of each image."""
 
     boxes: Tensor
-    """[B, S, 4], in pixels of the model input, finite also where not `taken`."""
+    """[B, S, 4], in pixels of the model input, finite also where not valid."""
     target: Tensor
-    """int64 [B, S]: 0 for the background, label + 1, anything where not `taken`."""
+    """int64 [B, S]: 0 for the background, label + 1; undefined where not valid."""
     offsets: Tensor
-    """[B, S, 4], the encoded box; anything where not `positive`."""
+    """[B, S, 4], the encoded box; undefined where not positive."""
     positive: Tensor
     """bool [B, S]."""
     valid: Tensor
@@ -41,7 +42,7 @@ class SampledRois(NamedTuple):
 
 
 class BoxHead(nn.Module):
-    """Two hidden layers, with torchvision's names: pooled features [N, C, SIDE, SIDE] → [N, HIDDEN]."""
+    """Two hidden layers, with torchvision's names: [N, C, OUTPUT_SIZE, OUTPUT_SIZE] → [N, HIDDEN]."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -65,7 +66,7 @@ class BoxPredictor(nn.Module):
 
 
 class RoIHead(nn.Module):
-    """Judges regions: pooled features [B · S, C, SIDE, SIDE] → (logits [B · S, 1 + C], deltas [B · S, 1 + C, 4])."""
+    """Pooled features [B · S, C, OUTPUT_SIZE, OUTPUT_SIZE] → (logits [B · S, 1 + C], deltas [B · S, 1 + C, 4])."""
 
     def __init__(self, channels: int, num_classes: int) -> None:
         super().__init__()
@@ -78,11 +79,11 @@ class RoIHead(nn.Module):
 
 
 def sample_rois(proposals: Proposals, boxes: Tensor, labels: Tensor, valid: Tensor, rand: Tensor) -> SampledRois:
-    """Proposals and the boxes themselves, of which a sample is taken.
+    """A sample of the proposals and the ground truth boxes.
 
-    boxes: [B, M, 4]; labels: int64 [B, M]; valid: bool [B, M]; draw: float32 [B] in [0, 1), decides the sample.
+    boxes: [B, M, 4]; labels: int64 [B, M]; valid: bool [B, M]; rand: float32 [B] in [0, 1), seed of the sample.
     """
-    # A box of no area would be a region without a logarithm of its size; it could teach nothing.
+    # Boxes without an area are dropped: the logarithm of their size is infinite.
     valid = valid & (boxes[..., 2:] > boxes[..., :2]).all(-1)
     rois = torch.cat((proposals.boxes, boxes), dim=1)
     is_available = torch.cat((proposals.valid, valid), dim=1)
@@ -103,9 +104,9 @@ def sample_rois(proposals: Proposals, boxes: Tensor, labels: Tensor, valid: Tens
 
 
 def roi_loss(logits: Tensor, deltas: Tensor, rois: SampledRois) -> tuple[Tensor, Tensor]:
-    """(classes, boxes): scalars, both divided by the number of sampled regions of the batch.
+    """(class loss, box loss): scalars, both divided by the number of sampled RoIs of the batch.
 
-    logits: at least fp32 [B · S, 1 + C]; deltas: [B · S, 1 + C, 4], of which the box of the region's class counts.
+    logits: at least fp32 [B · S, 1 + C]; deltas: [B · S, 1 + C, 4], of which only those of the RoI's class are used.
     """
     num_sampled = rois.valid.sum().clamp(min=1)
     target = rois.target.flatten()
@@ -116,12 +117,12 @@ def roi_loss(logits: Tensor, deltas: Tensor, rois: SampledRois) -> tuple[Tensor,
 
 
 def decode_class_boxes(deltas: Tensor, rois: Tensor) -> Tensor:
-    """Boxes [..., 4] that deltas [..., 4] mean at regions [..., 4]."""
+    """Boxes [..., 4] from deltas [..., 4] relative to RoIs [..., 4]."""
     return decode(deltas / _coder_weights_like(rois), rois)
 
 
 def _coder_weights_like(boxes: Tensor) -> Tensor:
-    """OFFSET_SCALE beside boxes: [4] on their device, made there."""
+    """BOX_CODER_WEIGHTS [4], created on the device and with the dtype of `boxes`."""
     x, _, w, _ = BOX_CODER_WEIGHTS
     coordinate = torch.arange(4, device=boxes.device)
     return torch.where(coordinate < 2, x, w).to(boxes.dtype)

@@ -1,9 +1,8 @@
-"""The first stage of Faster R-CNN (arXiv 1506.01497): a region proposal network, what it proposes, what its errors
-cost.
+"""The first stage of Faster R-CNN (arXiv 1506.01497): the region proposal network, its proposals, its losses.
 
-Everything has fixed shapes and makes no host sync, NMS included: `survivors` finds what greedy NMS
-finds as the fixed point of a rule, in a fixed number of rounds. With torchvision's weights, losses and proposals are
-those of its RegionProposalNetwork, and so are the names in `state_dict`.
+Everything has fixed shapes and needs no host sync, also NMS: `fixed_point_nms` computes the result of greedy NMS as the
+fixed point of a rule, in a fixed number of rounds. With torchvision's weights, losses and proposals equal those of its
+RegionProposalNetwork, and so do the names in `state_dict`.
 """
 
 from collections.abc import Sequence
@@ -19,26 +18,26 @@ from stoker.models.layers.matching import BACKGROUND, match_anchors
 from stoker.models.layers.sampling import batched_gather, random_keys, sample_balanced
 
 NMS_THRESH = 0.7
-"""Of two proposals of a level that overlap more, the better stays (section 3.3)."""
+"""NMS threshold of the proposals of a level (section 3.3)."""
 NMS_ROUNDS = 32
-"""Rounds of `survivors`. One is needed for each link of the longest chain of boxes in which each is suppressed, or
-saved, by the one before it, and one to see that nothing changes: 10 in all for 2,000 boxes around 20 objects. Even, so
-that where they do not suffice too many boxes stay rather than too few."""
+"""Rounds of `fixed_point_nms`. It needs one per link of the longest chain of boxes in which each decides about the next
+one, and one to detect convergence: 10 for 2,000 boxes around 20 objects. Even, so that without convergence too many
+boxes stay rather than too few."""
 MIN_BOX_PX = 1e-3
-"""A proposal with a shorter side is none (torchvision)."""
+"""Proposals with a shorter side are dropped (torchvision)."""
 SAMPLES_PER_IMAGE, MAX_POSITIVES_PER_IMAGE = 256, 128
-"""Anchors of a image that the loss looks at, and how many of them may be positive (section 3.1.3)."""
+"""Anchors of an image in the loss, and at most so many positive ones (section 3.1.3)."""
 SMOOTH_L1_BETA = 1 / 9
-"""Where the smooth L1 loss of offsets turns from a square into a line (torchvision, Detectron)."""
+"""Where the smooth L1 loss changes from quadratic to linear (torchvision, Detectron)."""
 MAX_PAIRS = 2**25
-"""Overlaps that are computed at once: 128 MiB each in fp32, of which about four live together."""
+"""IoUs that are computed at once: 128 MiB in fp32; about four such tensors exist at the same time."""
 
 
 class RPNOutputs(NamedTuple):
-    """What the network says of the A anchors of B images, in the type it computed in."""
+    """Predictions at A anchors of B images, in the dtype the network computed in."""
 
     logits: Tensor
-    """[B, A], of there being an object."""
+    """[B, A], objectness."""
     deltas: Tensor
     """[B, A, 4], boxes encoded relative to their anchors."""
     anchors: Tensor
@@ -48,18 +47,18 @@ class RPNOutputs(NamedTuple):
 
 
 class Proposals(NamedTuple):
-    """Boxes that may hold an object, best first, in K slots of each image."""
+    """K proposals of each image, best first."""
 
     boxes: Tensor
     """float32 [B, K, 4], in pixels of the model input, inside `resized_size`; zeros where not valid."""
     valid: Tensor
     """bool [B, K]."""
     unconverged: Tensor
-    """bool [B]: NMS ran out of rounds, and some that overlap may have stayed."""
+    """bool [B]: NMS did not converge, so some overlapping boxes may have stayed."""
 
 
 class RPNHead(nn.Module):
-    """A convolution over each level, then objectness and box of each anchor of a place; with torchvision's names.
+    """A convolution, then objectness and box per anchor, shared by all levels; with torchvision's names.
 
     Levels, each [B, channels, h, w] → (logits [B, A], deltas [B, A, 4]).
     """
@@ -85,7 +84,7 @@ class RPNHead(nn.Module):
 
 
 class RegionProposalNetwork(nn.Module):
-    """The network with its anchors: sizes one per level, finest first, as in `ModelSettings`."""
+    """The network with its anchors. sizes: one per level, finest first, as `anchor_sizes` of `ModelSettings`."""
 
     def __init__(
         self, channels: int, *, sizes: Sequence[float], scales: Sequence[float], aspect_ratios: Sequence[float]
@@ -95,7 +94,7 @@ class RegionProposalNetwork(nn.Module):
         self.anchors = AnchorGenerator(cell_anchors(size, scales, aspect_ratios) for size in sizes)
 
     def forward(self, levels: Sequence[Tensor], image_size: tuple[int, int]) -> RPNOutputs:
-        """levels: finest first, each [B, C, h, w]; model input: height and width of the images."""
+        """levels: finest first, each [B, C, h, w]; image_size: height and width of the model input."""
         grids = [(level.shape[2], level.shape[3]) for level in levels]
         logits, deltas = self.head(levels)
         return RPNOutputs(logits, deltas, self.anchors(image_size, grids), self.anchors.num_anchors_per_level(grids))
@@ -109,10 +108,10 @@ def propose(
     post_nms_top_n: int,
     score_threshold: float = 0.0,
 ) -> Proposals:
-    """The best `slots` proposals of each image: of each level the `per_level` best anchors, decoded, clipped to
-    `resized_size` [B, 2], without small ones, without those that a better one of the level overlaps.
+    """The best `post_nms_top_n` proposals of each image: the `pre_nms_top_n` best anchors of each level, decoded,
+    clipped to `resized_size` [B, 2], without small ones, after NMS per level.
 
-    predicted: at least fp32; score_threshold: the least probability of an object.
+    rpn_outputs: at least fp32; score_threshold: minimum objectness.
     """
     boxes, scores, unconverged, start = [], [], [], 0
     for num_anchors in rpn_outputs.num_anchors_per_level:
@@ -120,7 +119,7 @@ def propose(
         index = index + start
         anchors = rpn_outputs.anchors.index_select(0, index.flatten()).view(*index.shape, 4)
         level_boxes = clip(decode(batched_gather(rpn_outputs.deltas, index), anchors), resized_size)
-        eligible = ((level_boxes[..., 2:] - level_boxes[..., :2]) >= MIN_BOX_PX).all(-1)  # nor is a NaN
+        eligible = ((level_boxes[..., 2:] - level_boxes[..., :2]) >= MIN_BOX_PX).all(-1)  # false for NaN
         if score_threshold > 0:
             eligible = eligible & (logits.sigmoid() >= score_threshold)
         keep, converged = fixed_point_nms(level_boxes, eligible, iou_threshold=NMS_THRESH)
@@ -138,12 +137,12 @@ def propose(
 def fixed_point_nms(
     boxes: Tensor, eligible: Tensor, *, iou_threshold: float, num_rounds: int = NMS_ROUNDS
 ) -> tuple[Tensor, Tensor]:
-    """What greedy NMS leaves of boxes [B, K, 4] that are best first: (bool [B, K]; bool [B],
-    whether `rounds` sufficed). Only `eligible` ones, bool [B, K], take part.
+    """Greedy NMS of the `eligible` ones (bool [B, K]) of boxes [B, K, 4], best first, in fixed shapes: (kept: bool
+    [B, K], converged: bool [B]).
 
-    Greedy NMS is the one answer to: a box stays when no better box that stays overlaps it by more than
-    `iou_threshold`. Asked again of its own answer, from "all stay", this is right for one more link of every chain of
-    boxes each time. After an even number of rounds what stays contains the answer, after an odd one it is contained.
+    The result of greedy NMS is the only fixed point of this rule: a box is kept if no better kept box has an IoU above
+    `iou_threshold` with it. Starting with "all kept", each round is right for one more link of every chain of boxes.
+    After an even number of rounds, the kept boxes include those of greedy NMS; after an odd number, they are included.
     """
     suppresses = (iou(boxes, boxes) > iou_threshold).triu(1).to(boxes.dtype)  # [B, K, K]: row suppresses column
     previous = keep = eligible
@@ -156,7 +155,7 @@ def fixed_point_nms(
 def propose_in_groups(
     rpn_outputs: RPNOutputs, resized_size: Tensor, *, pre_nms_top_n: int, post_nms_top_n: int, score_threshold: float
 ) -> Proposals:
-    """`propose` over groups of images, so that the overlaps within them stay small."""
+    """`propose` for groups of images, so that at most MAX_PAIRS IoUs are computed at once."""
     images_per_group = max(1, MAX_PAIRS // pre_nms_top_n**2)
     groups = [
         propose(
@@ -182,9 +181,9 @@ def rpn_loss(
     fg_iou_thresh: float,
     bg_iou_thresh: float,
 ) -> tuple[Tensor, Tensor]:
-    """(objectness, boxes): scalars, both divided by the number of sampled anchors of the batch.
+    """(objectness loss, box loss): scalars, both divided by the number of sampled anchors of the batch.
 
-    predicted: at least fp32; boxes: [B, M, 4]; valid: bool [B, M]; draw: float32 [B] in [0, 1), decides the sample.
+    rpn_outputs: at least fp32; boxes: [B, M, 4]; valid: bool [B, M]; rand: float32 [B] in [0, 1), seed of the sample.
     """
     gt_index = match_anchors(
         boxes, valid, rpn_outputs.anchors, fg_iou_thresh=fg_iou_thresh, bg_iou_thresh=bg_iou_thresh
@@ -208,8 +207,8 @@ def rpn_loss(
 
 
 def smooth_l1_box_loss(deltas: Tensor, target: Tensor, positive: Tensor) -> Tensor:
-    """Sum of the smooth L1 loss of deltas [B, S, 4] over the positive slots, bool [B, S]; `target` is anything at the
-    others, also infinite, so it is replaced before the arithmetic."""
+    """Sum of the smooth L1 loss of deltas [B, S, 4] over the positive samples, bool [B, S]. `target` may be infinite at
+    the others, so it is replaced before the arithmetic."""
     masked_target = torch.where(positive[..., None], target, 0.0)
     per_coordinate = functional.smooth_l1_loss(deltas, masked_target, beta=SMOOTH_L1_BETA, reduction="none")
     return torch.where(positive[..., None], per_coordinate, 0.0).sum()

@@ -1,9 +1,9 @@
-"""FCOS (arXiv 2006.09214): a feature pyramid, two towers of convolutions, one box per point and no anchors.
+"""FCOS (arXiv 2006.09214): a feature pyramid, two convolutional heads, one box per point, no anchors.
 
-A point predicts its distances to the four sides of a box, the classes, and how central it is in the box: "centerness",
-which lowers the score of boxes seen from their rim. With the same weights, losses and detections are those of
-torchvision's FCOS, and so are the names in `state_dict`. As there, points lie at the multiples of a level's stride (the
-paper moves them by half a stride). Classes are as in `retinanet.py`.
+A point predicts its distances to the four sides of a box, the classes, and its centerness in the box, which lowers the
+score of boxes predicted far from their center. With the same weights, losses and detections equal those of
+torchvision's FCOS, and so do the names in `state_dict`. As there, points lie at the multiples of a level's stride (the
+paper shifts them by half a stride). Classes are as in `retinanet.py`.
 """
 
 import math
@@ -26,36 +26,36 @@ from stoker.models.layers.postprocess import PRE_NMS_TOP_N, Candidates, clip_and
 from stoker.models.retinanet.retinanet import PRIOR_PROBABILITY
 
 MIN_STRIDE = 8
-"""Unit of the finest level's distances in pixels: its stride. Each further level's is twice the one before it."""
+"""Stride of the finest level in pixels. Each further level has twice the stride of the one before it."""
 CENTER_SAMPLING_RADIUS = 1.5
-"""A point is positive at most this many units from the center of its box, along x and y (section 2.2)."""
+"""A positive point is at most this many strides away from the center of its box, along x and y (section 2.2)."""
 REGRESS_RANGE = (4, 8)
-"""A level finds the boxes whose farthest side is so many units away from the point: 64 … 128 px at 16 (section 2.2).
-The finest level has no lower bound, the coarsest no upper one."""
+"""A level detects boxes whose farthest side is this many strides away from the point: 64 … 128 px at stride 16
+(section 2.2). The finest level has no lower limit, the coarsest no upper one."""
 NUM_GROUPS = 32
-"""Of channels that are normalized together, as in torchvision."""
+"""Groups of GroupNorm, as in torchvision."""
 
 
 class Points(NamedTuple):
-    """The A places of all levels where a box can be found, float32, in pixels of the model input."""
+    """The A points of all levels, float32, in pixels of the model input."""
 
     center: Tensor
     """[A, 2], x and y."""
     stride: Tensor
-    """[A], of the distances that the level predicts."""
+    """[A], of the point's level: unit of its predicted distances."""
     min_distance: Tensor
-    """[A], the distance to the farthest side of a box is above it and …"""
+    """[A], the distance to the farthest side of a box is larger."""
     max_distance: Tensor
-    """[A], … below it."""
+    """[A], the distance to the farthest side of a box is smaller."""
 
 
 class FCOSOutputs(NamedTuple):
-    """What the network predicts for B images at A points, in the type it computed in."""
+    """Predictions for B images at A points, in the dtype the network computed in."""
 
     logits: Tensor
     """[B, A, C], one sigmoid logit per class."""
     distances: Tensor
-    """[B, A, 4], from the point to the left, top, right and bottom of its box in the level's unit; not negative."""
+    """[B, A, 4], from the point to the left, top, right and bottom of its box, in strides; not negative."""
     centerness: Tensor
     """[B, A], a sigmoid logit."""
     points: Points
@@ -64,8 +64,8 @@ class FCOSOutputs(NamedTuple):
 
 
 class LowPrecisionGroupNorm(nn.GroupNorm):
-    """GroupNorm that stays in bf16 where its input is: under autocast it would be fp32, and with it the activations of
-    the towers: 7.3 instead of 4.7 GiB for 16 images of 800 × 800 on ResNet-50. The kernel's own sums are fp32."""
+    """GroupNorm with the dtype of its input. Under autocast, GroupNorm and so the activations of the heads would be
+    fp32: 7.3 instead of 4.7 GiB for 16 images of 800 × 800 on ResNet-50. The kernel sums in fp32 in any case."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
@@ -74,8 +74,8 @@ class LowPrecisionGroupNorm(nn.GroupNorm):
 
 
 class ConvHead(nn.Module):
-    """`depth` convolutions with norms, shared by all levels; then one convolution for each of `outputs`, name → numbers
-    per point, whose names are those of the children. Levels, each [B, channels, h, w] → [B, A, numbers] per output."""
+    """`num_convs` convolutions with norms, then one convolution per entry of `outputs` (name of the child → channels),
+    shared by all levels. Levels, each [B, channels, h, w] → [B, A, output channels] per output."""
 
     def __init__(self, channels: int, num_convs: int, outputs: Mapping[str, int]) -> None:
         super().__init__()
@@ -107,11 +107,11 @@ def _conv(in_channels: int, out_channels: int) -> nn.Conv2d:
 
 
 class FCOS(Detector):
-    """The detector. `channels`: of FPN and towers, a multiple of GROUPS; `depth`: convolutions in each tower."""
+    """The detector. channels: of FPN and heads, a multiple of NUM_GROUPS; num_convs: convolutions in each head."""
 
     iou_threshold = 0.6
     pre_nms_top_n = PRE_NMS_TOP_N
-    """Boxes of a pyramid level that go into NMS."""
+    """Boxes of a pyramid level before NMS."""
 
     def __init__(
         self, backbone: BackboneWithFPN, settings: ModelSettings, num_classes: int, *, channels: int, num_convs: int
@@ -139,9 +139,9 @@ class FCOS(Detector):
     def loss(self, outputs: FCOSOutputs, batch: Batch) -> dict[str, Tensor]:
         """`classification` (focal), `bbox_regression` (1 - GIoU) and `bbox_ctrness` (cross-entropy), fp32 scalars.
 
-        Each is summed over the batch and divided by its positive points (at least 1), as in torchvision. So the parts
-        of a batch that is accumulated or spread over devices weigh the same, however many positives each has; in one
-        step on the whole batch they would weigh by their positives.
+        Each is summed over the batch and divided by its number of positive points (at least 1), as in torchvision. So
+        the parts of an accumulated or distributed batch have equal weights, while in one step on the whole batch their
+        weights would be their positives.
         """
         settings, points = self.settings, outputs.points
         with torch.autocast(outputs.logits.device.type, enabled=False):
@@ -150,8 +150,7 @@ class FCOS(Detector):
             num_positive = positive.sum().clamp(min=1)
             target = torch.where(positive, batch.labels.gather(1, index), BACKGROUND)
             class_losses = focal_loss(outputs.logits, target, alpha=settings.focal_alpha, gamma=settings.focal_gamma)
-            # Points without a box get one of two units around themselves: where they are masked out below, what is
-            # masked is finite, backward too.
+            # Points without a box get one of two strides, so that the masked losses and gradients are finite.
             mask = positive[..., None]
             distances = torch.where(mask, at_least_fp32(outputs.distances), 1.0)
             boxes = batch.boxes.gather(1, index[..., None].expand(-1, -1, 4))
@@ -168,7 +167,7 @@ class FCOS(Detector):
             }
 
     def candidates(self, outputs: FCOSOutputs, resized_size: Tensor, *, score_threshold: float | Tensor) -> Candidates:
-        """The `per_level` best of each pyramid level; a score is the geometric mean of class and centerness."""
+        """The `pre_nms_top_n` best of each pyramid level; a score is the geometric mean of class and centerness."""
         with torch.autocast(outputs.logits.device.type, enabled=False):
             centerness = at_least_fp32(outputs.centerness).sigmoid()[..., None]
             combined_scores = (at_least_fp32(outputs.logits).sigmoid() * centerness).sqrt()
@@ -186,8 +185,7 @@ class FCOS(Detector):
 
 
 class PointGenerator:
-    """The points of each model input as `points_of` makes them, made once: as anchors (`anchors.py`), they would be dozens
-    of kernels a step."""
+    """`grid_points` of each input size, cached: computing them takes dozens of kernels, as for `AnchorGenerator`."""
 
     def __init__(self, *, shift: float = 0.0) -> None:
         self.shift = shift
@@ -196,7 +194,7 @@ class PointGenerator:
     def __call__(self, image_size: tuple[int, int], grids: list[tuple[int, int]], device: torch.device) -> Points:
         key = (image_size, device)
         if key not in self._cache:
-            with torch.inference_mode(False):  # tensors of inference mode could not be saved for backward later
+            with torch.inference_mode(False):  # tensors made in inference mode cannot be saved for backward later
                 self._cache[key] = grid_points(image_size, grids, device, shift=self.shift)
         return self._cache[key]
 
@@ -204,8 +202,8 @@ class PointGenerator:
 def grid_points(
     image_size: tuple[int, int], grids: list[tuple[int, int]], device: torch.device, *, shift: float = 0.0
 ) -> Points:
-    """The points of pyramid levels of `grids` (height, width), finest first, row by row; `shift` of a stride away from
-    its multiples."""
+    """The points of pyramid levels of `grids` (height, width), finest first, by row; shift: offset from the multiples
+    of the stride, in strides."""
     levels = []
     for level, (height, width) in enumerate(grids):
         y = (torch.arange(height, device=device, dtype=torch.float32) + shift) * (image_size[0] // height)
@@ -221,12 +219,12 @@ def grid_points(
 
 
 def assign_points(boxes: Tensor, valid: Tensor, points: Points, *, block: int | None = None) -> Tensor:
-    """Slot of the box that each point has to find, or `BACKGROUND`: int64 [B, A].
+    """Index of each point's box, or `BACKGROUND`: int64 [B, A].
 
-    boxes: float [B, M, 4] xyxy; valid: bool [B, M]. A point may find a box that it lies inside of, whose center is
-    within RADIUS units and whose farthest side is in the level's range. Of several it finds the one of the smallest
-    area; of several of that area the one in the lowest slot. (torchvision compares 1e8 - area, which in fp32 is a
-    multiple of 8: areas less apart are equal there.) Images are taken together, and slots apart, as `block` allows.
+    boxes: float [B, M, 4] xyxy; valid: bool [B, M]. The candidates of a point are the boxes that contain it, with a
+    center within CENTER_SAMPLING_RADIUS strides and the farthest side in the level's range. It is assigned to the one
+    with the smallest area; among equal areas, to the first. (torchvision compares 1e8 - area, which in fp32 is a
+    multiple of 8: there, areas with smaller differences are equal.) block: as in `matching.match_anchors`.
     """
 
     def assign_block(boxes: Tensor, valid: Tensor, boxes_per_block: int) -> Tensor:
@@ -254,20 +252,20 @@ def _assign(boxes: Tensor, valid: Tensor, points: Points, boxes_per_block: int) 
         best_area, gt_index = torch.where(
             is_candidate, area(boxes[:, start : start + boxes_per_block])[..., None], math.inf
         ).min(dim=1)
-        better = best_area < min_area  # strictly, so that the lowest slot keeps a point that equal boxes share
+        better = best_area < min_area  # strictly, so that the first of equal boxes keeps the point
         best_gt = torch.where(better, gt_index + start, best_gt)
         min_area = torch.where(better, best_area, min_area)
     return best_gt
 
 
 def ltrb_to_boxes(distances: Tensor, center: Tensor, stride: Tensor) -> Tensor:
-    """Boxes xyxy [..., A, 4] from `distances` [..., A, 4] in `unit` pixels [..., A] from the points `center`."""
+    """Boxes xyxy [..., A, 4] from `distances` [..., A, 4], in strides [..., A], from the points `center`."""
     pixels = distances * stride[..., None]
     return torch.cat((center - pixels[..., :2], center + pixels[..., 2:]), dim=-1)
 
 
 def centerness_targets(boxes: Tensor, center: Tensor) -> Tensor:
-    """1 in the middle of a box, 0 at its rim (equation 3): [..., A] of `boxes` [..., A, 4] around points `center`."""
+    """1 at the center of a box, 0 at its edge (equation 3): [..., A] of `boxes` [..., A, 4] around points `center`."""
     left_top, right_bottom = center - boxes[..., :2], boxes[..., 2:] - center
     return (torch.minimum(left_top, right_bottom) / torch.maximum(left_top, right_bottom)).prod(-1).sqrt()
 
@@ -280,7 +278,7 @@ FCOS_DEFAULTS: Defaults = {
 
 
 def fcos_builder(backbone_name: str, *, channels: int = 256, num_convs: int = 4) -> ModelBuilder:
-    """Builds FCOS on a backbone of BACKBONES: FPN and towers of `channels`, towers of `depth` convolutions."""
+    """Builds FCOS on a backbone of BACKBONES; channels: of FPN and heads; num_convs: convolutions in each head."""
 
     def build(settings: ModelSettings, num_classes: int) -> FCOS:
         backbone = build_backbone_with_fpn(

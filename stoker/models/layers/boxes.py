@@ -1,7 +1,7 @@
-"""Geometry of boxes: anchors, the encoding that a detector predicts, overlap, clipping.
+"""Geometry of boxes: anchors, box encoding, IoU, clipping.
 
 Boxes are xyxy in pixels unless a name says otherwise. Every function has a fixed output shape and works on the device
-of its arguments. Which anchor belongs to which box is `matching.py`; what an error costs is `losses.py`.
+of its arguments. `matching.py` assigns boxes to anchors; `losses.py` has the losses.
 """
 
 import math
@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 MAX_LOG_SCALE = math.log(1000 / 16)
-"""Bound of the predicted log sizes before exp, as in Detectron and torchvision: a box grows at most 62.5 times."""
+"""Maximum of the predicted log sizes before exp, as in Detectron and torchvision: a box grows at most 62.5 times."""
 
 
 def cell_anchors(size: float, scales: Sequence[float], aspect_ratios: Sequence[float]) -> Tensor:
     """Anchors of one pyramid level around the origin: float32 [len(ratios) · len(scales), 4], on the CPU.
 
-    `size`·scale is the side of a square with the anchor's area, cut to whole pixels; ratio is height over width; the
-    corners are rounded to pixels. The order is all scales of the first ratio, then of the next. All this is as in
-    torchvision's `AnchorGenerator` and the sizes that its RetinaNet gives it, so that its weights fit.
+    `size` · scale is the side of a square with the anchor's area, truncated to whole pixels; ratio is height over
+    width; coordinates are rounded to pixels. The order is all scales of the first ratio, then of the next. This equals
+    torchvision's `AnchorGenerator` with the sizes of its RetinaNet, so its weights fit.
     """
     square_sides = torch.tensor([max(1, int(size * scale)) for scale in scales], dtype=torch.float32)
     sqrt_ratio = torch.tensor(list(aspect_ratios), dtype=torch.float32).sqrt()
@@ -29,9 +29,9 @@ def cell_anchors(size: float, scales: Sequence[float], aspect_ratios: Sequence[f
 
 
 def grid_anchors(base_anchors: Tensor, grid: tuple[int, int], stride: tuple[float, float]) -> Tensor:
-    """The anchors `cells` [n, 4] at every place of a `grid` of height × width: float32 [height · width · n, 4].
+    """`base_anchors` [n, 4] at every position of a `grid` (height, width): float32 [height · width · n, 4].
 
-    Neighboring places are `stride` (y, x) pixels apart, the first is at the origin.
+    Positions are `stride` (y, x) pixels apart; the first is the origin.
     """
     y = torch.arange(grid[0], dtype=base_anchors.dtype, device=base_anchors.device) * stride[0]
     x = torch.arange(grid[1], dtype=base_anchors.dtype, device=base_anchors.device) * stride[1]
@@ -41,8 +41,8 @@ def grid_anchors(base_anchors: Tensor, grid: tuple[int, int], stride: tuple[floa
 
 
 def encode(boxes: Tensor, anchors: Tensor) -> Tensor:
-    """What a detector should predict for `boxes` [..., 4] at `anchors` [..., 4]: offsets of the center in units of the
-    anchor and logarithms of the ratio of sizes, [..., 4] (Faster R-CNN, arXiv 1506.01497, equation 2)."""
+    """`boxes` [..., 4] relative to `anchors` [..., 4]: center offsets in units of the anchor's size, and logarithms of
+    the size ratios, [..., 4] (Faster R-CNN, arXiv 1506.01497, equation 2)."""
     box_x, box_y, box_w, box_h = _to_cxcywh(boxes)
     anchor_x, anchor_y, anchor_w, anchor_h = _to_cxcywh(anchors)
     return torch.stack(
@@ -79,8 +79,7 @@ def area(boxes: Tensor) -> Tensor:
 
 
 def iou(boxes: Tensor, anchors: Tensor) -> Tensor:
-    """Intersection over union of each of `boxes` [..., M, 4] with each of `anchors` [A, 4], the same for all, or
-    [..., A, 4]: [..., M, A], 0 … 1."""
+    """IoU of each of `boxes` [..., M, 4] with each of `anchors`, [A, 4] or [..., A, 4]: [..., M, A], 0 … 1."""
     first, second = boxes[..., :, None, :], anchors[..., None, :, :]
     width = torch.minimum(first[..., 2], second[..., 2]) - torch.maximum(first[..., 0], second[..., 0])
     height = torch.minimum(first[..., 3], second[..., 3]) - torch.maximum(first[..., 1], second[..., 1])
@@ -89,7 +88,7 @@ def iou(boxes: Tensor, anchors: Tensor) -> Tensor:
 
 
 def giou(first: Tensor, second: Tensor) -> Tensor:
-    """Generalized intersection over union of pairs of boxes, both [..., 4]: [...], -1 … 1 (arXiv 1902.09630)."""
+    """Generalized IoU (arXiv 1902.09630) of pairs of boxes, both [..., 4]: [...], -1 … 1."""
     eps = 1e-7
     x1, y1, x2, y2 = first.unbind(-1)
     u1, v1, u2, v2 = second.unbind(-1)
@@ -101,7 +100,7 @@ def giou(first: Tensor, second: Tensor) -> Tensor:
 
 
 def clip(boxes: Tensor, size: Tensor) -> Tensor:
-    """`boxes` [B, K, 4] cut to images of `size` [B, 2], height and width: [B, K, 4]."""
+    """`boxes` [B, K, 4] clipped to `size` [B, 2], height and width of each image: [B, K, 4]."""
     height, width = size[:, None, 0], size[:, None, 1]
     x1, y1, x2, y2 = boxes.unbind(-1)
     zero = torch.zeros((), dtype=boxes.dtype, device=boxes.device)

@@ -1,8 +1,8 @@
-"""What wrong classes and wrong boxes cost, in fp32, per image, with fixed shapes and without a host sync.
+"""Classification and box regression losses per image, in fp32, with fixed shapes and without host syncs.
 
-The focal loss is written by hand because it decides the peak of a step's memory: [B, A, C] logits of a batch of 32 at
-800 × 800 with 80 classes are 1.1 GiB in fp32, and autograd would keep several such tensors. This one keeps one
-derivative per logit, in their own type (bf16 stays bf16), and computes in blocks of images.
+The focal loss has its own backward pass because it determines the peak memory of a step: [B, A, C] logits of a batch
+of 32 at 800 × 800 with 80 classes are 1.1 GiB in fp32, and autograd would keep several such tensors. This one keeps one
+derivative per logit, in the logits' dtype (bf16 stays bf16), and computes in blocks of images.
 """
 
 from collections.abc import Iterator
@@ -21,8 +21,8 @@ def focal_loss(logits: Tensor, target: Tensor, *, alpha: float, gamma: float, bl
     """Sum of the sigmoid focal loss of each image: float32 [B] (arXiv 1708.02002, equation 5).
 
     logits: floating point [B, A, C]; target: int64 [B, A], the class 0 … C-1 of a positive anchor, `BACKGROUND` or
-    `IGNORED`. alpha weighs the positives, 1 - alpha the negatives. Differentiable once, in `logits`. block: logits that
-    are computed at once, whole images, at least one; default: as suits the device.
+    `IGNORED`; alpha: weight of positives, 1 - alpha that of negatives; block: maximum number of logits computed at
+    once, in whole images, at least one; default: `device.block_size`. Differentiable once, in `logits`.
     """
     loss: Tensor = _FocalLoss.apply(logits, target.to(torch.int32), alpha, gamma, block or block_size(logits))
     return loss
@@ -68,16 +68,16 @@ class _FocalLoss(torch.autograd.Function):
 def soft_binary_cross_entropy(logits: Tensor, label: Tensor, quality: Tensor, *, block: int | None = None) -> Tensor:
     """Sum of the sigmoid cross-entropy of each image with targets between 0 and 1: float32 [B].
 
-    logits: floating point [B, A, C]; quality: float [B, A], the target of class `label` (int64 [B, A]) at each place;
-    of all other classes it is 0. Differentiable once, in `logits`; `block` as for `focal_loss`.
+    logits: floating point [B, A, C]; quality: float [B, A], the target of class `label` (int64 [B, A]) at each point;
+    the target of all other classes is 0. Differentiable once, in `logits`; `block` as in `focal_loss`.
     """
     loss: Tensor = _SoftBinaryCrossEntropy.apply(logits, label, quality, block or block_size(logits))
     return loss
 
 
 class _SoftBinaryCrossEntropy(torch.autograd.Function):
-    """Every logit as of a target of 0, whose derivative is sigmoid(x); a target of q takes q x from the loss and q from
-    the derivative. As `_FocalLoss` it keeps the derivative."""
+    """Computes the loss for a target of 0, with the derivative sigmoid(x); a target of q subtracts q x from the loss
+    and q from the derivative. Keeps the derivative, as `_FocalLoss`."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, label: Tensor, quality: Tensor, block: int) -> Tensor:
@@ -98,8 +98,8 @@ class _SoftBinaryCrossEntropy(torch.autograd.Function):
 
 
 def _empty_derivatives(logits: Tensor) -> Tensor:
-    """Room for a derivative of each logit, in their own type; fp16 would lose the small ones, which come before the
-    loss scale is applied."""
+    """A tensor for the derivatives, in the logits' dtype; bf16 for fp16, where small derivatives would underflow before
+    the loss scale is applied."""
     return torch.empty_like(logits, dtype=torch.bfloat16 if logits.dtype == torch.float16 else None)
 
 
@@ -109,8 +109,7 @@ def _save_derivatives(ctx: Any, derivatives: Tensor, logits: Tensor) -> None:
 
 
 def _multiply_derivatives(ctx: Any, grad: Tensor) -> Tensor:
-    """The gradient of the logits [B, A, C], of that of each image's sum [B]. Into a tensor made beforehand: the
-    product is rounded once, and no fp32 copy of it is made."""
+    """Gradient of the logits [B, A, C] from that of each image's sum [B]. `out=` rounds once and needs no fp32 copy."""
     (derivatives,) = ctx.saved_tensors
     result = torch.empty_like(derivatives, dtype=ctx.dtype)
     return torch.mul(derivatives, grad[:, None, None], out=result)
@@ -122,12 +121,12 @@ def _image_blocks(logits: Tensor, block: int) -> Iterator[slice]:
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """The same numbers in fp32, or in fp64 where they are."""
+    """x in fp32; fp64 stays fp64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def _channel(target: Tensor) -> Tensor:
-    """Index of the positive class of each anchor for gather and scatter; 0 where there is none: int64 [b, A, 1]."""
+    """Index of each anchor's positive class for gather and scatter; 0 if it has none: int64 [b, A, 1]."""
     return target.clamp(min=0).to(torch.int64)[..., None]
 
 
@@ -140,10 +139,10 @@ def _loss_and_derivative(x: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
 
 
 def _log_one_minus_sigmoid(x: Tensor) -> Tensor:
-    """log(1 - sigmoid(x)), to the last digits of x's type.
+    """log(1 - sigmoid(x)), exact to the last digits of x's dtype.
 
-    On a CPU torch computes log1p, and so logsigmoid, a number at a time, five times as long as this: log(1 + y), and
-    what rounding 1 + y lost, divided by it. An accelerator has logsigmoid as one kernel.
+    On CPUs, torch's log1p, and so logsigmoid, is not vectorized and takes five times as long as this: log(1 + y) plus
+    the rounding error of 1 + y, divided by 1 + y. On accelerators, logsigmoid is one kernel.
     """
     if x.device.type != "cpu":
         return functional.logsigmoid(-x)
@@ -156,10 +155,10 @@ def _log_one_minus_sigmoid(x: Tensor) -> Tensor:
 def box_loss(kind: Literal["l1", "giou"], deltas: Tensor, anchors: Tensor, boxes: Tensor, positive: Tensor) -> Tensor:
     """Sum of the box loss of the positive anchors of each image: float32 [B].
 
-    deltas: float32 [B, A, 4], predicted; anchors: [A, 4]; boxes: [B, A, 4], the box of each anchor, anything where not
+    deltas: float32 [B, A, 4], predicted; anchors: [A, 4]; boxes: [B, A, 4], the box of each anchor, any value where not
     positive; positive: bool [B, A]. l1: of the encoded offsets; giou: 1 - generalized IoU of the decoded boxes.
-    Anchors that are not positive get harmless values before the arithmetic, not a factor of zero after it, since
-    inf · 0 is NaN, backward too.
+    The inputs of other anchors are replaced before the arithmetic: a factor of 0 afterwards would give inf · 0 = NaN,
+    also in the backward pass.
     """
     if kind == "l1":
         target = torch.where(positive[..., None], encode(boxes, anchors), 0.0)

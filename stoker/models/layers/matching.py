@@ -1,9 +1,9 @@
-"""Which box each anchor has to find, with fixed shapes and without a host sync.
+"""Assignment of ground truth boxes to anchors, with fixed shapes and without host syncs.
 
-The rule is torchvision's `Matcher` with low-quality matches (Faster R-CNN, section 3.1.2): an anchor belongs to the box
-it overlaps most when that is at least `foreground_iou`; below `background_iou` it is background; between the two it is
-ignored. And every box gets the anchors that overlap it most, however little, so that none is without. One difference: a
-box that overlaps no anchor at all gets none, where torchvision gives it every anchor that overlaps nothing.
+The rule is torchvision's `Matcher` with low-quality matches (Faster R-CNN, section 3.1.2): an anchor is assigned to the
+box with the largest IoU if that is at least `fg_iou_thresh`; below `bg_iou_thresh` it is background; between the two
+it is ignored. In addition, every box gets the anchors with its largest IoU, however small. One difference: a box that
+overlaps no anchor gets none, where torchvision assigns it every anchor with an IoU of 0.
 """
 
 from collections.abc import Callable
@@ -27,12 +27,11 @@ def match_anchors(
     bg_iou_thresh: float,
     block: int | None = None,
 ) -> Tensor:
-    """Slot of the box of each anchor, `BACKGROUND` or `IGNORED`: int64 [B, A].
+    """Index of each anchor's box, `BACKGROUND` or `IGNORED`: int64 [B, A].
 
-    boxes: float [B, M, 4] xyxy; valid: bool [B, M]; anchors: float [A, 4]. An anchor that overlaps several boxes
-    equally belongs to the one in the lowest slot. Images are taken together, and slots apart, so that no more than
-    `block` overlaps are computed at once; default: as suits the device. All those of a batch (32 images, 100 boxes,
-    120,087 anchors at 800 × 800) would take 1.4 GiB, and about six such tensors live together.
+    boxes: float [B, M, 4] xyxy; valid: bool [B, M]; anchors: float [A, 4]. Among boxes with equal IoU, an anchor gets
+    the first. block: maximum number of IoUs computed at once; default: `device.block_size`. All IoUs of a batch (32
+    images, 100 boxes, 120,087 anchors at 800 × 800) would take 1.4 GiB, and about six such tensors exist at once.
     """
 
     def match_block(boxes: Tensor, valid: Tensor, boxes_per_block: int) -> Tensor:
@@ -44,16 +43,16 @@ def match_anchors(
 def map_blocks(
     fn: Callable[[Tensor, Tensor, int], Tensor], boxes: Tensor, valid: Tensor, num_anchors: int, block: int | None
 ) -> Tensor:
-    """`some(boxes [b, M, 4], valid [b, M], rows)` of as many images at a time as `block` allows with `count` anchors,
-    one after the other: [B, …]. `rows` is how many of the M slots it may take at once. Without gradients."""
+    """`fn(boxes [b, M, 4], valid [b, M], boxes_per_block)` for the image blocks of `plan_blocks`, concatenated: [B, …].
+    Without gradients."""
     image_slices, boxes_per_block = plan_blocks(boxes, num_anchors, block)
     with torch.no_grad():
         return torch.cat([fn(boxes[image_slice], valid[image_slice], boxes_per_block) for image_slice in image_slices])
 
 
 def plan_blocks(boxes: Tensor, num_anchors: int, block: int | None) -> tuple[list[slice], int]:
-    """(images that are taken together, slots that are taken at once), so that of boxes [B, M, 4] and `count` places
-    no more than `block` pairs are computed at once; default: as suits the device."""
+    """(slices of images, number of boxes per block), so that at most `block` pairs of boxes [B, M, 4] and `num_anchors`
+    anchors are computed at once; default: `device.block_size`."""
     block = block or block_size(boxes)
     images_per_block = max(1, block // max(1, boxes.shape[1] * num_anchors))
     return [slice(first, first + images_per_block) for first in range(0, boxes.shape[0], images_per_block)], max(
@@ -72,7 +71,7 @@ def _match(
         block_valid = valid[:, start : start + boxes_per_block, None]
         overlap = iou(boxes[:, start : start + boxes_per_block], anchors).masked_fill(~block_valid, -1.0)
         best_overlap, gt_index = overlap.max(dim=1)
-        better = best_overlap > best_iou  # strictly, so that the lowest slot keeps an anchor that several boxes share
+        better = best_overlap > best_iou  # strictly, so that the first of equal boxes keeps the anchor
         best_gt = torch.where(better, gt_index + start, best_gt)
         best_iou = torch.where(better, best_overlap, best_iou)
         max_overlap = overlap.amax(dim=2, keepdim=True)

@@ -1,8 +1,8 @@
-"""Norms of a backbone: frozen, trained, or trained over all devices; frozen ones are folded into their convolutions.
+"""BatchNorm of a backbone: frozen, trained, or synchronized; frozen ones are folded into their convolutions.
 
-A frozen norm is a multiplication and an addition with constants, so the convolution before it can do both with other
-weights and a bias. That saves two passes over the activations in the forward step and one in the backward step, and
-`state_dict` keeps the names and values of the two modules.
+A frozen norm multiplies by and adds constants, so the convolution before it can do both with scaled weights and a bias.
+That saves two passes over the activations forward and one backward. `state_dict` keeps the names and values of the two
+modules.
 """
 
 import itertools
@@ -19,7 +19,7 @@ NormKind = Literal["frozen_bn", "bn", "sync_bn"]
 
 
 class FrozenBatchNorm2d(nn.Module):
-    """BatchNorm2d whose statistics and affine are constants, under the names that BatchNorm2d has."""
+    """BatchNorm2d with constant statistics, weight and bias, under the names of BatchNorm2d."""
 
     weight: Tensor
     bias: Tensor
@@ -32,7 +32,7 @@ class FrozenBatchNorm2d(nn.Module):
         super().__init__()
         self.eps = eps
         self.folded = False
-        """Whether the convolution before it does its work."""
+        """Whether the convolution before it computes the norm as well."""
         self.register_buffer("weight", torch.ones(channels))
         self.register_buffer("bias", torch.zeros(channels))
         self.register_buffer("running_mean", torch.zeros(channels))
@@ -42,7 +42,7 @@ class FrozenBatchNorm2d(nn.Module):
         self._update_scale_and_shift()
 
     def _update_scale_and_shift(self) -> None:
-        """Makes `scale` and `shift` anew: once for each set of weights, not once a step."""
+        """Computes `scale` and `shift`, once per loaded set of weights instead of once a step."""
         with torch.no_grad():
             self.scale.copy_(self.weight * (self.running_var + self.eps).rsqrt())
             self.shift.copy_(self.bias - self.running_mean * self.scale)
@@ -52,13 +52,13 @@ class FrozenBatchNorm2d(nn.Module):
         self._update_scale_and_shift()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """`to`, `double` and their like: what they cast is `scale` as it was rounded in the type before."""
+        """`to`, `double` and similar would only cast `scale` as it was rounded in the old dtype."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._update_scale_and_shift()
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [B, C, H, W] → the same shape and type."""
+        """x: [B, C, H, W] → the same shape and dtype."""
         if self.folded:
             return x
         scale, shift = self.scale.to(x.dtype), self.shift.to(x.dtype)
@@ -66,8 +66,8 @@ class FrozenBatchNorm2d(nn.Module):
 
 
 class FoldedConv2d(nn.Conv2d):
-    """A convolution without a bias that does the work of the frozen norm behind it. It shares that norm's constants and
-    the original's weights, which are trained as they would be without it."""
+    """A convolution without bias that also computes the frozen norm after it. It shares the norm's constants and the
+    original's weights, which are trained as without folding."""
 
     def __init__(self, original: nn.Conv2d, norm: FrozenBatchNorm2d) -> None:
         super().__init__(
@@ -82,7 +82,7 @@ class FoldedConv2d(nn.Conv2d):
             device="meta",
         )
         self.weight = original.weight
-        self._norm = (norm,)  # in a tuple, so that it is not a child a second time
+        self._norm = (norm,)  # in a tuple, so that it is not registered as a child a second time
         norm.folded = True
 
     def forward(self, x: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class FoldedConv2d(nn.Conv2d):
 
 
 def fold_frozen_norms(module: nn.Module) -> None:
-    """Replaces, in place, every convolution that is registered right before a frozen norm of its width."""
+    """Replaces, in place, every convolution that is registered directly before a frozen norm of its width."""
     children = list(module.named_children())
     for (name, first), (_, second) in itertools.pairwise(children):
         if (
@@ -108,10 +108,10 @@ def fold_frozen_norms(module: nn.Module) -> None:
 
 
 class SafeBatchNorm2d(nn.BatchNorm2d):
-    """BatchNorm2d that leaves the batch where there is nothing to take a variance of: one value per channel.
+    """BatchNorm2d that accepts one value per channel, where torch raises ValueError as there is no variance.
 
-    That is the coarsest map of a single image, as in the trial of what fits or in a micro-batch of one; torch raises
-    ValueError there. It then normalizes by the running statistics and does not move them.
+    The coarsest map of a single image can be that small. Then it normalizes by the running statistics and does not
+    update them.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class SafeBatchNorm2d(nn.BatchNorm2d):
 
 
 class SafeSyncBatchNorm(nn.SyncBatchNorm):
-    """The same for all devices together; each has maps of one size, so all decide alike."""
+    """The same for SyncBatchNorm. All devices have maps of one size, so all take the same branch."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, C, H, W] → the same shape."""
@@ -136,20 +136,20 @@ def _normalize_by_running_stats(norm: nn.modules.batchnorm._BatchNorm, x: Tensor
 
 
 NORMS: dict[NormKind, Norm] = {"frozen_bn": FrozenBatchNorm2d, "bn": SafeBatchNorm2d, "sync_bn": SafeSyncBatchNorm}
-"""By the value of `--backbone-norm`. SyncBatchNorm is BatchNorm2d where there is one process."""
+"""Value of `--backbone-norm` → norm. SyncBatchNorm with one process equals BatchNorm2d."""
 
 LITE_EPS, LITE_MOMENTUM = 1e-3, 0.03
-"""As torchvision trained SSDlite. TF's lite models have momentum 0.003, for their 50,000 steps; statistics that slow
-would still be those of the start after a few hundred."""
+"""As torchvision trained SSDlite. TF's lite models have a momentum of 0.003 for their 50,000 steps, which would hardly
+move the statistics in a few hundred steps."""
 
 
 def trainable_norm(kind: NormKind) -> NormKind:
-    """The kind for layers outside the backbone: those are trained, also where the backbone's are frozen."""
+    """The kind for layers outside the backbone, which are trained even if the backbone's norms are frozen."""
     return "sync_bn" if kind == "sync_bn" else "bn"
 
 
 def lite_norm(kind: NormKind) -> Norm:
-    """The norm of what is lite."""
+    """The norm of lite layers."""
     if kind == "frozen_bn":
         return partial(FrozenBatchNorm2d, eps=LITE_EPS)
     return partial(SafeSyncBatchNorm if kind == "sync_bn" else SafeBatchNorm2d, eps=LITE_EPS, momentum=LITE_MOMENTUM)

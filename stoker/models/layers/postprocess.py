@@ -1,7 +1,7 @@
-"""From what a dense detector predicts to the boxes it stands by: best candidates, NMS, a fixed number of slots.
+"""From dense predictions to detections: best candidates, NMS, a fixed number of detections.
 
-Everything has fixed shapes except NMS itself, whose result's length the host must know; that wait has the
-name "nms".
+Everything has fixed shapes except NMS itself; the host must know the length of its result. That host sync has the name
+"nms".
 """
 
 from collections.abc import Iterator
@@ -17,13 +17,13 @@ from stoker.models.layers.boxes import clip, decode
 from stoker.models.layers.losses import at_least_fp32
 
 PRE_NMS_TOP_N = 1000
-"""Boxes of a pyramid level that go into NMS: torchvision's default (RetinaNet.topk_candidates)."""
+"""Boxes of a pyramid level before NMS: torchvision's default (RetinaNet.topk_candidates)."""
 MAX_DETECTIONS = 100
-"""Boxes of a image that are left: what COCO scores, and torchvision's default (RetinaNet.detections_per_img)."""
+"""Boxes of an image after NMS: as COCO scores, and torchvision's default (RetinaNet.detections_per_img)."""
 
 
 class BatchDetections(NamedTuple):
-    """Detected boxes of B images in K slots each, best first."""
+    """K detections of each of B images, best first."""
 
     boxes: Tensor
     """float32 [B, K, 4], xyxy in pixels of the original image; zeros where not valid."""
@@ -32,18 +32,18 @@ class BatchDetections(NamedTuple):
     labels: Tensor
     """int64 [B, K], 0 … C-1; zero where not valid."""
     valid: Tensor
-    """bool [B, K]; the valid slots come first."""
+    """bool [B, K]; the valid ones come first."""
 
 
 class DetectorProtocol(Protocol):
     """What finding boxes asks of a model (`evaluate.detect_batches`): a detector of MODELS, or `onnx_model.OnnxModel`.
 
-    The call's result goes to `decode` and nowhere else, so what it is each model decides.
+    Only `decode` reads the call's result, so its type is up to the model.
     """
 
     @property
     def iou_threshold(self) -> float:
-        """Two boxes of a class that overlap more are one object, where the caller does not say otherwise."""
+        """Default NMS threshold."""
 
     def __call__(self, images: Tensor, /) -> Any:
         """images: uint8 [B, 3, H, W], as in `Batch`."""
@@ -58,7 +58,7 @@ class DetectorProtocol(Protocol):
         score_threshold: float,
         iou_threshold: float | None,
     ) -> BatchDetections:
-        """Boxes in pixels of the original images; `resized_size`, `scale` and `size` as in `Batch`."""
+        """Boxes in pixels of the original images; `resized_size`, `scale`, `original_size` as in `Batch`."""
 
     def modules(self) -> Iterator[nn.Module]: ...
 
@@ -66,12 +66,12 @@ class DetectorProtocol(Protocol):
 
 
 class Candidates(NamedTuple):
-    """Boxes before NMS, those of all pyramid levels one after the other."""
+    """Boxes before NMS, of all pyramid levels."""
 
     boxes: Tensor
     """float32 [B, N, 4], in pixels of the model input, inside `resized_size`."""
     scores: Tensor
-    """float32 [B, N]; zero where the score is not above the threshold, or the box has no area inside `resized_size`."""
+    """float32 [B, N]; zero if the score is not above the threshold, or the box has no area inside `resized_size`."""
     labels: Tensor
     """int64 [B, N]."""
 
@@ -86,10 +86,10 @@ def select_candidates(
     score_threshold: float | Tensor,
     pre_nms_top_n: int = PRE_NMS_TOP_N,
 ) -> Candidates:
-    """The `per_level` best scores of each pyramid level, decoded and clipped to `resized_size` [B, 2].
+    """The `pre_nms_top_n` best scores of each pyramid level, decoded and clipped to `resized_size` [B, 2].
 
-    logits: [B, A, C] sigmoid logits; deltas: [B, A, 4]; anchors: [A, 4]; levels: how many of the A anchors each level
-    has. Logits are ranked as they are, since the sigmoid keeps their order: no fp32 copy of all of them is made.
+    logits: [B, A, C] sigmoid logits; deltas: [B, A, 4]; anchors: [A, 4]; num_anchors_per_level: sums to A. The logits
+    are ranked, not the scores: the sigmoid keeps their order, and no fp32 copy of all of them is needed.
     """
     values, indices, labels = topk_per_level(logits, num_anchors_per_level, pre_nms_top_n)
     chosen_deltas = at_least_fp32(deltas.gather(1, indices[..., None].expand(-1, -1, 4)))
@@ -102,8 +102,8 @@ def select_candidates(
 def topk_per_level(
     values: Tensor, num_anchors_per_level: tuple[int, ...], pre_nms_top_n: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The `per_level` largest `values` [B, A, C] of each pyramid level: (themselves, places 0 … A-1, labels), each
-    [B, N], a level's best first; levels: how many of the A places each has."""
+    """The `pre_nms_top_n` largest `values` [B, A, C] of each pyramid level, best first: (values, anchor indices 0 …
+    A-1, labels), each [B, N]; num_anchors_per_level: sums to A."""
     classes = values.shape[2]
     chosen, indices, start = [], [], 0
     for count in num_anchors_per_level:
@@ -113,25 +113,26 @@ def topk_per_level(
         indices.append(index + start * classes)
         start += count
     index = torch.cat(indices, dim=1)
-    # Not torch.div(…, rounding_mode="floor"): as ONNX that goes through float32, which is wrong from 2^24 on.
+    # Not torch.div(…, rounding_mode="floor"): its ONNX export goes through float32, which is wrong from 2^24 on.
     return torch.cat(chosen, dim=1), index // classes, index % classes
 
 
 def clip_and_filter(
     resized_size: Tensor, boxes: Tensor, scores: Tensor, labels: Tensor, *, score_threshold: float | Tensor
 ) -> Candidates:
-    """Boxes [B, N, 4] clipped to `resized_size` [B, 2], with the scores [B, N] of those that count, zero for the others."""
+    """Boxes [B, N, 4] clipped to `resized_size` [B, 2]. The score [B, N] of a box becomes 0 if it is not above the
+    threshold or nothing of the box is inside."""
     clipped = clip(boxes, resized_size)
-    # What was found in the padding alone is clipped to a line along the image's edge, which no other box suppresses.
+    # A box in the padding is clipped to a line at the image's edge, which NMS would not remove.
     is_box = (clipped[..., 2:] > clipped[..., :2]).all(-1)
     return Candidates(clipped, torch.where((scores > score_threshold) & is_box, scores, 0.0), labels)
 
 
 def nms_per_class(candidates: Candidates, *, iou_threshold: float, max_detections: int) -> BatchDetections:
-    """NMS within each class of each image; the best `slots` that are left, best first.
+    """NMS within each class of each image; the best `max_detections` of the remaining boxes, best first.
 
-    Of two boxes of a class that overlap by more than `iou_threshold` the better stays. Waits for the host, by the name
-    "nms". The boxes stay in pixels of the model input.
+    Of two boxes of a class with an IoU above `iou_threshold`, the better one stays. Synchronizes, as "nms". The boxes
+    stay in pixels of the model input.
     """
     with allow_host_sync("nms"):
         per_image = [_nms_image(*image, iou_threshold, max_detections) for image in zip(*candidates, strict=True)]
@@ -154,8 +155,8 @@ def _nms_image(
 
 
 def topk_detections(candidates: Candidates, max_detections: int) -> BatchDetections:
-    """The best `slots` of the candidates of each image, best first, whatever they overlap. The boxes stay in pixels
-    of the model input."""
+    """The best `max_detections` candidates of each image, best first, without NMS. The boxes stay in pixels of the
+    model input."""
     scores, indices = candidates.scores.topk(min(max_detections, candidates.scores.shape[1]), dim=1)
     boxes = candidates.boxes.gather(1, indices[..., None].expand(-1, -1, 4))
     valid = scores > 0
@@ -168,6 +169,6 @@ def topk_detections(candidates: Candidates, max_detections: int) -> BatchDetecti
 
 
 def rescale_to_original(detections: BatchDetections, scale: Tensor, original_size: Tensor) -> BatchDetections:
-    """The same with boxes in pixels of the original images: `scale` [B, 2] and `size` [B, 2] as in `Batch`."""
+    """The detections with boxes in pixels of the original images; `scale`, `original_size` [B, 2] as in `Batch`."""
     scale_xyxy = scale.flip(1).repeat(1, 2)[:, None, :]  # x, y, x, y
     return detections._replace(boxes=clip(detections.boxes / scale_xyxy, original_size))

@@ -1,11 +1,11 @@
-"""Cuts the features of boxes out of a pyramid: RoIAlign (arXiv 1703.06870, section 3) with fixed shapes.
+"""RoIAlign (arXiv 1703.06870, section 3) over a feature pyramid, with fixed shapes.
 
-Each box is pooled from one level, the coarser the larger it is (FPN, arXiv 1612.03144, equation 1). Sorting boxes by
-level would need their number on the host; pooling all boxes from all levels is four times the work. Here all levels lie
-one after the other in one table of feature vectors, and a cell of a box is a weighted sum of 16 rows of it: what
-`embedding_bag` computes in one kernel, in the type of the features and in channels-last memory as they are. The result
-is that of torchvision's MultiScaleRoIAlign (sampling ratio 2, not aligned). On one CPU core (2 × 512 boxes, 256
-channels, 512 × 512) forward and backward take 0.15 s, torchvision's 0.8 s, pooling from four levels 2.6 s.
+Each box is pooled from one level by its size (FPN, arXiv 1612.03144, equation 1). Grouping boxes by level would need
+their number on the host; pooling all boxes from all levels takes four times the FLOPs. Here all levels are concatenated
+into one table of feature vectors, and a cell of a box is a weighted sum of 16 rows of the table, which `embedding_bag`
+computes in one kernel, in the features' dtype and from channels-last memory. The result equals torchvision's
+MultiScaleRoIAlign (sampling ratio 2, not aligned). On one CPU core (2 × 512 boxes, 256 channels, 512 × 512) forward and
+backward take 0.15 s, torchvision's 0.8 s, pooling from four levels 2.6 s.
 """
 
 import itertools
@@ -22,16 +22,16 @@ from stoker.models.layers.boxes import area
 OUTPUT_SIZE = 7
 """Cells of a pooled box, in each direction."""
 SAMPLING_RATIO = 2
-"""Places of a cell at which the features are interpolated, in each direction."""
+"""Points of a cell at which the features are interpolated, in each direction."""
 CANONICAL_SCALE, CANONICAL_STRIDE = 224, 16
-"""A box of 224 × 224 pixels, an ImageNet image, belongs to the level of stride 16 (FPN: level 4)."""
+"""A box of 224 × 224 pixels, as an ImageNet image, is pooled from the level of stride 16 (FPN: level 4)."""
 
 
 def multiscale_roi_align(levels: Sequence[Tensor], strides: Sequence[int], boxes: Tensor) -> Tensor:
-    """Features of boxes: [B · K, C, SIDE, SIDE], of the levels' type.
+    """Features of boxes: [B · K, C, OUTPUT_SIZE, OUTPUT_SIZE], of the levels' dtype.
 
     levels: finest first, each [B, C, h, w], every stride twice the one before it; boxes: float [B, K, 4], finite,
-    inside the model input. Differentiable in the levels. A program that is exported gets `roi_align`, which ONNX has.
+    inside the model input. Differentiable in the levels. Exported programs use `roi_align`, which ONNX has.
     """
     level = assign_fpn_level(boxes, strides)
     if torch.compiler.is_exporting():
@@ -49,7 +49,7 @@ def multiscale_roi_align(levels: Sequence[Tensor], strides: Sequence[int], boxes
     x1, y1, x2, y2 = (boxes * _value_of_level(level, [1 / stride for stride in strides])[..., None]).unbind(-1)
     rows, row_weights = _bilinear_samples(y1, y2, height)
     columns, column_weights = _bilinear_samples(x1, x2, width)
-    # [B, K, SIDE, 1, 4, 1] and [B, K, 1, SIDE, 1, 4]: all pairs of a cell's rows and columns.
+    # [B, K, OUTPUT_SIZE, 1, 4, 1] and [B, K, 1, OUTPUT_SIZE, 1, 4]: all pairs of a cell's rows and columns.
     rows = (start[..., None, None] + rows * width[..., None, None])[:, :, :, None, :, None]
     index = (rows + columns[:, :, None, :, None, :]).to(torch.int32)
     weights = row_weights[:, :, :, None, :, None] * column_weights[:, :, None, :, None, :] / SAMPLING_RATIO**2
@@ -63,16 +63,16 @@ def multiscale_roi_align(levels: Sequence[Tensor], strides: Sequence[int], boxes
 
 
 def assign_fpn_level(boxes: Tensor, strides: Sequence[int]) -> Tensor:
-    """The place in `strides` of the level that each of `boxes` [..., 4] is pooled from: int64 [...]."""
+    """Index in `strides` of the level that each of `boxes` [..., 4] is pooled from: int64 [...]."""
     min_level, max_level = int(math.log2(strides[0])), int(math.log2(strides[-1]))
     canonical_level = int(math.log2(CANONICAL_STRIDE))
-    # A hair more than the formula, as torchvision has it, so that exactly 224 pixels are not rounded down.
+    # 1e-6 as in torchvision, so that exactly 224 pixels are not rounded down.
     level = torch.floor(canonical_level + torch.log2(area(boxes).sqrt() / CANONICAL_SCALE) + 1e-6)
     return level.clamp(min_level, max_level).to(torch.int64) - min_level
 
 
 def _value_of_level(level: Tensor, values: Sequence[float]) -> Tensor:
-    """The value of each level: [B, K] for level int64 [B, K]."""
+    """`values[level]`: [B, K] for level int64 [B, K]."""
     result = torch.full_like(level, values[0], dtype=torch.int64 if isinstance(values[0], int) else torch.float32)
     for level_index, value in enumerate(values[1:], start=1):
         result = torch.where(level == level_index, value, result)
@@ -80,18 +80,19 @@ def _value_of_level(level: Tensor, values: Sequence[float]) -> Tensor:
 
 
 def _bilinear_samples(low: Tensor, high: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
-    """Along one axis, the 2 · SAMPLES feature cells that each cell of a box is interpolated from: (their places int64,
-    their weights), both [B, K, SIDE, 2 · SAMPLES].
+    """Along one axis, the 2 · SAMPLING_RATIO feature cells from which each cell of a box is interpolated: (indices
+    int64, weights), both [B, K, OUTPUT_SIZE, 2 · SAMPLING_RATIO].
 
-    low, high: [B, K], the box in units of feature cells; size: int64 [B, K], of the map. The sums are in torchvision's
-    order, so that both round alike. Boxes are at least a cell; a place more than a cell beyond the map weighs nothing.
+    low, high: [B, K], the box in units of feature cells; size: int64 [B, K], of the map. The order of operations is
+    torchvision's, so rounding is equal. Boxes are at least one cell long; a point more than a cell outside of the map
+    has weight 0.
     """
     cell = ((high - low).clamp(min=1.0) / OUTPUT_SIZE)[..., None, None]
     cell_index = torch.arange(OUTPUT_SIZE, device=low.device)[:, None]
     sample_offset = (torch.arange(SAMPLING_RATIO, device=low.device) + 0.5) / SAMPLING_RATIO
     position = low[..., None, None] + cell_index * cell + sample_offset * cell
     last = (size - 1)[..., None, None]
-    inside = position <= last + 1  # a box that was made a cell wide may reach beyond the map's end
+    inside = position <= last + 1  # a box enlarged to one cell may extend beyond the map
     position = torch.minimum(position.clamp(min=0), last.to(position.dtype))
     low_index = position.to(torch.int64)
     high_weight = position - low_index
@@ -101,8 +102,8 @@ def _bilinear_samples(low: Tensor, high: Tensor, size: Tensor) -> tuple[Tensor, 
 
 
 def roi_align_each_level(levels: Sequence[Tensor], strides: Sequence[int], boxes: Tensor, level: Tensor) -> Tensor:
-    """The same from `roi_align` on every level: [B · K, C, SIDE, SIDE]. A box of another level lies outside the map,
-    where everything is zero, so the sum over levels is what the box's own level has."""
+    """The same by `roi_align` on every level: [B · K, C, OUTPUT_SIZE, OUTPUT_SIZE]. Boxes of other levels are moved
+    outside of the map, where everything is 0, so the sum over levels is the value of the box's own level."""
     image_index = torch.arange(boxes.shape[0], device=boxes.device).to(boxes.dtype)
     image_index = image_index[:, None, None].expand(boxes.shape[0], boxes.shape[1], 1)
     pooled = []

@@ -1,19 +1,18 @@
-"""RetinaNet (arXiv 1708.02002): a feature pyramid, two towers of convolutions over every level, one box per anchor.
+"""RetinaNet (arXiv 1708.02002): a feature pyramid, two convolutional heads over every level, one box per anchor.
 
-`forward` predicts, `loss` compares with a batch, `decode` gives boxes: three steps that share only `Raw`. With the same
-weights, losses and detections are those of torchvision's RetinaNet, and so are the names in `state_dict`. The class
-head differs in channels: ours has one sigmoid per class and labels 0 … C-1; torchvision's COCO weights have 91, for
-labels 1 … 90 and an unused 0, so its label is our label + 1 where a file follows that custom (`load.py` converts).
+With the same weights, losses and detections equal those of torchvision's RetinaNet, and so do the names in
+`state_dict`. The class head differs in channels: here it has one sigmoid per class and labels 0 … C-1; torchvision's
+COCO weights have 91 channels, for labels 1 … 90 and an unused 0 (`weights/load.py` converts).
 
 The lite variant is the SSD MobileNetV2 FPN-lite of TF's Object Detection API (ssd_mobilenet_v2_fpnlite_320x320 and
-640x640, which its authors call a mobile RetinaNet): depthwise-separable convolutions with BatchNorm and ReLU6 in FPN
-and head, one tower for classes and boxes, whose weights all levels share while each level has norms of its own. As in
-TF: separable convolutions also in the last layers, no norm after the 1 × 1 convolutions of the FPN. Unlike TF: the backbone
+640x640, called a mobile RetinaNet by its authors): depthwise-separable convolutions with BatchNorm and ReLU6 in FPN and
+head, one head for classes and boxes, with weights shared by all levels and separate norms per level. As in TF:
+separable convolutions also in the last layers, no norm after the 1 × 1 convolutions of the FPN. Unlike TF: the backbone
 keeps the last convolution of the ImageNet classifier (TF's has 256 channels instead of 1,280); levels are merged before
-the FPN's 3 × 3 convolutions, as in the paper and TF's own version for TF 1, and the coarsest has one, too; anchors
-begin at the image's corner, not half a stride from it; offsets of boxes are not scaled (TF: 10 and 5), and their loss
-is GIoU, not a smooth L1 of a quarter of the weight; boxes are suppressed above an IoU of 0.5, not 0.6; the backbone's norms
-are frozen unless `--backbone-norm` says otherwise, TF trains them.
+the FPN's 3 × 3 convolutions, as in the paper and in TF's version for TF 1, and the coarsest level has one, too; anchors
+start at the image's corner, not half a stride from it; box offsets are not scaled (TF: 10 and 5), and their loss is
+GIoU, not a smooth L1 with a quarter of the weight; the NMS threshold is 0.5, not 0.6; the backbone's norms are frozen
+unless `--backbone-norm` changes that, TF trains them.
 """
 
 import math
@@ -43,11 +42,11 @@ from stoker.models.layers.norms import NORMS, Norm, lite_norm, trainable_norm
 from stoker.models.layers.postprocess import PRE_NMS_TOP_N, Candidates, select_candidates
 
 PRIOR_PROBABILITY = 0.01
-"""Score of every class at the start, so that the many negatives do not drown the first steps (section 4.1)."""
+"""Initial score of every class, so that the many negatives do not dominate the first steps (section 4.1)."""
 
 
 class RetinaNetOutputs(NamedTuple):
-    """What the network predicts for B images at A anchors, in the type it computed in."""
+    """Predictions for B images at A anchors, in the dtype the network computed in."""
 
     logits: Tensor
     """[B, A, C], one sigmoid logit per class."""
@@ -60,10 +59,10 @@ class RetinaNetOutputs(NamedTuple):
 
 
 class ConvHead(nn.Module):
-    """Convolutions of one width, shared by all levels, and a last one to `outputs` numbers for each anchor of a place.
+    """Convolution blocks and a predictor, shared by all levels.
 
-    blocks: the ones before the last, which is the child called `last`, as in torchvision, and `kernel` wide.
-    Levels, each [B, channels, h, w] → [B, A, outputs].
+    predictor_name: name of the last convolution, of `kernel_size`, as in torchvision; bias: its initial bias.
+    Levels, each [B, channels, h, w] → [B, A, outputs_per_anchor].
     """
 
     def __init__(
@@ -107,8 +106,8 @@ def _conv_block(channels: int, norm: Norm | None) -> nn.Sequential:
 
 
 class SharedConvLayer(nn.Module):
-    """A layer of the lite variant's one tower: the convolution is the same for all levels, each has a norm of its own,
-    since the statistics of a fine and a coarse level differ. All levels, finest first, in and out: [B, C, h, w]."""
+    """A layer of the lite variant's shared head: one convolution for all levels, and a norm per level, since the
+    statistics of the levels differ. Levels, finest first, each [B, C, h, w] → the same shapes."""
 
     def __init__(self, channels: int, levels: int, norm: Norm) -> None:
         super().__init__()
@@ -120,13 +119,13 @@ class SharedConvLayer(nn.Module):
 
 
 class RetinaNet(Detector):
-    """The detector. `depth`: convolutions in each tower; `norm`: the norm between them, None for none (the paper's).
+    """The detector. num_convs: convolutions in each head; norm: after each of them, None for none (the paper).
 
-    lite: one tower for both, of `depth` separable convolutions, with a `norm` for each level.
+    lite: one head for both, of `num_convs` separable convolutions, with a `norm` for each level.
     """
 
     pre_nms_top_n = PRE_NMS_TOP_N
-    """Boxes of a pyramid level that go into NMS."""
+    """Boxes of a pyramid level before NMS."""
 
     def __init__(
         self,
@@ -152,7 +151,7 @@ class RetinaNet(Detector):
             ("classification_head", "cls_logits", num_classes, prior_logit),
             ("regression_head", "bbox_reg", 4, 0.0),
         ):
-            # The last layer of the lite variant is separable, too: its first part is all that is before the 1 × 1.
+            # The last layer of the lite variant is separable, too: a depthwise convolution before the 1 × 1 predictor.
             blocks: Iterable[nn.Module] = (
                 [depthwise_conv(channels)] if lite else (_conv_block(channels, norm) for _ in range(num_convs))
             )
@@ -180,8 +179,9 @@ class RetinaNet(Detector):
         return RetinaNetOutputs(logits, deltas, anchors, self.anchors.num_anchors_per_level(grids))
 
     def loss(self, outputs: RetinaNetOutputs, batch: Batch) -> dict[str, Tensor]:
-        """`classification` (focal) and `bbox_regression`, fp32 scalars: summed over a image's anchors, divided by its
-        positive ones (at least 1), averaged over images. So two half batches average to the loss of the whole."""
+        """`classification` (focal) and `bbox_regression`, fp32 scalars: summed over an image's anchors, divided by its
+        number of positives (at least 1), averaged over images. So the losses of two half batches average to that of the
+        whole batch."""
         settings = self.settings
         with torch.autocast(outputs.logits.device.type, enabled=False):
             gt_index = match_anchors(
@@ -205,7 +205,7 @@ class RetinaNet(Detector):
     def candidates(
         self, outputs: RetinaNetOutputs, resized_size: Tensor, *, score_threshold: float | Tensor
     ) -> Candidates:
-        """The `per_level` best of each pyramid level."""
+        """The `pre_nms_top_n` best of each pyramid level."""
         with torch.autocast(outputs.logits.device.type, enabled=False):
             return select_candidates(
                 *outputs, resized_size, score_threshold=score_threshold, pre_nms_top_n=self.pre_nms_top_n
@@ -222,7 +222,7 @@ FOCAL_DEFAULTS: Defaults = {
     "focal_alpha": (0.25, "RetinaNet paper, table 1b"),
     "focal_gamma": (2.0, "RetinaNet paper, table 1b"),
 }
-"""What an anchor has to find, and what it costs."""
+"""Assignment and classification loss."""
 
 RETINANET_DEFAULTS: Defaults = {
     **FOCAL_DEFAULTS,
@@ -234,11 +234,11 @@ RETINANET_DEFAULTS: Defaults = {
 }
 RETINANET_MOBILENET_DEFAULTS: Defaults = {
     **RETINANET_DEFAULTS,
-    "box_loss": ("giou", "detections are scored by overlap; torchvision's second RetinaNet recipe has it too"),
+    "box_loss": ("giou", "detections are scored by IoU; torchvision's second RetinaNet recipe has it too"),
 }
 RETINANET_FPNLITE_DEFAULTS: Defaults = {
     **RETINANET_DEFAULTS,
-    "box_loss": ("giou", "detections are scored by overlap; TF's ssd_mobilenet_v2_fpnlite has smooth L1"),
+    "box_loss": ("giou", "detections are scored by IoU; TF's ssd_mobilenet_v2_fpnlite has smooth L1"),
     "bg_iou_thresh": (0.5, "TF's ssd_mobilenet_v2_fpnlite: no anchor is ignored"),
     "anchor_scales": ((1.0, 2**0.5), "TF's ssd_mobilenet_v2_fpnlite: two scales per octave"),
 }
@@ -253,8 +253,8 @@ def retinanet_builder(
     with_norm: bool = False,
     lite: bool = False,
 ) -> ModelBuilder:
-    """Builds RetinaNets on a backbone of BACKBONES: FPN and towers of `channels`, towers of `depth` convolutions; norms:
-    whether those have norms, which are trained; lite: what the head of this file says, always with norms."""
+    """Builds RetinaNets on a backbone of BACKBONES; channels: of FPN and heads; num_convs: convolutions in each head;
+    with_norm: whether FPN and heads have trained norms; lite: the lite variant, always with norms."""
 
     def build(settings: ModelSettings, num_classes: int) -> RetinaNet:
         kind = trainable_norm(settings.backbone_norm)

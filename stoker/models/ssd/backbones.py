@@ -1,7 +1,7 @@
-"""What SSDs look at images with: VGG-16 and MobileNetV3, cut where their maps are wanted, and layers that shrink on.
+"""SSD's backbones: VGG-16 and MobileNetV3, split where their maps are used, with additional downsampling layers.
 
-Both give six maps, finest first, and have the names of torchvision's (`SSDFeatureExtractorVGG`,
-`SSDLiteFeatureExtractorMobileNet`), so its weights fit. What is predicted from the maps: `ssd.py`.
+Both give six maps, finest first, and have torchvision's names (`SSDFeatureExtractorVGG`,
+`SSDLiteFeatureExtractorMobileNet`), so its weights fit. `ssd.py` predicts from the maps.
 """
 
 import re
@@ -18,16 +18,16 @@ from stoker.models.layers.losses import at_least_fp32
 from stoker.models.layers.norms import Norm, NormKind, fold_frozen_norms, lite_norm, trainable_norm
 
 VGG_STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
-"""Channels of VGG-16's convolutions (arXiv 1409.1556, table 1, D); a pooling stands between two stages."""
+"""Channels of VGG-16's convolutions (arXiv 1409.1556, table 1, D), with a pooling between two stages."""
 VGG_CUT = 23
-"""Number of the last of those poolings among the layers."""
+"""Index of the last of these poolings among the layers."""
 PIXEL_STD_255 = 58.0
-"""Standard deviation of ImageNet's pixels, 0 … 255 (0.229 · 255)."""
+"""Standard deviation of ImageNet pixels in 0 … 255 (0.229 · 255)."""
 
 
 class VGG(nn.Module):
-    """VGG-16 to conv4_3 (scaled to a length of 20 per place), then conv5 and fc6, fc7 as convolutions, then four layers
-    that shrink (SSD, arXiv 1512.02325, figure 2). Images [B, 3, H, W], no side below 32, → six maps."""
+    """VGG-16 up to conv4_3 (L2-normalized, scale 20), conv5, fc6 and fc7 as convolutions, four downsampling blocks
+    (SSD, arXiv 1512.02325, figure 2). Images [B, 3, H, W], no side below 32, → six maps."""
 
     out_channels = (512, 1024, 512, 256, 256, 256)
 
@@ -39,7 +39,7 @@ class VGG(nn.Module):
         for stage, widths in enumerate(VGG_STAGES):
             first = len(layers)
             if stage:
-                # The third rounds up: 300 pixels are 38 places at a stride of 8, as in the paper.
+                # The third rounds up: 300 pixels are 38 positions at stride 8, as in the paper.
                 layers.append(nn.MaxPool2d(2, ceil_mode=stage == 3))
             for width in widths:
                 layers += [_conv(in_channels, width, 3, padding=1), nn.ReLU(inplace=True)]
@@ -47,7 +47,7 @@ class VGG(nn.Module):
             stages.append([str(n) for n in range(first, len(layers))])
         network = nn.Sequential(*layers)
         freeze_stages(network, stages, trainable_stages)
-        with torch.no_grad():  # random weights should see pixels of about 1, though VGG's own want 0 … 255
+        with torch.no_grad():  # so that random weights get pixels of about 1; the pretrained ones expect 0 … 255
             network.get_parameter("0.weight").div_(PIXEL_STD_255)
         fully_connected = nn.Sequential(
             nn.MaxPool2d(3, stride=1, padding=1),
@@ -70,7 +70,7 @@ class VGG(nn.Module):
 
     def forward(self, images: Tensor) -> list[Tensor]:
         x = self.features(images)
-        with torch.autocast(x.device.type, enabled=False):  # squares of activations of hundreds are too large for fp16
+        with torch.autocast(x.device.type, enabled=False):  # squares of activations in the hundreds overflow fp16
             normalized = functional.normalize(at_least_fp32(x))
             maps = [(self.scale_weight[:, None, None] * normalized).to(x.dtype)]
         for layer in self.extra:
@@ -80,7 +80,7 @@ class VGG(nn.Module):
 
 
 def vgg_key(name: str) -> str:
-    """Where the tensor `name` of torchvision's VGG-16 classifier is in a `VGG`."""
+    """Name in a `VGG` of the tensor `name` of torchvision's VGG-16 classifier."""
     match = re.match(r"features\.(\d+)\.(\w+)$", name)
     if match is None:
         return name
@@ -95,15 +95,15 @@ def _conv(in_channels: int, out_channels: int, kernel_size: int, *, padding: int
 
 
 def _zero_bias(conv: nn.Conv2d) -> nn.Conv2d:
-    """The same, its biases 0."""
+    """`conv` with biases of 0."""
     if conv.bias is not None:
         nn.init.zeros_(conv.bias)
     return conv
 
 
 class _UnpaddedConv2d(nn.Conv2d):
-    """A 3 × 3 convolution at the places that have neighbors on all sides: 5 × 5 → 3 × 3 → 1 × 1. A side of fewer than
-    3 places stays as it is, so that input sizes of less than 268 pixels have six maps, too."""
+    """A 3 × 3 convolution without padding: 5 × 5 → 3 × 3 → 1 × 1. A side shorter than 3 is padded, so that there are
+    six maps also for input sizes below 268 pixels."""
 
     def forward(self, x: Tensor) -> Tensor:
         padding = [int(side < 3) for side in x.shape[2:]]
@@ -121,11 +121,11 @@ def _downsampling_block(in_channels: int, hidden_channels: int, second: nn.Conv2
 
 
 class MobileNet(nn.Module):
-    """MobileNetV3-large to the expansion of its 13th block, its rest, then four shrinking layers (arXiv 1905.02244,
-    section 6.3). Images [B, 3, H, W], no side below 32, → six maps.
+    """MobileNetV3-large up to the expansion of its 13th block, the rest of it, four downsampling blocks (arXiv
+    1905.02244, section 6.3). Images [B, 3, H, W], no side below 32, → six maps.
 
-    reduced_tail: the blocks at stride 32 have half the channels, as in table 6 and in the COCO weights; the ImageNet weights
-    have all of them.
+    reduced_tail: the blocks at stride 32 have half the channels, as in table 6 and in the COCO weights; the ImageNet
+    weights have full ones.
     """
 
     def __init__(self, norm: NormKind, trainable_stages: int, reduced_tail: bool) -> None:
@@ -138,7 +138,7 @@ class MobileNet(nn.Module):
         blocks = list(network.children())
         split_block = network.get_submodule("13.block")
         assert isinstance(split_block, nn.Sequential)
-        # Not nn.Sequential: its two children are called one by one.
+        # Not nn.Sequential: forward calls the two children separately.
         self.features = nn.ModuleList(
             [nn.Sequential(*blocks[:13], split_block[0]), nn.Sequential(split_block[1:], *blocks[14:])],
         )
@@ -159,11 +159,11 @@ class MobileNet(nn.Module):
 
 
 LAST_CHANNELS = {True: 480, False: 960}
-"""Whether the tail is reduced → channels of the last map of MobileNetV3 itself."""
+"""`reduced_tail` → channels of the last map of MobileNetV3."""
 
 
 def detect_reduced_tail(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether the tail is reduced of an SSDlite, or of a MobileNetV3-large classifier, whose weights `tensors` are."""
+    """`reduced_tail` of the SSDlite or MobileNetV3-large classifier with these weights."""
     for name in ("backbone.features.1.3.0.weight", "features.16.0.weight"):
         if name in tensors and tensors[name].shape[0] == LAST_CHANNELS[False]:
             return False
@@ -171,7 +171,7 @@ def detect_reduced_tail(tensors: Mapping[str, Tensor]) -> bool:
 
 
 def mobilenet_key(name: str) -> str:
-    """Where the tensor `name` of torchvision's MobileNetV3-large classifier is in a `MobileNet`."""
+    """Name in a `MobileNet` of the tensor `name` of torchvision's MobileNetV3-large classifier."""
     match = re.match(r"features\.(\d+)\.(.+)$", name)
     if match is None:
         return name
@@ -200,7 +200,7 @@ def _conv_norm_relu6(conv: nn.Conv2d, norm: Norm) -> nn.Sequential:
 
 
 def separable_predictor(in_channels: int, out_channels: int, norm: Norm) -> nn.Sequential:
-    """SSDlite's prediction: a 3 × 3 convolution of each channel by itself, then one of 1 × 1 to `outputs`."""
+    """SSDlite's predictor: a depthwise 3 × 3 convolution, then a 1 × 1 one."""
     return nn.Sequential(
         _conv_norm_relu6(nn.Conv2d(in_channels, in_channels, 3, padding=1, groups=in_channels, bias=False), norm),
         nn.Conv2d(in_channels, out_channels, 1),
@@ -208,14 +208,14 @@ def separable_predictor(in_channels: int, out_channels: int, norm: Norm) -> nn.S
 
 
 def conv_predictor(in_channels: int, out_channels: int) -> nn.Conv2d:
-    """SSD's prediction: a 3 × 3 convolution."""
+    """SSD's predictor: a 3 × 3 convolution."""
     conv = nn.Conv2d(in_channels, out_channels, 3, padding=1)
     nn.init.xavier_uniform_(conv.weight)
     return _zero_bias(conv)
 
 
 def init_weights(network: nn.Module) -> None:
-    """Random weights as torchvision's SSDlite begins with: every convolution normal with a deviation of 0.03."""
+    """torchvision's initialization of SSDlite: every convolution normal with a standard deviation of 0.03."""
     for layer in network.modules():
         if isinstance(layer, nn.Conv2d):
             nn.init.normal_(layer.weight, std=0.03)
@@ -223,9 +223,9 @@ def init_weights(network: nn.Module) -> None:
 
 
 class SSDScoringHead(nn.Module):
-    """One layer of `layers` for each map, [B, inputs, h, w] each → `outputs` numbers for every anchor, [B, A, outputs].
+    """One layer of `layers` per map: maps, each [B, in, h, w] → [B, A, out_channels].
 
-    The numbers of an anchor lie side by side in a layer's channels, the anchors of a place one after the other.
+    A layer's output channels are [anchors, out_channels], flattened.
     """
 
     def __init__(self, layers: Iterable[nn.Module], out_channels: int) -> None:

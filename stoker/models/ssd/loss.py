@@ -1,6 +1,6 @@
-"""Which anchors SSD learns from (arXiv 1512.02325, section 2.2): every box gets one, and the hardest negatives count.
+"""SSD's anchor assignment and loss with hard negative mining (arXiv 1512.02325, section 2.2).
 
-All with fixed shapes and without a host sync.
+Everything has fixed shapes and needs no host sync.
 """
 
 import torch
@@ -14,14 +14,14 @@ from stoker.models.layers.matching import BACKGROUND, map_blocks
 def match_ssd_anchors(
     boxes: Tensor, valid: Tensor, anchors: Tensor, *, fg_iou_thresh: float, block: int | None = None
 ) -> Tensor:
-    """Slot of the box of each anchor, or `BACKGROUND`: int64 [B, A]. The rule of torchvision's `SSDMatcher`.
+    """Index of each anchor's box, or `BACKGROUND`: int64 [B, A]. The rule of torchvision's `SSDMatcher`.
 
-    An anchor belongs to the box it overlaps most (the lowest slot among equals) when that is at least `foreground_iou`.
-    Then each box takes the one anchor that overlaps it most, whoever had it; where two boxes want the same one, the
-    higher slot gets it. One difference: a box that overlaps no anchor gets none, where torchvision gives it the first.
+    An anchor is assigned to the box with the largest IoU (the first among equals) if that is at least `fg_iou_thresh`.
+    In addition, each box gets the anchor with its largest IoU, even if that was assigned to another box; if two boxes
+    have the same best anchor, the last one gets it. One difference: a box that overlaps no anchor gets none, where
+    torchvision gives it the first anchor.
 
-    boxes: float [B, M, 4] xyxy; valid: bool [B, M]; anchors: float [A, 4]. Images are taken together, and slots
-    apart, so that no more than `block` overlaps exist at once.
+    boxes: float [B, M, 4] xyxy; valid: bool [B, M]; anchors: float [A, 4]; block: as in `matching.match_anchors`.
     """
 
     def match_block(boxes: Tensor, valid: Tensor, boxes_per_block: int) -> Tensor:
@@ -40,7 +40,7 @@ def _match(boxes: Tensor, valid: Tensor, anchors: Tensor, fg_iou_thresh: float, 
         overlap = iou(boxes[:, start : start + boxes_per_block], anchors)
         overlap = overlap.masked_fill(~valid[:, start : start + boxes_per_block, None], -1.0)
         best_overlap, gt_index = overlap.max(dim=1)
-        better = best_overlap > best_iou  # strictly, so that the lowest slot keeps an anchor that several boxes share
+        better = best_overlap > best_iou  # strictly, so that the first of equal boxes keeps the anchor
         best_gt = torch.where(better, gt_index + start, best_gt)
         best_iou = torch.where(better, best_overlap, best_iou)
         max_overlap, best_anchor = overlap.max(dim=2)
@@ -51,16 +51,15 @@ def _match(boxes: Tensor, valid: Tensor, anchors: Tensor, fg_iou_thresh: float, 
 
 
 def hard_negative_cross_entropy(logits: Tensor, target: Tensor, *, neg_to_pos_ratio: int = 3) -> Tensor:
-    """Cross entropy summed over the positive anchors and, in each image, over the background anchors on which it is
-    largest, `negatives` times as many: float [].
+    """Cross-entropy summed over the positive anchors and, in each image, over the background anchors with the largest
+    loss, `neg_to_pos_ratio` times as many: float [].
 
-    logits: float [B, A, 1 + C]; target: int64 [B, A], 0 for background. Among equal losses the earlier anchor counts.
-    Where a image has fewer background anchors than that, all of them count; torchvision then counts positive ones a
-    second time.
+    logits: float [B, A, 1 + C]; target: int64 [B, A], 0 for background. Among equal losses, the first anchors are
+    chosen. If an image has too few background anchors, all are used; torchvision then uses positive ones twice.
     """
     loss = functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(target.shape)
     positive = target > 0
-    # A positive anchor, as a negative, costs nothing: it may be among the largest only when all that cost are.
+    # Positive anchors get a loss of 0 here, so they are ranked behind all negatives with a loss.
     ranked_negatives = torch.where(positive, 0.0, loss).sort(dim=1, descending=True, stable=True).values
     is_hard = torch.arange(target.shape[1], device=target.device) < neg_to_pos_ratio * positive.sum(1, keepdim=True)
     return torch.where(positive, loss, 0.0).sum() + torch.where(is_hard, ranked_negatives, 0.0).sum()

@@ -1,9 +1,8 @@
-"""SSD (arXiv 1512.02325): six maps of falling size, a convolution over each, a box per anchor, softmax over classes.
+"""SSD (arXiv 1512.02325): six maps of decreasing size, a convolution over each, a box per anchor, softmax over classes.
 
-Two of them: SSD300 on VGG-16, and SSDlite on MobileNetV3 (arXiv 1801.04381, section 6.2), whose convolutions are
-separable. With the same weights, losses and detections are those of torchvision's, and so are the names in
-`state_dict`. Class 0 is the background, our label is the class less one. Backbones: `backbones.py`; which anchors are
-learned from: `loss.py`.
+There are two: SSD300 on VGG-16, and SSDlite on MobileNetV3 (arXiv 1801.04381, section 6.2) with separable
+convolutions. With the same weights, losses and detections equal torchvision's, and so do the names in `state_dict`.
+Class 0 is the background, the user's class c is c + 1. `backbones.py` has the backbones, `loss.py` assignment and loss.
 """
 
 import itertools
@@ -36,26 +35,26 @@ from stoker.models.ssd.backbones import (
 from stoker.models.ssd.loss import hard_negative_cross_entropy, match_ssd_anchors
 
 BOX_CODER_WEIGHTS = (10.0, 10.0, 5.0, 5.0)
-"""Factors of the encoded offsets: one over the "variances" of the original's prior boxes; torchvision's BoxCoder."""
+"""Factors of the encoded offsets: the inverse of the "variances" of the original's prior boxes; torchvision's
+BoxCoder."""
 
 
 class SSDOutputs(NamedTuple):
-    """What the network predicts for B images at A anchors, in the type it computed in."""
+    """Predictions for B images at A anchors, in the dtype the network computed in."""
 
     logits: Tensor
     """[B, A, 1 + C], softmax logits, the background's first."""
     deltas: Tensor
-    """[B, A, 4], CODE times the boxes encoded relative to their anchors."""
+    """[B, A, 4], boxes encoded relative to their anchors, times BOX_CODER_WEIGHTS."""
     anchors: Tensor
     """float32 [A, 4], xyxy in pixels of the model input."""
 
 
 class SSDAnchorGenerator(AnchorGenerator):
-    """Anchors whose centers are half a step from the input's top and left edge, then a step apart.
+    """Anchors whose first center is half a step from the input's top and left edge.
 
-    shapes: of each map, finest first, [n, 2] widths and heights in pixels, the same on every model input, but cut to it;
-    steps: as in `SSD`. On the model input that torchvision has (300 × 300, 320 × 320) these are the anchors of its
-    `DefaultBoxGenerator`.
+    shapes: of each map, finest first, [n, 2] widths and heights in pixels, limited to the input size; steps: as in
+    `SSD`. For torchvision's input sizes (300 × 300, 320 × 320) the anchors equal those of its `DefaultBoxGenerator`.
     """
 
     def __init__(self, shapes: Iterable[Tensor], steps: Sequence[int | None]) -> None:
@@ -73,14 +72,15 @@ class SSDAnchorGenerator(AnchorGenerator):
 
 
 class SSD(Detector):
-    """The detector on a `backbone` of six maps of `backbone.channels`; `layer(channels, outputs)` predicts from one."""
+    """The detector. backbone: gives six maps of `out_channels`; make_layer: (channels, outputs) → the predictor of one
+    map."""
 
     aspect_ratios: ClassVar[tuple[tuple[float, ...], ...]]
-    """Long over short side of each map's anchors that are no squares; each of them lies and stands."""
+    """Aspect ratios above 1 of each map's anchors; each is used as width / height and as height / width."""
     steps: ClassVar[tuple[int | None, ...]]
-    """Distance of neighboring anchors in pixels; None: the map's places are spread evenly over the model input."""
+    """Distance between neighboring anchors in pixels; None: the map's positions divide the input evenly."""
     pre_nms_top_n_per_class: ClassVar[int]
-    """Boxes of a class that go into NMS."""
+    """Boxes of a class before NMS."""
     class_layer_key: ClassVar[str] = "head.classification_head.module_list.{}"
 
     box_coder_weights: Tensor
@@ -119,15 +119,15 @@ class SSD(Detector):
         self.anchors = SSDAnchorGenerator((torch.tensor(map_shapes) for map_shapes in shapes), self.steps)
 
     def forward(self, images: Tensor) -> SSDOutputs:
-        """images: uint8 [B, 3, H, W], RGB, of a model input that the row of MODELS allows."""
+        """images: uint8 [B, 3, H, W], RGB, H and W multiples of the architecture's `size_divisor`."""
         maps = self.backbone(self.normalize(images))
         anchors = self.anchors((images.shape[2], images.shape[3]), [(x.shape[2], x.shape[3]) for x in maps])
         return SSDOutputs(self.head["classification_head"](maps), self.head["regression_head"](maps), anchors)
 
     def loss(self, outputs: SSDOutputs, batch: Batch) -> dict[str, Tensor]:
-        """`classification` (cross entropy, hard negatives 3:1 in each image) and `bbox_regression` (smooth L1), fp32
-        scalars, both divided by the positive anchors of the whole batch given (at least 1), as torchvision does. So
-        the losses of two half batches average to that of the whole only when both have as many positives."""
+        """`classification` (cross-entropy, hard negatives 3:1 in each image) and `bbox_regression` (smooth L1), fp32
+        scalars, both divided by the number of positive anchors of the batch (at least 1), as in torchvision. So the
+        losses of two half batches average to that of the whole batch only if both have equally many positives."""
         with torch.autocast(outputs.logits.device.type, enabled=False):
             gt_index = match_ssd_anchors(
                 batch.boxes, batch.valid, outputs.anchors, fg_iou_thresh=self.settings.fg_iou_thresh
@@ -136,7 +136,7 @@ class SSD(Detector):
             num_positive = positive.sum().clamp(min=1)
             target = torch.where(positive, batch.labels.gather(1, index) + 1, 0)
             boxes = batch.boxes.gather(1, index[..., None].expand(-1, -1, 4))
-            # Before the arithmetic, not a factor of zero after it: the logarithm of an empty slot's side is infinite.
+            # Masked before the arithmetic: the encoded box of a padding entry is infinite.
             target_deltas = torch.where(
                 positive[..., None], encode(boxes, outputs.anchors) * self.box_coder_weights, 0.0
             )
@@ -146,7 +146,7 @@ class SSD(Detector):
             return {"classification": class_loss / num_positive, "bbox_regression": offset_loss / num_positive}
 
     def candidates(self, outputs: SSDOutputs, resized_size: Tensor, *, score_threshold: float | Tensor) -> Candidates:
-        """The `per_class` best of each class."""
+        """The `pre_nms_top_n_per_class` best of each class."""
         with torch.autocast(outputs.logits.device.type, enabled=False):
             scores = at_least_fp32(outputs.logits).softmax(-1)[..., 1:].transpose(1, 2)
             best_scores, indices = scores.topk(min(self.pre_nms_top_n_per_class, scores.shape[2]), dim=2)
@@ -168,8 +168,8 @@ class SSD(Detector):
 
 
 def _anchor_shapes(size: float, next_size: float, aspect_ratios: tuple[float, ...]) -> list[tuple[float, float]]:
-    """Widths and heights of a map's anchors in pixels: squares of `size` and of the geometric mean of it and the next
-    map's, then of the area of the first those of each ratio, lying and standing (section 2.2)."""
+    """Widths and heights of a map's anchors in pixels: squares of `size` and of the geometric mean of `size` and
+    `next_size`, then those with the area of the first for each ratio and its inverse (section 2.2)."""
     geometric_mean = math.sqrt(size * next_size)
     shapes = [(size, size), (geometric_mean, geometric_mean)]
     for aspect_ratio in aspect_ratios:
@@ -179,13 +179,13 @@ def _anchor_shapes(size: float, next_size: float, aspect_ratios: tuple[float, ..
 
 
 class SSD300(SSD):
-    """On VGG-16 as its ImageNet weights want it: pixels of 0 … 255 less their mean."""
+    """On VGG-16, with the normalization of its ImageNet weights: pixels of 0 … 255 minus their mean."""
 
     iou_threshold = 0.45
     backbone_prefixes = ("backbone.features.", "backbone.extra.0.1.", "backbone.extra.0.3.", "backbone.extra.0.5.")
     aspect_ratios = ((2,), (2, 3), (2, 3), (2, 3), (2,), (2,))
-    # The last two maps have no padding, so their places are not at multiples of a stride; on 300 pixels these are
-    # torchvision's 100 and 300.
+    # The last two maps have no padding, so their positions are not multiples of a stride; for 300 pixels these steps
+    # are torchvision's 100 and 300.
     steps = (8, 16, 32, 64, None, None)
     pre_nms_top_n_per_class = 400
 
@@ -199,7 +199,7 @@ class SSD300(SSD):
 
 
 class SSDLite(SSD):
-    """On MobileNetV3, with separable convolutions in the heads."""
+    """On MobileNetV3-large, with separable convolutions in the heads."""
 
     iou_threshold = 0.55
     backbone_prefixes = ("backbone.features.",)

@@ -1,8 +1,8 @@
-"""The class layers of a file of weights, fitted to the user's classes: kept by name where it can be, else left random.
+"""Converts the class head of a weights file to the user's classes: matched by name if possible, else left random.
 
-Such a layer has the classes of an anchor side by side (`detector.ClassLayer` says how). Files by stoker have one
-channel per class, and a background first where the model has one; files by torchvision always have the latter: in its
-RetinaNet and FCOS, whose classes are sigmoids, that channel is unused.
+`detector.ClassHeadSpec` describes the channels of such a layer. Files by stoker have one channel per class, after a
+background channel if the model has one. Files by torchvision always have a background channel; in its RetinaNet and
+FCOS, which have sigmoids, it is unused.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from stoker.models.detector import ClassHeadSpec
 
 
 def class_tensors(class_heads: Iterable[ClassHeadSpec]) -> dict[str, ClassHeadSpec]:
-    """Name of each tensor of class layers → its layer."""
+    """Name of each tensor of the class heads → its layer."""
     return {f"{head.name}.{kind}": head for head in class_heads for kind in ("weight", "bias")}
 
 
@@ -24,11 +24,11 @@ def fit_class_head(
     file_classes: Sequence[str] | None,
     class_names: Sequence[str],
 ) -> tuple[dict[str, Tensor], str]:
-    """(`tensors` with the class layers for the classes `wanted`, or without them; the sentence that says which).
+    """(`tensors` with class heads for `class_names`, or without them; a sentence about the result).
 
-    layers: the model's; named: the names of the file's classes where it says them. They are kept when every wanted
-    class is one of the file's, or when the file names none and has as many. A file of 91 channels without names is
-    torchvision's COCO.
+    class_heads: the model's; file_classes: class names in the file, None if it has none. The heads are kept if every
+    class is one of the file's, or if the file has no names and as many classes. A file with 91 channels without names
+    has torchvision's COCO classes.
     """
     first = class_heads[0]
     channels = tensors[f"{first.name}.weight"].shape[0] // (first.num_anchors * first.outputs_per_class)
@@ -47,19 +47,19 @@ def fit_class_head(
 def _match_channels(
     channels: int, file_classes: Sequence[str] | None, class_names: Sequence[str], *, has_background: bool
 ) -> tuple[list[int] | None, str]:
-    """The file's channels that the model's own are, or None; and why."""
+    """(the file's channel for each channel of the model, or None; the reason)."""
     coco = RetinaNet_ResNet50_FPN_Weights.COCO_V1.meta["categories"]
     first = [0] if has_background else []
     if file_classes is None and channels == len(coco):
         file_classes = coco
     elif file_classes is not None and has_background:
-        file_classes = ["", *file_classes]  # a file by stoker does not name the background
+        file_classes = ["", *file_classes]  # a file by stoker has no name for the background
     if file_classes is None:
         if channels in (len(class_names) + 1, len(class_names) + has_background):
             return [*first, *range(channels - len(class_names), channels)], (
-                "the file has as many classes and does not name them"
+                "the file has as many classes, without names"
             )
-        return None, "the file does not name its classes and has another number of them"
+        return None, "the file has no class names and another number of classes"
     channel_by_name = {name.casefold(): channel for channel, name in enumerate(file_classes)}
     missing = [name for name in class_names if name.casefold() not in channel_by_name]
     if missing:

@@ -1,9 +1,9 @@
-"""Fills a model from a file of weights, and says in sentences what it took and what it left random.
+"""Loads weights into a model, and reports which layers were loaded and which stay random.
 
-Understood are state_dicts of torchvision's detectors that are in MODELS (in its older naming, too), of torchvision's
-classifiers on the same backbones, and stoker's own files; as .pth/.pt (bare or under "model") or .safetensors. A file is
-recognized by the names and shapes of its tensors. Where files come from is `hub.py`; reading a model of stoker's
-back whole is `model_file.py`.
+Supported are state_dicts of torchvision's detectors that are in MODELS (also with its older names), of torchvision's
+classifiers with the same backbones, and stoker's own files, as .pth/.pt (bare or under "model") or .safetensors. A file
+is recognized by the names and shapes of its tensors. `hub.py` finds files; `model_file.py` loads a whole model that
+stoker saved.
 """
 
 import re
@@ -26,49 +26,49 @@ from stoker.models.weights.class_head import class_tensors, fit_class_head
 from stoker.models.weights.hub import fetch_weights, local_path
 
 PRETRAINED_NAMES = ("coco", "imagenet")
-"""Weights that `--weights` names, whoever publishes them; `none` and files beside them."""
+"""Names that `--weights` accepts, besides `none` and files."""
 MIN_MATCH_FRACTION = 0.9
-"""Fraction of the tensors of a model and a file that must have the same names and shapes for the one to be of the other:
-a file that lacks a tensor is recognized, and told what it lacks."""
+"""Fraction of tensors of model and file that must have equal names and shapes for the file to be recognized. Below 1,
+so that the error for an incomplete file can name the missing tensor."""
 
 
 class WeightsFile(NamedTuple):
-    """What a file holds."""
+    """Content of a file."""
 
     tensors: dict[str, Tensor]
-    """Under the file's own names, without what wrappers add."""
+    """By the file's own names, without prefixes of wrappers."""
     model: str | None
-    """The row of MODELS that the file says it belongs to; None when it says none."""
+    """Its architecture in MODELS, if the file has it in its header."""
     class_names: tuple[str, ...] | None
-    """The classes of its class head, where the file says them."""
+    """The classes of its class head, if the file has them in its header."""
 
 
 class WeightsMatch(NamedTuple):
-    """A file's tensors seen as those of a model."""
+    """A file's tensors by a model's names."""
 
     match_fraction: float
-    """Fraction of all names, the model's and the file's, under which both have tensors of one shape."""
+    """Fraction of all names of model and file for which both have tensors of the same shape."""
     tensors: dict[str, Tensor]
-    """Under the model's names."""
+    """By the model's names."""
     is_detector: bool
-    """False: of a classifier, for the model's backbone."""
+    """False: weights of a classifier, for the model's backbone."""
 
 
 def detect_architecture(path: str | Path) -> str | None:
-    """The name in MODELS of the architecture that a file's weights belong to (a classifier's: the first that has it as
-    backbone); None when there is none. Raises WeightsError when the file is missing or cannot be read."""
+    """Name in MODELS of the architecture of a weights file (for a classifier: the first with this backbone); None if
+    there is none. Raises WeightsError if the file is missing or cannot be read."""
     return _detect_model(read_weights(local_path(str(path))))
 
 
 def load_weights(model: Detector, settings: ModelSettings, *, class_names: Sequence[str]) -> list[str]:
-    """Fills `model`, built from `settings`, as `settings.weights` says: coco, imagenet, none or a file.
+    """Loads `settings.weights` (coco, imagenet, none or a file) into `model`, which was built from `settings`.
 
-    Returns sentences: what was loaded and from where, what was replaced or left random. Raises WeightsError when the
-    weights cannot be had or read, or belong to another architecture, before anything of the model is changed.
+    Returns sentences: what was loaded from where, what was replaced or left random. Raises WeightsError if the weights
+    cannot be downloaded or read, or belong to another architecture; the model is unchanged then.
     """
     choice = settings.weights
     if choice == "none":
-        return ["none, every layer starts from random values"]
+        return ["none: every layer starts with random values"]
     arch = get_architecture(settings.model)
     if choice in PRETRAINED_NAMES and choice not in arch.urls:
         models_with_it = [name for name, other in MODELS.items() if choice in other.urls]
@@ -98,8 +98,8 @@ def load_weights(model: Detector, settings: ModelSettings, *, class_names: Seque
 
 
 def read_weights(path: Path, *, choices: Sequence[str] = (*PRETRAINED_NAMES, "none")) -> WeightsFile:
-    """The weights in a file. Raises WeightsError when it is missing, damaged or holds something else; `choices` are the
-    values other than a file that the caller would have taken."""
+    """The weights in a file. Raises WeightsError if it is missing, damaged or has other content; choices: the values
+    that the caller accepts instead of a file, for the message."""
     if not path.is_file():
         closest = nearest(str(path), choices) or (
             nearest(path.name, [p.name for p in path.parent.iterdir()]) if path.parent.is_dir() else None
@@ -116,9 +116,9 @@ def read_weights(path: Path, *, choices: Sequence[str] = (*PRETRAINED_NAMES, "no
                 header = file.metadata() or {}
                 state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         else:
-            # Files of torch before 1.6 are not zip archives and cannot be mapped; torchvision still serves some.
+            # Files of torch before 1.6 are not zip archives and cannot be memory-mapped; torchvision still has some.
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # whatever damaged bytes make the readers raise
+    except Exception as error:  # damaged files raise many types
         raise WeightsError(
             "The weights file cannot be read.",
             location=path,
@@ -133,7 +133,7 @@ def read_weights(path: Path, *, choices: Sequence[str] = (*PRETRAINED_NAMES, "no
 
 
 class _Metadata(msgspec.Struct):
-    """The part of `saved.Card` that is needed here."""
+    """The part of `model_file.ModelMetadata` that is needed here."""
 
     class_names: tuple[str, ...]
 
@@ -146,14 +146,14 @@ def _state_dict(state: object, path: Path) -> dict[str, Tensor]:
         raise WeightsError(
             "The file does not hold a state_dict.",
             location=path,
-            cause="wanted names and tensors, bare or under 'model'",
+            cause="expected a dict of tensors by name, bare or under 'model'",
             fix="save it with torch.save(model.state_dict(), FILE)",
         )
     return state
 
 
 def _without_wrappers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Without DataParallel's prefix, and without BatchNorm's count of batches, which nothing reads."""
+    """Without the prefix of DataParallel, and without BatchNorm's counts of batches, which are not used."""
     cleaned = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
     return {name: tensor for name, tensor in cleaned.items() if not name.endswith("num_batches_tracked")}
 
@@ -167,8 +167,8 @@ _CLASSIFIER = re.compile(r"^(fc|classifier(\.\d+)*)\.(weight|bias)$")
 
 def _update_old_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     old_head_keys = {name: old for name in tensors if (old := _OLD_HEAD.match(name))}
-    # An old tower was convolution, ReLU, convolution, ReLU … Where odd numbers have tensors they are FCOS's norms, and
-    # its towers are named so to this day.
+    # An old head was convolution, ReLU, convolution, ReLU … Tensors with odd numbers are FCOS's norms; its heads still
+    # have these names.
     has_norms = any(int(old[2]) % 2 for old in old_head_keys.values())
     newer = {}
     for name, tensor in tensors.items():
@@ -180,7 +180,7 @@ def _update_old_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _match_weights(tensors: Mapping[str, Tensor], model: Detector) -> WeightsMatch:
-    """The best way to see a file's tensors as the model's; `Fit.alike` says how good it is."""
+    """The best mapping of a file's tensors to the model's names, and the fraction that matches."""
     own_shapes = {name: tensor.shape for name, tensor in _without_wrappers(model.state_dict()).items()}
     head_by_tensor = class_tensors(model.class_heads())
     backbone_tensors = {
@@ -202,7 +202,7 @@ def _match_weights(tensors: Mapping[str, Tensor], model: Detector) -> WeightsMat
 
 
 def _detect_model(weights: WeightsFile) -> str | None:
-    """The row of MODELS that a file belongs to."""
+    """The architecture in MODELS of a weights file, or None."""
     if weights.model is not None:
         return weights.model
     best_fraction, best_name = MIN_MATCH_FRACTION, None
@@ -221,12 +221,12 @@ def _detect_model(weights: WeightsFile) -> str | None:
 
 
 ZERO_EPS_WEIGHTS = frozenset({"fasterrcnn_resnet50_fpn_coco-258fb6c6.pth", "retinanet_resnet50_fpn_coco-eeacb38b.pth"})
-"""Files by torchvision whose norms had an epsilon of 0 (`overwrite_eps` in its builders)."""
+"""Files by torchvision whose norms have an epsilon of 0 (`overwrite_eps` in its builders)."""
 
 
 def _convert_epsilon(epsilon: float, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """For norms whose epsilon was another than our 1e-5: the scale makes up for it, weight · √((var + 1e-5) / (var +
-    epsilon)), so that nothing outside the file has to remember it."""
+    """Converts weights of norms with another epsilon to our 1e-5 by the scale, weight · √((var + 1e-5) / (var +
+    epsilon)), so that no other code has to know the epsilon."""
     result = dict(tensors)
     for name in tensors:
         if name.endswith(".running_var"):
@@ -236,7 +236,7 @@ def _convert_epsilon(epsilon: float, tensors: Mapping[str, Tensor]) -> dict[str,
 
 
 def _load_into_model(model: Detector, tensors: Mapping[str, Tensor], path: Path, *, is_detector: bool) -> None:
-    """Copies the tensors into the model once all of them are known to fit it."""
+    """Copies the tensors into the model after checking that all of them fit."""
     own_state = model.state_dict()
     head_by_tensor = class_tensors(model.class_heads())
     expected = [name for name in own_state if is_detector or name.startswith(model.backbone_prefixes)]
@@ -271,6 +271,6 @@ def _wrong_architecture(path: Path, weights: WeightsFile, model_name: str) -> We
     return WeightsError(
         f"The weights file does not belong to {model_name}, nor to another model of stoker's.",
         location=path,
-        cause=f"its tensors are called {', '.join(list(weights.tensors)[:3])} …",
+        cause=f"names of its tensors: {', '.join(list(weights.tensors)[:3])} …",
         choices=["torchvision's detectors that `stoker models` lists", "its classifiers", "a file by stoker"],
     )

@@ -1,6 +1,6 @@
-"""A model as a file: safetensors whose header carries the model's card, so that the file alone can be used.
+"""A model as a file: safetensors with the model's metadata in the header, so that the file can be used alone.
 
-Not here: pretrained weights of others (`load.py`) and whole checkpoints (`training/checkpoint.py`).
+Not here: weights from other sources (`load.py`) and checkpoints for resuming (`training/checkpoint.py`).
 """
 
 import os
@@ -22,7 +22,7 @@ METADATA_KEY = "stoker"
 
 
 class ModelMetadata(msgspec.Struct, kw_only=True):
-    """What a model is, and how images are brought to it."""
+    """Architecture and classes of a model, and the resizing of its input images."""
 
     settings: ModelSettings
     class_names: tuple[str, ...]
@@ -31,10 +31,11 @@ class ModelMetadata(msgspec.Struct, kw_only=True):
     resize: str
     step: int = 0
     ap: float | None = None
-    """AP of these weights on the validation split, where it was measured."""
+    """AP of these weights on the validation split, if it was measured."""
 
     def header(self) -> dict[str, str]:
-        """The safetensors header. One key, since several are written in any order: equal models are equal files."""
+        """The safetensors header. A single key, since several keys have no fixed order: equal models are equal
+        files."""
         fields = msgspec.to_builtins(self)
         fields["settings"] = {name: value for name, value in fields["settings"].items() if value is not None}
         return {METADATA_KEY: msgspec.json.encode(fields).decode()}
@@ -46,7 +47,7 @@ def load_model(path: Path) -> tuple["models.Detector", ModelMetadata]:
         with safe_open(path, "pt") as file:
             header = file.metadata() or {}
         if METADATA_KEY not in header:
-            cause = "its header has no stoker card; it holds weights that a training could start from, not a model"
+            cause = "its header has no metadata of stoker; training can start from its weights with --weights"
             raise WeightsError("The file is not a model that stoker saved.", location=path, cause=cause)
         metadata = old_names.decode(header[METADATA_KEY].encode(), ModelMetadata)
         tensors = load_file(path)
@@ -58,8 +59,8 @@ def load_model(path: Path) -> tuple["models.Detector", ModelMetadata]:
 
 
 def local_path(run: str | os.PathLike[str]) -> Path:
-    """The run folder or file that a person names, as a path: what is in a bucket is fetched, of a run its settings and
-    weights. Raises UsageError when there is no such run there, StorageError."""
+    """The local path of a run folder or file; from a bucket, a run's settings and weights are downloaded. Raises
+    UsageError if there is no such run, StorageError."""
     location = expand_variables(run) if isinstance(run, str) else os.fspath(run)
     if not is_uri(location):
         return Path(location)
@@ -70,7 +71,7 @@ def local_path(run: str | os.PathLike[str]) -> Path:
 
 
 def find_weights(path: Path) -> Path:
-    """The weights to use of a run or of a file: best, else final, else the newest checkpoint. Raises WeightsError."""
+    """The weights of a run (best, else final, else those of the newest checkpoint) or a file. Raises WeightsError."""
     if path.is_file():
         return path
     candidates = [path / BEST, path / FINAL, *sorted(path.glob(f"{CHECKPOINTS}/step-*/weights.safetensors"))[::-1]]
@@ -81,5 +82,5 @@ def find_weights(path: Path) -> Path:
         "There is no model to use.",
         location=path,
         cause="neither best.safetensors nor final.safetensors nor a checkpoint" if path.is_dir() else "no such path",
-        fix="name a run folder that trained for at least one evaluation, or a .safetensors file",
+        fix="name a run folder with at least one evaluation or checkpoint, or a .safetensors file",
     )
