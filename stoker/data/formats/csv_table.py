@@ -202,35 +202,26 @@ def _detect_with_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | No
 def _detect_without_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | None:
     """Keras-RetinaNet's `path,x1,y1,x2,y2,class`, and AutoML's `TRAIN,path,label,x1,y1,,,x2,y2,,`."""
     first = rows[0]
-    if len(first) == 6 and is_image_name(first[0]) and _are_numbers(first[1:5]):
-        note = "no header: the columns are read as image, x1, y1, x2, y2, class"
-        return CsvLayout(
-            delimiter=delimiter,
-            header=(),
-            file_column=0,
-            label_column=5,
-            box_columns=(1, 2, 3, 4),
-            box_format="xyxy",
-            notes=(note,),
-        )
-    if (
+    is_retinanet = len(first) == 6 and is_image_name(first[0]) and _are_numbers(first[1:5])
+    is_automl = (
         len(first) == 11
         and first[0].lower() in (*SPLIT_BY_NAME, "unassigned", "validate")
         and is_image_name(first[1])
         and _are_numbers([first[column] for column in (3, 4, 7, 8)])
-    ):
-        note = "no header: the columns are read as AutoML's split, image, class, x1, y1, …, x2, y2"
-        return CsvLayout(
-            delimiter=delimiter,
-            header=(),
-            file_column=1,
-            label_column=2,
-            box_columns=(3, 4, 7, 8),
-            box_format="xyxy",
-            split_column=0,
-            notes=(note,),
-        )
-    return None
+    )
+    if not is_retinanet and not is_automl:
+        return None
+    columns = "image, x1, y1, x2, y2, class" if is_retinanet else "AutoML's split, image, class, x1, y1, …, x2, y2"
+    return CsvLayout(
+        delimiter=delimiter,
+        header=(),
+        file_column=0 if is_retinanet else 1,
+        label_column=5 if is_retinanet else 2,
+        box_columns=(1, 2, 3, 4) if is_retinanet else (3, 4, 7, 8),
+        box_format="xyxy",
+        split_column=None if is_retinanet else 0,
+        notes=(f"no header: the columns are read as {columns}",),
+    )
 
 
 def _are_numbers(values: Sequence[str]) -> bool:

@@ -6,7 +6,6 @@ maps, the one that agrees with the records is used. Not here: finding label maps
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,18 +42,13 @@ class LabelTextPair(NamedTuple):
     """Index of the first of these boxes."""
 
 
-@dataclass
-class _PairAssignment:
-    """The class of each pair, and the problems."""
+class _Assignment(NamedTuple):
+    """The class of a pair."""
 
-    labels: list[int] = field(default_factory=list)
-    problems: list[tuple[str, LabelTextPair, str]] = field(default_factory=list)
-    """(kind of problem, pair, description)"""
-
-    def add(self, label: int, pair: LabelTextPair, kind: str | None = None, description: str = "") -> None:
-        self.labels.append(label)
-        if kind is not None:
-            self.problems.append((kind, pair, description))
+    label: int
+    """Index into the class names, or NO_CLASS."""
+    problem_kind: str | None = None
+    description: str = ""
 
 
 def assign_classes(
@@ -76,20 +70,23 @@ def assign_classes(
     pairs, pair_index = _group_pairs(label, text_index, texts)
     chosen, notes = _choose_label_map(pairs, label_map_paths, root)
     if chosen is not None:
-        names, ids, assignment = chosen.names, chosen.ids, _assign_by_map(pairs, chosen)
+        names, ids, assignments = chosen.names, chosen.ids, _assign_by_map(pairs, chosen)
     elif texts:
-        names, ids, assignment = _assign_by_text(pairs, sorted(set(texts)))
+        names, ids, assignments = _assign_by_text(pairs, sorted(set(texts)))
         notes.append("no label map: the classes are the texts in the records, sorted")
     else:
-        names, ids, assignment = _assign_by_label(pairs)
+        names, ids, assignments = _assign_by_label(pairs)
         if names:
             notes.append(
                 "no label map and no texts in the records: the classes are named after their labels;"
                 " a label_map.pbtxt next to the records sets their names"
             )
-    for kind, pair, description in assignment.problems:
-        problems.add(kind, f"{describe_box(pair.first_box)}: {description}", pair.num_boxes)
-    return ClassAssignment(names, ids, np.array(assignment.labels, np.int32)[pair_index], notes)
+    for pair, assignment in zip(pairs, assignments, strict=True):
+        if assignment.problem_kind is not None:
+            example = f"{describe_box(pair.first_box)}: {assignment.description}"
+            problems.add(assignment.problem_kind, example, pair.num_boxes)
+    labels = np.array([assignment.label for assignment in assignments], np.int32)
+    return ClassAssignment(names, ids, labels[pair_index], notes)
 
 
 def _group_pairs(
@@ -126,7 +123,11 @@ def _choose_label_map(
     label_maps = list(distinct.values())
     if not label_maps:
         return None, []
-    fitting = [candidate for candidate in label_maps if not _assign_by_map(pairs, candidate).problems]
+    fitting = [
+        candidate
+        for candidate in label_maps
+        if not any(assignment.problem_kind for assignment in _assign_by_map(pairs, candidate))
+    ]
     if len(label_maps) == 1 and not is_sibling:
         fitting = label_maps
     if len(fitting) == 1:
@@ -145,71 +146,70 @@ def _choose_label_map(
     )
 
 
-def _assign_by_map(pairs: list[LabelTextPair], class_map: LabelMap) -> _PairAssignment:
-    assignment = _PairAssignment()
-    class_index_by_key = {class_id: class_index for class_index, class_id in enumerate(class_map.ids)}
+def _assign_by_map(pairs: list[LabelTextPair], label_map: LabelMap) -> list[_Assignment]:
+    index_by_id = {class_id: class_index for class_index, class_id in enumerate(label_map.ids)}
+    assignments = []
     for pair in pairs:
-        by_label = class_index_by_key.get(pair.label)
-        by_text = None if pair.text is None else class_map.index_by_name.get(pair.text)
-        description = f"label {pair.label}" + (
-            "" if by_label is None else f" is {class_map.names[by_label]!r} in {class_map.path.name}"
-        )
-        if by_text is not None:
-            if pair.label == NO_LABEL or by_label == by_text:
-                assignment.add(by_text, pair)
-            else:
-                assignment.add(by_text, pair, "label-disagrees", f"{description}, its text is {pair.text!r}")
+        by_label = index_by_id.get(pair.label)
+        by_text = None if pair.text is None else label_map.index_by_name.get(pair.text)
+        described = f"label {pair.label}"
+        if by_label is not None:
+            described += f" is {label_map.names[by_label]!r} in {label_map.path.name}"
+        if by_text is not None and by_label != by_text and pair.label != NO_LABEL:
+            described += f", its text is {pair.text!r}"
+            assignments.append(_Assignment(by_text, "label-disagrees", described))
+        elif by_text is not None:
+            assignments.append(_Assignment(by_text))
+        elif by_label is not None and pair.text is not None:
+            described += f", its text {pair.text!r} is not in the map"
+            assignments.append(_Assignment(by_label, "label-disagrees", described))
         elif by_label is not None:
-            if pair.text is None:
-                assignment.add(by_label, pair)
-            else:
-                assignment.add(
-                    by_label, pair, "label-disagrees", f"{description}, its text {pair.text!r} is not in the map"
-                )
+            assignments.append(_Assignment(by_label))
         else:
-            assignment.add(NO_CLASS, pair, *_describe_unassigned(pair, f"not in {class_map.path.name}"))
-    return assignment
+            assignments.append(_unassigned(pair, f"not in {label_map.path.name}"))
+    return assignments
 
 
-def _assign_by_text(pairs: list[LabelTextPair], names: list[str]) -> tuple[list[str], list[int], _PairAssignment]:
+def _assign_by_text(pairs: list[LabelTextPair], names: list[str]) -> tuple[list[str], list[int], list[_Assignment]]:
     """Without a label map. A box without a text gets the class of the boxes with the same label."""
-    class_index_by_key = {name: class_index for class_index, name in enumerate(names)}
+    index_by_name = {name: class_index for class_index, name in enumerate(names)}
     indices_by_label: dict[int, set[int]] = {}
     for pair in pairs:
         if pair.text is not None and pair.label > BACKGROUND:
-            indices_by_label.setdefault(pair.label, set()).add(class_index_by_key[pair.text])
+            indices_by_label.setdefault(pair.label, set()).add(index_by_name[pair.text])
     index_by_label = {label: next(iter(indices)) for label, indices in indices_by_label.items() if len(indices) == 1}
-    assignment = _PairAssignment()
+    assignments = []
     for pair in pairs:
-        if pair.text is not None:
-            assignment.add(class_index_by_key[pair.text], pair)
-        elif pair.label in index_by_label:
-            assignment.add(index_by_label[pair.label], pair)
+        class_index = index_by_label.get(pair.label) if pair.text is None else index_by_name[pair.text]
+        if class_index is None:
+            assignments.append(_unassigned(pair, "no box with a text has this label"))
         else:
-            assignment.add(NO_CLASS, pair, *_describe_unassigned(pair, "a label that no box with a text has"))
+            assignments.append(_Assignment(class_index))
     ids = {class_index: label for label, class_index in index_by_label.items()}
     one_to_one = len(index_by_label) == len(indices_by_label) == len(ids) == len(names)
-    return names, [ids[class_index] if one_to_one else class_index + 1 for class_index in range(len(names))], assignment
+    return (
+        names,
+        [ids[class_index] if one_to_one else class_index + 1 for class_index in range(len(names))],
+        assignments,
+    )
 
 
-def _assign_by_label(pairs: list[LabelTextPair]) -> tuple[list[str], list[int], _PairAssignment]:
+def _assign_by_label(pairs: list[LabelTextPair]) -> tuple[list[str], list[int], list[_Assignment]]:
     ids = sorted({pair.label for pair in pairs if pair.label > BACKGROUND})
-    class_index_by_key = {class_id: class_index for class_index, class_id in enumerate(ids)}
-    assignment = _PairAssignment()
-    for pair in pairs:
-        if pair.label in class_index_by_key:
-            assignment.add(class_index_by_key[pair.label], pair)
-        else:
-            assignment.add(NO_CLASS, pair, *_describe_unassigned(pair, "labels begin at 1"))
-    return [f"class {class_id}" for class_id in ids], ids, assignment
+    index_by_id = {class_id: class_index for class_index, class_id in enumerate(ids)}
+    assignments = [
+        _Assignment(index_by_id[pair.label]) if pair.label in index_by_id else _unassigned(pair, "labels begin at 1")
+        for pair in pairs
+    ]
+    return [f"class {class_id}" for class_id in ids], ids, assignments
 
 
-def _describe_unassigned(pair: LabelTextPair, reason: str) -> tuple[str, str]:
-    """Kind of problem and description, for boxes whose class cannot be determined."""
+def _unassigned(pair: LabelTextPair, reason: str) -> _Assignment:
+    """Boxes whose class cannot be determined."""
     text = "" if pair.text is None else f", text {pair.text!r}"
     if pair.label == NO_LABEL and not text:
-        return "no-class", "neither a label nor a text"
+        return _Assignment(NO_CLASS, "no-class", "neither a label nor a text")
     if pair.label == BACKGROUND and not text:
-        return "no-class", "label 0, which is TensorFlow's background"
+        return _Assignment(NO_CLASS, "no-class", "label 0, which is TensorFlow's background")
     label = "no label" if pair.label == NO_LABEL else f"label {pair.label}"
-    return "unknown-class", f"{label}{text}: {reason}"
+    return _Assignment(NO_CLASS, "unknown-class", f"{label}{text}: {reason}")
