@@ -1,8 +1,7 @@
-"""`stoker watch --pid N`: records a job that runs already, and leaves it alone. Linux only.
+"""`stoker watch --pid N`: records a running job without changing it. Linux only.
 
-The job is looked at from outside: driver, /proc, its cgroup, its stacks, and its output only where that goes into a
-file that we may read. Ctrl-C ends the watching, never the job. `recorder.py` writes what is seen; a job that is started
-to be watched is `watch.py`'s.
+The job is observed from outside: driver, /proc, its cgroup, its stacks, and its output only if that is a readable file.
+Ctrl-C ends the watching, never the job. `recorder.py` writes the records; `watch.py` is for a job that stoker starts.
 """
 
 import contextlib
@@ -33,24 +32,24 @@ from stoker.watch.processes import PROC, Process
 from stoker.watch.recorder import HOOK_SOURCE, STACKS_SOURCE, Recorder, job_name, open_run_folder
 
 CONTEXT_BYTES = 65536
-"""Of what the job had written before, which is kept for the post-mortem; nothing is counted in it."""
+"""Earlier output of the job that is kept for the postmortem; it does not count as progress."""
 EXIT_CODE_TIMEOUT_S = 2.0
-"""Time that the parent of a job which ended gets to ask for its exit code; the kernel tells it to us after that."""
+"""How long the parent of an ended job may take to reap it; after that the kernel reports the exit code here."""
 MAX_CANDIDATES = 5
-"""Processes that are offered where there is none of the given number."""
+"""Processes that are suggested if there is none with the given PID."""
 
 _OWN_PROGRAMS = ("stoker", "output_relay")
-"""Programs that are no jobs."""
+"""Programs that are not jobs."""
 
 _GET_INFO = 0xC040FF0B
 """PIDFD_GET_INFO = _IOWR(0xFF, 11, struct pidfd_info), 64 bytes (linux/pidfd.h, kernel 6.15 and later)."""
 _PIDFD_INFO_EXIT, _EXIT_STATUS_OFFSET = 1 << 3, 60
-"""PIDFD_INFO_EXIT, and where the exit status then stands in the structure."""
+"""PIDFD_INFO_EXIT, and the offset of the exit status in the structure."""
 
 
 @dataclasses.dataclass(frozen=True)
 class AttachedProcess:
-    """A process to be watched. handle: its pidfd, which stays that of this process when its number is given again."""
+    """A process to be watched. pidfd: keeps referring to this process when its PID is reused."""
 
     process: Process
     pidfd: int
@@ -63,12 +62,12 @@ class AttachedProcess:
 
 
 def attach(pid: int, run: str | None = None, monitor: MonitoringOptions = MonitoringOptions()) -> int:  # noqa: B008
-    """Watches a process until it ends or a signal asks us to stop; its exit code as a shell says it, 0 where that is
-    not known and where the job lives on.
+    """Watches a process until it ends or a stop signal arrives. Returns its exit code as in a shell, 0 if that is not
+    known or the job is still running.
 
-    run: folder of the run; default runs/watch-NAME-N. monitor: who is told of what meanwhile. Raises UsageError when
-    there is no such process or it may not be watched; ConfigError where what is asked for cannot be had; StorageError
-    when the run's folder cannot be used.
+    run: run folder; default runs/watch-NAME-N. monitor: alerts and metrics. Raises UsageError if there is no such
+    process or it may not be watched; ConfigError if `monitor` is not valid; StorageError if the run folder cannot be
+    used.
     """
     if not sys.platform.startswith("linux"):
         raise UsageError("`stoker watch` runs on Linux only.", cause="it needs pidfds and /proc")
@@ -87,7 +86,7 @@ def _watch_process(
         "driver and kernel": "recorded",
         "output": status,
         STACKS_SOURCE: stacks.RECORDED,
-        HOOK_SOURCE: "not recorded: the job ran already; what no line of its output says is unattributed",
+        HOOK_SOURCE: "not recorded: the job was already running; time that its output does not explain is unattributed",
     }
     process_identity = {"pid": job.pid, "start_ticks": job.process.start_ticks, "boot": boot_id()}
     with open_run_folder(
@@ -95,7 +94,9 @@ def _watch_process(
     ) as (folder, _):
         output = FileOutput(files, RotatingLog(str(folder.path / OUTPUT)))
         recorder = Recorder(folder, job.command, coverage=coverage, output=output)
-        status = f"records {job.pid} ({job_name(job.command)}) into {folder.path}; Ctrl-C ends that, not the job"
+        status = (
+            f"recording {job.pid} ({job_name(job.command)}) into {folder.path}; Ctrl-C ends the recording, not the job"
+        )
         print(f"stoker watch: {status}", file=sys.stderr, flush=True)
         with monitoring(folder, monitor, stop=lambda: signal.pidfd_send_signal(job.pidfd, signal.SIGTERM)):
             with _stop_signal_fd() as stop_fd, recorder.following(job.pid):
@@ -104,7 +105,7 @@ def _watch_process(
                 code = read_exit_code(job) if ended else None
             if not ended:
                 recorder.write_detached()
-                print(f"stoker watch: the job lives on; `stoker why {folder.path}`", file=sys.stderr)
+                print(f"stoker watch: the job is still running; `stoker why {folder.path}`", file=sys.stderr)
                 return 0
             recorder.write_end(code)
     exit_text = "its exit code is not known" if code is None else f"exit code {code if code >= 0 else 128 - code}"
@@ -113,8 +114,8 @@ def _watch_process(
 
 
 def read_exit_code(job: AttachedProcess) -> int | None:
-    """Of a job that has ended, as `subprocess` has it; None where nobody tells us. The kernel does since 6.15, and
-    before that while the parent has not asked for it."""
+    """The exit code of an ended job, as in `subprocess`; None if it is not known. The kernel reports it since 6.15, and
+    before that until the parent reaps the process."""
     deadline_s = time.monotonic() + EXIT_CODE_TIMEOUT_S
     code: int | None = None
     while True:
@@ -127,7 +128,7 @@ def read_exit_code(job: AttachedProcess) -> int | None:
             code = os.waitstatus_to_exitcode(process_status.exit_status)
         info = bytearray(64)
         struct.pack_into("<Q", info, 0, _PIDFD_INFO_EXIT)
-        with contextlib.suppress(OSError):  # an older kernel, or its parent has not asked yet
+        with contextlib.suppress(OSError):  # an older kernel, or not reaped yet
             fcntl.ioctl(job.pidfd, _GET_INFO, info)
             if struct.unpack_from("<Q", info)[0] & _PIDFD_INFO_EXIT:
                 return os.waitstatus_to_exitcode(struct.unpack_from("<i", info, _EXIT_STATUS_OFFSET)[0])
@@ -138,7 +139,7 @@ def read_exit_code(job: AttachedProcess) -> int | None:
 
 @contextlib.contextmanager
 def _stop_signal_fd() -> Iterator[int]:
-    """A descriptor that can be read from when a signal asks us to stop."""
+    """A descriptor that becomes readable when a stop signal arrives."""
     stop_fd, wakeup_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     previous_fd = signal.set_wakeup_fd(wakeup_fd)
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -158,7 +159,7 @@ def _open_process(pid: int) -> AttachedProcess:
     process_status = processes.read_status(pid) if pid > 0 else None
     try:
         pidfd = os.pidfd_open(pid) if process_status is not None else -1
-    except OSError:  # a thread's number, or it ended just now
+    except OSError:  # the ID of a thread, or it has just ended
         pidfd = -1
     if process_status is None or pidfd < 0:
         leader = _thread_group_leader(pid)
@@ -170,12 +171,12 @@ def _open_process(pid: int) -> AttachedProcess:
     except PermissionError as error:
         os.close(pidfd)
         raise UsageError(
-            f"Process {pid} may not be looked at.", location=error.filename, cause=error.strerror,
+            f"Process {pid} may not be read.", location=error.filename, cause=error.strerror,
             fix="run stoker as root, or with CAP_SYS_PTRACE; in a container, inside the same one",
         ) from error  # fmt: skip
     except OSError as error:
         os.close(pidfd)
-        raise UsageError(f"Process {pid} ended just now.") from error
+        raise UsageError(f"Process {pid} has just ended.") from error
     except UsageError:
         os.close(pidfd)
         raise
@@ -186,18 +187,18 @@ def _open_process(pid: int) -> AttachedProcess:
 
 def _check_watchable(pid: int, process_status: processes.Status) -> None:
     if process_status.state in "ZX":
-        raise UsageError(f"Process {pid} has ended already.", cause="only its parent has not asked for its exit code")
+        raise UsageError(f"Process {pid} has already ended.", cause="its parent has not reaped it yet")
     if pid in processes.list_ancestors(os.getpid()):
-        description = "stoker itself" if pid == os.getpid() else "one that stoker was started from"
-        raise UsageError(f"Process {pid} is {description}.", choices=_candidates(), fix="name the job's process")
+        description = "stoker itself" if pid == os.getpid() else "an ancestor of stoker"
+        raise UsageError(f"Process {pid} is {description}.", choices=_candidates(), fix="give the PID of the job")
     owner = (PROC / str(pid)).stat().st_uid
     if owner != os.geteuid() != 0:
         fix = f"run stoker as {_user_name(owner)} or as root"
         raise UsageError(
-            f"Process {pid} belongs to {_user_name(owner)}.", cause="the kernel shows it to nobody else", fix=fix
+            f"Process {pid} belongs to {_user_name(owner)}.", cause="only that user and root may read it", fix=fix
         )
     if not processes.read_command(pid) and process_status.parent_pid in (0, 2):
-        raise UsageError(f"Process {pid} is a part of the kernel.", choices=_candidates())
+        raise UsageError(f"Process {pid} is a kernel thread.", choices=_candidates())
 
 
 def _thread_group_leader(pid: int) -> int | None:
@@ -211,12 +212,12 @@ def _thread_group_leader(pid: int) -> int | None:
 def _user_name(uid: int) -> str:
     try:
         return pwd.getpwuid(uid).pw_name
-    except KeyError:  # of a container, or of a directory that does not answer
+    except KeyError:  # a user of a container, or a directory service that does not answer
         return f"user {uid}"
 
 
 def _candidates() -> list[str]:
-    """Python processes of ours, the busiest first: `number (script)`."""
+    """Python processes of this user, the busiest first: `PID (script)`."""
     ancestors, candidates = set(processes.list_ancestors(os.getpid())), []
     for entry in PROC.iterdir():
         if not entry.name.isdecimal() or int(entry.name) in ancestors:
@@ -232,15 +233,15 @@ def _candidates() -> list[str]:
 
 
 def _describe_environment(job: AttachedProcess) -> dict[str, Any]:
-    """environment.json of a job that runs already: its variables and limits, not ours."""
+    """environment.json of a running job: its variables and limits, not those of stoker."""
     env = processes.read_environ(job.pid)
     program = os.path.join(job.cwd, job.command[0])
     if "/" not in job.command[0]:
         program = shutil.which(job.command[0], path=env.get("PATH")) or job.command[0]
     described = describe_job([program], env)
     cgroup = Cgroup.for_pid(job.pid)
-    memory = cgroup.memory()
-    limits = [described["memory_limit_bytes"], *([memory[0]] if memory else [])]
+    memory = cgroup.memory_state()
+    limits = [described["memory_limit_bytes"], *([memory.limit] if memory else [])]
     cores = len(os.sched_getaffinity(job.pid))
     quota = cgroup.cpu_limit_cores()
     return described | {
@@ -254,7 +255,7 @@ def _describe_environment(job: AttachedProcess) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _open_output(job: AttachedProcess) -> Iterator[tuple[list[BinaryIO], str]]:
-    """The files that its stdout and stderr are, and what can be said of its output."""
+    """The files of its stdout and stderr, and the status of this data source."""
     files: list[BinaryIO] = []
     reasons, names = [], []
     with contextlib.ExitStack() as stack:
@@ -272,24 +273,24 @@ def _open_output(job: AttachedProcess) -> Iterator[tuple[list[BinaryIO], str]]:
             except OSError as error:
                 reasons.append(f"its {name} cannot be read: {error.strerror}")
         if files:
-            status = f"recorded from now on, out of {' and '.join(names)}"
+            status = f"recorded from now on, from {' and '.join(names)}"
             yield files, "; ".join([status, *(f"not recorded: {reason}" for reason in reasons)])
         else:
-            yield files, f"not recorded: {'; '.join(reasons)}; steps and last words are not known"
+            yield files, f"not recorded: {'; '.join(reasons)}; steps and error messages are not known"
 
 
 def _describe_file_type(mode: int, name: str) -> str:
     if stat.S_ISFIFO(mode):
-        return "a pipe, whose reader alone can read it"
+        return "a pipe, which only its reader can read"
     if stat.S_ISSOCK(mode):
         return "a socket"
-    return "a terminal, which keeps nothing" if name.startswith(("/dev/pts/", "/dev/tty")) else name
+    return "a terminal, which cannot be read" if name.startswith(("/dev/pts/", "/dev/tty")) else name
 
 
 class FileOutput:
-    """A job's output out of the files into which it writes, copied into the run's output.log.
+    """A job's output from the files that it writes, copied into the run's output.log.
 
-    They are read from their present end on; CONTEXT_BYTES before that go into the log alone.
+    Files are read from their current end on; the CONTEXT_BYTES before it are only copied into the log.
     """
 
     def __init__(self, files: list[BinaryIO], log: RotatingLog) -> None:
@@ -305,10 +306,10 @@ class FileOutput:
                 self._log.write(context)
 
     def read(self) -> Iterator[bytes]:
-        """What came since the last time."""
+        """The data since the last call."""
         for file in self._files:
             if os.fstat(file.fileno()).st_size < file.tell():
-                file.seek(0)  # somebody emptied it
+                file.seek(0)  # the file was truncated
             while data := file.read(CONTEXT_BYTES):
                 self._log.write(data)
                 yield data

@@ -1,8 +1,8 @@
-"""What a Python stack says that a training job's main thread is doing: pure functions over py-spy's frames.
+"""Classifies Python stacks of a training job's main thread: pure functions over py-spy's frames.
 
-The table `ROWS` knows the frameworks' own functions by file and name; what it does not know is the job's own code. A
-stack of Python frames does not show C functions, so the line of the job's own file in which the thread is decides where
-it calls one that waits for the device or decodes a picture. Who reads the stacks is `stacks.py`.
+The table `FRAME_RULES` knows functions of frameworks by file and name; other frames are the job's own code. A Python
+stack does not show C functions, so the source line of the job's innermost frame decides whether it calls one that waits
+for the device or decodes an image. `stacks.py` samples the stacks.
 """
 
 import linecache
@@ -13,14 +13,14 @@ from typing import NamedTuple
 KINDS = (
     "input_wait", "decode", "compute", "sync", "comm", "checkpoint", "compile", "python", "other", "idle",
 )  # fmt: skip
-"""What the main thread can be in; docs/run-folder.md describes them."""
+"""Kinds of work of the main thread; docs/run-folder.md describes them."""
 
 HELPER = "helper"
-"""Of a process that does not train: a loader's worker, a launcher. No kind: such stacks are left out."""
+"""A process that does not train: a loader worker, a launcher. Not one of KINDS: such stacks do not count."""
 
 
 class Frame(NamedTuple):
-    """A frame as py-spy tells it, the innermost first in a stack. function: may have its class in front."""
+    """A frame from py-spy; a stack has the innermost frame first. function: may include its class."""
 
     function: str
     file: str
@@ -28,7 +28,7 @@ class Frame(NamedTuple):
 
 
 class FrameRule(NamedTuple):
-    """kind: one of KINDS, or HELPER. whole: everything below such a frame is of its kind, whatever it calls."""
+    """kind: one of KINDS, or HELPER. covers_callees: everything that the frame calls has its kind too."""
 
     kind: str
     file: re.Pattern[str]
@@ -36,8 +36,12 @@ class FrameRule(NamedTuple):
     covers_callees: bool
 
 
-def _rule(kind: str, file: str, function: str = ".+", *, covers_callees: bool = False) -> FrameRule:
-    return FrameRule(kind, re.compile(rf"(^|/)(?:{file})"), re.compile(rf"(?:{function})$"), covers_callees)
+def _rule(kind: str, file: str, function: str = ".+") -> FrameRule:
+    return FrameRule(kind, re.compile(rf"(^|/)(?:{file})"), re.compile(rf"(?:{function})$"), covers_callees=False)
+
+
+def _subtree(kind: str, file: str, function: str = ".+") -> FrameRule:
+    return _rule(kind, file, function)._replace(covers_callees=True)
 
 
 WORKER_RULES = (
@@ -46,95 +50,46 @@ WORKER_RULES = (
     _rule(HELPER, r"concurrent/futures/process\.py", "_process_worker"),
     _rule(HELPER, r"joblib/externals/loky/|torch/_inductor/compile_worker/|billiard/pool\.py"),
 )
-"""Workers. A forked one has the stack of its parent below its own, so these are asked first."""
+"""Workers. The stack of a forked one contains that of its parent, so these rules are checked first."""
 
 FRAME_RULES = (
-    _rule("checkpoint", r"torch/serialization\.py", "save|_save|_legacy_save", covers_callees=True),
-    _rule("checkpoint", r"torch/distributed/checkpoint/", covers_callees=True),
-    _rule(
-        "checkpoint", r"safetensors/(torch|numpy|flax|tensorflow)\.py", "save|save_file|save_model", covers_callees=True
-    ),
-    _rule("checkpoint", r"keras/(src/)?(saving|legacy/saving)/", r"save\w*|_save\w*", covers_callees=True),
-    _rule(
-        "checkpoint",
-        r"keras/(src/)?callbacks/(model_checkpoint|backup_and_restore)\.py",
-        r"_?save\w*",
-        covers_callees=True,
-    ),
-    _rule(
-        "checkpoint",
-        r"tensorflow/python/(checkpoint/|training/saver|saved_model/save)",
-        r"_?save\w*|write",
-        covers_callees=True,
-    ),
-    _rule(
-        "checkpoint",
-        r"(pytorch_lightning|lightning/pytorch)/callbacks/model_checkpoint\.py",
-        r"_save\w*",
-        covers_callees=True,
-    ),
-    _rule("checkpoint", r"transformers/trainer\.py", "_save_checkpoint|save_model", covers_callees=True),
-    _rule("checkpoint", r"ultralytics/engine/trainer\.py", "save_model", covers_callees=True),
-    _rule("checkpoint", r"orbax/checkpoint/", covers_callees=True),
-    _rule("compile", r"torch/_dynamo/convert_frame\.py", covers_callees=True),
-    _rule(
-        "compile",
-        r"torch/_inductor/(compile_fx|graph|async_compile)\.py",
-        r"\w*(compile|codegen)\w*|wait",
-        covers_callees=True,
-    ),
-    _rule(
-        "compile",
-        r"torch/jit/_(trace|script)\.py",
-        "trace|trace_module|script|create_script_module",
-        covers_callees=True,
-    ),
-    _rule(
+    _subtree("checkpoint", r"torch/serialization\.py", "save|_save|_legacy_save"),
+    _subtree("checkpoint", r"torch/distributed/checkpoint/"),
+    _subtree("checkpoint", r"safetensors/(torch|numpy|flax|tensorflow)\.py", "save|save_file|save_model"),
+    _subtree("checkpoint", r"keras/(src/)?(saving|legacy/saving)/", r"save\w*|_save\w*"),
+    _subtree("checkpoint", r"keras/(src/)?callbacks/(model_checkpoint|backup_and_restore)\.py", r"_?save\w*"),
+    _subtree("checkpoint", r"tensorflow/python/(checkpoint/|training/saver|saved_model/save)", r"_?save\w*|write"),
+    _subtree("checkpoint", r"(pytorch_lightning|lightning/pytorch)/callbacks/model_checkpoint\.py", r"_save\w*"),
+    _subtree("checkpoint", r"transformers/trainer\.py", "_save_checkpoint|save_model"),
+    _subtree("checkpoint", r"ultralytics/engine/trainer\.py", "save_model"),
+    _subtree("checkpoint", r"orbax/checkpoint/"),
+    _subtree("compile", r"torch/_dynamo/convert_frame\.py"),
+    _subtree("compile", r"torch/_inductor/(compile_fx|graph|async_compile)\.py", r"\w*(compile|codegen)\w*|wait"),
+    _subtree("compile", r"torch/jit/_(trace|script)\.py", "trace|trace_module|script|create_script_module"),
+    _subtree(
         "compile",
         r"tensorflow/python/(framework/func_graph|eager/polymorphic_function/(tracing_compilation|"
         r"concrete_function))\.py",
         r"func_graph_from_py_func|trace_function|_?create_concrete_function",
-        covers_callees=True,
     ),
-    _rule(
-        "compile",
-        r"jax/_src/(compiler|interpreters/partial_eval)\.py",
-        r"\w*compile\w*|trace_to_jaxpr\w*",
-        covers_callees=True,
-    ),
-    _rule("input_wait", r"torch/utils/data/(dataloader\.py|_utils/fetch\.py)", covers_callees=True),
-    _rule(
-        "input_wait",
-        r"(torchdata|webdataset|litdata|streaming|nvidia/dali|ffcv)/",
-        r"__next__|next|__iter__",
-        covers_callees=True,
-    ),
-    _rule("input_wait", r"(pytorch_lightning|lightning/pytorch)/loops/fetchers\.py", covers_callees=True),
-    _rule("input_wait", r"accelerate/data_loader\.py", "__iter__|__next__|_fetch_batches", covers_callees=True),
-    _rule("input_wait", r"keras/(src/)?trainers/(epoch_iterator|data_adapters/\w+)\.py", covers_callees=True),
-    _rule(
-        "input_wait",
-        r"keras/(src/)?(engine/data_adapter|utils/data_utils)\.py",
-        r"get|__next__|__iter__|steps",
-        covers_callees=True,
-    ),
-    _rule(
+    _subtree("compile", r"jax/_src/(compiler|interpreters/partial_eval)\.py", r"\w*compile\w*|trace_to_jaxpr\w*"),
+    _subtree("input_wait", r"torch/utils/data/(dataloader\.py|_utils/fetch\.py)"),
+    _subtree("input_wait", r"(torchdata|webdataset|litdata|streaming|nvidia/dali|ffcv)/", r"__next__|next|__iter__"),
+    _subtree("input_wait", r"(pytorch_lightning|lightning/pytorch)/loops/fetchers\.py"),
+    _subtree("input_wait", r"accelerate/data_loader\.py", "__iter__|__next__|_fetch_batches"),
+    _subtree("input_wait", r"keras/(src/)?trainers/(epoch_iterator|data_adapters/\w+)\.py"),
+    _subtree("input_wait", r"keras/(src/)?(engine/data_adapter|utils/data_utils)\.py", r"get|__next__|__iter__|steps"),
+    _subtree(
         "input_wait",
         r"tensorflow/python/data/ops/(iterator_ops|multi_device_iterator_ops|dataset_ops)\.py",
         r"__next__|_next_internal|get_next\w*|next|__iter__",
-        covers_callees=True,
     ),
-    _rule("input_wait", r"tensorflow/python/distribute/input_lib\.py", r"get_next\w*|__next__", covers_callees=True),
-    _rule("input_wait", r"tensorflow_datasets/core/dataset_utils\.py", covers_callees=True),
-    _rule(
-        "input_wait",
-        r"detectron2/data/|mmdet/datasets/|ultralytics/data/",
-        r"__next__|__iter__|__getitem__",
-        covers_callees=True,
-    ),
-    _rule("input_wait", r"stoker/data/loading/loader\.py", "__next__|next", covers_callees=True),
-    _rule(HELPER, r"torch/distributed/(run|launcher|elastic)\b", covers_callees=True),
-    _rule(HELPER, r"torch/multiprocessing/spawn\.py", "join|start_processes|spawn", covers_callees=True),
+    _subtree("input_wait", r"tensorflow/python/distribute/input_lib\.py", r"get_next\w*|__next__"),
+    _subtree("input_wait", r"tensorflow_datasets/core/dataset_utils\.py"),
+    _subtree("input_wait", r"detectron2/data/|mmdet/datasets/|ultralytics/data/", r"__next__|__iter__|__getitem__"),
+    _subtree("input_wait", r"stoker/data/loading/loader\.py", "__next__|next"),
+    _subtree(HELPER, r"torch/distributed/(run|launcher|elastic)\b"),
+    _subtree(HELPER, r"torch/multiprocessing/spawn\.py", "join|start_processes|spawn"),
     _rule(
         HELPER,
         r"(subprocess|multiprocessing/process|multiprocessing/popen_\w+)\.py",
@@ -168,8 +123,8 @@ FRAME_RULES = (
     _rule("compute", r"jax/_src/(pjit|core|lax|numpy|interpreters)\b|optax/|flax/"),
     _rule("other", r"<frozen importlib|importlib/"),
 )
-"""The first row that knows a frame decides for it. A TensorFlow function runs a step and waits for its input in one
-call that no Python frame divides: `other`, never guessed."""
+"""The first rule that matches a frame applies. A TensorFlow function runs a step and waits for its input in one call,
+so its frame is `other`."""
 
 _SYNC_LINE = re.compile(
     r"\.(item|cpu|tolist|numpy|nonzero|block_until_ready)\(|\.synchronize\(|\.to\(\s*(device\s*=\s*)?['\"]cpu"
@@ -179,18 +134,18 @@ _DECODE_LINE = re.compile(
 )
 _COMPUTE_LINE = re.compile(r"\.(backward|matmul|mm|bmm|conv2d|sgd|step)\(|\s@\s")
 _LINE_PATTERNS = (("sync", _SYNC_LINE), ("decode", _DECODE_LINE), ("compute", _COMPUTE_LINE))
-"""Of a line of the job's own in which the innermost frame is: what the C function does that it calls."""
+"""Kind → pattern of a source line of the job that calls a C function of that kind."""
 
 _NOT_JOB_CODE = re.compile(r"/(site|dist)-packages/|/lib/python\d|^<|/torchinductor_|/watch/hook/")
 
 
 def is_job_code(frame: Frame) -> bool:
-    """Whether it is of the job's own files: not installed, not of Python itself, not generated."""
+    """Whether the frame is in a file of the job: not installed, not of Python itself, not generated."""
     return bool(frame.file) and _NOT_JOB_CODE.search(frame.file) is None
 
 
 def classify(stack: Sequence[Frame], *, active: bool) -> str:
-    """What a thread is in: one of KINDS or HELPER. stack: the innermost frame first; active: it runs, or wants to."""
+    """The kind of work of a thread: one of KINDS or HELPER. stack: innermost frame first; active: it is runnable."""
     if any(_matches(rule, frame) for rule in WORKER_RULES for frame in stack):
         return HELPER
     if _is_importing(stack):
@@ -203,7 +158,7 @@ def classify(stack: Sequence[Frame], *, active: bool) -> str:
         and kinds
         and (kinds[0] == "decode" or _kind_from_source_line(stack[0]) == "decode")
     ):
-        return "decode"  # the loader has no workers: the training thread does it
+        return "decode"  # a loader without workers: the training thread decodes
     if covering_kind is not None:
         return covering_kind
     if stack and (line_kind := _kind_from_source_line(stack[0])) is not None:
@@ -216,7 +171,7 @@ def classify(stack: Sequence[Frame], *, active: bool) -> str:
 
 
 def innermost_job_frame(stack: Sequence[Frame], cwd: str = "") -> str | None:
-    """`function (file:line)` of the innermost frame of the job's own files; folder: in which it runs, left out."""
+    """`function (file:line)` of the innermost frame in a file of the job, relative to its working directory `cwd`."""
     for frame in stack:
         if is_job_code(frame):
             name = frame.function.rpartition("<locals>.")[2]
@@ -230,7 +185,7 @@ def innermost_job_frame(stack: Sequence[Frame], cwd: str = "") -> str | None:
 
 
 def _is_importing(stack: Sequence[Frame]) -> bool:
-    """Whether a module that is not the job's own is being imported."""
+    """Whether an installed module is being imported."""
     for frame in stack:
         if is_job_code(frame):
             return False
@@ -240,7 +195,7 @@ def _is_importing(stack: Sequence[Frame]) -> bool:
 
 
 def _find_rule(frame: Frame) -> FrameRule | None:
-    if frame.function == "<module>" and "importlib" not in frame.file:  # what an import runs says nothing of training
+    if frame.function == "<module>" and "importlib" not in frame.file:  # code of an import is not training
         return None
     return next((rule for rule in FRAME_RULES if _matches(rule, frame)), None)
 
@@ -250,12 +205,12 @@ def _matches(rule: FrameRule, frame: Frame) -> bool:
 
 
 def _base_name(function: str) -> str:
-    """The function's own name, without class and surrounding functions."""
+    """The function's name without its class and enclosing functions."""
     return function.rpartition(".")[2]
 
 
 def _kind_from_source_line(frame: Frame) -> str | None:
-    """By the text of its line where it is the job's own."""
+    """The kind by the text of the source line, if the frame is in a file of the job."""
     if not is_job_code(frame) or not frame.file.startswith("/") or not frame.file.isprintable():
         return None
     text = linecache.getline(frame.file, frame.line)

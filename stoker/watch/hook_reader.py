@@ -1,12 +1,11 @@
-"""What a watched job's own processes say: cells of the hook in, phases of each rank out (tier 2).
+"""Turns the state files of a watched job's processes into phases of each rank (data source 2).
 
-The hook (`hook/`) is in the job and keeps a cell of sums for each process that may train; they are read
-(`hook_state.py`) at any time, also of a process that was killed. Phases of a window are what the sums have grown by.
-Pure but for
-`Inside.look` and `hooked`; what goes into steps.jsonl is `recorder.py`'s.
+The hook (`hook/`) runs inside the job and keeps a state file of sums for each process that may train. It can be read at
+any time (`hook_state.py`), also after the process was killed. The phases of a window are the increase of the sums. Only
+`HookReader.poll` and `hook_state_dir` do I/O; `recorder.py` writes steps.jsonl.
 
-The cells lie in a folder of their own in memory (/dev/shm) or in the temporary folder, not in the run's: they are
-mapped, and a page that a network storage cannot give back would kill the job.
+State files are in a folder in memory (/dev/shm) or in the temporary folder, not in the run folder: they are mapped, and
+a page that network storage cannot return would kill the job.
 """
 
 import contextlib
@@ -20,18 +19,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from stoker.watch.hook_state import HookState, cpu_by_phase, phase_seconds, read_hook_state
+from stoker.watch.processes import read_status
 from stoker.watch.tensorflow_trace import input_wait_s
 
 HOOK_DIR = Path(__file__).parent / "hook"
 STATE_DIR_PREFIX = "stoker-watch-"
 MIN_STALE_AGE_S = 60.0
-"""A folder younger than this may not be locked yet."""
+"""A younger folder may not be locked yet."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankWindow:
-    """Of one rank in one window. phases: device-seconds, they add up to the window's length × devices. cpu: processor
-    seconds of the training thread. step: optimizer steps since the job's begin."""
+    """One rank in one window. phases: device-seconds, they add up to the window's length × devices. thread_cpu_s:
+    CPU-seconds of the training thread. step: optimizer steps since the start of the job."""
 
     rank: int
     devices: int
@@ -44,10 +44,10 @@ class RankWindow:
 
 
 class RankTimeBreakdown:
-    """Of one rank: its processes, one after the other, and what of their time has been put into windows.
+    """The processes of one rank, one after the other, and how much of their time is in windows already.
 
-    What the sums say later may correct what they said (work that turns out to be evaluation): a window then takes more
-    of one phase and less of another, none less than nothing, and the sum over the windows is right.
+    Later sums may correct earlier ones (work that turns out to be evaluation): then a window has more of one phase and
+    less of another, never less than zero, and the sum over the windows is correct.
     """
 
     def __init__(self, start_s: float) -> None:
@@ -73,8 +73,8 @@ class RankTimeBreakdown:
         return self.steps > self._reported_counts["steps"]
 
     def update(self, living: list[HookState], ended: list[HookState], now_s: float) -> None:
-        """cells: living processes of the rank; gone: those that have ended. The one that trains is followed, the first
-        of several, to its end: what it was in then, it was in until it was last seen alive."""
+        """living, ended: processes of the rank. The training process is followed until it ends, the first one of
+        several. Its last phase lasts until it was last seen alive."""
         current_name = None if self._current is None else self._current.name
         for state in ended:
             if state.name == current_name or (
@@ -83,7 +83,9 @@ class RankTimeBreakdown:
                 self._end(state, now_s=self._last_alive_s if state.name == current_name else None)
         current = next((state for state in living if state.name == current_name), None)
         after_s = self._trained_until_s
-        living = [state for state in living if state.values["steps"] or state.values["begin"] >= after_s]  # no helpers
+        living = [
+            state for state in living if state.values["steps"] or state.values["begin"] >= after_s
+        ]  # no helper processes
         best = min(living, key=lambda state: (state.values["steps"] <= 0, state.values["begin"]), default=None)
         if best is not None and (current is None or (not current.values["steps"] and best.values["steps"])):
             if current is not None:
@@ -106,21 +108,21 @@ class RankTimeBreakdown:
         self._ended_names.add(state.name)
 
     def _observed_phases(self, state: HookState, now_s: float | None) -> dict[str, float]:
-        """The cell's time under our eyes."""
+        """The process's time since it was followed."""
         return _subtract(phase_seconds(state, now_s), self._offset)
 
     def _total(self, name: str) -> int:
         return round(self._ended_counts[name] + (self._current.values[name] if self._current is not None else 0.0))
 
     def next_window(self, now_s: float, wall_s: float, *, rank: int, devices: int) -> RankWindow:
-        """The window since the last cut."""
+        """The window since the last one."""
         targets = (
             self._ended_phases
             if self._current is None
             else _add(self._ended_phases, self._observed_phases(self._current, now_s))
         )
         missing_s = (now_s - self._start_s) - sum(targets.values())
-        if missing_s > 0:  # no process of this rank ran: it is only just starting, or has ended
+        if missing_s > 0:  # no process of this rank was running: it is starting, or has ended
             fill = {"unattributed" if self.steps else "startup": missing_s}
             self._ended_phases, targets = _add(self._ended_phases, fill), _add(targets, fill)
         due = {name: max(0.0, seconds) for name, seconds in _subtract(targets, self._reported_phases).items()}
@@ -141,7 +143,7 @@ class RankTimeBreakdown:
         )  # fmt: skip
 
     def _next_cpu(self) -> dict[str, float]:
-        """As the phases: less than is due where some was given to a phase that it turned out not to belong to."""
+        """As for phases: less than is due if earlier time was assigned to a phase that turned out to be wrong."""
         targets = self._ended_cpu
         if self._current is not None:
             targets = _add(targets, _subtract(cpu_by_phase(self._current), self._offset_cpu))
@@ -163,7 +165,7 @@ def _add(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
 
 
 class HookReader:
-    """All processes of a job. folder: of their cells. devices: GPUs that the job may use, at least 1."""
+    """All processes of a job. directory: of their state files. devices: GPUs that the job may use, at least 1."""
 
     def __init__(self, directory: Path, *, devices: int, now_s: float) -> None:
         self._directory = directory
@@ -174,7 +176,7 @@ class HookReader:
         self._window_start_s = now_s
 
     def poll(self) -> None:
-        """Reads the cells."""
+        """Reads the state files."""
         living: dict[int, list[HookState]] = {}
         ended: dict[int, list[HookState]] = {}
         now_s = time.monotonic()
@@ -183,12 +185,11 @@ class HookReader:
             state = read_hook_state(path)
             if state is None:
                 continue
-            if fractions := self._input_fractions.get(
-                state.pid
-            ):  # taken at even distances: their mean is that of the time
+            if fractions := self._input_fractions.get(state.pid):  # sampled at even intervals: use their mean
                 state = dataclasses.replace(state, input_fraction=sum(fractions) / len(fractions))
             self._states[state.name] = state
-            if _is_alive(state.pid) and not state.values["ended"]:
+            status = read_status(state.pid)
+            if status is not None and status.state not in "ZX" and not state.values["ended"]:
                 living.setdefault(state.rank, []).append(state)
             else:
                 ended.setdefault(state.rank, []).append(state)
@@ -198,16 +199,16 @@ class HookReader:
             breakdown.update(living.get(rank, []), ended.get(rank, []), now_s)
 
     def _read_traces(self) -> None:
-        """What TensorFlow's profiler recorded in some steps: their seconds in a line of text, then the trace."""
+        """Traces of TensorFlow's profiler: a text line with the seconds of the traced steps, then the trace."""
         for path in self._directory.glob("*.trace"):
             header, _, trace = path.read_bytes().partition(b"\n")
             path.unlink()
-            with contextlib.suppress(ValueError):  # a trace that cannot be read: the share stays what it was
+            with contextlib.suppress(ValueError):  # an unreadable trace does not change the fraction
                 fraction = input_wait_s(trace) / max(float(header), 1e-9)
                 self._input_fractions.setdefault(int(path.stem.split("-")[0]), []).append(min(1.0, fraction))
 
     def has_new_steps(self) -> bool:
-        """Whether a step was done since the last window."""
+        """Whether there was a step since the last window."""
         return any(breakdown.has_new_steps() for breakdown in self._ranks.values())
 
     def has_trained(self) -> bool:
@@ -215,14 +216,14 @@ class HookReader:
         return any(breakdown.steps for breakdown in self._ranks.values())
 
     def num_loader_workers(self) -> int | None:
-        """How many processes load the data of a process that trains; None where no loader said."""
+        """Number of loader processes of a training process; None if not known."""
         counts = (state.values["workers"] for state in self._states.values() if state.values["steps"])
         return next((round(workers) for workers in counts if workers >= 0), None)
 
     def next_windows(self, now_s: float, wall_s: float) -> list[RankWindow]:
-        """The window since the last one, of each rank that trains, the lowest first; until one trains of the lowest,
-        for all devices. Empty: no process of the job has a cell. now_s: CLOCK_MONOTONIC; wall_s: the window's
-        length."""
+        """The window since the last one, for each rank that trains, the lowest first; before the first step, for the
+        lowest rank with all devices. Empty if the job has no state file. now_s: CLOCK_MONOTONIC; wall_s: length of the
+        window."""
         training = [rank for rank, breakdown in self._ranks.items() if breakdown.steps]
         devices = max(1, self._devices // max(1, len(training)))
         windows = {
@@ -233,26 +234,24 @@ class HookReader:
         return [windows[rank] for rank in sorted(training or list(windows)[:1])]
 
     def status(self) -> str:
-        """What was recorded, in words; it begins with `not` where nothing was."""
+        """The status of this data source as text; begins with `not` if nothing was recorded."""
         trainers = [state for state in self._states.values() if state.values["steps"]]
         frameworks = ", ".join(
             sorted({name for state in trainers or self._states.values() for name in state.frameworks})
         )
         failures = "; ".join(sorted({line for path in self._directory.glob("errors-*") for line in _lines(path)}))
-        failed = f"; it failed at {failures}" if failures else ""
+        failed = f"; errors: {failures}" if failures else ""
         if trainers:
-            loader_note = (
-                "" if all(state.values["batches"] for state in trainers) else ", without a loader that it knows"
-            )
+            loader_note = "" if all(state.values["batches"] for state in trainers) else ", without a known data loader"
             processes = "a process" if len(trainers) == 1 else f"{len(trainers)} processes"
             return f"recorded: {frameworks} in {processes}{loader_note}{failed}"
         if self._states:
-            return f"not recorded: {frameworks} was loaded, and no optimizer has stepped{failed}"
+            return f"not recorded: {frameworks} was loaded, but no optimizer has stepped{failed}"
         if (self._directory / "loaded").exists():
             return f"not recorded: no process of the job has loaded torch or Keras{failed}"
         return (
-            "not recorded: no Python of the job has taken the hook (it is not Python, runs with -I or -E, or has "
-            f"another PYTHONPATH){failed}"
+            "not recorded: no Python process of the job has loaded the hook (it is not Python, runs with -I or -E, or "
+            f"sets another PYTHONPATH){failed}"
         )
 
 
@@ -260,22 +259,15 @@ def _lines(path: Path) -> list[str]:
     return path.read_text(errors="replace").splitlines()
 
 
-def _is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 @contextlib.contextmanager
 def hook_state_dir(enabled: bool) -> Iterator[Path | None]:
-    """A new folder for the cells of a job, removed behind it; None where none is wanted, or no room for one."""
+    """A new folder for the state files of a job, removed at the end; None if not enabled, or if there is no space."""
     if not enabled:
         yield None
         return
     shm = Path("/dev/shm")
     parent = shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
-    for stale_dir in parent.glob(f"{STATE_DIR_PREFIX}*"):  # by watchers that were killed: the lock went with them
+    for stale_dir in parent.glob(f"{STATE_DIR_PREFIX}*"):  # of watchers that were killed: their locks are gone
         with contextlib.suppress(OSError), _exclusive_lock(stale_dir):
             if stale_dir.stat().st_mtime < time.time() - MIN_STALE_AGE_S:
                 shutil.rmtree(stale_dir, ignore_errors=True)
@@ -289,13 +281,13 @@ def hook_state_dir(enabled: bool) -> Iterator[Path | None]:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield directory
     finally:
-        shutil.rmtree(directory, ignore_errors=True)  # a process that the job left behind may still write there
+        shutil.rmtree(directory, ignore_errors=True)  # a process that outlives the job may still write there
         os.close(fd)
 
 
 @contextlib.contextmanager
 def _exclusive_lock(directory: Path) -> Iterator[None]:
-    """Raises OSError where a living watcher has it."""
+    """Raises OSError if a live watcher holds it."""
     fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -305,7 +297,7 @@ def _exclusive_lock(directory: Path) -> Iterator[None]:
 
 
 def add_hook_env(env: Mapping[str, str], directory: Path) -> dict[str, str]:
-    """The job's variables, with the hook."""
+    """The job's environment variables, with the hook."""
     path = env.get("PYTHONPATH")
     return {
         **env,

@@ -1,9 +1,9 @@
-"""What a line of a training job's output says about its progress: pure functions, a line in, `Progress` or None out.
+"""Parses progress from single lines of a training job's output: pure functions, a line in, `Progress` or None out.
 
-Known are the TF Object Detection API, Keras, torchvision's MetricLogger, Ultralytics, Lightning, the Hugging Face
+Supported are the TF Object Detection API, Keras, torchvision's MetricLogger, Ultralytics, Lightning, the Hugging Face
 Trainer, and plain `loss=` or `loss:`; the patterns follow lines that these print. None of them matches prose: a loss
-counts only as a number behind its name, in a line that also has a counter of steps or nothing but such pairs. `Lines`
-makes lines of the bytes. What the numbers add up to is `progress_windows.py`.
+counts only as a number after its name, in a line that also has a step counter, or has only such pairs. `LineSplitter`
+makes lines from bytes. `progress_windows.py` adds the values up.
 """
 
 import codecs
@@ -12,15 +12,15 @@ import re
 from collections.abc import Callable, Iterator
 
 MAX_LINE_LENGTH = 2048
-"""Characters of a line that are looked at; the rest is passed over, so that no pattern takes long."""
+"""The rest of a longer line is ignored, so that no pattern takes long."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Progress:
-    """What one line says. None: nothing. Names of losses are the job's own; `total` is the whole."""
+    """The values in one line; None if absent. Losses have the job's names; `total` is the whole loss."""
 
     step: int | None = None
-    """Steps done; with `of`, since the beginning of the epoch."""
+    """Steps done; with `total_steps`, since the start of the epoch."""
     total_steps: int | None = None
     """Steps of an epoch, or of the run."""
     epoch: int | None = None
@@ -32,23 +32,23 @@ class Progress:
     step_s: float | None = None
     """Seconds per step, as the job measured them."""
     input_wait_s: float | None = None
-    """Of these, waiting for pictures."""
+    """The part of `step_s` that waited for images."""
     is_bare_bar: bool = False
-    """A bare progress bar: of training only where something else says so."""
+    """A progress bar without a loss: of training only if other lines say so."""
     loss_columns: tuple[str, ...] = ()
-    """Names of the losses in the lines that follow (Ultralytics' header)."""
+    """Names of the losses in the following lines (Ultralytics' header)."""
 
 
 class LineSplitter:
-    """Cuts a stream of bytes into lines as a person saw them: a line that was written over (carriage return,
-    backspaces) is one of its own; colours and cursor movements are taken out."""
+    """Splits a stream of bytes into lines as displayed: a line that was overwritten (carriage return, backspaces) is a
+    separate line; colors and cursor movements are removed."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._rest = ""
 
     def feed(self, data: bytes, *, final: bool = False) -> list[str]:
-        """The lines that are whole now; final: also the last one, without an end."""
+        """The complete lines; final: also the last one, without its end."""
         text = self._rest + self._decoder.decode(data, final)
         parts = _BREAK.split(text)
         self._rest = "" if final else parts.pop()[-MAX_LINE_LENGTH:]
@@ -64,7 +64,7 @@ _PAIR = re.compile(rf"(?<![\w/])'?([A-Za-z][\w/.-]*)'?\s*[=:]\s*'?({_NUMBER}){_N
 
 
 def parse_progress(line: str) -> Progress | None:
-    """The progress that a line tells. Never raises."""
+    """The progress in a line. Never raises."""
     for parser in PARSERS:
         progress = parser(line)
         if progress is not None:
@@ -73,9 +73,9 @@ def parse_progress(line: str) -> Progress | None:
 
 
 class ProgressParser:
-    """`parse`, with memory of one thing: Keras prints the same bar when it evaluates as when it trains. Where it says
-    `Epoch 1/3` before it trains, a bar that begins after the epoch's was full is none of training; where it never says
-    so (a `fit` of one epoch), the two cannot be told apart, and all count."""
+    """`parse_progress` with a state: Keras prints the same bar for evaluation as for training. If it prints `Epoch 1/3`
+    before training, a bar that begins after the epoch's bar was full is not training; without that line (a `fit` of one
+    epoch) the two cannot be distinguished, and all bars count."""
 
     def __init__(self) -> None:
         self._is_training: bool | None = None
@@ -92,7 +92,7 @@ class ProgressParser:
 
 
 def parse_number(text: str) -> float:
-    """Of a text that fits `_NUMBER`; a comma is the decimal point of another locale."""
+    """The value of a text that matches `_NUMBER`; a comma is the decimal point of another locale."""
     return float(text.replace(",", "."))
 
 
@@ -118,8 +118,11 @@ def parse_dict(line: str) -> Progress | None:
     if "'" not in line or not _DICT.match(line):
         return None
     pairs = dict(_DICT_PAIR.findall(line))
-    losses = {"total" if name in ("loss", "Loss/total_loss") else name.removeprefix("Loss/"): parse_number(value)
-              for name, value in pairs.items() if name == "loss" or name.startswith("Loss/")}  # fmt: skip
+    losses = {
+        "total" if name in ("loss", "Loss/total_loss") else name.removeprefix("Loss/"): parse_number(value)
+        for name, value in pairs.items()
+        if name == "loss" or name.startswith("Loss/")
+    }
     lr, grad_norm = (parse_number(pairs[name]) if name in pairs else None for name in ("learning_rate", "grad_norm"))
     return Progress(losses=losses, lr=lr, grad_norm=grad_norm) if losses or lr is not None else None
 
@@ -151,15 +154,21 @@ _METRIC_LOGGER = re.compile(r"^\s*(?:\S+:)?\s*Epoch: \[(\d+)\]\s+\[\s*(\d+)/(\d+
 
 
 def parse_torchvision(line: str) -> Progress | None:
-    """MetricLogger's lines; `data:` is the wait for pictures of a step. They count steps from 0."""
+    """MetricLogger's lines; `data:` is the wait for the images of a step. Steps count from 0."""
     match = _METRIC_LOGGER.match(line)
     if match is None:
         return None
     pairs = _pairs(match[4])
     return Progress(
-        step=int(match[2]) + 1, total_steps=int(match[3]), epoch=int(match[1]), losses=_losses(pairs), lr=_find_lr(pairs),
-        img_per_s=pairs.get("img/s"), step_s=pairs.get("time"), input_wait_s=pairs.get("data"),
-    )  # fmt: skip
+        step=int(match[2]) + 1,
+        total_steps=int(match[3]),
+        epoch=int(match[1]),
+        losses=_losses(pairs),
+        lr=_find_lr(pairs),
+        img_per_s=pairs.get("img/s"),
+        step_s=pairs.get("time"),
+        input_wait_s=pairs.get("data"),
+    )
 
 
 _YOLO = re.compile(
@@ -188,7 +197,7 @@ _EPOCH_WORD = re.compile(r"\bepoch\b\D{0,3}(\d+)", re.IGNORECASE)
 
 
 def parse_bar(line: str) -> Progress | None:
-    """A tqdm bar: Lightning's (its loss behind it), the Hugging Face Trainer's (bare); Lightning's rich bar."""
+    """A tqdm bar of Lightning (followed by its loss) or of the Hugging Face Trainer (bare); Lightning's rich bar."""
     if rich := _RICH.match(line):
         pairs = _pairs(rich[4])
         return Progress(step=int(rich[2]), total_steps=int(rich[3]), epoch=int(rich[1]), losses=_losses(pairs))
@@ -201,9 +210,13 @@ def parse_bar(line: str) -> Progress | None:
     if title and epoch is None and not losses:  # a download, a validation
         return None
     return Progress(
-        step=int(match[2]), total_steps=int(match[3]), epoch=int(epoch[1]) if epoch else None, losses=losses, lr=_find_lr(pairs),
+        step=int(match[2]),
+        total_steps=int(match[3]),
+        epoch=int(epoch[1]) if epoch else None,
+        losses=losses,
+        lr=_find_lr(pairs),
         is_bare_bar=not losses and epoch is None,
-    )  # fmt: skip
+    )
 
 
 _COUNTER = re.compile(
@@ -219,7 +232,7 @@ _IMG_PER_S = re.compile(rf"({_NUMBER})\s*(?:img|imgs|images|samples)/s(?:ec)?\b"
 
 
 def parse_plain(line: str) -> Progress | None:
-    """`step 100 loss=0.53 lr: 0.001`: a loss, and a counter or nothing but pairs."""
+    """`step 100 loss=0.53 lr: 0.001`: a loss, with a counter or only with such pairs."""
     pairs = _pairs(line)
     losses = _losses(pairs)
     if not losses:
@@ -242,7 +255,7 @@ def parse_plain(line: str) -> Progress | None:
 PARSERS: tuple[Callable[[str], Progress | None], ...] = (
     parse_tf_object_detection, parse_dict, parse_keras, parse_torchvision, parse_ultralytics, parse_bar, parse_plain,
 )  # fmt: skip
-"""In this order: the particular before the general."""
+"""In this order: the specific ones before the general one."""
 
 
 def _pairs(text: str) -> dict[str, float]:
@@ -250,7 +263,7 @@ def _pairs(text: str) -> dict[str, float]:
 
 
 def _losses(pairs: dict[str, float]) -> dict[str, float]:
-    """Those of training among the pairs; the whole one is called `total`."""
+    """The training losses among the pairs; the whole loss is named `total`."""
     return dict(_iter_losses(pairs))
 
 

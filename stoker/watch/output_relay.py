@@ -1,13 +1,13 @@
-"""Carries one stream of a job's output to where it belongs, and into the run's output.log. A program of its own.
+"""Forwards one stream of a job's output to its destination and into the run's output.log. A separate program.
 
-The job writes into a pipe or a terminal of ours (a pty). Whoever reads that must not die before the job: a pipe without
-a reader kills its writer. So the keeper is two processes: one copies, the other, the spare, waits; each sees the death
-of the other at the end of a socket, and replaces it. The watcher, the keeper, or one after the other may be killed, and
-the job goes on with its whole output; only what a killed keeper had in its hands (at most 64 KiB) is lost.
+The job writes into a pipe or a pty of `stoker watch`. The reader must not die before the job: a pipe without a reader
+kills its writer. So the relay is two processes: one copies, the other is on standby; each detects the death of the
+other at the end of a socket, and replaces it. The watcher or one relay process at a time may be killed: the job
+continues with its whole output, except for the data that a killed process had in memory (at most 64 KiB).
 
-It is started by `watch.py` with descriptors 0: the job's output, 1: where it goes, 3: the run's lock, which keeps the
-run live until the job's output ends, 4: a pipe to the watcher: a byte says that the keeper is there, its end that all
-is written. Only the standard library, so that it starts in some 20 ms.
+`watch.py` starts it with descriptors 0: the job's output, 1: its destination, 3: the run's lock, which is held until
+the job's output ends, 4: a pipe to the watcher: a byte means that the relay is ready, its end that all is written. Only
+the standard library, so that it starts in some 20 ms.
 """
 
 import errno
@@ -21,7 +21,7 @@ import termios
 
 CHUNK_BYTES = 65536
 MAX_LOG_BYTES = 32 * 2**20
-"""Size from which on output.log becomes output.1.log, replacing the one before: the newest 32 to 64 MiB are kept."""
+"""At this size output.log is renamed to output.1.log, replacing that file: the newest 32 to 64 MiB are kept."""
 
 IGNORED_SIGNALS = (
     signal.SIGINT,
@@ -32,11 +32,11 @@ IGNORED_SIGNALS = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
-"""They are meant for the job, or for the whole process group; the keeper ends with the job's output."""
+"""They are for the job, or for the whole process group; the relay ends with the job's output."""
 
 
 class RotatingLog:
-    """output.log, appended to by the keepers of a run. What cannot be written is counted, and said there later."""
+    """output.log, written by the relays of a run. Bytes that cannot be written are counted and noted there later."""
 
     def __init__(self, path: str, max_bytes: int = MAX_LOG_BYTES) -> None:
         self._path = path
@@ -52,11 +52,11 @@ class RotatingLog:
                 _write_all(self._fd, notice)
                 self._dropped_bytes = 0
             _write_all(self._fd, data)
-        except OSError:  # a full disk, a storage that went away: the job must not notice
+        except OSError:  # a full disk, a storage that is gone: the job must not notice
             self._dropped_bytes += len(data)
 
     def _open(self) -> None:
-        """Opens the log, and begins a new one where it is too long or another keeper has begun one."""
+        """Opens the log; starts a new one if it is too long or another relay has started one."""
         if self._fd >= 0:
             status = os.fstat(self._fd)
             if status.st_size < self._max_bytes and status.st_nlink:
@@ -71,8 +71,8 @@ class RotatingLog:
 
 
 def relay(source: int, target: int, log: RotatingLog, standby: socket.socket) -> bool:
-    """Copies until the job's output ends (True) or the spare dies (False). A target that is a pipe which nobody reads
-    ends it too: the job then meets a broken pipe, as it would without us."""
+    """Copies until the job's output ends (True) or the standby process dies (False). A target pipe without a reader
+    also ends it: then the job gets a broken pipe, as without the relay."""
     while True:
         ready, _, _ = select.select([source, standby.fileno()], [], [])
         if source not in ready:
@@ -80,7 +80,7 @@ def relay(source: int, target: int, log: RotatingLog, standby: socket.socket) ->
         try:
             data = os.read(source, CHUNK_BYTES)
         except OSError as error:
-            if error.errno != errno.EIO:  # the end of a pty
+            if error.errno != errno.EIO:  # end of a pty
                 raise
             return True
         if not data:
@@ -90,12 +90,12 @@ def relay(source: int, target: int, log: RotatingLog, standby: socket.socket) ->
             _write_all(target, data)
         except BrokenPipeError:
             return True
-        except OSError:  # a terminal that was closed, a full disk: the job is not to end by it
+        except OSError:  # a closed terminal, a full disk: must not end the job
             pass
 
 
 def run_relay(source: int, target: int, log: RotatingLog) -> None:
-    """Both roles, until the output has ended."""
+    """Runs both roles until the output has ended."""
     while True:
         relay_end, standby_end = socket.socketpair()
         if os.fork():
@@ -103,12 +103,12 @@ def run_relay(source: int, target: int, log: RotatingLog) -> None:
             if relay(source, target, log, relay_end):
                 relay_end.send(b"done")
                 return
-            relay_end.close()  # the spare died: another is made
+            relay_end.close()  # the standby process died: start another
         else:
             relay_end.close()
             if standby_end.recv(8):
                 return
-            standby_end.close()  # the keeper died: its spare takes its place
+            standby_end.close()  # the relay died: take over
 
 
 def _write_all(fd: int, data: bytes) -> None:
@@ -116,12 +116,12 @@ def _write_all(fd: int, data: bytes) -> None:
     while remaining:
         try:
             remaining = remaining[os.write(fd, remaining) :]
-        except BlockingIOError:  # someone made it non-blocking for all who have it
+        except BlockingIOError:  # another process made it non-blocking
             select.select([], [fd], [])
 
 
 def sync_terminal_size(source: int, target: int) -> None:
-    """Gives the job's terminal the size of the real one."""
+    """Sets the size of the job's terminal to that of the real one."""
     if os.isatty(source) and os.isatty(target):
         size = fcntl.ioctl(target, termios.TIOCGWINSZ, bytes(8))
         fcntl.ioctl(source, termios.TIOCSWINSZ, size)
@@ -131,7 +131,7 @@ def main() -> None:
     for signum in IGNORED_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     signal.signal(signal.SIGWINCH, lambda *_: sync_terminal_size(0, 1))
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a spare
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # standby processes are not waited for
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     os.closerange(5, os.sysconf("SC_OPEN_MAX"))
     os.write(4, b".")  # ready: the job may start

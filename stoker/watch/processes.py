@@ -1,8 +1,7 @@
-"""The processes of a watched job, from /proc: who they are, which are Python, how busy they are, what they read.
+"""The processes of a watched job, from /proc: identity, Python or not, CPU time, rank, input files.
 
-Only looks, and only at what the kernel shows anybody who may see the job. Whether a number still means the same process
-is told by when that one began, since the kernel gives numbers again. Memory and processor time as records are
-`profiling/telemetry/host.py`'s.
+Read-only, and only files that any user who may see the job can read. A process is identified by its PID and start time,
+because the kernel reuses PIDs. Memory and CPU time for the records: `profiling/telemetry/host.py`.
 """
 
 import contextlib
@@ -13,42 +12,42 @@ import stat
 from pathlib import Path
 
 from stoker.hardware.cgroup import Cgroup
+from stoker.profiling.telemetry.processes import list_process_tree
 
 PROC = Path("/proc")
 
 MAX_OPEN_FILES, MAX_PROCESSES, MAX_EMPTY_FILES, MAX_CGROUPS, MAX_PIDS = 512, 512, 16, 32, 65536
-"""Open files of a process, processes of a job, empty files, cgroups, and process numbers that are looked at or kept:
-bounds of the cost."""
+"""Bounds of the cost: open files of a process, processes of a job, empty files, cgroups, and PIDs that are kept."""
 
 _PYTHON = re.compile(r"(^|/)(python|pypy)[\d.]*\w?$")
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-"""Variables that say which rank a process is: torchrun's, then those of MPI and Slurm."""
+"""Variables with the rank of a process: of torchrun, then of MPI and Slurm."""
 _NOT_INPUT = re.compile(r"^/(proc|sys|dev|run)/|\.(lock|pid|py|pyc)$|/\.")
 
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """began: clock ticks from boot to its start; the pair is never given twice."""
+    """start_ticks: clock ticks from boot to the start of the process; the pair is unique."""
 
     pid: int
     start_ticks: int
 
     def is_alive(self) -> bool:
-        """Whether it has not ended: a process that waits to be asked for its exit code has."""
+        """Whether it has not ended; a zombie has ended."""
         current = read_status(self.pid)
         return current is not None and current.start_ticks == self.start_ticks and current.state not in "ZX"
 
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """Of /proc/PID/stat (proc(5)): fields 3, 4, 14 + 15, 22 and 52."""
+    """Fields 3, 4, 14 + 15, 22 and 52 of /proc/PID/stat (proc(5))."""
 
     state: str
     parent_pid: int
     cpu_ticks: int
     start_ticks: int
     exit_status: int
-    """As `os.waitstatus_to_exitcode` takes it; 0 also where the kernel does not tell us."""
+    """For `os.waitstatus_to_exitcode`; also 0 if the kernel does not permit reading it."""
 
 
 def read_status(pid: int) -> Status | None:
@@ -57,30 +56,12 @@ def read_status(pid: int) -> Status | None:
         text = (PROC / str(pid) / "stat").read_text(errors="replace")
     except OSError:  # it ended
         return None
-    fields = text.rpartition(")")[2].split()  # a name may hold blanks and brackets
+    fields = text.rpartition(")")[2].split()  # a name may contain blanks and brackets
     return Status(fields[0], int(fields[1]), int(fields[11]) + int(fields[12]), int(fields[19]), int(fields[49]))
 
 
-def find_process(pid: int) -> Process | None:
-    current = read_status(pid)
-    return None if current is None else Process(pid, current.start_ticks)
-
-
-def list_process_tree(pid: int) -> list[int]:
-    """A process and those below it, at most TREE_MOST, itself first."""
-    pids = [pid]
-    for member in pids:  # grows while it is walked
-        with contextlib.suppress(OSError):  # it ended meanwhile
-            for thread in (PROC / str(member) / "task").iterdir():
-                with contextlib.suppress(OSError):
-                    pids += map(int, (thread / "children").read_text().split())
-        if len(pids) >= MAX_PROCESSES:
-            return pids[:MAX_PROCESSES]
-    return pids
-
-
 def list_ancestors(pid: int) -> list[int]:
-    """The process and those above it."""
+    """The process and its ancestors."""
     pids = [pid]
     while (current := read_status(pids[-1])) is not None and current.parent_pid > 0:
         pids.append(current.parent_pid)
@@ -88,17 +69,17 @@ def list_ancestors(pid: int) -> list[int]:
 
 
 def is_python(pid: int) -> bool:
-    """By the program's name, else by whether Python's library is loaded into it."""
+    """By the name of the program, else by whether Python's library is loaded."""
     try:
         if _PYTHON.search(os.readlink(PROC / str(pid) / "exe")):
             return True
         return re.search(r"/libpython\d", (PROC / str(pid) / "maps").read_text(errors="replace")) is not None
-    except OSError:  # it ended, or may not be looked at
+    except OSError:  # it ended, or may not be read
         return False
 
 
 def read_environ(pid: int) -> dict[str, str]:
-    """Its environment as it began; empty where it may not be read."""
+    """Its initial environment; empty if it may not be read."""
     try:
         data = (PROC / str(pid) / "environ").read_bytes()
     except OSError:
@@ -108,13 +89,13 @@ def read_environ(pid: int) -> dict[str, str]:
 
 
 def read_rank(pid: int) -> int:
-    """Its rank in the job by its environment, 0 where that does not say."""
+    """Its rank in the job, from its environment; 0 if that has none."""
     env = read_environ(pid)
     return next((int(env[name]) for name in _RANK_VARIABLES if env.get(name, "").isdecimal()), 0)
 
 
 def read_command(pid: int) -> list[str]:
-    """Its command line; empty for a part of the kernel and for what may not be read."""
+    """Its command line; empty for a kernel thread, or if it may not be read."""
     try:
         args = (PROC / str(pid) / "cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -123,11 +104,11 @@ def read_command(pid: int) -> list[str]:
 
 
 class JobProcesses:
-    """What is remembered of a job's processes: their numbers, how often the kernel killed in their cgroups for memory,
-    and the input files of zero bytes that they read.
+    """State of a job's processes: their PIDs, out-of-memory kills in their cgroups, and empty input files that they
+    read.
 
-    pid: the root. `look` is called every few seconds and costs a few milliseconds. A file counts that is open for
-    reading only, twice, or that the command line names; a reader that spins opens it again and again.
+    pid: the root. `poll` is called every few seconds and costs a few milliseconds. An empty file counts if it was open
+    for reading only in two polls, or if the command line names it; a reader that spins opens it repeatedly.
     """
 
     def __init__(self, pid: int) -> None:
@@ -138,7 +119,7 @@ class JobProcesses:
         self._cgroups: dict[str, _OomKillCounter] = {}
 
     def poll(self) -> None:
-        for pid in list_process_tree(self._pid):
+        for pid in list_process_tree(self._pid, limit=MAX_PROCESSES):
             if len(self.pids) < MAX_PIDS:
                 self.pids.add(pid)
             self._track_cgroup(pid)
@@ -149,8 +130,8 @@ class JobProcesses:
             counter.update()
 
     def oom_kills(self) -> int | None:
-        """Kills for memory since the cgroups were first seen with processes of the job: the most of any one, since
-        version 2 counts those below too. None: nobody counts."""
+        """Out-of-memory kills since the cgroups were first seen with processes of the job: the maximum over the
+        cgroups, because version 2 includes descendants. None: not available."""
         for counter in self._cgroups.values():
             counter.update()
         return max(
@@ -158,12 +139,12 @@ class JobProcesses:
         )
 
     def empty_inputs(self) -> list[str]:
-        """Those that are empty still, by name."""
+        """The empty input files that are still empty, sorted."""
         repeated = {path for path, count in self._empty_counts.items() if count > 1}
         return sorted(path for path in repeated | set(self._named_empty_files) if _is_empty(path))
 
     def _track_cgroup(self, pid: int) -> None:
-        """Begins to count in the process's cgroup: a job may enter one of its own when it has started."""
+        """Starts counting in the process's cgroup: a job may enter a cgroup after its start."""
         try:
             text = (PROC / str(pid) / "cgroup").read_text()
         except OSError:  # it ended
@@ -175,7 +156,7 @@ class JobProcesses:
 
 @dataclasses.dataclass
 class _OomKillCounter:
-    """The kernel's kills in a cgroup; the newest number stays when the cgroup is removed with the job."""
+    """Kills in a cgroup; the last value is kept when the cgroup is removed with the job."""
 
     cgroup: Cgroup
     baseline: int | None
@@ -189,10 +170,10 @@ class _OomKillCounter:
 
 
 def _command_line_files(pid: int) -> list[str]:
-    """Files that words of the command line name, also behind `--option=`."""
+    """Files that are arguments of the command line, also after `--option=`."""
     try:
         cwd = os.readlink(PROC / str(pid) / "cwd")
-    except OSError:  # it ended, or may not be looked at
+    except OSError:  # it ended, or may not be read
         return []
     args = [arg.rpartition("=")[2] for arg in read_command(pid)[1:]]
     paths = [os.path.join(cwd, arg) for arg in args if arg]
@@ -202,7 +183,7 @@ def _command_line_files(pid: int) -> list[str]:
 def _empty_inputs(pid: int) -> list[str]:
     """Files of zero bytes that a process has open for reading only."""
     paths = []
-    with contextlib.suppress(OSError):  # it ended meanwhile, or may not be looked at
+    with contextlib.suppress(OSError):  # it ended meanwhile, or may not be read
         for fd in os.listdir(PROC / str(pid) / "fd")[:MAX_OPEN_FILES]:
             with contextlib.suppress(OSError):
                 fd_path = PROC / str(pid) / "fd" / fd
@@ -219,6 +200,6 @@ def _empty_inputs(pid: int) -> list[str]:
 def _is_empty(path: str) -> bool:
     try:
         file_status = os.stat(path)
-    except OSError:  # removed, or of another mount namespace
+    except OSError:  # removed, or in another mount namespace
         return False
     return stat.S_ISREG(file_status.st_mode) and file_status.st_size == 0

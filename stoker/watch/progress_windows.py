@@ -1,10 +1,9 @@
-"""Makes windows of steps.jsonl out of what a job's lines say: steps since its beginning, mean losses, speed.
+"""Makes windows of steps.jsonl from the progress in a job's output: steps since its start, mean losses, speed.
 
-Jobs count differently: since the run's beginning, or anew in each epoch; each line may come twice. Here a counter that
-falls, or a new epoch, begins where the one before ended. Time is the watcher's own: what the job did in it is charged
-to a phase where its processes were seen from the inside (`inside.py`), else only where the job says so (torchvision's
-`data:` is `input_wait`); the rest is `unattributed`.
-"""
+Jobs count differently: since the start of the run, or from 0 in each epoch; a line may also come twice. Here a counter
+that falls, or a new epoch, continues where the previous one ended. Wall time is measured by the watcher. Its phases
+come from the hook if it was loaded (`hook_reader.py`), else only from values of the job itself (torchvision's `data:`
+is `input_wait`); the rest is `unattributed`."""
 
 import dataclasses
 import math
@@ -14,20 +13,20 @@ from stoker.watch.hook_reader import RankWindow
 from stoker.watch.output import Progress
 
 MAX_FIRST_STEP = 100
-"""A first counter beyond this is of a job that continues: the steps before were not done under our eyes. The TF Object
-Detection API first speaks at step 100."""
+"""A first counter above this is of a job that was resumed: the steps before it were not watched. The TF Object
+Detection API prints its first line at step 100."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class ProgressWindows:
-    """Takes progress, gives windows. start_s: Unix time of the job's beginning; devices: GPUs that it may use, at
-    least 1."""
+    """Adds up progress into windows. start_s: Unix time of the job's start; devices: GPUs that it may use, at least
+    1."""
 
     attempt: int
     devices: int
     start_s: float
     step: int = 0
-    """Steps since the beginning of the job's own count."""
+    """Steps since the start of the job's own count."""
     non_finite_loss: str | None = None
     """The first loss that was NaN or infinite."""
     _step_offset: int = 0
@@ -47,7 +46,7 @@ class ProgressWindows:
 
     def add(self, progress: Progress) -> None:
         if progress.is_bare_bar and progress.total_steps != self._bar_total_steps:
-            self._bar = progress  # of what, the losses that follow say
+            self._bar = progress  # the losses that follow decide what it belongs to
             return
         if progress.loss_columns:
             self._loss_columns = progress.loss_columns
@@ -61,11 +60,11 @@ class ProgressWindows:
             self._input_wait_fraction = min(1.0, progress.input_wait_s / progress.step_s)
 
     def has_new_progress(self) -> bool:
-        """Whether something was said since the last window."""
+        """Whether there was progress since the last window."""
         return bool(self._losses) or (self._window_step is not None and self.step > self._window_step)
 
     def window(self, now_s: float, rank_window: RankWindow | None = None) -> StepWindow:
-        """Of the time since the one before; it begins the next. seen: rank 0 from the inside, in that time."""
+        """The window since the last one. rank_window: rank 0 from the hook, in the same time."""
         wall_s = max(0.0, now_s - self.start_s)
         previous_step = self.step if self._window_step is None else self._window_step
         steps = max(0, self.step - previous_step)
@@ -81,7 +80,7 @@ class ProgressWindows:
             phases["input_wait"] = unattributed_s * self._input_wait_fraction
             phases["unattributed"] = unattributed_s - phases["input_wait"]
         step, lr = self.step, self._lr
-        if rank_window is not None and rank_window.step:  # it counts each step, the output perhaps every hundredth
+        if rank_window is not None and rank_window.step:  # counts each step; the output may show every hundredth
             if self._hook_step_offset is None and self._window_step is not None:
                 self._hook_step_offset = (
                     self.step - rank_window.step if self.step - rank_window.step > MAX_FIRST_STEP else 0
@@ -90,38 +89,44 @@ class ProgressWindows:
             num_images = rank_window.num_images or num_images
             lr = rank_window.lr if lr is None else lr
         step_window = StepWindow(
-            t=now_s, attempt=self.attempt, step=step, window_steps=steps, num_images=num_images, wall_s=wall_s, devices=devices,
+            t=now_s,
+            attempt=self.attempt,
+            step=step,
+            window_steps=steps,
+            num_images=num_images,
+            wall_s=wall_s,
+            devices=devices,
             phases={name: seconds for name, seconds in phases.items() if seconds > 0},
             losses={name: sum(values) / len(values) for name, values in self._losses.items()},
-            lr=lr, grad_norm=self._grad_norm, thread_cpu_s={} if rank_window is None else rank_window.thread_cpu_s,
-        )  # fmt: skip
+            lr=lr,
+            grad_norm=self._grad_norm,
+            thread_cpu_s={} if rank_window is None else rank_window.thread_cpu_s,
+        )
         self.start_s, self._window_step = now_s, self.step
         self._losses, self._grad_norm, self._img_per_s = {}, None, None
         return step_window
 
     def _update_step(self, progress: Progress) -> None:
-        bar_done = (
-            self._bar_total_steps is None or self._shown_step == self._total_steps
-        )  # a bar within a training is of an evaluation
+        # a bar during a training is one of evaluation
+        bar_done = self._bar_total_steps is None or self._shown_step == self._total_steps
         if progress.losses and self._bar is not None and progress.step is None and bar_done:
-            # a dict behind a bare bar: it trains
+            # a dict with a loss after a bare bar: it is training
             progress = dataclasses.replace(progress, step=self._bar.step, total_steps=self._bar.total_steps)
             self._bar_total_steps, self._bar = progress.total_steps, None
         epoch, shown_step = progress.epoch, progress.step
         if epoch is not None and self._epoch is not None and epoch == self._epoch - 1:
-            return  # a slower process of the job still speaks of the epoch before
+            return  # a slower process of the job is still in the previous epoch
         restarts = epoch is not None and self._epoch is not None and epoch != self._epoch
         self._epoch = self._epoch if epoch is None else epoch
         if shown_step is not None and not restarts:
-            # without an epoch, a counter that was full or falls far begins anew; a slower process falls by a little
+            # without an epoch, a counter that was full or falls far has restarted; a slower process falls by little
             restarts = (
                 epoch is None
                 and shown_step < self._shown_step
                 and (self._shown_step == self._total_steps or shown_step * 2 < self._shown_step)
             )
-        if restarts and (
-            shown_step is None or shown_step <= self._shown_step
-        ):  # else the count runs on through the epochs
+        # a larger counter in a new epoch: the count continues through the epochs
+        if restarts and (shown_step is None or shown_step <= self._shown_step):
             self._step_offset += max(self._shown_step, self._total_steps or 0) if self._shown_step else 0
             self._shown_step = 0
         if shown_step is None:

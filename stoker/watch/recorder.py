@@ -1,8 +1,8 @@
-"""The records of a watched job: an ordinary run folder, from what driver, kernel and the job's output say (tier 0).
+"""Writes the run folder of a watched job from the driver, the kernel and the job's output (data source 0).
 
-A thread follows output.log, which the keeper writes, so that nothing here can hold up the job. Not here: starting the
-job and its end (`watch.py`), a job that runs already (`attach.py`), its stacks (`stacks.py`), its processes
-(`processes.py`), what lines mean (`output.py`), what they add up to (`progress_windows.py`).
+A thread follows output.log, which the output relay writes, so that nothing here can delay the job. Neighbors: starting
+the job and its end (`watch.py`), a running job (`attach.py`), stacks (`stacks.py`), processes (`processes.py`), parsing
+lines (`output.py`), windows (`progress_windows.py`).
 """
 
 import contextlib
@@ -20,15 +20,7 @@ from stoker.errors import writing
 from stoker.profiling.telemetry.environment import describe_job, mask_argv
 from stoker.profiling.telemetry.kernel_log import read_kernel_lines
 from stoker.profiling.telemetry.sampler import TelemetrySampler
-from stoker.runs.records import (
-    ENVIRONMENT,
-    OUTPUT,
-    RANKS,
-    STEPS,
-    RunFolder,
-    make_run,
-    recording,
-)
+from stoker.runs.records import ENVIRONMENT, OUTPUT, RANKS, STEPS, RunFolder, make_run, recording
 from stoker.runs.schemas import StepWindow
 from stoker.watch import stacks
 from stoker.watch.hook_reader import HookReader, RankWindow
@@ -45,19 +37,19 @@ DEFAULT_COVERAGE = {
     STACKS_SOURCE: stacks.RECORDED,
     HOOK_SOURCE: "not recorded: no process of the job has trained so far",
 }
-"""What is known of a watched job, by how it was learned; an event of the run has it. What turns out not to be recorded
-is said by another event, with all of them."""
+"""Data source of a watched job → status, written in the first event of the run. A change is another event, with the
+status of all sources."""
 
 POLL_INTERVAL_S, MIN_WINDOW_S, MAX_IDLE_WINDOW_S = 0.25, 1.0, 10.0
-"""How often the output is looked at; the least length of a window, and of one in which the job said nothing."""
+"""Interval of polling the output; minimum length of a window, and of one without progress."""
 PROCESS_POLL_S = 2.0
-"""How often its processes and their open files are looked at."""
+"""Interval of polling its processes and their open files."""
 CHECKSUM_BYTES = 4096
-"""Of output.log, whose checksum tells at which file an attempt began when it has got another name meanwhile."""
+"""A checksum of the first bytes of output.log identifies the file in which an attempt began, after a rename."""
 MAX_KERNEL_LINES, MAX_PIDS = 50, 256
-"""Lines of the kernel's log and numbers of processes that the event of the end has at most."""
+"""Maximum lines of the kernel log and PIDs in the last event."""
 EMPTY_INPUT_WARNING_S = 30.0
-"""Time without a step or a line after which a job that reads an empty file is said to spin."""
+"""After this time without output, a job that reads an empty file gets a warning."""
 
 
 @contextlib.contextmanager
@@ -69,15 +61,14 @@ def open_run_folder(
     environment: Mapping[str, Any] | None = None,
     **data: Any,
 ) -> Iterator[tuple[RunFolder, int]]:
-    """(the run's folder, ready to write; the descriptor that holds its lock). run: None: runs/watch-NAME-N.
+    """(the run folder, ready to write; the descriptor that holds its lock). run: None: runs/watch-NAME-N.
 
-    environment: of the job; default: of one that is started from here. data: more for the event that begins the
-    attempt. Raises UsageError when the folder is that of a training or of a living job; StorageError when it cannot be
-    written.
+    environment: of the job; default: of a job that this process starts. data: for the event that begins the attempt.
+    Raises UsageError if the folder belongs to a training or a live job; StorageError if it cannot be written.
     """
     path = _make_run_dir(command) if run is None else Path(run).expanduser()
     command_text = " ".join(mask_argv(command))
-    fix = "name another folder: --run-dir DIR"
+    fix = "give another folder: --run-dir DIR"
     described = describe_job(command) if environment is None else dict(environment)
     output_position = _output_position(path / OUTPUT)
     with recording(
@@ -87,7 +78,7 @@ def open_run_folder(
 
 
 def _output_position(log: Path) -> dict[str, int]:
-    """Where this attempt's part of output.log begins, and by which beginning that file is known."""
+    """Where this attempt begins in output.log, and the checksum that identifies that file."""
     size = log.stat().st_size if log.exists() else 0
     if not size:
         return {"output_offset": 0}
@@ -96,13 +87,13 @@ def _output_position(log: Path) -> dict[str, int]:
 
 
 def _make_run_dir(command: list[str]) -> Path:
-    """runs/watch-NAME-N, which is made."""
-    with writing("The run's folder cannot be made.", RUNS_DIR, fix="name another folder: --run-dir DIR"):
+    """Creates runs/watch-NAME-N."""
+    with writing("The run folder cannot be created.", RUNS_DIR, fix="give another folder: --run-dir DIR"):
         return make_run(RUNS_DIR, f"watch-{job_name(command)}")
 
 
 def job_name(command: list[str]) -> str:
-    """A short name: of the Python script or module, else of the program."""
+    """A short name: the Python script or module, else the program."""
     args = command[1:]
     for i, arg in enumerate(args):
         if arg == "-m" and i + 1 < len(args):
@@ -117,18 +108,18 @@ def _name(text: str) -> str:
 
 
 class OutputSource(Protocol):
-    """Where the job's output comes from."""
+    """The job's output."""
 
     def read(self) -> Iterator[bytes]:
-        """What came since the last time."""
+        """The data since the last call."""
         ...
 
 
 class Recorder:
-    """Writes what is seen of a job into its run's folder.
+    """Records a job in its run folder.
 
-    output: of the job; default: what the keeper writes into output.log. cells: the folder of the hook's (`inside.py`);
-    None: the job has no hook.
+    output: of the job; default: output.log, which the relay writes. hook_dir: folder of the hook's state files
+    (`hook_reader.py`); None: the job has no hook.
     """
 
     def __init__(
@@ -149,11 +140,11 @@ class Recorder:
         self._processes: JobProcesses | None = None
         self._hook_dir = hook_dir
         log = folder.path / OUTPUT
-        self._output = output or LogTail(log, log.stat().st_size if log.exists() else 0)  # an attempt before wrote that
+        self._output = output or LogTail(log, log.stat().st_size if log.exists() else 0)  # earlier attempts wrote that
 
     @contextlib.contextmanager
     def following(self, job: int) -> Iterator[None]:
-        """Inside, the job is looked at: its output four times a second, driver and kernel once, its processes and
+        """Records the job inside the block: its output four times a second, driver and kernel once, its processes and
         stacks every few seconds."""
         thread = threading.Thread(target=self._thread_main, name="recorder", daemon=True)
         self._processes = JobProcesses(job)
@@ -167,17 +158,17 @@ class Recorder:
                 yield
             finally:
                 self._stop.set()
-                thread.join(5.0)  # one that hangs in a storage that went away is left behind
+                thread.join(5.0)  # a thread that hangs in a storage is abandoned
 
     def set_coverage(self, source: str, status: str) -> None:
-        """What is known now of a way to learn about the job. From any thread."""
+        """Sets the status of a data source. From any thread."""
         with self._coverage_lock:
             if self._coverage.get(source) != status:
                 self._coverage[source] = status
                 self._folder.event("info", f"{source}: {status}", coverage=dict(self._coverage))
 
     def write_end(self, code: int | None) -> None:
-        """code: as of `subprocess`, the negative number of a signal; None: the kernel did not tell."""
+        """code: as in `subprocess`, negative for a signal; None: not known."""
         data = self._termination_context()
         if code is None:
             self._folder.event("finished", f"{self._name} ended; its exit code is not known", exit_code=None, **data)
@@ -189,8 +180,8 @@ class Recorder:
         self._folder.event("finished" if code == 0 else "failed", f"{self._name} {outcome}", **data)
 
     def write_detached(self) -> None:
-        """The job lives on, and is looked at no more."""
-        self._folder.event("info", f"{self._name} is watched no more; it lives on")
+        """The job is still running; the recording ends."""
+        self._folder.event("info", f"{self._name} is no longer watched; it is still running")
 
     def write_start_failure(self, error: OSError, exit_code: int) -> None:
         self._folder.event("failed", f"{self._name} did not start: {error.strerror}", exit_code=exit_code)
@@ -199,7 +190,7 @@ class Recorder:
         self.set_coverage(STACKS_SOURCE, reason)
 
     def _termination_context(self) -> dict[str, Any]:
-        """What was seen of its processes and what the kernel said meanwhile; what nobody told is absent."""
+        """Facts of its processes and lines of the kernel log; what is not available is absent."""
         if self._processes is None:
             return {}
         data: dict[str, Any] = {}
@@ -217,7 +208,7 @@ class Recorder:
     def _thread_main(self) -> None:
         try:
             self._record_until_stopped()
-        except Exception as error:  # noqa: BLE001 (the job goes on, and the run says that its steps are not recorded)
+        except Exception as error:  # noqa: BLE001 (the job goes on, and an event says that its steps are not recorded)
             self._folder.event("warning", f"steps.jsonl ends here: {type(error).__name__}: {error}")
 
     def _record_until_stopped(self) -> None:
@@ -227,13 +218,8 @@ class Recorder:
         hook_reader = (
             HookReader(self._hook_dir, devices=devices, now_s=time.monotonic()) if self._hook_dir is not None else None
         )
-        lines, parser, non_finite_reported, empty_input_reported, workers_reported = (
-            LineSplitter(),
-            ProgressParser(),
-            False,
-            False,
-            False,
-        )
+        lines, parser = LineSplitter(), ProgressParser()
+        non_finite_reported = empty_input_reported = workers_reported = False
         next_process_poll_s = last_output_s = time.monotonic()
         while True:
             stopping = self._stop.wait(POLL_INTERVAL_S)
@@ -244,7 +230,7 @@ class Recorder:
                 _feed_lines(windows, parser, lines.feed(b"", final=True))
             if windows.non_finite_loss is not None and not non_finite_reported:
                 non_finite_reported = True
-                text = f"the job says that {windows.non_finite_loss}"
+                text = f"the job printed that {windows.non_finite_loss}"
                 self._folder.event("warning", text, step=windows.step, not_finite=windows.non_finite_loss)
             if self._processes is not None and time.monotonic() >= next_process_poll_s and not stopping:
                 self._processes.poll()
@@ -252,7 +238,9 @@ class Recorder:
                 empty = self._processes.empty_inputs()
                 if empty and not empty_input_reported and time.monotonic() - last_output_s > EMPTY_INPUT_WARNING_S:
                     empty_input_reported = True
-                    text = f"the job has said nothing for {EMPTY_INPUT_WARNING_S:.0f} s and reads {empty[0]}, a file of zero bytes"
+                    text = (
+                        f"no output for {EMPTY_INPUT_WARNING_S:.0f} s; the job reads {empty[0]}, a file of zero bytes"
+                    )
                     self._folder.event("warning", text, empty_inputs=empty)
             if hook_reader is not None:
                 hook_reader.poll()
@@ -271,7 +259,7 @@ class Recorder:
                 return
 
     def _write_windows(self, windows: ProgressWindows, now_s: float, hook_reader: HookReader | None) -> None:
-        """A window: rank 0's, and beside it those of the job's other processes."""
+        """Writes the window of rank 0, and those of the other ranks."""
         rank_windows = (
             [] if hook_reader is None else hook_reader.next_windows(time.monotonic(), now_s - windows.start_s)
         )
@@ -284,11 +272,19 @@ class Recorder:
 
 
 def _make_step_window(rank_window: RankWindow, rank0_window: StepWindow) -> StepWindow:
-    """Of another rank, in the same time as rank 0's."""
+    """A window of another rank, in the same time as that of rank 0."""
     return StepWindow(
-        t=rank0_window.t, attempt=rank0_window.attempt, step=rank_window.step, window_steps=rank_window.steps, num_images=rank_window.num_images, wall_s=rank0_window.wall_s,
-        devices=rank_window.devices, phases=rank_window.phases, lr=rank_window.lr, thread_cpu_s=rank_window.thread_cpu_s,
-    )  # fmt: skip
+        t=rank0_window.t,
+        attempt=rank0_window.attempt,
+        step=rank_window.step,
+        window_steps=rank_window.steps,
+        num_images=rank_window.num_images,
+        wall_s=rank0_window.wall_s,
+        devices=rank_window.devices,
+        phases=rank_window.phases,
+        lr=rank_window.lr,
+        thread_cpu_s=rank_window.thread_cpu_s,
+    )
 
 
 def _feed_lines(windows: ProgressWindows, parser: ProgressParser, lines: list[str]) -> None:
@@ -298,7 +294,7 @@ def _feed_lines(windows: ProgressWindows, parser: ProgressParser, lines: list[st
 
 
 class LogTail:
-    """Reads on in a log that grows, and that is begun anew under the same name when it is long."""
+    """Follows a log that grows and is rotated (a new file with the same name)."""
 
     def __init__(self, path: Path, start: int) -> None:
         self._path = path
@@ -306,7 +302,7 @@ class LogTail:
         self._file: BinaryIO | None = None
 
     def read(self) -> Iterator[bytes]:
-        """What came since the last time."""
+        """The data since the last call."""
         while True:
             if self._file is None:
                 if not self._path.exists():
@@ -314,7 +310,7 @@ class LogTail:
                 self._file = self._path.open("rb")
                 self._file.seek(self._start)
                 self._start = 0
-            rotated = self._is_rotated(self._file)  # asked first: then all that came before is in the old one
+            rotated = self._is_rotated(self._file)  # checked first: then all earlier data is in the old file
             while data := self._file.read(65536):
                 yield data
             if not rotated:

@@ -1,8 +1,8 @@
-"""Tier 1 of a watched job: where its threads are, by samples of their Python stacks, into stacks.jsonl.
+"""Samples the Python stacks of a watched job into stacks.jsonl (data source 1).
 
-py-spy reads the stacks from outside, without stopping the job, and also of one that is stopped. A sample costs some
-20 ms of a processor, none of the job's; samples are taken so seldom that this stays below COST_MOST of a core. What a
-stack means is `frames.py`. What cannot be read is said once, with the reason.
+py-spy reads the stacks from outside, without stopping the job, also if the job is stopped. A sample takes some 20 ms of
+a CPU, none of the job's; samples are so rare that this stays below MAX_CPU_FRACTION of a core. `frames.py` classifies a
+stack. If stacks cannot be read, the reason is reported once.
 """
 
 import collections
@@ -21,6 +21,7 @@ from typing import Self
 
 import msgspec
 
+from stoker.profiling.telemetry.processes import list_process_tree
 from stoker.profiling.telemetry.sampler import TelemetrySampler
 from stoker.runs.records import RANKS, STACKS, RunFolder
 from stoker.runs.schemas import StackWindow
@@ -28,38 +29,37 @@ from stoker.watch import processes
 from stoker.watch.frames import HELPER, Frame, classify, innermost_job_frame
 
 WINDOW_S = 10.0
-"""Time that a line covers."""
+"""Time of a line."""
 SAMPLE_INTERVAL_S, IDLE_SAMPLE_INTERVAL_S, STARTUP_SAMPLE_INTERVAL_S = 2.0, 1.0, 0.8
-"""From sample to sample of a process; the shorter ones while the GPUs idle, when there is something to explain, and in
-the first YOUNG_S, when few samples would be all that is known. Samples are taken of busy times too: a share is of all
-the time."""
+"""Time between samples of a process: normally, while the GPUs are idle (there is something to explain), and in the
+first STARTUP_S (there are few samples). Busy times are sampled too, because fractions are of all the time."""
 STARTUP_S = 120.0
 IDLE_UTILIZATION = 0.5
-"""Utilisation of the GPUs, by the driver, below which they count as idle."""
+"""GPUs with a lower mean utilization, by the driver, count as idle."""
 MAX_CPU_FRACTION = 0.025
-"""Share of a core that sampling may take: with more processes, or slower samples, each is sampled more seldom."""
+"""Fraction of a core that sampling may take: with more processes, or slower samples, the intervals are longer."""
 MAX_PROCESSES = 8
-"""Python processes that are sampled, the busiest ones. Of a loader's worker or a launcher one sample is enough."""
+"""The busiest Python processes are sampled. Of a loader worker or a launcher one sample is enough."""
 HELPER_RECHECK_POLLS = 12
-"""Looks after which these are asked once more."""
+"""Polls after which these are sampled again."""
 MAX_FRAMES = 5
 PROCESS_POLL_S = 0.5
-"""Time between looks for the first Python process of a job; then once in a window."""
+"""Time between polls for the first Python process of a job; then once in a window."""
 MAX_FAILURES = 5
-"""Failed samples of a process in a row after which it is left alone until the next look."""
+"""Failed samples of a process in a row, after which it is skipped until the next poll."""
 DUMP_TIMEOUT_S = 10.0
 
 RECORDED = "sampled by py-spy, from outside the job"
 
 
 def find_py_spy() -> str | None:
-    """py-spy's, beside this Python or on the path; None: it is not installed."""
+    """The path of py-spy, next to this Python or on PATH; None: not installed."""
     sibling = Path(sys.executable).with_name("py-spy")
     return str(sibling) if sibling.exists() else shutil.which("py-spy")
 
 
 class NotReadable(Exception):
-    """py-spy gave no stack. The text is its reason; `forbidden`: it never will."""
+    """py-spy returned no stack. The text is the reason; `forbidden`: it never will."""
 
     def __init__(self, reason: str, *, forbidden: bool = False) -> None:
         super().__init__(reason)
@@ -67,7 +67,7 @@ class NotReadable(Exception):
 
 
 class _PySpyFrame(msgspec.Struct):
-    """A frame in py-spy's JSON."""
+    """A frame in the JSON of py-spy."""
 
     name: str
     filename: str
@@ -75,7 +75,7 @@ class _PySpyFrame(msgspec.Struct):
 
 
 class _PySpyThread(msgspec.Struct):
-    """A thread in it."""
+    """A thread in the JSON of py-spy."""
 
     pid: int
     active: bool
@@ -88,7 +88,7 @@ _DECODER = msgspec.json.Decoder(list[_PySpyThread])
 
 
 def dump_stacks(pid: int, py_spy: str) -> list[_PySpyThread]:
-    """The stacks of a process now. Raises NotReadable."""
+    """The current stacks of a process. Raises NotReadable."""
     command = [py_spy, "dump", "--nonblocking", "--json", "--pid", str(pid)]
     env = {"PATH": os.environ.get("PATH", ""), "LANG": "C", "RUST_BACKTRACE": "0"}
     try:
@@ -97,18 +97,18 @@ def dump_stacks(pid: int, py_spy: str) -> list[_PySpyThread]:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NotReadable(f"py-spy: {error}") from error
-    try:  # its exit code may be gone: whoever watches the job waits for all children
+    try:  # not its exit code: the watcher may have reaped it
         return _DECODER.decode(result.stdout)
     except msgspec.DecodeError as error:
         reason = result.stderr.decode(errors="replace").strip().partition("\n")[0]
         forbidden = "ermission" in reason or "not permitted" in reason
         if forbidden:
             reason = f"reading another process is not permitted here ({_explain_forbidden(pid)})"
-        raise NotReadable(reason or "py-spy said nothing", forbidden=forbidden) from error
+        raise NotReadable(reason or "py-spy printed nothing", forbidden=forbidden) from error
 
 
 def _explain_forbidden(pid: int) -> str:
-    """What the kernel's rule is (ptrace(2), access mode checking)."""
+    """The rule of the kernel that applies (ptrace(2), access mode checking)."""
     try:
         owner = (processes.PROC / str(pid)).stat().st_uid
     except OSError:  # it ended
@@ -116,14 +116,15 @@ def _explain_forbidden(pid: int) -> str:
     if owner != os.geteuid() != 0:
         return "the process belongs to another user"
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
-    if scope.exists() and scope.read_text().strip() != "0":
-        return f"kernel.yama.ptrace_scope is {scope.read_text().strip()}; 0, root or CAP_SYS_PTRACE would do"
-    return "a container needs CAP_SYS_PTRACE for that: docker run --cap-add SYS_PTRACE"
+    value = scope.read_text().strip() if scope.exists() else "0"
+    if value != "0":
+        return f"kernel.yama.ptrace_scope is {value}; set it to 0, or run as root or with CAP_SYS_PTRACE"
+    return "a container needs CAP_SYS_PTRACE: docker run --cap-add SYS_PTRACE"
 
 
 @dataclasses.dataclass
 class _StackSamples:
-    """Samples of one process since the line before. `trains`: it was seen doing something else than helping."""
+    """Samples of one process since the last line. is_training: a sample was not of a helper process."""
 
     pid: int
     rank: int
@@ -137,10 +138,10 @@ class _StackSamples:
     frames: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     def add(self, threads: list[_PySpyThread]) -> bool:
-        """Whether it may train: False of a helper."""
+        """Adds a sample; False if the process is a helper."""
         main_thread = next((t for t in threads if t.os_thread_id == self.pid or t.thread_name == "MainThread"), None)
         if main_thread is None:
-            return True  # it begins or ends
+            return True  # it is starting or ending
         stack = [Frame(frame.name, self._absolute_path(frame.filename), frame.line) for frame in main_thread.frames]
         kind = classify(stack, active=main_thread.active)
         if kind == HELPER and not self.is_training:
@@ -154,7 +155,7 @@ class _StackSamples:
         return True
 
     def make_window(self, now_s: float, attempt: int) -> StackWindow:
-        """Of the samples; it begins the next window."""
+        """The window of the samples; starts the next one."""
         window = StackWindow(
             t=now_s, attempt=attempt, pid=self.pid, wall_s=max(0.0, now_s - self.start_s), samples=self.samples,
             main_thread={kind: count / self.samples for kind, count in self.main_thread.most_common()},
@@ -167,15 +168,15 @@ class _StackSamples:
         return window
 
     def _absolute_path(self, file: str) -> str:
-        """Older Pythons keep the name as it was given."""
+        """Older Pythons keep relative file names."""
         return file if file.startswith(("/", "<")) or not self.cwd else os.path.join(self.cwd, file)
 
 
 class StackSampler:
     """Samples a job's Python processes inside a `with` block, in a thread.
 
-    pid: the root of the job; tell: called once, with the reason, when this tier is not recorded; witness: says whether
-    the GPUs idle.
+    pid: the root of the job; on_unavailable: called once, with the reason, if stacks are not recorded; telemetry: for
+    the utilization of the GPUs.
     """
 
     def __init__(
@@ -202,12 +203,12 @@ class StackSampler:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop.set()
-        self._thread.join(5.0)  # one that hangs is left behind
+        self._thread.join(5.0)  # a thread that hangs is abandoned
 
     def _thread_main(self) -> None:
         try:
             self._sample_until_stopped()
-        except Exception as error:  # noqa: BLE001 (the job goes on, and the run says so)
+        except Exception as error:  # noqa: BLE001 (the job goes on, and an event says so)
             self._on_unavailable(f"not recorded from here on: {type(error).__name__}: {error}")
 
     def _sample_until_stopped(self) -> None:
@@ -233,7 +234,7 @@ class StackSampler:
             try:
                 if not window.add(dump_stacks(window.pid, py_spy)):
                     self._helpers.add(queue.pop())
-                    next_poll_s = next_poll_s if queue else now_s + PROCESS_POLL_S  # all places were taken by helpers
+                    next_poll_s = next_poll_s if queue else now_s + PROCESS_POLL_S  # only helpers were sampled
                 window.failures = 0
                 self._any_sampled = True
             except NotReadable as error:
@@ -244,7 +245,7 @@ class StackSampler:
                     return
                 if window.failures >= MAX_FAILURES or not queue[-1].is_alive():
                     queue.pop()
-            cost_s = max(cost_s * 0.9, _children_cpu_s() - cpu_before_s)  # falls slowly after one that was dear
+            cost_s = max(cost_s * 0.9, _children_cpu_s() - cpu_before_s)  # decreases slowly after a costly sample
             interval_s = IDLE_SAMPLE_INTERVAL_S if self._gpus_are_idle() else SAMPLE_INTERVAL_S
             interval_s = min(interval_s, STARTUP_SAMPLE_INTERVAL_S) if now_s - start_s < STARTUP_S else interval_s
             wait_s = max(interval_s / max(1, len(queue)), min(cost_s, 1.0) / MAX_CPU_FRACTION)
@@ -253,19 +254,19 @@ class StackSampler:
             self._on_unavailable(f"not recorded: {last_failure}")
 
     def _busiest_processes(self) -> list[processes.Process]:
-        """The busiest Python processes since the last look. Windows of those that are gone stay, to be written."""
+        """The busiest Python processes since the last poll. Windows of ended processes are kept until they are
+        written."""
         self._num_polls += 1
-        if self._num_polls % HELPER_RECHECK_POLLS == 0:  # a launcher may have begun to train
+        if self._num_polls % HELPER_RECHECK_POLLS == 0:  # a launcher may train now
             self._helpers.clear()
         cpu_ticks: dict[processes.Process, int] = {}
-        for pid in processes.list_process_tree(self._pid):
+        for pid in list_process_tree(self._pid, limit=processes.MAX_PROCESSES):
             status = processes.read_status(pid)
             if status is None or status.state in "ZX":
                 continue
             process = processes.Process(pid, status.start_ticks)
-            if process not in self._is_python or not self._cpu_ticks.get(
-                process
-            ):  # it may have become another program since
+            # a process without CPU time may have called exec since
+            if process not in self._is_python or not self._cpu_ticks.get(process):
                 self._is_python[process] = processes.is_python(pid)
             if self._is_python[process]:
                 cpu_ticks[process] = status.cpu_ticks
@@ -283,7 +284,7 @@ class StackSampler:
         return busiest
 
     def _write_windows(self, now_s: float, *, min_s: float) -> None:
-        """Lines of the windows that are long enough."""
+        """Writes the windows that are long enough."""
         for process, window in list(self._windows.items()):
             if now_s - window.start_s < min_s:
                 continue
@@ -297,7 +298,7 @@ class StackSampler:
                 window.start_s = now_s
 
     def _gpus_are_idle(self) -> bool:
-        """Whether the driver says that the GPUs have little to do; without a GPU nobody says so."""
+        """Whether the driver reports low utilization; False without a GPU."""
         sample = self._telemetry.last
         utilizations = (
             [gpu.utilization for gpu in sample.gpus if gpu.utilization is not None] if sample is not None else []
@@ -308,7 +309,7 @@ class StackSampler:
 def _read_cwd(pid: int) -> str:
     try:
         return os.readlink(processes.PROC / str(pid) / "cwd")
-    except OSError:  # it ended, or may not be looked at
+    except OSError:  # it ended, or may not be read
         return ""
 
 

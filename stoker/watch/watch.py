@@ -1,9 +1,9 @@
-"""`stoker watch -- CMD…`: starts the job, passes signals on, waits, and ends as the job ended.
+"""`stoker watch -- CMD…`: starts the job, forwards signals, waits, and ends as the job ended.
 
-The job keeps session, process group, terminal, stdin, directory and environment, but for two variables by which its
-Python processes load the hook (`hook/`, `inside.py`); its stdout and stderr are a pipe of ours, or a terminal of ours
-where they were a terminal. `output_relay.py` empties that, `recorder.py` reads what it writes into output.log.
-Whatever fails in the recording, the job goes on. Linux only: it needs to know who sent a signal.
+The job keeps its session, process group, terminal, stdin, directory and environment, except for two variables that make
+its Python processes load the hook (`hook/`). Its stdout and stderr are pipes, or ptys if they were terminals.
+`output_relay.py` reads them, and `recorder.py` reads output.log. If the recording fails, the job goes on. Linux only:
+it must know which process sent a signal. A job that is already running: `attach.py`.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ from stoker.watch.recorder import DEFAULT_COVERAGE, HOOK_SOURCE, Recorder, open_
 FORWARDED_SIGNALS = frozenset(
     {signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 )
-"""Those that a job is asked things by."""
+"""Signals that control a job."""
 
 PYTHON_IGNORED_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ)
-"""Python ignores these in itself; a job that a shell starts does not."""
+"""Python ignores these; a job that a shell starts does not."""
 
 DRAIN_S = 1.0
-"""When the log has not grown for so long after the job's end, a process that the job left behind holds its output."""
+"""If the log has not grown for this time after the job's end, a process that outlives the job holds its output."""
 
 
 def watch(
@@ -44,15 +44,14 @@ def watch(
     hook: bool = True,
     monitor: MonitoringOptions = MonitoringOptions(),  # noqa: B008
 ) -> int:
-    """Runs a job to its end and returns its exit code; where a signal ended it, ends this process by the same one.
+    """Runs a job to its end and returns its exit code; if a signal ended it, ends this process by the same signal.
 
-    run: folder of the run; default runs/watch-NAME-N. hook: whether its Python processes are timed from the inside.
-    monitor: who is told of what meanwhile. A program that does not start is 127 (not found) or 126, as in a shell.
-    Raises UsageError, ConfigError, StorageError when the run's folder or what is asked for cannot be had: the job is
-    not started then.
+    run: run folder; default runs/watch-NAME-N. hook: whether its Python processes load the hook. monitor: alerts and
+    metrics. The exit code of a program that does not start is 127 (not found) or 126, as in a shell. Raises UsageError,
+    ConfigError, StorageError if the arguments or the run folder cannot be used: then the job is not started.
     """
     if not sys.platform.startswith("linux"):
-        raise UsageError("`stoker watch` runs on Linux only.", cause="it needs to know who sent a signal")
+        raise UsageError("`stoker watch` runs on Linux only.", cause="it must know which process sent a signal")
     if not command:
         raise UsageError("Which job should be watched?", fix="stoker watch -- python train.py")
     monitor.validate()
@@ -66,8 +65,8 @@ def watch(
         recorder = Recorder(folder, command, coverage=coverage, hook_dir=hook_dir)
         environment = dict(os.environ) if hook_dir is None else add_hook_env(os.environ, hook_dir)
         if hook and hook_dir is None:
-            recorder.set_coverage(HOOK_SOURCE, "not recorded: there is no room for a few kilobytes in /dev/shm or /tmp")
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it was ignored, nobody could be waited for
+            recorder.set_coverage(HOOK_SOURCE, "not recorded: no space for a few kilobytes in /dev/shm or /tmp")
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, waitpid does not work
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED_SIGNALS | {signal.SIGCHLD})
         streams = _streams()
         done_fd, done_write_fd = os.pipe()
@@ -77,10 +76,8 @@ def watch(
                 _start_relay(source, targets[0], log, lock, done_write_fd)
             os.close(done_write_fd)
             if any(not os.read(done_fd, 1) for _ in streams):
-                raise StorageError(
-                    "The process that carries the job's output did not start.", location=output_relay.__file__
-                )
-            # after the mask: its threads are not to take signals that are for the job
+                raise StorageError("The relay of the job's output did not start.", location=output_relay.__file__)
+            # after the mask: its threads must not take signals that are for the job
             stack.enter_context(monitoring(folder, monitor, stop=lambda: _terminate_job(job_pids)))
             try:
                 job_pid = _start_job(command, streams, mask, environment)
@@ -101,7 +98,7 @@ def watch(
         code = os.waitstatus_to_exitcode(status)
         recorder.write_end(code)
         stack.close()
-        if os.isatty(2):  # elsewhere nothing is added to what the job says
+        if os.isatty(2):  # otherwise the output is only the job's
             print(
                 f"stoker watch: {'done' if code == 0 else _describe_exit(code)}; `stoker why {folder.path}`",
                 file=sys.stderr,
@@ -112,19 +109,19 @@ def watch(
 
 
 def _terminate_job(job_pids: list[int]) -> None:
-    """As `kill` does; nothing where the job has not started or has ended."""
+    """Sends SIGTERM; does nothing if the job has not started or has ended."""
     for job_pid in job_pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(job_pid, signal.SIGTERM)
 
 
 Stream = tuple[int, int, list[int]]
-"""The end that is read, the one that the job has, and which of 1 and 2 these are for."""
+"""The descriptor to read, the job's descriptor, and which of 1 and 2 they replace."""
 
 
 def _streams() -> list[Stream]:
-    """What the job's stdout and stderr become: one for both where they are the same, so that the order stays. Where
-    they are closed they stay so."""
+    """The job's stdout and stderr: one stream for both if they are the same, to keep the order. Closed ones stay
+    closed."""
     streams: list[tuple[os.stat_result, Stream]] = []
     for target in (1, 2):
         try:
@@ -138,7 +135,7 @@ def _streams() -> list[Stream]:
         if os.isatty(target):
             source, slave = os.openpty()
             attributes = termios.tcgetattr(slave)
-            attributes[1] &= ~termios.OPOST  # the real terminal does that
+            attributes[1] &= ~termios.OPOST  # done by the real terminal
             termios.tcsetattr(slave, termios.TCSANOW, attributes)
             output_relay.sync_terminal_size(source, target)
         else:
@@ -148,7 +145,7 @@ def _streams() -> list[Stream]:
 
 
 def _move_above_reserved_fds(fd: int) -> int:
-    """The descriptor, out of the way of 0 to 4, which children get."""
+    """Moves the descriptor above 0 to 4, which children get."""
     if fd > 4:
         return fd
     new_fd = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 5)
@@ -157,11 +154,11 @@ def _move_above_reserved_fds(fd: int) -> int:
 
 
 def _start_relay(source: int, target: int, log: Path, lock: int, done_write_fd: int) -> None:
-    """Its own interpreter, by vfork: threads and the size of this process do not matter to it."""
+    """In a new interpreter, by vfork: independent of the threads and the size of this process."""
     devnull = os.open(os.devnull, os.O_RDWR)
     child_fds = [_copy_high(fd) for fd in (source, target, devnull, lock, done_write_fd)]
     actions = [(os.POSIX_SPAWN_DUP2, fd, child_fd) for child_fd, fd in enumerate(child_fds)]
-    blocked = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}  # until it ignores them by itself
+    blocked = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}  # until it ignores them
     argv = [sys.executable, "-I", "-S", output_relay.__file__, str(log.absolute())]
     try:
         os.posix_spawn(sys.executable, argv, os.environ, file_actions=actions, setsigmask=blocked)
@@ -171,7 +168,7 @@ def _start_relay(source: int, target: int, log: Path, lock: int, done_write_fd: 
 
 
 def _copy_high(fd: int) -> int:
-    """A copy above all numbers that a child is given, so that no copy overwrites another's source."""
+    """A copy above all descriptors of the child, so that no dup2 overwrites the source of another."""
     return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10)
 
 
@@ -185,22 +182,22 @@ def _start_job(
 
 
 def _wait_for_job(job_pid: int) -> int:
-    """The job's wait status. Signals on the way are passed on, except those of the kernel: what the terminal sends
-    (Ctrl-C, hang-up) the job has got itself, being in the same process group."""
+    """The job's wait status. Forwards signals, except those from the kernel: signals of the terminal (Ctrl-C, hang-up)
+    reach the job directly, since it is in the same process group."""
     while True:
         siginfo = signal.sigwaitinfo(FORWARDED_SIGNALS | {signal.SIGCHLD})
         if siginfo.si_signo == signal.SIGCHLD:
-            pid, status = os.waitpid(job_pid, os.WNOHANG)  # whoever started another child waits for it
+            pid, status = os.waitpid(job_pid, os.WNOHANG)  # other children are waited for elsewhere
             if pid == job_pid:
                 return status
-        elif siginfo.si_code <= 0:  # SI_USER, SI_QUEUE, SI_TKILL: a process sent it
+        elif siginfo.si_code <= 0:  # SI_USER, SI_QUEUE, SI_TKILL: sent by a process
             with contextlib.suppress(ProcessLookupError):
                 os.kill(job_pid, siginfo.si_signo)
 
 
 def _drain_output(done_fd: int, log: Path) -> None:
-    """Waits until the keepers have written all, but not for processes that the job left behind, and not for a slow
-    reader: the keepers serve these alone."""
+    """Waits until the relays have written everything, but not for processes that outlive the job, and not for a slow
+    reader: the relays continue to serve these."""
     size = _file_size(log)
     while not select.select([done_fd], [], [], DRAIN_S)[0]:
         previous_size, size = size, _file_size(log)
@@ -217,7 +214,7 @@ def _describe_exit(code: int) -> str:
 
 
 def _kill_self(signum: int) -> None:
-    """Ends this process by the signal that ended the job, without a core of our own."""
+    """Ends this process by the signal that ended the job, without a core dump."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     signal.signal(signum, signal.SIG_DFL) if signum not in (signal.SIGKILL, signal.SIGSTOP) else None
     sys.stderr.flush()

@@ -169,7 +169,7 @@ def test_ctrl_c_ends_the_watching_and_not_the_job(tmp_path: Path) -> None:
     with when_begun(run, lambda: os.kill(os.getpid(), signal.SIGINT)):
         assert attach(pid, str(run)) == 0
     assert signal.getsignal(signal.SIGINT) is before
-    assert events(run)[-1].text.endswith("is watched no more; it lives on")
+    assert events(run)[-1].text.endswith("is no longer watched; it is still running")
     assert is_held(run) is True
     assert read_termination(run) is None, "it lives"
     assert explain_run(run).state == "running"
@@ -226,8 +226,8 @@ def test_whom_it_refuses() -> None:
         (2**22 + 1, "There is no process 4194305."),
         (thread.native_id, f"There is no process {thread.native_id}."),
         (os.getpid(), "is stoker itself."),
-        (os.getppid(), "is one that stoker was started from."),
-        (child.pid, "has ended already."),
+        (os.getppid(), "is an ancestor of stoker."),
+        (child.pid, "has already ended."),
     ):
         assert pid is not None
         with pytest.raises(UsageError, match=what):
@@ -260,7 +260,7 @@ def test_the_command_records_processors_and_memory_of_the_job(tmp_path: Path) ->
     assert process.wait() == 0
     assert done.returncode == 0
     assert done.stdout == ""
-    assert "Ctrl-C ends that, not the job" in done.stderr
+    assert "Ctrl-C ends the recording, not the job" in done.stderr
     samples = list(read_lines(tmp_path / "run", DEVICES, DeviceSample))
     assert max(sample.rss_bytes or 0 for sample in samples) > 300 * 2**20
     assert max(sample.process_cpu or 0.0 for sample in samples) > 0.2

@@ -185,14 +185,14 @@ def test_ranks_share_the_devices_from_their_first_step_on(tmp_path: Path) -> Non
 
 def test_what_is_missing_is_said_with_its_reason(tmp_path: Path) -> None:
     inside = HookReader(tmp_path, devices=1, now_s=0.0)
-    assert "no Python of the job" in inside.status()
+    assert "no Python process of the job" in inside.status()
     (tmp_path / "loaded").touch()
     assert "has loaded torch or Keras" in inside.status()
     written(tmp_path, cell(), pid=os.getpid())
     inside.poll()
-    assert inside.status() == "not recorded: torch 2 was loaded, and no optimizer has stepped"
+    assert inside.status() == "not recorded: torch 2 was loaded, but no optimizer has stepped"
     (tmp_path / "errors-1").write_text("step: ValueError: x\n")
-    assert inside.status().endswith("; it failed at step: ValueError: x")
+    assert inside.status().endswith("; errors: step: ValueError: x")
     (tmp_path / "half.state").write_bytes(b'{"pid": 1')
     assert read_hook_state(tmp_path / "half.state") is None
 

@@ -25,7 +25,9 @@ REAL = {
     "30/30 ━━━━━━━━━━ 1s 20ms/step - box_loss: 0.0302 - loss: 1.1006": Progress(
         step=30, total_steps=30, step_s=0.02, losses={"box_loss": 0.0302, "total": 1.1006}
     ),
-    "12/30 [==>...........] - ETA: 1s - loss: 1.1 - val_loss: 2.0": Progress(step=12, total_steps=30, losses={"total": 1.1}),
+    "12/30 [==>...........] - ETA: 1s - loss: 1.1 - val_loss: 2.0": Progress(
+        step=12, total_steps=30, losses={"total": 1.1}
+    ),
     "20/20 - 0s - 3ms/step - loss: 0.9181 - mae: 0.8056 - val_loss: 0.1690": Progress(
         step=20, total_steps=20, step_s=0.003, losses={"total": 0.9181}
     ),
@@ -42,9 +44,13 @@ REAL = {
         step=6, total_steps=6, epoch=1, losses={"loss_1": 4.76, "loss_2": 4.702, "loss_3": 4.287}
     ),
     "      1/100      2.61G      1.153      1.398      1.192         81        640:  12%|█▎        | 1/8 [00:04<00:00, "
-    " 1.9it/s]": Progress(step=1, total_steps=8, epoch=1, losses={"loss_1": 1.153, "loss_2": 1.398, "loss_3": 1.192}),
+    " 1.9it/s]": Progress(
+        step=1, total_steps=8, epoch=1, losses={"loss_1": 1.153, "loss_2": 1.398, "loss_3": 1.192}
+    ),
     "        1/2         0G     0.7274     0.6835     0.4313          4         64: 33% ━━━━──────── 2/6 5.0it/s "
-    "0.3s<0.8s": Progress(step=2, total_steps=6, epoch=1, losses={"loss_1": 0.7274, "loss_2": 0.6835, "loss_3": 0.4313}),
+    "0.3s<0.8s": Progress(
+        step=2, total_steps=6, epoch=1, losses={"loss_1": 0.7274, "loss_2": 0.6835, "loss_3": 0.4313}
+    ),
     "Epoch 0:  50%|█████     | 50/100 [00:05<00:05,  9.90it/s, v_num=0, train_loss=0.512]": Progress(
         step=50, total_steps=100, epoch=0, losses={"total": 0.512}
     ),

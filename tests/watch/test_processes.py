@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from stoker.profiling.telemetry.processes import list_process_tree
 from stoker.watch import processes
 from stoker.watch.processes import JobProcesses, Process
 
@@ -29,7 +30,7 @@ def test_a_process_is_known_by_its_start(tmp_path: Path) -> None:
     assert seen is not None
     assert seen.parent_pid == os.getpid()
     assert os.getpid() in processes.list_ancestors(job.pid)
-    assert job.pid in processes.list_process_tree(os.getpid())
+    assert job.pid in list_process_tree(os.getpid())
     assert Process(job.pid, seen.start_ticks).is_alive()
     assert not Process(job.pid, seen.start_ticks + 1).is_alive()
     job.communicate()

@@ -29,7 +29,8 @@ wait_for_input()
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines after a few samples; the cost is measured by hand, and on a shared machine by nothing."""
-    for name, value in (("WINDOW_S", 0.3), ("STARTUP_SAMPLE_INTERVAL_S", 0.02), ("PROCESS_POLL_S", 0.02), ("MAX_CPU_FRACTION", 100.0)):
+    values = {"WINDOW_S": 0.3, "STARTUP_SAMPLE_INTERVAL_S": 0.02, "PROCESS_POLL_S": 0.02, "MAX_CPU_FRACTION": 100.0}
+    for name, value in values.items():
         monkeypatch.setattr(stacks, name, value)
 
 
