@@ -1,5 +1,6 @@
-"""Explains a run: what its records say it lost, why, and what to change.
+"""Explains a run: what its records show that it lost, the cause, and what to change.
 
-`catalogue.py` holds the causes and every threshold as data; `rules.py` the pure functions that look for them. Nothing
-here trains, shows or imports torch: `stoker why` works on any machine that can read the run's folder.
+`causes/` has the causes: the row with its thresholds, and the rule next to it. `catalog.py` lists them, `engine.py`
+runs them, `reader.py` reads the records, `notes.py` has what needs no action, `postmortem.py` explains an end. Nothing
+here trains, prints or imports torch: `stoker why` works on any machine that can read the run folder.
 """

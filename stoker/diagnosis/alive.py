@@ -1,5 +1,5 @@
-"""Whether a run still has a process: by the lock of its folder, which the kernel frees, by its lease in a bucket, or,
-of a job that ran before it was watched, by the number of its process."""
+"""Whether a run still has a process: by the lock of its folder, which the kernel releases; by its lease in a bucket;
+or, for a job that `stoker watch --pid` was attached to, by its process id."""
 
 import contextlib
 from pathlib import Path
@@ -14,16 +14,19 @@ if TYPE_CHECKING:
 
 
 def is_held(run_dir: Path) -> bool | None:
-    """Whether a living process of this machine trains the run; None where the lock cannot be tried."""
+    """Whether a process of this machine trains the run; None if the lock cannot be tried."""
     if not (run_dir / ".lock").exists():
         return False
-    with contextlib.suppress(OSError), locked(run_dir) as acquired:  # a read-only copy of a run, or no locks there
+    with (
+        contextlib.suppress(OSError),
+        locked(run_dir) as acquired,
+    ):  # a read-only copy of a run, or a file system without locks
         return not acquired or _attached_job_is_running(run_dir)
     return None
 
 
 def lease_holder(run_dir: Path) -> "LeaseHolder | None":
-    """Who trains a run in a bucket, or did within the time of a lease; from the copy of its lease."""
+    """Who trains a run in a bucket, or did so within the duration of a lease; from the copy of its lease."""
     if not (run_dir / LEASE_FILE).exists():
         return None
     from stoker.storage.lease import read_lease_file  # loads obstore, which folders do not need
@@ -33,16 +36,19 @@ def lease_holder(run_dir: Path) -> "LeaseHolder | None":
 
 
 def boot_id() -> str:
-    """Of this boot of this machine; empty where the kernel has none."""
+    """The id of this boot of this machine; empty if the kernel has none."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text().strip() if path.exists() else ""
 
 
 def _attached_job_is_running(run_dir: Path) -> bool:
-    """Whether the job that `stoker watch --pid` was attached to lives on, and is watched no more. A process is known by
-    its number, its start and the boot: numbers are given again."""
-    job_entries = [event.data["job"] for event in read_lines(run_dir, EVENTS, Event) if event.kind in ("started", "resumed")
-             and "job" in event.data]  # fmt: skip
+    """Whether the job that `stoker watch --pid` was attached to still runs, without being watched. A process is
+    identified by its pid, its start and the boot, since pids are reused."""
+    job_entries = [
+        event.data["job"]
+        for event in read_lines(run_dir, EVENTS, Event)
+        if event.kind in ("started", "resumed") and "job" in event.data
+    ]
     if not job_entries or job_entries[-1].get("boot") != boot_id():
         return False
     try:

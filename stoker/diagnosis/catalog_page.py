@@ -1,45 +1,47 @@
-"""docs/verdicts.md, of the catalogue and the ways to die: `python -m stoker.diagnosis.verdicts > docs/verdicts.md`.
+"""Generates docs/causes.md from the catalog and the failures: `python -m stoker.diagnosis.catalog_page >
+docs/causes.md`.
 
-For people: every verdict that `stoker why` can give, what it rests on, and what to do. A test holds the file to this.
+The page lists every finding that `stoker why` can give, its evidence and its fix. A test compares the file with this.
 """
 
 from collections.abc import Iterator
 
 from stoker.diagnosis.catalog import CATALOG, catalog_hash
-from stoker.diagnosis.causes.cause import COMMON_THRESHOLDS, REASONS, Cause
+from stoker.diagnosis.causes.cause import COMMON_THRESHOLDS, REASONS, Cause, Threshold
 from stoker.diagnosis.failure_signatures import FAILURE_SIGNATURES, FailureSignature
+from stoker.diagnosis.notes import NOTES, NoteKind
 
 _PATTERN_ORIGINS = {
-    "R": "seen from a job made to die so",
-    "B": "it stands in an installed library",
+    "R": "seen in a job that was made to fail so",
+    "B": "in the source of an installed library",
     "I": "in public issue threads",
 }
 
 
-def render_verdicts() -> str:
-    """The page."""
+def render_page() -> str:
     return "\n".join(_page_lines()) + "\n"
 
 
 def _page_lines() -> Iterator[str]:
     causes, failures = list(CATALOG.values()), list(FAILURE_SIGNATURES.values())
-    yield "# Verdicts"
+    yield "# Causes"
     yield ""
     yield (
-        f"What `stoker why` can say of a run: {len(causes)} causes of lost time, lost quality or a death to come, and "
-        f"{len(failures)} ways to end. Made of `stoker/diagnose/causes/` and `stoker/diagnosis/failure_signatures.py` by "
-        "`python -m stoker.diagnosis.verdicts > docs/verdicts.md`; do not edit it here. "
-        f"The catalogue's hash is `{catalog_hash()}`: equal hashes, equal thresholds."
+        f"What `stoker why` can find in a run: {len(causes)} causes of lost time, lost quality or a coming failure, "
+        f"{len(failures)} ways to end, and {len(NOTES)} notes. Generated from `stoker/diagnosis/causes/`, "
+        "`failure_signatures.py` and `notes.py` by `python -m stoker.diagnosis.catalog_page > docs/causes.md`; do not "
+        f"edit it here. The catalog's hash is `{catalog_hash()}`: equal hashes mean equal thresholds. How to add a "
+        "cause: [add-a-cause.md](add-a-cause.md)."
     )
     yield ""
     yield (
-        "A verdict is silent where a record that it needs is missing. Shares of time are of the time after the start "
-        "(imports, weights, compiling, the first window of steps), so short runs are judged like long ones. Of several "
-        "verdicts about the same seconds only the most exact is given. Confidence without an experiment: 90 % where "
-        "a clock measured it, 70 % where counters agree, 50 % where something else could look the same."
+        "A cause is not reported if a record that it needs is missing. Fractions of time are of the time after the "
+        "start (imports, weights, compiling, the first window of steps), so short runs are judged like long ones. Of "
+        "several causes of the same lost time only the most exact one is given. Confidence without an experiment: 90 "
+        "% if a clock measured it, 70 % if counters agree, 50 % if something else could look the same."
     )
     yield ""
-    yield "| limit of all | | |"
+    yield "| common threshold | | |"
     yield "|---|---|---|"
     for name, threshold in COMMON_THRESHOLDS.items():
         yield f"| `{name}` | {_format_number(threshold.value)} | {_escape_cell(threshold.description)} |"
@@ -54,26 +56,32 @@ def _page_lines() -> Iterator[str]:
             yield from _cause_section(cause)
         for failure in matching_failures:
             yield from _failure_section(failure)
+    yield ""
+    yield "## Notes"
+    yield ""
+    yield "Lines below the findings. They explain time or name missing records, and need no action."
+    for kind in NOTES:
+        yield from _note_section(kind)
 
 
 def _cause_section(cause: Cause) -> Iterator[str]:
     yield ""
     yield f"### `{cause.id}`: {cause.title}"
     yield ""
-    yield f"*Looks like*: {cause.symptom}."
+    yield f"*Symptom*: {cause.symptom}."
     yield ""
     yield "| | |"
     yield "|---|---|"
-    yield f"| needs | {_escape_cell('; '.join(f'`{need}`' for need in cause.required_records))} |"
+    yield f"| needs | {_escape_cell('; '.join(f'`{record}`' for record in cause.required_records))} |"
     yield f"| measures | {_escape_cell(cause.metric)} |"
     yield f"| thresholds | {_format_thresholds(cause)} |"
     yield f"| their source | {_escape_cell(cause.source)} |"
-    for name, threshold in cause.thresholds.items():
-        yield f"| `{name}` {_format_number(threshold.value)} | {_escape_cell(threshold.description)} |"
+    yield from _threshold_rows(cause.thresholds)
     if cause.supersedes:
-        yield f"| stands for | {', '.join(f'`{other}`' for other in cause.supersedes)}, which say the same less exactly |"
+        superseded = ", ".join(f"`{other}`" for other in cause.supersedes)
+        yield f"| replaces | {superseded}: less exact causes of the same lost time |"
     if cause.probe:
-        yield f"| experiment | `{cause.probe}`: faster with it confirms, as fast as before refutes |"
+        yield f"| experiment | `{cause.probe}`: if the run is faster with it, the cause is confirmed, else refuted |"
     yield f"| confidence | {100 * cause.confidence:.0f} % |"
     yield f"| fix | {_escape_cell(cause.fix)} |"
     if cause.external_fix:
@@ -81,7 +89,8 @@ def _cause_section(cause: Cause) -> Iterator[str]:
     if cause.command:
         yield f"| command | `{cause.command}` |"
     if cause.config_patch:
-        yield f"| settings | {', '.join(f'`{name} = {_to_toml(value)}`' for name, value in cause.config_patch.items())} |"
+        settings = ", ".join(f"`{name} = {_to_toml(value)}`" for name, value in cause.config_patch.items())
+        yield f"| settings | {settings} |"
 
 
 def _failure_section(failure: FailureSignature) -> Iterator[str]:
@@ -93,7 +102,7 @@ def _failure_section(failure: FailureSignature) -> Iterator[str]:
     yield f"| severity | {failure.severity} |"
     for log_pattern in failure.log_patterns:
         origins = ", ".join(_PATTERN_ORIGINS[letter] for letter in log_pattern.origins)
-        harmless = "; also printed by jobs that go on" if log_pattern.harmless else ""
+        harmless = "; jobs that continue print it too" if log_pattern.harmless else ""
         traceback_note = (
             f"; in a traceback that ends in `{_escape_cell(log_pattern.traceback_end.pattern)}`"
             if log_pattern.traceback_end is not None
@@ -101,8 +110,24 @@ def _failure_section(failure: FailureSignature) -> Iterator[str]:
         )
         yield f"| line | `{_escape_cell(log_pattern.regex.pattern)}` ({origins}{harmless}{traceback_note}) |"
     if not failure.log_patterns:
-        yield "| known by | exit code, signal, counters and files, not by what it printed |"
+        yield "| recognized by | exit code, signal, counters and files, not by its output |"
     yield f"| fix | {_escape_cell(failure.fix)} |"
+
+
+def _note_section(kind: NoteKind) -> Iterator[str]:
+    yield ""
+    yield f"### `{kind.id}`: {kind.title}"
+    yield ""
+    yield "| | |"
+    yield "|---|---|"
+    yield from _threshold_rows(kind.thresholds)
+    if kind.omitted_with:
+        yield f"| omitted with | {', '.join(f'`{cause}`' for cause in kind.omitted_with)} |"
+
+
+def _threshold_rows(thresholds: dict[str, Threshold]) -> Iterator[str]:
+    for name, threshold in thresholds.items():
+        yield f"| `{name}` {_format_number(threshold.value)} | {_escape_cell(threshold.description)} |"
 
 
 def _format_thresholds(cause: Cause) -> str:
@@ -130,4 +155,4 @@ def _escape_cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    print(render_verdicts(), end="")
+    print(render_page(), end="")

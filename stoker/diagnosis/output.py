@@ -1,6 +1,6 @@
-"""The output of a job as lines, and what can be found in lines whatever wrote them: tracebacks, losses that are NaN.
+"""The output of a job as lines, and what can be found in the lines of any program: tracebacks, losses that are NaN.
 
-Any bytes will do: what is not text is shown as such. What the lines mean is `postmortem.py`.
+Any bytes are accepted. What the lines mean is in `postmortem.py`.
 """
 
 import dataclasses
@@ -8,27 +8,27 @@ import re
 from pathlib import Path
 
 MAX_OUTPUT_BYTES = 2**20
-"""End of an output that is read: the last words stand there. Our judgment."""
+"""Bytes at the end of an output that are read: the last messages are there (heuristic)."""
 MAX_LINE_CHARS = 4000
-"""Characters of a line in which anything is looked for. With patterns whose repeats are bounded, 1 MiB of the worst
-lines takes under a second."""
+"""Characters of a line that are searched. The patterns have bounded repeats, so 1 MiB of the worst lines takes under a
+second."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LogLine:
-    """Of an output or a log. place: `file:number`."""
+    """A line of an output or a log. source: `file:number`."""
 
     text: str
     source: str
 
 
 _CONTROL_CHARS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f]")
-"""Colours and other control characters: torch prints a NUL before the traceback of a worker that was killed."""
+"""Colors and other control characters: torch prints a NUL before the traceback of a worker that was killed."""
 
 
 def split_log_lines(data: bytes, file_name: str, *, first_number: int = 1) -> tuple[LogLine, ...]:
-    """The lines of an output, numbered from `first`. A line that was written over (`\\r`) is what it was last;
-    colours are taken off."""
+    """The lines of an output, numbered from `first_number`. Of a line that was overwritten (`\\r`) the last text
+    remains; colors are removed."""
     lines = []
     for number, raw in enumerate(data.split(b"\n"), start=first_number):
         segments = [segment for segment in raw.decode(errors="replace").split("\r") if segment.strip()]
@@ -39,8 +39,8 @@ def split_log_lines(data: bytes, file_name: str, *, first_number: int = 1) -> tu
 
 
 def read_output(path: Path, *, min_offset: int = 0) -> tuple[LogLine, ...]:
-    """The last OUTPUT_BYTES of an output, from the first whole line on, numbered as in the file. start: byte before
-    which nothing is read; a line begins there. Raises OSError."""
+    """The last MAX_OUTPUT_BYTES of an output, from the first complete line on, numbered as in the file. min_offset:
+    byte before which nothing is read; a line begins there. Raises OSError."""
     with path.open("rb") as file:
         offset = max(min_offset, path.stat().st_size - MAX_OUTPUT_BYTES)
         remaining, first_number = offset, 1
@@ -58,13 +58,13 @@ _RANK_PREFIX = re.compile(r"^\s*(\[rank\d+\]:\s?)?")
 
 
 def strip_rank_prefix(text: str) -> str:
-    """A line without what torch puts before those of a rank, and cut where a pattern may stop looking."""
+    """A line without the prefix that torch adds for a rank, cut to MAX_LINE_CHARS."""
     return _RANK_PREFIX.sub("", text[:MAX_LINE_CHARS], count=1)
 
 
 def find_tracebacks(lines: tuple[LogLine, ...]) -> list[tuple[int, int]]:
-    """(first, last) line of each; chained ones ("during handling of …") are one. The last line is the exception's, the
-    first one that is not indented more than the head."""
+    """(first, last) line index of each; chained ones ("during handling of …") are one. The last line is that of the
+    exception: the first that is not indented more than the header."""
     spans: list[tuple[int, int]] = []
     start: int | None = None
     header_indent, is_chained = 0, False
@@ -92,8 +92,8 @@ _LOSS_PATTERN = re.compile(
 
 
 def find_nan_losses(lines: tuple[LogLine, ...]) -> list[LogLine]:
-    """The lines in which a loss was last said, of those losses that were NaN then; one that became finite again is
-    none. Known from the output alone: such jobs also end with exit code 0."""
+    """The last line of each loss that was NaN at the end; a loss that became finite again does not count. Such jobs
+    also end with exit code 0."""
     latest: dict[str, tuple[LogLine, bool]] = {}
     for line in lines:
         for match in _LOSS_PATTERN.finditer(line.text[:MAX_LINE_CHARS]):

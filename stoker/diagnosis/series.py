@@ -1,6 +1,6 @@
-"""Numbers that come one after the other, kept in bounded memory: means, and courses that can be judged as a whole.
+"""Values that arrive one after the other, kept in bounded memory: means, and time series.
 
-Plain arithmetic. `run_data.py` is made of these.
+Plain arithmetic without numpy, so that `stoker why` starts fast. `run_data.py` uses them.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from statistics import median
 
 @dataclasses.dataclass(kw_only=True)
 class Mean:
-    """A mean, and the extremes, of the values that exist; all None without any."""
+    """The mean and the extremes of the values that are not None; all None if there are none."""
 
     total: float = 0.0
     count: int = 0
@@ -31,19 +31,20 @@ class Mean:
 
 
 MAX_POINTS = 256
-"""Of a course, at most: when there are more, neighbours become their mean, so a run of weeks has as many."""
+"""Of a time series, at most: when there are more, neighboring points are averaged, so a run of weeks has as many."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearFit:
-    """A straight line through some points. slope: per second; straight: the share of the variance that it explains."""
+    """A straight line through some points. slope: per second; r_squared: the fraction of the variance that it
+    explains."""
 
     slope: float
     r_squared: float
 
 
 class TimeSeries:
-    """Values over time, at most POINTS of them, each the mean of equally many in a row."""
+    """Values over time, at most MAX_POINTS, each the mean of the same number of consecutive values."""
 
     def __init__(self) -> None:
         self._points: list[tuple[float, float]] = []
@@ -51,7 +52,7 @@ class TimeSeries:
         self._pending: list[tuple[float, float]] = []
 
     def add(self, t: float, value: float | None) -> None:
-        """Passes over what is absent or not finite."""
+        """Ignores None and values that are not finite."""
         if value is None or not math.isfinite(value):
             return
         self._pending.append((t, float(value)))
@@ -65,7 +66,7 @@ class TimeSeries:
 
     @property
     def points(self) -> list[tuple[float, float]]:
-        """(t, value), in the order in which they came."""
+        """(t, value), in the order in which they were added."""
         return self._points + ([_centroid(self._pending)] if self._pending else [])
 
     @property
@@ -83,7 +84,7 @@ class TimeSeries:
         return values[-1] - values[0] if values else 0.0
 
     def fit_line(self, start_fraction: float = 0.0, end_fraction: float = 1.0) -> LinearFit | None:
-        """Least squares through the part from `first` to `last` (shares of the points); None where that is no line."""
+        """Least squares through a part of the points, given as fractions of them; None with fewer than three."""
         points = self.points
         selected = points[int(start_fraction * len(points)) : math.ceil(end_fraction * len(points))]
         if len(selected) < 3:
@@ -99,7 +100,7 @@ class TimeSeries:
     def fit_steady_growth(
         self, *, min_r_squared: float, min_slope_ratio: float, min_span_s: float, min_points: float
     ) -> LinearFit | None:
-        """The line of growth that is straight and does not slow down; None where there is no such growth."""
+        """The line of growth that is straight and does not slow down; None if there is no such growth."""
         if self.span_s < min_span_s or len(self.points) < min_points:
             return None
         whole, early, late = self.fit_line(), self.fit_line(0.0, 0.5), self.fit_line(0.5, 1.0)
@@ -108,7 +109,7 @@ class TimeSeries:
         return late if late.slope > 0 and late.slope >= min_slope_ratio * early.slope else None
 
     def running_medians(self, window_size: int) -> list[float]:
-        """Running medians of `group` values in a row; empty where there are fewer."""
+        """Medians of `window_size` consecutive values; empty if there are fewer."""
         values = self.values
         return [median(values[n : n + window_size]) for n in range(len(values) - window_size + 1)]
 

@@ -1,4 +1,4 @@
-"""Builds run folders as a healthy run would have written them, second by second, with the changes that a test asks for."""
+"""Builds run folders as a healthy run would write them, second by second, with the changes that a test asks for."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -33,20 +33,50 @@ STARTUP = 6
 Change = Callable[[int], dict[str, Any]]
 
 HEALTHY_HOST: dict[str, Any] = {
-    "cpu_core_utilization": [0.5, 0.4, 0.5, 0.4], "process_cpu": 1.7, "rss_bytes": 2 * GIB, "memory_used_bytes": 4 * GIB,
-    "memory_limit_bytes": 16 * GIB, "psi_cpu": 0.05, "psi_memory": 0.0, "psi_io": 0.0, "throttled_s": 0.0, "cpu_limit_cores": 4.0,
-    "threads": 30, "threads_running": 3.0, "swap_used_bytes": 0, "disk_free_bytes": 50 * GIB,
-    "net_received_bytes_s": 1e4, "shm_used_bytes": 10 * MIB, "shm_total_bytes": 2 * GIB, "open_fds": 90,
-    "max_fds": 1024, "oom_kills": 0,
-}  # fmt: skip
+    "cpu_core_utilization": [0.5, 0.4, 0.5, 0.4],
+    "process_cpu": 1.7,
+    "rss_bytes": 2 * GIB,
+    "memory_used_bytes": 4 * GIB,
+    "memory_limit_bytes": 16 * GIB,
+    "psi_cpu": 0.05,
+    "psi_memory": 0.0,
+    "psi_io": 0.0,
+    "throttled_s": 0.0,
+    "cpu_limit_cores": 4.0,
+    "threads": 30,
+    "threads_running": 3.0,
+    "swap_used_bytes": 0,
+    "disk_free_bytes": 50 * GIB,
+    "net_received_bytes_s": 1e4,
+    "shm_used_bytes": 10 * MIB,
+    "shm_total_bytes": 2 * GIB,
+    "open_fds": 90,
+    "max_fds": 1024,
+    "oom_kills": 0,
+}
 
 HEALTHY_GPU: dict[str, Any] = {
-    "utilization": 0.97, "memory_used_bytes": 60 * GIB, "memory_total_bytes": 80 * GIB, "power_w": 600.0,
-    "power_limit_w": 700.0, "sm_clock_mhz": 1900, "sm_clock_max_mhz": 1980, "temperature_c": 62,
-    "throttle_reasons": 0x4, "sm_active": 0.8, "tensor_active": 0.3, "dram_active": 0.4, "pcie_generation": 5,
-    "pcie_generation_max": 5, "pcie_width": 16, "pcie_width_max": 16, "ecc_corrected": 3, "ecc_uncorrected": 0,
-    "other_processes": 0, "mig": False,
-}  # fmt: skip
+    "utilization": 0.97,
+    "memory_used_bytes": 60 * GIB,
+    "memory_total_bytes": 80 * GIB,
+    "power_w": 600.0,
+    "power_limit_w": 700.0,
+    "sm_clock_mhz": 1900,
+    "sm_clock_max_mhz": 1980,
+    "temperature_c": 62,
+    "throttle_reasons": 0x4,
+    "sm_active": 0.8,
+    "tensor_active": 0.3,
+    "dram_active": 0.4,
+    "pcie_generation": 5,
+    "pcie_generation_max": 5,
+    "pcie_width": 16,
+    "pcie_width_max": 16,
+    "ecc_corrected": 3,
+    "ecc_uncorrected": 0,
+    "other_processes": 0,
+    "mig": False,
+}
 
 NATIVE_CONFIG = """\
 [data]
@@ -75,8 +105,13 @@ price_per_device_hour = 0.0
 batch_size = "the recipe's"
 weights = "a detector's own"
 """
-FACTS = {"num_images": 400, "boxes": 2000, "median_pixels": 512 * 512, "anchor_coverage": 0.95,
-         "pretrained": ["coco", "imagenet"]}  # fmt: skip
+FACTS = {
+    "num_images": 400,
+    "boxes": 2000,
+    "median_pixels": 512 * 512,
+    "anchor_coverage": 0.95,
+    "pretrained": ["coco", "imagenet"],
+}
 
 
 def falling(second: int) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""For every cause of the catalogue: what a run has that has it, and what one has that comes close and lacks it."""
+"""For each cause of the catalog and each note: a run that has it, and a similar run that does not."""
 
 from typing import Any
 
@@ -26,8 +26,8 @@ def _flattening(name: str, first: float, most: float) -> Case:
     return {"host": lambda second: {name: int(first + most * (1 - 0.9**second))}}
 
 
-def _wait(share: float, stages: dict[str, float] | None = None, **more: Any) -> Case:
-    return {"fractions": {"input_wait": share}, "stages": stages} | more
+def _wait(fraction: float, stages: dict[str, float] | None = None, **more: Any) -> Case:
+    return {"fractions": {"input_wait": fraction}, "stages": stages} | more
 
 
 def _external(**more: Any) -> Case:
@@ -38,19 +38,16 @@ def _measured(**more: Any) -> Case:
     return {"config": None} | more
 
 
-def _stacks(**main: float) -> Case:
-    return {"stacks": [{"main_thread": main, "frames": {"train (job.py:10)": 0.5}}] * 2}
-
-
 def _event(kind: str, times: int = 1, **data: Any) -> Case:
-    return {"events": [(kind, f"said {kind}", data)] * times}
+    return {"events": [(kind, f"event {kind}", data)] * times}
 
 
 def _evaluated(*aps: float, t: float = T0) -> Case:
     """One every 5 s, from t on."""
     return {
-        "events": [("evaluated", "", {"metrics": {"ap": ap}}) for ap in aps], "event_t": lambda n: t + 10 + 5 * n,
-    }  # fmt: skip
+        "events": [("evaluated", "", {"metrics": {"ap": ap}}) for ap in aps],
+        "event_t": lambda n: t + 10 + 5 * n,
+    }
 
 
 def _config(old: str, new: str) -> Case:
@@ -61,40 +58,35 @@ def _config(old: str, new: str) -> Case:
 FETCHED = {"phases": {"compute": 0.6, "input_wait": 0.4}, "input_wait_stages": {"fetch": 0.4}}
 BUSY = {"cpu_core_utilization": [0.95] * 4, "process_cpu": 3.8}
 FEW = {"cpu_core_utilization": [0.9, 0.1, 0.1, 0.1], "process_cpu": 1.1}
-ONE_THREAD = {"config": NATIVE_CONFIG.replace('workers = "auto"', "workers = 1")}
+ONE_WORKER = {"config": NATIVE_CONFIG.replace('workers = "auto"', "workers = 1")}
 
 SCRATCH = {
-    "config": NATIVE_CONFIG.replace('weights = "coco"\nbackbone_norm = "frozen_bn"\ntrainable_backbone_layers = 3',
-                           'weights = "none"\nbackbone_norm = "bn"\ntrainable_backbone_layers = 5')
-                  .replace('weights = "a detector\'s own"\n', "")
-}  # fmt: skip
+    "config": NATIVE_CONFIG.replace(
+        'weights = "coco"\nbackbone_norm = "frozen_bn"\ntrainable_backbone_layers = 3',
+        'weights = "none"\nbackbone_norm = "bn"\ntrainable_backbone_layers = 5',
+    ).replace('weights = "a detector\'s own"\n', "")
+}
 
-# (has it, lacks it)
 CASES: dict[str, tuple[Case, Case]] = {
     # data loading
     "input_bound": (_wait(0.12, {"queue": 1.0}), _wait(0.08, {"queue": 1.0})),
-    "slow_storage": (_wait(0.3, FETCHING), _wait(0.08, FETCHING)),
-    "cold_cache": (
-        {"facts": FACTS, "num_images": 40, "steps": 4, "seconds": 40, "stages": FETCHING,
-         "window": lambda s: FETCHED if s < 16 else {}},
-        {"facts": FACTS | {"num_images": 10**6}, "num_images": 40, "steps": 4, "seconds": 40,
-         "window": lambda s: FETCHED if s < 8 else {}},
-    ),
-    "network_saturated": (
+    "slow_storage: disk": (_wait(0.3, FETCHING), _wait(0.08, FETCHING)),
+    "slow_storage: saturated network": (
         _wait(0.3, FETCHING) | _host(net_received_bytes_s=115e6),
         _wait(0.09, FETCHING) | _host(net_received_bytes_s=115e6),
     ),
-    "slow_decode": (_wait(0.3, DECODING), _wait(0.08, DECODING)),
-    "too_few_workers": (_wait(0.3, DECODING) | ONE_THREAD | _host(**FEW), _wait(0.05, DECODING) | ONE_THREAD),
+    "slow_decode: by stage": (_wait(0.3, DECODING), _wait(0.08, DECODING)),
+    "too_few_workers": (_wait(0.3, DECODING) | ONE_WORKER | _host(**FEW), _wait(0.05, DECODING) | ONE_WORKER),
     "too_few_cores": (
-        _wait(0.3, DECODING) | _host(**BUSY) | _gpu(utilization=0.69), _wait(0.04, DECODING, gpus=1) | _host(**BUSY),
+        _wait(0.3, DECODING) | _host(**BUSY) | _gpu(utilization=0.69),
+        _wait(0.04, DECODING, gpus=1) | _host(**BUSY),
     ),
-    "images_too_large": (
+    "slow_decode: large images": (
         _wait(0.3, DECODING, facts=FACTS | {"median_pixels": 12_000_000}),
         _wait(0.05, DECODING, facts=FACTS | {"median_pixels": 12_000_000}),
     ),
     "exposed_h2d_copies": ({"fractions": {"h2d": 0.08}, "gpus": 1}, {"fractions": {"h2d": 0.04}, "gpus": 1}),
-    # too little parallel work
+    # GPU under-utilized
     "python_bound": (
         _measured(fractions={"unattributed": 0.3}) | _host(process_cpu=1.0),
         _measured(fractions={"unattributed": 0.02}) | _host(process_cpu=1.0),
@@ -112,13 +104,17 @@ CASES: dict[str, tuple[Case, Case]] = {
         _config('batch_size = "the recipe\'s"\n', "") | {"num_images": 30, "steps": 30},
         _config('batch_size = "the recipe\'s"\n', "") | {"num_images": 6, "steps": 3},  # steps that are long
     ),
-    "low_sm_activity": (_gpu(sm_active=0.15), _gpu(sm_active=0.6)),
+    "gpu_oversized: idle multiprocessors": (_gpu(sm_active=0.15), _gpu(sm_active=0.6)),
     "recompiles": ({"fractions": {"compile": 0.2}}, {"fractions": {"compile": 0.02}}),
     # architecture and hyper-parameters, divergence
-    "evaluation_heavy": ({"fractions": {"eval": 0.2}} | _evaluated(0.1, 0.2, 0.3, 0.4),
-                         {"fractions": {"eval": 0.3}} | _evaluated(0.1)),
-    "lr_too_high": (_event("lr_too_high", **{"suggested_lr": 0.003}),
-                      {"losses": lambda s: {"total": 2.0 - 0.02 * s + 0.1 * (s % 3)}}),
+    "evaluation_heavy": (
+        {"fractions": {"eval": 0.2}} | _evaluated(0.1, 0.2, 0.3, 0.4),
+        {"fractions": {"eval": 0.3}} | _evaluated(0.1),
+    ),
+    "lr_too_high": (
+        _event("lr_too_high", **{"suggested_lr": 0.003}),
+        {"losses": lambda s: {"total": 2.0 - 0.02 * s + 0.1 * (s % 3)}},
+    ),
     "lr_too_low": (
         {"losses": lambda _: {"total": 2.3}, "window": lambda _: {"grad_norm": 1.0, "lr": 1e-8}},
         {"losses": lambda s: {"total": 2.3 - 0.01 * s}, "window": lambda _: {"grad_norm": 1.0, "lr": 1e-8}},
@@ -129,36 +125,46 @@ CASES: dict[str, tuple[Case, Case]] = {
         _config("brightness = 0.125\ncontrast = 0.125", "brightness = 0.5\ncontrast = 0.5"),
     ),
     "anchors_miss_boxes": ({"facts": FACTS | {"anchor_coverage": 0.4}}, {"facts": FACTS | {"anchor_coverage": 0.8}}),
-    "scratch_on_small_dataset": (
-        SCRATCH | {"facts": FACTS}, SCRATCH | {"facts": FACTS | {"num_images": 50_000}},
+    "training_from_scratch: few images": (
+        SCRATCH | {"facts": FACTS},
+        SCRATCH | {"facts": FACTS | {"num_images": 50_000}},
     ),
-    "freezing_mismatch": (_config('weights = "coco"', 'weights = "none"'), {}),
+    "training_from_scratch: frozen layers": (_config('weights = "coco"', 'weights = "none"'), {}),
     "tensor_cores_unused": (_gpu(tensor_active=0.001), _gpu(tensor_active=0.08)),
-    "steps_skipped": ({"window": lambda s: {"skipped_steps": s % 2}}, {"window": lambda s: {"skipped_steps": int(s == 20)}}),
+    "unstable_training: skipped steps": (
+        {"window": lambda s: {"skipped_steps": s % 2}},
+        {"window": lambda s: {"skipped_steps": int(s == 20)}},
+    ),
     "non_finite_loss": (
         {"losses": lambda s: {"total": 2.0} if s < 20 else {}},
         {"losses": lambda s: {"total": 2.0 - 0.02 * s} if s != 20 else {}},
     ),
-    "rolled_back_lower_lr": (_event("rolled_back", lr=0.003), {"events": [("info", "slowed", {})]}),
-    "loss_spikes": (_event("loss_spike", 2, **{"suggested_lr": 0.003}), _event("loss_spike", **{"suggested_lr": 0.003})),
+    "unstable_training: rollback": (_event("rolled_back", lr=0.003), {"events": [("info", "rolled_back", {})]}),
+    "unstable_training: loss spikes": (
+        _event("loss_spike", 2, **{"suggested_lr": 0.003}),
+        _event("loss_spike", **{"suggested_lr": 0.003}),
+    ),
     # memory
-    "gpu_memory_unused": (_gpu(memory_used_bytes=10 * GIB), _gpu(memory_used_bytes=50 * GIB)),
+    "gpu_oversized: free memory": (_gpu(memory_used_bytes=10 * GIB), _gpu(memory_used_bytes=50 * GIB)),
     "gpu_memory_leak": (
         {"gpus": 1, "gpu": lambda s, _: {"memory_used_bytes": 60 * GIB + s * 64 * MIB}},
         {"gpus": 1, "gpu": lambda s, _: {"memory_used_bytes": 60 * GIB + min(s, 15) * 64 * MIB}},
     ),
-    "gpu_memory_fragmented": (
+    "gpu_memory_near_limit: fragmented": (
         _gpu(memory_used_bytes=76 * GIB) | {"window": lambda _: {"memory_peak_bytes": 40 * GIB}},
         _gpu(memory_used_bytes=76 * GIB) | {"window": lambda _: {"memory_peak_bytes": 70 * GIB}},
     ),
-    "gpu_memory_near_limit": (
+    "gpu_memory_near_limit: allocated": (
         _gpu(memory_used_bytes=79 * GIB) | {"window": lambda _: {"memory_peak_bytes": 78 * GIB}},
         _gpu(memory_used_bytes=75 * GIB) | {"window": lambda _: {"memory_peak_bytes": 74 * GIB}},
     ),
-    "host_memory_near_limit": (_host(memory_used_bytes=int(14.8 * GIB)), _host(memory_used_bytes=13 * GIB)),
+    "host_memory_near_limit: nearly full": (
+        _host(memory_used_bytes=int(14.8 * GIB)),
+        _host(memory_used_bytes=13 * GIB),
+    ),
     "host_memory_leak": (_growing("rss_bytes", 2e9, 5e6), _flattening("rss_bytes", 2e9, 4e8)),
-    "memory_pressure": (_host(psi_memory=0.2), _host(psi_memory=0.05)),
-    "processes_killed_for_memory": ({"host": lambda s: {"oom_kills": int(s == 20)}}, _host(oom_kills=0)),
+    "host_memory_near_limit: pressure": (_host(psi_memory=0.2), _host(psi_memory=0.05)),
+    "host_memory_near_limit: killed processes": ({"host": lambda s: {"oom_kills": int(s == 20)}}, _host(oom_kills=0)),
     "shared_memory_small": (
         _host(shm_used_bytes=60 * MIB, shm_total_bytes=64 * MIB),
         _host(shm_used_bytes=10 * MIB, shm_total_bytes=64 * MIB),
@@ -166,25 +172,36 @@ CASES: dict[str, tuple[Case, Case]] = {
     "fd_limit_near": (_host(open_fds=900), _host(open_fds=700)),
     # communication
     "straggler": (
-        {"fractions": {"comm": 0.4}, "ranks": [{"comm": 0.02}]}, {"fractions": {"comm": 0.06}, "ranks": [{"comm": 0.05}]},
+        {"fractions": {"comm": 0.4}, "ranks": [{"comm": 0.02}]},
+        {"fractions": {"comm": 0.06}, "ranks": [{"comm": 0.05}]},
     ),
     "communication_bound": (
-        {"fractions": {"comm": 0.3}, "ranks": [{"comm": 0.3}]}, {"fractions": {"comm": 0.06}, "ranks": [{"comm": 0.06}]},
+        {"fractions": {"comm": 0.3}, "ranks": [{"comm": 0.3}]},
+        {"fractions": {"comm": 0.06}, "ranks": [{"comm": 0.06}]},
     ),
-    "pcie_degraded": (_gpu(pcie_width=4), {"gpus": 1, "gpu": lambda s, _: {"pcie_generation": 1} | (
-        {"utilization": 0.0} if s < 10 else {"pcie_generation": 5})}),
+    "pcie_degraded": (
+        _gpu(pcie_width=4),
+        {
+            "gpus": 1,
+            "gpu": lambda s, _: {"pcie_generation": 1} | ({"utilization": 0.0} if s < 10 else {"pcie_generation": 5}),
+        },
+    ),
     # allocation and scheduling
     "startup_heavy": ({"startup": 70}, {"startup": 50}),
-    "checkpoint_heavy": ({"fractions": {"checkpoint": 0.2}} | _event("checkpoint_saved", 5),
-                         {"fractions": {"checkpoint": 0.2}} | _event("checkpoint_saved", 1)),
-    "checkpoint_disk_slow": (
+    "checkpoint_heavy: number": (
+        {"fractions": {"checkpoint": 0.2}} | _event("checkpoint_saved", 5),
+        {"fractions": {"checkpoint": 0.2}} | _event("checkpoint_saved", 1),
+    ),
+    "checkpoint_heavy: slow disk": (
         {"fractions": {"checkpoint": 0.2}} | _event("checkpoint_saved", 5) | _host(psi_io=0.3),
         {"fractions": {"checkpoint": 0.03}} | _event("checkpoint_saved", 5) | _host(psi_io=0.3),
     ),
     "cpu_quota": (_host(throttled_s=1.0), _host(throttled_s=0.05)),
     "cpu_contention": (
         _host(cpu_core_utilization=[0.97] * 4, process_cpu=1.8, threads_running=3.0),
-        _host(cpu_core_utilization=[0.97] * 4, process_cpu=1.8, threads_running=1.9),  # a busy neighbour, and cores enough for both
+        _host(
+            cpu_core_utilization=[0.97] * 4, process_cpu=1.8, threads_running=1.9
+        ),  # a busy neighbor, and enough cores for both
     ),
     "threads_oversubscribed": (_host(threads_running=20.0), _host(threads_running=9.0)),
     "idle_gpus": (
@@ -192,67 +209,112 @@ CASES: dict[str, tuple[Case, Case]] = {
         {"gpus": 2},
     ),
     "gpu_shared": (_gpu(other_processes=1), {"gpus": 1, "gpu": lambda s, _: {"other_processes": int(s == 20)}}),
-    "gpu_hot": (_gpu(throttle_reasons=0x24, sm_clock_mhz=1300), _gpu(throttle_reasons=0x4)),
-    "gpu_power_capped": (_gpu(sm_clock_mhz=1200), _gpu(sm_clock_mhz=1750)),
-    "gpu_clock_low": (_gpu(sm_clock_mhz=1000, throttle_reasons=0x2), _gpu(sm_clock_mhz=1800, throttle_reasons=0x2)),
-    "intentional_idle": ({"fractions": {"idle": 0.2}}, {"fractions": {"idle": 0.02}}),
-    "work_lost_to_restarts": ({"fractions": {"recovery": 0.1}}, {"fractions": {"recovery": 0.01}}),
-    "frequent_restarts": ({"attempts": 5, "seconds": 12}, {"attempts": 3, "seconds": 12}),
-    # blindness
-    "unattributed_time": ({"fractions": {"unattributed": 0.15}}, {"fractions": {"unattributed": 0.02}}),
-    "telemetry_mismatch": (
-        {"gpus": 1, "fractions": {"idle": 0.04, "unattributed": 0.02, "host": 0.08, "input_wait": 0.04},
-         "window": lambda _: {"phases": {"compute": 0.55, "host": 0.09, "unattributed": 0.36}}},
-        {"gpus": 1, "fractions": {"host": 0.09}},
+    "gpu_clocks_low: heat": (_gpu(throttle_reasons=0x24, sm_clock_mhz=1300), _gpu(throttle_reasons=0x4)),
+    "gpu_clocks_low: power limit": (_gpu(sm_clock_mhz=1200), _gpu(sm_clock_mhz=1750)),
+    "gpu_clocks_low: set clock": (
+        _gpu(sm_clock_mhz=1000, throttle_reasons=0x2),
+        _gpu(sm_clock_mhz=1800, throttle_reasons=0x2),
     ),
+    "costly_restarts: lost work": ({"fractions": {"recovery": 0.1}}, {"fractions": {"recovery": 0.01}}),
+    "costly_restarts: many": ({"attempts": 5, "seconds": 12}, {"attempts": 3, "seconds": 12}),
+    # observability gaps
     "gpu_not_used": (
-        {"gpus": 2, "gpu": lambda *_: {"utilization": 0.0, "memory_used_bytes": 0}, "config": None, "external": True,
-         "fractions": {"unattributed": 0.4}},
+        {
+            "gpus": 2,
+            "gpu": lambda *_: {"utilization": 0.0, "memory_used_bytes": 0},
+            "config": None,
+            "external": True,
+            "fractions": {"unattributed": 0.4},
+        },
         {"gpus": 2},
     ),
-    "no_telemetry": ({"config": NATIVE_CONFIG.replace("DEVICE", "cuda"), "window": lambda _: {"wall_s": 100.0}},
-                     {"config": NATIVE_CONFIG.replace("DEVICE", "cuda")}),
-    "no_step_output": (_external(seconds=0, startup=130, losses=None), _external(seconds=0, startup=100)),
-    # dying
-    "hung": ({"silent": 60, "end": None, "host": lambda s: {"process_cpu": 0.01} if s > 44 else {}},
-             {"silent": 60, "end": None}),  # the processors are busy: perhaps an evaluation
+    # about to fail
+    "hung": (
+        {"silent": 60, "end": None, "host": lambda s: {"process_cpu": 0.01} if s > 44 else {}},
+        {"silent": 60, "end": None},
+    ),  # the cores are busy: perhaps an evaluation
     "empty_input": (
         _external(seconds=0, startup=60, losses=None, end=None) | _event("warning", empty_inputs=["/data/a.tfrecord"]),
-        _external(end=None) | _event("warning", empty_inputs=["/data/a.tfrecord"]),  # it steps all the same
+        _external(end=None) | _event("warning", empty_inputs=["/data/a.tfrecord"]),  # it does steps nevertheless
     ),
-    "checkpoints_failed": (_event("checkpoint_failed"), _event("checkpoint_saved")),
+    "storage_errors: failed checkpoint": (_event("checkpoint_failed"), _event("checkpoint_saved")),
     "disk_nearly_full": (_host(disk_free_bytes=400 * MIB), _host(disk_free_bytes=3 * GIB)),
-    "storage_errors": (_event("warning", 3, storage="429"), {"events": [("warning", "the disk is odd", {})] * 3}),
-    "gpu_errors": ({"gpus": 1, "gpu": lambda s, _: {"xids": [79]} if s == 20 else {}}, {"gpus": 1}),
-    "gpu_memory_errors": (
-        {"gpus": 1, "gpu": lambda s, _: {"ecc_uncorrected": 1} if s > 20 else {}}, _gpu(ecc_corrected=10**6),
+    "storage_errors: warnings": (
+        _event("warning", 3, storage="429"),
+        {"events": [("warning", "the disk is odd", {})] * 3},
+    ),
+    "gpu_errors: Xid": ({"gpus": 1, "gpu": lambda s, _: {"xids": [79]} if s == 20 else {}}, {"gpus": 1}),
+    "gpu_errors: ECC": (
+        {"gpus": 1, "gpu": lambda s, _: {"ecc_uncorrected": 1} if s > 20 else {}},
+        _gpu(ecc_corrected=10**6),
     ),
     "bad_images": ({"quarantined": ["a.jpg"]}, {"quarantined": []}),
-}  # fmt: skip
+}
+"""Cause (`cause: reason` if a cause has several) → (a run that has it, a similar run that does not)."""
 
-MAY_BE_BESIDE: dict[str, set[str]] = {
-    "gpu_not_used": {"no_step_output", "unattributed_time"}, "telemetry_mismatch": {"unattributed_time"},
-    "non_finite_loss": {"lr_too_low"}, "hung": {"ended_without_record"}, "empty_input": {"ended_without_record", "unattributed_time"},
-}  # fmt: skip
-"""Cause → others that the same records also show, and rightly."""
+NOTE_CASES: dict[str, tuple[Case, Case]] = {
+    "cold_cache": (
+        {
+            "facts": FACTS,
+            "num_images": 40,
+            "steps": 4,
+            "seconds": 40,
+            "stages": FETCHING,
+            "window": lambda s: FETCHED if s < 16 else {},
+        },
+        {
+            "facts": FACTS | {"num_images": 10**6},
+            "num_images": 40,
+            "steps": 4,
+            "seconds": 40,
+            "window": lambda s: FETCHED if s < 8 else {},
+        },
+    ),
+    "intentional_idle": ({"fractions": {"idle": 0.2}}, {"fractions": {"idle": 0.02}}),
+    "unattributed_time": ({"fractions": {"unattributed": 0.15}}, {"fractions": {"unattributed": 0.02}}),
+    "telemetry_mismatch": (
+        {
+            "gpus": 1,
+            "fractions": {"idle": 0.04, "unattributed": 0.02, "host": 0.08, "input_wait": 0.04},
+            "window": lambda _: {"phases": {"compute": 0.55, "host": 0.09, "unattributed": 0.36}},
+        },
+        {"gpus": 1, "fractions": {"host": 0.09}},
+    ),
+    "no_telemetry": (
+        {"config": NATIVE_CONFIG.replace("DEVICE", "cuda"), "window": lambda _: {"wall_s": 100.0}},
+        {"config": NATIVE_CONFIG.replace("DEVICE", "cuda")},
+    ),
+    "no_step_output": (_external(seconds=0, startup=130, losses=None), _external(seconds=0, startup=100)),
+}
+"""Note → (a run that has it, a similar run that does not)."""
+
+ALSO_FOUND: dict[str, set[str]] = {
+    "non_finite_loss": {"lr_too_low"},
+    "hung": {"ended_without_record"},
+    "empty_input": {"ended_without_record"},
+}
+"""Cause → others that the same records also have."""
 
 HEALTHY: dict[str, Case] = {
-    "ours on a CPU": {"facts": FACTS},
-    "ours on a GPU": {"facts": FACTS, "gpus": 1, "fractions": {"input_wait": 0.02, "eval": 0.05, "host": 0.01}},
-    "ours on two ranks": {"fractions": {"comm": 0.05}, "ranks": [{"comm": 0.06}]},
-    "ours, short, with one evaluation and one checkpoint": {
-        "seconds": 12, "fractions": {"eval": 0.3, "checkpoint": 0.1},
+    "native on a CPU": {"facts": FACTS},
+    "native on a GPU": {"facts": FACTS, "gpus": 1, "fractions": {"input_wait": 0.02, "eval": 0.05, "host": 0.01}},
+    "native on two ranks": {"fractions": {"comm": 0.05}, "ranks": [{"comm": 0.06}]},
+    "native, short, with one evaluation and one checkpoint": {
+        "seconds": 12,
+        "fractions": {"eval": 0.3, "checkpoint": 0.1},
         "events": [("checkpoint_saved", "", {}), ("evaluated", "", {"metrics": {"ap": 0.1}})],
     },
     "measured": _measured(fractions={"unattributed": 0.01}),
-    "measured, nothing to learn in it": _measured(
-        fractions={"unattributed": 0.02}, losses=lambda s: {"total": 2.3 + 0.01 * (s % 2)},
-        window=lambda _: {"grad_norm": None}),
-    "watched, seen from the inside": _external(fractions={"input_wait": 0.03, "host": 0.02}, num_images=128),
-    "watched, seen from outside": _external(),
-    "watched on a GPU": _external(gpus=1),
-    "watched without steps": _external(seconds=0, startup=300),
+    "measured, nothing to learn": _measured(
+        fractions={"unattributed": 0.02},
+        losses=lambda s: {"total": 2.3 + 0.01 * (s % 2)},
+        window=lambda _: {"grad_norm": None},
+    ),
+    "external, seen from inside": _external(fractions={"input_wait": 0.03, "host": 0.02}, num_images=128),
+    "external, seen from outside": _external(),
+    "external on a GPU": _external(gpus=1),
+    "external without steps": _external(seconds=0, startup=300),
     "just started": {"seconds": 2},
     "before its first step": {"seconds": 0},
-    "of an hour that died young": {"seconds": 3, "startup": 20, "fractions": {"input_wait": 0.9}},
-}  # fmt: skip
+    "died after three seconds of training": {"seconds": 3, "startup": 20, "fractions": {"input_wait": 0.9}},
+}

@@ -1,49 +1,62 @@
-"""Every rule fires on records that have its cause, and on no others; healthy runs of every kind have nothing to say."""
+"""Every rule finds its cause in records that have it, and in no others; healthy runs of every kind have no findings."""
 
 from pathlib import Path
 
 import pytest
 
-from stoker.diagnosis.catalogue import CATALOG
-from stoker.diagnosis.rules import RULES, RunRecords, read_run, run_rules
+from stoker.diagnosis.catalog import CATALOG
+from stoker.diagnosis.causes.input_bound import input_bound
+from stoker.diagnosis.engine import read_run, run_rules
+from stoker.diagnosis.notes import NOTES, Note, collect_notes
 from stoker.runs.records import DEVICES
 from stoker.runs.schemas import Finding
 from stoker.training.stability import MEDIAN_WINDOWS
 from tests.diagnosis.built import FACTS, HEALTHY_HOST, NATIVE_CONFIG, make_run
-from tests.diagnosis.cases import CASES, FETCHING, HEALTHY, MAY_BE_BESIDE, Case
+from tests.diagnosis.cases import ALSO_FOUND, CASES, FETCHING, HEALTHY, NOTE_CASES, Case
 
 
 def findings(path: Path, case: Case) -> list[Finding]:
-    run = make_run(path, **({"facts": FACTS} | case))
-    return run_rules(read_run(run))
+    return run_rules(read_run(make_run(path, **({"facts": FACTS} | case))))
 
 
-def of(found: list[Finding], cause: str) -> Finding:
-    (one,) = [finding for finding in found if finding.cause == cause]
-    return one
+def notes(path: Path) -> list[Note]:
+    run = read_run(path)
+    return collect_notes(run, run_rules(run))
 
 
-def test_a_run_of_ours_is_judged_by_its_course_when_its_own_alarms_can_be() -> None:
-    assert CATALOG["lr_too_high"].threshold("own_windows") == 2 * MEDIAN_WINDOWS
+def of(findings: list[Finding], cause: str) -> Finding:
+    (finding,) = [finding for finding in findings if finding.cause == cause]
+    return finding
 
 
-def test_every_cause_has_a_rule_of_its_name_and_a_case() -> None:
-    assert {rule.__name__ for rule in RULES} == set(CATALOG) == set(CASES)
-    assert len(RULES) == len(CATALOG)
+def test_a_native_run_is_judged_by_its_own_events_from_the_number_of_windows_they_need() -> None:
+    assert CATALOG["lr_too_high"].threshold("native_windows") == 2 * MEDIAN_WINDOWS
 
 
-@pytest.mark.parametrize("cause", CATALOG)
-def test_the_rule_fires_on_its_cause_and_only_its(cause: str, tmp_path: Path) -> None:
-    has, lacks = CASES[cause]
-    if cause == "no_telemetry":
-        run = make_run(tmp_path / "has", **has)
-        (run / DEVICES).unlink()
-        found = run_rules(read_run(run))
-    else:
-        found = findings(tmp_path / "has", has)
-    assert cause in {finding.cause for finding in found}, [finding.cause for finding in found]
-    assert {finding.cause for finding in found} - {cause} <= MAY_BE_BESIDE.get(cause, set())
-    assert {finding.cause for finding in findings(tmp_path / "lacks", lacks)} <= MAY_BE_BESIDE.get(cause, set())
+def test_every_cause_and_every_note_has_a_case() -> None:
+    assert {case.partition(":")[0] for case in CASES} == set(CATALOG)
+    assert set(NOTE_CASES) == {kind.id for kind in NOTES}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rule_finds_its_cause_and_no_other(case: str, tmp_path: Path) -> None:
+    cause = case.partition(":")[0]
+    has, lacks = CASES[case]
+    also = ALSO_FOUND.get(cause, set())
+    assert cause in {finding.cause for finding in findings(tmp_path / "has", has)} <= {cause, *also}
+    assert {finding.cause for finding in findings(tmp_path / "lacks", lacks)} <= also
+
+
+@pytest.mark.parametrize("note", NOTE_CASES)
+def test_a_note_is_no_finding(note: str, tmp_path: Path) -> None:
+    has, lacks = NOTE_CASES[note]
+    for name, case in (("has", has), ("lacks", lacks)):
+        run = make_run(tmp_path / name, **({"facts": FACTS} | case))
+        if note == "no_telemetry" and name == "has":
+            (run / DEVICES).unlink()
+        ids = {found.id for found in notes(run)}
+        assert (note in ids) == (name == "has")
+        assert run_rules(read_run(run)) == []
 
 
 @pytest.mark.parametrize("kind", HEALTHY)
@@ -58,15 +71,16 @@ def test_a_run_that_died_before_its_first_line_has_no_findings(tmp_path: Path) -
 
 @pytest.mark.parametrize("sample", [
     {"memory_limit_bytes": None}, {"process_cpu": None, "psi_cpu": 1.0, "cpu_core_utilization": [1.0] * 4},
-    {"throttled_s": 0.5, "process_cpu": None}, {"cpu_limit_cores": None, "cpu_core_utilization": [], "threads_running": 99.0},
+    {"throttled_s": 0.5, "process_cpu": None},
+    {"cpu_limit_cores": None, "cpu_core_utilization": [], "threads_running": 99.0},
     {"shm_total_bytes": None}, {"open_fds": 1000, "max_fds": None}, {"net_received_bytes_s": 1e9},
 ])  # fmt: skip
-def test_rules_abstain_where_records_do_not_say(sample: dict[str, object], tmp_path: Path) -> None:
+def test_rules_abstain_if_records_are_missing(sample: dict[str, object], tmp_path: Path) -> None:
     assert set(sample) <= set(HEALTHY_HOST)
     assert findings(tmp_path / "run", {"host": lambda _: sample}) == []
 
 
-def test_shares_are_of_the_time_after_the_start_and_losses_of_all_of_it(tmp_path: Path) -> None:
+def test_fractions_are_of_the_time_after_the_start_and_losses_of_all_time(tmp_path: Path) -> None:
     short = findings(tmp_path / "short", {"startup": 40, "seconds": 10, "fractions": {"input_wait": 0.3}})
     long = findings(tmp_path / "long", {"startup": 6, "seconds": 60, "fractions": {"input_wait": 0.3}})
     assert [f.cause for f in short] == [f.cause for f in long] == ["input_bound"]
@@ -88,19 +102,23 @@ def test_the_slow_rank_is_named(tmp_path: Path) -> None:
     assert finding.lost_device_s == pytest.approx(2 * 0.4 * 40, rel=0.05)
 
 
-def test_storage_and_decoding_of_a_loop_without_stages_are_told_apart_by_the_processors(tmp_path: Path) -> None:
+def test_cpu_time_distinguishes_storage_from_decoding_in_a_loop_without_stages(tmp_path: Path) -> None:
     waits = {"config": None, "fractions": {"input_wait": 0.4}}
     for name, cores, cause in (
         ("rests", {"process_cpu": 0.65}, "slow_storage"),
         ("one", {"process_cpu": 1.6, "cpu_core_utilization": [1.0, 0.6, 0.0, 0.0]}, "too_few_workers"),
         ("all", {"process_cpu": 3.7, "cpu_core_utilization": [0.95] * 4}, "slow_decode"),
-        ("others", {"process_cpu": 1.6, "cpu_core_utilization": [1.0] * 4}, "cpu_contention"),  # then its own time says nothing
+        (
+            "others",
+            {"process_cpu": 1.6, "cpu_core_utilization": [1.0] * 4},
+            "cpu_contention",
+        ),  # then its own CPU time means nothing
     ):
         found = findings(tmp_path / name, waits | {"host": lambda _, cores=cores: cores})
         assert found[0].cause == cause, name
 
 
-def test_the_processor_time_of_the_training_thread_tells_computing_from_waiting(tmp_path: Path) -> None:
+def test_cpu_time_of_the_training_thread_distinguishes_computing_from_waiting(tmp_path: Path) -> None:
     def case(fractions: dict[str, float], **cpu: float) -> Case:
         return {"config": None, "fractions": fractions, "window": lambda _: {"thread_cpu_s": {"compute": 0.6, **cpu}}}
 
@@ -119,16 +137,24 @@ def test_the_processor_time_of_the_training_thread_tells_computing_from_waiting(
     ):
         found = findings(tmp_path / name, made | {"host": lambda _, host=host: host | {"threads_running": 1.0}})
         assert [f.cause for f in found] == [cause], name
-    crowded = {"cpu_core_utilization": [1.0] * 4, "process_cpu": 4.0, "threads_running": 8.0}  # by its own loader: nobody else is there
+    crowded = {
+        "cpu_core_utilization": [1.0] * 4,
+        "process_cpu": 4.0,
+        "threads_running": 8.0,
+    }  # its own loader; no other process
     full = case({}, compute=0.5) | {"host": lambda _: crowded}
     assert findings(tmp_path / "full", full) == []
-    taken = {"cpu_core_utilization": [1.0] * 4, "process_cpu": 0.94, "threads_running": 1.52}  # a loader's process got more than it
+    taken = {
+        "cpu_core_utilization": [1.0] * 4,
+        "process_cpu": 0.94,
+        "threads_running": 1.52,
+    }  # a loader's process got more than it
     waits = case({"input_wait": 0.5}, compute=0.22, input_wait=0.01)
     found = findings(tmp_path / "taken", waits | {"host": lambda _: taken})
     assert [f.cause for f in found] == ["slow_decode", "cpu_contention"]
 
 
-def test_what_the_thread_decodes_by_itself_is_no_fault_of_the_storage(tmp_path: Path) -> None:
+def test_decoding_by_the_training_thread_is_not_lost_to_storage(tmp_path: Path) -> None:
     waits = {"config": None, "fractions": {"input_wait": 0.4}, "host": lambda _: {"process_cpu": 0.7}}
     case = waits | {"window": lambda _: {"thread_cpu_s": {"compute": 0.6, "input_wait": 0.1}}}
     (finding,) = findings(tmp_path / "run", case | {"events": [("info", "the loader", {"workers": 0})]})
@@ -136,14 +162,14 @@ def test_what_the_thread_decodes_by_itself_is_no_fault_of_the_storage(tmp_path: 
     assert finding.lost_device_s == pytest.approx(0.3 * 40, rel=0.01)
 
 
-def test_waiting_is_seen_also_while_others_take_the_cores(tmp_path: Path) -> None:
+def test_waiting_is_found_while_other_processes_use_the_cores(tmp_path: Path) -> None:
     waits = {"config": None, "fractions": {"input_wait": 0.5}}
     busy = {"cpu_core_utilization": [1.0] * 4, "process_cpu": 0.45, "threads_running": 0.55}
     found = findings(tmp_path / "run", waits | {"host": lambda _: busy})
     assert found[0].cause == "slow_storage"
 
 
-def test_a_run_that_hardly_computes_on_processors_loses_little_to_others(tmp_path: Path) -> None:
+def test_a_run_that_needs_little_cpu_time_loses_little_to_other_processes(tmp_path: Path) -> None:
     for wanted, got, cause in ((0.2, 0.1, []), (1.0, 0.5, ["cpu_contention"]), (3.0, 2.6, [])):
         sample = {"cpu_core_utilization": [1.0] * 4, "process_cpu": got, "threads_running": wanted}
         job = {"external": True, "config": None, "fractions": {"unattributed": 1.0}, "host": lambda _, s=sample: s}
@@ -151,7 +177,7 @@ def test_a_run_that_hardly_computes_on_processors_loses_little_to_others(tmp_pat
         assert [f.cause for f in found if f.severity != "info"] == cause, wanted
 
 
-def test_a_busy_gpu_is_not_waited_for_in_vain(tmp_path: Path) -> None:
+def test_waiting_for_a_busy_gpu_is_not_a_sync_problem(tmp_path: Path) -> None:
     stacks = [{"samples": 100, "main_thread": {"sync": 0.9, "compute": 0.1}, "frames": {"train (job.py:10)": 0.5}}] * 2
     job = {"external": True, "config": None, "fractions": {"unattributed": 1.0}, "stacks": stacks, "gpus": 1}
     assert "host_device_syncs" not in {f.cause for f in findings(tmp_path / "busy", job)}
@@ -159,7 +185,7 @@ def test_a_busy_gpu_is_not_waited_for_in_vain(tmp_path: Path) -> None:
     assert of(idle, "host_device_syncs").lost_device_s == pytest.approx(0.5 * 39, rel=0.06)
 
 
-def test_a_watched_job_is_explained_by_its_stacks(tmp_path: Path) -> None:
+def test_an_external_job_is_explained_by_its_stack_samples(tmp_path: Path) -> None:
     for cause, main in (
         ("python_bound", {"python": 0.5, "compute": 0.5}), ("slow_decode", {"decode": 0.5, "compute": 0.5}),
         ("recompiles", {"compile": 0.3, "compute": 0.7}), ("communication_bound", {"comm": 0.4, "compute": 0.6}),
@@ -173,11 +199,11 @@ def test_a_watched_job_is_explained_by_its_stacks(tmp_path: Path) -> None:
         finding = of(findings(tmp_path / cause, job), cause)
         assert any("job.py:10" in line.text for line in finding.evidence), cause
         few = findings(tmp_path / f"{cause}-few", job | {"stacks": [stacks[0] | {"samples": 12}] * 2})
-        assert of(few, cause).lost_device_s is None, "so few samples do not say how long"
+        assert of(few, cause).lost_device_s is None, "too few samples for a duration"
         assert any("estimate" in line.text for line in finding.evidence), cause
 
 
-def test_a_training_thread_that_decodes_by_itself_beside_idle_cores_wants_workers(tmp_path: Path) -> None:
+def test_a_training_thread_that_decodes_while_cores_are_idle_needs_workers(tmp_path: Path) -> None:
     stacks = [{"main_thread": {"decode": 0.5, "compute": 0.5}}] * 2
     found = findings(tmp_path / "run", {
         "external": True, "config": None, "fractions": {"unattributed": 1.0}, "stacks": stacks,
@@ -186,7 +212,7 @@ def test_a_training_thread_that_decodes_by_itself_beside_idle_cores_wants_worker
     assert of(found, "too_few_workers").severity == "critical"
 
 
-def test_a_loss_that_rises_in_a_foreign_job_is_a_rate_too_high(tmp_path: Path) -> None:
+def test_a_loss_that_rises_in_an_external_job_is_an_lr_too_high(tmp_path: Path) -> None:
     rises = {"config": None, "losses": lambda s: {"total": 2.0 if s < 10 else 2.0 * 1.1 ** (s - 10)}}
     finding = of(findings(tmp_path / "run", rises), "lr_too_high")
     assert finding.lost_device_s == pytest.approx(30, abs=12)
@@ -194,7 +220,10 @@ def test_a_loss_that_rises_in_a_foreign_job_is_a_rate_too_high(tmp_path: Path) -
     assert "jumped to 1e+17" in of(findings(tmp_path / "blew_up", blew_up), "lr_too_high").evidence[0].text
     above = {"config": None, "losses": lambda s: {"total": 1.5 if s == 0 else 500.0 + 100 * (s % 4)}}
     assert "was 1.5 at the beginning" in of(findings(tmp_path / "above", above), "lr_too_high").evidence[0].text
-    mean = {"config": None, "losses": lambda s: {"total": 5e19 / (s + 1)}}  # since the epoch began, as Keras says it
+    mean = {
+        "config": None,
+        "losses": lambda s: {"total": 5e19 / (s + 1)},
+    }  # since the start of the epoch, as Keras prints it
     assert "the loss is " in of(findings(tmp_path / "mean", mean), "lr_too_high").evidence[0].text
     jumps = {"config": None, "losses": lambda s: {"total": 1.5 if s % 9 != 5 else 180.0}}
     finding = of(findings(tmp_path / "jumps", jumps), "lr_too_high")
@@ -210,42 +239,40 @@ def test_a_loss_that_rises_in_a_foreign_job_is_a_rate_too_high(tmp_path: Path) -
     assert [f.severity for f in findings(tmp_path / "noisy", noisy)] == ["info"]  # it learns nothing
 
 
-def test_a_run_of_ours_too_short_to_judge_itself_is_judged_by_its_losses(tmp_path: Path) -> None:
+def test_a_native_run_too_short_for_its_own_events_is_judged_by_its_losses(tmp_path: Path) -> None:
     jumped = {"losses": lambda s: {"total": (2.3, 8000.0)[s] if s < 2 else 7.2 + 0.1 * (s % 3)}}
     assert findings(tmp_path / "short", {**jumped, "seconds": 12})[0].cause == "lr_too_high"
     long = findings(tmp_path / "long", {**jumped, "seconds": 40})
     assert [finding.cause for finding in long if finding.severity != "info"] == []
 
 
-def test_a_flat_loss_alone_is_only_told(tmp_path: Path) -> None:
+def test_a_flat_loss_alone_is_info(tmp_path: Path) -> None:
     flat = {"config": None, "losses": lambda _: {"total": 2.3}, "window": lambda _: {"grad_norm": None}}
     assert of(findings(tmp_path / "run", flat), "lr_too_low").severity == "info"
 
 
-@pytest.mark.parametrize(("cache", "said"), [("none", "a faster disk or --cache"), ("disk", "a faster disk comes")])
-def test_a_cache_that_is_there_is_no_fix(cache: str, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("cache", "advice"), [("none", "a faster disk or --cache"), ("disk", "a faster disk first")])
+def test_a_cache_in_use_is_not_advised(cache: str, advice: str, tmp_path: Path) -> None:
     config = NATIVE_CONFIG.replace('cache = "none"', f'cache = "{cache}"')
-    seen = read_run(make_run(tmp_path / "run", config=config, fractions={"input_wait": 0.2}, stages=FETCHING))
-    from stoker.diagnosis.rules.data_loading import input_bound
-
-    finding = input_bound(seen)
+    run = read_run(make_run(tmp_path / "run", config=config, fractions={"input_wait": 0.2}, stages=FETCHING))
+    finding = input_bound(run)
     assert finding is not None
-    assert said in finding.fix
+    assert advice in finding.fix
 
 
-@pytest.mark.parametrize("cause", ["rolled_back_lower_lr", "loss_spikes", "lr_too_high"])
-def test_findings_about_the_rate_name_one_to_try(cause: str, tmp_path: Path) -> None:
-    finding = of(findings(tmp_path / "run", CASES[cause][0]), cause)
+@pytest.mark.parametrize("cause", ["unstable_training: rollback", "unstable_training: loss spikes", "lr_too_high"])
+def test_findings_about_the_lr_suggest_one(cause: str, tmp_path: Path) -> None:
+    finding = of(findings(tmp_path / "run", CASES[cause][0]), cause.partition(":")[0])
     assert finding.command == "--lr 0.003"
 
 
 def test_severity_follows_the_thresholds(tmp_path: Path) -> None:
-    for share, severity in ((0.12, "warning"), (0.19, "warning"), (0.21, "critical")):
-        found = findings(tmp_path / str(share), {"fractions": {"input_wait": share}})
+    for fraction, severity in ((0.12, "warning"), (0.19, "warning"), (0.21, "critical")):
+        found = findings(tmp_path / str(fraction), {"fractions": {"input_wait": fraction}})
         assert of(found, "input_bound").severity == severity
 
 
-def test_xids_say_what_they_mean(tmp_path: Path) -> None:
+def test_xids_are_explained(tmp_path: Path) -> None:
     mine = findings(tmp_path / "mine", {"gpus": 1, "gpu": lambda s, _: {"xids": [31]} if s == 9 else {}})
     assert of(mine, "gpu_errors").severity == "warning"
     assert "not its own" in of(mine, "gpu_errors").evidence[0].text
@@ -253,21 +280,21 @@ def test_xids_say_what_they_mean(tmp_path: Path) -> None:
     assert of(other, "gpu_errors").severity == "critical"
 
 
-def test_quarantine_names_pictures_once(tmp_path: Path) -> None:
+def test_quarantined_images_are_counted_once(tmp_path: Path) -> None:
     found = findings(tmp_path / "run", {"quarantined": ["a.jpg", "a.jpg", "b.jpg"]})
     assert [e.text for e in of(found, "bad_images").evidence] == [
-        "2 pictures", "a.jpg: truncated", "b.jpg: truncated",
+        "2 images", "a.jpg: truncated", "b.jpg: truncated",
     ]  # fmt: skip
 
 
-def test_a_hang_that_was_killed_is_said_before_the_kill(tmp_path: Path) -> None:
+def test_a_hang_comes_before_the_kill_that_ended_it(tmp_path: Path) -> None:
     case = CASES["hung"][0]
     found = findings(tmp_path / "run", case)
     assert [finding.cause for finding in found][:2] == ["hung", "ended_without_record"]
 
 
-def test_a_first_window_that_is_mostly_the_start_is_no_usual_length(tmp_path: Path) -> None:
-    """As of a watched job, whose first window begins with it."""
+def test_a_first_window_with_the_start_is_no_usual_step_time(tmp_path: Path) -> None:
+    """In an external job, the first window includes the start."""
     first = {"wall_s": 6.0, "phases": {"startup": 5.5, "compute": 0.5}}
     found = findings(tmp_path / "run", {
         "silent": 16, "seconds": 4, "end": None, "host": lambda s: {"process_cpu": 0.01} if s > 9 else {},
@@ -276,8 +303,8 @@ def test_a_first_window_that_is_mostly_the_start_is_no_usual_length(tmp_path: Pa
     assert found[0].cause == "hung"
 
 
-def test_what_a_process_frees_or_does_at_its_end_is_not_judged(tmp_path: Path) -> None:
-    """A leak whose memory is given back with the last step; minutes in which a process goes away."""
+def test_what_a_process_does_at_its_end_is_not_judged(tmp_path: Path) -> None:
+    """A leak whose memory is freed with the last step; time in which a process exits."""
     leak = {"host": lambda s: {"rss_bytes": 10**9 + 10**7 * min(s, 45) if s < 45 else 10**8}}
     assert [f.cause for f in findings(tmp_path / "leak", leak)] == ["host_memory_leak"]
     tail = {"config": None, "window": lambda s: {"window_steps": 0, "phases": {"unattributed": 1.0}} if s > 20 else {},
@@ -286,7 +313,7 @@ def test_what_a_process_frees_or_does_at_its_end_is_not_judged(tmp_path: Path) -
     assert [f.cause for f in found] == ["too_few_workers"]
 
 
-def test_few_samples_of_stacks_prove_little(tmp_path: Path) -> None:
+def test_few_stack_samples_prove_little(tmp_path: Path) -> None:
     job = {"external": True, "config": None, "fractions": {"unattributed": 1.0}}
     main = {"python": 0.2, "compute": 0.8}
     few = findings(tmp_path / "few", job | {"stacks": [{"main_thread": main, "samples": 5}]})
@@ -295,13 +322,9 @@ def test_few_samples_of_stacks_prove_little(tmp_path: Path) -> None:
     assert "python_bound" in {f.cause for f in many}
 
 
-def test_samples_of_the_start_are_left_out_of_stacks(tmp_path: Path) -> None:
-    """A line of which half is imports."""
+def test_stack_samples_of_the_start_do_not_count(tmp_path: Path) -> None:
+    """Half of a line's samples are imports."""
     job = {"external": True, "config": None, "fractions": {"unattributed": 1.0}, "startup": 10}
     line = {"t": 1_000_016.0, "main_thread": {"other": 0.5, "python": 0.25, "compute": 0.25}, "samples": 40}
     finding = of(findings(tmp_path / "run", job | {"stacks": [line]}), "python_bound")
     assert finding.evidence[0].value == pytest.approx(0.5)
-
-
-def test_records_is_what_read_returns(tmp_path: Path) -> None:
-    assert isinstance(read_run(tmp_path), RunRecords)

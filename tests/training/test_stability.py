@@ -1,4 +1,4 @@
-"""Gradients that stay non-finite: back at a lower rate, the same after any kill. And alarms that are right about it."""
+"""Gradients that stay non-finite: rollback at a lower learning rate, the same after any kill. And the stability alerts."""
 
 import dataclasses
 import math
@@ -53,7 +53,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return draw(tmp_path_factory.mktemp("drawn") / "shapes")
 
 
-def poison(patch: pytest.MonkeyPatch, poisoned: Callable[[int, float], bool]) -> None:
+def make_gradients_nan(patch: pytest.MonkeyPatch, poisoned: Callable[[int, float], bool]) -> None:
     """Gradients are NaN at the steps, counted from 0, and rates for which `poisoned` says so."""
     step = OptimizerStep.step
 
@@ -67,13 +67,13 @@ def poison(patch: pytest.MonkeyPatch, poisoned: Callable[[int, float], bool]) ->
     patch.setattr(OptimizerStep, "step", poisoned_step)
 
 
-def at_the_full_rate(step: int, rate: float) -> bool:
-    """Divergence that a third of the rate cures."""
+def diverges_at_the_full_lr(step: int, rate: float) -> bool:
+    """Divergence that a third of the learning rate avoids."""
     return 20 <= step < 40 and rate > 0.8 * RATE
 
 
-def above_a_ninth(step: int, rate: float) -> bool:
-    """It diverges anew, before a checkpoint is saved."""
+def diverges_above_a_ninth_of_the_lr(step: int, rate: float) -> bool:
+    """It diverges again, before a checkpoint is saved."""
     return 20 <= step < 40 and rate > 0.2 * RATE
 
 
@@ -92,34 +92,34 @@ def assert_same_end(one: Path, two: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def recovered(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def rolled_back_run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "WINDOW_S", 0.0)
-        poison(patch, at_the_full_rate)
+        make_gradients_nan(patch, diverges_at_the_full_lr)
         return train(settings(data), run_dir=str(tmp_path_factory.mktemp("runs") / "one")).run
 
 
-def test_a_run_that_diverges_once_goes_on_at_a_third_of_the_rate(recovered: Path):
-    (setback,) = events_of(recovered, "rolled_back")
-    assert setback.data["failed_at"] == 24, "the fifth step in a row, counted from 0"
-    assert setback.data["rollback_step"] == 18, "the checkpoint at 24 is of skipped steps"
-    assert setback.data["lr"] == pytest.approx(RATE / 3)
-    windows = [window for window in read_lines(recovered, STEPS, StepWindow) if window.window_steps]
+def test_a_run_that_diverges_once_continues_at_a_third_of_the_learning_rate(rolled_back_run: Path):
+    (rollback,) = events_of(rolled_back_run, "rolled_back")
+    assert rollback.data["failed_at"] == 24, "the fifth step in a row, counted from 0"
+    assert rollback.data["rollback_step"] == 18, "the checkpoint at 24 is of skipped steps"
+    assert rollback.data["lr"] == pytest.approx(RATE / 3)
+    windows = [window for window in read_lines(rolled_back_run, STEPS, StepWindow) if window.window_steps]
     rates = {window.step: window.lr for window in windows}
     assert rates[18] == pytest.approx(RATE)
     assert all(rates[step] == pytest.approx(RATE / 3) for step in range(19, LENGTH + 1))
     assert any("recovery" in window.phases for window in windows)
-    last = list(read_lines(recovered, EVENTS, Event))[-1]
+    last = list(read_lines(rolled_back_run, EVENTS, Event))[-1]
     assert (last.kind, last.step) == ("finished", LENGTH)
-    (finding,) = [found for found in diagnose(recovered) if found.cause == "rolled_back_lower_lr"]
+    (finding,) = [found for found in diagnose(rolled_back_run) if found.cause == "unstable_training"]
     assert finding.command == "--lr 0.001"
 
 
-def test_when_it_is_noticed_changes_nothing(recovered: Path, data: Path, tmp_path: Path):
+def test_detecting_divergence_late_changes_no_weight(rolled_back_run: Path, data: Path, tmp_path: Path):
     """A second behind: more steps, checkpoints of skipped steps and of steps after them are undone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "WINDOW_S", 0.0)
-        poison(patch, at_the_full_rate)
+        make_gradients_nan(patch, diverges_at_the_full_lr)
         read = loop.Training.read_stats
 
         def read_seldom(self: loop.Training, *, wait: bool = False) -> None:
@@ -128,29 +128,29 @@ def test_when_it_is_noticed_changes_nothing(recovered: Path, data: Path, tmp_pat
 
         patch.setattr(loop.Training, "read_stats", read_seldom)
         late = train(settings(data), run_dir=str(tmp_path / "late")).run
-    assert_same_end(recovered, late)
+    assert_same_end(rolled_back_run, late)
 
 
 @pytest.mark.slow
-def test_twice_from_the_same_checkpoint_is_back_to_the_one_before(data: Path, tmp_path: Path, monkeypatch):
+def test_a_second_divergence_from_a_checkpoint_rolls_back_to_the_one_before(data: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(loop, "WINDOW_S", 0.0)
-    poison(monkeypatch, above_a_ninth)
+    make_gradients_nan(monkeypatch, diverges_above_a_ninth_of_the_lr)
     run = train(settings(data), run_dir=str(tmp_path / "run")).run
     assert [event.data["rollback_step"] for event in events_of(run, "rolled_back")] == [18, 12]
     last = [window for window in read_lines(run, STEPS, StepWindow) if window.window_steps][-1]
     assert last.lr == pytest.approx(RATE / 9)
 
 
-def test_pictures_that_never_give_a_gradient_end_the_run_and_are_named(data: Path, tmp_path: Path, monkeypatch):
+def test_images_without_finite_gradients_end_the_run_and_are_named(data: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(loop, "WINDOW_S", 0.0)
-    poison(monkeypatch, lambda step, _: step >= 20)
+    make_gradients_nan(monkeypatch, lambda step, _: step >= 20)
     with pytest.raises(DivergedError) as caught:
         train(settings(data), run_dir=str(tmp_path / "run"))
     assert caught.value.exit_code == 6
     text = str(caught.value)
     assert text.count("train-") == 4
-    assert "also at a ninth of the rate" in text
-    assert "step-00000018/weights.safetensors" in text, "sound, and of the last try"
+    assert "also at a ninth of the learning rate" in text
+    assert "step-00000018/weights.safetensors" in text, "healthy, and of the last try"
     assert [event.data["count"] for event in events_of(tmp_path / "run", "rolled_back")] == [1, 2]
     with pytest.raises(DivergedError):  # the same command again: its two tries are used up
         train(settings(data), run_dir=str(tmp_path / "run"))
@@ -158,20 +158,20 @@ def test_pictures_that_never_give_a_gradient_end_the_run_and_are_named(data: Pat
 
 
 @pytest.mark.slow
-def test_before_the_first_checkpoint_it_begins_again(data: Path, tmp_path: Path, monkeypatch):
+def test_divergence_before_the_first_checkpoint_restarts_from_step_0(data: Path, tmp_path: Path, monkeypatch):
     """As a run that had a third of the rate from the beginning."""
     monkeypatch.setattr(loop, "WINDOW_S", 0.0)
     changes: dict[str, Any] = {"checkpoint_every": "0", "eval_every": "0", "max_duration": "30"}
     third = train(settings(data, **changes, lr=RATE / 3), run_dir=str(tmp_path / "third")).run
     with monkeypatch.context() as patch:
-        poison(patch, lambda step, rate: step >= 8 and rate > 0.8 * RATE)
+        make_gradients_nan(patch, lambda step, rate: step >= 8 and rate > 0.8 * RATE)
         run = train(settings(data, **changes), run_dir=str(tmp_path / "run")).run
     assert [event.data["rollback_step"] for event in events_of(run, "rolled_back")] == [0]
     assert (run / "final.safetensors").read_bytes() == (third / "final.safetensors").read_bytes()
 
 
 @pytest.mark.slow
-def test_what_was_best_before_stays_the_best_and_patience_begins_anew(data: Path, tmp_path: Path, monkeypatch):
+def test_a_rollback_keeps_the_best_weights_and_resets_patience(data: Path, tmp_path: Path, monkeypatch):
     """The evaluation of step 21 is undone with its steps; its weights are in best.safetensors. Of the three before it,
     the checkpoint that training goes back to counts two against patience."""
     monkeypatch.setattr(loop, "WINDOW_S", 0.0)
@@ -182,7 +182,7 @@ def test_what_was_best_before_stays_the_best_and_patience_begins_anew(data: Path
         return dataclasses.replace(found, metrics=msgspec.structs.replace(found.metrics, ap=next(aps)))
 
     monkeypatch.setattr(async_eval, "compute_coco_result", score)
-    poison(monkeypatch, lambda step, rate: step >= 22 and rate > 0.8 * RATE)
+    make_gradients_nan(monkeypatch, lambda step, rate: step >= 22 and rate > 0.8 * RATE)
     run = train(settings(data, eval_every="6", checkpoint_every="19"), run_dir=str(tmp_path / "run")).run
     steps = [event.step for event in events_of(run, "evaluated")]
     assert steps[:5] == [6, 12, 18, 24, 24]
@@ -213,10 +213,10 @@ def killing(call: Callable[..., Any], at: int) -> Callable[..., Any]:
     "after the line", pytest.param("before the line", marks=pytest.mark.slow),
     pytest.param("in the streak", marks=pytest.mark.slow), pytest.param("on the lower rate", marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_interrupted_and_continued_it_ends_the_same(recovered: Path, data: Path, tmp_path: Path, moment: str):
+def test_a_rollback_that_is_killed_and_resumed_ends_with_the_same_weights(rolled_back_run: Path, data: Path, tmp_path: Path, moment: str):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "WINDOW_S", 0.0)
-        poison(patch, at_the_full_rate)
+        make_gradients_nan(patch, diverges_at_the_full_lr)
         with patch.context() as kill:
             if moment == "in the streak":
                 kill.setattr(OptimizerStep, "step", killing(OptimizerStep.step, 24))
@@ -229,9 +229,9 @@ def test_interrupted_and_continued_it_ends_the_same(recovered: Path, data: Path,
             with pytest.raises(Killed):
                 train(settings(data), run_dir=str(tmp_path / "run"))
         run = train(settings(data), run_dir=str(tmp_path / "run")).run
-    (setback,) = events_of(run, "rolled_back")
-    assert setback.data["failed_at"] == 24, "skipped steps before the kill count too"
-    assert_same_end(recovered, run)
+    (rollback,) = events_of(run, "rolled_back")
+    assert rollback.data["failed_at"] == 24, "skipped steps before the kill count too"
+    assert_same_end(rolled_back_run, run)
 
 
 SCRIPT = """
@@ -241,7 +241,7 @@ import pytest
 from stoker.training.loop import train
 from tests.training import test_stability as tests
 with pytest.MonkeyPatch.context() as patch:
-    tests.poison(patch, tests.above_a_ninth)
+    tests.make_gradients_nan(patch, tests.diverges_above_a_ninth_of_the_lr)
     if sys.argv[3] != "never":
         def kill():
             run = Path(sys.argv[2])
@@ -264,8 +264,8 @@ def run_script(data: Path, run: Path, after_s: float | None) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
-def test_sigkill_at_random_moments_while_it_goes_back(data: Path, tmp_path: Path, seed: int):
-    """As the slow test of `test_resume.py`, with two setbacks in between."""
+def test_sigkill_at_random_moments_around_rollbacks(data: Path, tmp_path: Path, seed: int):
+    """As the slow test of `test_resume.py`, with two rollbacks in between."""
     rng = random.Random(seed)
     assert run_script(data, tmp_path / "whole", None) == 0
     kills = sum(run_script(data, tmp_path / "killed", rng.uniform(0, 2.0)) != 0 for _ in range(4) if not
@@ -277,13 +277,13 @@ def test_sigkill_at_random_moments_while_it_goes_back(data: Path, tmp_path: Path
     assert_same_end(tmp_path / "whole", tmp_path / "killed")
 
 
-# --- alarms -------------------------------------------------------------------------------------------------------
+# --- alerts ----------------------------------------------------------------------------------------------------------
 
 
 def windows_of(
     losses: list[float], *, norms: list[float] | None = None, rate: float = 0.01, skipped: int = 0, each: int = 10
 ) -> Iterator[tuple[StepWindow, float]]:
-    """A window of `each` steps for each loss, and the share of the length at its end."""
+    """A window of `each` steps for each loss, and the fraction of the length at its end."""
     for n, loss in enumerate(losses, start=1):
         yield StepWindow(
             t=0.0, attempt=1, step=n * each, window_steps=each, num_images=each, wall_s=1.0, devices=1, phases={},
@@ -291,7 +291,7 @@ def windows_of(
         ), n / len(losses)  # fmt: skip
 
 
-def alarms(losses: list[float], *, warmup: int = 0, clip: float = 10.0, **changes: Any) -> list[StabilityAlert]:
+def alerts_of(losses: list[float], *, warmup: int = 0, clip: float = 10.0, **changes: Any) -> list[StabilityAlert]:
     watch = StabilityMonitor(OptimSettings(warmup_steps=warmup, clip_grad_norm=clip), peak_lr=0.01)
     return [alarm for window, done in windows_of(losses, **changes) for alarm in watch.update(window, done)]
 
@@ -301,7 +301,7 @@ before = st.lists(positive, min_size=MIN_SPIKE_WINDOWS, max_size=SPIKE_WINDOWS)
 
 
 @given(before, positive, st.sampled_from([2.0**-20, 0.5, 2.0**20]), st.randoms(use_true_random=False))
-def test_a_spike_has_no_unit_and_no_order(before: list[float], loss: float, unit: float, rng: random.Random):
+def test_spikes_do_not_depend_on_the_unit_or_order_of_losses(before: list[float], loss: float, unit: float, rng: random.Random):
     shuffled = rng.sample(before, len(before))
     # A hair apart from the threshold, where rounding may decide.
     assert is_spike(loss * 1.0001, before) >= is_spike(loss * unit, [value * unit for value in shuffled])
@@ -309,42 +309,42 @@ def test_a_spike_has_no_unit_and_no_order(before: list[float], loss: float, unit
 
 
 @given(before, positive, st.floats(1, 1e3))
-def test_what_is_above_a_spike_is_one_and_what_was_seen_before_is_none(before: list[float], loss: float, more: float):
+def test_spikes_are_monotonic_and_the_median_is_none(before: list[float], loss: float, more: float):
     assert is_spike(loss * more, before) >= is_spike(loss, before)
     assert not is_spike(sorted(before)[len(before) // 2] * SPIKE_RATIO * 0.99, before)
 
 
 @given(st.integers(0, 10**6), st.floats(0.0, 0.5), st.floats(0.5, 3.0))
 @example_settings(max_examples=40, derandomize=True)
-def test_a_loss_that_falls_with_any_noise_alarms_nobody(seed: int, noise: float, fall: float):
+def test_a_noisy_falling_loss_raises_no_alert(seed: int, noise: float, fall: float):
     """From single steps of small batches (half its size) to windows of hundreds of steps. The same runs each time: of
     1,000 that fall least, three to six do alarm (noise 0.3 to 0.5), and chance would fail the test now and then."""
     rng = random.Random(seed)
     losses = [(1 + 2 * math.exp(-fall * 8 * n / 300)) * rng.lognormvariate(0, noise) for n in range(300)]
     norms = [3 * rng.lognormvariate(0, noise) * math.exp(-n / 100) for n in range(300)]
-    assert alarms(losses, norms=norms) == []
+    assert alerts_of(losses, norms=norms) == []
 
 
 @given(st.integers(0, 10**6), st.floats(0.02, 0.3), st.integers(MIN_SPIKE_WINDOWS, 90))
 @example_settings(max_examples=40)
-def test_one_spike_is_said_once_with_its_numbers(seed: int, noise: float, at: int):
+def test_one_spike_is_one_alert_with_its_numbers(seed: int, noise: float, at: int):
     rng = random.Random(seed)
     losses = [2 * rng.lognormvariate(0, noise) for _ in range(100)]
     for n in range(at, min(at + 5, 100)):
         losses[n] = 200.0
-    (alarm,) = [one for one in alarms(losses) if one.kind == "loss_spike"]
+    (alarm,) = [one for one in alerts_of(losses) if one.kind == "loss_spike"]
     assert (alarm.data["at"], alarm.data["loss"], alarm.data["suggested_lr"]) == (10 * (at + 1), 200.0, 0.0033)
-    assert alarm.data["usual"] == pytest.approx(2, rel=1.5 * noise + 0.01)
+    assert alarm.data["baseline"] == pytest.approx(2, rel=1.5 * noise + 0.01)
     assert "--lr 0.0033" in alarm.text
 
 
-def test_a_loss_that_rises_after_the_warm_up_is_a_rate_too_high_said_once():
+def test_a_loss_that_rises_after_the_warm_up_is_one_lr_too_high_alert():
     course = [3 - n / 10 for n in range(20)] + [1 + n / 10 for n in range(80)]
-    found = alarms(course + [9.0] * 300, warmup=100)
+    found = alerts_of(course + [9.0] * 300, warmup=100)
     assert [(one.kind, one.data["suggested_lr"]) for one in found if one.kind != "loss_spike"] == [("lr_too_high", 0.0033)]
-    assert not [one for one in alarms(course, warmup=10_000) if one.kind == "lr_too_high"], "the warm-up is not over"
+    assert not [one for one in alerts_of(course, warmup=10_000) if one.kind == "lr_too_high"], "the warm-up is not over"
     late = [3 - n / 500 for n in range(1000)] + [1 + n / 100 for n in range(300)]
-    assert not [one for one in alarms(late) if one.kind == "lr_too_high"], "the rate is not what is new there"
+    assert not [one for one in alerts_of(late) if one.kind == "lr_too_high"], "the rate is not what is new there"
 
 
 DEAD = [2.0, 2.0, 900.0, 40.0, *[1.9 + n % 3 / 100 for n in range(400)]]
@@ -353,12 +353,12 @@ DEAD = [2.0, 2.0, 900.0, 40.0, *[1.9 + n % 3 / 100 for n in range(400)]]
 
 def test_a_loss_that_died_at_once_is_a_rate_too_high_and_not_too_low():
     """More of it would be the wrong advice."""
-    (found,) = alarms(DEAD)
+    (found,) = alerts_of(DEAD)
     assert (found.kind, found.data["suggested_lr"]) == ("lr_too_high", 0.0033)
     assert found.data["at"] == pytest.approx(0.2 * 4040, abs=10)
     assert (found.data["loss_from"], found.data["loss_highest"]) == (2.0, 900.0)
-    assert alarms([900.0, *DEAD[4:]]) == [], "all in one window: which of the two it was is not known"
-    (found,) = alarms([2.0, *[30.0 + n % 3 for n in range(400)]])
+    assert alerts_of([900.0, *DEAD[4:]]) == [], "all in one window: which of the two it was is not known"
+    (found,) = alerts_of([2.0, *[30.0 + n % 3 for n in range(400)]])
     assert (found.kind, found.data["at"]) == ("lr_too_high", 320), "far above its beginning: not only at a fifth"
     continued = StabilityMonitor(OptimSettings(warmup_steps=0, clip_grad_norm=10.0), peak_lr=0.01)
     rest = [(window, done) for window, done in windows_of(DEAD) if window.step > 10]
@@ -367,20 +367,20 @@ def test_a_loss_that_died_at_once_is_a_rate_too_high_and_not_too_low():
 
 def test_a_loss_that_jumped_at_once_and_falls_again_alarms_nobody():
     """As the warm-up of AdamW does."""
-    assert alarms([*DEAD[:4], *[1.9 * math.exp(-n / 200) for n in range(400)]]) == []
+    assert alerts_of([*DEAD[:4], *[1.9 * math.exp(-n / 200) for n in range(400)]]) == []
 
 
 def test_a_gradient_that_grows_and_is_cut_is_a_rate_too_high():
     norms = [1.0] * 40 + [30.0] * 40
     falling = [3 - n / 200 for n in range(80)] + [2.0] * 400
     norms += [30.0] * 400
-    assert [one.kind for one in alarms(falling, norms=norms)] == ["lr_too_high"]
-    assert alarms(falling, norms=norms, clip=0.0) == []
-    assert alarms(falling, norms=[n / 5 for n in norms]) == []
+    assert [one.kind for one in alerts_of(falling, norms=norms)] == ["lr_too_high"]
+    assert alerts_of(falling, norms=norms, clip=0.0) == []
+    assert alerts_of(falling, norms=[n / 5 for n in norms]) == []
 
 
 def test_skipped_steps_are_said_when_they_have_doubled():
-    found = alarms([3 - n / 200 for n in range(400)], skipped=2)
+    found = alerts_of([3 - n / 200 for n in range(400)], skipped=2)
     said = [one.data["skipped"] for one in found if one.kind == "warning"]
     assert said == [2 * 2**n for n in range(len(said))]
     assert len(said) == 9
@@ -389,21 +389,21 @@ def test_skipped_steps_are_said_when_they_have_doubled():
     assert [a for window, done in windows_of([1.0] * 4, skipped=1) for a in watch.update(window, done)] == []
 
 
-def test_a_loss_that_stays_what_it_was_is_a_rate_too_low():
+def test_a_constant_loss_is_lr_too_low():
     flat = [2.0 - n / 4000 for n in range(200)]
-    (found,) = alarms(flat)
+    (found,) = alerts_of(flat)
     assert (found.kind, found.data["suggested_lr"]) == ("lr_too_low", 0.1)
     assert found.data["at"] == pytest.approx(0.2 * 2000, abs=10)
-    assert alarms(flat, warmup=1500) == [], "not before twice the warm-up"
-    assert alarms(flat, rate=0.004) == [], "the rate has fallen by itself"
-    assert alarms(flat, norms=[2.0] * 20 + [0.2] * 180) == [], "there is nothing left to learn"
+    assert alerts_of(flat, warmup=1500) == [], "not before twice the warm-up"
+    assert alerts_of(flat, rate=0.004) == [], "the rate has fallen by itself"
+    assert alerts_of(flat, norms=[2.0] * 20 + [0.2] * 180) == [], "there is nothing left to learn"
     watch = StabilityMonitor(OptimSettings(warmup_steps=0, clip_grad_norm=10.0), peak_lr=0.01)
     continued = [(window, done) for window, done in windows_of(flat) if window.step > 20]
     assert [alarm for window, done in continued for alarm in watch.update(window, done)] == [], "not the beginning"
 
 
 @given(st.lists(positive, max_size=60))
-def test_a_course_is_between_its_values(values: list[float]):
+def test_a_metric_history_is_within_its_values(values: list[float]):
     course = MetricHistory()
     for value in values:
         course.add(value)
@@ -431,7 +431,7 @@ def trained(data: Path, run: Path, patch: pytest.MonkeyPatch, **changes: object)
 
 
 @pytest.mark.parametrize(("rate", "kinds"), [(RATE, set()), pytest.param(1e-8, {"lr_too_low"}, marks=pytest.mark.slow)])
-def test_real_trainings_are_judged_right(
+def test_alerts_of_real_trainings(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rate: float, kinds: set[str]
 ):
     run = trained(data, tmp_path / "run", monkeypatch, lr=rate, warmup_steps=8)

@@ -36,11 +36,12 @@ def fd_limit_near(run: RunRecords) -> Finding | None:
     fit = fit_steady_growth(open_fds)
     if fit is not None and open_fds.growth >= cause.threshold("min_growth"):
         remaining_s = (max_fds - peak_fds) / fit.slope
+        hours = remaining_s / 3600
         text = (
             f"{open_fds.growth:,.0f} more in {open_fds.span_s:,.0f} s, in a straight line: the limit will be reached "
             f"in {format_duration(remaining_s)}"
         )
         evidence.append(line(text, fit.slope, "devices.jsonl: open_fds"))
-        if remaining_s / 3600 <= (HOST_MEMORY_LEAK.warning_threshold or 0.0):
+        if hours <= (HOST_MEMORY_LEAK.warning_threshold or 0.0):
             fraction = max(fraction, cause.warning_threshold or 1.0)
     return make_finding(run, cause, fraction, evidence)

@@ -26,7 +26,7 @@ LEAK_HOURS_SOURCE = "heuristic: a training takes a day; memory that would be ful
 HOST_MEMORY_NEAR_LIMIT = Cause(
     id="host_memory_near_limit",
     title="Host memory is nearly full",
-    reason="failure: host memory",
+    reason="memory",
     symptom="the kernel kills the process (exit 137) or its loader workers without a message; or everything is slow by "
     "turns, and swap is used",
     required_records=(

@@ -1,4 +1,4 @@
-"""The findings together: what replaces what, their order, experiments, and what holds for any records."""
+"""The findings together: which supersede others, their order, experiments, and properties for any records."""
 
 import random
 from pathlib import Path
@@ -9,9 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stoker.diagnosis.catalogue import CATALOG
-from stoker.diagnosis.rules import diagnose, read_run, run_rules, write_findings
-from stoker.diagnosis.rules.engine import apply_probe_result
+from stoker.diagnosis.catalog import CATALOG
+from stoker.diagnosis.engine import apply_probe_result, diagnose, read_run, run_rules, write_findings
 from stoker.runs.records import (
     CONFIG,
     DEVICES,
@@ -39,9 +38,12 @@ def names(found: list[Finding]) -> list[str]:
     return [finding.cause for finding in found]
 
 
-def test_of_several_about_the_same_seconds_the_most_exact_is_given(tmp_path: Path) -> None:
+def test_the_most_exact_of_several_causes_of_the_same_wait_is_given(tmp_path: Path) -> None:
     few = NATIVE_CONFIG.replace('workers = "auto"', "workers = 1")
-    waits: dict[str, Any] = {"fractions": {"input_wait": 0.3}, "host": lambda _: {"cpu_core_utilization": [0.9, 0.1, 0.1, 0.1]}}
+    waits: dict[str, Any] = {
+        "fractions": {"input_wait": 0.3},
+        "host": lambda _: {"cpu_core_utilization": [0.9, 0.1, 0.1, 0.1]},
+    }
     for number, (more, cause) in enumerate((
         ({}, "input_bound"), ({"stages": DECODING}, "slow_decode"),
         ({"stages": DECODING, "config": few}, "too_few_workers"),
@@ -51,32 +53,32 @@ def test_of_several_about_the_same_seconds_the_most_exact_is_given(tmp_path: Pat
         assert names(diagnose(make_run(tmp_path / str(number), **(waits | more)))) == [cause]
 
 
-def test_what_is_about_to_end_it_comes_first_then_the_largest_loss_and_what_is_only_told_last(tmp_path: Path) -> None:
+def test_the_order_is_imminent_failure_then_loss_then_the_rest_then_info(tmp_path: Path) -> None:
     run = make_run(
         tmp_path / "run", gpus=1, facts=FACTS, fractions={"eval": 0.3, "input_wait": 0.12, "recovery": 0.15},
         gpu=lambda *_: {"memory_used_bytes": 2**30, "utilization": 0.6}, host=lambda _: {"disk_free_bytes": 10**6},
         quarantined=["a.jpg"],
     )  # fmt: skip
     assert names(diagnose(run)) == [
-        "disk_nearly_full", "evaluation_heavy", "work_lost_to_restarts", "input_bound", "bad_images",
-        "gpu_memory_unused",
+        "disk_nearly_full", "evaluation_heavy", "costly_restarts", "input_bound", "bad_images",
+        "gpu_oversized",
     ]  # fmt: skip
 
 
-def test_what_cannot_be_done_or_is_done_already_is_not_advised(tmp_path: Path) -> None:
-    ours = diagnose(make_run(tmp_path / "ours", fractions={"input_wait": 0.3}, stages=FETCHING))[0]
-    assert (ours.cause, ours.command, ours.config_patch) == ("slow_storage", "--cache disk", {"cache": "disk"})
+def test_what_is_set_already_or_does_not_exist_is_not_advised(tmp_path: Path) -> None:
+    native = diagnose(make_run(tmp_path / "ours", fractions={"input_wait": 0.3}, stages=FETCHING))[0]
+    assert (native.cause, native.command, native.config_patch) == ("slow_storage", "--cache disk", {"cache": "disk"})
     cached = NATIVE_CONFIG.replace('cache = "none"', 'cache = "disk"')
     done = diagnose(make_run(tmp_path / "done", fractions={"input_wait": 0.3}, stages=FETCHING, config=cached))[0]
     assert (done.cause, done.command, done.config_patch) == ("slow_storage", None, {})
-    assert done.fix == f"{ours.fix} (cache is disk already)"
+    assert done.fix == f"{native.fix} (cache is disk already)"
     case = _measured(fractions={"input_wait": 0.3}, host=lambda _: {"process_cpu": 0.75})
-    others = diagnose(make_run(tmp_path / "others", **case))[0]
-    assert (others.cause, others.command, others.config_patch) == ("slow_storage", None, {})
-    assert others.fix == CATALOG["slow_storage"].external_fix
+    external = diagnose(make_run(tmp_path / "others", **case))[0]
+    assert (external.cause, external.command, external.config_patch) == ("slow_storage", None, {})
+    assert external.fix == CATALOG["slow_storage"].external_fix
 
 
-def test_the_price_of_a_measured_run_is_in_the_event_that_began_it(tmp_path: Path) -> None:
+def test_the_price_of_a_measured_run_comes_from_its_first_event(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", **_measured(fractions={"input_wait": 0.3}))
     events = (run / EVENTS).read_text().replace('"kind":"started"', '"kind":"started","data":{"price":7.2}', 1)
     (run / EVENTS).write_text(events)
@@ -86,14 +88,14 @@ def test_the_price_of_a_measured_run_is_in_the_event_that_began_it(tmp_path: Pat
     assert read_run(run, price_per_device_hour=1.0).price_per_device_hour == 1.0
 
 
-def test_a_full_disk_is_said_once(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_once(tmp_path: Path) -> None:
     failed = [("failed", "[Errno 28] No space left on device", {"exit_code": 3})]
     for events, cause in (([], "disk_nearly_full"), (failed, "disk_full")):
         run = make_run(tmp_path / cause, host=lambda _: {"disk_free_bytes": 10**6}, events=events, end=None)
         assert [name for name in names(diagnose(run)) if name.startswith("disk")] == [cause]
 
 
-def test_a_fall_of_ap_on_few_boxes_proves_nothing(tmp_path: Path) -> None:
+def test_a_fall_of_ap_on_few_boxes_is_no_overfitting(tmp_path: Path) -> None:
     for boxes, found in ((3, []), (300, ["overfitting"]), (None, ["overfitting"])):
         told = [{"ap": ap} | ({} if boxes is None else {"boxes": boxes}) for ap in (0.5, 0.9, 0.8, 0.7)]
         events = [("evaluated", "", {"metrics": metrics}) for metrics in told]
@@ -101,7 +103,7 @@ def test_a_fall_of_ap_on_few_boxes_proves_nothing(tmp_path: Path) -> None:
         assert names(diagnose(run)) == found
 
 
-def test_a_probe_confirms_refutes_or_leaves_it_open() -> None:
+def test_a_probe_confirms_refutes_or_leaves_a_cause_open() -> None:
     finding = Finding(cause="input_bound", severity="critical", title="", confidence=0.8,
                       evidence=[Evidence(text="", value=0.3)])  # fmt: skip
     confirmed = apply_probe_result(finding, {"cached_batch": probe(1.4)})
@@ -119,13 +121,13 @@ def test_a_probe_confirms_refutes_or_leaves_it_open() -> None:
     assert apply_probe_result(finding, {"double_batch": probe(2.0, "double_batch")}) == finding
 
 
-def test_a_probe_that_failed_says_nothing(tmp_path: Path) -> None:
+def test_a_failed_probe_changes_nothing(tmp_path: Path) -> None:
     fields = msgspec.to_builtins(probe(1.0)) | {"reason": "no room"}
     run = make_run(tmp_path / "run", fractions={"input_wait": 0.3}, probes=[fields])
     assert diagnose(run)[0].severity == "critical"
 
 
-def test_double_batch_proves_that_it_is_too_small(tmp_path: Path) -> None:
+def test_a_double_batch_probe_proves_a_batch_too_small(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", gpus=1, probes=[msgspec.to_builtins(probe(1.5, "double_batch"))])
     (finding,) = diagnose(run)
     assert finding.cause == "batch_too_small"
@@ -133,14 +135,14 @@ def test_double_batch_proves_that_it_is_too_small(tmp_path: Path) -> None:
     assert finding.config_patch == {"auto_batch": True}
 
 
-def test_money_needs_a_price_and_a_price_given_later_replaces_the_runs_own(tmp_path: Path) -> None:
+def test_a_cost_needs_a_price_and_an_explicit_price_replaces_the_runs_own(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", fractions={"sync": 0.25}, price=90.0)
     assert diagnose(run)[0].lost_cost == pytest.approx(10 * 90 / 3600)
     assert run_rules(read_run(run, price_per_device_hour=360.0))[0].lost_cost == pytest.approx(1.0)
     assert diagnose(make_run(tmp_path / "none", fractions={"sync": 0.25}))[0].lost_cost is None
 
 
-def test_a_torn_last_line_is_passed_over(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_ignored(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", fractions={"sync": 0.25})
     with (run / STEPS).open("a") as file:
         file.write('{"t": 1.0, "attempt": 1, "st')
@@ -160,10 +162,10 @@ def test_findings_are_written_and_read_back(tmp_path: Path) -> None:
     missing=st.sets(st.sampled_from(FILES)),
     seed=st.integers(0, 2**31),
 )
-def test_any_records_are_judged_and_nothing_is_lost_that_was_not_there(
+def test_any_records_give_consistent_findings(
     causes: list[str], missing: set[str], seed: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Several causes at once, files that are missing, fields that are missing."""
+    """Several causes at once, missing files, missing fields. Lost time is never more than the time of the run."""
     case: dict[str, Any] = {"seconds": 15}
     for cause in causes:
         case |= {name: value for name, value in CASES[cause][0].items() if name not in ("seconds", "startup")}
@@ -178,12 +180,12 @@ def test_any_records_are_judged_and_nothing_is_lost_that_was_not_there(
                 if thin.random() < 0.3:
                     del line[field]
         (run / DEVICES).write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
-    seen = read_run(run)
-    found = run_rules(seen)
+    records = read_run(run)
+    found = run_rules(records)
     assert len(names(found)) == len(set(names(found)))
     for finding in found:
         assert finding.evidence
-        assert 0 <= (finding.lost_device_s or 0.0) <= seen.totals.device_s
+        assert 0 <= (finding.lost_device_s or 0.0) <= records.totals.device_s
         assert finding.severity in ("critical", "warning", "info")
     left_out = {other for name in names(found) if name in CATALOG for other in CATALOG[name].supersedes}
     told = {finding.cause for finding in found if finding.severity == "info"}

@@ -1,0 +1,134 @@
+"""The catalog as data: complete, with sources, and the page that is generated from it."""
+
+import ast
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stoker.config import old_names
+from stoker.config.settings import SECTION_OF
+from stoker.diagnosis import causes
+from stoker.diagnosis.catalog import CATALOG, RULES, catalog_hash
+from stoker.diagnosis.catalog_page import render_page
+from stoker.diagnosis.causes.cause import COMMON_THRESHOLDS, REASONS, Cause, Threshold
+from stoker.diagnosis.failure_signatures import FAILURE_SIGNATURES
+from stoker.diagnosis.notes import NOTES
+from stoker.diagnosis.xids import XIDS
+from stoker.runs.schemas import PROBE_KINDS
+
+NATIVE_ONLY = {"anchors_miss_boxes", "bad_images"}
+"""Causes that rest on what only `stoker train` records."""
+PAGE = Path(__file__).parents[2] / "docs/causes.md"
+CAUSES_FOLDER = Path(causes.__file__).parent
+
+
+def test_every_reason_has_a_cause_or_a_failure() -> None:
+    assert set(REASONS) == {row.reason for row in (*CATALOG.values(), *FAILURE_SIGNATURES.values())}
+    assert set(REASONS[:7]) <= {cause.reason for cause in CATALOG.values()}
+
+
+def test_every_cause_is_listed_once_with_the_rule_of_its_name() -> None:
+    assert [rule.__name__ for _, rule in RULES] == [cause.id for cause, _ in RULES]
+    assert len(CATALOG) == len(RULES)
+    assert not CATALOG.keys() & (FAILURE_SIGNATURES.keys() | {kind.id for kind in NOTES})
+    for file in CAUSES_FOLDER.glob("*.py"):
+        rows = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.Assign) and _is_cause(node)]
+        assert len(rows) <= 3, file.name
+        assert {_id_of(row) for row in rows} <= CATALOG.keys(), file.name
+
+
+def _is_cause(node: ast.Assign) -> bool:
+    return isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "Cause"
+
+
+def _id_of(node: ast.Assign) -> str:
+    assert isinstance(node.value, ast.Call)
+    (value,) = (keyword.value for keyword in node.value.keywords if keyword.arg == "id")
+    assert isinstance(value, ast.Constant)
+    return str(value.value)
+
+
+def test_old_ids_lead_to_ids_of_now() -> None:
+    notes = {kind.id for kind in NOTES}
+    assert set(old_names.CAUSES.values()) <= CATALOG.keys() | FAILURE_SIGNATURES.keys() | notes
+    assert not old_names.CAUSES.keys() & CATALOG.keys()
+
+
+def test_the_page_is_generated_from_the_catalog() -> None:
+    assert PAGE.read_text() == render_page(), "python -m stoker.diagnosis.catalog_page > docs/causes.md"
+    for name in (*CATALOG, *FAILURE_SIGNATURES):
+        assert render_page().count(f"### `{name}`") == 1
+
+
+@pytest.mark.parametrize("cause", CATALOG.values(), ids=lambda cause: cause.id)
+def test_a_row_is_complete(cause: Cause) -> None:
+    assert all((cause.source, cause.metric, cause.fix, cause.required_records, cause.symptom, cause.title))
+    thresholds = [
+        value
+        for value in (cause.info_threshold, cause.warning_threshold, cause.critical_threshold)
+        if value is not None
+    ]
+    assert thresholds
+    assert thresholds == sorted(set(thresholds), reverse=cause.lower_is_worse)
+    assert set(cause.supersedes) <= set(CATALOG) - {cause.id}
+    assert all(threshold.description for threshold in cause.thresholds.values())
+    assert not cause.probe or cause.probe in PROBE_KINDS
+    assert set(cause.config_patch) <= set(SECTION_OF)
+    assert 0 < cause.confidence < 1
+
+
+@pytest.mark.parametrize("cause", CATALOG.values(), ids=lambda cause: cause.id)
+def test_flags_exist_and_external_jobs_get_none(cause: Cause) -> None:
+    flags = {"--run", *("--" + name.replace("_", "-") for name in SECTION_OF)}
+    docker_and_torchrun = {"--cpus", "--ipc", "--shm-size", "--gpus", "--nproc-per-node", "--pid"}
+    assert set(re.findall(r"--[a-z][a-z-]*", f"{cause.fix} {cause.command}")) <= flags | docker_and_torchrun
+    if cause.required_records[0].startswith("config.toml") or cause.id in NATIVE_ONLY:
+        assert not cause.external_fix
+        return
+    text = cause.external_fix or cause.fix
+    assert not set(re.findall(r"--[a-z][a-z-]*", text)) & flags
+    assert "STOKER_" not in text
+
+
+def test_no_two_causes_supersede_each_other() -> None:
+    for cause in CATALOG.values():
+        assert all(cause.id not in CATALOG[other].supersedes for other in cause.supersedes), cause.id
+
+
+def test_a_threshold_decides_the_severity() -> None:
+    cause = msgspec.structs.replace(CATALOG["input_bound"], info_threshold=0.01)
+    assert [cause.severity(fraction) for fraction in (0.0, 0.01, 0.05, 0.2)] == [None, "info", "warning", "critical"]
+    disk = CATALOG["disk_nearly_full"]
+    assert [disk.severity(free) for free in (2.0**32, 2.0**30, 0.0)] == [None, "warning", "critical"]
+
+
+def test_the_hash_changes_with_any_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = catalog_hash()
+    assert first == catalog_hash()
+    assert len(first) == 12
+    changed = msgspec.structs.replace(CATALOG["input_bound"], warning_threshold=0.06)
+    with monkeypatch.context() as patched:
+        patched.setitem(CATALOG, "input_bound", changed)
+        assert catalog_hash() != first
+    monkeypatch.setitem(COMMON_THRESHOLDS, "steady_s", Threshold(6.0, "x"))
+    assert catalog_hash() != first
+
+
+def test_all_thresholds_are_in_the_rows() -> None:
+    """A rule compares with thresholds of its row; its own numbers are 0, 1, and counts of a few."""
+    files = sorted(set(CAUSES_FOLDER.glob("*.py")) - {CAUSES_FOLDER / "shared.py"})  # which formats numbers
+    assert len(files) >= 30
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Compare):
+                numbers = [
+                    n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and type(n.value) in (int, float)
+                ]
+                assert set(numbers) <= {0, 1, 2}, f"{file.name}:{node.lineno}: {numbers}"
+
+
+def test_xids_have_a_meaning_and_a_fix() -> None:
+    assert {13, 31, 43, 48, 74, 79, 94, 95} <= set(XIDS)
+    assert all(xid.meaning and xid.fix for xid in XIDS.values())
