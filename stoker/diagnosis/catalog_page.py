@@ -1,7 +1,6 @@
-"""Generates docs/causes.md from the catalog and the failures: `python -m stoker.diagnosis.catalog_page >
-docs/causes.md`.
+"""Generates docs/causes.md from the catalog, the failures and the notes.
 
-The page lists every finding that `stoker why` can give, its evidence and its fix. A test compares the file with this.
+usage: python -m stoker.diagnosis.catalog_page > docs/causes.md     A test compares the file with the output.
 """
 
 from collections.abc import Iterator

@@ -318,7 +318,7 @@ class Finding(msgspec.Struct, kw_only=True):
     """A result of the diagnosis; the causes are those of `stoker/diagnosis/`."""
 
     cause: str
-    """Id of the cause ([verdicts.md](verdicts.md))."""
+    """Id of the cause ([causes.md](causes.md))."""
     severity: str
     """info, warning or critical."""
     title: str
