@@ -46,7 +46,8 @@ def measure_loader(folder: Path) -> dict[str, Any]:
 
     from stoker.data.index import open_index
     from stoker.data.loading.loader import Loader, compute_max_boxes
-    from stoker.hardware.device import host_cores, select_device
+    from stoker.hardware.cgroup import host_cores
+    from stoker.hardware.device import select_device
 
     data = open_index(folder)
     rows = np.arange(len(data))

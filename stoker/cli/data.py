@@ -193,7 +193,8 @@ def preview(
     from stoker.config.settings import check as check_settings
     from stoker.data.index import open_index, require_images
     from stoker.data.preview import make_preview
-    from stoker.hardware.device import host_cores, select_device
+    from stoker.hardware.cgroup import host_cores
+    from stoker.hardware.device import select_device
     from stoker.report.data_plot import check_output_path, save_image
     from stoker.report.format import plural
     from stoker.report.terminal import print_settings

@@ -1,2 +1,1 @@
-"""Devices (`device`), forbidden host syncs (`host_sync`), limits of the container (`cgroup`), and list prices
-(`prices`)."""
+"""Devices (`device`), forbidden host syncs (`host_sync`), cgroup limits (`cgroup`), and list prices (`prices`)."""

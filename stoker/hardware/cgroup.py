@@ -1,8 +1,7 @@
-"""The limits of the machine that this process really has: its cgroup's, version 1 or 2, and the machine's own.
+"""CPU and memory limits of a process: those of its cgroup, version 1 or 2, and those of the machine.
 
-Containers, Slurm steps, Kubernetes pods and systemd units all set them, on the process's own cgroup or on one around
-it; the tightest counts. A value that is not set or cannot be read is None. No torch: also used where a foreign job is
-watched.
+Containers, Slurm steps, Kubernetes pods and systemd units set limits on the cgroup of the process or on a parent of it;
+the lowest limit counts. A value that is not set or cannot be read is None. No torch: external jobs are watched too.
 """
 
 import dataclasses
@@ -14,26 +13,26 @@ from typing import Self
 import psutil
 
 _NO_LIMIT = 2**60
-"""Version 1 says "none" by a number near 2^63."""
+"""Version 1 has a number near 2^63 where there is no limit."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CgroupMemory:
-    """Of the cgroup with the tightest limit, in bytes."""
+    """Memory of the cgroup with the lowest limit, in bytes."""
 
     limit: int
     used: int
     """Inactive page cache counts as free."""
     page_cache: int
-    """Files that the kernel keeps, without those of memory file systems."""
+    """Cached files, without those of memory file systems."""
     swap: int | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Cgroup:
-    """The cgroup of this process and those around it, as they are when it is asked first.
+    """The cgroup of a process and its parents, as they are at the first call of a method.
 
-    root: where the cgroup file system is mounted; membership: the kernel's file that says where in it the process is.
+    root: mount point of the cgroup file system; membership_file: the kernel's file with the cgroup of the process.
     """
 
     root: Path = Path("/sys/fs/cgroup")
@@ -44,31 +43,25 @@ class Cgroup:
 
     @classmethod
     def for_pid(cls, pid: int) -> Self:
-        """That of another process."""
+        """The cgroup of another process."""
         return cls(membership_file=Path(f"/proc/{pid}/cgroup"))
 
     def cpu_limit_cores(self) -> float | None:
-        """Processors' worth of time that the CPU quota allows."""
+        """The CPU quota as a number of cores."""
         quotas = [quota for folder in self._folders("cpu") if (quota := _read_quota_cores(folder)) is not None]
         return min(quotas, default=None)
 
-    def memory(self) -> tuple[int, int] | None:
-        """(limit, used) bytes of the cgroup with the tightest limit. Inactive page cache counts as free."""
-        memory = self.memory_state()
-        return None if memory is None else (memory.limit, memory.used)
-
     def memory_state(self) -> CgroupMemory | None:
-        """The same, and what the memory is used for."""
         limits = [memory for folder in self._folders("memory") if (memory := _read_memory(folder)) is not None]
         return min(limits, key=lambda memory: (memory.limit, memory.used), default=None)
 
     def throttled_s(self) -> float | None:
-        """Processor-seconds, since the cgroup was made, that the CPU quota held back runnable tasks."""
+        """CPU-seconds, since the cgroup was made, in which the CPU quota throttled runnable tasks."""
         totals = [total for folder in self._folders("cpu") if (total := _read_throttled_s(folder)) is not None]
         return max(totals, default=None)
 
     def oom_kills(self) -> int | None:
-        """Processes of the cgroup that the kernel killed for memory since it was made."""
+        """Processes of the cgroup that the kernel killed when out of memory, since the cgroup was made."""
         for folder in self._folders("memory"):
             for name in ("memory.events", "memory.oom_control"):  # version 2, version 1
                 if (kills := _read_stat(folder / name).get("oom_kill")) is not None:
@@ -76,25 +69,22 @@ class Cgroup:
         return None
 
     def _folders(self, controller: str) -> list[Path]:
-        """The cgroups of `controller` that hold this process, the innermost first, as far as they can be seen.
+        """The visible cgroups of `controller` that contain this process, the innermost first.
 
-        A container often sees its own cgroup as the root while the kernel still gives its path on the host.
+        A container often sees its own cgroup as the root, while the kernel still gives the path on the host.
         """
         if controller not in self._folder_cache:
-            self._folder_cache[controller] = self._find_folders(controller)
+            if (self.root / "cgroup.controllers").exists():
+                mount, relative = self.root, self._relative_path("")
+            else:
+                mount, relative = self.root / controller, self._relative_path(controller)
+            folders = [mount / relative, *(mount / relative).parents]
+            visible = [folder for folder in folders[: folders.index(mount) + 1] if folder.exists()]
+            self._folder_cache[controller] = visible
         return self._folder_cache[controller]
 
-    def _find_folders(self, controller: str) -> list[Path]:
-        if (self.root / "cgroup.controllers").exists():
-            mount, relative = self.root, self._relative_path("")
-        else:
-            mount, relative = self.root / controller, self._relative_path(controller)
-        own_folder = mount / relative
-        folders = [own_folder, *own_folder.parents]
-        return [folder for folder in folders[: folders.index(mount) + 1] if folder.exists()]
-
     def _relative_path(self, controller: str) -> str:
-        """Path of the process below the mount: of version 2 when `controller` is empty."""
+        """Path of the process below the mount; an empty `controller` means version 2."""
         if not self.membership_file.exists():
             return ""
         for line in self.membership_file.read_text().splitlines():
@@ -105,31 +95,31 @@ class Cgroup:
 
 
 def host_cores() -> int:
-    """Processors this process may use: its affinity, and the cgroup's quota rounded up."""
+    """Cores that this process may use, by its CPU affinity and the cgroup's quota, rounded up."""
     return max(1, math.ceil(usable_cores(0, Cgroup())))
 
 
 def usable_cores(pid: int, cgroup: Cgroup) -> float:
-    """Processors' worth of time that a process may use, of its affinity and its cgroup's quota the less; 0 is this
-    process. Raises ProcessLookupError where it is gone."""
+    """Cores that a process may use: the lower of its CPU affinity and its cgroup's quota. pid 0 is this process.
+    Raises ProcessLookupError when the process has ended."""
     cores = len(os.sched_getaffinity(pid)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cgroup.cpu_limit_cores()
     return float(cores) if quota is None else min(float(cores), quota)
 
 
 def host_memory() -> tuple[int, int]:
-    """(limit, used) bytes of the host's memory, the tighter of the machine and the cgroup. Page cache is free."""
+    """(limit, used) bytes of host memory, of the machine or the cgroup, whichever is lower. Page cache is free."""
     machine = psutil.virtual_memory()
-    cgroup_memory = Cgroup().memory()
-    if cgroup_memory is not None and cgroup_memory[0] < machine.total:
-        return cgroup_memory
+    cgroup_memory = Cgroup().memory_state()
+    if cgroup_memory is not None and cgroup_memory.limit < machine.total:
+        return cgroup_memory.limit, cgroup_memory.used
     return machine.total, machine.total - machine.available
 
 
 def _read_text(path: Path) -> str | None:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # a third of read_text's price: a sample reads a dozen
-    except OSError:  # absent, or hidden from us: the machine does not say
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # costs a third of read_text; a telemetry sample reads a dozen
+    except OSError:  # absent or hidden
         return None
     try:
         return os.read(fd, 65536).decode().strip()

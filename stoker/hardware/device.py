@@ -1,8 +1,8 @@
-"""The one file that knows kinds of device: picking one, its streams and clocks, autocast, memory, host copies.
+"""Everything that depends on the kind of device: selection, streams, clocks, autocast, memory, copies to the host.
 
-Everything else is written against `Device`. On a CPU there are no streams: copies and marks happen at once, through the
-same calls. Accelerators go through `torch.accelerator`, `torch.Stream` and `torch.Event`; only what has no neutral name
-is asked of `torch.cuda`. Telemetry from the driver is `profiling/telemetry/gpu.py`.
+All other modules use `Device`. A CPU has no streams: the same calls copy and record at once. Accelerators are used
+through `torch.accelerator`, `torch.Stream` and `torch.Event`, and through `torch.cuda` only for what these do not have.
+Telemetry from the driver is in `profiling/telemetry/gpu.py`.
 """
 
 import contextlib
@@ -20,19 +20,18 @@ import torch
 from torch import Tensor
 
 from stoker.errors import OutOfMemoryError, PreflightError
-from stoker.hardware.cgroup import host_cores as host_cores
-from stoker.hardware.cgroup import host_memory as host_memory
+from stoker.hardware.cgroup import host_memory
 
 CPU_BLOCK_SIZE, ACCELERATOR_BLOCK_SIZE = 2**19, 2**23
-"""Numbers of a batch that a loss or a matching takes at once, where all of them would be gigabytes: on a CPU as many as
-stay in a core's cache with their temporaries (measured: LOG.md, "The step on a CPU"), on an accelerator 32 MiB each."""
+"""Elements that a loss or a matcher processes at once, where all of them would be gigabytes: on a CPU as many as fit in
+a core's cache with their temporaries (measured: LOG.md, "The step on a CPU"), on an accelerator 32 MiB of fp32."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A device that trains. `torch_device` is where tensors are put."""
+    """A device for training; `torch_device` is the device of its tensors."""
 
     torch_device: torch.device
 
@@ -46,17 +45,17 @@ class Device:
 
     @property
     def name(self) -> str:
-        """What a person would call it: `NVIDIA H200`, or the processor's model."""
+        """For users: `NVIDIA H200`, or the model of the CPU."""
         if self.kind == "cuda":
             return torch.cuda.get_device_name(self.torch_device)
-        return _cpu_name() if self.is_cpu else self.kind
+        return (_cpuinfo("model name") or "cpu") if self.is_cpu else self.kind
 
     def autocast(self, precision: str) -> contextlib.AbstractContextManager[Any]:
         """Mixed precision for the forward pass: fp32, bf16 or fp16."""
         return torch.autocast(self.kind, DTYPES[precision], enabled=precision != "fp32")
 
     def empty_host(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
-        """Host memory that the device can copy from without a stop (page-locked where there is an accelerator)."""
+        """Host memory that the device can copy from without a host sync (pinned where there is an accelerator)."""
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=not self.is_cpu)
 
     def make_stream(self) -> "SideStream":
@@ -66,11 +65,11 @@ class Device:
         return DeviceClock(self)
 
     def make_nvtx_ranges(self) -> "NvtxRanges | None":
-        """Ranges for a profiler that reads them; None where none does."""
+        """NVTX ranges; None when no profiler reads them."""
         return NvtxRanges() if nvtx_enabled(self) else None
 
     def memory(self) -> "DeviceMemory":
-        """Bytes of the device's memory; of the host's (within its cgroup) on a CPU."""
+        """Memory of the device; on a CPU, of the host (within its cgroup)."""
         if self.is_cpu:
             limit, used = host_memory()
             return DeviceMemory(limit, limit - used, psutil.Process().memory_info().rss)
@@ -82,35 +81,34 @@ class Device:
             torch.accelerator.reset_peak_memory_stats(self.torch_device)
 
     def empty_cache(self) -> None:
-        """Gives cached blocks back to the driver, so that a trial's memory does not count against the next."""
+        """Returns cached blocks to the driver, so that the memory of one trial is free for the next."""
         if not self.is_cpu:
             torch.accelerator.empty_cache()
 
     def synchronize(self) -> None:
-        """Waits until the device has done everything it was given."""
+        """Waits until the device has finished all work that was issued."""
         if not self.is_cpu:
             torch.accelerator.synchronize(self.torch_device)
 
     def best_precision(self) -> tuple[str, str]:
-        """(precision, reason): the fastest arithmetic that trains stably here."""
+        """(precision, reason): the fastest precision with which training is stable on this device."""
         if self.is_cpu:
-            flags = _cpu_flags()
-            bf16_flags = sorted(flags & {"avx512_bf16", "amx_bf16"})
+            bf16_flags = sorted({"avx512_bf16", "amx_bf16"}.intersection((_cpuinfo("flags") or "").split()))
             if bf16_flags:
-                return "bf16", f"the processor multiplies bf16 ({', '.join(bf16_flags)})"
-            return "fp32", "the processor has no fast bf16 (no avx512_bf16, no amx_bf16)"
+                return "bf16", f"the CPU has bf16 arithmetic ({', '.join(bf16_flags)})"
+            return "fp32", "the CPU has no fast bf16 (no avx512_bf16, no amx_bf16)"
         if self.kind == "cuda":
             if torch.cuda.is_bf16_supported(including_emulation=False):
-                return "bf16", "the GPU multiplies bf16; its range needs no loss scaling"
+                return "bf16", "the GPU has bf16 arithmetic; its range needs no loss scaling"
             if torch.cuda.get_device_capability(self.torch_device) >= (7, 0):
                 return "fp16", "the GPU has fp16 tensor cores and no bf16"
             return "fp32", "the GPU has no tensor cores"
-        return "fp32", f"mixed precision was never tried on {self.kind}"
+        return "fp32", f"mixed precision was never tested on {self.kind}"
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes. `peak`: the most that this process had allocated (resident memory on a CPU)."""
+    """Bytes. `peak`: maximum that this process had allocated (on a CPU: its resident memory now)."""
 
     total: int
     free: int
@@ -118,14 +116,15 @@ class DeviceMemory:
 
 
 class SideStream:
-    """A queue of copies beside the device's main work. On a CPU the copies are done when `copy` returns."""
+    """A stream for copies that run concurrently with the main stream. On a CPU a call returns when its copy is done."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._stream = None if device.is_cpu else torch.Stream(device.torch_device)
 
     def to_device(self, tensors: Iterable[Tensor]) -> tuple[list[Tensor], "ReadyEvent"]:
-        """Starts copies host → device. Use the tensors after `Ready.block_device`; the host's are free after `done`."""
+        """Starts copies host → device. Call `block_main_stream` of the event before the copies are used. The host
+        tensors can be overwritten when the event is `done`."""
         if self._stream is None:
             return list(tensors), ReadyEvent(None)
         with self._stream:
@@ -137,22 +136,22 @@ class SideStream:
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[None]:
-        """What is issued inside goes to this stream, and tensors made inside are from memory of its own."""
+        """Operations in the block go to this stream, and tensors made in it use memory of this stream."""
         with contextlib.nullcontext() if self._stream is None else self._stream:
             yield
 
     def record_ready(self) -> "ReadyEvent":
-        """Says when all that was issued so far is done."""
+        """An event that is done when all work issued to this stream so far is done."""
         return ReadyEvent(None if self._stream is None else self._stream.record_event())
 
     def synchronize(self) -> None:
-        """Waits on the host for all that was issued so far: for threads other than the training thread."""
+        """Makes the host wait for all work issued to this stream so far. Not for the training thread."""
         if self._stream is not None:
             self._stream.synchronize()
 
     def join(self, tensor: Tensor, source_ready: "ReadyEvent", updates: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Makes this stream wait for `tensor`, which another one made, and then copies `changes`, each (part of it,
-        host tensor). The main stream may use it after the `Ready` of what this stream is given next."""
+        """Makes this stream wait for `tensor`, which another stream makes, and then copies `updates` into it, each
+        (part of it, host tensor). The main stream may use it after the event of the next work of this stream."""
         source_ready.block_stream(self._stream)
         with self.activate():
             for target, source in updates:
@@ -162,9 +161,9 @@ class SideStream:
                 tensor.record_stream(stream)
 
     def to_host(self, tensors: Iterable[Tensor]) -> tuple[list[Tensor], "ReadyEvent"]:
-        """Starts copies device → host of what the main stream has issued so far. Read them after `done` or `wait`.
+        """Starts copies device → host of tensors of the main stream. Read them after `done` or `synchronize`.
 
-        The main stream must not overwrite the sources before `Ready.block_device`.
+        The main stream must not overwrite the sources before `block_main_stream` of the event.
         """
         if self._stream is None:
             return [tensor.detach().clone() for tensor in tensors], ReadyEvent(None)
@@ -180,7 +179,7 @@ class SideStream:
 
 
 class ReadyEvent:
-    """Says when copies are done."""
+    """Tells when copies are done."""
 
     def __init__(self, event: torch.Event | None) -> None:
         self._event = event
@@ -189,27 +188,27 @@ class ReadyEvent:
         return self._event is None or bool(self._event.query())
 
     def synchronize(self) -> None:
-        """Waits on the host: for threads other than the training thread."""
+        """Makes the host wait. Not for the training thread."""
         if self._event is not None:
             self._event.synchronize()
 
     def block_main_stream(self) -> None:
-        """Makes the main stream, not the host, wait for the copies."""
+        """Makes the main stream wait for the copies, not the host."""
         if self._event is not None:
             self._event.wait()
 
     def block_stream(self, stream: torch.Stream | None) -> None:
-        """The same for another stream; None where there are no streams."""
+        """The same for another stream; None on a CPU."""
         if self._event is not None and stream is not None:
             self._event.wait(stream)
 
 
 class DeviceClock:
-    """Moments of the device's work in seconds of the host's `time.perf_counter`, never by a wait.
+    """Times of work of the device in seconds of the host's `time.perf_counter`, without host syncs.
 
-    Each event is placed relative to the one resolved before it, since a difference of events is a float32 in ms and
-    loses its fine digits over hours. `resolve` must be called in the order of the marks. Events are used again when
-    they are resolved or dropped: there are never more than marks that were open at once, and one. A CPU has no marks.
+    The time of an event is computed from the event resolved before it: the difference of two events is a float32 in ms,
+    which loses precision over hours. So `resolve` must be called in the order of the events. Events are reused after
+    they are resolved or dropped: there is at most one more than the number of pending events. A CPU has no events.
     """
 
     def __init__(self, device: Device) -> None:
@@ -229,13 +228,13 @@ class DeviceClock:
         return self._last_event is None
 
     def record_event(self) -> torch.Event:
-        """The moment at which the device will have done everything issued so far."""
+        """An event at the end of the work issued so far."""
         event = self._pool.pop() if self._pool else torch.Event(self._device.torch_device, enable_timing=True)
         event.record(torch.accelerator.current_stream(self._device.torch_device))
         return event
 
     def resolve(self, mark: torch.Event) -> float | None:
-        """Seconds of `time.perf_counter`, or None while the device has not come so far."""
+        """Seconds of `time.perf_counter`, or None while the device has not reached the event."""
         if not mark.query():
             return None
         assert self._last_event is not None
@@ -245,16 +244,16 @@ class DeviceClock:
         return self._last_s
 
     def drop(self, mark: torch.Event) -> None:
-        """The mark will never be resolved: its event is free."""
+        """Returns an event that will not be resolved."""
         self._pool.append(mark)
 
 
 _NSIGHT_VARIABLES = ("NSYS_PROFILING_SESSION_ID", "NVTX_INJECTION64_PATH")
-"""Variables that Nsight's tools set in what they start."""
+"""Variables that the Nsight tools set in the processes that they start."""
 
 
 def nvtx_enabled(device: Device) -> bool:
-    """Whether somebody reads NVTX ranges of this process: a profiler of NVIDIA's, or STOKER_NVTX=1 says so."""
+    """Whether NVTX ranges are recorded: a profiler of NVIDIA started this process, or STOKER_NVTX=1 is set."""
     return device.kind == "cuda" and (
         os.environ.get("STOKER_NVTX") == "1" or any(map(os.environ.get, _NSIGHT_VARIABLES))
     )
@@ -271,11 +270,10 @@ class NvtxRanges:
 
 
 def configure_malloc() -> None:
-    """Has the C library keep the large blocks that a step frees, for the next one.
+    """Makes glibc keep the large blocks that a training step frees, for the next step. Nothing with other C libraries.
 
-    It would give them back to the kernel, which has to clear every page again: 2 to 7 % of the processor time of a
-    training step on a CPU (LOG.md, "The step on a CPU"). For processes that train; elsewhere than on glibc it does
-    nothing.
+    By default glibc returns them to the kernel, which has to clear every page again: 2 to 7 % of the CPU time of a
+    training step on a CPU (LOG.md, "The step on a CPU").
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
@@ -287,25 +285,25 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 def block_size(tensor: Tensor) -> int:
-    """CACHE_BLOCK or DEVICE_BLOCK, as `tensor` lies on a CPU or an accelerator."""
+    """CPU_BLOCK_SIZE or ACCELERATOR_BLOCK_SIZE, by the device of `tensor`."""
     return CPU_BLOCK_SIZE if tensor.device.type == "cpu" else ACCELERATOR_BLOCK_SIZE
 
 
 TESTED_DEVICES = frozenset({"cuda"})
-"""Kinds of accelerator that are taken without being asked for; docs/gpu-status.md."""
+"""Kinds of accelerator that are used by default; docs/gpu-status.md."""
 
 
 def untested_accelerator() -> str | None:
-    """The kind of accelerator that torch finds here and `pick` leaves alone, if there is one."""
+    """The kind of an accelerator that exists but `select_device` does not use by default; None: there is none."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return None if accelerator is None or accelerator.type in TESTED_DEVICES else accelerator.type
 
 
 def select_device(name: str | None = None) -> Device:
-    """The device called `name` (`cpu`, `cuda`, `cuda:1`, `mps` …); without a name the accelerator, else the CPU.
+    """The device called `name` (`cpu`, `cuda`, `cuda:1`, `mps` …); by default a tested accelerator, else the CPU.
 
-    Without a name, an accelerator of a kind that was never tried (`TRIED`) is left alone; `untried` says so. Raises
-    PreflightError when the device is absent or does not compute: a run must never fall back to the CPU in silence.
+    An accelerator that is not in TESTED_DEVICES is used only by name (`untested_accelerator`). Raises PreflightError
+    when the device does not exist or does not compute: a run must never fall back to the CPU silently.
     """
     if name is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -318,27 +316,31 @@ def select_device(name: str | None = None) -> Device:
         try:
             device = torch.device(name)
         except RuntimeError as error:
-            raise PreflightError(f"There is no kind of device called {name!r}.", cause=str(error).splitlines()[0],
-                                 choices=available_devices()) from error  # fmt: skip
+            cause = str(error).splitlines()[0]
+            what = f"There is no device called {name!r}."
+            raise PreflightError(what, cause=cause, choices=available_devices()) from error
     if device.type not in {kind.partition(":")[0] for kind in available_devices()}:
-        cause = "torch finds no such device: a CPU build of torch, a missing driver, or a hidden device"
-        raise PreflightError(f"The device {str(device)!r} cannot be used.", cause=cause, choices=available_devices(),
-                             fix="check `nvidia-smi`, CUDA_VISIBLE_DEVICES and `python -c 'import torch; "
-                             "print(torch.version.cuda, torch.cuda.is_available())'`")  # fmt: skip
+        raise PreflightError(
+            f"The device {str(device)!r} cannot be used.",
+            cause="torch finds no such device: a CPU build of torch, a missing driver, or a hidden device",
+            choices=available_devices(),
+            fix="check `nvidia-smi`, CUDA_VISIBLE_DEVICES and "
+            "`python -c 'import torch; print(torch.version.cuda, torch.cuda.is_available())'`",
+        )
     if device.type != "cpu" and device.index is not None:
         torch.accelerator.set_device_index(device.index)
     try:
         probe = torch.ones(8, device=device)
         works = float((probe @ probe).item()) == 8.0
     except Exception as error:
-        raise PreflightError(f"The device {str(device)!r} is there but does not compute.", cause=str(error)) from error
+        raise PreflightError(f"The device {str(device)!r} exists but does not compute.", cause=str(error)) from error
     if not works:
-        raise PreflightError(f"The device {str(device)!r} computes wrongly: 8 ones do not add up to 8.")
+        raise PreflightError(f"The device {str(device)!r} computes wrong results: the sum of 8 ones is not 8.")
     return Device(device)
 
 
 def available_devices() -> list[str]:
-    """Kinds of device that torch can use here, the CPU first."""
+    """Kinds of device that torch can use on this machine, the CPU first."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
 
@@ -360,18 +362,8 @@ def out_of_memory_as_error(activity: str) -> Iterator[None]:
 
 def _cpuinfo(key: str) -> str | None:
     path = Path("/proc/cpuinfo")
-    if not path.exists():
-        return None
-    for line in path.read_text().splitlines():
+    for line in path.read_text().splitlines() if path.exists() else ():
         name, _, value = line.partition(":")
         if name.strip() == key:
             return value.strip()
     return None
-
-
-def _cpu_name() -> str:
-    return _cpuinfo("model name") or "cpu"
-
-
-def _cpu_flags() -> set[str]:
-    return set((_cpuinfo("flags") or "").split())

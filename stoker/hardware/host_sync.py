@@ -1,9 +1,9 @@
-"""Forbids the operators that would make the host wait for the device.
+"""Forbids host syncs: operators that make the host wait for the device.
 
-A step is fast when the host only issues work and never reads a result of it. `NoHostWaits` is a context in which every
-operator that needs a value on the host raises `HostWait`. It treats CPU tensors as if they lay on a device, so a test
-without an accelerator proves that the same step never waits on one. What has to wait says so by name:
-`with allow_host_wait("nms"):`. Not for measuring how long waits take (`measuring/`), and not needed for correctness.
+A step is fast when the host only issues work and never reads a result. In the context `ForbidHostSync` every operator
+that needs a value on the host raises `HostSyncError`. CPU tensors are treated as if they were on a device, so a test
+without an accelerator proves that the same step has no host sync on one. A sync that is needed is allowed by name:
+`with allow_host_sync("nms"):`. The time of syncs is measured in `profiling/`. Not needed for correctness.
 """
 
 import contextlib
@@ -18,16 +18,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_allowed: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("allowed_host_waits", default=())
+_allowed: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("allowed_host_syncs", default=())
 
 
 class HostSyncError(RuntimeError):
-    """An operator that makes the host wait for the device ran where that is forbidden."""
+    """An operator with a host sync ran where that is forbidden."""
 
     def __init__(self, operator: str, fix: str) -> None:
         super().__init__(
             f"{operator} makes the host wait for the device.\n  fix:    {fix}, "
-            'or `with stoker.hardware.host_sync.allow_host_wait("a name"):` where the wait is meant'
+            'or `with stoker.hardware.host_sync.allow_host_sync("a name"):` if the sync is needed'
         )
         self.operator = operator
         self.fix = fix
@@ -35,7 +35,7 @@ class HostSyncError(RuntimeError):
 
 @contextlib.contextmanager
 def allow_host_sync(name: str) -> Iterator[None]:
-    """Inside it `NoHostWaits` lets everything pass. `name` says what the wait is for, as in `host_waits_allowed()`."""
+    """A context in which `ForbidHostSync` allows everything. `name` is the purpose of the sync."""
     token = _allowed.set((*_allowed.get(), name))
     try:
         yield
@@ -44,7 +44,7 @@ def allow_host_sync(name: str) -> Iterator[None]:
 
 
 def allowed_host_syncs() -> tuple[str, ...]:
-    """Names of the `allow_host_wait` contexts that are open here, the outermost first."""
+    """Names of the `allow_host_sync` contexts around the caller, the outermost first."""
     return _allowed.get()
 
 
@@ -55,7 +55,7 @@ _MASK = "a boolean mask as index is turned into positions on the host: use torch
 _COPY = "copy with non_blocking=True from or to pinned memory, or outside the step"
 _CHECK = "it reads an error code back from the device: use the variant without the check (…_ex)"
 
-# Operators by name, without their overload. Those of torchvision are named with their name space.
+# Operators by name, without their overload. Those of torchvision have their namespace.
 _FORBIDDEN_OPS: dict[str, str] = {
     "aten::_local_scalar_dense": _READ,
     "aten::item": _READ,
@@ -78,7 +78,7 @@ _FORBIDDEN_OPS: dict[str, str] = {
     "aten::_linalg_check_errors": _CHECK,
     "aten::lift_fresh": _LIST,
     "aten::lift_fresh_copy": _LIST,
-    "torchvision::nms": "suppress outside the training step",
+    "torchvision::nms": "run NMS outside the training step",
 }
 _INDEX_OPS = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"}
 _COPY_OPS = {"aten::_to_copy", "aten::copy_", "aten::_copy_from"}
@@ -95,11 +95,10 @@ _READ_FUNCTIONS = {
 
 
 class ForbidHostSync(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own bases are untyped
-    """A context in which whatever would make the host wait raises `HostWait`, on tensors of any device.
+    """A context in which a host sync raises `HostSyncError`, with tensors of any device.
 
-    It sees operators in forward and backward and the reads of a tensor from Python. It does not see a wait inside one
-    kernel's own implementation that torch does not show, nor `synchronize()`; on CUDA,
-    `torch.cuda.set_sync_debug_mode("error")` sees those.
+    It detects operators in forward and backward, and reads of a tensor from Python. It does not detect a sync inside
+    the implementation of a kernel, nor `synchronize()`; on CUDA, `torch.cuda.set_sync_debug_mode("error")` does.
     """
 
     def __enter__(self) -> "ForbidHostSync":
@@ -126,7 +125,7 @@ class ForbidHostSync(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
 
 class _ForbidTensorReads(TorchFunctionMode):
-    """The half of `NoHostWaits` for reads that no operator is dispatched for."""
+    """The part of `ForbidHostSync` for reads that no operator is dispatched for."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -141,7 +140,7 @@ class _ForbidTensorReads(TorchFunctionMode):
 
 
 def _host_sync_fix(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """The fix for an operator that waits; None for one that does not."""
+    """The fix for an operator with a host sync; None for one without."""
     name = func.name().partition(".")[0]
     if name in _FORBIDDEN_OPS:
         return _FORBIDDEN_OPS[name]
@@ -161,7 +160,7 @@ def _indexing_sync_fix(tensor: Tensor, indices: Any) -> str | None:
         if index.dtype in (torch.bool, torch.uint8):
             return _MASK
         if index.device != tensor.device:
-            return "the index lies on the host: make it on the device"
+            return "the index is on the host: make it on the device"
     return None
 
 

@@ -1,9 +1,9 @@
-"""What GPU machines cost by the list: a table of GCP's and AWS's, with its date, and how to look a machine up in it.
+"""List prices of GPU machines of GCP and AWS, with their date, and the lookup of a machine.
 
-A list price is not a bill: no discount, no commitment, no disk, no network; one region. Who knows the real price gives
-it (`--price-per-device-hour`, the setting `price`). Spot prices are not here: the clouds change them from daily to every few minutes,
-by zone, so any number in a file would be a guess. Nothing here asks the network: `profiling/telemetry/environment.py`
-writes down what the machine says of itself."""
+A list price is not a bill: no discount, no commitment, no disk, no network; one region. The user can set the real price
+(`--price-per-device-hour`). Spot prices are not here: they change daily to every few minutes, by zone, so a number in a
+file would be a guess. Nothing here uses the network: `profiling/telemetry/environment.py` records the machine type.
+"""
 
 import re
 from collections.abc import Mapping
@@ -12,10 +12,9 @@ from typing import Any
 import msgspec
 
 AS_OF = "2025-06"
-"""When the prices below were the clouds' own, in US dollars per hour, on demand, Linux. AWS:
-aws.amazon.com/ec2/pricing, p4 and p5 after the cut of June 2025. GCP: cloud.google.com/compute/all-pricing and
-gpus-pricing. Each row was compared with copies of the clouds' price lists in public repositories; those of 2026 still
-have the same."""
+"""Date of the prices below, in US dollars per hour, on demand, Linux. AWS: aws.amazon.com/ec2/pricing, p4 and p5 after
+the price cut of June 2025. GCP: cloud.google.com/compute/all-pricing and gpus-pricing. Each row was compared with
+copies of the price lists in public repositories; copies of 2026 still have the same prices."""
 CURRENCY = "USD"
 REGIONS = {"AWS": "us-east-1", "GCP": "us-central1"}
 
@@ -35,7 +34,7 @@ _AWS: dict[str, tuple[str, dict[str, tuple[int, float]]]] = {
                      "12xlarge": (4, 10.49264), "16xlarge": (1, 7.57719), "24xlarge": (4, 15.06559),
                      "48xlarge": (8, 30.13118)}),
 }  # fmt: skip
-"""Family → GPU, and size → how many of them, price of the machine."""
+"""Family → (GPU, size → (number of GPUs, price of the machine))."""
 
 _GCP: dict[str, tuple[str, int, float]] = {
     "a2-highgpu-1g": ("A100-40", 1, 3.673385), "a2-highgpu-2g": ("A100-40", 2, 7.34677),
@@ -50,54 +49,52 @@ _GCP: dict[str, tuple[str, int, float]] = {
     "g2-standard-24": ("L4", 2, 2.000832), "g2-standard-32": ("L4", 1, 1.734377),
     "g2-standard-48": ("L4", 4, 4.001665), "g2-standard-96": ("L4", 8, 8.003331),
 }  # fmt: skip
-"""Machine type → GPU, how many, price of the machine; a3's with their local SSDs. A g2 costs 0.146792 for four cores
-with 16 GiB, and 0.560040 for each L4."""
+"""Machine type → (GPU, number of GPUs, price of the machine); a3 with local SSDs. A g2 costs 0.146792 for four cores
+with 16 GiB, and 0.560040 per L4."""
 
 _N1_CORE, _N1_GIB = 0.031611, 0.004237
 _N1_GIB_PER_CORE = {"standard": 3.75, "highmem": 6.5, "highcpu": 0.9}
 _N1_GPU = {"T4": 0.35, "V100": 2.48, "P100": 1.46, "P4": 0.60}
-"""GPUs that are added to a machine of the kind n1, each."""
+"""Price per GPU that is added to an n1 machine."""
 
 _GPU_BY_WORD = (
     ("H100", "H100"), ("L40S", "L40S"), ("A10G", "A10G"), ("V100", "V100"), ("P100", "P100"),
     ("L4", "L4"), ("T4", "T4"), ("P4", "P4"),
 )  # fmt: skip
-"""Word in the driver's name of a GPU → the table's."""
+"""(word in the driver's name of a GPU, name in this table)."""
 _CLOUD_BY_FIRMWARE = (("Google", "GCP"), ("HVM domU", "AWS"), ("Amazon", "AWS"))
-"""What the firmware of a machine says that does not say its type; AWS's older machines are Xen's."""
+"""Firmware strings that name the cloud but not the machine type; older AWS machines are Xen."""
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True):
-    """Money per device-hour, from `low` to `high`; both are the same where the machine is known."""
+    """Price per device-hour, from `low` to `high`; both are equal when the machine is known."""
 
     low: float
     high: float
     currency: str = ""
-    """Empty: that of the price that the user gave."""
+    """Empty for a price that the user gave."""
     source: str
-    """Where it comes from, for people."""
+    """Where the price comes from, for users."""
 
     @property
     def is_exact(self) -> bool:
         return self.low == self.high
 
     def cost(self, device_s: float) -> tuple[float, float]:
-        """Least and most money for so many device-seconds."""
+        """Minimum and maximum cost of `device_s` device-seconds."""
         return device_s * self.low / 3600, device_s * self.high / 3600
 
 
 def user_price(price_per_device_hour: float, source: str) -> Price | None:
-    """A price that somebody gave; None for 0, which means unknown."""
-    return (
-        Price(low=price_per_device_hour, high=price_per_device_hour, source=source)
-        if price_per_device_hour > 0
-        else None
-    )
+    """A price given by the user; None for 0, which means unknown."""
+    if price_per_device_hour <= 0:
+        return None
+    return Price(low=price_per_device_hour, high=price_per_device_hour, source=source)
 
 
 def price_from_environment(environment: Mapping[str, Any]) -> Price | None:
-    """The list price of what a run ran on, by its environment.json: of the machine type where that is told, else the
-    range over all machines of the table with such GPUs. None: no GPU of the table, or none at all."""
+    """The list price of the machine of a run, by its environment.json: by machine type if that is known, else the range
+    over all machines of the table with such GPUs. None: no GPU, or a GPU that is not in the table."""
     gpu = environment.get("gpu")
     gpus = gpu.get("gpus") if isinstance(gpu, dict) else None
     first_gpu = gpus[0] if isinstance(gpus, list) and gpus and isinstance(gpus[0], dict) else {}
@@ -105,18 +102,15 @@ def price_from_environment(environment: Mapping[str, Any]) -> Price | None:
     gpu_name = match_gpu_name(str(first_gpu.get("name") or ""), memory if isinstance(memory, int) else None)
     count = len(gpus) if isinstance(gpus, list) else 0
     machine_type = environment.get("machine_type")
-    if (
-        isinstance(machine_type, str)
-        and (machine_list_price := machine_price(machine_type, gpu_name, count)) is not None
-    ):
-        return machine_list_price
+    if isinstance(machine_type, str) and (price := machine_price(machine_type, gpu_name, count)) is not None:
+        return price
     cloud = next((cloud for word, cloud in _CLOUD_BY_FIRMWARE if word in str(machine_type)), None)
     return None if gpu_name is None else gpu_price_range(gpu_name, cloud)
 
 
 def machine_price(machine_type: str, gpu: str | None = None, gpus: int = 0) -> Price | None:
-    """The list price of a device of a machine type, `p3.8xlarge` or `a2-highgpu-1g`; gpu, gpus: those that were added
-    to an `n1-…`. None: the table does not have it."""
+    """The list price per device of a machine type, `p3.8xlarge` or `a2-highgpu-1g`. gpu, gpus: the GPUs that were added
+    to an `n1-…`. None: not in the table."""
     machine_type = machine_type.strip().lower().rpartition("/")[2]
     if machine_type in _GCP:
         _, count, price = _GCP[machine_type]
@@ -134,8 +128,8 @@ def machine_price(machine_type: str, gpu: str | None = None, gpus: int = 0) -> P
 
 
 def gpu_price_range(gpu: str, cloud: str | None = None) -> Price | None:
-    """The range of list prices of a device over all machines of the table that have such GPUs (an n1 with 4 to 16 cores
-    per GPU). cloud: AWS or GCP alone; None: both."""
+    """The range of list prices per device over all machines of the table with such GPUs (for an n1, 4 to 16 cores per
+    GPU). cloud: only AWS or GCP; None: both."""
     prices: dict[str, list[float]] = {name: [] for name in REGIONS if cloud in (None, name)}
     if "GCP" in prices:
         prices["GCP"] += [price / count for name, count, price in _GCP.values() if name == gpu]
@@ -154,7 +148,7 @@ def gpu_price_range(gpu: str, cloud: str | None = None) -> Price | None:
 
 
 def match_gpu_name(name: str, memory_bytes: int | None = None) -> str | None:
-    """The table's name of a GPU, by the driver's; memory tells the two A100 apart. None: another GPU."""
+    """The name of a GPU in this table, by the driver's name; the two A100 differ by memory. None: not in the table."""
     words = re.split(r"[^A-Za-z0-9]+", name.upper())
     if "A100" in words:
         return "A100-80" if "80GB" in words or (memory_bytes or 0) > 60 * 2**30 else "A100-40"

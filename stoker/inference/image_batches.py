@@ -20,7 +20,8 @@ from stoker.data.images import source as places
 from stoker.data.images.headers import parse_header, read_header
 from stoker.data.loading.samples import HostBatchBuffer, as_batch
 from stoker.errors import DataError
-from stoker.hardware.device import Device, host_cores
+from stoker.hardware.cgroup import host_cores
+from stoker.hardware.device import Device
 from stoker.inference.tiles import Region, Tiling
 
 PREFETCH_BATCHES = 3

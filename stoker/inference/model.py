@@ -22,7 +22,8 @@ from stoker.errors import DataError, UsageError
 from stoker.evaluation.evaluate import evaluate, evaluation_loader
 from stoker.evaluation.metrics import Detections, Metrics
 from stoker.export.runtime import ONNX_SUFFIX, OnnxModel
-from stoker.hardware.device import Device, host_cores, select_device
+from stoker.hardware.cgroup import host_cores
+from stoker.hardware.device import Device, select_device
 from stoker.inference.draw import draw_boxes
 from stoker.inference.image_batches import ImageSource, read_image
 from stoker.inference.predict import DEFAULT_BATCH_SIZE, local_path, predict_images, predict_to_dir

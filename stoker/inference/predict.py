@@ -24,7 +24,8 @@ from stoker.data.remote.resolve import resolve_images
 from stoker.errors import DataError, UsageError, writing
 from stoker.evaluation.evaluate import detect_batches
 from stoker.evaluation.metrics import Detections, empty_detections
-from stoker.hardware.device import Device, host_cores
+from stoker.hardware.cgroup import host_cores
+from stoker.hardware.device import Device
 from stoker.inference.draw import draw_boxes
 from stoker.inference.image_batches import (
     ImageSource,

@@ -23,6 +23,12 @@ def cgroup(tmp_path: Path, membership: str, files: dict[str, str]) -> Cgroup:
     return Cgroup(tmp_path / "mount", tmp_path / "membership")
 
 
+def limit_and_used(found: Cgroup) -> tuple[int, int]:
+    memory = found.memory_state()
+    assert memory is not None
+    return memory.limit, memory.used
+
+
 def test_version_2_the_tightest_of_all_around_counts(tmp_path: Path) -> None:
     found = cgroup(
         tmp_path,
@@ -42,7 +48,7 @@ def test_version_2_the_tightest_of_all_around_counts(tmp_path: Path) -> None:
         },
     )
     assert found.cpu_limit_cores() == 2.5
-    assert found.memory() == (8 * GIB, 4 * GIB)
+    assert limit_and_used(found) == (8 * GIB, 4 * GIB)
     assert found.throttled_s() == 2.5
 
 
@@ -60,7 +66,7 @@ def test_version_1_inside_a_container_that_sees_its_own_cgroup_as_the_root(tmp_p
         },
     )
     assert found.cpu_limit_cores() == 1.5
-    assert found.memory() == (4 * GIB, 2 * GIB)
+    assert limit_and_used(found) == (4 * GIB, 2 * GIB)
     assert found.throttled_s() == 4.0
 
 
@@ -76,7 +82,7 @@ def test_version_1_on_the_host_is_found_below_the_mount(tmp_path: Path) -> None:
             "memory/slurm/job_1/memory.stat": "total_inactive_file 2000\n",
         },
     )
-    assert found.memory() == (GIB, 0), "never negative"
+    assert limit_and_used(found) == (GIB, 0), "never negative"
 
 
 @pytest.mark.parametrize(
@@ -92,13 +98,13 @@ def test_version_1_on_the_host_is_found_below_the_mount(tmp_path: Path) -> None:
 def test_no_limit_is_none_not_a_number(tmp_path: Path, files: dict[str, str]) -> None:
     found = cgroup(tmp_path, "0::/\n", files)
     assert found.cpu_limit_cores() is None
-    assert found.memory() is None
+    assert found.memory_state() is None
     assert found.throttled_s() is None
 
 
 def test_a_machine_without_cgroups_has_no_limits(tmp_path: Path) -> None:
     found = Cgroup(tmp_path / "absent", tmp_path / "absent too")
-    assert (found.cpu_limit_cores(), found.memory(), found.throttled_s()) == (None, None, None)
+    assert (found.cpu_limit_cores(), found.memory_state(), found.throttled_s()) == (None, None, None)
 
 
 def test_this_machine_has_cores_and_memory() -> None:

@@ -13,9 +13,9 @@ from stoker.profiling.ledger import Ledger
 FAULTS = """
 import resource, sys
 import torch
-from stoker.hardware.device import keep_freed_memory
+from stoker.hardware.device import configure_malloc
 if sys.argv[1] == "keep":
-    keep_freed_memory()
+    configure_malloc()
 
 
 def step():

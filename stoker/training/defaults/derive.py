@@ -20,7 +20,8 @@ from stoker.data.loading import decoder_choice
 from stoker.data.loading.autotune import default_num_workers
 from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
 from stoker.errors import ConfigError
-from stoker.hardware.device import Device, host_cores, untested_accelerator
+from stoker.hardware.cgroup import host_cores
+from stoker.hardware.device import Device, untested_accelerator
 from stoker.models import Architecture, get_architecture
 from stoker.models.architecture import FamilyTuning
 from stoker.models.table import check_image_size, check_settings

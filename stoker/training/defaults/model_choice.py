@@ -9,7 +9,8 @@ import numpy as np
 
 from stoker.data.anchor_fit import best_image_size, box_dimensions
 from stoker.data.index import Index
-from stoker.hardware.device import Device, host_cores
+from stoker.hardware.cgroup import host_cores
+from stoker.hardware.device import Device
 from stoker.models import MODELS, Architecture
 from stoker.models.weights.load import PRETRAINED_NAMES, detect_architecture
 
