@@ -1,9 +1,9 @@
-"""Reads a run's folder into `Records`: one pass over each file, in bounded memory, whether it lives, ended or died.
+"""Reads a run folder into `RunRecords`: one pass over each file, in bounded memory, of a live, failed or finished run.
 
-The start of an attempt is all up to its first window with steps, and that window too while it is short: caches,
-autotuning and allocators warm up in it. Its end is what no clock saw after its last step, or saw between steps: a
-process goes away. What is between is steady, and is what shares of time are of; so a short run is judged like a long
-one. Sums of the whole run, which say what was lost, are `totals.py`'s.
+The start of an attempt ends with its first window with steps, and includes that window if it is short: caches,
+autotuning and allocators warm up in it. The end of an attempt is the unattributed and host time after its last step, in
+which the process exits. The time in between is steady: fractions of time are of it, so a short run is judged like a
+long one. Lost time is computed from the sums of the whole run, `stoker/runs/totals.py`.
 """
 
 import math
@@ -29,26 +29,25 @@ from stoker.runs.totals import compute_totals, list_rank_dirs
 from stoker.storage.uri import is_uri
 
 MAX_FRAMES = 64
-"""Frames of stacks that are counted; a loop has a few."""
+"""Stack frames that are counted; a loop has a few."""
 
 _THERMAL_BITS = 0x08 | 0x20 | 0x40
 _POWER_BITS = 0x04 | 0x80
 _APP_CLOCK_BIT = 0x02
-"""NVML's bits of why a clock is low: hardware, software and hardware thermal slowdown; software power cap and power
-brake; a clock that somebody set (nvml.h, nvmlClocksEventReason…)."""
+"""NVML's reasons for a low clock: hardware, software and hardware thermal slowdown; software power cap and power brake;
+a clock that someone set (nvml.h, nvmlClocksEventReason…)."""
 
 _STARTUP_PHASES = ("startup", "compile")
-"""Phases that a window with steps may begin with."""
+"""Phases of the start that the first window with steps may contain."""
 _MAX_PENDING_WINDOWS = 1000
-"""Windows without steps that are kept until it is known whether steps follow: a quarter of an hour of them, at
-least."""
+"""Windows without steps that are kept until steps follow or the attempt ends: at least a quarter of an hour."""
 
 _END_KINDS = ("finished", "failed", "preempted")
 
 
 def read_run(run_dir: Path, price_per_device_hour: float | None = None) -> RunRecords:
-    """The records of a run, live, dead or finished. price: money per device-hour; None: as the run was told."""
-    tables = records.read_settings(run_dir) or {}  # without their schema: a run of another version has them there too
+    """The records of a run. price_per_device_hour: None: as recorded in the run."""
+    tables = records.read_settings(run_dir) or {}
     reasons = tables.pop("reasons", {})
     settings: dict[str, Any] = {}
     for table in tables.values():
@@ -87,7 +86,7 @@ def read_run(run_dir: Path, price_per_device_hour: float | None = None) -> RunRe
 
 
 def _read_events(run_dir: Path, run_records: RunRecords) -> Event | None:
-    """The end of the newest attempt, where it has one."""
+    """The event that ended the newest attempt; None if there is none."""
     end_event: Event | None = None
     learning = run_records.learning
     for event in records.read_lines(run_dir, records.EVENTS, Event):
@@ -140,8 +139,8 @@ def _add_evaluation(run_records: RunRecords, event: Event) -> None:
 
 
 class _SteadySpan(NamedTuple):
-    """The steady time of an attempt, Unix seconds: after its start, up to its last window with steps. In that window it
-    may end, and free what it had."""
+    """The steady time of an attempt, Unix seconds: after its start, up to its last window with steps, in which the
+    process may exit and free its memory."""
 
     start_t: float
     end_t: float
@@ -150,19 +149,19 @@ class _SteadySpan(NamedTuple):
         return self.start_t < t < self.end_t
 
     def outside_fraction(self, start_t: float, end_t: float) -> float:
-        """Share of a time that does not lie in it."""
+        """Fraction of an interval that is outside of it."""
         inside_s = max(0.0, min(end_t, self.end_t) - max(start_t, self.start_t))
         return 1 - inside_s / (end_t - start_t) if end_t > start_t else 0.0
 
 
 def _read_steps(run_dir: Path, run_records: RunRecords, end_event: Event | None) -> dict[int, _SteadySpan]:
-    """Attempt → its steady time."""
+    """Reads the steps; returns attempt → its steady time."""
     steady_spans: dict[int, _SteadySpan] = {}
     last_t: float | None = None
     max_gap_s, attempt = 0.0, 0
     total_fetch_s, images_seen, dataset_size = 0.0, 0, run_records.facts.get("num_images")
     pending_windows: list[StepWindow] = []
-    """Windows without steps, which are of the end unless steps follow."""
+    """Windows without steps: they belong to the end unless steps follow."""
     for window in records.read_lines(run_dir, records.STEPS, StepWindow):
         learning = run_records.learning
         if window.attempt != attempt:
@@ -223,15 +222,13 @@ def _add_trailing_windows(run_records: RunRecords, pending_windows: list[StepWin
 
 
 def _add_steady(run_records: RunRecords, window: StepWindow, *, excluded: tuple[str, ...] = ()) -> None:
-    """without: phases of the window that are of the start or the end."""
+    """excluded: phases of the window that belong to the start or the end."""
     steady, device_s = run_records.steady, window.wall_s * window.devices
     for name, duration_s in window.phases.items():
         if name in excluded:
             device_s -= duration_s
         else:
             steady.phases[name] = steady.phases.get(name, 0.0) + duration_s
-    for name, duration_s in window.input_wait_stages.items():
-        steady.input_wait_stages[name] = steady.input_wait_stages.get(name, 0.0) + duration_s
     for name, duration_s in window.thread_cpu_s.items():
         if name not in excluded:
             steady.thread_cpu_s[name] = steady.thread_cpu_s.get(name, 0.0) + duration_s
@@ -281,7 +278,7 @@ def _read_devices(run_dir: Path, run_records: RunRecords, steady_spans: dict[int
 
 
 def _add_extremes(run_records: RunRecords, sample: DeviceSample) -> None:
-    """What counts whenever it was: also a start can fill a disk."""
+    """Extremes over the whole run: a start can fill a disk too."""
     host = run_records.host
     if sample.memory_used_bytes is not None and sample.memory_limit_bytes:
         host.max_memory_fraction = max(
@@ -307,7 +304,6 @@ def _add_extremes(run_records: RunRecords, sample: DeviceSample) -> None:
 
 def _add_host(run_records: RunRecords, sample: DeviceSample) -> None:
     host = run_records.host
-    host.samples += 1
     if sample.cpu_core_utilization:
         cpu_utilization = sum(sample.cpu_core_utilization) / len(sample.cpu_core_utilization)
         host.cpu_utilization.add(cpu_utilization)
@@ -373,7 +369,6 @@ def _add_trace(run_records: RunRecords, trace: TraceWindow) -> None:
     stats = run_records.traces
     if trace.wall_s <= 0:
         return
-    stats.windows += 1
     stats.steps += trace.window_steps
     stats.wall_s += trace.wall_s
     stats.busy_s += min(trace.busy_s, trace.wall_s)
@@ -388,7 +383,7 @@ def _add_trace(run_records: RunRecords, trace: TraceWindow) -> None:
 
 
 def _add_stacks(run_records: RunRecords, window: StackWindow, steady_span: _SteadySpan | None) -> None:
-    """Of a line that reaches into the start or the end, as many samples of no kind of training are left out as belong
+    """Of a line that overlaps the start or the end, as many samples of `other` and `idle` are excluded as belong
     there."""
     if steady_span is None or window.t - window.wall_s >= steady_span.end_t or window.t <= steady_span.start_t:
         return
