@@ -1,6 +1,6 @@
-"""Data sets with every kind of defect, each planted once or twice beside healthy images, and the list of them.
+"""Data sets with every kind of defect, each planted once or twice among healthy images, and the list of them.
 
-Each function writes a data set and returns what was planted: (kind, a part of the place that has to be named). The
+Each function writes a data set and returns what was planted: (kind, a part of the location that must be reported). The
 tests are `test_hostile.py`; TFRecords are in `hostile_tfrecord.py`.
 """
 
@@ -18,7 +18,7 @@ Planted = list[tuple[str, str]]
 
 HEIGHT, WIDTH = 48, 64
 HEALTHY = 16
-"""Images per data set that nothing is wrong with."""
+"""Images per data set without any defect."""
 
 
 def pixels(seed: int, shape: tuple[int, ...] = (HEIGHT, WIDTH, 3)) -> np.ndarray[Any, Any]:
@@ -39,7 +39,7 @@ def encoded(seed: int, format: str = "JPEG", mode: str = "RGB", orientation: int
 
 
 def png_header(width: int, height: int) -> bytes:
-    """A PNG that promises a size, and has no pixels."""
+    """A PNG with a size in its header, but without pixels."""
     content = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + content + struct.pack(">I", zlib.crc32(content)) + bytes(12)
 
@@ -51,7 +51,7 @@ def sixteen_bit_png(seed: int) -> bytes:
 
 
 def bad_images() -> dict[str, tuple[str, bytes]]:
-    """Name → (kind, content) of files that cannot be used, or are odd."""
+    """Name → (kind, content) of files that are unusable or unusual."""
     jpeg, png = encoded(900), encoded(901, "PNG")
     flipped = bytearray(png)
     flipped[len(png) // 2] ^= 0x55
@@ -66,8 +66,8 @@ def bad_images() -> dict[str, tuple[str, bytes]]:
         "bomb.png": ("too-large-image", png_header(2**17, 2**17)),
         "small.jpg": ("size-disagrees", encoded_small()),
         "png.jpg": ("misnamed-image", encoded(902, "PNG")),
-        "grey.png": ("gray-image", encoded(903, "PNG", "L")),
-        "grey.jpg": ("gray-image", encoded(904, mode="L")),
+        "gray.png": ("gray-image", encoded(903, "PNG", "L")),
+        "gray.jpg": ("gray-image", encoded(904, mode="L")),
         "cmyk.jpg": ("cmyk-image", encoded(905, mode="CMYK")),
         "deep.png": ("deep-image", sixteen_bit_png(906)),
         "alpha.png": ("transparent-image", encoded(907, "PNG", "RGBA")),
@@ -207,8 +207,8 @@ def voc(root: Path) -> Planted:
     planted: Planted = []
 
     def annotate(stem: str, *things: str, split: str = "train", image: str | None = None, text: str = "") -> None:
-        said = f"<size><width>{WIDTH}</width><height>{HEIGHT}</height></size>"
-        content = f"<annotation><filename>{image or stem + '.jpg'}</filename>{said}{''.join(things)}</annotation>"
+        size = f"<size><width>{WIDTH}</width><height>{HEIGHT}</height></size>"
+        content = f"<annotation><filename>{image or stem + '.jpg'}</filename>{size}{''.join(things)}</annotation>"
         (root / "Annotations" / f"{stem}.xml").write_text(text or content)
         lists[split].append(stem)
 
@@ -307,7 +307,7 @@ def yolo(root: Path) -> Planted:
     add("twin", "0 0.5 0.5 0.4 0.4", content=encoded(41, "PNG"), ending="png")
     planted += [("shared-label-file", f"twin.{ending}: labels/train/twin.txt") for ending in ("jpg", "png")]
     for name, (kind, content) in bad_images().items():
-        if kind != "size-disagrees":  # YOLO says no sizes
+        if kind != "size-disagrees":  # YOLO has no sizes
             stem, ending = name.split(".")
             add(f"{ending} {stem}", "0 0.5 0.5 0.4 0.4", content=content, ending=ending)
             planted.append((kind, f"{ending} {stem}.{ending}"))
@@ -316,7 +316,7 @@ def yolo(root: Path) -> Planted:
 
 
 def csv(root: Path) -> Planted:
-    """Two tables, of pixels, beside their images."""
+    """Two tables in pixels, with their images."""
     planted: Planted = []
     for split, count in (("train", HEALTHY), ("val", 6)):
         (root / split).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""COCO JSON: every layout is found, every valid file comes through whole, every invalid one is named with its place."""
+"""COCO JSON: every layout is detected, valid files are read completely, wrong entries are reported."""
 
 import json
 import tempfile
@@ -49,9 +49,9 @@ file_names = st.lists(
     max_size=8,
     unique_by=lambda name: name,
 ).filter(lambda names: not {".", ".."} & set(names))
-sides = st.integers(1, 400) | st.floats(0.5, 400, width=32)
-MAY_BE = {"tiny-box", "reaches-outside"}
-"""What random boxes may be beside valid."""
+lengths = st.integers(1, 400) | st.floats(0.5, 400, width=32)
+ALLOWED_KINDS = {"tiny-box", "reaches-outside"}
+"""Kinds of problems that random valid boxes may have."""
 
 
 @st.composite
@@ -72,8 +72,8 @@ def coco_files(draw: st.DrawFn) -> Content:
             "bbox": [
                 draw(st.integers(2, 90)) + number / 64,
                 draw(st.floats(0, 90, width=32)),
-                draw(sides),
-                draw(sides),
+                draw(lengths),
+                draw(lengths),
             ],
             "segmentation": [[1, 2, 3, 4]],
         }
@@ -89,10 +89,10 @@ def coco_files(draw: st.DrawFn) -> Content:
 
 
 @property_test(coco_files(), few=6, many=200)
-def test_a_valid_file_comes_through_whole(content: Content) -> None:
+def test_a_valid_file_is_read_completely(content: Content) -> None:
     with tempfile.TemporaryDirectory() as folder:
         index = open_index(write(Path(folder) / "some.json", content), val_fraction=0.3)
-        assert [index.path(row) for row in range(len(index))] == [
+        assert [index.path(image_index) for image_index in range(len(index))] == [
             Path(folder).resolve() / image["file_name"] for image in content["images"]
         ]
         assert index.image_id.tolist() == [image["id"] for image in content["images"]]
@@ -101,11 +101,11 @@ def test_a_valid_file_comes_through_whole(content: Content) -> None:
         assert list(index.category_ids) == sorted(index.category_ids)
         assert index.class_names == tuple(f"class {i}" for i in index.category_ids)
         assert not [
-            p for p in index.problems if PROBLEM_KINDS[p.kind].unit in ("box", "image") and p.kind not in MAY_BE
+            p for p in index.problems if PROBLEM_KINDS[p.kind].unit in ("box", "image") and p.kind not in ALLOWED_KINDS
         ]
-        for row, image in enumerate(content["images"]):
+        for image_index, image in enumerate(content["images"]):
             own = [a for a in content["annotations"] if a["image_id"] == image["id"]]
-            some = slice(index.offsets[row], index.offsets[row + 1])
+            some = slice(index.offsets[image_index], index.offsets[image_index + 1])
             xywh = np.array([a["bbox"] for a in own], np.float64)
             np.testing.assert_array_equal(
                 index.boxes[some], np.hstack([xywh[:, :2], xywh[:, :2] + xywh[:, 2:]]).astype(np.float32)
@@ -122,21 +122,21 @@ def test_the_official_layout(tmp_path: Path) -> None:
     write(tmp_path / "annotations/captions_val2017.json", other)
     index = open_index(tmp_path)
     assert index.splits == ("train", "val")
-    assert [index.path(row) for row in index.image_indices("train")] == [
+    assert [index.path(image_index) for image_index in index.image_indices("train")] == [
         tmp_path / f"train2017/{n}.jpg" for n in (1, 2)
     ]
-    assert [index.path(row) for row in index.image_indices("val")] == [tmp_path / "val2017/1.jpg"]
+    assert [index.path(image_index) for image_index in index.image_indices("val")] == [tmp_path / "val2017/1.jpg"]
     assert any("captions_val2017.json" in note for note in index.notes)
     assert require_images(index) == []
 
 
-@pytest.mark.parametrize("place", ["images", "images/train2017", "data", "Images", "."])
-def test_images_are_found_beside_one_file(tmp_path: Path, place: str) -> None:
-    file = write(tmp_path / "instances_train2017.json", GOOD, images=tmp_path / place)
+@pytest.mark.parametrize("image_dir", ["images", "images/train2017", "data", "Images", "."])
+def test_images_are_found_near_one_file(tmp_path: Path, image_dir: str) -> None:
+    file = write(tmp_path / "instances_train2017.json", GOOD, images=tmp_path / image_dir)
     for data in (tmp_path, file):
         index = open_index(data)
         assert require_images(index) == []
-        assert index.path(0) == (tmp_path / place / "1.jpg")
+        assert index.path(0) == (tmp_path / image_dir / "1.jpg")
 
 
 def test_a_file_named_after_a_split_is_that_split(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_file_names_of_another_machine(tmp_path: Path) -> None:
     for name in ("1.jpg", "2.jpg"):
         (tmp_path / "images" / name).touch()
     index = open_index(file)
-    assert [index.path(row).name for row in (0, 1)] == ["1.jpg", "2.jpg"]
+    assert [index.path(image_index).name for image_index in (0, 1)] == ["1.jpg", "2.jpg"]
     assert require_images(index) == []
     assert any("folders in its file names are ignored" in note for note in index.notes)
 
@@ -205,7 +205,7 @@ def test_files_that_number_their_categories_differently(tmp_path: Path) -> None:
     assert any("matched by name" in note for note in index.notes)
 
 
-def test_a_class_that_training_does_not_know(tmp_path: Path) -> None:
+def test_a_class_that_the_training_split_does_not_define(tmp_path: Path) -> None:
     write(tmp_path / "train/_annotations.coco.json", GOOD)
     write(tmp_path / "valid/_annotations.coco.json", dataset([image_entry(1)], [box(1, 1, 1)], "Dog"))
     with pytest.raises(DataError, match="'Dog'") as raised:
@@ -214,7 +214,7 @@ def test_a_class_that_training_does_not_know(tmp_path: Path) -> None:
     assert "cat, dog" in str(raised.value)
 
 
-def test_bad_boxes_are_dropped_by_kind_and_named(tmp_path: Path) -> None:
+def test_bad_boxes_are_dropped_and_reported_by_kind(tmp_path: Path) -> None:
     boxes = {
         10: (5, 5, 0, 3), 11: (5, 5, 3, 0), 12: (50, 50, -5, 5), 13: (300, 5, 5, 5), 14: (-9, 5, 4, 5),
         15: (-5, -5, 300, 300), 16: (float("nan"), 5, 5, 5), 17: (1, 1, float("inf"), 5), 18: (1e7, 1e7, 1e-3, 1),
@@ -262,7 +262,7 @@ def broken(**changes: Any) -> Content:
         (broken(annotations=[box(7, 1, 1, [1, 2, 0, 0])]), ["training split has no boxes", "zero size"]),
     ],
 )
-def test_a_wrong_file_is_named_with_place_and_cause(tmp_path: Path, content: Any, fragments: list[str]) -> None:
+def test_the_error_for_a_wrong_file_has_location_and_cause(tmp_path: Path, content: Any, fragments: list[str]) -> None:
     file = write(tmp_path / "a.json", content)
     with pytest.raises(DataError) as raised:
         open_index(file)
@@ -297,30 +297,30 @@ def test_a_wrong_file_is_named_with_place_and_cause(tmp_path: Path, content: Any
         ([image_entry(3, "x"), image_entry(4, "x")], [box(7, 3, 1)], {"listed-twice": "x: image ids 3, 4"}),
     ],
 )
-def test_a_wrong_entry_is_named_and_the_rest_is_read(
+def test_a_wrong_entry_is_reported_and_the_others_are_read(
     tmp_path: Path, images: list[Any], annotations: list[Any], kinds: dict[str, str]
 ) -> None:
     content = broken(images=GOOD["images"] + images, annotations=GOOD["annotations"] + annotations)
     index = open_index(write(tmp_path / "a.json", content))
-    found = {problem.kind: " ".join(problem.examples) for problem in index.problems}
+    reported = {problem.kind: " ".join(problem.examples) for problem in index.problems}
     for kind, fragment in kinds.items():
         if fragment is None:
-            assert kind not in found
+            assert kind not in reported
         else:
-            assert fragment in found[kind]
-    good = [row for row in range(len(index)) if index.path(row).name in ("1.jpg", "2.jpg")]
-    assert [index.boxes[index.offsets[row]].tolist() for row in good] == [[10, 20, 40, 60]] * 2
+            assert fragment in reported[kind]
+    good = [image_index for image_index in range(len(index)) if index.path(image_index).name in ("1.jpg", "2.jpg")]
+    assert [index.boxes[index.offsets[image_index]].tolist() for image_index in good] == [[10, 20, 40, 60]] * 2
 
 
 @property_test(coco_files(), st.data(), few=8, many=200)
-def test_whatever_is_wrong_with_entries_the_others_are_read(content: Content, data: st.DataObject) -> None:
+def test_any_wrong_annotation_leaves_the_others_unchanged(content: Content, data: st.DataObject) -> None:
     junk = st.one_of(st.none(), st.integers(), st.text(max_size=3), st.lists(st.integers(), max_size=2))
     count = len(content["annotations"]) - len(content["images"])  # those that keep the splits from being empty stay
-    at = data.draw(st.integers(0, count - 1))
+    position = data.draw(st.integers(0, count - 1))
     key = data.draw(st.sampled_from(["image_id", "category_id", "bbox", "area", "iscrowd", "id"]))
-    spoilt = content["annotations"][at] | {key: data.draw(junk)}
-    wrong = data.draw(st.sampled_from([spoilt, {k: v for k, v in spoilt.items() if k != key}, spoilt[key]]))
-    others = content["annotations"][:at] + content["annotations"][at + 1 :]
+    changed = content["annotations"][position] | {key: data.draw(junk)}
+    wrong = data.draw(st.sampled_from([changed, {k: v for k, v in changed.items() if k != key}, changed[key]]))
+    others = content["annotations"][:position] + content["annotations"][position + 1 :]
     with tempfile.TemporaryDirectory() as folder:
         whole = open_index(write(Path(folder) / "a.json", content | {"annotations": others}))
         index = open_index(write(Path(folder) / "b.json", content | {"annotations": [*others, wrong]}))
@@ -332,23 +332,23 @@ def test_whatever_is_wrong_with_entries_the_others_are_read(content: Content, da
 def test_numbers_written_as_text_are_read(tmp_path: Path) -> None:
     content = json.loads(json.dumps(GOOD).replace('"category_id": 1', '"category_id": "1"').replace(": 100", ': "100"'))
     index = open_index(write(tmp_path / "a.json", content))
-    (found,) = (problem for problem in index.problems if problem.kind == "text-for-number")
-    assert found.count == 3
+    (reported,) = (problem for problem in index.problems if problem.kind == "text-for-number")
+    assert reported.count == 3
     assert (len(index.boxes), index.original_size[0].tolist()) == (2, [100, 200])
 
 
-def test_boxes_in_shares_of_the_image(tmp_path: Path) -> None:
-    shares = [box(n, 1, 1, [0.1 * n, 0.2, 0.3, 0.4]) for n in range(3)]
-    index = open_index(write(tmp_path / "a.json", broken(annotations=[*GOOD["annotations"], *shares])))
-    (found,) = (problem for problem in index.problems if problem.kind == "not-in-pixels")
-    assert (found.count, found.examples[0]) == (3, "1.jpg, annotation 0: [0, 0.2, 0.3, 0.6]")
+def test_normalized_boxes_are_dropped(tmp_path: Path) -> None:
+    normalized = [box(n, 1, 1, [0.1 * n, 0.2, 0.3, 0.4]) for n in range(3)]
+    index = open_index(write(tmp_path / "a.json", broken(annotations=[*GOOD["annotations"], *normalized])))
+    (reported,) = (problem for problem in index.problems if problem.kind == "not-in-pixels")
+    assert (reported.count, reported.examples[0]) == (3, "1.jpg, annotation 0: [0, 0.2, 0.3, 0.6]")
     with pytest.raises(DataError, match="no boxes") as raised:
-        open_index(write(tmp_path / "b.json", broken(annotations=shares)))
+        open_index(write(tmp_path / "b.json", broken(annotations=normalized)))
     assert "3 × within 0 … 1 where pixels are expected" in str(raised.value)
 
 
 @property_test(coco_files(), st.data(), few=5, many=100)
-def test_copies_of_boxes_are_left_out(content: Content, data: st.DataObject) -> None:
+def test_duplicate_boxes_are_dropped(content: Content, data: st.DataObject) -> None:
     copies = data.draw(st.lists(st.sampled_from(content["annotations"]), max_size=6))
     with tempfile.TemporaryDirectory() as folder:
         whole = open_index(write(Path(folder) / "a.json", content))
@@ -392,7 +392,7 @@ def test_two_files_for_one_split(tmp_path: Path) -> None:
     assert open_index(file).splits == ("train", "val")
 
 
-def test_a_file_of_all_beside_those_of_the_splits(tmp_path: Path) -> None:
+def test_files_of_splits_are_preferred_to_a_file_of_all(tmp_path: Path) -> None:
     for name in ("all", "train", "val"):
         write(tmp_path / f"annotations/{name}.json", GOOD)
     index = open_index(tmp_path)
@@ -400,12 +400,12 @@ def test_a_file_of_all_beside_those_of_the_splits(tmp_path: Path) -> None:
     assert any("not read: all.json" in note for note in index.notes)
 
 
-def test_a_byte_order_mark_does_no_harm(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode())
     assert len(open_index(tmp_path)) == 2
 
 
-def test_json_files_of_others_are_passed_over(tmp_path: Path) -> None:
+def test_other_json_files_are_ignored(tmp_path: Path) -> None:
     write(tmp_path / "package.json", {"name": "x", "version": "1"})
     write(tmp_path / "instances.json", GOOD)
     assert len(open_index(tmp_path)) == 2

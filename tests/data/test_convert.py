@@ -1,4 +1,4 @@
-"""stoker data convert: what is written is read back the same, is what other readers expect, and is never half there."""
+"""stoker data convert: the new data set is read back the same, has the expected files, and is complete or absent."""
 
 import hashlib
 import io
@@ -63,7 +63,7 @@ def boxes_of(index: Index, row: int) -> tuple[np.ndarray[Any, Any], list[str], l
 
 
 @st.composite
-def sets(draw: st.DrawFn) -> dict[str, dict[str, tuple[bytes, list[dict[str, object]]]]]:
+def data_sets(draw: st.DrawFn) -> dict[str, dict[str, tuple[bytes, list[dict[str, object]]]]]:
     """Two splits of images with boxes anywhere within them, some none, some crowd."""
     drawn = {}
     for split in ("train", "valid"):
@@ -72,8 +72,8 @@ def sets(draw: st.DrawFn) -> dict[str, dict[str, tuple[bytes, list[dict[str, obj
             width, height = draw(st.integers(8, 500)), draw(st.integers(8, 500))
             boxes = []
             for k in range(1 if number == 0 else draw(st.integers(0, 4))):
-                whole = draw(st.booleans())
-                kind = st.integers if whole else st.floats
+                is_whole = draw(st.booleans())
+                kind = st.integers if is_whole else st.floats
                 x, y = draw(kind(0, width - 4)), draw(kind(0, height - 4))
                 w, h = draw(kind(2, int(width - x))), draw(kind(2, int(height - y)))
                 crowd = int(k > 0 and draw(st.booleans()))
@@ -83,8 +83,8 @@ def sets(draw: st.DrawFn) -> dict[str, dict[str, tuple[bytes, list[dict[str, obj
     return drawn
 
 
-@property_test(sets(), st.integers(1, 3), few=3, many=30)
-def test_every_data_set_comes_back_the_same(
+@property_test(data_sets(), st.integers(1, 3), few=3, many=30)
+def test_every_data_set_is_read_back_the_same(
     tmp_path_factory: pytest.TempPathFactory,
     drawn: dict[str, dict[str, tuple[bytes, list[dict[str, object]]]]],
     shards: int,
@@ -135,7 +135,7 @@ corners = st.floats(-1e4, 1e5, width=32).filter(lambda value: value == 0 or abs(
 
 
 @property_test(corners, corners, few=40, many=1000)
-def test_a_corner_and_an_extent_are_both_corners_again(low: float, high: float) -> None:
+def test_a_corner_and_an_extent_give_both_corners_again(low: float, high: float) -> None:
     """To the bit in float32, through JSON; below a thousandth of a pixel is no corner."""
     left = shortest_decimal(np.float32(low))
     assert np.float32(left) == np.float32(low)
@@ -218,25 +218,25 @@ def test_records_become_files_with_names_that_differ(tmp_path: Path) -> None:
         assert index.path(image_order(index)[4]).name == ("a-3.jpg" if to == "voc" else "a.jpg")
 
 
-def test_what_a_format_cannot_hold_is_said(tmp_path: Path) -> None:
+def test_what_a_format_cannot_store_is_noted(tmp_path: Path) -> None:
     crowd = annotated([0, 0, 9, 9], 3, iscrowd=1)
     over = annotated([-0.5, 1.25, 40.25, 20])
     coco(tmp_path / "in", {"a.jpg": (jpeg(40, 30), [crowd, over]), "b.jpg": (jpeg(40, 30), [over])})
     coco(tmp_path / "in", {"c.jpg": (jpeg(40, 30), [over])}, "valid")
     source = open_index(tmp_path / "in")
-    said = {to: "\n".join(convert(source, tmp_path / to, to).notes) for to in TARGETS}
-    assert said["coco"] == ""
-    assert "1 crowd boxes are left out: Pascal VOC has none" in said["voc"]
-    assert "classes without a box are left out" in said["voc"]
-    assert "3 boxes are not in whole pixels" in said["voc"]
-    assert "1 crowd boxes are left out: YOLO has none" in said["yolo"]
+    notes = {to: "\n".join(convert(source, tmp_path / to, to).notes) for to in TARGETS}
+    assert notes["coco"] == ""
+    assert "1 crowd boxes are left out: Pascal VOC has none" in notes["voc"]
+    assert "classes without a box are left out" in notes["voc"]
+    assert "3 boxes are not in whole pixels" in notes["voc"]
+    assert "1 crowd boxes are left out: YOLO has none" in notes["yolo"]
     for to in ("yolo", "tfrecord"):
-        assert "3 boxes reached outside their image and are clipped" in said[to]
+        assert "3 boxes reached outside their image and are clipped" in notes[to]
         index = open_index(tmp_path / to)
         assert index.boxes[-1].tolist() == pytest.approx([0, 1.25, 39.75, 21.25], abs=1e-3)
 
 
-def test_images_that_cannot_be_read_are_left_out_and_named(tmp_path: Path) -> None:
+def test_unreadable_images_are_skipped_and_reported(tmp_path: Path) -> None:
     root = two_splits(tmp_path / "in")
     (root / "train" / "1.jpg").write_bytes(b"<html>")
     (root / "train" / "2.jpg").unlink()
@@ -263,7 +263,7 @@ def test_images_that_cannot_be_read_are_left_out_and_named(tmp_path: Path) -> No
     assert not list(tmp_path.glob("out3*"))
 
 
-def test_a_split_that_is_left_out_as_a_whole_is_no_split(tmp_path: Path) -> None:
+def test_a_split_without_readable_images_is_left_out(tmp_path: Path) -> None:
     root = two_splits(tmp_path / "in")
     source = open_index(root)
     for path in (root / "valid").glob("*.jpg"):
@@ -275,7 +275,7 @@ def test_a_split_that_is_left_out_as_a_whole_is_no_split(tmp_path: Path) -> None
         assert len(open_index(tmp_path / to)) == 4
 
 
-def test_the_new_folder_is_whole_or_not_there(tmp_path: Path) -> None:
+def test_the_new_folder_is_complete_or_absent(tmp_path: Path) -> None:
     source = open_index(two_splits(tmp_path / "in"))
     out, partial = tmp_path / "out", tmp_path / "out.partial"
 
@@ -326,7 +326,7 @@ def test_links_are_links(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_boxes_turn_with_the_image(orientation: int) -> None:
+def test_boxes_rotate_with_the_image(orientation: int) -> None:
     stored = np.zeros((20, 30), np.uint8)
     stored[3:7, 5:14] = 255
     exif = Image.Exif()
@@ -339,7 +339,7 @@ def test_boxes_turn_with_the_image(orientation: int) -> None:
     assert apply_orientation(np.array([[5, 3, 14, 7]], np.float32), (20, 30), orientation).tolist() == [expected]
 
 
-def turned_jpeg() -> bytes:
+def rotated_jpeg() -> bytes:
     exif = Image.Exif()
     exif[0x0112] = 6
     file = io.BytesIO()
@@ -348,11 +348,11 @@ def turned_jpeg() -> bytes:
 
 
 @pytest.mark.parametrize("annotated_as", ["stored", "upright"])
-def test_formats_have_boxes_where_their_readers_look(tmp_path: Path, annotated_as: str) -> None:
-    """YOLO's readers turn images as EXIF says, TensorFlow does not; COCO and Pascal VOC carry the size."""
+def test_boxes_have_the_orientation_of_the_readers(tmp_path: Path, annotated_as: str) -> None:
+    """YOLO's readers apply EXIF rotation, TensorFlow does not; COCO and Pascal VOC store the size."""
     box = [5, 3, 9, 4] if annotated_as == "stored" else [13, 5, 4, 9]
     for split in ("train", "valid"):
-        coco(tmp_path / "in", {f"{split}.jpg": (turned_jpeg(), [annotated(box)])}, split)
+        coco(tmp_path / "in", {f"{split}.jpg": (rotated_jpeg(), [annotated(box)])}, split)
         if annotated_as == "upright":
             file = tmp_path / "in" / split / "_annotations.coco.json"
             document = json.loads(file.read_text())
@@ -390,10 +390,10 @@ def test_the_command(
     two_splits(tmp_path / "in")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["stoker", "data", "convert", *arguments])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         main()
     output = "".join(capfd.readouterr())
-    assert ended.value.code == code, output
+    assert exit_info.value.code == code, output
     for word in words:
         assert word in output
     assert "Traceback" not in output

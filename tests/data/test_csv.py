@@ -1,4 +1,4 @@
-"""CSV tables: columns by their names in any order, headers or none, pixels or shares; a bad row costs that row only."""
+"""CSV tables: columns in any order, with or without header, pixels or normalized; a bad row affects only itself."""
 
 from pathlib import Path
 
@@ -32,12 +32,12 @@ def kinds(index: Index) -> dict[str, str]:
     return {problem.kind: " ".join(problem.examples) for problem in index.problems}
 
 
-def named(index: Index) -> list[tuple[str, str, list[float]]]:
+def boxes_with_names(index: Index) -> list[tuple[str, str, list[float]]]:
     """(image, class, box) of every box."""
-    rows = np.repeat(np.arange(len(index)), np.diff(index.offsets))
+    image_indices = np.repeat(np.arange(len(index)), np.diff(index.offsets))
     return [
-        (index.path(row).name, index.class_names[label], box)
-        for row, label, box in zip(rows, index.labels, index.boxes.tolist(), strict=True)
+        (index.path(image_index).name, index.class_names[label], box)
+        for image_index, label, box in zip(image_indices, index.labels, index.boxes.tolist(), strict=True)
     ]
 
 
@@ -56,19 +56,19 @@ def test_the_microcontrollers_have_the_same_boxes_in_both_formats(real_data: Pat
     def boxes(format: str) -> list[tuple[str, str, list[float]]]:
         index = open_index(real_data / "microcontroller", format=format)
         assert index.format == format
-        return sorted(named(index))
+        return sorted(boxes_with_names(index))
 
     assert len(boxes("csv")) == 177
     assert boxes("csv") == boxes("voc")
 
 
-def test_a_stray_table_does_not_win_over_the_data_set_below(real_data: Path) -> None:
+def test_a_table_without_images_gives_way_to_a_data_set_below(real_data: Path) -> None:
     index = open_index(real_data / "bccd")
     assert index.format == "voc"
     assert any("not read: CSV (test.csv)" in note and "--format csv" in note for note in index.notes)
     asked = open_index(real_data / "bccd", format="csv")  # its images are found one folder further down
     assert require_images(asked) == []
-    assert sorted(named(asked)) == sorted(named(index))
+    assert sorted(boxes_with_names(asked)) == sorted(boxes_with_names(index))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_every_way_to_write_a_table(tmp_path: Path, lines: tuple[str, ...]) -> N
     make_image(tmp_path / "images" / "b.jpg")
     table(tmp_path / "boxes.csv", *lines)
     index = open_index(tmp_path)
-    (first, second) = sorted(named(index))
+    (first, second) = sorted(boxes_with_names(index))
     assert first == ("a.jpg", "cat", pytest.approx([4, 2, 20, 10]))
     assert second == ("b.jpg", "dog", pytest.approx([1, 1, 5, 5]))
     assert index.original_size.tolist() == [[20, 40], [20, 40]]
@@ -110,7 +110,7 @@ def test_every_way_to_write_a_table(tmp_path: Path, lines: tuple[str, ...]) -> N
 def test_what_excel_writes(tmp_path: Path, encoding: str) -> None:
     make_image(tmp_path / "ä.jpg")
     table(tmp_path / "a.csv", "filename;class;xmin;ymin;xmax;ymax\r", "ä.jpg;Möwe;4;2;20;10\r", encoding=encoding)
-    assert named(open_index(tmp_path)) == [("ä.jpg", "Möwe", [4, 2, 20, 10])]
+    assert boxes_with_names(open_index(tmp_path)) == [("ä.jpg", "Möwe", [4, 2, 20, 10])]
 
 
 @property_test(st.permutations(range(8)), st.sampled_from(",;\t|"), st.booleans(), few=10, many=100)
@@ -129,7 +129,7 @@ def test_the_order_of_columns_does_not_matter(
 
 
 @pytest.mark.parametrize(
-    ("row", "kind", "place"),
+    ("row", "kind", "example"),
     [
         ("a.jpg,cat,4,2,wide,10", "malformed-row", "boxes.csv:3: 'a.jpg,cat,4,2,wide,10'"),
         ("a.jpg,cat,4,2", "malformed-row", "too few columns"),
@@ -141,12 +141,12 @@ def test_the_order_of_columns_does_not_matter(
         ("a.jpg,cat,20,2,4,10", "negative-size", "line 3"),
     ],
 )
-def test_a_bad_row_costs_that_row_only(tmp_path: Path, row: str, kind: str, place: str) -> None:
+def test_a_bad_row_affects_only_itself(tmp_path: Path, row: str, kind: str, example: str) -> None:
     make_image(tmp_path / "a.jpg")
     table(tmp_path / "boxes.csv", HEADER, "a.jpg,cat,1,1,9,9", row, "", "a.jpg,dog,2,2,8,8")
     index = open_index(tmp_path)
-    assert place in kinds(index)[kind]
-    assert [box for _, _, box in named(index)] == [[1, 1, 9, 9], [2, 2, 8, 8]]
+    assert example in kinds(index)[kind]
+    assert [box for _, _, box in boxes_with_names(index)] == [[1, 1, 9, 9], [2, 2, 8, 8]]
 
 
 def test_a_row_without_box_and_class_is_background(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_row_without_box_and_class_is_background(tmp_path: Path) -> None:
     assert not kinds(index).keys() & {"malformed-row", "no-box", "no-class"}
 
 
-def test_one_large_number_does_not_make_shares_pixels(tmp_path: Path) -> None:
+def test_one_large_number_does_not_make_normalized_boxes_pixels(tmp_path: Path) -> None:
     make_image(tmp_path / "a.jpg")
     rows = [f"a.jpg,cat,0.{n},0.1,0.9,0.9" for n in range(1, 6)]
     table(tmp_path / "boxes.csv", HEADER, *rows, "a.jpg,cat,4,2,20,10")
@@ -168,7 +168,7 @@ def test_one_large_number_does_not_make_shares_pixels(tmp_path: Path) -> None:
     assert kinds(index)["not-normalized"] == "boxes.csv:7: [4, 2, 20, 10]"
 
 
-def test_shares_of_a_image_that_is_not_there(tmp_path: Path) -> None:
+def test_normalized_boxes_of_a_missing_image(tmp_path: Path) -> None:
     make_image(tmp_path / "a.jpg")
     table(tmp_path / "boxes.csv", HEADER, "a.jpg,cat,0.1,0.1,0.5,0.5", "gone.jpg,cat,0.1,0.1,0.5,0.5")
     (tmp_path / "val.csv").write_text((tmp_path / "boxes.csv").read_text())
@@ -196,12 +196,12 @@ def test_splits_by_the_name_of_the_table(tmp_path: Path) -> None:
     assert any("not read: all.csv" in note for note in index.notes)
 
 
-def test_rows_of_a_image_need_not_stand_together(tmp_path: Path) -> None:
+def test_rows_of_an_image_may_be_in_any_order(tmp_path: Path) -> None:
     for name in "ab":
         make_image(tmp_path / f"{name}.jpg")
     rows = [f"{name}.jpg,cat,{x},1,39,9" for x, name in enumerate("abbab")]
     table(tmp_path / "boxes.csv", HEADER, *rows)
-    assert sorted((name, box[0]) for name, _, box in named(open_index(tmp_path))) == [
+    assert sorted((name, box[0]) for name, _, box in boxes_with_names(open_index(tmp_path))) == [
         ("a.jpg", 0), ("a.jpg", 3), ("b.jpg", 1), ("b.jpg", 2), ("b.jpg", 4),
     ]  # fmt: skip
 
@@ -217,14 +217,14 @@ def test_splits_by_a_column(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("place", ["one table", "a table each"])
-def test_splits_by_folder(tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("tables", ["one table", "a table each"])
+def test_splits_by_folder(tmp_path: Path, tables: str) -> None:
     rows = {split: f"{split}.jpg,cat,1,1,9,9" for split in ("train", "valid")}
     for split, row in rows.items():
         make_image(tmp_path / split / f"{split}.jpg")
-        if place == "a table each":
+        if tables == "a table each":
             table(tmp_path / split / "_annotations.csv", HEADER, row)
-    if place == "one table":
+    if tables == "one table":
         table(tmp_path / "annotations" / "boxes.csv", HEADER, *rows.values())
     index = open_index(tmp_path)
     assert {split: index.path(index.image_indices(split)[0]).name for split in index.splits} == {
@@ -244,20 +244,20 @@ def test_a_table_without_classes(tmp_path: Path) -> None:
     index = open_index(tmp_path)
     assert index.class_names == ("object",)
     assert any("no class column" in note for note in index.notes)
-    table(tmp_path / "a.csv", "filename,xmin,ymin,xmax,ymax,colour,maker", "a.jpg,1,1,9,9,red,acme")
+    table(tmp_path / "a.csv", "filename,xmin,ymin,xmax,ymax,color,maker", "a.jpg,1,1,9,9,red,acme")
     with pytest.raises(DataError, match="unclear which column") as raised:
         open_index(tmp_path)
-    assert raised.value.choices == ("colour", "maker")
+    assert raised.value.choices == ("color", "maker")
 
 
-def test_images_that_no_row_names(tmp_path: Path) -> None:
+def test_images_without_a_row_are_reported(tmp_path: Path) -> None:
     for name in ("a.jpg", "b.jpg", "table.png"):
         make_image(tmp_path / "images" / name)
     table(tmp_path / "a.csv", HEADER, "a.jpg,cat,1,1,9,9")
     report = check_dataset(tmp_path, decode_images=False)
     assert report.num_images == 1
-    (unlabelled,) = (item for item in report.items if item.kind == "unlabeled-image")
-    assert unlabelled.locations == ("images/b.jpg", "images/table.png")
+    (unlabeled,) = (item for item in report.items if item.kind == "unlabeled-image")
+    assert unlabeled.locations == ("images/b.jpg", "images/table.png")
 
 
 def test_several_tables_for_one_split(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_a_changed_table_is_read_again(tmp_path: Path) -> None:
     assert open_index(tmp_path).class_names == ("mouse",)
 
 
-def test_a_table_that_is_no_text(tmp_path: Path) -> None:
+def test_a_table_that_is_not_utf_8(tmp_path: Path) -> None:
     make_image(tmp_path / "a.jpg")
     table(tmp_path / "a.csv", HEADER, *["a.jpg,cat,1,1,9,9"] * 5000, "a.jpg,Möwe,1,1,9,9", encoding="latin-1")
     with pytest.raises(DataError, match="not UTF-8") as raised:

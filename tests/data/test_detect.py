@@ -1,4 +1,4 @@
-"""Several formats in one folder, a file that stands for a data set, and the choice of classes."""
+"""Several formats in one folder, a file as a data set, and the selection of classes."""
 
 import json
 from pathlib import Path
@@ -56,7 +56,7 @@ WRITERS = {"coco": coco, "voc": voc, "yolo": yolo, "csv": csv}
 
 
 @property_test(st.sets(st.sampled_from(sorted(WRITERS)), min_size=1), few=4, many=15)
-def test_the_preferred_format_is_read_and_the_others_are_named(
+def test_the_preferred_format_is_read_and_the_others_are_noted(
     tmp_path_factory: pytest.TempPathFactory, formats: set[str]
 ) -> None:
     root = tmp_path_factory.mktemp("set")
@@ -86,7 +86,7 @@ def test_a_broken_format_does_not_hide_a_preferred_one(tmp_path: Path) -> None:
         open_index(tmp_path, format="yolo")
 
 
-def test_a_table_without_its_images_is_read_where_there_is_nothing_else(tmp_path: Path) -> None:
+def test_a_table_without_images_is_read_if_there_is_nothing_else(tmp_path: Path) -> None:
     csv(tmp_path)
     assert [path.name for path in (tmp_path).iterdir()] == ["boxes.csv"]
     index = open_index(tmp_path)
@@ -102,14 +102,14 @@ def test_a_data_set_below_is_preferred_to_a_table_without_its_images(tmp_path: P
     index = open_index(tmp_path)
     assert index.format == "voc"
     assert any("not read: CSV (boxes.csv)" in note and "--format csv" in note for note in index.notes)
-    asked = open_index(tmp_path, format="csv")
-    assert asked.path(0) == tmp_path / "inner" / "images" / "a.jpg"  # found two folders down
+    other = open_index(tmp_path, format="csv")
+    assert other.path(0) == tmp_path / "inner" / "images" / "a.jpg"  # found two folders down
     make_image(tmp_path / "a.jpg")
     assert open_index(tmp_path).format == "csv"
 
 
 @pytest.mark.parametrize(("name", "format"), [("boxes.json", "coco"), ("data.yaml", "yolo"), ("boxes.csv", "csv")])
-def test_a_file_stands_for_a_data_set(tmp_path: Path, name: str, format: str) -> None:
+def test_a_file_is_a_data_set(tmp_path: Path, name: str, format: str) -> None:
     make_image(tmp_path / "images" / "a.jpg")
     for write in WRITERS.values():
         write(tmp_path)
@@ -130,7 +130,7 @@ def boxes_of(index: Index, name: str) -> list[list[float]]:
 
 
 @property_test(st.lists(st.sampled_from(["red", "green", "blue"]), min_size=1, unique=True), few=4, many=15)
-def test_classes_are_those_asked_for_in_that_order(drawn: Path, classes: list[str]) -> None:
+def test_classes_are_the_selected_ones_in_their_order(drawn: Path, classes: list[str]) -> None:
     everything, index = open_index(drawn), open_index(drawn, classes=classes)
     assert index.class_names == tuple(classes)
     assert index.category_ids == tuple({"red": 1, "green": 2, "blue": 3}[name] for name in classes)
@@ -151,26 +151,26 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("classes", "fragment"),
     [(("rad",), "did you mean 'red'?"), (("lorry",), "valid:  red, green, blue"), (("red", "red"), "named twice")],
 )
-def test_classes_that_cannot_be(drawn: Path, classes: tuple[str, ...], fragment: str) -> None:
+def test_invalid_classes(drawn: Path, classes: tuple[str, ...], fragment: str) -> None:
     with pytest.raises(UsageError) as raised:
         open_index(drawn, classes=classes)
     assert fragment in str(raised.value)
 
 
 def test_training_takes_the_classes_of_the_settings(drawn: Path) -> None:
-    usual = {
+    defaults = {
         "data": str(drawn),
         "model": "retinanet_tiny_fpn",
         "image_size": (64, 64),
         "batch_size": 4,
         "max_duration": "2",
     }
-    settled = resolve_run(from_fields({**usual, "classes": ("blue", "red")}), None)
-    assert settled.index.class_names == ("blue", "red")
-    settled = resolve_run(from_fields(usual), None)
-    assert settled.index.class_names == ("red", "green", "blue")
-    assert settled.config.data.classes == ()
-    assert settled.reasons["classes"] == "every class of the data set"
+    resolved = resolve_run(from_fields({**defaults, "classes": ("blue", "red")}), None)
+    assert resolved.index.class_names == ("blue", "red")
+    resolved = resolve_run(from_fields(defaults), None)
+    assert resolved.index.class_names == ("red", "green", "blue")
+    assert resolved.config.data.classes == ()
+    assert resolved.reasons["classes"] == "every class of the data set"
 
 
 def test_the_flag_takes_several_classes() -> None:
@@ -216,35 +216,37 @@ def test_images_of_coco_json_in_a_folder_of_any_name(tmp_path: Path) -> None:
     assert "_annotations.coco.json: the images are in größe 1/deep/" in index.notes
 
 
-def complaint(folder: Path) -> str:
+def error_message(folder: Path) -> str:
     with pytest.raises(DataError) as raised:
         open_index(folder)
     return str(raised.value)
 
 
-def test_what_is_in_a_folder_without_annotations_is_said(tmp_path: Path) -> None:
-    assert "why:    the folder is empty;" in complaint(tmp_path)
+def test_the_error_describes_a_folder_without_annotations(tmp_path: Path) -> None:
+    assert "why:    the folder is empty;" in error_message(tmp_path)
     for n in range(12):
         (tmp_path / f"{n}.jpg").touch()
-    assert "it contains only 12 images;" in complaint(tmp_path)
+    assert "it contains only 12 images;" in error_message(tmp_path)
     (tmp_path / "boxes.csv").write_bytes("filename;class;xmin;ymin;xmax;ymax\na.jpg;Bär;1;2;3;4\n".encode("cp1252"))
-    said = complaint(tmp_path)
-    assert "it contains boxes.csv, 12 images; boxes.csv is not a table of boxes: it is not UTF-8" in said
+    message = error_message(tmp_path)
+    assert "it contains boxes.csv, 12 images; boxes.csv is not a table of boxes: it is not UTF-8" in message
     (tmp_path / "boxes.csv").write_text("Datei;Klasse;links;oben\n")
-    assert "boxes.csv is not a table of boxes: its first row, 'Datei;Klasse;links;oben', has no" in complaint(tmp_path)
+    assert "boxes.csv is not a table of boxes: its first row, 'Datei;Klasse;links;oben', has no" in error_message(
+        tmp_path
+    )
 
 
-def test_a_folder_of_images_inside_a_data_set_leads_to_it(tmp_path: Path) -> None:
+def test_a_folder_of_images_inside_a_data_set_leads_to_its_parent(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "a.jpg").touch()
-    assert "name the folder or the file" in complaint(tmp_path / "images")
+    assert "name the folder or the file" in error_message(tmp_path / "images")
     (tmp_path / "a.json").write_text('{"images": [], "annotations": []}')
-    assert f"name the parent folder, {tmp_path}" in complaint(tmp_path / "images")
+    assert f"name the parent folder, {tmp_path}" in error_message(tmp_path / "images")
 
 
 def test_an_archive_is_to_be_unpacked(tmp_path: Path) -> None:
     (tmp_path / "export.zip").touch()
-    assert "fix:    unpack it" in complaint(tmp_path / "export.zip")
+    assert "fix:    unpack it" in error_message(tmp_path / "export.zip")
     (tmp_path / "a.xml").touch()
-    assert "*.json" in (said := complaint(tmp_path / "a.xml"))
-    assert "unpack" not in said
+    assert "*.json" in (message := error_message(tmp_path / "a.xml"))
+    assert "unpack" not in message

@@ -1,4 +1,4 @@
-"""Names that annotations write otherwise than the disk does: found where one file can be meant, and only there."""
+"""Names that annotations write differently from the disk: corrected if exactly one file fits, else not."""
 
 import json
 import unicodedata
@@ -31,7 +31,7 @@ def coco(path: Path, *names: str) -> Path:
     return path
 
 
-def found(root: Path, data: Path) -> tuple[list[Path], dict[str, int]]:
+def read_index(root: Path, data: Path) -> tuple[list[Path], dict[str, int]]:
     index = open_index(data)
     paths = [index.path(row).relative_to(root) for row in range(len(index))]
     assert all((root / path).is_file() for path in paths)
@@ -41,7 +41,7 @@ def found(root: Path, data: Path) -> tuple[list[Path], dict[str, int]]:
 
 
 @pytest.mark.parametrize(
-    ("said", "file"),
+    ("written_name", "file"),
     [
         ("IMG_1.JPG", "img_1.jpg"),
         ("img_1.jpg", "IMG_1.JPG"),
@@ -53,32 +53,32 @@ def found(root: Path, data: Path) -> tuple[list[Path], dict[str, int]]:
         ("STRASSE.jpg", "straße.jpg"),
     ],
 )
-def test_a_name_in_another_writing_finds_its_file(tmp_path, said, file):
+def test_a_name_written_differently_is_corrected(tmp_path, written_name, file):
     make(tmp_path / "images", file, "other.jpg")
-    paths, problems = found(tmp_path, coco(tmp_path / "a.json", said, "other.jpg"))
+    paths, problems = read_index(tmp_path, coco(tmp_path / "a.json", written_name, "other.jpg"))
     assert paths == [Path("images") / file, Path("images/other.jpg")]
     assert problems == {"wrong-case-name": 1}
 
 
-def test_names_that_are_right_are_left_alone(tmp_path):
+def test_correct_names_are_not_changed(tmp_path):
     names = ["with space.jpg", "Ünïcode.jpg", "100%25.jpg", "a.JPG", "A.jpg"]
     make(tmp_path / "images", *names)
-    paths, problems = found(tmp_path, coco(tmp_path / "a.json", *names))
+    paths, problems = read_index(tmp_path, coco(tmp_path / "a.json", *names))
     assert paths == [Path("images") / name for name in names]
     assert not problems
 
 
 def test_folders_and_backslashes(tmp_path):
     make(tmp_path / "images" / "Day One", "a.jpg")
-    paths, problems = found(tmp_path, coco(tmp_path / "a.json", "day one\\A.JPG"))
+    paths, problems = read_index(tmp_path, coco(tmp_path / "a.json", "day one\\A.JPG"))
     assert paths == [Path("images/Day One/a.jpg")]
     assert problems["wrong-case-name"] >= 1
 
 
 def test_a_file_is_never_guessed(tmp_path):
     make(tmp_path, "a.jpg", "A.JPG", "b.jpg", "c.jpg")
-    assert resolve_names(tmp_path, ["A.jpg"]) == {}  # two files can be meant
-    assert resolve_names(tmp_path, ["b.jpg", "B.jpg"]) == {}  # it stands for another image
+    assert resolve_names(tmp_path, ["A.jpg"]) == {}  # two files fit
+    assert resolve_names(tmp_path, ["b.jpg", "B.jpg"]) == {}  # the file has another name of the list
     assert resolve_names(tmp_path, ["C.jpg", "c.JPG"]) == {}  # two names for one file
     assert resolve_names(tmp_path, ["d.jpg"]) == {}
     assert resolve_names(tmp_path / "absent", ["a.jpg"]) == {}
@@ -88,7 +88,7 @@ def test_a_file_is_never_guessed(tmp_path):
 @property_test(
     st.lists(st.text("abAB %é\u0301", min_size=1, max_size=4), unique=True, max_size=6), st.data(), few=15, many=200
 )
-def test_what_is_found_is_there_and_stands_for_one_name(tmp_path_factory, files, data):
+def test_matches_exist_and_belong_to_one_name(tmp_path_factory, files, data):
     folder = tmp_path_factory.mktemp("names")
     files = [f"x{name}.jpg" for name in files]
     for name in files:
@@ -100,18 +100,18 @@ def test_what_is_found_is_there_and_stands_for_one_name(tmp_path_factory, files,
     assert len(set(matched.values())) == len(matched)
 
 
-def test_the_index_follows_when_the_file_gets_its_right_name(tmp_path):
+def test_the_index_is_rebuilt_when_a_file_is_renamed(tmp_path):
     make(tmp_path / "images", "a.jpg")
     data = coco(tmp_path / "a.json", "A.jpg")
-    assert found(tmp_path, data)[0] == [Path("images/a.jpg")]
+    assert read_index(tmp_path, data)[0] == [Path("images/a.jpg")]
     (tmp_path / "images" / "a.jpg").rename(tmp_path / "images" / "A.jpg")
-    assert found(tmp_path, data) == ([Path("images/A.jpg")], {})
+    assert read_index(tmp_path, data) == ([Path("images/A.jpg")], {})
 
 
 @property_test(st.lists(st.integers(0, 5), max_size=30), st.data(), few=20, many=200)
-def test_rows_by_folder(numbers: list[int], data: st.DataObject) -> None:
+def test_images_by_folder(numbers: list[int], data: st.DataObject) -> None:
     folder = np.array(numbers, np.int32)
     rows = np.array(sorted(data.draw(st.sets(st.sampled_from(range(len(numbers)))))) if numbers else [], np.int64)
-    found = [(number, inside.tolist()) for number, inside in group_by_folder(folder, rows)]
-    wanted = [(number, [row for row in rows.tolist() if numbers[row] == number]) for number in sorted(set(numbers))]
-    assert found == [(number, inside) for number, inside in wanted if inside]
+    groups = [(number, inside.tolist()) for number, inside in group_by_folder(folder, rows)]
+    expected = [(number, [row for row in rows.tolist() if numbers[row] == number]) for number in sorted(set(numbers))]
+    assert groups == [(number, inside) for number, inside in expected if inside]

@@ -15,7 +15,7 @@ from tests.data.examples import property_test
 from tests.data.tfrecords import example, frame, image_features, jpeg, label_map
 
 CLASSES = ("cat", "dog", "emu")
-"""In order of name: Pascal VOC has no other."""
+"""Sorted by name, the only order of Pascal VOC."""
 
 
 class Drawn(NamedTuple):
@@ -37,7 +37,10 @@ def drawings(draw: st.DrawFn) -> list[Drawn]:
             boxes = []
             for label in [0, 1, 2] if number == 0 else draw(st.lists(st.integers(0, 2), max_size=4)):
                 x1, y1 = draw(st.integers(0, width - 3)), draw(st.integers(0, height - 3))
-                x2, y2 = draw(st.integers(x1 + 2, width)), draw(st.integers(y1 + 2, height))  # 0 … 1 would be shares
+                x2, y2 = (
+                    draw(st.integers(x1 + 2, width)),
+                    draw(st.integers(y1 + 2, height)),
+                )  # not within 0 … 1
                 boxes.append((label, x1, y1, x2, y2))
             drawn.append(Drawn(f"{split}-{number}.jpg", split, width, height, list(dict.fromkeys(boxes))))
     return drawn
@@ -132,11 +135,11 @@ def test_every_format_is_here() -> None:
 
 def content(index: Index) -> list[tuple[str, str, list[int], list[list[float]], list[str], list[bool], bytes]]:
     """What an index says, image by image, split by split, in its own order."""
-    said = []
+    differences = []
     for split in index.splits:
         for row in index.image_indices(split).tolist():
             own = slice(index.offsets[row], index.offsets[row + 1])
-            said.append(
+            differences.append(
                 (
                     split,
                     index.path(row).name,
@@ -147,7 +150,7 @@ def content(index: Index) -> list[tuple[str, str, list[int], list[list[float]], 
                     index.read(row),
                 )
             )
-    return said
+    return differences
 
 
 @property_test(drawings(), few=3, many=20)

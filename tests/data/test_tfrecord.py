@@ -1,4 +1,4 @@
-"""TFRecord: what is written is what is read, no damage passes, and the label map is the right one."""
+"""TFRecord: records are read as written, all damage is detected, the correct label map is chosen."""
 
 import gzip
 import shutil
@@ -31,12 +31,12 @@ CAT: Box = ("cat", 1, 0.1, 0.2, 0.5, 0.6)
 DOG: Box = ("dog", 2, 0.0, 0.0, 1.0, 1.0)
 
 
-OF_THE_SET = ("unused-class", "class-not-in-split", "split-without-boxes", "empty-split")
-"""Kinds that sets of a few boxes have anyway."""
+COMMON_KINDS = ("unused-class", "class-not-in-split", "split-without-boxes", "empty-split")
+"""Kinds that data sets of a few boxes usually have."""
 
 
 def kinds(index: Index) -> dict[str, int]:
-    return {problem.kind: problem.count for problem in index.problems if problem.kind not in OF_THE_SET}
+    return {problem.kind: problem.count for problem in index.problems if problem.kind not in COMMON_KINDS}
 
 
 def test_the_dice(real_data: Path) -> None:
@@ -57,7 +57,7 @@ def test_the_dice(real_data: Path) -> None:
 
 
 def test_the_checksum_is_crc32c_masked() -> None:
-    assert crc32c(b"123456789") == 0xE3069283  # the check value of every catalogue of CRCs
+    assert crc32c(b"123456789") == 0xE3069283  # the check value in catalogues of CRCs
     for data in (b"", b"123456789", bytes(range(256))):
         assert masked_crc(data).to_bytes(4, "little") == masked(data)
 
@@ -90,19 +90,19 @@ def test_every_example_is_read_back(features: dict[str, list[object]], packed: b
     else:
         record = example(features, packed=packed)
     content = b"before" + record + b"behind"
-    found = tf_example.parse_features(content, 6, 6 + len(record))
-    assert {key.decode() for key in found} == set(features)
+    byte_ranges = tf_example.parse_features(content, 6, 6 + len(record))
+    assert {key.decode() for key in byte_ranges} == set(features)
     for key, values in features.items():
-        span = found[key.encode()]
+        byte_range = byte_ranges[key.encode()]
         if isinstance(values[0], bytes):
-            assert [content[a:b] for a, b in tf_example.find_byte_values(content, span)] == values
+            assert [content[a:b] for a, b in tf_example.find_byte_values(content, byte_range)] == values
         elif isinstance(values[0], float):
-            assert tf_example.read_floats(content, span) == b"".join(feature([value])[-4:] for value in values)
+            assert tf_example.read_floats(content, byte_range) == b"".join(feature([value])[-4:] for value in values)
         else:
-            assert tf_example.read_integers(content, span) == values
+            assert tf_example.read_integers(content, byte_range) == values
 
 
-def test_entries_laid_out_in_other_ways_are_read() -> None:
+def test_unusual_layouts_of_entries_are_read() -> None:
     key, value = field(1, b"k"), field(2, feature([5]))
     usual = feature([5])
     for entry in (
@@ -121,17 +121,17 @@ def test_entries_laid_out_in_other_ways_are_read() -> None:
 
 
 @property_test(st.binary(max_size=60), few=60, many=1000)
-def test_bytes_that_are_no_example_are_refused_or_read_within_bounds(data: bytes) -> None:
+def test_random_bytes_are_refused_or_read_within_bounds(data: bytes) -> None:
     try:
-        found = tf_example.parse_features(data, 0, len(data))
-        for span in found.values():
-            assert 0 <= span.start <= span.stop <= len(data)
-            tf_example.read_integers(data, span)
+        byte_ranges = tf_example.parse_features(data, 0, len(data))
+        for byte_range in byte_ranges.values():
+            assert 0 <= byte_range.start <= byte_range.stop <= len(data)
+            tf_example.read_integers(data, byte_range)
     except tf_example.MalformedExample:
         pass
 
 
-def test_what_the_records_say_is_what_the_index_says(tmp_path: Path) -> None:
+def test_the_index_has_the_content_of_the_records(tmp_path: Path) -> None:
     label_map(tmp_path / "label_map.pbtxt", "cat", "dog")
     write(
         tmp_path / "train.record",
@@ -162,7 +162,7 @@ def test_what_the_records_say_is_what_the_index_says(tmp_path: Path) -> None:
     assert any("1 boxes around groups" in note for note in index.notes)
 
 
-def test_source_ids_that_are_numbers_are_the_ids(tmp_path: Path) -> None:
+def test_numeric_source_ids_are_the_image_ids(tmp_path: Path) -> None:
     images = [image_features(f"{n}.jpg", [CAT], image__source_id=[str(n * n).encode()]) for n in range(4)]
     write(tmp_path / "a.tfrecord", *images)
     assert open_index(tmp_path).image_id.tolist() == [0, 1, 4, 9]
@@ -180,20 +180,20 @@ def shard_of_three(folder: Path) -> Path:
 
 
 @property_test(st.data(), few=12, many=300)
-def test_no_flipped_byte_passes(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_every_flipped_byte_is_detected(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("flipped")
     shard = shard_of_three(folder)
     content = bytearray(shard.read_bytes())
-    at = data.draw(st.integers(0, len(content) - 1))
-    content[at] ^= data.draw(st.integers(1, 255))
+    position = data.draw(st.integers(0, len(content) - 1))
+    content[position] ^= data.draw(st.integers(1, 255))
     shard.write_bytes(content)
     index = None
     try:
         index = open_index(folder)
     except DataError as error:
-        said = str(error)
+        messages = str(error)
     if index is None:
-        assert "train.record" in said
+        assert "train.record" in messages
     else:
         assert kinds(index).keys() & {"damaged-record", "damaged-shard", "truncated-shard"}
         assert len(index) < 3
@@ -201,7 +201,9 @@ def test_no_flipped_byte_passes(tmp_path_factory: pytest.TempPathFactory, data: 
 
 
 @property_test(st.data(), few=8, many=100)
-def test_no_cut_passes_except_between_records(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_every_truncation_is_detected_except_between_records(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     folder = tmp_path_factory.mktemp("cut")
     shard = shard_of_three(folder)
     content = shard.read_bytes()
@@ -217,7 +219,7 @@ def test_no_cut_passes_except_between_records(tmp_path_factory: pytest.TempPathF
         assert (kinds(index) == {"truncated-shard": 1}) == (cut % record > 0)
 
 
-def test_damage_costs_one_record_or_the_rest_of_the_file(tmp_path: Path) -> None:
+def test_damage_loses_one_record_or_the_rest_of_the_file(tmp_path: Path) -> None:
     shard = shard_of_three(tmp_path)
     content = bytearray(shard.read_bytes())
     record = len(content) // 3
@@ -234,7 +236,7 @@ def test_damage_costs_one_record_or_the_rest_of_the_file(tmp_path: Path) -> None
     assert f"record 2: the checksum of its length is wrong; the {2 * record:,} bytes" in index.problems[0].examples[0]
 
 
-def test_records_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+def test_unusable_records_are_reported(tmp_path: Path) -> None:
     unequal = image_features("u.jpg", [CAT, DOG]) | {"image/object/class/label": [1]}
     write(
         tmp_path / "train.record",
@@ -249,23 +251,23 @@ def test_records_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     index = open_index(tmp_path)
     assert len(index) == 2
     assert kinds(index) == {"not-an-example": 2, "record-without-image": 2, "unequal-lists": 1}
-    said = "\n".join(example for problem in index.problems for example in problem.examples)
-    assert "record 3: it has no image/encoded" in said
-    assert "record 4: it is a web page" in said
-    assert "image/object/class/label has 1" in said
-    assert "contains floats, not integers" in said
+    messages = "\n".join(example for problem in index.problems for example in problem.examples)
+    assert "record 3: it has no image/encoded" in messages
+    assert "record 4: it is a web page" in messages
+    assert "image/object/class/label has 1" in messages
+    assert "contains floats, not integers" in messages
 
 
-def test_empty_and_missing_shards_are_named(tmp_path: Path) -> None:
+def test_empty_and_missing_shards_are_reported(tmp_path: Path) -> None:
     for number in (0, 1, 4):
         write(tmp_path / f"train.record-{number:05d}-of-00006", image_features(f"{number}.jpg", [CAT]))
     (tmp_path / "train.record-00002-of-00006").touch()
     index = open_index(tmp_path)
     assert len(index) == 3
     assert kinds(index) == {"empty-shard": 1, "missing-shard": 1}
-    said = {problem.kind: problem.examples[0] for problem in index.problems}
-    assert said["empty-shard"].endswith("train.record-00002-of-00006")
-    assert "2 of 6 are missing, numbers 00003, 00005" in said["missing-shard"]
+    messages = {problem.kind: problem.examples[0] for problem in index.problems}
+    assert messages["empty-shard"].endswith("train.record-00002-of-00006")
+    assert "2 of 6 are missing, numbers 00003, 00005" in messages["missing-shard"]
     for number in (0, 1, 4):
         (tmp_path / f"train.record-{number:05d}-of-00006").write_bytes(b"")
     with pytest.raises(DataError, match="zero bytes"):
@@ -308,12 +310,12 @@ def test_gzip_shards_are_unpacked_into_the_cache(tmp_path: Path, own_cache: Path
     (note,) = [note for note in index.notes if "compressed" in note]
     assert note == f"2 files are compressed: unpacked into {own_cache / 'shards'}, {2 * shard.stat().st_size:,} bytes"
     assert packed.read_bytes() == before
-    shutil.rmtree(own_cache / "shards")  # a cache may be cleared at any time
+    shutil.rmtree(own_cache / "shards")  # a cache may be deleted at any time
     again = open_index(tmp_path)
     assert again.read(row) == jpeg(200, 100)
 
 
-def test_damaged_gzip_is_left_out_and_named(tmp_path: Path) -> None:
+def test_damaged_gzip_is_skipped_and_reported(tmp_path: Path) -> None:
     packed = gzip.compress(shard_of_three(tmp_path).read_bytes())
     (tmp_path / "val.record").write_bytes(packed[: len(packed) // 2])
     index = open_index(tmp_path)
@@ -321,7 +323,7 @@ def test_damaged_gzip_is_left_out_and_named(tmp_path: Path) -> None:
     assert "val.record" in index.problems[0].examples[0]
 
 
-def test_texts_decide_where_the_map_has_them(tmp_path: Path) -> None:
+def test_texts_in_the_map_decide_the_class(tmp_path: Path) -> None:
     label_map(tmp_path / "label_map.pbtxt", "cat", "dog")
     boxes: list[Box] = [
         ("cat", 1, 0, 0, 0.5, 0.1),
@@ -335,10 +337,12 @@ def test_texts_decide_where_the_map_has_them(tmp_path: Path) -> None:
     index = open_index(tmp_path)
     assert index.labels.tolist() == [0, 1, 1, 1, 0]
     assert kinds(index) == {"label-disagrees": 2, "unknown-class": 1, "no-class": 1}
-    said = "\n".join(example for problem in index.problems for example in problem.examples)
-    assert "train.record, record 1 (a.jpg), object 2: label 1 is 'cat' in label_map.pbtxt, its text is 'dog'" in said
-    assert "object 5: label 9, text 'cow': not in label_map.pbtxt" in said
-    assert "TensorFlow's background" in said
+    messages = "\n".join(example for problem in index.problems for example in problem.examples)
+    assert (
+        "train.record, record 1 (a.jpg), object 2: label 1 is 'cat' in label_map.pbtxt, its text is 'dog'" in messages
+    )
+    assert "object 5: label 9, text 'cow': not in label_map.pbtxt" in messages
+    assert "TensorFlow's background" in messages
 
 
 def test_without_a_map_texts_are_the_classes(tmp_path: Path) -> None:
@@ -356,7 +360,7 @@ def test_without_a_map_texts_are_the_classes(tmp_path: Path) -> None:
     assert any("no label map" in note for note in index.notes)
 
 
-def test_with_labels_alone_classes_are_numbers(tmp_path: Path) -> None:
+def test_without_map_and_texts_the_labels_are_the_classes(tmp_path: Path) -> None:
     write(tmp_path / "train.record", *(image_features(f"{n}.jpg", [(None, n, 0, 0, 1, 1)]) for n in (3, 1, 0, 1)))
     index = open_index(tmp_path)
     assert index.class_names == ("class 1", "class 3")
@@ -364,13 +368,13 @@ def test_with_labels_alone_classes_are_numbers(tmp_path: Path) -> None:
     assert any("label_map.pbtxt" in note for note in index.notes)
 
 
-def test_the_map_that_fits_is_taken(tmp_path: Path) -> None:
+def test_the_map_that_fits_is_used(tmp_path: Path) -> None:
     folder = tmp_path / "set" / "records"
     write(folder / "train.record", image_features("a.jpg", [CAT, DOG]), image_features("b.jpg", [CAT]))
     label_map(tmp_path / "set" / "other set" / "map.pbtxt", "cat", "dog", "emu", "cow")
     assert open_index(folder).class_names == ("cat", "dog")
     label_map(tmp_path / "set" / "training" / "map.pbtxt", "dog", "cat")
-    assert open_index(folder).class_names == ("cat", "dog")  # one beside that does not fit is not believed
+    assert open_index(folder).class_names == ("cat", "dog")  # a map next to the folder that does not fit is not used
     label_map(tmp_path / "set" / "annotations" / "map.pbtxt", "cat", "dog", "cow")
     assert open_index(folder).class_names == ("cat", "dog", "cow")
     label_map(folder / "a.pbtxt", "dog", "cat")
@@ -435,7 +439,7 @@ def test_label_maps_as_people_write_them(tmp_path: Path, text: str, ids: list[in
         ("", ["no classes"]),
     ],
 )
-def test_label_maps_that_are_wrong_are_refused_with_their_line(tmp_path: Path, text: str, words: list[str]) -> None:
+def test_wrong_label_maps_are_refused_with_their_line(tmp_path: Path, text: str, words: list[str]) -> None:
     path = tmp_path / "m.pbtxt"
     path.write_text(text)
     with pytest.raises(StokerError) as error:
@@ -456,7 +460,7 @@ def test_a_changed_shard_or_map_is_read_again(tmp_path: Path) -> None:
     assert len(open_index(tmp_path)) == 3
 
 
-def test_a_file_that_only_has_the_name_gives_way(tmp_path: Path) -> None:
+def test_a_record_file_of_another_program_gives_way(tmp_path: Path) -> None:
     (tmp_path / "notes.record").write_text("first record of the day")
     with pytest.raises(DataError, match="No record can be used") as error:
         open_index(tmp_path)

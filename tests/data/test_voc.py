@@ -1,4 +1,4 @@
-"""Pascal VOC: every layout is found, the right image is taken, what is wrong is named with its place."""
+"""Pascal VOC: every layout is detected, the correct image is used, errors are reported with their location."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,8 +20,8 @@ def annotate(folder: Path, stem: str, *content: str, filename: str | None = None
     folder.mkdir(parents=True, exist_ok=True)
     body = "".join(content or (thing(),))
     file = folder / f"{stem}.xml"
-    said = f"{stem}.jpg" if filename is None else filename
-    file.write_text(f"<annotation><filename>{said}</filename>{size}{body}</annotation>", encoding="utf-8")
+    filename_text = f"{stem}.jpg" if filename is None else filename
+    file.write_text(f"<annotation><filename>{filename_text}</filename>{size}{body}</annotation>", encoding="utf-8")
     return file
 
 
@@ -55,10 +55,10 @@ def test_the_blood_cells_and_their_two_points(real_data: Path) -> None:
     assert "BloodImage_00338.jpg, object 13" in named
     assert "BloodImage_00343.jpg, object 4" in named
     assert require_images(index) == []
-    assert open_index(real_data / "bccd").root == index.root  # one folder up is near enough
+    assert open_index(real_data / "bccd").root == index.root  # also from the parent folder
 
 
-def test_xml_beside_the_images_is_read_and_the_csv_is_not(real_data: Path) -> None:
+def test_xml_next_to_the_images_is_preferred_to_csv(real_data: Path) -> None:
     index = open_index(real_data / "microcontroller")
     assert len(index) == 149
     assert len(index.boxes) == 177
@@ -67,7 +67,7 @@ def test_xml_beside_the_images_is_read_and_the_csv_is_not(real_data: Path) -> No
     assert require_images(index) == []
 
 
-def test_what_a_file_says_is_what_the_index_says(tmp_path: Path) -> None:
+def test_the_index_has_the_content_of_the_files(tmp_path: Path) -> None:
     part = "<part><name>head</name><bndbox><xmin>1</xmin><ymin>1</ymin><xmax>2</xmax><ymax>2</ymax></bndbox></part>"
     annotate(
         tmp_path,
@@ -99,7 +99,7 @@ def test_image_sets(tmp_path: Path) -> None:
     assert names == {"train": ["b", "a"], "val": ["c 1"], "test": ["d"]}
 
 
-def test_trainval_alone_is_divided_and_the_rest_is_left_out(tmp_path: Path) -> None:
+def test_trainval_alone_is_split_and_other_images_are_left_out(tmp_path: Path) -> None:
     index = open_index(classic(tmp_path, *"abcd", trainval="abc"))
     assert index.splits == ("train", "val")
     assert len(index) == 3
@@ -137,8 +137,8 @@ def test_a_split_folder_without_annotations(tmp_path: Path) -> None:
 
 
 def test_the_image_with_the_own_stem_is_preferred_to_what_the_file_says(tmp_path: Path) -> None:
-    annotate(tmp_path / "Annotations", "a", filename="b.jpg")  # lies: b is another image
-    annotate(tmp_path / "Annotations", "b", filename="C:\\x\\b.PNG")  # lies about the ending
+    annotate(tmp_path / "Annotations", "a", filename="b.jpg")  # wrong: b is another image
+    annotate(tmp_path / "Annotations", "b", filename="C:\\x\\b.PNG")  # wrong suffix
     annotate(tmp_path / "Annotations", "c", filename="other.jpg")  # has no image of its own
     annotate(tmp_path / "Annotations", "D", filename="")  # differs in case
     annotate(tmp_path / "Annotations", "e", filename="e.png")  # two images of its stem
@@ -193,14 +193,14 @@ def test_bad_boxes_are_dropped_and_named(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_named_and_the_rest_is_read(tmp_path: Path, text: str, kind: str, example: str) -> None:
+def test_errors_are_reported_and_the_rest_is_read(tmp_path: Path, text: str, kind: str, example: str) -> None:
     (tmp_path / "a.xml").write_text(text)
     for stem in "bc":
         annotate(tmp_path, stem)
     index = open_index(tmp_path)
     assert len(index) == (2 if kind in ("foreign-file", "unreadable-annotations") else 3)
-    (found,) = (problem for problem in index.problems if problem.kind == kind)
-    assert example in found.examples[0]
+    (reported,) = (problem for problem in index.problems if problem.kind == kind)
+    assert example in reported.examples[0]
     assert index.boxes[-2:].tolist() == [[10, 20, 40, 60]] * 2
 
 
@@ -223,13 +223,13 @@ def test_nothing_that_can_be_read(tmp_path: Path, text: str, fragments: list[str
 
 
 def test_two_annotations_of_one_image(tmp_path: Path) -> None:
-    for stem, said in (("a", None), ("copy", "a.jpg"), ("x", "b.jpg"), ("y", "b.jpg"), ("c", None)):
-        annotate(tmp_path, stem, filename=said)
+    for stem, filename_text in (("a", None), ("copy", "a.jpg"), ("x", "b.jpg"), ("y", "b.jpg"), ("c", None)):
+        annotate(tmp_path, stem, filename=filename_text)
     touch_images(tmp_path, "a.jpg", "b.jpg", "c.jpg")
     index = open_index(tmp_path)
     assert [index.path(row).name for row in range(len(index))] == ["a.jpg", "c.jpg"]
-    (found,) = (problem for problem in index.problems if problem.kind == "two-annotation-files")
-    assert found.examples == (
+    (reported,) = (problem for problem in index.problems if problem.kind == "two-annotation-files")
+    assert reported.examples == (
         "copy.xml: about a.jpg, as a.xml is",
         "x.xml: about b.jpg, as y.xml is",
         "y.xml: about b.jpg, as x.xml is",
@@ -251,9 +251,9 @@ def test_an_empty_list_of_a_test_split(tmp_path: Path) -> None:
 def test_lines_of_a_list_without_an_annotation(tmp_path: Path) -> None:
     index = open_index(classic(tmp_path, *"ab", train=["a", "gone", "b", "a"]))
     assert len(index) == 2
-    found = {problem.kind: problem.examples for problem in index.problems}
-    assert found["no-annotation-file"] == ("ImageSets/Main/train.txt:2: 'gone'",)
-    assert found["copied-entry"] == ("ImageSets/Main/train.txt:4: a",)
+    reported = {problem.kind: problem.examples for problem in index.problems}
+    assert reported["no-annotation-file"] == ("ImageSets/Main/train.txt:2: 'gone'",)
+    assert reported["copied-entry"] == ("ImageSets/Main/train.txt:4: a",)
 
 
 def test_a_list_that_names_no_annotation(tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_folders_that_annotations_are_in(tmp_path: Path, folder: str) -> None:
     assert (index.format, index.root, missing_images(index)) == ("voc", tmp_path, [])
 
 
-def test_annotations_per_split_beside_images_per_split(tmp_path: Path) -> None:
+def test_annotations_per_split_with_images_per_split(tmp_path: Path) -> None:
     for split, other in (("train", "train"), ("val", "validation")):
         annotate(tmp_path / "annotations" / split, f"{split} one", filename="elsewhere.jpg")
         touch_images(tmp_path / "images" / other, f"{split} one.jpg")
@@ -312,7 +312,7 @@ def test_a_changed_file_in_a_folder_inside_is_read_again(tmp_path: Path) -> None
     assert open_index(tmp_path).class_names == ("cat", "dog")
 
 
-def test_images_in_a_folder_of_any_name_are_found_and_said(tmp_path: Path) -> None:
+def test_images_in_a_folder_of_any_name_are_found_and_noted(tmp_path: Path) -> None:
     for stem in "ab":
         annotate(tmp_path / "Annotations", stem)
     touch_images(tmp_path / "fotos" / "2024", "a.jpg", "b.jpg")

@@ -1,4 +1,4 @@
-"""YOLO: every layout gives the same boxes, paths are found where exports put them, a bad row costs that row only."""
+"""YOLO: every layout gives the same boxes, the paths in exports are resolved, a bad row affects only itself."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -67,20 +67,20 @@ def test_a_row_is_its_box(
     tmp_path_factory: pytest.TempPathFactory, size: tuple[int, int], rows: list[tuple[float, ...]]
 ):
     root, (width, height) = tmp_path_factory.mktemp("set"), size
-    wanted = []
+    expected = []
     lines = []
     for name, x1, y1, x2, y2 in rows:
         x1, x2, y1, y2 = min(x1, x2), max(x1, x2), min(y1, y2), max(y1, y2)
         lines.append(f"{name} {(x1 + x2) / 2} {(y1 + y2) / 2} {x2 - x1} {y2 - y1}")
-        wanted.append([x1 * width, y1 * height, x2 * width, y2 * height])
+        expected.append([x1 * width, y1 * height, x2 * width, y2 * height])
     make_image(root / "images" / "a.png", width, height)
     label(root / "labels" / "a.txt", "\n".join([*lines, "0 0.5 0.5 1 1"]))
     index = open_index(root)
     assert index.original_size.tolist() == [[height, width]]
-    found = index.boxes.tolist()
-    for box in wanted:  # those without area, and copies, are left out by the cleaning
+    boxes = index.boxes.tolist()
+    for box in expected:  # boxes without area and duplicates are dropped by the cleaning
         flat_box = box[2] - box[0] < 1e-3 or box[3] - box[1] < 1e-3
-        assert flat_box or min(np.abs(np.array(found) - box).max(1)) < 1e-3
+        assert flat_box or min(np.abs(np.array(boxes) - box).max(1)) < 1e-3
 
 
 def split_in_images(root: Path) -> Path:
@@ -97,7 +97,7 @@ def images_in_split(root: Path) -> Path:
     return root
 
 
-def beside_each_other(root: Path) -> Path:
+def labels_next_to_images(root: Path) -> Path:
     for split in ("train", "val"):
         make_image(root / split / f"{split}.jpg")
         label(root / split / f"{split}.txt")
@@ -164,7 +164,7 @@ def darknet(root: Path) -> Path:
     [
         split_in_images,
         images_in_split,
-        beside_each_other,
+        labels_next_to_images,
         labels_apart,
         roboflow,
         another_machine,
@@ -184,7 +184,7 @@ def test_every_layout(tmp_path: Path, layout: Callable[[Path], Path]) -> None:
     assert content(index) == {"train": {"train.jpg": box}, "val": {"val.jpg": box}}
     assert kinds(index).keys() <= {"class-not-in-split", "unused-class", "wrong-case-name"}
     assert require_images(index) == []
-    assert content(open_index(tmp_path)) == content(index)  # one folder above is near enough
+    assert content(open_index(tmp_path)) == content(index)  # also from the parent folder
 
 
 def test_a_data_set_of_its_file(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_data_set_of_its_file(tmp_path: Path) -> None:
     assert raised.value.choices == ("first.yaml", "second.yaml")
 
 
-def test_what_was_taken_for_a_path_is_said(tmp_path: Path) -> None:
+def test_resolved_paths_are_noted(tmp_path: Path) -> None:
     index = open_index(roboflow(tmp_path / "set"))
     notes = " ".join(index.notes)
     assert f"'../train/images' is read from {tmp_path / 'set' / 'train' / 'images'}" in notes
@@ -213,7 +213,7 @@ def test_what_was_taken_for_a_path_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "kind", "place"),
+    ("row", "kind", "example"),
     [
         ("0 0.5 0.5 nothing 0.5", "malformed-row", "labels/a.txt:2: '0 0.5 0.5 nothing 0.5'"),
         ("0 0.5 0.5 0.5", "malformed-row", "3 numbers after the class"),
@@ -228,15 +228,15 @@ def test_what_was_taken_for_a_path_is_said(tmp_path: Path) -> None:
         ("0 0.5 0.5 0 0.1", "zero-size", "line 2"),
     ],
 )
-def test_a_bad_row_costs_that_row_only(tmp_path: Path, row: str, kind: str, place: str) -> None:
+def test_a_bad_row_affects_only_itself(tmp_path: Path, row: str, kind: str, example: str) -> None:
     index = open_index(flat(tmp_path, f"1 0.5 0.5 0.25 0.5\n{row}\n\n0 0.5 0.5 0.5 0.5"))
-    assert place in kinds(index)[kind]
+    assert example in kinds(index)[kind]
     assert index.labels.tolist() == [1, 0]
     assert len(index) == 2
 
 
 @pytest.mark.parametrize(
-    ("row", "box", "said"),
+    ("row", "box", "note_part"),
     [
         ("0 0.25 0.1 0.75 0.3 0.5 0.9", [10, 2, 30, 18], "polygons"),
         ("0 0.2 0.2 0.4 0.2 0.4 0.6 0.2 0.6", [8, 4, 16, 12], "polygons"),
@@ -245,13 +245,13 @@ def test_a_bad_row_costs_that_row_only(tmp_path: Path, row: str, kind: str, plac
         ("0 1.002 0.5 0.1 0.5", [38.08, 5, 42.08, 15], None),
     ],
 )
-def test_other_rows(tmp_path: Path, row: str, box: list[float], said: str | None) -> None:
+def test_other_rows(tmp_path: Path, row: str, box: list[float], note_part: str | None) -> None:
     index = open_index(flat(tmp_path, row))
     assert index.boxes[0].tolist() == pytest.approx(box)
-    assert said is None or any(said in note for note in index.notes)
+    assert note_part is None or any(note_part in note for note in index.notes)
 
 
-def test_keypoints_are_no_polygon(tmp_path: Path) -> None:
+def test_keypoints_are_not_polygons(tmp_path: Path) -> None:
     flat(tmp_path, "0 0.5 0.5 0.25 0.5 0.1 0.1 0.9 0.9")
     (tmp_path / "data.yaml").write_text("train: images\nkpt_shape: [2, 2]\nnames: [cat]\n")
     assert open_index(tmp_path).boxes.tolist() == [[15, 5, 25, 15]]
@@ -284,7 +284,7 @@ def test_boxes_are_of_the_upright_image(tmp_path: Path) -> None:
     assert index.boxes[0].tolist() == [7.5, 10, 12.5, 30]
 
 
-def test_a_image_without_a_size_stays_without_its_boxes(tmp_path: Path) -> None:
+def test_an_image_without_a_size_stays_without_its_boxes(tmp_path: Path) -> None:
     root = images_in_split(tmp_path)
     make_image(root / "train" / "images" / "b.jpg").write_bytes(b"")
     label(root / "train" / "labels" / "b.txt", ROW * 2)
@@ -295,13 +295,13 @@ def test_a_image_without_a_size_stays_without_its_boxes(tmp_path: Path) -> None:
     (problem,) = [problem for problem in index.problems if problem.kind == "box-of-unreadable-image"]
     assert problem.count == 2
     assert problem.examples[0] == "train/images/b.jpg: it has 0 bytes"
-    assert "zero-size" not in kinds(index)  # a box that could not be placed is not wrong itself
+    assert "zero-size" not in kinds(index)  # a box that cannot be scaled is not wrong itself
 
 
-@pytest.mark.parametrize("place", [".", "lists"])
-def test_a_list_is_relative_to_its_own_folder_or_the_root(tmp_path: Path, place: str) -> None:
-    file = make_image(tmp_path / place / "a.jpg")
-    label(tmp_path / place / "labels" / "a.txt")
+@pytest.mark.parametrize("image_dir", [".", "lists"])
+def test_a_list_is_relative_to_its_own_folder_or_the_root(tmp_path: Path, image_dir: str) -> None:
+    file = make_image(tmp_path / image_dir / "a.jpg")
+    label(tmp_path / image_dir / "labels" / "a.txt")
     label(tmp_path / "lists" / "train.txt", "a.jpg\n")
     label(tmp_path / "data.yaml", f"train: lists/train.txt\n{NAMES}")
     index = open_index(tmp_path)
@@ -357,14 +357,14 @@ def test_a_description_that_cannot_be_used(tmp_path: Path, text: str, fragment: 
     assert fragment in str(raised.value)
 
 
-def test_lists_of_names_that_disagree(tmp_path: Path) -> None:
+def test_lists_of_names_that_differ(tmp_path: Path) -> None:
     flat(tmp_path)
     (tmp_path / "labels" / "classes.txt").write_text("dog\ncat\n")
     with pytest.raises(DataError, match="differ"):
         open_index(tmp_path)
 
 
-def test_texts_beside_images_are_not_yolo(tmp_path: Path) -> None:
+def test_other_texts_next_to_images_are_not_yolo(tmp_path: Path) -> None:
     for name in ("a", "b"):
         make_image(tmp_path / f"{name}.jpg")
         label(tmp_path / f"{name}.txt", "a caption of 1 2 3 4 5\n")
@@ -374,7 +374,7 @@ def test_texts_beside_images_are_not_yolo(tmp_path: Path) -> None:
         open_index(tmp_path)
 
 
-def test_a_split_folder_without_labels_is_not_left_out_unsaid(tmp_path: Path) -> None:
+def test_a_split_folder_without_labels_is_an_error(tmp_path: Path) -> None:
     images_in_split(tmp_path)
     for file in (tmp_path / "valid" / "labels").iterdir():
         file.unlink()

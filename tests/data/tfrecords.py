@@ -1,4 +1,4 @@
-"""TFRecord files for tests, written and read by the letter of the two format descriptions and with none of our code."""
+"""TFRecord files for tests, written and read from the two format descriptions, without any code of stoker."""
 
 import io
 import struct
@@ -29,7 +29,7 @@ def frame(data: bytes) -> bytes:
 
 
 def unframe(content: bytes) -> Iterator[bytes]:
-    """The data of each record; every checksum has to be right."""
+    """The data of each record; every checksum must be correct."""
     while content:
         (length,) = struct.unpack("<Q", content[:8])
         assert content[8:12] == masked(content[:8])
@@ -66,38 +66,38 @@ def example(features: Mapping[str, Sequence[object]], *, packed: bool = True) ->
 
 def fields(message: bytes) -> Iterator[tuple[int, bytes]]:
     """(number, content) of a message that has length-delimited fields only."""
-    at = 0
+    position = 0
 
     def number() -> int:
-        nonlocal at
+        nonlocal position
         value = shift = 0
         while True:
-            byte = message[at]
-            at += 1
+            byte = message[position]
+            position += 1
             value |= byte % 128 << shift
             shift += 7
             if byte < 128:
                 return value
 
-    while at < len(message):
+    while position < len(message):
         tag, length = number(), number()
         assert tag % 8 == 2
-        yield tag // 8, message[at : at + length]
-        at += length
+        yield tag // 8, message[position : position + length]
+        position += length
 
 
 def features_of(record: bytes) -> dict[str, list[object]]:
-    """The features of an Example as our writer writes them, packed."""
-    found: dict[str, list[object]] = {}
+    """The features of an Example as stoker writes them, packed."""
+    features: dict[str, list[object]] = {}
     ((_, inside),) = fields(record)
     for _, entry in fields(inside):
         (_, key), (_, value) = fields(entry)
         ((kind, content),) = fields(value)
         items = [item for _, item in fields(content)]
         if kind == 1:
-            found[key.decode()] = list(items)
+            features[key.decode()] = list(items)
         elif kind == 2:
-            found[key.decode()] = list(struct.unpack(f"<{len(items[0]) // 4}f", items[0]))
+            features[key.decode()] = list(struct.unpack(f"<{len(items[0]) // 4}f", items[0]))
         else:
             numbers, value_ = [], 0
             shift = 0
@@ -107,8 +107,8 @@ def features_of(record: bytes) -> dict[str, list[object]]:
                 if byte < 128:
                     numbers.append(value_)
                     value_ = shift = 0
-            found[key.decode()] = list(numbers)
-    return found
+            features[key.decode()] = list(numbers)
+    return features
 
 
 def jpeg(width: int = 8, height: int = 8, shade: int = 0) -> bytes:
@@ -118,7 +118,7 @@ def jpeg(width: int = 8, height: int = 8, shade: int = 0) -> bytes:
 
 
 Box = tuple[str | None, int | None, float, float, float, float]
-"""Text, label, xmin, ymin, xmax, ymax in shares."""
+"""Text, label, xmin, ymin, xmax, ymax, normalized."""
 
 
 def image_features(
@@ -130,8 +130,8 @@ def image_features(
         features |= {"image/height": [size[0]], "image/width": [size[1]]}
     if name is not None:
         features["image/filename"] = [name.encode()]
-    for place, key in enumerate(("xmin", "ymin", "xmax", "ymax"), 2):
-        features[f"image/object/bbox/{key}"] = [float(box[place]) for box in boxes]  # type: ignore[arg-type]
+    for column, key in enumerate(("xmin", "ymin", "xmax", "ymax"), 2):
+        features[f"image/object/bbox/{key}"] = [float(box[column]) for box in boxes]  # type: ignore[arg-type]
     if boxes and boxes[0][0] is not None:
         features["image/object/class/text"] = [(box[0] or "").encode() for box in boxes]
     if boxes and boxes[0][1] is not None:
