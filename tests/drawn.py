@@ -1,4 +1,4 @@
-"""A small COCO data set of coloured rectangles, drawn from a seed, for tests that train for real."""
+"""A small COCO data set of colored rectangles, drawn from a seed, for tests that train for real."""
 
 import json
 import subprocess
@@ -12,21 +12,21 @@ CLASSES = ("red", "green", "blue")
 
 
 def draw(folder: Path, *, train: int = 24, val: int = 6, side: int = 64, seed: int = 0) -> Path:
-    """Writes folder/{train,valid}/_annotations.coco.json and the pictures; returns the folder."""
+    """Writes folder/{train,valid}/_annotations.coco.json and the images; returns the folder."""
     for name, count, offset in (("train", train, 0), ("valid", val, 10_000)):
         split = folder / name
         split.mkdir(parents=True)
         images, annotations = [], []
         for n in range(count):
             rng = np.random.default_rng([seed, offset + n])
-            picture = Image.fromarray(rng.integers(0, 60, (side, side, 3), np.uint8))
-            pen = ImageDraw.Draw(picture)
+            image = Image.fromarray(rng.integers(0, 60, (side, side, 3), np.uint8))
+            pen = ImageDraw.Draw(image)
             for _ in range(int(rng.integers(1, 4))):
                 label = int(rng.integers(3))
                 width, height = rng.integers(side // 6, side // 2, 2).tolist()
                 x, y = int(rng.integers(side - width)), int(rng.integers(side - height))
-                colour = tuple(200 if c == label else 30 for c in range(3))
-                pen.rectangle((x, y, x + width - 1, y + height - 1), fill=colour)
+                color = tuple(200 if c == label else 30 for c in range(3))
+                pen.rectangle((x, y, x + width - 1, y + height - 1), fill=color)
                 annotations.append(
                     {
                         "id": len(annotations) + 1,
@@ -37,7 +37,7 @@ def draw(folder: Path, *, train: int = 24, val: int = 6, side: int = 64, seed: i
                         "iscrowd": 0,
                     }
                 )
-            picture.save(split / f"{name}-{n}.jpg", quality=92)
+            image.save(split / f"{name}-{n}.jpg", quality=92)
             images.append({"id": n, "file_name": f"{name}-{n}.jpg", "width": side, "height": side})
         categories = [{"id": n + 1, "name": name} for n, name in enumerate(CLASSES)]
         document = {"images": images, "annotations": annotations, "categories": categories}

@@ -1,4 +1,7 @@
-"""Pictures in: finds and indexes annotations (`index`, `formats`), draws the demo's pictures (`demo`), decodes,
-augments and loads batches. Annotations are columns in one memory-mapped file, never an object per sample; pictures
-are read by threads. Not here: what a detector makes of a batch (`stoker.models`), and scoring
-(`stoker.evaluation.evaluate`)."""
+"""Data sets: annotations and images, from files to batches.
+
+`formats/` reads annotations and `index.py` keeps them as columns in one memory-mapped file, never as an object per
+sample. `images/` reads and decodes image files, `augment/` changes them, `loading/` makes batches with threads.
+`validation/` checks data sets, `convert/` writes them, `remote/` mirrors buckets. Not here: the detector
+(`stoker.models`) and its metrics (`stoker.evaluation.evaluate`).
+"""

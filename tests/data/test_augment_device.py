@@ -109,7 +109,7 @@ def seen(image, label):
 @given(SEEDS)
 def test_a_colored_rectangle_is_where_its_box_says(seed):
     before = painted(seed)
-    batch = augment_batch(before, dataclasses.replace(OFF, flip=0.5, mosaic=0.8), 0.0)
+    batch = augment_batch(before, dataclasses.replace(OFF, hflip=0.5, mosaic=0.8), 0.0)
     for k in range(4):
         height, width = batch.resized_size[k].tolist()
         use = batch.valid[k]

@@ -29,7 +29,7 @@ def limits(cores=4, **changes):
 
 
 def make_tuner(cores=4, workers=None, **changes):
-    return LoaderAutomake_tuner(limits(cores), workers=workers or cores, prefetch_depth=3, **changes)
+    return LoaderAutotuner(limits(cores), workers=workers or cores, prefetch_depth=3, **changes)
 
 
 def rates(**changes):
@@ -124,7 +124,7 @@ def test_workers_have_a_limit_on_a_large_machine():
 def test_no_decoding_worker_is_added_where_the_cpu_trains():
     cores = 16
     first = default_num_workers(cores, is_cpu=True)
-    autotuner = LoaderAutomake_tuner(limits(cores, decode_workers=first, is_cpu=True), workers=first, prefetch_depth=3)
+    autotuner = LoaderAutotuner(limits(cores, decode_workers=first, is_cpu=True), workers=first, prefetch_depth=3)
     for n in range(20):
         autotuner.update(rates(**STARVED | {"read_fraction": 0.0, "decoded_per_s": 100.0 * 1.1**n}))
     assert autotuner.workers == first == 2

@@ -158,7 +158,7 @@ def test_turned_images_lie_under_their_boxes(tmp_path: Path, annotated: str, ima
 
 def test_images_inside_other_files(tmp_path: Path) -> None:
     images = [
-        tfrecords.picture(
+        tfrecords.image_features(
             f"{n}.jpg", [("thing", 1, 0.1, 0.1, 0.5, 0.5)], image__encoded=[tfrecords.jpeg(200, 100, 20 * n)]
         )
         for n in range(8)
@@ -177,26 +177,26 @@ def test_images_of_a_bucket_are_fetched_once(tmp_path: Path, monkeypatch: pytest
     local = draw(tmp_path / "set", 12)
     with google_server() as server, server.bucket().through() as (place, proxy):
         apply(monkeypatch, place.environment)
-        store = open_store(parse_uri(place.address))
+        store = open_store(parse_uri(place.uri))
         for path in (tmp_path / "set").iterdir():
             store.write(f"set/{path.name}", path.read_bytes())
-        index = open_index(f"{place.address}/set")
+        index = open_index(f"{place.uri}/set")
         expected = stream(local, cache_of(local))
-        before = len(proxy.observe)
+        before = len(proxy.requests)
         assert_same(stream(index, cache_of(index)), expected)
-        assert len(proxy.observe) >= before + 12
-        before = len(proxy.observe)
+        assert len(proxy.requests) >= before + 12
+        before = len(proxy.requests)
         cache = cache_of(index)
         with make(index, cache) as loader:
             for batch in expected:
                 assert_same([next(loader)], [batch])
             assert loader.stats().total.cache_misses == 0
-        assert len(proxy.observe) == before
+        assert len(proxy.requests) == before
         # Another image under the old name, of the same length: only its etag tells.
         data = bytearray(local.path(1).read_bytes())
         data[-20] ^= 0x55
         store.write("set/1.jpg", bytes(data))
-        again = cache_of(open_index(f"{place.address}/set"))
+        again = cache_of(open_index(f"{place.uri}/set"))
         assert [again.contains(k) for k in range(12)] == [image_index != 1 for image_index in range(12)]
 
 

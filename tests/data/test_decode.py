@@ -23,7 +23,7 @@ RESIZES = ("BOX", "BILINEAR", "HAMMING", "BICUBIC", "LANCZOS")
 
 
 def smooth(height: int, width: int, detail: int = 6) -> np.ndarray:
-    """A image without fine detail, so that all good ways to resize it agree."""
+    """An image without fine detail, so that all good ways to resize it agree."""
     small = np.random.default_rng(0).integers(0, 255, (detail, detail, 3), np.uint8)
     return cv2.resize(small, (width, height), interpolation=cv2.INTER_CUBIC)
 
@@ -231,7 +231,7 @@ def made(kind: str) -> tuple[bytes, np.ndarray]:
 @settings(max_examples=25, deadline=None)
 @given(at=st.floats(0, 1, exclude_max=True))
 def test_a_cut_anywhere_is_an_error_or_loses_nothing(kind, at):
-    """Nothing, in formats that end with something else than pixels; never half a image, never another error."""
+    """Nothing, in formats that end with something else than pixels; never half an image, never another error."""
     data, whole = made(kind)
     try:
         actual = decode(data[: int(at * len(data))], PATH)
@@ -365,7 +365,7 @@ def test_a_name_does_not_matter():
 
 
 @pytest.mark.parametrize("lost", [12, 13, 200])
-def test_a_truncated_png_is_seen_where_opencv_makes_a_image_of_it(lost, monkeypatch):
+def test_a_truncated_png_is_seen_where_opencv_makes_an_image_of_it(lost, monkeypatch):
     """As some builds do; the one here refuses."""
     data = KINDS["png"]()
     monkeypatch.setattr(cv2, "imdecode", lambda *_: np.zeros((61, 83, 3), np.uint8))
@@ -374,11 +374,11 @@ def test_a_truncated_png_is_seen_where_opencv_makes_a_image_of_it(lost, monkeypa
         decode(data[:-lost], PATH)
 
 
-def test_a_image_that_decodes_to_another_size_than_its_header_says_is_refused(monkeypatch):
+def test_an_image_that_decodes_to_another_size_than_its_header_says_is_refused(monkeypatch):
     monkeypatch.setattr(cv2, "imdecode", lambda *_: np.zeros((83, 61, 3), np.uint8))
     with pytest.raises(DataError) as caught:
         decode(KINDS["bmp"](), PATH)
-    assert "promises 83 × 61 pixels, it decodes to 61 × 83" in str(caught.value)
+    assert "says 83 × 61 pixels, it has 61 × 83" in str(caught.value)
 
 
 def test_damage_in_a_png_is_seen():

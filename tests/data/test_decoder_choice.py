@@ -58,7 +58,7 @@ CPU = Device(torch.device("cpu"))
         (
             DecoderTimings(host_decode_s=2e-3, cores=2, step_s=0.5e-3, num_images=20),
             "cpu",
-            "2 cores decode 1,000 images/s, steps take 2,000/s; but none of 20 images is a JPEG that nvJPEG takes",
+            "2 cores decode 1,000 images/s, steps take 2,000/s; but none of 20 images is a JPEG that nvJPEG supports",
         ),
         (
             # What the host still has to decode bounds it.
@@ -66,7 +66,7 @@ CPU = Device(torch.device("cpu"))
                 host_decode_s=2e-3, cores=2, step_s=0.1e-3, device_decode_s=0.1e-3, device_fraction=0.5, num_images=64
             ),
             "nvjpeg",
-            "2 cores decode 1,000 images/s, steps take 10,000/s; nvJPEG decodes 10,000/s of the 50 % that it takes: "
+            "2 cores decode 1,000 images/s, steps take 10,000/s; nvJPEG decodes 10,000/s of the 50 % that it supports: "
             "with it training reaches 2,000/s or more",
         ),
         (
@@ -74,7 +74,7 @@ CPU = Device(torch.device("cpu"))
                 host_decode_s=2e-3, cores=2, step_s=0.1e-3, device_decode_s=0.1e-3, device_fraction=0.05, num_images=64
             ),
             "cpu",
-            "2 cores decode 1,000 images/s, steps take 10,000/s; nvJPEG decodes 10,000/s of the 5 % that it takes, "
+            "2 cores decode 1,000 images/s, steps take 10,000/s; nvJPEG decodes 10,000/s of the 5 % that it supports, "
             "which would leave 1,053/s: nothing to gain",
         ),
     ],
@@ -139,7 +139,7 @@ def test_without_nvjpeg_it_is_the_host(index: SmoothIndex, monkeypatch: pytest.M
     monkeypatch.delattr(torchvision.io, "decode_jpeg")
     decoder, why = decided(index, Other(torch.device("cpu")), 1.0)
     assert decoder == "cpu"
-    assert why == f"nvJPEG cannot be had: torchvision {torchvision.__version__} has no decode_jpeg any more"
+    assert why == f"nvJPEG is not available: torchvision {torchvision.__version__} no longer has decode_jpeg"
 
 
 def test_both_are_measured_on_the_runs_own_images(index: SmoothIndex, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -285,7 +285,7 @@ def test_what_the_device_refuses_is_decoded_by_the_host(index: SmoothIndex, monk
     assert sentence == f"loader: nvJPEG refuses {index.path(0)} (nvJPEG: not supported); the CPU decodes such images"
 
 
-def test_a_image_of_another_size_than_its_header_says_is_refused(
+def test_an_image_of_another_size_than_its_header_says_is_refused(
     index: SmoothIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = torchvision.io.decode_jpeg
@@ -298,9 +298,9 @@ def test_a_image_of_another_size_than_its_header_says_is_refused(
 def test_a_sample_that_is_loaded_anew_replaces_that_of_the_device(
     index: SmoothIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A image fails once, in the second batch, and is whole when it is read ahead for the third or fourth: the
+    """An image fails once, in the second batch, and is whole when it is read ahead for the third or fourth: the
     quarantine, when the second is handed out, makes the host put another one in its place."""
-    options = {"rows": np.arange(5, 13), "image_size": (64, 96)}
+    options = {"image_indices": np.arange(5, 13), "image_size": (64, 96)}
     image_index = image_indices_of(stream(index, 2, **options))[4]
     actual = {}
     for decoder in ("cpu", "nvjpeg"):

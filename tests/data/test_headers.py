@@ -140,7 +140,7 @@ def test_what_stands_far_behind_in_a_file_is_found(tmp_path):
             assert image.getexif()[0x0112] == 6
 
 
-def test_a_image_is_shown_as_its_annotations_saw_it():
+def test_an_image_is_shown_as_its_annotations_saw_it():
     header = parse_header(encoded("JPEG", exif=turned(6)), PATH)
     assert header.as_annotated((60, 40)) == header
     assert header.as_annotated((0, 0)) == header

@@ -240,13 +240,13 @@ def test_a_real_bucket_behind_a_bad_network(tmp_path, monkeypatch):
     with google_server() as server:
         place = server.bucket()
         apply(monkeypatch, place.environment)
-        good = open_store(parse_uri(place.address))
+        good = open_store(parse_uri(place.uri))
         for path in tmp_path.iterdir():
             good.write(path.name, path.read_bytes())
         faults = {"503": 0.04, "429": 0.02, "reset": 0.02, "truncate": 0.02}
         with place.through(Conditions(latency_s=0.01, faults=faults)) as (worse, proxy):
             apply(monkeypatch, worse.environment)
-            index.store = open_store(parse_uri(worse.address))
+            index.store = open_store(parse_uri(worse.uri))
             reported = []
             with make(index, on_quarantine=reported.append) as loader:
                 actual = take(loader, 20)
@@ -257,7 +257,7 @@ def test_a_real_bucket_behind_a_bad_network(tmp_path, monkeypatch):
             assert stats.fetch.bytes >= 80 * 0.8 * min(path.stat().st_size for path in tmp_path.iterdir())
             assert stats.fetch.seconds > 80 * 0.01
             assert stats.total.read_s < stats.fetch.seconds / 2  # almost all came by itself
-            assert len(proxy.observe) > 80
+            assert len(proxy.requests) > 80
         server.objects.denied.add("GET")
         index.store = good
         reported.clear()

@@ -102,7 +102,7 @@ def test_a_resumed_run_repeats_a_replacement_though_the_file_is_back(index, stop
         assert_same(take(loader, 12 - stop), (before + after)[stop:])
 
 
-def test_a_image_is_used_up_to_the_position_from_which_it_is_quarantined(index):
+def test_an_image_is_used_up_to_the_position_from_which_it_is_quarantined(index):
     healthy = stream(index, 13, batch_size=4)
     with make(index) as loader:
         loader.load_state_dict({"position": 0, "quarantined": {4: 26}})
@@ -112,7 +112,7 @@ def test_a_image_is_used_up_to_the_position_from_which_it_is_quarantined(index):
     assert 4 not in image_indices_of(actual)[26:]
 
 
-def test_a_image_read_ahead_before_it_failed_is_not_used(tmp_path, monkeypatch):
+def test_an_image_read_ahead_before_it_failed_is_not_used(tmp_path, monkeypatch):
     """Three images, a deep ring: one is decoded several times ahead, and only the first try fails."""
     index = InMemoryIndex(tmp_path, 3)
     image_index = image_indices_of(stream(index, 3, batch_size=1))[2]

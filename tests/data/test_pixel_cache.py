@@ -107,7 +107,7 @@ def test_what_comes_back_is_what_was_kept(index: Index) -> None:
         assert actual.shape[:2] == cache.shape(image_index) == ((96, 128) if image_index % 3 else (40, 50))
 
 
-def test_a_image_that_is_not_made_smaller_is_kept_as_it_decodes(index: Index) -> None:
+def test_an_image_that_is_not_made_smaller_is_kept_as_it_decodes(index: Index) -> None:
     assert np.array_equal(make(cache_of(index), index, 0), decode(index.read(0), index.path(0)))
 
 
@@ -117,7 +117,7 @@ def test_a_image_that_is_not_made_smaller_is_kept_as_it_decodes(index: Index) ->
     st.sampled_from(["letterbox", "squash"]),
     st.one_of(st.just(1.0), st.floats(1.25, 1.5)),
 )
-def test_a_image_is_kept_as_small_as_covers_what_is_shown(
+def test_an_image_is_kept_as_small_as_covers_what_is_shown(
     size: tuple[int, int], image_size: tuple[int, int], resize: str, factor: float
 ) -> None:
     kept = CachedImageSpec(image_size, resize, factor).cached_sizes(np.array([size], np.int32))[0]
@@ -224,16 +224,16 @@ def test_one_of_the_same_time_but_another_length_is_noticed(index: Index) -> Non
     assert cache_of(index).get(1) is None
 
 
-def test_a_image_that_is_gone_is_not_found_either(index: Index) -> None:
+def test_an_image_that_is_gone_is_not_found_either(index: Index) -> None:
     fill(cache_of(index), index)
     index.path(2).unlink()
     assert cache_of(index).get(2) is None
 
 
-def test_a_image_inside_another_file_changes_with_it(tmp_path: Path) -> None:
+def test_an_image_inside_another_file_changes_with_it(tmp_path: Path) -> None:
     box = ("thing", 1, 0.1, 0.1, 0.5, 0.5)
     shades = [tfrecords.jpeg(200, 100, 40 * n) for n in range(1, 4)]
-    images = [tfrecords.picture(f"{n}.jpg", [box], image__encoded=[shade]) for n, shade in enumerate(shades)]
+    images = [tfrecords.image_features(f"{n}.jpg", [box], image__encoded=[shade]) for n, shade in enumerate(shades)]
     shard = tfrecords.write(tmp_path / "train.tfrecord", *images)
     index = open_index(shard)
     made = fill(cache_of(index), index)
@@ -270,7 +270,7 @@ def test_a_file_that_was_cut_off_is_filled_again(index: Index, length: int) -> N
     assert all(cache.get(k) is not None for k in range(6))
 
 
-def test_what_others_wrote_there_is_not_taken_for_a_image(index: Index) -> None:
+def test_what_others_wrote_there_is_not_taken_for_an_image(index: Index) -> None:
     path = cache_file_path(index, SPEC)
     path.parent.mkdir(parents=True)
     path.write_bytes(b"another program's file" * 9999)
@@ -359,7 +359,7 @@ def test_a_disk_that_refuses_is_said_once_and_reading_goes_on(index: Index) -> N
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
     assert len(made) == 6
-    assert messages == ["the cache of decoded images takes no more: writing failed: File too large"]
+    assert messages == ["the cache of decoded images is no longer filled: writing failed: File too large"]
     assert cache.get(0) is not None
     assert fill(cache, index)[5] is not None
     assert cache.get(5) is None  # not tried again
@@ -368,13 +368,13 @@ def test_a_disk_that_refuses_is_said_once_and_reading_goes_on(index: Index) -> N
 FULL = """
 import shutil
 index = open_index(sys.argv[1])
-said = []
-cache = cache_of(index, said=said.append)
+messages = []
+cache = cache_of(index, messages=messages.append)
 first = fill(cache, index)
 kept = [row for row in range(len(index)) if cache.get(row) is not None]
 assert all(np.array_equal(cache.get(row), first[row]) for row in kept)
 assert shutil.disk_usage(os.environ["STOKER_CACHE_DIR"]).total < 1 << 20
-print(json.dumps([said, len(kept)]))
+print(json.dumps([messages, len(kept)]))
 """
 
 
@@ -390,7 +390,7 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
         pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
     assert done.returncode == 0, done.stderr
     messages, kept = json.loads(done.stdout)
-    assert messages == ["the cache of decoded images takes no more: writing failed: No space left on device"]
+    assert messages == ["the cache of decoded images is no longer filled: writing failed: No space left on device"]
     assert 0 < kept < 60
 
 

@@ -47,12 +47,12 @@ LARGER_THAN_MEMORY = {"cached_bytes": 80 * GB, "num_images": 80_000}
     [
         ({}, "disk", "10 GB: as a file that stays in memory, as half of the free memory is 32 GB"),
         ({"epochs": None}, "disk", "stays in memory"),
-        ({"num_images": 0, "cached_bytes": 0, "decode_s": 0.0}, "none", "do not say how large"),
+        ({"num_images": 0, "cached_bytes": 0, "decode_s": 0.0}, "none", "have no image sizes"),
         ({"epochs": 2.9}, "none", "2.9 epochs"),
         ({"epochs": 3}, "disk", "stays in memory"),
         ({"max_scale": 2.0}, "disk", "stays in memory"),  # none is made smaller: nothing is lost
         ({"max_scale": 2.0, "is_downscaled": True}, "none", "zoom in up to 2 times; images kept at 1.5 times"),
-        ({"decode_s": 1e-4}, "none", "about 0.1 ms a image"),
+        ({"decode_s": 1e-4}, "none", "only about 0.1 ms per image"),
         ({"decode_s": 1e-4, "is_remote": True}, "disk", "stays in memory"),
         ({"free_disk_bytes": 9 * GB}, "ram", "half of the free memory is 32 GB; the cache may take 9 GB of the disk"),
         ({"free_disk_bytes": 9 * GB, "has_memfd": False}, "none", "9 GB of the disk"),
@@ -64,8 +64,8 @@ LARGER_THAN_MEMORY = {"cached_bytes": 80 * GB, "num_images": 80_000}
         ),
         ({"free_memory_bytes": 19 * GB, "free_disk_bytes": 9 * GB}, "none", "9 GB of the disk"),
         # A megabyte in a millisecond on four threads: 4 GB/s.
-        (LARGER_THAN_MEMORY, "none", "from a disk, reading 4,000 MB/s would be as fast as decoding on 4 threads"),
-        (LARGER_THAN_MEMORY | {"decode_s": 2e-2}, "disk", "reading 200 MB/s would be as fast as decoding on 4"),
+        (LARGER_THAN_MEMORY, "none", "from a disk, reading 4,000 MB/s would be as fast as decoding with 4 workers"),
+        (LARGER_THAN_MEMORY | {"decode_s": 2e-2}, "disk", "reading 200 MB/s would be as fast as decoding with 4"),
         (LARGER_THAN_MEMORY | {"decode_s": 2e-2, "workers": 16}, "none", "reading 800 MB/s"),
         (LARGER_THAN_MEMORY | {"is_remote": True}, "disk", "saves the requests to the bucket"),
         (LARGER_THAN_MEMORY | {"is_remote": True, "free_disk_bytes": 79 * GB}, "none", "79 GB of the disk"),
@@ -146,7 +146,7 @@ def test_room_is_made_when_a_cache_is_opened_and_said(tmp_path: Path, monkeypatc
     assert cache is not None
     fill(cache, new)
     assert len(messages) == 1
-    assert messages[0].startswith("info: decoded images of another data set or size are removed to make room")
+    assert messages[0].startswith("info: removed decoded images of another data set or size to free space")
     assert cache_file_path(old, SPEC).name in messages[0]
     assert all(cache.get(k) is not None for k in range(12))
 
@@ -158,7 +158,7 @@ def test_a_part_is_kept_where_not_all_fit(tmp_path: Path, monkeypatch: pytest.Mo
     cache = open_cache("disk", index, np.arange(12), SPEC, lambda kind, text: messages.append(f"{kind}: {text}"))
     assert cache is not None
     fill(cache, index)
-    assert "the 0.1 MB of disk that they may take keep a part of 0.36" in messages[0]
+    assert "may take 0.1 MB of the disk; all images need 0.36" in messages[0]
     assert 0 < cache_file_path(index, SPEC).stat().st_blocks * 512 <= 100_000
 
 
@@ -170,7 +170,7 @@ def test_a_limit_that_is_no_number_is_refused(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("kind", "found"), [("nfs4", "nfs4"), ("fuse.gcsfuse", "fuse.gcsfuse"), ("fuseblk", None), ("overlay", None)]
+    ("kind", "actual"), [("nfs4", "nfs4"), ("fuse.gcsfuse", "fuse.gcsfuse"), ("fuseblk", None), ("overlay", None)]
 )
 def test_a_cache_folder_across_a_network_is_recognized(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, actual: str | None

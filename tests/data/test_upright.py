@@ -1,4 +1,4 @@
-"""Images and boxes meet, whichever way a image is stored and annotated: in batches, augmented, and when drawn."""
+"""Images and boxes meet, whichever way an image is stored and annotated: in batches, augmented, and when drawn."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def turn(image: Image.Image, orientation: int) -> Image.Image:
 
 
 def write(folder: Path, *, annotated: str, kind: str) -> Index:
-    """A image of each orientation. annotated: "upright", "stored" (boxes and size in stored pixels) or "no size"."""
+    """An image of each orientation. annotated: "upright", "stored" (boxes and size in stored pixels) or "no size"."""
     (folder / "train").mkdir(parents=True)
     images, annotations = [], []
     upright = np.zeros((*SHOWN, 3), np.uint8)

@@ -95,7 +95,7 @@ def test_a_slow_copy(index):
 
     def to_device(tensors):
         targets, copy = real(tensors)
-        copy.wait = delays.before(copy.wait)
+        copy.synchronize = delays.before(copy.synchronize)
         return targets, copy
 
     device.to_device = to_device

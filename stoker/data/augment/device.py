@@ -1,8 +1,8 @@
-"""What is done on the device, to whole batches: flip, colour, mosaic.
+"""Augmentation of whole batches on the device: flip, color jitter, mosaic.
 
-Fixed shapes, no host wait, uint8 channels last in and out. What is random comes from `Batch.draw`; what is off costs
-nothing, since strengths and probabilities are numbers of the settings, not tensors. Crop and zoom happen earlier, on
-the host: `geometry.py`.
+Fixed shapes, no host wait, uint8 channels last in and out. All randomness comes from `Batch.rand`. What is off costs
+nothing, because strengths and probabilities are numbers of the settings, not tensors. Crop and scale are applied
+earlier, on the host: `geometry.py`.
 """
 
 import math
@@ -19,27 +19,28 @@ from stoker.data.loading.samples import PAD_COLOR
 from stoker.errors import ConfigError
 
 MOSAIC_GROUP_SIZE = 4
-"""Pictures that a mosaic is made of: positions 4g … 4g+3 of the stream, whatever the batch."""
+"""Images of a mosaic: positions 4g … 4g+3 of the stream, whatever the batch size."""
 MOSAIC_END_FRACTION = 0.9
-"""Share of the training after which no mosaic is made: the last pictures look as those of use will. YOLOX (Ge et al.
-2021, section 2) stops strong augmentation for the last 15 of 300 epochs; ours are shorter, and the rate falls late."""
+"""Fraction of the training after which no mosaics are made, so that the last images look like those at inference. YOLOX
+(Ge et al. 2021, section 2) stops strong augmentation for the last 15 of 300 epochs; trainings here are shorter, and
+their learning rate falls late."""
 MOSAIC_CENTER_RANGE = (0.3, 0.7)
-"""Where the four tiles of a mosaic meet, as a share of the canvas."""
+"""Where the four tiles of a mosaic meet, as a fraction of height and width."""
 MOSAIC_SCALE_RANGE = (0.5, 0.8)
-"""Scale of a tile, relative to its picture in the canvas. Down to 1/2 bilinear sampling reaches every pixel."""
+"""Scale of a tile relative to its image in the batch. Down to 1/2, bilinear sampling covers every pixel."""
 
 RGB_TO_YIQ = ((0.299, 0.587, 0.114), (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112))
 """RGB to luma and two axes of chroma (NTSC 1953; Y is that of ITU-R BT.601)."""
 LUMA_WEIGHTS = RGB_TO_YIQ[0]
 HUE_ROTATION: list[list[float]] = (np.linalg.inv(RGB_TO_YIQ) @ ((0, 0, 0), (0, 0, -1), (0, 1, 0)) @ RGB_TO_YIQ).tolist()
-"""A quarter turn of the hue as a matrix on RGB: (I, Q) becomes (-Q, I), and Y is dropped."""
+"""A hue rotation by 90° as a matrix on RGB: (I, Q) becomes (-Q, I), and Y is dropped."""
 
 
 def augment_batch(batch: Batch, settings: DataSettings, progress: float) -> Batch:
-    """All that the settings say, in the order flip, colour, mosaic: a tile has its picture's own flip and colour.
+    """Applies the settings in the order flip, color, mosaic: a tile has its image's own flip and color.
 
-    progress: share of the training that is done, 0 … 1. Raises ConfigError where a mosaic is wanted of a batch whose
-    size is not a multiple of 4.
+    progress: fraction of the training that is done, 0 … 1. Raises ConfigError for a mosaic with a batch size that is
+    not a multiple of 4.
     """
     if settings.hflip > 0:
         batch = horizontal_flip(batch, settings.hflip)
@@ -52,10 +53,10 @@ def augment_batch(batch: Batch, settings: DataSettings, progress: float) -> Batc
 
 
 def horizontal_flip(batch: Batch, probability: float) -> Batch:
-    """Mirrors, left to right within `content`, the pictures whose draw is below `probability`.
+    """Flips images whose random number is below `probability` left to right, within `resized_size`.
 
-    Padding stays at the right. A gather along the rows of pixels: 1.5 ms for 16 × 3 × 320 × 320 on two cores;
-    torch.flip with torch.where, which cannot spare the padding, takes 2.4 ms.
+    Padding stays at the right. Implemented as a gather along pixel rows: 1.5 ms for 16 × 3 × 320 × 320 on two cores;
+    torch.flip with torch.where takes 2.4 ms and would move the padding.
     """
     chosen = (batch.rand[:, RandSlot.FLIP] < probability)[:, None]
     pixels = batch.images.permute(0, 2, 3, 1)
@@ -87,15 +88,16 @@ def jitter_factor(u: Tensor, strength: float) -> Tensor:
 
 
 def color_jitter(batch: Batch, brightness: float, contrast: float, saturation: float, hue: float) -> Batch:
-    """Changes the colours of every picture within `content` by factors around 1 of these strengths, 0 for none.
+    """Changes the colors of every image within `resized_size` by factors around 1 of these strengths; 0 is off.
 
-    brightness scales; contrast scales the distance from the picture's mean grey; saturation scales the distance of a
-    pixel from its own grey; hue turns it around the grey axis of YIQ by up to ± that share of a circle, which keeps
-    its luma (torchvision's ColorJitter turns in HSV and does not). As in SSD's photometric distortion the strengths are
-    drawn for each picture. All four in this order are one affine map of RGB, A p + o, cut off at 0 and 255 once, at
-    the end. With L the matrix that takes a colour to its grey, A is b c (L + s cos t (1 - L) + s sin t TURN).
+    brightness scales the pixels; contrast scales the distance from the image's mean gray; saturation scales the
+    distance of a pixel from its own gray; hue rotates it around the gray axis of YIQ by up to ± that fraction of a
+    circle, which keeps its luma (torchvision's ColorJitter rotates in HSV, which does not). As in SSD's photometric
+    distortion the factors are drawn per image. All four in this order are one affine map of RGB, A p + o, clamped to
+    0 … 255 once at the end. With L the matrix from a color to its gray, A is
+    b c (L + s cos t (1 - L) + s sin t HUE_ROTATION).
 
-    The mean grey is that of every fourth row and column. 12 ms for 16 × 3 × 320 × 320 on one core.
+    The mean gray is that of every fourth row and column. 12 ms for 16 × 3 × 320 × 320 on one core.
     """
     rand, images = batch.rand, batch.images
     count, _, height, width = images.shape
@@ -117,9 +119,7 @@ def color_jitter(batch: Batch, brightness: float, contrast: float, saturation: f
         matrix[channel][channel] = matrix[channel][channel] + cos_term
 
     out = torch.empty((count, height, width, 3), dtype=torch.uint8, device=images.device)
-    for group_start in range(
-        0, count, MOSAIC_GROUP_SIZE
-    ):  # by a few pictures: their planes stay in a processor's cache
+    for group_start in range(0, count, MOSAIC_GROUP_SIZE):  # a few images at a time, so that they fit the CPU's cache
         group = slice(group_start, group_start + MOSAIC_GROUP_SIZE)
         planes = images[group].permute(1, 0, 2, 3).to(torch.float32, memory_format=torch.contiguous_format)
         mask = _resized_area_mask(batch.resized_size[group], height, width)
@@ -132,14 +132,14 @@ def color_jitter(batch: Batch, brightness: float, contrast: float, saturation: f
 
 
 def _resized_area_mask(resized_size: Tensor, height: int, width: int) -> Tensor:
-    """bool [B, height, width]: the pixels of a canvas that belong to the picture."""
+    """bool [B, height, width]: the pixels that belong to the image, not to padding."""
     rows = torch.arange(height, device=resized_size.device) < resized_size[:, :1]
     columns = torch.arange(width, device=resized_size.device) < resized_size[:, 1:]
     return rows[:, :, None] & columns[:, None, :]
 
 
 def _mean_gray(batch: Batch) -> Tensor:
-    """float32 [B]: the mean luma of every fourth row and column of the content."""
+    """float32 [B]: the mean luma of every fourth row and column of the image."""
     pixels = batch.images[:, :, ::4, ::4].to(torch.float32)
     gray = LUMA_WEIGHTS[0] * pixels[:, 0] + LUMA_WEIGHTS[1] * pixels[:, 1] + LUMA_WEIGHTS[2] * pixels[:, 2]
     mask = _resized_area_mask((batch.resized_size + 3) // 4, gray.shape[1], gray.shape[2]).to(torch.float32)
@@ -147,21 +147,22 @@ def _mean_gray(batch: Batch) -> Tensor:
 
 
 def mosaic(batch: Batch, probability: float) -> Batch:
-    """Makes of a picture whose draw is below `probability` a 2 × 2 mosaic of itself and the three others of its group.
+    """Replaces an image whose random number is below `probability` by a 2 × 2 mosaic of the four images of its group.
 
-    Each of the four is scaled down by its own factor, laid with a corner at a drawn centre, and cut at the quadrant and
-    the canvas (Bochkovskiy et al. 2020, YOLOv4, section 3.3). `content` becomes the canvas; `scale`, `size` and
-    `image_id` stay those of the picture. Boxes follow; one that the cut leaves too little of is dropped by the rule of
-    `place_boxes`. Where more boxes are left than there are slots, that mosaic is not made: none is lost in silence.
+    Each of the four is scaled down by its own factor, placed with a corner at a random center, and cut at the quadrant
+    and the edge (Bochkovskiy et al. 2020, YOLOv4, section 3.3). `resized_size` becomes the full height and width;
+    `scale`, `original_size` and `image_index` stay those of the image. Boxes follow; those cut too much are dropped by
+    the rule of `geometry.transform_boxes`. A mosaic with more boxes than max_boxes is not made, so that none is lost.
 
-    Groups are of positions 4g … 4g+3 of the stream, so what comes out does not depend on the size of the batch.
-    29 ms for 16 × 3 × 320 × 320 on one core. Raises ConfigError for a batch that is not a multiple of 4.
+    Groups are positions 4g … 4g+3 of the stream, so the result does not depend on the batch size. 29 ms for
+    16 × 3 × 320 × 320 on one core. Raises ConfigError for a batch size that is not a multiple of 4.
     """
     count, _, height, width = batch.images.shape
     if count % MOSAIC_GROUP_SIZE:
         raise ConfigError(
-            f"--mosaic needs a multiple of {MOSAIC_GROUP_SIZE} pictures in each device's batch, not {count}.",
-            fix=f"--batch-size {max(MOSAIC_GROUP_SIZE, count // MOSAIC_GROUP_SIZE * MOSAIC_GROUP_SIZE)} for each device, or --mosaic 0",
+            f"--mosaic needs a multiple of {MOSAIC_GROUP_SIZE} images per device, not {count}.",
+            fix=f"--batch-size {max(MOSAIC_GROUP_SIZE, count // MOSAIC_GROUP_SIZE * MOSAIC_GROUP_SIZE)} per device,"
+            " or --mosaic 0",
         )
     tiles = _MosaicTiles(batch)
     boxes, labels, valid, fits = tiles.boxes(batch)
@@ -172,7 +173,7 @@ def mosaic(batch: Batch, probability: float) -> Batch:
         tiles.render_group(
             batch, group_start, plain_and_mosaic[count + group_start : count + group_start + MOSAIC_GROUP_SIZE]
         )
-    # Whole pictures are picked: quicker than torch.where on bytes.
+    # Selecting whole images is faster than torch.where on bytes.
     pixels = plain_and_mosaic.index_select(0, torch.arange(count, device=is_mosaic.device) + count * is_mosaic)
     image_size = torch.stack([torch.full_like(batch.resized_size[:, 0], side) for side in (height, width)], 1)
     return batch._replace(
@@ -185,7 +186,7 @@ def mosaic(batch: Batch, probability: float) -> Batch:
 
 
 class _MosaicTiles:
-    """Where the tiles of the mosaic of each picture lie: quadrants 0 … 3 in rows, tile q of picture b is [b, q]."""
+    """Geometry of the tiles of each mosaic: quadrants 0 … 3 row by row, tile q of mosaic b is [b, q]."""
 
     def __init__(self, batch: Batch) -> None:
         count, _, *self.image_size = batch.images.shape
@@ -194,16 +195,16 @@ class _MosaicTiles:
         self.source_index = (
             image_index // MOSAIC_GROUP_SIZE * MOSAIC_GROUP_SIZE + (image_index + quadrant) % MOSAIC_GROUP_SIZE
         )
-        """int64 [B, 4], the picture of the batch that a tile shows: in quadrant 0 itself."""
+        """int64 [B, 4], the image of the batch that a tile shows; in quadrant 0 image b itself."""
         scale = (
             MOSAIC_SCALE_RANGE[0]
             + (MOSAIC_SCALE_RANGE[1] - MOSAIC_SCALE_RANGE[0])
             * batch.rand[:, RandSlot.TILE_SCALES : RandSlot.TILE_SCALES + MOSAIC_GROUP_SIZE]
         )
         self.source_size = batch.resized_size[self.source_index].to(torch.float32)
-        """[B, 4, 2], height and width of what a tile shows."""
+        """[B, 4, 2], height and width of the image that a tile shows."""
         self.tile_size = (self.source_size * scale[:, :, None]).round().clamp(min=1.0)
-        """[B, 4, 2], those of the whole tile, in whole pixels."""
+        """[B, 4, 2], height and width of the whole tile, in whole pixels."""
         self.start, self.center, visible = [], [], []
         for axis, side in enumerate(self.image_size):
             u = batch.rand[:, RandSlot.CENTER_Y + axis, None]
@@ -217,10 +218,10 @@ class _MosaicTiles:
             visible.append((first, last))
         (y0, y1), (x0, x1) = visible
         self.visible_min, self.visible_max = torch.stack((x0, y0) * 2, -1), torch.stack((x1, y1) * 2, -1)
-        """[B, 4, 4], x, y, x, y in pixels of the canvas: the corners of what is left of a tile after the cut."""
+        """[B, 4, 4], x, y, x, y in pixels of the mosaic: smallest and largest coordinates of each tile after the cut."""
 
     def boxes(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Boxes [B, M, 4], labels, valid of the mosaics, the valid ones first; and whether the M slots suffice, [B]."""
+        """Boxes [B, M, 4], labels, valid of the mosaics, the valid ones first; and whether M suffices, [B]."""
         count, max_boxes = batch.valid.shape
         scale = (self.tile_size / self.source_size).flip(2).repeat(1, 1, 2)[:, :, None]
         start = torch.stack((self.start[1], self.start[0]) * 2, -1)[:, :, None]
@@ -240,16 +241,16 @@ class _MosaicTiles:
         return boxes, torch.where(valid, labels, 0), valid, keep.sum(1) <= max_boxes
 
     def render_group(self, batch: Batch, group_start: int, out: Tensor) -> None:
-        """Writes the mosaics of the group that begins at picture `first`: out, uint8 [4, H, W, 3].
+        """Writes the mosaics of the group that begins at image `group_start`: out, uint8 [4, H, W, 3].
 
-        The four pictures are laid one below the other, so that one bilinear sampling reads all of them.
+        The four images are stacked vertically, so that one bilinear sampling reads all of them.
         """
         group = slice(group_start, group_start + MOSAIC_GROUP_SIZE)
         height, width = self.image_size
         images = batch.images[group].permute(1, 0, 2, 3).to(torch.float32, memory_format=torch.contiguous_format)
         row = torch.arange(height, device=images.device, dtype=torch.float32)[None, :, None]
         column = torch.arange(width, device=images.device, dtype=torch.float32)[None, :, None]
-        # Source coordinates by row for the tiles left and right of the centre, by column for those above and below.
+        # Source coordinates by row for the tiles left and right of the center, by column for those above and below.
         below = (row >= self.center[0][group, None]).expand(MOSAIC_GROUP_SIZE, height, 2)
         right = (column >= self.center[1][group, None]).expand(MOSAIC_GROUP_SIZE, width, 2)
         y, inside_y = self._source_coords(0, group, row)
@@ -284,10 +285,10 @@ class _MosaicTiles:
             out[..., channel] = torch.where(inside, sampled[channel].add_(0.5), float(padding))
 
     def _source_coords(self, axis: int, group: slice, pixel_coords: Tensor) -> tuple[Tensor, Tensor]:
-        """Canvas pixels [1, n, 1] → coordinates in the picture of each tile [4, n, 4], and whether inside the tile.
+        """Pixels of the mosaic [1, n, 1] → coordinates in each tile's image [4, n, 4], and whether inside the tile.
 
-        Inside they lie between the centres of the first and the last pixel, as tiles are never enlarged: what is beside
-        the picture does not bleed in.
+        Inside they are between the centers of the first and the last pixel, as tiles are never enlarged. So padding
+        does not bleed in.
         """
         start, length = self.start[axis][group, None], self.tile_size[group, None, :, axis]
         offset = pixel_coords - start

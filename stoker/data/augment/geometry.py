@@ -1,8 +1,8 @@
-"""Where a picture's pixels and boxes go in the canvas, and the randomness of all augmentation.
+"""Resize geometry: where an image's pixels and boxes go in the model input. Random numbers of all augmentation.
 
-Crop and zoom are drawn here, on the host, as a `Placement` for the one resize of the loader. What is done on the
-device to whole batches (flip, colour, mosaic) is `device.py`. Every random number is a pure function of (seed,
-epoch, index in the epoch, stream): not of threads, ranks or devices.
+Crop and scale are drawn here, on the host, as a `ResizeGeometry` for the single resize of the loader. Flip, color and
+mosaic are applied on the device to whole batches: `device.py`. Every random number is a pure function of (seed, epoch,
+index in the epoch, stream), not of threads, ranks or devices.
 """
 
 import dataclasses
@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 from stoker.data.images.decode import Region, choose_dct_divisor
 
 MIN_AREA_FRACTION = 0.3
-"""A box that keeps less than this share of its area in a crop is not trained on (overlap_thresh of TF's
-random_crop_image, object_detection/core/preprocessor.py)."""
+"""A box that keeps less than this fraction of its area in a crop is dropped (overlap_thresh of TF's random_crop_image,
+object_detection/core/preprocessor.py)."""
 MIN_SIDE_PIXELS = 2.0
-"""Nor is one with a side below this many canvas pixels after the cut: a sliver at the edge shows nothing."""
+"""So is a cropped box with a side shorter than this many pixels of the model input: a sliver shows nothing."""
 MAX_CROP_TRIES = 10
-"""Windows that are drawn for one picture at most, until one shows enough of an object."""
+"""Windows that are drawn for an image at most, until one shows enough of an object."""
 
 
 class RandomStream(enum.IntEnum):
-    """What a random number is for. A new use takes a new number; the old ones keep theirs."""
+    """What a random number is for. A new use gets a new number; existing ones keep theirs."""
 
     ORDER = 0
     DEVICE = 1
@@ -49,30 +49,30 @@ def random_uniform(seed: int, epoch: int, index_in_epoch: int, stream: RandomStr
 
 
 def device_rand(seed: int, epoch: int, index_in_epoch: int, count: int) -> NDArray[np.float32]:
-    """`Batch.draw` of one picture: numbers in [0, 1) with 24 bits, so that float32 cannot round one up to 1."""
+    """`Batch.rand` of one image: numbers in [0, 1) with 24 bits, so that float32 cannot round one up to 1."""
     raw: NDArray[np.uint64] = _generator(seed, epoch, index_in_epoch, RandomStream.DEVICE).random_raw(count)
     return (raw >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
 
 def epoch_order(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
-    """A permutation of 0 … count-1, int64 [count]: the places of random keys when sorted. 8 ms for 118,287."""
+    """A permutation of 0 … count-1, int64 [count]: argsort of random keys. 8 ms for 118,287."""
     return np.argsort(_generator(seed, epoch, 0, RandomStream.ORDER).random_raw(count), kind="stable")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ResizeGeometry:
-    """Where a picture lies in the canvas: `region` of it, resized to `content`, at the top left."""
+    """Where an image is in the model input: `region` of it, resized to `resized_size`, at the top left."""
 
     source_size: tuple[int, int]
-    """Height and width of the stored picture, pixels."""
+    """Height and width of the image, pixels."""
     region: Region
-    """x0, y0, x1, y1 of the part that is shown, whole pixels of the stored picture."""
+    """x0, y0, x1, y1 of the part that is shown, whole pixels of the image."""
     resized_size: tuple[int, int]
-    """Height and width of that part in the canvas, pixels."""
+    """Height and width of that part in the model input, pixels."""
 
     @property
     def scale(self) -> tuple[float, float]:
-        """Canvas pixels per original pixel, y and x."""
+        """Pixels of the model input per original pixel, y and x."""
         x0, y0, x1, y1 = self.region
         return self.resized_size[0] / (y1 - y0), self.resized_size[1] / (x1 - x0)
 
@@ -89,11 +89,12 @@ def compute_resize_geometry(
     scale_factor: float = 1.0,
     window_offset: tuple[float, float] = (0.0, 0.0),
 ) -> ResizeGeometry:
-    """Puts a picture of `size` (height, width) into `canvas` (height, width) at `zoom` times the scale that fits.
+    """Fits an image of `source_size` into `image_size` (heights, widths) at `scale_factor` times the scale that fits.
 
-    letterbox: one scale for both axes, the largest that fits; squash: one for each, so that the canvas is filled.
-    What does not fit is cut: the window that fills the canvas, `at` (y, x in [0, 1)) of its possible places. Where
-    the DCT scaling of `decode.py` applies, a window begins and ends on whole decoded pixels (at most a canvas pixel).
+    resize: letterbox has one scale for both axes, the largest that fits; squash one for each, so that the model input
+    is filled. What does not fit is cropped to a window that fills the model input; `window_offset` (y, x in [0, 1))
+    selects one of its possible positions. Where the DCT scaling of `images/decode.py` applies, a window begins and ends
+    on whole decoded pixels (at most a pixel of the model input).
     """
     scales = image_size[0] / source_size[0], image_size[1] / source_size[1]
     if resize == "letterbox":
@@ -108,17 +109,17 @@ def compute_resize_geometry(
 def _axis_window(
     source_length: int, scale: float, max_length: int, offset_fraction: float, step: int
 ) -> tuple[int, int, int]:
-    """First and last pixel of the window along one axis, and its length in the canvas."""
+    """First pixel and end of the window along one axis, and its resized length."""
     if round(source_length * scale) <= max_length:
         return 0, source_length, max(1, round(source_length * scale))
-    # Rounded down: the window's content must fit the canvas at the same scale as the other axis.
+    # Rounded down: the window must fit at the same scale as the other axis.
     length = max(step, int(max_length / scale) // step * step)
     start = int(offset_fraction * ((source_length - length) // step + 1)) * step
     return start, start + length, max(1, min(max_length, round(length * scale)))
 
 
 def resize_geometry_rand(seed: int, epoch: int, index_in_epoch: int) -> NDArray[np.float64]:
-    """The numbers that `draw_placement` takes, [1 + 3 · TRIES]."""
+    """The random numbers of `sample_resize_geometry`, [1 + 3 · MAX_CROP_TRIES]."""
     return random_uniform(seed, epoch, index_in_epoch, RandomStream.SCALE_JITTER, 1 + 3 * MAX_CROP_TRIES)
 
 
@@ -133,15 +134,16 @@ def sample_resize_geometry(
     min_object_covered: float = 0.0,
     boxes: NDArray[np.floating[Any]] | None = None,
 ) -> ResizeGeometry:
-    """`place` with the augmentation: with probability `crop` a zoom drawn log-uniform between the two of `zoom`.
+    """`compute_resize_geometry` with scale jitter: with probability `scale_jitter_prob` a scale factor is drawn, log-
+    uniform in `scale_range`.
 
-    Above 1 a random window fills the canvas, below 1 the picture is smaller. A window shows at least one of `boxes`
-    (xyxy in pixels of the picture [n, 4], without crowd boxes) to `overlap` of its area, or else is drawn again, scale
-    and place; after as many tries as `u` has numbers for, the whole picture is shown. A picture without boxes takes any
-    window. From SSD's sampling of patches (Liu et al. 2016, section 2.2) as the TF Object Detection API has it:
-    min_object_covered of ssd_random_crop, core/preprocessor.py.
+    Above 1 a random window fills the model input, below 1 the image is smaller. A window must show the fraction
+    `min_object_covered` of the area of at least one of `boxes` (xyxy in pixels of the image [n, 4], without crowd
+    boxes), else scale and position are drawn again. After as many tries as `u` has numbers for, the whole image is
+    shown. For an image without boxes the first window is used. This is SSD's sampling of patches (Liu et al. 2016,
+    section 2.2) as in the TF Object Detection API: min_object_covered of ssd_random_crop, core/preprocessor.py.
 
-    u: uniform [1 + 3 n] in [0, 1): whether; then for each try how far, and where (y, x).
+    u: uniform [1 + 3 n] in [0, 1): whether to jitter; then for each try the scale and the position (y, x).
     """
     if u[0] >= scale_jitter_prob:
         return compute_resize_geometry(source_size, image_size, resize)
@@ -164,7 +166,7 @@ def sample_resize_geometry(
 
 
 def _covers_a_box(boxes: NDArray[np.floating[Any]], geom: ResizeGeometry, min_object_covered: float) -> bool:
-    """Whether a window keeps `overlap` or more of the area that some box has inside the picture; true without boxes."""
+    """Whether a window shows enough of the area that some box has inside the image; true without boxes."""
     height, width = geom.source_size
     clipped = np.clip(boxes.astype(np.float64), 0.0, (width, height, width, height))
     areas = (clipped[:, 2:] - clipped[:, :2]).prod(1)
@@ -182,15 +184,15 @@ def transform_boxes(
     geom: ResizeGeometry,
     max_boxes: int,
 ) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.bool_]]:
-    """Boxes xyxy in pixels of the picture [n, 4] → canvas, clipped to the content: boxes [slots, 4], labels, valid.
+    """Boxes xyxy in pixels of the image [n, 4] → pixels of the model input, clipped: boxes [max_boxes, 4], labels,
+    valid.
 
-    Those that are used come first, in their order; the rest is zeros and not valid. Left out: crowd boxes; what lies
-    outside; of the boxes that a crop cuts also those that keep less than MIN_SHARE of the area they have inside the
-    picture, or a side of less than MIN_SIDE pixels. Raises ValueError for more boxes than slots: the caller counts them
-    first, nothing is cut off.
+    Boxes that are kept come first, in their order; the rest is zeros and not valid. Dropped are crowd boxes, boxes
+    outside the window, and cut boxes that keep less than MIN_AREA_FRACTION of their area inside the image or have a
+    side shorter than MIN_SIDE_PIXELS. Raises ValueError for more boxes than max_boxes, as none is dropped silently.
     """
     if len(boxes) > max_boxes:
-        raise ValueError(f"{len(boxes)} boxes do not fit {max_boxes} box slots: count them again")
+        raise ValueError(f"the image has {len(boxes)} boxes, but max_boxes is {max_boxes}")
     y_scale, x_scale = geom.scale
     x0, y0, _, _ = geom.region
     height, width = geom.source_size

@@ -1,8 +1,8 @@
-"""Whether decoded pictures are kept, where, and how much room they may take. What is kept: `pixel_cache.py`.
+"""Decides whether decoded images are kept, where, and how much space they may take. What is kept: `pixel_cache.py`.
 
-The file lies in the cache folder (`files.cache_folder`), under pictures/. A process that uses it holds a shared lock;
-one that needs room removes the files that nobody holds, the one that was used longest ago first. All such files
-together take half of the disk that is free without them, or `STOKER_CACHE_LIMIT_GIB`.
+The file is in the cache folder (`storage/local_files.py`), under decoded-images/. A process that uses it holds a shared
+lock; one that needs space removes files that no process holds, the least recently used first. All such files together
+take half of the disk that is free without them, or `STOKER_CACHE_LIMIT_GIB`.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
+from stoker.config import old_names
 from stoker.data.images import source
 from stoker.data.images.decode import DCT_DIVISORS
 from stoker.data.images.pixel_cache import MAX_FACTOR, CachedImageSpec, PixelCache, cache_digest, compute_entry_offsets
@@ -30,83 +31,71 @@ if TYPE_CHECKING:
     from stoker.data.index import Index
 
 LIMIT_ENV_VAR = "STOKER_CACHE_LIMIT_GIB"
-"""Variable: GiB that all caches of decoded pictures on this machine may take together; 0 keeps none on the disk."""
+"""GiB that all caches of decoded images on this machine may take together; 0 keeps none on the disk."""
 MIN_EPOCHS = 3
-"""The first epoch fills the cache; of two, one would gain."""
+"""The first epoch fills the cache; of two epochs, only one would gain."""
 MIN_DECODE_S = 2e-4
-"""Decoding that takes less a picture is not worth it: reading from the cache takes 0.05 ms and more."""
+"""Faster decoding is not worth a cache: reading from it takes 0.05 ms and more per image."""
 DECODE_S_PER_PIXEL, OUTPUT_S_PER_PIXEL = 1.3e-9, 2.0e-9
-"""libjpeg-turbo's time for a pixel of the file (its entropy decoding) and for one that comes out of the DCT scaling:
-1.0 ms for 640 × 480, 17 ms for 4,000 × 3,000 at a quarter (`benchmarks/cache.py`)."""
+"""libjpeg-turbo's time per pixel of the file (entropy decoding) and per pixel after DCT scaling: 1.0 ms for 640 × 480,
+17 ms for 4,000 × 3,000 at a quarter of the size (`benchmarks/cache.py`)."""
 DISK_BYTES_PER_S = 500e6
-"""What an ordinary disk of a cloud machine delivers. Where caching does not pay at this rate, pictures that are larger
-than memory are decoded anew each time."""
+"""Throughput of an ordinary disk of a cloud machine. Where caching does not pay at this rate, and the images exceed
+memory, they are decoded each time."""
 RESERVE_FRACTION, MAX_RESERVE_BYTES = 0.05, 2 << 30
-"""What is left free on the disk, for checkpoints among others: this share of it, at most so many bytes."""
+"""What stays free on the disk, for example for checkpoints: this fraction of it, at most so many bytes."""
 NETWORK_FILE_SYSTEMS = (
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "9p",
-    "afs",
-    "ceph",
-    "glusterfs",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "smbfs",
-    "fuse",
-)
-"""File systems that are another machine's disk, or a program's (gcsfuse, sshfs: "fuse.sshfs")."""
+    "nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "glusterfs", "lustre", "gpfs", "beegfs", "fuse",
+)  # fmt: skip
+"""File systems over a network, or of a program (gcsfuse, sshfs: "fuse.sshfs")."""
 
 CacheKind = Literal["none", "ram", "disk"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CachePolicyInputs:
-    """The numbers that decide whether and where decoded pictures are kept."""
+    """The facts that decide whether and where decoded images are kept."""
 
     cached_bytes: int
-    """Of all training pictures whose size is known, as they would be kept."""
+    """Size of the cache of all training images whose size is known."""
     num_images: int
-    """How many these are."""
+    """Number of these images."""
     decode_s: float
-    """Processor time for decoding one of them, estimated, on average."""
+    """Estimated CPU time for decoding one of them, on average."""
     is_downscaled: bool
-    """Whether some are kept smaller than they are."""
+    """Whether some of them are kept smaller than they are."""
     max_scale: float
-    """How many times as large as in the canvas a crop may show a picture."""
+    """Largest scale of a crop, relative to the resized size of the whole image."""
     epochs: float | None
-    """None: the length is given in minutes."""
+    """None: the duration of the run is given as time."""
     workers: int
-    """That decode."""
+    """Workers that decode."""
     is_remote: bool
-    """The pictures are in a bucket."""
+    """Whether the images are in a bucket."""
     free_memory_bytes: int
-    """Bytes, page cache counted as free."""
+    """The page cache counts as free."""
     free_disk_bytes: int
     """Bytes that this cache may take of the disk."""
     network_file_system: str | None
-    """File system of the cache folder, where it is across a network."""
+    """The file system of the cache folder, if it is a network file system."""
     has_memfd: bool = hasattr(os, "memfd_create")
-    """Whether this system can keep a file in memory."""
+    """Whether this system has files in memory."""
 
 
 def choose_cache(inputs: CachePolicyInputs) -> tuple[CacheKind, str]:
-    """Where decoded pictures are kept, and why."""
+    """Where decoded images are kept, and the reason."""
     if not inputs.num_images:
-        return "none", "the annotations do not say how large the pictures are"
+        return "none", "the annotations have no image sizes"
     if inputs.epochs is not None and inputs.epochs < MIN_EPOCHS:
-        return "none", f"the run has {inputs.epochs:.3g} epochs: decoding once for all pays from {MIN_EPOCHS} on"
+        return "none", f"the run has {inputs.epochs:.3g} epochs: a cache pays from {MIN_EPOCHS} on"
     if inputs.is_downscaled and inputs.max_scale > MAX_FACTOR:
         return (
             "none",
-            f"crops zoom in up to {inputs.max_scale:g} times; pictures kept at {MAX_FACTOR} times would be blurred",
+            f"crops zoom in up to {inputs.max_scale:g} times; images kept at {MAX_FACTOR} times would be blurred",
         )
     if inputs.decode_s < MIN_DECODE_S and not inputs.is_remote:
-        return "none", f"decoding takes about {inputs.decode_s * 1e3:.2g} ms a picture: nothing to gain"
-    size_text = f"the decoded pictures take {_format_bytes(inputs.cached_bytes)}"
+        return "none", f"decoding takes only about {inputs.decode_s * 1e3:.2g} ms per image"
+    size_text = f"the decoded images take {_format_bytes(inputs.cached_bytes)}"
     half_text = f"half of the free memory is {_format_bytes(inputs.free_memory_bytes // 2)}"
     disk_problem = (
         f"the cache folder is on a network file system ({inputs.network_file_system})"
@@ -125,15 +114,15 @@ def choose_cache(inputs: CachePolicyInputs) -> tuple[CacheKind, str]:
         return "disk", f"{size_text}, {half_text}; a disk saves the requests to the bucket"
     required_bytes_per_s = inputs.cached_bytes / inputs.num_images / inputs.decode_s * inputs.workers
     rates_text = (
-        f"reading {required_bytes_per_s / 1e6:,.0f} MB/s would be as fast as decoding on {inputs.workers} threads"
+        f"reading {required_bytes_per_s / 1e6:,.0f} MB/s would be as fast as decoding with {inputs.workers} workers"
     )
     if required_bytes_per_s > DISK_BYTES_PER_S:
         return "none", f"{size_text}, {half_text}; from a disk, {rates_text}"
-    return "disk", f"{size_text}, {half_text}; {rates_text}, and a disk reads more"
+    return "disk", f"{size_text}, {half_text}; {rates_text}, and a disk is faster"
 
 
 def estimate_decode_s(sizes: NDArray[np.int32], cached_sizes: NDArray[np.int32], factor: float) -> float:
-    """Estimated processor time for decoding a picture straight into the canvas, on average over sizes [n, 2]."""
+    """Estimated CPU time for decoding an image at its resized size, on average over sizes [n, 2]."""
     resized_sizes = cached_sizes / factor
     divisor = np.ones(len(sizes))
     for step in sorted(DCT_DIVISORS):
@@ -151,7 +140,7 @@ def collect_cache_inputs(
     epochs: float | None,
     workers: int,
 ) -> CachePolicyInputs:
-    """What `choose` wants to know, of this machine as it is now."""
+    """The inputs of `choose_cache` for this machine in its present state."""
     sizes = index.original_size[image_indices]
     sizes = sizes[(sizes > 0).all(1)]
     cached_sizes = spec.cached_sizes(sizes)
@@ -179,9 +168,9 @@ def open_cache(
     spec: CachedImageSpec,
     log_event: Callable[[str, str], None],
 ) -> PixelCache | None:
-    """The cache that the setting names; one that keeps nothing, which is said, where it cannot be had.
+    """The cache that the setting names; where it cannot be opened, one that keeps nothing, with a warning.
 
-    say is told "note" or "warning", and a sentence; the cache calls it from any thread.
+    log_event gets "info" or "warning", and a sentence; the cache calls it from any thread.
     """
     if kind == "none":
         return None
@@ -196,53 +185,61 @@ def open_cache(
         if max_bytes < required_bytes:
             log_event(
                 "info",
-                f"decoded pictures: {_format_bytes(max_bytes)}, half of the free memory, keep a part of {_format_bytes(required_bytes)}",
+                f"the cache of decoded images may take {_format_bytes(max_bytes)}, half of the free memory; all images"
+                f" need {_format_bytes(required_bytes)}",
             )
-        fd = os.memfd_create("stoker-pictures", os.MFD_CLOEXEC)
+        fd = os.memfd_create("stoker-decoded-images", os.MFD_CLOEXEC)
         return PixelCache(index, spec, fd, max_bytes=max_bytes, on_error=on_error)
     path = cache_file_path(index, spec)
     try:
         fd = open_cache_file(path)
     except OSError as error:
-        log_event("warning", f"no decoded pictures are kept: {path}: {error.strerror}")
+        log_event("warning", f"decoded images are not cached: {path}: {error.strerror}")
         return PixelCache(index, spec, None)
     for removed in evict_cache_files(path, required_bytes):
-        log_event("info", f"decoded pictures of another data set or size are removed to make room: {removed.name}")
-    max_bytes = max(0, _cache_limit_bytes(path.parent) - sum(_disk_bytes(other) for other in _other_cache_files(path)))
+        log_event(
+            "info", f"removed decoded images of another data set or size to free space: {removed.name}"
+        )
+    max_bytes = max(0, _free_bytes(path, _other_cache_files(path)))
     if max_bytes < required_bytes:
         log_event(
             "info",
-            f"decoded pictures: the {_format_bytes(max_bytes)} of disk that they may take keep a part of {_format_bytes(required_bytes)}",
+            f"the cache of decoded images may take {_format_bytes(max_bytes)} of the disk; all images need"
+            f" {_format_bytes(required_bytes)}",
         )
     reserve = min(MAX_RESERVE_BYTES, int(shutil.disk_usage(path.parent).total * RESERVE_FRACTION))
     return PixelCache(index, spec, fd, max_bytes=max_bytes, reserve_bytes=reserve, on_error=on_error)
 
 
 def cache_file_path(index: "Index", spec: CachedImageSpec) -> Path:
-    """The cache file of an index and a form."""
-    return cache_folder() / "pictures" / f"{index.root.name[:40]}-{cache_digest(index, spec)}.pixels"
+    """The cache file of an index and a spec."""
+    return cache_folder() / "decoded-images" / f"{index.root.name[:40]}-{cache_digest(index, spec)}.pixels"
 
 
 def open_cache_file(path: Path) -> int:
-    """Opens or makes a cache file, and says by a shared lock that it is in use. Raises OSError."""
+    """Opens or creates a cache file, with a shared lock that marks it as in use. Raises OSError."""
+    old_folder = path.parent.with_name(old_names.CACHE_FOLDER)
+    if old_folder.is_dir() and not path.parent.exists():  # else its files would never be removed
+        with contextlib.suppress(OSError):  # another process moves it
+            old_folder.rename(path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(fd, fcntl.LOCK_SH)
-            os.utime(fd)  # when it was used last
+            os.utime(fd)  # the time of its last use
             if os.fstat(fd).st_nlink:
                 return fd
         except BaseException:
             os.close(fd)
             raise
-        os.close(fd)  # another process removed it in between
+        os.close(fd)  # another process has removed it meanwhile
 
 
 def evict_cache_files(path: Path, required_bytes: int) -> list[Path]:
-    """Removes cache files that nobody uses, those used longest ago first, until `path` may take `wanted` bytes."""
+    """Removes cache files that no process uses, the least recently used first, until `path` may take so many bytes."""
     others, removed = _other_cache_files(path), []
-    excess_bytes = required_bytes + sum(_disk_bytes(other) for other in others) - _cache_limit_bytes(path.parent)
+    excess_bytes = required_bytes - _free_bytes(path, others)
     for other in sorted(others, key=_last_used_ns):
         if excess_bytes <= 0:
             break
@@ -254,19 +251,20 @@ def evict_cache_files(path: Path, required_bytes: int) -> list[Path]:
 
 
 def compute_free_disk_bytes(path: Path) -> int:
-    """Bytes that the cache file `path` may take, once all that nobody uses are removed."""
+    """Bytes that the cache file `path` may take, after all unused cache files are removed."""
+    return max(0, _free_bytes(path, [other for other in _other_cache_files(path) if not is_unused(other)]))
+
+
+def _free_bytes(path: Path, others: list[Path]) -> int:
+    """Bytes that `path` may take besides the cache files `others`; negative where they exceed the limit."""
     directory = path.parent
     while not directory.exists():
         directory = directory.parent
-    return max(
-        0,
-        _cache_limit_bytes(directory)
-        - sum(_disk_bytes(other) for other in _other_cache_files(path) if not is_unused(other)),
-    )
+    return _cache_limit_bytes(directory) - sum(map(_disk_bytes, others))
 
 
 def find_network_file_system(path: Path) -> str | None:
-    """The kind of the file system on which a path is or would be, where that is another machine's or a program's."""
+    """The type of the file system on which a path is or would be, if it is a network file system."""
     mounts = {partition.mountpoint: partition.fstype for partition in psutil.disk_partitions(all=True)}
     real_path = Path(os.path.realpath(path))
     fs_type = next((mounts[str(parent)] for parent in real_path.parents if str(parent) in mounts), "")
@@ -274,12 +272,12 @@ def find_network_file_system(path: Path) -> str | None:
 
 
 def _cache_limit_bytes(directory: Path) -> int:
-    """Bytes that all cache files together may take of the disk of `folder`."""
+    """Bytes that all cache files together may take of the disk of a directory."""
     if value := os.environ.get(LIMIT_ENV_VAR):
         with contextlib.suppress(ValueError):
             if 0 <= (limit_gib := float(value)) < 2**40:
                 return int(limit_gib * 2**30)
-        raise ConfigError(f"{LIMIT_ENV_VAR}={value!r} is no number of GiB.", fix="a number from 0, or leave it unset")
+        raise ConfigError(f"{LIMIT_ENV_VAR}={value!r} is not a number of GiB.", fix="set it to 0 or more, or unset it")
     return (shutil.disk_usage(directory).free + sum(map(_disk_bytes, directory.glob("*.pixels")))) // 2
 
 
@@ -302,18 +300,18 @@ def _last_used_ns(file: Path) -> int:
 
 
 def is_unused(file: Path, *, remove: bool = False) -> bool:
-    """Whether no process has a cache file open, as far as its file system can tell; `remove`: and then removes it."""
+    """Whether no process has a cache file open, as far as its file system shows. remove: if so, removes it."""
     try:
         fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return True
-    except OSError:  # another person's
+    except OSError:  # it belongs to another user
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if remove:
             file.unlink(missing_ok=True)
-    except OSError:  # in use, or there are no locks here
+    except OSError:  # in use, or the file system has no locks
         return False
     finally:
         os.close(fd)

@@ -1,12 +1,12 @@
-"""Bytes of a picture file → RGB pixels, straight into the batch buffer, once, at the size that training needs.
+"""Decodes an image file to RGB pixels, directly into the batch buffer, at the size that training needs.
 
-JPEG goes through simplejpeg, which lets libjpeg decode at 1/2, 1/4 or 1/8 of the size inside the DCT: 4,000 × 3,000
-for an 800-pixel canvas is decoded at 1,000 × 750. CMYK JPEG, TIFF and GIF go through Pillow, everything else through
-OpenCV. All release the GIL, so threads suffice. Pictures come upright, turned as EXIF says, unless the caller's header
-says otherwise; the turn is made on the small result. A file that is empty, truncated, damaged or no picture raises a
-`DataError` that names it; a flipped bit that still decodes cannot be seen in a JPEG, which has no checksum.
-What a file says of itself: `headers.py`. Where a region goes: `geometry.py`; who calls: `samples.py`. What becomes of
-transparency, 16 bits and other oddities: `docs/pictures.md`.
+simplejpeg decodes JPEG; libjpeg scales by 1/2, 1/4 or 1/8 inside the DCT, so that 4,000 × 3,000 is decoded at
+1,000 × 750 for an image size of 800. Pillow decodes CMYK JPEG, TIFF and GIF, OpenCV everything else. All release the
+GIL, so threads suffice. Images become upright by their EXIF orientation, unless the caller's header says otherwise; the
+small result is rotated. A file that is empty, truncated, damaged or not an image raises a `DataError` with its path. A
+flipped bit in a JPEG that still decodes is not detected, as JPEG has no checksum. Headers: `headers.py`. The region to
+show: `augment/geometry.py`; the caller: `loading/samples.py`. Transparency, 16 bits and special cases:
+`docs/image-files.md`.
 """
 
 import io
@@ -22,40 +22,40 @@ from PIL import Image, UnidentifiedImageError
 
 from stoker.data.images.headers import Header, decode_error, parse_header
 
-# The loader has a thread per core already; OpenCV's own pool on top only makes them wait for each other.
+# The loader has a thread per core already; OpenCV's own pool would only make them wait for each other.
 cv2.setNumThreads(0)
-# What OpenCV prints about a damaged file is said by our DataError, with the file's name.
+# Our DataError reports a damaged file with its path; OpenCV need not print about it.
 cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
-# As is what Pillow warns of; its limit for large pictures is an error of ours, too.
+# The same for warnings of Pillow; exceeding its size limit is a DataError, too.
 warnings.filterwarnings("ignore", module=r"PIL\.(TiffImagePlugin|Image)$")
 
 Pixels = NDArray[np.uint8]
 Region = tuple[int, int, int, int]
-"""x0, y0, x1, y1 in whole pixels of the picture as it is shown; x1 and y1 are outside."""
+"""x0, y0, x1, y1 in whole pixels of the upright image; x1 and y1 are exclusive."""
 
 DCT_DIVISORS = (8, 4, 2)
-"""Divisors at which libjpeg decodes no slower than at full size. 3/8, 5/8 … have no SIMD code: they take longer."""
+"""Divisors at which libjpeg decodes no slower than at full size. 3/8, 5/8 … have no SIMD code and take longer."""
 MIN_SCALE_FRACTION = 0.93
-"""Share of the target's sides that a DCT scale must give. 4,000 × 3,000 squashed to 800 × 800 is then decoded at
-1,000 × 750, a quarter faster than at 2,000 × 1,500, and its height enlarged by 7 %. That is 0.41 of 255 levels from
-Pillow's antialiased bilinear resize, from which Pillow's other filters are 0.3 to 0.5 away; of its second differences
-86 % are left along the enlarged axis, 99 % along the other."""
+"""Fraction of the target's height and width that a DCT scale must reach. 4,000 × 3,000 squashed to 800 × 800 is then
+decoded at 1,000 × 750, a quarter faster than at 2,000 × 1,500, and its height is enlarged by 7 %. The result differs by
+0.41 of 255 levels from Pillow's antialiased bilinear resize, from which Pillow's other filters differ by 0.3 to 0.5. It
+keeps 86 % of the second differences along the enlarged axis, 99 % along the other."""
 HARMLESS_WARNINGS = (
     "extraneous bytes before marker",
     "Invalid SOS parameters",
     "unknown JFIF revision",
     "Unknown Adobe color",
 )
-"""Complaints of libjpeg (jerror.h) about files whose pixels are all there: cameras and programs write such."""
+"""Warnings of libjpeg (jerror.h) about files with all their pixels; cameras and programs write such."""
 
 _SCAN_END = re.compile(rb"\xff+[\x01-\xcf\xd8-\xfe]")
-"""The next marker behind a JPEG's coded pixels; 00 (a coded FF) and D0 … D7 (restart) stand among them."""
+"""The next marker after a JPEG's coded pixels, which contain 00 (an escaped FF) and D0 … D7 (restart)."""
 EXIF_TRANSFORMS = {
     1: (False, False, False), 2: (False, False, True), 3: (False, True, True), 4: (False, True, False),
     5: (True, False, False), 6: (True, True, False), 7: (True, True, True), 8: (True, False, True),
 }  # fmt: skip
-"""EXIF's orientation (CIPA DC-008, 4.6.5): the stored pixels are mirrored top to bottom (second value), left to right
-(third), then rows and columns are swapped (first)."""
+"""EXIF orientation (CIPA DC-008, 4.6.5) → (transpose, flip vertically, flip horizontally). The stored pixels are
+flipped first, then rows and columns are swapped."""
 _INVERSE_ORIENTATION = {2: 2, 3: 3, 4: 4, 5: 5, 6: 8, 7: 7, 8: 6}
 """The orientation that undoes each."""
 _PILLOW_ERRORS = (UnidentifiedImageError, OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError)
@@ -63,7 +63,7 @@ _PILLOW_ERRORS = (UnidentifiedImageError, OSError, ValueError, SyntaxError, EOFE
 
 
 def choose_dct_divisor(source: tuple[float, float], target: tuple[float, float]) -> int:
-    """The largest DCT divisor (1, 2, 4, 8) at which `source` (height, width) does not fall below ENOUGH of `target`."""
+    """The largest DCT divisor (1, 2, 4, 8) at which `source` (height, width) reaches MIN_SCALE_FRACTION of `target`."""
     for divisor in DCT_DIVISORS:
         min_scale = MIN_SCALE_FRACTION * divisor
         if source[0] >= target[0] * min_scale and source[1] >= target[1] * min_scale:
@@ -72,10 +72,16 @@ def choose_dct_divisor(source: tuple[float, float], target: tuple[float, float])
 
 
 def decode(data: bytes, path: Path) -> Pixels:
-    """The whole picture, upright, uint8 [h, w, 3] RGB. Raises DataError."""
+    """The whole image, upright, uint8 [h, w, 3] RGB. Raises DataError."""
     header = parse_header(data, path)
+    return decode_resized(data, path, header, header.size)
+
+
+def decode_resized(data: bytes, path: Path, header: Header, size: tuple[int, int]) -> Pixels:
+    """The whole image resized to `size` (height, width), uint8 [h, w, 3] RGB, upright as in `header`. Raises
+    DataError."""
     height, width = header.size
-    out = np.empty((height, width, 3), np.uint8)
+    out = np.empty((*size, 3), np.uint8)
     decode_into(data, path, region=(0, 0, width, height), out=out, header=header)
     return out
 
@@ -83,33 +89,31 @@ def decode(data: bytes, path: Path) -> Pixels:
 def thumbnail(
     data: bytes, path: Path, max_side: int, *, annotated_size: tuple[int, int] = (0, 0)
 ) -> tuple[Pixels, tuple[int, int]]:
-    """(the picture at most `side` long, uint8 [h, w, 3] RGB, as boxes were drawn on it; its own height and width).
+    """(the image as it was annotated, its longer side at most `max_side`, uint8 [h, w, 3] RGB; its full height and
+    width).
 
-    said: height and width that the annotations say; (0, 0): nothing. Raises DataError.
+    annotated_size: height and width in the annotations; (0, 0): they give none. Raises DataError.
     """
     header = parse_header(data, path).as_annotated(annotated_size)
     height, width = header.size
     scale = min(1.0, max_side / max(height, width))
-    out = np.empty((max(1, round(height * scale)), max(1, round(width * scale)), 3), np.uint8)
-    decode_into(data, path, region=(0, 0, width, height), out=out, header=header)
-    return out, header.size
+    size = max(1, round(height * scale)), max(1, round(width * scale))
+    return decode_resized(data, path, header, size), header.size
 
 
 def decode_into(data: bytes, path: Path, *, region: Region, out: Pixels, header: Header | None = None) -> None:
-    """Decodes the picture and resizes `region` of it to fill `out`, uint8 [h, w, 3] RGB, a view of the batch buffer.
+    """Decodes the image and resizes `region` of it to fill `out`, uint8 [h, w, 3] RGB, a view of the batch buffer.
 
-    header: how the picture is shown (`header_of`, or `Header.shown_for` what its annotations say); None: upright.
-    `region` and `out` are in the coordinates of the picture as it is shown.
-
-    How it is resized: `resize_into`. A JPEG that is decoded at 1/d has its region rounded out to multiples of d stored
-    pixels, by less than 1.1 pixels of `out` on each side. Raises DataError; ValueError when the region is not in the
-    picture.
+    header: from `parse_header`, or `Header.as_annotated`; None: upright. `region` and `out` are in the coordinates of
+    the upright image. Resizes with `resize_into`. The region of a JPEG that is decoded at 1/d is extended to multiples
+    of d stored pixels, by less than 1.1 pixels of `out` on each side. Raises DataError; ValueError when the region is
+    not inside the image.
     """
     if header is None:
         header = parse_header(data, path)
     x0, y0, x1, y1 = region
     if not (0 <= x0 < x1 <= header.size[1] and 0 <= y0 < y1 <= header.size[0]):
-        raise ValueError(f"region {region} is not inside the picture, {_format_size(header.size)} pixels: {path}")
+        raise ValueError(f"region {region} is not inside the image, {_format_size(header.size)} pixels: {path}")
     if header.orientation == 1:
         _decode_stored(data, path, header, region, out)
         return
@@ -120,18 +124,16 @@ def decode_into(data: bytes, path: Path, *, region: Region, out: Pixels, header:
 
 
 def _decode_stored(data: bytes, path: Path, header: Header, region: Region, out: Pixels) -> None:
-    """`decode_into` for pixels as they lie in the file: `region` and `out` are in their coordinates."""
+    """`decode_into` without orientation: `region` and `out` are in the coordinates of the stored pixels."""
     x0, y0, x1, y1 = region
     height, width = header.stored_size
     if header.image_format != "jpeg" or header.channels == 4:
-        use_pillow = header.image_format in ("jpeg", "gif", "tiff")
-        full_image = (
-            _decode_with_pillow(data, path) if use_pillow else _decode_with_opencv(data, path, header.image_format)
-        )
+        if header.image_format in ("jpeg", "gif", "tiff"):
+            full_image = _decode_with_pillow(data, path)
+        else:
+            full_image = _decode_with_opencv(data, path, header.image_format)
         _check_decoded(full_image, header.stored_size, path)
         resize_into(full_image[y0:y1, x0:x1], out)
-        if not use_pillow:
-            cv2.cvtColor(out, cv2.COLOR_BGR2RGB, dst=out)
         return
     divisor = choose_dct_divisor((y1 - y0, x1 - x0), (out.shape[0], out.shape[1]))
     min_size = -(-height // divisor), -(-width // divisor)
@@ -141,7 +143,7 @@ def _decode_stored(data: bytes, path: Path, header: Header, region: Region, out:
 
 
 def to_stored_region(region: Region, header: Header) -> Region:
-    """A region of the picture as it is shown → the same pixels in the file."""
+    """A region of the upright image → the region of the same pixels in the file."""
     x0, y0, x1, y1 = region
     is_transposed, flip_vertical, flip_horizontal = EXIF_TRANSFORMS[header.orientation]
     if is_transposed:
@@ -165,27 +167,27 @@ def _apply_orientation(stored_pixels: Pixels, orientation: int) -> Pixels:
 
 
 def resize_into(source: Pixels, out: Pixels) -> None:
-    """Fills `out` with `source`, both uint8 [h, w, 3]: bilinear, whose 2 × 2 pixels reach all of the source up to a
-    reduction by 2; an axis that shrinks by more is halved first, each time to the mean of its pairs. A fifth of what
-    cv2.INTER_AREA takes, at most half a level (of 255) further from Pillow's antialiased resize."""
+    """Resizes `source` to fill `out`, both uint8 [h, w, 3]. Bilinear: its 2 × 2 pixels cover the whole source up to a
+    reduction by 2. An axis that shrinks by more is halved first, as often as needed, to the mean of pairs. It takes a
+    fifth of cv2.INTER_AREA's time and is at most half a level (of 255) further from Pillow's antialiased resize."""
     height, width = out.shape[:2]
     while source.shape[0] > 2 * height or source.shape[1] > 2 * width:
         halve_height, halve_width = source.shape[0] > 2 * height, source.shape[1] > 2 * width
         half_size = -(-source.shape[1] // (1 + halve_width)), -(-source.shape[0] // (1 + halve_height))
         source = np.asarray(cv2.resize(source, half_size, interpolation=cv2.INTER_LINEAR), np.uint8)
     resized = cv2.resize(source, (width, height), dst=out, interpolation=cv2.INTER_LINEAR)
-    if not np.may_share_memory(resized, out):  # a build of OpenCV that allocates anew: right, only slower
+    if not np.may_share_memory(resized, out):  # this build of OpenCV has allocated a new array
         np.copyto(out, resized)
 
 
 def _decode_jpeg(data: bytes, path: Path, min_size: tuple[int, int]) -> Pixels:
-    """uint8 [h, w, 3] RGB, decoded at the smallest scale that is not below `least` (height, width)."""
+    """uint8 [h, w, 3] RGB, decoded at the smallest scale that reaches `min_size` (height, width)."""
     try:
         pixels = simplejpeg.decode_jpeg(data, min_height=min_size[0], min_width=min_size[1])
     except ValueError as error:
         if not any(warning in str(error) for warning in HARMLESS_WARNINGS):
             raise decode_error(path, str(error)) from error
-        # libjpeg says its last complaint only; whether the file is whole is seen here.
+        # libjpeg reports its last warning only, so check here whether the file is complete.
         cleaned = _strip_stray_bytes(data)
         if cleaned is None:
             raise decode_error(path, f"the JPEG is truncated: {len(data):,} bytes and no end marker") from error
@@ -197,11 +199,11 @@ def _decode_jpeg(data: bytes, path: Path, min_size: tuple[int, int]) -> Pixels:
 
 
 def _strip_stray_bytes(data: bytes) -> bytes | None:
-    """A JPEG without the bytes that stand between its segments, or behind its end; None where it has no end."""
+    """A JPEG without the bytes between its segments and after its end; None where it has no end."""
     segments, offset = [data[:2]], 2
     while 0 <= (offset := data.find(b"\xff", offset)) < len(data) - 1:
         marker = data[offset + 1]
-        if marker in (0x00, 0xFF):  # a stray FF, or one that fills
+        if marker in (0x00, 0xFF):  # a stray FF or a fill byte
             offset += 1
             continue
         if marker == 0xD9:
@@ -209,7 +211,7 @@ def _strip_stray_bytes(data: bytes) -> bytes | None:
         end = offset + 2
         if not (marker == 0x01 or 0xD0 <= marker <= 0xD8):
             end += int.from_bytes(data[offset + 2 : offset + 4], "big")
-        if marker == 0xDA:  # its coded pixels go up to the next marker
+        if marker == 0xDA:  # coded pixels extend to the next marker
             scan_end = _SCAN_END.search(data, end)
             if scan_end is None:
                 return None
@@ -220,7 +222,7 @@ def _strip_stray_bytes(data: bytes) -> bytes | None:
 
 
 def _decode_with_pillow(data: bytes, path: Path) -> Pixels:
-    """uint8 [h, w, 3] RGB, full size, as stored; the first frame or page. Of 16 bits the upper 8; no alpha."""
+    """uint8 [h, w, 3] RGB, full size, as stored; the first frame or page; the upper 8 of 16 bits; no alpha."""
     try:
         with Image.open(io.BytesIO(data)) as image:
             orientation = image.getexif().get(0x0112, 1)
@@ -230,9 +232,8 @@ def _decode_with_pillow(data: bytes, path: Path) -> Pixels:
                 pixels = np.repeat(gray[..., None], 3, 2)
             else:
                 pixels = np.asarray(image.convert("RGB"))
-            if (
-                orientation in _INVERSE_ORIENTATION and 0x0112 not in image.getexif()
-            ):  # Pillow turned it: new ones do so to TIFFs
+            # Recent versions of Pillow apply the orientation of TIFFs themselves, and remove the tag.
+            if orientation in _INVERSE_ORIENTATION and 0x0112 not in image.getexif():
                 pixels = _apply_orientation(pixels, _INVERSE_ORIENTATION[orientation])
             return pixels
     except _PILLOW_ERRORS as error:
@@ -240,22 +241,23 @@ def _decode_with_pillow(data: bytes, path: Path) -> Pixels:
 
 
 def _decode_with_opencv(data: bytes, path: Path, image_format: str) -> Pixels:
-    """uint8 [h, w, 3] BGR, full size. 16 bits a channel keep the upper 8, grey is repeated, alpha is dropped."""
+    """uint8 [h, w, 3] RGB, full size; the upper 8 of 16 bits per channel; gray is repeated, alpha is dropped."""
     if image_format == "png":
         _check_png_complete(data, path)
     try:
-        pixels = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION)
+        flags = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
+        pixels = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
     except cv2.error as error:
         raise decode_error(path, str(error).strip()) from error
     if pixels is None:
         raise decode_error(
-            path, f"it is truncated or damaged, or a variety of {image_format} that OpenCV does not read"
+            path, f"it is truncated or damaged, or a variety of {image_format} that OpenCV does not support"
         )
     return np.asarray(pixels, np.uint8)
 
 
 def _check_png_complete(data: bytes, path: Path) -> None:
-    """Walks the chunks to the last: OpenCV may make half a picture of a truncated file. libpng checks the CRCs."""
+    """Checks that the last chunk is there: OpenCV may return half an image of a truncated file. libpng checks CRCs."""
     offset = 8
     while offset + 12 <= len(data):
         length, chunk_type = int.from_bytes(data[offset : offset + 4], "big"), data[offset + 4 : offset + 8]
@@ -268,9 +270,7 @@ def _check_png_complete(data: bytes, path: Path) -> None:
 def _check_decoded(pixels: Pixels, expected: tuple[int, int], path: Path) -> None:
     if pixels.shape[:2] != expected:
         actual = (pixels.shape[0], pixels.shape[1])
-        raise decode_error(
-            path, f"its header promises {_format_size(expected)} pixels, it decodes to {_format_size(actual)}"
-        )
+        raise decode_error(path, f"its header says {_format_size(expected)} pixels, it has {_format_size(actual)}")
 
 
 def _format_size(size: tuple[int, int]) -> str:

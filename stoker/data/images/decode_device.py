@@ -1,16 +1,15 @@
-"""JPEG on the device: whole batches decoded by nvJPEG, cropped, resized and turned into the canvas, where the host is
-short of cores.
+"""Decodes whole batches of JPEGs on the device with nvJPEG, crops, resizes and rotates them, where cores are scarce.
 
-It takes what its hardware takes: baseline JPEGs of one scan, grey or YCbCr, with an end marker behind their pixels
-(`is_ordinary`). Everything else stays with the host, `decode.py`, and so does every judgement: a file that looks
-truncated or is refused here is decoded by the host, strictly, and is in quarantine only if that fails. What nvJPEG
-may not say is that coded pixels in the middle of a file were overwritten. Who hands it batches: `device_batches.py`;
-whether it is used at all: `decoder_choice.py`.
+It decodes what the hardware supports: baseline JPEGs of one scan, gray or YCbCr, with an end marker after their pixels
+(`is_device_decodable`). The CPU (`decode.py`) decodes everything else, and alone decides about damage: a file that
+looks truncated or is refused here is decoded by the CPU, strictly, and is quarantined only if that fails. nvJPEG may
+not notice that coded pixels in the middle of a file were overwritten. The caller: `loading/device_batches.py`; whether
+it is used: `loading/decoder_choice.py`.
 
-torchvision's `decode_jpeg` is the way to nvJPEG (deprecated from 0.29 on in favour of TorchCodec, and still there).
-It makes its thread wait for the device, so it never runs on the training thread. Its outputs are written without
-regard to what the stream still reads from that memory (pytorch/vision#9606, meta-pytorch/torchcodec#1634): the stream,
-which must be nobody else's, is drained before each call.
+nvJPEG is called through torchvision's `decode_jpeg` (deprecated since 0.29 in favor of TorchCodec, still available).
+It makes its thread wait for the device, so it never runs on the training thread. It writes its outputs without regard
+to what the stream still reads from that memory (pytorch/vision#9606, meta-pytorch/torchcodec#1634). So the stream must
+be used for nothing else, and is synchronized before each call.
 """
 
 import io
@@ -28,32 +27,32 @@ from stoker.errors import PreflightError
 from stoker.hardware.device import Device, SideStream
 
 MAX_PIXELS = 2**25
-"""Of a picture that the device decodes: its RGB floats take 400 MiB while it is resized."""
+"""Limit for an image that the device decodes: its RGB floats take 400 MiB while it is resized."""
 MAX_PIXELS_PER_CALL = 2**26
-"""Of the pictures of one call, 192 MiB: what a trial of batches leaves free (`trial.HEADROOM`) must do."""
+"""Limit for the images of one call, 192 MiB: they must fit into what `training/defaults/auto_batch.py` leaves free."""
 CHROMA_SUBSAMPLINGS = {0x11, 0x21, 0x12, 0x22, 0x41, 0x42, 0x14, 0x24}
-"""How many luma samples, across and down, a chroma sample may belong to (nvJPEG's nvjpegChromaSubsampling_t)."""
+"""Supported luma samples per chroma sample, across and down (nvJPEG's nvjpegChromaSubsampling_t)."""
 
 ZERO_RUN = bytes(64)
-"""Seen where a block of the file was never written or got lost: libjpeg complains of such, nvJPEG need not. Flat colour
-may look so, too: then the host decodes it."""
+"""Occurs where a block of the file was never written or got lost. libjpeg warns of it, nvJPEG may not. Flat color may
+contain it, too: then the CPU decodes the image."""
 
 
 class EncodedImage(NamedTuple):
-    """A picture that is still to be decoded, and where it goes."""
+    """An image that is to be decoded, and its geometry."""
 
     data: bytes
     header: Header
     region: Region
-    """Of the picture as it is shown."""
+    """Of the upright image."""
     resized_size: tuple[int, int]
-    """Height and width that the region fills, at the canvas's top left."""
+    """Height and width that the region fills, at the top left of the model input."""
 
 
 def is_device_decodable(data: bytes, header: Header) -> bool:
-    """Whether the device can take a picture: a baseline JPEG, all its components in one scan, the end marker behind it.
+    """Whether the device can decode an image: a baseline JPEG, all components in one scan, followed by an end marker.
 
-    It is asked for every picture: 20 µs for one of 350 KB. Which JPEGs are RGB inside: libjpeg's jdapimin.c.
+    Runs for every image: 20 µs for one of 350 KB. How RGB JPEGs are recognized: libjpeg's jdapimin.c.
     """
     height, width = header.stored_size
     if header.image_format != "jpeg" or header.channels not in (1, 3) or height * width > MAX_PIXELS:
@@ -91,10 +90,10 @@ def _is_ycbcr(data: bytes, frame_offset: int) -> bool:
 
 
 def decode_into_batch(images: Tensor, encoded: Mapping[int, EncodedImage], stream: SideStream) -> dict[int, str]:
-    """Writes pictures into their places of images, uint8 [B, H, W, 3]; beside them nothing is touched.
+    """Writes decoded images into their places of `images`, uint8 [B, H, W, 3], and nothing else.
 
-    encoded: place → picture. Resized bilinearly with antialiasing, as Pillow does. Returns what the decoder refused:
-    place → its words. To be called inside `stream.issue()`; the calling thread waits for the stream.
+    encoded: place → image. Resized bilinearly with antialiasing, as in Pillow. Returns what the decoder refused:
+    place → its message. Call it inside `stream.activate()`; the calling thread waits for the stream.
     """
     refused: dict[int, str] = {}
     for batch_indices in _group_for_calls(encoded):
@@ -103,7 +102,7 @@ def decode_into_batch(images: Tensor, encoded: Mapping[int, EncodedImage], strea
 
 
 def _group_for_calls(encoded: Mapping[int, EncodedImage]) -> Iterator[list[int]]:
-    """The places in groups of at most PIXELS_AT_ONCE."""
+    """The places in groups of at most MAX_PIXELS_PER_CALL pixels."""
     batch_indices: list[int] = []
     num_pixels = 0
     for k, image in encoded.items():
@@ -124,7 +123,7 @@ def _decode_group(
     stream: SideStream,
     refused: dict[int, str],
 ) -> None:
-    """One call; where it fails, which says nothing about any one picture, its halves."""
+    """One call of the decoder; where it fails, which does not say for which image, one for each half."""
     try:
         decoded = _decode([encoded[k].data for k in batch_indices], images.device, stream)
     except RuntimeError as error:
@@ -138,7 +137,7 @@ def _decode_group(
     for k, pixels in zip(batch_indices, decoded, strict=True):
         image = encoded[k]
         if tuple(pixels.shape) != (3, *image.header.stored_size):
-            refused[k] = f"it decodes to {tuple(pixels.shape)}, its header promises {image.header.stored_size}"
+            refused[k] = f"it decodes to {tuple(pixels.shape)}, its header says {image.header.stored_size}"
             continue
         height, width = image.resized_size
         images[k, :height, :width] = _crop_resize_orient(pixels, image).permute(1, 2, 0)
@@ -146,7 +145,7 @@ def _decode_group(
 
 def _decode(encoded: list[bytes], device: torch.device, stream: SideStream) -> list[Tensor]:
     """RGB, uint8 [3, h, w] each, as stored, on the device. Raises RuntimeError when it cannot decode one of them."""
-    import torchvision  # not at the head: all that loads pictures imports this module
+    import torchvision  # not at the top: everything that loads images imports this module
 
     inputs = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in encoded]
     stream.synchronize()
@@ -155,7 +154,7 @@ def _decode(encoded: list[bytes], device: torch.device, stream: SideStream) -> l
 
 
 def _crop_resize_orient(pixels: Tensor, image: EncodedImage) -> Tensor:
-    """The stored pixels uint8 [3, h, w] → what is shown of them, in the size in which it is shown."""
+    """The stored pixels uint8 [3, h, w] → the upright region in its final size."""
     is_transposed, flip_vertical, flip_horizontal = EXIF_TRANSFORMS[image.header.orientation]
     x0, y0, x1, y1 = to_stored_region(image.region, image.header)
     size = image.resized_size[::-1] if is_transposed else image.resized_size
@@ -168,13 +167,13 @@ def _crop_resize_orient(pixels: Tensor, image: EncodedImage) -> Tensor:
 
 
 def unavailable_reason(device: Device) -> str | None:
-    """Why pictures cannot be decoded on a device; None where one has just been."""
+    """Why a device cannot decode images; None where it has just decoded one."""
     import torchvision
 
     if device.kind not in ("cpu", "cuda") or torch.version.hip is not None:
-        return "nvJPEG is for NVIDIA's GPUs"
+        return "nvJPEG needs an NVIDIA GPU"
     if not hasattr(torchvision.io, "decode_jpeg"):
-        return f"torchvision {torchvision.__version__} has no decode_jpeg any more"
+        return f"torchvision {torchvision.__version__} no longer has decode_jpeg"
     file = io.BytesIO()
     Image.new("RGB", (32, 32)).save(file, "JPEG")
     stream = device.make_stream()
@@ -187,11 +186,11 @@ def unavailable_reason(device: Device) -> str | None:
 
 
 def require_device_decoder(device: Device) -> None:
-    """Raises PreflightError where pictures cannot be decoded on a device."""
+    """Raises PreflightError where a device cannot decode images."""
     if (cause := unavailable_reason(device)) is not None:
         raise PreflightError(
-            f"{device.name} cannot decode pictures, as --jpeg-decoder nvjpeg wants it.",
+            f"--jpeg-decoder nvjpeg: {device.name} cannot decode images.",
             cause=cause,
             choices=("cpu",),
-            fix="--jpeg-decoder cpu in a new run; a run that began with nvjpeg goes on where it can be had",
+            fix="--jpeg-decoder cpu in a new run; a run that began with nvjpeg continues where nvJPEG is available",
         )

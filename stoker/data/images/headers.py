@@ -1,10 +1,10 @@
-"""What a picture's first bytes say: its size, how it is turned (EXIF), its format. Nothing is decoded.
+"""Headers of image files: size, EXIF orientation and format, without decoding.
 
-The walk over a format's markers, chunks or tags is done here, in plain Python: 3 µs for a JPEG, and right for the parts
-that matter (EXIF behind the pixels, a TIFF whose tags stand last, a file of which only a part has been read). What can
-never be decoded (12-bit and arithmetic-coded JPEG, floating-point TIFF, more pixels than MOST_PIXELS, AVIF, HEIC, a web
-page) is refused here, by name, before any memory is taken for it. Pixels: `decode.py`. What is supported, and how
-pictures are turned: `docs/pictures.md`.
+Markers, chunks and tags are parsed here, in plain Python, because only a part of a remote file is read and EXIF may
+come after the pixels; Pillow reads a whole WebP file to open it. It takes 3 to 20 µs. Images that can never be decoded
+(12-bit and arithmetic-coded JPEG, floating-point TIFF, more than MAX_PIXELS pixels, AVIF, HEIC, a web page) are
+rejected here, by name, before any memory is allocated. Pixels: `decode.py`. Supported formats and orientation:
+`docs/image-files.md`.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ from stoker.data.images import source
 from stoker.errors import DataError
 
 MAX_PIXELS = 2**29
-"""Pixels of the largest picture that is read, 23,170 × 23,170: as RGB it takes 1.6 GB while it is decoded, on each
-thread. A header of 60 bytes can promise 2^62. Pillow's own limit is a third of this, OpenCV's twice as much."""
+"""Pixels of the largest image that is read, 23,170 × 23,170. As RGB it takes 1.6 GB per worker while it is decoded. A
+header of 60 bytes can claim 2^62. Pillow's own limit is a third of this, OpenCV's twice as much."""
 HEAD_BYTES = 1 << 16
-"""What `read_header` reads at once; nearly every JPEG tells its size in there, also behind EXIF with a thumbnail."""
+"""What `read_header` reads at once; it has the size of nearly every JPEG, even after EXIF with a thumbnail."""
 IMAGE_FORMATS = ("jpeg", "png", "webp", "bmp", "tiff", "gif", "pnm", "jpeg 2000")
 """The formats that are read."""
 CONVERT_HINT = "convert it to JPEG or PNG and correct its name in the annotations"
@@ -30,63 +30,43 @@ ReadAt = Callable[[int, int], bytes]
 """(first byte, count) → those bytes of the file, fewer at its end."""
 
 _SOF_MARKERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-"""JPEG's start-of-frame markers; the other three are tables (ITU-T T.81, table B.1)."""
+"""JPEG's start-of-frame markers; the three excluded ones are tables (ITU-T T.81, table B.1)."""
 _ORIENTATION, _WIDTH, _HEIGHT, _BITS, _SAMPLE_FORMAT, _DNG_VERSION = 0x0112, 0x0100, 0x0101, 0x0102, 0x0153, 0xC612
 _FLOAT = 3
 """SampleFormat of floating-point TIFFs."""
 _TIFF_INTEGER_CODES = {1: "B", 3: "H", 4: "I", 16: "Q"}
-"""TIFF's types of whole numbers → struct's (TIFF 6.0, section 2; 16 is BigTIFF's)."""
-_TIFF_TYPE_BYTES = {
-    1: 1,
-    2: 1,
-    3: 2,
-    4: 4,
-    5: 8,
-    6: 1,
-    7: 1,
-    8: 2,
-    9: 4,
-    10: 8,
-    11: 4,
-    12: 8,
-    13: 4,
-    16: 8,
-    17: 8,
-    18: 8,
-}
+"""TIFF's integer types → format codes of struct (TIFF 6.0, section 2; 16 is BigTIFF's)."""
 
 
 class Header(NamedTuple):
-    """What a picture is, in its own words."""
+    """What the header of an image says."""
 
     size: tuple[int, int]
-    """Height and width of the picture as it is shown: turned as `orientation` says."""
+    """Height and width of the upright image: after applying `orientation`."""
     stored_size: tuple[int, int]
     """Height and width of the pixels in the file."""
     orientation: int
-    """EXIF's 1 … 8: how the stored pixels are turned to be shown. 1: not at all; 5 … 8 swap height and width."""
+    """EXIF's 1 … 8: how stored pixels become upright. 1: unchanged; 5 … 8 swap height and width."""
     image_format: str
-    """One of KINDS."""
+    """One of IMAGE_FORMATS."""
     channels: int = 3
-    """Of a JPEG: 1 grey, 3 colour, 4 CMYK or YCCK. The other formats' decoders find out themselves: 3."""
+    """Of a JPEG: 1 gray, 3 color, 4 CMYK or YCCK. 3 for other formats, whose decoders convert by themselves."""
 
     def as_annotated(self, annotated_size: tuple[int, int]) -> "Header":
-        """The header of the picture as boxes were drawn on it, where the annotations say its height and width.
-
-        That is upright, unless `said` is the size of the stored pixels and not of the upright ones. (0, 0): unsaid.
-        """
+        """The header of the image as it was annotated: upright, unless `annotated_size` (height, width) is the size of
+        the stored pixels and not of the upright ones. (0, 0): the annotations give no size."""
         if self.orientation != 1 and annotated_size == self.stored_size != self.size:
             return self._replace(size=self.stored_size, orientation=1)
         return self
 
     def is_orientation_ambiguous(self, annotated_size: tuple[int, int]) -> bool:
-        """Whether the picture is to be turned or mirrored, but its annotations' size does not tell if that was done."""
+        """Whether the image has an orientation, and the annotated size does not show whether it was applied."""
         return self.orientation != 1 and (0 in annotated_size or self.size == self.stored_size)
 
 
 def read_header(path: Path) -> Header:
-    """The header of a picture file or object, of which only what is needed is read. Raises DataError, also where it is
-    absent; StorageError where its bucket cannot be read."""
+    """The header of an image file or object, of which only the necessary bytes are read. Raises DataError, also where
+    it is missing; StorageError where its bucket cannot be read."""
     try:
         if (remote_object := source.find_remote(path)) is not None:
             reader = source.RangeReader(remote_object, path)
@@ -102,28 +82,28 @@ def read_header(path: Path) -> Header:
     except OSError as error:
         fix = "check its name, its permissions and that its disk is there"
         raise DataError(
-            "The picture cannot be read.", location=source.display_path(path), cause=error.strerror, fix=fix
+            "The image cannot be read.", location=source.display_path(path), cause=error.strerror, fix=fix
         ) from error
 
 
 def parse_header(data: bytes, path: Path) -> Header:
-    """The header of an encoded picture; `path` is for messages. Raises DataError, naming it."""
+    """The header of an encoded image; `path` is for messages. Raises DataError with the path."""
     return _parse_header(data, lambda offset, count: data[offset : offset + count], len(data), path)
 
 
 def decode_error(path: Path, cause: str, fix: str | None = None) -> DataError:
-    """The error for a picture that cannot be decoded."""
+    """The error for an image that cannot be decoded."""
     default_fix = "copy or download the file again, or remove it from the annotations"
     return DataError(
-        "The picture cannot be decoded.", location=source.display_path(path), cause=cause, fix=fix or default_fix
+        "The image cannot be decoded.", location=source.display_path(path), cause=cause, fix=fix or default_fix
     )
 
 
 def _parse_header(head: bytes, read: ReadAt, total: int, path: Path) -> Header:
-    """head: the first bytes, what is at hand of them; read: any of the `total` bytes of the file."""
+    """head: the first bytes; read: any of the `total` bytes of the file."""
     if total == 0:
         raise DataError(
-            "The picture file is empty.",
+            "The image file is empty.",
             location=source.display_path(path),
             cause="it has 0 bytes",
             fix="copy it again",
@@ -140,25 +120,25 @@ def _parse_header(head: bytes, read: ReadAt, total: int, path: Path) -> Header:
         else:
             image_format, parse = _detect_format(head[:32], read, path)
             height, width, orientation = parse(read, path)
-    except (struct.error, IndexError) as error:  # a read beyond the end came back short
+    except (struct.error, IndexError) as error:  # a read beyond the end returned fewer bytes
         raise decode_error(path, f"it is truncated or damaged: {total:,} bytes end within its header") from error
     if height <= 0 or width <= 0:
         raise decode_error(path, f"its header says {width} × {height} pixels")
     if height * width > MAX_PIXELS:
         raise DataError(
-            "The picture is too large.",
+            "The image is too large.",
             location=source.display_path(path),
-            cause=f"its header says {width:,} × {height:,} pixels; at most {MAX_PIXELS:,} in all are decoded",
+            cause=f"its header says {width:,} × {height:,} pixels; at most {MAX_PIXELS:,} are decoded",
             fix="cut it into tiles or make it smaller; if it is not that large, its header is damaged: copy it again",
         )
-    if not 1 <= orientation <= 8:  # 0 and others are not defined; every viewer ignores them
+    if not 1 <= orientation <= 8:  # 0 and others are undefined; every viewer ignores them
         orientation = 1
     size = (width, height) if orientation >= 5 else (height, width)
     return Header(size, (height, width), orientation, image_format, channels)
 
 
 def _parse_jpeg_reading_more(head: bytes, read: ReadAt, total: int, path: Path) -> tuple[int, int, int, int]:
-    """What `_jpeg` finds behind the bytes at hand: mostly within HEAD_BYTES, else in the whole file."""
+    """`_parse_jpeg` where the first bytes do not suffice: HEAD_BYTES mostly do, else the whole file."""
     if len(head) < HEAD_BYTES < total:
         with contextlib.suppress(IndexError):
             return _parse_jpeg(read(0, HEAD_BYTES), path)
@@ -168,7 +148,7 @@ def _parse_jpeg_reading_more(head: bytes, read: ReadAt, total: int, path: Path) 
 def _detect_format(
     first_bytes: bytes, read: ReadAt, path: Path
 ) -> tuple[str, Callable[[ReadAt, Path], tuple[int, int, int]]]:
-    """The format, by content, and what reads its header; whatever the file's name says."""
+    """The format, by content whatever the file's name, and the parser of its header."""
     if first_bytes.startswith(b"\x89PNG\r\n\x1a\n"):
         return "png", _parse_png
     if first_bytes.startswith(b"RIFF") and first_bytes[8:12] == b"WEBP":
@@ -186,17 +166,17 @@ def _detect_format(
     description = _describe_unknown_format(first_bytes, read)
     if description is None:
         start = first_bytes[:8].hex(" ")
-        raise decode_error(path, f"it is no picture, or damaged at its start: it begins with the bytes {start}")
+        raise decode_error(path, f"it is not an image, or damaged at its start: it begins with the bytes {start}")
     if description in ("a web page", "text"):
-        fix = "download the picture itself: the address it came from gave a page, often an error or a log-in"
-        raise decode_error(path, f"it is {description}, not a picture", fix)
+        fix = "download the image itself: its URL returned a page, often an error or a log-in"
+        raise decode_error(path, f"it is {description}, not an image", fix)
     raise decode_error(
-        path, f"it is {description}, a format that is not read ({', '.join(IMAGE_FORMATS)} are)", CONVERT_HINT
+        path, f"it is {description}, an unsupported format (supported: {', '.join(IMAGE_FORMATS)})", CONVERT_HINT
     )
 
 
 def _describe_unknown_format(first_bytes: bytes, read: ReadAt) -> str | None:
-    """What a file that is none of KINDS seems to be; None where its bytes are unknown."""
+    """What a file that has none of the IMAGE_FORMATS seems to be; None where its bytes are unknown."""
     if first_bytes[4:8] == b"ftyp":
         brand = first_bytes[8:12]
         if brand in (b"avif", b"avis"):
@@ -204,7 +184,7 @@ def _describe_unknown_format(first_bytes: bytes, read: ReadAt) -> str | None:
         return "HEIC" if brand in (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1") else "a video"
     signatures = {
         b"\xff\x0a": "JPEG XL", b"\0\0\0\x0cJXL ": "JPEG XL", b"8BPS": "a Photoshop file", b"%PDF": "PDF",
-        b"\x76\x2f\x31\x01": "OpenEXR", b"\0\0\x01\0": "an icon", b"FUJIFILMCCD-RAW": "a camera's raw file",
+        b"\x76\x2f\x31\x01": "OpenEXR", b"\0\0\x01\0": "an icon", b"FUJIFILMCCD-RAW": "a camera raw file",
         b"PK\x03\x04": "a ZIP archive", b"\x1f\x8b": "a gzip archive",
         b"version https://git-lfs": "a pointer of Git LFS (`git lfs pull` gets the file)",
     }  # fmt: skip
@@ -222,7 +202,7 @@ def _describe_unknown_format(first_bytes: bytes, read: ReadAt) -> str | None:
 def _parse_jpeg(data: bytes, path: Path) -> tuple[int, int, int, int]:
     """(height, width, orientation, channels), from the segments before the first scan. Skips bytes between segments.
 
-    Plain indexing, one segment a round: this runs for every picture that is loaded. Raises IndexError at the end.
+    Uses plain indexing for speed, because it runs for every image that is loaded. Raises IndexError where data ends.
     """
     offset, orientation, frame_offset = 2, 1, -1
     while True:
@@ -232,7 +212,7 @@ def _parse_jpeg(data: bytes, path: Path) -> tuple[int, int, int, int]:
             if offset < 0:
                 raise IndexError("no marker up to the end")
         elif marker < 0xC0 or 0xD0 <= marker <= 0xD8 or marker == 0xFF:
-            offset += 1 if marker in (0x00, 0xFF) else 2  # a stray FF, or one that fills; markers without content
+            offset += 1 if marker in (0x00, 0xFF) else 2  # a stray FF or a fill byte; markers without content
         elif marker in (0xDA, 0xD9):
             break
         else:
@@ -254,20 +234,20 @@ def _raise_unsupported_jpeg(marker: int, precision: int, path: Path) -> NoReturn
     fix = f"{CONVERT_HINT}, e.g. `magick in.jpg out.png`"
     if marker not in (0xC0, 0xC1, 0xC2):
         coding = {0xC3: "lossless", 0xC9: "arithmetic-coded", 0xCA: "arithmetic-coded"}.get(marker, "hierarchical")
-        raise decode_error(path, f"it is a {coding} JPEG, a kind that browsers do not show either", fix)
+        raise decode_error(path, f"it is a {coding} JPEG, which browsers do not show either", fix)
     if precision != 8:
-        raise decode_error(path, f"it is a JPEG with {precision} bits a channel; 8 are read", fix)
-    raise decode_error(path, "the JPEG tells its height only after its pixels (DNL marker)", fix)
+        raise decode_error(path, f"it is a JPEG with {precision} bits per channel; only 8 are supported", fix)
+    raise decode_error(path, "the JPEG gives its height only after its pixels (DNL marker)", fix)
 
 
 def _parse_png(read: ReadAt, path: Path) -> tuple[int, int, int]:
     if read(12, 4) != b"IHDR":
         raise decode_error(path, "the PNG has no header chunk: it is damaged")
-    width, height = struct.unpack(">II5x", read(16, 13))  # the whole of the chunk: what reads on relies on it
+    width, height = struct.unpack(">II5x", read(16, 13))  # the whole chunk, so that a truncated one raises
     offset, orientation = 8, 1
-    while True:  # to the end: EXIF may stand behind the pixels
+    while True:  # to the end: EXIF may come after the pixels
         head = read(offset, 8)
-        if not head[4:].isalpha() or head[4:] == b"IEND":  # the end, or damage: decoding tells
+        if not head[4:].isalpha() or head[4:] == b"IEND":  # the end, or damage that decoding detects
             return height, width, orientation
         if head[4:] == b"eXIf":
             return height, width, _read_exif_orientation(read, offset + 8)
@@ -283,20 +263,17 @@ def _parse_webp(read: ReadAt, path: Path) -> tuple[int, int, int]:
         (bits,) = struct.unpack("<I", read(21, 4))
         return (bits >> 14 & 0x3FFF) + 1, (bits & 0x3FFF) + 1, 1
     if chunk_type != b"VP8X":
-        raise decode_error(path, "the WebP has no picture chunk: it is damaged")
+        raise decode_error(path, "the WebP has no image chunk: it is damaged")
     flags, *size_bytes = struct.unpack("<B3x6B", read(20, 10))
     width, height = (1 + size_bytes[n] + (size_bytes[n + 1] << 8) + (size_bytes[n + 2] << 16) for n in (0, 3))
     offset = 30
-    while flags & 0x08:  # it has EXIF, usually as its last chunk
+    while flags & 0x08:  # it has EXIF, usually as the last chunk
         head = read(offset, 8)
         length = int.from_bytes(head[4:], "little")
         if head[:4] == b"EXIF":
-            return (
-                height,
-                width,
-                _read_exif_orientation(read, offset + 8 + (6 if read(offset + 8, 6) == b"Exif\0\0" else 0)),
-            )
-        if not head[:4].strip().isalnum():  # the end, or damage: decoding tells
+            prefix_bytes = 6 if read(offset + 8, 6) == b"Exif\0\0" else 0
+            return height, width, _read_exif_orientation(read, offset + 8 + prefix_bytes)
+        if not head[:4].strip().isalnum():  # the end, or damage that decoding detects
             break
         offset += 8 + length + length % 2
     return height, width, 1
@@ -323,7 +300,7 @@ def _parse_pnm(read: ReadAt, path: Path) -> tuple[int, int, int]:
         if len(words) >= 2:
             break
     if len(words) < 2 or not all(word.isdigit() and len(word) < 10 for word in words[:2]):
-        raise decode_error(path, "the size in its header is no number: it is damaged")
+        raise decode_error(path, "the size in its header is not a number: it is damaged")
     return int(words[1]), int(words[0]), 1
 
 
@@ -338,20 +315,20 @@ def _parse_jpeg_2000(read: ReadAt, path: Path) -> tuple[int, int, int]:
 def _parse_tiff(read: ReadAt, path: Path) -> tuple[int, int, int]:
     tags = _read_tiff_tags(read, {_WIDTH, _HEIGHT, _BITS, _ORIENTATION, _SAMPLE_FORMAT, _DNG_VERSION})
     if _DNG_VERSION in tags or read(8, 2) == b"CR":
-        raise decode_error(path, "it is a camera's raw file, a format that is not read", CONVERT_HINT)
+        raise decode_error(path, "it is a camera raw file, an unsupported format", CONVERT_HINT)
     if tags.get(_SAMPLE_FORMAT) == _FLOAT:
-        raise decode_error(path, "its pixels are floating-point numbers, which have no agreed range", CONVERT_HINT)
+        raise decode_error(path, "its pixels are floating-point numbers, whose range is unknown", CONVERT_HINT)
     if tags.get(_BITS, 1) not in (1, 2, 4, 8, 16):
         raise decode_error(
-            path, f"its pixels have {tags[_BITS]} bits a channel, which have no agreed range", CONVERT_HINT
+            path, f"its pixels have {tags[_BITS]} bits per channel, whose range is unknown", CONVERT_HINT
         )
     if _WIDTH not in tags or _HEIGHT not in tags:
-        raise decode_error(path, "the TIFF does not say its size: it is truncated or damaged")
+        raise decode_error(path, "the TIFF has no size: it is truncated or damaged")
     return tags[_HEIGHT], tags[_WIDTH], tags.get(_ORIENTATION, 1)
 
 
 def _read_exif_orientation(read: ReadAt, start: int) -> int:
-    """The orientation in EXIF, which is a TIFF without pixels; 1 where it says none or is damaged, as viewers do."""
+    """The orientation in EXIF, which is a TIFF without pixels; 1 where it is missing or damaged, as in viewers."""
     try:
         return _read_tiff_tags(lambda offset, count: read(start + offset, count), {_ORIENTATION}).get(_ORIENTATION, 1)
     except (struct.error, IndexError):
@@ -359,7 +336,7 @@ def _read_exif_orientation(read: ReadAt, start: int) -> int:
 
 
 def _read_tiff_tags(read: ReadAt, tag_ids: set[int]) -> dict[int, int]:
-    """First values of the wanted tags that are whole numbers, from a TIFF's first directory (the first page's)."""
+    """First values of integer tags, from a TIFF's first directory (that of the first page)."""
     head = read(0, 16)
     byte_order = "<" if head[:2] == b"II" else ">"
     is_big_tiff = head[2 if byte_order == "<" else 3] == 43
@@ -367,7 +344,7 @@ def _read_tiff_tags(read: ReadAt, tag_ids: set[int]) -> dict[int, int]:
     (offset,) = struct.unpack_from(byte_order + ("Q" if is_big_tiff else "I"), head, 8 if is_big_tiff else 4)
     (count,) = struct.unpack(byte_order + count_type, read(offset, struct.calcsize(count_type)))
     offset += struct.calcsize(count_type)
-    count = min(count, 4096)  # a damaged count; real ones are below a hundred
+    count = min(count, 4096)  # limits a damaged count; real ones are below a hundred
     table = read(offset, count * entry_bytes)
     tag_values: dict[int, int] = {}
     for n in range(0, len(table) - entry_bytes + 1, entry_bytes):
@@ -376,11 +353,10 @@ def _read_tiff_tags(read: ReadAt, tag_ids: set[int]) -> dict[int, int]:
             continue
         (num_values,) = struct.unpack_from(byte_order + ("Q" if is_big_tiff else "I"), table, n + 4)
         value_offset = n + entry_bytes - value_bytes
-        if num_values * _TIFF_TYPE_BYTES[value_type] <= value_bytes:
-            (tag_values[tag],) = struct.unpack_from(byte_order + _TIFF_INTEGER_CODES[value_type], table, value_offset)
-        else:  # the values stand elsewhere
+        code = byte_order + _TIFF_INTEGER_CODES[value_type]
+        if num_values * struct.calcsize(code) <= value_bytes:
+            (tag_values[tag],) = struct.unpack_from(code, table, value_offset)
+        else:  # the entry has the offset of its values
             (data_offset,) = struct.unpack_from(byte_order + ("Q" if is_big_tiff else "I"), table, value_offset)
-            (tag_values[tag],) = struct.unpack(
-                byte_order + _TIFF_INTEGER_CODES[value_type], read(data_offset, _TIFF_TYPE_BYTES[value_type])
-            )
+            (tag_values[tag],) = struct.unpack(code, read(data_offset, struct.calcsize(code)))
     return tag_values

@@ -1,12 +1,12 @@
-"""The cache of decoded pictures: whole, upright, as large as crops want them, as RGB bytes in one file.
+"""The cache of decoded images: RGB bytes of whole upright images, as large as crops need them, in one file.
 
-A sample of a run with a cache is always made from a picture in this form, whether it was in the cache or has just been
-decoded. So what a run sees, also when it is resumed, does not depend on what the cache holds: any entry may be missing,
-torn or out of date, and nothing needs to be written durably, locked or repaired. Each picture of the index has a fixed
-place in the file, which is sparse. All processes of a machine read and write the same file: that makes the page cache
-one cache for all of them. Nothing is mapped: a full or failing disk is an OSError, not a SIGBUS.
+A run with a cache makes every sample from this form of an image, whether it was in the cache or has just been decoded.
+So what a run sees, also after resuming, does not depend on the content of the cache: any entry may be missing, torn or
+outdated, and nothing needs to be written durably, locked or repaired. Each image of the index has a fixed place in the
+sparse file. All processes of a machine read and write the same file, so they share it through the page cache. The file
+is not memory-mapped, so a full or failing disk is an OSError, not a SIGBUS.
 
-Where the file lies, how large it may become and whether there is one at all: `cache_policy.py`. Its user: `samples.py`.
+Location and size of the file, and whether there is one: `cache_policy.py`. Its user: `loading/samples.py`.
 """
 
 import os
@@ -23,25 +23,26 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.data.images.decode import Pixels, decode_into
+from stoker.data.images.decode import Pixels, decode_resized
 from stoker.data.images.headers import Header
 
 if TYPE_CHECKING:
     from stoker.data.index import Index
 
 VERSION = 1
-"""Of the file and of what decides the pixels in it: raise it when decoding or resizing changes."""
+"""Of the file format and of the pixels in it: increase it when decoding or resizing changes."""
 MIN_FACTOR, MAX_FACTOR = 1.25, 1.5
-"""Bounds of how much larger than in the canvas pictures are kept for crops. Below, resizing twice blurs; above, it
-costs memory (the square) for zooms that few recipes have."""
+"""Limits of how much larger than the resized size images are kept for crops. Below, resizing twice blurs; above, memory
+(the square) is spent on scales that few recipes use."""
 BLOCK_BYTES = 4096
-"""Entries begin on whole pages: two pictures never share one."""
+"""Entries begin on page boundaries, so that two images never share a page."""
 SLOW_WRITE_S, PAUSE_FACTOR = 0.05, 4
-"""A write that takes longer, since the kernel makes writers wait for the disk, is followed by a pause of so many times
-its length: filling the cache costs the loader's threads at most a fifth of their time."""
+"""A write that takes longer, because the kernel makes writers wait for the disk, is followed by a pause of so many
+times its duration. So filling the cache costs the workers at most a fifth of their time."""
 
 _IDENTITY = struct.Struct("<8sqiiqqqq")
-"""Magic and version, row, height, width; of the source: its bytes, its time (ns), first byte and count of its span."""
+"""Magic and version, image index, height, width; of the source file: bytes, mtime (ns), first byte and length of the
+image in it."""
 _CRC = struct.Struct("<I4x")
 _MAGIC = b"pixels%02d" % VERSION
 HEADER_BYTES = _IDENTITY.size + _CRC.size
@@ -49,43 +50,45 @@ HEADER_BYTES = _IDENTITY.size + _CRC.size
 
 @dataclass(frozen=True)
 class CachedImageSpec:
-    """The size in which pictures are kept: `factor` times as large as the whole of them is shown in the canvas."""
+    """The size in which images are kept: `factor` times the resized size of the whole image."""
 
     image_size: tuple[int, int]
     """Height and width."""
     resize: str
-    """letterbox or squash, as `augment.place` has it."""
+    """letterbox or squash, as in `geometry.compute_resize_geometry`."""
     factor: float
 
     @classmethod
     def for_augmentation(
         cls, image_size: tuple[int, int], resize: str, *, scale_jitter_prob: float, scale_range: tuple[float, float]
     ) -> "CachedImageSpec":
-        """The form for a recipe: as much larger as its crops zoom in, within LEAST_FACTOR … MOST_FACTOR; without crops
-        as it is shown, so that a sample is the same to the bit as without a cache."""
+        """The size for a recipe: as much larger as its crops zoom in, within MIN_FACTOR … MAX_FACTOR. Without crops the
+        factor is 1, and a sample is identical to one without a cache."""
         return cls(
             image_size, resize, min(MAX_FACTOR, max(MIN_FACTOR, scale_range[1])) if scale_jitter_prob > 0 else 1.0
         )
 
     def cached_sizes(self, sizes: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Height and width of pictures [n, 2] → as they are kept [n, 2]: never larger than they are; 0 stays 0."""
+        """Height and width of images [n, 2] → kept size [n, 2], never larger than the image; 0 stays 0."""
         safe_sizes = np.maximum(sizes, 1)
         scales = np.array(self.image_size) * self.factor / safe_sizes
         if self.resize == "letterbox":
             scales = np.repeat(scales.min(1, keepdims=True), 2, 1)
-        scaled_sizes = np.round(sizes * np.minimum(1.0, scales)).astype(np.int32)  # as `augment.place` rounds
+        scaled_sizes = np.round(sizes * np.minimum(1.0, scales)).astype(
+            np.int32
+        )  # as `compute_resize_geometry`
         cached: NDArray[np.int32] = np.minimum(sizes, np.maximum(scaled_sizes, 1))
         return cached
 
 
 def cache_digest(index: "Index", spec: CachedImageSpec) -> str:
-    """Names the file of an index and a form: changes with anything that decides which picture stands where."""
-    key = blake2b(f"{VERSION}\0{spec!r}\0{index.fingerprint()}".encode(), digest_size=8)
-    return key.hexdigest()
+    """Identifies the file of an index and a spec: changes with anything that decides which image is where."""
+    facts = VERSION, spec.image_size, spec.resize, spec.factor, index.fingerprint()
+    return blake2b(repr(facts).encode(), digest_size=8).hexdigest()
 
 
 class PixelCache:
-    """Pictures by row of the index. `get`, `put` and `holds` may be called from many threads and processes at once."""
+    """Decoded images by image index. `get`, `put` and `contains` are safe for many threads and processes at once."""
 
     def __init__(
         self,
@@ -97,10 +100,10 @@ class PixelCache:
         reserve_bytes: int = 0,
         on_error: Callable[[str], None] | None = None,
     ) -> None:
-        """handle: an open file, which is closed with the cache; None: nothing is kept, pictures only have the form.
+        """fd: an open file, which is closed with the cache; None: nothing is kept, images are only resized.
 
-        most_bytes: what the file may take of its disk or of memory; reserve_bytes: what is left free on its disk.
-        on_trouble is called once, from any thread, when nothing more can be kept.
+        max_bytes: what the file may take of its disk or of memory; reserve_bytes: what stays free on its disk.
+        on_error is called once, from any thread, when nothing more can be kept.
         """
         self._index, self._fd = index, fd
         self._max_bytes, self._reserve_bytes, self._on_error = max_bytes, reserve_bytes, on_error
@@ -110,26 +113,23 @@ class PixelCache:
         self._is_writable = fd is not None
         self._pause_until = 0.0
         if fd is not None:
-            weakref.finalize(self, os.close, fd).atexit = False  # threads may still read at exit
+            weakref.finalize(self, os.close, fd).atexit = False  # workers may still read at exit
 
     def shape(self, image_index: int) -> tuple[int, int] | None:
-        """Height and width in which a picture is kept; None where the index does not say its size: it never is."""
+        """Height and width in which an image is kept; None where it is not kept, as the index has no size for it."""
         height, width = self._cached_sizes[image_index].tolist()
         return (height, width) if height and width else None
 
     def decode(self, image_index: int, data: bytes, path: Path, header: Header) -> Pixels:
-        """The picture as it is kept, from its file, uint8 [h, w, 3] RGB; its size must be known. Raises DataError."""
-        height, width = header.size
-        out = np.empty((*self._cached_sizes[image_index].tolist(), 3), np.uint8)
-        decode_into(data, path, region=(0, 0, width, height), out=out, header=header)
-        return out
+        """The image as it is kept, from its file, uint8 [h, w, 3] RGB; `shape` must not be None. Raises DataError."""
+        return decode_resized(data, path, header, self._cached_sizes[image_index].tolist())
 
     def contains(self, image_index: int) -> bool:
-        """Whether `get` will most likely find the picture. Its pixels are not looked at."""
+        """Whether `get` will most likely return the image. Does not read its pixels."""
         return self._read_crc(image_index) is not None
 
     def get(self, image_index: int) -> Pixels | None:
-        """The picture, uint8 [h, w, 3] RGB; None where it is not there, not whole, or not of the source as it is."""
+        """The image, uint8 [h, w, 3] RGB; None where it is missing, damaged, or not of the present source file."""
         crc = self._read_crc(image_index)
         if crc is None or self._fd is None:
             return None
@@ -139,11 +139,11 @@ class PixelCache:
         except OSError as error:
             self._disable_writes(f"reading failed: {error.strerror}")
             return None
-        # Every time, 0.03 ms for 640 × 480: a disk may return other bytes at the second reading.
+        # Checked every time (0.03 ms for 640 × 480), as a disk may return other bytes at the next reading.
         return pixels if count == pixels.nbytes and google_crc32c.value(pixels) == crc else None
 
     def put(self, image_index: int, pixels: Pixels) -> None:
-        """Keeps what `make` returned, where there is room."""
+        """Keeps what `decode` returned, where there is room."""
         if not self._is_writable or self._fd is None or time.monotonic() < self._pause_until:
             return
         identity = self._entry_identity(image_index)
@@ -156,7 +156,7 @@ class PixelCache:
                 return
             head, offset = identity + _CRC.pack(google_crc32c.value(pixels)), int(self._entry_offsets[image_index])
             written = os.pwritev(self._fd, [head, pixels.data], offset)
-            if written < len(head) + pixels.nbytes:  # the rest will say why
+            if written < len(head) + pixels.nbytes:  # writing the rest raises the reason
                 os.pwrite(self._fd, (head + pixels.tobytes())[written:], offset + written)
         except OSError as error:
             self._disable_writes(f"writing failed: {error.strerror}")
@@ -165,7 +165,7 @@ class PixelCache:
             self._pause_until = end_s + PAUSE_FACTOR * (end_s - start_s)
 
     def _read_crc(self, image_index: int) -> int | None:
-        """The checksum that the entry of a picture says; None where there is none of the source as it is."""
+        """The checksum in the entry of an image; None where there is no entry for the present source file."""
         if self._fd is None or (identity := self._entry_identity(image_index)) is None:
             return None
         try:
@@ -180,10 +180,10 @@ class PixelCache:
         return crc
 
     def _entry_identity(self, image_index: int) -> bytes | None:
-        """The first part of the header of a picture's entry; None where the picture has no size or no file.
+        """The first part of the header of an image's entry; None where the image has no size or no file.
 
-        The source is looked at once, before it is first read by this process: a file that is replaced later is noticed
-        by the next process.
+        The source file is checked once, before this process first reads it. If it is replaced later, the next process
+        notices.
         """
         height, width = self._cached_sizes[image_index].tolist()
         if not (height and width):
@@ -194,7 +194,7 @@ class PixelCache:
             path = self._index.path(image_index)
             try:
                 stat = os.stat(path if byte_range is None else path.parent)
-            except OSError:  # reading it will say why, and name it
+            except OSError:  # reading it raises the reason with its path
                 return None
             source_bytes, mtime_ns = self._source_stamps[image_index] = stat.st_size, stat.st_mtime_ns
         return _IDENTITY.pack(_MAGIC, image_index, height, width, source_bytes, mtime_ns, *(byte_range or (0, 0)))
@@ -208,15 +208,15 @@ class PixelCache:
         return disk.f_bavail * disk.f_frsize >= self._reserve_bytes + num_bytes
 
     def _disable_writes(self, reason: str) -> None:
-        """Writes nothing more. What is there is still read."""
+        """Stops writing; existing entries are still read."""
         if self._is_writable:
             self._is_writable = False
             if self._on_error is not None:
-                self._on_error(f"the cache of decoded pictures takes no more: {reason}")
+                self._on_error(f"the cache of decoded images is no longer filled: {reason}")
 
 
 def compute_entry_offsets(cached_sizes: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Height and width as kept [n, 2] → first byte of each entry, and behind the last, the file's length [n + 1]."""
+    """Kept height and width [n, 2] → first byte of each entry, and the length of the file [n + 1]."""
     pixel_bytes = cached_sizes.astype(np.int64).prod(1) * 3
     blocks = np.where(pixel_bytes > 0, -(-(pixel_bytes + HEADER_BYTES) // BLOCK_BYTES), 0)
     return np.concatenate([[0], np.cumsum(blocks * BLOCK_BYTES)])

@@ -1,8 +1,8 @@
-"""Where a picture's bytes really are: the one way in which pictures are opened, local ones and those of a bucket.
+"""Reads the bytes of images, local ones and objects of a bucket. All code that opens images uses this module.
 
-A data set in a bucket has a mirror on the local disk (`bucket.py`), in which a picture is a placeholder: a file with
-the object's size and no content. Whoever opens a picture asks here, so that nobody takes a placeholder for one. A path
-tells by itself that it lies in a mirror. Not here: making the mirror, reading many pictures ahead (`loader.py`).
+A data set in a bucket has a mirror on the local disk (`remote/bucket.py`), in which an image is a stub: a file with the
+object's size and no content. The path alone shows that a file is in a mirror. Not here: making the mirror, prefetching
+(`loading/prefetch.py`).
 """
 
 import errno
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     from stoker.storage.store import Store
 
 MIRRORS_DIR, URI_FILE = "buckets", "address"
-"""Mirrors lie in this folder of the cache; each has a file that says which address it is of."""
+"""The folder of mirrors in the cache; the file in each mirror that contains its URI."""
 COPIED_SUFFIXES = (
     ".json", ".jsonl", ".xml", ".txt", ".csv", ".tsv", ".yaml", ".yml", ".data", ".names", ".pbtxt", ".md",
 )  # fmt: skip
-"""Endings of the files whose content a mirror has: annotations, and what says something about them."""
+"""Suffixes of the files that a mirror contains in full: annotations and their descriptions."""
 _TFRECORD_NAME = re.compile(r"\.(tf_?records?|tfrec|records?)(?=$|[-.])|-\d{3,7}-of-\d{3,7}", re.IGNORECASE)
-"""TFRecord shards, by name as `formats/tfrecord_files.py` knows them: annotations and pictures in one."""
+"""Names of TFRecord shards, as in `formats/tfrecord_files.py`: annotations and images in one file."""
 _IMAGE_NAME = re.compile(r"\.(jpe?g|png|bmp|webp|tiff?|gif|jp2)$", re.IGNORECASE)
 FIRST_READ_BYTES = 1 << 12
-"""What is read of a remote picture to learn its size: a JPEG without EXIF tells it in its first kilobyte."""
+"""Bytes that are read first for the size of a remote image: a JPEG without EXIF has it in its first kilobyte."""
 MAX_RANGES = 3
-"""Pieces of a remote picture that are read one by one, until the whole is."""
+"""Ranges of a remote image that are read one by one; then the whole image is read."""
 
 
 class RemoteObject(NamedTuple):
-    """A picture that is an object."""
+    """An image in a bucket."""
 
     store: "Store"
     key: str
@@ -47,12 +47,12 @@ def is_shard(name: str) -> bool:
 
 
 def is_copied(name: str) -> bool:
-    """Whether a mirror has the content of a file; of every other one it has a placeholder."""
+    """Whether a mirror contains a file in full; every other file is a stub."""
     return name.lower().endswith(COPIED_SUFFIXES) or is_shard(name)
 
 
 def path_to_uri(path: Path) -> StorageUri | None:
-    """The address of a file or folder in a mirror; None for any other path."""
+    """The URI of a file or folder in a mirror; None for any other path."""
     prefix = _mirrors_prefix(cache_folder())
     path_text = os.fspath(path)
     if not path_text.startswith(prefix):
@@ -77,41 +77,41 @@ def _mirror_uri(mirror: str) -> StorageUri:
 
 
 def resolve_stub(path: Path) -> StorageUri | None:
-    """The object that a placeholder stands for; None for a file that is what it says."""
+    """The URI of the object of a stub; None for an ordinary file."""
     uri = path_to_uri(path)
     return None if uri is None or is_copied(path.name) else uri
 
 
 def find_remote(path: Path) -> RemoteObject | None:
-    """The same with its store. Looking that up takes 40 µs: who asks for many keeps it."""
+    """The same with its store. The look-up takes 40 µs, so callers with many images keep the store."""
     uri = resolve_stub(path)
     if uri is None:
         return None
-    from stoker.storage.store import open_store  # only needed, and only imported, where there are buckets
+    from stoker.storage.store import open_store  # needed, and imported, for buckets only
 
     return RemoteObject(open_store(uri), uri.key)
 
 
 def display_path(path: Path) -> str:
-    """A path as people know it: the address, where it stands for one."""
+    """A path as users know it: the URI, if the path is in a mirror."""
     uri = path_to_uri(path)
     return str(path) if uri is None else str(uri)
 
 
 def paths_to_uris(text: str, root: Path) -> str:
-    """A message in which `root`, a mirror or a folder in it, and what is below it, are their addresses."""
+    """A message in which `root` (a mirror or a folder in it) and paths below it are replaced by their URIs."""
     uri = path_to_uri(root)
     return text if uri is None else text.replace(str(root), str(uri))
 
 
 def print_status(text: str) -> None:
-    """A line for the person, about what takes long before there is a run that could record it."""
+    """A line about a slow operation before there is a run that could record it."""
     print(text, file=sys.stderr, flush=True)
 
 
 def read(location: Path | str, byte_range: tuple[int, int] | None = None) -> bytes:
-    """A picture, encoded: of a path, or of what `shown` made of it; span: first byte and number of bytes within the
-    file that the folder of `place` is. Raises OSError, StorageError."""
+    """The encoded image at a path or URI. byte_range: (first byte, number of bytes) within the file that is the parent
+    of `location`, for images inside another file. Raises OSError, StorageError."""
     remote_object = _open_uri(location) if isinstance(location, str) and is_uri(location) else None
     if remote_object is not None:
         if byte_range is None:
@@ -135,7 +135,7 @@ def _open_uri(uri_text: str) -> RemoteObject:
 
 
 def read_object(remote_object: RemoteObject, start: int = 0, length: int | None = None) -> bytes:
-    """Bytes of an object. One that is not there is a FileNotFoundError, as of a file: the picture is missing."""
+    """Bytes of an object. Raises FileNotFoundError where it is missing, as for a file; StorageError."""
     try:
         return remote_object.store.read(remote_object.key, start=start, length=length)
     except ObjectMissing as error:
@@ -143,11 +143,11 @@ def read_object(remote_object: RemoteObject, start: int = 0, length: int | None 
 
 
 class RangeReader:
-    """A remote picture of which only a part is wanted: `read(first byte, count)`, as `headers.Read` has it."""
+    """Reads parts of a remote image: `read` is a `headers.ReadAt`."""
 
     def __init__(self, remote_object: RemoteObject, stub: Path) -> None:
         self._remote_object, self.total_bytes = remote_object, stub.stat().st_size
-        if remote_object.store.uri.scheme in ("https", "http"):  # whose placeholders know no size
+        if remote_object.store.uri.scheme in ("https", "http"):  # stubs of web servers have no size
             info = remote_object.store.stat(remote_object.key)
             self.total_bytes = 0 if info is None else info.size_bytes
         self.head = self._fetch_range(0, min(self.total_bytes, FIRST_READ_BYTES))
@@ -157,7 +157,7 @@ class RangeReader:
         return read_object(self._remote_object, start, count) if count > 0 else b""
 
     def read(self, offset: int, count: int) -> bytes:
-        """As of a file: fewer bytes at its end. After a few pieces the whole is read, once."""
+        """Like reading a file: fewer bytes at its end. After MAX_RANGES ranges the whole object is read, once."""
         count = min(count, self.total_bytes - offset)
         if count <= 0:
             return b""

@@ -1,9 +1,9 @@
-"""Whether the device decodes the pictures: chosen by measurement, once, before a run begins.
+"""Chooses whether the CPU or the device decodes JPEGs, by measurement, once, before a run begins.
 
-`decide` measures both decoders on a sample of the run's own pictures; `choose` is a pure function of the numbers. The
-decision is a setting like any other (`--jpeg-decoder`), written to config.toml: a continued run measures nothing. Decoding
-on the device: `decode_device.py`. A cache of decoded pictures excludes it: what the host decodes fills the cache, and
-with the cache nothing is decoded twice.
+`measure_and_choose_decoder` measures both decoders on a sample of the run's own images; `choose_decoder` is a pure
+function of the timings. The choice is a setting like any other (`--jpeg-decoder`), written to config.toml, so a resumed
+run measures nothing. Decoding on the device: `images/decode_device.py`. It is not used with a cache of decoded images:
+the CPU fills the cache, and nothing in it is decoded twice.
 """
 
 import dataclasses
@@ -28,56 +28,56 @@ if TYPE_CHECKING:
     from stoker.data.index import Index
 
 NUM_SAMPLE_IMAGES = 64
-"""Pictures that are tried, from all over the training split."""
+"""Images that are tried, evenly spread over the training split."""
 HOST_TIME_LIMIT_S = 5.0
-"""Seconds after which no further one is decoded on the host."""
+"""Seconds after which no further image is decoded on the CPU."""
 MIN_SPEEDUP = 1.1
-"""How many times as fast the device's decoding must make training, at least: what is measured at the start of a run is
-not more exact, and a file whose coded pixels are damaged is only noticed by the host."""
+"""Minimum speedup of training for which the device decodes: measurements at the start of a run are no more exact, and
+only the CPU notices a file whose coded pixels are damaged."""
 
 NO_PATH = Path()
-"""Stands for a picture's path in errors that nobody sees."""
+"""Path of an image in errors that are not shown."""
 
 JpegDecoder = Literal["cpu", "nvjpeg"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderTimings:
-    """Seconds are of one picture, on average."""
+    """Seconds are per image, on average."""
 
     host_decode_s: float
-    """A core's, decoding and resizing."""
+    """Of one core, decoding and resizing."""
     cores: int
-    """That can decode beside the thread that issues the steps."""
+    """Cores that can decode in addition to the thread that issues the steps."""
     step_s: float
-    """The device's, training."""
+    """Of the device, training."""
     device_decode_s: float | None = None
-    """The device's, decoding and resizing what it takes; None: it takes none."""
+    """Of the device, decoding and resizing the images that it supports; None: it supports none."""
     device_fraction: float = 0.0
-    """Of the pictures, those that it takes."""
+    """Fraction of the images that the device supports."""
     num_images: int = 0
-    """Pictures that were measured."""
+    """Images that were measured."""
 
 
 def choose_decoder(timings: DecoderTimings) -> tuple[JpegDecoder, str]:
-    """Who decodes, and why.
+    """The decoder and the reason.
 
-    The device, where the host's cores cannot feed the steps and training becomes faster by it, even if decoding and
-    steps fully shared the device's time (its JPEG engines, where it has some, work beside).
+    The device decodes where the cores cannot keep up with the steps and training becomes faster by it, even if decoding
+    and steps take turns on the device (its JPEG engines, where it has some, work in parallel).
     """
     host_per_s, step_per_s = timings.cores / timings.host_decode_s, 1 / timings.step_s
     cores_text = "1 core decodes" if timings.cores == 1 else f"{timings.cores} cores decode"
-    summary = f"{cores_text} {host_per_s:,.0f} pictures/s, steps take {step_per_s:,.0f}/s"
+    summary = f"{cores_text} {host_per_s:,.0f} images/s, steps take {step_per_s:,.0f}/s"
     if host_per_s >= step_per_s:
         return "cpu", summary
     if timings.device_decode_s is None or timings.device_fraction == 0:
-        return "cpu", f"{summary}; but none of {timings.num_images} pictures is a JPEG that nvJPEG takes"
+        return "cpu", f"{summary}; but none of {timings.num_images} images is a JPEG that nvJPEG supports"
     device_limit_per_s = 1 / (timings.step_s + timings.device_fraction * timings.device_decode_s)
     host_limit_per_s = host_per_s / (1 - timings.device_fraction) if timings.device_fraction < 1 else device_limit_per_s
     reached_per_s = min(device_limit_per_s, host_limit_per_s)
     summary += f"; nvJPEG decodes {1 / timings.device_decode_s:,.0f}/s"
     if timings.device_fraction < 1:
-        summary += f" of the {100 * timings.device_fraction:.0f} % that it takes"
+        summary += f" of the {100 * timings.device_fraction:.0f} % that it supports"
     if reached_per_s < MIN_SPEEDUP * host_per_s:
         return "cpu", f"{summary}, which would leave {reached_per_s:,.0f}/s: nothing to gain"
     return "nvjpeg", f"{summary}: with it training reaches {reached_per_s:,.0f}/s or more"
@@ -93,18 +93,19 @@ def measure_and_choose_decoder(
     batch_size: int,
     measure_step_s: Callable[[], float],
 ) -> tuple[JpegDecoder, str]:
-    """`choose` for a data set and a device. step_s: measures a step, seconds a picture; called where it matters.
+    """`choose_decoder` for a data set and a device. measure_step_s: measures a step, in seconds per image; called only
+    where it matters.
 
     Raises StorageError where a bucket cannot be read.
     """
     if device.is_cpu:
         return "cpu", "training is on the CPU"
     if (reason := unavailable_reason(device)) is not None:
-        return "cpu", f"nvJPEG cannot be had: {reason}"
+        return "cpu", f"nvJPEG is not available: {reason}"
     images = _sample_images(index, image_indices, image_size, resize)
     host_decode_s = _time_host_decode(images, image_size)
     if host_decode_s is None:
-        return "cpu", "no picture could be measured"
+        return "cpu", "no image could be measured"
     device_images = [image for image in images if is_device_decodable(image.data, image.header)]
     device_decode_s, num_decoded = _time_device_decode(device_images, device, image_size, batch_size)
     return choose_decoder(
@@ -122,11 +123,11 @@ def measure_and_choose_decoder(
 def _sample_images(
     index: "Index", image_indices: NDArray[np.int64], image_size: tuple[int, int], resize: str
 ) -> list[EncodedImage]:
-    """Pictures from all over `rows`, each to be shown whole. What cannot be used is left out: training will say so."""
+    """Images evenly spread over `image_indices`, without crops. Bad ones are left out; training will report them."""
     images = []
-    for image_index in image_indices[
-        np.linspace(0, len(image_indices) - 1, min(NUM_SAMPLE_IMAGES, len(image_indices))).astype(np.int64)
-    ].tolist():
+    count = min(NUM_SAMPLE_IMAGES, len(image_indices))
+    chosen = np.linspace(0, len(image_indices) - 1, count).astype(np.int64)
+    for image_index in image_indices[chosen].tolist():
         try:
             data = index.read(image_index)
             header = parse_header(data, index.path(image_index))
@@ -138,7 +139,7 @@ def _sample_images(
 
 
 def _time_host_decode(images: Sequence[EncodedImage], image_size: tuple[int, int]) -> float | None:
-    """Of a core, for one of `pictures`; None where none can be decoded."""
+    """Seconds of a core per image; None where none can be decoded."""
     out = np.empty((*image_size, 3), np.uint8)
     durations_s: list[float] = []
     loop_start_s = time.perf_counter()
@@ -152,14 +153,14 @@ def _time_host_decode(images: Sequence[EncodedImage], image_size: tuple[int, int
         durations_s.append(time.perf_counter() - start_s)
         if time.perf_counter() - loop_start_s > HOST_TIME_LIMIT_S:
             break
-    timed_s = durations_s[1:] or durations_s  # the first one warms up
+    timed_s = durations_s[1:] or durations_s  # the first is a warm-up
     return sum(timed_s) / len(timed_s) if timed_s else None
 
 
 def _time_device_decode(
     encoded: Sequence[EncodedImage], device: Device, image_size: tuple[int, int], batch_size: int
 ) -> tuple[float | None, int]:
-    """(seconds of the device for one of `pictures`, in batches, None where it takes none; how many it takes)."""
+    """(seconds of the device per image, in batches; None where it supports none; how many images it supports)."""
     stream = device.make_stream()
     batches = [dict(enumerate(encoded[start : start + batch_size])) for start in range(0, len(encoded), batch_size)]
     num_decoded = len(encoded)
@@ -168,7 +169,7 @@ def _time_device_decode(
             (min(batch_size, NUM_SAMPLE_IMAGES), *image_size, 3), dtype=torch.uint8, device=device.torch_device
         )
         for encoded_batch in batches[:1]:
-            decode_into_batch(images, encoded_batch, stream)  # what happens once
+            decode_into_batch(images, encoded_batch, stream)  # warm-up
         stream.synchronize()
         start_s = time.perf_counter()
         for encoded_batch in batches:

@@ -1,14 +1,14 @@
-"""What the threads found becomes the truth here, sample by sample in the order of the stream: the quarantine.
+"""Applies the results of the workers in the order of the stream: failures, quarantine, replacements.
 
-Runs in the thread that asks for batches. So nothing depends on which thread was first.
+Runs in the thread that asks for batches. So nothing depends on which worker was first.
 """
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from stoker.data.loading.counters import Counters
 from stoker.data.loading.samples import QuarantinedImage, SampleResult, SampleStream
-from stoker.data.loading.worker_pool import BatchTask
+from stoker.data.loading.stats import Counters
+from stoker.data.loading.tasks import BatchTask
 from stoker.data.validation.problems import max_bad_images
 from stoker.errors import DataError, StorageError
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class BatchFinalizer:
-    """max_bad: share of the pictures that may be in quarantine; on_quarantine is told of each when it gets there."""
+    """max_bad_fraction: fraction of the images that may be in quarantine; on_quarantine is called for each new one."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class BatchFinalizer:
         self._errors: dict[int, str] = {}
 
     def is_noop(self, batch_task: BatchTask) -> bool:
-        """Whether committing this batch, whose samples are all there, would change nothing."""
+        """Whether `finalize` would change nothing. All samples of the batch are loaded."""
         return all(
             isinstance(result, SampleResult)
             and not result.failures
@@ -46,11 +46,11 @@ class BatchFinalizer:
         )
 
     def finalize(self, batch_task: BatchTask) -> None:
-        """Commits a batch whose samples are all there.
+        """Applies the results of a batch whose samples are all loaded.
 
-        A thread reads ahead, so it may have used a picture that an earlier position has put into quarantine meanwhile
-        (it failed once, then not again): that sample is loaded anew, here. So the stream is the one that a single
-        thread would have made. Raises what a thread raised, and DataError when too many pictures cannot be used.
+        Workers run ahead, so one may have used an image that an earlier position has put into quarantine meanwhile (it
+        failed once, then not again). That sample is loaded again here. So the stream is the one that a single worker
+        would have made. Raises what a worker raised, and DataError when too many images cannot be used.
         """
         samples = self._samples
         for k, result in enumerate(batch_task.results):
@@ -64,11 +64,12 @@ class BatchFinalizer:
             for image_index, error in result.failures:
                 if samples.is_usable(image_index, position):
                     self._quarantine(image_index, error, position, result.image_index)
+            num_bad = len(samples.quarantined)
             if samples.train and result.image_index < 0:
-                raise self._make_data_error(f"None of the {len(samples.quarantined):,} pictures tried can be used.")
-            if len(samples.quarantined) > max_bad_images(self._max_bad_fraction, len(samples)):
+                raise self._make_data_error(f"None of the {num_bad:,} images tried can be used.")
+            if num_bad > max_bad_images(self._max_bad_fraction, len(samples)):
                 raise self._make_data_error(
-                    f"{len(samples.quarantined):,} of {len(samples):,} pictures cannot be used; "
+                    f"{num_bad:,} of {len(samples):,} images cannot be used; "
                     f"up to {self._max_bad_fraction:.3g} of them may be bad."
                 )
 
@@ -84,15 +85,15 @@ class BatchFinalizer:
     def _make_data_error(self, message: str) -> DataError:
         bad_indices = list(self._samples.quarantined)
         examples = [
-            f"{self._index.display_source(image_index)}: {self._errors.get(image_index, 'failed in an earlier start')}"
-            for image_index in bad_indices[:5]
+            f"{self._index.display_source(k)}: {self._errors.get(k, 'failed in an earlier attempt')}"
+            for k in bad_indices[:5]
         ]
         more = [f"and {len(bad_indices) - len(examples):,} more"] if len(bad_indices) > len(examples) else []
         return DataError(
             message,
             location=self._index.source,
             cause="\n          ".join(examples + more),
-            fix=f"`stoker data check {self._index.source}` names all of them: repair them, remove them from the"
+            fix=f"`stoker data check {self._index.source}` lists all of them: repair them, remove them from the"
             " annotations, or allow more with --max-bad-fraction; if all are gone, check the path and the mount",
         )
 

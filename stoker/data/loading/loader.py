@@ -1,12 +1,12 @@
-"""The stream of batches: threads decode into a ring of host batches, copies run beside the step, the state is exact.
+"""`Loader`: the stream of batches. Threads decode into host buffers, copies run in the background, the state is exact.
 
-Stages: fetch, decode (with crop and resize, into the ring), copy. Local files are read by the thread that decodes them;
-pictures of a bucket are asked for ahead (`prefetch.py`) and come to the threads when their bytes are there. Any number
-of threads takes samples in the order of the stream (`worker_pool.py`). The thread that asks for batches does everything
-else, in that order too: it hands out tasks when a slot of the ring is free, commits what came of them (`finalize.py`),
-starts copies, and once a second looks whether other numbers of threads and slots would do better (`autotune.py`). So
-nothing that a run sees depends on how many threads there are or which was first. What one sample is: `samples.py`;
-where a wait went: `timeline.py`.
+Stages: fetch, decode (with crop and resize, into a buffer), copy to the device. Local files are read by the worker that
+decodes them; images of a bucket are requested earlier (`prefetch.py`) and reach a worker when their bytes have arrived.
+Any number of workers takes samples in the order of the stream (`worker_pool.py`). The thread that asks for batches does
+everything else, in that order too: it schedules tasks when a buffer is free, finalizes their results (`finalize.py`),
+starts copies, and once a second considers other numbers of workers and buffers (`autotune.py`). So nothing that a run
+sees depends on the number of workers or on their speed. One sample: `samples.py`; where waiting time went:
+`wait_breakdown.py`; the options: `spec.py`.
 """
 
 import functools
@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,120 +23,92 @@ from torch import Tensor
 
 from stoker.data.batch import Batch
 from stoker.data.loading.autotune import INPUT_BOUND_FRACTION, POLL_INTERVAL_S, LoaderRateMeter, make_autotuner
-from stoker.data.loading.counters import Counters
 from stoker.data.loading.device_batches import DeviceBatchDecoder
 from stoker.data.loading.finalize import BatchFinalizer
-from stoker.data.loading.prefetch import PrefetchCounters, Prefetcher, iter_rank_positions
+from stoker.data.loading.prefetch import Prefetcher, iter_rank_positions
 from stoker.data.loading.samples import HostBatchBuffer, QuarantinedImage, SampleStream, as_batch, compute_max_boxes
-from stoker.data.loading.stages import LoaderStats, collect_loader_stats
-from stoker.data.loading.wait_breakdown import COPY, QUEUE, Intervals, WaitBreakdown, split_wait
-from stoker.data.loading.worker_pool import BatchTask, SampleTask, WorkerPool
-from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
+from stoker.data.loading.spec import LoaderSpec
+from stoker.data.loading.stats import Counters, LoaderStats, PrefetchCounters, StageStats, sum_counters
+from stoker.data.loading.tasks import BatchTask, SampleTask
+from stoker.data.loading.wait_breakdown import (
+    COPY,
+    DECODING,
+    QUEUE,
+    READ,
+    Intervals,
+    Transitions,
+    WaitBreakdown,
+    split_wait,
+)  # fmt: skip
+from stoker.data.loading.worker_pool import WorkerPool
 from stoker.errors import CheckpointError, DataError
-from stoker.hardware.device import Device, ReadyEvent
+from stoker.hardware.device import ReadyEvent
 
 if TYPE_CHECKING:
     from stoker.data.images.pixel_cache import PixelCache
     from stoker.data.index import Index
     from stoker.storage.fetcher import Fetcher
 
-__all__ = ["PREFETCH_DEPTH", "Loader", "LoaderStats", "QuarantinedImage", "compute_max_boxes"]
+__all__ = ["PREFETCH_DEPTH", "Loader", "LoaderSpec", "LoaderStats", "QuarantinedImage", "compute_max_boxes"]
 
 PREFETCH_DEPTH = 3
-"""Batches ahead of training, to begin with: one ready, one being finished, one begun by the threads that are free."""
+"""Initial number of batches ahead of training: one complete, one nearly complete, one begun by the free workers."""
 BUFFERS_IN_USE = 2
-"""Slots beside them: that of the batch in work, and of the one before (CPU) or of the next one's copy (device)."""
+"""Further buffers: that of the batch in use, and of the one before it (CPU) or of the next one's copy (device)."""
 
 
 class Loader:
-    """An iterator of device-ready batches: endless over `rows` in training, one pass in order in evaluation.
+    """An iterator of device-ready batches: endless in training, one pass in order in evaluation.
 
-    rows: int64 [N], rows of the index. batch: B, pictures per batch of this rank; canvas: height and width; boxes: M,
-    see `box_slots`; resize, crop, zoom, overlap: see `augment.draw_placement` (the last three in training only).
-    threads: how many read and decode; 0: tuned while it runs, from `begin` on or the usual number. depth: batches
-    decoded ahead; None: tuned. Host memory is (depth + 2) · B · H · W · 3 bytes. on_tuned is told of each change.
-    max_bad: share of the pictures that may be in quarantine before the loader raises.
+    image_indices: int64 [N], images of the index. on_quarantine is called by `__next__`, in the order of the stream,
+    for each image that is excluded. on_tuned is called with a sentence for each change of workers or buffers.
+    cache: samples are made from what it keeps; a run has one from its beginning to its end, or none.
 
-    ranks: a global batch is B · ranks positions of the stream, of which rank r takes the r-th B. Each rank knows its
-    own failures; as what stands in for a picture is drawn by position, ranks agree on lasting ones without talking.
-
-    on_quarantine is called by `__next__`, in the order of the stream, when a picture is taken out of use.
-
-    In evaluation the last batch is filled with rows of image_id -1, and a picture that fails becomes one.
-    `iter` starts a pass from its beginning.
-
-    cache: pictures are made from what it keeps; a run has one from its beginning to its end, or none.
-    decoder: nvjpeg has the device decode the JPEGs that it takes, host none; not together with a cache.
+    In evaluation an image that fails becomes a filler (image_index -1). `iter` starts a pass from its beginning.
     """
 
     def __init__(
         self,
         index: "Index",
         image_indices: NDArray[np.int64],
+        spec: LoaderSpec,
         *,
-        device: Device,
-        batch_size: int,
-        image_size: tuple[int, int],
-        resize: str,
-        scale_jitter_prob: float = 0.0,
-        scale_range: tuple[float, float] = (1.0, 1.0),
-        min_object_covered: float = 0.0,
-        max_boxes: int,
-        seed: int,
-        workers: int,
-        initial_workers: int = 0,
-        train: bool = True,
-        prefetch_depth: int | None = None,
-        max_bad_fraction: float = DEFAULT_MAX_BAD_FRACTION,
-        rank: int = 0,
-        world_size: int = 1,
+        cache: "PixelCache | None" = None,
         on_quarantine: Callable[[QuarantinedImage], None] | None = None,
         on_tuned: Callable[[str], None] | None = None,
-        cache: "PixelCache | None" = None,
-        jpeg_decoder: Literal["cpu", "nvjpeg"] = "cpu",
     ) -> None:
         if not len(image_indices):
-            raise DataError("There is no picture to load.", location=index.source)
-        self._samples = SampleStream(
-            index,
-            image_indices,
-            image_size=image_size,
-            resize=resize,
-            scale_jitter_prob=scale_jitter_prob,
-            scale_range=scale_range,
-            min_object_covered=min_object_covered,
-            max_boxes=max_boxes,
-            seed=seed,
-            train=train,
-            cache=cache,
+            raise DataError("There is no image to load.", location=index.source)
+        self._samples = SampleStream(index, image_indices, spec, cache)
+        self._spec, self._device = spec, spec.device
+        self._batch_size, self._world_size = spec.batch_size, spec.world_size
+        self._copy_stream = spec.device.make_stream()
+        self._device_decoder = (
+            DeviceBatchDecoder(self._samples, spec.device, on_tuned) if spec.jpeg_decoder == "nvjpeg" else None
         )
-        self._device, self._batch_size, self._rank, self._world_size = device, batch_size, rank, world_size
-        self._copy_stream = device.make_stream()
-        self._device_decoder = DeviceBatchDecoder(self._samples, device, on_tuned) if jpeg_decoder == "nvjpeg" else None
-        self._make_buffer = functools.partial(HostBatchBuffer, device, batch_size, image_size, max_boxes)
-        tunes_depth, prefetch_depth = (
-            prefetch_depth is None,
-            PREFETCH_DEPTH if prefetch_depth is None else prefetch_depth,
+        self._make_buffer = functools.partial(
+            HostBatchBuffer, spec.device, spec.batch_size, spec.image_size, spec.max_boxes
         )
+        prefetch_depth = PREFETCH_DEPTH if spec.prefetch_depth is None else spec.prefetch_depth
         self._buffers = [self._make_buffer() for _ in range(prefetch_depth + BUFFERS_IN_USE)]
         self._autotuner = make_autotuner(
-            workers,
-            initial_workers,
-            prefetch_depth,
-            self._buffers[0].nbytes,
-            is_cpu=device.is_cpu,
-            tunes_depth=tunes_depth,
+            spec.workers,
+            initial_workers=spec.initial_workers,
+            prefetch_depth=prefetch_depth,
+            buffer_bytes=self._buffers[0].nbytes,
+            is_cpu=spec.device.is_cpu,
+            tunes_depth=spec.prefetch_depth is None,
         )
         self._on_tuned = on_tuned
         self.on_copy_awaited: Callable[[], None] | None = None
-        """Called in `__next__` where the device that trains has to wait for the batch's copy, before it is told to."""
+        """Called in `__next__` where the training stream has to wait for the copy of the batch, before it waits."""
         self._rate_meter: LoaderRateMeter | None = None
         self._counters, self._prefetch_counters, self._wait_breakdown = Counters(), PrefetchCounters(), WaitBreakdown()
         self._wait_s, self._batches_copied = 0.0, 0
         self._batch_finalizer = BatchFinalizer(
             index,
             self._samples,
-            max_bad_fraction=max_bad_fraction,
+            max_bad_fraction=spec.max_bad_fraction,
             on_quarantine=on_quarantine,
             counters=self._counters,
         )
@@ -151,21 +123,21 @@ class Loader:
         self._handed_out: deque[tuple[HostBatchBuffer, ReadyEvent]] = deque()
         self._seek(0)
 
-    # What a run asks.
+    # The interface.
 
     @property
     def position(self) -> int:
-        """Samples handed out so far, by all ranks together: where in the stream the next batch begins."""
+        """Samples handed out so far by all ranks together: the position in the stream where the next batch begins."""
         return self._position
 
     @property
     def last_wait(self) -> Intervals:
         """What the newest `__next__` spent its time on: (end in seconds of `time.perf_counter`, stage), ascending; the
-        first interval begins with the call. Nearly all of it where the loader is the slower one."""
+        first interval begins with the call. Nearly all of it is waiting where the loader is slower than training."""
         return self._wait_breakdown.last
 
     def state_dict(self) -> dict[str, Any]:
-        """The state after the last batch handed out. What was decoded ahead is not part of it."""
+        """The state after the last batch handed out. Batches decoded ahead are not part of it."""
         return {
             "position": self._position,
             "quarantined": dict(self._samples.quarantined),
@@ -174,17 +146,18 @@ class Loader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state: the same batches follow, bit for bit, whatever the number of threads.
+        """Continues from a state: the same batches follow, bit for bit, whatever the number of workers.
 
-        `quarantined` may name positions that are still to come (from quarantine.jsonl of a run that went further before
-        it was killed): the picture is used up to there. Raises CheckpointError when the state is of another stream.
+        `quarantined` may contain positions that are still to come (from quarantine.jsonl of a run that got further
+        before it was killed): the image is used up to there. Raises CheckpointError when the state is of another
+        stream.
         """
         for name, expected in (("count", len(self._samples)), ("seed", self._samples.seed)):
             if state.get(name, expected) != expected:
-                description = {"count": "number of training pictures", "seed": "seed"}[name]
+                description = {"count": "number of training images", "seed": "seed"}[name]
                 raise CheckpointError(
                     f"The {description} is {expected}, the saved state was made with {state[name]}.",
-                    cause="the saved position means other pictures now",
+                    cause="the saved position means other images now",
                     fix="restore the data set or the setting, or start a new run",
                 )
         self._seek(int(state["position"]))
@@ -194,26 +167,41 @@ class Loader:
         )
 
     def image_indices_at(self, position: int, count: int) -> list[int]:
-        """The rows that `count` positions from `position` on are made of, with replacements; -1 for none."""
+        """The images at `count` positions from `position` on, including replacements; -1 for none."""
         return [self._samples.image_index_at(p) for p in range(position, position + count)]
 
     def stats(self) -> LoaderStats:
-        """What was done so far and what is being done; a snapshot."""
+        """A snapshot of what was done so far and what is being done."""
         pending_batches = list(self._pending_batches)  # the thread that asks for batches may be adding to it
         num_missing = sum(min(batch_task.num_missing, self._batch_size) for batch_task in pending_batches)
-        return collect_loader_stats(
-            [self._counters, *(self._pool.counters() if self._pool else ())],
-            self._prefetch_counters,
-            self._wait_breakdown,
-            self._buffers[0],
-            batches_copied=self._batches_copied,
-            batches_copying=sum(not ready.done() for _, ready in list(self._handed_out)),
-            wait_s=self._wait_s,
+        total, num_active = sum_counters([self._counters, *(self._pool.counters() if self._pool else ())])
+        prefetched, buffer = self._prefetch_counters, self._buffers[0]
+        in_flight = prefetched.requested - prefetched.completed
+        num_copying = sum(not ready.done() for _, ready in list(self._handed_out))
+        return LoaderStats(
+            fetch=StageStats(
+                prefetched.seconds + total.read_s,
+                prefetched.completed + total.num_reads,
+                prefetched.bytes + total.read_bytes,
+                in_flight + num_active[READ],
+            ),
+            decode=StageStats(
+                total.decode_s, total.num_images, total.num_images * buffer.pixels[0].nbytes, num_active[DECODING]
+            ),
+            copy=StageStats(
+                self._wait_breakdown.total_s[COPY],
+                self._batches_copied * self._batch_size,
+                self._batches_copied * buffer.nbytes,
+                num_copying * self._batch_size,
+            ),
+            total=total,
             queued=self._pool.num_queued if self._pool else 0,
             ready=self._batch_size * (len(pending_batches) + (self._copied_batch is not None)) - num_missing,
             workers=self._autotuner.workers,
             prefetch_depth=self._autotuner.prefetch_depth,
             max_in_flight=self._prefetcher.max_in_flight if self._prefetcher else 0,
+            wait_s=self._wait_s,
+            wait_s_by_stage=dict(self._wait_breakdown.total_s),
         )
 
     def close(self) -> None:
@@ -239,9 +227,9 @@ class Loader:
     def __next__(self) -> Batch:
         """The next batch, on the device.
 
-        On a CPU its tensors are the ring's own memory: they stay as they are until the next call but one.
-        Raises DataError when too many pictures cannot be used; StorageError when a bucket cannot be read; RuntimeError
-        with the picture's path for a bug.
+        On a CPU its tensors are the buffer's own memory: they are valid until the next call but one.
+        Raises DataError when too many images cannot be used; StorageError when a bucket cannot be read; RuntimeError
+        with the image's path for a bug.
         """
         if self._failure is not None:
             raise self._failure
@@ -253,7 +241,7 @@ class Loader:
             self._failure = error
             raise
 
-    # How it comes about; all of this runs in the caller's thread.
+    # The implementation; all of it runs in the caller's thread.
 
     def _seek(self, position: int) -> None:
         self._stop_pool()
@@ -267,8 +255,9 @@ class Loader:
         self._position = self._scheduled_position = position
 
     def _start_pool(self) -> WorkerPool:
-        """The threads, and what is fetched ahead of them, from the place of the stream that comes next."""
-        pool = self._pool = WorkerPool(self._samples, self._autotuner.workers, self._device_decoder)
+        """Starts the workers, and prefetching for a bucket, from the next position of the stream on."""
+        decode_on_device = None if self._device_decoder is None else self._device_decoder.decode
+        pool = self._pool = WorkerPool(self._samples, self._autotuner.workers, decode_on_device)
         self._gc_finalizer = weakref.finalize(self, pool.stop)
         self._gc_finalizer.atexit = False  # `worker_pool.py` stops and joins at exit
         if self._samples.is_remote:
@@ -277,7 +266,7 @@ class Loader:
 
                 self._fetcher = Fetcher()
                 weakref.finalize(self, self._fetcher.close)
-            first = self._scheduled_position + self._rank * self._batch_size
+            first = self._scheduled_position + self._spec.rank * self._batch_size
             sample_positions = iter_rank_positions(first, self._batch_size, self._batch_size * self._world_size)
             self._prefetcher = Prefetcher(self._samples, self._fetcher, self._prefetch_counters, sample_positions)
         return pool
@@ -311,7 +300,7 @@ class Loader:
         self._position = batch_task.global_start + self._batch_size * self._world_size
         if not self._samples.train:
             self._position = min(self._position, len(self._samples))
-        # What follows is copied while the device works on this one: if it is decoded and needs no say of ours.
+        # The next batch is copied while the device works on this one, if it is complete and needs no decision.
         if (
             not self._device.is_cpu
             and self._pending_batches
@@ -327,7 +316,7 @@ class Loader:
         return as_batch(tensors)
 
     def _reclaim_buffers(self) -> None:
-        """Frees the slots that nobody reads any more; gives up those that the ring is too deep by."""
+        """Frees the buffers that are no longer read, and drops those beyond the prefetch depth."""
         if self._device.is_cpu:
             while len(self._handed_out) > 1:
                 self._free_buffers.append(self._handed_out.popleft()[0])
@@ -337,11 +326,11 @@ class Loader:
             self._buffers.remove(self._free_buffers.popleft())
 
     def _schedule(self, pool: WorkerPool) -> None:
-        """Gives the samples of the next batches to the threads, as far as there are free slots."""
+        """Gives the samples of the next batches to the workers, while there are free buffers."""
         while self._free_buffers and (self._samples.train or self._scheduled_position < len(self._samples)):
             batch_task = BatchTask(
                 self._scheduled_position,
-                self._scheduled_position + self._rank * self._batch_size,
+                self._scheduled_position + self._spec.rank * self._batch_size,
                 self._free_buffers.popleft(),
                 self._batch_size,
             )
@@ -361,19 +350,19 @@ class Loader:
                 ready_tasks.append(SampleTask(position, batch_task, k, None))
                 continue
             pending_read, batch_task.transitions[k] = prefetched
-            pool.submit_when_fetched(
-                SampleTask(position, batch_task, k, pending_read), pending_read
-            )  # so a slow object holds up no thread
+            task = SampleTask(position, batch_task, k, pending_read)
+            # Submitted when its bytes have arrived, so that a slow object blocks no worker.
+            pool.submit_when_done(task, pending_read)
         pool.submit(*ready_tasks)
 
     def _wait_for_next(self, pool: WorkerPool) -> BatchTask:
-        """The next batch of the stream, once all its samples are there. Raises StopIteration after the last."""
+        """The next batch of the stream, once all its samples are loaded. Raises StopIteration after the last."""
         start_s = time.perf_counter()
         try:
             if not self._pending_batches:
                 if not self._samples.train and self._scheduled_position >= len(self._samples):
                     raise StopIteration
-                self._handed_out[0][1].synchronize()  # every slot is still being copied from
+                self._handed_out[0][1].synchronize()  # every buffer is still being copied from
                 self._wait_breakdown.attribute_elapsed(COPY)
                 self._reclaim_buffers()
                 self._schedule(pool)
@@ -384,28 +373,25 @@ class Loader:
             if pool.stopped:
                 raise RuntimeError("the loader was closed while a batch was waited for")
             batch_task = self._pending_batches.popleft()
-            other_transitions = [transitions for later in self._pending_batches for transitions in later.transitions]
-            self._wait_breakdown.add(
-                split_wait(wait_start_s, time.perf_counter(), batch_task.transitions, other_transitions)
-            )
+            others: list[Transitions] = [
+                transitions for later in self._pending_batches for transitions in later.transitions
+            ]
+            self._wait_breakdown.add(split_wait(wait_start_s, time.perf_counter(), batch_task.transitions, others))
             return batch_task
         finally:
             self._wait_s += time.perf_counter() - start_s
 
     def _copy_to_device(self, batch_task: BatchTask) -> tuple[BatchTask, list[Tensor], ReadyEvent]:
         self._wait_breakdown.attribute_elapsed(QUEUE)
-        if batch_task.device_batch is None:
-            tensors, ready = self._copy_stream.to_device(batch_task.buffer.tensors)
-        else:
-            tensors, ready = batch_task.device_batch.hand_over(batch_task, self._copy_stream)
+        tensors, ready = batch_task.to_device(self._copy_stream)
         self._batches_copied += 1
         self._wait_breakdown.attribute_elapsed(COPY)
         return batch_task, tensors, ready
 
     def _autotune(self, pool: WorkerPool) -> None:
-        """Once a second of training: measures, and follows what `Tuner` decides."""
+        """Once a second of training: measures, and applies what the autotuner decides."""
         if self._rate_meter is None:
-            self._rate_meter = LoaderRateMeter(self.stats())  # from here on: the start says nothing
+            self._rate_meter = LoaderRateMeter(self.stats())  # the first batches are not representative
             return
         if time.perf_counter() - self._rate_meter.last_poll_s < POLL_INTERVAL_S:
             return

@@ -1,11 +1,10 @@
-"""Pictures of a bucket are asked for ahead of the ring: their bytes are small, their latency is long.
+"""Requests images of a bucket before there is a batch buffer for them: their bytes are few, their latency is long.
 
-Which picture stands at a position is guessed from the quarantine as it is now (`Samples.row_at`); where it turns out to
-be another one, that one is fetched instead. So what is fetched ahead changes when bytes are there, never what a run
-sees. How many should be under way, retries and slow answers: `storage/fetcher.py`.
+Which image belongs to a position is predicted from the present quarantine (`SampleStream.image_index_at`). Where the
+prediction turns out wrong, the right image is requested instead. So prefetching changes when bytes arrive, never what
+a run sees. Number of requests in flight, retries and slow responses: `storage/fetcher.py`.
 """
 
-import dataclasses
 import itertools
 import time
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from stoker.data.loading.samples import PendingRead, SampleStream
+from stoker.data.loading.stats import PrefetchCounters
 from stoker.data.loading.wait_breakdown import IN_FLIGHT, QUEUED, Transitions
 from stoker.hardware.cgroup import host_memory
 
@@ -20,43 +20,32 @@ if TYPE_CHECKING:
     from stoker.storage.fetcher import Fetcher
 
 MEMORY_FRACTION = 1 / 16
-"""Of the free host memory, for bytes that have come or will come before the ring has room for them."""
+"""Fraction of the free host memory for bytes that arrive before a batch buffer is free."""
 DEFAULT_IMAGE_BYTES = 2**18
-"""Size of a picture while none has come."""
-
-
-@dataclasses.dataclass
-class PrefetchCounters:
-    """Fetches since the loader was made. But for `asked`, written by the fetcher's thread alone."""
-
-    requested: int = 0
-    completed: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
-    """Summed over the fetches, which fly side by side."""
+"""Assumed size of an image until one has arrived."""
 
 
 def iter_rank_positions(first: int, batch_size: int, stride: int) -> Iterator[int]:
-    """Those of a rank's batches, whose first ones are first, first + stride, …, without an end."""
+    """The positions of a rank's batches, which start at first, first + stride, …; endless."""
     return (base + k for base in itertools.count(first, stride) for k in range(batch_size))
 
 
 class Prefetcher:
-    """The fetches of a loader from one place of the stream on. Holds no loader, as its callbacks outlive one."""
+    """The requests of a loader from one position on. It holds no loader, because its callbacks may outlive one."""
 
     def __init__(
         self, samples: SampleStream, fetcher: "Fetcher", counters: PrefetchCounters, positions: Iterator[int]
     ) -> None:
-        """positions: those that this rank loads, in order, without an end."""
+        """positions: those that this rank loads, in order, endless."""
         self._samples, self._fetcher, self._counters, self._positions = samples, fetcher, counters, positions
         self._next_position = next(positions)
         self._requests: dict[int, tuple[PendingRead, Transitions] | None] = {}
-        """Position → its fetch; None where there is nothing to fetch."""
+        """Position → its request; None where there is nothing to request."""
         limit, used = host_memory()
         self._memory_budget_bytes = MEMORY_FRACTION * max(0, limit - used)
 
     def take(self, position: int) -> tuple[PendingRead, Transitions] | None:
-        """The fetch of a position's picture and the marks of the sample; None where its bytes lie on a local disk."""
+        """The request for a position's image, and the transitions of the sample; None where its bytes are local."""
         while self._next_position <= position:
             self._request_next()
         request = self._requests.pop(position, None)
@@ -67,13 +56,13 @@ class Prefetcher:
 
     @property
     def max_in_flight(self) -> int:
-        """For how many samples beyond the ring bytes should be under way."""
+        """For how many samples beyond the batch buffers bytes should be requested."""
         counters = self._counters
         mean_bytes = counters.bytes / counters.completed if counters.bytes else DEFAULT_IMAGE_BYTES
         return min(self._fetcher.target_in_flight, int(self._memory_budget_bytes / mean_bytes))
 
     def top_up(self) -> None:
-        """Asks for more, up to that."""
+        """Requests images until `max_in_flight` are under way."""
         limit = self.max_in_flight
         while len(self._requests) < limit and (self._samples.train or self._next_position < len(self._samples)):
             self._request_next()
@@ -83,11 +72,9 @@ class Prefetcher:
         self._next_position = next(self._positions)
 
     def _request(self, image_index: int) -> tuple[PendingRead, Transitions] | None:
-        location = (
-            self._samples.index.remote_object(image_index)
-            if image_index >= 0 and not self._samples.is_cached(image_index)
-            else None
-        )
+        if image_index < 0 or self._samples.is_cached(image_index):
+            return None
+        location = self._samples.index.remote_object(image_index)
         if location is None:
             return None
         store, key, start, length = location

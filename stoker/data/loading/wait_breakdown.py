@@ -1,9 +1,8 @@
-"""Where a wait for a batch went: from what its samples did meanwhile, instant by instant.
+"""Attributes the time that training waits for a batch to stages, from what the samples did at each instant.
 
-Each sample keeps its own marks, a few a picture, which live as long as its place in the ring; they are looked at only
-when the caller had to wait. What the stages mean for a run: docs/run-folder.md. Who marks: `samples.py`,
-`worker_pool.py`,
-`prefetch.py`; who asks: `loader.py`.
+Each sample records its own transitions, a few per image, which live as long as its place in a batch buffer. They are
+evaluated only when the caller had to wait. What the stages mean for a run: docs/run-folder.md. Transitions are recorded
+by `samples.py`, `worker_pool.py` and `prefetch.py`; `loader.py` evaluates them.
 """
 
 import time
@@ -14,16 +13,16 @@ from stoker.runs.records import INPUT_STAGES
 
 FETCH, DECODE, COPY, QUEUE = INPUT_STAGES
 IN_FLIGHT, READ, DECODING, QUEUED, DONE = "flight", "read", "decoding", "queued", "done"
-"""What a sample does: its bytes are asked for and come by themselves; a thread reads them; a thread decodes them; it
-waits for a thread; it is in its place of the batch."""
+"""States of a sample: its bytes are requested; a worker reads them; a worker decodes them; it waits for a worker; it is
+in its place of the batch."""
 
 Transitions = list[tuple[float, str]]
-"""(seconds of `time.perf_counter`, what the sample does from there on), ascending. Before the first it is QUEUED."""
+"""(seconds of `time.perf_counter`, state from then on), ascending. Before the first a sample is QUEUED."""
 Intervals = list[tuple[float, str]]
 """(end in seconds of `time.perf_counter`, stage): each begins where the one before it ends."""
 
 _AWAITED_STAGES = {IN_FLIGHT: FETCH, READ: FETCH, DECODING: DECODE, QUEUED: QUEUE}
-_OTHER_STAGES = {READ: FETCH, DECODING: DECODE}  # a flight of others holds up no thread
+_OTHER_STAGES = {READ: FETCH, DECODING: DECODE}  # requests in flight of other samples block no worker
 
 
 def split_wait(
@@ -31,12 +30,12 @@ def split_wait(
 ) -> Intervals:
     """The wait from start_s to end_s as intervals of stages, ascending; the last ends at end_s.
 
-    awaited: marks of the samples of the batch that is waited for; others: of all other samples under way, looked at
-    only where it is needed. In each instant the first rule that holds decides:
+    awaited: transitions of the samples of the awaited batch; others: of all other samples in progress, used only where
+    needed. At each instant the first rule that applies decides:
 
-    1. samples of the batch are worked on     -> their stage, FETCH or DECODE; half each where both are among them
-    2. some of them wait for a thread         -> what the threads do, in the same way
-    3. nothing is left to do for them         -> QUEUE: they are there, and only have to be handed over
+    1. samples of the batch are in progress   -> their stage, FETCH or DECODE; half each where both occur
+    2. some of them wait for a worker         -> what the workers do, in the same way
+    3. nothing is left to do for them         -> QUEUE: they are complete and only have to be handed out
     """
     intervals: Intervals = []
     segment_start_s = start_s
@@ -65,12 +64,12 @@ def _append_interval(intervals: Intervals, start_s: float, end_s: float, stages:
 def _stage_segments(
     samples: Iterable[Transitions], start_s: float, end_s: float, stage_by_state: dict[str, str]
 ) -> Iterator[tuple[float, set[str]]]:
-    """(end of a stretch, the stages that samples are in through it), from start_s to end_s."""
+    """(end of a segment, the stages that samples are in during it), from start_s to end_s."""
     counts: Counter[str] = Counter()
     changes: list[tuple[float, str | None, str | None]] = []
     for transitions in samples:
         initial_stage = current_stage = stage_by_state.get(QUEUED)
-        for time_s, state in list(transitions):  # a copy, as its thread may add to it
+        for time_s, state in list(transitions):  # a copy, as a worker may append to it
             stage = stage_by_state.get(state)
             if time_s <= start_s:
                 initial_stage = stage
@@ -91,7 +90,7 @@ def _stage_segments(
 
 
 class WaitBreakdown:
-    """What the calls of `Loader.__next__` spend their time on: the newest one's intervals, and the sums of all."""
+    """What the calls of `Loader.__next__` spend their time on: intervals of the newest call, and sums over all."""
 
     def __init__(self) -> None:
         self.last: Intervals = []
@@ -102,7 +101,7 @@ class WaitBreakdown:
         self.last, self._last_end_s = [], time.perf_counter()
 
     def attribute_elapsed(self, stage: str) -> None:
-        """All since the last interval was `stage`."""
+        """Attributes the time since the last interval to `stage`."""
         self.add([(time.perf_counter(), stage)])
 
     def add(self, intervals: Intervals) -> None:

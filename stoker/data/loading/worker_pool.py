@@ -1,8 +1,8 @@
-"""The threads of a loader and the queue they work from: they end with it, and never hold up the interpreter's end.
+"""The worker threads of a loader and the queue they work from. They end with the loader and never block exit.
 
-They take the earliest sample of the stream first, so that one whose bytes come late waits behind none that is needed
-later. Their number can change while they work. They know nothing of batches but their places: `samples.py` fills one,
-`loader.py` hands them out and takes them in.
+Workers take the earliest sample of the stream first, so that a sample whose bytes arrive late does not wait behind
+samples that are needed later. Their number can change while they work. They know nothing of batches but their places:
+`samples.py` fills one place, `loader.py` schedules batches and hands them out.
 """
 
 import atexit
@@ -11,51 +11,30 @@ import threading
 import time
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
 
-from stoker.data.loading.counters import Counters
-from stoker.data.loading.samples import HostBatchBuffer, PendingRead, SampleResult, SampleStream
-from stoker.data.loading.wait_breakdown import DONE, Transitions
-
-if TYPE_CHECKING:
-    from stoker.data.loading.device_batches import DeviceBatch, DeviceBatchDecoder
+from stoker.data.loading.samples import PendingRead, SampleResult, SampleStream
+from stoker.data.loading.stats import Counters
+from stoker.data.loading.tasks import BatchTask, SampleTask
+from stoker.data.loading.wait_breakdown import DONE
 
 JOIN_TIMEOUT_S = 10.0
-"""How long `close`, or the end of the interpreter, waits for threads whose file system does not answer."""
-
-
-class BatchTask:
-    """A batch on its way: where in the stream it begins, its slot, and what came of each of its samples."""
-
-    def __init__(self, global_start: int, start: int, buffer: HostBatchBuffer, batch_size: int) -> None:
-        self.global_start, self.start, self.buffer = global_start, start, buffer
-        self.results: list[SampleResult | BaseException | None] = [None] * batch_size
-        self.transitions: list[Transitions] = [[] for _ in range(batch_size)]
-        self.num_missing = batch_size
-        """Samples that are still to come, and the whole where the device decodes it."""
-        self.reloaded: list[int] = []
-        """Places that were loaded anew, after the device had its turn."""
-        self.device_batch: DeviceBatch | None = None
-        """The pictures, where the device decodes."""
-
-
-class SampleTask(NamedTuple):
-    """A sample to load. Ordered by its position, which no other task of the queue has."""
-
-    position: int
-    batch_task: BatchTask
-    k: int
-    pending_read: PendingRead | None
+"""How long `close`, or exit, waits for threads whose file system does not respond."""
 
 
 class WorkerPool:
-    """The threads, and the queue they work from. Holds no loader, so that a forgotten loader can be collected."""
+    """The worker threads and their queue. Holds no loader, so that an abandoned loader can be garbage-collected."""
 
-    def __init__(self, samples: SampleStream, workers: int, device_decoder: "DeviceBatchDecoder | None" = None) -> None:
-        """device_batches: has the device decode what the threads leave to it, on one more thread."""
+    def __init__(
+        self,
+        samples: SampleStream,
+        workers: int,
+        decode_on_device: Callable[[BatchTask, Counters], None] | None = None,
+    ) -> None:
+        """decode_on_device: decodes what the workers leave to the device, on one more thread."""
         self.batch_done = threading.Condition()
         self.stopped = False
-        self._samples = samples if device_decoder is None else samples.with_deferred_decode()
+        self._samples = samples if decode_on_device is None else samples.with_deferred_decode()
         self._tasks: list[SampleTask] = []
         self._tasks_changed = threading.Condition()
         self._target_workers = 0
@@ -65,25 +44,25 @@ class WorkerPool:
         self._device_thread: threading.Thread | None = None
         self._device_counters = Counters()
         self.resize(workers)
-        if device_decoder is not None:
+        if decode_on_device is not None:
             self._device_thread = threading.Thread(
-                target=self._run_device_decoder, args=(device_decoder,), name="stoker-loader-device", daemon=True
+                target=self._run_device_decoder, args=(decode_on_device,), name="stoker-loader-device", daemon=True
             )
             self._device_thread.start()
         _POOLS.add(self)
 
     @property
     def num_queued(self) -> int:
-        """Samples that wait for a thread."""
+        """Samples that wait for a worker."""
         return len(self._tasks)
 
     def counters(self) -> list[Counters]:
-        """Of each thread, and the sum of those that have left."""
+        """Those of each worker, and the sum of those that have exited."""
         with self._tasks_changed:
             return [self._exited_counters, self._device_counters, *self._threads.values()]
 
     def resize(self, workers: int) -> None:
-        """More threads at once; fewer as soon as some have ended the sample they are at."""
+        """Starts workers at once; lets workers exit when they have finished their sample."""
         with self._tasks_changed:
             if self.stopped:
                 return
@@ -96,7 +75,7 @@ class WorkerPool:
             self._tasks_changed.notify_all()
 
     def register_batch(self, batch_task: BatchTask) -> None:
-        """The batches in their order, each before its samples: those that one more thread has to finish."""
+        """Queues a batch for the device decoder, if there is one. Call in order, before submitting its samples."""
         if self._device_thread is not None:
             batch_task.num_missing += 1
             self._device_queue.append(batch_task)
@@ -107,11 +86,11 @@ class WorkerPool:
                 heapq.heappush(self._tasks, task)
             self._tasks_changed.notify(len(tasks))
 
-    def submit_when_fetched(self, task: SampleTask, pending_read: PendingRead) -> None:
+    def submit_when_done(self, task: SampleTask, pending_read: PendingRead) -> None:
         pending_read.future.add_done_callback(lambda _: self.submit(task))
 
     def _next_task(self, counters: Counters) -> SampleTask | None:
-        """The next task; None: leave, which is settled under the same lock, so that just as many leave as have to."""
+        """The next task; None: exit. Both are decided under one lock, so that no more workers exit than should."""
         start_s = time.perf_counter()
         with self._tasks_changed:
             while not self._tasks and not self.stopped and len(self._threads) <= self._target_workers:
@@ -121,19 +100,19 @@ class WorkerPool:
                 return None
             if len(self._threads) > self._target_workers:
                 self._exited_counters.add(self._threads.pop(threading.current_thread()))
-                self._tasks_changed.notify()  # a task that woke this one needs another
+                self._tasks_changed.notify()  # a task that woke this worker needs another one
                 return None
             return heapq.heappop(self._tasks)
 
     def _run_worker(self, counters: Counters) -> None:
         while (task := self._next_task(counters)) is not None:
-            _, batch_task, k, pending_read = task
+            position, batch_task, k, pending_read = task
             result: SampleResult | BaseException
             try:
                 result = self._samples.load(
-                    batch_task.buffer, k, task.position, counters, batch_task.transitions[k], pending_read
+                    batch_task.buffer, k, position, counters, batch_task.transitions[k], pending_read
                 )
-            except BaseException as error:  # noqa: BLE001  (it travels: `Loader` raises it when it comes to the sample)
+            except BaseException as error:  # noqa: BLE001  (`BatchFinalizer` raises it in the caller's thread)
                 result = error
             batch_task.transitions[k].append((time.perf_counter(), DONE))
             with self.batch_done:
@@ -142,8 +121,8 @@ class WorkerPool:
                 if batch_task.num_missing <= 1:
                     self.batch_done.notify_all()
 
-    def _run_device_decoder(self, device_decoder: "DeviceBatchDecoder") -> None:
-        """What the thread of the device does: one batch after the other, once its samples are there."""
+    def _run_device_decoder(self, decode_on_device: Callable[[BatchTask, Counters], None]) -> None:
+        """The thread of the device decoder: one batch after the other, once its samples are loaded."""
         while True:
             with self.batch_done:
                 self.batch_done.wait_for(
@@ -153,15 +132,15 @@ class WorkerPool:
                     return
                 batch_task = self._device_queue.popleft()
             try:
-                device_decoder.decode(batch_task, self._device_counters)
-            except BaseException as error:  # noqa: BLE001  (it travels, as above)
+                decode_on_device(batch_task, self._device_counters)
+            except BaseException as error:  # noqa: BLE001  (raised in the caller's thread, as above)
                 batch_task.results[0] = error
             with self.batch_done:
                 batch_task.num_missing = 0
                 self.batch_done.notify_all()
 
     def stop(self) -> None:
-        """Asks the threads to end after the sample they are at. Does not wait."""
+        """Asks the threads to exit after their current sample. Does not wait."""
         self.stopped = True
         with self._tasks_changed:
             self._tasks_changed.notify_all()
@@ -179,7 +158,7 @@ _POOLS: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 
 @atexit.register
 def _stop_pools() -> None:
-    """A thread that comes back from OpenCV into an interpreter that is going down would abort the process."""
+    """A thread that returns from OpenCV while the interpreter shuts down would abort the process."""
     pools = list(_POOLS)
     for pool in pools:
         pool.stop()

@@ -1,0 +1,43 @@
+"""`LoaderSpec`: what a loader loads and how, in one object. Not here: the data set, the cache and the callbacks."""
+
+import dataclasses
+from typing import Literal
+
+from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
+from stoker.hardware.device import Device
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoaderSpec:
+    """The fixed choices of a `Loader`. Settings of the same names are described in `stoker/config/settings.py`."""
+
+    device: Device
+    batch_size: int
+    """B, images per batch of this rank."""
+    image_size: tuple[int, int]
+    """Height and width of the model input."""
+    resize: str
+    """letterbox or squash; see `geometry.compute_resize_geometry`."""
+    max_boxes: int
+    """M; see `compute_max_boxes`."""
+    seed: int
+    train: bool = True
+    """An endless shuffled stream; else one pass in order, whose last batch is filled up with image_index -1."""
+    scale_jitter_prob: float = 0.0
+    """In training only, as the next two; see `geometry.sample_resize_geometry`."""
+    scale_range: tuple[float, float] = (1.0, 1.0)
+    min_object_covered: float = 0.0
+    workers: int | Literal["auto"] = "auto"
+    """Threads that read and decode; "auto": tuned while the loader runs."""
+    initial_workers: int = 0
+    """With how many threads a tuned loader begins, where that is more than the usual number."""
+    prefetch_depth: int | None = None
+    """Batches decoded ahead; None: tuned. Host memory is (prefetch_depth + 2) · B · H · W · 3 bytes."""
+    max_bad_fraction: float = DEFAULT_MAX_BAD_FRACTION
+    """Fraction of the images that may be in quarantine before the loader raises DataError."""
+    rank: int = 0
+    world_size: int = 1
+    """A global batch is B · world_size positions of the stream, of which rank r takes the r-th B. Each rank knows its
+    own failures only. Replacements are drawn by position, so ranks agree on lasting failures without communication."""
+    jpeg_decoder: Literal["cpu", "nvjpeg"] = "cpu"
+    """nvjpeg: the device decodes the JPEGs that it supports. Not together with a cache."""
