@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from processes import answer, child
+from processes import run_child, serve_child
 from report import Bar, Report, options, publish, spread
 
 SOURCES = ((480, 640, 88), (3000, 4000, 80))
@@ -50,11 +50,11 @@ def draw(folder: Path, source: int, count: int) -> None:
 def measure(folder: Path, canvas: int, turns: int) -> dict[str, Any]:
     """Epochs of what the loader's threads do, the modes in turn: for each, its processor ms and pictures/s."""
     import numpy as np
+    from stoker.data.loading.counters import Counters
 
     from stoker.data.images.cache_policy import cache_file_path, open_cache
     from stoker.data.images.pixel_cache import CachedImageSpec, PixelCache
     from stoker.data.index import open_index
-    from stoker.data.loading.counters import Counters
     from stoker.data.loading.samples import HostBatchBuffer, SampleStream, compute_max_boxes
     from stoker.hardware.device import configure_malloc, select_device
 
@@ -119,10 +119,10 @@ def run(quick: bool) -> Report:
     with tempfile.TemporaryDirectory(prefix="stoker-bench-") as temporary:
         for source, (height, width, _) in enumerate(SOURCES):
             folder, cache = Path(temporary) / str(source), Path(temporary) / "cache"
-            child("draw", folder, cache, source, counts[source])
+            run_child("draw", folder, cache, source, counts[source])
             size_kb = statistics.mean(path.stat().st_size for path in (folder / "images").iterdir()) / 1e3
             for canvas in CANVASES:
-                found = child("measure", folder, cache, canvas, n)
+                found = run_child("measure", folder, cache, canvas, n)
                 medians = {mode: statistics.median(ms for ms, _, _ in found[mode]) for mode in MODES}
                 for mode in MODES:
                     cpu_ms = spread([ms for ms, _, _ in found[mode]])
@@ -144,5 +144,5 @@ def run(quick: bool) -> Report:
 
 
 if __name__ == "__main__":
-    answer({"draw": draw, "measure": measure})
+    serve_child({"draw": draw, "measure": measure})
     publish(lambda arguments: run(arguments.quick), options(__doc__))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import index
-from processes import answer, child
+from processes import run_child, serve_child
 from report import Bar, Report, options, publish, spread
 
 DRAWN = 600
@@ -95,13 +95,13 @@ def run(quick: bool) -> Report:
         small, big, cache = (Path(temporary) / name for name in ("drawn", "coco", "cache"))
         small.mkdir()
         big.mkdir()
-        child("draw", small, cache, drawn)
-        child("generate", big, cache, pictures, boxes)
+        run_child("draw", small, cache, drawn)
+        run_child("generate", big, cache, pictures, boxes)
         for number in range(n):
             for what in ("loader", "check") if number % 2 else ("check", "loader"):
-                runs[what].append(child(what, small, cache))
+                runs[what].append(run_child(what, small, cache))
         for _ in range(big_n):
-            runs["annotations"].append(child("annotations", big, cache))
+            runs["annotations"].append(run_child("annotations", big, cache))
         size_kb = statistics.mean(path.stat().st_size for path in (small / "images").iterdir()) / 1e3
     if (runs["annotations"][0]["pictures"], runs["annotations"][0]["boxes"]) != (pictures, boxes):
         raise RuntimeError(f"the report is not of what was generated: {runs['annotations'][0]}")
@@ -141,7 +141,7 @@ def rates(what: str, results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    answer(
+    serve_child(
         {
             "draw": draw,
             "generate": index.generate,

@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from processes import ROOT, spend
+from processes import ROOT, run_timed
 from quality import SHOWN, trainval
 from report import Bar, Report, options, publish
 from torch.utils.flop_counter import FlopCounterMode
@@ -132,10 +132,10 @@ def of_stoker(model: str, *more: str) -> Contestant:
             "--max-duration", f"{epochs}ep", "--batch-size", str(BATCH), "--seed", str(seed), "--eval-every", "0", "--run", str(run),
             "--image-size", *map(str, data.canvas), *more,
         ]  # fmt: skip
-        _, cpu_s = spend(train, folder)
+        _, cpu_s = run_timed(train, folder)
         scoring = [sys.executable, "-m", "stoker", "eval", str(run / "final.safetensors"), str(data.ours),
                    "--split", "test", "--json"]  # fmt: skip
-        scores = json.loads(spend(scoring, folder)[0])
+        scores = json.loads(run_timed(scoring, folder)[0])
         return Trained(cpu_s, scores["ap"], scores["ap50"], *size_of(run), (train, scoring))
 
     return contestant
@@ -158,10 +158,10 @@ def of_ultralytics(program: Path, model: str) -> Contestant:
             str(program), "detect", "train", f"model={model}.yaml", f"epochs={epochs}", f"batch={BATCH}",
             f"seed={seed}", "pretrained=False", "val=False", "name=run", *common,
         ]  # fmt: skip
-        _, cpu_s = spend(train, folder)
+        _, cpu_s = run_timed(train, folder)
         find = [str(program), "detect", "val", f"model={folder / 'run' / 'weights' / 'last.pt'}", "save_json=True",
                 "name=found", *common]  # fmt: skip
-        said = re.findall(r"([\d,]+) parameters.*?([\d.]+) GFLOPs", spend(find, folder)[0])
+        said = re.findall(r"([\d,]+) parameters.*?([\d.]+) GFLOPs", run_timed(find, folder)[0])
         size = int(said[-1][0].replace(",", "")), float(said[-1][1])
         metrics = score_of(json.loads((folder / "found" / "predictions.json").read_text()), data.index)
         return Trained(cpu_s, metrics.ap, metrics.ap50, *size, (train, find))

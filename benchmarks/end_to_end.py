@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import loader
-from processes import answer, child
+from processes import run_child, serve_child
 from report import Bar, Report, options, publish, spread
 
 SIDES = ("real loader", "ready batch")
@@ -115,11 +115,11 @@ def run(arguments: argparse.Namespace) -> Report:
         folder, cache = Path(temporary) / "drawn", Path(temporary) / "cache"
         folder.mkdir()
         kind = loader.KINDS[0]
-        child("draw", folder, cache, files, *kind.size, round(100 * kind.roll), 1)
+        run_child("draw", folder, cache, files, *kind.size, round(100 * kind.roll), 1)
         (folder / "command.json").write_text(json.dumps(command))
         for _ in range(n):
             for name in SIDES:
-                runs[name].append(child("train", folder, cache, int(name == "ready batch"), first, steps))
+                runs[name].append(run_child("train", folder, cache, int(name == "ready batch"), first, steps))
     pictures = steps * batch
     rate = {name: spread([pictures / one["s"] for one in found]) for name, found in runs.items()}
     for name, found in runs.items():
@@ -145,5 +145,5 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    answer({"draw": loader.draw, "train": train})
+    serve_child({"draw": loader.draw, "train": train})
     publish(run, parser())

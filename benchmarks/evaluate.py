@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 from index import peak_mb
-from processes import answer, child
+from processes import run_child, serve_child
 from report import Bar, Report, options, publish, spread
 
 PICTURES, BOXES, CLASSES, DETECTIONS = 5_000, 36_781, 80, 100
@@ -278,11 +278,11 @@ def run(quick: bool) -> Report:
     runs: dict[str, list[dict[str, Any]]] = {what: [] for what in turns}
     with tempfile.TemporaryDirectory(prefix="stoker-bench-") as temporary:
         folder = Path(temporary)
-        child("generate", folder, folder, images, boxes)
+        run_child("generate", folder, folder, images, boxes)
         for turn in range(max(turns.values())):
             for what, count in turns.items():
                 if turn < count:
-                    runs[what].append(child(what, folder, folder / f"cache-{turn}"))
+                    runs[what].append(run_child(what, folder, folder / f"cache-{turn}"))
     expected = runs["pycocotools"][0]["numbers"]
     for what in ("stoker", "stoker_files", "faster"):
         off = max(abs(a - b) for a, b in zip(runs[what][0]["numbers"], expected, strict=True))
@@ -340,7 +340,7 @@ def telemetry_row(what: str, results: list[dict[str, float]]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    answer(
+    serve_child(
         {
             "generate": generate,
             "stoker": measure_stoker,

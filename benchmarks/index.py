@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from processes import answer, child
+from processes import run_child, serve_child
 from report import Bar, Report, options, publish, spread
 
 PICTURES, BOXES = 118_287, 860_001
@@ -97,12 +97,12 @@ def run(quick: bool) -> Report:
     with tempfile.TemporaryDirectory(prefix="stoker-bench-") as temporary:
         folder = Path(temporary) / "coco"
         folder.mkdir()
-        child("generate", folder, folder, pictures, boxes)
+        run_child("generate", folder, folder, pictures, boxes)
         size_mb = (folder / "annotations" / "instances_train2017.json").stat().st_size / 1e6
         for number in range(n):
             cache = Path(temporary) / f"cache-{number}"
             for what, results in runs.items():
-                results.append(child(what, folder, cache))
+                results.append(run_child(what, folder, cache))
     built = runs["build"][0]
     if (built["pictures"], built["boxes"]) != (pictures, boxes) or runs["reopen"][0]["check"]["missing"]:
         raise RuntimeError(f"the index is not what was generated: {built}, {runs['reopen'][0]['check']}")
@@ -146,5 +146,5 @@ def row(what: str, results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    answer({"generate": generate, "build": measure_build, "pycocotools": measure_pycocotools, "reopen": measure_reopen})
+    serve_child({"generate": generate, "build": measure_build, "pycocotools": measure_pycocotools, "reopen": measure_reopen})
     publish(lambda arguments: run(arguments.quick), options(__doc__))

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 from ember import OURS, PEER, Contestant, make_data, of_stoker, of_ultralytics
-from processes import ROOT, spend
+from processes import ROOT, run_timed
 from quality import SHOWN
 from report import Bar, Report, options, publish
 
@@ -60,14 +60,14 @@ def exported(requested: argparse.Namespace, folder: Path, side: int) -> dict[tup
     for number, (kind, (flag, _)) in enumerate(KINDS.items()):
         files[OURS, kind] = folder / f"ours-{number}.onnx"
         weights = str(ours / "run" / "final.safetensors")
-        spend([sys.executable, "-m", "stoker", "export", weights, "--onnx", "--batch-size", "1", flag,
+        run_timed([sys.executable, "-m", "stoker", "export", weights, "--onnx", "--batch-size", "1", flag,
                "--out", str(files[OURS, kind])], folder)  # fmt: skip
     if requested.ultralytics is not None:
         theirs = folder / PEER
         trained(of_ultralytics(requested.ultralytics, PEER), data, theirs)
         last = theirs / "run" / "weights" / "last.pt"
         for number, (kind, (_, flag)) in enumerate(KINDS.items()):
-            spend([str(requested.ultralytics), "export", f"model={last}", "format=onnx", f"imgsz={side}", "device=cpu",
+            run_timed([str(requested.ultralytics), "export", f"model={last}", "format=onnx", f"imgsz={side}", "device=cpu",
                    "simplify=False", flag], folder)  # fmt: skip
             files[PEER, kind] = last.with_suffix(".onnx").rename(folder / f"theirs-{number}.onnx")
     return files

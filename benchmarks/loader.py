@@ -27,7 +27,7 @@ from typing import Any
 import peers
 import psutil
 from loader_peers import BATCH, LOADERS, NEEDS, SHARD, SIDE
-from processes import ROOT, answer, child
+from processes import ROOT, run_child, serve_child
 from report import Bar, Report, describe, options, publish, spread
 
 CHILD = Path(__file__).with_name("loader_peers.py")
@@ -200,7 +200,7 @@ def measure(kind: Kind, n: int, workers: int, names: list[str]) -> dict[str, dic
     with tempfile.TemporaryDirectory(prefix="stoker-bench-") as temporary:
         folder, cache = Path(temporary) / "drawn", Path(temporary) / "cache"
         folder.mkdir()
-        child("draw", folder, cache, kind.files, *kind.size, round(100 * kind.roll), workers)
+        run_child("draw", folder, cache, kind.files, *kind.size, round(100 * kind.roll), workers)
         first, *_ = files = sorted((folder / "images").iterdir())
         found["files"] = {"kb": statistics.mean(path.stat().st_size for path in files) / 1e3}
         with contest(names, folder, workers, kind.repeats, cache) as sides:
@@ -279,5 +279,5 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    answer({"draw": draw})
+    serve_child({"draw": draw})
     publish(run, parser())

@@ -1,7 +1,7 @@
-"""Measurements in processes of their own: each begins with nothing imported and no memory used.
+"""Runs measurements in child processes: each starts with nothing imported and no memory allocated.
 
-A script calls `child` for each, and `answer` first thing when it runs: in the child, that is where the work is done.
-The script's own process stays small, since a child's peak of memory starts at its parent's.
+A script calls `run_child` for each measurement, and `serve_child` first when it starts; in a child, that runs the
+measurement. The parent process stays small, because the peak memory of a child starts at that of its parent.
 """
 
 import json
@@ -16,38 +16,48 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def child(what: str, folder: Path, cache: Path, *sizes: int) -> dict[str, Any]:
-    """What the function `what` of this script's `answer` returns for a folder and sizes. Raises CalledProcessError."""
-    environment = {**os.environ, "STOKER_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, sys.argv[0], "--child", what, str(folder), *map(str, sizes)]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+def run_child(function: str, folder: Path, cache: Path, *sizes: int) -> dict[str, Any]:
+    """The result of a function of this script's `serve_child` for a folder and sizes. Raises CalledProcessError."""
+    environment = child_environment() | {"STOKER_CACHE_DIR": str(cache)}
+    command = [sys.executable, sys.argv[0], "--child", function, str(folder), *map(str, sizes)]
+    completed = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    result: dict[str, Any] = json.loads(completed.stdout.splitlines()[-1])
     return result
 
 
-def spend(command: list[str], folder: Path, **more: str) -> tuple[str, float]:
-    """(what a command prints, processor seconds of it and its children, user and system), on one thread.
+def run_timed(command: list[str], folder: Path, **variables: str) -> tuple[str, float]:
+    """(stdout of a command, CPU-seconds of it and its children, user and system), with one thread.
 
-    It runs in `folder`, where the caches are, too; more: environment variables. Raises CalledProcessError, and shows
-    the end of what the command complained of.
+    It runs in `folder`, which also has its caches; variables: environment variables. On failure, prints the end of
+    stderr and raises CalledProcessError.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
-                   "STOKER_CACHE_DIR": str(folder / "cache"), **more}  # fmt: skip
+    environment = child_environment() | {
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "STOKER_CACHE_DIR": str(folder / "cache"),
+        **variables,
+    }
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as messages:
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=messages)
-        _, status, used = os.wait4(process.pid, 0)
+        _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         output.seek(0)
         messages.seek(0)
         if process.returncode:
             print(messages.read()[-3000:], file=sys.stderr)
             raise subprocess.CalledProcessError(process.returncode, command)
-        return output.read(), used.ru_utime + used.ru_stime
+        return output.read(), usage.ru_utime + usage.ru_stime
 
 
-def answer(functions: dict[str, Callable[..., dict[str, Any] | None]]) -> None:
-    """In a child: runs the function that was asked for, prints its result, and ends the process."""
+def child_environment() -> dict[str, str]:
+    """The environment of this process, with this repository at the end of PYTHONPATH."""
+    paths = [path for path in (os.environ.get("PYTHONPATH"), str(ROOT)) if path]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def serve_child(functions: dict[str, Callable[..., dict[str, Any] | None]]) -> None:
+    """In a child: runs the requested function, prints its result as JSON, and ends the process."""
     if sys.argv[1:2] == ["--child"]:
-        what, folder, *sizes = sys.argv[2:]
-        print(json.dumps(functions[what](Path(folder), *map(int, sizes)) or {}))
+        function, folder, *sizes = sys.argv[2:]
+        print(json.dumps(functions[function](Path(folder), *map(int, sizes)) or {}))
         sys.exit()

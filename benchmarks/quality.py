@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from processes import ROOT, spend
+from processes import ROOT, run_timed
 from report import Bar, Report, options, publish
 
 BUDGET_S = 1330.0
@@ -111,7 +111,7 @@ def measure(run: Run, arguments: argparse.Namespace, folder: Path) -> dict[str, 
         small = ["--side", "96"] if arguments.quick else []
         theirs = [sys.executable, str(ROOT / "benchmarks" / "torchvision_training.py"), data, "--weights", weights,
                   "--steps", str(run.steps), "--seed", str(run.seed), *small]  # fmt: skip
-        output, _ = spend(theirs, folder)
+        output, _ = run_timed(theirs, folder)
         scores = json.loads(output.splitlines()[-1])
         cpu_s, commands = scores["cpu_s"], [theirs]
     else:
@@ -122,8 +122,8 @@ def measure(run: Run, arguments: argparse.Namespace, folder: Path) -> dict[str, 
                  "--device", "cpu", "--max-duration", str(run.steps), "--seed", str(run.seed), "--eval-every", "0",
                  "--run", str(place), *small]  # fmt: skip
         score = [*stoker, "eval", str(place / "final.safetensors"), data, "--split", "test", "--json"]
-        _, cpu_s = spend(train, folder)
-        output, _ = spend(score, folder)
+        _, cpu_s = run_timed(train, folder)
+        output, _ = run_timed(score, folder)
         scores, commands = json.loads(output), [train, score]
     shown = "; ".join(" ".join(command) for command in commands)
     paths = (folder, "TEMPORARY"), (arguments.shared, SHOWN), (sys.executable, "python"), (f"{ROOT}/", "")

@@ -1,7 +1,7 @@
-"""What every benchmark of this folder shares: options, the description of the machine, the table, the bars, the JSON.
+"""Shared by all benchmarks: options, description of the machine, table, bars, JSON file. Measuring is in each script.
 
-A bar is a ratio, or a time, of medians that were measured in the same run; a bar that is missed is shown and written,
-and does not change the exit code. Not here: any measuring.
+A bar is a goal for a ratio or a time, computed from medians of the same run. A missed bar is shown and written, and
+does not change the exit code.
 """
 
 import argparse
@@ -26,7 +26,7 @@ class Bar:
     name: str
     value: float
     goal: float
-    """The most that `value` may be; the least where `at_least`."""
+    """Maximum of `value`; minimum for `at_least`."""
     ok: bool
 
     @classmethod
@@ -40,13 +40,13 @@ class Bar:
 
 @dataclass
 class Report:
-    """The result of one benchmark, on the screen and in its file."""
+    """The result of one benchmark, for the terminal and its file."""
 
     what: str
     n: int
-    """Runs that each median is of."""
+    """Runs per median."""
     packages: Sequence[str] = ()
-    """Distributions whose versions matter, besides Python's."""
+    """Distributions whose versions are recorded, besides Python."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     bars: list[Bar] = field(default_factory=list)
 
@@ -61,7 +61,7 @@ class Report:
         )
 
     def write(self, path: Path | None) -> None:
-        """Writes the JSON file, where one was asked for."""
+        """Writes the JSON file, if there is a path."""
         if path is None:
             return
         script = Path(sys.argv[0])
@@ -79,29 +79,26 @@ class Report:
 
 
 def options(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the options that all benchmarks have. description: the script's docstring."""
+    """A parser with the common options. description: docstring of the script."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
-    parser.add_argument(
-        "--quick", action="store_true", help="smaller and fewer runs; its numbers are not for publishing"
-    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller runs; not for published numbers")
     return parser
 
 
 def publish(run: Callable[[argparse.Namespace], Report], parser: argparse.ArgumentParser) -> None:
-    """Runs a benchmark with the arguments of the command line, shows and writes its report; exit code 1 when it could
-    not measure."""
+    """Runs a benchmark with the arguments of the command line; shows and writes its report. Exit code 1 on failure."""
     arguments = parser.parse_args()
     try:
         report = run(arguments)
     except (OSError, RuntimeError, subprocess.CalledProcessError, StokerError) as error:
-        sys.exit(f"could not measure: {error}")
+        sys.exit(f"the benchmark failed: {error}")
     report.show()
     report.write(arguments.json)
 
 
 def machine() -> dict[str, Any]:
-    """The kind of machine, without its name."""
+    """Hardware and system, without the host name."""
     return {"system": platform.system(), "processor": _processor(), "cores": _cores(), "memory_gib": _memory_gib()}
 
 
@@ -121,27 +118,27 @@ def _memory_gib() -> float:
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Versions of Python and of distributions; n/a where one has no name here (a checkout that is not installed)."""
-    found = {"python": platform.python_version()}
+    """Versions of Python and of distributions; n/a if one is not installed (e.g. used from a checkout)."""
+    installed = {"python": platform.python_version()}
     for name in packages:
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "n/a"
-    return found
+            installed[name] = "n/a"
+    return installed
 
 
-def describe(facts: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in facts.items())
+def describe(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, smallest and largest of some runs."""
+    """Median, minimum and maximum over runs."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows as aligned text; numbers with three significant digits, n/a where a row has no such column."""
+    """Rows as aligned text; numbers with three significant digits, n/a for missing columns."""
     heads = list(dict.fromkeys(head for row in rows for head in row))
     lines = [heads, *([_cell(row.get(head)) for head in heads] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from check import draw
-from processes import answer, child
+from processes import run_child, serve_child
 from report import Bar, Report, options, publish, spread
 
 DRAWN = 300
@@ -90,13 +90,13 @@ def run(arguments: argparse.Namespace) -> Report:
         folder = Path(temporary)
         small = ["--model", "retinanet_tiny_fpn", "--image-size", "64", "64"] if arguments.quick else []
         if arguments.data is None or arguments.weights is None:
-            child("prepare", folder, folder / "cache", 40 if arguments.quick else DRAWN)
+            run_child("prepare", folder, folder / "cache", 40 if arguments.quick else DRAWN)
         data = str(arguments.data or folder / "drawn")
         weights = "none" if arguments.quick else str(arguments.weights or folder / "mobilenet_v2.pth")
         (folder / "command.json").write_text(json.dumps([data, weights, *small]))
         for number in range(n):
             for what, results in runs.items():
-                results.append(child("start", folder, folder / f"cache-{number}"))
+                results.append(run_child("start", folder, folder / f"cache-{number}"))
                 print(f"{what} {number + 1} of {n}: {results[-1]['all']:.2f} s", file=sys.stderr, flush=True)
     pictures = arguments.data.name if arguments.data else "drawn pictures"
     report = Report(f"From the start of `stoker train` to the end of its first step, {pictures}", n)
@@ -124,5 +124,5 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    answer({"prepare": prepare, "start": start})
+    serve_child({"prepare": prepare, "start": start})
     publish(run, parser())

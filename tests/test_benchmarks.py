@@ -1,4 +1,4 @@
-"""The benchmarks run, and write what they promise. Their numbers are nobody's business here."""
+"""Benchmarks run and write their results. Their numbers are not tested here."""
 
 import importlib
 import json
@@ -14,12 +14,12 @@ import pytest
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
-def quick(script: str, result: Path, *arguments: str, **variables: str) -> dict[str, Any]:
+def run_quick(script: str, result: Path, *arguments: str, **variables: str) -> dict[str, Any]:
     """The results file of a quick run."""
     command = [sys.executable, str(FOLDER / f"{script}.py"), "--quick", "--json", str(result), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(FOLDER.parent), "OMP_NUM_THREADS": "1", **variables}
-    done = subprocess.run(command, env=environment, cwd=result.parent, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
+    completed = subprocess.run(command, env=environment, cwd=result.parent, capture_output=True, text=True, timeout=280)
+    assert completed.returncode == 0, completed.stderr
     content: dict[str, Any] = json.loads(result.read_text())
     assert list(content) == ["what", "command", "machine", "versions", "n", "rows", "bars"]
     assert content["command"].startswith(f"python benchmarks/{script}.py --quick")
@@ -33,12 +33,12 @@ def quick(script: str, result: Path, *arguments: str, **variables: str) -> dict[
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["index", "check", "ledger", "measure", "cache", "evaluate", "storage"])
 def test_a_quick_run_writes_its_results(script: str, tmp_path: Path) -> None:
-    assert quick(script, tmp_path / "result.json")["bars"]
+    assert run_quick(script, tmp_path / "result.json")["bars"]
 
 
 @pytest.mark.slow
-def test_the_parts_of_a_start_add_up(tmp_path: Path) -> None:
-    content = quick("startup", tmp_path / "result.json")
+def test_the_parts_of_the_startup_add_up(tmp_path: Path) -> None:
+    content = run_quick("startup", tmp_path / "result.json")
     rows = {row["what"]: row["s"] for row in content["rows"]}
     parts = [s for what, s in rows.items() if what.startswith("second start") and not what.endswith("all")]
     assert sum(parts) == pytest.approx(rows["second start, all"])
@@ -47,23 +47,23 @@ def test_the_parts_of_a_start_add_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_loaders_are_measured_on_the_same_pictures_and_absent_ones_said(tmp_path: Path) -> None:
-    absent = str(tmp_path / "nowhere" / "python")
-    content = quick("loader", tmp_path / "result.json", STOKER_PEERS_PYTHON=absent)
+def test_loaders_use_the_same_images_and_missing_ones_are_listed(tmp_path: Path) -> None:
+    missing = str(tmp_path / "nowhere" / "python")
+    content = run_quick("loader", tmp_path / "result.json", STOKER_PEERS_PYTHON=missing)
     rows = {row["what"].rpartition(": ")[2]: row for row in content["rows"] if row["what"].startswith("4,000")}
     assert all("make peers" in rows[name]["n/a"] for name in ("WebDataset, tensor resize", "tf.data", "SPDL"))
     assert str(tmp_path) not in json.dumps(content["rows"])
-    # Not bought by bad pixels: Pillow's own filters are 0.3 to 0.5 of 255 levels from each other.
+    # The speed does not come from inaccurate pixels: the filters of Pillow differ by 0.3 to 0.5 of 255 levels.
     assert rows["stoker"]["apart"] < 0.5
     assert rows["DataLoader, tensor resize"]["apart"] < 0.01
     assert all(row["peak MiB"] > 0 for row in rows.values() if "n/a" not in row)
-    # Of each size the speed beside one DataLoader, and the memory beside both.
+    # For each size: the speed relative to one DataLoader, and the memory relative to both.
     assert len(content["bars"]) == 2 + 2 * 2
 
 
 @pytest.mark.slow
-def test_training_is_measured_with_its_loader_and_without(tmp_path: Path) -> None:
-    content = quick("end_to_end", tmp_path / "result.json", "--device", "cpu")
+def test_training_is_measured_with_and_without_loader(tmp_path: Path) -> None:
+    content = run_quick("end_to_end", tmp_path / "result.json", "--device", "cpu")
     rows = {row["what"]: row for row in content["rows"]}
     assert rows["real loader"]["input_wait, share"] > rows["ready batch"]["input_wait, share"] >= 0
     for name in ("real loader", "ready batch"):
@@ -72,20 +72,20 @@ def test_training_is_measured_with_its_loader_and_without(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_the_quality_benchmark_names_no_place_and_measures_nothing_twice(tmp_path: Path, real_data: Path) -> None:
+def test_the_quality_benchmark_has_no_local_paths_and_repeats_nothing(tmp_path: Path, real_data: Path) -> None:
     result = tmp_path / "result.json"
-    first = quick("quality", result, "--only", "theirs", "--shared", str(real_data))
+    first = run_quick("quality", result, "--only", "theirs", "--shared", str(real_data))
     runs = [row for row in first["rows"] if "seed" in row]
     assert [row["what"] for row in runs] == ["theirs"]
     assert "../shared/data/weights" in runs[0]["command"]
     assert str(real_data) not in json.dumps(first["rows"])
-    second = quick("quality", result, "--only", "theirs", "--shared", str(tmp_path / "absent"))
+    second = run_quick("quality", result, "--only", "theirs", "--shared", str(tmp_path / "absent"))
     assert second["rows"] == first["rows"]
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_a_gpu_can_be_rehearsed(tmp_path: Path) -> None:
-    content = quick("gpu", tmp_path / "result.json", "--device", "cpu", "--only", "retinanet_mobilenet_v2_fpn")
+def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
+    content = run_quick("gpu", tmp_path / "result.json", "--device", "cpu", "--only", "retinanet_mobilenet_v2_fpn")
     row, *kernels = content["rows"]
     assert row["what"] == "retinanet_mobilenet_v2_fpn"
     assert not {"eager error", "compiled error", "prediction error"} & row.keys()
@@ -96,8 +96,8 @@ def test_the_benchmark_of_a_gpu_can_be_rehearsed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_other_scripts_are_part_of_the_benchmark_of_a_gpu(tmp_path: Path) -> None:
-    content = quick("gpu", tmp_path / "result.json", "--device", "cpu", "--only", "end_to_end")
+def test_the_gpu_benchmark_includes_other_scripts(tmp_path: Path) -> None:
+    content = run_quick("gpu", tmp_path / "result.json", "--device", "cpu", "--only", "end_to_end")
     assert [row["what"] for row in content["rows"][:2]] == ["real loader", "ready batch"]
 
 
@@ -107,7 +107,7 @@ def quality(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("quality")
 
 
-def a_run(what: str, seed: int, ap: float, *, steps: int = 512) -> dict[str, Any]:
+def make_row(what: str, seed: int, ap: float, *, steps: int = 512) -> dict[str, Any]:
     return {"what": what, "seed": seed, "steps": steps, "AP": ap, "AP50": ap + 0.3, "CPU s": 1000.0 + seed}
 
 
@@ -118,20 +118,20 @@ def conclude(quality: ModuleType, rows: list[dict[str, Any]]) -> Any:
     return report
 
 
-def test_the_bar_at_equal_steps_is_in_pooled_deviations(quality: ModuleType) -> None:
-    ours = [a_run("ours", seed, 0.50 + 0.01 * seed) for seed in range(3)]
-    theirs = [a_run("theirs", seed, 0.53 + 0.01 * seed) for seed in range(3)]
+def test_the_bar_at_equal_steps_is_in_pooled_standard_deviations(quality: ModuleType) -> None:
+    ours = [make_row("ours", seed, 0.50 + 0.01 * seed) for seed in range(3)]
+    theirs = [make_row("theirs", seed, 0.53 + 0.01 * seed) for seed in range(3)]
     (bar,) = conclude(quality, ours + theirs).bars
     assert bar.value == pytest.approx(-3)
     assert not bar.ok
     assert conclude(quality, ours[:1] + theirs).bars == []
 
 
-def test_means_are_of_the_trainings_of_one_length(quality: ModuleType) -> None:
+def test_means_are_over_trainings_of_one_length(quality: ModuleType) -> None:
     runs = [
-        a_run("budget", 0, 0.56, steps=1800),
-        a_run("budget", 1, 0.58, steps=1800),
-        a_run("budget", 0, 0.1, steps=4),
+        make_row("budget", 0, 0.56, steps=1800),
+        make_row("budget", 1, 0.58, steps=1800),
+        make_row("budget", 0, 0.1, steps=4),
     ]
     report = conclude(quality, runs)
     (mean,) = [row for row in report.rows if "mean" in row["what"]]
@@ -145,9 +145,18 @@ def test_means_are_of_the_trainings_of_one_length(quality: ModuleType) -> None:
 
 
 @pytest.mark.slow
-def test_decoding_on_the_device_is_measured_beside_the_hosts(tmp_path: Path) -> None:
-    content = quick("nvjpeg", tmp_path / "result.json", "--device", "cpu")
+def test_decoding_on_the_device_is_compared_with_the_host(tmp_path: Path) -> None:
+    content = run_quick("nvjpeg", tmp_path / "result.json", "--device", "cpu")
     rows = {row["what"]: row for row in content["rows"]}
     assert rows["640 × 480, host"]["thread of the device, share"] == 0
     assert rows["640 × 480, nvjpeg"]["thread of the device, share"] > 0
     assert rows["640 × 480, chosen"]["decoder"] == "host"
+
+
+def test_child_processes_keep_the_python_path_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    processes = importlib.import_module("processes")
+    monkeypatch.setenv("PYTHONPATH", f"first{os.pathsep}second")
+    assert processes.child_environment()["PYTHONPATH"].split(os.pathsep) == ["first", "second", str(FOLDER.parent)]
+    monkeypatch.delenv("PYTHONPATH")
+    assert processes.child_environment()["PYTHONPATH"] == str(FOLDER.parent)
