@@ -20,7 +20,7 @@ MAX_FINDINGS = 5
 """Findings that are printed; `--json` has all."""
 PROBE_LABELS = {
     "cached_batch": "one batch, kept on the device",
-    "double_batch": "twice the batch size",
+    "double_batch": "double batch size",
     "no_allreduce": "no gradient all-reduce",
     "compiled": "compiled",
     "fewer_workers": "fewer workers",
