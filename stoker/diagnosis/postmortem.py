@@ -1,8 +1,8 @@
-"""What ended a job, ours or another's: what is known of it in, findings out, each with the line or number it rests on.
+"""What ended a job: what is known of its end in, findings out, each with the line or number that it rests on.
 
-`explain` is a pure function over `Ended`; `termination.py` makes that of a run, `output.py` the lines of any job's
-output. The ways to die and their signs are data: `failure_signatures.py`. What nothing proves is not guessed: then the
-finding says how the job ended and what is not known. Losses of time are `rules.py`.
+`explain` is a pure function of a `Termination`; `termination.py` reads that from a run, `output.py` reads the lines of
+any job's output. The ways to fail and their patterns are data: `failure_signatures.py`. Nothing is guessed: without
+proof the finding describes how the job ended and what is not known. Causes of lost time are in `causes/`.
 """
 
 import bisect
@@ -11,34 +11,33 @@ import itertools
 import re
 import signal
 
+from stoker.diagnosis.causes.shared import make_evidence
 from stoker.diagnosis.failure_signatures import FAILURE_SIGNATURES, SECONDARY_ERRORS, FailureSignature, LogPattern
 from stoker.diagnosis.output import LogLine, find_nan_losses, find_tracebacks, strip_rank_prefix
-from stoker.diagnosis.termination import Termination, read_termination
+from stoker.diagnosis.termination import Termination
 from stoker.runs.schemas import Evidence, Finding
 
-__all__ = ["Termination", "explain", "read_termination"]
-
 NEARLY_FULL_FRACTION = 0.95
-"""Share of a memory's limit in the last sample from which a kill without a word is laid to it. Our judgment: samples
-are a second old at most, and what is left is a batch or two."""
+"""Fraction of a memory limit in the last sample from which a kill without a message is attributed to it. Heuristic:
+samples are at most a second old, and the rest is room for a batch or two."""
 _MAX_QUOTED_CHARS = 500
-"""Characters of a line that are quoted."""
+"""Quoted characters of a line."""
 _MAX_QUOTED_LINES = 3
-"""Lines that a finding quotes of a sign at most."""
+"""Quoted lines of a failure."""
 _NUM_LAST_LINES = 5
-"""Lines that it quotes where nothing is known: an error of stoker has as many."""
+"""Quoted last lines if the failure is not known: an error of stoker has as many."""
 _SIGKILL, _SIGTERM, _SIGINT = 9, 15, 2
 _PREEMPTED_EXIT_CODE = 75
-"""What stoker's own runs end with when they were asked to stop (errors.Preempted)."""
+"""Exit code of stoker's own runs after a request to stop (errors.Preempted)."""
 MIN_HANG_S = 300.0
-"""Stillness before a kill from which on it is what was wrong. Our judgment: longer than any batch, shorter than the
-limits of collectives (10 to 30 minutes); a silent download looks alike, which is why the evidence says where it was."""
+"""Time without progress before a kill from which on it was a hang. Heuristic: longer than any batch, shorter than the
+timeouts of collectives (10 to 30 minutes). A silent download looks the same, so the evidence names the stack frame."""
 MAX_HANG_CORES = 0.05
-"""Processor-seconds per second of the whole job below which nothing moved; an idle interpreter takes less."""
+"""CPU-seconds per second of the whole job below which it did nothing; an idle interpreter takes less."""
 MIN_SILENT_S = 30.0
-"""Time without a word before a kill from which on an empty input file is what was wrong."""
+"""Time without output before a kill from which on an empty input file was the cause."""
 _SECONDARY_XIDS = re.compile(r"\bXid 4[35]\b")
-"""What the driver says of a program that ended or failed by itself."""
+"""What the driver reports of a program that ended or failed by itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +46,11 @@ class _Match:
     log_pattern: LogPattern
     line: LogLine
     line_index: int
-    """Of the line in the output."""
+    """Index of the line in the output."""
 
 
 def explain(termination: Termination) -> list[Finding]:
-    """What ended the job first, then what else its output says. Nothing for one that ended well and silently."""
+    """What ended the job first, then other failures in its output. Empty if it ended well."""
     matches = _find_matches(termination.output)
     nan_losses = find_nan_losses(termination.output)
     verdict: Finding | None = _explain_signal(termination, matches)
@@ -70,7 +69,7 @@ def explain(termination: Termination) -> list[Finding]:
 
 
 def _explain_signal(termination: Termination, matches: list[_Match]) -> Finding | None:
-    """The verdict where a signal ended the job: from outside, it has no last words that say so."""
+    """The finding if a signal ended the job: its output does not contain the reason then."""
     signal_number = termination.signal
     end_evidence = _end_evidence(termination)
     oom_lines = [
@@ -83,13 +82,13 @@ def _explain_signal(termination: Termination, matches: list[_Match]) -> Finding 
     if signal_number == _SIGKILL and termination.oom_kills:
         text = f"the kernel killed {termination.oom_kills} processes of the job's cgroup for memory"
         evidence = [
-            Evidence(text=text, value=float(termination.oom_kills), source="memory.events: oom_kill"),
+            make_evidence(text, float(termination.oom_kills), "memory.events: oom_kill"),
             *end_evidence,
         ]
         return _make_finding("oom_killed", evidence)
     ended_silently = signal_number == _SIGKILL or (termination.exit_code is None and not termination.output)
     if ended_silently and termination.oom_kills is None and (memory_evidence := _memory_full_evidence(termination)):
-        unproved = Evidence(text="not proved: nobody counted the kernel's kills (memory.events: oom_kill)")
+        unproved = make_evidence("not proved: the kernel's kills were not counted (memory.events: oom_kill)")
         return _make_finding("oom_killed", [*memory_evidence, *end_evidence, unproved], severity="warning")
     was_stopped = signal_number in (_SIGKILL, _SIGTERM, _SIGINT)
     silent_s = termination.hang.duration_s if termination.hang is not None else None
@@ -104,10 +103,8 @@ def _explain_signal(termination: Termination, matches: list[_Match]) -> Finding 
     if was_stopped and _was_hanging(termination):
         return _make_finding("hang", [*_hang_evidence(termination), *end_evidence])
     if signal_number == _SIGKILL:
-        not_memory = "the kernel counted no kill for memory in the job's cgroup: somebody else sent it"
-        counted = (
-            [Evidence(text=not_memory, value=0.0, source=termination.source)] if termination.oom_kills == 0 else []
-        )
+        not_memory = "the kernel counted no kill for memory in the job's cgroup: another process sent the signal"
+        counted = [make_evidence(not_memory, 0.0, termination.source)] if termination.oom_kills == 0 else []
         return _make_finding("killed", end_evidence + counted + _unknown_evidence(termination, matches))
     if signal_number == _SIGTERM or termination.exit_code == _PREEMPTED_EXIT_CODE:
         return _make_finding("preempted", end_evidence)
@@ -122,24 +119,22 @@ def _explain_signal(termination: Termination, matches: list[_Match]) -> Finding 
 
 
 def _memory_full_evidence(termination: Termination) -> list[Evidence]:
-    """That the host's memory was full or would have been before the next sample; else nothing."""
+    """The host's memory was full, or would have been before the next sample; else empty."""
     fraction, growth = termination.memory_fraction, termination.memory_growth
     if fraction is None or (fraction < NEARLY_FULL_FRACTION and fraction + growth < 1):
         return []
     if fraction >= NEARLY_FULL_FRACTION:
-        return [
-            Evidence(text="it ended when the host's memory was full", value=fraction, source=termination.samples_source)
-        ]
+        return [make_evidence("it ended while the host's memory was full", fraction, termination.samples_source)]
     text = (
         f"the host's memory was {100 * fraction:.0f} % full in the last sample, {100 * growth:.0f} points more than in "
-        "the one before: it was full before there was another"
+        "the one before: it was full before the next sample"
     )
-    return [Evidence(text=text, value=fraction, source=termination.samples_source)]
+    return [make_evidence(text, fraction, termination.samples_source)]
 
 
 def _explain_output(termination: Termination, matches: list[_Match], nan_losses: list[LogLine]) -> Finding:
-    """The verdict from the last words: what stands after the last traceback, then the tracebacks from the last one on,
-    then all that was said. An error that only reports another one's end passes the question on."""
+    """The finding from the last lines: those after the last traceback, then the tracebacks from the last one on, then
+    all lines. An error that only reports the end of another process does not decide."""
     end_evidence, fatal_matches = (
         _end_evidence(termination),
         [match for match in matches if not match.log_pattern.harmless],
@@ -166,7 +161,7 @@ def _explain_output(termination: Termination, matches: list[_Match], nan_losses:
     nonempty_lines = [line for line in lines if line.text.strip()]
     quoted = [_quote(line) for line in nonempty_lines[-_NUM_LAST_LINES:]]
     if termination.exit_code is None and termination.source:
-        end_line = Evidence(text="its end was seen, its exit code was not", source=termination.source)
+        end_line = make_evidence("its end is recorded, its exit code is not", source=termination.source)
         return _make_finding("exit_code_unknown", [end_line, *quoted])
     if termination.exit_code is None:
         return _make_finding("ended_without_record", end_evidence + quoted + _unknown_evidence(termination, matches))
@@ -174,7 +169,7 @@ def _explain_output(termination: Termination, matches: list[_Match], nan_losses:
 
 
 def _finding_from_matches(termination: Termination, failure_matches: list[_Match], matches: list[_Match]) -> Finding:
-    """The most specific cause of those said, the newest line of it first."""
+    """The most specific of the matching failures, its newest line first."""
     failure_ids = list(FAILURE_SIGNATURES)
     failure = min((match.failure for match in failure_matches), key=lambda failure: failure_ids.index(failure.id))
     newest_lines = [match.line for match in reversed(failure_matches) if match.failure is failure]
@@ -193,27 +188,27 @@ def _was_hanging(termination: Termination) -> bool:
 
 
 def _hang_evidence(termination: Termination) -> list[Evidence]:
-    """Where it stood, and for how long."""
+    """For how long it hung, and where."""
     hang = termination.hang
     if hang is None:
         return []
-    evidence = [Evidence(text=f"no step and no line of output in its last {hang.duration_s:.0f} s", value=hang.duration_s,
-                      source=hang.source)]  # fmt: skip
+    text = f"no step and no line of output in its last {hang.duration_s:.0f} s"
+    evidence = [make_evidence(text, hang.duration_s, hang.source)]
     if hang.cpu_cores is not None:
         text = f"its processes used {hang.cpu_cores:.2f} cores meanwhile"
-        evidence.append(Evidence(text=text, value=hang.cpu_cores, source=termination.samples_source))
+        evidence.append(make_evidence(text, hang.cpu_cores, termination.samples_source))
     if hang.frame:
-        evidence.append(Evidence(text=f"the main thread was in {hang.frame}", source=hang.stacks_source))
+        evidence.append(make_evidence(f"the main thread was in {hang.frame}", source=hang.stacks_source))
     return evidence
 
 
 def _other_findings(termination: Termination, matches: list[_Match], reported_ids: set[str]) -> list[Finding]:
-    """Other causes that were named, of which the verdict took none: by how specific they are."""
+    """Other failures in the output and the kernel's log, the most specific first."""
     findings = []
     for failure in FAILURE_SIGNATURES.values():
         lines = [match.line for match in matches if match.failure is failure and not match.log_pattern.harmless]
         if lines and failure.id not in reported_ids:
-            note = Evidence(text="said in the output; not what ended it, as far as the end shows")
+            note = make_evidence("in the output; not what ended it, as far as its end shows")
             findings.append(
                 _make_finding(
                     failure.id, [*(_quote(line) for line in lines[-_MAX_QUOTED_LINES:]), note], severity="info"
@@ -224,7 +219,7 @@ def _other_findings(termination: Termination, matches: list[_Match], reported_id
         names_this_job = any(_xid_pid(line.text) in termination.pids for line in fault_lines)
         evidence = [_quote(line) for line in fault_lines[-_MAX_QUOTED_LINES:]]
         if not names_this_job:
-            evidence.append(Evidence(text="not known: whether it was this job's; the lines name no process of it"))
+            evidence.append(make_evidence("not known: whether this job caused it; the lines name no process of it"))
         findings.insert(0, _make_finding("gpu_fault", evidence, severity="critical" if names_this_job else "warning"))
     elif "gpu_fault" not in reported_ids:
         xid_lines = [line for line in termination.xids if not _SECONDARY_XIDS.search(line.text)]
@@ -234,7 +229,7 @@ def _other_findings(termination: Termination, matches: list[_Match], reported_id
 
 
 def _find_matches(lines: tuple[LogLine, ...]) -> list[_Match]:
-    """Each line counts for the most specific row that knows it."""
+    """Each line counts for the most specific failure with a matching pattern."""
     stripped_lines = [strip_rank_prefix(line.text) for line in lines]
     matches = []
     for index in sorted(_candidate_line_indices(stripped_lines)):
@@ -258,7 +253,7 @@ def _find_matches(lines: tuple[LogLine, ...]) -> list[_Match]:
 
 
 def _check_traceback_ends(matches: list[_Match], lines: tuple[LogLine, ...]) -> list[_Match]:
-    """Those whose traceback has to end in some way stay where it does, and have its last line, too."""
+    """Removes matches whose traceback has to end differently; the others match the traceback's last line too."""
     confirmed = {
         last: match
         for match in matches
@@ -277,8 +272,8 @@ def _check_traceback_ends(matches: list[_Match], lines: tuple[LogLine, ...]) -> 
 
 
 def _candidate_line_indices(stripped_lines: list[str]) -> set[int]:
-    """Places of the lines that any sign may know, and of few others: each sign looks through all lines as one text,
-    which most are not in, ten times as fast as through one line after the other."""
+    """Indices of the lines that a pattern may match, and of few others. Each pattern searches all lines as one text,
+    which is ten times as fast as line by line, since most patterns are not in it."""
     joined = "\n".join(stripped_lines)
     line_ends = list(itertools.accumulate(len(text) + 1 for text in stripped_lines))
     indices: set[int] = set()
@@ -287,7 +282,7 @@ def _candidate_line_indices(stripped_lines: list[str]) -> set[int]:
             match = log_pattern.regex.search(joined)
             while match is not None:
                 index = bisect.bisect_right(line_ends, match.start())
-                indices.add(index)  # where it also matches across lines, the line alone decides
+                indices.add(index)  # it may match across lines: the line alone decides later
                 match = log_pattern.regex.search(joined, line_ends[index])
     return indices
 
@@ -300,18 +295,18 @@ def _rank_evidence(lines: list[LogLine]) -> list[Evidence]:
         {int(match[1]) for line in lines if (match := _RANK_PATTERN.search(line.text)) and len(match[1]) < 10}
     )
     if not ranks:
-        return [Evidence(text="not known: which rank waited; the lines do not say")]
-    return [Evidence(text=f"reported by rank {', '.join(map(str, ranks))}, which waited for another one")]
+        return [make_evidence("not known: which rank waited")]
+    return [make_evidence(f"reported by rank {', '.join(map(str, ranks))}, which waited for another one")]
 
 
 def _killed_pid(text: str) -> int | None:
-    """Of a line of the kernel's out-of-memory killer (mm/oom_kill.c: "Killed process %d (%s)")."""
+    """The process in a line of the kernel's out-of-memory killer (mm/oom_kill.c: "Killed process %d (%s)")."""
     match = re.search(r"Killed process (\d{1,9})\b", text)
     return int(match[1]) if match else None
 
 
 def _xid_pid(text: str) -> int | None:
-    """The process that an Xid line names, 0 where it names none; None: no such line."""
+    """The process that an Xid line names, 0 if it names none; None: not an Xid line."""
     if not re.search(r"NVRM: Xid \(", text):
         return None
     match = re.search(r"pid='?(\d{1,9})\b", text)
@@ -319,26 +314,28 @@ def _xid_pid(text: str) -> int | None:
 
 
 def _end_evidence(termination: Termination) -> list[Evidence]:
-    """The numbers that are known of its end."""
+    """The numbers that are known about its end."""
     evidence = []
     signal_number = termination.signal
     if signal_number is not None:
         name = signal.Signals(signal_number).name if signal_number in set(signal.Signals) else f"signal {signal_number}"
-        evidence.append(Evidence(text=f"ended by {name}", value=float(signal_number), source=termination.source))
+        evidence.append(make_evidence(f"ended by {name}", float(signal_number), termination.source))
     elif termination.exit_code is not None:
         text = f"ended with exit code {termination.exit_code}"
-        evidence.append(Evidence(text=text, value=float(termination.exit_code), source=termination.source))
+        evidence.append(make_evidence(text, float(termination.exit_code), termination.source))
     for description, fraction in (
-        ("host memory", termination.memory_fraction), ("GPU memory", termination.gpu_memory_fraction), ("/dev/shm", termination.shm_fraction),
-    ):  # fmt: skip
+        ("host memory", termination.memory_fraction),
+        ("GPU memory", termination.gpu_memory_fraction),
+        ("/dev/shm", termination.shm_fraction),
+    ):
         if fraction is not None and fraction >= NEARLY_FULL_FRACTION:
             text = f"{description} was {100 * fraction:.0f} % full in the last sample"
-            evidence.append(Evidence(text=text, value=fraction, source=termination.samples_source))
+            evidence.append(make_evidence(text, fraction, termination.samples_source))
     return evidence
 
 
 def _unknown_evidence(termination: Termination, matches: list[_Match]) -> list[Evidence]:
-    """What an abstaining finding lacks, and the lines that may be harmless."""
+    """What is not known, and lines that may be harmless."""
     hints = [match.line for match in matches if match.log_pattern.harmless and match.failure.id != "trained_on_cpu"]
     evidence = [_quote(line, "may be harmless: ") for line in hints[-_MAX_QUOTED_LINES:]]
     unknown_names = [
@@ -354,19 +351,18 @@ def _unknown_evidence(termination: Termination, matches: list[_Match]) -> list[E
         if missing
     ]
     if unknown_names and (termination.signal is not None or termination.exit_code is None):
-        evidence.append(Evidence(text="not known: " + ", ".join(unknown_names)))
+        evidence.append(make_evidence("not known: " + ", ".join(unknown_names)))
     return evidence
 
 
 def _empty_input_evidence(termination: Termination) -> list[Evidence]:
-    return [Evidence(text="0 bytes", value=0.0, source=path) for path in termination.empty_inputs[:_MAX_QUOTED_LINES]]
+    return [make_evidence("0 bytes", 0.0, path) for path in termination.empty_inputs[:_MAX_QUOTED_LINES]]
 
 
 def _quote(line: LogLine, prefix: str = "") -> Evidence:
     text = line.text.strip()
-    return Evidence(
-        text=prefix + (text if len(text) <= _MAX_QUOTED_CHARS else text[:_MAX_QUOTED_CHARS] + " …"), source=line.source
-    )
+    text = text if len(text) <= _MAX_QUOTED_CHARS else text[:_MAX_QUOTED_CHARS] + " …"
+    return make_evidence(prefix + text, source=line.source)
 
 
 def _make_finding(failure_id: str, evidence: list[Evidence], *, severity: str | None = None) -> Finding:

@@ -1,7 +1,7 @@
-"""What is known of a job that has ended, read out of its run's records: what `postmortem.explain` judges.
+"""What is known of a job that has ended, read from its run's records: the input of `postmortem.explain`.
 
-Of the newest attempt alone: each has its own end, and its own part of the output. What nobody recorded is None. Whether
-a run lives is `alive.py`; the lines of an output are `output.py`.
+Only of the newest attempt: each has its own end, and its own part of the output. What was not recorded is None. Whether
+a run is alive is in `alive.py`; the lines of an output are in `output.py`.
 """
 
 import dataclasses
@@ -18,27 +18,26 @@ from stoker.runs.records import DEVICES, EVENTS, OUTPUT, STACKS, STEPS
 from stoker.runs.schemas import DeviceSample, Event, StackWindow, StepWindow
 
 _EXIT_CODES = {"finished": 0, "preempted": 75}
-"""What stoker's own runs end with, by the event: errors.Preempted has the other."""
+"""Event of stoker's own runs → exit code, as in stoker/errors.py."""
 _HEAD_BYTES = 4096
-"""Of output.log, by whose checksum `watch/recorder.py` knows it again."""
+"""Bytes of output.log whose checksum identifies it, as in `watch/recorder.py`."""
 _DOMINANT_FRACTION = 0.9
-"""Share of the samples from which on the main thread was in one thing."""
+"""Fraction of the samples from which on the main thread counts as being in one state."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Termination:
-    """What is known of a job that has ended. None: nobody saw it. Shares are 0 … 1, of the newest sample.
+    """What is known of a job that has ended. None: not known. Fractions are 0 … 1, of the newest sample.
 
-    exit_code: as `subprocess` has it, the negative number of a signal; a shell's 128 + signal counts as that signal.
-    oom_kills: how often the kernel killed in the job's cgroup while it ran (memory.events: oom_kill, after - before).
-    kernel: lines of the kernel's log of that time; pids: the job's processes. xids: what the driver reported of its
-    GPUs. empty_inputs: input files of zero bytes. still: how long nothing had moved. memory_growth: of the memory's
-    share, from the sample before the newest to it.
+    exit_code: as in `subprocess`, a signal is its negative number; a shell's 128 + signal counts as that signal.
+    oom_kills: kills by the kernel in the job's cgroup while it ran (memory.events: oom_kill, after - before).
+    kernel_log: lines of the kernel's log of that time; pids: the job's processes. xids: Xid errors of its GPUs.
+    empty_inputs: input files of zero bytes. memory_growth: growth of memory_fraction between the last two samples.
     """
 
     exit_code: int | None = None
     source: str = ""
-    """Where its end is recorded; empty: nobody saw it."""
+    """Where its end is recorded; empty: it is not."""
     output: tuple[LogLine, ...] = ()
     kernel_log: tuple[LogLine, ...] = ()
     pids: frozenset[int] = frozenset()
@@ -66,25 +65,25 @@ class Termination:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HangInfo:
-    """The time before an end in which no step was done and no line was printed."""
+    """The time before an end without a step and without a line of output."""
 
     duration_s: float
     source: str
-    """Of the newest step."""
+    """Record of the newest step."""
     cpu_cores: float | None = None
-    """Processor-seconds per second of the job's processes in it."""
+    """CPU-seconds per second of the job's processes in it."""
     main_thread_state: str | None = None
-    """What the main thread was in, of `StackWindow.main`, in nearly all samples of it."""
+    """The key of `StackWindow.main_thread` of nearly all samples in it."""
     frame: str | None = None
-    """Where, in the job's own files."""
+    """The most frequent frame in the job's own files."""
     stacks_source: str = ""
 
 
 def read_termination(run_dir: Path) -> Termination | None:
-    """What is known of the end of a run of ours, or of one that was watched: of its newest attempt. None: it lives, it
-    finished and nobody kept its output, it never began, or its lock cannot be asked.
+    """What is known of the end of a run's newest attempt. None: it is alive, it finished and its output was not kept,
+    it never began, or its lock cannot be tried.
 
-    An attempt that was killed has no last event, and the kernel has freed its lock.
+    An attempt that was killed has no last event, and the kernel has released its lock.
     """
     events = list(records.numbered_lines(run_dir, EVENTS, Event))
     attempt = max((event.attempt for _, event in events), default=None)
@@ -104,10 +103,11 @@ def read_termination(run_dir: Path) -> Termination | None:
         return None
     last_progress = None if end_event is None else _find_last_progress(run_dir, end_event)
     samples = _read_samples(run_dir, attempt, last_progress[0] if last_progress is not None else None)
-    newest_sample = samples.newest[-1] if samples.newest else DeviceSample(t=0.0, attempt=attempt)
-    used_bytes, limit_bytes = newest_sample.memory_used_bytes, newest_sample.memory_limit_bytes
-    gpu_fractions = [gpu.memory_used_bytes / gpu.memory_total_bytes for gpu in newest_sample.gpus
-            if gpu.memory_used_bytes is not None and gpu.memory_total_bytes]  # fmt: skip
+    newest = samples.newest[-1] if samples.newest else DeviceSample(t=0.0, attempt=attempt)
+    gpu_fractions = [_fraction(gpu.memory_used_bytes, gpu.memory_total_bytes) for gpu in newest.gpus]
+    hang = None
+    if end_event is not None and last_progress is not None:
+        hang = _read_hang_info(run_dir, end_event, *last_progress, samples.cpu_since_progress)
     return Termination(
         exit_code=None if end_event is None else _infer_exit_code(end_event),
         source=source,
@@ -116,21 +116,24 @@ def read_termination(run_dir: Path) -> Termination | None:
         pids=frozenset(end_data.get("pids", ())),
         xids=tuple(samples.xids),
         oom_kills=end_data.get("oom_kills"),
-        memory_fraction=used_bytes / limit_bytes if used_bytes is not None and limit_bytes else None,
+        memory_fraction=_fraction(newest.memory_used_bytes, newest.memory_limit_bytes),
         memory_growth=_memory_growth(samples.newest),
-        gpu_memory_fraction=max(gpu_fractions, default=None),
+        gpu_memory_fraction=max((fraction for fraction in gpu_fractions if fraction is not None), default=None),
         gpu_used=samples.gpu_used,
-        shm_fraction=newest_sample.shm_used_bytes / newest_sample.shm_total_bytes
-        if newest_sample.shm_used_bytes is not None and newest_sample.shm_total_bytes else None,
+        shm_fraction=_fraction(newest.shm_used_bytes, newest.shm_total_bytes),
         samples_source=samples.source,
         empty_inputs=tuple(end_data.get("empty_inputs", ())),
-        hang=None if end_event is None or last_progress is None else _read_hang_info(run_dir, end_event, *last_progress, samples.cpu_since_progress),
-    )  # fmt: skip
+        hang=hang,
+    )
+
+
+def _fraction(used: int | None, total: int | None) -> float | None:
+    return used / total if used is not None and total else None
 
 
 @dataclasses.dataclass
 class _SampleSummary:
-    """What is kept of an attempt's samples: a day has 86,400 of them."""
+    """A summary of an attempt's samples: a day has 86,400 of them."""
 
     newest: list[DeviceSample] = dataclasses.field(default_factory=list)
     """The last two."""
@@ -138,7 +141,7 @@ class _SampleSummary:
     gpu_used: bool | None = None
     xids: list[LogLine] = dataclasses.field(default_factory=list)
     cpu_since_progress: Mean = dataclasses.field(default_factory=Mean)
-    """Of `process_cpu`, since the job had last moved."""
+    """`process_cpu` since the job's last progress."""
 
 
 def _read_samples(run_dir: Path, attempt: int, last_progress_t: float | None) -> _SampleSummary:
@@ -158,13 +161,14 @@ def _read_samples(run_dir: Path, attempt: int, last_progress_t: float | None) ->
 
 
 def _memory_growth(samples: list[DeviceSample]) -> float:
-    fractions = [sample.memory_used_bytes / sample.memory_limit_bytes for sample in samples
-              if sample.memory_used_bytes is not None and sample.memory_limit_bytes]  # fmt: skip
-    return max(0.0, fractions[-1] - fractions[0]) if len(fractions) == 2 else 0.0
+    fractions = [_fraction(sample.memory_used_bytes, sample.memory_limit_bytes) for sample in samples]
+    if len(fractions) != 2 or fractions[0] is None or fractions[1] is None:
+        return 0.0
+    return max(0.0, fractions[1] - fractions[0])
 
 
 def _infer_exit_code(end_event: Event) -> int | None:
-    """None: of a watched job, which the kernel did not tell."""
+    """None: of an external job whose exit code the kernel did not report."""
     if "exit_code" in end_event.data:
         code: int | None = end_event.data["exit_code"]
         return code
@@ -172,8 +176,8 @@ def _infer_exit_code(end_event: Event) -> int | None:
 
 
 def _read_attempt_output(run_dir: Path, events: list[Event]) -> tuple[LogLine, ...]:
-    """The attempt's part of the output: where it begins, the event that began it says. The file may have become
-    output.1.log since; it is known by the checksum of its beginning, which a copy has too."""
+    """The attempt's part of the output: its first event has the offset. The file may have been rotated to output.1.log
+    since; the checksum of its beginning identifies it, also in a copy."""
     log = run_dir / OUTPUT
     rotated_log = log.with_name("output.1.log")
     start_data = next((event.data for event in events if "output_offset" in event.data), None)
@@ -189,7 +193,7 @@ def _read_attempt_output(run_dir: Path, events: list[Event]) -> tuple[LogLine, .
 
 
 def _head_checksum(path: Path, offset: int) -> int | None:
-    """Of the beginning of a file, as it was at that length; None where it does not have as much."""
+    """Checksum of the beginning of a file when it was `offset` bytes long; None if it is shorter."""
     if not path.exists() or path.stat().st_size < offset:
         return None
     with path.open("rb") as file:
@@ -197,8 +201,7 @@ def _head_checksum(path: Path, offset: int) -> int | None:
 
 
 def _find_last_progress(run_dir: Path, end_event: Event) -> tuple[float, str] | None:
-    """When the job last did a step or printed a line, and the place of its newest step; None where neither was
-    recorded."""
+    """(Unix time of the last step or line of output, record of the newest step); None if neither was recorded."""
     last_progress_t, source = None, ""
     for line_number, window in records.numbered_lines(run_dir, STEPS, StepWindow):
         if window.attempt == end_event.attempt and window.window_steps > 0:
@@ -206,12 +209,12 @@ def _find_last_progress(run_dir: Path, end_event: Event) -> tuple[float, str] | 
     if (run_dir / OUTPUT).exists():
         last_progress_t = max(
             last_progress_t or 0.0, min((run_dir / OUTPUT).stat().st_mtime, end_event.t)
-        )  # of a copy it may be later: no stillness
+        )  # in a copy it may be later: no hang then
     return None if last_progress_t is None else (last_progress_t, source)
 
 
 def _read_hang_info(run_dir: Path, end_event: Event, last_progress_t: float, source: str, cpu: Mean) -> HangInfo:
-    """How long nothing had moved before the end."""
+    """The time without progress before the end."""
     stacks = [(n, w) for n, w in records.numbered_lines(run_dir, STACKS, StackWindow)
               if w.attempt == end_event.attempt and w.t - w.wall_s >= last_progress_t]  # fmt: skip
     num_samples = sum(window.samples for _, window in stacks)
@@ -234,5 +237,5 @@ def _read_hang_info(run_dir: Path, end_event: Event, last_progress_t: float, sou
 
 
 def _python_exit_code(error: str) -> int:
-    """What Python ends with after an error that is not stoker's."""
+    """Python's exit code after an error that is not stoker's."""
     return 130 if error.startswith("KeyboardInterrupt") else 1

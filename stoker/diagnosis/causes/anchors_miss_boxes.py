@@ -1,7 +1,7 @@
 """The anchors do not fit the boxes of the data set."""
 
 from stoker.diagnosis.causes.cause import Cause, Threshold
-from stoker.diagnosis.causes.shared import line, make_finding, percent
+from stoker.diagnosis.causes.shared import make_evidence, make_finding, percent
 from stoker.diagnosis.run_data import RunRecords
 from stoker.runs.schemas import Finding
 
@@ -30,7 +30,7 @@ def anchors_miss_boxes(run: RunRecords) -> Finding | None:
     if boxes < ANCHORS_MISS_BOXES.threshold("boxes"):
         return None
     text = f"{percent(fraction)} of {boxes:,} boxes overlap an anchor at their center with an IoU of 0.5 or more"
-    evidence = [line(text, fraction, "events.jsonl: info, data.facts.anchor_coverage")]
+    evidence = [make_evidence(text, fraction, "events.jsonl: info, data.facts.anchor_coverage")]
     sizes = run.facts.get("anchor_sizes")
     if not isinstance(sizes, list) or not sizes:
         return make_finding(run, ANCHORS_MISS_BOXES, fraction, evidence)

@@ -2,7 +2,7 @@
 
 from stoker.config.durations import parse_duration
 from stoker.diagnosis.causes.cause import Cause, Threshold
-from stoker.diagnosis.causes.shared import line, make_finding
+from stoker.diagnosis.causes.shared import make_evidence, make_finding
 from stoker.diagnosis.run_data import RunRecords
 from stoker.errors import ConfigError
 from stoker.runs.schemas import Finding
@@ -51,7 +51,7 @@ def augmentation_heavy(run: RunRecords) -> Finding | None:
     if isinstance(mosaic, int | float) and mosaic >= cause.threshold("mosaic") and is_short:
         excessive["mosaic"] = f"mosaic {mosaic:g} in {epochs:.3g} epochs"
     evidence = [
-        line(f"{text}: {cause.thresholds[name].description}", source=f"config.toml: data.{name}")
+        make_evidence(f"{text}: {cause.thresholds[name].description}", source=f"config.toml: data.{name}")
         for name, text in excessive.items()
     ]
     return make_finding(run, cause, len(excessive), evidence)

@@ -1,7 +1,7 @@
 """Images that could not be read, and are in quarantine."""
 
 from stoker.diagnosis.causes.cause import Cause
-from stoker.diagnosis.causes.shared import line, make_finding
+from stoker.diagnosis.causes.shared import make_evidence, make_finding
 from stoker.diagnosis.run_data import RunRecords
 from stoker.runs.schemas import Finding
 
@@ -22,6 +22,8 @@ BAD_IMAGES = Cause(
 
 def bad_images(run: RunRecords) -> Finding | None:
     count = run.num_quarantined
-    evidence = [line(f"{count:,} images", count, "quarantine.jsonl")]
-    evidence += [line(f"{path}: {error}", source="quarantine.jsonl") for path, error in run.quarantined.items()]
+    evidence = [make_evidence(f"{count:,} images", count, "quarantine.jsonl")]
+    evidence += [
+        make_evidence(f"{path}: {error}", source="quarantine.jsonl") for path, error in run.quarantined.items()
+    ]
     return make_finding(run, BAD_IMAGES, count, evidence)

@@ -4,7 +4,7 @@ from stoker.diagnosis.causes.cause import Cause, Severity, Threshold, worst
 from stoker.diagnosis.causes.shared import (
     fraction_of_phase,
     is_long_enough,
-    line,
+    make_evidence,
     make_finding,
     max_gpu_memory_fraction,
     sample_evidence,
@@ -124,7 +124,7 @@ def _batch_size_evidence(run: RunRecords) -> Evidence | None:
     if not steady.steps_with_image_count:
         return None
     batch_size = steady.num_images / steady.steps_with_image_count
-    return line(f"{batch_size:g} images per step", batch_size, "steps.jsonl: num_images, window_steps")
+    return make_evidence(f"{batch_size:g} images per step", batch_size, "steps.jsonl: num_images, window_steps")
 
 
 def _step_rate_evidence(run: RunRecords) -> Evidence | None:
@@ -132,4 +132,4 @@ def _step_rate_evidence(run: RunRecords) -> Evidence | None:
     if not steady.steps or steady.wall_s <= 0:
         return None
     steps_per_s = steady.steps / steady.wall_s
-    return line(f"{steps_per_s:,.1f} steps per second", steps_per_s, "steps.jsonl: window_steps, wall_s")
+    return make_evidence(f"{steps_per_s:,.1f} steps per second", steps_per_s, "steps.jsonl: window_steps, wall_s")

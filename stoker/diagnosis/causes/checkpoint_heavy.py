@@ -1,7 +1,7 @@
 """Checkpoints delay the training, because of their number or a slow disk."""
 
 from stoker.diagnosis.causes.cause import Cause, Threshold
-from stoker.diagnosis.causes.shared import line, make_repeated_phase_finding, sample_evidence
+from stoker.diagnosis.causes.shared import make_evidence, make_repeated_phase_finding, sample_evidence
 from stoker.diagnosis.run_data import RunRecords
 from stoker.runs.schemas import Finding
 
@@ -33,7 +33,7 @@ CHECKPOINT_HEAVY = Cause(
 
 def checkpoint_heavy(run: RunRecords) -> Finding | None:
     count, waiting = run.num_checkpoints, run.host.psi_io.value
-    count_evidence = line(f"{count} checkpoints", count, "events.jsonl: checkpoint_saved")
+    count_evidence = make_evidence(f"{count} checkpoints", count, "events.jsonl: checkpoint_saved")
     if waiting is None or waiting < CHECKPOINT_HEAVY.threshold("psi_io"):
         return make_repeated_phase_finding(run, CHECKPOINT_HEAVY, "checkpoint", count, count_evidence)
     text = "the disk is slow: some task waited for storage {} of the time"

@@ -3,7 +3,7 @@
 from stoker.diagnosis.causes.cause import Cause, Threshold
 from stoker.diagnosis.causes.shared import (
     fraction_of_phase,
-    line,
+    make_evidence,
     make_finding,
     make_phase_finding,
     make_stack_finding,
@@ -69,7 +69,7 @@ def straggler(run: RunRecords) -> Finding | None:
         if waits[rank] / sum(waits.values()) < STRAGGLER.threshold("min_slowest_fraction"):
             return None
         text = f"rank {rank} is the slow one: the others waited {waits[rank]:,.1f} device-seconds for it"
-        slowest_evidence = line(text, rank, "ranks/*/steps.jsonl: phases.comm")
+        slowest_evidence = make_evidence(text, rank, "ranks/*/steps.jsonl: phases.comm")
     waiting_fraction = fraction * run.num_ranks / (run.num_ranks - 1) if run.num_ranks > 1 else fraction
     evidence = [slowest_evidence, phase_evidence(run, "straggler")]
     confidence = None if slowest_evidence else 0.6
@@ -88,7 +88,7 @@ def communication_bound(run: RunRecords) -> Finding | None:
         run,
         COMMUNICATION_BOUND,
         fraction,
-        [line(text, fraction, "traces.jsonl: comm_s")],
+        [make_evidence(text, fraction, "traces.jsonl: comm_s")],
         lost_s=fraction * run.phase_seconds("compute"),
         estimate_basis="the traced fraction of the time in steps",
     )

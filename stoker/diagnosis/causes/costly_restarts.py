@@ -1,7 +1,7 @@
 """Restarts cost the run time: work is lost and done again, or the run is restarted again and again."""
 
 from stoker.diagnosis.causes.cause import HEURISTIC, Cause, Severity, Threshold, worst
-from stoker.diagnosis.causes.shared import attempts_evidence, line, make_finding, phase_evidence
+from stoker.diagnosis.causes.shared import attempts_evidence, make_evidence, make_finding, phase_evidence
 from stoker.diagnosis.run_data import RunRecords
 from stoker.runs.schemas import Evidence, Finding
 
@@ -42,7 +42,9 @@ def costly_restarts(run: RunRecords) -> Finding | None:
     mean_s = run.totals.wall_s / max(1, count)
     if count >= cause.threshold("attempts_warning") and mean_s <= cause.threshold("mean_s"):
         count_severity = "critical" if count >= cause.threshold("attempts_critical") else "warning"
-        evidence.append(line(f"an attempt lasts {mean_s / 60:.1f} min on average", mean_s, "steps.jsonl: wall_s"))
+        evidence.append(
+            make_evidence(f"an attempt lasts {mean_s / 60:.1f} min on average", mean_s, "steps.jsonl: wall_s")
+        )
     severity = worst([lost_severity, count_severity])
     if severity is None:
         return None

@@ -1,7 +1,7 @@
 """Too little CPU time: a container's quota, other processes, or too many threads; and how much the run demanded."""
 
 from stoker.diagnosis.causes.cause import HEURISTIC, Cause, Threshold, common_threshold
-from stoker.diagnosis.causes.shared import line, make_finding, percent, sample_evidence
+from stoker.diagnosis.causes.shared import make_evidence, make_finding, percent, sample_evidence
 from stoker.diagnosis.run_data import RunRecords
 from stoker.runs.schemas import Evidence, Finding
 
@@ -92,12 +92,12 @@ def cpu_contention(run: RunRecords) -> Finding | None:
         return None
     fraction, demanded = taken
     evidence = [
-        line(
+        make_evidence(
             f"the cores were {100 * utilization:.0f} % busy, {100 * others:.0f} % with other processes",
             others,
             "devices.jsonl: cpu_core_utilization, process_cpu",
         ),
-        line(
+        make_evidence(
             f"its threads demanded {demanded:.2f} cores and got {process_cpu.value:.2f}",
             fraction,
             "devices.jsonl: threads_running, process_cpu",
@@ -115,7 +115,7 @@ def threads_oversubscribed(run: RunRecords) -> Finding | None:
     if running.value - cores < cause.threshold("min_extra_threads"):
         return None
     text = f"{running.value:,.0f} threads ran or waited for a core, on {cores:g} cores"
-    threads_evidence = line(text, running.value / cores, "devices.jsonl: threads_running, cpu_limit_cores")
+    threads_evidence = make_evidence(text, running.value / cores, "devices.jsonl: threads_running, cpu_limit_cores")
     return make_finding(run, cause, running.value / cores, [threads_evidence, _pressure_evidence(run)])
 
 
@@ -182,4 +182,4 @@ def _lost_device_s(run: RunRecords, fraction: float) -> float:
 def _pressure_evidence(run: RunRecords) -> Evidence | None:
     value = run.host.psi_cpu.value
     text = f"some task waited for a core {percent(value or 0.0)} of the time"
-    return None if value is None else line(text, value, "devices.jsonl: psi_cpu")
+    return None if value is None else make_evidence(text, value, "devices.jsonl: psi_cpu")

@@ -2,7 +2,7 @@
 
 from stoker.diagnosis.causes.cause import Cause, Severity, Threshold, worst
 from stoker.diagnosis.causes.learning_rate import event_evidence, lr_command, lr_evidence
-from stoker.diagnosis.causes.shared import line, make_finding
+from stoker.diagnosis.causes.shared import make_evidence, make_finding
 from stoker.diagnosis.run_data import MAX_EXAMPLES, RunRecords
 from stoker.runs.schemas import Evidence, Finding
 
@@ -67,7 +67,7 @@ def non_finite_loss(run: RunRecords) -> Finding | None:
     evidence: list[Evidence | None] = [event_evidence(event) if event is not None else None]
     if has_lost_loss:
         text = f"the last {num_windows} windows of steps had no finite loss"
-        evidence.append(line(text, num_windows, "steps.jsonl: losses"))
+        evidence.append(make_evidence(text, num_windows, "steps.jsonl: losses"))
     rollbacks = learning.events.get("rolled_back", [])
     evidence += [lr_evidence(run), *(event_evidence(rollback) for rollback in rollbacks[-MAX_EXAMPLES:])]
     return make_finding(
@@ -95,7 +95,7 @@ def unstable_training(run: RunRecords) -> Finding | None:
     command, lost_s = None, None
     if skip_severity is not None:
         text = f"{learning.skipped_steps:,} of {run.totals.steps:,} steps were skipped: their gradients were not finite"
-        evidence.append(line(text, learning.skipped_steps, "steps.jsonl: skipped_steps"))
+        evidence.append(make_evidence(text, learning.skipped_steps, "steps.jsonl: skipped_steps"))
         lost_s = fraction * run.phase_seconds("compute")
     if spike_severity is not None:
         evidence += [event_evidence(event) for event in spikes[-MAX_EXAMPLES:]]

@@ -1,7 +1,7 @@
 """Evaluation takes a large part of the run."""
 
 from stoker.diagnosis.causes.cause import Cause, Threshold
-from stoker.diagnosis.causes.shared import line, make_repeated_phase_finding
+from stoker.diagnosis.causes.shared import make_evidence, make_repeated_phase_finding
 from stoker.diagnosis.run_data import RunRecords
 from stoker.runs.schemas import Finding
 
@@ -26,5 +26,5 @@ EVALUATION_HEAVY = Cause(
 
 def evaluation_heavy(run: RunRecords) -> Finding | None:
     count = run.learning.num_evaluations
-    count_evidence = line(f"{count} evaluations", count, "events.jsonl: evaluated")
+    count_evidence = make_evidence(f"{count} evaluations", count, "events.jsonl: evaluated")
     return make_repeated_phase_finding(run, EVALUATION_HEAVY, "eval", count, count_evidence)

@@ -2,7 +2,7 @@
 
 from stoker.diagnosis.causes.cause import Cause
 from stoker.diagnosis.causes.input_bound import TF_PROFILER_SOURCE
-from stoker.diagnosis.causes.shared import line, make_finding, make_phase_finding, percent
+from stoker.diagnosis.causes.shared import make_evidence, make_finding, make_phase_finding, percent
 from stoker.diagnosis.run_data import RunRecords
 from stoker.runs.schemas import Finding
 
@@ -35,7 +35,7 @@ def exposed_h2d_copies(run: RunRecords) -> Finding | None:
         run,
         EXPOSED_H2D_COPIES,
         fraction,
-        [line(text, fraction, "traces.jsonl: copy_s")],
+        [make_evidence(text, fraction, "traces.jsonl: copy_s")],
         lost_s=fraction * run.phase_seconds("compute"),
         estimate_basis="the traced fraction of the time in steps",
     )

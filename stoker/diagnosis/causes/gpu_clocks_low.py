@@ -1,7 +1,7 @@
 """The GPU runs below its clock: because of heat, of its power limit, or because someone set the clock."""
 
 from stoker.diagnosis.causes.cause import SEVERITIES, Cause, Severity, Threshold
-from stoker.diagnosis.causes.shared import line, make_finding, percent
+from stoker.diagnosis.causes.shared import make_evidence, make_finding, percent
 from stoker.diagnosis.run_data import GpuStats, RunRecords
 from stoker.runs.schemas import Evidence, Finding
 
@@ -74,7 +74,7 @@ def _hot(gpu: GpuStats, index: int) -> _Judged:
     text = f"heat throttled GPU {index} in {percent(fraction)} of {gpu.busy_samples} samples under load"
     if gpu.temperature.max_value is not None:
         text += f", at {gpu.temperature.max_value:.0f} °C"
-    evidence = line(text, fraction, "devices.jsonl: gpus.throttle_reasons")
+    evidence = make_evidence(text, fraction, "devices.jsonl: gpus.throttle_reasons")
     if fraction >= GPU_CLOCKS_LOW.threshold("hot_critical"):
         return "critical", fraction, evidence
     return ("warning" if fraction >= GPU_CLOCKS_LOW.threshold("hot_warning") else None), fraction, evidence
@@ -85,7 +85,7 @@ def _capped(gpu: GpuStats, index: int) -> _Judged:
     if deficit is None or fraction < GPU_CLOCKS_LOW.threshold("min_capped_fraction"):
         return None, 0.0, None
     text = f"the power limit slowed GPU {index} in {percent(fraction)} of {gpu.busy_samples} samples under load"
-    evidence = line(text, fraction, "devices.jsonl: gpus.throttle_reasons")
+    evidence = make_evidence(text, fraction, "devices.jsonl: gpus.throttle_reasons")
     if deficit >= GPU_CLOCKS_LOW.threshold("capped_warning"):
         return "warning", deficit, evidence
     return ("info" if deficit >= GPU_CLOCKS_LOW.threshold("capped_info") else None), deficit, evidence
@@ -98,7 +98,7 @@ def _low(gpu: GpuStats, index: int) -> _Judged:
     fraction, evidence = gpu.app_clock_samples / gpu.busy_samples, None
     if gpu.app_clock_samples:
         text = f"someone has set the clock of GPU {index}, as the driver reports in {percent(fraction)} of the samples"
-        evidence = line(text, fraction, "devices.jsonl: gpus.throttle_reasons")
+        evidence = make_evidence(text, fraction, "devices.jsonl: gpus.throttle_reasons")
     return GPU_CLOCKS_LOW.severity(deficit), deficit, evidence
 
 
@@ -107,4 +107,4 @@ def _clock_evidence(gpu: GpuStats, index: int) -> Evidence | None:
     if deficit is None:
         return None
     text = f"the clock of GPU {index} was at {percent(1 - deficit)} of its maximum under load"
-    return line(text, 1 - deficit, "devices.jsonl: gpus.sm_clock_mhz, sm_clock_max_mhz")
+    return make_evidence(text, 1 - deficit, "devices.jsonl: gpus.sm_clock_mhz, sm_clock_max_mhz")

@@ -1,7 +1,7 @@
 """Errors of the GPU hardware and its driver: Xid errors, and memory errors that ECC counted."""
 
 from stoker.diagnosis.causes.cause import Cause, Severity, Threshold, worst
-from stoker.diagnosis.causes.shared import line, make_finding
+from stoker.diagnosis.causes.shared import make_evidence, make_finding
 from stoker.diagnosis.run_data import RunRecords
 from stoker.diagnosis.xids import UNKNOWN_XID, XIDS
 from stoker.runs.schemas import Evidence, Finding
@@ -59,7 +59,7 @@ def _judge_xids(run: RunRecords) -> tuple[Severity | None, list[Evidence]]:
         gpu_name = f"GPU {index}" if index >= 0 else "a GPU"
         origin = "" if xid.origin == "either" else f"; mostly an error of the {xid.origin}"
         text = f"Xid {number} on {gpu_name}, {count} times: {xid.meaning}{origin}. {xid.fix}"
-        evidence.append(line(text, number, "devices.jsonl: gpus.xids"))
+        evidence.append(make_evidence(text, number, "devices.jsonl: gpus.xids"))
     return GPU_ERRORS.severity(level), evidence[:_MAX_XID_LINES]
 
 
@@ -71,7 +71,9 @@ def _judge_ecc(run: RunRecords) -> tuple[Severity | None, list[Evidence]]:
         )
         if corrected or uncorrected:
             text = f"GPU {index}: {corrected:,} memory errors were corrected, {uncorrected:,} were not, during the run"
-            evidence.append(line(text, corrected + uncorrected, "devices.jsonl: gpus.ecc_corrected, ecc_uncorrected"))
+            evidence.append(
+                make_evidence(text, corrected + uncorrected, "devices.jsonl: gpus.ecc_corrected, ecc_uncorrected")
+            )
             most = max(most, corrected + uncorrected * cause.threshold("uncorrected"))
     levels: tuple[Severity, ...] = ("critical", "warning", "info")
     severity = next((level for level in levels if most >= cause.threshold(f"corrected_{level}")), None)

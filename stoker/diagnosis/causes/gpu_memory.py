@@ -8,7 +8,7 @@ from stoker.diagnosis.causes.host_memory import (
     fit_memory_leak,
     time_to_full_evidence,
 )
-from stoker.diagnosis.causes.shared import line, make_finding
+from stoker.diagnosis.causes.shared import make_evidence, make_finding
 from stoker.diagnosis.run_data import RunRecords
 from stoker.runs.schemas import Finding
 
@@ -71,7 +71,7 @@ def _nearly_full(run: RunRecords) -> Finding | None:
         return None
     fraction = run.memory_peak_bytes / min(sizes)
     text = f"{run.memory_peak_bytes / GIB:.1f} of {min(sizes) / GIB:.1f} GiB were allocated"
-    evidence = [line(text, fraction, "steps.jsonl: memory_peak_bytes")]
+    evidence = [make_evidence(text, fraction, "steps.jsonl: memory_peak_bytes")]
     return make_finding(run, GPU_MEMORY_NEAR_LIMIT, fraction, evidence)
 
 
@@ -90,7 +90,7 @@ def _fragmented(run: RunRecords) -> Finding | None:
         f"the driver shows {used_bytes / GIB:.1f} GiB in use, the program allocated at most {peak_bytes / GIB:.1f}: "
         "the memory is fragmented"
     )
-    evidence = [line(text, fraction, "devices.jsonl: gpus.memory_used_bytes; steps.jsonl: memory_peak_bytes")]
+    evidence = [make_evidence(text, fraction, "devices.jsonl: gpus.memory_used_bytes; steps.jsonl: memory_peak_bytes")]
     command = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
     return make_finding(
         run, cause, fraction, evidence, severity="warning", command=command, config_patch={}, confidence=0.6
@@ -109,5 +109,5 @@ def gpu_memory_leak(run: RunRecords) -> Finding | None:
     memory, fit = run.gpus[index].memory, fit_memory_leak(run.gpus[index].memory)
     text = f"GPU {index}: {memory.growth / GIB:.2f} GiB more in {memory.span_s:,.0f} s, in a straight line"
     slope = None if fit is None else fit.slope
-    evidence = [line(text, slope, "devices.jsonl: gpus.memory_used_bytes"), time_to_full_evidence(remaining_s)]
+    evidence = [make_evidence(text, slope, "devices.jsonl: gpus.memory_used_bytes"), time_to_full_evidence(remaining_s)]
     return make_finding(run, GPU_MEMORY_LEAK, remaining_s / 3600, evidence)

@@ -1,7 +1,7 @@
 """Other processes compute on the GPU."""
 
 from stoker.diagnosis.causes.cause import HEURISTIC, Cause
-from stoker.diagnosis.causes.shared import line, make_finding, percent
+from stoker.diagnosis.causes.shared import make_evidence, make_finding, percent
 from stoker.diagnosis.run_data import RunRecords
 from stoker.runs.schemas import Finding
 
@@ -28,4 +28,6 @@ def gpu_shared(run: RunRecords) -> Finding | None:
         return None
     fraction, index = max(fractions)
     text = f"another process was on GPU {index} in {percent(fraction)} of the samples"
-    return make_finding(run, GPU_SHARED, fraction, [line(text, fraction, "devices.jsonl: gpus.other_processes")])
+    return make_finding(
+        run, GPU_SHARED, fraction, [make_evidence(text, fraction, "devices.jsonl: gpus.other_processes")]
+    )

@@ -4,7 +4,7 @@ from stoker.diagnosis.causes.cause import Cause, Threshold
 from stoker.diagnosis.causes.shared import (
     driver_utilization,
     fraction_of_phase,
-    line,
+    make_evidence,
     make_finding,
     percent,
     phase_evidence,
@@ -68,7 +68,7 @@ def launch_bound(run: RunRecords) -> Finding | None:
         return None
     launches = traces.launches / max(1, traces.steps)
     text = f"the median kernel takes {1e6 * kernel_s:.1f} µs, and a step has {launches:,.0f}"
-    kernel_evidence = line(text, kernel_s, "traces.jsonl: kernel_median_s")
+    kernel_evidence = make_evidence(text, kernel_s, "traces.jsonl: kernel_median_s")
     return _finding_from_traces(run, LAUNCH_BOUND, idle_fraction, kernel_evidence)
 
 
@@ -100,7 +100,7 @@ def _finding_from_traces(
     if traces.longest_gap is not None:
         duration_s, host_op = traces.longest_gap
         text += f"; the longest gap was {1e3 * duration_s:.1f} ms, with the host in {host_op or 'Python'}"
-    idle_evidence = line(text, idle_fraction, "traces.jsonl: busy_s, wall_s, gaps")
+    idle_evidence = make_evidence(text, idle_fraction, "traces.jsonl: busy_s, wall_s, gaps")
     return make_finding(
         run,
         cause,
@@ -116,4 +116,4 @@ def _host_bound_evidence(run: RunRecords) -> Evidence | None:
         return None
     fraction = run.host_bound_steps / run.host_bound_checked_steps
     text = f"in {percent(fraction)} of the steps the device had finished its work before the host issued the last of it"
-    return line(text, fraction, "steps.jsonl: host_bound_steps")
+    return make_evidence(text, fraction, "steps.jsonl: host_bound_steps")

@@ -5,7 +5,7 @@ from stoker.diagnosis.causes.shared import (
     STEADY_GROWTH,
     fit_steady_growth,
     format_duration,
-    line,
+    make_evidence,
     make_finding,
     sample_evidence,
 )
@@ -75,19 +75,21 @@ def host_memory_near_limit(run: RunRecords) -> Finding | None:
     kill_severity: Severity | None = "critical" if host.oom_kills else None
     if kill_severity is not None:
         text = f"the kernel killed {host.oom_kills} processes of the cgroup because of memory"
-        evidence.append(line(text, host.oom_kills, "devices.jsonl: oom_kills"))
+        evidence.append(make_evidence(text, host.oom_kills, "devices.jsonl: oom_kills"))
     used_severity = None
     if host.max_memory_fraction is not None:
         used_severity = cause.severity(host.max_memory_fraction)
     if host.max_memory_fraction is not None and used_severity is not None:
         text = f"at most {100 * host.max_memory_fraction:.0f} % of the limit was in use"
-        evidence.append(line(text, host.max_memory_fraction, "devices.jsonl: memory_used_bytes"))
+        evidence.append(make_evidence(text, host.max_memory_fraction, "devices.jsonl: memory_used_bytes"))
     pressure_severity = _pressure_severity(run)
     if pressure_severity is not None:
         waiting = host.psi_memory.value
         evidence.append(sample_evidence("some task waited for memory {} of the time", waiting, "psi_memory"))
         if grown := _swap_growth(run):
-            evidence.append(line(f"swap grew by {grown / GIB:.2f} GiB", grown, "devices.jsonl: swap_used_bytes"))
+            evidence.append(
+                make_evidence(f"swap grew by {grown / GIB:.2f} GiB", grown, "devices.jsonl: swap_used_bytes")
+            )
     severity = worst([kill_severity, used_severity, pressure_severity])
     if severity is None:
         return None
@@ -133,7 +135,7 @@ def host_memory_leak(run: RunRecords) -> Finding | None:
         f"{host.rss.growth / 2**20:,.0f} MiB more in {host.rss.span_s:,.0f} s, in a straight line "
         f"({fit.slope / 2**20:.2f} MiB/s)"
     )
-    evidence = [line(text, fit.slope, "devices.jsonl: rss_bytes"), time_to_full_evidence(remaining_s)]
+    evidence = [make_evidence(text, fit.slope, "devices.jsonl: rss_bytes"), time_to_full_evidence(remaining_s)]
     return make_finding(run, HOST_MEMORY_LEAK, remaining_s / 3600, evidence)
 
 
@@ -143,4 +145,4 @@ def fit_memory_leak(series: TimeSeries) -> LinearFit | None:
 
 
 def time_to_full_evidence(remaining_s: float) -> Evidence:
-    return line(f"it will be full in {format_duration(remaining_s)}", remaining_s)
+    return make_evidence(f"it will be full in {format_duration(remaining_s)}", remaining_s)

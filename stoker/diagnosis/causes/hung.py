@@ -1,7 +1,7 @@
 """The job lives and makes no progress: a hang, or TensorFlow's record reader at an empty file."""
 
 from stoker.diagnosis.causes.cause import HEURISTIC, Cause, Threshold
-from stoker.diagnosis.causes.shared import line, make_finding
+from stoker.diagnosis.causes.shared import make_evidence, make_finding
 from stoker.diagnosis.run_data import MAX_EXAMPLES, RunRecords
 from stoker.runs.schemas import Finding
 
@@ -75,9 +75,9 @@ def hung(run: RunRecords) -> Finding | None:
     if not is_idle and gap.gap_s < cause.threshold("spinning_s"):
         return None
     text = f"no step for {gap.gap_s:,.0f} s; the longest before took {gap.max_earlier_gap_s:.1f} s"
-    evidence = [line(text, gap.gap_s, "steps.jsonl: t, window_steps; devices.jsonl: t")]
+    evidence = [make_evidence(text, gap.gap_s, "steps.jsonl: t, window_steps; devices.jsonl: t")]
     if cpu is not None:
-        evidence.append(line(f"the process used {cpu:.2f} cores meanwhile", cpu, "devices.jsonl: process_cpu"))
+        evidence.append(make_evidence(f"the process used {cpu:.2f} cores meanwhile", cpu, "devices.jsonl: process_cpu"))
     return make_finding(
         run,
         cause,
@@ -92,7 +92,7 @@ def empty_input(run: RunRecords) -> Finding | None:
     files, gap, has_steps = run.empty_inputs, run.progress_gap, bool(run.totals.steps)
     if not files or (has_steps and (gap is None or gap.gap_s < EMPTY_INPUT.threshold("min_duration_s"))):
         return None
-    evidence = [line(f"{path}: 0 bytes", 0.0, "events.jsonl: warning") for path in files[:MAX_EXAMPLES]]
+    evidence = [make_evidence(f"{path}: 0 bytes", 0.0, "events.jsonl: warning") for path in files[:MAX_EXAMPLES]]
     if gap is not None and has_steps:
-        evidence.append(line(f"no step for {gap.gap_s:,.0f} s", gap.gap_s, "steps.jsonl: t; devices.jsonl: t"))
+        evidence.append(make_evidence(f"no step for {gap.gap_s:,.0f} s", gap.gap_s, "steps.jsonl: t; devices.jsonl: t"))
     return make_finding(run, EMPTY_INPUT, len(files), evidence)

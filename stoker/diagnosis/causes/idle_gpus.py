@@ -1,7 +1,7 @@
 """GPUs that the job does not use: all of them, or some."""
 
 from stoker.diagnosis.causes.cause import Cause, Threshold
-from stoker.diagnosis.causes.shared import line, make_finding, sample_evidence
+from stoker.diagnosis.causes.shared import make_evidence, make_finding, sample_evidence
 from stoker.diagnosis.run_data import RunRecords
 from stoker.runs.schemas import Finding
 
@@ -65,7 +65,7 @@ def idle_gpus(run: RunRecords) -> Finding | None:
     text = f"GPU {', '.join(map(str, idle))} did nothing, of {len(utilization)} GPUs"
     lost_s = len(idle) * run.totals.wall_s if run.totals.devices >= len(utilization) else None
     return make_finding(
-        run, cause, len(idle), [line(text, len(idle), "devices.jsonl: gpus.utilization")], lost_s=lost_s
+        run, cause, len(idle), [make_evidence(text, len(idle), "devices.jsonl: gpus.utilization")], lost_s=lost_s
     )
 
 
@@ -82,7 +82,7 @@ def gpu_not_used(run: RunRecords) -> Finding | None:
     device = run.settings.get("device")
     evidence = [
         sample_evidence("no GPU was used more than {} of the time", utilization, "gpus.utilization"),
-        None if device is None else line(f"the run computes on {device}", source="config.toml: run.device"),
+        None if device is None else make_evidence(f"the run computes on {device}", source="config.toml: run.device"),
     ]
     basis = "the GPU was available all the time"
     return make_finding(run, cause, 1, evidence, lost_s=run.totals.device_s, estimate_basis=basis)

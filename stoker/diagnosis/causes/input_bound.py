@@ -13,7 +13,7 @@ from stoker.diagnosis.causes.shared import (
     fraction_of_phase,
     has_enough_stacks,
     is_long_enough,
-    line,
+    make_evidence,
     make_phase_finding,
     make_stack_finding,
 )
@@ -143,7 +143,7 @@ def stage_evidence(run: RunRecords, stage: str | None, fraction: float) -> Evide
         return None
     descriptions = {"fetch": "the bucket" if run.from_bucket else "reading files", "decode": "decoding and resizing"}
     text = f"of this {100 * fraction:.0f} % {stage}" + (f": {descriptions[stage]}" if stage in descriptions else "")
-    return line(text, fraction, f"steps.jsonl: input_wait_stages.{stage}")
+    return make_evidence(text, fraction, f"steps.jsonl: input_wait_stages.{stage}")
 
 
 def decodes_in_training_thread(run: RunRecords) -> bool:
@@ -166,7 +166,7 @@ def loader_cpu(run: RunRecords) -> float | None:
 
 def loader_cpu_evidence(cores: float) -> Evidence:
     text = f"the process and its children used {cores:.2f} cores besides the training thread's work"
-    return line(text, cores, "devices.jsonl: process_cpu")
+    return make_evidence(text, cores, "devices.jsonl: process_cpu")
 
 
 def idle_while_waiting_evidence(run: RunRecords) -> Evidence | None:
@@ -175,7 +175,7 @@ def idle_while_waiting_evidence(run: RunRecords) -> Evidence | None:
     if process_cpu is None or loader_cores is None or loader_cores / _wait_fraction(run) >= MAX_IDLE_CPU.value:
         return None
     text = f"the process used {process_cpu:.2f} cores: its threads were idle while it waited for images"
-    return line(text, process_cpu, "devices.jsonl: process_cpu")
+    return make_evidence(text, process_cpu, "devices.jsonl: process_cpu")
 
 
 def _wait_fraction(run: RunRecords) -> float:

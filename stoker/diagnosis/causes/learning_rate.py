@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from stoker.diagnosis.causes.cause import Cause, Threshold
-from stoker.diagnosis.causes.shared import is_long_enough, line, make_finding
+from stoker.diagnosis.causes.shared import is_long_enough, make_evidence, make_finding
 from stoker.diagnosis.run_data import MAX_EXAMPLES, RunRecords
 from stoker.diagnosis.series import TimeSeries
 from stoker.runs.schemas import Event, Evidence, Finding
@@ -110,7 +110,7 @@ def lr_too_high(run: RunRecords) -> Finding | None:
         run,
         LR_TOO_HIGH,
         1,
-        [line(divergence.text, divergence.ratio, "steps.jsonl: losses"), lr_evidence(run)],
+        [make_evidence(divergence.text, divergence.ratio, "steps.jsonl: losses"), lr_evidence(run)],
         lost_s=divergence.lost_s,
         estimate_basis=divergence.estimate_basis,
         confidence=0.65,
@@ -187,14 +187,14 @@ def lr_too_low(run: RunRecords) -> Finding | None:
         return None
     lr = learning.lr.max_value
     text = f"the loss was {loss[0]:.4g} at the beginning and is {loss[-1]:.4g} after {run.totals.steps:,} steps"
-    evidence = [line(text, loss[-1] / loss[0], "steps.jsonl: losses"), lr_evidence(run)]
+    evidence = [make_evidence(text, loss[-1] / loss[0], "steps.jsonl: losses"), lr_evidence(run)]
     is_certain = lr is not None and lr <= cause.threshold("max_lr")
     has_grad_norms = len(learning.grad_norm.points) >= cause.threshold("min_grad_norm_windows")
     grad_norm = _median_thirds(learning.grad_norm) if has_grad_norms and not _is_warming_up(run) else None
     if grad_norm is not None and _max_relative_change(grad_norm) <= cause.threshold("max_grad_norm_change"):
         is_certain = True
         text = f"the gradient's norm was {grad_norm[0]:.3g} and is {grad_norm[-1]:.3g}"
-        evidence.append(line(text, grad_norm[-1] / grad_norm[0], "steps.jsonl: grad_norm"))
+        evidence.append(make_evidence(text, grad_norm[-1] / grad_norm[0], "steps.jsonl: grad_norm"))
     return make_finding(
         run,
         cause,
@@ -222,7 +222,7 @@ def finding_from_events(run: RunRecords, cause: Cause, events: list[Event], lost
 
 
 def event_evidence(event: Event) -> Evidence:
-    return line(event.text, source=f"events.jsonl: {event.kind}")
+    return make_evidence(event.text, source=f"events.jsonl: {event.kind}")
 
 
 def lr_command(lr: Any) -> str | None:
@@ -231,7 +231,7 @@ def lr_command(lr: Any) -> str | None:
 
 def lr_evidence(run: RunRecords) -> Evidence | None:
     lr = run.learning.lr.max_value
-    return None if lr is None else line(f"the learning rate was {lr:.3g} at most", lr, "steps.jsonl: lr")
+    return None if lr is None else make_evidence(f"the learning rate was {lr:.3g} at most", lr, "steps.jsonl: lr")
 
 
 def device_s_since_lowest_loss(run: RunRecords) -> float | None:

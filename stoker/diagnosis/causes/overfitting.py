@@ -3,7 +3,7 @@
 import math
 
 from stoker.diagnosis.causes.cause import HEURISTIC, Cause, Threshold
-from stoker.diagnosis.causes.shared import line, make_finding
+from stoker.diagnosis.causes.shared import make_evidence, make_finding
 from stoker.diagnosis.run_data import RunRecords
 from stoker.runs.schemas import Finding
 
@@ -50,9 +50,12 @@ def overfitting(run: RunRecords) -> Finding | None:
     after = [value for t, value in learning.loss.points if t > best_t]
     if not before or not after or after[-1] >= before[-1]:
         return None
+    loss_text = f"the training loss fell from {before[-1]:.3g} to {after[-1]:.3g}"
     evidence = [
-        line(f"AP was {best_ap:.3f} and is {learning.newest_ap:.3f}", -ap_drop, "events.jsonl: evaluated"),
-        line(f"the training loss fell from {before[-1]:.3g} to {after[-1]:.3g}", after[-1], "steps.jsonl: losses"),
+        make_evidence(f"AP was {best_ap:.3f} and is {learning.newest_ap:.3f}", -ap_drop, "events.jsonl: evaluated"),
+        make_evidence(
+            f"the training loss fell from {before[-1]:.3g} to {after[-1]:.3g}", after[-1], "steps.jsonl: losses"
+        ),
     ]
     return make_finding(
         run,

@@ -1,7 +1,7 @@
 """The GPU's link to the host is slower than it could be."""
 
 from stoker.diagnosis.causes.cause import Cause, Threshold
-from stoker.diagnosis.causes.shared import line, make_finding
+from stoker.diagnosis.causes.shared import make_evidence, make_finding
 from stoker.diagnosis.run_data import RunRecords
 from stoker.runs.schemas import Finding
 
@@ -36,5 +36,5 @@ def pcie_degraded(run: RunRecords) -> Finding | None:
         return None
     deficit, index, link = max(deficits)
     text = f"the link of GPU {index} is {link} while it works"
-    evidence = [line(text, deficit, "devices.jsonl: gpus.pcie_generation, pcie_width")]
+    evidence = [make_evidence(text, deficit, "devices.jsonl: gpus.pcie_generation, pcie_width")]
     return make_finding(run, PCIE_DEGRADED, deficit, evidence)

@@ -4,7 +4,7 @@ from stoker.diagnosis.causes.cause import HEURISTIC, Cause, Threshold
 from stoker.diagnosis.causes.cpu import cpu_demand, cpu_demand_ratio, thread_cpu_utilization
 from stoker.diagnosis.causes.shared import (
     fraction_of_phase,
-    line,
+    make_evidence,
     make_finding,
     make_phase_finding,
     make_stack_finding,
@@ -100,7 +100,7 @@ def _idle_in_steps_finding(run: RunRecords) -> Finding | None:
         return None
     idle_fraction = fraction - process_cpu
     text = f"the process used {process_cpu:.2f} cores while {percent(fraction)} of the time was in steps"
-    cpu_evidence = line(text, process_cpu, "devices.jsonl: process_cpu")
+    cpu_evidence = make_evidence(text, process_cpu, "devices.jsonl: process_cpu")
     utilization = thread_cpu_utilization(run, "compute")
     if utilization is not None:
         thread_idle_fraction = fraction * (1 - utilization)
@@ -108,7 +108,7 @@ def _idle_in_steps_finding(run: RunRecords) -> Finding | None:
         is_scarce = cpu_demand_ratio(run) != 1
         idle_fraction = min(idle_fraction, thread_idle_fraction) if is_scarce else thread_idle_fraction
         text = f"the training thread computed {percent(utilization)} of its time in steps"
-        cpu_evidence = line(text, utilization, "steps.jsonl: thread_cpu_s.compute")
+        cpu_evidence = make_evidence(text, utilization, "steps.jsonl: thread_cpu_s.compute")
     return make_finding(
         run,
         HOST_DEVICE_SYNCS,

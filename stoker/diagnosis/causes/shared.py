@@ -54,7 +54,9 @@ def make_finding(
     if lost_s is not None:
         lost_s = min(max(0.0, lost_s), run.totals.device_s)
         if estimate_basis:
-            evidence_lines.append(line(f"{lost_s:,.1f} device-seconds lost is an estimate: {estimate_basis}", lost_s))
+            evidence_lines.append(
+                make_evidence(f"{lost_s:,.1f} device-seconds lost is an estimate: {estimate_basis}", lost_s)
+            )
         if run.price_per_device_hour > 0:
             lost_cost = lost_s * run.price_per_device_hour / 3600
     return Finding(
@@ -181,7 +183,7 @@ def make_stack_finding(
 # Evidence
 
 
-def line(text: str, value: float | None = None, source: str = "") -> Evidence:
+def make_evidence(text: str, value: float | None = None, source: str = "") -> Evidence:
     return Evidence(text=text, value=None if value is None else float(value), source=source)
 
 
@@ -195,24 +197,28 @@ def phase_evidence(run: RunRecords, name: str) -> Evidence:
     steady_fraction = fraction_of_phase(run, name)
     if steady_fraction is not None and abs(steady_fraction - fraction) >= 0.01:
         text += f", {percent(steady_fraction)} of the time after its start"
-    return line(text, fraction, f"steps.jsonl: phases.{name}")
+    return make_evidence(text, fraction, f"steps.jsonl: phases.{name}")
 
 
 def sample_evidence(text: str, value: float | None, field: str) -> Evidence | None:
     """A line about a number of devices.jsonl; None where it was not recorded. `{}` in the text becomes the value in
     percent."""
-    return None if value is None else line(text.format(percent(value)), value, f"devices.jsonl: {field}")
+    return None if value is None else make_evidence(text.format(percent(value)), value, f"devices.jsonl: {field}")
 
 
 def cpu_utilization_evidence(run: RunRecords) -> Evidence | None:
     busy = run.cpu_utilization
     text = f"the cores were {100 * (busy or 0.0):.0f} % busy"
-    return None if busy is None else line(text, busy, "devices.jsonl: cpu_core_utilization")
+    return None if busy is None else make_evidence(text, busy, "devices.jsonl: cpu_core_utilization")
 
 
 def process_cpu_evidence(run: RunRecords) -> Evidence | None:
     cores = run.host.process_cpu.value
-    return None if cores is None else line(f"the process used {cores:.2f} cores", cores, "devices.jsonl: process_cpu")
+    return (
+        None
+        if cores is None
+        else make_evidence(f"the process used {cores:.2f} cores", cores, "devices.jsonl: process_cpu")
+    )
 
 
 def stack_evidence(run: RunRecords, description: str, *kinds: str) -> Evidence | None:
@@ -224,11 +230,11 @@ def stack_evidence(run: RunRecords, description: str, *kinds: str) -> Evidence |
     frames = sorted(run.stacks.frames.items(), key=lambda item: -item[1])[:2]
     if frames:
         text += "; most often at " + ", ".join(frame for frame, _ in frames)
-    return line(text, fraction, "stacks.jsonl: main_thread, frames")
+    return make_evidence(text, fraction, "stacks.jsonl: main_thread, frames")
 
 
 def attempts_evidence(run: RunRecords) -> Evidence:
-    return line(f"{run.totals.attempts} attempts", run.totals.attempts, "events.jsonl: attempt")
+    return make_evidence(f"{run.totals.attempts} attempts", run.totals.attempts, "events.jsonl: attempt")
 
 
 # GPUs

@@ -1,7 +1,7 @@
 """/dev/shm, the memory that loader processes share, is nearly full or very small."""
 
 from stoker.diagnosis.causes.cause import HEURISTIC, Cause, Threshold
-from stoker.diagnosis.causes.shared import line, make_finding, sample_evidence
+from stoker.diagnosis.causes.shared import make_evidence, make_finding, sample_evidence
 from stoker.diagnosis.run_data import RunRecords
 from stoker.runs.schemas import Finding
 
@@ -38,6 +38,6 @@ def shared_memory_small(run: RunRecords) -> Finding | None:
         return None
     evidence = [
         sample_evidence("at most {} of /dev/shm was in use", used, "shm_used_bytes"),
-        line(f"its size is {size_bytes / 2**20:,.1f} MiB", size_bytes, "devices.jsonl: shm_total_bytes"),
+        make_evidence(f"its size is {size_bytes / 2**20:,.1f} MiB", size_bytes, "devices.jsonl: shm_total_bytes"),
     ]
     return make_finding(run, cause, used, evidence)

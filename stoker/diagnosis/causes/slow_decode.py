@@ -17,7 +17,7 @@ from stoker.diagnosis.causes.input_bound import (
     make_input_wait_finding,
     stage_evidence,
 )
-from stoker.diagnosis.causes.shared import cpu_utilization_evidence, line, stack_evidence
+from stoker.diagnosis.causes.shared import cpu_utilization_evidence, make_evidence, stack_evidence
 from stoker.diagnosis.run_data import RunRecords
 from stoker.runs.schemas import Evidence, Finding
 
@@ -105,7 +105,9 @@ def too_few_cores(run: RunRecords) -> Finding | None:
     cores_evidence = None
     if run.host.cores is not None:
         cores_per_gpu = run.host.cores / len(run.gpus)
-        cores_evidence = line(f"{cores_per_gpu:g} cores for each GPU", cores_per_gpu, "devices.jsonl: cpu_limit_cores")
+        cores_evidence = make_evidence(
+            f"{cores_per_gpu:g} cores for each GPU", cores_per_gpu, "devices.jsonl: cpu_limit_cores"
+        )
     evidence = [
         stage_evidence(run, stage, stage_fraction),
         cpu_utilization_evidence(run),
@@ -128,4 +130,4 @@ def _size_evidence(run: RunRecords) -> Evidence | None:
         f"the median image has {median_pixels / 1e6:.1f} megapixels, the model's input {input_pixels / 1e6:.2f}: "
         "smaller files decode faster"
     )
-    return line(text, ratio, "events.jsonl: info, data.facts.median_pixels; config.toml: data.image_size")
+    return make_evidence(text, ratio, "events.jsonl: info, data.facts.median_pixels; config.toml: data.image_size")

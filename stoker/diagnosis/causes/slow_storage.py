@@ -15,7 +15,7 @@ from stoker.diagnosis.causes.input_bound import (
     make_input_wait_finding,
     stage_evidence,
 )
-from stoker.diagnosis.causes.shared import cpu_utilization_evidence, line, stack_evidence
+from stoker.diagnosis.causes.shared import cpu_utilization_evidence, make_evidence, stack_evidence
 from stoker.diagnosis.run_data import RunRecords
 from stoker.runs.schemas import Evidence, Finding
 
@@ -93,4 +93,4 @@ def _network_evidence(run: RunRecords) -> Evidence | None:
     text = f"{value / 1e6:,.0f} MB/s were received, at most {max_received / 1e6:,.0f}"
     if _network_is_saturated(run):
         text += ": the network is saturated"
-    return line(text, value, "devices.jsonl: net_received_bytes_s")
+    return make_evidence(text, value, "devices.jsonl: net_received_bytes_s")

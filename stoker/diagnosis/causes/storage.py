@@ -1,7 +1,7 @@
 """The storage that the run writes to and reads from: errors of it, and a disk that is nearly full."""
 
 from stoker.diagnosis.causes.cause import Cause, Severity, Threshold, worst
-from stoker.diagnosis.causes.shared import line, make_finding
+from stoker.diagnosis.causes.shared import make_evidence, make_finding
 from stoker.diagnosis.run_data import MAX_EXAMPLES, RunRecords
 from stoker.runs.schemas import Finding
 
@@ -50,8 +50,8 @@ def storage_errors(run: RunRecords) -> Finding | None:
     severity = worst([failure_severity, STORAGE_ERRORS.severity(len(warnings))])
     if severity is None:
         return None
-    evidence = [line(text, source="events.jsonl: checkpoint_failed") for text in failures[:MAX_EXAMPLES]]
-    evidence += [line(text, source="events.jsonl: warning") for text in warnings[-MAX_EXAMPLES:]]
+    evidence = [make_evidence(text, source="events.jsonl: checkpoint_failed") for text in failures[:MAX_EXAMPLES]]
+    evidence += [make_evidence(text, source="events.jsonl: warning") for text in warnings[-MAX_EXAMPLES:]]
     confidence = 0.95 if has_failed else None
     return make_finding(run, STORAGE_ERRORS, len(warnings), evidence, severity=severity, confidence=confidence)
 
@@ -61,4 +61,6 @@ def disk_nearly_full(run: RunRecords) -> Finding | None:
     if free_bytes is None:
         return None
     text = f"at least {free_bytes / 2**20:,.0f} MiB were free"
-    return make_finding(run, DISK_NEARLY_FULL, free_bytes, [line(text, free_bytes, "devices.jsonl: disk_free_bytes")])
+    return make_finding(
+        run, DISK_NEARLY_FULL, free_bytes, [make_evidence(text, free_bytes, "devices.jsonl: disk_free_bytes")]
+    )

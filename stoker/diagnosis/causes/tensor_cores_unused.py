@@ -1,7 +1,7 @@
 """The GPU's tensor cores are not used."""
 
 from stoker.diagnosis.causes.cause import Cause, Threshold
-from stoker.diagnosis.causes.shared import line, make_finding, percent
+from stoker.diagnosis.causes.shared import make_evidence, make_finding, percent
 from stoker.diagnosis.run_data import RunRecords
 from stoker.runs.schemas import Finding
 
@@ -31,7 +31,7 @@ TENSOR_CORES_UNUSED = Cause(
 def tensor_cores_unused(run: RunRecords) -> Finding | None:
     cause, precision = TENSOR_CORES_UNUSED, run.settings.get("precision")
     precision_evidence = (
-        None if precision is None else line(f"precision {precision}", source="config.toml: run.precision")
+        None if precision is None else make_evidence(f"precision {precision}", source="config.toml: run.precision")
     )
     active = [
         gpu.tensor_active.value
@@ -42,11 +42,11 @@ def tensor_cores_unused(run: RunRecords) -> Finding | None:
     ]
     if active:
         text = f"the tensor cores worked {percent(max(active))} of the time"
-        active_evidence = line(text, max(active), "devices.jsonl: gpus.tensor_active")
+        active_evidence = make_evidence(text, max(active), "devices.jsonl: gpus.tensor_active")
         return make_finding(run, cause, max(active), [active_evidence, precision_evidence])
     fraction = run.traces.tensor_core_fraction.value
     if fraction is None or precision in ("bf16", "fp16") or not run.gpus:
         return None
     text = f"{percent(fraction)} of the kernel time was in kernels that use the tensor cores"
-    trace_evidence = line(text, fraction, "traces.jsonl: tensor_core_fraction")
+    trace_evidence = make_evidence(text, fraction, "traces.jsonl: tensor_core_fraction")
     return make_finding(run, cause, fraction, [trace_evidence, precision_evidence], confidence=0.6)

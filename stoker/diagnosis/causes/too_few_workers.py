@@ -15,7 +15,7 @@ from stoker.diagnosis.causes.input_bound import (
     make_input_wait_finding,
     stage_evidence,
 )
-from stoker.diagnosis.causes.shared import cpu_utilization_evidence, line
+from stoker.diagnosis.causes.shared import cpu_utilization_evidence
 from stoker.diagnosis.run_data import RunRecords
 from stoker.runs.schemas import Finding
 
@@ -75,7 +75,7 @@ def too_few_workers(run: RunRecords) -> Finding | None:
             return None
         text = f"{num_workers} threads or processes load images, {cores:g} cores are available"
         source = "config.toml: run.workers" if run.is_native_run else "events.jsonl: data.workers"
-        workers_evidence = line(text, num_workers, source)
+        workers_evidence = make_evidence(text, num_workers, source)
         evidence = [stage_evidence(run, stage, stage_fraction), workers_evidence, cpu_utilization_evidence(run)]
         return make_input_wait_finding(run, cause, evidence)
     loader_cores = loader_cpu(run)

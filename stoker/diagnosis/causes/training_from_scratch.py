@@ -1,7 +1,7 @@
 """`--weights none` with settings or a data set that need pretrained weights."""
 
 from stoker.diagnosis.causes.cause import Cause, Threshold
-from stoker.diagnosis.causes.shared import line, make_finding
+from stoker.diagnosis.causes.shared import make_evidence, make_finding
 from stoker.diagnosis.run_data import RunRecords
 from stoker.runs.schemas import Finding
 
@@ -42,10 +42,10 @@ def training_from_scratch(run: RunRecords) -> Finding | None:
     layers, stages = settings.get("trainable_backbone_layers"), int(cause.threshold("stages"))
     if isinstance(layers, int) and layers < stages:
         text = f"{stages - layers} of {stages} stages are random and are not trained"
-        evidence.append(line(text, layers, "config.toml: model.trainable_backbone_layers"))
+        evidence.append(make_evidence(text, layers, "config.toml: model.trainable_backbone_layers"))
     if settings.get("backbone_norm") == "frozen_bn":
         text = "the statistics of random layers are frozen"
-        evidence.append(line(text, source="config.toml: model.backbone_norm"))
+        evidence.append(make_evidence(text, source="config.toml: model.backbone_norm"))
     if evidence:
         command = "--backbone-norm bn --trainable-backbone-layers 5"
         patch = {"backbone_norm": "bn", "trainable_backbone_layers": 5}
@@ -53,9 +53,9 @@ def training_from_scratch(run: RunRecords) -> Finding | None:
     is_few = isinstance(num_images, int) and num_images <= cause.threshold("min_images")
     if is_few and "weights" not in run.auto_settings and isinstance(available, list) and available:
         best = "coco" if "coco" in available else str(available[0])
-        evidence.append(line(f"{num_images:,} training images", num_images, "events.jsonl: info, data.facts"))
+        evidence.append(make_evidence(f"{num_images:,} training images", num_images, "events.jsonl: info, data.facts"))
         text = f"--weights none was requested; there are {', '.join(available)}"
-        evidence.append(line(text, source="config.toml: model.weights"))
+        evidence.append(make_evidence(text, source="config.toml: model.weights"))
         command, patch = f"--weights {best}", {"weights": best}
     confidence = None if patch is None or "weights" not in patch else 0.7
     return make_finding(run, cause, len(evidence), evidence, command=command, config_patch=patch, confidence=confidence)
