@@ -1,5 +1,5 @@
 """`stoker models`, and the two files that are written from the table of architectures: models.json, which the command
-reads, and docs/models.md. `python -m tests.cli.test_models_command` writes both anew."""
+reads, and docs/models.md. `python -m tests.cli.test_models_command` writes both."""
 
 import dataclasses
 import io
@@ -44,8 +44,8 @@ def rows() -> list[ModelInfo]:
 
 
 def data_file() -> bytes:
-    """models.json."""
-    return msgspec.json.format(msgspec.json.encode(rows()), indent=1) + b"\n"
+    """models.json: a line per model."""
+    return b"[\n" + b",\n".join(msgspec.json.encode(row) for row in rows()) + b"\n]\n"
 
 
 def page() -> str:
@@ -53,16 +53,16 @@ def page() -> str:
     lines = [
         "# Models",
         "",
-        "Every architecture by the name that `--model` takes; `stoker models` prints the same table, `stoker models",
-        "NAME` one with the addresses of its weights. Without `--model`: [which-model.md](which-model.md). How one is",
-        "added: [add-a-model.md](add-a-model.md).",
+        "The architectures that `--model` accepts; `stoker models` prints the same table, `stoker models NAME` a model",
+        "with the URLs of its weights. Without `--model`: [which-model.md](which-model.md). How to add one:",
+        "[add-a-model.md](add-a-model.md).",
         "",
-        "Operations are those of convolutions and matrices, a product and its sum counted as two, for one picture on",
-        "the square canvas named, with 80 classes. Memory is the peak of a training step in bf16, with the recipe's",
-        "batch and the default settings, predicted by counting tensors; a driver, cuDNN and fragmentation come on top.",
-        "The canvas of a run follows its data: operations and memory grow with its area.",
+        "GFLOPs are those of convolutions and matrix products (a multiplication and an addition are two operations),",
+        "per image, with the square image size of the table and 80 classes. Memory is the peak of a training step in",
+        "bf16 with the recipe's batch size and the default settings, predicted by counting tensors; the driver, cuDNN",
+        "and fragmentation need more. The image size of a run depends on its data: GFLOPs and memory grow with its area.",
         "",
-        "| model | for | parameters | canvas | GFLOP | in training | memory, batch | weights |",
+        "| model | use case | parameters | image size | GFLOPs | training | memory, batch size | weights |",
         "|---|---|--:|--:|--:|--:|--:|---|",
     ]
     lines += [
@@ -74,21 +74,21 @@ def page() -> str:
         "",
         "## Less memory",
         "",
-        "`--activation-checkpointing` keeps the input of each stage, block and tower only, and computes the rest again",
-        "in the backward pass, with the same result. RetinaNet-R50 with 32 pictures of 800 × 800 in bf16 is predicted",
-        f"to take {PEAKS[0]} GiB instead of {PEAKS[1]} (`tests/models/test_memory.py`). A batch that does not fit is",
-        "split into micro-batches anyway; this is for pictures of which not even one fits.",
+        "`--activation-checkpointing` keeps only the input of each stage, block and head, and computes the rest again",
+        "in the backward pass, with the same result. For RetinaNet-R50 with 32 images of 800 × 800 in bf16, the",
+        f"predicted peak is {PEAKS[0]} GiB instead of {PEAKS[1]} (`tests/models/test_memory.py`). A batch that does not",
+        "fit is split into micro-batches in any case; this option is for images of which not even one fits.",
         "",
-        "`--auto-batch` tries batches on the device, for a minute at most, and takes the smallest within 3 % of the best time",
-        "per picture; the rate follows it. `python -m stoker.training.defaults.auto_batch DATA` prints times and memory"
-        " as JSON.",
+        "`--auto-batch` measures batch sizes on the device, for at most a minute, and takes the smallest within 3 % of",
+        "the best time per image; the learning rate is scaled with it.",
+        "`python -m stoker.training.batch_trials DATA` prints times and memory as JSON.",
         "",
-        "## Settings of each",
+        "## Settings of each model",
         "",
-        "What an architecture has beside the settings of every run ([settings.md](settings.md)), and why it is so.",
+        "The settings of an architecture in addition to those of every run ([settings.md](settings.md)), with reasons.",
     ]
     for m in rows():
-        lines += ["", f"### {m.name}", "", "| setting | default | why |", "|---|---|---|"]
+        lines += ["", f"### {m.name}", "", "| setting | default | reason |", "|---|---|---|"]
         lines += [
             f"| `{key}` | {report.format_default(value)} | {reason} |" for key, (value, reason) in m.settings.items()
         ]
@@ -100,9 +100,9 @@ PEAKS = (3.8, 8.5)
 
 
 def test_the_files_are_current():
-    anew = "python -m tests.cli.test_models_command writes it anew"
-    assert data_file() == report.FILE.read_bytes(), anew
-    assert page() == PAGE.read_text(), anew
+    hint = "python -m tests.cli.test_models_command writes it"
+    assert data_file() == report.FILE.read_bytes(), hint
+    assert page() == PAGE.read_text(), hint
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

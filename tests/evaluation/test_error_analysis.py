@@ -43,7 +43,7 @@ def test_matches_are_those_of_pycocotools(seed: int, images: int, class_count: i
     assert ours == theirs
 
 
-def test_only_a_hundred_detections_of_a_class_in_a_picture_count() -> None:
+def test_only_a_hundred_detections_of_a_class_in_an_image_count() -> None:
     gt, found = random_case(5, 3, 2, max_found=400)
     matches = match_detections(gt, found)
     counted = found.select(matches.order)
@@ -63,7 +63,7 @@ def test_only_a_hundred_detections_of_a_class_in_a_picture_count() -> None:
         ("crowd", (310, 310, 320, 320), 0, 1),
     ],
 )
-def test_each_kind_of_mistake(kind: str, box: tuple[int, ...], label: int, missed: int) -> None:
+def test_each_kind_of_error(kind: str, box: tuple[int, ...], label: int, missed: int) -> None:
     index = columns([[(0, 0, 100, 100, 0, 0, 1.0), (300, 300, 400, 400, 0, 1, 1.0)],
                      [(0, 0, 50, 50, 0, 0, 1.0), (60, 60, 90, 90, 1, 0, 1.0)]], 2)  # fmt: skip
     gt = ground_truth(index, np.arange(2))
@@ -135,7 +135,7 @@ def test_an_evaluation_adds_up_and_comes_back_from_its_file(seed: int, images: i
     assert not {one.image_index for one in answer.worst} & {one.image_index for one in answer.best}
 
 
-def test_worst_and_best_pictures() -> None:
+def test_worst_and_best_images() -> None:
     """Four pictures: perfect, one of two found, nothing found of two, empty and nothing found."""
     two = [(0, 0, 10, 10, 0, 0, 1.0), (20, 20, 40, 40, 0, 0, 1.0)]
     gt = ground_truth(columns([two, two, two, []], 1), np.arange(4))
@@ -147,7 +147,7 @@ def test_worst_and_best_pictures() -> None:
     assert [(one.image_index, round(one.f1, 2)) for one in best] == [(0, 1.0), (1, 0.67)]
 
 
-def test_pictures_that_the_model_did_not_see_are_in_no_list() -> None:
+def test_images_that_the_model_did_not_see_are_in_no_list() -> None:
     gt = ground_truth(columns([[(0, 0, 9, 9, 0, 0, 1.0)], [(0, 0, 9, 9, 0, 0, 1.0)]], 1), np.arange(2))
     answer = evaluated(gt, detections([0], [[0, 0, 9, 9]], [0.9], [0], [0]), 2, 1)
     assert (answer.classes[0].error_types, answer.worst, [one.image_index for one in answer.best]) == ({}, [], [0])

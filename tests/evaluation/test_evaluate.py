@@ -219,7 +219,7 @@ def test_recalls_are_reached_where_the_quotient_of_counts_says_so() -> None:
         assert (needed[n] == np.maximum(reached, 1)).all(), boxes[n]
 
 
-def test_more_than_a_hundred_detections_in_a_picture_score_as_pycocotools() -> None:
+def test_more_than_a_hundred_detections_in_an_image_score_as_pycocotools() -> None:
     truth, found = random_case(5, 4, 2, max_found=400)
     assert max(np.bincount(found.image_index)) > 200
     metrics = assert_equals_oracle(truth, found)
@@ -229,7 +229,7 @@ def test_more_than_a_hundred_detections_in_a_picture_score_as_pycocotools() -> N
 
 @given(seed=st.integers(0, 2**32), ranks=st.integers(1, 4))
 @settings(max_examples=20, deadline=None)
-def test_shares_of_the_pictures_score_as_one_in_any_order(seed: int, ranks: int) -> None:
+def test_parts_of_the_images_score_as_one_in_any_order(seed: int, ranks: int) -> None:
     truth, found = random_case(seed, 9, 3)
     parts = []
     for rank in np.random.default_rng(seed).permutation(ranks).tolist():
@@ -241,7 +241,7 @@ def test_shares_of_the_pictures_score_as_one_in_any_order(seed: int, ranks: int)
     assert one == many
 
 
-def test_each_rank_detects_in_its_share(tmp_path: Path) -> None:
+def test_each_rank_detects_in_its_part(tmp_path: Path) -> None:
     """Three loaders as three processes would have: together every picture once, and the score of one."""
     index = open_index(draw(tmp_path / "data", val=7))
     rows = index.image_indices("val")
@@ -306,7 +306,7 @@ def test_a_split_without_boxes_is_a_data_error(boxes: list[tuple[float, ...]]) -
         compute_metrics(truth, empty_detections([0]))
 
 
-def test_pictures_that_were_not_seen_are_left_out_and_counted() -> None:
+def test_images_that_were_not_seen_are_left_out_and_counted() -> None:
     index = columns([[(0, 0, 50, 50, 0, 0, 1.0)], [(0, 0, 60, 60, 0, 0, 1.0)]], 1)
     found = detections([0], [[0, 0, 50, 50]], [0.9], [0], [0])
     metrics = compute_metrics(ground_truth(index, np.array([0, 1])), found)
@@ -430,13 +430,13 @@ def test_no_batches_is_nothing_found() -> None:
     assert len(detect(Painter(), [], CPU, precision="fp32")) == 0
 
 
-def test_the_boxes_of_one_picture_come_best_first() -> None:
+def test_the_boxes_of_one_image_come_best_first() -> None:
     found = detections([3, 1, 3, 3], np.arange(16), [0.2, 0.9, 0.7, 0.4], [0, 1, 2, 3], [1, 3])
     assert found.of_image(3).label.tolist() == [2, 3, 0]
     assert len(found.of_image(2)) == 0
 
 
-def test_some_pictures_are_the_same_every_time_with_their_own_boxes() -> None:
+def test_some_images_are_the_same_every_time_with_their_own_boxes() -> None:
     index = columns([[(n, n, n + 9, n + 9, n % 2, 0, 1.0)] for n in range(10)], 2)
     found = detections([3, 3, 9], [[1, 1, 2, 2], [3, 3, 4, 4], [5, 5, 6, 6]], [0.9, 0.1, 0.8], [0, 0, 1], range(10))
     shown = sample_images(index, np.arange(3, 10), found, count=3)

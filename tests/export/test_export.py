@@ -219,7 +219,7 @@ def test_what_is_not_given_is_what_was_asked_for_at_the_export(exported: Path) -
 
 
 @pytest.mark.parametrize("opset", [18, pytest.param(21, marks=pytest.mark.slow)])
-def test_a_fixed_batch_other_slots_and_opset(tmp_path: Path, model: models.Detector, opset: int) -> None:
+def test_a_fixed_batch_other_skeys_and_opset(tmp_path: Path, model: models.Detector, opset: int) -> None:
     path, metadata = tmp_path / "four.onnx", lively()[1]
     path.write_bytes(
         graph.build_onnx(
@@ -302,7 +302,7 @@ def test_a_file_of_the_users_is_not_replaced(run: Path, stoker: Run) -> None:
     assert stoker("export", run, "--out", run / "mine.onnx")[0] == 0, "one's own is"
 
 
-def test_without_the_data_pictures_have_to_be_named(run: Path, data: Path, stoker: Run) -> None:
+def test_without_the_datan_images_have_to_be_named(run: Path, data: Path, stoker: Run) -> None:
     (run / "config.toml").write_text(to_toml(Config().replace(data="gone"), {}))
     alone = run.parent / "alone.safetensors"
     (run / "best.safetensors").rename(alone)
@@ -438,7 +438,7 @@ def test_a_box_at_the_threshold_or_cut_off_is_told_apart() -> None:
     assert not compared(tied, without(tied, 3), score_threshold=0.1, max_detections=4).passed
 
 
-def test_a_box_at_the_limit_of_suppression_or_tied_is_told_apart() -> None:
+def test_a_box_at_the_limit_of_nms_or_tied_is_told_apart() -> None:
     one_class = HAND._replace(labels=np.zeros(4, np.int64))  # the second overlaps the first by 0.50005
     assert compared(one_class, without(one_class, 1)).passed
     assert not compared(one_class, without(one_class, 1), iou_threshold=0.45).passed, "the file should have it no less"

@@ -49,7 +49,7 @@ def case(count: int, side: int, device: Device) -> Batch:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_the_whole_step_never_waits(device: Device, optimizer: str, precision: str):
+def test_the_whole_step_never_synchronizes(device: Device, optimizer: str, precision: str):
     model = build(settings_of("retinanet_mobilenet_v2_fpn"), 4).to(device.torch_device).train()
     stepper = OptimizerStep(model, dataclasses.replace(OPTIM, optimizer=optimizer), device, precision=precision)
     meter = LossAccumulator(device, max_skipped_steps=5)
@@ -78,7 +78,7 @@ def test_losses_are_those_of_the_cpu(device: Device):
         torch.testing.assert_close(found[name].cpu(), value, rtol=2e-3, atol=1e-4)
 
 
-def test_augmentation_never_waits_and_is_that_of_the_cpu(device: Device):
+def test_augmentation_never_synchronizes_and_is_that_of_the_cpu(device: Device):
     settings = DataSettings(hflip=0.5, brightness=0.3, contrast=0.3, saturation=0.3, hue=0.1, mosaic=0.5)
     on_cpu = case(8, 128, Device(torch.device("cpu")))
     noise = torch.Generator().manual_seed(0)
@@ -143,7 +143,8 @@ def test_nvml_sees_the_device():
 
 def test_a_training_on_the_device(tmp_path: Path):
     config = from_fields({"data": str(draw(tmp_path / "data", train=64)), "model": "retinanet_tiny_fpn",
-                          "image_size": (64, 64), "batch_size": 8, "max_duration": "200", "device": "cuda"})  # fmt: skip
+                          "image_size": (64, 64), "batch_size": 8,
+                          "max_duration": "200", "device": "cuda"})  # fmt: skip
     result = train(config, run_dir=str(tmp_path / "run"))
     windows = list(read_lines(result.run, STEPS, StepWindow))
     assert sum(window.window_steps for window in windows) == 200

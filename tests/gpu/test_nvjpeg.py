@@ -69,7 +69,7 @@ def test_it_repeats_bit_for_bit(images: Smooth, device: Device) -> None:
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_bad_pictures_are_in_quarantine_as_with_the_host(images: Smooth, device: Device) -> None:
+def test_bad_images_are_in_quarantine_as_with_the_host(images: Smooth, device: Device) -> None:
     bad = {0: "truncated", 6: "no end", 7: "a block of zeros", 12: "table", 13: "empty", 14: "another size"}
     for row, how in bad.items():
         images.damage(row, how)
@@ -80,7 +80,7 @@ def test_bad_pictures_are_in_quarantine_as_with_the_host(images: Smooth, device:
     assert {one.row for one in told["host"]} == bad.keys()
 
 
-def test_the_training_thread_never_waits_for_the_device(images: Smooth, device: Device) -> None:
+def test_the_training_thread_never_synchronizes_for_the_device(images: Smooth, device: Device) -> None:
     """Batches that are made are handed over while the main stream is still at work on something long."""
     with make(images, device=device, image_size=(64, 96), jpeg_decoder="nvjpeg") as loader:
         next(loader)
@@ -122,7 +122,8 @@ def test_it_is_chosen_by_what_was_measured(images: Smooth, device: Device) -> No
 
 def test_a_training_with_it(tmp_path: Path) -> None:
     data = str(draw(tmp_path / "data", train=64))
-    config = from_fields({"data": data, "model": "retinanet_tiny_fpn", "image_size": (64, 64), "batch_size": 8, "max_duration": "100",
+    config = from_fields({"data": data, "model": "retinanet_tiny_fpn", "image_size": (64, 64), "batch_size": 8,
+                          "max_duration": "100",
                           "device": "cuda", "jpeg_decoder": "nvjpeg"})  # fmt: skip
     result = train(config, run_dir=str(tmp_path / "run"))
     assert sum(window.window_steps for window in read_lines(result.run, STEPS, StepWindow)) == 100

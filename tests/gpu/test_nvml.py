@@ -70,7 +70,7 @@ def test_copies_are_counted_in_bytes_a_second() -> None:
     assert sample.pcie_sent_bytes_s < 0.2 * sample.pcie_received_bytes_s
 
 
-def test_the_witness_opens_listens_and_ends(tmp_path: Path) -> None:
+def test_the_telemetry_opens_listens_and_ends(tmp_path: Path) -> None:
     with contextlib.closing(DriverSampler(RunFolder(tmp_path, 1))) as driver:
         deadline = time.monotonic() + 60
         while not (samples := driver.sample()) and time.monotonic() < deadline:

@@ -71,12 +71,12 @@ def steps(name: str, device: Device, *, eager: bool) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_step_never_waits(name: str, device: Device) -> None:
+def test_a_step_never_synchronizes(name: str, device: Device) -> None:
     steps(name, device, eager=True)
 
 
 @pytest.mark.parametrize("name", ["retinanet_resnet50_fpn", "fcos_resnet50_fpn", "ssd300_vgg16"])
-def test_a_compiled_step_never_waits(name: str, device: Device) -> None:
+def test_a_compiled_step_never_synchronizes(name: str, device: Device) -> None:
     steps(name, device, eager=False)
 
 

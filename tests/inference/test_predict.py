@@ -76,7 +76,7 @@ def run(paths: list[Path], **options: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("resize", ["letterbox", "squash"])
-def test_boxes_come_in_pixels_of_each_picture(resize: str, tmp_path: Path) -> None:
+def test_boxes_come_in_pixels_of_each_image(resize: str, tmp_path: Path) -> None:
     cases = [((480, 640), (64, 96, 320, 288)), ((640, 200), (20, 40, 120, 560)), ((30, 20), (2, 3, 12, 15)),
              ((96, 64), (8, 8, 40, 80)), ((2000, 3000), (600, 400, 1800, 1200))]  # fmt: skip
     paths = [lamp(tmp_path / f"{n}.png", *case) for n, case in enumerate(cases)]
@@ -95,7 +95,7 @@ def test_every_batch_has_the_same_shape(tmp_path: Path) -> None:
     assert model.shapes == {(4, 3, 96, 64)}
 
 
-def test_a_picture_that_cannot_be_read_does_not_stop_the_others(tmp_path: Path) -> None:
+def test_an_image_that_cannot_be_read_does_not_stop_the_others(tmp_path: Path) -> None:
     good = lamp(tmp_path / "good.png", (50, 50), (10, 10, 30, 30))
     torn = tmp_path / "torn.png"
     torn.write_bytes(good.read_bytes()[:-30])
@@ -106,7 +106,7 @@ def test_a_picture_that_cannot_be_read_does_not_stop_the_others(tmp_path: Path) 
     assert "gone.png" in str(found[2].error)
 
 
-def test_a_picture_that_cannot_be_read_leaves_nothing_of_the_memory_it_lay_in(
+def test_an_image_that_cannot_be_read_leaves_nothing_of_the_memory_it_lay_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Used(HostBatchBuffer):
@@ -126,11 +126,11 @@ def test_a_picture_that_cannot_be_read_leaves_nothing_of_the_memory_it_lay_in(
     assert found[1].detections.boxes[0] == pytest.approx((10, 10, 30, 30), abs=1.5)  # nothing white beside the picture
 
 
-def test_no_pictures_is_no_work() -> None:
+def test_no_images_is_no_work() -> None:
     assert run([]) == []
 
 
-def test_the_model_is_left_as_it_was_and_gradients_are_on_between_pictures(tmp_path: Path) -> None:
+def test_the_model_is_left_as_it_was_and_gradients_are_on_between_images(tmp_path: Path) -> None:
     model = BrightObjectDetector().train()
     paths = [lamp(tmp_path / f"{n}.png", (40, 40), None) for n in range(3)]
     for _ in predict_images(model, paths, CPU, image_size=(96, 64), resize="squash", batch_size=1):  # type: ignore[arg-type]
@@ -179,7 +179,7 @@ def predict(places: list[str], out: Path, model: BrightObjectDetector | None = N
     return list(predict_to_dir(model or BrightObjectDetector(), CARD, places, CPU, conf=0.3, iou=0.5, out=out))  # type: ignore[arg-type]
 
 
-def test_results_are_pictures_and_json_and_originals_are_untouched(
+def test_results_are_images_and_json_and_originals_are_untouched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -224,7 +224,7 @@ def test_results_may_be_written_again_and_are_not_predicted_on(tmp_path: Path, m
     assert len(first) == 2
 
 
-def test_pictures_in_the_folder_of_the_results_are_said_to_be_there(tmp_path: Path) -> None:
+def test_images_in_the_folder_of_the_results_are_said_to_be_there(tmp_path: Path) -> None:
     lamp(tmp_path / "in/shot.png", (40, 40), (5, 5, 30, 30))
     for place in ("in", "in/shot.png", "in/*.png"):
         with pytest.raises(UsageError, match="are in the output folder") as caught:
@@ -268,7 +268,7 @@ def test_every_kind_that_is_read_is_found_in_folders(tmp_path: Path) -> None:
     assert [one.error for one in run(found)] == [None] * len(kinds)
 
 
-def test_bad_pictures_are_named_at_the_end_and_the_rest_is_done(
+def test_bad_images_are_named_at_the_end_and_the_rest_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -308,7 +308,7 @@ def boxes(corners: list[tuple[float, ...]], labels: list[int], scores: list[floa
     )
 
 
-def test_a_drawn_box_is_where_it_was_found_and_the_picture_is_a_copy() -> None:
+def test_a_drawn_box_is_where_it_was_found_and_the_image_is_a_copy() -> None:
     image = Image.new("RGB", (800, 600), "black")
     drawn = np.asarray(draw_boxes(image, boxes([(200, 100, 600, 500)], [1], [0.9]), ["a", "b"]))
     assert np.asarray(image).max() == 0
@@ -330,7 +330,7 @@ def test_any_size_can_be_drawn_on_and_small_ones_are_enlarged_by_a_whole_factor(
     assert max(drawn.size) >= min(MIN_DRAW_SIDE, max(size))
 
 
-def test_boxes_are_enlarged_with_their_picture() -> None:
+def test_boxes_are_enlarged_with_their_image() -> None:
     drawn = np.asarray(draw_boxes(Image.new("RGB", (100, 100)), boxes([(20, 50, 60, 90)], [0], [0.9]), ["a"]))
     assert drawn.shape == (400, 400, 3)
     edge = (drawn == class_color(0)).all(axis=2)
@@ -350,5 +350,5 @@ def test_nothing_found_leaves_the_pixels_alone() -> None:
     assert np.array_equal(np.asarray(draw_boxes(image, empty_detections(), [])), np.asarray(image))
 
 
-def test_classes_have_colours_of_their_own() -> None:
+def test_classes_have_colors_of_their_own() -> None:
     assert len({class_color(label) for label in range(80)}) == 80

@@ -44,10 +44,10 @@ def address(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     draw(tmp_path / "set", train=5, val=2)
     place = server.bucket()
     apply(monkeypatch, place.environment)
-    store = open_store(parse_uri(place.address))
+    store = open_store(parse_uri(place.uri))
     for path in (tmp_path / "set").rglob("*.*"):
         store.write(str(path.relative_to(tmp_path)), path.read_bytes())
-    return place.address
+    return place.uri
 
 
 def results(folder: Path, prefix: str) -> list[dict[str, object]]:
@@ -55,7 +55,7 @@ def results(folder: Path, prefix: str) -> list[dict[str, object]]:
     return [one | {"path": one["path"].removeprefix(prefix)} for one in found]
 
 
-def test_pictures_of_a_bucket(model: Model, address: str, tmp_path: Path) -> None:
+def test_images_of_a_bucket(model: Model, address: str, tmp_path: Path) -> None:
     for place in ("set", "set/train/train-1.jpg", "set/*/*-1.jpg"):
         outs = [tmp_path / f"{name}-{len(place)}" for name in ("remote", "local")]
         lines = [list(model.predict_to_dir([f"{root}/{place}"], out, conf=0.0))
@@ -69,7 +69,7 @@ def test_pictures_of_a_bucket(model: Model, address: str, tmp_path: Path) -> Non
             assert (outs[0] / path.name).read_bytes() == path.read_bytes(), "the same boxes on the same picture"
 
 
-def test_a_picture_in_python(model: Model, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_in_python(model: Model, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PICTURES", f"{address}/set/train")
     remote, local = (model.predict(f"{place}/train-2.jpg", conf=0.0)[0]
                      for place in ("$PICTURES", tmp_path / "set" / "train"))  # fmt: skip

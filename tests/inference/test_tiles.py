@@ -31,7 +31,7 @@ tilings = st.builds(Tiling, st.integers(32, 400), st.floats(0, 0.9))
 
 @settings(deadline=None)
 @given(sides, sides, tilings)
-def test_tiles_cover_the_picture_lie_inside_have_one_size_and_overlap(height: int, width: int, tiling: Tiling) -> None:
+def test_tiles_cover_the_image_lie_inside_have_one_size_and_overlap(height: int, width: int, tiling: Tiling) -> None:
     regions = tiling.regions((height, width))
     if max(height, width) <= tiling.side:
         assert regions == []
@@ -48,7 +48,7 @@ def test_tiles_cover_the_picture_lie_inside_have_one_size_and_overlap(height: in
     assert len(regions) == len({r[0] for r in regions}) * len({r[1] for r in regions}), "every row has every column"
 
 
-def test_tiles_of_a_usual_picture() -> None:
+def test_tiles_of_a_usual_image() -> None:
     assert Tiling(640).regions((640, 1600)) == [(0, 0, 640, 640), (480, 0, 1120, 640), (960, 0, 1600, 640)]
 
 
@@ -58,7 +58,7 @@ def test_tilings_that_cannot_be(side: int, overlap: float) -> None:
         Tiling(side, overlap)
 
 
-def test_a_box_is_cut_where_its_tile_ends_and_the_picture_does_not() -> None:
+def test_a_box_is_cut_where_its_tile_ends_and_the_image_does_not() -> None:
     tile, size = (500, 0, 1000, 500), (900, 1000)
     boxes = np.array(
         [(600, 100, 700, 200), (501, 100, 700, 200), (600, 0, 700, 100), (600, 300, 700, 498), (900, 50, 1000, 90)],
@@ -165,7 +165,7 @@ LARGE = (700, 60, 1400, 660)
 """No tile holds it."""
 
 
-def test_small_objects_of_a_large_picture_are_found_in_tiles_and_missed_without(
+def test_small_objects_of_a_large_image_are_found_in_tiles_and_missed_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = draw(tmp_path / "large.png", (1500, 2000), [*SMALL, LARGE])
@@ -194,7 +194,7 @@ def test_a_model_that_suppresses_nothing_finds_an_object_of_several_tiles_once(t
     assert len(tiled.detections) == 1
 
 
-def test_a_tile_larger_than_the_picture_changes_nothing(tmp_path: Path) -> None:
+def test_a_tile_larger_than_the_image_changes_nothing(tmp_path: Path) -> None:
     sizes = [(480, 640), (640, 360), (100, 90)]
     paths = [draw(tmp_path / f"{n}.jpg", size, [(9, 9, 80, 80)]) for n, size in enumerate(sizes)]
     plain, tiled = FindsRectangles(), FindsRectangles()
@@ -205,7 +205,7 @@ def test_a_tile_larger_than_the_picture_changes_nothing(tmp_path: Path) -> None:
     assert plain.shown == tiled.shown == 3
 
 
-def test_every_picture_has_its_answer_whatever_the_batch_and_a_broken_one_an_error(tmp_path: Path) -> None:
+def test_every_image_has_its_answer_whatever_the_batch_and_a_broken_one_an_error(tmp_path: Path) -> None:
     large = draw(tmp_path / "large.png", (700, 900), [(650, 400, 720, 470)])
     small = draw(tmp_path / "small.png", (200, 200), [(50, 60, 90, 100)])
     torn = tmp_path / "torn.png"
@@ -222,7 +222,7 @@ def test_every_picture_has_its_answer_whatever_the_batch_and_a_broken_one_an_err
         assert found[6].detections.boxes[0] == pytest.approx((50, 60, 90, 100), abs=3)
 
 
-def test_tiles_are_of_the_upright_picture(tmp_path: Path) -> None:
+def test_tiles_are_of_the_upright_image(tmp_path: Path) -> None:
     path = tmp_path / "turned.jpg"
     pixels = np.zeros((600, 1400, 3), np.uint8)
     pixels[100:130, 1200:1260] = 255  # stored; upright it lies at the lower right of 1,400 × 600

@@ -49,7 +49,7 @@ def test_the_checks_of_the_page_pass() -> None:
 @pytest.mark.usefixtures("added")
 def test_the_tests_of_every_row_pass() -> None:
     test_boxes.test_the_table_says_what_is_built(NAME)
-    test_no_waits.test_a_step_on_the_cpu_makes_no_wait(NAME, "l1", "adamw")
+    test_no_waits.test_a_step_on_the_cpu_makes_no_host_sync(NAME, "l1", "adamw")
 
 
 def test_the_page_names_the_tests_of_every_row() -> None:
@@ -81,7 +81,7 @@ def test_it_finds_what_it_has_learned() -> None:
 
 
 @pytest.mark.usefixtures("added")
-def test_it_is_saved_loaded_and_recognised(tmp_path: Path) -> None:
+def test_it_is_saved_loaded_and_recognized(tmp_path: Path) -> None:
     settings = settings_of(NAME)
     model = build(settings, 2).eval()
     metadata = model_file.ModelMetadata(

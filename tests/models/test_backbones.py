@@ -25,7 +25,7 @@ def sizes_of_calls(model: Detector, name: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ON_BODIES)
-def test_frozen_children_take_one_picture_at_a_time_and_nothing_else_changes(name: str) -> None:
+def test_frozen_children_take_one_image_at_a_time_and_nothing_else_changes(name: str) -> None:
     torch.manual_seed(0)
     model = build(settings_of(name, backbone_norm="frozen_bn", trainable_backbone_layers=3), CLASSES).double().train()
     backbone = model.backbone.body  # type: ignore[union-attr]
@@ -53,7 +53,7 @@ def test_frozen_children_take_one_picture_at_a_time_and_nothing_else_changes(nam
 
 
 @pytest.mark.parametrize(
-    (("norm", "stages", "train"), [("bn", 3, True), ("frozen_bn", 5, True), ("frozen_bn", 3, False)])
+    ("norm", "stages", "train"), [("bn", 3, True), ("frozen_bn", 5, True), ("frozen_bn", 3, False)]
 )
 def test_what_learns_or_takes_statistics_of_the_batch_sees_all_of_it(norm: str, stages: int, train: bool) -> None:
     model = build(

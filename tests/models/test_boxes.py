@@ -86,7 +86,7 @@ def test_overlaps_are_those_of_torchvision(seed: int, count: int) -> None:
     torch.testing.assert_close(1 - giou(boxes, pairs), generalized_box_iou_loss(boxes, pairs))
 
 
-def test_clipping_is_per_picture() -> None:
+def test_clipping_is_per_image() -> None:
     boxes = (some_boxes(40, 3) - 50).view(2, 20, 4)
     sizes = torch.tensor([[30, 60], [80, 20]], dtype=torch.int32)
     clipped = clip(boxes, sizes)

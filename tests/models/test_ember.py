@@ -19,21 +19,20 @@ from stoker.export.runtime import OnnxModel
 from stoker.hardware.host_sync import ForbidHostSync
 from stoker.models import Detector, build
 from stoker.models.ember.ember import (
-    BOX_WEIGHT,
-    CLASS_WEIGHT,
-    DFL_WEIGHT,
-    REG_MAX,
-    TAL_TOPK,
     Ember,
     EmberOutputs,
     boxes_to_ltrb,
     distribution_focal_loss,
 )
 from stoker.models.ember.task_aligned_assigner import assign_task_aligned
-from stoker.models.fcos.fcos import MIN_STRIDE, ltrb_to_boxes
+from stoker.models.fcos.fcos import ltrb_to_boxes
 from stoker.models.layers.losses import soft_binary_cross_entropy
 from stoker.models.weights import model_file
 from tests.models.samples import make_batch, settings_of
+
+# The constants of the paper and of LOG.md, "Ember"; not imported, so that a change in the module fails.
+REG_MAX, TAL_TOPK, MIN_STRIDE = 16, 10, 8
+CLASS_WEIGHT, BOX_WEIGHT, DFL_WEIGHT = 2.0, 2.5, 0.5
 
 CLASSES, CANVAS = 5, (64, 96)
 COUNTS = (3, 0, 9, 1)
@@ -141,7 +140,7 @@ def test_the_loss_is_that_of_the_points_with_boxes_taken_one_by_one(nms_free: bo
                     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-7)
 
 
-def test_a_batch_without_boxes_has_a_finite_loss_and_makes_no_wait() -> None:
+def test_a_batch_without_boxes_has_a_finite_loss_and_makes_no_host_sync() -> None:
     model = build(settings_of("ember_n", nms_free=True), CLASSES).train()
     batch = make_batch((0, 0), CANVAS, CLASSES)
     with ForbidHostSync():
@@ -190,7 +189,7 @@ def found_by(model: Detector, batch, nms_free: bool):
         return model.decode(raw, batch.resized_size, batch.scale, batch.original_size, score_threshold=0.01)
 
 
-def test_without_suppression_it_makes_no_wait_and_gives_the_best_scores() -> None:
+def test_without_nms_it_makes_no_host_sync_and_gives_the_best_scores() -> None:
     model = some_model(nms_free=True).eval()
     batch = make_batch((0, 0), CANVAS, CLASSES)
     with torch.no_grad(), ForbidHostSync():
@@ -209,7 +208,7 @@ def test_without_suppression_it_makes_no_wait_and_gives_the_best_scores() -> Non
     assert few.boxes.abs().sum() == few.scores.sum() == few.labels.sum() == 0
 
 
-def test_the_second_towers_do_not_change_what_the_first_learn() -> None:
+def test_the_second_heads_do_not_change_what_the_first_learn() -> None:
     batch = make_batch(COUNTS, CANVAS, CLASSES)
     model = some_model(nms_free=True)
     losses = model.loss(model(batch.images), batch)

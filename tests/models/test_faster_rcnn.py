@@ -9,7 +9,7 @@ from stoker.models import build
 from stoker.models.faster_rcnn import roi_heads, rpn
 from stoker.models.faster_rcnn.faster_rcnn import FasterRCNN
 from tests.models.samples import make_batch, settings_of
-from tests.models.two_stages import calibrated, oracle_detections, oracle_losses, oracle_of
+from tests.models.two_stages import ROI_SAMPLES, calibrated, oracle_detections, oracle_losses, oracle_of
 
 CLASSES = 7
 pytestmark = pytest.mark.usefixtures("small")
@@ -21,8 +21,8 @@ SETUPS = {"resnet18": (R18, (64, 96)), "mobilenet": (MOBILENET, (128, 64)), "res
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer regions and a narrower second stage, whose products are nearly all of the time on a CPU."""
     monkeypatch.setattr(roi_heads, "HIDDEN", 16)
-    monkeypatch.setattr(roi_heads, "SAMPLES_PER_IMAGE", 96)
-    monkeypatch.setattr(roi_heads, "MAX_POSITIVES_PER_IMAGE", 24)
+    monkeypatch.setattr(roi_heads, "SAMPLES_PER_IMAGE", ROI_SAMPLES[0])
+    monkeypatch.setattr(roi_heads, "MAX_POSITIVES_PER_IMAGE", ROI_SAMPLES[1])
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:
@@ -125,7 +125,7 @@ def test_detections_are_those_of_torchvision(setup: str) -> None:
         assert torch.equal(found.labels[image][valid], expected["labels"] - 1)
 
 
-def test_candidates_are_the_best_of_a_picture() -> None:
+def test_candidates_are_the_best_of_an_image() -> None:
     model = calibrated(R18, CLASSES, (64, 96)).eval()
     batch = make_batch((0,), (64, 96), CLASSES)
     with torch.no_grad():
@@ -162,7 +162,7 @@ def test_the_sample_follows_the_draw_alone() -> None:
     assert first["loss_classifier"] != other["loss_classifier"]
 
 
-def test_pictures_whose_suppression_ran_out_of_rounds_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_whose_nms_ran_out_of_rounds_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     model = calibrated(R18, CLASSES, (64, 96)).train()
     batch = make_batch((3, 7), (64, 96), CLASSES)
     survivors = rpn.fixed_point_nms
@@ -175,8 +175,8 @@ def test_pictures_whose_suppression_ran_out_of_rounds_are_counted(monkeypatch: p
     assert not {"nms_images", "nms_unconverged"} & model.state_dict().keys()
 
 
-@pytest.mark.parametrize(("unconverged", "said"), [(0, False), (2, False), (3, True)])
-def test_what_is_said_of_suppression_that_ran_out_of_rounds(unconverged: int, message: bool) -> None:
+@pytest.mark.parametrize(("unconverged", "message"), [(0, False), (2, False), (3, True)])
+def test_warning_about_nms_that_ran_out_of_rounds(unconverged: int, message: bool) -> None:
     model = build(settings_of(R18), CLASSES)
     assert isinstance(model, FasterRCNN)
     model.nms_images += 200

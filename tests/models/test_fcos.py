@@ -219,7 +219,7 @@ def test_points_are_made_once_and_can_be_trained_with() -> None:
     sum(model.loss(raw, batch).values(), torch.zeros(())).backward()
 
 
-def test_a_batch_without_any_positive_has_a_finite_loss_and_makes_no_wait() -> None:
+def test_a_batch_without_any_positive_has_a_finite_loss_and_makes_no_host_sync() -> None:
     model = build(settings_of("fcos_resnet18_fpn"), CLASSES).train()
     batch = make_batch((0, 0), (64, 96), CLASSES)
     with ForbidHostSync():
@@ -253,7 +253,7 @@ def test_the_table_says_what_torchvision_has() -> None:
 
 
 @pytest.mark.parametrize("fpn", ["old", pytest.param("new", marks=pytest.mark.slow)])
-def test_torchvisions_coco_weights_are_recognised_and_loaded(tmp_path: Path, fpn: str) -> None:
+def test_torchvisions_coco_weights_are_recognized_and_loaded(tmp_path: Path, fpn: str) -> None:
     """Files like torchvision's: 91 channels, and an FPN that may have the names from before version 0.13."""
     oracle = fcos_resnet50_fpn(weights=None, weights_backbone=None, num_classes=91)
     state = {name: tensor for name, tensor in oracle.state_dict().items() if "num_batches" not in name}

@@ -97,7 +97,7 @@ def test_without_gradients_nothing_is_computed_twice(monkeypatch: pytest.MonkeyP
         model(in_double(make_batch((0,), CANVAS, CLASSES)).images)
 
 
-def test_it_makes_no_wait():
+def test_it_makes_no_host_sync():
     _, model = pair("retinanet_tiny_fpn")
     batch = in_double(make_batch((3, 1), CANVAS, CLASSES))
     step(model, batch)  # makes the anchors

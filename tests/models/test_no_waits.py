@@ -52,7 +52,7 @@ def steps_of(name: str) -> list[object]:
 
 
 @pytest.mark.parametrize(("name", "box_loss", "optimizer"), [case for name in MODELS for case in steps_of(name)])
-def test_a_step_on_the_cpu_makes_no_wait(name: str, box_loss: str, optimizer: str) -> None:
+def test_a_step_on_the_cpu_makes_no_host_sync(name: str, box_loss: str, optimizer: str) -> None:
     changes = {"box_loss": box_loss} if "box_loss" in MODELS[name].defaults else {}
     model = build(settings_of(name, **changes), CLASSES).train()
     batch = make_batch((3, 0), CANVAS, CLASSES)

@@ -16,7 +16,7 @@ WITH_NORMS = ("retinanet_tiny_fpn", "retinanet_mobilenet_v2_fpnlite", "ssdlite32
 
 
 @pytest.mark.parametrize("name", WITH_NORMS)
-def test_the_setting_is_the_kind_of_all_norms_but_that_none_is_frozen_outside_the_body(name: str) -> None:
+def test_the_setting_is_the_kind_of_all_norms_but_that_none_is_frozen_outside_the_backbone(name: str) -> None:
     for setting, of_backbone, elsewhere in (
         ("frozen_bn", FrozenBatchNorm2d, SafeBatchNorm2d),
         ("bn", SafeBatchNorm2d, SafeBatchNorm2d),
@@ -34,7 +34,7 @@ def test_the_setting_is_the_kind_of_all_norms_but_that_none_is_frozen_outside_th
 
 
 @pytest.mark.parametrize("name", ["retinanet_tiny_fpn", "retinanet_mobilenet_v2_fpnlite"])
-def test_one_picture_whose_coarsest_map_is_one_place_can_be_trained_on(name: str) -> None:
+def test_one_image_whose_coarsest_map_is_one_place_can_be_trained_on(name: str) -> None:
     """torch's BatchNorm raises ValueError there; SSDlite's test is in test_ssd.py."""
     model = build(settings_of(name), 2).train()
     batch = make_batch((3,), (32, 32), 2)
@@ -58,7 +58,7 @@ def test_a_frozen_norm_in_another_type_is_as_exact_as_the_type() -> None:
     torch.testing.assert_close(norm(x), exact(norm, x), rtol=1e-14, atol=1e-14)
 
 
-def test_a_copy_of_a_folded_body_has_constants_of_its_own() -> None:
+def test_a_copy_of_a_folded_backbone_has_constants_of_its_own() -> None:
     """As the averaged model is a copy of the trained one, and gets its weights from a checkpoint."""
     model = build(settings_of("retinanet_tiny_fpn", backbone_norm="frozen_bn"), 2).eval()
     twin = copy.deepcopy(model)

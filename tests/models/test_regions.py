@@ -1,12 +1,18 @@
 """The parts of the two-stage detector: suppression in rounds, sampling by lot, pooling from a pyramid."""
 
+import inspect
+
 import pytest
 import torch
 from torch import Tensor
+from torchvision.models.detection import faster_rcnn as torchvision_faster_rcnn
 from torchvision.ops import MultiScaleRoIAlign, nms
 
+from stoker.models.faster_rcnn import roi_heads, rpn
+from stoker.models.faster_rcnn.faster_rcnn import FasterRCNN
 from stoker.models.faster_rcnn.roi_heads import sample_rois
 from stoker.models.faster_rcnn.rpn import NMS_ROUNDS, Proposals, RPNOutputs, fixed_point_nms, propose
+from stoker.models.layers import postprocess
 from stoker.models.layers.roi_align import assign_fpn_level, multiscale_roi_align, roi_align_each_level
 from stoker.models.layers.sampling import KEY_RANGE, random_keys, sample_balanced
 
@@ -27,7 +33,7 @@ def greedy(boxes: Tensor, threshold: float) -> list[int]:
 
 
 @pytest.mark.parametrize("threshold", [0.3, 0.5, 0.7])
-def test_survivors_are_those_of_greedy_suppression(threshold: float) -> None:
+def test_kept_boxes_are_those_of_greedy_nms(threshold: float) -> None:
     boxes = torch.stack([clustered(500, seed) for seed in range(3)])
     stay, calibrated = fixed_point_nms(boxes, torch.ones(3, 500, dtype=torch.bool), iou_threshold=threshold)
     assert calibrated.all()
@@ -74,7 +80,7 @@ def test_a_chain_that_the_rounds_suffice_for_is_settled() -> None:
     assert stay[1].nonzero()[:, 0].tolist() == greedy(boxes[1], 0.5)
 
 
-def test_proposals_say_which_pictures_ran_out_of_rounds() -> None:
+def test_proposals_say_which_images_ran_out_of_rounds() -> None:
     count = 200
     anchors = torch.cat((chain(count, 1.5), clustered(count, 2) + 1000))
     rising = torch.linspace(5, -5, count)
@@ -88,7 +94,7 @@ def test_proposals_say_which_pictures_ran_out_of_rounds() -> None:
     assert not found.boxes[~found.valid].any()
 
 
-def test_lots_are_different_within_a_picture_and_spread() -> None:
+def test_keys_are_different_within_an_image_and_spread() -> None:
     draw = torch.tensor([0.0, 0.25, 0.25 + 2**-24])
     own = random_keys(draw, 100_000, stream=0)
     assert own.min() >= 0
@@ -108,7 +114,7 @@ def test_lots_are_different_within_a_picture_and_spread() -> None:
 @pytest.mark.parametrize(
     ("positives", "negatives", "expected"), [(40, 500, (8, 24)), (3, 500, (3, 29)), (40, 5, (8, 5))]
 )
-def test_a_sample_has_the_least_lots(positives: int, negatives: int, expected: tuple[int, int]) -> None:
+def test_a_sample_has_the_least_keys(positives: int, negatives: int, expected: tuple[int, int]) -> None:
     own = random_keys(torch.tensor([0.1, 0.7]), 600, stream=0)
     kind = torch.full((2, 600), -1)
     for image in range(2):
@@ -123,7 +129,7 @@ def test_a_sample_has_the_least_lots(positives: int, negatives: int, expected: t
             assert chosen.indices[image][slots].tolist() == least
 
 
-def test_a_sample_has_no_more_slots_than_candidates() -> None:
+def test_a_sample_has_no_more_skeys_than_candidates() -> None:
     positive = torch.tensor([[True, False, False]])
     chosen = sample_balanced(
         random_keys(torch.tensor([0.5]), 3, stream=0), positive, ~positive, num_samples=256, max_positives=128
@@ -184,3 +190,21 @@ def test_one_level_takes_all_boxes() -> None:
     boxes, level = regions(torch.float64), pyramid(torch.float64)[3]
     expected = MultiScaleRoIAlign(["0"], 7, 2)({"0": level}, list(boxes), [CANVAS] * 2)
     assert (multiscale_roi_align([level], [32], boxes) - expected).abs().max() < 1e-12
+
+
+def test_constants_are_torchvisions_defaults() -> None:
+    defaults = {name: p.default for name, p in inspect.signature(torchvision_faster_rcnn.FasterRCNN).parameters.items()}
+    rpn_samples, roi_samples = defaults["rpn_batch_size_per_image"], defaults["box_batch_size_per_image"]
+    assert (rpn_samples, rpn_samples * defaults["rpn_positive_fraction"]) == (
+        rpn.SAMPLES_PER_IMAGE, rpn.MAX_POSITIVES_PER_IMAGE,
+    )  # fmt: skip
+    assert (roi_samples, roi_samples * defaults["box_positive_fraction"]) == (
+        roi_heads.SAMPLES_PER_IMAGE, roi_heads.MAX_POSITIVES_PER_IMAGE,
+    )  # fmt: skip
+    assert defaults["box_fg_iou_thresh"] == defaults["box_bg_iou_thresh"] == roi_heads.FG_IOU_THRESH
+    assert defaults["rpn_nms_thresh"] == rpn.NMS_THRESH
+    assert defaults["rpn_post_nms_top_n_train"] == FasterRCNN.num_train_proposals
+    assert defaults["rpn_post_nms_top_n_test"] == FasterRCNN.num_test_proposals
+    assert (defaults["box_nms_thresh"], defaults["box_detections_per_img"]) == (
+        FasterRCNN.iou_threshold, postprocess.MAX_DETECTIONS,
+    )  # fmt: skip

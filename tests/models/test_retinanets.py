@@ -1,6 +1,7 @@
 """Every RetinaNet of MODELS: torchvision's numbers, and the weights of torchvision's classifiers."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,9 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torchvision import models
+from torchvision.models.detection import retinanet as torchvision_retinanet
 
 from stoker.errors import WeightsError
+from stoker.evaluation.evaluate import SCORE_THRESHOLD
 from stoker.models import MODELS, build, detect_architecture, load_weights
+from stoker.models.layers.postprocess import MAX_DETECTIONS
 from stoker.models.retinanet.retinanet import RetinaNet
 from tests.models.oracle import ALIKE, PARTS, check_detections, check_losses_and_gradients, oracle_of
 from tests.models.samples import calibrated_model, make_batch, settings_of
@@ -74,7 +78,7 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tupl
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind in OTHERS else []) for kind in CLASSIFIERS]
 )
-def test_a_classifier_is_recognised_and_fills_the_body(
+def test_a_classifier_is_recognized_and_fills_the_backbone(
     kind: str, classifier: Callable[[str], tuple[Path, nn.Module]]
 ) -> None:
     path, network = classifier(kind)
@@ -106,7 +110,7 @@ def _maps(network: nn.Module, pixels: Tensor, children: list[str]) -> list[Tenso
     return maps
 
 
-def test_the_same_body_serves_the_lite_model(classifier: Callable[[str], tuple[Path, nn.Module]]) -> None:
+def test_the_same_backbone_serves_the_lite_model(classifier: Callable[[str], tuple[Path, nn.Module]]) -> None:
     path, _ = classifier("mobilenet_v2")
     settings = settings_of(LITE, weights=str(path))
     model = build(settings, CLASSES)
@@ -118,7 +122,7 @@ def test_the_same_body_serves_the_lite_model(classifier: Callable[[str], tuple[P
 @pytest.mark.parametrize(
     ("kind", "wanted"), [("resnext50", "resnet50"), pytest.param("resnet34", "resnet18", marks=[pytest.mark.slow])]
 )
-def test_a_file_of_another_body_is_refused(
+def test_a_file_of_another_backbone_is_refused(
     kind: str, wanted: str, classifier: Callable[[str], tuple[Path, nn.Module]]
 ) -> None:
     path, _ = classifier(kind)
@@ -129,13 +133,13 @@ def test_a_file_of_another_body_is_refused(
 
 
 @pytest.mark.parametrize("name", ["retinanet_resnet18_fpn", LITE])
-def test_a_detector_is_recognised(name: str, tmp_path: Path) -> None:
+def test_a_detector_is_recognized(name: str, tmp_path: Path) -> None:
     path = tmp_path / "weights.pth"
     torch.save(build(settings_of(name), CLASSES).state_dict(), path)
     assert detect_architecture(path) == name
 
 
-def test_the_lite_tower_is_shared_and_each_level_has_its_own_norms() -> None:
+def test_the_lite_head_is_shared_and_each_level_has_its_own_norms() -> None:
     model = build(settings_of(LITE), CLASSES).train()
     assert isinstance(model, RetinaNet)
     head = model.head["tower"]
@@ -152,3 +156,11 @@ def test_the_lite_tower_is_shared_and_each_level_has_its_own_norms() -> None:
         raw.logits[:, coarsest].sum() + raw.deltas[:, coarsest].sum(), [norm.bias for norm in norms]
     )
     assert [bool(gradient.any()) for gradient in found] == [False, False, False, False, True] * 4
+
+
+def test_thresholds_are_torchvisions_defaults() -> None:
+    defaults = {name: p.default for name, p in inspect.signature(torchvision_retinanet.RetinaNet).parameters.items()}
+    assert defaults["nms_thresh"] == RetinaNet.iou_threshold
+    assert defaults["score_thresh"] == SCORE_THRESHOLD
+    assert defaults["topk_candidates"] == RetinaNet.pre_nms_top_n
+    assert defaults["detections_per_img"] == MAX_DETECTIONS

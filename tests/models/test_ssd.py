@@ -118,7 +118,7 @@ def test_anchors_are_those_of_torchvision(name: str, empty_oracles: dict[str, An
 
 
 @pytest.mark.parametrize("name", ORACLES)
-def test_anchors_of_another_canvas(name: str) -> None:
+def test_anchors_of_another_input_size(name: str) -> None:
     """As large in pixels, but not larger than the canvas; the last places are spread evenly over it."""
     sizes = (10.0, 20.0, 40.0, 80.0, 120.0, 200.0, 240.0)
     model = build(settings_of(name, anchor_sizes=sizes), CLASSES)
@@ -264,7 +264,7 @@ def test_gradients_of_all_weights_of_ssdlite_are_those_of_torchvision() -> None:
             torch.testing.assert_close(buffer, oracle.get_buffer(key), rtol=1e-5, atol=1e-9)  # their momentum
 
 
-@pytest.mark.parametrize(("name", "pre_nms_top_n_per_class"), [(SSD300, 400), (LITE, 300), (LITE, 7)])
+@pytest.mark.parametrize(("name", "per_class"), [(SSD300, 400), (LITE, 300), (LITE, 7)])
 @pytest.mark.parametrize("score_threshold", [0.05, 0.5])
 def test_detections_are_those_of_torchvision(
     name: str, per_class: int, score_threshold: float, empty_oracles: dict[str, Any], models: dict[str, SSD],
@@ -325,7 +325,7 @@ def test_torchvisions_coco_weights_load_and_predict_the_same(
 
 @pytest.mark.slow  # every row of MODELS is built
 @pytest.mark.parametrize("name", ORACLES)
-def test_torchvisions_files_are_recognised(name: str, tmp_path: Path, empty_oracles: dict[str, Any]) -> None:
+def test_torchvisions_files_are_recognized(name: str, tmp_path: Path, empty_oracles: dict[str, Any]) -> None:
     state = {key: torch.zeros(tensor.shape) for key, tensor in empty_oracles[name].state_dict().items()}
     torch.save(state, tmp_path / "detector.pth")
     assert detect_architecture(tmp_path / "detector.pth") == name
@@ -341,7 +341,7 @@ def vgg_state() -> dict[str, Tensor]:
     return {key: torch.rand(shape if key.startswith("features.") else 1) for key, shape in names.items()}
 
 
-def test_imagenets_vgg_fills_the_body(tmp_path: Path) -> None:
+def test_imagenets_vgg_fills_the_backbone(tmp_path: Path) -> None:
     state = vgg_state()
     torch.save(state, tmp_path / "vgg.pth")
     settings_ = settings_of(SSD300, weights=str(tmp_path / "vgg.pth"))
@@ -355,7 +355,7 @@ def test_imagenets_vgg_fills_the_body(tmp_path: Path) -> None:
     assert all(torch.equal(one.weight, other) for one, other in zip(convolutions, theirs_, strict=False))
 
 
-def test_imagenets_mobilenet_fills_the_body_with_a_full_tail(tmp_path: Path) -> None:
+def test_imagenets_mobilenet_fills_the_backbone_with_a_full_tail(tmp_path: Path) -> None:
     torch.manual_seed(3)
     classifier = mobilenet_v3_large(weights=None).eval()
     torch.save(classifier.state_dict(), tmp_path / "v3.pth")
@@ -369,7 +369,7 @@ def test_imagenets_mobilenet_fills_the_body_with_a_full_tail(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("norm", ["bn", "frozen_bn", "sync_bn"])
-def test_a_batch_of_one_picture_can_be_trained_on(norm: str) -> None:
+def test_a_batch_of_one_image_can_be_trained_on(norm: str) -> None:
     """torch's BatchNorm raises where the coarsest map has one value per channel, and so does torchvision's SSDlite."""
     model = build(settings_of(LITE, backbone_norm=norm), CLASSES).train()
     batch = make_batch((3,), (64, 64), CLASSES)
@@ -434,7 +434,7 @@ def derived(index: Index, **fields: Any) -> tuple[Any, dict[str, str]]:
     return derive(from_fields({"weights": "none", **fields}), index, Device(torch.device("cpu")))
 
 
-def test_canvas_and_anchors_of_a_run(index: Index) -> None:
+def test_input_size_and_anchors_of_a_run(index: Index) -> None:
     config, reasons = derived(index, model=LITE, image_size=(160, 160))
     assert config.model.anchor_sizes == (32.0, 56.0, 80.0, 104.0, 128.0, 152.0, 160.0)
     assert "0.5 times" in reasons["anchor_sizes"]
@@ -448,7 +448,7 @@ def test_canvas_and_anchors_of_a_run(index: Index) -> None:
     assert list(caught.value.choices) == ["320", "300"]
 
 
-def test_the_canvas_of_large_square_pictures_is_torchvisions() -> None:
+def test_the_input_size_of_large_square_images_is_torchvisions() -> None:
     for name, side in SIDES.items():
         row = MODELS[name]
         assert best_image_size(np.full((9, 2), 900, np.int32), row.default_image_size, row.size_divisor)[0] == (

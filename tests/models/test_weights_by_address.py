@@ -17,7 +17,7 @@ from stoker.storage.store import open_store
 from stoker.storage.uri import parse_uri
 from stoker.training.run_selection import with_absolute_paths
 from tests.models.samples import settings_of
-from tests.storage.servers import Conditions, Place, Proxy, Server, apply, google_server, s3_server, web_server
+from tests.storage.servers import Conditions, Proxy, ServedBucket, Server, apply, google_server, s3_server, web_server
 
 TINY = "retinanet_tiny_fpn"
 
@@ -36,18 +36,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(params=["s3", "gs", "http"])
 def place(request: pytest.FixtureRequest, servers: dict[str, Server], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[Place, Proxy]]:  # fmt: skip
+) -> Iterator[tuple[ServedBucket, Proxy]]:  # fmt: skip
     with servers[request.param].bucket().through() as (place, proxy):
         apply(monkeypatch, place.environment)
         yield place, proxy
 
 
-def put(servers: dict[str, Server], place: Place, name: str, data: bytes) -> str:
-    if place.address.startswith("http:"):
+def put(servers: dict[str, Server], place: ServedBucket, name: str, data: bytes) -> str:
+    if place.uri.startswith("http:"):
         servers["http"].objects.put("", name, data)
     else:
-        open_store(parse_uri(place.address)).write(name, data)
-    return f"{place.address}/{name}"
+        open_store(parse_uri(place.uri)).write(name, data)
+    return f"{place.uri}/{name}"
 
 
 def saved(tmp_path: Path, seed: int) -> bytes:
@@ -62,7 +62,7 @@ def saved(tmp_path: Path, seed: int) -> bytes:
 
 
 def test_weights_are_fetched_once_and_again_when_they_change(
-    servers: dict[str, Server], place: tuple[Place, Proxy], tmp_path: Path, folder: Path
+    servers: dict[str, Server], place: tuple[ServedBucket, Proxy], tmp_path: Path, folder: Path
 ) -> None:
     first, second = saved(tmp_path, 1), saved(tmp_path, 2)
     assert len(first) == len(second), "only the version tells them apart"
@@ -70,16 +70,16 @@ def test_weights_are_fetched_once_and_again_when_they_change(
     path = local_path(address)
     assert path.parent == folder
     assert path.read_bytes() == first
-    place[1].seen.clear()
+    place[1].requests.clear()
     assert local_path(address) == path
-    assert {seen.method for seen in place[1].seen} == {"HEAD"}, "nothing is fetched again"
+    assert {seen.method for seen in place[1].requests} == {"HEAD"}, "nothing is fetched again"
     put(servers, place[0], "a/best.safetensors", second)
     assert local_path(address).read_bytes() == second
     assert len(list(folder.iterdir())) == 2, "no temporary file stays"
 
 
 def test_weights_that_a_training_starts_from(
-    servers: dict[str, Server], place: tuple[Place, Proxy], tmp_path: Path, folder: Path
+    servers: dict[str, Server], place: tuple[ServedBucket, Proxy], tmp_path: Path, folder: Path
 ) -> None:
     address = put(servers, place[0], "best.safetensors", saved(tmp_path, 3))
     assert detect_architecture(address) == TINY
@@ -106,10 +106,10 @@ def test_a_download_that_breaks_leaves_nothing(
     assert list(folder.iterdir()) == []
 
 
-def test_what_is_not_there_is_named(place: tuple[Place, Proxy], folder: Path) -> None:
+def test_what_is_not_there_is_named(place: tuple[ServedBucket, Proxy], folder: Path) -> None:
     with pytest.raises(WeightsError, match="no such object") as raised:
-        local_path(f"{place[0].address}/none.pth")
-    assert f"{place[0].address}/none.pth" in str(raised.value)
+        local_path(f"{place[0].uri}/none.pth")
+    assert f"{place[0].uri}/none.pth" in str(raised.value)
     assert not folder.exists()
 
 

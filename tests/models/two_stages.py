@@ -18,10 +18,12 @@ from torchvision.ops import FrozenBatchNorm2d
 
 from stoker.data.batch import Batch, RandSlot
 from stoker.models import build
-from stoker.models.faster_rcnn import roi_heads, rpn
 from stoker.models.faster_rcnn.faster_rcnn import FasterRCNN
 from stoker.models.layers.sampling import random_keys
 from tests.models.samples import make_batch, settings_of
+
+RPN_SAMPLES, ROI_SAMPLES = (256, 128), (96, 24)
+"""(samples, at most so many positive ones) of an image in the two stages: torchvision's, and a smaller second stage."""
 
 
 def calibrated(
@@ -114,8 +116,7 @@ def oracle_losses(oracle: Oracle, model: FasterRCNN, batch: Batch) -> dict[str, 
     ]
     images, features, anchors = _features(oracle, model, batch)
     draw = batch.rand[:, RandSlot.SAMPLE]
-    sampled = rpn.SAMPLES_PER_IMAGE, rpn.MAX_POSITIVES_PER_IMAGE
-    oracle.rpn.fg_bg_sampler = Sampler(list(random_keys(draw, sum(anchors), stream=0)), *sampled)
+    oracle.rpn.fg_bg_sampler = Sampler(list(random_keys(draw, sum(anchors), stream=0)), *RPN_SAMPLES)
     boxes, first = oracle.rpn(images, features, targets)
     # Ours has as many slots for proposals as there can be, then one for each slot of a box.
     slots = min(2000, sum(min(2000, count) for count in anchors))
@@ -124,7 +125,7 @@ def oracle_losses(oracle: Oracle, model: FasterRCNN, batch: Batch) -> dict[str, 
         torch.cat((some[: len(found)], some[slots:][valid]))
         for some, found, valid in zip(every, boxes, batch.valid, strict=True)
     ]
-    oracle.roi_heads.fg_bg_sampler = Sampler(own, roi_heads.SAMPLES_PER_IMAGE, roi_heads.MAX_POSITIVES_PER_IMAGE)
+    oracle.roi_heads.fg_bg_sampler = Sampler(own, *ROI_SAMPLES)
     _, second = oracle.roi_heads(features, boxes, images.image_sizes, targets)
     return {**first, **second}
 

@@ -178,8 +178,8 @@ class FasterRCNN(Detector):
             return None
         return (
             f"NMS of proposals did not converge in {NMS_ROUNDS} rounds for {num_unconverged:,} of {num_images:,} "
-            f"images: the second stage was also trained on some overlapping proposals. This is harmless in the first steps; if "
-            f"the fraction stays above {100 * MAX_UNCONVERGED_FRACTION:.0f} %, detections may be worse"
+            f"images: the second stage was also trained on some overlapping proposals. This is harmless in the first "
+            f"steps; if the fraction stays above {100 * MAX_UNCONVERGED_FRACTION:.0f} %, detections may be worse"
         )
 
     def class_heads(self) -> tuple[ClassHeadSpec, ...]:

@@ -20,7 +20,6 @@ from torch import Tensor
 from stoker.config.settings import ModelSettings
 from stoker.errors import WeightsError, nearest
 from stoker.models.detector import Detector
-from stoker.models.ember.ember import ember_options
 from stoker.models.table import MODELS, build, get_architecture
 from stoker.models.weights.class_head import class_tensors, fit_class_head
 from stoker.models.weights.hub import fetch_weights, local_path
@@ -206,9 +205,8 @@ def _detect_model(weights: WeightsFile) -> str | None:
     if weights.model is not None:
         return weights.model
     best_fraction, best_name = MIN_MATCH_FRACTION, None
-    detected_options = ember_options(weights.tensors)
     for name, arch in MODELS.items():
-        options = {key: value for key, value in detected_options.items() if key in arch.defaults}
+        options = {} if arch.options_from_weights is None else arch.options_from_weights(weights.tensors)
         settings = {"backbone_norm": "bn", "trainable_backbone_layers": 5, **arch.defaults, **options, "model": name}
         with torch.device("meta"):  # shapes only
             model = build(ModelSettings(**settings), 1)
