@@ -1,18 +1,18 @@
-"""Ember beside Ultralytics' YOLO11n: accuracy for the same processor time of training, on the same pictures.
+"""Ember compared with Ultralytics' YOLO11n: accuracy for the same CPU time of training, on the same images.
 
     python benchmarks/ember.py --ultralytics ENVIRONMENT/bin/yolo [--data bccd dice] [--budgets 675 1300] [--json FILE]
 
-Every contestant trains on one thread, on the training pictures of a data set alone, at the same canvas or one of the
-same area, and is scored once, after its last step, on the test pictures, by this project's scores: AP and AP50 of the
-final weights. How many epochs fit a budget of processor seconds (user and system, of the whole training process from
+Every contestant trains on one thread, on the training images of a data set only, at the same image size or one of the
+same area, and is evaluated once, after its last step, on the test images, by this project's evaluation: AP and AP50 of
+the final weights. How many epochs fit a budget of CPU-seconds (user and system, of the whole training process from
 start to end) is measured beforehand by two short trainings, then by each training; the seconds that one took are in
 its row.
 
 Ultralytics' package is AGPL: it is no dependency and nothing of it is imported. It runs as a program of its own, by its
 own commands, in an environment that you make (`python -m venv E; E/bin/pip install ultralytics`); without
 `--ultralytics` it is left out. Its settings are its own defaults but batch 8, which is ours too, and no workers: so it
-computes in fp32 (we in bf16 where the processor has it), steps once for every 64 pictures (its `nbs`), takes one thread
-less than there are cores (measure on two), and looks at the test pictures twice within its time, about 1 % of it.
+computes in fp32 (we in bf16 where the processor has it), steps once for every 64 images (its `nbs`), takes one thread
+less than there are cores (measure on two), and evaluates the test images twice within its time, about 1 % of it.
 
 Each training is written to --json FILE as it ends; what is there is not measured again.
 """
@@ -45,10 +45,10 @@ from stoker.models.weights import model_file
 OURS, TUNED, PEER = "ember_n", "ember_mobilenet_v2, from ImageNet", "yolo11n"
 SIDE, BATCH = 320, 8
 GOALS = {("bccd", 675): (0.53, 0.84), ("bccd", 1300): (0.58, 0.885)}
-"""AP and AP50 that the mean of ember_n has to reach, beside those of the peer in the same run."""
+"""AP and AP50 that the mean of ember_n has to reach, together with those of the peer in the same run."""
 SPARED, LIMIT = 0.97, 1.03
-"""Shares of a budget: what is planned for, and what a training of ours may take; one that took more is made again, with
-as many epochs as it shows to fit. The peer keeps what it took beyond."""
+"""Fractions of a budget: what is planned for, and what a training of ours may take; one that took more is made again,
+with as many epochs as it shows to fit. The peer keeps what it took beyond."""
 SHORT = (2, 6)
 """Epochs of the trainings that say what an epoch costs. The peer's last ten epochs are without mosaics, so that its own
 are a little dearer in longer trainings than these say: it then has more than its budget."""
@@ -63,8 +63,8 @@ class Data:
     theirs: Path
     index: Index
     side: int
-    """Of the peer's canvas, a square."""
-    canvas: tuple[int, int]
+    """The peer's image size, a square."""
+    image_size: tuple[int, int]
     """Ours, of no more pixels."""
 
 
@@ -77,7 +77,7 @@ class Training:
 
 
 def make_data(name: str, shared: Path, folder: Path, *, side: int | None = None) -> Data:
-    """side: of the canvas, the same square for both; default: SIDE for the peer, and for us what suits the pictures."""
+    """side: a square image size for both; default: SIDE for the peer, and for ours one that suits the images."""
     source = folder / name
     if name == "bccd":
         trainval(shared / "bccd" / "BCCD", source)
@@ -92,16 +92,16 @@ def make_data(name: str, shared: Path, folder: Path, *, side: int | None = None)
             (theirs / "images" / split / f"{row}.jpg").write_bytes(index.read(row))
             (theirs / "labels" / split / f"{row}.txt").write_text("\n".join(yolo_lines(index, row)))
     names = "".join(f"  {number}: {label}\n" for number, label in enumerate(index.class_names))
-    # Its trainer wants pictures to validate on; with val=False it looks at them at the end alone.
+    # Its trainer needs images to validate on; with val=False it uses them at the end only.
     text = f"path: {theirs}\ntrain: images/train\nval: images/test\nnames:\n{names}"
     (theirs / "data.yaml").write_text(text)
     square = side or SIDE
-    canvas = (288, 352) if side is None and name == "bccd" else (square, square)
-    return Data(name, source, theirs / "data.yaml", index, square, canvas)
+    image_size = (288, 352) if side is None and name == "bccd" else (square, square)
+    return Data(name, source, theirs / "data.yaml", index, square, image_size)
 
 
 def yolo_lines(index: Index, row: int) -> Iterator[str]:
-    """Class, centre and sides of each box as shares of the picture."""
+    """Class, center and sides of each box as fractions of the image."""
     height, width = index.original_size[row].tolist()
     for place in range(index.offsets[row], index.offsets[row + 1]):
         x1, y1, x2, y2 = index.boxes[place].tolist()
@@ -116,12 +116,12 @@ class Trained:
     ap50: float
     parameters: int
     gflop: float
-    """1e9 operations of a picture of 640 × 640."""
+    """1e9 operations for an image of 640 × 640."""
     commands: tuple[list[str], ...]
 
 
 Contestant = Callable[[Data, int, int, Path], Trained]
-"""Trains so many epochs with a seed into a new folder, and is scored on the test pictures."""
+"""Trains so many epochs with a seed into a new folder, and is evaluated on the test images."""
 
 
 def of_stoker(model: str, *more: str) -> Contestant:
@@ -129,8 +129,9 @@ def of_stoker(model: str, *more: str) -> Contestant:
         run = folder / "run"
         train = [
             sys.executable, "-m", "stoker", "train", str(data.ours), "--model", model, "--device", "cpu",
-            "--max-duration", f"{epochs}ep", "--batch-size", str(BATCH), "--seed", str(seed), "--eval-every", "0", "--run", str(run),
-            "--image-size", *map(str, data.canvas), *more,
+            "--epochs", str(epochs), "--batch-size", str(BATCH), "--seed", str(seed),
+            "--eval-every", "0", "--run-dir", str(run),
+            "--image-size", *map(str, data.image_size), *more,
         ]  # fmt: skip
         _, cpu_s = run_timed(train, folder)
         scoring = [sys.executable, "-m", "stoker", "eval", str(run / "final.safetensors"), str(data.ours),
@@ -142,7 +143,7 @@ def of_stoker(model: str, *more: str) -> Contestant:
 
 
 def size_of(run: Path) -> tuple[int, float]:
-    """Parameters of a trained model, and 1e9 operations for a picture of 640 × 640."""
+    """Parameters of a trained model, and 1e9 operations for an image of 640 × 640."""
     model, _ = model_file.load_model(run / "final.safetensors")
     pixels = torch.zeros(1, 3, 640, 640, dtype=torch.uint8)
     with torch.inference_mode(), FlopCounterMode(display=False) as counter:
@@ -170,7 +171,7 @@ def of_ultralytics(program: Path, model: str) -> Contestant:
 
 
 def score_of(found: list[dict[str, Any]], index: Index) -> Metrics:
-    """Of predictions as COCO's result files have them; a picture's name is its row, and classes begin at 1."""
+    """Of predictions as COCO's result files have them; an image's name is its index, and classes begin at 1."""
     rows = index.image_indices("test")
     boxes = np.array([one["bbox"] for one in found], np.float32).reshape(-1, 4)
     boxes[:, 2:] += boxes[:, :2]
@@ -199,19 +200,19 @@ def contestants(asked: argparse.Namespace) -> dict[str, Contestant]:
 
 
 def epochs_for(budget: int, costs: list[tuple[int, float]]) -> int:
-    """As many as fit with some to spare; costs: epochs and processor seconds of two short trainings."""
+    """As many as fit with some to spare; costs: epochs and CPU-seconds of two short trainings."""
     few, few_s = costs[0]
     return max(1, math.floor((SPARED * budget - few_s) / each_epoch(costs) + few))
 
 
 def each_epoch(costs: list[tuple[int, float]]) -> float:
-    """Processor seconds of one more."""
+    """CPU-seconds of one more epoch."""
     (few, few_s), (more, more_s) = costs
     return (more_s - few_s) / (more - few)
 
 
-def each_picture(price: dict[str, Any], trained: list[dict[str, Any]]) -> float:
-    """Processor milliseconds of one more picture: the median of the trainings of a contestant on a data set."""
+def ms_per_image(price: dict[str, Any], trained: list[dict[str, Any]]) -> float:
+    """CPU milliseconds per image: the median of the trainings of a contestant on a data set."""
     mine = [row for row in trained if all(row[name] == price[name] for name in ("contestant", "data"))]
     short = price["costs"][0]
     epochs = [each_epoch([short, (row["epochs"], row["CPU s"])]) for row in mine if row["epochs"] > short[0]]
@@ -332,12 +333,12 @@ def conclude(report: Report, rows: list[dict[str, Any]]) -> None:
         if tuned is not None:
             over = tuned["AP"] / mean["AP"]
             report.bars.append(Bar.at_least(f"AP fine-tuned over from scratch, {where}", over, 1.0))
-    cost = {(row["data"], row["contestant"]): each_picture(row, trained) for row in rows if row["what"] == "price"}
+    cost = {(row["data"], row["contestant"]): ms_per_image(row, trained) for row in rows if row["what"] == "price"}
     for (data, name), ms in cost.items():
-        report.rows.append({"what": f"{name} on {data}: a picture of training", "ms a picture": ms})
+        report.rows.append({"what": f"{name} on {data}: training", "ms per image": ms})
     for data, name in cost:
         if name == OURS and (data, PEER) in cost:
-            text = f"CPU-seconds a picture of training, {OURS} over {PEER}, {data}"
+            text = f"CPU-seconds per image of training, {OURS} over {PEER}, {data}"
             report.bars.append(Bar.at_most(text, cost[data, OURS] / cost[data, PEER], 0.9))
 
 

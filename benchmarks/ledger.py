@@ -1,4 +1,5 @@
-"""What the accounting costs: the ledger per step, the second witness per second, a profiler window each five minutes.
+"""What the accounting costs: the ledger per step, the telemetry sampler per second, a profiler window every five
+minutes.
 
 A small convolutional training step runs with the ledger and without, in turn; what the ledger adds is too small to show
 in that difference on a machine that does anything else, so its calls are also timed around steps that do nothing. With
@@ -39,19 +40,19 @@ class Off:
     def window(self) -> None:
         return None
 
-    def between_steps(self, step: int) -> None:
+    def after_step(self, step: int) -> None:
         del step
 
 
 def silent(kind: str, text: str, /, **data: Any) -> None:
-    """What a tracer says; a warning is that it cannot be measured."""
+    """Messages of the tracer; a warning means that it cannot measure."""
     del data
     if kind == "warning":
         raise RuntimeError(text)
 
 
 class Step:
-    """One training step of a small network on random pictures: tens of milliseconds on two cores."""
+    """One training step of a small network on random images: tens of milliseconds on two cores."""
 
     def __init__(self, where: device.Device) -> None:
         torch.manual_seed(0)
@@ -63,12 +64,12 @@ class Step:
             nn.Conv2d(64, 64, 3),
         ]
         self.model = nn.Sequential(*layers).to(where.torch_device)
-        self.pictures: Tensor = torch.rand(4, 3, 160, 160, device=where.torch_device)
+        self.images: Tensor = torch.rand(4, 3, 160, 160, device=where.torch_device)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
 
     def __call__(self) -> None:
         self.optimizer.zero_grad()
-        self.model(self.pictures).square().mean().backward()
+        self.model(self.images).square().mean().backward()
         self.optimizer.step()
 
 
@@ -80,13 +81,13 @@ def step(ledger: Ledger | Off, tracer: Tracer | Off, work: Step | None) -> float
     with ledger.compute():
         if work is not None:
             work()
-    tracer.between_steps(1)
+    tracer.after_step(1)
     ledger.window()
     return time.perf_counter() - began
 
 
-def processor_s(ledger: Ledger | Off, tracer: Tracer | Off, count: int) -> float:
-    """Processor seconds of one empty step, the mean of `count`: what else the machine does is not in it."""
+def cpu_s(ledger: Ledger | Off, tracer: Tracer | Off, count: int) -> float:
+    """CPU-seconds of one empty step, the mean of `count`: what else the machine does is not in it."""
     began = time.thread_time()
     for _ in range(count):
         step(ledger, tracer, None)
@@ -127,7 +128,7 @@ def run(quick: bool) -> Report:
             which, traced = (ledger, tracer) if on else (off, off)
             (on_s if on else off_s).append(step(which, traced, work))
             where.synchronize()
-            (empty_on_s if on else empty_off_s).append(processor_s(which, traced, empty))
+            (empty_on_s if on else empty_off_s).append(cpu_s(which, traced, empty))
         began = time.thread_time()
         host.sample()
         gpus.sample()
@@ -142,9 +143,9 @@ def run(quick: bool) -> Report:
     report.rows = [
         row("step, ledger off", off_s),
         row("step, ledger on", on_s),
-        row("empty step, ledger off, processor time", empty_off_s),
-        row("empty step, ledger on, processor time", empty_on_s),
-        row("sample of the witness, processor time", sample_s),
+        row("empty step, ledger off, CPU time", empty_off_s),
+        row("empty step, ledger on, CPU time", empty_on_s),
+        row("telemetry sample, CPU time", sample_s),
         row("profiler window, the first", window_s[:1]),
         row("profiler window, later ones", window_s[1:]),
     ]
@@ -155,7 +156,7 @@ def run(quick: bool) -> Report:
         Bar.at_most(
             "cost of a profiler window / the time between two", statistics.median(window_s[1:]) / EVERY_S, 0.003
         ),
-        Bar.at_most("processor time of the witness / a second of one core", statistics.median(sample_s), 0.01),
+        Bar.at_most("CPU time of the telemetry sampler / a second of one core", statistics.median(sample_s), 0.01),
     ]
     return report
 

@@ -1,7 +1,7 @@
-"""What `stoker.measure` costs a loop: a step with it beside the same step without, in turn.
+"""What `stoker.measure` costs a loop: a step with it and the same step without, in turn.
 
 The loop waits for a batch, does a step and logs its loss; the step is empty, so that the difference is what is added,
-in processor time of the thread (what else the machine does is not in it). Real steps take milliseconds to seconds.
+in CPU time of the thread, which excludes other load. Real steps take milliseconds to seconds.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ class Off:
 
 
 def loop(m: Measure | Off, batches: list[Any], loss: Any) -> float:
-    """Processor seconds of one turn, the mean over all batches; a turn of a second writes a line."""
+    """CPU-seconds of one turn, the mean over all batches; a turn of a second writes a line."""
     began = time.thread_time()
     for _ in m.data(batches):
         with m.step():

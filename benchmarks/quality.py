@@ -1,11 +1,11 @@
-"""How well the shipped recipe learns: in a fixed processor time, and beside torchvision's training at equal steps.
+"""Accuracy of the shipped recipe for a fixed CPU time, and compared with torchvision's training at equal steps.
 
-BCCD (364 pictures of blood cells): trained on train and val together, 292 pictures, the final weights scored once on
-the 72 of test, so nothing is chosen by them. A training is one `stoker train` on one thread; its processor time is that
-of the whole process from start to end, two pictures scored at the end included, the scoring of test not. The other side
+BCCD (364 images of blood cells): trained on train and val together, 292 images; the final weights are evaluated once on
+the 72 of test, so nothing is tuned on them. A training is one `stoker train` on one thread; its CPU time is that of the
+whole process, including the evaluation of two images at the end, excluding the evaluation on test. The other side
 is torchvision_training.py; Ultralytics' YOLO11n is the other side of ember.py. Not part of `make bench`: it takes an
 hour on two cores. Each run is written to --json FILE as it ends, with its command, and what is there is not measured
-again: an interrupted benchmark continues (delete the file to measure anew).
+again: an interrupted benchmark continues (delete the file to start over).
 """
 
 import argparse
@@ -24,7 +24,7 @@ from processes import ROOT, run_timed
 from report import Bar, Report, options, publish
 
 BUDGET_S = 1330.0
-"""Processor seconds that torchvision's training took, the first of BEFORE."""
+"""CPU-seconds that torchvision's training took, the first of BEFORE."""
 GOAL_AP, GOAL_AP50 = 0.55, 0.85
 SHOWN = "../shared/data"
 """How commands in the results name the folder of data sets, wherever it lies."""
@@ -98,13 +98,13 @@ def trainval(source: Path, folder: Path) -> None:
     both = (source / "ImageSets" / "Main" / "trainval.txt").read_text().split()
     test = (source / "ImageSets" / "Main" / "test.txt").read_text().split()
     if set(both) & set(test):
-        raise RuntimeError("the test split has pictures of the training splits")
+        raise RuntimeError("the test split has images of the training splits")
     for name, stems in (("train", both), ("val", both[:2]), ("test", test)):
         (lists / f"{name}.txt").write_text("\n".join(stems) + "\n")
 
 
 def measure(run: Run, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """A row: kind, seed, steps, AP and AP50 on test, processor seconds of the training, commands."""
+    """A row: kind, seed, steps, AP and AP50 on test, CPU-seconds of the training, commands."""
     data = str(folder / "trainval")
     weights = str(arguments.shared / "weights" / "mobilenet_v2_imagenet.pth")
     if run.kind == "theirs":
@@ -119,8 +119,8 @@ def measure(run: Run, arguments: argparse.Namespace, folder: Path) -> dict[str, 
         place = folder / f"{run.kind}-{run.seed}"
         stoker = [sys.executable, "-m", "stoker"]
         train = [*stoker, "train", data, "--model", "retinanet_mobilenet_v2_fpn", "--weights", weights,
-                 "--device", "cpu", "--max-duration", str(run.steps), "--seed", str(run.seed), "--eval-every", "0",
-                 "--run", str(place), *small]  # fmt: skip
+                 "--device", "cpu", "--steps", str(run.steps), "--seed", str(run.seed), "--eval-every", "0",
+                 "--run-dir", str(place), *small]  # fmt: skip
         score = [*stoker, "eval", str(place / "final.safetensors"), data, "--split", "test", "--json"]
         _, cpu_s = run_timed(train, folder)
         output, _ = run_timed(score, folder)

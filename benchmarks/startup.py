@@ -2,7 +2,7 @@
 
 Draws JPEGs of 640 × 480 and about 95 KB and writes MobileNetV2's weights (random ones: reading them takes as long), or
 takes the user's. Every start is a fresh process with all cores, on an index that it has to build and on one that it
-reopens, in turn; it is ended after its first step. The clock starts with the process, so imports are in it; files are
+reopens, in turn; it ends after its first step. The clock starts with the process, so it includes imports; files are
 in the page cache and Python's bytecode is compiled.
 """
 
@@ -27,7 +27,7 @@ PARTS = ("python and imports", "index", "settings", "model", "weights", "first s
 
 
 class FirstStepDone(BaseException):
-    """Ends the training; not an Exception, so that nothing of the run's takes it for a failure to handle."""
+    """Ends the training; not an Exception, so that the run does not handle it as a failure."""
 
 
 def start(folder: Path) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def start(folder: Path) -> dict[str, Any]:
 
     def first_step(training: loop.Training) -> None:
         step(training)
-        training.state.device.synchronize()
+        training.setup.device.synchronize()
         took["all"] = time.perf_counter() - began
         raise FirstStepDone
 
@@ -66,20 +66,20 @@ def start(folder: Path) -> dict[str, Any]:
     data, weights, *more = json.loads((folder / "command.json").read_text())
     run = tempfile.mkdtemp(dir=folder) + "/run"
     try:
-        app(["train", data, "--weights", weights, "--steps", "3", "--run", run, *more])
+        app(["train", data, "--weights", weights, "--steps", "3", "--run-dir", run, *more])
     except FirstStepDone:
         named = sum(took[part] for part in PARTS if part in took)
         return took | {"everything else": took["all"] - named}
     raise RuntimeError("the training made no step")
 
 
-def prepare(folder: Path, pictures: int) -> None:
-    """Draws the pictures, and writes a file of weights."""
+def prepare(folder: Path, num_images: int) -> None:
+    """Draws the images and writes a file of weights."""
     import torch
     from torchvision.models import mobilenet_v2
 
     (folder / "drawn").mkdir()
-    draw(folder / "drawn", pictures)
+    draw(folder / "drawn", num_images)
     torch.save(mobilenet_v2().state_dict(), folder / "mobilenet_v2.pth")
 
 
@@ -98,8 +98,8 @@ def run(arguments: argparse.Namespace) -> Report:
             for what, results in runs.items():
                 results.append(run_child("start", folder, folder / f"cache-{number}"))
                 print(f"{what} {number + 1} of {n}: {results[-1]['all']:.2f} s", file=sys.stderr, flush=True)
-    pictures = arguments.data.name if arguments.data else "drawn pictures"
-    report = Report(f"From the start of `stoker train` to the end of its first step, {pictures}", n)
+    images = arguments.data.name if arguments.data else "drawn images"
+    report = Report(f"From the start of `stoker train` to the end of its first step, {images}", n)
     report.packages = ("stoker", "torch", "torchvision")
     for what, results in runs.items():
         report.rows.append({"what": f"{what}, all", **seconds(results, "all")})
@@ -111,14 +111,14 @@ def run(arguments: argparse.Namespace) -> Report:
 
 
 def seconds(results: list[dict[str, Any]], part: str) -> dict[str, float]:
-    """Median, smallest and largest of a part that not every run has: no file of weights is read for `none`."""
+    """Median, minimum and maximum of a part. A part that a run does not have counts as 0."""
     found = spread([result.get(part, 0.0) for result in results])
     return {"s": found["median"], "s min": found["min"], "s max": found["max"]}
 
 
 def parser() -> argparse.ArgumentParser:
     made = options(__doc__)
-    made.add_argument("--data", type=Path, help="a data set to train on instead of drawn pictures")
+    made.add_argument("--data", type=Path, help="a data set to train on instead of drawn images")
     made.add_argument("--weights", type=Path, help="a file of weights to read instead of random ones")
     return made
 

@@ -1,11 +1,11 @@
 """The other side of quality.py: torchvision's own model, losses and transform, trained in a plain loop.
 
 RetinaNet on MobileNetV2 and FPN, put together from torchvision's parts at the size of the row
-`retinanet_mobilenet_v2_fpn`: 128 channels, towers of 2 convolutions, 9 anchors of the same sizes, frozen BatchNorm, the
-first two stages frozen, GIoU. Pictures squashed to a square, flipped, fp32, AdamW with a short warm-up and a cosine,
-gradients clipped as in the recipe (without, this model at this rate stays at AP 0.235: LOG.md, "Quality on BCCD"), no
-average of weights. Prints AP and AP50 of the final weights on the test split, by this project's scores, and the
-processor time up to the end of training.
+`retinanet_mobilenet_v2_fpn`: 128 channels, heads of 2 convolutions, 9 anchors of the same sizes, frozen BatchNorm, the
+first two stages frozen, GIoU. Images squashed to a square, flipped, fp32, AdamW with a short warm-up and a cosine,
+gradients clipped as in the recipe (without, this model at this learning rate stays at AP 0.235: LOG.md, "Quality on
+BCCD"), no EMA. Prints AP and AP50 of the final weights on the test split, by this project's evaluation, and the
+CPU time up to the end of training.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from stoker.evaluation.metrics import Detections, Metrics
 
 CHANNELS, DEPTH, ANCHORS, FROZEN = 128, 2, 9, 4
 """FROZEN: children of MobileNetV2's features, which make its first two stages."""
-BATCH, RATE, WEIGHT_DECAY = 8, 1e-3, 0.02
+BATCH, LR, WEIGHT_DECAY = 8, 1e-3, 0.02
 """As the recipe `light`."""
 CLIP = 10.0
 """Also as the recipe."""
@@ -42,7 +42,7 @@ FLIP = 0.5
 
 
 def build(weights: Path, class_count: int, side: int) -> RetinaNet:
-    """With ImageNet's weights in the body; class 0 is torchvision's background, ours + 1 are the others."""
+    """With ImageNet's weights in the backbone; class 0 is torchvision's background, ours + 1 are the others."""
     classifier = mobilenet_v2(norm_layer=FrozenBatchNorm2d)
     classifier.load_state_dict(torch.load(weights, weights_only=True))
     body = classifier.features
@@ -61,9 +61,9 @@ def build(weights: Path, class_count: int, side: int) -> RetinaNet:
                      fixed_size=(side, side))  # fmt: skip
 
 
-def picture(index: Index, row: int) -> Tensor:
+def load_image(index: Index, image_index: int) -> Tensor:
     """float32 [3, H, W], 0 … 1."""
-    with Image.open(index.path(row)) as image:
+    with Image.open(index.path(image_index)) as image:
         return pil_to_tensor(image.convert("RGB")) / 255
 
 
@@ -78,14 +78,14 @@ def target(index: Index, row: int) -> dict[str, Tensor]:
 
 
 def batches(index: Index, draw: np.random.Generator) -> Iterator[tuple[list[Tensor], list[dict[str, Tensor]]]]:
-    """Endless; every picture once in each epoch, in another order."""
+    """Endless; every image once in each epoch, in another order."""
     rows: list[int] = []
     while True:
         while len(rows) < BATCH:
             rows += draw.permutation(index.image_indices("train")).tolist()
         images, targets = [], []
         for row in rows[:BATCH]:
-            image, boxes = picture(index, row), target(index, row)
+            image, boxes = load_image(index, row), target(index, row)
             if draw.random() < FLIP:
                 image = hflip(image)
                 boxes["boxes"][:, [0, 2]] = image.shape[2] - boxes["boxes"][:, [2, 0]]
@@ -97,7 +97,7 @@ def batches(index: Index, draw: np.random.Generator) -> Iterator[tuple[list[Tens
 
 def train(model: RetinaNet, index: Index, steps: int, seed: int) -> None:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=WEIGHT_DECAY)
+    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=WEIGHT_DECAY)
     warmup = max(1, steps // 20)
 
     def factor(step: int) -> float:
@@ -118,11 +118,17 @@ def train(model: RetinaNet, index: Index, steps: int, seed: int) -> None:
 def evaluate(model: nn.Module, index: Index, split: str) -> Metrics:
     model.eval()
     parts = []
-    for row in index.image_indices(split).tolist():
-        found = {name: tensor.numpy() for name, tensor in model([picture(index, row)])[0].items()}
-        rows = np.full(len(found["labels"]), row, np.int64)
-        parts.append(Detections(image_index=rows, boxes=found["boxes"], score=found["scores"], label=found["labels"] - 1,
-                                image_indices=np.array([row])))  # fmt: skip
+    for image_index in index.image_indices(split).tolist():
+        image = load_image(index, image_index)
+        found = {name: tensor.numpy() for name, tensor in model([image])[0].items()}
+        detections = Detections(
+            image_index=np.full(len(found["labels"]), image_index, np.int64),
+            boxes=found["boxes"],
+            score=found["scores"],
+            label=found["labels"] - 1,
+            image_indices=np.array([image_index]),
+        )
+        parts.append(detections)
     return compute_metrics(ground_truth(index, index.image_indices(split)), Detections.concatenate(parts))
 
 
@@ -132,7 +138,7 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, required=True, help="torchvision's MobileNetV2")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--side", type=int, default=320, help="of the square that pictures are squashed to")
+    parser.add_argument("--side", type=int, default=320, help="of the square that images are squashed to")
     asked = parser.parse_args()
     torch.manual_seed(asked.seed)
     index = open_index(asked.data)

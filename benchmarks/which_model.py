@@ -1,4 +1,4 @@
-"""Draws what `ember.py` measured: AP over the processor time of training, a curve for each contestant.
+"""Draws what `ember.py` measured: AP over the CPU time of training, a curve for each contestant.
 
     python benchmarks/which_model.py benchmarks/results/ember-cpu.json docs/images/which-model.png
 
@@ -15,11 +15,11 @@ from pathlib import Path
 from plotly import graph_objects
 from plotly.subplots import make_subplots
 
-COLOURS = ("#d1495b", "#00798c", "#edae49", "#30638e", "#6a994e", "#777777")
+COLORS = ("#d1495b", "#00798c", "#edae49", "#30638e", "#6a994e", "#777777")
 WIDTH, HEIGHT = 1200, 520
 
 
-def main(results: Path, picture: Path) -> None:
+def main(results: Path, image: Path) -> None:
     rows = [row for row in json.loads(results.read_text(encoding="utf-8"))["rows"] if row["what"] == "training"]
     data = sorted({row["data"] for row in rows})
     contestants = sorted({row["contestant"] for row in rows})
@@ -27,7 +27,7 @@ def main(results: Path, picture: Path) -> None:
     figure = make_subplots(rows=1, cols=len(data), subplot_titles=titles)
     named = set()
     for column, name in enumerate(data, start=1):
-        for colour, contestant in zip(COLOURS, contestants, strict=False):
+        for color, contestant in zip(COLORS, contestants, strict=False):
             mine = [row for row in rows if (row["data"], row["contestant"]) == (name, contestant)]
             if not mine:
                 continue
@@ -37,7 +37,7 @@ def main(results: Path, picture: Path) -> None:
             error = {"array": [max(some) - mean for some, mean in zip(scores, means, strict=True)],
                      "arrayminus": [mean - min(some) for some, mean in zip(scores, means, strict=True)]}  # fmt: skip
             curve = graph_objects.Scatter(
-                x=budgets, y=means, error_y=error, name=contestant, line={"color": colour}, mode="lines+markers",
+                x=budgets, y=means, error_y=error, name=contestant, line={"color": color}, mode="lines+markers",
                 legendgroup=contestant, showlegend=contestant not in named,
             )  # fmt: skip
             named.add(contestant)
@@ -49,7 +49,7 @@ def main(results: Path, picture: Path) -> None:
         page = Path(folder) / "page.html"
         figure.write_html(page, include_plotlyjs=True, config={"displayModeBar": False})
         command = ["chromium", "--headless", "--no-sandbox", "--hide-scrollbars", f"--window-size={WIDTH},{HEIGHT}",
-                   "--virtual-time-budget=5000", f"--screenshot={picture.resolve()}", page.as_uri()]  # fmt: skip
+                   "--virtual-time-budget=5000", f"--screenshot={image.resolve()}", page.as_uri()]  # fmt: skip
         subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
 
 

@@ -124,12 +124,6 @@ class DivergedError(StokerError):
     exit_code = 6
 
 
-class HungError(StokerError):
-    """Training made no progress for longer than the limit."""
-
-    exit_code = 7
-
-
 class Preempted(StokerError):
     """A signal stopped the run; its state is saved, and the same command continues it."""
 

@@ -1,4 +1,4 @@
-"""A run whose folder is in a bucket, killed or stopped, goes on from another machine, bit for bit."""
+"""A run whose folder is in a bucket, killed or stopped, continues on another machine, bit for bit."""
 
 import contextlib
 import os
@@ -38,7 +38,7 @@ from stoker.training.bucket_run import BucketRun, join_bucket_run
 from stoker.training.loop import train
 from stoker.training.recovery import StopRequest
 from tests.drawn import draw, run_stoker, stoker
-from tests.storage.servers import Conditions, Place, Proxy, Server, apply, google_server, s3_server
+from tests.storage.servers import Conditions, Proxy, ServedBucket, Server, apply, google_server, s3_server
 from tests.training.test_uploads import LIMIT_S, name_of
 
 FLAGS = {
@@ -65,15 +65,15 @@ def s3() -> Iterator[Server]:
 
 
 @pytest.fixture
-def place(google: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Place, Proxy]]:
+def place(google: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ServedBucket, Proxy]]:
     with google.bucket().through() as (place, proxy):
         apply(monkeypatch, place.environment)
         yield place, proxy
 
 
 @pytest.fixture
-def address(place: tuple[Place, Proxy]) -> StorageUri:
-    return parse_uri(f"{place[0].address}/runs/x")
+def address(place: tuple[ServedBucket, Proxy]) -> StorageUri:
+    return parse_uri(f"{place[0].uri}/runs/x")
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ LONG = FLAGS | {"max_duration": "4000"}
 
 
 @pytest.mark.slow
-def test_a_stopped_run_goes_on_elsewhere(
+def test_a_stopped_run_continues_on_another_machine(
     data: Path, address: StorageUri, move: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ):
     """The signal comes after the first save, whether that is in the bucket or not: when the run has ended, it is."""
@@ -169,8 +169,8 @@ def test_a_stopped_run_goes_on_elsewhere(
     assert explain_run(str(address)).attempts == 2
 
 
-def test_state_that_does_not_reach_the_bucket_is_no_75(
-    data: Path, place: tuple[Place, Proxy], address: StorageUri, move: Callable[[str], None]
+def test_a_state_that_does_not_reach_the_bucket_is_not_exit_75(
+    data: Path, place: tuple[ServedBucket, Proxy], address: StorageUri, move: Callable[[str], None]
 ):
     move("first")
 
@@ -245,7 +245,7 @@ def other(tmp_path: Path) -> Path:
     return folder
 
 
-def test_what_is_in_the_bucket_is_fetched(address: StorageUri, other: Path):
+def test_checkpoints_in_the_bucket_are_fetched(address: StorageUri, other: Path):
     upload(other, address)
     open_store(address).write(address.child("checkpoints/step-00000030/state.pt").key, b"half")
     run = joined(address, resume=True)
@@ -255,7 +255,7 @@ def test_what_is_in_the_bucket_is_fetched(address: StorageUri, other: Path):
     assert run._manifests["step-00000030"] == b""
 
 
-def test_what_is_ahead_of_the_bucket_stays(address: StorageUri, other: Path):
+def test_a_local_checkpoint_newer_than_the_bucket_is_kept(address: StorageUri, other: Path):
     """The machine died after a save and before its upload."""
     upload(other, address)
     mine = joined(address).local_dir
@@ -268,14 +268,14 @@ def test_what_is_ahead_of_the_bucket_stays(address: StorageUri, other: Path):
     assert not (run.local_dir / EVENTS).read_bytes().endswith(b"\n")
 
 
-def test_a_damaged_newest_here_is_replaced_by_that_of_the_bucket(address: StorageUri, other: Path):
+def test_a_damaged_local_checkpoint_is_replaced_by_that_of_the_bucket(address: StorageUri, other: Path):
     upload(other, address)
     mine = joined(address).local_dir
     (mine / "checkpoints/step-00000020/state.pt").write_bytes(b"mine and damaged")
     assert marks(joined(address)) == {"step-00000010": "other", "step-00000020": "other"}
 
 
-def test_what_another_machine_has_gone_on_from_is_replaced(address: StorageUri, other: Path):
+def test_the_working_copy_is_replaced_if_another_machine_continued(address: StorageUri, other: Path):
     upload(other, address)
     mine = joined(address).local_dir
     write_run(mine, "mine")
@@ -287,10 +287,10 @@ def test_what_another_machine_has_gone_on_from_is_replaced(address: StorageUri, 
     assert marks(run) == {"step-00000010": "other", "step-00000020": "other"}
     assert (run.local_dir / EVENTS).read_bytes() == (other / EVENTS).read_bytes()
     assert not (run.local_dir / STEPS).exists()
-    assert any("another machine has gone on" in line for line in run.messages)
+    assert any("another machine has continued" in line for line in run.messages)
 
 
-def test_a_fetch_that_is_broken_off_is_begun_again(address: StorageUri, other: Path, place: tuple[Place, Proxy]):
+def test_an_interrupted_fetch_is_repeated(address: StorageUri, other: Path, place: tuple[ServedBucket, Proxy]):
     """Without events the copy is no run yet."""
     upload(other, address)
     place[1].conditions = Conditions(plan=lambda _n, _m, path: "400" if name_of(path) == "state.pt" else None)
@@ -301,8 +301,8 @@ def test_a_fetch_that_is_broken_off_is_begun_again(address: StorageUri, other: P
     assert marks(joined(address)) == {"step-00000010": "other", "step-00000020": "other"}
 
 
-def test_a_checkpoint_removed_while_it_is_fetched_is_left_out(
-    address: StorageUri, other: Path, place: tuple[Place, Proxy], google: Server
+def test_a_checkpoint_deleted_during_the_fetch_is_skipped(
+    address: StorageUri, other: Path, place: tuple[ServedBucket, Proxy], google: Server
 ):
     upload(other, address)
     store = open_store(address)
@@ -316,7 +316,7 @@ def test_a_checkpoint_removed_while_it_is_fetched_is_left_out(
     assert store.stat(address.child(EVENTS).key) is not None
 
 
-def test_what_a_finished_run_could_not_upload_is_uploaded_by_the_same_command(address: StorageUri, other: Path):
+def test_the_same_command_uploads_the_rest_of_a_finished_run(address: StorageUri, other: Path):
     upload(other, address)
     mine = joined(address).local_dir
     (mine / FINAL).write_bytes(b"final")
@@ -328,7 +328,7 @@ def test_what_a_finished_run_could_not_upload_is_uploaded_by_the_same_command(ad
     assert content(address, EVENTS) == (mine / EVENTS).read_bytes()
 
 
-def test_there_is_nothing_to_resume(address: StorageUri):
+def test_resume_of_a_missing_run_is_an_error(address: StorageUri):
     with pytest.raises(UsageError, match="is not a run") as caught:
         joined(address, resume=True)
     assert str(address) in str(caught.value)
@@ -341,7 +341,7 @@ def test_a_run_is_not_written_over_https():
     assert caught.value.choices == ("gs://", "s3://")
 
 
-def test_the_working_copy_named_is_the_run_in_the_bucket(address: StorageUri, other: Path):
+def test_resuming_the_working_copy_resumes_the_run_in_the_bucket(address: StorageUri, other: Path):
     upload(other, address)
     folder = joined(address).local_dir
     with contextlib.ExitStack() as stack:
@@ -351,7 +351,7 @@ def test_the_working_copy_named_is_the_run_in_the_bucket(address: StorageUri, ot
         assert not msgspec.json.decode(content(address, LEASE_FILE), type=LeaseHolder).released
 
 
-def test_a_bucket_without_conditions_is_said(address: StorageUri, monkeypatch: pytest.MonkeyPatch):
+def test_a_bucket_without_conditional_writes_is_reported(address: StorageUri, monkeypatch: pytest.MonkeyPatch):
     """The lease is tried, found to be no use, and leaves nothing behind."""
     from stoker.storage.store import Store
 
@@ -370,7 +370,7 @@ COMMAND = [
 @pytest.fixture(scope="module")
 def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
-    code, output = run_stoker("train", data, *COMMAND, "--run", "whole", cwd=folder)
+    code, output = run_stoker("train", data, *COMMAND, "--run-dir", "whole", cwd=folder)
     assert code == 0, output
     return folder / "whole"
 
@@ -381,7 +381,7 @@ LASTS = [*COMMAND[:7], "--steps", "4000", *COMMAND[9:]]
 
 def started(data: Path, address: StorageUri, command: list[str]) -> subprocess.Popen[str]:
     """The command, when its first checkpoint is in the bucket."""
-    process = stoker("train", data, *command, "--run", str(address), cwd=Path.cwd())
+    process = stoker("train", data, *command, "--run-dir", str(address), cwd=Path.cwd())
     while not checkpoints(address):
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.01)
@@ -399,20 +399,20 @@ def test_sigkill(
     server: Server = request.getfixturevalue(store)
     place = server.bucket()
     apply(monkeypatch, place.environment)
-    address = parse_uri(f"{place.address}/runs/x")
+    address = parse_uri(f"{place.uri}/runs/x")
     move("first")
-    lots = random.Random(seed)
+    rng = random.Random(seed)
     process = started(data, address, COMMAND)
-    here, saved = working_copy(address), lots.randrange(6, 60)
+    here, saved = working_copy(address), rng.randrange(6, 60)
     while max((int(path.name[5:]) for path in here.glob("checkpoints/step-*")), default=0) < saved:
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.01)
-    time.sleep(lots.uniform(0, 0.1))  # in the middle of whatever is written or uploaded then
+    time.sleep(rng.uniform(0, 0.1))  # in the middle of whatever is written or uploaded then
     process.kill()
     process.communicate()
     assert process.returncode == -signal.SIGKILL
     move("second")
-    code, output = run_stoker("train", data, *COMMAND, "--run", str(address), cwd=Path.cwd())
+    code, output = run_stoker("train", data, *COMMAND, "--run-dir", str(address), cwd=Path.cwd())
     assert code == 0, output
     assert "continuing from step" in output
     for name in (FINAL, BEST):
@@ -421,16 +421,18 @@ def test_sigkill(
 
 
 @pytest.mark.slow
-def test_two_machines_want_one_run(data: Path, address: StorageUri, move: Callable[[str], None], google: Server):
+def test_a_second_machine_is_refused_and_a_lost_lease_ends_the_first(
+    data: Path, address: StorageUri, move: Callable[[str], None], google: Server
+):
     """The second is refused by name and sees a live run; who steals the lease ends the first, which writes no more."""
     move("first")
     process = started(data, address, LASTS)
     move("second")
-    code, output = run_stoker("train", data, *LASTS, "--run", str(address), cwd=Path.cwd())
+    code, output = run_stoker("train", data, *LASTS, "--run-dir", str(address), cwd=Path.cwd())
     assert code == 2, output
     assert "Another process is training this run" in output
     assert f"process {process.pid}" in output
-    assert explain_run(str(address)).state == "live"
+    assert explain_run(str(address)).state == "running"
     assert reading_copy(address).is_dir()
     key = address.child(LEASE_FILE).key
     holder = msgspec.json.decode(google.objects.get(address.bucket, key).data, type=LeaseHolder)

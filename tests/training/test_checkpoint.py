@@ -20,12 +20,17 @@ STREAM = Device(torch.device("cpu")).make_stream()
 
 def make_snapshot(step: int, size: int = 1000) -> HostSnapshot:
     weights: dict[str, Tensor] = {"w": torch.full((size,), float(step))}
-    state = {"moments": [torch.full((3,), float(-step))], "nested": {"n": step, "text": "x"}, "pair": (1, 2), "skipped_streak": (0, -1)}
+    state = {
+        "moments": [torch.full((3,), float(-step))],
+        "nested": {"n": step, "text": "x"},
+        "pair": (1, 2),
+        "skipped_streak": (0, -1),
+    }
     return snapshot(STREAM, step=step, metadata={"model": "m"}, weights=weights, state=state)
 
 
 def ignore(*_: str) -> None:
-    """Nobody listens."""
+    """Drops the message."""
 
 
 def save(run: Path, *steps: int) -> list[tuple[str, str]]:
@@ -58,7 +63,7 @@ def test_the_newest_two_are_kept_and_the_newest_is_loaded(tmp_path: Path):
         assert file.metadata() == {"model": "m"}
 
 
-def test_a_snapshot_does_not_follow_the_tensors():
+def test_a_snapshot_is_a_copy():
     weight = torch.ones(3)
     taken = snapshot(STREAM, step=1, metadata={}, weights={"w": weight}, state={"s": [weight]})
     weight.zero_()
@@ -68,7 +73,7 @@ def test_a_snapshot_does_not_follow_the_tensors():
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "state.pt", "manifest.json"])
 @pytest.mark.parametrize("how", ["flip", "cut", "remove"])
-def test_a_damaged_newest_is_said_and_the_one_before_used(tmp_path: Path, name: str, how: str):
+def test_a_damaged_newest_checkpoint_is_reported_and_the_previous_one_loaded(tmp_path: Path, name: str, how: str):
     save(tmp_path, 1, 2)
     path = tmp_path / "checkpoints/step-00000002" / name
     data = bytearray(path.read_bytes())
@@ -88,7 +93,7 @@ def test_a_damaged_newest_is_said_and_the_one_before_used(tmp_path: Path, name: 
     assert (tmp_path / "checkpoints/step-00000001").is_dir()
 
 
-def test_all_damaged_is_an_error_and_none_is_none(tmp_path: Path):
+def test_all_damaged_is_an_error_and_no_checkpoint_is_none(tmp_path: Path):
     assert newest(tmp_path) == (None, [])
     save(tmp_path, 1, 2)
     for path in tmp_path.glob("checkpoints/*/state.pt"):
@@ -98,6 +103,7 @@ def test_all_damaged_is_an_error_and_none_is_none(tmp_path: Path):
     assert "state.pt has 0 bytes" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_full_disk_fails_the_save_and_nothing_else(tmp_path: Path):
     """A file-size limit stands for the full disk: the write fails in the same place with an OSError."""
     save(tmp_path, 1)
@@ -123,7 +129,7 @@ writer.wait()
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-00000001", "step-00000003"]
 
 
-@pytest.mark.parametrize("delay_writes", [3, 17, 40, 77])
+@pytest.mark.parametrize("delay_writes", [17, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 40, 77))])
 def test_killed_while_saving(tmp_path: Path, delay_writes: int):
     """A process that saves without end is killed in the middle; what is left loads, and leftovers are cleared away."""
     script = f"""
@@ -153,7 +159,7 @@ while True:
     assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
-def test_a_bug_in_the_writer_reaches_the_training_thread(tmp_path: Path):
+def test_an_error_in_the_writer_is_raised_by_wait(tmp_path: Path):
     writer = CheckpointWriter(tmp_path, ignore)
     broken = make_snapshot(1)
     broken.weights = {"w": "no tensor"}  # type: ignore[dict-item]

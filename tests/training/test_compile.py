@@ -18,7 +18,7 @@ from tests.drawn import draw
 from tests.models.samples import make_batch, settings_of
 from tests.models.test_no_waits import make_stepper
 from tests.training.test_run import settings
-from tests.training.test_stability import RATE, events_of, poison
+from tests.training.test_stability import RATE, events_of, make_gradients_nan
 from tests.training.test_stability import settings as unstable
 
 
@@ -28,7 +28,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_compiled_training_is_the_eager_one(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_compiled_training_equals_the_eager_one(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """torch.compile captures, and its plain backend runs what was captured: every last bit is the same."""
     monkeypatch.setattr(forward, "COMPILE_BACKEND", "aot_eager")
     runs = {}
@@ -46,13 +46,13 @@ def test_a_compiled_training_is_the_eager_one(data: Path, tmp_path: Path, monkey
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoint_every", ["6", "0"])
-def test_a_compiled_training_that_goes_back_is_the_eager_one(
+def test_a_compiled_training_with_a_rollback_equals_the_eager_one(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint_every: str
 ):
     """To a checkpoint, and to the first step: the program that is there steps with the weights that are loaded."""
     monkeypatch.setattr(loop, "WINDOW_S", 0.0)
     monkeypatch.setattr(forward, "COMPILE_BACKEND", "eager")
-    poison(monkeypatch, lambda step, rate: step >= 8 and rate > 0.8 * RATE)
+    make_gradients_nan(monkeypatch, lambda step, rate: step >= 8 and rate > 0.8 * RATE)
     ends = []
     for compiled in (False, True):
         torch._dynamo.reset()
@@ -71,7 +71,8 @@ def test_a_compiled_training_that_goes_back_is_the_eager_one(
         torch.testing.assert_close(ends[1][name], tensor, rtol=1e-4, atol=1e-6)
 
 
-def test_compiling_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.slow
+def test_compiling_does_not_change_the_model(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(forward, "COMPILE_BACKEND", "eager")
     torch._dynamo.reset()
     model = build(settings_of("retinanet_tiny_fpn", backbone_norm="bn"), 3).train()
@@ -89,9 +90,7 @@ def test_compiling_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.slow
-def test_what_inductor_makes_is_the_eager_step_and_is_kept_for_later_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_inductor_step_equals_the_eager_one_and_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Losses and gradients, not trained weights: AdamW makes a whole step of a rounding error in a gradient near 0."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
     model = build(settings_of("retinanet_tiny_fpn"), 3).train()

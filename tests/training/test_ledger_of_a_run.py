@@ -66,7 +66,7 @@ def settings(data: Path) -> Config:
     )
 
 
-def test_known_delays_land_in_their_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_known_delays_are_attributed_to_their_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     data = draw(tmp_path / "data")
     spent: dict[str, float] = {}
     next_batch = Loader.__next__
@@ -100,7 +100,7 @@ def test_known_delays_land_in_their_phase(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_a_slow_disk_is_no_loss_while_it_is_written_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_slow_disk_does_not_delay_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """One save in the middle takes a second to write; the training thread only waits for it at the next save."""
     data = draw(tmp_path / "data")
     spent: dict[str, float] = {}
@@ -114,7 +114,7 @@ def test_a_slow_disk_is_no_loss_while_it_is_written_in_the_background(tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_slow_score_is_no_loss_while_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_slow_metrics_do_not_delay_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A score in the middle takes as long as five steps, whichever those are: the thread that trains waits for none."""
     data = draw(tmp_path / "data")
     gate = threading.Event()
@@ -144,7 +144,7 @@ def test_a_slow_score_is_no_loss_while_training_goes_on(tmp_path: Path, monkeypa
 
 
 @pytest.mark.slow
-def test_known_delays_of_what_happens_once_land_in_their_phases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_known_delays_of_startup_compile_profiler_and_redone_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Also those of a profiler, and of steps that a crash lost and that are done again."""
     data = draw(tmp_path / "data")
     spent: dict[str, float] = {}
@@ -195,7 +195,7 @@ def test_known_delays_of_what_happens_once_land_in_their_phases(tmp_path: Path, 
 
 
 @pytest.mark.slow
-def test_a_signal_has_the_next_steps_of_a_running_training_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_sigusr2_traces_the_next_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     data = draw(tmp_path / "data")
     step = loop.Training.step
 

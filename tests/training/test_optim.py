@@ -30,7 +30,7 @@ def settings(**changes: object) -> OptimSettings:
     return OptimSettings(**(usual | changes))  # type: ignore[arg-type]
 
 
-def pictures(step: int, *, bad: bool) -> Tensor:
+def make_images(step: int, *, bad: bool) -> Tensor:
     x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(step))
     return torch.full_like(x, float("nan")) if bad else x
 
@@ -54,7 +54,7 @@ def test_a_bad_step_changes_nothing(optimizer: str, precision: str, clip: float)
         reference = torch.optim.AdamW(groups, lr=0.05, betas=(0.9, 0.999))
     for step in range(20):
         bad = step in (0, 7, 8)
-        x = pictures(step, bad=bad)
+        x = make_images(step, bad=bad)
         ours.backward(ours.model(x).square().mean())
         norm, skipped = ours.step(0.05, step)
         assert bool(skipped) == bad
@@ -70,11 +70,11 @@ def test_a_bad_step_changes_nothing(optimizer: str, precision: str, clip: float)
             torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-6, msg=name)
 
 
-def test_average_follows_the_good_weights():
+def test_the_ema_follows_the_weights():
     stepper = OptimizerStep(make_model(), settings(ema_decay=0.5), CPU, precision="fp32")
     expected = copy.deepcopy(stepper.model)
     for step in range(30):
-        stepper.backward(stepper.model(pictures(step, bad=step == 4)).square().mean())
+        stepper.backward(stepper.model(make_images(step, bad=step == 4)).square().mean())
         stepper.step(0.05, step)
         decay = min(0.5, (1 + step) / (10 + step))
         with torch.no_grad():
@@ -90,14 +90,14 @@ def test_average_follows_the_good_weights():
 def test_state_continues_exactly():
     one = OptimizerStep(make_model(), settings(optimizer="adamw", ema_decay=0.9), CPU, precision="fp16")
     for step in range(5):
-        one.backward(one.model(pictures(step, bad=False)).square().mean())
+        one.backward(one.model(make_images(step, bad=False)).square().mean())
         one.step(0.01, step)
     state, averaged = copy.deepcopy(one.state_dict()), copy.deepcopy(one.ema_model.state_dict())
     two = OptimizerStep(make_model(), settings(optimizer="adamw", ema_decay=0.9), CPU, precision="fp16")
     two.load_state_dict(state, averaged)
     for stepper in (one, two):
         for step in range(5, 12):
-            stepper.backward(stepper.model(pictures(step, bad=step == 9)).square().mean())
+            stepper.backward(stepper.model(make_images(step, bad=step == 9)).square().mean())
             stepper.step(0.01, step)
     for a, b in zip(one.ema_model.state_dict().values(), two.ema_model.state_dict().values(), strict=True):
         assert torch.equal(a, b)
@@ -106,7 +106,7 @@ def test_state_continues_exactly():
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_the_body_has_a_rate_of_its_own_and_its_state_continues(optimizer: str):
+def test_the_backbone_has_its_own_lr_and_its_state_continues(optimizer: str):
     """At a tenth it moves a tenth as far in a first step; the rest moves as without. Norms are never decayed."""
 
     def moved(factor: float) -> tuple[OptimizerStep[Detector], dict[str, Tensor]]:
@@ -136,7 +136,7 @@ def test_the_body_has_a_rate_of_its_own_and_its_state_continues(optimizer: str):
         assert torch.equal(a, b)
 
 
-def test_the_streak_goes_on_where_it_was_saved():
+def test_the_skipped_streak_continues_from_its_state():
     one, two = LossAccumulator(CPU, max_skipped_steps=3), LossAccumulator(CPU, max_skipped_steps=3)
     losses, bad = {"a": torch.tensor(1.0)}, torch.tensor(1.0)
     for step in range(2):
@@ -148,10 +148,10 @@ def test_the_streak_goes_on_where_it_was_saved():
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_step_and_meter_never_wait_for_the_device(optimizer: str):
+def test_step_and_accumulator_never_wait_for_the_device(optimizer: str):
     stepper = OptimizerStep(make_model(), settings(optimizer=optimizer, ema_decay=0.9), CPU, precision="fp16")
     meter = LossAccumulator(CPU, max_skipped_steps=3)
-    x = pictures(0, bad=False)
+    x = make_images(0, bad=False)
     for step in range(2):
         with ForbidHostSync():
             loss = stepper.model(x).square().mean()
@@ -165,13 +165,13 @@ def test_without_fused_kernels_a_bad_step_keeps_the_weights(monkeypatch: pytest.
     stepper = OptimizerStep(make_model(), settings(), CPU, precision="fp32")
     for step, bad in enumerate([False, True, False]):
         before = copy.deepcopy(stepper.model.state_dict())
-        stepper.backward(stepper.model(pictures(step, bad=bad)).square().mean())
+        stepper.backward(stepper.model(make_images(step, bad=bad)).square().mean())
         stepper.step(0.05, step)
         same = [torch.equal(a, before[n]) for n, a in stepper.model.state_dict().items() if "num_batches" not in n]
         assert all(same) if bad else not any(same)
 
 
-def test_meter_counts_good_steps_only_and_remembers_where_hope_ended():
+def test_the_accumulator_averages_finite_steps_and_keeps_the_diverged_step():
     meter = LossAccumulator(CPU, max_skipped_steps=3)
     nan = torch.tensor(float("nan"))
     for step, bad in enumerate([0, 1, 0, 1, 1, 1, 1]):
@@ -200,10 +200,10 @@ def test_schedules():
     assert warm[9] == pytest.approx(0.1)
 
 
-def test_the_averages_keep_no_history():
+def test_the_ema_keeps_no_autograd_history():
     """A graph of all steps so far would grow by a third of a MiB a step for the smallest model."""
     ours = OptimizerStep(make_model(), settings(ema_decay=0.9), CPU, precision="fp32")
     for step in range(3):
-        ours.backward(ours.model(pictures(step, bad=False)).square().mean())
+        ours.backward(ours.model(make_images(step, bad=False)).square().mean())
         ours.step(0.05, step)
     assert not [name for name, average in ours.ema_model.named_parameters() if average.requires_grad or average.grad_fn]

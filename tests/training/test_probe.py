@@ -1,4 +1,4 @@
-"""Experiments: what they say of speeds that are known, on a real run, and of runs that cannot be tried."""
+"""Experiments: with known speeds, on a real run, and on runs that cannot be probed."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ speeds = st.floats(1e-4, 10)
 
 
 @given(st.lists(st.tuples(speeds, speeds), min_size=1, max_size=9))
-def test_the_ratio_lies_in_its_interval_and_is_of_speeds(pairs: list[tuple[float, float]]) -> None:
+def test_the_ratio_lies_in_its_interval(pairs: list[tuple[float, float]]) -> None:
     found = summarize_pairs("cached_batch", pairs, steps=8, attempt=1)
     assert found.ratio_low <= found.ratio <= found.ratio_high
     assert min(a / b for a, b in pairs) <= found.ratio_low
@@ -89,11 +89,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 @pytest.mark.parametrize("evaluate_every", [0, 7])
-def test_a_run_finds_out_once_how_fast_it_were_without_waiting(
+def test_a_run_measures_once_how_fast_it_would_be_without_waiting(
     machine: Machine, tmp_path: Path, evaluate_every: int
 ) -> None:
     machine.train(tmp_path, 400, total=100_000, wait_s=3.0, evaluate_every=evaluate_every)
-    if evaluate_every:  # too often for eight steps in a row: nothing is said rather than something wrong
+    if evaluate_every:  # too often for eight steps in a row: no result rather than a wrong one
         assert not list(read_lines(tmp_path, PROBES, Probe))
         return
     assert machine.paused_s == input_probe.MAX_PAIRS * 3.0 * machine.depth
@@ -103,34 +103,34 @@ def test_a_run_finds_out_once_how_fast_it_were_without_waiting(
     assert (found.before_img_per_s, found.after_img_per_s) == pytest.approx((2.0, 8.0))
 
 
-def test_rounds_that_come_to_nothing_are_within_the_budget(machine: Machine, tmp_path: Path) -> None:
+def test_interrupted_rounds_stay_within_the_budget(machine: Machine, tmp_path: Path) -> None:
     machine.train(tmp_path, 3000, total=10_000, wait_s=3.0, evaluate_every=7)
     assert 0 < machine.paused_s < input_probe.MAX_PAUSE_FRACTION * 10_000 * 4.0 + 3.0
     (note,) = read_lines(tmp_path, EVENTS, Event)
-    assert "could not be found out" in note.text
+    assert "could not measure" in note.text
 
 
-def test_a_short_run_and_one_that_never_waits_are_left_alone(machine: Machine, tmp_path: Path) -> None:
+def test_a_short_run_and_one_that_never_waits_are_not_probed(machine: Machine, tmp_path: Path) -> None:
     machine.train(tmp_path / "short", 400, total=1000, wait_s=3.0)
     machine.train(tmp_path / "fast", 400, total=100_000, wait_s=0.01)
     assert not (tmp_path / "short" / PROBES).exists()
     assert not (tmp_path / "fast" / PROBES).exists()
 
 
-def test_what_cannot_be_tried_is_said(tmp_path: Path) -> None:
+def test_runs_that_cannot_be_probed_are_refused(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, attempt=1)
     folder.event("started")
-    with pytest.raises(UsageError, match=r"runs of `stoker train`"):
+    with pytest.raises(UsageError, match=r"need a run of `stoker train`"):
         run_probes(str(tmp_path), print)
     (tmp_path / "config.toml").write_text("")
-    with locked(tmp_path), pytest.raises(UsageError, match="live"):
+    with locked(tmp_path), pytest.raises(UsageError, match="still running"):
         run_probes(str(tmp_path), print)
     folder.close()
 
 
 @pytest.mark.slow
 def test_the_experiment_of_a_run_changes_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a run whose pictures come slowly: the same weights, to the last bit, as without."""
+    """With slow images: the same weights, bit for bit, as without the experiment."""
     data, decode_into = draw(tmp_path / "data"), decode.decode_into
 
     def slowly(*arguments: Any, **named: Any) -> Any:
@@ -149,10 +149,12 @@ def test_the_experiment_of_a_run_changes_no_result(tmp_path: Path, monkeypatch: 
             "model": "retinanet_tiny_fpn",
             "workers": 1,
         }
-        run = stoker.train(str(data), max_duration="80", eval_every="0", mosaic=0.4, run_dir=str(tmp_path / name), **settings).run
+        run = stoker.train(
+            str(data), max_duration="80", eval_every="0", mosaic=0.4, run_dir=str(tmp_path / name), **settings
+        ).run
         ends.append((run / "final.safetensors").read_bytes())
     (found,) = read_lines(tmp_path / "with", PROBES, Probe)
-    assert found.ratio > 1.2, "it saw that pictures come slowly"
+    assert found.ratio > 1.2, "it measured that images come slowly"
     assert not (tmp_path / "without" / PROBES).exists()
     assert ends[0] == ends[1]
 
@@ -160,7 +162,9 @@ def test_the_experiment_of_a_run_changes_no_result(tmp_path: Path, monkeypatch: 
 @pytest.mark.slow
 def test_experiments_on_a_real_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run = stoker.train("demo", max_duration="3", batch_size=4, image_size=(64, 64), eval_every="0", workers=2, run_dir="run").run
+    run = stoker.train(
+        "demo", max_duration="3", batch_size=4, image_size=(64, 64), eval_every="0", workers=2, run_dir="run"
+    ).run
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
     said: list[str] = []
     run_probes("run", said.append)

@@ -1,4 +1,4 @@
-"""Killed and continued: the final weights are those of a run that nobody disturbed, bit for bit."""
+"""Killed and resumed: the final weights are those of an uninterrupted run, bit for bit."""
 
 import random
 import re
@@ -15,7 +15,7 @@ from tests.drawn import draw, run_stoker, stoker
 
 STEPS_IN_ALL = 80
 FLAGS = [
-    "--model", "retinanet_tiny_fpn", "--image-size", "64", "64", "--batch-size", "4", "--max-duration", str(STEPS_IN_ALL),
+    "--model", "retinanet_tiny_fpn", "--image-size", "64", "64", "--batch-size", "4", "--steps", str(STEPS_IN_ALL),
     "--eval-every", "30", "--checkpoint-every", "6", "--scale-jitter-prob", "0.5", "--ema-decay", "0.9", "--precision", "fp32",
     "--hflip", "0.5", "--brightness", "0.2", "--contrast", "0.2", "--saturation", "0.2", "--hue", "0.05",
     "--mosaic", "0.4",
@@ -31,13 +31,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
-    code, output = run_stoker("train", data, *FLAGS, "--run", "whole", cwd=folder)
+    code, output = run_stoker("train", data, *FLAGS, "--run-dir", "whole", cwd=folder)
     assert code == 0, output
     return folder / "whole"
 
 
-LOOK_S = 0.002
-"""Between two looks, so that looking does not take a core from the run."""
+POLL_S = 0.002
+"""Between two polls, so that polling does not take a core from the run."""
 
 
 def wait_for(process: subprocess.Popen[str], run: Path, ready: str) -> None:
@@ -48,7 +48,7 @@ def wait_for(process: subprocess.Popen[str], run: Path, ready: str) -> None:
             return
         if ready == "saved" and sorted(run.glob("checkpoints/step-*")) != seen:
             return
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
 
 
 def assert_same_end(one: Path, two: Path) -> None:
@@ -63,16 +63,16 @@ def assert_same_end(one: Path, two: Path) -> None:
     assert ends[0][0].data == ends[1][0].data
 
 
-@pytest.mark.parametrize("moments", [["saving", "saved"]])
+@pytest.mark.parametrize("moments", [["saving"], pytest.param(["saving", "saved"], marks=pytest.mark.slow)])
 def test_sigkill(undisturbed: Path, data: Path, tmp_path: Path, moments: list[str]):
     run = tmp_path / "killed"
     for moment in moments:
-        process = stoker("train", data, *FLAGS, "--run", "killed", cwd=tmp_path)
+        process = stoker("train", data, *FLAGS, "--run-dir", "killed", cwd=tmp_path)
         wait_for(process, run, moment)
         process.kill()
         process.communicate()
         assert process.returncode == -signal.SIGKILL
-    code, output = run_stoker("train", data, *FLAGS, "--run", "killed", cwd=tmp_path)
+    code, output = run_stoker("train", data, *FLAGS, "--run-dir", "killed", cwd=tmp_path)
     assert code == 0, output
     assert "continuing from step" in output
     assert_same_end(undisturbed, run)
@@ -80,7 +80,7 @@ def test_sigkill(undisturbed: Path, data: Path, tmp_path: Path, moments: list[st
     assert max(window.attempt for window in windows) == len(moments) + 1
 
 
-LONG = [*FLAGS, "--run", "long"]
+LONG = [*FLAGS, "--run-dir", "long"]
 LONG[LONG.index(str(STEPS_IN_ALL))] = "700"
 LONG[LONG.index("--checkpoint-every") + 1] = "40"
 LONG[LONG.index("--eval-every") + 1] = "300"
@@ -98,7 +98,7 @@ def test_sigkill_at_random_moments(data: Path, tmp_path: Path, seed: int):
     for attempt in range(1, 6):
         process = stoker("train", data, *LONG, cwd=tmp_path)
         while process.poll() is None and not steps_of(run, attempt):
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         try:
             process.communicate(timeout=rng.uniform(0, 4))
         except subprocess.TimeoutExpired:
@@ -119,9 +119,10 @@ def steps_of(run: Path, attempt: int) -> int:
     return sum(window.window_steps for window in read_lines(run, STEPS, StepWindow) if window.attempt == attempt)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_exits_with_75(undisturbed: Path, data: Path, tmp_path: Path, number: signal.Signals):
-    """Without --run: the same command finds its unfinished run by itself, and a finished one starts a new run."""
+    """Without --run-dir: the same command finds its unfinished run by itself, and a finished one starts a new run."""
     process = stoker("train", data, *FLAGS, cwd=tmp_path)
     run = tmp_path / "runs" / f"{data.name}-retinanet_tiny_fpn-1"
     wait_for(process, run, "saved")
@@ -144,8 +145,9 @@ def test_a_signal_saves_and_exits_with_75(undisturbed: Path, data: Path, tmp_pat
     assert "recovery" not in phases
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_continued(undisturbed: Path, data: Path):
-    code, output = run_stoker("train", data, *FLAGS, "--run", "whole", cwd=undisturbed.parent)
+    code, output = run_stoker("train", data, *FLAGS, "--run-dir", "whole", cwd=undisturbed.parent)
     assert code == 2
     assert "The run is finished." in output
     code, output = run_stoker("train", "--resume", "whole", cwd=undisturbed.parent)
@@ -154,7 +156,7 @@ def test_a_finished_run_is_not_continued(undisturbed: Path, data: Path):
 
 
 @pytest.mark.slow
-def test_threads_do_not_change_the_result(undisturbed: Path, data: Path, tmp_path: Path):
-    code, output = run_stoker("train", data, *FLAGS[:-2], "--workers", "1", "--run", "one", cwd=tmp_path)
+def test_the_number_of_workers_does_not_change_the_result(undisturbed: Path, data: Path, tmp_path: Path):
+    code, output = run_stoker("train", data, *FLAGS[:-2], "--workers", "1", "--run-dir", "one", cwd=tmp_path)
     assert code == 0, output
     assert_same_end(undisturbed, tmp_path / "one")

@@ -1,4 +1,4 @@
-"""A whole training in one process: what it leaves behind, and how it ends when it cannot go on."""
+"""A whole training in one process: its run folder, and how it ends on errors."""
 
 import dataclasses
 import errno
@@ -74,7 +74,7 @@ def test_the_run_folder_is_complete(run: Path):
     assert sum(window.window_steps for window in read_lines(run, STEPS, StepWindow)) == 12
 
 
-def test_what_a_model_remarks_is_said_once_where_the_run_waits_anyway(data: Path, tmp_path: Path, monkeypatch):
+def test_a_training_warning_is_logged_once_after_an_evaluation(data: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(RetinaNet, "training_warning", lambda _: "a sentence")
     run = train(settings(data, max_duration="6", eval_every="2"), run_dir=str(tmp_path / "run")).run
     events = list(read_lines(run, EVENTS, Event))
@@ -82,27 +82,29 @@ def test_what_a_model_remarks_is_said_once_where_the_run_waits_anyway(data: Path
     assert [(event.kind, event.step) for event in events if event.text == "a sentence"] == [("warning", 2)]
 
 
-def test_every_setting_has_a_value_and_those_not_asked_for_a_reason(run: Path, data: Path):
+def test_every_setting_has_a_value_and_derived_ones_a_reason(run: Path, data: Path):
     config, reasons = from_toml(run / CONFIG)
     assert unset_fields(config) == []
-    assert set(SECTION_OF) - set(config.set_fields()) == {"reduced_tail", "nms_free", "depthwise"}, "of SSDlite, of ember"
+    assert set(SECTION_OF) - set(config.set_fields()) == {"reduced_tail", "nms_free", "depthwise"}, (
+        "of SSDlite, of ember"
+    )
     asked = set(settings(data, eval_every="6").set_fields())
     assert set(reasons) == set(config.set_fields()) - asked
     assert all(reason.strip() for reason in reasons.values())
     assert tomllib.loads((run / CONFIG).read_text())["run"]["max_duration"] == "12"
 
 
-def test_the_saved_model_stands_alone(run: Path):
+def test_the_saved_model_can_be_loaded_alone(run: Path):
     assert detect_architecture(run / "final.safetensors") == "retinanet_tiny_fpn"
     model, card = model_file.load_model(model_file.find_weights(run))
     assert card.class_names == tuple(sorted(CLASSES)) or card.class_names == CLASSES
-    assert (card.canvas, card.resize) == ((64, 64), "letterbox")
+    assert (card.image_size, card.resize) == ((64, 64), "letterbox")
     raw = model(torch.zeros(1, 3, 64, 64, dtype=torch.uint8))
     assert torch.isfinite(raw.logits).all()
 
 
 def test_accumulation_equals_one_big_batch(data: Path, tmp_path: Path):
-    """RetinaNet's normaliser is per picture; with frozen norms nothing else depends on the micro-batch."""
+    """RetinaNet's loss is normalized per image; with frozen norms nothing else depends on the micro-batch."""
     model = {"model": "retinanet_mobilenet_v2_fpn", "weights": "none", "backbone_norm": "frozen_bn", "optimizer": "sgd",
              "lr": 0.001, "ema_decay": 0.0, "max_duration": "3", "image_size": (64, 64)}  # fmt: skip
     ends = [
@@ -117,7 +119,7 @@ def test_accumulation_equals_one_big_batch(data: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_rate_that_explodes_ends_with_the_names_of_pictures(data: Path, tmp_path: Path, monkeypatch):
+def test_a_learning_rate_that_diverges_ends_with_the_names_of_images(data: Path, tmp_path: Path, monkeypatch):
     """The decay multiplies the weights by -899 a step, at a third of the rate by -299, at a ninth by -99."""
     monkeypatch.setattr(loop, "WINDOW_S", 0.0)
     changes = {
@@ -134,17 +136,17 @@ def test_a_rate_that_explodes_ends_with_the_names_of_pictures(data: Path, tmp_pa
     assert caught.value.exit_code == 6
     text = str(caught.value)
     assert "5 steps in a row" in text
-    assert "also at a ninth of the rate" in text
+    assert "also at a ninth of the learning rate" in text
     assert text.count("train-") == 4
     assert "--lr 3.3" in text
     assert "--weights" not in text  # there is no checkpoint yet
     events = list(read_lines(tmp_path / "run", EVENTS, Event))
-    setbacks = [event.data for event in events if event.kind == "rolled_back"]
-    assert [(one["count"], one["rollback_step"], one["lr"]) for one in setbacks] == [(1, 0, 30.0), (2, 0, 10.0)]
+    rollbacks = [event.data for event in events if event.kind == "rolled_back"]
+    assert [(one["count"], one["rollback_step"], one["lr"]) for one in rollbacks] == [(1, 0, 30.0), (2, 0, 10.0)]
     assert (events[-1].kind, events[-1].data["exit_code"]) == ("failed", 6)
 
 
-def test_one_broken_picture_is_left_out_and_named_and_more_end_the_run(tmp_path: Path):
+def test_one_broken_image_is_excluded_and_named_and_more_end_the_run(tmp_path: Path):
     data = draw(tmp_path / "data")
     victim = data / "train" / "train-3.jpg"
     victim.write_bytes(victim.read_bytes()[:300])
@@ -176,23 +178,21 @@ def test_data_that_changed_since_the_start_is_refused(tmp_path: Path, monkeypatc
     (data / "train" / "_annotations.coco.json").write_text(json.dumps(document))
     with pytest.raises(Exception, match="not the one that the run was started with") as caught:
         train(config, run_dir=str(tmp_path / "run"))
-    assert "24 pictures" in str(caught.value)
-    assert "22 pictures" in str(caught.value)
+    assert "24 images" in str(caught.value)
+    assert "22 images" in str(caught.value)
 
 
-def test_the_peak_of_memory_is_of_training_and_not_of_the_trials_before(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_peak_memory_is_reset_after_the_batch_trials(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """`--auto-batch` tries larger batches than the one it takes."""
     called: list[str] = []
     monkeypatch.setattr(Device, "reset_peak_memory", lambda _: called.append("reset"))
-    monkeypatch.setattr(start, "derive", noted(called, "trials", start.derive))
-    monkeypatch.setattr(loop.Training, "step", noted(called, "step", loop.Training.step))
+    monkeypatch.setattr(start, "derive", record_call(called, "trials", start.derive))
+    monkeypatch.setattr(loop.Training, "step", record_call(called, "step", loop.Training.step))
     train(settings(data, max_duration="1"), run_dir=str(tmp_path / "run"))
     assert called[called.index("trials") :] == ["trials", "reset", "step"]
 
 
-def noted(called: list[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def record_call(called: list[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(*arguments: Any) -> Any:
         called.append(name)
         return function(*arguments)
@@ -247,7 +247,7 @@ def test_no_step_is_lost_while_copies_are_late(data: Path, tmp_path: Path, monke
     assert windows[-1].step == 23
     assert all(window.losses["total"] > 0 for window in windows if window.window_steps)
     assert sum(1 for window in windows if window.window_steps) > 3
-    assert sum(window.phases.get("h2d", 0.0) for window in windows) > 0, "the pictures' copies were waited for"
+    assert sum(window.phases.get("h2d", 0.0) for window in windows) > 0, "it waited for the copies of the images"
 
 
 def full_disk(name: str, write: Callable[[Path, Any], None]) -> Callable[[Path, Any], None]:
@@ -283,7 +283,7 @@ def stopping(call: Callable[..., Any], at: int) -> Callable[..., Any]:
     return wrapper
 
 
-def test_a_signal_whose_save_fails_does_not_say_that_all_is_saved(data: Path, tmp_path: Path):
+def test_a_signal_whose_save_fails_raises_a_storage_error(data: Path, tmp_path: Path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "write_atomic", full_disk("state.pt", checkpoint.write_atomic))
         patch.setattr(loop, "forward_backward", stopping(loop.forward_backward, 5))
@@ -298,7 +298,7 @@ def test_a_signal_before_the_first_step(data: Path, tmp_path: Path, monkeypatch:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_signal_during_an_evaluation_saves_and_the_evaluation_is_made_up_for(data: Path, tmp_path: Path):
+def test_an_evaluation_interrupted_by_a_signal_is_repeated(data: Path, tmp_path: Path):
     config = settings(data, eval_every="6")
     whole = train(config, run_dir=str(tmp_path / "whole"))
     with pytest.MonkeyPatch.context() as patch:
@@ -329,7 +329,7 @@ def test_a_folder_that_cannot_be_written(data: Path, tmp_path: Path):
     assert "--run DIR" in str(caught.value)
 
 
-def test_weights_by_name_are_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_names_of_weights_are_not_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "coco").mkdir()
     (tmp_path / "w.pth").write_bytes(b"")
@@ -339,7 +339,7 @@ def test_weights_by_name_are_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert with_absolute_paths(from_fields({"data": "demo"})).data.data == "demo"
 
 
-def with_ap(monkeypatch: pytest.MonkeyPatch, *values: float | None) -> None:
+def patch_ap(monkeypatch: pytest.MonkeyPatch, *values: float | None) -> None:
     """Evaluations find these APs, the last one from then on."""
     scored, left = async_eval.compute_coco_result, list(values)
 
@@ -352,7 +352,7 @@ def with_ap(monkeypatch: pytest.MonkeyPatch, *values: float | None) -> None:
 
 
 def test_a_run_that_no_longer_improves_ends_early(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with_ap(monkeypatch, 0.2)
+    patch_ap(monkeypatch, 0.2)
     asked = settings(data, max_duration="40", eval_every="2", lr=1e-9, warmup_steps=0, ema_decay=0.0, patience=3)
     result = train(asked, run_dir=str(tmp_path / "one"))
     assert result.steps == 8, "the first evaluation is the best so far, and three more bring nothing"
@@ -364,17 +364,26 @@ def test_a_run_that_no_longer_improves_ends_early(data: Path, tmp_path: Path, mo
     assert (result.run / "final.safetensors").exists()
 
 
-def test_patience_counts_from_the_first_hit(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with_ap(monkeypatch, 0.0, None, 0.0, 0.1, 0.0, 0.2, 0.1, 0.1, 0.3)
+def test_patience_counts_from_the_first_ap_above_zero(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    patch_ap(monkeypatch, 0.0, None, 0.0, 0.1, 0.0, 0.2, 0.1, 0.1, 0.3)
     asked = settings(data, max_duration="40", eval_every="1", lr=1e-9, warmup_steps=0, ema_decay=0.0, patience=2)
     result = train(asked, run_dir=str(tmp_path / "one"))
     assert result.steps == 8
     assert json.loads((result.run / "evaluation.json").read_text())["step"] == 6
 
 
-def test_patience_outlives_a_restart(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with_ap(monkeypatch, 0.2)
-    asked = settings(data, max_duration="40", eval_every="2", checkpoint_every="2", lr=1e-9, warmup_steps=0, ema_decay=0.0, patience=3)
+def test_patience_is_restored_from_a_checkpoint(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    patch_ap(monkeypatch, 0.2)
+    asked = settings(
+        data,
+        max_duration="40",
+        eval_every="2",
+        checkpoint_every="2",
+        lr=1e-9,
+        warmup_steps=0,
+        ema_decay=0.0,
+        patience=3,
+    )
     taken = loop.Training.step
 
     def step_and_stop(self: loop.Training) -> None:
@@ -389,7 +398,7 @@ def test_patience_outlives_a_restart(data: Path, tmp_path: Path, monkeypatch: py
     assert train(asked, run_dir=str(tmp_path / "one")).steps == 8
 
 
-def test_a_run_of_an_earlier_version_is_not_continued_by_guessing(data: Path, tmp_path: Path, monkeypatch):
+def test_a_run_without_a_value_for_a_setting_is_not_continued(data: Path, tmp_path: Path, monkeypatch):
     def stop_at_once(self: loop.Training) -> None:
         self.stop_request.requested_by = "SIGTERM"
 

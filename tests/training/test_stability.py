@@ -213,7 +213,9 @@ def killing(call: Callable[..., Any], at: int) -> Callable[..., Any]:
     "after the line", pytest.param("before the line", marks=pytest.mark.slow),
     pytest.param("in the streak", marks=pytest.mark.slow), pytest.param("on the lower rate", marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_a_rollback_that_is_killed_and_resumed_ends_with_the_same_weights(rolled_back_run: Path, data: Path, tmp_path: Path, moment: str):
+def test_a_rollback_that_is_killed_and_resumed_ends_with_the_same_weights(
+    rolled_back_run: Path, data: Path, tmp_path: Path, moment: str
+):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "WINDOW_S", 0.0)
         make_gradients_nan(patch, diverges_at_the_full_lr)
@@ -301,7 +303,9 @@ before = st.lists(positive, min_size=MIN_SPIKE_WINDOWS, max_size=SPIKE_WINDOWS)
 
 
 @given(before, positive, st.sampled_from([2.0**-20, 0.5, 2.0**20]), st.randoms(use_true_random=False))
-def test_spikes_do_not_depend_on_the_unit_or_order_of_losses(before: list[float], loss: float, unit: float, rng: random.Random):
+def test_spikes_do_not_depend_on_the_unit_or_order_of_losses(
+    before: list[float], loss: float, unit: float, rng: random.Random
+):
     shuffled = rng.sample(before, len(before))
     # A hair apart from the threshold, where rounding may decide.
     assert is_spike(loss * 1.0001, before) >= is_spike(loss * unit, [value * unit for value in shuffled])
@@ -341,7 +345,9 @@ def test_one_spike_is_one_alert_with_its_numbers(seed: int, noise: float, at: in
 def test_a_loss_that_rises_after_the_warm_up_is_one_lr_too_high_alert():
     course = [3 - n / 10 for n in range(20)] + [1 + n / 10 for n in range(80)]
     found = alerts_of(course + [9.0] * 300, warmup=100)
-    assert [(one.kind, one.data["suggested_lr"]) for one in found if one.kind != "loss_spike"] == [("lr_too_high", 0.0033)]
+    assert [(one.kind, one.data["suggested_lr"]) for one in found if one.kind != "loss_spike"] == [
+        ("lr_too_high", 0.0033)
+    ]
     assert not [one for one in alerts_of(course, warmup=10_000) if one.kind == "lr_too_high"], "the warm-up is not over"
     late = [3 - n / 500 for n in range(1000)] + [1 + n / 100 for n in range(300)]
     assert not [one for one in alerts_of(late) if one.kind == "lr_too_high"], "the rate is not what is new there"
@@ -365,7 +371,7 @@ def test_a_loss_that_died_at_once_is_a_rate_too_high_and_not_too_low():
     assert [alarm for window, done in rest for alarm in continued.update(window, done)] == [], "not the beginning"
 
 
-def test_a_loss_that_jumped_at_once_and_falls_again_alarms_nobody():
+def test_a_loss_that_jumps_at_once_and_falls_again_raises_no_alert():
     """As the warm-up of AdamW does."""
     assert alerts_of([*DEAD[:4], *[1.9 * math.exp(-n / 200) for n in range(400)]]) == []
 

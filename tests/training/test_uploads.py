@@ -16,7 +16,7 @@ from stoker.storage.store import open_store
 from stoker.storage.uri import StorageUri, parse_uri
 from stoker.training.checkpoint import MANIFEST, CheckpointWriter, snapshot
 from stoker.training.uploads import BackgroundUploader
-from tests.storage.servers import Conditions, Place, Proxy, Server, apply, google_server, s3_server
+from tests.storage.servers import Conditions, Proxy, ServedBucket, Server, apply, google_server, s3_server
 
 LIMIT_S = 30.0
 STREAM = Device(torch.device("cpu")).make_stream()
@@ -35,7 +35,7 @@ def google() -> Iterator[Server]:
 
 
 @pytest.fixture(params=["s3", "google"])
-def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Place, Proxy]]:
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ServedBucket, Proxy]]:
     server: Server = request.getfixturevalue(request.param)
     with server.bucket().through() as (place, proxy):
         apply(monkeypatch, place.environment)
@@ -95,8 +95,8 @@ class Run:
 
 
 @pytest.fixture
-def run(place: tuple[Place, Proxy], tmp_path: Path) -> Iterator[Run]:
-    run = Run(tmp_path / "run", parse_uri(f"{place[0].address}/runs/x"))
+def run(place: tuple[ServedBucket, Proxy], tmp_path: Path) -> Iterator[Run]:
+    run = Run(tmp_path / "run", parse_uri(f"{place[0].uri}/runs/x"))
     yield run
     run.uploads.stop()
 
@@ -110,7 +110,7 @@ def steps_in(names: dict[str, bytes]) -> list[str]:
     return sorted({name.split("/")[1] for name in names if name.startswith("checkpoints/")})
 
 
-def test_the_bucket_becomes_what_the_folder_is(run: Run):
+def test_the_bucket_becomes_equal_to_the_folder(run: Run):
     for name, data in (
         ("config.toml", b"a"),
         ("best.safetensors", b"b"),
@@ -136,25 +136,27 @@ def test_the_bucket_becomes_what_the_folder_is(run: Run):
     assert run.warnings() == []
 
 
-def test_what_has_not_changed_is_not_written_again(run: Run, place: tuple[Place, Proxy]):
+def test_unchanged_files_are_not_uploaded_again(run: Run, place: tuple[ServedBucket, Proxy]):
     run.save(1)
     run.uploads.start()
     assert run.uploads.flush(LIMIT_S) is None
-    before = len(place[1].seen)
+    before = len(place[1].requests)
     assert run.uploads.flush(LIMIT_S) is None
-    assert place[1].seen[before:] == []
+    assert place[1].requests[before:] == []
     run.records.event("info")
     assert run.uploads.flush(LIMIT_S) is None
-    assert [name_of(seen.path) for seen in place[1].seen[before:]] == [EVENTS]
+    assert [name_of(seen.path) for seen in place[1].requests[before:]] == [EVENTS]
 
 
-def test_the_manifest_is_last_and_what_the_state_speaks_of_is_before_it(run: Run, place: tuple[Place, Proxy]):
+def test_the_manifest_is_uploaded_after_the_files_and_records_of_its_checkpoint(
+    run: Run, place: tuple[ServedBucket, Proxy]
+):
     for name in ("best.safetensors", STEPS):
         (run.folder / name).write_bytes(b"x")
     run.save(1)
     run.uploads.start()
     assert run.uploads.flush(LIMIT_S) is None
-    written = [name_of(seen.path) for seen in place[1].seen if seen.method == "PUT"]
+    written = [name_of(seen.path) for seen in place[1].requests if seen.method == "PUT"]
     for name in ("state.pt", "weights.safetensors", "best.safetensors", STEPS, EVENTS):
         assert written.index(name) < written.index("manifest.json"), written
 
@@ -163,7 +165,7 @@ def failing(name: str) -> Conditions:
     return Conditions(plan=lambda _n, method, path: "400" if method == "PUT" and name_of(path) == name else None)
 
 
-def test_a_state_that_cannot_be_written_leaves_no_manifest(run: Run, place: tuple[Place, Proxy]):
+def test_a_failed_upload_of_the_state_leaves_no_manifest(run: Run, place: tuple[ServedBucket, Proxy]):
     """And once it can be again, the next pass writes it: said once when it fails, once when it is well."""
     run.save(1)
     run.uploads.start()
@@ -171,7 +173,7 @@ def test_a_state_that_cannot_be_written_leaves_no_manifest(run: Run, place: tupl
     place[1].conditions = failing("state.pt")
     run.save(2)
     run.wait(lambda: len(run.warnings()) == 1)
-    assert "training goes on" in run.warnings()[0]
+    assert "training continues" in run.warnings()[0]
     failure = run.uploads.flush(LIMIT_S)
     assert failure is not None
     assert "400" in failure
@@ -187,7 +189,7 @@ def test_a_state_that_cannot_be_written_leaves_no_manifest(run: Run, place: tupl
     assert len(run.warnings()) == 1
 
 
-def test_waiting_ends_at_its_limit(run: Run, place: tuple[Place, Proxy]):
+def test_flush_ends_at_its_timeout(run: Run, place: tuple[ServedBucket, Proxy]):
     place[1].conditions = Conditions(plan=lambda _n, method, _path: "hang" if method == "PUT" else None)
     run.save(1)
     run.uploads.start()
@@ -196,27 +198,27 @@ def test_waiting_ends_at_its_limit(run: Run, place: tuple[Place, Proxy]):
     assert "not done within" in failure
 
 
-def test_other_files_under_the_same_step_replace_those_there(run: Run, place: tuple[Place, Proxy]):
+def test_other_files_of_the_same_step_replace_those_in_the_bucket(run: Run, place: tuple[ServedBucket, Proxy]):
     """After another attempt: the manifest goes first (S3 deletes by a POST to the bucket) and comes last, so that never
     two attempts are mixed."""
     run.save(1)
     run.uploads.start()
     assert run.uploads.flush(LIMIT_S) is None
-    before = len(place[1].seen)
+    before = len(place[1].requests)
     state = {"moments": [torch.full((3,), 7.0)], "skipped_streak": (0, -1)}
     run.writer.save(snapshot(STREAM, step=1, metadata={}, weights={"w": torch.ones(1)}, state=state))
     run.writer.wait()
     assert run.uploads.flush(LIMIT_S) is None
     assert run.there() == run.here()
-    order = [(seen.method, name_of(seen.path)) for seen in place[1].seen[before:]]
+    order = [(seen.method, name_of(seen.path)) for seen in place[1].requests[before:]]
     removed = [
         n for n, (method, name) in enumerate(order) if method == "POST" or (method, name) == ("DELETE", MANIFEST)
     ]
     assert removed[0] < order.index(("PUT", "state.pt")) < order.index(("PUT", "manifest.json"))
 
 
-def test_half_a_checkpoint_of_before_is_removed(place: tuple[Place, Proxy], tmp_path: Path):
-    address = parse_uri(f"{place[0].address}/runs/x")
+def test_an_incomplete_checkpoint_in_the_bucket_is_deleted(place: tuple[ServedBucket, Proxy], tmp_path: Path):
+    address = parse_uri(f"{place[0].uri}/runs/x")
     store = open_store(address)
     store.write(address.child("checkpoints/step-00000005/state.pt").key, b"half")
     run = Run(tmp_path / "run", address)
@@ -228,8 +230,8 @@ def test_half_a_checkpoint_of_before_is_removed(place: tuple[Place, Proxy], tmp_
     assert run.there() == run.here()
 
 
-def test_a_lease_that_another_takes_ends_the_uploads(place: tuple[Place, Proxy], tmp_path: Path):
-    run = Run(tmp_path / "run", parse_uri(f"{place[0].address}/runs/x"), leased=True)
+def test_a_lost_lease_ends_the_uploads(place: tuple[ServedBucket, Proxy], tmp_path: Path):
+    run = Run(tmp_path / "run", parse_uri(f"{place[0].uri}/runs/x"), leased=True)
     run.save(1)
     run.uploads.start()
     assert run.uploads.flush(LIMIT_S) is None
@@ -242,7 +244,7 @@ def test_a_lease_that_another_takes_ends_the_uploads(place: tuple[Place, Proxy],
     assert "taken over" in str(run.uploads.flush(LIMIT_S))
 
 
-def test_a_bug_is_raised_where_it_is_waited_for(run: Run, monkeypatch: pytest.MonkeyPatch):
+def test_an_error_in_the_thread_is_raised_by_flush(run: Run, monkeypatch: pytest.MonkeyPatch):
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
@@ -252,7 +254,7 @@ def test_a_bug_is_raised_where_it_is_waited_for(run: Run, monkeypatch: pytest.Mo
         run.uploads.flush(LIMIT_S)
 
 
-def test_a_store_that_refuses_at_once_is_no_wait(run: Run, place: tuple[Place, Proxy]):
+def test_flush_returns_at_once_if_the_store_refuses(run: Run, place: tuple[ServedBucket, Proxy]):
     place[1].conditions = Conditions(plan=lambda _n, method, _path: "400" if method == "PUT" else None)
     run.uploads.start()
     assert "cannot be written" in str(run.uploads.flush(LIMIT_S))

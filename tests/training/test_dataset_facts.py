@@ -1,4 +1,4 @@
-"""What is said of a run's data when it begins, by hand."""
+"""Facts and warnings about a run's data, against counts by hand."""
 
 import dataclasses
 from pathlib import Path
@@ -22,7 +22,7 @@ def config(model: str, side: int) -> Config:
     return from_fields({"data": "unread", "model": model, "image_size": (side, side), "resize": "letterbox"})
 
 
-def test_boxes_that_an_ember_cannot_reach_are_counted(index: Index) -> None:
+def test_boxes_longer_than_ember_predicts_are_counted(index: Index) -> None:
     first, last = index.offsets[index.image_indices("train")[0]], index.offsets[index.image_indices("train")[-1] + 1]
     boxes = index.boxes.copy()
     boxes[first:last] = (0, 0, 10, 10)
@@ -32,11 +32,11 @@ def test_boxes_that_an_ember_cannot_reach_are_counted(index: Index) -> None:
     assert MAX_BOX_PX == 960
     said = warn_oversized_boxes(config("ember_n", 1056), long)
     assert said is not None
-    assert said.startswith(f"1 of {last - first} boxes are longer than 960 pixels on the canvas of 1056×1056 (up")
+    assert said.startswith(f"1 of {last - first} boxes are longer than 960 pixels at the image size 1056×1056 (up")
     assert warn_oversized_boxes(config("retinanet_tiny_fpn", 1056), long) is None
 
 
-def test_pictures_without_boxes_have_none_too_long(index: Index) -> None:
+def test_images_without_boxes_give_no_warning(index: Index) -> None:
     empty = dataclasses.replace(index, offsets=np.zeros_like(index.offsets), boxes=index.boxes[:0],
                                 labels=index.labels[:0], crowd=index.crowd[:0])  # fmt: skip
     assert warn_oversized_boxes(config("ember_n", 1056), empty) is None

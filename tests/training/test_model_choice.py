@@ -1,4 +1,4 @@
-"""Which model is trained where nobody says: by device, size of the pictures, and weights."""
+"""Which model is trained by default: by device, image size and weights."""
 
 import dataclasses
 from pathlib import Path
@@ -12,10 +12,13 @@ from stoker.data.index import open_index
 from stoker.hardware.device import Device
 from stoker.models import MODELS
 from stoker.training.defaults.derive import derive_data
-from stoker.training.defaults.model_choice import CPU_IMAGE_SIDE, SMALL_IMAGE_SIDE, choose_image_side, choose_model
+from stoker.training.defaults.model_choice import SMALL_IMAGE_SIDE, choose_image_side, choose_model
 from tests.drawn import draw
 
 CPU = Device(torch.device("cpu"))
+
+
+CPU_IMAGE_SIDE = 320
 
 
 class Accelerator(Device):
@@ -33,7 +36,7 @@ class Accelerator(Device):
         (SMALL_IMAGE_SIDE + 1, Accelerator(CPU.torch_device), None, "retinanet_resnet50_fpn"),
     ],
 )
-def test_the_model_follows_device_pictures_and_weights(
+def test_the_model_follows_device_images_and_weights(
     tmp_path: Path, side: int, device: Device, weights: str | None, model: str
 ) -> None:
     index = open_index(draw(tmp_path / "data", train=3, val=1, side=side))
@@ -43,13 +46,13 @@ def test_the_model_follows_device_pictures_and_weights(
     assert why
 
 
-def test_a_classifiers_file_is_the_body_of_a_detector(real_data: Path, tmp_path: Path) -> None:
+def test_a_classifier_file_is_the_backbone_of_a_detector(real_data: Path, tmp_path: Path) -> None:
     index = open_index(draw(tmp_path / "data", train=3, val=1))
     file = str(real_data / "weights" / "mobilenet_v2_imagenet.pth")
     assert choose_model(index, CPU, file)[0] == "ember_mobilenet_v2"
 
 
-def test_the_median_picture_decides(tmp_path: Path) -> None:
+def test_the_median_image_size_decides(tmp_path: Path) -> None:
     index = open_index(draw(tmp_path / "data", train=3, val=1, side=SMALL_IMAGE_SIDE))
     size = index.original_size.copy()
     size[index.image_indices("train")[0]] = 4000
@@ -60,7 +63,7 @@ def test_the_median_picture_decides(tmp_path: Path) -> None:
     assert choose_model(unknown, CPU, None)[0] == "ember_n"
 
 
-def test_on_a_cpu_the_canvas_is_small_unless_the_boxes_are(tmp_path: Path) -> None:
+def test_on_a_cpu_the_image_size_is_small_unless_boxes_are(tmp_path: Path) -> None:
     index = open_index(draw(tmp_path / "data", train=6, val=1, side=640))  # boxes of 106 to 319 pixels
     ember, other = MODELS["ember_n"], MODELS["retinanet_resnet50_fpn"]
     assert choose_image_side(ember, index, CPU, "letterbox") == CPU_IMAGE_SIDE
@@ -70,5 +73,5 @@ def test_on_a_cpu_the_canvas_is_small_unless_the_boxes_are(tmp_path: Path) -> No
     assert config.data.image_size == (CPU_IMAGE_SIDE, CPU_IMAGE_SIDE)
     assert f"{CPU_IMAGE_SIDE}²" in reasons["image_size"]
     middle = (index.boxes[:, :2] + index.boxes[:, 2:]) / 2
-    small = dataclasses.replace(index, boxes=np.concatenate([middle - 7, middle + 7], 1))  # 7 on the canvas
+    small = dataclasses.replace(index, boxes=np.concatenate([middle - 7, middle + 7], 1))  # 7 at that image size
     assert choose_image_side(ember, small, CPU, "letterbox") == ember.default_image_size

@@ -1,4 +1,4 @@
-"""What a real run waited for is in its records: of reading that is slow, by stage, to the last bit of `input_wait`."""
+"""The input wait of a real run with slow reads is attributed to the stage `fetch`, and the stages sum to the wait."""
 
 import time
 from pathlib import Path
@@ -16,10 +16,10 @@ from tests.drawn import draw
 from tests.training.test_ledger_of_a_run import settings
 
 DELAY_S = 0.3
-"""One thread: 1.2 s a batch, beside which a step of training is short on any machine."""
+"""One worker: 1.2 s per batch, long compared with a training step on any machine."""
 
 
-def test_slow_files_are_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_slow_reads_are_attributed_to_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     data = draw(tmp_path / "data")
     read = Index.read
 
@@ -37,9 +37,7 @@ def test_slow_files_are_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     summed = compute_totals(result.run)
     assert summed.phases["input_wait"] > 4 * DELAY_S
     assert summed.input["fetch"] > 0.9 * summed.phases["input_wait"]
-    monkeypatch.setitem(
-        COMMON_THRESHOLDS, "steady_s", Threshold(1.0, "a run of three steps is long enough here")
-    )
+    monkeypatch.setitem(COMMON_THRESHOLDS, "steady_s", Threshold(1.0, "a run of three steps is long enough here"))
     finding = explain_run(result.run).findings[0]
     assert finding.cause == "slow_storage"
     assert "fetch: reading files" in finding.evidence[1].text

@@ -15,6 +15,7 @@ from stoker.config.settings import Config, from_fields
 from stoker.data.index import Index, open_index
 from stoker.errors import ConfigError, OutOfMemoryError
 from stoker.hardware.device import Device, DeviceMemory
+from stoker.training import batch_trials
 from stoker.training.defaults import auto_batch, dry_run
 from stoker.training.defaults.derive import derive
 from stoker.training.defaults.dry_run import BatchTrial, DryRun, PeakMemoryMode
@@ -35,7 +36,7 @@ def index(folder: Path) -> Index:
 
 
 @pytest.fixture(scope="module")
-def settled(index: Index) -> Config:
+def derived(index: Index) -> Config:
     """Everything but the batch, of a model without norms that learn."""
     asked = from_fields({"model": "retinanet_mobilenet_v2_fpn", "weights": "none", "backbone_norm": "frozen_bn"})
     config, _ = derive(asked.replace(image_size=(64, 64), precision="fp32"), index, CPU)
@@ -57,8 +58,8 @@ SMALL = SmallDevice(torch.device("cpu"))
 Cost = Callable[[int], float]
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, *, gib: Cost, seconds: Cost = lambda _: 1.0) -> list[int]:
-    """Steps of n pictures take `gib(n)` GiB at their peak and `seconds(n)` of time. Returns what is tried."""
+def fake_costs(monkeypatch: pytest.MonkeyPatch, *, gib: Cost, seconds: Cost = lambda _: 1.0) -> list[int]:
+    """Steps of n images take `gib(n)` GiB at their peak and `seconds(n)` of time. Returns what is tried."""
     tried: list[int] = []
 
     def peak(_: DryRun, count: int) -> int:
@@ -73,32 +74,32 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *, gib: Cost, seconds: Cost = lambd
 
 
 @pytest.mark.parametrize(
-    ("fixed_gib", "picture_gib", "batch", "parts"),
+    ("fixed_gib", "image_gib", "batch", "parts"),
     [(1.0, 0.2, 16, 1), (1.0, 0.9, 16, 2), (1.0, 3.0, 16, 8), (4.0, 4.0, 16, 16)],
 )
 def test_a_batch_that_does_not_fit_is_split(
     index: Index,
-    settled: Config,
+    derived: Config,
     monkeypatch: pytest.MonkeyPatch,
     fixed_gib: float,
-    picture_gib: float,
+    image_gib: float,
     batch: int,
     parts: int,
 ):
     """The peak is a line; beyond the device's memory it raises."""
-    pretend(monkeypatch, gib=lambda n: fixed_gib + picture_gib * n)
-    assert auto_batch.choose_batch_size(settled, index, SMALL, recipe_batch_size=16, num_images=60)[:2] == (
+    fake_costs(monkeypatch, gib=lambda n: fixed_gib + image_gib * n)
+    assert auto_batch.choose_batch_size(derived, index, SMALL, recipe_batch_size=16, num_images=60)[:2] == (
         batch,
         parts,
     )
 
 
 @pytest.mark.parametrize("less", [False, True])
-def test_not_even_one_picture(index: Index, settled: Config, monkeypatch: pytest.MonkeyPatch, less: bool):
-    pretend(monkeypatch, gib=lambda _: 11.0)
+def test_not_even_one_image_fits(index: Index, derived: Config, monkeypatch: pytest.MonkeyPatch, less: bool):
+    fake_costs(monkeypatch, gib=lambda _: 11.0)
     with pytest.raises(OutOfMemoryError) as caught:
         auto_batch.choose_batch_size(
-            settled.replace(activation_checkpointing=less), index, SMALL, recipe_batch_size=16, num_images=60
+            derived.replace(activation_checkpointing=less), index, SMALL, recipe_batch_size=16, num_images=60
         )
     assert caught.value.exit_code == 5
     assert "64x64" in str(caught.value)
@@ -106,54 +107,52 @@ def test_not_even_one_picture(index: Index, settled: Config, monkeypatch: pytest
 
 
 def saturating(count: int) -> float:
-    """A device that is full at 8 pictures: 9, 5, 3, 2, 2 … ms a picture."""
+    """A device that is full at 8 images: 9, 5, 3, 2, 2 … ms per image."""
     return (8e-3 + 1e-3 * count) if count < 8 else 2e-3 * count
 
 
 @pytest.mark.parametrize(
     ("gib", "seconds", "batch", "words"),
     [
-        (lambda n: 0.1 * n, saturating, 8, ["1: 9 ms", "8: 2 ms", "32: 2 ms", "60 pictures"]),
+        (lambda n: 0.1 * n, saturating, 8, ["1: 9 ms", "8: 2 ms", "32: 2 ms", "60 images"]),
         (lambda n: 0.1 * n, lambda n: n**0.95, 32, ["32: "]),  # always faster: the largest that the split has
         (lambda n: 0.1 * n, lambda n: n**0.99, 2, ["2: "]),  # 2.8 % slower than 32, and 1 is 3.5 % slower
         (lambda n: 1.0 * n, lambda n: n**0.5, 8, ["8: ", "16 do not fit"]),
         (lambda n: 6.0 * n, lambda n: n**0.5, 1, ["1: ", "2 do not fit"]),
     ],
 )
-def test_fit_takes_the_smallest_batch_near_the_best_time(
-    index: Index, settled: Config, monkeypatch: pytest.MonkeyPatch, gib: Cost, seconds: Cost, batch: int,
+def test_auto_batch_takes_the_smallest_batch_near_the_best_time(
+    index: Index, derived: Config, monkeypatch: pytest.MonkeyPatch, gib: Cost, seconds: Cost, batch: int,
     words: list[str],
 ):  # fmt: skip
-    pretend(monkeypatch, gib=gib, seconds=seconds)
+    fake_costs(monkeypatch, gib=gib, seconds=seconds)
     chosen, parts, reason = auto_batch.choose_batch_size(
-        settled.replace(auto_batch=True), index, SMALL, recipe_batch_size=16, num_images=60
+        derived.replace(auto_batch=True), index, SMALL, recipe_batch_size=16, num_images=60
     )
     assert (chosen, parts) == (batch, 1)
     for word in words:
         assert word in reason
 
 
-def test_what_was_timed_is_said_where_it_is_not_what_trains(
-    index: Index, settled: Config, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_reason_says_that_trials_are_not_compiled(index: Index, derived: Config, monkeypatch: pytest.MonkeyPatch):
     """Compiling for every size would take longer than --auto-batch may."""
-    pretend(monkeypatch, gib=lambda n: 0.1 * n, seconds=saturating)
+    fake_costs(monkeypatch, gib=lambda n: 0.1 * n, seconds=saturating)
     reasons = [
         auto_batch.choose_batch_size(
-            settled.replace(auto_batch=True, compile=compiled), index, SMALL, recipe_batch_size=16, num_images=60
+            derived.replace(auto_batch=True, compile=compiled), index, SMALL, recipe_batch_size=16, num_images=60
         )[2]
         for compiled in (True, False)
     ]
     assert ["not compiled" in reason for reason in reasons] == [True, False]
 
 
-def test_what_will_not_fit_is_not_tried(index: Index, settled: Config, monkeypatch: pytest.MonkeyPatch):
-    tried = pretend(monkeypatch, gib=lambda n: 1.0 + n)
-    auto_batch.choose_batch_size(settled.replace(auto_batch=True), index, SMALL, recipe_batch_size=16, num_images=60)
+def test_sizes_that_cannot_fit_are_not_tried(index: Index, derived: Config, monkeypatch: pytest.MonkeyPatch):
+    tried = fake_costs(monkeypatch, gib=lambda n: 1.0 + n)
+    auto_batch.choose_batch_size(derived.replace(auto_batch=True), index, SMALL, recipe_batch_size=16, num_images=60)
     assert max(tried) == 8
 
 
-def test_trials_end_in_time(index: Index, settled: Config, monkeypatch: pytest.MonkeyPatch):
+def test_trials_end_in_time(index: Index, derived: Config, monkeypatch: pytest.MonkeyPatch):
     """Each takes twice as long as the one before it, which is what is expected of the next."""
     now = [0.0]
 
@@ -161,10 +160,10 @@ def test_trials_end_in_time(index: Index, settled: Config, monkeypatch: pytest.M
         now[0] += 7.0 * count
         return 1.0
 
-    pretend(monkeypatch, gib=lambda n: 0.1 * n, seconds=seconds)
+    fake_costs(monkeypatch, gib=lambda n: 0.1 * n, seconds=seconds)
     monkeypatch.setattr(dry_run.time, "perf_counter", lambda: now[0])
     _, _, reason = auto_batch.choose_batch_size(
-        settled.replace(auto_batch=True), index, SMALL, recipe_batch_size=16, num_images=60
+        derived.replace(auto_batch=True), index, SMALL, recipe_batch_size=16, num_images=60
     )
     assert now[0] == 7 + 14 + 28
     assert "trials end after 60 s" in reason
@@ -174,23 +173,23 @@ def test_trials_end_in_time(index: Index, settled: Config, monkeypatch: pytest.M
     ("changes", "least"),
     [({}, 1), ({"mosaic": 0.5}, 4), ({"mosaic": 0.5, "grad_accum_steps": 2}, 4), ({"backbone_norm": "bn"}, 2)],
 )
-def test_sizes_are_powers_of_two_in_whole_groups(index: Index, settled: Config, changes: dict[str, Any], least: int):
-    """least: pictures of the smallest batch."""
-    rehearsal = auto_batch.make_dry_run(settled.replace(**changes), index, CPU)
+def test_sizes_are_powers_of_two_in_whole_groups(index: Index, derived: Config, changes: dict[str, Any], least: int):
+    """least: images of the smallest batch."""
+    trial_run = auto_batch.make_dry_run(derived.replace(**changes), index, CPU)
     parts = changes.get("grad_accum_steps", 1)
-    found = [size * parts for size in auto_batch.candidate_sizes(rehearsal, 60)]
+    found = [size * parts for size in auto_batch.candidate_sizes(trial_run, 60)]
     assert found == [n for n in (1, 2, 4, 8, 16, 32) if n >= least]
 
 
-def test_norms_that_learn_are_never_tried_on_one_value(index: Index):
-    """The coarsest map of SSDlite is 1 × 1 at its usual canvas, the tiny model's at 32 × 32."""
+def test_trainable_norms_are_never_tried_on_one_value(index: Index):
+    """The coarsest map of SSDlite is 1 × 1 at its default image size, the tiny model's at 32 × 32."""
     asked = from_fields({"model": "retinanet_tiny_fpn", "image_size": (32, 32), "precision": "fp32"})
     assert derive(asked, index, CPU)[0].run.batch_size == 16
     assert derive(asked.replace(auto_batch=True), index, CPU)[0].run.batch_size >= 2
 
 
-def test_the_rate_follows_the_batch_that_fit_chooses(index: Index, monkeypatch: pytest.MonkeyPatch):
-    pretend(monkeypatch, gib=lambda n: 0.1 * n, seconds=saturating)
+def test_the_lr_follows_the_batch_of_auto_batch(index: Index, monkeypatch: pytest.MonkeyPatch):
+    fake_costs(monkeypatch, gib=lambda n: 0.1 * n, seconds=saturating)
     asked = from_fields({"auto_batch": True, "optimizer": "sgd", "model": "retinanet_tiny_fpn"})
     chosen, reasons = derive(asked, index, SMALL)
     assert chosen.run.batch_size == 8
@@ -198,12 +197,12 @@ def test_the_rate_follows_the_batch_that_fit_chooses(index: Index, monkeypatch: 
     assert chosen.optim.lr == derive(asked.replace(auto_batch=None, batch_size=8), index, SMALL)[0].optim.lr
 
 
-def test_fit_and_batch_contradict_each_other(index: Index):
-    with pytest.raises(ConfigError, match="--auto-batch chooses the batch, and --batch-size 8 says it"):
+def test_auto_batch_and_batch_size_exclude_each_other(index: Index):
+    with pytest.raises(ConfigError, match="--auto-batch and --batch-size 8 exclude each other"):
         derive(from_fields({"auto_batch": True, "batch_size": 8}), index, CPU)
 
 
-def test_fit_on_a_cpu(index: Index, monkeypatch: pytest.MonkeyPatch):
+def test_auto_batch_on_a_cpu(index: Index, monkeypatch: pytest.MonkeyPatch):
     """Real steps."""
     monkeypatch.setattr(dry_run, "MAX_TRIALS_S", 3.0)
     config, reasons = derive(from_fields({"auto_batch": True, "image_size": (32, 32)}), index, CPU)
@@ -212,30 +211,30 @@ def test_fit_on_a_cpu(index: Index, monkeypatch: pytest.MonkeyPatch):
     assert " ms" in reasons["batch_size"]
 
 
-def test_a_rehearsal_moves_no_weight_and_counts_its_memory(index: Index, settled: Config):
-    rehearsal = auto_batch.make_dry_run(settled, index, CPU)
-    before = [parameter.clone() for parameter in rehearsal.optimizer.model.parameters()]
-    rehearsal.measure_peak_bytes(1)  # makes the optimizer's state
-    two, four = rehearsal.measure_peak_bytes(2), rehearsal.measure_peak_bytes(4)
+def test_a_trial_run_moves_no_weight_and_counts_its_memory(index: Index, derived: Config):
+    trial_run = auto_batch.make_dry_run(derived, index, CPU)
+    before = [parameter.clone() for parameter in trial_run.optimizer.model.parameters()]
+    trial_run.measure_peak_bytes(1)  # makes the optimizer's state
+    two, four = trial_run.measure_peak_bytes(2), trial_run.measure_peak_bytes(4)
     weights = sum(parameter.numel() * 4 for parameter in before)
     assert two > 5 * weights  # themselves, their average, gradients, two moments
-    picture = (four - two) / 2
-    assert picture > 64 * 64 * 3 * 4  # its pixels in fp32, at least
-    for parameter, old in zip(rehearsal.optimizer.model.parameters(), before, strict=True):
+    image_bytes = (four - two) / 2
+    assert image_bytes > 64 * 64 * 3 * 4  # its pixels in fp32, at least
+    for parameter, old in zip(trial_run.optimizer.model.parameters(), before, strict=True):
         torch.testing.assert_close(parameter, old)
 
 
-def test_less_is_kept_with_checkpointing_on_a_cpu(index: Index, settled: Config):
+def test_activation_checkpointing_fits_more_images_on_a_cpu(index: Index, derived: Config):
     kept = []
     for less in (False, True):
-        rehearsal = auto_batch.make_dry_run(
-            settled.replace(activation_checkpointing=less, image_size=(256, 256)), index, CPU
+        trial_run = auto_batch.make_dry_run(
+            derived.replace(activation_checkpointing=less, image_size=(256, 256)), index, CPU
         )
-        kept.append(auto_batch._max_size_on_cpu(rehearsal, 1)[0])
+        kept.append(auto_batch._max_size_on_cpu(trial_run, 1)[0])
     assert kept[1] > 1.2 * kept[0]
 
 
-def test_live_bytes_are_those_of_storages_that_live():
+def test_live_bytes_are_counted_per_storage():
     with PeakMemoryMode("cpu") as live:
         a = torch.zeros(256)
         b = a.view(16, 16)
@@ -248,20 +247,20 @@ def test_live_bytes_are_those_of_storages_that_live():
     assert (live.current_bytes, live.peak_bytes) == (0, 2048)
 
 
-def test_fastest():
+def test_pick_fastest():
     tried = [BatchTrial(1, 0, 2.0), BatchTrial(2, 0, 1.029), BatchTrial(4, 0, 1.0), BatchTrial(8, 0, 1.1)]
     assert auto_batch.pick_fastest(tried).micro_batch_size == 2
     assert auto_batch.pick_fastest(tried[2:]).micro_batch_size == 4
 
 
 def as_program(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "stoker.training.defaults.auto_batch", *map(str, arguments)]
+    command = [sys.executable, "-m", "stoker.training.batch_trials", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=100)
 
 
 def test_the_program_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]):
     asked = from_fields({"device": "cpu", "image_size": (32, 32), "batch_size": 4})
-    auto_batch.program(str(folder), config=asked)
+    batch_trials.program(str(folder), config=asked)
     found = json.loads(capsys.readouterr().out)
     assert found["model"] == "retinanet_tiny_fpn"
     assert found["image_size"] == [32, 32]
@@ -287,7 +286,7 @@ def test_the_program_reads_the_settings_of_a_run(folder: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_the_program_says_what_is_wrong(tmp_path: Path):
+def test_the_program_reports_errors(tmp_path: Path):
     done = as_program(tmp_path / "nowhere")
     assert done.returncode == 4
     assert "nowhere" in done.stderr

@@ -1,4 +1,4 @@
-"""Scores that come late, early, or not at all: what a run decides and leaves behind is the same."""
+"""Metrics that come late, early, or not at all: the run decides and writes the same."""
 
 import os
 import signal
@@ -27,8 +27,8 @@ from stoker.runs.schemas import Event
 from stoker.training import async_eval, loop, start
 from stoker.training.loop import train
 from tests.drawn import draw
-from tests.training.test_run import with_ap
-from tests.training.test_stability import RATE, poison
+from tests.training.test_run import patch_ap
+from tests.training.test_stability import RATE, make_gradients_nan
 
 
 def settings(data: Path, **changes: object) -> Config:
@@ -50,7 +50,7 @@ def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Gate:
-    """Holds every score back until it is opened."""
+    """Blocks the computation of metrics until it is opened."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.opened = threading.Event()
@@ -74,39 +74,39 @@ def after_step(patch: pytest.MonkeyPatch, at: int, act: Callable[[loop.Training]
     patch.setattr(loop.Training, "step", step_and_act)
 
 
-def as_late_as_possible(patch: pytest.MonkeyPatch) -> None:
-    """A score begins when the training thread asks for it."""
+def make_metrics_late(patch: pytest.MonkeyPatch) -> None:
+    """Metrics are computed when the training thread waits for them."""
     asked = threading.Event()
-    score, take_in = async_eval.compute_coco_result, async_eval.AsyncEvaluator.collect
+    score, collect = async_eval.compute_coco_result, async_eval.AsyncEvaluator.collect
 
     def held(*arguments: Any) -> Any:
         asked.wait()
         asked.clear()
         return score(*arguments)
 
-    def ask(self: async_eval.AsyncEvaluator, meanwhile: Callable[[], None]) -> None:
+    def ask(self: async_eval.AsyncEvaluator, poll: Callable[[], None]) -> None:
         if self._task is not None:
             asked.set()
-        take_in(self, meanwhile)
+        collect(self, poll)
 
     patch.setattr(async_eval, "compute_coco_result", held)
     patch.setattr(async_eval.AsyncEvaluator, "collect", ask)
 
 
-def as_early_as_possible(patch: pytest.MonkeyPatch) -> None:
-    """A score is there before the training thread does anything else."""
+def make_metrics_early(patch: pytest.MonkeyPatch) -> None:
+    """Metrics are complete before the training thread does anything else."""
     start = async_eval.AsyncEvaluator.start
 
-    def start_and_wait(self: async_eval.AsyncEvaluator, unscored: async_eval.PendingEvaluation) -> None:
-        start(self, unscored)
+    def start_and_wait(self: async_eval.AsyncEvaluator, pending: async_eval.PendingEvaluation) -> None:
+        start(self, pending)
         assert self._task is not None
         self._task.done.wait()
 
     patch.setattr(async_eval.AsyncEvaluator, "start", start_and_wait)
 
 
-def decided(run: Path) -> dict[str, dict[str, Any]]:
-    """What the checkpoints of a run say about its evaluations."""
+def evaluation_state(run: Path) -> dict[str, dict[str, Any]]:
+    """The state of evaluations in the checkpoints of a run."""
     names = ("best_ap", "evals_since_best", "evaluated_step", "pending_eval")
     states = {
         path.parent.name: torch.load(path, weights_only=True) for path in run.glob(f"{CHECKPOINTS}/step-*/state.pt")
@@ -123,36 +123,36 @@ def assert_same(one: Path, two: Path) -> None:
         assert (one / name).read_bytes() == (two / name).read_bytes(), name
     assert (one / EVALUATION).read_text() == (two / EVALUATION).read_text()
     assert scores(one) == scores(two)
-    assert decided(one) == decided(two)
+    assert evaluation_state(one) == evaluation_state(two)
 
 
 @pytest.mark.parametrize(("patience", "steps"), [pytest.param(0, 16, marks=pytest.mark.slow), (2, 9)])
-def test_a_run_decides_the_same_however_long_scores_take(data: Path, tmp_path: Path, patience: int, steps: int):
+def test_late_and_early_metrics_give_the_same_run(data: Path, tmp_path: Path, patience: int, steps: int):
     """The first evaluation, at step 3, is the best; at 9 patience ends the run, with the second one after it."""
     ends = []
-    for name, when in (("late", as_late_as_possible), ("early", as_early_as_possible)):
+    for name, when in (("late", make_metrics_late), ("early", make_metrics_early)):
         with pytest.MonkeyPatch.context() as patch:
-            with_ap(patch, 0.2)
+            patch_ap(patch, 0.2)
             when(patch)
-            asked = settings(
+            config = settings(
                 data, eval_every="3", checkpoint_every="6", patience=patience, lr=1e-9, warmup_steps=0, ema_decay=0.0
             )
-            ends.append(train(asked, run_dir=str(tmp_path / name)))
+            ends.append(train(config, run_dir=str(tmp_path / name)))
     assert [end.steps for end in ends] == [steps, steps]
     assert_same(ends[0].run, ends[1].run)
 
 
-def test_training_goes_on_while_an_evaluation_is_scored(undisturbed: Path, data: Path, tmp_path: Path):
-    """The score of step 6 comes after step 7, as one of step 6; the checkpoint of step 8 waits for it."""
+def test_training_continues_while_metrics_are_computed(undisturbed: Path, data: Path, tmp_path: Path):
+    """The metrics of step 6 come after step 7; the checkpoint of step 8 waits for them."""
     with pytest.MonkeyPatch.context() as patch:
         gate = Gate(patch)
         seen: list[int] = []
 
-        def look_and_open(_: loop.Training) -> None:
+        def record_and_open(_: loop.Training) -> None:
             seen.extend(e.step or 0 for e in read_lines(tmp_path / "run", EVENTS, Event) if e.kind == "evaluated")
             gate.opened.set()
 
-        after_step(patch, 7, look_and_open)
+        after_step(patch, 7, record_and_open)
         run = train(settings(data), run_dir=str(tmp_path / "run")).run
     assert seen == []
     assert_same(undisturbed, run)
@@ -160,45 +160,49 @@ def test_training_goes_on_while_an_evaluation_is_scored(undisturbed: Path, data:
     assert order.index(("evaluated", 6)) < [text for text, _ in order].index("checkpoint_saved", 1)
 
 
-def test_a_signal_does_not_wait_for_a_score_and_nothing_is_lost(undisturbed: Path, data: Path, tmp_path: Path):
-    """The score is held back for ever; the continued run finds it from what the checkpoint holds."""
+def test_a_signal_saves_a_pending_evaluation_and_the_resumed_run_computes_it(
+    undisturbed: Path, data: Path, tmp_path: Path
+):
+    """The metrics never come; the resumed run computes them from the checkpoint."""
     with pytest.MonkeyPatch.context() as patch:
         gate = Gate(patch)
         after_step(patch, 7, lambda _: os.kill(os.getpid(), signal.SIGTERM))
         with pytest.raises(Preempted, match="at step 7"):
             train(settings(data), run_dir=str(tmp_path / "run"))
-    gate.opened.set()  # nobody listens to that score any more
-    wait_for_scorers()
+    gate.opened.set()  # the canceled task must not write anything
+    join_scorer_threads()
     assert scores(tmp_path / "run") == {}
     assert not (tmp_path / "run" / BEST).exists()
-    assert decided(tmp_path / "run")["step-00000007"]["pending_eval"]["step"] == 6
+    assert evaluation_state(tmp_path / "run")["step-00000007"]["pending_eval"]["step"] == 6
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(async_eval, "detect", only_once_more(async_eval.detect))
+        patch.setattr(async_eval, "detect", only_steps_12_and_16(async_eval.detect))
         run = train(settings(data), run_dir=str(tmp_path / "run")).run
     assert_same(undisturbed, run)
 
 
-def test_a_score_is_not_counted_again_where_training_goes_back(data: Path, tmp_path: Path):
-    """Back to the checkpoint of a signal, whose evaluation was the best: with patience 1 it would end the run there."""
-    asked = settings(data, patience=1, checkpoint_every="0", lr=RATE, warmup_steps=0, max_skipped_steps=3, lr_scheduler="constant")
+def test_a_rollback_does_not_count_a_pending_evaluation_twice(data: Path, tmp_path: Path):
+    """Rolls back to the checkpoint of a signal, whose evaluation was the best: counted twice, patience 1 would end the run."""
+    config = settings(
+        data, patience=1, checkpoint_every="0", lr=RATE, warmup_steps=0, max_skipped_steps=3, lr_scheduler="constant"
+    )
     with pytest.MonkeyPatch.context() as patch:
         Gate(patch)
         patch.setattr(loop.Training, "collect_eval", lambda _: None)  # patience 1 waits for every score
         after_step(patch, 7, lambda _: os.kill(os.getpid(), signal.SIGTERM))
         with pytest.raises(Preempted, match="at step 7"):
-            train(asked, run_dir=str(tmp_path / "run"))
+            train(config, run_dir=str(tmp_path / "run"))
     with pytest.MonkeyPatch.context() as patch:
-        with_ap(patch, 0.2)
-        poison(patch, lambda step, rate: step >= 8 and rate > 0.8 * RATE)
+        patch_ap(patch, 0.2)
+        make_gradients_nan(patch, lambda step, rate: step >= 8 and rate > 0.8 * RATE)
         patch.setattr(loop, "WINDOW_S", 0.0)
-        run = train(asked, run_dir=str(tmp_path / "run")).run
+        run = train(config, run_dir=str(tmp_path / "run")).run
     events = [(e.kind, e.step) for e in read_lines(run, EVENTS, Event) if e.kind in ("evaluated", "rolled_back")]
     assert events[:2] == [("evaluated", 6), ("rolled_back", 11)]
     assert ("evaluated", 6) not in events[2:]
     assert ("evaluated", 12) in events
 
 
-def test_an_evaluation_begins_with_as_many_threads_as_the_last_one_ended_with(
+def test_an_evaluation_starts_with_the_workers_of_the_last_one(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     begun: list[int] = []
@@ -215,13 +219,13 @@ def test_an_evaluation_begins_with_as_many_threads_as_the_last_one_ended_with(
     assert begun == [begun[0], begun[0] + 3, begun[0] + 6]
 
 
-def wait_for_scorers() -> None:
+def join_scorer_threads() -> None:
     for thread in threading.enumerate():
         if thread.name == "stoker-scorer":
             thread.join()
 
 
-def only_once_more(detect: Callable[..., Any]) -> Callable[..., Any]:
+def only_steps_12_and_16(detect: Callable[..., Any]) -> Callable[..., Any]:
     """`detect` for the evaluations of steps 12 and 16: that of step 6 is not done again."""
     left = [12, 16]
 
@@ -232,15 +236,15 @@ def only_once_more(detect: Callable[..., Any]) -> Callable[..., Any]:
     return counted
 
 
-def test_a_signal_while_the_last_score_is_waited_for(undisturbed: Path, data: Path, tmp_path: Path):
+def test_a_signal_while_the_final_metrics_are_awaited(undisturbed: Path, data: Path, tmp_path: Path):
     with pytest.MonkeyPatch.context() as patch:
         Gate(patch)
-        take_in = async_eval.AsyncEvaluator.collect
+        collect = async_eval.AsyncEvaluator.collect
 
-        def stopped(self: async_eval.AsyncEvaluator, meanwhile: Callable[[], None]) -> None:
+        def stopped(self: async_eval.AsyncEvaluator, poll: Callable[[], None]) -> None:
             if self._task is not None and self._task.pending.step == 16:
                 os.kill(os.getpid(), signal.SIGTERM)
-            take_in(self, meanwhile)
+            collect(self, poll)
 
         patch.setattr(async_eval.AsyncEvaluator, "collect", stopped)
         with pytest.raises(Preempted, match="at step 16"):
@@ -254,7 +258,7 @@ KILLED = """
 import os, signal, sys, threading
 from pathlib import Path
 from stoker.training import async_eval as scoring, loop
-from tests.training.test_scoring import settings
+from tests.training.test_async_eval import settings
 
 scoring.compute_coco_result = lambda *_: threading.Event().wait()
 step = loop.Training.step
@@ -270,18 +274,18 @@ loop.train(settings(Path(sys.argv[1])), run_dir=sys.argv[2])
 
 
 @pytest.mark.slow
-def test_a_kill_between_an_evaluation_and_its_score(undisturbed: Path, data: Path, tmp_path: Path):
+def test_a_kill_between_an_evaluation_and_its_metrics(undisturbed: Path, data: Path, tmp_path: Path):
     """The run continues from the checkpoint of step 4, before the evaluation of step 6, which is made again."""
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(data), str(tmp_path / "run")], cwd=Path(__file__).parents[2]
     )
     assert done.returncode == -signal.SIGKILL
-    assert list(decided(tmp_path / "run")) == ["step-00000004"]
+    assert list(evaluation_state(tmp_path / "run")) == ["step-00000004"]
     assert scores(tmp_path / "run") == {}
     assert_same(undisturbed, train(settings(data), run_dir=str(tmp_path / "run")).run)
 
 
-def test_where_memory_is_short_the_score_is_waited_for_and_that_is_said(
+def test_with_little_memory_training_waits_for_metrics_and_logs_it(
     undisturbed: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(async_eval, "host_memory", lambda: (2**30, 2**30 - 1))
@@ -289,18 +293,18 @@ def test_where_memory_is_short_the_score_is_waited_for_and_that_is_said(
     after_step(monkeypatch, 7, lambda training: late.append(training.evaluator._task is not None))
     run = train(settings(data), run_dir=str(tmp_path / "run")).run
     assert late == [False]
-    said = [e.text for e in read_lines(run, EVENTS, Event) if "waits for the score" in e.text]
+    said = [e.text for e in read_lines(run, EVENTS, Event) if "waits for the metrics" in e.text]
     assert len(said) == 1
     assert "of host memory, 0 MiB are free" in said[0]
     assert_same(undisturbed, run)
 
 
-def test_a_score_that_fails_ends_the_run(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_error_in_computing_metrics_ends_the_run(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def fail(*_: object) -> None:
-        raise ArithmeticError("no score today")
+        raise ArithmeticError("no metrics today")
 
     monkeypatch.setattr(async_eval, "compute_coco_result", fail)
-    with pytest.raises(ArithmeticError, match="no score today"):
+    with pytest.raises(ArithmeticError, match="no metrics today"):
         train(settings(data), run_dir=str(tmp_path / "run"))
     last = list(read_lines(tmp_path / "run", EVENTS, Event))[-1]
-    assert (last.kind, last.step) == ("failed", 8), "the checkpoint of step 8 asks for the score of step 6"
+    assert (last.kind, last.step) == ("failed", 8), "the checkpoint of step 8 waits for the metrics of step 6"
