@@ -1,3 +1,4 @@
 """The settings of a run (`settings`), the same as keyword arguments for type checkers (`keywords`), and named starting
-points (`recipes`). What fills in the settings that nobody set is `stoker/training/defaults/`.
+points (`recipes`). Settings that are not set are filled in by
+`stoker/training/defaults/`.
 """

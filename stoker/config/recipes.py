@@ -1,7 +1,7 @@
-"""Named starting points: functions that return a partial config; which one a model has is in its row of MODELS.
+"""Recipes: functions that return a partial config. The row of a model in MODELS names its recipe.
 
-What a recipe leaves open is derived or a default. A user's own setting wins over the recipe's;
-`training/defaults/derive.py` writes the recipe's name as the reason of each value.
+Settings that a recipe does not set are derived or have a default. A setting of the user overrides the recipe;
+`training/defaults/derive.py` records the name of the recipe as the reason of each value.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from stoker.config.settings import Config, from_fields
 
 
 def tiny() -> Config:
-    """A 0.6 M-parameter detector from scratch: minutes on a CPU. docs: LOG.md, "the demo's recipe"."""
+    """A 0.6 M-parameter detector from scratch: minutes on a CPU. LOG.md, "The demo's recipe"."""
     return from_fields(
         {
             "weights": "none",
@@ -20,7 +20,7 @@ def tiny() -> Config:
             "weight_decay": 0.02,
             "lr_scheduler": "cosine",
             "batch_size": 16,
-            # It has too few weights to learn its pictures by heart, which is what these are against.
+            # The model is too small to overfit, so it needs no strong augmentation.
             "scale_jitter_prob": 0.0,
             "brightness": 0.0,
             "contrast": 0.0,
@@ -30,7 +30,7 @@ def tiny() -> Config:
 
 
 def light() -> Config:
-    """Small models on pretrained bodies, at about 320 x 320: an hour on a CPU, minutes on a small GPU."""
+    """Small models on pretrained backbones, at about 320 × 320: an hour on a CPU, minutes on a small GPU."""
     return from_fields(
         {
             "optimizer": "adamw",
@@ -44,7 +44,7 @@ def light() -> Config:
 
 
 def ember() -> Config:
-    """Ember from random weights. LOG.md, "Ember": what else was tried."""
+    """Ember from random weights. What else was tried: LOG.md, "Ember"."""
     return from_fields(
         {
             "optimizer": "adamw",
@@ -58,7 +58,7 @@ def ember() -> Config:
 
 
 def standard() -> Config:
-    """Models on ResNets at about 800 x 800; SGD as torchvision's reference: 0.01 at 16 pictures."""
+    """Models on ResNets at about 800 x 800; SGD as torchvision's reference: lr 0.01 at a batch size of 16."""
     return from_fields(
         {
             "optimizer": "sgd",
@@ -72,7 +72,7 @@ def standard() -> Config:
 
 
 def ssd() -> Config:
-    """SSD300; torchvision's reference: SGD of 0.002 at 32 pictures, a weight decay of 5e-4."""
+    """SSD300; torchvision's reference: SGD with lr 0.002 at a batch size of 32, weight decay 5e-4."""
     return from_fields(
         {
             "optimizer": "sgd",
