@@ -45,16 +45,17 @@ def measure_loader(folder: Path) -> dict[str, Any]:
     import numpy as np
 
     from stoker.data.index import open_index
-    from stoker.data.loading.loader import Loader, compute_max_boxes
+    from stoker.data.loading.loader import Loader, LoaderSpec, compute_max_boxes
     from stoker.hardware.cgroup import host_cores
     from stoker.hardware.device import select_device
 
     data = open_index(folder)
     rows = np.arange(len(data))
-    loader = Loader(
-        data, rows, device=select_device("cpu"), batch_size=BATCH, image_size=SIDES, resize="letterbox", max_boxes=compute_max_boxes(data, rows),
-        seed=0, workers=host_cores(), train=False,
+    spec = LoaderSpec(
+        device=select_device("cpu"), batch_size=BATCH, image_size=SIDES, resize="letterbox", seed=0,
+        max_boxes=compute_max_boxes(data, rows), workers=host_cores(), train=False,
     )  # fmt: skip
+    loader = Loader(data, rows, spec)
     start, cpu = time.perf_counter(), time.process_time()
     batches = sum(1 for _ in loader)
     seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
