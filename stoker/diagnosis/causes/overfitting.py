@@ -50,7 +50,6 @@ def overfitting(run: RunRecords) -> Finding | None:
     after = [value for t, value in learning.loss.points if t > best_t]
     if not before or not after or after[-1] >= before[-1]:
         return None
-    loss_text = f"the training loss fell from {before[-1]:.3g} to {after[-1]:.3g}"
     evidence = [
         make_evidence(f"AP was {best_ap:.3f} and is {learning.newest_ap:.3f}", -ap_drop, "events.jsonl: evaluated"),
         make_evidence(

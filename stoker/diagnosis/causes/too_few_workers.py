@@ -15,7 +15,7 @@ from stoker.diagnosis.causes.input_bound import (
     make_input_wait_finding,
     stage_evidence,
 )
-from stoker.diagnosis.causes.shared import cpu_utilization_evidence
+from stoker.diagnosis.causes.shared import cpu_utilization_evidence, make_evidence
 from stoker.diagnosis.run_data import RunRecords
 from stoker.runs.schemas import Finding
 
