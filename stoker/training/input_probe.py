@@ -8,14 +8,11 @@ tried after the run, by a separate program: `probe.py`.
 
 import statistics
 import time
-from typing import TYPE_CHECKING
 
 from stoker.profiling.ledger import Ledger
 from stoker.runs.records import PROBES
 from stoker.runs.schemas import Probe, StepWindow
-
-if TYPE_CHECKING:
-    from stoker.training.state import EventLogger, TrainSetup
+from stoker.training.state import EventLogger, TrainSetup
 
 MAX_PAIRS = 8
 """Pairs of before and after of an experiment; here pauses, each with as many steps before and after it as there are
@@ -36,7 +33,7 @@ _POLL_INTERVAL_S = 0.002
 class PrefetchedInputProbe:
     """Call `observe` with each window of the run and `before_step` before each step; the probe does the rest."""
 
-    def __init__(self, setup: "TrainSetup", ledger: Ledger, log_event: "EventLogger") -> None:
+    def __init__(self, setup: TrainSetup, ledger: Ledger, log_event: EventLogger) -> None:
         self._setup, self._state = setup, setup.state
         self._ledger, self._log_event = ledger, log_event
         self._batch_size = setup.config.run.batch_size

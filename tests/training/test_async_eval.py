@@ -181,7 +181,7 @@ def test_a_signal_saves_a_pending_evaluation_and_the_resumed_run_computes_it(
 
 
 def test_a_rollback_does_not_count_a_pending_evaluation_twice(data: Path, tmp_path: Path):
-    """Rolls back to the checkpoint of a signal, whose evaluation was the best: counted twice, patience 1 would end the run."""
+    """Back to the checkpoint of a signal with the best evaluation: counted twice, patience 1 would end the run."""
     config = settings(
         data, patience=1, checkpoint_every="0", lr=RATE, warmup_steps=0, max_skipped_steps=3, lr_scheduler="constant"
     )

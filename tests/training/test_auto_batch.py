@@ -1,5 +1,5 @@
-"""Which batch is chosen: the one that fits, and with --auto-batch the fastest; by real steps on a CPU, and by a device whose
-memory and time are what a test says."""
+"""Which batch is chosen: the one that fits, and with --auto-batch the fastest; by real steps on a CPU, and by a device
+whose memory and time are what a test says."""
 
 import json
 import subprocess

@@ -362,8 +362,9 @@ def test_a_bucket_without_conditional_writes_is_reported(address: StorageUri, mo
 
 
 COMMAND = [
-    "--model", "retinanet_tiny_fpn", "--image-size", "64", "64", "--batch-size", "4", "--steps", "80", "--eval-every", "30",
-    "--checkpoint-every", "6", "--scale-jitter-prob", "0.5", "--ema-decay", "0.9", "--precision", "fp32", "--workers", "1",
+    "--model", "retinanet_tiny_fpn", "--image-size", "64", "64", "--batch-size", "4", "--steps", "80",
+    "--eval-every", "30", "--checkpoint-every", "6", "--scale-jitter-prob", "0.5", "--ema-decay", "0.9",
+    "--precision", "fp32", "--workers", "1",
 ]  # fmt: skip
 
 

@@ -11,8 +11,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from stoker.config.old_names import checkpoint_state
 from stoker.errors import CheckpointError
 from stoker.hardware.device import Device
+from stoker.training.async_eval import PendingEvaluation
 from stoker.training.checkpoint import CheckpointWriter, HostSnapshot, LoadedCheckpoint, load_newest, snapshot
 
 STREAM = Device(torch.device("cpu")).make_stream()
@@ -112,6 +114,7 @@ import resource, sys
 from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_checkpoint import make_snapshot
+from stoker.training.async_eval import PendingEvaluation
 from stoker.training.checkpoint import CheckpointWriter
 writer = CheckpointWriter(Path({str(tmp_path)!r}), lambda kind, text: print(kind, text))
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
@@ -137,6 +140,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_checkpoint import make_snapshot
+from stoker.training.async_eval import PendingEvaluation
 from stoker.training.checkpoint import CheckpointWriter
 writer = CheckpointWriter(Path({str(tmp_path)!r}), lambda kind, text: print(text, flush=True))
 step = 0
@@ -167,3 +171,30 @@ def test_an_error_in_the_writer_is_raised_by_wait(tmp_path: Path):
     with pytest.raises(Exception, match="str"):
         writer.wait()
     writer.wait()
+
+
+def test_the_state_of_an_older_version_is_read():
+    columns = {
+        "row": torch.tensor([4]),
+        "boxes": torch.ones(1, 4),
+        "score": torch.tensor([0.5]),
+        "label": torch.tensor([2]),
+        "pictures": torch.tensor([3, 4]),
+    }
+    state = checkpoint_state(
+        {
+            "stepper": {"optimizer": {}},
+            "stale": 2,
+            "streak": [torch.tensor(0.0), torch.tensor(-1)],
+            "slowed": 1,
+            "unscored": {"step": 6, "found": columns, "weights": {"w": torch.ones(1)}},
+            "data": {"pictures": 7, "classes": ["a"], "slots": 9},
+        }
+    )
+    assert set(state) == {"optimizer_step", "evals_since_best", "skipped_streak", "rollbacks", "pending_eval", "data"}
+    assert state["data"] == {"num_images": 7, "classes": ["a"], "max_boxes": 9}
+    pending = PendingEvaluation.from_state(state["pending_eval"])
+    assert pending.step == 6
+    assert pending.detections.image_index.tolist() == [4]
+    assert pending.detections.image_indices.tolist() == [3, 4]
+    assert PendingEvaluation.from_state(pending.to_state()).detections.label.tolist() == [2]

@@ -42,8 +42,19 @@ def test_everything_gets_a_value_and_a_reason(index: Index):
 
 
 def test_user_settings_are_kept(index: Index):
-    asked = from_fields({"batch_size": 6, "lr": 0.5, "optimizer": "sgd", "image_size": (96, 32), "ema_decay": 0.0, "max_duration": "3ep",
-                         "anchor_sizes": (5.0, 6.0, 7.0), "backbone_norm": "frozen_bn", "seed": 7})  # fmt: skip
+    asked = from_fields(
+        {
+            "batch_size": 6,
+            "lr": 0.5,
+            "optimizer": "sgd",
+            "image_size": (96, 32),
+            "ema_decay": 0.0,
+            "max_duration": "3ep",
+            "anchor_sizes": (5.0, 6.0, 7.0),
+            "backbone_norm": "frozen_bn",
+            "seed": 7,
+        }
+    )
     config, reasons = derive(asked, index, CPU)
     for name, value in asked.set_fields().items():
         assert dict(config.items())[name] == value
@@ -125,7 +136,8 @@ def test_a_larger_batch_has_a_higher_lr_and_a_longer_warm_up_with_reasons(index:
     assert [config.optim.warmup_steps for config, _ in found.values()] == [500, 500, 1000, 2000]
     assert found[64][1]["lr"] == "recipe standard: 0.01 at 16 images, linear rule (Goyal et al. 2017)"
     assert found[64][1]["warmup_steps"] == (
-        "10 % of the length, at most 1,000 steps; longer, as the batch size is 4 times the reference (Goyal et al. 2017)"
+        "10 % of the length, at most 1,000 steps; longer, as the batch size is 4 times the reference "
+        "(Goyal et al. 2017)"
     )
     assert found[16][1]["warmup_steps"] == "5 % of the length, at most 500 steps"
     tiny = derive(from_fields({"batch_size": 64}), index, CPU)[1]["lr"]

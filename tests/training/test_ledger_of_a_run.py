@@ -168,7 +168,7 @@ def test_known_delays_of_startup_compile_profiler_and_redone_steps(tmp_path: Pat
     monkeypatch.setattr(start, "build", delayed(spent, "startup", start.build))
     monkeypatch.setattr(loop, "compile_forward_backward", delayed(spent, "compile", lambda *_: None))
     make_loss_fn = loop.make_loss_fn
-    monkeypatch.setattr(loop, "make_loss_fn", lambda model, *, compile: make_loss_fn(model, compile=False))
+    monkeypatch.setattr(loop, "make_loss_fn", lambda model, **_: make_loss_fn(model, compile=False))
     monkeypatch.setattr(loop.Training, "step", dying)
     config = settings(data).replace(checkpoint_every="10", eval_every="0", max_duration="24", compile=True)
     with pytest.raises(RuntimeError, match="dies here"):

@@ -20,6 +20,7 @@ from stoker.runs.records import EVENTS, PROBES, RunFolder, locked, read_lines
 from stoker.runs.schemas import PROBE_KINDS, Event, Probe, StepWindow
 from stoker.training import input_probe
 from stoker.training.input_probe import PrefetchedInputProbe, summarize_pairs
+from stoker.training.state import TrainState
 from tests.drawn import draw
 
 speeds = st.floats(1e-4, 10)
@@ -50,28 +51,41 @@ class Machine:
         folder = RunFolder(path, attempt=1)
         path.mkdir(exist_ok=True)
         stats = lambda: SimpleNamespace(prefetch_depth=self.depth, ready=8 * self.ready)  # noqa: E731
-        job: Any = SimpleNamespace(
-            step=0, trained_s=0.0, evaluated_step=-1, rollback_count=0, writer=SimpleNamespace(saved_step=None),
-            folder=folder, device=SimpleNamespace(synchronize=lambda: None),
-            config=SimpleNamespace(run=SimpleNamespace(batch_size=8)), loader=SimpleNamespace(stats=stats),
-        )  # fmt: skip
+        state = TrainState()
+        setup: Any = SimpleNamespace(
+            state=state,
+            folder=folder,
+            writer=SimpleNamespace(saved_step=None),
+            device=SimpleNamespace(synchronize=lambda: None),
+            config=SimpleNamespace(run=SimpleNamespace(batch_size=8)),
+            loader=SimpleNamespace(stats=stats),
+        )
         clock: Any = SimpleNamespace(on_host=True)
         ledger = Ledger(clock, start_s=0.0, now=self.now)
-        ring = PrefetchedInputProbe(job, ledger, lambda kind, text, **data: folder.event(kind, text, **data))
+        probe = PrefetchedInputProbe(setup, ledger, lambda kind, text, **data: folder.event(kind, text, **data))
         for _ in range(steps):
-            ring.before_step(job.step / total)
+            probe.before_step(state.step / total)
             waits = 0.0 if self.ready else wait_s
             self.ready = max(0, self.ready - 1)
             self.now_s += 1.0 + waits
-            job.step, job.trained_s = job.step + 1, job.trained_s + 1.0 + waits
+            state.step, state.trained_s = state.step + 1, state.trained_s + 1.0 + waits
             phases = {"compute": 1.0, "input_wait": waits}
-            ring.observe(StepWindow(t=self.now_s, attempt=1, step=job.step, window_steps=1, num_images=8, wall_s=1.0 + waits,
-                                 devices=1, phases=phases))  # fmt: skip
-            if evaluate_every and job.step % evaluate_every == 0:
+            window = StepWindow(
+                t=self.now_s,
+                attempt=1,
+                step=state.step,
+                window_steps=1,
+                num_images=8,
+                wall_s=1.0 + waits,
+                devices=1,
+                phases=phases,
+            )
+            probe.observe(window)
+            if evaluate_every and state.step % evaluate_every == 0:
                 self.now_s += 1000.0
-                job.evaluated_step = job.step
+                state.evaluated_step = state.step
         folder.close()
-        return ring
+        return probe
 
     def now(self) -> float:
         return self.now_s

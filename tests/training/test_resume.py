@@ -16,7 +16,8 @@ from tests.drawn import draw, run_stoker, stoker
 STEPS_IN_ALL = 80
 FLAGS = [
     "--model", "retinanet_tiny_fpn", "--image-size", "64", "64", "--batch-size", "4", "--steps", str(STEPS_IN_ALL),
-    "--eval-every", "30", "--checkpoint-every", "6", "--scale-jitter-prob", "0.5", "--ema-decay", "0.9", "--precision", "fp32",
+    "--eval-every", "30", "--checkpoint-every", "6", "--scale-jitter-prob", "0.5", "--ema-decay", "0.9",
+    "--precision", "fp32",
     "--hflip", "0.5", "--brightness", "0.2", "--contrast", "0.2", "--saturation", "0.2", "--hue", "0.05",
     "--mosaic", "0.4",
     "--workers", "2",

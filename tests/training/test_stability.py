@@ -1,4 +1,5 @@
-"""Gradients that stay non-finite: rollback at a lower learning rate, the same after any kill. And the stability alerts."""
+"""Gradients that stay non-finite: rollback at a lower learning rate, the same after any kill. And the stability
+alerts."""
 
 import dataclasses
 import math
@@ -41,7 +42,8 @@ RATE, LENGTH = 0.003, 48
 
 def settings(data: Path, **changes: object) -> Config:
     usual: dict[str, object] = {
-        "data": str(data), "model": "retinanet_tiny_fpn", "image_size": (64, 64), "batch_size": 4, "max_duration": str(LENGTH),
+        "data": str(data), "model": "retinanet_tiny_fpn", "image_size": (64, 64), "batch_size": 4,
+        "max_duration": str(LENGTH),
         "precision": "fp32", "eval_every": "12", "checkpoint_every": "6", "lr": RATE, "warmup_steps": 0, "hflip": 0.5,
         "lr_scheduler": "constant", "ema_decay": 0.9, "max_skipped_steps": 5, "workers": 1,
     }  # fmt: skip
