@@ -9,7 +9,7 @@ import mmap
 from collections.abc import Callable, Iterable
 from math import nan
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
@@ -51,20 +51,15 @@ class CocoFile(msgspec.Struct):
     annotations: list[Annotation] = []
 
 
-class _RawFile(msgspec.Struct):
-    """The same with undecoded entries."""
-
-    images: list[msgspec.Raw]
-    categories: list[msgspec.Raw] = []
-    annotations: list[msgspec.Raw] = []
+RawEntry = TypeVar("RawEntry")
 
 
-class _UntypedFile(msgspec.Struct):
-    """The same with entries from Python's own parser."""
+class _RawFile(msgspec.Struct, Generic[RawEntry]):
+    """The same with entries that are not checked: undecoded ones, or objects from Python's own parser."""
 
-    images: list[Any]
-    categories: list[Any] = []
-    annotations: list[Any] = []
+    images: list[RawEntry]
+    categories: list[RawEntry] = []
+    annotations: list[RawEntry] = []
 
 
 class _ImageWithoutSize(msgspec.Struct):
@@ -89,7 +84,7 @@ def read_entries(path: Path, location: str, problems: ProblemCollector) -> CocoF
                     return msgspec.json.decode(text, type=CocoFile)
                 except msgspec.ValidationError:
                     # the decoder stopped at the first invalid entry; what follows may not even be JSON
-                    raw = msgspec.json.decode(bytes(text), type=_RawFile)
+                    raw = msgspec.json.decode(bytes(text), type=_RawFile[msgspec.Raw])
                 return _convert_each(path, raw, msgspec.json.decode, location, problems)
             except msgspec.ValidationError as error:
                 raise _not_coco_error(path, error) from error
@@ -109,7 +104,7 @@ def _decode_with_nan(path: Path, text: bytes, location: str, problems: ProblemCo
         return msgspec.convert(data, type=CocoFile)
     except msgspec.ValidationError:
         try:
-            untyped = msgspec.convert(data, type=_UntypedFile)
+            untyped = msgspec.convert(data, type=_RawFile[Any])
         except msgspec.ValidationError as error:
             raise _not_coco_error(path, error) from error
     return _convert_each(path, untyped, msgspec.convert, location, problems)
@@ -122,7 +117,7 @@ def _not_coco_error(path: Path, error: msgspec.ValidationError) -> DataError:
 
 
 def _convert_each(
-    path: Path, raw: _RawFile | _UntypedFile, convert: Convert, location: str, problems: ProblemCollector
+    path: Path, raw: _RawFile[Any], convert: Convert, location: str, problems: ProblemCollector
 ) -> CocoFile:
     def convert_entries(name: str, entry_type: type[Entry], problem_kind: str, items: Iterable[Any]) -> list[Entry]:
         valid = []

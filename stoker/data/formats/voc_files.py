@@ -5,6 +5,7 @@ Recognized: `Annotations/` (or `xml/`, `labels/` …) next to `JPEGImages/` (or 
 folder; any of these in `train/`, `valid/`, `test/`. Not here: reading the files (`voc.py`).
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from stoker.data.formats.tables import (
@@ -23,32 +24,26 @@ from stoker.data.formats.tables import (
 
 def find(folder: Path) -> DatasetLayout | None:
     """The Pascal VOC data set in a folder (not in subfolders), or None."""
-    annotations = _find_annotation_dir(folder)
-    if annotations is not None:
+    notes: list[str] = []
+    if (annotations := _find_annotation_dir(folder)) is not None:
+        description = f"Pascal VOC in {annotations.relative_to(folder)}/"
         parts, notes = _parts_from_lists(folder, annotations)
-        return DatasetLayout(
-            format="voc",
-            description=f"Pascal VOC in {annotations.relative_to(folder)}/",
-            root=folder,
-            parts=tuple(parts),
-            notes=tuple(notes),
-        )
-    parts = []
-    for split, path in iter_split_dirs(folder):
-        annotation_dir = _find_annotation_dir(path) or (path if _has_xml(path) else None)
-        if annotation_dir is not None:
-            parts.append(SplitFiles(split=split, annotations=annotation_dir, image_dirs=list_image_dirs(path)))
-    if parts:
+    elif parts := list(_iter_split_folders(folder)):
+        description = "Pascal VOC per split folder"
         notes = check_unannotated_splits(folder, parts)
-        return DatasetLayout(
-            format="voc", description="Pascal VOC per split folder", root=folder, parts=tuple(parts), notes=tuple(notes)
-        )
-    if _has_xml(folder):
-        part = SplitFiles(split=None, annotations=folder, image_dirs=list_image_dirs(folder))
-        return DatasetLayout(
-            format="voc", description="Pascal VOC, XML files in one folder", root=folder, parts=(part,)
-        )
-    return None
+    elif _has_xml(folder):
+        description = "Pascal VOC, XML files in one folder"
+        parts = [SplitFiles(split=None, annotations=folder, image_dirs=list_image_dirs(folder))]
+    else:
+        return None
+    return DatasetLayout(format="voc", description=description, root=folder, parts=tuple(parts), notes=tuple(notes))
+
+
+def _iter_split_folders(folder: Path) -> Iterator[SplitFiles]:
+    for split, path in iter_split_dirs(folder):
+        annotations = _find_annotation_dir(path) or (path if _has_xml(path) else None)
+        if annotations is not None:
+            yield SplitFiles(split=split, annotations=annotations, image_dirs=list_image_dirs(path))
 
 
 def list_xml(folder: Path) -> list[Path]:
