@@ -100,31 +100,44 @@ def test_counters_have_their_units_and_missing_is_not_zero(driver: Path, tmp_pat
     }
 
 
-@pytest.mark.parametrize(
-    ("visible", "indices"),
-    [
-        ("1", [1]),
-        ("1,0", [1, 0]),
-        ("GPU-bbbb", [1]),
-        ("GPU-bbbb0000-1111,0", [1, 0]),
-        ("0,7,1", [0]),
-        ("0,-1,1", [0]),
-        ("", []),
-        ("GPU-", []),
-        ("MIG-cccc", [1]),
-        ("MIG-dddd", []),
-    ],
-)
-def test_only_the_gpus_that_cuda_may_use_are_sampled(
-    driver: Path, tmp_path: Path, visible: str, indices: list[int]
-) -> None:
-    scene = TWO_GPUS + "1.0 uuid MIG-cccc\n1.0 instance 7\n"
-    sample, reason, description, *_ = ask(driver, tmp_path, scene, CUDA_VISIBLE_DEVICES=visible)
-    assert [gpu["index"] for gpu in sample] == indices
-    assert [gpu["index"] for gpu in description["gpus"]] == indices
-    assert (reason is None) == bool(indices)
-    if not indices:
-        assert "CUDA_VISIBLE_DEVICES" in reason
+VISIBLE = {
+    "1": [1],
+    "1,0": [1, 0],
+    "GPU-bbbb": [1],
+    "GPU-bbbb0000-1111,0": [1, 0],
+    "0,7,1": [0],
+    "0,-1,1": [0],
+    "": [],
+    "GPU-": [],
+    "MIG-cccc": [1],
+    "MIG-dddd": [],
+}
+"""CUDA_VISIBLE_DEVICES → indices of the GPUs that CUDA uses, of TWO_GPUS with one MIG slice."""
+
+SAMPLE_VISIBLE = """
+import json, sys
+from stoker.profiling.telemetry.gpu import GpuSampler
+for visible in sys.argv[1:]:
+    gpus = GpuSampler({"CUDA_VISIBLE_DEVICES": visible})
+    sampled, described = ([gpu.index for gpu in gpus.sample()], [gpu["index"] for gpu in gpus.describe()["gpus"]])
+    print(json.dumps([sampled, described, gpus.reason]))
+"""
+
+
+def test_only_the_gpus_that_cuda_may_use_are_sampled(driver: Path, tmp_path: Path) -> None:
+    scene = Scene(tmp_path / "scene", TWO_GPUS + "1.0 uuid MIG-cccc\n1.0 instance 7\n")
+    done = subprocess.run(
+        [sys.executable, "-c", SAMPLE_VISIBLE, *VISIBLE],
+        env=os.environ | scene.variables(driver),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for (visible, indices), line in zip(VISIBLE.items(), done.stdout.splitlines(), strict=True):
+        sampled, described, reason = json.loads(line)
+        assert sampled == described == indices, visible
+        assert (reason is None) == bool(indices)
+        assert indices or "CUDA_VISIBLE_DEVICES" in reason
 
 
 def test_a_gpu_that_is_lost_during_the_run_is_a_value(driver: Path, tmp_path: Path) -> None:

@@ -416,12 +416,12 @@ def test_a_real_clock_on_a_cpu_knows_no_host_and_adds_up() -> None:
 
 
 def test_a_device_clock_that_drifts_is_followed() -> None:
-    """50 ppm over a day is 4 s; the account must not lose them, and the steps must stay where they were."""
+    """50 ppm over these 12 hours are 2 s, most of a step: without a correction, steps would leave their place."""
     for fast in (5e-5, -5e-5):
         world = World(fast=fast)
         ledger = world.ledger()
         spent: collections.Counter[str] = collections.Counter()
-        for _ in range(20_000):
+        for _ in range(6_000):
             with ledger.compute():
                 world.host(0.5)
                 world.device(2.5)
@@ -429,8 +429,8 @@ def test_a_device_clock_that_drifts_is_followed() -> None:
                 world.host(4.0)
             if (account := ledger.window()) is not None:
                 spent.update(account.phases)
-        assert spent["compute"] == pytest.approx(20_000 * 3.0, rel=2e-4)
-        assert spent["input_wait"] == pytest.approx(20_000 * 1.5, rel=2e-4)
+        assert spent["compute"] == pytest.approx(6_000 * 3.0, rel=2e-4)
+        assert spent["input_wait"] == pytest.approx(6_000 * 1.5, rel=2e-4)
 
 
 def test_a_clock_that_lags_is_followed_while_the_device_is_never_out_of_work() -> None:
@@ -560,6 +560,7 @@ turns = st.recursive(
 )
 
 
+@settings(max_examples=50, deadline=None)
 @given(turns, st.booleans())
 def test_what_the_thread_computed_is_in_one_phase_each_and_never_more_than_the_time_there(
     course: list[tuple], on_host: bool
@@ -723,7 +724,7 @@ class Oracle:
         return self.said[second]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(programs, st.integers(0, 3), st.integers(1, 3), st.booleans())
 def test_accounts_are_what_an_oracle_says_second_by_second(
     program: list[tuple], startup_s: int, devices: int, on_host: bool
@@ -749,7 +750,7 @@ def test_accounts_are_what_an_oracle_says_second_by_second(
     assert sum(account.host_bound_steps or 0 for account in accounts) == (0 if on_host else len(oracle.starved))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(programs, st.floats(-1e3, 1e3), st.floats(-0.5, 0.5))
 def test_no_clock_of_the_device_makes_time_negative_or_lost(program: list[tuple], offset_s: float, fast: float) -> None:
     world = World(offset_s=offset_s, fast=fast)
@@ -812,7 +813,7 @@ parts = st.lists(st.tuples(st.floats(0, 3), st.sampled_from(INPUT_STAGES)), max_
 waits = st.lists(st.tuples(st.floats(0, 5), st.floats(0, 5), st.floats(0, 5), parts, st.booleans()), max_size=8)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(waits, st.integers(1, 3))
 def test_the_stages_add_up_to_the_wait_to_the_last_bit(course: list[tuple], devices: int) -> None:
     """course: what the host issues, what the device works on, how long the thread waits, on what, and a window."""

@@ -3,6 +3,9 @@
 What each knows of itself (how long it waited, by its own clock) it writes into known.json in the current folder.
 """
 
+WAIT_S, TRAINING_NAPS = 0.004, 4 + 64
+"""Sleep of each sample, and the samples of LOOP that the training thread loads."""
+
 DATA = """
 import json, sys, time
 import torch

@@ -1,6 +1,7 @@
 """The hook in real jobs: they go on as without it, and it knows what they know of themselves."""
 
 import ast
+import importlib
 import json
 import os
 import subprocess
@@ -100,20 +101,61 @@ def test_it_is_absent_where_python_is_told_to_ignore_the_environment(tmp_path: P
     assert not list((tmp_path / "cells").iterdir())
 
 
+def check_loop(state: HookState, itself: dict[str, float]) -> None:
+    """itself: what the loop measured: its waits, with the time of its own clock around them, and its sleeps in them."""
+    counts = {name: state.values[name] for name in ("steps", "batches", "num_images", "epochs")}
+    assert counts == {"steps": 1 + 8 + 2, "batches": 1 + 16 + 2, "num_images": 4 + 64 + 8, "epochs": 4}
+    assert state.values["lr"] == 0.05
+    assert state.values["workers"] == 1  # of the last loader
+    phases = phase_seconds(state, None)
+    assert sum(phases.values()) == pytest.approx(state.values["last_update"] - state.values["begin"])
+    assert phases["eval"] >= itself["eval"] * 0.95  # and the model's work
+    # the sleeps of training batches in the thread; at most the measured waits and the end of the workers
+    assert phases["input_wait"] >= hook_jobs.TRAINING_NAPS * hook_jobs.WAIT_S
+
+
+def test_a_training_loop_is_counted_and_every_second_is_in_a_phase(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a fork of this process, with the hook's patches applied to the imported torch: independent of load."""
+    import torch.utils.data  # noqa: F401
+
+    (tmp_path / "cells").mkdir()
+    monkeypatch.chdir(tmp_path)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            run_patched(hook_jobs.LOOP, tmp_path / "cells")
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    check_loop(the_cell(tmp_path), known(tmp_path))
+
+
+def run_patched(job: str, directory: Path) -> None:
+    """Runs a script in this process with the hook, as if the frameworks were imported now."""
+    from stoker.watch.hook import stoker_hook
+    from stoker.watch.hook.stoker_hook import clock
+
+    stoker_hook.failures.STATE_DIR = clock.clock._directory = str(directory)
+    clock.clock.publish()
+    for name, (module, function) in stoker_hook.PATCHES.items():
+        if name in sys.modules:
+            getattr(importlib.import_module(f"{stoker_hook.__name__}.{module}"), function)(sys.modules[name])
+    exec(compile(job, "job.py", "exec"), {"__name__": "__main__"})
+    clock.clock._finish()
+
+
+@pytest.mark.slow
 def test_a_training_loop_is_timed_as_it_times_itself(tmp_path: Path) -> None:
     out = ran([sys.executable, "-c", hook_jobs.LOOP], tmp_path)
     assert out.startswith("loss ")
-    cell = the_cell(tmp_path)
-    counts = {name: cell.values[name] for name in ("steps", "batches", "num_images", "epochs")}
-    assert counts == {"steps": 1 + 8 + 2, "batches": 1 + 16 + 2, "num_images": 4 + 64 + 8, "epochs": 4}
-    assert cell.values["lr"] == 0.05
-    assert cell.values["workers"] == 1  # of the last loader
-    phases = phase_seconds(cell, None)
-    itself = known(tmp_path)
-    assert phases["input_wait"] == pytest.approx(itself["wait"], rel=0.15, abs=0.1)  # the end of workers
-    assert itself["eval"] * 0.95 <= phases["eval"]  # and the model's own work
-    assert phases["checkpoint"] > 0
-    assert sum(phases.values()) == pytest.approx(cell.values["last_update"] - cell.values["begin"])
+    state, itself = the_cell(tmp_path), known(tmp_path)
+    check_loop(state, itself)
+    assert phase_seconds(state, None)["checkpoint"] > 0
+    assert phase_seconds(state, None)["input_wait"] == pytest.approx(itself["wait"], rel=0.15, abs=0.1)
 
 
 BUSY = """
