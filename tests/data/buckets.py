@@ -11,7 +11,7 @@ import numpy as np
 from stoker.data.index import Index
 from stoker.storage.store import Store
 from tests.data.test_same_index import Drawn, content
-from tests.storage.servers import Place, Proxy
+from tests.storage.servers import Proxy, ServedBucket
 
 DRAWN = [
     Drawn("train-0.jpg", "train", 90, 60, [(0, 1, 2, 30, 40), (1, 5, 5, 50, 20), (2, 0, 0, 9, 9)]),
@@ -24,13 +24,13 @@ DRAWN = [
 class Bucket(NamedTuple):
     """A bucket behind a proxy that counts, with the data set below `set`."""
 
-    place: Place
+    served: ServedBucket
     proxy: Proxy
     store: Store
 
     @property
     def data(self) -> str:
-        return f"{self.place.address}/some/set"
+        return f"{self.served.uri}/some/set"
 
     def put(self, folder: Path) -> None:
         for path in sorted(folder.rglob("*")):
@@ -39,8 +39,12 @@ class Bucket(NamedTuple):
 
     def got(self) -> list[str]:
         """Keys of the objects that were read since this was asked last, below the data set, in order of name."""
-        paths = [seen.path for seen in self.proxy.seen if seen.method == "GET" and "list-type" not in seen.path]
-        self.proxy.seen.clear()
+        paths = [
+            request.path
+            for request in self.proxy.requests
+            if request.method == "GET" and "list-type" not in request.path
+        ]
+        self.proxy.requests.clear()
         return sorted(unquote(path).partition("some/set/")[2] for path in paths if "prefix=" not in path)
 
 
@@ -58,8 +62,8 @@ def same(remote: Index, local: Index) -> None:
     assert content(remote) == content(local)
 
 
-def put_folder(place: Place, key: str) -> None:
+def put_folder(served: ServedBucket, key: str) -> None:
     """An object whose name ends in a slash, which no store of ours writes."""
-    url = f"{place.url}/{place.address.removeprefix('s3://')}/{key}"
+    url = f"{served.url}/{served.uri.removeprefix('s3://')}/{key}"
     headers = {"Authorization": "AWS4-HMAC-SHA256 Credential=a/20260101/us-east-1/s3/aws4_request"}
     urllib.request.urlopen(urllib.request.Request(url, b"", headers, method="PUT")).close()

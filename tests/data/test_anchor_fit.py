@@ -1,4 +1,4 @@
-"""Canvas and anchors: what the shapes of a data set ask for. Data made of an anchor's own shapes is covered whole."""
+"""Image size and anchors: what the shapes of a data set ask for. Data made of an anchor's own shapes is covered whole."""
 
 import numpy as np
 import pytest
@@ -27,14 +27,14 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Index:
     return open_index(draw(tmp_path_factory.mktemp("drawn"), train=60, val=12))
 
 
-def row_of_sizes(index: Index, canvas: tuple[int, int], resize: str, levels: int) -> tuple[tuple[float, ...], str]:
+def row_of_sizes(index: Index, image_size: tuple[int, int], resize: str, levels: int) -> tuple[tuple[float, ...], str]:
     return percentile_anchor_sizes(
-        box_dimensions(index, index.image_indices("train"), canvas, resize).resized_wh, canvas, levels
+        box_dimensions(index, index.image_indices("train"), image_size, resize).resized_wh, image_size, levels
     )
 
 
 @pytest.mark.parametrize(
-    ("sizes", "side", "canvas"),
+    ("sizes", "side", "image_size"),
     [
         ([(480, 640)] * 9, 320, (288, 384)),
         ([(640, 480)] * 9, 320, (384, 288)),
@@ -45,13 +45,15 @@ def row_of_sizes(index: Index, canvas: tuple[int, int], resize: str, levels: int
         ([(0, 0)] * 9, 800, (800, 800)),
     ],
 )
-def test_the_canvas_has_the_aspect_of_the_data(sizes: list[tuple[int, int]], side: int, canvas: tuple[int, int]):
+def test_image_size_has_the_aspect_ratio_of_the_data(
+    sizes: list[tuple[int, int]], side: int, image_size: tuple[int, int]
+):
     found, reason = best_image_size(np.array(sizes, np.int32), side)
-    assert found == canvas
+    assert found == image_size
     assert reason
 
 
-def test_the_canvas_of_mixed_pictures_wastes_little():
+def test_image_size_of_mixed_data_wastes_little():
     rng = np.random.default_rng(0)
     sizes = np.stack([rng.integers(300, 700, 500), rng.integers(300, 1200, 500)], 1).astype(np.int32)
     (height, width), _ = best_image_size(sizes, 800)
@@ -89,10 +91,12 @@ def test_shapes_are_those_of_the_models_anchors(sizes, scales, ratios):
 
 def test_the_papers_anchors_are_the_models_own():
     defaults = get_architecture("retinanet_resnet50_fpn").defaults
-    assert AnchorConfig(*(tuple(defaults[name]) for name in ("anchor_sizes", "anchor_scales", "aspect_ratios"))) == PAPER
+    assert (
+        AnchorConfig(*(tuple(defaults[name]) for name in ("anchor_sizes", "anchor_scales", "aspect_ratios"))) == PAPER
+    )
 
 
-def test_boxes_of_an_anchors_shape_are_covered_whole_and_others_as_far_as_they_overlap():
+def test_best_iou_of_known_shapes():
     shapes = PAPER.anchor_wh()
     assert best_iou(shapes, shapes) == pytest.approx(1)
     assert best_iou(shapes[:1] * 0.5, shapes[:1]) == pytest.approx(0.25)
@@ -100,10 +104,10 @@ def test_boxes_of_an_anchors_shape_are_covered_whole_and_others_as_far_as_they_o
 
 
 @given(st.lists(st.tuples(st.floats(1, 900), st.floats(1, 900)), min_size=1, max_size=20))
-def test_overlap_is_that_of_centred_boxes(sides):
+def test_iou_is_that_of_centered_boxes(sides):
     boxes, shapes = np.array(sides), PAPER.anchor_wh()
-    centred = [torch.tensor(np.concatenate([-x / 2, x / 2], 1), dtype=torch.float64) for x in (boxes, shapes)]
-    assert best_iou(boxes, shapes) == pytest.approx(iou(*centred).max(1).values.numpy())
+    centered = [torch.tensor(np.concatenate([-x / 2, x / 2], 1), dtype=torch.float64) for x in (boxes, shapes)]
+    assert best_iou(boxes, shapes) == pytest.approx(iou(*centered).max(1).values.numpy())
 
 
 def test_anchors_that_fit_are_kept_and_others_replaced():
@@ -120,13 +124,13 @@ def test_anchors_that_fit_are_kept_and_others_replaced():
     assert recommend_anchors(np.zeros((0, 2)), (800, 800), PAPER, iou_threshold=0.5)[0] == PAPER
 
 
-def test_sides_leave_out_crowds_and_pictures_without_a_size(index: Index):
-    rows = index.image_indices("train")
-    sides = box_dimensions(index, rows, (128, 128), "letterbox")
+def test_dimensions_exclude_crowds_and_images_of_unknown_size(index: Index):
+    image_indices = index.image_indices("train")
+    sides = box_dimensions(index, image_indices, (128, 128), "letterbox")
     assert sides.resized_wh == pytest.approx(sides.original_wh * 2)
-    assert len(sides.box_index) == int(np.diff(index.offsets)[rows].sum())
+    assert len(sides.box_index) == int(np.diff(index.offsets)[image_indices].sum())
     unknown = index.original_size.copy()
-    unknown[rows[0]] = 0
-    fewer = box_dimensions(index, rows, (128, 128), "letterbox", unknown)
-    assert rows[0] not in fewer.image_index
-    assert set(fewer.image_index.tolist()) == set(sides.image_index.tolist()) - {int(rows[0])}
+    unknown[image_indices[0]] = 0
+    fewer = box_dimensions(index, image_indices, (128, 128), "letterbox", unknown)
+    assert image_indices[0] not in fewer.image_index
+    assert set(fewer.image_index.tolist()) == set(sides.image_index.tolist()) - {int(image_indices[0])}

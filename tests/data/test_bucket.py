@@ -40,46 +40,46 @@ def servers() -> Iterator[dict[str, Server]]:
 def bucket(
     request: pytest.FixtureRequest, servers: dict[str, Server], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Bucket]:
-    with servers[request.param].bucket().through() as (place, proxy):
-        apply(monkeypatch, place.environment)
-        yield Bucket(place, proxy, open_store(parse_uri(place.address)))
+    with servers[request.param].bucket().through() as (served, proxy):
+        apply(monkeypatch, served.environment)
+        yield Bucket(served, proxy, open_store(parse_uri(served.uri)))
 
 
 @pytest.fixture
 def s3(servers: dict[str, Server], monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    with servers["s3"].bucket().through() as (place, proxy):
-        apply(monkeypatch, place.environment)
-        yield Bucket(place, proxy, open_store(parse_uri(place.address)))
+    with servers["s3"].bucket().through() as (served, proxy):
+        apply(monkeypatch, served.environment)
+        yield Bucket(served, proxy, open_store(parse_uri(served.uri)))
 
 
 @pytest.mark.parametrize("name", WRITE)
-def test_the_same_index_as_of_the_local_folder(bucket: Bucket, tmp_path: Path, name: str) -> None:
+def test_index_equals_the_local_one(bucket: Bucket, tmp_path: Path, name: str) -> None:
     folder = filled(bucket, tmp_path / "set", WRITE[name])
     remote, local = open_index(bucket.data), open_index(folder)
     same(remote, local)
     assert remote.source == bucket.data
     assert [note.replace(bucket.data, str(folder)) for note in remote.notes][: len(local.notes)] == list(local.notes)
     assert not missing(remote)
-    row = int(remote.image_indices("val")[0])
+    image_index = int(remote.image_indices("val")[0])
     if name == "tfrecord":
-        assert remote.remote_object(row) is None
+        assert remote.remote_object(image_index) is None
         assert remote.notes[-1].startswith(f"copied from {bucket.data}: 2 TFRecord files, ")
-        assert remote.display_source(row) == f"{bucket.data}/val.record/val-0.jpg"
+        assert remote.display_source(image_index) == f"{bucket.data}/val.record/val-0.jpg"
     else:
-        found = remote.remote_object(row)
+        found = remote.remote_object(image_index)
         assert found is not None
         store, key, start, length = found
-        assert store.read(key, start=start, length=length) == local.read(row)
-        assert remote.display_source(row) == f"{bucket.place.address}/{key}"
-        assert remote.path(row).stat().st_size == local.path(row).stat().st_size
-        assert not any(remote.path(row).read_bytes()), "a placeholder has no content"
+        assert store.read(key, start=start, length=length) == local.read(image_index)
+        assert remote.display_source(image_index) == f"{bucket.served.uri}/{key}"
+        assert remote.path(image_index).stat().st_size == local.path(image_index).stat().st_size
+        assert not any(remote.path(image_index).read_bytes()), "a placeholder has no content"
 
 
 def missing(index: Index) -> list[int]:
     return require_images(index)
 
 
-def test_a_local_data_set_has_no_remote_pictures(tmp_path: Path) -> None:
+def test_local_data_set_has_no_remote_objects(tmp_path: Path) -> None:
     WRITE["coco"](tmp_path / "set", DRAWN)
     index = open_index(tmp_path / "set")
     assert index.remote_object(0) is None
@@ -87,7 +87,7 @@ def test_a_local_data_set_has_no_remote_pictures(tmp_path: Path) -> None:
     assert index.source == str(tmp_path / "set")
 
 
-def test_only_annotations_are_fetched_and_only_once(bucket: Bucket, tmp_path: Path) -> None:
+def test_only_annotations_are_downloaded_and_only_once(bucket: Bucket, tmp_path: Path) -> None:
     filled(bucket, tmp_path / "set", WRITE["voc"])
     bucket.got()
     first = open_index(bucket.data)
@@ -98,7 +98,7 @@ def test_only_annotations_are_fetched_and_only_once(bucket: Bucket, tmp_path: Pa
     same(again, first)
 
 
-def test_what_changed_is_noticed_and_nothing_else_fetched(bucket: Bucket, tmp_path: Path) -> None:
+def test_only_changed_files_are_downloaded(bucket: Bucket, tmp_path: Path) -> None:
     folder = filled(bucket, tmp_path / "set", WRITE["voc"])
     open_index(bucket.data)
     changed = folder / "Annotations" / "train-2.xml"
@@ -118,24 +118,24 @@ def test_what_changed_is_noticed_and_nothing_else_fetched(bucket: Bucket, tmp_pa
     assert not (remote.root / "JPEGImages/train-1.jpg").exists()
 
 
-def test_a_picture_that_was_replaced_is_measured_anew(bucket: Bucket, tmp_path: Path) -> None:
-    """Boxes of YOLO depend on the sizes of the pictures; the new one is a placeholder of as many bytes."""
+def test_size_of_a_replaced_image_is_read_again(bucket: Bucket, tmp_path: Path) -> None:
+    """Boxes of YOLO depend on the sizes of the images; the new one is a placeholder of as many bytes."""
     folder = filled(bucket, tmp_path / "set", WRITE["yolo"])
     before = open_index(bucket.data)
-    row = int(before.image_indices("train")[0])
-    wide, high = before.original_size[row, ::-1].tolist()
+    image_index = int(before.image_indices("train")[0])
+    wide, high = before.original_size[image_index, ::-1].tolist()
     data = (folder / "images/train/train-0.jpg").read_bytes()
     frame = data.index(b"\xff\xc0") + 5
     turned = data[:frame] + bytes([0, wide, 0, high]) + data[frame + 4 :]
     bucket.store.write("some/set/images/train/train-0.jpg", turned)
     after = open_index(bucket.data)
-    assert after.original_size[row].tolist() == [wide, high]
+    assert after.original_size[image_index].tolist() == [wide, high]
 
 
-def test_sizes_are_measured_by_the_first_bytes(s3: Bucket, tmp_path: Path) -> None:
+def test_image_sizes_need_only_the_first_bytes(s3: Bucket, tmp_path: Path) -> None:
     folder = tmp_path / "set"
     WRITE["yolo"](folder, DRAWN)
-    for path in folder.rglob("*.jpg"):  # as large as a photograph, behind the end of the picture
+    for path in folder.rglob("*.jpg"):  # as large as a photograph, behind the end of the image
         path.write_bytes(path.read_bytes() + bytes(200_000))
     s3.put(folder)
     before = s3.store.counters.read_bytes
@@ -149,8 +149,8 @@ def test_sizes_are_measured_by_the_first_bytes(s3: Bucket, tmp_path: Path) -> No
     ("before", "read"),
     [(1, FIRST_READ_BYTES), (5_000, FIRST_READ_BYTES + HEAD_BYTES), (100_000, FIRST_READ_BYTES + HEAD_BYTES + 201_000)],
 )
-def test_a_header_far_behind_is_read_too(s3: Bucket, tmp_path: Path, before: int, read: int) -> None:
-    """EXIF and colour profiles stand before a JPEG's size; what is read grows until it is there."""
+def test_jpeg_header_after_long_segments_is_read(s3: Bucket, tmp_path: Path, before: int, read: int) -> None:
+    """EXIF and color profiles stand before a JPEG's size; what is read grows until it is there."""
     folder = tmp_path / "set"
     WRITE["coco"](folder, DRAWN)
     path = folder / "train" / "train-0.jpg"
@@ -161,13 +161,13 @@ def test_a_header_far_behind_is_read_too(s3: Bucket, tmp_path: Path, before: int
     path.write_bytes(data[:2] + filler + data[2:] + bytes(100_000))
     s3.put(folder)
     index = open_index(s3.data)
-    row = int(index.image_indices("train")[0])
+    image_index = int(index.image_indices("train")[0])
     before_bytes = s3.store.counters.read_bytes
-    assert read_header(index.path(row)) == read_header(path)
+    assert read_header(index.path(image_index)) == read_header(path)
     assert s3.store.counters.read_bytes - before_bytes == pytest.approx(read, abs=1_000)
 
 
-def test_killed_in_the_middle_then_completed(s3: Bucket, tmp_path: Path) -> None:
+def test_killed_download_is_completed(s3: Bucket, tmp_path: Path) -> None:
     folder = filled(s3, tmp_path / "set", WRITE["voc"])
     code = f"from stoker.data.index import open_index; open_index({s3.data!r})"
     s3.got()
@@ -175,7 +175,7 @@ def test_killed_in_the_middle_then_completed(s3: Bucket, tmp_path: Path) -> None
     process = subprocess.Popen([sys.executable, "-c", code], env=dict(os.environ))
     copied = mirror_dir_for(parse_uri(s3.data)) / "set" / "Annotations" / "train-0.xml"
     try:
-        while not copied.exists() or not any("train-2.xml" in seen.path for seen in s3.proxy.seen):
+        while not copied.exists() or not any("train-2.xml" in request.path for request in s3.proxy.requests):
             assert process.poll() is None, "it should hang"
     finally:
         process.send_signal(signal.SIGKILL)
@@ -193,26 +193,28 @@ def test_one_process_at_a_time(s3: Bucket, tmp_path: Path) -> None:
     filled(s3, tmp_path / "set", WRITE["voc"])
     s3.got()
     code = f"from stoker.data.index import open_index; print(len(open_index({s3.data!r}).boxes))"
-    address = parse_uri(s3.data)
-    with locked_mirror(address, address):  # as a process that copies holds it
+    uri = parse_uri(s3.data)
+    with locked_mirror(uri, uri):  # as a process that copies holds it
         process = subprocess.Popen(
             [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         assert process.stderr is not None
-        said = process.stderr.readline()
-        assert said == f"Another process is copying the annotations of {s3.data}: waiting for it\n"
+        output = process.stderr.readline()
+        assert output == f"Another process is copying the annotations of {s3.data}: waiting for it\n"
         assert s3.got() == []
     assert process.communicate(timeout=60)[0].strip() == "7"
     assert len(s3.got()) == len(DRAWN) + 2
 
 
-def test_who_waits_takes_what_was_made_meanwhile(s3: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_process_uses_the_mirror_of_the_other(
+    s3: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     filled(s3, tmp_path / "set", WRITE["coco"])
-    address = parse_uri(s3.data)
+    uri = parse_uri(s3.data)
     waits = threading.Event()
     monkeypatch.setattr(bucket_module, "print_status", lambda _: waits.set())
     made = list[bucket_module.Mirror]()
-    other = threading.Thread(target=lambda: made.append(bucket_module.sync_mirror(address)))
+    other = threading.Thread(target=lambda: made.append(bucket_module.sync_mirror(uri)))
 
     def while_listing(_number: int, _method: str, _path: str) -> None:
         if not other.ident:
@@ -220,15 +222,15 @@ def test_who_waits_takes_what_was_made_meanwhile(s3: Bucket, tmp_path: Path, mon
             assert waits.wait(60)
 
     s3.proxy.conditions = Conditions(plan=while_listing)
-    first = bucket_module.sync_mirror(address)
+    first = bucket_module.sync_mirror(uri)
     other.join()
     assert made == [first]
-    assert sum("list-type" in seen.path for seen in s3.proxy.seen) == 1
-    bucket_module.sync_mirror(address)
-    assert sum("list-type" in seen.path for seen in s3.proxy.seen) == 2, "later it is listed again"
+    assert sum("list-type" in request.path for request in s3.proxy.requests) == 1
+    bucket_module.sync_mirror(uri)
+    assert sum("list-type" in request.path for request in s3.proxy.requests) == 2, "later it is listed again"
 
 
-def test_a_file_stands_for_a_data_set(bucket: Bucket, tmp_path: Path) -> None:
+def test_annotation_file_as_data_set(bucket: Bucket, tmp_path: Path) -> None:
     WRITE["coco"](tmp_path / "set", DRAWN)
     (tmp_path / "official" / "annotations").mkdir(parents=True)
     (tmp_path / "set" / "train").rename(tmp_path / "official" / "train2017")
@@ -240,17 +242,17 @@ def test_a_file_stands_for_a_data_set(bucket: Bucket, tmp_path: Path) -> None:
     assert remote.source == bucket.data
 
 
-def test_a_pattern_of_shards(s3: Bucket, tmp_path: Path) -> None:
+def test_shard_pattern(s3: Bucket, tmp_path: Path) -> None:
     folder = filled(s3, tmp_path / "set", WRITE["tfrecord"])
     same(open_index(f"{s3.data}/train.rec*"), open_index(f"{folder}/train.rec*"))
 
 
-def test_what_is_not_there(bucket: Bucket, tmp_path: Path) -> None:
+def test_missing_folder_bucket_and_file(bucket: Bucket, tmp_path: Path) -> None:
     filled(bucket, tmp_path / "set", WRITE["coco"])
     with pytest.raises(DataError) as nothing:
-        open_index(f"{bucket.place.address}/some/sett")
-    assert nothing.value.location == f"{bucket.place.address}/some/sett"
-    assert nothing.value.cause == f"the folders in {bucket.place.address}/some are set"
+        open_index(f"{bucket.served.uri}/some/sett")
+    assert nothing.value.location == f"{bucket.served.uri}/some/sett"
+    assert nothing.value.cause == f"the folders in {bucket.served.uri}/some are set"
     assert nothing.value.fix == f"did you mean {bucket.data}?"
     with pytest.raises(DataError, match="is an object, but not an annotation file"):
         open_index(f"{bucket.data}/train/train-0.jpg")
@@ -263,17 +265,17 @@ def test_what_is_not_there(bucket: Bucket, tmp_path: Path) -> None:
     assert f"{bucket.data}/train/instances.json" in str(no_file.value)
 
 
-def test_what_is_forbidden(servers: dict[str, Server], monkeypatch: pytest.MonkeyPatch) -> None:
-    place = servers["gs"].bucket()
-    apply(monkeypatch, place.environment)
+def test_permission_denied(servers: dict[str, Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    served = servers["gs"].bucket()
+    apply(monkeypatch, served.environment)
     monkeypatch.setattr(servers["gs"].objects, "denied", {"GET"})
     with pytest.raises(StorageError) as forbidden:
-        open_index(f"{place.address}/set")
+        open_index(f"{served.uri}/set")
     assert "storage.objects.list" in str(forbidden.value)
-    assert f"{place.address}/set" in str(forbidden.value)
+    assert f"{served.uri}/set" in str(forbidden.value)
 
 
-def test_broken_annotations_are_named_by_their_address(s3: Bucket, tmp_path: Path) -> None:
+def test_errors_name_the_uri_of_broken_annotations(s3: Bucket, tmp_path: Path) -> None:
     folder = filled(s3, tmp_path / "set", WRITE["coco"])
     s3.store.write("some/set/train/_annotations.coco.json", b'{"images": [')
     with pytest.raises(DataError) as raised:
@@ -283,25 +285,26 @@ def test_broken_annotations_are_named_by_their_address(s3: Bucket, tmp_path: Pat
     (folder / "train" / "train-0.jpg").unlink()
 
 
-def test_names_that_cannot_be_files(s3: Bucket, tmp_path: Path) -> None:
+def test_keys_that_cannot_be_file_names(s3: Bucket, tmp_path: Path) -> None:
     filled(s3, tmp_path / "set", WRITE["coco"])
     for key in (f"train/{'x' * 300}.jpg", "train/other", "train/other/within.jpg", "train/back\\slash.jpg"):
         s3.store.write(f"some/set/{key}", b"data")
     for key in ("some/set/", "some/set/train/", "some/set/empty/"):  # as consoles make them
-        put_folder(s3.place, key)
+        put_folder(s3.served, key)
     index = open_index(s3.data)
     assert len(index) == len(DRAWN)
     assert index.notes[-3:] == (
-        "1 object left out: its name has a character that file names cannot have, e.g. 'some/set/train/back\\\\slash.jpg'",
+        "1 object left out: its name has a character that file names cannot have, e.g."
+        " 'some/set/train/back\\\\slash.jpg'",
         f"1 object left out: its name is longer than 255 bytes, e.g. 'some/set/train/{'x' * 300}.jpg'",
         "1 object left out: it is an object and a folder, e.g. 'some/set/train/other'",
     )
     assert not (index.root / "some").exists(), "the folder itself is no file in it"
 
 
-def test_a_name_that_no_listing_has_is_named(s3: Bucket, tmp_path: Path) -> None:
+def test_key_that_breaks_the_listing_is_named(s3: Bucket, tmp_path: Path) -> None:
     filled(s3, tmp_path / "set", WRITE["coco"])
-    put_folder(s3.place, "some/set/train//doubled.jpg")
+    put_folder(s3.served, "some/set/train//doubled.jpg")
     with pytest.raises(StorageError, match=r"'some/set/train//doubled\.jpg' has a name that") as raised:
         open_index(s3.data)
     bucket = f"s3://{s3.store.uri.bucket}"
@@ -310,7 +313,7 @@ def test_a_name_that_no_listing_has_is_named(s3: Bucket, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["a//b.jpg", "../b.jpg", "/b.jpg", "x" * 256, "a\\b", "nul\0"])
-def test_complaints_about_names(name: str) -> None:
+def test_invalid_names(name: str) -> None:
     assert mirror.invalid_name_reason(name) is not None
     assert mirror.invalid_name_reason("fine/ö b.jpg") is None
 
@@ -331,21 +334,21 @@ def test_disk_full(s3: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_data_check_of_a_bucket(s3: Bucket, tmp_path: Path) -> None:
     folder = filled(s3, tmp_path / "set", WRITE["voc"])
     for name in ("train-1.jpg", "train-2.jpg"):
-        s3.store.write(f"some/set/JPEGImages/{name}", b"no picture")
-        (folder / "JPEGImages" / name).write_bytes(b"no picture")
+        s3.store.write(f"some/set/JPEGImages/{name}", b"no image")
+        (folder / "JPEGImages" / name).write_bytes(b"no image")
     remote, local = check_dataset(s3.data), check_dataset(folder)
     assert remote.items == local.items
     assert remote.splits == local.splits
-    code, said = run_stoker("data", "check", s3.data, cwd=tmp_path)
-    assert code == 4, "more pictures are none than may be"
-    assert s3.data in said
-    assert "train-1.jpg" in said
-    assert "buckets" not in said, "nobody knows the mirror"
+    code, output = run_stoker("data", "check", s3.data, cwd=tmp_path)
+    assert code == 4, "more images are none than may be"
+    assert s3.data in output
+    assert "train-1.jpg" in output
+    assert "buckets" not in output, "nobody knows the mirror"
 
 
-def test_variables_in_the_name_of_a_data_set(s3: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_in_the_uri(s3: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(s3, tmp_path / "set", WRITE["coco"])
-    monkeypatch.setenv("DATA_ROOT", f"{s3.place.address}/some")
+    monkeypatch.setenv("DATA_ROOT", f"{s3.served.uri}/some")
     assert open_index("$DATA_ROOT/set").source == s3.data
     monkeypatch.setenv("DATA_ROOT", str(tmp_path))
     assert open_index("${DATA_ROOT}/set").source == str(tmp_path / "set")
@@ -373,9 +376,9 @@ def test_headers_of_other_formats(s3: Bucket, tmp_path: Path, chunk: int) -> Non
     noise.save(folder / "train" / "train-2.jpg", "WEBP", exif=orientation, lossless=True)
     s3.put(folder)
     index = open_index(s3.data)
-    for row, kind in enumerate(("png", "tiff", "webp")):
+    for image_index, kind in enumerate(("png", "tiff", "webp")):
         s3.got()
-        expected = read_header(folder / "train" / f"train-{row}.jpg")
-        assert read_header(index.path(row)) == expected
+        expected = read_header(folder / "train" / f"train-{image_index}.jpg")
+        assert read_header(index.path(image_index)) == expected
         assert (expected.image_format, expected.orientation, expected.size) == (kind, 6, (150, 200))
         assert len(s3.got()) <= MAX_RANGES + 2

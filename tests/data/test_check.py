@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.data.index import open_index, require_images
-from stoker.data.loading.loader import Loader, compute_max_boxes
+from stoker.data.loading.loader import Loader, LoaderSpec, compute_max_boxes
 from stoker.data.validation.check import CheckReport, check_dataset
 from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION, PROBLEM_KINDS, ProblemCollector, max_bad_images
 from stoker.errors import DataError, UsageError
@@ -24,7 +24,7 @@ from stoker.report.data_check import print_check
 from tests.data.hostile import encoded
 from tests.drawn import draw
 
-NOTHING_LEFT = "no picture of a split is left, which --max-bad-fraction 1 would allow and the check does not"
+NOTHING_LEFT = "no image of a split is left, which --max-bad-fraction 1 would allow and the check does not"
 
 
 def kinds(report: CheckReport) -> dict[str, int]:
@@ -47,7 +47,7 @@ def read(folder: Path, split: str) -> dict[str, Any]:
     return content
 
 
-def test_a_sound_data_set(tmp_path: Path) -> None:
+def test_data_set_without_problems(tmp_path: Path) -> None:
     folder = draw(tmp_path / "set", side=32)
     moved: list[tuple[int, int]] = []
     report = check_dataset(folder, progress=lambda done, total: moved.append((done, total)))
@@ -63,8 +63,8 @@ def test_a_sound_data_set(tmp_path: Path) -> None:
     assert (report.format, report.classes, report.root) == ("coco", ("red", "green", "blue"), str(folder))
     assert {name: split.num_images for name, split in report.splits.items()} == {"train": 24, "val": 6}
     assert moved == [(16, 30), (30, 30)]
-    assert "nothing is wrong" in page(report)
-    assert page(report).rstrip().endswith(f"training would use 30 of 30 pictures, {boxes} of {boxes} boxes")
+    assert "no problems found" in page(report)
+    assert page(report).rstrip().endswith(f"training would use 30 of 30 images, {boxes} of {boxes} boxes")
     assert msgspec.json.decode(msgspec.json.encode(report), type=CheckReport) == report
 
 
@@ -90,14 +90,14 @@ def test_a_data_set_that_cannot_be_read(tmp_path: Path) -> None:
         assert fragment in page(report)
 
 
-def test_what_was_found_before_the_reading_failed_is_said(tmp_path: Path) -> None:
+def test_problems_before_a_fatal_error_are_reported(tmp_path: Path) -> None:
     folder = draw(tmp_path / "set", side=32)
     edit(folder, "train", annotations=[{"id": 1, "image_id": 0, "category_id": 1, "bbox": [1, 2, 0, 0]}])
     assert kinds(check_dataset(folder)) == {"zero-size": 1, "unreadable-set": 1}
 
 
 @pytest.mark.parametrize("split", ["train", "valid"])
-def test_a_split_that_training_needs(tmp_path: Path, split: str) -> None:
+def test_required_split(tmp_path: Path, split: str) -> None:
     """A set of one split that is named validation, and a validation split without boxes."""
     folder = draw(tmp_path / "set", side=32)
     if split == "train":
@@ -112,7 +112,7 @@ def test_a_split_that_training_needs(tmp_path: Path, split: str) -> None:
 
 
 @pytest.mark.parametrize("split", ["train", "valid"])
-def test_a_split_of_crowd_boxes_is_one_without_boxes(tmp_path: Path, split: str) -> None:
+def test_split_with_only_crowd_boxes_has_no_boxes(tmp_path: Path, split: str) -> None:
     folder = draw(tmp_path / "set", side=32)
     edit(folder, split, annotations=[one | {"iscrowd": 1} for one in read(folder, split)["annotations"]])
     assert check_dataset(folder).refusals
@@ -121,7 +121,7 @@ def test_a_split_of_crowd_boxes_is_one_without_boxes(tmp_path: Path, split: str)
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_it_refuses_when_training_would(data: st.DataObject) -> None:
-    """Missing and broken pictures, entries that cannot be read, in both splits, at any --max-bad-fraction."""
+    """Missing and broken images, entries that cannot be read, in both splits, at any --max-bad-fraction."""
     max_bad = data.draw(st.sampled_from([0.0, 0.01, 0.1, 0.25, 0.5, 1.0]))
     with tempfile.TemporaryDirectory() as temporary:
         folder = draw(Path(temporary) / "set", train=12, val=5, side=32)
@@ -152,15 +152,16 @@ def training_says(folder: Path, max_bad: float) -> str | None:
     try:
         require_images(index, ("train", "val"), max_bad_fraction=max_bad)
         for split in ("train", "val"):
-            rows = index.image_indices(split)
-            loader = Loader(
-                index, rows, device=select_device("cpu"), batch_size=4, image_size=(32, 32), resize="squash",
-                max_boxes=compute_max_boxes(index, rows), seed=0, workers=1, train=split == "train", max_bad_fraction=max_bad,
+            image_indices = index.image_indices(split)
+            spec = LoaderSpec(
+                device=select_device("cpu"), batch_size=4, image_size=(32, 32), resize="squash", seed=0, workers=1,
+                max_boxes=compute_max_boxes(index, image_indices), train=split == "train", max_bad_fraction=max_bad,
             )  # fmt: skip
+            loader = Loader(index, image_indices, spec)
             with contextlib.closing(loader):
-                for _ in range(-(-len(rows) // 4)):
+                for _ in range(-(-len(image_indices) // 4)):
                     next(loader)
-            if len(loader.state_dict()["quarantined"]) == len(rows):
+            if len(loader.state_dict()["quarantined"]) == len(image_indices):
                 return NOTHING_LEFT
     except DataError as error:
         return str(error)
@@ -168,15 +169,15 @@ def training_says(folder: Path, max_bad: float) -> str | None:
 
 
 @given(st.floats(0, 1), st.integers(1, 10**6))
-def test_how_many_may_be_bad(share: float, pictures: int) -> None:
-    allowed = max_bad_images(share, pictures)
-    assert allowed <= max(1, share * pictures)
-    assert (allowed >= 1) == (share > 0)
-    assert max_bad_images(share, pictures + 1) >= allowed
+def test_max_bad_images(fraction: float, images: int) -> None:
+    allowed = max_bad_images(fraction, images)
+    assert allowed <= max(1, fraction * images)
+    assert (allowed >= 1) == (fraction > 0)
+    assert max_bad_images(fraction, images + 1) >= allowed
     assert max_bad_images(DEFAULT_MAX_BAD_FRACTION, 100) == max_bad_images(DEFAULT_MAX_BAD_FRACTION, 3) == 1
 
 
-def test_boxes_of_unusable_pictures_are_not_used(tmp_path: Path) -> None:
+def test_boxes_of_unusable_images_are_not_usable(tmp_path: Path) -> None:
     folder = draw(tmp_path / "set", side=32)
     (folder / "train" / "train-0.jpg").write_bytes(b"")
     own = sum(box["image_id"] == 0 for box in read(folder, "train")["annotations"])
@@ -186,23 +187,23 @@ def test_boxes_of_unusable_pictures_are_not_used(tmp_path: Path) -> None:
     assert (report.num_images, report.num_usable_images, report.refusals) == (30, 29, ())
 
 
-def test_without_opening_the_pictures(tmp_path: Path) -> None:
+def test_without_decoding(tmp_path: Path) -> None:
     folder = draw(tmp_path / "set", side=32)
     (folder / "train" / "train-0.jpg").write_bytes(b"")
     (folder / "valid" / "valid-0.jpg").unlink()
     report = check_dataset(folder, decode_images=False)
     assert kinds(report) == {"missing-image": 1}
     assert (report.num_usable_images, report.decoded) == (29, False)
-    assert "the pictures were not opened" in page(report)
+    assert "images were not decoded" in page(report)
     assert kinds(check_dataset(folder)) == {"missing-image": 1, "empty-image": 1}
 
 
-def test_where_missing_pictures_are_is_said(tmp_path: Path) -> None:
+def test_location_of_missing_images_is_suggested(tmp_path: Path) -> None:
     folder = draw(tmp_path / "set" / "annotations", train=3, val=2, side=32)
     for split in ("train", "valid"):
         (tmp_path / "set" / "images" / split).mkdir(parents=True)
-        for picture in (folder / split).glob("*.jpg"):
-            picture.rename(tmp_path / "set" / "images" / picture.name)
+        for image in (folder / split).glob("*.jpg"):
+            image.rename(tmp_path / "set" / "images" / image.name)
     (missing,) = check_dataset(folder).items
     assert missing.kind == "missing-image"
     assert f"is in {tmp_path / 'set' / 'images'}: name the parent folder of both, {tmp_path / 'set'}" in missing.fix
@@ -215,7 +216,7 @@ def test_the_report_does_not_depend_on_threads(tmp_path: Path) -> None:
     assert check_dataset(folder, workers=1) == check_dataset(folder, workers=5)
 
 
-def test_all_places_are_named_and_the_index_keeps_a_few(tmp_path: Path) -> None:
+def test_all_locations_are_reported_and_the_index_keeps_a_few(tmp_path: Path) -> None:
     folder = draw(tmp_path / "set", side=32)
     boxes = [{"id": 900 + n, "image_id": 1, "category_id": 1, "bbox": [1, 2, 0, 0]} for n in range(50)]
     edit(folder, "train", annotations=read(folder, "train")["annotations"] + boxes)
@@ -225,7 +226,7 @@ def test_all_places_are_named_and_the_index_keeps_a_few(tmp_path: Path) -> None:
     assert (problem.count, problem.examples) == (50, item.locations[:5])
 
 
-def test_pictures_that_are_the_same(tmp_path: Path) -> None:
+def test_duplicate_images(tmp_path: Path) -> None:
     folder = draw(tmp_path / "set", side=32)
     for name in ("train/train-1.jpg", "train/train-2.jpg", "valid/valid-0.jpg"):
         (folder / name).write_bytes((folder / "train" / "train-0.jpg").read_bytes())
@@ -236,7 +237,7 @@ def test_pictures_that_are_the_same(tmp_path: Path) -> None:
     assert kinds(report) == {"same-image-in-two-splits": 1}
 
 
-def test_a_name_cannot_steer_the_terminal(tmp_path: Path) -> None:
+def test_file_names_cannot_send_terminal_control_codes(tmp_path: Path) -> None:
     folder = draw(tmp_path / "set", side=32)
     (folder / "train" / "\x1b[2Jx.jpg").write_bytes(encoded(1))
     report = check_dataset(folder)
@@ -244,12 +245,12 @@ def test_a_name_cannot_steer_the_terminal(tmp_path: Path) -> None:
     assert "\x1b" not in page(report)
 
 
-def test_a_kind_that_is_not_in_the_table() -> None:
+def test_unknown_kind_is_refused() -> None:
     with pytest.raises(KeyError):
         ProblemCollector().add("bad-luck", "here")
 
 
-def test_every_kind_says_what_to_do() -> None:
+def test_every_kind_is_complete() -> None:
     for name, kind in PROBLEM_KINDS.items():
         assert all(kind), name
         assert name == name.lower()

@@ -1,4 +1,4 @@
-"""The check of pictures sees what the loader sees: damage in a JPEG at any scale, and no file ends it."""
+"""The check of images sees what the loader sees: damage in a JPEG at any scale, and no file ends it."""
 
 import io
 import json
@@ -17,7 +17,7 @@ from stoker.data.validation import check_images
 from stoker.data.validation.check import check_dataset
 from stoker.errors import DataError
 
-PATH = Path("picture")
+PATH = Path("image")
 
 
 def smooth() -> Image.Image:
@@ -25,17 +25,17 @@ def smooth() -> Image.Image:
     return Image.fromarray(rough).resize((160, 120), Image.Resampling.BICUBIC)
 
 
-def encoded(picture: Image.Image, format: str = "JPEG", **options: object) -> bytes:
+def encoded(image: Image.Image, format: str = "JPEG", **options: object) -> bytes:
     file = io.BytesIO()
-    picture.save(file, format, **options)  # type: ignore[arg-type]
+    image.save(file, format, **options)  # type: ignore[arg-type]
     return file.getvalue()
 
 
 JPEGS = {
     "baseline": encoded(smooth()),
-    "colour at full size": encoded(smooth(), subsampling=0, quality=95),
+    "color at full size": encoded(smooth(), subsampling=0, quality=95),
     "own tables": encoded(smooth(), optimize=True, quality=40),
-    "grey": encoded(smooth().convert("L")),
+    "gray": encoded(smooth().convert("L")),
     "progressive": encoded(smooth(), progressive=True),
     "restart marks": encoded(smooth(), restart_marker_rows=1),
     "progressive with restart marks": encoded(smooth(), progressive=True, restart_marker_blocks=3),
@@ -43,7 +43,7 @@ JPEGS = {
 
 
 def loaded(data: bytes, shrink: int) -> str | None:
-    """What the loader says of a picture that it needs at 1/shrink of its size; None where it can use it."""
+    """What the loader says of a image that it needs at 1/shrink of its size; None where it can use it."""
     try:
         header = parse_header(data, PATH)
         height, width = header.size
@@ -82,7 +82,7 @@ def damaged(draw: st.DrawFn) -> bytes:
 
 @settings(max_examples=400)
 @given(damaged())
-def test_an_eighth_shows_the_damage_that_any_canvas_shows(data: bytes) -> None:
+def test_decoding_at_an_eighth_detects_the_same_damage(data: bytes) -> None:
     try:
         height, width = parse_header(data, PATH).size
     except DataError:
@@ -92,7 +92,7 @@ def test_an_eighth_shows_the_damage_that_any_canvas_shows(data: bytes) -> None:
     assert {checked(data)} == {loaded(data, shrink) for shrink in (1, *DCT_DIVISORS)}
 
 
-def test_an_eighth_is_what_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jpegs_are_decoded_at_an_eighth(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = []
     monkeypatch.setattr(check_images, "decode_into", lambda *_, out, **__: shapes.append(out.shape))
     assert checked(JPEGS["baseline"]) is None
@@ -100,7 +100,7 @@ def test_an_eighth_is_what_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
-def test_no_cut_of_any_format_ends_the_check(tmp_path: Path) -> None:
+def test_truncated_files_of_any_format_are_reported(tmp_path: Path) -> None:
     whole = {
         "jpg": JPEGS["baseline"],
         "png": encoded(smooth(), "PNG"),

@@ -27,19 +27,19 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.usefixtures("small")
-def test_demo_is_a_name_of_a_data_set(own_cache: Path) -> None:
+def test_demo_is_the_name_of_a_data_set(own_cache: Path) -> None:
     index = open_index("demo")
     assert index.class_names == demo.CLASSES
     assert {split: len(index.image_indices(split)) for split in index.splits} == {"train": 12, "val": 6}
     assert index.problems == ()
     assert require_images(index) == []
     assert index.root.is_relative_to(own_cache)
-    with Image.open(index.path(0)) as picture:
-        assert (picture.format, picture.size, picture.mode) == ("JPEG", (demo.IMAGE_SIDE, demo.IMAGE_SIDE), "RGB")
+    with Image.open(index.path(0)) as image:
+        assert (image.format, image.size, image.mode) == ("JPEG", (demo.IMAGE_SIDE, demo.IMAGE_SIDE), "RGB")
 
 
 @pytest.mark.usefixtures("small")
-def test_it_is_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_generated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     first = demo.ensure_demo()
 
     def draw(*_: object) -> None:
@@ -53,7 +53,7 @@ def test_it_is_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_every_drawing_is_the_same(tmp_path: Path) -> None:
+def test_generation_is_deterministic(tmp_path: Path) -> None:
     one, two = (files(demo.ensure_demo(tmp_path / name)) for name in ("one", "two"))
     assert one == two
     assert len(one) == 12 + 6 + 2 + 1
@@ -70,7 +70,7 @@ def test_an_incomplete_folder_in_the_cache_is_replaced(own_cache: Path) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+def test_folder_that_is_not_the_demo_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").touch()
     with pytest.raises(DataError, match="not the demo"):
         demo.ensure_demo(tmp_path)
@@ -78,7 +78,7 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_a_kill_while_drawing_leaves_nothing_that_looks_whole() -> None:
+def test_kill_during_generation_leaves_no_complete_folder() -> None:
     script = (
         "import os, signal; from stoker.data import demo\n"
         "demo.IMAGES_PER_SPLIT = {'train': 12, 'valid': 6}; draw = demo._draw_split\n"
@@ -97,7 +97,7 @@ def test_a_kill_while_drawing_leaves_nothing_that_looks_whole() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(["train", "valid"]), st.integers(0, 10**6))
-def test_boxes_are_inside_and_no_smaller_than_what_is_visible(split: str, number: int) -> None:
+def test_boxes_are_inside_and_contain_the_visible_area(split: str, number: int) -> None:
     pixels, shapes = demo.draw_image(split, number)
     again, same = demo.draw_image(split, number)
     assert same == shapes
@@ -124,14 +124,14 @@ def test_a_box_is_tight_around_its_shape(seed: int, label: int) -> None:
         assert edge.any()
 
 
-def test_shapes_cover_each_other() -> None:
+def test_shapes_overlap() -> None:
     shapes = [shape for number in range(100) for shape in demo.draw_image("train", number)[1]]
     circles = [area / ((x2 - x1) * (y2 - y1)) for label, (x1, y1, x2, y2), area in shapes if label == 0]
     assert max(circles) == pytest.approx(np.pi / 4, abs=0.1)
-    assert sum(share < 0.6 for share in circles) >= 5
+    assert sum(fraction < 0.6 for fraction in circles) >= 5
     assert min(circles) > demo.MIN_VISIBLE_FRACTION
 
 
-def test_pictures_and_splits_differ() -> None:
+def test_images_and_splits_differ() -> None:
     drawn = [demo.draw_image(split, number)[0] for split in ("train", "valid") for number in range(3)]
-    assert len({picture.tobytes() for picture in drawn}) == len(drawn)
+    assert len({image.tobytes() for image in drawn}) == len(drawn)

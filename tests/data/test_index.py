@@ -1,5 +1,5 @@
 """The index: opened from the cache while the source is the same, built again when it is not, whatever happens to the
-cache; splits that depend on file names alone; pictures that are not there are named."""
+cache; splits that depend on file names alone; images that are not there are named."""
 
 import gc
 import json
@@ -47,7 +47,7 @@ def dataset(folder: Path, names: list[str], *, exist: bool = True) -> Path:
 
 
 def names_of(index: Index, split: str) -> set[str]:
-    return {index.path(row).name for row in index.image_indices(split)}
+    return {index.path(image_index).name for image_index in index.image_indices(split)}
 
 
 def refuse_reading(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ def test_a_data_set_that_was_moved(tmp_path: Path) -> None:
     assert open_index(tmp_path / "link").path(0) == index.path(0)
 
 
-def test_pictures_that_come_after_the_annotations(tmp_path: Path) -> None:
+def test_images_that_are_added_after_the_annotations(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(content(numbered(3)))
     assert missing_images(open_index(tmp_path)) == [0, 1, 2]
     (tmp_path / "images").mkdir()
@@ -97,14 +97,14 @@ def test_pictures_that_come_after_the_annotations(tmp_path: Path) -> None:
     assert missing_images(open_index(tmp_path)) == []
 
 
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.7, 0.99])
-def test_a_truncated_cache_is_built_again(tmp_path: Path, own_cache: Path, share: float) -> None:
+@pytest.mark.parametrize("fraction", [0.0, 0.001, 0.3, 0.7, 0.99])
+def test_a_truncated_cache_is_built_again(tmp_path: Path, own_cache: Path, fraction: float) -> None:
     folder = dataset(tmp_path / "set", numbered(50))
     boxes = open_index(folder).boxes.tolist()
     (file,) = own_cache.rglob("*.arrow")
     whole = file.read_bytes()
     file.unlink()  # another file: whoever has the old one mapped keeps it
-    file.write_bytes(whole[: int(share * len(whole))])
+    file.write_bytes(whole[: int(fraction * len(whole))])
     assert open_index(folder).boxes.tolist() == boxes
     assert len(file.read_bytes()) == len(whole)
 
@@ -149,7 +149,7 @@ def test_a_damaged_cache_never_leads_outside_the_arrays(damage: list[tuple[float
         assert (len(index), len(index.boxes)) == (20, 20)
         assert index.offsets[-1] == len(index.labels) == len(index.crowd) == len(index.area)
         assert 0 <= index.labels.min() <= index.labels.max() < len(index.class_names)
-        assert len([index.path(row) for row in range(len(index))]) == 20
+        assert len([index.path(image_index) for image_index in range(len(index))]) == 20
 
 
 def test_the_arrays_are_views_that_keep_the_file_mapped(tmp_path: Path, own_cache: Path) -> None:
@@ -205,7 +205,7 @@ def test_the_index_needs_no_torch() -> None:
 
 
 def test_the_hash_of_a_name_is_the_same_everywhere() -> None:
-    """Another value would move pictures between training and validation of everyone's data sets."""
+    """Another value would move images between training and validation of everyone's data sets."""
     assert clean._hash_to_unit_interval("000000000009.jpg") == pytest.approx(HASHES[0], abs=1e-15)
     assert clean._hash_to_unit_interval("Zürich 1.png") == pytest.approx(HASHES[1], abs=1e-15)
     assert clean._hash_to_unit_interval(unicodedata.normalize("NFD", "Zürich 1.png")) == clean._hash_to_unit_interval(
@@ -215,7 +215,7 @@ def test_the_hash_of_a_name_is_the_same_everywhere() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.sets(st.integers(0, 10**6), min_size=2, max_size=300), st.floats(0.05, 0.9))
-def test_each_picture_keeps_its_split_when_others_come(numbers: set[int], fraction: float) -> None:
+def test_each_image_keeps_its_split_when_others_are_added(numbers: set[int], fraction: float) -> None:
     names = [f"{number}.jpg" for number in sorted(numbers)]
     boxed = np.ones(len(names), np.bool_)
     held = clean._choose_val_images(names, fraction, boxed)
@@ -229,7 +229,7 @@ def test_each_picture_keeps_its_split_when_others_come(numbers: set[int], fracti
 
 
 @given(st.lists(st.booleans(), max_size=40), st.floats(0.01, 0.9))
-def test_what_is_held_back_has_boxes_and_so_has_the_rest(boxes: list[bool], fraction: float) -> None:
+def test_both_splits_have_boxes(boxes: list[bool], fraction: float) -> None:
     boxed = np.array(boxes, np.bool_)
     held = clean._choose_val_images([f"{n}.jpg" for n in range(len(boxes))], fraction, boxed)
     if sum(boxes) > 1:
@@ -247,7 +247,7 @@ def test_the_split_depends_on_the_name_and_not_on_the_folder(tmp_path: Path) -> 
     assert any("held out" in note for note in here.notes)
 
 
-def test_a_share_for_validation_that_is_not_needed(tmp_path: Path) -> None:
+def test_unused_split_setting_is_noted(tmp_path: Path) -> None:
     for split in ("train", "valid"):
         (tmp_path / split).mkdir()
         (tmp_path / split / "_annotations.coco.json").write_text(content(numbered(3)))
@@ -255,7 +255,7 @@ def test_a_share_for_validation_that_is_not_needed(tmp_path: Path) -> None:
     assert not any("val_fraction" in note for note in open_index(tmp_path).notes)
 
 
-def test_pictures_in_two_splits_are_said(tmp_path: Path) -> None:
+def test_images_in_two_splits_are_reported(tmp_path: Path) -> None:
     (tmp_path / "annotations").mkdir()
     (tmp_path / "annotations" / "train.json").write_text(content(numbered(3)))
     (tmp_path / "annotations" / "val.json").write_text(content(numbered(1)))
@@ -267,46 +267,46 @@ def test_pictures_in_two_splits_are_said(tmp_path: Path) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.sets(st.integers(0, 149)), st.booleans())
-def test_exactly_the_missing_pictures_are_listed(gone: set[int], few: bool) -> None:
+def test_exactly_the_missing_images_are_listed(gone: set[int], few: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         index = open_index(dataset(Path(folder) / "set", numbered(150)))
-        for row in gone:
-            index.path(row).unlink()
+        for image_index in gone:
+            index.path(image_index).unlink()
         asked = range(20) if few else None
         assert missing_images(index, asked) == sorted(gone & set(asked or range(150)))
 
 
-def test_a_few_missing_pictures_are_tolerated(tmp_path: Path) -> None:
+def test_few_missing_images_are_tolerated(tmp_path: Path) -> None:
     index = open_index(dataset(tmp_path / "set", numbered(400)))
-    rows = index.image_indices("train")
-    few = rows.size // 100
-    for row in rows[:few].tolist():
-        index.path(row).unlink()
-    assert require_images(index) == rows[:few].tolist()
-    index.path(rows[few]).unlink()
-    with pytest.raises(DataError, match=f"{few + 1} of the {rows.size} images of the train split") as raised:
+    image_indices = index.image_indices("train")
+    few = image_indices.size // 100
+    for image_index in image_indices[:few].tolist():
+        index.path(image_index).unlink()
+    assert require_images(index) == image_indices[:few].tolist()
+    index.path(image_indices[few]).unlink()
+    with pytest.raises(DataError, match=f"{few + 1} of the {image_indices.size} images of the train split") as raised:
         require_images(index)
-    assert str(index.path(rows[0])) in str(raised.value)
+    assert str(index.path(image_indices[0])) in str(raised.value)
 
 
 @pytest.mark.parametrize(
     ("max_bad", "gone", "enough"), [(0.0, 1, False), (0.001, 1, True), (0.1, 4, True), (0.1, 5, False)]
 )
-def test_how_many_pictures_may_be_missing(tmp_path: Path, max_bad: float, gone: int, enough: bool) -> None:
+def test_how_many_images_may_be_missing(tmp_path: Path, max_bad: float, gone: int, enough: bool) -> None:
     index = open_index(dataset(tmp_path / "set", numbered(50)))
-    rows = index.image_indices("train")
-    assert 40 <= rows.size < 50
-    for row in rows[:gone].tolist():
-        index.path(row).unlink()
+    image_indices = index.image_indices("train")
+    assert 40 <= image_indices.size < 50
+    for image_index in image_indices[:gone].tolist():
+        index.path(image_index).unlink()
     if enough:
-        assert require_images(index, max_bad_fraction=max_bad) == rows[:gone].tolist()
+        assert require_images(index, max_bad_fraction=max_bad) == image_indices[:gone].tolist()
     else:
-        with pytest.raises(DataError, match=f"{gone} of the {rows.size} images") as raised:
+        with pytest.raises(DataError, match=f"{gone} of the {image_indices.size} images") as raised:
             require_images(index, max_bad_fraction=max_bad)
         assert f"{max_bad:.3g} of them may be missing (--max-bad-fraction)" in str(raised.value)
 
 
-def test_pictures_that_are_left_out_for_their_annotations(tmp_path: Path) -> None:
+def test_images_left_out_because_of_their_annotations(tmp_path: Path) -> None:
     folder = dataset(tmp_path / "set", numbered(50))
     whole = json.loads(content(numbered(50)))
     for bad in (1, 2):
@@ -325,7 +325,7 @@ def test_pictures_that_are_left_out_for_their_annotations(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("names", "fix"), [(["../x/00000.jpg"], "is in"), (["images/00000.JPEG"], "00000.JPEG exists")]
 )
-def test_where_missing_pictures_seem_to_be(tmp_path: Path, names: list[str], fix: str) -> None:
+def test_location_of_missing_images_is_suggested(tmp_path: Path, names: list[str], fix: str) -> None:
     folder = dataset(tmp_path / "set", numbered(1), exist=False)
     for name in names:
         (folder / name).parent.mkdir(exist_ok=True)
@@ -385,7 +385,7 @@ def test_both_formats_in_one_folder(tmp_path: Path) -> None:
         ("set", {"format": "voc"}, DataError, "in the format 'voc'"),
     ],
 )
-def test_what_cannot_be_asked_for(
+def test_invalid_arguments(
     tmp_path: Path, data: str, options: dict[str, str], kind: type[StokerError], fragment: str
 ) -> None:
     dataset(tmp_path / "set", numbered(2))
@@ -399,7 +399,7 @@ def test_a_name_that_is_empty_is_not_this_folder() -> None:
         open_index("")
 
 
-def test_a_picture_elsewhere_is_one_of_the_data_set(tmp_path: Path) -> None:
+def test_image_folder_outside_belongs_to_the_data_set(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     for name in ("elsewhere/a.jpg", "b.jpg"):
         (tmp_path / name).touch()

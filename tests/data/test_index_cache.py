@@ -1,4 +1,4 @@
-"""The index follows its pictures: one that is renamed, and those whose sizes it has from them and that change."""
+"""The index follows its images: one that is renamed, and those whose sizes it has from them and that change."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from stoker.data.index import open_index
 from tests.data.test_index import content, refuse_reading
 
 
-def test_a_picture_that_is_renamed_in_a_folder_inside_is_found(tmp_path: Path) -> None:
+def test_renamed_image_in_a_subfolder_is_found(tmp_path: Path) -> None:
     (tmp_path / "set" / "images" / "day").mkdir(parents=True)
     (tmp_path / "set" / "images" / "day" / "A.jpg").touch()
     (tmp_path / "set" / "all.json").write_text(content(["day/a.jpg", "day/b.jpg"]))
@@ -18,8 +18,8 @@ def test_a_picture_that_is_renamed_in_a_folder_inside_is_found(tmp_path: Path) -
     assert open_index(tmp_path / "set").path(0).name == "a.jpg"
 
 
-def test_sizes_are_those_of_pictures_that_were_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """YOLO's boxes are shares of sizes that only the pictures say; writing over a file does not change its folder."""
+def test_sizes_of_overwritten_images_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """YOLO's boxes are fractions of sizes that only the images say; writing over a file does not change its folder."""
     (tmp_path / "images").mkdir()
     (tmp_path / "labels").mkdir()
     names = [f"{n}.png" for n in range(3)]

@@ -1,4 +1,4 @@
-"""The contact sheet: what it shows is what training sees, and it never writes over the user's pictures."""
+"""The contact sheet: what it shows is what training sees, and it never writes over the user's images."""
 
 import dataclasses
 import sys
@@ -46,10 +46,10 @@ def sheet_of(index: Index, settings: DataSettings, *, count: int = 2, seed: int 
 
 
 def halves(sheet: np.ndarray, pair: int) -> tuple[np.ndarray, np.ndarray]:
-    """The plain and the augmented picture of a pair of the first row, [h, CELL, 3]."""
+    """The plain and the augmented image of a pair of the first row, [h, CELL, 3]."""
     height, left = CELL_SIZE * 64 // 96, 8 + pair * (2 * CELL_SIZE + 2 + 8)
-    picture = sheet[8 : 8 + height]
-    return picture[:, left : left + CELL_SIZE], picture[:, left + CELL_SIZE + 2 : left + 2 * CELL_SIZE + 2]
+    image = sheet[8 : 8 + height]
+    return image[:, left : left + CELL_SIZE], image[:, left + CELL_SIZE + 2 : left + 2 * CELL_SIZE + 2]
 
 
 def test_without_augmentation_both_are_the_same(index: Index):
@@ -60,8 +60,10 @@ def test_without_augmentation_both_are_the_same(index: Index):
         assert np.array_equal(plain, augmented)
 
 
-@pytest.mark.parametrize("name", ["hflip", "scale_jitter_prob", "brightness", "contrast", "saturation", "hue", "mosaic"])
-def test_each_setting_shows_on_the_right_only(index: Index, name: str):
+@pytest.mark.parametrize(
+    "name", ["hflip", "scale_jitter_prob", "brightness", "contrast", "saturation", "hue", "mosaic"]
+)
+def test_each_setting_changes_the_augmented_image_only(index: Index, name: str):
     changes = {name: 0.5 if name == "hue" else 1.0}
     sheet = sheet_of(index, dataclasses.replace(PLAIN, **changes))
     for pair in range(2):
@@ -72,7 +74,7 @@ def test_each_setting_shows_on_the_right_only(index: Index, name: str):
     assert not np.array_equal(sheet, sheet_of(index, dataclasses.replace(PLAIN, **changes), seed=1))
 
 
-def test_the_words_below_a_picture():
+def test_description_of_the_augmentation():
     draws = torch.full((1, NUM_RAND), 0.9)
     draws[0, RandSlot.BRIGHTNESS] = 0.75
     plain = batch_of(np.zeros((1, 4, 4, 3), np.uint8), np.zeros((1, 1, 4), np.float32), [(4, 4)], rand=draws)
@@ -87,7 +89,7 @@ def test_the_words_below_a_picture():
 
 
 @pytest.mark.parametrize("count", [0, 401])
-def test_a_count_that_cannot_be(index: Index, count: int):
+def test_invalid_count(index: Index, count: int):
     with pytest.raises(UsageError, match="1 … 400"):
         make_preview(index, index.image_indices("train"), PLAIN, seed=0, num_images=count, workers=1)
 
@@ -122,9 +124,9 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert run(monkeypatch, data, "--model", "ember_n", "--epochs", "100", "--batch-size", "2") == 0
     assert "seen about 100 times" in capsys.readouterr().out
 
-    picture = next((data / "train").glob("*.jpg"))
+    image = next((data / "train").glob("*.jpg"))
     for arguments, words in [
-        ((data, "--out", picture), "in the folder of the data set"),
+        ((data, "--out", image), "in the folder of the data"),
         ((data, "--out", "sheet.txt"), "valid:  .png"),
         ((data, "--split", "test"), "valid:  train, val"),
         ((data, "--hue", "0.7"), "0 … 0.5"),

@@ -31,7 +31,7 @@ def write(
     crowd: set[tuple[int, int]] = frozenset(),  # type: ignore[assignment]
     sized: bool = True,
 ) -> Path:
-    """A COCO split: boxes (x, y, width, height) of each picture; classes in turn."""
+    """A COCO split: boxes (x, y, width, height) of each image; classes in turn."""
     place = folder / split
     place.mkdir(parents=True)
     images, annotations = [], []
@@ -70,7 +70,7 @@ def of_shapes(shapes: np.ndarray) -> list[list[tuple[float, float, float, float]
     return [[(10.0, 20.0, float(w), float(h))] for w, h in shapes if w <= 780 and h <= 770]
 
 
-def test_boxes_that_are_anchors_are_covered_whole(tmp_path):
+def test_boxes_of_anchor_shapes_are_covered(tmp_path):
     shapes = of_shapes(PAPER.anchor_wh())
     write(tmp_path, shapes * 2)
     found = stats_of(tmp_path)
@@ -85,7 +85,7 @@ def test_boxes_that_are_anchors_are_covered_whole(tmp_path):
     assert half.anchors[1].all["0.5"] > half.anchors[0].all["0.5"] + 0.02
 
 
-def test_a_share_of_boxes_that_no_anchor_reaches_is_that_share(tmp_path):
+def test_fraction_of_boxes_without_a_matching_anchor(tmp_path):
     """Three of four are 32 × 32, the smallest anchor; the fourth, 8 × 8, is a 16th of it."""
     write(tmp_path, [[(0, 0, 32, 32), (50, 50, 32, 32), (100, 0, 32, 32), (200, 200, 8, 8)]] * 5)
     found = stats_of(tmp_path)
@@ -128,8 +128,8 @@ def test_counts(tmp_path):
         stats_of(tmp_path, split="test")
 
 
-def test_places(tmp_path):
-    """A box over the left half of every other picture, one over the bottom right quarter of all."""
+def test_box_heatmap(tmp_path):
+    """A box over the left half of every other image, one over the bottom right quarter of all."""
     left, corner = (0, 0, 400, 800), (400, 400, 400, 400)
     write(tmp_path, [[left, corner], [corner]])
     places = np.array(stats_of(tmp_path).box_heatmap)
@@ -139,18 +139,18 @@ def test_places(tmp_path):
     assert (places[:middle, middle:] == 0).all()
 
 
-def test_sizes_that_the_annotations_do_not_say_are_read(tmp_path):
+def test_sizes_missing_in_the_annotations_are_read(tmp_path):
     write(tmp_path, [[(0, 0, 100, 50)]] * 3, size=(200, 400), sized=False)
-    (tmp_path / "train" / "2.png").write_bytes(b"no picture")
+    (tmp_path / "train" / "2.png").write_bytes(b"no image")
     found = stats_of(tmp_path)
     assert found.num_unknown_sizes == 1
     assert [(s.height, s.width, s.num_images) for s in found.image_sizes] == [(200, 400, 2)]
     assert found.image_size == (192, 384) or found.image_size[1] == 2 * found.image_size[0]
     assert found.sqrt_box_area.count == 2
-    assert "--image-size" in found.flags  # a training does not look into the pictures first
+    assert "--image-size" in found.flags  # a training does not look into the images first
 
 
-def test_a_data_set_without_boxes_in_a_split_has_numbers_too(tmp_path):
+def test_split_without_boxes(tmp_path):
     write(tmp_path, [[(0, 0, 10, 10)]])
     write(tmp_path, [[], []], split="test")
     found = stats_of(tmp_path, split="test")
@@ -160,18 +160,18 @@ def test_a_data_set_without_boxes_in_a_split_has_numbers_too(tmp_path):
     save_image(draw_stats(found), tmp_path / "a.png")
 
 
-def test_json_and_drawing(tmp_path, capsys):
+def test_json_and_plot(tmp_path, capsys):
     write(tmp_path / "set", [[(0, 0, 10, 10), (5, 5, 300, 100)]] * 4, labels=2)
     code, out, _ = run(capsys, "data", "stats", str(tmp_path / "set"), "--json", "--out", str(tmp_path / "a.png"))
     assert code == 0
     found = msgspec.json.decode(out, type=DatasetStats)
     assert found.classes[0].name == "class 0"
-    with Image.open(tmp_path / "a.png") as picture:
-        assert picture.size == (WIDTH, HEIGHT)
-        assert len(np.unique(np.asarray(picture.convert("RGB")).reshape(-1, 3), axis=0)) > 50  # something is drawn
+    with Image.open(tmp_path / "a.png") as image:
+        assert image.size == (WIDTH, HEIGHT)
+        assert len(np.unique(np.asarray(image.convert("RGB")).reshape(-1, 3), axis=0)) > 50  # something is drawn
 
 
-def test_the_text(tmp_path, capsys):
+def test_text(tmp_path, capsys):
     write(tmp_path / "the set", [[(0, 0, 10, 10), (5, 5, 300, 100)]] * 4, labels=2)
     code, out, _ = run(
         capsys, "data", "stats", str(tmp_path / "the set"), "--classes", "class 1", "--image-size", "640", "640"
@@ -180,7 +180,7 @@ def test_the_text(tmp_path, capsys):
     assert "image size 640x640, letterbox: set by --image-size" in out
     assert "class 1" in out
     assert "class 0" not in out
-    assert f"to train so: stoker train '{tmp_path / 'the set'}' --" in out
+    assert f"recommended: stoker train '{tmp_path / 'the set'}' --" in out
     assert "half a stride away" in out
 
 
@@ -192,18 +192,18 @@ def test_the_text(tmp_path, capsys):
         (["--model", "nothing"], "retinanet"),
     ],
 )
-def test_what_cannot_be_asked_for(tmp_path, capsys, options, says):
+def test_invalid_arguments(tmp_path, capsys, options, says):
     code, _, error = run(capsys, "data", "stats", str(write(tmp_path / "set", [[(0, 0, 10, 10)]])), *options)
     assert code == UsageError.exit_code
     assert says in error
 
 
-def test_no_picture_of_the_user_is_written_over(tmp_path, capsys):
+def test_images_of_the_data_set_are_not_overwritten(tmp_path, capsys):
     write(tmp_path / "set", [[(0, 0, 10, 10)]] * 2)
     (tmp_path / "set" / "own.png").write_bytes(b"mine")
     (tmp_path / "link.png").symlink_to(tmp_path / "set" / "own.png")
     for out in (tmp_path / "set" / "own.png", tmp_path / "link.png"):
         code, _, error = run(capsys, "data", "stats", str(tmp_path / "set"), "--out", str(out))
         assert code == UsageError.exit_code
-        assert "in the folder of the data set" in error
+        assert "in the folder of the dataset" in error
     assert (tmp_path / "set" / "own.png").read_bytes() == b"mine"

@@ -19,32 +19,32 @@ from tests.storage.servers import Server, apply, web_server
 @pytest.fixture
 def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Server, str]]:
     with web_server() as server:
-        place = server.bucket()
-        apply(monkeypatch, place.environment)
-        yield server, place.address
+        served = server.bucket()
+        apply(monkeypatch, served.environment)
+        yield server, served.uri
 
 
-@pytest.mark.parametrize("pictures", ["train", "images", "annotations", "images/train"])
-def test_coco_on_a_web_server(web: tuple[Server, str], tmp_path: Path, pictures: str) -> None:
-    server, address = web
+@pytest.mark.parametrize("images", ["train", "images", "annotations", "images/train"])
+def test_coco(web: tuple[Server, str], tmp_path: Path, images: str) -> None:
+    server, uri = web
     WRITE["coco"](tmp_path / "set", DRAWN)
     (tmp_path / "set" / "annotations").mkdir()
     file = tmp_path / "set" / "annotations" / "instances_train.json"
     (tmp_path / "set" / "train" / "_annotations.coco.json").rename(file)
     server.objects.put("", "my set/annotations/instances_train.json", file.read_bytes())
     for path in (tmp_path / "set" / "train").iterdir():
-        server.objects.put("", f"my set/{pictures}/{path.name}", path.read_bytes())
-    remote = open_index(f"{address}/my%20set/annotations/instances_train.json")
+        server.objects.put("", f"my set/{images}/{path.name}", path.read_bytes())
+    remote = open_index(f"{uri}/my%20set/annotations/instances_train.json")
     same(remote, open_index(file))
-    assert remote.display_source(0) == f"{address}/my%20set/{pictures}/train-0.jpg"
+    assert remote.display_source(0) == f"{uri}/my%20set/{images}/train-0.jpg"
     document = json.loads(file.read_text())
     document["annotations"].pop()
     server.objects.put("", "my set/annotations/instances_train.json", json.dumps(document).encode())
-    assert len(open_index(f"{address}/my%20set/annotations/instances_train.json").boxes) == len(remote.boxes) - 1
+    assert len(open_index(f"{uri}/my%20set/annotations/instances_train.json").boxes) == len(remote.boxes) - 1
 
 
-def test_a_table_on_a_web_server(web: tuple[Server, str], tmp_path: Path) -> None:
-    server, address = web
+def test_csv(web: tuple[Server, str], tmp_path: Path) -> None:
+    server, uri = web
     table = "filename,class,xmin,ymin,xmax,ymax\ntrain-0.jpg,cat,0.1,0.1,0.5,0.5\ntrain-2.jpg,cat,0.25,0.2,0.5,0.5\n"
     WRITE["csv"](tmp_path / "set", DRAWN)
     for path in (tmp_path / "set").glob("*.csv"):
@@ -53,28 +53,28 @@ def test_a_table_on_a_web_server(web: tuple[Server, str], tmp_path: Path) -> Non
     for path in (tmp_path / "set").rglob("*"):
         if path.is_file():
             server.objects.put("", str(path.relative_to(tmp_path / "set")), path.read_bytes())
-    remote = open_index(f"{address}/boxes.csv")  # shares: the sizes are measured
+    remote = open_index(f"{uri}/boxes.csv")  # fractions: the sizes are measured
     same(remote, open_index(tmp_path / "set" / "boxes.csv"))
 
 
-def test_what_a_web_server_has_not(web: tuple[Server, str]) -> None:
-    server, address = web
+def test_missing_files(web: tuple[Server, str]) -> None:
+    server, uri = web
     with pytest.raises(DataError, match="does not list") as folder:
-        open_index(f"{address}/set")
-    assert f"{address}/set/annotations.json" in str(folder.value)
+        open_index(f"{uri}/set")
+    assert f"{uri}/set/annotations.json" in str(folder.value)
     with pytest.raises(DataError, match="no such file"):
-        open_index(f"{address}/set/a.json")
+        open_index(f"{uri}/set/a.json")
     entry = {"id": 1, "file_name": "a.jpg", "width": 9, "height": 9}
     server.objects.put("", "set/a.json", json.dumps({"images": [entry], "annotations": [], "categories": []}).encode())
-    with pytest.raises(DataError, match="images are not found") as pictures:
-        open_index(f"{address}/set/a.json")
-    assert "'a.jpg'" in str(pictures.value)
+    with pytest.raises(DataError, match="images are not found") as images:
+        open_index(f"{uri}/set/a.json")
+    assert "'a.jpg'" in str(images.value)
 
 
-def test_a_stopped_server_says_who_and_what(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_a_stopped_server_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with web_server() as server:
-        place = server.bucket()
-    apply(monkeypatch, {**place.environment, "STOKER_STORAGE_TIMEOUT_S": "0.2"})
+        served = server.bucket()
+    apply(monkeypatch, {**served.environment, "STOKER_STORAGE_TIMEOUT_S": "0.2"})
     with pytest.raises(StokerError) as raised:
-        resolve_dataset(parse_uri(f"{place.address}/a.json"), data_file_suffixes())
-    assert place.address in str(raised.value)
+        resolve_dataset(parse_uri(f"{served.uri}/a.json"), data_file_suffixes())
+    assert served.uri in str(raised.value)

@@ -29,7 +29,7 @@ def limit_and_used(found: Cgroup) -> tuple[int, int]:
     return memory.limit, memory.used
 
 
-def test_version_2_the_tightest_of_all_around_counts(tmp_path: Path) -> None:
+def test_version_2_lowest_limit_counts(tmp_path: Path) -> None:
     found = cgroup(
         tmp_path,
         "0::/job/step\n",
@@ -162,7 +162,7 @@ def test_what_the_memory_is_used_for(
     assert cgroup(tmp_path, membership, files).memory_state() == told
 
 
-def test_of_another_process_it_is_that_ones_also_when_it_has_ended(tmp_path: Path) -> None:
+def test_cgroup_of_another_process_also_after_its_end(tmp_path: Path) -> None:
     found = cgroup(
         tmp_path,
         "0::/job\n",

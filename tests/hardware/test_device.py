@@ -98,7 +98,7 @@ class LateEvent:
         return (later.at_s - self.at_s) * 1e3
 
 
-def test_thousands_of_steps_are_bracketed_by_a_few_events_and_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thousands_of_steps_need_few_events_and_no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = LateDevice(monkeypatch)
     ledger = Ledger(Device(torch.device("cuda", 0)).make_clock(), start_s=time.perf_counter())
     fake.may_wait = False
@@ -118,7 +118,7 @@ def test_thousands_of_steps_are_bracketed_by_a_few_events_and_no_wait(monkeypatc
     assert sum(account.phases.values()) == pytest.approx(account.wall_s)
 
 
-def test_ranges_are_for_a_profiler_that_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvtx_ranges_only_with_a_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, cpu = Device(torch.device("cuda", 0)), Device(torch.device("cpu"))
     for name in ("STOKER_NVTX", "NSYS_PROFILING_SESSION_ID", "NVTX_INJECTION64_PATH"):
         monkeypatch.delenv(name, raising=False)
@@ -130,7 +130,7 @@ def test_ranges_are_for_a_profiler_that_reads_them(monkeypatch: pytest.MonkeyPat
         monkeypatch.delenv(name)
 
 
-def test_a_cpu_needs_no_event_and_does_not_starve() -> None:
+def test_cpu_needs_no_events() -> None:
     ledger = Ledger(Device(torch.device("cpu")).make_clock(), start_s=time.perf_counter())
     with ledger.compute():
         pass

@@ -11,7 +11,7 @@ from stoker.hardware.prices import gpu_price_range, machine_price, match_gpu_nam
     ("a2-highgpu-8g", 0, 3.673385), ("projects/1/machineTypes/g2-standard-4", 0, 0.706832),
     ("n1-standard-8", 1, 0.379996 + 0.35), ("n1-highmem-8", 2, 0.473212 / 2 + 0.35),
 ])  # fmt: skip
-def test_a_machine_that_is_told_has_one_price(machine: str, gpus: int, each: float) -> None:
+def test_known_machine_has_one_price(machine: str, gpus: int, each: float) -> None:
     """Computed by hand from the clouds' price pages."""
     found = machine_price(machine, "T4", gpus)
     assert found is not None
@@ -22,7 +22,7 @@ def test_a_machine_that_is_told_has_one_price(machine: str, gpus: int, each: flo
 
 
 @pytest.mark.parametrize("machine", ["", "c5.large", "p3.3xlarge", "n1-standard-8", "a2-highgpu-3g", "H100", "p3"])
-def test_a_machine_that_is_not_in_the_table_has_none(machine: str) -> None:
+def test_unknown_machine_has_no_price(machine: str) -> None:
     assert machine_price(machine) is None
 
 
@@ -61,7 +61,7 @@ def environment(name: str, machine: object = None, count: int = 1) -> dict[str, 
     return {"machine_type": machine, "gpu": {"gpus": [{"name": name, "memory_bytes": 15 * 2**30}] * count}}
 
 
-def test_the_environment_tells_the_machine_or_else_a_range() -> None:
+def test_price_of_an_environment() -> None:
     exact = price_from_environment(environment("Tesla T4", "g4dn.xlarge"))
     assert exact is not None
     assert exact.low == exact.high == 0.526
@@ -88,11 +88,11 @@ ODD: list[dict[str, object]] = [
 
 
 @pytest.mark.parametrize("odd", ODD)
-def test_what_is_not_known_has_no_price(odd: dict[str, object]) -> None:
+def test_unknown_environment_has_no_price(odd: dict[str, object]) -> None:
     assert price_from_environment(odd) is None
 
 
-def test_a_price_that_is_given() -> None:
+def test_user_price() -> None:
     assert user_price(0.0, "--price-per-device-hour") is None
     price = user_price(3.6, "--price-per-device-hour")
     assert price is not None

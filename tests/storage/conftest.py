@@ -26,6 +26,6 @@ def web() -> Iterator[servers.Server]:
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test of this folder finds credentials, or asks for them."""
-    servers.apply(monkeypatch, servers.ALONE)
+    servers.apply(monkeypatch, servers.NO_CREDENTIALS)

@@ -193,8 +193,8 @@ class GoogleXml(Files):
     def _allowed(self) -> bool:
         bucket = unquote(urlsplit(self.path).path.split("/")[1])
         if self.command in self._objects.denied:
-            said = "somebody@example.org does not have access to the Google Cloud Storage object."
-            self._error(403, "AccessDenied", "Access denied.", said)
+            details = "somebody@example.org does not have access to the Google Cloud Storage object."
+            self._error(403, "AccessDenied", "Access denied.", details)
         elif bucket not in self._objects.buckets:
             self._error(404, "NoSuchBucket", "The specified bucket does not exist.")
         else:

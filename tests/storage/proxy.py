@@ -23,8 +23,8 @@ CHUNK = 64 * 1024
 
 @dataclass(frozen=True)
 class Conditions:
-    """latency_s: before each answer. bytes_per_s: of all answers together. faults: the share of requests that each
-    meets, drawn by `seed`. plan: which fault the n-th request meets (from 0), in place of the draw."""
+    """latency_s: before each answer. bytes_per_s: of all answers together. faults: the fraction of requests that each
+    meets, drawn by `seed`. plan: which fault the n-th request meets (from 0), in served of the draw."""
 
     latency_s: float = 0.0
     bytes_per_s: float | None = None
@@ -36,16 +36,16 @@ class Conditions:
     def fault(self, number: int, method: str, path: str) -> Fault | None:
         if self.plan is not None:
             return self.plan(number, method, path)
-        lot = random.Random(f"{self.seed}/{number}").random()
-        for fault, share in self.faults.items():
-            if lot < share:
+        value = random.Random(f"{self.seed}/{number}").random()
+        for fault, fraction in self.faults.items():
+            if value < fraction:
                 return fault
-            lot -= share
+            value -= fraction
         return None
 
 
 @dataclass(frozen=True)
-class Seen:
+class RecordedRequest:
     method: str
     path: str
     fault: Fault | None
@@ -56,10 +56,10 @@ class Proxy:
 
     def __init__(self, upstream: str, conditions: Conditions | None = None) -> None:
         self.conditions = conditions or Conditions()
-        self.seen: list[Seen] = []
+        self.requests: list[RecordedRequest] = []
         """Every request, in the order in which they came."""
-        self.under_way = 0
-        self.most_under_way = 0
+        self.in_flight = 0
+        self.peak_in_flight = 0
         parts = urlsplit(upstream)
         self._upstream = (parts.hostname or "", parts.port or 80)
         self._free_at = 0.0
@@ -97,16 +97,16 @@ class Proxy:
             while head := await _head(reader):
                 method, path, _ = head.split(b"\r\n", 1)[0].decode().split(" ", 2)
                 body = await reader.readexactly(_length(head))
-                fault = self.conditions.fault(len(self.seen), method, path)
-                self.seen.append(Seen(method, path, fault))
-                self.under_way += 1
-                self.most_under_way = max(self.most_under_way, self.under_way)
+                fault = self.conditions.fault(len(self.requests), method, path)
+                self.requests.append(RecordedRequest(method, path, fault))
+                self.in_flight += 1
+                self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
                 try:
                     up = up or await asyncio.open_connection(*self._upstream, limit=1 << 20)
                     if not await self._answer(writer, up, head + body, method, fault):
                         return
                 finally:
-                    self.under_way -= 1
+                    self.in_flight -= 1
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass  # the client went away, as clients do that cancel; or the proxy ends
         finally:
@@ -133,8 +133,8 @@ class Proxy:
             await asyncio.Event().wait()
         if fault in ("503", "429", "500", "400"):
             code = {"503": "SlowDown", "429": "TooManyRequests", "500": "InternalError", "400": "BadRequest"}[fault]
-            said = f"<Error><Code>{code}</Code></Error>".encode() if method != "HEAD" else b""
-            writer.write(f"HTTP/1.1 {fault} X\r\nContent-Length: {len(said)}\r\n\r\n".encode() + said)
+            xml = f"<Error><Code>{code}</Code></Error>".encode() if method != "HEAD" else b""
+            writer.write(f"HTTP/1.1 {fault} X\r\nContent-Length: {len(xml)}\r\n\r\n".encode() + xml)
             await writer.drain()
             return True
         up[1].write(request)

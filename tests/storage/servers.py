@@ -1,13 +1,13 @@
 """Real servers on loopback for tests of object stores: S3 (moto), Google's (our own), plain web, and a bad network.
 
     with s3_server() as server:                 # or google_server(), web_server(); a fixture of each in conftest.py
-        place = server.bucket()                 # a new one each time
-        with place.through(Conditions(latency_s=0.02, faults={"503": 0.01})) as (worse, proxy):
-            place.address, place.environment    # "s3://bucket-1", the variables that make it answer here
-            worse.environment                   # the same bucket, through the proxy
-            proxy.seen                          # the requests that came
+        served = server.bucket()                 # a new one each time
+        with served.through(Conditions(latency_s=0.02, faults={"503": 0.01})) as (proxied, proxy):
+            served.uri, served.environment    # "s3://bucket-1", the variables that make it answer here
+            proxied.environment                   # the same bucket, through the proxy
+            proxy.requests                          # the requests that came
 
-`apply(monkeypatch, place.environment)` sets the variables in this process; a sub-process gets {**os.environ, **them}.
+`apply(monkeypatch, served.environment)` sets the variables in this process; a sub-process gets {**os.environ, **them}.
 Nothing asks a network: the variables also switch off the metadata services and the user's own credentials.
 """
 
@@ -28,11 +28,11 @@ from tests.storage.object_server import Files, GoogleXml, Objects, ObjectServer
 from tests.storage.proxy import Conditions, Proxy
 
 __all__ = [
-    "ALONE",
+    "NO_CREDENTIALS",
     "Conditions",
     "Objects",
-    "Place",
     "Proxy",
+    "ServedBucket",
     "Server",
     "apply",
     "google_server",
@@ -40,7 +40,7 @@ __all__ = [
     "web_server",
 ]
 
-ALONE = {
+NO_CREDENTIALS = {
     "AWS_EC2_METADATA_DISABLED": "true",
     "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
     "AWS_CONFIG_FILE": os.devnull,
@@ -55,20 +55,20 @@ MOTO_START_S = 30.0
 
 
 @dataclass(frozen=True)
-class Place:
-    """A bucket on a server. address: without a slash at its end; of a web server, the server itself."""
+class ServedBucket:
+    """A bucket on a server. uri: without a slash at its end; of a web server, the server itself."""
 
-    address: str
+    uri: str
     url: str
     environment: Mapping[str, str]
 
     @contextlib.contextmanager
-    def through(self, conditions: Conditions | None = None) -> Iterator[tuple["Place", Proxy]]:
+    def through(self, conditions: Conditions | None = None) -> Iterator[tuple["ServedBucket", Proxy]]:
         """The same bucket with a bad network before it."""
         with Proxy(self.url, conditions) as proxy:
             environment = {name: value.replace(self.url, proxy.url) for name, value in self.environment.items()}
-            address = self.address.replace(self.url, proxy.url)
-            yield replace(self, address=address, url=proxy.url, environment=environment), proxy
+            uri = self.uri.replace(self.url, proxy.url)
+            yield replace(self, uri=uri, url=proxy.url, environment=environment), proxy
 
 
 class Server:
@@ -84,17 +84,17 @@ class Server:
         assert self._objects is not None, "moto's objects are in another process"
         return self._objects
 
-    def bucket(self) -> Place:
+    def bucket(self) -> ServedBucket:
         """A new, empty one."""
         name = f"bucket-{next(self._numbers)}"
         if self.scheme == "http":
             self.objects.buckets[""] = {}
-            return Place(self.url, self.url, ALONE)
+            return ServedBucket(self.url, self.url, NO_CREDENTIALS)
         if self.scheme == "gs":
             self.objects.buckets[name] = {}
-            return Place(f"gs://{name}", self.url, {**ALONE, "STORAGE_EMULATOR_HOST": self.url})
+            return ServedBucket(f"gs://{name}", self.url, {**NO_CREDENTIALS, "STORAGE_EMULATOR_HOST": self.url})
         urllib.request.urlopen(urllib.request.Request(f"{self.url}/{name}", method="PUT")).close()
-        return Place(f"s3://{name}", self.url, {**ALONE, **KEYS, "AWS_ENDPOINT_URL": self.url})
+        return ServedBucket(f"s3://{name}", self.url, {**NO_CREDENTIALS, **KEYS, "AWS_ENDPOINT_URL": self.url})
 
 
 @contextlib.contextmanager
@@ -138,7 +138,7 @@ def web_server() -> Iterator[Server]:
 
 
 def apply(monkeypatch: pytest.MonkeyPatch, environment: Mapping[str, str]) -> None:
-    """Sets the variables of a place, and takes away every other that leads to a cloud."""
+    """Sets the variables of a served, and takes away every other that leads to a cloud."""
     for name in os.environ:
         if name.startswith(_STARTS):
             monkeypatch.delenv(name)

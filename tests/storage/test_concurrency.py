@@ -14,7 +14,7 @@ from stoker.storage.concurrency import ConcurrencyController, HedgingPolicy
     st.integers(1, 500),
     st.lists(st.tuples(st.floats(0, 1e5), st.booleans(), st.floats(1e-4, 10), st.integers(0, 10**7)), max_size=200),
 )
-def test_depth_stays_within_its_bounds(limit: int, notes: list[tuple[float, bool, float, int]]) -> None:
+def test_concurrency_stays_within_its_bounds(limit: int, notes: list[tuple[float, bool, float, int]]) -> None:
     depth, now_s = ConcurrencyController(limit), 0.0
     for demand, starved, latency_s, size in notes:
         for _ in range(depth.value):
@@ -40,13 +40,13 @@ def run(
 
 
 @given(st.floats(0.002, 0.5), st.floats(20, 500))
-def test_little_is_met_where_the_store_can(latency_s: float, demand_per_s: float) -> None:
+def test_demand_is_met_if_the_store_can(latency_s: float, demand_per_s: float) -> None:
     depth = ConcurrencyController(1024)
     assert run(depth, latency_s=latency_s, link_per_s=1e9, demand_per_s=demand_per_s, rounds=40) >= demand_per_s * 0.99
 
 
 @given(st.floats(0.005, 0.1), st.floats(200, 2000))
-def test_a_link_that_is_the_limit_is_filled_and_not_flooded(latency_s: float, link_per_s: float) -> None:
+def test_saturated_link_is_filled_without_excess_concurrency(latency_s: float, link_per_s: float) -> None:
     """A demand beyond the link: what is under way stays near what fills it."""
     depth = ConcurrencyController(4096)
     demand = link_per_s * 1.2
@@ -56,7 +56,7 @@ def test_a_link_that_is_the_limit_is_filled_and_not_flooded(latency_s: float, li
     assert kept <= max(concurrency.INITIAL_CONCURRENCY, fills) * concurrency.GROWTH_FACTOR
 
 
-def test_it_shrinks_when_nobody_waits_and_not_at_once() -> None:
+def test_it_shrinks_after_patience_without_starvation() -> None:
     depth = ConcurrencyController(256)
     depth.value = 200
     depth.record_response(0.02, 1000)
@@ -69,7 +69,7 @@ def test_it_shrinks_when_nobody_waits_and_not_at_once() -> None:
 
 
 @given(st.integers(1, 4000))
-def test_second_requests_are_a_small_share(requests: int) -> None:
+def test_hedges_are_a_small_fraction(requests: int) -> None:
     tail, second = HedgingPolicy(), 0
     for _ in range(requests):
         tail.record_request()
@@ -77,12 +77,12 @@ def test_second_requests_are_a_small_share(requests: int) -> None:
     assert second <= 1 + concurrency.HEDGE_FRACTION * requests
 
 
-def test_the_delay_is_of_requests_of_like_size() -> None:
-    tail, lots = HedgingPolicy(), random.Random(0)
+def test_hedge_delay_depends_on_the_size() -> None:
+    tail, rng = HedgingPolicy(), random.Random(0)
     assert tail.hedge_delay_s(100_000) is None
     for _ in range(200):
-        tail.record_response(lots.uniform(0.02, 0.04), 100_000)
-        tail.record_response(lots.uniform(1.0, 2.0), 10_000_000)
+        tail.record_response(rng.uniform(0.02, 0.04), 100_000)
+        tail.record_response(rng.uniform(1.0, 2.0), 10_000_000)
     small, large = tail.hedge_delay_s(100_000), tail.hedge_delay_s(10_000_000)
     assert small is not None
     assert large is not None

@@ -12,7 +12,7 @@ from stoker.storage.uri import parse_uri
 from tests.storage.servers import Server, apply
 
 
-def test_nobody() -> None:
+def test_no_credentials() -> None:
     assert (
         find_credentials("s3").description
         == "anonymous (no AWS credentials in the environment, in ~/.aws or of an instance)"
@@ -45,21 +45,21 @@ def test_keys_of_the_environment_come_first(tmp_path: Path, monkeypatch: pytest.
     assert find_credentials("s3").description == "anonymous (AWS_SKIP_SIGNATURE)"
 
 
-def test_keys_of_a_file_sign(s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = s3.bucket()
+def test_profile_keys_sign_requests(s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = s3.bucket()
     credentials = tmp_path / "credentials"
     credentials.write_text("[mine]\naws_access_key_id = AKIAFROMAFILE1234\naws_secret_access_key = s\n")
     environment = {
-        n: v for n, v in place.environment.items() if n not in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+        n: v for n, v in served.environment.items() if n not in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
     }
     apply(monkeypatch, {**environment, "AWS_SHARED_CREDENTIALS_FILE": str(credentials), "AWS_PROFILE": "mine"})
-    store = Store(parse_uri(place.address))
+    store = Store(parse_uri(served.uri))
     assert store.credentials.description == "access key AKIA…1234 (profile mine of ~/.aws)"
     store.write("k", b"signed")
     assert store.read("k") == b"signed"
 
 
-def test_a_profile_that_boto3_cannot_use_either(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_that_boto3_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_PROFILE", "absent")
     with pytest.raises(StorageError, match="profile absent cannot be used") as caught:
         find_credentials("s3")
@@ -84,7 +84,7 @@ def test_key_files_of_google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert caught.value.location == str(key)
 
 
-def test_an_instance_says_who_it_is(web: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_identity_of_an_instance(web: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """The metadata service, as a server on loopback."""
     web.bucket()
     web.objects.put("", "computeMetadata/v1/instance/service-accounts/default/email", b"vm@p.iam.gserviceaccount.com")

@@ -13,7 +13,7 @@ from stoker.storage.failures import Failure, to_storage_error
 from stoker.storage.retry import Timeouts
 from stoker.storage.store import Store
 from stoker.storage.uri import parse_uri
-from tests.storage.servers import ALONE, KEYS, Server, apply
+from tests.storage.servers import KEYS, NO_CREDENTIALS, Server, apply
 
 
 @contextlib.contextmanager
@@ -53,8 +53,8 @@ def refusing(status: int, body: str, headers: dict[str, str] | None = None) -> I
 
 
 def error(code: str, message: str = "", details: str = "") -> str:
-    said = f"<Message>{message}</Message>" + (f"<Details>{details}</Details>" if details else "")
-    return f"<Error><Code>{code}</Code>{said}</Error>"
+    text = f"<Message>{message}</Message>" + (f"<Details>{details}</Details>" if details else "")
+    return f"<Error><Code>{code}</Code>{text}</Error>"
 
 
 def read(store: Store) -> None:
@@ -72,17 +72,19 @@ def write(store: Store) -> None:
 S3: list[tuple[str, int, str, Callable[[Store], None], str]] = [
     ("read", 403, error("AccessDenied", "Access Denied"), read, """No permission to read objects of the bucket bucket.
   where:  s3://bucket/train/1.jpg
-  why:    credentials: access key AKIA…MPLE (AWS_ACCESS_KEY_ID); missing permission: s3:GetObject (without s3:ListBucket \
-the response is the same for an object that does not exist); response: 403 AccessDenied, Access Denied
+  why:    credentials: access key AKIA…MPLE (AWS_ACCESS_KEY_ID); missing permission: s3:GetObject (without \
+s3:ListBucket the response is the same for an object that does not exist); response: 403 AccessDenied, Access Denied
   fix:    Add to a policy of this identity: {"Effect": "Allow", "Action": "s3:GetObject", "Resource": \
 "arn:aws:s3:::bucket/*"}"""),
-    ("list", 403, error("AccessDenied", "Access Denied"), listing, """No permission to list objects of the bucket bucket.
+    ("list", 403, error("AccessDenied", "Access Denied"), listing,
+     """No permission to list objects of the bucket bucket.
   where:  s3://bucket/train
   why:    credentials: access key AKIA…MPLE (AWS_ACCESS_KEY_ID); missing permission: s3:ListBucket; response: 403 \
 AccessDenied, Access Denied
   fix:    Add to a policy of this identity: {"Effect": "Allow", "Action": "s3:ListBucket", "Resource": \
 "arn:aws:s3:::bucket"}"""),
-    ("write", 403, error("AccessDenied", "Access Denied"), write, """No permission to write objects of the bucket bucket.
+    ("write", 403, error("AccessDenied", "Access Denied"), write,
+     """No permission to write objects of the bucket bucket.
   where:  s3://bucket/train/1.jpg
   why:    credentials: access key AKIA…MPLE (AWS_ACCESS_KEY_ID); missing permission: s3:PutObject; response: 403 \
 AccessDenied, Access Denied
@@ -119,33 +121,34 @@ def test_s3(
     status: int, body: str, action: Callable[[Store], None], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with refusing(status, body) as url:
-        apply(monkeypatch, {**ALONE, **KEYS, "AWS_ENDPOINT_URL": url})
+        apply(monkeypatch, {**NO_CREDENTIALS, **KEYS, "AWS_ENDPOINT_URL": url})
         with pytest.raises(StorageError) as caught:
             action(Store(parse_uri("s3://bucket")))
     assert str(caught.value) == message
     assert caught.value.exit_code == 3
 
 
-def test_a_redirect_without_a_place_is_asked_for_its_region(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_region_of_a_redirect_is_queried(monkeypatch: pytest.MonkeyPatch) -> None:
     with refusing(301, error("PermanentRedirect"), {"x-amz-bucket-region": "eu-north-1"}) as url:
-        apply(monkeypatch, {**ALONE, **KEYS, "AWS_ENDPOINT_URL": url})
+        apply(monkeypatch, {**NO_CREDENTIALS, **KEYS, "AWS_ENDPOINT_URL": url})
         with pytest.raises(StorageError, match="another region") as caught:
             read(Store(parse_uri("s3://bucket")))
     assert caught.value.fix == "export AWS_REGION=eu-north-1"
 
 
 def test_google(google: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = google.bucket()
-    apply(monkeypatch, place.environment)
+    served = google.bucket()
+    apply(monkeypatch, served.environment)
     monkeypatch.setattr(google.objects, "denied", {"GET"})
-    store = Store(parse_uri(place.address))
+    store = Store(parse_uri(served.uri))
     with pytest.raises(StorageError) as caught:
         read(store)
     assert str(caught.value) == (
         f"""No permission to read objects of the bucket {store.uri.bucket}.
-  where:  {place.address}/train/1.jpg
-  why:    credentials: anonymous (STORAGE_EMULATOR_HOST={google.url}); missing permission: storage.objects.get; response: \
-403 AccessDenied, Access denied.; somebody@example.org does not have access to the Google Cloud Storage object.
+  where:  {served.uri}/train/1.jpg
+  why:    credentials: anonymous (STORAGE_EMULATOR_HOST={google.url}); missing permission: storage.objects.get; \
+response: 403 AccessDenied, Access denied.; \
+somebody@example.org does not have access to the Google Cloud Storage object.
   fix:    gcloud auth application-default login, or GOOGLE_APPLICATION_CREDENTIALS=KEY_FILE"""
     )
     google.objects.denied = set()
@@ -155,7 +158,7 @@ def test_google(google: Server, monkeypatch: pytest.MonkeyPatch) -> None:
         Store(parse_uri("gs://nobodys")).stat("x")
 
 
-def test_google_grants_to_the_account_that_asked() -> None:
+def test_fix_grants_to_the_account() -> None:
     account = "train@project.iam.gserviceaccount.com"
     told = to_storage_error(
         Failure("denied", "403 AccessDenied", "Access denied.", status=403),
@@ -171,26 +174,26 @@ def test_google_grants_to_the_account_that_asked() -> None:
 
 
 def test_missing_and_conflict(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = s3.bucket()
-    apply(monkeypatch, place.environment)
-    store = Store(parse_uri(place.address))
+    served = s3.bucket()
+    apply(monkeypatch, served.environment)
+    store = Store(parse_uri(served.uri))
     with pytest.raises(ObjectMissing) as missing:
         read(store)
     assert missing.value.what == "There is no object 1.jpg."
-    assert missing.value.fix == f"List the objects that exist: aws s3 ls {place.address}/train/"
+    assert missing.value.fix == f"List the objects that exist: aws s3 ls {served.uri}/train/"
     write(store)
     with pytest.raises(Conflict) as conflict:
         store.write("train/1.jpg", b"y", if_absent=True)
-    assert conflict.value.location == f"{place.address}/train/1.jpg"
+    assert conflict.value.location == f"{served.uri}/train/1.jpg"
     with pytest.raises(StorageError) as short:
         store.read("train/1.jpg", start=0, length=5)
     assert "it has 1 bytes; requested were those from 0 to 5" in str(short.value)
 
 
-def test_an_endpoint_that_is_not_there_is_told_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_endpoint_is_reported_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     with refusing(200, "") as url:
         pass  # nobody listens there now
-    apply(monkeypatch, {**ALONE, **KEYS, "AWS_ENDPOINT_URL": url})
+    apply(monkeypatch, {**NO_CREDENTIALS, **KEYS, "AWS_ENDPOINT_URL": url})
     store = Store(parse_uri("s3://bucket"), timeouts=Timeouts(total_s=6.0))
     with pytest.raises(StorageError, match=r"tried \d+ times in [01] s: \d+ × no connection"):
         read(store)

@@ -20,28 +20,28 @@ from stoker.storage.retry import Timeouts
 from stoker.storage.store import Store
 from stoker.storage.uri import parse_uri
 from tests.storage.proxy import Fault
-from tests.storage.servers import Conditions, Place, Server, apply
+from tests.storage.servers import Conditions, ServedBucket, Server, apply
 
 COUNT, SIZE = 40, 3000
 DATA = {f"k{number}": random.Random(number).randbytes(SIZE) for number in range(COUNT)}
 
 
 @pytest.fixture
-def place(google: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    place = google.bucket()
+def served(google: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServedBucket]:
+    served = google.bucket()
     for key, data in DATA.items():
-        google.objects.put(parse_uri(place.address).bucket, key, data)
-    google.objects.put(parse_uri(place.address).bucket, "empty", b"")
-    apply(monkeypatch, place.environment)
-    return place
+        google.objects.put(parse_uri(served.uri).bucket, key, data)
+    google.objects.put(parse_uri(served.uri).bucket, "empty", b"")
+    apply(monkeypatch, served.environment)
+    return served
 
 
 @pytest.fixture
-def store(place: Place) -> Store:
-    return Store(parse_uri(place.address))
+def store(served: ServedBucket) -> Store:
+    return Store(parse_uri(served.uri))
 
 
-def test_reads_come_whole_and_in_part(store: Store) -> None:
+def test_whole_and_partial_reads(store: Store) -> None:
     with Fetcher() as fetcher:
         whole = {key: fetcher.submit(store, key) for key in DATA}
         sized = {key: fetcher.submit(store, key, length=SIZE) for key in DATA}
@@ -58,10 +58,10 @@ def test_reads_come_whole_and_in_part(store: Store) -> None:
 
 
 def test_a_web_server_without_ranges_is_read_whole(web: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = web.bucket()
+    served = web.bucket()
     web.objects.put("", "k", b"whole")
     monkeypatch.setattr("tests.storage.object_server._RANGE", __import__("re").compile("no range"))
-    store = Store(parse_uri(place.address))
+    store = Store(parse_uri(served.uri))
     with Fetcher() as fetcher:
         assert [fetcher.submit(store, "k").result() for _ in range(2)] == [b"whole", b"whole"]
 
@@ -75,28 +75,28 @@ def test_errors_arrive_in_the_future(store: Store) -> None:
         assert fetcher.stats().failed == 2
 
 
-def test_every_fault_is_mended(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_fault_is_retried(served: ServedBucket, monkeypatch: pytest.MonkeyPatch) -> None:
     faults: dict[Fault, float] = {"503": 0.05, "429": 0.05, "reset": 0.05, "truncate": 0.05}
-    with place.through(Conditions(faults=faults, seed=3)) as (worse, proxy), Fetcher() as fetcher:
-        apply(monkeypatch, worse.environment)
-        store = Store(parse_uri(place.address))
+    with served.through(Conditions(faults=faults, seed=3)) as (proxied, proxy), Fetcher() as fetcher:
+        apply(monkeypatch, proxied.environment)
+        store = Store(parse_uri(served.uri))
         futures = {(key, n): fetcher.submit(store, key) for n in range(3) for key in DATA}
         assert {key: future.result() for key, future in futures.items()} == {
             (key, n): data for n in range(3) for key, data in DATA.items()
         }
-        assert {seen.fault for seen in proxy.seen} == {None, *faults}
+        assert {request.fault for request in proxy.requests} == {None, *faults}
         assert store.counters.retries > 0
 
 
-def test_no_more_are_under_way_than_may_be(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    with place.through(Conditions(latency_s=0.01)) as (worse, proxy):
-        apply(monkeypatch, worse.environment)
-        store = Store(parse_uri(place.address))
+def test_limits_of_reads_in_flight(served: ServedBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served.through(Conditions(latency_s=0.01)) as (proxied, proxy):
+        apply(monkeypatch, proxied.environment)
+        store = Store(parse_uri(served.uri))
         with Fetcher(max_in_flight=5, hedge=False) as fetcher:
             for future in [fetcher.submit(store, key) for key in DATA]:
                 future.result()
             assert fetcher.stats().peak_in_flight == 5
-        assert proxy.most_under_way <= 5
+        assert proxy.peak_in_flight <= 5
         with Fetcher(max_in_flight=50, budget_bytes=3 * SIZE, hedge=False) as fetcher:
             for future in [fetcher.submit(store, key, length=SIZE) for key in DATA]:
                 future.result()
@@ -106,18 +106,18 @@ def test_no_more_are_under_way_than_may_be(place: Place, monkeypatch: pytest.Mon
             assert fetcher.submit(store, "k0", length=SIZE).result() == DATA["k0"]
 
 
-def test_a_late_answer_is_overtaken(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_response_is_hedged(served: ServedBucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first request hangs for good; without a second one nothing would come before the timeout, a minute on."""
     hang_after = concurrency.HEDGE_MIN_SAMPLES + 8
     plan = Conditions(plan=lambda number, *_: "hang" if number == hang_after else None)
-    with place.through(plan) as (worse, proxy), Fetcher(max_in_flight=4) as fetcher:
-        apply(monkeypatch, worse.environment)
-        store = Store(parse_uri(place.address), timeouts=Timeouts(total_s=480.0))
+    with served.through(plan) as (proxied, proxy), Fetcher(max_in_flight=4) as fetcher:
+        apply(monkeypatch, proxied.environment)
+        store = Store(parse_uri(served.uri), timeouts=Timeouts(total_s=480.0))
         for key in DATA:
             fetcher.submit(store, key).result()
-        assert len(proxy.seen) == hang_after
+        assert len(proxy.requests) == hang_after
         assert fetcher.submit(store, "k0").result() == DATA["k0"]
-        assert [seen.fault for seen in proxy.seen[hang_after:]] == ["hang", None]
+        assert [request.fault for request in proxy.requests[hang_after:]] == ["hang", None]
         assert (fetcher.stats().hedged, fetcher.stats().hedges_won) == (1, 1)
 
         async def others() -> int:
@@ -129,20 +129,20 @@ def test_a_late_answer_is_overtaken(place: Place, monkeypatch: pytest.MonkeyPatc
         assert asyncio.run_coroutine_threadsafe(others(), fetcher._engine._loop).result() == 0
 
 
-def test_without_hedging_nothing_is_asked_twice(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_hedging_there_are_no_second_requests(served: ServedBucket, monkeypatch: pytest.MonkeyPatch) -> None:
     slow: dict[Fault, float] = {"slow": 0.1}
-    with place.through(Conditions(faults=slow, slow_s=0.1)) as (worse, proxy), Fetcher(hedge=False) as fetcher:
-        apply(monkeypatch, worse.environment)
-        store = Store(parse_uri(place.address))
+    with served.through(Conditions(faults=slow, slow_s=0.1)) as (proxied, proxy), Fetcher(hedge=False) as fetcher:
+        apply(monkeypatch, proxied.environment)
+        store = Store(parse_uri(served.uri))
         for future in [fetcher.submit(store, key) for _ in range(2) for key in DATA]:
             future.result()
-        assert len(proxy.seen) == 2 * COUNT
+        assert len(proxy.requests) == 2 * COUNT
 
 
-def test_closing_in_the_middle_fails_what_is_left(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    with place.through(Conditions(plan=lambda *_: "hang")) as (worse, _):
-        apply(monkeypatch, worse.environment)
-        store = Store(parse_uri(place.address))
+def test_close_fails_pending_reads(served: ServedBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served.through(Conditions(plan=lambda *_: "hang")) as (proxied, _):
+        apply(monkeypatch, proxied.environment)
+        store = Store(parse_uri(served.uri))
         fetcher = Fetcher(max_in_flight=4)
         futures = [fetcher.submit(store, key) for key in DATA]
         assert futures[-1].cancel()
@@ -156,7 +156,7 @@ def test_closing_in_the_middle_fails_what_is_left(place: Place, monkeypatch: pyt
         fetcher.close()
 
 
-def test_closing_waits_for_threads_that_are_in_python_unknown_to_it(store: Store) -> None:
+def test_close_waits_for_foreign_threads_in_python(store: Store) -> None:
     """As obstore's, which hand over answers: the interpreter's end would abort the process."""
     gate, begun, left = _thread.allocate_lock(), threading.Event(), []
     gate.acquire()
@@ -174,7 +174,7 @@ def test_closing_waits_for_threads_that_are_in_python_unknown_to_it(store: Store
     assert left
 
 
-def test_a_forgotten_fetcher_ends_its_thread(store: Store) -> None:
+def test_thread_ends_when_the_fetcher_is_collected(store: Store) -> None:
     fetcher = Fetcher()
     fetcher.submit(store, "k0").result()
     thread, gone = fetcher._engine._thread, weakref.ref(fetcher)
@@ -202,7 +202,7 @@ def test_sixteen_threads_submit_at_once(store: Store) -> None:
     assert wrong == []
 
 
-def test_it_grows_while_it_is_waited_for(store: Store) -> None:
+def test_concurrency_grows_while_the_consumer_waits(store: Store) -> None:
     with Fetcher(max_in_flight=64) as fetcher:
         before = fetcher.target_in_flight
         for _ in range(3):
@@ -213,26 +213,26 @@ def test_it_grows_while_it_is_waited_for(store: Store) -> None:
         assert before < fetcher.target_in_flight <= 64
 
 
-def _submit_in_a_fork(fetcher: Fetcher, store: Store, said: "multiprocessing.SimpleQueue[str]") -> None:
+def _submit_in_a_fork(fetcher: Fetcher, store: Store, queue: "multiprocessing.SimpleQueue[str]") -> None:
     try:
         fetcher.submit(store, "k0")
     except StorageError as error:
-        said.put(error.what)
+        queue.put(error.what)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
-def test_a_fork_is_told_instead_of_waiting(store: Store) -> None:
+def test_use_after_fork_is_an_error(store: Store) -> None:
     context = multiprocessing.get_context("fork")
     with Fetcher() as fetcher:
-        said = context.SimpleQueue()
-        child = context.Process(target=_submit_in_a_fork, args=(fetcher, store, said))
+        queue = context.SimpleQueue()
+        child = context.Process(target=_submit_in_a_fork, args=(fetcher, store, queue))
         child.start()
-        assert said.get() == "This fetcher belongs to the parent process."
+        assert queue.get() == "This fetcher belongs to the parent process."
         child.join()
         assert child.exitcode == 0
 
 
-def test_the_interpreter_ends_in_the_middle_of_reads(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreter_exits_during_reads(served: ServedBucket, monkeypatch: pytest.MonkeyPatch) -> None:
     script = (
         "import sys; from stoker.storage.store import open_store; from stoker.storage.uri import parse_uri\n"
         "from stoker.storage.fetcher import Fetcher\n"
@@ -241,8 +241,8 @@ def test_the_interpreter_ends_in_the_middle_of_reads(place: Place, monkeypatch: 
         "futures[0].result(); print('one came')\n"
     )
     plan = Conditions(plan=lambda _number, _method, path: None if path.endswith("/k0") else "hang")
-    with place.through(plan) as (worse, proxy):
-        apply(monkeypatch, worse.environment)
-        done = subprocess.run([sys.executable, "-c", script, place.address], capture_output=True, text=True, timeout=60)
+    with served.through(plan) as (proxied, proxy):
+        apply(monkeypatch, proxied.environment)
+        done = subprocess.run([sys.executable, "-c", script, served.uri], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "one came\n", "")
-    assert any(seen.fault == "hang" for seen in proxy.seen)
+    assert any(request.fault == "hang" for request in proxy.requests)

@@ -12,45 +12,45 @@ from stoker.storage.lease import Lease, LeaseHolder, LeaseLost, acquire
 from stoker.storage.store import open_store
 from stoker.storage.uri import StorageUri, parse_uri
 from tests.storage.proxy import Conditions
-from tests.storage.servers import Place, Server, apply
+from tests.storage.servers import ServedBucket, Server, apply
 
 
 @pytest.fixture(params=["s3", "google"])
-def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
+def served(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ServedBucket:
     server: Server = request.getfixturevalue(request.param)
-    place = server.bucket()
-    apply(monkeypatch, place.environment)
-    return place
+    served = server.bucket()
+    apply(monkeypatch, served.environment)
+    return served
 
 
 @pytest.fixture
-def address(place: Place) -> StorageUri:
-    return parse_uri(f"{place.address}/runs/x/lease.json")
+def uri(served: ServedBucket) -> StorageUri:
+    return parse_uri(f"{served.uri}/runs/x/lease.json")
 
 
-def take(address: StorageUri, said: list[str] | None = None) -> Lease:
-    lease = acquire(address, on_message=(said if said is not None else []).append, check_interrupted=lambda: None)
+def take(uri: StorageUri, messages: list[str] | None = None) -> Lease:
+    lease = acquire(uri, on_message=(messages if messages is not None else []).append, check_interrupted=lambda: None)
     assert lease is not None
     return lease
 
 
-def holder(address: StorageUri) -> LeaseHolder:
-    return msgspec.json.decode(open_store(address).read(address.key), type=LeaseHolder)
+def holder(uri: StorageUri) -> LeaseHolder:
+    return msgspec.json.decode(open_store(uri).read(uri.key), type=LeaseHolder)
 
 
-def put(address: StorageUri, found: LeaseHolder) -> None:
-    open_store(address).write(address.key, msgspec.json.encode(found))
+def put(uri: StorageUri, found: LeaseHolder) -> None:
+    open_store(uri).write(uri.key, msgspec.json.encode(found))
 
 
-def test_a_second_process_is_refused_until_it_is_given_back(address: StorageUri):
-    first = take(address)
+def test_second_process_is_refused_until_release(uri: StorageUri):
+    first = take(uri)
     with pytest.raises(UsageError, match="Another process is training") as caught:
-        take(address)
-    assert str(holder(address)) in str(caught.value)
-    assert caught.value.location == str(address.parent)
+        take(uri)
+    assert str(holder(uri)) in str(caught.value)
+    assert caught.value.location == str(uri.parent)
     first.renew()
     first.release()
-    second = take(address)
+    second = take(uri)
     with pytest.raises(LeaseLost, match="taken over"):
         first.renew()
     with pytest.raises(LeaseLost):
@@ -68,63 +68,61 @@ sys.stdin.read()
 """
 
 
-def test_a_dead_process_of_this_machine_is_replaced_at_once(address: StorageUri):
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(address)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+def test_lease_of_a_dead_local_process_is_taken_at_once(uri: StorageUri):
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(uri)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdout.readline() == b"held\n"
     with pytest.raises(UsageError, match="Another process") as caught:
-        take(address)
+        take(uri)
     assert f"process {process.pid}" in str(caught.value)
     process.kill()
     process.wait()
-    said: list[str] = []
-    take(address, said)
-    assert said == []
+    messages: list[str] = []
+    take(uri, messages)
+    assert messages == []
 
 
-def test_a_number_that_is_used_again_is_another_process(address: StorageUri):
-    take(address)
-    put(address, msgspec.structs.replace(holder(address), process_start=1.0))
-    take(address)
+def test_reused_process_id_is_another_process(uri: StorageUri):
+    take(uri)
+    put(uri, msgspec.structs.replace(holder(uri), process_start=1.0))
+    take(uri)
 
 
-def test_of_another_machine_it_has_to_expire(address: StorageUri):
-    take(address)
-    put(address, msgspec.structs.replace(holder(address), machine="other", host="far", renew_time=time.time() - 59.5))
-    said: list[str] = []
-    take(address, said)
-    assert len(said) == 1
-    assert "far" in said[0]
+def test_lease_of_another_machine_must_expire(uri: StorageUri):
+    take(uri)
+    put(uri, msgspec.structs.replace(holder(uri), machine="other", host="far", renew_time=time.time() - 59.5))
+    messages: list[str] = []
+    take(uri, messages)
+    assert len(messages) == 1
+    assert "far" in messages[0]
 
 
-def test_of_another_machine_that_renews_it_lives(address: StorageUri):
+def test_renewal_by_another_machine_is_noticed(uri: StorageUri):
     """The renewal comes while we look: at the second look it is there."""
-    take(address)
-    far = msgspec.structs.replace(holder(address), machine="other", host="far")
-    put(address, far)
+    take(uri)
+    far = msgspec.structs.replace(holder(uri), machine="other", host="far")
+    put(uri, far)
 
     def renew() -> None:
-        put(address, msgspec.structs.replace(far, renew_time=time.time()))
+        put(uri, msgspec.structs.replace(far, renew_time=time.time()))
 
     with pytest.raises(UsageError, match="Another process") as caught:
-        acquire(address, on_message=lambda _: None, check_interrupted=renew)
+        acquire(uri, on_message=lambda _: None, check_interrupted=renew)
     assert "far" in str(caught.value)
 
 
-def test_waiting_can_be_ended(address: StorageUri):
-    take(address)
-    put(address, msgspec.structs.replace(holder(address), machine="other"))
+def test_waiting_can_be_interrupted(uri: StorageUri):
+    take(uri)
+    put(uri, msgspec.structs.replace(holder(uri), machine="other"))
 
     def stop() -> None:
         raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        acquire(address, on_message=lambda _: None, check_interrupted=stop)
+        acquire(uri, on_message=lambda _: None, check_interrupted=stop)
 
 
-def test_an_answer_that_is_lost_loses_no_lease(place: Place, address: StorageUri, monkeypatch: pytest.MonkeyPatch):
+def test_lost_response_does_not_lose_the_lease(served: ServedBucket, uri: StorageUri, monkeypatch: pytest.MonkeyPatch):
     """Every other write is done and its answer never comes."""
     puts = 0
 
@@ -133,30 +131,30 @@ def test_an_answer_that_is_lost_loses_no_lease(place: Place, address: StorageUri
         puts += method == "PUT"
         return "lose" if method == "PUT" and puts % 2 else None
 
-    with place.through(Conditions(plan=plan)) as (worse, _):
-        apply(monkeypatch, worse.environment)
-        lease = take(address)
+    with served.through(Conditions(plan=plan)) as (proxied, _):
+        apply(monkeypatch, proxied.environment)
+        lease = take(uri)
         for _ in range(3):
             lease.renew()
         lease.ensure_held()
     assert puts > 4
 
 
-def test_removed_by_hand_is_lost(address: StorageUri):
-    lease = take(address)
-    open_store(address).delete(address.key)
+def test_removed_lease_is_lost(uri: StorageUri):
+    lease = take(uri)
+    open_store(uri).delete(uri.key)
     with pytest.raises(LeaseLost) as caught:
         lease.renew()
     assert "removed" in str(caught.value)
 
 
-def test_a_renewal_whose_answers_were_all_lost_is_found_again(
-    place: Place, address: StorageUri, monkeypatch: pytest.MonkeyPatch
+def test_own_renewal_is_recognized_after_lost_responses(
+    served: ServedBucket, uri: StorageUri, monkeypatch: pytest.MonkeyPatch
 ):
     """It failed for us and not for the store: the object is another version than we know, and ours."""
-    with place.through() as (worse, proxy):
-        apply(monkeypatch, {**worse.environment, "STOKER_STORAGE_TIMEOUT_S": "1"})
-        lease = take(address)
+    with served.through() as (proxied, proxy):
+        apply(monkeypatch, {**proxied.environment, "STOKER_STORAGE_TIMEOUT_S": "1"})
+        lease = take(uri)
         proxy.conditions = Conditions(plan=lambda _n, method, _path: "lose" if method == "PUT" else None)
         with pytest.raises(StorageError) as caught:
             lease.renew()

@@ -15,9 +15,9 @@ from tests.storage.servers import Server, apply
 
 
 def test_all_runs_of_a_bucket(s3: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    place = s3.bucket()
-    apply(monkeypatch, place.environment)
-    top = parse_uri(f"{place.address}/runs")
+    served = s3.bucket()
+    apply(monkeypatch, served.environment)
+    top = parse_uri(f"{served.uri}/runs")
     store = open_store(top)
     for name, wait in (("a", 100.0), ("team/x/b", 300.0)):
         run = write_run(tmp_path / name, phases={"compute": 900.0, "input_wait": wait})

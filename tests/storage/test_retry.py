@@ -13,12 +13,12 @@ BUSY = Failure("retryable", "503 SlowDown", "", status=503)
 DENIED = Failure("denied", "403", "", status=403)
 
 
-def test_a_refusal_is_final() -> None:
+def test_permanent_failures_are_not_retried() -> None:
     assert RetryState(Timeouts(), RetryBudget()).next_wait_s(DENIED) is None
 
 
 @given(st.floats(0.5, 1000))
-def test_waits_stay_within_the_time(total_s: float) -> None:
+def test_waits_stay_within_the_total_time(total_s: float) -> None:
     budget = RetryBudget()
     tries = RetryState(Timeouts(total_s=total_s), budget)
     for number in range(8):
@@ -37,8 +37,8 @@ def test_waits_are_jittered_over_the_whole_range() -> None:
 
 
 @given(st.integers(0, 3000), st.integers(1, 500))
-def test_retries_are_a_share_of_the_requests(requested: int, retried: int) -> None:
-    """All at one moment: then the burst, and the share of what came before, are all that is given at once."""
+def test_retries_are_limited_by_the_budget(requested: int, retried: int) -> None:
+    """All at one moment: then the burst, and the fraction of what came before, are all that is given at once."""
     budget = RetryBudget()
     now = budget._refilled_s
     for _ in range(requested):
@@ -47,7 +47,7 @@ def test_retries_are_a_share_of_the_requests(requested: int, retried: int) -> No
     assert at_once == min(retried, int(retry.BUDGET_BURST))
 
 
-def test_a_store_that_is_down_is_not_asked_more_often() -> None:
+def test_store_that_is_down_gets_retries_at_the_minimum_rate() -> None:
     """1,000 requests that all fail, at once: retries come at the floor's rate, however many want one."""
     budget = RetryBudget()
     now = budget._refilled_s
@@ -56,7 +56,7 @@ def test_a_store_that_is_down_is_not_asked_more_often() -> None:
     assert in_ten_seconds == pytest.approx(retry.BUDGET_BURST + 10 * retry.BUDGET_PER_S, abs=1)
 
 
-def test_a_typing_error_in_an_endpoint_is_told_soon() -> None:
+def test_connection_failures_of_an_unknown_endpoint_end_early() -> None:
     lost = Failure("retryable", "no connection", "", connection_failed=True)
     new, proved = RetryBudget(), RetryBudget()
     proved.count_bytes()
@@ -69,7 +69,7 @@ def test_a_typing_error_in_an_endpoint_is_told_soon() -> None:
     assert patience["proved"] is not None
 
 
-def test_the_time_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeout_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Timeouts.from_environment() == Timeouts(120.0)
     monkeypatch.setenv("STOKER_STORAGE_TIMEOUT_S", "30")
     assert Timeouts.from_environment() == Timeouts(30.0)

@@ -17,30 +17,30 @@ from stoker.storage.store import Store, _checked_bytes, open_store
 from stoker.storage.uri import parse_uri
 from tests.storage.object_server import Stored
 from tests.storage.proxy import Fault
-from tests.storage.servers import ALONE, Conditions, Place, Server, apply
+from tests.storage.servers import NO_CREDENTIALS, Conditions, ServedBucket, Server, apply
 
 KEYS = ("a/b.jpg", "a b#c?.jpg", "ä/ö.jpg", "a%20b.jpg", "a*b~[x]&+=.jpg", "a\\b")
 
 
 @pytest.fixture(params=["s3", "google"])
-def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+def served(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServedBucket]:
     server: Server = request.getfixturevalue(request.param)
-    place = server.bucket()
-    apply(monkeypatch, place.environment)
-    return place
+    served = server.bucket()
+    apply(monkeypatch, served.environment)
+    return served
 
 
 @pytest.fixture
-def store(place: Place) -> Store:
-    return open_store(parse_uri(place.address))
+def store(served: ServedBucket) -> Store:
+    return open_store(parse_uri(served.uri))
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_what_is_written_is_read(store: Store, key: str) -> None:
+def test_written_object_is_read(store: Store, key: str) -> None:
     written = store.write(key, b"hello")
-    seen = store.stat(key)
-    assert seen is not None
-    assert (seen.key, seen.size_bytes, seen.etag) == (key, 5, written.etag)
+    info = store.stat(key)
+    assert info is not None
+    assert (info.key, info.size_bytes, info.etag) == (key, 5, written.etag)
     assert [info.key for info in store.list()] == [key]
     assert store.read(key) == b"hello"
     assert store.read(key, start=1) == b"ello"
@@ -53,7 +53,7 @@ def test_what_is_written_is_read(store: Store, key: str) -> None:
         store.read(key)
 
 
-def test_a_list_is_of_a_folder_and_in_order(store: Store) -> None:
+def test_list_of_a_folder_is_in_order(store: Store) -> None:
     for key in ("data/b", "data/a", "data/a/c", "database", "other"):
         store.write(key, key.encode())
     assert [info.key for info in store.list("data")] == ["data/a", "data/a/c", "data/b"]
@@ -61,31 +61,31 @@ def test_a_list_is_of_a_folder_and_in_order(store: Store) -> None:
     assert list(store.list("nothing")) == []
 
 
-def test_marks_of_folders_are_no_objects(google: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = google.bucket()
-    apply(monkeypatch, place.environment)
-    bucket = parse_uri(place.address).bucket
+def test_folder_markers_are_not_listed(google: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = google.bucket()
+    apply(monkeypatch, served.environment)
+    bucket = parse_uri(served.uri).bucket
     for key in ("data/", "data/in/", "data/in/x", "data/y", "empty"):
         google.objects.put(bucket, key, b"" if key.endswith(("/", "empty")) else b"1")
-    store = open_store(parse_uri(place.address))
+    store = open_store(parse_uri(served.uri))
     assert [info.key for info in store.list()] == ["data/in/x", "data/y", "empty"]
 
 
-def test_a_list_of_many_pages_is_whole(google: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = google.bucket()
-    apply(monkeypatch, place.environment)
+def test_list_of_many_pages_is_complete(google: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = google.bucket()
+    apply(monkeypatch, served.environment)
     keys = [f"k{number:04}" for number in range(1200)]
     for key in keys:
-        google.objects.put(parse_uri(place.address).bucket, key, b"1")
+        google.objects.put(parse_uri(served.uri).bucket, key, b"1")
     monkeypatch.setattr(google.objects, "page", 100)
     faults = Conditions(faults={"503": 0.1, "reset": 0.1}, seed=1)
-    with place.through(faults) as (worse, proxy):
-        apply(monkeypatch, worse.environment)
-        assert [info.key for info in open_store(parse_uri(place.address)).list()] == keys
-        assert {seen.fault for seen in proxy.seen} == {None, "503", "reset"}
+    with served.through(faults) as (proxied, proxy):
+        apply(monkeypatch, proxied.environment)
+        assert [info.key for info in open_store(parse_uri(served.uri)).list()] == keys
+        assert {request.fault for request in proxy.requests} == {None, "503", "reset"}
 
 
-def test_a_condition_that_is_lost_is_a_conflict(store: Store) -> None:
+def test_failed_condition_is_a_conflict(store: Store) -> None:
     first = store.write("claim", b"1", if_absent=True)
     with pytest.raises(Conflict):
         store.write("claim", b"2", if_absent=True)
@@ -96,7 +96,7 @@ def test_a_condition_that_is_lost_is_a_conflict(store: Store) -> None:
     assert store.write("claim", b"4", if_match=second.etag).etag != second.etag
 
 
-def test_of_many_that_claim_one_wins(store: Store) -> None:
+def test_one_of_many_conditional_writes_wins(store: Store) -> None:
     lost = []
 
     def claim(number: int) -> None:
@@ -125,47 +125,47 @@ def test_a_large_file_goes_in_parts(store: Store, tmp_path: Path) -> None:
     assert store.read("small") == b"small"
 
 
-def test_every_fault_is_mended(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_fault_is_retried(served: ServedBucket, monkeypatch: pytest.MonkeyPatch) -> None:
     faults: tuple[Fault, ...] = ("503", "429", "500", "reset", "truncate", "lose")
     data = {f"k{number}": random.Random(number).randbytes(2000) for number in range(14)}
 
     def fault(number: int, *_: str) -> Fault | None:
         return faults[number // 4 % len(faults)] if number % 4 == 3 else None
 
-    with place.through(Conditions(plan=fault)) as (worse, proxy):
-        apply(monkeypatch, worse.environment)
-        store = open_store(parse_uri(place.address))
+    with served.through(Conditions(plan=fault)) as (proxied, proxy):
+        apply(monkeypatch, proxied.environment)
+        store = open_store(parse_uri(served.uri))
         for key, content in data.items():
             store.write(key, content, if_absent=True)
         assert {key: store.read(key) for key in data} == data
         assert {key: store.read(key, start=7, length=9) for key in data} == {key: d[7:16] for key, d in data.items()}
-        assert {seen.fault for seen in proxy.seen} == {None, *faults}
+        assert {request.fault for request in proxy.requests} == {None, *faults}
         assert store.counters.retries == sum(store.counters.failures.values()) - store.counters.failures.get(
             "412 PreconditionFailed", 0
         )
 
 
-def test_a_claim_whose_answer_was_lost_is_ours(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conditional_write_with_lost_response_is_ours(served: ServedBucket, monkeypatch: pytest.MonkeyPatch) -> None:
     def lose_first(number: int, *_: str) -> Fault | None:
         return "lose" if number == 0 else None
 
-    with place.through(Conditions(plan=lose_first)) as (worse, proxy):
-        apply(monkeypatch, worse.environment)
-        store = open_store(parse_uri(place.address))
+    with served.through(Conditions(plan=lose_first)) as (proxied, proxy):
+        apply(monkeypatch, proxied.environment)
+        store = open_store(parse_uri(served.uri))
         written = store.write("claim", b"mine", if_absent=True)
-        assert [seen.method for seen in proxy.seen] == ["PUT", "PUT", "GET"]
+        assert [request.method for request in proxy.requests] == ["PUT", "PUT", "GET"]
         assert store.write("claim", b"mine again", if_match=written.etag).size_bytes == 10
 
 
-def test_a_claim_whose_answer_was_lost_is_not_another_s(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    open_store(parse_uri(place.address)).write("claim", b"theirs")
-    with place.through(Conditions(plan=lambda number, *_: "503" if number == 0 else None)) as (worse, _):
-        apply(monkeypatch, worse.environment)
+def test_conflict_after_retry_is_not_ours(served: ServedBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_store(parse_uri(served.uri)).write("claim", b"theirs")
+    with served.through(Conditions(plan=lambda number, *_: "503" if number == 0 else None)) as (proxied, _):
+        apply(monkeypatch, proxied.environment)
         with pytest.raises(Conflict):
-            open_store(parse_uri(place.address)).write("claim", b"mine", if_absent=True)
+            open_store(parse_uri(served.uri)).write("claim", b"mine", if_absent=True)
 
 
-def test_a_body_that_is_not_what_its_headers_promised() -> None:
+def test_body_that_does_not_match_its_headers() -> None:
     """hyper and obstore refuse those that servers can send today; this is for what they may come to let through."""
     body = Bytes(b"short")
     for begin, end, start, length in ((0, 6, 0, None), (1, 6, 0, None), (0, 5, 0, 4)):
@@ -173,37 +173,37 @@ def test_a_body_that_is_not_what_its_headers_promised() -> None:
             _checked_bytes(SimpleNamespace(range=(begin, end), meta={"size": 9}), body, start, length)  # type: ignore[arg-type]
 
 
-def test_a_hang_is_cut(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    open_store(parse_uri(place.address)).write("k", b"data")
+def test_hanging_request_times_out(served: ServedBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_store(parse_uri(served.uri)).write("k", b"data")
     hang_once = Conditions(plan=lambda number, *_: "hang" if number == 0 else None)
-    with place.through(hang_once) as (worse, proxy):
-        apply(monkeypatch, worse.environment)
-        store = Store(parse_uri(place.address), timeouts=Timeouts(total_s=4.0))
+    with served.through(hang_once) as (proxied, proxy):
+        apply(monkeypatch, proxied.environment)
+        store = Store(parse_uri(served.uri), timeouts=Timeouts(total_s=4.0))
         assert store.read("k") == b"data"
-        assert [seen.fault for seen in proxy.seen] == ["hang", None]
+        assert [request.fault for request in proxy.requests] == ["hang", None]
         assert store.counters.failures == {"timeout": 1}
 
 
-def test_refusals_are_not_repeated(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    with place.through(Conditions(plan=lambda *_: "400")) as (worse, proxy):
-        apply(monkeypatch, worse.environment)
+def test_refused_requests_are_not_repeated(served: ServedBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served.through(Conditions(plan=lambda *_: "400")) as (proxied, proxy):
+        apply(monkeypatch, proxied.environment)
         with pytest.raises(StorageError, match="cannot be read"):
-            open_store(parse_uri(place.address)).read("k")
-        assert len(proxy.seen) == 1
+            open_store(parse_uri(served.uri)).read("k")
+        assert len(proxy.requests) == 1
 
 
-def test_a_store_that_stays_down_ends_with_what_was_tried(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    with place.through(Conditions(plan=lambda *_: "503")) as (worse, proxy):
-        apply(monkeypatch, worse.environment)
-        store = Store(parse_uri(place.address), timeouts=Timeouts(total_s=1.0))
+def test_error_of_a_store_that_is_down_has_the_attempts(served: ServedBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served.through(Conditions(plan=lambda *_: "503")) as (proxied, proxy):
+        apply(monkeypatch, proxied.environment)
+        store = Store(parse_uri(served.uri), timeouts=Timeouts(total_s=1.0))
         with pytest.raises(StorageError) as caught:
             store.read("k")
-        assert f"tried {len(proxy.seen)} times in " in str(caught.value)
-        assert f"{len(proxy.seen)} × 503 SlowDown" in str(caught.value)
-        assert store.counters.requests == len(proxy.seen) == store.counters.retries + 1 > 1
+        assert f"tried {len(proxy.requests)} times in " in str(caught.value)
+        assert f"{len(proxy.requests)} × 503 SlowDown" in str(caught.value)
+        assert store.counters.requests == len(proxy.requests) == store.counters.retries + 1 > 1
 
 
-def test_two_reads_that_agree_are_believed_against_the_etag(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_equal_reads_overrule_the_etag(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of objects under KMS keys, whose ETag looks like an MD5 and is none."""
     store.write("k", b"data")
     monkeypatch.setattr("stoker.storage.store._hash_differs", lambda *_: True)
@@ -211,10 +211,10 @@ def test_two_reads_that_agree_are_believed_against_the_etag(store: Store, monkey
     assert store.counters.failures == {}
 
 
-def test_bytes_that_changed_on_the_way_are_read_again(google: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = google.bucket()
-    apply(monkeypatch, place.environment)
-    bucket = parse_uri(place.address).bucket
+def test_damaged_body_is_read_again(google: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = google.bucket()
+    apply(monkeypatch, served.environment)
+    bucket = parse_uri(served.uri).bucket
     right = google.objects.put(bucket, "k", b"right")
 
     class WrongOnce(Stored):
@@ -226,7 +226,7 @@ def test_bytes_that_changed_on_the_way_are_read_again(google: Server, monkeypatc
             return right.etag
 
     google.objects.buckets[bucket]["k"] = WrongOnce(b"wrong", right.generation, right.modified_s)
-    store = open_store(parse_uri(place.address))
+    store = open_store(parse_uri(served.uri))
     assert store.read("k") == b"right"
     assert store.counters.failures == {"damaged body": 1}
 
@@ -252,24 +252,24 @@ def test_sixteen_threads_read_at_once(store: Store) -> None:
     assert store.counters.read_bytes == 16 * 5 * 5000
 
 
-def test_one_store_a_bucket_while_the_environment_stays(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    address = parse_uri(place.address)
-    assert open_store(address) is open_store(address.child("x"))
-    first = open_store(address)
+def test_one_store_per_bucket_and_environment(served: ServedBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    uri = parse_uri(served.uri)
+    assert open_store(uri) is open_store(uri.child("x"))
+    first = open_store(uri)
     monkeypatch.setenv("AWS_REGION", "eu-west-1")
-    assert open_store(address) is not first
+    assert open_store(uri) is not first
 
 
 def test_a_web_server_can_be_read(web: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = web.bucket()
-    apply(monkeypatch, ALONE)
+    served = web.bucket()
+    apply(monkeypatch, NO_CREDENTIALS)
     web.objects.put("", "a b/c.txt", b"0123456789")
-    store = open_store(parse_uri(place.address))
+    store = open_store(parse_uri(served.uri))
     assert store.read("a b/c.txt") == b"0123456789"
     assert store.read("a b/c.txt", start=3, length=4) == b"3456"
-    seen = store.stat("a b/c.txt")
-    assert seen is not None
-    assert seen.size_bytes == 10
+    info = store.stat("a b/c.txt")
+    assert info is not None
+    assert info.size_bytes == 10
     assert store.stat("absent") is None
     for attempt in (lambda: list(store.list()), lambda: store.write("x", b"1"), lambda: store.delete("x")):
         with pytest.raises(Unsupported):

@@ -16,13 +16,13 @@ buckets = st.from_regex(r"[a-z0-9][a-z0-9.-]{1,20}", fullmatch=True)
 
 
 @given(st.sampled_from(["gs", "s3", "https", "http"]), buckets, st.lists(names, max_size=4))
-def test_an_address_survives_its_text(scheme: str, bucket: str, parts: list[str]) -> None:
-    address = StorageUri(scheme, bucket, "/".join(parts))
-    assert is_uri(str(address))
-    assert parse_uri(str(address)) == address
-    assert address.child("x").parent == address
-    assert address.child("x").name == "x"
-    assert address.name == (parts[-1] if parts else bucket)
+def test_uri_round_trip(scheme: str, bucket: str, parts: list[str]) -> None:
+    uri = StorageUri(scheme, bucket, "/".join(parts))
+    assert is_uri(str(uri))
+    assert parse_uri(str(uri)) == uri
+    assert uri.child("x").parent == uri
+    assert uri.child("x").name == "x"
+    assert uri.name == (parts[-1] if parts else bucket)
 
 
 def test_a_slash_at_the_end_is_dropped() -> None:
@@ -30,13 +30,13 @@ def test_a_slash_at_the_end_is_dropped() -> None:
     assert parse_uri("gs://b/") == parse_uri("gs://b") == StorageUri("gs", "b", "")
 
 
-def test_percent_codes_are_of_the_web_only() -> None:
+def test_percent_codes_are_decoded_for_http_only() -> None:
     assert parse_uri("https://h:8/a%20b").key == "a b"
     assert parse_uri("s3://b/a%20b").key == "a%20b"
 
 
 @pytest.mark.parametrize("text", ["data", "/data/x", "./a:b", "C:/data", "s3", "x:/y", "~/data"])
-def test_paths_are_no_addresses(text: str) -> None:
+def test_paths_are_not_uris(text: str) -> None:
     assert not is_uri(text)
     with pytest.raises(ConfigError, match="This is not a URI"):
         parse_uri(text)
@@ -73,7 +73,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_what_is_refused_says_how_to_write_it(text: str) -> None:
+def test_errors_of_invalid_uris(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_uri(text)
     assert str(caught.value) == REFUSED[text]
