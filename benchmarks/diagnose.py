@@ -1,18 +1,18 @@
-"""Whether `stoker why` names the right cause: real jobs on the CPU with one fault injected each, and healthy ones.
+"""Whether `stoker why` finds the right cause: real jobs on the CPU with one injected fault each, and healthy jobs.
 
     python benchmarks/diagnose.py [--quick] [--seed N] [--only CAUSE …] [--kinds KIND …] [--runs N] [--json FILE]
 
-A cell is a cause at one of two strengths; its runs are in all the kinds of jobs that can have it, by turns. How large
-the fault is in each run is drawn by the seed, which is printed. Right is a run whose first finding above "info" has an
-id that the cell accepts; a healthy run is right without one. Where the injector knows how much time it took, the loss
-that the finding names is compared with it. Cells that this machine does not permit are n/a, with the reason. What is
-finished is kept in a file (`--partial`) beside the result: the same command goes on there with the same seed, as long
-as the catalogue is the same.
+A cell is a fault at one of two strengths; its runs alternate over all the kinds of jobs that can have it. The seed,
+which is printed, draws the size of the fault of each run. A run is correct if its first finding above "info" is one
+that the cell accepts; a healthy run is correct without one. If the injector knows how much time the fault took, the
+lost time of the finding is compared with it. Cells that this machine does not permit are n/a, with the reason. Finished
+runs are kept in a file (`--partial`) next to the result: the same command continues there with the same seed, as long
+as the catalog is the same.
 
-The causes are in `diagnose_causes.py` and `diagnose_plans.py`, the faults in `diagnose_inside.py`,
+The faults are in `diagnose_causes.py` and `diagnose_plans.py`, their code in `diagnose_inside.py`,
 `diagnose_outside.py` and `diagnose_driver.py`, the jobs in `diagnose_job.py`, `diagnose_keras.py` and
-`diagnose_beside.py`, the counting in `diagnose_score.py`. Jobs that rest run two at a time, the others alone, so that
-none is the fault of another.
+`diagnose_simulated.py`, the counting in `diagnose_score.py`. Jobs that leave a core idle run two at a time, the others
+alone, so that no job disturbs another.
 """
 
 import argparse
@@ -38,23 +38,24 @@ import numpy as np
 from diagnose_causes import CAUSES, KINDS, Cause
 from diagnose_data import data_set, draw_all
 from diagnose_plans import BATCH, Case, Machine, Plan
-from diagnose_score import NO_ANSWER, NONE, Outcome, cells, confusion, share, wilson
+from diagnose_score import NO_ANSWER, NONE, Outcome, cells, confusion, fraction_correct, wilson
 from report import Bar, Report, options, publish
 
+from stoker.diagnosis.catalog import catalog_hash
 from stoker.runs.totals import compute_totals
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 RUNS, QUICK_RUNS = 3, 2
-"""Of each cause at each strength, in the kinds of jobs by turns; every kind has at least one in the whole benchmark."""
+"""Runs of each fault at each strength, over the kinds of jobs in turn; every kind has at least one in the benchmark."""
 HEALTHY_RUNS = 6
-"""Of each kind, in the whole benchmark: the bar of healthy runs needs more than three."""
+"""Runs of each kind: the goal of healthy runs needs more than three."""
 SECONDS = 7.0
 WEAK_TIMES = 1.5
-"""So much longer are the jobs whose weak fault is known in seconds: what is named of it is to be right within 15 %."""
+"""Factor of the length of jobs with a weak fault of known seconds, whose lost time has to be correct within 15 %."""
 TIMEOUT_S = 90.0
 SCRIPTS = {"measure": "diagnose_job.py", "watch": "diagnose_job.py", "keras": "diagnose_keras.py",
-           "simulated": "diagnose_beside.py"}  # fmt: skip
+           "simulated": "diagnose_simulated.py"}  # fmt: skip
 QUICK = ("healthy", "slow_storage", "slow_decode", "python_bound", "evaluation", "quota", "memory_kill", "small_shm")
 STRONG_GOAL, WEAK_GOAL, HEALTHY_GOAL, LOSS_GOAL = 0.90, 0.75, 0.95, 0.15
 
@@ -67,7 +68,7 @@ class Task(msgspec.Struct, frozen=True):
 
 
 def tasks(arguments: argparse.Namespace) -> list[Task]:
-    """All runs, in an order drawn by the seed."""
+    """All runs, in an order that the seed draws."""
     names = arguments.only or (QUICK if arguments.quick else CAUSES)
     strengths = arguments.strengths or (("strong",) if arguments.quick else ("weak", "strong"))
     found = []
@@ -81,8 +82,8 @@ def tasks(arguments: argparse.Namespace) -> list[Task]:
 
 
 def kinds_of_runs(name: str, strength: str, kinds: list[str], arguments: argparse.Namespace) -> list[str]:
-    """The kind of each run of a cell: all kinds in turn, from one on that the seed draws; `--runs` of each, where it is
-    given."""
+    """The kind of each run of a cell: all kinds in turn, starting with one that the seed draws; with `--runs`, so many
+    of each."""
     if arguments.runs:
         return kinds * arguments.runs
     if name == "healthy":
@@ -98,7 +99,7 @@ def level_of(task: Task, seed: int) -> float:
 
 
 class Bench:
-    """Runs tasks in a folder of their own. base: has the drawn data."""
+    """Runs tasks in folders of their own. base: the folder with the generated data."""
 
     def __init__(self, base: Path, arguments: argparse.Namespace) -> None:
         self.base, self.arguments = base, arguments
@@ -107,7 +108,7 @@ class Bench:
         self.machine = Machine()
 
     def calibrate(self) -> None:
-        """Measures what a step, an evaluation and a pixel take here, for faults that are made to measure."""
+        """Measures the time of a step, an evaluation and a pixel on this machine, for faults of a given size."""
         encoded = data_set(self.base, "png600") / "train" / "train-0.png"
         began = time.perf_counter()
         for _ in range(10):
@@ -124,7 +125,7 @@ class Bench:
             step_s=sums.phases["compute"] / sums.steps,
             decode_s=decode_s,
             evaluation_s=sums.phases["eval"] / evaluations,
-            picture_bytes=sum(sizes) / len(sizes),
+            image_bytes=sum(sizes) / len(sizes),
         )
         print(self.machine, file=sys.stderr)
 
@@ -179,9 +180,9 @@ class Bench:
             facts = around.facts() if around.facts is not None else {}
             injected_s = around.injected_s() if around.injected_s is not None else None
         for rank, before in ((0, ""), (1, "rank 1 ")):
-            said = folder / f"job.{rank}.json"
-            if said.exists():
-                facts |= {before + name: value for name, value in json.loads(said.read_text()).items()}
+            log = folder / f"job.{rank}.json"
+            if log.exists():
+                facts |= {before + name: value for name, value in json.loads(log.read_text()).items()}
         if injected_s is None:
             injected_s = known_s(cause.name, facts)
         ignored = self.arguments.ignore
@@ -205,26 +206,27 @@ class Bench:
             steps = max(30, round(seconds / self.machine.step_s / plan.stretch))
             return [
                 python, "-m", "stoker", "train", data, "--run", str(run), "--model", "retinanet_tiny_fpn",
-                "--image-size", "96", "96", "--no-compile", "--max-duration", str(steps),
-                *defaults(plan.options, ("--batch-size", str(BATCH)), ("--eval-every", "0"), ("--checkpoint-every", "0")),
+                "--image-size", "96", "96", "--no-compile", "--steps", str(steps),
+                *defaults(plan.options, ("--batch-size", str(BATCH)), ("--eval-every", "0")),
+                *defaults(plan.options, ("--checkpoint-every", "0")),
                 *plan.options,
             ]  # fmt: skip
         script = HERE / SCRIPTS[kind]
-        job = [python, str(script), "--data", str(self.base / "pictures"), "--log", str(log), "--seconds", str(seconds)]
+        job = [python, str(script), "--data", str(self.base / "images"), "--log", str(log), "--seconds", str(seconds)]
         job += plan.options
         if kind == "measure":
             return [*job, "--measure", str(run)]
         return [python, "-m", "stoker", "watch", "--run", str(run), "--", *job]
 
-    def _wait(self, job: "subprocess.Popen[bytes]", plan: Plan, said: Path) -> int | None:
-        """The exit code; None of a job that lives still. said: the file in which it tells of its steps."""
-        if plan.still_s is None:
+    def _wait(self, job: "subprocess.Popen[bytes]", plan: Plan, log: Path) -> int | None:
+        """The exit code; None if the job is still alive. log: the file in which it records its steps."""
+        if plan.hang_s is None:
             return job.wait(TIMEOUT_S)
         ends = time.monotonic() + TIMEOUT_S
         while time.monotonic() < ends:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return job.wait(0.5)
-            if said.exists() and time.time() - said.stat().st_mtime > plan.still_s:
+            if log.exists() and time.time() - log.stat().st_mtime > plan.hang_s:
                 break
         return None
 
@@ -233,14 +235,14 @@ class Bench:
             [sys.executable, "-m", "stoker", "why", str(run), "--json"],
             env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=30,
         )  # fmt: skip
-        if done.returncode:  # a wrong answer too
+        if done.returncode:  # this is a wrong answer too
             return [{"cause": NO_ANSWER, "severity": "critical", "title": done.stderr.strip()[-300:]}]
         found: list[dict[str, Any]] = json.loads(done.stdout)["findings"]
         return found
 
 
 def known_s(cause: str, facts: dict[str, float]) -> float | None:
-    """What the job's own clocks say the fault took."""
+    """The time of the fault by the job's own clocks."""
     if cause in ("one_loader", "slow_decode"):
         return facts.get("waited_s")
     if cause == "slow_link":
@@ -255,12 +257,12 @@ def defaults(given: tuple[str, ...], *pairs: tuple[str, str]) -> list[str]:
 
 
 def rests(task: Task) -> bool:
-    """Whether the job leaves most of a core to another one."""
+    """Whether the job leaves most of a core idle."""
     return CAUSES[task.cause].rests and (task.strength == "strong" or task.kind == "simulated")
 
 
 def run_all(bench: Bench, todo: list[Task], keep: Path | None) -> list[Outcome]:
-    """One after the other; two at a time of those that rest."""
+    """One after the other; two at a time of those that leave a core idle."""
     done: list[Outcome] = []
     waiting, running = list(todo), dict[Future[Outcome], bool]()
     with ThreadPoolExecutor(2) as pool:
@@ -282,24 +284,18 @@ def run_all(bench: Bench, todo: list[Task], keep: Path | None) -> list[Outcome]:
 
 
 def show(outcome: Outcome, count: int, of: int) -> None:
-    verdict = "n/a  " if outcome.named is None else "right" if outcome.right else "WRONG"
-    off = "" if outcome.off is None else f", {100 * outcome.off:+.0f} %"
-    said = outcome.reason if outcome.named is None else ", ".join((outcome.named, *outcome.others))
+    verdict = "n/a  " if outcome.named is None else "right" if outcome.correct else "WRONG"
+    off = "" if outcome.loss_error is None else f", {100 * outcome.loss_error:+.0f} %"
+    named = outcome.reason if outcome.named is None else ", ".join((outcome.named, *outcome.others))
     print(
         f"{count}/{of} {verdict} {outcome.cause} {outcome.strength} {outcome.kind} #{outcome.run} "
-        f"level {outcome.level:.3g}: {said}{off} ({outcome.took_s:.0f} s)",
+        f"level {outcome.level:.3g}: {named}{off} ({outcome.took_s:.0f} s)",
         file=sys.stderr, flush=True,
     )  # fmt: skip
 
 
-def catalogue_hash() -> str:
-    from stoker.diagnosis import catalogue
-
-    return str(catalogue.catalog_hash())
-
-
 def seed_of(asked: int | None, path: Path | None, mark: dict[str, Any]) -> int:
-    """The seed that was asked for; else that of what is to be gone on with; else the time."""
+    """The requested seed; else that of the partial result; else the time."""
     if asked is not None:
         return asked
     if path is not None and path.exists():
@@ -310,7 +306,7 @@ def seed_of(asked: int | None, path: Path | None, mark: dict[str, Any]) -> int:
 
 
 def before(path: Path | None, mark: dict[str, Any], asked: list[Task]) -> list[Outcome]:
-    """What an interrupted benchmark of the same seed and catalogue has done; begins the file anew otherwise."""
+    """What an interrupted benchmark of the same seed and catalog has done; else starts the file again."""
     if path is None:
         return []
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
@@ -326,9 +322,9 @@ def before(path: Path | None, mark: dict[str, Any], asked: list[Task]) -> list[O
 def run(arguments: argparse.Namespace) -> Report:
     outside.own_mounts()
     partial = arguments.partial or (arguments.json.with_suffix(".partial.jsonl") if arguments.json else None)
-    mark = {"catalogue": catalogue_hash(), "seconds": arguments.seconds, "ignored": list(arguments.ignore)}
+    mark = {"catalog": catalog_hash(), "seconds": arguments.seconds, "ignored": list(arguments.ignore)}
     mark["seed"] = arguments.seed = seed_of(arguments.seed, partial, mark)
-    print(f"seed {arguments.seed}; catalogue {mark['catalogue']}", file=sys.stderr)
+    print(f"seed {arguments.seed}; catalog {mark['catalog']}", file=sys.stderr)
     asked = tasks(arguments)
     done = before(partial, mark, asked)
     finished = {Task(o.cause, o.strength, o.kind, o.run) for o in done}
@@ -352,7 +348,7 @@ def run(arguments: argparse.Namespace) -> Report:
 
 def conclude(done: list[Outcome], mark: dict[str, Any], arguments: argparse.Namespace) -> Report:
     done = sorted(done, key=lambda o: (list(CAUSES).index(o.cause), o.strength, KINDS.index(o.kind), o.run))
-    what = f"Causes named by `stoker why`, of faults injected; seed {mark['seed']}, catalogue {mark['catalogue']}"
+    what = f"Causes named by `stoker why`, of faults injected; seed {mark['seed']}, catalog {mark['catalog']}"
     report = Report(what, arguments.runs or (QUICK_RUNS if arguments.quick else RUNS), ("torch", "keras", "stoker"))
     report.rows = cells(done) + confusion(done)
     for name, goal, chosen in (
@@ -360,7 +356,7 @@ def conclude(done: list[Outcome], mark: dict[str, Any], arguments: argparse.Name
         ("weak: the right cause first, share", WEAK_GOAL, [o for o in done if o.strength == "weak"]),
         ("healthy: no finding above info, share", HEALTHY_GOAL, [o for o in done if o.cause == "healthy"]),
     ):
-        right, count = share(chosen)
+        right, count = fraction_correct(chosen)
         if count:
             low, high = wilson(right, count)
             report.rows.append({"what": name, "right": f"{right} of {count}", "share": right / count,
@@ -376,15 +372,17 @@ def conclude(done: list[Outcome], mark: dict[str, Any], arguments: argparse.Name
 def parser() -> argparse.ArgumentParser:
     made = options(__doc__)
     made.add_argument(
-        "--seed", type=int, help="decides levels and order; default: the time, or that of what is gone on with"
+        "--seed", type=int, help="draws levels and order; default: that of a partial result, else the time"
     )
     made.add_argument("--only", nargs="+", choices=list(CAUSES), metavar="CAUSE", help=", ".join(CAUSES))
     made.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
     made.add_argument("--strengths", nargs="+", choices=("weak", "strong"))
     made.add_argument("--runs", type=int, help="of each cell in each kind of job")
     made.add_argument("--seconds", type=float, default=SECONDS, help="of a job's loop")
-    made.add_argument("--partial", type=Path, metavar="FILE", help="finished runs, to go on after an interruption")
-    made.add_argument("--ignore", nargs="+", default=(), metavar="ID", help="findings not to count; not for publishing")
+    made.add_argument("--partial", type=Path, metavar="FILE", help="finished runs, to continue after an interruption")
+    made.add_argument(
+        "--ignore", nargs="+", default=(), metavar="ID", help="findings that do not count; not for publishing"
+    )
     made.add_argument("--keep", action="store_true", help="keep the folders of the runs")
     return made
 

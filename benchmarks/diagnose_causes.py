@@ -1,9 +1,9 @@
-"""The causes that `diagnosis.py` injects, as data: in which jobs, how large, how made, which names are right.
+"""The faults that `diagnose.py` injects, as data: in which jobs, how large, how made, which findings are correct.
 
-Kinds of jobs: `stoker` (`stoker train` on drawn pictures), `measure` (a plain PyTorch loop in `stoker.measure`),
-`watch` (the same loop, unchanged, under `stoker watch`), `keras` (a Keras fit under `stoker watch`), `simulated` (a job
-under `stoker watch`, beside a driver that is simulated). A level is drawn within `weak` or `strong`; `unit` says of
-what. `accepts` are the ids of the catalogue that are right. How each fault is made is in `diagnose_plans.py`.
+Kinds of jobs: `stoker` (`stoker train` on generated images), `measure` (a plain PyTorch loop in `stoker.measure`),
+`watch` (the same loop under `stoker watch`), `keras` (a Keras fit under `stoker watch`), `simulated` (a job under
+`stoker watch` with a simulated driver). A level is drawn within `weak` or `strong`; `unit` is its unit. `accepts` are
+the ids of causes and failures that are correct. `diagnose_plans.py` makes the faults.
 """
 
 from collections.abc import Callable
@@ -28,45 +28,45 @@ class Cause:
     accepts: tuple[str, ...]
     plan: Callable[[Case], Plan]
     known: bool = False
-    """The injector of a plain job says how much time it took."""
+    """The injector of a plain job records how much time it took."""
     least_s: float = 0.0
-    """That the loop has to last for the cause to be seen."""
+    """Minimum length of the loop for the cause to be visible."""
     rests: bool = False
-    """Strong, the job leaves most of a core alone: another such one may run beside it."""
+    """A strong fault leaves most of a core idle: another such job may run at the same time."""
 
 
 WEAK, STRONG = (0.14, 0.25), (0.40, 0.65)
-SHARE = "share of the loop's time"
+FRACTION = "fraction of the loop's time"
 FEW_WEAK, FEW_STRONG = (0.34, 0.42), (0.50, 0.65)
-"""One loader keeps a core busy and the loop part of another; where it waits less than this, no core of two is idle."""
+"""One loader keeps a core busy, and the loop a part of another; if it waits less than this, no core of two is idle."""
 
 _ROWS = (
     Cause(
         name="healthy", kinds=KINDS, weak=(0, 0), strong=(0, 0), unit="", accepts=(), plan=plans.healthy,
     ),
     Cause(
-        name="slow_storage", kinds=REAL, weak=WEAK, strong=STRONG, unit=SHARE, accepts=("slow_storage",),
+        name="slow_storage", kinds=REAL, weak=WEAK, strong=STRONG, unit=FRACTION, accepts=("slow_storage",),
         plan=plans.slow_storage, known=True, rests=True,
     ),
     Cause(
-        name="slow_decode", kinds=("stoker", "measure", "watch"), weak=WEAK, strong=STRONG, unit=SHARE,
-        accepts=("slow_decode", "images_too_large"), plan=plans.slow_decode, known=True,
+        name="slow_decode", kinds=("stoker", "measure", "watch"), weak=WEAK, strong=STRONG, unit=FRACTION,
+        accepts=("slow_decode",), plan=plans.slow_decode, known=True,
     ),
     Cause(
-        name="one_loader", kinds=("stoker", "measure", "watch"), weak=FEW_WEAK, strong=FEW_STRONG, unit=SHARE,
+        name="one_loader", kinds=("stoker", "measure", "watch"), weak=FEW_WEAK, strong=FEW_STRONG, unit=FRACTION,
         accepts=("too_few_workers",), plan=plans.one_loader, known=True,
     ),
     Cause(
-        name="python_bound", kinds=("measure", "watch"), weak=WEAK, strong=STRONG, unit=SHARE,
+        name="python_bound", kinds=("measure", "watch"), weak=WEAK, strong=STRONG, unit=FRACTION,
         accepts=("python_bound",), plan=plans.inside("python_bound"), known=True, least_s=20.0,
     ),
     Cause(
-        name="tiny_batch", kinds=("stoker", "measure", "watch"), weak=(2, 2), strong=(1, 1), unit="pictures",
+        name="tiny_batch", kinds=("stoker", "measure", "watch"), weak=(2, 2), strong=(1, 1), unit="images",
         accepts=("batch_too_small",), plan=plans.tiny_batch,
     ),
     Cause(
-        name="host_wait", kinds=("measure", "watch"), weak=WEAK, strong=STRONG, unit=SHARE, accepts=("host_device_syncs",),
-        plan=plans.inside("host_wait"), known=True, rests=True,
+        name="host_wait", kinds=("measure", "watch"), weak=WEAK, strong=STRONG, unit=FRACTION,
+        accepts=("host_device_syncs",), plan=plans.inside("host_wait"), known=True, rests=True,
     ),
     Cause(
         name="leak", kinds=("measure", "watch", "keras"), weak=(20, 40), strong=(80, 150), unit="MB/s",
@@ -78,30 +78,30 @@ _ROWS = (
     ),
     Cause(
         name="disk_full", kinds=("stoker", "measure", "watch"), weak=(1.5, 3), strong=(0.3, 0.8), unit="MB of room",
-        accepts=("disk_full", "checkpoints_failed", "disk_nearly_full"), plan=plans.disk_full,
+        accepts=("disk_full", "storage_errors", "disk_nearly_full"), plan=plans.disk_full,
     ),
     Cause(
         name="small_shm", kinds=("measure", "watch"), weak=(900, 1500), strong=(32, 128), unit="kB",
-        accepts=("shared_memory_full", "shared_memory_small"), plan=plans.small_shm,  # a weak one need not end it
+        accepts=("shared_memory_full", "shared_memory_small"), plan=plans.small_shm,  # a weak fault need not end it
     ),
     Cause(
-        name="straggler", kinds=("measure",), weak=WEAK, strong=STRONG, unit=SHARE, accepts=("straggler",),
+        name="straggler", kinds=("measure",), weak=WEAK, strong=STRONG, unit=FRACTION, accepts=("straggler",),
         plan=plans.inside("straggler", "--ranks", "2"), known=True,
     ),
     Cause(
-        name="slow_link", kinds=("measure",), weak=WEAK, strong=STRONG, unit=SHARE, accepts=("communication_bound",),
+        name="slow_link", kinds=("measure",), weak=WEAK, strong=STRONG, unit=FRACTION, accepts=("communication_bound",),
         plan=plans.slow_link, known=True,
     ),
     Cause(
-        name="evaluation", kinds=("stoker", "measure", "keras"), weak=WEAK, strong=STRONG, unit=SHARE,
+        name="evaluation", kinds=("stoker", "measure", "keras"), weak=WEAK, strong=STRONG, unit=FRACTION,
         accepts=("evaluation_heavy",), plan=plans.evaluation, known=True, least_s=12.0,
     ),
     Cause(
-        name="slow_checkpoint", kinds=("stoker", "measure", "watch"), weak=WEAK, strong=STRONG, unit=SHARE,
-        accepts=("checkpoint_heavy", "checkpoint_disk_slow"), plan=plans.slow_checkpoint, known=True, rests=True,
+        name="slow_checkpoint", kinds=("stoker", "measure", "watch"), weak=WEAK, strong=STRONG, unit=FRACTION,
+        accepts=("checkpoint_heavy",), plan=plans.slow_checkpoint, known=True, rests=True,
     ),
     Cause(
-        name="compile", kinds=("measure", "watch"), weak=WEAK, strong=STRONG, unit=SHARE, accepts=("recompiles",),
+        name="compile", kinds=("measure", "watch"), weak=WEAK, strong=STRONG, unit=FRACTION, accepts=("recompiles",),
         plan=plans.inside("compile"), known=True,
     ),
     Cause(
@@ -113,17 +113,17 @@ _ROWS = (
         accepts=("cpu_quota",), plan=plans.quota,
     ),
     Cause(
-        name="neighbours", kinds=("measure", "watch"), weak=(2, 2), strong=(4, 6), unit="busy processes",
-        accepts=("cpu_contention",), plan=plans.neighbours,
+        name="neighbors", kinds=("measure", "watch"), weak=(2, 2), strong=(4, 6), unit="busy processes",
+        accepts=("cpu_contention",), plan=plans.neighbors,
     ),
     Cause(
-        name="divergence", kinds=REAL, weak=(2, 5), strong=(20, 95), unit="rate",
-        accepts=("non_finite_loss", "diverged", "lr_too_high", "rolled_back_lower_lr", "loss_spikes", "steps_skipped"),
-        plan=plans.rate,
+        name="divergence", kinds=REAL, weak=(2, 5), strong=(20, 95), unit="learning rate",
+        accepts=("non_finite_loss", "diverged", "lr_too_high", "unstable_training"),
+        plan=plans.learning_rate,
     ),
     Cause(
-        name="low_rate", kinds=("stoker", "measure", "watch"), weak=(1e-7, 9e-7), strong=(1e-9, 1e-8), unit="rate",
-        accepts=("lr_too_low",), plan=plans.rate, least_s=9.0,
+        name="low_lr", kinds=("stoker", "measure", "watch"), weak=(1e-7, 9e-7), strong=(1e-9, 1e-8),
+        unit="learning rate", accepts=("lr_too_low",), plan=plans.learning_rate, least_s=9.0,
     ),
     Cause(
         name="hang", kinds=("measure", "watch"), weak=(0, 0), strong=(1, 1), unit="1: the exchange has a time limit",
@@ -134,8 +134,8 @@ _ROWS = (
         accepts=("loader_worker_killed",), plan=plans.inside("loader_crash", "--workers", "1"),
     ),
     Cause(
-        name="bad_pictures", kinds=("stoker",), weak=(1, 1), strong=(24, 24), unit="of 64",
-        accepts=("bad_images", "bad_records"), plan=plans.bad_pictures,
+        name="bad_images", kinds=("stoker",), weak=(1, 1), strong=(24, 24), unit="of 64",
+        accepts=("bad_images", "bad_records"), plan=plans.bad_images,
     ),
 )  # fmt: skip
 
@@ -150,19 +150,19 @@ def _simulated(
 
 
 SELDOM_S = 28.0
-"""What a driver is asked every ten seconds only has been asked three times then (profiling/telemetry/gpu.py)."""
+"""Counters that are read every ten seconds have been read three times then (profiling/telemetry/gpu.py)."""
 
 _SIMULATED = (
-    _simulated("hot GPU", driver.hot, (0.25, 0.4), (0.7, 1), "share of the seconds", "gpu_hot"),
-    _simulated("power limit", driver.power_capped, (0.33, 0.4), (0.5, 0.65), "of the clock", "gpu_power_capped"),
-    _simulated("low clock", driver.clock_low, (0.38, 0.45), (0.55, 0.75), "of the clock", "gpu_clock_low"),
+    _simulated("hot GPU", driver.hot, (0.25, 0.4), (0.7, 1), "fraction of the seconds", "gpu_clocks_low"),
+    _simulated("power limit", driver.power_capped, (0.33, 0.4), (0.5, 0.65), "of the clock", "gpu_clocks_low"),
+    _simulated("low clock", driver.clock_low, (0.38, 0.45), (0.55, 0.75), "of the clock", "gpu_clocks_low"),
     _simulated("slow PCIe", driver.pcie_degraded, (1, 1), (2, 4), "halvings", "pcie_degraded"),
-    _simulated("ECC errors", driver.memory_errors, (30, 100), (1000, 5000), "a second", "gpu_memory_errors",
+    _simulated("ECC errors", driver.memory_errors, (30, 100), (1000, 5000), "a second", "gpu_errors",
                least_s=SELDOM_S),
     _simulated("Xid", driver.xid, (0, 0), (1, 1), "1: number 79, 0: 31", "gpu_errors", "gpu_fault"),
-    _simulated("others on the GPU", driver.others, (0.33, 0.33), (1, 1), "share of the time", "gpu_shared",
+    _simulated("others on the GPU", driver.others, (0.33, 0.33), (1, 1), "fraction of the time", "gpu_shared",
                least_s=SELDOM_S),
-    _simulated("few SMs", driver.underfilled, (0.78, 0.86), (0.9, 0.98), "without work", "low_sm_activity"),
+    _simulated("few SMs", driver.underfilled, (0.78, 0.86), (0.9, 0.98), "without work", "gpu_oversized"),
     _simulated("no tensor cores", driver.no_tensor_cores, (0.005, 0.015), (0, 0), "of the time",
                "tensor_cores_unused"),
     _simulated("GPU memory grows", driver.memory_grows, (100, 300), (800, 1500), "MB/s", "gpu_memory_leak",

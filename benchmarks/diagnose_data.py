@@ -1,4 +1,4 @@
-"""The pictures of `diagnosis.py`: small JPEGs with a class in the name, and COCO data sets for `stoker train`."""
+"""The images of `diagnose.py`: small JPEGs with a class in the name, and COCO data sets for `stoker train`."""
 
 import json
 from pathlib import Path
@@ -10,29 +10,29 @@ COUNT, SIDE = 64, 96
 
 
 SETS = {"plain": (8, 0), "long_val": (64, 0), "one_broken": (8, 1), "broken": (8, 24)}
-"""Data sets for `stoker train`: validation pictures, and training pictures that end in their middle."""
+"""Data set for `stoker train` → (validation images, training images that are truncated)."""
 
 
 def draw_all(folder: Path) -> None:
-    """pictures/ for plain jobs; bucket/ for what `stoker train` reads from a bucket."""
-    draw_plain(folder / "pictures")
-    draw_ours(folder / "bucket", side=192, kind="jpg", val=8, broken=0)
+    """images/ for plain jobs; bucket/ for what `stoker train` reads from a bucket."""
+    draw_plain(folder / "images")
+    draw_coco(folder / "bucket", side=192, kind="jpg", val=8, broken=0)
 
 
 def data_set(folder: Path, name: str) -> Path:
-    """ours/NAME, drawn when it is not there: one of SETS, or `pngN` of N pixels a side."""
-    place = folder / "ours" / name
-    if not place.exists():
+    """native/NAME, generated if it does not exist: one of SETS, or `pngN` of N×N pixels."""
+    path = folder / "native" / name
+    if not path.exists():
         if name in SETS:
             val, broken = SETS[name]
-            draw_ours(place, side=128, kind="jpg", val=val, broken=broken)
+            draw_coco(path, side=128, kind="jpg", val=val, broken=broken)
         else:
-            draw_ours(place, side=int(name.removeprefix("png")), kind="png", val=8, broken=0, count=32)
-    return place
+            draw_coco(path, side=int(name.removeprefix("png")), kind="png", val=8, broken=0, count=32)
+    return path
 
 
 def draw_plain(folder: Path) -> None:
-    """CLASS-N.jpg; the class is the channel that is brighter, 3: none."""
+    """CLASS-N.jpg; the class is the index of the brightest channel, 3: none."""
     folder.mkdir(parents=True)
     for n in range(COUNT):
         noise = np.random.default_rng(n).integers(0, 120, (SIDE, SIDE, 3))
@@ -41,18 +41,18 @@ def draw_plain(folder: Path) -> None:
         Image.fromarray(noise.astype(np.uint8)).save(folder / f"{n % 4}-{n}.jpg", quality=90)
 
 
-def draw_ours(folder: Path, *, side: int, kind: str, val: int, broken: int, count: int = COUNT) -> None:
-    """A COCO data set of coloured rectangles on noise; the first `broken` training pictures end in their middle."""
-    for split, pictures, offset in (("train", count, 0), ("valid", val, 10_000)):
+def draw_coco(folder: Path, *, side: int, kind: str, val: int, broken: int, count: int = COUNT) -> None:
+    """A COCO data set of colored rectangles on noise; the first `broken` training images are truncated."""
+    for split, num_images, offset in (("train", count, 0), ("valid", val, 10_000)):
         (folder / split).mkdir(parents=True)
         images, annotations = [], []
-        for n in range(pictures):
-            lots = np.random.default_rng(offset + n)
-            pixels = lots.integers(0, 60, (side, side, 3), np.uint8)
-            for _ in range(int(lots.integers(1, 4))):
-                label = int(lots.integers(3))
-                width, height = lots.integers(side // 6, side // 2, 2).tolist()
-                x, y = int(lots.integers(side - width)), int(lots.integers(side - height))
+        for n in range(num_images):
+            rng = np.random.default_rng(offset + n)
+            pixels = rng.integers(0, 60, (side, side, 3), np.uint8)
+            for _ in range(int(rng.integers(1, 4))):
+                label = int(rng.integers(3))
+                width, height = rng.integers(side // 6, side // 2, 2).tolist()
+                x, y = int(rng.integers(side - width)), int(rng.integers(side - height))
                 pixels[y : y + height, x : x + width] = [200 if c == label else 30 for c in range(3)]
                 annotations.append(
                     {"id": len(annotations) + 1, "image_id": n, "category_id": label + 1, "iscrowd": 0,

@@ -1,6 +1,6 @@
-"""What the stub of NVIDIA's driver tells in the simulated causes of `diagnosis.py`: scenes, second by second.
+"""What the stub of NVIDIA's driver reports in the simulated causes of `diagnose.py`: scenes, second by second.
 
-A healthy H100 at work, and the same with one thing wrong from some second on. The language of the scenes is that of
+A healthy H100 at work, and the same with one fault. The format of the scenes, with its key names, is that of
 `tests/profiling/nvml_stub.c`. Simulated: no scene was recorded from a real GPU.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 LENGTH_S = 60
-"""That a scene lasts: longer than any of its jobs."""
+"""Length of a scene: longer than any of its jobs."""
 SM_UTIL, SM_OCCUPANCY, ANY_TENSOR_UTIL, DRAM_BW_UTIL = 2, 3, 5, 10
 """NVML's numbers of GPM counters (nvml.h, nvmlGpmMetricId_t)."""
 SW_POWER_CAP, HW_SLOWDOWN, SW_THERMAL, HW_THERMAL, SETTINGS = 0x4, 0x8, 0x20, 0x40, 0x2
@@ -20,15 +20,15 @@ Second = dict[str, float | int | str]
 
 @dataclass(frozen=True)
 class Moment:
-    """level: how wrong the driver is."""
+    """level: how strong the fault is."""
 
     level: float
     second: int
-    lots: random.Random
+    rng: random.Random
 
 
 Wrong = Callable[[Moment], Second]
-"""What is different then."""
+"""The counters that differ in that second."""
 
 HEALTHY: Second = {
     "memory_total": 85_899_345_920, "memory_used": 64_000_000_000, "memory_utilisation": 60, "power_limit_mw": 700_000,
@@ -39,8 +39,8 @@ HEALTHY: Second = {
 
 
 def scene(wrong: Wrong, level: float, seed: int) -> str:
-    """The lines of a scene. level: how wrong."""
-    lots = random.Random(seed)
+    """The lines of a scene. level: how strong the fault is."""
+    rng = random.Random(seed)
     lines = [
         "-1 count 1",
         "-1 driver 580.95.05",
@@ -51,11 +51,11 @@ def scene(wrong: Wrong, level: float, seed: int) -> str:
     lines += [f"0 {key} {value}" for key, value in HEALTHY.items()]
     for second in range(LENGTH_S):
         now: Second = {
-            "utilisation": lots.randint(93, 100), "power_mw": lots.randint(540_000, 640_000), "sm_clock": 1980,
-            f"gpm.{SM_UTIL}": lots.uniform(78, 90), f"gpm.{SM_OCCUPANCY}": lots.uniform(40, 55),
-            f"gpm.{ANY_TENSOR_UTIL}": lots.uniform(28, 42), f"gpm.{DRAM_BW_UTIL}": lots.uniform(35, 50),
+            "utilisation": rng.randint(93, 100), "power_mw": rng.randint(540_000, 640_000), "sm_clock": 1980,
+            f"gpm.{SM_UTIL}": rng.uniform(78, 90), f"gpm.{SM_OCCUPANCY}": rng.uniform(40, 55),
+            f"gpm.{ANY_TENSOR_UTIL}": rng.uniform(28, 42), f"gpm.{DRAM_BW_UTIL}": rng.uniform(35, 50),
         }  # fmt: skip
-        now |= wrong(Moment(level, second, lots))
+        now |= wrong(Moment(level, second, rng))
         lines += [f"@{second} 0 {key} {value}" for key, value in now.items()]
     return "\n".join(lines) + "\n"
 
@@ -65,24 +65,24 @@ def nothing(_: Moment) -> Second:
 
 
 def hot(now: Moment) -> Second:
-    """level: share of the seconds with a thermal slowdown."""
-    if now.lots.random() >= now.level:
-        return {"temperature": now.lots.randint(84, 86)}
+    """level: fraction of the seconds with a thermal slowdown."""
+    if now.rng.random() >= now.level:
+        return {"temperature": now.rng.randint(84, 86)}
     return {
         "throttle": SW_THERMAL,
-        "temperature": now.lots.randint(86, 88),
-        "sm_clock": now.lots.randrange(1200, 1700, 15),
+        "temperature": now.rng.randint(86, 88),
+        "sm_clock": now.rng.randrange(1200, 1700, 15),
     }
 
 
 def power_capped(now: Moment) -> Second:
-    """level: share of the clock that the power limit takes."""
-    clock = round(1980 * (1 - now.level) + now.lots.uniform(-30, 30))
+    """level: fraction of the clock that the power limit takes."""
+    clock = round(1980 * (1 - now.level) + now.rng.uniform(-30, 30))
     return {"throttle": SW_POWER_CAP, "power_limit_mw": 350_000, "power_mw": 349_000, "sm_clock": clock}
 
 
 def clock_low(now: Moment) -> Second:
-    """level: share of the clock that somebody's setting takes."""
+    """level: fraction of the clock that a setting takes."""
     return {"throttle": SETTINGS, "sm_clock": round(1980 * (1 - now.level)), "power_mw": 300_000}
 
 
@@ -102,13 +102,13 @@ def xid(now: Moment) -> Second:
 
 
 def others(now: Moment) -> Second:
-    """level: 1, another process computes on the GPU all the time; below, in the middle of three tens of seconds."""
+    """level: 1, another process computes on the GPU all the time; below, from second 8 to 18."""
     there = now.level >= 1 or 8 <= now.second < 18
     return {"processes": 4_000_000 if there else "none"}
 
 
 def underfilled(now: Moment) -> Second:
-    """level: share of the multiprocessors without work."""
+    """level: fraction of the multiprocessors without work."""
     active = 100 * (1 - now.level)
     return {
         f"gpm.{SM_UTIL}": active, f"gpm.{SM_OCCUPANCY}": active / 3, f"gpm.{ANY_TENSOR_UTIL}": active / 4,
@@ -117,7 +117,7 @@ def underfilled(now: Moment) -> Second:
 
 
 def no_tensor_cores(now: Moment) -> Second:
-    """level: share of the time in which they work."""
+    """level: fraction of the time in which they work."""
     return {f"gpm.{ANY_TENSOR_UTIL}": 100 * now.level}
 
 

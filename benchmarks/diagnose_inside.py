@@ -1,9 +1,9 @@
-"""What `diagnose_job.py` does to itself: faults that live in a job's own code, each as large as it is told.
+"""Faults in the code of `diagnose_job.py` itself, each of a given size.
 
-A fault takes a share of the loop's time. How much that is in seconds depends on the machine, so it is paid as a debt:
-after a healthy part that took t, a fault of share s owes t s / (1 - s), and is done when its debt is as large as one of
-it costs. What was paid is summed up and written to a file, and is what the diagnosis has to name. Faults that the job
-cannot do to itself (quotas, full disks, slow links, a driver's counters) are in `diagnose_outside.py`.
+A fault takes a fraction of the loop's time. Its seconds depend on the machine, so it is paid as a debt: after a healthy
+part of t seconds, a fault of fraction s owes t s / (1 - s), and is executed when the debt is as large as one execution.
+The sum is written to a file; the diagnosis has to find it. Faults outside the job (quotas, full disks, slow links, a
+driver's counters) are in `diagnose_outside.py`.
 """
 
 import contextlib
@@ -20,10 +20,10 @@ from PIL import Image
 
 
 class Debt:
-    """share: of the time, that the fault takes. total_s: paid so far; file: where that is kept."""
+    """fraction: of the time that the fault takes. total_s: paid so far, also written to `file`."""
 
-    def __init__(self, share: float, file: Path) -> None:
-        self._factor = share / (1 - share) if share else 0.0
+    def __init__(self, fraction: float, file: Path) -> None:
+        self._factor = fraction / (1 - fraction) if fraction else 0.0
         self._file = file
         self._owed_s = self._unit_s = 0.0
         self.total_s = 0.0
@@ -39,7 +39,7 @@ class Debt:
 
     @contextlib.contextmanager
     def paying(self) -> Iterator[None]:
-        """Inside, the fault is."""
+        """The time inside is the fault's."""
         began = time.perf_counter()
         try:
             yield
@@ -51,18 +51,18 @@ class Debt:
         self.total_s += took_s
 
     def pay(self, fault: Callable[[], object]) -> None:
-        """Does the fault as often as is owed. One that is larger than its debt waits until half of it is owed."""
+        """Executes the fault as often as is owed. A fault larger than its debt waits until half of it is owed."""
         while self._owed_s > self._unit_s / 2 and self._owed_s > 0:
             before = self.total_s
             with self.paying():
                 fault()
             self._unit_s = self.total_s - before
 
-    def write(self, *, least_s: float = 0.3, **facts: float) -> None:
-        """Not more often than each least_s."""
+    def write(self, *, min_interval_s: float = 0.3, **facts: float) -> None:
+        """Writes at most every min_interval_s."""
         self.facts |= facts
         now = time.monotonic()
-        if now - self._written_s >= least_s:
+        if now - self._written_s >= min_interval_s:
             self._written_s = now
             new = self._file.with_suffix(".new")
             new.write_text(json.dumps({"injected_s": self.total_s, **self.facts}), encoding="utf-8")
@@ -70,8 +70,8 @@ class Debt:
 
 
 class SlowFiles:
-    """Reads (or writes) of files whose path has $STALL_PATH in it take longer; `diagnose_outside.py` has the library
-    that was loaded before."""
+    """Slows down reads and writes of files whose path contains $STALL_PATH; `diagnose_outside.py` preloads the
+    library."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(os.environ["LD_PRELOAD"])
@@ -86,19 +86,19 @@ class SlowFiles:
 
 
 def large_jpeg() -> bytes:
-    """A picture with some texture, of which decoding takes a millisecond or two."""
+    """An image with texture, which takes one or two milliseconds to decode."""
     noise = Image.effect_noise((480, 360), 60).convert("RGB")
     target = io.BytesIO()
     noise.save(target, "JPEG", quality=90)
     return target.getvalue()
 
 
-def decode_picture(encoded: bytes) -> Image.Image:
+def decode_image(encoded: bytes) -> Image.Image:
     return Image.open(io.BytesIO(encoded)).convert("RGB").resize((96, 96))
 
 
 def encode_targets(boxes: list[tuple[float, float, float, float]]) -> int:
-    """Intersections of all pairs of boxes, one at a time, as slow target encoders do it."""
+    """Intersections of all pairs of boxes, one at a time, as in a slow target encoder."""
     found = 0
     for left, top, right, bottom in boxes:
         for other in boxes:
@@ -110,18 +110,18 @@ def encode_targets(boxes: list[tuple[float, float, float, float]]) -> int:
 
 
 class MetricsServer:
-    """A service that takes the number of each step and answers late. Its process ends with this one."""
+    """A service that is called in each step and answers late. Its process ends with this one."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
+        local, remote = socket.socketpair()
         if os.fork() == 0:
-            ours.close()
-            while heard := theirs.recv(64):
-                time.sleep(float(heard))
-                theirs.sendall(b"ok")
+            local.close()
+            while request := remote.recv(64):
+                time.sleep(float(request))
+                remote.sendall(b"ok")
             os._exit(0)
-        theirs.close()
-        self._socket = ours
+        remote.close()
+        self._socket = local
 
     def log_to_server(self, answer_after_s: float) -> None:
         self._socket.sendall(f"{answer_after_s:.6f}".encode())

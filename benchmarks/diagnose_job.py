@@ -1,7 +1,7 @@
-"""The plain PyTorch job of `diagnosis.py`: a small convolutional net on small JPEGs, with one fault, or none.
+"""The plain PyTorch job of `diagnose.py`: a small convolutional network on small JPEGs, with one fault or none.
 
-Runs alone, under `stoker watch`, or with `--measure RUN` in `stoker.measure`. It is what somebody would write, and
-knows nothing of stoker but that. `--ranks 2` starts its second rank itself; they exchange gradients over gloo.
+It runs alone, under `stoker watch`, or with `--measure RUN` in `stoker.measure`; it is an ordinary training script
+otherwise. `--ranks 2` starts a second rank; the ranks all-reduce gradients over gloo.
 """
 
 import argparse
@@ -20,19 +20,19 @@ from typing import Any
 import numpy as np
 import simplejpeg
 import torch
-from diagnose_inside import Debt, MetricsServer, SlowFiles, decode_picture, encode_targets, large_jpeg
+from diagnose_inside import Debt, MetricsServer, SlowFiles, decode_image, encode_targets, large_jpeg
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 SIDE, CLASSES = 96, 4
 WARM_STEPS = 5
-"""Before the fault begins: the first steps are slow by themselves."""
+"""Steps before the fault begins: the first steps are slow without it."""
 STEP_S = 0.08
-"""Of a step of several ranks: they compute until then, so that none is slower by chance."""
+"""Length of a step with several ranks: they compute until then, so that none is slower by chance."""
 
 
-class Pictures(Dataset[tuple[torch.Tensor, int]]):
-    """The JPEGs of a folder, again and again; the class is in the name. fault: see `__getitem__`."""
+class Images(Dataset[tuple[torch.Tensor, int]]):
+    """The JPEGs of a folder, repeated; the class is in the name. fault: see `__getitem__`."""
 
     def __init__(self, folder: Path, side: int, fault: str, debt: Debt) -> None:
         self._paths = sorted(folder.glob("*.jpg"))
@@ -44,16 +44,16 @@ class Pictures(Dataset[tuple[torch.Tensor, int]]):
 
     def __getitem__(self, place: int) -> tuple[torch.Tensor, int]:
         path = self._paths[place % len(self._paths)]
-        picture = simplejpeg.decode_jpeg(path.read_bytes())[: self._side, : self._side]
+        image = simplejpeg.decode_jpeg(path.read_bytes())[: self._side, : self._side]
         if self._large:
             ends = time.thread_time() + COST.value
             while time.thread_time() < ends:
-                decode_picture(self._large)
+                decode_image(self._large)
         elif self._fault == "small_shm" and place % 64 >= 48:
-            picture = np.repeat(np.repeat(picture, 8, 0), 8, 1)[::8, ::8]
+            image = np.repeat(np.repeat(image, 8, 0), 8, 1)[::8, ::8]
         elif self._fault == "loader_crash" and CRASH.value:
             os.kill(os.getpid(), CRASH.value)
-        return torch.from_numpy(picture.copy()).permute(2, 0, 1), int(path.stem.split("-")[0])
+        return torch.from_numpy(image.copy()).permute(2, 0, 1), int(path.stem.split("-")[0])
 
 
 # Shared with the loader's processes.
@@ -69,7 +69,7 @@ def network(width: int) -> nn.Module:
 
 
 class Nothing:
-    """In place of `stoker.measure` where that does not look."""
+    """Replaces `stoker.measure` in a job without it."""
 
     def data(self, loader: Any) -> Any:
         return loader
@@ -96,9 +96,9 @@ class Job:
         if self.fault == "oversubscription":
             torch.set_num_threads(int(asked.level))
         self.model = network(asked.width)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), asked.rate, momentum=0.9)
-        self.pictures = Pictures(asked.data, asked.side, self.fault, self.debt)
-        self.loader = DataLoader(self.pictures, asked.batch, shuffle=True, num_workers=asked.workers, drop_last=True)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), asked.lr, momentum=0.9)
+        self.images = Images(asked.data, asked.side, self.fault, self.debt)
+        self.loader = DataLoader(self.images, asked.batch_size, shuffle=True, num_workers=asked.workers, drop_last=True)
         self.slow = SlowFiles() if self.fault in ("slow_storage", "slow_checkpoint") else None
         self.server = MetricsServer() if self.fault == "host_wait" else None
         self.boxes = [(x, y, x + 9.0, y + 9.0) for x in range(0, 60, 10) for y in range(0, 60, 10)]
@@ -117,7 +117,7 @@ class Job:
         self.kept_at = time.perf_counter()
 
     def run(self) -> None:
-        began, said = time.perf_counter(), 0.0
+        began, printed_s = time.perf_counter(), 0.0
         asked_at = time.perf_counter()
         for steps, (images, labels) in enumerate(self.measure.data(self.loader), start=1):
             waited_s = time.perf_counter() - asked_at
@@ -129,11 +129,11 @@ class Job:
             if steps > WARM_STEPS:
                 self.debt.owe(healthy_s)
             self.after_step(steps, healthy_s)
-            self.measure.log(loss=loss, rate=self.asked.rate)
+            self.measure.log(loss=loss, lr=self.asked.lr)
             now = time.perf_counter()
-            if now - said > 0.5 and self.rank == 0:
-                said = now
-                print(f"step {steps} loss: {loss:.4f} lr: {self.asked.rate:g}", flush=True)
+            if now - printed_s > 0.5 and self.rank == 0:
+                printed_s = now
+                print(f"step {steps} loss: {loss:.4f} lr: {self.asked.lr:g}", flush=True)
             self.debt.write(
                 steps=steps, waited_s=self.waited_s, comm_s=self.comm_s, healthy_step_s=healthy_s, loop_s=now - began
             )
@@ -143,14 +143,14 @@ class Job:
             if self.over and "WORLD_SIZE" not in os.environ:
                 break
             asked_at = time.perf_counter()
-        self.debt.write(least_s=0.0, loop_s=time.perf_counter() - began)
+        self.debt.write(min_interval_s=0.0, loop_s=time.perf_counter() - began)
 
     def step(self, images: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:
-        """The loss, and how long it computed."""
+        """(loss, seconds of computing)."""
         began = time.perf_counter()
-        normalised = images.float() / 127.5 - 1
+        normalized = images.float() / 127.5 - 1
         for count in itertools.count(1):
-            loss = nn.functional.cross_entropy(self.model(normalised), labels)
+            loss = nn.functional.cross_entropy(self.model(normalized), labels)
             self.optimizer.zero_grad()
             loss.backward()
             took_s = time.perf_counter() - began
@@ -175,7 +175,7 @@ class Job:
         flat = torch.cat([flat, torch.zeros(int(self.asked.payload)), torch.tensor([float(self.over)])])
         torch.distributed.all_reduce(flat, group=self.group)
         self.over = bool(flat[-1])  # all end with the same step
-        if self.exchanged:  # the first one is of the start, and waits for the other rank's
+        if self.exchanged:  # the first one belongs to the start, and waits for the other rank's
             self.comm_s += time.perf_counter() - began
         self.exchanged = True
         place = 0
@@ -194,12 +194,12 @@ class Job:
     def after_step(self, steps: int, healthy_s: float) -> None:
         fault, debt, asked = self.fault, self.debt, self.asked
         if fault == "slow_storage" and self.slow is not None and steps > WARM_STEPS:
-            self.slow.each(max(0.0, debt.owed_s) / asked.batch)
+            self.slow.each(max(0.0, debt.owed_s) / asked.batch_size)
             debt.paid(self.slow.stalled_s() - debt.total_s)
         elif fault == "one_loader" and steps > WARM_STEPS:
-            COST.value = healthy_s / (1 - asked.level) / asked.batch
-        elif fault == "slow_decode" and steps > WARM_STEPS:  # on two cores, one of which also trains
-            COST.value = healthy_s * (1 + asked.level) / (1 - asked.level) / asked.batch
+            COST.value = healthy_s / (1 - asked.level) / asked.batch_size
+        elif fault == "slow_decode" and steps > WARM_STEPS:  # with two cores, one of which also trains
+            COST.value = healthy_s * (1 + asked.level) / (1 - asked.level) / asked.batch_size
         elif fault == "leak":
             now = time.perf_counter()
             size, self.kept_at = int(asked.level * 1e6 * (now - self.kept_at)), now
@@ -214,7 +214,7 @@ class Job:
                 torch.save(self.model.state_dict(), asked.log.parent / "slow" / "checkpoint.pt")
             debt.paid(self.slow.stalled_s() - before)
         elif fault == "disk_full" and steps % 3 == 0:
-            torch.save(self.model.state_dict(), asked.disk_bytes / f"checkpoint-{steps}.pt")
+            torch.save(self.model.state_dict(), asked.disk / f"checkpoint-{steps}.pt")
         elif fault == "compile":
             while debt.owed_s > 0:
                 debt.paid(self.other_shape())
@@ -228,17 +228,17 @@ class Job:
     def evaluate(self) -> None:
         self.model.eval()
         with torch.no_grad():
-            self.model(torch.rand(self.asked.batch, 3, self.asked.side, self.asked.side))
+            self.model(torch.rand(self.asked.batch_size, 3, self.asked.side, self.asked.side))
         self.model.train()
 
     def other_shape(self) -> float:
-        """Seconds that compiling for one more shape took: of a step with it, beyond those of one without."""
+        """Seconds that compiling for one more shape took: a step with it, minus a step without it."""
         assert self.compiled is not None
-        pictures = torch.rand(1, 3, *[next(self.sizes)] * 2)
+        images = torch.rand(1, 3, *[next(self.sizes)] * 2)
         took_s = []
-        for model in (self.model, self.compiled):  # what a new shape costs by itself is in the first
+        for model in (self.model, self.compiled):  # the first has the cost of a new shape without compiling
             began = time.perf_counter()
-            model(pictures).sum().backward()
+            model(images).sum().backward()
             self.optimizer.zero_grad()
             took_s.append(time.perf_counter() - began)
         return took_s[1] - took_s[0]
@@ -246,7 +246,7 @@ class Job:
 
 def start_ranks(asked: argparse.Namespace) -> subprocess.Popen[bytes] | None:
     """Joins the group; rank 0 starts the other."""
-    if asked.num_ranks == 1:
+    if asked.ranks == 1:
         return None
     other = None
     if "RANK" not in os.environ:
@@ -262,21 +262,21 @@ def start_ranks(asked: argparse.Namespace) -> subprocess.Popen[bytes] | None:
 
 
 def limited_group(timeout_s: float) -> Any:
-    """Exchanges of this group give up after so long; finding each other may take longer."""
+    """A group whose collectives have this timeout; the rendezvous may take longer."""
     return torch.distributed.new_group(timeout=datetime.timedelta(seconds=timeout_s))
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--log", type=Path, required=True, help="where the job says what was injected")
+    parser.add_argument("--log", type=Path, required=True, help="file in which the job records what was injected")
     parser.add_argument("--fault", default="none")
     parser.add_argument("--level", type=float, default=0.0)
     parser.add_argument("--measure", type=Path)
     parser.add_argument("--disk", type=Path, default=Path())
     for name, kind, default in (
-        ("seconds", float, 8.0), ("batch", int, 16), ("side", int, SIDE), ("width", int, 24),
-        ("workers", int, 0), ("rate", float, 0.02), ("ranks", int, 1),
+        ("seconds", float, 8.0), ("batch-size", int, 16), ("side", int, SIDE), ("width", int, 24),
+        ("workers", int, 0), ("lr", float, 0.02), ("ranks", int, 1),
         ("payload", float, 0.0), ("timeout", float, 0.0),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=kind, default=default)

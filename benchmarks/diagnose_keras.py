@@ -1,4 +1,4 @@
-"""The Keras job of `diagnosis.py`: a `fit` on small JPEGs, on torch's backend, with one fault, or none."""
+"""The Keras job of `diagnose.py`: a `fit` on small JPEGs, with torch as the backend, with one fault or none."""
 
 import argparse
 import math
@@ -16,8 +16,8 @@ from diagnose_inside import Debt, SlowFiles
 WARM_STEPS = 5
 
 
-class Pictures(keras.utils.PyDataset):
-    """Batches, read and decoded in the main thread, as `fit` asks for them."""
+class Images(keras.utils.PyDataset):
+    """Batches, read and decoded in the main thread when `fit` needs them."""
 
     def __init__(self, folder: Path, batch: int) -> None:
         super().__init__()
@@ -33,9 +33,9 @@ class Pictures(keras.utils.PyDataset):
 
 
 class Fault(keras.callbacks.Callback):
-    def __init__(self, asked: argparse.Namespace, pictures: Pictures) -> None:
+    def __init__(self, asked: argparse.Namespace, images: Images) -> None:
         super().__init__()
-        self._asked, self._pictures = asked, pictures
+        self._asked, self._images = asked, images
         self._debt = Debt(asked.level if asked.level < 1 else 0.0, asked.log.with_suffix(".0.json"))
         self._slow = SlowFiles() if asked.fault == "slow_storage" else None
         self._began = self._batch_began = 0.0
@@ -52,7 +52,7 @@ class Fault(keras.callbacks.Callback):
         if self._steps > WARM_STEPS:
             self._debt.owe(now - self._batch_began)
             if self._slow is not None:
-                self._slow.each(max(0.0, self._debt.owed_s) / self._asked.batch)
+                self._slow.each(max(0.0, self._debt.owed_s) / self._asked.batch_size)
                 self._debt.paid(self._slow.stalled_s() - self._debt.total_s)
         self._debt.write(steps=self._steps, loop_s=now - self._began)
         if self._asked.fault == "leak":
@@ -61,18 +61,18 @@ class Fault(keras.callbacks.Callback):
             self.model.stop_training = True
 
     def on_train_end(self, logs: object = None) -> None:  # noqa: ARG002
-        self._debt.write(least_s=0.0)
+        self._debt.write(min_interval_s=0.0)
 
 
 class Evaluation(Fault):
-    """Evaluates every 20 steps, for as long as is owed."""
+    """Evaluates every 20 steps, for the time that is owed."""
 
     def on_train_batch_end(self, batch: int, logs: object = None) -> None:
         super().on_train_batch_end(batch, logs)
         if self._steps % 20 == 0 and self._debt.owed_s > 0:
-            share = self._debt.owed_s / 0.03
+            steps = max(1, math.ceil(self._debt.owed_s / 0.03))
             with self._debt.paying():
-                self.model.evaluate(self._pictures, steps=max(1, math.ceil(share)), verbose=0)
+                self.model.evaluate(self._images, steps=steps, verbose=0)
 
 
 def main() -> None:
@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--fault", default="none")
     for name, kind, default in (
-        ("level", float, 0.0), ("seconds", float, 8.0), ("batch", int, 16), ("rate", float, 0.02),
+        ("level", float, 0.0), ("seconds", float, 8.0), ("batch-size", int, 16), ("lr", float, 0.02),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=kind, default=default)
     asked = parser.parse_args()
@@ -99,10 +99,10 @@ def main() -> None:
         ]
     )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(asked.rate, momentum=0.9), loss)
-    pictures = Pictures(asked.data, asked.batch)
-    fault = (Evaluation if asked.fault == "evaluation" else Fault)(asked, pictures)
-    model.fit(pictures, epochs=1, callbacks=[fault])
+    model.compile(keras.optimizers.SGD(asked.lr, momentum=0.9), loss)
+    images = Images(asked.data, asked.batch_size)
+    fault = (Evaluation if asked.fault == "evaluation" else Fault)(asked, images)
+    model.fit(images, epochs=1, callbacks=[fault])
 
 
 if __name__ == "__main__":

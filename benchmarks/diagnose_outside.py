@@ -1,8 +1,8 @@
-"""Faults that `diagnosis.py` puts around a job: quotas, full disks, slow links, slow storage, a driver's counters.
+"""Faults that `diagnose.py` puts around a job: quotas, full disks, slow links, slow storage, a driver's counters.
 
-Each is a context in which the fault exists. It yields what has to stand before the job's command and in its
-environment, or raises NotPermitted where this machine does not let us: such a cell is "n/a", never right or wrong.
-Faults in a job's own code are in `diagnose_inside.py`.
+Each is a context manager during which the fault exists. It yields a prefix of the job's command and its environment, or
+raises NotPermitted if this machine does not permit the fault: such a cell is "n/a". Faults in a job's own code are in
+`diagnose_inside.py`.
 """
 
 import contextlib
@@ -24,18 +24,18 @@ INTO_GROUP = 'echo $$ > "$0" && exec "$@"'
 
 
 class NotPermitted(Exception):
-    """This machine does not let us make the fault; the text says why."""
+    """This machine does not permit the fault; the text is the reason."""
 
 
 @dataclass
 class Around:
-    """before: words in front of the command. variables: of its environment. injected_s: the injected total, after."""
+    """before: prefix of the command. variables: of its environment. injected_s: the injected total, afterwards."""
 
     before: list[str] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
     injected_s: Callable[[], float] | None = None
     facts: Callable[[], dict[str, float]] | None = None
-    """What the fault's own counters say, after."""
+    """The fault's own counters, afterwards."""
 
 
 @contextlib.contextmanager
@@ -107,7 +107,7 @@ def small_disk(place: Path, size_bytes: int) -> Iterator[Around]:
 
 @contextlib.contextmanager
 def small_shm(size_bytes: int) -> Iterator[Around]:
-    """/dev/shm of that size, for the job alone."""
+    """/dev/shm of that size, for the job only."""
     script = f'mount -t tmpfs -o size={size_bytes} tmpfs /dev/shm && exec "$@"'
     before = ["unshare", "--mount", "sh", "-c", script, "sh"]
     _try([*before, "true"])
@@ -116,7 +116,7 @@ def small_shm(size_bytes: int) -> Iterator[Around]:
 
 @contextlib.contextmanager
 def slow_link(bytes_per_s: float) -> Iterator[Around]:
-    """A network of the job's own, whose loopback carries so much."""
+    """A network namespace for the job, with a limited loopback."""
     kbit = int(bytes_per_s * 8 / 1000)
     script = f'ip link set lo up && tc qdisc add dev lo root tbf rate {kbit}kbit burst 128kb latency 2s && exec "$@"'
     before = ["unshare", "--net", "sh", "-c", script, "sh"]
@@ -159,9 +159,9 @@ def slow_files(folder: Path, path: str, stall_s: float = 0.0) -> Iterator[Around
 
 
 @contextlib.contextmanager
-def busy_neighbours(count: int) -> Iterator[Around]:
-    """Processes of somebody else's that compute without end; each in a session of its own, since the kernel shares
-    processors out by session first (sched_autogroup)."""
+def busy_neighbors(count: int) -> Iterator[Around]:
+    """Processes of another user that compute without end; each in a session of its own, since the kernel divides CPU
+    time by session first (sched_autogroup)."""
     command = [sys.executable, "-S", "-c", "while True: pass"]
     others = [subprocess.Popen(command, start_new_session=True) for _ in range(count)]
     try:
@@ -197,7 +197,7 @@ def object_server(files: Path, bucket: str, *, bytes_per_s: float | None, latenc
 @contextlib.contextmanager
 def driver(folder: Path, scene: str) -> Iterator[Around]:
     """NVIDIA's library, simulated: it says what the scene does, second by second from the start on."""
-    stub = HERE.parent / "tests" / "measuring" / "nvml_stub.c"
+    stub = HERE.parent / "tests" / "profiling" / "nvml_stub.c"
     library = folder.parent / "driver" / "libnvidia-ml.so.1"
     library.parent.mkdir(exist_ok=True)
     _compiled(stub, library, "-lpthread")

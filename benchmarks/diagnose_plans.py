@@ -1,4 +1,4 @@
-"""How each fault of `diagnose_causes.py` is made: a case in, what is run out."""
+"""Makes each fault of `diagnose_causes.py`: a case in, a plan of the job out."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -10,26 +10,26 @@ import diagnose_outside as outside
 from diagnose_outside import Around
 
 BATCH = 8
-"""Of `stoker train`."""
+"""Batch size of `stoker train`."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What things take here, measured when the benchmark starts."""
+    """Durations on this machine, measured when the benchmark starts."""
 
     step_s: float = 0.047
-    """A step of `stoker train` on BATCH pictures."""
+    """A step of `stoker train` on BATCH images."""
     decode_s: float = 25e-9
-    """Decoding a pixel of a PNG, with what belongs to it."""
+    """Decoding of a pixel of a PNG, including the rest of its loading."""
     evaluation_s: float = 0.3
-    """`stoker train` on the data set with a long validation split."""
-    picture_bytes: float = 15_000
-    """Of a picture in the bucket."""
+    """Evaluation of `stoker train` on the data set with a long validation split."""
+    image_bytes: float = 15_000
+    """Mean size of an image in the bucket."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked for. folder: the job's own, in that of the benchmark; seed: of what is drawn in the fault."""
+    """A run to make. folder: the job's own, inside that of the benchmark; seed: of random numbers in the fault."""
 
     kind: str
     level: float
@@ -47,11 +47,11 @@ class Plan:
     around: Callable[[], AbstractContextManager[Around]] = outside.nothing
     variables: dict[str, str] = field(default_factory=dict)
     data: str = "plain"
-    """Of `stoker train`: one of `diagnose_data.SETS`, `pngN` of N pixels, or an address."""
+    """Of `stoker train`: one of `diagnose_data.SETS`, `pngN` of N pixels, or a bucket URI."""
     stretch: float = 1.0
-    """How much longer than a healthy one a step of `stoker train` takes."""
-    still_s: float | None = None
-    """The job does not end by itself: it is asked about when it has stood still for so long, and then killed."""
+    """Length of a step of `stoker train`, relative to a healthy one."""
+    hang_s: float | None = None
+    """The job does not end by itself: after so long without progress it is diagnosed, and then killed."""
 
 
 Maker = Callable[[Case], Plan]
@@ -62,7 +62,7 @@ def healthy(case: Case) -> Plan:
 
 
 def inside(fault: str, *more: str) -> Maker:
-    """A fault of the job's own code."""
+    """A fault in the job's own code."""
     return lambda case: Plan(("--fault", fault, "--level", f"{case.level:.4g}", *more))
 
 
@@ -78,21 +78,21 @@ def slow_storage(case: Case) -> Plan:
     if case.kind != "stoker":
         return Plan(
             ("--fault", "slow_storage", "--level", f"{case.level:.4g}"),
-            around=lambda: outside.slow_files(case.folder, "/pictures/"),
+            around=lambda: outside.slow_files(case.folder, "/images/"),
         )
     machine, stretch = case.machine, 1 / (1 - case.level)
-    rate = BATCH * machine.picture_bytes / (machine.step_s * stretch)
+    rate = BATCH * machine.image_bytes / (machine.step_s * stretch)
     bucket = case.folder.parent / "bucket"
     return Plan(
         ("--cache", "none"),
-        around=lambda: outside.object_server(bucket, "pictures", bytes_per_s=rate, latency_s=0.005),
-        data="gs://pictures",
+        around=lambda: outside.object_server(bucket, "images", bytes_per_s=rate, latency_s=0.005),
+        data="gs://images",
         stretch=stretch,
     )
 
 
 def slow_decode(case: Case) -> Plan:
-    """Both cores decode, and one of them trains as well: a step that takes s and whose pictures take d of processor
+    """Both cores decode, and one of them trains as well: a step that takes s and whose images take d of processor
     time ends after (s + d) / 2, if that is more than s."""
     if case.kind != "stoker":
         return inside("slow_decode", "--workers", "2")(case)
@@ -101,7 +101,7 @@ def slow_decode(case: Case) -> Plan:
 
 
 def one_loader(case: Case) -> Plan:
-    """One thread decodes: a step ends when its pictures are there."""
+    """One thread decodes: a step ends when its images are there."""
     if case.kind != "stoker":
         return inside("one_loader", "--workers", "1")(case)
     decode_s = case.machine.step_s / (1 - case.level)
@@ -109,7 +109,7 @@ def one_loader(case: Case) -> Plan:
 
 
 def _png(case: Case, decode_s: float) -> str:
-    """Pictures of which a batch takes so much processor time."""
+    """Images of which a batch takes so much CPU time."""
     side = (decode_s / BATCH / case.machine.decode_s) ** 0.5
     return f"png{max(64, round(side / 20) * 20)}"
 
@@ -183,11 +183,11 @@ def quota(case: Case) -> Plan:
     return Plan(around=lambda: outside.cpu_quota(case.level), stretch=1 / case.level)
 
 
-def neighbours(case: Case) -> Plan:
-    return Plan(around=lambda: outside.busy_neighbours(int(case.level)))
+def neighbors(case: Case) -> Plan:
+    return Plan(around=lambda: outside.busy_neighbors(int(case.level)))
 
 
-def rate(case: Case) -> Plan:
+def learning_rate(case: Case) -> Plan:
     more = ("--clip-grad-norm", "0", "--warmup-steps", "1") if case.kind == "stoker" and case.level > 1 else ()
     return Plan(("--lr", f"{case.level:.3g}", *more))
 
@@ -196,8 +196,8 @@ def hang(case: Case) -> Plan:
     options = ("--fault", "hang", "--ranks", "2", "--level", f"{case.level:.4g}")
     if case.strong:  # gloo gives up
         return Plan((*options, "--timeout", "6"))
-    return Plan(options, still_s=15.0)
+    return Plan(options, hang_s=15.0)
 
 
-def bad_pictures(case: Case) -> Plan:
+def bad_images(case: Case) -> Plan:
     return Plan(data="broken" if case.strong else "one_broken")

@@ -1,4 +1,4 @@
-"""What `diagnosis.py` counts: which cause is named first, how often that is right, how far its loss is off."""
+"""What `diagnose.py` counts: the first finding, how often it is correct, and the error of its lost time."""
 
 import math
 import statistics
@@ -13,7 +13,7 @@ Z95 = 1.96
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One run. named: the first finding above info, or `nothing`; None where the run could not be made (see reason)."""
+    """One run. named: the first finding above info, or `nothing`; None if the run could not be made (see reason)."""
 
     cause: str
     strength: str
@@ -32,14 +32,14 @@ class Outcome:
     took_s: float = 0.0
 
     @property
-    def right(self) -> bool:
+    def correct(self) -> bool:
         return self.named == NONE if self.cause == "healthy" else self.named in self.accepts
 
     @property
-    def off(self) -> float | None:
-        """The named loss beside the injected: 0.1 is a tenth too much. None where one is not known, or another cause
-        was named."""
-        if not self.right or self.injected_s is None or self.named_s is None or self.injected_s <= 0:
+    def loss_error(self) -> float | None:
+        """Relative error of the lost time: 0.1 is 10 % too much. None if one of the two is not known, or another cause
+        was found."""
+        if not self.correct or self.injected_s is None or self.named_s is None or self.injected_s <= 0:
             return None
         return self.named_s / self.injected_s - 1
 
@@ -48,7 +48,7 @@ class Outcome:
 
 
 def wilson(right: int, count: int) -> tuple[float, float]:
-    """95 % interval of a share (Wilson 1927); (0, 1) of nothing."""
+    """95 % interval of a fraction (Wilson 1927); (0, 1) without samples."""
     if not count:
         return 0.0, 1.0
     share, z2 = right / count, Z95**2
@@ -57,20 +57,20 @@ def wilson(right: int, count: int) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def share(outcomes: Iterable[Outcome]) -> tuple[int, int]:
-    """(right, all) of those that could be made."""
+def fraction_correct(outcomes: Iterable[Outcome]) -> tuple[int, int]:
+    """(correct, all) of the runs that could be made."""
     made = [outcome for outcome in outcomes if outcome.named is not None]
-    return sum(outcome.right for outcome in made), len(made)
+    return sum(outcome.correct for outcome in made), len(made)
 
 
 def cells(outcomes: list[Outcome]) -> list[dict[str, Any]]:
-    """A row for each cause and strength, of all kinds of jobs; of healthy ones for each kind."""
+    """A row for each cause and strength over all kinds of jobs; healthy jobs have a row for each kind."""
     rows = []
     for key in dict.fromkeys(_cell(o) for o in outcomes):
         of_cell = [o for o in outcomes if _cell(o) == key]
-        right, count = share(of_cell)
-        wrong = Counter(f"{o.named} ({o.kind})" for o in of_cell if o.named is not None and not o.right)
-        offs = [o.off for o in of_cell if o.off is not None]
+        right, count = fraction_correct(of_cell)
+        wrong = Counter(f"{o.named} ({o.kind})" for o in of_cell if o.named is not None and not o.correct)
+        offs = [o.loss_error for o in of_cell if o.loss_error is not None]
         reasons = sorted({o.reason for o in of_cell if o.named is None})
         row: dict[str, Any] = {"what": ", ".join(key)}
         row |= {"kinds": " ".join(dict.fromkeys(o.kind for o in of_cell))}
@@ -92,13 +92,13 @@ def _cell(outcome: Outcome) -> tuple[str, str]:
 
 
 def confusion(outcomes: list[Outcome]) -> list[dict[str, Any]]:
-    """A row for each injected cause: which causes were named first, how often."""
+    """A row for each injected cause: which causes were found first, and how often."""
     rows = []
     for cause in dict.fromkeys(o.cause for o in outcomes):
         of_cause = [o for o in outcomes if o.cause == cause and o.named is not None]
         if not of_cause:
             continue
-        right, count = share(of_cause)
+        right, count = fraction_correct(of_cause)
         low, high = wilson(right, count)
         named = Counter(str(o.named) for o in of_cause).most_common()
         rows.append({

@@ -1,4 +1,4 @@
-"""The object server of `diagnosis.py`, a process: `python diagnose_server.py FOLDER BUCKET BYTES_PER_S LATENCY_S`.
+"""The object server of `diagnose.py`, a process: `python diagnose_server.py FOLDER BUCKET BYTES_PER_S LATENCY_S`.
 
 Google's API with the folder's files, behind a slow link; both are those of the tests (`tests/storage`). Prints its
 address, and ends with its standard input.

@@ -1,4 +1,4 @@
-"""The benchmark of the diagnosis: its faults do what they say, and it counts right. Not here: its numbers."""
+"""The benchmark of the diagnosis: its faults are as large as recorded, and it counts correctly. Not its numbers."""
 
 import argparse
 import errno
@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from stoker.diagnosis.catalogue import CATALOG
+from stoker.diagnosis.catalog import CATALOG
 from stoker.diagnosis.failure_signatures import FAILURE_SIGNATURES
-from tests.test_benchmarks import FOLDER, quick
+from tests.test_benchmarks import FOLDER, run_quick
 
 needs_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root")
 
@@ -36,7 +36,7 @@ def an_outcome(modules: dict[str, ModuleType], named: str | None, **changes: Any
     return modules["diagnose_score"].Outcome(**(fields | changes))
 
 
-def test_right_is_an_accepted_name_and_silence_of_a_healthy_job(modules: dict[str, ModuleType]) -> None:
+def test_a_run_is_correct_with_an_accepted_finding_or_healthy_without_one(modules: dict[str, ModuleType]) -> None:
     healthy = {"cause": "healthy", "strength": "", "accepts": ()}
     outcomes = [
         an_outcome(modules, "slow_storage", injected_s=4.0, named_s=5.0),
@@ -46,10 +46,10 @@ def test_right_is_an_accepted_name_and_silence_of_a_healthy_job(modules: dict[st
         an_outcome(modules, "python_bound", **healthy),
         an_outcome(modules, "no answer", **healthy),
     ]
-    assert [o.tp for o in outcomes] == [True, False, False, True, False, False]
-    assert [o.off for o in outcomes] == [0.25, None, None, None, None, None]
+    assert [o.correct for o in outcomes] == [True, False, False, True, False, False]
+    assert [o.loss_error for o in outcomes] == [0.25, None, None, None, None, None]
     score = modules["diagnose_score"]
-    assert score.share(outcomes[:3]) == (1, 2), "what could not be made is neither right nor wrong"
+    assert score.fraction_correct(outcomes[:3]) == (1, 2), "a run that could not be made does not count"
     first, second = score.cells(outcomes)
     assert (first["right"], first["named instead"], first["n/a"]) == (
         "1 of 2",
@@ -68,13 +68,13 @@ def test_the_interval_is_wilsons(modules: dict[str, ModuleType]) -> None:
     assert wilson(10, 10)[1] == pytest.approx(1)
 
 
-def test_every_name_that_is_right_is_in_the_catalogue(modules: dict[str, ModuleType]) -> None:
+def test_every_accepted_id_exists(modules: dict[str, ModuleType]) -> None:
     for cause in modules["diagnose_causes"].CAUSES.values():
         assert set(cause.accepts) <= CATALOG.keys() | FAILURE_SIGNATURES.keys(), cause.name
         assert bool(cause.accepts) == (cause.name != "healthy")
 
 
-def test_levels_and_order_are_the_seeds(modules: dict[str, ModuleType]) -> None:
+def test_the_seed_draws_levels_and_order(modules: dict[str, ModuleType]) -> None:
     main, causes = modules["diagnose"], modules["diagnose_causes"].CAUSES
     asked = argparse.Namespace(
         runs=3, quick=False, only=None, kinds=["watch", "stoker"], strengths=None, seed=5
@@ -100,9 +100,9 @@ def test_each_cell_has_three_runs_and_every_kind_of_job(modules: dict[str, Modul
             assert set(kinds) == set(cause.kinds)
 
 
-def test_an_interrupted_benchmark_goes_on_with_its_seed(modules: dict[str, ModuleType], tmp_path: Path) -> None:
+def test_an_interrupted_benchmark_continues_with_its_seed(modules: dict[str, ModuleType], tmp_path: Path) -> None:
     main, partial = modules["diagnose"], tmp_path / "partial.jsonl"
-    mark = {"catalogue": "abc", "seconds": 8.0, "ignored": []}
+    mark = {"catalog": "abc", "seconds": 8.0, "ignored": []}
     assert main.seed_of(7, partial, mark) == 7
     asked = [main.Task("slow_storage", "strong", "watch", run) for run in range(2)]
     assert main.before(partial, mark | {"seed": 7}, asked) == []
@@ -111,9 +111,9 @@ def test_an_interrupted_benchmark_goes_on_with_its_seed(modules: dict[str, Modul
         file.write(json.dumps(done.as_dict()) + "\n" + '{"cause": "slow_st')
     assert main.seed_of(None, partial, mark) == 7
     assert main.before(partial, mark | {"seed": 7}, asked) == [done]
-    other = mark | {"catalogue": "def"}
+    other = mark | {"catalog": "def"}
     assert main.seed_of(None, partial, other) != 7
-    assert main.before(partial, other | {"seed": 7}, asked) == [], "thresholds that were changed since"
+    assert main.before(partial, other | {"seed": 7}, asked) == [], "thresholds have changed since"
 
 
 def test_a_debt_is_paid_in_full(modules: dict[str, ModuleType], tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_debt_is_paid_in_full(modules: dict[str, ModuleType], tmp_path: Path) 
     assert debt.total_s <= time.perf_counter() - began
     assert debt.total_s >= 3 * 0.01 - debt.owed_s - 1e-9
     assert debt.total_s + debt.owed_s == pytest.approx(0.03)
-    debt.write(least_s=0.0, steps=3)
+    debt.write(min_interval_s=0.0, steps=3)
     assert json.loads((tmp_path / "job.0.json").read_text()) == {"injected_s": debt.total_s, "steps": 3}
 
 
@@ -135,7 +135,7 @@ def run(around: Any, script: str, *words: str) -> "subprocess.CompletedProcess[s
 
 
 @pytest.mark.slow
-def test_slow_files_are_slow_by_what_they_say(modules: dict[str, ModuleType], tmp_path: Path) -> None:
+def test_slow_files_are_as_slow_as_recorded(modules: dict[str, ModuleType], tmp_path: Path) -> None:
     job = tmp_path / "job"
     (job / "slow").mkdir(parents=True)
     (job / "slow" / "a").write_bytes(b"x" * 100)
@@ -156,7 +156,7 @@ for name in ("slow/a", "fast"):
 
 @pytest.mark.slow
 @needs_root
-def test_a_quota_withholds_what_it_says(modules: dict[str, ModuleType]) -> None:
+def test_a_quota_withholds_what_it_reports(modules: dict[str, ModuleType]) -> None:
     outside = modules["diagnose_outside"]
     script = "import time; t = time.thread_time() + 0.2\nwhile time.thread_time() < t: pass"
     try:
@@ -183,7 +183,7 @@ def test_a_small_disk_is_full(modules: dict[str, ModuleType], tmp_path: Path) ->
 
 @pytest.mark.slow
 @needs_root
-def test_a_slow_link_carries_what_it_says(modules: dict[str, ModuleType]) -> None:
+def test_a_slow_link_has_the_requested_speed(modules: dict[str, ModuleType]) -> None:
     outside = modules["diagnose_outside"]
     script = """
 import socket, threading, time
@@ -210,14 +210,14 @@ print(got / (time.perf_counter() - began))
     ("nothing", 0.0, "throttle_reasons", 0), ("hot", 1.0, "throttle_reasons", 0x20),
     ("pcie_degraded", 1.0, "pcie_width", 8), ("underfilled", 0.9, "sm_active", 0.1),
 ])  # fmt: skip
-def test_the_simulated_driver_says_what_is_wrong(
+def test_the_simulated_driver_reports_the_fault(
     modules: dict[str, ModuleType], tmp_path: Path, wrong: str, level: float, field: str, value: float
 ) -> None:
     scene = modules["diagnose_driver"].scene(getattr(modules["diagnose_driver"], wrong), level, 3)
     script = f"""
 import time
-from stoker.profiling.telemetry.gpu import Gpus
-gpus = Gpus()
+from stoker.profiling.telemetry.gpu import GpuSampler
+gpus = GpuSampler()
 gpus.sample()
 time.sleep(0.1)
 print(gpus.sample()[0].{field})
@@ -231,7 +231,7 @@ print(gpus.sample()[0].{field})
 
 @pytest.mark.slow
 def test_a_small_part_of_it_runs_from_end_to_end(tmp_path: Path) -> None:
-    content = quick(
+    content = run_quick(
         "diagnose", tmp_path / "result.json", "--only", "Xid (simulated)", "healthy", "--kinds", "simulated",
         "--seed", "1", "--seconds", "7",
     )  # fmt: skip
