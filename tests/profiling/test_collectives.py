@@ -1,4 +1,4 @@
-"""Waits for other ranks, in a process group of one whose exchanges are slow on purpose."""
+"""Waits for other ranks, in a process group of one whose all-reduce ends only after a wait for it has begun."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stoker.profiling.collectives import patch_collectives
 
-SLOW_S = 0.05
+SLOW_S = 0.02
 
 
 @pytest.fixture
@@ -23,15 +23,22 @@ def group() -> Iterator[None]:
 
 
 class Waits:
-    """Notes how long each wait took."""
+    """Records how long each wait took."""
 
     def __init__(self) -> None:
         self.took_s: list[float] = []
         self.ours = True
+        self.begun = threading.Event()
+        self.exchanges = 0
 
     def begins(self) -> Callable[[], None]:
-        began_s = time.perf_counter()
-        return lambda: self.took_s.append(time.perf_counter() - began_s)
+        start_s = time.perf_counter()
+        self.begun.set()
+        return lambda: self.took_s.append(time.perf_counter() - start_s)
+
+    def clear(self) -> None:
+        self.took_s.clear()
+        self.begun.clear()
 
 
 @pytest.fixture
@@ -45,12 +52,20 @@ def waits(group: None) -> Iterator[Waits]:  # noqa: ARG001
     assert (dist.Work.wait, dist._broadcast_coalesced, torch.autograd.backward) == before
 
 
-def slow_model() -> DistributedDataParallel:
-    """Its exchange of gradients takes SLOW_S, beside the thread that trains."""
+def slow_model(waits: Waits) -> DistributedDataParallel:
+    """Its all-reduce ends SLOW_S after a wait has begun, in another thread."""
 
     def exchange(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        threading.Timer(SLOW_S, lambda: future.set_result(bucket.buffer())).start()
+        waits.exchanges += 1
+
+        def finish() -> None:
+            if waits.ours:
+                assert waits.begun.wait(60)
+                time.sleep(SLOW_S)
+            future.set_result(bucket.buffer())
+
+        threading.Thread(target=finish).start()
         return future
 
     model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
@@ -59,22 +74,24 @@ def slow_model() -> DistributedDataParallel:
 
 
 def test_the_exchange_at_the_end_of_the_backward_pass(waits: Waits) -> None:
-    model = slow_model()
+    model = slow_model(waits)
     loss = model(torch.randn(8, 4)).sum()
-    waits.took_s.clear()
+    waits.clear()
     loss.backward()
     (took_s,) = waits.took_s
-    assert took_s >= SLOW_S / 2, "what is left of it when the gradients are there"
+    assert took_s >= SLOW_S
+    assert waits.exchanges == 1
     assert all(one.grad is not None for one in model.parameters())
 
 
-def test_gradients_without_an_exchange_tell_of_no_long_wait(waits: Waits) -> None:
-    model = slow_model()
+def test_without_sync_nothing_is_exchanged(waits: Waits) -> None:
+    model = slow_model(waits)
     with model.no_sync():
         loss = model(torch.randn(8, 4)).sum()
-        waits.took_s.clear()
+        waits.clear()
         loss.backward()
-    assert max(waits.took_s) < SLOW_S / 2
+    assert len(waits.took_s) == 1, "the end of the backward pass, with nothing to wait for"
+    assert waits.exchanges == 0
 
 
 def test_each_collective_that_is_called(waits: Waits) -> None:
@@ -94,7 +111,7 @@ def test_each_collective_that_is_called(waits: Waits) -> None:
 
 
 def test_buffers_before_the_forward_pass(waits: Waits) -> None:
-    model = slow_model()
+    model = slow_model(waits)
     waits.took_s.clear()
     model(torch.randn(8, 4))
     assert len(waits.took_s) == 1
@@ -103,7 +120,7 @@ def test_buffers_before_the_forward_pass(waits: Waits) -> None:
 def test_other_threads_and_other_backward_passes_are_left_alone(waits: Waits) -> None:
     waits.ours = False
     dist.barrier()
-    slow_model()(torch.randn(8, 4)).sum().backward()
+    slow_model(waits)(torch.randn(8, 4)).sum().backward()
     assert waits.took_s == []
     waits.ours = True
     x = torch.ones(2, requires_grad=True)

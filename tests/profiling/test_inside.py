@@ -27,14 +27,16 @@ def test_saving_is_a_checkpoint_and_torch_is_as_before_afterwards(run: Path) -> 
 
     before = torch.save
     with stoker.measure(run) as m:
+        start_s = time.perf_counter()
         with m.step():
             assert torch.save is not before
             torch.save({"a": Slow()}, run / "a.pt")
+        step_s = time.perf_counter() - start_s
         torch.save({"a": Slow()}, run / "b.pt")
     assert torch.save is before
     assert torch.load(run / "b.pt", weights_only=False) == {"a": 0}
     assert compute_totals(run).phases["checkpoint"] >= 0.1
-    assert compute_totals(run).phases["compute"] < 0.05
+    assert compute_totals(run).phases["compute"] <= step_s - 0.05, "the save is not part of the step"
 
 
 def test_compiling_is_seen_wherever_it_happens(run: Path) -> None:
@@ -45,11 +47,13 @@ def test_compiling_is_seen_wherever_it_happens(run: Path) -> None:
             time.sleep(seconds)
 
     with stoker.measure(run) as m:
+        start_s = time.perf_counter()
         with m.step():
             compile_for(0.05)
+        step_s = time.perf_counter() - start_s
         compile_for(0.03)
     assert compute_totals(run).phases["compile"] >= 0.08
-    assert compute_totals(run).phases["compute"] < 0.05
+    assert compute_totals(run).phases["compute"] <= step_s - 0.05, "the compilation is not part of the step"
     assert handler.start_callbacks == handler.end_callbacks == []
 
 

@@ -16,6 +16,7 @@ import torch
 import stoker
 from stoker.errors import ConfigError, DataError, UsageError
 from stoker.monitor.options import MonitoringOptions
+from stoker.profiling.measure import measure as measure_module
 from stoker.profiling.measure.measure import PHASES
 from stoker.report.explain import explain_run
 from stoker.runs.records import (
@@ -101,14 +102,15 @@ def test_why_tells_of_it_as_of_any_run(run: Path) -> None:
     assert why.productive_fraction is not None
 
 
-def test_lines_come_while_it_runs(run: Path) -> None:
+def test_lines_are_written_while_it_runs(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_module, "WINDOW_S", 0.05)
     with stoker.measure(run) as m:
         deadline_s = time.monotonic() + 60
         while not windows(run) and time.monotonic() < deadline_s:
             with m.step(num_images=2):
-                time.sleep(0.05)
+                time.sleep(0.01)
         (line,) = windows(run)
-        assert line.wall_s >= 1
+        assert line.wall_s >= 0.05
         assert line.num_images == 2 * line.window_steps == 2 * line.step
 
 
@@ -146,15 +148,17 @@ def test_what_the_loop_or_its_data_raises_travels(run: Path) -> None:
 def test_nested_phases_of_a_step_are_taken_out_of_it(run: Path) -> None:
     with stoker.measure(run) as m:
         waiting = iter(m.data(pairs(2, wait_s=0.03)))
+        start_s = time.perf_counter()
         with m.step():
             next(waiting)
             next(waiting)
             with m.phase("sync"):
                 time.sleep(0.02)
+        step_s = time.perf_counter() - start_s
     found = compute_totals(run)
     assert found.phases["input_wait"] >= 0.06
     assert found.phases["sync"] >= 0.02
-    assert found.phases["compute"] < 0.03
+    assert found.phases["compute"] <= step_s - found.phases["input_wait"] - found.phases["sync"]
     assert (found.steps, found.num_images) == (1, 8)
 
 

@@ -125,8 +125,8 @@ import json, sys, threading
 from pathlib import Path
 from stoker.profiling.telemetry import sampler as witness
 from stoker.runs.records import RunFolder
-witness.DRIVER_HANG_S = 0.05
-witness.DRIVER_TIMEOUT_S = 0.05
+witness.DRIVER_HANG_S = 0.4
+witness.DRIVER_TIMEOUT_S = 0.1
 watching = witness.TelemetrySampler(RunFolder(Path(sys.argv[1]), 1), interval_s=0.02)
 watching.start()
 sys.stdin.read()
