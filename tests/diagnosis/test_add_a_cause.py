@@ -1,0 +1,42 @@
+"""The guide docs/add-a-cause.md works: its row and rule, its line of the catalog and its case are executed."""
+
+import re
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stoker.diagnosis import engine
+from stoker.diagnosis.catalog import CATALOG, RULES
+from tests.diagnosis import cases
+from tests.diagnosis.built import make_run
+
+GUIDE = Path(__file__).parents[2] / "docs/add-a-cause.md"
+
+
+def code_blocks() -> dict[str, str]:
+    """File that the block is for → code."""
+    blocks = re.findall(r"```python\n# (\S+)\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    return dict(blocks)
+
+
+def test_the_cause_of_the_guide_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = code_blocks()
+    module = types.ModuleType("gpu_warm")
+    exec(blocks["stoker/diagnosis/causes/gpu_warm.py"], module.__dict__)
+    (pair,) = eval(f"({blocks['stoker/diagnosis/catalog.py']})", {"gpu_warm": module})
+    case: dict[str, Any] = eval(f"{{{blocks['tests/diagnosis/cases.py']}}}", vars(cases))
+    (cause, rule), ((has, lacks),) = pair, case.values()
+    assert [cause.id] == list(case) == [rule.__name__]
+    monkeypatch.setattr(engine, "RULES", (*RULES, (cause, rule)))
+    monkeypatch.setitem(CATALOG, cause.id, cause)
+    (finding,) = engine.diagnose(make_run(tmp_path / "has", **has))
+    assert (finding.cause, finding.severity) == ("gpu_warm", "info")
+    assert engine.diagnose(make_run(tmp_path / "lacks", **lacks)) == []
+
+
+def test_the_files_of_the_guide_exist() -> None:
+    root = GUIDE.parents[1]
+    for path in re.findall(r"`((?:stoker|tests)/[\w/]+\.py)`", GUIDE.read_text()):
+        assert (root / path).is_file(), path
