@@ -23,14 +23,17 @@ def test_a_log_with_a_known_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     log.write_text(
         "step 1\nTraceback (most recent call last):\n  File a\ntorch.OutOfMemoryError: CUDA out of memory.\n"
     )
+    explanation = explain_log(log)
+    (finding,) = explanation.findings
+    assert finding.cause == "gpu_out_of_memory"
     assert (
-        printed(explain_log(log))
-        == """\
+        printed(explanation)
+        == f"""\
 job.log: a log, not a recorded run; 4 lines, 95 B
 
-critical: The GPU's memory did not suffice
+critical: {finding.title}
   torch.OutOfMemoryError: CUDA out of memory.  [job.log:4]
-  fix: A smaller batch or picture, mixed precision, gradients of several parts added up; and nothing else on the GPU
+  fix: {finding.fix}
 
 Not known from the log alone:
   the exit code or signal, and whether the job has ended

@@ -498,7 +498,7 @@ def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
     )
     start = collect(path).start_t or 0.0
     with (path / STEPS).open("ab") as file:
-        for n in range(15_000):
+        for n in range(5_000):
             line.t, line.step, line.losses["total"] = start + n, 9 * n, 1.0 + n % 7
             file.write(encode(line) + b"\n")
     folder.close()
@@ -511,6 +511,7 @@ def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
 # --- a real browser -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(browser.find() is None, reason="no Chromium on this machine")
 def test_a_browser_shows_no_error_request_or_overflow(run: Path, tmp_path: Path) -> None:
     path = write_report(run, tmp_path / "report.html")

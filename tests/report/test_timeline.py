@@ -108,6 +108,7 @@ def run(tmp_path: Path) -> Path:
     return folder.path
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(browser.find() is None, reason="no Chromium on this machine")
 def test_the_timeline_is_drawn_and_zooms_at_two_widths(run: Path, tmp_path: Path) -> None:
     page = write_report(run, tmp_path / "report.html")

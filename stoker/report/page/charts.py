@@ -74,6 +74,10 @@ class Charts:
         )
 
 
+def _line_style(index: int) -> dict[str, Any]:
+    return {"color": f"var(--c{index % NUM_COLORS})", "width": 2, "dash": _DASHES[index % len(_DASHES)]}
+
+
 def escape_name(name: str) -> str:
     """A name for plotly, which interprets some HTML in texts."""
     return html.escape(name, quote=False)
@@ -103,7 +107,7 @@ def line(
             "y": scaled(series.mean),
             "name": escape_name(name),
             "mode": "lines+markers" if show_markers else "lines",
-            "line": {"color": color, "width": 2, "dash": _DASHES[color_index % len(_DASHES)]},
+            "line": _line_style(color_index),
         }
     )
     return traces
@@ -132,7 +136,6 @@ def scores(charts: Charts, report: RunReport) -> Markup | None:
     for n, (title, name) in enumerate((("AP50", "ap50"), ("AP", "ap"), ("AP75", "ap75"))):
         values = [getattr(result.metrics, name) for result in report.eval_history]
         if any(value is not None for value in values):
-            color = f"var(--c{n})"
             traces.append(
                 {
                     "x": steps,
@@ -140,7 +143,7 @@ def scores(charts: Charts, report: RunReport) -> Markup | None:
                     "name": title,
                     "mode": "lines+markers",
                     "marker": {"symbol": ("circle", "square", "diamond")[n], "size": 7},
-                    "line": {"color": color, "width": 2, "dash": _DASHES[n]},
+                    "line": _line_style(n),
                 }
             )
     best = report.best
@@ -184,34 +187,14 @@ def vertical_lines(positions: list[tuple[float, str]]) -> dict[str, Any]:
     """Layout: vertical lines with texts at positions of the x axis."""
     if not positions:
         return {}
-    shapes = [
-        {
-            "type": "line",
-            "xref": "x",
-            "yref": "paper",
-            "x0": x,
-            "x1": x,
-            "y0": 0,
-            "y1": 1,
-            "line": {"color": "var(--muted)", "width": 1, "dash": "dash"},
-        }
-        for x, _ in positions
-    ]
-    notes = [
-        {
-            "x": x,
-            "y": 1,
-            "xref": "x",
-            "yref": "paper",
-            "text": text,
-            "showarrow": False,
-            "xanchor": "left",
-            "yanchor": "top",
-            "font": {"size": 10, "color": "var(--muted)"},
-        }
-        for x, text in positions[:6]
-    ]
-    return {"shapes": shapes, "annotations": notes}
+    full_height = {"type": "line", "xref": "x", "yref": "paper", "y0": 0, "y1": 1}
+    dashed = {"color": "var(--muted)", "width": 1, "dash": "dash"}
+    at_top = {"y": 1, "xref": "x", "yref": "paper", "showarrow": False, "xanchor": "left", "yanchor": "top"}
+    font = {"size": 10, "color": "var(--muted)"}
+    return {
+        "shapes": [full_height | {"x0": x, "x1": x, "line": dashed} for x, _ in positions],
+        "annotations": [at_top | {"x": x, "text": text, "font": font} for x, text in positions[:6]],
+    }
 
 
 def time_unit(span_s: float) -> tuple[str, float]:
@@ -295,11 +278,7 @@ def _curve(x: list[float], y: list[float], name: str, color_index: int) -> dict[
         "y": y,
         "name": escape_name(name),
         "mode": "lines",
-        "line": {
-            "color": f"var(--c{color_index % NUM_COLORS})",
-            "width": 2,
-            "dash": _DASHES[color_index % len(_DASHES)],
-        },
+        "line": _line_style(color_index),
     }
 
 
