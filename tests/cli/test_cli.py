@@ -167,7 +167,7 @@ def test_from_training_to_pictures(tmp_path: Path, stoker: Run):
 
     code, output = stoker("why", run, "--price-per-device-hour", "3.6")
     assert code == 0, output
-    for word in ("finished", "compute", "startup", "unattributed", "The largest loss is"):
+    for word in ("finished", "compute", "startup", "unattributed", "Most time was lost in"):
         assert word in output
     code, output = stoker("why", run, "--json")
     assert json.loads(output)["state"] == "finished"
