@@ -31,7 +31,7 @@ Wrong = Callable[[Moment], Second]
 """The counters that differ in that second."""
 
 HEALTHY: Second = {
-    "memory_total": 85_899_345_920, "memory_used": 64_000_000_000, "memory_utilisation": 60, "power_limit_mw": 700_000,
+    "memory_total": 85_899_345_920, "memory_used": 64_000_000_000, "memory_utilization": 60, "power_limit_mw": 700_000,
     "sm_clock_max": 1980, "memory_clock": 2619, "memory_clock_max": 2619, "temperature": 61, "throttle": 0,
     "pcie_generation": 5, "pcie_generation_max": 5, "pcie_width": 16, "pcie_width_max": 16, "pcie_sent_kb": 40_000,
     "pcie_received_kb": 700_000, "ecc_corrected": 0, "ecc_uncorrected": 0, "gpm": 1,
@@ -51,7 +51,7 @@ def scene(wrong: Wrong, level: float, seed: int) -> str:
     lines += [f"0 {key} {value}" for key, value in HEALTHY.items()]
     for second in range(LENGTH_S):
         now: Second = {
-            "utilisation": rng.randint(93, 100), "power_mw": rng.randint(540_000, 640_000), "sm_clock": 1980,
+            "utilization": rng.randint(93, 100), "power_mw": rng.randint(540_000, 640_000), "sm_clock": 1980,
             f"gpm.{SM_UTIL}": rng.uniform(78, 90), f"gpm.{SM_OCCUPANCY}": rng.uniform(40, 55),
             f"gpm.{ANY_TENSOR_UTIL}": rng.uniform(28, 42), f"gpm.{DRAM_BW_UTIL}": rng.uniform(35, 50),
         }  # fmt: skip

@@ -1,12 +1,11 @@
-"""NVIDIA's driver library without a GPU, for tests and `benchmarks/diagnose*.py`: the stub, compiled, and its scenes.
+"""A stub of NVIDIA's driver library without a GPU, for tests and `benchmarks/diagnose*.py`: compilation and scenes.
 
-    scene = Scene(folder / "scene").say("-1", count=1).say("0", utilisation=97, memory_used=10**9)
+    scene = Scene(folder / "scene").say("-1", count=1).say("0", utilization=97, memory_used=10**9)
     subprocess.Popen(command, env=os.environ | scene.variables(driver_library(folder)))
     scene.at(5.0).say("0", xid=79)
 
-What a GPU says is simulated, and never was compared with a real one: whoever publishes numbers from it says so. The
-variables are for the watcher only, before it starts; CUDA_VISIBLE_DEVICES is not touched. What the keys mean:
-`measuring/nvml_stub.c`.
+The values are simulated and were never compared with a real GPU: published numbers from it must say so. The variables
+are for the watcher only, before it starts; CUDA_VISIBLE_DEVICES is not changed. The keys: `profiling/nvml_stub.c`.
 """
 
 import os
@@ -33,7 +32,7 @@ def driver_library(folder: Path) -> Path | None:
 
 
 class Scene:
-    """The file that the stub reads, added to line by line while it is read. Seconds count from the making of this."""
+    """The file that the stub reads; lines are appended meanwhile. Seconds count from the creation of this object."""
 
     def __init__(self, path: Path, text: str = "") -> None:
         self.path = path
@@ -42,7 +41,7 @@ class Scene:
         path.write_text(text)
 
     def at(self, after_s: float) -> "Scene":
-        """What is said from here on begins to hold then."""
+        """The following lines are valid from then on."""
         self._at = f"@{after_s:.3f} "
         return self
 
@@ -54,7 +53,7 @@ class Scene:
         return self
 
     def variables(self, library: Path) -> dict[str, str]:
-        """What a process needs in its environment before it starts."""
+        """Variables for the environment of a process."""
         known = os.environ.get("LD_LIBRARY_PATH")
         folders = f"{library}:{known}" if known else str(library)
         return {"LD_LIBRARY_PATH": folders, "NVML_STUB": str(self.path), "NVML_STUB_START": repr(self.start_s)}

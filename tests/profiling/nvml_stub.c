@@ -1,22 +1,21 @@
-// A libnvidia-ml.so.1 without a GPU: the functions that stoker/measuring/{gpu,nvml,gpm,xid}.py ask for, with NVML's own
-// signatures. `tests/nvml.py` compiles it and writes its scenes; `benchmarks/diagnose_outside.py` uses it as well, so
-// lines that it writes keep their meaning. What it says was never compared with a real driver.
+// A libnvidia-ml.so.1 without a GPU: the functions that stoker/profiling/telemetry/{gpu,nvml,gpm,xid}.py call, with
+// NVML's own signatures. `tests/nvml.py` compiles it and writes its scenes; `benchmarks/diagnose_driver.py` uses it too,
+// so its keys must keep their meaning. Its answers were never compared with a real driver.
 //
-// The answers are read from the file $NVML_STUB, anew whenever it changes. A line is `gpu key value`, or `@t gpu key
-// value` for one that holds from t seconds on, counted from $NVML_STUB_START (Unix time) or from the loading of the
-// library; the last line that holds is the answer. gpu: a number; `*`, all; `-1`, the driver; `0.1`, slice 1 of GPU 0
-// (MIG), which exists when it has a `uuid`, and of which `*` does not speak. A number that is not given is not
-// supported (3).
+// The answers are read from the file $NVML_STUB whenever it changes. A line is `gpu key value`, or `@t gpu key value` for
+// one that is valid from t seconds on, counted from $NVML_STUB_START (Unix time) or from the loading of the library; the
+// last valid line is the answer. gpu: a number; `*`: all; `-1`: the driver; `0.1`: slice 1 of GPU 0 (MIG), which exists
+// if it has a `uuid`, and which `*` does not include. A value that is not given is not supported (3).
 //
-//   count driver cuda name uuid memory_total memory_used utilisation memory_utilisation power_mw power_limit_mw
+//   count driver cuda name uuid memory_total memory_used utilization memory_utilization power_mw power_limit_mw
 //   energy_mj sm_clock memory_clock sm_clock_max memory_clock_max temperature throttle pcie_generation
 //   pcie_generation_max pcie_width pcie_width_max pcie_sent_kb pcie_received_kb ecc_corrected ecc_uncorrected mig_mode
-//   virtualisation instance
-//   processes        process numbers, comma between them; `none`
+//   virtualization instance
+//   processes        PIDs, separated by commas; `none`
 //   gpm              1: has GPM counters; gpm.<number of the metric>: their values, in NVML's units
-//   xid              each line that begins to hold is one error, told to who waits for it; ecc_event: the same, memory
+//   xid              each line that becomes valid is one error, delivered to a waiting process; ecc_event: the same, memory
 //   fail.<function>  the function returns this code; 15: the GPU is lost
-//   hang.<function>  the function does not return while this holds
+//   hang.<function>  the function does not return while this is valid
 #define _GNU_SOURCE
 #include <stdio.h>
 #include <stdlib.h>
@@ -35,7 +34,7 @@ enum { XID_EVENT = 8, ECC_EVENT = 2 };
 
 typedef struct { int gpu, slice; } gpu_t;
 typedef struct { double from_s; char who[16], key[72], value[136]; } line_t;
-typedef struct { unsigned gpu, memory; } utilisation_t;
+typedef struct { unsigned gpu, memory; } utilization_t;
 typedef struct { unsigned long long total, free, used; } memory_t;
 typedef struct { unsigned pid; unsigned long long memory; unsigned instance, compute_instance; } process_t;
 typedef struct { unsigned long long types[GPUS]; int told[GPUS][2]; } events_t;
@@ -45,7 +44,7 @@ typedef struct { unsigned number; int code; double value; char *short_name, *lon
 typedef struct { unsigned version, count; sample_t *older, *newer; metric_t metrics[]; } question_t;
 
 static gpu_t gpus[GPUS][SLICES + 1];  // the last of each is the whole
-static int initialised;
+static int initialized;
 static double start_s;
 static line_t *lines;
 static int line_count;
@@ -120,7 +119,7 @@ static int failure(int gpu, int slice, const char *function) {
   snprintf(key, sizeof key, "hang.%s", function);
   while (look_up(gpu, slice, key, value) && atoi(value)) usleep(2000);
   snprintf(key, sizeof key, "fail.%s", function);
-  return look_up(gpu, slice, key, value) ? atoi(value) : initialised ? SUCCESS : UNINITIALIZED;
+  return look_up(gpu, slice, key, value) ? atoi(value) : initialized ? SUCCESS : UNINITIALIZED;
 }
 
 static int number(const gpu_t *gpu, const char *key, unsigned long long *out) {
@@ -167,9 +166,9 @@ const char *nvmlErrorString(int code) {
 
 int nvmlInitWithFlags(unsigned flags) {
   (void)flags;
-  initialised = 1;
+  initialized = 1;
   int code = failure(DRIVER, WHOLE, "nvmlInit");
-  initialised = code == SUCCESS;
+  initialized = code == SUCCESS;
   return code;
 }
 
@@ -231,9 +230,9 @@ int nvmlSystemGetCudaDriverVersion(int *version) {
 
 // --- counters
 
-int nvmlDeviceGetUtilizationRates(gpu_t *gpu, utilisation_t *out) {
-  int code = small(gpu, "nvmlDeviceGetUtilizationRates", "utilisation", &out->gpu);
-  if (!code && small(gpu, "nvmlDeviceGetUtilizationRates", "memory_utilisation", &out->memory)) out->memory = 0;
+int nvmlDeviceGetUtilizationRates(gpu_t *gpu, utilization_t *out) {
+  int code = small(gpu, "nvmlDeviceGetUtilizationRates", "utilization", &out->gpu);
+  if (!code && small(gpu, "nvmlDeviceGetUtilizationRates", "memory_utilization", &out->memory)) out->memory = 0;
   return code;
 }
 
@@ -256,7 +255,7 @@ SMALL(nvmlDeviceGetMaxPcieLinkWidth, "pcie_width_max")
   int function(gpu_t *gpu, unsigned long long *out) { return big(gpu, #function, key, out); }
 BIG(nvmlDeviceGetTotalEnergyConsumption, "energy_mj")
 BIG(nvmlDeviceGetCurrentClocksThrottleReasons, "throttle")
-BIG(nvmlDeviceGetVirtualizationMode, "virtualisation")
+BIG(nvmlDeviceGetVirtualizationMode, "virtualization")
 
 int nvmlDeviceGetClockInfo(gpu_t *gpu, unsigned type, unsigned *out) {
   return small(gpu, "nvmlDeviceGetClockInfo", type == 1 ? "sm_clock" : type == 2 ? "memory_clock" : "-", out);

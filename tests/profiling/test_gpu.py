@@ -24,14 +24,14 @@ TWO_GPUS = """
 * memory_total 150754820096
 0 uuid GPU-aaaa0000-1111
 1 uuid GPU-bbbb0000-1111
-0 utilisation 37
+0 utilization 37
 0 memory_used 1000000000
 0 power_mw 412500
 0 power_limit_mw 700000
 0 sm_clock 1980
 0 temperature 61
 0 throttle 0x4
-1 utilisation 0
+1 utilization 0
 1 memory_used 0
 """
 
@@ -182,11 +182,11 @@ def test_in_this_process_it_never_raises() -> None:
 # --- everything that a GPU can say
 
 FULL = {
-    "count": 1, "name": "H200", "uuid": "GPU-1", "memory_total": 1000, "memory_used": 100, "utilisation": 97,
-    "memory_utilisation": 40, "power_mw": 500_000, "power_limit_mw": 700_000, "energy_mj": 5_000_000, "sm_clock": 1755,
+    "count": 1, "name": "H200", "uuid": "GPU-1", "memory_total": 1000, "memory_used": 100, "utilization": 97,
+    "memory_utilization": 40, "power_mw": 500_000, "power_limit_mw": 700_000, "energy_mj": 5_000_000, "sm_clock": 1755,
     "memory_clock": 3201, "sm_clock_max": 1980, "temperature": 70, "throttle": "0x8", "pcie_generation": 4,
     "pcie_generation_max": 5, "pcie_width": 8, "pcie_width_max": 16, "ecc_corrected": 3, "ecc_uncorrected": 1,
-    "mig_mode": 0, "virtualisation": 2, "gpm": 1, "gpm.2": 50, "gpm.3": 33, "gpm.5": 25, "gpm.10": 101, "gpm.20": 2,
+    "mig_mode": 0, "virtualization": 2, "gpm": 1, "gpm.2": 50, "gpm.3": 33, "gpm.5": 25, "gpm.10": 101, "gpm.20": 2,
     "gpm.21": 4000, "gpm.60": "nan",
 }  # fmt: skip
 
@@ -237,7 +237,7 @@ def test_everything_that_a_new_gpu_says_has_its_unit(driver: Path, tmp_path: Pat
 
 
 def test_what_is_not_supported_is_not_asked_again_for_long(driver: Path, tmp_path: Path) -> None:
-    told = samples(driver, scene_of(tmp_path, utilisation=5), RETRY_AFTER_SAMPLES + 2)
+    told = samples(driver, scene_of(tmp_path, utilization=5), RETRY_AFTER_SAMPLES + 2)
     first, later = told[0][1], [calls for _, calls, _ in told[1:RETRY_AFTER_SAMPLES]]
     assert len(set(first)) > 15
     assert {name for calls in later for name in calls} == {"nvmlDeviceGetUtilizationRates"}
@@ -253,7 +253,7 @@ def test_what_costs_more_is_asked_seldom_and_stands_in_between(driver: Path, tmp
 
 
 def test_older_gpus_have_a_sample_of_their_pcie_traffic_now_and_then(driver: Path, tmp_path: Path) -> None:
-    scene = scene_of(tmp_path, utilisation=5, pcie_sent_kb=20, pcie_received_kb=3000)
+    scene = scene_of(tmp_path, utilization=5, pcie_sent_kb=20, pcie_received_kb=3000)
     told = [gpus[0] for gpus, _, _ in samples(driver, scene, SLOW_SAMPLE_EVERY + 1)]
     assert [gpu.pcie_received_bytes_s for gpu in told] == [3e6, *[None] * (SLOW_SAMPLE_EVERY - 1), 3e6]
     assert told[0].pcie_sent_bytes_s == 20_000

@@ -166,7 +166,13 @@ def test_ctrl_c_ends_the_watching_and_not_the_job(tmp_path: Path) -> None:
     parent, pid = stranger("exit 0", tmp_path)
     run = tmp_path / "run"
     before = signal.getsignal(signal.SIGINT)
-    with when_begun(run, lambda: os.kill(os.getpid(), signal.SIGINT)):
+
+    def press_ctrl_c() -> None:
+        while signal.getsignal(signal.SIGINT) is before:  # until the watcher handles it
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with when_begun(run, press_ctrl_c):
         assert attach(pid, str(run)) == 0
     assert signal.getsignal(signal.SIGINT) is before
     assert events(run)[-1].text.endswith("is no longer watched; it is still running")

@@ -183,18 +183,13 @@ def _in_host_pid_namespace() -> bool:
 def _describe_gpu(gpu: Gpu) -> dict[str, Any]:
     if gpu.device is None:
         return {"index": gpu.index}
-    memory = query(pynvml.nvmlDeviceGetMemoryInfo, gpu.handle)
-    limit_mw = query(pynvml.nvmlDeviceGetEnforcedPowerLimit, gpu.device)
+    memory, slow = query(pynvml.nvmlDeviceGetMemoryInfo, gpu.handle), _slow_readings(gpu)
     gpm = query(pynvml.nvmlGpmQueryDeviceSupport, gpu.device)
     return {
         "index": gpu.index,
         "name": query(pynvml.nvmlDeviceGetName, gpu.handle),
         "uuid": query(pynvml.nvmlDeviceGetUUID, gpu.handle),
         "memory_bytes": None if memory is None else memory.total,
-        "mig": _mig_enabled(gpu),
-        "vgpu": _is_vgpu(gpu),
         "gpm": None if gpm is None else bool(gpm.isSupportedDevice),
-        "pcie_generation_max": query(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, gpu.device),
-        "pcie_width_max": query(pynvml.nvmlDeviceGetMaxPcieLinkWidth, gpu.device),
-        "power_limit_w": None if limit_mw is None else limit_mw / 1e3,
+        **{name: slow[name] for name in ("mig", "vgpu", "pcie_generation_max", "pcie_width_max", "power_limit_w")},
     }

@@ -177,7 +177,7 @@ def until(
 
 
 def test_an_error_that_the_driver_reports_is_an_event_and_in_the_next_line(driver: Path, tmp_path: Path) -> None:
-    scene = Scene(tmp_path / "scene", "0 xid 13\n").say("-1", count=2).say("*", utilisation=50)
+    scene = Scene(tmp_path / "scene", "0 xid 13\n").say("-1", count=2).say("*", utilization=50)
     with watched(driver, tmp_path, scene) as ended:
         until(tmp_path, lambda lines, _: any(line.gpus for line in lines))
         for _ in range(3):
@@ -197,7 +197,7 @@ def test_an_error_that_the_driver_reports_is_an_event_and_in_the_next_line(drive
 
 
 def test_a_driver_that_hangs_costs_the_gpus_numbers_only(driver: Path, tmp_path: Path) -> None:
-    scene = Scene(tmp_path / "scene").say("-1", count=1).say("0", utilisation=50)
+    scene = Scene(tmp_path / "scene").say("-1", count=1).say("0", utilization=50)
     with watched(driver, tmp_path, scene) as ended:
         until(tmp_path, lambda lines, _: any(line.gpus for line in lines))
         scene.say("0", hang__nvmlDeviceGetUtilizationRates=1)
@@ -218,7 +218,7 @@ def test_a_driver_that_hangs_costs_the_gpus_numbers_only(driver: Path, tmp_path:
 
 
 def test_when_errors_are_not_heard_any_more_that_is_said(driver: Path, tmp_path: Path) -> None:
-    scene = Scene(tmp_path / "scene").say("-1", count=1).say("0", utilisation=50)
+    scene = Scene(tmp_path / "scene").say("-1", count=1).say("0", utilization=50)
     with watched(driver, tmp_path, scene) as ended:
         until(tmp_path, lambda lines, _: any(line.gpus for line in lines))
         scene.say("-1", fail__nvmlEventSetWait=15)
