@@ -1,11 +1,12 @@
-"""What it costs to turn JPEG files into batches: processor time, rate and peak memory, beside other loaders.
+"""CPU time, throughput and peak memory of turning JPEG files into batches, compared with other loaders.
 
-Drawn pictures of 640 × 480 and 4,000 × 3,000, from the page cache, to uint8 batches of 16, squashed to 800 × 800: every
-loader makes the same number of pixels (loader_peers.py). Each is a process that lives from pass to pass, with as many
-workers as there are cores; starting it and a first pass are not counted. The passes are taken in turn. Processor time
-is that of the process and all below it; memory their proportional set size (a page that n processes share counts 1/n
-for each), sampled during a pass of its own. "apart" is the mean absolute difference of a picture, of 255 levels, from
-Pillow's antialiased bilinear resize of the same file.
+Generated images of 640 × 480 and 4,000 × 3,000, in the page cache, become uint8 batches of 16, squashed to 800 × 800.
+Every loader makes the same number of pixels (loader_peers.py). Each runs in a process that lives from pass to pass,
+with as many workers as there are cores; starting it and the first pass are not counted. The loaders take turns. CPU
+time is that of the process and all its descendants; memory is their proportional set size (a page that n processes
+share counts 1/n for each), sampled during a separate pass. "difference" is the mean absolute difference of an image, of
+255 levels, from Pillow's antialiased bilinear resize of the same file. A loader that is not installed, or fails, is a
+row "n/a" with the reason.
 """
 
 import argparse
@@ -26,30 +27,30 @@ from typing import Any
 
 import peers
 import psutil
-from loader_peers import BATCH, LOADERS, NEEDS, SHARD, SIDE
+from loader_peers import BATCH, INSTALL, LOADERS, NEEDS, SHARD, SIDE
 from processes import ROOT, run_child, serve_child
 from report import Bar, Report, describe, options, publish, spread
 
 CHILD = Path(__file__).with_name("loader_peers.py")
-THEIRS = "DataLoader, tensor resize"
-"""torchvision's reference way, which the bars are beside."""
+REFERENCE = "DataLoader, tensor resize"
+"""torchvision's reference, with which the bars compare."""
 SAMPLE_S = 0.02
 FEWER = 3
-"""Passes of a loader whose processor time is in no bar."""
+"""Passes of a loader whose CPU time is in no bar."""
 MIB = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """Pictures of one size: how many files, how often a pass goes through them, and what must be reached."""
+    """Images of one size: the number of files, how often a pass repeats them, and the goals."""
 
     name: str
     size: tuple[int, int]
     files: int
     repeats: int
     roll: float
-    """How the detail falls off with its size; the larger, the smoother. Cameras' pixels hold less each where they are
-    more."""
+    """How fast the amplitude of detail falls with its frequency; larger is smoother. Pixels of larger photographs have
+    less detail each."""
     goals: tuple[tuple[str, float], ...]
 
     def for_workers(self, workers: int) -> "Kind":
@@ -58,21 +59,21 @@ class Kind:
 
 
 KINDS = (
-    Kind("640 × 480", (480, 640), 128, 2, 0.42, ((THEIRS, 2.5), ("tf.data", 1.5))),
-    Kind("4,000 × 3,000", (3000, 4000), 8, 4, 0.6, ((THEIRS, 4.0),)),
+    Kind("640 × 480", (480, 640), 128, 2, 0.42, ((REFERENCE, 2.5), ("tf.data", 1.5))),
+    Kind("4,000 × 3,000", (3000, 4000), 8, 4, 0.6, ((REFERENCE, 4.0),)),
 )
 
 
 def draw(folder: Path, files: int, height: int, width: int, roll_percent: int, shards: int) -> None:
-    """Writes images/, the same pictures in shards/*.tar, and all.json with a box on each."""
+    """Writes images/, the same images in shards/*.tar, and all.json with a box on each."""
     import cv2
     import numpy as np
 
     (folder / "images").mkdir()
     (folder / "shards").mkdir()
     for number in range(files):
-        picture = natural(np.random.default_rng(number), height, width, roll_percent / 100)
-        cv2.imwrite(str(folder / "images" / f"{number:06d}.jpg"), picture, [cv2.IMWRITE_JPEG_QUALITY, 91])
+        pixels = natural(np.random.default_rng(number), height, width, roll_percent / 100)
+        cv2.imwrite(str(folder / "images" / f"{number:06d}.jpg"), pixels, [cv2.IMWRITE_JPEG_QUALITY, 91])
     each = min(SHARD, -(-files // shards))
     for first in range(0, files, each):
         with tarfile.open(folder / "shards" / f"{first:06d}.tar", "w") as tar:
@@ -87,9 +88,9 @@ def draw(folder: Path, files: int, height: int, width: int, roll_percent: int, s
     (folder / "all.json").write_text(json.dumps(content))
 
 
-def natural(chance: Any, height: int, width: int, roll: float) -> Any:
-    """uint8 [height, width, 3]: octaves of noise whose amplitude falls with their frequency, as photographs' does
-    (Field 1987: about 1/f), with less colour than light. chance: numpy's Generator."""
+def natural(rng: Any, height: int, width: int, roll: float) -> Any:
+    """uint8 [height, width, 3]: octaves of noise whose amplitude falls with their frequency, as in photographs
+    (Field 1987: about 1/f), with less color than light. rng: numpy's Generator."""
     import cv2
     import numpy as np
 
@@ -97,143 +98,177 @@ def natural(chance: Any, height: int, width: int, roll: float) -> Any:
     cells, amplitude = 3, 52.0
     while cells < max(height, width):
         grid = max(2, round(cells * height / max(height, width))), max(2, round(cells * width / max(height, width)))
-        coarse = chance.standard_normal((*grid, 1), np.float32) + 0.35 * chance.standard_normal((*grid, 3), np.float32)
+        coarse = rng.standard_normal((*grid, 1), np.float32) + 0.35 * rng.standard_normal((*grid, 3), np.float32)
         light += cv2.resize(coarse * np.float32(amplitude), (width, height), interpolation=cv2.INTER_CUBIC)
         cells, amplitude = cells * 2, amplitude / 2**roll
     return np.clip(light, 0, 255).astype(np.uint8)
 
 
-class Side:
-    """A loader in its process, which makes a pass when it is told to."""
+class LoaderFailed(RuntimeError):
+    """A loader ended; the message is the last line of its errors."""
+
+
+class LoaderProcess:
+    """A loader in its own process, which makes a pass on request."""
 
     def __init__(self, name: str, folder: Path, workers: int, repeats: int, cache: Path) -> None:
         self.name = name
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed by `start_loaders`)
         python = peers.interpreter() if name in NEEDS else Path(sys.executable)
         environment = {**os.environ, "STOKER_CACHE_DIR": str(cache), "TF_CPP_MIN_LOG_LEVEL": "3"}
-        environment.pop("GOMP_SPINCOUNT", None)  # importing stoker has set it; each with what it has by itself
+        environment.pop("GOMP_SPINCOUNT", None)  # set by importing stoker; each loader runs with its own default
         if name == "stoker":
             environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         self.process = subprocess.Popen(
             [python, CHILD, name, folder, str(workers), str(repeats)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True, env=environment,
         )  # fmt: skip
 
-    def tell(self, line: str) -> dict[str, Any]:
+    def send(self, line: str) -> dict[str, Any]:
+        """The answer to a command. Raises LoaderFailed."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        print(line, file=self.process.stdin, flush=True)
-        for said in self.process.stdout:
-            if said.startswith("{"):
-                found: dict[str, Any] = json.loads(said)
-                return found
-        raise RuntimeError(f"{self.name} ended with exit code {self.process.wait()}")
+        with contextlib.suppress(BrokenPipeError):  # it has ended; the reason follows
+            print(line, file=self.process.stdin, flush=True)
+        for answer_line in self.process.stdout:
+            if answer_line.startswith("{"):
+                result: dict[str, Any] = json.loads(answer_line)
+                return result
+        exit_code = self.process.wait()
+        self.errors.seek(0)
+        error_lines = [text.strip() for text in self.errors if text.strip()]
+        raise LoaderFailed(error_lines[-1] if error_lines else f"it ended with exit code {exit_code}")
 
     def tree(self) -> list[psutil.Process]:
-        whole = psutil.Process(self.process.pid)
-        return [whole, *whole.children(recursive=True)]
+        root = psutil.Process(self.process.pid)
+        return [root, *root.children(recursive=True)]
 
     def cpu_s(self) -> float:
-        """Processor time so far of the process and all below it, also of those that have ended."""
+        """CPU time so far of the process and its descendants, including those that have ended."""
         times = [process.cpu_times() for process in self.tree()]
         return sum(t.user + t.system + t.children_user + t.children_system for t in times)
 
     def memory(self) -> int:
-        """Bytes that the tree holds now."""
+        """Bytes of the whole tree now."""
         total = 0
         for process in self.tree():
-            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):  # it ended meanwhile: it holds none
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):  # it has ended and uses no memory
                 total += process.memory_full_info().pss
         return total
 
     def timed(self) -> dict[str, Any]:
         before = self.cpu_s()
-        said = self.tell("pass")
-        return {**said, "cpu_s": self.cpu_s() - before}
+        return {**self.send("pass"), "cpu_s": self.cpu_s() - before}
 
     def peak(self) -> int:
-        """Bytes, the most that was seen during a pass."""
-        seen, done = [self.memory()], threading.Event()
+        """Bytes, the maximum of samples during a pass."""
+        samples, done = [self.memory()], threading.Event()
 
         def watch() -> None:
             while not done.wait(SAMPLE_S):
-                seen.append(self.memory())
+                samples.append(self.memory())
 
         watcher = threading.Thread(target=watch)
         watcher.start()
         try:
-            self.tell("pass")
+            self.send("pass")
         finally:
             done.set()
             watcher.join()
-        return max(seen)
+        return max(samples)
 
 
 @contextlib.contextmanager
-def contest(names: list[str], folder: Path, workers: int, repeats: int, cache: Path) -> Iterator[list[Side]]:
-    sides: list[Side] = []
+def start_loaders(
+    names: list[str], folder: Path, workers: int, repeats: int, cache: Path
+) -> Iterator[list[LoaderProcess]]:
+    loaders: list[LoaderProcess] = []
     try:
-        sides.extend(Side(name, folder, workers, repeats, cache) for name in names)
-        yield sides
+        loaders.extend(LoaderProcess(name, folder, workers, repeats, cache) for name in names)
+        yield loaders
     finally:
-        for side in sides:
-            tree = side.tree() if side.process.poll() is None else []
+        for loader in loaders:
+            tree = loader.tree() if loader.process.poll() is None else []
             for process in tree:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-            side.process.wait()
+            loader.process.wait()
+            loader.errors.close()
 
 
-def apart(found: Path, picture: Path) -> float:
-    """Mean absolute difference of the pixels in an .npy file from Pillow's antialiased resize of a picture."""
+def difference(pixels: Path, image: Path) -> float:
+    """Mean absolute difference of the pixels in an .npy file from Pillow's antialiased resize of an image."""
     import numpy as np
     from PIL import Image
 
-    with Image.open(picture) as opened:
+    with Image.open(image) as opened:
         reference = opened.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BILINEAR)
-    return float(np.abs(np.load(found).astype(np.int16) - np.asarray(reference, np.int16)).mean())
+    return float(np.abs(np.load(pixels).astype(np.int16) - np.asarray(reference, np.int16)).mean())
 
 
 def measure(kind: Kind, n: int, workers: int, names: list[str]) -> dict[str, dict[str, Any]]:
-    """What each loader does with the pictures of a kind: runs, peak and how far its pixels are from the reference."""
-    found: dict[str, dict[str, Any]] = {name: {"runs": []} for name in names}
+    """Results of each loader with the images of a kind: runs, peak memory and difference from the reference, or the
+    reason why it failed. Raises LoaderFailed where stoker's own fails."""
+    results: dict[str, dict[str, Any]] = {name: {"runs": []} for name in names}
     compared = {"stoker", *(name for name, _ in kind.goals)}
     with tempfile.TemporaryDirectory(prefix="stoker-bench-") as temporary:
         folder, cache = Path(temporary) / "drawn", Path(temporary) / "cache"
         folder.mkdir()
         run_child("draw", folder, cache, kind.files, *kind.size, round(100 * kind.roll), workers)
         first, *_ = files = sorted((folder / "images").iterdir())
-        found["files"] = {"kb": statistics.mean(path.stat().st_size for path in files) / 1e3}
-        with contest(names, folder, workers, kind.repeats, cache) as sides:
-            for side in sides:
-                look = Path(temporary) / "look.npy"
-                side.tell(f"look {look}")
-                found[side.name]["apart"] = apart(look, first)
+        results["files"] = {"kb": statistics.mean(path.stat().st_size for path in files) / 1e3}
+        with start_loaders(names, folder, workers, kind.repeats, cache) as loaders:
+
+            @contextlib.contextmanager
+            def failure_recorded(loader: LoaderProcess) -> Iterator[None]:
+                try:
+                    yield
+                except (LoaderFailed, psutil.NoSuchProcess) as error:
+                    if loader.name == "stoker":
+                        raise
+                    results[loader.name]["failed"] = install_hint(loader.name, str(error))
+
+            def running() -> list[LoaderProcess]:
+                return [loader for loader in loaders if "failed" not in results[loader.name]]
+
+            for loader in running():
+                with failure_recorded(loader):
+                    first_image = Path(temporary) / "first.npy"
+                    loader.send(f"save {first_image}")
+                    results[loader.name]["difference"] = difference(first_image, first)
             for number in range(n):
-                for side in sides if number % 2 else reversed(sides):
-                    if number < FEWER or side.name in compared:
-                        found[side.name]["runs"].append(side.timed())
-            for side in sides:
-                found[side.name]["peak"] = side.peak()
+                for loader in running() if number % 2 else reversed(running()):
+                    if number < FEWER or loader.name in compared:
+                        with failure_recorded(loader):
+                            results[loader.name]["runs"].append(loader.timed())
+            for loader in running():
+                with failure_recorded(loader):
+                    results[loader.name]["peak"] = loader.peak()
     for name in names:
-        if any(run["pictures"] != kind.files * kind.repeats for run in found[name]["runs"]):
+        if any(run["images"] != kind.files * kind.repeats for run in results[name]["runs"]):
             raise RuntimeError(f"{name} did not load everything")
-    return found
+    return results
+
+
+def install_hint(name: str, reason: str) -> str:
+    return f"install {INSTALL[name]}: {reason}" if name in INSTALL else reason
 
 
 def run(arguments: argparse.Namespace) -> Report:
     n = 2 if arguments.quick else arguments.runs
     kinds = [shrunk(kind) for kind in KINDS] if arguments.quick else list(KINDS)
-    absent = {name: reason for name, needs in NEEDS.items() if (reason := peers.missing(*needs))}
-    present = [name for name in LOADERS if name not in absent]
+    missing = {name: install_hint(name, reason) for name, needs in NEEDS.items() if (reason := peers.missing(*needs))}
+    present = [name for name in LOADERS if name not in missing]
     installed = describe(peers.versions("tensorflow-cpu", "webdataset", "spdl-io"))
     report = Report(
         f"Loading: JPEG files to uint8 batches of {BATCH}, {SIDE} × {SIDE}; {arguments.workers} workers, files cached;"
         f" peers: {installed or 'none'}",
-        n, ("stoker", "simplejpeg", "opencv-python-headless", "torch", "torchvision", "pillow"),
-    )  # fmt: skip
+        n,
+        ("stoker", "simplejpeg", "opencv-python-headless", "torch", "torchvision", "pillow"),
+    )
     for kind in kinds:
-        found = measure(kind.for_workers(arguments.workers), n, arguments.workers, present)
-        add(report, kind, found, absent)
+        results = measure(kind.for_workers(arguments.workers), n, arguments.workers, present)
+        add(report, kind, results, missing)
     return report
 
 
@@ -242,23 +277,29 @@ def shrunk(kind: Kind) -> Kind:
     return dataclasses.replace(kind, files=files, repeats=max(1, BATCH // files))
 
 
-def add(report: Report, kind: Kind, found: dict[str, dict[str, Any]], absent: dict[str, str]) -> None:
-    """Rows and bars of one size of pictures."""
-    what = f"{kind.name}, {found['files']['kb']:,.0f} KB"
+def add(report: Report, kind: Kind, results: dict[str, dict[str, Any]], missing: dict[str, str]) -> None:
+    """Rows and bars of one image size."""
+    what = f"{kind.name}, {results['files']['kb']:,.0f} KB"
     cpu: dict[str, float] = {}
     peak: dict[str, float] = {}
     for name in LOADERS:
-        if name in absent:
-            report.rows.append({"what": f"{what}: {name}", "n/a": absent[name]})
+        result = results.get(name, {})
+        if (reason := missing.get(name) or result.get("failed")) is not None:
+            report.rows.append({"what": f"{what}: {name}", "n/a": reason})
             continue
-        runs = found[name]["runs"]
-        ms = spread([1e3 * one["cpu_s"] / one["pictures"] for one in runs])
-        cpu[name], peak[name] = ms["median"], found[name]["peak"] / MIB
-        report.rows.append(
-            {"what": f"{what}: {name}", "n": len(runs), "CPU ms a picture": ms["median"], "min": ms["min"],
-             "max": ms["max"], "img/s": statistics.median(one["pictures"] / one["s"] for one in runs),
-             "peak MiB": peak[name], "apart": found[name]["apart"]}
-        )  # fmt: skip
+        runs = result["runs"]
+        ms = spread([1e3 * one["cpu_s"] / one["images"] for one in runs])
+        cpu[name], peak[name] = ms["median"], result["peak"] / MIB
+        report.rows.append({
+            "what": f"{what}: {name}",
+            "n": len(runs),
+            "CPU ms per image": ms["median"],
+            "min": ms["min"],
+            "max": ms["max"],
+            "img/s": statistics.median(one["images"] / one["s"] for one in runs),
+            "peak MiB": peak[name],
+            "difference": result["difference"],
+        })  # fmt: skip
     for name, goal in kind.goals:
         if name in cpu:
             value = cpu[name] / cpu["stoker"]
@@ -274,7 +315,7 @@ def parser() -> argparse.ArgumentParser:
     made = options(__doc__)
     cores = len(os.sched_getaffinity(0))
     made.add_argument("--workers", type=int, default=cores, help=f"threads or processes of a loader; default: {cores}")
-    made.add_argument("--runs", type=int, default=5, help="passes that the medians in a bar are of; default: 5")
+    made.add_argument("--runs", type=int, default=5, help="passes per median of a bar; default: 5")
     return made
 
 

@@ -1,9 +1,9 @@
-"""One loader of loader.py, in a process of its own: a pass over the pictures for each line of standard input.
+"""One loader of loader.py, in its own process: a pass over the images for each line of standard input.
 
-Every loader reads JPEG files and hands out batches of 16 as uint8, squashed to 800 × 800 with all that the picture
-shows, and whatever threads or processes it has live from pass to pass. Each is written as its own documentation does.
-Runs in the peers' environment or in stoker's, so what a loader needs is imported where it is used. Says on its output
-how many pictures came and in what time; the line "look FILE" has the first of them saved there.
+Every loader reads JPEG files and returns batches of 16 whole images as uint8, squashed to 800 × 800. Its threads or
+processes live from pass to pass. Each is written as its own documentation recommends. Runs in the peers' environment or
+in stoker's, so what a loader needs is imported where it is used. Prints the number of images and the time of each pass;
+the line "save FILE" also saves the first image.
 """
 
 import json
@@ -17,35 +17,42 @@ import numpy as np
 
 BATCH, SIDE = 16, 800
 SHARD = 64
-"""Pictures in a tar file of WebDataset's, at most; there are at least as many shards as workers."""
+"""Maximum number of images in a tar file of WebDataset; there are at least as many shards as workers."""
 
 Passes = Callable[[], Iterable[Any]]
-"""Begins a pass: an iterable of batches, the first picture of the first being the first file."""
+"""Begins a pass: an iterable of batches; the first image of the first batch is the first file."""
 
 
-def ours(folder: Path, workers: int, repeats: int) -> Passes:
+def stoker_loader(folder: Path, workers: int, repeats: int) -> Passes:
     from stoker.data.index import open_index
-    from stoker.data.loading.loader import Loader, compute_max_boxes
+    from stoker.data.loading.loader import Loader, LoaderSpec, compute_max_boxes
     from stoker.hardware.device import select_device
 
-    data = open_index(folder)
-    rows = np.tile(np.arange(len(data)), repeats)
-    loader = Loader(
-        data, rows, device=select_device("cpu"), batch_size=BATCH, image_size=(SIDE, SIDE), resize="squash",
-        max_boxes=compute_max_boxes(data, rows), seed=0, workers=workers, train=False,
-    )  # fmt: skip
+    index = open_index(folder)
+    image_indices = np.tile(np.arange(len(index)), repeats)
+    spec = LoaderSpec(
+        device=select_device("cpu"),
+        batch_size=BATCH,
+        image_size=(SIDE, SIDE),
+        resize="squash",
+        max_boxes=compute_max_boxes(index, image_indices),
+        seed=0,
+        workers=workers,
+        train=False,
+    )
+    loader = Loader(index, image_indices, spec)
 
     def batches() -> Iterator[Any]:
         for batch in loader:
             yield batch.images.permute(0, 2, 3, 1)
         if loader.state_dict()["quarantined"]:
-            raise RuntimeError("the loader left pictures out")
+            raise RuntimeError("the loader left images out")
 
     return batches
 
 
 class Files:
-    """A map-style data set: a picture as torchvision's reference training opens it."""
+    """A map-style dataset that opens images as torchvision's reference training does."""
 
     def __init__(self, paths: list[str], resize: Callable[[Any], Any]) -> None:
         self.paths, self.resize = paths, resize
@@ -53,24 +60,24 @@ class Files:
     def __len__(self) -> int:
         return len(self.paths)
 
-    def __getitem__(self, place: int) -> Any:
+    def __getitem__(self, k: int) -> Any:
         from PIL import Image
 
-        with Image.open(self.paths[place]) as picture:
-            return self.resize(picture.convert("RGB"))
+        with Image.open(self.paths[k]) as image:
+            return self.resize(image.convert("RGB"))
 
 
-def resize_tensor(picture: Any) -> Any:
+def resize_tensor(image: Any) -> Any:
     """torchvision's reference presets with the tensor backend, and its own default, antialias=True."""
     from torchvision.transforms.v2 import functional as F
 
-    return F.resize(F.pil_to_tensor(picture), [SIDE, SIDE], antialias=True)
+    return F.resize(F.pil_to_tensor(image), [SIDE, SIDE], antialias=True)
 
 
-def resize_pil(picture: Any) -> Any:
+def resize_pil(image: Any) -> Any:
     from torchvision.transforms.v2 import functional as F
 
-    return F.pil_to_tensor(F.resize(picture, [SIDE, SIDE]))
+    return F.pil_to_tensor(F.resize(image, [SIDE, SIDE]))
 
 
 def data_loader(resize: Callable[[Any], Any]) -> Callable[[Path, int, int], Passes]:
@@ -85,10 +92,10 @@ def data_loader(resize: Callable[[Any], Any]) -> Callable[[Path, int, int], Pass
 
 
 def web_dataset(folder: Path, workers: int, repeats: int) -> Passes:
-    """The same pictures from tar shards; opened and resized as the DataLoader with a tensor resize does."""
+    """The same images from tar shards, opened and resized like in the DataLoader with a tensor resize."""
     import webdataset
 
-    # Each worker reads shards of its own, so a pass is as many rounds over all of them as the others make.
+    # Each worker reads its own shards, so a pass repeats all of them as often as the other loaders do.
     shards = [str(path) for path in sorted((folder / "shards").iterdir())] * repeats
     files = webdataset.WebDataset(shards, shardshuffle=False).decode("pil").to_tuple("jpg")
     files = files.map_tuple(resize_tensor).batched(BATCH)
@@ -100,8 +107,8 @@ def tf_data(folder: Path, workers: int, repeats: int) -> Passes:
     import tensorflow as tf
 
     def load(path: Any) -> Any:
-        picture = tf.io.decode_jpeg(tf.io.read_file(path), channels=3)
-        return tf.cast(tf.round(tf.image.resize(picture, [SIDE, SIDE])), tf.uint8)
+        image = tf.io.decode_jpeg(tf.io.read_file(path), channels=3)
+        return tf.cast(tf.round(tf.image.resize(image, [SIDE, SIDE])), tf.uint8)
 
     made = tf.data.Dataset.from_tensor_slices(files_of(folder) * repeats)
     made = made.map(load, num_parallel_calls=tf.data.AUTOTUNE).batch(BATCH).prefetch(tf.data.AUTOTUNE)
@@ -138,7 +145,7 @@ def files_of(folder: Path) -> list[str]:
 
 
 LOADERS: dict[str, Callable[[Path, int, int], Passes]] = {
-    "stoker": ours,
+    "stoker": stoker_loader,
     "DataLoader, tensor resize": data_loader(resize_tensor),
     "DataLoader, PIL resize": data_loader(resize_pil),
     "WebDataset, tensor resize": web_dataset,
@@ -150,7 +157,13 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "tf.data": ("tensorflow",),
     "SPDL": ("spdl.io", "torch"),
 }
-"""What a loader imports that stoker's own environment does not have."""
+"""Modules of a loader that stoker's own environment does not have."""
+INSTALL = {
+    "WebDataset, tensor resize": "webdataset (`make peers`)",
+    "tf.data": "tensorflow-cpu (`make peers`)",
+    "SPDL": "spdl-io (`make peers`) and FFmpeg's shared libraries (libavcodec …)",
+}
+"""What to install where a loader cannot run."""
 
 
 def main() -> None:
@@ -158,14 +171,14 @@ def main() -> None:
     passes = LOADERS[name](folder, workers, repeats)
     for line in sys.stdin:
         command, _, file = line.strip().partition(" ")
-        began, pictures = time.perf_counter(), 0
+        start_s, num_images = time.perf_counter(), 0
         for batch in passes():
             if tuple(batch.shape[1:]) != (SIDE, SIDE, 3):
-                raise RuntimeError(f"{name} hands out {tuple(batch.shape)}")
-            if command == "look" and not pictures:
+                raise RuntimeError(f"{name} returns {tuple(batch.shape)}")
+            if command == "save" and not num_images:
                 np.save(file, np.asarray(batch[0]))
-            pictures += len(batch)
-        print(json.dumps({"pictures": pictures, "s": time.perf_counter() - began}), flush=True)
+            num_images += len(batch)
+        print(json.dumps({"images": num_images, "s": time.perf_counter() - start_s}), flush=True)
 
 
 if __name__ == "__main__":
