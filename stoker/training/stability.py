@@ -1,7 +1,7 @@
 """Whether training is stable and its learning rate suitable, from its windows: arithmetic only, windows in, alerts out.
 
 An alert is a line on the screen and in events.jsonl, with its numbers; nothing here acts on it. `recovery.py` acts when
-gradients stay non-finite. `diagnosis/rules/learning.py` judges the records after the run.
+gradients stay non-finite. `diagnosis/causes/` judges the records after the run.
 
 All tests compare logarithms of positive numbers, so the unit of the loss does not matter, and medians, so that single
 windows decide nothing. A window is the mean over the steps of about a second: one step or hundreds. So the noise of
@@ -32,7 +32,7 @@ MEDIAN_WINDOWS = 16
 LOSS_RISE_FACTOR = 1.5
 """Largest acceptable rise of the loss above its minimum: a healthy loss falls just after the warm-up."""
 GRAD_NORM_RISE_FACTOR = 10.0
-"""The same for the gradient norm if it is clipped too; it may grow by itself while the heads are learned."""
+"""The same for the gradient norm if it is clipped too; it may grow in a healthy run while the heads are learned."""
 EARLY_FRACTION = 0.3
 """Fraction of the length in which too high a learning rate shows; later most schedules have lowered it."""
 MAX_SKIPPED_FRACTION, MIN_SKIPPED_STEPS = 0.10, 10
@@ -70,7 +70,7 @@ def is_far_above(loss: float, baseline: float, log_std: float) -> bool:
 
 
 def estimate_log_std(values: Iterable[float]) -> float:
-    """Standard deviation of the logarithm of a value from window to window, whatever the trend between them."""
+    """Standard deviation of the logarithm of a value from window to window, without the trend."""
     logs = [math.log(value) for value in values]
     diffs = [abs(b - a) for a, b in itertools.pairwise(logs)]
     return 1.4826 * median(diffs) / math.sqrt(2) if diffs else 0.0

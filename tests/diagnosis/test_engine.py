@@ -156,7 +156,7 @@ def test_findings_are_written_and_read_back(tmp_path: Path) -> None:
     assert msgspec.json.decode((run / FINDINGS).read_bytes(), type=list[Finding]) == found
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     causes=st.lists(st.sampled_from(sorted(CASES)), min_size=1, max_size=4),
     missing=st.sets(st.sampled_from(FILES)),

@@ -457,7 +457,7 @@ def test_an_end_without_an_exit_code() -> None:
     assert died(TRACEBACK + LINES["disk_full"][0], exit_code=None)[0].cause == "disk_full"
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.one_of(st.binary(max_size=60), st.sampled_from(
         [TRACEBACK.encode(), b"loss: nan", b"\r", b"[rank99999999999]: Watchdog caught collective operation timeout",
@@ -646,7 +646,7 @@ PARTS = [line for lines in LINES.values() for line in lines] + [
 ]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(
         st.one_of(

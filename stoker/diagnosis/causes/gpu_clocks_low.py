@@ -5,6 +5,18 @@ from stoker.diagnosis.causes.shared import make_evidence, make_finding, percent
 from stoker.diagnosis.run_data import GpuStats, RunRecords
 from stoker.runs.schemas import Evidence, Finding
 
+_HEAT_FIX = "Check the cooling: fans, dust, the neighboring slot; in a cloud use another machine, and report this one"
+_POWER_FIX = (
+    "`nvidia-smi -pl` up to the board's own limit, if you may; a better power supply; else this is the GPU's speed"
+)
+_SET_CLOCK_FIX = "`nvidia-smi -rgc` and `nvidia-smi -rac` remove clocks that someone set"
+_BY_REASON = (
+    (0.9, _HEAT_FIX, "nvidia-smi -q -d TEMPERATURE"),
+    (0.8, _POWER_FIX, "nvidia-smi -q -d POWER"),
+    (0.7, _SET_CLOCK_FIX, "nvidia-smi -rgc"),
+)
+"""Confidence, fix, command: of heat, of the power limit, of a set clock."""
+
 GPU_CLOCKS_LOW = Cause(
     id="gpu_clocks_low",
     title="The GPU runs below its clock",
@@ -32,9 +44,7 @@ GPU_CLOCKS_LOW = Cause(
         "capped_warning": Threshold(0.30, "the same, a warning (heuristic)"),
     },
     confidence=0.8,
-    fix="Heat: check fans, dust and the neighboring slot; power: `nvidia-smi -pl` up to the board's own limit, a "
-    "better power supply; a clock that someone set: `nvidia-smi -rgc` and `nvidia-smi -rac`; in a cloud another "
-    "machine, and report this one",
+    fix=f"{_HEAT_FIX}. Power: {_POWER_FIX}. A set clock: {_SET_CLOCK_FIX}",
     command="nvidia-smi -q -d CLOCK,POWER,TEMPERATURE",
 )
 
@@ -53,6 +63,7 @@ def gpu_clocks_low(run: RunRecords) -> Finding | None:
     severity_index, order, negative_value, index, evidence = min(candidates, key=lambda candidate: candidate[:4])
     deficit = run.gpus[index].clock_deficit.value
     compute_s = run.phase_seconds("compute")
+    confidence, fix, command = _BY_REASON[order]
     return make_finding(
         run,
         GPU_CLOCKS_LOW,
@@ -61,8 +72,9 @@ def gpu_clocks_low(run: RunRecords) -> Finding | None:
         severity=SEVERITIES[severity_index],
         lost_s=deficit * compute_s if deficit is not None and compute_s else None,
         estimate_basis="the missing fraction of the clock, of the time in which the device computed",
-        confidence=(0.9, 0.8, 0.7)[order],
-        command=("nvidia-smi -q -d TEMPERATURE", "nvidia-smi -q -d POWER", "nvidia-smi -rgc")[order],
+        confidence=confidence,
+        fix=fix,
+        command=command,
     )
 
 
