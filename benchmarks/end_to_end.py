@@ -1,13 +1,14 @@
-"""Whether training ever waits for pictures: `stoker train` on JPEG files beside the same steps on one ready batch.
+"""Whether training waits for images: `stoker train` on JPEG files, compared with the same steps on one cached batch.
 
-The real command, to which only a clock is added: after its first steps those that follow are timed, until as many are
-done as were asked for. On the other side the loader is closed after the first step, and every step gets the first
-batch again. Each run is a process of its own, the two sides in turn. Pictures are drawn, 640 × 480 and about 95 KB, and
-decoded every time (no cache). On a CPU loading and computing share the cores, so the rate with the loader is lower by
-what loading takes, and there is no bar. The shares are the run's own ledger's.
+The real command with only a clock added: after the first steps, a given number of further steps is timed. For the
+comparison the loader is closed after the first step, and every step gets the first batch again. Each run is a separate
+process, the two variants in turn. Images are generated, 640 × 480 and about 95 KB, and decoded every time (no cache).
+On a CPU loading and computing share the cores, so the throughput with the loader is lower by the cost of loading, and
+there is no bar. The fractions are from the run's own ledger.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import statistics
@@ -19,19 +20,19 @@ import loader
 from processes import run_child, serve_child
 from report import Bar, Report, options, publish, spread
 
-SIDES = ("real loader", "ready batch")
+VARIANTS = ("real loader", "cached batch")
 GOAL = 0.97
 ON_CPU = ("retinanet_tiny_fpn", 320, 8)
 ON_DEVICE = ("ssdlite320_mobilenet_v3_large", 320, 128)
-"""Model, side of the canvas, batch. On a device the model with the most pictures a second (gpu.py)."""
+"""Model, image size, batch size. On a device the model with the highest throughput (gpu.py)."""
 
 
 class StepsDone(BaseException):
-    """Ends the training; not an Exception, so that nothing of the run's takes it for a failure to handle."""
+    """Ends the training; not an Exception, so that the run does not handle it as a failure."""
 
 
 class OneBatch:
-    """Hands out the first batch of a loader again and again."""
+    """Returns the first batch of a loader again and again."""
 
     last_wait: tuple[()] = ()
 
@@ -46,52 +47,50 @@ class OneBatch:
         return getattr(self.loader, name)
 
 
-def train(folder: Path, ready: int, first: int, steps: int) -> dict[str, Any]:
-    """Trains for `first` steps, then `steps` more, which are measured; ready: on one batch."""
+def train(folder: Path, use_cached_batch: int, first: int, steps: int) -> dict[str, Any]:
+    """Trains for `first` steps, then `steps` more, which are measured; use_cached_batch: on one batch."""
     import time
 
     from stoker.cli.app import app
     from stoker.training import loop
 
     step, write_window = loop.Training.step, loop.Training.write_window
-    accounts: list[Any] = []
-    taken: list[Any] = []
-    began: list[float] = []
+    breakdowns: list[Any] = []
+    start: list[float] = []
 
     def timed_step(training: Any) -> None:
-        job = training.state
-        if job.step == first:
-            job.device.wait()
+        setup = training.setup
+        if training.state.step == first:
+            setup.device.synchronize()
             training.flush_stats()
-            accounts.clear()
-            began[:] = time.perf_counter(), time.process_time()
-        if job.step == first + steps:
-            job.device.wait()
-            took = [time.perf_counter() - began[0], time.process_time() - began[1]]
+            breakdowns.clear()
+            start[:] = time.perf_counter(), time.process_time()
+        if training.state.step == first + steps:
+            setup.device.synchronize()
+            durations = [time.perf_counter() - start[0], time.process_time() - start[1]]
             training.finish_stats()
-            raise StepsDone(took)
-        if ready and not taken:
-            take = job.loader.__next__()
-            taken.append(take)
-            job.loader = OneBatch(job.loader, take)
+            raise StepsDone(durations)
+        if use_cached_batch and not isinstance(setup.loader, OneBatch):
+            training.setup = dataclasses.replace(setup, loader=OneBatch(setup.loader, next(setup.loader)))
         step(training)
 
-    def seen(training: Any, account: Any, *rest: Any) -> None:
-        accounts.extend([] if account is None else [account])
-        write_window(training, account, *rest)
+    def recording_write_window(training: Any, breakdown: Any, *rest: Any) -> None:
+        breakdowns.extend([] if breakdown is None else [breakdown])
+        write_window(training, breakdown, *rest)
 
     loop.Training.step = timed_step  # type: ignore[method-assign]
-    loop.Training.write_window = seen  # type: ignore[method-assign]
+    loop.Training.write_window = recording_write_window  # type: ignore[method-assign]
     command = json.loads((folder / "command.json").read_text())
     try:
-        app(["train", str(folder), *command, "--run", tempfile.mkdtemp(dir=folder.parent) + "/run"])
+        app(["train", str(folder), *command, "--run-dir", tempfile.mkdtemp(dir=folder.parent) + "/run"])
     except StepsDone as done:
         seconds, cpu_s = done.args[0]
     else:
         raise RuntimeError("the training ended before its steps were done")
-    wall_s = sum(account.wall_s for account in accounts)
-    shares = {name: sum(one.phases.get(name, 0.0) for one in accounts) / wall_s for name in ("compute", "input_wait")}
-    return {"s": seconds, "cpu_s": cpu_s, **shares}
+    wall_s = sum(one.wall_s for one in breakdowns)
+    phases = ("compute", "input_wait")
+    fractions = {name: sum(one.phases.get(name, 0.0) for one in breakdowns) / wall_s for name in phases}
+    return {"s": seconds, "cpu_s": cpu_s, **fractions}
 
 
 def run(arguments: argparse.Namespace) -> Report:
@@ -104,13 +103,13 @@ def run(arguments: argparse.Namespace) -> Report:
     if arguments.quick:
         side, first, steps, files = 64 if device.is_cpu else side, 2, 3, 64
     command = ["--model", model, "--weights", "none", "--image-size", str(side), str(side), "--batch-size", str(batch),
-               "--max-duration", str(10 * (first + steps)), "--eval-every", "0", "--workers", str(arguments.threads),
+               "--steps", str(10 * (first + steps)), "--eval-every", "0", "--workers", str(arguments.workers),
                "--cache", "none", "--device", str(device.torch_device)]  # fmt: skip
     report = Report(
         f"Training {model}, {side} × {side}, batch {batch}, on {device.name}: the loader in the loop", n,
         ("stoker", "torch", "torchvision", "simplejpeg"),
     )  # fmt: skip
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in SIDES}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in VARIANTS}
     with tempfile.TemporaryDirectory(prefix="stoker-bench-") as temporary:
         folder, cache = Path(temporary) / "drawn", Path(temporary) / "cache"
         folder.mkdir()
@@ -118,21 +117,21 @@ def run(arguments: argparse.Namespace) -> Report:
         run_child("draw", folder, cache, files, *kind.size, round(100 * kind.roll), 1)
         (folder / "command.json").write_text(json.dumps(command))
         for _ in range(n):
-            for name in SIDES:
-                runs[name].append(run_child("train", folder, cache, int(name == "ready batch"), first, steps))
-    pictures = steps * batch
-    rate = {name: spread([pictures / one["s"] for one in found]) for name, found in runs.items()}
-    for name, found in runs.items():
-        middle = {key: statistics.median(one[key] for one in found) for key in ("cpu_s", "compute", "input_wait")}
+            for name in VARIANTS:
+                runs[name].append(run_child("train", folder, cache, int(name == "cached batch"), first, steps))
+    num_images = steps * batch
+    throughput = {name: spread([num_images / one["s"] for one in results]) for name, results in runs.items()}
+    for name, results in runs.items():
+        median = {key: statistics.median(one[key] for one in results) for key in ("cpu_s", "compute", "input_wait")}
         report.rows.append(
-            {"what": name, "img/s": rate[name]["median"], "min": rate[name]["min"], "max": rate[name]["max"],
-             "CPU ms a picture": 1e3 * middle["cpu_s"] / pictures, "compute, share of the time": middle["compute"],
-             "input_wait, share": middle["input_wait"]}
+            {"what": name, "img/s": throughput[name]["median"], "min": throughput[name]["min"], "max": throughput[name]["max"],
+             "CPU ms per image": 1e3 * median["cpu_s"] / num_images, "compute fraction": median["compute"],
+             "input_wait fraction": median["input_wait"]}
         )  # fmt: skip
-    ratio = rate["real loader"]["median"] / rate["ready batch"]["median"]
-    report.rows.append({"what": "rate, real loader / ready batch", "img/s": ratio})
+    ratio = throughput["real loader"]["median"] / throughput["cached batch"]["median"]
+    report.rows.append({"what": "throughput, real loader / cached batch", "img/s": ratio})
     if not device.is_cpu:
-        report.bars.append(Bar.at_least("img/s, real loader / ready batch", ratio, GOAL))
+        report.bars.append(Bar.at_least("img/s, real loader / cached batch", ratio, GOAL))
     return report
 
 
@@ -140,7 +139,7 @@ def parser() -> argparse.ArgumentParser:
     made = options(__doc__)
     made.add_argument("--device", help="cuda, cpu …; default: the accelerator that torch finds, else the cpu")
     made.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="of the loader; default: cores")
-    made.add_argument("--runs", type=int, help="of each side; default: 3, on a CPU 2")
+    made.add_argument("--runs", type=int, help="of each variant; default: 3, on a CPU 2")
     return made
 
 
