@@ -122,7 +122,7 @@ def test_cpu_time_of_the_training_thread_distinguishes_computing_from_waiting(tm
     def case(fractions: dict[str, float], **cpu: float) -> Case:
         return {"config": None, "fractions": fractions, "window": lambda _: {"thread_cpu_s": {"compute": 0.6, **cpu}}}
 
-    for name, made, host, cause in (
+    for name, changes, host, cause in (
         ("between, computes", case({"host": 0.4}, host=0.38), {"process_cpu": 1.0}, "python_bound"),
         ("between, waits", case({"host": 0.4}, host=0.02), {"process_cpu": 1.9}, "host_device_syncs"),
         ("in steps, waits", case({}, compute=0.5), {"process_cpu": 1.6}, "host_device_syncs"),
@@ -135,7 +135,7 @@ def test_cpu_time_of_the_training_thread_distinguishes_computing_from_waiting(tm
             "too_few_workers",
         ),
     ):
-        found = findings(tmp_path / name, made | {"host": lambda _, host=host: host | {"threads_running": 1.0}})
+        found = findings(tmp_path / name, changes | {"host": lambda _, host=host: host | {"threads_running": 1.0}})
         assert [f.cause for f in found] == [cause], name
     crowded = {
         "cpu_core_utilization": [1.0] * 4,

@@ -1,9 +1,10 @@
-"""The training thread delays the device: it computes in Python between steps, or it waits."""
+"""The training thread delays the device: it computes in Python between steps, it waits, or the model is recompiled."""
 
 from stoker.diagnosis.causes.cause import HEURISTIC, Cause, Threshold
 from stoker.diagnosis.causes.cpu import cpu_demand, cpu_demand_ratio, thread_cpu_utilization
 from stoker.diagnosis.causes.shared import (
     fraction_of_phase,
+    is_long_enough,
     make_evidence,
     make_finding,
     make_phase_finding,
@@ -56,6 +57,24 @@ HOST_DEVICE_SYNCS = Cause(
     confidence=0.75,
     fix="Keep losses on the device and read them once a second; log in a separate thread; no .item(), .cpu() or print "
     "in a step",
+)
+
+RECOMPILES = Cause(
+    id="recompiles",
+    title="The model is compiled again and again",
+    reason="GPU under-utilized (host- or launch-bound)",
+    symptom="some steps take seconds; torch logs recompilations; shapes change from step to step",
+    required_records=("steps.jsonl: phases.compile, or stacks.jsonl: main_thread.compile",),
+    warning_threshold=0.05,
+    critical_threshold=0.25,
+    metric="compile after the first steps, fraction of the device time after the start",
+    source="heuristic: a program with fixed shapes compiles once",
+    supersedes=("python_bound",),
+    confidence=0.85,
+    fix="Use fixed shapes: one --image-size, drop_last=True; torch.compile(dynamic=True), or mark_dynamic on what "
+    "changes; TORCH_LOGS=recompiles shows the reason",
+    external_fix="Use fixed shapes: images of one size, drop_last=True; torch.compile(dynamic=True), or mark_dynamic "
+    "on what changes; TORCH_LOGS=recompiles shows the reason. For tf.function an input_signature",
 )
 
 
@@ -144,3 +163,11 @@ def _is_thread_idle(run: RunRecords, fraction: float) -> bool | None:
     if process_cpu is None or fraction <= 0:
         return None
     return max(0.0, process_cpu - (1 - fraction)) / fraction < MIN_CORE_UTILIZATION.value
+
+
+def recompiles(run: RunRecords) -> Finding | None:
+    compile_s = run.steady.phases.get("compile", 0.0)
+    if compile_s > 0 and is_long_enough(run):
+        fraction = run.steady_phase_fraction("compile")
+        return make_finding(run, RECOMPILES, fraction, [phase_evidence(run, "compile")], lost_s=compile_s)
+    return _finding_from_stacks(run, RECOMPILES, "compiling", "compile")

@@ -1,0 +1,118 @@
+"""Work besides the steps that takes a large part of the run: evaluation, checkpoints, starting."""
+
+from stoker.diagnosis.causes.cause import HEURISTIC, Cause, Threshold
+from stoker.diagnosis.causes.shared import (
+    attempts_evidence,
+    make_evidence,
+    make_finding,
+    make_repeated_phase_finding,
+    phase_evidence,
+    sample_evidence,
+)
+from stoker.diagnosis.run_data import RunRecords
+from stoker.runs.schemas import Finding
+
+EVALUATION_HEAVY = Cause(
+    id="evaluation_heavy",
+    title="Evaluation takes a large part of the run",
+    reason="architecture and hyper-parameters",
+    symptom="training pauses for long and often",
+    required_records=("steps.jsonl: phases",),
+    warning_threshold=0.10,
+    critical_threshold=0.35,
+    metric="eval, fraction of the device time after the start; only the evaluations before the last one, if their "
+    "number is known",
+    source="heuristic: the defaults (training/defaults/derive.py) aim at less than a tenth",
+    thresholds={"min_duration_s": Threshold(1.0, "seconds of evaluation below which there is no finding (heuristic)")},
+    confidence=0.9,
+    fix="Evaluate less often, or on fewer images",
+    command="--eval-every",
+    config_patch={"eval_every": "2ep"},
+)
+
+CHECKPOINT_HEAVY = Cause(
+    id="checkpoint_heavy",
+    title="Checkpoints delay the training",
+    reason="allocation and scheduling",
+    symptom="img/s drops whenever a checkpoint is due; if the disk is slow, tasks wait for storage meanwhile",
+    required_records=("steps.jsonl: phases", "devices.jsonl: psi_io (whether the disk is slow)"),
+    warning_threshold=0.05,
+    critical_threshold=0.25,
+    metric="checkpoint, fraction of the device time after the start; only the checkpoints before the last one, if "
+    "their number is known",
+    source="heuristic: files are written in the background, so only the copy of the state should be visible",
+    thresholds={
+        "min_duration_s": Threshold(0.5, "seconds of saving below which there is no finding (heuristic)"),
+        "psi_io": Threshold(
+            0.10, "fraction of the time in which some task waited for storage, from which the disk is slow (heuristic)"
+        ),
+    },
+    confidence=0.9,
+    fix="Save less often, or to a faster disk (put the run on a local SSD with --run DIR, and copy it away afterwards)",
+    external_fix="Save less often, to a faster disk such as a local SSD, or in the background "
+    "(torch.distributed.checkpoint.async_save; a copy of the state in a thread)",
+    command="--checkpoint-every 10min",
+    config_patch={"checkpoint_every": "10min"},
+)
+
+STARTUP_HEAVY = Cause(
+    id="startup_heavy",
+    title="Starting takes a large part of the run",
+    reason="allocation and scheduling",
+    symptom="minutes pass before the first step of each attempt",
+    required_records=("steps.jsonl: phases",),
+    warning_threshold=0.10,
+    metric="startup and compile, fraction of all device time",
+    source=HEURISTIC,
+    thresholds={
+        "min_duration_s": Threshold(
+            60.0,
+            "device-seconds of starting below which there is no finding: their fraction of a short run means nothing "
+            "(heuristic)",
+        )
+    },
+    confidence=0.9,
+    fix="Keep weights, index and images on a disk that survives the machine (STOKER_CACHE_DIR, STOKER_WEIGHTS_DIR), "
+    "and restart less often",
+    external_fix="Keep weights, images and compiled code on a disk that survives the machine (TORCH_HOME, "
+    "TORCHINDUCTOR_CACHE_DIR, the container's image), and restart less often",
+)
+
+
+def evaluation_heavy(run: RunRecords) -> Finding | None:
+    count = run.learning.num_evaluations
+    count_evidence = make_evidence(f"{count} evaluations", count, "events.jsonl: evaluated")
+    return make_repeated_phase_finding(run, EVALUATION_HEAVY, "eval", count, count_evidence)
+
+
+def checkpoint_heavy(run: RunRecords) -> Finding | None:
+    count, waiting = run.num_checkpoints, run.host.psi_io.value
+    count_evidence = make_evidence(f"{count} checkpoints", count, "events.jsonl: checkpoint_saved")
+    if waiting is None or waiting < CHECKPOINT_HEAVY.threshold("psi_io"):
+        return make_repeated_phase_finding(run, CHECKPOINT_HEAVY, "checkpoint", count, count_evidence)
+    text = "the disk is slow: some task waited for storage {} of the time"
+    return make_repeated_phase_finding(
+        run,
+        CHECKPOINT_HEAVY,
+        "checkpoint",
+        count,
+        count_evidence,
+        extra_evidence=[sample_evidence(text, waiting, "psi_io")],
+        command="--run",
+        config_patch={},
+        confidence=0.7,
+    )
+
+
+def startup_heavy(run: RunRecords) -> Finding | None:
+    """`compile` counts as far as it belongs to the start; later compilation is `recompiles`."""
+    compile_s = max(0.0, run.phase_seconds("compile") - run.steady.phases.get("compile", 0.0))
+    seconds = run.phase_seconds("startup") + compile_s
+    if seconds < STARTUP_HEAVY.threshold("min_duration_s") or not run.totals.steps:  # it may still be starting
+        return None
+    evidence = [
+        phase_evidence(run, "startup"),
+        phase_evidence(run, "compile") if compile_s else None,
+        attempts_evidence(run),
+    ]
+    return make_finding(run, STARTUP_HEAVY, seconds / run.totals.device_s, evidence, lost_s=seconds)
