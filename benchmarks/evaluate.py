@@ -1,15 +1,16 @@
 """How long COCO's numbers take at the size of COCO's validation set, beside pycocotools and faster-coco-eval.
 
-5,000 pictures, 36,781 true boxes of 80 classes and all three sizes, 1 % of them crowd regions, and 100 detections a
-picture, all drawn from a seed: most detections lie near true boxes with their class, scores fall with the distance.
-Every measurement is a fresh process, the tools in turn; the clock starts after the imports. "Matching and accumulation"
-is what comes after the boxes are in memory, in the form that each tool wants: columns for stoker, dicts and indices for
-the others. "From files" begins with COCO JSON of the true boxes and of the detections. All twelve numbers must agree
-within 1e-9.
+5,000 images, 36,781 ground truth boxes of 80 classes and all three sizes, 1 % of them crowd regions, and 100 detections
+a image, all drawn from a seed: most detections lie near ground truth boxes with their class, scores fall with the
+distance. Every measurement is a fresh process, the tools in turn; the clock starts after the imports. "Matching and
+accumulation" is what comes after the boxes are in memory, in the form that each tool wants: columns for stoker, dicts
+and indices for the others. "From files" begins with COCO JSON of the ground truth boxes and of the detections. All
+twelve numbers must agree within 1e-9.
 
 The last rows are of a thread that trains while a score runs beside it: a loop of small torch operations, each of which
-lets go of the interpreter. `lost` is what share of its speed such a thread loses meanwhile, with the score in a thread
-of the same process, as in training, and in a process of its own, which shows what the processors' own limits take.
+lets go of the interpreter. `lost` is what fraction of its speed such a thread loses meanwhile, with the score in a
+thread of the same process, as in training, and in a process of its own, which shows what the processors' own limits
+take.
 """
 
 import contextlib
@@ -36,7 +37,8 @@ Measured = tuple[dict[str, np.ndarray], dict[str, np.ndarray]]
 
 
 def draw(images: int, boxes: int) -> Measured:
-    """Columns of the true boxes and the detections. Corners are sixteenths of a pixel: the same in float32 and JSON."""
+    """Columns of the ground truth boxes and the detections. Corners are sixteenths of a pixel: the same in float32 and
+    JSON."""
     rng = np.random.default_rng(2017)
     share = 1 / np.arange(1, CLASSES + 1) ** 0.8  # a third of the boxes are of the three most frequent classes
     shown = rng.choice(CLASSES, (images, 3), p=share / share.sum())
@@ -52,7 +54,7 @@ def draw(images: int, boxes: int) -> Measured:
     label = shown[row, rng.integers(0, 3, boxes)]
     true = _sixteenths(anywhere(boxes))
     area = np.prod(true[:, 2:] - true[:, :2], axis=1) * rng.uniform(0.4, 1, boxes)  # of the object in its box
-    gt = {"row": row, "boxes": true, "label": label, "crowd": rng.random(boxes) < 0.012, "area": area}
+    gt = {"image_index": row, "boxes": true, "label": label, "crowd": rng.random(boxes) < 0.012, "area": area}
 
     count = np.bincount(row, minlength=images)
     first = np.cumsum(count) - count
@@ -69,7 +71,7 @@ def draw(images: int, boxes: int) -> Measured:
     good = np.exp(-3 * np.abs(distance).mean(axis=1)) * rng.beta(3, 2, len(of))
     score = np.where(near, good, rng.beta(1, 6, len(of)))
     return gt, {
-        "row": of,
+        "image_index": of,
         "boxes": _sixteenths(found),
         "label": np.where(near & (rng.random(len(of)) < 0.9), label[box], guess),
         "score": np.clip(score, 0.05, 1).astype(np.float32),
@@ -81,11 +83,9 @@ def _sixteenths(boxes: np.ndarray) -> np.ndarray:
 
 
 def generate(folder: Path, images: int, boxes: int) -> None:
-    """Writes arrays.npz, and data/ and found.json with the same as COCO JSON; the pictures are empty files."""
+    """Writes arrays.npz, and data/ and found.json with the same as COCO JSON; the images are empty files."""
     gt, found = draw(images, boxes)
-    columns = [
-        (f"{name}_{key}", column) for name, of in (("true", gt), ("found", found)) for key, column in of.items()
-    ]
+    columns = [(f"{name}_{key}", column) for name, of in (("true", gt), ("found", found)) for key, column in of.items()]
     np.savez(folder / "arrays.npz", images=np.arange(images), **dict(columns))
     names = [f"{n:012d}.jpg" for n in range(images)]
     (folder / "data" / "annotations").mkdir(parents=True)
@@ -105,7 +105,7 @@ def as_dicts(columns: dict[str, np.ndarray]) -> list[dict[str, Any]]:
     """COCO's annotations, or entries of its results, without ids."""
     boxes = columns["boxes"].copy()
     boxes[:, 2:] -= boxes[:, :2]
-    values = {"image_id": columns["row"], "category_id": columns["label"], "bbox": boxes}
+    values = {"image_id": columns["image_index"], "category_id": columns["label"], "bbox": boxes}
     values |= {key: columns[key] for key in ("score", "area") if key in columns}
     values |= {"iscrowd": columns["crowd"].astype(int)} if "crowd" in columns else {}
     lists = [value.tolist() for value in values.values()]
@@ -146,7 +146,7 @@ def measure_stoker_files(folder: Path) -> dict[str, Any]:
         image_id: int
         category_id: int
         bbox: tuple[float, float, float, float]
-        compute_metrics: float
+        score: float
 
     clock = Clock()
     index = open_index(folder / "data")
@@ -199,9 +199,9 @@ def arrays(folder: Path) -> Any:
 
     of = np.load(folder / "arrays.npz")
     names = tuple(f"class {n}" for n in range(CLASSES))
-    true = {key: of[f"true_{key}"] for key in ("row", "label", "crowd", "area")}
-    found = {key: of[f"found_{key}"] for key in ("row", "label", "score")}
-    images = of["pictures"]
+    true = {key: of[f"true_{key}"] for key in ("image_index", "label", "crowd", "area")}
+    found = {key: of[f"found_{key}"] for key in ("image_index", "label", "score")}
+    images = of["images"]
     return (
         GroundTruth(image_indices=images, boxes=of["true_boxes"].astype(np.float32), class_names=names, **true),
         Detections(image_indices=images, boxes=of["found_boxes"].astype(np.float32), **found),

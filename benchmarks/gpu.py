@@ -1,9 +1,9 @@
 """How fast whole training steps are on a GPU, eager and compiled, how much memory they take, and what they wait for.
 
 Unattended, in a limited time: every measurement is a process of its own (gpu_case.py), first all models eager, then
-compiled beside eager, as far as the time goes; the results file is written after each. Peak memory is compared with
+compiled next to eager, as far as the time goes; the results file is written after each. Peak memory is compared with
 what the fake accelerator of the tests predicts for the same step. Between the two: how fast this machine's cores load
-pictures, and training with the loader in the loop (loader.py, end_to_end.py). `--device cpu` rehearses all of it with
+images, and training with the loader in the loop (loader.py, end_to_end.py). `--device cpu` runs all of it with
 tiny shapes; its numbers mean nothing.
 """
 
@@ -58,16 +58,16 @@ class StepReport(Report):
 
     kernels: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     """What takes the device's time: rows of their own in the file."""
-    beside: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    extra_rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     """Rows of the scripts of BESIDE, and their bars."""
     around_bars: list[Bar] = dataclasses.field(default_factory=list)
 
     def show(self) -> None:
-        Report(self.what, self.n, self.packages, self.rows, [*self.bars, *self.beside_bars]).show()
-        print(f"\n{table(self.kernels)}\n\n{table(self.beside)}")
+        Report(self.what, self.n, self.packages, self.rows, [*self.bars, *self.around_bars]).show()
+        print(f"\n{table(self.kernels)}\n\n{table(self.extra_rows)}")
 
     def write(self, path: Path | None) -> None:
-        rows, bars = [*self.rows, *self.kernels, *self.beside], [*self.bars, *self.beside_bars]
+        rows, bars = [*self.rows, *self.kernels, *self.extra_rows], [*self.bars, *self.around_bars]
         Report(self.what, self.n, self.packages, rows, bars).write(path)
 
 
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> Report:
     if tiny:
         cases = [shrunk(case) for case in cases]
     windows, steps = (2, 1) if tiny else (7, 10)
-    report = StepReport(f"Training steps on {device.name}, random pictures on the device, {Case.precision}", windows)
+    report = StepReport(f"Training steps on {device.name}, random images on the device, {Case.precision}", windows)
     report.packages = ("torch", "torchvision")
     found: dict[str, dict[str, Any]] = {case.model: {} for case in cases}
     with ThreadPoolExecutor(1) as pool:
@@ -113,8 +113,8 @@ def run(arguments: argparse.Namespace) -> Report:
 
 
 def shrunk(case: Case) -> Case:
-    """The same with few and small pictures. Not smaller: at 64 pixels a level is a single place, for which bf16
-    convolutions on a CPU leave parts of the weight's gradient uninitialised (torch 2.15)."""
+    """The same with few and small images. Not smaller: at 64 pixels a level is a single place, for which bf16
+    convolutions on a CPU leave parts of the weight's gradient uninitialized (torch 2.15)."""
     side = 128 if "ssd" not in case.model else case.image_size[0]
     return dataclasses.replace(case, batch=4, image_size=(side, side), classes=5, slots=8, goal=None)
 
@@ -166,10 +166,10 @@ def add_script(report: StepReport, name: str, more: list[str], ends: float) -> N
             process.wait()
         if error is None:
             found = json.loads(result.read_text(encoding="utf-8"))
-            report.beside += found["rows"]
-            report.beside_bars += [Bar(**bar) for bar in found["bars"]]
+            report.extra_rows += found["rows"]
+            report.around_bars += [Bar(**bar) for bar in found["bars"]]
         else:
-            report.beside.append({"what": name, "error": error})
+            report.extra_rows.append({"what": name, "error": error})
 
 
 def brief(found: dict[str, Any], how: str) -> str:
@@ -233,12 +233,12 @@ def arch_of(
         if name in known:
             row[name] = known[name]
     if "flops" in known:
-        row["GFLOP a picture"] = known["flops"] / 1e9
+        row["GFLOP per image"] = known["flops"] / 1e9
         best = max((row[name] for name in ("eager img/s", "compiled img/s") if name in row), default=0.0)
         row["TFLOP/s"] = known["flops"] * best / 1e12
         peaks = [peak for name, peak in PEAK_FLOPS.items() if name in device_name]
         if peaks:
-            row["share of peak"] = known["flops"] * best / peaks[0]
+            row["fraction of peak"] = known["flops"] * best / peaks[0]
     peak, reason = predicted
     if peak is not None:
         row["predicted GiB"] = peak / GIB
@@ -255,7 +255,7 @@ def arch_of(
 def parser() -> argparse.ArgumentParser:
     made = options(__doc__)
     made.add_argument("--device", help="cuda, cpu …; default: the accelerator that torch finds, else the cpu")
-    made.add_argument("--only", nargs="+", metavar="NAME", help="these models, or scripts beside, alone")
+    made.add_argument("--only", nargs="+", metavar="NAME", help="these models, or scripts next to them, alone")
     made.add_argument("--minutes", type=float, default=9.0, help="measurements that do not fit are left out")
     return made
 

@@ -38,7 +38,7 @@ PROFILED, KERNELS, NAME = 3, 8, 60
 
 @dataclass(frozen=True)
 class Case:
-    """A model with the shapes of its batch. goal: pictures per second on an H200, None where there is none."""
+    """A model with the shapes of its batch. goal: images per second on an H200, None where there is none."""
 
     model: str
     classes: int
@@ -95,7 +95,7 @@ class Work:
         self.done += 1
 
     def per_s(self, compute: LossFn, steps: int) -> float:
-        """Pictures per second over some steps."""
+        """Images per second over some steps."""
         self.device.synchronize()
         began = time.perf_counter()
         for _ in range(steps):
@@ -105,7 +105,7 @@ class Work:
 
 
 def calibrated_model(case: Case, device: Device) -> Detector:
-    """Random weights, and frozen norms with the statistics of random pictures: without, activations overflow."""
+    """Random weights, and frozen norms with the statistics of random images: without, activations overflow."""
     settings = ModelSettings(**{**MODELS[case.model].defaults, "model": case.model})
     trained = build(replace(settings, backbone_norm="bn"), case.classes).to(device.torch_device).train()
     for module in trained.modules():
@@ -126,7 +126,7 @@ def random_batch(case: Case, device: Device) -> Batch:
     )
     pixels = torch.randint(0, 256, (case.batch, *case.image_size, 3), dtype=torch.uint8, device=device.torch_device)
     draw = torch.rand(case.batch, NUM_RAND, device=device.torch_device)
-    return batch._replace(images=pixels.permute(0, 3, 1, 2), draw=draw)
+    return batch._replace(images=pixels.permute(0, 3, 1, 2), rand=draw)
 
 
 def memory(work: Work) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def forbidden_waits() -> Iterator[None]:
 
 
 def waits(work: Work, compute: LossFn) -> dict[str, Any]:
-    """Whether a step makes the host wait; the first line of CUDA's own message where it does."""
+    """Whether a step makes the host sync; the first line of CUDA's own message where it does."""
     work.step(compute)  # what happens once
     if work.device.is_cpu:
         return {}
@@ -165,7 +165,7 @@ def waits(work: Work, compute: LossFn) -> dict[str, Any]:
 
 
 def flops(work: Work) -> dict[str, Any]:
-    """FLOPs of a step a picture, of convolutions and matrix products: 2 for a multiply-add."""
+    """FLOPs of a step an image, of convolutions and matrix products: 2 for a multiply-add."""
     with FlopCounterMode(display=False, custom_mapping=fakes.FLOP) as counter:
         work.step(work.eager)
     return {"flops": counter.get_total_flops() / work.case.batch}
@@ -200,7 +200,7 @@ def kernels(work: Work, compute: LossFn) -> dict[str, Any]:
 
 
 def idle_fraction(spans: list[tuple[float, float]]) -> float | None:
-    """Share of the time from the first beginning to the last end that is in none of the spans; None without any."""
+    """Fraction of the time from the first beginning to the last end that is in none of the spans; None without any."""
     if not spans:
         return None
     busy, until = 0.0, min(spans)[0]

@@ -1,12 +1,12 @@
-"""How long ember_n and Ultralytics' YOLO11n take for a picture in onnxruntime, on one thread of the processor.
+"""How long ember_n and Ultralytics' YOLO11n take for an image in onnxruntime, on one thread of the CPU.
 
     python benchmarks/latency.py --ultralytics ENVIRONMENT/bin/yolo [--sides 320 640] [--json FILE]
 
 Both are trained for an epoch of BCCD (the numbers in the weights do not matter here), exported by their own commands,
-with suppression inside and without, and run in turn in one process on the same noise: processor seconds of a call, by
-median and quartiles. Hardly a box of noise has a score that lets it into suppression: that it is inside costs what is
-measured, and many objects cost more. Ours takes bytes, normalises them and gives the boxes in order; theirs takes
-fractions of 1, and without suppression gives all its boxes as they are. `ember.py` says how theirs is run. Its
+with NMS inside and without, and run in turn in one process on the same noise: processor seconds of a call, by
+median and quartiles. Hardly a box of noise has a score that lets it into NMS: that it is inside costs what is
+measured, and many objects cost more. Ours takes bytes, normalizes them and gives the boxes in order; theirs takes
+fractions of 1, and without NMS gives all its boxes as they are. `ember.py` says how theirs is run. Its
 environment needs onnx, too.
 """
 
@@ -26,14 +26,14 @@ from processes import ROOT, run_timed
 from quality import SHOWN
 from report import Bar, Report, options, publish
 
-KINDS = {"suppression inside": ("--iou=0.7", "nms=True"), "none": ("--iou=1", "nms=False")}
+KINDS = {"NMS inside": ("--iou=0.7", "nms=True"), "none": ("--iou=1", "nms=False")}
 """How each exports it."""
 
 
 def main_run(requested: argparse.Namespace) -> Report:
     if requested.quick:
         requested.sides, requested.rounds = requested.sides[:1], 15
-    report = Report("Processor time of a picture in onnxruntime, one thread", requested.rounds)
+    report = Report("CPU time of an image in onnxruntime, one thread", requested.rounds)
     report.packages = ("stoker", "torch", "onnxruntime")
     with tempfile.TemporaryDirectory(prefix="stoker-bench-") as folder:
         for side in requested.sides:
@@ -46,7 +46,7 @@ def main_run(requested: argparse.Namespace) -> Report:
             for kind in KINDS:
                 if (PEER, kind) in times:
                     over = statistics.median(times[OURS, kind]) / statistics.median(times[PEER, kind])
-                    report.bars.append(Bar.at_most(f"{OURS} over {PEER}, {side} px, suppression: {kind}", over, 0.9))
+                    report.bars.append(Bar.at_most(f"{OURS} over {PEER}, {side} px, NMS: {kind}", over, 0.9))
     return report
 
 
@@ -103,7 +103,7 @@ def measured(files: dict[tuple[str, str], Path], rounds: int) -> dict[tuple[str,
 def parser() -> argparse.ArgumentParser:
     made = options(__doc__)
     made.add_argument("--ultralytics", type=Path, metavar="YOLO", help="its program, in an environment of its own")
-    made.add_argument("--sides", nargs="+", type=int, default=[320, 640], help="of the square canvas, pixels")
+    made.add_argument("--sides", nargs="+", type=int, default=[320, 640], help="of the square model input, pixels")
     made.add_argument("--rounds", type=int, default=60)
     made.add_argument("--shared", type=Path, default=Path(os.environ.get("STOKER_TEST_DATA", ROOT.parent / SHOWN[3:])),
                       help="folder of the data sets; default STOKER_TEST_DATA")  # fmt: skip

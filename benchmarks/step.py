@@ -2,7 +2,7 @@
 
 RetinaNet with an FPN of 256 channels and towers of 4 convolutions, 20 classes, frozen norms, SGD. Each side is a
 process of its own that waits for its turn (step_child.py), with torch's own number of threads; the steps are taken in
-turn. Time at 320 × 320 and 8 pictures; memory at 800 × 800 and 2, as the growth of the process's peak over what it
+turn. Time at 320 × 320 and 8 images; memory at 800 × 800 and 2, as the growth of the process's peak over what it
 holds before its first step. bf16 counts where the processor has instructions for it.
 """
 

@@ -2,7 +2,7 @@
 
 `theirs` is torchvision's RetinaNet and the step of its reference training; it never imports stoker, whose import
 changes how OpenMP's threads wait. `ours` is the whole step of a run: clipping, skipping of bad gradients and the
-average of weights included. Both get the same pictures and boxes, in the form that each wants, at random weights.
+average of weights included. Both get the same images and boxes, in the form that each wants, at random weights.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ OUTPUTS = {
     "mobilenet_v2": {"6": 32, "13": 96, "18": 1280},
     "resnet50": {"layer2": 512, "layer3": 1024, "layer4": 2048},
 }
-"""Children of the body that go into the FPN, with their channels."""
+"""Children of the backbone that go into the FPN, with their channels."""
 FROZEN = {"mobilenet_v2": ["0", "1", "2", "3"], "resnet50": ["conv1", "bn1", "layer1"]}
 
 
 @dataclasses.dataclass(frozen=True)
-class Pictures:
+class ImageBatch:
     images: Tensor
     """uint8 [B, H, W, 3]."""
     boxes: Tensor
@@ -36,7 +36,7 @@ class Pictures:
     """bool [B, M]."""
 
 
-def draw(count: int, side: int) -> Pictures:
+def draw(count: int, side: int) -> ImageBatch:
     chance = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (count, side, side, 3), dtype=torch.uint8, generator=chance)
     center = torch.rand(count, MOST_BOXES, 2, generator=chance) * 0.8 + 0.1
@@ -44,10 +44,10 @@ def draw(count: int, side: int) -> Pictures:
     boxes = (torch.cat((center - half, center + half), 2) * side).clamp(0, side)
     labels = torch.randint(0, CLASSES, (count, MOST_BOXES), generator=chance)
     used = torch.randint(1, MOST_BOXES + 1, (count, 1), generator=chance)
-    return Pictures(images, boxes, labels, torch.arange(MOST_BOXES) < used)
+    return ImageBatch(images, boxes, labels, torch.arange(MOST_BOXES) < used)
 
 
-def theirs(body: str, side: int, pictures: Pictures) -> Callable[[], None]:
+def theirs(backbone_name: str, side: int, image_batch: ImageBatch) -> Callable[[], None]:
     """The model as `torchvision.models.detection` builds it, with 256 channels and towers of 4."""
     from torchvision import models
     from torchvision.models.detection import RetinaNet
@@ -56,11 +56,11 @@ def theirs(body: str, side: int, pictures: Pictures) -> Callable[[], None]:
     from torchvision.ops import FrozenBatchNorm2d
     from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 
-    network = models.get_model(body, weights=None, norm_layer=FrozenBatchNorm2d)
-    network = network.features if body == "mobilenet_v2" else network
-    for name in FROZEN[body]:
+    network = models.get_model(backbone_name, weights=None, norm_layer=FrozenBatchNorm2d)
+    network = network.features if backbone_name == "mobilenet_v2" else network
+    for name in FROZEN[backbone_name]:
         network.get_submodule(name).requires_grad_(False)
-    outputs = OUTPUTS[body]
+    outputs = OUTPUTS[backbone_name]
     backbone = BackboneWithFPN(
         network, {name: name for name in outputs}, list(outputs.values()), 256, LastLevelP6P7(256, 256)
     )
@@ -69,10 +69,10 @@ def theirs(body: str, side: int, pictures: Pictures) -> Callable[[], None]:
     model = RetinaNet(backbone, CLASSES + 1, anchor_generator=anchors, min_size=side, max_size=side).train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=1e-4, momentum=0.9, weight_decay=1e-4)
-    images = list(pictures.images.permute(0, 3, 1, 2).contiguous() / 255)
+    images = list(image_batch.images.permute(0, 3, 1, 2).contiguous() / 255)
     targets = [
         {"boxes": boxes[valid], "labels": labels[valid] + 1}
-        for boxes, labels, valid in zip(pictures.boxes, pictures.labels, pictures.valid, strict=True)
+        for boxes, labels, valid in zip(image_batch.boxes, image_batch.labels, image_batch.valid, strict=True)
     ]
 
     def step() -> None:
@@ -84,7 +84,7 @@ def theirs(body: str, side: int, pictures: Pictures) -> Callable[[], None]:
     return step
 
 
-def ours(body: str, side: int, pictures: Pictures, precision: str) -> Callable[[], None]:
+def ours(backbone_name: str, side: int, image_batch: ImageBatch, precision: str) -> Callable[[], None]:
     """The same model in this project's code."""
     from stoker.config.settings import ModelSettings, OptimSettings
     from stoker.data.batch import NUM_RAND, Batch
@@ -96,7 +96,7 @@ def ours(body: str, side: int, pictures: Pictures, precision: str) -> Callable[[
     from stoker.training.optim import OptimizerStep
 
     defaults = MODELS["retinanet_resnet50_fpn"].defaults
-    backbone = build_backbone_with_fpn(body, 256, norm="frozen_bn", trainable_stages=3)
+    backbone = build_backbone_with_fpn(backbone_name, 256, norm="frozen_bn", trainable_stages=3)
     model = RetinaNet(backbone, ModelSettings(**defaults), CLASSES, channels=256, num_convs=4, norm=None)
     model = model.to(memory_format=torch.channels_last).train()
     device = select_device("cpu")
@@ -105,12 +105,12 @@ def ours(body: str, side: int, pictures: Pictures, precision: str) -> Callable[[
         optimizer="sgd", backbone_lr_mult=1.0, momentum=0.9, weight_decay=1e-4, clip_grad_norm=10.0, ema_decay=0.99
     )
     stepper = OptimizerStep(model, settings, device, precision=precision)
-    whole = torch.full((len(pictures.images), 2), side, dtype=torch.int32)
+    whole = torch.full((len(image_batch.images), 2), side, dtype=torch.int32)
     batch = Batch(
-        pictures.images.permute(0, 3, 1, 2),
-        pictures.boxes,
-        pictures.labels,
-        pictures.valid,
+        image_batch.images.permute(0, 3, 1, 2),
+        image_batch.boxes,
+        image_batch.labels,
+        image_batch.valid,
         whole,
         torch.ones(len(whole), 2),
         whole,
@@ -127,10 +127,14 @@ def ours(body: str, side: int, pictures: Pictures, precision: str) -> Callable[[
 
 
 def main() -> None:
-    side_of, body, precision, side, count = *sys.argv[1:4], int(sys.argv[4]), int(sys.argv[5])
+    contestant, backbone_name, precision, side, count = *sys.argv[1:4], int(sys.argv[4]), int(sys.argv[5])
     torch.manual_seed(0)
-    pictures = draw(count, side)
-    step = theirs(body, side, pictures) if side_of == "theirs" else ours(body, side, pictures, precision)
+    image_batch = draw(count, side)
+    step = (
+        theirs(backbone_name, side, image_batch)
+        if contestant == "theirs"
+        else ours(backbone_name, side, image_batch, precision)
+    )
     idle_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in sys.stdin:
         before = time.process_time()

@@ -15,8 +15,8 @@ from stoker.hardware.device import Device, select_device
 from stoker.runs.records import STEPS, read_lines
 from stoker.runs.schemas import StepWindow
 from stoker.training.loop import train
-from tests.data.loading import loader_workers, make
-from tests.data.test_device_batches import CMYK, COUNT, PNG, PROGRESSIVE, Smooth
+from tests.data.loading import loader_threads, make
+from tests.data.test_device_batches import CMYK, COUNT, PNG, PROGRESSIVE, SmoothIndex
 from tests.drawn import draw
 
 pytestmark = [
@@ -33,11 +33,11 @@ def device() -> Device:
 
 
 @pytest.fixture
-def images(tmp_path: Path) -> Smooth:
-    return Smooth(tmp_path)
+def images(tmp_path: Path) -> SmoothIndex:
+    return SmoothIndex(tmp_path)
 
 
-def stream(index: Smooth, count: int, device: Device, **changes) -> list[Batch]:
+def stream(index: SmoothIndex, count: int, device: Device, **changes) -> list[Batch]:
     with make(index, device=device, image_size=(64, 96), **changes) as loader:
         return [Batch(*(tensor.cpu() for tensor in next(loader))) for _ in range(count)]
 
@@ -47,7 +47,7 @@ def test_this_build_has_nvjpeg(device: Device) -> None:
 
 
 @pytest.mark.parametrize("crop", [0.0, 0.7])
-def test_batches_are_those_of_the_host_but_for_a_few_levels(images: Smooth, device: Device, crop: float) -> None:
+def test_batches_are_those_of_the_host_but_for_a_few_levels(images: SmoothIndex, device: Device, crop: float) -> None:
     """Grey, all chroma samplings, all orientations of EXIF; PNG, CMYK and progressive are the host's own."""
     message: list[str] = []
     found = stream(images, 12, device, crop=crop, decoder="nvjpeg", on_tuned=message.append)
@@ -63,13 +63,13 @@ def test_batches_are_those_of_the_host_but_for_a_few_levels(images: Smooth, devi
     assert not [sentence for sentence in message if "refuses" in sentence]
 
 
-def test_it_repeats_bit_for_bit(images: Smooth, device: Device) -> None:
+def test_it_repeats_bit_for_bit(images: SmoothIndex, device: Device) -> None:
     first, second = (stream(images, 12, device, decoder="nvjpeg", threads=threads) for threads in (1, 4))
     for a, b in zip(first, second, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_bad_images_are_in_quarantine_as_with_the_host(images: Smooth, device: Device) -> None:
+def test_bad_images_are_in_quarantine_as_with_the_host(images: SmoothIndex, device: Device) -> None:
     bad = {0: "truncated", 6: "no end", 7: "a block of zeros", 12: "table", 13: "empty", 14: "another size"}
     for row, how in bad.items():
         images.damage(row, how)
@@ -80,14 +80,14 @@ def test_bad_images_are_in_quarantine_as_with_the_host(images: Smooth, device: D
     assert {one.row for one in told["host"]} == bad.keys()
 
 
-def test_the_training_thread_never_synchronizes_for_the_device(images: Smooth, device: Device) -> None:
+def test_the_training_thread_never_synchronizes_for_the_device(images: SmoothIndex, device: Device) -> None:
     """Batches that are made are handed over while the main stream is still at work on something long."""
     with make(images, device=device, image_size=(64, 96), jpeg_decoder="nvjpeg") as loader:
         next(loader)
         while loader.stats().ready < 4 * (
             PREFETCH_DEPTH + BUFFERS_IN_USE - 1
         ):  # all of the ring but what is handed out
-            assert loader_workers()
+            assert loader_threads()
         asleep = torch.Event(device.torch_device)
         torch.cuda._sleep(10**10)  # cycles: several seconds
         asleep.record(torch.accelerator.current_stream(device.torch_device))
@@ -96,7 +96,7 @@ def test_the_training_thread_never_synchronizes_for_the_device(images: Smooth, d
         assert not asleep.query()
 
 
-def test_nothing_is_written_into_memory_that_is_still_read(images: Smooth, device: Device) -> None:
+def test_nothing_is_written_into_memory_that_is_still_read(images: SmoothIndex, device: Device) -> None:
     """While the device is busy for long, batches pile up behind it: each must still be what it was made as."""
     usual = stream(images, 24, device, decoder="nvjpeg")
     matrix = torch.randn(8192, 8192, device=device.torch_device)
@@ -111,7 +111,7 @@ def test_nothing_is_written_into_memory_that_is_still_read(images: Smooth, devic
     assert [int(total) for total in sums] == [int(batch.images.long().sum()) for batch in usual]
 
 
-def test_it_is_chosen_by_what_was_measured(images: Smooth, device: Device) -> None:
+def test_it_is_chosen_by_what_was_measured(images: SmoothIndex, device: Device) -> None:
     options = {"image_size": (64, 96), "resize": "letterbox", "batch_size": 8}
     decoder, why = measure_and_choose_decoder(images, np.arange(COUNT), device, **options, measure_step_s=lambda: 1e3)
     assert decoder == "host"

@@ -66,14 +66,15 @@ PARTS: dict[str, Parts] = {
     ),
 }
 
-ALIKE = {
-    "retinanet_resnet34_fpn",
-    "retinanet_resnet101_fpn",
-    "retinanet_resnext50_32x4d_fpn",
-    "fcos_resnet50_fpn",
-    "faster_rcnn_resnet50_fpn",
-}
-"""Rows with a faster one of the same kind beside them."""
+SMALL_MODELS = (
+    "ember_n",
+    "retinanet_mobilenet_v2_fpnlite",
+    "retinanet_tiny_fpn",
+    "fcos_resnet18_fpn",
+    "faster_rcnn_resnet18_fpn",
+    "ssdlite320_mobilenet_v3_large",
+)
+"""A fast model of each kind. Tests of the other models are in the slow suite."""
 
 
 def oracle_of(model: Detector, image_size: tuple[int, int]) -> RetinaNet:

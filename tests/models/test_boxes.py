@@ -42,7 +42,7 @@ def test_anchors_are_those_of_torchvision(image_size: tuple[int, int]) -> None:
     features = [torch.empty(1, 1, *grid) for grid in grids]
     theirs = _default_anchorgen()(ImageList(torch.empty(1, 3, *image_size), [image_size]), features)[0]
     assert torch.equal(ours, theirs)
-    assert sum(model.anchors.counts(grids)) == len(ours)
+    assert sum(model.anchors.num_anchors_per_level(grids)) == len(ours)
     assert model.anchors(image_size, grids) is ours  # made once
     assert model.double().anchors(image_size, grids).dtype == torch.float64
 

@@ -20,8 +20,8 @@ SETUPS = {
 @pytest.mark.parametrize(
     ("setup", "box_loss"),
     [
-        ("mobilenet", "l1"),
         ("lite", "giou"),
+        pytest.param("mobilenet", "l1", marks=pytest.mark.slow),
         pytest.param("mobilenet", "giou", marks=pytest.mark.slow),
         pytest.param("lite", "l1", marks=pytest.mark.slow),
     ],
@@ -35,7 +35,7 @@ def test_losses_and_gradients_are_those_of_torchvision(setup: str, box_loss: str
 
 
 @pytest.mark.parametrize(("candidates", "best"), [(1000, None), (40, None), (1000, 20)])
-@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("setup", ["lite", pytest.param("mobilenet", marks=pytest.mark.slow)])
 def test_detections_are_those_of_torchvision(setup: str, candidates: int, best: int | None) -> None:
     name, image_size = SETUPS[setup]
     model = calibrated_model(settings_of(name), CLASSES, image_size).eval()

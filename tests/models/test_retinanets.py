@@ -16,13 +16,13 @@ from stoker.evaluation.evaluate import SCORE_THRESHOLD
 from stoker.models import MODELS, build, detect_architecture, load_weights
 from stoker.models.layers.postprocess import MAX_DETECTIONS
 from stoker.models.retinanet.retinanet import RetinaNet
-from tests.models.oracle import ALIKE, PARTS, check_detections, check_losses_and_gradients, oracle_of
+from tests.models.oracle import PARTS, SMALL_MODELS, check_detections, check_losses_and_gradients, oracle_of
 from tests.models.samples import calibrated_model, make_batch, settings_of
 
 CLASSES = 5
 CANVAS = (64, 64)
 LITE = "retinanet_mobilenet_v2_fpnlite"
-ROWS = [pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else []) for name in PARTS]
+ROWS = [pytest.param(name, marks=[] if name in SMALL_MODELS else [pytest.mark.slow]) for name in PARTS]
 
 
 def test_every_retinanet_has_an_oracle() -> None:
@@ -51,7 +51,7 @@ CLASSIFIERS: dict[str, tuple[Callable[..., nn.Module], str]] = {
 FIRST_ON = {"resnet18": "ember_resnet18", "mobilenet_v2": "ember_mobilenet_v2"}
 """The row that a classifier's file is said to be of where another than RetinaNet's comes first."""
 
-OTHERS = {"resnet34", "resnet50", "resnet101", "mobilenet_v2"}
+OTHERS = CLASSIFIERS.keys() - {"resnet18"}
 """Slower than one of the same kind, or in `test_weights.py` as well."""
 
 

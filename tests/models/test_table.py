@@ -15,7 +15,6 @@ from tests.models.samples import make_batch, settings_of
 
 CLASSES, BOXES = 80, 100
 """As on COCO, whose fullest picture has 93 boxes."""
-CHEAP = ("retinanet_tiny_fpn",)
 
 
 def image_size_of(name: str) -> tuple[int, int]:
@@ -62,7 +61,8 @@ def cost_of(name: str) -> ComputeCost:
     )
 
 
-@pytest.mark.parametrize("name", [n if n in CHEAP else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_a_row_says_what_its_model_costs(name: str):
     message, found = MODELS[name].cost, cost_of(name)
     assert message.gflop == pytest.approx(found.gflop, rel=0.01)

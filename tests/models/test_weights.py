@@ -236,7 +236,7 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
 class Server(BaseHTTPRequestHandler):
     """Serves CONTENT under any name; cuts it short under /cut/."""
 
-    resized_size = b""
+    data = b""
     requested: list[str]
 
     def do_GET(self) -> None:

@@ -209,10 +209,8 @@ class Ember(Detector):
             ltrb_logits = predicted.ltrb_logits.gather(
                 1, point_index[..., None].expand(-1, -1, predicted.ltrb_logits.shape[2])
             )
-            center = outputs.points.center.index_select(0, point_index.flatten()).view(*point_index.shape, 2)
-            stride = outputs.points.stride.index_select(0, point_index.flatten()).view(point_index.shape)
             scores = at_least_fp32(logits).sigmoid()
-            boxes = self.decode_boxes(ltrb_logits, center, stride)
+            boxes = self.decode_boxes(ltrb_logits, *outputs.points.at(point_index))
             return clip_and_filter(resized_size, boxes, scores, label, score_threshold=score_threshold)
 
     def class_heads(self) -> tuple[ClassHeadSpec, ...]:

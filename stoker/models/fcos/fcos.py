@@ -8,6 +8,7 @@ paper shifts them by half a stride). Classes are as in `retinanet.py`.
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -47,6 +48,11 @@ class Points(NamedTuple):
     """[A], the distance to the farthest side of a box is larger."""
     max_distance: Tensor
     """[A], the distance to the farthest side of a box is smaller."""
+
+    def at(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """(center [..., 2], stride [...]) of the points `index` [...]."""
+        center = self.center.index_select(0, index.flatten()).view(*index.shape, 2)
+        return center, self.stride.index_select(0, index.flatten()).view(index.shape)
 
 
 class FCOSOutputs(NamedTuple):
@@ -175,9 +181,7 @@ class FCOS(Detector):
                 combined_scores, outputs.num_points_per_level, self.pre_nms_top_n
             )
             distances = at_least_fp32(outputs.distances.gather(1, point_index[..., None].expand(-1, -1, 4)))
-            center = outputs.points.center.index_select(0, point_index.flatten()).view(*point_index.shape, 2)
-            stride = outputs.points.stride.index_select(0, point_index.flatten()).view(point_index.shape)
-            boxes = ltrb_to_boxes(distances, center, stride)
+            boxes = ltrb_to_boxes(distances, *outputs.points.at(point_index))
             return clip_and_filter(resized_size, boxes, scores, label, score_threshold=score_threshold)
 
     def class_heads(self) -> tuple[ClassHeadSpec, ...]:
@@ -226,14 +230,10 @@ def assign_points(boxes: Tensor, valid: Tensor, points: Points, *, block: int | 
     with the smallest area; among equal areas, to the first. (torchvision compares 1e8 - area, which in fp32 is a
     multiple of 8: there, areas with smaller differences are equal.) block: as in `matching.match_anchors`.
     """
-
-    def assign_block(boxes: Tensor, valid: Tensor, boxes_per_block: int) -> Tensor:
-        return _assign(boxes, valid, points, boxes_per_block)
-
-    return map_blocks(assign_block, boxes, valid, points.center.shape[0], block)
+    return map_blocks(partial(_assign, points=points), boxes, valid, points.center.shape[0], block)
 
 
-def _assign(boxes: Tensor, valid: Tensor, points: Points, boxes_per_block: int) -> Tensor:
+def _assign(boxes: Tensor, valid: Tensor, boxes_per_block: int, *, points: Points) -> Tensor:
     shape = (boxes.shape[0], points.center.shape[0])
     min_area = boxes.new_full(shape, math.inf)
     best_gt = torch.full(shape, BACKGROUND, dtype=torch.int64, device=boxes.device)

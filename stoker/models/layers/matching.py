@@ -7,6 +7,7 @@ overlaps no anchor gets none, where torchvision assigns it every anchor with an 
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,11 +34,8 @@ def match_anchors(
     the first. block: maximum number of IoUs computed at once; default: `device.block_size`. All IoUs of a batch (32
     images, 100 boxes, 120,087 anchors at 800 × 800) would take 1.4 GiB, and about six such tensors exist at once.
     """
-
-    def match_block(boxes: Tensor, valid: Tensor, boxes_per_block: int) -> Tensor:
-        return _match(boxes, valid, anchors, fg_iou_thresh, bg_iou_thresh, boxes_per_block)
-
-    return map_blocks(match_block, boxes, valid, anchors.shape[0], block)
+    match = partial(_match, anchors=anchors, fg_iou_thresh=fg_iou_thresh, bg_iou_thresh=bg_iou_thresh)
+    return map_blocks(match, boxes, valid, anchors.shape[0], block)
 
 
 def map_blocks(
@@ -61,7 +59,7 @@ def plan_blocks(boxes: Tensor, num_anchors: int, block: int | None) -> tuple[lis
 
 
 def _match(
-    boxes: Tensor, valid: Tensor, anchors: Tensor, fg_iou_thresh: float, bg_iou_thresh: float, boxes_per_block: int
+    boxes: Tensor, valid: Tensor, boxes_per_block: int, *, anchors: Tensor, fg_iou_thresh: float, bg_iou_thresh: float
 ) -> Tensor:
     shape = (boxes.shape[0], anchors.shape[0])
     best_iou = boxes.new_full(shape, -1.0)

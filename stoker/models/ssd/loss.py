@@ -3,6 +3,8 @@
 Everything has fixed shapes and needs no host sync.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -23,14 +25,11 @@ def match_ssd_anchors(
 
     boxes: float [B, M, 4] xyxy; valid: bool [B, M]; anchors: float [A, 4]; block: as in `matching.match_anchors`.
     """
-
-    def match_block(boxes: Tensor, valid: Tensor, boxes_per_block: int) -> Tensor:
-        return _match(boxes, valid, anchors, fg_iou_thresh, boxes_per_block)
-
-    return map_blocks(match_block, boxes, valid, anchors.shape[0], block)
+    match = partial(_match, anchors=anchors, fg_iou_thresh=fg_iou_thresh)
+    return map_blocks(match, boxes, valid, anchors.shape[0], block)
 
 
-def _match(boxes: Tensor, valid: Tensor, anchors: Tensor, fg_iou_thresh: float, boxes_per_block: int) -> Tensor:
+def _match(boxes: Tensor, valid: Tensor, boxes_per_block: int, *, anchors: Tensor, fg_iou_thresh: float) -> Tensor:
     shape = (boxes.shape[0], anchors.shape[0])
     best_iou = boxes.new_full(shape, -1.0)
     best_gt = torch.zeros(shape, dtype=torch.int64, device=boxes.device)
