@@ -104,7 +104,7 @@ class RunExplanation(msgspec.Struct, frozen=True, kw_only=True):
     largest_loss: PhaseTime | None
     findings: list[Finding]
     notes: list[Note] = []
-    """What the records show besides, without an action to take."""
+    """Observations that need no action."""
     evidence_paths: dict[str, str]
     """File of the run folder → its path, for those that exist."""
     coverage: dict[str, str] = {}

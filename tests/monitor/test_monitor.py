@@ -144,6 +144,12 @@ def test_a_command_that_exceeds_its_timeout_is_stopped_and_not_quoted(
     assert "secret" not in warning.text
 
 
+def test_an_old_quantity_of_a_rule_is_noted_in_the_events(folder: RunFolder) -> None:
+    with monitoring(folder, MonitoringOptions(alert=("silence > 1h", "lr > 1")), stop=must_not_stop):
+        pass
+    assert [event.text for event in events(folder, "info")] == ["--alert: silence is now called seconds_since_step"]
+
+
 def test_a_failed_delivery_triggers_no_rule(folder: RunFolder) -> None:
     with monitoring(folder, MonitoringOptions(alert=("on warning",), alert_command="exit 3"), stop=must_not_stop):
         folder.event("warning", "the first")

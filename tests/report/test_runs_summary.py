@@ -114,7 +114,7 @@ RUNS = st.lists(
 )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(runs=RUNS)
 def test_sums_equal_those_of_single_runs(
     tmp_path_factory: pytest.TempPathFactory, runs: list[tuple[dict[str, float], int, int, float, int]]

@@ -8,7 +8,7 @@ from stoker.report.series import Bins, FractionBins
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e6), st.floats(-1e3, 1e3)), max_size=60), st.integers(2, 20))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_bins_are_bounded_and_lose_no_value(values: list[tuple[float, float]], max_bins: int) -> None:
     bins = Bins(max_bins=max_bins)
     for x, value in values:
@@ -28,7 +28,7 @@ def test_bins_are_bounded_and_lose_no_value(values: list[tuple[float, float]], m
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e5), st.floats(0.01, 1e4)), min_size=1, max_size=30), st.integers(2, 20))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_fractions_add_up_in_every_bar(windows: list[tuple[float, float]], max_bins: int) -> None:
     bins = FractionBins(max_bins=max_bins)
     for start, length in windows:

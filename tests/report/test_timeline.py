@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.report.html import write_report
@@ -47,6 +47,7 @@ def test_a_phase_is_marked_where_it_took_most() -> None:
     assert spans("steps.jsonl: phases.comm", phases=fractions(0.1)) == []
 
 
+@settings(max_examples=50)
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=30))
 def test_a_stretch_is_inside_the_run_and_at_least_as_bad_as_the_worst_bar(values: list[float]) -> None:
     span = worst_stretch(fractions(*values), "input_wait")
