@@ -168,6 +168,14 @@ def test_one_large_number_does_not_make_normalized_boxes_pixels(tmp_path: Path) 
     assert kinds(index)["not-normalized"] == "boxes.csv:7: [4, 2, 20, 10]"
 
 
+def test_normalized_boxes_are_scaled_by_the_size_in_the_header(tmp_path: Path) -> None:
+    make_image(tmp_path / "a.jpg", 40, 20)
+    table(tmp_path / "boxes.csv", f"{HEADER},width,height", "a.jpg,cat,0.1,0.1,0.5,0.5,4000,2000")  # a wrong size
+    index = open_index(tmp_path)
+    assert index.original_size.tolist() == [[20, 40]]
+    assert index.boxes[0].tolist() == pytest.approx([4, 2, 20, 10])
+
+
 def test_normalized_boxes_of_a_missing_image(tmp_path: Path) -> None:
     make_image(tmp_path / "a.jpg")
     table(tmp_path / "boxes.csv", HEADER, "a.jpg,cat,0.1,0.1,0.5,0.5", "gone.jpg,cat,0.1,0.1,0.5,0.5")

@@ -78,6 +78,7 @@ def test_folders_and_backslashes(tmp_path):
 def test_a_file_is_never_guessed(tmp_path):
     make(tmp_path, "a.jpg", "A.JPG", "b.jpg", "c.jpg")
     assert resolve_names(tmp_path, ["A.jpg"]) == {}  # two files fit
+    assert resolve_names(tmp_path, ["a.JPG", "A.jpg"]) == {}  # two names and two files
     assert resolve_names(tmp_path, ["b.jpg", "B.jpg"]) == {}  # the file has another name of the list
     assert resolve_names(tmp_path, ["C.jpg", "c.JPG"]) == {}  # two names for one file
     assert resolve_names(tmp_path, ["d.jpg"]) == {}

@@ -143,11 +143,12 @@ def test_the_image_with_the_own_stem_is_preferred_to_what_the_file_says(tmp_path
     annotate(tmp_path / "Annotations", "D", filename="")  # differs in case
     annotate(tmp_path / "Annotations", "e", filename="e.png")  # two images of its stem
     annotate(tmp_path / "Annotations", "f", filename="gone.jpg")
+    annotate(tmp_path / "Annotations", "h", filename="H.png")  # the stem in the same case comes first
     annotate(tmp_path / "Annotations", "g", filename="")
-    touch_images(tmp_path / "JPEGImages", "a.jpg", "b.jpeg", "other.JPG", "d.jpg", "e.jpg", "e.png")
+    touch_images(tmp_path / "JPEGImages", "a.jpg", "b.jpeg", "other.JPG", "d.jpg", "e.jpg", "e.png", "h.jpg", "H.png")
     index = open_index(tmp_path)
     names = {index.path(row).name for row in range(len(index))}
-    assert names == {"a.jpg", "b.jpeg", "other.JPG", "d.jpg", "e.png", "gone.jpg", "g.jpg"}
+    assert names == {"a.jpg", "b.jpeg", "other.JPG", "d.jpg", "e.png", "h.jpg", "gone.jpg", "g.jpg"}
     missing = [index.path(row) for row in missing_images(index)]
     assert sorted(missing) == [tmp_path / "JPEGImages" / name for name in ("g.jpg", "gone.jpg")]
 
