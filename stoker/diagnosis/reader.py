@@ -281,25 +281,18 @@ def _add_extremes(run_records: RunRecords, sample: DeviceSample) -> None:
     """Extremes over the whole run: a start can fill a disk too."""
     host = run_records.host
     if sample.memory_used_bytes is not None and sample.memory_limit_bytes:
-        host.max_memory_fraction = max(
-            host.max_memory_fraction or 0.0, sample.memory_used_bytes / sample.memory_limit_bytes
-        )
+        host.memory_fraction.add(sample.memory_used_bytes / sample.memory_limit_bytes)
         host.memory_free_bytes = max(0, sample.memory_limit_bytes - sample.memory_used_bytes)
-    if sample.disk_free_bytes is not None:
-        free_bytes = sample.disk_free_bytes
-        host.min_disk_free_bytes = (
-            free_bytes if host.min_disk_free_bytes is None else min(host.min_disk_free_bytes, free_bytes)
-        )
+    host.disk_free_bytes.add(sample.disk_free_bytes)
     if sample.shm_total_bytes:
         host.shm_total_bytes = sample.shm_total_bytes
         if sample.shm_used_bytes is not None:
-            host.max_shm_fraction = max(host.max_shm_fraction or 0.0, sample.shm_used_bytes / sample.shm_total_bytes)
+            host.shm_fraction.add(sample.shm_used_bytes / sample.shm_total_bytes)
     host.oom_kills += sample.oom_kills or 0
-    host.cores = (
-        sample.cpu_limit_cores
-        if sample.cpu_limit_cores is not None
-        else (float(len(sample.cpu_core_utilization)) if sample.cpu_core_utilization else host.cores)
-    )
+    if sample.cpu_limit_cores is not None:
+        host.cores = sample.cpu_limit_cores
+    elif sample.cpu_core_utilization:
+        host.cores = float(len(sample.cpu_core_utilization))
 
 
 def _add_host(run_records: RunRecords, sample: DeviceSample) -> None:
@@ -311,12 +304,13 @@ def _add_host(run_records: RunRecords, sample: DeviceSample) -> None:
             host.other_processes_cpu.add(
                 max(0.0, cpu_utilization - sample.process_cpu / len(sample.cpu_core_utilization))
             )
-    for mean, value in (
-        (host.process_cpu, sample.process_cpu), (host.threads_running, sample.threads_running),
-        (host.psi_cpu, sample.psi_cpu), (host.psi_memory, sample.psi_memory), (host.psi_io, sample.psi_io),
-        (host.net_received_bytes_s, sample.net_received_bytes_s), (host.swap, sample.swap_used_bytes),
-    ):  # fmt: skip
-        mean.add(value)
+    host.process_cpu.add(sample.process_cpu)
+    host.threads_running.add(sample.threads_running)
+    host.psi_cpu.add(sample.psi_cpu)
+    host.psi_memory.add(sample.psi_memory)
+    host.psi_io.add(sample.psi_io)
+    host.net_received_bytes_s.add(sample.net_received_bytes_s)
+    host.swap.add(sample.swap_used_bytes)
     host.rss.add(sample.t, sample.rss_bytes)
     host.open_fds.add(sample.t, sample.open_fds)
     host.max_fds = sample.max_fds if sample.max_fds is not None else host.max_fds
@@ -328,13 +322,8 @@ def _add_host(run_records: RunRecords, sample: DeviceSample) -> None:
 def _add_gpu(gpu: GpuStats, sample: GpuSample, t: float, *, is_steady: bool) -> None:
     for number in sample.xids:
         gpu.xid_counts[number] = gpu.xid_counts.get(number, 0) + 1
-    if sample.ecc_corrected is not None:
-        gpu.ecc_corrected = (gpu.ecc_corrected[0] if gpu.ecc_corrected else sample.ecc_corrected, sample.ecc_corrected)
-    if sample.ecc_uncorrected is not None:
-        gpu.ecc_uncorrected = (
-            gpu.ecc_uncorrected[0] if gpu.ecc_uncorrected else sample.ecc_uncorrected,
-            sample.ecc_uncorrected,
-        )
+    gpu.ecc_corrected = _first_and_newest(gpu.ecc_corrected, sample.ecc_corrected)
+    gpu.ecc_uncorrected = _first_and_newest(gpu.ecc_uncorrected, sample.ecc_uncorrected)
     if sample.memory_total_bytes:
         gpu.memory_total_bytes = sample.memory_total_bytes
     if not is_steady:
@@ -363,6 +352,12 @@ def _add_gpu(gpu: GpuStats, sample: GpuSample, t: float, *, is_steady: bool) -> 
         gpu.link_deficit.add(max(0.0, 1.0 - link_fraction))
         max_link = f"generation {sample.pcie_generation_max} x{sample.pcie_width_max}"
         gpu.link_description = f"generation {generation} x{width} of {max_link}"
+
+
+def _first_and_newest(counters: tuple[int, int] | None, newest: int | None) -> tuple[int, int] | None:
+    if newest is None:
+        return counters
+    return (newest if counters is None else counters[0]), newest
 
 
 def _add_trace(run_records: RunRecords, trace: TraceWindow) -> None:

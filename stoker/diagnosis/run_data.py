@@ -74,16 +74,16 @@ class HostStats:
     throttled: Mean = dataclasses.field(default_factory=Mean)
     """Fraction of the CPU time that this run demanded and its quota withheld."""
     net_received_bytes_s: Mean = dataclasses.field(default_factory=Mean)
-    max_memory_fraction: float | None = None
-    """Peak memory in use as a fraction of the limit, over the whole run."""
+    memory_fraction: Mean = dataclasses.field(default_factory=Mean)
+    """Memory in use as a fraction of the limit, over the whole run."""
     memory_free_bytes: int | None = None
     """Bytes below the limit in the newest sample."""
     rss: TimeSeries = dataclasses.field(default_factory=TimeSeries)
     swap: Mean = dataclasses.field(default_factory=Mean)
-    min_disk_free_bytes: int | None = None
-    """Minimum over the whole run."""
-    max_shm_fraction: float | None = None
-    """Peak use of /dev/shm as a fraction of its size, over the whole run."""
+    disk_free_bytes: Mean = dataclasses.field(default_factory=Mean)
+    """Over the whole run."""
+    shm_fraction: Mean = dataclasses.field(default_factory=Mean)
+    """Use of /dev/shm as a fraction of its size, over the whole run."""
     shm_total_bytes: int | None = None
     open_fds: TimeSeries = dataclasses.field(default_factory=TimeSeries)
     max_fds: int | None = None

@@ -1,5 +1,6 @@
 """The findings together: which supersede others, their order, experiments, and properties for any records."""
 
+import io
 import random
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 
 from stoker.diagnosis.catalog import CATALOG
 from stoker.diagnosis.engine import apply_probe_result, diagnose, read_run, run_rules, write_findings
+from stoker.report.explain import explain_run
+from stoker.report.explain_terminal import print_explanation
 from stoker.runs.records import (
     CONFIG,
     DEVICES,
@@ -147,6 +150,17 @@ def test_an_incomplete_last_line_is_ignored(tmp_path: Path) -> None:
     with (run / STEPS).open("a") as file:
         file.write('{"t": 1.0, "attempt": 1, "st')
     assert names(diagnose(run)) == ["host_device_syncs"]
+
+
+def test_why_prints_notes_below_the_findings(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", fractions={"idle": 0.2, "sync": 0.25})
+    output = io.StringIO()
+    print_explanation(explain_run(run), output, width=200)
+    finding, note = (
+        output.getvalue().index("The training thread waits"),
+        output.getvalue().index("note: the device had no work"),
+    )
+    assert finding < note
 
 
 def test_findings_are_written_and_read_back(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def batch_too_small(run: RunRecords) -> Finding | None:
     if steady.num_images / steady.steps_with_image_count > cause.threshold("batch_size"):
         return None
     gpu_fraction = None if run.on_cpu else max_gpu_memory_fraction(run)
-    memory_fraction = run.host.max_memory_fraction if gpu_fraction is None else gpu_fraction
+    memory_fraction = run.host.memory_fraction.max_value if gpu_fraction is None else gpu_fraction
     if memory_fraction is not None and memory_fraction > cause.threshold("memory"):
         return None
     worked_fraction = fraction_of_phase(run, "compute", "host", "unattributed")

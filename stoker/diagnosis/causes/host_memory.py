@@ -76,12 +76,11 @@ def host_memory_near_limit(run: RunRecords) -> Finding | None:
     if kill_severity is not None:
         text = f"the kernel killed {host.oom_kills} processes of the cgroup because of memory"
         evidence.append(make_evidence(text, host.oom_kills, "devices.jsonl: oom_kills"))
-    used_severity = None
-    if host.max_memory_fraction is not None:
-        used_severity = cause.severity(host.max_memory_fraction)
-    if host.max_memory_fraction is not None and used_severity is not None:
-        text = f"at most {100 * host.max_memory_fraction:.0f} % of the limit was in use"
-        evidence.append(make_evidence(text, host.max_memory_fraction, "devices.jsonl: memory_used_bytes"))
+    used = host.memory_fraction.max_value
+    used_severity = None if used is None else cause.severity(used)
+    if used is not None and used_severity is not None:
+        text = f"at most {100 * used:.0f} % of the limit was in use"
+        evidence.append(make_evidence(text, used, "devices.jsonl: memory_used_bytes"))
     pressure_severity = _pressure_severity(run)
     if pressure_severity is not None:
         waiting = host.psi_memory.value

@@ -31,7 +31,7 @@ SHARED_MEMORY_SMALL = Cause(
 
 
 def shared_memory_small(run: RunRecords) -> Finding | None:
-    cause, used, size_bytes = SHARED_MEMORY_SMALL, run.host.max_shm_fraction, run.host.shm_total_bytes
+    cause, used, size_bytes = SHARED_MEMORY_SMALL, run.host.shm_fraction.max_value, run.host.shm_total_bytes
     if used is None or size_bytes is None:
         return None
     if used < (cause.warning_threshold or 1.0) and size_bytes > cause.threshold("docker_bytes"):

@@ -57,7 +57,7 @@ def storage_errors(run: RunRecords) -> Finding | None:
 
 
 def disk_nearly_full(run: RunRecords) -> Finding | None:
-    free_bytes = run.host.min_disk_free_bytes
+    free_bytes = run.host.disk_free_bytes.min_value
     if free_bytes is None:
         return None
     text = f"at least {free_bytes / 2**20:,.0f} MiB were free"
