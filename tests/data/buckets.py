@@ -1,4 +1,4 @@
-"""A data set in a bucket, for tests: drawn, put there, and compared with the local one."""
+"""A data set in a bucket, for tests: generated, uploaded, and compared with the local one."""
 
 import urllib.request
 from collections.abc import Callable
@@ -38,7 +38,7 @@ class Bucket(NamedTuple):
                 self.store.write(f"some/set/{path.relative_to(folder)}", path.read_bytes())
 
     def got(self) -> list[str]:
-        """Keys of the objects that were read since this was asked last, below the data set, in order of name."""
+        """Sorted keys, below the data set, of the objects that were read since the last call."""
         paths = [
             request.path
             for request in self.proxy.requests
@@ -63,7 +63,7 @@ def same(remote: Index, local: Index) -> None:
 
 
 def put_folder(served: ServedBucket, key: str) -> None:
-    """An object whose name ends in a slash, which no store of ours writes."""
+    """Writes an object whose key ends in a slash, which `Store` cannot."""
     url = f"{served.url}/{served.uri.removeprefix('s3://')}/{key}"
     headers = {"Authorization": "AWS4-HMAC-SHA256 Credential=a/20260101/us-east-1/s3/aws4_request"}
     urllib.request.urlopen(urllib.request.Request(url, b"", headers, method="PUT")).close()

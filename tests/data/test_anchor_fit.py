@@ -1,4 +1,4 @@
-"""Image size and anchors: what the shapes of a data set ask for. Data made of an anchor's own shapes is covered whole."""
+"""Image size and anchors for the shapes of a data set. Boxes with the shapes of anchors are fully covered."""
 
 import numpy as np
 import pytest

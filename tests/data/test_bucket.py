@@ -261,7 +261,7 @@ def test_missing_folder_bucket_and_file(bucket: Bucket, tmp_path: Path) -> None:
     assert no_bucket.value.exit_code == 3
     with pytest.raises(DataError, match="does not exist") as no_file:
         open_index(f"{bucket.data}/train/instances.json")
-    assert str(mirror_dir_for(parse_uri(bucket.data)).parent) not in str(no_file.value), "nobody knows the mirror"
+    assert str(mirror_dir_for(parse_uri(bucket.data)).parent) not in str(no_file.value), "users do not know the mirror"
     assert f"{bucket.data}/train/instances.json" in str(no_file.value)
 
 
@@ -343,7 +343,7 @@ def test_data_check_of_a_bucket(s3: Bucket, tmp_path: Path) -> None:
     assert code == 4, "more images are none than may be"
     assert s3.data in output
     assert "train-1.jpg" in output
-    assert "buckets" not in output, "nobody knows the mirror"
+    assert "buckets" not in output, "users do not know the mirror"
 
 
 def test_environment_variables_in_the_uri(s3: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

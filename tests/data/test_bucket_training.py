@@ -88,7 +88,7 @@ def test_same_images_in_the_same_order(folder: Path, bucket: tuple[str, Proxy]) 
     assert faults_met(proxy) > 0, "a test of faults has some"
 
 
-EPOCHS = 8
+EPOCHS = 3
 AHEAD = 4
 """A loader reads some images ahead, of whatever epoch they are; the last ones are of no use to it: few here."""
 
@@ -113,8 +113,8 @@ def test_each_rank_reads_only_its_images(
     monkeypatch.setattr(concurrency, "GROWTH_FACTOR", 1.0)
     one, three = bytes_read(uri, 1), bytes_read(uri, 3)
     images = sum(path.stat().st_size for path in (folder / "train").glob("*.jpg"))
-    assert three == pytest.approx(one, rel=0.05)
-    assert one == pytest.approx(EPOCHS * images, rel=0.05)
+    assert three == pytest.approx(one, rel=0.1)
+    assert one == pytest.approx(EPOCHS * images, rel=0.1)
 
 
 def settings(data: str) -> Config:
@@ -146,4 +146,4 @@ def test_same_final_weights(
     assert all(one.path.startswith(f"{uri}/valid/valid-") for one in evaluation.worst)
     page = write_report(remote).read_text()
     assert "The image cannot be shown" not in page
-    assert mirror_dir_for(parse_uri(uri)).name not in page, "nobody knows the mirror"
+    assert mirror_dir_for(parse_uri(uri)).name not in page, "users do not know the mirror"

@@ -1,4 +1,4 @@
-"""The check of images sees what the loader sees: damage in a JPEG at any scale, and no file ends it."""
+"""The check of images detects the damage that the loader detects, at any scale, and survives every file."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""The demo data set: the same everywhere, whole or not there at all, and labelled truly."""
+"""The demo data set: deterministic, complete or absent, with correct annotations."""
 
 import os
 import signal

@@ -103,7 +103,7 @@ def test_a_truncated_cache_is_built_again(tmp_path: Path, own_cache: Path, fract
     boxes = open_index(folder).boxes.tolist()
     (file,) = own_cache.rglob("*.arrow")
     whole = file.read_bytes()
-    file.unlink()  # another file: whoever has the old one mapped keeps it
+    file.unlink()  # a new file: the old one stays mapped
     file.write_bytes(whole[: int(fraction * len(whole))])
     assert open_index(folder).boxes.tolist() == boxes
     assert len(file.read_bytes()) == len(whole)
@@ -125,7 +125,7 @@ def test_a_damaged_cache_is_built_again(tmp_path: Path, own_cache: Path, old: by
     (file,) = own_cache.rglob("*.arrow")
     whole = file.read_bytes()
     assert old in whole
-    file.unlink()  # another file: whoever has the old one mapped keeps it
+    file.unlink()  # a new file: the old one stays mapped
     file.write_bytes(whole.replace(old, new))
     index = open_index(folder)
     assert file.read_bytes() == whole

@@ -1,4 +1,4 @@
-"""The index follows its images: one that is renamed, and those whose sizes it has from them and that change."""
+"""The cached index is rebuilt when an image is renamed, or when an image whose size was read changes."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Data sets on a web server, which cannot list: the same index as of the local files."""
+"""Data sets on a web server, which cannot list: the index equals that of the local files."""
 
 import json
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ def test_csv(web: tuple[Server, str], tmp_path: Path) -> None:
     for path in (tmp_path / "set").rglob("*"):
         if path.is_file():
             server.objects.put("", str(path.relative_to(tmp_path / "set")), path.read_bytes())
-    remote = open_index(f"{uri}/boxes.csv")  # fractions: the sizes are measured
+    remote = open_index(f"{uri}/boxes.csv")  # relative boxes: the sizes are read
     same(remote, open_index(tmp_path / "set" / "boxes.csv"))
 
 

@@ -48,7 +48,7 @@ NO_CREDENTIALS = {
     "CLOUDSDK_CONFIG": os.devnull,
     "NO_PROXY": "127.0.0.1",
 }
-"""Variables of a process that has no credentials and asks nobody for them."""
+"""Variables of a process without credentials, which requests none."""
 KEYS = {"AWS_ACCESS_KEY_ID": "AKIAIOSFODNN7EXAMPLE", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
 _STARTS = ("AWS_", "GOOGLE_", "STORAGE_EMULATOR_HOST", "STOKER_STORAGE_", "GCE_METADATA_HOST")
 MOTO_START_S = 30.0

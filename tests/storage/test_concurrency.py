@@ -1,4 +1,4 @@
-"""Depth and hedging as arithmetic: bounded always, enough where the store allows, no more than helps."""
+"""Concurrency and hedging as arithmetic: always within bounds, enough for the demand, not more than helps."""
 
 import math
 import random
@@ -51,7 +51,7 @@ def test_saturated_link_is_filled_without_excess_concurrency(latency_s: float, l
     depth = ConcurrencyController(4096)
     demand = link_per_s * 1.2
     assert run(depth, latency_s=latency_s, link_per_s=link_per_s, demand_per_s=demand, rounds=200) >= 0.95 * link_per_s
-    kept = depth.value if depth._before_trial is None else depth._before_trial[0]  # the other is a trial, of one round
+    kept = depth.value if depth._before_trial is None else depth._before_trial[0]  # the other is a trial of one round
     fills = math.ceil(latency_s * demand * concurrency.HEADROOM)
     assert kept <= max(concurrency.INITIAL_CONCURRENCY, fills) * concurrency.GROWTH_FACTOR
 

@@ -1,4 +1,4 @@
-"""Which credentials are found, in the order of the clouds' own tools, and what is said of each."""
+"""Search for credentials in the order of the clouds' own tools, and their descriptions."""
 
 import json
 from pathlib import Path

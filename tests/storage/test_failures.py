@@ -1,4 +1,4 @@
-"""Each error as the user sees it: bucket, object, who we are, what is missing, what to do."""
+"""Error messages of storage: bucket, object, credentials, missing permission, fix."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -192,7 +192,7 @@ def test_missing_and_conflict(s3: Server, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_missing_endpoint_is_reported_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     with refusing(200, "") as url:
-        pass  # nobody listens there now
+        pass  # no server listens there now
     apply(monkeypatch, {**NO_CREDENTIALS, **KEYS, "AWS_ENDPOINT_URL": url})
     store = Store(parse_uri("s3://bucket"), timeouts=Timeouts(total_s=6.0))
     with pytest.raises(StorageError, match=r"tried \d+ times in [01] s: \d+ × no connection"):

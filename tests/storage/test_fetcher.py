@@ -1,4 +1,4 @@
-"""Many reads at once: right bytes, within the limits, second requests where the first is late, and a clean end."""
+"""Concurrent reads: correct bytes, limits, hedged requests, and a clean end."""
 
 import _thread
 import asyncio
@@ -102,12 +102,12 @@ def test_limits_of_reads_in_flight(served: ServedBucket, monkeypatch: pytest.Mon
                 future.result()
             assert fetcher.stats().peak_in_flight == 3
             assert fetcher.target_in_flight == 3
-        with Fetcher(budget_bytes=1) as fetcher:  # larger than all of it, and read all the same
+        with Fetcher(budget_bytes=1) as fetcher:  # larger than the budget, but read
             assert fetcher.submit(store, "k0", length=SIZE).result() == DATA["k0"]
 
 
 def test_late_response_is_hedged(served: ServedBucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first request hangs for good; without a second one nothing would come before the timeout, a minute on."""
+    """The first request hangs forever; without a hedge the read would wait for the timeout, a minute."""
     hang_after = concurrency.HEDGE_MIN_SAMPLES + 8
     plan = Conditions(plan=lambda number, *_: "hang" if number == hang_after else None)
     with served.through(plan) as (proxied, proxy), Fetcher(max_in_flight=4) as fetcher:
@@ -125,7 +125,7 @@ def test_late_response_is_hedged(served: ServedBucket, monkeypatch: pytest.Monke
                 await asyncio.sleep(0)
             return len(asyncio.all_tasks()) - 1
 
-        # The one that hangs was cancelled.
+        # The task that hangs was cancelled.
         assert asyncio.run_coroutine_threadsafe(others(), fetcher._engine._loop).result() == 0
 
 
@@ -157,7 +157,7 @@ def test_close_fails_pending_reads(served: ServedBucket, monkeypatch: pytest.Mon
 
 
 def test_close_waits_for_foreign_threads_in_python(store: Store) -> None:
-    """As obstore's, which hand over answers: the interpreter's end would abort the process."""
+    """Such as obstore's threads: the end of the interpreter would abort the process."""
     gate, begun, left = _thread.allocate_lock(), threading.Event(), []
     gate.acquire()
 
@@ -208,8 +208,8 @@ def test_concurrency_grows_while_the_consumer_waits(store: Store) -> None:
         for _ in range(3):
             for future in [fetcher.submit(store, key) for key in DATA]:
                 future.result()
-            fetcher.report_demand(1e9, True)  # a demand that no depth meets
-        fetcher.submit(store, "k0").result()  # the notes before it have been taken
+            fetcher.report_demand(1e9, True)  # a demand that no concurrency meets
+        fetcher.submit(store, "k0").result()  # the reports before it were processed
         assert before < fetcher.target_in_flight <= 64
 
 

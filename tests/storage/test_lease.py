@@ -1,4 +1,4 @@
-"""The lease of a run in a bucket: one holder at a time, on both kinds of store; the dead are replaced at once."""
+"""The lease of a run in a bucket: one holder at a time, on both kinds of store."""
 
 import subprocess
 import sys
@@ -98,7 +98,7 @@ def test_lease_of_another_machine_must_expire(uri: StorageUri):
 
 
 def test_renewal_by_another_machine_is_noticed(uri: StorageUri):
-    """The renewal comes while we look: at the second look it is there."""
+    """The other machine renews between the first and the second read."""
     take(uri)
     far = msgspec.structs.replace(holder(uri), machine="other", host="far")
     put(uri, far)
@@ -123,7 +123,7 @@ def test_waiting_can_be_interrupted(uri: StorageUri):
 
 
 def test_lost_response_does_not_lose_the_lease(served: ServedBucket, uri: StorageUri, monkeypatch: pytest.MonkeyPatch):
-    """Every other write is done and its answer never comes."""
+    """Every second write succeeds, but its response is lost."""
     puts = 0
 
     def plan(_number: int, method: str, _path: str):
@@ -151,7 +151,7 @@ def test_removed_lease_is_lost(uri: StorageUri):
 def test_own_renewal_is_recognized_after_lost_responses(
     served: ServedBucket, uri: StorageUri, monkeypatch: pytest.MonkeyPatch
 ):
-    """It failed for us and not for the store: the object is another version than we know, and ours."""
+    """The write failed for us but not in the store: the object is an unknown version with our token."""
     with served.through() as (proxied, proxy):
         apply(monkeypatch, {**proxied.environment, "STOKER_STORAGE_TIMEOUT_S": "1"})
         lease = take(uri)

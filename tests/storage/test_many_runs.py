@@ -1,4 +1,4 @@
-"""`stoker why --all` of a bucket: all runs in it are added up, and looking changes nothing there."""
+"""`stoker why --all` of a bucket: the sums of all runs in it; reading changes nothing there."""
 
 from pathlib import Path
 

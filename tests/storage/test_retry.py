@@ -38,7 +38,7 @@ def test_waits_are_jittered_over_the_whole_range() -> None:
 
 @given(st.integers(0, 3000), st.integers(1, 500))
 def test_retries_are_limited_by_the_budget(requested: int, retried: int) -> None:
-    """All at one moment: then the burst, and the fraction of what came before, are all that is given at once."""
+    """All at one moment: only the burst, and the fraction of earlier requests, are available at once."""
     budget = RetryBudget()
     now = budget._refilled_s
     for _ in range(requested):

@@ -1,4 +1,4 @@
-"""Reading a run that is in a bucket: live, dead or half-written, by the commands that only look."""
+"""Commands that read a run in a bucket: running, killed or partly written."""
 
 import os
 import subprocess
@@ -166,7 +166,7 @@ def test_weights_are_best_else_final_else_newest_checkpoint(uri: StorageUri):
 def test_file_replaced_during_download_is_downloaded_again(
     google: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    """It is larger than a part: the second part would be another file's."""
+    """It is larger than a part: the second part would belong to another version."""
     monkeypatch.setattr(stoker.storage.download, "PART_BYTES", 1000)
     size = 1500
     with google.bucket().through() as (served, proxy):
@@ -195,7 +195,7 @@ def test_working_copy_is_read_if_it_is_at_least_as_new(uri: StorageUri, put: Cal
     (own / EVENTS).write_bytes(there + b'{"t":1,"attempt":1,"kind":"note"}\n')
     assert open_run(str(uri)) == own
     put("failed")
-    assert open_run(str(uri)) == reading_copy(uri), "another machine has gone on"
+    assert open_run(str(uri)) == reading_copy(uri), "another machine has continued the run"
     with locked(own) as held:
         assert held
         command = [sys.executable, "-c", f"from stoker.runs.records import open_run; print(open_run('{uri}'))"]

@@ -1,4 +1,4 @@
-"""Reading, listing and writing on real servers; every fault of a network is mended, and none is returned as data."""
+"""Reading, listing and writing on real servers. Every network fault is retried, and none returns wrong data."""
 
 import random
 import threading

@@ -1,4 +1,4 @@
-"""Addresses survive a round trip; what is no address is refused with the way to write it."""
+"""Round trips of URIs, and the errors of invalid ones."""
 
 from pathlib import Path
 
