@@ -8,7 +8,7 @@ fragmentation of the allocator, and the time anything takes.
 It stands on private API of torch (a back-end written in Python for PrivateUse1, fake tensors), and it changes the whole
 process. So it runs in a process of its own, which prints a line of JSON for each trial:
 
-    python -m tests.fakes '{"model": "retinanet_resnet50_fpn", "batch": 32, "canvas": [800, 800]}' …
+    python -m tests.fakes '{"model": "retinanet_resnet50_fpn", "batch": 32, "image_size": [800, 800]}' …
 
 A torch version that breaks it makes `install` raise FakeAcceleratorBroken; every test that needs it fails saying so.
 """
@@ -89,7 +89,7 @@ class Outcome:
     by_type: dict[str, int]
     """Bytes alive at the peak by the tensors' type."""
     flop: float | None
-    """Where asked for: products and sums of convolutions and matrices of a step, both ways, per picture."""
+    """Where asked for: products and sums of convolutions and matrices of a step, both ways, per image."""
 
 
 def run(*trials: Trial, timeout_s: float = 200) -> list[Outcome]:

@@ -112,7 +112,7 @@ def test_a_default_test_fails(mutation: Mutation, package: Path) -> None:
     command = [sys.executable, "-m", "pytest", *options, f"tests/{mutation.test}"]
     try:
         done = subprocess.run(
-            [sys.executable, *command, f"tests/{mutation.test}"],
+            command,
             cwd=package,
             capture_output=True,
             text=True,

@@ -1,4 +1,4 @@
-"""error_analysis.py against pycocotools' own matching, each kind of mistake by itself, and evaluation.json as a
+"""error_analysis.py against pycocotools' own matching, each kind of error by itself, and evaluation.json as a
 whole."""
 
 import re
@@ -136,7 +136,7 @@ def test_an_evaluation_adds_up_and_comes_back_from_its_file(seed: int, images: i
 
 
 def test_worst_and_best_images() -> None:
-    """Four pictures: perfect, one of two found, nothing found of two, empty and nothing found."""
+    """Four images: perfect, one of two found, nothing found of two, empty and nothing found."""
     two = [(0, 0, 10, 10, 0, 0, 1.0), (20, 20, 40, 40, 0, 0, 1.0)]
     gt = ground_truth(columns([two, two, two, []], 1), np.arange(4))
     found = detections([0, 0, 1], [[0, 0, 10, 10], [20, 20, 40, 40], [0, 0, 10, 10]], [0.9] * 3, [0] * 3, range(4))

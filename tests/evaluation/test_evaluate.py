@@ -65,7 +65,7 @@ class Columns(NamedTuple):
 
 
 def columns(boxes_of_image: list[list[tuple[float, ...]]], class_count: int) -> Columns:
-    """Pictures as lists of (x1, y1, x2, y2, label, crowd, area factor)."""
+    """Images as lists of (x1, y1, x2, y2, label, crowd, area factor)."""
     flat = np.array([box for boxes in boxes_of_image for box in boxes], np.float64).reshape(-1, 7)
     corners = flat[:, :4].astype(np.float32)
     return Columns(
@@ -148,7 +148,7 @@ def assert_equals_oracle(truth: GroundTruth, found: Detections) -> Metrics:
 
 
 def random_case(seed: int, images: int, class_count: int, *, max_found: int = 30) -> tuple[GroundTruth, Detections]:
-    """Boxes of all sizes, crowds, empty pictures, empty classes, and detections near, doubled, tied and wrong."""
+    """Boxes of all sizes, crowds, empty images, empty classes, and detections near, doubled, tied and wrong."""
     draw = np.random.default_rng(seed)
     gt_rows: list[list[tuple[float, ...]]] = []
     rows: list[int] = []
@@ -160,7 +160,7 @@ def random_case(seed: int, images: int, class_count: int, *, max_found: int = 30
         for _ in range(int(draw.integers(0, 8))):
             x, y = draw.uniform(0, 300, 2)
             w, h = np.exp(draw.uniform(np.log(3), np.log(300), 2))
-            label = int(draw.integers(0, max(1, class_count - 1)))  # the last class has no true box
+            label = int(draw.integers(0, max(1, class_count - 1)))  # the last class has no ground truth box
             mine.append((x, y, x + w, y + h, label, float(draw.random() < 0.15), draw.uniform(0.5, 1.0)))
         gt_rows.append(mine)
         for _ in range(int(draw.integers(0, max_found))):
@@ -242,7 +242,7 @@ def test_parts_of_the_images_score_as_one_in_any_order(seed: int, ranks: int) ->
 
 
 def test_each_rank_detects_in_its_part(tmp_path: Path) -> None:
-    """Three loaders as three processes would have: together every picture once, and the score of one."""
+    """Three loaders as three processes would have: together every image once, and the score of one."""
     index = open_index(draw(tmp_path / "data", val=7))
     rows = index.image_indices("val")
     row = get_architecture("retinanet_tiny_fpn")
@@ -335,7 +335,7 @@ class Measured(NamedTuple):
 
 
 class Painter(nn.Module):
-    """A double of a detector: finds the box that the picture's first pixels spell, in one of three slots."""
+    """A double of a detector: finds the box that the image's first pixels spell, in one of three slots."""
 
     iou_threshold = 0.5
 

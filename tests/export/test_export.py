@@ -1,6 +1,6 @@
 """onnx.py, graph.py, parity.py, runtime.py: the file finds what the model finds, or there is no file.
 
-The model has random weights, large enough that it finds hundreds of overlapping boxes: suppression has much to do.
+The model has random weights, large enough that it finds hundreds of overlapping boxes: NMS has much to do.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ def stoker(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -
 
 
 def lively(seed: int = 0) -> tuple[models.Detector, model_file.ModelMetadata]:
-    """A tiny model that finds much in every picture, and nothing of sense."""
+    """A tiny model that finds much in every image, and nothing of sense."""
     chosen = MODELS["retinanet_tiny_fpn"].defaults
     config = Config().replace(model="retinanet_tiny_fpn", weights="none", **chosen)
     torch.manual_seed(seed)
@@ -66,7 +66,7 @@ def lively(seed: int = 0) -> tuple[models.Detector, model_file.ModelMetadata]:
         if isinstance(module, torch.nn.BatchNorm2d):
             module.momentum = None
     with torch.no_grad():
-        model.train()(torch.from_numpy(random_images(2, seed)))  # the norms learn what the pictures are like
+        model.train()(torch.from_numpy(random_images(2, seed)))  # the norms learn what the images are like
     model.eval()
     return model, model_file.ModelMetadata(
         settings=config.model, class_names=CLASSES, image_size=CANVAS, resize="letterbox", step=7
@@ -173,7 +173,7 @@ def test_the_file_says_what_it_is_and_nothing_of_the_machine(run: Path, stoker: 
 
 
 def test_no_division_of_places_goes_through_float32(exported: Path) -> None:
-    """Floats cannot tell places apart from 2^24 on, which 80 classes have on a canvas of 1,400 × 1,400."""
+    """Floats cannot tell places apart from 2^24 on, which 80 classes have on a model input of 1,400 × 1,400."""
     assert "Floor" not in {node.op_type for node in onnx.load(exported).graph.node}
 
 

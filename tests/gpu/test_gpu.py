@@ -95,7 +95,7 @@ def test_augmentation_never_synchronizes_and_is_that_of_the_cpu(device: Device):
     assert torch.equal(found.valid.cpu(), expected.valid)
     torch.testing.assert_close(found.boxes.cpu(), expected.boxes, rtol=1e-4, atol=1e-3)
     apart = (found.images.cpu().int() - expected.images.int()).abs()
-    assert apart.max() <= 2, "grey levels; bilinear sampling rounds differently"
+    assert apart.max() <= 2, "gray levels; bilinear sampling rounds differently"
     assert not torch.equal(expected.images, on_cpu.images)
 
 

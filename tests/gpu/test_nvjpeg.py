@@ -1,4 +1,4 @@
-"""nvJPEG on a real GPU: the pictures of the host, no wait in the training thread, nothing overwritten."""
+"""nvJPEG on a real GPU: the images of the host, no wait in the training thread, nothing overwritten."""
 
 from pathlib import Path
 

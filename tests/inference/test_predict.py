@@ -1,4 +1,4 @@
-"""predict.py and draw.py on real picture files, with a double that finds what is bright."""
+"""predict.py and draw.py on real image files, with a double that finds what is bright."""
 
 import hashlib
 import json
@@ -58,7 +58,7 @@ class BrightObjectDetector(nn.Module):
 
 
 def lamp(path: Path, size: tuple[int, int], box: tuple[int, int, int, int] | None) -> Path:
-    """A black picture of `size` (height, width) with a white box xyxy."""
+    """A black image of `size` (height, width) with a white box xyxy."""
     pixels = np.zeros((*size, 3), np.uint8)
     if box is not None:
         pixels[box[1] : box[3], box[0] : box[2]] = 255
@@ -84,7 +84,7 @@ def test_boxes_come_in_pixels_of_each_image(resize: str, tmp_path: Path) -> None
     assert [one.path for one in found] == paths
     for (size, box), one in zip(cases, found, strict=True):
         assert one.original_size == size
-        tolerance = 1.5 * max(1.0, size[0] / 96, size[1] / 64)  # a pixel and a half of the canvas
+        tolerance = 1.5 * max(1.0, size[0] / 96, size[1] / 64)  # a pixel and a half of the model input
         assert one.detections.boxes[0] == pytest.approx(box, abs=tolerance)
 
 
@@ -110,7 +110,7 @@ def test_an_image_that_cannot_be_read_leaves_nothing_of_the_memory_it_lay_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Used(HostBatchBuffer):
-        """Memory of a batch before: white pictures of the first row."""
+        """Memory of a batch before: white images of the first row."""
 
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
@@ -123,7 +123,7 @@ def test_an_image_that_cannot_be_read_leaves_nothing_of_the_memory_it_lay_in(
     (tmp_path / "empty.png").touch()
     found = run([bad, good, tmp_path / "empty.png"], batch_size=4)
     assert [len(one.detections) for one in found] == [0, 1, 0]
-    assert found[1].detections.boxes[0] == pytest.approx((10, 10, 30, 30), abs=1.5)  # nothing white beside the picture
+    assert found[1].detections.boxes[0] == pytest.approx((10, 10, 30, 30), abs=1.5)  # nothing white beside the image
 
 
 def test_no_images_is_no_work() -> None:
@@ -144,7 +144,7 @@ def test_files_folders_and_patterns_are_found_once_each_in_order(
     monkeypatch.chdir(tmp_path)
     for name in ("b/2.PNG", "b/1.jpg", "b/deep/3.webp", "c/4.jpg", "c/5.jpeg", "out/1.jpg"):
         lamp(tmp_path / "x.png", (8, 8), None).rename(_made(tmp_path / name))
-    Path("b/notes.txt").write_text("no picture")
+    Path("b/notes.txt").write_text("no image")
     Path("odd").write_bytes(b"named, so tried")
     assert find_images(["b"]) == [Path("b/1.jpg"), Path("b/2.PNG"), Path("b/deep/3.webp")]
     assert find_images(["c/*.jpg", "odd", "c", "c/4.jpg"]) == [Path("c/4.jpg"), Path("odd"), Path("c/5.jpeg")]
@@ -268,9 +268,7 @@ def test_every_kind_that_is_read_is_found_in_folders(tmp_path: Path) -> None:
     assert [one.error for one in run(found)] == [None] * len(kinds)
 
 
-def test_bad_images_are_named_at_the_end_and_the_rest_is_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_images_are_named_at_the_end_and_the_rest_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     lamp(Path("in/good.png"), (40, 40), (5, 5, 30, 30))
     Path("in/bad.jpg").write_bytes(b"\xff\xd8\xff no more")

@@ -1,4 +1,4 @@
-"""Pictures at addresses: found, predicted on and converted as local ones are, without a copy on the local disk."""
+"""Images at addresses: found, predicted on and converted as local ones are, without a copy on the local disk."""
 
 import json
 from collections.abc import Iterator
@@ -66,7 +66,7 @@ def test_images_of_a_bucket(model: Model, address: str, tmp_path: Path) -> None:
         assert lines[0][0].startswith(f"{address}/set/")
         assert sorted(path.name for path in outs[0].iterdir()) == sorted(path.name for path in outs[1].iterdir())
         for path in outs[1].glob("*.jpg"):
-            assert (outs[0] / path.name).read_bytes() == path.read_bytes(), "the same boxes on the same picture"
+            assert (outs[0] / path.name).read_bytes() == path.read_bytes(), "the same boxes on the same image"
 
 
 def test_an_image_in_python(model: Model, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

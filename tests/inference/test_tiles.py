@@ -1,4 +1,4 @@
-"""tiles.py as geometry, and predict.py on large pictures with a double that finds bright rectangles."""
+"""tiles.py as geometry, and predict.py on large images with a double that finds bright rectangles."""
 
 import itertools
 from pathlib import Path
@@ -23,7 +23,7 @@ from stoker.models import BatchDetections as InSlots
 CPU = Device(torch.device("cpu"))
 CANVAS = (320, 320)
 SEEN = 6
-"""Pixels of the canvas below which the double sees nothing, as a detector would not."""
+"""Pixels of the model input below which the double sees nothing, as a detector would not."""
 
 sides = st.integers(1, 600)
 tilings = st.builds(Tiling, st.integers(32, 400), st.floats(0, 0.9))
@@ -76,7 +76,7 @@ found_boxes = st.lists(
 
 
 def overlaps(a: Any, b: Any) -> tuple[float, float]:
-    """IoU, and the share of b that a covers."""
+    """IoU, and the fraction of b that a covers."""
     width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
     shared = max(0.0, width) * max(0.0, height)
     area_a, area_b = (a[2] - a[0]) * (a[3] - a[1]), (b[2] - b[0]) * (b[3] - b[1])
@@ -119,7 +119,7 @@ def test_half_an_object_yields_to_the_whole_whatever_its_score() -> None:
 
 
 class FindsRectangles(nn.Module):
-    """A double of a detector: white rectangles, of at least SEEN pixels of the canvas; larger is surer."""
+    """A double of a detector: white rectangles, of at least SEEN pixels of the model input; larger is surer."""
 
     iou_threshold = 0.5
 
@@ -175,7 +175,7 @@ def test_small_objects_of_a_large_image_are_found_in_tiles_and_missed_without(
     once = decode.decode
     monkeypatch.setattr("stoker.data.images.decode.decode", lambda *a: decoded.append(a) or once(*a))
     (tiled,) = predict([path], tiling=Tiling(640), batch_size=3)
-    assert len(decoded) == 1, "the picture is decoded once for all its tiles"
+    assert len(decoded) == 1, "the image is decoded once for all its tiles"
     assert tiled.original_size == (1500, 2000)
     assert tiled.detections.image_indices.tolist() == [0]
     assert set(tiled.detections.image_index.tolist()) == {0}
@@ -186,7 +186,7 @@ def test_small_objects_of_a_large_image_are_found_in_tiles_and_missed_without(
 
 
 def test_a_model_that_suppresses_nothing_finds_an_object_of_several_tiles_once(tmp_path: Path) -> None:
-    path = draw(tmp_path / "large.png", (700, 1100), [(500, 300, 560, 360)])  # whole in two tiles and in the picture
+    path = draw(tmp_path / "large.png", (700, 1100), [(500, 300, 560, 360)])  # whole in two tiles and in the image
     model = FindsRectangles()
     model.iou_threshold = 1.0
     (tiled,) = predict([path], model, tiling=Tiling(640))

@@ -30,7 +30,8 @@ CLASS_HEAD = "head.classification_head.cls_logits."
 
 
 class Parts(NamedTuple):
-    """What torchvision needs to build the RetinaNet of a row of MODELS. body: takes norm_layer, gives the network."""
+    """What torchvision needs to build the RetinaNet of a row of MODELS. backbone: takes norm_layer, gives the
+    network."""
 
     backbone: Callable[..., nn.Module]
     stages: Mapping[str, int]
@@ -56,7 +57,7 @@ PARTS: dict[str, Parts] = {
     "retinanet_mobilenet_v3_large_fpn": Parts(
         lambda **norm: models.mobilenet_v3_large(**norm).features, {"6": 40, "12": 112, "16": 960}, 128, depth=2
     ),
-    "retinanet_tiny_fpn": Parts(  # its body is ours
+    "retinanet_tiny_fpn": Parts(  # its backbone is ours
         lambda norm_layer: TinyBackbone(16, norm_layer),
         {"layer2": 48, "layer3": 64, "layer4": 96},
         48,
@@ -175,7 +176,7 @@ def oracle_losses(oracle: RetinaNet, batch: Batch) -> dict[str, Tensor]:
 
 
 def oracle_detections(oracle: RetinaNet, batch: Batch) -> list[dict[str, Tensor]]:
-    """The oracle's own post-processing, of pictures that fill only `content` of the canvas."""
+    """The oracle's own post-processing, of images that fill only `resized_size` of the model input."""
     pixels = torch.stack([oracle.transform.normalize(image.double() / 255) for image in batch.images])
     features = list(oracle.backbone(pixels).values())
     outputs = oracle.head(features)
@@ -207,7 +208,7 @@ def check_losses_and_gradients(model: Detector, oracle: RetinaNet, batch: Batch)
 
 
 def check_detections(model: Detector, oracle: RetinaNet, batch: Batch, *, score_threshold: float) -> int:
-    """Asserts that model and oracle find the same, best first; how many boxes that is in the first picture."""
+    """Asserts that model and oracle find the same, best first; how many boxes that is in the first image."""
     oracle.score_thresh, oracle.detections_per_img = score_threshold, 10_000
     with torch.no_grad():
         theirs = [_without_lines(one) for one in oracle_detections(oracle, batch)]

@@ -17,7 +17,7 @@ def settings_of(name: str, **changes: Any) -> ModelSettings:
 def make_batch(
     counts: tuple[int, ...], image_size: tuple[int, int], classes: int, *, slots: int = 16, seed: int = 0
 ) -> Batch:
-    """Random pictures with `counts` boxes each, of very different sizes, in scattered slots; the rest is padding."""
+    """Random images with `counts` boxes each, of very different sizes, in scattered slots; the rest is padding."""
     draw = torch.Generator().manual_seed(seed)
     height, width = image_size
     b = len(counts)
@@ -47,7 +47,7 @@ def make_batch(
 
 
 def calibrated_model(settings: ModelSettings, classes: int, image_size: tuple[int, int], seed: int = 0) -> Detector:
-    """A model whose norms have the statistics of random pictures and whose heads are far from their timid start."""
+    """A model whose norms have the statistics of random images and whose heads are far from their timid start."""
     torch.manual_seed(seed)
     trained = build(settings_of(settings.model, backbone_norm="bn"), classes).train()
     for module in trained.modules():

@@ -1,4 +1,4 @@
-"""docs/add-a-model.md, followed step by step: its file, its row, its checks; then saved, loaded and recognised."""
+"""docs/add-a-model.md, followed step by step: its file, its row, its checks; then saved, loaded and recognized."""
 
 import importlib.util
 import re
@@ -64,7 +64,7 @@ def test_the_page_names_the_tests_of_every_row() -> None:
 
 @pytest.mark.usefixtures("added")
 def test_it_finds_what_it_has_learned() -> None:
-    """Overfitted to a batch, it puts a box where each box is; the random pixels tell the pictures apart."""
+    """Overfitted to a batch, it puts a box where each box is; the random pixels tell the images apart."""
     torch.manual_seed(0)
     model = build(settings_of(NAME), 2).train()
     batch = make_batch((2, 1), (64, 64), 2, seed=2, slots=4)

@@ -29,7 +29,7 @@ def overlap_of(a: list[float], b: list[float]) -> float:
 def by_the_paper(
     logits: Tensor, predicted: Tensor, boxes: Tensor, labels: Tensor, valid: Tensor, most: int
 ) -> tuple[list[int], list[float]]:
-    """Slots and qualities of one picture."""
+    """Slots and qualities of one image."""
     center, scores = CENTRE.tolist(), logits.sigmoid()
     overlaps, alignments = {}, {}
     wants: dict[int, list[int]] = {}

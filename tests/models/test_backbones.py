@@ -1,4 +1,4 @@
-"""Bodies and their maps: what is frozen is computed picture by picture on a CPU, with the same numbers."""
+"""Backbones and their maps: what is frozen is computed image by image on a CPU, with the same numbers."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ ON_BODIES = ["ember_mobilenet_v2", "retinanet_mobilenet_v2_fpn", "retinanet_resn
 
 
 def sizes_of_calls(model: Detector, name: str) -> list[int]:
-    """Fills, in later forward passes, with the number of pictures of each call of a child of the body."""
+    """Fills, in later forward passes, with the number of images of each call of a child of the backbone."""
     seen: list[int] = []
 
     def note(_: nn.Module, inputs: tuple[Any, ...]) -> None:

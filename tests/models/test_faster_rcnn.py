@@ -47,7 +47,7 @@ def test_losses_and_gradients_are_those_of_torchvision(setup: str, counts: tuple
     oracle = oracle_of(model).train()
     batch = make_batch(counts, image_size, CLASSES, seed=sum(counts))
     resized_size = batch.resized_size.clone()
-    resized_size[1] -= torch.tensor([9, 21], dtype=torch.int32)  # the second picture does not fill the canvas
+    resized_size[1] -= torch.tensor([9, 21], dtype=torch.int32)  # the second image does not fill the model input
     batch = batch._replace(boxes=batch.boxes.double(), resized_size=resized_size)
     ours, theirs = model.loss(model(batch.images), batch), oracle_losses(oracle, model, batch)
     assert ours.keys() == theirs.keys()
@@ -108,7 +108,7 @@ def test_detections_are_those_of_torchvision(setup: str) -> None:
     model = calibrated(name, CLASSES, image_size).eval()
     oracle = oracle_of(model).eval()
     batch = make_batch((0, 0, 0), image_size, CLASSES, seed=5)
-    # The second picture was shrunk to half and fills a part of the canvas; the third was squashed.
+    # The second image was shrunk to half and fills a part of the model input; the third was squashed.
     resized_size = torch.tensor([image_size, (image_size[0] - 40, image_size[1] - 24), image_size], dtype=torch.int32)
     size = torch.stack((resized_size[0], resized_size[1] * 2, resized_size[2] * torch.tensor([3, 1])))
     batch = batch._replace(resized_size=resized_size, original_size=size.int(), scale=resized_size / size)

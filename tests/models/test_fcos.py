@@ -43,7 +43,7 @@ def exact_model(name: str, norm: str, image_size: tuple[int, int]) -> Detector:
 
 
 def oracle_of(model: Detector, image_size: tuple[int, int]) -> FCOS:
-    """torchvision's FCOS with the weights of ours, for pixels that are normalised. Its class head has one more channel,
+    """torchvision's FCOS with the weights of ours, for pixels that are normalized. Its class head has one more channel,
     which costs nothing here; its labels are ours + 1."""
     norm = FrozenBatchNorm2d if model.settings.backbone_norm == "frozen_bn" else nn.BatchNorm2d
     is_large = model.settings.model == "fcos_resnet50_fpn"
@@ -81,7 +81,7 @@ def oracle_losses(oracle: FCOS, pixels: Tensor, batch: Batch) -> dict[str, Tenso
 
 
 def oracle_detections(oracle: FCOS, pixels: Tensor, batch: Batch) -> list[dict[str, Tensor]]:
-    """The oracle's own post-processing, of pictures that fill only `content` of the canvas."""
+    """The oracle's own post-processing, of images that fill only `resized_size` of the model input."""
     features = list(oracle.backbone(pixels).values())
     resized_sizes = [tuple(resized_size.tolist()) for resized_size in batch.resized_size]
     anchors = oracle.anchor_generator(ImageList(pixels, resized_sizes), features)
@@ -93,7 +93,7 @@ def oracle_detections(oracle: FCOS, pixels: Tensor, batch: Batch) -> list[dict[s
 
 def awkward_batch(image_size: tuple[int, int]) -> Batch:
     """Boxes that are equal, of equal area and overlapping, tiny with a point inside and without, as large as the
-    canvas, and with points on their rim; between slots that are not used."""
+    model input, and with points on their rim; between slots that are not used."""
     height, width = image_size
     batch = make_batch((0, 0), image_size, CLASSES, slots=12)
     boxes = torch.tensor(
@@ -168,7 +168,7 @@ def test_detections_are_those_of_torchvision(setup: str, candidates: int, thresh
     oracle = oracle_of(model, image_size).eval()
     model.pre_nms_top_n = candidates
     batch = make_batch((0, 0, 0), image_size, CLASSES, seed=5)
-    # The second picture was shrunk to half and fills a part of the canvas; the third was squashed.
+    # The second image was shrunk to half and fills a part of the model input; the third was squashed.
     resized_size = torch.tensor([image_size, (image_size[0] - 30, image_size[1] - 24), image_size], dtype=torch.int32)
     size = torch.stack((resized_size[0], resized_size[1] * 2, resized_size[2] * torch.tensor([3, 1])))
     batch = batch._replace(resized_size=resized_size, original_size=size.int(), scale=resized_size / size)
@@ -204,7 +204,7 @@ def test_blocks_change_nothing_and_the_smallest_box_wins() -> None:
     of_equal = whole[4]
     assert not (of_equal == 1).any(), "of two equal boxes the one in the lower slot has all"
     at = (points.center == torch.tensor([32.0, 32.0])).all(1) & (points.stride == 8)
-    assert of_equal[at].tolist() == [0], "of equal areas the lowest slot, and not the box of the whole canvas"
+    assert of_equal[at].tolist() == [0], "of equal areas the lowest slot, and not the box of the whole model input"
     rim = (points.center == torch.tensor([8.0, 16.0])).all(1) & (points.stride == 8)
     assert of_equal[rim].tolist() == [-1], "a point on the rim is not inside"
 
@@ -232,7 +232,7 @@ def test_a_batch_without_any_positive_has_a_finite_loss_and_makes_no_host_sync()
 
 @pytest.mark.slow
 def test_mixed_precision_steps_on_a_fake_accelerator_and_their_peak() -> None:
-    # bf16, stem and layer1 frozen, 80 classes, 800 × 800, 16 pictures.
+    # bf16, stem and layer1 frozen, 80 classes, 800 × 800, 16 images.
     large = fakes.Trial(model="fcos_resnet50_fpn", batch=16, slots=100, image_size=(800, 800))
     light = fakes.Trial(model="fcos_resnet18_fpn", optimizer="adamw", fused=True, precision="fp16")
     of_large, of_light = fakes.run(large, light)

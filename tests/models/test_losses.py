@@ -78,7 +78,7 @@ def test_focal_loss_of_extreme_logits_is_finite(dtype: torch.dtype) -> None:
 
 
 def test_focal_loss_of_background_in_fp32_has_the_digits_of_fp64() -> None:
-    logits = torch.linspace(-30, 30, 4001)[:, None, None]  # a picture each, so that no sum hides an error
+    logits = torch.linspace(-30, 30, 4001)[:, None, None]  # an image each, so that no sum hides an error
     target = torch.full((len(logits), 1), BACKGROUND)
     exact, ours = (focal_loss(x, target, alpha=0.25, gamma=2.0) for x in (logits.double(), logits))
     torch.testing.assert_close(ours.double(), exact, rtol=2e-6, atol=0)

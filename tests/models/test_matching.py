@@ -1,4 +1,4 @@
-"""torchvision's Matcher is the oracle, picture by picture, without the padding that it does not know."""
+"""torchvision's Matcher is the oracle, image by image, without the padding that it does not know."""
 
 import torch
 from hypothesis import given, settings
@@ -23,7 +23,7 @@ def xyxy(corner: tuple[int, int, int, int]) -> list[float]:
 
 
 def expected(boxes: Tensor, slots: Tensor, anchors: Tensor, foreground: float, background: float) -> Tensor:
-    """The oracle's matches of one picture, in slots of the padded batch."""
+    """The oracle's matches of one image, in slots of the padded batch."""
     if len(slots) == 0:
         return torch.full((len(anchors),), BACKGROUND)
     found = Matcher(foreground, background, allow_low_quality_matches=True)(box_iou(boxes[slots], anchors))

@@ -30,7 +30,7 @@ def pair(name: str, norm: str = "bn") -> tuple[Detector, Detector]:
 
 
 def in_double(batch: Batch) -> Batch:
-    """Pictures in fp64, so that nothing rounds differently."""
+    """Images in fp64, so that nothing rounds differently."""
     return batch._replace(images=batch.images.double())
 
 
@@ -138,7 +138,7 @@ def test_sync_norms_of_one_process_are_ordinary_ones(name: str):
 
 @pytest.mark.slow
 def test_the_peak_of_resnet50_is_less_than_half():
-    """RetinaNet-R50, 80 classes, 800 × 800, 32 pictures, bf16: the known case, and how much less it takes."""
+    """RetinaNet-R50, 80 classes, 800 × 800, 32 images, bf16: the known case, and how much less it takes."""
     known = fakes.Trial(model="retinanet_resnet50_fpn", batch=32, slots=100, image_size=(800, 800))
     less = fakes.Trial(**{**vars(known), "settings": {"activation_checkpointing": True}})
     outcomes = fakes.run(known, less)

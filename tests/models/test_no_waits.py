@@ -1,4 +1,4 @@
-"""A training step never makes the host wait for the device: by dispatch on CPU tensors, on the fake accelerator, and by
+"""A training step never makes the host sync for the device: by dispatch on CPU tensors, on the fake accelerator, and by
 torch.compile. torchvision's RetinaNet, which waits, has to fail the same tests: so the tests can fail."""
 
 import contextlib
@@ -39,7 +39,7 @@ def make_stepper(model: nn.Module, optimizer: str) -> OptimizerStep:
 
 
 def train_step(losses: Callable[[], dict[str, Tensor]], stepper: OptimizerStep, done: int = 0) -> None:
-    """Forward, loss, backward, clipping, optimizer, averaging, with no host wait allowed."""
+    """Forward, loss, backward, clipping, optimizer, averaging, with no host sync allowed."""
     with ForbidHostSync():
         stepper.backward(sum(losses().values(), torch.zeros(())))
         stepper.step(0.01, done)

@@ -12,7 +12,7 @@ from stoker.models.layers.norms import FrozenBatchNorm2d, SafeBatchNorm2d, SafeS
 from tests.models.samples import make_batch, settings_of
 
 WITH_NORMS = ("retinanet_tiny_fpn", "retinanet_mobilenet_v2_fpnlite", "ssdlite320_mobilenet_v3_large")
-"""Models that have norms outside the body, too."""
+"""Models that have norms outside the backbone, too."""
 
 
 @pytest.mark.parametrize("name", WITH_NORMS)

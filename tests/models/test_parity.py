@@ -42,12 +42,12 @@ def test_detections_are_those_of_torchvision(setup: str, candidates: int, best: 
     oracle = oracle_of(model, image_size).eval()
     model.pre_nms_top_n = oracle.topk_candidates = candidates
     batch = make_batch((0, 0, 0), image_size, CLASSES, seed=5)
-    # The second picture was shrunk to half and fills a part of the canvas; the third was squashed.
+    # The second image was shrunk to half and fills a part of the model input; the third was squashed.
     resized_size = torch.tensor([image_size, (image_size[0] - 40, image_size[1] - 24), image_size], dtype=torch.int32)
     size = torch.stack((resized_size[0], resized_size[1] * 2, resized_size[2] * torch.tensor([3, 1])))
     batch = batch._replace(resized_size=resized_size, original_size=size.int(), scale=resized_size / size)
     score_threshold = 0.05
-    if best is not None:  # a threshold that leaves the first picture that many boxes
+    if best is not None:  # a threshold that leaves the first image that many boxes
         with torch.no_grad():
             whole = model.decode(model(batch.images), batch.resized_size, batch.scale, batch.original_size)
         score_threshold = whole.scores[0, best - 1 : best + 1].mean().item()

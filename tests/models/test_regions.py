@@ -1,4 +1,4 @@
-"""The parts of the two-stage detector: suppression in rounds, sampling by lot, pooling from a pyramid."""
+"""The parts of the two-stage detector: NMS in rounds, sampling by lot, pooling from a pyramid."""
 
 import inspect
 
@@ -28,7 +28,7 @@ def clustered(count: int, seed: int) -> Tensor:
 
 
 def greedy(boxes: Tensor, threshold: float) -> list[int]:
-    """torchvision's suppression of boxes that are best first."""
+    """torchvision's NMS of boxes that are best first."""
     return sorted(nms(boxes, torch.arange(len(boxes), 0, -1.0), threshold).tolist())
 
 
@@ -102,7 +102,7 @@ def test_keys_are_different_within_an_image_and_spread() -> None:
     assert all(len(some.unique()) == 100_000 for some in own)
     share = own.double() / KEY_RANGE
     assert (share.mean(1) - 0.5).abs().max() < 0.005
-    # Those of neighbouring draws, of neighbouring candidates and of other purposes have nothing to do with each other.
+    # Those of neighboring draws, of neighboring candidates and of other purposes have nothing to do with each other.
     others = torch.stack(
         (share[0], share[1], share[2], share[0].roll(1), random_keys(draw, 100_000, stream=1)[0] / KEY_RANGE)
     )
@@ -159,7 +159,7 @@ def pyramid(dtype: torch.dtype) -> list[Tensor]:
 
 
 def regions(dtype: torch.dtype) -> Tensor:
-    """Boxes of all sizes in two pictures, cut off at the canvas; many at its edges, some below a feature cell."""
+    """Boxes of all sizes in two images, cut off at the model input; many at its edges, some below a feature cell."""
     draw = torch.Generator().manual_seed(1)
     size = torch.tensor([CANVAS[1], CANVAS[0]])
     center = torch.rand(2, 400, 2, generator=draw) * size * 1.2 - 0.1 * size

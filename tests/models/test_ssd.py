@@ -66,7 +66,7 @@ def models() -> dict[str, SSD]:
 
 
 def raw_of(model: SSD, name: str, images: int, *, seed: int = 0, spread: float = 1.0) -> SSDOutputs:
-    """Random predictions on torchvision's canvas, in float64; every gradient is wanted."""
+    """Random predictions on torchvision's model input, in float64; every gradient is wanted."""
     draws = torch.Generator().manual_seed(seed)
     side = SIDES[name]
     anchors = model.anchors((side, side), [(n, n) for n in GRIDS[name]]).double()
@@ -119,7 +119,7 @@ def test_anchors_are_those_of_torchvision(name: str, empty_oracles: dict[str, An
 
 @pytest.mark.parametrize("name", ORACLES)
 def test_anchors_of_another_input_size(name: str) -> None:
-    """As large in pixels, but not larger than the canvas; the last places are spread evenly over it."""
+    """As large in pixels, but not larger than the model input; the last places are spread evenly over it."""
     sizes = (10.0, 20.0, 40.0, 80.0, 120.0, 200.0, 240.0)
     model = build(settings_of(name, anchor_sizes=sizes), CLASSES)
     assert isinstance(model, SSD)
@@ -295,7 +295,9 @@ def test_detections_are_those_of_torchvision(
         assert torch.equal(found.labels[image][valid], best["labels"] - 1)
 
 
-@pytest.mark.parametrize(("name", "image_size"), [(SSD300, (280, 280)), (LITE, (64, 96))])
+@pytest.mark.parametrize(
+    ("name", "image_size"), [pytest.param(SSD300, (280, 280), marks=pytest.mark.slow), (LITE, (64, 96))]
+)
 def test_torchvisions_coco_weights_load_and_predict_the_same(
     name: str, image_size: tuple[int, int], tmp_path: Path
 ) -> None:

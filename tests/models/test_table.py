@@ -14,7 +14,7 @@ from tests import fakes
 from tests.models.samples import make_batch, settings_of
 
 CLASSES, BOXES = 80, 100
-"""As on COCO, whose fullest picture has 93 boxes."""
+"""As on COCO, whose fullest image has 93 boxes."""
 
 
 def image_size_of(name: str) -> tuple[int, int]:
@@ -41,7 +41,7 @@ def trial_of(name: str) -> fakes.Trial:
 
 
 def inference_gflop(name: str) -> float:
-    """Of a picture, from pixels to candidates."""
+    """Of an image, from pixels to candidates."""
     model = build(settings_of(name), CLASSES).eval()
     batch = make_batch((0,), image_size_of(name), CLASSES)
     with torch.inference_mode(), FlopCounterMode(display=False) as counter:

@@ -60,7 +60,7 @@ def test_none_leaves_the_model_as_it_is() -> None:
     settings = settings_of(TINY, weights="none")
     model = build(settings, 3)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert load_weights(model, settings, class_names=("a", "b", "c")) == ["none, every layer starts from random values"]
+    assert load_weights(model, settings, class_names=("a", "b", "c")) == ["none: every layer starts with random values"]
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
@@ -74,7 +74,7 @@ def test_a_classifier_fills_the_backbone(tmp_path: Path, norm: str, wrapped: boo
             nn.init.uniform_(module.running_mean)
     state = classifier.state_dict()
     torch.save({"model": {f"module.{k}": v for k, v in state.items()}} if wrapped else state, path)
-    assert detect_architecture(path) == "ember_mobilenet_v2"  # the first on this body
+    assert detect_architecture(path) == "ember_mobilenet_v2"  # the first on this backbone
     settings = settings_of(MOBILENET, weights=str(path), backbone_norm=norm)
     model = build(settings, 3)
     heads = {name: t.clone() for name, t in model.state_dict().items() if not name.startswith("backbone.body.")}

@@ -78,6 +78,11 @@ def test_weights_are_fetched_once_and_again_when_they_change(
     assert len(list(folder.iterdir())) == 2, "no temporary file stays"
 
 
+@pytest.mark.parametrize(
+    "place",
+    ["s3", pytest.param("gs", marks=pytest.mark.slow), pytest.param("http", marks=pytest.mark.slow)],
+    indirect=True,
+)
 def test_weights_that_a_training_starts_from(
     servers: dict[str, Server], place: tuple[ServedBucket, Proxy], tmp_path: Path, folder: Path
 ) -> None:

@@ -29,7 +29,7 @@ RPN_SAMPLES, ROI_SAMPLES = (256, 128), (96, 24)
 def calibrated(
     name: str, classes: int, image_size: tuple[int, int], *, norm: str = "frozen_bn", seed: int = 0
 ) -> FasterRCNN:
-    """A model whose norms have the statistics of random pictures and whose heads are far from their timid start."""
+    """A model whose norms have the statistics of random images and whose heads are far from their timid start."""
     torch.manual_seed(seed)
     trained = build(settings_of(name, backbone_norm="bn"), classes).train()
     for module in trained.modules():
@@ -44,7 +44,7 @@ def calibrated(
             (trained.roi_heads.box_predictor.bbox_pred, 0.1),
         ):
             layer.weight.normal_(std=std)
-        # Away from the corner of the picture: of proposals that are cut off there, and smaller than a feature cell, the
+        # Away from the corner of the image: of proposals that are cut off there, and smaller than a feature cell, the
         # features are the same, so the order of their scores is nobody's choice.
         trained.rpn.head.bbox_pred.bias.view(-1, 4)[:, :2] = 0.9
     model = build(settings_of(name, backbone_norm=norm), classes)
@@ -139,7 +139,7 @@ def oracle_detections(oracle: Oracle, model: FasterRCNN, batch: Batch) -> list[d
 
 
 def _features(oracle: Oracle, model: FasterRCNN, batch: Batch) -> tuple[ImageList, dict[str, Tensor], list[int]]:
-    """(pictures, features by level, number of anchors of each level)."""
+    """(images, features by level, number of anchors of each level)."""
     pixels = model.normalize(batch.images)
     features = oracle.backbone(pixels)
     each = oracle.rpn.anchor_generator.num_anchors_per_location()[0]
