@@ -15,11 +15,12 @@ from cyclopts import App, Parameter
 
 from stoker.config.settings import Config, from_toml
 from stoker.data.augment.device import MOSAIC_GROUP_SIZE
-from stoker.data.index import Index, open_index
+from stoker.data.index import Index
 from stoker.errors import StokerError
 from stoker.hardware.device import Device, select_device
 from stoker.training.defaults.auto_batch import make_dry_run, pick_fastest, run_trials
 from stoker.training.defaults.derive import derive
+from stoker.training.start import open_dataset
 
 
 def as_json(user_config: Config, index: Index, device: Device) -> dict[str, Any]:
@@ -64,11 +65,8 @@ def program(
     stored = Config() if config_toml is None else from_toml(config_toml)[0].replace(batch_size=None)
     overrides = config.set_fields() if data is None else {**config.set_fields(), "data": data}
     user_config = stored.replace(**overrides)
-    settings = user_config.data
-    index = open_index(
-        settings.data, format=settings.format, val_fraction=settings.val_fraction, classes=settings.classes or ()
-    )
-    print(msgspec.json.encode(as_json(user_config, index, select_device(user_config.run.device))).decode())
+    device = select_device(user_config.run.device)
+    print(msgspec.json.encode(as_json(user_config, open_dataset(user_config.data), device)).decode())
 
 
 if __name__ == "__main__":

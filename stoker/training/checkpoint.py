@@ -14,8 +14,8 @@ import hashlib
 import io
 import re
 import shutil
-import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +108,8 @@ class CheckpointWriter:
     def __init__(self, run: Path, report: Callable[[str, str], None]) -> None:
         self._run = run
         self._report = report
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stoker-checkpoint")
+        self._pending: Future[None] | None = None
         self.saved_step = -1
         """Step of the newest checkpoint that this writer has completed. Valid after `wait`, like `failure`."""
         self.failure: str | None = None
@@ -120,32 +120,19 @@ class CheckpointWriter:
 
     def save(self, snapshot: HostSnapshot) -> None:
         """Writes a checkpoint in the background; waits for the previous write first."""
-        self._start(lambda: self._write_checkpoint(snapshot))
+        self.wait()
+        self._pending = self._pool.submit(self._write_checkpoint, snapshot)
 
     def save_weights(self, snapshot: HostSnapshot, names: list[str]) -> None:
         """Writes only the weights, as `run/name` for each name (best.safetensors, final.safetensors)."""
-        self._start(lambda: self._write_weights(snapshot, names))
+        self.wait()
+        self._pending = self._pool.submit(self._write_weights, snapshot, names)
 
     def wait(self) -> None:
         """Returns when nothing is left to write. Raises the error of the thread, except for a full or failing disk."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-
-    def _start(self, task: Callable[[], None]) -> None:
-        self.wait()
-
-        def run() -> None:
-            try:
-                task()
-            except BaseException as error:  # noqa: BLE001  # carried to the training thread by `wait`
-                self._error = error
-
-        self._thread = threading.Thread(target=run, name="stoker-checkpoint")
-        self._thread.start()
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
 
     def _write_weights(self, snapshot: HostSnapshot, names: list[str]) -> None:
         try:

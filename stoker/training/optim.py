@@ -3,7 +3,7 @@
 Everything that a step decides (is the gradient finite? what is its norm?) stays on the device as a tensor and acts
 there:
 torch's fused optimizers leave parameters, moments and step counts unchanged if `found_inf` is 1. So the host issues the
-same calls whatever the numbers are. The learning rate schedule is a pure function at the end of the file.
+same calls for any numbers. The learning rate schedule is a pure function at the end of the file.
 
 Why not torch's own: `AveragedModel.update_parameters` reads its step count from the device (a host wait), and its decay
 has no warm-up; `GradScaler.unscale_` and `clip_grad_norm_` pass over all gradients once more each, which the fused

@@ -13,7 +13,7 @@ import torch
 
 from stoker import models
 from stoker.config.durations import parse_duration
-from stoker.config.settings import Config, check, from_toml
+from stoker.config.settings import Config, DataSettings, check, from_toml
 from stoker.data.images.cache_policy import open_cache
 from stoker.data.images.pixel_cache import CachedImageSpec
 from stoker.data.index import Index, open_index, require_images
@@ -61,9 +61,8 @@ def resolve_run(user_config: Config, path: Path | None) -> ResolvedRun:
     check(requested)
     check_image_size(requested)
     device = select_device(requested.run.device)
-    data = requested.data
-    index = open_index(data.data, format=data.format, val_fraction=data.val_fraction, classes=data.classes or ())
-    require_images(index, ("train", "val"), max_bad_fraction=data.max_bad_fraction)
+    index = open_dataset(requested.data)
+    require_images(index, ("train", "val"), max_bad_fraction=requested.data.max_bad_fraction)
     for split in ("train", "val"):
         if split not in index.splits:
             raise DataError(
@@ -75,6 +74,11 @@ def resolve_run(user_config: Config, path: Path | None) -> ResolvedRun:
     require_boxes(ground_truth(index, index.image_indices("val")))
     config, reasons = derive(user_config, index, device) if stored is None else stored
     return ResolvedRun(config, reasons, device, index)
+
+
+def open_dataset(data: DataSettings) -> Index:
+    """The index of the data set that the settings name."""
+    return open_index(data.data, format=data.format, val_fraction=data.val_fraction, classes=data.classes or ())
 
 
 def build(resolved: ResolvedRun, folder: RunFolder, log_event: EventLogger) -> TrainSetup:

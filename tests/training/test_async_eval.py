@@ -202,6 +202,7 @@ def test_a_rollback_does_not_count_a_pending_evaluation_twice(data: Path, tmp_pa
     assert ("evaluated", 12) in events
 
 
+@pytest.mark.slow
 def test_an_evaluation_starts_with_the_workers_of_the_last_one(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -236,6 +237,7 @@ def only_steps_12_and_16(detect: Callable[..., Any]) -> Callable[..., Any]:
     return counted
 
 
+@pytest.mark.slow
 def test_a_signal_while_the_final_metrics_are_awaited(undisturbed: Path, data: Path, tmp_path: Path):
     with pytest.MonkeyPatch.context() as patch:
         Gate(patch)
@@ -285,6 +287,7 @@ def test_a_kill_between_an_evaluation_and_its_metrics(undisturbed: Path, data: P
     assert_same(undisturbed, train(settings(data), run_dir=str(tmp_path / "run")).run)
 
 
+@pytest.mark.slow
 def test_with_little_memory_training_waits_for_metrics_and_logs_it(
     undisturbed: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -202,6 +202,7 @@ def test_auto_batch_and_batch_size_exclude_each_other(index: Index):
         derive(from_fields({"auto_batch": True, "batch_size": 8}), index, CPU)
 
 
+@pytest.mark.slow
 def test_auto_batch_on_a_cpu(index: Index, monkeypatch: pytest.MonkeyPatch):
     """Real steps."""
     monkeypatch.setattr(dry_run, "MAX_TRIALS_S", 3.0)
@@ -224,6 +225,7 @@ def test_a_trial_run_moves_no_weight_and_counts_its_memory(index: Index, derived
         torch.testing.assert_close(parameter, old)
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_fits_more_images_on_a_cpu(index: Index, derived: Config):
     kept = []
     for less in (False, True):

@@ -169,6 +169,7 @@ def test_a_stopped_run_continues_on_another_machine(
     assert explain_run(str(address)).attempts == 2
 
 
+@pytest.mark.slow
 def test_a_state_that_does_not_reach_the_bucket_is_not_exit_75(
     data: Path, place: tuple[ServedBucket, Proxy], address: StorageUri, move: Callable[[str], None]
 ):

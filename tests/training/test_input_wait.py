@@ -19,6 +19,7 @@ DELAY_S = 0.3
 """One worker: 1.2 s per batch, long compared with a training step on any machine."""
 
 
+@pytest.mark.slow
 def test_slow_reads_are_attributed_to_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     data = draw(tmp_path / "data")
     read = Index.read
@@ -36,7 +37,7 @@ def test_slow_reads_are_attributed_to_fetch(tmp_path: Path, monkeypatch: pytest.
         assert sum(window.input_wait_stages.values()) == window.phases.get("input_wait", 0)
     summed = compute_totals(result.run)
     assert summed.phases["input_wait"] > 4 * DELAY_S
-    assert summed.input["fetch"] > 0.9 * summed.phases["input_wait"]
+    assert summed.input_wait_stages["fetch"] > 0.9 * summed.phases["input_wait"]
     monkeypatch.setitem(COMMON_THRESHOLDS, "steady_s", Threshold(1.0, "a run of three steps is long enough here"))
     finding = explain_run(result.run).findings[0]
     assert finding.cause == "slow_storage"

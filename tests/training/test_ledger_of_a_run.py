@@ -1,6 +1,7 @@
-"""Where the time of a real run went: known delays are charged to the phase that they were put into, nothing is left.
+"""Where the time of a real run went: known delays are attributed to their phase, and almost nothing is unattributed.
 
-The truth is measured around the delayed call itself, by the same clock, so a busy machine changes both alike.
+The delays are measured around the delayed calls by the same clock, so a busy machine changes both alike. The same with
+an injected clock is in `tests/profiling/test_ledger.py`.
 """
 
 import gzip
@@ -66,6 +67,7 @@ def settings(data: Path) -> Config:
     )
 
 
+@pytest.mark.slow
 def test_known_delays_are_attributed_to_their_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     data = draw(tmp_path / "data")
     spent: dict[str, float] = {}
@@ -76,7 +78,7 @@ def test_known_delays_are_attributed_to_their_phase(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(async_eval, "detect", delayed(spent, "eval", async_eval.detect))
     # the rest of an evaluation, where training waits for it
     monkeypatch.setattr(
-        async_eval.AsyncEvaluator, "take_in", delayed(spent, "eval", async_eval.AsyncEvaluator.collect, by=0.0)
+        async_eval.AsyncEvaluator, "collect", delayed(spent, "eval", async_eval.AsyncEvaluator.collect, by=0.0)
     )
     monkeypatch.setattr(checkpoint, "snapshot", delayed(spent, "checkpoint", checkpoint.snapshot))
     monkeypatch.setattr(

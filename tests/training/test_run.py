@@ -74,6 +74,7 @@ def test_the_run_folder_is_complete(run: Path):
     assert sum(window.window_steps for window in read_lines(run, STEPS, StepWindow)) == 12
 
 
+@pytest.mark.slow
 def test_a_training_warning_is_logged_once_after_an_evaluation(data: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(RetinaNet, "training_warning", lambda _: "a sentence")
     run = train(settings(data, max_duration="6", eval_every="2"), run_dir=str(tmp_path / "run")).run
@@ -103,6 +104,7 @@ def test_the_saved_model_can_be_loaded_alone(run: Path):
     assert torch.isfinite(raw.logits).all()
 
 
+@pytest.mark.slow
 def test_accumulation_equals_one_big_batch(data: Path, tmp_path: Path):
     """RetinaNet's loss is normalized per image; with frozen norms nothing else depends on the micro-batch."""
     model = {"model": "retinanet_mobilenet_v2_fpn", "weights": "none", "backbone_norm": "frozen_bn", "optimizer": "sgd",
@@ -146,6 +148,7 @@ def test_a_learning_rate_that_diverges_ends_with_the_names_of_images(data: Path,
     assert (events[-1].kind, events[-1].data["exit_code"]) == ("failed", 6)
 
 
+@pytest.mark.slow
 def test_one_broken_image_is_excluded_and_named_and_more_end_the_run(tmp_path: Path):
     data = draw(tmp_path / "data")
     victim = data / "train" / "train-3.jpg"
@@ -182,6 +185,7 @@ def test_data_that_changed_since_the_start_is_refused(tmp_path: Path, monkeypatc
     assert "22 images" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_peak_memory_is_reset_after_the_batch_trials(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """`--auto-batch` tries larger batches than the one it takes."""
     called: list[str] = []
@@ -372,6 +376,7 @@ def test_patience_counts_from_the_first_ap_above_zero(data: Path, tmp_path: Path
     assert json.loads((result.run / "evaluation.json").read_text())["step"] == 6
 
 
+@pytest.mark.slow
 def test_patience_is_restored_from_a_checkpoint(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     patch_ap(monkeypatch, 0.2)
     asked = settings(

@@ -439,6 +439,7 @@ def trained(data: Path, run: Path, patch: pytest.MonkeyPatch, **changes: object)
 
 
 @pytest.mark.parametrize(("rate", "kinds"), [(RATE, set()), pytest.param(1e-8, {"lr_too_low"}, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_alerts_of_real_trainings(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rate: float, kinds: set[str]
 ):
