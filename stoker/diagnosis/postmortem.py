@@ -58,11 +58,11 @@ def explain(termination: Termination) -> list[Finding]:
         verdict = _explain_output(termination, matches, nan_losses)
     findings = [verdict] if verdict is not None else []
     if nan_losses and all(finding.cause != "diverged" for finding in findings):
-        findings.append(_make_finding("diverged", [_quote(line) for line in nan_losses[:_MAX_QUOTED_LINES]]))
+        findings.append(_make_finding("diverged", _quote_lines(nan_losses)))
     if not termination.gpu_used:
         cpu_lines = [match.line for match in matches if match.failure.id == "trained_on_cpu"]
         if cpu_lines:
-            findings.append(_make_finding("trained_on_cpu", [_quote(line) for line in cpu_lines[:_MAX_QUOTED_LINES]]))
+            findings.append(_make_finding("trained_on_cpu", _quote_lines(cpu_lines)))
     if termination.exit_code != 0:
         findings += _other_findings(termination, matches, {finding.cause for finding in findings})
     return findings
@@ -78,28 +78,21 @@ def _explain_signal(termination: Termination, matches: list[_Match]) -> Finding 
         if (pid := _killed_pid(line.text)) is not None and pid in termination.pids
     ]
     if oom_lines:
-        return _make_finding("oom_killed", [_quote(line) for line in oom_lines[:_MAX_QUOTED_LINES]] + end_evidence)
+        return _make_finding("oom_killed", _quote_lines(oom_lines) + end_evidence)
     if signal_number == _SIGKILL and termination.oom_kills:
         text = f"the kernel killed {termination.oom_kills} processes of the job's cgroup for memory"
-        evidence = [
-            make_evidence(text, float(termination.oom_kills), "memory.events: oom_kill"),
-            *end_evidence,
-        ]
-        return _make_finding("oom_killed", evidence)
+        kills_evidence = make_evidence(text, termination.oom_kills, "memory.events: oom_kill")
+        return _make_finding("oom_killed", [kills_evidence, *end_evidence])
     ended_silently = signal_number == _SIGKILL or (termination.exit_code is None and not termination.output)
     if ended_silently and termination.oom_kills is None and (memory_evidence := _memory_full_evidence(termination)):
         unproved = make_evidence("not proved: the kernel's kills were not counted (memory.events: oom_kill)")
         return _make_finding("oom_killed", [*memory_evidence, *end_evidence, unproved], severity="warning")
     was_stopped = signal_number in (_SIGKILL, _SIGTERM, _SIGINT)
     silent_s = termination.hang.duration_s if termination.hang is not None else None
-    if (
-        termination.empty_inputs
-        and was_stopped
-        and (signal_number == _SIGKILL if silent_s is None else silent_s >= MIN_SILENT_S)
-    ):
-        return _make_finding(
-            "empty_shard", [*_empty_input_evidence(termination), *_hang_evidence(termination), *end_evidence]
-        )
+    was_silent = signal_number == _SIGKILL if silent_s is None else silent_s >= MIN_SILENT_S
+    if termination.empty_inputs and was_stopped and was_silent:
+        evidence = [*_empty_input_evidence(termination), *_hang_evidence(termination), *end_evidence]
+        return _make_finding("empty_shard", evidence)
     if was_stopped and _was_hanging(termination):
         return _make_finding("hang", [*_hang_evidence(termination), *end_evidence])
     if signal_number == _SIGKILL:
@@ -135,10 +128,8 @@ def _memory_full_evidence(termination: Termination) -> list[Evidence]:
 def _explain_output(termination: Termination, matches: list[_Match], nan_losses: list[LogLine]) -> Finding:
     """The finding from the last lines: those after the last traceback, then the tracebacks from the last one on, then
     all lines. An error that only reports the end of another process does not decide."""
-    end_evidence, fatal_matches = (
-        _end_evidence(termination),
-        [match for match in matches if not match.log_pattern.harmless],
-    )
+    end_evidence = _end_evidence(termination)
+    fatal_matches = [match for match in matches if not match.log_pattern.harmless]
     lines, end = termination.output, len(termination.output)
     for start, last in reversed(find_tracebacks(lines)):
         for begin, stop in ((last + 1, end), (start, last + 1)):
@@ -155,7 +146,7 @@ def _explain_output(termination: Termination, matches: list[_Match], nan_losses:
     if fatal_matches:
         return _finding_from_matches(termination, fatal_matches, matches)
     if nan_losses:
-        return _make_finding("diverged", [_quote(line) for line in nan_losses[:_MAX_QUOTED_LINES]] + end_evidence)
+        return _make_finding("diverged", _quote_lines(nan_losses) + end_evidence)
     if termination.signal is not None:
         return _make_finding("crashed", end_evidence + _unknown_evidence(termination, matches))
     nonempty_lines = [line for line in lines if line.text.strip()]
@@ -174,7 +165,7 @@ def _finding_from_matches(termination: Termination, failure_matches: list[_Match
     failure = min((match.failure for match in failure_matches), key=lambda failure: failure_ids.index(failure.id))
     newest_lines = [match.line for match in reversed(failure_matches) if match.failure is failure]
     lines = list(dict.fromkeys([*newest_lines, *(match.line for match in matches if match.failure is failure)]))
-    evidence = [_quote(line) for line in lines[:_MAX_QUOTED_LINES]]
+    evidence = _quote_lines(lines)
     if failure.id == "collective_timeout":
         evidence += _rank_evidence(lines)
     return _make_finding(failure.id, evidence + _end_evidence(termination))
@@ -210,21 +201,19 @@ def _other_findings(termination: Termination, matches: list[_Match], reported_id
         if lines and failure.id not in reported_ids:
             note = make_evidence("in the output; not what ended it, as far as its end shows")
             findings.append(
-                _make_finding(
-                    failure.id, [*(_quote(line) for line in lines[-_MAX_QUOTED_LINES:]), note], severity="info"
-                )
+                _make_finding(failure.id, [*_quote_lines(lines[-_MAX_QUOTED_LINES:]), note], severity="info")
             )
     fault_lines = [line for line in termination.kernel_log if _xid_pid(line.text) is not None]
     if fault_lines and "gpu_fault" not in reported_ids:
         names_this_job = any(_xid_pid(line.text) in termination.pids for line in fault_lines)
-        evidence = [_quote(line) for line in fault_lines[-_MAX_QUOTED_LINES:]]
+        evidence = _quote_lines(fault_lines[-_MAX_QUOTED_LINES:])
         if not names_this_job:
             evidence.append(make_evidence("not known: whether this job caused it; the lines name no process of it"))
         findings.insert(0, _make_finding("gpu_fault", evidence, severity="critical" if names_this_job else "warning"))
     elif "gpu_fault" not in reported_ids:
         xid_lines = [line for line in termination.xids if not _SECONDARY_XIDS.search(line.text)]
         if xid_lines:
-            findings.insert(0, _make_finding("gpu_fault", [_quote(line) for line in xid_lines[-_MAX_QUOTED_LINES:]]))
+            findings.insert(0, _make_finding("gpu_fault", _quote_lines(xid_lines[-_MAX_QUOTED_LINES:])))
     return findings
 
 
@@ -363,6 +352,11 @@ def _quote(line: LogLine, prefix: str = "") -> Evidence:
     text = line.text.strip()
     text = text if len(text) <= _MAX_QUOTED_CHARS else text[:_MAX_QUOTED_CHARS] + " …"
     return make_evidence(prefix + text, source=line.source)
+
+
+def _quote_lines(lines: list[LogLine]) -> list[Evidence]:
+    """The first few of them."""
+    return [_quote(line) for line in lines[:_MAX_QUOTED_LINES]]
 
 
 def _make_finding(failure_id: str, evidence: list[Evidence], *, severity: str | None = None) -> Finding:
