@@ -14,6 +14,7 @@ import pytest
 
 from stoker.diagnosis import postmortem
 from stoker.diagnosis.engine import diagnose
+from stoker.diagnosis.termination import read_termination
 from stoker.runs.records import EVENTS, OUTPUT, STEPS, read_lines
 from stoker.runs.schemas import Event, Finding, StepWindow
 
@@ -183,7 +184,7 @@ def test_a_job_that_stood_still(watched: Watched, monkeypatch: pytest.MonkeyPatc
     watched.kill(signal.SIGKILL)
     watched.end()
     assert first(watched.folder).cause == "killed", "too short to say so"
-    monkeypatch.setattr(postmortem, "HANG_S", 2.0)
+    monkeypatch.setattr(postmortem, "MIN_HANG_S", 2.0)
     assert first(watched.folder).cause == "hang"
 
 
@@ -197,6 +198,6 @@ def test_a_job_that_spins_on_an_empty_file(tmp_path: Path) -> None:
     time.sleep(10)  # several looks at its files
     os.kill(job_below(watcher.pid), signal.SIGKILL)
     watcher.wait()
-    ended = postmortem.read_termination(tmp_path / "run")
+    ended = read_termination(tmp_path / "run")
     assert ended is not None
     assert ended.empty_inputs == (str(tmp_path / "train-00003.tfrecord"),)
