@@ -10,7 +10,7 @@ import msgspec
 
 from stoker.report import format as fmt
 from stoker.report.environment import comparable, read_environment
-from stoker.report.explain import RunExplanation, explain_run, open_records
+from stoker.report.explain import RunExplanation, exact_cost, explain_run, open_records
 from stoker.report.run_report import read_settings_rows
 from stoker.runs import records
 from stoker.runs.schemas import Event
@@ -76,11 +76,10 @@ def compare(before: str | Path, after: str | Path, price_per_device_hour: float 
     environment = _changes(*(comparable(read_environment(folder)) for folder in folders))
     causes = [[finding.cause for finding in explanation.findings] for explanation in (first, second)]
     aps = _last_ap(folders[0]), _last_ap(folders[1])
-    return Comparison(
+    comparison = Comparison(
         before=first.run,
         after=second.run,
-        statement=_statement(first, second, unit, totals_s, phases, settings, environment, causes, aps)
-        + _missing_settings_note(*both),
+        statement=[],
         unit=unit,
         total_s=totals_s,
         phases=phases,
@@ -91,16 +90,15 @@ def compare(before: str | Path, after: str | Path, price_per_device_hour: float 
         removed_causes=[cause for cause in causes[0] if cause not in causes[1]],
         added_causes=[cause for cause in causes[1] if cause not in causes[0]],
         states=(first.state, second.state),
-        costs=(_total_cost(first), _total_cost(second)),
+        costs=(
+            exact_cost(first.device_s, first.price_per_device_hour),
+            exact_cost(second.device_s, second.price_per_device_hour),
+        ),
     )
-
-
-def _total_cost(explanation: RunExplanation) -> float | None:
-    return (
-        explanation.device_s * explanation.price_per_device_hour / 3600
-        if explanation.price_per_device_hour > 0
-        else None
-    )
+    statement = _statement(comparison, first, second)
+    if bool(both[0]) != bool(both[1]):
+        statement.append(f"The {'second' if both[0] else 'first'} has no settings; they are not compared.")
+    return msgspec.structs.replace(comparison, statement=statement)
 
 
 def _times(
@@ -168,20 +166,11 @@ def _last_ap(folder: Path) -> float | None:
     return last
 
 
-def _statement(
-    first: RunExplanation,
-    second: RunExplanation,
-    unit: str,
-    totals_s: tuple[float | None, float | None],
-    phases: list[PhaseChange],
-    settings: list[Change],
-    environment: list[Change],
-    causes: list[list[str]],
-    aps: tuple[float | None, float | None],
-) -> list[str]:
+def _statement(comparison: Comparison, first: RunExplanation, second: RunExplanation) -> list[str]:
     """Sentences about the differences. Time comes first, unless it is equal."""
     sentences, unchanged = [], []
-    before_s, after_s = totals_s
+    unit, phases = comparison.unit, comparison.phases
+    before_s, after_s = comparison.total_s
     if before_s and after_s:
         if abs(after_s - before_s) > SAME_TOLERANCE * before_s:
             change = after_s / before_s
@@ -198,27 +187,18 @@ def _statement(
             sentences.append(f"The largest difference is {largest.phase}: {change_text}.")
     elif before_s or after_s:
         sentences.append(f"Only the {'first' if before_s else 'second'} did a step; times cannot be compared.")
-    if aps[0] != aps[1]:
-        sentences.append(f"AP {fmt.metric(aps[0])} → {fmt.metric(aps[1])}.")
+    ap_before, ap_after = comparison.ap
+    if ap_before != ap_after:
+        sentences.append(f"AP {fmt.metric(ap_before)} → {fmt.metric(ap_after)}.")
     if first.state != second.state:
         sentences.append(f"The first is {first.state}, the second {second.state}.")
-    if causes[0] != causes[1]:
-        removed, added = (sorted(set(a) - set(b)) for a, b in (causes, reversed(causes)))
-        finding_changes = [
-            f"{label} findings: {', '.join(names)}." for label, names in (("Removed", removed), ("New", added)) if names
-        ]
-        sentences += finding_changes or ["The findings are the same, in a different order."]
-    for label, changes in (("Settings", settings), ("Machine and versions", environment)):
+    for label, causes in (("Removed", comparison.removed_causes), ("New", comparison.added_causes)):
+        if causes:
+            sentences.append(f"{label} findings: {', '.join(sorted(set(causes)))}.")
+    for label, changes in (("Settings", comparison.settings), ("Machine and versions", comparison.environment)):
         if changes:
             sentences.append(f"{label}: {fmt.plural(len(changes), 'value')} changed: {_names(changes)}.")
     return [*sentences, *unchanged] or ["The records do not differ."]
-
-
-def _missing_settings_note(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
-    """A sentence if only one of the runs has settings."""
-    if bool(first) == bool(second):
-        return []
-    return [f"The {'second' if first else 'first'} has no settings; they are not compared."]
 
 
 def _names(changes: list[Change]) -> str:

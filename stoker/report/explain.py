@@ -128,7 +128,7 @@ class RunExplanation(msgspec.Struct, frozen=True, kw_only=True):
     def _idle_row(self, idle: DeviceIdleEstimate) -> PhaseTime:
         windows, steps = fmt.plural(idle.windows, "profiler window"), fmt.plural(idle.steps, "step")
         meaning = f"idle inside steps, estimated from {windows}, {steps}; not added to any sum"
-        cost = _exact_cost(idle.device_s, self.price_per_device_hour)
+        cost = exact_cost(idle.device_s, self.price_per_device_hour)
         return PhaseTime(phase="compute", device_s=idle.device_s, fraction=idle.fraction, cost=cost, meaning=meaning)
 
     def cost(self, device_s: float | None) -> tuple[float, float] | None:
@@ -239,7 +239,7 @@ def _phases(totals: Totals, price_per_device_hour: float) -> list[PhaseTime]:
             phase=name,
             device_s=seconds,
             fraction=seconds / totals.device_s,
-            cost=_exact_cost(seconds, price_per_device_hour),
+            cost=exact_cost(seconds, price_per_device_hour),
             meaning=meaning,
             stages=stages,
         )
@@ -263,7 +263,8 @@ def _phases(totals: Totals, price_per_device_hour: float) -> list[PhaseTime]:
     )
 
 
-def _exact_cost(device_s: float, price_per_device_hour: float) -> float | None:
+def exact_cost(device_s: float, price_per_device_hour: float) -> float | None:
+    """Cost of a time; None without a price."""
     return device_s * price_per_device_hour / 3600 if price_per_device_hour > 0 else None
 
 

@@ -63,9 +63,9 @@ class SizingAdvice(msgspec.Struct, frozen=True, kw_only=True):
 class ResourceUsage:
     """What a run used of its machine. None: not measured. Means are over the time from the first step to the last.
 
-    phase_fractions: of all device time; fetch_fraction: fraction of `input_wait` spent reading bytes; sm_active,
-    gpu_utilization: of the GPUs that train; gpu_memory_fraction: maximum; used_cores: CPU-seconds per second;
-    checkpoint_interval_s: mean; startup_s: time of an attempt until its first step.
+    phase_fractions: of all device time; fetch_fraction: fraction of `input_wait` spent reading bytes; sm_active: of the
+    GPUs that train; gpu_memory_fraction: maximum; used_cores: CPU-seconds per second; checkpoint_interval_s: mean;
+    startup_s: time of an attempt until its first step.
     """
 
     devices: int
@@ -76,7 +76,6 @@ class ResourceUsage:
     cached: bool = False
     gpu_name: str = ""
     sm_active: float | None = None
-    gpu_utilization: float | None = None
     gpu_memory_fraction: float | None = None
     mig: bool | None = None
     cores: float | None = None
@@ -110,7 +109,7 @@ def read_resource_usage(
     for window in read_lines(run, STEPS, StepWindow):
         if window.window_steps:
             first_t, last_t = min(first_t, window.t - window.wall_s), max(last_t, window.t)
-    sm_active, gpu_utilization, used_cores, cores = _Mean(), _Mean(), _Mean(), _Mean()
+    sm_active, used_cores, cores = _Mean(), _Mean(), _Mean()
     gpu_memory_fraction: float | None = None
     mig: bool | None = None
     for sample in read_lines(run, DEVICES, DeviceSample):
@@ -123,35 +122,26 @@ def read_resource_usage(
         if len(sample.gpus) == totals.devices:  # otherwise some of them do not train
             for gpu in sample.gpus:
                 sm_active.add(gpu.sm_active)
-                gpu_utilization.add(gpu.utilization)
         used_cores.add(sample.process_cpu)
         cores.add(sample.cpu_limit_cores)
-    recorded_cores = environment.get("cores")
-    waited_s = totals.phases.get("input_wait", 0.0)
+    host_cores = environment.get("cores")
+    recorded_cores = float(host_cores) if isinstance(host_cores, int | float) else None
+    waited_s, stages = totals.phases.get("input_wait", 0.0), totals.input_wait_stages
     startup_s = totals.phases.get("startup", 0.0) + totals.phases.get("compile", 0.0)
     num_attempts = max(1, totals.attempts)
     total_s = totals.device_s
     return ResourceUsage(
         devices=totals.devices,
-        phase_fractions={name: duration_s / total_s for name, duration_s in totals.phases.items()}
-        if total_s > 0
-        else {},
+        phase_fractions={name: duration_s / total_s for name, duration_s in totals.phases.items() if total_s > 0},
         wall_s=totals.wall_s,
-        fetch_fraction=totals.input_wait_stages.get("fetch", 0.0) / waited_s
-        if totals.input_wait_stages and waited_s > 0
-        else None,
+        fetch_fraction=stages.get("fetch", 0.0) / waited_s if stages and waited_s > 0 else None,
         from_bucket=from_bucket,
         cached=cached,
         gpu_name=next(iter(gpu_names(environment)), ""),
         sm_active=sm_active.value,
-        gpu_utilization=gpu_utilization.value,
         gpu_memory_fraction=gpu_memory_fraction,
         mig=mig,
-        cores=cores.value
-        if cores.value is not None
-        else float(recorded_cores)
-        if isinstance(recorded_cores, int | float)
-        else None,
+        cores=recorded_cores if cores.value is None else cores.value,
         used_cores=used_cores.value,
         attempts=totals.attempts,
         checkpoint_interval_s=_checkpoint_interval_s(run, totals),
