@@ -1,7 +1,7 @@
-"""How long the index of a COCO-size data set takes to build and to reopen, and how much memory, beside pycocotools.
+"""Time and memory to build and to reopen the index of a COCO-size data set, compared with pycocotools.
 
-Generates a JSON file like instances_train2017.json (118,287 pictures, 860,001 boxes with polygons, 400 MB) and as many
-empty picture files. Every measurement is a fresh process, the two tools in turn; the clock starts after the imports.
+Generates a JSON file like instances_train2017.json (118,287 images, 860,001 boxes with polygons, 400 MB) and as many
+empty image files. Every measurement is a fresh process, the two tools in turn; the clock starts after the imports.
 Peak memory is the process's largest resident set, which for the index includes the mapped JSON file.
 """
 
@@ -17,20 +17,20 @@ from typing import Any
 from processes import run_child, serve_child
 from report import Bar, Report, options, publish, spread
 
-PICTURES, BOXES = 118_287, 860_001
+NUM_IMAGES, NUM_BOXES = 118_287, 860_001
 POLYGON_CORNERS = 18
 """Makes the file 400 MB."""
 REOPENINGS = 20
 
 
-def generate(folder: Path, pictures: int, boxes: int) -> None:
+def generate(folder: Path, images: int, boxes: int) -> None:
     """Writes annotations/instances_train2017.json and train2017/ with empty files."""
-    draw = random.Random(2017)
+    rng = random.Random(2017)
     (folder / "annotations").mkdir()
     (folder / "train2017").mkdir()
     with (folder / "annotations" / "instances_train2017.json").open("w") as file:
         file.write('{"info": {"year": 2017}, "licenses": [], "images": [')
-        for i in range(pictures):
+        for i in range(images):
             name = f"{i * 4 + 9:012d}.jpg"
             (folder / "train2017" / name).touch()
             file.write(
@@ -41,14 +41,14 @@ def generate(folder: Path, pictures: int, boxes: int) -> None:
             )
         file.write('], "annotations": [')
         for k in range(boxes):
-            x, y = draw.random() * 400, draw.random() * 300
-            width, height = 1 + draw.random() * 239, 1 + draw.random() * 179
-            polygon = ", ".join(f"{draw.random() * 600:.2f}" for _ in range(2 * POLYGON_CORNERS))
+            x, y = rng.random() * 400, rng.random() * 300
+            width, height = 1 + rng.random() * 239, 1 + rng.random() * 179
+            polygon = ", ".join(f"{rng.random() * 600:.2f}" for _ in range(2 * POLYGON_CORNERS))
             file.write(
                 f'{", " if k else ""}{{"segmentation": [[{polygon}]], "area": {width * height * 0.6:.4f}, '
-                f'"iscrowd": 0, "image_id": {draw.randrange(pictures) * 4 + 9}, '
+                f'"iscrowd": 0, "image_id": {rng.randrange(images) * 4 + 9}, '
                 f'"bbox": [{x:.2f}, {y:.2f}, {width:.2f}, {height:.2f}], '
-                f'"category_id": {draw.randrange(1, 81)}, "id": {k + 1}}}'
+                f'"category_id": {rng.randrange(1, 81)}, "id": {k + 1}}}'
             )
         names = ", ".join(f'{{"supercategory": "thing", "id": {i}, "name": "class {i}"}}' for i in range(1, 81))
         file.write(f'], "categories": [{names}]}}')
@@ -73,7 +73,7 @@ def measure_build(folder: Path) -> dict[str, Any]:
     base, start = peak_mb(), time.perf_counter()
     index = open_index(folder)
     seconds = time.perf_counter() - start
-    return {"s": seconds, "peak_mb": peak_mb(), "base_mb": base, "pictures": len(index), "boxes": len(index.boxes)}
+    return {"s": seconds, "peak_mb": peak_mb(), "base_mb": base, "images": len(index), "boxes": len(index.boxes)}
 
 
 def measure_reopen(folder: Path) -> dict[str, Any]:
@@ -92,22 +92,22 @@ def measure_reopen(folder: Path) -> dict[str, Any]:
 
 
 def run(quick: bool) -> Report:
-    pictures, boxes, n = (PICTURES // 10, BOXES // 10, 3) if quick else (PICTURES, BOXES, 5)
+    images, boxes, n = (NUM_IMAGES // 10, NUM_BOXES // 10, 3) if quick else (NUM_IMAGES, NUM_BOXES, 5)
     runs: dict[str, list[dict[str, Any]]] = {"build": [], "pycocotools": [], "reopen": []}
     with tempfile.TemporaryDirectory(prefix="stoker-bench-") as temporary:
         folder = Path(temporary) / "coco"
         folder.mkdir()
-        run_child("generate", folder, folder, pictures, boxes)
+        run_child("generate", folder, folder, images, boxes)
         size_mb = (folder / "annotations" / "instances_train2017.json").stat().st_size / 1e6
         for number in range(n):
             cache = Path(temporary) / f"cache-{number}"
             for what, results in runs.items():
                 results.append(run_child(what, folder, cache))
     built = runs["build"][0]
-    if (built["pictures"], built["boxes"]) != (pictures, boxes) or runs["reopen"][0]["check"]["missing"]:
-        raise RuntimeError(f"the index is not what was generated: {built}, {runs['reopen'][0]['check']}")
+    if (built["images"], built["boxes"]) != (images, boxes) or runs["reopen"][0]["check"]["missing"]:
+        raise RuntimeError(f"the index differs from the generated data: {built}, {runs['reopen'][0]['check']}")
     report = Report(
-        f"Index of a COCO-size data set: {pictures:,} pictures, {boxes:,} boxes, {size_mb:.0f} MB of JSON",
+        f"Index of a COCO-size data set: {images:,} images, {boxes:,} boxes, {size_mb:.0f} MB of JSON",
         n,
         ("stoker", "pycocotools", "msgspec", "numpy", "pyarrow"),
     )
@@ -119,16 +119,16 @@ def run(quick: bool) -> Report:
         row("stoker open_index, built", runs["build"]),
         row("stoker open_index, reopened", first),
         row(f"stoker open_index, median of {REOPENINGS - 1} more", again),
-        row("stoker missing_pictures", checks),
+        row("stoker missing_images", checks),
     ]
-    theirs, ours, reopened = (
+    peer_s, build_s, reopen_s = (
         statistics.median(r["s"] for r in rs) for rs in (runs["pycocotools"], runs["build"], first)
     )
-    their_mb, our_mb = (statistics.median(r["peak_mb"] for r in runs[what]) for what in ("pycocotools", "build"))
+    peer_mb, build_mb = (statistics.median(r["peak_mb"] for r in runs[what]) for what in ("pycocotools", "build"))
     report.bars = [
-        Bar.at_most("time to build / pycocotools' time", ours / theirs, 1 / 5),
-        Bar.at_most("peak memory of building / pycocotools' peak", our_mb / their_mb, 1 / 2),
-        Bar.at_most("seconds to reopen, imports done", reopened, 0.050),
+        Bar.at_most("time to build / pycocotools' time", build_s / peer_s, 1 / 5),
+        Bar.at_most("peak memory of building / pycocotools' peak", build_mb / peer_mb, 1 / 2),
+        Bar.at_most("seconds to reopen, after the imports", reopen_s, 0.050),
     ]
     return report
 
@@ -146,5 +146,7 @@ def row(what: str, results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    serve_child({"generate": generate, "build": measure_build, "pycocotools": measure_pycocotools, "reopen": measure_reopen})
+    serve_child(
+        {"generate": generate, "build": measure_build, "pycocotools": measure_pycocotools, "reopen": measure_reopen}
+    )
     publish(lambda arguments: run(arguments.quick), options(__doc__))

@@ -1,10 +1,10 @@
-"""Fetching objects of 110 KB from a bucket, without decoding: how much of a link is used, at what cost, and the tail.
+"""Reads of objects of 110 KB from a bucket, without decoding: bandwidth used, CPU cost, tail latency.
 
-The server (`storage_server.py`) and each run of a client (`storage_child.py`) are processes of their own; the rows
-without a link show that the server gives many times what the link does. Bars: the share of a link of 50 MB/s with 20 ms
-of latency, at the depth that the fetcher finds by itself; CPU an object on that link, where each answer comes alone and
-wakes its reader, which costs more than at full speed; p99 where 2 % of the requests take 500 ms, without second
-requests over with. Beside it, with 32 under way: plain obstore, and s3fs where the peers are installed (`peers.py`).
+The server (`storage_server.py`) and each run of a client (`storage_child.py`) are separate processes. The rows without
+a link show that the server is many times faster than the link. Bars: the fraction of a link of 50 MB/s with 20 ms of
+latency, at the concurrency that the fetcher finds; CPU per object on that link, where each response arrives alone and
+wakes its reader, which costs more than at full speed; p99 when 2 % of the requests take 500 ms, without and with
+hedging. Compared with plain obstore, and with s3fs if the peers are installed (`peers.py`), both at concurrency 32.
 """
 
 import argparse
@@ -27,19 +27,19 @@ FOLDER = Path(__file__).resolve().parent
 SERVERS = {
     "link": ("--latency-ms", str(LATENCY_MS), "--mb-per-s", str(LINK_MB_PER_S)),
     "free": (),
-    "reduced_tail": ("--latency-ms", str(LATENCY_MS), "--slow-share", "0.02", "--slow-ms", "500"),
+    "tail": ("--latency-ms", str(LATENCY_MS), "--slow-fraction", "0.02", "--slow-ms", "500"),
 }
 CASES = {
     "stoker, 50 MB/s and 20 ms": ("stoker", "link", 1000, ()),
     "s3fs, 50 MB/s and 20 ms": ("s3fs", "link", 300, ()),
     "obstore, 50 MB/s and 20 ms": ("obstore", "link", 1000, ()),
-    "stoker, no link": ("stoker", "free", 2000, ("--depth", "32")),
-    "obstore, no link": ("obstore", "free", 2000, ("--depth", "32")),
-    "s3fs, no link": ("s3fs", "free", 300, ("--depth", "32")),
-    "stoker, slow tail, hedged": ("stoker", "tail", 500, ("--depth", "32")),
-    "stoker, slow tail, not hedged": ("stoker", "tail", 500, ("--depth", "32", "--no-hedge")),
+    "stoker, no link": ("stoker", "free", 2000, ("--concurrency", "32")),
+    "obstore, no link": ("obstore", "free", 2000, ("--concurrency", "32")),
+    "s3fs, no link": ("s3fs", "free", 300, ("--concurrency", "32")),
+    "stoker, slow tail, hedged": ("stoker", "tail", 500, ("--concurrency", "32")),
+    "stoker, slow tail, not hedged": ("stoker", "tail", 500, ("--concurrency", "32", "--no-hedge")),
 }
-"""What: (who, which server, how many objects, how)."""
+"""Row: (client, server, number of objects, options)."""
 
 
 @contextlib.contextmanager
@@ -66,7 +66,7 @@ def one_run(python: str, who: str, port: int, count: int, how: tuple[str, ...]) 
 
 def run(arguments: argparse.Namespace) -> Report:
     n = 2 if arguments.quick else 5
-    share = 2 if arguments.quick else 1
+    divisor = 2 if arguments.quick else 1
     absent = peers.missing("s3fs")
     pythons = {
         "stoker": sys.executable,
@@ -79,31 +79,31 @@ def run(arguments: argparse.Namespace) -> Report:
         for _ in range(n):
             for what, (who, where, count, how) in CASES.items():
                 if python := pythons[who]:
-                    results[what].append(one_run(python, who, ports[where], count // share, how))
+                    results[what].append(one_run(python, who, ports[where], count // divisor, how))
     report = Report(
-        f"fetching objects of 110 KB; s3fs: {absent or peers.versions('s3fs')['s3fs']}", n, packages=["obstore"]
+        f"reads of objects of 110 KB; s3fs: {absent or peers.versions('s3fs')['s3fs']}", n, packages=["obstore"]
     )
-    report.rows = [{"what": what, **medians(runs)} for what, runs in results.items()]
+    report.rows = [{"what": what, **(medians(runs) or {"n/a": absent})} for what, runs in results.items()]
     rows = {row["what"]: row for row in report.rows}
     on_link, plain = rows["stoker, 50 MB/s and 20 ms"], rows["obstore, 50 MB/s and 20 ms"]
     tails = [rows[f"stoker, slow tail, {how}"]["p99 ms"] for how in ("not hedged", "hedged")]
     report.bars = [
-        Bar.at_least("share of the link", on_link["MB/s"] / LINK_MB_PER_S, 0.9),
-        Bar.at_most("CPU ms an object, no link", rows["stoker, no link"]["CPU ms"], 0.2),
-        Bar.at_most("CPU ms an object, on the link", on_link["CPU ms"], 0.2),
-        Bar.at_most("CPU over plain obstore, on the link", on_link["CPU ms"] / plain["CPU ms"], 1.25),
-        Bar.at_least("p99 without second requests over with", tails[0] / tails[1], 2.0),
+        Bar.at_least("fraction of the link", on_link["MB/s"] / LINK_MB_PER_S, 0.9),
+        Bar.at_most("CPU ms per object, no link", rows["stoker, no link"]["CPU ms"], 0.2),
+        Bar.at_most("CPU ms per object, on the link", on_link["CPU ms"], 0.2),
+        Bar.at_most("CPU / CPU of plain obstore, on the link", on_link["CPU ms"] / plain["CPU ms"], 1.25),
+        Bar.at_least("p99 without hedging / p99 with", tails[0] / tails[1], 2.0),
         Bar.at_most("extra requests", rows["stoker, slow tail, hedged"]["extra"], 0.05),
-        Bar.at_least("server over the link", rows["stoker, no link"]["MB/s"] / LINK_MB_PER_S, 2.0),
+        Bar.at_least("server throughput / link throughput", rows["stoker, no link"]["MB/s"] / LINK_MB_PER_S, 2.0),
     ]
     if results["s3fs, 50 MB/s and 20 ms"]:
         cost = rows["s3fs, 50 MB/s and 20 ms"]["CPU ms"] / on_link["CPU ms"]
-        report.bars.append(Bar.at_least("CPU of s3fs over ours, on the link", cost, 4.0))
+        report.bars.append(Bar.at_least("CPU of s3fs / CPU of stoker, on the link", cost, 4.0))
     return report
 
 
 def medians(runs: list[dict[str, float]]) -> dict[str, Any]:
-    """Of each number; nothing where there were no runs."""
+    """The median of each number; empty without runs."""
     if not runs:
         return {}
     return {name: statistics.median(one[name] for one in runs) for name in runs[0]} | {

@@ -1,11 +1,11 @@
-"""One run of `storage.py`, in a process of its own: fetches objects from its server and prints what that took, as JSON.
+"""One run of `storage.py` in a separate process: reads objects from its server and prints the measurements as JSON.
 
-    python storage_child.py {stoker,obstore,s3fs} PORT COUNT SIZE_BYTES [--depth N] [--no-hedge]
+    python storage_child.py {stoker,obstore,s3fs} PORT COUNT SIZE_BYTES [--concurrency N] [--no-hedge]
 
-stoker: through `Fetcher`, by a consumer that takes batches of 16 and always waits, as a loader does; without --depth at
-the depth that the fetcher finds. obstore: as its documentation shows it, the least that reading from Python can cost.
-s3fs: by a Python that has it. Both with N requests under way. CPU is that of all threads of the process, user and
-system, from the first request to the last byte.
+stoker: through `Fetcher`, by a consumer that takes batches of 16 and always waits, as a loader does; without
+--concurrency at the value that the fetcher finds. obstore: as in its documentation, the minimum cost of reads from
+Python. s3fs: by a Python that has it. Both with N requests in flight. CPU is user and system time of all threads of the
+process, from the first request to the last byte.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 
 DEMAND_PER_S = 600.0
-"""What the consumer would take: more than the link's 50 MB/s carry, as a GPU's loader would on such a link."""
+"""Demand of the consumer: more than a link of 50 MB/s provides, like the loader of a GPU on such a link."""
 BATCH = 16
 WARM = 32
 
@@ -45,11 +45,11 @@ def stoker(arguments: argparse.Namespace) -> dict[str, float]:
     store = open_store(parse_uri("s3://bucket"))
     latencies_s: list[float] = []
 
-    def batch(first: int, size: int) -> tuple[threading.Event, list[Future]]:
-        """Submits so many; the event says that all came."""
+    def batch(first: int, size: int) -> tuple[threading.Event, list[Future[bytes]]]:
+        """Submits `size` reads; the event is set when all are finished."""
         whole, began_s, left = threading.Event(), time.perf_counter(), size
 
-        def came(_: Future) -> None:
+        def on_done(_: Future[bytes]) -> None:
             nonlocal left
             latencies_s.append(time.perf_counter() - began_s)
             left -= 1
@@ -60,7 +60,7 @@ def stoker(arguments: argparse.Namespace) -> dict[str, float]:
             fetcher.submit(store, f"data/{first + number}", length=arguments.size_bytes) for number in range(size)
         ]
         for future in futures:
-            future.add_done_callback(came)
+            future.add_done_callback(on_done)
         return whole, futures
 
     with Fetcher(hedge=arguments.hedge) as fetcher:
@@ -68,25 +68,24 @@ def stoker(arguments: argparse.Namespace) -> dict[str, float]:
             future.result()
         requests = store.counters.requests
         began, cpu = time.perf_counter(), cpu_s()
-        flying: deque[tuple[threading.Event, list[Future]]] = deque()
+        batches: deque[tuple[threading.Event, list[Future[bytes]]]] = deque()
         submitted = taken = 0
         while taken < arguments.count:
-            depth = arguments.depth or fetcher.target_in_flight
-            while (
-                submitted < arguments.count and submitted - taken < depth + BATCH
-            ):  # beyond the batch that is waited for
-                flying.append(batch(submitted, min(BATCH, arguments.count - submitted)))
-                submitted += len(flying[-1][1])
-            whole, futures = flying.popleft()
+            concurrency = arguments.concurrency or fetcher.target_in_flight
+            # in addition to the batch that the consumer waits for
+            while submitted < arguments.count and submitted - taken < concurrency + BATCH:
+                batches.append(batch(submitted, min(BATCH, arguments.count - submitted)))
+                submitted += len(batches[-1][1])
+            whole, futures = batches.popleft()
             whole.wait()
             if any(len(future.result()) != arguments.size_bytes for future in futures):
-                raise RuntimeError("an object came short")
+                raise RuntimeError("an object was too short")
             taken += len(futures)
             fetcher.report_demand(DEMAND_PER_S, True)
         took_s, cpu = time.perf_counter() - began, cpu_s() - cpu
         extra = (store.counters.requests - requests) / arguments.count - 1
-        depth = arguments.depth or fetcher.target_in_flight
-    return result(arguments, took_s, cpu, latencies_s) | {"extra": extra, "depth": depth}
+        concurrency = arguments.concurrency or fetcher.target_in_flight
+    return result(arguments, took_s, cpu, latencies_s) | {"extra": extra, "concurrency": concurrency}
 
 
 def obstore(arguments: argparse.Namespace) -> dict[str, float]:
@@ -123,18 +122,18 @@ def s3fs(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 async def many(arguments: argparse.Namespace, get: Callable[[str], Awaitable[int]]) -> dict[str, float]:
-    """All objects by `get`, which returns the size, `--depth` or 32 at a time."""
+    """Reads all objects by `get`, which returns the size, with `--concurrency` or 32 at a time."""
     latencies_s: list[float] = []
 
     async def worker(keys: Iterator[str]) -> None:
         for key in keys:
             at = time.perf_counter()
             if await get(key) != arguments.size_bytes:
-                raise RuntimeError("an object came short")
+                raise RuntimeError("an object was too short")
             latencies_s.append(time.perf_counter() - at)
 
     async def all_of(keys: Iterator[str]) -> None:
-        await asyncio.gather(*(worker(keys) for _ in range(arguments.depth or 32)))
+        await asyncio.gather(*(worker(keys) for _ in range(arguments.concurrency or 32)))
 
     await all_of(iter(["warm"] * WARM))
     latencies_s.clear()
@@ -159,12 +158,12 @@ def main() -> None:
     parser.add_argument("port", type=int)
     parser.add_argument("count", type=int)
     parser.add_argument("size_bytes", type=int)
-    parser.add_argument("--depth", type=int, default=0)
+    parser.add_argument("--concurrency", type=int, default=0)
     parser.add_argument("--no-hedge", dest="hedge", action="store_false")
     arguments = parser.parse_args()
     print(json.dumps({"stoker": stoker, "obstore": obstore, "s3fs": s3fs}[arguments.who](arguments)), flush=True)
     if arguments.who == "obstore":
-        os._exit(0)  # one of its threads that is still in Python when the interpreter ends aborts the process
+        os._exit(0)  # a thread of obstore that is in Python when the interpreter ends aborts the process
 
 
 if __name__ == "__main__":

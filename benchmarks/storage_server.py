@@ -1,8 +1,8 @@
-"""The server of `storage.py`, in its own process: objects of one size from memory, over a link as slow as it is told.
+"""The server of `storage.py`, a separate process: objects of one size from memory, over a simulated slow link.
 
-`python storage_server.py --size-bytes 110000 [--latency-ms 20] [--mb-per-s 50] [--slow-share 0.02 --slow-ms 500]`
-prints its port, serves any GET (with ranges) as S3 would, and ends with its standard input. It parses no more than it
-must, so that it is not what is measured: on the same two cores the client has to be the busier one.
+`python storage_server.py --size-bytes 110000 [--latency-ms 20] [--mb-per-s 50] [--slow-fraction 0.02 --slow-ms 500]`
+prints its port, answers any GET (with ranges) as S3 does, and ends with its standard input. It parses as little as
+possible, so that the client is the bottleneck on the same two cores.
 """
 
 import argparse
@@ -19,20 +19,20 @@ HEAD = (
 
 
 class Link:
-    """When the next answer may end, over a link that all connections share."""
+    """The time at which the next response ends, over a link that all connections share."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.body = random.Random(0).randbytes(arguments.size_bytes)
         self._latency_s = arguments.latency_ms / 1000
         self._bytes_per_s = arguments.mb_per_s * 1e6
-        self._slow_share, self._slow_s = arguments.slow_share, arguments.slow_ms / 1000
-        self._lots = random.Random(arguments.seed)
+        self._slow_fraction, self._slow_s = arguments.slow_fraction, arguments.slow_ms / 1000
+        self._rng = random.Random(arguments.seed)
         self._free_at = 0.0
 
     def wait_s(self, now: float, size_bytes: int) -> float:
-        """From the request to the last byte of its answer."""
+        """Time from the request to the last byte of its response."""
         ready = now + self._latency_s
-        if self._slow_share and self._lots.random() < self._slow_share:
+        if self._slow_fraction and self._rng.random() < self._slow_fraction:
             return self._latency_s + self._slow_s
         if not self._bytes_per_s:
             return self._latency_s
@@ -44,16 +44,16 @@ class Connection(asyncio.Protocol):
     def __init__(self, link: Link) -> None:
         self._link = link
         self._loop = asyncio.get_running_loop()
-        self._heard = b""
+        self._received = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        self._heard += data
-        while (end := self._heard.find(b"\r\n\r\n")) >= 0:
-            request, self._heard = self._heard[:end], self._heard[end + 4 :]
+        self._received += data
+        while (end := self._received.find(b"\r\n\r\n")) >= 0:
+            request, self._received = self._received[:end], self._received[end + 4 :]
             body = self._link.body
             asked = _RANGE.search(request)
             if asked is None:
@@ -87,7 +87,7 @@ async def serve(arguments: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size-bytes", type=int, required=True)
-    for name in ("latency-ms", "mb-per-s", "slow-share", "slow-ms"):
+    for name in ("latency-ms", "mb-per-s", "slow-fraction", "slow-ms"):
         parser.add_argument(f"--{name}", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     asyncio.run(serve(parser.parse_args()))
