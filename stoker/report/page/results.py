@@ -182,19 +182,8 @@ def scores(report: RunReport, charts: Charts) -> Markup:
     twelve = tag("dl", [tag("div", tag("dt", title), tag("dd", value)) for title, value in numbers], class_="twelve")
     parts: list[Child] = [tag("p", description), twelve]
     if evaluation is None:
-        known = sorted(
-            (class_metrics for class_metrics in metrics.per_class if class_metrics.boxes),
-            key=lambda class_metrics: -class_metrics.boxes,
-        )[:MAX_ROWS]
-        rows = [
-            [
-                class_metrics.name,
-                fmt.count(class_metrics.boxes),
-                fmt.metric(class_metrics.ap),
-                fmt.metric(class_metrics.ap50),
-            ]
-            for class_metrics in known
-        ]
+        known = sorted((row for row in metrics.per_class if row.boxes), key=lambda row: -row.boxes)
+        rows = [[row.name, fmt.count(row.boxes), fmt.metric(row.ap), fmt.metric(row.ap50)] for row in known[:MAX_ROWS]]
         parts.append(_collapsible_table("AP by class", ("class", "boxes", "AP", "AP50"), rows, right=(1, 2, 3)))
         return section("results", "Results", *parts)
     if evaluation.step != best.step:  # the run was killed between writing the two files
