@@ -109,8 +109,8 @@ def run(quick: bool) -> Report:
     if (runs["annotations"][0]["images"], runs["annotations"][0]["boxes"]) != (images, boxes):
         raise RuntimeError(f"the report differs from the generated data: {runs['annotations'][0]}")
     report = Report(
-        f"stoker data check: {num_jpegs} JPEGs of {IMAGE_SIZE[1]} × {IMAGE_SIZE[0]}, {size_kb:.0f} KB; annotations of {images:,}"
-        f" images, {boxes:,} boxes",
+        f"stoker data check: {num_jpegs} JPEGs of {IMAGE_SIZE[1]} × {IMAGE_SIZE[0]}, {size_kb:.0f} KB;"
+        f" annotations of {images:,} images, {boxes:,} boxes",
         n,
         ("stoker", "simplejpeg", "opencv-python-headless", "msgspec", "numpy"),
     )

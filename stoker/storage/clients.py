@@ -22,14 +22,9 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
 ENVIRONMENT_PREFIXES = (
-    "AWS_",
-    "GOOGLE_",
-    "STORAGE_EMULATOR_HOST",
-    "GCE_METADATA_HOST",
-    "NO_GCE_CHECK",
-    "CLOUDSDK_CONFIG",
+    "AWS_", "GOOGLE_", "STORAGE_EMULATOR_HOST", "GCE_METADATA_HOST", "NO_GCE_CHECK", "CLOUDSDK_CONFIG",
     "STOKER_STORAGE_",
-)
+)  # fmt: skip
 """Prefixes of the environment variables that decide how a store is opened."""
 ENDPOINT_VARIABLES = {"s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"), "gs": ("STORAGE_EMULATOR_HOST",)}
 """By scheme; the first one that is set counts."""

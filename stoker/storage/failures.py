@@ -15,19 +15,9 @@ from stoker.storage.uri import StorageUri
 
 Action = Literal["read", "list", "write", "delete"]
 FailureKind = Literal[
-    "missing",
-    "bucket",
-    "denied",
-    "conflict",
-    "region",
-    "clock",
-    "credentials",
-    "range",
-    "name",
-    "unsupported",
-    "retryable",
-    "other",
-]
+    "missing", "bucket", "denied", "conflict", "region", "clock",
+    "credentials", "range", "name", "unsupported", "retryable", "other",
+]  # fmt: skip
 
 RETRYABLE_STATUS = frozenset({408, 429, 500, 502, 503, 504})
 RETRYABLE_CODES = frozenset({"RequestTimeout", "SlowDown", "InternalError", "ServiceUnavailable"})
