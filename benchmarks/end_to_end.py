@@ -123,11 +123,15 @@ def run(arguments: argparse.Namespace) -> Report:
     throughput = {name: spread([num_images / one["s"] for one in results]) for name, results in runs.items()}
     for name, results in runs.items():
         median = {key: statistics.median(one[key] for one in results) for key in ("cpu_s", "compute", "input_wait")}
-        report.rows.append(
-            {"what": name, "img/s": throughput[name]["median"], "min": throughput[name]["min"], "max": throughput[name]["max"],
-             "CPU ms per image": 1e3 * median["cpu_s"] / num_images, "compute fraction": median["compute"],
-             "input_wait fraction": median["input_wait"]}
-        )  # fmt: skip
+        report.rows.append({
+            "what": name,
+            "img/s": throughput[name]["median"],
+            "min": throughput[name]["min"],
+            "max": throughput[name]["max"],
+            "CPU ms per image": 1e3 * median["cpu_s"] / num_images,
+            "compute fraction": median["compute"],
+            "input_wait fraction": median["input_wait"],
+        })  # fmt: skip
     ratio = throughput["real loader"]["median"] / throughput["cached batch"]["median"]
     report.rows.append({"what": "throughput, real loader / cached batch", "img/s": ratio})
     if not device.is_cpu:
