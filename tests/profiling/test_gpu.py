@@ -220,7 +220,7 @@ def scene_of(tmp_path: Path, gpu: str = "0", **values: object) -> Scene:
     return scene
 
 
-def test_everything_that_a_new_gpu_says_has_its_unit(driver: Path, tmp_path: Path) -> None:
+def test_all_values_of_a_new_gpu_have_their_units(driver: Path, tmp_path: Path) -> None:
     (first, _, _), (second, _, _) = samples(driver, scene_of(tmp_path, **FULL), 2)
     expected = GpuSample(
         index=0, utilization=0.97, memory_used_bytes=100, memory_total_bytes=1000, power_w=500.0, power_limit_w=700.0,
@@ -236,45 +236,45 @@ def test_everything_that_a_new_gpu_says_has_its_unit(driver: Path, tmp_path: Pat
     assert second == [msgspec.structs.replace(expected, **counted)], "what is no number, or absent, is None"
 
 
-def test_what_is_not_supported_is_not_asked_again_for_long(driver: Path, tmp_path: Path) -> None:
-    told = samples(driver, scene_of(tmp_path, utilization=5), RETRY_AFTER_SAMPLES + 2)
-    first, later = told[0][1], [calls for _, calls, _ in told[1:RETRY_AFTER_SAMPLES]]
+def test_an_unsupported_query_is_not_repeated_for_long(driver: Path, tmp_path: Path) -> None:
+    sampled = samples(driver, scene_of(tmp_path, utilization=5), RETRY_AFTER_SAMPLES + 2)
+    first, later = sampled[0][1], [calls for _, calls, _ in sampled[1:RETRY_AFTER_SAMPLES]]
     assert len(set(first)) > 15
     assert {name for calls in later for name in calls} == {"nvmlDeviceGetUtilizationRates"}
-    assert len(set(told[RETRY_AFTER_SAMPLES][1])) > 10, "a setting may have changed"
+    assert len(set(sampled[RETRY_AFTER_SAMPLES][1])) > 10, "a setting may have changed"
 
 
-def test_what_costs_more_is_asked_seldom_and_stands_in_between(driver: Path, tmp_path: Path) -> None:
-    told = samples(driver, scene_of(tmp_path, **FULL), 2 * SLOW_SAMPLE_EVERY)
+def test_costly_values_are_read_rarely_and_repeated_in_between(driver: Path, tmp_path: Path) -> None:
+    sampled = samples(driver, scene_of(tmp_path, **FULL), 2 * SLOW_SAMPLE_EVERY)
     for name in ("nvmlDeviceGetTotalEccErrors", "nvmlDeviceGetMaxPcieLinkWidth", "nvmlDeviceGetMigMode"):
-        assert [number for number, (_, calls, _) in enumerate(told) if name in calls] == [0, SLOW_SAMPLE_EVERY]
-    assert [gpus[0].ecc_corrected for gpus, _, _ in told] == [3] * 2 * SLOW_SAMPLE_EVERY
-    assert max(len(calls) for _, calls, _ in told[1:SLOW_SAMPLE_EVERY]) <= 15
+        assert [number for number, (_, calls, _) in enumerate(sampled) if name in calls] == [0, SLOW_SAMPLE_EVERY]
+    assert [gpus[0].ecc_corrected for gpus, _, _ in sampled] == [3] * 2 * SLOW_SAMPLE_EVERY
+    assert max(len(calls) for _, calls, _ in sampled[1:SLOW_SAMPLE_EVERY]) <= 15
 
 
-def test_older_gpus_have_a_sample_of_their_pcie_traffic_now_and_then(driver: Path, tmp_path: Path) -> None:
+def test_older_gpus_have_samples_of_pcie_traffic(driver: Path, tmp_path: Path) -> None:
     scene = scene_of(tmp_path, utilization=5, pcie_sent_kb=20, pcie_received_kb=3000)
-    told = [gpus[0] for gpus, _, _ in samples(driver, scene, SLOW_SAMPLE_EVERY + 1)]
-    assert [gpu.pcie_received_bytes_s for gpu in told] == [3e6, *[None] * (SLOW_SAMPLE_EVERY - 1), 3e6]
-    assert told[0].pcie_sent_bytes_s == 20_000
+    sampled = [gpus[0] for gpus, _, _ in samples(driver, scene, SLOW_SAMPLE_EVERY + 1)]
+    assert [gpu.pcie_received_bytes_s for gpu in sampled] == [3e6, *[None] * (SLOW_SAMPLE_EVERY - 1), 3e6]
+    assert sampled[0].pcie_sent_bytes_s == 20_000
 
 
-def test_a_slice_has_its_own_memory_and_counters_and_the_rest_of_the_whole(driver: Path, tmp_path: Path) -> None:
+def test_a_mig_slice_has_its_own_memory_and_counters(driver: Path, tmp_path: Path) -> None:
     scene = scene_of(tmp_path, **FULL | {"mig_mode": 1})
     scene.say("0.2", uuid="MIG-1", instance=9, memory_total=40, memory_used=4, gpm=1, gpm__2=50)
-    told = [gpus[0] for gpus, _, _ in samples(driver, scene, 2)][1]
-    assert (told.mig, told.memory_total_bytes, told.memory_used_bytes) == (True, 40, 4)
-    assert told.sm_active == 0.5
-    assert told.pcie_received_bytes_s is None
-    assert (told.utilization, told.memory_utilization) == (None, None), "the driver has none of a slice"
-    assert (told.sm_clock_mhz, told.power_w, told.index) == (1755, 500.0, 0)
+    sampled = [gpus[0] for gpus, _, _ in samples(driver, scene, 2)][1]
+    assert (sampled.mig, sampled.memory_total_bytes, sampled.memory_used_bytes) == (True, 40, 4)
+    assert sampled.sm_active == 0.5
+    assert sampled.pcie_received_bytes_s is None
+    assert (sampled.utilization, sampled.memory_utilization) == (None, None), "the driver has none of a slice"
+    assert (sampled.sm_clock_mhz, sampled.power_w, sampled.index) == (1755, 500.0, 0)
 
 
 @pytest.mark.skipif(
     not Path("/proc/self/ns/pid").exists() or Path("/proc/self/ns/pid").stat().st_ino != INITIAL_PID_NAMESPACE_INODE,
     reason="process numbers are a container's here",
 )
-def test_other_peoples_processes_are_counted(driver: Path, tmp_path: Path) -> None:
+def test_processes_of_other_users_are_counted(driver: Path, tmp_path: Path) -> None:
     """Ours are the asking process and its children; the tests' own process is a stranger to it."""
     scene = scene_of(tmp_path, processes=f"{os.getpid()},{os.getppid()}")
     ((gpu,), _, _), *_ = samples(driver, scene, 1)
@@ -290,7 +290,7 @@ def test_other_peoples_processes_are_counted(driver: Path, tmp_path: Path) -> No
     assert done.stdout == "1\n", done.stderr
 
 
-def test_in_a_container_nobody_can_tell_whose_processes_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_container_processes_cannot_be_matched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_module, "INITIAL_PID_NAMESPACE_INODE", 1)
     assert not gpu_module._in_host_pid_namespace()
     assert gpu_module._count_other_processes(Gpu(0, None), None) is None

@@ -17,26 +17,26 @@ SAMPLES, BATCH, SLOW_S, STEPS_DONE = 80, 4, 0.005, 20
 
 
 class SlowData(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Says by its own clock how long it took."""
+    """Measures how long its loads took."""
 
     def __init__(self) -> None:
-        self.took_s = 0.0
+        self.load_s = 0.0
 
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        began_s = time.perf_counter()
+        start_s = time.perf_counter()
         time.sleep(SLOW_S)
-        self.took_s += time.perf_counter() - began_s
+        self.load_s += time.perf_counter() - start_s
         return {"x": torch.randn(4), "labels": torch.zeros(1)}
 
 
 class Model(torch.nn.Module):
-    def __init__(self, tired_after: int | None) -> None:
+    def __init__(self, fail_after: int | None) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(4, 1)
-        self.left = tired_after
+        self.left = fail_after
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
         if self.left is not None:
@@ -53,17 +53,19 @@ def test_a_training_is_measured(tmp_path: Path) -> None:
 
     from stoker.profiling.callbacks.huggingface import StokerCallback
 
-    asked = TrainingArguments(
+    arguments = TrainingArguments(
         str(tmp_path / "out"), max_steps=STEPS_DONE, per_device_train_batch_size=BATCH, gradient_accumulation_steps=2,
         report_to=[], logging_steps=5, eval_strategy="steps", eval_steps=10, save_steps=10, use_cpu=True,
         disable_tqdm=True, learning_rate=0.1, lr_scheduler_type="constant",
     )  # fmt: skip
 
-    def train(name: str, tired_after: int | None) -> tuple[float, float]:
+    def train(name: str, fail_after: int | None) -> tuple[float, float]:
         training, validation = SlowData(), SlowData()
         callbacks = [StokerCallback(str(tmp_path / name))]
-        Trainer(Model(tired_after), asked, train_dataset=training, eval_dataset=validation, callbacks=callbacks).train()
-        return training.took_s, validation.took_s
+        Trainer(
+            Model(fail_after), arguments, train_dataset=training, eval_dataset=validation, callbacks=callbacks
+        ).train()
+        return training.load_s, validation.load_s
 
     training_s, validation_s = train("good", None)
     found = compute_totals(tmp_path / "good")
@@ -72,7 +74,7 @@ def test_a_training_is_measured(tmp_path: Path) -> None:
     assert found.phases["eval"] == pytest.approx(validation_s, rel=0.15)
     assert found.phases["compute"] >= STEPS_DONE * 2 * 0.01
     assert found.phases["checkpoint"] > 0
-    assert found.phases["host"] < 0.05 * found.device_s, "what nobody told of"
+    assert found.phases["host"] < 0.05 * found.device_s, "time that no callback explains"
     assert (found.steps, found.step, found.num_images) == (STEPS_DONE, STEPS_DONE, images)
     logged = [line for line in read_lines(tmp_path / "good", STEPS, StepWindow) if line.losses]
     assert logged
@@ -83,4 +85,4 @@ def test_a_training_is_measured(tmp_path: Path) -> None:
     train("next", None)
     last = list(read_lines(tmp_path / "bad", EVENTS, Event))[-1]
     assert last.kind == "failed"
-    assert "nobody told" in last.text
+    assert "not reported" in last.text

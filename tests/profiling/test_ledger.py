@@ -25,9 +25,9 @@ class World:
         self.now_s = 0.0
         self.device_free_s = 0.0
         self.offset_s, self.fast = offset_s, fast
-        self.marks: list[float] = []
+        self.events: list[float] = []
         self.open: collections.deque[int] = collections.deque()
-        self.questions = 0
+        self.queries = 0
 
     def now(self) -> float:
         return self.now_s
@@ -47,17 +47,17 @@ class World:
         return max(self.now_s, self.device_free_s)
 
     def record_event(self) -> int:
-        self.marks.append(self.reached_s())
-        self.open.append(len(self.marks) - 1)
+        self.events.append(self.reached_s())
+        self.open.append(len(self.events) - 1)
         return self.open[-1]
 
-    def drop(self, mark: int) -> None:
-        assert self.open.pop() == mark, "only the newest can be of no use"
+    def drop(self, event: int) -> None:
+        assert self.open.pop() == event, "only the newest can be of no use"
 
-    def resolve(self, mark: int) -> float | None:
-        assert mark == self.open[0], "marks must be resolved in order, once"
-        self.questions += 1
-        at_s = self.marks[mark]
+    def resolve(self, event: int) -> float | None:
+        assert event == self.open[0], "events must be resolved in order, once"
+        self.queries += 1
+        at_s = self.events[event]
         if at_s > self.now_s:
             return None
         self.open.popleft()
@@ -68,20 +68,20 @@ class World:
 
 
 class HostClock:
-    """Of a CPU, which has no marks."""
+    """Of a CPU, which has no events."""
 
     on_host = True
 
 
-def rounded(account: TimeBreakdown | None) -> dict[str, float]:
-    assert account is not None
-    return {name: pytest.approx(seconds) for name, seconds in account.phases.items()}
+def rounded(window: TimeBreakdown | None) -> dict[str, float]:
+    assert window is not None
+    return {name: pytest.approx(seconds) for name, seconds in window.phases.items()}
 
 
 # --- examples -----------------------------------------------------------------------------------------------------
 
 
-def test_time_before_the_first_word_is_startup_and_silence_later_is_unattributed() -> None:
+def test_time_before_the_first_phase_is_startup_and_later_time_without_a_phase_is_unattributed() -> None:
     world = World()
     world.host(3)
     ledger = world.ledger()
@@ -89,13 +89,13 @@ def test_time_before_the_first_word_is_startup_and_silence_later_is_unattributed
     with ledger.phase("input_wait"):
         world.host(1)
     world.host(4)
-    account = ledger.finish()
-    assert account is not None
-    assert account.phases == {"startup": 5, "input_wait": 1, "unattributed": 4}
-    assert (account.start_s, account.end_s, account.wall_s, account.steps) == (0, 10, 10, 0)
+    window = ledger.finish()
+    assert window is not None
+    assert window.phases == {"startup": 5, "input_wait": 1, "unattributed": 4}
+    assert (window.start_s, window.end_s, window.wall_s, window.steps) == (0, 10, 10, 0)
 
 
-def test_what_the_device_waits_for_the_copy_of_its_pictures_is_h2d() -> None:
+def test_the_wait_of_the_device_for_the_copy_of_its_images_is_h2d() -> None:
     world = World()
     ledger = world.ledger()
     for waits_s, copy_s in ((1, 2), (0, 0), (3, 2)):
@@ -108,10 +108,10 @@ def test_what_the_device_waits_for_the_copy_of_its_pictures_is_h2d() -> None:
         with ledger.compute():
             world.device(10)
     world.host(40)
-    account = ledger.finish()
-    assert rounded(account) == {"input_wait": 1, "h2d": 4, "compute": 30, "unattributed": 9}
-    assert account is not None
-    assert account.steps == 3
+    window = ledger.finish()
+    assert rounded(window) == {"input_wait": 1, "h2d": 4, "compute": 30, "unattributed": 9}
+    assert window is not None
+    assert window.steps == 3
 
 
 def test_work_of_the_device_while_the_thread_waits_for_input_is_compute() -> None:
@@ -122,10 +122,10 @@ def test_work_of_the_device_while_the_thread_waits_for_input_is_compute() -> Non
         world.device(5)
     with ledger.phase("input_wait"):
         world.host(7)
-    account = ledger.finish()
-    assert account is not None
-    assert account.phases == {"compute": 6, "input_wait": 2}
-    assert account.steps == 1
+    window = ledger.finish()
+    assert window is not None
+    assert window.phases == {"compute": 6, "input_wait": 2}
+    assert window.steps == 1
 
 
 def test_a_device_still_at_other_work_leaves_the_issuing_of_a_step_to_host() -> None:
@@ -137,9 +137,9 @@ def test_a_device_still_at_other_work_leaves_the_issuing_of_a_step_to_host() -> 
         world.host(3)
         world.device(4)
     world.host(10)
-    account = ledger.finish()
-    assert account is not None
-    assert account.phases == {"host": 2, "compute": 5, "unattributed": 6}
+    window = ledger.finish()
+    assert window is not None
+    assert window.phases == {"host": 2, "compute": 5, "unattributed": 6}
 
 
 def test_an_inner_phase_interrupts_the_outer_one_and_the_outer_one_goes_on() -> None:
@@ -161,10 +161,10 @@ def test_a_phase_inside_a_step_interrupts_it_and_the_step_counts_once() -> None:
         with ledger.phase("input_wait"):
             world.host(2)
         world.host(4)
-    account = ledger.finish()
-    assert account is not None
-    assert account.phases == {"compute": 5, "input_wait": 2}
-    assert account.steps == 1
+    window = ledger.finish()
+    assert window is not None
+    assert window.phases == {"compute": 5, "input_wait": 2}
+    assert window.steps == 1
 
 
 def test_work_done_again_is_recovery() -> None:
@@ -173,10 +173,10 @@ def test_work_done_again_is_recovery() -> None:
     for again in (True, True, False):
         with ledger.compute(is_redo=again):
             world.host(2)
-    account = ledger.finish()
-    assert account is not None
-    assert account.phases == {"recovery": 4, "compute": 2}
-    assert account.steps == 3
+    window = ledger.finish()
+    assert window is not None
+    assert window.phases == {"recovery": 4, "compute": 2}
+    assert window.steps == 3
 
 
 def test_a_step_that_the_device_has_not_ended_is_carried_into_the_next_window() -> None:
@@ -203,9 +203,9 @@ def test_a_window_that_is_too_short_is_not_closed() -> None:
     world.host(0.5)
     assert ledger.window() is None
     world.host(0.5)
-    account = ledger.window()
-    assert account is not None
-    assert account.wall_s == 1
+    window = ledger.window()
+    assert window is not None
+    assert window.wall_s == 1
     assert ledger.finish() is None
 
 
@@ -214,13 +214,13 @@ def test_every_second_counts_once_per_device() -> None:
     ledger = world.ledger(devices=4)
     with ledger.phase("eval"):
         world.host(2)
-    account = ledger.finish()
-    assert account is not None
-    assert account.phases == {"eval": 8}
-    assert account.wall_s == 2
+    window = ledger.finish()
+    assert window is not None
+    assert window.phases == {"eval": 8}
+    assert window.wall_s == 2
 
 
-def test_a_step_that_raises_is_charged_but_not_counted() -> None:
+def test_a_step_that_raises_takes_time_but_is_not_counted() -> None:
     world = World()
     ledger = world.ledger()
     with contextlib.suppress(MemoryError), ledger.compute():
@@ -228,19 +228,19 @@ def test_a_step_that_raises_is_charged_but_not_counted() -> None:
         raise MemoryError
     with ledger.compute():
         world.host(1)
-    account = ledger.finish()
-    assert account is not None
-    assert account.phases == {"compute": 3}
-    assert account.steps == 1
+    window = ledger.finish()
+    assert window is not None
+    assert window.phases == {"compute": 3}
+    assert window.steps == 1
 
 
 @pytest.mark.parametrize("name", ["compute", "unattributed", "coffee"])
-def test_only_phases_can_be_said(name: str) -> None:
+def test_only_phases_can_be_set(name: str) -> None:
     with pytest.raises(ValueError, match="is not a phase"), World().ledger().phase(name):
         pass
 
 
-class Heard:
+class RecordedRanges:
     """In NVTX's place."""
 
     def __init__(self) -> None:
@@ -253,14 +253,14 @@ class Heard:
         self.course.append("/")
 
 
-def test_a_profiler_is_told_of_phases_and_steps_as_they_nest() -> None:
-    heard = Heard()
-    ledger = Ledger(HostClock(), start_s=time.perf_counter(), ranges=heard)
+def test_a_profiler_receives_nested_phases_and_steps() -> None:
+    recorded = RecordedRanges()
+    ledger = Ledger(HostClock(), start_s=time.perf_counter(), ranges=recorded)
     with ledger.phase("input_wait"):
         pass
     with contextlib.suppress(MemoryError), ledger.compute(), ledger.phase("comm"):
         raise MemoryError
-    assert heard.course == ["input_wait", "/", "step", "comm", "/", "/"]
+    assert recorded.course == ["input_wait", "/", "step", "comm", "/", "/"]
 
 
 def test_steps_do_not_nest() -> None:
@@ -269,31 +269,31 @@ def test_steps_do_not_nest() -> None:
         pass
 
 
-def test_a_step_that_the_device_has_done_when_it_is_issued_starved() -> None:
+def test_a_step_that_the_device_has_finished_when_it_is_issued_is_host_bound() -> None:
     world = World()
     ledger = world.ledger()
     for issues_s, works_s in [(3, 1), (1, 3), (3, 0), (9, 5)]:
         with ledger.compute():
             world.device(works_s)
             world.host(issues_s)
-    account = ledger.window()
-    assert account is not None
-    assert (account.host_bound_steps, account.steps) == (3, 4)
+    window = ledger.window()
+    assert window is not None
+    assert (window.host_bound_steps, window.steps) == (3, 4)
     world.host(1)
     later = ledger.finish()
     assert later is not None
     assert later.host_bound_steps == 0
 
 
-def test_a_step_that_raises_did_not_starve() -> None:
+def test_a_step_that_raises_is_not_host_bound() -> None:
     world = World()
     ledger = world.ledger()
     with contextlib.suppress(MemoryError), ledger.compute():
         world.host(2)
         raise MemoryError
-    account = ledger.finish()
-    assert account is not None
-    assert account.host_bound_steps == 0
+    window = ledger.finish()
+    assert window is not None
+    assert window.host_bound_steps == 0
 
 
 def test_an_exchange_lasts_as_long_as_the_device_is_at_it_and_only_where_computing_does_not_hide_it() -> None:
@@ -306,15 +306,15 @@ def test_an_exchange_lasts_as_long_as_the_device_is_at_it_and_only_where_computi
             world.host(1)
         world.device(4)
     world.host(20)
-    account = ledger.finish()
-    assert account is not None
-    assert account.phases == {"compute": 7, "comm": 2, "unattributed": 12}
+    window = ledger.finish()
+    assert window is not None
+    assert window.phases == {"compute": 7, "comm": 2, "unattributed": 12}
 
 
-def test_marks_are_bounded_when_the_device_lags_without_end_and_steps_are_counted() -> None:
+def test_events_are_bounded_when_the_device_lags_and_steps_are_counted() -> None:
     world = World()
     ledger = world.ledger()
-    accounts, most = [], 0
+    windows, most = [], 0
     for number in range(3_000):
         with ledger.compute():
             world.host(0.5)
@@ -325,15 +325,15 @@ def test_marks_are_bounded_when_the_device_lags_without_end_and_steps_are_counte
                 world.host(0.25)
         most = max(most, len(world.open))
         if number % 100 == 99:
-            accounts.append(ledger.window())
+            windows.append(ledger.window())
     assert 500 < most < 600
     world.host(20_000)
-    accounts.append(ledger.finish())
-    closed = [account for account in accounts if account is not None]
+    windows.append(ledger.finish())
+    closed = [window for window in windows if window is not None]
     spent: collections.Counter[str] = collections.Counter()
-    for account in closed:
-        spent.update(account.phases)
-    assert sum(account.steps for account in closed) == 3_000
+    for window in closed:
+        spent.update(window.phases)
+    assert sum(window.steps for window in closed) == 3_000
     assert spent["compute"] + spent["comm"] == pytest.approx(15_000, rel=1e-3)
     assert spent.total() == pytest.approx(world.now_s)
     assert ledger._clock is world
@@ -342,7 +342,7 @@ def test_marks_are_bounded_when_the_device_lags_without_end_and_steps_are_counte
 
 @pytest.mark.parametrize("on_host", [True, False])
 @pytest.mark.parametrize("name", sorted(HOST_PHASES - {"host"}))
-def test_a_delay_is_charged_to_its_phase_and_to_no_other(name: str, on_host: bool) -> None:
+def test_a_delay_is_in_its_phase_and_in_no_other(name: str, on_host: bool) -> None:
     """Fifty steps, and the same with 0.3 s more in one phase: inside the step, between steps, and learnt afterwards."""
 
     def course(delay_s: float, where: str) -> collections.Counter[str]:
@@ -360,12 +360,12 @@ def test_a_delay_is_charged_to_its_phase_and_to_no_other(name: str, on_host: boo
                     world.host(delay_s if where == "inside" else 0.0)
                 world.device(0.5)
                 if where == "afterwards":
-                    began_s = world.now()
+                    start_s = world.now()
                     world.host(delay_s)
-                    ledger.attribute(name, began_s, world.now())
+                    ledger.attribute(name, start_s, world.now())
             world.host(max(0.0, world.device_free_s - world.now_s))  # the device ends in the step's own time
-            if (account := ledger.window()) is not None:
-                spent.update(account.phases)
+            if (window := ledger.window()) is not None:
+                spent.update(window.phases)
         last = ledger.finish()
         spent.update({} if last is None else last.phases)
         return spent
@@ -376,7 +376,7 @@ def test_a_delay_is_charged_to_its_phase_and_to_no_other(name: str, on_host: boo
         assert more == {name: pytest.approx(50 * 0.25)}, where
 
 
-def test_what_is_kept_between_windows_is_bounded() -> None:
+def test_the_state_between_windows_is_bounded() -> None:
     world = World()
     ledger = world.ledger()
     most = 0
@@ -385,34 +385,34 @@ def test_what_is_kept_between_windows_is_bounded() -> None:
             world.host(0.001)
         most = max(most, len(ledger._host_changes) + len(ledger._device_changes) + len(ledger._pending))
     assert most < 10_000
-    account = ledger.finish()
-    assert account is not None
-    assert account.phases == {"compute": pytest.approx(20)}
-    assert account.steps == 20_000
+    window = ledger.finish()
+    assert window is not None
+    assert window.phases == {"compute": pytest.approx(20)}
+    assert window.steps == 20_000
 
 
 def test_a_real_clock_on_a_cpu_knows_no_host_and_adds_up() -> None:
     started_s = time.perf_counter()
     ledger = Ledger(HostClock(), start_s=started_s)
-    accounts = []
+    windows = []
     for step in range(2_000):
         with ledger.phase("input_wait"):
             sum(range(20))
         with ledger.compute():
             sum(range(200))
         if step % 500 == 499:
-            accounts.append(ledger.window(0.0))
-    accounts.append(ledger.finish())
+            windows.append(ledger.window(0.0))
+    windows.append(ledger.finish())
     ended_s = time.perf_counter()
-    closed = [account for account in accounts if account is not None]
-    assert sum(account.steps for account in closed) == 2_000
-    assert set().union(*(account.phases for account in closed)) == {
+    closed = [window for window in windows if window is not None]
+    assert sum(window.steps for window in closed) == 2_000
+    assert set().union(*(window.phases for window in closed)) == {
         "startup", "input_wait", "compute", "unattributed",
     }  # fmt: skip
     assert closed[0].start_s == started_s
     assert closed[-1].end_s <= ended_s
-    for account in closed:
-        assert math.isclose(sum(account.phases.values()), account.wall_s, rel_tol=1e-9)
+    for window in closed:
+        assert math.isclose(sum(window.phases.values()), window.wall_s, rel_tol=1e-9)
 
 
 def test_a_device_clock_that_drifts_is_followed() -> None:
@@ -427,8 +427,8 @@ def test_a_device_clock_that_drifts_is_followed() -> None:
                 world.device(2.5)
             with ledger.phase("input_wait"):
                 world.host(4.0)
-            if (account := ledger.window()) is not None:
-                spent.update(account.phases)
+            if (window := ledger.window()) is not None:
+                spent.update(window.phases)
         assert spent["compute"] == pytest.approx(6_000 * 3.0, rel=2e-4)
         assert spent["input_wait"] == pytest.approx(6_000 * 1.5, rel=2e-4)
 
@@ -441,13 +441,13 @@ def test_a_clock_that_lags_is_followed_while_the_device_is_never_out_of_work() -
             world.device(1.0)
     for _ in range(200):
         world.host(1.0)
-        account = ledger.window()
-        assert account is not None
-        assert account.phases == {"compute": 1.0}
+        window = ledger.window()
+        assert window is not None
+        assert window.phases == {"compute": 1.0}
     world.host(100)
-    account = ledger.finish()
-    assert account is not None
-    assert account.phases["compute"] == pytest.approx(50, abs=1.6)  # a step, and the lag of the last 50
+    window = ledger.finish()
+    assert window is not None
+    assert window.phases["compute"] == pytest.approx(50, abs=1.6)  # a step, and the lag of the last 50
 
 
 def test_a_device_with_work_in_its_queue_is_hardly_asked() -> None:
@@ -459,13 +459,13 @@ def test_a_device_with_work_in_its_queue_is_hardly_asked() -> None:
         with ledger.compute():
             world.host(10)
             world.device(10)
-    assert world.questions <= 4 * 1_000
+    assert world.queries <= 4 * 1_000
 
 
 def test_what_is_learnt_afterwards_is_taken_from_what_was_said_and_on_a_cpu_from_the_step() -> None:
     for on_host, expected in (
         (True, {"compute": 4, "comm": 2, "input_wait": 1}),
-        (False, {"compute": 6, "input_wait": 1}),  # the device's own marks say that it worked
+        (False, {"compute": 6, "input_wait": 1}),  # the device's own events say that it worked
     ):
         world = World(on_host=on_host)
         ledger = world.ledger()
@@ -475,12 +475,12 @@ def test_what_is_learnt_afterwards_is_taken_from_what_was_said_and_on_a_cpu_from
             ledger.attribute("comm", 2, 4)
         with ledger.phase("input_wait"):
             world.host(1)
-        account = ledger.finish()
-        assert account is not None
-        assert (account.phases, account.steps) == (expected, 1)
+        window = ledger.finish()
+        assert window is not None
+        assert (window.phases, window.steps) == (expected, 1)
 
 
-def test_a_charge_reaches_neither_back_into_a_window_nor_ahead() -> None:
+def test_an_interval_changes_neither_an_earlier_window_nor_the_future() -> None:
     world = World()
     ledger = world.ledger()
     with ledger.phase("eval"):
@@ -546,10 +546,10 @@ def test_work_done_again_on_a_cpu_and_what_is_learnt_afterwards() -> None:
     with thread.ledger.compute(is_redo=True):
         thread.works(4)
         thread.ledger.attribute("compile", 1, 3)  # moves the time alone
-    account = thread.ledger.finish()
-    assert account is not None
-    assert account.phases == {"recovery": 2, "compile": 2}
-    assert account.thread_cpu_s == {"recovery": 4}
+    window = thread.ledger.finish()
+    assert window is not None
+    assert window.phases == {"recovery": 2, "compile": 2}
+    assert window.thread_cpu_s == {"recovery": 4}
 
 
 said = st.sampled_from(sorted(HOST_PHASES))
@@ -567,7 +567,7 @@ def test_what_the_thread_computed_is_in_one_phase_each_and_never_more_than_the_t
 ) -> None:
     thread, inner = Thread(on_host=on_host), ["startup"]
     computed: collections.Counter[str] = collections.Counter()
-    accounts = []
+    windows = []
 
     def run(course: list[tuple]) -> None:
         for what, rest in course:
@@ -577,7 +577,7 @@ def test_what_the_thread_computed_is_in_one_phase_each_and_never_more_than_the_t
             elif what == "sleeps":
                 thread.world.host(rest)
             elif what == "window":
-                accounts.append(thread.ledger.window(rest))
+                windows.append(thread.ledger.window(rest))
             else:
                 inner[0] = "host"
                 inner.append(what)
@@ -586,12 +586,12 @@ def test_what_the_thread_computed_is_in_one_phase_each_and_never_more_than_the_t
                 inner.pop()
 
     run(course)
-    accounts.append(thread.ledger.finish())
-    closed = [account for account in accounts if account is not None]
+    windows.append(thread.ledger.finish())
+    closed = [window for window in windows if window is not None]
     found: collections.Counter[str] = collections.Counter()
-    for account in closed:
-        assert all(0 < cpu_s <= account.phases[name] for name, cpu_s in account.thread_cpu_s.items())
-        found.update(account.thread_cpu_s)
+    for window in closed:
+        assert all(0 < cpu_s <= window.phases[name] for name, cpu_s in window.thread_cpu_s.items())
+        found.update(window.thread_cpu_s)
     assert found == +computed
     assert found.total() == thread.cpu_s - 5.0 <= thread.world.now_s
 
@@ -604,11 +604,11 @@ def test_the_real_clock_of_a_thread_stands_still_while_it_waits() -> None:
     with ledger.phase("eval"):
         while time.thread_time() - before_s < 0.05:
             pass
-    account = ledger.finish()
-    assert account is not None
-    assert account.thread_cpu_s["checkpoint"] < 0.025
-    assert account.thread_cpu_s["eval"] > 0.025
-    assert sum(account.thread_cpu_s.values()) <= time.thread_time() - before_s + account.thread_cpu_s["startup"]
+    window = ledger.finish()
+    assert window is not None
+    assert window.thread_cpu_s["checkpoint"] < 0.025
+    assert window.thread_cpu_s["eval"] > 0.025
+    assert sum(window.thread_cpu_s.values()) <= time.thread_time() - before_s + window.thread_cpu_s["startup"]
 
 
 # --- the property -------------------------------------------------------------------------------------------------
@@ -651,9 +651,9 @@ class Oracle:
         self.ended: list[float] = []
         self.starved: list[float] = []
         self.taken: set[int] = set()
-        """Seconds that the device was not at a step, although its marks say so."""
+        """Seconds that the device was not at a step, although its events say so."""
         self.spoke = False
-        self.accounts: list[TimeBreakdown] = []
+        self.windows: list[TimeBreakdown] = []
 
     def run(self, program: list[tuple]) -> None:
         for what, *rest in program:
@@ -673,18 +673,18 @@ class Oracle:
     def charge(self, name: str, ago_s: int, took_s: int) -> None:
         now_s = int(self.world.now_s)
         self.ledger.attribute(name, now_s - ago_s, now_s - ago_s + took_s)
-        since_s = int(self.accounts[-1].end_s) if self.accounts else 0
+        since_s = int(self.windows[-1].end_s) if self.windows else 0
         for second in range(max(since_s, now_s - ago_s), min(now_s, now_s - ago_s + took_s)):
             self.said[second] = name
             if self.world.on_host:
                 self.taken.add(second)
 
     def window(self, min_s: int) -> None:
-        since_s = self.accounts[-1].end_s if self.accounts else 0
-        account = self.ledger.window(min_s)
-        assert (account is None) == (self.world.now_s - since_s < min_s)
-        if account is not None:
-            self.accounts.append(account)
+        since_s = self.windows[-1].end_s if self.windows else 0
+        window = self.ledger.window(min_s)
+        assert (window is None) == (self.world.now_s - since_s < min_s)
+        if window is not None:
+            self.windows.append(window)
 
     def turn(self, label: str | None) -> str | None:
         """The device goes over to `label` when it has done what it was given."""
@@ -726,7 +726,7 @@ class Oracle:
 
 @settings(max_examples=120, deadline=None)
 @given(programs, st.integers(0, 3), st.integers(1, 3), st.booleans())
-def test_accounts_are_what_an_oracle_says_second_by_second(
+def test_windows_agree_with_an_oracle_second_by_second(
     program: list[tuple], startup_s: int, devices: int, on_host: bool
 ) -> None:
     world = World(on_host=on_host)
@@ -735,40 +735,40 @@ def test_accounts_are_what_an_oracle_says_second_by_second(
     oracle.run(program)
     oracle.host(1 + int(max(0, world.device_free_s - world.now_s)))  # waits for the device
     last = oracle.ledger.finish()
-    accounts = oracle.accounts + ([] if last is None else [last])
+    windows = oracle.windows + ([] if last is None else [last])
 
     at_s = 0.0
-    for account in accounts:
-        assert account.start_s == at_s
-        at_s = account.end_s
-        assert account.wall_s == account.end_s - account.start_s
-        labels = collections.Counter(map(oracle.label_at, range(int(account.start_s), int(account.end_s))))
-        assert account.phases == {label: count * devices for label, count in labels.items()}
-        assert account.host_bound_steps is None or not on_host
+    for window in windows:
+        assert window.start_s == at_s
+        at_s = window.end_s
+        assert window.wall_s == window.end_s - window.start_s
+        labels = collections.Counter(map(oracle.label_at, range(int(window.start_s), int(window.end_s))))
+        assert window.phases == {label: count * devices for label, count in labels.items()}
+        assert window.host_bound_steps is None or not on_host
     assert at_s == world.now_s
-    assert sum(account.steps for account in accounts) == len(oracle.ended)
-    assert sum(account.host_bound_steps or 0 for account in accounts) == (0 if on_host else len(oracle.starved))
+    assert sum(window.steps for window in windows) == len(oracle.ended)
+    assert sum(window.host_bound_steps or 0 for window in windows) == (0 if on_host else len(oracle.starved))
 
 
 @settings(max_examples=80, deadline=None)
 @given(programs, st.floats(-1e3, 1e3), st.floats(-0.5, 0.5))
-def test_no_clock_of_the_device_makes_time_negative_or_lost(program: list[tuple], offset_s: float, fast: float) -> None:
+def test_no_device_clock_makes_time_negative_or_lost(program: list[tuple], offset_s: float, fast: float) -> None:
     world = World(offset_s=offset_s, fast=fast)
     oracle = Oracle(world, world.ledger(), 0)
     oracle.run(program)
     oracle.host(1 + int(max(0, world.device_free_s - world.now_s)))
     last = oracle.ledger.finish()
-    accounts = oracle.accounts + ([] if last is None else [last])
+    windows = oracle.windows + ([] if last is None else [last])
 
     at_s = 0.0
-    for account in accounts:
-        assert account.start_s == at_s
-        at_s = account.end_s
-        assert set(account.phases) <= set(PHASES)
-        assert all(took_s > 0 for took_s in account.phases.values())
-        assert math.isclose(sum(account.phases.values()), account.wall_s, rel_tol=1e-9, abs_tol=1e-9)
+    for window in windows:
+        assert window.start_s == at_s
+        at_s = window.end_s
+        assert set(window.phases) <= set(PHASES)
+        assert all(took_s > 0 for took_s in window.phases.values())
+        assert math.isclose(sum(window.phases.values()), window.wall_s, rel_tol=1e-9, abs_tol=1e-9)
     assert at_s == world.now_s
-    assert sum(account.steps for account in accounts) == len(oracle.ended)
+    assert sum(window.steps for window in windows) == len(oracle.ended)
 
 
 # --- what a wait was made of ----------------------------------------------------------------------------------------
@@ -785,20 +785,20 @@ def test_a_wait_is_split_and_what_the_device_computed_meanwhile_is_in_no_part() 
         ledger.split_input_wait([(2, "queue"), (6, "fetch"), (9, "decode")])
     with ledger.phase("eval"):
         world.host(1)
-    account = ledger.finish()
-    assert account is not None
-    assert account.phases == {"compute": 4, "input_wait": 6, "eval": 1}
-    assert account.input_wait_stages == {"fetch": 2, "decode": 3, "queue": 1}  # the last second: what no part covers
+    window = ledger.finish()
+    assert window is not None
+    assert window.phases == {"compute": 4, "input_wait": 6, "eval": 1}
+    assert window.input_wait_stages == {"fetch": 2, "decode": 3, "queue": 1}  # the last second: what no part covers
 
 
-def test_a_wait_that_nobody_splits_is_queue() -> None:
+def test_a_wait_without_stages_is_queue() -> None:
     world = World()
     ledger = world.ledger(devices=2)
     with ledger.phase("input_wait"):
         world.host(3)
-    account = ledger.finish()
-    assert account is not None
-    assert account.input_wait_stages == {"queue": 6}
+    window = ledger.finish()
+    assert window is not None
+    assert window.input_wait_stages == {"queue": 6}
 
 
 def test_only_a_wait_for_input_has_stages() -> None:
@@ -815,27 +815,27 @@ waits = st.lists(st.tuples(st.floats(0, 5), st.floats(0, 5), st.floats(0, 5), pa
 
 @settings(max_examples=60, deadline=None)
 @given(waits, st.integers(1, 3))
-def test_the_stages_add_up_to_the_wait_to_the_last_bit(course: list[tuple], devices: int) -> None:
+def test_the_stages_add_up_to_the_wait_exactly(course: list[tuple], devices: int) -> None:
     """course: what the host issues, what the device works on, how long the thread waits, on what, and a window."""
     world = World()
     ledger = world.ledger(devices=devices)
-    accounts = []
+    windows = []
     for issues_s, works_s, waits_s, made_of, closes in course:
         with ledger.compute():
             world.host(issues_s)
             world.device(works_s)
         with ledger.phase("input_wait"):
-            began_s = world.now()
+            start_s = world.now()
             world.host(waits_s)
-            ends = [(began_s + sum(took_s for took_s, _ in made_of[: n + 1]), s) for n, (_, s) in enumerate(made_of)]
+            ends = [(start_s + sum(took_s for took_s, _ in made_of[: n + 1]), s) for n, (_, s) in enumerate(made_of)]
             ledger.split_input_wait(ends)
         if closes:
-            accounts.append(ledger.window(0.0))
+            windows.append(ledger.window(0.0))
     world.host(10)
-    accounts.append(ledger.finish())
-    for account in accounts:
-        if account is not None:
-            assert sum(account.input_wait_stages.values()) == account.phases.get("input_wait", 0)
-            assert min(account.input_wait_stages.values(), default=0) >= 0
-            assert set(account.input_wait_stages) <= set(INPUT_STAGES)
-            assert sum(account.phases.values()) == pytest.approx(account.wall_s * devices)
+    windows.append(ledger.finish())
+    for window in windows:
+        if window is not None:
+            assert sum(window.input_wait_stages.values()) == window.phases.get("input_wait", 0)
+            assert min(window.input_wait_stages.values(), default=0) >= 0
+            assert set(window.input_wait_stages) <= set(INPUT_STAGES)
+            assert sum(window.phases.values()) == pytest.approx(window.wall_s * devices)

@@ -18,18 +18,18 @@ SAMPLES, BATCH, SLOW_S = 80, 4, 0.005
 
 
 class SlowData(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    """Says by its own clock how long it took."""
+    """Measures how long its loads took."""
 
     def __init__(self) -> None:
-        self.took_s = 0.0
+        self.load_s = 0.0
 
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        began_s = time.perf_counter()
+        start_s = time.perf_counter()
         time.sleep(SLOW_S)
-        self.took_s += time.perf_counter() - began_s
+        self.load_s += time.perf_counter() - start_s
         return torch.randn(4), torch.zeros(1)
 
 
@@ -52,7 +52,7 @@ def test_a_fit_is_measured(tmp_path: Path) -> None:
             self.layer = torch.nn.Linear(4, 1)
 
         def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-            if index == tired_at:
+            if index == fail_at:
                 raise ValueError("tired")
             time.sleep(0.01)
             loss: Tensor = (self.layer(batch[0]) - batch[1]).pow(2).mean()
@@ -77,20 +77,20 @@ def test_a_fit_is_measured(tmp_path: Path) -> None:
         finally:
             assert trainer.profiler.start == start, "the profiler is as before"
 
-    tired_at = -1
+    fail_at = -1
     training, validation = SlowData(), SlowData()
     fit("good", training, validation)
     found = compute_totals(tmp_path / "good")
-    assert found.phases["input_wait"] == pytest.approx(training.took_s, rel=0.15)
-    assert found.phases["eval"] == pytest.approx(validation.took_s, rel=0.15)
+    assert found.phases["input_wait"] == pytest.approx(training.load_s, rel=0.15)
+    assert found.phases["eval"] == pytest.approx(validation.load_s, rel=0.15)
     assert found.phases["compute"] >= 2 * SAMPLES / BATCH * 0.01
     assert found.phases["checkpoint"] > 0
-    assert found.phases["host"] < 0.05 * found.device_s, "what nobody told of"
+    assert found.phases["host"] < 0.05 * found.device_s, "time that no callback explains"
     assert (found.steps, found.num_images) == (SAMPLES // BATCH, 2 * SAMPLES)
     lines = list(read_lines(tmp_path / "good", STEPS, StepWindow))
     assert any("total" in line.losses and line.lr == pytest.approx(0.1) for line in lines)
 
-    tired_at = 3
+    fail_at = 3
     with pytest.raises(ValueError, match="tired"):
         fit("bad", training, validation)
     last = list(read_lines(tmp_path / "bad", EVENTS, Event))[-1]

@@ -48,7 +48,7 @@ def on_device(value: float) -> torch.Tensor:
     return torch.tensor(value).as_subclass(OnDevice)
 
 
-def test_a_loss_of_a_device_stands_in_a_later_line_and_nobody_waits() -> None:
+def test_a_device_loss_is_in_a_later_line_without_a_wait() -> None:
     logged, device = ScalarLogger(), SlowStream()
     for value in (1.0, 3.0):
         logged.add({"loss": on_device(value), "lr": 0.5})
@@ -62,7 +62,7 @@ def test_a_loss_of_a_device_stands_in_a_later_line_and_nobody_waits() -> None:
     assert logged.take(device, wait=True).losses == {}  # type: ignore[arg-type]
 
 
-def test_what_a_loop_does_to_its_loss_later_does_not_matter() -> None:
+def test_later_changes_of_the_loss_tensor_do_not_matter() -> None:
     logged, device = ScalarLogger(), SlowStream()
     loss = on_device(1.0)
     logged.add({"loss": loss})
@@ -70,7 +70,7 @@ def test_what_a_loop_does_to_its_loss_later_does_not_matter() -> None:
     assert logged.take(device, wait=True).losses == {"total": 1.0}  # type: ignore[arg-type]
 
 
-def test_a_device_that_is_not_the_one_that_is_measured_is_said_once() -> None:
+def test_another_device_than_the_measured_one_is_a_warning_once() -> None:
     logged, device = ScalarLogger(), SlowStream()
     device.torch_device = torch.device("cuda:1")
     for expected in ({"other_device"}, set()):
@@ -80,7 +80,7 @@ def test_a_device_that_is_not_the_one_that_is_measured_is_said_once() -> None:
         assert 'device="cuda:0"' in reading.warnings.get("other_device", 'device="cuda:0"')
 
 
-def test_losses_of_a_device_that_nobody_finds_do_not_pile_up() -> None:
+def test_losses_of_an_unknown_device_do_not_accumulate() -> None:
     logged, device = ScalarLogger(), SlowStream()
     for value in range(100):
         logged.add({"loss": on_device(value)})

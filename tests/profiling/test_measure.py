@@ -50,7 +50,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_each_second_is_where_it_was_spent(run: Path) -> None:
+def test_every_second_is_in_its_phase(run: Path) -> None:
     with stoker.measure(run) as m:
         for _ in m.data(pairs(10, wait_s=0.02)):
             with m.step():
@@ -62,7 +62,7 @@ def test_each_second_is_where_it_was_spent(run: Path) -> None:
     found = compute_totals(run)
     assert sum(found.phases.values()) == pytest.approx(found.device_s)
     floors = {"input_wait": 0.2, "compute": 0.1, "eval": 0.06, "checkpoint": 0.05}
-    assert all(found.phases[name] >= least_s for name, least_s in floors.items())
+    assert all(found.phases[name] >= min_s for name, min_s in floors.items())
     assert set(found.phases) == {*floors, "startup", "host"}
     assert (found.steps, found.step, found.num_images) == (10, 10, 40)
     assert (m.step_count, m.image_count, m.path) == (10, 40, run)
@@ -73,8 +73,8 @@ def test_each_second_is_where_it_was_spent(run: Path) -> None:
 def test_a_loader_that_computes_in_the_thread_is_told_from_one_that_waits(run: Path) -> None:
     def batches(busy: bool) -> Iterator[list[int]]:
         for _ in range(10):
-            began_s = time.thread_time()
-            while busy and time.thread_time() - began_s < 0.01:
+            start_s = time.thread_time()
+            while busy and time.thread_time() - start_s < 0.01:
                 pass
             time.sleep(0 if busy else 0.01)
             yield [1, 2]
@@ -90,7 +90,7 @@ def test_a_loader_that_computes_in_the_thread_is_told_from_one_that_waits(run: P
         assert set(found.thread_cpu_s) <= set(found.phases)
 
 
-def test_why_tells_of_it_as_of_any_run(run: Path) -> None:
+def test_why_explains_it_like_any_run(run: Path) -> None:
     with stoker.measure(run) as m:
         assert explain_run(run).state == "running"
         for _ in m.data(pairs(20, wait_s=0.02)):
@@ -129,13 +129,13 @@ def test_batches_come_through_as_they_are(run: Path) -> None:
     assert compute_totals(run).num_images == 7
 
 
-def test_what_the_loop_or_its_data_raises_travels(run: Path) -> None:
+def test_exceptions_of_the_loop_and_its_data_propagate(run: Path) -> None:
     def torn() -> Iterator[int]:
         yield 1
-        raise DataError("a bad picture")
+        raise DataError("a bad image")
 
     with stoker.measure(run) as m:
-        with pytest.raises(DataError, match="bad picture"):
+        with pytest.raises(DataError, match="bad image"):
             list(m.data(torn()))
         with pytest.raises(KeyError), m.step():
             raise KeyError
@@ -162,7 +162,7 @@ def test_nested_phases_of_a_step_are_taken_out_of_it(run: Path) -> None:
     assert (found.steps, found.num_images) == (1, 8)
 
 
-def test_validation_data_is_evaluation_and_counts_no_pictures(run: Path) -> None:
+def test_validation_data_is_evaluation_and_counts_no_images(run: Path) -> None:
     with stoker.measure(run) as m:
         with m.phase("eval"):
             list(m.data(pairs(3, wait_s=0.02)))
@@ -176,7 +176,7 @@ def test_validation_data_is_evaluation_and_counts_no_pictures(run: Path) -> None
     assert found.num_images == 0
 
 
-def test_losses_rates_and_norms_are_means_of_the_window(run: Path) -> None:
+def test_losses_lr_and_norms_are_means_of_the_window(run: Path) -> None:
     with stoker.measure(run) as m:
         for loss in (1.0, torch.tensor(3.0, requires_grad=True), float("nan")):
             with m.step():
@@ -201,7 +201,7 @@ def test_losses_rates_and_norms_are_means_of_the_window(run: Path) -> None:
         (SystemExit(0), None),
     ],
 )
-def test_how_it_ends_is_on_record(run: Path, error: BaseException, code: int | None) -> None:
+def test_the_end_is_recorded(run: Path, error: BaseException, code: int | None) -> None:
     with pytest.raises(type(error)), stoker.measure(run):
         raise error
     last = events(run)[-1]
@@ -232,7 +232,7 @@ def test_the_same_folder_is_the_next_attempt(run: Path) -> None:
     assert last[3].phases["recovery"] >= 0.03
 
 
-def test_other_peoples_folders_are_refused(run: Path) -> None:
+def test_folders_of_other_runs_are_refused(run: Path) -> None:
     run.mkdir()
     (run / CONFIG).touch()
     with pytest.raises(UsageError, match="run of a training by stoker"):
@@ -248,25 +248,25 @@ def test_other_peoples_folders_are_refused(run: Path) -> None:
     assert "after init_process_group" in str(caught.value)
 
 
-def test_wrong_use_is_named(run: Path) -> None:
+def test_wrong_use_is_an_error(run: Path) -> None:
     with pytest.raises(UsageError, match="outside of its block"):
         stoker.measure(run).data([])
     with stoker.measure(run) as m:
         with pytest.raises(UsageError) as caught, m.phase("breakfast"):
             pass
         assert caught.value.choices == PHASES
-        said: list[UsageError] = []
+        caught_errors: list[UsageError] = []
 
-        def elsewhere() -> None:
+        def log_in_thread() -> None:
             try:
                 m.log(loss=1.0)
             except UsageError as error:
-                said.append(error)
+                caught_errors.append(error)
 
-        thread = threading.Thread(target=elsewhere)
+        thread = threading.Thread(target=log_in_thread)
         thread.start()
         thread.join()
-        assert "another thread" in said[0].what
+        assert "another thread" in caught_errors[0].what
     with pytest.raises(UsageError, match="outside of its block"), m.step():
         pass
     with pytest.raises(UsageError, match="used before"):
@@ -300,7 +300,7 @@ def test_without_a_folder_it_takes_the_next_number(run: Path, monkeypatch: pytes
             assert m.path == Path("runs") / f"mine-{number}"
 
 
-def test_a_fault_of_the_recording_is_a_warning_and_the_loop_goes_on(run: Path) -> None:
+def test_a_failure_of_the_recording_is_a_warning_and_the_loop_goes_on(run: Path) -> None:
     def broken(min_s: float) -> None:  # noqa: ARG001
         raise OSError("the driver is gone")
 
@@ -316,7 +316,7 @@ def test_a_fault_of_the_recording_is_a_warning_and_the_loop_goes_on(run: Path) -
     assert m.step_count == 3
 
 
-def test_a_process_that_is_forked_off_writes_nothing_and_holds_nothing(run: Path) -> None:
+def test_a_forked_process_writes_nothing_and_holds_nothing(run: Path) -> None:
     with stoker.measure(run) as m:
         with m.step():
             pass
@@ -339,7 +339,7 @@ def test_a_process_that_is_forked_off_writes_nothing_and_holds_nothing(run: Path
     assert [event.kind for event in events(run)] == ["started", "finished"]
 
 
-def test_who_is_told_meanwhile_and_a_child_tells_nobody(run: Path) -> None:
+def test_alerts_are_sent_and_a_forked_child_sends_none(run: Path) -> None:
     told = run.parent / "told"
     monitor = MonitoringOptions(alert=("loss > 5", "on finished"), alert_command=f"cat >> '{told}'", metrics_port=0)
     with stoker.measure(run, monitor=monitor) as m:
@@ -364,7 +364,7 @@ def test_who_is_told_meanwhile_and_a_child_tells_nobody(run: Path) -> None:
         pass  # the folder is free again
 
 
-def test_workers_of_a_loader_leave_it_alone(run: Path) -> None:
+def test_loader_workers_record_nothing(run: Path) -> None:
     with stoker.measure(run) as m:
         loader = torch.utils.data.DataLoader(torch.arange(12).reshape(6, 2), batch_size=2, num_workers=1)
         with m.phase("eval"):
@@ -419,17 +419,17 @@ def test_a_killed_loop_reads_as_a_dead_run(run: Path) -> None:
     assert why.productive_fraction is not None
 
 
-FORGOTTEN = """
+NOT_LEFT = """
 import sys, stoker
 m = stoker.measure(sys.argv[1]).__enter__()
 with m.step():
     pass
-raise ValueError("nobody leaves the block")
+raise ValueError("the block is not left")
 """
 
 
 @pytest.mark.slow
-def test_an_end_that_nobody_told_of_is_on_record_all_the_same(run: Path) -> None:
-    job = subprocess.run([sys.executable, "-c", FORGOTTEN, str(run)], capture_output=True, check=False)
+def test_an_end_without_leaving_the_block_is_recorded(run: Path) -> None:
+    job = subprocess.run([sys.executable, "-c", NOT_LEFT, str(run)], capture_output=True, check=False)
     assert job.returncode == 1
-    assert events(run)[-1].text == "ValueError: nobody leaves the block"
+    assert events(run)[-1].text == "ValueError: the block is not left"

@@ -1,4 +1,4 @@
-"""The second witness in a real run folder."""
+"""The telemetry sampler in a real run folder."""
 
 import itertools
 import json
@@ -25,7 +25,7 @@ from stoker.runs.schemas import DeviceSample, Event, GpuSample
 from tests.nvml import Scene, driver_library
 
 
-class Watched(RunFolder):
+class NotifyingRunFolder(RunFolder):
     """A run folder that tells when it got lines."""
 
     def __init__(self, path: Path) -> None:
@@ -45,13 +45,13 @@ class Watched(RunFolder):
 
 
 def test_it_writes_lines_until_it_is_stopped(tmp_path: Path) -> None:
-    run = Watched(tmp_path)
-    with TelemetrySampler(run, interval_s=0.01) as watching:
+    run = NotifyingRunFolder(tmp_path)
+    with TelemetrySampler(run, interval_s=0.01) as telemetry:
         run.wait_for(5)
     samples = list(read_lines(tmp_path, DEVICES, DeviceSample))
     assert len(samples) == run.lines >= 5
-    assert watching.last == samples[-1]
-    assert not watching._thread.is_alive()
+    assert telemetry.last == samples[-1]
+    assert not telemetry._thread.is_alive()
     assert [sample.attempt for sample in samples] == [2] * len(samples)
     assert all(new.t >= old.t for old, new in itertools.pairwise(samples))
     assert samples[-1].rss_bytes
@@ -61,13 +61,13 @@ def test_it_writes_lines_until_it_is_stopped(tmp_path: Path) -> None:
 
 def test_it_stops_in_the_middle_of_a_long_interval(tmp_path: Path) -> None:
     """A stop that waited for the interval would run into the test's time limit."""
-    watching = TelemetrySampler(RunFolder(tmp_path, 1), interval_s=100_000)
-    watching.start()
-    watching.stop(timeout_s=100_000)
-    assert not watching._thread.is_alive()
+    telemetry = TelemetrySampler(RunFolder(tmp_path, 1), interval_s=100_000)
+    telemetry.start()
+    telemetry.stop(timeout_s=100_000)
+    assert not telemetry._thread.is_alive()
 
 
-def test_when_it_fails_it_says_so_once_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_it_fails_there_is_one_warning_and_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
         def __init__(self, *, pid: int | None, run_dir: Path) -> None:
             assert pid is None
@@ -80,7 +80,7 @@ def test_when_it_fails_it_says_so_once_and_ends(tmp_path: Path, monkeypatch: pyt
             pass
 
     monkeypatch.setattr(sampler, "HostSampler", Broken)
-    run = Watched(tmp_path)
+    run = NotifyingRunFolder(tmp_path)
     with TelemetrySampler(run, interval_s=0.001):
         run.wait_for(1)
     events = list(read_lines(tmp_path, EVENTS, Event))
@@ -101,7 +101,7 @@ def test_a_gpu_that_is_lost_is_a_warning_once(tmp_path: Path, monkeypatch: pytes
             return [GpuSample(index=0)]
 
     monkeypatch.setattr(sampler, "GpuSampler", Losing)
-    run = Watched(tmp_path)
+    run = NotifyingRunFolder(tmp_path)
     with TelemetrySampler(run, interval_s=0.001):
         run.wait_for(6)
     texts = [event.text for event in read_lines(tmp_path, EVENTS, Event)]
@@ -120,19 +120,19 @@ def test_lines_keep_to_multiples_of_the_interval(due: int, late: int, interval: 
 
 # --- a driver that reports errors, hangs, and loses its GPU
 
-WATCH = """
+SAMPLE = """
 import json, sys, threading
 from pathlib import Path
-from stoker.profiling.telemetry import sampler as witness
+from stoker.profiling.telemetry import sampler
 from stoker.runs.records import RunFolder
-witness.DRIVER_HANG_S = 0.4
-witness.DRIVER_TIMEOUT_S = 0.1
-watching = witness.TelemetrySampler(RunFolder(Path(sys.argv[1]), 1), interval_s=0.02)
-watching.start()
+sampler.DRIVER_HANG_S = 0.4
+sampler.DRIVER_TIMEOUT_S = 0.1
+telemetry = sampler.TelemetrySampler(RunFolder(Path(sys.argv[1]), 1), interval_s=0.02)
+telemetry.start()
 sys.stdin.read()
-watching.stop(30)
+telemetry.stop(30)
 left = sorted(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
-print(json.dumps([watching._thread.is_alive(), left]))
+print(json.dumps([telemetry._thread.is_alive(), left]))
 """
 
 
@@ -146,11 +146,11 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def watched(driver: Path, run: Path, scene: Scene) -> Iterator[list[Any]]:
-    """A process that watches into `run`; after it, in the list: whether the witness still runs, the threads it left."""
+    """A process that watches into `run`; after it, in the list: whether the sampler still runs, the threads it left."""
     clean = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     ended: list[Any] = []
     process = subprocess.Popen(
-        [sys.executable, "-c", WATCH, str(run)], env=clean | scene.variables(driver), text=True,
+        [sys.executable, "-c", SAMPLE, str(run)], env=clean | scene.variables(driver), text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     try:
@@ -169,11 +169,11 @@ def until(
     """The lines of the run as soon as they fulfil a condition."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        told = list(read_lines(run, DEVICES, DeviceSample)), list(read_lines(run, EVENTS, Event))
-        if holds(*told):
-            return told
+        records = list(read_lines(run, DEVICES, DeviceSample)), list(read_lines(run, EVENTS, Event))
+        if holds(*records):
+            return records
         time.sleep(0.005)
-    raise AssertionError(f"did not come about: {told}")
+    raise AssertionError(f"did not come about: {records}")
 
 
 def test_an_error_that_the_driver_reports_is_an_event_and_in_the_next_line(driver: Path, tmp_path: Path) -> None:
@@ -189,9 +189,9 @@ def test_an_error_that_the_driver_reports_is_an_event_and_in_the_next_line(drive
     events = list(read_lines(tmp_path, EVENTS, Event))
     assert {gpu.index for line in lines for gpu in line.gpus if gpu.xids} == {1}
     assert {xid for line in lines for gpu in line.gpus for xid in gpu.xids} == {79}, "13 was before our time"
-    assert len(events) == 2, "the same again is not told for a minute"
-    told = {(event.kind, event.data.get("xid"), event.data["gpu"], event.data["count"]) for event in events}
-    assert told == {("gpu_fault", 79, 1, 1), ("gpu_fault", None, 0, 1)}
+    assert len(events) == 2, "the same again is not records for a minute"
+    records = {(event.kind, event.data.get("xid"), event.data["gpu"], event.data["count"]) for event in events}
+    assert records == {("gpu_fault", 79, 1, 1), ("gpu_fault", None, 0, 1)}
     assert {event.text.partition(" (")[0] for event in events} == {"GPU 1: Xid 79", "GPU 0: uncorrected memory error"}
     assert ended == [False, []]
 
@@ -217,7 +217,7 @@ def test_a_driver_that_hangs_costs_the_gpus_numbers_only(driver: Path, tmp_path:
     ]  # fmt: skip
 
 
-def test_when_errors_are_not_heard_any_more_that_is_said(driver: Path, tmp_path: Path) -> None:
+def test_when_errors_are_no_longer_received_there_is_a_warning(driver: Path, tmp_path: Path) -> None:
     scene = Scene(tmp_path / "scene").say("-1", count=1).say("0", utilization=50)
     with watched(driver, tmp_path, scene) as ended:
         until(tmp_path, lambda lines, _: any(line.gpus for line in lines))

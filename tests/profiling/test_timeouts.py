@@ -8,48 +8,48 @@ from stoker.profiling.telemetry.timeouts import TimeoutWorker
 
 
 def test_answers_come_until_one_hangs_and_again_after_it() -> None:
-    """The second question hangs until it is let go; meanwhile nobody asks a third."""
-    asked: list[int] = []
-    go = threading.Event()
+    """The second query hangs until it is released; meanwhile there is no third one."""
+    queries: list[int] = []
+    release = threading.Event()
 
-    def question() -> int:
-        asked.append(len(asked))
-        if len(asked) == 2:
-            go.wait()
-        return len(asked)
+    def query() -> int:
+        queries.append(len(queries))
+        if len(queries) == 2:
+            release.wait()
+        return len(queries)
 
-    beside = TimeoutWorker(lambda: question, name="test")
-    assert beside.call(60) == 1
-    assert beside.call(0.001) is None
-    assert beside.call(0.001) is None
-    assert len(asked) == 2
-    assert not beside.stop(0.001), "a thread that hangs is left behind"
-    go.set()
-    assert beside.stop(60)
+    worker = TimeoutWorker(lambda: query, name="test")
+    assert worker.call(60) == 1
+    assert worker.call(0.001) is None
+    assert worker.call(0.001) is None
+    assert len(queries) == 2
+    assert not worker.stop(0.001), "a thread that hangs is left behind"
+    release.set()
+    assert worker.stop(60)
 
 
 def test_a_late_answer_is_not_taken_for_a_new_one() -> None:
-    go, late = threading.Event(), threading.Event()
+    release, late = threading.Event(), threading.Event()
     answers = iter(["late", "new"])
 
-    def question() -> str:
-        go.wait()
+    def query() -> str:
+        release.wait()
         return next(answers)
 
-    beside = TimeoutWorker(lambda: question, name="test")
-    assert beside.call(0.001) is None
-    go.set()
-    while (answer := beside.call(60)) is None:
+    worker = TimeoutWorker(lambda: query, name="test")
+    assert worker.call(0.001) is None
+    release.set()
+    while (answer := worker.call(60)) is None:
         late.wait(0.001)
     assert answer == "new"
-    assert beside.stop(60)
+    assert worker.stop(60)
 
 
 def test_what_it_raises_travels() -> None:
     def make() -> None:
         raise ZeroDivisionError("no driver")
 
-    beside = TimeoutWorker(make, name="test")  # type: ignore[arg-type]
+    worker = TimeoutWorker(make, name="test")  # type: ignore[arg-type]
     with pytest.raises(ZeroDivisionError, match="no driver"):
-        beside.call(60)
-    assert beside.stop(60)
+        worker.call(60)
+    assert worker.stop(60)

@@ -59,7 +59,7 @@ def when_begun(run: Path, do: Callable[[], object]) -> Iterator[None]:
     thread.join()
 
 
-def stranger(code: str, folder: Path, output: str = "") -> tuple["subprocess.Popen[bytes]", int]:
+def foreign_process(code: str, folder: Path, output: str = "") -> tuple["subprocess.Popen[bytes]", int]:
     """(its parent, which reaps it; a process that is not ours to wait for). It ends when the parent's stdin does."""
     command = f"exec {output} sh -c 'echo $$ >&3; read x <&4; {code}' 3>&3 4<&4"
     parent = subprocess.Popen(["sh", "-c", f"exec 3>&1 4<&0; ({command}) & wait $!; exit 0"], cwd=folder,
@@ -76,10 +76,8 @@ def stranger(code: str, folder: Path, output: str = "") -> tuple["subprocess.Pop
         ("kill -KILL $$", 137, "failed", {"exit_code": 137, "signal": 9}),
     ],
 )
-def test_the_end_of_a_process_that_somebody_else_started(
-    end: str, code: int, kind: str, data: dict[str, int], tmp_path: Path
-) -> None:
-    parent, pid = stranger(end, tmp_path)
+def test_the_end_of_a_foreign_process(end: str, code: int, kind: str, data: dict[str, int], tmp_path: Path) -> None:
+    parent, pid = foreign_process(end, tmp_path)
     run = tmp_path / "run"
     with when_begun(run, parent.communicate):
         assert attach(pid, str(run)) == code
@@ -92,7 +90,7 @@ def test_the_end_of_a_process_that_somebody_else_started(
     assert explain_run(run).state == kind
 
 
-def test_who_tells_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_of_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     child = subprocess.Popen(["sh", "-c", "exit 9"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     seen = read_status(child.pid)
@@ -110,7 +108,7 @@ def test_who_tells_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     os.close(ended.pidfd)
 
 
-def test_an_exit_code_that_is_not_known_is_no_failure(tmp_path: Path) -> None:
+def test_an_unknown_exit_code_is_not_a_failure(tmp_path: Path) -> None:
     with open_run_folder(str(tmp_path), ["train"], environment={"gpu": {"gpus": []}}) as (folder, _):
         Recorder(folder, ["train"]).write_end(None)
         (tmp_path / OUTPUT).write_text("step 9\n")
@@ -130,7 +128,7 @@ PRINTS = "for n in 1 2 3 4 5; do echo step $n loss: 0.$n; done"
 def test_an_output_that_is_a_file_is_read_from_now_on_and_keeps_its_context(tmp_path: Path) -> None:
     log = tmp_path / "job.log"
     log.write_text("step 900 loss: 9.0\n")
-    parent, pid = stranger(f"{PRINTS}; exit 3", tmp_path, output=f">>{log} 2>&1")
+    parent, pid = foreign_process(f"{PRINTS}; exit 3", tmp_path, output=f">>{log} 2>&1")
     run = tmp_path / "run"
     with when_begun(run, parent.communicate):
         assert attach(pid, str(run)) == 3
@@ -156,14 +154,14 @@ def test_a_long_file_a_new_line_and_a_file_that_is_emptied(tmp_path: Path) -> No
         writer.flush()
         assert b"".join(output.read()) == b"new\n"
         path.write_bytes(b"")
-        writer.write(b"anew\n")
+        writer.write(b"again\n")
         writer.flush()
-        assert b"".join(output.read()).strip(b"\0") == b"anew\n"
-    assert (tmp_path / "kept.log").read_bytes() == kept + b"new\nanew\n"
+        assert b"".join(output.read()).strip(b"\0") == b"again\n"
+    assert (tmp_path / "kept.log").read_bytes() == kept + b"new\nagain\n"
 
 
 def test_ctrl_c_ends_the_watching_and_not_the_job(tmp_path: Path) -> None:
-    parent, pid = stranger("exit 0", tmp_path)
+    parent, pid = foreign_process("exit 0", tmp_path)
     run = tmp_path / "run"
     before = signal.getsignal(signal.SIGINT)
 
@@ -186,12 +184,12 @@ def test_ctrl_c_ends_the_watching_and_not_the_job(tmp_path: Path) -> None:
     assert ended.exit_code is None
 
 
-def test_a_living_job_that_spins_on_an_empty_file_is_said_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_live_job_that_spins_on_an_empty_file_gets_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "EMPTY_INPUT_WARNING_S", 0.1)
     monkeypatch.setattr(recorder, "PROCESS_POLL_S", 0.02)
     empty = tmp_path / "train-00003.tfrecord"
     empty.touch()
-    parent, pid = stranger("exit 0", tmp_path, output=f"5<{empty}")
+    parent, pid = foreign_process("exit 0", tmp_path, output=f"5<{empty}")
     run = tmp_path / "run"
 
     def warned() -> bool:
@@ -210,7 +208,7 @@ def test_a_living_job_that_spins_on_an_empty_file_is_said_to(tmp_path: Path, mon
     assert events(run)[-1].data["empty_inputs"] == [str(empty)]
 
 
-def test_a_number_that_was_given_again_is_another_process(tmp_path: Path) -> None:
+def test_a_reused_pid_is_another_process(tmp_path: Path) -> None:
     (tmp_path / ".lock").touch()
     own = read_status(os.getpid())
     assert own is not None
@@ -222,7 +220,7 @@ def test_a_number_that_was_given_again_is_another_process(tmp_path: Path) -> Non
     folder.close()
 
 
-def test_whom_it_refuses() -> None:
+def test_processes_that_are_refused() -> None:
     child = subprocess.Popen(["true"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     thread = threading.Thread(target=time.sleep, args=(60,), daemon=True)
@@ -246,7 +244,7 @@ def test_whom_it_refuses() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 def test_a_process_of_another_user_is_refused(tmp_path: Path) -> None:
-    parent, pid = stranger("exit 0", tmp_path)
+    parent, pid = foreign_process("exit 0", tmp_path)
     os.seteuid(65534)
     try:
         with pytest.raises(UsageError, match=f"Process {pid} belongs to root") as thrown:

@@ -31,8 +31,10 @@ class Timed:
         self.takes(seconds)
         self._cpu_s += seconds
 
-    def batch(self, source: BatchSource, *, waits: float = 1.0, works: float = 0.0, evaluates: bool = False) -> None:
-        self.clock.begin_wait(source, evaluates)
+    def batch(
+        self, source: BatchSource, *, waits: float = 1.0, works: float = 0.0, is_evaluating: bool = False
+    ) -> None:
+        self.clock.begin_wait(source, is_evaluating)
         self.takes(waits)
         self.clock.end_wait(source, 8)
         self.takes(works)
@@ -50,20 +52,20 @@ class Timed:
         """All that are not zero, as the watcher reads them; they add up to the time."""
         self.clock.update()
         (path,) = self._folder.glob("*.state")
-        cell = read_hook_state(path)
-        assert cell is not None
-        found = {slot: cell.values[slot] for slot in hook.SLOTS[hook.STARTUP :]}
+        state = read_hook_state(path)
+        assert state is not None
+        found = {slot: state.values[slot] for slot in hook.SLOTS[hook.STARTUP :]}
         assert sum(found.values()) == pytest.approx(self._now_s)
         return {slot: value for slot, value in found.items() if value}
 
     def computed(self) -> dict[str, float]:
-        """Those of the thread's own processor time."""
+        """The CPU time of the thread by slot."""
         self.clock.update()
         (path,) = self._folder.glob("*.state")
-        cell = read_hook_state(path)
-        assert cell is not None
-        assert sum(cell.cpu.values()) == pytest.approx(self._cpu_s)
-        return {slot: value for slot, value in cell.cpu.items() if value}
+        state = read_hook_state(path)
+        assert state is not None
+        assert sum(state.cpu.values()) == pytest.approx(self._cpu_s)
+        return {slot: value for slot, value in state.cpu.items() if value}
 
     def count(self, slot: int) -> float:
         return float(self.clock.values[slot])
@@ -94,7 +96,7 @@ def test_wait_work_and_what_comes_after_the_step(timed: Timed) -> None:
     assert (timed.count(hook.STEPS), timed.count(hook.BATCHES), timed.count(hook.IMAGES)) == (2, 2, 16)
 
 
-def test_what_the_thread_computed_goes_where_the_time_goes(timed: Timed) -> None:
+def test_cpu_time_is_in_the_same_slots_as_the_time(timed: Timed) -> None:
     source, other = started(timed), BatchSource()
     timed.clock.begin_wait(source, False)
     timed.computes(3.0)  # decodes
@@ -111,19 +113,19 @@ def test_what_the_thread_computed_goes_where_the_time_goes(timed: Timed) -> None
     assert timed.computed() == {"input_wait": 3.0, "compute": 0.5, "eval": 5.0}
 
 
-def test_another_thread_s_clock_is_no_measure(timed: Timed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_clock_of_another_thread_does_not_count(timed: Timed, monkeypatch: pytest.MonkeyPatch) -> None:
     timed.clock.publish()
     timed.computes(5.0)
     monkeypatch.setattr(hook, "get_ident", lambda: -1)  # the first to step is another thread
     monkeypatch.setattr(hook, "thread_time", lambda: 100.0)
     timed.step()
     (path,) = timed._folder.glob("*.state")
-    cell = read_hook_state(path)
-    assert cell is not None
-    assert sum(cell.cpu.values()) == 0.0
+    state = read_hook_state(path)
+    assert state is not None
+    assert sum(state.cpu.values()) == 0.0
 
 
-def test_the_head_of_a_cell_has_room(timed: Timed) -> None:
+def test_the_header_of_a_state_file_fits(timed: Timed) -> None:
     timed.clock._frameworks = ["torch 2.15.0.dev20261120+cu999", "keras 3.99.99 on tensorflow", "tensorflow 2.99.99"]
     assert len(timed.clock._header()) == hook.HEADER_BYTES
     assert hook.HEADER_BYTES + 8 * len(timed.clock.values) <= hook.STATE_BYTES
@@ -165,7 +167,7 @@ def test_evaluation_is_a_loader_of_which_no_backward_comes(timed: Timed) -> None
 
 def test_without_gradients_it_is_evaluation_at_once(timed: Timed) -> None:
     started(timed)
-    timed.batch(BatchSource(), works=1.0, evaluates=True)
+    timed.batch(BatchSource(), works=1.0, is_evaluating=True)
     assert timed.seconds() == {"startup": 8.0, "eval": 2.0}
 
 
@@ -216,7 +218,7 @@ def test_phases_inside_others_count_once(timed: Timed) -> None:
     assert timed.seconds() == {"startup": 8.0, "input_wait": 1.0, "compute": 3.0, "comm": 1.0, "compile": 3.0}
 
 
-def test_steps_without_a_loader_are_work_that_nobody_knows(timed: Timed) -> None:
+def test_steps_without_a_loader_are_unknown_work(timed: Timed) -> None:
     timed.step(works=1.0)
     timed.step(works=2.0)
     assert timed.seconds() == {"startup": 1.0, "work": 2.0}
@@ -235,5 +237,5 @@ def test_a_loader_that_fails_leaves_the_clock_in_order(timed: Timed) -> None:
 def test_a_job_that_only_evaluates_is_not_starting_for_ever(timed: Timed) -> None:
     timed.clock.publish()
     timed.takes(1.0)
-    timed.batch(BatchSource(), works=1.0, evaluates=True)
+    timed.batch(BatchSource(), works=1.0, is_evaluating=True)
     assert timed.seconds() == {"startup": 1.0, "eval": 2.0}

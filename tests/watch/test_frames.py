@@ -88,7 +88,7 @@ def test_a_thread_that_sleeps_in_the_jobs_own_code_is_idle() -> None:
     [
         ("print(loss.item())", "sync"),
         ("shown = boxes.cpu().numpy()", "sync"),
-        ("picture = cv2.imread(path)", "decode"),
+        ("image = cv2.imread(path)", "decode"),
         ("loss.backward()", "compute"),
         ("items = [1]", "python"),
         ("best = max(items, key=cpu_time)", "python"),
@@ -120,4 +120,4 @@ def test_no_stack_makes_it_fail(frames: list[Frame], active: bool) -> None:
 
 
 def test_every_kind_of_the_table_is_one() -> None:
-    assert {row.kind for row in FRAME_RULES} <= {*KINDS, HELPER}
+    assert {rule.kind for rule in FRAME_RULES} <= {*KINDS, HELPER}

@@ -24,20 +24,20 @@ QUIET = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignor
 
 
 def ran(words: list[str], folder: Path, **variables: str) -> str:
-    """The output of a job with the hook; its cells are in `folder`/cells."""
-    cells = folder / "cells"
-    cells.mkdir(exist_ok=True)
-    environment = add_hook_env({**os.environ, **QUIET, **variables}, cells)
+    """The output of a job with the hook; its state files are in `folder`/state."""
+    state_dir = folder / "state"
+    state_dir.mkdir(exist_ok=True)
+    environment = add_hook_env({**os.environ, **QUIET, **variables}, state_dir)
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr.decode()
     assert done.stderr == b"", done.stderr.decode()
     return done.stdout.decode()
 
 
-def the_cell(folder: Path) -> HookState:
-    assert not list((folder / "cells").glob("errors-*"))
-    cells = [cell for path in (folder / "cells").glob("*.state") if (cell := read_hook_state(path)) is not None]
-    (only,) = [cell for cell in cells if cell.values["steps"]]
+def read_state(folder: Path) -> HookState:
+    assert not list((folder / "state").glob("errors-*"))
+    states = [state for path in (folder / "state").glob("*.state") if (state := read_hook_state(path)) is not None]
+    (only,) = [state for state in states if state.values["steps"]]
     return only
 
 
@@ -85,7 +85,7 @@ def test_a_process_that_does_not_train_is_as_without_it(tmp_path: Path) -> None:
     out = ran([sys.executable, "-c", code], tmp_path, PYTHONPATH=str(own))
     assert out.startswith("mine 1 ")
     assert str(HOOK_DIR) not in out
-    assert [path.name for path in (tmp_path / "cells").iterdir()] == ["loaded"]
+    assert [path.name for path in (tmp_path / "state").iterdir()] == ["loaded"]
     (own / "sitecustomize.py").write_text("import no_such_module_of_mine")
     broken = subprocess.run(
         [sys.executable, "-c", ""],
@@ -98,7 +98,7 @@ def test_a_process_that_does_not_train_is_as_without_it(tmp_path: Path) -> None:
 
 def test_it_is_absent_where_python_is_told_to_ignore_the_environment(tmp_path: Path) -> None:
     ran([sys.executable, "-I", "-c", "pass"], tmp_path)
-    assert not list((tmp_path / "cells").iterdir())
+    assert not list((tmp_path / "state").iterdir())
 
 
 def check_loop(state: HookState, itself: dict[str, float]) -> None:
@@ -120,18 +120,18 @@ def test_a_training_loop_is_counted_and_every_second_is_in_a_phase(
     """In a fork of this process, with the hook's patches applied to the imported torch: independent of load."""
     import torch.utils.data  # noqa: F401
 
-    (tmp_path / "cells").mkdir()
+    (tmp_path / "state").mkdir()
     monkeypatch.chdir(tmp_path)
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            run_patched(hook_jobs.LOOP, tmp_path / "cells")
+            run_patched(hook_jobs.LOOP, tmp_path / "state")
             code = 0
         finally:
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
-    check_loop(the_cell(tmp_path), known(tmp_path))
+    check_loop(read_state(tmp_path), known(tmp_path))
 
 
 def run_patched(job: str, directory: Path) -> None:
@@ -152,7 +152,7 @@ def run_patched(job: str, directory: Path) -> None:
 def test_a_training_loop_is_timed_as_it_times_itself(tmp_path: Path) -> None:
     out = ran([sys.executable, "-c", hook_jobs.LOOP], tmp_path)
     assert out.startswith("loss ")
-    state, itself = the_cell(tmp_path), known(tmp_path)
+    state, itself = read_state(tmp_path), known(tmp_path)
     check_loop(state, itself)
     assert phase_seconds(state, None)["checkpoint"] > 0
     assert phase_seconds(state, None)["input_wait"] == pytest.approx(itself["wait"], rel=0.15, abs=0.1)
@@ -181,28 +181,28 @@ for x, y in DataLoader((Work if sys.argv[1] == "works" else Slow)(64), 4):
 def test_a_loader_that_works_in_the_thread_is_told_from_one_that_waits(how: str, tmp_path: Path) -> None:
     begin, _, _ = hook_jobs.LOOP.partition("def detections")
     ran([sys.executable, "-c", begin + BUSY, how], tmp_path)
-    cell = the_cell(tmp_path)
-    cpu, waited_s = cpu_by_phase(cell), phase_seconds(cell, None)["input_wait"]
+    state = read_state(tmp_path)
+    cpu, waited_s = cpu_by_phase(state), phase_seconds(state, None)["input_wait"]
     assert waited_s > 0.25
     assert (cpu["input_wait"] > 0.25) == (how == "works")
     assert cpu["input_wait"] < (waited_s if how == "works" else waited_s / 2)
     assert cpu["compute"] > 0
-    assert cell.values["workers"] == 0
+    assert state.values["workers"] == 0
 
 
-def test_what_fails_in_it_is_said_and_the_job_goes_on(tmp_path: Path) -> None:
+def test_an_error_in_it_is_reported_and_the_job_goes_on(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import keras.src.models.model\n")
     (tmp_path / "keras/src/models").mkdir(parents=True)
     for name in ("keras", "keras/src", "keras/src/models"):
         (tmp_path / name / "__init__.py").touch()
     (tmp_path / "keras/src/models/model.py").write_text("done = 1\n")  # no Model in it
     assert ran([sys.executable, "-c", "import torch; print('on')"], tmp_path) == "on\n"
-    (said,) = (tmp_path / "cells").glob("errors-*")
+    (said,) = (tmp_path / "state").glob("errors-*")
     assert said.read_text().startswith("keras.src.models.model: AttributeError")
 
 
 @pytest.mark.slow
-def test_a_watched_loop_and_what_is_said_of_it(tmp_path: Path) -> None:
+def test_a_watched_loop_and_its_explanation(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(hook_jobs.LOOP.replace("Slow(32), 4))", "Slow(256), 4))"))
     why = watched([sys.executable, "train.py"], tmp_path)
@@ -214,7 +214,7 @@ def test_a_watched_loop_and_what_is_said_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_without_the_hook_and_without_python_the_reason_is_said(tmp_path: Path) -> None:
+def test_without_the_hook_or_python_there_is_a_reason(tmp_path: Path) -> None:
     assert watched(["sh", "-c", "exit 0"], tmp_path).coverage["inside the job"].startswith("not recorded: no Python")
     words = [
         sys.executable,
@@ -234,17 +234,17 @@ def test_without_the_hook_and_without_python_the_reason_is_said(tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("job", "steps"), [(hook_jobs.LIGHTNING, 16), (hook_jobs.TRANSFORMERS, 8)])
-def test_trainers_of_others(job: str, steps: int, tmp_path: Path) -> None:
+def test_lightning_and_transformers(job: str, steps: int, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(job)
-    cells = tmp_path / "cells"
-    cells.mkdir()
-    environment = add_hook_env({**os.environ, **QUIET}, cells)
+    state_dir = tmp_path / "state"
+    state_dir.mkdir()
+    environment = add_hook_env({**os.environ, **QUIET}, state_dir)
     done = subprocess.run([sys.executable, "job.py"], cwd=tmp_path, env=environment, capture_output=True, check=True)
     assert done.stdout.splitlines()[-1] == f"steps {steps}".encode()
     assert b"stoker" not in done.stderr
-    cell = the_cell(tmp_path)
-    assert (cell.values["steps"], cell.values["batches"], cell.values["num_images"]) == (steps, 16, 128)
-    phases = phase_seconds(cell, None)
+    state = read_state(tmp_path)
+    assert (state.values["steps"], state.values["batches"], state.values["num_images"]) == (steps, 16, 128)
+    phases = phase_seconds(state, None)
     assert phases["input_wait"] == pytest.approx(known(tmp_path)["naps"] * 15 / 16, rel=0.3)  # less the first batch
     assert 0 < phases["eval"] < phases["input_wait"]
     assert phases["checkpoint"] > 0
@@ -261,7 +261,7 @@ def test_fit_of_keras_with_a_slow_input(backend: str, tmp_path: Path) -> None:
     assert f"on {backend}" in why.coverage["inside the job"]
     assert why.steps == 80
     naps = known(tmp_path)["naps"]
-    # TensorFlow draws the next batch beside a step, which takes long where other work is on the cores.
+    # TensorFlow prefetches the next batch during a step, which is slow if the cores are busy.
     assert (0.85 if backend == "torch" else 0.5) * naps < seconds(why, "input_wait") < 1.25 * naps
     assert seconds(why, "input_wait") > seconds(why, "compute")
     assert seconds(why, "eval") > 0

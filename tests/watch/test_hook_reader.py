@@ -1,4 +1,4 @@
-"""Cells in, phases of each rank out."""
+"""State files in, phases of each rank out."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from stoker.watch.hook_state import SLOT_PHASES, HookState, cpu_by_phase, phase_
 BEGIN_S = 1000.0
 
 
-def cell(
+def make_state(
     name: str = "1.state",
     *,
     running: str = "compute",
@@ -31,14 +31,20 @@ def cell(
     filled = dict.fromkeys(hook.SLOTS, 0.0) | unknown | {"begin": begin_s} | values
     seconds = sum(filled[slot] for slot in (*SLOT_PHASES, "graph"))
     filled |= {"last_update": begin_s + seconds, "current_slot": float(hook.SLOTS.index(running))}
-    share = filled.pop("share", None)
+    input_fraction = filled.pop("input_fraction", None)
     computed = dict.fromkeys(hook.SLOTS[hook.STARTUP :], 0.0) | (cpu or {})
     return HookState(
-        name=name, pid=1, frameworks=("torch 2",), slots=hook.SLOTS, values=filled, cpu=computed, input_fraction=share
+        name=name,
+        pid=1,
+        frameworks=("torch 2",),
+        slots=hook.SLOTS,
+        values=filled,
+        cpu=computed,
+        input_fraction=input_fraction,
     )
 
 
-def written(folder: Path, one: HookState, *, pid: int) -> None:
+def write_state(folder: Path, one: HookState, *, pid: int) -> None:
     head = {"pid": pid, "frameworks": one.frameworks, "slots": one.slots}
     doubles = [*(one.values[slot] for slot in one.slots), *(one.cpu[slot] for slot in one.slots[hook.STARTUP :])]
     values = struct.pack(f"{len(doubles)}d", *doubles)
@@ -51,53 +57,53 @@ def test_every_slot_of_time_is_a_phase() -> None:
 
 
 def test_what_runs_since_the_last_mark_is_still_running() -> None:
-    one = cell(running="input_wait", compute=3.0, input_wait=1.0, batches=1.0, maybe_work=0.5)
+    one = make_state(running="input_wait", compute=3.0, input_wait=1.0, batches=1.0, maybe_work=0.5)
     assert phase_seconds(one, BEGIN_S + 6.5)["input_wait"] == pytest.approx(3.0)
     assert phase_seconds(one, None)["input_wait"] == 1.0
     assert phase_seconds(one, None)["compute"] == 3.5
 
 
-def test_without_a_loader_nobody_knows_what_is_done_between_steps() -> None:
-    assert phase_seconds(cell(work=3.0, after_step=1.0), None)["unattributed"] == 4.0
-    assert phase_seconds(cell(compute=3.0, after_step=1.0, batches=1.0), None)["host"] == 1.0
+def test_without_a_loader_time_between_steps_is_unattributed() -> None:
+    assert phase_seconds(make_state(work=3.0, after_step=1.0), None)["unattributed"] == 4.0
+    assert phase_seconds(make_state(compute=3.0, after_step=1.0, batches=1.0), None)["host"] == 1.0
 
 
 def test_a_graph_is_split_as_the_profiler_saw_it_and_unknown_before() -> None:
-    assert phase_seconds(cell(graph=10.0), None)["unattributed"] == 10.0
-    split = phase_seconds(cell(graph=10.0, share=0.9), None)
+    assert phase_seconds(make_state(graph=10.0), None)["unattributed"] == 10.0
+    split = phase_seconds(make_state(graph=10.0, input_fraction=0.9), None)
     assert (split["input_wait"], split["compute"]) == (pytest.approx(9.0), pytest.approx(1.0))
 
 
 def test_a_wait_that_the_queue_of_the_device_outlasts_costs_nothing() -> None:
     host = {"input_wait": 4.0, "compute": 5.0, "after_step": 1.0, "eval": 2.0, "batches": 9.0, "device": 1.0}
-    idle = phase_seconds(cell(**host, busy=5.0), None)
+    idle = phase_seconds(make_state(**host, busy=5.0), None)
     assert (idle["compute"], idle["input_wait"], idle["host"], idle["eval"]) == (5.0, 4.0, 1.0, 2.0)
-    hidden = phase_seconds(cell(**host, busy=9.0, device_comm=2.0), None)
+    hidden = phase_seconds(make_state(**host, busy=9.0, device_comm=2.0), None)
     assert (hidden["compute"], hidden["comm"], hidden["input_wait"]) == (7.0, 2.0, 1.0)
-    waiting = phase_seconds(cell(**host, busy=5.0, steps=9.0, syncs=9.0), None)
+    waiting = phase_seconds(make_state(**host, busy=5.0, steps=9.0, syncs=9.0), None)
     assert waiting["sync"] == 1.0
 
 
-def test_processor_time_is_the_thread_s_own_also_where_a_device_computes() -> None:
+def test_cpu_time_is_that_of_the_thread_also_if_a_device_computes() -> None:
+    def used(state: HookState) -> dict[str, float]:
+        return {name: cpu_s for name, cpu_s in cpu_by_phase(state).items() if cpu_s}
+
     cpu = {"input_wait": 3.0, "compute": 2.0, "after_step": 0.5, "graph": 4.0}
-    assert {name: value for name, value in cpu_by_phase(cell(cpu=cpu, batches=1.0, share=0.25)).items() if value} == {
-        "input_wait": 4.0, "compute": 5.0, "host": 0.5,
-    }  # fmt: skip
-    device = cell(cpu=cpu, batches=1.0, device=1.0, busy=9.0)
-    assert {name: value for name, value in cpu_by_phase(device).items() if value} == {
-        "input_wait": 3.0, "host": 2.5, "unattributed": 4.0,
-    }  # fmt: skip
+    host = make_state(cpu=cpu, batches=1.0, input_fraction=0.25)
+    assert used(host) == {"input_wait": 4.0, "compute": 5.0, "host": 0.5}
+    device = make_state(cpu=cpu, batches=1.0, device=1.0, busy=9.0)
+    assert used(device) == {"input_wait": 3.0, "host": 2.5, "unattributed": 4.0}
 
 
 def test_how_many_processes_load_is_what_a_training_process_says(tmp_path: Path) -> None:
-    inside = HookReader(tmp_path, devices=1, now_s=0.0)
+    reader = HookReader(tmp_path, devices=1, now_s=0.0)
     for values in ({"workers": 4.0}, {"steps": 1.0}):
-        written(tmp_path, cell(**values), pid=os.getpid())
-        inside.poll()
-        assert inside.num_loader_workers() is None
-    written(tmp_path, cell(steps=1.0, workers=0.0), pid=os.getpid())
-    inside.poll()
-    assert inside.num_loader_workers() == 0
+        write_state(tmp_path, make_state(**values), pid=os.getpid())
+        reader.poll()
+        assert reader.num_loader_workers() is None
+    write_state(tmp_path, make_state(steps=1.0, workers=0.0), pid=os.getpid())
+    reader.poll()
+    assert reader.num_loader_workers() == 0
 
 
 seconds = st.floats(0.0, 100.0)
@@ -105,7 +111,7 @@ seconds = st.floats(0.0, 100.0)
 
 @given(st.dictionaries(st.sampled_from([*SLOT_PHASES, "graph"]), seconds), seconds, seconds, st.booleans(), seconds)
 def test_phases_add_up_to_the_time(slots: dict[str, float], busy: float, comm: float, device: bool, on: float) -> None:
-    one = cell(**slots, busy=busy, device_comm=comm, device=float(device), batches=1.0)
+    one = make_state(**slots, busy=busy, device_comm=comm, device=float(device), batches=1.0)
     now_s = one.values["last_update"] + on
     phases = phase_seconds(one, now_s)
     assert min(phases.values()) >= 0
@@ -116,8 +122,8 @@ moves = st.lists(st.tuples(st.sampled_from(sorted(SLOT_PHASES)), st.floats(0.01,
 
 
 @given(moves)
-def test_windows_add_up_also_when_what_was_said_is_corrected(done: list[tuple[str, float, bool]]) -> None:
-    account, total_s, computed_s, phases = RankTimeBreakdown(BEGIN_S), 0.0, 0.0, dict.fromkeys(PHASES, 0.0)
+def test_windows_add_up_also_after_a_correction(done: list[tuple[str, float, bool]]) -> None:
+    breakdown, total_s, computed_s, phases = RankTimeBreakdown(BEGIN_S), 0.0, 0.0, dict.fromkeys(PHASES, 0.0)
     values: dict[str, float] = {"batches": 1.0, "steps": 1.0}
     for slot, took_s, corrected in done:
         values[slot] = values.get(slot, 0.0) + took_s
@@ -125,8 +131,8 @@ def test_windows_add_up_also_when_what_was_said_is_corrected(done: list[tuple[st
             values["eval"] = values.get("eval", 0.0) + values.pop("maybe_work", 0.0)
         total_s += took_s
         cpu = {slot: seconds / 2 for slot, seconds in values.items() if slot in SLOT_PHASES}
-        account.update([cell(cpu=cpu, **values)], [], BEGIN_S + total_s)
-        seen = account.next_window(BEGIN_S + total_s, took_s, rank=0, devices=2)
+        breakdown.update([make_state(cpu=cpu, **values)], [], BEGIN_S + total_s)
+        seen = breakdown.next_window(BEGIN_S + total_s, took_s, rank=0, devices=2)
         assert min(seen.thread_cpu_s.values(), default=0.0) >= 0
         computed_s += sum(seen.thread_cpu_s.values())
         assert computed_s == pytest.approx(total_s / 2)
@@ -140,64 +146,66 @@ def test_windows_add_up_also_when_what_was_said_is_corrected(done: list[tuple[st
 
 
 def test_a_second_training_is_followed_and_a_helper_is_not() -> None:
-    account = RankTimeBreakdown(BEGIN_S)
-    first = cell("a", compute=4.0, batches=1.0, steps=4.0, num_images=8.0)
-    helper = cell("h", startup=9.0, begin_s=BEGIN_S - 5.0)
-    account.update([helper, first], [], BEGIN_S + 4.0)
-    assert account.next_window(BEGIN_S + 4.0, 4.0, rank=0, devices=1).phases == {"compute": 4.0}
-    account.update([helper], [first], BEGIN_S + 5.0)
-    assert account.next_window(BEGIN_S + 6.0, 2.0, rank=0, devices=1).phases == {"unattributed": 2.0}
-    second = cell("b", begin_s=BEGIN_S + 6.0, running="startup", startup=1.0)
-    account.update([helper, second], [first], BEGIN_S + 7.0)
-    assert account.next_window(BEGIN_S + 7.0, 1.0, rank=0, devices=1).phases == pytest.approx({"startup": 1.0})
-    assert account.steps == 4
+    breakdown = RankTimeBreakdown(BEGIN_S)
+    first = make_state("a", compute=4.0, batches=1.0, steps=4.0, num_images=8.0)
+    helper = make_state("h", startup=9.0, begin_s=BEGIN_S - 5.0)
+    breakdown.update([helper, first], [], BEGIN_S + 4.0)
+    assert breakdown.next_window(BEGIN_S + 4.0, 4.0, rank=0, devices=1).phases == {"compute": 4.0}
+    breakdown.update([helper], [first], BEGIN_S + 5.0)
+    assert breakdown.next_window(BEGIN_S + 6.0, 2.0, rank=0, devices=1).phases == {"unattributed": 2.0}
+    second = make_state("b", begin_s=BEGIN_S + 6.0, running="startup", startup=1.0)
+    breakdown.update([helper, second], [first], BEGIN_S + 7.0)
+    assert breakdown.next_window(BEGIN_S + 7.0, 1.0, rank=0, devices=1).phases == pytest.approx({"startup": 1.0})
+    assert breakdown.steps == 4
 
 
 def test_a_process_that_was_killed_was_in_its_last_phase_until_then() -> None:
-    account = RankTimeBreakdown(BEGIN_S)
-    hung = cell(running="comm", compute=1.0, comm=1.0, batches=1.0, steps=1.0)
-    account.update([hung], [], BEGIN_S + 9.0)
-    account.update([], [hung], BEGIN_S + 10.0)
-    assert account.next_window(BEGIN_S + 10.0, 10.0, rank=0, devices=1).phases == pytest.approx(
+    breakdown = RankTimeBreakdown(BEGIN_S)
+    hung = make_state(running="comm", compute=1.0, comm=1.0, batches=1.0, steps=1.0)
+    breakdown.update([hung], [], BEGIN_S + 9.0)
+    breakdown.update([], [hung], BEGIN_S + 10.0)
+    assert breakdown.next_window(BEGIN_S + 10.0, 10.0, rank=0, devices=1).phases == pytest.approx(
         {"compute": 1.0, "comm": 8.0, "unattributed": 1.0}
     )
 
 
 def test_ranks_share_the_devices_from_their_first_step_on(tmp_path: Path) -> None:
     now_s = time.monotonic()
-    inside = HookReader(tmp_path, devices=4, now_s=now_s)
+    reader = HookReader(tmp_path, devices=4, now_s=now_s)
     for rank in (0, 1):
-        starts = cell(f"{rank}.state", running="startup", begin_s=now_s, rank=float(rank), world=2.0)
-        written(tmp_path, starts, pid=os.getpid())
-    inside.poll()
-    (alone,) = inside.next_windows(now_s + 2.0, 2.0)
+        starts = make_state(f"{rank}.state", running="startup", begin_s=now_s, rank=float(rank), world=2.0)
+        write_state(tmp_path, starts, pid=os.getpid())
+    reader.poll()
+    (alone,) = reader.next_windows(now_s + 2.0, 2.0)
     assert (alone.rank, alone.devices, alone.phases) == (0, 4, {"startup": 8.0})
     for rank in (0, 1):
-        steps = cell(f"{rank}.state", begin_s=now_s, startup=2.0, compute=1.0, rank=float(rank), steps=3.0, batches=3.0)
-        written(tmp_path, steps, pid=os.getpid())
-    inside.poll()
-    assert [(one.rank, one.devices, one.steps) for one in inside.next_windows(now_s + 3.0, 1.0)] == [
+        steps = make_state(
+            f"{rank}.state", begin_s=now_s, startup=2.0, compute=1.0, rank=float(rank), steps=3.0, batches=3.0
+        )
+        write_state(tmp_path, steps, pid=os.getpid())
+    reader.poll()
+    assert [(one.rank, one.devices, one.steps) for one in reader.next_windows(now_s + 3.0, 1.0)] == [
         (0, 2, 3),
         (1, 2, 3),
     ]
-    assert inside.status() == "recorded: torch 2 in 2 processes"
+    assert reader.status() == "recorded: torch 2 in 2 processes"
 
 
-def test_what_is_missing_is_said_with_its_reason(tmp_path: Path) -> None:
-    inside = HookReader(tmp_path, devices=1, now_s=0.0)
-    assert "no Python process of the job" in inside.status()
+def test_missing_data_has_a_reason(tmp_path: Path) -> None:
+    reader = HookReader(tmp_path, devices=1, now_s=0.0)
+    assert "no Python process of the job" in reader.status()
     (tmp_path / "loaded").touch()
-    assert "has loaded torch or Keras" in inside.status()
-    written(tmp_path, cell(), pid=os.getpid())
-    inside.poll()
-    assert inside.status() == "not recorded: torch 2 was loaded, but no optimizer has stepped"
+    assert "has loaded torch or Keras" in reader.status()
+    write_state(tmp_path, make_state(), pid=os.getpid())
+    reader.poll()
+    assert reader.status() == "not recorded: torch 2 was loaded, but no optimizer has stepped"
     (tmp_path / "errors-1").write_text("step: ValueError: x\n")
-    assert inside.status().endswith("; errors: step: ValueError: x")
+    assert reader.status().endswith("; errors: step: ValueError: x")
     (tmp_path / "half.state").write_bytes(b'{"pid": 1')
     assert read_hook_state(tmp_path / "half.state") is None
 
 
-def test_the_folder_of_the_cells_goes_with_the_watcher() -> None:
+def test_the_folder_of_state_files_is_removed_with_the_watcher() -> None:
     with hook_state_dir(False) as none:
         assert none is None
     with hook_state_dir(True) as folder:

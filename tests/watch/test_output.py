@@ -71,7 +71,7 @@ def test_lines_that_frameworks_print(line: str) -> None:
     assert parse_progress(line) == REAL[line]
 
 
-def test_a_loss_that_is_no_number_is_told() -> None:
+def test_a_nan_loss_is_kept() -> None:
     found = parse_progress("step 3 loss: nan")
     assert found is not None
     assert math.isnan(found.losses["total"])
@@ -125,7 +125,7 @@ words = st.sampled_from(
 
 
 @given(st.lists(words, max_size=30), st.sampled_from([" ", ", ", "; "]))
-def test_prose_says_nothing(said: list[str], between: str) -> None:
+def test_prose_has_no_progress(said: list[str], between: str) -> None:
     assert parse_progress(between.join(said)) is None
 
 
@@ -144,7 +144,7 @@ def test_no_parser_raises_on_what_looks_like_progress(line: str) -> None:
         parser(line)
 
 
-def test_lines_that_were_written_over_colours_and_long_ones() -> None:
+def test_overwritten_colored_and_long_lines() -> None:
     lines = LineSplitter()
     data = "1/3 \x1b[32m━━\x1b[0m 0s\b\b\b\b2/3 x\r3/3 y\n\n\x1b]0;title\x07z".encode()
     assert lines.feed(data) == ["1/3 ━━ 0s", "2/3 x", "3/3 y"]

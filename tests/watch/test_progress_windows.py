@@ -18,8 +18,10 @@ def after(*lines: str) -> ProgressWindows:
 
 
 def test_epochs_add_up_however_they_are_counted() -> None:
-    anew = [f"Epoch: [{epoch}]  [ {step}/12]  eta: 0:00:01  loss: 1.0 (1.0)" for epoch in (0, 1) for step in (0, 10)]
-    assert after(*anew).step == 12 + 11
+    restarting = [
+        f"Epoch: [{epoch}]  [ {step}/12]  eta: 0:00:01  loss: 1.0 (1.0)" for epoch in (0, 1) for step in (0, 10)
+    ]
+    assert after(*restarting).step == 12 + 11
     on = [f"epoch {epoch} step {step} loss: 0.5" for epoch, step in ((0, 10), (0, 20), (1, 30), (1, 40))]
     assert after(*on).step == 40
     bars = ["Epoch 1/2", "30/30 ━━━━ 1s 20ms/step - loss: 1.1", "Epoch 2/2", "4/30 ━━━━ 1s 20ms/step - loss: 1.1"]
@@ -64,7 +66,7 @@ def test_the_header_names_the_losses() -> None:
     assert window.window(101.0).losses == {"box_loss": 1.5, "cls_loss": 2.5, "total": 4.0}
 
 
-def test_the_wait_for_pictures_is_charged_where_the_job_tells_it() -> None:
+def test_the_wait_for_images_is_input_wait_if_the_job_prints_it() -> None:
     meter = after("Epoch: [0]  [ 9/12]  eta: 0:00:01  loss: 1.0 (1.0)  img/s: 8.0  time: 0.4  data: 0.3")
     window = meter.window(104.0)
     assert window.phases == pytest.approx({"input_wait": 3.0, "unattributed": 1.0})
@@ -81,7 +83,7 @@ def test_losses_that_are_not_finite_are_noted_and_not_averaged() -> None:
 @given(st.lists(st.builds(Progress, step=st.none() | st.integers(0, 50), total_steps=st.none() | st.integers(1, 50),
                           epoch=st.none() | st.integers(0, 5), is_bare_bar=st.booleans(),
                           step_s=st.none() | st.floats(0, 9), input_wait_s=st.none() | st.floats(0, 9))))  # fmt: skip
-def test_windows_hold_together_whatever_is_said(said: list[Progress]) -> None:
+def test_windows_are_consistent_for_any_progress(said: list[Progress]) -> None:
     meter, now_s, total, first = ProgressWindows(attempt=1, devices=2, start_s=0.0), 0.0, 0, 0
     for progress in said:
         meter.add(progress)

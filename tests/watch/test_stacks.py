@@ -1,4 +1,4 @@
-"""Stacks of real jobs by py-spy: what is written, of which processes, and what is said where it cannot be."""
+"""Stacks of real jobs by py-spy: windows, selection of processes, and the reason if stacks cannot be read."""
 
 import os
 import shutil
@@ -54,19 +54,19 @@ def until(what: Iterator[bool]) -> None:
 
 def sampled(pid: int, run: Path, name: str = STACKS) -> tuple[list[StackWindow], list[str]]:
     """(the lines of at least one window, what was said)"""
-    folder, told = RunFolder(run, 4), []
-    with stacks.StackSampler(folder, pid, telemetry=TelemetrySampler(folder), on_unavailable=told.append):
-        until(bool(told) or (run / name).exists() for _ in range(3000))
+    folder, reasons = RunFolder(run, 4), []
+    with stacks.StackSampler(folder, pid, telemetry=TelemetrySampler(folder), on_unavailable=reasons.append):
+        until(bool(reasons) or (run / name).exists() for _ in range(3000))
     folder.close()
-    return list(read_lines(run, name, StackWindow)), told
+    return list(read_lines(run, name, StackWindow)), reasons
 
 
 @pytest.mark.parametrize(("rank", "name"), [("0", STACKS), ("3", f"ranks/0003/{STACKS}")])
 def test_a_python_job_has_windows(rank: str, name: str, tmp_path: Path) -> None:
     process = job(WAITS, tmp_path, RANK=rank)
-    lines, told = sampled(process.pid, tmp_path, name)
+    lines, reasons = sampled(process.pid, tmp_path, name)
     process.communicate(b"\n")
-    assert told == []
+    assert reasons == []
     window = lines[0]
     assert (window.attempt, window.pid) == (4, process.pid)
     assert window.main_thread == {"idle": 1.0}
@@ -75,37 +75,35 @@ def test_a_python_job_has_windows(rank: str, name: str, tmp_path: Path) -> None:
     assert window.active_threads == 0.0
 
 
-def test_a_job_without_python_is_said_to_be_none(tmp_path: Path) -> None:
-    folder, told = RunFolder(tmp_path, 1), []
+def test_a_job_without_python_has_a_reason(tmp_path: Path) -> None:
+    folder, reasons = RunFolder(tmp_path, 1), []
     process = subprocess.Popen(["sleep", "60"])
-    with stacks.StackSampler(folder, process.pid, telemetry=TelemetrySampler(folder), on_unavailable=told.append):
+    with stacks.StackSampler(folder, process.pid, telemetry=TelemetrySampler(folder), on_unavailable=reasons.append):
         pass
     process.kill()
     process.wait()
     folder.close()
-    assert told == ["not recorded: no Python process of the job was seen"]
+    assert reasons == ["not recorded: no Python process of the job was seen"]
 
 
-def test_without_py_spy_the_tier_is_said_to_be_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_py_spy_there_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacks, "find_py_spy", lambda: None)
-    lines, told = sampled(os.getpid(), tmp_path)
-    assert (lines, told) == ([], ["not recorded: py-spy is not installed"])
+    lines, reasons = sampled(os.getpid(), tmp_path)
+    assert (lines, reasons) == ([], ["not recorded: py-spy is not installed"])
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs to become somebody else")
-def test_a_process_that_may_not_be_read_is_left_alone_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_may_not_be_read_has_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spy = tmp_path / "py-spy"
     spy.write_text(f'#!/bin/sh\nexec setpriv --reuid=65534 --clear-groups {stacks.find_py_spy()} "$@"\n')
     spy.chmod(0o755)
     monkeypatch.setattr(stacks, "find_py_spy", lambda: str(spy))
     process = job(WAITS, tmp_path)
-    lines, told = sampled(process.pid, tmp_path)
+    lines, reasons = sampled(process.pid, tmp_path)
     process.communicate(b"\n")
     assert lines == []
-    assert len(told) == 1
-    assert told[0].startswith("not recorded: reading another process is not permitted here (")
+    assert len(reasons) == 1
+    assert reasons[0].startswith("not recorded: reading another process is not permitted here (")
 
 
 LOADER = """
@@ -141,10 +139,10 @@ def test_real_torch_jobs_wait_or_compute(
     process = subprocess.Popen([sys.executable, tmp_path / "loader.py"], stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.readline()
-    lines, told = sampled(process.pid, tmp_path)
+    lines, reasons = sampled(process.pid, tmp_path)
     process.kill()
     process.communicate()
-    assert told == []
+    assert reasons == []
     assert {line.pid for line in lines} == {process.pid}, "workers are no trainers"
     assert max(lines[0].main_thread, key=lambda name: lines[0].main_thread[name]) == kind
     assert lines[0].main_thread[kind] > 0.6

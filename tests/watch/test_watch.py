@@ -67,7 +67,7 @@ def is_held(run: Path) -> bool:
     ("end", "code", "kind", "data"),
     [
         ("exit 0", 0, "finished", {"exit_code": 0}),
-        ("exit 139", 139, "failed", {"exit_code": 139}),
+        pytest.param("exit 139", 139, "failed", {"exit_code": 139}, marks=pytest.mark.slow),
         ("kill -SEGV $$", -signal.SIGSEGV, "failed", {"exit_code": 139, "signal": 11}),
         pytest.param("exit 3", 3, "failed", {"exit_code": 3}, marks=pytest.mark.slow),
         pytest.param(
@@ -283,7 +283,7 @@ def test_a_new_size_of_the_terminal_reaches_the_job(tmp_path: Path) -> None:
 PLAIN = """
 import time
 for step in range(1, 121):
-    time.sleep(0.01)
+    time.sleep(0.015)
     print(f"step {step} loss: {1 / step:.6f} lr: 0.1", flush=True)
 """
 TORCH = """
@@ -310,8 +310,9 @@ def test_a_foreign_training_is_recorded_and_explained(script: str, tmp_path: Pat
     assert losses[-1] < losses[0]
     assert windows[-1].lr == 0.1
     samples = list(read_lines(run, DEVICES, DeviceSample))
-    assert samples[-1].rss_bytes is not None
-    assert (samples[-1].rss_bytes > 100 * 2**20) == (script is TORCH)  # the job's memory, not the watcher's
+    rss_bytes = max(sample.rss_bytes or 0 for sample in samples)  # None after the job's end
+    assert rss_bytes > 0
+    assert (rss_bytes > 100 * 2**20) == (script is TORCH)  # the job's memory, not the watcher's
     environment = json.loads((run / ENVIRONMENT).read_bytes())
     assert environment["argv"] == [sys.executable, "my_train.py"]
     assert environment["cwd"] == str(tmp_path)
