@@ -88,7 +88,7 @@ def test_order_is_a_permutation(seed, epoch, count):
 
 @settings(deadline=None)
 @given(geometries())
-def test_a_placement_is_inside_image_and_canvas(geom):
+def test_the_region_is_inside_the_image(geom):
     x0, y0, x1, y1 = geom.region
     assert 0 <= x0 < x1 <= geom.source_size[1]
     assert 0 <= y0 < y1 <= geom.source_size[0]
@@ -97,7 +97,7 @@ def test_a_placement_is_inside_image_and_canvas(geom):
 
 @settings(deadline=None)
 @given(st.tuples(SIDES, SIDES), IMAGE_SIZES, RESIZES, st.floats(0.2, 5), st.tuples(UNIT, UNIT))
-def test_content_fits_and_fills(size, image_size, resize, zoom, at):
+def test_the_resized_image_fits_and_fills(size, image_size, resize, zoom, at):
     geom = compute_resize_geometry(size, image_size, resize, scale_factor=zoom, window_offset=at)
     height, width = geom.resized_size
     assert height <= image_size[0]
@@ -164,7 +164,7 @@ def some_boxes(count, seed):
 
 
 def shares(boxes, geom):
-    """Share of each box's area inside the image that a placement shows."""
+    """Fraction of each box's area inside the image that a placement shows."""
     whole = np.clip(boxes, 0, np.array([800, 600, 800, 600]))
     x0, y0, x1, y1 = geom.region
     kept = np.clip(whole, (x0, y0, x0, y0), (x1, y1, x1, y1))
@@ -202,7 +202,7 @@ def test_windows_are_drawn_again_a_few_times():
 
 @settings(deadline=None)
 @given(geometries(), st.integers(0, 16), st.integers(0, 2**32 - 1))
-def test_boxes_stay_inside_the_content_and_keep_their_labels(geom, count, seed):
+def test_boxes_stay_inside_the_image_and_keep_their_labels(geom, count, seed):
     original = boxes_in(*geom.source_size, count, seed)
     boxes, labels, valid = transform(original, geom)
     height, width = geom.resized_size
@@ -262,7 +262,7 @@ def test_crowd_boxes_are_not_valid():
     assert actual[1:].sum() == 0
 
 
-def test_boxes_are_never_cut_off_in_silence():
+def test_too_many_boxes_raise_an_error():
     with pytest.raises(ValueError, match="9 boxes, but max_boxes is 8"):
         transform(boxes_in(50, 50, 9, 0), compute_resize_geometry((50, 50), (32, 32), "squash"), max_boxes=8)
 

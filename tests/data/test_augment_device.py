@@ -38,7 +38,7 @@ def test_flip_with_probability_zero_changes_nothing(batch):
 
 @settings(deadline=None)
 @given(batches(), st.floats(0, 1))
-def test_flip_mirrors_the_chosen_content_and_nothing_else(batch, probability):
+def test_flip_mirrors_the_chosen_images_and_nothing_else(batch, probability):
     turned = horizontal_flip(batch, probability)
     for k in range(len(batch.images)):
         width = int(batch.resized_size[k, 1])
@@ -76,7 +76,7 @@ OFF = DataSettings(hflip=0.0, brightness=0.0, contrast=0.0, saturation=0.0, hue=
 ALL = DataSettings(hflip=0.5, brightness=0.2, contrast=0.2, saturation=0.3, hue=0.05, mosaic=0.7)
 SEEDS = st.integers(0, 2**32 - 1)
 CORNERS = [(255 * (n & 1), 255 * (n >> 1 & 1), 255 * (n >> 2)) for n in range(8)]
-"""Eight colors, one for each rectangle of a group; whoever is nearer to one than to gray belongs to it."""
+"""Eight colors, one for each rectangle of a group; a pixel nearer to one of them than to gray belongs to it."""
 
 
 def painted(seed, *, count=4, image_size=(96, 128), noise=False):
@@ -156,7 +156,7 @@ def test_it_does_not_matter_how_the_stream_is_cut_into_batches(seed, count):
 
 @settings(max_examples=40, deadline=None)
 @given(SEEDS)
-def test_no_slot_is_filled_by_what_was_not_valid(seed):
+def test_invalid_boxes_stay_invalid(seed):
     batch = painted(seed)
     hidden = batch._replace(valid=torch.zeros_like(batch.valid))
     assert not augment_batch(hidden, ALL, 0.0).valid.any()
@@ -256,7 +256,7 @@ def test_a_mosaic_shows_the_four_images_of_its_group():
     assert batch.resized_size.tolist() == [[96, 128]] * 4
 
 
-def test_what_is_beside_the_tiles_is_padding():
+def test_the_rest_around_the_tiles_is_padding():
     pixels = np.zeros((4, 64, 64, 3), np.uint8)
     draw = torch.full((4, NUM_RAND), 0.5)
     draw[:, RandSlot.TILE_SCALES :] = 0.0  # half as large
@@ -279,14 +279,14 @@ def test_padding_does_not_bleed_into_the_tiles(seed):
     assert ((image == 255).all(1) | (image == padding).all(1)).all()
 
 
-def test_mosaics_have_slots_for_the_boxes_of_two_images():
+def test_max_boxes_of_mosaics_is_twice_that_of_an_image():
     index = SimpleNamespace(offsets=np.array([0, 9, 20]))
     assert [compute_max_boxes(index, np.arange(2), mosaic=share) for share in (0.0, 0.1)] == [16, 24]
 
 
 @settings(max_examples=40, deadline=None)
 @given(SEEDS)
-def test_a_mosaic_with_more_boxes_than_slots_is_not_made(seed):
+def test_a_mosaic_with_more_boxes_than_max_boxes_is_not_made(seed):
     rng = np.random.default_rng(seed)
     batch = painted(seed)
     corner = rng.integers(0, 40, (4, 8, 2))

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.data.loading.autotune import (
@@ -172,6 +172,7 @@ def test_requests_in_flight_do_not_increase_the_prefetch_depth():
         assert autotuner.update(rates(wait_fraction=0.5, idle_fraction=0.8, in_flight_fraction=0.9)) == []
 
 
+@settings(max_examples=40)
 @given(st.integers(0, 2**36))
 def test_buffers_take_a_fraction_of_the_free_memory(free_bytes):
     autotuner = make_tuner()
@@ -202,7 +203,8 @@ polls = st.builds(
 )
 
 
-@given(st.lists(polls, max_size=300), st.integers(1, 64))
+@settings(max_examples=40)
+@given(st.lists(polls, max_size=80), st.integers(1, 64))
 def test_any_polls_keep_the_limits(course, cores):
     autotuner = make_tuner(cores, workers=min(cores, MAX_WORKERS))
     before = autotuner.workers
@@ -218,7 +220,7 @@ def test_any_polls_keep_the_limits(course, cores):
 def test_a_load_that_never_settles_is_followed_ever_less_often():
     """Idle just as long as it takes to let workers go, then starved as long as it takes to get them back."""
     autotuner, course, rate = make_tuner(8), [], 100.0
-    for _ in range(400):
+    for _ in range(100):
         for load, count in (({"idle_fraction": 0.95}, SHRINK_AFTER), (STARVED, GROW_AFTER)):
             for _ in range(count):
                 rate *= 1.01
@@ -230,6 +232,7 @@ def test_a_load_that_never_settles_is_followed_ever_less_often():
 kinds = st.sampled_from(["served", "starved", "idle", "between"])
 
 
+@settings(max_examples=40)
 @given(st.lists(st.tuples(kinds, st.integers(1, 40)), max_size=40))
 def test_a_load_that_goes_up_and_down_is_followed_ever_less_often(course):
     loads = {
@@ -249,6 +252,7 @@ def test_a_load_that_goes_up_and_down_is_followed_ever_less_often(course):
     assert reversals(workers) <= 2 * doublings
 
 
+@settings(max_examples=30)
 @given(
     read_s=st.floats(0.0, 0.05),
     decode_s=st.floats(0.001, 0.02),
@@ -261,7 +265,7 @@ def test_the_number_of_workers_settles_after_each_step_of_the_load(read_s, decod
     autotuner = make_tuner(cores, workers=default_num_workers(cores, is_cpu=False))
     for demand in demands:
         load = LoaderModel(read_s=read_s, decode_s=decode_s, cores=cores, demand=demand, storage=storage)
-        course = run(autotuner, [load] * 400)
+        course = run(autotuner, [load] * 250)
         assert reversals(course) <= 8
     if len(demands) == 1:
         last = course[-30:]
@@ -272,6 +276,7 @@ def test_the_number_of_workers_settles_after_each_step_of_the_load(read_s, decod
             assert load.rates_at(autotuner.workers).wait_fraction < 0.2
 
 
+@settings(max_examples=40)
 @given(st.integers(1, 32), st.floats(0.5, 1.0))
 def test_after_workers_are_removed_the_rest_suffices(workers, idle_fraction):
     autotuner = make_tuner(32, workers=workers)

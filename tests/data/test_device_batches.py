@@ -225,7 +225,7 @@ def test_a_resumed_run_repeats_bit_for_bit(index: SmoothIndex) -> None:
         assert_same(take(loader, 7), expected[3:])
 
 
-def test_an_evaluation_ends_with_rows_that_only_fill(index: SmoothIndex) -> None:
+def test_an_evaluation_ends_with_fillers(index: SmoothIndex) -> None:
     options = {"train": False, "batch_size": 5}
     actual = stream(index, 9, jpeg_decoder="nvjpeg", **options)
     assert_near(actual, stream(index, 9, **options))
@@ -295,7 +295,7 @@ def test_an_image_of_another_size_than_its_header_says_is_refused(
     assert_same(actual, stream(index, 4))
 
 
-def test_a_sample_that_is_loaded_anew_replaces_that_of_the_device(
+def test_a_sample_that_is_loaded_again_replaces_that_of_the_device(
     index: SmoothIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An image fails once, in the second batch, and is whole when it is read ahead for the third or fourth: the
@@ -360,7 +360,7 @@ def test_its_time_is_part_of_decoding(index: SmoothIndex) -> None:
         assert loader.stats().total.device_decode_s == 0
 
 
-def test_the_tuner_does_not_take_its_time_for_that_of_the_threads(index: SmoothIndex) -> None:
+def test_the_autotuner_does_not_count_its_time_as_that_of_the_workers(index: SmoothIndex) -> None:
     with make(index, jpeg_decoder="nvjpeg") as loader:
         before = loader.stats()
     gauge = LoaderRateMeter(before)
@@ -467,7 +467,7 @@ def test_only_its_own_thread_waits_for_the_device(index: SmoothIndex, monkeypatc
     assert_near(actual, stream(index, 8))
 
 
-def test_the_canvas_is_filled_as_the_header_shows_it(tmp_path: Path) -> None:
+def test_images_are_rotated_as_in_the_header(tmp_path: Path) -> None:
     """All eight orientations against Pillow's own transposition, without a resize: the same pixels but for chroma."""
     for turn in range(1, 9):
         path = tmp_path / f"{turn}.jpg"

@@ -176,7 +176,7 @@ def test_too_many_pixels_are_refused_with_the_limit():
     assert "0 × 5" in refusal(png_promising(0, 5))
 
 
-def test_kinds_of_jpeg_that_nobody_decodes_are_refused_by_name():
+def test_unsupported_kinds_of_jpeg_are_rejected_by_name():
     data = encoded("JPEG")
     frame = data.index(b"\xff\xc0")
     assert "arithmetic-coded" in refusal(data.replace(b"\xff\xc0", b"\xff\xc9", 1))
@@ -186,7 +186,7 @@ def test_kinds_of_jpeg_that_nobody_decodes_are_refused_by_name():
     assert "DNL" in refusal(data[: frame + 5] + b"\0\0" + data[frame + 7 :])
 
 
-def test_kinds_of_tiff_that_have_no_range_are_refused_by_name():
+def test_unsupported_kinds_of_tiff_are_rejected_by_name():
     assert "floating-point" in refusal(encoded("TIFF", mode="F"))
     assert "32 bits" in refusal(encoded("TIFF", mode="I"))
     assert "raw file" in refusal(encoded("TIFF", tiffinfo={0xC612: 1}))

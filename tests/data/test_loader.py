@@ -76,7 +76,7 @@ def test_an_evaluation_batch_maps_back_to_the_original(index):
             assert back.numpy() == pytest.approx(boxes, abs=1e-3)
 
 
-def test_box_slots_are_the_most_boxes_rounded_up(index):
+def test_max_boxes_is_the_largest_count_rounded_up(index):
     index.offsets = np.array([0, 3, 3, 20])
     assert compute_max_boxes(index, np.arange(3)) == 24
     assert compute_max_boxes(index, np.array([0])) == 8
@@ -178,7 +178,7 @@ def test_evaluation_on_ranks_has_as_many_batches_on_each(index):
     assert [image_indices_of(part) for part in parts] == [[0, 1], [2, 3], [4, -1]]
 
 
-def test_an_abandoned_evaluation_starts_anew(index):
+def test_an_abandoned_evaluation_starts_again(index):
     with make(index, train=False) as loader:
         take(loader, 1)
         assert [image_index for image_index in image_indices_of(take(loader, 99)) if image_index >= 0] == list(
@@ -212,7 +212,7 @@ def test_a_run_stopped_anywhere_goes_on_bit_for_bit(index, stop, workers, thread
         assert_same(take(loader, 5), expected)
 
 
-def test_a_loader_can_be_set_back(index):
+def test_load_state_dict_goes_back(index):
     with make(index) as loader:
         first = loader.state_dict()
         expected = take(loader, 5)
@@ -228,7 +228,7 @@ def test_the_state_of_another_stream_is_refused(index):
         make(index, image_indices=np.arange(5)).load_state_dict(state)
 
 
-def test_rows_of_names_what_was_handed_out(index):
+def test_image_indices_at_equals_what_was_handed_out(index):
     index.path(6).write_bytes(b"")
     with make(index) as loader:
         actual = take(loader, 9)

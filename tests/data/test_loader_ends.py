@@ -80,7 +80,7 @@ def test_close_joins_all_threads_in_the_middle_of_an_epoch(index, batches, worke
         next(loader)
 
 
-def test_close_joins_threads_that_wait_on_a_full_ring(index):
+def test_close_joins_workers_that_wait_for_a_free_buffer(index):
     loader = make(index)
     next(loader)
     wait_until_full(loader)
@@ -118,7 +118,7 @@ def test_close_from_another_thread_ends_a_wait(index, monkeypatch):
     assert "closed" in str(caught[0])
 
 
-def test_a_forgotten_loader_ends_its_threads(index):
+def test_an_abandoned_loader_ends_its_threads(index):
     loader = make(index)
     next(loader)
     workers = loader_threads()
@@ -129,7 +129,7 @@ def test_a_forgotten_loader_ends_its_threads(index):
     assert not loader_threads()
 
 
-def test_a_forgotten_loader_does_not_hold_up_the_interpreter(index):
+def test_an_abandoned_loader_does_not_block_exit(index):
     code = f"""
 import pathlib
 from tests.data import loading
@@ -147,7 +147,7 @@ print("out")
 
 
 @pytest.mark.parametrize("polls", [0, 1, 3, None])
-def test_a_slot_is_never_overwritten_before_its_copy_is_done(index, polls):
+def test_a_buffer_is_not_overwritten_before_its_copy_is_done(index, polls):
     device = LateDevice(polls)
     with make(index, device=device) as loader:
         actual = list(itertools.islice(loader, 25))
@@ -171,7 +171,7 @@ def test_the_next_batch_is_copied_while_the_device_has_this_one(index):
 
 
 @pytest.mark.parametrize(("polls", "awaited"), [(0, 0), (None, 25)])
-def test_who_wants_to_know_is_told_before_the_device_waits_for_a_copy(index, polls, awaited):
+def test_on_copy_awaited_is_called_before_the_device_waits(index, polls, awaited):
     device, blocked_before = LateDevice(polls), []
     with make(index, device=device) as loader:
         loader.on_copy_awaited = lambda: blocked_before.append(len(device.blocked))
@@ -180,7 +180,7 @@ def test_who_wants_to_know_is_told_before_the_device_waits_for_a_copy(index, pol
     assert blocked_before == list(range(awaited))
 
 
-def test_an_early_copy_does_not_bring_forward_what_is_committed(index):
+def test_an_early_copy_does_not_finalize_early(index):
     """A failure in the batch after next is told when that one is handed out, and its state is not ahead either."""
     expected = image_indices_of(stream(index, 12))
     image_index = expected[9]
@@ -196,7 +196,7 @@ def test_an_early_copy_does_not_bring_forward_what_is_committed(index):
         assert loader.state_dict()["quarantined"] == {image_index: 9}
 
 
-def test_a_device_loader_set_back_keeps_its_hands_off_running_copies(index):
+def test_load_state_dict_does_not_disturb_running_copies(index):
     device = LateDevice(None)
     with make(index, device=device) as loader:
         start = loader.state_dict()

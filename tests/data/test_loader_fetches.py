@@ -91,14 +91,14 @@ def test_an_evaluation_and_ranks(bucket):
     assert [fetcher.submitted for fetcher in MADE[1:]] == [[0, 1], [2, 3], [4]]  # nothing is asked for beyond the end
 
 
-def test_more_is_asked_for_than_the_ring_has_room_for(bucket):
+def test_more_is_requested_than_there_are_free_buffers(bucket):
     with make(bucket, prefetch_depth=1) as loader:
         take(loader, 1)
         assert len(MADE[0].submitted) == 3 * 4 + 16
         assert loader.stats().max_in_flight == 16
 
 
-def test_little_memory_bounds_what_is_asked_for(bucket, monkeypatch):
+def test_low_memory_limits_the_requests(bucket, monkeypatch):
     from stoker.data.loading import prefetch
 
     monkeypatch.setattr(prefetch, "host_memory", lambda: (16 * 3 * prefetch.DEFAULT_IMAGE_BYTES, 0))
@@ -107,8 +107,8 @@ def test_little_memory_bounds_what_is_asked_for(bucket, monkeypatch):
         assert len(MADE[0].submitted) <= 3 * 4 + 3 + 4 * 16
 
 
-def test_a_slow_object_holds_up_no_thread(bucket):
-    """All others of the ring are decoded meanwhile, by the only thread."""
+def test_a_slow_object_blocks_no_worker(bucket):
+    """All others of the buffers are decoded meanwhile, by the only thread."""
     expected = image_indices_of(stream(local(bucket), 5))
     late = expected[2]
     bucket.holds[late] = threading.Event()
@@ -127,7 +127,8 @@ def test_a_slow_object_holds_up_no_thread(bucket):
     assert image_indices_of(actual) == expected
 
 
-def test_a_wait_for_an_object_is_fetch(bucket):
+@pytest.mark.slow
+def test_waiting_for_an_object_counts_as_fetch(bucket):
     late = image_indices_of(stream(local(bucket), 1))[0]
     bucket.holds[late] = threading.Event()
     with make(bucket) as loader:
@@ -162,7 +163,7 @@ def test_a_missing_object_is_quarantined_as_a_missing_file_is(bucket):
         assert_same(take(loader, 3), again)
 
 
-def test_a_wrong_guess_is_fetched_anew(bucket):
+def test_a_wrong_prediction_is_fetched_again(bucket):
     """A row is quarantined after later places of it were asked for."""
     bucket.fails[4] = missing(4)
     with make(bucket, batch_size=1, prefetch_depth=1) as loader:
@@ -196,7 +197,7 @@ def test_a_bucket_in_which_most_is_missing_is_a_data_error(bucket):
         next(loader)
 
 
-def test_the_fetcher_is_told_of_the_demand(bucket, monkeypatch):
+def test_the_fetcher_gets_the_demand(bucket, monkeypatch):
     from stoker.data.loading import loader as loader_module
 
     monkeypatch.setattr(loader_module, "POLL_INTERVAL_S", 0.0)
@@ -206,7 +207,7 @@ def test_the_fetcher_is_told_of_the_demand(bucket, monkeypatch):
     assert all(demand > 0 for demand, _ in MADE[0].demands)
 
 
-def test_a_loader_set_back_fetches_from_there_on(bucket):
+def test_prefetching_restarts_at_the_loaded_position(bucket):
     with make(bucket) as loader:
         start = loader.state_dict()
         expected = take(loader, 5)

@@ -189,7 +189,7 @@ def test_where_it_stops_does_not_depend_on_the_threads(tmp_path):
     assert len(ends) == 1
 
 
-def test_a_data_set_that_has_gone_stops_the_run(index):
+def test_a_missing_dataset_stops_the_run(index):
     for image_index in range(13):
         index.path(image_index).unlink()
     with make(index) as loader, pytest.raises(DataError, match=r"None of the \d+ images tried"):
@@ -203,7 +203,7 @@ def test_the_only_image_is_bad(tmp_path):
         next(loader)
 
 
-def test_evaluation_leaves_a_bad_image_out_and_says_so(index):
+def test_evaluation_leaves_a_bad_image_out_and_reports_it(index):
     index.path(4).unlink()
     reported = []
     with make(index, train=False, on_quarantine=reported.append) as loader:

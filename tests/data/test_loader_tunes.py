@@ -34,7 +34,8 @@ def slowly(call, by):
     return wrapper
 
 
-def test_a_loader_that_waits_for_its_disk_takes_more_threads_and_says_why(index, monkeypatch):
+@pytest.mark.slow
+def test_a_loader_with_a_slow_disk_starts_more_workers_and_reports_it(index, monkeypatch):
     expected = stream(index, 60, workers=1)
     monkeypatch.setattr(loader_module, "POLL_INTERVAL_S", 0.1)
     monkeypatch.setattr(index, "read", slowly(index.read, 0.01))
@@ -51,7 +52,7 @@ def test_a_loader_that_waits_for_its_disk_takes_more_threads_and_says_why(index,
     assert all(sentence.startswith("loader: ") for sentence in messages)
 
 
-def test_a_number_of_threads_and_a_depth_that_are_given_stay(index, monkeypatch):
+def test_given_workers_and_prefetch_depth_stay(index, monkeypatch):
     monkeypatch.setattr(loader_module, "POLL_INTERVAL_S", 0.02)
     monkeypatch.setattr(index, "read", slowly(index.read, 0.005))
     messages = []
@@ -61,14 +62,14 @@ def test_a_number_of_threads_and_a_depth_that_are_given_stay(index, monkeypatch)
     assert not messages
 
 
-def test_a_tuned_loader_begins_with_more_threads_where_it_is_told_to(index):
+def test_an_autotuned_loader_begins_with_initial_workers(index):
     usual = default_num_workers(host_cores(), is_cpu=True)
     for initial, workers, expected in ((0, "auto", usual), (1, "auto", usual), (7, "auto", 7), (7, 3, 3)):
         with make(index, workers=workers, initial_workers=initial) as loader:
             assert loader.stats().workers == expected
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 8)), min_size=1, max_size=8), st.booleans())
 def test_the_stream_stays_whatever_is_tuned(index, course, on_device):
     """(threads, depth) after each batch; a late device besides shows that no slot is given up that is still read."""
@@ -94,7 +95,7 @@ def test_the_stream_stays_whatever_is_tuned(index, course, on_device):
     assert_same(actual, stream(index, len(actual)))
 
 
-def test_threads_leave_when_fewer_are_wanted_and_the_rest_goes_on(index):
+def test_workers_exit_when_fewer_are_wanted_and_the_rest_continues(index):
     with make(index, workers=6) as loader:
         next(loader)
         pool = loader._pool
@@ -140,7 +141,7 @@ def test_the_earliest_sample_is_taken_first():
     assert order == [7, 0, 2, 3, 5, 6]
 
 
-def test_stats_say_what_is_being_done(index, monkeypatch):
+def test_stats_show_what_is_in_progress(index, monkeypatch):
     entered, leave = threading.Semaphore(0), threading.Event()
     real = index.read
 
@@ -194,7 +195,7 @@ print(seen[4], seen[19])
     assert last / fifth - 1 < 0.02, (fifth, last)
 
 
-def test_marks_of_a_sample_are_few(index):
+def test_a_sample_has_few_transitions(index):
     with make(index, prefetch_depth=1) as loader:
         for _ in itertools.repeat(None, 20):
             next(loader)

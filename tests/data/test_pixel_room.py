@@ -77,7 +77,7 @@ def test_the_choice_and_its_reason(changes: dict[str, object], kind: str, why: s
 
 
 def test_what_decoding_takes_is_estimated_from_the_sizes() -> None:
-    """As measured: about 1 ms for 640 × 480, 15 to 22 ms for 4,000 × 3,000 at a canvas of 800."""
+    """As measured: about 1 ms for 640 × 480, 15 to 22 ms for 4,000 × 3,000 at an image size of 800."""
     for size, low, high in (((480, 640), 0.7e-3, 1.3e-3), ((3000, 4000), 14e-3, 22e-3)):
         sizes = np.array([size], np.int32)
         kept = CachedImageSpec((800, 800), "letterbox", 1.5).cached_sizes(sizes)
@@ -97,7 +97,7 @@ def test_the_situation_is_that_of_the_training_images(tmp_path: Path) -> None:
     ).is_downscaled
 
 
-def test_no_file_in_use_is_removed_and_of_the_others_the_one_used_longest_ago_first(
+def test_unused_cache_files_are_removed_least_recently_used_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sets = [draw(tmp_path / str(n), 12) for n in range(4)]
@@ -117,7 +117,7 @@ def test_no_file_in_use_is_removed_and_of_the_others_the_one_used_longest_ago_fi
     assert all(caches[0].get(k) is not None for k in range(12))
 
 
-def test_a_file_that_is_removed_while_it_is_opened_is_made_anew(
+def test_a_file_that_is_removed_while_it_is_opened_is_created_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else two processes would each fill a file of their own, one of them without a name."""
@@ -136,7 +136,7 @@ def test_a_file_that_is_removed_while_it_is_opened_is_made_anew(
     os.close(handle)
 
 
-def test_room_is_made_when_a_cache_is_opened_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opening_a_cache_frees_space_and_reports_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = draw(tmp_path / "old", 12), draw(tmp_path / "new", 12)
     fill(cache_of(old), old)
     taken = cache_file_path(old, SPEC).stat().st_blocks * 512

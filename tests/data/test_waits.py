@@ -73,10 +73,11 @@ def account_of(loader, batches=BATCHES):
     return account
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["fetch", "decode"])
 @pytest.mark.parametrize(("workers", "by", "near"), [(1, DELAY_S, 0.05), (3, 3 * DELAY_S, 0.1)])
-def test_a_slow_stage_of_the_threads(index, monkeypatch, stage, workers, by, near):
-    """Where several work, what another does beside the delayed call has half of that instant."""
+def test_a_slow_stage_of_the_workers(index, monkeypatch, stage, workers, by, near):
+    """Where several work, what another does next to the delayed call has half of that instant."""
     delays = Delays(by)
     if stage == "fetch":
         monkeypatch.setattr(index, "read", delays.before(index.read))
@@ -88,6 +89,7 @@ def test_a_slow_stage_of_the_threads(index, monkeypatch, stage, workers, by, nea
     assert account.input_wait_stages[stage] == pytest.approx(injected, rel=near)
 
 
+@pytest.mark.slow
 def test_a_slow_copy(index):
     delays = Delays()
     device = LateDevice(None)
@@ -105,6 +107,7 @@ def test_a_slow_copy(index):
     assert account.input_wait_stages["copy"] == pytest.approx(injected, rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_slow_hand_over(index, monkeypatch):
     delays = Delays(5 * DELAY_S)
     monkeypatch.setattr(BatchFinalizer, "finalize", delays.before(BatchFinalizer.finalize))
@@ -113,7 +116,7 @@ def test_a_slow_hand_over(index, monkeypatch):
     assert account.input_wait_stages["queue"] == pytest.approx(injected, rel=0.05)
 
 
-def test_a_loader_that_keeps_up_costs_next_to_nothing(index):
+def test_a_loader_that_keeps_up_adds_few_intervals(index):
     with make(index) as loader:
         for _ in range(4):
             next(loader)
