@@ -50,8 +50,8 @@ def test_this_build_has_nvjpeg(device: Device) -> None:
 def test_batches_are_those_of_the_host_but_for_a_few_levels(images: SmoothIndex, device: Device, crop: float) -> None:
     """Grey, all chroma samplings, all orientations of EXIF; PNG, CMYK and progressive are the host's own."""
     message: list[str] = []
-    found = stream(images, 12, device, crop=crop, decoder="nvjpeg", on_tuned=message.append)
-    expected = stream(images, 12, device, crop=crop)
+    found = stream(images, 12, device, scale_jitter_prob=crop, jpeg_decoder="nvjpeg", on_tuned=message.append)
+    expected = stream(images, 12, device, scale_jitter_prob=crop)
     for ours, theirs in zip(found, expected, strict=True):
         for name, a, b in zip(Batch._fields[1:], ours[1:], theirs[1:], strict=True):
             assert torch.equal(a, b), name
@@ -64,7 +64,7 @@ def test_batches_are_those_of_the_host_but_for_a_few_levels(images: SmoothIndex,
 
 
 def test_it_repeats_bit_for_bit(images: SmoothIndex, device: Device) -> None:
-    first, second = (stream(images, 12, device, decoder="nvjpeg", threads=threads) for threads in (1, 4))
+    first, second = (stream(images, 12, device, jpeg_decoder="nvjpeg", workers=workers) for workers in (1, 4))
     for a, b in zip(first, second, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
@@ -73,11 +73,11 @@ def test_bad_images_are_in_quarantine_as_with_the_host(images: SmoothIndex, devi
     bad = {0: "truncated", 6: "no end", 7: "a block of zeros", 12: "table", 13: "empty", 14: "another size"}
     for row, how in bad.items():
         images.damage(row, how)
-    told: dict[str, list] = {"host": [], "nvjpeg": []}
-    for decoder, log in told.items():
-        stream(images, 12, device, decoder=decoder, max_bad=1.0, on_quarantine=log.append)
-    assert told["nvjpeg"] == told["host"]
-    assert {one.row for one in told["host"]} == bad.keys()
+    reported: dict[str, list] = {"cpu": [], "nvjpeg": []}
+    for decoder, log in reported.items():
+        stream(images, 12, device, jpeg_decoder=decoder, max_bad_fraction=1.0, on_quarantine=log.append)
+    assert reported["nvjpeg"] == reported["cpu"]
+    assert {one.image_index for one in reported["cpu"]} == bad.keys()
 
 
 def test_the_training_thread_never_synchronizes_for_the_device(images: SmoothIndex, device: Device) -> None:
@@ -98,7 +98,7 @@ def test_the_training_thread_never_synchronizes_for_the_device(images: SmoothInd
 
 def test_nothing_is_written_into_memory_that_is_still_read(images: SmoothIndex, device: Device) -> None:
     """While the device is busy for long, batches pile up behind it: each must still be what it was made as."""
-    usual = stream(images, 24, device, decoder="nvjpeg")
+    usual = stream(images, 24, device, jpeg_decoder="nvjpeg")
     matrix = torch.randn(8192, 8192, device=device.torch_device)
     sums = []
     with make(images, device=device, image_size=(64, 96), jpeg_decoder="nvjpeg") as loader:
@@ -114,7 +114,7 @@ def test_nothing_is_written_into_memory_that_is_still_read(images: SmoothIndex, 
 def test_it_is_chosen_by_what_was_measured(images: SmoothIndex, device: Device) -> None:
     options = {"image_size": (64, 96), "resize": "letterbox", "batch_size": 8}
     decoder, why = measure_and_choose_decoder(images, np.arange(COUNT), device, **options, measure_step_s=lambda: 1e3)
-    assert decoder == "host"
+    assert decoder == "cpu"
     assert "nvJPEG cannot" not in why
     _, why = measure_and_choose_decoder(images, np.arange(COUNT), device, **options, measure_step_s=lambda: 1e-9)
     assert "nvJPEG decodes" in why
