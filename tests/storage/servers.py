@@ -11,7 +11,9 @@
 Nothing asks a network: the variables also switch off the metadata services and the user's own credentials.
 """
 
+import atexit
 import contextlib
+import functools
 import itertools
 import os
 import socket
@@ -99,19 +101,21 @@ class Server:
 
 @contextlib.contextmanager
 def s3_server() -> Iterator[Server]:
-    """moto, in its own process. Starts in about half a second; its buckets live as long as it does."""
+    """moto, in its own process: one for all tests of this process, since its start costs 2 CPU-seconds."""
+    yield _start_moto()
+
+
+@functools.cache
+def _start_moto() -> Server:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_STARTS)}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        _await(port, process)
-        yield Server("s3", f"http://127.0.0.1:{port}")
-    finally:
-        process.terminate()
-        process.wait()
+    atexit.register(process.terminate)
+    _await(port, process)
+    return Server("s3", f"http://127.0.0.1:{port}")
 
 
 def _await(port: int, process: subprocess.Popen[bytes]) -> None:
