@@ -163,4 +163,4 @@ def test_thresholds_are_torchvisions_defaults() -> None:
     assert defaults["nms_thresh"] == RetinaNet.iou_threshold
     assert defaults["score_thresh"] == SCORE_THRESHOLD
     assert defaults["topk_candidates"] == RetinaNet.pre_nms_top_n
-    assert defaults["detections_per_img"] == MAX_DETECTIONS
+    assert MAX_DETECTIONS == 100, "COCO's maxDets; torchvision's RetinaNet keeps 300, its Faster R-CNN 100"

@@ -19,7 +19,7 @@ from stoker.models.layers.losses import at_least_fp32
 PRE_NMS_TOP_N = 1000
 """Boxes of a pyramid level before NMS: torchvision's default (RetinaNet.topk_candidates)."""
 MAX_DETECTIONS = 100
-"""Boxes of an image after NMS: as COCO scores, and torchvision's default (RetinaNet.detections_per_img)."""
+"""Boxes of an image after NMS: COCO's maxDets, and torchvision's default for Faster R-CNN."""
 
 
 class BatchDetections(NamedTuple):
