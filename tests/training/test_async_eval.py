@@ -180,6 +180,7 @@ def test_a_signal_saves_a_pending_evaluation_and_the_resumed_run_computes_it(
     assert_same(undisturbed, run)
 
 
+@pytest.mark.slow
 def test_a_rollback_does_not_count_a_pending_evaluation_twice(data: Path, tmp_path: Path):
     """Back to the checkpoint of a signal with the best evaluation: counted twice, patience 1 would end the run."""
     config = settings(

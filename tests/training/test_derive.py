@@ -61,6 +61,7 @@ def test_user_settings_are_kept(index: Index):
         assert name not in reasons
 
 
+@pytest.mark.slow
 def test_the_model_follows_the_weights_file(index: Index, real_data: Path):
     weights = real_data / "weights" / "mobilenet_v2_imagenet.pth"
     config, reasons = derive(from_fields({"weights": str(weights), "image_size": (64, 64)}), index, CPU)

@@ -320,7 +320,7 @@ def test_a_validation_split_without_boxes_is_refused_before_training(tmp_path: P
     data = draw(tmp_path / "data")
     path = data / "valid" / "_annotations.coco.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"annotations": []}))
-    with pytest.raises(DataError, match="nothing to score against"):
+    with pytest.raises(DataError, match="nothing to evaluate"):
         train(settings(data), run_dir=str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
@@ -330,7 +330,7 @@ def test_a_folder_that_cannot_be_written(data: Path, tmp_path: Path):
     with pytest.raises(StorageError) as caught:
         train(settings(data), run_dir=str(tmp_path / "file"))
     assert caught.value.exit_code == 3
-    assert "--run DIR" in str(caught.value)
+    assert "--run-dir DIR" in str(caught.value)
 
 
 def test_names_of_weights_are_not_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -415,4 +415,4 @@ def test_a_run_without_a_value_for_a_setting_is_not_continued(data: Path, tmp_pa
     file.write_text("".join(line for line in file.open() if not line.startswith("patience")))
     with pytest.raises(CheckpointError, match="earlier version") as caught:
         train(Config(), resume=str(tmp_path / "old"))
-    assert "does not say patience" in str(caught.value)
+    assert "has no value for patience" in str(caught.value)

@@ -117,6 +117,7 @@ def test_a_run_that_diverges_once_continues_at_a_third_of_the_learning_rate(roll
     assert finding.command == "--lr 0.001"
 
 
+@pytest.mark.slow
 def test_detecting_divergence_late_changes_no_weight(rolled_back_run: Path, data: Path, tmp_path: Path):
     """A second behind: more steps, checkpoints of skipped steps and of steps after them are undone."""
     with pytest.MonkeyPatch.context() as patch:
