@@ -40,7 +40,7 @@ def transform(boxes, geom, max_boxes=16, crowd=None):
 # Randomness.
 
 
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**63 - 1), st.integers(0, 10**6), st.integers(0, 10**9), st.sampled_from(RandomStream))
 def test_uniforms_are_a_pure_function_in_range(seed, epoch, index, stream):
     first = geometry.random_uniform(seed, epoch, index, stream, 16)
@@ -74,7 +74,7 @@ def test_device_draws_stay_below_one_in_float32():
     assert np.float32((2**64 - 1) >> 40) * np.float32(2.0**-24) < 1
 
 
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**63 - 1), st.integers(0, 100), st.integers(1, 500))
 def test_order_is_a_permutation(seed, epoch, count):
     actual = geometry.epoch_order(seed, epoch, count)
@@ -86,7 +86,7 @@ def test_order_is_a_permutation(seed, epoch, count):
 # Placement.
 
 
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(geometries())
 def test_the_region_is_inside_the_image(geom):
     x0, y0, x1, y1 = geom.region
@@ -95,7 +95,7 @@ def test_the_region_is_inside_the_image(geom):
     assert min(geom.resized_size) >= 1
 
 
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.tuples(SIDES, SIDES), IMAGE_SIZES, RESIZES, st.floats(0.2, 5), st.tuples(UNIT, UNIT))
 def test_the_resized_image_fits_and_fills(size, image_size, resize, zoom, at):
     geom = compute_resize_geometry(size, image_size, resize, scale_factor=zoom, window_offset=at)
@@ -115,7 +115,7 @@ def test_the_resized_image_fits_and_fills(size, image_size, resize, zoom, at):
         assert abs(width - max(1, (x1 - x0) * wanted)) <= 0.5 + 1e-6
 
 
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.tuples(SIDES, SIDES), IMAGE_SIZES, RESIZES)
 def test_without_zoom_the_whole_image_is_shown(size, image_size, resize):
     geom = compute_resize_geometry(size, image_size, resize)
@@ -171,7 +171,7 @@ def shares(boxes, geom):
     return (kept[:, 2:] - kept[:, :2]).prod(1) / np.maximum(1e-9, (whole[:, 2:] - whole[:, :2]).prod(1))
 
 
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.floats(0.01, 1))
 def test_a_crop_shows_enough_of_one_object(seed, count, overlap):
     boxes = some_boxes(count, seed)
@@ -179,7 +179,7 @@ def test_a_crop_shows_enough_of_one_object(seed, count, overlap):
     assert not geom.is_cropped or shares(boxes, geom).max() >= overlap - 1e-6
 
 
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_the_first_window_that_shows_enough_is_taken(seed):
     boxes = some_boxes(2, seed)
@@ -200,7 +200,7 @@ def test_windows_are_drawn_again_a_few_times():
 # Boxes on the host.
 
 
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(geometries(), st.integers(0, 16), st.integers(0, 2**32 - 1))
 def test_boxes_stay_inside_the_image_and_keep_their_labels(geom, count, seed):
     original = boxes_in(*geom.source_size, count, seed)
@@ -223,7 +223,7 @@ def test_boxes_stay_inside_the_image_and_keep_their_labels(geom, count, seed):
         assert back == pytest.approx(visible, abs=1e-3 * max(geom.source_size) + 1e-3)
 
 
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.tuples(SIDES, SIDES), IMAGE_SIZES, RESIZES, st.integers(0, 2**32 - 1))
 def test_a_plain_resize_loses_no_box(size, image_size, resize, seed):
     rng = np.random.default_rng(seed)

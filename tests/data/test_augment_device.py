@@ -30,13 +30,13 @@ def same(a, b, atol=0.0):
     )
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(batches())
 def test_flip_with_probability_zero_changes_nothing(batch):
     assert same(horizontal_flip(batch, 0.0), batch)
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(batches(), st.floats(0, 1))
 def test_flip_mirrors_the_chosen_images_and_nothing_else(batch, probability):
     turned = horizontal_flip(batch, probability)
@@ -53,7 +53,7 @@ def test_flip_mirrors_the_chosen_images_and_nothing_else(batch, probability):
     assert turned.images.is_contiguous(memory_format=torch.channels_last)
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(batches(), st.floats(0, 1))
 def test_flipping_twice_is_the_identity(batch, probability):
     assert same(horizontal_flip(horizontal_flip(batch, probability), probability), batch, atol=1e-5)
@@ -105,7 +105,7 @@ def seen(image, label):
     return (None if len(xs) == 0 else (xs.min(), ys.min(), xs.max() + 1, ys.max() + 1)), len(xs)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(SEEDS)
 def test_a_colored_rectangle_is_where_its_box_says(seed):
     before = painted(seed)
@@ -140,7 +140,7 @@ def test_a_colored_rectangle_is_where_its_box_says(seed):
                 assert label not in actual
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(batches(), st.floats(0, 1))
 def test_all_that_is_off_changes_nothing(batch, progress):
     assert augment_batch(batch, OFF, progress) is batch
@@ -154,7 +154,7 @@ def test_it_does_not_matter_how_the_stream_is_cut_into_batches(seed, count):
     assert same(augment_batch(whole, ALL, 0.5), Batch(*(torch.cat(tensors) for tensors in zip(*parts, strict=True))))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(SEEDS)
 def test_invalid_boxes_stay_invalid(seed):
     batch = painted(seed)
@@ -201,7 +201,7 @@ def colored(batch, k, strengths):
 STRENGTHS = st.tuples(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1), st.floats(0, 0.5))
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(batches(), STRENGTHS)
 def test_color_is_its_four_steps_in_one_and_spares_the_padding(batch, strengths):
     changed = color_jitter(batch, *strengths)
@@ -216,7 +216,7 @@ def test_color_is_its_four_steps_in_one_and_spares_the_padding(batch, strengths)
     assert same(changed._replace(images=batch.images), batch)
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(batches(), STRENGTHS)
 def test_color_by_a_factor_of_one_is_the_identity(batch, strengths):
     batch = batch._replace(rand=torch.full_like(batch.rand, 0.5))
@@ -267,7 +267,7 @@ def test_the_rest_around_the_tiles_is_padding():
         assert (part.permute(1, 2, 0) == torch.tensor(PAD_COLOR, dtype=torch.uint8)).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(SEEDS)
 def test_padding_does_not_bleed_into_the_tiles(seed):
     batch = painted(seed)
@@ -284,7 +284,7 @@ def test_max_boxes_of_mosaics_is_twice_that_of_an_image():
     assert [compute_max_boxes(index, np.arange(2), mosaic=share) for share in (0.0, 0.1)] == [16, 24]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(SEEDS)
 def test_a_mosaic_with_more_boxes_than_max_boxes_is_not_made(seed):
     rng = np.random.default_rng(seed)

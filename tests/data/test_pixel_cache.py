@@ -238,7 +238,7 @@ def test_an_image_inside_another_file_changes_with_it(tmp_path: Path) -> None:
     assert cache_of(index).get(0) is None
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 96 * 128 * 3 + HEADER_BYTES - 1), st.integers(1, 255))
 def test_a_flipped_byte_is_noticed(index: Index, at: int, flip: int) -> None:
     made = fill(cache_of(index), index)
