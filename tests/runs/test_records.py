@@ -93,7 +93,8 @@ def page() -> str:
     lines = [
         "# Records",
         "",
-        "The fields of every record of a run, generated from `stoker/runs/schemas.py` and `stoker/evaluation/document.py` by",
+        "The fields of every record of a run, generated from `stoker/runs/schemas.py` and",
+        "`stoker/evaluation/document.py` by",
         "`python -m tests.runs.test_records`. What the files are for, and what phases, events and errors mean:",
         "[run-folder.md](run-folder.md). A field that is not measured is absent from its line.",
     ]
