@@ -75,3 +75,11 @@ def test_what_padding_holds_does_not_matter() -> None:
     boxes[0, [1, 4, 5]] = torch.nan
     assert torch.equal(known, match_anchors(boxes, valid, anchors, fg_iou_thresh=0.5, bg_iou_thresh=0.4))
     assert set(known[0].tolist()) <= {-2, -1, 0, 2, 3}
+
+
+def test_thresholds_are_exact() -> None:
+    heights = [100.0, 51.0, 49.0, 42.0, 38.0]  # IoU 1.00, 0.51 … 0.38 with the box
+    anchors = torch.tensor([[0.0, 0.0, 100.0, height] for height in heights])
+    boxes, valid = torch.tensor([[[0.0, 0.0, 100.0, 100.0]]]), torch.tensor([[True]])
+    gt_index = match_anchors(boxes, valid, anchors, fg_iou_thresh=0.5, bg_iou_thresh=0.4)
+    assert gt_index.tolist() == [[0, 0, -2, -2, -1]]
