@@ -67,7 +67,8 @@ def exported(requested: argparse.Namespace, folder: Path, side: int) -> dict[tup
         trained(of_ultralytics(requested.ultralytics, PEER), data, theirs)
         last = theirs / "run" / "weights" / "last.pt"
         for number, (kind, (_, flag)) in enumerate(KINDS.items()):
-            run_timed([str(requested.ultralytics), "export", f"model={last}", "format=onnx", f"imgsz={side}", "device=cpu",
+            run_timed([str(requested.ultralytics), "export", f"model={last}", "format=onnx", f"imgsz={side}",
+                       "device=cpu",
                    "simplify=False", flag], folder)  # fmt: skip
             files[PEER, kind] = last.with_suffix(".onnx").rename(folder / f"theirs-{number}.onnx")
     return files

@@ -98,8 +98,8 @@ def train_help(app: App) -> str:
         "",
         *textwrap.wrap(
             "Trains a detector. DATA is a folder or file with labeled images (COCO JSON, Pascal VOC, YOLO, "
-            "TFRecord, CSV), a URI (gs://, s3://, https://), or `demo`. A setting that is not set is derived from data and device, "
-            "and printed with its reason. The same command again continues an unfinished run.",
+            "TFRecord, CSV), a URI (gs://, s3://, https://), or `demo`. A setting that is not set is derived from data "
+            "and device, and printed with its reason. The same command again continues an unfinished run.",
             width,
         ),
         "",

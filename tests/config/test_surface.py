@@ -74,10 +74,10 @@ def page() -> str:
     lines = [
         "# Settings",
         "",
-        "Every setting has one name: a flag of `stoker train` (`--lr 0.01`), a key of a run's `config.toml` (`lr = 0.01`),",
-        "and a keyword of `stoker.train` in Python (`lr=0.01`). `--epochs 12`, `--steps 5000` and `--max-time 30min` set",
-        "`max_duration`, in Python too (`epochs=12`). A setting that is not set is derived from the data, the device and",
-        "the recipe; the run prints each value with its reason.",
+        "Every setting has one name: a flag of `stoker train` (`--lr 0.01`), a key of a run's `config.toml`",
+        "(`lr = 0.01`), and a keyword of `stoker.train` in Python (`lr=0.01`). `--epochs 12`, `--steps 5000` and",
+        "`--max-time 30min` set `max_duration`, in Python too (`epochs=12`). A setting that is not set is derived from",
+        "the data, the device and the recipe; the run prints each value with its reason.",
     ]
     for section, kind in SECTIONS.items():
         lines += ["", f"## {section}", "", str(inspect.getdoc(kind)), "", "| setting | what it is | values | default |"]

@@ -218,7 +218,7 @@ class _MosaicTiles:
             visible.append((first, last))
         (y0, y1), (x0, x1) = visible
         self.visible_min, self.visible_max = torch.stack((x0, y0) * 2, -1), torch.stack((x1, y1) * 2, -1)
-        """[B, 4, 4], x, y, x, y in pixels of the mosaic: smallest and largest coordinates of each tile after the cut."""
+        """[B, 4, 4], xyxy in pixels of the mosaic: the visible part of each tile."""
 
     def boxes(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Boxes [B, M, 4], labels, valid of the mosaics, the valid ones first; and whether M suffices, [B]."""
