@@ -103,7 +103,7 @@ def test_many_pictures_come_back_in_order(model: stoker.Model, data: Path):
 def test_pixels_in_tiles_are_the_file_in_tiles(model: stoker.Model, tmp_path: Path):
     pixels = np.random.default_rng(0).integers(0, 255, (150, 200, 3), np.uint8)
     Image.fromarray(pixels).save(tmp_path / "large.png")
-    asked = {"conf": 0.0, "tile": 96, "min_object_covered": 0.3}
+    asked = {"conf": 0.0, "tile": 96, "tile_overlap": 0.3}
     (from_pixels,), (from_file,) = model.predict(pixels, **asked), model.predict(tmp_path / "large.png", **asked)
     np.testing.assert_array_equal(from_pixels.boxes, from_file.boxes)
     assert len(from_pixels.boxes) > 0
@@ -141,8 +141,8 @@ def test_boxes_have_an_area_inside_the_picture(model: stoker.Model, size: tuple[
 
 
 @pytest.mark.parametrize("batch", [0, -1])
-def test_a_batch_without_pictures_is_refused(model: stoker.Model, batch: int):
-    with pytest.raises(UsageError, match="batch="):
+def test_a_batch_without_images_is_refused(model: stoker.Model, batch: int):
+    with pytest.raises(UsageError, match="batch_size="):
         model.predict(np.zeros((4, 4, 3), np.uint8), batch_size=batch)
 
 

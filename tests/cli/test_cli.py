@@ -79,7 +79,8 @@ def test_help_and_why_import_no_torch(tmp_path: Path):
         (["train", "nowhere"], 4, ["nowhere", "fix:"]),
         (["train", "empty"], 4, ["empty", "COCO JSON", "fix:"]),
         (["train", "demo", "--device", "warp"], 3, ["'warp'", "valid:", "cpu"]),
-        (["train", "demo", "--image-size", "100", "100"], 2, ["multiples of 32"]),
+        # It draws the demo: ten CPU-seconds where the cache is empty.
+        pytest.param(["train", "demo", "--image-size", "100", "100"], 2, ["multiples of 32"], marks=pytest.mark.slow),
         (["train", "demo", "--optimizer", "adam"], 2, ["sgd", "adamw"]),
         (["train", "--resume", "nowhere"], 2, ["'nowhere' is not a run"]),
         (["why", "nowhere"], 2, ["'nowhere' is not a run"]),

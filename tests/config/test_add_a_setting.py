@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 CHECK = """
 from stoker.cli.app import app
@@ -29,6 +31,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_a_setting_is_added_as_the_page_says(tmp_path: Path) -> None:
     field, bounds, default = re.findall(r"```python\n(.*?)```", (ROOT / "docs/add-a-setting.md").read_text(), re.DOTALL)
     for folder in ("stoker", "tests"):

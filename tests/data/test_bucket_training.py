@@ -105,6 +105,7 @@ def bytes_read(uri: str, ranks: int) -> int:
     return store.counters.read_bytes - before
 
 
+@pytest.mark.slow
 def test_each_rank_reads_only_its_images(
     folder: Path, bucket: tuple[str, Proxy], monkeypatch: pytest.MonkeyPatch
 ) -> None:

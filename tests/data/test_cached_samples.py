@@ -173,6 +173,7 @@ def test_images_inside_other_files(tmp_path: Path) -> None:
             assert red == pytest.approx(20 * int(index.path(image_index).stem), abs=3)
 
 
+@pytest.mark.slow
 def test_images_of_a_bucket_are_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     local = draw(tmp_path / "set", 12)
     with google_server() as server, server.bucket().through() as (place, proxy):

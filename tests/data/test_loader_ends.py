@@ -129,6 +129,7 @@ def test_an_abandoned_loader_ends_its_threads(index):
     assert not loader_threads()
 
 
+@pytest.mark.slow
 def test_an_abandoned_loader_does_not_block_exit(index):
     code = f"""
 import pathlib

@@ -233,6 +233,7 @@ class Stored(InMemoryIndex):
         return self.store.read(self.path(image_index).name)
 
 
+@pytest.mark.slow
 def test_a_real_bucket_behind_a_bad_network(tmp_path, monkeypatch):
     """One in ten requests fails in some way; one object is not there at all; then the permission is lost."""
     index = Stored(tmp_path, 13)

@@ -132,6 +132,7 @@ def random_images(count: int, seed: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.random.default_rng(seed).integers(0, 256, (count, 3, *CANVAS), np.uint8)
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_file_that_finds_what_the_model_finds(run: Path, stoker: Run) -> None:
     before = {path.name for path in run.iterdir()}
     code, out, err = stoker("export", run)

@@ -24,6 +24,7 @@ def sizes_of_calls(model: Detector, name: str) -> list[int]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ON_BODIES)
 def test_frozen_children_take_one_image_at_a_time_and_nothing_else_changes(name: str) -> None:
     torch.manual_seed(0)

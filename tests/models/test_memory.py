@@ -40,6 +40,7 @@ def step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_losses_gradients_and_statistics_are_the_same(name: str):
     batch = in_double(make_batch((3, 1), CANVAS, CLASSES))

@@ -238,6 +238,7 @@ def outputs_of(oracle: Any, model: SSD, images: Tensor, anchors: Tensor) -> SSDO
     return SSDOutputs(found["cls_logits"], found["bbox_regression"], anchors)
 
 
+@pytest.mark.slow
 def test_gradients_of_all_weights_of_ssdlite_are_those_of_torchvision() -> None:
     torch.manual_seed(1)
     model, oracle = build(settings_of(LITE), CLASSES), oracle_of(LITE)

@@ -30,6 +30,7 @@ def test_tensors_have_the_names_and_shapes_of_torchvision(name: str) -> None:
     assert {n: t.shape for n, t in model.state_dict().items()} == expected
 
 
+@pytest.mark.slow
 def test_the_coco_file_is_read_in_its_older_names_and_its_epsilon(tmp_path: Path) -> None:
     """As torchvision serves it: FPN and proposal head without the numbers of their Sequentials."""
     torch.manual_seed(0)

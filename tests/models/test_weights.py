@@ -153,6 +153,7 @@ def save(model: nn.Module, path: Path, header: dict[str, str] | None) -> None:
     save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, path, header)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_header", [True, False])
 def test_a_file_by_stoker_says_its_model_and_classes(tmp_path: Path, with_header: bool) -> None:
     path = tmp_path / "best.safetensors"
@@ -184,6 +185,7 @@ def test_weights_trained_with_either_norm_fill_a_model_with_the_other(tmp_path: 
     load_weights(build(settings, 2), settings, class_names=("a", "b"))
 
 
+@pytest.mark.slow
 def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
     def failure(weights: object, *, name: str = MOBILENET, **changes: object) -> str:
         settings = settings_of(name, weights=str(weights), **changes)

@@ -88,6 +88,7 @@ def test_every_fault_is_retried(served: ServedBucket, monkeypatch: pytest.Monkey
         assert store.counters.retries > 0
 
 
+@pytest.mark.slow
 def test_limits_of_reads_in_flight(served: ServedBucket, monkeypatch: pytest.MonkeyPatch) -> None:
     with served.through(Conditions(latency_s=0.01)) as (proxied, proxy):
         apply(monkeypatch, proxied.environment)

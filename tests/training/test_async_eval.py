@@ -142,6 +142,7 @@ def test_late_and_early_metrics_give_the_same_run(data: Path, tmp_path: Path, pa
     assert_same(ends[0].run, ends[1].run)
 
 
+@pytest.mark.slow
 def test_training_continues_while_metrics_are_computed(undisturbed: Path, data: Path, tmp_path: Path):
     """The metrics of step 6 come after step 7; the checkpoint of step 8 waits for them."""
     with pytest.MonkeyPatch.context() as patch:
@@ -160,6 +161,7 @@ def test_training_continues_while_metrics_are_computed(undisturbed: Path, data: 
     assert order.index(("evaluated", 6)) < [text for text, _ in order].index("checkpoint_saved", 1)
 
 
+@pytest.mark.slow
 def test_a_signal_saves_a_pending_evaluation_and_the_resumed_run_computes_it(
     undisturbed: Path, data: Path, tmp_path: Path
 ):

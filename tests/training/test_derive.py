@@ -130,6 +130,7 @@ def test_patience_needs_evaluations(index: Index):
     derive(from_fields({"patience": 2}), index, CPU)
 
 
+@pytest.mark.slow
 def test_a_larger_batch_has_a_higher_lr_and_a_longer_warm_up_with_reasons(index: Index):
     usual = {"model": "retinanet_resnet18_fpn", "weights": "none", "max_duration": "90000", "image_size": (64, 64)}
     found = {n: derive(from_fields(usual | {"batch_size": n}), index, CPU) for n in (4, 16, 64, 256)}

@@ -95,6 +95,7 @@ def test_every_setting_has_a_value_and_derived_ones_a_reason(run: Path, data: Pa
     assert tomllib.loads((run / CONFIG).read_text())["run"]["max_duration"] == "12"
 
 
+@pytest.mark.slow
 def test_the_saved_model_can_be_loaded_alone(run: Path):
     assert detect_architecture(run / "final.safetensors") == "retinanet_tiny_fpn"
     model, card = model_file.load_model(model_file.find_weights(run))
@@ -238,6 +239,7 @@ class LateCopy(ReadyEvent):
         self._asked = 4
 
 
+@pytest.mark.slow
 def test_no_step_is_lost_while_copies_are_late(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def late(copy: Callable[..., Any]) -> Callable[..., Any]:
         return lambda stream, tensors: (copy(stream, tensors)[0], LateCopy())
@@ -302,6 +304,7 @@ def test_a_signal_before_the_first_step(data: Path, tmp_path: Path, monkeypatch:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_an_evaluation_interrupted_by_a_signal_is_repeated(data: Path, tmp_path: Path):
     config = settings(data, eval_every="6")
     whole = train(config, run_dir=str(tmp_path / "whole"))

@@ -144,6 +144,7 @@ def test_a_second_divergence_from_a_checkpoint_rolls_back_to_the_one_before(data
     assert last.lr == pytest.approx(RATE / 9)
 
 
+@pytest.mark.slow
 def test_images_without_finite_gradients_end_the_run_and_are_named(data: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(loop, "WINDOW_S", 0.0)
     make_gradients_nan(monkeypatch, lambda step, _: step >= 20)
@@ -321,15 +322,18 @@ def test_spikes_are_monotonic_and_the_median_is_none(before: list[float], loss: 
     assert not is_spike(sorted(before)[len(before) // 2] * SPIKE_RATIO * 0.99, before)
 
 
-@given(st.integers(0, 10**6), st.floats(0.0, 0.5), st.floats(0.5, 3.0))
-@example_settings(max_examples=40, derandomize=True)
-def test_a_noisy_falling_loss_raises_no_alert(seed: int, noise: float, fall: float):
-    """From single steps of small batches (half its size) to windows of hundreds of steps. The same runs each time: of
-    1,000 that fall least, three to six do alarm (noise 0.3 to 0.5), and chance would fail the test now and then."""
-    rng = random.Random(seed)
-    losses = [(1 + 2 * math.exp(-fall * 8 * n / 300)) * rng.lognormvariate(0, noise) for n in range(300)]
-    norms = [3 * rng.lognormvariate(0, noise) * math.exp(-n / 100) for n in range(300)]
-    assert alerts_of(losses, norms=norms) == []
+def test_a_noisy_falling_loss_hardly_ever_raises_an_alert():
+    """From single steps of small batches (half its size) to windows of hundreds of steps: at most 1 run of 100."""
+    choose = random.Random(0)
+    alarming = []
+    for seed in range(200):
+        noise, fall = choose.uniform(0.0, 0.5), choose.uniform(0.5, 3.0)
+        rng = random.Random(seed)
+        losses = [(1 + 2 * math.exp(-fall * 8 * n / 300)) * rng.lognormvariate(0, noise) for n in range(300)]
+        norms = [3 * rng.lognormvariate(0, noise) * math.exp(-n / 100) for n in range(300)]
+        if alerts_of(losses, norms=norms):
+            alarming.append((seed, noise, fall))
+    assert len(alarming) <= 2, alarming
 
 
 @given(st.integers(0, 10**6), st.floats(0.02, 0.3), st.integers(MIN_SPIKE_WINDOWS, 90))

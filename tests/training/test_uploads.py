@@ -165,6 +165,7 @@ def failing(name: str) -> Conditions:
     return Conditions(plan=lambda _n, method, path: "400" if method == "PUT" and name_of(path) == name else None)
 
 
+@pytest.mark.slow
 def test_a_failed_upload_of_the_state_leaves_no_manifest(run: Run, place: tuple[ServedBucket, Proxy]):
     """And once it can be again, the next pass writes it: said once when it fails, once when it is well."""
     run.save(1)

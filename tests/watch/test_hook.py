@@ -117,20 +117,15 @@ def check_loop(state: HookState, itself: dict[str, float]) -> None:
 def test_a_training_loop_is_counted_and_every_second_is_in_a_phase(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a fork of this process, with the hook's patches applied to the imported torch: independent of load."""
-    import torch.utils.data  # noqa: F401
-
+    """In a process of its own, with the hook's patches applied to the imported torch: independent of load."""
     (tmp_path / "state").mkdir()
     monkeypatch.chdir(tmp_path)
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            run_patched(hook_jobs.LOOP, tmp_path / "state")
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitpid(child, 0)[1] == 0
+    code = (
+        "import torch.utils.data; from pathlib import Path; from tests.watch import hook_jobs, test_hook; "
+        "test_hook.run_patched(hook_jobs.LOOP, Path('state'))"
+    )
+    root = str(Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": root})
     check_loop(read_state(tmp_path), known(tmp_path))
 
 

@@ -360,6 +360,7 @@ def test_one_stream_for_stdout_and_stderr_keeps_the_order(tmp_path: Path) -> Non
     assert out.split() == [b"%d" % n for n in range(200)]
 
 
+@pytest.mark.slow
 def test_a_process_that_outlives_the_job_is_not_waited_for(tmp_path: Path) -> None:
     code = (
         "import os,sys\nif os.fork() == 0: sys.stdin.read(); print('late')\n"
