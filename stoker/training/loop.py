@@ -2,9 +2,8 @@
 
 No step waits for the device: losses and norms are summed there (`LossAccumulator`) and read when their copy has
 arrived. The training thread sets the phase of the ledger; steps.jsonl gets a line per second. What a step computes is
-in
-`forward.py` and `optim.py`, how a run starts in `start.py`, signals and rollbacks in `recovery.py`. Errors end the run
-with the exit codes of `errors.py`; after a signal the loop saves and exits with code 75.
+in `forward.py` and `optim.py`, how a run starts in `start.py`, signals and rollbacks in `recovery.py`. Errors end the
+run with the exit codes of `errors.py`; after a signal the loop saves and exits with code 75.
 """
 
 import contextlib

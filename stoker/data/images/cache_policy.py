@@ -197,9 +197,7 @@ def open_cache(
         log_event("warning", f"decoded images are not cached: {path}: {error.strerror}")
         return PixelCache(index, spec, None)
     for removed in evict_cache_files(path, required_bytes):
-        log_event(
-            "info", f"removed decoded images of another data set or size to free space: {removed.name}"
-        )
+        log_event("info", f"removed decoded images of another data set or size to free space: {removed.name}")
     max_bytes = max(0, _free_bytes(path, _other_cache_files(path)))
     if max_bytes < required_bytes:
         log_event(

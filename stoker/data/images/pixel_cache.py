@@ -74,9 +74,7 @@ class CachedImageSpec:
         scales = np.array(self.image_size) * self.factor / safe_sizes
         if self.resize == "letterbox":
             scales = np.repeat(scales.min(1, keepdims=True), 2, 1)
-        scaled_sizes = np.round(sizes * np.minimum(1.0, scales)).astype(
-            np.int32
-        )  # as `compute_resize_geometry`
+        scaled_sizes = np.round(sizes * np.minimum(1.0, scales)).astype(np.int32)  # as `compute_resize_geometry`
         cached: NDArray[np.int32] = np.minimum(sizes, np.maximum(scaled_sizes, 1))
         return cached
 
