@@ -1,20 +1,20 @@
-"""stoker: trains object detectors, keeps the device busy, and says where every device-second went.
+"""stoker: trains object detectors, keeps the device busy, and shows where every device-second went.
 
 ```python
 import stoker
 
-result = stoker.train("images/", epochs=12, weights="imagenet")   # the settings of `stoker train`
-model = stoker.load(result.run)                                       # a run folder, a .safetensors or .onnx file
-for found in model.predict(["street.jpg"]):
-    print(found.boxes, found.scores, found.names)
+result = stoker.train("images/", epochs=12, weights="imagenet")  # the settings of `stoker train`
+model = stoker.load(result.run)  # a run folder, a .safetensors or .onnx file
+for prediction in model.predict(["street.jpg"]):
+    print(prediction.boxes, prediction.scores, prediction.names)
 
-with stoker.measure("runs/mine") as m:                                # a training loop of your own; docs/measure.md
+with stoker.measure("runs/mine") as m:  # your own training loop; docs/measure.md
     for batch in m.data(loader):
         with m.step():
             ...
 ```
 
-Names are imported when they are first used, so that `import stoker` costs nothing and works where torch is absent.
+Names are imported when they are first used, so that `import stoker` is fast and works where torch is not installed.
 """
 
 import importlib
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from stoker.profiling.measure.measure import measure
     from stoker.training.loop import Result
 
-# Before torch loads OpenMP: its threads spin at barriers, against whatever shares the cores. LOG.md, "Spinning".
+# Set before torch loads OpenMP: its threads spin at barriers and disturb other threads. LOG.md, "Spinning".
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 _HOME = {
