@@ -65,7 +65,9 @@ def _run(arguments: list[str]) -> int:
         arguments, notes = translate(arguments)
         for note in notes:
             print(f"stoker: {note}", file=sys.stderr)
-        app(["--help" if argument == "--help-all" else argument for argument in arguments])
+        if arguments[:1] == ["train"]:  # of a watched job, the flag is the job's own
+            arguments = ["--help" if argument == "--help-all" else argument for argument in arguments]
+        app(arguments)
     except StokerError as error:
         print(f"stoker: {error}", file=sys.stderr)
         return error.exit_code
