@@ -45,7 +45,7 @@ CASES = [
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 """Dense bf16 of the SXM parts, from NVIDIA's data sheets."""
 MEMORY_GOAL = 0.1
-LIMIT_S = {"compile": 100.0, "compiled": 200.0, "loader": 120.0, "end_to_end": 150.0, "nvjpeg": 90.0}
+LIMIT_S = {"eager": 100.0, "compiled": 200.0, "loader": 120.0, "end_to_end": 150.0, "nvjpeg": 90.0}
 """Of one process."""
 BESIDE = {"loader": ["--runs", "3"], "end_to_end": ["--runs", "1"], "nvjpeg": []}
 """Other scripts that are run here, with their options."""
@@ -60,14 +60,14 @@ class StepReport(Report):
     """What takes the device's time: rows of their own in the file."""
     extra_rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     """Rows of the scripts of BESIDE, and their bars."""
-    around_bars: list[Bar] = dataclasses.field(default_factory=list)
+    extra_bars: list[Bar] = dataclasses.field(default_factory=list)
 
     def show(self) -> None:
-        Report(self.what, self.n, self.packages, self.rows, [*self.bars, *self.around_bars]).show()
+        Report(self.what, self.n, self.packages, self.rows, [*self.bars, *self.extra_bars]).show()
         print(f"\n{table(self.kernels)}\n\n{table(self.extra_rows)}")
 
     def write(self, path: Path | None) -> None:
-        rows, bars = [*self.rows, *self.kernels, *self.extra_rows], [*self.bars, *self.around_bars]
+        rows, bars = [*self.rows, *self.kernels, *self.extra_rows], [*self.bars, *self.extra_bars]
         Report(self.what, self.n, self.packages, rows, bars).write(path)
 
 
@@ -167,7 +167,7 @@ def add_script(report: StepReport, name: str, more: list[str], ends: float) -> N
         if error is None:
             found = json.loads(result.read_text(encoding="utf-8"))
             report.extra_rows += found["rows"]
-            report.around_bars += [Bar(**bar) for bar in found["bars"]]
+            report.extra_bars += [Bar(**bar) for bar in found["bars"]]
         else:
             report.extra_rows.append({"what": name, "error": error})
 
@@ -189,7 +189,7 @@ def conclude(
     report.rows, report.bars, report.kernels = [], [], []
     for case in cases:
         known = found[case.model]
-        row, bars = arch_of(case, known, peak_of(predicted[case.model]), device_name)
+        row, bars = model_row(case, known, peak_of(predicted[case.model]), device_name)
         report.rows.append(row)
         report.bars += bars
     for case in cases:
@@ -210,7 +210,7 @@ def peak_of(future: Future[fakes.Outcome]) -> tuple[int | None, str | None]:
     return (None, outcome.error) if outcome.error else (outcome.peak, None)
 
 
-def arch_of(
+def model_row(
     case: Case, known: dict[str, Any], predicted: tuple[int | None, str | None], device_name: str
 ) -> tuple[dict[str, Any], list[Bar]]:
     height, width = case.image_size
@@ -255,7 +255,7 @@ def arch_of(
 def parser() -> argparse.ArgumentParser:
     made = options(__doc__)
     made.add_argument("--device", help="cuda, cpu …; default: the accelerator that torch finds, else the cpu")
-    made.add_argument("--only", nargs="+", metavar="NAME", help="these models, or scripts next to them, alone")
+    made.add_argument("--only", nargs="+", metavar="NAME", help="these models, or other scripts, only")
     made.add_argument("--minutes", type=float, default=9.0, help="measurements that do not fit are left out")
     return made
 

@@ -243,7 +243,7 @@ def measure_compiled(case: Case, device: Device, windows: int, steps: int) -> No
     say(**{f"compiled {name}": value for name, value in kernels(work, work.compiled).items()})
 
 
-MEASURES = {"compile": measure_eager, "compiled": measure_compiled}
+MEASURES = {"eager": measure_eager, "compiled": measure_compiled}
 
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])

@@ -1,6 +1,6 @@
 """How long `stoker train DATA --weights FILE` takes from its start to the end of its first optimizer step.
 
-Draws JPEGs of 640 × 480 and about 95 KB and writes MobileNetV2's weights (random ones: reading them takes as long), or
+Generates JPEGs of 640 × 480 and about 95 KB and writes MobileNetV2's weights (random ones: reading them takes as long), or
 takes the user's. Every start is a fresh process with all cores, on an index that it has to build and on one that it
 reopens, in turn; it ends after its first step. The clock starts with the process, so it includes imports; files are
 in the page cache and Python's bytecode is compiled.
@@ -17,11 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from check import draw
+from check import generate_jpegs
 from processes import run_child, serve_child
 from report import Bar, Report, options, publish, spread
 
-DRAWN = 300
+NUM_IMAGES = 300
 GOAL_S = 6.0
 PARTS = ("python and imports", "index", "settings", "model", "weights", "first step", "everything else")
 
@@ -62,7 +62,7 @@ def start(folder: Path) -> dict[str, Any]:
     for owner, name, part in ((starting, "open_index", "index"), (starting, "derive", "settings"),
                               (models, "build", "model"), (starting, "load_weights", "weights")):  # fmt: skip
         setattr(owner, name, timed(part, getattr(owner, name)))
-    loop.Training.step = first_step  # type: ignore[method-assign]
+    loop.Training.step = first_step  # type: ignore[method-assign,assignment]
     data, weights, *more = json.loads((folder / "command.json").read_text())
     run = tempfile.mkdtemp(dir=folder) + "/run"
     try:
@@ -74,12 +74,12 @@ def start(folder: Path) -> dict[str, Any]:
 
 
 def prepare(folder: Path, num_images: int) -> None:
-    """Draws the images and writes a file of weights."""
+    """Generates the images and writes a file of weights."""
     import torch
     from torchvision.models import mobilenet_v2
 
-    (folder / "drawn").mkdir()
-    draw(folder / "drawn", num_images)
+    (folder / "generated").mkdir()
+    generate_jpegs(folder / "generated", num_images)
     torch.save(mobilenet_v2().state_dict(), folder / "mobilenet_v2.pth")
 
 
@@ -90,15 +90,15 @@ def run(arguments: argparse.Namespace) -> Report:
         folder = Path(temporary)
         small = ["--model", "retinanet_tiny_fpn", "--image-size", "64", "64"] if arguments.quick else []
         if arguments.data is None or arguments.weights is None:
-            run_child("prepare", folder, folder / "cache", 40 if arguments.quick else DRAWN)
-        data = str(arguments.data or folder / "drawn")
+            run_child("prepare", folder, folder / "cache", 40 if arguments.quick else NUM_IMAGES)
+        data = str(arguments.data or folder / "generated")
         weights = "none" if arguments.quick else str(arguments.weights or folder / "mobilenet_v2.pth")
         (folder / "command.json").write_text(json.dumps([data, weights, *small]))
         for number in range(n):
             for what, results in runs.items():
                 results.append(run_child("start", folder, folder / f"cache-{number}"))
                 print(f"{what} {number + 1} of {n}: {results[-1]['all']:.2f} s", file=sys.stderr, flush=True)
-    images = arguments.data.name if arguments.data else "drawn images"
+    images = arguments.data.name if arguments.data else "generated images"
     report = Report(f"From the start of `stoker train` to the end of its first step, {images}", n)
     report.packages = ("stoker", "torch", "torchvision")
     for what, results in runs.items():
@@ -118,7 +118,7 @@ def seconds(results: list[dict[str, Any]], part: str) -> dict[str, float]:
 
 def parser() -> argparse.ArgumentParser:
     made = options(__doc__)
-    made.add_argument("--data", type=Path, help="a data set to train on instead of drawn images")
+    made.add_argument("--data", type=Path, help="a data set to train on instead of generated images")
     made.add_argument("--weights", type=Path, help="a file of weights to read instead of random ones")
     return made
 

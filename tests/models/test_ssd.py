@@ -485,7 +485,7 @@ def test_class_layers_have_classes_and_background_of_every_anchor(models: dict[s
 @pytest.mark.slow
 def test_mixed_precision_steps_on_a_fake_accelerator_and_their_memory() -> None:
     """2.29 GiB for SSD300, 1.65 for SSDlite when this was written; all overlaps of 1,000 boxes would be 1.04 more."""
-    common: dict[str, Any] = {"batch_size": 32, "optimizer": "adamw"}
+    common: dict[str, Any] = {"batch": 32, "optimizer": "adamw"}
     trials = [
         fakes.Trial(model=SSD300, slots=10, image_size=(300, 300), precision="fp16", **common),
         fakes.Trial(model=SSD300, slots=1000, image_size=(300, 300), precision="fp16", **common),

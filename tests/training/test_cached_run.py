@@ -53,7 +53,7 @@ def train(data: Path, folder: Path, cache: str = "disk", length: str = "20") -> 
 
 @pytest.mark.slow
 def test_the_weights_do_not_depend_on_what_the_cache_holds(data: Path, tmp_path: Path) -> None:
-    for name in ("empty", "full", "half", "none", "ram"):
+    for name in ("empty", "full", "half", "none", "memory"):
         (tmp_path / name).mkdir()
     run = train(data, tmp_path / "empty")
     kept = cache_file(data, run)
@@ -100,4 +100,4 @@ def test_a_cache_that_cannot_be_written_is_reported_and_changes_no_weight(data: 
     run = train(data, tmp_path / "not")
     assert weights(run) == weights(whole)
     said = [event.text for event in read_lines(run, EVENTS, Event) if event.kind == "warning"]
-    assert any("no decoded" in text for text in said)
+    assert any("not cached" in text for text in said)

@@ -180,7 +180,7 @@ def test_a_loader_that_works_in_the_thread_is_told_from_one_that_waits(how: str,
     cpu, waited_s = cpu_by_phase(state), phase_seconds(state, None)["input_wait"]
     assert waited_s > 0.25
     assert (cpu["input_wait"] > 0.25) == (how == "works")
-    assert cpu["input_wait"] < (waited_s if how == "works" else waited_s / 2)
+    assert cpu["input_wait"] < (1.01 * waited_s if how == "works" else waited_s / 2)  # two clocks
     assert cpu["compute"] > 0
     assert state.values["workers"] == 0
 
