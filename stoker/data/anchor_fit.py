@@ -122,11 +122,11 @@ class AnchorConfig(NamedTuple):
     """Height over width."""
 
     def anchor_wh(self) -> FloatArray:
-        """[levels · ratios · scales, 2], width and height in whole pixels, as in `models.layers.boxes.cell_anchors`."""
-        side_lengths = np.array([max(1, int(size * scale)) for size in self.sizes for scale in self.scales], np.float64)
-        sqrt_ratios = np.sqrt(np.array(self.ratios, np.float64))[:, None]
-        half_wh = np.stack([(side_lengths / sqrt_ratios).ravel(), (side_lengths * sqrt_ratios).ravel()], 1) / 2
-        return 2 * np.round(half_wh.astype(np.float32)).astype(np.float64)
+        """[levels · ratios · scales, 2], width and height in pixels, computed as by `models.layers.boxes.cell_anchors`."""
+        side_lengths = np.array([max(1, int(size * scale)) for size in self.sizes for scale in self.scales], np.float32)
+        sqrt_ratios = np.sqrt(np.array(self.ratios, np.float32))[:, None]
+        wh = np.stack([((1 / sqrt_ratios) * side_lengths).ravel(), (sqrt_ratios * side_lengths).ravel()], 1)
+        return 2 * np.round(wh / 2).astype(np.float64)
 
 
 def best_iou(box_wh: FloatArray, anchor_wh: FloatArray) -> FloatArray:

@@ -140,6 +140,7 @@ def test_weights_that_are_not_there(tmp_path: Path, stoker: Run):
     assert "gone.pth" in output
 
 
+@pytest.mark.slow
 def test_from_training_to_pictures(tmp_path: Path, stoker: Run):
     data = draw(tmp_path / "data")
     before = {path: path.read_bytes() for path in data.rglob("*") if path.is_file()}

@@ -76,6 +76,7 @@ def shown(index: Index, steps: int) -> tuple[list[int], list[NDArray[np.uint8]]]
     return image_indices, pixels
 
 
+@pytest.mark.slow
 def test_same_images_in_the_same_order(folder: Path, bucket: tuple[str, Proxy]) -> None:
     uri, proxy = bucket
     remote = open_index(uri)

@@ -156,7 +156,8 @@ def test_stats_show_what_is_in_progress(index, monkeypatch):
         asking.start()
         for _ in range(3):
             assert entered.acquire(timeout=60)
-        stats = loader.stats()
+        while (stats := loader.stats()).queued < 4 * (1 + BUFFERS_IN_USE) - 3:
+            assert asking.is_alive()
         assert (stats.workers, stats.prefetch_depth, stats.fetch.in_progress, stats.decode.in_progress) == (3, 1, 3, 0)
         assert stats.queued == 4 * (1 + BUFFERS_IN_USE) - 3
         assert (stats.fetch.num_images, stats.ready, stats.copy.num_images) == (0, 0, 0)

@@ -282,6 +282,7 @@ print(sum(cache_of(index).get(row) is not None for row in range(len(index))))
 """
 
 
+@pytest.mark.slow
 def test_processes_that_fill_at_once_share_one_file(tmp_path: Path) -> None:
     index = draw(tmp_path / "set", 40)
     command = [sys.executable, "-c", f"from tests.data.test_pixel_cache import *\n{FILL}", str(tmp_path / "set")]

@@ -183,6 +183,7 @@ def random_case(seed: int, images: int, class_count: int, *, max_found: int = 30
     return ground_truth(index, every), detections([r + 1 for r in rows], found, scores, labels, every)
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 2**32), images=st.integers(1, 12), class_count=st.integers(1, 5))
 @settings(max_examples=40, deadline=None)
 def test_random_boxes_score_as_pycocotools(seed: int, images: int, class_count: int) -> None:

@@ -33,7 +33,7 @@ from stoker.models.table import MODELS
 from stoker.models.weights import model_file
 from tests.drawn import CLASSES, draw
 
-CANVAS = (96, 128)
+IMAGE_SIZE = (96, 128)
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "onnx.md"
 
 Run = Callable[..., tuple[int, str, str]]
@@ -69,7 +69,7 @@ def lively(seed: int = 0) -> tuple[models.Detector, model_file.ModelMetadata]:
         model.train()(torch.from_numpy(random_images(2, seed)))  # the norms learn what the images are like
     model.eval()
     return model, model_file.ModelMetadata(
-        settings=config.model, class_names=CLASSES, image_size=CANVAS, resize="letterbox", step=7
+        settings=config.model, class_names=CLASSES, image_size=IMAGE_SIZE, resize="letterbox", step=7
     )
 
 
@@ -129,7 +129,7 @@ def of_file(file: OnnxModel, images: Any, resized_size: Any, **thresholds: float
 
 
 def random_images(count: int, seed: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    return np.random.default_rng(seed).integers(0, 256, (count, 3, *CANVAS), np.uint8)
+    return np.random.default_rng(seed).integers(0, 256, (count, 3, *IMAGE_SIZE), np.uint8)
 
 
 @pytest.mark.slow
@@ -150,6 +150,7 @@ def test_the_command_writes_a_file_that_finds_what_the_model_finds(run: Path, st
     assert {path.name for path in run.iterdir()} == before | {"best.onnx"}
 
 
+@pytest.mark.slow
 def test_the_file_says_what_it_is_and_nothing_of_the_machine(run: Path, stoker: Run) -> None:
     assert stoker("export", run)[0] == 0
     resized_size = (run / "best.onnx").read_bytes()
@@ -163,7 +164,7 @@ def test_the_file_says_what_it_is_and_nothing_of_the_machine(run: Path, stoker: 
     assert set(about) == {"class_names", "image_size", "resize", "padding", "weights_sha256", "iou_threshold", "stoker"}
     assert set(about) == set(re.findall(r"`(\w+)` \(", DOCUMENT.read_text().split("## Metadata")[1].split("\n## ")[0]))
     assert json.loads(about["class_names"]) == list(CLASSES)
-    assert json.loads(about["image_size"]) == list(CANVAS)
+    assert json.loads(about["image_size"]) == list(IMAGE_SIZE)
     assert json.loads(about["padding"]) == [124, 116, 104]
     assert about["weights_sha256"] == hashlib.sha256((run / "best.safetensors").read_bytes()).hexdigest()
     assert [given.name for given in session.get_inputs()] == ["images"], "all that must be given"
@@ -173,21 +174,24 @@ def test_the_file_says_what_it_is_and_nothing_of_the_machine(run: Path, stoker: 
     assert OnnxModel(run / "best.onnx", num_threads=1).metadata == lively()[1]
 
 
+@pytest.mark.slow
 def test_no_division_of_places_goes_through_float32(exported: Path) -> None:
     """Floats cannot tell places apart from 2^24 on, which 80 classes have on a model input of 1,400 × 1,400."""
     assert "Floor" not in {node.op_type for node in onnx.load(exported).graph.node}
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(
     count=st.integers(1, 4), seed=st.integers(0, 1000), score_threshold=st.sampled_from([0.0, 0.05, 0.5, 0.9, 1.0]),
-    iou_threshold=st.floats(0.05, 0.95), resized_size=st.tuples(st.integers(1, CANVAS[0]), st.integers(1, CANVAS[1])),
+    iou_threshold=st.floats(0.05, 0.95),
+    resized_size=st.tuples(st.integers(1, IMAGE_SIZE[0]), st.integers(1, IMAGE_SIZE[1])),
 )  # fmt: skip
 def test_any_batch_any_thresholds_any_content(
     exported: Path, model: models.Detector, count: int, seed: int, score_threshold: float, iou_threshold: float,
     resized_size: tuple[int, int],
 ) -> None:  # fmt: skip
-    images, inside = random_images(count, seed), np.array([CANVAS, resized_size] * 2, np.int32)[:count]
+    images, inside = random_images(count, seed), np.array([IMAGE_SIZE, resized_size] * 2, np.int32)[:count]
     thresholds = {"score_threshold": score_threshold, "iou_threshold": iou_threshold}
     file = OnnxModel(exported, num_threads=1)
     for n, found in enumerate(of_file(file, images, inside, **thresholds)):
@@ -200,11 +204,12 @@ def test_any_batch_any_thresholds_any_content(
         assert (np.diff(found.scores) <= 0).all()
 
 
+@pytest.mark.slow
 def test_what_is_not_given_is_what_was_asked_for_at_the_export(exported: Path) -> None:
     file, images = OnnxModel(exported, num_threads=1), random_images(3, 1)
     session = onnxruntime.InferenceSession(exported)
     boxes, scores, labels, count = session.run(None, {"images": images})
-    full = file.run(images, np.array([CANVAS] * 3), score_threshold=0.05, iou_threshold=0.5)
+    full = file.run(images, np.array([IMAGE_SIZE] * 3), score_threshold=0.05, iou_threshold=0.5)
     for one, other in zip((boxes, scores, labels, count), dataclasses.astuple(full), strict=True):
         assert np.array_equal(one, other)
     one_for_all = session.run(None, {"images": images, "content": np.array([[50, 60]], np.int32)})
@@ -219,8 +224,9 @@ def test_what_is_not_given_is_what_was_asked_for_at_the_export(exported: Path) -
     assert not empty[1].any()
 
 
-@pytest.mark.parametrize("opset", [18, pytest.param(21, marks=pytest.mark.slow)])
-def test_a_fixed_batch_other_skeys_and_opset(tmp_path: Path, model: models.Detector, opset: int) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("opset", [18, 21])
+def test_a_fixed_batch_other_keys_and_opset(tmp_path: Path, model: models.Detector, opset: int) -> None:
     path, metadata = tmp_path / "four.onnx", lively()[1]
     path.write_bytes(
         graph.build_onnx(
@@ -230,7 +236,7 @@ def test_a_fixed_batch_other_skeys_and_opset(tmp_path: Path, model: models.Detec
     assert onnx.load(path).opset_import[0].version == opset
     file = OnnxModel(path, num_threads=1)
     assert file.batch_size == 4
-    images, inside = random_images(6, 2), np.array([CANVAS] * 6, np.int32)
+    images, inside = random_images(6, 2), np.array([IMAGE_SIZE] * 6, np.int32)
     thresholds = {"score_threshold": 0.2, "iou_threshold": 0.3}
     found = of_file(file, images, inside)
     assert [len(one.scores) for one in found] == [7] * 6
@@ -262,6 +268,7 @@ def test_errors_say_what_to_do(run: Path, stoker: Run, flags: list[str], code: i
     assert not list(run.glob("*.onnx"))
 
 
+@pytest.mark.slow
 def test_a_file_that_finds_something_else_is_not_kept(run: Path, stoker: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     good = graph._export_network
 
@@ -292,6 +299,7 @@ def another_model(path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_file_of_the_users_is_not_replaced(run: Path, stoker: Run) -> None:
     another_model(run / "best.onnx")
     before = (run / "best.onnx").read_bytes()
@@ -303,7 +311,8 @@ def test_a_file_of_the_users_is_not_replaced(run: Path, stoker: Run) -> None:
     assert stoker("export", run, "--out", run / "mine.onnx")[0] == 0, "one's own is"
 
 
-def test_without_the_datan_images_have_to_be_named(run: Path, data: Path, stoker: Run) -> None:
+@pytest.mark.slow
+def test_without_the_data_images_have_to_be_named(run: Path, data: Path, stoker: Run) -> None:
     (run / "config.toml").write_text(to_toml(Config().replace(data="gone"), {}))
     alone = run.parent / "alone.safetensors"
     (run / "best.safetensors").rename(alone)
@@ -342,6 +351,7 @@ def test_a_file_that_is_no_model(tmp_path: Path, data: Path, stoker: Run) -> Non
         assert "[E:" not in err, "onnxruntime's own words are in the message"
 
 
+@pytest.mark.slow
 def test_predict_and_eval_take_the_file_as_they_take_the_run(
     run: Path, data: Path, tmp_path: Path, stoker: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -371,6 +381,7 @@ def test_predict_and_eval_take_the_file_as_they_take_the_run(
     assert "cpu" in err
 
 
+@pytest.mark.slow
 def test_the_script_of_the_document_runs_without_torch_and_stoker(run: Path, tmp_path: Path, stoker: Run) -> None:
     image = tmp_path / "shot.png"
     Image.fromarray(np.random.default_rng(3).integers(0, 256, (70, 50, 3), np.uint8)).save(image)

@@ -62,6 +62,7 @@ def test_the_page_names_the_tests_of_every_row() -> None:
     assert [path for path in over_models if f"`{path}`" not in PAGE] == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("added")
 def test_it_finds_what_it_has_learned() -> None:
     """Overfitted to a batch, it puts a box where each box is; the random pixels tell the images apart."""
@@ -80,6 +81,7 @@ def test_it_finds_what_it_has_learned() -> None:
         assert (overlap.amax(1) > 0.5).all()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("added")
 def test_it_is_saved_loaded_and_recognized(tmp_path: Path) -> None:
     settings = settings_of(NAME)

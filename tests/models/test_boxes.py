@@ -94,6 +94,7 @@ def test_clipping_is_per_image() -> None:
         assert torch.equal(clipped[image], clip_boxes_to_image(boxes[image], tuple(sizes[image].tolist())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_table_says_what_is_built(name: str) -> None:
     row = MODELS[name]
@@ -120,6 +121,7 @@ def test_the_demo_model_is_small() -> None:
     assert 0.55e6 < sum(p.numel() for p in model.parameters()) < 0.6e6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", range(6))
 def test_trained_stages_are_counted_from_the_end(stages: int) -> None:
     firsts = {

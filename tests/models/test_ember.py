@@ -93,7 +93,7 @@ def test_distances_are_the_inverse_of_decoding() -> None:
     torch.testing.assert_close(boxes_to_ltrb(ltrb_to_boxes(distances, centre, unit), centre, unit), distances)
 
 
-@pytest.mark.parametrize("nms_free", [False, True])
+@pytest.mark.parametrize("nms_free", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_loss_is_that_of_the_points_with_boxes_taken_one_by_one(nms_free: bool) -> None:
     model = some_model(nms_free=nms_free).double()
     batch = make_batch(COUNTS, CANVAS, CLASSES)
@@ -151,6 +151,7 @@ def test_a_batch_without_boxes_has_a_finite_loss_and_makes_no_host_sync() -> Non
     assert all(p.grad is None or torch.isfinite(p.grad).all() for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_its_loss_falls() -> None:
     torch.manual_seed(0)
     model = build(settings_of("ember_n"), 3).train()

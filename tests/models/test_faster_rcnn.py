@@ -33,7 +33,7 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
 @pytest.mark.parametrize(
     ("setup", "counts"),
     [
-        ("resnet18", (3, 7)),
+        pytest.param("resnet18", (3, 7), marks=pytest.mark.slow),
         ("mobilenet", (16, 1)),
         pytest.param("resnet18", (16, 1), marks=pytest.mark.slow),
         pytest.param("resnet18", (0, 5), marks=pytest.mark.slow),
@@ -67,6 +67,7 @@ def _gradients(model: nn.Module, losses: dict[str, Tensor], names: list[str]) ->
     return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
 
 
+@pytest.mark.slow
 def test_a_batch_without_a_box_trains_the_first_stage_and_the_classes() -> None:
     model = calibrated(R18, CLASSES, (64, 96)).train()
     oracle = oracle_of(model).train()
@@ -78,6 +79,7 @@ def test_a_batch_without_a_box_trains_the_first_stage_and_the_classes() -> None:
         assert (loss > 0) == (part in ("loss_objectness", "loss_classifier"))
 
 
+@pytest.mark.slow
 def test_losses_in_fp32_are_those_in_fp64() -> None:
     model = calibrated(R18, CLASSES, (64, 96)).train()
     batch = make_batch((3, 7), (64, 96), CLASSES)
@@ -89,6 +91,7 @@ def test_losses_in_fp32_are_those_in_fp64() -> None:
         assert relative(single[part].double(), loss) < 1e-5, part
 
 
+@pytest.mark.slow
 def test_losses_in_mixed_precision_are_fp32_and_near() -> None:
     model = calibrated(R18, CLASSES, (64, 96)).train()
     batch = make_batch((3, 7), (64, 96), CLASSES)
@@ -102,6 +105,7 @@ def test_losses_in_mixed_precision_are_fp32_and_near() -> None:
         assert relative(mixed[part], loss) < 0.2, part
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setup", ["resnet18", pytest.param("mobilenet", marks=pytest.mark.slow)])
 def test_detections_are_those_of_torchvision(setup: str) -> None:
     name, image_size = SETUPS[setup]
@@ -139,6 +143,7 @@ def test_candidates_are_the_best_of_an_image() -> None:
         assert torch.equal(some, all_of_them[:, :50])
 
 
+@pytest.mark.slow
 def test_two_halves_average_to_the_whole_batch_where_samples_are_equally_many() -> None:
     model = calibrated(R18, CLASSES, (64, 96)).train()
     batch = make_batch((3, 7, 0, 1), (64, 96), CLASSES)

@@ -125,6 +125,7 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
     return (ours - theirs).norm().item() / (scale if scale > 1e-8 else 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setup", ["resnet18", *(pytest.param(some, marks=pytest.mark.slow) for some in ("resnet18-tall", "resnet50"))]
 )
@@ -160,7 +161,11 @@ def _gradients(model: nn.Module, losses: dict[str, Tensor], names: list[str]) ->
 
 @pytest.mark.parametrize(
     ("setup", "candidates", "threshold"),
-    [("resnet18-tall", 1000, 0.05), ("resnet18-tall", 40, 0.3), ("resnet50", 1000, 0.45)],
+    [
+        ("resnet18-tall", 1000, 0.05),
+        pytest.param("resnet18-tall", 40, 0.3, marks=pytest.mark.slow),
+        pytest.param("resnet50", 1000, 0.45, marks=pytest.mark.slow),
+    ],
 )
 def test_detections_are_those_of_torchvision(setup: str, candidates: int, threshold: float) -> None:
     name, norm, image_size = SETUPS[setup]
@@ -252,6 +257,7 @@ def test_the_table_says_what_torchvision_has() -> None:
     assert row.num_params + (len(coco.meta["categories"]) - 80) * per_class == coco.meta["num_params"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fpn", ["old", pytest.param("new", marks=pytest.mark.slow)])
 def test_torchvisions_coco_weights_are_recognized_and_loaded(tmp_path: Path, fpn: str) -> None:
     """Files like torchvision's: 91 channels, and an FPN that may have the names from before version 0.13."""

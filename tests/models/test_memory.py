@@ -57,6 +57,7 @@ def test_losses_gradients_and_statistics_are_the_same(name: str):
         torch.testing.assert_close(gradients[key].grad, parameter.grad, rtol=1e-9, atol=1e-12, msg=key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_every_model_has_segments_and_they_keep_less(name: str):
     """Bytes that the forward pass leaves for the backward pass."""
@@ -119,6 +120,7 @@ def test_compiled_it_is_one_program_with_the_same_statistics():
         torch.testing.assert_close(state[key], value, rtol=1e-3, atol=1e-5, msg=key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["retinanet_tiny_fpn", "retinanet_mobilenet_v2_fpn"])
 def test_sync_norms_of_one_process_are_ordinary_ones(name: str):
     """Gloo has none over several CPUs; and weights go both ways."""

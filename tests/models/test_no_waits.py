@@ -132,6 +132,7 @@ def check_step(trial: fakes.Trial, outcome: fakes.Outcome) -> None:
     assert HALF[trial.precision] in outcome.by_type  # it was mixed precision
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRIALS)
 def test_a_mixed_precision_step_on_a_fake_accelerator(name: str, outcomes: dict[str, fakes.Outcome]) -> None:
     check_step(TRIALS[name], outcomes[name])
@@ -164,6 +165,7 @@ ONE_GRAPH = ("retinanet_tiny_fpn", "retinanet_mobilenet_v2_fpnlite", "fcos_resne
 """A row of each kind; the first by default."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [*ONE_GRAPH[:1], *(pytest.param(name, marks=pytest.mark.slow) for name in ONE_GRAPH[1:])]
 )

@@ -17,6 +17,7 @@ SETUPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setup", "box_loss"),
     [
@@ -34,7 +35,10 @@ def test_losses_and_gradients_are_those_of_torchvision(setup: str, box_loss: str
         check_losses_and_gradients(model, oracle, make_batch(counts, image_size, CLASSES, seed=seed))
 
 
-@pytest.mark.parametrize(("candidates", "best"), [(1000, None), (40, None), (1000, 20)])
+@pytest.mark.parametrize(
+    ("candidates", "best"),
+    [(1000, 20), *(pytest.param(n, None, marks=pytest.mark.slow) for n in (1000, 40))],
+)
 @pytest.mark.parametrize("setup", ["lite", pytest.param("mobilenet", marks=pytest.mark.slow)])
 def test_detections_are_those_of_torchvision(setup: str, candidates: int, best: int | None) -> None:
     name, image_size = SETUPS[setup]

@@ -75,6 +75,7 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tupl
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind in OTHERS else []) for kind in CLASSIFIERS]
 )
@@ -119,6 +120,7 @@ def test_the_same_backbone_serves_the_lite_model(classifier: Callable[[str], tup
     assert torch.equal(model.get_parameter("backbone.body.0.0.weight"), file["features.0.0.weight"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "wanted"), [("resnext50", "resnet50"), pytest.param("resnet34", "resnet18", marks=[pytest.mark.slow])]
 )
@@ -132,7 +134,7 @@ def test_a_file_of_another_backbone_is_refused(
         load_weights(model, settings, class_names=["a"] * CLASSES)
 
 
-@pytest.mark.parametrize("name", ["retinanet_resnet18_fpn", LITE])
+@pytest.mark.parametrize("name", ["retinanet_resnet18_fpn", pytest.param(LITE, marks=pytest.mark.slow)])
 def test_a_detector_is_recognized(name: str, tmp_path: Path) -> None:
     path = tmp_path / "weights.pth"
     torch.save(build(settings_of(name), CLASSES).state_dict(), path)

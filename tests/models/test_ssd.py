@@ -460,6 +460,7 @@ def test_the_input_size_of_large_square_images_is_torchvisions() -> None:
         )
 
 
+@pytest.mark.slow
 def test_the_tail_follows_the_weights(index: Index, tmp_path: Path) -> None:
     """Only derived: nothing is downloaded."""
     path = tmp_path / "some.pth"

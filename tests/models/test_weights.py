@@ -64,8 +64,13 @@ def test_none_leaves_the_model_as_it_is() -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize("norm", ["frozen_bn", "bn"])
-@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize(
+    ("norm", "wrapped"),
+    [
+        ("frozen_bn", False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("frozen_bn", True), ("bn", False), ("bn", True))),
+    ],
+)
 def test_a_classifier_fills_the_backbone(tmp_path: Path, norm: str, wrapped: bool) -> None:
     path = tmp_path / "any_name.pth"
     classifier = mobilenet_v2(weights=None)
@@ -86,6 +91,7 @@ def test_a_classifier_fills_the_backbone(tmp_path: Path, norm: str, wrapped: boo
     assert all(torch.equal(tensor, filled[name]) for name, tensor in heads.items())
 
 
+@pytest.mark.slow
 def test_resnet50_and_old_files_are_understood(tmp_path: Path) -> None:
     path = tmp_path / "resnet.pth"
     classifier = resnet50(weights=None)
@@ -97,6 +103,7 @@ def test_resnet50_and_old_files_are_understood(tmp_path: Path) -> None:
     assert torch.equal(model.get_parameter("backbone.body.layer4.2.conv3.weight"), classifier.layer4[2].conv3.weight)
 
 
+@pytest.mark.slow
 def test_coco_weights_are_found_and_kept_for_coco_classes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, coco_state: dict[str, Tensor]
 ) -> None:
@@ -135,6 +142,7 @@ def _freeze_norms(module: nn.Module) -> None:
             _freeze_norms(child)
 
 
+@pytest.mark.slow
 def test_other_classes_get_a_new_head(tmp_path: Path, coco_state: dict[str, Tensor]) -> None:
     path = tmp_path / "detector.pth"
     torch.save(coco_state, path)

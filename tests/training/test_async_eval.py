@@ -126,6 +126,7 @@ def assert_same(one: Path, two: Path) -> None:
     assert evaluation_state(one) == evaluation_state(two)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("patience", "steps"), [pytest.param(0, 16, marks=pytest.mark.slow), (2, 9)])
 def test_late_and_early_metrics_give_the_same_run(data: Path, tmp_path: Path, patience: int, steps: int):
     """The first evaluation, at step 3, is the best; at 9 patience ends the run, with the second one after it."""

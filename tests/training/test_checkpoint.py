@@ -132,6 +132,7 @@ writer.wait()
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-00000001", "step-00000003"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delay_writes", [17, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 40, 77))])
 def test_killed_while_saving(tmp_path: Path, delay_writes: int):
     """A process that saves without end is killed in the middle; what is left loads, and leftovers are cleared away."""

@@ -154,6 +154,7 @@ def test_a_tried_batch_size_scales_the_lr_but_not_the_users(index: Index, monkey
     assert not {"lr", "warmup_steps"} & set(reasons)
 
 
+@pytest.mark.slow
 def test_the_cache_is_chosen_if_it_pays_or_is_set(tmp_path: Path, index: Index):
     config, reasons = derive(Config(), index, CPU)
     assert config.run.cache == "none"
@@ -239,6 +240,7 @@ def test_the_lr_follows_the_batch_size(index: Index):
     assert sgd[1] == pytest.approx(4 * sgd[0], rel=0.01)
 
 
+@pytest.mark.slow
 def test_random_weights_are_trained_longer_with_a_reason(index: Index, monkeypatch):
     monkeypatch.setattr("stoker.training.defaults.derive.MIN_STEPS", 1)
 
@@ -322,6 +324,7 @@ def test_missing_pretrained_weights_are_named(index: Index, weights: str):
         load_weights(build(config.model, 3), config.model, class_names=("a", "b", "c"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"nms_free": True}, *(pytest.param(other, marks=pytest.mark.slow) for other in ({"depthwise": True}, {}))],

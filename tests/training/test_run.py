@@ -358,6 +358,7 @@ def patch_ap(monkeypatch: pytest.MonkeyPatch, *values: float | None) -> None:
     monkeypatch.setattr(async_eval, "compute_coco_result", score)
 
 
+@pytest.mark.slow
 def test_a_run_that_no_longer_improves_ends_early(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     patch_ap(monkeypatch, 0.2)
     asked = settings(data, max_duration="40", eval_every="2", lr=1e-9, warmup_steps=0, ema_decay=0.0, patience=3)
@@ -371,6 +372,7 @@ def test_a_run_that_no_longer_improves_ends_early(data: Path, tmp_path: Path, mo
     assert (result.run / "final.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_patience_counts_from_the_first_ap_above_zero(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     patch_ap(monkeypatch, 0.0, None, 0.0, 0.1, 0.0, 0.2, 0.1, 0.1, 0.3)
     asked = settings(data, max_duration="40", eval_every="1", lr=1e-9, warmup_steps=0, ema_decay=0.0, patience=2)

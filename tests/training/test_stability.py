@@ -101,6 +101,7 @@ def rolled_back_run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
         return train(settings(data), run_dir=str(tmp_path_factory.mktemp("runs") / "one")).run
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_once_continues_at_a_third_of_the_learning_rate(rolled_back_run: Path):
     (rollback,) = events_of(rolled_back_run, "rolled_back")
     assert rollback.data["failed_at"] == 24, "the fifth step in a row, counted from 0"
@@ -213,6 +214,7 @@ def killing(call: Callable[..., Any], at: int) -> Callable[..., Any]:
     return wrapper
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", [
     "after the line", pytest.param("before the line", marks=pytest.mark.slow),
     pytest.param("in the streak", marks=pytest.mark.slow), pytest.param("on the lower rate", marks=pytest.mark.slow),
@@ -322,6 +324,7 @@ def test_spikes_are_monotonic_and_the_median_is_none(before: list[float], loss: 
     assert not is_spike(sorted(before)[len(before) // 2] * SPIKE_RATIO * 0.99, before)
 
 
+@pytest.mark.slow
 def test_a_noisy_falling_loss_hardly_ever_raises_an_alert():
     """From single steps of small batches (half its size) to windows of hundreds of steps: at most 1 run of 100."""
     choose = random.Random(0)

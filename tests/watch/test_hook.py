@@ -114,6 +114,7 @@ def check_loop(state: HookState, itself: dict[str, float]) -> None:
     assert phases["input_wait"] >= hook_jobs.TRAINING_NAPS * hook_jobs.WAIT_S
 
 
+@pytest.mark.slow
 def test_a_training_loop_is_counted_and_every_second_is_in_a_phase(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

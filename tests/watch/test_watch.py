@@ -96,6 +96,7 @@ def test_a_missing_program_and_one_that_cannot_run(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_megabytes_arrive_unchanged_and_in_order(tmp_path: Path) -> None:
     code = "import os,random; r=random.Random(1); d=r.randbytes(2**20)\nfor n in range(4): os.write(1+n%2, d)"
     done = watched([*PYTHON, code], tmp_path)
