@@ -122,7 +122,7 @@ class AnchorConfig(NamedTuple):
     """Height over width."""
 
     def anchor_wh(self) -> FloatArray:
-        """[levels · ratios · scales, 2], width and height in pixels, computed as by `models.layers.boxes.cell_anchors`."""
+        """[levels · ratios · scales, 2], width and height in pixels, as of `models.layers.boxes.cell_anchors`."""
         side_lengths = np.array([max(1, int(size * scale)) for size in self.sizes for scale in self.scales], np.float32)
         sqrt_ratios = np.sqrt(np.array(self.ratios, np.float32))[:, None]
         wh = np.stack([((1 / sqrt_ratios) * side_lengths).ravel(), (sqrt_ratios * side_lengths).ravel()], 1)
