@@ -118,6 +118,7 @@ def test_split_with_only_crowd_boxes_has_no_boxes(tmp_path: Path, split: str) ->
     assert check_dataset(folder).refusals
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_it_refuses_when_training_would(data: st.DataObject) -> None:

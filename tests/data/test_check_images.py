@@ -80,6 +80,7 @@ def damaged(draw: st.DrawFn) -> bytes:
     return bytes(data)
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(damaged())
 def test_decoding_at_an_eighth_detects_the_same_damage(data: bytes) -> None:

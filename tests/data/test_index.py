@@ -166,6 +166,7 @@ def test_the_arrays_are_views_that_keep_the_file_mapped(tmp_path: Path, own_cach
     assert boxes.tolist() == [[1, 2, 4, 6]] * 20
 
 
+@pytest.mark.slow
 def test_processes_that_build_at_once_all_get_the_index(tmp_path: Path) -> None:
     folder = dataset(tmp_path / "set", numbered(200))
     script = "import sys; from stoker.data.index import open_index; input(); i = open_index(sys.argv[1]); print(len(i))"

@@ -136,6 +136,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert {path: path.read_bytes() for path in data.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bccd/BCCD", "microcontroller"])
 def test_sheets_of_real_data(real_data: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     out = tmp_path / "folder" / "sheet.png"

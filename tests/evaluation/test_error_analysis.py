@@ -29,6 +29,7 @@ def test_every_error_type_is_documented() -> None:
     assert found == list(ERROR_TYPES)
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 2**32), images=st.integers(1, 8), class_count=st.integers(1, 4))
 @settings(max_examples=40, deadline=None)
 def test_matches_are_those_of_pycocotools(seed: int, images: int, class_count: int) -> None:

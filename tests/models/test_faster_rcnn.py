@@ -129,6 +129,7 @@ def test_detections_are_those_of_torchvision(setup: str) -> None:
         assert torch.equal(found.labels[image][valid], expected["labels"] - 1)
 
 
+@pytest.mark.slow
 def test_candidates_are_the_best_of_an_image() -> None:
     model = calibrated(R18, CLASSES, (64, 96)).eval()
     batch = make_batch((0,), (64, 96), CLASSES)
@@ -154,6 +155,7 @@ def test_two_halves_average_to_the_whole_batch_where_samples_are_equally_many() 
         assert relative((parts[0][part] + parts[1][part]) / 2, whole[part]) < 1e-5
 
 
+@pytest.mark.slow
 def test_the_sample_follows_the_draw_alone() -> None:
     model = calibrated(R18, CLASSES, (64, 96)).train()
     batch = make_batch((3, 7), (64, 96), CLASSES)

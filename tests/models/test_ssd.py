@@ -437,6 +437,7 @@ def derived(index: Index, **fields: Any) -> tuple[Any, dict[str, str]]:
     return derive(from_fields({"weights": "none", **fields}), index, Device(torch.device("cpu")))
 
 
+@pytest.mark.slow
 def test_input_size_and_anchors_of_a_run(index: Index) -> None:
     config, reasons = derived(index, model=LITE, image_size=(160, 160))
     assert config.model.anchor_sizes == (32.0, 56.0, 80.0, 104.0, 128.0, 152.0, 160.0)

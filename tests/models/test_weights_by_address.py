@@ -78,6 +78,7 @@ def test_weights_are_fetched_once_and_again_when_they_change(
     assert len(list(folder.iterdir())) == 2, "no temporary file stays"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "place",
     ["s3", pytest.param("gs", marks=pytest.mark.slow), pytest.param("http", marks=pytest.mark.slow)],

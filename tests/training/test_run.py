@@ -165,6 +165,7 @@ def test_one_broken_image_is_excluded_and_named_and_more_end_the_run(tmp_path: P
         assert name in str(caught.value)
 
 
+@pytest.mark.slow
 def test_data_that_changed_since_the_start_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     data = draw(tmp_path / "data")
 
@@ -265,6 +266,7 @@ def full_disk(name: str, write: Callable[[Path, Any], None]) -> Callable[[Path, 
     return wrapper
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_at_the_end_does_not_end_the_run(data: Path, tmp_path: Path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "write_atomic", full_disk("final.safetensors", checkpoint.write_atomic))
