@@ -140,6 +140,18 @@ def writing(what: str, location: object, *, fix: str | None = None) -> Iterator[
         raise StorageError(what, location=location, cause=error.strerror or str(error), fix=fix) from error
 
 
+@contextlib.contextmanager
+def needs_package(package: str, what: str) -> Iterator[None]:
+    """A block that imports a library which only some jobs need; a missing one is raised as a PreflightError. package:
+    as it is installed; what: what needs it, for example "A bucket"."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise PreflightError(
+            f"{what} needs the package {package}.", cause=str(error), fix=f"pip install {package}"
+        ) from error
+
+
 def nearest(value: str, choices: Iterable[str]) -> str | None:
     """The choice closest to `value` (for a "did you mean" in a message), or None when none is close."""
     matches = difflib.get_close_matches(value, list(choices), n=1)

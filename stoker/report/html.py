@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from stoker.errors import writing
+from stoker.errors import needs_package, writing
 from stoker.report.page import results, run_sections
 from stoker.report.page import runs_summary as summary_page
 from stoker.report.page.charts import Charts
@@ -161,7 +161,8 @@ def script(charts: Charts) -> str:
     """The data of the charts, plotly and the script that draws them; empty without charts."""
     if not charts.data:
         return ""
-    from plotly.offline import get_plotlyjs
+    with needs_package("plotly", "The HTML report"):
+        from plotly.offline import get_plotlyjs
 
     # without < no text can end the script element; a test checks that plotly contains no </script
     data = json.dumps(charts.data, separators=(",", ":"), allow_nan=False, ensure_ascii=False).replace("<", "\\u003c")

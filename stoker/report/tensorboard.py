@@ -16,7 +16,7 @@ from typing import Any
 
 from PIL import Image
 
-from stoker.errors import DataError
+from stoker.errors import DataError, PreflightError, needs_package
 from stoker.evaluation.metrics import COCO_SUMMARY, Metrics
 from stoker.inference.draw import ImageWithBoxes, draw_comparison
 from stoker.runs.schemas import StepWindow
@@ -86,12 +86,17 @@ class Board:
                 self._write_all(writer, entries)
             finally:
                 writer.close()
+        except PreflightError as error:  # the package is missing
+            self._give_up(entries, f"{error.what} Fix: {error.fix}")
         # Any error (full disk, incompatible protobuf) is reported, and training continues.
         except Exception as error:  # noqa: BLE001
-            self.error = f"{type(error).__name__}: {error}"
-            self._report_error(f"TensorBoard files are no longer written: {self.error}")
-            for _ in entries:
-                pass
+            self._give_up(entries, f"{type(error).__name__}: {error}")
+
+    def _give_up(self, entries: Iterator[BoardEntry], reason: str) -> None:
+        self.error = reason
+        self._report_error(f"TensorBoard files are no longer written: {reason}")
+        for _ in entries:
+            pass
 
     def _write_all(self, writer: "_Writer", entries: Iterator[BoardEntry]) -> None:
         flushed_s = time.monotonic()
@@ -118,8 +123,9 @@ class _Writer:
     """One event file. Its name contains the time in nanoseconds, so files of two attempts never collide."""
 
     def __init__(self, folder: Path, purge_step: int) -> None:
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto import event_pb2, summary_pb2
+        with needs_package("tensorboardX", "Writing TensorBoard files"):
+            from tensorboardX.event_file_writer import EventsWriter
+            from tensorboardX.proto import event_pb2, summary_pb2
 
         self._event: Any = event_pb2.Event
         self._summary: Any = summary_pb2.Summary

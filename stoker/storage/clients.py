@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from obstore.store import GCSStore, HTTPStore, S3Store
-
 from stoker.storage.credentials import Credentials
 from stoker.storage.retry import Timeouts
 from stoker.storage.uri import StorageUri
@@ -92,6 +90,8 @@ def bucket_region(bucket: str) -> str | None:
 def _make_client(
     uri: StorageUri, credentials: Credentials, timeout_config: "ClientConfig", max_retries: int
 ) -> "ObjectStore":
+    from obstore.store import GCSStore, HTTPStore, S3Store
+
     client_config: ClientConfig = {
         "connect_timeout": timedelta(seconds=CONNECT_TIMEOUT_S), "user_agent": "stoker", **timeout_config}  # fmt: skip
     retry: RetryConfig = {"max_retries": max_retries, "retry_timeout": timedelta(seconds=PART_TIMEOUT_S)}

@@ -8,6 +8,7 @@ the time between retries (`retry.py`), kinds of failures (`failures.py`).
 """
 
 import asyncio
+import functools
 import hashlib
 import os
 import re
@@ -18,10 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import obstore
-from obstore.exceptions import BaseError
-
-from stoker.errors import Conflict, ObjectMissing, StorageError, Unsupported
+from stoker.errors import Conflict, ObjectMissing, StorageError, Unsupported, needs_package
 from stoker.storage import clients
 from stoker.storage.credentials import Credentials, find_credentials
 from stoker.storage.failures import (
@@ -40,14 +38,20 @@ if TYPE_CHECKING:
 
 __all__ = ["Conflict", "ObjectInfo", "ObjectMissing", "Store", "Unsupported", "open_store"]
 
-STORE_EXCEPTIONS = (BaseError, FileNotFoundError, OSError, NotImplementedError, CorruptResponse, ObjectTooShort)
-"""Exceptions of a request. Others of obstore, such as ValueError, are errors in this code."""
 LIST_CHUNK_SIZE = 250
 """A listing that fails is resumed after the last chunk; a page of the stores has 1,000 objects."""
 UNBOUNDED = 2**40
 """Length of a range up to the end of the object."""
 _MD5 = re.compile(r'"?([0-9a-f]{32})"?')
 _T = TypeVar("_T")
+
+
+@functools.cache
+def _request_exceptions() -> tuple[type[Exception], ...]:
+    """Exceptions of a request. Others of obstore, such as ValueError, are errors in this code."""
+    from obstore.exceptions import BaseError
+
+    return BaseError, FileNotFoundError, OSError, NotImplementedError, CorruptResponse, ObjectTooShort
 
 
 @dataclass(frozen=True)
@@ -63,9 +67,14 @@ class ObjectInfo:
 
 
 class Store:
-    """One bucket. `open_store` keeps one per process; others can be made, with other timeouts."""
+    """One bucket. `open_store` keeps one per process; others can be made, with other timeouts.
+
+    obstore is imported here and in the methods, as trainings on local files do not need it.
+    """
 
     def __init__(self, uri: StorageUri, *, timeouts: Timeouts | None = None) -> None:
+        with needs_package("obstore", f"Access to {uri.scheme}://{uri.bucket}"):
+            import obstore  # noqa: F401
         self.uri = replace(uri, key="")
         self.timeouts = timeouts or Timeouts.from_environment()
         self.credentials: Credentials = find_credentials(uri.scheme)
@@ -82,6 +91,8 @@ class Store:
         """The object, or `length` bytes of it from `start`. Raises ObjectMissing, StorageError."""
         if length == 0:
             return b""
+        import obstore
+
         options = _range_options(start, length)
 
         def attempt() -> bytes:
@@ -105,7 +116,7 @@ class Store:
         while True:
             try:
                 data = await self._attempt_async(key, start, length)
-            except STORE_EXCEPTIONS as error:
+            except _request_exceptions() as error:
                 await asyncio.sleep(self._retry_wait_s(retry_state, error, "read", key))
             else:
                 self.budget.count_bytes(read=len(data))
@@ -113,6 +124,9 @@ class Store:
 
     async def _attempt_async(self, key: str, start: int, length: int | None) -> bytes:
         """Reads a range where possible: obstore then switches between its threads and Python's once, not twice."""
+        import obstore
+        from obstore.exceptions import BaseError
+
         reads = self._clients.reads
         if self._supports_ranges:
             try:
@@ -129,6 +143,7 @@ class Store:
 
     def stat(self, key: str) -> ObjectInfo | None:
         """None: there is no such object. Raises StorageError for a bucket that does not exist."""
+        import obstore
 
         def attempt() -> "ObjectMeta | None":
             try:
@@ -164,6 +179,8 @@ class Store:
             yield pending
 
     def _list_all(self, prefix: str) -> Iterator[ObjectInfo]:
+        import obstore
+
         last_key: str | None = None
         retry_state = RetryState(self.timeouts, self.budget)
         while True:
@@ -176,11 +193,13 @@ class Store:
                     retry_state = RetryState(self.timeouts, self.budget)
                 self.budget.count_bytes()
                 return
-            except STORE_EXCEPTIONS as error:
+            except _request_exceptions() as error:
                 time.sleep(self._retry_wait_s(retry_state, error, "list", prefix))
 
     def list_folders(self, prefix: str = "") -> tuple[str, ...]:
         """The names of the folders directly below `prefix`, in order."""
+        import obstore
+
         listing = self._with_retries(
             "list", prefix, lambda: obstore.list_with_delimiter(self._clients.reads, prefix or None)
         )
@@ -196,6 +215,9 @@ class Store:
         a conditional write is one request (at most 5 GB, in memory). Other large writes are multipart uploads; the
         parts of a failed one are billed until a lifecycle rule of the bucket removes them.
         """
+        import obstore
+        from obstore.exceptions import BaseError
+
         mode: PutMode | None = None
         if if_absent:
             mode = "create"
@@ -231,6 +253,7 @@ class Store:
 
     def delete(self, key: str) -> None:
         """Deletes an object; no error if it does not exist."""
+        import obstore
 
         def attempt() -> None:
             try:
@@ -243,6 +266,8 @@ class Store:
 
     def _own_write_result(self, key: str, data: bytes | Path) -> "PutResult | None":
         """After an attempt without a response, a conflict may be with our own write: then the object has our bytes."""
+        import obstore
+
         result = obstore.get(self._clients.reads, key)
         own_bytes = data if isinstance(data, bytes) else data.read_bytes()
         if result.bytes().to_bytes() != own_bytes:
@@ -254,7 +279,7 @@ class Store:
         while True:
             try:
                 return attempt()
-            except STORE_EXCEPTIONS as error:
+            except _request_exceptions() as error:
                 time.sleep(self._retry_wait_s(retry_state, error, action, key))
 
     def _retry_wait_s(self, retry_state: RetryState, error: Exception, action: Action, key: str) -> float:

@@ -6,15 +6,16 @@ Format: https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_format
 (`tf_example.py`), finding the files (`tfrecord_files.py`).
 """
 
+import functools
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import BinaryIO, NamedTuple
 
-import google_crc32c
 import numpy as np
 
 from stoker.data.validation.problems import ProblemCollector
+from stoker.errors import needs_package
 
 HEADER_BYTES, FOOTER_BYTES = 12, 4
 _LENGTH, _CRC = struct.Struct("<Q"), struct.Struct("<I")
@@ -36,9 +37,17 @@ class Frame(NamedTuple):
     """The byte after its data."""
 
 
+@functools.cache
+def _crc32c() -> Callable[[bytes], int]:
+    with needs_package("google-crc32c", "Reading or writing TFRecords"):
+        import google_crc32c
+    value: Callable[[bytes], int] = google_crc32c.value
+    return value
+
+
 def masked_crc(data: bytes) -> int:
     """The CRC-32C of some bytes as TFRecords store it."""
-    crc: int = google_crc32c.value(data)
+    crc = _crc32c()(data)
     return ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF
 
 

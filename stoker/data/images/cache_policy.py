@@ -8,6 +8,7 @@ take half of the disk that is free without them, or `STOKER_CACHE_LIMIT_GIB`.
 import contextlib
 import fcntl
 import functools
+import importlib.util
 import os
 import shutil
 from collections.abc import Callable
@@ -49,6 +50,8 @@ NETWORK_FILE_SYSTEMS = (
 )  # fmt: skip
 """File systems over a network, or of a program (gcsfuse, sshfs: "fuse.sshfs")."""
 
+NO_CRC32C = "the package google-crc32c is not installed: pip install google-crc32c"
+
 CacheKind = Literal["none", "ram", "disk"]
 
 
@@ -80,10 +83,14 @@ class CachePolicyInputs:
     """The file system of the cache folder, if it is a network file system."""
     has_memfd: bool = hasattr(os, "memfd_create")
     """Whether this system has files in memory."""
+    has_crc32c: bool = True
+    """Whether google-crc32c, whose checksums the entries have, is installed."""
 
 
 def choose_cache(inputs: CachePolicyInputs) -> tuple[CacheKind, str]:
     """Where decoded images are kept, and the reason."""
+    if not inputs.has_crc32c:
+        return "none", NO_CRC32C
     if not inputs.num_images:
         return "none", "the annotations have no image sizes"
     if inputs.epochs is not None and inputs.epochs < MIN_EPOCHS:
@@ -158,6 +165,7 @@ def collect_cache_inputs(
         free_memory_bytes=max(0, limit - used),
         free_disk_bytes=compute_free_disk_bytes(path),
         network_file_system=find_network_file_system(path),
+        has_crc32c=has_crc32c(),
     )
 
 
@@ -174,6 +182,9 @@ def open_cache(
     """
     if kind == "none":
         return None
+    if not has_crc32c():
+        log_event("warning", f"decoded images are not cached: {NO_CRC32C}")
+        return PixelCache(index, spec, None)
     on_error = functools.partial(log_event, "warning")
     sizes = index.original_size[image_indices]
     required_bytes = int(compute_entry_offsets(spec.cached_sizes(sizes[(sizes > 0).all(1)]))[-1])
@@ -207,6 +218,10 @@ def open_cache(
         )
     reserve = min(MAX_RESERVE_BYTES, int(shutil.disk_usage(path.parent).total * RESERVE_FRACTION))
     return PixelCache(index, spec, fd, max_bytes=max_bytes, reserve_bytes=reserve, on_error=on_error)
+
+
+def has_crc32c() -> bool:
+    return importlib.util.find_spec("google_crc32c") is not None
 
 
 def cache_file_path(index: "Index", spec: CachedImageSpec) -> Path:

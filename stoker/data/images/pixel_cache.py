@@ -19,7 +19,6 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
@@ -111,6 +110,9 @@ class PixelCache:
         self._is_writable = fd is not None
         self._pause_until = 0.0
         if fd is not None:
+            import google_crc32c  # `open_cache` opens no file where it is missing
+
+            self._crc32c: Callable[[Pixels], int] = google_crc32c.value
             weakref.finalize(self, os.close, fd).atexit = False  # workers may still read at exit
 
     def shape(self, image_index: int) -> tuple[int, int] | None:
@@ -138,7 +140,7 @@ class PixelCache:
             self._disable_writes(f"reading failed: {error.strerror}")
             return None
         # Checked every time (0.03 ms for 640 × 480), as a disk may return other bytes at the next reading.
-        return pixels if count == pixels.nbytes and google_crc32c.value(pixels) == crc else None
+        return pixels if count == pixels.nbytes and self._crc32c(pixels) == crc else None
 
     def put(self, image_index: int, pixels: Pixels) -> None:
         """Keeps what `decode` returned, where there is room."""
@@ -152,7 +154,7 @@ class PixelCache:
             if not self._has_room(self._fd, pixels.nbytes + BLOCK_BYTES):
                 self._disable_writes("it has reached its limit, or the disk is nearly full")
                 return
-            head, offset = identity + _CRC.pack(google_crc32c.value(pixels)), int(self._entry_offsets[image_index])
+            head, offset = identity + _CRC.pack(self._crc32c(pixels)), int(self._entry_offsets[image_index])
             written = os.pwritev(self._fd, [head, pixels.data], offset)
             if written < len(head) + pixels.nbytes:  # writing the rest raises the reason
                 os.pwrite(self._fd, (head + pixels.tobytes())[written:], offset + written)
