@@ -1,0 +1,204 @@
+"""GIL-held CPU time per sample of the loader, and how many samples per second the GIL allows.
+
+Generated images of 640 × 480 with 7 boxes each (COCO's mean), letterboxed to 640 × 640 in batches of 32, as in training
+with the default recipe, in training without crops, with 100 boxes each, and in evaluation.
+
+- GIL-held: CPU time of the whole process (workers and the thread that asks for batches) minus the CPU time that its
+  threads spent between releasing and taking the GIL, per sample. gil_probe.c, compiled by `cc` and preloaded, sits
+  before the two functions of the interpreter through which C code does both. Time in which a thread waits or is
+  preempted is not CPU time, so a busy machine changes little. Errors: what taking and releasing the GIL cost counts as
+  held, and reading the clock does by half (0.2 µs per release), so it is an upper bound. Where the interpreter was
+  linked so that its own calls cannot be intercepted ("own releases: 0 of 100"), reading files counts as held, too.
+- limit: samples per second of 16 workers where decoding, resizing and padding are replaced by a sleep of 2 ms, which
+  needs no core and no GIL: what is left takes turns. The maximum of all passes, because other processes lower it; also
+  here all else runs on the CPU, so it includes what switching threads costs. Needs no probe.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from processes import run_child, serve_child
+from report import Bar, Report, options, publish, spread
+
+PROBE_SOURCE = Path(__file__).with_name("gil_probe.c")
+BATCH, SIDE, HEIGHT, WIDTH = 32, 640, 480, 640
+GOAL_MS, GOAL_PER_S = 0.2, 2000
+LIMIT_WORKERS, SLEEP_S = 16, 0.002
+RECIPE = {"scale_jitter_prob": 0.5, "scale_range": (0.7, 1.5), "min_object_covered": 0.5}
+"""Of `training/defaults/derive.py`."""
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "training, default recipe": (7, RECIPE),
+    "training, no crops": (7, {}),
+    "training, default recipe, 100 boxes": (100, RECIPE),
+    "evaluation": (7, {"train": False}),
+}
+"""Boxes per image and what differs from a plain `LoaderSpec`."""
+
+
+def draw(folder: Path, files: int) -> None:
+    """Writes JPEG files, and for each number of boxes a COCO file in a folder of its own."""
+    import cv2
+    import numpy as np
+    from loader import natural
+
+    rng = np.random.default_rng(0)
+    (folder / "images").mkdir()
+    for number in range(files):
+        pixels = natural(rng, HEIGHT, WIDTH, 0.42)
+        cv2.imwrite(str(folder / "images" / f"{number:06d}.jpg"), pixels, [cv2.IMWRITE_JPEG_QUALITY, 91])
+    for count in sorted({count for count, _ in CASES.values()}):
+        corners = np.sort(rng.uniform((0, 0), (WIDTH, HEIGHT), (files * count, 2, 2)), axis=1)
+        boxes = [
+            {"id": n, "image_id": n // count, "category_id": 1, "bbox": [x0, y0, x1 - x0 + 4, y1 - y0 + 4]}
+            for n, ((x0, y0), (x1, y1)) in enumerate(corners.tolist())
+        ]
+        images = [{"id": n, "file_name": f"{n:06d}.jpg", "height": HEIGHT, "width": WIDTH} for n in range(files)]
+        (folder / str(count)).mkdir()
+        (folder / str(count) / "images").symlink_to(folder / "images")
+        content = {"images": images, "annotations": boxes, "categories": [{"id": 1, "name": "thing"}]}
+        (folder / str(count) / "all.json").write_text(json.dumps(content))
+
+
+@contextlib.contextmanager
+def loader_of(folder: Path, case: str, workers: int) -> Iterator[Any]:
+    import numpy as np
+
+    from stoker.data.index import open_index
+    from stoker.data.loading.loader import Loader, LoaderSpec, compute_max_boxes
+    from stoker.hardware.device import configure_malloc, select_device
+
+    configure_malloc()  # as the start of a run does
+    count, changes = CASES[case]
+    index = open_index(folder / str(count))
+    image_indices = np.arange(len(index))
+    max_boxes = compute_max_boxes(index, image_indices)
+    common = {"device": select_device("cpu"), "batch_size": BATCH, "image_size": (SIDE, SIDE), "resize": "letterbox"}
+    spec = LoaderSpec(**common, max_boxes=max_boxes, seed=0, workers=workers, prefetch_depth=3, **changes)
+    with Loader(index, image_indices, spec) as loader:
+        yield loader
+        if loader.state_dict()["quarantined"]:
+            raise RuntimeError("the loader left images out")
+
+
+def next_batch(loader: Any) -> None:
+    """A batch; an evaluation begins again after its last."""
+    if next(loader, None) is None:
+        next(iter(loader))
+
+
+def measure_held(folder: Path, batches: int, passes: int) -> dict[str, Any]:
+    """For each case: ms per sample with and without the GIL, and releases per sample, of each pass."""
+    probe = ctypes.CDLL(os.environ["LD_PRELOAD"])
+    probe.gil_released_ns.restype = probe.gil_releases.restype = ctypes.c_int64
+    before = probe.gil_releases()
+    for _ in range(100):
+        os.stat(folder)
+    result: dict[str, Any] = {"own releases": min(100, probe.gil_releases() - before), "cases": {}}
+    for case in CASES:
+        runs = result["cases"][case] = []
+        with loader_of(folder, case, workers=2) as loader:
+            for _ in range(3):
+                next_batch(loader)
+            for _ in range(passes):
+                # Batches that are handed out and those that are loaded are equally many: the buffers are always full.
+                images, cpu_s = loader.stats().decode.num_images, time.process_time()
+                released_ns, releases = probe.gil_released_ns(), probe.gil_releases()
+                for _ in range(batches):
+                    next_batch(loader)
+                released_ns, releases = probe.gil_released_ns() - released_ns, probe.gil_releases() - releases
+                cpu_s, images = time.process_time() - cpu_s, loader.stats().decode.num_images - images
+                released_s = released_ns / 1e9
+                runs.append([1e3 * (cpu_s - released_s) / images, 1e3 * released_s / images, releases / images])
+    return result
+
+
+def measure_limit(folder: Path, batches: int, passes: int) -> dict[str, Any]:
+    """For each case, samples per second of each pass where only what needs the GIL needs a core."""
+    import numpy as np
+
+    from stoker.data.images import decode
+    from stoker.data.loading.samples import HostBatchBuffer
+
+    def decode_nothing(*_: Any) -> Any:
+        time.sleep(SLEEP_S)
+        return decoded
+
+    decoded = np.zeros((HEIGHT, WIDTH, 3), np.uint8)
+    decode._decode_jpeg = decode_nothing
+    decode.resize_into = lambda *_: None
+    HostBatchBuffer.pad = lambda *_: None  # type: ignore[method-assign]
+    result: dict[str, list[float]] = {}
+    for case in CASES:
+        with loader_of(folder, case, LIMIT_WORKERS) as loader:
+            for _ in range(3):
+                next_batch(loader)
+            rates = result[case] = []
+            for _ in range(passes):
+                images, start_s = loader.stats().decode.num_images, time.perf_counter()
+                for _ in range(batches):
+                    next_batch(loader)
+                rates.append((loader.stats().decode.num_images - images) / (time.perf_counter() - start_s))
+    return result
+
+
+def compile_probe(folder: Path) -> tuple[Path | None, str]:
+    """The probe, or None and the reason why there is none."""
+    compiler = shutil.which("cc")
+    if compiler is None or sys.platform != "linux":
+        return None, "install a C compiler (cc); Linux only"
+    library = folder / "gil_probe.so"
+    subprocess.run([compiler, "-O2", "-shared", "-fPIC", PROBE_SOURCE, "-o", library, "-ldl"], check=True)
+    return library, ""
+
+
+def run(arguments: argparse.Namespace) -> Report:
+    batches, passes = (4, 2) if arguments.quick else (16, 5)
+    report = Report(
+        f"GIL: loading {WIDTH} × {HEIGHT} JPEG files, letterboxed to {SIDE} × {SIDE}, batches of {BATCH}",
+        passes,
+        ("stoker", "simplejpeg", "opencv-python-headless", "numpy", "torch"),
+    )
+    with tempfile.TemporaryDirectory(prefix="stoker-bench-") as temporary:
+        folder, cache = Path(temporary) / "drawn", Path(temporary) / "cache"
+        folder.mkdir()
+        run_child("draw", folder, cache, 2 * BATCH if arguments.quick else 8 * BATCH)
+        limits = run_child("limit", folder, cache, batches, passes)
+        probe, reason = compile_probe(Path(temporary))
+        held = None
+        if probe is not None:
+            os.environ["LD_PRELOAD"] = str(probe)
+            held = run_child("held", folder, cache, batches, passes)
+            del os.environ["LD_PRELOAD"]
+    for case in CASES:
+        row: dict[str, Any] = {"what": case}
+        if held is not None:
+            held_ms, released_ms, releases = (list(column) for column in zip(*held["cases"][case], strict=True))
+            ms = spread(held_ms)
+            row |= {"GIL-held ms": ms["median"], "min": ms["min"], "max": ms["max"]}
+            row |= {"released ms": spread(released_ms)["median"], "releases": spread(releases)["median"]}
+            report.bars.append(Bar.at_most(f"{case}: GIL-held ms per sample", ms["median"], GOAL_MS))
+        report.rows.append(row | {"limit img/s": max(limits[case])})
+        report.bars.append(
+            Bar.at_least(f"{case}: samples per second that the GIL allows", max(limits[case]), GOAL_PER_S)
+        )
+    if held is None:
+        report.rows.append({"what": "GIL-held ms", "n/a": reason})
+    else:
+        report.rows.append({"what": f"own releases of the interpreter that were seen: {held['own releases']} of 100"})
+    return report
+
+
+if __name__ == "__main__":
+    serve_child({"draw": draw, "held": measure_held, "limit": measure_limit})
+    publish(run, options(__doc__))
