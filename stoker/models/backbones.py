@@ -26,6 +26,7 @@ from torchvision.models import (
 from stoker.models.ember.csp_pafpn import CSPBackbone
 from stoker.models.layers.convolutions import StridedConv2d, conv_norm_relu
 from stoker.models.layers.norms import NORMS, Norm, NormKind, fold_frozen_norms
+from stoker.models.layers.padded_conv import pad_image_conv
 
 ExtraBlocks = Literal["p6p7", "pool"] | None
 """Levels above the FPN: two convolutions (RetinaNet), a subsampled copy (Faster R-CNN), or none."""
@@ -293,6 +294,7 @@ def build_backbone_with_neck(
 
 def _build_backbone(spec: "BackboneSpec", norm: NormKind, trainable_stages: int) -> nn.Module:
     network = spec.build(NORMS[norm])
+    pad_image_conv(network)
     if norm == "frozen_bn":
         fold_frozen_norms(network)
     freeze_stages(network, spec.stages, trainable_stages)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch
+from stoker.models.layers.padded_conv import is_on_accelerator
 from stoker.models.layers.postprocess import (
     MAX_DETECTIONS,
     BatchDetections,
@@ -67,9 +68,14 @@ class Detector(nn.Module):
         self.register_buffer("pixel_std", torch.tensor(std)[:, None, None], persistent=False)
 
     def normalize(self, images: Tensor) -> Tensor:
-        """uint8 [B, 3, H, W] RGB → normalized float32 of the same shape, in channels-last memory."""
+        """uint8 [B, 3, H, W] RGB → normalized pixels of the same shape, in channels-last memory: float32, on an
+        accelerator under autocast the dtype of autocast, so that compiled code writes no float32 image."""
         shift, scale = -self.pixel_mean / self.pixel_std, 1 / (255 * self.pixel_std)
-        return torch.addcmul(shift, images, scale).contiguous(memory_format=torch.channels_last)
+        pixels = torch.addcmul(shift, images, scale).contiguous(memory_format=torch.channels_last)
+        device_type = images.device.type
+        if is_on_accelerator(images) and torch.is_autocast_enabled(device_type):
+            return pixels.to(torch.get_autocast_dtype(device_type))
+        return pixels
 
     def forward(self, images: Tensor) -> Any:
         """images: uint8 [B, 3, H, W], RGB. Only `loss`, `candidates` and `decode` read what it returns."""

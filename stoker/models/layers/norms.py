@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from stoker.models.layers.padded_conv import PaddedConv2d
+
 Norm = Callable[[int], nn.Module]
 NormKind = Literal["frozen_bn", "bn", "sync_bn"]
 
@@ -65,23 +67,12 @@ class FrozenBatchNorm2d(nn.Module):
         return torch.addcmul(shift[:, None, None], x, scale[:, None, None])
 
 
-class FoldedConv2d(nn.Conv2d):
+class FoldedConv2d(PaddedConv2d):
     """A convolution without bias that also computes the frozen norm after it. It shares the norm's constants and the
     original's weights, which are trained as without folding."""
 
     def __init__(self, original: nn.Conv2d, norm: FrozenBatchNorm2d) -> None:
-        super().__init__(
-            original.in_channels,
-            original.out_channels,
-            original.kernel_size,  # type: ignore[arg-type]  # pairs, as Conv2d has made them
-            original.stride,  # type: ignore[arg-type]
-            original.padding,  # type: ignore[arg-type]
-            original.dilation,  # type: ignore[arg-type]
-            original.groups,
-            bias=False,
-            device="meta",
-        )
-        self.weight = original.weight
+        super().__init__(original)
         self._norm = (norm,)  # in a tuple, so that it is not registered as a child a second time
         norm.folded = True
 

@@ -16,6 +16,7 @@ from stoker.models.backbones import BACKBONES, freeze_stages
 from stoker.models.layers.convolutions import StridedConv2d
 from stoker.models.layers.losses import at_least_fp32
 from stoker.models.layers.norms import Norm, NormKind, fold_frozen_norms, lite_norm, trainable_norm
+from stoker.models.layers.padded_conv import pad_image_conv
 
 VGG_STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 """Channels of VGG-16's convolutions (arXiv 1409.1556, table 1, D), with a pooling between two stages."""
@@ -46,6 +47,8 @@ class VGG(nn.Module):
                 in_channels = width
             stages.append([str(n) for n in range(first, len(layers))])
         network = nn.Sequential(*layers)
+        pad_image_conv(network)
+        layers = list(network)
         freeze_stages(network, stages, trainable_stages)
         with torch.no_grad():  # so that random weights get pixels of about 1; the pretrained ones expect 0 … 255
             network.get_parameter("0.weight").div_(PIXEL_STD_255)
@@ -132,6 +135,7 @@ class MobileNet(nn.Module):
         super().__init__()
         whole = mobilenet_v3_large(weights=None, norm_layer=lite_norm(norm), reduced_tail=reduced_tail)
         network = whole.get_submodule("features")
+        pad_image_conv(network)
         if norm == "frozen_bn":
             fold_frozen_norms(network)
         freeze_stages(network, BACKBONES["mobilenet_v3_large"].stages, trainable_stages)
