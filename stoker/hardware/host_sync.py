@@ -124,6 +124,29 @@ class ForbidHostSync(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         return func(*args, **call_kwargs)
 
 
+class RecordOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own bases are untyped
+    """Records the operators called in its context: their names, their Python arguments, and the shapes of tensors.
+
+    A CUDA graph replays the calls of one step. So steps can only be replayed if their records are equal, whatever the
+    learning rate or the number of the step: what changes must be in tensors.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operators: list[tuple[str, Any]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace != "profiler":  # ranges of a profiler; nothing of the step
+            self.operators.append((func.name(), _pytree.tree_map(_describe_argument, (args, kwargs or {}))))
+        return func(*args, **(kwargs or {}))
+
+
+def _describe_argument(value: Any) -> Any:
+    return (tuple(value.shape), value.dtype, value.device) if isinstance(value, Tensor) else value
+
+
 class _ForbidTensorReads(TorchFunctionMode):
     """The part of `ForbidHostSync` for reads that no operator is dispatched for."""
 

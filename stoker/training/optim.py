@@ -1,9 +1,11 @@
 """One optimizer step without a host wait: clipping, skipping of non-finite gradients, loss scaling, EMA weights.
 
 Everything that a step decides (is the gradient finite? what is its norm?) stays on the device as a tensor and acts
-there:
-torch's fused optimizers leave parameters, moments and step counts unchanged if `found_inf` is 1. So the host issues the
-same calls for any numbers. The learning rate schedule is a pure function at the end of the file.
+there: torch's fused optimizers leave parameters, moments and step counts unchanged if `found_inf` is 1. So the host
+issues the same calls for any numbers. On an accelerator that holds for the learning rate, the decay of the EMA and the
+number of the step too: they are tensors that `set_scalars` fills before the step, and whatever outlives a step keeps
+its address. So a CUDA graph can replay the step (`cuda_graph.py`). The learning rate schedule is a pure function at the
+end of the file.
 
 Why not torch's own: `AveragedModel.update_parameters` reads its step count from the device (a host wait), and its decay
 has no warm-up; `GradScaler.unscale_` and `clip_grad_norm_` pass over all gradients once more each, which the fused
@@ -47,6 +49,14 @@ class OptimizerStep(Generic[Model]):
         self._ema_params = [by_name[name] for name in names]
         self.fused = device.kind in FUSED_DEVICE_TYPES
         self._optimizer, self._lr_mults = _make_optimizer(model, settings, fused=self.fused)
+        self.completed_steps: int | Tensor = 0
+        """Optimizer steps before the next one. On an accelerator a tensor [] of int64."""
+        self._ema_weight: float | Tensor = 0.0
+        if self.fused and not device.is_cpu:  # without fused kernels, SGD reads a tensor on the host
+            self.completed_steps = torch.zeros((), dtype=torch.int64, device=device.torch_device)
+            self._ema_weight = torch.zeros((), device=device.torch_device)
+            for group in self._optimizer.param_groups:
+                group["lr"] = torch.zeros((), device=device.torch_device)
         self.loss_scale: Tensor | None = None
         self._growth_tracker: Tensor | None = None
         if precision == "fp16":
@@ -58,10 +68,24 @@ class OptimizerStep(Generic[Model]):
         torch.autograd.backward(loss if self.loss_scale is None else loss * self.loss_scale)
 
     def step(self, lr: float, completed_steps: int) -> tuple[Tensor, Tensor]:
+        """`set_scalars` and `update`."""
+        self.set_scalars(lr, completed_steps)
+        return self.update()
+
+    def set_scalars(self, lr: float, completed_steps: int) -> None:
+        """What the next `update` uses. completed_steps: optimizer steps before it."""
+        for group, factor in zip(self._optimizer.param_groups, self._lr_mults, strict=True):
+            group["lr"] = _set_scalar(group["lr"], lr * factor)
+        # Warm-up of the decay (TF's ExponentialMovingAverage): early weights do not count for long.
+        decay = min(self.settings.ema_decay, (1 + completed_steps) / (10 + completed_steps))
+        self._ema_weight = _set_scalar(self._ema_weight, 1 - decay)
+        self.completed_steps = _set_scalar(self.completed_steps, completed_steps)
+
+    def update(self) -> tuple[Tensor, Tensor]:
         """Updates the weights, unless a gradient is not finite; clears the gradients.
 
-        completed_steps: optimizer steps before this one. Returns (grad_norm, found_inf): float32 scalars on the device,
-        the gradient's norm before clipping, and 1 if the step was skipped.
+        Returns (grad_norm, found_inf): float32 scalars on the device, the gradient's norm before clipping, and 1 if the
+        step was skipped.
         """
         gradients = [p.grad for p in self._trainable_params if p.grad is not None]
         grad_norm = torch.nn.utils.get_total_norm(gradients).float()
@@ -72,17 +96,15 @@ class OptimizerStep(Generic[Model]):
         if self.settings.clip_grad_norm:
             clip_divisor = ((grad_norm + 1e-6) / self.settings.clip_grad_norm).clamp(min=1.0)
             grad_divisor = clip_divisor if grad_divisor is None else clip_divisor * grad_divisor
-        self._update_params(lr, found_inf, gradients, grad_divisor)
+        self._update_params(found_inf, gradients, grad_divisor)
         if self.loss_scale is not None and self._growth_tracker is not None:
             torch._amp_update_scale_(self.loss_scale, self._growth_tracker, found_inf, 2.0, 0.5, 2000)
         # A forward pass that overflowed has spoiled the running statistics too: restore those of the last good step.
         torch.where(found_inf > 0, self._good_norm_stats, self._norm_stats, out=self._good_norm_stats)
         self._norm_stats.copy_(self._good_norm_stats)
         if self.ema_model is not self.model:
-            # Warm-up of the decay (TF's ExponentialMovingAverage): early weights do not count for long.
-            decay = min(self.settings.ema_decay, (1 + completed_steps) / (10 + completed_steps))
             with torch.no_grad():  # else autograd would keep the history of all steps
-                torch._foreach_lerp_(self._ema_params, self._trainable_params, 1 - decay)
+                self._update_ema()
             self._ema_norm_stats.copy_(self._norm_stats)
         self.zero_grad()
         return grad_norm, found_inf
@@ -91,12 +113,21 @@ class OptimizerStep(Generic[Model]):
         """Frees the gradients."""
         self._optimizer.zero_grad(set_to_none=True)
 
-    def _update_params(
-        self, lr: float, found_inf: Tensor, gradients: list[Tensor], grad_divisor: Tensor | None
-    ) -> None:
+    def allow_capture(self) -> None:
+        """Tells torch's optimizer that a CUDA graph of `update` is wanted; AdamW refuses to be captured otherwise."""
+        for group in self._optimizer.param_groups:
+            group["capturable"] = True
+
+    def _update_ema(self) -> None:
+        if not isinstance(self._ema_weight, Tensor):
+            torch._foreach_lerp_(self._ema_params, self._trainable_params, self._ema_weight)
+            return
+        difference = torch._foreach_sub(self._trainable_params, self._ema_params)
+        torch._foreach_mul_(difference, self._ema_weight)
+        torch._foreach_add_(self._ema_params, difference)
+
+    def _update_params(self, found_inf: Tensor, gradients: list[Tensor], grad_divisor: Tensor | None) -> None:
         """grad_divisor: divides the gradients, to clip them and to undo the loss scale."""
-        for group, factor in zip(self._optimizer.param_groups, self._lr_mults, strict=True):
-            group["lr"] = lr * factor
         if self.fused:
             # The fused kernels read these, so dividing and skipping need no pass of their own.
             self._optimizer.grad_scale = grad_divisor  # type: ignore[attr-defined]
@@ -122,14 +153,20 @@ class OptimizerStep(Generic[Model]):
         return state
 
     def load_state_dict(self, state: dict[str, Any], ema_weights: dict[str, Tensor]) -> None:
+        """Restores what `state_dict` returned, in place."""
         self.model.load_state_dict(state["model"])
         self._good_norm_stats.copy_(self._norm_stats)
         if self.ema_model is not self.model:
             self.ema_model.load_state_dict(ema_weights)
-        self._optimizer.load_state_dict(state["optimizer"])
+        _load_optimizer_state(self._optimizer, state["optimizer"])
         if self.loss_scale is not None and self._growth_tracker is not None:
             self.loss_scale.copy_(state["scale"][0])
             self._growth_tracker.copy_(state["scale"][1])
+
+
+def _set_scalar(current: Any, value: float) -> Any:
+    """The value, or `current` filled with it if that is a tensor: a kernel, so no copy from the host to wait for."""
+    return current.fill_(value) if isinstance(current, Tensor) else value
 
 
 FUSED_DEVICE_TYPES = frozenset({"cpu", "cuda", "mps", "xpu"})
@@ -164,13 +201,34 @@ def _make_optimizer(
     if settings.optimizer == "adamw":
         if not fused:
             kwargs["capturable"] = True  # the step count stays on the device
-        return torch.optim.AdamW(param_groups, lr=0.0, betas=(settings.momentum, 0.999), **kwargs), lr_mults
-    optimizer = torch.optim.SGD(param_groups, lr=0.0, momentum=settings.momentum, **kwargs)
-    if settings.momentum:
-        # A fused SGD whose first step is skipped would leave its buffers uninitialized.
-        for parameter in itertools.chain(*groups.values()):
-            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            param_groups, lr=0.0, betas=(settings.momentum, 0.999), **kwargs
+        )
+        moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    else:
+        optimizer = torch.optim.SGD(param_groups, lr=0.0, momentum=settings.momentum, **kwargs)
+        moments = ("momentum_buffer",) if settings.momentum else ()
+    # The state exists before the first step: a fused SGD whose first step is skipped would leave its buffers
+    # uninitialized, and a CUDA graph must not create what outlives a step.
+    for parameter in itertools.chain(*groups.values()):
+        if settings.optimizer == "adamw":
+            optimizer.state[parameter]["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        for name in moments:
+            optimizer.state[parameter][name] = torch.zeros_like(parameter)
     return optimizer, lr_mults
+
+
+def _load_optimizer_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Copies moments and step counts into those of `optimizer`; what was not saved (before a first step) is zero.
+
+    Its `load_state_dict` would replace the tensors, and the learning rates and flags of another device with them.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    ids = [saved_id for group in saved["param_groups"] for saved_id in group["params"]]
+    for parameter, saved_id in zip(parameters, ids, strict=True):
+        saved_state = saved["state"].get(saved_id, {})
+        for name, tensor in optimizer.state[parameter].items():
+            tensor.copy_(saved_state[name]) if name in saved_state else tensor.zero_()
 
 
 def _flatten_norm_stats(model: nn.Module) -> Tensor:
@@ -196,26 +254,28 @@ class LossAccumulator:
     def __init__(self, device: Device, *, max_skipped_steps: int) -> None:
         self._device = device.torch_device
         self._max_skipped_steps = max_skipped_steps
-        self.reset()
-
-    def reset(self) -> None:
-        """Forgets all steps."""
         self._names: list[str] = []
         self._sums = torch.zeros(0)
         self._skipped_streak = torch.zeros((), device=self._device)
         self._diverged_step = torch.full((), -1, dtype=torch.int64, device=self._device)
 
-    def add(self, losses: dict[str, Tensor], grad_norm: Tensor, found_inf: Tensor, step: int) -> None:
-        """losses: scalars of this step; they count only if the step was not skipped."""
+    def reset(self) -> None:
+        """Forgets all steps."""
+        self._sums.zero_()
+        self._skipped_streak.zero_()
+        self._diverged_step.fill_(-1)
+
+    def add(self, losses: dict[str, Tensor], grad_norm: Tensor, found_inf: Tensor, step: int | Tensor) -> None:
+        """losses: scalars of this step; they count only if the step was not skipped. All is updated in place."""
         values = torch.stack([*(loss.detach().float() for loss in losses.values()), grad_norm])
         if not self._names:
             self._names = [*losses, "norm"]
             self._sums = torch.zeros(len(self._names) + 1, device=self._device)
         finite_values = torch.where((found_inf > 0) | ~torch.isfinite(values), torch.zeros_like(values), values)
         self._sums += torch.cat([finite_values, found_inf[None]])
-        self._skipped_streak = (self._skipped_streak + 1) * found_inf
+        self._skipped_streak.add_(1).mul_(found_inf)
         has_diverged = (self._skipped_streak >= self._max_skipped_steps) & (self._diverged_step < 0)
-        self._diverged_step = torch.where(has_diverged, step, self._diverged_step)
+        self._diverged_step.copy_(torch.where(has_diverged, step, self._diverged_step))
 
     def skipped_streak(self) -> list[Tensor]:
         """Scalars on the device: consecutive skipped steps until now, and the step that reached the limit, or -1."""
@@ -230,8 +290,8 @@ class LossAccumulator:
 
     def take(self) -> list[Tensor]:
         """The sums since the last call, as tensors to copy to the host and pass to `read`."""
-        tensors = [self._sums, self._diverged_step]
-        self._sums = torch.zeros_like(self._sums)
+        tensors = [self._sums.clone(), self._diverged_step.clone()]
+        self._sums.zero_()
         return tensors
 
     def read(self, tensors: list[Tensor], steps: int) -> "StepStats":
