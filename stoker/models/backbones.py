@@ -1,32 +1,26 @@
 """Backbones with a feature pyramid: a classification network, and an FPN or another neck on top of it.
 
-The table `BACKBONES` has torchvision's networks, ember's and `TinyBackbone`. Parameters have the names of torchvision's
-detectors (`body.`, `fpn.`). Every backbone has five stages, each at half the resolution of the one before it; stages
-are frozen by their number. SSD's backbones are in `ssd/backbones.py`; `weights/load.py` loads weights.
+The table `BACKBONES` has ResNets and MobileNets, ember's networks and `TinyBackbone`. Parameters have the names of
+torchvision's detectors (`body.`, `fpn.`). Every backbone has five stages, each at half the resolution of the one before
+it; stages are frozen by their number. SSD's backbones are in `ssd/backbones.py`; `weights/load.py` loads weights.
 """
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
-from torchvision.models import (
-    mobilenet_v2,
-    mobilenet_v3_large,
-    resnet18,
-    resnet34,
-    resnet50,
-    resnet101,
-    resnext50_32x4d,
-)
 
 from stoker.models.ember.csp_pafpn import CSPBackbone
 from stoker.models.layers.convolutions import StridedConv2d, conv_norm_relu
 from stoker.models.layers.norms import NORMS, Norm, NormKind, fold_frozen_norms
 from stoker.models.layers.padded_conv import pad_image_conv
+from stoker.models.mobilenet import mobilenet_v2, mobilenet_v3_large
+from stoker.models.resnet import BasicBlock, Bottleneck, resnet
 
 ExtraBlocks = Literal["p6p7", "pool"] | None
 """Levels above the FPN: two convolutions (RetinaNet), a subsampled copy (Faster R-CNN), or none."""
@@ -204,11 +198,12 @@ class BackboneSpec(NamedTuple):
     """(last child, its channels) of the maps C1 … C5, at strides 2, 4, 8, 16, 32."""
 
 
-def _resnet(make: Callable[..., nn.Module], channels: tuple[int, ...]) -> BackboneSpec:
+def _resnet(block: Callable[..., BasicBlock | Bottleneck], num_blocks: tuple[int, ...]) -> BackboneSpec:
     layers = [f"layer{n}" for n in range(1, 5)]
     stages = [["conv1", "bn1"], *([layer] for layer in layers)]
-    stage_outputs = [("relu", 64), *zip(layers, channels, strict=True)]
-    return BackboneSpec(lambda norm: make(weights=None, norm_layer=norm), stages, stage_outputs)
+    expansion = 1 if block is BasicBlock else 4
+    stage_outputs = [("relu", 64), *((layer, 64 * 2**n * expansion) for n, layer in enumerate(layers))]
+    return BackboneSpec(partial(resnet, block=block, num_blocks=num_blocks), stages, stage_outputs)
 
 
 def _csp(width: int, depths: tuple[int, ...]) -> BackboneSpec:
@@ -220,25 +215,19 @@ def _csp(width: int, depths: tuple[int, ...]) -> BackboneSpec:
 
 
 def _mobilenet(
-    make: Callable[..., nn.Module], stage_starts: tuple[int, ...], channels: tuple[int, ...]
+    build: Callable[[Norm], nn.Module], stage_starts: tuple[int, ...], channels: tuple[int, ...]
 ) -> BackboneSpec:
     """stage_starts: number of each stage's first child, and one past the last child."""
-
-    def build(norm: Norm) -> nn.Module:
-        return make(weights=None, norm_layer=norm).get_submodule("features")
-
     stages = [[str(i) for i in range(a, b)] for a, b in itertools.pairwise(stage_starts)]
     return BackboneSpec(build, stages, [(stage[-1], width) for stage, width in zip(stages, channels, strict=True)])
 
 
-_BASIC, _BOTTLENECK = (64, 128, 256, 512), (256, 512, 1024, 2048)
-
 BACKBONES: dict[str, BackboneSpec] = {
-    "resnet18": _resnet(resnet18, _BASIC),
-    "resnet34": _resnet(resnet34, _BASIC),
-    "resnet50": _resnet(resnet50, _BOTTLENECK),
-    "resnet101": _resnet(resnet101, _BOTTLENECK),
-    "resnext50_32x4d": _resnet(resnext50_32x4d, _BOTTLENECK),
+    "resnet18": _resnet(BasicBlock, (2, 2, 2, 2)),
+    "resnet34": _resnet(BasicBlock, (3, 4, 6, 3)),
+    "resnet50": _resnet(Bottleneck, (3, 4, 6, 3)),
+    "resnet101": _resnet(Bottleneck, (3, 4, 23, 3)),
+    "resnext50_32x4d": _resnet(partial(Bottleneck, groups=32, group_width=4), (3, 4, 6, 3)),
     "mobilenet_v2": _mobilenet(mobilenet_v2, (0, 2, 4, 7, 14, 19), (16, 24, 32, 96, 1280)),
     "mobilenet_v3_large": _mobilenet(mobilenet_v3_large, (0, 2, 4, 7, 13, 17), (16, 24, 40, 112, 960)),
     "csp16": _csp(16, (1, 1, 1, 1)),

@@ -4,24 +4,6 @@ import dataclasses
 from typing import Any
 
 import torch
-from torchvision.models import (
-    MobileNet_V2_Weights,
-    MobileNet_V3_Large_Weights,
-    ResNet18_Weights,
-    ResNet34_Weights,
-    ResNet50_Weights,
-    ResNet101_Weights,
-    ResNeXt50_32X4D_Weights,
-    VGG16_Weights,
-)
-from torchvision.models.detection import (
-    FasterRCNN_MobileNet_V3_Large_FPN_Weights,
-    FasterRCNN_ResNet50_FPN_Weights,
-    FCOS_ResNet50_FPN_Weights,
-    RetinaNet_ResNet50_FPN_Weights,
-    SSD300_VGG16_Weights,
-    SSDLite320_MobileNet_V3_Large_Weights,
-)
 
 from stoker.config.settings import SECTION_OF, Config, ModelSettings
 from stoker.errors import ConfigError, nearest
@@ -46,6 +28,10 @@ from stoker.models.retinanet.retinanet import (
 )
 from stoker.models.ssd.backbones import detect_reduced_tail
 from stoker.models.ssd.ssd import SSD300, SSDLite
+
+PYTORCH_URL = "https://download.pytorch.org/models"
+"""Where torchvision's files of weights are. The names are those of its enumerations, which are not imported for the
+reason in `resnet.py`."""
 
 
 def _make_architecture(*, defaults: Defaults, **fields: Any) -> Architecture:
@@ -98,7 +84,7 @@ MODELS: dict[str, Architecture] = {
         recipe="light",
         default_image_size=320,
         defaults=EMBER_PRETRAINED_DEFAULTS,
-        urls={"imagenet": MobileNet_V2_Weights.IMAGENET1K_V1.url},
+        urls={"imagenet": f"{PYTORCH_URL}/mobilenet_v2-b0353104.pth"},
         tuning=EMBER_TUNING,
         options_from_weights=ember_options,
     ),
@@ -110,7 +96,7 @@ MODELS: dict[str, Architecture] = {
         recipe="light",
         default_image_size=640,
         defaults=EMBER_PRETRAINED_DEFAULTS,
-        urls={"imagenet": ResNet18_Weights.IMAGENET1K_V1.url},
+        urls={"imagenet": f"{PYTORCH_URL}/resnet18-f37072fd.pth"},
         tuning=EMBER_TUNING,
         options_from_weights=ember_options,
     ),
@@ -123,8 +109,8 @@ MODELS: dict[str, Architecture] = {
         default_image_size=800,
         defaults=RETINANET_DEFAULTS,
         urls={
-            "coco": RetinaNet_ResNet50_FPN_Weights.COCO_V1.url,
-            "imagenet": ResNet50_Weights.IMAGENET1K_V1.url,
+            "coco": f"{PYTORCH_URL}/retinanet_resnet50_fpn_coco-eeacb38b.pth",
+            "imagenet": f"{PYTORCH_URL}/resnet50-0676ba61.pth",
         },
     ),
     "retinanet_resnet18_fpn": _make_architecture(
@@ -135,7 +121,7 @@ MODELS: dict[str, Architecture] = {
         recipe="standard",
         default_image_size=640,
         defaults=RETINANET_DEFAULTS,
-        urls={"imagenet": ResNet18_Weights.IMAGENET1K_V1.url},
+        urls={"imagenet": f"{PYTORCH_URL}/resnet18-f37072fd.pth"},
     ),
     "retinanet_resnet34_fpn": _make_architecture(
         build=retinanet_builder("resnet34"),
@@ -145,7 +131,7 @@ MODELS: dict[str, Architecture] = {
         recipe="standard",
         default_image_size=640,
         defaults=RETINANET_DEFAULTS,
-        urls={"imagenet": ResNet34_Weights.IMAGENET1K_V1.url},
+        urls={"imagenet": f"{PYTORCH_URL}/resnet34-b627a593.pth"},
     ),
     "retinanet_resnet101_fpn": _make_architecture(
         build=retinanet_builder("resnet101"),
@@ -155,7 +141,7 @@ MODELS: dict[str, Architecture] = {
         recipe="standard",
         default_image_size=800,
         defaults=RETINANET_DEFAULTS,
-        urls={"imagenet": ResNet101_Weights.IMAGENET1K_V1.url},
+        urls={"imagenet": f"{PYTORCH_URL}/resnet101-63fe2227.pth"},
     ),
     "retinanet_resnext50_32x4d_fpn": _make_architecture(
         build=retinanet_builder("resnext50_32x4d"),
@@ -165,7 +151,7 @@ MODELS: dict[str, Architecture] = {
         recipe="standard",
         default_image_size=800,
         defaults=RETINANET_DEFAULTS,
-        urls={"imagenet": ResNeXt50_32X4D_Weights.IMAGENET1K_V1.url},
+        urls={"imagenet": f"{PYTORCH_URL}/resnext50_32x4d-7cdf4587.pth"},
     ),
     "retinanet_mobilenet_v2_fpn": _make_architecture(
         build=retinanet_builder("mobilenet_v2", channels=128, num_convs=2),
@@ -175,7 +161,7 @@ MODELS: dict[str, Architecture] = {
         recipe="light",
         default_image_size=320,
         defaults=RETINANET_MOBILENET_DEFAULTS,
-        urls={"imagenet": MobileNet_V2_Weights.IMAGENET1K_V1.url},
+        urls={"imagenet": f"{PYTORCH_URL}/mobilenet_v2-b0353104.pth"},
     ),
     "retinanet_mobilenet_v2_fpnlite": _make_architecture(
         build=retinanet_builder("mobilenet_v2", channels=128, lite=True),
@@ -185,7 +171,7 @@ MODELS: dict[str, Architecture] = {
         recipe="light",
         default_image_size=320,
         defaults=RETINANET_FPNLITE_DEFAULTS,
-        urls={"imagenet": MobileNet_V2_Weights.IMAGENET1K_V1.url},
+        urls={"imagenet": f"{PYTORCH_URL}/mobilenet_v2-b0353104.pth"},
     ),
     "retinanet_mobilenet_v3_large_fpn": _make_architecture(
         build=retinanet_builder("mobilenet_v3_large", channels=128, num_convs=2),
@@ -195,7 +181,7 @@ MODELS: dict[str, Architecture] = {
         recipe="light",
         default_image_size=320,
         defaults=RETINANET_MOBILENET_DEFAULTS,
-        urls={"imagenet": MobileNet_V3_Large_Weights.IMAGENET1K_V1.url},
+        urls={"imagenet": f"{PYTORCH_URL}/mobilenet_v3_large-8738ca79.pth"},
         pretrained_norm_eps=1e-3,
     ),
     "retinanet_tiny_fpn": _make_architecture(
@@ -225,8 +211,8 @@ MODELS: dict[str, Architecture] = {
         default_image_size=800,
         defaults=FCOS_DEFAULTS,
         urls={
-            "coco": FCOS_ResNet50_FPN_Weights.COCO_V1.url,
-            "imagenet": ResNet50_Weights.IMAGENET1K_V1.url,
+            "coco": f"{PYTORCH_URL}/fcos_resnet50_fpn_coco-99b0c9b7.pth",
+            "imagenet": f"{PYTORCH_URL}/resnet50-0676ba61.pth",
         },
     ),
     "fcos_resnet18_fpn": _make_architecture(
@@ -237,7 +223,7 @@ MODELS: dict[str, Architecture] = {
         recipe="light",
         default_image_size=320,
         defaults=FCOS_DEFAULTS,
-        urls={"imagenet": ResNet18_Weights.IMAGENET1K_V1.url},
+        urls={"imagenet": f"{PYTORCH_URL}/resnet18-f37072fd.pth"},
     ),
     "faster_rcnn_resnet50_fpn": _make_architecture(
         build=faster_rcnn_builder("resnet50"),
@@ -248,8 +234,8 @@ MODELS: dict[str, Architecture] = {
         default_image_size=800,
         defaults=FASTER_RCNN_DEFAULTS,
         urls={
-            "coco": FasterRCNN_ResNet50_FPN_Weights.COCO_V1.url,
-            "imagenet": ResNet50_Weights.IMAGENET1K_V1.url,
+            "coco": f"{PYTORCH_URL}/fasterrcnn_resnet50_fpn_coco-258fb6c6.pth",
+            "imagenet": f"{PYTORCH_URL}/resnet50-0676ba61.pth",
         },
     ),
     "faster_rcnn_resnet18_fpn": _make_architecture(
@@ -260,7 +246,7 @@ MODELS: dict[str, Architecture] = {
         recipe="standard",
         default_image_size=640,
         defaults=FASTER_RCNN_DEFAULTS,
-        urls={"imagenet": ResNet18_Weights.IMAGENET1K_V1.url},
+        urls={"imagenet": f"{PYTORCH_URL}/resnet18-f37072fd.pth"},
     ),
     "faster_rcnn_mobilenet_v3_large_fpn": _make_architecture(
         build=faster_rcnn_builder(
@@ -278,8 +264,8 @@ MODELS: dict[str, Architecture] = {
             "anchor_scales": ((1.0, 2.0, 4.0, 8.0, 16.0), "torchvision's: 32 to 512 pixels at every level"),
         },
         urls={
-            "coco": FasterRCNN_MobileNet_V3_Large_FPN_Weights.COCO_V1.url,
-            "imagenet": MobileNet_V3_Large_Weights.IMAGENET1K_V1.url,
+            "coco": f"{PYTORCH_URL}/fasterrcnn_mobilenet_v3_large_fpn-fb6a3cc7.pth",
+            "imagenet": f"{PYTORCH_URL}/mobilenet_v3_large-8738ca79.pth",
         },
         pretrained_norm_eps=1e-3,
     ),
@@ -299,8 +285,8 @@ MODELS: dict[str, Architecture] = {
             "reduced_tail": (True, "table 6 of the MobileNetV3 paper"),
         },
         urls={
-            "coco": SSDLite320_MobileNet_V3_Large_Weights.COCO_V1.url,
-            "imagenet": MobileNet_V3_Large_Weights.IMAGENET1K_V1.url,
+            "coco": f"{PYTORCH_URL}/ssdlite320_mobilenet_v3_large_coco-a79551df.pth",
+            "imagenet": f"{PYTORCH_URL}/mobilenet_v3_large-8738ca79.pth",
         },
         options_from_weights=lambda tensors: {"reduced_tail": detect_reduced_tail(tensors)},
         pretrained_options={"coco": {"reduced_tail": True}, "imagenet": {"reduced_tail": False}},
@@ -324,8 +310,8 @@ MODELS: dict[str, Architecture] = {
             ),
         },
         urls={
-            "coco": SSD300_VGG16_Weights.COCO_V1.url,
-            "imagenet": VGG16_Weights.IMAGENET1K_FEATURES.url,
+            "coco": f"{PYTORCH_URL}/ssd300_vgg16_coco-b556d3b4.pth",
+            "imagenet": f"{PYTORCH_URL}/vgg16_features-amdegroot-88682ab5.pth",
         },
     ),
 }

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torchvision.ops import roi_align
 
 from stoker.models.layers.boxes import area
 
@@ -104,6 +103,8 @@ def _bilinear_samples(low: Tensor, high: Tensor, size: Tensor) -> tuple[Tensor, 
 def roi_align_each_level(levels: Sequence[Tensor], strides: Sequence[int], boxes: Tensor, level: Tensor) -> Tensor:
     """The same by `roi_align` on every level: [B · K, C, OUTPUT_SIZE, OUTPUT_SIZE]. Boxes of other levels are moved
     outside of the map, where everything is 0, so the sum over levels is the value of the box's own level."""
+    from torchvision.ops import roi_align  # imports torch's compiler, which only export needs
+
     image_index = torch.arange(boxes.shape[0], device=boxes.device).to(boxes.dtype)
     image_index = image_index[:, None, None].expand(boxes.shape[0], boxes.shape[1], 1)
     pooled = []

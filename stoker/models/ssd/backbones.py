@@ -10,13 +10,13 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torchvision.models import mobilenet_v3_large
 
 from stoker.models.backbones import BACKBONES, freeze_stages
 from stoker.models.layers.convolutions import StridedConv2d
 from stoker.models.layers.losses import at_least_fp32
 from stoker.models.layers.norms import Norm, NormKind, fold_frozen_norms, lite_norm, trainable_norm
 from stoker.models.layers.padded_conv import pad_image_conv
+from stoker.models.mobilenet import mobilenet_v3_large
 
 VGG_STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 """Channels of VGG-16's convolutions (arXiv 1409.1556, table 1, D), with a pooling between two stages."""
@@ -133,8 +133,7 @@ class MobileNet(nn.Module):
 
     def __init__(self, norm: NormKind, trainable_stages: int, reduced_tail: bool) -> None:
         super().__init__()
-        whole = mobilenet_v3_large(weights=None, norm_layer=lite_norm(norm), reduced_tail=reduced_tail)
-        network = whole.get_submodule("features")
+        network = mobilenet_v3_large(lite_norm(norm), reduced_tail=reduced_tail)
         pad_image_conv(network)
         if norm == "frozen_bn":
             fold_frozen_norms(network)

@@ -8,9 +8,21 @@ FCOS, which have sigmoids, it is unused.
 from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
-from torchvision.models.detection import RetinaNet_ResNet50_FPN_Weights
 
 from stoker.models.detector import ClassHeadSpec
+
+COCO_CHANNELS = (
+    "__background__", "person", "bicycle", "car", "motorcycle", "airplane", "bus", "train", "truck", "boat",
+    "traffic light", "fire hydrant", "N/A", "stop sign", "parking meter", "bench", "bird", "cat", "dog", "horse",
+    "sheep", "cow", "elephant", "bear", "zebra", "giraffe", "N/A", "backpack", "umbrella", "N/A", "N/A", "handbag",
+    "tie", "suitcase", "frisbee", "skis", "snowboard", "sports ball", "kite", "baseball bat", "baseball glove",
+    "skateboard", "surfboard", "tennis racket", "bottle", "N/A", "wine glass", "cup", "fork", "knife", "spoon",
+    "bowl", "banana", "apple", "sandwich", "orange", "broccoli", "carrot", "hot dog", "pizza", "donut", "cake",
+    "chair", "couch", "potted plant", "bed", "N/A", "dining table", "N/A", "N/A", "toilet", "N/A", "tv", "laptop",
+    "mouse", "remote", "keyboard", "cell phone", "microwave", "oven", "toaster", "sink", "refrigerator", "N/A",
+    "book", "clock", "vase", "scissors", "teddy bear", "hair drier", "toothbrush",
+)  # fmt: skip
+"""Classes of the channels of torchvision's COCO weights: by category id, with ids that have no category."""
 
 
 def class_tensors(class_heads: Iterable[ClassHeadSpec]) -> dict[str, ClassHeadSpec]:
@@ -48,10 +60,9 @@ def _match_channels(
     channels: int, file_classes: Sequence[str] | None, class_names: Sequence[str], *, has_background: bool
 ) -> tuple[list[int] | None, str]:
     """(the file's channel for each channel of the model, or None; the reason)."""
-    coco = RetinaNet_ResNet50_FPN_Weights.COCO_V1.meta["categories"]
     first = [0] if has_background else []
-    if file_classes is None and channels == len(coco):
-        file_classes = coco
+    if file_classes is None and channels == len(COCO_CHANNELS):
+        file_classes = COCO_CHANNELS
     elif file_classes is not None and has_background:
         file_classes = ["", *file_classes]  # a file by stoker has no name for the background
     if file_classes is None:
