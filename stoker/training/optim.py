@@ -13,6 +13,7 @@ optimizers do in their own pass by `grad_scale`.
 """
 
 import copy
+import inspect
 import itertools
 import math
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -25,6 +26,7 @@ from stoker.hardware.device import Device
 from stoker.models import Detector
 
 Model = TypeVar("Model", bound=nn.Module)
+Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 
 NORM_TYPES = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
 
@@ -201,12 +203,12 @@ def _make_optimizer(
     if settings.optimizer == "adamw":
         if not fused:
             kwargs["capturable"] = True  # the step count stays on the device
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+        optimizer: torch.optim.Optimizer = _without_dynamo(torch.optim.AdamW)(
             param_groups, lr=0.0, betas=(settings.momentum, 0.999), **kwargs
         )
         moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     else:
-        optimizer = torch.optim.SGD(param_groups, lr=0.0, momentum=settings.momentum, **kwargs)
+        optimizer = _without_dynamo(torch.optim.SGD)(param_groups, lr=0.0, momentum=settings.momentum, **kwargs)
         moments = ("momentum_buffer",) if settings.momentum else ()
     # The state exists before the first step: a fused SGD whose first step is skipped would leave its buffers
     # uninitialized, and a CUDA graph must not create what outlives a step.
@@ -216,6 +218,18 @@ def _make_optimizer(
         for name in moments:
             optimizer.state[parameter][name] = torch.zeros_like(parameter)
     return optimizer, lr_mults
+
+
+def _without_dynamo(optimizer: type[Opt]) -> type[Opt]:
+    """A subclass that does the same without importing torch._dynamo, which takes two seconds of every start.
+
+    torch wraps these methods to keep dynamo from compiling them, which nothing here asks for; a wrapper imports it at
+    its first call. The methods inside are called directly.
+    """
+    names = ("add_param_group", "state_dict", "zero_grad")
+    methods: dict[str, Any] = {name: inspect.unwrap(getattr(optimizer, name)) for name in names}
+    methods["step"] = torch.no_grad()(inspect.unwrap(optimizer.step))
+    return type(optimizer.__name__, (optimizer,), methods)
 
 
 def _load_optimizer_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:

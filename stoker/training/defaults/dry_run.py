@@ -227,6 +227,11 @@ class PeakMemoryMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     def _free(self, key: int) -> None:
         self.current_bytes -= self.live_storages.pop(key)[0]
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keeps torch from wrapping `__torch_dispatch__` in a function that imports torch._dynamo, for two seconds."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in _pytree.tree_leaves(result):
