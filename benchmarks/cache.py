@@ -74,15 +74,21 @@ def measure(folder: Path, side: int, turns: int) -> dict[str, Any]:
         seed=0,
         **RECIPE,
     )
-    buffer, messages = HostBatchBuffer(device, BUFFER_IMAGES, (side, side), max_boxes), list[str]()
+    buffers = [HostBatchBuffer(device, BUFFER_IMAGES, (side, side), max_boxes) for _ in range(WORKERS)]
+    messages = list[str]()
 
     def epoch(cache: PixelCache | None) -> tuple[float, float, int]:
         samples = SampleStream(index, image_indices, spec, cache)
         counters = [Counters() for _ in range(WORKERS)]
 
         def work(worker: int) -> None:
-            for position in range(worker, len(image_indices), WORKERS):
-                samples.load(buffer, position % BUFFER_IMAGES, position, counters[worker], [])
+            buffer = buffers[worker]
+            for start in range(worker * BUFFER_IMAGES, len(image_indices), WORKERS * BUFFER_IMAGES):
+                samples.prepare(buffer, start)
+                positions = range(start, min(start + BUFFER_IMAGES, len(image_indices)))
+                for k, position in enumerate(positions):
+                    samples.load(buffer, k, position, counters[worker], [])
+                samples.write_annotations(buffer, range(len(positions)))
 
         start_s, start_cpu_s = time.perf_counter(), _cpu_s()
         with ThreadPoolExecutor(WORKERS) as pool:

@@ -9,6 +9,7 @@ making splits (`validation/clean.py`), the file (`index_cache.py`), the content 
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,8 +105,16 @@ class Index:
     def path(self, image_index: int) -> Path:
         """The file of an image. For an image inside another file: that file, followed by the image's name. For an
         image in a bucket: its placeholder in the mirror (use `read`, `remote_object` and `display_source`)."""
+        return Path(self._path_text(image_index))
+
+    def _path_text(self, image_index: int) -> str:
+        folder = self._folder_texts[self._folder_index[image_index]]
         name: str = self._file_names[int(image_index)].as_py()
-        return self.root / self._folders[int(self._folder_index[image_index])] / name
+        return os.path.join(folder, name)
+
+    @cached_property
+    def _folder_texts(self) -> tuple[str, ...]:
+        return tuple(os.path.join(self.root, folder) for folder in self._folders)
 
     def contains_file(self, file: Path) -> bool:
         """Whether a file lies in the data set's folder, or in one of its image folders elsewhere."""
@@ -144,15 +153,19 @@ class Index:
 
     def read(self, image_index: int) -> bytes:
         """The encoded image as it is stored, from the disk or the bucket. Raises OSError, for buckets StorageError."""
-        byte_range, path = self.byte_range(image_index), self.path(image_index)
+        byte_range = self.byte_range(image_index)
         if self._in_bucket:
-            return image_source.read(path, byte_range)
-        with (path if byte_range is None else path.parent).open("rb", buffering=0) as file:
-            if byte_range is None:
-                return file.read()
-            start, length = byte_range
-            file.seek(start)
-            return file.read(length)
+            return image_source.read(self.path(image_index), byte_range)
+        path = self._path_text(image_index)  # a Path takes longer to make than the file to open
+        fd = os.open(path if byte_range is None else os.path.dirname(path), os.O_RDONLY)
+        try:
+            start, length = (0, os.fstat(fd).st_size) if byte_range is None else byte_range
+            data = os.pread(fd, length, start)
+            while len(data) < length and (more := os.pread(fd, length - len(data), start + len(data))):
+                data += more  # one call reads 2 GiB at most
+            return data
+        finally:
+            os.close(fd)
 
 
 def open_index(

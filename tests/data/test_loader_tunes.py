@@ -116,7 +116,7 @@ def test_workers_exit_when_fewer_are_wanted_and_the_rest_continues(index):
 
 def test_the_earliest_sample_is_taken_first():
     """However the tasks come in: one whose bytes come late must not wait behind those that are needed later."""
-    order, entered, leave = [], threading.Event(), threading.Event()
+    order, written, entered, leave = [], [], threading.Event(), threading.Event()
 
     class Samples:
         def load(self, _slot, _k, position, *_):
@@ -125,9 +125,12 @@ def test_the_earliest_sample_is_taken_first():
             order.append(position)
             return SampleResult(position, [])
 
+        def write_annotations(self, *_):
+            written.append(len(order))
+
     pool = WorkerPool(Samples(), 1)
     batch_task = BatchTask(0, 0, None, 8)
-    batch_task.num_missing = 6
+    batch_task.num_loading = batch_task.num_missing = 6
     pool.submit(SampleTask(7, batch_task, 7, None))
     assert entered.wait(60)
     for k in (5, 2, 6, 0, 3):
@@ -139,6 +142,7 @@ def test_the_earliest_sample_is_taken_first():
     pool.stop()
     pool.join()
     assert order == [7, 0, 2, 3, 5, 6]
+    assert written == [6]  # once, after the last of them
 
 
 def test_stats_show_what_is_in_progress(index, monkeypatch):

@@ -176,7 +176,7 @@ def resize_into(source: Pixels, out: Pixels) -> None:
         half_size = -(-source.shape[1] // (1 + halve_width)), -(-source.shape[0] // (1 + halve_height))
         source = np.asarray(cv2.resize(source, half_size, interpolation=cv2.INTER_LINEAR), np.uint8)
     resized = cv2.resize(source, (width, height), dst=out, interpolation=cv2.INTER_LINEAR)
-    if not np.may_share_memory(resized, out):  # this build of OpenCV has allocated a new array
+    if resized is not out and not np.may_share_memory(resized, out):  # this build of OpenCV has allocated a new array
         np.copyto(out, resized)
 
 

@@ -47,6 +47,7 @@ class DeviceBatchDecoder:
             for k, reason in refused.items():
                 previous = batch_task.results[k]
                 result = batch_task.results[k] = self._samples.load(buffer, k, batch_task.start + k, Counters(), [])
+                self._samples.write_annotations(buffer, [k])
                 if result == previous:
                     self._report_refusal(result.image_index, reason)
             for k in range(len(host_images)):

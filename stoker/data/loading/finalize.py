@@ -53,6 +53,7 @@ class BatchFinalizer:
         would have made. Raises what a worker raised, and DataError when too many images cannot be used.
         """
         samples = self._samples
+        max_bad = max_bad_images(self._max_bad_fraction, len(samples))
         for k, result in enumerate(batch_task.results):
             position = batch_task.start + k
             if isinstance(result, BaseException):
@@ -60,6 +61,7 @@ class BatchFinalizer:
             assert result is not None
             if result.image_index >= 0 and not samples.is_usable(result.image_index, position):
                 result = samples.load(batch_task.buffer, k, position, self._counters, [])
+                samples.write_annotations(batch_task.buffer, [k])
                 batch_task.reloaded.append(k)
             for image_index, error in result.failures:
                 if samples.is_usable(image_index, position):
@@ -67,7 +69,7 @@ class BatchFinalizer:
             num_bad = len(samples.quarantined)
             if samples.train and result.image_index < 0:
                 raise self._make_data_error(f"None of the {num_bad:,} images tried can be used.")
-            if num_bad > max_bad_images(self._max_bad_fraction, len(samples)):
+            if num_bad > max_bad:
                 raise self._make_data_error(
                     f"{num_bad:,} of {len(samples):,} images cannot be used; "
                     f"up to {self._max_bad_fraction:.3g} of them may be bad."

@@ -334,6 +334,7 @@ class Loader:
                 self._free_buffers.popleft(),
                 self._batch_size,
             )
+            self._samples.prepare(batch_task.buffer, batch_task.start)
             self._scheduled_position += self._batch_size * self._world_size
             self._pending_batches.append(batch_task)
             pool.register_batch(batch_task)

@@ -1,18 +1,21 @@
-"""One sample of the stream: which image belongs to a position, and how it is written into its place of a host batch.
+"""The samples of the stream: which image belongs to a position, and how it is written into its place of a host batch.
 
 Position p of the endless training stream is (epoch, index) = divmod(p, N); its image is the index-th of the epoch's
 order. Everything about a sample is a pure function of (seed, epoch, index) and of the quarantine: the images that
 cannot be used, each with the position from which on it is replaced. Threads, batches and the device: `loader.py`.
+
+While Python runs, the other threads do not (the GIL), so what can be done for a whole batch is: `prepare` draws its
+random numbers, `load` decodes one image, `write_annotations` writes the boxes of all. `benchmarks/gil.py` measures it.
 """
 
-import contextlib
 import copy
 import errno
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -83,6 +86,24 @@ def compute_max_boxes(index: "Index", image_indices: NDArray[np.int64], *, mosai
     return -(-max_count // 8) * 8
 
 
+class Placement(NamedTuple):
+    """Which image is in a place of a batch, and where. Numbers only, so that those of a batch become an array."""
+
+    image_index: int
+    original_height: int
+    original_width: int
+    source_height: int
+    """Of the pixels that `x0` … `y1` refer to: those of the image, or of its cached form."""
+    source_width: int
+    x0: int
+    """… y1: the region that is shown."""
+    y0: int
+    x1: int
+    y1: int
+    resized_height: int
+    resized_width: int
+
+
 class HostBatchBuffer:
     """Host memory of one batch, written by many threads, each its own places. Page-locked where there is a device."""
 
@@ -116,6 +137,10 @@ class HostBatchBuffer:
         ) = (tensor.numpy() for tensor in self.tensors)
         self.encoded: list[EncodedImage | None] = [None] * batch_size
         """What the device is to decode; its place in `pixels` is not written."""
+        self.placements: list[Placement | None] = [None] * batch_size
+        """Those of the images that were loaded; None: a filler."""
+        self.geometry_rand: list[list[float]] = [[]] * batch_size
+        """See `geometry.resize_geometry_rand`; only where there are crops."""
         self._padding = np.empty((*image_size, 3), np.uint8)
         self._padding[:] = PAD_COLOR
 
@@ -126,8 +151,10 @@ class HostBatchBuffer:
     def pad(self, k: int, resized_size: tuple[int, int]) -> None:
         """Pads image k outside `resized_size` (height, width). Copies, as NumPy repeats 3 bytes 60 × slower."""
         height, width = resized_size
-        self.pixels[k, height:] = self._padding[height:]
-        self.pixels[k, :height, width:] = self._padding[:height, width:]
+        if height < self.image_size[0]:
+            self.pixels[k, height:] = self._padding[height:]
+        if width < self.image_size[1]:
+            self.pixels[k, :height, width:] = self._padding[:height, width:]
 
     def write_filler(self, k: int) -> None:
         """Makes place k a filler of the batch: padding without boxes, image_index -1."""
@@ -186,9 +213,9 @@ class SampleStream:
             return
         yield int(self._epoch_order(epoch)[index_in_epoch])
         rand = geometry.random_uniform(
-            self.seed, epoch, index_in_epoch, geometry.RandomStream.REPLACEMENT, MAX_REPLACEMENTS
+            self.seed, epoch, [index_in_epoch], geometry.RandomStream.REPLACEMENT, MAX_REPLACEMENTS
         )
-        for u in rand:
+        for u in rand[0]:
             yield int(self.image_indices[int(u * len(self.image_indices))])
 
     def image_index_at(self, position: int) -> int:
@@ -202,6 +229,9 @@ class SampleStream:
         return self._cache is not None and self._cache.contains(image_index)
 
     def _epoch_order(self, epoch: int) -> NDArray[np.int64]:
+        order = self._epoch_orders.get(epoch)
+        if order is not None:
+            return order
         with self._order_lock:  # the first thread in an epoch sorts for all
             if epoch not in self._epoch_orders:
                 for old in sorted(self._epoch_orders)[: 1 - MAX_CACHED_ORDERS]:
@@ -209,6 +239,18 @@ class SampleStream:
                 order = geometry.epoch_order(self.seed, epoch, len(self.image_indices))
                 self._epoch_orders[epoch] = self.image_indices[order]
             return self._epoch_orders[epoch]
+
+    def prepare(self, buffer: HostBatchBuffer, start: int) -> None:
+        """Draws the random numbers of all samples of a batch, whose first position is `start`. Before any `load`."""
+        batch_size, count, k = len(buffer.placements), len(self.image_indices), 0
+        while k < batch_size:  # a batch may reach into the next epochs
+            epoch, first = divmod(start + k, count)
+            indices = range(first, min(count, first + batch_size - k))
+            places = slice(k, k + len(indices))
+            buffer.rand[places] = geometry.device_rand(self.seed, epoch, indices, NUM_RAND)
+            if self.train and self._spec.scale_jitter_prob > 0:
+                buffer.geometry_rand[places] = geometry.resize_geometry_rand(self.seed, epoch, indices).tolist()
+            k += len(indices)
 
     def load(
         self,
@@ -219,14 +261,15 @@ class SampleStream:
         transitions: Transitions,
         pending_read: PendingRead | None = None,
     ) -> SampleResult:
-        """Writes the sample of `position` into place k. Failures of images are in the result.
+        """Writes the pixels of the sample of `position` into place k, after `prepare` and before `write_annotations`.
+        Failures of images are in the result.
 
         pending_read: prefetched bytes that have arrived; used where they are of the image that is loaded. Any error
         that is not the image's is raised with its location: OutOfMemoryError, StorageError, or RuntimeError from the
         exception itself.
         """
         failures: list[tuple[int, Exception]] = []
-        buffer.encoded[k] = None
+        buffer.encoded[k] = buffer.placements[k] = None
         if self.train or position < len(self.image_indices):
             failed: set[int] = set()
             for image_index in self.candidate_images(position):
@@ -234,8 +277,8 @@ class SampleStream:
                     continue
                 try:
                     data = self._read(image_index, counters, transitions, pending_read)
-                    with _stage(counters, transitions, DECODING):
-                        self._write_sample(buffer, k, position, image_index, data, counters)
+                    with _Stage(counters, transitions, DECODING):
+                        self._write_pixels(buffer, k, image_index, data, counters)
                         counters.num_images += 1
                     return SampleResult(image_index, failures)
                 except (DataError, ObjectMissing) as error:
@@ -263,7 +306,7 @@ class SampleStream:
         """The encoded image, or the decoded one that the cache has."""
         if pending_read is not None and pending_read.image_index == image_index:
             return pending_read.future.result()
-        with _stage(counters, transitions, READ):
+        with _Stage(counters, transitions, READ):
             pixels = None if self._cache is None else self._cache.get(image_index)
             data = self.index.read(image_index) if pixels is None else b""
         counters.num_reads += 1
@@ -274,28 +317,22 @@ class SampleStream:
         counters.read_bytes += len(data)
         return data
 
-    def _write_sample(
-        self,
-        buffer: HostBatchBuffer,
-        k: int,
-        position: int,
-        image_index: int,
-        data: bytes | decode.Pixels,
-        counters: Counters,
+    def _write_pixels(
+        self, buffer: HostBatchBuffer, k: int, image_index: int, data: bytes | decode.Pixels, counters: Counters
     ) -> None:
         """data: the encoded image, or the pixels that the cache keeps; both give the same sample.
 
         With a cache the sample is made from the cached form: regions are of its pixels, and boxes are scaled to it.
         """
-        index, spec, path = self.index, self._spec, self.index.path(image_index)
-        annotated_size = (int(index.original_size[image_index, 0]), int(index.original_size[image_index, 1]))
-        original_size = annotated_size
+        index, path = self.index, self.index.path(image_index)
+        annotated_height, annotated_width = index.original_size[image_index].tolist()
+        original_size = annotated_height, annotated_width
         cached_pixels: decode.Pixels | None = None
         header: Header | None = None
         if isinstance(data, bytes):
-            header = parse_header(data, path).as_annotated(annotated_size)
+            header = parse_header(data, path).as_annotated(original_size)
+            _check_size(header.size, original_size, path)
             original_size = header.size
-            _check_size(original_size, annotated_size, path)
             if self._cache is not None and self._cache.shape(image_index) is not None:
                 cached_pixels = self._cache.decode(image_index, data, path, header)
                 self._cache.put(image_index, cached_pixels)
@@ -303,23 +340,7 @@ class SampleStream:
         else:
             cached_pixels = data
         source_size = original_size if cached_pixels is None else (cached_pixels.shape[0], cached_pixels.shape[1])
-        cache_scale = np.array((source_size[0] / original_size[0], source_size[1] / original_size[1]))
-        epoch, index_in_epoch = divmod(position, len(self.image_indices))
-        box_slice = slice(int(index.offsets[image_index]), int(index.offsets[image_index + 1]))
-        boxes = index.boxes[box_slice] * cache_scale[[1, 0, 1, 0]]
-        if self.train and spec.scale_jitter_prob > 0:
-            geom = geometry.sample_resize_geometry(
-                source_size,
-                spec.image_size,
-                spec.resize,
-                scale_jitter_prob=spec.scale_jitter_prob,
-                scale_range=spec.scale_range,
-                min_object_covered=spec.min_object_covered,
-                boxes=boxes[~index.crowd[box_slice]],
-                u=geometry.resize_geometry_rand(self.seed, epoch, index_in_epoch),
-            )
-        else:
-            geom = geometry.compute_resize_geometry(source_size, spec.image_size, spec.resize)
+        geom = self._resize_geometry(image_index, original_size, source_size, buffer.geometry_rand[k])
         height, width = geom.resized_size
         out = buffer.pixels[k, :height, :width]
         if self._defers_decode and isinstance(data, bytes) and header is not None and is_device_decodable(data, header):
@@ -331,31 +352,91 @@ class SampleStream:
             decode.decode_into(data, path, region=geom.region, out=out, header=header)
         if buffer.encoded[k] is None:
             buffer.pad(k, geom.resized_size)
-        buffer.boxes[k], buffer.labels[k], buffer.valid[k] = geometry.transform_boxes(
-            boxes, index.labels[box_slice], index.crowd[box_slice], geom, spec.max_boxes
+        buffer.placements[k] = Placement(image_index, *original_size, *source_size, *geom.region, height, width)
+
+    def _resize_geometry(
+        self, image_index: int, original_size: tuple[int, int], source_size: tuple[int, int], u: list[float]
+    ) -> geometry.ResizeGeometry:
+        """Raises ValueError for an image with more boxes than max_boxes, as none is dropped silently."""
+        index, spec = self.index, self._spec
+        first, end = int(index.offsets[image_index]), int(index.offsets[image_index + 1])
+        if end - first > spec.max_boxes:
+            raise ValueError(f"the image has {end - first} boxes, but max_boxes is {spec.max_boxes}")
+        if not u or u[0] >= spec.scale_jitter_prob:
+            return geometry.compute_resize_geometry(source_size, spec.image_size, spec.resize)
+        boxes: list[list[float]] = []
+        if spec.min_object_covered > 0:
+            box_array = index.boxes[first:end][~index.crowd[first:end]]
+            if source_size != original_size:
+                y_scale, x_scale = source_size[0] / original_size[0], source_size[1] / original_size[1]
+                box_array = box_array * np.array((x_scale, y_scale, x_scale, y_scale))
+            boxes = box_array.tolist()
+        return geometry.sample_resize_geometry(
+            source_size,
+            spec.image_size,
+            spec.resize,
+            scale_jitter_prob=spec.scale_jitter_prob,
+            scale_range=spec.scale_range,
+            min_object_covered=spec.min_object_covered,
+            boxes=boxes,
+            u=u,
         )
-        buffer.resized_size[k] = geom.resized_size
-        buffer.scale[k] = geom.scale * cache_scale
-        buffer.original_size[k] = original_size
-        buffer.image_index[k] = image_index
-        buffer.rand[k] = geometry.device_rand(self.seed, epoch, index_in_epoch, NUM_RAND)
+
+    def write_annotations(self, buffer: HostBatchBuffer, places: Iterable[int]) -> None:
+        """Writes all but the pixels of the samples that were loaded into `places`: boxes, sizes, image indices."""
+        index = self.index
+        loaded = [(k, placement) for k in places if (placement := buffer.placements[k]) is not None]
+        if not loaded:
+            return
+        at = np.array([k for k, _ in loaded])
+        rows = np.array([placement for _, placement in loaded], np.int64)
+        image_indices, original_size, source_size = rows[:, 0], rows[:, 1:3], rows[:, 3:5]
+        region, resized_size = rows[:, 5:9], rows[:, 9:11]
+        cache_scale = source_size / original_size
+
+        starts, ends = index.offsets[image_indices], index.offsets[image_indices + 1]
+        owner = np.repeat(np.arange(len(at)), ends - starts)
+        box_rows = np.arange(len(owner)) + (ends - (ends - starts).cumsum())[owner]
+        boxes, keep = geometry.transform_boxes(
+            index.boxes[box_rows] * cache_scale[:, (1, 0, 1, 0)][owner],
+            index.crowd[box_rows],
+            owner,
+            source_size,
+            region,
+            resized_size,
+        )
+        owner, box_rows = owner[keep], box_rows[keep]
+        num_boxes = np.bincount(owner, minlength=len(at))
+        column = np.arange(len(owner)) - (num_boxes.cumsum() - num_boxes)[owner]
+        buffer.boxes[at], buffer.labels[at] = 0, 0
+        buffer.boxes[at[owner], column] = boxes[keep]
+        buffer.labels[at[owner], column] = index.labels[box_rows]
+        buffer.valid[at] = np.arange(buffer.valid.shape[1]) < num_boxes[:, None]
+        buffer.resized_size[at], buffer.original_size[at] = resized_size, original_size
+        buffer.scale[at] = resized_size / (region[:, (3, 2)] - region[:, (1, 0)]) * cache_scale
+        buffer.image_index[at] = image_indices
 
 
-@contextlib.contextmanager
-def _stage(counters: Counters, transitions: Transitions, stage: str) -> Iterator[None]:
+class _Stage:
     """Counts the time inside as READ or DECODING of a sample."""
-    start_s = time.perf_counter()
-    counters.current_stage = stage, start_s
-    transitions.append((start_s, stage))
-    try:
-        yield
-    finally:
-        duration_s = time.perf_counter() - start_s
-        if stage == READ:
-            counters.read_s += duration_s
+
+    def __init__(self, counters: Counters, transitions: Transitions, stage: str) -> None:
+        self._counters, self._transitions, self._stage = counters, transitions, stage
+
+    def __enter__(self) -> None:
+        self._start_s = time.perf_counter()
+        self._counters.current_stage = self._stage, self._start_s
+        self._transitions.append((self._start_s, self._stage))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        duration_s = time.perf_counter() - self._start_s
+        if self._stage == READ:
+            self._counters.read_s += duration_s
         else:
-            counters.decode_s += duration_s
-        counters.current_stage = None
+            self._counters.decode_s += duration_s
+        self._counters.current_stage = None
 
 
 def _check_size(header_size: tuple[int, int], annotated_size: tuple[int, int], path: Path) -> None:

@@ -20,8 +20,11 @@ class BatchTask:
         self.global_start, self.start, self.buffer = global_start, start, buffer
         self.results: list[SampleResult | BaseException | None] = [None] * batch_size
         self.transitions: list[Transitions] = [[] for _ in range(batch_size)]
+        self.num_loading = batch_size
+        """Samples whose pixels are not loaded yet."""
         self.num_missing = batch_size
-        """Samples that are not loaded yet, plus one while the device decoder has not finished the batch."""
+        """The same, plus one while their annotations are written, plus one while the device decoder has not finished
+        the batch."""
         self.reloaded: list[int] = []
         """Places that were loaded again after the device decoder had finished."""
         self.device_images: tuple[Tensor, ReadyEvent] | None = None

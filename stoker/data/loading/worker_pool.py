@@ -117,9 +117,20 @@ class WorkerPool:
             batch_task.transitions[k].append((time.perf_counter(), DONE))
             with self.batch_done:
                 batch_task.results[k] = result
-                batch_task.num_missing -= 1
-                if batch_task.num_missing <= 1:
-                    self.batch_done.notify_all()
+                batch_task.num_loading -= 1
+                if batch_task.num_loading:
+                    batch_task.num_missing -= 1
+                    continue
+            self._finish_batch(batch_task)  # this was its last sample
+
+    def _finish_batch(self, batch_task: BatchTask) -> None:
+        try:
+            self._samples.write_annotations(batch_task.buffer, range(len(batch_task.results)))
+        except BaseException as error:  # noqa: BLE001  (as above)
+            batch_task.results[0] = error
+        with self.batch_done:
+            batch_task.num_missing -= 1
+            self.batch_done.notify_all()
 
     def _run_device_decoder(self, decode_on_device: Callable[[BatchTask, Counters], None]) -> None:
         """The thread of the device decoder: one batch after the other, once its samples are loaded."""
