@@ -1,9 +1,9 @@
 """A fake accelerator: whole training steps, mixed precision included, on a machine that has none.
 
-Tensors on the device "fakegpu" have shapes, types and strides but no memory, so a step at full size takes seconds. Two
-things are proved with it: a step that reads a value of the device cannot run, since there are no values; and the peak
-of the memory that a step's tensors take can be counted. What is not modelled: a driver's context, cuDNN's workspace,
-fragmentation of the allocator, and the time anything takes.
+Tensors on the device "fakegpu" have shapes, types and strides but no memory, so a step at full size takes seconds.
+Three things are shown with it. A step that reads a value of the device cannot run, since there are no values. The peak
+of the memory that a step's tensors take can be counted, and so can the operators that it issues. What is not modelled:
+a driver's context, cuDNN's workspace, fragmentation of the allocator, and the time anything takes.
 
 It stands on private API of torch (a back-end written in Python for PrivateUse1, fake tensors), and it changes the whole
 process. So it runs in a process of its own, which prints a line of JSON for each trial:
@@ -26,6 +26,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 from stoker.config.settings import DataSettings, ModelSettings, OptimSettings
@@ -49,6 +50,9 @@ PROMOTE = ("addcmul", "cat", "stack")
 AUGMENTATIONS = DataSettings(hflip=0.5, brightness=0.2, contrast=0.2, saturation=0.2, hue=0.1, mosaic=0.5)
 """All of them, in every trial."""
 
+MEMORY_BYTES = 141 * 10**9
+"""What the fake device says it has, as an H200. The blocks of losses and matchers depend on it."""
+
 GRANULE = 512
 """Bytes that CUDA's caching allocator rounds every block up to."""
 
@@ -69,7 +73,8 @@ class Trial:
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     optimizer: Literal["sgd", "adamw"] = "sgd"
-    fused: bool = False
+    fused: bool = True
+    """Whether the optimizer is one operator, as on CUDA, or a sequence of foreach operators."""
     steps: int = 2
     average: bool = False
     """Whether averaged weights lie on the device too, as they do in a run."""
@@ -88,6 +93,8 @@ class Outcome:
     peak_operator: str
     by_type: dict[str, int]
     """Bytes alive at the peak by the tensors' type."""
+    operators: dict[str, int]
+    """Operators of the last step by phase, as `OperatorCounts` counts them."""
     flop: float | None
     """Where asked for: products and sums of convolutions and matrices of a step, both ways, per image."""
 
@@ -111,7 +118,8 @@ _libraries: list[torch.library.Library] = []  # what they register lives as long
 def install() -> None:
     """Registers the device with this process: back-end, its autocast, a fall-through for everything else."""
     try:
-        from torch.utils import backend_registration
+        from torch._subclasses import FakeTensor
+        from torch.utils import _foreach_utils, backend_registration
 
         class Backend(backend_registration._DummyBackendModule):
             def get_amp_supported_dtype(self) -> list[torch.dtype]:
@@ -125,8 +133,24 @@ def install() -> None:
         others = torch.library.Library("_", "IMPL")
         others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
         _libraries.extend((operators, others))
+        _libraries.append(_fused_optimizers_without_values())
+        # As for plain tensors on CUDA: the norm of all gradients is one operator.
+        _foreach_utils._foreach_supported_types.append(FakeTensor)
+        torch.accelerator.get_memory_info = lambda _device: (MEMORY_BYTES, MEMORY_BYTES)
     except Exception as error:
         raise FakeAcceleratorBroken(f"torch {torch.__version__}: {error!r}") from error
+
+
+FUSED_OPTIMIZERS = ("_fused_sgd_", "_fused_sgd_.tensor_lr", "_fused_adamw_", "_fused_adamw_.tensor_lr")
+
+
+def _fused_optimizers_without_values() -> torch.library.Library:
+    """The shapes of the fused optimizers where torch has none: they return nothing and change no shape."""
+    library = torch.library.Library("aten", "IMPL", "Meta")
+    for name in FUSED_OPTIMIZERS:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
+            library.impl(name, lambda *_args, **_kwargs: None)
+    return library
 
 
 def _autocast(library: torch.library.Library, name: str, cast: Callable[[Any], Any]) -> None:
@@ -245,6 +269,52 @@ class PeakMemory(PeakMemoryMode):
             self.by_type[dtype] = self.by_type.get(dtype, 0) + nbytes
 
 
+Phase = Literal["augmentation", "forward", "loss", "backward", "optimizer"]
+
+
+class OperatorCounts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own bases are untyped
+    """Counts the operators of a step that issue work, by phase: all but views, metadata and new memory without values.
+    A `_foreach_` operator is one.
+
+    The backward pass of matching and loss belongs to "loss": it is over when the gradient of an output is ready.
+    "optimizer" includes the norm of the gradients and the accumulated losses.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.phase: Phase = "augmentation"
+        self.by_phase: dict[str, int] = {}
+        self.by_name: dict[tuple[str, str], int] = {}
+        """(phase, operator) → count."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "aten" and not func.is_view and "empty" not in func.__name__:
+            self.by_phase[self.phase] = self.by_phase.get(self.phase, 0) + 1
+            key = self.phase, str(func).removeprefix("aten.")
+            self.by_name[key] = self.by_name.get(key, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+    def enter(self, phase: Phase) -> None:
+        self.phase = phase
+
+    def watch(self, model: nn.Module) -> None:
+        """Makes the model tell when its forward pass and its loss begin."""
+        forward, loss = model.forward, model.loss
+
+        def counted_forward(images: Tensor) -> Any:
+            self.enter("forward")
+            return forward(images)
+
+        def counted_loss(outputs: Any, batch: Batch) -> dict[str, Tensor]:
+            self.enter("loss")
+            for leaf in _pytree.tree_leaves(outputs):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(lambda _: self.enter("backward"))
+            return loss(outputs, batch)
+
+        model.forward, model.loss = counted_forward, counted_loss  # type: ignore[method-assign,assignment]
+
+
 def fake_batch(trial: Trial) -> Batch:
     """A batch of the trial's shapes on the fake device; to be called inside `fake_tensors`."""
     b, m, (h, w) = trial.batch, trial.slots, trial.image_size
@@ -266,8 +336,7 @@ def fake_batch(trial: Trial) -> Batch:
 
 
 def make_stepper(trial: Trial, model: nn.Module) -> OptimizerStep[nn.Module]:
-    """The project's own step: fused AdamW where the trial says so, else foreach. Fused SGD does not run on fakes, and
-    the copy that averages weights cannot be made of them."""
+    """The project's own step, without averaged weights: their copy cannot be made of fakes."""
     others = optim.FUSED_DEVICE_TYPES - {DEVICE}  # an earlier trial of this process may have been fused
     optim.FUSED_DEVICE_TYPES = others | {DEVICE} if trial.fused else others
     settings = OptimSettings(
@@ -285,7 +354,9 @@ def try_step(trial: Trial) -> Outcome:
     """Runs the trial in this process, which `install` was called in."""
     settings = ModelSettings(**{**MODELS[trial.model].defaults, "model": trial.model, **trial.settings})
     model: nn.Module = _oracle(trial) if trial.oracle else build(settings, trial.classes)
-    memory = PeakMemory()
+    memory, counts = PeakMemory(), OperatorCounts()
+    if not trial.oracle:
+        counts.watch(model)
     with fake_tensors():
         to_fake(model).train()
         batch = fake_batch(trial)
@@ -296,20 +367,27 @@ def try_step(trial: Trial) -> Outcome:
         for tensor in average:
             memory.add(tensor)
         with memory:
-            error = _steps(trial, model, batch, stepper)
+            error = _steps(trial, model, batch, stepper, counts)
         flop = None
         if trial.flop and error is None:
             with FlopCounterMode(display=False, custom_mapping=FLOP) as counter:
-                error = _steps(dataclasses.replace(trial, steps=1), model, batch, stepper)
+                error = _steps(dataclasses.replace(trial, steps=1), model, batch, stepper, counts)
             flop = counter.get_total_flops() / trial.batch
-    return Outcome(error, memory.peak_bytes, memory.current_bytes, memory.peak_operator, memory.by_type, flop)
+    peak = memory.peak_bytes, memory.current_bytes, memory.peak_operator, memory.by_type
+    return Outcome(error, *peak, counts.by_phase, flop)
 
 
-def _steps(trial: Trial, model: nn.Module, batch: Batch, stepper: OptimizerStep[nn.Module]) -> str | None:
+def _steps(
+    trial: Trial, model: nn.Module, batch: Batch, stepper: OptimizerStep[nn.Module], counts: OperatorCounts
+) -> str | None:
+    """Takes the trial's steps. Counts the operators of the last one, when the anchors and the optimizer's state are
+    there."""
     meter = optim.LossAccumulator(Device(torch.device(DEVICE)), max_skipped_steps=3)
     try:
         for step in range(trial.steps):
-            with ForbidHostSync():
+            is_last = step == trial.steps - 1
+            with ForbidHostSync(), counts if is_last else contextlib.nullcontext():
+                counts.enter("augmentation")
                 if trial.oracle:
                     with autocast(trial.precision):
                         losses = _oracle_losses(model, batch)
@@ -319,6 +397,7 @@ def _steps(trial: Trial, model: nn.Module, batch: Batch, stepper: OptimizerStep[
                     losses = forward_backward(
                         make_loss_fn(model, compile=False), stepper, augmented, 1, autocast(trial.precision)
                     )  # type: ignore[arg-type]
+                counts.enter("optimizer")
                 norm, bad = stepper.step(0.01, step)
                 meter.add(losses, norm, bad, step)
                 del losses

@@ -8,6 +8,7 @@ Telemetry from the driver is in `profiling/telemetry/gpu.py`.
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import os
 import platform
 import time
@@ -22,9 +23,15 @@ from torch import Tensor
 from stoker.errors import OutOfMemoryError, PreflightError
 from stoker.hardware.cgroup import host_memory
 
-CPU_BLOCK_SIZE, ACCELERATOR_BLOCK_SIZE = 2**19, 2**23
-"""Elements that a loss or a matcher processes at once, where all of them would be gigabytes: on a CPU as many as fit in
-a core's cache with their temporaries (measured: LOG.md, "The step on a CPU"), on an accelerator 32 MiB of fp32."""
+CPU_BLOCK_SIZE = 2**19
+"""Elements that a loss or a matcher processes at once on a CPU: as many as fit in a core's cache with their temporaries
+(measured: LOG.md, "The step on a CPU")."""
+MIN_ACCELERATOR_BLOCK_SIZE, MAX_ACCELERATOR_BLOCK_SIZE = 2**23, 2**30
+"""The same on an accelerator, where every block costs the host some hundred launches: see `block_size`."""
+BLOCK_MEMORY_FRACTION = 1 / 8
+"""Fraction of an accelerator's memory that the temporaries of a block may take."""
+BLOCK_BYTES_PER_ELEMENT = 24
+"""Bytes of temporaries per element of a block: at most six fp32 tensors of its size live at once."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -285,8 +292,23 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 def block_size(tensor: Tensor) -> int:
-    """CPU_BLOCK_SIZE or ACCELERATOR_BLOCK_SIZE, by the device of `tensor`."""
-    return CPU_BLOCK_SIZE if tensor.device.type == "cpu" else ACCELERATOR_BLOCK_SIZE
+    """Elements that a loss or a matcher processes at once, where all of them would be gigabytes, on the device of
+    `tensor`. On an accelerator it depends on the memory that the device has, not on what is free now: so a resumed run
+    issues the same operators. Constant for torch.compile."""
+    if tensor.device.type == "cpu":
+        return CPU_BLOCK_SIZE
+    return MAX_ACCELERATOR_BLOCK_SIZE if tensor.is_meta else _accelerator_block_size(tensor.device)
+
+
+@functools.cache
+def _accelerator_block_size(device: torch.device) -> int:
+    _, total_bytes = torch.accelerator.get_memory_info(device)
+    elements = int(total_bytes * BLOCK_MEMORY_FRACTION / BLOCK_BYTES_PER_ELEMENT)
+    return min(max(elements, MIN_ACCELERATOR_BLOCK_SIZE), MAX_ACCELERATOR_BLOCK_SIZE)
+
+
+# What torch.compiler.assume_constant_result does, without importing torch._dynamo at every start.
+_accelerator_block_size._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 TESTED_DEVICES = frozenset({"cuda"})

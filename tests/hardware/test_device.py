@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from stoker.hardware.device import ACCELERATOR_BLOCK_SIZE, CPU_BLOCK_SIZE, Device, block_size
+from stoker.hardware.device import Device, _accelerator_block_size, block_size
 from stoker.profiling.ledger import Ledger
 
 FAULTS = """
@@ -46,13 +46,17 @@ def test_freed_memory_is_kept_for_the_next_step():
     assert faults("keep") < given_back / 2
 
 
-def test_blocks_are_smaller_on_a_cpu():
-    assert (
-        block_size(torch.zeros(1))
-        == CPU_BLOCK_SIZE
-        < ACCELERATOR_BLOCK_SIZE
-        == block_size(torch.zeros(1, device="meta"))
-    )
+def test_blocks_depend_on_the_memory_of_an_accelerator(monkeypatch: pytest.MonkeyPatch):
+    elements = {}
+    for gigabytes in (1, 24, 80, 141, 1000):
+        monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda _, size=gigabytes: (0, size * 10**9))
+        elements[gigabytes] = _accelerator_block_size.__wrapped__(torch.device("cuda"))
+    assert elements[1] == 2**23
+    assert elements[1000] == 2**30
+    for gigabytes in (24, 80, 141):  # six fp32 numbers for each element
+        assert elements[gigabytes] * 6 * 4 == pytest.approx(gigabytes * 10**9 / 8)
+    assert block_size(torch.zeros(1)) < 2**23
+    assert block_size(torch.zeros(1, device="meta")) == 2**30
 
 
 class LateDevice:

@@ -81,10 +81,11 @@ def area(boxes: Tensor) -> Tensor:
 def iou(boxes: Tensor, anchors: Tensor) -> Tensor:
     """IoU of each of `boxes` [..., M, 4] with each of `anchors`, [A, 4] or [..., A, 4]: [..., M, A], 0 … 1."""
     first, second = boxes[..., :, None, :], anchors[..., None, :, :]
-    width = torch.minimum(first[..., 2], second[..., 2]) - torch.maximum(first[..., 0], second[..., 0])
-    height = torch.minimum(first[..., 3], second[..., 3]) - torch.maximum(first[..., 1], second[..., 1])
-    intersection = width.clamp(min=0) * height.clamp(min=0)
-    return intersection / (area(boxes)[..., :, None] + area(anchors)[..., None, :] - intersection)
+    width = torch.minimum(first[..., 2], second[..., 2]).sub_(torch.maximum(first[..., 0], second[..., 0]))
+    height = torch.minimum(first[..., 3], second[..., 3]).sub_(torch.maximum(first[..., 1], second[..., 1]))
+    intersection = width.clamp_(min=0).mul_(height.clamp_(min=0))
+    union = (area(boxes)[..., :, None] + area(anchors)[..., None, :]).sub_(intersection)
+    return intersection.div_(union)
 
 
 def giou(first: Tensor, second: Tensor) -> Tensor:

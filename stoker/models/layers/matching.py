@@ -67,13 +67,14 @@ def _match(
     is_best_for_gt = torch.zeros(shape, dtype=torch.bool, device=boxes.device)
     for start in range(0, boxes.shape[1], boxes_per_block):
         block_valid = valid[:, start : start + boxes_per_block, None]
-        overlap = iou(boxes[:, start : start + boxes_per_block], anchors).masked_fill(~block_valid, -1.0)
+        overlap = iou(boxes[:, start : start + boxes_per_block], anchors).masked_fill_(~block_valid, -1.0)
         best_overlap, gt_index = overlap.max(dim=1)
         better = best_overlap > best_iou  # strictly, so that the first of equal boxes keeps the anchor
         best_gt = torch.where(better, gt_index + start, best_gt)
         best_iou = torch.where(better, best_overlap, best_iou)
         max_overlap = overlap.amax(dim=2, keepdim=True)
-        is_best_for_gt |= ((overlap == max_overlap) & (max_overlap > 0)).any(dim=1)
+        max_overlap = max_overlap.masked_fill(max_overlap <= 0, torch.inf)  # no anchor is the best for this box
+        is_best_for_gt |= (overlap == max_overlap).any(dim=1)
     by_threshold = torch.where(best_iou < fg_iou_thresh, IGNORED, best_gt)
     by_threshold = torch.where(best_iou < bg_iou_thresh, BACKGROUND, by_threshold)
     return torch.where(is_best_for_gt, best_gt, by_threshold)
