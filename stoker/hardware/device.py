@@ -101,9 +101,11 @@ class Device:
         """(precision, reason): the fastest precision with which training is stable on this device."""
         if self.is_cpu:
             bf16_flags = sorted({"avx512_bf16", "amx_bf16"}.intersection((_cpuinfo("flags") or "").split()))
-            if bf16_flags:
-                return "bf16", f"the CPU has bf16 arithmetic ({', '.join(bf16_flags)})"
-            return "fp32", "the CPU has no fast bf16 (no avx512_bf16, no amx_bf16)"
+            if not bf16_flags:
+                return "fp32", "the CPU has no fast bf16 (no avx512_bf16, no amx_bf16)"
+            if limit := _instruction_set_limit():
+                return "fp32", f"bf16 would be emulated: {limit}"
+            return "bf16", f"the CPU has bf16 arithmetic ({', '.join(bf16_flags)})"
         if self.kind == "cuda":
             if torch.cuda.is_bf16_supported(including_emulation=False):
                 return "bf16", "the GPU has bf16 arithmetic; its range needs no loss scaling"
@@ -380,6 +382,20 @@ def out_of_memory_as_error(activity: str) -> Iterator[None]:
             cause=str(error).splitlines()[0] if str(error) else None,
             fix="a smaller --batch-size or --image-size, or --grad-accum-steps 2",
         ) from error
+
+
+_ISA_WITHOUT_BF16 = frozenset({"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"})
+"""Values of ONEDNN_MAX_CPU_ISA (oneDNN's "CPU Dispatcher Control") that leave no instructions for bf16 products."""
+
+
+def _instruction_set_limit() -> str | None:
+    """What keeps torch from the bf16 instructions that the CPU has, or None. /proc/cpuinfo shows the CPU, not this."""
+    limits = {name: os.environ.get(name, "") for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")}
+    for name, value in limits.items():
+        if value.upper() in _ISA_WITHOUT_BF16:
+            return f"{name}={value}"
+    capability = torch.backends.cpu.get_cpu_capability()
+    return None if capability.startswith(("AVX512", "AVX10")) else f"torch uses {capability} instructions"
 
 
 def _cpuinfo(key: str) -> str | None:

@@ -59,6 +59,30 @@ def test_blocks_depend_on_the_memory_of_an_accelerator(monkeypatch: pytest.Monke
     assert block_size(torch.zeros(1, device="meta")) == 2**30
 
 
+@pytest.mark.parametrize(
+    ("flags", "capability", "limit", "precision"),
+    [
+        ("avx2 avx512f avx512_bf16", "AVX512", {}, "bf16"),
+        ("avx2 avx512f amx_bf16", "AVX512", {"ONEDNN_MAX_CPU_ISA": "ALL"}, "bf16"),
+        ("avx2 avx512f amx_bf16", "AVX512", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX"}, "bf16"),
+        ("avx2 avx512f amx_bf16", "AVX512", {"ONEDNN_MAX_CPU_ISA": "avx2"}, "fp32"),
+        ("avx2 avx512f amx_bf16", "AVX512", {"DNNL_MAX_CPU_ISA": "AVX512_CORE_VNNI"}, "fp32"),
+        ("avx2 avx512f amx_bf16", "AVX2", {}, "fp32"),
+        ("avx2 avx512f", "AVX512", {}, "fp32"),
+    ],
+)
+def test_precision_on_a_cpu_is_that_of_the_instructions_torch_may_use(
+    monkeypatch: pytest.MonkeyPatch, flags: str, capability: str, limit: dict[str, str], precision: str
+):
+    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in limit.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("stoker.hardware.device._cpuinfo", {"flags": flags}.get)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert Device(torch.device("cpu")).best_precision()[0] == precision
+
+
 class LateDevice:
     """In torch's place: an accelerator that does what it was given late, and on which a host wait raises.
 
