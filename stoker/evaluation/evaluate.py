@@ -2,16 +2,17 @@
 
 `detect` runs the model, `compute_metrics` scores (`coco.py`), `evaluate` does both; `build_evaluation` adds the error
 analysis (`error_analysis.py`) for evaluation.json. Detections are copied by a side stream and read one batch later, so
-the host does not wait for the batch that it has just issued. Named host syncs: "detections", and "nms" in the model's
-`decode`. With several ranks, each evaluates its part of the images (`Loader`'s rank and world_size); the concatenated
-detections, in any order, give the same score. Images without annotations: `inference/predict.py`.
+the host does not wait for the batch that it has just issued. Named host syncs: "detections", and "nms": on a CPU in the
+model's `decode`, on an accelerator for images whose NMS in rounds was not exact. With several ranks, each evaluates its
+part of the images (`Loader`'s rank and world_size); the concatenated detections, in any order, give the same score.
+Images without annotations: `inference/predict.py`.
 """
 
 import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -49,7 +50,7 @@ from stoker.evaluation.metrics import Detections, GroundTruth, Metrics
 from stoker.hardware.device import Device, ReadyEvent
 from stoker.hardware.host_sync import allow_host_sync
 from stoker.inference.draw import ImageWithBoxes
-from stoker.models.layers.postprocess import DetectorProtocol
+from stoker.models.layers.postprocess import DetectorProtocol, ExactnessCheck
 
 SCORE_THRESHOLD = 0.05
 """Minimum score of a detection: torchvision's default (RetinaNet.score_thresh), also of its published COCO metrics."""
@@ -162,7 +163,7 @@ def detect_batches(
     Afterwards every module of the model is in its previous mode (training or evaluation).
     """
     stream = device.make_stream()
-    pending: tuple[list[Tensor], ReadyEvent] | None = None
+    pending: _PendingDetections | None = None
     with in_eval_mode(model):
         for batch in batches:
             # no_grad, not inference_mode: tensors cached here (anchors) are used in the next training step
@@ -175,14 +176,24 @@ def detect_batches(
                     score_threshold=score_threshold,
                     iou_threshold=iou_threshold,
                 )
-            issued = stream.to_host(
-                (detections.boxes, detections.scores, detections.labels, detections.valid, batch.image_index)
-            )
+            copied = [detections.boxes, detections.scores, detections.labels, detections.valid, batch.image_index]
+            if detections.check is not None:
+                copied.append(detections.check.is_exact)
+            issued = _PendingDetections(*stream.to_host(copied), detections.check)
             if pending is not None:
-                yield _read_detections(*pending)
+                yield _read_detections(pending)
             pending = issued
     if pending is not None:
-        yield _read_detections(*pending)
+        yield _read_detections(pending)
+
+
+class _PendingDetections(NamedTuple):
+    """The detections of a batch, on their way to the host."""
+
+    tensors: list[Tensor]
+    """The four columns of `BatchDetections`, `Batch.image_index`, and `is_exact` of the check if there is one."""
+    ready: ReadyEvent
+    check: ExactnessCheck | None
 
 
 @contextlib.contextmanager
@@ -197,11 +208,19 @@ def in_eval_mode(model: nn.Module | DetectorProtocol) -> Iterator[None]:
             module.training = training
 
 
-def _read_detections(tensors: list[Tensor], ready: ReadyEvent) -> Detections:
+def _read_detections(pending: _PendingDetections) -> Detections:
     """The detections of one batch, after its copies have arrived."""
     with allow_host_sync("detections"):  # of the batch before the current one
-        ready.synchronize()
-        boxes, scores, labels, valid, image_index = (tensor.numpy() for tensor in tensors)
+        pending.ready.synchronize()
+        boxes, scores, labels, valid, image_index, *is_exact = (tensor.numpy() for tensor in pending.tensors)
+    if pending.check is not None and not is_exact[0].all():
+        images = np.flatnonzero(~is_exact[0]).tolist()
+        repeated = pending.check.repeat(images)
+        with allow_host_sync("nms"):
+            for column, values in (
+                (boxes, repeated.boxes), (scores, repeated.scores), (labels, repeated.labels), (valid, repeated.valid)
+            ):  # fmt: skip
+                column[images] = values.cpu().numpy()
     valid = valid & (image_index >= 0)[:, None]
     return Detections(
         image_index=np.broadcast_to(image_index[:, None], valid.shape)[valid].astype(np.int64),

@@ -34,7 +34,7 @@ from stoker.evaluation.evaluate import (
 from stoker.evaluation.metrics import COCO_SUMMARY, Detections, Metrics, empty_detections
 from stoker.hardware.device import Device
 from stoker.hardware.host_sync import ForbidHostSync, HostSyncError
-from stoker.models import build, get_architecture
+from stoker.models import BatchDetections, build, get_architecture
 from tests.drawn import draw
 
 CPU = Device(torch.device("cpu"))
@@ -328,13 +328,6 @@ def test_scoring_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr() == ("", "")
 
 
-class Measured(NamedTuple):
-    boxes: Tensor
-    scores: Tensor
-    labels: Tensor
-    valid: Tensor
-
-
 class Painter(nn.Module):
     """A double of a detector: finds the box that the image's first pixels spell, in one of three slots."""
 
@@ -353,14 +346,14 @@ class Painter(nn.Module):
         return images[:, 0, 0, :4].float()
 
     def decode(self, raw: Tensor, resized_size: Tensor, scale: Tensor, size: Tensor, *, score_threshold: float,
-               iou_threshold: float) -> Measured:  # fmt: skip
+               iou_threshold: float) -> BatchDetections:  # fmt: skip
         assert resized_size.shape == size.shape == (len(raw), 2)
         self.requested = (score_threshold, iou_threshold)
         yx = scale.flip(1).repeat(1, 2)
         boxes = torch.stack([raw / yx, raw / yx + 500, raw * 0], dim=1)
         scores = torch.tensor([0.9, 0.8, 0.0]).expand(len(raw), 3)
         valid = torch.tensor([True, False, False]).expand(len(raw), 3)
-        return Measured(boxes, scores, torch.zeros(len(raw), 3, dtype=torch.int64), valid)
+        return BatchDetections(boxes, scores, torch.zeros(len(raw), 3, dtype=torch.int64), valid)
 
 
 def batch(rows: list[int], boxes: list[list[int]], scale: float = 0.5) -> Batch:

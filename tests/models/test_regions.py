@@ -11,8 +11,9 @@ from torchvision.ops import MultiScaleRoIAlign, nms
 from stoker.models.faster_rcnn import roi_heads, rpn
 from stoker.models.faster_rcnn.faster_rcnn import FasterRCNN
 from stoker.models.faster_rcnn.roi_heads import sample_rois
-from stoker.models.faster_rcnn.rpn import NMS_ROUNDS, Proposals, RPNOutputs, fixed_point_nms, propose
+from stoker.models.faster_rcnn.rpn import Proposals, RPNOutputs, propose
 from stoker.models.layers import postprocess
+from stoker.models.layers.nms import NMS_ROUNDS, fixed_point_nms
 from stoker.models.layers.roi_align import assign_fpn_level, multiscale_roi_align, roi_align_each_level
 from stoker.models.layers.sampling import KEY_RANGE, random_keys, sample_balanced
 

@@ -19,7 +19,6 @@ from stoker.models.backbones import BackboneWithFPN, build_backbone_with_fpn
 from stoker.models.detector import ClassHeadSpec, Detector
 from stoker.models.faster_rcnn.roi_heads import RoIHead, decode_class_boxes, roi_loss, sample_rois
 from stoker.models.faster_rcnn.rpn import (
-    NMS_ROUNDS,
     RegionProposalNetwork,
     RPNOutputs,
     propose,
@@ -28,6 +27,7 @@ from stoker.models.faster_rcnn.rpn import (
 )
 from stoker.models.layers.boxes import clip
 from stoker.models.layers.losses import at_least_fp32
+from stoker.models.layers.nms import NMS_ROUNDS
 from stoker.models.layers.postprocess import Candidates
 from stoker.models.layers.roi_align import multiscale_roi_align
 from stoker.models.layers.sampling import batched_gather

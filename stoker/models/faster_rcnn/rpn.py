@@ -1,8 +1,7 @@
 """The first stage of Faster R-CNN (arXiv 1506.01497): the region proposal network, its proposals, its losses.
 
-Everything has fixed shapes and needs no host sync, also NMS: `fixed_point_nms` computes the result of greedy NMS as the
-fixed point of a rule, in a fixed number of rounds. With torchvision's weights, losses and proposals equal those of its
-RegionProposalNetwork, and so do the names in `state_dict`.
+Everything has fixed shapes and needs no host sync, also NMS (`layers/nms.py`). With torchvision's weights, losses and
+proposals equal those of its RegionProposalNetwork, and so do the names in `state_dict`.
 """
 
 from collections.abc import Sequence
@@ -13,24 +12,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stoker.models.layers.anchors import AnchorGenerator
-from stoker.models.layers.boxes import cell_anchors, clip, decode, encode, iou
+from stoker.models.layers.boxes import cell_anchors, clip, decode, encode
 from stoker.models.layers.matching import BACKGROUND, match_anchors
+from stoker.models.layers.nms import MAX_PAIRS, fixed_point_nms
 from stoker.models.layers.sampling import batched_gather, random_keys, sample_balanced
 
 NMS_THRESH = 0.7
 """NMS threshold of the proposals of a level (section 3.3)."""
-NMS_ROUNDS = 32
-"""Rounds of `fixed_point_nms`. It needs one per link of the longest chain of boxes in which each decides about the next
-one, and one to detect convergence: 10 for 2,000 boxes around 20 objects. Even, so that without convergence too many
-boxes stay rather than too few."""
 MIN_BOX_PX = 1e-3
 """Proposals with a shorter side are dropped (torchvision)."""
 SAMPLES_PER_IMAGE, MAX_POSITIVES_PER_IMAGE = 256, 128
 """Anchors of an image in the loss, and at most so many positive ones (section 3.1.3)."""
 SMOOTH_L1_BETA = 1 / 9
 """Where the smooth L1 loss changes from quadratic to linear (torchvision, Detectron)."""
-MAX_PAIRS = 2**25
-"""IoUs that are computed at once: 128 MiB in fp32; about four such tensors exist at the same time."""
 
 
 class RPNOutputs(NamedTuple):
@@ -132,24 +126,6 @@ def propose(
     valid = score > -torch.inf
     best = torch.where(valid[..., None], batched_gather(torch.cat(boxes, dim=1), index), 0.0)
     return Proposals(best, valid, torch.stack(unconverged).any(0))
-
-
-def fixed_point_nms(
-    boxes: Tensor, eligible: Tensor, *, iou_threshold: float, num_rounds: int = NMS_ROUNDS
-) -> tuple[Tensor, Tensor]:
-    """Greedy NMS of the `eligible` ones (bool [B, K]) of boxes [B, K, 4], best first, in fixed shapes: (kept: bool
-    [B, K], converged: bool [B]).
-
-    The result of greedy NMS is the only fixed point of this rule: a box is kept if no better kept box has an IoU above
-    `iou_threshold` with it. Starting with "all kept", each round is right for one more link of every chain of boxes.
-    After an even number of rounds, the kept boxes include those of greedy NMS; after an odd number, they are included.
-    """
-    suppresses = (iou(boxes, boxes) > iou_threshold).triu(1).to(boxes.dtype)  # [B, K, K]: row suppresses column
-    previous = keep = eligible
-    for _ in range(num_rounds):
-        previous = keep
-        keep = eligible & (torch.bmm(previous[:, None].to(boxes.dtype), suppresses)[:, 0] == 0)
-    return keep, (keep == previous).all(1)
 
 
 def propose_in_groups(

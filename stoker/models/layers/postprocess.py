@@ -1,25 +1,30 @@
 """From dense predictions to detections: best candidates, NMS, a fixed number of detections.
 
-Everything has fixed shapes except NMS itself; the host must know the length of its result. That host sync has the name
-"nms".
+Everything has fixed shapes except torchvision's NMS; the host must know the length of its result. That host sync has
+the name "nms". On an accelerator, NMS in rounds (`nms.py`) takes its place, without a host sync and for whole batches;
+for the rare image for which that is not exact, torchvision's NMS repeats it when the host reads the detections
+(`ExactnessCheck`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torchvision.ops import batched_nms
 
 from stoker.hardware.host_sync import allow_host_sync
 from stoker.models.layers.boxes import clip, decode
 from stoker.models.layers.losses import at_least_fp32
+from stoker.models.layers.nms import MAX_PAIRS, fixed_point_nms, largest_float32
 
 PRE_NMS_TOP_N = 1000
 """Boxes of a pyramid level before NMS: torchvision's default (RetinaNet.topk_candidates)."""
 MAX_DETECTIONS = 100
 """Boxes of an image after NMS: COCO's maxDets, and torchvision's default for Faster R-CNN."""
+MAX_NMS_BOXES = 1024
+"""Best boxes of an image, of all levels, that NMS in rounds compares; IoUs grow with their square. If more of them are
+above the score threshold and fewer than MAX_DETECTIONS are left, the image is repeated by torchvision's NMS."""
 
 
 class BatchDetections(NamedTuple):
@@ -33,6 +38,17 @@ class BatchDetections(NamedTuple):
     """int64 [B, K], 0 … C-1; zero where not valid."""
     valid: Tensor
     """bool [B, K]; the valid ones come first."""
+    check: "ExactnessCheck | None" = None
+    """None if the detections are exact for certain."""
+
+
+class ExactnessCheck(NamedTuple):
+    """Tells, once the host reads it, for which images NMS in rounds was not exact, and repeats NMS for them."""
+
+    is_exact: Tensor
+    """bool [B]"""
+    repeat: Callable[[list[int]], BatchDetections]
+    """The detections of these images by torchvision's NMS. Synchronizes, as "nms"."""
 
 
 class DetectorProtocol(Protocol):
@@ -131,9 +147,45 @@ def clip_and_filter(
 def nms_per_class(candidates: Candidates, *, iou_threshold: float, max_detections: int) -> BatchDetections:
     """NMS within each class of each image; the best `max_detections` of the remaining boxes, best first.
 
-    Of two boxes of a class with an IoU above `iou_threshold`, the better one stays. Synchronizes, as "nms". The boxes
-    stay in pixels of the model input.
+    Of two boxes of a class with an IoU above `iou_threshold`, the better one stays. On a CPU by torchvision, which
+    synchronizes, as "nms"; on an accelerator in rounds, and the result has a `check`. The boxes stay in pixels of the
+    model input.
     """
+    by_device = greedy_nms if candidates.scores.device.type == "cpu" else nms_in_rounds
+    return by_device(candidates, iou_threshold=iou_threshold, max_detections=max_detections)
+
+
+def nms_in_rounds(candidates: Candidates, *, iou_threshold: float, max_detections: int) -> BatchDetections:
+    """`greedy_nms` of the best MAX_NMS_BOXES of each image, for whole batches and without a host sync."""
+    best = _best_first(candidates, MAX_NMS_BOXES)
+    num_boxes, eligible = best.scores.shape[1], best.scores > 0
+    images_per_group = max(1, MAX_PAIRS // num_boxes**2)
+    kept, converged = [], []
+    for first in range(0, eligible.shape[0], images_per_group):
+        group = slice(first, first + images_per_group)
+        group_kept, group_converged = fixed_point_nms(
+            best.boxes[group],
+            eligible[group],
+            iou_threshold=largest_float32(iou_threshold),
+            labels=best.labels[group],
+        )
+        kept.append(group_kept)
+        converged.append(group_converged)
+    keep = torch.cat(kept)
+    kept_best = _best_first(best._replace(scores=torch.where(keep, best.scores, 0.0)), max_detections)
+    had_all = (candidates.scores > 0).sum(1) <= num_boxes
+    is_exact = torch.cat(converged) & (had_all | (keep.sum(1) >= max_detections))
+
+    def repeat(images: list[int]) -> BatchDetections:
+        with allow_host_sync("nms"):
+            some = Candidates(*(column[images] for column in candidates))
+        return greedy_nms(some, iou_threshold=iou_threshold, max_detections=max_detections)
+
+    return _as_detections(kept_best, max_detections)._replace(check=ExactnessCheck(is_exact, repeat))
+
+
+def greedy_nms(candidates: Candidates, *, iou_threshold: float, max_detections: int) -> BatchDetections:
+    """`nms_per_class` by torchvision, image by image. Synchronizes, as "nms"."""
     with allow_host_sync("nms"):
         per_image = [_nms_image(*image, iou_threshold, max_detections) for image in zip(*candidates, strict=True)]
     boxes, scores, labels = (torch.stack(column) for column in zip(*per_image, strict=True))
@@ -143,6 +195,8 @@ def nms_per_class(candidates: Candidates, *, iou_threshold: float, max_detection
 def _nms_image(
     boxes: Tensor, scores: Tensor, labels: Tensor, iou_threshold: float, max_detections: int
 ) -> tuple[Tensor, Tensor, Tensor]:
+    from torchvision.ops import batched_nms  # not at the top: it imports torch's compiler, which takes seconds
+
     positive = scores > 0
     boxes, scores, labels = boxes[positive], scores[positive], labels[positive]
     keep = batched_nms(boxes, scores, labels, iou_threshold)[:max_detections]
@@ -157,18 +211,49 @@ def _nms_image(
 def topk_detections(candidates: Candidates, max_detections: int) -> BatchDetections:
     """The best `max_detections` candidates of each image, best first, without NMS. The boxes stay in pixels of the
     model input."""
-    scores, indices = candidates.scores.topk(min(max_detections, candidates.scores.shape[1]), dim=1)
+    indices = candidates.scores.topk(min(max_detections, candidates.scores.shape[1]), dim=1).indices
+    return _as_detections(_select(candidates, indices), max_detections)
+
+
+def _best_first(candidates: Candidates, count: int) -> Candidates:
+    """The `count` candidates of each image with the highest scores; of equal ones the first come first, as in a stable
+    sort."""
+    place = torch.arange(candidates.scores.shape[1], device=candidates.scores.device)
+    # The bits of positive floats are in the order of the floats. Unlike `sort`, `topk` takes no launches per image.
+    rank = (candidates.scores.view(torch.int32).to(torch.int64) << 32) - place
+    return _select(candidates, rank.topk(min(count, candidates.scores.shape[1]), dim=1).indices)
+
+
+def _select(candidates: Candidates, indices: Tensor) -> Candidates:
+    """The candidates at `indices`, int64 [B, K]."""
     boxes = candidates.boxes.gather(1, indices[..., None].expand(-1, -1, 4))
-    valid = scores > 0
-    labels = torch.where(valid, candidates.labels.gather(1, indices), 0)
-    detections = BatchDetections(torch.where(valid[..., None], boxes, 0.0), scores, labels, valid)
-    num_padding = max_detections - scores.shape[1]
+    return Candidates(boxes, candidates.scores.gather(1, indices), candidates.labels.gather(1, indices))
+
+
+def _as_detections(best: Candidates, max_detections: int) -> BatchDetections:
+    """At most `max_detections` candidates, best first, padded to so many; those with a score of 0 are not valid."""
+    valid = best.scores > 0
+    labels = torch.where(valid, best.labels, 0)
+    num_padding = max_detections - valid.shape[1]
+    boxes = torch.where(valid[..., None], best.boxes, 0.0)
     return BatchDetections(
-        *(functional.pad(column, (0, 0) * (column.dim() - 2) + (0, num_padding)) for column in detections)
+        functional.pad(boxes, (0, 0, 0, num_padding)),
+        functional.pad(best.scores, (0, num_padding)),
+        functional.pad(labels, (0, num_padding)),
+        functional.pad(valid, (0, num_padding)),
     )
 
 
 def rescale_to_original(detections: BatchDetections, scale: Tensor, original_size: Tensor) -> BatchDetections:
     """The detections with boxes in pixels of the original images; `scale`, `original_size` [B, 2] as in `Batch`."""
     scale_xyxy = scale.flip(1).repeat(1, 2)[:, None, :]  # x, y, x, y
-    return detections._replace(boxes=clip(detections.boxes / scale_xyxy, original_size))
+    boxes = clip(detections.boxes / scale_xyxy, original_size)
+    if (check := detections.check) is None:
+        return detections._replace(boxes=boxes)
+
+    def repeat(images: list[int]) -> BatchDetections:
+        with allow_host_sync("nms"):
+            sizes = scale[images], original_size[images]
+        return rescale_to_original(check.repeat(images), *sizes)
+
+    return detections._replace(boxes=boxes, check=check._replace(repeat=repeat))
