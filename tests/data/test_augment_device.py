@@ -1,6 +1,8 @@
-"""Flip, color, mosaic: boxes stay with their pixels, padding stays padding, what is off changes nothing."""
+"""Flip, color, mosaic: boxes stay with their pixels, padding stays padding, what is off changes nothing. Accelerators
+process the whole batch at once, with as many operators for 32 images as for 4."""
 
 import dataclasses
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,10 +10,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.config.settings import DataSettings
 from stoker.data.augment import device
-from stoker.data.augment.device import MOSAIC_END_FRACTION, augment_batch, color_jitter, horizontal_flip, mosaic
+from stoker.data.augment.device import (
+    MOSAIC_END_FRACTION,
+    AtOnce,
+    augment_batch,
+    color_jitter,
+    horizontal_flip,
+    mosaic,
+)
 from stoker.data.batch import NUM_RAND, Batch, RandSlot
 from stoker.data.index import open_index
 from stoker.data.loading.loader import Loader, LoaderSpec, compute_max_boxes
@@ -164,16 +175,73 @@ def test_invalid_boxes_stay_invalid(seed):
     assert (augment_batch(empty, ALL, 0.0).boxes == 0).all()
 
 
-@pytest.mark.parametrize("count", [4, 8])
-def test_nothing_in_it_waits(count):
+@pytest.mark.parametrize(("count", "at_once"), [(4, None), (8, None), (8, AtOnce(8, 3))])
+def test_nothing_in_it_waits(count, at_once):
     batch = painted(1, count=count)
     with ForbidHostSync():
-        batch = augment_batch(batch, ALL, 0.0)
+        batch = augment_batch(batch, ALL, 0.0, at_once)
     assert batch.images.is_contiguous(memory_format=torch.channels_last)
     assert [tensor.dtype for tensor in batch] == [tensor.dtype for tensor in painted(1)]
     with torch.device("meta"):
         meta = Batch(*(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in batch))
     assert [t.shape for t in augment_batch(meta, ALL, 0.0)] == [t.shape for t in batch]
+
+
+# The whole batch at once, as on accelerators.
+
+
+def test_accelerators_process_the_whole_batch_at_once():
+    shape = (32, 3, 8, 8)
+    assert device.default_at_once(torch.empty(shape, device="meta")) == (32, 3)
+    assert device.default_at_once(torch.empty(shape)) == (4, 1)
+
+
+@settings(max_examples=15, deadline=None)
+@given(SEEDS, st.sampled_from([4, 12]))
+def test_the_whole_batch_at_once_gives_the_same(seed, count):
+    batch = painted(seed, count=count, image_size=(33, 60), noise=True)
+    whole, groups = augment_batch(batch, ALL, 0.0, AtOnce(count, 3)), augment_batch(batch, ALL, 0.0)
+    assert (whole.images.int() - groups.images.int()).abs().max() <= 1  # a sum may be rounded differently
+    assert same(whole._replace(images=groups.images), groups)
+    assert whole.images.stride() == groups.images.stride()
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that are dispatched, apart from those that make views."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            self.counts[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_operators(batch, at_once):
+    with Operators() as operators:
+        augment_batch(batch, ALL, 0.0, at_once)
+    return operators.counts
+
+
+def test_the_operators_on_an_accelerator_do_not_grow_with_the_batch():
+    small, large = painted(0, count=4, image_size=(32, 48)), painted(0, count=32, image_size=(32, 48))
+    whole = count_operators(large, AtOnce(32, 3))
+    assert whole == count_operators(small, AtOnce(4, 3))
+    assert whole.total() <= 220
+    assert count_operators(large, None).total() > 2 * whole.total()  # as on a CPU: so the count can fail
+
+
+@pytest.mark.slow
+def test_the_whole_batch_at_once_is_one_graph():
+    batch = painted(2, image_size=(32, 48), noise=True)
+    graphs = CompileCounter()
+    torch._dynamo.reset()
+    # (as a tuple: torch 2.11 loses fields of a named tuple that leaves a compiled function)
+    compiled = torch.compile(lambda b: tuple(augment_batch(b, ALL, 0.0, AtOnce(4, 3))), fullgraph=True, backend=graphs)
+    assert same(Batch(*compiled(batch)), augment_batch(batch, ALL, 0.0, AtOnce(4, 3)))
+    assert graphs.frame_count == 1
 
 
 # Color.
@@ -202,9 +270,9 @@ STRENGTHS = st.tuples(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1), st.floa
 
 
 @settings(max_examples=40, deadline=None)
-@given(batches(), STRENGTHS)
-def test_color_is_its_four_steps_in_one_and_spares_the_padding(batch, strengths):
-    changed = color_jitter(batch, *strengths)
+@given(batches(), STRENGTHS, st.booleans())
+def test_color_is_its_four_steps_in_one_and_spares_the_padding(batch, strengths, whole_batch):
+    changed = color_jitter(batch, *strengths, at_once=AtOnce(len(batch.images), 3) if whole_batch else None)
     for k in range(len(batch.images)):
         height, width = batch.resized_size[k].tolist()
         actual = changed.images[k, :, :height, :width].permute(1, 2, 0).numpy()
@@ -271,9 +339,9 @@ def test_the_rest_around_the_tiles_is_padding():
 @given(SEEDS)
 def test_padding_does_not_bleed_into_the_tiles(seed):
     batch = painted(seed)
-    white = torch.where(device._resized_area_mask(batch.resized_size, 96, 128)[:, None], 255, batch.images).to(
-        torch.uint8
-    )
+    white = batch.images.clone()
+    for image, (height, width) in zip(white, batch.resized_size.tolist(), strict=True):
+        image[:, :height, :width] = 255
     image = mosaic(batch._replace(images=white), 1.0).images
     padding = torch.tensor(PAD_COLOR, dtype=torch.uint8).view(1, 3, 1, 1)
     assert ((image == 255).all(1) | (image == padding).all(1)).all()

@@ -3,9 +3,15 @@
 Fixed shapes, no host wait, uint8 channels last in and out. All randomness comes from `Batch.rand`. What is off costs
 nothing, because strengths and probabilities are numbers of the settings, not tensors. Crop and scale are applied
 earlier, on the host: `geometry.py`.
+
+On a CPU a few images are processed at a time (`at_once`), so that they fit its cache. On accelerators it is the whole
+batch: the number of kernels does not grow with it, and torch.compile makes one graph of them.
 """
 
+import itertools
 import math
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,19 +42,33 @@ HUE_ROTATION: list[list[float]] = (np.linalg.inv(RGB_TO_YIQ) @ ((0, 0, 0), (0, 0
 """A hue rotation by 90° as a matrix on RGB: (I, Q) becomes (-Q, I), and Y is dropped."""
 
 
-def augment_batch(batch: Batch, settings: DataSettings, progress: float) -> Batch:
+class AtOnce(NamedTuple):
+    """What is processed at a time."""
+
+    images: int
+    """A multiple of MOSAIC_GROUP_SIZE, or the whole batch."""
+    channels: int
+    """1 or 3."""
+
+
+def default_at_once(images: Tensor) -> AtOnce:
+    """As much as fits the cache of a CPU, or all images [B, 3, H, W] on an accelerator."""
+    return AtOnce(MOSAIC_GROUP_SIZE, 1) if images.device.type == "cpu" else AtOnce(len(images), 3)
+
+
+def augment_batch(batch: Batch, settings: DataSettings, progress: float, at_once: AtOnce | None = None) -> Batch:
     """Applies the settings in the order flip, color, mosaic: a tile has its image's own flip and color.
 
-    progress: fraction of the training that is done, 0 … 1. Raises ConfigError for a mosaic with a batch size that is
-    not a multiple of 4.
+    progress: fraction of the training that is done, 0 … 1; at_once: default `default_at_once`. Raises ConfigError for
+    a mosaic with a batch size that is not a multiple of 4.
     """
     if settings.hflip > 0:
         batch = horizontal_flip(batch, settings.hflip)
     strengths = settings.brightness, settings.contrast, settings.saturation, settings.hue
     if max(strengths) > 0:
-        batch = color_jitter(batch, *strengths)
+        batch = color_jitter(batch, *strengths, at_once=at_once)
     if settings.mosaic > 0 and progress < MOSAIC_END_FRACTION:
-        batch = mosaic(batch, settings.mosaic)
+        batch = mosaic(batch, settings.mosaic, at_once)
     return batch
 
 
@@ -82,12 +102,14 @@ def horizontal_flip(batch: Batch, probability: float) -> Batch:
     return batch._replace(images=images, boxes=boxes)
 
 
-def jitter_factor(u: Tensor, strength: float) -> Tensor:
-    """Uniform numbers [B] in [0, 1) → factors in [1 - strength, 1 + strength), at least 0; exactly 1 at strength 0."""
+def jitter_factor(u: Tensor, strength: float | Tensor) -> Tensor:
+    """Uniform numbers in [0, 1) → factors in [1 - strength, 1 + strength), at least 0; exactly 1 at strength 0."""
     return (1.0 + strength * (2.0 * u - 1.0)).clamp(min=0.0)
 
 
-def color_jitter(batch: Batch, brightness: float, contrast: float, saturation: float, hue: float) -> Batch:
+def color_jitter(
+    batch: Batch, brightness: float, contrast: float, saturation: float, hue: float, *, at_once: AtOnce | None = None
+) -> Batch:
     """Changes the colors of every image within `resized_size` by factors around 1 of these strengths; 0 is off.
 
     brightness scales the pixels; contrast scales the distance from the image's mean gray; saturation scales the
@@ -101,52 +123,59 @@ def color_jitter(batch: Batch, brightness: float, contrast: float, saturation: f
     """
     rand, images = batch.rand, batch.images
     count, _, height, width = images.shape
-    c = jitter_factor(rand[:, RandSlot.CONTRAST], contrast)
-    scale = jitter_factor(rand[:, RandSlot.BRIGHTNESS], brightness)
+    strengths = _constants((brightness, contrast, saturation), rand)
+    b, c, s = jitter_factor(rand[:, RandSlot.BRIGHTNESS : RandSlot.SATURATION + 1], strengths).unbind(1)
     angle = 2.0 * math.pi * hue * (2.0 * rand[:, RandSlot.HUE] - 1.0)
-    s = jitter_factor(rand[:, RandSlot.SATURATION], saturation)
-    offset = (1.0 - c) * scale * _mean_gray(batch)
-    scale = c * scale
-    cos_term, sin_term = scale * s * torch.cos(angle), scale * s * torch.sin(angle)
-    matrix = [
-        [
-            (scale - cos_term) * luma + sin_term * rotation
-            for luma, rotation in zip(LUMA_WEIGHTS, coefficients, strict=True)
-        ]
-        for coefficients in HUE_ROTATION
-    ]
-    for channel in range(3):
-        matrix[channel][channel] = matrix[channel][channel] + cos_term
+    in_rows, in_columns = _resized_area(batch.resized_size, height, width)
+    mean_gray = _mean_gray(images[:, :, ::4, ::4], in_rows[:, ::4] & in_columns[:, :, ::4])
+    offset = ((1.0 - c) * b * mean_gray)[:, None, None]
+    scale = c * b
+    chroma_scale = scale * s
+    cos_term, sin_term = chroma_scale * torch.cos(angle), chroma_scale * torch.sin(angle)
+    luma = _constants(LUMA_WEIGHTS, rand)
+    rotation = _constants(itertools.chain.from_iterable(HUE_ROTATION), rand).view(3, 3, 1)
+    matrix = (scale - cos_term) * luma[:, None] + sin_term * rotation
+    matrix.diagonal().add_(cos_term[:, None])
+    matrix = matrix[:, :, :, None, None]
 
+    images_at_once, channels_at_once = at_once or default_at_once(images)
     out = torch.empty((count, height, width, 3), dtype=torch.uint8, device=images.device)
-    for group_start in range(0, count, MOSAIC_GROUP_SIZE):  # a few images at a time, so that they fit the CPU's cache
-        group = slice(group_start, group_start + MOSAIC_GROUP_SIZE)
+    out_planes = out.permute(3, 0, 1, 2)
+    for first_image in range(0, count, images_at_once):
+        group = slice(first_image, first_image + images_at_once)
         planes = images[group].permute(1, 0, 2, 3).to(torch.float32, memory_format=torch.contiguous_format)
-        mask = _resized_area_mask(batch.resized_size[group], height, width)
-        for channel, coefficients in enumerate(matrix):
-            weights = [weight[group, None, None] for weight in coefficients]
-            mixed = torch.addcmul(offset[group, None, None], planes[0], weights[0])
-            mixed.addcmul_(planes[1], weights[1]).addcmul_(planes[2], weights[2])
-            out[group, :, :, channel] = torch.where(mask, mixed.add_(0.5).clamp_(0.0, 255.0), planes[channel])
+        mask = in_rows[group] & in_columns[group]
+        for first_channel in range(0, 3, channels_at_once):
+            channels = slice(first_channel, first_channel + channels_at_once)
+            weights = matrix[channels, :, group]
+            mixed = torch.addcmul(offset[group], planes[0], weights[:, 0])
+            mixed.addcmul_(planes[1], weights[:, 1]).addcmul_(planes[2], weights[:, 2])
+            mixed.add_(0.5).clamp_(0.0, 255.0)
+            out_planes[channels, group] = torch.where(mask, mixed, planes[channels])
     return batch._replace(images=out.permute(0, 3, 1, 2))
 
 
-def _resized_area_mask(resized_size: Tensor, height: int, width: int) -> Tensor:
-    """bool [B, height, width]: the pixels that belong to the image, not to padding."""
+def _constants(values: Iterable[float], like: Tensor) -> Tensor:
+    """A tensor [n] with the type and on the device of `like`, without a copy from the host."""
+    return torch.stack([torch.full((), value, dtype=like.dtype, device=like.device) for value in values])
+
+
+def _resized_area(resized_size: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
+    """bool [B, height, 1] and [B, 1, width]: the rows and columns that belong to the image, not to padding."""
     rows = torch.arange(height, device=resized_size.device) < resized_size[:, :1]
     columns = torch.arange(width, device=resized_size.device) < resized_size[:, 1:]
-    return rows[:, :, None] & columns[:, None, :]
+    return rows[:, :, None], columns[:, None, :]
 
 
-def _mean_gray(batch: Batch) -> Tensor:
-    """float32 [B]: the mean luma of every fourth row and column of the image."""
-    pixels = batch.images[:, :, ::4, ::4].to(torch.float32)
+def _mean_gray(images: Tensor, mask: Tensor) -> Tensor:
+    """uint8 [B, 3, H, W], bool [B, H, W] → float32 [B], the mean luma of the pixels in the mask."""
+    pixels = images.to(torch.float32)
     gray = LUMA_WEIGHTS[0] * pixels[:, 0] + LUMA_WEIGHTS[1] * pixels[:, 1] + LUMA_WEIGHTS[2] * pixels[:, 2]
-    mask = _resized_area_mask((batch.resized_size + 3) // 4, gray.shape[1], gray.shape[2]).to(torch.float32)
+    mask = mask.to(torch.float32)
     return (gray * mask).sum((1, 2)) / mask.sum((1, 2))
 
 
-def mosaic(batch: Batch, probability: float) -> Batch:
+def mosaic(batch: Batch, probability: float, at_once: AtOnce | None = None) -> Batch:
     """Replaces an image whose random number is below `probability` by a 2 × 2 mosaic of the four images of its group.
 
     Each of the four is scaled down by its own factor, placed with a corner at a random center, and cut at the quadrant
@@ -169,65 +198,74 @@ def mosaic(batch: Batch, probability: float) -> Batch:
     is_mosaic = fits & (batch.rand[:, RandSlot.MOSAIC] < probability)
     plain_and_mosaic = torch.empty((2 * count, height, width, 3), dtype=torch.uint8, device=is_mosaic.device)
     plain_and_mosaic[:count] = batch.images.permute(0, 2, 3, 1)
-    for group_start in range(0, count, MOSAIC_GROUP_SIZE):
-        tiles.render_group(
-            batch, group_start, plain_and_mosaic[count + group_start : count + group_start + MOSAIC_GROUP_SIZE]
-        )
+    images_at_once = (at_once or default_at_once(batch.images)).images
+    for first_image in range(0, count, images_at_once):
+        group = slice(first_image, first_image + images_at_once)
+        tiles.render(batch, group, plain_and_mosaic[count:][group])
     # Selecting whole images is faster than torch.where on bytes.
     pixels = plain_and_mosaic.index_select(0, torch.arange(count, device=is_mosaic.device) + count * is_mosaic)
-    image_size = torch.stack([torch.full_like(batch.resized_size[:, 0], side) for side in (height, width)], 1)
+    is_mosaic = is_mosaic[:, None]
     return batch._replace(
         images=pixels.permute(0, 3, 1, 2),
-        boxes=torch.where(is_mosaic[:, None, None], boxes, batch.boxes),
-        labels=torch.where(is_mosaic[:, None], labels, batch.labels),
-        valid=torch.where(is_mosaic[:, None], valid, batch.valid),
-        resized_size=torch.where(is_mosaic[:, None], image_size, batch.resized_size),
+        boxes=torch.where(is_mosaic[:, :, None], boxes, batch.boxes),
+        labels=torch.where(is_mosaic, labels, batch.labels),
+        valid=torch.where(is_mosaic, valid, batch.valid),
+        resized_size=torch.where(is_mosaic, tiles.image_size.to(torch.int32), batch.resized_size),
     )
 
 
 class _MosaicTiles:
-    """Geometry of the tiles of each mosaic: quadrants 0 … 3 row by row, tile q of mosaic b is [b, q]."""
+    """Geometry of the tiles of each mosaic: quadrants 0 … 3 row by row, tile q of mosaic b is [b, q].
+
+    The last dimension is height and width, or y and x.
+    """
 
     def __init__(self, batch: Batch) -> None:
-        count, _, *self.image_size = batch.images.shape
-        image_index = torch.arange(count, device=batch.images.device)[:, None]
-        quadrant = torch.arange(MOSAIC_GROUP_SIZE, device=batch.images.device)
-        self.source_index = (
-            image_index // MOSAIC_GROUP_SIZE * MOSAIC_GROUP_SIZE + (image_index + quadrant) % MOSAIC_GROUP_SIZE
-        )
-        """int64 [B, 4], the image of the batch that a tile shows; in quadrant 0 image b itself."""
+        rand = batch.rand
+        count, _, height, width = batch.images.shape
+        image_index = torch.arange(count, device=rand.device)[:, None]
+        quadrant = torch.arange(MOSAIC_GROUP_SIZE, device=rand.device)
+        self.member = (image_index + quadrant) % MOSAIC_GROUP_SIZE
+        """int64 [B, 4], the position in its group of the image that a tile shows; in quadrant 0 image b itself."""
+        self.source_index = image_index // MOSAIC_GROUP_SIZE * MOSAIC_GROUP_SIZE + self.member
+        """int64 [B, 4], its position in the batch."""
+        self.image_size = _constants((height, width), rand)
         scale = (
             MOSAIC_SCALE_RANGE[0]
             + (MOSAIC_SCALE_RANGE[1] - MOSAIC_SCALE_RANGE[0])
-            * batch.rand[:, RandSlot.TILE_SCALES : RandSlot.TILE_SCALES + MOSAIC_GROUP_SIZE]
+            * rand[:, RandSlot.TILE_SCALES : RandSlot.TILE_SCALES + MOSAIC_GROUP_SIZE]
         )
         self.source_size = batch.resized_size[self.source_index].to(torch.float32)
-        """[B, 4, 2], height and width of the image that a tile shows."""
+        """[B, 4, 2], of the image that a tile shows."""
         self.tile_size = (self.source_size * scale[:, :, None]).round().clamp(min=1.0)
-        """[B, 4, 2], height and width of the whole tile, in whole pixels."""
-        self.start, self.center, visible = [], [], []
-        for axis, side in enumerate(self.image_size):
-            u = batch.rand[:, RandSlot.CENTER_Y + axis, None]
-            center = (side * (MOSAIC_CENTER_RANGE[0] + (MOSAIC_CENTER_RANGE[1] - MOSAIC_CENTER_RANGE[0]) * u)).round()
-            is_second_half = ((quadrant // 2, quadrant % 2)[axis] == 1)[None]
-            start = torch.where(is_second_half, center, center - self.tile_size[..., axis])
-            first = start.clamp(min=0.0)
-            last = torch.where(is_second_half, (start + self.tile_size[..., axis]).clamp(max=float(side)), center)
-            self.start.append(start)
-            self.center.append(center)
-            visible.append((first, last))
-        (y0, y1), (x0, x1) = visible
-        self.visible_min, self.visible_max = torch.stack((x0, y0) * 2, -1), torch.stack((x1, y1) * 2, -1)
-        """[B, 4, 4], xyxy in pixels of the mosaic: the visible part of each tile."""
+        """[B, 4, 2], of the whole tile, in whole pixels."""
+        u = rand[:, None, RandSlot.CENTER_Y : RandSlot.CENTER_X + 1]
+        self.center = (
+            self.image_size * (MOSAIC_CENTER_RANGE[0] + (MOSAIC_CENTER_RANGE[1] - MOSAIC_CENTER_RANGE[0]) * u)
+        ).round()
+        """[B, 1, 2]"""
+        is_second_half = torch.stack((quadrant >= 2, quadrant % 2 == 1), -1)
+        self.start = torch.where(is_second_half, self.center, self.center - self.tile_size)
+        """[B, 4, 2], the top left corner of the whole tile in pixels of the mosaic."""
+        self.visible_min = self.start.clamp(min=0.0)
+        """[B, 4, 2] and the next: corners of its visible part."""
+        self.visible_max = torch.where(
+            is_second_half, torch.minimum(self.start + self.tile_size, self.image_size), self.center
+        )
 
     def boxes(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Boxes [B, M, 4], labels, valid of the mosaics, the valid ones first; and whether M suffices, [B]."""
         count, max_boxes = batch.valid.shape
-        scale = (self.tile_size / self.source_size).flip(2).repeat(1, 1, 2)[:, :, None]
-        start = torch.stack((self.start[1], self.start[0]) * 2, -1)[:, :, None]
-        transformed = batch.boxes[self.source_index] * scale + start
-        clipped = torch.minimum(torch.maximum(transformed, self.visible_min[:, :, None]), self.visible_max[:, :, None])
-        full_wh, wh = transformed[..., 2:] - transformed[..., :2], clipped[..., 2:] - clipped[..., :2]
+        # [B, 4, 1, 1, 2] in the order x, y, for boxes as [B, 4, M, 2, 2].
+        scale, start, visible_min, visible_max = (
+            torch.stack((self.tile_size / self.source_size, self.start, self.visible_min, self.visible_max))
+            .flip(-1)[:, :, :, None, None]
+            .unbind()
+        )
+        corners = batch.boxes[self.source_index].view(count, MOSAIC_GROUP_SIZE, max_boxes, 2, 2)
+        transformed = corners * scale + start
+        clipped = torch.minimum(torch.maximum(transformed, visible_min), visible_max)
+        full_wh, wh = transformed.diff(dim=-2).squeeze(-2), clipped.diff(dim=-2).squeeze(-2)
         is_uncut = (wh >= 0.999 * full_wh).all(-1)
         is_large_enough = (wh.prod(-1) >= MIN_AREA_FRACTION * full_wh.prod(-1)) & (wh >= MIN_SIDE_PIXELS).all(-1)
         keep = batch.valid[self.source_index] & (wh > 0).all(-1) & (is_uncut | is_large_enough)
@@ -240,57 +278,51 @@ class _MosaicTiles:
         boxes = torch.where(valid[:, :, None], boxes, 0.0)
         return boxes, torch.where(valid, labels, 0), valid, keep.sum(1) <= max_boxes
 
-    def render_group(self, batch: Batch, group_start: int, out: Tensor) -> None:
-        """Writes the mosaics of the group that begins at image `group_start`: out, uint8 [4, H, W, 3].
+    def render(self, batch: Batch, group: slice, out: Tensor) -> None:
+        """Writes the mosaics of the images `group`, whole groups of four: out, uint8 [n, H, W, 3].
 
-        The four images are stacked vertically, so that one bilinear sampling reads all of them.
+        The four images of a group are stacked vertically, so that one bilinear sampling reads all of them.
         """
-        group = slice(group_start, group_start + MOSAIC_GROUP_SIZE)
-        height, width = self.image_size
-        images = batch.images[group].permute(1, 0, 2, 3).to(torch.float32, memory_format=torch.contiguous_format)
+        count, height, width, _ = out.shape
+        quads = count // MOSAIC_GROUP_SIZE
+        images = batch.images[group].view(quads, MOSAIC_GROUP_SIZE, 3, height, width).transpose(1, 2)
+        images = images.to(torch.float32, memory_format=torch.contiguous_format)
         row = torch.arange(height, device=images.device, dtype=torch.float32)[None, :, None]
         column = torch.arange(width, device=images.device, dtype=torch.float32)[None, :, None]
         # Source coordinates by row for the tiles left and right of the center, by column for those above and below.
-        below = (row >= self.center[0][group, None]).expand(MOSAIC_GROUP_SIZE, height, 2)
-        right = (column >= self.center[1][group, None]).expand(MOSAIC_GROUP_SIZE, width, 2)
+        below, right = row >= self.center[group, :, 0, None], column >= self.center[group, :, 1, None]
         y, inside_y = self._source_coords(0, group, row)
         x, inside_x = self._source_coords(1, group, column)
         # From pixels to the sampler's coordinates: -1 … 1 from edge to edge.
-        y = (y + height * (self.source_index[group, None] - group_start) + 0.5) * (
-            2.0 / (MOSAIC_GROUP_SIZE * height)
-        ) - 1.0
+        y = (y + height * self.member[group, None] + 0.5) * (2.0 / (MOSAIC_GROUP_SIZE * height)) - 1.0
         x = (x + 0.5) * (2.0 / width) - 1.0
-        by_row = [torch.where(below, tile_values[:, :, 2:], tile_values[:, :, :2]) for tile_values in (y, inside_y)]
-        by_column = [
-            torch.where(right, tile_values[:, :, 1::2], tile_values[:, :, ::2]) for tile_values in (x, inside_x)
-        ]
+        y, inside_y = (torch.where(below, tile[:, :, 2:], tile[:, :, :2])[:, :, None] for tile in (y, inside_y))
+        x, inside_x = (torch.where(right, tile[:, :, 1::2], tile[:, :, ::2])[:, None] for tile in (x, inside_x))
 
-        left_or_right = right[:, None, :, 0]
-        above_or_below = below[:, :, None, 0]
-        y, inside_y = (
-            torch.where(left_or_right, tile_values[:, :, None, 1], tile_values[:, :, None, 0]) for tile_values in by_row
-        )
-        x, inside_x = (
-            torch.where(above_or_below, tile_values[:, None, :, 1], tile_values[:, None, :, 0])
-            for tile_values in by_column
-        )
+        right, below = right[:, None, :, 0], below[:, :, None, 0]
+        y, inside_y = (torch.where(right, tile[..., 1], tile[..., 0]) for tile in (y, inside_y))
+        x, inside_x = (torch.where(below, tile[..., 1], tile[..., 0]) for tile in (x, inside_x))
         sampled = functional.grid_sample(
-            images.view(1, 3, MOSAIC_GROUP_SIZE * height, width),
-            torch.stack((x, y), -1).view(1, MOSAIC_GROUP_SIZE * height, width, 2),
+            images.view(quads, 3, MOSAIC_GROUP_SIZE * height, width),
+            torch.stack((x, y), -1).view(quads, MOSAIC_GROUP_SIZE * height, width, 2),
             padding_mode="border",
             align_corners=False,
-        ).view(3, MOSAIC_GROUP_SIZE, height, width)
-        inside = inside_y & inside_x
+        )
+        sampled = sampled.view(quads, 3, MOSAIC_GROUP_SIZE, height, width).add_(0.5)
+        outside = (inside_y & inside_x).logical_not_().view(quads, MOSAIC_GROUP_SIZE, height, width)
         for channel, padding in enumerate(PAD_COLOR):
-            out[..., channel] = torch.where(inside, sampled[channel].add_(0.5), float(padding))
+            sampled[:, channel].masked_fill_(outside, padding)
+        out.view(quads, MOSAIC_GROUP_SIZE, height, width, 3).copy_(sampled.permute(0, 2, 3, 4, 1))
 
     def _source_coords(self, axis: int, group: slice, pixel_coords: Tensor) -> tuple[Tensor, Tensor]:
-        """Pixels of the mosaic [1, n, 1] → coordinates in each tile's image [4, n, 4], and whether inside the tile.
+        """Pixels of the mosaic [1, n, 1] → coordinates in each tile's image [B, n, 4], and whether inside the tile.
 
         Inside they are between the centers of the first and the last pixel, as tiles are never enlarged. So padding
         does not bleed in.
         """
-        start, length = self.start[axis][group, None], self.tile_size[group, None, :, axis]
+        start, length, source_length = (
+            size[group, None, :, axis] for size in (self.start, self.tile_size, self.source_size)
+        )
         offset = pixel_coords - start
-        coords = (offset + 0.5) * (self.source_size[group, None, :, axis] / length) - 0.5
+        coords = (offset + 0.5) * (source_length / length) - 0.5
         return coords, (offset >= 0) & (offset < length)
