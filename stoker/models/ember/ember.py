@@ -186,7 +186,7 @@ class Ember(Detector):
             positive = gt_index >= 0
             center, stride = points.center[point_index], points.stride[point_index]
             # Points without a box get one of two strides, so that the masked losses are finite.
-            dummy_boxes = ltrb_to_boxes(torch.ones_like(center).repeat(1, 1, 2), center, stride)
+            dummy_boxes = torch.cat((center - stride[..., None], center + stride[..., None]), dim=-1)
             gt_boxes = batch.boxes.gather(1, gt_index.clamp(min=0)[..., None].expand(-1, -1, 4))
             gt_boxes = torch.where(positive[..., None], gt_boxes, dummy_boxes)
             positive_logits = ltrb_logits.gather(1, point_index[..., None].expand(-1, -1, ltrb_logits.shape[2]))

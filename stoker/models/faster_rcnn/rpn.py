@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from stoker.hardware.device import block_size
 from stoker.models.layers.anchors import AnchorGenerator
 from stoker.models.layers.boxes import cell_anchors, clip, decode, encode
 from stoker.models.layers.matching import BACKGROUND, match_anchors
@@ -107,35 +108,73 @@ def propose(
 
     rpn_outputs: at least fp32; score_threshold: minimum objectness.
     """
-    boxes, scores, unconverged, start = [], [], [], 0
-    for num_anchors in rpn_outputs.num_anchors_per_level:
-        logits, index = rpn_outputs.logits[:, start : start + num_anchors].topk(min(pre_nms_top_n, num_anchors), dim=1)
-        index = index + start
-        anchors = rpn_outputs.anchors.index_select(0, index.flatten()).view(*index.shape, 4)
-        level_boxes = clip(decode(batched_gather(rpn_outputs.deltas, index), anchors), resized_size)
-        eligible = ((level_boxes[..., 2:] - level_boxes[..., :2]) >= MIN_BOX_PX).all(-1)  # false for NaN
-        if score_threshold > 0:
-            eligible = eligible & (logits.sigmoid() >= score_threshold)
-        keep, converged = fixed_point_nms(level_boxes, eligible, iou_threshold=NMS_THRESH)
-        boxes.append(level_boxes)
-        scores.append(torch.where(keep, logits, -torch.inf))
-        unconverged.append(~converged)
+    counts = [min(pre_nms_top_n, num_anchors) for num_anchors in rpn_outputs.num_anchors_per_level]
+    best_logits, indices, start = [], [], 0
+    for count, num_anchors in zip(counts, rpn_outputs.num_anchors_per_level, strict=True):
+        level_logits, level_index = rpn_outputs.logits[:, start : start + num_anchors].topk(count, dim=1)
+        best_logits.append(level_logits)
+        indices.append(level_index + start)
         start += num_anchors
-    all_scores = torch.cat(scores, dim=1)
-    score, index = all_scores.topk(min(post_nms_top_n, all_scores.shape[1]), dim=1)
+    logits, index = torch.cat(best_logits, dim=1), torch.cat(indices, dim=1)
+    anchors = rpn_outputs.anchors.index_select(0, index.flatten()).view(*index.shape, 4)
+    boxes = clip(decode(batched_gather(rpn_outputs.deltas, index), anchors), resized_size)
+    eligible = ((boxes[..., 2:] - boxes[..., :2]) >= MIN_BOX_PX).all(-1)  # false for NaN
+    if score_threshold > 0:
+        eligible = eligible & (logits.sigmoid() >= score_threshold)
+    nms = _nms_of_levels if boxes.device.type == "cpu" else _nms_of_padded_levels
+    keep, converged = nms(boxes, eligible, counts)
+    score, index = torch.where(keep, logits, -torch.inf).topk(min(post_nms_top_n, logits.shape[1]), dim=1)
     valid = score > -torch.inf
-    best = torch.where(valid[..., None], batched_gather(torch.cat(boxes, dim=1), index), 0.0)
-    return Proposals(best, valid, torch.stack(unconverged).any(0))
+    return Proposals(torch.where(valid[..., None], batched_gather(boxes, index), 0.0), valid, ~converged)
+
+
+def _nms_of_levels(boxes: Tensor, eligible: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
+    """NMS within each level: (kept: bool [B, K], converged: bool [B]). boxes: [B, K, 4], the levels one after the
+    other, `counts` boxes each; eligible: bool [B, K]."""
+    keep, converged = zip(
+        *(
+            fixed_point_nms(level_boxes, level_eligible, iou_threshold=NMS_THRESH)
+            for level_boxes, level_eligible in zip(boxes.split(counts, 1), eligible.split(counts, 1), strict=True)
+        ),
+        strict=True,
+    )
+    return torch.cat(keep, dim=1), torch.stack(converged).all(0)
+
+
+def _nms_of_padded_levels(boxes: Tensor, eligible: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
+    """The same with all levels at once, for accelerators: a fifth of the launches, for some IoUs of padding."""
+    longest = max(counts)
+
+    def padded(values: Tensor) -> Tensor:
+        levels = [
+            level if level.shape[1] == longest
+            else torch.cat((level, level.new_zeros(level.shape[0], longest - level.shape[1], *level.shape[2:])), dim=1)
+            for level in values.split(counts, 1)
+        ]  # fmt: skip
+        return torch.stack(levels, dim=1).flatten(0, 1)
+
+    keep, converged = fixed_point_nms(padded(boxes), padded(eligible), iou_threshold=NMS_THRESH)
+    by_level = keep.view(boxes.shape[0], len(counts), longest).unbind(1)
+    return (
+        torch.cat([level[:, :count] for level, count in zip(by_level, counts, strict=True)], dim=1),
+        converged.view(boxes.shape[0], len(counts)).all(1),
+    )
 
 
 def propose_in_groups(
     rpn_outputs: RPNOutputs, resized_size: Tensor, *, pre_nms_top_n: int, post_nms_top_n: int, score_threshold: float
 ) -> Proposals:
-    """`propose` for groups of images, so that at most MAX_PAIRS IoUs are computed at once."""
-    images_per_group = max(1, MAX_PAIRS // pre_nms_top_n**2)
+    """`propose` for groups of images: on a CPU at most MAX_PAIRS IoUs are computed at once, on an accelerator at most
+    `device.block_size`, of all levels."""
+    logits = rpn_outputs.logits
+    if logits.device.type == "cpu":
+        images_per_group = max(1, MAX_PAIRS // pre_nms_top_n**2)
+    else:
+        pairs = len(rpn_outputs.num_anchors_per_level) * pre_nms_top_n**2
+        images_per_group = max(1, block_size(logits) // pairs)
     groups = [
         propose(
-            rpn_outputs._replace(logits=rpn_outputs.logits[image_slice], deltas=rpn_outputs.deltas[image_slice]),
+            rpn_outputs._replace(logits=logits[image_slice], deltas=rpn_outputs.deltas[image_slice]),
             resized_size[image_slice],
             pre_nms_top_n=pre_nms_top_n,
             post_nms_top_n=post_nms_top_n,

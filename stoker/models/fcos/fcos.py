@@ -160,7 +160,8 @@ class FCOS(Detector):
             mask = positive[..., None]
             distances = torch.where(mask, at_least_fp32(outputs.distances), 1.0)
             boxes = batch.boxes.gather(1, index[..., None].expand(-1, -1, 4))
-            dummy_boxes = ltrb_to_boxes(torch.ones_like(boxes), points.center, points.stride)
+            stride = points.stride[:, None]
+            dummy_boxes = torch.cat((points.center - stride, points.center + stride), dim=-1)
             boxes = torch.where(mask, boxes, dummy_boxes)
             gious = giou(ltrb_to_boxes(distances, points.center, points.stride), boxes)
             centerness_losses = functional.binary_cross_entropy_with_logits(
