@@ -5,7 +5,13 @@ BIN := .venv/bin
 # Two processes with one thread each: tests share the cores, not the threads of one test.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: setup lock peers demo test test-slow check bench bench-diagnose bench-diagnose-quick bench-gpu clean
+# The ends of what is supported: a Python of pyenv, else one on the PATH, and what depends on the version of torch.
+PYENV := $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions
+python_version = $(or $(lastword $(sort $(wildcard $(PYENV)/$(1).*/bin/python))),python$(1))
+VERSION_TESTS := tests/models tests/training tests/hardware tests/data/test_augment_device.py tests/data/test_device_batches.py
+
+.PHONY: setup lock peers demo test test-slow test-oldest test-newest check
+.PHONY: bench bench-diagnose bench-diagnose-quick bench-gpu gpu-kit clean
 
 setup: .venv/.ready
 
@@ -34,6 +40,22 @@ test: setup
 
 test-slow: setup
 	$(PYTEST) -m "slow and not gpu"
+
+test-oldest: .venv-oldest/.ready  ## Python 3.11, torch 2.11; 3 GB, in .venv-oldest
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu" $(VERSION_TESTS)
+
+test-newest: .venv-newest/.ready  ## Python 3.13, the newest torch; 6 GB, in .venv-newest
+	OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu" $(VERSION_TESTS)
+
+.venv-oldest/.ready: pyproject.toml $(filter .uv/bin/uv,$(UV))
+	$(UV) venv --quiet --clear --python $(call python_version,3.11) .venv-oldest
+	$(UV) pip install --quiet --python .venv-oldest/bin/python --group dev --editable . 'torch==2.11.*' 'torchvision==0.26.*'
+	touch $@
+
+.venv-newest/.ready: pyproject.toml $(filter .uv/bin/uv,$(UV))
+	$(UV) venv --quiet --clear --python $(call python_version,3.13) .venv-newest
+	$(UV) pip install --quiet --python .venv-newest/bin/python --group dev --editable .
+	touch $@
 
 check: setup
 	$(BIN)/ruff check .
@@ -66,5 +88,8 @@ bench-diagnose-quick: setup  ## 5 minutes
 bench-gpu:  ## under 10 minutes; uses the system Python where there is no .venv
 	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu.py --json benchmarks/results/gpu.json
 
+gpu-kit:  ## .kit/: wheels, data and a script for a GPU machine without network (docs/gpu-status.md)
+	PYTHON=$(PYTHON) bash scripts/gpu-kit.sh
+
 clean:
-	rm -rf .venv .uv .peers
+	rm -rf .venv .venv-oldest .venv-newest .uv .peers .kit

@@ -4,7 +4,8 @@ The real command with only a clock added: after the first steps, a given number 
 comparison the loader is closed after the first step, and every step gets the first batch again. Each run is a separate
 process, the two variants in turn. Images are generated, 640 × 480 and about 95 KB, and decoded every time (no cache).
 On a CPU loading and computing share the cores, so the throughput with the loader is lower by the cost of loading, and
-there is no bar. The fractions are from the run's own ledger.
+there is no bar. The fractions are from the run's own ledger. Weights are random, so the norms of the backbone are
+trained: a step takes longer than gpu.py's. The results file is written after each model.
 """
 
 import argparse
@@ -22,9 +23,27 @@ from report import Bar, Report, options, publish, spread
 
 VARIANTS = ("real loader", "cached batch")
 GOAL = 0.97
-ON_CPU = ("retinanet_tiny_fpn", 320, 8)
-ON_DEVICE = ("ssdlite320_mobilenet_v3_large", 320, 128)
-"""Model, image size, batch size. On a device the model with the highest throughput (gpu.py)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """What is trained; the first steps do not count."""
+
+    model: str
+    side: int
+    batch: int
+    first: int
+    steps: int
+
+
+ON_CPU = [Training("retinanet_tiny_fpn", 320, 8, 2, 16)]
+ON_DEVICE = [
+    Training("retinanet_resnet50_fpn", 800, 32, 20, 100),
+    Training("ember_n", 640, 64, 30, 200),
+    Training("ssdlite320_mobilenet_v3_large", 320, 128, 30, 300),
+]
+"""The reference model; the model for GPUs that needs most images per second; the one with the highest throughput."""
+FILES_ON_CPU, FILES_ON_DEVICE = 128, 512
 
 
 class StepsDone(BaseException):
@@ -98,33 +117,53 @@ def run(arguments: argparse.Namespace) -> Report:
 
     device = select_device(arguments.device)
     n = 1 if arguments.quick else arguments.runs or (2 if device.is_cpu else 3)
-    model, side, batch = ON_CPU if device.is_cpu else ON_DEVICE
-    first, steps, files = (2, 16, 128) if device.is_cpu else (30, 300, 1024)
+    files = FILES_ON_CPU if device.is_cpu else FILES_ON_DEVICE
+    trainings = ON_CPU if device.is_cpu else ON_DEVICE
+    if arguments.only:
+        trainings = [training for training in ON_CPU + ON_DEVICE if training.model in arguments.only]
     if arguments.quick:
-        side, first, steps, files = 64 if device.is_cpu else side, 2, 3, 64
-    command = ["--model", model, "--weights", "none", "--image-size", str(side), str(side), "--batch-size", str(batch),
-               "--steps", str(10 * (first + steps)), "--eval-every", "0", "--workers", str(arguments.workers),
-               "--cache", "none", "--device", str(device.torch_device)]  # fmt: skip
+        side, files = 128 if device.is_cpu else 320, 64
+        trainings = [dataclasses.replace(one, side=side, batch=8, first=2, steps=3) for one in trainings]
     report = Report(
-        f"Training {model}, {side} × {side}, batch {batch}, on {device.name}: the loader in the loop", n,
-        ("stoker", "torch", "torchvision", "simplejpeg"),
-    )  # fmt: skip
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in VARIANTS}
+        f"Training on {device.name}: the loader in the loop", n, ("stoker", "torch", "torchvision", "simplejpeg")
+    )
     with tempfile.TemporaryDirectory(prefix="stoker-bench-") as temporary:
         folder, cache = Path(temporary) / "drawn", Path(temporary) / "cache"
         folder.mkdir()
         kind = loader.KINDS[0]
         run_child("draw", folder, cache, files, *kind.size, round(100 * kind.roll), 1)
-        (folder / "command.json").write_text(json.dumps(command))
-        for _ in range(n):
-            for name in VARIANTS:
-                runs[name].append(run_child("train", folder, cache, int(name == "cached batch"), first, steps))
-    num_images = steps * batch
-    throughput = {name: spread([num_images / one["s"] for one in results]) for name, results in runs.items()}
-    for name, results in runs.items():
-        median = {key: statistics.median(one[key] for one in results) for key in ("cpu_s", "compute", "input_wait")}
+        for training in trainings:
+            options = [*("--device", str(device.torch_device)), *("--workers", str(arguments.workers))]
+            (folder / "command.json").write_text(json.dumps([*train_options(training), *options]))
+            results: dict[str, list[dict[str, Any]]] = {name: [] for name in VARIANTS}
+            for _ in range(n):
+                for name in VARIANTS:
+                    sizes = int(name == "cached batch"), training.first, training.steps
+                    results[name].append(run_child("train", folder, cache, *sizes))
+            ratio = add_rows(report, training, results)
+            if not device.is_cpu:
+                report.bars.append(Bar.at_least(f"{training.model}: img/s, real loader / cached batch", ratio, GOAL))
+            report.write(arguments.json)
+    return report
+
+
+def train_options(training: Training) -> list[str]:
+    side = str(training.side)
+    return ["--model", training.model, "--weights", "none", "--image-size", side, side,
+            "--batch-size", str(training.batch), "--steps", str(10 * (training.first + training.steps)),
+            "--eval-every", "0", "--cache", "none"]  # fmt: skip
+
+
+def add_rows(report: Report, training: Training, results: dict[str, list[dict[str, Any]]]) -> float:
+    """Adds the rows of a model. Returns the throughput with the loader as a fraction of that on one batch."""
+    num_images = training.steps * training.batch
+    throughput = {name: spread([num_images / one["s"] for one in runs]) for name, runs in results.items()}
+    for name, runs in results.items():
+        median = {key: statistics.median(one[key] for one in runs) for key in ("cpu_s", "compute", "input_wait")}
         report.rows.append({
-            "what": name,
+            "what": f"{training.model}, {name}",
+            "image_size": training.side,
+            "batch_size": training.batch,
             "img/s": throughput[name]["median"],
             "min": throughput[name]["min"],
             "max": throughput[name]["max"],
@@ -133,16 +172,15 @@ def run(arguments: argparse.Namespace) -> Report:
             "input_wait fraction": median["input_wait"],
         })  # fmt: skip
     ratio = throughput["real loader"]["median"] / throughput["cached batch"]["median"]
-    report.rows.append({"what": "throughput, real loader / cached batch", "img/s": ratio})
-    if not device.is_cpu:
-        report.bars.append(Bar.at_least("img/s, real loader / cached batch", ratio, GOAL))
-    return report
+    report.rows.append({"what": f"{training.model}, throughput, real loader / cached batch", "img/s": ratio})
+    return ratio
 
 
 def parser() -> argparse.ArgumentParser:
     made = options(__doc__)
     made.add_argument("--device", help="cuda, cpu …; default: the accelerator that torch finds, else the cpu")
     made.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="of the loader; default: cores")
+    made.add_argument("--only", nargs="+", metavar="MODEL", help="these models only")
     made.add_argument("--runs", type=int, help="of each variant; default: 3, on a CPU 2")
     return made
 

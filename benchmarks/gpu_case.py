@@ -1,39 +1,47 @@
 """Measures the training step of one model in a process of its own, for gpu.py.
 
 Takes a case as JSON on its command line and prints a line of JSON after each part, so that what was measured before an
-error or a time limit is kept. The step is the training loop's, without the loader: forward, loss, backward, clip,
-optimizer, average of weights, sums for the log; from one batch that lies on the device.
+error or a time limit is kept. The step is the training loop's, without the loader: copy of a batch from pinned memory
+(while the device works on the batch before, as the loader does it), augmentation, forward, loss, backward, clip,
+optimizer, average of weights, sums for the log.
 """
 
 import contextlib
+import itertools
 import json
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from stoker.config.settings import ModelSettings, OptimSettings
+from stoker.config.settings import DataSettings, ModelSettings, OptimSettings
 from stoker.data.augment.device import augment_batch
 from stoker.data.batch import NUM_RAND, Batch
-from stoker.hardware.device import Device, select_device
+from stoker.hardware.device import Device, ReadyEvent, select_device
 from stoker.models import MODELS, Detector, build
 from stoker.training import forward
+from stoker.training.cuda_graph import Capture, CudaCapture, CudaGraphStep
+from stoker.training.defaults.derive import AUGMENTATIONS, DEFAULTS
 from stoker.training.defaults.dry_run import make_worst_case_batch
-from stoker.training.forward import LossFn, forward_backward, make_loss_fn
+from stoker.training.forward import LossFn, make_loss_fn, train_step
 from stoker.training.optim import LossAccumulator, OptimizerStep
 from tests import fakes
 
-PROFILED, KERNELS, NAME = 3, 8, 60
-"""Steps under the profiler; how many kernels are listed; characters of their names that are kept."""
+PROFILED, KERNELS, GAPS, NAME = 3, 20, 6, 60
+"""Steps under the profiler; how many kernels, and gaps between them, are listed; characters of names that are kept."""
+HOST_BATCHES = 4
+"""Batches in pinned memory, which are copied in turn."""
+DATA = DataSettings(**{name: DEFAULTS[name][0] for name in AUGMENTATIONS})
+"""The augmentation of a training that sets none."""
 
 
 @dataclass(frozen=True)
@@ -81,27 +89,64 @@ class Work:
         )
         self.stepper = OptimizerStep(self.model, optim, device, precision=case.precision)
         self.meter = LossAccumulator(device, max_skipped_steps=10**6)
-        self.batch = random_batch(case, device)
-        self.eager = make_loss_fn(self.model, compile=False)
-        self.compiled = make_loss_fn(self.model, compile=True)
+        self.batch = random_batch(case, device)  # of what is measured without copies
+        self.batches = CopiedBatches(case, device)
+        self._eager = make_loss_fn(self.model, compile=False)
+        self._compiled = make_loss_fn(self.model, compile=True)
         self.done = 0
 
-    def step(self, compute: LossFn, batch: Batch | None = None) -> None:
-        """What `training.loop.Training.step` does with a batch."""
-        used = self.batch if batch is None else batch
-        losses = forward_backward(compute, self.stepper, used, 1, self.device.autocast(self.case.precision))
-        norm, bad = self.stepper.step(1e-5, self.done)
-        self.meter.add(losses, norm, bad, self.done)
+    def step(self, train: Callable[[Batch], None]) -> None:
+        """What `training.loop.Training.step` does."""
+        batch = augment_batch(next(self.batches), DATA, 0.0)
+        self.train(train, batch)
+
+    def train(self, train: Callable[[Batch], None], batch: Batch) -> None:
+        """The same with a batch that is on the device."""
+        self.stepper.set_scalars(1e-5, self.done)
+        train(batch)
         self.done += 1
 
-    def per_s(self, compute: LossFn, steps: int) -> float:
+    def eagerly(self, batch: Batch) -> None:
+        self._train(self._eager, batch)
+
+    def compiled(self, batch: Batch) -> None:
+        self._train(self._compiled, batch)
+
+    def _train(self, compute: LossFn, batch: Batch) -> None:
+        train_step(compute, self.stepper, self.meter, batch, 1, self.device.autocast(self.case.precision))
+
+    def per_s(self, train: Callable[[Batch], None], steps: int) -> float:
         """Images per second over some steps."""
         self.device.synchronize()
         began = time.perf_counter()
         for _ in range(steps):
-            self.step(compute)
+            self.step(train)
         self.device.synchronize()
         return steps * self.case.batch / (time.perf_counter() - began)
+
+
+class CopiedBatches:
+    """Random batches in pinned memory, in turn: each is copied to the device on a stream of its own while the device
+    works on the one before (`data.loading.loader`)."""
+
+    def __init__(self, case: Case, device: Device) -> None:
+        self._stream = device.make_stream()
+        few = [pin(random_batch(case, Device(torch.device("cpu"))), device) for _ in range(HOST_BATCHES)]
+        self._host_batches = itertools.cycle(few)
+        self._copied: tuple[list[Tensor], ReadyEvent] | None = None  # the first one is copied when it is wanted
+
+    def __next__(self) -> Batch:
+        tensors, ready = self._copied or self._stream.to_device(next(self._host_batches))
+        self._copied = self._stream.to_device(next(self._host_batches))
+        ready.block_main_stream()
+        return Batch(*tensors)
+
+
+def pin(batch: Batch, device: Device) -> Batch:
+    """A copy in memory from which the device copies without a host sync."""
+    pixels = batch.images.permute(0, 2, 3, 1)  # stored like this: channels last
+    pinned = [device.empty_host(tensor.shape, tensor.dtype).copy_(tensor) for tensor in (pixels, *batch[1:])]
+    return Batch(pinned[0].permute(0, 3, 1, 2), *pinned[1:])
 
 
 def calibrated_model(case: Case, device: Device) -> Detector:
@@ -129,14 +174,14 @@ def random_batch(case: Case, device: Device) -> Batch:
     return batch._replace(images=pixels.permute(0, 3, 1, 2), rand=draw)
 
 
-def memory(work: Work) -> dict[str, Any]:
-    """Peak bytes of the first steps, with all augmentations: what `fakes.try_step` does."""
+def memory(work: Work, train: Callable[[Batch], None]) -> dict[str, Any]:
+    """Peak bytes of two steps on one batch, with all augmentations: what `fakes.try_step` does."""
     if work.device.is_cpu:
         return {}
     work.device.empty_cache()
     work.device.reset_peak_memory()
     for _ in range(2):
-        work.step(work.eager, augment_batch(work.batch, fakes.AUGMENTATIONS, 0.0))
+        work.train(train, augment_batch(work.batch, fakes.AUGMENTATIONS, 0.0))
     work.device.synchronize()
     return {"peak bytes": work.device.memory().peak, "reserved bytes": torch.cuda.max_memory_reserved()}
 
@@ -150,16 +195,16 @@ def forbidden_waits() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def waits(work: Work, compute: LossFn) -> dict[str, Any]:
+def waits(work: Work, train: Callable[[Batch], None]) -> dict[str, Any]:
     """Whether a step makes the host sync; the first line of CUDA's own message where it does."""
-    work.step(compute)  # what happens once
+    work.step(train)  # what happens once
     if work.device.is_cpu:
         return {}
     try:
         with forbidden_waits():
-            work.step(compute)
+            work.step(train)
     except RuntimeError as error:
-        work.stepper._optimizer.zero_grad(set_to_none=True)
+        work.stepper.zero_grad()
         return {"waits": 1, "wait": str(error).splitlines()[0]}
     return {"waits": 0}
 
@@ -167,27 +212,31 @@ def waits(work: Work, compute: LossFn) -> dict[str, Any]:
 def flops(work: Work) -> dict[str, Any]:
     """FLOPs of a step an image, of convolutions and matrix products: 2 for a multiply-add."""
     with FlopCounterMode(display=False, custom_mapping=fakes.FLOP) as counter:
-        work.step(work.eager)
+        work.train(work.eagerly, work.batch)
     return {"flops": counter.get_total_flops() / work.case.batch}
 
 
-def kernels(work: Work, compute: LossFn) -> dict[str, Any]:
-    """The kernels that take most of the device's time (operators on a CPU), and the share in which it has nothing."""
+def kernels(work: Work, train: Callable[[Batch], None]) -> dict[str, Any]:
+    """The kernels that take most of the device's time (operators on a CPU), the fraction of the time in which it has
+    nothing to do, and after which kernels it is idle for longest."""
     on_cpu = work.device.is_cpu
+    work.step(train)
     work.device.synchronize()
     with profile(activities=[ProfilerActivity.CPU, *([] if on_cpu else [ProfilerActivity.CUDA])]) as profiler:
+        began = time.perf_counter()
         for _ in range(PROFILED):
-            work.step(compute)
+            work.step(train)
         work.device.synchronize()
+        took_s = time.perf_counter() - began
     times: Counter[str] = Counter()
     calls: Counter[str] = Counter()
-    spans: list[tuple[float, float]] = []
+    spans: list[Span] = []
     for event in profiler.events():
         if on_cpu:
             times[event.name] += event.self_cpu_time_total
         elif event.device_type == DeviceType.CUDA and not event.is_user_annotation:
             times[event.name] += event.time_range.elapsed_us()
-            spans.append((event.time_range.start, event.time_range.end))
+            spans.append((event.time_range.start, event.time_range.end, event.name))
         else:
             continue
         calls[event.name] += 1
@@ -196,19 +245,35 @@ def kernels(work: Work, compute: LossFn) -> dict[str, Any]:
         {"share": us / total, "calls a step": calls[name] // PROFILED, "name": name[:NAME]}
         for name, us in times.most_common(KERNELS)
     ]
-    return {"kernels": top, "idle": idle_fraction(spans)}
+    gaps = [
+        {"ms a step": us / 1e3 / PROFILED, "name": f"idle after {name}"[:NAME]}
+        for name, us in idle_us(spans).most_common(GAPS)
+    ]
+    return {"kernels": top, "gaps": gaps, "idle": idle_fraction(spans), "profiled ms": 1e3 * took_s / PROFILED}
 
 
-def idle_fraction(spans: list[tuple[float, float]]) -> float | None:
+Span = tuple[float, float, str]
+"""First and last microsecond of a kernel, and its name."""
+
+
+def idle_us(spans: list[Span]) -> Counter[str]:
+    """Microseconds in none of the spans, by the name of the span that ended before."""
+    gaps: Counter[str] = Counter()
+    until, last = float("inf"), ""
+    for begin, end, name in sorted(spans):
+        if begin > until:
+            gaps[last] += begin - until  # type: ignore[assignment]  # a Counter of floats
+        if until == float("inf") or end > until:
+            until, last = end, name
+    return gaps
+
+
+def idle_fraction(spans: list[Span]) -> float | None:
     """Fraction of the time from the first beginning to the last end that is in none of the spans; None without any."""
     if not spans:
         return None
-    busy, until = 0.0, min(spans)[0]
-    first = until
-    for begin, end in sorted(spans):
-        busy += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    return 1 - busy / (until - first)
+    wall = max(end for _, end, _ in spans) - min(spans)[0]
+    return idle_us(spans).total() / wall
 
 
 def say(**found: Any) -> None:
@@ -217,33 +282,76 @@ def say(**found: Any) -> None:
 
 def measure_eager(case: Case, device: Device, windows: int, steps: int) -> None:
     work = Work(case, device)
-    say(**memory(work))
-    say(**waits(work, work.eager))
+    say(**memory(work, work.eagerly))
+    say(**waits(work, work.eagerly))
+    work.per_s(work.eagerly, steps)  # what happens in the first steps: algorithms, memory, clocks
+    say(eager=[work.per_s(work.eagerly, steps) for _ in range(windows)])
     say(**flops(work))
-    work.per_s(work.eager, steps)  # what happens in the first steps: algorithms, memory, clocks
-    say(eager=[work.per_s(work.eager, steps) for _ in range(windows)])
-    say(**kernels(work, work.eager))
     sums = work.meter.take()[0].tolist()
     say(skipped=round(sums[-1]), steps=work.done)
 
 
 def measure_compiled(case: Case, device: Device, windows: int, steps: int) -> None:
     work = Work(case, device)
-    work.step(work.eager)  # makes what the model keeps: anchors
-    began = time.perf_counter()
-    work.step(work.compiled)
-    device.synchronize()
-    say(compile_s=time.perf_counter() - began, graphs=torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    compile_now(work)
     say(**{f"compiled {name}": value for name, value in waits(work, work.compiled).items()})
-    for compute in (work.eager, work.compiled):
-        work.per_s(compute, steps)
-    pairs = [(work.per_s(work.eager, steps), work.per_s(work.compiled, steps)) for _ in range(windows)]
+    say(**{f"compiled {name}": value for name, value in memory(work, work.compiled).items()})
+    for train in (work.eagerly, work.compiled):
+        work.per_s(train, steps)
+    pairs = [(work.per_s(work.eagerly, steps), work.per_s(work.compiled, steps)) for _ in range(windows)]
     eager, compiled = ([pair[place] for pair in pairs] for place in (0, 1))
     say(compiled=compiled, speedup=statistics.median(compiled) / statistics.median(eager))
+
+
+def compile_now(work: Work) -> None:
+    work.train(work.eagerly, work.batch)  # makes what the model keeps: anchors
+    began = time.perf_counter()
+    work.train(work.compiled, work.batch)
+    work.device.synchronize()
+    say(compile_s=time.perf_counter() - began, graphs=torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def measure_profile(case: Case, device: Device, windows: int, steps: int) -> None:
+    """Both ways. The compiled step comes from the cache of compiled programs, if `measure_compiled` ran before."""
+    work = Work(case, device)
+    work.per_s(work.eagerly, min(windows, steps))
+    say(**kernels(work, work.eagerly))
+    compile_now(work)
     say(**{f"compiled {name}": value for name, value in kernels(work, work.compiled).items()})
 
 
-MEASURES = {"eager": measure_eager, "compiled": measure_compiled}
+def measure_graph(case: Case, device: Device, windows: int, steps: int) -> None:
+    """The compiled step, then the eager one, as a CUDA graph (`training.cuda_graph`); a capture that fails is said."""
+    work = Work(case, device)
+    work.stepper.allow_capture()
+    compile_now(work)
+    for name, train in (("graph", work.compiled), ("eager graph", work.eagerly)):
+        failures: list[Exception] = []
+        graphed = CudaGraphStep(train, NoCapture() if device.is_cpu else CudaCapture(), failures.append)
+        work.per_s(graphed, 4)  # warm-up and capture
+        for failure in failures:
+            work.stepper.zero_grad()
+            say(**{f"{name} error": f"{type(failure).__name__}: {failure}".splitlines()[0]})
+        if not failures:
+            say(**{name: [work.per_s(graphed, steps) for _ in range(windows)]})
+
+
+class NoCapture(Capture):
+    """On a CPU, which has no graphs: a replay is the step itself."""
+
+    def warm_up(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+        return step
+
+
+MEASURES = {
+    "eager": measure_eager,
+    "compiled": measure_compiled,
+    "profile": measure_profile,
+    "graph": measure_graph,
+}
 
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
