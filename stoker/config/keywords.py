@@ -58,6 +58,7 @@ class Settings(TypedDict, total=False):
     batch_size: int
     auto_batch: bool
     compile: bool
+    cuda_graph: bool
     precision: Literal["fp32", "bf16", "fp16"]
     device: str
     workers: int | Literal["auto"]

@@ -45,6 +45,11 @@ SETTINGS = {
 }
 """Setting → its name now."""
 
+ADDED_SETTINGS: dict[str, tuple[Any, str]] = {
+    "cuda_graph": (False, "the run was started by a version without this setting"),
+}
+"""Setting that a run of an older version lacks → the value that it trained with, and the reason to record."""
+
 _VALUES: dict[str, dict[Any, Any]] = {
     "augment": {"recipe": "default"},
     "norm": {"frozen": "frozen_bn", "train": "bn", "sync": "sync_bn"},

@@ -146,6 +146,8 @@ class RunSettings:
     """Try batch sizes on the device and take the one with the best time per image; the learning rate follows it."""
     compile: Annotated[bool, Parameter(negative="--no-compile")] = AUTO
     """Compile the model with torch.compile (takes minutes; the result is cached for later runs)."""
+    cuda_graph: bool = AUTO
+    """Replay the whole step as one CUDA graph: less work for the host, more memory. No GPU has tried it yet."""
     precision: Literal["fp32", "bf16", "fp16"] = AUTO
     """Precision of convolutions and matrix products; weights stay fp32."""
     device: str = AUTO

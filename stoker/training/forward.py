@@ -1,7 +1,7 @@
-"""Losses and gradients of a batch: operator by operator, or compiled by torch.compile.
+"""The step of a batch: losses, gradients and update; the losses operator by operator, or compiled by torch.compile.
 
-Compiling pays if launching kernels and moving activations cost more than the arithmetic. It takes minutes (`compile` in
-the ledger), and the result is cached for later runs. `--compile` and `--no-compile` decide.
+Compiling fuses the passes over activations between convolutions. It takes minutes (`compile` in the ledger), and the
+result is cached for later runs. `--compile` and `--no-compile` decide; the default is in `defaults/derive.py`.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from torch import Tensor
 from stoker.data.batch import Batch
 from stoker.models import Detector
 from stoker.storage.local_files import cache_folder
-from stoker.training.optim import OptimizerStep
+from stoker.training.optim import LossAccumulator, OptimizerStep
 
 COMPILE_BACKEND = "inductor"
 
@@ -42,16 +42,18 @@ def compile_forward_backward(
 ) -> None:
     """Compiles forward and backward on a batch of the shapes of training.
 
-    The model is unchanged afterwards: running statistics are restored, and no gradient is left.
+    The model is unchanged afterwards, also after an error: running statistics are restored, and no gradient is left.
     """
     saved_buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with torch.no_grad(), autocast:
-        model(batch.images)  # caches the anchors of this image size, which are constants of the compiled step
-    forward_backward(loss_fn, optimizer, batch, 1, autocast)
-    optimizer.zero_grad()
-    for name, buffer in model.named_buffers():
-        if name in saved_buffers:
-            buffer.copy_(saved_buffers[name])
+    try:
+        with torch.no_grad(), autocast:
+            model(batch.images)  # caches the anchors of this image size, which are constants of the compiled step
+        forward_backward(loss_fn, optimizer, batch, 1, autocast)
+    finally:
+        optimizer.zero_grad()
+        for name, buffer in model.named_buffers():
+            if name in saved_buffers:
+                buffer.copy_(saved_buffers[name])
 
 
 Autocast = contextlib.AbstractContextManager[Any]
@@ -75,3 +77,20 @@ def forward_backward(
         for name, loss in losses.items():
             totals[name] = totals[name] + loss.detach() if name in totals else loss.detach()
     return totals
+
+
+def train_step(
+    loss_fn: LossFn,
+    optimizer: OptimizerStep[Detector],
+    accumulator: LossAccumulator,
+    batch: Batch,
+    micro_batches: int,
+    autocast: Autocast,
+) -> None:
+    """Forward, losses, backward, update of the weights, sums of the losses; after `optimizer.set_scalars`.
+
+    On an accelerator it issues the same operators at every step, on tensors that keep their addresses.
+    """
+    losses = forward_backward(loss_fn, optimizer, batch, micro_batches, autocast)
+    grad_norm, found_inf = optimizer.update()
+    accumulator.add(losses, grad_norm, found_inf, optimizer.completed_steps)

@@ -13,6 +13,7 @@ import torch
 
 from stoker import models
 from stoker.config.durations import parse_duration
+from stoker.config.old_names import ADDED_SETTINGS
 from stoker.config.settings import Config, DataSettings, check, from_toml
 from stoker.data.images.cache_policy import open_cache
 from stoker.data.images.pixel_cache import CachedImageSpec
@@ -49,7 +50,7 @@ class ResolvedRun:
 
 def resolve_run(user_config: Config, path: Path | None) -> ResolvedRun:
     """Opens the data and derives the settings, or rereads those of the run `path`. Raises StokerError."""
-    stored = None if path is None else from_toml(path / CONFIG)
+    stored = None if path is None else _read_stored(path)
     requested = user_config if stored is None else stored[0]
     if path is not None and (unknown := models.unset_fields(requested)):
         raise CheckpointError(
@@ -61,6 +62,8 @@ def resolve_run(user_config: Config, path: Path | None) -> ResolvedRun:
     check(requested)
     check_image_size(requested)
     device = select_device(requested.run.device)
+    if device.kind == "cuda":
+        torch.backends.cudnn.benchmark = True  # all shapes are fixed, so the fastest convolutions are found once
     index = open_dataset(requested.data)
     require_images(index, ("train", "val"), max_bad_fraction=requested.data.max_bad_fraction)
     for split in ("train", "val"):
@@ -74,6 +77,15 @@ def resolve_run(user_config: Config, path: Path | None) -> ResolvedRun:
     require_boxes(ground_truth(index, index.image_indices("val")))
     config, reasons = derive(user_config, index, device) if stored is None else stored
     return ResolvedRun(config, reasons, device, index)
+
+
+def _read_stored(path: Path) -> tuple[Config, dict[str, str]]:
+    """Settings and reasons of a run, with those that its version of stoker did not have."""
+    config, reasons = from_toml(path / CONFIG)
+    for name, (value, reason) in ADDED_SETTINGS.items():
+        if name not in config.set_fields():
+            config, reasons = config.replace(**{name: value}), reasons | {name: reason}
+    return config, reasons
 
 
 def open_dataset(data: DataSettings) -> Index:

@@ -57,16 +57,22 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_gradients_nan(patch: pytest.MonkeyPatch, poisoned: Callable[[int, float], bool]) -> None:
     """Gradients are NaN at the steps, counted from 0, and rates for which `poisoned` says so."""
-    step = OptimizerStep.step
+    set_scalars, update = OptimizerStep.set_scalars, OptimizerStep.update
+    scalars = {}
 
-    def poisoned_step(self: OptimizerStep[Any], rate: float, done_steps: int) -> Any:
-        if poisoned(done_steps, rate):
+    def set_and_remember(self: OptimizerStep[Any], rate: float, done_steps: int) -> None:
+        scalars[self] = done_steps, rate
+        set_scalars(self, rate, done_steps)
+
+    def poisoned_update(self: OptimizerStep[Any]) -> Any:
+        if poisoned(*scalars[self]):
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.fill_(math.nan)
-        return step(self, rate, done_steps)
+        return update(self)
 
-    patch.setattr(OptimizerStep, "step", poisoned_step)
+    patch.setattr(OptimizerStep, "set_scalars", set_and_remember)
+    patch.setattr(OptimizerStep, "update", poisoned_update)
 
 
 def diverges_at_the_full_lr(step: int, rate: float) -> bool:
@@ -227,13 +233,13 @@ def test_a_rollback_that_is_killed_and_resumed_ends_with_the_same_weights(
         make_gradients_nan(patch, diverges_at_the_full_lr)
         with patch.context() as kill:
             if moment == "in the streak":
-                kill.setattr(OptimizerStep, "step", killing(OptimizerStep.step, 24))
+                kill.setattr(OptimizerStep, "update", killing(OptimizerStep.update, 24))
             elif moment == "before the line":
                 kill.setattr(checkpoint, "healthy_steps", killing(checkpoint.healthy_steps, 0))
             elif moment == "after the line":
                 kill.setattr(checkpoint, "discard_checkpoints", killing(checkpoint.discard_checkpoints, 0))
             else:
-                kill.setattr(OptimizerStep, "step", killing(OptimizerStep.step, 25 + 4))
+                kill.setattr(OptimizerStep, "update", killing(OptimizerStep.update, 25 + 4))
             with pytest.raises(Killed):
                 train(settings(data), run_dir=str(tmp_path / "run"))
         run = train(settings(data), run_dir=str(tmp_path / "run")).run

@@ -1,0 +1,301 @@
+"""A step can be replayed by a CUDA graph: proved on a CPU, where the device passes for an accelerator.
+
+The operators of two steps are equal, whatever their learning rate, decay and number, and what outlives a step keeps its
+address. A graph is emulated: the operators that were recorded once are called again, with the tensors they had then.
+"""
+
+import contextlib
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stoker.config.settings import OptimSettings
+from stoker.data.batch import Batch
+from stoker.hardware.device import Device
+from stoker.hardware.host_sync import ForbidHostSync, RecordOperators
+from stoker.models import Detector, build
+from stoker.runs.records import FINAL
+from stoker.training import loop, start
+from stoker.training.cuda_graph import CudaGraphStep
+from stoker.training.forward import LossFn, make_loss_fn, train_step
+from stoker.training.loop import train
+from stoker.training.optim import LossAccumulator, OptimizerStep
+from tests.drawn import draw
+from tests.models.oracle import SMALL_MODELS
+from tests.models.samples import make_batch, settings_of
+from tests.training.test_optim import make_images, make_model
+from tests.training.test_optim import settings as optim_settings
+from tests.training.test_stability import events_of
+from tests.training.test_stability import settings as unstable
+
+CPU = torch.device("cpu")
+CASES = [("retinanet_tiny_fpn", "sgd", 2), ("retinanet_tiny_fpn", "adamw", 1)]
+SLOW_CASES = [(name, "adamw", 1) for name in SMALL_MODELS if name != "retinanet_tiny_fpn"]
+
+
+def marked(default: int) -> list[object]:
+    """Parameters of a test: the first `default` cases; all others in the slow suite."""
+    cases = [*CASES, *SLOW_CASES]
+    return [*cases[:default], *(pytest.param(*case, marks=pytest.mark.slow) for case in cases[default:])]
+
+
+class Accelerator(Device):
+    is_cpu = False  # but for this a CPU
+
+
+class Work:
+    """A training step with all that it keeps."""
+
+    def __init__(self, name: str, optimizer: str, micro_batches: int, *, device: type[Device] = Accelerator) -> None:
+        torch.manual_seed(0)
+        self.model: Detector = build(settings_of(name), 3).train()
+        chosen = OptimSettings(
+            optimizer=optimizer,  # type: ignore[arg-type]
+            backbone_lr_mult=0.5,
+            momentum=0.9,
+            weight_decay=0.01,
+            clip_grad_norm=1.0,
+            ema_decay=0.9,
+        )
+        self.optimizer = OptimizerStep(self.model, chosen, device(CPU), precision="fp16")
+        self.accumulator = LossAccumulator(device(CPU), max_skipped_steps=3)
+        self.loss_fn, self.micro_batches = poisonable(make_loss_fn(self.model, compile=False)), micro_batches
+
+    def step(self, batch: Batch) -> None:
+        no_autocast: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        train_step(self.loss_fn, self.optimizer, self.accumulator, batch, self.micro_batches, no_autocast)
+
+    def persistent(self) -> dict[str, Tensor]:
+        """Everything that a later step reads."""
+        optimizer, accumulator = self.optimizer, self.accumulator
+        tensors = {f"model.{name}": tensor for name, tensor in self.model.named_parameters()}
+        tensors |= {f"buffer.{name}": tensor for name, tensor in self.model.named_buffers()}
+        tensors |= {f"ema.{name}": tensor for name, tensor in optimizer.ema_model.state_dict().items()}
+        for number, (_, state) in enumerate(optimizer._optimizer.state.items()):
+            tensors |= {f"state.{number}.{name}": tensor for name, tensor in state.items()}
+        assert optimizer.loss_scale is not None
+        assert optimizer._growth_tracker is not None
+        tensors |= {"scale": optimizer.loss_scale, "growth": optimizer._growth_tracker}
+        tensors |= {"good": optimizer._good_norm_stats, "sums": accumulator._sums}
+        return tensors | dict(zip(("streak", "diverged"), accumulator.skipped_streak(), strict=True))
+
+
+def batch_of(step: int) -> Batch:
+    return make_batch((3, 0), (64, 64), 3, seed=step)
+
+
+def make_bad(batch: Batch) -> Batch:
+    """Marks a batch whose losses `poisonable` makes infinite."""
+    return batch._replace(image_index=torch.full_like(batch.image_index, -1))
+
+
+def poisonable(loss_fn: LossFn) -> LossFn:
+    def compute(batch: Batch) -> dict[str, Tensor]:
+        factor = torch.where(batch.image_index[0] < 0, float("inf"), 1.0)
+        return {name: loss * factor for name, loss in loss_fn(batch).items()}
+
+    return compute
+
+
+@pytest.mark.parametrize(("name", "optimizer", "micro_batches"), marked(2))
+def test_steps_issue_the_same_operators_on_the_same_addresses(name: str, optimizer: str, micro_batches: int) -> None:
+    work, records, addresses, batch = Work(name, optimizer, micro_batches), [], [], batch_of(0)
+    for step in range(3):
+        work.optimizer.set_scalars(0.1 / (step + 1), 100 * step)
+        with RecordOperators() as record, ForbidHostSync():
+            work.step(batch)
+        work.accumulator.read(work.accumulator.take(), 1)
+        if step == 1:  # a rollback
+            work.optimizer.load_state_dict(saved_state(work.optimizer), work.optimizer.ema_model.state_dict())
+            work.accumulator.load_skipped_streak([tensor.clone() for tensor in work.accumulator.skipped_streak()])
+            work.accumulator.reset()
+        records.append(record.operators)
+        addresses.append({name: tensor.data_ptr() for name, tensor in work.persistent().items()})
+    assert len(records[1]) > 100  # the first step makes the anchors
+    for one, other in zip(records[1], records[2], strict=True):
+        assert one == other
+    assert addresses[0] == addresses[1] == addresses[2]
+
+
+def saved_state(optimizer: OptimizerStep[Detector]) -> dict[str, Any]:
+    """The state as a checkpoint's file gives it back."""
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    state: dict[str, Any] = torch.load(file, weights_only=True)
+    return state
+
+
+class EmulatedCapture(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records operators with the tensors that they read and wrote, and calls them again with the same tensors.
+
+    The recorded step has no effect: what it wrote to tensors from outside is restored, as if nothing had run.
+    """
+
+    def warm_up(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+        self.own: set[int] = set()
+        self.before: list[tuple[Tensor, Tensor]] = []
+        self.kept: list[Any] = []
+        with self:
+            step()
+        with torch.no_grad():
+            for tensor, value in reversed(self.before):
+                tensor.copy_(value)
+        return self.replay
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            self.save(argument, value)
+        for argument in func._schema.arguments:
+            self.save(argument, kwargs.get(argument.name))
+        result = func(*args, **kwargs)
+        inputs = {storage_of(leaf) for leaf in tensors_of((args, kwargs))}
+        self.own |= {storage_of(leaf) for leaf in tensors_of(result)} - inputs
+        if func.namespace != "profiler":
+            self.calls.append((func, args, kwargs, result))
+        return result
+
+    def save(self, argument: Any, value: Any) -> None:
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if is_written or argument.name in ("running_mean", "running_var"):  # batch_norm does not declare these
+            outside = [leaf for leaf in tensors_of(value) if storage_of(leaf) not in self.own]
+            self.before.extend((leaf, leaf.detach().clone()) for leaf in outside)
+
+    def replay(self) -> None:
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+            for func, args, kwargs, recorded in self.calls:
+                result = func(*args, **kwargs)
+                for old, new in zip(tensors_of(recorded), tensors_of(result), strict=True):
+                    if storage_of(old) != storage_of(new):
+                        old.copy_(new)
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def run_steps(work: Work, step: Callable[[Batch], None]) -> list[Any]:
+    """Seven steps, the first and another of them bad, with a checkpoint after four that is loaded after six."""
+    found: list[Any] = []
+    for done in range(7):
+        work.optimizer.set_scalars(0.05 / (1 + done), done)
+        step(make_bad(batch_of(done)) if done in (0, 4) else batch_of(done))
+        if done == 3:
+            state = saved_state(work.optimizer), copy.deepcopy(work.optimizer.ema_model.state_dict())
+        if done in (2, 5):
+            found.append(work.accumulator.read(work.accumulator.take(), 3))
+        if done == 5:
+            work.optimizer.load_state_dict(*state)
+            work.accumulator.reset()
+    return [*found, work.accumulator.read(work.accumulator.take(), 1)]
+
+
+@pytest.mark.parametrize(("name", "optimizer", "micro_batches"), marked(1))
+def test_a_replayed_training_equals_the_eager_one(name: str, optimizer: str, micro_batches: int) -> None:
+    """Bit for bit, with steps that are skipped, a rollback, and another batch, learning rate and number each step."""
+    eager, replayed = (Work(name, optimizer, micro_batches) for _ in range(2))
+    capture = EmulatedCapture()
+    readings = run_steps(eager, eager.step)
+    assert [reading.skipped_steps for reading in readings] == [1, 1, 0]
+    assert str(run_steps(replayed, CudaGraphStep(replayed.step, capture, fail))) == str(readings)
+    assert capture.calls
+    for (name, expected), tensor in zip(eager.persistent().items(), replayed.persistent().values(), strict=True):
+        assert torch.equal(expected, tensor), name
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_device_scalars_train_as_numbers_do(optimizer: str) -> None:
+    steppers = [
+        OptimizerStep(make_model(), optim_settings(optimizer=optimizer, ema_decay=0.9), device(CPU), precision="fp16")
+        for device in (Device, Accelerator)
+    ]
+    assert [isinstance(stepper.completed_steps, Tensor) for stepper in steppers] == [False, True]
+    for stepper in steppers:
+        for step in range(20):
+            stepper.backward(stepper.model(make_images(step, bad=step in (0, 7))).square().mean())
+            stepper.step(0.05 / (1 + step), step)
+    numbers, scalars = ({**s.model.state_dict(), "ema": s.ema_model.state_dict()["4.weight"]} for s in steppers)
+    for name, expected in numbers.items():
+        torch.testing.assert_close(scalars[name], expected, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_failed_capture_trains_on_without() -> None:
+    class Failing(EmulatedCapture):
+        def record(self, _: Callable[[], None]) -> Callable[[], None]:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    errors: list[Exception] = []
+    seen: list[int] = []
+    step = CudaGraphStep(lambda batch: seen.append(int(batch.image_index[0])), Failing(), errors.append)
+    for number in range(6):
+        step(batch_of(0)._replace(image_index=torch.tensor([number, 0])))
+    assert seen == [0, 1, 2, 3, 4, 5]
+    assert [str(error) for error in errors] == ["operation not permitted when stream is capturing"]
+
+
+@pytest.mark.slow
+def test_a_run_with_a_graph_and_a_rollback_equals_one_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop itself, from the first step over an evaluation and a rollback to the final weights."""
+    data = draw(tmp_path / "shapes")
+
+    def make_step(model: Detector, chosen: OptimSettings, device: Device, *, precision: str) -> OptimizerStep[Detector]:
+        return OptimizerStep(model, chosen, Accelerator(device.torch_device), precision=precision)
+
+    monkeypatch.setattr(start, "OptimizerStep", make_step)
+    monkeypatch.setattr(loop, "WINDOW_S", 0.0)
+    monkeypatch.setattr(loop, "make_loss_fn", lambda *args, **named: poisonable(make_loss_fn(*args, **named)))
+    poison_batches(monkeypatch, lambda step, rollbacks: 8 <= step < 16 and rollbacks == 0)
+    capture, ends, without_graph = EmulatedCapture(), [], loop.Training.__init__
+
+    def with_graph(self: loop.Training, *args: Any, **named: Any) -> None:
+        without_graph(self, *args, **named)
+        self.train_batch = CudaGraphStep(self.train_eagerly, capture, fail)
+
+    for has_graph in (False, True):
+        monkeypatch.setattr(loop.Training, "__init__", with_graph if has_graph else without_graph)
+        changes = {"max_duration": "20", "eval_every": "6", "checkpoint_every": "6", "backbone_norm": "bn"}
+        run = train(unstable(data, **changes), run_dir=str(tmp_path / str(has_graph))).run
+        assert len(events_of(run, "rolled_back")) == 1
+        ends.append(load_file(run / FINAL))
+    assert capture.calls
+    assert ends[0].keys() == ends[1].keys()
+    for name, tensor in ends[0].items():
+        assert torch.equal(ends[1][name], tensor), name
+
+
+def poison_batches(patch: pytest.MonkeyPatch, poisoned: Callable[[int, int], bool]) -> None:
+    """The losses are infinite at the steps, counted from 0, and rollbacks for which `poisoned` says so."""
+    step = loop.Training.step
+
+    def poisoned_step(self: loop.Training) -> None:
+        augment = loop.augment_batch
+        if poisoned(self.state.step, self.state.rollback_count):
+            with pytest.MonkeyPatch.context() as once:
+                once.setattr(loop, "augment_batch", lambda *args: make_bad(augment(*args)))
+                step(self)
+        else:
+            step(self)
+
+    patch.setattr(loop.Training, "step", poisoned_step)
