@@ -8,7 +8,6 @@ Telemetry from the driver is in `profiling/telemetry/gpu.py`.
 import contextlib
 import ctypes
 import dataclasses
-import functools
 import os
 import platform
 import time
@@ -115,6 +114,12 @@ class Device:
         return "fp32", f"mixed precision was never tested on {self.kind}"
 
 
+def pinned_bytes(nbytes: int) -> int:
+    """Bytes that pinned memory of `nbytes` takes from the host: torch's allocator rounds every block up to a power of
+    two (c10's CachingHostAllocator.h)."""
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
+
+
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
     """Bytes. `peak`: maximum that this process had allocated (on a CPU: its resident memory now)."""
@@ -154,8 +159,16 @@ class SideStream:
         return ReadyEvent(None if self._stream is None else self._stream.record_event())
 
     def synchronize(self) -> None:
-        """Makes the host wait for all work issued to this stream so far. Not for the training thread."""
-        if self._stream is not None:
+        """Makes the host wait for all work issued to this stream so far. Not for the training thread.
+
+        The thread sleeps: synchronizing a CUDA stream keeps a core busy, which decoding needs."""
+        if self._stream is not None and self._device.kind == "cuda":
+            # torch.Event has no blocking ones.
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            with self._stream:
+                event.record()
+            event.synchronize()
+        elif self._stream is not None:
             self._stream.synchronize()
 
     def join(self, tensor: Tensor, source_ready: "ReadyEvent", updates: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -169,19 +182,24 @@ class SideStream:
             for stream in (self._stream, torch.accelerator.current_stream(self._device.torch_device)):
                 tensor.record_stream(stream)
 
-    def to_host(self, tensors: Iterable[Tensor]) -> tuple[list[Tensor], "ReadyEvent"]:
-        """Starts copies device → host of tensors of the main stream. Read them after `done` or `synchronize`.
+    def to_host(
+        self, tensors: Iterable[Tensor], targets: Iterable[Tensor] | None = None
+    ) -> tuple[list[Tensor], "ReadyEvent"]:
+        """Starts copies device → host of tensors of the main stream, into `targets` (contiguous, in pinned memory) if
+        given. Read them after `done` or `synchronize`.
 
         The main stream must not overwrite the sources before `block_main_stream` of the event.
         """
         if self._stream is None:
             return [tensor.detach().clone() for tensor in tensors], ReadyEvent(None)
         self._stream.wait_stream(torch.accelerator.current_stream(self._device.torch_device))
+        tensors = list(tensors)
+        if targets is None:
+            targets = [self._device.empty_host(tensor.shape, tensor.dtype) for tensor in tensors]
         copies = []
         with self._stream:
-            for tensor in tensors:
-                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-                copies.append(host.copy_(tensor.detach(), non_blocking=True))
+            for tensor, target in zip(tensors, targets, strict=True):
+                copies.append(target.copy_(tensor.detach(), non_blocking=True))
                 if tensor.device.type != "cpu":
                     tensor.record_stream(self._stream)
         return copies, ReadyEvent(self._stream.record_event())
@@ -302,15 +320,26 @@ def block_size(tensor: Tensor) -> int:
     return MAX_ACCELERATOR_BLOCK_SIZE if tensor.is_meta else _accelerator_block_size(tensor.device)
 
 
-@functools.cache
+_block_sizes: dict[torch.device, int] = {}
+
+
 def _accelerator_block_size(device: torch.device) -> int:
-    _, total_bytes = torch.accelerator.get_memory_info(device)
-    elements = int(total_bytes * BLOCK_MEMORY_FRACTION / BLOCK_BYTES_PER_ELEMENT)
-    return min(max(elements, MIN_ACCELERATOR_BLOCK_SIZE), MAX_ACCELERATOR_BLOCK_SIZE)
+    """`block_size_for_memory` of all the memory that a device has, asked for once: not functools.cache, whose function
+    torch.compile would trace."""
+    if device not in _block_sizes:
+        _, total_bytes = torch.accelerator.get_memory_info(device)
+        _block_sizes[device] = block_size_for_memory(total_bytes)
+    return _block_sizes[device]
 
 
 # What torch.compiler.assume_constant_result does, without importing torch._dynamo at every start.
 _accelerator_block_size._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def block_size_for_memory(total_bytes: int) -> int:
+    """Elements of a block whose temporaries take BLOCK_MEMORY_FRACTION of an accelerator's memory, within limits."""
+    elements = int(total_bytes * BLOCK_MEMORY_FRACTION / BLOCK_BYTES_PER_ELEMENT)
+    return min(max(elements, MIN_ACCELERATOR_BLOCK_SIZE), MAX_ACCELERATOR_BLOCK_SIZE)
 
 
 TESTED_DEVICES = frozenset({"cuda"})

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from stoker.config import old_names
 from stoker.errors import CheckpointError
-from stoker.hardware.device import ReadyEvent, SideStream
+from stoker.hardware.device import Device, ReadyEvent, SideStream
+from stoker.hardware.host_arena import HostArenas, Lease
 from stoker.runs.records import CHECKPOINTS
 from stoker.storage.local_files import fsync_folder, write_atomic
 from stoker.storage.run_uri import display_path
@@ -63,21 +64,41 @@ class HostSnapshot:
     weights: dict[str, Tensor]
     state: dict[str, Any]
     ready: ReadyEvent
+    lease: Lease | None = None
+    """Of the memory that the tensors are in."""
 
 
 def snapshot(
-    stream: SideStream, *, step: int, metadata: dict[str, str], weights: dict[str, Tensor], state: dict[str, Any]
+    stream: SideStream,
+    *,
+    step: int,
+    metadata: dict[str, str],
+    weights: dict[str, Tensor],
+    state: dict[str, Any],
+    arenas: HostArenas | None = None,
 ) -> HostSnapshot:
     """Starts copying everything to the host. The device must not change the tensors before
     `ready.block_main_stream()`; on one stream a later event covers earlier copies.
 
     weights: for the weights file; state: any tree of dicts, lists, numbers and tensors. The manifest takes its
-    `skipped_streak` (consecutive skipped steps, and the step that reached the limit or -1) and `rollbacks`.
+    `skipped_streak` (consecutive skipped steps, and the step that reached the limit or -1) and `rollbacks`. arenas:
+    memory for the copies, used again when nothing refers to the snapshot any longer; not for a CPU.
     """
-    copies, ready = stream.to_host([*weights.values(), *_list_tensors(state)])
+    tensors = [*weights.values(), *_list_tensors(state)]
+    targets, lease = (None, None) if arenas is None else arenas.take(tensors)
+    copies, ready = stream.to_host(tensors, targets)
     copied = dict(zip(weights, copies, strict=False))
     remaining = iter(copies[len(weights) :])
-    return HostSnapshot(step, metadata, copied, _map_tensors(state, lambda _: next(remaining)), ready)
+    return HostSnapshot(step, metadata, copied, _map_tensors(state, lambda _: next(remaining)), ready, lease)
+
+
+def reserve_arenas(device: Device, weights: dict[str, Tensor], state: dict[str, Any]) -> HostArenas | None:
+    """Pinned memory for snapshots of these tensors, allocated now; None for a CPU, which needs none."""
+    if device.is_cpu:
+        return None
+    arenas = HostArenas(device)
+    arenas.reserve([*weights.values(), *_list_tensors(state)])
+    return arenas
 
 
 def _list_tensors(tree: Any) -> list[Tensor]:

@@ -149,6 +149,8 @@ class Training:
             setup.folder.path, purge_step=self.state.step, on_error=lambda text: log_event("warning", text)
         )
         self.stream = device.make_stream()
+        ema_weights = setup.optimizer.ema_model.state_dict()
+        self.arenas = checkpoint.reserve_arenas(device, ema_weights, collect_state(setup))
         self.evaluator = AsyncEvaluator(setup, screen, self.board, log_event)
         self.max_duration = parse_duration(run.max_duration)
         self.eval_trigger = IntervalTrigger(parse_duration(run.eval_every, "eval-every"), num_images, run.batch_size)
@@ -375,7 +377,9 @@ class Training:
         step = self.state.step
         metadata = msgspec.structs.replace(self.setup.metadata, step=step, ap=ap).header()
         weights = self.setup.optimizer.ema_model.state_dict()
-        return checkpoint.snapshot(self.stream, step=step, metadata=metadata, weights=weights, state=state)
+        return checkpoint.snapshot(
+            self.stream, step=step, metadata=metadata, weights=weights, state=state, arenas=self.arenas
+        )
 
     def evaluate(self, *, wait: bool = False) -> None:
         """Runs the EMA weights on the validation split and starts computing the metrics in the background.

@@ -1,5 +1,6 @@
 """Checkpoints: whole or absent, whatever happens while they are written; damaged ones are found and passed over."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,9 +14,17 @@ from torch import Tensor
 
 from stoker.config.old_names import checkpoint_state
 from stoker.errors import CheckpointError
-from stoker.hardware.device import Device
+from stoker.hardware.device import Device, SideStream
 from stoker.training.async_eval import PendingEvaluation
-from stoker.training.checkpoint import CheckpointWriter, HostSnapshot, LoadedCheckpoint, load_newest, snapshot
+from stoker.training.checkpoint import (
+    CheckpointWriter,
+    HostSnapshot,
+    LoadedCheckpoint,
+    load_newest,
+    reserve_arenas,
+    snapshot,
+)
+from tests.hardware.test_host_arena import pinning_device
 
 STREAM = Device(torch.device("cpu")).make_stream()
 
@@ -71,6 +80,45 @@ def test_a_snapshot_is_a_copy():
     weight.zero_()
     assert torch.equal(taken.weights["w"], torch.ones(3))
     assert torch.equal(taken.state["s"][0], torch.ones(3))
+
+
+class QueueStream(contextlib.nullcontext[None]):
+    """In the place of an accelerator's stream; its work is done at once."""
+
+    def wait_stream(self, _: object) -> None:
+        """Nothing is pending."""
+
+    def record_event(self) -> None:
+        """No event: done."""
+
+
+def test_snapshots_of_an_accelerator_pin_no_memory_after_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """300 tensors, saved three times while the weights of another snapshot wait for their evaluation."""
+    device = pinning_device()
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: None)
+    stream = SideStream(Device(torch.device("cpu")))
+    monkeypatch.setattr(stream, "_device", device)
+    monkeypatch.setattr(stream, "_stream", QueueStream())
+    weights = {f"w{n}": torch.full((n + 1,), 0.0) for n in range(100)}
+    state = {"moments": [torch.zeros(n + 1) for n in range(200)], "skipped_streak": (0, -1)}
+    arenas = reserve_arenas(device, weights, state)
+    waiting = snapshot(stream, step=0, metadata={}, weights=weights, state={}, arenas=arenas)
+    assert len(device.allocated) == 1
+    writer = CheckpointWriter(tmp_path, ignore)
+    for step in (1, 2, 3):
+        for tensor in (*weights.values(), *state["moments"]):
+            tensor.fill_(step)
+        writer.save(snapshot(stream, step=step, metadata={}, weights=weights, state=state, arenas=arenas))
+        writer.wait()
+        loaded, _ = newest(tmp_path)
+        assert loaded is not None
+        assert all(torch.equal(loaded.weights[name], weights[name]) for name in weights)
+        assert all(map(torch.equal, loaded.state["moments"], state["moments"]))
+    assert len(device.allocated) == 2, "the one that waits and the one that is written"
+    assert not any(tensor.any() for tensor in waiting.weights.values()), "kept as they were"
+    del waiting
+    snapshot(stream, step=4, metadata={}, weights=weights, state={}, arenas=arenas)
+    assert len(device.allocated) == 2
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "state.pt", "manifest.json"])

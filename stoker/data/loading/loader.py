@@ -95,7 +95,7 @@ class Loader:
             spec.workers,
             initial_workers=spec.initial_workers,
             prefetch_depth=prefetch_depth,
-            buffer_bytes=self._buffers[0].nbytes,
+            buffer_bytes=self._buffers[0].allocated_bytes,
             is_cpu=spec.device.is_cpu,
             tunes_depth=spec.prefetch_depth is None,
         )

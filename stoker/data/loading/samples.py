@@ -32,7 +32,7 @@ from stoker.data.loading.spec import LoaderSpec
 from stoker.data.loading.stats import Counters
 from stoker.data.loading.wait_breakdown import DECODING, READ, Transitions
 from stoker.errors import DataError, ObjectMissing, OutOfMemoryError, StorageError
-from stoker.hardware.device import Device
+from stoker.hardware.device import Device, pinned_bytes
 
 if TYPE_CHECKING:
     from stoker.data.images.pixel_cache import PixelCache
@@ -111,7 +111,7 @@ class HostBatchBuffer:
         def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             return device.empty_host((batch_size, *shape), dtype)
 
-        self.image_size = image_size
+        self._is_cpu, self.image_size = device.is_cpu, image_size
         self.tensors = [
             empty((*image_size, 3), torch.uint8),
             empty((max_boxes, 4), torch.float32),
@@ -147,6 +147,11 @@ class HostBatchBuffer:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that the buffer takes from the host's memory."""
+        return self.nbytes if self._is_cpu else sum(pinned_bytes(tensor.nbytes) for tensor in self.tensors)
 
     def pad(self, k: int, resized_size: tuple[int, int]) -> None:
         """Pads image k outside `resized_size` (height, width). Copies, as NumPy repeats 3 bytes 60 × slower."""

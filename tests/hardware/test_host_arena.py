@@ -1,0 +1,154 @@
+"""Pinned memory of snapshots is allocated once and used again only when nothing refers to it."""
+
+import contextlib
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import Tensor
+
+from stoker.data.loading.samples import HostBatchBuffer
+from stoker.hardware import host_arena
+from stoker.hardware.device import Device, SideStream, pinned_bytes
+from stoker.hardware.host_arena import HostArenas
+
+
+class PinningDevice(Device):
+    """An accelerator whose pinned memory is ordinary memory, and counted."""
+
+    allocated: list[int]
+
+    @property
+    def is_cpu(self) -> bool:
+        return False
+
+    def empty_host(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
+        made = torch.empty(tuple(shape), dtype=dtype)
+        self.allocated.append(made.nbytes)
+        return made
+
+
+def pinning_device() -> PinningDevice:
+    device = PinningDevice(torch.device("cpu"))
+    object.__setattr__(device, "allocated", [])
+    return device
+
+
+def like(*sizes: int) -> list[Tensor]:
+    return [torch.arange(size, dtype=torch.float32) for size in sizes]
+
+
+def test_views_do_not_overlap_and_have_the_shapes_and_types_of_the_tensors() -> None:
+    tensors = [
+        torch.rand(3, 5),
+        torch.tensor(7),
+        torch.zeros(0, 4),
+        torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        torch.tensor([True, False]),
+        torch.rand(5).to(torch.bfloat16),
+    ]
+    views, _lease = HostArenas(pinning_device()).take(tensors)
+    for view, tensor in zip(views, tensors, strict=True):
+        view.copy_(tensor)
+    for view, tensor in zip(views, tensors, strict=True):
+        assert (view.dtype, view.shape, view.is_contiguous()) == (tensor.dtype, tensor.shape, True)
+        assert torch.equal(view, tensor)
+
+
+def test_hundreds_of_tensors_take_a_few_allocations_once() -> None:
+    device = pinning_device()
+    arenas, tensors = HostArenas(device), like(*[1000] * 500)
+    arenas.reserve(tensors)
+    assert len(device.allocated) == 1
+    for _ in range(5):
+        arenas.take(tensors)
+        arenas.take(tensors[:300])
+    assert len(device.allocated) == 1
+
+
+def test_chunks_are_not_rounded_up_to_twice_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_arena, "CHUNK_BYTES", 2**16)
+    device = pinning_device()
+    tensors = like(*[1000] * 270)  # 1.03 MiB: alone it would take 2 MiB
+    HostArenas(device).reserve(tensors)
+    total = sum(tensor.nbytes for tensor in tensors)
+    assert max(device.allocated) <= 2**16
+    assert pinned_bytes(total) > 1.9 * total
+    assert sum(map(pinned_bytes, device.allocated)) < 1.1 * total
+
+
+def test_a_tensor_larger_than_a_chunk_has_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_arena, "CHUNK_BYTES", 4096)
+    device = pinning_device()
+    arenas, tensors = HostArenas(device), like(10, 5000, 10, 2000, 0, 1024, 1)
+    views, _lease = arenas.take(tensors)
+    assert device.allocated == [40, 20000, 40, 8000, 4096, 4]
+    for view, tensor in zip(views, tensors, strict=True):
+        view.copy_(tensor)
+    assert all(torch.equal(view, tensor) for view, tensor in zip(views, tensors, strict=True))
+
+
+def test_memory_in_use_is_not_given_out_again() -> None:
+    device = pinning_device()
+    arenas, tensors = HostArenas(device), like(100, 200)
+    first, lease = arenas.take(tensors)
+    second, _second_lease = arenas.take(tensors)
+    assert len(device.allocated) == 2
+    assert {view.data_ptr() for view in first}.isdisjoint(view.data_ptr() for view in second)
+    pointers = [view.data_ptr() for view in first]
+    del lease
+    third, _third_lease = arenas.take(tensors)
+    assert [view.data_ptr() for view in third] == pointers
+    assert len(device.allocated) == 2
+
+
+def test_tensors_that_do_not_fit_get_an_arena_of_their_own() -> None:
+    device = pinning_device()
+    arenas = HostArenas(device)
+    arenas.reserve(like(100))
+    arenas.reserve(like(100, 200))
+    arenas.reserve(like(300))
+    assert device.allocated == [400, 448 + 800]
+
+
+@pytest.mark.parametrize(("size", "taken"), [(0, 0), (1, 1), (2, 2), (3, 4), (2**20, 2**20), (2**20 + 1, 2**21)])
+def test_pinned_sizes_are_rounded_up_to_powers_of_two(size: int, taken: int) -> None:
+    assert pinned_bytes(size) == taken
+
+
+def test_a_batch_buffer_counts_what_pinning_rounds_up() -> None:
+    """32 images of 640 × 640 take 64 MiB, not the 37.5 MiB of their pixels: the autotuner decides with the former."""
+    device = pinning_device()
+    buffer = HostBatchBuffer(device, 32, (640, 640), 8)
+    assert sum(device.allocated) == buffer.nbytes < 1.1 * 32 * 640 * 640 * 3
+    assert 2**26 < buffer.allocated_bytes < 1.01 * 2**26
+    assert HostBatchBuffer(Device(torch.device("cpu")), 4, (64, 64), 8).allocated_bytes < 1.5 * 4 * 64 * 64 * 3
+
+
+def test_a_thread_that_waits_for_a_cuda_stream_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`cudaStreamSynchronize` spins; an event made with `blocking` sleeps."""
+    done: list[object] = []
+
+    class Event:
+        def __init__(self, *, blocking: bool) -> None:
+            done.append(("event", blocking))
+
+        def record(self) -> None:
+            done.append("recorded")
+
+        def synchronize(self) -> None:
+            done.append("slept")
+
+    class Stream(contextlib.nullcontext[None]):
+        def __enter__(self) -> None:
+            done.append("in the stream")
+
+        def synchronize(self) -> None:
+            done.append("spun")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    stream = SideStream(Device(torch.device("cpu")))
+    monkeypatch.setattr(stream, "_device", Device(torch.device("cuda", 0)))
+    monkeypatch.setattr(stream, "_stream", Stream())
+    stream.synchronize()
+    assert done == [("event", True), "in the stream", "recorded", "slept"]
