@@ -7,12 +7,14 @@ set -u
 kit=$(cd "$(dirname "$0")" && pwd)
 export OUT=${OUT:-/tmp/gpu-first}
 mkdir -p "$OUT"
-work=$(mktemp -d) started=$(date +%s) limit=${LIMIT_S:-540}
+work=$(mktemp -d) started=$(date +%s)
 trap 'rm -rf "$work"' EXIT
 if [ -n "${REHEARSE:-}" ]; then
-  device=cpu quick=(--quick) demo=(--steps 4) bccd=(--steps 2 --batch-size 4 --image-size 128 128) limit=${LIMIT_S:-5400} factor=10
+  device=cpu quick=(--quick) demo=(--steps 4) bccd=(--steps 2 --batch-size 4 --image-size 128 128)
+  limit=${LIMIT_S:-5400} factor=10 workers=0
 else
-  device=cuda quick=() demo=() bccd=(--max-time 1.6min) factor=1
+  device=cuda quick=() demo=() bccd=(--max-time 1.6min)
+  limit=${LIMIT_S:-540} factor=1 workers=6
 fi
 
 say() { echo "[$(($(date +%s) - started)) s] $*" | tee -a "$OUT/summary.txt"; }
@@ -69,7 +71,7 @@ for file in tests/gpu/test_*.py; do [[ " ${alone[*]} " == *" $file "* ]] || toge
 pytest=(python3 -m pytest -v --durations=5 -p no:cacheprovider)
 
 measure headline 130 --only $headline --how eager compiled
-part tests 70 "${pytest[@]}" -n 6 --dist worksteal "${together[@]}"
+part tests 70 "${pytest[@]}" -n $workers --dist worksteal "${together[@]}"
 part tests-alone 30 "${pytest[@]}" "${alone[@]}"
 part end-to-end 85 python3 benchmarks/end_to_end.py --device $device --json "$OUT/end-to-end.json" --runs 1 "${quick[@]}" \
   --only $headline ember_n
