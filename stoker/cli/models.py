@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from stoker.cli.quick_import import quick_imports
+
 
 def evaluate(
     run: str,
@@ -38,8 +40,9 @@ def evaluate(
     """
     import msgspec
 
-    from stoker.inference.model import load
-    from stoker.report.terminal import print_metrics
+    with quick_imports():
+        from stoker.inference.model import load
+        from stoker.report.terminal import print_metrics
 
     metrics = load(run, device=device).evaluate(data, split=split, format=format, batch_size=batch_size)
     if json:
@@ -81,7 +84,8 @@ def predict(
     tile_overlap
         Minimum overlap of neighboring tiles as a fraction of their side; 0 … 0.9, default 0.2.
     """
-    from stoker.inference.model import load
+    with quick_imports():
+        from stoker.inference.model import load
 
     model = load(run, device=device)
     for line in model.predict_to_dir(images, out, conf=conf, iou=iou, tile=tile, tile_overlap=tile_overlap):

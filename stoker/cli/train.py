@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
+from stoker.cli.quick_import import quick_imports
 from stoker.config.durations import join_length
 from stoker.config.settings import Config
 from stoker.monitor.options import MonitoringOptions
@@ -62,8 +63,9 @@ def train(
     log_format
         json: one JSON object a line on stdout, for cloud logging; text for people goes to stderr.
     """
-    from stoker.profiling.telemetry.host import process_start_s
-    from stoker.training.loop import train as train_loop
+    with quick_imports():
+        from stoker.profiling.telemetry.host import process_start_s
+        from stoker.training.loop import train as train_loop
 
     length = {"epochs": epochs, "steps": steps, "max_time": max_time, "max_duration": config.run.max_duration}
     user_config = config.replace(**join_length(length))
