@@ -33,7 +33,7 @@ from stoker.models.architecture import FamilyTuning
 from stoker.models.table import check_image_size, check_settings
 from stoker.models.weights.hub import local_path
 from stoker.models.weights.load import PRETRAINED_NAMES, read_weights
-from stoker.training.defaults import auto_batch
+from stoker.training.defaults import auto_batch, trial_cache
 from stoker.training.defaults.model_choice import (
     choose_image_side,
     choose_model,
@@ -248,7 +248,7 @@ def _fill_batch_size(builder: _ConfigBuilder, num_images: int, index: Index, dev
     recipe_config = RECIPES[recipe]()
     optimizer = builder.get("optimizer")
     builder.set_default("weight_decay", 0.02 if optimizer == "adamw" else 1e-4, f"usual for {optimizer}")
-    batch_size, accumulate, reason = auto_batch.choose_batch_size(
+    batch_size, accumulate, reason = trial_cache.choose_batch_size(
         builder.config, index, device, recipe_batch_size=recipe_config.run.batch_size, num_images=num_images
     )
     builder.set_default("batch_size", batch_size, reason)
