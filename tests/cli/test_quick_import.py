@@ -35,8 +35,8 @@ def first_step(training):
     raise Done
 loop.Training.step = first_step
 try:
-    app(["train", sys.argv[1], "--model", sys.argv[2], "--weights", "none", "--image-size", "64", "64", "--steps", "2", "--batch-size", "2",
-         "--run-dir", sys.argv[3], "--device", "cpu"])
+    app(["train", sys.argv[1], "--model", sys.argv[2], "--weights", "none", "--image-size", "64", "64", "--steps", "2",
+         "--batch-size", "2", "--run-dir", sys.argv[3], "--device", "cpu"])
 except Done:
     print("loaded:", *({"torch._dynamo", "torchvision"} & set(sys.modules)))
 """
