@@ -11,15 +11,18 @@ import dataclasses
 import math
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import torch
 from torch import Tensor
 
 from stoker.config.durations import parse_duration
 from stoker.config.settings import Config, settings_table
 from stoker.data.augment.device import augment_batch
+from stoker.data.batch import Batch
 from stoker.errors import Preempted, StokerError, StorageError
 from stoker.evaluation.metrics import Metrics
 from stoker.hardware.device import ReadyEvent, out_of_memory_as_error
@@ -34,8 +37,9 @@ from stoker.runs.records import BEST, FINAL, STEPS, WARNING_KINDS
 from stoker.runs.schemas import StepWindow
 from stoker.training import bucket_run, checkpoint, run_selection, start
 from stoker.training.async_eval import AsyncEvaluator, PendingEvaluation
+from stoker.training.cuda_graph import CudaCapture, CudaGraphStep
 from stoker.training.defaults.dry_run import make_worst_case_batch
-from stoker.training.forward import compile_forward_backward, forward_backward, make_loss_fn
+from stoker.training.forward import compile_forward_backward, make_loss_fn, train_step
 from stoker.training.input_probe import PrefetchedInputProbe
 from stoker.training.optim import NO_STATS, StepStats, lr_at
 from stoker.training.recovery import (
@@ -158,6 +162,9 @@ class Training:
             parse_duration(run.checkpoint_every, "checkpoint-every"), num_images, run.batch_size
         )
         self.loss_fn = make_loss_fn(setup.model, compile=run.compile)
+        self.train_batch: Callable[[Batch], None] = self.train_eagerly
+        if run.cuda_graph:
+            self.train_batch = CudaGraphStep(self.train_eagerly, CudaCapture(), self.report_failed_capture)
         self.pending_copy: ReadyEvent | None = None
         self.pending_stats: tuple[list[Tensor], ReadyEvent, int] | None = None
         self.last_read_step = self.state.step
@@ -245,9 +252,14 @@ class Training:
                 num_classes=len(setup.index.class_names),
                 device=setup.device,
             )
-            compile_forward_backward(
-                setup.model, self.loss_fn, setup.optimizer, batch, setup.device.autocast(config.run.precision)
-            )
+            autocast = setup.device.autocast(config.run.precision)
+            try:
+                compile_forward_backward(setup.model, self.loss_fn, setup.optimizer, batch, autocast)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # noqa: BLE001 (compilers raise anything; the run can do without)
+                self.log_event("warning", f"compiling failed, training without: {describe_error(error)}")
+                self.loss_fn = make_loss_fn(setup.model, compile=False)
 
     def step(self) -> None:
         """One optimizer step: load a batch, augment, forward, losses, backward, update of the weights."""
@@ -261,13 +273,23 @@ class Training:
                 self.pending_copy.block_main_stream()
                 self.pending_copy = None
             batch = augment_batch(batch, config.data, self.progress())
-            autocast = setup.device.autocast(config.run.precision)
-            losses = forward_backward(self.loss_fn, setup.optimizer, batch, config.optim.grad_accum_steps, autocast)
             self.lr = lr_at(config.optim, state.step, self.progress()) / ROLLBACK_LR_DIVISOR**state.rollback_count
-            grad_norm, found_inf = setup.optimizer.step(self.lr, state.step)
-            setup.loss_accumulator.add(losses, grad_norm, found_inf, state.step)
+            setup.optimizer.set_scalars(self.lr, state.step)
+            self.train_batch(batch)
         state.step += 1
         state.trained_s += time.perf_counter() - start_s
+
+    def train_eagerly(self, batch: Batch) -> None:
+        """Forward, losses, backward, update of the weights, sums of the losses."""
+        setup, config = self.setup, self.setup.config
+        autocast = setup.device.autocast(config.run.precision)
+        micro_batches = config.optim.grad_accum_steps
+        train_step(self.loss_fn, setup.optimizer, setup.loss_accumulator, batch, micro_batches, autocast)
+
+    def report_failed_capture(self, error: Exception) -> None:
+        """Clears what the capture left; the training goes on without a CUDA graph."""
+        self.setup.optimizer.zero_grad()
+        self.log_event("warning", f"capturing a CUDA graph failed, training without: {describe_error(error)}")
 
     def progress(self) -> float:
         """Fraction of the length that is done, 0 … 1."""
@@ -450,3 +472,9 @@ class Training:
         if unlogged_steps:  # after an error: the time of these steps is known, their losses are not
             with contextlib.suppress(RuntimeError):  # a lost device must not hide the error that ended the run
                 self.write_window(self.ledger.window(0.0), NO_STATS, unlogged_steps)
+
+
+def describe_error(error: Exception) -> str:
+    """Type and first lines of an error, in one line; those of compilers have pages."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join([f"{type(error).__name__}:", *lines[:2]])

@@ -45,6 +45,26 @@ def test_a_compiled_training_equals_the_eager_one(data: Path, tmp_path: Path, mo
 
 
 @pytest.mark.slow
+def test_a_run_whose_compiler_fails_trains_without(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def broken(*_: object) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(forward, "COMPILE_BACKEND", broken)
+    weights = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        changes = {"max_duration": "3", "compile": compiled, "backbone_norm": "bn"}
+        run = train(settings(data, **changes), run_dir=str(tmp_path / str(compiled))).run
+        weights.append(load_file(run / FINAL))
+        warnings = [event.text for event in events_of(run, "warning") if "compil" in event.text]
+        assert len(warnings) == compiled
+    assert warnings[0].startswith("compiling failed, training without: BackendCompilerFailed")
+    assert "Failed to find C compiler" in warnings[0]
+    for name, tensor in weights[0].items():
+        assert torch.equal(weights[1][name], tensor), name
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint_every", ["6", "0"])
 def test_a_compiled_training_with_a_rollback_equals_the_eager_one(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint_every: str

@@ -19,7 +19,15 @@ from stoker.errors import ConfigError, WeightsError
 from stoker.hardware.device import Device, DeviceMemory
 from stoker.models import MODELS, build, load_weights, unset_fields
 from stoker.training.defaults import auto_batch, dry_run
-from stoker.training.defaults.derive import AUGMENTATIONS, choose_warmup_steps, derive, derive_data, total_steps
+from stoker.training.defaults.derive import (
+    AUGMENTATIONS,
+    choose_compile,
+    choose_warmup_steps,
+    derive,
+    derive_data,
+    missing_for_compile,
+    total_steps,
+)
 from stoker.training.defaults.model_choice import estimate_images_per_second
 from tests.drawn import draw
 from tests.models.samples import settings_of
@@ -73,6 +81,62 @@ def test_the_model_follows_the_weights_file(index: Index, real_data: Path):
 def test_unknown_model_names_the_nearest(index: Index):
     with pytest.raises(ConfigError, match="did you mean 'retinanet_tiny_fpn'"):
         derive(from_fields({"model": "retinanet_tinny_fpn"}), index, CPU)
+
+
+@pytest.mark.parametrize(
+    ("kind", "length", "step_s", "missing", "compiled", "why"),
+    [
+        ("cpu", "100000", 1.0, None, False, "on a CPU"),
+        ("mps", "100000", 1.0, None, False, "untested on mps"),
+        ("cuda", "100000", 1.0, "there is no C compiler (gcc or clang)", False, "there is no C compiler"),
+        (
+            "cuda",
+            "1500",
+            0.1,
+            None,
+            False,
+            "too short for minutes of compiling to pay (2 minutes by a trial of 0.1 s a",
+        ),
+        ("cuda", "18001", 0.1, None, True, "long enough for minutes of compiling to pay (30 minutes by a trial of 0.1"),
+        ("cuda", "10ep", 40.0, None, True, "(50 minutes by a trial of 40 s a step)"),  # 60 images, 8 a step
+        ("cuda", "29min", 1.0, None, False, "(29 minutes)"),
+        ("cuda", "31min", 1.0, None, True, "not confirmed on a GPU yet"),
+    ],
+)
+def test_a_long_run_on_cuda_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    length: str,
+    step_s: float,
+    missing: str | None,
+    compiled: bool,
+    why: str,
+):
+    monkeypatch.setattr("stoker.training.defaults.derive.missing_for_compile", lambda: missing)
+    config = from_fields({"max_duration": length, "batch_size": 8})
+    chosen, reason = choose_compile(config, 60, Device(torch.device(kind)), lambda: step_s)
+    assert chosen is compiled
+    assert why in reason
+
+
+def test_what_compiling_needs_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "triton" else object())
+    assert missing_for_compile() == "triton is not installed"
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "no C compiler" in str(missing_for_compile())
+    (tmp_path / "clang").touch(0o755)
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
+    assert "Python.h is missing" in str(missing_for_compile())
+    (tmp_path / "Python.h").touch()
+    assert missing_for_compile() is None
+
+
+def test_a_cuda_graph_needs_cuda(index: Index):
+    with pytest.raises(ConfigError, match="--cuda-graph needs an NVIDIA GPU, and the run is on cpu"):
+        derive(from_fields({"cuda_graph": True}), index, CPU)
+    assert derive(Config(), index, CPU)[0].run.cuda_graph is False
 
 
 @pytest.mark.parametrize(("text", "steps"), [("12ep", 90), ("77", 77), ("0.5ep", 4), ("3min", None)])
