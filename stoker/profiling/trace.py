@@ -156,7 +156,9 @@ class Tracer:
         active, self._active = self._active, None
         if len(self._step_ends_s) > 1:
             mean_step_s = (self._step_ends_s[-1] - self._step_ends_s[0]) / (len(self._step_ends_s) - 1)
-            self._cost_s += max(0.0, self._now() - active.start_s - mean_step_s * active.steps)
+            window_s = self._now() - active.start_s
+            self._cost_s += max(0.0, window_s - mean_step_s * active.steps)
+            active.slowdown = window_s / (mean_step_s * active.steps) if mean_step_s > 0 else None
         self._step_ends_s.clear()
         if self._stop_profiler(active):
             self._writer = _TraceWriter(
@@ -199,6 +201,8 @@ class _ActiveWindow:
         self.chrome = chrome
         self.steps = 0
         self.start_ns = 0
+        self.slowdown: float | None = None
+        """Duration of its steps over that of the steps before it; None until it ends, or if there were none."""
 
 
 class _TraceWriter(threading.Thread):
@@ -242,6 +246,7 @@ class _TraceWriter(threading.Thread):
         if trace_window is None:
             self._fail("the profiler saw no work of the device (CUPTI is missing or not permitted?)")
         else:
+            trace_window.slowdown = self._active.slowdown
             self._folder.append(TRACES, trace_window)
 
     def _fail(self, text: str) -> None:

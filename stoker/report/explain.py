@@ -127,7 +127,8 @@ class RunExplanation(msgspec.Struct, frozen=True, kw_only=True):
 
     def _idle_row(self, idle: DeviceIdleEstimate) -> PhaseTime:
         windows, steps = fmt.plural(idle.windows, "profiler window"), fmt.plural(idle.steps, "step")
-        meaning = f"idle inside steps, estimated from {windows}, {steps}; not added to any sum"
+        slower = "" if idle.slowdown is None else f" ({idle.slowdown:.2f} times as long as others)"
+        meaning = f"idle inside steps, estimated from {windows}, {steps}{slower}; not added to any sum"
         cost = exact_cost(idle.device_s, self.price_per_device_hour)
         return PhaseTime(phase="compute", device_s=idle.device_s, fraction=idle.fraction, cost=cost, meaning=meaning)
 

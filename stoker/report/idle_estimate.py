@@ -5,6 +5,7 @@ CUDA events around a step give the start and end of its work, not whether the de
 window (traces.jsonl) does, for a few steps, and slows down the host meanwhile. So this is a sample, and biased upwards.
 Without a profiler window there is no estimate."""
 
+import statistics
 from pathlib import Path
 
 import msgspec
@@ -20,7 +21,7 @@ STEP_PHASES = ("compute", "input_wait", "h2d", "host", "sync", "comm", "straggle
 class DeviceIdleEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """The estimate. device_s: idle time inside `compute`; fraction: of all device time; compute_fraction: of `compute`;
     windows, steps: size of the sample; busy_fraction: of the traced time, with kernels or copies, without
-    collectives."""
+    collectives; slowdown: mean duration of a traced step over that of others, None if no window says so."""
 
     device_s: float
     fraction: float
@@ -28,6 +29,7 @@ class DeviceIdleEstimate(msgspec.Struct, frozen=True, kw_only=True):
     busy_fraction: float
     windows: int
     steps: int
+    slowdown: float | None = None
 
 
 def estimate_idle(run: Path, totals: Totals) -> DeviceIdleEstimate | None:
@@ -39,6 +41,7 @@ def estimate_idle(run: Path, totals: Totals) -> DeviceIdleEstimate | None:
     compute_s = totals.phases.get("compute", 0.0)
     wall_s, busy_s, window_compute_s, window_step_s = 0.0, 0.0, 0.0, 0.0
     windows, steps = 0, 0
+    slowdowns: list[float] = []
     for folder in (run, *sorted((run / RANKS).glob("*"))):
         spans = []
         for trace in read_lines(folder, TRACES, TraceWindow):
@@ -47,6 +50,7 @@ def estimate_idle(run: Path, totals: Totals) -> DeviceIdleEstimate | None:
                 wall_s += trace.wall_s
                 busy_s += max(0.0, min(trace.busy_s, trace.wall_s) - trace.comm_s)
                 windows, steps = windows + 1, steps + trace.window_steps
+                slowdowns += [] if trace.slowdown is None else [trace.slowdown]
         for window in _overlapping_windows(folder, sorted(spans)):
             window_compute_s += window.phases.get("compute", 0.0)
             window_step_s += sum(window.phases.get(phase, 0.0) for phase in STEP_PHASES)
@@ -63,6 +67,7 @@ def estimate_idle(run: Path, totals: Totals) -> DeviceIdleEstimate | None:
         busy_fraction=busy_fraction,
         windows=windows,
         steps=steps,
+        slowdown=statistics.mean(slowdowns) if slowdowns else None,
     )
 
 

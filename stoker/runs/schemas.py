@@ -77,6 +77,8 @@ class TraceWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The ten longest gaps without work, the longest first."""
     tensor_core_fraction: float | None = None
     """Fraction of the kernel time in kernels that use tensor cores, by their names."""
+    slowdown: float | None = None
+    """Duration of the window's steps over that of the steps before it, on the host's clock: 1.05 is 5 % slower."""
 
 
 class KernelTime(msgspec.Struct, kw_only=True):

@@ -142,6 +142,16 @@ def test_a_window_is_taken_when_training_is_steady_and_again_after_minutes(gpu: 
     assert gpu.said == []
 
 
+def test_a_window_says_how_much_it_slowed_its_steps(gpu: Run) -> None:
+    gpu.steps(600, 0.1)
+    assert Cupti.created == 1
+    gpu.steps(WINDOW_STEPS + 1, 0.13)
+    (line,) = lines(gpu)
+    assert line.slowdown == pytest.approx(1.3)
+    gpu.steps(int(EVERY_S / 0.1) + WINDOW_STEPS + 2, 0.1, gpu.settle)
+    assert lines(gpu)[1].slowdown == pytest.approx(1.0)
+
+
 def test_windows_that_cost_more_come_less_often(gpu: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Cupti, "costs_s", 3.0)
     gpu.steps(100_000, 0.1, gpu.settle)

@@ -40,6 +40,19 @@ def test_the_estimate_is_the_idle_part_of_compute(tmp_path: Path) -> None:
     assert (estimate.windows, estimate.steps) == (2, 8)
 
 
+def test_the_row_says_how_much_the_windows_slowed_their_steps(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", [(25.0, 2.0, 1.5), (75.0, 2.0, 1.5)])
+    (row,) = [row for name, row in explain_run(run).rows() if name.startswith("  idle")]
+    assert row.meaning == "idle inside steps, estimated from 2 profiler windows, 8 steps; not added to any sum"
+    folder = RunFolder(run, 1)
+    for slowdown in (1.1, 1.3):
+        folder.append(TRACES, TraceWindow(t=1080.0, attempt=1, step=1, window_steps=4, wall_s=2.0, busy_s=1.5,
+                                          slowdown=slowdown))  # fmt: skip
+    folder.close()
+    (row,) = [row for name, row in explain_run(run).rows() if name.startswith("  idle")]
+    assert "4 profiler windows, 16 steps (1.20 times as long as others)" in row.meaning
+
+
 def test_time_of_other_phases_is_not_counted_again(tmp_path: Path) -> None:
     """A device that waits 40 % for input and is busy otherwise was not idle inside its steps."""
     run = write(tmp_path / "run", [(25.0, 2.0, 1.2)], wait=0.4)

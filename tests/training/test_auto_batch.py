@@ -226,6 +226,34 @@ def test_a_trial_run_moves_no_weight_and_counts_its_memory(index: Index, derived
         torch.testing.assert_close(parameter, old)
 
 
+@pytest.mark.parametrize(("mosaic", "count", "is_mosaic"), [(0.0, 2, False), (1.0, 4, True), (1.0, 2, False)])
+def test_trials_are_of_random_images_with_augmentation(
+    index: Index, derived: Config, monkeypatch: pytest.MonkeyPatch, mosaic: float, count: int, is_mosaic: bool
+):
+    trial_run = auto_batch.make_dry_run(derived.replace(hflip=1.0, mosaic=mosaic), index, CPU)
+    torch.manual_seed(3)
+    batch, again = trial_run.make_batch(count), trial_run.make_batch(count)
+    assert torch.equal(batch.images, again.images), "the same in each trial"
+    assert batch.images.float().std() > 70  # uniform bytes: 73.9
+    assert (batch.images[0] != batch.images[1]).any()
+    assert len(batch.rand.unique()) == batch.rand.numel()
+    trained: list[torch.Tensor] = []
+    compute_loss = DryRun.compute_loss
+
+    def record(self: DryRun, augmented: Any) -> torch.Tensor:
+        trained.append(augmented.images)
+        return compute_loss(self, augmented)
+
+    monkeypatch.setattr(DryRun, "compute_loss", record)
+    trial_run.step(batch)
+    made: list[Config] = []
+    monkeypatch.setattr(dry_run, "augment_batch", lambda batch, settings, _: (made.append(settings), batch)[1])
+    trial_run.step(batch)
+    assert not torch.equal(trained[0], batch.images)
+    assert torch.equal(trained[1], batch.images)
+    assert (made[0].mosaic > 0) == is_mosaic
+
+
 @pytest.mark.slow
 def test_activation_checkpointing_fits_more_images_on_a_cpu(index: Index, derived: Config):
     kept = []

@@ -17,6 +17,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.config.settings import Config
+from stoker.data.augment.device import MOSAIC_GROUP_SIZE, augment_batch
 from stoker.data.batch import NUM_RAND, Batch
 from stoker.hardware.device import Device
 from stoker.models import build
@@ -81,8 +82,11 @@ class DryRun:
         return torch.stack(list(losses.values())).sum()
 
     def step(self, batch: Batch) -> None:
-        """Forward, losses, backward, and the optimizer at a learning rate of 0."""
-        self.optimizer.backward(self.compute_loss(batch))
+        """Augmentation, forward, losses, backward, and the optimizer at a learning rate of 0."""
+        settings = self.config.data
+        if batch.images.shape[0] % MOSAIC_GROUP_SIZE:  # a part of a group; training makes mosaics of whole ones
+            settings = dataclasses.replace(settings, mosaic=0.0)
+        self.optimizer.backward(self.compute_loss(augment_batch(batch, settings, 0.0)))
         self.optimizer.step(0.0, 0)
 
     def measure_peak_bytes(self, count: int) -> int:
@@ -171,10 +175,17 @@ def _extrapolate_peak_bytes(peaks: dict[int, int], count: int) -> float:
 def make_worst_case_batch(
     count: int, *, image_size: tuple[int, int], max_boxes: int, num_classes: int, device: Device
 ) -> Batch:
-    """A batch of `count` images that fill the image size (height, width), each with `max_boxes` boxes."""
+    """A batch of `count` images that fill the image size (height, width), each with `max_boxes` boxes.
+
+    The pixels are random, always the same: constant ones take less power to multiply, so that a GPU at its power limit
+    runs faster than it will in training.
+    """
     height, width = image_size
     torch_device = device.torch_device
-    images = torch.zeros(count, height, width, 3, dtype=torch.uint8, device=torch_device).permute(0, 3, 1, 2)
+    generator = torch.Generator(torch_device).manual_seed(0)
+    images = torch.randint(
+        256, (count, height, width, 3), dtype=torch.uint8, device=torch_device, generator=generator
+    ).permute(0, 3, 1, 2)
     top_left = torch.rand(count, max_boxes, 2, device=torch_device) * 0.5
     whwh = torch.tensor([width, height, width, height], dtype=torch.float32, device=torch_device)
     hw = torch.tensor([[height, width]], dtype=torch.int32, device=torch_device).expand(count, 2).contiguous()
@@ -190,7 +201,7 @@ def make_worst_case_batch(
         scale=torch.ones(count, 2, device=torch_device),
         original_size=hw.clone(),
         image_index=torch.arange(count, device=torch_device),
-        rand=torch.zeros(count, NUM_RAND, device=torch_device),
+        rand=torch.rand(count, NUM_RAND, device=torch_device, generator=generator),
     )
 
 
