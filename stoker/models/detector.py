@@ -40,7 +40,7 @@ class ClassHeadSpec(NamedTuple):
 class Detector(nn.Module):
     """Base of all detectors. settings: no field that the architecture uses is AUTO; num_classes: C, without background.
 
-    Only `training_warning` and the NMS in `decode` may synchronize host and device. `forward`, `loss` and `decode` run
+    Only `training_warning` and, on a CPU, the NMS in `decode` may synchronize host and device. `forward`, `loss` and `decode` run
     under autocast; the last two switch it off where they need fp32.
     """
 
@@ -114,8 +114,9 @@ class Detector(nn.Module):
     ) -> BatchDetections:
         """The best `max_detections` boxes of each image in pixels of the original image.
 
-        resized_size, scale, original_size: as in `Batch`; iou_threshold: default the model's own. Synchronizes, as
-        "nms", if that is below 1.
+        resized_size, scale, original_size: as in `Batch`; iou_threshold: default the model's own; from 1 on there is no
+        NMS. With NMS, a CPU synchronizes, as "nms"; on an accelerator the result has a `check`, which the reader must
+        apply (`evaluate.detect_batches` does).
         """
         nms_threshold = self.iou_threshold if iou_threshold is None else iou_threshold
         with torch.no_grad():
