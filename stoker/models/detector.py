@@ -40,8 +40,8 @@ class ClassHeadSpec(NamedTuple):
 class Detector(nn.Module):
     """Base of all detectors. settings: no field that the architecture uses is AUTO; num_classes: C, without background.
 
-    Only `training_warning` and, on a CPU, the NMS in `decode` may synchronize host and device. `forward`, `loss` and `decode` run
-    under autocast; the last two switch it off where they need fp32.
+    Only `training_warning` and, on a CPU, the NMS in `decode` may synchronize host and device. `forward`, `loss` and
+    `decode` run under autocast; the last two switch it off where they need fp32.
     """
 
     iou_threshold: float = 0.5
