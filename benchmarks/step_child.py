@@ -91,6 +91,7 @@ def ours(backbone_name: str, side: int, image_batch: ImageBatch, precision: str)
     from stoker.hardware.device import configure_malloc, select_device
     from stoker.models import MODELS
     from stoker.models.backbones import build_backbone_with_fpn
+    from stoker.models.layers.winograd import use_winograd_without_avx512
     from stoker.models.retinanet.retinanet import RetinaNet
     from stoker.training.forward import forward_backward, make_loss_fn
     from stoker.training.optim import OptimizerStep
@@ -98,7 +99,7 @@ def ours(backbone_name: str, side: int, image_batch: ImageBatch, precision: str)
     defaults = MODELS["retinanet_resnet50_fpn"].defaults
     backbone = build_backbone_with_fpn(backbone_name, 256, norm="frozen_bn", trainable_stages=3)
     model = RetinaNet(backbone, ModelSettings(**defaults), CLASSES, channels=256, num_convs=4, norm=None)
-    model = model.to(memory_format=torch.channels_last).train()
+    model = use_winograd_without_avx512(model).to(memory_format=torch.channels_last).train()  # as `models.build` does
     device = select_device("cpu")
     configure_malloc()  # as the start of a run does
     settings = OptimSettings(

@@ -19,6 +19,7 @@ from stoker.models.ember.ember import (
 from stoker.models.faster_rcnn.faster_rcnn import FASTER_RCNN_DEFAULTS, faster_rcnn_builder
 from stoker.models.fcos.fcos import FCOS_DEFAULTS, fcos_builder
 from stoker.models.layers.activation_checkpointing import checkpoint_activations
+from stoker.models.layers.winograd import use_winograd_without_avx512
 from stoker.models.retinanet.retinanet import (
     FOCAL_DEFAULTS,
     RETINANET_DEFAULTS,
@@ -348,7 +349,7 @@ def build(settings: ModelSettings, num_classes: int) -> Detector:
     model = arch.build(settings, num_classes)
     if settings.activation_checkpointing:
         checkpoint_activations(model)
-    return model.to(memory_format=torch.channels_last)
+    return use_winograd_without_avx512(model).to(memory_format=torch.channels_last)
 
 
 def check_image_size(config: Config) -> None:
