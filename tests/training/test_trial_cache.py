@@ -92,7 +92,7 @@ def test_a_new_version_of_torch_or_stoker_tries_again(
     monkeypatch.setattr(torch, "__version__", "9.9")
     assert choose(SETTINGS, index, GPU) == 4
     (tmp_path / "__init__.py").touch()
-    monkeypatch.setattr(trial_cache.stoker, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(trial_cache, "PACKAGE", tmp_path)
     assert choose(SETTINGS, index, GPU) == 8
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import msgspec
 import torch
 
-import stoker
 from stoker.config.settings import Config
 from stoker.data.index import Index
 from stoker.data.loading.loader import compute_max_boxes
@@ -20,6 +19,7 @@ from stoker.hardware.device import Device
 from stoker.storage.local_files import cache_folder, write_atomic
 from stoker.training.defaults import auto_batch
 
+PACKAGE = Path(__file__).resolve().parents[2]
 MEMORY_TOLERANCE = 0.05
 """Trials are repeated if the free memory differs by more than this fraction."""
 WITHOUT_EFFECT = frozenset(
@@ -68,13 +68,12 @@ def _read(path: Path) -> _Found | None:
 
 def _key(config: Config, index: Index, device: Device, recipe_batch_size: int, num_images: int) -> str:
     """Of everything else that the trials depend on; stoker's version is the time of its newest file."""
-    package = Path(stoker.__file__).parent
     facts = [
         {name: value for name, value in sorted(config.set_fields().items()) if name not in WITHOUT_EFFECT},
         [recipe_batch_size, num_images, len(index.class_names)],
         compute_max_boxes(index, index.image_indices("train"), mosaic=config.data.mosaic),
         [device.kind, device.name, device.memory().total, torch.get_num_threads()],
         [torch.__version__, torch.version.cuda, os.environ.get("PYTORCH_CUDA_ALLOC_CONF")],
-        max(file.stat().st_mtime_ns for file in package.rglob("*.py")),
+        max(file.stat().st_mtime_ns for file in PACKAGE.rglob("*.py")),
     ]
     return blake2b(repr(facts).encode(), digest_size=16).hexdigest()
