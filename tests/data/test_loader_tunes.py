@@ -119,10 +119,11 @@ def test_the_earliest_sample_is_taken_first():
     order, written, entered, leave = [], [], threading.Event(), threading.Event()
 
     class Samples:
-        def load(self, _slot, _k, position, *_):
+        def load_steps(self, _slot, _k, position, *_):
             entered.set()
             assert leave.wait(60)
             order.append(position)
+            yield
             return SampleResult(position, [])
 
         def write_annotations(self, *_):
@@ -205,5 +206,5 @@ def test_a_sample_has_few_transitions(index):
         for _ in itertools.repeat(None, 20):
             next(loader)
             for batch_task in list(loader._pending_batches):
-                assert max(map(len, batch_task.transitions), default=0) <= 3
+                assert max(map(len, batch_task.transitions), default=0) <= 4
     assert np.isfinite(loader.stats().wait_s)

@@ -5,14 +5,15 @@ order. Everything about a sample is a pure function of (seed, epoch, index) and 
 cannot be used, each with the position from which on it is replaced. Threads, batches and the device: `loader.py`.
 
 While Python runs, the other threads do not (the GIL), so what can be done for a whole batch is: `prepare` draws its
-random numbers, `load` decodes one image, `write_annotations` writes the boxes of all. `benchmarks/gil.py` measures it.
+random numbers, `load_steps` loads one image, `write_annotations` writes the boxes of all. `benchmarks/gil.py` measures
+it.
 """
 
 import copy
 import errno
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +31,7 @@ from stoker.data.images.decode_device import EncodedImage, is_device_decodable
 from stoker.data.images.headers import Header, parse_header
 from stoker.data.loading.spec import LoaderSpec
 from stoker.data.loading.stats import Counters
-from stoker.data.loading.wait_breakdown import DECODING, READ, Transitions
+from stoker.data.loading.wait_breakdown import DECODING, QUEUED, READ, Transitions
 from stoker.errors import DataError, ObjectMissing, OutOfMemoryError, StorageError
 from stoker.hardware.device import Device, pinned_bytes
 
@@ -66,6 +67,21 @@ class PendingRead(NamedTuple):
 
     image_index: int
     future: "Future[bytes]"
+
+
+class _ReadImage(NamedTuple):
+    """An image that was read, and what to do with it."""
+
+    image_index: int
+    path: Path
+    data: bytes | decode.Pixels
+    """Encoded, or the cached form."""
+    header: Header | None
+    """Of an encoded image."""
+    original_size: tuple[int, int]
+    is_cached: bool
+    """The sample is made from the cached form, which is made first where it was not in the cache."""
+    geom: geometry.ResizeGeometry
 
 
 class SampleResult(NamedTuple):
@@ -258,6 +274,18 @@ class SampleStream:
             k += len(indices)
 
     def load(
+        self, buffer: HostBatchBuffer, k: int, position: int, counters: Counters, transitions: Transitions
+    ) -> SampleResult:
+        """All of `load_steps`."""
+        steps = self.load_steps(buffer, k, position, counters, transitions)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as done:
+                result: SampleResult = done.value
+                return result
+
+    def load_steps(
         self,
         buffer: HostBatchBuffer,
         k: int,
@@ -265,9 +293,12 @@ class SampleStream:
         counters: Counters,
         transitions: Transitions,
         pending_read: PendingRead | None = None,
-    ) -> SampleResult:
+    ) -> Generator[None, None, SampleResult]:
         """Writes the pixels of the sample of `position` into place k, after `prepare` and before `write_annotations`.
         Failures of images are in the result.
+
+        Pauses when an image is read and before it is decoded: a worker reads several samples, then decodes them. Each
+        decoding replaces the processor's caches, and Python code takes several times as long right after it.
 
         pending_read: prefetched bytes that have arrived; used where they are of the image that is loaded. Any error
         that is not the image's is raised with its location: OutOfMemoryError, StorageError, or RuntimeError from the
@@ -282,8 +313,10 @@ class SampleStream:
                     continue
                 try:
                     data = self._read(image_index, counters, transitions, pending_read)
+                    read = self._plan(image_index, data, buffer.geometry_rand[k])
+                    yield
                     with _Stage(counters, transitions, DECODING):
-                        self._write_pixels(buffer, k, image_index, data, counters)
+                        self._write_pixels(buffer, k, read, counters)
                         counters.num_images += 1
                     return SampleResult(image_index, failures)
                 except (DataError, ObjectMissing) as error:
@@ -322,42 +355,45 @@ class SampleStream:
         counters.read_bytes += len(data)
         return data
 
-    def _write_pixels(
-        self, buffer: HostBatchBuffer, k: int, image_index: int, data: bytes | decode.Pixels, counters: Counters
-    ) -> None:
-        """data: the encoded image, or the pixels that the cache keeps; both give the same sample.
+    def _plan(self, image_index: int, data: bytes | decode.Pixels, u: list[float]) -> _ReadImage:
+        """What to do with an image that was read. data: the encoded image, or the pixels that the cache keeps; both
+        give the same sample.
 
         With a cache the sample is made from the cached form: regions are of its pixels, and boxes are scaled to it.
         """
-        index, path = self.index, self.index.path(image_index)
-        annotated_height, annotated_width = index.original_size[image_index].tolist()
+        path, header = self.index.path(image_index), None
+        annotated_height, annotated_width = self.index.original_size[image_index].tolist()
         original_size = annotated_height, annotated_width
-        cached_pixels: decode.Pixels | None = None
-        header: Header | None = None
         if isinstance(data, bytes):
             header = parse_header(data, path).as_annotated(original_size)
             _check_size(header.size, original_size, path)
             original_size = header.size
-            if self._cache is not None and self._cache.shape(image_index) is not None:
-                cached_pixels = self._cache.decode(image_index, data, path, header)
-                self._cache.put(image_index, cached_pixels)
-                counters.cache_misses += 1
-        else:
-            cached_pixels = data
-        source_size = original_size if cached_pixels is None else (cached_pixels.shape[0], cached_pixels.shape[1])
-        geom = self._resize_geometry(image_index, original_size, source_size, buffer.geometry_rand[k])
+        cached_size = None if self._cache is None else self._cache.shape(image_index)
+        source_size = cached_size or original_size
+        geom = self._resize_geometry(image_index, original_size, source_size, u)
+        return _ReadImage(image_index, path, data, header, original_size, cached_size is not None, geom)
+
+    def _write_pixels(self, buffer: HostBatchBuffer, k: int, read: _ReadImage, counters: Counters) -> None:
+        image_index, path, data, header, original_size, is_cached, geom = read
+        if is_cached and isinstance(data, bytes):
+            assert self._cache is not None
+            assert header is not None
+            pixels = self._cache.decode(image_index, data, path, header)
+            self._cache.put(image_index, pixels)
+            data = pixels
+            counters.cache_misses += 1
         height, width = geom.resized_size
         out = buffer.pixels[k, :height, :width]
         if self._defers_decode and isinstance(data, bytes) and header is not None and is_device_decodable(data, header):
             buffer.encoded[k] = EncodedImage(data, header, geom.region, geom.resized_size)
-        elif cached_pixels is not None:
-            x0, y0, x1, y1 = geom.region
-            decode.resize_into(cached_pixels[y0:y1, x0:x1], out)
         elif isinstance(data, bytes):
             decode.decode_into(data, path, region=geom.region, out=out, header=header)
+        else:
+            x0, y0, x1, y1 = geom.region
+            decode.resize_into(data[y0:y1, x0:x1], out)
         if buffer.encoded[k] is None:
             buffer.pad(k, geom.resized_size)
-        buffer.placements[k] = Placement(image_index, *original_size, *source_size, *geom.region, height, width)
+        buffer.placements[k] = Placement(image_index, *original_size, *geom.source_size, *geom.region, height, width)
 
     def _resize_geometry(
         self, image_index: int, original_size: tuple[int, int], source_size: tuple[int, int], u: list[float]
@@ -436,9 +472,11 @@ class _Stage:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        duration_s = time.perf_counter() - self._start_s
+        end_s = time.perf_counter()
+        duration_s = end_s - self._start_s
         if self._stage == READ:
             self._counters.read_s += duration_s
+            self._transitions.append((end_s, QUEUED))
         else:
             self._counters.decode_s += duration_s
         self._counters.current_stage = None

@@ -1,8 +1,9 @@
 """The worker threads of a loader and the queue they work from. They end with the loader and never block exit.
 
 Workers take the earliest sample of the stream first, so that a sample whose bytes arrive late does not wait behind
-samples that are needed later. Their number can change while they work. They know nothing of batches but their places:
-`samples.py` fills one place, `loader.py` schedules batches and hands them out.
+samples that are needed later. Where the queue is long they read several before they decode them, which holds the GIL
+for a shorter time (`SampleStream.load_steps`). Their number can change while they work. They know nothing of batches
+but their places: `samples.py` fills one place, `loader.py` schedules batches and hands them out.
 """
 
 import atexit
@@ -11,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 from stoker.data.loading.samples import PendingRead, SampleResult, SampleStream
 from stoker.data.loading.stats import Counters
@@ -20,6 +21,8 @@ from stoker.data.loading.wait_breakdown import DONE
 
 JOIN_TIMEOUT_S = 10.0
 """How long `close`, or exit, waits for threads whose file system does not respond."""
+MAX_READ_AHEAD = 4
+"""Samples that a worker reads before it decodes them; with 1, the GIL is held a third longer (LOG.md, "The GIL")."""
 
 
 class WorkerPool:
@@ -104,24 +107,47 @@ class WorkerPool:
                 return None
             return heapq.heappop(self._tasks)
 
+    def _spare_task(self) -> SampleTask | None:
+        """One more task for a worker that has some, where the queue is long enough for the other workers."""
+        with self._tasks_changed:
+            if self.stopped or len(self._tasks) < len(self._threads):
+                return None
+            return heapq.heappop(self._tasks)
+
     def _run_worker(self, counters: Counters) -> None:
         while (task := self._next_task(counters)) is not None:
-            position, batch_task, k, pending_read = task
-            result: SampleResult | BaseException
-            try:
-                result = self._samples.load(
-                    batch_task.buffer, k, position, counters, batch_task.transitions[k], pending_read
-                )
-            except BaseException as error:  # noqa: BLE001  (`BatchFinalizer` raises it in the caller's thread)
-                result = error
-            batch_task.transitions[k].append((time.perf_counter(), DONE))
-            with self.batch_done:
-                batch_task.results[k] = result
-                batch_task.num_loading -= 1
-                if batch_task.num_loading:
-                    batch_task.num_missing -= 1
-                    continue
-            self._finish_batch(batch_task)  # this was its last sample
+            started: list[tuple[SampleTask, Generator[None, None, SampleResult]]] = []
+            while task is not None:
+                position, batch_task, k, pending_read = task
+                transitions = batch_task.transitions[k]
+                steps = self._samples.load_steps(batch_task.buffer, k, position, counters, transitions, pending_read)
+                if not self._advance(task, steps):
+                    started.append((task, steps))
+                task = self._spare_task() if len(started) < MAX_READ_AHEAD else None
+            for task, steps in started:
+                while not self._advance(task, steps):
+                    pass
+
+    def _advance(self, task: SampleTask, steps: Generator[None, None, SampleResult]) -> bool:
+        """Takes a step of a sample. Whether it was the last."""
+        result: SampleResult | BaseException
+        try:
+            next(steps)
+            return False
+        except StopIteration as done:
+            result = done.value
+        except BaseException as error:  # noqa: BLE001  (`BatchFinalizer` raises it in the caller's thread)
+            result = error
+        batch_task = task.batch_task
+        batch_task.transitions[task.k].append((time.perf_counter(), DONE))
+        with self.batch_done:
+            batch_task.results[task.k] = result
+            batch_task.num_loading -= 1
+            if batch_task.num_loading:
+                batch_task.num_missing -= 1
+                return True
+        self._finish_batch(batch_task)  # this was its last sample
+        return True
 
     def _finish_batch(self, batch_task: BatchTask) -> None:
         try:
