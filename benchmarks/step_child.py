@@ -99,7 +99,8 @@ def ours(backbone_name: str, side: int, image_batch: ImageBatch, precision: str)
     defaults = MODELS["retinanet_resnet50_fpn"].defaults
     backbone = build_backbone_with_fpn(backbone_name, 256, norm="frozen_bn", trainable_stages=3)
     model = RetinaNet(backbone, ModelSettings(**defaults), CLASSES, channels=256, num_convs=4, norm=None)
-    model = use_winograd_without_avx512(model).to(memory_format=torch.channels_last).train()  # as `models.build` does
+    use_winograd_without_avx512(model)  # as `models.build` does
+    model = model.to(memory_format=torch.channels_last).train()
     device = select_device("cpu")
     configure_malloc()  # as the start of a run does
     settings = OptimSettings(

@@ -349,7 +349,8 @@ def build(settings: ModelSettings, num_classes: int) -> Detector:
     model = arch.build(settings, num_classes)
     if settings.activation_checkpointing:
         checkpoint_activations(model)
-    return use_winograd_without_avx512(model).to(memory_format=torch.channels_last)
+    use_winograd_without_avx512(model)
+    return model.to(memory_format=torch.channels_last)
 
 
 def check_image_size(config: Config) -> None:

@@ -94,7 +94,8 @@ def test_wide_convolutions_use_it_without_avx512(monkeypatch: pytest.MonkeyPatch
 def test_a_copy_uses_its_own_weights(monkeypatch: pytest.MonkeyPatch):
     """The average of weights is a copy of the model."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    model = use_winograd_without_avx512(network())
+    model = network()
+    use_winograd_without_avx512(model)
     duplicate = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in duplicate.parameters():

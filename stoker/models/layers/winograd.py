@@ -53,13 +53,12 @@ OUTPUT_TRANSFORM = _for_rows_and_columns(
 """[16, 36], to a 4 × 4 tile of the output: the paper's A, transposed."""
 
 
-def use_winograd_without_avx512(model: nn.Module) -> nn.Module:
-    """Makes the wide 3 × 3 convolutions of a model use it on a CPU without AVX-512. Returns the model."""
+def use_winograd_without_avx512(model: nn.Module) -> None:
+    """Makes the wide 3 × 3 convolutions of a model use it on a CPU without AVX-512."""
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
         for module in model.modules():
             if isinstance(module, nn.Conv2d) and _is_wide_3x3(module):
                 module._conv_forward = types.MethodType(_conv_forward, module)  # type: ignore[method-assign]
-    return model
 
 
 def _is_wide_3x3(conv: nn.Conv2d) -> bool:
@@ -81,8 +80,9 @@ def _conv_forward(conv: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | Non
         and len(x) * _num_tiles(x.shape[2]) * _num_tiles(x.shape[3]) >= MIN_TILES
     )
     if not fits:
-        return type(conv)._conv_forward(conv, x, weight, bias)
-    output: Tensor = WinogradConv.apply(x, weight)  # type: ignore[no-untyped-call]
+        direct: Tensor = type(conv)._conv_forward(conv, x, weight, bias)
+        return direct
+    output: Tensor = WinogradConv.apply(x, weight)
     return output if bias is None else output.add_(bias[:, None, None])
 
 
@@ -114,7 +114,7 @@ class WinogradConv(torch.autograd.Function):
         return y[:, :, :height, :width].clone(memory_format=torch.channels_last)  # a view could not be changed in place
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, y_grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         x_wanted, weight_wanted = ctx.needs_input_grad
@@ -154,7 +154,8 @@ def _groups(x: Tensor) -> list[slice]:
 
 def _split(maps: Tensor) -> Tensor:
     """[B, 4 · rows, 4 · columns, C] → a view [4, 4, B, rows, columns, C]"""
-    return maps.unflatten(2, (-1, 4)).unflatten(1, (-1, 4)).permute(2, 4, 0, 1, 3, 5)
+    batch, height, width, channels = maps.shape
+    return maps.view(batch, height // 4, 4, width // 4, 4, channels).permute(2, 4, 0, 1, 3, 5)
 
 
 def _transform_input(x: Tensor) -> Tensor:
