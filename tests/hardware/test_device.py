@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from stoker.hardware.device import Device, _accelerator_block_size, block_size
+from stoker.hardware.device import Device, block_size, block_size_for_memory
 from stoker.profiling.ledger import Ledger
 
 FAULTS = """
@@ -46,41 +46,11 @@ def test_freed_memory_is_kept_for_the_next_step():
     assert faults("keep") < given_back / 2
 
 
-def test_blocks_depend_on_the_memory_of_an_accelerator(monkeypatch: pytest.MonkeyPatch):
-    elements = {}
-    for gigabytes in (1, 24, 80, 141, 1000):
-        monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda _, size=gigabytes: (0, size * 10**9))
-        elements[gigabytes] = _accelerator_block_size.__wrapped__(torch.device("cuda"))
-    assert elements[1] == 2**23
-    assert elements[1000] == 2**30
+def test_blocks_depend_on_the_memory_of_an_accelerator():
+    assert block_size(torch.zeros(1)) < block_size_for_memory(10**9) == 2**23
     for gigabytes in (24, 80, 141):  # six fp32 numbers for each element
-        assert elements[gigabytes] * 6 * 4 == pytest.approx(gigabytes * 10**9 / 8)
-    assert block_size(torch.zeros(1)) < 2**23
-    assert block_size(torch.zeros(1, device="meta")) == 2**30
-
-
-@pytest.mark.parametrize(
-    ("flags", "capability", "limit", "precision"),
-    [
-        ("avx2 avx512f avx512_bf16", "AVX512", {}, "bf16"),
-        ("avx2 avx512f amx_bf16", "AVX512", {"ONEDNN_MAX_CPU_ISA": "ALL"}, "bf16"),
-        ("avx2 avx512f amx_bf16", "AVX512", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX"}, "bf16"),
-        ("avx2 avx512f amx_bf16", "AVX512", {"ONEDNN_MAX_CPU_ISA": "avx2"}, "fp32"),
-        ("avx2 avx512f amx_bf16", "AVX512", {"DNNL_MAX_CPU_ISA": "AVX512_CORE_VNNI"}, "fp32"),
-        ("avx2 avx512f amx_bf16", "AVX2", {}, "fp32"),
-        ("avx2 avx512f", "AVX512", {}, "fp32"),
-    ],
-)
-def test_precision_on_a_cpu_is_that_of_the_instructions_torch_may_use(
-    monkeypatch: pytest.MonkeyPatch, flags: str, capability: str, limit: dict[str, str], precision: str
-):
-    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in limit.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("stoker.hardware.device._cpuinfo", {"flags": flags}.get)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    assert Device(torch.device("cpu")).best_precision()[0] == precision
+        assert block_size_for_memory(gigabytes * 10**9) * 6 * 4 == pytest.approx(gigabytes * 10**9 / 8)
+    assert block_size_for_memory(10**12) == 2**30 == block_size(torch.zeros(1, device="meta"))
 
 
 class LateDevice:

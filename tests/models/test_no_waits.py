@@ -152,11 +152,11 @@ def test_a_step_of_torchvision_fails_on_the_fake_accelerator(large_outcomes: dic
 
 
 @pytest.mark.slow
-def test_the_predicted_peak_of_resnet50_is_below_14_gib(large_outcomes: dict[str, fakes.Outcome]) -> None:
+def test_the_predicted_peak_of_resnet50_is_below_16_gib(large_outcomes: dict[str, fakes.Outcome]) -> None:
     peak_gib = large_outcomes["resnet50"].peak / 2**30
     logits_gib = 32 * 120_087 * 80 * 2 / 2**30  # they are kept, in bf16
-    assert 4 * logits_gib < peak_gib < 14
-    assert peak_gib < 9  # 8.30 when this was written
+    assert 4 * logits_gib < peak_gib < 16
+    assert peak_gib < 13.5  # 12.98 when this was written, with one block for the loss of all images
 
 
 ONE_GRAPH = ("retinanet_tiny_fpn", "retinanet_mobilenet_v2_fpnlite", "fcos_resnet18_fpn",

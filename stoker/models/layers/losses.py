@@ -43,10 +43,11 @@ class _FocalLoss(torch.autograd.Function):
         derivatives = _empty_derivatives(logits)
         sums = []
         for image_slice in _image_blocks(logits, block):
-            x, labels, positive = at_least_fp32(logits[image_slice]), target[image_slice], target[image_slice] >= 0
+            labels, positive = target[image_slice], target[image_slice] >= 0
             channel, ignored = _channel(labels), (labels == IGNORED)[..., None]
-            neg_loss, neg_derivative = _loss_and_derivative(x, gamma)
-            pos_loss, pos_derivative = _loss_and_derivative(-x.gather(2, channel), gamma)
+            neg_loss, neg_derivative = _loss_and_derivative(at_least_fp32(logits[image_slice]), gamma)
+            logit_at_label = at_least_fp32(logits[image_slice].gather(2, channel))
+            pos_loss, pos_derivative = _loss_and_derivative(-logit_at_label, gamma)
             positive = positive[..., None]
             neg_loss_at_label, neg_derivative_at_label = neg_loss.gather(2, channel), neg_derivative.gather(2, channel)
             correction = torch.where(positive, alpha * pos_loss - (1 - alpha) * neg_loss_at_label, 0.0)
@@ -133,6 +134,7 @@ def _channel(target: Tensor) -> Tensor:
 def _loss_and_derivative(x: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
     """p^gamma · -log(1 - p) with p = sigmoid(x), and its derivative in x; both of the shape of x."""
     p, log_one_minus_p = x.sigmoid(), _log_one_minus_sigmoid(x)
+    del x  # as large as all logits of a block
     weight = p.pow(gamma)
     derivative = (p - 1).mul_(log_one_minus_p).mul_(gamma).add_(p).mul_(weight)
     return log_one_minus_p.mul_(weight).neg_(), derivative
@@ -142,10 +144,10 @@ def _log_one_minus_sigmoid(x: Tensor) -> Tensor:
     """log(1 - sigmoid(x)), exact to the last digits of x's dtype.
 
     On CPUs, torch's log1p, and so logsigmoid, is not vectorized and takes five times as long as this: log(1 + y) plus
-    the rounding error of 1 + y, divided by 1 + y. On accelerators, logsigmoid is one kernel.
+    the rounding error of 1 + y, divided by 1 + y. On accelerators, softplus is one kernel.
     """
     if x.device.type != "cpu":
-        return functional.logsigmoid(-x)
+        return functional.softplus(x).neg_()
     y = x.abs().neg_().exp_()
     one_plus_y = y + 1
     rounding_error = y.sub_(one_plus_y - 1).div_(one_plus_y)
