@@ -3,7 +3,10 @@
 RetinaNet with an FPN of 256 channels and towers of 4 convolutions, 20 classes, frozen norms, SGD. Each side is a
 process of its own that waits for its turn (step_child.py), with torch's own number of threads; the steps are taken in
 turn. Time at 320 × 320 and 8 images; memory at 800 × 800 and 2, as the growth of the process's peak over what it
-holds before its first step. bf16 counts where the processor has instructions for it.
+holds before its first step. bf16 counts where the processor has instructions for it, and torch may use them.
+
+A processor without AVX-512 is emulated by `ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2`: the matrix products of
+both sides are then limited to AVX2, too (MKL_ENABLE_INSTRUCTIONS).
 """
 
 import argparse
@@ -23,10 +26,11 @@ from report import Bar, Report, options, publish, spread
 BODIES = ("mobilenet_v2", "resnet50")
 GOALS = {
     ("mobilenet_v2", "fp32"): 0.80,
-    ("mobilenet_v2", "bf16"): 0.52,
-    ("resnet50", "fp32"): 0.85,
+    ("mobilenet_v2", "bf16"): 0.50,
+    ("resnet50", "fp32"): 0.80,
     ("resnet50", "bf16"): 0.45,
 }
+GOAL_WITHOUT_AVX512 = 0.90
 MEMORY_GOAL = 0.8
 CHILD = Path(__file__).with_name("step_child.py")
 
@@ -38,6 +42,8 @@ class Side:
         self.name = f"{who} {precision}"
         # Each with the environment that it has by itself: importing this benchmark has set one of stoker's.
         environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+        if environment.get("ATEN_CPU_CAPABILITY") == "avx2":
+            environment["MKL_ENABLE_INSTRUCTIONS"] = "AVX2"
         self.process = subprocess.Popen(
             [sys.executable, str(CHILD), who, backbone, precision, str(side), str(count)],
             stdin=subprocess.PIPE,
@@ -71,8 +77,11 @@ def contest(backbone: str, precisions: tuple[str, ...], side: int, count: int) -
 
 def run(arguments: argparse.Namespace) -> Report:
     n, side, count, large = (2, 64, 2, 128) if arguments.quick else (7, 320, 8, 800)
+    import torch
+
     from stoker.hardware.device import select_device
 
+    has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
     half, why = select_device("cpu").best_precision()
     precisions = ("fp32", "bf16") if half == "bf16" else ("fp32",)
     report = Report(str(__doc__).splitlines()[0], n, packages=("torch", "torchvision"))
@@ -93,8 +102,8 @@ def run(arguments: argparse.Namespace) -> Report:
             )
         for precision in precisions:
             ratio = middle[f"ours {precision}"] / middle["theirs fp32"]
-            report.bars.append(Bar.at_most(f"{backbone} {precision}: CPU-s, ours / theirs in fp32",
-                                           ratio, GOALS[backbone, precision]))  # fmt: skip
+            goal = GOALS[backbone, precision] if has_avx512 else GOAL_WITHOUT_AVX512
+            report.bars.append(Bar.at_most(f"{backbone} {precision}: CPU-s, ours / theirs in fp32", ratio, goal))
     for backbone in BODIES:
         peaks: dict[str, float] = {}
         with contest(backbone, precisions, large, 2) as sides:
