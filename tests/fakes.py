@@ -363,6 +363,8 @@ def try_step(trial: Trial) -> Outcome:
         stepper = make_stepper(trial, model)
         for tensor in (*model.parameters(), *model.buffers(), *batch):
             memory.add(tensor)
+        for tensor in _pytree.tree_leaves(stepper.state_dict()["optimizer"]["state"]):
+            memory.add(tensor)
         average = [torch.empty_like(tensor) for tensor in model.state_dict().values()] if trial.average else []
         for tensor in average:
             memory.add(tensor)

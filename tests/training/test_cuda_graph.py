@@ -7,6 +7,9 @@ address. A graph is emulated: the operators that were recorded once are called a
 import contextlib
 import copy
 import io
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ from stoker.training.cuda_graph import CudaGraphStep
 from stoker.training.forward import LossFn, make_loss_fn, train_step
 from stoker.training.loop import train
 from stoker.training.optim import LossAccumulator, OptimizerStep
+from tests import fakes
 from tests.drawn import draw
 from tests.models.oracle import SMALL_MODELS
 from tests.models.samples import make_batch, settings_of
@@ -317,3 +321,30 @@ def poison_batches(patch: pytest.MonkeyPatch, poisoned: Callable[[int, int], boo
             step(self)
 
     patch.setattr(loop.Training, "step", poisoned_step)
+
+
+def check_on_fake_accelerator(name: str) -> None:
+    """Steps at full size in bf16, with fused AdamW, issue the same operators. Changes the process: `tests.fakes`."""
+    fakes.install()
+    trial = fakes.Trial(model=name, optimizer="adamw", fused=True, batch=32, slots=100, image_size=(640, 640))
+    model, records = build(settings_of(name), trial.classes), []
+    with fakes.fake_tensors():
+        fakes.to_fake(model).train()
+        batch, optimizer = fakes.fake_batch(trial), fakes.make_stepper(trial, model)
+        accumulator = LossAccumulator(Device(torch.device(fakes.DEVICE)), max_skipped_steps=3)
+        for step in range(3):
+            optimizer.set_scalars(0.1 / (step + 1), 2 * step)
+            with RecordOperators() as record, ForbidHostSync():
+                train_step(make_loss_fn(model, compile=False), optimizer, accumulator, batch, 1, fakes.autocast("bf16"))
+            records.append(record.operators)
+    assert records[1] == records[2]
+    assert any("fused_adamw" in operator and ".tensor_lr" in operator for operator, _ in records[2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["retinanet_resnet50_fpn", "ember_n"])
+def test_steps_in_mixed_precision_issue_the_same_operators(name: str) -> None:
+    code = f"from tests.training.test_cuda_graph import check_on_fake_accelerator as check; check({name!r})"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    root = Path(__file__).resolve().parents[2]
+    subprocess.run([sys.executable, "-c", code], cwd=root, env=environment, check=True)
