@@ -294,7 +294,7 @@ def stopping(call: Callable[..., Any], at: int) -> Callable[..., Any]:
 def test_a_signal_whose_save_fails_raises_a_storage_error(data: Path, tmp_path: Path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "write_atomic", full_disk("state.pt", checkpoint.write_atomic))
-        patch.setattr(loop, "forward_backward", stopping(loop.forward_backward, 5))
+        patch.setattr(loop, "train_step", stopping(loop.train_step, 5))
         with pytest.raises(StorageError, match="could not be saved"):
             train(settings(data), run_dir=str(tmp_path / "run"))
 
