@@ -106,7 +106,7 @@ def test_the_peak_of_memory_is_the_predicted_one(name: str, device: Device) -> N
     assert predicted.error is None
     before = torch.cuda.memory_allocated()  # what earlier tests left
     model = build(settings_of(trial.model), trial.classes).to(device.torch_device).train()
-    stepper = make_stepper(model, device, ema=0.0)
+    stepper = make_stepper(model, device, ema_decay=0.0)
     batch = make_worst_case_batch(
         trial.batch, image_size=trial.image_size, max_boxes=trial.slots, num_classes=trial.classes, device=device
     )
