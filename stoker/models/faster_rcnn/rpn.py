@@ -134,7 +134,9 @@ def _nms_of_levels(boxes: Tensor, eligible: Tensor, counts: list[int]) -> tuple[
     keep, converged = zip(
         *(
             fixed_point_nms(level_boxes, level_eligible, iou_threshold=NMS_THRESH)
-            for level_boxes, level_eligible in zip(boxes.split(counts, 1), eligible.split(counts, 1), strict=True)
+            for level_boxes, level_eligible in zip(
+                torch.split(boxes, counts, 1), torch.split(eligible, counts, 1), strict=True
+            )
         ),
         strict=True,
     )
@@ -149,7 +151,7 @@ def _nms_of_padded_levels(boxes: Tensor, eligible: Tensor, counts: list[int]) ->
         levels = [
             level if level.shape[1] == longest
             else torch.cat((level, level.new_zeros(level.shape[0], longest - level.shape[1], *level.shape[2:])), dim=1)
-            for level in values.split(counts, 1)
+            for level in torch.split(values, counts, 1)
         ]  # fmt: skip
         return torch.stack(levels, dim=1).flatten(0, 1)
 
