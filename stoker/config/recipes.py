@@ -15,11 +15,11 @@ def tiny() -> Config:
         {
             "weights": "none",
             "optimizer": "adamw",
-            "lr": 3e-3,
+            "lr": 2.1e-3,
             "momentum": 0.9,
             "weight_decay": 0.02,
             "lr_scheduler": "cosine",
-            "batch_size": 16,
+            "batch_size": 8,
             # The model is too small to overfit, so it needs no strong augmentation.
             "scale_jitter_prob": 0.0,
             "brightness": 0.0,
