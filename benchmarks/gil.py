@@ -6,12 +6,14 @@ with the default recipe, in training without crops, with 100 boxes each, and in 
 - GIL-held: CPU time of the whole process (workers and the thread that asks for batches) minus the CPU time that its
   threads spent between releasing and taking the GIL, per sample. gil_probe.c, compiled by `cc` and preloaded, sits
   before the two functions of the interpreter through which C code does both. Time in which a thread waits or is
-  preempted is not CPU time, so a busy machine changes little. Errors: what taking and releasing the GIL cost counts as
-  held, and reading the clock does by half (0.2 µs per release), so it is an upper bound. Where the interpreter was
-  linked so that its own calls cannot be intercepted ("own releases: 0 of 100"), reading files counts as held, too.
+  preempted is not CPU time. What taking and releasing the GIL costs counts as held, and half of reading the clock
+  (0.2 µs per release), so it is an upper bound. Where the interpreter was linked so that its own calls cannot be
+  intercepted ("own releases: 0 of 100"), reading files counts as held, too. Decoding and other processes empty the
+  processor's caches, and Python takes several times as long after that: measure on a quiet machine. "released" grows
+  on a busy one as well (mostly decoding: about 1.4 ms on a quiet core of 2.5 GHz).
 - limit: samples per second of 16 workers where decoding, resizing and padding are replaced by a sleep of 2 ms, which
-  needs no core and no GIL: what is left takes turns. The maximum of all passes, because other processes lower it; also
-  here all else runs on the CPU, so it includes what switching threads costs. Needs no probe.
+  needs no core and no GIL: what is left takes turns. The maximum of all passes, because other processes lower it. It
+  includes what switching threads costs; the caches stay warm, so it is an upper bound for a real loader.
 """
 
 import argparse
