@@ -9,8 +9,8 @@ with the default recipe, in training without crops, with 100 boxes each, and in 
   preempted is not CPU time. What taking and releasing the GIL costs counts as held, and half of reading the clock
   (0.2 µs per release), so it is an upper bound. Where the interpreter was linked so that its own calls cannot be
   intercepted ("own releases: 0 of 100"), reading files counts as held, too. Decoding and other processes empty the
-  processor's caches, and Python takes several times as long after that: measure on a quiet machine. "released" grows
-  on a busy one as well (mostly decoding: about 1.4 ms on a quiet core of 2.5 GHz).
+  processor's caches, and Python takes several times as long after that: measure on a quiet machine. "released" (mostly
+  decoding) grows on a busy one as well.
 - limit: samples per second of 16 workers where decoding, resizing and padding are replaced by a sleep of 2 ms, which
   needs no core and no GIL: what is left takes turns. The maximum of all passes, because other processes lower it. It
   includes what switching threads costs; the caches stay warm, so it is an upper bound for a real loader.
