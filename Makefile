@@ -77,6 +77,7 @@ bench: setup  ## about 12 minutes; peers that `make peers` has installed, else n
 	$(BIN)/python benchmarks/end_to_end.py --json benchmarks/results/end-to-end-cpu.json
 	$(BIN)/python benchmarks/storage.py --json benchmarks/results/storage-cpu.json
 	$(BIN)/python benchmarks/cache.py --json benchmarks/results/cache-cpu.json
+	$(BIN)/python benchmarks/gil.py --json benchmarks/results/gil-cpu.json
 
 # SEED=7 draws other levels; the same command again continues where it was stopped.
 bench-diagnose: setup  ## 45 minutes, on an idle machine
