@@ -16,8 +16,8 @@ from torch.nn import functional
 
 MIN_TILES, MIN_CHANNELS = 100, 128
 """Below, the transforms take longer than the products save."""
-MAX_TILE_ELEMENTS = 2**22
-"""Elements of the transformed tiles that are held at once, if an image does not need more."""
+MAX_TILE_ELEMENTS = 2**21
+"""Elements of the transformed tiles of the input that are held at once, if a row of tiles does not need more."""
 
 
 def _for_rows_and_columns(transform: list[list[float]]) -> Tensor:
@@ -97,18 +97,16 @@ class WinogradConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        output_transform = OUTPUT_TRANSFORM.to(x.dtype)
-        transformed_weight = _transform_weight(weight)
         height, width = x.shape[2:]
         rows, columns = _num_tiles(height), _num_tiles(width)
         shape = (len(x), weight.shape[0], 4 * rows, 4 * columns)
-        y = torch.empty(shape, dtype=x.dtype, memory_format=torch.channels_last)
+        y = torch.empty(shape, dtype=x.dtype, memory_format=torch.channels_last)  # before what is freed at the end
+        transformed_weight, output_transform = _transform_weight(weight), OUTPUT_TRANSFORM.to(x.dtype)
         y_tiles = _split(y.permute(0, 2, 3, 1))
-        for images in _groups(x):
-            product = torch.bmm(_transform_input(x[images]), transformed_weight)
-            y_tiles[:, :, images] = (output_transform @ product.flatten(1)).view(
-                4, 4, -1, rows, columns, weight.shape[0]
-            )
+        for part in _parts(x):
+            product = torch.bmm(_transform_input(x, part), transformed_weight).flatten(1)
+            target = y_tiles[:, :, *part]
+            target.copy_((output_transform @ product).view(target.shape))
         if (height, width) == y.shape[2:]:
             return y
         return y[:, :, :height, :width].clone(memory_format=torch.channels_last)  # a view could not be changed in place
@@ -118,22 +116,27 @@ class WinogradConv(torch.autograd.Function):
     def backward(ctx: Any, y_grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         x_wanted, weight_wanted = ctx.needs_input_grad
-        input_transform, output_transform = INPUT_TRANSFORM.to(x.dtype), OUTPUT_TRANSFORM.to(x.dtype)
-        transformed_weight = _transform_weight(weight)
         channels, (height, width) = x.shape[1], x.shape[2:]
         rows, columns = _num_tiles(height), _num_tiles(width)
-        pad = functional.pad(y_grad.permute(0, 2, 3, 1), (0, 0, 0, 4 * columns - width, 0, 4 * rows - height))
-        y_tiles = _split(pad)
+        y_grad = y_grad.permute(0, 2, 3, 1)
+        if (height, width) != (4 * rows, 4 * columns):
+            y_grad = functional.pad(y_grad, (0, 0, 0, 4 * columns - width, 0, 4 * rows - height))
+        y_tiles = _split(y_grad)
         x_grad = x.new_zeros(len(x), 4 * rows + 4, 4 * columns + 4, channels) if x_wanted else None
+        transformed_weight = _transform_weight(weight)
+        input_transform, output_transform = INPUT_TRANSFORM.to(x.dtype), OUTPUT_TRANSFORM.to(x.dtype)
         transformed_weight_grad = torch.zeros_like(transformed_weight) if weight_wanted else None
-        for images in _groups(x):
-            product_grad = (output_transform.t() @ y_tiles[:, :, images].reshape(16, -1)).view(36, -1, weight.shape[0])
+        for images, tile_rows in _parts(x):
+            part = y_tiles[:, :, images, tile_rows].reshape(16, -1)
+            product_grad = (output_transform.t() @ part).view(36, -1, weight.shape[0])
             if transformed_weight_grad is not None:
-                transformed_weight_grad.baddbmm_(_transform_input(x[images]).transpose(1, 2), product_grad)
+                tiles = _transform_input(x, (images, tile_rows))
+                transformed_weight_grad.baddbmm_(tiles.transpose(1, 2), product_grad)
             if x_grad is not None:
-                tiles_grad = torch.bmm(product_grad, transformed_weight.transpose(1, 2)).flatten(1)
-                tiles = (input_transform.t() @ tiles_grad).view(6, 6, -1, rows, columns, channels)
-                _add_overlapping(_split(x_grad[images]), tiles)
+                tiles = torch.bmm(product_grad, transformed_weight.transpose(1, 2)).flatten(1)
+                tiles = (input_transform.t() @ tiles).view(6, 6, len(x[images]), -1, columns, channels)
+                first, last = tile_rows.start, tile_rows.stop
+                _add_overlapping(_split(x_grad[images, 4 * first : 4 * last + 4]), tiles)
         weight_grad = None
         if transformed_weight_grad is not None:
             weight_grad = (WEIGHT_TRANSFORM.to(x.dtype).t() @ transformed_weight_grad.flatten(1)).view(
@@ -145,11 +148,16 @@ class WinogradConv(torch.autograd.Function):
         return x_grad, weight_grad
 
 
-def _groups(x: Tensor) -> list[slice]:
-    """Groups of images whose transformed tiles have at most MAX_TILE_ELEMENTS elements."""
-    elements_per_image = 36 * _num_tiles(x.shape[2]) * _num_tiles(x.shape[3]) * x.shape[1]
-    count = max(1, MAX_TILE_ELEMENTS // elements_per_image)
-    return [slice(first, first + count) for first in range(0, len(x), count)]
+def _parts(x: Tensor) -> list[tuple[slice, slice]]:
+    """Images and rows of tiles, so that the transformed tiles of a part have at most MAX_TILE_ELEMENTS elements."""
+    rows = _num_tiles(x.shape[2])
+    max_rows = max(1, MAX_TILE_ELEMENTS // (36 * _num_tiles(x.shape[3]) * x.shape[1]))
+    num_images, rows_at_once = max(1, max_rows // rows), min(rows, max_rows)
+    return [
+        (slice(image, image + num_images), slice(row, min(rows, row + rows_at_once)))
+        for image in range(0, len(x), num_images)
+        for row in range(0, rows, rows_at_once)
+    ]
 
 
 def _split(maps: Tensor) -> Tensor:
@@ -158,11 +166,14 @@ def _split(maps: Tensor) -> Tensor:
     return maps.view(batch, height // 4, 4, width // 4, 4, channels).permute(2, 4, 0, 1, 3, 5)
 
 
-def _transform_input(x: Tensor) -> Tensor:
-    """[B, C, H, W] → [36, tiles, C]"""
-    rows, columns = _num_tiles(x.shape[2]), _num_tiles(x.shape[3])
-    pad = functional.pad(x.permute(0, 2, 3, 1), (0, 0, 1, 4 * columns + 1 - x.shape[3], 1, 4 * rows + 1 - x.shape[2]))
-    tiles = pad.unfold(1, 6, 4).unfold(2, 6, 4).permute(4, 5, 0, 1, 2, 3)
+def _transform_input(x: Tensor, part: tuple[slice, slice]) -> Tensor:
+    """[B, C, H, W] → [36, tiles of the part, C]"""
+    images, tile_rows = part
+    height, width = x.shape[2:]
+    top, bottom = 4 * tile_rows.start - 1, 4 * tile_rows.stop + 1
+    band = x[images, :, max(0, top) : bottom].permute(0, 2, 3, 1)
+    padding = (0, 0, 1, 4 * _num_tiles(width) + 1 - width, max(0, -top), max(0, bottom - height))
+    tiles = functional.pad(band, padding).unfold(1, 6, 4).unfold(2, 6, 4).permute(4, 5, 0, 1, 2, 3)
     return (INPUT_TRANSFORM.to(x.dtype) @ tiles.reshape(36, -1)).view(36, -1, x.shape[1])
 
 
