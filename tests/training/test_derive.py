@@ -314,7 +314,7 @@ def test_random_weights_are_trained_longer_with_a_reason(index: Index, monkeypat
 
     assert found("ember_n") == (36, "36 epochs of 60 images from random weights")
     assert found("retinanet_mobilenet_v2_fpn", weights="none")[0] == 36
-    assert found("retinanet_tiny_fpn") == (9, "9 epochs of 60 images")
+    assert found("retinanet_tiny_fpn") == (10, "10 epochs of 60 images")
     pretrained, _ = derive_data(from_fields({"model": "ember_mobilenet_v2"}), index, CPU)
     assert pretrained.model.weights == "imagenet"
     monkeypatch.setattr("stoker.training.defaults.derive.MAX_IMAGES_SEEN", 60 * 6)

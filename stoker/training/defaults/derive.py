@@ -42,7 +42,7 @@ from stoker.training.defaults.model_choice import (
 
 EPOCHS, MIN_STEPS, MAX_IMAGES_SEEN = 12, 1_500, 90_000 * 16
 """12 epochs (Detectron2's 1x schedule), at least 1,500 steps, at most as many images as this schedule takes on COCO."""
-TINY_EPOCHS = 9
+TINY_EPOCHS = 10
 """Of the tiny model, which has too few weights to profit from more (LOG.md, "The demo in four minutes")."""
 FROM_SCRATCH_FACTOR = 3
 """Factor of the length for random weights: a detector then reaches the accuracy of pretrained ones, after three to six
