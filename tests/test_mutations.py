@@ -50,7 +50,7 @@ MUTATIONS = {
     ),
     "FCOS center sampling": Mutation(
         "models/fcos/fcos.py", "CENTER_SAMPLING_RADIUS = 1.5", "CENTER_SAMPLING_RADIUS = 2.0",
-        "models/test_fcos.py::test_losses_and_gradients_are_those_of_torchvision",
+        "models/test_fcos.py::test_positives_are_within_one_and_a_half_strides_of_the_center",
     ),
     "box encoding weights": Mutation(
         "models/ssd/ssd.py", "BOX_CODER_WEIGHTS = (10.0, 10.0, 5.0, 5.0)", "BOX_CODER_WEIGHTS = (10.0, 10.0, 4.0, 4.0)",
@@ -78,11 +78,11 @@ MUTATIONS = {
     ),
     "COCO areas": Mutation(
         "evaluation/coco.py", "(0, 32**2), (32**2, 96**2)", "(0, 24**2), (24**2, 96**2)",
-        "evaluation/test_evaluate.py::test_random_boxes_score_as_pycocotools",
+        "evaluation/test_evaluate.py::test_boxes_of_few_sizes_at_few_places_score_as_pycocotools",
     ),
     "COCO recalls": Mutation(
         "evaluation/document.py", "NUM_RECALL_POINTS = 101", "NUM_RECALL_POINTS = 11",
-        "evaluation/test_evaluate.py::test_random_boxes_score_as_pycocotools",
+        "evaluation/test_evaluate.py::test_boxes_of_few_sizes_at_few_places_score_as_pycocotools",
     ),
     "COCO detections": Mutation(
         "evaluation/coco.py", "MAX_DETECTIONS = 100", "MAX_DETECTIONS = 50",

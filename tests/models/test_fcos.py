@@ -214,6 +214,15 @@ def test_blocks_change_nothing_and_the_smallest_box_wins() -> None:
     assert of_equal[rim].tolist() == [-1], "a point on the rim is not inside"
 
 
+def test_positives_are_within_one_and_a_half_strides_of_the_center() -> None:
+    """torchvision's center sampling radius, along both axes: 12 pixels on the finest level, around (62, 62)."""
+    points = grid_points((128, 128), [(16, 16), (8, 8), (4, 4), (2, 2), (1, 1)], torch.device("cpu"))
+    box, valid = torch.tensor([[[32.0, 32, 92, 92]]]), torch.tensor([[True]])
+    positive = assign_points(box, valid, points)[0] == 0
+    assert points.stride[positive].eq(8).all()
+    assert points.center[positive].tolist() == [[x, y] for y in (56, 64, 72) for x in (56, 64, 72)]
+
+
 def test_points_are_made_once_and_can_be_trained_with() -> None:
     model = build(settings_of("fcos_resnet18_fpn"), CLASSES).train()
     batch = make_batch((3, 0), (64, 96), CLASSES)

@@ -243,7 +243,7 @@ class LateCopy(ReadyEvent):
 @pytest.mark.slow
 def test_no_step_is_lost_while_copies_are_late(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def late(copy: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda stream, tensors: (copy(stream, tensors)[0], LateCopy())
+        return lambda *args: (copy(*args)[0], LateCopy())
 
     monkeypatch.setattr(SideStream, "to_host", late(SideStream.to_host))
     monkeypatch.setattr(SideStream, "to_device", late(SideStream.to_device))
