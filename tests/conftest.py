@@ -1,5 +1,6 @@
 """What all tests share: a cache folder of their own, and the real data sets where they are."""
 
+import itertools
 import os
 from pathlib import Path
 
@@ -12,11 +13,15 @@ import stoker  # noqa: F401  (sets what must be set before torch is imported)
 hypothesis.settings.register_profile("stoker", deadline=None)
 hypothesis.settings.load_profile("stoker")
 
+_NUMBERS = itertools.count()
+
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """No test reads or writes the user's cache."""
-    cache = tmp_path_factory.mktemp("cache")
+    # a name of our own: to find the next number, pytest reads all of a folder that has one entry per test
+    cache = tmp_path_factory.getbasetemp() / f"cache-{next(_NUMBERS)}"
+    cache.mkdir()
     monkeypatch.setenv("STOKER_CACHE_DIR", str(cache))
     return cache
 

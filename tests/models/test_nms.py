@@ -1,6 +1,8 @@
 """NMS of final detections in rounds equals torchvision's, needs no host sync, and says for which images it is not
 exact; those are repeated when the host reads them."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -193,3 +195,40 @@ def test_nms_of_a_batch_on_an_accelerator_waits_for_nothing() -> None:
         found = postprocess.nms_per_class(candidates, iou_threshold=0.5, max_detections=100)
     assert found.boxes.shape == (8, 100, 4)
     assert found.check is not None
+
+
+SCRIPT = """
+import sys, torch
+from stoker.models.layers.nms import torchvision_nms
+nms = torchvision_nms()
+assert "torchvision" not in sys.modules
+import torchvision
+boxes = torch.rand(100, 4, generator=torch.Generator().manual_seed(0)) * 50
+boxes[:, 2:] += boxes[:, :2]
+scores = torch.linspace(0, 1, 100)
+kept = nms(boxes, scores, 0.5)
+assert 1 < len(kept) < 100
+assert torch.equal(kept, torchvision.ops.nms(boxes, scores, 0.5))
+"""
+
+
+@pytest.mark.slow
+def test_torchvisions_nms_is_used_without_importing_torchvision_and_with_it() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("num_boxes", [0, 1, 300, 1000, 1001, 2500])
+@pytest.mark.parametrize("num_labels", [1, 7])
+def test_greedy_nms_within_labels_is_torchvisions(num_boxes: int, num_labels: int) -> None:
+    random = torch.Generator().manual_seed(num_boxes)
+    boxes = torch.rand(1, num_boxes, 4, generator=random) * 200
+    boxes[..., 2:] = boxes[..., :2] + boxes[..., 2:] / 2
+    scores = torch.randperm(num_boxes, generator=random)[None] / num_boxes  # one is 0, which is no candidate
+    labels = torch.randint(0, num_labels, (1, num_boxes), generator=random)
+    found = greedy_nms(Candidates(boxes, scores, labels), iou_threshold=0.5, max_detections=100)
+    positive = scores[0] > 0
+    expected = batched_nms(boxes[0][positive], scores[0][positive], labels[0][positive], 0.5)[:100]
+    count = int(found.valid.sum())
+    assert count == len(expected)
+    assert torch.equal(found.boxes[0, :count], boxes[0][positive][expected])

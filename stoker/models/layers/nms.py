@@ -4,6 +4,11 @@ The proposals of Faster R-CNN use it in training and in evaluation, `postprocess
 accelerator (docs/decisions/0007).
 """
 
+import importlib.util
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -44,6 +49,19 @@ def fixed_point_nms(
         previous = keep
         keep = eligible & (torch.bmm(previous[:, None].to(dtype), suppresses)[:, 0] == 0)
     return keep, (keep == previous).all(1)
+
+
+@cache
+def torchvision_nms() -> Callable[[Tensor, Tensor, float], Tensor]:
+    """torchvision's greedy NMS of boxes [K, 4] with scores [K] and an IoU threshold: indices int64, best first. Its
+    library of operators is loaded without importing torchvision, because that imports torch's compiler: 3 s."""
+    spec = importlib.util.find_spec("torchvision")
+    libraries = list(Path(spec.origin).parent.glob("_C*.so")) if spec and spec.origin else []
+    if len(libraries) == 1:
+        torch.ops.load_library(libraries[0])  # type: ignore[no-untyped-call]
+    else:
+        importlib.import_module("torchvision")
+    return torch.ops.torchvision.nms
 
 
 def largest_float32(value: float) -> float:

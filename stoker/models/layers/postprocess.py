@@ -16,12 +16,14 @@ from torch.nn import functional
 from stoker.hardware.host_sync import allow_host_sync
 from stoker.models.layers.boxes import clip, decode
 from stoker.models.layers.losses import at_least_fp32
-from stoker.models.layers.nms import MAX_PAIRS, fixed_point_nms, largest_float32
+from stoker.models.layers.nms import MAX_PAIRS, fixed_point_nms, largest_float32, torchvision_nms
 
 PRE_NMS_TOP_N = 1000
 """Boxes of a pyramid level before NMS: torchvision's default (RetinaNet.topk_candidates)."""
 MAX_DETECTIONS = 100
 """Boxes of an image after NMS: COCO's maxDets, and torchvision's default for Faster R-CNN."""
+MAX_BOXES_IN_ONE_NMS = 1000
+"""torchvision's: of more boxes, NMS of each label takes less time than NMS of all of them moved apart."""
 MAX_NMS_BOXES = 1024
 """Best boxes of an image, of all levels, that NMS in rounds compares; IoUs grow with their square. If more of them are
 above the score threshold and fewer than MAX_DETECTIONS are left, the image is repeated by torchvision's NMS."""
@@ -195,17 +197,28 @@ def greedy_nms(candidates: Candidates, *, iou_threshold: float, max_detections: 
 def _nms_image(
     boxes: Tensor, scores: Tensor, labels: Tensor, iou_threshold: float, max_detections: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from torchvision.ops import batched_nms  # not at the top: it imports torch's compiler, which takes seconds
-
     positive = scores > 0
     boxes, scores, labels = boxes[positive], scores[positive], labels[positive]
-    keep = batched_nms(boxes, scores, labels, iou_threshold)[:max_detections]
+    keep = _greedy_keep(boxes, scores, labels, iou_threshold)[:max_detections]
     num_padding = max_detections - keep.shape[0]
     return (
         functional.pad(boxes[keep], (0, 0, 0, num_padding)),
         functional.pad(scores[keep], (0, num_padding)),
         functional.pad(labels[keep], (0, num_padding)),
     )
+
+
+def _greedy_keep(boxes: Tensor, scores: Tensor, labels: Tensor, iou_threshold: float) -> Tensor:
+    """Indices of the boxes [K, 4] that NMS within each label keeps, best first; as torchvision's `batched_nms`."""
+    nms = torchvision_nms()
+    if 0 < len(boxes) <= MAX_BOXES_IN_ONE_NMS:  # one call; boxes of different labels are moved apart
+        offsets = labels.to(boxes.dtype) * (boxes.max() + 1)
+        return nms(boxes + offsets[:, None], scores, iou_threshold)
+    order = labels.argsort(stable=True)
+    sizes = torch.bincount(labels).tolist()
+    kept = [some[nms(boxes[some], scores[some], iou_threshold)] for some in torch.split(order, sizes)]
+    keep = torch.cat([order[:0], *kept]).sort().values
+    return keep[scores[keep].argsort(descending=True, stable=True)]
 
 
 def topk_detections(candidates: Candidates, max_detections: int) -> BatchDetections:

@@ -1,0 +1,69 @@
+"""One cast for all weights and one increment for all norms' counts change no loss, no gradient and no state."""
+
+import copy
+
+import pytest
+import torch
+
+from stoker.models import Detector, build
+from stoker.models.layers.norms import BatchCounts
+from stoker.models.layers.weight_casts import WeightCasts
+from stoker.training import forward
+from stoker.training.forward import make_loss_fn
+from tests.models.samples import make_batch, settings_of
+
+CASES = {
+    "ember": settings_of("ember_n"),
+    "checkpointed": settings_of("ember_n", activation_checkpointing=True),
+    "folded norms and frozen stages": settings_of("retinanet_resnet18_fpn", trainable_backbone_layers=3),
+    "norms of shared heads": settings_of("retinanet_mobilenet_v2_fpnlite"),
+    "fcos": settings_of("fcos_resnet18_fpn"),
+}
+
+
+def two_micro_batches(model: Detector) -> dict[str, torch.Tensor]:
+    """Losses, gradients and state after two micro-batches in bf16. The last one has a norm with a single value."""
+    results = {}
+    compute = make_loss_fn(model, compile=False)
+    for n, batch in enumerate((make_batch((3, 1), (64, 64), 3), make_batch((2,), (32, 32), 3, seed=1))):
+        with torch.autocast("cpu", torch.bfloat16):
+            losses = compute(batch)
+        results |= {f"{name} {n}": loss.detach() for name, loss in losses.items()}
+        torch.stack(list(losses.values())).sum().backward()
+    results |= {f"{name}.grad": weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    return results | model.state_dict()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_gradients_and_state_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    one = build(CASES[name], 3).train()
+    other = copy.deepcopy(one)
+    expected = two_micro_batches(one)
+    monkeypatch.setattr(forward, "is_on_accelerator", lambda _: True)
+    found = two_micro_batches(other)
+    assert list(found) == list(expected)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    layouts = [(n, w.grad.stride()) for n, w in other.named_parameters() if w.grad is not None]
+    assert layouts == [(n, w.grad.stride()) for n, w in one.named_parameters() if w.grad is not None]
+
+
+def test_an_error_inside_leaves_the_model_as_it_was() -> None:
+    model = build(settings_of("retinanet_resnet18_fpn", backbone_norm="bn"), 3).train()
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    with (
+        pytest.raises(KeyError),
+        torch.autocast("cpu", torch.bfloat16),
+        WeightCasts(model).apply("cpu"),
+        BatchCounts(model).defer(),
+    ):
+        raise KeyError
+    for before, now in ((parameters, dict(model.named_parameters())), (buffers, dict(model.named_buffers()))):
+        assert before.keys() == now.keys()
+        assert all(before[name] is now[name] for name in before)
+
+
+def test_nothing_is_cast_without_autocast() -> None:
+    model = build(settings_of("ember_n"), 3)
+    with WeightCasts(model).apply("cpu"):
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
