@@ -1,9 +1,10 @@
 """Detectors: one table (`MODELS`, in `table.py`), `build`, `load_weights`.
 
 A detector (`detector.py`) is an nn.Module with three methods: `forward(images) -> outputs`, `loss(outputs, batch) ->
-dict of scalars`, `decode(outputs, resized_size, scale, original_size) -> BatchDetections`. Only the NMS in `decode`
-makes the host wait for the device (`allow_host_sync("nms")`). Training is in `training/`, evaluation in `evaluation/`;
-docs/add-a-model.md shows how to add a detector.
+dict of scalars`, `decode(outputs, resized_size, scale, original_size) -> BatchDetections`. None of them makes the host
+wait for an accelerator; images that NMS in rounds could not finish are repeated when the host reads their detections
+(`allow_host_sync("nms")`). Training is in `training/`, evaluation in `evaluation/`; docs/add-a-model.md shows how to add
+a detector.
 """
 
 from stoker.models.architecture import Architecture
