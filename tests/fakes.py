@@ -396,6 +396,7 @@ def _steps(
                     stepper.backward(torch.stack(list(losses.values())).sum())
                 else:
                     augmented = augment_batch(batch, AUGMENTATIONS, 0.0)
+                    counts.enter("forward")  # the casts of the weights, which come before the model's own
                     losses = forward_backward(
                         make_loss_fn(model, compile=False), stepper, augmented, 1, autocast(trial.precision)
                     )  # type: ignore[arg-type]

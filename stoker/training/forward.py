@@ -14,6 +14,9 @@ from torch import Tensor
 
 from stoker.data.batch import Batch
 from stoker.models import Detector
+from stoker.models.layers.norms import BatchCounts
+from stoker.models.layers.padded_conv import is_on_accelerator
+from stoker.models.layers.weight_casts import WeightCasts
 from stoker.storage.local_files import cache_folder
 from stoker.training.optim import LossAccumulator, OptimizerStep
 
@@ -31,7 +34,15 @@ def make_loss_fn(model: Detector, *, compile: bool) -> LossFn:
         return model.loss(model(batch.images), batch)
 
     if not compile:
-        return compute_losses
+        weight_casts, batch_counts = WeightCasts(model), BatchCounts(model)
+
+        def compute_losses_on_any_device(batch: Batch) -> dict[str, Tensor]:
+            if not is_on_accelerator(batch.images):
+                return compute_losses(batch)
+            with weight_casts.apply(batch.images.device.type), batch_counts.defer():
+                return compute_losses(batch)
+
+        return compute_losses_on_any_device
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
     compiled: LossFn = torch.compile(compute_losses, backend=COMPILE_BACKEND, dynamic=False)
     return compiled
@@ -72,7 +83,9 @@ def forward_backward(
             else Batch(*(tensor[k * micro_batch_size : (k + 1) * micro_batch_size] for tensor in batch))
         )
         with autocast:
-            losses = {name: loss / micro_batches for name, loss in loss_fn(micro_batch).items()}
+            losses = loss_fn(micro_batch)
+            if micro_batches > 1:
+                losses = {name: loss / micro_batches for name, loss in losses.items()}
         optimizer.backward(torch.stack(list(losses.values())).sum())
         for name, loss in losses.items():
             totals[name] = totals[name] + loss.detach() if name in totals else loss.detach()

@@ -5,8 +5,9 @@ That saves two passes over the activations forward and one backward. `state_dict
 modules.
 """
 
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -75,11 +76,18 @@ class FoldedConv2d(PaddedConv2d):
         super().__init__(original)
         self._norm = (norm,)  # in a tuple, so that it is not registered as a child a second time
         norm.folded = True
+        self.cast: tuple[Tensor, Tensor] | None = None
+        """What `fold` returns, cast by `weight_casts`."""
+
+    def fold(self) -> tuple[Tensor, Tensor]:
+        """Weight and bias of the convolution that computes both."""
+        (norm,) = self._norm
+        return self.weight * norm.scale[:, None, None, None], norm.shift
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, in, H, W] → the norm's output [B, out, h, w]."""
-        (norm,) = self._norm
-        folded: Tensor = self._conv_forward(x, self.weight * norm.scale[:, None, None, None], norm.shift)
+        weight, bias = self.fold() if self.cast is None else self.cast
+        folded: Tensor = self._conv_forward(x, weight, bias)
         return folded
 
 
@@ -116,6 +124,45 @@ class SafeSyncBatchNorm(nn.SyncBatchNorm):
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, C, H, W] → the same shape."""
         return _normalize_by_running_stats(self, x) if _is_single_value(self, x) else super().forward(x)
+
+
+class BatchCounts:
+    """Counts the batches of all trained norms of `model` by one operator instead of one for each norm.
+
+    torch's norms add 1 to `num_batches_tracked` in their forward pass.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+
+    @contextlib.contextmanager
+    def defer(self) -> Iterator[None]:
+        """Inside, the norms' counts are not changed; at the end they are what they would be without it."""
+        norms = [norm for norm in self._norms if norm.training and norm.num_batches_tracked is not None]
+        counts = [norm._buffers["num_batches_tracked"] for norm in norms]
+        deferred = [_DeferredCount() for _ in norms]
+        try:
+            for norm, stand_in in zip(norms, deferred, strict=True):
+                norm._buffers["num_batches_tracked"] = stand_in  # type: ignore[assignment]
+            yield
+        finally:
+            for norm, count in zip(norms, counts, strict=True):
+                norm._buffers["num_batches_tracked"] = count
+        by_value: dict[int, list[Tensor]] = {}
+        for count, stand_in in zip(counts, deferred, strict=True):
+            if stand_in.value and count is not None:
+                by_value.setdefault(stand_in.value, []).append(count)
+        for value, same in by_value.items():
+            torch._foreach_add_(same, value)
+
+
+class _DeferredCount:
+    """Takes the place of `num_batches_tracked` in a norm's forward pass."""
+
+    value = 0
+
+    def add_(self, number: int) -> None:
+        self.value += number
 
 
 def _is_single_value(norm: nn.modules.batchnorm._BatchNorm, x: Tensor) -> bool:

@@ -21,6 +21,7 @@ from stoker.data.augment.device import MOSAIC_GROUP_SIZE, augment_batch
 from stoker.data.batch import NUM_RAND, Batch
 from stoker.hardware.device import Device
 from stoker.models import build
+from stoker.training.forward import make_loss_fn
 from stoker.training.optim import OptimizerStep
 
 MEMORY_FRACTION = 0.9
@@ -60,6 +61,7 @@ class DryRun:
             config.optim if config.optim.ema_decay is not None else dataclasses.replace(config.optim, ema_decay=0.99)
         )
         self.optimizer = OptimizerStep(model, optim, device, precision=config.run.precision)
+        self._loss_fn = make_loss_fn(model, compile=False)
         self.min_size = 2 if any(isinstance(module, _BatchNorm) for module in model.modules()) else 1
         """Images of the smallest step: with one image, trainable norms have no variance where a feature map has a
         single position, and keep their initial statistics (`models.layers.norms.BatchNorm`)."""
@@ -76,9 +78,8 @@ class DryRun:
 
     def compute_loss(self, batch: Batch) -> Tensor:
         """The sum of the losses, a scalar; not compiled, since compiling for every batch size would take minutes."""
-        model = self.optimizer.model
         with self.device.autocast(self.config.run.precision):
-            losses = model.loss(model(batch.images), batch)
+            losses = self._loss_fn(batch)
         return torch.stack(list(losses.values())).sum()
 
     def step(self, batch: Batch) -> None:

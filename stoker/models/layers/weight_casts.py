@@ -1,0 +1,84 @@
+"""The weights of a model in the lower precision of autocast, cast by one operator for all of them.
+
+Autocast casts each weight where it is used, and each of its gradients back: for `ember_n` 160 operators a step. Here
+one `foreach` operator casts all weights before the forward pass, and one casts all gradients at the end of the backward
+pass. The numbers are the same. Only for accelerators, where the host issues operators one by one; compiled code has no
+need of it, as the compiler fuses the casts.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stoker.models.layers.norms import FoldedConv2d
+
+
+class _CastAll(torch.autograd.Function):
+    """(dtype, tensors …) → copies of the tensors with this dtype, in the same memory format. Gradients are cast to the
+    dtypes of the tensors once all of them are there."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.layouts = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
+        copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+        torch._foreach_copy_(copies, tensors)
+        needs_grad = ctx.needs_input_grad[1:]
+        ctx.mark_non_differentiable(*(copy for copy, needed in zip(copies, needs_grad, strict=True) if not needed))
+        return tuple(copies)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        given = [grad for grad in grads if grad is not None]
+        cast = [
+            torch.empty_strided(shape, stride, dtype=dtype, device=grad.device)
+            for (shape, stride, dtype), grad in zip(ctx.layouts, grads, strict=True)
+            if grad is not None
+        ]
+        if given:
+            torch._foreach_copy_(cast, given)
+        result = iter(cast)
+        return None, *(None if grad is None else next(result) for grad in grads)
+
+
+class WeightCasts:
+    """The casts of the convolutions and linear layers of `model`; all of them run under autocast."""
+
+    def __init__(self, model: nn.Module) -> None:
+        layers = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
+        self._folded = [layer for layer in layers if isinstance(layer, FoldedConv2d)]
+        self._plain = [layer for layer in layers if not isinstance(layer, FoldedConv2d)]
+
+    @contextlib.contextmanager
+    def apply(self, device_type: str) -> Iterator[None]:
+        """Inside, the layers compute with cast weights, if autocast is enabled for this type of device. There,
+        `parameters` and `state_dict` of the model would return the cast ones."""
+        if not torch.is_autocast_enabled(device_type):
+            yield
+            return
+        places: list[tuple[nn.Module, str]] = [
+            (layer, name)
+            for layer in self._plain
+            for name in ("weight", "bias")
+            if (tensor := layer._parameters[name]) is not None and tensor.dtype == torch.float32
+        ]
+        originals = [layer._parameters[name] for layer, name in places]
+        folded = [tensor for layer in self._folded for tensor in layer.fold()]
+        casts = _CastAll.apply(torch.get_autocast_dtype(device_type), *originals, *folded)
+        try:
+            for (layer, name), cast in zip(places, casts, strict=False):
+                layer._parameters[name] = cast
+            folded_casts = iter(casts[len(places) :])
+            for folded_layer in self._folded:
+                folded_layer.cast = next(folded_casts), next(folded_casts)
+            del casts, folded_casts, folded
+            yield
+        finally:
+            for (layer, name), original in zip(places, originals, strict=True):
+                layer._parameters[name] = original
+            for folded_layer in self._folded:
+                folded_layer.cast = None
