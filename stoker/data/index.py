@@ -105,9 +105,10 @@ class Index:
     def path(self, image_index: int) -> Path:
         """The file of an image. For an image inside another file: that file, followed by the image's name. For an
         image in a bucket: its placeholder in the mirror (use `read`, `remote_object` and `display_source`)."""
-        return Path(self._path_text(image_index))
+        return Path(self.path_text(image_index))
 
-    def _path_text(self, image_index: int) -> str:
+    def path_text(self, image_index: int) -> str:
+        """The same as text, which is made in a tenth of the time."""
         folder = self._folder_texts[self._folder_index[image_index]]
         name: str = self._file_names[int(image_index)].as_py()
         return os.path.join(folder, name)
@@ -156,7 +157,7 @@ class Index:
         byte_range = self.byte_range(image_index)
         if self._in_bucket:
             return image_source.read(self.path(image_index), byte_range)
-        path = self._path_text(image_index)  # a Path takes longer to make than the file to open
+        path = self.path_text(image_index)  # a Path takes longer to make than the file to open
         fd = os.open(path if byte_range is None else os.path.dirname(path), os.O_RDONLY)
         try:
             start, length = (0, os.fstat(fd).st_size) if byte_range is None else byte_range

@@ -44,6 +44,9 @@ class InMemoryIndex:
     def display_source(self, image_index: int) -> str:
         return str(self.path(image_index))
 
+    def path_text(self, image_index: int) -> str:
+        return str(self.path(image_index))
+
     def path(self, image_index: int) -> Path:
         return self.root / f"{image_index:03}.{'jpg' if image_index % 2 else 'png'}"
 

@@ -160,6 +160,28 @@ def test_decode_into_writes_its_view_and_nothing_else(kind, target):
     assert np.abs(buffer[: target[0], : target[1]].astype(int) - expected).mean() < 6
 
 
+@pytest.mark.parametrize("divisor", [1, 2, 4, 8])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_decoding_in_place_gives_the_same_pixels(divisor, channels):
+    """A view whose rows follow each other is decoded into directly, another one through memory of its own."""
+    pixels = smooth(61, 83)
+    data = jpeg(pixels if channels == 3 else pixels[..., 0])
+    height, width = -(-61 // divisor), -(-83 // divisor)
+    in_place, strided = np.full((height + 2, width, 3), 9, np.uint8), np.full((height, width + 2, 3), 9, np.uint8)
+    decode_into(data, PATH, region=(0, 0, 83, 61), out=in_place[:height])
+    decode_into(data, PATH, region=(0, 0, 83, 61), out=strided[:, :width])
+    assert np.array_equal(in_place[:height], strided[:, :width])
+    assert (in_place[height:] == 9).all()
+
+
+@pytest.mark.parametrize("size", [(61, 83), (30, 83)])
+def test_a_damaged_file_is_named_whether_decoded_in_place_or_not(size):
+    data = jpeg(smooth(61, 83))
+    with pytest.raises(DataError, match=r"truncated|premature|Premature") as caught:
+        decode_into(data[: len(data) * 2 // 3], PATH, region=(0, 0, 83, 61), out=np.empty((*size, 3), np.uint8))
+    assert caught.value.location == str(PATH)
+
+
 @functools.cache
 def smooth_file(kind: str) -> tuple[np.ndarray, bytes]:
     pixels = smooth(960, 1280, detail=16)

@@ -52,7 +52,7 @@ def test_an_unexpected_exception_surfaces_with_the_name(index, monkeypatch, erro
     real = samples.decode.decode_into
 
     def broken(data, path, **rest):
-        if path == index.path(8):
+        if path == index.path_text(8):
             raise error
         real(data, path, **rest)
 

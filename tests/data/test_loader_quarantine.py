@@ -119,7 +119,7 @@ def test_an_image_read_ahead_before_it_failed_is_not_used(tmp_path, monkeypatch)
     real, tries = samples.decode.decode_into, itertools.count()
 
     def once_broken(data, path, **rest):
-        if path == index.path(image_index) and next(tries) == 0:
+        if path == index.path_text(image_index) and next(tries) == 0:
             raise DataError("The disk hiccuped.", location=path)
         real(data, path, **rest)
 

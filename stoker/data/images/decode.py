@@ -71,13 +71,13 @@ def choose_dct_divisor(source: tuple[float, float], target: tuple[float, float])
     return 1
 
 
-def decode(data: bytes, path: Path) -> Pixels:
+def decode(data: bytes, path: Path | str) -> Pixels:
     """The whole image, upright, uint8 [h, w, 3] RGB. Raises DataError."""
     header = parse_header(data, path)
     return decode_resized(data, path, header, header.size)
 
 
-def decode_resized(data: bytes, path: Path, header: Header, size: tuple[int, int]) -> Pixels:
+def decode_resized(data: bytes, path: Path | str, header: Header, size: tuple[int, int]) -> Pixels:
     """The whole image resized to `size` (height, width), uint8 [h, w, 3] RGB, upright as in `header`. Raises
     DataError."""
     height, width = header.size
@@ -87,7 +87,7 @@ def decode_resized(data: bytes, path: Path, header: Header, size: tuple[int, int
 
 
 def thumbnail(
-    data: bytes, path: Path, max_side: int, *, annotated_size: tuple[int, int] = (0, 0)
+    data: bytes, path: Path | str, max_side: int, *, annotated_size: tuple[int, int] = (0, 0)
 ) -> tuple[Pixels, tuple[int, int]]:
     """(the image as it was annotated, its longer side at most `max_side`, uint8 [h, w, 3] RGB; its full height and
     width).
@@ -101,7 +101,7 @@ def thumbnail(
     return decode_resized(data, path, header, size), header.size
 
 
-def decode_into(data: bytes, path: Path, *, region: Region, out: Pixels, header: Header | None = None) -> None:
+def decode_into(data: bytes, path: Path | str, *, region: Region, out: Pixels, header: Header | None = None) -> None:
     """Decodes the image and resizes `region` of it to fill `out`, uint8 [h, w, 3] RGB, a view of the batch buffer.
 
     header: from `parse_header`, or `Header.as_annotated`; None: upright. `region` and `out` are in the coordinates of
@@ -123,7 +123,7 @@ def decode_into(data: bytes, path: Path, *, region: Region, out: Pixels, header:
     np.copyto(out, _apply_orientation(stored_pixels, header.orientation))
 
 
-def _decode_stored(data: bytes, path: Path, header: Header, region: Region, out: Pixels) -> None:
+def _decode_stored(data: bytes, path: Path | str, header: Header, region: Region, out: Pixels) -> None:
     """`decode_into` without orientation: `region` and `out` are in the coordinates of the stored pixels."""
     x0, y0, x1, y1 = region
     height, width = header.stored_size
@@ -137,6 +137,8 @@ def _decode_stored(data: bytes, path: Path, header: Header, region: Region, out:
         return
     divisor = choose_dct_divisor((y1 - y0, x1 - x0), (out.shape[0], out.shape[1]))
     min_size = -(-height // divisor), -(-width // divisor)
+    if region == (0, 0, width, height) and out.shape[:2] == min_size and _decode_jpeg_in_place(data, out):
+        return
     pixels = _decode_jpeg(data, path, min_size)
     _check_decoded(pixels, min_size, path)
     resize_into(pixels[y0 // divisor : -(-y1 // divisor), x0 // divisor : -(-x1 // divisor)], out)
@@ -170,7 +172,7 @@ def resize_into(source: Pixels, out: Pixels) -> None:
     """Resizes `source` to fill `out`, both uint8 [h, w, 3]. Bilinear: its 2 × 2 pixels cover the whole source up to a
     reduction by 2. An axis that shrinks by more is halved first, as often as needed, to the mean of pairs. It takes a
     fifth of cv2.INTER_AREA's time and is at most half a level (of 255) further from Pillow's antialiased resize."""
-    height, width = out.shape[:2]
+    height, width, _ = out.shape
     while source.shape[0] > 2 * height or source.shape[1] > 2 * width:
         halve_height, halve_width = source.shape[0] > 2 * height, source.shape[1] > 2 * width
         half_size = -(-source.shape[1] // (1 + halve_width)), -(-source.shape[0] // (1 + halve_height))
@@ -180,7 +182,19 @@ def resize_into(source: Pixels, out: Pixels) -> None:
         np.copyto(out, resized)
 
 
-def _decode_jpeg(data: bytes, path: Path, min_size: tuple[int, int]) -> Pixels:
+def _decode_jpeg_in_place(data: bytes, out: Pixels) -> bool:
+    """Decodes a JPEG into `out`, uint8 [h, w, 3] RGB, at the scale that has this size: without memory of its own and
+    without a resize. False where that is not possible; `_decode_jpeg` finds the reason."""
+    if not out.flags.c_contiguous:
+        return False
+    try:
+        pixels = simplejpeg.decode_jpeg(data, min_height=out.shape[0], min_width=out.shape[1], buffer=out)
+    except ValueError:
+        return False
+    return bool(pixels.shape == out.shape)
+
+
+def _decode_jpeg(data: bytes, path: Path | str, min_size: tuple[int, int]) -> Pixels:
     """uint8 [h, w, 3] RGB, decoded at the smallest scale that reaches `min_size` (height, width)."""
     try:
         pixels = simplejpeg.decode_jpeg(data, min_height=min_size[0], min_width=min_size[1])
@@ -221,7 +235,7 @@ def _strip_stray_bytes(data: bytes) -> bytes | None:
     return None
 
 
-def _decode_with_pillow(data: bytes, path: Path) -> Pixels:
+def _decode_with_pillow(data: bytes, path: Path | str) -> Pixels:
     """uint8 [h, w, 3] RGB, full size, as stored; the first frame or page; the upper 8 of 16 bits; no alpha."""
     try:
         with Image.open(io.BytesIO(data)) as image:
@@ -240,7 +254,7 @@ def _decode_with_pillow(data: bytes, path: Path) -> Pixels:
         raise decode_error(path, str(error)) from error
 
 
-def _decode_with_opencv(data: bytes, path: Path, image_format: str) -> Pixels:
+def _decode_with_opencv(data: bytes, path: Path | str, image_format: str) -> Pixels:
     """uint8 [h, w, 3] RGB, full size; the upper 8 of 16 bits per channel; gray is repeated, alpha is dropped."""
     if image_format == "png":
         _check_png_complete(data, path)
@@ -256,7 +270,7 @@ def _decode_with_opencv(data: bytes, path: Path, image_format: str) -> Pixels:
     return np.asarray(pixels, np.uint8)
 
 
-def _check_png_complete(data: bytes, path: Path) -> None:
+def _check_png_complete(data: bytes, path: Path | str) -> None:
     """Checks that the last chunk is there: OpenCV may return half an image of a truncated file. libpng checks CRCs."""
     offset = 8
     while offset + 12 <= len(data):
@@ -267,7 +281,7 @@ def _check_png_complete(data: bytes, path: Path) -> None:
     raise decode_error(path, f"the PNG is truncated: {len(data):,} bytes and no end chunk")
 
 
-def _check_decoded(pixels: Pixels, expected: tuple[int, int], path: Path) -> None:
+def _check_decoded(pixels: Pixels, expected: tuple[int, int], path: Path | str) -> None:
     if pixels.shape[:2] != expected:
         actual = (pixels.shape[0], pixels.shape[1])
         raise decode_error(path, f"its header says {_format_size(expected)} pixels, it has {_format_size(actual)}")

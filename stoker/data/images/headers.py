@@ -86,12 +86,12 @@ def read_header(path: Path) -> Header:
         ) from error
 
 
-def parse_header(data: bytes, path: Path) -> Header:
+def parse_header(data: bytes, path: Path | str) -> Header:
     """The header of an encoded image; `path` is for messages. Raises DataError with the path."""
     return _parse_header(data, lambda offset, count: data[offset : offset + count], len(data), path)
 
 
-def decode_error(path: Path, cause: str, fix: str | None = None) -> DataError:
+def decode_error(path: Path | str, cause: str, fix: str | None = None) -> DataError:
     """The error for an image that cannot be decoded."""
     default_fix = "copy or download the file again, or remove it from the annotations"
     return DataError(
@@ -99,7 +99,7 @@ def decode_error(path: Path, cause: str, fix: str | None = None) -> DataError:
     )
 
 
-def _parse_header(head: bytes, read: ReadAt, total: int, path: Path) -> Header:
+def _parse_header(head: bytes, read: ReadAt, total: int, path: Path | str) -> Header:
     """head: the first bytes; read: any of the `total` bytes of the file."""
     if total == 0:
         raise DataError(
@@ -137,7 +137,7 @@ def _parse_header(head: bytes, read: ReadAt, total: int, path: Path) -> Header:
     return Header(size, (height, width), orientation, image_format, channels)
 
 
-def _parse_jpeg_reading_more(head: bytes, read: ReadAt, total: int, path: Path) -> tuple[int, int, int, int]:
+def _parse_jpeg_reading_more(head: bytes, read: ReadAt, total: int, path: Path | str) -> tuple[int, int, int, int]:
     """`_parse_jpeg` where the first bytes do not suffice: HEAD_BYTES mostly do, else the whole file."""
     if len(head) < HEAD_BYTES < total:
         with contextlib.suppress(IndexError):
@@ -146,8 +146,8 @@ def _parse_jpeg_reading_more(head: bytes, read: ReadAt, total: int, path: Path) 
 
 
 def _detect_format(
-    first_bytes: bytes, read: ReadAt, path: Path
-) -> tuple[str, Callable[[ReadAt, Path], tuple[int, int, int]]]:
+    first_bytes: bytes, read: ReadAt, path: Path | str
+) -> tuple[str, Callable[[ReadAt, Path | str], tuple[int, int, int]]]:
     """The format, by content whatever the file's name, and the parser of its header."""
     if first_bytes.startswith(b"\x89PNG\r\n\x1a\n"):
         return "png", _parse_png
@@ -199,7 +199,7 @@ def _describe_unknown_format(first_bytes: bytes, read: ReadAt) -> str | None:
     return "text" if head.startswith((b"<", b"{")) else None
 
 
-def _parse_jpeg(data: bytes, path: Path) -> tuple[int, int, int, int]:
+def _parse_jpeg(data: bytes, path: Path | str) -> tuple[int, int, int, int]:
     """(height, width, orientation, channels), from the segments before the first scan. Skips bytes between segments.
 
     Uses plain indexing for speed, because it runs for every image that is loaded. Raises IndexError where data ends.
@@ -230,7 +230,7 @@ def _parse_jpeg(data: bytes, path: Path) -> tuple[int, int, int, int]:
     return height, data[frame_offset + 7] << 8 | data[frame_offset + 8], orientation, data[frame_offset + 9]
 
 
-def _raise_unsupported_jpeg(marker: int, precision: int, path: Path) -> NoReturn:
+def _raise_unsupported_jpeg(marker: int, precision: int, path: Path | str) -> NoReturn:
     fix = f"{CONVERT_HINT}, e.g. `magick in.jpg out.png`"
     if marker not in (0xC0, 0xC1, 0xC2):
         coding = {0xC3: "lossless", 0xC9: "arithmetic-coded", 0xCA: "arithmetic-coded"}.get(marker, "hierarchical")
@@ -240,7 +240,7 @@ def _raise_unsupported_jpeg(marker: int, precision: int, path: Path) -> NoReturn
     raise decode_error(path, "the JPEG gives its height only after its pixels (DNL marker)", fix)
 
 
-def _parse_png(read: ReadAt, path: Path) -> tuple[int, int, int]:
+def _parse_png(read: ReadAt, path: Path | str) -> tuple[int, int, int]:
     if read(12, 4) != b"IHDR":
         raise decode_error(path, "the PNG has no header chunk: it is damaged")
     width, height = struct.unpack(">II5x", read(16, 13))  # the whole chunk, so that a truncated one raises
@@ -254,7 +254,7 @@ def _parse_png(read: ReadAt, path: Path) -> tuple[int, int, int]:
         offset += 12 + int.from_bytes(head[:4], "big")
 
 
-def _parse_webp(read: ReadAt, path: Path) -> tuple[int, int, int]:
+def _parse_webp(read: ReadAt, path: Path | str) -> tuple[int, int, int]:
     chunk_type = read(12, 4)
     if chunk_type == b"VP8 ":
         width, height = struct.unpack("<HH", read(26, 4))
@@ -279,7 +279,7 @@ def _parse_webp(read: ReadAt, path: Path) -> tuple[int, int, int]:
     return height, width, 1
 
 
-def _parse_bmp(read: ReadAt, _: Path) -> tuple[int, int, int]:
+def _parse_bmp(read: ReadAt, _: Path | str) -> tuple[int, int, int]:
     (header_bytes,) = struct.unpack("<I", read(14, 4))
     if header_bytes == 12:  # OS/2's
         width, height = struct.unpack("<HH", read(18, 4))
@@ -288,12 +288,12 @@ def _parse_bmp(read: ReadAt, _: Path) -> tuple[int, int, int]:
     return abs(height), width, 1  # a negative height: rows from the top
 
 
-def _parse_gif(read: ReadAt, _: Path) -> tuple[int, int, int]:
+def _parse_gif(read: ReadAt, _: Path | str) -> tuple[int, int, int]:
     width, height = struct.unpack("<HH", read(6, 4))
     return height, width, 1
 
 
-def _parse_pnm(read: ReadAt, path: Path) -> tuple[int, int, int]:
+def _parse_pnm(read: ReadAt, path: Path | str) -> tuple[int, int, int]:
     words: list[bytes] = []
     for line in read(2, 1024).split(b"\n"):
         words += line.partition(b"#")[0].split()
@@ -304,7 +304,7 @@ def _parse_pnm(read: ReadAt, path: Path) -> tuple[int, int, int]:
     return int(words[1]), int(words[0]), 1
 
 
-def _parse_jpeg_2000(read: ReadAt, path: Path) -> tuple[int, int, int]:
+def _parse_jpeg_2000(read: ReadAt, path: Path | str) -> tuple[int, int, int]:
     offset = read(0, 1 << 12).find(b"\xff\x4f\xff\x51")  # the codestream; the boxes before it are small
     if offset < 0:
         raise decode_error(path, "the JPEG 2000 file has no codestream: it is damaged")
@@ -312,7 +312,7 @@ def _parse_jpeg_2000(read: ReadAt, path: Path) -> tuple[int, int, int]:
     return bottom - top, right - left, 1
 
 
-def _parse_tiff(read: ReadAt, path: Path) -> tuple[int, int, int]:
+def _parse_tiff(read: ReadAt, path: Path | str) -> tuple[int, int, int]:
     tags = _read_tiff_tags(read, {_WIDTH, _HEIGHT, _BITS, _ORIENTATION, _SAMPLE_FORMAT, _DNG_VERSION})
     if _DNG_VERSION in tags or read(8, 2) == b"CR":
         raise decode_error(path, "it is a camera raw file, an unsupported format", CONVERT_HINT)

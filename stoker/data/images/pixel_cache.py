@@ -120,7 +120,7 @@ class PixelCache:
         height, width = self._cached_sizes[image_index].tolist()
         return (height, width) if height and width else None
 
-    def decode(self, image_index: int, data: bytes, path: Path, header: Header) -> Pixels:
+    def decode(self, image_index: int, data: bytes, path: Path | str, header: Header) -> Pixels:
         """The image as it is kept, from its file, uint8 [h, w, 3] RGB; `shape` must not be None. Raises DataError."""
         return decode_resized(data, path, header, self._cached_sizes[image_index].tolist())
 

@@ -51,7 +51,7 @@ def is_copied(name: str) -> bool:
     return name.lower().endswith(COPIED_SUFFIXES) or is_shard(name)
 
 
-def path_to_uri(path: Path) -> StorageUri | None:
+def path_to_uri(path: Path | str) -> StorageUri | None:
     """The URI of a file or folder in a mirror; None for any other path."""
     prefix = _mirrors_prefix(cache_folder())
     path_text = os.fspath(path)
@@ -92,7 +92,7 @@ def find_remote(path: Path) -> RemoteObject | None:
     return RemoteObject(open_store(uri), uri.key)
 
 
-def display_path(path: Path) -> str:
+def display_path(path: Path | str) -> str:
     """A path as users know it: the URI, if the path is in a mirror."""
     uri = path_to_uri(path)
     return str(path) if uri is None else str(uri)

@@ -5,18 +5,17 @@ order. Everything about a sample is a pure function of (seed, epoch, index) and 
 cannot be used, each with the position from which on it is replaced. Threads, batches and the device: `loader.py`.
 
 While Python runs, the other threads do not (the GIL), so what can be done for a whole batch is: `prepare` draws its
-random numbers, `load_steps` loads one image, `write_annotations` writes the boxes of all. `benchmarks/gil.py` measures
-it.
+random numbers and plans its images from their annotated sizes, `load_steps` loads one image, `write_annotations` writes
+the boxes of all. `benchmarks/gil.py` measures it.
 """
 
 import copy
 import errno
+import itertools
 import threading
 import time
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future
-from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -69,15 +68,10 @@ class PendingRead(NamedTuple):
     future: "Future[bytes]"
 
 
-class _ReadImage(NamedTuple):
-    """An image that was read, and what to do with it."""
+class _Plan(NamedTuple):
+    """What to do with an image of a known size."""
 
     image_index: int
-    path: Path
-    data: bytes | decode.Pixels
-    """Encoded, or the cached form."""
-    header: Header | None
-    """Of an encoded image."""
     original_size: tuple[int, int]
     is_cached: bool
     """The sample is made from the cached form, which is made first where it was not in the cache."""
@@ -157,6 +151,8 @@ class HostBatchBuffer:
         """Those of the images that were loaded; None: a filler."""
         self.geometry_rand: list[list[float]] = [[]] * batch_size
         """See `geometry.resize_geometry_rand`; only where there are crops."""
+        self.plans: list[_Plan | None] = [None] * batch_size
+        """Those of the first image of each place, where its size is annotated."""
         self._padding = np.empty((*image_size, 3), np.uint8)
         self._padding[:] = PAD_COLOR
 
@@ -239,6 +235,12 @@ class SampleStream:
         for u in rand[0]:
             yield int(self.image_indices[int(u * len(self.image_indices))])
 
+    def _candidates(self, position: int, plan: _Plan | None) -> Iterator[int]:
+        """`candidate_images`, of which `plan` is that of the first, if it has one."""
+        if plan is not None:
+            yield plan.image_index
+        yield from itertools.islice(self.candidate_images(position), plan is not None, None)
+
     def image_index_at(self, position: int) -> int:
         """The image that is used at a position, as far as the quarantine knows; -1 for none."""
         if not self.train and position >= len(self.image_indices):
@@ -271,7 +273,23 @@ class SampleStream:
             buffer.rand[places] = geometry.device_rand(self.seed, epoch, indices, NUM_RAND)
             if self.train and self._spec.scale_jitter_prob > 0:
                 buffer.geometry_rand[places] = geometry.resize_geometry_rand(self.seed, epoch, indices).tolist()
+            if self.train or epoch == 0:
+                order = self._epoch_order(epoch) if self.train else self.image_indices
+                buffer.plans[places] = self._plan_all(order[first : first + len(indices)], buffer.geometry_rand[places])
+            else:
+                buffer.plans[places] = [None] * len(indices)
             k += len(indices)
+
+    def _plan_all(self, image_indices: NDArray[np.int64], rand: list[list[float]]) -> list[_Plan | None]:
+        """The plans of images; None where the size is not annotated, and for an image that cannot be used."""
+        sizes = self.index.original_size[image_indices].tolist()
+        plans: list[_Plan | None] = []
+        for image_index, (height, width), u in zip(image_indices.tolist(), sizes, rand, strict=True):
+            try:
+                plans.append(self._plan(image_index, (height, width), u) if height and width else None)
+            except ValueError:  # raised again, with the name of the image, when it is loaded
+                plans.append(None)
+        return plans
 
     def load(
         self, buffer: HostBatchBuffer, k: int, position: int, counters: Counters, transitions: Transitions
@@ -308,17 +326,35 @@ class SampleStream:
         buffer.encoded[k] = buffer.placements[k] = None
         if self.train or position < len(self.image_indices):
             failed: set[int] = set()
-            for image_index in self.candidate_images(position):
+            for image_index in self._candidates(position, buffer.plans[k]):
                 if image_index in failed or not self.is_usable(image_index, position):
                     continue
                 try:
                     data = self._read(image_index, counters, transitions, pending_read)
-                    read = self._plan(image_index, data, buffer.geometry_rand[k])
+                    path = self.index.path_text(image_index)
+                    header, plan = self._check(image_index, data, path, buffer.plans[k], buffer.geometry_rand[k])
+                    source_size, region, (height, width) = plan.geom
+                    buffer.placements[k] = Placement(
+                        image_index, *plan.original_size, *source_size, *region, height, width
+                    )
+                    result, out = SampleResult(image_index, failures), buffer.pixels[k, :height, :width]
+                    has_choice = plan.is_cached or self._defers_decode
+                    if not self._defers_decode:
+                        buffer.pad(k, (height, width))
                     yield
-                    with _Stage(counters, transitions, DECODING):
-                        self._write_pixels(buffer, k, read, counters)
+                    start_s = time.perf_counter()
+                    counters.current_stage = DECODING, start_s
+                    transitions.append((start_s, DECODING))
+                    try:
+                        if isinstance(data, bytes) and not has_choice:
+                            decode.decode_into(data, path, region=region, out=out, header=header)
+                        else:
+                            self._write_pixels(buffer, k, data, path, header, plan, out, counters)
                         counters.num_images += 1
-                    return SampleResult(image_index, failures)
+                    finally:
+                        counters.decode_s += time.perf_counter() - start_s
+                        counters.current_stage = None
+                    return result
                 except (DataError, ObjectMissing) as error:
                     failures.append((image_index, error))
                 except OSError as error:
@@ -335,6 +371,7 @@ class SampleStream:
                     location = self.index.display_source(image_index)
                     raise RuntimeError(f"loading {location} failed: {type(error).__name__}: {error}") from error
                 failed.add(image_index)
+        buffer.placements[k] = None
         buffer.write_filler(k)
         return SampleResult(-1, failures)
 
@@ -344,9 +381,17 @@ class SampleStream:
         """The encoded image, or the decoded one that the cache has."""
         if pending_read is not None and pending_read.image_index == image_index:
             return pending_read.future.result()
-        with _Stage(counters, transitions, READ):
+        start_s = time.perf_counter()
+        counters.current_stage = READ, start_s
+        transitions.append((start_s, READ))
+        try:
             pixels = None if self._cache is None else self._cache.get(image_index)
             data = self.index.read(image_index) if pixels is None else b""
+        finally:
+            end_s = time.perf_counter()
+            counters.read_s += end_s - start_s
+            transitions.append((end_s, QUEUED))
+            counters.current_stage = None
         counters.num_reads += 1
         if pixels is not None:
             counters.cache_hits += 1
@@ -355,26 +400,48 @@ class SampleStream:
         counters.read_bytes += len(data)
         return data
 
-    def _plan(self, image_index: int, data: bytes | decode.Pixels, u: list[float]) -> _ReadImage:
-        """What to do with an image that was read. data: the encoded image, or the pixels that the cache keeps; both
-        give the same sample.
-
-        With a cache the sample is made from the cached form: regions are of its pixels, and boxes are scaled to it.
-        """
-        path, header = self.index.path(image_index), None
-        annotated_height, annotated_width = self.index.original_size[image_index].tolist()
-        original_size = annotated_height, annotated_width
+    def _check(
+        self, image_index: int, data: bytes | decode.Pixels, path: str, plan: _Plan | None, u: list[float]
+    ) -> tuple[Header | None, _Plan]:
+        """The header of an image that was read (None for cached pixels), and its plan: `plan` where it is that of this
+        image. Raises DataError where the image has another size than annotated."""
+        is_planned = plan is not None and plan.image_index == image_index
+        if plan is not None and is_planned:
+            original_size = plan.original_size
+        else:
+            height, width = self.index.original_size[image_index].tolist()
+            original_size = height, width
+        header = None
         if isinstance(data, bytes):
             header = parse_header(data, path).as_annotated(original_size)
-            _check_size(header.size, original_size, path)
-            original_size = header.size
+            if header.size != original_size:
+                _check_size(header.size, original_size, path)
+                original_size, is_planned = header.size, False
+        if plan is not None and is_planned:
+            return header, plan
+        return header, self._plan(image_index, original_size, u)
+
+    def _plan(self, image_index: int, original_size: tuple[int, int], u: list[float]) -> _Plan:
+        """What to do with an image. With a cache the sample is made from the cached form: regions are of its pixels,
+        and boxes are scaled to it. Encoded and cached pixels give the same sample."""
         cached_size = None if self._cache is None else self._cache.shape(image_index)
         source_size = cached_size or original_size
         geom = self._resize_geometry(image_index, original_size, source_size, u)
-        return _ReadImage(image_index, path, data, header, original_size, cached_size is not None, geom)
+        return _Plan(image_index, original_size, cached_size is not None, geom)
 
-    def _write_pixels(self, buffer: HostBatchBuffer, k: int, read: _ReadImage, counters: Counters) -> None:
-        image_index, path, data, header, original_size, is_cached, geom = read
+    def _write_pixels(
+        self,
+        buffer: HostBatchBuffer,
+        k: int,
+        data: bytes | decode.Pixels,
+        path: str,
+        header: Header | None,
+        plan: _Plan,
+        out: decode.Pixels,
+        counters: Counters,
+    ) -> None:
+        """Writes the pixels where there is a cache, or where the device may decode."""
+        image_index, _, is_cached, (_, region, resized_size) = plan
         if is_cached and isinstance(data, bytes):
             assert self._cache is not None
             assert header is not None
@@ -382,18 +449,15 @@ class SampleStream:
             self._cache.put(image_index, pixels)
             data = pixels
             counters.cache_misses += 1
-        height, width = geom.resized_size
-        out = buffer.pixels[k, :height, :width]
-        if self._defers_decode and isinstance(data, bytes) and header is not None and is_device_decodable(data, header):
-            buffer.encoded[k] = EncodedImage(data, header, geom.region, geom.resized_size)
-        elif isinstance(data, bytes):
-            decode.decode_into(data, path, region=geom.region, out=out, header=header)
-        else:
-            x0, y0, x1, y1 = geom.region
+        if not isinstance(data, bytes):
+            x0, y0, x1, y1 = region
             decode.resize_into(data[y0:y1, x0:x1], out)
-        if buffer.encoded[k] is None:
-            buffer.pad(k, geom.resized_size)
-        buffer.placements[k] = Placement(image_index, *original_size, *geom.source_size, *geom.region, height, width)
+        elif self._defers_decode and header is not None and is_device_decodable(data, header):
+            buffer.encoded[k] = EncodedImage(data, header, region, resized_size)
+        else:
+            decode.decode_into(data, path, region=region, out=out, header=header)
+        if self._defers_decode and buffer.encoded[k] is None:
+            buffer.pad(k, resized_size)
 
     def _resize_geometry(
         self, image_index: int, original_size: tuple[int, int], source_size: tuple[int, int], u: list[float]
@@ -458,31 +522,7 @@ class SampleStream:
         buffer.image_index[at] = image_indices
 
 
-class _Stage:
-    """Counts the time inside as READ or DECODING of a sample."""
-
-    def __init__(self, counters: Counters, transitions: Transitions, stage: str) -> None:
-        self._counters, self._transitions, self._stage = counters, transitions, stage
-
-    def __enter__(self) -> None:
-        self._start_s = time.perf_counter()
-        self._counters.current_stage = self._stage, self._start_s
-        self._transitions.append((self._start_s, self._stage))
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        end_s = time.perf_counter()
-        duration_s = end_s - self._start_s
-        if self._stage == READ:
-            self._counters.read_s += duration_s
-            self._transitions.append((end_s, QUEUED))
-        else:
-            self._counters.decode_s += duration_s
-        self._counters.current_stage = None
-
-
-def _check_size(header_size: tuple[int, int], annotated_size: tuple[int, int], path: Path) -> None:
+def _check_size(header_size: tuple[int, int], annotated_size: tuple[int, int], path: str) -> None:
     if 0 in annotated_size or header_size == annotated_size:
         return
     cause = (

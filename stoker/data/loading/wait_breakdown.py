@@ -39,14 +39,25 @@ def split_wait(
     """
     intervals: Intervals = []
     segment_start_s = start_s
+    other_segments: list[tuple[float, set[str]]] | None = None
+    first = 0
     for segment_end_s, stages in _stage_segments(awaited, start_s, end_s, _AWAITED_STAGES):
         if stages != {QUEUE}:
             _append_interval(intervals, segment_start_s, segment_end_s, stages)
         else:
+            if other_segments is None:
+                other_segments = list(_stage_segments(others, start_s, end_s, _OTHER_STAGES))
             piece_start_s = segment_start_s
-            for piece_end_s, other_stages in _stage_segments(others, segment_start_s, segment_end_s, _OTHER_STAGES):
+            while other_segments[first][0] <= segment_start_s < end_s:
+                first += 1
+            while True:
+                other_end_s, other_stages = other_segments[first]
+                piece_end_s = min(other_end_s, segment_end_s)
                 _append_interval(intervals, piece_start_s, piece_end_s, other_stages)
                 piece_start_s = piece_end_s
+                if other_end_s >= segment_end_s:
+                    break
+                first += 1
         segment_start_s = segment_end_s
     return intervals
 

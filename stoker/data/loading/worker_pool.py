@@ -39,8 +39,10 @@ class WorkerPool:
         self.batch_done = threading.Condition()
         self.stopped = False
         self._samples = samples if decode_on_device is None else samples.with_deferred_decode()
+        self._results_lock = threading.Lock()
         self._tasks: list[SampleTask] = []
-        self._tasks_changed = threading.Condition()
+        self._tasks_lock = threading.Lock()
+        self._tasks_changed = threading.Condition(self._tasks_lock)
         self._target_workers = 0
         self._threads: dict[threading.Thread, Counters] = {}
         self._exited_counters = Counters()
@@ -110,7 +112,7 @@ class WorkerPool:
 
     def _spare_task(self) -> SampleTask | None:
         """One more task for a worker that has some, where the queue is long enough for the other workers."""
-        with self._tasks_changed:
+        with self._tasks_lock:  # not the condition, whose `with` is Python code
             if self.stopped or len(self._tasks) < len(self._threads):
                 return None
             return heapq.heappop(self._tasks)
@@ -141,8 +143,8 @@ class WorkerPool:
             result = error
         batch_task = task.batch_task
         batch_task.transitions[task.k].append((time.perf_counter(), DONE))
-        with self.batch_done:
-            batch_task.results[task.k] = result
+        batch_task.results[task.k] = result
+        with self._results_lock:
             batch_task.num_loading -= 1
             if batch_task.num_loading:
                 batch_task.num_missing -= 1
