@@ -64,6 +64,9 @@ _PILLOW_ERRORS = (UnidentifiedImageError, OSError, ValueError, SyntaxError, EOFE
 
 def choose_dct_divisor(source: tuple[float, float], target: tuple[float, float]) -> int:
     """The largest DCT divisor (1, 2, 4, 8) at which `source` (height, width) reaches MIN_SCALE_FRACTION of `target`."""
+    min_scale = MIN_SCALE_FRACTION * DCT_DIVISORS[-1]
+    if source[0] < target[0] * min_scale or source[1] < target[1] * min_scale:  # most images: no larger one fits either
+        return 1
     for divisor in DCT_DIVISORS:
         min_scale = MIN_SCALE_FRACTION * divisor
         if source[0] >= target[0] * min_scale and source[1] >= target[1] * min_scale:

@@ -11,6 +11,7 @@ the boxes of all. `benchmarks/gil.py` measures it.
 
 import copy
 import errno
+import functools
 import itertools
 import threading
 import time
@@ -44,6 +45,8 @@ MAX_REPLACEMENTS = 64
 """Replacements that are drawn for an image. If all of them are bad too, the data set is gone."""
 MAX_CACHED_ORDERS = 2
 """Orders of epochs that are kept: at the end of an epoch some positions belong to the next."""
+MAX_CACHED_GEOMETRIES = 4096
+"""Sizes of images whose geometry without crops is kept: most images of a data set have one of a few sizes."""
 RESOURCE_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Read errors that say nothing about the file."""
 
@@ -468,10 +471,12 @@ class SampleStream:
         if end - first > spec.max_boxes:
             raise ValueError(f"the image has {end - first} boxes, but max_boxes is {spec.max_boxes}")
         if not u or u[0] >= spec.scale_jitter_prob:
-            return geometry.compute_resize_geometry(source_size, spec.image_size, spec.resize)
+            return _whole_image_geometry(source_size, spec.image_size, spec.resize)
         boxes: list[list[float]] = []
         if spec.min_object_covered > 0:
-            box_array = index.boxes[first:end][~index.crowd[first:end]]
+            box_array, crowd = index.boxes[first:end], index.crowd[first:end]
+            if crowd.any():
+                box_array = box_array[~crowd]
             if source_size != original_size:
                 y_scale, x_scale = source_size[0] / original_size[0], source_size[1] / original_size[1]
                 box_array = box_array * np.array((x_scale, y_scale, x_scale, y_scale))
@@ -520,6 +525,9 @@ class SampleStream:
         buffer.resized_size[at], buffer.original_size[at] = resized_size, original_size
         buffer.scale[at] = resized_size / (region[:, (3, 2)] - region[:, (1, 0)]) * cache_scale
         buffer.image_index[at] = image_indices
+
+
+_whole_image_geometry = functools.lru_cache(MAX_CACHED_GEOMETRIES)(geometry.compute_resize_geometry)
 
 
 def _check_size(header_size: tuple[int, int], annotated_size: tuple[int, int], path: str) -> None:

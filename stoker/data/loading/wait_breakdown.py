@@ -8,6 +8,7 @@ by `samples.py`, `worker_pool.py` and `prefetch.py`; `loader.py` evaluates them.
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from operator import itemgetter
 
 from stoker.runs.records import INPUT_STAGES
 
@@ -78,8 +79,11 @@ def _stage_segments(
     """(end of a segment, the stages that samples are in during it), from start_s to end_s."""
     counts: Counter[str] = Counter()
     changes: list[tuple[float, str | None, str | None]] = []
+    queued_stage = stage_by_state.get(QUEUED)
     for transitions in samples:
-        initial_stage = current_stage = stage_by_state.get(QUEUED)
+        if not transitions and queued_stage is None:
+            continue
+        initial_stage = current_stage = queued_stage
         for time_s, state in list(transitions):  # a copy, as a worker may append to it
             stage = stage_by_state.get(state)
             if time_s <= start_s:
@@ -89,15 +93,20 @@ def _stage_segments(
             current_stage = stage
         if initial_stage is not None:
             counts[initial_stage] += 1
-    for time_s, before, after in sorted(changes, key=lambda change: change[0]):
+    changes.sort(key=itemgetter(0))
+    stages = {stage for stage, count in counts.items() if count}
+    for time_s, before, after in changes:
         if time_s > start_s:
-            yield time_s, {stage for stage, count in counts.items() if count}
+            yield time_s, stages
         start_s = time_s
+        if before == after:
+            continue
         if before is not None:
             counts[before] -= 1
         if after is not None:
             counts[after] += 1
-    yield end_s, {stage for stage, count in counts.items() if count}
+        stages = {stage for stage, count in counts.items() if count}
+    yield end_s, stages
 
 
 class WaitBreakdown:
