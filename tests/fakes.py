@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 from stoker.config.settings import DataSettings, ModelSettings, OptimSettings
-from stoker.data.augment.device import augment_batch
+from stoker.data.augment.device import augment_batch, clear_cached_constants
 from stoker.data.batch import NUM_RAND, Batch
 from stoker.hardware.device import Device
 from stoker.hardware.host_sync import ForbidHostSync
@@ -355,6 +355,7 @@ def try_step(trial: Trial) -> Outcome:
     settings = ModelSettings(**{**MODELS[trial.model].defaults, "model": trial.model, **trial.settings})
     model: nn.Module = _oracle(trial) if trial.oracle else build(settings, trial.classes)
     memory, counts = PeakMemory(), OperatorCounts()
+    clear_cached_constants()  # of the fakes of another trial
     if not trial.oracle:
         counts.watch(model)
     with fake_tensors():
@@ -402,7 +403,7 @@ def _steps(
                     )  # type: ignore[arg-type]
                 counts.enter("optimizer")
                 norm, bad = stepper.step(0.01, step)
-                meter.add(losses, norm, bad, step)
+                meter.add(losses, norm, bad, stepper.completed_steps)
                 del losses
     except (RuntimeError, TypeError, ValueError) as error:  # HostWait and what fake tensors raise: the outcome
         return f"{type(error).__name__}: {error}"

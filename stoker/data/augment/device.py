@@ -8,10 +8,11 @@ On a CPU a few images are processed at a time (`at_once`), so that they fit its 
 batch: the number of kernels does not grow with it, and torch.compile makes one graph of them.
 """
 
+import functools
 import itertools
 import math
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -40,6 +41,9 @@ RGB_TO_YIQ = ((0.299, 0.587, 0.114), (0.5959, -0.2746, -0.3213), (0.2115, -0.522
 LUMA_WEIGHTS = RGB_TO_YIQ[0]
 HUE_ROTATION: list[list[float]] = (np.linalg.inv(RGB_TO_YIQ) @ ((0, 0, 0), (0, 0, -1), (0, 1, 0)) @ RGB_TO_YIQ).tolist()
 """A hue rotation by 90° as a matrix on RGB: (I, Q) becomes (-Q, I), and Y is dropped."""
+
+MakeTensor = TypeVar("MakeTensor", bound=Callable[..., Any])
+_caches: list[dict[tuple[Any, ...], Any]] = []
 
 
 class AtOnce(NamedTuple):
@@ -81,12 +85,12 @@ def horizontal_flip(batch: Batch, probability: float) -> Batch:
     chosen = (batch.rand[:, RandSlot.FLIP] < probability)[:, None]
     pixels = batch.images.permute(0, 2, 3, 1)
     count, height, width, channels = pixels.shape
-    resized_width = batch.resized_size[:, 1:].to(torch.int64)
+    resized_width = batch.resized_size[:, 1:]
 
-    column = torch.arange(width, device=pixels.device)
-    mirrored_column = resized_width - 1 - column
+    column = _indices(width, pixels.device)
+    mirrored_column = resized_width - _indices(width + 1, pixels.device)[1:]
     source_column = torch.where(chosen & (mirrored_column >= 0), mirrored_column, column)
-    channel = torch.arange(channels, device=pixels.device)
+    channel = _indices(channels, pixels.device)
     source_column = (source_column[:, :, None] * channels + channel).view(count, 1, width * channels)
     pixel_rows = pixels.reshape(count, height, width * channels)
     images = (
@@ -95,7 +99,7 @@ def horizontal_flip(batch: Batch, probability: float) -> Batch:
         .permute(0, 3, 1, 2)
     )
 
-    right_edge = resized_width.to(batch.boxes.dtype)[:, :, None]
+    right_edge = resized_width[:, :, None]
     x0, y0, x1, y1 = torch.split(batch.boxes, 1, dim=2)
     flipped = torch.cat((right_edge - x1, y0, right_edge - x0, y1), dim=2)
     boxes = torch.where((chosen & batch.valid)[:, :, None], flipped, batch.boxes)
@@ -123,7 +127,7 @@ def color_jitter(
     """
     rand, images = batch.rand, batch.images
     count, _, height, width = images.shape
-    strengths = _constants((brightness, contrast, saturation), rand)
+    strengths = _constants((brightness, contrast, saturation), rand.dtype, rand.device)
     b, c, s = jitter_factor(rand[:, RandSlot.BRIGHTNESS : RandSlot.SATURATION + 1], strengths).unbind(1)
     angle = 2.0 * math.pi * hue * (2.0 * rand[:, RandSlot.HUE] - 1.0)
     in_rows, in_columns = _resized_area(batch.resized_size, height, width)
@@ -132,8 +136,9 @@ def color_jitter(
     scale = c * b
     chroma_scale = scale * s
     cos_term, sin_term = chroma_scale * torch.cos(angle), chroma_scale * torch.sin(angle)
-    luma = _constants(LUMA_WEIGHTS, rand)
-    rotation = _constants(itertools.chain.from_iterable(HUE_ROTATION), rand).view(3, 3, 1)
+    luma = _constants(LUMA_WEIGHTS, rand.dtype, rand.device)
+    hue_rotation = tuple(itertools.chain.from_iterable(HUE_ROTATION))
+    rotation = _constants(hue_rotation, rand.dtype, rand.device).view(3, 3, 1)
     matrix = (scale - cos_term) * luma[:, None] + sin_term * rotation
     matrix.diagonal().add_(cos_term[:, None])
     matrix = matrix[:, :, :, None, None]
@@ -155,15 +160,57 @@ def color_jitter(
     return batch._replace(images=out.permute(0, 3, 1, 2))
 
 
-def _constants(values: Iterable[float], like: Tensor) -> Tensor:
-    """A tensor [n] with the type and on the device of `like`, without a copy from the host."""
-    return torch.stack([torch.full((), value, dtype=like.dtype, device=like.device) for value in values])
+def _cached(make: MakeTensor) -> MakeTensor:
+    """`make`, called once for the same arguments: its operators need not be issued at every step. Nothing may change
+    the tensors."""
+    made: dict[tuple[Any, ...], Any] = {}
+    _caches.append(made)
+
+    @functools.wraps(make)
+    def cached(*args: Any) -> Any:
+        if torch.compiler.is_compiling():  # the compiler makes constants of them itself
+            return make(*args)
+        if args not in made:
+            with torch.inference_mode(False):
+                made[args] = make(*args)
+        return made[args]
+
+    return cast("MakeTensor", cached)
+
+
+def clear_cached_constants() -> None:
+    """Forgets the constants of all devices and shapes."""
+    for made in _caches:
+        made.clear()
+
+
+@_cached
+def _constants(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor [n], made without a copy from the host."""
+    return torch.stack([torch.full((), value, dtype=dtype, device=device) for value in values])
+
+
+@_cached
+def _indices(count: int, device: torch.device) -> Tensor:
+    """int64 [count]: 0, 1, 2 …"""
+    return torch.arange(count, device=device)
+
+
+@_cached
+def _tile_members(count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the tiles of the mosaics of `count` images: `member` and `source_index` of `_MosaicTiles`; and bool [4, 2],
+    whether a tile is below, and right of, the center."""
+    image_index = torch.arange(count, device=device)[:, None]
+    quadrant = torch.arange(MOSAIC_GROUP_SIZE, device=device)
+    member = (image_index + quadrant) % MOSAIC_GROUP_SIZE
+    source_index = image_index // MOSAIC_GROUP_SIZE * MOSAIC_GROUP_SIZE + member
+    return member, source_index, torch.stack((quadrant >= 2, quadrant % 2 == 1), -1)
 
 
 def _resized_area(resized_size: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
     """bool [B, height, 1] and [B, 1, width]: the rows and columns that belong to the image, not to padding."""
-    rows = torch.arange(height, device=resized_size.device) < resized_size[:, :1]
-    columns = torch.arange(width, device=resized_size.device) < resized_size[:, 1:]
+    rows = _indices(height, resized_size.device) < resized_size[:, :1]
+    columns = _indices(width, resized_size.device) < resized_size[:, 1:]
     return rows[:, :, None], columns[:, None, :]
 
 
@@ -171,7 +218,6 @@ def _mean_gray(images: Tensor, mask: Tensor) -> Tensor:
     """uint8 [B, 3, H, W], bool [B, H, W] → float32 [B], the mean luma of the pixels in the mask."""
     pixels = images.to(torch.float32)
     gray = LUMA_WEIGHTS[0] * pixels[:, 0] + LUMA_WEIGHTS[1] * pixels[:, 1] + LUMA_WEIGHTS[2] * pixels[:, 2]
-    mask = mask.to(torch.float32)
     return (gray * mask).sum((1, 2)) / mask.sum((1, 2))
 
 
@@ -203,14 +249,16 @@ def mosaic(batch: Batch, probability: float, at_once: AtOnce | None = None) -> B
         group = slice(first_image, first_image + images_at_once)
         tiles.render(batch, group, plain_and_mosaic[count:][group])
     # Selecting whole images is faster than torch.where on bytes.
-    pixels = plain_and_mosaic.index_select(0, torch.arange(count, device=is_mosaic.device) + count * is_mosaic)
+    pixels = plain_and_mosaic.index_select(0, _indices(count, is_mosaic.device) + count * is_mosaic)
     is_mosaic = is_mosaic[:, None]
     return batch._replace(
         images=pixels.permute(0, 3, 1, 2),
         boxes=torch.where(is_mosaic[:, :, None], boxes, batch.boxes),
         labels=torch.where(is_mosaic, labels, batch.labels),
         valid=torch.where(is_mosaic, valid, batch.valid),
-        resized_size=torch.where(is_mosaic, tiles.image_size.to(torch.int32), batch.resized_size),
+        resized_size=torch.where(
+            is_mosaic, _constants((height, width), torch.int32, is_mosaic.device), batch.resized_size
+        ),
     )
 
 
@@ -223,20 +271,17 @@ class _MosaicTiles:
     def __init__(self, batch: Batch) -> None:
         rand = batch.rand
         count, _, height, width = batch.images.shape
-        image_index = torch.arange(count, device=rand.device)[:, None]
-        quadrant = torch.arange(MOSAIC_GROUP_SIZE, device=rand.device)
-        self.member = (image_index + quadrant) % MOSAIC_GROUP_SIZE
-        """int64 [B, 4], the position in its group of the image that a tile shows; in quadrant 0 image b itself."""
-        self.source_index = image_index // MOSAIC_GROUP_SIZE * MOSAIC_GROUP_SIZE + self.member
-        """int64 [B, 4], its position in the batch."""
-        self.image_size = _constants((height, width), rand)
+        self.member, self.source_index, is_second_half = _tile_members(count, rand.device)
+        """int64 [B, 4], the position in its group of the image that a tile shows, in quadrant 0 image b itself; and its
+        position in the batch."""
+        self.image_size = _constants((height, width), rand.dtype, rand.device)
         scale = (
             MOSAIC_SCALE_RANGE[0]
             + (MOSAIC_SCALE_RANGE[1] - MOSAIC_SCALE_RANGE[0])
             * rand[:, RandSlot.TILE_SCALES : RandSlot.TILE_SCALES + MOSAIC_GROUP_SIZE]
         )
-        self.source_size = batch.resized_size[self.source_index].to(torch.float32)
-        """[B, 4, 2], of the image that a tile shows."""
+        self.source_size = batch.resized_size[self.source_index]
+        """int32 [B, 4, 2], of the image that a tile shows."""
         self.tile_size = (self.source_size * scale[:, :, None]).round().clamp(min=1.0)
         """[B, 4, 2], of the whole tile, in whole pixels."""
         u = rand[:, None, RandSlot.CENTER_Y : RandSlot.CENTER_X + 1]
@@ -244,7 +289,6 @@ class _MosaicTiles:
             self.image_size * (MOSAIC_CENTER_RANGE[0] + (MOSAIC_CENTER_RANGE[1] - MOSAIC_CENTER_RANGE[0]) * u)
         ).round()
         """[B, 1, 2]"""
-        is_second_half = torch.stack((quadrant >= 2, quadrant % 2 == 1), -1)
         self.start = torch.where(is_second_half, self.center, self.center - self.tile_size)
         """[B, 4, 2], the top left corner of the whole tile in pixels of the mosaic."""
         self.visible_min = self.start.clamp(min=0.0)
@@ -275,8 +319,9 @@ class _MosaicTiles:
         valid = keep.gather(1, order)
         labels = batch.labels[self.source_index].view(count, -1).gather(1, order)
         boxes = clipped.reshape(count, -1, 4).gather(1, order[:, :, None].expand(count, max_boxes, 4))
-        boxes = torch.where(valid[:, :, None], boxes, 0.0)
-        return boxes, torch.where(valid, labels, 0), valid, keep.sum(1) <= max_boxes
+        unused = valid.logical_not()
+        boxes, labels = boxes.masked_fill_(unused[:, :, None], 0.0), labels.masked_fill_(unused, 0)
+        return boxes, labels, valid, keep.sum(1) <= max_boxes
 
     def render(self, batch: Batch, group: slice, out: Tensor) -> None:
         """Writes the mosaics of the images `group`, whole groups of four: out, uint8 [n, H, W, 3].
@@ -287,8 +332,7 @@ class _MosaicTiles:
         quads = count // MOSAIC_GROUP_SIZE
         images = batch.images[group].view(quads, MOSAIC_GROUP_SIZE, 3, height, width).transpose(1, 2)
         images = images.to(torch.float32, memory_format=torch.contiguous_format)
-        row = torch.arange(height, device=images.device, dtype=torch.float32)[None, :, None]
-        column = torch.arange(width, device=images.device, dtype=torch.float32)[None, :, None]
+        row, column = (_indices(size, images.device)[None, :, None] for size in (height, width))
         # Source coordinates by row for the tiles left and right of the center, by column for those above and below.
         below, right = row >= self.center[group, :, 0, None], column >= self.center[group, :, 1, None]
         y, inside_y = self._source_coords(0, group, row)
@@ -310,8 +354,8 @@ class _MosaicTiles:
         )
         sampled = sampled.view(quads, 3, MOSAIC_GROUP_SIZE, height, width).add_(0.5)
         outside = (inside_y & inside_x).logical_not_().view(quads, MOSAIC_GROUP_SIZE, height, width)
-        for channel, padding in enumerate(PAD_COLOR):
-            sampled[:, channel].masked_fill_(outside, padding)
+        padding = _constants(tuple(map(float, PAD_COLOR)), sampled.dtype, sampled.device).view(3, 1, 1, 1)
+        sampled = torch.where(outside[:, None], padding, sampled)
         out.view(quads, MOSAIC_GROUP_SIZE, height, width, 3).copy_(sampled.permute(0, 2, 3, 4, 1))
 
     def _source_coords(self, axis: int, group: slice, pixel_coords: Tensor) -> tuple[Tensor, Tensor]:
