@@ -4,7 +4,8 @@ A detector predicts (`forward`), computes its loss (`loss`) and selects boxes be
 and the conversion to pixels of the original image are the same for all detectors (`decode`).
 """
 
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,9 @@ class Detector(nn.Module):
 
     pixel_mean: Tensor
     pixel_std: Tensor
+    pixel_shift: Tensor
+    """Pixels 0 … 255 are normalized by `pixel_shift` + pixel · `pixel_scale`."""
+    pixel_scale: Tensor
 
     def __init__(
         self,
@@ -66,12 +70,24 @@ class Detector(nn.Module):
         self.settings, self.num_classes = settings, num_classes
         self.register_buffer("pixel_mean", torch.tensor(mean)[:, None, None], persistent=False)
         self.register_buffer("pixel_std", torch.tensor(std)[:, None, None], persistent=False)
+        self.register_buffer("pixel_shift", torch.empty(3, 1, 1), persistent=False)
+        self.register_buffer("pixel_scale", torch.empty(3, 1, 1), persistent=False)
+        self._update_shift_and_scale()
+
+    def _update_shift_and_scale(self) -> None:
+        self.pixel_shift.copy_(-self.pixel_mean / self.pixel_std)
+        self.pixel_scale.copy_(1 / (255 * self.pixel_std))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """`double` and similar would only cast the constants as they were rounded in the old dtype."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._update_shift_and_scale()
+        return self
 
     def normalize(self, images: Tensor) -> Tensor:
         """uint8 [B, 3, H, W] RGB → normalized pixels of the same shape, in channels-last memory: float32, on an
         accelerator under autocast the dtype of autocast, so that compiled code writes no float32 image."""
-        shift, scale = -self.pixel_mean / self.pixel_std, 1 / (255 * self.pixel_std)
-        pixels = torch.addcmul(shift, images, scale).contiguous(memory_format=torch.channels_last)
+        pixels = torch.addcmul(self.pixel_shift, images, self.pixel_scale).contiguous(memory_format=torch.channels_last)
         device_type = images.device.type
         if is_on_accelerator(images) and torch.is_autocast_enabled(device_type):
             return pixels.to(torch.get_autocast_dtype(device_type))

@@ -93,7 +93,7 @@ class OptimizerStep(Generic[Model]):
         grad_norm = torch.nn.utils.get_total_norm(gradients).float()
         if self.loss_scale is not None:
             grad_norm = grad_norm / self.loss_scale
-        found_inf = (~torch.isfinite(grad_norm)).float()
+        found_inf = (grad_norm < math.inf).logical_not().float()  # a norm that is NaN is not less, either
         grad_divisor = self.loss_scale
         if self.settings.clip_grad_norm:
             clip_divisor = ((grad_norm + 1e-6) / self.settings.clip_grad_norm).clamp(min=1.0)
@@ -281,12 +281,14 @@ class LossAccumulator:
 
     def add(self, losses: dict[str, Tensor], grad_norm: Tensor, found_inf: Tensor, step: int | Tensor) -> None:
         """losses: scalars of this step; they count only if the step was not skipped. All is updated in place."""
-        values = torch.stack([*(loss.detach().float() for loss in losses.values()), grad_norm])
+        sums = torch.stack([*(loss.detach().float() for loss in losses.values()), grad_norm, found_inf])
+        values = sums[:-1]
         if not self._names:
             self._names = [*losses, "norm"]
-            self._sums = torch.zeros(len(self._names) + 1, device=self._device)
-        finite_values = torch.where((found_inf > 0) | ~torch.isfinite(values), torch.zeros_like(values), values)
-        self._sums += torch.cat([finite_values, found_inf[None]])
+            self._sums = torch.zeros_like(sums)
+        is_bad = (values.abs() < math.inf).logical_not_().logical_or_(found_inf)
+        values.masked_fill_(is_bad, 0.0)
+        self._sums += sums
         self._skipped_streak.add_(1).mul_(found_inf)
         has_diverged = (self._skipped_streak >= self._max_skipped_steps) & (self._diverged_step < 0)
         self._diverged_step.copy_(torch.where(has_diverged, step, self._diverged_step))

@@ -183,19 +183,21 @@ class Ember(Detector):
             gt_index, point_index = assignment.gt_index.topk(
                 min(assignment.gt_index.shape[1], topk * batch.valid.shape[1]), dim=1
             )
-            positive = gt_index >= 0
+            unassigned = gt_index < 0
             center, stride = points.center[point_index], points.stride[point_index]
-            # Points without a box get one of two strides, so that the masked losses are finite.
-            dummy_boxes = torch.cat((center - stride[..., None], center + stride[..., None]), dim=-1)
+            positive_logits = at_least_fp32(
+                ltrb_logits.gather(1, point_index[..., None].expand(-1, -1, ltrb_logits.shape[2]))
+            )
+            pred_boxes = self.decode_boxes(positive_logits, center, stride)
+            # Points without a box get their own prediction, so that the masked losses are finite.
             gt_boxes = batch.boxes.gather(1, gt_index.clamp(min=0)[..., None].expand(-1, -1, 4))
-            gt_boxes = torch.where(positive[..., None], gt_boxes, dummy_boxes)
-            positive_logits = ltrb_logits.gather(1, point_index[..., None].expand(-1, -1, ltrb_logits.shape[2]))
-            gious = giou(self.decode_boxes(positive_logits, center, stride), gt_boxes)
+            gt_boxes = torch.where(unassigned[..., None], pred_boxes.detach(), gt_boxes)
+            gious = giou(pred_boxes, gt_boxes)
             dfl = distribution_focal_loss(positive_logits, boxes_to_ltrb(gt_boxes, center, stride))
             return {
                 "classification": CLASS_WEIGHT * class_losses.sum() / total_quality,
-                "bbox_regression": BOX_WEIGHT * torch.where(positive, 1 - gious, 0.0).sum() / total_quality,
-                "bbox_distribution": DFL_WEIGHT * torch.where(positive, dfl, 0.0).sum() / total_quality,
+                "bbox_regression": BOX_WEIGHT * (1 - gious).masked_fill(unassigned, 0.0).sum() / total_quality,
+                "bbox_distribution": DFL_WEIGHT * dfl.masked_fill(unassigned, 0.0).sum() / total_quality,
             }
 
     def candidates(self, outputs: EmberOutputs, resized_size: Tensor, *, score_threshold: float | Tensor) -> Candidates:
@@ -236,9 +238,9 @@ def distribution_focal_loss(ltrb_logits: Tensor, distances: Tensor) -> Tensor:
     log_probs = at_least_fp32(ltrb_logits).reshape(*ltrb_logits.shape[:-1], 4, REG_MAX).log_softmax(-1)
     distances = distances.to(log_probs.dtype).clamp(0, REG_MAX - 1.01)
     lower_bin = distances.floor()
-    upper_weight, index = distances - lower_bin, lower_bin.to(torch.int64)[..., None]
-    log_prob_pair = log_probs.gather(-1, index)[..., 0], log_probs.gather(-1, index + 1)[..., 0]
-    return -torch.lerp(*log_prob_pair, upper_weight).mean(-1)
+    upper_weight, index = distances - lower_bin, lower_bin.to(torch.int64)
+    lower_log_prob, upper_log_prob = log_probs.gather(-1, torch.stack((index, index + 1), -1)).unbind(-1)
+    return -torch.lerp(lower_log_prob, upper_log_prob, upper_weight).mean(-1)
 
 
 def ember_options(tensors: Mapping[str, Tensor]) -> dict[str, bool]:

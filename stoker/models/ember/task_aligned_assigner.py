@@ -58,6 +58,8 @@ def assign_task_aligned(
             )
             for p in image_slices
         ]
+        if len(assignments) == 1:
+            return assignments[0]
         return TALAssignment(*(torch.cat(column) for column in zip(*assignments, strict=True)))
 
 
@@ -73,8 +75,7 @@ def _assign(
     boxes_per_block: int,
 ) -> TALAssignment:
     shape = pred_boxes.shape[:2]
-    gt_index = torch.full(shape, BACKGROUND, dtype=torch.int64, device=boxes.device)
-    best_iou, alignment = pred_boxes.new_full(shape, -1.0), pred_boxes.new_zeros(shape)
+    best: tuple[Tensor, Tensor, Tensor] | None = None  # index of a point's box, its IoU, its alignment
     by_class = logits.transpose(1, 2)
     for start in range(0, boxes.shape[1], boxes_per_block):
         block = slice(start, start + boxes_per_block)
@@ -86,21 +87,26 @@ def _assign(
             -1.0,
         )
         value, point_index = pairwise_alignment.topk(topk, dim=2)
-        is_topk = torch.zeros_like(pairwise_alignment, dtype=torch.bool).scatter_(2, point_index, value >= 0)
-        max_iou, index = torch.where(is_topk, pairwise_iou, -1.0).max(dim=1)
-        better = max_iou > best_iou  # strictly, so that the first of equal boxes keeps the point
-        gt_index = torch.where(better, index + start, gt_index)
-        best_iou = torch.where(better, max_iou, best_iou)
-        alignment = torch.where(better, pairwise_alignment.gather(1, index[:, None])[:, 0], alignment)
-    positive, index = gt_index >= 0, gt_index.clamp(min=0)
-
-    def max_over_gt(values: Tensor) -> Tensor:
-        """The maximum of the values over all points with the same box."""
-        values = torch.where(positive, values, 0.0)
-        return values.new_zeros(valid.shape).scatter_reduce(1, index, values, "amax").gather(1, index)
-
-    scaled = alignment / max_over_gt(alignment).clamp(min=torch.finfo(alignment.dtype).tiny) * max_over_gt(best_iou)
-    return TALAssignment(gt_index, torch.where(positive, scaled, 0.0))
+        is_other = torch.ones_like(pairwise_alignment, dtype=torch.bool).scatter_(2, point_index, value < 0)
+        max_iou, index = pairwise_iou.masked_fill_(is_other, -1.0).max(dim=1)
+        alignment = pairwise_alignment.gather(1, index[:, None])[:, 0]
+        if best is None:
+            best = index, max_iou, alignment
+        else:
+            better = max_iou > best[1]  # strictly, so that the first of equal boxes keeps the point
+            best = (
+                torch.where(better, index + start, best[0]),
+                torch.where(better, max_iou, best[1]),
+                torch.where(better, alignment, best[2]),
+            )
+    assert best is not None, "batches have at least one slot for a box"
+    gt_index, best_iou, alignment = best
+    unassigned, index = (best_iou >= 0).logical_not(), gt_index.expand(2, *shape)
+    # Maxima over all points with the same box.
+    values = torch.stack((alignment, best_iou)).masked_fill_(unassigned, 0.0)
+    maxima = values.new_zeros(2, *valid.shape).scatter_reduce_(2, index, values, "amax").gather(2, index)
+    scaled = alignment / maxima[0].clamp(min=torch.finfo(alignment.dtype).tiny) * maxima[1]
+    return TALAssignment(gt_index.masked_fill(unassigned, BACKGROUND), scaled.masked_fill_(unassigned, 0.0))
 
 
 def _is_candidate(boxes: Tensor, center: Tensor, center_radius: float) -> Tensor:

@@ -261,8 +261,8 @@ def _assign(boxes: Tensor, valid: Tensor, boxes_per_block: int, *, points: Point
 
 def ltrb_to_boxes(distances: Tensor, center: Tensor, stride: Tensor) -> Tensor:
     """Boxes xyxy [..., A, 4] from `distances` [..., A, 4], in strides [..., A], from the points `center`."""
-    pixels = distances * stride[..., None]
-    return torch.cat((center - pixels[..., :2], center + pixels[..., 2:]), dim=-1)
+    left_top, right_bottom = torch.split(distances * stride[..., None], 2, dim=-1)
+    return torch.cat((center - left_top, center + right_bottom), dim=-1)
 
 
 def centerness_targets(boxes: Tensor, center: Tensor) -> Tensor:

@@ -74,8 +74,8 @@ def _to_cxcywh(boxes: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def area(boxes: Tensor) -> Tensor:
     """Area of `boxes` [..., 4] in square pixels: [...]."""
-    x1, y1, x2, y2 = boxes.unbind(-1)
-    return (x2 - x1) * (y2 - y1)
+    width, height = (boxes[..., 2:] - boxes[..., :2]).unbind(-1)
+    return width * height
 
 
 def iou(boxes: Tensor, anchors: Tensor) -> Tensor:
@@ -91,12 +91,15 @@ def iou(boxes: Tensor, anchors: Tensor) -> Tensor:
 def giou(first: Tensor, second: Tensor) -> Tensor:
     """Generalized IoU (arXiv 1902.09630) of pairs of boxes, both [..., 4]: [...], -1 … 1."""
     eps = 1e-7
-    x1, y1, x2, y2 = first.unbind(-1)
-    u1, v1, u2, v2 = second.unbind(-1)
-    width, height = torch.minimum(x2, u2) - torch.maximum(x1, u1), torch.minimum(y2, v2) - torch.maximum(y1, v1)
-    intersection = torch.where((width > 0) & (height > 0), width * height, 0.0)
-    union = area(first) + area(second) - intersection
-    enclosing_area = (torch.maximum(x2, u2) - torch.minimum(x1, u1)) * (torch.maximum(y2, v2) - torch.minimum(y1, v1))
+    (first_min, first_max), (second_min, second_max) = torch.split(first, 2, dim=-1), torch.split(second, 2, dim=-1)
+    first_size, second_size = first_max - first_min, second_max - second_min
+    common_size = torch.minimum(first_max, second_max) - torch.maximum(first_min, second_min)
+    # The larger of two numbers is their sum without the smaller one. Gradients of maxima take many operators.
+    enclosing_size = first_size + second_size - common_size
+    width, height = torch.stack((first_size, second_size, common_size, enclosing_size)).unbind(-1)
+    first_area, second_area, common_area, enclosing_area = (width * height).unbind()
+    intersection = common_area.masked_fill((common_size <= 0).any(-1), 0.0)
+    union = first_area + second_area - intersection
     return intersection / (union + eps) - (enclosing_area - union) / (enclosing_area + eps)
 
 

@@ -87,11 +87,11 @@ class _SoftBinaryCrossEntropy(torch.autograd.Function):
         for image_slice in _image_blocks(logits, block):
             x, channel = at_least_fp32(logits[image_slice]), label[image_slice][..., None]
             target = quality[image_slice][..., None].to(x.dtype)
-            log_likelihood = _log_one_minus_sigmoid(x).sum((1, 2)) + (target * x.gather(2, channel)).sum((1, 2))
-            sums.append(-log_likelihood)
+            loss_without_target = _minus_log_one_minus_sigmoid(x).sum((1, 2))
+            sums.append(loss_without_target - (target * x.gather(2, channel)).sum((1, 2)))
             derivatives[image_slice] = x.sigmoid().scatter_add_(2, channel, -target)
         _save_derivatives(ctx, derivatives, logits)
-        return torch.cat(sums)
+        return sums[0] if len(sums) == 1 else torch.cat(sums)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
@@ -141,17 +141,21 @@ def _loss_and_derivative(x: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
 
 
 def _log_one_minus_sigmoid(x: Tensor) -> Tensor:
-    """log(1 - sigmoid(x)), exact to the last digits of x's dtype.
+    return _minus_log_one_minus_sigmoid(x).neg_()
+
+
+def _minus_log_one_minus_sigmoid(x: Tensor) -> Tensor:
+    """-log(1 - sigmoid(x)), exact to the last digits of x's dtype.
 
     On CPUs, torch's log1p, and so logsigmoid, is not vectorized and takes five times as long as this: log(1 + y) plus
     the rounding error of 1 + y, divided by 1 + y. On accelerators, softplus is one kernel.
     """
     if x.device.type != "cpu":
-        return functional.softplus(x).neg_()
+        return functional.softplus(x)
     y = x.abs().neg_().exp_()
     one_plus_y = y + 1
     rounding_error = y.sub_(one_plus_y - 1).div_(one_plus_y)
-    return one_plus_y.log_().add_(rounding_error).add_(x.clamp(min=0)).neg_()
+    return one_plus_y.log_().add_(rounding_error).add_(x.clamp(min=0))
 
 
 def box_loss(kind: Literal["l1", "giou"], deltas: Tensor, anchors: Tensor, boxes: Tensor, positive: Tensor) -> Tensor:
