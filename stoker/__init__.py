@@ -21,6 +21,8 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
+from stoker.hardware.spinning import choose_spin_count
+
 if TYPE_CHECKING:
     from stoker.api import train
     from stoker.config.keywords import Settings
@@ -30,8 +32,9 @@ if TYPE_CHECKING:
     from stoker.profiling.measure.measure import measure
     from stoker.training.loop import Result
 
-# Set before torch loads OpenMP: its threads spin at barriers and disturb other threads. LOG.md, "Spinning".
-os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+# Set before torch loads OpenMP.
+if "GOMP_SPINCOUNT" not in os.environ:
+    os.environ["GOMP_SPINCOUNT"] = str(choose_spin_count())
 
 _HOME = {
     "Metrics": "stoker.evaluation.metrics",

@@ -1,1 +1,2 @@
-"""Devices (`device`), forbidden host syncs (`host_sync`), cgroup limits (`cgroup`), and list prices (`prices`)."""
+"""Devices (`device`), forbidden host syncs (`host_sync`), cgroup limits (`cgroup`), how long threads of the CPU spin
+(`spinning`), and list prices (`prices`)."""

@@ -10,8 +10,6 @@ import os
 from pathlib import Path
 from typing import Self
 
-import psutil
-
 _NO_LIMIT = 2**60
 """Version 1 has a number near 2^63 where there is no limit."""
 
@@ -109,6 +107,8 @@ def usable_cores(pid: int, cgroup: Cgroup) -> float:
 
 def host_memory() -> tuple[int, int]:
     """(limit, used) bytes of host memory, of the machine or the cgroup, whichever is lower. Page cache is free."""
+    import psutil  # not at the top: `import stoker` needs this module, and is light
+
     machine = psutil.virtual_memory()
     cgroup_memory = Cgroup().memory_state()
     if cgroup_memory is not None and cgroup_memory.limit < machine.total:

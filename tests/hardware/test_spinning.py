@@ -1,0 +1,32 @@
+"""Threads of OpenMP spin long on an idle machine only."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from stoker.hardware.spinning import LONG, SHORT, choose_spin_count
+
+CORES = float(len(os.sched_getaffinity(0)))
+
+
+@pytest.mark.parametrize(
+    ("line", "spins"),
+    [("0.00 0.01 0.05 1/345 2222", LONG), ("0.00 0.01 0.05 2/345 2222", SHORT), ("0.5 0.1 0.2 9/345 2222", SHORT)],
+)
+def test_they_spin_long_where_nothing_else_runs(tmp_path: Path, line: str, spins: int) -> None:
+    loadavg = tmp_path / "loadavg"
+    loadavg.write_text(line + "\n")
+    assert choose_spin_count(loadavg, cores=CORES) == spins
+
+
+@pytest.mark.parametrize("text", ["", "0.00 0.01", "0.00 0.01 0.05 many"])
+def test_they_spin_briefly_where_the_machine_does_not_say(tmp_path: Path, text: str) -> None:
+    assert choose_spin_count(tmp_path / "absent", cores=CORES) == SHORT
+    (tmp_path / "loadavg").write_text(text)
+    assert choose_spin_count(tmp_path / "loadavg", cores=CORES) == SHORT
+
+
+def test_they_spin_briefly_where_a_quota_leaves_fewer_cores_than_threads(tmp_path: Path) -> None:
+    (tmp_path / "loadavg").write_text("0.00 0.01 0.05 1/345 2222\n")
+    assert choose_spin_count(tmp_path / "loadavg", cores=CORES - 0.5) == SHORT
