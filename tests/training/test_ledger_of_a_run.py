@@ -24,6 +24,7 @@ from stoker.runs.schemas import Event, StepWindow
 from stoker.runs.totals import compute_totals
 from stoker.training import async_eval, checkpoint, loop, start
 from tests.drawn import draw
+from tests.timing import undisturbed_once
 
 DELAYS = {
     "input_wait": 0.05,
@@ -68,6 +69,7 @@ def settings(data: Path) -> Config:
 
 
 @pytest.mark.slow
+@undisturbed_once
 def test_known_delays_are_attributed_to_their_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     data = draw(tmp_path / "data")
     spent: dict[str, float] = {}
@@ -102,6 +104,7 @@ def test_known_delays_are_attributed_to_their_phase(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.slow
+@undisturbed_once
 def test_a_slow_disk_does_not_delay_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """One save in the middle takes a second to write; the training thread only waits for it at the next save."""
     data = draw(tmp_path / "data")
@@ -146,6 +149,7 @@ def test_slow_metrics_do_not_delay_training(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.slow
+@undisturbed_once
 def test_known_delays_of_startup_compile_profiler_and_redone_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Also those of a profiler, and of steps that a crash lost and that are done again."""
     data = draw(tmp_path / "data")
