@@ -18,10 +18,9 @@ Names are imported when they are first used, so that `import stoker` is fast and
 """
 
 import importlib
-import os
 from typing import TYPE_CHECKING, Any
 
-from stoker.hardware.spinning import choose_spin_count
+from stoker.hardware.spinning import set_spin_count
 
 if TYPE_CHECKING:
     from stoker.api import train
@@ -32,9 +31,7 @@ if TYPE_CHECKING:
     from stoker.profiling.measure.measure import measure
     from stoker.training.loop import Result
 
-# Set before torch loads OpenMP.
-if "GOMP_SPINCOUNT" not in os.environ:
-    os.environ["GOMP_SPINCOUNT"] = str(choose_spin_count())
+set_spin_count()  # before torch loads OpenMP
 
 _HOME = {
     "Metrics": "stoker.evaluation.metrics",

@@ -17,6 +17,23 @@ LONG, SHORT = 100_000, 2_000
 NUM_SAMPLES, INTERVAL_S = 10, 0.001
 
 
+VARIABLE = "GOMP_SPINCOUNT"
+_set_here = False
+
+
+def set_spin_count() -> None:
+    """Sets GOMP_SPINCOUNT for this process and those that it starts, unless the user has set it."""
+    global _set_here
+    if VARIABLE not in os.environ:
+        os.environ[VARIABLE] = str(choose_spin_count())
+        _set_here = True
+
+
+def users_environment() -> dict[str, str]:
+    """The environment as the user set it, for jobs of others."""
+    return {name: value for name, value in os.environ.items() if not (_set_here and name == VARIABLE)}
+
+
 def choose_spin_count(loadavg: Path = Path("/proc/loadavg"), *, cores: float | None = None) -> int:
     """A value for GOMP_SPINCOUNT, by the number of tasks that run on this machine now, during 10 ms. `cores`: those
     that this process may use; OpenMP has a thread for each of the affinity mask and knows no quota."""

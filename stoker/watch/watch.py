@@ -18,6 +18,7 @@ import termios
 from pathlib import Path
 
 from stoker.errors import StorageError, UsageError
+from stoker.hardware.spinning import users_environment
 from stoker.monitor.monitor import monitoring
 from stoker.monitor.options import MonitoringOptions
 from stoker.runs.records import OUTPUT
@@ -63,7 +64,7 @@ def watch(
     ):
         job_pids: list[int] = []
         recorder = Recorder(folder, command, coverage=coverage, hook_dir=hook_dir)
-        environment = dict(os.environ) if hook_dir is None else add_hook_env(os.environ, hook_dir)
+        environment = users_environment() if hook_dir is None else add_hook_env(users_environment(), hook_dir)
         if hook and hook_dir is None:
             recorder.set_coverage(HOOK_SOURCE, "not recorded: no space for a few kilobytes in /dev/shm or /tmp")
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, waitpid does not work

@@ -13,6 +13,7 @@ from stoker.data.loading.finalize import BatchFinalizer
 from stoker.profiling.ledger import Ledger
 from stoker.runs.records import INPUT_STAGES
 from tests.data.loading import InMemoryIndex, LateDevice, make
+from tests.timing import undisturbed_once
 
 DELAY_S, BATCHES = 0.02, 8
 
@@ -73,69 +74,50 @@ def account_of(loader, batches=BATCHES):
     return account
 
 
-def assert_near_once(measure, near):
-    """`measure()` returns (what the ledger says, the truth), in seconds. Other programs can disturb one measurement; if
-    it is off three times in a row, the code is wrong."""
-    pairs = []
-    for _ in range(3):
-        pairs.append(measure())
-        if pairs[-1][0] == pytest.approx(pairs[-1][1], rel=near):
-            return
-    pytest.fail(f"three times the ledger and the truth differ by more than {near:.0%}: {pairs}")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["fetch", "decode"])
 @pytest.mark.parametrize(("workers", "by", "near"), [(1, DELAY_S, 0.05), (3, 3 * DELAY_S, 0.1)])
-def test_a_slow_stage_of_the_workers(index, stage, workers, by, near):
+@undisturbed_once
+def test_a_slow_stage_of_the_workers(tmp_path, monkeypatch, stage, workers, by, near):
     """Where several work, what another does next to the delayed call has half of that instant."""
-
-    def measure():
-        delays = Delays(by)
-        with pytest.MonkeyPatch.context() as patch:
-            if stage == "fetch":
-                patch.setattr(index, "read", delays.before(index.read))
-            else:
-                patch.setattr(samples.decode, "decode_into", delays.before(samples.decode.decode_into))
-            account = account_of(make(index, workers=workers, prefetch_depth=1))
-        injected = delays.union_s(account.start_s, account.end_s)
-        assert injected > 0.9 * 4 * BATCHES * by / workers
-        return account.input_wait_stages[stage], injected
-
-    assert_near_once(measure, near)
+    index, delays = InMemoryIndex(tmp_path, 13), Delays(by)
+    if stage == "fetch":
+        monkeypatch.setattr(index, "read", delays.before(index.read))
+    else:
+        monkeypatch.setattr(samples.decode, "decode_into", delays.before(samples.decode.decode_into))
+    account = account_of(make(index, workers=workers, prefetch_depth=1))
+    injected = delays.union_s(account.start_s, account.end_s)
+    assert injected > 0.9 * 4 * BATCHES * by / workers
+    assert account.input_wait_stages[stage] == pytest.approx(injected, rel=near)
 
 
 @pytest.mark.slow
-def test_a_slow_copy(index):
-    def measure():
-        delays = Delays()
-        device = LateDevice(None)
-        real = device.to_device
+@undisturbed_once
+def test_a_slow_copy(tmp_path, monkeypatch):
+    delays = Delays()
+    device = LateDevice(None)
+    real = device.to_device
 
-        def to_device(tensors):
-            targets, copy = real(tensors)
-            copy.synchronize = delays.before(copy.synchronize)
-            return targets, copy
+    def to_device(tensors):
+        targets, copy = real(tensors)
+        monkeypatch.setattr(copy, "synchronize", delays.before(copy.synchronize))
+        return targets, copy
 
-        device.to_device = to_device
-        account = account_of(make(index, device=device, prefetch_depth=1), batches=3 * BATCHES)
-        injected = delays.union_s(account.start_s, account.end_s)
-        assert injected > 2 * BATCHES * DELAY_S
-        return account.input_wait_stages["copy"], injected
-
-    assert_near_once(measure, 0.05)
+    monkeypatch.setattr(device, "to_device", to_device)
+    account = account_of(make(InMemoryIndex(tmp_path, 13), device=device, prefetch_depth=1), batches=3 * BATCHES)
+    injected = delays.union_s(account.start_s, account.end_s)
+    assert injected > 2 * BATCHES * DELAY_S
+    assert account.input_wait_stages["copy"] == pytest.approx(injected, rel=0.05)
 
 
 @pytest.mark.slow
-def test_a_slow_hand_over(index):
-    def measure():
-        delays = Delays(5 * DELAY_S)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(BatchFinalizer, "finalize", delays.before(BatchFinalizer.finalize))
-            account = account_of(make(index, prefetch_depth=1))
-        return account.input_wait_stages["queue"], delays.union_s(account.start_s, account.end_s)
-
-    assert_near_once(measure, 0.05)
+@undisturbed_once
+def test_a_slow_hand_over(tmp_path, monkeypatch):
+    delays = Delays(5 * DELAY_S)
+    monkeypatch.setattr(BatchFinalizer, "finalize", delays.before(BatchFinalizer.finalize))
+    account = account_of(make(InMemoryIndex(tmp_path, 13), prefetch_depth=1))
+    injected = delays.union_s(account.start_s, account.end_s)
+    assert account.input_wait_stages["queue"] == pytest.approx(injected, rel=0.05)
 
 
 def test_a_loader_that_keeps_up_adds_few_intervals(index):

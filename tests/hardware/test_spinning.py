@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from stoker.hardware import spinning
 from stoker.hardware.spinning import LONG, SHORT, choose_spin_count
 
 CORES = float(len(os.sched_getaffinity(0)))
@@ -30,3 +31,16 @@ def test_they_spin_briefly_where_the_machine_does_not_say(tmp_path: Path, text: 
 def test_they_spin_briefly_where_a_quota_leaves_fewer_cores_than_threads(tmp_path: Path) -> None:
     (tmp_path / "loadavg").write_text("0.00 0.01 0.05 1/345 2222\n")
     assert choose_spin_count(tmp_path / "loadavg", cores=CORES - 0.5) == SHORT
+
+
+@pytest.mark.parametrize("by_user", [None, "77"])
+def test_a_job_of_others_has_the_environment_of_the_user(monkeypatch: pytest.MonkeyPatch, by_user: str | None) -> None:
+    monkeypatch.delenv(spinning.VARIABLE, raising=False)
+    if by_user is not None:
+        monkeypatch.setenv(spinning.VARIABLE, by_user)
+    monkeypatch.setattr(spinning, "_set_here", False)
+    before = dict(os.environ)
+    spinning.set_spin_count()
+    assert os.environ[spinning.VARIABLE] in ({str(LONG), str(SHORT)} if by_user is None else {by_user})
+    assert spinning.users_environment() == before
+    os.environ.pop(spinning.VARIABLE)
