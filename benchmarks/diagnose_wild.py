@@ -1,0 +1,398 @@
+"""Whether `stoker why` finds the right cause in programs on which its rules were not written.
+
+    python benchmarks/diagnose_wild.py [--half first|second|all] [--only WORD …] [--healthy-only] [--jobs N]
+                                       [--stoker DIR] [--partial FILE] [--json FILE]
+
+Each job is a real program that knows nothing of stoker, run as `stoker watch -- python SCRIPT …` in a folder of its
+own; then `stoker why RUN --json` is read. A job with a fault is right if its first finding above "info" (of all
+findings, where none is above) is one that the job accepts; a healthy job is right without a finding above "info". A job
+may write known.json {"lost_s": seconds} into its folder, by clocks of its own: the lost device time of the accepted
+finding is compared with it. The jobs of the first half were written before the rules were changed for the first time on
+their account, those of the second half afterwards and unseen: only the second half says how well the rules do on jobs
+of others. `--stoker DIR` measures another checkout with the same jobs. Jobs that this machine does not permit, that
+lack a package, or that failed by themselves are n/a, with the reason. Finished jobs are kept in a file (`--partial`)
+and not repeated.
+
+To add a job: write a program into `benchmarks/wild/`, parameterized by its arguments or variables, with the parameters
+of the fault among them and without a word of stoker, and add a `Job` (`wild/job.py`) to `JOBS` in
+`wild/first_jobs.py` or `wild/second_jobs.py`; scripts of the second half are `wild/second_*.py`. Faults from outside
+(slow disks, servers, limits, neighbors, signals) are in `wild/around.py` and `diagnose_outside.py`. A fault of a program
+has at least two jobs, each in another way. A job takes 20 to 35 s, of which loading the packages is a part; some
+healthy ones 10 s, some 70 s. The ids of causes are in `docs/causes.md`. Try one job with
+`--only WORDS --keep`, whose folder is then printed: it has `output`, `run/` and `why.json`.
+"""
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import diagnose_outside as outside
+import msgspec
+from diagnose_score import NO_ANSWER, NONE, wilson
+from report import Bar, Report, options, publish
+from wild import first_jobs
+from wild.around import descendants, tree
+from wild.draw import draw
+from wild.job import HEALTHY, Job
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+FIRST_GOAL, TWO_GOAL, HEALTHY_GOAL, LOSS_GOAL = 0.85, 0.95, 0.95, 0.15
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    cause: str
+    severity: str
+    lost_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """One job. findings: None if there is no reading; see reason."""
+
+    half: str
+    program: str
+    fault: str
+    way: str
+    accepted: tuple[str, ...]
+    findings: tuple[Finding, ...] | None
+    reason: str = ""
+    known_s: float | None = None
+    """The lost time by the job's own clocks."""
+    exit_code: int | None = None
+    took_s: float = 0.0
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        return self.half, self.program, self.fault, self.way
+
+    @property
+    def named(self) -> tuple[Finding, ...]:
+        """Findings above info. Of a job with a fault: all of them, where none is above."""
+        found = self.findings or ()
+        grave = tuple(finding for finding in found if finding.severity != "info")
+        return grave if grave or self.fault == HEALTHY else found
+
+    @property
+    def first(self) -> str:
+        return self.named[0].cause if self.named else NONE
+
+    @property
+    def right(self) -> bool:
+        return not self.named if self.fault == HEALTHY else self.first in self.accepted
+
+    @property
+    def within_two(self) -> bool:
+        return any(finding.cause in self.accepted for finding in self.named[:2])
+
+    @property
+    def loss_error(self) -> float | None:
+        """Relative error of the lost time of the accepted finding: 0.1 is 10 % too much. None where the job has no
+        clock of its own or no accepted finding; -1 if the finding has no lost time."""
+        found = next((finding for finding in self.named if finding.cause in self.accepted), None)
+        if self.known_s is None or found is None:
+            return None
+        return (found.lost_s or 0.0) / self.known_s - 1
+
+
+Listed = tuple[str, Job]
+"""The half, and the job."""
+
+
+def all_jobs() -> list[Listed]:
+    listed = [("first", job) for job in first_jobs.JOBS]
+    if importlib.util.find_spec("wild.second_jobs") is not None:
+        second = importlib.import_module("wild.second_jobs")
+        listed += [("second", job) for job in second.JOBS]
+    return listed
+
+
+def chosen_jobs(arguments: argparse.Namespace) -> list[Listed]:
+    return [
+        (half, job)
+        for half, job in all_jobs()
+        if arguments.half in (half, "all")
+        and (not arguments.healthy_only or job.fault == HEALTHY)
+        and all(word.lower() in job.name.lower() for word in arguments.only or ())
+    ]
+
+
+def interpreter(name: str) -> str:
+    """Path of the Python that runs a job. Raises NotPermitted where it is not installed."""
+    if name == "venv":
+        return sys.executable
+    if name == "peers":
+        path = ROOT / ".peers" / "bin" / "python"
+        if not path.exists():
+            raise outside.NotPermitted("install the peers: make peers")
+        return str(path)
+    path = Path(os.environ.get("STOKER_ULTRALYTICS_PYTHON", ""))
+    if not path.is_file():
+        raise outside.NotPermitted("install ultralytics, and name its Python in STOKER_ULTRALYTICS_PYTHON")
+    return str(path)
+
+
+class Bench:
+    """Runs jobs in folders of their own below `base`, which has the data."""
+
+    def __init__(self, base: Path, stoker: Path, *, keep: bool) -> None:
+        self.base, self.stoker, self.keep = base, stoker, keep
+        self._count, self._lock = 0, threading.Lock()
+
+    def outcome(self, half: str, job: Job) -> Outcome:
+        with self._lock:
+            self._count += 1
+            folder = self.base / f"job-{self._count:03d}"
+        folder.mkdir()
+        began = time.monotonic()
+        read: dict[str, Any] = {"findings": None}
+        try:
+            read = self._run(job, folder)
+        except outside.NotPermitted as error:
+            read["reason"] = str(error)
+        except (subprocess.SubprocessError, json.JSONDecodeError, OSError, KeyError) as error:
+            read["reason"] = f"{type(error).__name__}: {str(error)[-300:]}"
+        if self.keep:
+            print(f"{job.name}: {folder}", file=sys.stderr)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+        return Outcome(
+            half=half, program=job.program, fault=job.fault, way=job.way, accepted=job.accepted,
+            took_s=round(time.monotonic() - began, 1), **read,
+        )  # fmt: skip
+
+    def _run(self, job: Job, folder: Path) -> dict[str, Any]:
+        run = folder / "run"
+        places = {name: str(self.base / name) for name in ("images", "photos")}
+        places |= {"wild": str(HERE / "wild"), "folder": str(folder)}
+        words = [word.format(**places) for word in job.command]
+        if words[0].endswith(".py"):
+            words[0] = str(HERE / "wild" / words[0])
+        command = [sys.executable, "-m", "stoker", "watch", "--run", str(run), "--", interpreter(job.python), *words]
+        with job.around(folder) as around:
+            variables = {**os.environ, "PYTHONPATH": str(self.stoker), "CUDA_VISIBLE_DEVICES": ""}
+            variables |= {"STOKER_CACHE_DIR": str(folder / "cache")} | job.variables | around.variables
+            with (folder / "output").open("wb") as output:
+                process = subprocess.Popen(
+                    [*around.before, *command], env=variables, cwd=folder, stdin=subprocess.DEVNULL, stdout=output,
+                    stderr=output, start_new_session=True,
+                )  # fmt: skip
+                try:
+                    if job.meanwhile is not None:
+                        threading.Thread(target=job.meanwhile, args=(process.pid,), daemon=True).start()
+                    code = self._wait(process, job)
+                    findings = self._why(run, folder)
+                finally:
+                    for pid in (*descendants(tree(), process.pid), process.pid):
+                        with contextlib.suppress(ProcessLookupError):  # it ended
+                            os.kill(pid, signal.SIGKILL)
+                    process.wait()
+        last = (folder / "output").read_bytes().decode(errors="replace").strip()[-200:]
+        if job.exits is not None and code != job.exits and job.read_after_s is None:
+            return {"findings": None, "reason": f"exit code {code} instead of {job.exits}: {last}", "exit_code": code}
+        known = folder / "known.json"
+        known_s = float(json.loads(known.read_text())["lost_s"]) if known.exists() else None
+        return {"findings": findings, "known_s": known_s, "exit_code": code}
+
+    def _wait(self, process: "subprocess.Popen[bytes]", job: Job) -> int | None:
+        """The exit code; None if the job still runs when it is read."""
+        if job.read_after_s is None:
+            return process.wait(job.limit_s)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(job.read_after_s)
+        return None
+
+    def _why(self, run: Path, folder: Path) -> tuple[Finding, ...]:
+        done = subprocess.run(
+            [sys.executable, "-m", "stoker", "why", str(run), "--json"],
+            env={**os.environ, "PYTHONPATH": str(self.stoker)}, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        (folder / "why.json").write_text(done.stdout or done.stderr)
+        if done.returncode:  # this is a wrong answer too
+            return (Finding(cause=NO_ANSWER, severity="critical"),)
+        return tuple(
+            Finding(cause=found["cause"], severity=found["severity"], lost_s=found.get("lost_device_s"))
+            for found in json.loads(done.stdout)["findings"]
+        )
+
+
+def run_all(
+    todo: list[Listed], run_one: Callable[[str, Job], Outcome], at_once: int, keep: Callable[[Outcome], None]
+) -> list[Outcome]:
+    """One after the other; up to `at_once` at a time of those that need not be alone."""
+    done: list[Outcome] = []
+    waiting, running = list(todo), dict[Future[Outcome], Job]()
+    with ThreadPoolExecutor(at_once) as pool:
+        while waiting or running:
+            quiet = not any(job.alone for job in running.values())
+            fits = next((one for one in waiting if not running or (quiet and not one[1].alone)), None)
+            if fits is not None and len(running) < at_once:
+                waiting.remove(fits)
+                running[pool.submit(run_one, *fits)] = fits[1]
+                continue
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                del running[future]
+                done.append(future.result())
+                keep(done[-1])
+    return done
+
+
+def finished(path: Path | None, asked: list[Listed]) -> list[Outcome]:
+    """What an interrupted benchmark has done, as far as it is asked for."""
+    if path is None or not path.exists():
+        return []
+    wanted = {(half, job.program, job.fault, job.way): job for half, job in asked}
+    lines = path.read_text(encoding="utf-8").splitlines()
+    found = [msgspec.convert(json.loads(line), Outcome) for line in lines if line.endswith("}")]
+    return [o for o in {o.key: o for o in found}.values() if o.key in wanted and o.accepted == wanted[o.key].accepted]
+
+
+def show(outcome: Outcome, count: int, of: int) -> None:
+    verdict = "n/a   " if outcome.findings is None else "right " if outcome.right else "WRONG "
+    if verdict == "WRONG " and outcome.within_two:
+        verdict = "second"
+    off = "" if outcome.loss_error is None else f", loss {100 * outcome.loss_error:+.0f} %"
+    named = ", ".join(f"{f.cause}{' (info)' if f.severity == 'info' else ''}" for f in outcome.findings or ())
+    print(
+        f"{count}/{of} {verdict} {outcome.half} {outcome.program}: {outcome.fault} ({outcome.way}): "
+        f"{outcome.reason or named or NONE}{off} ({outcome.took_s:.0f} s)",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip
+
+
+def share(name: str, right: int, count: int) -> dict[str, Any]:
+    low, high = wilson(right, count)
+    return {"what": name, "right": f"{right} of {count}", "share": right / count, "95 % from": low, "to": high}
+
+
+def rows_of(outcomes: list[Outcome]) -> list[dict[str, Any]]:
+    """A row for each program and fault, then one for each job that was not answered right."""
+    rows = []
+    for half, program, fault in dict.fromkeys(o.key[:3] for o in outcomes):
+        of_cell = [o for o in outcomes if o.key[:3] == (half, program, fault)]
+        made = [o for o in of_cell if o.findings is not None]
+        row: dict[str, Any] = {"what": f"{half}, {program}: {fault}"}
+        row["right"] = f"{sum(o.right for o in made)} of {len(made)}" if made else None
+        if fault != HEALTHY and made:
+            row["within two"] = f"{sum(o.within_two for o in made)} of {len(made)}"
+        wrong = [f"{o.way}: {', '.join(f.cause for f in o.named[:2]) or NONE}" for o in made if not o.right]
+        row["found instead"] = "; ".join(wrong) or "-"
+        offs = [f"{100 * o.loss_error:+.0f} %" for o in made if o.loss_error is not None]
+        row["loss off by"] = ", ".join(offs) or "-"
+        reasons = [f"{o.way}: {o.reason}" for o in of_cell if o.findings is None]
+        if reasons:
+            row["n/a"] = "; ".join(reasons)
+        rows.append(row)
+    return rows
+
+
+def confusion(outcomes: list[Outcome]) -> list[dict[str, Any]]:
+    """A row for each fault: which causes were found first, and how often."""
+    rows = []
+    for fault in dict.fromkeys(o.fault for o in outcomes):
+        made = [o for o in outcomes if o.fault == fault and o.findings is not None]
+        if made:
+            row = share(f"fault: {fault}", sum(o.right for o in made), len(made))
+            found = Counter(o.first for o in made).most_common()
+            rows.append(row | {"found first": ", ".join(f"{name} {count}" for name, count in found)})
+    return rows
+
+
+def conclude(outcomes: list[Outcome], what: str) -> Report:
+    report = Report(what, 1, ("torch", "torchvision", "keras", "pytorch-lightning", "transformers", "stoker"))
+    report.rows = rows_of(outcomes) + confusion(outcomes)
+    for half in dict.fromkeys(o.half for o in outcomes):
+        made = [o for o in outcomes if o.half == half and o.findings is not None]
+        faults, healthy = [o for o in made if o.fault != HEALTHY], [o for o in made if o.fault == HEALTHY]
+        timed = [o for o in faults if o.known_s is not None]
+        for name, right, count, goal in (
+            ("first finding right", sum(o.right for o in faults), len(faults), FIRST_GOAL),
+            ("right within two", sum(o.within_two for o in faults), len(faults), TWO_GOAL),
+            ("healthy without warning or critical", sum(o.right for o in healthy), len(healthy), HEALTHY_GOAL),
+            ("lost time within 15 %", sum(loss_is_right(o) for o in timed), len(timed), 1.0),
+        ):
+            if count:
+                report.rows.append(share(f"{half} half: {name}", right, count))
+                report.bars.append(Bar.at_least(f"{half} half: {name}, share", right / count, goal))
+    return report
+
+
+def loss_is_right(outcome: Outcome) -> bool:
+    """False too where no accepted cause was found."""
+    return outcome.loss_error is not None and abs(outcome.loss_error) <= LOSS_GOAL
+
+
+def catalog_of(stoker: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", "from stoker.diagnosis.catalog import catalog_hash; print(catalog_hash())"],
+        env={**os.environ, "PYTHONPATH": str(stoker)}, capture_output=True, text=True, check=True, cwd="/",
+    )  # fmt: skip
+    return done.stdout.strip()
+
+
+def run(arguments: argparse.Namespace) -> Report:
+    outside.own_mounts()
+    stoker = arguments.stoker.resolve()
+    partial = arguments.partial or (arguments.json.with_suffix(".partial.jsonl") if arguments.json else None)
+    asked = chosen_jobs(arguments)
+    done = finished(partial, asked)
+    keys = {outcome.key for outcome in done}
+    todo = [(half, job) for half, job in asked if (half, job.program, job.fault, job.way) not in keys]
+    folder = Path(tempfile.mkdtemp(prefix="stoker-wild-"))
+    count = len(done)
+
+    def keep(outcome: Outcome) -> None:
+        nonlocal count
+        count += 1
+        show(outcome, count, len(asked))
+        if partial is not None:
+            partial.parent.mkdir(parents=True, exist_ok=True)
+            with partial.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(outcome)) + "\n")
+
+    try:
+        draw(folder)
+        bench = Bench(folder, stoker, keep=arguments.keep)
+        done += run_all(todo, bench.outcome, arguments.jobs, keep)
+    finally:
+        if not arguments.keep:
+            shutil.rmtree(folder, ignore_errors=True)
+    order = [(half, job.program, job.fault, job.way) for half, job in asked]
+    done.sort(key=lambda outcome: order.index(outcome.key))
+    return conclude(done, f"Causes named by `stoker why`, of programs of others; catalog {catalog_of(stoker)}")
+
+
+def parser() -> argparse.ArgumentParser:
+    made = options(__doc__)
+    made.add_argument("--half", choices=("first", "second", "all"), default="all")
+    made.add_argument("--only", nargs="+", metavar="WORD", help="jobs with all these words in PROGRAM: FAULT (WAY)")
+    made.add_argument("--healthy-only", action="store_true")
+    made.add_argument("--jobs", type=int, default=1, help="at a time, of those that need not be alone")
+    made.add_argument("--stoker", type=Path, default=ROOT, metavar="DIR", help="another checkout to measure")
+    made.add_argument(
+        "--partial", type=Path, metavar="FILE", help="finished jobs, to continue after an interruption; default: next "
+        "to the result"
+    )  # fmt: skip
+    made.add_argument("--keep", action="store_true", help="keep the folders of the jobs")
+    return made
+
+
+if __name__ == "__main__":
+    publish(run, parser())
