@@ -243,6 +243,8 @@ class DeviceSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Utilization of each core of the machine, 0 … 1."""
     process_cpu: float | None = None
     """CPU-seconds per second of this process and its children."""
+    busiest_processes: dict[str, float] = {}
+    """Command name → cores in use, of processes outside the run; the three busiest, while these use the cores."""
     rss_bytes: int | None = None
     """Resident memory of this process and its children."""
     memory_used_bytes: int | None = None
