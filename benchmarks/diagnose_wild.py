@@ -16,10 +16,10 @@ and not repeated.
 To add a job: write a program into `benchmarks/wild/`, parameterized by its arguments or variables, with the parameters
 of the fault among them and without a word of stoker, and add a `Job` (`wild/job.py`) to `JOBS` in
 `wild/first_jobs.py` or `wild/second_jobs.py`; scripts of the second half are `wild/second_*.py`. Faults from outside
-(slow disks, servers, limits, neighbors, signals) are in `wild/around.py` and `diagnose_outside.py`. A fault of a program
-has at least two jobs, each in another way. A job takes 20 to 35 s, of which loading the packages is a part; some
-healthy ones 10 s, some 70 s. The ids of causes are in `docs/causes.md`. Try one job with
-`--only WORDS --keep`, whose folder is then printed: it has `output`, `run/` and `why.json`.
+(slow disks, servers, limits, neighbors, signals) are in `wild/around.py` and `diagnose_outside.py`. A fault of a
+program has at least two jobs, each in another way. A job takes 20 to 35 s, of which loading the packages is a part;
+some healthy ones 10 s, some 70 s. The ids of causes are in `docs/causes.md`. Try one job with `--only WORDS --keep`,
+whose folder is then printed: it has `output`, `run/` and `why.json`.
 """
 
 import argparse
@@ -78,6 +78,8 @@ class Outcome:
     """The lost time by the job's own clocks."""
     exit_code: int | None = None
     took_s: float = 0.0
+    others_cores: float | None = None
+    """Cores that other processes used meanwhile; None where the job was not alone."""
 
     @property
     def key(self) -> tuple[str, str, str, str]:
@@ -149,6 +151,14 @@ def interpreter(name: str) -> str:
     return str(path)
 
 
+def cpu_seconds() -> tuple[float, float]:
+    """CPU time of all processes, and of the ended children of this one."""
+    user, nice, system, _, _, irq, soft = map(int, Path("/proc/stat").read_text().split()[1:8])
+    children = os.times()
+    busy_s = (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")
+    return busy_s, children.children_user + children.children_system
+
+
 class Bench:
     """Runs jobs in folders of their own below `base`, which has the data."""
 
@@ -163,6 +173,7 @@ class Bench:
         folder.mkdir()
         began = time.monotonic()
         read: dict[str, Any] = {"findings": None}
+        busy_s, own_s = cpu_seconds()
         try:
             read = self._run(job, folder)
         except outside.NotPermitted as error:
@@ -173,20 +184,20 @@ class Bench:
             print(f"{job.name}: {folder}", file=sys.stderr)
         else:
             shutil.rmtree(folder, ignore_errors=True)
+        took_s = time.monotonic() - began
+        if job.alone:
+            busy_after_s, own_after_s = cpu_seconds()
+            read["others_cores"] = round((busy_after_s - busy_s - (own_after_s - own_s)) / took_s, 2)
         return Outcome(
             half=half, program=job.program, fault=job.fault, way=job.way, accepted=job.accepted,
-            took_s=round(time.monotonic() - began, 1), **read,
+            took_s=round(took_s, 1), **read,
         )  # fmt: skip
 
     def _run(self, job: Job, folder: Path) -> dict[str, Any]:
         run = folder / "run"
-        places = {name: str(self.base / name) for name in ("images", "photos")}
-        places |= {"wild": str(HERE / "wild"), "folder": str(folder)}
-        words = [word.format(**places) for word in job.command]
-        if words[0].endswith(".py"):
-            words[0] = str(HERE / "wild" / words[0])
-        command = [sys.executable, "-m", "stoker", "watch", "--run", str(run), "--", interpreter(job.python), *words]
         with job.around(folder) as around:
+            command = [sys.executable, "-m", "stoker", "watch", "--run", str(run), "--", interpreter(job.python)]
+            command += self._words(job, folder, around.variables.get("FILE_SERVER", ""))
             variables = {**os.environ, "PYTHONPATH": str(self.stoker), "CUDA_VISIBLE_DEVICES": ""}
             variables |= {"STOKER_CACHE_DIR": str(folder / "cache")} | job.variables | around.variables
             with (folder / "output").open("wb") as output:
@@ -210,6 +221,12 @@ class Bench:
         known = folder / "known.json"
         known_s = float(json.loads(known.read_text())["lost_s"]) if known.exists() else None
         return {"findings": findings, "known_s": known_s, "exit_code": code}
+
+    def _words(self, job: Job, folder: Path, server: str) -> list[str]:
+        places = {name: str(self.base / name) for name in ("images", "photos")}
+        places |= {"wild": str(HERE / "wild"), "folder": str(folder), "server": server}
+        words = [word.format(**places) for word in job.command]
+        return [str(HERE / "wild" / words[0]), *words[1:]] if words[0].endswith(".py") else words
 
     def _wait(self, process: "subprocess.Popen[bytes]", job: Job) -> int | None:
         """The exit code; None if the job still runs when it is read."""
@@ -272,7 +289,8 @@ def show(outcome: Outcome, count: int, of: int) -> None:
     named = ", ".join(f"{f.cause}{' (info)' if f.severity == 'info' else ''}" for f in outcome.findings or ())
     print(
         f"{count}/{of} {verdict} {outcome.half} {outcome.program}: {outcome.fault} ({outcome.way}): "
-        f"{outcome.reason or named or NONE}{off} ({outcome.took_s:.0f} s)",
+        f"{outcome.reason or named or NONE}{off} ({outcome.took_s:.0f} s"
+        f"{'' if outcome.others_cores is None else f', others {outcome.others_cores:.1f} cores'})",
         file=sys.stderr, flush=True,
     )  # fmt: skip
 

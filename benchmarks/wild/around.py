@@ -28,19 +28,19 @@ def slow_reads(path: str, seconds: float) -> Fault:
 
 
 def busy_neighbors(count: int) -> Fault:
-    return lambda folder: outside.busy_neighbors(count)
+    return lambda _: outside.busy_neighbors(count)
 
 
 def cpu_quota(cores: float) -> Fault:
-    return lambda folder: outside.cpu_quota(cores)
+    return lambda _: outside.cpu_quota(cores)
 
 
 def memory_limit(size_bytes: int) -> Fault:
-    return lambda folder: outside.memory_limit(size_bytes)
+    return lambda _: outside.memory_limit(size_bytes)
 
 
 def small_shm(size_bytes: int) -> Fault:
-    return lambda folder: outside.small_shm(size_bytes)
+    return lambda _: outside.small_shm(size_bytes)
 
 
 def small_disk(name: str, size_bytes: int) -> Fault:

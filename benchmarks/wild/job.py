@@ -25,7 +25,8 @@ class Job:
     command: tuple[str, ...]
     """What follows the interpreter: a script of this folder ("loop.py", or "-m", "torch.distributed.run", …) and its
     arguments. {wild}: this folder; {images}: 240 small JPEGs in three folders; {photos}: 48 JPEGs of 1600 × 1200
-    pixels; {folder}: the job's own, empty folder, where it also starts."""
+    pixels; {folder}: the job's own, empty folder, where it also starts;
+    {server}: the address of `around.http_server`."""
     accepted: tuple[str, ...] = ()
     """Ids of causes that are a correct first finding; several where they are equally true. Empty: healthy."""
     python: str = "venv"

@@ -7,6 +7,7 @@ import os
 import pickle
 import queue
 import random
+import statistics
 import threading
 import time
 from pathlib import Path
@@ -128,6 +129,7 @@ def main():
     ap.add_argument("--tracker", default="", help="URL to post the metrics of each step to")
     ap.add_argument("--csv", default="", help="metrics of each step as CSV")
     ap.add_argument("--auc", type=int, default=0, help="rounds of AUC of each step")
+    ap.add_argument("--stats", type=int, default=0, help="logits over which their deviation is computed")
     ap.add_argument("--eval-every", type=int, default=0)
     ap.add_argument("--valid-every", type=int, default=0)
     ap.add_argument("--save-every", type=int, default=0)
@@ -170,7 +172,8 @@ def main():
 
         threading.Thread(target=fill, daemon=True).start()
 
-    waited = posted = saved = 0.0
+    waited = posted = saved = scored = 0.0
+    logits = []
     step = epoch = 0
     start = end = time.time()
     while time.time() - start < args.max_seconds:
@@ -182,14 +185,19 @@ def main():
             out = net(x)
             loss = F.cross_entropy(out, y)
             optimizer.zero_grad()
-            tuned(x).sum().backward() if args.wrong_net else loss.backward()
-            if not args.wrong_net:
-                optimizer.step()
+            loss.backward()
+            optimizer.step()
             step += 1
             if args.history:
                 history.append((loss, out, net[:6](x)))
+            t = time.time()
             if args.auc:
                 pairwise_report(out.softmax(1).tolist(), y.tolist(), args.auc)
+            if args.stats:
+                logits.extend(out.flatten().tolist() * 1000)
+                del logits[: -args.stats]
+                statistics.stdev(logits)
+            scored += time.time() - t
             t = time.time()
             if args.tracker:
                 requests.post(args.tracker + "/log", json={"step": step, "loss": loss.item()}, timeout=60)
@@ -223,7 +231,7 @@ def main():
             if end - start > args.max_seconds:
                 break
     print("done", step, "steps")
-    write_known(waited=waited, posted=posted, saved=saved)
+    write_known(waited=waited, posted=posted, saved=saved, scored=scored)
 
 
 if __name__ == "__main__":
