@@ -103,7 +103,7 @@ def test_without_proc_none_is_named(tmp_path: Path) -> None:
 def test_a_real_process_that_is_not_of_the_run_is_named(tmp_path: Path) -> None:
     """A run that sleeps, next to a busy process whose parent is neither the run nor this process."""
     (tmp_path / "busy.py").write_text("while True: pass")
-    start = "import subprocess, sys; print(subprocess.Popen([sys.executable, sys.argv[1]], stdout=-3).pid)"
+    start = "import subprocess, sys; print(subprocess.Popen([sys.executable, sys.argv[1]], stdout=-3, stderr=-3).pid)"
     busy = int(
         subprocess.run([sys.executable, "-c", start, tmp_path / "busy.py"], capture_output=True, check=True).stdout
     )
