@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -101,6 +102,17 @@ def http_server(source: str, *, bytes_per_s: float = 0.0, delay_s: float = 0.0) 
                 yield Around(variables={"FILE_SERVER": url, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"})
             finally:
                 server.kill()
+
+    return around
+
+
+def port_in_use(port: int) -> Fault:
+    """Another process, this one, listens there."""
+
+    @contextlib.contextmanager
+    def around(folder: Path) -> Iterator[Around]:  # noqa: ARG001
+        with socket.create_server(("", port)):
+            yield Around()
 
     return around
 
