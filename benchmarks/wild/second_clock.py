@@ -1,7 +1,6 @@
-"""The job's own clock: what it lost, in seconds, in `known.json` of the folder `$WILD_OUT` (default: this one)."""
+"""The clock of a job of the second half: what it lost, in seconds, in `known.json` of the working directory."""
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,11 +8,11 @@ from pathlib import Path
 
 
 class Lost:
-    """Sums the seconds of the stretches that were lost, and keeps the file up to date, also for a job that is killed."""
+    """Sums the lost seconds, and keeps the file up to date, also for a job that is killed."""
 
     def __init__(self) -> None:
         self.lost_s = 0.0
-        self._path = Path(os.environ.get("WILD_OUT", ".")) / "known.json"
+        self._path = Path("known.json").resolve()
 
     def add(self, seconds: float) -> None:
         self.lost_s += seconds

@@ -42,7 +42,7 @@ def class_folders(folder: Path, count: int, size: int, classes: tuple[str, ...] 
 
 
 def yolo(folder: Path, train: int, val: int, size: int) -> None:
-    """Draws a data set in the format of YOLO, with its YAML file and with COCO-like boxes in `train.json`, `val.json`."""
+    """Draws a data set in the format of YOLO with its YAML file, and its boxes in `train.json` and `val.json`."""
     rng = random.Random(7)
     for split, count in (("train", train), ("val", val)):
         images, labels = folder / "images" / split, folder / "labels" / split
@@ -59,6 +59,15 @@ def yolo(folder: Path, train: int, val: int, size: int) -> None:
         (folder / f"{split}.json").write_text(json.dumps(rows))
     names = "".join(f"  {n}: {name}\n" for n, name in enumerate(CLASSES))
     (folder / "data.yaml").write_text(f"path: {folder}\ntrain: images/train\nval: images/val\nnames:\n{names}")
+
+
+def missing(folder: Path) -> None:
+    """A YAML file of a data set whose validation images were never copied, and a list of images of which one is not."""
+    yolo(folder, 8, 0, 96)
+    (folder / "images" / "val").rmdir()
+    numbers = [n for n in range(90) if n % 3 < 2]
+    rows = [f"{'square' if n % 3 else 'circle'}/{n:04d}.jpg,{n % 3}" for n in numbers]
+    (folder / "list.csv").write_text("\n".join([*rows[:50], "circle/0991.jpg,0", *rows[50:]]) + "\n")
 
 
 def records(folder: Path, shards: int, per_shard: int, size: int) -> None:
@@ -89,11 +98,14 @@ def records(folder: Path, shards: int, per_shard: int, size: int) -> None:
 
 
 KINDS = {
+    "missing": missing,
     "shapes": lambda folder: class_folders(folder, 288, 128),
-    "photos": lambda folder: class_folders(folder, 60, 1800),
-    "yolo": lambda folder: yolo(folder, 96, 24, 160),
-    "yolo_val": lambda folder: yolo(folder, 16, 256, 160),
-    "yolo_large": lambda folder: yolo(folder, 64, 8, 2400),
+    "shapes_nfs": lambda folder: class_folders(folder, 288, 128),
+    "scans": lambda folder: class_folders(folder, 48, 1600),
+    "yolo": lambda folder: yolo(folder, 80, 16, 160),
+    "yolo_val": lambda folder: yolo(folder, 16, 160, 160),
+    "yolo_large": lambda folder: yolo(folder, 48, 8, 2400),
+    "yolo_mid": lambda folder: yolo(folder, 48, 8, 480),
     "records": lambda folder: records(folder, 4, 96, 160),
 }
 

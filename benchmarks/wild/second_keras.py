@@ -6,6 +6,7 @@ import io
 import json
 import os
 import random
+import time
 import urllib.request
 from pathlib import Path
 
@@ -127,6 +128,26 @@ class JsonHistory(keras.callbacks.Callback):
             self.path.write_text(json.dumps(self.rows[-40:], indent=1, sort_keys=True))
 
 
+class TimedValidation(keras.callbacks.Callback):
+    def on_test_begin(self, logs: dict | None = None) -> None:  # noqa: ARG002 (Keras calls it so)
+        self.began = time.perf_counter()
+
+    def on_test_end(self, logs: dict | None = None) -> None:  # noqa: ARG002 (Keras calls it so)
+        lost.add(time.perf_counter() - self.began)
+
+
+def timed(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
+    """The same callback; what it does after a batch is on the clock."""
+    inner = callback.on_train_batch_end
+
+    def after_batch(batch: int, logs: dict | None = None) -> None:
+        with lost.stretch():
+            inner(batch, logs)
+
+    callback.on_train_batch_end = after_batch
+    return callback
+
+
 def focal_loss(truth: tf.Tensor, scores: tf.Tensor) -> tf.Tensor:
     """Written without a clip: the logarithm of a score of zero is minus infinity."""
     scores = tf.nn.relu(scores - 1e-3)
@@ -146,7 +167,7 @@ def main() -> None:
     parser.add_argument("--optimizer", default="adam")
     parser.add_argument("--loss", choices=["crossentropy", "focal"], default="crossentropy")
     parser.add_argument("--input", choices=["files", "numpy", "pillow"], default="files")
-    parser.add_argument("--url", default="")
+    parser.add_argument("--remote", action="store_true")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--label-map", type=Path)
     parser.add_argument("--callback", choices=["confusion", "history"])
@@ -175,9 +196,9 @@ def main() -> None:
     names, labels = names[held_out:], labels[held_out:]
 
     auto = tf.data.AUTOTUNE
-    if args.url:
+    if args.remote:
         remote = [str(Path(name).relative_to(args.data)) for name in names]
-        train = UrlSequence(args.url, remote, labels, args.batch)
+        train = UrlSequence(os.environ["FILE_SERVER"], remote, labels, args.batch)
     elif args.input == "pillow":
         train = AugmentedSequence("", names, labels, args.batch)
     else:
@@ -199,9 +220,11 @@ def main() -> None:
     elif args.callback == "history":
         callbacks.append(JsonHistory(args.out / "history.json"))
     if args.backup_freq:
-        callbacks.append(keras.callbacks.BackupAndRestore(str(args.out / "backup"), save_freq=args.backup_freq))
+        callbacks.append(timed(keras.callbacks.BackupAndRestore(str(args.out / "backup"), save_freq=args.backup_freq)))
     if args.save_freq:
-        callbacks.append(keras.callbacks.ModelCheckpoint(str(args.out / "last.keras"), save_freq=args.save_freq))
+        callbacks.append(timed(keras.callbacks.ModelCheckpoint(str(args.out / "last.keras"), save_freq=args.save_freq)))
+    if args.val_repeat > 1:
+        callbacks.append(TimedValidation())
 
     model = build_model(classes, args.width, args.hidden)
     optimizer = keras.optimizers.get({"class_name": args.optimizer, "config": {"learning_rate": args.lr}})
