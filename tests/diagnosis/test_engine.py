@@ -66,6 +66,24 @@ def test_the_order_is_imminent_failure_then_loss_then_the_rest_then_info(tmp_pat
         "disk_nearly_full", "evaluation_heavy", "costly_restarts", "input_bound", "bad_images",
         "gpu_oversized",
     ]  # fmt: skip
+    loss = make_run(tmp_path / "loss", fractions={"eval": 0.3, "input_wait": 0.22})  # a warning that cost more
+    assert names(diagnose(loss)) == ["input_bound", "evaluation_heavy"]
+
+
+def test_an_end_by_request_does_not_hide_the_fault(tmp_path: Path) -> None:
+    stopped = [("preempted", "SIGTERM", {})]
+    run = make_run(tmp_path / "run", fractions={"input_wait": 0.12, "idle": 0.0}, events=stopped, end=None)
+    assert names(diagnose(run))[0] == "input_bound"
+    info = make_run(tmp_path / "info", external=True, config=None, startup=70, events=stopped, end=None)
+    assert names(diagnose(info)) == ["preempted", "startup_heavy"]
+
+
+def test_contention_is_the_last_of_its_severity(tmp_path: Path) -> None:
+    host = {"cpu_core_utilization": [1.0] * 4, "process_cpu": 0.5, "threads_running": 2.0}
+    run = make_run(tmp_path / "run", fractions={"eval": 0.2}, host=lambda _: host)
+    found = diagnose(run)
+    assert names(found) == ["evaluation_heavy", "cpu_contention"]
+    assert (found[0].lost_device_s or 0.0) < (found[1].lost_device_s or 0.0)
 
 
 def test_what_is_set_already_or_does_not_exist_is_not_advised(tmp_path: Path) -> None:
