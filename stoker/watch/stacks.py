@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -130,6 +130,8 @@ class _StackSamples:
     rank: int
     cwd: str
     start_s: float
+    start_ticks: int = 0
+    """CPU ticks of the process at start_s."""
     is_training: bool = False
     failures: int = 0
     samples: int = 0
@@ -154,15 +156,18 @@ class _StackSamples:
             self.frames[job_frame] += 1
         return True
 
-    def make_window(self, now_s: float, attempt: int) -> StackWindow:
-        """The window of the samples; starts the next one."""
+    def make_window(self, now_s: float, attempt: int, cpu_ticks: int | None) -> StackWindow:
+        """The window of the samples; starts the next one. cpu_ticks: of the process so far; None: it ended."""
+        wall_s = max(0.0, now_s - self.start_s)
         window = StackWindow(
-            t=now_s, attempt=attempt, pid=self.pid, wall_s=max(0.0, now_s - self.start_s), samples=self.samples,
+            t=now_s, attempt=attempt, pid=self.pid, wall_s=wall_s, samples=self.samples,
             main_thread={kind: count / self.samples for kind, count in self.main_thread.most_common()},
             frames={name: count / self.samples for name, count in self.frames.most_common(MAX_FRAMES)},
             active_threads=self.active / self.samples,
+            process_cpu=(cpu_ticks - self.start_ticks) / os.sysconf("SC_CLK_TCK") / wall_s
+            if cpu_ticks is not None and wall_s > 0 else None,
         )  # fmt: skip
-        self.start_s, self.samples, self.active = now_s, 0, 0
+        self.start_s, self.samples, self.active, self.start_ticks = now_s, 0, 0, cpu_ticks or 0
         self.main_thread.clear()
         self.frames.clear()
         return window
@@ -176,16 +181,24 @@ class StackSampler:
     """Samples a job's Python processes inside a `with` block, in a thread.
 
     pid: the root of the job; on_unavailable: called once, with the reason, if stacks are not recorded; telemetry: for
-    the utilization of the GPUs.
+    the utilization of the GPUs; training_pids: the live processes that train, as far as the hook knows them; then only
+    these are sampled, and not a launcher that waits for them.
     """
 
     def __init__(
-        self, folder: RunFolder, pid: int, *, telemetry: TelemetrySampler, on_unavailable: Callable[[str], None]
+        self,
+        folder: RunFolder,
+        pid: int,
+        *,
+        telemetry: TelemetrySampler,
+        on_unavailable: Callable[[str], None],
+        training_pids: Callable[[], Set[int]] = frozenset,
     ) -> None:
         self._folder = folder
         self._pid = pid
         self._telemetry = telemetry
         self._on_unavailable = on_unavailable
+        self._training_pids = training_pids
         self._windows: dict[processes.Process, _StackSamples] = {}
         self._cpu_ticks: dict[processes.Process, int] = {}
         self._is_python: dict[processes.Process, bool] = {}
@@ -270,7 +283,10 @@ class StackSampler:
                 self._is_python[process] = processes.is_python(pid)
             if self._is_python[process]:
                 cpu_ticks[process] = status.cpu_ticks
-        candidates = [process for process in cpu_ticks if process not in self._helpers]
+        trainers = self._training_pids()
+        candidates = [process for process in cpu_ticks if process.pid in trainers]
+        if not candidates:  # not known yet, or never: no hook
+            candidates = [process for process in cpu_ticks if process not in self._helpers]
         busiest = sorted(candidates, key=lambda process: self._cpu_ticks.get(process, 0) - cpu_ticks[process])[
             :MAX_PROCESSES
         ]
@@ -279,8 +295,9 @@ class StackSampler:
         for process in busiest:
             if process not in self._windows:
                 self._windows[process] = _StackSamples(
-                    process.pid, processes.read_rank(process.pid), _read_cwd(process.pid), time.time()
-                )
+                    process.pid, processes.read_rank(process.pid), _read_cwd(process.pid), time.time(),
+                    cpu_ticks[process],
+                )  # fmt: skip
         return busiest
 
     def _write_windows(self, now_s: float, *, min_s: float) -> None:
@@ -291,11 +308,15 @@ class StackSampler:
             if window.samples:
                 name = STACKS if window.rank == 0 else f"{RANKS}/{window.rank:04d}/{STACKS}"
                 (self._folder.path / name).parent.mkdir(parents=True, exist_ok=True)
-                self._folder.append(name, window.make_window(now_s, self._folder.attempt))
+                status = processes.read_status(process.pid)
+                is_alive = status is not None and status.start_ticks == process.start_ticks
+                cpu_ticks = status.cpu_ticks if status is not None and is_alive else None
+                self._folder.append(name, window.make_window(now_s, self._folder.attempt, cpu_ticks))
             elif not process.is_alive():
                 del self._windows[process]
             else:
-                window.start_s = now_s
+                status = processes.read_status(process.pid)
+                window.start_s, window.start_ticks = now_s, 0 if status is None else status.cpu_ticks
 
     def _gpus_are_idle(self) -> bool:
         """Whether the driver reports low utilization; False without a GPU."""
