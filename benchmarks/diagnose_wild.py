@@ -7,12 +7,11 @@ Each job is a real program that knows nothing of stoker, run as `stoker watch --
 own; then `stoker why RUN --json` is read. A job with a fault is right if its first finding above "info" (of all
 findings, where none is above) is one that the job accepts; a healthy job is right without a finding above "info". A job
 may write known.json {"lost_s": seconds} into its folder, by clocks of its own: the lost device time of the accepted
-finding is compared with it. Where processes besides this
-benchmark used the cores, `cpu_contention` is true and is passed over. The jobs of the first half were written before the rules were changed for the first time on
-their account, those of the second half afterwards and unseen: only the second half says how well the rules do on jobs
-of others. `--stoker DIR` measures another checkout with the same jobs. Jobs that this machine does not permit, that
-lack a package, or that failed by themselves are n/a, with the reason. Finished jobs are kept in a file (`--partial`)
-and not repeated.
+finding is compared with it. Where processes besides this benchmark used the cores, `cpu_contention` is true and is
+passed over. The jobs of the first half were written before the rules were changed on their account, those of the second
+half afterwards and unseen: only the second half says how well the rules do on jobs of others. `--stoker DIR` measures
+another checkout with the same jobs. Jobs that this machine does not permit, that lack a package, or that failed by
+themselves are n/a, with the reason. Finished jobs are kept in a file (`--partial`) and not repeated.
 
 To add a job: write a program into `benchmarks/wild/`, parameterized by its arguments or variables, with the parameters
 of the fault among them and without a word of stoker, and add a `Job` (`wild/job.py`) to `JOBS` in
@@ -350,9 +349,8 @@ def conclude(outcomes: list[Outcome], what: str) -> Report:
     report = Report(what, 1, ("torch", "torchvision", "keras", "pytorch-lightning", "transformers", "stoker"))
     report.rows = rows_of(outcomes) + confusion(outcomes)
     disturbed = sum(o.disturbed for o in outcomes)
-    report.rows.append({
-        "what": f"while other processes used {DISTURBED_CORES} cores or more", "right": f"{disturbed} of {len(outcomes)}"
-    })  # fmt: skip
+    what = f"jobs during which other processes used {DISTURBED_CORES} cores or more"
+    report.rows.append({"what": what, "right": f"{disturbed} of {len(outcomes)}"})
     for half in dict.fromkeys(o.half for o in outcomes):
         made = [o for o in outcomes if o.half == half and o.findings is not None]
         faults, healthy = [o for o in made if o.fault != HEALTHY], [o for o in made if o.fault == HEALTHY]

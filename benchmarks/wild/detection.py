@@ -163,15 +163,16 @@ def main():
     ImageFile.LOAD_TRUNCATED_IMAGES = False
 
     files = sorted(str(p.relative_to(args.data_path)) for p in Path(args.data_path).rglob("*.jpg"))
+    random.Random(0).shuffle(files)
+    cut = max(1, len(files) // 8)
+    train_files = files[cut:]
     if args.truncated:
         source = Path(args.data_path) / files[-1]
         Path("broken.jpg").write_bytes(source.read_bytes()[:3000])
-        files.append(str(Path("broken.jpg").absolute()))
+        train_files.append(str(Path("broken.jpg").absolute()))
     if args.extra_file:
-        files.append(args.extra_file)
-    random.Random(0).shuffle(files)
-    cut = max(1, len(files) // 8)
-    dataset = BoxDataset(args.data_path, files[cut:], args.size, args)
+        train_files.append(args.extra_file)
+    dataset = BoxDataset(args.data_path, train_files, args.size, args)
     dataset_test = BoxDataset(args.data_path, files[:cut], args.size, args)
     data_loader = torch.utils.data.DataLoader(
         dataset, batch_size=args.batch_size, shuffle=True, num_workers=args.workers, collate_fn=collate_fn

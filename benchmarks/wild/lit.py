@@ -73,7 +73,7 @@ class Data(pl.LightningDataModule):
 
 
 class LitClassifier(pl.LightningModule):
-    def __init__(self, width, hidden, lr, optimizer, counting):
+    def __init__(self, width, hidden, lr, optimizer, counting):  # noqa: ARG002
         super().__init__()
         self.save_hyperparameters()
         self.net = nn.Sequential(
@@ -114,7 +114,7 @@ class Extras(Callback):
         if self.opt.rank_table:
             table = [(random.random(), n) for n in range(self.opt.rank_table)]
             for key in range(2):
-                table.sort(key=lambda row: row[key])  # noqa: B023
+                table.sort(key=lambda row: row[key])
         self.ranked += time.perf_counter() - t
         if self.opt.val_now and trainer.global_step % self.opt.val_now == 0:
             module.eval()
