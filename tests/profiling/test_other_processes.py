@@ -45,13 +45,15 @@ def test_the_busiest_are_named_with_their_script_and_those_of_the_run_are_not(tm
 
 
 def test_children_that_ended_count_for_the_time_since_the_last_reading(tmp_path: Path) -> None:
-    """`make` starts compilers of a second each; one of them ran for 50 s before."""
+    """`make` starts compilers of a second each; one of them ran for 50 s before, by a driver that also ended."""
     others = OtherProcesses({10}, tmp_path)
     put(tmp_path, 20, cpu_s=1, children_s=5, command="make")
-    put(tmp_path, 21, cpu_s=50, parent=20)
+    put(tmp_path, 21, cpu_s=2, parent=20, command="gcc")
+    put(tmp_path, 22, cpu_s=50, parent=21)
     others.sample(0.0, other_cores=1.0)
     (tmp_path / "21/stat").unlink()
-    put(tmp_path, 20, cpu_s=1, children_s=5 + 50 + 0.9, command="make")
+    (tmp_path / "22/stat").unlink()
+    put(tmp_path, 20, cpu_s=1, children_s=5 + 52 + 0.9, command="make")
     assert others.sample(1.0, other_cores=1.0) == pytest.approx({"make": 0.9})
 
 

@@ -169,7 +169,7 @@ def test_of_a_job_with_the_hook_only_processes_that_train_are_sampled(tmp_path: 
     assert os.getpid() in {process.pid for process in sampler._busiest_processes()}, "they ended"
 
 
-def test_a_window_of_stacks_has_the_cpu_time_of_all_threads(tmp_path: Path) -> None:
+def test_a_window_of_stacks_has_the_cpu_time_of_all_threads() -> None:
     samples = stacks._StackSamples(1, 0, "", start_s=100.0, start_ticks=1000)
     hertz = os.sysconf("SC_CLK_TCK")
     samples.samples = 2

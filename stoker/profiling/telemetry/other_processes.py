@@ -68,9 +68,12 @@ class OtherProcesses:
             pid: now.ticks - (before[pid].ticks if pid in before and before[pid].start_ticks == now.start_ticks else 0)
             for pid, now in self._before.items()
         }
-        for pid, ended in before.items():  # its parent's children include what it used before
-            if pid not in self._before and ended.parent in ticks:
-                ticks[ended.parent] -= ended.ticks
+        for pid, ended in before.items():  # what it used before is now in the children of an ancestor
+            parent = ended.parent
+            while parent not in ticks and parent in before:
+                parent = before[parent].parent
+            if pid not in self._before and parent in ticks:
+                ticks[parent] -= ended.ticks
         cores: dict[str, float] = {}
         for pid, increase in ticks.items():
             used = increase / os.sysconf("SC_CLK_TCK") / duration_s
