@@ -1,7 +1,7 @@
 """Whether `stoker why` finds the right cause in programs on which its rules were not written.
 
     python benchmarks/diagnose_wild.py [--half first|second|all] [--only WORD …] [--healthy-only] [--jobs N]
-                                       [--stoker DIR] [--partial FILE] [--json FILE]
+                                       [--quiet] [--stoker DIR] [--partial FILE] [--json FILE]
 
 Each job is a real program that knows nothing of stoker, run as `stoker watch -- python SCRIPT …` in a folder of its
 own; then `stoker why RUN --json` is read. A job with a fault is right if its first finding above "info" (of all
@@ -11,7 +11,8 @@ finding is compared with it. Where processes besides this benchmark used the cor
 passed over. The jobs of the first half were written before the rules were changed on their account, those of the second
 half afterwards and unseen: only the second half says how well the rules do on jobs of others. `--stoker DIR` measures
 another checkout with the same jobs. Jobs that this machine does not permit, that lack a package, or that failed by
-themselves are n/a, with the reason. Finished jobs are kept in a file (`--partial`) and not repeated.
+themselves are n/a, with the reason. Finished jobs are kept in a file (`--partial`) and not repeated. `--quiet` is for a
+machine with other users: it waits for them, and repeats what they disturbed.
 
 To add a job: write a program into `benchmarks/wild/`, parameterized by its arguments or variables, with the parameters
 of the fault among them and without a word of stoker, and add a `Job` (`wild/job.py`) to `JOBS` in
@@ -56,6 +57,7 @@ ROOT = HERE.parent
 CONTENTION = "cpu_contention"
 DISTURBED_CORES = 0.3
 """Below, a job has the machine to itself: the neighbors of `around.busy_neighbors` are not counted."""
+QUIET_S, QUIET_LIMIT_S = 3.0, 600.0
 FIRST_GOAL, TWO_GOAL, HEALTHY_GOAL, LOSS_GOAL = 0.85, 0.95, 0.95, 0.15
 
 
@@ -172,11 +174,22 @@ def cpu_seconds() -> tuple[float, float]:
     return (user + nice + system + irq + soft) / tick, own_s
 
 
+def wait_for_quiet() -> None:
+    """Returns when other processes leave the cores alone, or after QUIET_LIMIT_S."""
+    ends = time.monotonic() + QUIET_LIMIT_S
+    while time.monotonic() < ends:
+        began, (busy_s, own_s) = time.monotonic(), cpu_seconds()
+        time.sleep(QUIET_S)
+        busy_after_s, own_after_s = cpu_seconds()
+        if busy_after_s - busy_s - (own_after_s - own_s) < DISTURBED_CORES * (time.monotonic() - began):
+            return
+
+
 class Bench:
     """Runs jobs in folders of their own below `base`, which has the data."""
 
-    def __init__(self, base: Path, stoker: Path, *, keep: bool) -> None:
-        self.base, self.stoker, self.keep = base, stoker, keep
+    def __init__(self, base: Path, stoker: Path, *, keep: bool, quiet: bool = False) -> None:
+        self.base, self.stoker, self.keep, self.quiet = base, stoker, keep, quiet
         self._count, self._lock = 0, threading.Lock()
 
     def outcome(self, half: str, job: Job) -> Outcome:
@@ -184,6 +197,8 @@ class Bench:
             self._count += 1
             folder = self.base / f"job-{self._count:03d}"
         folder.mkdir()
+        if self.quiet:
+            wait_for_quiet()
         began = time.monotonic()
         read: dict[str, Any] = {"findings": None}
         busy_s, own_s = cpu_seconds()
@@ -283,8 +298,9 @@ def run_all(
     return done
 
 
-def finished(path: Path | None, asked: list[Listed]) -> list[Outcome]:
-    """What an interrupted benchmark has done, as far as it is asked for."""
+def finished(path: Path | None, asked: list[Listed], *, disturbed: bool = True) -> list[Outcome]:
+    """What an interrupted benchmark has done, as far as it is asked for; the last outcome of each job. disturbed: also
+    jobs during which other processes used the cores."""
     if path is None or not path.exists():
         return []
     wanted = {(half, job.program, job.fault, job.way): job for half, job in asked}
@@ -385,7 +401,7 @@ def run(arguments: argparse.Namespace) -> Report:
     stoker = arguments.stoker.resolve()
     partial = arguments.partial or (arguments.json.with_suffix(".partial.jsonl") if arguments.json else None)
     asked = chosen_jobs(arguments)
-    done = finished(partial, asked)
+    done = finished(partial, asked, disturbed=not arguments.quiet)
     keys = {outcome.key for outcome in done}
     todo = [(half, job) for half, job in asked if (half, job.program, job.fault, job.way) not in keys]
     folder = Path(tempfile.mkdtemp(prefix="stoker-wild-"))
@@ -402,7 +418,7 @@ def run(arguments: argparse.Namespace) -> Report:
 
     try:
         draw(folder)
-        bench = Bench(folder, stoker, keep=arguments.keep)
+        bench = Bench(folder, stoker, keep=arguments.keep, quiet=arguments.quiet)
         done += run_all(todo, bench.outcome, arguments.jobs, keep)
     finally:
         if not arguments.keep:
@@ -422,6 +438,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--partial", type=Path, metavar="FILE", help="finished jobs, to continue after an interruption; default: next "
         "to the result"
+    )  # fmt: skip
+    made.add_argument(
+        "--quiet", action="store_true", help="wait until other processes leave the cores alone, before each job; and "
+        "repeat finished jobs that they disturbed"
     )  # fmt: skip
     made.add_argument("--keep", action="store_true", help="keep the folders of the jobs")
     return made

@@ -107,6 +107,11 @@ def test_a_finished_job_is_not_repeated_unless_what_it_accepts_changed(wild: Mod
     kept.write_text(json.dumps(wild.asdict(outcome)) + "\n" + '{"half": "first", "prog')
     assert wild.finished(kept, [("first", job)]) == [outcome], "a line cut by a kill is left out"
     assert wild.finished(kept, [("second", job)]) == []
+    with kept.open("w") as file:
+        file.write(json.dumps(wild.asdict(dataclasses.replace(outcome, others_cores=1.2))) + "\n")
+    assert len(wild.finished(kept, [("first", job)])) == 1
+    assert wild.finished(kept, [("first", job)], disturbed=False) == []
+    kept.write_text(json.dumps(wild.asdict(outcome)) + "\n")
     changed = dataclasses.replace(job, accepted=("slow_storage", "slow_decode"))
     assert wild.finished(kept, [("first", changed)]) == []
 
