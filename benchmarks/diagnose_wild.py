@@ -299,14 +299,18 @@ def run_all(
 
 
 def finished(path: Path | None, asked: list[Listed], *, disturbed: bool = True) -> list[Outcome]:
-    """What an interrupted benchmark has done, as far as it is asked for; the last outcome of each job. disturbed: also
-    jobs during which other processes used the cores."""
+    """The last reading of each job in an interrupted benchmark, as far as it is asked for. disturbed: also of jobs
+    during which other processes used the cores."""
     if path is None or not path.exists():
         return []
     wanted = {(half, job.program, job.fault, job.way): job for half, job in asked}
     lines = path.read_text(encoding="utf-8").splitlines()
     found = [msgspec.convert(json.loads(line), Outcome) for line in lines if line.endswith("}")]
-    return [o for o in {o.key: o for o in found}.values() if o.key in wanted and o.accepted == wanted[o.key].accepted]
+    return [
+        o
+        for o in {o.key: o for o in found if o.findings is not None}.values()
+        if o.key in wanted and o.accepted == wanted[o.key].accepted and (disturbed or not o.disturbed)
+    ]
 
 
 def show(outcome: Outcome, count: int, of: int) -> None:

@@ -118,21 +118,21 @@ def port_in_use(port: int) -> Fault:
 
 
 def send(number: signal.Signals, *, after_s: float, to: str = "job") -> Callable[[int], None]:
-    """For Job.meanwhile. to: "job", the child of `stoker watch`; "watch"; "all": both and their children; "worker": a
-    random process without children below the job."""
+    """For Job.meanwhile. to: "job", the largest child of `stoker watch`; "watch"; "all": both and their children;
+    "worker": a random process without children below the job."""
 
     def meanwhile(pid: int) -> None:
         time.sleep(after_s)
         family = tree()
-        children = family.get(pid, [])
+        jobs = sorted(family.get(pid, []), key=memory_pages)[-1:]
         if to == "watch":
             chosen = [pid]
         elif to == "job":
-            chosen = children[:1]
+            chosen = jobs
         elif to == "all":
             chosen = [pid, *descendants(family, pid)]
         else:
-            below = [one for child in children[:1] for one in descendants(family, child)]
+            below = [one for job in jobs for one in descendants(family, job)]
             leaves = [one for one in below if one not in family]
             chosen = [random.choice(leaves)] if leaves else []
         for one in chosen:
@@ -140,6 +140,13 @@ def send(number: signal.Signals, *, after_s: float, to: str = "job") -> Callable
                 os.kill(one, number)
 
     return meanwhile
+
+
+def memory_pages(pid: int) -> int:
+    """Resident memory; 0 of an ended process. Tells a job from small helper processes of `stoker watch`."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return 0
 
 
 def tree() -> dict[int, list[int]]:
