@@ -28,9 +28,9 @@ _COVERED_CAUSES = {"disk_full": ("disk_nearly_full",)}
 
 
 def diagnose(run_dir: Path) -> list[Finding]:
-    """What ended a run that did not finish; then the critical findings, what will soon end it before what cost time, then
-    the warnings, and last the findings with severity info; of each, the largest loss first. An end by request explains
-    nothing that is wrong, so it follows the warnings."""
+    """What ended a run that did not finish; then the critical findings, what will soon end it before what cost time;
+    then the warnings, and last the findings with severity info; of each, the largest loss first. An end by request
+    explains nothing that is wrong, so it follows the warnings."""
     return run_rules(read_run(run_dir))
 
 
@@ -45,8 +45,8 @@ def run_rules(run: RunRecords) -> list[Finding]:
     if not end_findings:
         return remaining
     if end_findings[0].cause in _ENDS_BY_REQUEST:
-        faults = [finding for finding in remaining if finding.severity != "info"]
-        return [*faults, *end_findings, *remaining[len(faults) :]]
+        faults = [finding for finding in remaining if finding.severity != "info" and finding.cause != CPU_CONTENTION.id]
+        return [*faults, *end_findings, *(finding for finding in remaining if finding not in faults)]
     if end_findings[0].cause in UNEXPLAINED:
         hung = [finding for finding in remaining if finding.cause == "hung"]
         return [*hung, *end_findings, *(finding for finding in remaining if finding.cause != "hung")]

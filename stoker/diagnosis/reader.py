@@ -237,6 +237,8 @@ def _add_steady(run_records: RunRecords, window: StepWindow, *, excluded: tuple[
     for name, duration_s in window.thread_cpu_s.items():
         if name not in excluded:
             steady.thread_cpu_s[name] = steady.thread_cpu_s.get(name, 0.0) + duration_s
+    if window.process_cpu_s is not None and window.wall_s > 0:
+        steady.process_cpu.add(window.process_cpu_s / window.wall_s)
     steady.device_s += max(0.0, device_s)
     steady.wall_s += max(0.0, device_s) / max(1, window.devices)
     steady.steps += window.window_steps

@@ -25,6 +25,8 @@ class SteadyStats:
     phases: dict[str, float] = dataclasses.field(default_factory=dict)
     thread_cpu_s: dict[str, float] = dataclasses.field(default_factory=dict)
     """CPU-seconds of the training thread by the phase that it was in; empty: not measured."""
+    process_cpu: Mean = dataclasses.field(default_factory=Mean)
+    """Cores that the training process used in each window: all its threads, without its children."""
     steps: int = 0
     num_images: int = 0
     steps_with_image_count: int = 0

@@ -236,7 +236,7 @@ def test_a_loss_that_rises_in_an_external_job_is_an_lr_too_high(tmp_path: Path) 
     returns = {"config": None, "losses": lambda s: {"total": (2.3, 80.0)[s] if s < 2 else 2.2 * 0.98**s}}
     assert findings(tmp_path / "returns", returns) == []
     noisy = {"config": None, "losses": lambda s: {"total": 2.0 * (1.0 + 0.5 * (s % 3))}}
-    assert findings(tmp_path / "noisy", noisy) == []
+    assert [f.severity for f in findings(tmp_path / "noisy", noisy)] == ["info"]  # it learns nothing
 
 
 def test_a_native_run_too_short_for_its_own_events_is_judged_by_its_losses(tmp_path: Path) -> None:
@@ -244,6 +244,13 @@ def test_a_native_run_too_short_for_its_own_events_is_judged_by_its_losses(tmp_p
     assert findings(tmp_path / "short", {**jumped, "seconds": 12})[0].cause == "lr_too_high"
     long = findings(tmp_path / "long", {**jumped, "seconds": 40})
     assert [finding.cause for finding in long if finding.severity != "info"] == []
+
+
+def test_a_flat_loss_alone_is_info_and_only_after_many_steps(tmp_path: Path) -> None:
+    flat = {"config": None, "losses": lambda _: {"total": 2.3}, "window": lambda _: {"grad_norm": 0.5}}
+    finding = of(findings(tmp_path / "long", flat), "lr_too_low")
+    assert (finding.severity, finding.command, finding.lost_device_s) == ("info", None, None)
+    assert findings(tmp_path / "short", flat | {"steps": 3}) == []
 
 
 def test_an_event_about_a_low_lr_is_forgotten_when_the_loss_falls(tmp_path: Path) -> None:
@@ -283,6 +290,18 @@ def test_a_loader_without_workers_is_judged_by_the_training_thread(tmp_path: Pat
     }  # fmt: skip
     inline = job | {"events": [("info", "", {"workers": 0})]}
     assert [f.cause for f in findings(tmp_path / "inline", inline)] == ["slow_storage"]
+
+
+def test_the_cpu_time_of_loader_processes_is_that_of_the_job_besides_the_training_process(tmp_path: Path) -> None:
+    """Threads of the model compute as much in both jobs."""
+    for workers_cpu, cause in ((0.2, "slow_storage"), (0.9, "too_few_workers")):
+        job = {
+            "external": True, "config": None, "fractions": {"input_wait": 0.4},
+            "host": lambda _, cores=1.2 + workers_cpu: {"process_cpu": cores},
+            "window": lambda _: {"thread_cpu_s": {"compute": 0.6, "input_wait": 0.01}, "process_cpu_s": 1.2},
+            "events": [("info", "", {"workers": 1})],
+        }  # fmt: skip
+        assert [f.cause for f in findings(tmp_path / cause, job)] == [cause]
 
 
 def test_a_short_run_has_no_warning_about_its_start_or_evaluation(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from stoker.runs.schemas import Finding
 
 MIN_CPU_FRACTION = Threshold(
     0.20,
-    "threshold of a watched job that trains on CPUs, plus the fraction that other processes took: ranks share cores with "
-    "each other, with gloo's threads and with other processes, so they are late by turns (heuristic)",
+    "threshold of a watched job that trains on CPUs, plus the fraction that other processes took: ranks share cores "
+    "with each other, with gloo's threads and with other processes, so they are late by turns (heuristic)",
 )
 
 STRAGGLER = Cause(

@@ -36,8 +36,8 @@ CPU_CONTENTION = Cause(
     warning_threshold=0.60,
     metric="CPU time that the run's threads demanded (they ran, or waited for a core) and other processes got, while "
     "the cores are busy: fraction of the demand, or of the time if the demand is below one core",
-    source="heuristic: it is no fault of the job, so it is a warning only if the job loses most of its CPU time; two busy "
-    "processes on two cores take half",
+    source="heuristic: it is no fault of the job, so it is a warning only if the job loses most of its CPU time; two "
+    "busy processes on two cores take half",
     thresholds={
         "busy": Threshold(0.85, "mean utilization of the cores from which other processes can slow the run (heuristic)")
     },

@@ -6,7 +6,7 @@ The reasons: `slow_storage.py`, `slow_decode.py`, `too_few_workers.py`.
 from typing import Any
 
 from stoker.diagnosis.causes.cause import Cause, Threshold
-from stoker.diagnosis.causes.cpu import contended_fraction, cpu_demand, thread_cpu_utilization
+from stoker.diagnosis.causes.cpu import contended_fraction, cpu_demand, cpu_demand_ratio, thread_cpu_utilization
 from stoker.diagnosis.causes.host_memory import is_under_memory_pressure
 from stoker.diagnosis.causes.shared import (
     cpu_utilization_evidence,
@@ -200,6 +200,8 @@ def loader_cpu(run: RunRecords) -> float | None:
     utilization = thread_cpu_utilization(run, "input_wait")
     if run.facts.get("workers") == 0 and utilization is not None:
         return utilization * fraction  # the training thread is the loader
+    if (worker_utilization := _worker_utilization(run)) is not None:
+        return worker_utilization * run.facts["workers"] * run.num_ranks
     return max(0.0, process_cpu - _training_thread_cpu(run, fraction))
 
 
@@ -208,8 +210,28 @@ def loader_cpu_evidence(cores: float) -> Evidence:
     return make_evidence(text, cores, "devices.jsonl: process_cpu")
 
 
+def _worker_utilization(run: RunRecords) -> float | None:
+    """Fraction of the time in which a worker process of the loader computed, 0 … 1: the CPU time of the job besides
+    that of the training processes. A worker that limits the training never waits for a free place, so the rest is a
+    wait for bytes. None without such processes, or if it was not measured."""
+    workers, process_cpu, ratio = run.facts.get("workers"), run.host.process_cpu.value, cpu_demand_ratio(run)
+    training_cpu = run.steady.process_cpu.value
+    if not isinstance(workers, int) or workers <= 0 or run.is_native_run:
+        return None
+    if process_cpu is None or ratio is None or training_cpu is None:
+        return None
+    return min(1.0, ratio * max(0.0, process_cpu - run.num_ranks * training_cpu) / (workers * run.num_ranks))
+
+
 def idle_while_waiting_evidence(run: RunRecords) -> Evidence | None:
     """The process computed so little that its threads were idle during the wait; None if they were not."""
+    worker_utilization = _worker_utilization(run)
+    if worker_utilization is not None:
+        if worker_utilization >= MAX_IDLE_CPU.value:
+            return None
+        workers = f"the loader's {run.facts['workers']} worker processes"
+        text = f"{workers} computed {percent(worker_utilization)} of the time"
+        return make_evidence(text, worker_utilization, "devices.jsonl: process_cpu; steps.jsonl: process_cpu_s")
     process_cpu, loader_cores = cpu_demand(run), loader_cpu(run)
     if process_cpu is None or loader_cores is None or loader_cores / _wait_fraction(run) >= MAX_IDLE_CPU.value:
         return None

@@ -61,14 +61,14 @@ LR_TOO_HIGH = Cause(
 
 LR_TOO_LOW = Cause(
     id="lr_too_low",
-    title="The learning rate looks too low: nothing changes",
+    title="Nothing is learned: the loss does not change",
     reason="architecture and hyper-parameters",
     symptom="a fifth of the run is over, and loss and gradient are the same as at its beginning",
     required_records=("events.jsonl: lr_too_low, or steps.jsonl: losses.total, lr",),
-    warning_threshold=1,
-    metric="1: an event of the run reported it, and the loss has not fallen since; or the loss does not change at a tiny "
-    "learning rate. A flat loss alone is no sign: some losses fall only after hundreds of steps, or there is nothing to "
-    "learn",
+    info_threshold=1,
+    warning_threshold=2,
+    metric="2: an event of the run reported it, and the loss has not fallen since; or the loss does not change at a "
+    "tiny learning rate. 1: the loss alone does not change in many steps, as it also does if there is nothing to learn",
     source=_SOURCE,
     thresholds={
         "max_loss_change": Threshold(
@@ -84,11 +84,16 @@ LR_TOO_LOW = Cause(
         ),
         "min_windows": Threshold(6, "windows with a loss since the job's beginning (heuristic)"),
         "min_steps": Threshold(20, "steps in them (heuristic)"),
+        "min_flat_steps": Threshold(
+            150,
+            "steps in them if the learning rate is not tiny: a job's loss fell after 140 steps (heuristic)",
+        ),
         "rising_lr": Threshold(0.99, "newest learning rate over the highest from which a rising one still rises"),
         "learned": Threshold(0.8, "median loss of the last third over the first below which an event was premature"),
     },
     confidence=0.8,
-    fix="Use a larger learning rate, ten times or more, unless the weights had been trained on these images before",
+    fix="If the learning rate is tiny, use ten times as much; else check that the optimizer has the parameters of the "
+    "model that is trained, that they are not frozen, and that the labels fit the images",
     command="--lr",
 )
 
@@ -175,7 +180,7 @@ def lr_too_low(run: RunRecords) -> Finding | None:
         return make_finding(
             run,
             cause,
-            1,
+            2,
             [event_evidence(event) for event in events[-MAX_EXAMPLES:]],
             command=lr_command(events[-1].data.get("suggested_lr")),
             lost_s=steps_s,
@@ -191,16 +196,25 @@ def lr_too_low(run: RunRecords) -> Finding | None:
         return None
     if _max_relative_change(loss) > cause.threshold("max_loss_change"):
         return None
-    lr, newest_lr = learning.lr.max_value, learning.newest_lr
-    if lr is None or newest_lr is None or lr > cause.threshold("max_lr"):
+    if _is_warming_up(run):
         return None
-    min_lr, still_high = learning.lr.min_value or 0.0, cause.threshold("rising_lr") * lr
-    if min_lr < still_high <= newest_lr:
-        return None  # a warm-up
+    lr = learning.lr.max_value
     text = f"the loss was {loss[0]:.4g} at the beginning and is {loss[-1]:.4g} after {run.totals.steps:,} steps"
     evidence = [make_evidence(text, loss[-1] / loss[0], "steps.jsonl: losses"), lr_evidence(run)]
-    command = lr_command(10 * lr) if lr else None
-    return make_finding(run, cause, 1, evidence, lost_s=steps_s, estimate_basis=basis, command=command)
+    if lr is not None and lr <= cause.threshold("max_lr"):
+        command = lr_command(10 * lr) if lr else None
+        return make_finding(run, cause, 2, evidence, lost_s=steps_s, estimate_basis=basis, command=command)
+    if run.steady.steps < cause.threshold("min_flat_steps"):
+        return None
+    return make_finding(run, cause, 1, evidence, confidence=0.4)
+
+
+def _is_warming_up(run: RunRecords) -> bool:
+    """Whether the learning rate still rises."""
+    lr, newest_lr = run.learning.lr, run.learning.newest_lr
+    if lr.max_value is None or lr.min_value is None or newest_lr is None:
+        return False
+    return lr.min_value < LR_TOO_LOW.threshold("rising_lr") * lr.max_value <= newest_lr
 
 
 def finding_from_events(run: RunRecords, cause: Cause, events: list[Event], lost_s: float | None) -> Finding | None:

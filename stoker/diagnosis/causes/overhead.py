@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from stoker.diagnosis.causes.cause import HEURISTIC, Cause, Threshold
+from stoker.diagnosis.causes.cause import HEURISTIC, Cause, Severity, Threshold
 from stoker.diagnosis.causes.cpu import CPU_CONTENTION, busiest_processes_evidence
 from stoker.diagnosis.causes.shared import (
     attempts_evidence,
@@ -19,8 +19,9 @@ from stoker.runs.schemas import Evidence, Finding
 
 SHORT_RUN = Threshold(
     0.13,
-    "warning threshold of a run under 3 minutes or 100 steps, whose number of evaluations and checkpoints is not known; "
-    "if it is under both, there is no warning (heuristic: a fifth of the images, evaluated in each epoch, takes 8 %)",
+    "warning threshold of a run under 3 minutes or 100 steps, whose number of evaluations and checkpoints is not "
+    "known; if it is under both, there is no warning about evaluation (heuristic: a fifth of the images, evaluated in "
+    "each epoch, takes 8 %)",
 )
 
 _COMPILE_FIX = (
@@ -137,10 +138,8 @@ def _short_run_options(run: RunRecords, cause: Cause, count: int) -> dict[str, A
     in a very short one."""
     if not is_short(run) or count:
         return {}
-    return {
-        "min_measured": cause.threshold("short_run"),
-        "severity": "info" if is_very_short(run) else None,
-    }
+    is_info = cause is EVALUATION_HEAVY and is_very_short(run)
+    return {"min_measured": cause.threshold("short_run"), "severity": "info" if is_info else None}
 
 
 def startup_heavy(run: RunRecords) -> Finding | None:
@@ -156,7 +155,7 @@ def startup_heavy(run: RunRecords) -> Finding | None:
         attempts_evidence(run),
     ]
     fraction = seconds / run.totals.device_s
-    severity = None if STARTUP_HEAVY.severity(fraction) is None or not is_short(run) else "info"
+    severity: Severity | None = "info" if is_short(run) else None
     cause_evidence, fix = _startup_cause(run, compile_s / seconds)
     return make_finding(
         run,

@@ -142,12 +142,14 @@ def host_device_syncs(run: RunRecords) -> Finding | None:
 def _computes_elsewhere(run: RunRecords) -> bool:
     """Whether the training thread leaves the work to other threads of the process, as TensorFlow's does on a CPU: it
     waits most of the time, and they use as much CPU time as would explain it. None of it is lost then."""
-    process_cpu, ratio = run.host.process_cpu.value, cpu_demand_ratio(run)
+    process_cpu, ratio = run.steady.process_cpu.value, cpu_demand_ratio(run)
+    if process_cpu is None and run.host.process_cpu.value is not None:
+        process_cpu = run.host.process_cpu.value / run.num_ranks
     thread_cpu_s = sum(run.steady.thread_cpu_s.values())
     if process_cpu is None or ratio is None or not run.on_cpu or not run.steady.thread_cpu_s or run.steady.wall_s <= 0:
         return False
     thread_cpu = thread_cpu_s / run.steady.wall_s
-    others_cpu = ratio * max(0.0, process_cpu / run.num_ranks - thread_cpu)
+    others_cpu = ratio * max(0.0, process_cpu - thread_cpu)
     idle_fraction = 1 - min(1.0, ratio * thread_cpu)
     return idle_fraction > _MIN_HANDED_OVER.value and others_cpu >= _MIN_EXPLAINED.value * idle_fraction
 
