@@ -53,8 +53,8 @@ LOOP = (
          variables={"LOST_BY": "scored"}),
     loop("Python in the loop", "statistics of a long list", "{images} --stats 300000", accepted=("python_bound",),
          variables={"LOST_BY": "scored"}),
-    loop("evaluation too often", "net.eval() and no_grad", "{images} --eval-every 4", accepted=("evaluation_heavy",)),
-    loop("evaluation too often", "no eval(), no no_grad", "{images} --valid-every 4", accepted=("evaluation_heavy",)),
+    loop("evaluation too often", "net.eval() and no_grad", "{images} --eval-every 2", accepted=("evaluation_heavy",)),
+    loop("evaluation too often", "no eval(), no no_grad", "{images} --valid-every 2", accepted=("evaluation_heavy",)),
     loop("checkpoints too often", "torch.save of a large model", "{images} --hidden 8192 --save-every 2",
          accepted=("checkpoint_heavy",), variables={"LOST_BY": "saved"}),
     loop("checkpoints too often", "pickle and fsync on a slow disk",
@@ -79,11 +79,11 @@ LOOP = (
          accepted=("killed",), exits=None),
     loop("killed from outside", "memory limit", "{images} --history --max-seconds 60", exits=None,
          around=around.memory_limit(1_000_000_000), accepted=KILLED_FULL),
-    loop(HEALTHY, "two workers", "{images} --width 32"),
-    loop(HEALTHY, "short", "{images} --max-seconds 3"),
-    loop(HEALTHY, "long", "{images} --max-seconds 60 --width 32 --eval-every 200 --save-every 400"),
-    loop(HEALTHY, "random labels", "{images} --random-labels"),
-    loop(HEALTHY, "a busy neighbor", "{images} --width 32", around=around.busy_neighbors(1)),
+    loop(HEALTHY, "two workers", "{images} --width 48"),
+    loop(HEALTHY, "short", "{images} --width 48 --max-seconds 3"),
+    loop(HEALTHY, "long", "{images} --max-seconds 60 --width 48 --eval-every 100 --save-every 200"),
+    loop(HEALTHY, "random labels", "{images} --width 48 --random-labels"),
+    loop(HEALTHY, "a busy neighbor", "{images} --width 48", around=around.busy_neighbors(1)),
     loop(HEALTHY, "no worker, cheap images", "{images} --workers 0 --width 64 --size 64 --print-every 20"),
 )  # fmt: skip
 
@@ -94,7 +94,7 @@ RANK_0_OF_2 = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "LOCA
 DDP = (
     ddp("straggler", "work on the last rank only", "{wild}/ddp.py {images} --mining 0.25", accepted=("straggler",),
         variables={"LOST_BY": "mined"}),
-    ddp("straggler", "larger images on the last rank", "{wild}/ddp.py {images} --multi-scale 144",
+    ddp("straggler", "larger images on the last rank", "{wild}/ddp.py {images} --multi-scale 192",
         accepted=("straggler",)),
     ddp("slow storage", "LD_PRELOAD delay", "{wild}/ddp.py {images}", accepted=("slow_storage",),
         around=around.slow_reads("/images/", 0.015), variables={"LOST_BY": "waited"}),
@@ -116,7 +116,7 @@ DDP = (
         accepted=("ended_by_error",)),
     ddp("exception on one rank", "missing key", "{wild}/ddp.py {images} --bad-key 8", alone=False, exits=1,
         accepted=("ended_by_error",)),
-    ddp(HEALTHY, "as usual", "{wild}/ddp.py {images} --side 96 --save-every 50"),
+    ddp(HEALTHY, "as usual", "{wild}/ddp.py {images} --save-every 50"),
     ddp(HEALTHY, "short", "{wild}/ddp.py {images} --duration 4"),
 )  # fmt: skip
 
@@ -163,7 +163,7 @@ LIGHTNING = (
               variables={"LOST_BY": "ranked"}),
     lightning("evaluation too often", "val_check_interval=2", "--val-check-interval 2",
               accepted=("evaluation_heavy",)),
-    lightning("evaluation too often", "validation in a callback", "--val-now 4", accepted=("evaluation_heavy",)),
+    lightning("evaluation too often", "validation in a callback", "--val-now 2", accepted=("evaluation_heavy",)),
     lightning("checkpoints too often", "ModelCheckpoint every 2 steps", "--ckpt-every 2 --hidden 60000",
               accepted=("checkpoint_heavy",)),
     lightning("checkpoints too often", "torch.save in a callback", "--save-now 2 --hidden 60000",
@@ -172,7 +172,8 @@ LIGHTNING = (
               accepted=("preempted",)),
     lightning("preempted", "SIGTERM to all", "--seconds 60", meanwhile=send(signal.SIGTERM, after_s=30, to="all"),
               exits=None, accepted=("preempted",)),
-    lightning("nothing is learned", "all layers frozen but a bias", "--freeze --lr 1e-7", accepted=("lr_too_low",)),
+    lightning("nothing is learned", "all layers frozen but a bias", "--freeze --lr 1e-7",
+              accepted=("lr_too_low", "training_from_scratch")),
     lightning("nothing is learned", "lr 1e-10", "--lr 1e-10", accepted=("lr_too_low",)),
     lightning(HEALTHY, "as usual", "--width 48"),
     lightning(HEALTHY, "a busy neighbor", "--width 48", around=around.busy_neighbors(1)),
@@ -208,9 +209,9 @@ KERAS = (
         accepted=("path_not_found",)),
     fit("broken start", "weights of another model", "{images} --weights {wild}/keras_fit.py", alone=False, exits=1,
         accepted=("ended_by_error",)),
-    fit(HEALTHY, "as usual", "{images} --width 32"),
-    fit(HEALTHY, "short, with validation", "{images} --validate --seconds 5"),
-    fit(HEALTHY, "long, a checkpoint now and then", "{images} --width 32 --seconds 50 --checkpoint-freq 60"),
+    fit(HEALTHY, "as usual", "{images} --width 64"),
+    fit(HEALTHY, "short, with validation", "{images} --width 64 --validate --seconds 5"),
+    fit(HEALTHY, "long, a checkpoint now and then", "{images} --width 64 --seconds 50 --checkpoint-freq 60"),
 )  # fmt: skip
 
 JOBS: tuple[Job, ...] = (*LOOP, *DETECTION, *KERAS, *DDP, *LIGHTNING)

@@ -117,7 +117,7 @@ def main():
     parser.add_argument("source")
     parser.add_argument("--batch", type=int, default=24)
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--width", type=int, default=24)
+    parser.add_argument("--width", type=int, default=48)
     parser.add_argument("--dense", type=int, default=64)
     parser.add_argument("--augment", default="none")
     parser.add_argument("--optimizer", default="adam")

@@ -137,7 +137,7 @@ if __name__ == "__main__":
     ap.add_argument("root")
     ap.add_argument("--num-workers", type=int, default=1)
     ap.add_argument("--batch-size", type=int, default=32)
-    ap.add_argument("--width", type=int, default=24)
+    ap.add_argument("--width", type=int, default=32)
     ap.add_argument("--hidden", type=int, default=64)
     ap.add_argument("--lr", type=float, default=1e-3)
     ap.add_argument("--optimizer", default="adamw")

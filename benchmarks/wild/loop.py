@@ -117,7 +117,7 @@ def main():
     ap.add_argument("--workers", type=int, default=2)
     ap.add_argument("--bs", type=int, default=32)
     ap.add_argument("--size", type=int, default=64)
-    ap.add_argument("--width", type=int, default=24)
+    ap.add_argument("--width", type=int, default=40)
     ap.add_argument("--hidden", type=int, default=128)
     ap.add_argument("--opt", default="adam", choices=["adam", "sgd"])
     ap.add_argument("--lr", type=float, default=1e-3)
