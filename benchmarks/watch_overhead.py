@@ -119,8 +119,8 @@ class Job:
 
 
 def find_jobs() -> list[Job]:
-    jobs = [Job("torch loop", sys.executable, TORCH, 8000), Job("transformers Trainer", sys.executable, TRAINER, 4000)]
-    jobs.append(Job("Keras on TensorFlow", PEERS, KERAS, 4000))
+    jobs = [Job("torch loop", sys.executable, TORCH, 1500), Job("transformers Trainer", sys.executable, TRAINER, 1500)]
+    jobs.append(Job("Keras on TensorFlow", PEERS, KERAS, 2500))
     if python := os.environ.get("STOKER_ULTRALYTICS_PYTHON"):
         jobs.append(Job("Ultralytics", python, ULTRALYTICS, 150))
     return jobs

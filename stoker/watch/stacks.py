@@ -34,10 +34,13 @@ SAMPLE_INTERVAL_S, IDLE_SAMPLE_INTERVAL_S, STARTUP_SAMPLE_INTERVAL_S = 2.0, 1.0,
 """Time between samples of a process: normally, while the GPUs are idle (there is something to explain), and in the
 first STARTUP_S (there are few samples). Busy times are sampled too, because fractions are of all the time."""
 STARTUP_S = 120.0
+STARTUP_CPU_S = 0.3
+"""CPU-seconds for samples besides MAX_CPU_FRACTION: some twenty in the first seconds of a job."""
 IDLE_UTILIZATION = 0.5
 """GPUs with a lower mean utilization, by the driver, count as idle."""
-MAX_CPU_FRACTION = 0.025
-"""Fraction of a core that sampling may take: with more processes, or slower samples, the intervals are longer."""
+MAX_CPU_FRACTION = 0.01
+"""Fraction of a core that sampling may take since its start: with more processes, or slower samples, the intervals are
+longer. Half of the 2 % of a job that watching may cost (benchmarks/watch_overhead.py)."""
 MAX_PROCESSES = 8
 """The busiest Python processes are sampled. Of a loader worker or a launcher one sample is enough."""
 HELPER_RECHECK_POLLS = 12
@@ -229,7 +232,7 @@ class StackSampler:
         if py_spy is None:
             self._on_unavailable("not recorded: py-spy is not installed")
             return
-        next_poll_s, cost_s, last_failure = 0.0, 0.0, "no Python process of the job was seen"
+        next_poll_s, cost_s, spent_s, last_failure = 0.0, 0.0, 0.0, "no Python process of the job was seen"
         queue: collections.deque[processes.Process] = collections.deque()
         wait_s, start_s = 0.0, time.monotonic()
         while not self._stop.wait(wait_s):
@@ -258,10 +261,12 @@ class StackSampler:
                     return
                 if window.failures >= MAX_FAILURES or not queue[-1].is_alive():
                     queue.pop()
-            cost_s = max(cost_s * 0.9, _children_cpu_s() - cpu_before_s)  # decreases slowly after a costly sample
+            sample_cpu_s = _children_cpu_s() - cpu_before_s
+            spent_s += sample_cpu_s
+            cost_s = max(cost_s * 0.9, sample_cpu_s)  # decreases slowly after a costly sample
             interval_s = IDLE_SAMPLE_INTERVAL_S if self._gpus_are_idle() else SAMPLE_INTERVAL_S
             interval_s = min(interval_s, STARTUP_SAMPLE_INTERVAL_S) if now_s - start_s < STARTUP_S else interval_s
-            wait_s = max(interval_s / max(1, len(queue)), min(cost_s, 1.0) / MAX_CPU_FRACTION)
+            wait_s = max(interval_s / max(1, len(queue)), _affordable_after_s(spent_s + cost_s, now_s - start_s))
         self._write_windows(time.time(), min_s=0.0)
         if not self._any_sampled:
             self._on_unavailable(f"not recorded: {last_failure}")
@@ -325,6 +330,12 @@ class StackSampler:
             [gpu.utilization for gpu in sample.gpus if gpu.utilization is not None] if sample is not None else []
         )
         return bool(utilizations) and sum(utilizations) / len(utilizations) < IDLE_UTILIZATION
+
+
+def _affordable_after_s(cost_s: float, elapsed_s: float) -> float:
+    """Seconds until the samples so far and the next one, of cost_s CPU-seconds in total, are within the budget; at most
+    a minute, because one costly sample must not end the sampling."""
+    return min(60.0, (cost_s - STARTUP_CPU_S) / MAX_CPU_FRACTION - elapsed_s)
 
 
 def _read_cwd(pid: int) -> str:

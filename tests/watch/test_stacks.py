@@ -178,3 +178,12 @@ def test_a_window_of_stacks_has_the_cpu_time_of_all_threads() -> None:
     assert samples.make_window(114.0, 1, 1000 + 17 * hertz).process_cpu == 0.5
     samples.samples = 1
     assert samples.make_window(116.0, 1, None).process_cpu is None, "it ended"
+
+
+def test_samples_stay_within_their_budget_of_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """20 at once, then one in 1.5 s, of 15 ms each."""
+    monkeypatch.setattr(stacks, "MAX_CPU_FRACTION", 0.01)
+    assert stacks._affordable_after_s(20 * 0.015, elapsed_s=0.1) <= 0
+    assert stacks._affordable_after_s(21 * 0.015, elapsed_s=0.1) == pytest.approx(1.4)
+    assert stacks._affordable_after_s(21 * 0.015, elapsed_s=3.0) <= 0
+    assert stacks._affordable_after_s(9.0, elapsed_s=10.0) == 60.0
