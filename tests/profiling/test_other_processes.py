@@ -122,3 +122,13 @@ def test_a_real_process_that_is_not_of_the_run_is_named(tmp_path: Path) -> None:
     finally:
         os.kill(busy, 9)
         run.communicate()
+
+
+def test_a_process_that_ends_while_it_is_read_has_the_kernels_name(tmp_path: Path) -> None:
+    """Its command line is empty, as that of a thread of the kernel."""
+    others = OtherProcesses({10}, tmp_path)
+    put(tmp_path, 20, cpu_s=1)
+    others.sample(0.0, other_cores=1.0)
+    put(tmp_path, 20, cpu_s=2)
+    (tmp_path / "20/cmdline").write_bytes(b"")
+    assert others.sample(1.0, other_cores=1.0) == pytest.approx({"cc1plus": 1.0})

@@ -201,7 +201,7 @@ def loader_cpu(run: RunRecords) -> float | None:
     if run.facts.get("workers") == 0 and utilization is not None:
         return utilization * fraction  # the training thread is the loader
     if (worker_utilization := _worker_utilization(run)) is not None:
-        return worker_utilization * run.facts["workers"] * run.num_ranks
+        return worker_utilization * float(run.facts["workers"]) * run.num_ranks
     return max(0.0, process_cpu - _training_thread_cpu(run, fraction))
 
 

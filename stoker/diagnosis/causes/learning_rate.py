@@ -33,7 +33,7 @@ LR_TOO_HIGH = Cause(
         ),
         "min_windows": Threshold(6, "windows with a loss (heuristic)"),
         "half_learned": Threshold(
-            0.5, "newest loss over the first below which a rise is small beside what was learned (heuristic)"
+            0.5, "newest loss over the first below which a rise is small compared with what was learned (heuristic)"
         ),
         "above_first": Threshold(3.0, "times the first loss that is too much (heuristic)"),
         "max_loss": Threshold(

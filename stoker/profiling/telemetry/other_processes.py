@@ -5,6 +5,7 @@ processes there are. A container sees only its own processes. The processes of t
 """
 
 import contextlib
+import itertools
 import math
 import os
 from pathlib import Path
@@ -93,7 +94,7 @@ class OtherProcesses:
         """The kernel's name of the program; for an interpreter, its script or module too: `python train.py`."""
         name = self._before[pid].name
         arguments = (read_or_none(f"{self._proc}/{pid}/cmdline") or b"").decode(errors="replace").split("\0")[1:]
-        for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        for argument, following in itertools.pairwise([*arguments, ""]):
             if argument == "-m" or argument.endswith((".py", ".sh", ".pl", ".R")):
                 return f"{name} {following if argument == '-m' else os.path.basename(argument)}"
             if not argument.startswith("-"):
