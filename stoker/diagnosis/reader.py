@@ -119,6 +119,9 @@ def _read_events(run_dir: Path, run_records: RunRecords) -> Event | None:
                 run_records.empty_inputs = [str(path) for path in empty_inputs]
             if "storage" in event.data or "could not be written" in event.text or "did not reach" in event.text:
                 run_records.storage_warnings.append(event.text)
+        inside = event.data.get("coverage", {}).get("inside the job", "")
+        if inside.startswith("recorded: "):
+            run_records.frameworks = inside
         if event.kind == "info" and isinstance(event.data.get("facts"), dict):
             run_records.facts |= event.data["facts"]
         workers = event.data.get("workers")

@@ -205,6 +205,8 @@ class RunRecords:
     """The images are in a bucket."""
     is_external: bool = False
     """`stoker watch` recorded a job that stoker did not write: its phases are known only if the job reports them."""
+    frameworks: str = ""
+    """What `stoker watch` timed from inside the job, with the names of its frameworks; empty: nothing."""
     is_native_run: bool = False
     """A run of `stoker train`: all its phases are known."""
     steady: SteadyStats = dataclasses.field(default_factory=SteadyStats)

@@ -304,6 +304,18 @@ def test_the_cpu_time_of_loader_processes_is_that_of_the_job_besides_the_trainin
         assert [f.cause for f in findings(tmp_path / cause, job)] == [cause]
 
 
+def test_threads_of_torch_are_no_loader_and_threads_of_tensorflow_may_be(tmp_path: Path) -> None:
+    for frameworks, cause in (("Keras 3 on torch", "slow_storage"), ("Keras 3 on tensorflow", "too_few_workers")):
+        coverage = {"coverage": {"inside the job": f"recorded: {frameworks} in a process"}}
+        job = {
+            "external": True, "config": None, "fractions": {"input_wait": 0.4},
+            "host": lambda _: {"process_cpu": 1.2, "cpu_core_utilization": [0.3] * 4},
+            "window": lambda _: {"thread_cpu_s": {"compute": 0.58, "input_wait": 0.01}, "process_cpu_s": 1.2},
+            "events": [("info", "inside the job", coverage)],
+        }  # fmt: skip
+        assert [f.cause for f in findings(tmp_path / frameworks, job)] == [cause]
+
+
 def test_a_short_run_has_no_warning_about_its_start_or_evaluation(tmp_path: Path) -> None:
     job = {"external": True, "config": None, "fractions": {"eval": 0.4}}
     for seconds, steps, severity in ((30, 2, ["info"]), (30, 8, ["critical"]), (200, 8, ["critical"])):
