@@ -15,6 +15,8 @@ from wild.job import HEALTHY, Job
 DIVERGES = ("lr_too_high", "diverged", "non_finite_loss", "unstable_training")
 INPUT = ("slow_decode", "too_few_workers", "input_bound")
 """Python, PIL or a decoder too slow for one worker or none: which of the three is a matter of taste."""
+OPEN_FILES = ("too_many_open_files", "fd_limit_near")
+SHM = ("shared_memory_full", "shared_memory_small", "loader_worker_killed")
 HANGS = ("hung", "hang")
 MEMORY = ("host_memory_leak", "host_memory_near_limit")
 KILLED_FULL = ("oom_killed", "host_out_of_memory", "host_memory_leak")
@@ -39,7 +41,7 @@ LOOP = (
          variables={"LOST_BY": "waited"}),
     loop("slow storage", "cold files on a throttled disk", "{folder}/data --workers 2 --bs 16",
          around=around.slow_disk("photos", read_bytes_per_s=1_500_000), accepted=("slow_storage", "cold_cache")),
-    loop("slow preprocessing", "Python pixel by pixel, one worker", "{images} --workers 1 --augment python",
+    loop("slow preprocessing", "Python pixel by pixel, one worker", "{images} --workers 1 --augment python --width 16",
          accepted=INPUT, variables={"LOST_BY": "waited"}),
     loop("slow preprocessing", "PIL in a lambda, no worker", "{images} --workers 0 --augment lambda",
          accepted=INPUT, variables={"LOST_BY": "waited"}),
@@ -109,13 +111,13 @@ DDP = (
     ddp("unused parameters", "layers skipped at random", "{wild}/ddp.py {images} --drop-path 0.2", alone=False,
         exits=1, accepted=("ddp_unused_parameters",)),
     ddp("rendezvous", "the port is in use", "--master-port 29517 {wild}/ddp.py {images}", alone=False, exits=1,
-        around=around.port_in_use(29517), accepted=("rendezvous_failed",)),
+        around=around.port_in_use(29517), accepted=("port_in_use", "rendezvous_failed")),
     alone_rank("rendezvous", "a rank is missing", "{images} --timeout 12", alone=False, exits=1,
                accepted=("rendezvous_failed",), variables=RANK_0_OF_2 | {"MASTER_PORT": "29518"}),
     ddp("exception on one rank", "shape mismatch", "{wild}/ddp.py {images} --bad-shape 8", alone=False, exits=1,
-        accepted=("ended_by_error",)),
+        accepted=("input_channels_mismatch", "shape_mismatch")),
     ddp("exception on one rank", "missing key", "{wild}/ddp.py {images} --bad-key 8", alone=False, exits=1,
-        accepted=("ended_by_error",)),
+        accepted=("key_error",)),
     ddp(HEALTHY, "as usual", "{wild}/ddp.py {images} --save-every 50"),
     ddp(HEALTHY, "short", "{wild}/ddp.py {images} --duration 4"),
 )  # fmt: skip
@@ -136,16 +138,15 @@ DETECTION = (
     detection("broken data set", "missing image", "{images} --extra-file red/9999.jpg --max-time 60", exits=1,
               accepted=("path_not_found",)),
     detection("full /dev/shm", "1 MB", "{images} -j 2 --size 256 -b 8", around=around.small_shm(1_000_000),
-              accepted=("shared_memory_full", "shared_memory_small", "loader_worker_killed"), exits=None),
+              accepted=SHM, exits=None, read_after_s=70),
     detection("full /dev/shm", "4 MB, larger batches", "{images} -j 1 --size 400 -b 8", exits=None,
-              around=around.small_shm(4_000_000),
-              accepted=("shared_memory_full", "shared_memory_small", "loader_worker_killed")),
+              around=around.small_shm(4_000_000), accepted=SHM, read_after_s=70),
     detection("file descriptors", "files left open by the worker", "{images} -j 1 --leak-files 2 --max-time 60",
               exits=1,
-              around=around.few_files(256), accepted=("fd_limit_near",)),
+              around=around.few_files(256), accepted=OPEN_FILES),
     detection("file descriptors", "files left open by the main process", "{images} -j 0 --leak-files 4 --max-time 60",
               exits=1,
-              around=around.few_files(400), accepted=("fd_limit_near",)),
+              around=around.few_files(400), accepted=OPEN_FILES),
     detection("loss diverges", "lr 5", "{images} --lr 5 --print-freq 1", accepted=DIVERGES, exits=None),
     detection("loss diverges", "lr 1000", "{images} --lr 1000 --print-freq 1", accepted=DIVERGES, exits=None),
     detection(HEALTHY, "as usual", "{images} --size 96"),
@@ -206,9 +207,9 @@ KERAS = (
         accepted=DIVERGES),
     fit("learning rate too high", "Adam, 3", "{images} --lr 3", accepted=DIVERGES),
     fit("broken start", "weights that do not exist", "{images} --weights best.weights.h5", alone=False, exits=1,
-        accepted=("path_not_found",)),
-    fit("broken start", "weights of another model", "{images} --weights {wild}/keras_fit.py", alone=False, exits=1,
-        accepted=("ended_by_error",)),
+        accepted=("path_not_found", "checkpoint_missing")),
+    fit("broken start", "weights in a file of another kind", "{images} --weights {wild}/keras_fit.py", alone=False, exits=1,
+        accepted=("keras_file_format", "checkpoint_mismatch", "checkpoint_damaged")),
     fit(HEALTHY, "as usual", "{images} --width 64"),
     fit(HEALTHY, "short, with validation", "{images} --width 64 --validate --seconds 5"),
     fit(HEALTHY, "long, a checkpoint now and then", "{images} --width 64 --seconds 50 --checkpoint-freq 60"),

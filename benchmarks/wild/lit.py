@@ -33,7 +33,7 @@ PIPELINES = {
     "none": [],
     "python": [T.Lambda(elastic)],
     "pil": [
-        T.Lambda(lambda img: img.resize((900, 900)).filter(ImageFilter.MedianFilter(5))),
+        T.Lambda(lambda img: img.resize((300, 300)).filter(ImageFilter.MedianFilter(3))),
         T.ColorJitter(0.4, 0.4, 0.4, 0.2),
     ],
 }
