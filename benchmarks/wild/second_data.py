@@ -103,7 +103,7 @@ KINDS = {
     "shapes_nfs": lambda folder: class_folders(folder, 288, 128),
     "scans": lambda folder: class_folders(folder, 48, 1600),
     "yolo": lambda folder: yolo(folder, 80, 16, 160),
-    "yolo_val": lambda folder: yolo(folder, 16, 160, 160),
+    "yolo_val": lambda folder: yolo(folder, 16, 96, 160),
     "yolo_large": lambda folder: yolo(folder, 48, 8, 2400),
     "yolo_mid": lambda folder: yolo(folder, 48, 8, 480),
     "records": lambda folder: records(folder, 4, 96, 160),

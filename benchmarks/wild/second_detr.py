@@ -81,14 +81,14 @@ def arrays(prediction):
 def average_precision(scores: list[list[float]], truths: list[list[float]]) -> float:
     """Mean of precision over all thresholds, in plain Python."""
     total = 0.0
-    for threshold in [n / 200 for n in range(200)]:
+    for threshold in [n / 400 for n in range(400)]:
         hits = wrong = 0
         for row, truth in zip(scores, truths, strict=True):
             for value in row:
                 if value > threshold:
                     hits, wrong = hits + (abs(value - truth[0]) < 0.5), wrong + 1
         total += hits / max(1, wrong)
-    return total / 200
+    return total / 400
 
 
 def main() -> None:
@@ -133,7 +133,7 @@ def main() -> None:
 
     def denoise(image: Image.Image) -> Image.Image:
         with lost.stretch():
-            return image.filter(ImageFilter.ModeFilter(7)).filter(ImageFilter.MedianFilter(5))
+            return image.filter(ImageFilter.MedianFilter(5))
 
     cleaned = lambda rows: collate([row | {"image": denoise(row["image"])} for row in rows])  # noqa: E731
 
@@ -146,7 +146,7 @@ def main() -> None:
             return {"ap": average_precision(scores, [[1.0]] * len(scores))}
 
     arguments = TrainingArguments(
-        output_dir=str(args.disk / "output"), max_steps=args.steps, per_device_train_batch_size=args.batch,
+        output_dir=str(args.disk / "trained"), max_steps=args.steps, per_device_train_batch_size=args.batch,
         per_device_eval_batch_size=args.batch, learning_rate=args.lr, max_grad_norm=args.clip, warmup_steps=5,
         dataloader_num_workers=args.workers, remove_unused_columns=False, report_to=[], logging_steps=5, use_cpu=True,
         eval_strategy="steps" if args.eval_steps else "no", eval_steps=args.eval_steps or None, save_total_limit=1,

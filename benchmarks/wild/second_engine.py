@@ -228,7 +228,7 @@ def main() -> None:
                 "step", lambda _: history.extend(model(torch.stack([data[n][0] for n in range(4)])) for _ in range(2))
             )
         else:
-            engine.on("step", {"post": post_metrics, "limit": token_bucket(1.0), "deadlock": deadlock(25)}[hook])
+            engine.on("step", {"post": post_metrics, "limit": token_bucket(1.0), "deadlock": deadlock(15)}[hook])
     if args.on_term == "save":
 
         def on_term(number: int, frame: object) -> None:  # noqa: ARG001
@@ -281,7 +281,7 @@ def main() -> None:
 
         engine.on("step", grow_pool)
     if args.dead_prefetcher:
-        loader = FromQueue(dead_prefetcher(loader, 100), 100_000)
+        loader = FromQueue(dead_prefetcher(loader, 60), 100_000)
     engine.run(loader, args.epochs)
     torch.save(model.state_dict(), "final.pt")
 

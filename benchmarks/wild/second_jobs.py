@@ -54,9 +54,9 @@ KERAS = (
           around=SHAPES, accepted=("python_bound",)),
     keras("Python after each batch", "history in JSON", "--data @shapes --epochs 6 --callback history",
           around=SHAPES, accepted=("python_bound",)),
-    keras("NaN", "learning rate", "--data @shapes --epochs 10 --optimizer sgd --lr 1e5", around=SHAPES,
+    keras("diverges", "learning rate of 100", "--data @shapes --epochs 10 --optimizer sgd --lr 100", around=SHAPES,
           accepted=DIVERGES),
-    keras("NaN", "logarithm of zero in a loss", "--data @shapes --epochs 10 --loss focal", around=SHAPES, accepted=NAN),
+    keras("diverges", "logarithm of zero in a loss", "--data @shapes --epochs 10 --loss focal", around=SHAPES, accepted=NAN),
     keras("missing file", "label map", "--data @shapes --label-map @shapes/label_map.pbtxt", around=SHAPES, exits=1,
           accepted=("path_not_found",)),
     keras("missing file", "an image of the list", "--data @shapes --csv @missing/list.csv",
@@ -105,12 +105,12 @@ YOLOS = (
     yolo("slow storage", "LD_PRELOAD delay per open", "--data @yolo/data.yaml --imgsz 96 --epochs 2 --no-val",
          around=data("yolo", then=slow_files("yolo/images", open_s=0.15)), accepted=("slow_storage",)),
     yolo("slow storage", "HTTP server", "--data @yolo/data.yaml --imgsz 96 --epochs 2 --no-val --images served",
-         around=data("yolo", then=http_server("second/yolo/images", delay_s=0.02)), accepted=("slow_storage",)),
+         around=data("yolo", then=http_server("second/yolo/images", delay_s=0.1)), accepted=("slow_storage",)),
     yolo("slow preprocessing", "large JPEGs", "--data @yolo_large/data.yaml --imgsz 96 --epochs 4 --no-val",
          around=data("yolo_large"), accepted=INPUT),
     yolo("slow preprocessing", "Pillow in the dataset", "--data @yolo/data.yaml --imgsz 96 --epochs 2 --no-val "
          "--images photometric", around=YOLO, accepted=INPUT),
-    yolo("evaluation too often", "large validation split", "--data @yolo_val/data.yaml --imgsz 96 --epochs 4 "
+    yolo("evaluation too often", "large validation split", "--data @yolo_val/data.yaml --imgsz 96 --epochs 3 "
          "--clock-val", around=data("yolo_val"), accepted=("evaluation_heavy",)),
     yolo("evaluation too often", "callback every two batches", "--data @yolo/data.yaml --imgsz 96 --epochs 2 "
          "--check-every 2", around=YOLO, accepted=("evaluation_heavy",)),
@@ -132,12 +132,12 @@ DETR = (
     detr("evaluation too often", "eval_steps", "--data @yolo_val --steps 16 --train 16 --val 48 --eval-steps 2",
          around=data("yolo_val"), accepted=("evaluation_heavy",)),
     detr("evaluation too often", "compute_metrics in Python", "--data @yolo_val --steps 20 --train 16 --val 32 "
-         "--eval-steps 5 --python-metrics", around=data("yolo_val"), accepted=("evaluation_heavy",)),
+         "--eval-steps 3 --python-metrics", around=data("yolo_val"), accepted=("evaluation_heavy",)),
     detr("checkpoints too often", "save_steps on a slow disk", "--data @yolo --steps 24 --save-steps 1",
          around=data("yolo", then=slow_files("/checkpoint-", write_s=0.0015)), accepted=("checkpoint_heavy",)),
     detr("checkpoints too often", "callback on a slow disk", "--data @yolo --steps 24 --soup 1",
          around=data("yolo", then=slow_files("/soup-", write_s=0.0015)), accepted=("checkpoint_heavy",)),
-    detr("NaN", "learning rate", "--data @yolo --steps 40 --lr 1e6 --clip 0", around=YOLO, exits=None,
+    detr("diverges", "learning rate", "--data @yolo --steps 40 --lr 1e6 --clip 0", around=YOLO, exits=None,
          accepted=DIVERGES),
     detr("wrong number of classes", "two instead of three", "--data @yolo --labels 2", around=YOLO, exits=1,
          accepted=("ended_by_error",)),
@@ -177,7 +177,7 @@ DDP = (
 
 ENGINE = (
     engine("waits in each step", "POST to a slow server", "--data @shapes --epochs 2 --hook post",
-           around=data("shapes", then=http_server("second/shapes", delay_s=0.6)), accepted=("host_device_syncs",)),
+           around=data("shapes", then=http_server("second/shapes", delay_s=0.5)), accepted=("host_device_syncs",)),
     engine("waits in each step", "a limit of steps per second", "--data @shapes --epochs 2 --hook limit",
            around=SHAPES, accepted=("host_device_syncs",)),
     engine("other processes", "four busy loops", "--data @shapes --epochs 3",
@@ -225,7 +225,7 @@ ENGINE = (
     engine("healthy", "validation and checkpoint", "--data @shapes --epochs 4 --validate-every 36 --val 24",
            around=SHAPES),
     engine("healthy", "short", "--data @shapes --epochs 1", around=SHAPES),
-    engine("healthy", "long", "--data @shapes --epochs 9 --validate-every 54 --val 24", around=SHAPES),
+    engine("healthy", "long", "--data @shapes --epochs 13 --validate-every 54 --val 24", around=SHAPES),
     engine("healthy", "random masks, two workers", "--data @shapes --epochs 4 --random-masks --workers 2",
            around=SHAPES),
     engine("healthy", "beside a busy process", "--data @shapes --epochs 3",

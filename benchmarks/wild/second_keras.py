@@ -87,7 +87,7 @@ class AugmentedSequence(UrlSequence):
     """Files, augmented with Pillow."""
 
     def load(self, name: str) -> np.ndarray:
-        image = Image.open(name).convert("RGB").resize((320, 320), Image.Resampling.LANCZOS)
+        image = Image.open(name).convert("RGB").resize((256, 256), Image.Resampling.LANCZOS)
         image = image.rotate(random.uniform(-20, 20), Image.Resampling.BICUBIC, expand=True)
         image = ImageEnhance.Color(image).enhance(random.uniform(0.6, 1.4))
         image = ImageEnhance.Contrast(image).enhance(random.uniform(0.6, 1.4))
@@ -150,7 +150,7 @@ def timed(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
 
 def focal_loss(truth: tf.Tensor, scores: tf.Tensor) -> tf.Tensor:
     """Written without a clip: the logarithm of a score of zero is minus infinity."""
-    scores = tf.nn.relu(scores - 1e-3)
+    scores = tf.nn.relu(scores - 0.02)
     wanted = tf.one_hot(tf.cast(tf.reshape(truth, [-1]), tf.int32), 3)
     return -tf.reduce_sum(wanted * (1 - scores) ** 2 * tf.math.log(scores), axis=-1)
 
