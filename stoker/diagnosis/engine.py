@@ -11,7 +11,7 @@ from stoker.diagnosis import postmortem
 from stoker.diagnosis.catalog import CATALOG, RULES
 from stoker.diagnosis.causes.cause import SEVERITIES, common_threshold
 from stoker.diagnosis.causes.cpu import CPU_CONTENTION
-from stoker.diagnosis.failure_signatures import UNEXPLAINED
+from stoker.diagnosis.failure_signatures import STOPS, UNEXPLAINED
 from stoker.diagnosis.reader import read_run
 from stoker.diagnosis.run_data import RunRecords
 from stoker.runs import records
@@ -20,9 +20,6 @@ from stoker.storage.local_files import write_atomic
 
 __all__ = ["RunRecords", "diagnose", "read_run", "run_rules", "write_findings"]
 
-_ENDS_BY_REQUEST = {"preempted", "interrupted"}
-"""Failure ids of an end that somebody asked for: the fault may be why. An unexplained end (UNEXPLAINED) comes first,
-but a hang before it explains more."""
 _COVERED_CAUSES = {"disk_full": ("disk_nearly_full",)}
 """Failure id → causes that it includes."""
 
@@ -44,7 +41,7 @@ def run_rules(run: RunRecords) -> list[Finding]:
     end_findings = postmortem.explain(run.termination) if run.termination is not None else []
     if not end_findings:
         return remaining
-    if end_findings[0].cause in _ENDS_BY_REQUEST:
+    if end_findings[0].cause in STOPS or end_findings[0].severity == "info":
         faults = [finding for finding in remaining if finding.severity != "info" and finding.cause != CPU_CONTENTION.id]
         return [*faults, *end_findings, *(finding for finding in remaining if finding not in faults)]
     if end_findings[0].cause in UNEXPLAINED:

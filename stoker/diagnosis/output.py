@@ -120,7 +120,8 @@ _NORMAL_END_PATTERN = re.compile(
     r"job (run )?(has )?(completed|finished|succeeded)\b|JOB_STATE_SUCCEEDED|"
     r"\btrain(ing)? (is |was |has )?(successfully )?(complete[d]?|finished|done|ended)\b|"
     r"\b(finished|done) training\b|(exited|ended|finished) with (exit )?(code|status) 0\b|"
-    r"^[\W\d]*(all )?(done|finished|complete[d]?|success|saved)[.! ]*$|^done, |\bCOMPLETED\s+0:0\b|On normal program exit|"
+    r"^[\W\d]*(all )?(done|finished|complete[d]?|success|saved)[.! ]*$|^done, |"
+    r"\bCOMPLETED\s+0:0\b|On normal program exit|"
     r"\b(epoch|step|iter(ation)?)\W{1,3}(?P<of>\d+) ?(/|of) ?(?P=of)\b.{0,200}(loss|time|100%)|"
     r"\b(step|epoch) (?P<total>\d+) of (?P=total)\b"
 )

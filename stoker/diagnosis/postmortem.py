@@ -1,7 +1,7 @@
 """What ended a job: what is known of its end in, findings out, each with the line or number that it rests on.
 
 `explain` is a pure function of a `Termination`; `termination.py` reads that from a run, `output.py` reads the lines of
-any job's output. The ways to fail and their patterns are data: `failure_signatures.py`. Nothing is guessed: without
+any job's output. The ways to fail and their patterns are data: `failure_signatures/`. Nothing is guessed: without
 proof the finding describes how the job ended and what is not known. Causes of lost time are in `causes/`.
 """
 
@@ -90,7 +90,9 @@ def explain(termination: Termination) -> list[Finding]:
     elif termination.exit_code != 0:
         findings = _explain_end(termination, matches, nan_losses)
     if nan_losses and all(finding.cause != "diverged" for finding in findings):
-        findings.append(_make_finding("diverged", _quote_lines(nan_losses)))
+        findings.insert(
+            0 if normal_end is not None else len(findings), _make_finding("diverged", _quote_lines(nan_losses))
+        )
     for remark in _REMARKS:
         remark_lines = [match.line for match in matches if match.failure.id == remark]
         if remark_lines and normal_end is None and not (remark in _GPU_REMARKS and termination.gpu_used):

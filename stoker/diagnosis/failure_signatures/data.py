@@ -1,9 +1,10 @@
 """Failures of the training data, its annotations and its loaders; and losses that diverge."""
 
+from stoker.diagnosis.causes.cause import Reason
 from stoker.diagnosis.failure_signatures.signature import signature
 
-_RECORDS = "failure: bad records"
-_ENVIRONMENT = "failure: paths or environment"
+_RECORDS: Reason = "failure: bad records"
+_ENVIRONMENT: Reason = "failure: paths or environment"
 
 DIVERGENCE = (
     signature(

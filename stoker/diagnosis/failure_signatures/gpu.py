@@ -1,8 +1,9 @@
 """Failures of the GPU, its driver and NVIDIA's libraries, and of code that is compiled for it."""
 
+from stoker.diagnosis.causes.cause import Reason
 from stoker.diagnosis.failure_signatures.signature import signature
 
-_MISMATCH = "failure: driver or library mismatch"
+_MISMATCH: Reason = "failure: driver or library mismatch"
 
 GPU = (
     signature(

@@ -1,9 +1,10 @@
 """Ends that a platform decides: preemption, time limits, evictions, nodes that fail; and jobs that it cannot start."""
 
+from stoker.diagnosis.causes.cause import Reason
 from stoker.diagnosis.failure_signatures.signature import signature
 
-_PREEMPTION = "failure: preemption"
-_ENVIRONMENT = "failure: paths or environment"
+_PREEMPTION: Reason = "failure: preemption"
+_ENVIRONMENT: Reason = "failure: paths or environment"
 
 PLATFORM = (
     signature(

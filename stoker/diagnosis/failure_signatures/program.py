@@ -1,10 +1,11 @@
 """Failures of the program: packages, configuration, shapes, types, gradients; and crashes in native code."""
 
+from stoker.diagnosis.causes.cause import Reason
 from stoker.diagnosis.failure_signatures.signature import signature
 
-_ENVIRONMENT = "failure: paths or environment"
-_MISMATCH = "failure: driver or library mismatch"
-_MODEL = "architecture and hyper-parameters"
+_ENVIRONMENT: Reason = "failure: paths or environment"
+_MISMATCH: Reason = "failure: driver or library mismatch"
+_MODEL: Reason = "architecture and hyper-parameters"
 
 PACKAGES = (
     signature(

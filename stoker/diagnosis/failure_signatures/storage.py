@@ -1,9 +1,10 @@
 """Failures of files, disks, buckets, downloads and checkpoints."""
 
+from stoker.diagnosis.causes.cause import Reason
 from stoker.diagnosis.failure_signatures.signature import signature
 
-_STORAGE = "failure: storage"
-_ENVIRONMENT = "failure: paths or environment"
+_STORAGE: Reason = "failure: storage"
+_ENVIRONMENT: Reason = "failure: paths or environment"
 
 BUCKETS = (
     signature(
