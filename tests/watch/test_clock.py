@@ -321,3 +321,18 @@ def test_an_evaluation_by_a_loader_inside_such_a_block_counts_once(timed: Timed)
     timed.takes(0.5)
     timed.clock.end_no_grad(begun)
     assert timed.seconds() == {"startup": 8.0, "host": 1.0, "eval": 2.5}
+
+
+def test_batches_that_are_accumulated_before_the_first_backward_are_training_if_the_framework_says_so(
+    timed: Timed,
+) -> None:
+    """transformers fetches all batches of a step, then does their backwards."""
+    started(timed)
+    source = BatchSource()
+    timed.clock.is_fetching_for_training = True
+    for _ in range(2 * hook.MAX_UNPROVEN_BATCHES):
+        timed.batch(source)
+    timed.clock.is_fetching_for_training = False
+    timed.step()
+    assert timed.seconds() == {"startup": 8.0, "input_wait": 2.0 * hook.MAX_UNPROVEN_BATCHES, "compute": 2.0}
+    assert timed.count(hook.BATCHES) == 1 + 2 * hook.MAX_UNPROVEN_BATCHES

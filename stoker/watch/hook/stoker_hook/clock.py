@@ -94,6 +94,8 @@ class PhaseClock:
         self._stack = [STARTUP]
         self._has_stepped = False
         self._open_sources: list[BatchSource] = []
+        self.is_fetching_for_training = False
+        """Set while a framework fetches batches of which it says that they are for training."""
         self._eval_source: BatchSource | None = None
         self._optimizer: Any = None
         self._other_steps = 0
@@ -229,6 +231,8 @@ class PhaseClock:
             self.begin_step()
             if source is not self._eval_source:
                 self._eval_source = None
+            if self.is_fetching_for_training:
+                source.is_training = True
             if source.is_training is None and (is_evaluating or source.unproven_batches >= MAX_UNPROVEN_BATCHES):
                 self._mark_as_evaluation(source)
             if self.device_events is not None:

@@ -4,6 +4,7 @@ One function per module of torch, called after the import of that module. Steps 
 """
 
 from _thread import get_ident
+from functools import wraps
 from weakref import ref
 
 from .clock import CHECKPOINT, COMPILE, EVAL, MAYBE_WAIT, BatchSource, clock, wrap_timed
@@ -99,8 +100,6 @@ def patch_optimizers(module: "Any") -> None:
 
 def patch_backward(module: "Any") -> None:
     """torch.autograd: a backward means that the batches before it were for training; DDP waits at its end."""
-    from functools import wraps
-
     original = module.backward
 
     @wraps(original)
@@ -204,6 +203,20 @@ def patch_ultralytics(module: "Any") -> None:
 def patch_transformers(module: "Any") -> None:
     module.Trainer._save_checkpoint = wrap_timed(CHECKPOINT, module.Trainer._save_checkpoint)
     module.Trainer.evaluate = wrap_timed(EVAL, module.Trainer.evaluate)
+    original = getattr(module.Trainer, "get_batch_samples", None)  # from version 4.46 on
+    if original is None:
+        return
+
+    @wraps(original)
+    def get_batch_samples(*args: "Any", **kwargs: "Any") -> "Any":
+        """All batches of a step before its first backward, which would look like an evaluation."""
+        clock.is_fetching_for_training = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            clock.is_fetching_for_training = False
+
+    module.Trainer.get_batch_samples = get_batch_samples
 
 
 def patch_compilation(module: "Any") -> None:
