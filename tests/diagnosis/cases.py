@@ -336,6 +336,13 @@ HEALTHY: dict[str, Case] = {
             {"main_thread": {"compute": 1.0}, "samples": 20},
         ],
     ),
+    "callbacks of a framework between very short steps": _external(
+        fractions={"host": 0.2},
+        steps=100,
+        window=lambda _: {"thread_cpu_s": {"compute": 0.75, "host": 0.2}},
+        stacks=[{"main_thread": {"compute": 0.8, "python": 0.2}, "samples": 50}] * 2,
+        host=lambda _: {"process_cpu": 0.95},
+    ),
     "12 steps and an evaluation": _external(
         seconds=24, steps=1, window=lambda s: {"window_steps": int(s % 2 == 0)}, fractions={"eval": 0.4}
     ),

@@ -45,7 +45,14 @@ PYTHON_BOUND = Cause(
     metric="host (in stoker.measure with unattributed), fraction of the device time after the start, while the process "
     "uses a core; or the fraction of the main thread's stack samples in Python",
     source="heuristic: a healthy loop issues its steps ahead of the device and shows under 2 %",
-    thresholds={"busy": MIN_CORE_UTILIZATION},
+    thresholds={
+        "busy": MIN_CORE_UTILIZATION,
+        "min_step_cpu_s": Threshold(
+            0.003,
+            "CPU-seconds of the training thread between two steps of a watched job, below which it is the overhead of "
+            "the loop: callbacks and progress bars of Lightning and Keras take some milliseconds (heuristic)",
+        ),
+    },
     supersedes=("host_bound_steps", "launch_bound"),
     probe="compiled",
     confidence=0.75,
@@ -106,6 +113,9 @@ def python_bound(run: RunRecords) -> Finding | None:
     fraction = fraction_of_phase(run, *phases)
     thread_is_idle = None if fraction is None else _is_thread_idle(run, fraction)
     from_stacks = _finding_from_stacks(run, PYTHON_BOUND, "Python", "python")
+    if fraction is not None and _is_loop_overhead(run, phases):
+        in_steps = run.stacks.fraction("python") - fraction
+        return from_stacks if PYTHON_BOUND.severity(in_steps) is not None else None
     if thread_is_idle is None:
         phases = tuple(name for name in phases if name == "host")
         duration_s = sum(run.steady.phases.get(name, 0.0) for name in phases)
@@ -118,6 +128,14 @@ def python_bound(run: RunRecords) -> Finding | None:
     confidence = 0.5 if thread_is_idle is None else None
     from_phases = make_phase_finding(run, PYTHON_BOUND, *phases, extra_evidence=evidence, confidence=confidence)
     return from_phases or from_stacks
+
+
+def _is_loop_overhead(run: RunRecords, phases: tuple[str, ...]) -> bool:
+    """Whether the training thread computes so little between two steps that it is what any framework's loop costs."""
+    if not run.is_external or not run.steady.thread_cpu_s or not run.steady.steps:
+        return False
+    cpu_s = sum(run.steady.thread_cpu_s.get(name, 0.0) for name in phases)
+    return cpu_s / run.steady.steps < PYTHON_BOUND.threshold("min_step_cpu_s")
 
 
 def host_device_syncs(run: RunRecords) -> Finding | None:
