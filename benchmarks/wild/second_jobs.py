@@ -56,7 +56,8 @@ KERAS = (
           around=SHAPES, accepted=("python_bound",)),
     keras("diverges", "learning rate of 100", "--data @shapes --epochs 10 --optimizer sgd --lr 100", around=SHAPES,
           accepted=DIVERGES),
-    keras("diverges", "logarithm of zero in a loss", "--data @shapes --epochs 10 --loss focal", around=SHAPES, accepted=NAN),
+    keras("diverges", "logarithm of zero in a loss", "--data @shapes --epochs 10 --loss focal", around=SHAPES,
+          accepted=NAN),
     keras("missing file", "label map", "--data @shapes --label-map @shapes/label_map.pbtxt", around=SHAPES, exits=1,
           accepted=("path_not_found",)),
     keras("missing file", "an image of the list", "--data @shapes --csv @missing/list.csv",
@@ -80,7 +81,7 @@ TAPE = (
          accepted=("slow_storage",)),
     tape("slow preprocessing", "large JPEGs, one decoder, no prefetch", "--folder @scans --reader files --parallel 1 "
          "--no-prefetch --steps 30 --shuffle 0 --measure-waits --eval-batches 0", around=data("scans"), accepted=INPUT),
-    tape("slow preprocessing", "Pillow in from_generator", "--folder @scans --reader pillow --steps 30 --batch 8 "
+    tape("slow preprocessing", "Pillow in from_generator", "--folder @scans --reader pillow --steps 16 --batch 8 "
          "--shuffle 0 --measure-waits --eval-batches 0", around=data("scans"), accepted=INPUT),
     tape("retracing", "a Python number as argument", f"{TRAIN} --steps 60 --warmup-in-python", around=RECORDS,
          accepted=("recompiles",)),
