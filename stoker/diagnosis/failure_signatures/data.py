@@ -40,9 +40,15 @@ DIVERGENCE = (
         r"found nan/inf in",
         fix="Use a lower learning rate, a longer warm-up, gradient clipping; then look for boxes without area, and try "
         "bf16 instead of fp16",
-        seen=("detectron2: detectron2/engine/train_loop.py", "tensorflow: tensorflow/core/kernels/check_numerics_op.cc",
-              "torchvision: references/detection/engine.py", "deepspeed: runtime/fp16/loss_scaler.py",
-              "models: research/object_detection/core/losses.py"),
+        seen=(
+            "detectron2: detectron2/engine/train_loop.py",
+            "tensorflow: tensorflow/core/kernels/check_numerics_op.cc",
+            "torchvision: references/detection/engine.py",
+            "deepspeed: runtime/fp16/loss_scaler.py",
+            "models: research/object_detection/core/losses.py",
+            "github.com/csuhan/opendet2/issues/29",
+            "github.com/ymcui/Chinese-LLaMA-Alpaca/issues/534",
+        ),
     ),
 )  # fmt: skip
 
@@ -65,8 +71,12 @@ DATA = (
         r"len\(CLASSES\)",
         fix="Set the number of classes to the largest label + 1 (plus the background where the model counts it), or "
         "map the category ids of the annotations to 0 … N-1",
-        seen=("torch: aten/src/ATen/native/LossNLL.cpp", "tensorflow: tensorflow/core/kernels/sparse_xent_op.h",
-              "ultralytics: data/dataset.py"),
+        seen=(
+            "torch: aten/src/ATen/native/LossNLL.cpp",
+            "tensorflow: tensorflow/core/kernels/sparse_xent_op.h",
+            "ultralytics: data/dataset.py",
+            "github.com/ultralytics/yolov5/issues/7692",
+        ),
     ),
     signature(
         "index_out_of_range",
@@ -100,8 +110,13 @@ DATA = (
         r"max(imum)? (box coordinate )?value is lower than 1\.01",
         fix="Remove boxes without area, clip the others to the image, and check the format (xyxy or xywh, pixels or "
         "fractions); `stoker data check DATA` lists them",
-        seen=("torchvision: torchvision/models/detection/generalized_rcnn.py",
-              "albumentations: albumentations/core/bbox_utils.py", "ultralytics: data/utils.py"),
+        seen=(
+            "torchvision: torchvision/models/detection/generalized_rcnn.py",
+            "albumentations: albumentations/core/bbox_utils.py",
+            "ultralytics: data/utils.py",
+            "github.com/ultralytics/yolov5/issues/443",
+            "github.com/tensorflow/models/issues/5474",
+        ),
     ),
     signature(
         "damaged_record",
@@ -119,7 +134,12 @@ DATA = (
         r"Parquet (magic bytes not found|file size is)",
         r"ArrowInvalid",
         fix="Copy or make the shard again; its size differs from that of its source",
-        seen=("tensorflow: xla/tsl/lib/io/record_reader.cc", "cpython: Lib/tarfile.py"),
+        seen=(
+            "tensorflow: xla/tsl/lib/io/record_reader.cc",
+            "cpython: Lib/tarfile.py",
+            "github.com/tensorflow/tensorflow/issues/21772",
+            "github.com/apcode/tensorflow_fasttext/issues/9",
+        ),
     ),
     signature(
         "record_schema",
@@ -139,8 +159,12 @@ DATA = (
         r"Features? .{0,60}(mismatch|do not match)",
         fix="Compare names and types of the features with those that the program reads, and make the records again "
         "with the names that it expects (for the transformers Trainer: remove_unused_columns=False)",
-        seen=("tensorflow: tensorflow/core/util/example_proto_helper.cc", "datasets: builder.py",
-              "transformers: trainer.py"),
+        seen=(
+            "tensorflow: tensorflow/core/util/example_proto_helper.cc",
+            "datasets: builder.py",
+            "transformers: trainer.py",
+            "github.com/InternLM/xtuner/issues/78",
+        ),
     ),
     signature(
         "image_too_large",
@@ -180,10 +204,16 @@ DATA = (
         r"Unrecognized image",
         r"moov atom not found",
         r"Mismatched image shape",
+        r"libpng error: ",
+        r"libjpeg: error",
         fix="Copy or download the named files again, or remove them from the annotations; `stoker data check DATA` "
         "lists all that cannot be read",
-        seen=("pillow: src/PIL/ImageFile.py", "tensorflow: tensorflow/core/kernels/image/decode_image_op.cc",
-              "opencv: modules/imgproc/src/resize.cpp"),
+        seen=(
+            "pillow: src/PIL/ImageFile.py",
+            "tensorflow: tensorflow/core/kernels/image/decode_image_op.cc",
+            "opencv: modules/imgproc/src/resize.cpp",
+            "github.com/open-edge-platform/anomalib/issues/393",
+        ),
     ),
     signature(
         "opencv_error",
@@ -207,7 +237,10 @@ DATA = (
         r"if 'caption' in anns\[0\]",
         fix="The model gave no detections: lower the score threshold, train longer before the first evaluation, and "
         "check the loss",
-        seen=("mmdetection: mmdet/evaluation/metrics/coco_metric.py",),
+        seen=(
+            "mmdetection: mmdet/evaluation/metrics/coco_metric.py",
+            "github.com/cocodataset/cocoapi/issues/450",
+        ),
     ),
     signature(
         "annotations_invalid",
@@ -222,7 +255,7 @@ DATA = (
         r"Error tokenizing data",
         r"annotation .{0,80}(invalid|missing|corrupt|not found)",
         r"in annotations? .{0,60}(are|is) not unique",
-        r"is not a valid (COCO|VOC|YOLO)",
+        r"is not a valid (COCO|VOC|YOLO)(?! argument)",
         r"IndexError: list index out of range.{0,20}coco",
         r"loadRes",
         r"(?i)label ?map .{0,80}(invalid|error|missing|must)",
@@ -232,8 +265,12 @@ DATA = (
         r"JSON does not contain",
         fix="Check the named file: complete JSON or XML, with the keys of its format (COCO: images, annotations, "
         "categories), and image ids that occur in it",
-        seen=("pycocotools: pycocotools/coco.py", "detectron2: detectron2/data/datasets/coco.py",
-              "cpython: Lib/json/decoder.py"),
+        seen=(
+            "pycocotools: pycocotools/coco.py",
+            "detectron2: detectron2/data/datasets/coco.py",
+            "cpython: Lib/json/decoder.py",
+            "github.com/open-mmlab/mmdetection/issues/11739",
+        ),
     ),
     signature(
         "no_labels",
@@ -248,7 +285,11 @@ DATA = (
         r"does not contain any (annotations|labels|ground truth)",
         fix="Put the label files where the framework looks for them (Ultralytics: a folder labels next to images, the "
         "same names), or correct the paths in the data set's configuration",
-        seen=("ultralytics: data/dataset.py", "detectron2: detectron2/data/build.py"),
+        seen=(
+            "ultralytics: data/dataset.py",
+            "detectron2: detectron2/data/build.py",
+            "github.com/ultralytics/yolov5/issues/11085",
+        ),
     ),
     signature(
         "dataset_empty",
@@ -296,7 +337,11 @@ DATA = (
         r"Can't convert non-rectangular Python sequence to Tensor",
         fix="Resize or pad the images to one size, and give the DataLoader a collate_fn that keeps boxes as a list "
         "(tf.data: padded_batch or ragged_batch); return no None for bad samples",
-        seen=("torch: torch/utils/data/_utils/collate.py", "tensorflow: tensorflow/core/kernels/batch_kernels.cc"),
+        seen=(
+            "torch: torch/utils/data/_utils/collate.py",
+            "tensorflow: tensorflow/core/kernels/batch_kernels.cc",
+            "github.com/hiyouga/LlamaFactory/issues/2376",
+        ),
     ),
     signature(
         "batch_of_one",
@@ -339,7 +384,10 @@ DATA = (
         r"daemonic processes are not allowed to have children",
         r"context has already been set",
         fix='Put the main program below `if __name__ == "__main__":`, or use num_workers=0',
-        seen=("cpython: Lib/multiprocessing/spawn.py",),
+        seen=(
+            "cpython: Lib/multiprocessing/spawn.py",
+            "github.com/kwuking/TimeMixer/issues/21",
+        ),
     ),
     signature(
         "input_invalid",
@@ -363,6 +411,8 @@ DATA = (
         r"No columns in the dataset match the model's forward method signature",
         r"(training|evaluation) requires an? (train|eval)_dataset",
         r"An invalid dataloader was passed",
+        r"inconsistent numbers of samples",
+        r"Could not infer dtype of",
         fix="Give images and targets of equal length, as arrays, a tf.data.Dataset or a DataLoader of the structure "
         "that the model's call expects",
         seen=("keras: src/trainers/data_adapters/__init__.py", "torch: torch/nn/functional.py"),

@@ -11,7 +11,10 @@ DISTRIBUTED = (
         r"It looks like your LightningModule has parameters that were not used in producing the loss",
         fix="Use every parameter in the loss, or DistributedDataParallel(find_unused_parameters=True); in Lightning "
         'strategy="ddp_find_unused_parameters_true"',
-        seen=("torch: torch/csrc/distributed/c10d/reducer.cpp",),
+        seen=(
+            "torch: torch/csrc/distributed/c10d/reducer.cpp",
+            "github.com/va1shn9v/PromptIR/issues/30",
+        ),
     ),
     signature(
         "ddp_parameter_ready_twice",
@@ -20,7 +23,10 @@ DISTRIBUTED = (
         r"Expected to mark a variable ready only once",
         fix="Parameters are shared by several forward passes or by activation checkpointing: use "
         "checkpoint(use_reentrant=False), one forward per step, or DistributedDataParallel(static_graph=True)",
-        seen=("torch: torch/csrc/distributed/c10d/reducer.cpp",),
+        seen=(
+            "torch: torch/csrc/distributed/c10d/reducer.cpp",
+            "github.com/microsoft/FocalNet/issues/4",
+        ),
     ),
     signature(
         "ddp_no_gradients",
@@ -73,8 +79,13 @@ DISTRIBUTED = (
         r"Collective .{0,80}timed out",
         fix="The ranks that report it are those that waited: look for a rank that is missing among them or whose last "
         "sequence number (SeqNum, last enqueued work) is lower, and read its output",
-        seen=("torch: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp", "gloo: gloo/transport/tcp/unbound_buffer.cc",
-              "horovod: horovod/common/stall_inspector.cc"),
+        seen=(
+            "torch: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp",
+            "gloo: gloo/transport/tcp/unbound_buffer.cc",
+            "horovod: horovod/common/stall_inspector.cc",
+            "github.com/XPixelGroup/BasicSR/issues/737",
+            "github.com/sgl-project/sglang/issues/1693",
+        ),
     ),
     signature(
         "port_in_use",
@@ -118,7 +129,12 @@ DISTRIBUTED = (
         r"The server socket has failed to listen",
         fix="Check MASTER_ADDR and MASTER_PORT: the same on all, reachable from each (firewall, container network), "
         "and the port free; and start as many processes as WORLD_SIZE",
-        seen=("torch: torch/csrc/distributed/c10d/socket.cpp", "torch: torch/distributed/elastic/rendezvous/api.py"),
+        seen=(
+            "torch: torch/csrc/distributed/c10d/socket.cpp",
+            "torch: torch/distributed/elastic/rendezvous/api.py",
+            "github.com/vllm-project/vllm/issues/19670",
+            "github.com/lllyasviel/ControlNet/issues/382",
+        ),
     ),
     signature(
         "gpu_peer_access",
@@ -130,7 +146,12 @@ DISTRIBUTED = (
         r"cudaErrorPeerAccessUnsupported",
         r"NCCL WARN .{0,60}(P2P|peer) .{0,60}(fail|not supported|unsupported)",
         fix="Set NCCL_P2P_DISABLE=1 (with consumer GPUs of the RTX 40 series also NCCL_IB_DISABLE=1)",
-        seen=("nccl: src/transport/p2p.cc", "accelerate: state.py"),
+        seen=(
+            "nccl: src/transport/p2p.cc",
+            "accelerate: state.py",
+            "github.com/hiyouga/LlamaFactory/issues/3282",
+            "github.com/ray-project/ray_lightning/issues/24",
+        ),
     ),
     signature(
         "nccl_duplicate_gpu",
@@ -139,7 +160,10 @@ DISTRIBUTED = (
         r"Duplicate GPU detected",
         fix="Call torch.cuda.set_device(LOCAL_RANK) before the first collective, and start no more processes than "
         "there are GPUs",
-        seen=("nccl: src/init.cc",),
+        seen=(
+            "nccl: src/init.cc",
+            "github.com/horovod/horovod/issues/3929",
+        ),
     ),
     signature(
         "infiniband_error",
@@ -154,7 +178,11 @@ DISTRIBUTED = (
         r"ibv_reg_mr_iova2? failed",
         fix="Look at the link (`ibstat`, `ibv_devinfo`), the locked-memory limit (`ulimit -l unlimited`), "
         "NCCL_IB_HCA and NCCL_IB_GID_INDEX; NCCL_IB_DISABLE=1 shows whether the rest works over TCP",
-        seen=("nccl: src/transport/net_ib.cc", "nccl: src/misc/ibvwrap.cc"),
+        seen=(
+            "nccl: src/transport/net_ib.cc",
+            "nccl: src/misc/ibvwrap.cc",
+            "github.com/tatsu-lab/stanford_alpaca/issues/207",
+        ),
     ),
     signature(
         "network_interface_missing",
@@ -206,7 +234,12 @@ DISTRIBUTED = (
         fix="Set NCCL_DEBUG=INFO and read the first WARN: it names the failed call. Usual: another NCCL or driver "
         "version on a node, a blocked port, a GPU in use, containers without access to each other's GPUs "
         "(NCCL_P2P_DISABLE=1 shows it)",
-        seen=("torch: torch/csrc/distributed/c10d/NCCLUtils.hpp", "nccl: src/misc/socket.cc"),
+        seen=(
+            "torch: torch/csrc/distributed/c10d/NCCLUtils.hpp",
+            "nccl: src/misc/socket.cc",
+            "github.com/NVIDIA/nccl/issues/975",
+            "github.com/NVIDIA/nccl/issues/875",
+        ),
     ),
     signature(
         "mpi_slots",
@@ -239,7 +272,10 @@ DISTRIBUTED = (
         role="consequence",
         fix="Read the output of the worker that it names: it ended first. If none did, check TF_CONFIG (the same "
         "cluster on all, the right index) and the ports between the machines",
-        seen=("tensorflow: xla/tsl/distributed_runtime/coordination/coordination_service.cc",
-              "tensorflow: tensorflow/core/common_runtime/base_collective_executor.cc"),
+        seen=(
+            "tensorflow: xla/tsl/distributed_runtime/coordination/coordination_service.cc",
+            "tensorflow: tensorflow/core/common_runtime/base_collective_executor.cc",
+            "github.com/tensorflow/tensorflow/issues/42498",
+        ),
     ),
 )  # fmt: skip

@@ -16,7 +16,12 @@ REMARKS = (
         severity="warning",
         fix="Check the driver, the container runtime (`docker run --gpus all`) and the framework's CUDA libraries; if "
         "the CPU was intended, nothing is wrong",
-        seen=("tensorflow: xla/tsl/cuda/cudart_stub.cc", "tensorflow: tensorflow/core/common_runtime/gpu"),
+        seen=(
+            "tensorflow: xla/tsl/cuda/cudart_stub.cc",
+            "tensorflow: tensorflow/core/common_runtime/gpu",
+            "github.com/tensorflow/tensorflow/issues/44869",
+            "github.com/DeepLabCut/DeepLabCut/issues/2455",
+        ),
     ),
     signature(
         "no_gpu_driver",
@@ -84,7 +89,12 @@ ENDINGS = (
         role="consequence",
         fix="Look at the kernel's log (`dmesg -T | grep -i oom`), at the container's state (OOMKilled) and at the "
         "scheduler's log",
-        seen=("torch: torch/distributed/elastic/multiprocessing/errors/__init__.py", "bash: jobs.c"),
+        seen=(
+            "torch: torch/distributed/elastic/multiprocessing/errors/__init__.py",
+            "bash: jobs.c",
+            "github.com/hpcaitech/ColossalAI/issues/3514",
+            "github.com/zai-org/ChatGLM2-6B/issues/520",
+        ),
     ),
     signature(
         "peer_ended",
@@ -125,8 +135,13 @@ ENDINGS = (
         role="consequence",
         fix="Read the output of the process that ended first (torchrun lists it as root cause; the other ranks' or "
         "pods' logs; `kubectl logs --previous`): its own error is not in this log",
-        seen=("torch: torch/distributed/elastic/multiprocessing/errors/__init__.py",
-              "openmpi: orte/tools/orterun/help-orterun.txt", "sagemaker-training: src/sagemaker_training/errors.py"),
+        seen=(
+            "torch: torch/distributed/elastic/multiprocessing/errors/__init__.py",
+            "openmpi: orte/tools/orterun/help-orterun.txt",
+            "sagemaker-training: src/sagemaker_training/errors.py",
+            "github.com/NVIDIA/nccl/issues/2076",
+            "github.com/GoogleCloudPlatform/vertex-ai-samples/issues/2880",
+        ),
     ),
     signature(
         "ended_by_error",

@@ -15,7 +15,12 @@ GPU = (
         r"CUDA_ERROR_ASSERT",
         fix="Most often a label that is not below the number of classes; a run with CUDA_LAUNCH_BLOCKING=1, or on the "
         "CPU, shows the line",
-        seen=("torch: aten/src/ATen/native/cuda/Loss.cu", "CUDA Runtime API: cudaErrorAssert"),
+        seen=(
+            "torch: aten/src/ATen/native/cuda/Loss.cu",
+            "CUDA Runtime API: cudaErrorAssert",
+            "github.com/layumi/Person_reID_baseline_pytorch/issues/372",
+            "github.com/lishaofeng/NLP_Backdoor/issues/4",
+        ),
     ),
     signature(
         "gpu_fault",
@@ -36,7 +41,12 @@ GPU = (
         r"NVRM: .{0,80}(_kgsp|GSP (Timeout|RPC)|Heartbeat timed out|Timeout|failed)",
         fix="NVIDIA's list of Xid errors explains the number: 13, 31 and 43 are mostly errors of the program, 48, 74, "
         "79, 94 and 95 of the machine (use another machine, and report this one)",
-        seen=("NVIDIA: docs.nvidia.com/deploy/xid-errors", "CUDA Runtime API: cudaErrorECCUncorrectable"),
+        seen=(
+            "NVIDIA: docs.nvidia.com/deploy/xid-errors",
+            "CUDA Runtime API: cudaErrorECCUncorrectable",
+            "github.com/NVIDIA/NVSentinel/issues/155",
+            "github.com/Cyridd/cmpunlocker/issues/4",
+        ),
     ),
     signature(
         "illegal_memory_access",
@@ -51,7 +61,12 @@ GPU = (
         r"CUDA_ERROR_LAUNCH_FAILED",
         fix="Run it once with CUDA_LAUNCH_BLOCKING=1 or under `compute-sanitizer` to find the kernel. Suspects are "
         "own CUDA extensions, indices out of range, and library versions; with other jobs on the machine too, the GPU",
-        seen=("CUDA Runtime API: cudaErrorIllegalAddress", "torch: c10/cuda/CUDAException.cpp"),
+        seen=(
+            "CUDA Runtime API: cudaErrorIllegalAddress",
+            "torch: c10/cuda/CUDAException.cpp",
+            "github.com/zai-org/CodeGeeX/issues/160",
+            "github.com/pytorch/pytorch/issues/32893",
+        ),
     ),
     signature(
         "kernel_timeout",
@@ -61,7 +76,10 @@ GPU = (
         r"CUDA_ERROR_LAUNCH_TIMEOUT",
         fix="Train on a GPU without a display, raise the timeout of the display driver (Windows: TdrDelay), or use a "
         "smaller batch",
-        seen=("CUDA Runtime API: cudaErrorLaunchTimeout",),
+        seen=(
+            "CUDA Runtime API: cudaErrorLaunchTimeout",
+            "github.com/pytorch/pytorch/issues/10853",
+        ),
     ),
     signature(
         "kernel_launch_invalid",
@@ -87,7 +105,12 @@ GPU = (
         r"unsupported display driver / cuda driver combination",
         fix="The driver was updated while it was loaded: restart the machine (or unload and load the nvidia modules). "
         "In a container, remove its own libcuda and cuda-compat",
-        seen=("NVIDIA: nvml.h NVML_ERROR_LIB_RM_VERSION_MISMATCH", "CUDA Runtime API: cudaErrorSystemDriverMismatch"),
+        seen=(
+            "NVIDIA: nvml.h NVML_ERROR_LIB_RM_VERSION_MISMATCH",
+            "CUDA Runtime API: cudaErrorSystemDriverMismatch",
+            "github.com/Azure/az-hop/issues/269",
+            "github.com/labdao/plex/issues/18",
+        ),
     ),
     signature(
         "fabric_manager_missing",
@@ -110,7 +133,11 @@ GPU = (
         r"unresolvable CDI devices",
         fix="Install and configure the NVIDIA container toolkit on the host (`nvidia-ctk runtime configure`), start "
         "the container with `--gpus all`; after `systemctl daemon-reload`, start it again",
-        seen=("github.com/NVIDIA/nvidia-container-toolkit/issues/48", "moby: daemon/nvidia_linux.go"),
+        seen=(
+            "github.com/NVIDIA/nvidia-container-toolkit/issues/48",
+            "moby: daemon/nvidia_linux.go",
+            "github.com/infiniflow/ragflow/issues/9573",
+        ),
     ),
     signature(
         "driver_not_loaded",
@@ -160,7 +187,12 @@ GPU = (
         r"(?i)compiled against cudnn .{0,80}(incompatible|mismatch)",
         fix="Install the cuDNN that the framework's build asks for (for pip: the nvidia-cudnn wheel that it depends "
         "on), and remove folders with another cuDNN from LD_LIBRARY_PATH",
-        seen=("tensorflow: xla/stream_executor/cuda/cuda_dnn.cc", "torch: torch/backends/cudnn/__init__.py"),
+        seen=(
+            "tensorflow: xla/stream_executor/cuda/cuda_dnn.cc",
+            "torch: torch/backends/cudnn/__init__.py",
+            "github.com/google-research/deeplab2/issues/66",
+            "github.com/endernewton/tf-faster-rcnn/issues/436",
+        ),
     ),
     signature(
         "gpu_not_supported",
@@ -181,7 +213,12 @@ GPU = (
         ),
         fix="Install a build for this GPU: a newer PyTorch or TensorFlow for a new GPU, an older one for an old GPU; "
         "build own extensions with TORCH_CUDA_ARCH_LIST for it",
-        seen=("torch: torch/cuda/__init__.py", "CUDA Runtime API: cudaErrorNoKernelImageForDevice"),
+        seen=(
+            "torch: torch/cuda/__init__.py",
+            "CUDA Runtime API: cudaErrorNoKernelImageForDevice",
+            "github.com/jiangyzy/GOAE/issues/16",
+            "github.com/pytorch/pytorch/issues/6515",
+        ),
     ),
     signature(
         "version_mismatch",
@@ -197,7 +234,12 @@ GPU = (
         r"The CUDA version of your driver .{0,60}too old",
         fix="Install a build for this driver (`nvidia-smi` shows the newest CUDA that the driver supports), or a newer "
         "driver",
-        seen=("torch: torch/csrc/cuda/Module.cpp", "CUDA Runtime API: cudaErrorInsufficientDriver"),
+        seen=(
+            "torch: torch/csrc/cuda/Module.cpp",
+            "CUDA Runtime API: cudaErrorInsufficientDriver",
+            "github.com/serend1p1ty/SeqNet/issues/36",
+            "github.com/wuhuikai/FastFCN/issues/37",
+        ),
     ),
     signature(
         "cudnn_failed",
@@ -220,7 +262,12 @@ GPU = (
         role="consequence",
         fix="Most often the GPU's memory is already taken: use a smaller batch, in TensorFlow set "
         "TF_FORCE_GPU_ALLOW_GROWTH=true; else the version of cuDNN does not match the framework's build",
-        seen=("tensorflow: tensorflow/core/kernels/conv_ops_impl.h", "torch: aten/src/ATen/native/cudnn/Conv_v8.cpp"),
+        seen=(
+            "tensorflow: tensorflow/core/kernels/conv_ops_impl.h",
+            "torch: aten/src/ATen/native/cudnn/Conv_v8.cpp",
+            "github.com/seanie12/Info-HCVAE/issues/7",
+            "github.com/tensorflow/models/issues/7088",
+        ),
     ),
     signature(
         "cublas_failed",
@@ -239,7 +286,12 @@ GPU = (
         role="consequence",
         fix="Most often the GPU's memory is already taken, or an index of an embedding is out of range: a smaller "
         "batch or a run with CUDA_LAUNCH_BLOCKING=1 decides; in TensorFlow set TF_FORCE_GPU_ALLOW_GROWTH=true",
-        seen=("torch: aten/src/ATen/cuda/Exceptions.h", "tensorflow: xla/stream_executor/cuda/cuda_blas.cc"),
+        seen=(
+            "torch: aten/src/ATen/cuda/Exceptions.h",
+            "tensorflow: xla/stream_executor/cuda/cuda_blas.cc",
+            "github.com/zideliu/StyleDrop-PyTorch/issues/22",
+            "github.com/jadore801120/attention-is-all-you-need-pytorch/issues/193",
+        ),
     ),
     signature(
         "cuda_library_failed",
@@ -294,8 +346,13 @@ GPU = (
         r"was explicitly assigned to \S+GPU:\d+ but available devices are",
         fix="GPUs are numbered from 0 within CUDA_VISIBLE_DEVICES: start as many processes as the machine has GPUs, "
         "use LOCAL_RANK for the device, and map_location when a checkpoint is loaded",
-        seen=("CUDA Runtime API: cudaErrorInvalidDevice", "torch: torch/serialization.py",
-              "tensorflow: tensorflow/core/common_runtime/placer.cc"),
+        seen=(
+            "CUDA Runtime API: cudaErrorInvalidDevice",
+            "torch: torch/serialization.py",
+            "tensorflow: tensorflow/core/common_runtime/placer.cc",
+            "github.com/ray-project/ray_lightning/issues/32",
+            "github.com/hpcaitech/Open-Sora/issues/40",
+        ),
     ),
     signature(
         "no_gpu_found",
@@ -317,8 +374,13 @@ GPU = (
         r"can not run on your system since the accelerator is not available",
         fix="Check `nvidia-smi`, CUDA_VISIBLE_DEVICES, the container (`docker run --gpus all`) and the scheduler's "
         "request for a GPU; to train on the CPU, select it (device=cpu)",
-        seen=("torch: torch/csrc/cuda/Module.cpp", "lightning: pytorch/trainer/connectors/accelerator_connector.py",
-              "ultralytics: utils/torch_utils.py"),
+        seen=(
+            "torch: torch/csrc/cuda/Module.cpp",
+            "lightning: pytorch/trainer/connectors/accelerator_connector.py",
+            "ultralytics: utils/torch_utils.py",
+            "github.com/ashleve/lightning-hydra-template/issues/331",
+            "github.com/ShivamShrirao/diffusers/issues/97",
+        ),
     ),
     signature(
         "cpu_only_build",
@@ -333,8 +395,12 @@ GPU = (
         r"bitsandbytes was compiled without GPU support",
         fix="Install the build with CUDA: select it at pytorch.org/get-started (PyTorch and torchvision of the same "
         "CUDA), for TensorFlow `pip install tensorflow[and-cuda]`; build own extensions with FORCE_CUDA=1",
-        seen=("torch: torch/cuda/__init__.py", "torchvision: torchvision/csrc/ops/nms.cpp",
-              "detectron2: detectron2/layers/csrc"),
+        seen=(
+            "torch: torch/cuda/__init__.py",
+            "torchvision: torchvision/csrc/ops/nms.cpp",
+            "detectron2: detectron2/layers/csrc",
+            "github.com/pytorch/vision/issues/2575",
+        ),
     ),
     signature(
         "cuda_in_forked_process",
@@ -348,7 +414,11 @@ GPU = (
         r"CUDA has (already )?been initialized before",
         fix='Start the processes with "spawn" (DataLoader(multiprocessing_context="spawn")), and do not move tensors '
         "to the GPU in the data set",
-        seen=("torch: torch/cuda/__init__.py",),
+        seen=(
+            "torch: torch/cuda/__init__.py",
+            "github.com/flairNLP/flair/issues/1316",
+            "github.com/pytorch-tabular/pytorch_tabular/issues/235",
+        ),
     ),
     signature(
         "xla_libdevice_missing",
@@ -362,7 +432,10 @@ GPU = (
         harmless=(r"Can't find libdevice directory \$\{CUDA_DIR\}.*warning",),
         fix="Set XLA_FLAGS=--xla_gpu_cuda_data_dir to the CUDA folder that contains nvvm/libdevice and bin, or install "
         "nvidia-cuda-nvcc",
-        seen=("tensorflow: xla/service/gpu/llvm_gpu_backend/gpu_backend_lib.cc",),
+        seen=(
+            "tensorflow: xla/service/gpu/llvm_gpu_backend/gpu_backend_lib.cc",
+            "github.com/talmolab/sleap/pull/1485",
+        ),
     ),
     signature(
         "extension_build_failed",
@@ -386,7 +459,12 @@ GPU = (
         r"Failed to find C compiler",
         fix="Install the CUDA toolkit of the version of torch.version.cuda, with a C++ compiler that it supports, and "
         "set CUDA_HOME; or install the extension's prebuilt wheel",
-        seen=("torch: torch/utils/cpp_extension.py", "deepspeed: op_builder/builder.py"),
+        seen=(
+            "torch: torch/utils/cpp_extension.py",
+            "deepspeed: op_builder/builder.py",
+            "github.com/ghostpad/ghostpad/issues/9",
+            "github.com/chiehwangs/gaussian-head/issues/13",
+        ),
     ),
     signature(
         "compile_failed",
@@ -412,8 +490,12 @@ GPU = (
         r"C\+\+ compile error",
         fix="Train without torch.compile or jit_compile to confirm it; then update the framework together with triton, "
         "or exclude the named operation (torch.compiler.disable)",
-        seen=("torch: torch/_dynamo/exc.py", "torch: torch/_inductor/exc.py",
-              "tensorflow: tensorflow/compiler/tf2xla/xla_compiler.cc"),
+        seen=(
+            "torch: torch/_dynamo/exc.py",
+            "torch: torch/_inductor/exc.py",
+            "tensorflow: tensorflow/compiler/tf2xla/xla_compiler.cc",
+            "github.com/triton-lang/triton/issues/3708",
+        ),
     ),
     signature(
         "tpu_unavailable",
@@ -429,6 +511,10 @@ GPU = (
         r"Please provide a TPU Name to connect to",
         fix="End the process that holds the TPU (`sudo lsof -w /dev/accel0`), and check that libtpu and the runtime "
         "version of the TPU VM match the framework",
-        seen=("jax: jax/_src/xla_bridge.py", "tensorflow: tensorflow/python/distribute/cluster_resolver/tpu"),
+        seen=(
+            "jax: jax/_src/xla_bridge.py",
+            "tensorflow: tensorflow/python/distribute/cluster_resolver/tpu",
+            "github.com/tensorflow/models/issues/10735",
+        ),
     ),
 )  # fmt: skip

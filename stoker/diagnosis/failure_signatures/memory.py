@@ -18,11 +18,17 @@ MEMORY = (
         r"Error while creating shared memory segment",
         r"Bus error \(core dumped\)",
         r"Fatal Python error: Bus error",
+        r"exitcode ?: -7\b",
         # Locks, queues and events of multiprocessing are there too.
         in_traceback=((r"_multiprocessing\.SemLock\(", r"No space left on device"),),
         fix="Provide more shared memory: `docker run --shm-size 8g` or `--ipc host`, in Kubernetes an emptyDir of "
         "medium Memory at /dev/shm; or use fewer loader processes",
-        seen=("torch: torch/utils/data/_utils/signal_handling.py", "torch: aten/src/ATen/MapAllocator.cpp"),
+        seen=(
+            "torch: torch/utils/data/_utils/signal_handling.py",
+            "torch: aten/src/ATen/MapAllocator.cpp",
+            "github.com/msr-fiddle/pipedream/issues/28",
+            "github.com/hkchengrex/STCN/issues/132",
+        ),
     ),
     signature(
         "too_many_open_files",
@@ -33,7 +39,11 @@ MEMORY = (
         r"unable to open shared memory object </torch_",
         fix="Raise the limit (`ulimit -n 65536`, in Docker `--ulimit nofile=65536`), or call "
         'torch.multiprocessing.set_sharing_strategy("file_system"); close files that the data set keeps open',
-        seen=("torch: torch/utils/data/_utils/pin_memory.py", "cpython: Lib/multiprocessing/reduction.py"),
+        seen=(
+            "torch: torch/utils/data/_utils/pin_memory.py",
+            "cpython: Lib/multiprocessing/reduction.py",
+            "github.com/openclimatefix-archives/nowcasting_dataset/issues/158",
+        ),
     ),
     signature(
         "too_many_threads",
@@ -83,7 +93,11 @@ MEMORY = (
         r"all CUDA-capable devices are busy or unavailable",
         fix="End the other process (nvidia-smi names it), or let TensorFlow take memory as it needs it "
         "(TF_FORCE_GPU_ALLOW_GROWTH=true)",
-        seen=("tensorflow: xla/stream_executor/cuda/cuda_executor.cc", "CUDA Runtime API: cudaErrorDevicesUnavailable"),
+        seen=(
+            "tensorflow: xla/stream_executor/cuda/cuda_executor.cc",
+            "CUDA Runtime API: cudaErrorDevicesUnavailable",
+            "github.com/facebookresearch/detectron2/issues/2580",
+        ),
     ),
     signature(
         "message_over_2_gb",
@@ -128,7 +142,12 @@ MEMORY = (
         ),
         fix="Use a smaller batch or image size, mixed precision, or gradient accumulation; and run nothing else on "
         "the GPU",
-        seen=("torch: c10/cuda/CUDACachingAllocator.cpp", "tensorflow: tensorflow/core/framework/op_kernel.cc"),
+        seen=(
+            "torch: c10/cuda/CUDACachingAllocator.cpp",
+            "tensorflow: tensorflow/core/framework/op_kernel.cc",
+            "github.com/liruilong940607/Pose2Seg/issues/32",
+            "github.com/JiaweiLian/AP-PA/issues/3",
+        ),
     ),
     signature(
         "oom_killed",
@@ -159,8 +178,13 @@ MEMORY = (
         r"due to memory pressure for",
         r"(?i)oomd? (killed|kill) ",
         fix="Use a higher memory limit of the container, fewer loader workers, a smaller batch, smaller caches",
-        seen=("linux: mm/oom_kill.c", "slurm: src/plugins/task/cgroup/task_cgroup_memory.c",
-              "kubernetes: pkg/kubelet/kuberuntime/kuberuntime_container.go"),
+        seen=(
+            "linux: mm/oom_kill.c",
+            "slurm: src/plugins/task/cgroup/task_cgroup_memory.c",
+            "kubernetes: pkg/kubelet/kuberuntime/kuberuntime_container.go",
+            "github.com/0jc1/py-autovod/issues/7",
+            "github.com/genular/pandora/issues/49",
+        ),
     ),
     signature(
         "host_out_of_memory",

@@ -29,8 +29,13 @@ PLATFORM = (
         role="stop",
         fix="Start it again: it continues from its last checkpoint. Ask for more time (sbatch --time, SageMaker "
         "max_run, Vertex timeout, activeDeadlineSeconds), or save before the limit (sbatch --signal=B:TERM@120)",
-        seen=("slurm: src/slurmd/slurmstepd/req.c", "kubernetes: pkg/kubelet/active_deadline.go",
-              "docs.aws.amazon.com/sagemaker DescribeTrainingJob SecondaryStatus"),
+        seen=(
+            "slurm: src/slurmd/slurmstepd/req.c",
+            "kubernetes: pkg/kubelet/active_deadline.go",
+            "docs.aws.amazon.com/sagemaker DescribeTrainingJob SecondaryStatus",
+            "github.com/ZettaAI/zetta_utils/issues/671",
+            "github.com/marbl/canu/issues/1067",
+        ),
     ),
     signature(
         "machine_preempted",
@@ -78,8 +83,13 @@ PLATFORM = (
         fix="Start it again: it continues from its last checkpoint. Save often enough for the notice (30 s at GCP, 2 "
         "min at AWS, 30 s at Azure), let the platform restart it (Slurm --requeue, Kubernetes restartPolicy, "
         "SageMaker managed spot), or use machines that are not spot",
-        seen=("kubernetes: pkg/kubelet/nodeshutdown/nodeshutdown_manager.go",
-              "cloud.google.com/compute/docs/instances/spot", "slurm: src/slurmctld/job_mgr.c"),
+        seen=(
+            "kubernetes: pkg/kubelet/nodeshutdown/nodeshutdown_manager.go",
+            "cloud.google.com/compute/docs/instances/spot",
+            "slurm: src/slurmctld/job_mgr.c",
+            "github.com/SystemsGenetics/GEMmaker/pull/242",
+            "github.com/kubernetes/kubernetes/issues/102820",
+        ),
     ),
     signature(
         "node_failed",
@@ -106,7 +116,11 @@ PLATFORM = (
         role="stop",
         fix="Start it again without that machine (Slurm: sbatch --exclude=NODE, --requeue; Kubernetes: `kubectl "
         "cordon`), from its last checkpoint, and report the machine",
-        seen=("slurm: src/slurmctld/job_mgr.c", "cloud.google.com/compute/docs/instances/host-maintenance-overview"),
+        seen=(
+            "slurm: src/slurmctld/job_mgr.c",
+            "cloud.google.com/compute/docs/instances/host-maintenance-overview",
+            "github.com/cBio/cbio-cluster/issues/188",
+        ),
     ),
     signature(
         "pod_evicted",
@@ -125,7 +139,11 @@ PLATFORM = (
         r"Threshold quantity: \S+, available: ",
         fix="Set the pod's requests for memory and ephemeral-storage to what it uses, write caches and checkpoints to "
         "a volume, and delete old images on the node",
-        seen=("kubernetes: pkg/kubelet/eviction/helpers.go",),
+        seen=(
+            "kubernetes: pkg/kubelet/eviction/helpers.go",
+            "github.com/substratusai/runbooks/issues/92",
+            "github.com/GoogleCloudPlatform/ml-testing-accelerators/pull/194",
+        ),
     ),
     signature(
         "cancelled",
@@ -161,7 +179,11 @@ PLATFORM = (
         severity="warning",
         role="stop",
         fix="Start it within tmux or screen, or with `nohup CMD &`: it ends with the connection otherwise",
-        seen=("torch: torch/distributed/elastic/multiprocessing/api.py",),
+        seen=(
+            "torch: torch/distributed/elastic/multiprocessing/api.py",
+            "github.com/JingyunLiang/VRT/issues/47",
+            "github.com/Facico/Chinese-Vicuna/issues/73",
+        ),
     ),
     signature(
         "preempted",
@@ -187,8 +209,11 @@ PLATFORM = (
         role="stop",
         fix="Start it again; it continues from its last checkpoint. The reason (a preempted machine, a time limit of "
         "the scheduler, a person) is in the scheduler's log",
-        seen=("torch: torch/distributed/elastic/multiprocessing/api.py",
-              "lightning: pytorch/trainer/connectors/signal_connector.py"),
+        seen=(
+            "torch: torch/distributed/elastic/multiprocessing/api.py",
+            "lightning: pytorch/trainer/connectors/signal_connector.py",
+            "github.com/determined-ai/determined/issues/8915",
+        ),
     ),
     signature(
         "image_pull_failed",
@@ -209,7 +234,11 @@ PLATFORM = (
         r"no matching manifest for",
         fix="Check the image's name and tag, and give the node's service account (or an imagePullSecret) the right to "
         "read the registry",
-        seen=("kubernetes: pkg/kubelet/images/types.go", "containerd: core/remotes/docker/resolver.go"),
+        seen=(
+            "kubernetes: pkg/kubelet/images/types.go",
+            "containerd: core/remotes/docker/resolver.go",
+            "github.com/mattmattox/drain-node-on-crash/issues/7",
+        ),
     ),
     signature(
         "container_not_started",
@@ -230,7 +259,11 @@ PLATFORM = (
         r"no command specified",
         fix="Check the image's entry point and command, that the image is for this machine's architecture, and that "
         "the secrets, config maps and volumes that it mounts exist",
-        seen=("kubernetes: pkg/kubelet/container/sync_result.go", "runc: libcontainer/process_linux.go"),
+        seen=(
+            "kubernetes: pkg/kubelet/container/sync_result.go",
+            "runc: libcontainer/process_linux.go",
+            "github.com/GoogleCloudPlatform/vertex-ai-samples/issues/1898",
+        ),
     ),
     signature(
         "volume_not_mounted",
@@ -272,7 +305,12 @@ PLATFORM = (
         r"pod didn't trigger scale-up",
         fix="Ask for what a node has (GPUs, memory, time, partition and account), or add nodes: `kubectl describe "
         "node`, `sinfo -o '%P %G %l %m'` show it",
-        seen=("kubernetes: pkg/scheduler/framework/plugins/noderesources/fit.go", "slurm: src/common/slurm_errno.c"),
+        seen=(
+            "kubernetes: pkg/scheduler/framework/plugins/noderesources/fit.go",
+            "slurm: src/common/slurm_errno.c",
+            "github.com/NVIDIA/k8s-device-plugin/issues/119",
+            "github.com/GoogleCloudPlatform/container-engine-accelerators/issues/104",
+        ),
     ),
     signature(
         "slurm_launch_failed",
@@ -286,7 +324,10 @@ PLATFORM = (
         r"Unable to contact slurm controller",
         r"error: Job submit/allocate failed",
         fix="Look at the node that it names (clock, load, slurmd): submit again without it (sbatch --exclude=NODE)",
-        seen=("slurm: src/common/slurm_errno.c",),
+        seen=(
+            "slurm: src/common/slurm_errno.c",
+            "github.com/ai4d-iasc/trixie/issues/58",
+        ),
     ),
     signature(
         "capacity_unavailable",
@@ -313,8 +354,12 @@ PLATFORM = (
         r"(?i)quota metrics exceed",
         fix="Try another zone, region or machine type, or spot and reserved capacity; for a quota, ask for more in the "
         "cloud's console",
-        seen=("cloud.google.com/compute/docs/troubleshooting/troubleshooting-resource-availability",
-              "docs.aws.amazon.com/sagemaker ResourceLimitExceeded"),
+        seen=(
+            "cloud.google.com/compute/docs/troubleshooting/troubleshooting-resource-availability",
+            "docs.aws.amazon.com/sagemaker ResourceLimitExceeded",
+            "github.com/GoogleCloudPlatform/stable-diffusion-on-gcp/issues/12",
+            "github.com/openreview/openreview-expertise/issues/401",
+        ),
     ),
 )  # fmt: skip
 

@@ -18,8 +18,12 @@ PACKAGES = (
         r"module 'google\.protobuf\S*' has no attribute",
         fix="Install the version that the program was written for (`pip install \"protobuf<3.21\"`), or generate the "
         "_pb2.py files again with a newer protoc",
-        seen=("protobuf: python/google/protobuf/descriptor.py",
-              "protobuf: python/google/protobuf/runtime_version.py"),
+        seen=(
+            "protobuf: python/google/protobuf/descriptor.py",
+            "protobuf: python/google/protobuf/runtime_version.py",
+            "github.com/nicknochnack/RealTimeObjectDetection/issues/44",
+            "github.com/victordibia/handtracking/issues/38",
+        ),
     ),
     signature(
         "protobuf_too_old",
@@ -32,7 +36,10 @@ PACKAGES = (
         r"incompatible with your Protocol Buffer",
         fix='Upgrade it (`pip install -U protobuf`) to at least the version of protoc that generated the program\'s '
         '_pb2.py files',
-        seen=("protobuf: python/google/protobuf/runtime_version.py",),
+        seen=(
+            "protobuf: python/google/protobuf/runtime_version.py",
+            "github.com/microsoft/Bringing-Old-Photos-Back-to-Life/issues/277",
+        ),
     ),
     signature(
         "numpy_mismatch",
@@ -51,7 +58,12 @@ PACKAGES = (
         r"Unable to avoid copy while creating an array",
         fix="Install packages of one generation: `pip install \"numpy<2\"` (with np.float: \"numpy<1.24\"), or "
         "newer versions of the packages that the traceback names",
-        seen=("numpy: numpy/__init__.py", "numpy: numpy/_core/src/multiarray/multiarraymodule.c"),
+        seen=(
+            "numpy: numpy/__init__.py",
+            "numpy: numpy/_core/src/multiarray/multiarraymodule.c",
+            "github.com/pytorch/pytorch/issues/413",
+            "github.com/jin-s13/xtcocoapi/issues/45",
+        ),
     ),
     signature(
         "packages_too_new",
@@ -105,7 +117,13 @@ PACKAGES = (
         r"wrong ELF class",
         fix="Install builds that belong together: torchvision, mmcv, detectron2 and other compiled packages for "
         "exactly this PyTorch and CUDA (`python -m torch.utils.collect_env` lists them)",
-        seen=("torchvision: torchvision/extension.py", "mmdetection: mmdet/__init__.py", "glibc: elf/dl-version.c"),
+        seen=(
+            "torchvision: torchvision/extension.py",
+            "mmdetection: mmdet/__init__.py",
+            "glibc: elf/dl-version.c",
+            "github.com/unlimblue/KNN_CUDA/issues/2",
+            "github.com/open-mmlab/mmdetection/issues/11636",
+        ),
     ),
     signature(
         "keras_version_mismatch",
@@ -121,7 +139,12 @@ PACKAGES = (
         r"'str' object has no attribute 'decode'",
         fix="Load it with the version of Keras that saved it (TF_USE_LEGACY_KERAS=1 with tf_keras for Keras 2), or "
         "save it again",
-        seen=("keras: src/layers/layer.py", "github.com/keras-team/keras/issues"),
+        seen=(
+            "keras: src/layers/layer.py",
+            "github.com/keras-team/keras/issues",
+            "github.com/tensorflow/tensorflow/issues/64685",
+            "github.com/keras-team/keras/pull/6248",
+        ),
     ),
     signature(
         "package_missing",
@@ -142,7 +165,12 @@ PACKAGES = (
         r"Missing optional dependency",
         fix="Install it in the environment that runs the job (`python -m pip install NAME`); for a repository's own "
         "packages add its folder to PYTHONPATH or install it with `pip install -e .`",
-        seen=("cpython: Lib/importlib/_bootstrap.py", "transformers: utils/import_utils.py"),
+        seen=(
+            "cpython: Lib/importlib/_bootstrap.py",
+            "transformers: utils/import_utils.py",
+            "github.com/ricardodeazambuja/colab_utils/issues/3",
+            "github.com/tensorflow/models/issues/11073",
+        ),
     ),
     signature(
         "library_missing",
@@ -159,7 +187,12 @@ PACKAGES = (
         harmless=(r"Could not load dynamic library '",),
         fix="Install the system package that has it (libGL.so.1: libgl1, or opencv-python-headless), or add its folder "
         "to LD_LIBRARY_PATH",
-        seen=("glibc: elf/dl-load.c", "tensorflow: xla/tsl/platform/default/dso_loader.cc"),
+        seen=(
+            "glibc: elf/dl-load.c",
+            "tensorflow: xla/tsl/platform/default/dso_loader.cc",
+            "github.com/pytorch/pytorch/issues/165812",
+            "github.com/open-mmlab/mmdetection/pull/3891",
+        ),
     ),
     signature(
         "install_failed",
@@ -225,8 +258,13 @@ CONFIGURATION = (
         r"is not supported\. See `model_builder",
         fix="Correct the name; if it is your own, import its module before the configuration is built (MMDetection: "
         "custom_imports; Detectron2: import it in the training script)",
-        seen=("mmengine: mmengine/registry/registry.py", "fvcore: fvcore/common/registry.py",
-              "detectron2: detectron2/data/catalog.py"),
+        seen=(
+            "mmengine: mmengine/registry/registry.py",
+            "fvcore: fvcore/common/registry.py",
+            "detectron2: detectron2/data/catalog.py",
+            "github.com/open-mmlab/mmdetection/issues/11255",
+            "github.com/tensorflow/models/issues/9741",
+        ),
     ),
     signature(
         "command_line_invalid",
@@ -267,8 +305,13 @@ CONFIGURATION = (
         r"'\S+' object has no attribute '\S+'.*[Cc]onfig",
         r"AttributeError: '(Config|ConfigDict|CfgNode|Namespace|DictConfig)\w*' object has no attribute",
         fix="Correct the name at the line and column that the message gives; names differ between versions",
-        seen=("protobuf: python/google/protobuf/text_format.py", "fvcore: fvcore/common/config.py",
-              "ultralytics: cfg/__init__.py"),
+        seen=(
+            "protobuf: python/google/protobuf/text_format.py",
+            "fvcore: fvcore/common/config.py",
+            "ultralytics: cfg/__init__.py",
+            "github.com/tensorflow/models/issues/10939",
+            "github.com/tensorflow/tensorflow/issues/62396",
+        ),
     ),
     signature(
         "schedule_too_short",
@@ -306,7 +349,11 @@ CONFIGURATION = (
         r"was already registered in object",
         r"name '\S+' already exists in",
         fix="Register it once, under a name of its own; in a notebook restart the kernel",
-        seen=("detectron2: detectron2/data/catalog.py", "mmengine: mmengine/registry/registry.py"),
+        seen=(
+            "detectron2: detectron2/data/catalog.py",
+            "mmengine: mmengine/registry/registry.py",
+            "github.com/chensnathan/YOLOF/issues/34",
+        ),
     ),
     signature(
         "config_invalid",
@@ -340,8 +387,13 @@ CONFIGURATION = (
         r"`metric_for_best_model` training argument is set to",
         fix="Correct the setting that the message names; the framework's documentation of this version lists the "
         "allowed values",
-        seen=("pyyaml: yaml/scanner.py", "lightning: pytorch/utilities/exceptions.py", "transformers: training_args.py",
-              "ultralytics: data/utils.py"),
+        seen=(
+            "pyyaml: yaml/scanner.py",
+            "lightning: pytorch/utilities/exceptions.py",
+            "transformers: training_args.py",
+            "ultralytics: data/utils.py",
+            "github.com/tensorflow/tensorflow/issues/44843",
+        ),
     ),
 )  # fmt: skip
 
@@ -362,7 +414,12 @@ MODEL = (
         r"(?i)tensors? (are|is) on different devices?",
         fix="Move model, images and targets to one device (`.to(device)`), also tensors that are created within "
         "forward and the loss",
-        seen=("torch: aten/src/ATen/TensorIterator.cpp", "torch: aten/src/ATen/native/Convolution.cpp"),
+        seen=(
+            "torch: aten/src/ATen/TensorIterator.cpp",
+            "torch: aten/src/ATen/native/Convolution.cpp",
+            "github.com/wmyw96/FAST-NN/issues/1",
+            "github.com/minghaochen/chatglm3-base-tuning/issues/8",
+        ),
     ),
     signature(
         "fp16_weights",
@@ -374,7 +431,10 @@ MODEL = (
         r"step\(\) has already been called since the last update",
         fix="Keep the weights in fp32 (no model.half()) and let autocast choose the types; per step call "
         "scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update() once",
-        seen=("torch: torch/amp/grad_scaler.py",),
+        seen=(
+            "torch: torch/amp/grad_scaler.py",
+            "github.com/Facico/Chinese-Vicuna/issues/168",
+        ),
     ),
     signature(
         "dtype_mismatch",
@@ -440,7 +500,7 @@ MODEL = (
         "The images have another number of channels than the model expects",
         _MODEL,
         r"expected input.{0,60} to have \d+ channels, but got",
-        r"expected axis -1 of input shape to have value",
+        r"expected axis -1 of input shape to have value [134]\b",
         r"number of input channels .{0,60}(does not match|must be)",
         r"input depth must be evenly divisible by filter depth",
         r"depth of input \(\d+\)",
@@ -450,7 +510,11 @@ MODEL = (
         r"channel dimension of the inputs should be defined",
         fix='Read all images as RGB (PIL .convert("RGB"), tf.io.decode_image(channels=3)), or build the model for the '
         "channels that they have",
-        seen=("torch: aten/src/ATen/native/Convolution.cpp", "keras: src/layers/input_spec.py"),
+        seen=(
+            "torch: aten/src/ATen/native/Convolution.cpp",
+            "keras: src/layers/input_spec.py",
+            "github.com/LambdaLabsML/examples/issues/39",
+        ),
     ),
     signature(
         "shape_mismatch",
@@ -489,8 +553,12 @@ MODEL = (
         r"pixel_values .{0,80}(expected|shape)",
         fix="Print the shapes at the line of the traceback: most often the image size, the number of classes, or the "
         "order of channels differs from what the layer was built for",
-        seen=("torch: aten/src/ATen/native/LinearAlgebra.cpp", "keras: src/layers/input_spec.py",
-              "tensorflow: tensorflow/core/framework/common_shape_fns.cc"),
+        seen=(
+            "torch: aten/src/ATen/native/LinearAlgebra.cpp",
+            "keras: src/layers/input_spec.py",
+            "tensorflow: tensorflow/core/framework/common_shape_fns.cc",
+            "github.com/Tencent-Hunyuan/Hunyuan3D-2.1/issues/156",
+        ),
     ),
     signature(
         "modified_in_place",
@@ -502,7 +570,11 @@ MODEL = (
         r"Output \d+ of \w+ is a view and is being modified inplace",
         fix="Replace `x += y` and ReLU(inplace=True) by operations that make a new tensor; "
         "torch.autograd.set_detect_anomaly(True) shows which one",
-        seen=("torch: torch/csrc/autograd/saved_variable.cpp",),
+        seen=(
+            "torch: torch/csrc/autograd/saved_variable.cpp",
+            "github.com/EasonApolo/mstn/issues/7",
+            "github.com/quark0/darts/issues/109",
+        ),
     ),
     signature(
         "loss_without_gradient",
@@ -603,7 +675,10 @@ SYSTEM = (
         r"NumPy was built with baseline optimizations",
         fix="Use a machine with AVX2 (in virtual machines: pass the host's CPU through), or build the framework for "
         "this CPU",
-        seen=("tensorflow: tensorflow/core/platform/cpu_feature_guard.cc",),
+        seen=(
+            "tensorflow: tensorflow/core/platform/cpu_feature_guard.cc",
+            "github.com/tensorflow/tensorflow/issues/17411",
+        ),
     ),
     signature(
         "openmp_loaded_twice",
@@ -648,7 +723,11 @@ SYSTEM = (
         r"Failed to (start|create) .{0,40}(wandb|mlflow|clearml)",
         fix="Log in (WANDB_API_KEY) or train without it: WANDB_MODE=offline, report_to=\"none\", `yolo settings "
         "wandb=False`",
-        seen=("wandb: wandb/errors/errors.py", "mlflow: mlflow/exceptions.py"),
+        seen=(
+            "wandb: wandb/errors/errors.py",
+            "mlflow: mlflow/exceptions.py",
+            "github.com/ultralytics/yolov5/issues/2848",
+        ),
     ),
     signature(
         "waits_for_input",
@@ -773,6 +852,11 @@ SYSTEM = (
         r"(?i)exit(ed)?( with)?( code)?[\s:=]+(139|134)\b",
         fix="Run it again with PYTHONFAULTHANDLER=1, which prints where; a crash at the import is most often caused "
         "by two builds that do not match",
-        seen=("glibc: malloc/malloc.c", "cpython: Python/pylifecycle.c"),
+        seen=(
+            "glibc: malloc/malloc.c",
+            "cpython: Python/pylifecycle.c",
+            "github.com/NVIDIA/Megatron-LM/issues/1880",
+            "github.com/aws/sagemaker-python-sdk/issues/134",
+        ),
     ),
 )  # fmt: skip

@@ -17,7 +17,11 @@ BUCKETS = (
         r"Cannot access gated repo",
         fix="Accept the conditions on its page at huggingface.co and log in (`hf auth login`, or set HF_TOKEN) with a "
         "token that may read gated repositories",
-        seen=("huggingface_hub: utils/_http.py", "transformers: utils/hub.py"),
+        seen=(
+            "huggingface_hub: utils/_http.py",
+            "transformers: utils/hub.py",
+            "github.com/kyegomez/NeoSapiens/issues/3",
+        ),
     ),
     signature(
         "file_system_unsupported",
@@ -77,8 +81,14 @@ BUCKETS = (
         r"(HTTP Error 5\d\d|HTTP Error 404).{0,80}(model|weights|download)",
         fix="Check network and proxy (HTTPS_PROXY); without internet, download it elsewhere, copy the cache "
         "(HF_HOME, TORCH_HOME, KERAS_HOME) and set HF_HUB_OFFLINE=1, or give the path of the local files",
-        seen=("transformers: utils/hub.py", "huggingface_hub: file_download.py", "keras: src/utils/file_utils.py",
-              "ultralytics: utils/downloads.py"),
+        seen=(
+            "transformers: utils/hub.py",
+            "huggingface_hub: file_download.py",
+            "keras: src/utils/file_utils.py",
+            "ultralytics: utils/downloads.py",
+            "github.com/xyz9911/FLAME/issues/2",
+            "github.com/baichuan-inc/Baichuan-7B/issues/83",
+        ),
     ),
     signature(
         "credentials_expired",
@@ -114,8 +124,12 @@ BUCKETS = (
         r"Failed to retrieve instance metadata credentials",
         fix="Give the job an identity: an instance role or service account, AWS_ACCESS_KEY_ID and "
         "AWS_SECRET_ACCESS_KEY, or GOOGLE_APPLICATION_CREDENTIALS",
-        seen=("botocore: botocore/exceptions.py", "google-auth: google/auth/_default.py",
-              "tensorflow: xla/tsl/platform/cloud/google_auth_provider.cc"),
+        seen=(
+            "botocore: botocore/exceptions.py",
+            "google-auth: google/auth/_default.py",
+            "tensorflow: xla/tsl/platform/cloud/google_auth_provider.cc",
+            "github.com/Physical-Intelligence/openpi/issues/686",
+        ),
     ),
     signature(
         "bucket_access_denied",
@@ -136,7 +150,12 @@ BUCKETS = (
         r"The specified bucket .{0,60}(not accessible|denied)",
         r"PermissionDeniedError: .*(gs://|googleapis)",
         fix="Give this identity the right to read and list (to write, for outputs), or use an identity that has it",
-        seen=("tensorflow: xla/tsl/platform/cloud/curl_http_request.cc", "botocore: ClientError AccessDenied"),
+        seen=(
+            "tensorflow: xla/tsl/platform/cloud/curl_http_request.cc",
+            "botocore: ClientError AccessDenied",
+            "github.com/nyu-dl/dl4marco-bert/issues/19",
+            "github.com/kingoflolz/mesh-transformer-jax/issues/152",
+        ),
     ),
     signature(
         "rate_limited",
@@ -234,8 +253,12 @@ BUCKETS = (
         r"backendError",
         fix="Check network, DNS, proxy, firewall and credentials (the metadata server is reached over HTTP too); if it "
         "happens now and then, retry",
-        seen=("tensorflow: xla/tsl/platform/cloud/curl_http_request.cc", "botocore: botocore/exceptions.py",
-              "urllib3: src/urllib3/exceptions.py"),
+        seen=(
+            "tensorflow: xla/tsl/platform/cloud/curl_http_request.cc",
+            "botocore: botocore/exceptions.py",
+            "urllib3: src/urllib3/exceptions.py",
+            "github.com/googleapis/python-storage/issues/1205",
+        ),
     ),
 )  # fmt: skip
 
@@ -290,7 +313,11 @@ CHECKPOINTS = (
         r"The following argument\(s\) are not supported with the native Keras format",
         fix="Save as NAME.keras (weights: NAME.weights.h5); load a SavedModel with keras.layers.TFSMLayer, and old "
         "files with Keras 2 (TF_USE_LEGACY_KERAS=1 with tf_keras)",
-        seen=("keras: src/saving/saving_api.py", "keras: src/callbacks/model_checkpoint.py"),
+        seen=(
+            "keras: src/saving/saving_api.py",
+            "keras: src/callbacks/model_checkpoint.py",
+            "github.com/cbrnr/sleepecg/issues/214",
+        ),
     ),
     signature(
         "optimizer_state_mismatch",
@@ -329,8 +356,13 @@ CHECKPOINTS = (
         harmless=(r"size mismatch for \S+", r"Unresolved object in checkpoint"),
         fix="Use the settings that it was trained with (architecture, number of classes), or load only the layers that "
         "fit: strict=False, ignore_mismatched_sizes=True, in TensorFlow fine_tune_checkpoint_type",
-        seen=("torch: torch/nn/modules/module.py", "tensorflow: tensorflow/python/training/saver.py",
-              "keras: src/saving/saving_lib.py", "transformers: modeling_utils.py"),
+        seen=(
+            "torch: torch/nn/modules/module.py",
+            "tensorflow: tensorflow/python/training/saver.py",
+            "keras: src/saving/saving_lib.py",
+            "transformers: modeling_utils.py",
+            "github.com/VisualComputingInstitute/SiamR-CNN/issues/6",
+        ),
     ),
     signature(
         "checkpoint_missing",
@@ -354,7 +386,11 @@ CHECKPOINTS = (
         r"File not found: filepath=",
         fix="Correct the path of the checkpoint (TensorFlow: without .index and .data-…); to begin without one, remove "
         "the setting",
-        seen=("tensorflow: tensorflow/core/util/tensor_slice_reader.cc", "transformers: trainer.py"),
+        seen=(
+            "tensorflow: tensorflow/core/util/tensor_slice_reader.cc",
+            "transformers: trainer.py",
+            "github.com/tensorflow/models/issues/9855",
+        ),
     ),
     signature(
         "tied_weights_not_saved",
@@ -396,8 +432,12 @@ CHECKPOINTS = (
         in_traceback=((r"(?i)(pickle_module|pickle|unpickler)\b.{0,80}load\(", r"^EOFError"),),
         fix="Download or copy it again, or continue from the checkpoint before it; a file of a few hundred bytes is a "
         "pointer of git-lfs (`git lfs pull`) or an error page",
-        seen=("torch: caffe2/serialize/inline_container.cc", "safetensors: safetensors/src/tensor.rs",
-              "h5py: h5py/h5f.pyx"),
+        seen=(
+            "torch: caffe2/serialize/inline_container.cc",
+            "safetensors: safetensors/src/tensor.rs",
+            "h5py: h5py/h5f.pyx",
+            "github.com/open-mmlab/mmagic/issues/876",
+        ),
     ),
     signature(
         "checksum_mismatch",
@@ -440,7 +480,10 @@ DISKS = (
         r"Failed to create directory .*Read-only",
         fix="Write outputs and caches to a folder that is writable (HF_HOME, TORCH_HOME, MPLCONFIGDIR for caches); a "
         "disk that became read-only has errors: `dmesg` shows them",
-        seen=("linux: EROFS",),
+        seen=(
+            "linux: EROFS",
+            "github.com/jupyterhub/repo2docker/issues/1155",
+        ),
     ),
     signature(
         "stale_file_handle",
@@ -450,7 +493,10 @@ DISKS = (
         r"\[Errno 116\]",
         fix="Do not replace or delete files of a running job on NFS (write a new folder instead); mount the export "
         "again if it stays",
-        seen=("linux: ESTALE",),
+        seen=(
+            "linux: ESTALE",
+            "github.com/huggingface/transformers/issues/9732",
+        ),
     ),
     signature(
         "mount_lost",
@@ -477,7 +523,11 @@ DISKS = (
         r"nvme\d+: I/O \d+ .{0,40}(timeout|aborting)",
         fix="Look at `dmesg` and the disk's SMART data (or the state of the network volume), copy the data to another "
         "disk, and replace the disk",
-        seen=("linux: EIO",),
+        seen=(
+            "linux: EIO",
+            "github.com/facebookresearch/dino/issues/155",
+            "github.com/whamcloud/integrated-manager-for-lustre/issues/235",
+        ),
     ),
     signature(
         "disk_quota_exceeded",
@@ -488,7 +538,11 @@ DISKS = (
         r"(?i)storage quota .{0,40}exceeded",
         fix="Delete old checkpoints and caches (`quota -s`, `lfs quota` show what counts; also the number of files), "
         "or move HF_HOME, TORCH_HOME and the output to another file system",
-        seen=("linux: EDQUOT",),
+        seen=(
+            "linux: EDQUOT",
+            "github.com/keras-team/keras-tuner/issues/390",
+            "github.com/open-mmlab/mmdetection/issues/12069",
+        ),
     ),
     signature(
         "disk_full",
@@ -511,7 +565,12 @@ DISKS = (
         r"RESOURCE_EXHAUSTED: .*disk",
         fix="Make room, keep fewer checkpoints, or write to another disk; an exceeded quota and missing inodes look "
         "the same",
-        seen=("linux: ENOSPC", "torch: caffe2/serialize/inline_container.cc"),
+        seen=(
+            "linux: ENOSPC",
+            "torch: caffe2/serialize/inline_container.cc",
+            "github.com/h2oai/h2o-llmstudio/issues/214",
+            "github.com/hiyouga/LlamaFactory/issues/5155",
+        ),
     ),
     signature(
         "file_locked",
@@ -563,9 +622,21 @@ FILES = (
         r"(?i)output (directory|folder|path|dir) .{0,200}already exists",
         r"\[Errno 17\]",
         r"already exists and is not empty",
+        r"AlreadyExistsError",
         fix="Choose another output folder, or set the option that overwrites or continues (overwrite_output_dir, "
         "exist_ok=True, resume)",
         seen=("linux: EEXIST", "transformers: examples/pytorch"),
+    ),
+    signature(
+        "command_not_found",
+        "A command is not installed",
+        _ENVIRONMENT,
+        r"command not found",
+        r"(sh|bash|zsh): (line )?\d+: \S+: not found",
+        r"CommandNotFoundError",
+        r"is not recognized as an internal or external command",
+        fix="Activate the environment that has it (conda, venv, module load), or install it in the image",
+        seen=("bash: execute_cmd.c",),
     ),
     signature(
         "path_not_found",
@@ -590,8 +661,15 @@ FILES = (
         r"; No such file or directory",
         r"is not a (valid )?(directory|file)\b",
         r"Unable to (synchronously )?open file \(unable to open file",
+        r"(?i)system cannot find the (file|path)",
+        r"New\w+File failed to Create/Open",
         fix="Correct the path or pattern; in a container, check that the volume is mounted",
-        seen=("tensorflow: xla/tsl/platform/default/posix_file_system.cc", "linux: ENOENT",
-              "ultralytics: data/utils.py"),
+        seen=(
+            "tensorflow: xla/tsl/platform/default/posix_file_system.cc",
+            "linux: ENOENT",
+            "ultralytics: data/utils.py",
+            "github.com/ultralytics/ultralytics/issues/18323",
+            "github.com/tensorflow/models/issues/9870",
+        ),
     ),
 )  # fmt: skip
