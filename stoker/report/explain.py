@@ -252,7 +252,8 @@ def _largest_loss(phases: Sequence[PhaseTime], findings: Sequence[Finding]) -> P
     """The largest phase besides `compute`. Time without a name, as that of the exit, only if there is no other; the
     start only if no fault after it was found."""
     losses = [row for row in phases if row.phase != "compute"]
-    has_fault = any(f.lost_device_s for f in findings if f.severity != "info" and f.cause != "startup_heavy")
+    delays_all = {"startup_heavy", "cpu_contention"}
+    has_fault = any(f.lost_device_s for f in findings if f.severity != "info" and f.cause not in delays_all)
     secondary = {"unattributed", "startup"} if has_fault else {"unattributed"}
     return next((row for row in losses if row.phase not in secondary), next(iter(losses), None))
 
