@@ -127,7 +127,8 @@ def _explain_forbidden(pid: int) -> str:
 
 @dataclasses.dataclass
 class _StackSamples:
-    """Samples of one process since the last line. is_training: a sample was not of a helper process."""
+    """Samples of one process since the last line. is_training: a sample was not of a helper process or
+    an import."""
 
     pid: int
     rank: int
@@ -151,7 +152,7 @@ class _StackSamples:
         kind = classify(stack, active=main_thread.active)
         if kind == HELPER and not self.is_training:
             return False
-        self.is_training = True
+        self.is_training |= kind not in ("other", "idle")  # a launcher imports the framework, too
         self.samples += 1
         self.active += sum(thread.active for thread in threads)
         self.main_thread["idle" if kind == HELPER else kind] += 1
@@ -245,11 +246,13 @@ class StackSampler:
                 wait_s = PROCESS_POLL_S
                 continue
             queue.rotate(-1)
-            window = self._windows[queue[-1]]
+            process = queue[-1]
+            window = self._windows[process]
             cpu_before_s = _children_cpu_s()
             try:
                 if not window.add(dump_stacks(window.pid, py_spy)):
                     self._helpers.add(queue.pop())
+                    del self._windows[process]
                     next_poll_s = next_poll_s if queue else now_s + PROCESS_POLL_S  # only helpers were sampled
                 window.failures = 0
                 self._any_sampled = True

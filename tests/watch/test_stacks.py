@@ -187,3 +187,15 @@ def test_samples_stay_within_their_budget_of_cpu_time(monkeypatch: pytest.Monkey
     assert stacks._affordable_after_s(21 * 0.015, elapsed_s=0.1) == pytest.approx(1.4)
     assert stacks._affordable_after_s(21 * 0.015, elapsed_s=3.0) <= 0
     assert stacks._affordable_after_s(9.0, elapsed_s=10.0) == 60.0
+
+
+def test_a_launcher_that_imports_the_framework_first_is_a_helper() -> None:
+    def stack(file: str, function: str) -> list[stacks._PySpyThread]:
+        return [stacks._PySpyThread(1, True, [stacks._PySpyFrame(function, file, 1)], 1)]
+
+    imports = stack("<frozen importlib._bootstrap>", "_find_and_load")
+    launches = stack("/lib/site-packages/torch/distributed/launcher/api.py", "launch_agent")
+    trains = stack("/lib/site-packages/torch/optim/sgd.py", "step")
+    launcher, trainer = (stacks._StackSamples(1, 0, "", 0.0) for _ in range(2))
+    assert [launcher.add(one) for one in (imports, launches)] == [True, False]
+    assert [trainer.add(one) for one in (imports, trains, launches)] == [True, True, True]
