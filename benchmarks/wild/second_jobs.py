@@ -83,9 +83,9 @@ TAPE = (
          "--no-prefetch --steps 30 --shuffle 0 --measure-waits --eval-batches 0", around=data("scans"), accepted=INPUT),
     tape("slow preprocessing", "Pillow in from_generator", "--folder @scans --reader pillow --steps 16 --batch 8 "
          "--shuffle 0 --measure-waits --eval-batches 0", around=data("scans"), accepted=INPUT),
-    tape("retracing", "a Python number as argument", f"{TRAIN} --steps 60 --warmup-in-python", around=RECORDS,
+    tape("retracing", "a Python number as argument", f"{TRAIN} --steps 40 --warmup-in-python", around=RECORDS,
          accepted=("recompiles",)),
-    tape("retracing", "another shape in each step", f"{TRAIN} --steps 60 --multi-scale", around=RECORDS,
+    tape("retracing", "another shape in each step", f"{TRAIN} --steps 40 --multi-scale", around=RECORDS,
          accepted=("recompiles",)),
     tape("damaged record", "truncated file", "--records @records/truncated/*.tfrecord", around=RECORDS, exits=1,
          accepted=("damaged_record", "bad_records")),
