@@ -32,7 +32,7 @@ DISTRIBUTED = (
         "ddp_no_gradients",
         "DistributedDataParallel around a module without trainable parameters",
         "architecture and hyper-parameters",
-        r"DistributedDataParallel is not needed when a module doesn't have any parameters that require a gradient",
+        r"DistributedDataParallel is not needed when a module doesn't have any parameters? that requires? a gradient",
         fix="Leave the module unwrapped, or unfreeze the parameters that should be trained",
         seen=("torch: torch/nn/parallel/distributed.py",),
     ),
