@@ -103,14 +103,14 @@ def make_input_wait_finding(
 ) -> Finding | None:
     """A cause whose lost time is the wait for images: measured by a clock, else estimated from stack samples.
 
-    is_computing: the wait is for threads that compute. Other processes delay them too, so half of the fraction
-    that they took is added to the threshold (heuristic).
+    is_computing: the wait is for threads that compute. Other processes delay them too, so the fraction that
+    they took is added to the threshold (heuristic).
     """
     min_measured = CPU_WARNING_THRESHOLD.value if run.on_cpu else 0.0
     if not run.is_native_run and decodes_in_training_thread(run):
         min_measured = max(min_measured, MIN_INLINE_FRACTION.value)
     elif is_computing and not run.is_native_run:
-        min_measured += contended_fraction(run) / 2
+        min_measured += contended_fraction(run)
     if run.phase_seconds("input_wait") > 0:
         if run.is_external and run.phase_seconds("input_wait") - excluded_s < MIN_WAIT_S.value:
             return None
