@@ -16,7 +16,7 @@ from stoker.runs.schemas import Finding
 
 MIN_CPU_FRACTION = Threshold(
     0.20,
-    "threshold of a watched job that trains on CPUs, plus half of the fraction that others took: ranks share cores "
+    "threshold of a watched job that trains on CPUs, plus a quarter of what others took: ranks share cores "
     "with each other, with gloo's threads and with other processes, so they are late by turns (heuristic)",
 )
 
@@ -94,7 +94,7 @@ def straggler(run: RunRecords) -> Finding | None:
 
 
 def _min_fraction(run: RunRecords) -> float | None:
-    return MIN_CPU_FRACTION.value + contended_fraction(run) / 2 if run.is_external and run.on_cpu else None
+    return MIN_CPU_FRACTION.value + contended_fraction(run) / 4 if run.is_external and run.on_cpu else None
 
 
 def communication_bound(run: RunRecords) -> Finding | None:
