@@ -103,6 +103,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--clip", type=float, default=0.1)
+    parser.add_argument("--optim", default="adamw_torch")
     parser.add_argument("--collate", choices=["processor", "lambda"], default="processor")
     parser.add_argument("--effects", choices=["", "fog"], default="")
     parser.add_argument("--eval-steps", type=int, default=0)
@@ -148,6 +149,7 @@ def main() -> None:
     arguments = TrainingArguments(
         output_dir=str(args.disk / "trained"), max_steps=args.steps, per_device_train_batch_size=args.batch,
         per_device_eval_batch_size=args.batch, learning_rate=args.lr, max_grad_norm=args.clip, warmup_steps=5,
+        optim=args.optim,
         dataloader_num_workers=args.workers, remove_unused_columns=False, report_to=[], logging_steps=5, use_cpu=True,
         eval_strategy="steps" if args.eval_steps else "no", eval_steps=args.eval_steps or None, save_total_limit=1,
         save_strategy="steps" if args.save_steps else "no", save_steps=args.save_steps or 500, disable_tqdm=True,
