@@ -82,6 +82,29 @@ def find_tracebacks(lines: tuple[LogLine, ...]) -> list[tuple[int, int]]:
     return spans
 
 
+_IGNORED_EXCEPTION = re.compile(r"Exception ignored (in|on|while)\b|Retry attempt failed:")
+_THREAD_EXCEPTION = re.compile(r"Exception in thread ")
+
+
+def drop_ignored_exceptions(lines: tuple[LogLine, ...]) -> tuple[LogLine, ...]:
+    """The lines without the tracebacks that Python prints for an exception in a finalizer, and wandb for one after
+    which it tries again: neither ends a job."""
+    ignored = set()
+    for start, last in find_tracebacks(lines):
+        if start and _IGNORED_EXCEPTION.match(lines[start - 1].text):
+            ignored.update(range(start - 1, last + 1))
+    return tuple(line for index, line in enumerate(lines) if index not in ignored) if ignored else lines
+
+
+def find_thread_exceptions(lines: tuple[LogLine, ...]) -> list[tuple[int, int]]:
+    """(first, last) line index of the tracebacks of threads other than the main one. They do not end the process."""
+    return [
+        (start, last)
+        for start, last in find_tracebacks(lines)
+        if start and _THREAD_EXCEPTION.match(strip_rank_prefix(lines[start - 1].text))
+    ]
+
+
 def _indent(text: str) -> int:
     text = re.sub(r"^\[rank\d+\]: ?", "", text)
     return len(text) - len(text.lstrip())
@@ -103,7 +126,7 @@ def find_nan_losses(lines: tuple[LogLine, ...]) -> list[LogLine]:
 
 
 _PROGRESS_PATTERN = re.compile(
-    r"(?i)\b(epoch|step|iter(ation)?s?)\b[^a-z\n]{0,4}\d|\d ?(it|img|images|samples|examples|steps)/s(ec)?\b|\ds/it\b|"
+    r"(?i)(?<!\*\* )(?<!job )\b(epoch|step|iter(ation)?s?)\b[^a-z\n]{0,4}\d|\d ?(it|img|images|samples|examples|steps)/s(ec)?\b|\ds/it\b|"
     r"\bloss\w{0,20}['\"]?\s*[:=]\s*['\"]?\d|\bETA:|\beta: \d"
 )
 

@@ -21,9 +21,11 @@ from stoker.diagnosis.failure_signatures import (
 )
 from stoker.diagnosis.output import (
     LogLine,
+    drop_ignored_exceptions,
     find_nan_losses,
     find_normal_end,
     find_progress,
+    find_thread_exceptions,
     find_tracebacks,
     strip_rank_prefix,
 )
@@ -59,9 +61,12 @@ _ABOUT_OTHER_PROCESSES = frozenset(
     {"loader_worker_killed", "nccl_error", "tf_coordination_lost", "killed", "peer_ended"}
 )
 """Consequences that tell less than an error that is not in the catalog."""
-_INFO_LEVEL = re.compile(r"\b(INFO|DEBUG)\b")
+_INFO_LEVEL = re.compile(r"\b(INFO|DEBUG)\b|:\d+: \w+Warning: ")
+_RETRIED = re.compile(r"(?i)\bretrying\b|\bwill be (automatically )?retried\b")
 _MAX_LEVEL_CHARS = 80
 """Characters of a line in which its level is. A failure at level INFO did not end the job."""
+_TRAINING_EXCEPTION = "Exception during training:"
+"""detectron2 prints this, the exception, and then the last lines of a training that ended well."""
 _ERROR_LINE = re.compile(r"^\s*(\w+\.)*\w*(Error|Exception)(:|$)")
 """The last line of a traceback."""
 _SECONDARY_XIDS = re.compile(r"\bXid 4[35]\b")
@@ -79,6 +84,7 @@ class _Match:
 
 def explain(termination: Termination) -> list[Finding]:
     """What ended the job first, then other failures in its output. Empty if it ended well."""
+    termination = dataclasses.replace(termination, output=drop_ignored_exceptions(termination.output))
     matches = _find_matches(termination.output)
     nan_losses = find_nan_losses(termination.output)
     normal_end = _find_normal_end(termination, matches)
@@ -95,7 +101,8 @@ def explain(termination: Termination) -> list[Finding]:
         )
     for remark in _REMARKS:
         remark_lines = [match.line for match in matches if match.failure.id == remark]
-        if remark_lines and normal_end is None and not (remark in _GPU_REMARKS and termination.gpu_used):
+        is_expected = remark in _GPU_REMARKS and (normal_end is not None or termination.gpu_used)
+        if remark_lines and not is_expected:
             findings.append(_make_finding(remark, _quote_lines(remark_lines)))
     is_unknown = not termination.source and findings and findings[0].cause == "ended_without_record"
     if termination.exit_code != 0 and not is_unknown:
@@ -110,10 +117,18 @@ def _find_normal_end(termination: Termination, matches: list[_Match]) -> LogLine
     index = find_normal_end(termination.output)
     if index is None:
         return None
+    progress = find_progress(termination.output[:index])
+    last_progress = progress[-1] if progress else 0
+    if any(_TRAINING_EXCEPTION in line.text for line in termination.output[last_progress:index]):
+        return None
+    thread_exceptions = find_thread_exceptions(termination.output)
     has_failed = any(
-        match.line_index > index and not match.log_pattern.harmless and match.failure.id != "peer_ended"
+        match.line_index > index
+        and not match.log_pattern.harmless
+        and match.failure.id != "peer_ended"
+        and not any(start <= match.line_index <= last for start, last in thread_exceptions)
         for match in matches
-    ) or any(start > index for start, _ in find_tracebacks(termination.output))
+    ) or any(span[0] > index and span not in thread_exceptions for span in find_tracebacks(termination.output))
     return None if has_failed else termination.output[index]
 
 
@@ -196,9 +211,10 @@ def _find_reasons(termination: Termination, matches: list[_Match], nan_losses: l
         match
         for match in matches
         if not match.log_pattern.harmless
-        and (match.failure.role == "stop" or not _INFO_LEVEL.search(match.line.text[:_MAX_LEVEL_CHARS]))
+        and (match.failure.role == "stop" or not _reports_no_failure(match.line.text))
     ]
-    late = [match for match in decisive if not _was_survived(match.line_index, progress)]
+    spans = find_tracebacks(lines)
+    late = [match for match in decisive if not _was_survived(match.line_index, progress, spans)]
     stops = [match for match in late if match.failure.role == "stop"]
     first_stop = min((match.line_index for match in stops), default=len(lines))
     before = [match for match in decisive if match.failure.role != "stop" and match.line_index < first_stop]
@@ -213,9 +229,18 @@ def _find_reasons(termination: Termination, matches: list[_Match], nan_losses: l
     return [fault, *stop] if fault is not None else stop
 
 
-def _was_survived(line_index: int, progress: list[int]) -> bool:
-    """Whether the job continued after a line. progress: indices of the lines that report progress."""
-    return len(progress) - bisect.bisect_right(progress, line_index) >= _MIN_PROGRESS_LINES
+def _reports_no_failure(text: str) -> bool:
+    """Whether a line says itself that the job went on: its level, or that it tries again."""
+    return _INFO_LEVEL.search(text[:_MAX_LEVEL_CHARS]) is not None or _RETRIED.search(text) is not None
+
+
+def _was_survived(line_index: int, progress: list[int], spans: list[tuple[int, int]]) -> bool:
+    """Whether the job continued after a line. progress: indices of the lines that report progress. spans: of the
+    tracebacks. Before the first progress a single line suffices if it is not in a traceback: the ranks start
+    together."""
+    num_before = bisect.bisect_right(progress, line_index)
+    is_start_up = num_before == 0 and not any(start <= line_index <= last for start, last in spans)
+    return len(progress) - num_before >= (1 if is_start_up else _MIN_PROGRESS_LINES)
 
 
 def _find_fault(
@@ -226,11 +251,12 @@ def _find_fault(
     one if a known failure was logged before it."""
     lines = termination.output
     faults = [match for match in decisive if match.failure.role == "fault"]
-    late_faults = [match for match in faults if not _was_survived(match.line_index, progress)]
-    spans = [span for span in find_tracebacks(lines) if span[0] < end]
+    all_spans = find_tracebacks(lines)
+    late_faults = [match for match in faults if not _was_survived(match.line_index, progress, all_spans)]
+    spans = [span for span in all_spans if span[0] < end]
     if end < len(lines) or termination.signal in (_SIGKILL, _SIGTERM, _SIGINT) or termination.exit_code is None:
         faults = late_faults  # the job continued after the others
-        spans = [span for span in spans if not _was_survived(span[1], progress)]
+        spans = [span for span in spans if not _was_survived(span[1], progress, all_spans)]
     for number in range(len(spans) - 1, -1, -1):
         start, last = spans[number]
         for begin, stop in ((last + 1, end), (start, last + 1)):
@@ -256,7 +282,9 @@ def _find_fault(
     if any(match.failure.role == "consequence" for match in decisive):
         return None
     last_lines = range(max(0, end - _NUM_LAST_LINES), end)
-    errors = [lines[n] for n in last_lines if _ERROR_LINE.search(lines[n].text) and not _was_survived(n, progress)]
+    errors = [
+        lines[n] for n in last_lines if _ERROR_LINE.search(lines[n].text) and not _was_survived(n, progress, all_spans)
+    ]
     return _make_finding("ended_by_error", [_quote(errors[-1]), *_end_evidence(termination)]) if errors else None
 
 

@@ -58,6 +58,7 @@ DISTRIBUTED = (
         "collective_timeout",
         "Ranks waited for each other until the timeout",
         "failure: hang",
+        r"watchdog got stuck for \d+ seconds",
         r"Watchdog caught collective operation timeout",
         r"Timed out waiting \d+ms for (recv|send) operation to complete",
         r"collective operation timeout",
@@ -116,6 +117,7 @@ DISTRIBUTED = (
         "rendezvous_failed",
         "The processes of the job did not find each other",
         "communication",
+        r"NCCL WARN Connect to \S+ failed",
         r"client socket has (timed out|failed to connect)",
         r"Rendezvous(Timeout|Connection|Closed|State|Graceful)\w*Error",
         r"waiting for clients\. \d+/\d+ clients joined",
@@ -125,7 +127,7 @@ DISTRIBUTED = (
         r"(?i)failed to connect to (the )?(master|rendezvous|coordinator)",
         r"Connection to the (c10d|C10d) store has failed",
         r"ncclUniqueId.{0,80}(fail|error|timeout)",
-        r"(?i)failed to recv, got 0 bytes",
+        r"(?i)^(?!\[W).*failed to recv, got 0 bytes",
         r"The server socket has failed to listen",
         fix="Check MASTER_ADDR and MASTER_PORT: the same on all, reachable from each (firewall, container network), "
         "and the port free; and start as many processes as WORLD_SIZE",
@@ -224,12 +226,11 @@ DISTRIBUTED = (
         r"NCCL error in:(?!.*remote process exited)",
         r"unhandled (system|cuda) error",
         r"NCCL WARN (Cuda failure|Call to |Missing|Failed(?! to open libibverbs)|Could not|Error"
-        r"|NCCL_|socket|Bootstrap|Mismatched)",
-        r"misc/(socket|cudawrap|shmutils)\.cc:\d+ NCCL WARN",
+        r"|NCCL_|socket(?!.*([Cc]losed by|reset by|Broken pipe))|Bootstrap|Mismatched)",
+        r"misc/(socket|cudawrap|shmutils)\.cc:\d+ NCCL WARN(?!.*([Cc]losed by|reset by|Broken pipe))",
         r"NCCL communicator (was aborted|failed)",
         r"Failed to initialize any NET plugin",
         r"Failed to CUDA (host )?c?alloc",
-        r"Some NCCL operations have failed or timed out",
         role="consequence",
         fix="Set NCCL_DEBUG=INFO and read the first WARN: it names the failed call. Usual: another NCCL or driver "
         "version on a node, a blocked port, a GPU in use, containers without access to each other's GPUs "
@@ -259,6 +260,8 @@ DISTRIBUTED = (
         "tf_coordination_lost",
         "TensorFlow's workers lost each other",
         "communication",
+        r"Aborting RingReduce with Unavailable",
+        r"StartAbort Unavailable",
         r"(?i)coordination service.{0,120}(error|unavailable|lost|timed out|not respond|shut)",
         r"/job:\S+/task:\d+ (unavailable|heartbeat timeout|is not healthy)",
         r"heartbeat timeout",

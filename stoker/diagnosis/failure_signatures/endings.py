@@ -12,6 +12,7 @@ REMARKS = (
             r"kernel driver does not appear to be running on this host",
             r"Skipping registering GPU devices",
             r"Cannot dlopen some GPU libraries",
+            r"UserWarning: CUDA initialization: The NVIDIA driver on your system is too old",
         ),
         severity="warning",
         fix="Check the driver, the container runtime (`docker run --gpus all`) and the framework's CUDA libraries; if "
@@ -65,6 +66,7 @@ ENDINGS = (
         "interrupted",
         "It was interrupted from the keyboard (SIGINT)",
         "failure: preemption",
+        r"Received 2 death signal",
         r"^KeyboardInterrupt\b",
         r"(?i)(received|got|caught) (signal )?SIGINT",
         r"got signal: 2$",
@@ -100,6 +102,7 @@ ENDINGS = (
         "peer_ended",
         "Another process of the job ended first",
         "unknown",
+        r"Some NCCL operations have failed or timed out",
         r"ChildFailedError",
         r"(?i)Connection (was |has been )?(reset|closed) by (remote )?peer",
         r"ncclRemoteError",

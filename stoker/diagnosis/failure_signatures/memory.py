@@ -153,6 +153,8 @@ MEMORY = (
         "oom_killed",
         "The kernel killed it because memory was full",
         "failure: host memory",
+        r"killed by the OOM killer",
+        r"Failed with result 'oom-kill'",
         r"[Oo]ut of memory: Kill(ed)? process \d",
         r"(?i)detected \d+ oom.kill event",
         r"(?i)\boom.kill(er)? event",

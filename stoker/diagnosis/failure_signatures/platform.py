@@ -18,7 +18,6 @@ PLATFORM = (
         r"was active on the node longer than the specified deadline",
         r"Job was active longer than specified deadline",
         r"MaxRuntimeExceeded",
-        r"MaxWaitTimeExceeded",
         r"(?i)job .{0,60}(timed out|exceeded).{0,40}(maximum|timeout)",
         r"TERM_RUNLIMIT: job killed after reaching LSF run time limit",
         r"=>> PBS: job killed: walltime \d+ exceeded limit",
@@ -41,9 +40,11 @@ PLATFORM = (
         "machine_preempted",
         "The platform took the machine back",
         _PREEMPTION,
-        r"(?i)\bpreempt(ed|ion|ing)\b(?!.*node failure).{0,120}(instance|node|VM|machine|TPU|job"
+        r"\bEventType\W{1,6}(Preempt|Terminate|Redeploy|Reboot)\b",
+        r"(?i)\bpreempt(ed|ion|ing)\b(?!.*(node failure|victims)).{0,120}(instance|node|VM|machine|TPU|job"
         r"|notice|worker|pod|scheduler)",
-        r"(?i)(instance|node|VM|machine|TPU|job|pod|task)\b.{0,120}\b(preempted|preemption)\b(?!.*node failure)",
+        r"(?i)(instance|node|VM|machine|TPU|job|pod|task)\b.{0,120}\b(preempted|preemption)\b"
+        r"(?!.*(node failure|victims))",
         r"DUE TO PREEMPTION",
         r"compute\.instances\.preempted",
         r"(?i)node is shutting",
@@ -77,7 +78,6 @@ PLATFORM = (
         r"(?i)workers? .{0,40}preempted",
         r"cluster autoscaler.{0,40}(evict|delet|scale down)",
         r"ScaleDown\s+deleting pod for node scale down",
-        r"TaintManagerEviction",
         severity="warning",
         role="stop",
         fix="Start it again: it continues from its last checkpoint. Save often enough for the notice (30 s at GCP, 2 "
@@ -95,6 +95,7 @@ PLATFORM = (
         "node_failed",
         "The machine failed",
         _PREEMPTION,
+        r"TaintManagerEviction",
         r"DUE TO NODE FAILURE",
         r"\bNODE_FAIL\b",
         r"(?i)node failure on \S+",
@@ -333,6 +334,7 @@ PLATFORM = (
         "capacity_unavailable",
         "The cloud has no such machine free, or the project no quota for it",
         "allocation and scheduling",
+        r"MaxWaitTimeExceeded",
         r"ZONE_RESOURCE_POOL_EXHAUSTED",
         r"does not have enough resources available to fulfill the request",
         r"InsufficientInstanceCapacity",

@@ -40,6 +40,7 @@ BUCKETS = (
         "model_not_found",
         "A model or data set with this name does not exist on the hub",
         _ENVIRONMENT,
+        r"Unrecognized model in .{0,200}Should have a `model_type` key",
         r"is not a local folder and is not a valid model identifier",
         r"RepositoryNotFoundError",
         r"Repository Not Found for url",
@@ -120,8 +121,8 @@ BUCKETS = (
         r"(?i)could not load credentials",
         r"(?i)no credentials (were |are )?(found|provided|available|available)",
         r"CredentialsNotFound",
-        r"All attempts to get a Google authentication bearer token failed",
         r"Failed to retrieve instance metadata credentials",
+        harmless=(r"All attempts to get a Google authentication bearer token failed",),
         fix="Give the job an identity: an instance role or service account, AWS_ACCESS_KEY_ID and "
         "AWS_SECRET_ACCESS_KEY, or GOOGLE_APPLICATION_CREDENTIALS",
         seen=(
@@ -334,6 +335,8 @@ CHECKPOINTS = (
         "checkpoint_mismatch",
         "The checkpoint's weights do not fit the model",
         _ENVIRONMENT,
+        r"Python objects that were not bound to checkpointed values",
+        r"^KeyError: '((model|optimizer|ema)_)?state_dict'",
         r"Error\(s\) in loading state_dict",
         r"(Missing|Unexpected) key\(s\) in state_dict",
         r"Key .{0,200}not found in checkpoint",
@@ -363,6 +366,27 @@ CHECKPOINTS = (
             "transformers: modeling_utils.py",
             "github.com/VisualComputingInstitute/SiamR-CNN/issues/6",
         ),
+    ),
+    signature(
+        "output_folder_missing",
+        "The folder to write to does not exist",
+        _ENVIRONMENT,
+        r"Parent directory .{0,200}does not exist",
+        in_traceback=((r", in _?save(_\w+)?$", r"FileNotFoundError|No such file or directory"),),
+        fix="Create the folder before the training begins (os.makedirs(PATH, exist_ok=True)), or correct the path; in "
+        "a container, check that the volume is mounted",
+        seen=("torch: caffe2/serialize/inline_container.cc", "keras: src/saving/saving_lib.py"),
+    ),
+    signature(
+        "tokenizer_missing",
+        "The tokenizer is missing or has no padding token",
+        _ENVIRONMENT,
+        r"Couldn't instantiate the backend tokenizer",
+        r"Can't load tokenizer for '",
+        r"the tokenizer does not have a padding token",
+        fix="Save the tokenizer beside the model (save_pretrained) or name the base model; for the padding token: "
+        "tokenizer.pad_token = tokenizer.eos_token",
+        seen=("transformers: tokenization_utils_base.py",),
     ),
     signature(
         "checkpoint_missing",
