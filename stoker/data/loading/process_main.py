@@ -137,7 +137,8 @@ class _Stream:
             generation, position, slot_number, first, count, _ = GROUP.unpack(group)
             with self._changed:
                 # The message that starts this generation may arrive after its first group.
-                self._changed.wait_for(lambda g=generation: self._generation >= g)
+                while self._generation < generation:
+                    self._changed.wait()
                 if self._generation == generation and self._pool is not None:
                     self._outstanding += 1
                     self._submit(self._pool, position, slot_number, first, count)
