@@ -104,6 +104,12 @@ def next_batch(loader: Any) -> None:
         next(iter(loader))
 
 
+def wait_until_full(loader: Any) -> None:
+    """Until the loader has nothing to do, so that it does not disturb the measurement of another."""
+    while (stats := loader.stats()).queued + stats.fetch.in_progress + stats.decode.in_progress:
+        time.sleep(0.01)
+
+
 def measure_held(folder: Path, batches: int, passes: int) -> dict[str, Any]:
     """For each case, for threads and for processes: ms per sample with and without the GIL, releases per sample, and
     CPU ms of all processes per sample, of each pass."""
@@ -119,8 +125,6 @@ def measure_held(folder: Path, batches: int, passes: int) -> dict[str, Any]:
 
     def measure(loader: Any) -> list[float]:
         # Batches that are handed out and those that are loaded are equally many: the buffers are always full.
-        while loader.stats().ready < BATCH * loader.stats().prefetch_depth:
-            time.sleep(0.01)
         stats, cpu_s = loader.stats(), time.process_time()
         released_ns, releases = probe.gil_released_ns(), probe.gil_releases()
         for _ in range(batches):
@@ -141,8 +145,10 @@ def measure_held(folder: Path, batches: int, passes: int) -> dict[str, Any]:
                     for _ in range(3):
                         next_batch(loader)
                 for _ in range(passes):
-                    runs["threads"].append(measure(threaded))
-                    runs["processes"].append(measure(spread_out))
+                    for name, loader in (("threads", threaded), ("processes", spread_out)):
+                        wait_until_full(threaded)
+                        wait_until_full(spread_out)
+                        runs[name].append(measure(loader))
     return result
 
 
