@@ -104,10 +104,13 @@ def next_batch(loader: Any) -> None:
         next(iter(loader))
 
 
-def wait_until_full(loader: Any) -> None:
-    """Until the loader has nothing to do, so that it does not disturb the measurement of another."""
+def wait_until_full(loader: Any) -> float:
+    """Waits until the loader has nothing to do, so that it does not disturb the measurement of another. Returns the
+    CPU-seconds that this took."""
+    start_s = time.thread_time()
     while (stats := loader.stats()).queued + stats.fetch.in_progress + stats.decode.in_progress:
-        time.sleep(0.01)
+        time.sleep(0.05)
+    return time.thread_time() - start_s
 
 
 def measure_held(folder: Path, batches: int, passes: int) -> dict[str, Any]:
@@ -124,13 +127,14 @@ def measure_held(folder: Path, batches: int, passes: int) -> dict[str, Any]:
     result: dict[str, Any] = {"own releases": min(100, probe.gil_releases() - before), "cases": {}}
 
     def measure(loader: Any) -> list[float]:
-        # Batches that are handed out and those that are loaded are equally many: the buffers are always full.
+        # From full buffers to full buffers: as many batches are loaded as are handed out.
         stats, cpu_s = loader.stats(), time.process_time()
         released_ns, releases = probe.gil_released_ns(), probe.gil_releases()
         for _ in range(batches):
             next_batch(loader)
+        polling_s = wait_until_full(loader)
         released_ns, releases = probe.gil_released_ns() - released_ns, probe.gil_releases() - releases
-        cpu_s, after = time.process_time() - cpu_s, loader.stats()
+        cpu_s, after = time.process_time() - cpu_s - polling_s, loader.stats()
         images = after.decode.num_images - stats.decode.num_images
         all_cpu_s, released_s = cpu_s + after.processes_cpu_s - stats.processes_cpu_s, released_ns / 1e9
         per_image = cpu_s - released_s, released_s, releases / 1e3, all_cpu_s

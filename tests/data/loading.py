@@ -13,6 +13,8 @@ from stoker.hardware.device import Device
 from tests.data.memory_index import InMemoryIndex as InMemoryIndex
 
 CPU = Device(torch.device("cpu"))
+default_processes = None
+"""Worker processes of all loaders that `make` makes; None: threads (`test_loader_processes.py`)."""
 IMAGE_SIZE = (32, 64)
 PADDING = torch.tensor([samples.PAD_COLOR], dtype=torch.uint8)
 
@@ -41,7 +43,7 @@ def make(index, *, image_indices=None, cache=None, processes=None, on_quarantine
         image_indices,
         LoaderSpec(**spec | changes),
         cache=cache,
-        processes=processes,
+        processes=processes or default_processes,
         on_quarantine=on_quarantine,
         on_tuned=on_tuned,
     )

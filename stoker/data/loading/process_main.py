@@ -8,6 +8,7 @@ process ends in whatever way. Started by `processes.py`.
 """
 
 import contextlib
+import functools
 import itertools
 import mmap
 import os
@@ -17,6 +18,7 @@ import socket
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -73,6 +75,7 @@ class _Stream:
         self._pool: WorkerPool | None = None
         self._generation, self._outstanding, self._max_outstanding = 0, 0, 1
         self.is_closed = False
+        """No group will come any more. The memory goes with the last worker that uses it."""
         threading.Thread(target=_or_exit(self._take_groups), name="stoker-groups", daemon=True).start()
 
     def _report(self, *report: Any) -> None:
@@ -87,9 +90,8 @@ class _Stream:
         with self._changed:
             self._samples.quarantined = quarantined
             self._generation, self._outstanding = generation, 0
-            self._pool = WorkerPool(
-                self._samples, workers, on_batch_loaded=lambda task: self._finish_group(generation, task)
-            )
+            finish_group = _or_exit(functools.partial(self._finish_group, generation))
+            self._pool = WorkerPool(self._samples, workers, on_batch_loaded=finish_group)
             self.set_limit(workers, group_size, fair_share)
 
     def set_limit(self, workers: int, group_size: int, fair_share: int) -> None:
@@ -144,7 +146,6 @@ class _Stream:
                     self._submit(self._pool, position, slot_number, first, count)
         self.stop()  # the loader was closed
         os.close(self._groups_fd)
-        self._report_socket.close()
         self.is_closed = True
 
     def _submit(self, pool: WorkerPool, position: int, slot_number: int, first: int, count: int) -> None:
@@ -199,7 +200,7 @@ def load_payload(fd: int) -> dict[str, Any]:
     return payload
 
 
-def _or_exit(function: Any) -> Any:
+def _or_exit(function: Callable[..., None]) -> Callable[..., None]:
     """A bug in this process ends it with its traceback on stderr; the training process then names it."""
 
     def run(*arguments: Any) -> None:
@@ -231,6 +232,13 @@ def _serve(control_fd: int, process: int, streams: dict[int, _Stream]) -> None:
             getattr(streams[number], request)(*arguments)
 
 
+def _tend(streams: dict[int, _Stream]) -> None:
+    for number, stream in list(streams.items()):
+        stream.publish()
+        if stream.is_closed:
+            del streams[number]
+
+
 def main(control_fd: int, process: int) -> None:
     for signal_number in IGNORED_SIGNALS:
         signal.signal(signal_number, signal.SIG_IGN)
@@ -239,8 +247,5 @@ def main(control_fd: int, process: int) -> None:
     # A process that the training process forked may keep the other end of the control socket open.
     for _ in itertools.takewhile(lambda _: os.getppid() == parent, itertools.count()):
         time.sleep(PUBLISH_INTERVAL_S)
-        for number, stream in list(streams.items()):
-            stream.publish()
-            if stream.is_closed:
-                del streams[number]
+        _tend(streams)
     os._exit(0)
