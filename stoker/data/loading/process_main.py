@@ -9,6 +9,7 @@ process ends in whatever way. Started by `processes.py`.
 
 import contextlib
 import functools
+import gc
 import itertools
 import mmap
 import os
@@ -233,10 +234,13 @@ def _serve(control_fd: int, process: int, streams: dict[int, _Stream]) -> None:
 
 
 def _tend(streams: dict[int, _Stream]) -> None:
-    for number, stream in list(streams.items()):
+    closed = [number for number, stream in streams.copy().items() if stream.is_closed]
+    for number in closed:
+        del streams[number]
+    if closed:
+        gc.collect()  # exceptions refer to frames, and those to the memory; an idle process would keep it
+    for stream in streams.copy().values():
         stream.publish()
-        if stream.is_closed:
-            del streams[number]
 
 
 def main(control_fd: int, process: int) -> None:
