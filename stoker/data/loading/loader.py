@@ -2,11 +2,11 @@
 
 Stages: fetch, decode (with crop and resize, into a buffer), copy to the device. Local files are read by the worker that
 decodes them; images of a bucket are requested earlier (`prefetch.py`) and reach a worker when their bytes have arrived.
-Any number of workers takes samples in the order of the stream (`worker_pool.py`). The thread that asks for batches does
-everything else, in that order too: it schedules tasks when a buffer is free, finalizes their results (`finalize.py`),
-starts copies, and once a second considers other numbers of workers and buffers (`autotune.py`). So nothing that a run
-sees depends on the number of workers or on their speed. One sample: `samples.py`; where waiting time went:
-`wait_breakdown.py`; the options: `spec.py`.
+Any number of workers takes samples in the order of the stream: threads (`worker_pool.py`), which may be spread over
+processes (`processes.py`). The thread that asks for batches does everything else, in that order too: it schedules tasks
+when a buffer is free, finalizes their results (`finalize.py`), starts copies, and once a second considers other numbers
+of workers and buffers (`autotune.py`). So nothing that a run sees depends on the number of workers or on their speed.
+One sample: `samples.py`; where waiting time went: `wait_breakdown.py`; the options: `spec.py`.
 """
 
 import functools
