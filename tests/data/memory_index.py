@@ -1,5 +1,6 @@
 """`InMemoryIndex`, in a module without torch: worker processes of the loader import it."""
 
+import time
 from pathlib import Path
 
 import cv2
@@ -37,3 +38,11 @@ class InMemoryIndex:
 
     def path(self, image_index: int) -> Path:
         return self.root / f"{image_index:03}.{'jpg' if image_index % 2 else 'png'}"
+
+
+class SlowIndex(InMemoryIndex):
+    """Its files take long to read."""
+
+    def read(self, image_index: int) -> bytes:
+        time.sleep(0.03)
+        return super().read(image_index)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from stoker.data.loading.wait_breakdown import DECODING, DONE, READ
 from stoker.errors import OutOfMemoryError, PreflightError, StokerError
 from tests.data import loading
 from tests.data.loading import CPU, InMemoryIndex, LateDevice, assert_same, make, stream, take
+from tests.data.memory_index import SlowIndex
 from tests.data.test_loader import (  # noqa: F401
     test_a_batch_keeps_the_contract,
     test_a_batch_larger_than_the_data_set,
@@ -46,6 +48,8 @@ from tests.data.test_loader_quarantine import (  # noqa: F401
     test_evaluation_leaves_a_bad_image_out_and_reports_it,
 )
 from tests.data.test_pixel_cache import draw
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="worker processes need Linux")
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +159,27 @@ def test_workers_are_spread_and_counted(index):
     assert stats.decode.num_images >= 88
     with make(index, workers=1) as loader:
         assert loader.stats().workers == 2  # each process has one
+
+
+def test_waiting_for_slow_files_is_fetching(tmp_path):
+    with make(SlowIndex(tmp_path, 13)) as loader:
+        take(loader, 9)
+        stats = loader.stats()
+    assert stats.wait_s_by_stage["fetch"] > 3 * stats.wait_s_by_stage["decode"]
+    assert stats.fetch.seconds > 36 * 0.03
+
+
+def test_small_batches_are_prefetched_deeper(monkeypatch, processes):
+    monkeypatch.setattr(processes_module, "host_cores", lambda: 16)
+    assert [processes.prefetch_depth(batch_size, 3) for batch_size in (1, 8, 64)] == [16, 10, 3]
+
+
+@pytest.mark.parametrize("changes", [{"jpeg_decoder": "nvjpeg"}, {}])
+def test_what_processes_cannot_load_is_refused(index, monkeypatch, changes):
+    monkeypatch.setattr(InMemoryIndex, "remote_object", lambda *_: None if changes else ("store", "key", 0, None))
+    monkeypatch.setattr("stoker.data.loading.loader.DeviceBatchDecoder", lambda *_: None)
+    with pytest.raises(ValueError, match="worker processes"):
+        make(index, **changes)
 
 
 def test_memory_is_used_again(index, processes):
@@ -286,6 +311,32 @@ while {how!r} != "abandoned":
     errors = parent.stderr.read()
     assert ("KeyboardInterrupt" in errors) == (how == "interrupted")
     assert errors.count("Traceback") == (how == "interrupted")
+
+
+@pytest.mark.slow
+def test_close_from_another_thread_ends_a_wait_for_a_stuck_process(index):
+    image_index = stream(index, 1, workers=2)[0].image_index[1].item()
+    index.path(image_index).unlink()
+    os.mkfifo(index.path(image_index))  # opening it blocks, as on a file system that does not respond
+    mine, caught = WorkerProcesses(2, CPU), []
+    loader = make(index, processes=mine)
+
+    def ask():
+        try:
+            next(loader)
+        except RuntimeError as error:
+            caught.append(str(error))
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    while loader.stats().fetch.in_progress == 0:
+        assert asking.is_alive()
+    loader.close()
+    asking.join(60)
+    assert "closed" in caught[0]
+    assert not mine._free_rings  # the stuck process may still write
+    mine.close()
+    assert all(child.returncode is not None for child in mine._children)
 
 
 # Memory and messages.

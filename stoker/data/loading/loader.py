@@ -93,6 +93,11 @@ class Loader:
             HostBatchBuffer, spec.device, spec.batch_size, spec.image_size, spec.max_boxes
         )
         prefetch_depth = PREFETCH_DEPTH if spec.prefetch_depth is None else spec.prefetch_depth
+        if processes is not None:
+            if spec.jpeg_decoder != "cpu" or self._samples.is_remote:
+                raise ValueError("worker processes load no images of a bucket and leave none to the device")
+            if spec.prefetch_depth is None:
+                prefetch_depth = processes.prefetch_depth(spec.batch_size, prefetch_depth)
         num_buffers = prefetch_depth + BUFFERS_IN_USE
         self._stream: ProcessStream | None = None
         if processes is None:

@@ -80,8 +80,7 @@ class _Stream:
         threading.Thread(target=_or_exit(self._take_groups), name="stoker-groups", daemon=True).start()
 
     def _report(self, *report: Any) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the loader was closed meanwhile
-            self._report_socket.send(pickle.dumps(report))
+        _send_report(self._report_socket, *report)
 
     def start(
         self, generation: int, workers: int, group_size: int, fair_share: int, quarantined: dict[int, int]
@@ -120,7 +119,7 @@ class _Stream:
             pool.stop()
             pool.join()
             self._publish(pool)
-        self._report(STOPPED, generation)
+        self._report(STOPPED, generation, pool is None or pool.is_idle)
 
     def publish(self) -> None:
         if (pool := self._pool) is not None:
@@ -178,6 +177,11 @@ class _Stream:
                 self._changed.notify_all()
 
 
+def _send_report(report_socket: socket.socket, *report: Any) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the loader was closed meanwhile
+        report_socket.send(pickle.dumps(report))
+
+
 def _picklable(error: BaseException, process: int) -> Any:
     """The error with the traceback of this process as a note, as tracebacks cannot be sent."""
     if isinstance(error, Exception) and not isinstance(error, OSError) and not hasattr(error, "what"):
@@ -228,7 +232,8 @@ def _serve(control_fd: int, process: int, streams: dict[int, _Stream]) -> None:
             try:
                 streams[number] = _Stream(process, fds, load_payload(payload_fd), layout)
             except Exception as error:  # noqa: BLE001  (the loader raises it)
-                socket.socket(fileno=fds[2]).send(pickle.dumps((FAILED, _picklable(error, process))))
+                with socket.socket(fileno=fds[2]) as report_socket:
+                    _send_report(report_socket, FAILED, _picklable(error, process))
         elif number in streams:
             getattr(streams[number], request)(*arguments)
 

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 
+from stoker.data.loading.autotune import MAX_PREFETCH_DEPTH, default_num_workers
 from stoker.data.loading.samples import HostBatchBuffer, SampleResult, SampleStream
 from stoker.data.loading.shared_batches import (
     CACHE_FULL,
@@ -44,9 +45,9 @@ from stoker.data.loading.shared_batches import (
 from stoker.data.loading.spec import LoaderSpec
 from stoker.data.loading.stats import Counters
 from stoker.data.loading.tasks import BatchTask
-from stoker.data.loading.worker_pool import JOIN_TIMEOUT_S
+from stoker.data.loading.worker_pool import JOIN_TIMEOUT_S, MAX_READ_AHEAD
 from stoker.errors import OutOfMemoryError, PreflightError, StokerError
-from stoker.hardware.cgroup import Cgroup
+from stoker.hardware.cgroup import Cgroup, host_cores
 
 if TYPE_CHECKING:
     from stoker.data.images.pixel_cache import PixelCache
@@ -189,6 +190,12 @@ class WorkerProcesses:
     def control_fds(self) -> list[int]:
         return [control_socket.fileno() for control_socket, _ in self._controls]
 
+    def prefetch_depth(self, batch_size: int, least: int) -> int:
+        """Batches ahead of training, as their number is fixed: enough samples that each worker reads ahead. Small
+        batches need more of them."""
+        max_workers = max(self.count, default_num_workers(host_cores(), is_cpu=False))
+        return min(MAX_PREFETCH_DEPTH, max(least, -(-(1 + MAX_READ_AHEAD) * max_workers // batch_size)))
+
     def open_stream(
         self, samples: SampleStream, spec: LoaderSpec, cache: "PixelCache | None", num_slots: int
     ) -> "ProcessStream":
@@ -324,15 +331,12 @@ class ProcessPool:
         """Slot → the batch in it."""
         self._backlog: deque[bytes] = deque()
         """Groups for which the pipe has no room yet."""
-        self._num_stopped = 0
+        self._num_stopped = self._num_idle = 0
         self._has_failed = False
         self._quarantined = dict(samples.quarantined)
         stream.generation += 1
         stream.ring.clear_counters()
-        self._poller = select.poll()
-        self._poller.register(stream.reports, select.POLLIN)
-        for fd in stream.processes.control_fds():
-            self._poller.register(fd, 0)  # poll always reports a closed connection
+        self._lock = threading.Lock()
         for process, count in enumerate(self._threads_per_process(workers)):
             stream.processes.send(
                 process, "start", stream.number,
@@ -392,38 +396,47 @@ class ProcessPool:
             self._raise_death()
 
     def collect(self) -> None:
-        """Applies what the processes have reported. Raises StokerError where one has died."""
-        self._apply(self._poller.poll(0))
+        """Applies what the processes have reported. Raises StokerError where one has died. Also for another thread than
+        the one that waits, which may then notice up to POLL_INTERVAL_MS later."""
+        self._apply(self._poll(0))
+
+    def _poll(self, timeout_ms: float) -> list[tuple[int, int]]:
+        """Waits for reports and for the end of a process."""
+        poller = select.poll()  # a new one, as no other thread can use it meanwhile
+        if (reports_fd := self._stream.reports.fileno()) >= 0:  # not closed meanwhile
+            poller.register(reports_fd, select.POLLIN)
+        for fd in self._stream.processes.control_fds():
+            poller.register(fd, 0)  # poll always reports a closed connection
+        return poller.poll(timeout_ms)
 
     def wait(self, batch_task: BatchTask) -> None:
         """Returns when a batch is loaded or the pool was stopped. Raises StokerError where a process has died."""
         if batch_task.num_missing:
             while batch_task.num_missing and not self.stopped:
-                self._apply(self._poller.poll(POLL_INTERVAL_MS))
+                self._apply(self._poll(POLL_INTERVAL_MS))
             for slot, task in [(self._stream.slot_numbers[id(batch_task.buffer)], batch_task), *self._pending.items()]:
                 task.transitions = self._stream.ring.slots[slot].read_transitions()
 
     def _apply(self, events: list[tuple[int, int]]) -> None:
         reports_fd = self._stream.reports.fileno()
         if any(fd == reports_fd for fd, _ in events):
-            while True:
-                try:
-                    data = self._stream.reports.recv(MAX_REPORT_BYTES, socket.MSG_DONTWAIT)
-                except BlockingIOError:
-                    break
-                if not data:
-                    break
-                self._apply_report(*pickle.loads(data))
-            self._send_groups()
+            with self._lock:
+                while True:
+                    try:
+                        data = self._stream.reports.recv(MAX_REPORT_BYTES, socket.MSG_DONTWAIT)
+                    except BlockingIOError:
+                        break
+                    if not data:
+                        break
+                    self._apply_report(*pickle.loads(data))
+                self._send_groups()
         if not self.stopped and any(fd != reports_fd for fd, _ in events):
             self._raise_death()
 
     def _raise_death(self) -> NoReturn:
         self._has_failed = True
-        control_fds, poller = self._stream.processes.control_fds(), select.poll()
-        for fd in control_fds:
-            poller.register(fd, 0)
-        dead = [control_fds.index(fd) for fd, _ in poller.poll(1000)]
+        control_fds = self._stream.processes.control_fds()
+        dead = [control_fds.index(fd) for fd, _ in self._poll(1000) if fd in control_fds]
         raise self._stream.processes.death_error(dead[0] if dead else 0)
 
     def _apply_report(self, kind: int, *report: Any) -> None:
@@ -432,7 +445,10 @@ class ProcessPool:
             if generation == self._stream.generation:
                 self._apply_group(slot, first, count, special)
         elif kind == STOPPED:
-            self._num_stopped += report[0] == self._stream.generation
+            generation, is_idle = report
+            if generation == self._stream.generation:
+                self._num_stopped += 1
+                self._num_idle += is_idle
         elif kind == CACHE_FULL and self._stream.cache is not None:
             self._stream.cache.stop_filling(*report)
         elif kind == FAILED:
@@ -460,7 +476,7 @@ class ProcessPool:
         deadline_s = time.monotonic() + JOIN_TIMEOUT_S
         count = self._stream.processes.count
         while not self._has_failed and self._num_stopped < count and (left_s := deadline_s - time.monotonic()) > 0:
-            events = self._poller.poll(1000 * left_s)
+            events = self._poll(1000 * left_s)
             self._apply(events)
             if any(fd != self._stream.reports.fileno() for fd, _ in events):
                 break
@@ -468,4 +484,4 @@ class ProcessPool:
     @property
     def is_idle(self) -> bool:
         """Whether no process writes into the stream's memory any more. After `join`."""
-        return self._num_stopped == self._stream.processes.count
+        return self._num_idle == self._stream.processes.count
