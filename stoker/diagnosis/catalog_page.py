@@ -10,12 +10,6 @@ from stoker.diagnosis.causes.cause import COMMON_THRESHOLDS, REASONS, Cause, Thr
 from stoker.diagnosis.failure_signatures import FAILURE_SIGNATURES, FailureSignature
 from stoker.diagnosis.notes import NOTES, NoteKind
 
-_PATTERN_ORIGINS = {
-    "R": "seen in a job that was made to fail so",
-    "B": "in the source of an installed library",
-    "I": "in public issue threads",
-}
-
 
 def render_page() -> str:
     return "\n".join(_page_lines()) + "\n"
@@ -28,7 +22,7 @@ def _page_lines() -> Iterator[str]:
     yield (
         f"What `stoker why` can find in a run: {len(causes)} causes of lost time, lost quality or a coming failure, "
         f"{len(failures)} ways to end, and {len(NOTES)} notes. Generated from `stoker/diagnosis/causes/`, "
-        "`failure_signatures.py` and `notes.py` by `python -m stoker.diagnosis.catalog_page > docs/causes.md`; do not "
+        "`failure_signatures/` and `notes.py` by `python -m stoker.diagnosis.catalog_page > docs/causes.md`; do not "
         f"edit it here. The catalog's hash is `{catalog_hash()}`: equal hashes mean equal thresholds. How to add a "
         "cause: [add-a-cause.md](add-a-cause.md)."
     )
@@ -100,16 +94,16 @@ def _failure_section(failure: FailureSignature) -> Iterator[str]:
     yield "|---|---|"
     yield f"| severity | {failure.severity} |"
     for log_pattern in failure.log_patterns:
-        origins = ", ".join(_PATTERN_ORIGINS[letter] for letter in log_pattern.origins)
         harmless = "; jobs that continue print it too" if log_pattern.harmless else ""
         traceback_note = (
             f"; in a traceback that ends in `{_escape_cell(log_pattern.traceback_end.pattern)}`"
             if log_pattern.traceback_end is not None
             else ""
         )
-        yield f"| line | `{_escape_cell(log_pattern.regex.pattern)}` ({origins}{harmless}{traceback_note}) |"
+        yield f"| line | `{_escape_cell(log_pattern.regex.pattern)}`{harmless}{traceback_note} |"
     if not failure.log_patterns:
         yield "| recognized by | exit code, signal, counters and files, not by its output |"
+    yield f"| seen | {_escape_cell('; '.join(failure.seen))} |"
     yield f"| fix | {_escape_cell(failure.fix)} |"
 
 

@@ -10,7 +10,8 @@ import msgspec
 from stoker.diagnosis import postmortem
 from stoker.diagnosis.catalog import CATALOG, RULES
 from stoker.diagnosis.causes.cause import SEVERITIES, common_threshold
-from stoker.diagnosis.failure_signatures import UNEXPLAINED
+from stoker.diagnosis.causes.cpu import CPU_CONTENTION
+from stoker.diagnosis.failure_signatures import STOPS, UNEXPLAINED
 from stoker.diagnosis.reader import read_run
 from stoker.diagnosis.run_data import RunRecords
 from stoker.runs import records
@@ -19,15 +20,14 @@ from stoker.storage.local_files import write_atomic
 
 __all__ = ["RunRecords", "diagnose", "read_run", "run_rules", "write_findings"]
 
-_UNINFORMATIVE_ENDS = UNEXPLAINED | {"preempted", "interrupted"}
-"""Failure ids that describe an end without its reason: a hang before it explains more."""
 _COVERED_CAUSES = {"disk_full": ("disk_nearly_full",)}
 """Failure id → causes that it includes."""
 
 
 def diagnose(run_dir: Path) -> list[Finding]:
-    """What ended a run that did not finish; then what will soon end it, then lost time, the largest loss first, then
-    what cost no time, and last the findings with severity info."""
+    """What ended a run that did not finish; then the critical findings, what will soon end it before what cost time;
+    then the warnings, and last the findings with severity info; of each, the largest loss first. An end by request
+    explains nothing that is wrong, so it follows the warnings."""
     return run_rules(read_run(run_dir))
 
 
@@ -41,7 +41,10 @@ def run_rules(run: RunRecords) -> list[Finding]:
     end_findings = postmortem.explain(run.termination) if run.termination is not None else []
     if not end_findings:
         return remaining
-    if end_findings[0].cause in _UNINFORMATIVE_ENDS:
+    if end_findings[0].cause in STOPS or end_findings[0].severity == "info":
+        faults = [finding for finding in remaining if finding.severity != "info" and finding.cause != CPU_CONTENTION.id]
+        return [*faults, *end_findings, *(finding for finding in remaining if finding not in faults)]
+    if end_findings[0].cause in UNEXPLAINED:
         hung = [finding for finding in remaining if finding.cause == "hung"]
         return [*hung, *end_findings, *(finding for finding in remaining if finding.cause != "hung")]
     covered = {"hung"}
@@ -50,16 +53,13 @@ def run_rules(run: RunRecords) -> list[Finding]:
     return end_findings + [finding for finding in remaining if finding.cause not in covered]
 
 
-def _sort_key(finding: Finding) -> tuple[int, float, int, str]:
-    lost_s = finding.lost_device_s or 0.0
+def _sort_key(finding: Finding) -> tuple[int, bool, bool, float, str]:
+    """What other processes took is a part of the time of every phase, and no fault of the job: it is the last of its
+    severity."""
     severity = [str(name) for name in SEVERITIES].index(finding.severity)
-    if finding.severity == "info":
-        rank = 3
-    elif not lost_s:
-        rank = 0 if finding.severity == "critical" else 2
-    else:
-        rank = 1
-    return rank, -lost_s, severity, finding.cause
+    is_imminent = finding.severity == "critical" and not finding.lost_device_s
+    delays_all = finding.cause == CPU_CONTENTION.id
+    return severity, not is_imminent, delays_all, -(finding.lost_device_s or 0.0), finding.cause
 
 
 def apply_probe_result(finding: Finding, probes: dict[str, Probe]) -> Finding:

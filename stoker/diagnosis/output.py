@@ -1,4 +1,5 @@
-"""The output of a job as lines, and what can be found in the lines of any program: tracebacks, losses that are NaN.
+"""The output of a job as lines, and what can be found in the lines of any program: tracebacks, losses that are NaN,
+progress, and the line of a normal end.
 
 Any bytes are accepted. What the lines mean is in `postmortem.py`.
 """
@@ -99,3 +100,65 @@ def find_nan_losses(lines: tuple[LogLine, ...]) -> list[LogLine]:
         for match in _LOSS_PATTERN.finditer(line.text[:MAX_LINE_CHARS]):
             latest[match[1]] = (line, match[2].lower() == "nan")
     return list(dict.fromkeys(line for line, is_nan in latest.values() if is_nan))
+
+
+_PROGRESS_PATTERN = re.compile(
+    r"(?i)\b(epoch|step|iter(ation)?s?)\b[^a-z\n]{0,4}\d|\d ?(it|img|images|samples|examples|steps)/s(ec)?\b|\ds/it\b|"
+    r"\bloss\w{0,20}['\"]?\s*[:=]\s*['\"]?\d|\bETA:|\beta: \d"
+)
+
+
+def find_progress(lines: tuple[LogLine, ...]) -> list[int]:
+    """Indices of the lines that report the progress of a training, in order."""
+    return [index for index, line in enumerate(lines) if _PROGRESS_PATTERN.search(line.text[:MAX_LINE_CHARS])]
+
+
+_NORMAL_END_PATTERN = re.compile(
+    r"(?i)results saved to|\d epochs completed in|`Trainer\.\w+` stopped: `max_\w+=|['\"]?train_runtime['\"]?\s*[:=]|"
+    r"Training completed\. Do not forget|Total training time: |Overall training speed: |^\s*Training time:? \d|"
+    r"Loss for final step: |Reporting training SUCCESS|Training job completed|Billable seconds: |"
+    r"job (run )?(has )?(completed|finished|succeeded)\b|JOB_STATE_SUCCEEDED|"
+    r"\btrain(ing)? (is |was |has )?(successfully )?(complete[d]?|finished|done|ended)\b|"
+    r"\b(finished|done) training\b|(exited|ended|finished) with (exit )?(code|status) 0\b|"
+    r"^[\W\d]*(all )?(done|finished|complete[d]?|success|saved)[.! ]*$|^done, |"
+    r"\bCOMPLETED\s+0:0\b|On normal program exit|"
+    r"\b(epoch|step|iter(ation)?)\W{1,3}(?P<of>\d+) ?(/|of) ?(?P=of)\b.{0,200}(loss|time|100%)|"
+    r"\b(step|epoch) (?P<total>\d+) of (?P=total)\b"
+)
+"""The last lines of Ultralytics, Lightning, transformers, detectron2, torchvision's references, TensorFlow's
+estimators, SageMaker, Vertex, and of many scripts."""
+_NUM_END_LINES = 40
+"""Lines after that of a normal end, at most (heuristic): summaries of the run, of the tracker, of the platform."""
+
+
+_EPOCH_OF_PATTERN = re.compile(r"(?i)^\W*epoch\W{1,2}(\d+) ?/ ?(\d+)\b")
+_FULL_BAR_PATTERN = re.compile(r"\b(\d+)/\1\b.*\d+(ms|s)\b")
+
+
+def _find_last_epoch_end(lines: tuple[LogLine, ...]) -> int | None:
+    """Index of the full progress bar of the last epoch, as Keras prints it; None: there is none."""
+    headers = ((index, match) for index, line in reversed(list(enumerate(lines)))
+               if (match := _EPOCH_OF_PATTERN.search(line.text)))  # fmt: skip
+    header = next(headers, None)
+    if header is None or header[1][1] != header[1][2]:
+        return None
+    following = range(header[0] + 1, len(lines))
+    return next((index for index in reversed(following) if _FULL_BAR_PATTERN.search(lines[index].text)), None)
+
+
+def find_normal_end(lines: tuple[LogLine, ...]) -> int | None:
+    """Index of the line that reports the end of a whole training, if it is one of the last; else None."""
+    last_epoch_end = _find_last_epoch_end(lines)
+    if last_epoch_end is not None:
+        return last_epoch_end
+    remaining = _NUM_END_LINES
+    for index in range(len(lines) - 1, -1, -1):
+        text = lines[index].text[:MAX_LINE_CHARS]
+        if not text.strip():
+            continue
+        if _NORMAL_END_PATTERN.search(text):
+            return index
+        remaining -= 1
+        if not remaining:
+            return None
+    return None

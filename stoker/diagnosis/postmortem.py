@@ -1,7 +1,7 @@
 """What ended a job: what is known of its end in, findings out, each with the line or number that it rests on.
 
 `explain` is a pure function of a `Termination`; `termination.py` reads that from a run, `output.py` reads the lines of
-any job's output. The ways to fail and their patterns are data: `failure_signatures.py`. Nothing is guessed: without
+any job's output. The ways to fail and their patterns are data: `failure_signatures/`. Nothing is guessed: without
 proof the finding describes how the job ended and what is not known. Causes of lost time are in `causes/`.
 """
 
@@ -12,8 +12,21 @@ import re
 import signal
 
 from stoker.diagnosis.causes.shared import make_evidence
-from stoker.diagnosis.failure_signatures import FAILURE_SIGNATURES, SECONDARY_ERRORS, FailureSignature, LogPattern
-from stoker.diagnosis.output import LogLine, find_nan_losses, find_tracebacks, strip_rank_prefix
+from stoker.diagnosis.failure_signatures import (
+    FAILURE_SIGNATURES,
+    SECONDARY_ERRORS,
+    STOPS,
+    FailureSignature,
+    LogPattern,
+)
+from stoker.diagnosis.output import (
+    LogLine,
+    find_nan_losses,
+    find_normal_end,
+    find_progress,
+    find_tracebacks,
+    strip_rank_prefix,
+)
 from stoker.diagnosis.termination import Termination
 from stoker.runs.schemas import Evidence, Finding
 
@@ -36,6 +49,21 @@ MAX_HANG_CORES = 0.05
 """CPU-seconds per second of the whole job below which it did nothing; an idle interpreter takes less."""
 MIN_SILENT_S = 30.0
 """Time without output before a kill from which on an empty input file was the cause."""
+_GPU_REMARKS = ("trained_on_cpu", "no_gpu_driver")
+_REMARKS = (*_GPU_REMARKS, "input_ran_out")
+"""Failures that jobs which end with exit code 0 have too."""
+_MIN_PROGRESS_LINES = 3
+"""Lines of progress after a failure from which on the job had continued. Heuristic: other ranks print one or two more
+before they wait for the one that failed."""
+_ABOUT_OTHER_PROCESSES = frozenset(
+    {"loader_worker_killed", "nccl_error", "tf_coordination_lost", "killed", "peer_ended"}
+)
+"""Consequences that tell less than an error that is not in the catalog."""
+_INFO_LEVEL = re.compile(r"\b(INFO|DEBUG)\b")
+_MAX_LEVEL_CHARS = 80
+"""Characters of a line in which its level is. A failure at level INFO did not end the job."""
+_ERROR_LINE = re.compile(r"^\s*(\w+\.)*\w*(Error|Exception)(:|$)")
+"""The last line of a traceback."""
 _SECONDARY_XIDS = re.compile(r"\bXid 4[35]\b")
 """What the driver reports of a program that ended or failed by itself."""
 
@@ -53,19 +81,54 @@ def explain(termination: Termination) -> list[Finding]:
     """What ended the job first, then other failures in its output. Empty if it ended well."""
     matches = _find_matches(termination.output)
     nan_losses = find_nan_losses(termination.output)
-    verdict: Finding | None = _explain_signal(termination, matches)
-    if verdict is None and termination.exit_code != 0:
-        verdict = _explain_output(termination, matches, nan_losses)
-    findings = [verdict] if verdict is not None else []
+    normal_end = _find_normal_end(termination, matches)
+    findings: list[Finding] = []
+    if normal_end is not None:
+        text = "its output ends as that of a job that finished"
+        evidence = [_quote(normal_end), make_evidence(text, source=normal_end.source)]
+        findings = [_make_finding("ended_without_record", evidence, severity="info")]
+    elif termination.exit_code != 0:
+        findings = _explain_end(termination, matches, nan_losses)
     if nan_losses and all(finding.cause != "diverged" for finding in findings):
-        findings.append(_make_finding("diverged", _quote_lines(nan_losses)))
-    if not termination.gpu_used:
-        cpu_lines = [match.line for match in matches if match.failure.id == "trained_on_cpu"]
-        if cpu_lines:
-            findings.append(_make_finding("trained_on_cpu", _quote_lines(cpu_lines)))
-    if termination.exit_code != 0:
+        findings.insert(
+            0 if normal_end is not None else len(findings), _make_finding("diverged", _quote_lines(nan_losses))
+        )
+    for remark in _REMARKS:
+        remark_lines = [match.line for match in matches if match.failure.id == remark]
+        if remark_lines and normal_end is None and not (remark in _GPU_REMARKS and termination.gpu_used):
+            findings.append(_make_finding(remark, _quote_lines(remark_lines)))
+    is_unknown = not termination.source and findings and findings[0].cause == "ended_without_record"
+    if termination.exit_code != 0 and not is_unknown:
         findings += _other_findings(termination, matches, {finding.cause for finding in findings})
     return findings
+
+
+def _find_normal_end(termination: Termination, matches: list[_Match]) -> LogLine | None:
+    """The line of a normal end, if the end itself is not recorded and nothing after the line speaks against it."""
+    if termination.exit_code is not None or termination.source:
+        return None
+    index = find_normal_end(termination.output)
+    if index is None:
+        return None
+    has_failed = any(
+        match.line_index > index and not match.log_pattern.harmless and match.failure.id != "peer_ended"
+        for match in matches
+    ) or any(start > index for start, _ in find_tracebacks(termination.output))
+    return None if has_failed else termination.output[index]
+
+
+def _explain_end(termination: Termination, matches: list[_Match], nan_losses: list[LogLine]) -> list[Finding]:
+    """What ended a job that did not end well: a fault in its output before a request to stop."""
+    verdict = _explain_signal(termination, matches)
+    if verdict is not None and verdict.cause not in STOPS | {"killed"}:
+        return [verdict]
+    reasons = _find_reasons(termination, matches, nan_losses)
+    if verdict is None:
+        return reasons or [_explain_last_lines(termination, matches)]
+    reasons = [finding for finding in reasons if FAILURE_SIGNATURES[finding.cause].role != "consequence"]
+    if verdict.cause == "killed":
+        return reasons or [verdict]
+    return reasons if any(finding.cause in STOPS for finding in reasons) else [*reasons, verdict]
 
 
 def _explain_signal(termination: Termination, matches: list[_Match]) -> Finding | None:
@@ -125,31 +188,84 @@ def _memory_full_evidence(termination: Termination) -> list[Evidence]:
     return [make_evidence(text, fraction, termination.samples_source)]
 
 
-def _explain_output(termination: Termination, matches: list[_Match], nan_losses: list[LogLine]) -> Finding:
-    """The finding from the last lines: those after the last traceback, then the tracebacks from the last one on, then
-    all lines. An error that only reports the end of another process does not decide."""
-    end_evidence = _end_evidence(termination)
-    fatal_matches = [match for match in matches if not match.log_pattern.harmless]
-    lines, end = termination.output, len(termination.output)
-    for start, last in reversed(find_tracebacks(lines)):
+def _find_reasons(termination: Termination, matches: list[_Match], nan_losses: list[LogLine]) -> list[Finding]:
+    """What the output says of the end: a fault, then the request to stop that came after it. Empty: nothing."""
+    lines = termination.output
+    progress = find_progress(lines)
+    decisive = [
+        match
+        for match in matches
+        if not match.log_pattern.harmless
+        and (match.failure.role == "stop" or not _INFO_LEVEL.search(match.line.text[:_MAX_LEVEL_CHARS]))
+    ]
+    late = [match for match in decisive if not _was_survived(match.line_index, progress)]
+    stops = [match for match in late if match.failure.role == "stop"]
+    first_stop = min((match.line_index for match in stops), default=len(lines))
+    before = [match for match in decisive if match.failure.role != "stop" and match.line_index < first_stop]
+    fault = _find_fault(termination, before, matches, progress, first_stop)
+    if fault is None and nan_losses:
+        fault = _make_finding("diverged", _quote_lines(nan_losses) + _end_evidence(termination))
+    stop = [_finding_from_matches(termination, stops, matches)] if stops else []
+    if fault is None and not stop:
+        counting = decisive if termination.exit_code is not None else late
+        consequences = [match for match in counting if match.failure.role == "consequence"]
+        return [_finding_from_matches(termination, consequences, matches)] if consequences else []
+    return [fault, *stop] if fault is not None else stop
+
+
+def _was_survived(line_index: int, progress: list[int]) -> bool:
+    """Whether the job continued after a line. progress: indices of the lines that report progress."""
+    return len(progress) - bisect.bisect_right(progress, line_index) >= _MIN_PROGRESS_LINES
+
+
+def _find_fault(
+    termination: Termination, decisive: list[_Match], matches: list[_Match], progress: list[int], end: int
+) -> Finding | None:
+    """The fault in the lines before `end`: those after the last traceback, then the tracebacks from the last one on,
+    then all lines. An error that only reports the end of another process does not decide, and neither does an unknown
+    one if a known failure was logged before it."""
+    lines = termination.output
+    faults = [match for match in decisive if match.failure.role == "fault"]
+    late_faults = [match for match in faults if not _was_survived(match.line_index, progress)]
+    spans = [span for span in find_tracebacks(lines) if span[0] < end]
+    if end < len(lines) or termination.signal in (_SIGKILL, _SIGTERM, _SIGINT) or termination.exit_code is None:
+        faults = late_faults  # the job continued after the others
+        spans = [span for span in spans if not _was_survived(span[1], progress)]
+    for number in range(len(spans) - 1, -1, -1):
+        start, last = spans[number]
         for begin, stop in ((last + 1, end), (start, last + 1)):
-            failure_matches = [match for match in fatal_matches if begin <= match.line_index < stop]
-            if failure_matches:
-                return _finding_from_matches(termination, failure_matches, matches)
-        if not SECONDARY_ERRORS.search(lines[last].text):
-            if termination.exit_code == -signal.SIGINT or lines[last].text.startswith("KeyboardInterrupt"):
-                return _make_finding("interrupted", [_quote(lines[last]), *end_evidence])
-            return _make_finding(
-                "ended_by_error", [_quote(lines[last]), *end_evidence, *_unknown_evidence(termination, matches)]
-            )
+            found = [match for match in faults if begin <= match.line_index < stop]
+            if found:
+                return _finding_from_matches(termination, found, matches)
+        above = spans[number - 1][1] if number else -1
+        logged = [match for match in late_faults if above < match.line_index < start]
+        if logged:
+            return _finding_from_matches(termination, logged, matches)
+        consequences = {match.failure.id for match in decisive if above < match.line_index}
+        if consequences - _ABOUT_OTHER_PROCESSES:
+            return None
+        is_secondary = any(start <= match.line_index <= last for match in decisive)
+        if not is_secondary and not SECONDARY_ERRORS.search(strip_rank_prefix(lines[last].text)):
+            evidence = [_quote(lines[last]), *_end_evidence(termination), *_unknown_evidence(termination, matches)]
+            return _make_finding("ended_by_error", evidence)
         end = start
-    if fatal_matches:
-        return _finding_from_matches(termination, fatal_matches, matches)
-    if nan_losses:
-        return _make_finding("diverged", _quote_lines(nan_losses) + end_evidence)
+    if spans:
+        return None
+    if faults:
+        return _finding_from_matches(termination, late_faults or faults, matches)
+    if any(match.failure.role == "consequence" for match in decisive):
+        return None
+    last_lines = range(max(0, end - _NUM_LAST_LINES), end)
+    errors = [lines[n] for n in last_lines if _ERROR_LINE.search(lines[n].text) and not _was_survived(n, progress)]
+    return _make_finding("ended_by_error", [_quote(errors[-1]), *_end_evidence(termination)]) if errors else None
+
+
+def _explain_last_lines(termination: Termination, matches: list[_Match]) -> Finding:
+    """The finding if nothing in the output is known."""
+    end_evidence = _end_evidence(termination)
     if termination.signal is not None:
         return _make_finding("crashed", end_evidence + _unknown_evidence(termination, matches))
-    nonempty_lines = [line for line in lines if line.text.strip()]
+    nonempty_lines = [line for line in termination.output if line.text.strip()]
     quoted = [_quote(line) for line in nonempty_lines[-_NUM_LAST_LINES:]]
     if termination.exit_code is None and termination.source:
         end_line = make_evidence("its end is recorded, its exit code is not", source=termination.source)
@@ -197,6 +313,8 @@ def _other_findings(termination: Termination, matches: list[_Match], reported_id
     """Other failures in the output and the kernel's log, the most specific first."""
     findings = []
     for failure in FAILURE_SIGNATURES.values():
+        if failure.role != "fault":
+            continue
         lines = [match.line for match in matches if match.failure is failure and not match.log_pattern.harmless]
         if lines and failure.id not in reported_ids:
             note = make_evidence("in the output; not what ended it, as far as its end shows")
@@ -221,17 +339,10 @@ def _find_matches(lines: tuple[LogLine, ...]) -> list[_Match]:
     """Each line counts for the most specific failure with a matching pattern."""
     stripped_lines = [strip_rank_prefix(line.text) for line in lines]
     matches = []
-    for index in sorted(_candidate_line_indices(stripped_lines)):
-        for failure in FAILURE_SIGNATURES.values():
-            log_pattern = next(
-                (
-                    log_pattern
-                    for log_pattern in failure.log_patterns
-                    if log_pattern.regex.search(stripped_lines[index])
-                ),
-                None,
-            )
-            if log_pattern is not None:
+    for index, numbers in sorted(_find_candidates(stripped_lines).items()):
+        for number in sorted(numbers):
+            failure, log_pattern = _LOG_PATTERNS[number]
+            if log_pattern.regex.search(stripped_lines[index]):
                 matches.append(_Match(failure, log_pattern, lines[index], index))
                 break
     return (
@@ -260,20 +371,30 @@ def _check_traceback_ends(matches: list[_Match], lines: tuple[LogLine, ...]) -> 
     return sorted(retained, key=lambda match: match.line_index)
 
 
-def _candidate_line_indices(stripped_lines: list[str]) -> set[int]:
-    """Indices of the lines that a pattern may match, and of few others. Each pattern searches all lines as one text,
-    which is ten times as fast as line by line, since most patterns are not in it."""
-    joined = "\n".join(stripped_lines)
-    line_ends = list(itertools.accumulate(len(text) + 1 for text in stripped_lines))
-    indices: set[int] = set()
-    for failure in FAILURE_SIGNATURES.values():
-        for log_pattern in failure.log_patterns:
-            match = log_pattern.regex.search(joined)
-            while match is not None:
-                index = bisect.bisect_right(line_ends, match.start())
-                indices.add(index)  # it may match across lines: the line alone decides later
-                match = log_pattern.regex.search(joined, line_ends[index])
-    return indices
+_LOG_PATTERNS = [
+    (failure, log_pattern) for failure in FAILURE_SIGNATURES.values() for log_pattern in failure.log_patterns
+]
+_PATTERNS_OF_LITERAL: dict[str, list[int]] = {}
+"""Literal → indices of the patterns in `_LOG_PATTERNS` that need it."""
+for _number, (_, _log_pattern) in enumerate(_LOG_PATTERNS):
+    for _literal in _log_pattern.literals:
+        _PATTERNS_OF_LITERAL.setdefault(_literal, []).append(_number)
+
+
+def _find_candidates(stripped_lines: list[str]) -> dict[int, set[int]]:
+    """Index of a line → patterns with a literal that it contains. Each literal is searched in all lines as one text:
+    most are not in it."""
+    lowered = [text.lower() for text in stripped_lines]
+    joined = "\n".join(lowered)
+    line_ends = list(itertools.accumulate(len(text) + 1 for text in lowered))
+    candidates: dict[int, set[int]] = {}
+    for literal, numbers in _PATTERNS_OF_LITERAL.items():
+        position = joined.find(literal)
+        while position >= 0:
+            index = bisect.bisect_right(line_ends, position)
+            candidates.setdefault(index, set()).update(numbers)
+            position = joined.find(literal, line_ends[index])
+    return candidates
 
 
 _RANK_PATTERN = re.compile(r"\brank\s?(\d+)", re.IGNORECASE)
@@ -325,7 +446,7 @@ def _end_evidence(termination: Termination) -> list[Evidence]:
 
 def _unknown_evidence(termination: Termination, matches: list[_Match]) -> list[Evidence]:
     """What is not known, and lines that may be harmless."""
-    hints = [match.line for match in matches if match.log_pattern.harmless and match.failure.id != "trained_on_cpu"]
+    hints = [match.line for match in matches if match.log_pattern.harmless and match.failure.id not in _REMARKS]
     evidence = [_quote(line, "may be harmless: ") for line in hints[-_MAX_QUOTED_LINES:]]
     unknown_names = [
         name

@@ -2,7 +2,8 @@
 
 The start of an attempt ends with its first window with steps, and includes that window if it is short: caches,
 autotuning and allocators warm up in it. The end of an attempt is the unattributed and host time after its last step, in
-which the process exits. The time in between is steady: fractions of time are of it, so a short run is judged like a
+which the process exits; in a job that stoker did not write also a last evaluation and checkpoint, which every job has.
+The time in between is steady: fractions of time are of it, so a short run is judged like a
 long one. Lost time is computed from the sums of the whole run, `stoker/runs/totals.py`.
 """
 
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 from stoker.diagnosis.causes.cause import common_threshold
 from stoker.diagnosis.causes.gpu_clocks_low import GPU_CLOCKS_LOW
-from stoker.diagnosis.run_data import MAX_EXAMPLES, GpuStats, ProgressGap, RunRecords
+from stoker.diagnosis.run_data import MAX_EXAMPLES, GpuStats, HostStats, ProgressGap, RunRecords, StackStats
 from stoker.diagnosis.termination import read_termination
 from stoker.runs import records
 from stoker.runs.schemas import (
@@ -41,6 +42,12 @@ _STARTUP_PHASES = ("startup", "compile")
 """Phases of the start that the first window with steps may contain."""
 _MAX_PENDING_WINDOWS = 1000
 """Windows without steps that are kept until steps follow or the attempt ends: at least a quarter of an hour."""
+
+_END_PHASES = ("unattributed", "host")
+_EXTERNAL_END_PHASES = (*_END_PHASES, "compute", "eval", "checkpoint")
+"""Phases after the last step that belong to the end."""
+_LAUNCHER_KINDS = frozenset({"idle", "other"})
+"""Kinds of the stacks of a process that does not train: it waits for its children, or imports."""
 
 _END_KINDS = ("finished", "failed", "preempted")
 
@@ -76,9 +83,7 @@ def read_run(run_dir: Path, price_per_device_hour: float | None = None) -> RunRe
     run_records.num_ranks = len(ranks)
     for trace in records.read_lines(run_dir, records.TRACES, TraceWindow):
         _add_trace(run_records, trace)
-    for rank_dir in ranks.values():
-        for stack in records.read_lines(rank_dir, records.STACKS, StackWindow):
-            _add_stacks(run_records, stack, steady_spans.get(stack.attempt))
+    _read_stacks(run_records, list(ranks.values()), steady_spans)
     for probe in records.read_lines(run_dir, records.PROBES, Probe):
         if not probe.reason and probe.ratio > 0:
             run_records.probes[probe.probe] = probe
@@ -114,6 +119,9 @@ def _read_events(run_dir: Path, run_records: RunRecords) -> Event | None:
                 run_records.empty_inputs = [str(path) for path in empty_inputs]
             if "storage" in event.data or "could not be written" in event.text or "did not reach" in event.text:
                 run_records.storage_warnings.append(event.text)
+        inside = event.data.get("coverage", {}).get("inside the job", "")
+        if inside.startswith("recorded: "):
+            run_records.frameworks = inside
         if event.kind == "info" and isinstance(event.data.get("facts"), dict):
             run_records.facts |= event.data["facts"]
         workers = event.data.get("workers")
@@ -217,7 +225,7 @@ def _read_steps(run_dir: Path, run_records: RunRecords, end_event: Event | None)
 
 def _add_trailing_windows(run_records: RunRecords, pending_windows: list[StepWindow]) -> None:
     for window in pending_windows:
-        _add_steady(run_records, window, excluded=("unattributed", "host"))
+        _add_steady(run_records, window, excluded=_EXTERNAL_END_PHASES if run_records.is_external else _END_PHASES)
     pending_windows.clear()
 
 
@@ -232,9 +240,12 @@ def _add_steady(run_records: RunRecords, window: StepWindow, *, excluded: tuple[
     for name, duration_s in window.thread_cpu_s.items():
         if name not in excluded:
             steady.thread_cpu_s[name] = steady.thread_cpu_s.get(name, 0.0) + duration_s
+    if window.process_cpu_s is not None and window.wall_s > 0:
+        steady.process_cpu.add(window.process_cpu_s / window.wall_s)
     steady.device_s += max(0.0, device_s)
     steady.wall_s += max(0.0, device_s) / max(1, window.devices)
     steady.steps += window.window_steps
+    steady.compile_windows += window.phases.get("compile", 0.0) > 0
     if window.num_images:
         steady.num_images += window.num_images
         steady.steps_with_image_count += window.window_steps
@@ -244,6 +255,7 @@ def _add_learning(run_records: RunRecords, window: StepWindow) -> None:
     learning = run_records.learning
     learning.skipped_steps += window.skipped_steps
     learning.lr.add(window.lr)
+    learning.newest_lr = learning.newest_lr if window.lr is None else window.lr
     learning.grad_norm.add(window.t, window.grad_norm)
     loss = window.losses.get("total", next(iter(window.losses.values()), None))
     if loss is not None:
@@ -272,7 +284,9 @@ def _read_devices(run_dir: Path, run_records: RunRecords, steady_spans: dict[int
                 for gpu in sample.gpus:
                     progress_gap.gpu_utilization.add(gpu.utilization)
         if is_steady:
-            _add_host(run_records, sample)
+            _add_host(run_records.host, sample)
+        elif steady_span is None or sample.t <= steady_span.start_t:
+            _add_host(run_records.startup_host, sample)
         for gpu in sample.gpus:
             _add_gpu(run_records.gpus.setdefault(gpu.index, GpuStats()), gpu, sample.t, is_steady=is_steady)
 
@@ -293,10 +307,10 @@ def _add_extremes(run_records: RunRecords, sample: DeviceSample) -> None:
         host.cores = sample.cpu_limit_cores
     elif sample.cpu_core_utilization:
         host.cores = float(len(sample.cpu_core_utilization))
+    run_records.startup_host.cores = host.cores
 
 
-def _add_host(run_records: RunRecords, sample: DeviceSample) -> None:
-    host = run_records.host
+def _add_host(host: HostStats, sample: DeviceSample) -> None:
     if sample.cpu_core_utilization:
         cpu_utilization = sum(sample.cpu_core_utilization) / len(sample.cpu_core_utilization)
         host.cpu_utilization.add(cpu_utilization)
@@ -304,6 +318,8 @@ def _add_host(run_records: RunRecords, sample: DeviceSample) -> None:
             host.other_processes_cpu.add(
                 max(0.0, cpu_utilization - sample.process_cpu / len(sample.cpu_core_utilization))
             )
+    for name, cores in sample.busiest_processes.items():
+        host.busiest_processes[name] = host.busiest_processes.get(name, 0.0) + cores
     host.process_cpu.add(sample.process_cpu)
     host.threads_running.add(sample.threads_running)
     host.psi_cpu.add(sample.psi_cpu)
@@ -377,23 +393,34 @@ def _add_trace(run_records: RunRecords, trace: TraceWindow) -> None:
             stats.longest_gap = (gap.duration_s, gap.host_op)
 
 
-def _add_stacks(run_records: RunRecords, window: StackWindow, steady_span: _SteadySpan | None) -> None:
+def _read_stacks(run_records: RunRecords, rank_dirs: list[Path], steady_spans: dict[int, _SteadySpan]) -> None:
+    """Adds up the samples of the processes that train; of all, if none is known to."""
+    by_process: dict[tuple[int, int], StackStats] = {}
+    for rank_dir in rank_dirs:
+        for window in records.read_lines(rank_dir, records.STACKS, StackWindow):
+            stats = by_process.setdefault((window.attempt, window.pid), StackStats())
+            _add_stacks(stats, window, steady_spans.get(window.attempt))
+    training = [stats for stats in by_process.values() if stats.main_thread.keys() - _LAUNCHER_KINDS]
+    for stats in training or by_process.values():
+        run_records.stacks.add(stats)
+
+
+def _add_stacks(stats: StackStats, window: StackWindow, steady_span: _SteadySpan | None) -> None:
     """Of a line that overlaps the start or the end, as many samples of `other` and `idle` are excluded as belong
     there."""
     if steady_span is None or window.t - window.wall_s >= steady_span.end_t or window.t <= steady_span.start_t:
         return
-    stats, counts = (
-        run_records.stacks,
-        {kind: fraction * window.samples for kind, fraction in window.main_thread.items()},
-    )
+    counts = {kind: fraction * window.samples for kind, fraction in window.main_thread.items()}
     excess = steady_span.outside_fraction(window.t - window.wall_s, window.t) * window.samples
     for kind in ("other", "idle"):
         removed = min(excess, counts.get(kind, 0.0))
         excess -= removed
         counts[kind] = counts.get(kind, 0.0) - removed
     stats.samples += round(sum(counts.values()))
+    stats.compile_windows += counts.get("compile", 0.0) > 0
     for kind, count in counts.items():
-        stats.main_thread[kind] = stats.main_thread.get(kind, 0.0) + count
+        if count > 0:
+            stats.main_thread[kind] = stats.main_thread.get(kind, 0.0) + count
     for frame, fraction in window.frames.items():
         if frame in stats.frames or len(stats.frames) < MAX_FRAMES:
             stats.frames[frame] = stats.frames.get(frame, 0.0) + fraction * window.samples

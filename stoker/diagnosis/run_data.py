@@ -25,10 +25,14 @@ class SteadyStats:
     phases: dict[str, float] = dataclasses.field(default_factory=dict)
     thread_cpu_s: dict[str, float] = dataclasses.field(default_factory=dict)
     """CPU-seconds of the training thread by the phase that it was in; empty: not measured."""
+    process_cpu: Mean = dataclasses.field(default_factory=Mean)
+    """Cores that the training process used in each window: all its threads, without its children."""
     steps: int = 0
     num_images: int = 0
     steps_with_image_count: int = 0
     """Steps of windows that have a number of images."""
+    compile_windows: int = 0
+    """Windows in which something was compiled."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -38,6 +42,7 @@ class LearningStats:
     loss: TimeSeries = dataclasses.field(default_factory=TimeSeries)
     grad_norm: TimeSeries = dataclasses.field(default_factory=TimeSeries)
     lr: Mean = dataclasses.field(default_factory=Mean)
+    newest_lr: float | None = None
     skipped_steps: int = 0
     first_step: int | None = None
     """Steps before the first window that has a loss."""
@@ -60,12 +65,14 @@ class LearningStats:
 
 @dataclasses.dataclass(kw_only=True)
 class HostStats:
-    """The host, after the start."""
+    """The host in a part of the run: after the start, or before."""
 
     cores: float | None = None
     cpu_utilization: Mean = dataclasses.field(default_factory=Mean)
     other_processes_cpu: Mean = dataclasses.field(default_factory=Mean)
     """Fraction of the cores that processes outside this run used."""
+    busiest_processes: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Command of a process outside this run → sum over the samples of the cores that it used."""
     process_cpu: Mean = dataclasses.field(default_factory=Mean)
     threads_running: Mean = dataclasses.field(default_factory=Mean)
     psi_cpu: Mean = dataclasses.field(default_factory=Mean)
@@ -149,6 +156,8 @@ class StackStats:
 
     samples: int = 0
     """After the start."""
+    compile_windows: int = 0
+    """Lines of stacks.jsonl in which the main thread compiled."""
     main_thread: dict[str, float] = dataclasses.field(default_factory=dict)
     """Kind of work → samples."""
     frames: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -156,6 +165,14 @@ class StackStats:
 
     def fraction(self, *kinds: str) -> float:
         return sum(self.main_thread.get(kind, 0.0) for kind in kinds) / self.samples if self.samples else 0.0
+
+    def add(self, other: "StackStats") -> None:
+        """Adds the samples of another process."""
+        self.samples += other.samples
+        self.compile_windows += other.compile_windows
+        for sums, added in ((self.main_thread, other.main_thread), (self.frames, other.frames)):
+            for name, count in added.items():
+                sums[name] = sums.get(name, 0.0) + count
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -188,11 +205,15 @@ class RunRecords:
     """The images are in a bucket."""
     is_external: bool = False
     """`stoker watch` recorded a job that stoker did not write: its phases are known only if the job reports them."""
+    frameworks: str = ""
+    """What `stoker watch` timed from inside the job, with the names of its frameworks; empty: nothing."""
     is_native_run: bool = False
     """A run of `stoker train`: all its phases are known."""
     steady: SteadyStats = dataclasses.field(default_factory=SteadyStats)
     learning: LearningStats = dataclasses.field(default_factory=LearningStats)
     host: HostStats = dataclasses.field(default_factory=HostStats)
+    startup_host: HostStats = dataclasses.field(default_factory=HostStats)
+    """The host before the first steps; only what `reader.py` adds up for both parts of the run."""
     gpus: dict[int, GpuStats] = dataclasses.field(default_factory=dict)
     num_samples: int = 0
     """Lines of devices.jsonl."""

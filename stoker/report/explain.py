@@ -3,6 +3,7 @@
 `explain_run` reads a run in any state; `explain_terminal.py` prints the result; `explanation_as_dict` is its JSON.
 `compare.py` compares two runs, `runs_summary.py` adds up many, and `foreign_log.py` reads a log without a run."""
 
+import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -44,6 +45,9 @@ PHASE_MEANINGS = {
     "unattributed": "time that was not attributed to any phase",
 }
 """Phase → its meaning in short; docs/run-folder.md has the details."""
+
+HANG = "hang"
+"""Row of the time after the last step of a job that hung; records have it as `unattributed`."""
 
 STAGE_MEANINGS = {
     "fetch": "reading bytes from the disk or the bucket",
@@ -159,8 +163,8 @@ def explain_run(run: str | Path, price_per_device_hour: float | None = None) -> 
     state, state_text = read_run_state(path, events, last_record_t)
     if coverage:
         state_text = _EXTERNAL_STATES.get(state, state_text)
+    totals = _name_hang(totals, findings)
     phases = _phases(totals, exact_price)
-    losses = [row for row in phases if row.phase != "compute"]
     usage = read_resource_usage(
         path,
         totals,
@@ -188,7 +192,7 @@ def explain_run(run: str | Path, price_per_device_hour: float | None = None) -> 
         price_range=price_range,
         phases=phases,
         productive_fraction=compute_productive_fraction(totals, is_external=bool(coverage)),
-        largest_loss=losses[0] if losses else None,
+        largest_loss=_largest_loss(phases, findings),
         findings=findings,
         notes=collect_notes(run_records, findings),
         evidence_paths={name: str(path / name) for name in EVIDENCE_FILES if (path / name).exists()},
@@ -234,6 +238,26 @@ def explanation_as_dict(explanation: RunExplanation) -> dict[str, Any]:
     return built
 
 
+def _name_hang(totals: Totals, findings: Sequence[Finding]) -> Totals:
+    """With a hang, the time since the last step, which no clock could attribute, as the phase `hang`."""
+    hung_s = max((finding.lost_device_s or 0.0 for finding in findings if finding.cause == "hung"), default=0.0)
+    hung_s = min(hung_s, totals.phases.get("unattributed", 0.0))
+    if hung_s <= 0:
+        return totals
+    phases = totals.phases | {HANG: hung_s, "unattributed": totals.phases["unattributed"] - hung_s}
+    return dataclasses.replace(totals, phases=phases)
+
+
+def _largest_loss(phases: Sequence[PhaseTime], findings: Sequence[Finding]) -> PhaseTime | None:
+    """The largest phase besides `compute`. Time without a name, as that of the exit, only if there is no other; the
+    start only if no fault after it was found."""
+    losses = [row for row in phases if row.phase != "compute"]
+    delays_all = {"startup_heavy", "cpu_contention"}
+    has_fault = any(f.lost_device_s for f in findings if f.severity != "info" and f.cause not in delays_all)
+    secondary = {"unattributed", "startup"} if has_fault else {"unattributed"}
+    return next((row for row in losses if row.phase not in secondary), next(iter(losses), None))
+
+
 def _phases(totals: Totals, price_per_device_hour: float) -> list[PhaseTime]:
     def make_phase_time(name: str, seconds: float, meaning: str, stages: list[PhaseTime]) -> PhaseTime:
         return PhaseTime(
@@ -248,6 +272,7 @@ def _phases(totals: Totals, price_per_device_hour: float) -> list[PhaseTime]:
     def largest_first(rows: list[PhaseTime]) -> list[PhaseTime]:
         return sorted(rows, key=lambda row: -row.device_s)
 
+    meanings = PHASE_MEANINGS | {HANG: "nothing ran after the last step"}
     stages = [
         make_phase_time(name, duration_s, STAGE_MEANINGS.get(name, ""), [])
         for name, duration_s in totals.input_wait_stages.items()
@@ -256,7 +281,7 @@ def _phases(totals: Totals, price_per_device_hour: float) -> list[PhaseTime]:
     return largest_first(
         [
             make_phase_time(
-                name, duration_s, PHASE_MEANINGS.get(name, ""), largest_first(stages) if name == "input_wait" else []
+                name, duration_s, meanings.get(name, ""), largest_first(stages) if name == "input_wait" else []
             )
             for name, duration_s in totals.phases.items()
             if duration_s > 0

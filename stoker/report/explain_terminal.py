@@ -98,7 +98,9 @@ def _phases(explanation: RunExplanation) -> RenderableType:
 
 def _verdict(explanation: RunExplanation) -> Iterator[str]:
     if explanation.productive_fraction is None:
-        yield "The fraction of time that the device trained is not known: the job was not timed from inside."
+        has_clock = any(status.startswith("recorded: ") for status in explanation.coverage.values())
+        reason = "its clock saw no step of training" if has_clock else "the job was not timed from inside"
+        yield f"The fraction of time that the device trained is not known: {reason}."
         return
     productive = f"The device trained {fmt.percentage(explanation.productive_fraction)} of the time."
     loss = explanation.largest_loss

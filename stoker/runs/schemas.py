@@ -46,6 +46,9 @@ class StepWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
     so it waited for the host inside the step. None: not measured (on a CPU, host and device are one)."""
     thread_cpu_s: dict[str, float] = {}
     """CPU-seconds of the training thread by the phase that the thread was in (not the device); absent: not measured."""
+    process_cpu_s: float | None = None
+    """CPU-seconds of the training process in the window: all its threads, without its children. More than
+    `thread_cpu_s` adds up to: other threads of it compute."""
 
 
 class TraceWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -121,6 +124,8 @@ class StackWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
     """`function (file:line)` of the innermost frame of the job's own code → fraction of the samples; at most five."""
     active_threads: float | None = None
     """Mean number of running threads."""
+    process_cpu: float | None = None
+    """CPU-seconds per second of the process in this time: all its threads, without its children."""
 
 
 class Probe(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -243,6 +248,8 @@ class DeviceSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Utilization of each core of the machine, 0 … 1."""
     process_cpu: float | None = None
     """CPU-seconds per second of this process and its children."""
+    busiest_processes: dict[str, float] = {}
+    """Command name → cores in use, of processes outside the run; the three busiest, while these use the cores."""
     rss_bytes: int | None = None
     """Resident memory of this process and its children."""
     memory_used_bytes: int | None = None

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from stoker.watch.hook_state import HookState, cpu_by_phase, phase_seconds, read_hook_state
+from stoker.watch.hook_state import WORKING_SLOTS, HookState, cpu_by_phase, phase_seconds, read_hook_state
 from stoker.watch.processes import read_status
 from stoker.watch.tensorflow_trace import input_wait_s
 
@@ -26,6 +26,10 @@ HOOK_DIR = Path(__file__).parent / "hook"
 STATE_DIR_PREFIX = "stoker-watch-"
 MIN_STALE_AGE_S = 60.0
 """A younger folder may not be locked yet."""
+MIN_IDLE_S, MAX_IDLE_CORES = 5.0, 0.15
+"""A process is idle if it used fewer cores for this time, with its main thread asleep and its clock in one slot. The
+cores are those of a hang (`diagnosis/causes/hung.py`); the time is longer than a wait for a lock or a device in a
+healthy step (heuristic)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +45,8 @@ class RankWindow:
     steps: int
     num_images: int
     lr: float | None
+    process_cpu_s: float | None
+    """CPU-seconds of the process, all its threads."""
 
 
 class RankTimeBreakdown:
@@ -61,6 +67,7 @@ class RankTimeBreakdown:
         self._offset_cpu: dict[str, float] = {}
         self._reported_phases: dict[str, float] = {}
         self._reported_cpu: dict[str, float] = {}
+        self._ended_process_cpu_s = self._offset_process_cpu_s = self._reported_process_cpu_s = 0.0
         self._reported_counts = {"steps": 0, "num_images": 0}
         self._window_start_s = self._last_alive_s = start_s
         self._trained_until_s = 0.0
@@ -93,6 +100,7 @@ class RankTimeBreakdown:
             start_s = best.values["begin"]
             is_late = start_s < self._window_start_s
             self._offset, self._offset_cpu = (phase_seconds(best, None), cpu_by_phase(best)) if is_late else ({}, {})
+            self._offset_process_cpu_s = (best.process_cpu_s or 0.0) if is_late else 0.0
             current = best
         self._current = current
         if current is not None:
@@ -101,10 +109,11 @@ class RankTimeBreakdown:
     def _end(self, state: HookState, now_s: float | None = None) -> None:
         self._ended_phases = _add(self._ended_phases, self._observed_phases(state, now_s))
         self._ended_cpu = _add(self._ended_cpu, _subtract(cpu_by_phase(state), self._offset_cpu))
+        self._ended_process_cpu_s += (state.process_cpu_s or 0.0) - self._offset_process_cpu_s
         self._ended_counts = {name: count + state.values[name] for name, count in self._ended_counts.items()}
         if state.values["steps"]:
             self._trained_until_s = state.values["last_update"]
-        self._current, self._offset, self._offset_cpu = None, {}, {}
+        self._current, self._offset, self._offset_cpu, self._offset_process_cpu_s = None, {}, {}, 0.0
         self._ended_names.add(state.name)
 
     def _observed_phases(self, state: HookState, now_s: float | None) -> dict[str, float]:
@@ -140,7 +149,16 @@ class RankTimeBreakdown:
             rank=rank, devices=devices, phases={name: seconds * devices for name, seconds in phases.items()},
             thread_cpu_s=cpu, step=self.steps, steps=max(0, self._reported_counts["steps"] - previous["steps"]),
             num_images=max(0, self._reported_counts["num_images"] - previous["num_images"]), lr=lr if lr >= 0 else None,
+            process_cpu_s=self._next_process_cpu_s(),
         )  # fmt: skip
+
+    def _next_process_cpu_s(self) -> float | None:
+        """None if no process was seen alive so far."""
+        total_s = self._ended_process_cpu_s
+        if self._current is not None:
+            total_s += (self._current.process_cpu_s or 0.0) - self._offset_process_cpu_s
+        due_s, self._reported_process_cpu_s = max(0.0, total_s - self._reported_process_cpu_s), total_s
+        return due_s if total_s else None
 
     def _next_cpu(self) -> dict[str, float]:
         """As for phases: less than is due if earlier time was assigned to a phase that turned out to be wrong."""
@@ -164,6 +182,28 @@ def _add(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
     return {name: a.get(name, 0.0) + b.get(name, 0.0) for name in (*a, *(name for name in b if name not in a))}
 
 
+@dataclasses.dataclass
+class IdleTime:
+    """Seconds by slot in which a process did nothing although its clock is in a slot of work: it hangs, or waits for
+    something outside. since: (time in seconds, CPU-seconds) at which it was last seen to do something."""
+
+    last_update_s: float = -1.0
+    since: tuple[float, float] = (0.0, 0.0)
+    counted_s: float = 0.0
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def update(self, state: HookState, cpu_s: float, now_s: float, *, is_asleep: bool) -> None:
+        """cpu_s: of the process so far. now_s: CLOCK_MONOTONIC. is_asleep: its main thread is not runnable."""
+        idle_s = now_s - self.since[0]
+        is_idle = is_asleep and state.values["last_update"] == self.last_update_s
+        if not is_idle or cpu_s - self.since[1] > MAX_IDLE_CORES * idle_s:
+            self.last_update_s, self.since, self.counted_s = state.values["last_update"], (now_s, cpu_s), 0.0
+        elif idle_s >= MIN_IDLE_S and state.current_slot in WORKING_SLOTS:
+            slot = state.current_slot
+            self.seconds[slot] = self.seconds.get(slot, 0.0) + idle_s - self.counted_s
+            self.counted_s = idle_s
+
+
 class HookReader:
     """All processes of a job. directory: of their state files. devices: GPUs that the job may use, at least 1."""
 
@@ -173,7 +213,10 @@ class HookReader:
         self._ranks: dict[int, RankTimeBreakdown] = {}
         self._states: dict[str, HookState] = {}
         self._input_fractions: dict[int, list[float]] = {}
+        self._idle_times: dict[str, IdleTime] = {}
         self._window_start_s = now_s
+        self.training_pids: frozenset[int] = frozenset()
+        """Live processes that have done a step. May be read in any thread."""
 
     def poll(self) -> None:
         """Reads the state files."""
@@ -187,12 +230,23 @@ class HookReader:
                 continue
             if fractions := self._input_fractions.get(state.pid):  # sampled at even intervals: use their mean
                 state = dataclasses.replace(state, input_fraction=sum(fractions) / len(fractions))
-            self._states[state.name] = state
             status = read_status(state.pid)
-            if status is not None and status.state not in "ZX" and not state.values["ended"]:
+            is_alive = status is not None and status.state not in "ZX"
+            idle_time = self._idle_times.setdefault(state.name, IdleTime())
+            previous = self._states.get(state.name)
+            cpu_s = None if previous is None else previous.process_cpu_s
+            if status is not None and is_alive:
+                cpu_s = status.cpu_ticks / os.sysconf("SC_CLK_TCK")
+                idle_time.update(state, cpu_s, now_s, is_asleep=status.state == "S")
+            state = dataclasses.replace(state, process_cpu_s=cpu_s, idle=dict(idle_time.seconds))
+            self._states[state.name] = state
+            if is_alive and not state.values["ended"]:
                 living.setdefault(state.rank, []).append(state)
             else:
                 ended.setdefault(state.rank, []).append(state)
+        self.training_pids = frozenset(
+            state.pid for states in living.values() for state in states if state.values["steps"]
+        )
         for rank in (living.keys() | ended.keys()) - self._ranks.keys():
             self._ranks[rank] = RankTimeBreakdown(self._window_start_s)
         for rank, breakdown in self._ranks.items():

@@ -14,11 +14,14 @@ HEADER_BYTES = 1024
 
 SLOT_PHASES = {
     "startup": "startup", "input_wait": "input_wait", "maybe_wait": "input_wait", "compute": "compute",
-    "maybe_work": "compute", "work": "unattributed", "after_step": "host", "host": "host", "comm": "comm",
+    "maybe_work": "compute", "work": "unattributed", "after_step": "unattributed", "host": "host", "comm": "comm",
     "checkpoint": "checkpoint", "eval": "eval", "compile": "compile",
 }  # fmt: skip
-"""Slot of the hook's clock → phase. `maybe_`: not known yet whether for training. `_sum_slots_by_phase` splits
-`graph`."""
+"""Slot of the hook's clock → phase. `maybe_`: not known yet whether for training. `after_step`: the next batch moves it
+to `host`; after the last step the job ends. `_sum_slots_by_phase` splits `graph`."""
+
+WORKING_SLOTS = ("compute", "maybe_work", "graph")
+"""Slots in which the process should compute: time in which it does nothing is `unattributed`."""
 
 HOST_ONLY_PHASES = ("startup", "eval", "checkpoint", "compile")
 """Phases that the host measures also if the device has events, since these are only around steps."""
@@ -38,6 +41,14 @@ class HookState:
     """CPU-seconds of the training thread by slot, until the last update."""
     input_fraction: float | None = None
     """The fraction of `graph` that waits for input."""
+    idle: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Seconds of WORKING_SLOTS in which the process did nothing, as the watcher saw it."""
+    process_cpu_s: float | None = None
+    """CPU-seconds of the process so far: all its threads, without its children."""
+
+    @property
+    def current_slot(self) -> str:
+        return self.slots[int(self.values["current_slot"])]
 
     @property
     def rank(self) -> int:
@@ -66,14 +77,19 @@ def phase_seconds(state: HookState, now_s: float | None) -> dict[str, float]:
     on since the last update: the phases add up to now_s − begin. None: until the last update."""
     values = state.values
     seconds = {slot: values[slot] for slot in (*SLOT_PHASES, "graph")}
-    current_slot = state.slots[int(values["current_slot"])]
-    if now_s is not None and current_slot in seconds:
-        seconds[current_slot] += max(0.0, now_s - values["last_update"])
+    if now_s is not None and state.current_slot in seconds:
+        seconds[state.current_slot] += max(0.0, now_s - values["last_update"])
+    idle_s = {slot: min(state.idle.get(slot, 0.0), seconds[slot]) for slot in WORKING_SLOTS}
+    unseen_s = sum(idle_s.values()) + seconds["after_step"]
+    for slot in WORKING_SLOTS:
+        seconds[slot] -= idle_s[slot]
+        seconds["work"] += idle_s[slot]
     phases = _sum_slots_by_phase(state, seconds)
     if values["device"]:
         return _device_phase_seconds(
-            phases, busy_s=values["busy"], comm_s=values["device_comm"], syncs=values["syncs"], steps=values["steps"]
-        )
+            phases, busy_s=values["busy"], comm_s=values["device_comm"], syncs=values["syncs"], steps=values["steps"],
+            unseen_s=unseen_s,
+        )  # fmt: skip
     return phases
 
 
@@ -96,19 +112,18 @@ def _sum_slots_by_phase(state: HookState, seconds: dict[str, float]) -> dict[str
         seconds["compute"] += graph_s * (1 - fraction)
     phases: dict[str, float] = {}
     for slot, phase in SLOT_PHASES.items():
-        if slot == "after_step" and not state.values["batches"]:  # without a loader it is not known
-            phase = "unattributed"
         phases[phase] = phases.get(phase, 0.0) + seconds[slot]
     return phases
 
 
 def _device_phase_seconds(
-    host: Mapping[str, float], *, busy_s: float, comm_s: float, syncs: float, steps: float
+    host: Mapping[str, float], *, busy_s: float, comm_s: float, syncs: float, steps: float, unseen_s: float
 ) -> dict[str, float]:
     """Phases of a device that worked on steps for busy_s by its own clock, comm_s of it waiting for communication.
 
     When the device is idle, it waits for the host's waits, up to their length: a wait that is shorter than the device's
-    queue costs nothing. The rest is `host`, or `sync` if the host waits for the device in each step.
+    queue costs nothing. The rest is `host`, or `sync` if the host waits for the device in each step, except for
+    `unseen_s` in which the host did nothing or had done its last step.
     """
     phases = {name: host[name] for name in HOST_ONLY_PHASES}
     loop_s = sum(host.values()) - sum(phases.values())
@@ -121,5 +136,7 @@ def _device_phase_seconds(
     phases |= {name: seconds * fraction for name, seconds in waits.items()}
     phases["comm"] += comm_s
     phases["compute"] = busy_s - comm_s
-    phases["sync" if syncs >= steps > 0 else "host"] = max(0.0, idle_s - waited_s)
+    rest_s = max(0.0, idle_s - waited_s)
+    phases["unattributed"] = min(unseen_s, rest_s)
+    phases["sync" if syncs >= steps > 0 else "host"] = rest_s - phases["unattributed"]
     return phases

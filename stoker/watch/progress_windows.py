@@ -101,6 +101,7 @@ class ProgressWindows:
             lr=lr,
             grad_norm=self._grad_norm,
             thread_cpu_s={} if rank_window is None else rank_window.thread_cpu_s,
+            process_cpu_s=None if rank_window is None else rank_window.process_cpu_s,
         )
         self.start_s, self._window_step = now_s, self.step
         self._losses, self._grad_norm, self._img_per_s = {}, None, None

@@ -138,6 +138,7 @@ class Recorder:
         self._coverage_lock = threading.Lock()
         self._start_s = time.monotonic()
         self._processes: JobProcesses | None = None
+        self._hook_reader: HookReader | None = None
         self._hook_dir = hook_dir
         log = folder.path / OUTPUT
         self._output = output or LogTail(log, log.stat().st_size if log.exists() else 0)  # earlier attempts wrote that
@@ -151,8 +152,11 @@ class Recorder:
         telemetry = TelemetrySampler(self._folder, pid=job)
         with (
             telemetry,
-            stacks.StackSampler(self._folder, job, telemetry=telemetry, on_unavailable=self._report_no_stacks),
-        ):
+            stacks.StackSampler(
+                self._folder, job, telemetry=telemetry, on_unavailable=self._report_no_stacks,
+                training_pids=self._training_pids,
+            ),
+        ):  # fmt: skip
             thread.start()
             try:
                 yield
@@ -186,6 +190,9 @@ class Recorder:
     def write_start_failure(self, error: OSError, exit_code: int) -> None:
         self._folder.event("failed", f"{self._name} did not start: {error.strerror}", exit_code=exit_code)
 
+    def _training_pids(self) -> frozenset[int]:
+        return frozenset() if self._hook_reader is None else self._hook_reader.training_pids
+
     def _report_no_stacks(self, reason: str) -> None:
         self.set_coverage(STACKS_SOURCE, reason)
 
@@ -215,9 +222,9 @@ class Recorder:
         environment = json.loads((self._folder.path / ENVIRONMENT).read_bytes())
         devices = max(1, len(environment["gpu"]["gpus"]))
         windows = ProgressWindows(attempt=self._folder.attempt, devices=devices, start_s=time.time())
-        hook_reader = (
-            HookReader(self._hook_dir, devices=devices, now_s=time.monotonic()) if self._hook_dir is not None else None
-        )
+        if self._hook_dir is not None:
+            self._hook_reader = HookReader(self._hook_dir, devices=devices, now_s=time.monotonic())
+        hook_reader = self._hook_reader
         lines, parser = LineSplitter(), ProgressParser()
         non_finite_reported = empty_input_reported = workers_reported = False
         next_process_poll_s = last_output_s = time.monotonic()
@@ -284,6 +291,7 @@ def _make_step_window(rank_window: RankWindow, rank0_window: StepWindow) -> Step
         phases=rank_window.phases,
         lr=rank_window.lr,
         thread_cpu_s=rank_window.thread_cpu_s,
+        process_cpu_s=rank_window.process_cpu_s,
     )
 
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -34,10 +34,13 @@ SAMPLE_INTERVAL_S, IDLE_SAMPLE_INTERVAL_S, STARTUP_SAMPLE_INTERVAL_S = 2.0, 1.0,
 """Time between samples of a process: normally, while the GPUs are idle (there is something to explain), and in the
 first STARTUP_S (there are few samples). Busy times are sampled too, because fractions are of all the time."""
 STARTUP_S = 120.0
+STARTUP_CPU_S = 0.3
+"""CPU-seconds for samples besides MAX_CPU_FRACTION: some twenty in the first seconds of a job."""
 IDLE_UTILIZATION = 0.5
 """GPUs with a lower mean utilization, by the driver, count as idle."""
-MAX_CPU_FRACTION = 0.025
-"""Fraction of a core that sampling may take: with more processes, or slower samples, the intervals are longer."""
+MAX_CPU_FRACTION = 0.01
+"""Fraction of a core that sampling may take since its start: with more processes, or slower samples, the intervals are
+longer. Half of the 2 % of a job that watching may cost (benchmarks/watch_overhead.py)."""
 MAX_PROCESSES = 8
 """The busiest Python processes are sampled. Of a loader worker or a launcher one sample is enough."""
 HELPER_RECHECK_POLLS = 12
@@ -124,12 +127,15 @@ def _explain_forbidden(pid: int) -> str:
 
 @dataclasses.dataclass
 class _StackSamples:
-    """Samples of one process since the last line. is_training: a sample was not of a helper process."""
+    """Samples of one process since the last line. is_training: a sample was not of a helper process or
+    an import."""
 
     pid: int
     rank: int
     cwd: str
     start_s: float
+    start_ticks: int = 0
+    """CPU ticks of the process at start_s."""
     is_training: bool = False
     failures: int = 0
     samples: int = 0
@@ -146,7 +152,7 @@ class _StackSamples:
         kind = classify(stack, active=main_thread.active)
         if kind == HELPER and not self.is_training:
             return False
-        self.is_training = True
+        self.is_training |= kind not in ("other", "idle")  # a launcher imports the framework, too
         self.samples += 1
         self.active += sum(thread.active for thread in threads)
         self.main_thread["idle" if kind == HELPER else kind] += 1
@@ -154,15 +160,18 @@ class _StackSamples:
             self.frames[job_frame] += 1
         return True
 
-    def make_window(self, now_s: float, attempt: int) -> StackWindow:
-        """The window of the samples; starts the next one."""
+    def make_window(self, now_s: float, attempt: int, cpu_ticks: int | None) -> StackWindow:
+        """The window of the samples; starts the next one. cpu_ticks: of the process so far; None: it ended."""
+        wall_s = max(0.0, now_s - self.start_s)
         window = StackWindow(
-            t=now_s, attempt=attempt, pid=self.pid, wall_s=max(0.0, now_s - self.start_s), samples=self.samples,
+            t=now_s, attempt=attempt, pid=self.pid, wall_s=wall_s, samples=self.samples,
             main_thread={kind: count / self.samples for kind, count in self.main_thread.most_common()},
             frames={name: count / self.samples for name, count in self.frames.most_common(MAX_FRAMES)},
             active_threads=self.active / self.samples,
+            process_cpu=(cpu_ticks - self.start_ticks) / os.sysconf("SC_CLK_TCK") / wall_s
+            if cpu_ticks is not None and wall_s > 0 else None,
         )  # fmt: skip
-        self.start_s, self.samples, self.active = now_s, 0, 0
+        self.start_s, self.samples, self.active, self.start_ticks = now_s, 0, 0, cpu_ticks or 0
         self.main_thread.clear()
         self.frames.clear()
         return window
@@ -176,16 +185,24 @@ class StackSampler:
     """Samples a job's Python processes inside a `with` block, in a thread.
 
     pid: the root of the job; on_unavailable: called once, with the reason, if stacks are not recorded; telemetry: for
-    the utilization of the GPUs.
+    the utilization of the GPUs; training_pids: the live processes that train, as far as the hook knows them; then only
+    these are sampled, and not a launcher that waits for them.
     """
 
     def __init__(
-        self, folder: RunFolder, pid: int, *, telemetry: TelemetrySampler, on_unavailable: Callable[[str], None]
+        self,
+        folder: RunFolder,
+        pid: int,
+        *,
+        telemetry: TelemetrySampler,
+        on_unavailable: Callable[[str], None],
+        training_pids: Callable[[], Set[int]] = frozenset,
     ) -> None:
         self._folder = folder
         self._pid = pid
         self._telemetry = telemetry
         self._on_unavailable = on_unavailable
+        self._training_pids = training_pids
         self._windows: dict[processes.Process, _StackSamples] = {}
         self._cpu_ticks: dict[processes.Process, int] = {}
         self._is_python: dict[processes.Process, bool] = {}
@@ -216,7 +233,7 @@ class StackSampler:
         if py_spy is None:
             self._on_unavailable("not recorded: py-spy is not installed")
             return
-        next_poll_s, cost_s, last_failure = 0.0, 0.0, "no Python process of the job was seen"
+        next_poll_s, cost_s, spent_s, last_failure = 0.0, 0.0, 0.0, "no Python process of the job was seen"
         queue: collections.deque[processes.Process] = collections.deque()
         wait_s, start_s = 0.0, time.monotonic()
         while not self._stop.wait(wait_s):
@@ -229,11 +246,13 @@ class StackSampler:
                 wait_s = PROCESS_POLL_S
                 continue
             queue.rotate(-1)
-            window = self._windows[queue[-1]]
+            process = queue[-1]
+            window = self._windows[process]
             cpu_before_s = _children_cpu_s()
             try:
                 if not window.add(dump_stacks(window.pid, py_spy)):
                     self._helpers.add(queue.pop())
+                    del self._windows[process]
                     next_poll_s = next_poll_s if queue else now_s + PROCESS_POLL_S  # only helpers were sampled
                 window.failures = 0
                 self._any_sampled = True
@@ -245,10 +264,12 @@ class StackSampler:
                     return
                 if window.failures >= MAX_FAILURES or not queue[-1].is_alive():
                     queue.pop()
-            cost_s = max(cost_s * 0.9, _children_cpu_s() - cpu_before_s)  # decreases slowly after a costly sample
+            sample_cpu_s = _children_cpu_s() - cpu_before_s
+            spent_s += sample_cpu_s
+            cost_s = max(cost_s * 0.9, sample_cpu_s)  # decreases slowly after a costly sample
             interval_s = IDLE_SAMPLE_INTERVAL_S if self._gpus_are_idle() else SAMPLE_INTERVAL_S
             interval_s = min(interval_s, STARTUP_SAMPLE_INTERVAL_S) if now_s - start_s < STARTUP_S else interval_s
-            wait_s = max(interval_s / max(1, len(queue)), min(cost_s, 1.0) / MAX_CPU_FRACTION)
+            wait_s = max(interval_s / max(1, len(queue)), _affordable_after_s(spent_s + cost_s, now_s - start_s))
         self._write_windows(time.time(), min_s=0.0)
         if not self._any_sampled:
             self._on_unavailable(f"not recorded: {last_failure}")
@@ -270,7 +291,10 @@ class StackSampler:
                 self._is_python[process] = processes.is_python(pid)
             if self._is_python[process]:
                 cpu_ticks[process] = status.cpu_ticks
-        candidates = [process for process in cpu_ticks if process not in self._helpers]
+        trainers = self._training_pids()
+        candidates = [process for process in cpu_ticks if process.pid in trainers]
+        if not candidates:  # not known yet, or never: no hook
+            candidates = [process for process in cpu_ticks if process not in self._helpers]
         busiest = sorted(candidates, key=lambda process: self._cpu_ticks.get(process, 0) - cpu_ticks[process])[
             :MAX_PROCESSES
         ]
@@ -279,8 +303,9 @@ class StackSampler:
         for process in busiest:
             if process not in self._windows:
                 self._windows[process] = _StackSamples(
-                    process.pid, processes.read_rank(process.pid), _read_cwd(process.pid), time.time()
-                )
+                    process.pid, processes.read_rank(process.pid), _read_cwd(process.pid), time.time(),
+                    cpu_ticks[process],
+                )  # fmt: skip
         return busiest
 
     def _write_windows(self, now_s: float, *, min_s: float) -> None:
@@ -291,11 +316,15 @@ class StackSampler:
             if window.samples:
                 name = STACKS if window.rank == 0 else f"{RANKS}/{window.rank:04d}/{STACKS}"
                 (self._folder.path / name).parent.mkdir(parents=True, exist_ok=True)
-                self._folder.append(name, window.make_window(now_s, self._folder.attempt))
+                status = processes.read_status(process.pid)
+                is_alive = status is not None and status.start_ticks == process.start_ticks
+                cpu_ticks = status.cpu_ticks if status is not None and is_alive else None
+                self._folder.append(name, window.make_window(now_s, self._folder.attempt, cpu_ticks))
             elif not process.is_alive():
                 del self._windows[process]
             else:
-                window.start_s = now_s
+                status = processes.read_status(process.pid)
+                window.start_s, window.start_ticks = now_s, 0 if status is None else status.cpu_ticks
 
     def _gpus_are_idle(self) -> bool:
         """Whether the driver reports low utilization; False without a GPU."""
@@ -304,6 +333,12 @@ class StackSampler:
             [gpu.utilization for gpu in sample.gpus if gpu.utilization is not None] if sample is not None else []
         )
         return bool(utilizations) and sum(utilizations) / len(utilizations) < IDLE_UTILIZATION
+
+
+def _affordable_after_s(cost_s: float, elapsed_s: float) -> float:
+    """Seconds until the samples so far and the next one, of cost_s CPU-seconds in total, are within the budget; at most
+    a minute, because one costly sample must not end the sampling."""
+    return min(60.0, (cost_s - STARTUP_CPU_S) / MAX_CPU_FRACTION - elapsed_s)
 
 
 def _read_cwd(pid: int) -> str:

@@ -198,7 +198,7 @@ CASES: dict[str, tuple[Case, Case]] = {
     ),
     "cpu_quota": (_host(throttled_s=1.0), _host(throttled_s=0.05)),
     "cpu_contention": (
-        _host(cpu_core_utilization=[0.97] * 4, process_cpu=1.8, threads_running=3.0),
+        _host(cpu_core_utilization=[0.97] * 4, process_cpu=1.8, threads_running=3.0, busiest_processes={"busy": 2.0}),
         _host(
             cpu_core_utilization=[0.97] * 4, process_cpu=1.8, threads_running=1.9
         ),  # a busy neighbor, and enough cores for both
@@ -309,6 +309,67 @@ HEALTHY: dict[str, Case] = {
         fractions={"unattributed": 0.02},
         losses=lambda s: {"total": 2.3 + 0.01 * (s % 2)},
         window=lambda _: {"grad_norm": None},
+    ),
+    "a training thread that prepares small batches": _external(
+        fractions={"input_wait": 0.2},
+        window=lambda _: {"thread_cpu_s": {"compute": 0.75, "input_wait": 0.19}},
+        stacks=[{"main_thread": {"compute": 1.0}, "samples": 5}],
+        host=lambda _: {"process_cpu": 0.95},
+    ),
+    "TensorFlow, whose threads compute while the main thread waits": _external(
+        fractions={"host": 0.3},
+        window=lambda _: {"thread_cpu_s": {"compute": 0.05, "host": 0.02}},
+        stacks=[{"main_thread": {"other": 0.5, "idle": 0.5}, "samples": 20}] * 2,
+    ),
+    "TensorFlow without telemetry": _external(
+        fractions={"host": 0.3},
+        window=lambda _: {"thread_cpu_s": {"compute": 0.05, "host": 0.02}},
+        stacks=[{"main_thread": {"other": 0.5, "idle": 0.5}, "samples": 20}] * 2,
+        host=lambda _: {"process_cpu": None, "cpu_core_utilization": [], "threads_running": None},
+    ),
+    "two ranks on a CPU, and their launcher": _external(
+        fractions={"comm": 0.15},
+        ranks=[{"comm": 0.15}],
+        window=lambda _: {"thread_cpu_s": {"compute": 0.83}},
+        stacks=[
+            {"pid": 6, "main_thread": {"idle": 1.0}, "samples": 20},
+            {"main_thread": {"compute": 1.0}, "samples": 20},
+        ],
+    ),
+    "callbacks of a framework between very short steps": _external(
+        fractions={"host": 0.2},
+        steps=100,
+        window=lambda _: {"thread_cpu_s": {"compute": 0.75, "host": 0.2}},
+        stacks=[{"main_thread": {"compute": 0.8, "python": 0.2}, "samples": 50}] * 2,
+        host=lambda _: {"process_cpu": 0.95},
+    ),
+    "12 steps and an evaluation": _external(
+        seconds=24, steps=1, window=lambda s: {"window_steps": int(s % 2 == 0)}, fractions={"eval": 0.4}
+    ),
+    "an evaluation and a checkpoint after the last step": _external(
+        fractions={},
+        window=lambda s: {"window_steps": 0, "phases": {"eval": 0.5, "checkpoint": 0.5}} if s > 36 else {},
+    ),
+    "a loss that has not fallen yet, or cannot": _external(
+        losses=lambda s: {"total": 2.303 + 0.001 * (s % 3)}, window=lambda _: {"grad_norm": 0.5}
+    ),
+    "a warm-up of the learning rate": _external(
+        losses=lambda _: {"total": 2.303}, window=lambda s: {"lr": 1e-8 * s, "grad_norm": 0.5}
+    ),
+    "a loss that rises by little after it fell": _external(
+        losses=lambda s: {"total": 2.0 * 0.8**s + (0.1 if s < 25 else 0.4)}
+    ),
+    "an evaluation function that is compiled once": _external(
+        window=lambda s: {"phases": {"compute": 0.1, "compile": 0.9}} if s in (20, 21, 22) else {}, fractions={}
+    ),
+    "loader workers that other processes delay": _external(
+        fractions={"input_wait": 0.3},
+        window=lambda _: {"thread_cpu_s": {"compute": 0.3, "input_wait": 0.01}},
+        host=lambda _: {"cpu_core_utilization": [1.0] * 4, "process_cpu": 1.8, "threads_running": 3.4},
+        events=[("info", "the job's loader has 2 worker processes", {"workers": 2})],
+    ),
+    "threads that wait because other processes use the cores": _external(
+        host=lambda _: {"cpu_core_utilization": [1.0] * 4, "process_cpu": 0.8, "threads_running": 14.0},
     ),
     "external, seen from inside": _external(fractions={"input_wait": 0.03, "host": 0.02}, num_images=128),
     "external, seen from outside": _external(),

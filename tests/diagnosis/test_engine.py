@@ -66,6 +66,56 @@ def test_the_order_is_imminent_failure_then_loss_then_the_rest_then_info(tmp_pat
         "disk_nearly_full", "evaluation_heavy", "costly_restarts", "input_bound", "bad_images",
         "gpu_oversized",
     ]  # fmt: skip
+    loss = make_run(tmp_path / "loss", fractions={"eval": 0.3, "input_wait": 0.22})  # a warning that cost more
+    assert names(diagnose(loss)) == ["input_bound", "evaluation_heavy"]
+
+
+def test_the_time_after_the_last_step_is_a_hang_once_it_is_named(tmp_path: Path) -> None:
+    nothing = {"window_steps": 0, "phases": {"unattributed": 1.0}}
+    window = {"window": lambda s: nothing if s > 25 else {}, "end": None, "external": True, "config": None}
+    idle = window | {"host": lambda s: {"process_cpu": 0.01} if s > 25 else {}}
+    for name, job, loss in (("hung", idle, "hang"), ("busy", window, "startup")):
+        explanation = explain_run(make_run(tmp_path / name, **job))
+        assert ("hang" in {row.phase for row in explanation.phases}) == (name == "hung")
+        assert sum(row.device_s for row in explanation.phases) == pytest.approx(explanation.device_s)
+        assert explanation.largest_loss is not None
+        assert explanation.largest_loss.phase == loss
+
+
+def test_the_start_is_not_the_largest_loss_beside_a_fault(tmp_path: Path) -> None:
+    for fraction, phase in ((0.3, "input_wait"), (0.05, "startup")):
+        run = make_run(tmp_path / phase, startup=30, fractions={"input_wait": fraction})
+        loss = explain_run(run).largest_loss
+        assert loss is not None
+        assert loss.phase == phase
+
+
+def test_a_job_with_a_clock_is_not_called_untimed(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", external=True, config=None, fractions={"unattributed": 1.0})
+    explanation = explain_run(run)
+    for coverage, text in (
+        ({"inside the job": "recorded: torch in a process, without a known data loader"}, "its clock saw no step"),
+        ({"inside the job": "not recorded: --no-hook"}, "the job was not timed from inside"),
+    ):
+        output = io.StringIO()
+        print_explanation(msgspec.structs.replace(explanation, coverage=coverage), output, width=200)
+        assert text in output.getvalue()
+
+
+def test_an_end_by_request_does_not_hide_the_fault(tmp_path: Path) -> None:
+    stopped = [("preempted", "SIGTERM", {})]
+    run = make_run(tmp_path / "run", fractions={"input_wait": 0.12, "idle": 0.0}, events=stopped, end=None)
+    assert names(diagnose(run))[0] == "input_bound"
+    info = make_run(tmp_path / "info", external=True, config=None, startup=70, events=stopped, end=None)
+    assert names(diagnose(info)) == ["preempted", "startup_heavy"]
+
+
+def test_contention_is_the_last_of_its_severity(tmp_path: Path) -> None:
+    host = {"cpu_core_utilization": [1.0] * 4, "process_cpu": 0.5, "threads_running": 2.0}
+    run = make_run(tmp_path / "run", fractions={"eval": 0.2}, host=lambda _: host)
+    found = diagnose(run)
+    assert names(found) == ["evaluation_heavy", "cpu_contention"]
+    assert (found[0].lost_device_s or 0.0) < (found[1].lost_device_s or 0.0)
 
 
 def test_what_is_set_already_or_does_not_exist_is_not_advised(tmp_path: Path) -> None:

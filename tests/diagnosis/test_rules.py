@@ -170,7 +170,7 @@ def test_waiting_is_found_while_other_processes_use_the_cores(tmp_path: Path) ->
 
 
 def test_a_run_that_needs_little_cpu_time_loses_little_to_other_processes(tmp_path: Path) -> None:
-    for wanted, got, cause in ((0.2, 0.1, []), (1.0, 0.5, ["cpu_contention"]), (3.0, 2.6, [])):
+    for wanted, got, cause in ((0.2, 0.1, []), (1.0, 0.3, ["cpu_contention"]), (3.0, 2.6, [])):
         sample = {"cpu_core_utilization": [1.0] * 4, "process_cpu": got, "threads_running": wanted}
         job = {"external": True, "config": None, "fractions": {"unattributed": 1.0}, "host": lambda _, s=sample: s}
         found = findings(tmp_path / str(wanted), job)
@@ -246,9 +246,121 @@ def test_a_native_run_too_short_for_its_own_events_is_judged_by_its_losses(tmp_p
     assert [finding.cause for finding in long if finding.severity != "info"] == []
 
 
-def test_a_flat_loss_alone_is_info(tmp_path: Path) -> None:
-    flat = {"config": None, "losses": lambda _: {"total": 2.3}, "window": lambda _: {"grad_norm": None}}
-    assert of(findings(tmp_path / "run", flat), "lr_too_low").severity == "info"
+def test_a_flat_loss_alone_is_info_and_only_after_many_steps(tmp_path: Path) -> None:
+    flat = {"config": None, "losses": lambda _: {"total": 2.3}, "window": lambda _: {"grad_norm": 0.5}}
+    finding = of(findings(tmp_path / "long", flat), "lr_too_low")
+    assert (finding.severity, finding.command, finding.lost_device_s) == ("info", None, None)
+    assert findings(tmp_path / "short", flat | {"steps": 3}) == []
+
+
+def test_an_event_about_a_low_lr_is_forgotten_when_the_loss_falls(tmp_path: Path) -> None:
+    event = CASES["lr_too_low"][0] | {"window": None, "events": [("lr_too_low", "nothing changes", {})]}
+    assert of(findings(tmp_path / "flat", event), "lr_too_low").severity == "warning"
+    later = event | {"losses": lambda s: {"total": 2.3 if s < 20 else 2.3 * 0.9 ** (s - 20)}}
+    assert findings(tmp_path / "later", later) == []
+
+
+def test_samples_that_contradict_a_cause_are_no_evidence(tmp_path: Path) -> None:
+    """The clock has time in which the training thread prepares batches, and no sample shows it."""
+    job = {
+        "external": True, "config": None, "fractions": {"input_wait": 0.4}, "host": lambda _: {"process_cpu": 0.95},
+        "window": lambda _: {"thread_cpu_s": {"compute": 0.58, "input_wait": 0.38}},
+        "events": [("info", "", {"workers": 0})],
+    }  # fmt: skip
+    all_cores = job | {"host": lambda _: {"process_cpu": 0.95, "cpu_limit_cores": 1.0}}
+    clock = of(findings(tmp_path / "clock", all_cores), "slow_decode")
+    assert "prepares the batches itself: it computed 95.0 % of that time" in clock.evidence[1].text
+    contradicting = all_cores | {"stacks": [{"main_thread": {"compute": 1.0}, "samples": 12}]}
+    finding = of(findings(tmp_path / "contradicting", contradicting), "slow_decode")
+    assert not any("samples" in line.text for line in finding.evidence)
+    assert clock.confidence is not None
+    assert finding.confidence == pytest.approx(clock.confidence / 2)
+    waits = job | {"fractions": {}, "window": lambda _: {"thread_cpu_s": {"compute": 0.5}},
+                   "host": lambda _: {"process_cpu": 0.6}}  # fmt: skip
+    assert of(findings(tmp_path / "waits", waits), "host_device_syncs").severity == "critical"
+    computes = waits | {"stacks": [{"main_thread": {"compute": 1.0}, "samples": 12}]}
+    assert findings(tmp_path / "computes", computes) == []
+
+
+def test_a_loader_without_workers_is_judged_by_the_training_thread(tmp_path: Path) -> None:
+    """Threads of the model compute too, so the CPU time of the process says nothing of the loader."""
+    job = {
+        "external": True, "config": None, "fractions": {"input_wait": 0.4}, "host": lambda _: {"process_cpu": 1.2},
+        "window": lambda _: {"thread_cpu_s": {"compute": 0.6, "input_wait": 0.02}},
+    }  # fmt: skip
+    inline = job | {"events": [("info", "", {"workers": 0})]}
+    assert [f.cause for f in findings(tmp_path / "inline", inline)] == ["slow_storage"]
+
+
+def test_the_cpu_time_of_loader_processes_is_that_of_the_job_besides_the_training_process(tmp_path: Path) -> None:
+    """Threads of the model compute as much in both jobs."""
+    for workers_cpu, cause in ((0.2, "slow_storage"), (0.9, "too_few_workers")):
+        job = {
+            "external": True, "config": None, "fractions": {"input_wait": 0.4},
+            "host": lambda _, cores=1.2 + workers_cpu: {"process_cpu": cores},
+            "window": lambda _: {"thread_cpu_s": {"compute": 0.6, "input_wait": 0.01}, "process_cpu_s": 1.2},
+            "events": [("info", "", {"workers": 1})],
+        }  # fmt: skip
+        assert [f.cause for f in findings(tmp_path / cause, job)] == [cause]
+
+
+def test_threads_of_torch_are_no_loader_and_threads_of_tensorflow_may_be(tmp_path: Path) -> None:
+    for frameworks, cause in (("Keras 3 on torch", "slow_storage"), ("Keras 3 on tensorflow", "too_few_workers")):
+        coverage = {"coverage": {"inside the job": f"recorded: {frameworks} in a process"}}
+        job = {
+            "external": True, "config": None, "fractions": {"input_wait": 0.4},
+            "host": lambda _: {"process_cpu": 1.2, "cpu_core_utilization": [0.3] * 4},
+            "window": lambda _: {"thread_cpu_s": {"compute": 0.58, "input_wait": 0.01}, "process_cpu_s": 1.2},
+            "events": [("info", "inside the job", coverage)],
+        }  # fmt: skip
+        assert [f.cause for f in findings(tmp_path / frameworks, job)] == [cause]
+
+
+def test_a_short_run_has_no_warning_about_its_start_or_evaluation(tmp_path: Path) -> None:
+    job = {"external": True, "config": None, "fractions": {"eval": 0.4}}
+    for seconds, steps, severity in ((30, 2, ["info"]), (30, 8, ["critical"]), (200, 8, ["critical"])):
+        found = findings(tmp_path / f"{seconds}-{steps}", job | {"seconds": seconds, "steps": steps})
+        assert [f.severity for f in found if f.cause == "evaluation_heavy"] == severity
+    seldom = job | {"fractions": {"eval": 0.12}}
+    for seconds, severity in ((60, []), (200, ["warning"])):
+        assert [f.severity for f in findings(tmp_path / f"seldom-{seconds}", seldom | {"seconds": seconds})] == severity
+    for seconds, severity in ((60, ["info"]), (200, ["warning"])):
+        found = findings(tmp_path / f"start-{seconds}", {"startup": 70, "seconds": seconds})
+        assert [f.severity for f in found] == severity
+
+
+def test_a_start_delayed_by_other_processes_names_them(tmp_path: Path) -> None:
+    def host(second: int) -> dict[str, object]:
+        busy = {"cpu_core_utilization": [1.0] * 4, "busiest_processes": {"python train.py": 1.5, "ffmpeg": 1.25}}
+        return busy if second <= 70 else {}
+
+    finding = of(findings(tmp_path / "run", {"startup": 70, "seconds": 200, "host": host}), "startup_heavy")
+    texts = [line.text for line in finding.evidence]
+    assert "during the start, the cores were 100 % busy, 58 % with other processes" in texts
+    assert "the busiest other processes: python train.py (1.50 cores), ffmpeg (1.25 cores)" in texts
+    assert finding.fix == CATALOG["cpu_contention"].fix
+    quiet = of(findings(tmp_path / "quiet", {"startup": 70, "seconds": 200}), "startup_heavy")
+    assert quiet.fix == CATALOG["startup_heavy"].fix
+
+
+def test_contention_names_the_processes_and_is_info_unless_it_takes_most(tmp_path: Path) -> None:
+    def case(got: float) -> Case:
+        sample = {"cpu_core_utilization": [1.0] * 4, "process_cpu": got, "threads_running": 4.0,
+                  "busiest_processes": {"busy": 4.0 - got}}  # fmt: skip
+        return {"external": True, "config": None, "host": lambda _: sample}
+
+    info = of(findings(tmp_path / "half", case(2.0)), "cpu_contention")
+    assert info.severity == "info"
+    assert "the busiest other processes: busy (2.00 cores)" in [line.text for line in info.evidence]
+    assert of(findings(tmp_path / "most", case(1.0)), "cpu_contention").severity == "warning"
+
+
+def test_a_slow_rank_in_a_watched_job_must_be_slower_than_noise(tmp_path: Path) -> None:
+    job = {"external": True, "config": None}
+    noise = findings(tmp_path / "noise", job | {"fractions": {"comm": 0.12}, "ranks": [{"comm": 0.02}]})
+    assert noise == []
+    slow = findings(tmp_path / "slow", job | {"fractions": {"comm": 0.4}, "ranks": [{"comm": 0.02}]})
+    assert [f.cause for f in slow] == ["straggler"]
 
 
 @pytest.mark.parametrize(("cache", "advice"), [("none", "a faster disk or --cache"), ("disk", "a faster disk first")])

@@ -9,6 +9,7 @@ WAIT_S, TRAINING_NAPS = 0.004, 4 + 64
 DATA = """
 import json, sys, time
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, Dataset
 
 torch.manual_seed(0)
@@ -31,8 +32,27 @@ class Slow(Dataset):
         return self.n
 
     def __getitem__(self, i):
-        nap(self.wait_s)
+        if self.wait_s:  # a sleep of 0 s is as long as others use the core
+            nap(self.wait_s)
         return torch.full((3, 16, 16), i / self.n), i % 10
+
+
+def at_first_step(*_):
+    known.setdefault("naps_before", known["naps"])
+
+
+def timed(name, function):
+    def wrapper(*args, **kwargs):
+        begun = time.perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            known[name] = known.get(name, 0.0) + time.perf_counter() - begun
+
+    return wrapper
+
+
+register_optimizer_step_post_hook(at_first_step)
 
 
 def net():
@@ -95,6 +115,60 @@ print("loss", sum(float(p.sum()) for p in model.parameters()))
 """
 )
 
+VALIDATIONS = (
+    DATA
+    + """
+from torch.utils.data import TensorDataset
+
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+measure = torch.nn.functional.cross_entropy
+images, labels = torch.zeros(64, 3, 16, 16), torch.zeros(64, dtype=torch.long)
+held_back = TensorDataset(images, labels)
+
+
+def forward_for(seconds):
+    begun = time.perf_counter()
+    while time.perf_counter() - begun < seconds:
+        measure(model(images), labels)
+
+
+def by_hand():
+    model.eval()
+    with torch.no_grad():
+        forward_for(0.4)
+    model.train()
+
+
+def with_gradients():
+    model.eval()
+    forward_for(0.4)
+    for x, y in DataLoader(held_back, 8):
+        measure(model(x), y)
+
+
+@torch.no_grad()
+def without_mode():
+    forward_for(0.4)
+
+
+for epoch in range(2):  # each validation in the middle of an epoch, whose loader stays open
+    model.train()
+    for number, (x, y) in enumerate(DataLoader(Slow(96), 8), 1):
+        model[0].eval()  # a frozen part
+        measure(model(x), y).backward()
+        if number % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        if number % 4 == 0:
+            timed("eval", (by_hand, with_gradients, without_mode)[number // 4 - 1])()
+        elif number % 2 == 0:
+            timed("between", time.sleep)(0.1)
+time.sleep(0.5)
+tell()
+"""
+)
+
 LIGHTNING = (
     DATA
     + """
@@ -111,6 +185,13 @@ class Module(lightning.LightningModule):
 
     def validation_step(self, batch, _):
         self.log("val_loss", torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def on_validation_start(self):
+        self.begun = time.perf_counter()
+
+    def on_validation_epoch_end(self):
+        time.sleep(0.2)  # the metrics
+        known["eval"] = known.get("eval", 0.0) + time.perf_counter() - self.begun
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.01)
@@ -150,6 +231,7 @@ settings = transformers.TrainingArguments(
     "out", num_train_epochs=2, per_device_train_batch_size=8, per_device_eval_batch_size=8, eval_strategy="epoch",
     save_strategy="epoch", gradient_accumulation_steps=2, use_cpu=True, report_to=[], disable_tqdm=True,
 )
+transformers.Trainer.evaluation_loop = timed("eval", transformers.Trainer.evaluation_loop)
 done = transformers.Trainer(Model(), settings, train_dataset=Rows(64), eval_dataset=Rows(32, 0.0)).train()
 tell()
 print("steps", done.global_step)

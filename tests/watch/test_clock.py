@@ -10,7 +10,10 @@ from stoker.watch.hook_state import read_hook_state
 
 
 class Optimizer:
-    """Any object that can be referred to weakly."""
+    """Any object that can be referred to weakly. parameters: that it trains."""
+
+    def __init__(self, *parameters: object) -> None:
+        self.param_groups = [{"params": list(parameters)}]
 
 
 class Timed:
@@ -239,3 +242,97 @@ def test_a_job_that_only_evaluates_is_not_starting_for_ever(timed: Timed) -> Non
     timed.takes(1.0)
     timed.batch(BatchSource(), works=1.0, is_evaluating=True)
     assert timed.seconds() == {"startup": 1.0, "eval": 2.0}
+
+
+def test_an_evaluation_without_a_loader_lasts_from_eval_to_the_next_train(timed: Timed) -> None:
+    source = started(timed)
+    timed.takes(0.5)
+    assert timed.clock.is_after_step()
+    timed.clock.set_evaluating(True)
+    timed.takes(3.0)
+    timed.batch(BatchSource(), works=1.0, is_evaluating=True)  # some of it has a loader
+    timed.clock.set_evaluating(False)
+    timed.takes(0.25)
+    timed.batch(source)
+    timed.step()
+    assert timed.seconds() == {"startup": 8.0, "host": 0.75, "eval": 5.0, "input_wait": 1.0, "compute": 2.0}
+
+
+def test_a_batch_of_the_open_loader_ends_an_evaluation_without_train(timed: Timed) -> None:
+    """Fine-tuning with norms in their mode for evaluation: `.eval()` once, `.train()` never."""
+    source = started(timed)
+    timed.clock.set_evaluating(True)
+    timed.takes(3.0)
+    for _ in range(2):
+        timed.batch(source, works=1.0)
+        timed.clock.confirm_training()
+    timed.step()
+    assert timed.seconds() == {"startup": 8.0, "eval": 3.0, "input_wait": 2.0, "compute": 4.0}
+
+
+def test_only_between_steps_a_mode_of_the_model_means_something(timed: Timed) -> None:
+    assert not timed.clock.is_after_step(), "before the first step"
+    source = started(timed)
+    timed.batch(source)
+    assert not timed.clock.is_after_step(), "in a step: a frozen part, a teacher"
+    timed.step()
+    assert timed.clock.enter(hook.CHECKPOINT)
+    assert not timed.clock.is_after_step(), "in a phase"
+
+
+def test_a_part_of_the_model_is_not_the_model(timed: Timed) -> None:
+    parameters = [object() for _ in range(5)]
+    timed.optimizer = Optimizer(*parameters)
+    assert not timed.clock.is_of_training(parameters), "no optimizer has stepped"
+    started(timed)
+    assert timed.clock.is_of_training(parameters[:3])
+    assert not timed.clock.is_of_training(parameters[:2])
+    assert not timed.clock.is_of_training([object() for _ in range(9)]), "frozen, or another model"
+
+
+def no_grad(timed: Timed, seconds: float) -> None:
+    begun = timed.clock.begin_no_grad()
+    timed.computes(seconds)
+    if begun is not None:
+        timed.clock.end_no_grad(begun)
+
+
+def test_a_long_block_without_gradients_between_steps_is_evaluation(timed: Timed) -> None:
+    source = started(timed)
+    timed.takes(0.5)
+    no_grad(timed, 3.0)
+    no_grad(timed, hook.MIN_NO_GRAD_S / 2)  # an average of the weights
+    timed.batch(source)
+    no_grad(timed, 5.0)  # a teacher, in the step
+    timed.step()
+    expected = {"startup": 8.0, "host": 0.5 + hook.MIN_NO_GRAD_S / 2, "eval": 3.0, "input_wait": 1.0, "compute": 7.0}
+    assert timed.seconds() == pytest.approx(expected)
+    assert timed.computed() == pytest.approx({"host": hook.MIN_NO_GRAD_S / 2, "eval": 3.0, "compute": 5.0})
+
+
+def test_an_evaluation_by_a_loader_inside_such_a_block_counts_once(timed: Timed) -> None:
+    started(timed)
+    begun = timed.clock.begin_no_grad()
+    assert begun is not None
+    timed.takes(1.0)
+    evaluation = BatchSource()
+    timed.batch(evaluation, works=1.0, is_evaluating=True)
+    timed.end(evaluation)
+    timed.takes(0.5)
+    timed.clock.end_no_grad(begun)
+    assert timed.seconds() == {"startup": 8.0, "host": 1.0, "eval": 2.5}
+
+
+def test_batches_that_are_accumulated_before_the_first_backward_are_training_if_the_framework_says_so(
+    timed: Timed,
+) -> None:
+    """transformers fetches all batches of a step, then does their backwards."""
+    started(timed)
+    source = BatchSource()
+    timed.clock.is_fetching_for_training = True
+    for _ in range(2 * hook.MAX_UNPROVEN_BATCHES):
+        timed.batch(source)
+    timed.clock.is_fetching_for_training = False
+    timed.step()
+    assert timed.seconds() == {"startup": 8.0, "input_wait": 2.0 * hook.MAX_UNPROVEN_BATCHES, "compute": 2.0}
+    assert timed.count(hook.BATCHES) == 1 + 2 * hook.MAX_UNPROVEN_BATCHES

@@ -1,5 +1,6 @@
 """State files in, phases of each rank out."""
 
+import dataclasses
 import json
 import os
 import struct
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from stoker.runs.records import PHASES
 from stoker.watch.hook.stoker_hook import clock as hook
-from stoker.watch.hook_reader import HookReader, RankTimeBreakdown, add_hook_env, hook_state_dir
+from stoker.watch.hook_reader import HookReader, IdleTime, RankTimeBreakdown, add_hook_env, hook_state_dir
 from stoker.watch.hook_state import SLOT_PHASES, HookState, cpu_by_phase, phase_seconds, read_hook_state
 
 BEGIN_S = 1000.0
@@ -63,9 +64,65 @@ def test_what_runs_since_the_last_mark_is_still_running() -> None:
     assert phase_seconds(one, None)["compute"] == 3.5
 
 
-def test_without_a_loader_time_between_steps_is_unattributed() -> None:
+def test_time_after_the_last_step_is_unattributed_until_a_batch_makes_it_the_host_s() -> None:
     assert phase_seconds(make_state(work=3.0, after_step=1.0), None)["unattributed"] == 4.0
-    assert phase_seconds(make_state(compute=3.0, after_step=1.0, batches=1.0), None)["host"] == 1.0
+    ended = phase_seconds(make_state(compute=3.0, after_step=1.0, host=2.0, batches=1.0), None)
+    assert (ended["unattributed"], ended["host"]) == (1.0, 2.0)
+
+
+def test_time_in_a_step_in_which_the_process_did_nothing_is_unattributed() -> None:
+    hung = dataclasses.replace(make_state(compute=3.0, batches=1.0, steps=1.0), idle={"compute": 8.0})
+    phases = phase_seconds(hung, BEGIN_S + 12.0)
+    assert (phases["compute"], phases["unattributed"]) == (4.0, 8.0)
+    device = dataclasses.replace(hung, values={**hung.values, "device": 1.0, "busy": 2.0})
+    phases = phase_seconds(device, BEGIN_S + 12.0)
+    assert (phases["compute"], phases["host"], phases["unattributed"]) == (2.0, 2.0, 8.0)
+
+
+def poll(idle: IdleTime, state: HookState, *times: float, cpu_s: float = 0.0, is_asleep: bool = True) -> float:
+    """Seconds so far in which the process did nothing in `compute`, after these times."""
+    for now_s in times:
+        idle.update(state, cpu_s, now_s, is_asleep=is_asleep)
+    return idle.seconds.get("compute", 0.0)
+
+
+def test_a_process_is_idle_if_it_sleeps_in_a_step_for_long_and_uses_no_core() -> None:
+    state, later = make_state(compute=3.0), make_state(compute=4.0)
+    assert poll(IdleTime(), state, 0.0, 4.9) == 0.0
+    idle = IdleTime()
+    assert poll(idle, state, 0.0, 6.0, 7.0) == 7.0
+    assert poll(idle, later, 8.0, 12.0) == 7.0, "its clock went on"
+    assert poll(idle, later, 14.0) == 7.0 + 6.0
+    assert poll(IdleTime(), make_state(running="comm"), 0.0, 9.0) == 0.0, "this wait is known"
+    assert poll(IdleTime(), state, 0.0, 9.0, is_asleep=False) == 0.0, "it waits for a core"
+    busy = IdleTime()
+    poll(busy, state, 0.0)
+    assert poll(busy, state, 6.0, cpu_s=1.0) == 0.0, "other threads of it compute"
+
+
+def test_cpu_time_of_the_process_is_that_of_the_window() -> None:
+    def window(cpu_s: float, at_s: float) -> float | None:
+        state = dataclasses.replace(make_state(compute=at_s, steps=1.0), process_cpu_s=cpu_s)
+        breakdown.update([state], [], BEGIN_S + at_s)
+        return breakdown.next_window(BEGIN_S + at_s, 1.0, rank=0, devices=2).process_cpu_s
+
+    breakdown = RankTimeBreakdown(BEGIN_S)
+    assert breakdown.next_window(BEGIN_S, 1.0, rank=0, devices=2).process_cpu_s is None
+    assert [window(cpu_s, at_s) for cpu_s, at_s in ((3.0, 2.0), (4.5, 3.0))] == [3.0, 1.5]
+    ended = dataclasses.replace(make_state(compute=3.0, steps=1.0), process_cpu_s=5.0)
+    breakdown.update([], [ended], BEGIN_S + 4.0)
+    assert breakdown.next_window(BEGIN_S + 4.0, 1.0, rank=0, devices=2).process_cpu_s == 0.5
+
+
+def test_the_processes_that_train_are_known_while_they_live(tmp_path: Path) -> None:
+    reader = HookReader(tmp_path, devices=1, now_s=0.0)
+    write_state(tmp_path, make_state("launcher.state"), pid=os.getppid())
+    write_state(tmp_path, make_state("rank.state", steps=1.0), pid=os.getpid())
+    reader.poll()
+    assert reader.training_pids == {os.getpid()}
+    write_state(tmp_path, make_state("rank.state", steps=1.0, ended=1.0), pid=os.getpid())
+    reader.poll()
+    assert reader.training_pids == frozenset()
 
 
 def test_a_graph_is_split_as_the_profiler_saw_it_and_unknown_before() -> None:
@@ -75,7 +132,7 @@ def test_a_graph_is_split_as_the_profiler_saw_it_and_unknown_before() -> None:
 
 
 def test_a_wait_that_the_queue_of_the_device_outlasts_costs_nothing() -> None:
-    host = {"input_wait": 4.0, "compute": 5.0, "after_step": 1.0, "eval": 2.0, "batches": 9.0, "device": 1.0}
+    host = {"input_wait": 4.0, "compute": 5.0, "host": 1.0, "eval": 2.0, "batches": 9.0, "device": 1.0}
     idle = phase_seconds(make_state(**host, busy=5.0), None)
     assert (idle["compute"], idle["input_wait"], idle["host"], idle["eval"]) == (5.0, 4.0, 1.0, 2.0)
     hidden = phase_seconds(make_state(**host, busy=9.0, device_comm=2.0), None)
@@ -90,9 +147,9 @@ def test_cpu_time_is_that_of_the_thread_also_if_a_device_computes() -> None:
 
     cpu = {"input_wait": 3.0, "compute": 2.0, "after_step": 0.5, "graph": 4.0}
     host = make_state(cpu=cpu, batches=1.0, input_fraction=0.25)
-    assert used(host) == {"input_wait": 4.0, "compute": 5.0, "host": 0.5}
+    assert used(host) == {"input_wait": 4.0, "compute": 5.0, "unattributed": 0.5}
     device = make_state(cpu=cpu, batches=1.0, device=1.0, busy=9.0)
-    assert used(device) == {"input_wait": 3.0, "host": 2.5, "unattributed": 4.0}
+    assert used(device) == {"input_wait": 3.0, "host": 2.0, "unattributed": 4.5}
 
 
 def test_how_many_processes_load_is_what_a_training_process_says(tmp_path: Path) -> None:

@@ -146,3 +146,56 @@ def test_real_torch_jobs_wait_or_compute(
     assert {line.pid for line in lines} == {process.pid}, "workers are no trainers"
     assert max(lines[0].main_thread, key=lambda name: lines[0].main_thread[name]) == kind
     assert lines[0].main_thread[kind] > 0.6
+
+
+def test_of_a_job_with_the_hook_only_processes_that_train_are_sampled(tmp_path: Path) -> None:
+    """A launcher (this process) with two Python children, of which the hook knows one."""
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir()
+    children = [job(WAITS, folder) for folder in folders]
+    trainers: set[int] = set()
+    sampler = stacks.StackSampler(
+        RunFolder(tmp_path, 1), os.getpid(), telemetry=TelemetrySampler(RunFolder(tmp_path, 1)),
+        on_unavailable=print, training_pids=lambda: trainers,
+    )  # fmt: skip
+    pids = {child.pid for child in children}
+    assert {process.pid for process in sampler._busiest_processes()} >= {os.getpid(), *pids}
+    trainers.add(children[1].pid)
+    assert {process.pid for process in sampler._busiest_processes()} == trainers
+    for child in children:
+        child.communicate(b"\n")
+    trainers.add(-1)
+    assert os.getpid() in {process.pid for process in sampler._busiest_processes()}, "they ended"
+
+
+def test_a_window_of_stacks_has_the_cpu_time_of_all_threads() -> None:
+    samples = stacks._StackSamples(1, 0, "", start_s=100.0, start_ticks=1000)
+    hertz = os.sysconf("SC_CLK_TCK")
+    samples.samples = 2
+    assert samples.make_window(110.0, 1, 1000 + 15 * hertz).process_cpu == 1.5
+    samples.samples = 1
+    assert samples.make_window(114.0, 1, 1000 + 17 * hertz).process_cpu == 0.5
+    samples.samples = 1
+    assert samples.make_window(116.0, 1, None).process_cpu is None, "it ended"
+
+
+def test_samples_stay_within_their_budget_of_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """20 at once, then one in 1.5 s, of 15 ms each."""
+    monkeypatch.setattr(stacks, "MAX_CPU_FRACTION", 0.01)
+    assert stacks._affordable_after_s(20 * 0.015, elapsed_s=0.1) <= 0
+    assert stacks._affordable_after_s(21 * 0.015, elapsed_s=0.1) == pytest.approx(1.4)
+    assert stacks._affordable_after_s(21 * 0.015, elapsed_s=3.0) <= 0
+    assert stacks._affordable_after_s(9.0, elapsed_s=10.0) == 60.0
+
+
+def test_a_launcher_that_imports_the_framework_first_is_a_helper() -> None:
+    def stack(file: str, function: str) -> list[stacks._PySpyThread]:
+        return [stacks._PySpyThread(1, True, [stacks._PySpyFrame(function, file, 1)], 1)]
+
+    imports = stack("<frozen importlib._bootstrap>", "_find_and_load")
+    launches = stack("/lib/site-packages/torch/distributed/launcher/api.py", "launch_agent")
+    trains = stack("/lib/site-packages/torch/optim/sgd.py", "step")
+    launcher, trainer = (stacks._StackSamples(1, 0, "", 0.0) for _ in range(2))
+    assert [launcher.add(one) for one in (imports, launches)] == [True, False]
+    assert [trainer.add(one) for one in (imports, trains, launches)] == [True, True, True]

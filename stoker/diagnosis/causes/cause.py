@@ -112,6 +112,17 @@ COMMON_THRESHOLDS: dict[str, Threshold] = {
     "min_samples": Threshold(
         4, "stack samples, or samples of the CPU time, below which their mean is not used (heuristic)"
     ),
+    "max_chance": Threshold(
+        0.05,
+        "probability by chance below which samples that show less than half of a fraction contradict it (binomial)",
+    ),
+    "min_supporting_fraction": Threshold(
+        0.05, "fraction of the stack samples from which they are printed as evidence for a cause (heuristic)"
+    ),
+    "short_s": Threshold(
+        180.0, "seconds of a run up to which its start and single evaluations say nothing of a longer one (heuristic)"
+    ),
+    "short_steps": Threshold(100, "steps of a run, likewise (heuristic)"),
     "sigmas": Threshold(
         1.64, "standard errors by which a fraction of samples must exceed a threshold: 5 % of chance results pass"
     ),

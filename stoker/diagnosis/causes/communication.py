@@ -1,6 +1,7 @@
 """Devices wait for each other: one slow rank, or collectives that computing does not hide."""
 
 from stoker.diagnosis.causes.cause import Cause, Threshold
+from stoker.diagnosis.causes.cpu import contended_fraction
 from stoker.diagnosis.causes.shared import (
     fraction_of_phase,
     make_evidence,
@@ -13,6 +14,12 @@ from stoker.diagnosis.causes.shared import (
 from stoker.diagnosis.run_data import RunRecords
 from stoker.runs.schemas import Finding
 
+MIN_CPU_FRACTION = Threshold(
+    0.20,
+    "threshold of a watched job that trains on CPUs, plus a quarter of what others took: ranks share cores "
+    "with each other, with gloo's threads and with other processes, so they are late by turns (heuristic)",
+)
+
 STRAGGLER = Cause(
     id="straggler",
     title="One rank is slower than the others, and all wait for it",
@@ -24,9 +31,10 @@ STRAGGLER = Cause(
     metric="straggler, fraction of the device time after the start of the ranks that wait",
     source="heuristic: ranks on equal machines differ by less",
     thresholds={
+        "warning_threshold_on_cpu": MIN_CPU_FRACTION,
         "min_slowest_fraction": Threshold(
             0.6, "fraction of the waiting that is for one rank: it is slow; otherwise ranks are late in turn"
-        )
+        ),
     },
     supersedes=("communication_bound",),
     confidence=0.85,
@@ -44,6 +52,7 @@ COMMUNICATION_BOUND = Cause(
     critical_threshold=0.30,
     metric="comm, fraction of the device time after the start",
     source="heuristic: DistributedDataParallel hides nearly all of it on a good link (Li et al. 2020, figure 6)",
+    thresholds={"warning_threshold_on_cpu": MIN_CPU_FRACTION},
     probe="no_allreduce",
     confidence=0.75,
     fix="Use a faster link (NVLink, one machine instead of two, the network of the provider's GPU clusters; "
@@ -73,15 +82,28 @@ def straggler(run: RunRecords) -> Finding | None:
     waiting_fraction = fraction * run.num_ranks / (run.num_ranks - 1) if run.num_ranks > 1 else fraction
     evidence = [slowest_evidence, phase_evidence(run, "straggler")]
     confidence = None if slowest_evidence else 0.6
-    return make_finding(run, STRAGGLER, waiting_fraction, evidence, lost_s=waited_s, confidence=confidence)
+    return make_finding(
+        run,
+        STRAGGLER,
+        waiting_fraction,
+        evidence,
+        lost_s=waited_s,
+        min_measured=_min_fraction(run),
+        confidence=confidence,
+    )
+
+
+def _min_fraction(run: RunRecords) -> float | None:
+    return MIN_CPU_FRACTION.value + contended_fraction(run) / 4 if run.is_external and run.on_cpu else None
 
 
 def communication_bound(run: RunRecords) -> Finding | None:
+    min_measured = _min_fraction(run)
     if run.phase_seconds("comm") > 0:
-        return make_phase_finding(run, COMMUNICATION_BOUND, "comm")
+        return make_phase_finding(run, COMMUNICATION_BOUND, "comm", min_measured=min_measured)
     traces = run.traces
     if traces.wall_s <= 0 or traces.comm_s <= 0:
-        return make_stack_finding(run, COMMUNICATION_BOUND, "a collective", "comm")
+        return make_stack_finding(run, COMMUNICATION_BOUND, "a collective", "comm", min_measured=min_measured)
     fraction = traces.comm_s / traces.wall_s
     text = f"only collectives ran in {percent(fraction)} of {traces.steps} traced steps"
     return make_finding(

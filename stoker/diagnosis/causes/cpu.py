@@ -2,7 +2,7 @@
 
 from stoker.diagnosis.causes.cause import HEURISTIC, Cause, Threshold, common_threshold
 from stoker.diagnosis.causes.shared import make_evidence, make_finding, percent, sample_evidence
-from stoker.diagnosis.run_data import RunRecords
+from stoker.diagnosis.run_data import MAX_EXAMPLES, HostStats, RunRecords
 from stoker.runs.schemas import Evidence, Finding
 
 INPUT_SYMPTOMS = ("too_few_workers", "too_few_cores", "slow_decode", "input_bound")
@@ -33,11 +33,11 @@ CPU_CONTENTION = Cause(
     symptom="img/s varies with the time of day; the same run is faster on another machine",
     required_records=("devices.jsonl: cpu_core_utilization, process_cpu, threads_running",),
     info_threshold=0.10,
-    warning_threshold=0.20,
-    critical_threshold=0.50,
+    warning_threshold=0.60,
     metric="CPU time that the run's threads demanded (they ran, or waited for a core) and other processes got, while "
     "the cores are busy: fraction of the demand, or of the time if the demand is below one core",
-    source="heuristic: a fifth of the speed is worth a talk with the other users; less comes and goes",
+    source="heuristic: it is no fault of the job, so it is a warning only if the job loses most of its CPU time; two "
+    "busy processes on two cores take half",
     thresholds={
         "busy": Threshold(0.85, "mean utilization of the cores from which other processes can slow the run (heuristic)")
     },
@@ -54,7 +54,8 @@ THREADS_OVERSUBSCRIBED = Cause(
     required_records=("devices.jsonl: threads_running, cpu_limit_cores (or cpu_core_utilization)",),
     warning_threshold=3.0,
     critical_threshold=8.0,
-    metric="mean number of threads that run or wait for a core, per core",
+    metric="mean number of threads that run or wait for a core, per core, times the fraction of the cores that other "
+    "processes leave",
     source="heuristic: libraries start one thread per core each (OpenMP, BLAS, OpenCV), so two of them are usual",
     thresholds={
         "min_extra_threads": Threshold(
@@ -97,6 +98,7 @@ def cpu_contention(run: RunRecords) -> Finding | None:
             others,
             "devices.jsonl: cpu_core_utilization, process_cpu",
         ),
+        busiest_processes_evidence(run.host),
         make_evidence(
             f"its threads demanded {demanded:.2f} cores and got {process_cpu.value:.2f}",
             fraction,
@@ -108,15 +110,35 @@ def cpu_contention(run: RunRecords) -> Finding | None:
     return make_finding(run, CPU_CONTENTION, fraction, evidence, lost_s=lost_s, estimate_basis=_ESTIMATE)
 
 
+def contended_fraction(run: RunRecords) -> float:
+    """Fraction by which other processes slowed the run down; 0 if it is not known."""
+    taken = _cpu_taken_by_others(run)
+    return 0.0 if taken is None else taken[0]
+
+
+def busiest_processes_evidence(host: HostStats) -> Evidence | None:
+    """The names of the other processes that used most CPU time, and how many cores on average."""
+    count = host.other_processes_cpu.count
+    if not host.busiest_processes or not count:
+        return None
+    busiest = sorted(host.busiest_processes.items(), key=lambda item: -item[1])[:MAX_EXAMPLES]
+    names = ", ".join(f"{name} ({cores / count:.2f} cores)" for name, cores in busiest)
+    text = f"the busiest other processes: {names}"
+    return make_evidence(text, sum(cores for _, cores in busiest) / count, "devices.jsonl: busiest_processes")
+
+
 def threads_oversubscribed(run: RunRecords) -> Finding | None:
+    """Threads that wait for cores which other processes use are not too many: only the run's part of the cores
+    counts."""
     cause, running, cores = THREADS_OVERSUBSCRIBED, run.host.threads_running, run.host.cores
     if running.value is None or not cores or running.count < cause.threshold("min_samples"):
         return None
-    if running.value - cores < cause.threshold("min_extra_threads"):
+    own_threads = running.value * (1 - (run.host.other_processes_cpu.value or 0.0))
+    if own_threads - cores < cause.threshold("min_extra_threads"):
         return None
     text = f"{running.value:,.0f} threads ran or waited for a core, on {cores:g} cores"
     threads_evidence = make_evidence(text, running.value / cores, "devices.jsonl: threads_running, cpu_limit_cores")
-    return make_finding(run, cause, running.value / cores, [threads_evidence, _pressure_evidence(run)])
+    return make_finding(run, cause, own_threads / cores, [threads_evidence, _pressure_evidence(run)])
 
 
 def cpu_demand(run: RunRecords) -> float | None:
@@ -132,6 +154,8 @@ def cpu_demand_ratio(run: RunRecords) -> float | None:
     """CPU time that the run's threads demanded divided by what they got: 1 while the cores are not saturated. None if
     they are saturated, also by other processes, and the threads were not counted."""
     utilization, others = run.cpu_utilization, run.host.other_processes_cpu.value
+    if run.is_external and utilization is None:
+        return None  # without telemetry, a thread that waits cannot be told from one that gets no core
     is_saturated = utilization is not None and utilization >= CPU_CONTENTION.threshold("busy")
     is_throttled = CPU_QUOTA.severity(run.host.throttled.value or 0.0) is not None
     if not is_saturated and not is_throttled:

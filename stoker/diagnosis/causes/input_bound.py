@@ -6,7 +6,7 @@ The reasons: `slow_storage.py`, `slow_decode.py`, `too_few_workers.py`.
 from typing import Any
 
 from stoker.diagnosis.causes.cause import Cause, Threshold
-from stoker.diagnosis.causes.cpu import cpu_demand, thread_cpu_utilization
+from stoker.diagnosis.causes.cpu import contended_fraction, cpu_demand, cpu_demand_ratio, thread_cpu_utilization
 from stoker.diagnosis.causes.host_memory import is_under_memory_pressure
 from stoker.diagnosis.causes.shared import (
     cpu_utilization_evidence,
@@ -16,6 +16,7 @@ from stoker.diagnosis.causes.shared import (
     make_evidence,
     make_phase_finding,
     make_stack_finding,
+    percent,
 )
 from stoker.diagnosis.run_data import RunRecords
 from stoker.runs.schemas import Evidence, Finding
@@ -35,6 +36,12 @@ MAX_IDLE_CPU = Threshold(
     "cores in use while the device waits, below which the wait of a job without stages is for bytes: decoding takes a "
     "whole core",
 )
+MIN_INLINE_FRACTION = Threshold(
+    0.25,
+    "threshold if the training thread of a job that stoker did not write prepares the images itself: its loader has no "
+    "workers, so small images cost a part of each step in a healthy job too (heuristic)",
+)
+MIN_WAIT_S = Threshold(1.0, "seconds of waiting below which there is no finding in a job that stoker did not write")
 COLD_CACHE = {
     "min_first_epoch_fraction": Threshold(0.8, "fraction of all fetching that is in the first epoch (heuristic)"),
     "min_lost_fraction": Threshold(0.02, "fetch in the first epoch, fraction of all device time (heuristic)"),
@@ -51,7 +58,11 @@ INPUT_BOUND = Cause(
     critical_threshold=0.20,
     metric="input_wait, fraction of the device time after the start",
     source=TF_PROFILER_SOURCE,
-    thresholds={"warning_threshold_on_cpu": CPU_WARNING_THRESHOLD},
+    thresholds={
+        "warning_threshold_on_cpu": CPU_WARNING_THRESHOLD,
+        "warning_threshold_without_workers": MIN_INLINE_FRACTION,
+        "min_wait_s": MIN_WAIT_S,
+    },
     probe="cached_batch",
     confidence=0.8,
     fix="Prepare images faster: keep decoded images (--cache disk), use a machine with more cores per device, or store "
@@ -78,15 +89,31 @@ def input_bound(run: RunRecords) -> Finding | None:
     if is_under_memory_pressure(run) or cold_cache_fraction(run) is not None:
         return None  # the wait is for memory: `host_memory_near_limit`; or it is over: the note `cold_cache`
     evidence = [stage_evidence(run, stage, stage_fraction), cpu_utilization_evidence(run)]
-    return make_input_wait_finding(run, INPUT_BOUND, evidence, fix_suffix=hint)
+    return make_input_wait_finding(run, INPUT_BOUND, evidence, is_computing=True, fix_suffix=hint)
 
 
 def make_input_wait_finding(
-    run: RunRecords, cause: Cause, evidence: list[Evidence | None], *, excluded_s: float = 0.0, **options: Any
+    run: RunRecords,
+    cause: Cause,
+    evidence: list[Evidence | None],
+    *,
+    excluded_s: float = 0.0,
+    is_computing: bool = False,
+    **options: Any,
 ) -> Finding | None:
-    """A cause whose lost time is the wait for images: measured by a clock, else estimated from stack samples."""
+    """A cause whose lost time is the wait for images: measured by a clock, else estimated from stack samples.
+
+    is_computing: the wait is for threads that compute. Other processes delay them too, so the fraction that
+    they took is added to the threshold (heuristic).
+    """
     min_measured = CPU_WARNING_THRESHOLD.value if run.on_cpu else 0.0
+    if not run.is_native_run and decodes_in_training_thread(run):
+        min_measured = max(min_measured, MIN_INLINE_FRACTION.value)
+    elif is_computing and not run.is_native_run:
+        min_measured += contended_fraction(run)
     if run.phase_seconds("input_wait") > 0:
+        if run.is_external and run.phase_seconds("input_wait") - excluded_s < MIN_WAIT_S.value:
+            return None
         return make_phase_finding(
             run,
             cause,
@@ -155,12 +182,29 @@ def decodes_in_training_thread(run: RunRecords) -> bool:
     return has_enough_stacks(run) and run.stacks.fraction("decode") > min_fraction
 
 
+def preparing_evidence(run: RunRecords) -> Evidence | None:
+    """That the training thread computes while it should wait, by its clock."""
+    utilization = thread_cpu_utilization(run, "input_wait")
+    if utilization is None:
+        return None
+    text = f"the training thread prepares the batches itself: it computed {percent(min(1.0, utilization))} of that time"
+    return make_evidence(text, min(1.0, utilization), "steps.jsonl: thread_cpu_s.input_wait")
+
+
 def loader_cpu(run: RunRecords) -> float | None:
     """Cores that the job used besides the training thread's work on steps; None for stoker's own loader, which records
     its stages."""
     process_cpu, fraction = cpu_demand(run), _wait_fraction(run)
     if run.is_native_run or process_cpu is None or fraction <= 0:
         return None
+    utilization = thread_cpu_utilization(run, "input_wait")
+    if run.facts.get("workers") == 0 and utilization is not None:
+        return utilization * fraction  # the training thread is the loader
+    if (worker_utilization := _worker_utilization(run)) is not None:
+        return worker_utilization * float(run.facts["workers"]) * run.num_ranks
+    children_cpu = _children_cpu(run)
+    if children_cpu is not None and utilization is not None and _computes_with_torch(run):
+        return children_cpu + utilization * fraction  # its other threads compute steps; TensorFlow's also load
     return max(0.0, process_cpu - _training_thread_cpu(run, fraction))
 
 
@@ -169,8 +213,37 @@ def loader_cpu_evidence(cores: float) -> Evidence:
     return make_evidence(text, cores, "devices.jsonl: process_cpu")
 
 
+def _worker_utilization(run: RunRecords) -> float | None:
+    """Fraction of the time in which a worker process of the loader computed, 0 … 1: the CPU time of the job besides
+    that of the training processes. A worker that limits the training never waits for a free place, so the rest is a
+    wait for bytes. None without such processes, or if it was not measured."""
+    workers, children_cpu = run.facts.get("workers"), _children_cpu(run)
+    if not isinstance(workers, int) or workers <= 0 or run.is_native_run or children_cpu is None:
+        return None
+    return min(1.0, children_cpu / (workers * run.num_ranks))
+
+
+def _children_cpu(run: RunRecords) -> float | None:
+    """Cores that the job demanded for processes that do not train."""
+    process_cpu, training_cpu, ratio = run.host.process_cpu.value, run.steady.process_cpu.value, cpu_demand_ratio(run)
+    if process_cpu is None or training_cpu is None or ratio is None:
+        return None
+    return ratio * max(0.0, process_cpu - run.num_ranks * training_cpu)
+
+
+def _computes_with_torch(run: RunRecords) -> bool:
+    return "torch" in run.frameworks and "tensorflow" not in run.frameworks
+
+
 def idle_while_waiting_evidence(run: RunRecords) -> Evidence | None:
     """The process computed so little that its threads were idle during the wait; None if they were not."""
+    worker_utilization = _worker_utilization(run)
+    if worker_utilization is not None:
+        if worker_utilization >= MAX_IDLE_CPU.value:
+            return None
+        workers = f"the loader's {run.facts['workers']} worker processes"
+        text = f"{workers} computed {percent(worker_utilization)} of the time"
+        return make_evidence(text, worker_utilization, "devices.jsonl: process_cpu; steps.jsonl: process_cpu_s")
     process_cpu, loader_cores = cpu_demand(run), loader_cpu(run)
     if process_cpu is None or loader_cores is None or loader_cores / _wait_fraction(run) >= MAX_IDLE_CPU.value:
         return None

@@ -32,6 +32,9 @@ LR_TOO_HIGH = Cause(
             8, "windows whose median is a point of the loss curve (heuristic: single windows decide nothing)"
         ),
         "min_windows": Threshold(6, "windows with a loss (heuristic)"),
+        "half_learned": Threshold(
+            0.5, "newest loss over the first below which a rise is small compared with what was learned (heuristic)"
+        ),
         "above_first": Threshold(3.0, "times the first loss that is too much (heuristic)"),
         "max_loss": Threshold(
             1e6, "loss that no training starts with: random logits cost a few units per image (heuristic)"
@@ -58,20 +61,19 @@ LR_TOO_HIGH = Cause(
 
 LR_TOO_LOW = Cause(
     id="lr_too_low",
-    title="The learning rate looks too low: nothing changes",
+    title="Nothing is learned: the loss does not change",
     reason="architecture and hyper-parameters",
     symptom="a fifth of the run is over, and loss and gradient are the same as at its beginning",
-    required_records=("events.jsonl: lr_too_low, or steps.jsonl: losses.total",),
+    required_records=("events.jsonl: lr_too_low, or steps.jsonl: losses.total, lr",),
     info_threshold=1,
     warning_threshold=2,
-    metric="2: an event of the run reported it, or loss and gradient, or the loss at a tiny learning rate, do not "
-    "change; 1: only the loss does not change, as it also does if there is nothing to learn",
+    metric="2: an event of the run reported it, and the loss has not fallen since; or the loss does not change at a "
+    "tiny learning rate. 1: the loss alone does not change in many steps, as it also does if there is nothing to learn",
     source=_SOURCE,
     thresholds={
         "max_loss_change": Threshold(
             0.05, "fraction by which the median loss of the last third may differ from that of the first"
         ),
-        "max_grad_norm_change": Threshold(0.09, "the same of the gradient's norm, which is noisier (heuristic)"),
         "max_first_step": Threshold(
             100, "step before which its loss must be known, so that it is the beginning (heuristic)"
         ),
@@ -81,11 +83,17 @@ LR_TOO_LOW = Cause(
             "(Kingma and Ba 2014)",
         ),
         "min_windows": Threshold(6, "windows with a loss since the job's beginning (heuristic)"),
-        "min_grad_norm_windows": Threshold(24, "windows with a gradient, for it to count (heuristic)"),
         "min_steps": Threshold(20, "steps in them (heuristic)"),
+        "min_flat_steps": Threshold(
+            150,
+            "steps in them if the learning rate is not tiny: a job's loss fell after 140 steps (heuristic)",
+        ),
+        "rising_lr": Threshold(0.99, "newest learning rate over the highest from which a rising one still rises"),
+        "learned": Threshold(0.8, "median loss of the last third over the first below which an event was premature"),
     },
-    confidence=0.6,
-    fix="Use ten times the learning rate, unless the weights had been trained on these images before",
+    confidence=0.8,
+    fix="If the learning rate is tiny, use ten times as much; else check that the optimizer has the parameters of the "
+    "model that is trained, that they are not frozen, and that the labels fit the images",
     command="--lr",
 )
 
@@ -127,7 +135,8 @@ def _find_divergence(run: RunRecords) -> _Divergence | None:
         return None
     min_log_rise = cause.threshold("sigmas") * noise
     medians = loss.running_medians(int(cause.threshold("median_window")))
-    if len(medians) > 1 and medians[-1] >= cause.threshold("rise") * min(medians):
+    has_learned = bool(medians) and medians[-1] < cause.threshold("half_learned") * values[0]
+    if len(medians) > 1 and medians[-1] >= cause.threshold("rise") * min(medians) and not has_learned:
         lowest, newest = min(medians), medians[-1]
         if math.log(newest / lowest) >= min_log_rise:
             text = f"the loss has risen from {lowest:.3g} to {newest:.3g}"
@@ -160,11 +169,14 @@ def _find_divergence(run: RunRecords) -> _Divergence | None:
 
 
 def lr_too_low(run: RunRecords) -> Finding | None:
-    """By the run's own event; else by a loss, and a gradient if it is known, that have not changed since the
-    beginning."""
+    """By the run's own event, unless the loss has fallen since; else by a loss that does not change at a tiny learning
+    rate."""
     cause, learning = LR_TOO_LOW, run.learning
     steps_s, basis = run.phase_seconds("compute", "unattributed"), _ALL_STEPS_LOST.format("little")
+    loss = _median_thirds(learning.loss)
     if events := learning.events.get("lr_too_low"):
+        if loss is not None and loss[-1] < cause.threshold("learned") * loss[0]:
+            return None
         return make_finding(
             run,
             cause,
@@ -176,7 +188,6 @@ def lr_too_low(run: RunRecords) -> Finding | None:
         )
     if run.totals.attempts > 1:
         return None  # after a restart, the loss is again what it was
-    loss = _median_thirds(learning.loss)
     if len(learning.loss.points) < cause.threshold("min_windows") or run.steady.steps < cause.threshold("min_steps"):
         return None
     if loss is None or learning.first_step is None or learning.first_step > cause.threshold("max_first_step"):
@@ -185,25 +196,25 @@ def lr_too_low(run: RunRecords) -> Finding | None:
         return None
     if _max_relative_change(loss) > cause.threshold("max_loss_change"):
         return None
+    if _is_warming_up(run):
+        return None
     lr = learning.lr.max_value
     text = f"the loss was {loss[0]:.4g} at the beginning and is {loss[-1]:.4g} after {run.totals.steps:,} steps"
     evidence = [make_evidence(text, loss[-1] / loss[0], "steps.jsonl: losses"), lr_evidence(run)]
-    is_certain = lr is not None and lr <= cause.threshold("max_lr")
-    has_grad_norms = len(learning.grad_norm.points) >= cause.threshold("min_grad_norm_windows")
-    grad_norm = _median_thirds(learning.grad_norm) if has_grad_norms and not _is_warming_up(run) else None
-    if grad_norm is not None and _max_relative_change(grad_norm) <= cause.threshold("max_grad_norm_change"):
-        is_certain = True
-        text = f"the gradient's norm was {grad_norm[0]:.3g} and is {grad_norm[-1]:.3g}"
-        evidence.append(make_evidence(text, grad_norm[-1] / grad_norm[0], "steps.jsonl: grad_norm"))
-    return make_finding(
-        run,
-        cause,
-        2 if is_certain else 1,
-        evidence,
-        lost_s=steps_s if is_certain else None,
-        estimate_basis=basis if is_certain else "",
-        command=lr_command(10 * lr) if lr else None,
-    )
+    if lr is not None and lr <= cause.threshold("max_lr"):
+        command = lr_command(10 * lr) if lr else None
+        return make_finding(run, cause, 2, evidence, lost_s=steps_s, estimate_basis=basis, command=command)
+    if run.steady.steps < cause.threshold("min_flat_steps"):
+        return None
+    return make_finding(run, cause, 1, evidence, confidence=0.4)
+
+
+def _is_warming_up(run: RunRecords) -> bool:
+    """Whether the learning rate still rises."""
+    lr, newest_lr = run.learning.lr, run.learning.newest_lr
+    if lr.max_value is None or lr.min_value is None or newest_lr is None:
+        return False
+    return lr.min_value < LR_TOO_LOW.threshold("rising_lr") * lr.max_value <= newest_lr
 
 
 def finding_from_events(run: RunRecords, cause: Cause, events: list[Event], lost_s: float | None) -> Finding | None:
@@ -254,12 +265,6 @@ def _median_thirds(series: TimeSeries) -> tuple[float, float, float] | None:
 
 def _max_relative_change(thirds: tuple[float, float, float]) -> float:
     return max(abs(value / thirds[0] - 1) for value in thirds)
-
-
-def _is_warming_up(run: RunRecords) -> bool:
-    """Whether the learning rate has only just reached its maximum."""
-    warmup_steps = run.settings.get("warmup_steps")
-    return isinstance(warmup_steps, int) and run.totals.step < 2 * warmup_steps
 
 
 def _log_loss_noise(run: RunRecords) -> float:

@@ -1,8 +1,13 @@
 """Work besides the steps that takes a large part of the run: evaluation, checkpoints, starting."""
 
-from stoker.diagnosis.causes.cause import HEURISTIC, Cause, Threshold
+from typing import Any
+
+from stoker.diagnosis.causes.cause import HEURISTIC, Cause, Severity, Threshold
+from stoker.diagnosis.causes.cpu import CPU_CONTENTION, busiest_processes_evidence
 from stoker.diagnosis.causes.shared import (
     attempts_evidence,
+    is_short,
+    is_very_short,
     make_evidence,
     make_finding,
     make_repeated_phase_finding,
@@ -10,7 +15,19 @@ from stoker.diagnosis.causes.shared import (
     sample_evidence,
 )
 from stoker.diagnosis.run_data import RunRecords
-from stoker.runs.schemas import Finding
+from stoker.runs.schemas import Evidence, Finding
+
+SHORT_RUN = Threshold(
+    0.13,
+    "warning threshold of a run under 3 minutes or 100 steps, whose number of evaluations and checkpoints is not "
+    "known; if it is under both, there is no warning about evaluation (heuristic: a fifth of the images, evaluated in "
+    "each epoch, takes 8 %)",
+)
+
+_COMPILE_FIX = (
+    "Keep compiled code on a disk that survives the machine (TORCHINDUCTOR_CACHE_DIR, jax_compilation_cache_dir), or "
+    "compile less: fixed shapes, torch.compile only where it pays"
+)
 
 EVALUATION_HEAVY = Cause(
     id="evaluation_heavy",
@@ -23,7 +40,10 @@ EVALUATION_HEAVY = Cause(
     metric="eval, fraction of the device time after the start; only the evaluations before the last one, if their "
     "number is known",
     source="heuristic: the defaults (training/defaults/derive.py) aim at less than a tenth",
-    thresholds={"min_duration_s": Threshold(1.0, "seconds of evaluation below which there is no finding (heuristic)")},
+    thresholds={
+        "min_duration_s": Threshold(1.0, "seconds of evaluation below which there is no finding (heuristic)"),
+        "short_run": SHORT_RUN,
+    },
     confidence=0.9,
     fix="Evaluate less often, or on fewer images",
     command="--eval-every",
@@ -46,6 +66,7 @@ CHECKPOINT_HEAVY = Cause(
         "psi_io": Threshold(
             0.10, "fraction of the time in which some task waited for storage, from which the disk is slow (heuristic)"
         ),
+        "short_run": SHORT_RUN,
     },
     confidence=0.9,
     fix="Save less often, or to a faster disk (put the run on a local SSD with --run DIR, and copy it away afterwards)",
@@ -62,14 +83,19 @@ STARTUP_HEAVY = Cause(
     symptom="minutes pass before the first step of each attempt",
     required_records=("steps.jsonl: phases",),
     warning_threshold=0.10,
-    metric="startup and compile, fraction of all device time",
+    metric="startup and compile, fraction of all device time; in a run under 3 minutes or 100 steps it is info",
     source=HEURISTIC,
     thresholds={
         "min_duration_s": Threshold(
             60.0,
             "device-seconds of starting below which there is no finding: their fraction of a short run means nothing "
             "(heuristic)",
-        )
+        ),
+        "contention": Threshold(
+            0.25, "fraction of the cores that others used during the start, from which they delay it (heuristic)"
+        ),
+        "busy": CPU_CONTENTION.thresholds["busy"],
+        "compile": Threshold(0.5, "fraction of the start in which code was compiled: most of it"),
     },
     confidence=0.9,
     fix="Keep weights, index and images on a disk that survives the machine (STOKER_CACHE_DIR, STOKER_WEIGHTS_DIR), "
@@ -82,14 +108,16 @@ STARTUP_HEAVY = Cause(
 def evaluation_heavy(run: RunRecords) -> Finding | None:
     count = run.learning.num_evaluations
     count_evidence = make_evidence(f"{count} evaluations", count, "events.jsonl: evaluated")
-    return make_repeated_phase_finding(run, EVALUATION_HEAVY, "eval", count, count_evidence)
+    options = _short_run_options(run, EVALUATION_HEAVY, count)
+    return make_repeated_phase_finding(run, EVALUATION_HEAVY, "eval", count, count_evidence, **options)
 
 
 def checkpoint_heavy(run: RunRecords) -> Finding | None:
     count, waiting = run.num_checkpoints, run.host.psi_io.value
     count_evidence = make_evidence(f"{count} checkpoints", count, "events.jsonl: checkpoint_saved")
+    options = _short_run_options(run, CHECKPOINT_HEAVY, count)
     if waiting is None or waiting < CHECKPOINT_HEAVY.threshold("psi_io"):
-        return make_repeated_phase_finding(run, CHECKPOINT_HEAVY, "checkpoint", count, count_evidence)
+        return make_repeated_phase_finding(run, CHECKPOINT_HEAVY, "checkpoint", count, count_evidence, **options)
     text = "the disk is slow: some task waited for storage {} of the time"
     return make_repeated_phase_finding(
         run,
@@ -101,11 +129,22 @@ def checkpoint_heavy(run: RunRecords) -> Finding | None:
         command="--run",
         config_patch={},
         confidence=0.7,
+        **options,
     )
 
 
+def _short_run_options(run: RunRecords, cause: Cause, count: int) -> dict[str, Any]:
+    """Options of a finding: in a short run whose evaluations or checkpoints were not counted, a higher threshold; info
+    in a very short one."""
+    if not is_short(run) or count:
+        return {}
+    is_info = cause is EVALUATION_HEAVY and is_very_short(run)
+    return {"min_measured": cause.threshold("short_run"), "severity": "info" if is_info else None}
+
+
 def startup_heavy(run: RunRecords) -> Finding | None:
-    """`compile` counts as far as it belongs to the start; later compilation is `recompiles`."""
+    """`compile` counts as far as it belongs to the start; later compilation is `recompiles`. The fix is that of what
+    delayed the start: other processes, or a compiler."""
     compile_s = max(0.0, run.phase_seconds("compile") - run.steady.phases.get("compile", 0.0))
     seconds = run.phase_seconds("startup") + compile_s
     if seconds < STARTUP_HEAVY.threshold("min_duration_s") or not run.totals.steps:  # it may still be starting
@@ -115,4 +154,31 @@ def startup_heavy(run: RunRecords) -> Finding | None:
         phase_evidence(run, "compile") if compile_s else None,
         attempts_evidence(run),
     ]
-    return make_finding(run, STARTUP_HEAVY, seconds / run.totals.device_s, evidence, lost_s=seconds)
+    fraction = seconds / run.totals.device_s
+    severity: Severity | None = "info" if is_short(run) else None
+    cause_evidence, fix = _startup_cause(run, compile_s / seconds)
+    return make_finding(
+        run,
+        STARTUP_HEAVY,
+        fraction,
+        [*evidence, *cause_evidence],
+        severity=severity,
+        min_measured=STARTUP_HEAVY.warning_threshold,
+        lost_s=seconds,
+        fix=fix,
+    )
+
+
+def _startup_cause(run: RunRecords, compile_fraction: float) -> tuple[list[Evidence | None], str | None]:
+    """(evidence of what delayed the start, its fix); ([], None) if nothing stands out."""
+    host, cause = run.startup_host, STARTUP_HEAVY
+    others, utilization = host.other_processes_cpu.value, host.cpu_utilization.value
+    if compile_fraction >= cause.threshold("compile"):
+        return [], _COMPILE_FIX
+    if others is None or utilization is None or others < cause.threshold("contention"):
+        return [], None
+    if utilization < cause.threshold("busy"):
+        return [], None
+    text = f"during the start, the cores were {100 * utilization:.0f} % busy, {100 * others:.0f} % with other processes"
+    contention = make_evidence(text, others, "devices.jsonl: cpu_core_utilization, process_cpu")
+    return [contention, busiest_processes_evidence(host)], CPU_CONTENTION.fix

@@ -12,6 +12,7 @@ from stoker.diagnosis.causes.shared import (
     percent,
     phase_evidence,
     process_cpu_evidence,
+    samples_contradict,
     stack_evidence,
 )
 from stoker.diagnosis.run_data import RunRecords
@@ -20,6 +21,17 @@ from stoker.runs.schemas import Finding
 WARNING_THRESHOLD = 0.10
 MIN_CORE_UTILIZATION = Threshold(
     0.6, "cores in use by the process, below which its training thread waits instead of computing (heuristic)"
+)
+
+_WAIT_KINDS = ("sync", "idle", "comm", "input_wait", "other", "checkpoint", "python")
+"""Kinds of stacks in which the training thread can wait without a core: all but computing, decoding, compiling."""
+_MIN_HANDED_OVER = Threshold(
+    0.5,
+    "fraction of the time in which the training thread is idle, from which other threads may do its work (heuristic)",
+)
+_MIN_EXPLAINED = Threshold(
+    0.5,
+    "cores in use by other threads, over that fraction, from which they do: a busy process does not wait (heuristic)",
 )
 
 PYTHON_BOUND = Cause(
@@ -33,7 +45,14 @@ PYTHON_BOUND = Cause(
     metric="host (in stoker.measure with unattributed), fraction of the device time after the start, while the process "
     "uses a core; or the fraction of the main thread's stack samples in Python",
     source="heuristic: a healthy loop issues its steps ahead of the device and shows under 2 %",
-    thresholds={"busy": MIN_CORE_UTILIZATION},
+    thresholds={
+        "busy": MIN_CORE_UTILIZATION,
+        "min_step_cpu_s": Threshold(
+            0.003,
+            "CPU-seconds of the training thread between two steps of a watched job, below which it is the overhead of "
+            "the loop: callbacks and progress bars of Lightning and Keras take some milliseconds (heuristic)",
+        ),
+    },
     supersedes=("host_bound_steps", "launch_bound"),
     probe="compiled",
     confidence=0.75,
@@ -52,7 +71,7 @@ HOST_DEVICE_SYNCS = Cause(
     metric="sync (and host, while the process uses little of a core), fraction of the device time after the start; or "
     "the fraction of the main thread's stack samples in a wait for the device",
     source=HEURISTIC + ": a wait that nothing hides costs at least its length; twice the few % of a healthy loop",
-    thresholds={"busy": MIN_CORE_UTILIZATION},
+    thresholds={"busy": MIN_CORE_UTILIZATION, "handed_over": _MIN_HANDED_OVER, "explained": _MIN_EXPLAINED},
     supersedes=("host_bound_steps",),
     confidence=0.75,
     fix="Keep losses on the device and read them once a second; log in a separate thread; no .item(), .cpu() or print "
@@ -69,6 +88,15 @@ RECOMPILES = Cause(
     critical_threshold=0.25,
     metric="compile after the first steps, fraction of the device time after the start",
     source="heuristic: a program with fixed shapes compiles once",
+    thresholds={
+        "min_windows": Threshold(
+            4,
+            "windows with a compilation after the first steps, fewer in a job without a clock (see below): evaluation "
+            "and the last, smaller batch are compiled once more (heuristic)",
+        ),
+        "min_stack_windows": Threshold(2, "lines of stacks.jsonl with a compilation, of ten seconds each (heuristic)"),
+        "min_stack_fraction": Threshold(0.10, "fraction of the stack samples in a compilation (heuristic)"),
+    },
     supersedes=("python_bound",),
     confidence=0.85,
     fix="Use fixed shapes: one --image-size, drop_last=True; torch.compile(dynamic=True), or mark_dynamic on what "
@@ -85,8 +113,15 @@ def python_bound(run: RunRecords) -> Finding | None:
     fraction = fraction_of_phase(run, *phases)
     thread_is_idle = None if fraction is None else _is_thread_idle(run, fraction)
     from_stacks = _finding_from_stacks(run, PYTHON_BOUND, "Python", "python")
+    if fraction is not None and _is_loop_overhead(run, phases):
+        in_steps = run.stacks.fraction("python") - fraction
+        return from_stacks if PYTHON_BOUND.severity(in_steps) is not None else None
     if thread_is_idle is None:
         phases = tuple(name for name in phases if name == "host")
+        duration_s = sum(run.steady.phases.get(name, 0.0) for name in phases)
+        thread_cpu_s = sum(run.steady.thread_cpu_s.get(name, 0.0) for name in phases)
+        if run.steady.thread_cpu_s and thread_cpu_s < MIN_CORE_UTILIZATION.value * duration_s:
+            return from_stacks  # it waited, or got no core
     if not phases or thread_is_idle is True or (thread_is_idle is None and from_stacks is not None):
         return from_stacks
     evidence = [process_cpu_evidence(run), stack_evidence(run, "Python", "python")]
@@ -95,21 +130,52 @@ def python_bound(run: RunRecords) -> Finding | None:
     return from_phases or from_stacks
 
 
+def _is_loop_overhead(run: RunRecords, phases: tuple[str, ...]) -> bool:
+    """Whether the training thread computes so little between two steps that it is what any framework's loop costs."""
+    if not run.is_external or not run.steady.thread_cpu_s or not run.steady.steps:
+        return False
+    cpu_s = sum(run.steady.thread_cpu_s.get(name, 0.0) for name in phases)
+    return cpu_s / run.steady.steps < PYTHON_BOUND.threshold("min_step_cpu_s")
+
+
 def host_device_syncs(run: RunRecords) -> Finding | None:
     """The phase `sync`; the time between steps while the process uses little of a core; or, in a job that trains on the
     CPU, the time in steps in which it computes less than that."""
     phases = ("sync",) if run.phase_seconds("sync") > 0 else ()
     between_phases = _between_step_phases(run)
     fraction = fraction_of_phase(run, *between_phases)
-    if fraction is not None and _is_thread_idle(run, fraction) is True:
+    if fraction is not None and _is_thread_idle(run, fraction) is True and not _computes_elsewhere(run):
         phases = (*phases, *between_phases)
     evidence = [process_cpu_evidence(run), stack_evidence(run, "a wait", "sync", "idle")]
     from_phases = make_phase_finding(run, HOST_DEVICE_SYNCS, *phases, extra_evidence=evidence) if phases else None
-    return (
-        from_phases
-        or _idle_in_steps_finding(run)
-        or _finding_from_stacks(run, HOST_DEVICE_SYNCS, "a wait", "sync", "idle")
-    )
+    from_clock = from_phases or _idle_in_steps_finding(run)
+    is_unknown = run.is_external and run.on_cpu and cpu_demand(run) is None
+    if from_clock is not None or is_unknown or _computes_elsewhere(run):
+        return from_clock
+    idle_fraction = _thread_idle_fraction(run)
+    max_fraction = 1.0 if idle_fraction is None else idle_fraction
+    return _finding_from_stacks(run, HOST_DEVICE_SYNCS, "a wait", "sync", "idle", max_fraction=max_fraction)
+
+
+def _computes_elsewhere(run: RunRecords) -> bool:
+    """Whether the training thread leaves the work to other threads of the process, as TensorFlow's does on a CPU: it
+    waits most of the time, and they use as much CPU time as would explain it. None of it is lost then."""
+    process_cpu, ratio = run.steady.process_cpu.value, cpu_demand_ratio(run)
+    if process_cpu is None and run.host.process_cpu.value is not None:
+        process_cpu = run.host.process_cpu.value / run.num_ranks
+    thread_cpu_s = sum(run.steady.thread_cpu_s.values())
+    if process_cpu is None or ratio is None or not run.on_cpu or not run.steady.thread_cpu_s or run.steady.wall_s <= 0:
+        return False
+    thread_cpu = thread_cpu_s / run.steady.wall_s
+    others_cpu = ratio * max(0.0, process_cpu - thread_cpu)
+    idle_fraction = 1 - min(1.0, ratio * thread_cpu)
+    return idle_fraction > _MIN_HANDED_OVER.value and others_cpu >= _MIN_EXPLAINED.value * idle_fraction
+
+
+def _thread_idle_fraction(run: RunRecords) -> float | None:
+    """Fraction of the time after the start in which the training thread did not compute; None: not measured."""
+    utilization = thread_cpu_utilization(run, *run.steady.phases)
+    return None if utilization is None else 1 - min(1.0, utilization)
 
 
 def _idle_in_steps_finding(run: RunRecords) -> Finding | None:
@@ -125,9 +191,12 @@ def _idle_in_steps_finding(run: RunRecords) -> Finding | None:
         thread_idle_fraction = fraction * (1 - utilization)
         # While cores are scarce, it is not known how much of the withheld CPU time was the thread's.
         is_scarce = cpu_demand_ratio(run) != 1
-        idle_fraction = min(idle_fraction, thread_idle_fraction) if is_scarce else thread_idle_fraction
+        is_shared = is_scarce or _computes_elsewhere(run)
+        idle_fraction = min(idle_fraction, thread_idle_fraction) if is_shared else thread_idle_fraction
         text = f"the training thread computed {percent(utilization)} of its time in steps"
         cpu_evidence = make_evidence(text, utilization, "steps.jsonl: thread_cpu_s.compute")
+    if samples_contradict(run, idle_fraction, *_WAIT_KINDS):
+        return None
     return make_finding(
         run,
         HOST_DEVICE_SYNCS,
@@ -138,10 +207,12 @@ def _idle_in_steps_finding(run: RunRecords) -> Finding | None:
     )
 
 
-def _finding_from_stacks(run: RunRecords, cause: Cause, description: str, *kinds: str) -> Finding | None:
+def _finding_from_stacks(
+    run: RunRecords, cause: Cause, description: str, *kinds: str, max_fraction: float = 1.0
+) -> Finding | None:
     """A device was not idle for longer than its driver reports."""
     utilizations = [gpu.utilization.value for gpu in run.gpus.values() if gpu.utilization.value is not None]
-    max_fraction = 1 - max(utilizations, default=0.0)
+    max_fraction = min(max_fraction, 1 - max(utilizations, default=0.0))
     evidence = [process_cpu_evidence(run)]
     return make_stack_finding(run, cause, description, *kinds, extra_evidence=evidence, max_fraction=max_fraction)
 
@@ -168,6 +239,12 @@ def _is_thread_idle(run: RunRecords, fraction: float) -> bool | None:
 def recompiles(run: RunRecords) -> Finding | None:
     compile_s = run.steady.phases.get("compile", 0.0)
     if compile_s > 0 and is_long_enough(run):
+        if run.steady.compile_windows < RECOMPILES.threshold("min_windows"):
+            return None
         fraction = run.steady_phase_fraction("compile")
         return make_finding(run, RECOMPILES, fraction, [phase_evidence(run, "compile")], lost_s=compile_s)
+    if run.stacks.compile_windows < RECOMPILES.threshold("min_stack_windows"):
+        return None
+    if run.stacks.fraction("compile") < RECOMPILES.threshold("min_stack_fraction"):
+        return None
     return _finding_from_stacks(run, RECOMPILES, "compiling", "compile")

@@ -87,6 +87,15 @@ def _resolve_fix(
     return fix, command, config_patch
 
 
+def is_short(run: RunRecords) -> bool:
+    """Whether the whole run is so short that what it does once is a large part of it."""
+    return run.totals.wall_s < common_threshold("short_s") or run.totals.steps < common_threshold("short_steps")
+
+
+def is_very_short(run: RunRecords) -> bool:
+    return run.totals.wall_s < common_threshold("short_s") and run.totals.steps < common_threshold("short_steps")
+
+
 def is_long_enough(run: RunRecords) -> bool:
     """Whether the time after the start is long enough for fractions of it."""
     return run.steady.wall_s >= common_threshold("steady_s")
@@ -135,6 +144,15 @@ def make_repeated_phase_finding(
 
 def has_enough_stacks(run: RunRecords) -> bool:
     return run.stacks.samples >= common_threshold("min_samples")
+
+
+def samples_contradict(run: RunRecords, fraction: float, *kinds: str) -> bool:
+    """Whether the main thread was in these kinds in less than half of `fraction` of its samples, and not by chance."""
+    count, seen = run.stacks.samples, round(run.stacks.fraction(*kinds) * run.stacks.samples)
+    if not has_enough_stacks(run) or not 0 < fraction <= 1 or seen >= fraction * count / 2:
+        return False
+    chance = sum(math.comb(count, n) * fraction**n * (1 - fraction) ** (count - n) for n in range(seen + 1))
+    return chance < common_threshold("max_chance")
 
 
 def stack_fraction(run: RunRecords, cause: Cause, *kinds: str) -> float | None:
@@ -222,10 +240,11 @@ def process_cpu_evidence(run: RunRecords) -> Evidence | None:
 
 
 def stack_evidence(run: RunRecords, description: str, *kinds: str) -> Evidence | None:
-    """What the main thread did, by samples of its stack, and in which lines of the job's own code most often."""
-    if not run.stacks.samples:
-        return None
+    """What the main thread did, by samples of its stack, and in which lines of the job's own code most often. None if
+    it did this in too few of them to support anything."""
     fraction = run.stacks.fraction(*kinds)
+    if fraction < common_threshold("min_supporting_fraction"):
+        return None
     text = f"the main thread was in {description} in {percent(fraction)} of {run.stacks.samples} samples"
     frames = sorted(run.stacks.frames.items(), key=lambda item: -item[1])[:2]
     if frames:

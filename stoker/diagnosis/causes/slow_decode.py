@@ -15,15 +15,22 @@ from stoker.diagnosis.causes.input_bound import (
     loader_cpu,
     loader_cpu_evidence,
     make_input_wait_finding,
+    preparing_evidence,
     stage_evidence,
 )
-from stoker.diagnosis.causes.shared import cpu_utilization_evidence, make_evidence, stack_evidence
+from stoker.diagnosis.causes.shared import (
+    cpu_utilization_evidence,
+    fraction_of_phase,
+    make_evidence,
+    samples_contradict,
+    stack_evidence,
+)
 from stoker.diagnosis.run_data import RunRecords
 from stoker.runs.schemas import Evidence, Finding
 
 SLOW_DECODE = Cause(
     id="slow_decode",
-    title="Decoding images takes longer than training on them",
+    title="Decoding and transforming images delays the training",
     reason="data loading",
     symptom="the device waits while the loader's threads or processes decode and resize",
     required_records=STAGE_RECORDS,
@@ -127,13 +134,16 @@ def slow_decode(run: RunRecords) -> Finding | None:
         evidence = [stage_evidence(run, stage, stage_fraction), cpu_utilization_evidence(run), _size_evidence(run)]
         return make_input_wait_finding(run, SLOW_DECODE, evidence)
     if decodes_in_training_thread(run):
-        evidence = [stack_evidence(run, "decoding", "decode"), cpu_utilization_evidence(run)]
-        return make_input_wait_finding(run, SLOW_DECODE, evidence)
+        samples = stack_evidence(run, "the preparation of batches", "decode", "input_wait")
+        evidence = [preparing_evidence(run), samples, cpu_utilization_evidence(run)]
+        contradicted = samples_contradict(run, fraction_of_phase(run, "input_wait") or 0.0, "decode", "input_wait")
+        confidence = SLOW_DECODE.confidence / 2 if contradicted else None
+        return make_input_wait_finding(run, SLOW_DECODE, evidence, confidence=confidence)
     cores = loader_cpu(run)
     if cores is None or idle_while_waiting_evidence(run) is not None:
         return None
     evidence = [loader_cpu_evidence(cores), cpu_utilization_evidence(run)]
-    return make_input_wait_finding(run, SLOW_DECODE, evidence, confidence=0.65)
+    return make_input_wait_finding(run, SLOW_DECODE, evidence, confidence=0.65, is_computing=True)
 
 
 def too_few_cores(run: RunRecords) -> Finding | None:
@@ -190,12 +200,12 @@ def too_few_workers(run: RunRecords) -> Finding | None:
         source = "config.toml: run.workers" if run.is_native_run else "events.jsonl: data.workers"
         workers_evidence = make_evidence(text, num_workers, source)
         evidence = [stage_evidence(run, stage, stage_fraction), workers_evidence, cpu_utilization_evidence(run)]
-        return make_input_wait_finding(run, cause, evidence)
+        return make_input_wait_finding(run, cause, evidence, is_computing=True)
     loader_cores = loader_cpu(run)
     if loader_cores is None or loader_cores > cause.threshold("max_loader_cores"):
         return None
     evidence = [loader_cpu_evidence(loader_cores), cpu_utilization_evidence(run)]
-    return make_input_wait_finding(run, cause, evidence, confidence=0.6)
+    return make_input_wait_finding(run, cause, evidence, confidence=0.6, is_computing=True)
 
 
 def _num_workers(run: RunRecords) -> int | None:

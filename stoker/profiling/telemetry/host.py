@@ -16,6 +16,7 @@ import psutil
 
 from stoker.hardware.cgroup import Cgroup, usable_cores
 from stoker.profiling.telemetry import machine
+from stoker.profiling.telemetry.other_processes import OtherProcesses
 from stoker.profiling.telemetry.processes import SLOW_SAMPLE_EVERY, ProcessTreeSample, ProcessTreeSampler
 from stoker.profiling.telemetry.timeouts import TimeoutWorker
 from stoker.runs.schemas import DeviceSample, GpuSample
@@ -72,6 +73,7 @@ class HostSampler:
         self._cgroup = cgroup or (Cgroup() if pid is None else Cgroup.for_pid(pid))
         self._now = now
         self._processes = ProcessTreeSampler(self._root_pid, proc)
+        self._other_processes = OtherProcesses({self._root_pid, os.getpid()}, proc)
         self._shm = "/dev/shm" if pid is None else f"{proc}/{pid}/root/dev/shm"
         self._free_bytes_worker = (
             None if run_dir is None else TimeoutWorker(lambda: lambda: machine.free_bytes(run_dir), name="free bytes")
@@ -101,12 +103,16 @@ class HostSampler:
         disk_read, disk_written = _per_second_pair(before.disk_bytes, after.disk_bytes, duration_s)
         received, sent = _per_second_pair(before.network_bytes, after.network_bytes, duration_s)
         oom_kills = _increase(before.oom_kills, after.oom_kills)
+        utilization = _core_utilization(before.cores_s, after.cores_s)
+        process_cpu = _per_second(before.process_cpu_s, after.process_cpu_s, duration_s)
+        other_cores = 0.0 if process_cpu is None else sum(utilization) - process_cpu
         return DeviceSample(
             t=unix_time,
             attempt=attempt,
             gpus=list(gpus),
-            cpu_core_utilization=_core_utilization(before.cores_s, after.cores_s),
-            process_cpu=_per_second(before.process_cpu_s, after.process_cpu_s, duration_s),
+            cpu_core_utilization=utilization,
+            process_cpu=process_cpu,
+            busiest_processes=self._other_processes.sample(after.time_s, other_cores),
             rss_bytes=tree.rss_bytes,
             memory_used_bytes=memory.used_bytes,
             memory_limit_bytes=memory.limit_bytes,

@@ -4,6 +4,8 @@ One function per module of torch, called after the import of that module. Steps 
 """
 
 from _thread import get_ident
+from functools import wraps
+from weakref import ref
 
 from .clock import CHECKPOINT, COMPILE, EVAL, MAYBE_WAIT, BatchSource, clock, wrap_timed
 from .torch_cuda import make_device_events
@@ -98,8 +100,6 @@ def patch_optimizers(module: "Any") -> None:
 
 def patch_backward(module: "Any") -> None:
     """torch.autograd: a backward means that the batches before it were for training; DDP waits at its end."""
-    from functools import wraps
-
     original = module.backward
 
     @wraps(original)
@@ -121,6 +121,64 @@ on_backward: "Any" = None
 """Set by `torch_comm.py` if several processes train: called with the tensors, returns a function for the end."""
 
 
+def patch_modules(module: "Any") -> None:
+    """torch.nn.modules.module: `.eval()` of the whole model after a step begins an evaluation; its `.train()`, which is
+    patched only until then because some loops call it in each step, ends it."""
+    cls = module.Module
+    original_eval, original_train = cls.eval, cls.train
+    evaluated: list[Any] = []
+
+    def train(self: "Any", mode: bool = True) -> "Any":
+        if mode and evaluated and self is evaluated[-1]():
+            stop_watching_train()
+            if clock.is_after_step():
+                clock.set_evaluating(False)
+        return original_train(self, mode)
+
+    def stop_watching_train() -> None:
+        evaluated.clear()
+        if cls.train is train:
+            cls.train = original_train
+
+    def eval(self: "Any") -> "Any":
+        try:
+            if clock.is_after_step() and clock.is_of_training(self.parameters()):
+                clock.set_evaluating(True)
+                evaluated[:] = [ref(self)]
+                cls.train = train
+        except Exception as error:  # noqa: BLE001
+            clock.disable("eval", error)
+        return original_eval(self)
+
+    train.__wrapped__, eval.__wrapped__ = original_train, original_eval  # type: ignore[attr-defined]
+    cls.eval = eval
+
+
+def patch_no_grad(module: "Any") -> None:
+    """torch.autograd.grad_mode: a long block without gradients between two steps is an evaluation."""
+    for name in ("no_grad", "inference_mode"):
+        _patch_no_grad_class(getattr(module, name))
+
+
+def _patch_no_grad_class(cls: "Any") -> None:
+    original_enter, original_exit = cls.__enter__, cls.__exit__
+
+    def __enter__(self: "Any") -> "Any":
+        self._stoker_begun = clock.begin_no_grad()
+        return original_enter(self)
+
+    def __exit__(self: "Any", *error: "Any") -> "Any":
+        result = original_exit(self, *error)
+        begun = getattr(self, "_stoker_begun", None)
+        if begun is not None:
+            clock.end_no_grad(begun)
+        return result
+
+    # torch.jit.script compiles this class from the source of its methods: that of the original
+    __enter__.__wrapped__, __exit__.__wrapped__ = original_enter, original_exit  # type: ignore[attr-defined]
+    cls.__enter__, cls.__exit__ = __enter__, __exit__
+
+
 def patch_save(module: "Any") -> None:
     module.save = wrap_timed(CHECKPOINT, module.save)
 
@@ -133,9 +191,32 @@ def patch_lightning(module: "Any") -> None:
     module.Trainer.save_checkpoint = wrap_timed(CHECKPOINT, module.Trainer.save_checkpoint)
 
 
+def patch_lightning_evaluation(module: "Any") -> None:
+    """The loop of validation, also in the middle of an epoch, with its callbacks."""
+    module._EvaluationLoop.run = wrap_timed(EVAL, module._EvaluationLoop.run)
+
+
+def patch_ultralytics(module: "Any") -> None:
+    module.BaseValidator.__call__ = wrap_timed(EVAL, module.BaseValidator.__call__)
+
+
 def patch_transformers(module: "Any") -> None:
     module.Trainer._save_checkpoint = wrap_timed(CHECKPOINT, module.Trainer._save_checkpoint)
     module.Trainer.evaluate = wrap_timed(EVAL, module.Trainer.evaluate)
+    original = getattr(module.Trainer, "get_batch_samples", None)  # from version 4.46 on
+    if original is None:
+        return
+
+    @wraps(original)
+    def get_batch_samples(*args: "Any", **kwargs: "Any") -> "Any":
+        """All batches of a step before its first backward, which would look like an evaluation."""
+        clock.is_fetching_for_training = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            clock.is_fetching_for_training = False
+
+    module.Trainer.get_batch_samples = get_batch_samples
 
 
 def patch_compilation(module: "Any") -> None:
