@@ -75,6 +75,7 @@ class _Stream:
         self._changed = threading.Condition()
         self._pool: WorkerPool | None = None
         self._generation, self._outstanding, self._max_outstanding = 0, 0, 1
+        self._group_size = self._fair_share = 1
         self.is_closed = False
         """No group will come any more. The memory goes with the last worker that uses it."""
         threading.Thread(target=_or_exit(self._take_groups), name="stoker-groups", daemon=True).start()
@@ -90,20 +91,21 @@ class _Stream:
         with self._changed:
             self._samples.quarantined = quarantined
             self._generation, self._outstanding = generation, 0
+            self._group_size, self._fair_share = group_size, fair_share
             finish_group = _or_exit(functools.partial(self._finish_group, generation))
             self._pool = WorkerPool(self._samples, workers, on_batch_loaded=finish_group)
-            self.set_limit(workers, group_size, fair_share)
+            self._limit_outstanding(workers)
 
-    def set_limit(self, workers: int, group_size: int, fair_share: int) -> None:
-        wanted = (1 + MAX_READ_AHEAD) * workers + group_size
+    def resize(self, workers: int) -> None:
         with self._changed:
-            self._max_outstanding = max(1, min(wanted, fair_share) // group_size)
-            self._changed.notify_all()
+            if self._pool is not None:
+                self._pool.resize(workers)
+                self._limit_outstanding(workers)
 
-    def resize(self, workers: int, group_size: int, fair_share: int) -> None:
-        if self._pool is not None:
-            self._pool.resize(workers)
-            self.set_limit(workers, group_size, fair_share)
+    def _limit_outstanding(self, workers: int) -> None:
+        wanted = (1 + MAX_READ_AHEAD) * workers + self._group_size
+        self._max_outstanding = max(1, min(wanted, self._fair_share) // self._group_size)
+        self._changed.notify_all()
 
     def exclude(self, image_index: int, position: int) -> None:
         """An image that the training process has put into quarantine: later samples need not try it."""

@@ -361,8 +361,7 @@ class ProcessPool:
         if workers == self._workers or self.stopped:
             return
         for process, count in enumerate(self._threads_per_process(workers)):
-            arguments = count, self._stream.group_size, self._stream.fair_share
-            self._stream.processes.send(process, "resize", self._stream.number, *arguments)
+            self._stream.processes.send(process, "resize", self._stream.number, count)
         self._workers = workers
 
     def submit_batch(self, batch_task: BatchTask) -> None:
