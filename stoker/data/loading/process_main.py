@@ -250,10 +250,11 @@ def _tend(streams: dict[int, _Stream]) -> None:
         stream.publish()
 
 
-def main(control_fd: int, process: int) -> None:
+def main(control_fd: int, process: int, parent: int) -> None:
+    """parent: process id of the training process, which may have ended already."""
     for signal_number in IGNORED_SIGNALS:
         signal.signal(signal_number, signal.SIG_IGN)
-    parent, streams = os.getppid(), dict[int, _Stream]()
+    streams: dict[int, _Stream] = {}
     threading.Thread(target=_or_exit(_serve), args=(control_fd, process, streams), daemon=True).start()
     # A process that the training process forked may keep the other end of the control socket open.
     for _ in itertools.takewhile(lambda _: os.getppid() == parent, itertools.count()):

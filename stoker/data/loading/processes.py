@@ -70,7 +70,7 @@ _START = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from stoker.data.loading.process_main import main
-main(int(sys.argv[2]), int(sys.argv[3]))
+main(*map(int, sys.argv[2:]))
 """
 """Not multiprocessing's start methods: `fork` is unsafe where there are threads or CUDA, and `spawn` imports the user's
 script again."""
@@ -125,7 +125,7 @@ class WorkerProcesses:
         for number in range(count):
             ours, theirs = socket.socketpair()
             with theirs:
-                command = [sys.executable, "-c", _START, path, str(theirs.fileno()), str(number)]
+                command = [sys.executable, "-c", _START, path, str(theirs.fileno()), str(number), str(os.getpid())]
                 self._controls.append((ours, Connection(os.dup(ours.fileno()))))
                 try:
                     child = subprocess.Popen(
