@@ -11,6 +11,9 @@ with the default recipe, in training without crops, with 100 boxes each, and in 
   intercepted ("own releases: 0 of 100"), reading files counts as held, too. Decoding and other processes empty the
   processor's caches, and Python takes several times as long after that: measure on a quiet machine. "released" (mostly
   decoding) grows on a busy one as well.
+- threads and processes: two workers of this process, and two worker processes with one worker each, measured in turns
+  in one process. GIL-held is that of the training process; "CPU ms" is that of all processes together. A bar of
+  processes compares it with threads.
 - limit: samples per second of 16 workers where decoding, resizing and padding are replaced by a sleep of 2 ms, which
   needs no core and no GIL: what is left takes turns. The maximum of all passes, because other processes lower it. It
   includes what switching threads costs; the caches stay warm, so it is an upper bound for a real loader.
@@ -36,6 +39,8 @@ from report import Bar, Report, options, publish, spread
 PROBE_SOURCE = Path(__file__).with_name("gil_probe.c")
 BATCH, SIDE, HEIGHT, WIDTH = 32, 640, 480, 640
 GOAL_MS, GOAL_PER_S = 0.2, 2000
+GOAL_CPU_RATIO = 1.1
+NUM_PROCESSES = 2
 LIMIT_WORKERS, SLEEP_S = 16, 0.002
 RECIPE = {"scale_jitter_prob": 0.5, "scale_range": (0.7, 1.5), "min_object_covered": 0.5}
 """Of `training/defaults/derive.py`."""
@@ -73,7 +78,7 @@ def draw(folder: Path, files: int) -> None:
 
 
 @contextlib.contextmanager
-def loader_of(folder: Path, case: str, workers: int) -> Iterator[Any]:
+def loader_of(folder: Path, case: str, workers: int, processes: Any = None) -> Iterator[Any]:
     import numpy as np
 
     from stoker.data.index import open_index
@@ -87,7 +92,7 @@ def loader_of(folder: Path, case: str, workers: int) -> Iterator[Any]:
     max_boxes = compute_max_boxes(index, image_indices)
     common = {"device": select_device("cpu"), "batch_size": BATCH, "image_size": (SIDE, SIDE), "resize": "letterbox"}
     spec = LoaderSpec(**common, max_boxes=max_boxes, seed=0, workers=workers, prefetch_depth=3, **changes)
-    with Loader(index, image_indices, spec) as loader:
+    with Loader(index, image_indices, spec, processes=processes) as loader:
         yield loader
         if loader.state_dict()["quarantined"]:
             raise RuntimeError("the loader left images out")
@@ -99,29 +104,55 @@ def next_batch(loader: Any) -> None:
         next(iter(loader))
 
 
+def wait_until_full(loader: Any) -> float:
+    """Waits until the loader has nothing to do, so that it does not disturb the measurement of another. Returns the
+    CPU-seconds that this took."""
+    start_s = time.thread_time()
+    while (stats := loader.stats()).queued + stats.fetch.in_progress + stats.decode.in_progress:
+        time.sleep(0.05)
+    return time.thread_time() - start_s
+
+
 def measure_held(folder: Path, batches: int, passes: int) -> dict[str, Any]:
-    """For each case: ms per sample with and without the GIL, and releases per sample, of each pass."""
+    """For each case, for threads and for processes: ms per sample with and without the GIL, releases per sample, and
+    CPU ms of all processes per sample, of each pass."""
+    from stoker.data.loading.processes import WorkerProcesses
+    from stoker.hardware.device import select_device
+
     probe = ctypes.CDLL(os.environ["LD_PRELOAD"])
     probe.gil_released_ns.restype = probe.gil_releases.restype = ctypes.c_int64
     before = probe.gil_releases()
     for _ in range(100):
         os.stat(folder)
     result: dict[str, Any] = {"own releases": min(100, probe.gil_releases() - before), "cases": {}}
-    for case in CASES:
-        runs = result["cases"][case] = []
-        with loader_of(folder, case, workers=2) as loader:
-            for _ in range(3):
-                next_batch(loader)
-            for _ in range(passes):
-                # Batches that are handed out and those that are loaded are equally many: the buffers are always full.
-                images, cpu_s = loader.stats().decode.num_images, time.process_time()
-                released_ns, releases = probe.gil_released_ns(), probe.gil_releases()
-                for _ in range(batches):
-                    next_batch(loader)
-                released_ns, releases = probe.gil_released_ns() - released_ns, probe.gil_releases() - releases
-                cpu_s, images = time.process_time() - cpu_s, loader.stats().decode.num_images - images
-                released_s = released_ns / 1e9
-                runs.append([1e3 * (cpu_s - released_s) / images, 1e3 * released_s / images, releases / images])
+
+    def measure(loader: Any) -> list[float]:
+        # From full buffers to full buffers: as many batches are loaded as are handed out.
+        stats, cpu_s = loader.stats(), time.process_time()
+        released_ns, releases = probe.gil_released_ns(), probe.gil_releases()
+        for _ in range(batches):
+            next_batch(loader)
+        polling_s = wait_until_full(loader)
+        released_ns, releases = probe.gil_released_ns() - released_ns, probe.gil_releases() - releases
+        cpu_s, after = time.process_time() - cpu_s - polling_s, loader.stats()
+        images = after.decode.num_images - stats.decode.num_images
+        all_cpu_s, released_s = cpu_s + after.processes_cpu_s - stats.processes_cpu_s, released_ns / 1e9
+        per_image = cpu_s - released_s, released_s, releases / 1e3, all_cpu_s
+        return [1e3 * value / images for value in per_image]
+
+    processes = WorkerProcesses(NUM_PROCESSES, select_device("cpu"))
+    with contextlib.closing(processes):
+        for case in CASES:
+            runs = result["cases"][case] = {"threads": [], "processes": []}
+            with loader_of(folder, case, 2) as threaded, loader_of(folder, case, 2, processes) as spread_out:
+                for loader in (threaded, spread_out):
+                    for _ in range(3):
+                        next_batch(loader)
+                for _ in range(passes):
+                    for name, loader in (("threads", threaded), ("processes", spread_out)):
+                        wait_until_full(threaded)
+                        wait_until_full(spread_out)
+                        runs[name].append(measure(loader))
     return result
 
 
@@ -184,14 +215,21 @@ def run(arguments: argparse.Namespace) -> Report:
             held = run_child("held", folder, cache, batches, passes)
             del os.environ["LD_PRELOAD"]
     for case in CASES:
-        row: dict[str, Any] = {"what": case}
-        if held is not None:
-            held_ms, released_ms, releases = (list(column) for column in zip(*held["cases"][case], strict=True))
-            ms = spread(held_ms)
-            row |= {"GIL-held ms": ms["median"], "min": ms["min"], "max": ms["max"]}
-            row |= {"released ms": spread(released_ms)["median"], "releases": spread(releases)["median"]}
-            report.bars.append(Bar.at_most(f"{case}: GIL-held ms per sample", ms["median"], GOAL_MS))
-        report.rows.append(row | {"limit img/s": max(limits[case])})
+        medians: dict[str, float] = {}
+        for mode in ("threads", "processes") if held is not None else ():
+            held_ms, released_ms, releases, cpu_ms = (
+                list(column) for column in zip(*held["cases"][case][mode], strict=True)
+            )
+            ms, medians[mode] = spread(held_ms), spread(cpu_ms)["median"]
+            row: dict[str, Any] = {"what": f"{case}, {mode}", "GIL-held ms": ms["median"], "min": ms["min"]}
+            row |= {"max": ms["max"], "released ms": spread(released_ms)["median"]}
+            row |= {"releases": spread(releases)["median"], "CPU ms": medians[mode]}
+            report.rows.append(row)
+            if mode == "processes":
+                report.bars.append(Bar.at_most(f"{case}, processes: GIL-held ms per sample", ms["median"], GOAL_MS))
+                ratio = medians["processes"] / medians["threads"]
+                report.bars.append(Bar.at_most(f"{case}: CPU-seconds, processes / threads", ratio, GOAL_CPU_RATIO))
+        report.rows.append({"what": f"{case}, threads that decode nothing", "limit img/s": max(limits[case])})
         report.bars.append(
             Bar.at_least(f"{case}: samples per second that the GIL allows", max(limits[case]), GOAL_PER_S)
         )

@@ -62,6 +62,7 @@ class Settings(TypedDict, total=False):
     precision: Literal["fp32", "bf16", "fp16"]
     device: str
     workers: int | Literal["auto"]
+    worker_processes: int | Literal["auto"]
     cache: Literal["none", "ram", "disk"]
     jpeg_decoder: Literal["cpu", "nvjpeg"]
     seed: int

@@ -47,6 +47,7 @@ SETTINGS = {
 
 ADDED_SETTINGS: dict[str, tuple[Any, str]] = {
     "cuda_graph": (False, "the run was started by a version without this setting"),
+    "worker_processes": ("auto", "the run was started by a version without this setting; it changes no result"),
 }
 """Setting that a run of an older version lacks → the value that it trained with, and the reason to record."""
 

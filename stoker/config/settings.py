@@ -154,6 +154,8 @@ class RunSettings:
     """cpu, cuda, mps, xpu …; default: the accelerator that torch finds, else the CPU."""
     workers: int | Literal["auto"] = AUTO
     """Threads that read and decode images; auto tunes their number while training."""
+    worker_processes: int | Literal["auto"] = AUTO
+    """Processes that the workers are spread over; 0: threads of the training process; auto decides at each start."""
     cache: Literal["none", "ram", "disk"] = AUTO
     """Keep decoded training images, at up to 1.5 times the input size: in memory (ram) or on the local disk."""
     jpeg_decoder: Literal["cpu", "nvjpeg"] = AUTO
@@ -317,6 +319,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "max_skipped_steps": (1, 10**6),
     "batch_size": (1, 10**6),
     "workers": (1, 1024),
+    "worker_processes": (0, 64),
     "patience": (0, 10**6),
     "seed": (0, 2**63 - 1),
     "price_per_device_hour": (0, 1e6),
@@ -328,7 +331,7 @@ def check(config: Config) -> None:
     for name, value in config.set_fields().items():
         low, high = _BOUNDS.get(name, (None, None))
         if low is not None and high is not None and value != "auto" and not low <= value <= high:
-            choices = [f"{low:g} … {high:g}", *(["auto"] if name == "workers" else [])]
+            choices = [f"{low:g} … {high:g}", *(["auto"] if name in ("workers", "worker_processes") else [])]
             raise ConfigError(f"--{_flag(name)} {value} is out of range.", choices=choices)
     data, model, optim, run = config.data, config.model, config.optim, config.run
     if data.image_size is not None and min(data.image_size) < 32:  # of what else it must be a multiple, its model says

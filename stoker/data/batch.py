@@ -6,9 +6,10 @@ tensor; the rest is padding.
 """
 
 import enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from torch import Tensor
+if TYPE_CHECKING:  # worker processes do without torch
+    from torch import Tensor
 
 NUM_RAND = 16
 """P, the uniform numbers of an image for augmentation on the device. Some are spare, so that a new use moves none."""
@@ -35,21 +36,21 @@ class RandSlot(enum.IntEnum):
 class Batch(NamedTuple):
     """B images with their boxes. On the host in pinned memory, or on the device."""
 
-    images: Tensor
+    images: "Tensor"
     """uint8 [B, 3, H, W], RGB, stored channels last."""
-    boxes: Tensor
+    boxes: "Tensor"
     """float32 [B, M, 4], xyxy in pixels of the model input, inside `resized_size`; zeros where not valid."""
-    labels: Tensor
+    labels: "Tensor"
     """int64 [B, M], 0 … C-1; zero where not valid."""
-    valid: Tensor
+    valid: "Tensor"
     """bool [B, M]; false for padding and for crowd boxes."""
-    resized_size: Tensor
+    resized_size: "Tensor"
     """int32 [B, 2], height and width of the image without its padding."""
-    scale: Tensor
+    scale: "Tensor"
     """float32 [B, 2], pixels of the model input per original pixel, y and x."""
-    original_size: Tensor
+    original_size: "Tensor"
     """int32 [B, 2], original height and width in pixels."""
-    image_index: Tensor
+    image_index: "Tensor"
     """int64 [B], the number of the image in its index; -1 for a filler in the last batch of an evaluation."""
-    rand: Tensor
+    rand: "Tensor"
     """float32 [B, P], uniform in [0, 1): a pure function of (seed, epoch, index in the epoch)."""

@@ -24,6 +24,7 @@ from stoker.data.batch import Batch
 from stoker.data.images.decode import thumbnail
 from stoker.data.index import Index
 from stoker.data.loading.loader import Loader, LoaderSpec, QuarantinedImage, compute_max_boxes
+from stoker.data.loading.processes import WorkerProcesses
 from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
 from stoker.errors import DataError
 from stoker.evaluation import coco
@@ -89,6 +90,7 @@ def evaluation_loader(
     max_bad_fraction: float = DEFAULT_MAX_BAD_FRACTION,
     rank: int = 0,
     world_size: int = 1,
+    processes: WorkerProcesses | None = None,
     on_quarantine: Callable[[QuarantinedImage], None] | None = None,
 ) -> Loader:
     """One pass over some rows of an index, or over a rank's fraction of them; close it. See `Loader`."""
@@ -106,7 +108,7 @@ def evaluation_loader(
         rank=rank,
         world_size=world_size,
     )
-    return Loader(index, image_indices, spec, on_quarantine=on_quarantine)
+    return Loader(index, image_indices, spec, processes=processes, on_quarantine=on_quarantine)
 
 
 def evaluate(

@@ -64,6 +64,18 @@ class Device:
         """Host memory that the device can copy from without a host sync (pinned where there is an accelerator)."""
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=not self.is_cpu)
 
+    def pin(self, address: int, nbytes: int) -> str | None:
+        """Page-locks memory that is not torch's, for copies without a host sync. Returns why it failed, or None."""
+        if self.kind != "cuda":
+            return None
+        code = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)  # type: ignore[no-untyped-call]
+        return None if int(code) == 0 else str(torch.cuda.CudaError(int(code)))
+
+    def unpin(self, address: int) -> None:
+        """Undoes `pin`. The result is ignored: after an error of the device, the memory goes with the process."""
+        if self.kind == "cuda":
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
     def make_stream(self) -> "SideStream":
         return SideStream(self)
 

@@ -117,7 +117,10 @@ def train(
                 screen.settings(settings_table(resolved.config, resolved.reasons))
                 for line in messages:
                     log_event("info", line)
-                setup = start.build(resolved, folder, log_event)
+                processes = start.start_worker_processes(resolved.config, resolved.index, resolved.device, log_event)
+                if processes is not None:
+                    stack.callback(processes.close)
+                setup = start.build(resolved, folder, log_event, processes)
                 stack.callback(setup.loader.close)
                 stop_request.check()
                 metrics = Training(setup, screen, stop_request, started_s, log_event, trace).run()

@@ -34,7 +34,7 @@ from stoker.runs.schemas import PROBE_KINDS, Probe
 from stoker.training.forward import LossFn, forward_backward, make_loss_fn
 from stoker.training.input_probe import MAX_PAIRS, MIN_PAIRS, summarize_pairs
 from stoker.training.optim import OptimizerStep
-from stoker.training.start import make_training_loader, open_dataset
+from stoker.training.start import make_training_loader, open_dataset, start_worker_processes
 
 MIN_ROUND_S = 0.5
 """Minimum length of a round, which has at least two steps: clocks and waits are then below one percent."""
@@ -54,12 +54,20 @@ class ProbeHarness:
         model = build(config.model, len(index.class_names)).to(device.torch_device).train()
         self.optimizer = OptimizerStep(model, config.optim, device, precision=config.run.precision)
         self.loss_fn = make_loss_fn(model, compile=config.run.compile)
+        self._processes = start_worker_processes(config, index, device, _ignore_event)
         self.max_boxes = compute_max_boxes(index, index.image_indices("train"), mosaic=config.data.mosaic)
 
     def make_loader(self, workers: int) -> Loader:
         """A loader as in the run; workers: 0 tunes their number."""
         config = self.config.replace(workers=workers or "auto", max_bad_fraction=1.0)
-        return make_training_loader(config, self.index, self.device, max_boxes=self.max_boxes, log_event=_ignore_event)
+        return make_training_loader(
+            config,
+            self.index,
+            self.device,
+            max_boxes=self.max_boxes,
+            log_event=_ignore_event,
+            processes=self._processes,
+        )
 
     def step(self, batch: Batch, loss_fn: LossFn | None = None) -> None:
         """A whole step at a learning rate of 0."""

@@ -19,9 +19,11 @@ from stoker.data.images.cache_policy import open_cache
 from stoker.data.images.pixel_cache import CachedImageSpec
 from stoker.data.index import Index, open_index, require_images
 from stoker.data.loading.loader import Loader, LoaderSpec, QuarantinedImage, compute_max_boxes
+from stoker.data.loading.processes import WorkerProcesses, choose_worker_processes
 from stoker.data.validation.problems import PROBLEM_KINDS
 from stoker.errors import CheckpointError, DataError
 from stoker.evaluation.evaluate import evaluation_loader, ground_truth, require_boxes
+from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import Device, configure_malloc, select_device
 from stoker.models.table import check_image_size
 from stoker.models.weights.load import load_weights
@@ -93,7 +95,28 @@ def open_dataset(data: DataSettings) -> Index:
     return open_index(data.data, format=data.format, val_fraction=data.val_fraction, classes=data.classes or ())
 
 
-def build(resolved: ResolvedRun, folder: RunFolder, log_event: EventLogger) -> TrainSetup:
+def start_worker_processes(
+    config: Config, index: Index, device: Device, log_event: EventLogger
+) -> WorkerProcesses | None:
+    """The processes that load images, while the model is built; None: threads do it. Close them after the loaders."""
+    requested = config.run.worker_processes
+    count, reason = choose_worker_processes(
+        requested,
+        is_cpu=device.is_cpu,
+        cores=host_cores(),
+        is_remote=index.remote_object(int(index.image_indices("train")[0])) is not None,
+        jpeg_decoder=config.run.jpeg_decoder,
+    )
+    if config.run.num_workers:
+        count = min(count, config.run.num_workers)
+    if count or requested not in ("auto", 0):
+        log_event("info", f"loader: {count or 'no'} worker processes: {reason}")
+    return WorkerProcesses(count, device) if count else None
+
+
+def build(
+    resolved: ResolvedRun, folder: RunFolder, log_event: EventLogger, processes: WorkerProcesses | None = None
+) -> TrainSetup:
     """Everything the loop needs, in the state of the newest checkpoint, or at step 0 with pretrained weights."""
     config, device, index = resolved.config, resolved.device, resolved.index
     if device.is_cpu:
@@ -113,7 +136,13 @@ def build(resolved: ResolvedRun, folder: RunFolder, log_event: EventLogger) -> T
     max_boxes = compute_max_boxes(index, train_indices, mosaic=config.data.mosaic)
     quarantine = _make_quarantine_reporter(folder, log_event)
     loader = make_training_loader(
-        config, index, device, max_boxes=max_boxes, log_event=log_event, on_quarantine=quarantine
+        config,
+        index,
+        device,
+        max_boxes=max_boxes,
+        log_event=log_event,
+        processes=processes,
+        on_quarantine=quarantine,
     )
     setup = TrainSetup(
         folder=folder,
@@ -126,6 +155,7 @@ def build(resolved: ResolvedRun, folder: RunFolder, log_event: EventLogger) -> T
         optimizer=OptimizerStep(model, config.optim, device, precision=config.run.precision),
         loss_accumulator=LossAccumulator(device, max_skipped_steps=config.optim.max_skipped_steps),
         loader=loader,
+        processes=processes,
         quarantine=quarantine,
         writer=checkpoint.CheckpointWriter(folder.path, log_event),
         metadata=ModelMetadata(
@@ -160,6 +190,7 @@ def make_training_loader(
     *,
     max_boxes: int,
     log_event: EventLogger,
+    processes: WorkerProcesses | None = None,
     on_quarantine: Callable[[QuarantinedImage], None] | None = None,
 ) -> Loader:
     """The stream of training samples, from its beginning."""
@@ -186,6 +217,7 @@ def make_training_loader(
         train_indices,
         spec,
         cache=open_cache(config.run.cache, index, train_indices, cached, log_event),
+        processes=processes,
         on_quarantine=on_quarantine,
         on_tuned=lambda text: log_event("info", text),
     )
@@ -204,6 +236,7 @@ def make_validation_loader(setup: TrainSetup, *, initial_workers: int) -> Loader
         workers=run.workers,
         initial_workers=initial_workers,
         max_bad_fraction=data.max_bad_fraction,
+        processes=setup.processes,
         on_quarantine=setup.quarantine,
     )
 

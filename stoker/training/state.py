@@ -16,6 +16,7 @@ from stoker import models
 from stoker.config.settings import Config
 from stoker.data.index import Index
 from stoker.data.loading.loader import Loader, QuarantinedImage
+from stoker.data.loading.processes import WorkerProcesses
 from stoker.errors import CheckpointError
 from stoker.hardware.device import Device
 from stoker.models.weights.model_file import ModelMetadata
@@ -70,6 +71,8 @@ class TrainSetup:
     optimizer: OptimizerStep[models.Detector]
     loss_accumulator: LossAccumulator
     loader: Loader
+    processes: WorkerProcesses | None
+    """Load the images for training and evaluation; None: threads do."""
     quarantine: Callable[[QuarantinedImage], None]
     """Records an image that cannot be used; evaluation calls it too."""
     writer: checkpoint.CheckpointWriter

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,7 +102,7 @@ class PixelCache:
         max_bytes: what the file may take of its disk or of memory; reserve_bytes: what stays free on its disk.
         on_error is called once, from any thread, when nothing more can be kept.
         """
-        self._index, self._fd = index, fd
+        self._index, self._fd, self._spec = index, fd, spec
         self._max_bytes, self._reserve_bytes, self._on_error = max_bytes, reserve_bytes, on_error
         self._cached_sizes = spec.cached_sizes(index.original_size)
         self._entry_offsets = compute_entry_offsets(self._cached_sizes)
@@ -114,6 +114,11 @@ class PixelCache:
 
             self._crc32c: Callable[[Pixels], int] = google_crc32c.value
             weakref.finalize(self, os.close, fd).atexit = False  # workers may still read at exit
+
+    @property
+    def shared(self) -> tuple[int | None, dict[str, Any]]:
+        """The file, and the other arguments (but index and on_error) with which a worker process makes its own."""
+        return self._fd, {"spec": self._spec, "max_bytes": self._max_bytes, "reserve_bytes": self._reserve_bytes}
 
     def shape(self, image_index: int) -> tuple[int, int] | None:
         """Height and width in which an image is kept; None where it is not kept, as the index has no size for it."""
@@ -208,11 +213,14 @@ class PixelCache:
         return disk.f_bavail * disk.f_frsize >= self._reserve_bytes + num_bytes
 
     def _disable_writes(self, reason: str) -> None:
-        """Stops writing; existing entries are still read."""
+        self.stop_filling(f"the cache of decoded images is no longer filled: {reason}")
+
+    def stop_filling(self, message: str) -> None:
+        """Stops writing; existing entries are still read. `on_error` is called with the first message."""
         if self._is_writable:
             self._is_writable = False
             if self._on_error is not None:
-                self._on_error(f"the cache of decoded images is no longer filled: {reason}")
+                self._on_error(message)
 
 
 def compute_entry_offsets(cached_sizes: NDArray[np.int32]) -> NDArray[np.int64]:

@@ -1,1 +1,1 @@
-"""The stream of batches: the loader, its worker pool, prefetching, and the choice of decoder."""
+"""The stream of batches: the loader, its worker pool and processes, prefetching, and the choice of decoder."""

@@ -48,6 +48,8 @@ class MachineLimits:
     """Training runs on the same cores."""
     buffer_bytes: int
     """Host memory of a batch."""
+    min_workers: int = 1
+    """One for each worker process."""
 
 
 def default_num_workers(cores: int, *, is_cpu: bool) -> int:
@@ -68,7 +70,7 @@ class LoaderRates:
     read_fraction: float
     """Of the rest, they read; else they decoded."""
     cpu_utilization: float
-    """Of the cores' time, this process used."""
+    """Of the cores' time, this process and its worker processes used."""
     decoded_per_s: float
     """Images decoded per second."""
     consumed_per_s: float
@@ -165,7 +167,7 @@ class LoaderAutotuner:
 
     def _remove_workers(self, rates: LoaderRates) -> list[str]:
         before = self.workers
-        needed = max(1, -int(-before * (1 - rates.idle_fraction) // (1 - TARGET_IDLE_FRACTION)))
+        needed = max(self._limits.min_workers, -int(-before * (1 - rates.idle_fraction) // (1 - TARGET_IDLE_FRACTION)))
         if not self._tunes_workers or needed >= before:
             return []
         self.workers, self._shrank = needed, True
@@ -199,14 +201,21 @@ def make_autotuner(
     buffer_bytes: int,
     is_cpu: bool,
     tunes_depth: bool,
+    min_workers: int = 1,
 ) -> LoaderAutotuner:
     """An autotuner for this machine. initial_workers: with how many "auto" begins, where that is more than the default;
     is_cpu: training runs on the same cores."""
     cores = host_cores()
     default_workers = default_num_workers(cores, is_cpu=is_cpu)
     return LoaderAutotuner(
-        MachineLimits(cores=cores, decode_workers=default_workers, is_cpu=is_cpu, buffer_bytes=buffer_bytes),
-        workers=max(default_workers, initial_workers) if workers == "auto" else workers,
+        MachineLimits(
+            cores=cores,
+            decode_workers=default_workers,
+            is_cpu=is_cpu,
+            buffer_bytes=buffer_bytes,
+            min_workers=min_workers,
+        ),
+        workers=max(min_workers, *((default_workers, initial_workers) if workers == "auto" else (workers,))),
         prefetch_depth=prefetch_depth,
         tunes_workers=workers == "auto",
         tunes_depth=tunes_depth,
@@ -219,11 +228,11 @@ class LoaderRateMeter:
     def __init__(self, stats: LoaderStats) -> None:
         self._cores = host_cores()
         self._last_stats = stats
-        self.last_poll_s, self._cpu_s = time.perf_counter(), time.process_time()
+        self.last_poll_s, self._cpu_s = time.perf_counter(), time.process_time() + stats.processes_cpu_s
 
     def poll(self, stats: LoaderStats) -> LoaderRates:
         """The rates since the last poll."""
-        now_s, cpu_s = time.perf_counter(), time.process_time()
+        now_s, cpu_s = time.perf_counter(), time.process_time() + stats.processes_cpu_s
         duration_s, last = max(1e-9, now_s - self.last_poll_s), self._last_stats
         wait_s = stats.wait_s - last.wait_s
         read_s = max(0.0, stats.total.read_s - last.total.read_s)

@@ -60,6 +60,9 @@ class BatchFinalizer:
                 raise result
             assert result is not None
             if result.image_index >= 0 and not samples.is_usable(result.image_index, position):
+                if not batch_task.is_prepared:
+                    samples.prepare(batch_task.buffer, batch_task.start)
+                    batch_task.is_prepared = True
                 result = samples.load(batch_task.buffer, k, position, self._counters, [])
                 samples.write_annotations(batch_task.buffer, [k])
                 batch_task.reloaded.append(k)

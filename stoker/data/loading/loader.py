@@ -2,11 +2,11 @@
 
 Stages: fetch, decode (with crop and resize, into a buffer), copy to the device. Local files are read by the worker that
 decodes them; images of a bucket are requested earlier (`prefetch.py`) and reach a worker when their bytes have arrived.
-Any number of workers takes samples in the order of the stream (`worker_pool.py`). The thread that asks for batches does
-everything else, in that order too: it schedules tasks when a buffer is free, finalizes their results (`finalize.py`),
-starts copies, and once a second considers other numbers of workers and buffers (`autotune.py`). So nothing that a run
-sees depends on the number of workers or on their speed. One sample: `samples.py`; where waiting time went:
-`wait_breakdown.py`; the options: `spec.py`.
+Any number of workers takes samples in the order of the stream: threads (`worker_pool.py`), which may be spread over
+processes (`processes.py`). The thread that asks for batches does everything else, in that order too: it schedules tasks
+when a buffer is free, finalizes their results (`finalize.py`), starts copies, and once a second considers other numbers
+of workers and buffers (`autotune.py`). So nothing that a run sees depends on the number of workers or on their speed.
+One sample: `samples.py`; where waiting time went: `wait_breakdown.py`; the options: `spec.py`.
 """
 
 import functools
@@ -26,6 +26,7 @@ from stoker.data.loading.autotune import INPUT_BOUND_FRACTION, POLL_INTERVAL_S, 
 from stoker.data.loading.device_batches import DeviceBatchDecoder
 from stoker.data.loading.finalize import BatchFinalizer
 from stoker.data.loading.prefetch import Prefetcher, iter_rank_positions
+from stoker.data.loading.processes import ProcessPool, ProcessStream, WorkerProcesses
 from stoker.data.loading.samples import HostBatchBuffer, QuarantinedImage, SampleStream, as_batch, compute_max_boxes
 from stoker.data.loading.spec import LoaderSpec
 from stoker.data.loading.stats import Counters, LoaderStats, PrefetchCounters, StageStats, sum_counters
@@ -63,6 +64,7 @@ class Loader:
     image_indices: int64 [N], images of the index. on_quarantine is called by `__next__`, in the order of the stream,
     for each image that is excluded. on_tuned is called with a sentence for each change of workers or buffers.
     cache: samples are made from what it keeps; a run has one from its beginning to its end, or none.
+    processes: load the samples, instead of threads of this process; not where `choose_worker_processes` forbids it.
 
     In evaluation an image that fails becomes a filler (image_index -1). `iter` starts a pass from its beginning.
     """
@@ -74,6 +76,7 @@ class Loader:
         spec: LoaderSpec,
         *,
         cache: "PixelCache | None" = None,
+        processes: WorkerProcesses | None = None,
         on_quarantine: Callable[[QuarantinedImage], None] | None = None,
         on_tuned: Callable[[str], None] | None = None,
     ) -> None:
@@ -90,14 +93,28 @@ class Loader:
             HostBatchBuffer, spec.device, spec.batch_size, spec.image_size, spec.max_boxes
         )
         prefetch_depth = PREFETCH_DEPTH if spec.prefetch_depth is None else spec.prefetch_depth
-        self._buffers = [self._make_buffer() for _ in range(prefetch_depth + BUFFERS_IN_USE)]
+        if processes is not None:
+            if spec.jpeg_decoder != "cpu" or self._samples.is_remote:
+                raise ValueError("worker processes load no images of a bucket and leave none to the device")
+            if spec.prefetch_depth is None:
+                prefetch_depth = processes.prefetch_depth(spec.batch_size, prefetch_depth)
+        num_buffers = prefetch_depth + BUFFERS_IN_USE
+        self._stream: ProcessStream | None = None
+        if processes is None:
+            self._buffers = [self._make_buffer() for _ in range(num_buffers)]
+        else:
+            self._stream = processes.open_stream(self._samples, spec, cache, num_buffers)
+            self._buffers = list(self._stream.buffers)
+            if processes.pin_failure is not None and on_tuned is not None:
+                on_tuned(f"loader: batches are not in pinned memory: {processes.pin_failure}")
         self._autotuner = make_autotuner(
             spec.workers,
             initial_workers=spec.initial_workers,
             prefetch_depth=prefetch_depth,
             buffer_bytes=self._buffers[0].allocated_bytes,
             is_cpu=spec.device.is_cpu,
-            tunes_depth=spec.prefetch_depth is None,
+            tunes_depth=spec.prefetch_depth is None and processes is None,  # shared memory has a fixed size
+            min_workers=1 if processes is None else processes.count,
         )
         self._on_tuned = on_tuned
         self.on_copy_awaited: Callable[[], None] | None = None
@@ -112,7 +129,7 @@ class Loader:
             on_quarantine=on_quarantine,
             counters=self._counters,
         )
-        self._pool: WorkerPool | None = None
+        self._pool: WorkerPool | ProcessPool | None = None
         self._prefetcher: Prefetcher | None = None
         self._fetcher: Fetcher | None = None
         self._gc_finalizer: weakref.finalize[..., Loader] | None = None
@@ -172,9 +189,12 @@ class Loader:
 
     def stats(self) -> LoaderStats:
         """A snapshot of what was done so far and what is being done."""
+        if self._pool is not None and self._failure is None:
+            self._pool.collect()
         pending_batches = list(self._pending_batches)  # the thread that asks for batches may be adding to it
         num_missing = sum(min(batch_task.num_missing, self._batch_size) for batch_task in pending_batches)
-        total, num_active = sum_counters([self._counters, *(self._pool.counters() if self._pool else ())])
+        total, num_active = self._pool.total() if self._pool else sum_counters([])
+        total.add(self._counters)
         prefetched, buffer = self._prefetch_counters, self._buffers[0]
         in_flight = prefetched.requested - prefetched.completed
         num_copying = sum(not ready.done() for _, ready in list(self._handed_out))
@@ -202,12 +222,16 @@ class Loader:
             max_in_flight=self._prefetcher.max_in_flight if self._prefetcher else 0,
             wait_s=self._wait_s,
             wait_s_by_stage=dict(self._wait_breakdown.total_s),
+            processes_cpu_s=self._stream.ring.cpu_s if self._stream else 0.0,
         )
 
     def close(self) -> None:
-        """Ends the threads. May be called twice, in the middle of an epoch, after an error, from another thread."""
+        """Ends the threads, or the work of the processes. May be called twice, in the middle of an epoch, after an
+        error, from another thread."""
         self._closed = True
-        self._stop_pool()
+        is_idle = self._stop_pool()
+        if self._stream is not None:
+            self._stream.close(is_idle=is_idle)
         if self._fetcher is not None:
             self._fetcher.close()
 
@@ -254,8 +278,11 @@ class Loader:
         self._free_buffers = deque(buffer for buffer in self._buffers if id(buffer) not in in_use)
         self._position = self._scheduled_position = position
 
-    def _start_pool(self) -> WorkerPool:
+    def _start_pool(self) -> WorkerPool | ProcessPool:
         """Starts the workers, and prefetching for a bucket, from the next position of the stream on."""
+        if self._stream is not None:
+            self._pool = ProcessPool(self._stream, self._samples, self._autotuner.workers)
+            return self._pool
         decode_on_device = None if self._device_decoder is None else self._device_decoder.decode
         pool = self._pool = WorkerPool(self._samples, self._autotuner.workers, decode_on_device)
         self._gc_finalizer = weakref.finalize(self, pool.stop)
@@ -271,22 +298,24 @@ class Loader:
             self._prefetcher = Prefetcher(self._samples, self._fetcher, self._prefetch_counters, sample_positions)
         return pool
 
-    def _stop_pool(self) -> None:
+    def _stop_pool(self) -> bool:
+        """Returns whether the workers have ended."""
         pool, self._pool, self._prefetcher, self._rate_meter = self._pool, None, None, None
         if pool is None:
-            return
+            return True
         if self._gc_finalizer is not None:
             self._gc_finalizer.detach()
         pool.stop()
         pool.join()
-        for counters in pool.counters():
-            self._counters.add(counters)
+        self._counters.add(pool.total()[0])
+        return pool.is_idle
 
     def _hand_out(self) -> Batch:
         if self._closed:
             raise RuntimeError("this loader is closed")
         self._wait_breakdown.start()
         pool = self._pool or self._start_pool()
+        pool.collect()
         self._reclaim_buffers()
         self._schedule(pool)
         if self._copied_batch is None:
@@ -325,7 +354,7 @@ class Loader:
         while len(self._buffers) > self._autotuner.prefetch_depth + BUFFERS_IN_USE and self._free_buffers:
             self._buffers.remove(self._free_buffers.popleft())
 
-    def _schedule(self, pool: WorkerPool) -> None:
+    def _schedule(self, pool: WorkerPool | ProcessPool) -> None:
         """Gives the samples of the next batches to the workers, while there are free buffers."""
         while self._free_buffers and (self._samples.train or self._scheduled_position < len(self._samples)):
             batch_task = BatchTask(
@@ -334,9 +363,13 @@ class Loader:
                 self._free_buffers.popleft(),
                 self._batch_size,
             )
-            self._samples.prepare(batch_task.buffer, batch_task.start)
             self._scheduled_position += self._batch_size * self._world_size
             self._pending_batches.append(batch_task)
+            if isinstance(pool, ProcessPool):
+                pool.submit_batch(batch_task)
+                continue
+            self._samples.prepare(batch_task.buffer, batch_task.start)
+            batch_task.is_prepared = True
             pool.register_batch(batch_task)
             self._submit(pool, batch_task)
         if self._prefetcher is not None:
@@ -356,7 +389,7 @@ class Loader:
             pool.submit_when_done(task, pending_read)
         pool.submit(*ready_tasks)
 
-    def _wait_for_next(self, pool: WorkerPool) -> BatchTask:
+    def _wait_for_next(self, pool: WorkerPool | ProcessPool) -> BatchTask:
         """The next batch of the stream, once all its samples are loaded. Raises StopIteration after the last."""
         start_s = time.perf_counter()
         try:
@@ -369,8 +402,7 @@ class Loader:
                 self._schedule(pool)
                 self._wait_breakdown.attribute_elapsed(QUEUE)
             wait_start_s = time.perf_counter()
-            with pool.batch_done:
-                pool.batch_done.wait_for(lambda: self._pending_batches[0].num_missing == 0 or pool.stopped)
+            pool.wait(self._pending_batches[0])
             if pool.stopped:
                 raise RuntimeError("the loader was closed while a batch was waited for")
             batch_task = self._pending_batches.popleft()
@@ -389,7 +421,7 @@ class Loader:
         self._wait_breakdown.attribute_elapsed(COPY)
         return batch_task, tensors, ready
 
-    def _autotune(self, pool: WorkerPool) -> None:
+    def _autotune(self, pool: WorkerPool | ProcessPool) -> None:
         """Once a second of training: measures, and applies what the autotuner decides."""
         if self._rate_meter is None:
             self._rate_meter = LoaderRateMeter(self.stats())  # the first batches are not representative

@@ -15,29 +15,29 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
+from numpy.typing import DTypeLike, NDArray
 
 from stoker.data.augment import geometry
 from stoker.data.batch import NUM_RAND, Batch
 from stoker.data.images import decode
-from stoker.data.images.decode_device import EncodedImage, is_device_decodable
 from stoker.data.images.headers import Header, parse_header
 from stoker.data.loading.spec import LoaderSpec
 from stoker.data.loading.stats import Counters
 from stoker.data.loading.wait_breakdown import DECODING, QUEUED, READ, Transitions
 from stoker.errors import DataError, ObjectMissing, OutOfMemoryError, StorageError
-from stoker.hardware.device import Device, pinned_bytes
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # worker processes do without torch
+    from torch import Tensor
+
+    from stoker.data.images.decode_device import EncodedImage
     from stoker.data.images.pixel_cache import PixelCache
     from stoker.data.index import Index
+    from stoker.hardware.device import Device
 
 PAD_COLOR = (124, 116, 104)
 """RGB of the padding: the ImageNet mean, which becomes about 0 after normalization."""
@@ -117,26 +117,53 @@ class Placement(NamedTuple):
     resized_width: int
 
 
+def batch_arrays(image_size: tuple[int, int], max_boxes: int) -> list[tuple[tuple[int, ...], DTypeLike]]:
+    """Shape and type of each array of a batch, per image, in the order of Batch; the images are [H, W, 3]."""
+    return [
+        ((*image_size, 3), np.uint8),
+        ((max_boxes, 4), np.float32),
+        ((max_boxes,), np.int64),
+        ((max_boxes,), np.bool_),
+        ((2,), np.int32),
+        ((2,), np.float32),
+        ((2,), np.int32),
+        ((), np.int64),
+        ((NUM_RAND,), np.float32),
+    ]
+
+
 class HostBatchBuffer:
     """Host memory of one batch, written by many threads, each its own places. Page-locked where there is a device."""
 
-    def __init__(self, device: Device, batch_size: int, image_size: tuple[int, int], max_boxes: int) -> None:
-        def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-            return device.empty_host((batch_size, *shape), dtype)
-
-        self._is_cpu, self.image_size = device.is_cpu, image_size
-        self.tensors = [
-            empty((*image_size, 3), torch.uint8),
-            empty((max_boxes, 4), torch.float32),
-            empty((max_boxes,), torch.int64),
-            empty((max_boxes,), torch.bool),
-            empty((2,), torch.int32),
-            empty((2,), torch.float32),
-            empty((2,), torch.int32),
-            empty((), torch.int64),
-            empty((NUM_RAND,), torch.float32),
-        ]
+    def __init__(
+        self,
+        device: "Device | None",
+        batch_size: int,
+        image_size: tuple[int, int],
+        max_boxes: int,
+        arrays: Sequence[NDArray[Any]] | None = None,
+    ) -> None:
+        """arrays: existing memory, as described by `batch_arrays`; None: new memory of torch. device: None in a worker
+        process, which has no tensors."""
+        self.image_size = image_size
+        self.tensors: list[Tensor] = []
         """In the order of Batch; the images are [B, H, W, 3]."""
+        if device is not None:
+            import torch
+
+            self.tensors = (
+                [
+                    device.empty_host((batch_size, *shape), getattr(torch, np.dtype(dtype).name))
+                    for shape, dtype in batch_arrays(image_size, max_boxes)
+                ]
+                if arrays is None
+                else [torch.from_numpy(array) for array in arrays]
+            )
+        if arrays is None:
+            arrays = [tensor.numpy() for tensor in self.tensors]
+            self._is_torch_pinned = device is not None and not device.is_cpu
+        else:
+            self._is_torch_pinned = False
         (
             self.pixels,
             self.boxes,
@@ -147,7 +174,7 @@ class HostBatchBuffer:
             self.original_size,
             self.image_index,
             self.rand,
-        ) = (tensor.numpy() for tensor in self.tensors)
+        ) = arrays
         self.encoded: list[EncodedImage | None] = [None] * batch_size
         """What the device is to decode; its place in `pixels` is not written."""
         self.placements: list[Placement | None] = [None] * batch_size
@@ -156,8 +183,7 @@ class HostBatchBuffer:
         """See `geometry.resize_geometry_rand`; only where there are crops."""
         self.plans: list[_Plan | None] = [None] * batch_size
         """Those of the first image of each place, where its size is annotated."""
-        self._padding = np.empty((*image_size, 3), np.uint8)
-        self._padding[:] = PAD_COLOR
+        self._padding = _padding(image_size)
 
     @property
     def nbytes(self) -> int:
@@ -166,7 +192,11 @@ class HostBatchBuffer:
     @property
     def allocated_bytes(self) -> int:
         """Bytes that the buffer takes from the host's memory."""
-        return self.nbytes if self._is_cpu else sum(pinned_bytes(tensor.nbytes) for tensor in self.tensors)
+        if not self._is_torch_pinned:
+            return self.nbytes
+        from stoker.hardware.device import pinned_bytes
+
+        return sum(pinned_bytes(tensor.nbytes) for tensor in self.tensors)
 
     def pad(self, k: int, resized_size: tuple[int, int]) -> None:
         """Pads image k outside `resized_size` (height, width). Copies, as NumPy repeats 3 bytes 60 × slower."""
@@ -184,7 +214,14 @@ class HostBatchBuffer:
         self.scale[k], self.image_index[k] = 1, -1
 
 
-def as_batch(tensors: list[Tensor]) -> Batch:
+@functools.lru_cache(2)
+def _padding(image_size: tuple[int, int]) -> decode.Pixels:
+    padding = np.empty((*image_size, 3), np.uint8)
+    padding[:] = PAD_COLOR
+    return padding
+
+
+def as_batch(tensors: "list[Tensor]") -> Batch:
     """Tensors in the order of `HostBatchBuffer.tensors` → Batch; the images become a view [B, 3, H, W]."""
     return Batch(tensors[0].permute(0, 3, 1, 2), *tensors[1:])
 
@@ -455,8 +492,13 @@ class SampleStream:
         if not isinstance(data, bytes):
             x0, y0, x1, y1 = region
             decode.resize_into(data[y0:y1, x0:x1], out)
-        elif self._defers_decode and header is not None and is_device_decodable(data, header):
-            buffer.encoded[k] = EncodedImage(data, header, region, resized_size)
+        elif self._defers_decode and header is not None:
+            from stoker.data.images.decode_device import EncodedImage, is_device_decodable
+
+            if is_device_decodable(data, header):
+                buffer.encoded[k] = EncodedImage(data, header, region, resized_size)
+            else:
+                decode.decode_into(data, path, region=region, out=out, header=header)
         else:
             decode.decode_into(data, path, region=region, out=out, header=header)
         if self._defers_decode and buffer.encoded[k] is None:

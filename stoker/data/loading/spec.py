@@ -1,17 +1,19 @@
 """`LoaderSpec`: what a loader loads and how, in one object. Not here: the data set, the cache and the callbacks."""
 
 import dataclasses
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
-from stoker.hardware.device import Device
+
+if TYPE_CHECKING:  # worker processes do without torch
+    from stoker.hardware.device import Device
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoaderSpec:
     """The fixed choices of a `Loader`. Settings of the same names are described in `stoker/config/settings.py`."""
 
-    device: Device
+    device: "Device"
     batch_size: int
     """B, images per batch of this rank."""
     image_size: tuple[int, int]

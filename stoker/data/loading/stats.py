@@ -104,3 +104,5 @@ class LoaderStats:
     """The caller waiting in `__next__`: training is faster than the loader."""
     wait_s_by_stage: dict[str, float]
     """The same by stage, as in `Loader.last_wait`."""
+    processes_cpu_s: float = 0.0
+    """CPU-seconds of the worker processes since they were started."""

@@ -3,13 +3,15 @@
 Made by `loader.py`, filled by `worker_pool.py` and `device_batches.py`, checked by `finalize.py`.
 """
 
-from typing import NamedTuple
-
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from stoker.data.loading.samples import HostBatchBuffer, PendingRead, SampleResult
 from stoker.data.loading.wait_breakdown import Transitions
-from stoker.hardware.device import ReadyEvent, SideStream
+
+if TYPE_CHECKING:  # worker processes do without torch
+    from torch import Tensor
+
+    from stoker.hardware.device import ReadyEvent, SideStream
 
 
 class BatchTask:
@@ -25,12 +27,14 @@ class BatchTask:
         self.num_missing = batch_size
         """The same, plus one while their annotations are written, plus one while the device decoder has not finished
         the batch."""
+        self.is_prepared = False
+        """`SampleStream.prepare` was called for the buffer in this process; worker processes do it for themselves."""
         self.reloaded: list[int] = []
         """Places that were loaded again after the device decoder had finished."""
         self.device_images: tuple[Tensor, ReadyEvent] | None = None
         """uint8 [B, H, W, 3] on the device and when they are complete, where the device decodes."""
 
-    def to_device(self, stream: SideStream) -> tuple[list[Tensor], ReadyEvent]:
+    def to_device(self, stream: "SideStream") -> "tuple[list[Tensor], ReadyEvent]":
         """Copies the batch to the device: tensors in the order of Batch, and when they are complete."""
         if self.device_images is None:
             return stream.to_device(self.buffer.tensors)

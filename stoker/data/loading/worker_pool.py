@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 
 from stoker.data.loading.samples import PendingRead, SampleResult, SampleStream
-from stoker.data.loading.stats import Counters
+from stoker.data.loading.stats import Counters, sum_counters
 from stoker.data.loading.tasks import BatchTask, SampleTask
 from stoker.data.loading.wait_breakdown import DONE
 
@@ -34,10 +34,13 @@ class WorkerPool:
         samples: SampleStream,
         workers: int,
         decode_on_device: Callable[[BatchTask, Counters], None] | None = None,
+        on_batch_loaded: Callable[[BatchTask], None] | None = None,
     ) -> None:
-        """decode_on_device: decodes what the workers leave to the device, on one more thread."""
+        """decode_on_device: decodes what the workers leave to the device, on one more thread. on_batch_loaded: called
+        by the worker that has loaded the last sample of a batch."""
         self.batch_done = threading.Condition()
         self.stopped = False
+        self._on_batch_loaded = on_batch_loaded
         self._samples = samples if decode_on_device is None else samples.with_deferred_decode()
         self._results_lock = threading.Lock()
         self._tasks: list[SampleTask] = []
@@ -62,10 +65,19 @@ class WorkerPool:
         """Samples that wait for a worker."""
         return len(self._tasks)
 
-    def counters(self) -> list[Counters]:
-        """Those of each worker, and the sum of those that have exited."""
+    def total(self) -> tuple[Counters, dict[str, int]]:
+        """`sum_counters` of all workers, also of those that have exited."""
         with self._tasks_changed:
-            return [self._exited_counters, self._device_counters, *self._threads.values()]
+            per_worker = [self._exited_counters, self._device_counters, *self._threads.values()]
+        return sum_counters(per_worker)
+
+    def collect(self) -> None:
+        """Nothing: the workers write their results into the tasks themselves."""
+
+    def wait(self, batch_task: BatchTask) -> None:
+        """Returns when a batch is loaded or the pool was stopped."""
+        with self.batch_done:
+            self.batch_done.wait_for(lambda: batch_task.num_missing == 0 or self.stopped)
 
     def resize(self, workers: int) -> None:
         """Starts workers at once; lets workers exit when they have finished their sample."""
@@ -160,6 +172,8 @@ class WorkerPool:
         with self.batch_done:
             batch_task.num_missing -= 1
             self.batch_done.notify_all()
+        if self._on_batch_loaded is not None:
+            self._on_batch_loaded(batch_task)
 
     def _run_device_decoder(self, decode_on_device: Callable[[BatchTask, Counters], None]) -> None:
         """The thread of the device decoder: one batch after the other, once its samples are loaded."""
@@ -191,6 +205,11 @@ class WorkerPool:
         deadline = time.monotonic() + JOIN_TIMEOUT_S
         for thread in [*self._threads, *([] if self._device_thread is None else [self._device_thread])]:
             thread.join(max(0.0, deadline - time.monotonic()))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all threads have ended. After `join`."""
+        return not any(thread.is_alive() for thread in self._threads)
 
 
 _POOLS: weakref.WeakSet[WorkerPool] = weakref.WeakSet()

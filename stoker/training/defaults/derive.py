@@ -69,6 +69,7 @@ DEFAULTS: dict[str, tuple[Any, str]] = {
     "max_skipped_steps": (20, "twenty skipped steps in a row are not an accident"),
     "seed": (0, "the same command gives the same run"),
     "price_per_device_hour": (0.0, "unknown"),
+    "worker_processes": ("auto", "processes on 8 or more cores that feed a GPU, else threads"),
     "patience": (0, "the learning rate schedule is for the whole length"),
     "checkpoint_every": ("2min", "a killed run loses at most two minutes; saving is in the background"),
     "momentum": (0.9, "usual for any batch size"),

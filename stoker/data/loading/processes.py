@@ -1,0 +1,486 @@
+"""The loader's worker processes, as the training process sees them.
+
+With threads alone, the loader holds the interpreter's lock for about 0.46 ms per sample (`benchmarks/gil.py`), so one
+process cannot feed a device that trains 2,000 images per second. Worker processes run the same worker threads on the
+same code (`process_main.py`) and write pixels and boxes into memory that the training process shares with them
+(`shared_batches.py`); between processes there is one short message per group of samples. A batch is the same, bit for
+bit: what a sample is depends on its position only, and results are applied in the order of the stream (`finalize.py`).
+
+Not for images in a bucket, whose bytes the training process requests ahead, nor for JPEGs that the device decodes.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+import numpy as np
+
+from stoker.data.loading.autotune import MAX_PREFETCH_DEPTH, default_num_workers
+from stoker.data.loading.samples import HostBatchBuffer, SampleResult, SampleStream
+from stoker.data.loading.shared_batches import (
+    CACHE_FULL,
+    FAILED,
+    GROUP,
+    GROUP_LOADED,
+    STOPPED,
+    Ring,
+    RingLayout,
+    create_memory,
+)
+from stoker.data.loading.spec import LoaderSpec
+from stoker.data.loading.stats import Counters
+from stoker.data.loading.tasks import BatchTask
+from stoker.data.loading.worker_pool import JOIN_TIMEOUT_S, MAX_READ_AHEAD
+from stoker.errors import OutOfMemoryError, PreflightError, StokerError
+from stoker.hardware.cgroup import Cgroup, host_cores
+
+if TYPE_CHECKING:
+    from stoker.data.images.pixel_cache import PixelCache
+    from stoker.hardware.device import Device
+
+MIN_CORES = 8
+"""Cores from which on "auto" uses processes. One process decodes as fast as 1 / 0.46 ms allows, which four to eight
+cores do (2 to 4 ms of a core per image): with fewer cores, these are the limit and not the interpreter's lock."""
+CORES_PER_PROCESS, MAX_PROCESSES = 4, 8
+"""So that each process holds its lock for less than half of the time; 8 processes load more than 2,000 images/s."""
+MAX_GROUP_SIZE = 16
+"""Samples of a message: a message costs the training process some 20 µs."""
+MAX_REPORT_BYTES = 1 << 18
+POLL_INTERVAL_MS = 500
+"""How often a wait looks whether the loader was closed by another thread."""
+END_TIMEOUT_S = 5.0
+"""Seconds after which a process that does not end is killed."""
+
+_START = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from stoker.data.loading.process_main import main
+main(*map(int, sys.argv[2:]))
+"""
+"""Not multiprocessing's start methods: `fork` is unsafe where there are threads or CUDA, and `spawn` imports the user's
+script again."""
+
+
+def choose_worker_processes(
+    requested: int | Literal["auto"], *, is_cpu: bool, cores: int, is_remote: bool, jpeg_decoder: str
+) -> tuple[int, str]:
+    """(number of worker processes, 0: threads of the training process; the reason)."""
+    if requested == 0:
+        return 0, "--worker-processes 0"
+    if sys.platform != "linux":
+        return 0, "worker processes need Linux"
+    if is_remote:
+        return 0, "images of a bucket are requested ahead by the training process"
+    if jpeg_decoder != "cpu":
+        return 0, "the GPU decodes the images"
+    if requested != "auto":
+        return requested, f"--worker-processes {requested}"
+    if is_cpu:
+        return 0, "training on a CPU needs fewer images than one process loads"
+    if cores < MIN_CORES:
+        return 0, f"{cores} cores decode no more than one process can hand over"
+    count = min(MAX_PROCESSES, cores // CORES_PER_PROCESS)
+    return count, f"one for {CORES_PER_PROCESS} of {cores} cores, so that the interpreter's lock does not limit loading"
+
+
+class WorkerProcesses:
+    """Worker processes, which serve any number of loaders one after the other or at once. They start at once, while
+    the caller does something else; close them after the loaders. Raises PreflightError where they cannot be started."""
+
+    def __init__(self, count: int, device: "Device") -> None:
+        self.count, self._device = count, device
+        self._oom_kills = Cgroup().oom_kills()
+        self._lock = threading.Lock()
+        self._num_streams = 0
+        self._free_rings: list[tuple[RingLayout, int, Ring]] = []
+        """Memory of streams that were closed, with its descriptor: pinning takes long, so it is used again."""
+        self._controls: list[tuple[socket.socket, Connection]] = []
+        self._children: list[subprocess.Popen[bytes]] = []
+        path = json.dumps([os.path.abspath(entry) for entry in sys.path])
+        variables = {
+            # The environment's way to say what `device.configure_malloc` says; one thread per worker is enough.
+            "MALLOC_MMAP_THRESHOLD_": str(2**30),
+            "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        }
+        self.pin_failure: str | None = None
+        """Why memory could not be pinned, so that copies make the host wait."""
+        self.finalizer = weakref.finalize(self, _end, self._controls, self._children)
+        for number in range(count):
+            ours, theirs = socket.socketpair()
+            with theirs:
+                command = [sys.executable, "-c", _START, path, str(theirs.fileno()), str(number), str(os.getpid())]
+                self._controls.append((ours, Connection(os.dup(ours.fileno()))))
+                try:
+                    child = subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        env=os.environ | variables,
+                        pass_fds=[theirs.fileno()],
+                        process_group=0,  # Ctrl-C in a terminal does not reach it while it starts
+                    )
+                except OSError as error:
+                    self.finalizer()
+                    raise PreflightError(
+                        "A worker process of the loader cannot be started.",
+                        cause=error.strerror or str(error),
+                        fix="--worker-processes 0 loads with threads only",
+                    ) from error
+                self._children.append(child)
+
+    @property
+    def pids(self) -> list[int]:
+        return [child.pid for child in self._children]
+
+    def send(self, number: int, request: str, stream: int, *arguments: Any, fds: Sequence[int] = ()) -> None:
+        """Sends a request to process `number`. Raises StokerError where it has died."""
+        control_socket, control = self._controls[number]
+        try:
+            with self._lock:
+                control.send((request, stream, *arguments))
+                if fds:
+                    socket.send_fds(control_socket, [b"\0"], fds)
+        except (BrokenPipeError, ConnectionResetError):
+            raise self.death_error(number) from None
+
+    def death_error(self, number: int) -> StokerError:
+        """How process `number` ended."""
+        child = self._children[number]
+        location = f"process {number + 1} of {self.count} (pid {child.pid})"
+        try:
+            code = child.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return StokerError("A worker process of the loader closed its connection.", location=location)
+        if code >= 0:
+            what, cause = f"ended with exit code {code}", "its own message is above, on stderr"
+        else:
+            what, cause = f"was killed by {signal.Signals(-code).name}", "a signal from outside, or a bug in a library"
+        if code == -signal.SIGKILL:
+            oom_kills = Cgroup().oom_kills()
+            if oom_kills is not None and oom_kills > (self._oom_kills or 0):
+                return OutOfMemoryError(
+                    "The kernel killed a worker process of the loader, as memory ran out.",
+                    location=location,
+                    fix="--workers or --batch-size with a smaller number; --worker-processes 0 takes less memory",
+                )
+            cause = "the kernel does that when memory runs out (`dmesg` names the process), or somebody did"
+        return StokerError(
+            f"A worker process of the loader {what}.",
+            location=location,
+            cause=cause,
+            fix="the same command continues the run; --worker-processes 0 loads with threads only",
+        )
+
+    def control_fds(self) -> list[int]:
+        return [control_socket.fileno() for control_socket, _ in self._controls]
+
+    def prefetch_depth(self, batch_size: int, least: int) -> int:
+        """Batches ahead of training, as their number is fixed: enough samples that each worker reads ahead. Small
+        batches need more of them."""
+        max_workers = max(self.count, default_num_workers(host_cores(), is_cpu=False))
+        return min(MAX_PREFETCH_DEPTH, max(least, -(-(1 + MAX_READ_AHEAD) * max_workers // batch_size)))
+
+    def open_stream(
+        self, samples: SampleStream, spec: LoaderSpec, cache: "PixelCache | None", num_slots: int
+    ) -> "ProcessStream":
+        """The processes prepare for the samples of a loader, with memory for `num_slots` batches."""
+        layout = RingLayout(num_slots, spec.batch_size, spec.image_size, spec.max_boxes, self.count)
+        with self._lock:
+            self._num_streams += 1
+            number = self._num_streams
+            entry = next((entry for entry in self._free_rings if entry[0] == layout), None)
+            if entry is not None:
+                self._free_rings.remove(entry)
+        if entry is None:
+            fd = create_memory("stoker-batches", layout.nbytes)
+            entry = layout, fd, layout.map(fd)
+            self.pin_failure = self._device.pin(entry[2].memory.ctypes.data, layout.nbytes)
+        return ProcessStream(self, number, entry, samples, spec, cache)
+
+    def release(self, entry: tuple[RingLayout, int, Ring]) -> None:
+        with self._lock:
+            self._free_rings.append(entry)
+
+    def close(self) -> None:
+        """Ends the processes and frees the memory of closed loaders. May be called twice."""
+        self.finalizer()
+        while self._free_rings:
+            _, fd, ring = self._free_rings.pop()
+            self._device.unpin(ring.memory.ctypes.data)
+            os.close(fd)
+
+
+def _end(controls: list[tuple[socket.socket, Connection]], children: list[subprocess.Popen[bytes]]) -> None:
+    for control_socket, control in controls:
+        control.close()
+        control_socket.close()  # which ends the process
+    for child in children:
+        try:
+            child.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+class ProcessStream:
+    """A loader's stream on worker processes: its buffers in shared memory, and the pools that fill them."""
+
+    def __init__(
+        self,
+        processes: WorkerProcesses,
+        number: int,
+        entry: tuple[RingLayout, int, Ring],
+        samples: SampleStream,
+        spec: LoaderSpec,
+        cache: "PixelCache | None",
+    ) -> None:
+        self.processes, self.number, self._entry = processes, number, entry
+        self.layout, memory_fd, self.ring = entry
+        self.ring.clear_counters()
+        self.cache, self.group_size = cache, max(1, min(MAX_GROUP_SIZE, spec.batch_size // processes.count))
+        self.fair_share = -(-self.layout.num_slots * spec.batch_size // processes.count)
+        """Samples that a process has at most, so that the others have some."""
+        self.buffers = [
+            HostBatchBuffer(spec.device, spec.batch_size, spec.image_size, spec.max_boxes, slot.arrays)
+            for slot in self.ring.slots
+        ]
+        self.slot_numbers = {id(buffer): n for n, buffer in enumerate(self.buffers)}
+        self.generation = 0
+        groups_read, self.groups_fd = os.pipe()
+        os.set_blocking(self.groups_fd, False)
+        self.reports, their_reports = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        cache_fd, cache_arguments = (None, None) if cache is None else cache.shared
+        payload_fd = save_payload(
+            {
+                "index": samples.index,
+                "image_indices": samples.image_indices,
+                "spec": dataclasses.replace(spec, device=None),  # type: ignore[arg-type]  # not used there
+                "cache": cache_arguments,
+            }
+        )
+        fds = [payload_fd, memory_fd, groups_read, their_reports.fileno(), *([] if cache_fd is None else [cache_fd])]
+        self._finalizer = weakref.finalize(self, _close_stream, self.groups_fd, self.reports)
+        try:
+            for process in range(processes.count):
+                processes.send(process, "open", number, self.layout, len(fds), fds=fds)
+        finally:
+            os.close(payload_fd)
+            os.close(groups_read)
+            their_reports.close()
+
+    def send_all(self, request: str, *arguments: Any) -> None:
+        for process in range(self.processes.count):
+            self.processes.send(process, request, self.number, *arguments)
+
+    def close(self, *, is_idle: bool) -> None:
+        """Ends the stream in all processes. is_idle: none of them writes any more, so the memory may be used again."""
+        if self._finalizer.alive:
+            self._finalizer()
+            if is_idle:
+                self.processes.release(self._entry)
+
+
+def _close_stream(groups_fd: int, reports: socket.socket) -> None:
+    os.close(groups_fd)
+    reports.close()
+
+
+def save_payload(payload: dict[str, Any]) -> int:
+    """A pickled object in memory that processes can map, its arrays apart, so that they need no copies. The number of
+    parts but one and (start, end) of each come first."""
+    buffers: list[pickle.PickleBuffer] = []
+    parts: list[Any] = [pickle.dumps(payload, protocol=5, buffer_callback=buffers.append)]
+    parts += [buffer.raw() for buffer in buffers]
+    ends, end = [], 8 + 16 * len(parts)
+    for part in parts:
+        start = -(-end // 64) * 64
+        end = start + memoryview(part).nbytes
+        ends.append((start, end))
+    fd = create_memory("stoker-index", end)
+    os.pwrite(fd, np.array([len(buffers), *itertools.chain(*ends)], np.int64).tobytes(), 0)
+    for part, (start, end) in zip(parts, ends, strict=True):
+        view = memoryview(part).cast("B")
+        while start < end:  # a call writes 2 GiB at most
+            start += os.pwrite(fd, view[len(view) - (end - start) :], start)
+    return fd
+
+
+class ProcessPool:
+    """The same as `WorkerPool`, for the loader: gives batches to the processes of a stream, collects the results."""
+
+    def __init__(self, stream: ProcessStream, samples: SampleStream, workers: int) -> None:
+        self.stopped = False
+        self._stream, self._samples, self._workers = stream, samples, workers
+        self._pending: dict[int, BatchTask] = {}
+        """Slot → the batch in it."""
+        self._backlog: deque[bytes] = deque()
+        """Groups for which the pipe has no room yet."""
+        self._num_stopped = self._num_idle = 0
+        self._has_failed = False
+        self._quarantined = dict(samples.quarantined)
+        stream.generation += 1
+        stream.ring.clear_counters()
+        self._lock = threading.Lock()
+        for process, count in enumerate(self._threads_per_process(workers)):
+            stream.processes.send(
+                process, "start", stream.number,
+                stream.generation, count, stream.group_size, stream.fair_share, self._quarantined,
+            )  # fmt: skip
+
+    def _threads_per_process(self, workers: int) -> list[int]:
+        count = self._stream.processes.count
+        return [max(1, workers // count + (process < workers % count)) for process in range(count)]
+
+    @property
+    def num_queued(self) -> int:
+        """Samples that wait for a worker."""
+        num_active = self._stream.ring.read_counters()[1]
+        return max(0, sum(task.num_missing for task in list(self._pending.values())) - sum(num_active.values()))
+
+    def total(self) -> tuple[Counters, dict[str, int]]:
+        """`sum_counters` of all workers of all processes."""
+        return self._stream.ring.read_counters()
+
+    def resize(self, workers: int) -> None:
+        if workers == self._workers or self.stopped:
+            return
+        for process, count in enumerate(self._threads_per_process(workers)):
+            self._stream.processes.send(process, "resize", self._stream.number, count)
+        self._workers = workers
+
+    def submit_batch(self, batch_task: BatchTask) -> None:
+        """Gives the samples of a batch, whose buffer is one of the stream's, to the processes."""
+        stream = self._stream
+        slot, batch_size = stream.slot_numbers[id(batch_task.buffer)], len(batch_task.results)
+        self._exclude_new()
+        stream.ring.slots[slot].counts[:] = 0
+        self._pending[slot] = batch_task
+        for first in range(0, batch_size, stream.group_size):
+            count = min(stream.group_size, batch_size - first)
+            self._backlog.append(GROUP.pack(stream.generation, batch_task.start + first, slot, first, count, 0))
+        self._send_groups()
+
+    def _exclude_new(self) -> None:
+        """Tells the processes of images that were put into quarantine. Until they know, they try such an image again
+        and the result is corrected (`BatchFinalizer`)."""
+        if len(self._quarantined) != len(self._samples.quarantined):
+            for image_index in self._samples.quarantined.keys() - self._quarantined.keys():
+                position = self._quarantined[image_index] = self._samples.quarantined[image_index]
+                self._stream.send_all("exclude", image_index, position)
+
+    def _send_groups(self) -> None:
+        try:
+            while self._backlog:
+                os.write(self._stream.groups_fd, self._backlog[0])
+                self._backlog.popleft()
+        except BlockingIOError:
+            pass  # the next report comes from a process that has taken one
+        except BrokenPipeError:
+            self._raise_death()
+
+    def collect(self) -> None:
+        """Applies what the processes have reported. Raises StokerError where one has died. Also for another thread than
+        the one that waits, which may then notice up to POLL_INTERVAL_MS later."""
+        self._apply(self._poll(0))
+
+    def _poll(self, timeout_ms: float) -> list[tuple[int, int]]:
+        """Waits for reports and for the end of a process."""
+        poller = select.poll()  # a new one, as no other thread can use it meanwhile
+        if (reports_fd := self._stream.reports.fileno()) >= 0:  # not closed meanwhile
+            poller.register(reports_fd, select.POLLIN)
+        for fd in self._stream.processes.control_fds():
+            poller.register(fd, 0)  # poll always reports a closed connection
+        return poller.poll(timeout_ms)
+
+    def wait(self, batch_task: BatchTask) -> None:
+        """Returns when a batch is loaded or the pool was stopped. Raises StokerError where a process has died."""
+        if batch_task.num_missing:
+            while batch_task.num_missing and not self.stopped:
+                self._apply(self._poll(POLL_INTERVAL_MS))
+            for slot, task in [(self._stream.slot_numbers[id(batch_task.buffer)], batch_task), *self._pending.items()]:
+                task.transitions = self._stream.ring.slots[slot].read_transitions()
+
+    def _apply(self, events: list[tuple[int, int]]) -> None:
+        reports_fd = self._stream.reports.fileno()
+        if any(fd == reports_fd for fd, _ in events):
+            with self._lock:
+                while True:
+                    try:
+                        data = self._stream.reports.recv(MAX_REPORT_BYTES, socket.MSG_DONTWAIT)
+                    except BlockingIOError:
+                        break
+                    if not data:
+                        break
+                    self._apply_report(*pickle.loads(data))
+                self._send_groups()
+        if not self.stopped and any(fd != reports_fd for fd, _ in events):
+            self._raise_death()
+
+    def _raise_death(self) -> NoReturn:
+        self._has_failed = True
+        control_fds = self._stream.processes.control_fds()
+        dead = [control_fds.index(fd) for fd, _ in self._poll(1000) if fd in control_fds]
+        raise self._stream.processes.death_error(dead[0] if dead else 0)
+
+    def _apply_report(self, kind: int, *report: Any) -> None:
+        if kind == GROUP_LOADED:
+            generation, slot, first, count, special = report
+            if generation == self._stream.generation:
+                self._apply_group(slot, first, count, special)
+        elif kind == STOPPED:
+            generation, is_idle = report
+            if generation == self._stream.generation:
+                self._num_stopped += 1
+                self._num_idle += is_idle
+        elif kind == CACHE_FULL and self._stream.cache is not None:
+            self._stream.cache.stop_filling(*report)
+        elif kind == FAILED:
+            self._has_failed = True
+            raise report[0]
+
+    def _apply_group(self, slot: int, first: int, count: int, special: dict[int, Any]) -> None:
+        batch_task = self._pending[slot]
+        indices = batch_task.buffer.image_index[first : first + count].tolist()
+        batch_task.results[first : first + count] = [SampleResult(image_index, []) for image_index in indices]
+        for k, result in special.items():
+            batch_task.results[k] = result
+        batch_task.num_missing -= count
+        if not batch_task.num_missing:
+            del self._pending[slot]
+
+    def stop(self) -> None:
+        """Asks the processes to drop what they have not begun. Does not wait."""
+        if not self.stopped:
+            self.stopped = True
+            with contextlib.suppress(StokerError):  # one that has died has stopped, too
+                self._stream.send_all("stop")
+
+    def join(self) -> None:
+        deadline_s = time.monotonic() + JOIN_TIMEOUT_S
+        count = self._stream.processes.count
+        while not self._has_failed and self._num_stopped < count and (left_s := deadline_s - time.monotonic()) > 0:
+            events = self._poll(1000 * left_s)
+            self._apply(events)
+            if any(fd != self._stream.reports.fileno() for fd, _ in events):
+                break
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no process writes into the stream's memory any more. After `join`."""
+        return self._num_idle == self._stream.processes.count

@@ -1,0 +1,157 @@
+"""Batch buffers in memory that the training process shares with its worker processes, and what both know about it.
+
+The memory is a file without a name (`memfd_create`), passed by its descriptor: it needs no room in /dev/shm, which
+containers limit, and is freed when the last process that has it ends. It has a fixed number of slots, one per batch,
+and a row of counters for each process. Worker processes import this module, so it does without torch. The processes:
+`processes.py`; what they run: `process_main.py`.
+"""
+
+import dataclasses
+import math
+import mmap
+import os
+import struct
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from stoker.data.loading.samples import batch_arrays
+from stoker.data.loading.stats import Counters
+from stoker.data.loading.wait_breakdown import DECODING, DONE, IN_FLIGHT, QUEUED, READ, Transitions
+
+GROUP = struct.Struct("<qqiiii")
+"""A group of consecutive samples to load: generation of the stream, position of its first sample in the stream, slot,
+its first place there, number of samples, and padding. It divides the size of a page, so that a pipe, from which all
+processes read, never splits it; and it is at most PIPE_BUF, so that writing it is atomic (pipe(7))."""
+GROUP_LOADED, STOPPED, CACHE_FULL, FAILED = range(4)
+"""What a process reports."""
+
+_STATES = (IN_FLIGHT, READ, DECODING, QUEUED, DONE)
+_CODES = {state: code for code, state in enumerate(_STATES)}
+MAX_TRANSITIONS = 8
+"""Transitions of a sample that are kept. An image takes four; where more of them fail, the last one overwrites the one
+before it, so the sample is at least seen to be DONE."""
+_COUNTER_FIELDS = [field.name for field in dataclasses.fields(Counters) if field.name != "current_stage"]
+_ALIGNMENT = 4096
+"""Slots and images begin on page boundaries; two arrays never share a cache line."""
+
+
+def create_memory(name: str, size_bytes: int) -> int:
+    """The descriptor of zeroed memory. Raises OSError."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    os.ftruncate(fd, size_bytes)
+    return fd
+
+
+@dataclasses.dataclass(frozen=True)
+class RingLayout:
+    """Where everything is in the memory of a stream."""
+
+    num_slots: int
+    batch_size: int
+    image_size: tuple[int, int]
+    max_boxes: int
+    num_processes: int
+
+    def _slot_arrays(self) -> list[tuple[tuple[int, ...], DTypeLike]]:
+        batch = [((self.batch_size, *shape), dtype) for shape, dtype in batch_arrays(self.image_size, self.max_boxes)]
+        transitions: list[tuple[tuple[int, ...], DTypeLike]] = [
+            ((self.batch_size, MAX_TRANSITIONS), np.float64),
+            ((self.batch_size, MAX_TRANSITIONS), np.uint8),
+            ((self.batch_size,), np.uint8),
+        ]
+        return batch + transitions
+
+    def _all_arrays(self) -> list[tuple[tuple[int, ...], DTypeLike]]:
+        counters = (self.num_processes, len(_COUNTER_FIELDS) + 3), np.float64
+        return [*(self._slot_arrays() * self.num_slots), counters]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(_aligned_bytes(shape, dtype) for shape, dtype in self._all_arrays())
+
+    def map(self, fd: int) -> "Ring":
+        # All pages at once: one by one, at the first write of each process, takes several times as long.
+        pages = mmap.mmap(fd, self.nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        memory = np.frombuffer(pages, np.uint8)
+        arrays, offset = [], 0
+        for shape, dtype in self._all_arrays():
+            nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+            arrays.append(memory[offset : offset + nbytes].view(dtype).reshape(shape))
+            offset += _aligned_bytes(shape, dtype)
+        per_slot = len(self._slot_arrays())
+        slots = [arrays[first : first + per_slot] for first in range(0, len(arrays) - 1, per_slot)]
+        return Ring(memory, [SharedSlot(slot[:-3], *slot[-3:]) for slot in slots], arrays[-1])
+
+
+def _aligned_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
+    return -(-math.prod(shape) * np.dtype(dtype).itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
+@dataclasses.dataclass
+class SharedSlot:
+    """The memory of one batch."""
+
+    arrays: list[NDArray[Any]]
+    """For `HostBatchBuffer`."""
+    times: NDArray[np.float64]
+    """[B, MAX_TRANSITIONS] with the next two: the transitions of each sample."""
+    codes: NDArray[np.uint8]
+    counts: NDArray[np.uint8]
+
+    def read_transitions(self) -> list[Transitions]:
+        """Of each sample, so far."""
+        counts, times, codes = self.counts.tolist(), self.times.tolist(), self.codes.tolist()
+        return [
+            [(row_times[n], _STATES[row_codes[n]]) for n in range(count)]
+            for count, row_times, row_codes in zip(counts, times, codes, strict=True)
+        ]
+
+
+class SharedTransitions(Transitions):
+    """The transitions of a sample that a worker process is loading, written where the training process sees them."""
+
+    def __init__(self, slot: SharedSlot, k: int) -> None:
+        super().__init__()
+        self._times, self._codes, self._counts, self._k = slot.times[k], slot.codes[k], slot.counts, k
+        self._count = 0
+
+    def append(self, transition: tuple[float, str]) -> None:
+        n = min(self._count, MAX_TRANSITIONS - 1)
+        self._times[n], self._codes[n] = transition[0], _CODES[transition[1]]
+        self._count = n + 1
+        self._counts[self._k] = n + 1
+
+
+@dataclasses.dataclass
+class Ring:
+    """The memory of a stream as one process sees it."""
+
+    memory: NDArray[np.uint8]
+    slots: list[SharedSlot]
+    _counters: NDArray[np.float64]
+    """[P, …]: the fields of `Counters`, CPU-seconds of the process, workers that READ and that are DECODING."""
+
+    def write_counters(self, process: int, total: Counters, num_active: dict[str, int], cpu_s: float) -> None:
+        self._counters[process] = [
+            *(getattr(total, name) for name in _COUNTER_FIELDS), cpu_s, num_active[READ], num_active[DECODING]
+        ]  # fmt: skip
+
+    def read_counters(self) -> tuple[Counters, dict[str, int]]:
+        """(the sum over all processes; workers READING and DECODING), as in `stats.sum_counters`."""
+        sums = dict(zip(_COUNTER_FIELDS, self._counters.sum(0).tolist(), strict=False))
+        total = Counters()
+        for name, value in sums.items():
+            setattr(total, name, type(getattr(total, name))(value))
+        reading, decoding = self._counters[:, -2:].sum(0).tolist()
+        return total, {READ: int(reading), DECODING: int(decoding)}
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU-seconds of the processes since the stream was opened."""
+        return float(self._counters[:, -3].sum())
+
+    def clear_counters(self) -> None:
+        self._counters[:, :-3] = 0
+        self._counters[:, -2:] = 0
