@@ -126,7 +126,8 @@ def find_nan_losses(lines: tuple[LogLine, ...]) -> list[LogLine]:
 
 
 _PROGRESS_PATTERN = re.compile(
-    r"(?i)(?<!\*\* )(?<!job )\b(epoch|step|iter(ation)?s?)\b[^a-z\n]{0,4}\d|\d ?(it|img|images|samples|examples|steps)/s(ec)?\b|\ds/it\b|"
+    r"(?i)(?<!\*\* )(?<!job )\b(epoch|step|iter(ation)?s?)\b[^a-z\n]{0,4}\d|"
+    r"\d ?(it|img|images|samples|examples|steps)/s(ec)?\b|\ds/it\b|"
     r"\bloss\w{0,20}['\"]?\s*[:=]\s*['\"]?\d|\bETA:|\beta: \d"
 )
 

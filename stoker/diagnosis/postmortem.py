@@ -210,8 +210,7 @@ def _find_reasons(termination: Termination, matches: list[_Match], nan_losses: l
     decisive = [
         match
         for match in matches
-        if not match.log_pattern.harmless
-        and (match.failure.role == "stop" or not _reports_no_failure(match.line.text))
+        if not match.log_pattern.harmless and (match.failure.role == "stop" or not _reports_no_failure(match.line.text))
     ]
     spans = find_tracebacks(lines)
     late = [match for match in decisive if not _was_survived(match.line_index, progress, spans)]

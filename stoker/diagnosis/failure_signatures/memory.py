@@ -52,7 +52,7 @@ MEMORY = (
         r"can't start new thread",
         r"libgomp: Thread creation failed",
         r"pthread_create failed",
-        r"Resource temporarily unavailable",
+        r"(?<!error message = ')Resource temporarily unavailable",
         r"fork: retry: ",
         r"Thread .{0,60}creation via pthread_create\(\) failed",
         fix="Use fewer loader processes, set OMP_NUM_THREADS=1 in each of them, and raise the limit of processes "
