@@ -89,7 +89,7 @@ _THREAD_EXCEPTION = re.compile(r"Exception in thread ")
 def drop_ignored_exceptions(lines: tuple[LogLine, ...]) -> tuple[LogLine, ...]:
     """The lines without the tracebacks that Python prints for an exception in a finalizer, and wandb for one after
     which it tries again: neither ends a job."""
-    ignored = set()
+    ignored: set[int] = set()
     for start, last in find_tracebacks(lines):
         if start and _IGNORED_EXCEPTION.match(lines[start - 1].text):
             ignored.update(range(start - 1, last + 1))

@@ -58,6 +58,13 @@ def test_there_are_enough_samples_and_each_has_a_source() -> None:
     assert len(named) >= MIN_SIGNATURES
 
 
+def test_each_row_with_patterns_has_a_sample() -> None:
+    """Except remarks that are no alarm; healthy logs have their lines."""
+    named = {id for sample in SAMPLES for id in expected(sample)}
+    rows = {failure.id for failure in FAILURE_SIGNATURES.values() if failure.log_patterns}
+    assert rows - named == {"no_gpu_driver"}
+
+
 def misnamed(sample: dict[str, Any], text: str, exit_codes: set[int | None]) -> list[str]:
     """A line for each exit code with which the first finding is not an expected one."""
     first = {exit_code: (alarms(text, exit_code) or [None])[0] for exit_code in exit_codes}

@@ -384,7 +384,7 @@ CHECKPOINTS = (
         r"Couldn't instantiate the backend tokenizer",
         r"Can't load tokenizer for '",
         r"the tokenizer does not have a padding token",
-        fix="Save the tokenizer beside the model (save_pretrained) or name the base model; for the padding token: "
+        fix="Save the tokenizer with the model (save_pretrained) or name the base model; for the padding token: "
         "tokenizer.pad_token = tokenizer.eos_token",
         seen=("transformers: tokenization_utils_base.py",),
     ),
