@@ -246,6 +246,8 @@ def _add_steady(run_records: RunRecords, window: StepWindow, *, excluded: tuple[
     steady.wall_s += max(0.0, device_s) / max(1, window.devices)
     steady.steps += window.window_steps
     steady.compile_windows += window.phases.get("compile", 0.0) > 0
+    if window.recompiles is not None:
+        steady.recompile_windows = (steady.recompile_windows or 0) + (window.recompiles > 0)
     if window.num_images:
         steady.num_images += window.num_images
         steady.steps_with_image_count += window.window_steps

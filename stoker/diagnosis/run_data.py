@@ -33,6 +33,8 @@ class SteadyStats:
     """Steps of windows that have a number of images."""
     compile_windows: int = 0
     """Windows in which something was compiled."""
+    recompile_windows: int | None = None
+    """Windows in which something was compiled that had been compiled before. None: not measured."""
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -49,6 +49,9 @@ class StepWindow(msgspec.Struct, kw_only=True, omit_defaults=True):
     process_cpu_s: float | None = None
     """CPU-seconds of the training process in the window: all its threads, without its children. More than
     `thread_cpu_s` adds up to: other threads of it compute."""
+    recompiles: int | None = None
+    """Compilations of the window of functions that had been compiled before. None: not measured (only TensorFlow's
+    traces are)."""
 
 
 class TraceWindow(msgspec.Struct, kw_only=True, omit_defaults=True):

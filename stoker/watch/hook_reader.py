@@ -47,6 +47,8 @@ class RankWindow:
     lr: float | None
     process_cpu_s: float | None
     """CPU-seconds of the process, all its threads."""
+    recompiles: int | None = None
+    """As in `StepWindow`."""
 
 
 class RankTimeBreakdown:
@@ -60,7 +62,7 @@ class RankTimeBreakdown:
         self._start_s = start_s
         self._ended_phases: dict[str, float] = {}
         self._ended_cpu: dict[str, float] = {}
-        self._ended_counts = {"steps": 0.0, "num_images": 0.0}
+        self._ended_counts = {"steps": 0.0, "num_images": 0.0, "recompiles": 0.0}
         self._current: HookState | None = None
         self._ended_names: set[str] = set()
         self._offset: dict[str, float] = {}
@@ -68,7 +70,8 @@ class RankTimeBreakdown:
         self._reported_phases: dict[str, float] = {}
         self._reported_cpu: dict[str, float] = {}
         self._ended_process_cpu_s = self._offset_process_cpu_s = self._reported_process_cpu_s = 0.0
-        self._reported_counts = {"steps": 0, "num_images": 0}
+        self._reported_counts = {"steps": 0, "num_images": 0, "recompiles": 0}
+        self._counts_recompiles = False
         self._window_start_s = self._last_alive_s = start_s
         self._trained_until_s = 0.0
 
@@ -103,6 +106,7 @@ class RankTimeBreakdown:
             self._offset_process_cpu_s = (best.process_cpu_s or 0.0) if is_late else 0.0
             current = best
         self._current = current
+        self._counts_recompiles |= any(state.values["recompiles"] >= 0 for state in (*living, *ended))
         if current is not None:
             self._last_alive_s = now_s
 
@@ -110,7 +114,7 @@ class RankTimeBreakdown:
         self._ended_phases = _add(self._ended_phases, self._observed_phases(state, now_s))
         self._ended_cpu = _add(self._ended_cpu, _subtract(cpu_by_phase(state), self._offset_cpu))
         self._ended_process_cpu_s += (state.process_cpu_s or 0.0) - self._offset_process_cpu_s
-        self._ended_counts = {name: count + state.values[name] for name, count in self._ended_counts.items()}
+        self._ended_counts = {name: count + max(0.0, state.values[name]) for name, count in self._ended_counts.items()}
         if state.values["steps"]:
             self._trained_until_s = state.values["last_update"]
         self._current, self._offset, self._offset_cpu, self._offset_process_cpu_s = None, {}, {}, 0.0
@@ -121,7 +125,8 @@ class RankTimeBreakdown:
         return _subtract(phase_seconds(state, now_s), self._offset)
 
     def _total(self, name: str) -> int:
-        return round(self._ended_counts[name] + (self._current.values[name] if self._current is not None else 0.0))
+        current = 0.0 if self._current is None else max(0.0, self._current.values[name])
+        return round(self._ended_counts[name] + current)
 
     def next_window(self, now_s: float, wall_s: float, *, rank: int, devices: int) -> RankWindow:
         """The window since the last one."""
@@ -150,6 +155,8 @@ class RankTimeBreakdown:
             thread_cpu_s=cpu, step=self.steps, steps=max(0, self._reported_counts["steps"] - previous["steps"]),
             num_images=max(0, self._reported_counts["num_images"] - previous["num_images"]), lr=lr if lr >= 0 else None,
             process_cpu_s=self._next_process_cpu_s(),
+            recompiles=max(0, self._reported_counts["recompiles"] - previous["recompiles"])
+            if self._counts_recompiles else None,
         )  # fmt: skip
 
     def _next_process_cpu_s(self) -> float | None:

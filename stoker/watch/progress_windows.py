@@ -102,6 +102,7 @@ class ProgressWindows:
             grad_norm=self._grad_norm,
             thread_cpu_s={} if rank_window is None else rank_window.thread_cpu_s,
             process_cpu_s=None if rank_window is None else rank_window.process_cpu_s,
+            recompiles=None if rank_window is None else rank_window.recompiles,
         )
         self.start_s, self._window_step = now_s, self.step
         self._losses, self._grad_norm, self._img_per_s = {}, None, None

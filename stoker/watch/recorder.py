@@ -292,6 +292,7 @@ def _make_step_window(rank_window: RankWindow, rank0_window: StepWindow) -> Step
         lr=rank_window.lr,
         thread_cpu_s=rank_window.thread_cpu_s,
         process_cpu_s=rank_window.process_cpu_s,
+        recompiles=rank_window.recompiles,
     )
 
 

@@ -284,6 +284,83 @@ with open("known.json", "w") as file:
     json.dump(known, file)
 """
 
+TENSORFLOW = """
+import json, os, sys, time
+os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+import numpy
+import tensorflow as tf
+
+how = sys.argv[1]
+known = {"wait": 0.0, "compile": 0.0, "eval": 0.0, "steps": 0, "traces": 0}
+IMAGE_SIZE = 64
+
+
+def load(i):
+    if how == "storage":
+        time.sleep(0.02)  # a read from a slow storage
+    begun = time.thread_time()
+    while how == "decode" and time.thread_time() - begun < 0.02:
+        pass
+    return numpy.full((IMAGE_SIZE, IMAGE_SIZE, 3), i % 7, numpy.float32), numpy.int32(i % 10)
+
+
+def images(n):
+    for i in range(n):
+        yield load(i)
+
+
+def make_dataset(n, batch_size=4):
+    kinds = (tf.TensorSpec((IMAGE_SIZE, IMAGE_SIZE, 3)), tf.TensorSpec((), tf.int32))
+    return tf.data.Dataset.from_generator(images, args=[n], output_signature=kinds).batch(batch_size)
+
+
+layers = [tf.keras.layers.Conv2D(8, 3, activation="relu") for _ in range(4)]
+model = tf.keras.Sequential([*layers, tf.keras.layers.GlobalAveragePooling2D(), tf.keras.layers.Dense(10)])
+measure = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+optimizer = tf.keras.optimizers.SGD(0.01)
+
+
+@tf.function
+def train_step(x, y, step):
+    known["traces"] += 1
+    with tf.GradientTape() as tape:
+        loss = measure(y, model(x, training=True))
+    gradients = tape.gradient(loss, model.trainable_variables)
+    optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+    return loss
+
+
+@tf.function
+def test_step(x, y):
+    return measure(y, model(x, training=False))
+
+
+def timed_next(iterator, name):
+    begun = time.perf_counter()
+    batch = next(iterator, None)
+    if known["steps"]:
+        known[name] += time.perf_counter() - begun
+    return batch
+
+
+for epoch in range(2):
+    iterator = iter(make_dataset(int(sys.argv[2])))
+    while (batch := timed_next(iterator, "wait")) is not None:
+        begun, traces = time.perf_counter(), known["traces"]
+        # a number of Python is a constant of the graph
+        loss = train_step(*batch, known["steps"] if how == "retraces" else tf.constant(known["steps"]))
+        if known["traces"] > traces and known["steps"]:
+            known["compile"] += time.perf_counter() - begun
+        known["steps"] += 1
+    begun = time.perf_counter()
+    for x, y in make_dataset(16):
+        test_step(x, y)
+    known["eval"] += time.perf_counter() - begun
+    tf.train.Checkpoint(model=model).save("checkpoints/ckpt")
+with open("known.json", "w") as file:
+    json.dump(known, file)
+"""
+
 RANKS = (
     DATA
     + """

@@ -92,7 +92,8 @@ RECOMPILES = Cause(
         "min_windows": Threshold(
             4,
             "windows with a compilation after the first steps, fewer in a job without a clock (see below): evaluation "
-            "and the last, smaller batch are compiled once more (heuristic)",
+            "and the last, smaller batch are compiled once more (heuristic). In TensorFlow, with a trace of a function "
+            "that was traced before",
         ),
         "min_stack_windows": Threshold(2, "lines of stacks.jsonl with a compilation, of ten seconds each (heuristic)"),
         "min_stack_fraction": Threshold(0.10, "fraction of the stack samples in a compilation (heuristic)"),
@@ -237,6 +238,10 @@ def _is_thread_idle(run: RunRecords, fraction: float) -> bool | None:
 
 
 def recompiles(run: RunRecords) -> Finding | None:
+    """By the count of repeated compilations; without it, by windows or stack samples with any compilation."""
+    recompile_windows = run.steady.recompile_windows
+    if recompile_windows is not None and recompile_windows < RECOMPILES.threshold("min_windows"):
+        return None
     compile_s = run.steady.phases.get("compile", 0.0)
     if compile_s > 0 and is_long_enough(run):
         if run.steady.compile_windows < RECOMPILES.threshold("min_windows"):

@@ -2,9 +2,10 @@
 
 `start` waits for the import of a framework (a finder in `sys.meta_path`); only then are the modules imported that time
 it: `torch_loop.py` (loaders, optimizers, checkpoints, compilation), `torch_comm.py` (collectives), `keras_loop.py`
-(`fit`) and `tensorflow_input.py` (waits inside its graphs). All of them report to `clock.py`, whose values are in
-shared memory that the watcher reads (`stoker/watch/hook_state.py`). Only the standard library and syntax of Python 3.8;
-nothing of stoker. An error here is written to a file once (`failures.py`), and the job goes on.
+(`fit`), `tensorflow_loop.py` (loops that users write) and `tensorflow_input.py` (waits inside graphs). All of them
+report to `clock.py`, whose values are in shared memory that the watcher reads (`stoker/watch/hook_state.py`). Only the
+standard library and syntax of Python 3.8; nothing of stoker. An error here is written to a file once (`failures.py`),
+and the job goes on.
 """
 
 import os
@@ -39,6 +40,17 @@ PATCHES = {
     "keras.src.models.model": ("keras_loop", "patch_save"),
     "keras.src.backend.torch.trainer": ("keras_loop", "patch_torch_trainer"),
     "keras.src.backend.tensorflow.trainer": ("keras_loop", "patch_tensorflow_trainer"),
+    "keras.src.backend.tensorflow.optimizer": ("tensorflow_loop", "patch_keras_optimizer"),
+    "keras.src.optimizers.optimizer": ("tensorflow_loop", "patch_old_keras_optimizer"),
+    "tensorflow.python.data.ops.iterator_ops": ("tensorflow_loop", "patch_iterators"),
+    "tensorflow.python.distribute.input_lib": ("tensorflow_loop", "patch_distributed_iterators"),
+    "tensorflow.python.eager.polymorphic_function.polymorphic_function": ("tensorflow_loop", "patch_functions"),
+    "tensorflow.python.eager.def_function": ("tensorflow_loop", "patch_functions"),
+    "tensorflow.python.eager.backprop": ("tensorflow_loop", "patch_gradients"),
+    "tensorflow.python.framework.func_graph": ("tensorflow_loop", "patch_tracing"),
+    "tensorflow.python.checkpoint.checkpoint": ("tensorflow_loop", "patch_checkpoints"),
+    "tensorflow.python.checkpoint.checkpoint_management": ("tensorflow_loop", "patch_checkpoint_manager"),
+    "tensorflow.python.saved_model.save": ("tensorflow_loop", "patch_saved_model"),
 }  # fmt: skip
 """Module of a framework → (module of the hook, function) to call after its import."""
 

@@ -33,17 +33,18 @@ if TYPE_CHECKING:
 
 SLOTS = (
     "begin", "last_update", "current_slot", "ended", "rank", "world", "steps", "batches", "num_images", "epochs", "lr",
-    "first_step", "device", "busy", "device_comm", "syncs", "workers",
+    "first_step", "device", "busy", "device_comm", "syncs", "workers", "recompiles",
     "startup", "input_wait", "compute", "work", "after_step", "host", "comm", "checkpoint", "eval", "compile",
     "maybe_wait", "maybe_work", "graph",
 )  # fmt: skip
 """The last thirteen are seconds that add up to last_update − begin (CLOCK_MONOTONIC, the same in all processes of a
 machine). The CPU-seconds of the training thread in each of them follow, in the same order. `workers`: processes of the
-newest training loader, −1 if not known. `current_slot`: index of the running slot. `device`: 1 if `busy` and
+newest training loader, −1 if not known. `recompiles`: traces of functions that had been traced before, −1 if not
+known. `current_slot`: index of the running slot. `device`: 1 if `busy` and
 `device_comm` are seconds of the device's clock. `graph`: steps of TensorFlow that fetch their batches themselves."""
 
 (BEGIN, LAST_UPDATE, CURRENT_SLOT, ENDED, RANK, WORLD, STEPS, BATCHES, IMAGES, EPOCHS, LR,
- FIRST_STEP, DEVICE, BUSY, DEVICE_COMM, SYNCS, WORKERS,
+ FIRST_STEP, DEVICE, BUSY, DEVICE_COMM, SYNCS, WORKERS, RECOMPILES,
  STARTUP, INPUT_WAIT, COMPUTE, WORK, AFTER_STEP, HOST, COMM, CHECKPOINT, EVAL, COMPILE,
  MAYBE_WAIT, MAYBE_WORK, GRAPH) = range(len(SLOTS))  # fmt: skip
 
@@ -101,7 +102,8 @@ class PhaseClock:
         self._other_steps = 0
         self.device_events: Any = None
         """Events of the device, if there is one."""
-        self.values[RANK] = self.values[WORLD] = self.values[LR] = self.values[WORKERS] = -1.0
+        for unknown in (RANK, WORLD, LR, WORKERS, RECOMPILES):
+            self.values[unknown] = -1.0
         self.values[BEGIN] = self.values[LAST_UPDATE] = self._last = monotonic()
         self._last_cpu = thread_time()
         self.values[CURRENT_SLOT] = STARTUP
@@ -219,6 +221,14 @@ class PhaseClock:
     def is_outside_phases(self) -> bool:
         """Whether this is the training thread, outside of explicit phases."""
         return self.enabled and len(self._stack) == 1 and get_ident() == self.thread_id
+
+    def is_in(self, slot: int) -> bool:
+        """Whether the training thread is in this explicit phase."""
+        return self._stack[-1] == slot
+
+    def has_batch(self) -> bool:
+        """Whether there was a batch since the last step."""
+        return self._stack[0] in (COMPUTE, MAYBE_WORK)
 
     def begin_step(self) -> None:
         """The time since the last step was the host's."""

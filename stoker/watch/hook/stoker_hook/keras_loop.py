@@ -63,12 +63,25 @@ def patch_torch_trainer(module: "Any") -> None:
 
 
 def patch_tensorflow_trainer(module: "Any") -> None:
-    from . import tensorflow_input
+    from .tensorflow_input import run_graph_step
+    from .tensorflow_loop import state, wrap_fit
 
     trainer = module.TensorFlowTrainer
     _patch_evaluation(trainer)
     clock.publish(_framework_name("tensorflow"))
-    _patch_train_function(trainer, tensorflow_input.wrap_train_step)
+    trainer.fit = wrap_fit(trainer.fit)
+
+    def wrap_step(self: "Any", step: "Any") -> "Any":
+        def train_function(*args: "Any", **kwargs: "Any") -> "Any":
+            # `train_on_batch` has its batch already: its step is timed as that of any `tf.function`
+            if not state.in_fit or not clock.is_outside_phases():
+                return step(*args, **kwargs)
+            steps = int(getattr(self, "steps_per_execution", 1) or 1)
+            return run_graph_step(self, lambda: step(*args, **kwargs), steps)
+
+        return train_function
+
+    _patch_train_function(trainer, wrap_step)
 
 
 def _patch_evaluation(trainer: "Any") -> None:

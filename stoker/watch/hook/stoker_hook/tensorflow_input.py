@@ -1,7 +1,7 @@
 """The fraction of a TensorFlow step that waits for its input, from TensorFlow's profiler.
 
-A step of `fit` fetches its batches inside its graph, where Python cannot time it. So once a minute a few steps run
-under the profiler, and the trace is written next to the state file for the watcher
+A step of `fit`, or one that is given an iterator, fetches its batches inside its graph, where Python cannot time it. So
+once a minute a few steps run under the profiler, and the trace is written next to the state file for the watcher
 (`stoker/watch/tensorflow_trace.py`). At other times the profiler is off, and a profiler session of the user has
 priority.
 """
@@ -97,25 +97,18 @@ class ProfilerSampler:
 sampler = ProfilerSampler()
 
 
-def wrap_train_step(model: "Any", step: "Any") -> "Any":
-    """A model's train_function, timed."""
-
-    def train_function(*args: "Any", **kwargs: "Any") -> "Any":
-        if not clock.is_outside_phases():
-            return step(*args, **kwargs)
-        clock.begin_step()
-        sampler.before_step(clock.values[BATCHES])
-        if not clock.enter(GRAPH):
-            return step(*args, **kwargs)
-        start_s = monotonic()
-        try:
-            result = step(*args, **kwargs)
-        finally:
-            clock.leave()
-            sampler.after_step(monotonic() - start_s)
-        steps = int(getattr(model, "steps_per_execution", 1) or 1)
-        clock.values[BATCHES] += steps
-        clock.count_optimizer_step(model, None, steps)
-        return result
-
-    return train_function
+def run_graph_step(owner: "Any", call: "Any", steps: int = 1) -> "Any":
+    """Calls a step that fetches its batches inside its graph. owner: its model or function; steps: in one call."""
+    clock.begin_step()
+    sampler.before_step(clock.values[BATCHES])
+    if not clock.enter(GRAPH):
+        return call()
+    start_s = monotonic()
+    try:
+        result = call()
+    finally:
+        clock.leave()
+        sampler.after_step(monotonic() - start_s)
+    clock.values[BATCHES] += steps
+    clock.count_optimizer_step(owner, None, steps)
+    return result

@@ -1,0 +1,246 @@
+"""Hooks for training loops of TensorFlow that users write: batches of eager iterators, calls of a `tf.function`,
+tracing, checkpoints.
+
+A step is a call of a `tf.function` whose trace took a gradient (`GradientTape.gradient`, as the backward of torch), or
+an optimizer's update outside of graphs. A call that traces is `compile` as a whole: the first run of a new graph
+optimizes and compiles it in C++. A trace is a recompilation if the same Python function was traced in an earlier call.
+A step that is given an iterator fetches its batches inside its graph, as in Keras' `fit` (`keras_loop.py`,
+`tensorflow_input.py`); inside of `fit` only traces are timed here. One function per module of TensorFlow, called after
+its import. Not timed: calls of a ConcreteFunction, sessions of TensorFlow 1.
+"""
+
+from _thread import get_ident
+from functools import wraps
+
+from .clock import CHECKPOINT, COMPILE, COMPUTE, RECOMPILES, BatchSource, clock, wrap_timed
+from .failures import report_failure
+from .tensorflow_input import run_graph_step
+from .torch_loop import SOURCE_ATTR, count_images
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+TRAINS_ATTR = "_stoker_trains"
+"""Attribute of a `tf.function` whose trace took a gradient."""
+
+
+class LoopState:
+    """The outermost `tf.function` that the training thread is in."""
+
+    def __init__(self) -> None:
+        self.function: Any = None
+        self.has_traced = False
+        self.is_compiling = False
+        """A trace has begun the phase `compile`, which ends with the call."""
+        self.in_fit = False
+        """Keras runs the loop."""
+        self.traced_code: set[Any] = set()
+        self.is_published = False
+
+
+state = LoopState()
+
+
+def _is_outside() -> bool:
+    """Whether this is the user's loop, in the training thread."""
+    return state.function is None and not state.in_fit and clock.is_outside_phases()
+
+
+def patch_iterators(module: "Any") -> None:
+    """tensorflow.python.data.ops.iterator_ops: `next` of the iterator of a dataset, outside of graphs."""
+    _patch_next(module.OwnedIterator, "_next_internal")
+
+
+def patch_distributed_iterators(module: "Any") -> None:
+    """tensorflow.python.distribute.input_lib: iterators of tf.distribute, which call those of their datasets."""
+    _patch_next(module.DistributedIteratorBase, "__next__")
+
+
+def _patch_next(cls: "Any", name: str) -> None:
+    original = getattr(cls, name)
+
+    @wraps(original)
+    def next_batch(self: "Any") -> "Any":
+        if not _is_outside():
+            return original(self)
+        source = self.__dict__.get(SOURCE_ATTR)
+        if source is None:
+            source = self.__dict__[SOURCE_ATTR] = BatchSource()
+        clock.begin_wait(source, False)
+        try:
+            batch = original(self)
+        except BaseException as error:
+            is_end = isinstance(error, StopIteration) or type(error).__name__ == "OutOfRangeError"
+            clock.end_source(source, failed=not is_end)
+            raise
+        clock.end_wait(source, _count_images(batch))
+        return batch
+
+    setattr(cls, name, next_batch)
+
+
+def _count_images(batch: "Any") -> int:
+    try:
+        return count_images(batch)
+    except Exception as error:  # noqa: BLE001 (a type of batch that has no length: its images are not counted)
+        report_failure("batch size", error)
+        return 0
+
+
+def patch_functions(module: "Any") -> None:
+    """tensorflow.python.eager.polymorphic_function.polymorphic_function (up to 2.9 `def_function`): each call of a
+    `tf.function`."""
+    cls = module.Function
+    if cls.__module__ != module.__name__:  # the old name of the module
+        return
+    original = cls.__call__
+
+    @wraps(original)
+    def __call__(self: "Any", *args: "Any", **kwargs: "Any") -> "Any":
+        if state.function is not None or not clock.enabled or get_ident() != clock.thread_id:
+            return original(self, *args, **kwargs)
+        if not _is_outside():
+            return _call(original, self, args, kwargs)
+        trains = TRAINS_ATTR in self.__dict__
+        if trains and any(type(arg).__name__.endswith("Iterator") for arg in args):
+            return run_graph_step(self, lambda: _call(original, self, args, kwargs))
+        is_entered = False
+        if trains:
+            clock.confirm_training()
+            # without a batch since the last step: a second function of the step, or batches from elsewhere
+            is_entered = not clock.has_batch() and clock.enter(COMPUTE)
+        try:
+            result = _call(original, self, args, kwargs)
+        finally:
+            if is_entered:
+                clock.leave()
+        if TRAINS_ATTR in self.__dict__:
+            _count_step(self)
+        return result
+
+    cls.__call__ = __call__
+
+
+def _call(original: "Any", function: "Any", args: "Any", kwargs: "Any") -> "Any":
+    """Calls the outermost `tf.function`, and counts a recompilation."""
+    state.function, state.has_traced, state.is_compiling = function, False, False
+    try:
+        return original(function, *args, **kwargs)
+    finally:
+        state.function = None
+        if state.is_compiling:
+            clock.leave()
+        if state.has_traced:
+            _count_trace(function)
+
+
+def _count_trace(function: "Any") -> None:
+    """By code: a `tf.function` that is created again for each step is traced again, too."""
+    try:
+        python_function = function.python_function
+        while hasattr(python_function, "__wrapped__"):
+            python_function = python_function.__wrapped__
+        code = getattr(python_function, "__code__", None) or id(function)
+        clock.values[RECOMPILES] = max(0.0, clock.values[RECOMPILES]) + (code in state.traced_code)
+        state.traced_code.add(code)
+    except Exception as error:  # noqa: BLE001
+        report_failure("recompilations", error)
+
+
+def _count_step(stepper: "Any") -> None:
+    """stepper: a function or an optimizer."""
+    if not state.is_published:
+        from sys import modules
+
+        state.is_published = True
+        clock.publish(f"TensorFlow {getattr(modules.get('tensorflow'), '__version__', '')}".rstrip())
+    clock.count_optimizer_step(stepper, None)
+
+
+def patch_tracing(module: "Any") -> None:
+    """tensorflow.python.framework.func_graph: from Python code to a graph; nested traces count once."""
+    original = module.func_graph_from_py_func
+
+    @wraps(original)
+    def func_graph_from_py_func(*args: "Any", **kwargs: "Any") -> "Any":
+        if get_ident() != clock.thread_id:
+            return original(*args, **kwargs)
+        state.has_traced = True
+        if clock.is_in(CHECKPOINT) or not clock.enter(COMPILE):
+            return original(*args, **kwargs)
+        state.is_compiling = state.function is not None
+        try:
+            return original(*args, **kwargs)
+        finally:
+            if state.function is None:
+                clock.leave()
+
+    module.func_graph_from_py_func = func_graph_from_py_func
+
+
+def patch_gradients(module: "Any") -> None:
+    """tensorflow.python.eager.backprop: a gradient means that the batches before it were for training."""
+    original = module.GradientTape.gradient
+
+    @wraps(original)
+    def gradient(*args: "Any", **kwargs: "Any") -> "Any":
+        if state.function is not None:  # replicas of tf.distribute are traced in threads of their own
+            state.function.__dict__[TRAINS_ATTR] = True
+        elif _is_outside():
+            clock.confirm_training()
+        return original(*args, **kwargs)
+
+    module.GradientTape.gradient = gradient
+
+
+def patch_keras_optimizer(module: "Any") -> None:
+    """keras.src.backend.tensorflow.optimizer: `apply`, which `apply_gradients` calls."""
+    _patch_apply(module.TFOptimizer, "apply")
+
+
+def patch_old_keras_optimizer(module: "Any") -> None:
+    """keras.src.optimizers.optimizer of Keras 2; in Keras 3 it inherits from that of the backend."""
+    if "apply_gradients" in vars(module.Optimizer):
+        _patch_apply(module.Optimizer, "apply_gradients")
+
+
+def _patch_apply(cls: "Any", name: str) -> None:
+    original = getattr(cls, name)
+
+    @wraps(original)
+    def apply(self: "Any", *args: "Any", **kwargs: "Any") -> "Any":
+        result = original(self, *args, **kwargs)
+        if _is_outside():
+            _count_step(self)
+        return result
+
+    setattr(cls, name, apply)
+
+
+def patch_checkpoints(module: "Any") -> None:
+    """tensorflow.python.checkpoint.checkpoint."""
+    for name in ("save", "write"):
+        setattr(module.Checkpoint, name, wrap_timed(CHECKPOINT, getattr(module.Checkpoint, name)))
+
+
+def patch_checkpoint_manager(module: "Any") -> None:
+    module.CheckpointManager.save = wrap_timed(CHECKPOINT, module.CheckpointManager.save)
+
+
+def patch_saved_model(module: "Any") -> None:
+    module.save = wrap_timed(CHECKPOINT, module.save)
+
+
+def wrap_fit(original: "Any") -> "Any":
+    """Keras' `fit`: its waits and steps are timed by `keras_loop.py`."""
+
+    @wraps(original)
+    def fit(*args: "Any", **kwargs: "Any") -> "Any":
+        was_in_fit, state.in_fit = state.in_fit, True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            state.in_fit = was_in_fit
+
+    return fit
