@@ -287,6 +287,38 @@ def test_fit_of_keras_with_a_slow_input(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "images", "cause"),
+    [("storage", 160, "slow_"), ("decode", 160, "slow_decode"), ("retraces", 64, "recompiles")],
+)
+@undisturbed_once
+def test_a_custom_loop_of_tensorflow(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,  # noqa: ARG001
+    how: str,
+    images: int,
+    cause: str,
+) -> None:
+    """cause: on a machine whose cores others keep busy, a slow storage and decoding look alike."""
+    if not Path(PEERS).exists():
+        pytest.skip("TensorFlow is not here: `make peers`, or name a Python that has it: STOKER_PEERS_PYTHON")
+    (tmp_path / "train.py").write_text(hook_jobs.TENSORFLOW)
+    why = watched([PEERS, "train.py", how, str(images)], tmp_path)
+    assert "TensorFlow 2." in why.coverage["inside the job"]
+    assert "errors" not in why.coverage["inside the job"]
+    itself = known(tmp_path)
+    assert (why.steps, why.num_images) == (itself["steps"], 2 * images)
+    assert seconds(why, "input_wait") == pytest.approx(itself["wait"], rel=0.15, abs=0.3)
+    if how == "retraces":  # and the first trace of the evaluation
+        assert seconds(why, "compile") == pytest.approx(itself["compile"], rel=0.15)
+    assert seconds(why, "eval") > 0
+    assert seconds(why, "checkpoint") > 0
+    found = [finding.cause for finding in why.findings]
+    assert any(name.startswith(cause) for name in found), found
+    assert ("recompiles" in found) == (how == "retraces")
+
+
+@pytest.mark.slow
 def test_the_slow_rank_is_named(tmp_path: Path) -> None:
     (tmp_path / "ddp.py").write_text(hook_jobs.RANKS)
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "ddp.py"]
