@@ -185,6 +185,15 @@ def test_waiting_for_a_busy_gpu_is_not_a_sync_problem(tmp_path: Path) -> None:
     assert of(idle, "host_device_syncs").lost_device_s == pytest.approx(0.5 * 39, rel=0.06)
 
 
+def test_functions_that_are_compiled_once_are_no_recompiles(tmp_path: Path) -> None:
+    stacks = [{"samples": 100, "main_thread": {"compile": 0.3, "compute": 0.7}}] * 2
+    for job in ({"fractions": {"compile": 0.25}}, {"external": True, "config": None, "stacks": stacks}):
+        for recompiles, expected in ((0, False), (1, True), (None, True)):
+            counted = {"window": lambda _, count=recompiles: {"recompiles": count}}
+            found = findings(tmp_path / f"{len(job)}-{recompiles}", {**job, **counted})
+            assert any(finding.cause == "recompiles" for finding in found) == expected, (job, recompiles)
+
+
 def test_an_external_job_is_explained_by_its_stack_samples(tmp_path: Path) -> None:
     for cause, main in (
         ("python_bound", {"python": 0.5, "compute": 0.5}), ("slow_decode", {"decode": 0.5, "compute": 0.5}),

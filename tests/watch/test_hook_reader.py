@@ -28,7 +28,7 @@ def make_state(
     **values: float,
 ) -> HookState:
     """A process of which `values` are known; its last mark follows from them."""
-    unknown = {"rank": -1.0, "lr": -1.0, "workers": -1.0}
+    unknown = {"rank": -1.0, "lr": -1.0, "workers": -1.0, "recompiles": -1.0}
     filled = dict.fromkeys(hook.SLOTS, 0.0) | unknown | {"begin": begin_s} | values
     seconds = sum(filled[slot] for slot in (*SLOT_PHASES, "graph"))
     filled |= {"last_update": begin_s + seconds, "current_slot": float(hook.SLOTS.index(running))}
@@ -68,6 +68,15 @@ def test_time_after_the_last_step_is_unattributed_until_a_batch_makes_it_the_hos
     assert phase_seconds(make_state(work=3.0, after_step=1.0), None)["unattributed"] == 4.0
     ended = phase_seconds(make_state(compute=3.0, after_step=1.0, host=2.0, batches=1.0), None)
     assert (ended["unattributed"], ended["host"]) == (1.0, 2.0)
+
+
+def test_recompilations_are_counted_by_window_and_absent_if_not_measured() -> None:
+    breakdown = RankTimeBreakdown(BEGIN_S)
+    found = []
+    for at_s, recompiles in ((1.0, -1.0), (2.0, 0.0), (3.0, 3.0), (4.0, 4.0)):
+        breakdown.update([make_state(compute=at_s, steps=at_s, recompiles=recompiles)], [], BEGIN_S + at_s)
+        found.append(breakdown.next_window(BEGIN_S + at_s, 1.0, rank=0, devices=1).recompiles)
+    assert found == [None, 0, 3, 1]
 
 
 def test_time_in_a_step_in_which_the_process_did_nothing_is_unattributed() -> None:
