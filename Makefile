@@ -86,6 +86,9 @@ bench-diagnose: setup  ## 45 minutes, on an idle machine
 bench-diagnose-quick: setup  ## 5 minutes
 	$(BIN)/python benchmarks/diagnose.py --quick $(if $(SEED),--seed $(SEED)) --json diagnose-quick.json
 
+bench-diagnose-wild: setup  ## 90 minutes, on an idle machine; TensorFlow from `make peers`, Ultralytics see benchmarks/wild/job.py
+	$(BIN)/python benchmarks/diagnose_wild.py --json benchmarks/results/diagnose-wild-cpu.json
+
 bench-gpu:  ## under 10 minutes; uses the system Python where there is no .venv
 	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu.py --json benchmarks/results/gpu.json
 
