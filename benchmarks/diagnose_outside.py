@@ -159,11 +159,10 @@ def slow_files(folder: Path, path: str, stall_s: float = 0.0) -> Iterator[Around
 
 
 @contextlib.contextmanager
-def busy_neighbors(count: int) -> Iterator[Around]:
-    """Processes of another user that compute without end; each in a session of its own, since the kernel divides CPU
-    time by session first (sched_autogroup)."""
-    command = [sys.executable, "-S", "-c", "while True: pass"]
-    others = [subprocess.Popen(command, start_new_session=True) for _ in range(count)]
+def busy_neighbors(count: int, program: str = "while True: pass") -> Iterator[Around]:
+    """Processes of another user that run a Python program without end; each in a session of its own, since the kernel
+    divides CPU time by session first (sched_autogroup)."""
+    others = [subprocess.Popen([sys.executable, "-c", program], start_new_session=True) for _ in range(count)]
     try:
         yield Around()
     finally:
@@ -173,25 +172,25 @@ def busy_neighbors(count: int) -> Iterator[Around]:
 
 
 @contextlib.contextmanager
+def server(command: list[str]) -> Iterator[str]:
+    """A server that prints its address as its first line: the address. Killed afterwards."""
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().strip()
+            if not url:
+                raise NotPermitted(f"the server did not start: {os.path.basename(command[1])}")
+            yield url
+        finally:
+            process.kill()
+
+
+@contextlib.contextmanager
 def object_server(files: Path, bucket: str, *, bytes_per_s: float | None, latency_s: float) -> Iterator[Around]:
     """Google's API with what is in the folder `files`, over a link of that speed; gs://bucket for the job."""
-    command = [
-        sys.executable,
-        str(HERE / "diagnose_server.py"),
-        str(files),
-        bucket,
-        str(bytes_per_s or 0),
-        str(latency_s),
-    ]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None
-            url = server.stdout.readline().strip()
-            if not url:
-                raise NotPermitted("the object server did not start")
-            yield Around(variables={"STORAGE_EMULATOR_HOST": url, "NO_GCE_CHECK": "true", "NO_PROXY": "127.0.0.1"})
-        finally:
-            server.kill()
+    script = str(HERE / "diagnose_server.py")
+    with server([sys.executable, script, str(files), bucket, str(bytes_per_s or 0), str(latency_s)]) as url:
+        yield Around(variables={"STORAGE_EMULATOR_HOST": url, "NO_GCE_CHECK": "true", "NO_PROXY": "127.0.0.1"})
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ import random
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import diagnose_outside as outside
-from diagnose_outside import Around, NotPermitted
+from diagnose_outside import Around
 
 HERE = Path(__file__).resolve().parent
 Fault = Callable[[Path], AbstractContextManager[Around]]
@@ -28,8 +27,8 @@ def slow_reads(path: str, seconds: float) -> Fault:
     return lambda folder: outside.slow_files(folder, path, seconds)
 
 
-def busy_neighbors(count: int) -> Fault:
-    return lambda _: outside.busy_neighbors(count)
+def busy_neighbors(count: int, program: str = "while True: pass") -> Fault:
+    return lambda _: outside.busy_neighbors(count, program)
 
 
 def cpu_quota(cores: float) -> Fault:
@@ -92,16 +91,8 @@ def http_server(source: str, *, bytes_per_s: float = 0.0, delay_s: float = 0.0) 
     @contextlib.contextmanager
     def around(folder: Path) -> Iterator[Around]:
         command = [sys.executable, str(HERE / "file_server.py"), str(folder.parent / source)]
-        command += [str(bytes_per_s), str(delay_s)]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-            try:
-                assert server.stdout is not None
-                url = server.stdout.readline().strip()
-                if not url:
-                    raise NotPermitted("the file server did not start")
-                yield Around(variables={"FILE_SERVER": url, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"})
-            finally:
-                server.kill()
+        with outside.server([*command, str(bytes_per_s), str(delay_s)]) as url:
+            yield Around(variables={"FILE_SERVER": url, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"})
 
     return around
 

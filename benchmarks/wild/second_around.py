@@ -1,7 +1,6 @@
 """What is around the jobs of the second half: their drawn data, and a few faults besides those of `around.py`."""
 
 import contextlib
-import socket
 import subprocess
 import sys
 import threading
@@ -51,36 +50,5 @@ def slow_files(path: str, *, open_s: float = 0.0, write_s: float = 0.0) -> Fault
     return around
 
 
-def taken_port(port: int) -> Fault:
-    """Another program listens on the port."""
-
-    @contextlib.contextmanager
-    def around(folder: Path) -> Iterator[Around]:  # noqa: ARG001
-        with socket.socket() as other:
-            try:
-                other.bind(("0.0.0.0", port))
-            except OSError as error:
-                raise NotPermitted(f"port {port}: {error.strerror}") from error
-            other.listen()
-            yield Around()
-
-    return around
-
-
 MATRICES = "import numpy as n; a = n.random.rand(900, 900)\nwhile True: a = a @ a; a /= abs(a).max()"
-
-
-def number_crunchers(count: int) -> Fault:
-    """Other jobs that multiply matrices on all cores, each in a session of its own."""
-
-    @contextlib.contextmanager
-    def around(folder: Path) -> Iterator[Around]:  # noqa: ARG001
-        others = [subprocess.Popen([sys.executable, "-c", MATRICES], start_new_session=True) for _ in range(count)]
-        try:
-            yield Around()
-        finally:
-            for other in others:
-                other.kill()
-                other.wait()
-
-    return around
+"""A program for `busy_neighbors` that multiplies matrices on all cores."""

@@ -4,9 +4,18 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from wild.around import busy_neighbors, cpu_quota, http_server, memory_limit, send, slow_reads, small_disk
+from wild.around import (
+    busy_neighbors,
+    cpu_quota,
+    http_server,
+    memory_limit,
+    port_in_use,
+    send,
+    slow_reads,
+    small_disk,
+)
 from wild.job import HEALTHY, Job
-from wild.second_around import data, number_crunchers, slow_files, taken_port
+from wild.second_around import MATRICES, data, slow_files
 
 DIVERGES = ("lr_too_high", "diverged", "non_finite_loss", "unstable_training")
 NAN = ("non_finite_loss", "diverged")
@@ -166,7 +175,7 @@ DDP = (
     ddp("rank waits in vain", "one rank in a lock, no timeout", "--data @shapes --epochs 10 --locked", around=SHAPES,
         read_after_s=70, accepted=HANGS),
     launched("rendezvous", "port in use", "--master-addr 127.0.0.1 --master-port 29588 {wild}/second_ddp.py --data "
-             "@shapes", around=data("shapes", then=taken_port(29588)), exits=1, accepted=("rendezvous_failed",)),
+             "@shapes", around=data("shapes", then=port_in_use(29588)), exits=1, accepted=("rendezvous_failed",)),
     launched("rendezvous", "second node missing", f"{NODES} {{wild}}/second_ddp.py --data @shapes", around=SHAPES,
              exits=1, accepted=("rendezvous_failed",)),
     ddp("unused parameters", "a head without a loss", "--data @shapes --extra-head", around=SHAPES, exits=1,
@@ -190,7 +199,7 @@ ENGINE = (
     engine("other processes", "four busy loops", "--data @shapes --epochs 3",
            around=data("shapes", then=busy_neighbors(4)), accepted=("cpu_contention",)),
     engine("other processes", "matrix products", "--data @shapes --epochs 3",
-           around=data("shapes", then=number_crunchers(3)), accepted=("cpu_contention",)),
+           around=data("shapes", then=busy_neighbors(3, MATRICES)), accepted=("cpu_contention",)),
     engine("CPU quota", "0.4 cores", "--data @shapes --epochs 1", around=data("shapes", then=cpu_quota(0.4)),
            accepted=("cpu_quota",)),
     engine("CPU quota", "0.6 cores, two workers", "--data @shapes --epochs 1 --workers 2",

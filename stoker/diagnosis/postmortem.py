@@ -217,7 +217,7 @@ def _find_reasons(termination: Termination, matches: list[_Match], nan_losses: l
     stops = [match for match in late if match.failure.role == "stop"]
     first_stop = min((match.line_index for match in stops), default=len(lines))
     before = [match for match in decisive if match.failure.role != "stop" and match.line_index < first_stop]
-    fault = _find_fault(termination, before, matches, progress, first_stop)
+    fault = _find_fault(termination, before, matches, progress, spans, first_stop)
     if fault is None and nan_losses:
         fault = _make_finding("diverged", _quote_lines(nan_losses) + _end_evidence(termination))
     stop = [_finding_from_matches(termination, stops, matches)] if stops else []
@@ -243,14 +243,18 @@ def _was_survived(line_index: int, progress: list[int], spans: list[tuple[int, i
 
 
 def _find_fault(
-    termination: Termination, decisive: list[_Match], matches: list[_Match], progress: list[int], end: int
+    termination: Termination,
+    decisive: list[_Match],
+    matches: list[_Match],
+    progress: list[int],
+    all_spans: list[tuple[int, int]],
+    end: int,
 ) -> Finding | None:
     """The fault in the lines before `end`: those after the last traceback, then the tracebacks from the last one on,
     then all lines. An error that only reports the end of another process does not decide, and neither does an unknown
     one if a known failure was logged before it."""
     lines = termination.output
     faults = [match for match in decisive if match.failure.role == "fault"]
-    all_spans = find_tracebacks(lines)
     late_faults = [match for match in faults if not _was_survived(match.line_index, progress, all_spans)]
     spans = [span for span in all_spans if span[0] < end]
     if end < len(lines) or termination.signal in (_SIGKILL, _SIGTERM, _SIGINT) or termination.exit_code is None:
