@@ -433,6 +433,3 @@ if __name__ == "__main__":
         given = json.loads(text)
         given["image_size"] = tuple(given.get("image_size", Trial.image_size))
         print(json.dumps(dataclasses.asdict(try_step(Trial(**given)))), flush=True)
-    # Without the interpreter's shutdown: torch's thread for the backward pass of a device that Python implements was
-    # seen to abort it on a busy machine ("terminate called without an active exception"), after all results.
-    os._exit(0)

@@ -15,6 +15,9 @@ from tests.models.samples import make_batch, settings_of
 CASES = {
     "ember": settings_of("ember_n"),
     "checkpointed": settings_of("ember_n", activation_checkpointing=True),
+    "checkpointed, folded norms": settings_of(
+        "retinanet_resnet18_fpn", trainable_backbone_layers=3, activation_checkpointing=True
+    ),
     "folded norms and frozen stages": settings_of("retinanet_resnet18_fpn", trainable_backbone_layers=3),
     "norms of shared heads": settings_of("retinanet_mobilenet_v2_fpnlite"),
     "fcos": settings_of("fcos_resnet18_fpn"),

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
+from stoker.models.layers.weight_casts import same_weights
+
 
 def checkpoint_activations(model: nn.Module) -> None:
     """Checkpoints every segment of `model`, in place. Without gradients, a segment runs as before."""
@@ -47,12 +49,12 @@ def _checkpointed_forward(segment: nn.Sequential, x: Tensor) -> Tensor:
 
 def _checkpoint_contexts(segment: nn.Module) -> tuple[contextlib.AbstractContextManager[None], ...]:
     """Contexts of the forward pass and of the recomputation."""
-    return contextlib.nullcontext(), _preserve_running_stats(segment)
+    return contextlib.nullcontext(), _recomputation(segment, same_weights(segment))
 
 
 @contextlib.contextmanager
-def _preserve_running_stats(segment: nn.Module) -> Iterator[None]:
-    """Norms update copies of their running statistics: this batch is in the statistics already."""
+def _recomputation(segment: nn.Module, weights: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+    """Inside `weights`, norms update copies of their running statistics: this batch is in the statistics already."""
     norms = [module for module in segment.modules() if isinstance(module, _BatchNorm)]
     saved_buffers = [dict(norm._buffers) for norm in norms]
     for norm in norms:
@@ -60,7 +62,8 @@ def _preserve_running_stats(segment: nn.Module) -> Iterator[None]:
             {name: None if buffer is None else buffer.clone() for name, buffer in norm._buffers.items()}
         )
     try:
-        yield
+        with weights:
+            yield
     finally:
         for norm, buffers in zip(norms, saved_buffers, strict=True):
             norm._buffers.update(buffers)

@@ -82,3 +82,37 @@ class WeightCasts:
                 layer._parameters[name] = original
             for folded_layer in self._folded:
                 folded_layer.cast = None
+
+
+def same_weights(segment: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """A context in which the layers of `segment` compute with the tensors that they have now, when this is called:
+    inside `WeightCasts.apply` the cast ones. For a segment that is computed again in the backward pass, after
+    `apply` has ended: it has to save the tensors that the forward pass saved."""
+    layers = [module for module in segment.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
+    now = _tensors(layers)
+
+    @contextlib.contextmanager
+    def installed() -> Iterator[None]:
+        before = _tensors(layers)
+        try:
+            _install(layers, now)
+            yield
+        finally:
+            _install(layers, before)
+
+    return installed()
+
+
+_Tensors = list[tuple[dict[str, nn.Parameter | None], tuple[Tensor, Tensor] | None]]
+
+
+def _tensors(layers: list[nn.Conv2d | nn.Linear]) -> _Tensors:
+    """Of each layer: its parameters, and the casts of a folded one."""
+    return [(dict(layer._parameters), layer.cast if isinstance(layer, FoldedConv2d) else None) for layer in layers]
+
+
+def _install(layers: list[nn.Conv2d | nn.Linear], tensors: _Tensors) -> None:
+    for layer, (parameters, cast) in zip(layers, tensors, strict=True):
+        layer._parameters.update(parameters)
+        if isinstance(layer, FoldedConv2d):
+            layer.cast = cast
