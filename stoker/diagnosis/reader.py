@@ -237,6 +237,7 @@ def _add_steady(run_records: RunRecords, window: StepWindow, *, excluded: tuple[
             device_s -= duration_s
         else:
             steady.phases[name] = steady.phases.get(name, 0.0) + duration_s
+            steady.longest_phases[name] = max(steady.longest_phases.get(name, 0.0), duration_s)
     for name, duration_s in window.thread_cpu_s.items():
         if name not in excluded:
             steady.thread_cpu_s[name] = steady.thread_cpu_s.get(name, 0.0) + duration_s

@@ -23,6 +23,8 @@ class SteadyStats:
     device_s: float = 0.0
     wall_s: float = 0.0
     phases: dict[str, float] = dataclasses.field(default_factory=dict)
+    longest_phases: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Seconds of each phase in the window that has the most of it."""
     thread_cpu_s: dict[str, float] = dataclasses.field(default_factory=dict)
     """CPU-seconds of the training thread by the phase that it was in; empty: not measured."""
     process_cpu: Mean = dataclasses.field(default_factory=Mean)

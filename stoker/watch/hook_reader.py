@@ -235,8 +235,10 @@ class HookReader:
             state = read_hook_state(path)
             if state is None:
                 continue
-            if fractions := self._input_fractions.get(state.pid):  # sampled at even intervals: use their mean
-                state = dataclasses.replace(state, input_fraction=sum(fractions) / len(fractions))
+            if fractions := self._input_fractions.get(state.pid):
+                # In the first trace, steps take batches that were prefetched while the graph was built.
+                typical = fractions[1:] or fractions
+                state = dataclasses.replace(state, input_fraction=sum(typical) / len(typical))
             status = read_status(state.pid)
             is_alive = status is not None and status.state not in "ZX"
             idle_time = self._idle_times.setdefault(state.name, IdleTime())

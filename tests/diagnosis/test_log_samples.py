@@ -91,7 +91,13 @@ def without_frames(text: str) -> str | None:
     return "\n".join(line.text for index, line in enumerate(lines) if index not in frames) if frames else None
 
 
-NEEDS_FRAMES = {"checkpoint_corrupt", "coco_results_empty", "output_directory_missing", "results_empty"}
+NEEDS_FRAMES = {
+    "checkpoint_corrupt",
+    "coco_results_empty",
+    "detr_label_out_of_range",
+    "output_directory_missing",
+    "results_empty",
+}
 """Kinds whose error does not tell the reason without its traceback: a bare EOFError."""
 
 

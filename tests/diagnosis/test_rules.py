@@ -434,6 +434,16 @@ def test_what_a_process_does_at_its_end_is_not_judged(tmp_path: Path) -> None:
     assert [f.cause for f in found] == ["too_few_workers"]
 
 
+def test_a_single_long_pause_between_steps_is_no_cost_of_the_steps(tmp_path: Path) -> None:
+    """As after the first epoch of Ultralytics, which imports its plots then."""
+    job = {"external": True, "config": None, "seconds": 12, "fractions": {}}
+    once = job | {"window": lambda s: {"phases": {"host": 5.9, "compute": 0.1}, "wall_s": 6.0} if s == 14 else {}}
+    each = job | {"window": lambda s: {"phases": {"host": 0.2, "compute": 0.8}}}
+    assert [f.cause for f in findings(tmp_path / "once", once | {"host": lambda _: {"process_cpu": 1.0}})] == []
+    found = findings(tmp_path / "each", each | {"host": lambda _: {"process_cpu": 1.0}})
+    assert [f.cause for f in found] == ["python_bound"]
+
+
 def test_few_stack_samples_prove_little(tmp_path: Path) -> None:
     job = {"external": True, "config": None, "fractions": {"unattributed": 1.0}}
     main = {"python": 0.2, "compute": 0.8}

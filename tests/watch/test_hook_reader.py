@@ -161,6 +161,32 @@ def test_cpu_time_is_that_of_the_thread_also_if_a_device_computes() -> None:
     assert used(device) == {"input_wait": 3.0, "host": 2.0, "unattributed": 4.5}
 
 
+def write_trace(folder: Path, number: int, *, waited_s: float, graph_s: float) -> None:
+    """As the hook does: the seconds of the traced steps, and a Trace with one event (tsl's trace_events.proto)."""
+
+    def varint(value: int) -> bytes:
+        low, rest = value & 127, value >> 7
+        return bytes([low | 128]) + varint(rest) if rest else bytes([low])
+
+    name = b"IteratorGetNextOp::DoCompute"
+    event = b"\x1a" + varint(len(name)) + name + b"\x48" + varint(1) + b"\x50" + varint(round(waited_s * 1e12))
+    trace = b"\x22" + varint(len(event)) + event
+    (folder / f"{os.getpid()}-{number}.trace").write_bytes(f"{graph_s}\n".encode() + trace)
+
+
+def test_the_first_trace_of_a_tensorflow_job_counts_until_there_are_others(tmp_path: Path) -> None:
+    """Its steps took what had been prefetched while their graph was built."""
+    reader = HookReader(tmp_path, devices=1, now_s=BEGIN_S)
+    waits = []
+    for number, waited_s in enumerate((0.1, 1.2, 0.8), start=1):
+        write_trace(tmp_path, number, waited_s=waited_s, graph_s=2.0)
+        write_state(tmp_path, make_state("1.state", steps=1.0, graph=10.0 * number), pid=os.getpid())
+        reader.poll()
+        (state,) = reader._states.values()
+        waits.append(state.input_fraction)
+    assert waits == [pytest.approx(0.05), pytest.approx(0.6), pytest.approx(0.5)]
+
+
 def test_how_many_processes_load_is_what_a_training_process_says(tmp_path: Path) -> None:
     reader = HookReader(tmp_path, devices=1, now_s=0.0)
     for values in ({"workers": 4.0}, {"steps": 1.0}):

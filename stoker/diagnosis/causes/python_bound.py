@@ -23,6 +23,12 @@ MIN_CORE_UTILIZATION = Threshold(
     0.6, "cores in use by the process, below which its training thread waits instead of computing (heuristic)"
 )
 
+_MIN_REST = Threshold(
+    0.05,
+    "fraction of the device time after the start that is between steps besides the line of steps.jsonl that has the "
+    "most of it: less is one event, such as a first import, and no cost of the steps (heuristic)",
+)
+
 _WAIT_KINDS = ("sync", "idle", "comm", "input_wait", "other", "checkpoint", "python")
 """Kinds of stacks in which the training thread can wait without a core: all but computing, decoding, compiling."""
 _MIN_HANDED_OVER = Threshold(
@@ -52,6 +58,7 @@ PYTHON_BOUND = Cause(
             "CPU-seconds of the training thread between two steps of a watched job, below which it is the overhead of "
             "the loop: callbacks and progress bars of Lightning and Keras take some milliseconds (heuristic)",
         ),
+        "min_rest": _MIN_REST,
     },
     supersedes=("host_bound_steps", "launch_bound"),
     probe="compiled",
@@ -117,6 +124,8 @@ def python_bound(run: RunRecords) -> Finding | None:
     if fraction is not None and _is_loop_overhead(run, phases):
         in_steps = run.stacks.fraction("python") - fraction
         return from_stacks if PYTHON_BOUND.severity(in_steps) is not None else None
+    if fraction is not None and not _recurs(run, phases):
+        return from_stacks
     if thread_is_idle is None:
         phases = tuple(name for name in phases if name == "host")
         duration_s = sum(run.steady.phases.get(name, 0.0) for name in phases)
@@ -129,6 +138,13 @@ def python_bound(run: RunRecords) -> Finding | None:
     confidence = 0.5 if thread_is_idle is None else None
     from_phases = make_phase_finding(run, PYTHON_BOUND, *phases, extra_evidence=evidence, confidence=confidence)
     return from_phases or from_stacks
+
+
+def _recurs(run: RunRecords, phases: tuple[str, ...]) -> bool:
+    """Whether time between steps is more than a single event."""
+    steady = run.steady
+    rest_s = sum(steady.phases.get(name, 0.0) - steady.longest_phases.get(name, 0.0) for name in phases)
+    return rest_s >= _MIN_REST.value * steady.device_s
 
 
 def _is_loop_overhead(run: RunRecords, phases: tuple[str, ...]) -> bool:

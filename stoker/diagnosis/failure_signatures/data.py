@@ -36,6 +36,7 @@ DIVERGENCE = (
         r"Input contains (NaN|infinity)",
         r"The total norm of order .* for gradients from `parameters` is non-finite",
         r"assert \(boxes1\[:, 2:\] >= boxes1\[:, :2\]\)\.all\(\)",
+        r"boxes\d? must be in .{0,80}but got tensor\(\[*nan",
         r"(?i)check_?numerics",
         r"Expected parameter .* to satisfy the constraint .*nan",
         r"found nan/inf in",
@@ -70,12 +71,17 @@ DATA = (
         r"`num_classes` .{0,80}(does not match|not match|mismatch)",
         r"Number of classes .{0,80}(does not match|differ|mismatch)",
         r"len\(CLASSES\)",
+        in_traceback=(
+            (r"prob\w*\[:, (target|tgt|gt)_\w+\]", r"^IndexError: index .* out of bounds"),
+            (r"class_embed", r"^IndexError: index out of range in self"),
+        ),
         fix="Set the number of classes to the largest label + 1 (plus the background where the model counts it), or "
         "map the category ids of the annotations to 0 … N-1",
         seen=(
             "torch: aten/src/ATen/native/LossNLL.cpp",
             "tensorflow: tensorflow/core/kernels/sparse_xent_op.h",
             "ultralytics: data/dataset.py",
+            "transformers: loss/loss_rt_detr.py, models/rt_detr/modeling_rt_detr.py",
             "github.com/ultralytics/yolov5/issues/7692",
         ),
     ),

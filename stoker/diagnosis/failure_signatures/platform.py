@@ -198,7 +198,7 @@ PLATFORM = (
         r"(?i)(received|got|caught) (termination|signal) (signal|15|number 15)",
         r"(?i)SIGTERM (was )?(received|caught|detected)",
         r"(?i)(exit(ed)?|return(ed)?|terminated|status|finished|fail(ed|ure)?)\b.{0,24}\b(code|status)?[\s:=]*143\b",
-        r"(?i)\(?signal:? ?15\)?\b",
+        r"(?i)\(?signal:? ?15\)?\b(?! \(SIGTERM\) received by PID)",
         r"(?i)(terminated|killed|ended) (by|with) (signal )?(15|SIGTERM)",
         r"^\S*:? ?(line \d+: +\d+ )?Terminated\b",
         r"Bypassing SIGTERM",

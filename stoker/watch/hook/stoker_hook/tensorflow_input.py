@@ -1,9 +1,9 @@
 """The fraction of a TensorFlow step that waits for its input, from TensorFlow's profiler.
 
 A step of `fit`, or one that is given an iterator, fetches its batches inside its graph, where Python cannot time it. So
-once a minute a few steps run under the profiler, and the trace is written next to the state file for the watcher
-(`stoker/watch/tensorflow_trace.py`). At other times the profiler is off, and a profiler session of the user has
-priority.
+a few steps run under the profiler, in the first minute several times, then once a minute, and the trace is written next
+to the state file for the watcher (`stoker/watch/tensorflow_trace.py`). At other times the profiler is off, and a
+profiler session of the user has priority.
 """
 
 import os
@@ -17,8 +17,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-TRACE_INTERVAL_S, WARMUP_STEPS = 60.0, 3
-"""Seconds from one trace to the next; steps before the first one, in which the graph is built."""
+FIRST_INTERVAL_S, LONGEST_INTERVAL_S, WARMUP_STEPS = 4.0, 60.0, 3
+"""Seconds from the first trace to the second, twice as long to each one after it, up to the longest; steps before the
+first one, in which the graph is built."""
 MAX_STEPS, MIN_TRACE_S, MIN_STEPS, MAX_TRACE_S = 50, 1.5, 3, 20.0
 """A trace ends after MAX_STEPS, after MIN_TRACE_S if it has MIN_STEPS, or after MAX_TRACE_S."""
 OPTIONS = {"host_tracer_level": 2, "python_tracer_level": 0, "device_tracer_level": 0}
@@ -30,7 +31,7 @@ class ProfilerSampler:
     def __init__(self) -> None:
         self._session: Any = None
         self._session_class: Any = None
-        self._next_s = 0.0
+        self._next_s, self._interval_s = 0.0, FIRST_INTERVAL_S
         self._start_s = 0.0
         self._steps = 0
         self._graph_s = 0.0
@@ -40,7 +41,8 @@ class ProfilerSampler:
         now = monotonic()
         if self._session is not None or steps < WARMUP_STEPS or now < self._next_s:
             return
-        self._next_s = now + TRACE_INTERVAL_S
+        self._next_s = now + self._interval_s
+        self._interval_s = min(2 * self._interval_s, LONGEST_INTERVAL_S)
         try:
             if self._session_class is None:
                 self._session_class = self._patch_session_class()
