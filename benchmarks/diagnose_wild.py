@@ -2,6 +2,7 @@
 
     python benchmarks/diagnose_wild.py [--half first|second|all] [--only WORD …] [--healthy-only] [--jobs N]
                                        [--quiet] [--stoker DIR] [--partial FILE] [--json FILE]
+    python benchmarks/diagnose_wild.py --read FOLDER [--half …] [--only …] [--stoker DIR] [--json FILE]
 
 Each job is a real program that knows nothing of stoker, run as `stoker watch -- python SCRIPT …` in a folder of its
 own; then `stoker why RUN --json` is read. A job with a fault is right if its first finding above "info" (of all
@@ -10,7 +11,8 @@ may write known.json {"lost_s": seconds} into its folder, by clocks of its own: 
 finding is compared with it. Where processes besides this benchmark used the cores, `cpu_contention` is true and is
 passed over. The jobs of the first half were written before the rules were changed on their account, those of the second
 half afterwards and unseen: only the second half says how well the rules do on jobs of others. `--stoker DIR` measures
-another checkout with the same jobs. Jobs that this machine does not permit, that lack a package, or that failed by
+another checkout with the same jobs; with `--read` nothing runs, and its rules read the runs that `--keep` has kept.
+Jobs that this machine does not permit, that lack a package, or that failed by
 themselves are n/a, with the reason. Finished jobs are kept in a file (`--partial`) and not repeated. `--quiet` is for a
 machine with other users: it waits for them, and repeats what they disturbed.
 
@@ -39,7 +41,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,8 @@ ROOT = HERE.parent
 CONTENTION = "cpu_contention"
 DISTURBED_CORES = 0.3
 """Below, a job has the machine to itself: the neighbors of `around.busy_neighbors` are not counted."""
+OUTCOME = "outcome.json"
+"""In the folder of a kept job."""
 QUIET_S, QUIET_LIMIT_S = 3.0, 600.0
 FIRST_GOAL, TWO_GOAL, HEALTHY_GOAL, LOSS_GOAL = 0.85, 0.95, 0.95, 0.15
 
@@ -215,10 +219,17 @@ class Bench:
         took_s = time.monotonic() - began
         busy_after_s, own_after_s = cpu_seconds()
         read["others_cores"] = round(max(0.0, busy_after_s - busy_s - (own_after_s - own_s)) / took_s, 2)
-        return Outcome(
+        outcome = Outcome(
             half=half, program=job.program, fault=job.fault, way=job.way, accepted=job.accepted,
             took_s=round(took_s, 1), **read,
         )  # fmt: skip
+        if self.keep:
+            (folder / OUTCOME).write_text(json.dumps(asdict(outcome)))
+        return outcome
+
+    def read_again(self, kept: Outcome, folder: Path, accepted: tuple[str, ...]) -> Outcome:
+        """A kept job by the rules of this checkout, and by what the job accepts now."""
+        return replace(kept, findings=kept.findings and self._why(folder / "run", folder), accepted=accepted)
 
     def _run(self, job: Job, folder: Path) -> dict[str, Any]:
         run = folder / "run"
@@ -400,9 +411,30 @@ def catalog_of(stoker: Path) -> str:
     return done.stdout.strip()
 
 
+def read_kept(base: Path, asked: list[Listed], stoker: Path) -> list[Outcome]:
+    bench = Bench(base, stoker, keep=True)
+    jobs = {(half, job.program, job.fault, job.way): job for half, job in asked}
+    done: list[Outcome] = []
+    for path in sorted(base.glob(f"job-*/{OUTCOME}")):
+        kept = msgspec.convert(json.loads(path.read_text()), Outcome)
+        if kept.key in jobs:
+            done.append(bench.read_again(kept, path.parent, jobs[kept.key].accepted))
+            show(done[-1], len(done), len(asked))
+    return done
+
+
 def run(arguments: argparse.Namespace) -> Report:
-    outside.own_mounts()
     stoker = arguments.stoker.resolve()
+    done = (
+        measure(arguments, stoker)
+        if arguments.read is None
+        else read_kept(arguments.read, chosen_jobs(arguments), stoker)
+    )
+    return conclude(done, f"Causes named by `stoker why`, of programs of others; catalog {catalog_of(stoker)}")
+
+
+def measure(arguments: argparse.Namespace, stoker: Path) -> list[Outcome]:
+    outside.own_mounts()
     partial = arguments.partial or (arguments.json.with_suffix(".partial.jsonl") if arguments.json else None)
     asked = chosen_jobs(arguments)
     done = finished(partial, asked, disturbed=not arguments.quiet)
@@ -429,7 +461,7 @@ def run(arguments: argparse.Namespace) -> Report:
             shutil.rmtree(folder, ignore_errors=True)
     order = [(half, job.program, job.fault, job.way) for half, job in asked]
     done.sort(key=lambda outcome: order.index(outcome.key))
-    return conclude(done, f"Causes named by `stoker why`, of programs of others; catalog {catalog_of(stoker)}")
+    return done
 
 
 def parser() -> argparse.ArgumentParser:
@@ -448,6 +480,7 @@ def parser() -> argparse.ArgumentParser:
         "repeat finished jobs that they disturbed"
     )  # fmt: skip
     made.add_argument("--keep", action="store_true", help="keep the folders of the jobs")
+    made.add_argument("--read", type=Path, metavar="FOLDER", help="of kept jobs, to be read instead of running any")
     return made
 
 

@@ -58,6 +58,12 @@ class Boxes(Dataset):
         return image
 
 
+class TimedEvaluation(Trainer):
+    def evaluate(self, *args, **kwargs) -> dict[str, float]:
+        with lost.stretch():
+            return super().evaluate(*args, **kwargs)
+
+
 class SaveEverything(TrainerCallback):
     """Keeps weights and optimizer of each few steps, to average them later."""
 
@@ -139,12 +145,11 @@ def main() -> None:
     cleaned = lambda rows: collate([row | {"image": denoise(row["image"])} for row in rows])  # noqa: E731
 
     def metrics(prediction) -> dict[str, float]:
-        with lost.stretch():
-            logits = np.concatenate(
-                [next(a for a in batch if a.shape[-1:] == (args.labels,)) for batch in arrays(prediction)]
-            )
-            scores = (1 / (1 + np.exp(-logits.reshape(len(logits), -1)))).tolist()
-            return {"ap": average_precision(scores, [[1.0]] * len(scores))}
+        logits = np.concatenate(
+            [next(a for a in batch if a.shape[-1:] == (args.labels,)) for batch in arrays(prediction)]
+        )
+        scores = (1 / (1 + np.exp(-logits.reshape(len(logits), -1)))).tolist()
+        return {"ap": average_precision(scores, [[1.0]] * len(scores))}
 
     arguments = TrainingArguments(
         output_dir=str(args.disk / "trained"), max_steps=args.steps, per_device_train_batch_size=args.batch,
@@ -155,7 +160,7 @@ def main() -> None:
         save_strategy="steps" if args.save_steps else "no", save_steps=args.save_steps or 500, disable_tqdm=True,
         eval_do_concat_batches=False,
     )  # fmt: skip
-    trainer = Trainer(
+    trainer = (TimedEvaluation if args.python_metrics else Trainer)(
         model=model, args=arguments, data_collator=cleaned if args.collate == "lambda" else collate,
         train_dataset=Boxes(args.data, "train", args.train, args.effects),
         eval_dataset=Boxes(args.data, "val", args.val, ""),

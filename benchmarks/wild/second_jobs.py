@@ -175,7 +175,8 @@ DDP = (
     ddp("rank waits in vain", "one rank in a lock, no timeout", "--data @shapes --epochs 10 --locked", around=SHAPES,
         read_after_s=70, accepted=HANGS),
     launched("rendezvous", "port in use", "--master-addr 127.0.0.1 --master-port 29588 {wild}/second_ddp.py --data "
-             "@shapes", around=data("shapes", then=port_in_use(29588)), exits=1, accepted=("rendezvous_failed",)),
+             "@shapes", around=data("shapes", then=port_in_use(29588)), exits=1,
+             accepted=("rendezvous_failed", "port_in_use")),
     launched("rendezvous", "second node missing", f"{NODES} {{wild}}/second_ddp.py --data @shapes", around=SHAPES,
              exits=1, accepted=("rendezvous_failed",)),
     ddp("unused parameters", "a head without a loss", "--data @shapes --extra-head", around=SHAPES, exits=1,
@@ -209,7 +210,7 @@ ENGINE = (
     engine("hang", "the prefetch thread died", "--data @shapes --epochs 1 --dead-prefetcher", around=SHAPES,
            read_after_s=60, accepted=HANGS),
     engine("preempted", "SIGTERM, checkpoint, exit 143", "--data @shapes --epochs 200 --on-term save", around=SHAPES,
-           exits=None, meanwhile=send(signal.SIGTERM, after_s=25), accepted=("preempted",)),
+           exits=None, meanwhile=send(signal.SIGTERM, after_s=25), accepted=("preempted", "machine_preempted")),
     engine("preempted", "SIGTERM, no handler", "--data @shapes --epochs 200", around=SHAPES, exits=None,
            meanwhile=send(signal.SIGTERM, after_s=25), accepted=("preempted",)),
     engine("disk full", "torch.save", "--data @shapes --epochs 5 --save-to {folder}/disk",
