@@ -1,0 +1,241 @@
+"""Label Studio JSON: reads the exports "JSON" and "JSON-MIN", one or more files.
+
+Rectangles are read, and the boxes around polygons, ellipses and rotated rectangles; coordinates are percent of the
+image size. Of several annotations of a task one is used: the ground truth, else the last that was not cancelled. Tasks
+without annotations are left out, and predictions are not used. Images are found under the names that Label Studio gives
+them: `/data/upload/1/1a2b3c4d-a.jpg`, `/data/local-files/?d=set/a.jpg`, `s3://bucket/set/a.jpg`.
+Format: https://labelstud.io/guide/export#Label-Studio-JSON-format-of-annotated-tasks.
+"""
+
+import math
+import os
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import msgspec
+
+from stoker import regular_files
+from stoker.data.formats.annotated_dirs import find_files, make_part, read_head, root_of
+from stoker.data.formats.image_locator import ImageLocator, is_usable_name
+from stoker.data.formats.table_builder import (
+    XYXY,
+    Box,
+    Entry,
+    ImageFile,
+    bound_points,
+    bound_rotated,
+    build_from_entries,
+)
+from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles, is_image_name, split_from_name
+from stoker.data.validation.problems import ProblemCollector
+from stoker.errors import DataError
+
+LABEL_KEYS = ("rectanglelabels", "polygonlabels", "ellipselabels", "labels")
+"""Keys of a region's classes, where it has a box."""
+WITHOUT_BOX = ("brush", "keypoint", "vector")
+"""Kinds of regions that are not read."""
+UPLOAD_PREFIX = re.compile(r"^[0-9a-f]{6,10}-")
+"""What Label Studio puts before the name of an uploaded file."""
+
+
+def is_label_studio(head: bytes) -> bool:
+    """Whether a file begins like Label Studio's."""
+    has_results = b'"result"' in head and (b'"annotations"' in head or b'"completions"' in head)
+    return head.startswith(b"[") and (has_results or any(b'"%s"' % key.encode() in head for key in LABEL_KEYS[:3]))
+
+
+def find(folder: Path) -> DatasetLayout | None:
+    """The Label Studio data set in a folder (not in subfolders), or None."""
+    files = find_files(folder, ".json", is_label_studio)
+    return _make_layout(folder, files) if files else None
+
+
+def from_file(path: Path) -> DatasetLayout | None:
+    """The data set of a single JSON file; None if it is not Label Studio's."""
+    is_own = is_label_studio(read_head(path))
+    return _make_layout(root_of(path), [(split_from_name(path.stem), path)]) if is_own else None
+
+
+def _make_layout(root: Path, files: list[tuple[str | None, Path]]) -> DatasetLayout:
+    names = ", ".join(file.name for _, file in files[:3]) + (", …" if len(files) > 3 else "")
+    return DatasetLayout(
+        format="label-studio",
+        description=f"Label Studio JSON ({names})",
+        root=root,
+        parts=tuple(make_part(split, file, root) for split, file in files),
+    )
+
+
+def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
+    """Reads all files. Raises DataError if no task has annotations, or if a file is not JSON."""
+    notes, entries = list(layout.notes), []
+    counts: Counter[str] = Counter()
+    for part in layout.parts:
+        locator = ImageLocator(layout.root, part)
+        location = os.path.relpath(part.annotations, layout.root)
+        for number, task in enumerate(_read_tasks(part), 1):
+            entry = _read_task(task, f"{location}, task {task.get('id', number)}", part, locator, counts, problems)
+            entries += [] if entry is None else [entry]
+        notes += locator.notes()
+    notes += [f"{count:,} × {description}" for description, count in counts.items()]
+    return build_from_entries(layout, entries, problems, box_id_kind="region", notes=notes)
+
+
+def _read_tasks(part: SplitFiles) -> list[dict[str, Any]]:
+    try:
+        text = regular_files.read_bytes(part.annotations).removeprefix(b"\xef\xbb\xbf")
+        return msgspec.json.decode(text, type=list[dict[str, Any]])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise DataError(
+            "The file is not an export of Label Studio.",
+            location=part.annotations,
+            cause=str(error),
+            fix='export it again, as "JSON"',
+        ) from error
+
+
+def _read_task(
+    task: dict[str, Any],
+    location: str,
+    part: SplitFiles,
+    locator: ImageLocator,
+    counts: Counter[str],
+    problems: ProblemCollector,
+) -> Entry | None:
+    regions = _choose_regions(task, counts)
+    if regions is None:
+        counts["task without annotations, which is left out"] += 1
+        return None
+    written = _image_of(task)
+    if written is None:
+        problems.add("malformed-image", f"{location}: its data names no image")
+        return None
+    folder, name = _locate(written, locator)
+    height, width = _size_of(regions)
+    boxes: list[Box] = []
+    num_bad = 0
+    labeled_ids = {str(region.get("id")) for region in regions if _labels(region)}
+    for number, region in enumerate(regions, 1):
+        kind = str(region.get("type", "rectanglelabels")).removesuffix("labels") or "rectangle"
+        labels = _labels(region)
+        if kind in WITHOUT_BOX:
+            counts[f"{kind}, which has no box and is not read"] += 1
+            continue
+        if not labels and (kind != "rectangle" or str(region.get("id")) in labeled_ids):
+            continue  # an attribute, or a region whose class is another entry with the same id
+        try:
+            xyxy, description = _bound(region, height, width)
+        except (KeyError, TypeError, ValueError) as error:
+            reason = f"there is no {error}" if isinstance(error, KeyError) else error
+            problems.add("malformed-box", f"{location}, region {number}: {reason}")
+        else:
+            if description:
+                counts[f"{description}: the box around it is used"] += 1
+            if labels:
+                boxes += [Box(0, label, xyxy, number, is_normalized=not height) for label in labels]
+                continue
+            problems.add("no-class", f"{location}, region {number}")
+        num_bad += 1
+    split_index = locator.split_index(part.split, folder)
+    return Entry(ImageFile(folder, name, split_index, (height, width)), tuple(boxes), location, num_bad)
+
+
+def _size_of(regions: list[dict[str, Any]]) -> tuple[int, int]:
+    """Height and width of the image; 0, unknown, if the regions do not agree on them."""
+    sizes: set[tuple[int, int]] = set()
+    for region in regions:
+        height, width = region.get("original_height"), region.get("original_width")
+        if isinstance(height, int) and isinstance(width, int) and 0 < height < 2**31 and 0 < width < 2**31:
+            sizes.add((height, width))
+    return sizes.pop() if len(sizes) == 1 else (0, 0)
+
+
+def _choose_regions(task: dict[str, Any], counts: Counter[str]) -> list[dict[str, Any]] | None:
+    """The regions of the annotation that is used; None if the task has none."""
+    if "data" not in task:  # JSON-MIN: the regions of each control are a list with the control's name
+        return [region for value in task.values() for region in _list_of_dicts(value)]
+    annotations = _list_of_dicts(task.get("annotations") or task.get("completions"))
+    finished = [item for item in annotations if not (item.get("was_cancelled") or item.get("skipped"))]
+    if not finished:
+        return None
+    if len(finished) > 1:
+        counts["task with several annotations: the ground truth, else the last, is used"] += 1
+    chosen = ([item for item in finished if item.get("ground_truth")] or finished)[-1]
+    return [item for item in _list_of_dicts(chosen.get("result")) if isinstance(item.get("value"), dict)]
+
+
+def _list_of_dicts(value: Any) -> list[dict[str, Any]]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def _labels(region: dict[str, Any]) -> list[str]:
+    """The classes of a region; usually one."""
+    value = _value_of(region)
+    found: Any = next((value[key] for key in LABEL_KEYS if key in value), [])
+    return [str(label) for label in found] if isinstance(found, list) else []
+
+
+def _value_of(region: dict[str, Any]) -> dict[str, Any]:
+    """The geometry and classes of a region, which JSON-MIN has in the region itself."""
+    value = region.get("value")
+    return value if isinstance(value, dict) else region
+
+
+def _bound(region: dict[str, Any], height: int, width: int) -> tuple[XYXY, str]:
+    """The box around a region, in pixels, or normalized if height and width are 0, and what it is, if not a box.
+    Raises KeyError, TypeError or ValueError."""
+    value = _value_of(region)
+    x_scale, y_scale = (width or 1) / 100, (height or 1) / 100
+    rotation = float(value.get("rotation") or 0)
+    if region.get("image_rotation"):
+        raise ValueError(f"it was drawn on the image rotated by {region['image_rotation']} degrees")
+    if rotation and not height:
+        raise ValueError("it is rotated, and there is no original_width or original_height")
+    if "points" in value:
+        return bound_points([(float(x) * x_scale, float(y) * y_scale) for x, y in value["points"]]), "polygon"
+    x, y = float(value["x"]) * x_scale, float(value["y"]) * y_scale
+    if "radiusX" in value:
+        size = (2 * float(value["radiusX"]) * x_scale, 2 * float(value["radiusY"]) * y_scale)
+        return bound_rotated((x, y), size, rotation), "ellipse"
+    box_width, box_height = float(value["width"]) * x_scale, float(value["height"]) * y_scale
+    if not rotation:
+        return (x, y, x + box_width, y + box_height), ""
+    # the rotation is about the upper left corner
+    cos, sin = math.cos(math.radians(rotation)), math.sin(math.radians(rotation))
+    center = (x + (box_width * cos - box_height * sin) / 2, y + (box_width * sin + box_height * cos) / 2)
+    return bound_rotated(center, (box_width, box_height), rotation), "rotated rectangle"
+
+
+def _image_of(task: dict[str, Any]) -> str | None:
+    """The path or URL of a task's image: of its data, "image" or the first that names one; else the uploaded file."""
+    data = task.get("data", task)
+    data = data if isinstance(data, dict) else {}
+    texts = [text for text in (data.get("image"), *data.values(), task.get("file_upload")) if isinstance(text, str)]
+    paths = [(text, _candidate_paths(text)[0]) for text in texts if not text.startswith("data:")]
+    return next((text for text, path in paths if is_image_name(path) and is_usable_name(path)), None)
+
+
+def _locate(written: str, locator: ImageLocator) -> tuple[Path, str]:
+    """Folder and name of an image; a likely name if there is none."""
+    candidates = _candidate_paths(written)
+    for path in candidates:
+        folder, name = locator.locate(path)
+        if locator.exists(folder, name):
+            return folder, name
+    return locator.locate(candidates[-1])
+
+
+def _candidate_paths(written: str) -> list[str]:
+    """The paths that an image may have here, the most likely first."""
+    if (local := re.search(r"[?&]d=([^&]*)", written)) is not None:  # a file of a local storage
+        path = unquote(local[1])
+    elif re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", written):
+        path = unquote(re.split(r"[?#]", written)[0])
+    else:
+        path = unquote(written).removeprefix("/data/")
+    path = path.replace("\\", "/")
+    name = path.rpartition("/")[2]
+    return [path, f"media/{path}", name, UPLOAD_PREFIX.sub("", name)]

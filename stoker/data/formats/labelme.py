@@ -1,0 +1,148 @@
+"""LabelMe JSON: reads a data set of one file per image, as LabelMe, AnyLabeling and X-AnyLabeling write it.
+
+Rectangles are read, and the boxes around polygons, circles, masks and rotated boxes. Points and lines are not, and a
+note counts them. The image of a file is its `imagePath`, else the image with its own name; `imageData` is not used.
+Format: https://github.com/wkentaro/labelme.
+"""
+
+import itertools
+import math
+import os
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stoker import regular_files
+from stoker.data.formats.annotated_dirs import MAX_PROBES, find_annotated_dirs, make_part, read_head
+from stoker.data.formats.image_locator import ImageLocator, is_usable_name
+from stoker.data.formats.image_sizes import map_in_threads
+from stoker.data.formats.table_builder import XYXY, Box, Entry, ImageFile, bound_points, build_from_entries
+from stoker.data.formats.tables import (
+    AnnotationTable,
+    DatasetLayout,
+    is_image_name,
+    iter_annotation_files,
+)
+from stoker.data.validation.problems import ProblemCollector
+
+WITHOUT_BOX = ("point", "points", "line", "linestrip", "lines")
+"""Types of shapes that are not read."""
+
+
+class _Shape(msgspec.Struct):
+    label: str | int | None = None
+    points: list[tuple[float, float]] = []
+    shape_type: str | None = None
+
+
+class _File(msgspec.Struct):
+    """What is read of a file; the rest is skipped, also the image that it may contain."""
+
+    shapes: list[_Shape]
+    image_path: str | None = msgspec.field(name="imagePath", default=None)
+    height: Any = msgspec.field(name="imageHeight", default=None)
+    width: Any = msgspec.field(name="imageWidth", default=None)
+
+
+def find(folder: Path) -> DatasetLayout | None:
+    """The LabelMe data set in a folder (not in subfolders), or None."""
+    parts = tuple(make_part(split, path, folder) for split, path in find_annotated_dirs(folder, _has_labelme_files))
+    return DatasetLayout(format="labelme", description="LabelMe JSON", root=folder, parts=parts) if parts else None
+
+
+def _has_labelme_files(folder: Path) -> bool:
+    probes = itertools.islice(iter_annotation_files(folder, (".json",)), MAX_PROBES)
+    return any(is_labelme(read_head(Path(path))) for path in probes)
+
+
+def is_labelme(head: bytes) -> bool:
+    """Whether a file begins like LabelMe's."""
+    has_shapes = re.search(rb'"shapes"\s*:\s*\[', head) is not None
+    has_points = any(key in head for key in (b'"imagePath"', b'"shape_type"', b'"points"'))
+    return head.startswith(b"{") and ((has_shapes and has_points) or re.search(rb'"imageData"\s*:', head) is not None)
+
+
+def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
+    """Reads all files. Raises DataError if none can be read."""
+    notes, entries = list(layout.notes), []
+    counts: Counter[str] = Counter()
+    for part in layout.parts:
+        locator = ImageLocator(layout.root, part)
+        files = [Path(path) for path in iter_annotation_files(part.annotations, (".json",))]
+        for file, content in zip(files, map_in_threads(_parse, files), strict=True):
+            location = os.path.relpath(file, layout.root)
+            if isinstance(content, str):
+                problems.add("unreadable-annotations", f"{location}: {content}")
+                continue
+            folder, name = _locate(file, content.image_path or "", locator)
+            boxes, num_bad = _read_shapes(content.shapes, location, counts, problems)
+            split_index = locator.split_index(part.split or locator.split_from_folder(file.parent), folder)
+            image = ImageFile(folder, name, split_index, _parse_size(content.height, content.width))
+            entries.append(Entry(image, boxes, location, num_bad))
+        notes += locator.notes()
+    notes += [f"{count:,} × {description}" for description, count in counts.items()]
+    return build_from_entries(layout, entries, problems, box_id_kind="shape", notes=notes)
+
+
+def _parse(file: Path) -> _File | str:
+    """The content of a file, or the reason why it cannot be read."""
+    try:
+        return msgspec.json.decode(
+            regular_files.read_bytes(file).removeprefix(b"\xef\xbb\xbf"), type=_File, strict=False
+        )
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        return f"not a file of LabelMe: {error}"
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _locate(file: Path, image_path: str, locator: ImageLocator) -> tuple[Path, str]:
+    """Folder and name of a file's image: `imagePath` may be of another machine, or of a file that was renamed."""
+    if is_usable_name(image_path):
+        folder, name = locator.locate(image_path, file.parent)
+        if locator.exists(folder, name):
+            return folder, name
+    own_folder, own_name = locator.locate(file.stem, file.parent)  # without a suffix: that of the image is found
+    if locator.exists(own_folder, own_name) or not is_usable_name(image_path):
+        return own_folder, own_name if is_image_name(own_name) else f"{own_name}.jpg"
+    return folder, name
+
+
+def _read_shapes(
+    shapes: list[_Shape], location: str, counts: Counter[str], problems: ProblemCollector
+) -> tuple[tuple[Box, ...], int]:
+    """The boxes of a file, and the number of shapes that are left out though they should have one."""
+    boxes, num_bad = [], 0
+    for number, shape in enumerate(shapes, 1):
+        kind = shape.shape_type or "polygon"  # files before LabelMe 3 have only polygons
+        label = str("" if shape.label is None else shape.label).strip()
+        if kind in WITHOUT_BOX:
+            counts[f"{kind}, which has no box and is not read"] += 1
+        elif len(shape.points) < 2:
+            problems.add("malformed-box", f"{location}, shape {number}: {kind} with {len(shape.points)} points")
+            num_bad += 1
+        elif not label:
+            problems.add("no-class", f"{location}, shape {number}")
+            num_bad += 1
+        else:
+            if kind != "rectangle":
+                counts[f"{kind}: the box around it is used"] += 1
+            boxes.append(Box(0, label, _bound(kind, shape.points), number))
+    return tuple(boxes), num_bad
+
+
+def _bound(kind: str, points: list[tuple[float, float]]) -> XYXY:
+    """The box around a shape. A circle has its center and a point on it, others have corners in any order."""
+    if kind != "circle":
+        return bound_points(points)
+    (x, y), radius = points[0], math.dist(points[0], points[1])
+    return x - radius, y - radius, x + radius, y + radius
+
+
+def _parse_size(height: Any, width: Any) -> tuple[int, int]:
+    """Height and width; 0, unknown, if they are not valid."""
+    is_valid = all(isinstance(value, int | float) and 1 <= value < 2**31 for value in (height, width))
+    return (int(height), int(width)) if is_valid else (0, 0)
