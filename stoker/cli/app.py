@@ -1,8 +1,8 @@
 """The command line: the app, the exit codes, and the translation of flags of other tools.
 
-The commands are in `train.py`, `models.py`, `runs.py`, `watch.py` and `data.py`. Each imports its code when it runs, so
-that `stoker --help` and `stoker why` start at once, also where torch is not installed. An error of the exception tree
-becomes a message and its exit code; any other exception is a bug and keeps its traceback.
+The commands are in `train.py`, `models.py`, `runs.py`, `watch.py`, `data.py` and `migrate.py`. Each imports its code
+when it runs, so that `stoker --help` and `stoker why` start at once, also where torch is not installed. An error of the
+exception tree becomes a message and its exit code; any other exception is a bug and keeps its traceback.
 """
 
 import os
@@ -13,6 +13,7 @@ from cyclopts import App, Parameter
 
 from stoker.cli.data import data_app
 from stoker.cli.flag_names import translate
+from stoker.cli.migrate import import_pipeline
 from stoker.cli.models import evaluate, export, list_models, predict
 from stoker.cli.runs import report, why
 from stoker.cli.train import train, train_help
@@ -36,6 +37,7 @@ app.command(evaluate, name="eval", sort_key=3)
 app.command(predict, sort_key=4)
 app.command(export, sort_key=5)
 app.command(report, sort_key=5)
+app.command(import_pipeline, name="import", sort_key=6)
 app.command(data_app)
 app.command(list_models, name="models", sort_key=6)
 

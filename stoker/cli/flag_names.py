@@ -39,9 +39,12 @@ def _hours(value: str) -> str:
 
 
 def _cuda_device(value: str) -> str:
+    if value.partition(":")[0].lower() in ("tpu", "xla"):
+        raise UsageError(f"--device {value} does not exist.", fix=_NO_TPU)
     return f"cuda:{value}" if value.isdecimal() else value
 
 
+_NO_TPU = "stoker does not train on TPUs (TPUStrategy): take a machine with an NVIDIA GPU, `--device cuda`"
 _TOTAL = "it is the total of an optimizer step, over all devices"
 
 _TRAIN: dict[str, _Value | _Switch | _Answer] = {
@@ -91,9 +94,12 @@ _TRAIN: dict[str, _Value | _Switch | _Answer] = {
         _Answer("the data set is the argument: `stoker train DATA`"),
     ),
     **dict.fromkeys(
-        ("pipeline-config-path", "cfg", "config", "config-file", "hyp"),
-        _Answer("stoker has no configuration file to write: set flags; every run's values are in its config.toml"),
+        ("cfg", "hyp"),
+        _Answer("set flags, or `--config config.toml`; every run's values are in its config.toml"),
     ),
+    "config-file": _Value("config"),
+    "pipeline-config-path": _Answer("`stoker import pipeline.config` writes a config.toml: `stoker train --config`"),
+    **dict.fromkeys(("use-tpu", "tpu-name", "tpu", "num-tpu-cores", "gcp-project", "tpu-zone"), _Answer(_NO_TPU)),
     **dict.fromkeys(("nc", "num-classes"), _Answer("classes come from the data set; `--classes NAME …` trains some")),
     "single-cls": _Answer("stoker trains the classes of the data set; `--classes NAME …` trains some of them"),
     # Augmentation

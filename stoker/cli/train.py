@@ -3,10 +3,12 @@
 import re
 import shutil
 import textwrap
+from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
+from stoker.cli.migrate import read_config
 from stoker.cli.quick_import import quick_imports
 from stoker.config.durations import join_length
 from stoker.config.settings import Config
@@ -34,6 +36,7 @@ def train(
     max_time: Annotated[str | None, Parameter(group="Run")] = None,
     run_dir: Annotated[str | None, Parameter(group="Run")] = None,
     resume: Annotated[str | None, Parameter(group="Run")] = None,
+    config_file: Annotated[Path | None, Parameter(name="--config", group="Run")] = None,
     trace: Annotated[bool, Parameter(group="Run", negative="")] = False,
     log_format: Annotated[Literal["text", "json"], Parameter(group="Monitoring")] = "text",
     monitor: Annotated[MonitoringOptions, Parameter(name="*", group="Monitoring")] = MonitoringOptions(),  # noqa: B008  # frozen
@@ -58,6 +61,8 @@ def train(
         machine can continue it.
     resume
         An unfinished run to continue with its own settings; DATA is not needed then.
+    config_file
+        Settings from a config.toml, as `stoker import` writes it; flags override them.
     trace
         Keep the few steps that are profiled every few minutes as Chrome traces too.
     log_format
@@ -69,6 +74,8 @@ def train(
 
     length = {"epochs": epochs, "steps": steps, "max_time": max_time, "max_duration": config.run.max_duration}
     user_config = config.replace(**join_length(length))
+    if config_file is not None:
+        user_config = read_config(config_file, user_config)
     if data is not None:
         user_config = user_config.replace(data=data)
     started_s = process_start_s()

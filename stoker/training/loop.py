@@ -37,6 +37,7 @@ from stoker.runs.records import BEST, FINAL, STEPS, WARNING_KINDS
 from stoker.runs.schemas import StepWindow
 from stoker.training import bucket_run, checkpoint, run_selection, start
 from stoker.training.async_eval import AsyncEvaluator, PendingEvaluation
+from stoker.training.cluster import require_one_process
 from stoker.training.cuda_graph import CudaCapture, CudaGraphStep
 from stoker.training.defaults.dry_run import make_worst_case_batch
 from stoker.training.forward import compile_forward_backward, make_loss_fn, train_step
@@ -52,6 +53,7 @@ from stoker.training.recovery import (
 )
 from stoker.training.state import EventLogger, TrainSetup, collect_state
 from stoker.training.triggers import IntervalTrigger
+from stoker.training.vertex import copying_results, vertex_folders
 
 WINDOW_S = 1.0
 """Seconds of a line of steps.jsonl."""
@@ -85,6 +87,10 @@ def train(
     """
     started_s = time.perf_counter() if started_s is None else min(started_s, time.perf_counter())
     monitor.validate()
+    require_one_process()
+    vertex = vertex_folders()
+    if run_dir is None and resume is None:
+        run_dir = vertex.checkpoints
     screen = Screen(sys.stderr if log_format == "json" else None)
     with stop_on_signals() as stop_request, screen, contextlib.ExitStack() as stack:
         remote = bucket_run.join_bucket_run(run_dir, resume, stop_request=stop_request, stack=stack, note=screen.note)
@@ -113,7 +119,11 @@ def train(
             folder.event(kind, text, step=current_step(), **data)
 
         try:
-            with out_of_memory_as_error("training"), bucket_run.uploading(remote, stop_request, log_event):
+            with (
+                out_of_memory_as_error("training"),
+                bucket_run.uploading(remote, stop_request, log_event),
+                copying_results(folder.path, vertex, log_event),
+            ):
                 screen.settings(settings_table(resolved.config, resolved.reasons))
                 for line in messages:
                     log_event("info", line)

@@ -90,7 +90,7 @@ TORCHVISION = """
 TENSORFLOW = """
 --pipeline_config_path=p.config|--num_train_steps=10000|--eval_on_train_data|--sample_1_of_n_eval_examples=1|
 --sample_1_of_n_eval_on_train_examples=5|--hparams_overrides=a|--model_dir=m|--checkpoint_dir=c|
---eval_timeout=3600|--num_workers=4|--alsologtostderr|--checkpoint_every_n=1000
+--eval_timeout=3600|--num_workers=4|--alsologtostderr|--checkpoint_every_n=1000|--use_tpu=true|--tpu_name=t
 """.replace("\n", "").split("|")
 HUGGING_FACE = """
 --output_dir o|--do_train|--do_eval|--eval_strategy epoch|--per_device_train_batch_size 8|
@@ -165,6 +165,8 @@ def test_what_it_becomes(typed: str, expected: str) -> None:
         ("--pipeline_config_path=p", "config.toml"),
         ("--freeze 10", "--trainable-backbone-layers"),
         ("--gpus 2", "cuda:0"),
+        ("--use_tpu=true", "TPUStrategy"),
+        ("--device tpu", "NVIDIA GPU"),
     ],
 )
 def test_what_stoker_does_not_have_is_answered(typed: str, words: str) -> None:

@@ -1,0 +1,117 @@
+"""Accounts for every field of a file that is imported: each gets exactly one row of the report.
+
+The readers (`tf_*.py`) go through the messages that they understand and call `exact`, `substitute` or `drop` for each
+field; what is left at the end is looked up in a table of reasons (`tf_other.py`). What a field becomes is not decided
+here.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import msgspec
+
+from stoker.config.settings import SECTION_OF
+from stoker.migration.text_format import Message, Scalar
+from stoker.report.models import ModelInfo
+
+Status = Literal["exact", "substitute", "not carried"]
+MODEL_SETTINGS_OF_ALL = ("model", "weights", "backbone_norm", "trainable_backbone_layers")
+"""Settings of the section `model` that every architecture has."""
+
+
+class FieldRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A field of the file, and what became of it."""
+
+    field: str
+    """`train_config.batch_size`; with an index where the message is one of several."""
+    line: int | None
+    """None: the field is not in the file, and the default of the API applies."""
+    value: str
+    status: Status
+    settings: dict[str, Any] = {}
+    """The settings of stoker that it decides."""
+    note: str = ""
+    """What differs (a substitute), or why it has no counterpart (not carried)."""
+    is_unknown: bool = False
+    """No rule knows the field."""
+
+
+class Trap(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that TensorFlow does silently and that people trip over."""
+
+    name: str
+    line: int | None
+    text: str
+
+
+@dataclasses.dataclass
+class FieldAccount:
+    """The rows so far, the settings that they decide, and the traps."""
+
+    model: ModelInfo
+    """The architecture that is trained: it has only some of the settings."""
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    rows: dict[str, FieldRow] = dataclasses.field(default_factory=dict)
+    """By path."""
+    traps: list[Trap] = dataclasses.field(default_factory=list)
+
+    def exact(self, message: Message, name: str, settings: dict[str, Any] | None = None, note: str = "") -> None:
+        """The field means the same here. name: "" for the message itself, if it is empty."""
+        self._carry(message, name, "exact", settings or {}, note)
+
+    def substitute(self, message: Message, name: str, settings: dict[str, Any], note: str) -> None:
+        """The nearest that stoker has; note: what differs."""
+        self._carry(message, name, "substitute", settings, note)
+
+    def drop(self, message: Message, name: str, reason: str, *, is_unknown: bool = False) -> None:
+        """The field has no counterpart."""
+        self._add(message, name, status="not carried", note=reason, is_unknown=is_unknown)
+
+    def whole(self, message: Message, status: Status, settings: dict[str, Any], note: str = "") -> None:
+        """Every open field of a message that becomes one thing, or nothing."""
+        for owner, name in message.leaves():
+            if self.is_open(owner, name):
+                if status == "not carried":
+                    self.drop(owner, name, note)
+                else:
+                    self._carry(owner, name, status, settings, note)
+
+    def trap(self, name: str, line: int | None, text: str) -> None:
+        self.traps.append(Trap(name=name, line=line, text=text))
+
+    def is_open(self, message: Message, name: str) -> bool:
+        """Whether the field has no row yet."""
+        return _path(message, name) not in self.rows
+
+    def _carry(self, message: Message, name: str, status: Status, settings: dict[str, Any], note: str) -> None:
+        missing = [setting for setting in settings if not self._has(setting)]
+        if missing and len(missing) == len(settings):
+            flags = ", ".join(f"--{setting.replace('_', '-')}" for setting in missing)
+            self.drop(message, name, f"{self.model.name} has no {flags}")
+            return
+        settings = {setting: value for setting, value in settings.items() if setting not in missing}
+        self.settings |= settings
+        self._add(message, name, status=status, settings=settings, note=note)
+
+    def _has(self, setting: str) -> bool:
+        """Whether the model has the setting."""
+        return SECTION_OF[setting] != "model" or setting in (*MODEL_SETTINGS_OF_ALL, *self.model.settings)
+
+    def _add(self, message: Message, name: str, **fields: Any) -> None:
+        path = _path(message, name)
+        assert path not in self.rows, f"{path} has two rows"
+        inside = message.messages.get(name)
+        values = message.scalars.get(name)
+        line = inside[0].line if inside else message.lines.get(name) if name else message.line
+        value = "{…}" if inside else "{}" if not name else "(default)" if values is None else _written(values)
+        self.rows[path] = FieldRow(field=path, line=line, value=value, **fields)
+
+
+def _path(message: Message, name: str) -> str:
+    return message.join(name) if name else message.path
+
+
+def _written(values: list[Scalar]) -> str:
+    """The values as the file has them, without quotes."""
+    words = [str(value).lower() if isinstance(value, bool) else str(value) for value in values]
+    return words[0] if len(words) == 1 else f"[{', '.join(words)}]"
