@@ -59,6 +59,17 @@ def test_annotations_in_split_folders_next_to_the_images(tmp_path: Path) -> None
     assert split_of(open_index(tmp_path)) == {"train.jpg": "train", "val.jpg": "val"}
 
 
+@pytest.mark.parametrize(
+    ("image", "image_path"), [("images/{}/a.jpg", "..\\..\\images\\{}\\a.jpg"), ("labels/{}/a.jpg", "a.jpg")]
+)
+def test_images_of_the_same_name_in_two_folders(tmp_path: Path, image: str, image_path: str) -> None:
+    for name in ("one", "two"):
+        save_images(tmp_path / image.format(name))
+        labelme_file(tmp_path / "labels" / name / "a.json", image_path.format(name), CAR)
+    index = open_index(tmp_path, val_fraction=0.5)
+    assert boxes_by_image(index) == {image.format(name): [CAR_BOX] for name in ("one", "two")}
+
+
 def test_shapes(tmp_path: Path) -> None:
     save_images(tmp_path / "a.jpg", tmp_path / "b.jpg")
     labelme_file(
@@ -104,7 +115,7 @@ def test_files_that_cannot_be_read_are_reported(tmp_path: Path) -> None:
     (tmp_path / "d.json").write_bytes(
         json.dumps({"shapes": [], "imagePath": "车.jpg"}, ensure_ascii=False).encode("gbk")
     )
-    (tmp_path / "e.json").write_text('{"shapes": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    (tmp_path / "e.json").write_text('{"flags": ' + "[" * 100_000 + "]" * 100_000 + ', "shapes": []}')
     (tmp_path / "f.json").write_text('{"classes": ["car"]}')
     labelme_file(tmp_path / "g.json", "x\0y/\0.jpg", CAR)
     problems = ProblemCollector()
