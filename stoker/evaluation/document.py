@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from stoker import regular_files
 from stoker.config import old_names
 from stoker.errors import UsageError
 from stoker.evaluation.metrics import Metrics
@@ -132,8 +133,8 @@ def read_evaluation(run: Path) -> Evaluation | None:
     if not path.exists():
         return None
     try:
-        return old_names.decode(path.read_bytes(), Evaluation)
-    except msgspec.DecodeError as error:
+        return old_names.decode(regular_files.read_bytes(path), Evaluation)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(
             "The run's evaluation cannot be read by this version of stoker.",
             location=path,

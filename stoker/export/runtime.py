@@ -10,16 +10,14 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from stoker.config import old_names
 from stoker.errors import ConfigError, PreflightError, WeightsError
 from stoker.models.layers.postprocess import BatchDetections, rescale_to_original
-from stoker.models.weights.model_file import METADATA_KEY, ModelMetadata
+from stoker.models.weights.model_file import METADATA_KEY, read_metadata
 
 ONNX_SUFFIX = ".onnx"
 INSTALL_COMMAND = "pip install 'stoker[onnx]'"
@@ -70,10 +68,7 @@ class OnnxModel(nn.Module):
                 cause=f"its metadata has no {METADATA_KEY!r}, so its classes and image size are unknown",
                 fix="stoker export RUN",
             )
-        try:
-            self.metadata = old_names.decode(meta[METADATA_KEY].encode(), ModelMetadata)
-        except msgspec.DecodeError as error:
-            raise WeightsError("The ONNX file's metadata cannot be read.", location=path, cause=str(error)) from error
+        self.metadata = read_metadata(meta[METADATA_KEY], path)
         self.iou_threshold = float(meta.get("iou_threshold", 0.5))
         """The file's default NMS threshold; old files without this metadata have 0.5."""
         batch_size = self._session.get_inputs()[0].shape[0]

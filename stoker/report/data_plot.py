@@ -4,6 +4,7 @@ Uses Pillow only. Nine panels: classes, images by split, image sizes, boxes per 
 resizing, aspect ratios, positions of boxes, fit of the anchors, and key values as text.
 """
 
+import io
 import math
 from collections.abc import Sequence
 from itertools import pairwise
@@ -23,6 +24,7 @@ from stoker.data.validation.stats import (
 )
 from stoker.errors import StorageError, UsageError
 from stoker.report.format import count, number, percentage
+from stoker.storage.local_files import write_atomic
 
 WIDTH, HEIGHT = 1680, 1260
 SUPERSAMPLING = 2
@@ -55,10 +57,12 @@ def check_output_path(out: Path, index: Index) -> None:
 
 
 def save_image(image: Image.Image, out: Path) -> None:
-    """Writes an image and creates its folder. Raises StorageError."""
+    """Writes an image and creates its folder; a link in its place is replaced. Raises StorageError."""
+    encoded = io.BytesIO()
     try:
+        image.save(encoded, Image.registered_extensions()[out.suffix.lower()], quality=90)
         out.parent.mkdir(parents=True, exist_ok=True)
-        image.save(out, quality=90)
+        write_atomic(out, encoded.getbuffer(), durable=False)
     except OSError as error:
         cause = error.strerror or str(error)
         fix = "choose another file with --out"
@@ -310,7 +314,7 @@ def _anchors(page: _Page, rect: Rectangle, stats: DatasetStats) -> None:
         page.line([(x0, y), (x1, y)], _FAINT if tenths == 0 else _LINE)
         page.text((x0 - 6, y), f"{tenths * 10} %", size=11, fill=_FAINT, anchor="rm")
     for g, group in enumerate(groups):
-        bar = width * 0.7 / len(stats.anchors)
+        bar = width * 0.7 / max(1, len(stats.anchors))
         for n, (anchor_stats, fill) in enumerate(zip(stats.anchors, (_BLUE, _ORANGE), strict=False)):
             fractions = anchor_stats.all if group == "all" else anchor_stats.by_size.get(group, {})
             x = x0 + g * width + width * 0.15 + n * bar

@@ -27,24 +27,31 @@ def safe_name(text: str) -> str:
 @contextlib.contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """A temporary path next to `path`. It replaces `path` at the end of the block, and is removed after an exception.
-    The block makes the content durable (fsync) where that is needed."""
+    The block makes the content durable (fsync) where that is needed. A link in place of either is replaced, and its
+    target is not written."""
     name = os.fsencode(path.name)
     shown = path.name if len(name) <= MAX_TEMPORARY_NAME_BYTES else blake2b(name, digest_size=8).hexdigest()
     temporary = path.with_name(f".{shown}.{os.getpid()}.tmp")
     try:
+        temporary.unlink(missing_ok=True)  # left by a kill, or a link that someone else put there
         yield temporary
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def write_atomic(path: Path, data: bytes | memoryview) -> None:
-    """Replaces a file as a whole and makes that durable: after a kill or a power cut it is the old or the new one."""
-    with atomic_path(path) as temporary, temporary.open("wb") as file:
+def write_atomic(path: Path, data: bytes | memoryview, *, durable: bool = True, private: bool = False) -> None:
+    """Replaces a file as a whole: after a kill it is the old or the new one. durable: also after a power cut.
+    private: only the user may read it."""
+    with atomic_path(path) as temporary, temporary.open("xb") as file:  # x: never through a link
+        if private:
+            temporary.chmod(0o600)
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    fsync_folder(path.parent)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+    if durable:
+        fsync_folder(path.parent)
 
 
 def fsync_folder(path: Path) -> None:

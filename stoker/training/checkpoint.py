@@ -12,20 +12,21 @@ that fails (a full disk) is reported, and training continues with the checkpoint
 import dataclasses
 import hashlib
 import io
+import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
+from stoker import regular_files
 from stoker.config import old_names
 from stoker.errors import CheckpointError
 from stoker.hardware.device import Device, ReadyEvent, SideStream
@@ -35,6 +36,7 @@ from stoker.storage.local_files import fsync_folder, write_atomic
 from stoker.storage.run_uri import display_path
 
 WEIGHTS, STATE, MANIFEST = "weights.safetensors", "state.pt", "manifest.json"
+MAX_MANIFEST_BYTES = 1 << 20
 NUM_KEPT = 2
 
 
@@ -221,14 +223,17 @@ def list_checkpoints(run: Path) -> list[Path]:
 
 
 def _read_manifest(folder: Path) -> Manifest:
-    """Raises OSError or msgspec.DecodeError if it is missing or incomplete."""
-    return old_names.decode((folder / MANIFEST).read_bytes(), Manifest)
+    """Raises CheckpointError if it is missing, incomplete or not a manifest."""
+    try:
+        return old_names.decode(regular_files.read_bytes(folder / MANIFEST, max_bytes=MAX_MANIFEST_BYTES), Manifest)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError("damaged", cause=f"{MANIFEST}: {error}") from error
 
 
 def _is_healthy(folder: Path) -> bool:
     try:
         return _read_manifest(folder).healthy
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+    except CheckpointError:
         return False
 
 
@@ -248,7 +253,7 @@ def discard_checkpoints(run: Path, *, after: int, rollback_count: int) -> None:
     for folder in list_checkpoints(run):
         try:
             manifest = _read_manifest(folder)
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        except CheckpointError:
             continue  # `load_newest` reports it
         if manifest.step > after and manifest.rollbacks < rollback_count:
             hidden_dir = folder.with_name(
@@ -265,15 +270,20 @@ class LoadedCheckpoint:
     state: dict[str, Any]
 
 
-def load_newest(run: Path, report: Callable[[str, str], None]) -> LoadedCheckpoint | None:
+def load_newest(
+    run: Path, report: Callable[[str, str], None], *, rejected: Mapping[int, str] | None = None
+) -> LoadedCheckpoint | None:
     """The newest checkpoint with correct checksums; damaged ones are reported and skipped. None if there is none.
 
-    Raises CheckpointError if there are checkpoints and all are damaged: a silent restart could cost days.
+    rejected: step → why the state of this checkpoint cannot be restored; it counts as damaged. Raises CheckpointError
+    if there are checkpoints and all are damaged: a silent restart could cost days.
     """
     folders = list_checkpoints(run)
     reasons, damaged = [], []
     for folder in folders:
         try:
+            if (reason := (rejected or {}).get(int(folder.name[5:]))) is not None:
+                raise CheckpointError("damaged", cause=reason)
             loaded = _load(folder)
         except CheckpointError as error:
             reasons.append(f"{folder.name}: {error.cause}")
@@ -306,18 +316,23 @@ def is_complete(folder: Path) -> bool:
 
 
 def _verify(folder: Path) -> Manifest:
-    """Raises CheckpointError."""
+    """Raises CheckpointError, also for a manifest that names other files than those of a checkpoint."""
+    manifest = _read_manifest(folder)
+    if set(manifest.files) != {WEIGHTS, STATE}:
+        named = ", ".join(sorted(repr(name[:60]) for name in manifest.files)[:5])
+        raise CheckpointError("damaged", cause=f"{MANIFEST} names {named or 'no files'}, not {WEIGHTS} and {STATE}")
+    if manifest.step != int(folder.name[5:]):
+        raise CheckpointError("damaged", cause=f"{MANIFEST} is that of step {manifest.step}")
     try:
-        manifest = _read_manifest(folder)
         for name, entry in manifest.files.items():
-            size = (folder / name).stat().st_size
-            if size != entry.size_bytes:
-                raise CheckpointError("damaged", cause=f"{name} has {size} bytes, not {entry.size_bytes}")
-            with (folder / name).open("rb") as file:
+            with regular_files.open_file(folder / name) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != entry.size_bytes:
+                    raise CheckpointError("damaged", cause=f"{name} has {size} bytes, not {entry.size_bytes}")
                 if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
                     raise CheckpointError("damaged", cause=f"the checksum of {name} is wrong")
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError("damaged", cause=str(error)) from error
+    except OSError as error:
+        raise CheckpointError("damaged", cause=f"{name}: {error.strerror or error}") from error
     return manifest
 
 
@@ -325,7 +340,10 @@ def _load(folder: Path) -> LoadedCheckpoint:
     manifest = _verify(folder)
     try:
         weights = load_file(folder / WEIGHTS)
-        state = old_names.checkpoint_state(torch.load(folder / STATE, map_location="cpu", weights_only=True))
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError("damaged", cause=str(error)) from error
+        with regular_files.open_file(folder / STATE) as file:
+            tree = torch.load(file, map_location="cpu", weights_only=True)
+        state = old_names.checkpoint_state(tree)
+    except Exception as error:  # a file that torch did not write raises many types
+        cause = str(error).partition("\n")[0] or type(error).__name__
+        raise CheckpointError("damaged", cause=f"{STATE} or {WEIGHTS} cannot be read: {cause}") from error
     return LoadedCheckpoint(manifest.step, weights, state)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from stoker import regular_files
 from stoker.data.formats.tables import SPLIT_BY_NAME, is_image_name
 from stoker.errors import DataError
 
@@ -117,7 +118,7 @@ def iter_rows(path: Path, layout: CsvLayout, *, max_bytes: int | None = None) ->
 
 def _read_text(path: Path, max_bytes: int | None) -> str:
     """The text of a file, or the whole lines of its beginning. UTF-8, or UTF-16 with a byte order mark (Excel)."""
-    with path.open("rb") as file:
+    with regular_files.open_file(path, max_bytes=regular_files.MAX_ANNOTATION_BYTES) as file:
         data = file.read() if max_bytes is None else file.read(max_bytes)
     is_whole = max_bytes is None or len(data) < max_bytes
     is_utf_16 = data.startswith((b"\xff\xfe", b"\xfe\xff"))

@@ -15,11 +15,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stoker import regular_files
 from stoker.errors import DataError
 
 BACKGROUND = 0
 """TensorFlow's own id for "no object"; an item with this id must be called "background"."""
 PEEK_BYTES = 1 << 16
+MAX_BYTES = 1 << 26
+"""Of a label map: 100,000 classes have 8 MB."""
 EXAMPLE = "item { id: 1 name: 'cat' } for each class, ids from 1"
 _ITEM = re.compile(r"""(?:\#[^\n]*|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')|(?P<item>(?<![\w.])item\s*:?\s*[{<])""")
 """An item's beginning; also matches comments and strings, so that none is found inside them."""
@@ -46,7 +49,7 @@ class _Item(NamedTuple):
 
 def looks_like_label_map(path: Path) -> bool:
     """Whether the first 64 KiB have an item: graphs and pipelines are .pbtxt files too."""
-    with path.open("rb") as file:
+    with regular_files.open_file(path) as file:
         return bool(_item_lines(file.read(PEEK_BYTES).decode(errors="replace")))
 
 
@@ -82,7 +85,7 @@ def _parse_items(path: Path) -> list[_Item]:
     from google.protobuf import text_format
 
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = regular_files.read_text(path, encoding="utf-8-sig", max_bytes=MAX_BYTES)
     except UnicodeDecodeError as error:
         raise DataError("A label map is not UTF-8.", location=path, cause=str(error), fix="save it as UTF-8") from error
     message = _message_class()()

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from stoker import regular_files
 from stoker.data.formats import label_map
 from stoker.data.formats.tables import (
     SPLITS,
@@ -108,7 +109,7 @@ def _has_tfrecord_header(path: Path) -> bool:
     """Whether a file is empty or begins like a plain or a gzip shard."""
     if not path.is_file():
         return False
-    with path.open("rb") as file:
+    with regular_files.open_file(path) as file:
         head = file.read(HEADER_BYTES)
     return not head or head.startswith(GZIP_MAGIC) or is_record_header(head)
 

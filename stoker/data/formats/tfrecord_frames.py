@@ -56,6 +56,12 @@ def is_record_header(head: bytes) -> bool:
     return len(head) >= HEADER_BYTES and masked_crc(head[:8]) == _CRC.unpack_from(head, 8)[0]
 
 
+def frame_length(head: bytes) -> int:
+    """The number of bytes of data that a record's first 12 bytes give."""
+    length: int = _LENGTH.unpack_from(head)[0]
+    return length
+
+
 def iter_frames(data: mmap.mmap, shard: str, problems: ProblemCollector) -> Iterator[Frame]:
     """The undamaged records of a mapped file, in order. Copies no data.
 
@@ -78,7 +84,7 @@ def iter_frames(data: mmap.mmap, shard: str, problems: ProblemCollector) -> Iter
                 )
                 return
             start = offset + HEADER_BYTES
-            stop = start + _LENGTH.unpack_from(head)[0]
+            stop = start + frame_length(head)
             if stop + FOOTER_BYTES > total:
                 missing = stop + FOOTER_BYTES - total
                 problems.add("truncated-shard", f"{location}: the file ends {missing:,} bytes before the record does")

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from stoker import regular_files
 from stoker.data.images import source
 from stoker.errors import DataError
 
@@ -71,7 +72,7 @@ def read_header(path: Path) -> Header:
         if (remote_object := source.find_remote(path)) is not None:
             reader = source.RangeReader(remote_object, path)
             return _parse_header(reader.head, reader.read, reader.total_bytes, path)
-        with path.open("rb", buffering=0) as file:
+        with regular_files.open_file(path, max_bytes=regular_files.MAX_BYTES) as file:
             fd, total = file.fileno(), os.fstat(file.fileno()).st_size
             head = os.pread(fd, HEAD_BYTES, 0)
 

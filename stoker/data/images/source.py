@@ -13,7 +13,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from stoker import regular_files
 from stoker.errors import ObjectMissing
+from stoker.printable import print_text
 from stoker.storage.local_files import cache_folder
 from stoker.storage.uri import StorageUri, is_uri, parse_uri
 
@@ -106,7 +108,7 @@ def paths_to_uris(text: str, root: Path) -> str:
 
 def print_status(text: str) -> None:
     """A line about a slow operation before there is a run that could record it."""
-    print(text, file=sys.stderr, flush=True)
+    print_text(text, file=sys.stderr, flush=True)
 
 
 def read(location: Path | str, byte_range: tuple[int, int] | None = None) -> bytes:
@@ -120,11 +122,23 @@ def read(location: Path | str, byte_range: tuple[int, int] | None = None) -> byt
     path = Path(location)
     if byte_range is None and (remote_object := find_remote(path)) is not None:
         return read_object(remote_object)
-    with (path if byte_range is None else path.parent).open("rb", buffering=0) as file:
-        if byte_range is None:
-            return file.read()
-        file.seek(byte_range[0])
-        return file.read(byte_range[1])
+    return read_local(path if byte_range is None else path.parent, byte_range)
+
+
+def read_local(path: Path | str, byte_range: tuple[int, int] | None = None) -> bytes:
+    """The bytes of a local image file, or a range of a file that contains images. Raises OSError, also for a device, a
+    FIFO and more than `regular_files.MAX_BYTES` bytes."""
+    fd = regular_files.open_fd(path, max_bytes=regular_files.MAX_BYTES if byte_range is None else None)
+    try:
+        start, length = (0, os.fstat(fd).st_size) if byte_range is None else byte_range
+        if length > regular_files.MAX_BYTES:
+            raise OSError(errno.EFBIG, f"it has {length:,} bytes; at most {regular_files.MAX_BYTES:,} are read", path)
+        data = os.pread(fd, length, start)
+        while len(data) < length and (more := os.pread(fd, length - len(data), start + len(data))):
+            data += more
+        return data
+    finally:
+        os.close(fd)
 
 
 def _open_uri(uri_text: str) -> RemoteObject:

@@ -43,9 +43,14 @@ def fit_class_head(
     has torchvision's COCO classes.
     """
     first = class_heads[0]
-    channels = tensors[f"{first.name}.weight"].shape[0] // (first.num_anchors * first.outputs_per_class)
-    channel_indices, reason = _match_channels(channels, file_classes, class_names, has_background=first.has_background)
     head_by_tensor = class_tensors(class_heads)
+    sizes = {name: (*tensors[name].shape, 0)[0] if name in tensors else 0 for name in head_by_tensor}
+    channels = sizes[f"{first.name}.weight"] // (first.num_anchors * first.outputs_per_class)
+    channel_indices, reason = _match_channels(channels, file_classes, class_names, has_background=first.has_background)
+    if any(
+        sizes[name] != head.num_anchors * channels * head.outputs_per_class for name, head in head_by_tensor.items()
+    ):
+        channel_indices, reason = None, "its layers have other numbers of channels than those of the model"
     fitted = {name: tensor for name, tensor in tensors.items() if name not in head_by_tensor}
     num_channels = len(class_names) + first.has_background
     if channel_indices is None:

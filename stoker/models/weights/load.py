@@ -82,6 +82,9 @@ def load_weights(model: Detector, settings: ModelSettings, *, class_names: Seque
     if matched.match_fraction < MIN_MATCH_FRACTION or weights.model not in (None, settings.model):
         raise _wrong_architecture(path, weights, settings.model)
     tensors, sentences = matched.tensors, []
+    heads = class_tensors(model.class_heads())
+    own_tensors = {name: tensor for name, tensor in tensors.items() if name not in heads}
+    _check_fits(model, own_tensors, path, is_detector=matched.is_detector)
     if path.name in ZERO_EPS_WEIGHTS:
         tensors = _convert_epsilon(0.0, tensors)
     elif arch.pretrained_norm_eps is not None and not matched.is_detector:
@@ -92,7 +95,8 @@ def load_weights(model: Detector, settings: ModelSettings, *, class_names: Seque
         sentences = [f"backbone, neck and heads from {origin}", sentence]
     else:
         sentences = [f"backbone from {origin}", "neck and heads are random"]
-    _load_into_model(model, tensors, path, is_detector=matched.is_detector)
+    _check_fits(model, tensors, path, is_detector=matched.is_detector)
+    model.load_state_dict(dict(tensors), strict=False)
     return sentences
 
 
@@ -126,7 +130,10 @@ def read_weights(path: Path, *, choices: Sequence[str] = (*PRETRAINED_NAMES, "no
             "torch.save(model.state_dict(), FILE)",
         ) from error
     tensors = _without_wrappers(_state_dict(state, path))
-    names = msgspec.json.decode(header["stoker"], type=_Metadata).class_names if "stoker" in header else None
+    try:
+        names = msgspec.json.decode(header["stoker"], type=_Metadata).class_names if "stoker" in header else None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise WeightsError("The metadata of the weights cannot be read.", location=path, cause=str(error)) from error
     model_name = header.get("model")
     return WeightsFile(tensors, model_name if model_name in MODELS else None, names)
 
@@ -233,8 +240,8 @@ def _convert_epsilon(epsilon: float, tensors: Mapping[str, Tensor]) -> dict[str,
     return result
 
 
-def _load_into_model(model: Detector, tensors: Mapping[str, Tensor], path: Path, *, is_detector: bool) -> None:
-    """Copies the tensors into the model after checking that all of them fit."""
+def _check_fits(model: Detector, tensors: Mapping[str, Tensor], path: Path, *, is_detector: bool) -> None:
+    """Raises WeightsError unless the model has all of the tensors, in these shapes, and misses none."""
     own_state = model.state_dict()
     head_by_tensor = class_tensors(model.class_heads())
     expected = [name for name in own_state if is_detector or name.startswith(model.backbone_prefixes)]
@@ -255,7 +262,6 @@ def _load_into_model(model: Detector, tensors: Mapping[str, Tensor], path: Path,
                 if name.startswith(model.backbone_prefixes)
                 else "the --anchor-scales and --aspect-ratios that the file was trained with",
             )
-    model.load_state_dict(dict(tensors), strict=False)
 
 
 def _wrong_architecture(path: Path, weights: WeightsFile, model_name: str) -> WeightsError:

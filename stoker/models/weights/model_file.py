@@ -7,18 +7,27 @@ import os
 from pathlib import Path
 
 import msgspec
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from stoker import models
 from stoker.config import old_names
 from stoker.config.settings import ModelSettings
-from stoker.errors import WeightsError
+from stoker.errors import StokerError, WeightsError
 from stoker.models.weights import hub
 from stoker.runs.records import BEST, CHECKPOINTS, FINAL, fetch_run
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
 METADATA_KEY = "stoker"
+MAX_IMAGE_PIXELS = 1 << 26
+"""Of the model input, 8,192 × 8,192: a batch of 8 takes 1.6 GB as bytes."""
+MAX_CLASSES = 100_000
+MAX_ANCHOR_VALUES = 64
+"""Sizes, scales or aspect ratios of anchors; the models here have at most 6."""
+MAX_UNCHECKED_OUTPUTS = 20_000
+"""Classes times anchors up to which a model is built at once: its class head takes at most 200 MB, LVIS's 100 MB. More
+are built without memory first, which imports 3 CPU-seconds of torch."""
 
 
 class ModelMetadata(msgspec.Struct, kw_only=True):
@@ -41,21 +50,74 @@ class ModelMetadata(msgspec.Struct, kw_only=True):
         return {METADATA_KEY: msgspec.json.encode(fields).decode()}
 
 
+def read_metadata(text: str, path: Path) -> ModelMetadata:
+    """The metadata in the header of a model file or ONNX file. Raises WeightsError if stoker cannot have written it."""
+    try:
+        metadata = old_names.decode(text.encode(), ModelMetadata)
+    except (msgspec.DecodeError, UnicodeError, RecursionError, TypeError) as error:
+        raise WeightsError("The metadata of the model cannot be read.", location=path, cause=str(error)) from error
+    height, width = metadata.image_size
+    anchors = (metadata.settings.anchor_sizes, metadata.settings.anchor_scales, metadata.settings.aspect_ratios)
+    wrong = {
+        f"an image size of {height} × {width}": min(height, width) < 1 or height * width > MAX_IMAGE_PIXELS,
+        f"{len(metadata.class_names):,} classes": not 0 < len(metadata.class_names) <= MAX_CLASSES,
+        "no model": metadata.settings.model is None,
+        f"resizing by {metadata.resize[:60]!r}": metadata.resize not in ("letterbox", "squash"),
+        f"more than {MAX_ANCHOR_VALUES} anchors": any(len(values or ()) > MAX_ANCHOR_VALUES for values in anchors),
+    }
+    for text, is_wrong in wrong.items():
+        if is_wrong:
+            raise WeightsError("The metadata of the model is damaged.", location=path, cause=f"it has {text}")
+    return metadata
+
+
 def load_model(path: Path) -> tuple["models.Detector", ModelMetadata]:
     """The model of a .safetensors file on the CPU, in evaluation mode. Raises WeightsError."""
     try:
         with safe_open(path, "pt") as file:
             header = file.metadata() or {}
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         if METADATA_KEY not in header:
             cause = "its header has no metadata of stoker; training can start from its weights with --weights"
             raise WeightsError("The file is not a model that stoker saved.", location=path, cause=cause)
-        metadata = old_names.decode(header[METADATA_KEY].encode(), ModelMetadata)
+        metadata = read_metadata(header[METADATA_KEY], path)
+        model = _build(metadata, shapes, path)
         tensors = load_file(path)
-    except (OSError, SafetensorError, msgspec.DecodeError) as error:
+    except (OSError, SafetensorError) as error:
         raise WeightsError("The model file cannot be read.", location=path, cause=str(error)) from error
-    model = models.build(metadata.settings, len(metadata.class_names))
     model.load_state_dict(tensors)
     return model.eval(), metadata
+
+
+def _build(metadata: ModelMetadata, shapes: dict[str, tuple[int, ...]], path: Path) -> "models.Detector":
+    """The model of the metadata with random weights. Raises WeightsError unless its tensors have these shapes; if they
+    would be large, before memory for them is allocated."""
+    settings, num_classes = metadata.settings, len(metadata.class_names)
+    num_outputs = num_classes * len(settings.anchor_scales or (1,)) * len(settings.aspect_ratios or (1,))
+    try:
+        if num_outputs > MAX_UNCHECKED_OUTPUTS:
+            with torch.device("meta"):
+                _check_shapes(models.build(settings, num_classes), shapes, path)
+        model = models.build(settings, num_classes)
+    except WeightsError:
+        raise
+    except StokerError as error:
+        raise WeightsError("The model cannot be built.", location=path, cause=error.what, fix=error.fix) from error
+    except Exception as error:  # settings that stoker never writes fail in many ways
+        cause = f"its settings in the header are wrong: {type(error).__name__}: {str(error)[:200]}"
+        raise WeightsError("The model cannot be built.", location=path, cause=cause) from error
+    _check_shapes(model, shapes, path)
+    return model
+
+
+def _check_shapes(model: "models.Detector", shapes: dict[str, tuple[int, ...]], path: Path) -> None:
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for name in sorted(shapes.keys() | expected.keys()):
+        if shapes.get(name) != expected.get(name):
+            cause = (
+                f"{name} is {shapes.get(name, 'absent')} in the file, and {expected.get(name, 'absent')} in its model"
+            )
+            raise WeightsError("The tensors of the file do not fit its metadata.", location=path, cause=cause)
 
 
 def local_path(run: str | os.PathLike[str]) -> Path:

@@ -1,0 +1,57 @@
+"""Opens files whose names come from data: a data set, a run folder, a checkpoint, the header of a model file.
+
+Such a name may be that of a device, a FIFO or a folder: reading one fills the memory or never ends. Only regular files
+of bounded size are opened here. Everything else is an OSError, which callers handle like a file that cannot be read.
+Not here: whether a name may leave the data set's folder (`data/index_paths.py`); writing (`storage/local_files.py`).
+"""
+
+import errno
+import os
+import stat
+from io import BufferedReader
+from pathlib import Path
+
+MAX_BYTES = 1 << 30
+"""The largest file that is read as a whole, by default. Raw pixels of 18,900 × 18,900 RGB have this size."""
+MAX_ANNOTATION_BYTES = 1 << 34
+"""The largest annotation file of a whole data set: those of Objects365 and Open Images have 2 to 6 GB."""
+_KINDS = {stat.S_IFCHR: "device", stat.S_IFBLK: "device", stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket"}
+_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+"""O_NONBLOCK: opening a FIFO would wait for its writer. The type is that of the open file, so no other one can take its
+place between test and use."""
+
+
+def open_fd(path: str | Path, *, max_bytes: int | None = None) -> int:
+    """A file descriptor of a regular file for reading. Raises OSError for everything else, and for a file that is
+    larger than `max_bytes` (None: any size)."""
+    fd = os.open(path, _FLAGS)
+    try:
+        status = os.fstat(fd)
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+        if not stat.S_ISREG(status.st_mode):
+            kind = _KINDS.get(stat.S_IFMT(status.st_mode), "special file")
+            raise OSError(errno.EINVAL, f"it is a {kind}, not a file", os.fspath(path))
+        if max_bytes is not None and status.st_size > max_bytes:
+            size = f"it has {status.st_size:,} bytes; at most {max_bytes:,} are read"
+            raise OSError(errno.EFBIG, size, os.fspath(path))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def open_file(path: str | Path, *, max_bytes: int | None = None) -> BufferedReader:
+    """The same as a binary file object."""
+    return os.fdopen(open_fd(path, max_bytes=max_bytes), "rb")
+
+
+def read_bytes(path: str | Path, *, max_bytes: int = MAX_BYTES) -> bytes:
+    """The content of a regular file: no more than the size that it has when it is opened."""
+    with open_file(path, max_bytes=max_bytes) as file:
+        return file.read(os.fstat(file.fileno()).st_size)
+
+
+def read_text(path: str | Path, *, encoding: str = "utf-8", errors: str = "strict", max_bytes: int = MAX_BYTES) -> str:
+    """The text of a regular file, with its line ends as they are. Raises OSError, UnicodeDecodeError."""
+    return read_bytes(path, max_bytes=max_bytes).decode(encoding, errors)
