@@ -63,6 +63,7 @@ def test_layouts(tmp_path: Path, write: object) -> None:
     for boxes in boxes_by_image(index).values():
         assert boxes == [("Car", [20, 20, 100, 60]), ("Cat", [100, 20, 150, 60])]
     assert index.crowd.tolist() == [False, True] * 3
+    assert not any("CSV" in note for note in index.notes)
     assert sum("1 of its 3 images are here; the others are left out" in note for note in index.notes) == 3
 
 

@@ -4,8 +4,8 @@ Used by CVAT, LabelMe and Label Studio, whose users put one or more files next t
 own, or into one per split. Not here: finding the images (`image_locator.py`).
 """
 
+import os
 from collections.abc import Callable
-from itertools import islice
 from pathlib import Path
 
 from stoker import regular_files
@@ -51,30 +51,44 @@ def root_of(file: Path) -> Path:
 
 def list_files(folder: Path, suffix: str, has_format: HasFormat) -> list[Path]:
     """The files with a suffix and a format, by name; none if the first few of the folder are of another format."""
-    probes = [Path(path) for path in islice(iter_annotation_files(folder, (suffix,)), MAX_PROBES)]
-    if not any(has_format(read_head(path)) for path in [*probes, folder / f"annotations{suffix}"]):
+    paths = _list_by_suffix(folder, suffix)
+    if not any(has_format(read_head(path)) for path in [*paths[:MAX_PROBES], folder / f"annotations{suffix}"]):
         return []
-    paths = (Path(path) for path in iter_annotation_files(folder, (suffix,)))
     return [path for path in paths if has_format(read_head(path))]
 
 
-def find_annotated_dirs(folder: Path, has_files: Callable[[Path], object]) -> list[tuple[str | None, Path]]:
+def has_files(folder: Path, suffix: str, has_format: HasFormat) -> bool:
+    """Whether one of the first few files with a suffix has a format."""
+    return any(has_format(read_head(path)) for path in _list_by_suffix(folder, suffix)[:MAX_PROBES])
+
+
+def _list_by_suffix(folder: Path, suffix: str) -> list[Path]:
+    """The files with a suffix, by name. An image folder, which can be large, is listed without looking at its files."""
+    if folder.name.lower() in ANNOTATION_DIRS:
+        return [Path(path) for path in iter_annotation_files(folder, (suffix,))]
+    names = sorted(name for name in os.listdir(folder) if name.lower().endswith(suffix) and not name.startswith("."))
+    return [folder / name for name in names]
+
+
+def find_annotated_dirs(folder: Path, is_annotated: Callable[[Path], object]) -> list[tuple[str | None, Path]]:
     """(split, folder) of each folder with annotation files: one for all, or one per split.
 
-    has_files: whether a folder has any.
+    is_annotated: whether a folder has any.
     """
     image_dirs = list_image_dirs(folder)
     for directory in (folder, *_list_annotation_dirs(folder), *image_dirs[:-1]):
-        if has_files(directory):
+        if is_annotated(directory):
             return [(None, directory)]
     for parent in image_dirs[::-1]:
-        found = []
-        for name, path in list_subdirs(parent).items():
+        split_dirs = [
+            (SPLIT_BY_NAME[name], path) for name, path in list_subdirs(parent).items() if name in SPLIT_BY_NAME
+        ]
+        found: list[tuple[str | None, Path]] = []
+        for split, path in split_dirs:
             candidates = (path, *_list_annotation_dirs(path), *list_image_dirs(path)[:-1])
-            if name in SPLIT_BY_NAME and (own := next(filter(has_files, candidates), None)) is not None:
-                found.append((SPLIT_BY_NAME[name], own))
+            found += [(split, own) for own in filter(is_annotated, candidates)][:1]
         if found:
-            return list(found)
+            return found
     return []
 
 

@@ -5,7 +5,6 @@ note counts them. The image of a file is its `imagePath`, else the image with it
 Format: https://github.com/wkentaro/labelme.
 """
 
-import itertools
 import math
 import os
 import re
@@ -16,7 +15,7 @@ from typing import Any
 import msgspec
 
 from stoker import regular_files
-from stoker.data.formats.annotated_dirs import MAX_PROBES, find_annotated_dirs, make_part, read_head
+from stoker.data.formats.annotated_dirs import find_annotated_dirs, has_files, make_part
 from stoker.data.formats.image_locator import ImageLocator, is_usable_name
 from stoker.data.formats.image_sizes import map_in_threads
 from stoker.data.formats.table_builder import XYXY, Box, Entry, ImageFile, bound_points, build_from_entries
@@ -49,13 +48,9 @@ class _File(msgspec.Struct):
 
 def find(folder: Path) -> DatasetLayout | None:
     """The LabelMe data set in a folder (not in subfolders), or None."""
-    parts = tuple(make_part(split, path, folder) for split, path in find_annotated_dirs(folder, _has_labelme_files))
+    dirs = find_annotated_dirs(folder, lambda path: has_files(path, ".json", is_labelme))
+    parts = tuple(make_part(split, path, folder) for split, path in dirs)
     return DatasetLayout(format="labelme", description="LabelMe JSON", root=folder, parts=parts) if parts else None
-
-
-def _has_labelme_files(folder: Path) -> bool:
-    probes = itertools.islice(iter_annotation_files(folder, (".json",)), MAX_PROBES)
-    return any(is_labelme(read_head(Path(path))) for path in probes)
 
 
 def is_labelme(head: bytes) -> bool:

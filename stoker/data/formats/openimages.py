@@ -53,7 +53,7 @@ def find(folder: Path) -> DatasetLayout | None:
 def from_file(path: Path) -> DatasetLayout | None:
     """The data set of a single table; None if it is another table."""
     root = path.parent.parent if path.parent.name.lower() in TABLE_DIRS else path.parent
-    return _make_layout(root, [(split_from_name(path.stem), path)]) if _is_table(path) else None
+    return _make_layout(root, [(split_from_name(path.stem), path)]) if is_open_images(path) else None
 
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
@@ -106,14 +106,16 @@ def _list_table_dirs(folder: Path) -> list[Path]:
 
 
 def _list_csv(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.suffix.lower() == ".csv" and not path.name.startswith("."))
+    names = (name for name in os.listdir(folder) if name.lower().endswith(".csv") and not name.startswith("."))
+    return [folder / name for name in sorted(names)]
 
 
 def _list_tables(folder: Path) -> list[Path]:
-    return [path for path in _list_csv(folder) if _is_table(path)]
+    return [path for path in _list_csv(folder) if is_open_images(path)]
 
 
-def _is_table(path: Path) -> bool:
+def is_open_images(path: Path) -> bool:
+    """Whether a file is a table of boxes of Open Images, by its header."""
     header = read_head(path).partition(b"\n")[0].decode(errors="replace").strip().split(",")
     return set(COLUMNS) <= set(header) and header[0] == "ImageID"
 
