@@ -1,4 +1,5 @@
-"""The `stoker data` commands: check, describe, preview and convert a data set. Each imports its code when it runs."""
+"""The `stoker data` commands: check, describe, preview, convert and split a data set. Each imports its code when it
+runs."""
 
 import sys
 from pathlib import Path
@@ -7,17 +8,24 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 
 from stoker.config.settings import DataSettings
+from stoker.printable import print_json, print_text
 
 data_app = App(
     name="data",
     sort_key=6,
-    help="Checks a data set, describes it, shows it as the model gets it, converts it.",
+    help="Checks a data set, describes it, shows it as the model gets it, converts or splits it.",
     default_parameter=Parameter(negative=()),
     help_format="plaintext",
 )
 
 Format = Annotated[str | None, Parameter(help="Format of the annotations, where automatic detection is wrong.")]
 Classes = Annotated[list[str] | None, Parameter(consume_multiple=True, help="Only these classes, in this order.")]
+AllowOutside = Annotated[
+    bool, Parameter(help="Read images that the data set names outside its folder: by absolute paths, `..` or links.")
+]
+Train = Annotated[str | None, Parameter(help="Annotation file of the training split, where DATA does not tell.")]
+Val = Annotated[str | None, Parameter(help="Annotation file of the validation split.")]
+Splits = Annotated[str | None, Parameter(help="Folder of lists, as `stoker data split` writes it.")]
 Data = Annotated[str, Parameter(help="Folder or file with labeled images, also in a bucket (gs://, s3://), or `demo`.")]
 
 
@@ -28,8 +36,13 @@ def check(
     *,
     format: Format = None,
     classes: Classes = None,
+    allow_outside: AllowOutside = False,
+    train: Train = None,
+    val: Val = None,
+    splits: Splits = None,
     annotations_only: bool = False,
     max_bad_fraction: float | None = None,
+    max_bad_boxes: float | None = None,
     workers: int | None = None,
     json: bool = False,
 ) -> None:
@@ -43,19 +56,24 @@ def check(
         Only check that the images exist, without opening them.
     max_bad_fraction
         Fraction of the images that may be unusable, as for training; default 0.01.
+    max_bad_boxes
+        Fraction of the boxes of a split that may be left out as wrong, as for training; default 0.01.
     workers
         Threads that read and decode images; default: the number of cores.
     json
         Print everything as JSON, with all locations.
     """
+    from stoker.config.settings import check as check_settings
+    from stoker.config.settings import from_fields
+    from stoker.data.index import split_options
     from stoker.data.validation.check import check_dataset
-    from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
+    from stoker.data.validation.problems import DEFAULT_MAX_BAD_BOXES, DEFAULT_MAX_BAD_FRACTION
     from stoker.errors import DataError, UsageError
     from stoker.report.progress import progress_bar
 
-    fraction = DEFAULT_MAX_BAD_FRACTION if max_bad_fraction is None else max_bad_fraction
-    if not 0 <= fraction <= 1:
-        raise UsageError(f"--max-bad-fraction {fraction} is out of range.", choices=["0 … 1"])
+    fields = {"train": train, "val": val, "splits": splits, "max_bad_fraction": max_bad_fraction}
+    user_config = from_fields({**fields, "max_bad_boxes": max_bad_boxes})
+    check_settings(user_config)
     if workers is not None and workers < 1:
         raise UsageError(f"--workers {workers} is out of range.", choices=["1 or more"])
     with progress_bar("images") as on_progress:
@@ -63,15 +81,16 @@ def check(
             data,
             format=format,
             classes=classes or (),
+            allow_outside=allow_outside,
             decode_images=not annotations_only,
             workers=workers,
-            max_bad_fraction=fraction,
+            max_bad_fraction=DEFAULT_MAX_BAD_FRACTION if max_bad_fraction is None else max_bad_fraction,
+            max_bad_boxes=DEFAULT_MAX_BAD_BOXES if max_bad_boxes is None else max_bad_boxes,
+            splits=split_options(user_config.data),
             progress=on_progress,
         )
     if json:
-        import msgspec
-
-        print(msgspec.json.encode(report).decode())
+        print_json(report)
     else:
         from stoker.report.data_check import print_check
 
@@ -87,13 +106,16 @@ def stats(
     *,
     format: Format = None,
     classes: Classes = None,
+    allow_outside: AllowOutside = False,
     split: str | None = None,
     image_size: tuple[int, int] | None = None,
-    model: str = "retinanet_resnet50_fpn",
+    model: str | None = None,
     out: Path | None = None,
     json: bool = False,
 ) -> None:
     """Counts images, classes, sizes and locations; shows how well image size and anchors fit them.
+
+    Model and image size are those that `stoker train DATA` takes, unless they are set.
 
     Parameters
     ----------
@@ -102,47 +124,39 @@ def stats(
     image_size
         Height and width to which images are resized; default: what training would choose.
     model
-        The model whose anchors and image size are compared with the boxes.
+        The model whose image size and anchors are compared with the boxes; default: what training would choose.
     out
         Also draws everything into this image: .png, .jpg or .webp.
     json
         Print everything as JSON.
     """
-    from stoker.data.anchor_fit import AnchorConfig
-    from stoker.data.index import open_index
+    from stoker.config.settings import check as check_settings
+    from stoker.config.settings import from_fields
+    from stoker.data.index import open_index_of
     from stoker.data.validation.stats import compute_stats
-    from stoker.errors import UsageError
-    from stoker.models import get_architecture
+    from stoker.hardware.device import select_device
+    from stoker.models.table import check_image_size
     from stoker.report.data_plot import check_output_path, draw_stats, save_image
     from stoker.report.data_stats import print_stats
+    from stoker.training.defaults.derive import derive_model_input
 
-    if image_size is not None and not all(32 <= side <= 8192 and side % 32 == 0 for side in image_size):
-        raise UsageError(
-            f"--image-size {image_size[0]} {image_size[1]} is not valid.", choices=["multiples of 32, 32 … 8192"]
-        )
-    arch = get_architecture(model)
-    defaults = arch.defaults
-    if "anchor_scales" not in defaults:  # those of SSD depend on the level
-        cause = "it has no anchors, or their shapes differ between levels"
-        fix = "name another: `--model retinanet_resnet50_fpn`"
-        raise UsageError(f"The anchors of --model {model} cannot be compared with the boxes.", cause=cause, fix=fix)
-    anchors = AnchorConfig(*(tuple(defaults[name]) for name in ("anchor_sizes", "anchor_scales", "aspect_ratios")))
-    index = open_index(data, format=format, classes=classes or ())
+    fields = {"data": data, "format": format, "classes": classes, "allow_outside": allow_outside}
+    user_config = from_fields({**fields, "image_size": image_size, "model": model})
+    check_settings(user_config)
+    check_image_size(user_config)
+    index = open_index_of(user_config.data)
     if out is not None:
         check_output_path(out, index)
-    dataset_stats = compute_stats(
-        index, data=data, split=split, image_size=image_size, side=arch.default_image_size, anchors=anchors, model=model
-    )
+    model_input = derive_model_input(user_config, index, select_device(None))
+    dataset_stats = compute_stats(index, model_input, data=data, split=split)
     if json:
-        import msgspec
-
-        print(msgspec.json.encode(dataset_stats).decode())
+        print_json(dataset_stats)
     else:
         print_stats(dataset_stats)
     if out is not None:
         save_image(draw_stats(dataset_stats), out)
         if not json:
-            print(f"drawn: {out}")
+            print_text(f"drawn: {out}")
 
 
 @data_app.command(sort_key=3)
@@ -191,7 +205,7 @@ def preview(
     from stoker.config.durations import join_length
     from stoker.config.settings import Config, settings_table
     from stoker.config.settings import check as check_settings
-    from stoker.data.index import open_index, require_images
+    from stoker.data.index import open_index_of, require_images
     from stoker.data.preview import make_preview
     from stoker.hardware.cgroup import host_cores
     from stoker.hardware.device import select_device
@@ -203,10 +217,10 @@ def preview(
     overrides = {"model": model, "weights": weights, "batch_size": batch_size, "epochs": epochs, "steps": steps}
     user_config = Config(data=dataclasses.replace(settings, data=data)).replace(**join_length(overrides))
     check_settings(user_config)
-    index = open_index(data, format=settings.format, val_fraction=settings.val_fraction, classes=settings.classes or ())
+    index = open_index_of(user_config.data)
     check_output_path(out, index)
     image_indices = index.image_indices(split)
-    require_images(index, (split,), max_bad_fraction=settings.max_bad_fraction)
+    require_images(index, (split,), max_bad_fraction=settings.max_bad_fraction, max_bad_boxes=settings.max_bad_boxes)
     config, reasons = derive_data(user_config, index, select_device(None))
     sheet = make_preview(
         index,
@@ -215,7 +229,7 @@ def preview(
         seed=seed,
         num_images=count,
         workers=host_cores(),
-        on_quarantine=lambda bad_image: print(
+        on_quarantine=lambda bad_image: print_text(
             f"stoker: bad image left out: {bad_image.source}: {bad_image.error}", file=sys.stderr
         ),
     )
@@ -223,7 +237,7 @@ def preview(
     print_settings(row for row in settings_table(Config(data=config.data), reasons) if row[0] != "data")
     repeats = f", {count} times in all" if count > len(image_indices) else ""
     count_text = plural(min(count, len(image_indices)), "image")
-    print(f"{out}: {count_text} of {split}{repeats}, each plain and as training would show it")
+    print_text(f"{out}: {count_text} of {split}{repeats}, each plain and as training would show it")
 
 
 @data_app.command(sort_key=4)
@@ -235,6 +249,10 @@ def convert(
     to: Literal["coco", "voc", "yolo", "tfrecord"],
     format: Format = None,
     classes: Classes = None,
+    allow_outside: AllowOutside = False,
+    train: Train = None,
+    val: Val = None,
+    splits: Splits = None,
     val_fraction: float | None = None,
     shards: int = 1,
     hardlink: bool = False,
@@ -257,12 +275,68 @@ def convert(
     hardlink
         Hard links instead of copies of the images: no disk space, but editing one changes both.
     """
+    from stoker.config.settings import from_fields
     from stoker.data.convert.writing import convert as convert_data
-    from stoker.data.index import open_index
+    from stoker.data.index import open_index_of
     from stoker.report.convert import print_converted
     from stoker.report.progress import progress_bar
 
-    index = open_index(data, format=format, classes=classes or (), val_fraction=val_fraction)
+    fields = {"data": data, "format": format, "classes": classes, "allow_outside": allow_outside}
+    settings = from_fields({**fields, "val_fraction": val_fraction, "train": train, "val": val, "splits": splits}).data
+    index = open_index_of(settings)
     with progress_bar("images") as on_progress:
         converted = convert_data(index, out, to, shards=shards, hardlink=hardlink, progress=on_progress)
     print_converted(index, converted)
+
+
+@data_app.command(sort_key=5)
+def split(
+    data: Data,
+    out: Path,
+    /,
+    *,
+    format: Format = None,
+    classes: Classes = None,
+    allow_outside: AllowOutside = False,
+    val_fraction: float = 0.1,
+    test_fraction: float | None = None,
+    group_by: str | None = None,
+    seed: int = 0,
+    json: bool = False,
+) -> None:
+    """Makes new splits as lists of images: stratified by class, with near-duplicates in the same split.
+
+    The data set is not changed. `stoker train DATA --splits OUT` uses the lists.
+
+    Parameters
+    ----------
+    out
+        Folder for train.txt, val.txt and test.txt; it must not exist, or be empty.
+    val_fraction
+        Fraction of the images for validation.
+    test_fraction
+        Fraction of the images for testing; default: the test split of the data set, if it has one.
+    group_by
+        Regular expression: images whose paths have the same match stay together, instead of near-duplicates.
+        '^[^_]+' for scene1_001.jpg.
+    seed
+        Another seed gives other splits.
+    json
+        Print the counts as JSON.
+    """
+    from stoker.data.index import open_index
+    from stoker.data.validation.split import make_splits
+    from stoker.hardware.cgroup import host_cores
+    from stoker.report.data_split import print_new_splits
+    from stoker.report.progress import progress_bar
+
+    index = open_index(data, format=format, classes=classes or (), allow_outside=allow_outside)
+    with progress_bar("images") as on_progress:
+        new = make_splits(
+            index, out, val_fraction=val_fraction, test_fraction=test_fraction, group_by=group_by, seed=seed,
+            workers=host_cores(), progress=on_progress,
+        )  # fmt: skip
+    if json:
+        print_json(new)
+    else:
+        print_new_splits(data, str(out), new)

@@ -8,10 +8,9 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from stoker.cli.migrate import read_config
 from stoker.cli.quick_import import quick_imports
 from stoker.config.durations import join_length
-from stoker.config.settings import Config
+from stoker.config.settings import Config, from_toml
 from stoker.monitor.options import MonitoringOptions
 
 COMMON_FLAGS = (
@@ -37,6 +36,9 @@ def train(
     run_dir: Annotated[str | None, Parameter(group="Run")] = None,
     resume: Annotated[str | None, Parameter(group="Run")] = None,
     config_file: Annotated[Path | None, Parameter(name="--config", group="Run")] = None,
+    accept_changed_data: Annotated[bool, Parameter(group="Run", negative="")] = False,
+    dry_run: Annotated[bool, Parameter(group="Run", negative="")] = False,
+    all_settings: Annotated[bool, Parameter(group="Run", negative="")] = False,
     trace: Annotated[bool, Parameter(group="Run", negative="")] = False,
     log_format: Annotated[Literal["text", "json"], Parameter(group="Monitoring")] = "text",
     monitor: Annotated[MonitoringOptions, Parameter(name="*", group="Monitoring")] = MonitoringOptions(),  # noqa: B008  # frozen
@@ -63,6 +65,12 @@ def train(
         An unfinished run to continue with its own settings; DATA is not needed then.
     config_file
         Settings from a config.toml, as `stoker import` writes it; flags override them.
+    accept_changed_data
+        Continue an unfinished run also if images, boxes or class names of its data set changed.
+    dry_run
+        Print data warnings, settings and the plan of the run, and train nothing.
+    all_settings
+        With --dry-run: every setting, not only those that matter.
     trace
         Keep the few steps that are profiled every few minutes as Chrome traces too.
     log_format
@@ -75,24 +83,31 @@ def train(
     length = {"epochs": epochs, "steps": steps, "max_time": max_time, "max_duration": config.run.max_duration}
     user_config = config.replace(**join_length(length))
     if config_file is not None:
-        user_config = read_config(config_file, user_config)
+        stored, reasons = from_toml(config_file)  # a value with a reason was derived, and is derived again
+        user_config = stored.replace(**dict.fromkeys(reasons)).replace(**user_config.set_fields())
     if data is not None:
         user_config = user_config.replace(data=data)
+    if dry_run:
+        from stoker.training.plan import make_plan, print_plan
+
+        print_plan(make_plan(user_config, run_dir=run_dir, resume=resume, all_settings=all_settings))
+        return
     started_s = process_start_s()
     result = train_loop(
-        user_config, run_dir=run_dir, resume=resume, started_s=started_s, trace=trace, monitor=monitor,
-        log_format=log_format,
+        user_config, run_dir=run_dir, resume=resume, accept_changed_data=accept_changed_data, started_s=started_s,
+        trace=trace, monitor=monitor, log_format=log_format,
     )  # fmt: skip
     if log_format == "json":
         return  # its last line is the event `finished`
 
+    from stoker.printable import print_text
     from stoker.report.terminal import print_metrics
     from stoker.storage.run_uri import display_path
 
     print_metrics(result.metrics)
     run = display_path(result.run)
-    print(f"results: {run} (`stoker why {run}` shows where the time went)")
-    print(f"`stoker report {run}` makes one page of everything")
+    print_text(f"results: {run} (`stoker why {run}` shows where the time went)")
+    print_text(f"`stoker report {run}` makes one page of everything")
     print(f"AP50 {0.0 if result.metrics.ap50 is None else result.metrics.ap50:.3f}")
 
 

@@ -8,10 +8,16 @@ from typing import Literal, TypedDict
 class Settings(TypedDict, total=False):
     """What `stoker.train` takes, by the names of its flags; a setting that is not given is derived."""
 
-    format: Literal["coco", "voc", "yolo", "tfrecord", "csv"]
+    format: Literal["coco", "voc", "yolo", "tfrecord", "openimages", "csv", "cvat", "labelme", "label-studio"]
     classes: tuple[str, ...]
+    train: str
+    val: str
+    splits: str
     val_fraction: float
+    split_method: Literal["stratified", "hash"]
     max_bad_fraction: float
+    max_bad_boxes: float
+    allow_outside: bool
     image_size: int | tuple[int, int]
     resize: Literal["letterbox", "squash"]
     augment: Literal["default", "none"]

@@ -19,10 +19,13 @@ import msgspec
 import tomli_w
 from cyclopts import Parameter
 
+from stoker import regular_files
 from stoker.config import old_names
 from stoker.config.durations import join_length, parse_duration
 from stoker.errors import ConfigError, nearest
 
+MAX_TOML_BYTES = 1 << 20
+"""Of a config.toml, which has a few kilobytes."""
 AUTO: Any = None
 """The value of a field that is not set yet."""
 
@@ -33,14 +36,27 @@ class DataSettings:
 
     data: Annotated[str, Parameter(parse=False)] = AUTO
     """Folder or file of the data set, its URI, or `demo`; the argument of the command."""
-    format: Literal["coco", "voc", "yolo", "tfrecord", "csv"] = AUTO
+    format: Literal["coco", "voc", "yolo", "tfrecord", "openimages", "csv", "cvat", "labelme", "label-studio"] = AUTO
     """Format of the annotations, where automatic detection is wrong."""
     classes: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = AUTO
     """Train only these classes, in this order. Boxes of other classes are dropped; their images stay as background."""
+    train: str = AUTO
+    """Annotation file of the training split, with `--val`, where the files of DATA do not tell; DATA has the images."""
+    val: str = AUTO
+    """Annotation file of the validation split; without it, a part of the training images is used."""
+    splits: str = AUTO
+    """Folder of lists (train.txt, val.txt, test.txt) as `stoker data split` writes it; replaces the splits of DATA."""
     val_fraction: float = AUTO
-    """Fraction of the images held out when the data set has no validation split; chosen by a stable hash."""
+    """Fraction of the images held out when the data set has no validation split."""
+    split_method: Literal["stratified", "hash"] = AUTO
+    """How these images are chosen: stratified by class, or by a hash of the file name (stays when images are added)."""
     max_bad_fraction: float = AUTO
     """Fraction of the images that may be unusable before training stops; one is always allowed, unless this is 0."""
+    max_bad_boxes: float = AUTO
+    """Fraction of the boxes of a split that may be left out as wrong before training stops; images that lose all of
+    theirs are left out."""
+    allow_outside: bool = AUTO
+    """Read images that the data set names outside its folder: by absolute paths, `..` or links (docs/data.md)."""
     image_size: tuple[int, int] = AUTO
     """Height and width of the model input in pixels; multiples of 32 (SSD300: 20). One number means a square."""
     resize: Literal["letterbox", "squash"] = AUTO
@@ -256,21 +272,35 @@ def to_toml(config: Config, reasons: dict[str, str]) -> str:
 def from_toml(path: Path) -> tuple[Config, dict[str, str]]:
     """Config and reasons of a config.toml. Raises ConfigError that names the file and the key."""
     try:
-        tables = tomllib.loads(path.read_text())
+        tables = tomllib.loads(regular_files.read_text(path, max_bytes=MAX_TOML_BYTES))
     except FileNotFoundError as error:
         raise ConfigError("The configuration file does not exist.", location=path) from error
-    except tomllib.TOMLDecodeError as error:
+    except OSError as error:
+        raise ConfigError("The configuration cannot be read.", location=path, cause=error.strerror) from error
+    except (ValueError, RecursionError) as error:
         raise ConfigError("The configuration is not valid TOML.", location=path, cause=str(error)) from error
+    for section, table in tables.items():
+        if section not in (*SECTIONS, "reasons"):
+            raise ConfigError(f"There is no section [{section}].", location=path, choices=SECTIONS)
+        if not isinstance(table, dict):
+            raise ConfigError(f"{section!r} is not a section.", location=path, fix=f"write [{section}] in its own line")
     reasons = {old_names.SETTINGS.get(key, key): str(reason) for key, reason in tables.pop("reasons", {}).items()}
     for section, table in tables.items():
-        if section not in SECTIONS:
-            raise ConfigError(f"There is no section [{section}].", location=path, choices=SECTIONS)
         tables[section] = table = old_names.settings(table)
         for key in table:
             if SECTION_OF.get(key) != section:
                 known = [name for name, its_section in SECTION_OF.items() if its_section == section]
                 raise ConfigError(f"[{section}] has no setting {key!r}.", location=path, choices=known)
     return _convert(tables, path), reasons
+
+
+def from_run(path: Path) -> tuple[Config, dict[str, str]]:
+    """The same of a run, with the settings that its version of stoker did not have yet."""
+    config, reasons = from_toml(path)
+    for name, (value, reason) in old_names.ADDED_SETTINGS.items():
+        if name not in config.set_fields():
+            config, reasons = config.replace(**{name: value}), reasons | {name: reason}
+    return config, reasons
 
 
 def _convert(tables: dict[str, dict[str, Any]], location: Path | None) -> Config:
@@ -295,6 +325,7 @@ def _convert(tables: dict[str, dict[str, Any]], location: Path | None) -> Config
 _BOUNDS: dict[str, tuple[float, float]] = {
     "val_fraction": (0.001, 0.9),
     "max_bad_fraction": (0, 1),
+    "max_bad_boxes": (0, 1),
     "hflip": (0, 1),
     "scale_jitter_prob": (0, 1),
     "min_object_covered": (0, 1),

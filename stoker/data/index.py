@@ -7,9 +7,9 @@ making splits (`validation/clean.py`), the file (`index_cache.py`), the content 
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,28 +18,45 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from stoker.data import index_cache
+from stoker.data import index_cache, index_paths
+from stoker.data.formats import detect, unused
 from stoker.data.formats import names as image_names
-from stoker.data.formats.detect import FORMATS, data_file_suffixes, detect_layout
-from stoker.data.formats.tables import ANNOTATION_DIRS, IMAGE_SUFFIXES, SPLITS, group_by_folder
+from stoker.data.formats.detect import FORMATS, data_file_suffixes
+from stoker.data.formats.tables import (
+    ANNOTATION_DIRS,
+    IMAGE_SUFFIXES,
+    SPLITS,
+    AnnotationTable,
+    DatasetLayout,
+    SplitFiles,
+    group_by_folder,
+)
+from stoker.data.formats.yolo_yaml import MAX_CLASSES
 from stoker.data.images import source as image_source
 from stoker.data.validation import clean
+from stoker.data.validation.clean import SplitOptions
 from stoker.data.validation.problems import (
+    DEFAULT_MAX_BAD_BOXES,
     DEFAULT_MAX_BAD_FRACTION,
     MAX_EXAMPLES,
+    PROBLEM_KINDS,
     Problem,
     ProblemCollector,
+    count_of_all,
     max_bad_images,
 )
 from stoker.errors import ConfigError, DataError
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
 if TYPE_CHECKING:
+    from stoker.config.settings import DataSettings
     from stoker.storage.store import Store
 
 __all__ = ["Index", "Problem", "missing_images", "open_index", "require_images", "unlisted_images"]
 
 DEFAULT_VAL_FRACTION = 0.1
+MAX_PARTS_ALONE = 8
+"""Parts of a data set up to which a check reads the others where one cannot be read."""
 MAX_FILES_TO_STAT = 64
 """Images of a folder up to which a stat for each is cheaper than listing the folder."""
 
@@ -74,6 +91,8 @@ class Index:
     """Problems of the annotations, by kind."""
     notes: tuple[str, ...]
     """The choices that were made while reading, in words."""
+    bad_boxes: Mapping[str, int]
+    """Split → number of boxes that were left out because they cannot be used, as far as their image is known."""
     _folders: tuple[str, ...] = field(repr=False)
     _folder_index: NDArray[np.int32] = field(repr=False)
     _file_names: pa.Array = field(repr=False)
@@ -158,15 +177,7 @@ class Index:
         if self._in_bucket:
             return image_source.read(self.path(image_index), byte_range)
         path = self.path_text(image_index)  # a Path takes longer to make than the file to open
-        fd = os.open(path if byte_range is None else os.path.dirname(path), os.O_RDONLY)
-        try:
-            start, length = (0, os.fstat(fd).st_size) if byte_range is None else byte_range
-            data = os.pread(fd, length, start)
-            while len(data) < length and (more := os.pread(fd, length - len(data), start + len(data))):
-                data += more  # one call reads 2 GiB at most
-            return data
-        finally:
-            os.close(fd)
+        return image_source.read_local(path if byte_range is None else os.path.dirname(path), byte_range)
 
 
 def open_index(
@@ -175,6 +186,8 @@ def open_index(
     format: str | None = None,
     val_fraction: float | None = None,
     classes: Sequence[str] = (),
+    allow_outside: bool | None = None,
+    splits: SplitOptions | None = None,
     problems: ProblemCollector | None = None,
 ) -> Index:
     """The index of a data set, from the cache where its source has not changed.
@@ -186,19 +199,39 @@ def open_index(
     val_fraction: fraction of the images that becomes the validation split, in (0, 1), 0.1 by default. Used where the
     data set has no validation split of its own.
     classes: use only these, in this order; boxes of others are left out; empty: all.
-    problems: collects all problems; the annotations are then read even if the cache has them.
+    allow_outside: accept images outside the data set's folder (`index_paths.py`).
+    splits: how splits are made, in place of `val_fraction`.
+    problems: collects all problems, also those that are refused; the annotations are then read even if the cache has
+    them, and a training split without boxes is a problem.
 
-    Raises DataError with the location when there is no data set or a file of it is wrong; ConfigError for a variable
-    that is not set; StorageError when a bucket cannot be read.
+    Raises DataError with the location when there is no data set, or a file of it is wrong or outside its folder;
+    ConfigError for a variable that is not set; StorageError when a bucket cannot be read.
     """
-    fraction = DEFAULT_VAL_FRACTION if val_fraction is None else val_fraction
-    if not 0 < fraction < 1:
+    if splits is None:
+        fraction = DEFAULT_VAL_FRACTION if val_fraction is None else val_fraction
+        splits = SplitOptions(val_fraction=fraction, user_set=val_fraction is not None)
+    if not 0 < splits.val_fraction < 1:
         raise ConfigError(
-            f"val_fraction is {fraction}.", choices=["above 0 and below 1"], fix="0.1 uses a tenth for validation"
+            f"val_fraction is {splits.val_fraction}.",
+            choices=["above 0 and below 1"],
+            fix="0.1 uses a tenth for validation",
         )
 
     def open_path(path: Path) -> Index:
-        return _open_layout(path, format, fraction, val_fraction is not None, tuple(classes), problems)
+        layout = detect.layout_of_files(path, splits.files) if splits.files else detect.detect_layout(path, format)
+        open_it = partial(
+            open_layout, data=path, options=splits, classes=tuple(classes), allow_outside=bool(allow_outside)
+        )
+        if problems is None or not 1 < len(layout.parts) <= MAX_PARTS_ALONE:
+            return open_it(layout, problems=problems)
+        try:
+            return open_it(layout, problems=problems)
+        except DataError as error:
+            problems.clear()
+            readable, errors = _readable_parts(layout, error)
+            for part_error in errors:
+                problems.add("unreadable-set", str(part_error))
+            return open_it(readable, problems=problems)
 
     if not os.fspath(data):
         raise DataError("The name of the data set is empty.", fix='name a folder or a file; "." is this folder')
@@ -225,6 +258,21 @@ def open_index(
         ) from error
 
 
+def _readable_parts(layout: DatasetLayout, error: DataError) -> tuple[DatasetLayout, list[DataError]]:
+    """The layout without the parts that cannot be read, and their errors. Raises `error` if no part can be read."""
+    kept: list[SplitFiles] = []
+    errors: list[DataError] = []
+    for part in layout.parts:
+        try:
+            FORMATS[layout.format].read(replace(layout, parts=(*kept, part)), ProblemCollector())
+            kept.append(part)
+        except DataError as part_error:
+            errors.append(part_error)
+    if not kept or not errors:
+        raise error
+    return replace(layout, parts=tuple(kept)), errors
+
+
 def _with_uris(index: Index, mirror: Path, notes: tuple[str, ...]) -> Index:
     """The index with URIs in its messages instead of paths in the mirror, and with the notes of the mirror."""
 
@@ -235,28 +283,71 @@ def _with_uris(index: Index, mirror: Path, notes: tuple[str, ...]) -> Index:
     return replace(index, notes=(*replace_paths(index.notes), *notes), problems=problems)
 
 
-def _open_layout(
+def open_index_of(data: "DataSettings", problems: ProblemCollector | None = None) -> Index:
+    """The index of the data set that settings name; see `open_index`."""
+    return open_index(
+        data.data,
+        format=data.format,
+        classes=data.classes or (),
+        allow_outside=data.allow_outside,
+        splits=split_options(data),
+        problems=problems,
+    )
+
+
+def split_options(data: "DataSettings") -> SplitOptions:
+    """How the settings make splits; those that are not set have their defaults."""
+    return SplitOptions(
+        val_fraction=DEFAULT_VAL_FRACTION if data.val_fraction is None else data.val_fraction,
+        user_set=data.val_fraction is not None,
+        method="hash" if data.split_method == "hash" else "stratified",
+        lists=None if data.splits is None else Path(data.splits),
+        files=tuple((split, file) for split, file in (("train", data.train), ("val", data.val)) if file is not None),
+    )
+
+
+def open_layout(
+    layout: DatasetLayout,
     data: Path,
-    format: str | None,
-    fraction: float,
-    user_set: bool,
-    classes: tuple[str, ...],
-    problems: ProblemCollector | None,
+    options: SplitOptions,
+    *,
+    classes: tuple[str, ...] = (),
+    allow_outside: bool = False,
+    problems: ProblemCollector | None = None,
 ) -> Index:
-    layout = detect_layout(data, format)
+    """The index of a layout that was found in `data`; the rest is as in `open_index`."""
+    is_checked = problems is not None
     cache_key_path = layout.parts[0].annotations if len(layout.parts) == 1 else layout.root
-    cache_path = index_cache.index_path(cache_key_path, layout.format, fraction, classes, layout.metadata_files)
-    source_stamp = index_cache.source_fingerprint(layout, fraction)
+    described = layout
+    if options.lists is not None:
+        lists = (options.lists / f"{split}.txt" for split in SPLITS)
+        described = replace(layout, metadata_files=(*layout.metadata_files, *lists))
+    how_split = (options.method, options.lists, options.files)
+    variant = f"{data.is_dir()}{allow_outside}{how_split!r}"  # the first two decide what is outside
+    cache_path = index_cache.index_path(
+        cache_key_path, layout.format, options.val_fraction, classes, layout.metadata_files, variant=variant
+    )
+    source_stamp = index_cache.source_fingerprint(described, options.val_fraction)
     cached = None if problems is not None else index_cache.read(cache_path, source_stamp)
     if cached is None:
         problems = ProblemCollector() if problems is None else problems
         table = FORMATS[layout.format].read(layout, problems)
+        _require_few_classes(table, layout)
         image_names.repair_names(table, layout.root, problems)
+        index_paths.report_outside(table, layout, data, problems, allowed=allow_outside)
+        num_unlisted = sum(problem.count for problem in problems.summarize(0) if problem.kind == "not-in-a-split")
+        table.notes += unused.describe_unused(layout, table, num_unlisted=num_unlisted)
         table = clean.drop_degenerate_boxes(clean.keep_classes(table, classes), problems)
-        table = clean.assign_splits(table, fraction, user_set=user_set)
-        clean.check_splits_and_classes(table, problems)
+        table, lost_boxes = clean.drop_images_without_boxes_left(table, problems)
+        if options.lists is not None:
+            table = clean.assign_listed_splits(table, layout.root, options.lists, problems)
+        elif options.method == "stratified" and clean.draws_split(table):
+            is_missing = image_names.find_missing(table, layout.root)
+            table = clean.drop_missing_images(table, is_missing, problems)
+        table = clean.assign_splits(table, options)
+        clean.check_splits_and_classes(table, problems, allow_empty=is_checked)
         table.notes.insert(0, f"{layout.description}, from {image_source.display_path(layout.root)}")
-        index_cache.write(cache_path, table, problems.summarize(MAX_EXAMPLES), layout, source_stamp)
+        index_cache.write(cache_path, table, problems.summarize(MAX_EXAMPLES), layout, source_stamp, lost_boxes)
         cached = index_cache.read(cache_path, source_stamp)
         if cached is None:
             raise DataError(
@@ -265,7 +356,34 @@ def _open_layout(
                 cause="another process may be building it from other files at the same time",
                 fix="try again; delete the file if that does not help",
             )
-    return _make_index(*cached)
+    index = _make_index(*cached)
+    if not is_checked:
+        _require_inside(index, layout)
+    return index
+
+
+def _require_few_classes(table: AnnotationTable, layout: DatasetLayout) -> None:
+    if len(table.class_names) > MAX_CLASSES:
+        raise DataError(
+            f"The data set has {len(table.class_names):,} classes; at most {MAX_CLASSES:,} are possible.",
+            location=layout.parts[0].annotations,
+            cause=f"the first are {', '.join(name[:40] for name in table.class_names[:3])}",
+            fix="correct the classes; a column or a number that is not the class may have been read as it",
+        )
+
+
+def _require_inside(index: Index, layout: DatasetLayout) -> None:
+    for problem in index.problems:
+        if problem.kind != index_paths.KIND:
+            continue
+        is_described = layout.format == "yolo" and layout.metadata_files
+        named = f"; or name the file {layout.metadata_files[0]} instead of the folder" if is_described else ""
+        raise DataError(
+            f"{problem.count:,} of the {len(index):,} images are outside the data set's folder.",
+            location=", ".join(problem.examples[:3]) + (", …" if problem.count > 3 else ""),
+            cause="its files name them by absolute paths, by `..` or by links; files of others should not do that",
+            fix=f"move the images into the folder, or allow them with --allow-outside{named}",
+        )
 
 
 def _make_index(record_batch: pa.RecordBatch, metadata: index_cache.IndexMetadata) -> Index:
@@ -285,6 +403,7 @@ def _make_index(record_batch: pa.RecordBatch, metadata: index_cache.IndexMetadat
         area=_to_numpy(record_batch["area"].values),
         problems=metadata.problems,
         notes=metadata.notes,
+        bad_boxes=metadata.bad_boxes,
         _folders=metadata.folders,
         _folder_index=_to_numpy(record_batch["folder"]),
         _file_names=record_batch["name"],
@@ -344,18 +463,25 @@ def _list_files(folder: Path) -> set[str]:
 
 
 def require_images(
-    index: Index, splits: Iterable[str] | None = None, *, max_bad_fraction: float | None = None
+    index: Index,
+    splits: Iterable[str] | None = None,
+    *,
+    max_bad_fraction: float | None = None,
+    max_bad_boxes: float | None = None,
 ) -> list[int]:
     """The image indices whose file does not exist, if they are few; the loader will quarantine them.
 
     splits: the splits to check, default all. max_bad_fraction: fraction of a split's images that may be missing, and
     of all images that may have been left out because of their annotations; default DEFAULT_MAX_BAD_FRACTION.
+    max_bad_boxes: fraction of the boxes, of each split and of all, that may have been left out; default
+    DEFAULT_MAX_BAD_BOXES.
 
     Raises DataError when there are more, with their names and where they may be.
     """
     allowed_fraction = DEFAULT_MAX_BAD_FRACTION if max_bad_fraction is None else max_bad_fraction
-    _require_annotations(index, allowed_fraction)
     required_splits = index.splits if splits is None else tuple(splits)
+    _require_annotations(index, allowed_fraction)
+    _require_boxes(index, required_splits, DEFAULT_MAX_BAD_BOXES if max_bad_boxes is None else max_bad_boxes)
     missing = missing_images(index, np.concatenate([index.image_indices(split) for split in required_splits]).tolist())
     is_missing = np.zeros(len(index), np.bool_)
     is_missing[missing] = True
@@ -368,26 +494,59 @@ def require_images(
         ):
             examples = [index.display_source(image_index) for image_index in missing_in_split[:3].tolist()]
             raise DataError(
-                f"{missing_in_split.size:,} of the {image_indices.size:,} images of the {split} split do not exist.",
+                f"{count_of_all(missing_in_split.size, image_indices.size, 'images')} of the {split} split do not"
+                " exist.",
                 location=", ".join(examples) + (", …" if missing_in_split.size > len(examples) else ""),
-                cause=f"the annotations in {index.source} name them; {allowed_fraction:.3g} of them may be missing"
-                f" (--max-bad-fraction); `stoker data check {index.source}` names them",
+                cause=f"the annotations in {index.source} name them; {100 * allowed_fraction:.3g} % of them may be"
+                f" missing (--max-bad-fraction {allowed_fraction:g}); `stoker data check {index.source}` names them",
                 fix=suggest_location(index.root, index.path(missing_in_split[0])),
             )
     return missing
 
 
 def _require_annotations(index: Index, allowed_fraction: float) -> None:
-    dropping_problems = [problem for problem in index.problems if problem.drops_images]
+    dropping_problems = [problem for problem in index.problems if problem.is_bad_image]
     num_dropped = sum(problem.count for problem in dropping_problems)
     if num_dropped > max_bad_images(allowed_fraction, len(index) + num_dropped):
         raise DataError(
-            f"{num_dropped:,} of the {len(index) + num_dropped:,} images are left out because of their annotations.",
+            f"{count_of_all(num_dropped, len(index) + num_dropped, 'images')} are left out because of their"
+            " annotations.",
             location=index.source,
             cause="\n          ".join(f"{p.count:,} × {p.title}: {', '.join(p.examples)}" for p in dropping_problems),
             fix=f"`stoker data check {index.source}` names all of them: correct them, or allow more than"
-            f" {allowed_fraction:.3g} of the images with --max-bad-fraction",
+            f" {100 * allowed_fraction:.3g} % of the images with --max-bad-fraction",
         )
+
+
+def _require_boxes(index: Index, splits: Sequence[str], allowed_fraction: float) -> None:
+    problems = [problem for problem in index.problems if problem.drops_boxes]
+    excess = excess_bad_boxes(index, problems, splits, allowed_fraction)
+    if excess:
+        raise DataError(
+            f"{excess[0]} are left out.",
+            location=index.source,
+            cause="\n          ".join(f"{p.count:,} × {p.title}: {', '.join(p.examples)}" for p in problems),
+            fix=f"{PROBLEM_KINDS[max(problems, key=lambda problem: problem.count).kind].fix}; `stoker data check"
+            f" {index.source}` names all of them. --max-bad-boxes allows more than {100 * allowed_fraction:.3g} % of"
+            " the boxes; images that lose all of theirs are then left out",
+        )
+
+
+def excess_bad_boxes(
+    index: Index, problems: Iterable[Problem], splits: Iterable[str], allowed_fraction: float
+) -> list[str]:
+    """The counts of left out boxes that exceed the allowed fraction, of each split or else of all, in words."""
+    excess = []
+    for split in splits:
+        image_indices = index.image_indices(split)
+        num_bad = index.bad_boxes.get(split, 0)
+        total = int((index.offsets[image_indices + 1] - index.offsets[image_indices]).sum()) + num_bad
+        if num_bad > max_bad_images(allowed_fraction, total):
+            excess.append(f"{count_of_all(num_bad, total, 'boxes')} of the {split} split")
+    num_bad = sum(problem.count for problem in problems if problem.drops_boxes)
+    if not excess and num_bad > max_bad_images(allowed_fraction, len(index.boxes) + num_bad):
+        excess.append(count_of_all(num_bad, len(index.boxes) + num_bad, "boxes"))
+    return excess
 
 
 def suggest_location(root: Path, image_path: Path) -> str:

@@ -6,7 +6,7 @@ other or a reader. Not here: the meaning of the columns (`index.py`).
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from stoker.data.validation.problems import Problem
 from stoker.errors import DataError, PreflightError
 from stoker.storage.local_files import cache_folder, write_atomic
 
-VERSION = 10
+VERSION = 11
 """Of the file and its content: raise it when reading, cleaning or splitting changes."""
 
 SCHEMA = pa.schema(
@@ -56,17 +56,27 @@ class IndexMetadata(msgspec.Struct, kw_only=True):
     notes: tuple[str, ...]
     folder_mtimes_ns: tuple[int, ...]
     """Modification time of each of `folders`."""
+    bad_boxes: dict[str, int]
+    """Split → boxes that were left out because they cannot be used."""
     image_files_stamp: str
     """`_image_files_stamp` of some images, where sizes were read from image files; else empty."""
 
 
 def index_path(
-    data: Path, format: str, val_fraction: float, classes: tuple[str, ...] = (), descriptions: tuple[Path, ...] = ()
+    data: Path,
+    format: str,
+    val_fraction: float,
+    classes: tuple[str, ...] = (),
+    descriptions: tuple[Path, ...] = (),
+    *,
+    variant: str = "",
 ) -> Path:
     """The cache file of a data set, by its resolved path: a data set that was moved gets another file. One folder can
-    be several data sets, by the files that describe it."""
+    be several data sets, by the files that describe it and by the `variant` of reading it."""
     description_paths = [str(path) for path in descriptions]
-    key = f"{data}\0{format}\0{val_fraction!r}\0{classes!r}\0{description_paths!r}".encode("utf-8", "surrogateescape")
+    key = f"{data}\0{format}\0{val_fraction!r}\0{classes!r}\0{description_paths!r}\0{variant}".encode(
+        "utf-8", "surrogateescape"
+    )
     return cache_folder() / "index" / f"{data.stem[:40]}-{blake2b(key, digest_size=8).hexdigest()}.arrow"
 
 
@@ -91,16 +101,19 @@ def _file_stamps(path: Path) -> Iterator[str]:
     """A line for a file, or for every annotation file of a folder; none for a label folder that does not exist."""
     if not path.exists():
         return
-    for file in iter_annotation_files(path, (".xml", ".txt")) if path.is_dir() else [os.fspath(path)]:
+    for file in iter_annotation_files(path, (".xml", ".txt", ".json")) if path.is_dir() else [os.fspath(path)]:
         stat = os.stat(file)
         yield f"{file}\0{stat.st_size}\0{stat.st_mtime_ns}\n"
 
 
 def write(
-    path: Path, table: AnnotationTable, problems: tuple[Problem, ...], layout: DatasetLayout, source_stamp: str
-) -> None:
-    """Writes the index file of a data set after cleaning and splitting. Raises PreflightError if that fails."""
+    path: Path, table: AnnotationTable, problems: tuple[Problem, ...], layout: DatasetLayout, source_stamp: str,
+    lost_boxes: Mapping[str, int],
+) -> None:  # fmt: skip
+    """Writes the index file of a data set after cleaning and splitting. lost_boxes: split → boxes of the images that
+    were dropped because all of their boxes were. Raises PreflightError if that fails."""
     num_images = len(table.file_names)
+    num_bad_boxes = np.zeros(num_images, np.int64) if table.num_bad_boxes is None else table.num_bad_boxes
     offsets = pa.array(
         np.concatenate([[0], np.cumsum(np.bincount(table.image_index, minlength=num_images))]).astype(np.int64)
     )
@@ -119,6 +132,10 @@ def write(
         problems=problems,
         notes=tuple(table.notes),
         folder_mtimes_ns=_folder_mtimes_ns(layout.root, table.folders),
+        bad_boxes={
+            name: lost_boxes.get(name, 0) + int(num_bad_boxes[table.split == split_index].sum())
+            for split_index, name in enumerate(SPLITS)
+        },
         image_files_stamp=""
         if not table.sizes_from_headers
         else _image_files_stamp(

@@ -26,6 +26,9 @@ from stoker.inference.draw import draw_boxes
 if TYPE_CHECKING:
     from stoker.data.index import Index
 
+NO_LABELS = "no labels: used as background"
+"""Below an image without boxes, which also has a frame."""
+_FRAME_COLOR, _FRAME_WIDTH = (214, 69, 65), 4
 CELL_SIZE = 320
 """Longer side of an image on the sheet, pixels."""
 PAIRS_PER_ROW = 3
@@ -63,9 +66,11 @@ def make_preview(
             without_mosaic = augment_batch(loaded_batch, dataclasses.replace(settings, mosaic=0.0), 0.0)
             has_mosaic = (augmented.images != without_mosaic.images).flatten(1).any(1)
             for k in range(min(MOSAIC_GROUP_SIZE, num_images - len(pairs))):
-                name = index.path(int(plain_batch.image_index[k])).name
+                image_index = int(plain_batch.image_index[k])
+                has_labels = bool(index.offsets[image_index + 1] > index.offsets[image_index])
+                name = [index.path(image_index).name, *([] if has_labels else [NO_LABELS])]
                 description = describe_augmentation(plain_batch, loaded_batch, k, settings, mosaic=bool(has_mosaic[k]))
-                pairs.append(_make_pair(plain_batch, augmented, k, index.class_names, [name], description))
+                pairs.append(_make_pair(plain_batch, augmented, k, index.class_names, name, description))
     return _make_sheet(pairs)
 
 
@@ -128,13 +133,16 @@ def _make_pair(
     left_lines: list[str],
     right_lines: list[str],
 ) -> Image.Image:
-    """Image k without and with augmentation, side by side, each with up to two lines of text below."""
+    """Image k without and with augmentation, side by side, each with up to two lines of text below; framed if
+    NO_LABELS is one of the left lines."""
     images = [_render_image(batch, k, class_names) for batch in (plain_batch, augmented)]
     width, height = images[0].size
     pair = Image.new("RGB", (2 * width + 2, height + 2 * (_FONT_SIZE + 4)), "white")
     draw, font = ImageDraw.Draw(pair), ImageFont.load_default(size=_FONT_SIZE)
     for x, image, lines in ((0, images[0], left_lines), (width + 2, images[1], right_lines)):
         pair.paste(image, (x, 0))
+        if NO_LABELS in left_lines:
+            draw.rectangle((x, 0, x + width - 1, height - 1), outline=_FRAME_COLOR, width=_FRAME_WIDTH)
         for n, line in enumerate(lines):
             draw.text(
                 (x + 1, height + 1 + n * (_FONT_SIZE + 3)),

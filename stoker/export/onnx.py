@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stoker.config.settings import from_toml
-from stoker.data.index import open_index
+from stoker.config.settings import from_run
+from stoker.data.index import open_index_of
 from stoker.data.loading.samples import PAD_COLOR, HostBatchBuffer
 from stoker.errors import (
     DataError,
@@ -224,9 +224,9 @@ def _val_images(run: Path) -> list[ImageRef]:
     message = "There are no images to compare the exported file with the model on."
     if not (run / CONFIG).exists():
         raise UsageError(message, location=run, cause=f"no {CONFIG} there names a data set", fix=fix)
-    data = from_toml(run / CONFIG)[0].data
+    data = from_run(run / CONFIG)[0].data
     try:
-        index = open_index(data.data, format=data.format, val_fraction=data.val_fraction, classes=data.classes or ())
+        index = open_index_of(data)
         image_indices = index.image_indices("val").tolist()
     except StokerError as error:
         cause = f"the run's data set cannot be opened: {error.what}"
@@ -241,7 +241,8 @@ def _write_verified(onnx_bytes: bytes, target: Path, check: Callable[[Path], str
     """
     temp_path = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        with _report_write_errors(target), temp_path.open("wb") as file:
+        temp_path.unlink(missing_ok=True)  # it may be a link
+        with _report_write_errors(target), temp_path.open("xb") as file:
             file.write(onnx_bytes)
             file.flush()
             os.fsync(file.fileno())

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from stoker.config.settings import DataSettings, from_toml
+from stoker.config.settings import Config, DataSettings, from_fields, from_run
 from stoker.data.images import decode
-from stoker.data.index import Index, open_index, require_images
+from stoker.data.index import Index, open_index_of, require_images
 from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
 from stoker.errors import DataError, UsageError
 from stoker.evaluation.evaluate import evaluate, evaluation_loader
@@ -178,26 +178,31 @@ class Model:
         *,
         split: str = "val",
         format: str | None = None,
+        allow_outside: bool = False,
         batch_size: int = DEFAULT_BATCH_SIZE,
     ) -> Metrics:
-        """The COCO metrics on a split of a data set, default the one of the training run.
+        """The COCO metrics on a split of a data set, default the one of the training run, as it was read then.
+        allow_outside: read images that another one names outside its folder.
 
         Raises UsageError if no data set is known, DataError if it has other classes or no such split.
         """
         if batch_size < 1:
             raise UsageError(f"--batch-size {batch_size} is out of range.", choices=["1 or more"])
         is_run = (self.source / CONFIG).exists()
-        run_data = from_toml(self.source / CONFIG)[0].data if is_run else DataSettings()
-        val_fraction = None
+        run_data = from_run(self.source / CONFIG)[0].data if is_run else DataSettings()
         if data is None:
             if not is_run:
                 fix = f"stoker eval {self.source} DATA"
                 raise UsageError("No data set to evaluate on was given.", location=self.source, fix=fix)
-            data, val_fraction, format = run_data.data, run_data.val_fraction, format or run_data.format
-        index = open_index(os.fspath(data), format=format, val_fraction=val_fraction, classes=run_data.classes or ())
+            changes = {"format": format or run_data.format, "allow_outside": allow_outside or run_data.allow_outside}
+            settings = Config(data=run_data).replace(**changes).data
+        else:
+            fields = {"data": data, "format": format, "classes": run_data.classes, "allow_outside": allow_outside}
+            settings = from_fields(fields).data
+        index = open_index_of(settings)
         image_indices = index.image_indices(split)
         max_bad_fraction = DEFAULT_MAX_BAD_FRACTION if run_data.max_bad_fraction is None else run_data.max_bad_fraction
-        require_images(index, (split,), max_bad_fraction=max_bad_fraction)
+        require_images(index, (split,), max_bad_fraction=max_bad_fraction, max_bad_boxes=run_data.max_bad_boxes)
         _require_same_classes(index, self.class_names, self.weights)
         batches = evaluation_loader(
             index,

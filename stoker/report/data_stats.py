@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Iterator
 
 from rich.console import RenderableType
+from rich.text import Text
 
 from stoker.data.validation.stats import (
     AREA_RANGES,
@@ -30,11 +31,11 @@ def print_stats(stats: DatasetStats) -> None:
 
 def stats_renderables(stats: DatasetStats) -> Iterator[RenderableType]:
     """Texts and tables, in order."""
-    yield plain_text(f"{stats.data} ({stats.format})\n", "bold")
+    yield plain_text(f"{stats.data} ({stats.format})", "bold").append("\n")
     yield _splits(stats)
-    yield plain_text(f"\nclasses: {len(stats.classes)}", "bold")
+    yield _heading(f"classes: {len(stats.classes)}")
     yield from _classes(stats)
-    yield plain_text("\nsizes", "bold")
+    yield _heading("sizes")
     yield _sizes(stats)
     yield plain_text(_bands(stats))
     common = ", ".join(f"{s.width}x{s.height} ({count(s.num_images)})" for s in stats.image_sizes[:5])
@@ -46,14 +47,20 @@ def stats_renderables(stats: DatasetStats) -> Iterator[RenderableType]:
             f"{plural(stats.num_unknown_sizes, 'image')} could not be read (`stoker data check`)", "yellow"
         )
     height, width = stats.image_size
-    yield plain_text(f"\nimage size {width}x{height}, {stats.resize}: {stats.image_size_reason}", "bold")
-    yield plain_text("\nanchors: fraction of the boxes that an anchor matches", "bold")
-    yield _anchors(stats)
+    yield _heading(f"model {stats.model}")
+    yield plain_text(f"image size {width}x{height}, {stats.resize}: {stats.image_size_reason}", "bold")
+    if stats.anchors:
+        yield _heading("anchors: fraction of the boxes that an anchor matches")
+        yield _anchors(stats)
     yield plain_text(stats.anchors_note, "dim")
     for anchor_stats in stats.anchors[1:]:
         yield plain_text(f"{anchor_stats.name}: {anchor_stats.reason}")
     command = f"stoker train {shlex.quote(stats.data)} {stats.flags}"
-    yield plain_text(f"\nrecommended: {command}" if stats.flags else "\nthe defaults fit this dataset", "bold")
+    yield _heading(f"recommended: {command}" if stats.flags else "the defaults fit this dataset")
+
+
+def _heading(text: str) -> Text:
+    return Text("\n").append_text(plain_text(text, "bold"))
 
 
 def _splits(stats: DatasetStats) -> RenderableType:

@@ -13,14 +13,13 @@ from typing import Annotated, Any
 import msgspec
 from cyclopts import App, Parameter
 
-from stoker.config.settings import Config, from_toml
+from stoker.config.settings import Config, from_run
 from stoker.data.augment.device import MOSAIC_GROUP_SIZE
-from stoker.data.index import Index
+from stoker.data.index import Index, open_index_of
 from stoker.errors import StokerError
 from stoker.hardware.device import Device, select_device
 from stoker.training.defaults.auto_batch import make_dry_run, pick_fastest, run_trials
 from stoker.training.defaults.derive import derive
-from stoker.training.start import open_dataset
 
 
 def as_json(user_config: Config, index: Index, device: Device) -> dict[str, Any]:
@@ -62,11 +61,11 @@ def program(
     config_toml
         A run's config.toml: its settings, unless other flags set them.
     """
-    stored = Config() if config_toml is None else from_toml(config_toml)[0].replace(batch_size=None)
+    stored = Config() if config_toml is None else from_run(config_toml)[0].replace(batch_size=None)
     overrides = config.set_fields() if data is None else {**config.set_fields(), "data": data}
     user_config = stored.replace(**overrides)
     device = select_device(user_config.run.device)
-    print(msgspec.json.encode(as_json(user_config, open_dataset(user_config.data), device)).decode())
+    print(msgspec.json.encode(as_json(user_config, open_index_of(user_config.data), device)).decode())
 
 
 if __name__ == "__main__":

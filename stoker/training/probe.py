@@ -21,10 +21,10 @@ import msgspec
 import torch
 from cyclopts import App, Parameter
 
-from stoker.config.settings import Config, from_toml
+from stoker.config.settings import Config, from_run
 from stoker.data.augment.device import augment_batch
 from stoker.data.batch import Batch
-from stoker.data.index import Index
+from stoker.data.index import Index, open_index_of
 from stoker.data.loading.loader import Loader, compute_max_boxes
 from stoker.errors import ConfigError, StokerError
 from stoker.hardware.device import Device, select_device
@@ -34,7 +34,7 @@ from stoker.runs.schemas import PROBE_KINDS, Probe
 from stoker.training.forward import LossFn, forward_backward, make_loss_fn
 from stoker.training.input_probe import MAX_PAIRS, MIN_PAIRS, summarize_pairs
 from stoker.training.optim import OptimizerStep
-from stoker.training.start import make_training_loader, open_dataset, start_worker_processes
+from stoker.training.start import make_training_loader, start_worker_processes
 
 MIN_ROUND_S = 0.5
 """Minimum length of a round, which has at least two steps: clocks and waits are then below one percent."""
@@ -204,9 +204,9 @@ def program(run: Path, /, *, kinds: Annotated[tuple[str, ...], Parameter(consume
     unknown = [name for name in kinds if name not in PROBE_KINDS]
     if unknown:
         raise ConfigError(f"{unknown[0]!r} is not an experiment.", choices=PROBE_KINDS)
-    config = from_toml(run / CONFIG)[0]
+    config = from_run(run / CONFIG)[0]
     device = select_device(config.run.device)
-    for result in run_experiments(ProbeHarness(config, open_dataset(config.data), device), kinds, last_attempt(run)):
+    for result in run_experiments(ProbeHarness(config, open_index_of(config.data), device), kinds, last_attempt(run)):
         print(msgspec.json.encode(result).decode(), flush=True)
 
 

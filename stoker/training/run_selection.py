@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stoker.config.settings import Config, from_toml, to_toml
-from stoker.data.formats.detect import data_file_suffixes
+from stoker.data.formats.detect import data_file_suffixes, root_of_files
 from stoker.diagnosis.engine import diagnose, write_findings
-from stoker.errors import ConfigError, StorageError, UsageError
+from stoker.errors import ConfigError, StorageError, UsageError, writing
 from stoker.profiling.telemetry.environment import describe
 from stoker.runs.records import (
     CONFIG,
@@ -78,7 +78,13 @@ def choose_run(
         if is_finished(path):
             messages.append(f"{path} has the same settings and is finished: starting a new run")
             continue
-        acquired = stack.enter_context(locked(path))
+        try:
+            acquired = stack.enter_context(locked(path))
+        except OSError as error:
+            messages.append(
+                f"{path} has the same settings and cannot be written ({error.strerror}): starting a new run"
+            )
+            continue
         if acquired is not False:
             return path, user_config, [] if acquired else [NO_LOCKS_NOTE]
         messages.append(f"{path} has the same settings and is being trained: starting a new run")
@@ -87,7 +93,9 @@ def choose_run(
 
 def _lock_run(path: Path, stack: contextlib.ExitStack) -> list[str]:
     """Holds the run's lock in `stack`; returns messages."""
-    acquired = stack.enter_context(locked(path))
+    fix = "check its permissions and that its disk is not read-only; or continue a copy of it"
+    with writing("The run's folder cannot be written.", display_path(path), fix=fix):
+        acquired = stack.enter_context(locked(path))
     if acquired is False:
         raise UsageError("Another process is training this run.", location=display_path(path))
     return [] if acquired else [NO_LOCKS_NOTE]
@@ -109,11 +117,11 @@ def open_run_folder(
         if path is None:
             path = _create_run(config, name)
             messages += _lock_run(path, stack)
-            write_atomic(path / CONFIG, to_toml(config, reasons).encode())
+            write_atomic(path / CONFIG, to_toml(config, reasons).encode(), private=True)
         folder = RunFolder(path, last_attempt(path) + 1)
         stack.callback(folder.close)
         environment = describe(dirs={"run": path, "data": config.data.data})
-        write_atomic(path / ENVIRONMENT, json.dumps(environment, indent=2).encode())
+        write_atomic(path / ENVIRONMENT, json.dumps(environment, indent=2).encode(), private=True)
         folder.event("started" if folder.attempt == 1 else "resumed", f"attempt {folder.attempt}")
     except OSError as error:
         location = path or name or RUNS_DIR
@@ -161,7 +169,14 @@ def with_absolute_paths(user_config: Config) -> Config:
     commands that mean the same are the same run. Raises ConfigError if a variable is not set.
     """
     changes = {}
-    data, weights = user_config.data.data, user_config.model.weights
+    fields = user_config.set_fields()
+    data, weights = fields.get("data"), fields.get("weights")
+    files: dict[str, str] = {name: fields[name] for name in ("train", "val", "splits") if name in fields}
+    if data is None and "train" in files:
+        data = changes["data"] = str(root_of_files([files[name] for name in ("train", "val") if name in files]))
+    for name, text in files.items():
+        inside = Path(data or "") / text
+        changes[name] = str(inside.absolute()) if inside.exists() and not Path(text).exists() else _to_absolute(text)
     if data not in (None, "demo"):
         changes["data"] = _to_absolute(data)
     if weights not in (None, "coco", "imagenet", "none"):

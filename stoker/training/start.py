@@ -13,11 +13,11 @@ import torch
 
 from stoker import models
 from stoker.config.durations import parse_duration
-from stoker.config.old_names import ADDED_SETTINGS
-from stoker.config.settings import Config, DataSettings, check, from_toml
+from stoker.config.settings import Config, check, from_run
 from stoker.data.images.cache_policy import open_cache
 from stoker.data.images.pixel_cache import CachedImageSpec
-from stoker.data.index import Index, open_index, require_images
+from stoker.data.index import Index, open_index_of, require_images
+from stoker.data.index_digest import digest_images
 from stoker.data.loading.loader import Loader, LoaderSpec, QuarantinedImage, compute_max_boxes
 from stoker.data.loading.processes import WorkerProcesses, choose_worker_processes
 from stoker.data.validation.problems import PROBLEM_KINDS
@@ -33,6 +33,7 @@ from stoker.runs.schemas import Quarantined
 from stoker.training import checkpoint
 from stoker.training.defaults.dataset_facts import collect_facts, warn_oversized_boxes
 from stoker.training.defaults.derive import derive, total_steps
+from stoker.training.defaults.model_choice import FALLBACK
 from stoker.training.optim import LossAccumulator, OptimizerStep
 from stoker.training.state import EventLogger, TrainSetup, load_checkpoint, restore_state
 
@@ -52,7 +53,7 @@ class ResolvedRun:
 
 def resolve_run(user_config: Config, path: Path | None) -> ResolvedRun:
     """Opens the data and derives the settings, or rereads those of the run `path`. Raises StokerError."""
-    stored = None if path is None else _read_stored(path)
+    stored = None if path is None else from_run(path / CONFIG)
     requested = user_config if stored is None else stored[0]
     if path is not None and (unknown := models.unset_fields(requested)):
         raise CheckpointError(
@@ -66,8 +67,13 @@ def resolve_run(user_config: Config, path: Path | None) -> ResolvedRun:
     device = select_device(requested.run.device)
     if device.kind == "cuda":
         torch.backends.cudnn.benchmark = True  # all shapes are fixed, so the fastest convolutions are found once
-    index = open_dataset(requested.data)
-    require_images(index, ("train", "val"), max_bad_fraction=requested.data.max_bad_fraction)
+    index = open_index_of(requested.data)
+    require_images(
+        index,
+        [split for split in ("train", "val") if split in index.splits],
+        max_bad_fraction=requested.data.max_bad_fraction,
+        max_bad_boxes=requested.data.max_bad_boxes,
+    )
     for split in ("train", "val"):
         if split not in index.splits:
             raise DataError(
@@ -79,20 +85,6 @@ def resolve_run(user_config: Config, path: Path | None) -> ResolvedRun:
     require_boxes(ground_truth(index, index.image_indices("val")))
     config, reasons = derive(user_config, index, device) if stored is None else stored
     return ResolvedRun(config, reasons, device, index)
-
-
-def _read_stored(path: Path) -> tuple[Config, dict[str, str]]:
-    """Settings and reasons of a run, with those that its version of stoker did not have."""
-    config, reasons = from_toml(path / CONFIG)
-    for name, (value, reason) in ADDED_SETTINGS.items():
-        if name not in config.set_fields():
-            config, reasons = config.replace(**{name: value}), reasons | {name: reason}
-    return config, reasons
-
-
-def open_dataset(data: DataSettings) -> Index:
-    """The index of the data set that the settings name."""
-    return open_index(data.data, format=data.format, val_fraction=data.val_fraction, classes=data.classes or ())
 
 
 def start_worker_processes(
@@ -115,15 +107,24 @@ def start_worker_processes(
 
 
 def build(
-    resolved: ResolvedRun, folder: RunFolder, log_event: EventLogger, processes: WorkerProcesses | None = None
+    resolved: ResolvedRun,
+    folder: RunFolder,
+    log_event: EventLogger,
+    processes: WorkerProcesses | None = None,
+    *,
+    accept_changed_data: bool = False,
 ) -> TrainSetup:
-    """Everything the loop needs, in the state of the newest checkpoint, or at step 0 with pretrained weights."""
+    """Everything the loop needs, in the state of the newest checkpoint, or at step 0 with pretrained weights.
+
+    accept_changed_data: continue also if images or boxes are not those of the checkpoint. Raises CheckpointError.
+    """
     config, device, index = resolved.config, resolved.device, resolved.index
     if device.is_cpu:
         configure_malloc()
     device.empty_cache()  # of the dry runs of batches, whose peak is not that of training either
     device.reset_peak_memory()
-    _log_data_problems(index, log_event)
+    for kind, message in describe_data(index):
+        log_event(kind, message)
     log_event("info", f"run: {folder.path}" + ("" if folder.attempt == 1 else f", attempt {folder.attempt}"))
     loaded = load_checkpoint(folder.path, log_event)
     if folder.attempt == 1:
@@ -131,6 +132,8 @@ def build(
         folder.event("info", text, facts=facts)
         if (warning := warn_oversized_boxes(config, index)) is not None:
             log_event("warning", warning)
+        if (reason := resolved.reasons.get("model", "")).startswith(FALLBACK.partition("{")[0]):
+            log_event("warning", f"model: {config.model.model}: {reason}")
     model = build_initial_model(config, index, device, log_event if loaded is None else None)
     train_indices, val_indices = index.image_indices("train"), index.image_indices("val")
     max_boxes = compute_max_boxes(index, train_indices, mosaic=config.data.mosaic)
@@ -164,6 +167,8 @@ def build(
             image_size=config.data.image_size,
             resize=config.data.resize,
         ),
+        data_digest=digest_images(index, ("train", "val")),
+        accept_changed_data=accept_changed_data,
         total_steps=total_steps(parse_duration(config.run.max_duration), len(train_indices), config.run.batch_size),
         max_boxes=max_boxes,
     )
@@ -171,16 +176,15 @@ def build(
     return setup
 
 
-def _log_data_problems(index: Index, log_event: EventLogger) -> None:
-    for note in index.notes:
-        log_event("info", f"data: {note}")
+def describe_data(index: Index) -> list[tuple[str, str]]:
+    """("info" or "warning", text) of the notes and the problems of a data set."""
+    messages = [("info", f"data: {note}") for note in index.notes]
     for problem in index.problems:
         kind = PROBLEM_KINDS[problem.kind]
         examples = ", ".join(problem.examples[:MAX_EXAMPLES]) + (", …" if problem.count > MAX_EXAMPLES else "")
-        log_event(
-            "info" if kind.action == "kept" else "warning",
-            f"data: {problem.count} × {problem.title}, {kind.effect} ({examples})",
-        )
+        text = f"data: {problem.count} × {problem.title}, {kind.effect} ({examples})"
+        messages.append(("info" if kind.action == "kept" else "warning", text))
+    return messages
 
 
 def make_training_loader(

@@ -136,6 +136,7 @@ def test_the_command_has_a_flag_for_every_setting():
     own = {
         "--run-dir",
         "--resume",
+        "--accept-changed-data",
         "--trace",
         "--dry-run",
         "--all-settings",

@@ -239,6 +239,11 @@ def voc(root: Path) -> Planted:
     for kind, things in bad_things.items():
         add(kind, things)
         planted.append((kind, kind))
+        if kind not in ("reaches-outside", "tiny-box", "duplicate-box"):
+            planted.append(("no-box-left", f"{kind}.jpg: {things.count('<object>')} left out"))
+    add("unlisted")
+    lists["train"].remove("unlisted")
+    planted.append(("not-in-a-split", "JPEGImages/unlisted.jpg"))
     for stem, text in {
         "empty": " ",
         "truncated": "<annotation>\n<object><name>cat",
@@ -299,6 +304,8 @@ def yolo(root: Path) -> Planted:
         add(kind, *lines)
         written = f"{kind}.txt:" if kind in ("malformed-row", "unknown-class", "not-normalized") else f"{kind}.jpg"
         planted.append((kind, written))
+        if kind != "duplicate-box":
+            planted.append(("no-box-left", f"{kind}.jpg: {len(lines)} left out"))
     planted += [("malformed-row", f"malformed-row.txt:{line}:") for line in (2, 3, 4)] + [("unused-class", "ghost")]
     (root / "images" / "train" / "background.jpg").write_bytes(encoded(40))
     (root / "labels" / "train" / "stray.txt").write_text("0 0.5 0.5 0.4 0.4\n")
@@ -345,6 +352,7 @@ def csv(root: Path) -> Planted:
                 add(name, *rows)
                 tabled = kind in ("malformed-row", "no-class", "no-box")
                 planted.append((kind, f"train_labels.csv:{len(lines)}" if tabled else name))
+                planted.append(("no-box-left", name))
             lines.append(f",{WIDTH},{HEIGHT},cat,4,5,24,26")
             planted.append(("malformed-row", f"train_labels.csv:{len(lines)}"))
             lines.append(f"gone.jpg,{WIDTH},{HEIGHT},cat,4,5,24,26")

@@ -48,8 +48,8 @@ QUARANTINED = {
     "size-disagrees",
 }  # fmt: skip
 """Kinds that only the loader can detect, because it reads the image files."""
-UNPLANTED = {"unreadable-set", "empty-split"}
-"""Kinds that stop reading or training: `test_check.py`."""
+UNPLANTED = {"unreadable-set", "empty-split", "outside-path"}
+"""Kinds that stop reading or training: `test_check.py`, `test_hostile_files.py`."""
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
@@ -89,7 +89,7 @@ def test_every_defect_is_reported_and_no_file_changes(
     assert any("more than --max-bad-fraction 0.01 allows" in reason for reason in report["refusals"])
     assert tree(tmp_path / "set") == before
 
-    assert run(monkeypatch, "data", "check", tmp_path / "set", "--max-bad-fraction", "1") == 0
+    assert run(monkeypatch, "data", "check", tmp_path / "set", "--max-bad-fraction", "1", "--max-bad-boxes", "1") == 0
     page = capsys.readouterr().out
     for kind in locations:
         assert PROBLEM_KINDS[kind].title in page
@@ -168,5 +168,7 @@ def test_the_command_trains(
     messages = capsys.readouterr().err
     assert f"stoker data check {tmp_path / 'set'}" in messages
     assert "--max-bad-fraction" in messages
-    assert run(monkeypatch, "train", tmp_path / "set", *TRAIN, "--max-bad-fraction", "0.9") == 0
+    assert (
+        run(monkeypatch, "train", tmp_path / "set", *TRAIN, "--max-bad-fraction", "0.9", "--max-bad-boxes", "0.9") == 0
+    )
     assert f"1 × {PROBLEM_KINDS['tiny-box'].title}" in "".join(capsys.readouterr())

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from stoker.data.formats.detect import FORMATS
 from stoker.data.index import Index, missing_images, open_index, require_images
 from stoker.data.validation import clean
+from stoker.data.validation.clean import SplitOptions
+from stoker.data.validation.stratify import hash_to_unit_interval
 from stoker.errors import ConfigError, DataError, PreflightError, StokerError, UsageError
 
 HASHES = (0.3741817284737937, 0.8564542239357997)
@@ -207,11 +209,10 @@ def test_the_index_needs_no_torch() -> None:
 
 def test_the_hash_of_a_name_is_the_same_everywhere() -> None:
     """Another value would move images between training and validation of everyone's data sets."""
-    assert clean._hash_to_unit_interval("000000000009.jpg") == pytest.approx(HASHES[0], abs=1e-15)
-    assert clean._hash_to_unit_interval("Zürich 1.png") == pytest.approx(HASHES[1], abs=1e-15)
-    assert clean._hash_to_unit_interval(unicodedata.normalize("NFD", "Zürich 1.png")) == clean._hash_to_unit_interval(
-        "Zürich 1.png"
-    )
+    assert hash_to_unit_interval("000000000009.jpg") == pytest.approx(HASHES[0], abs=1e-15)
+    assert hash_to_unit_interval("Zürich 1.png") == pytest.approx(HASHES[1], abs=1e-15)
+    decomposed = unicodedata.normalize("NFD", "Zürich 1.png")
+    assert hash_to_unit_interval(decomposed) == hash_to_unit_interval("Zürich 1.png")
 
 
 @settings(max_examples=40, deadline=None)
@@ -219,12 +220,12 @@ def test_the_hash_of_a_name_is_the_same_everywhere() -> None:
 def test_each_image_keeps_its_split_when_others_are_added(numbers: set[int], fraction: float) -> None:
     names = [f"{number}.jpg" for number in sorted(numbers)]
     boxed = np.ones(len(names), np.bool_)
-    held = clean._choose_val_images(names, fraction, boxed)
+    held = clean._choose_by_hash(names, fraction, boxed)
     assert 0 < held.sum() < len(names)
-    fewer = clean._choose_val_images(names[::2], fraction, boxed[::2])
+    fewer = clean._choose_by_hash(names[::2], fraction, boxed[::2])
     # only the two that keep both splits from being empty may differ
     assert (held[::2] != fewer).sum() <= 2
-    alone = np.array([clean._hash_to_unit_interval(name) < fraction for name in names])
+    alone = np.array([hash_to_unit_interval(name) < fraction for name in names])
     if 0 < alone.sum() < len(names):
         assert (held == alone).all()
 
@@ -232,17 +233,23 @@ def test_each_image_keeps_its_split_when_others_are_added(numbers: set[int], fra
 @given(st.lists(st.booleans(), max_size=40), st.floats(0.01, 0.9))
 def test_both_splits_have_boxes(boxes: list[bool], fraction: float) -> None:
     boxed = np.array(boxes, np.bool_)
-    held = clean._choose_val_images([f"{n}.jpg" for n in range(len(boxes))], fraction, boxed)
-    if sum(boxes) > 1:
-        assert 0 < np.count_nonzero(held & boxed) < sum(boxes)
-    else:
-        assert not (held & boxed).any(), "what there is is learned from"
+    names = [f"{n}.jpg" for n in range(len(boxes))]
+    stratified = clean._choose_stratified(names, fraction, np.flatnonzero(boxed), np.zeros(sum(boxes), np.int32))
+    for held in (clean._choose_by_hash(names, fraction, boxed), stratified):
+        if sum(boxes) > 1:
+            assert 0 < np.count_nonzero(held & boxed) < sum(boxes)
+        else:
+            assert not (held & boxed).any(), "what there is is learned from"
 
 
 def test_the_split_depends_on_the_name_and_not_on_the_folder(tmp_path: Path) -> None:
-    here = open_index(dataset(tmp_path / "a", numbered(300)))
-    there = open_index(dataset(tmp_path / "b", numbered(400)))
+    by_hash = SplitOptions(method="hash")
+    here = open_index(dataset(tmp_path / "a", numbered(300)), splits=by_hash)
+    there = open_index(dataset(tmp_path / "b", numbered(400)), splits=by_hash)
     assert names_of(here, "val") == names_of(there, "val") & set(numbered(300))
+    stratified = [open_index(dataset(tmp_path / name, numbered(300))) for name in ("c", "d")]
+    assert names_of(stratified[0], "val") == names_of(stratified[1], "val")
+    assert len(names_of(stratified[0], "val")) == 30
     assert 15 <= len(here.image_indices("val")) <= 45
     assert set(here.splits) == {"train", "val"}
     assert any("held out" in note for note in here.notes)
@@ -280,18 +287,20 @@ def test_exactly_the_missing_images_are_listed(gone: set[int], few: bool) -> Non
 def test_few_missing_images_are_tolerated(tmp_path: Path) -> None:
     index = open_index(dataset(tmp_path / "set", numbered(400)))
     image_indices = index.image_indices("train")
-    few = image_indices.size // 100
+    few = -(-image_indices.size // 100)
     for image_index in image_indices[:few].tolist():
         index.path(image_index).unlink()
     assert require_images(index) == image_indices[:few].tolist()
     index.path(image_indices[few]).unlink()
-    with pytest.raises(DataError, match=f"{few + 1} of the {image_indices.size} images of the train split") as raised:
+    with pytest.raises(
+        DataError, match=rf"{few + 1} of {image_indices.size} images \(1 %\) of the train split"
+    ) as raised:
         require_images(index)
     assert str(index.path(image_indices[0])) in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("max_bad", "gone", "enough"), [(0.0, 1, False), (0.001, 1, True), (0.1, 4, True), (0.1, 5, False)]
+    ("max_bad", "gone", "enough"), [(0.0, 1, False), (0.001, 1, True), (0.1, 5, True), (0.1, 6, False)]
 )
 def test_how_many_images_may_be_missing(tmp_path: Path, max_bad: float, gone: int, enough: bool) -> None:
     index = open_index(dataset(tmp_path / "set", numbered(50)))
@@ -302,9 +311,9 @@ def test_how_many_images_may_be_missing(tmp_path: Path, max_bad: float, gone: in
     if enough:
         assert require_images(index, max_bad_fraction=max_bad) == image_indices[:gone].tolist()
     else:
-        with pytest.raises(DataError, match=f"{gone} of the {image_indices.size} images") as raised:
+        with pytest.raises(DataError, match=rf"{gone} of {image_indices.size} images .* of the train split") as raised:
             require_images(index, max_bad_fraction=max_bad)
-        assert f"{max_bad:.3g} of them may be missing (--max-bad-fraction)" in str(raised.value)
+        assert f"{100 * max_bad:.3g} % of them may be missing (--max-bad-fraction {max_bad:g})" in str(raised.value)
 
 
 def test_images_left_out_because_of_their_annotations(tmp_path: Path) -> None:
@@ -316,7 +325,7 @@ def test_images_left_out_because_of_their_annotations(tmp_path: Path) -> None:
         if bad == 1:
             assert require_images(index) == []
         else:
-            with pytest.raises(DataError, match="2 of the 52 images are left out") as raised:
+            with pytest.raises(DataError, match=r"2 of 52 images \(4 %\) are left out") as raised:
                 require_images(index)
             assert '"images" number 50: {"id": "x"}' in str(raised.value)
             assert f"stoker data check {folder}" in str(raised.value)
@@ -379,7 +388,12 @@ def test_both_formats_in_one_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "options", "kind", "fragment"),
     [
-        ("set", {"format": "labelme"}, UsageError, "coco, voc, yolo, tfrecord, csv"),
+        (
+            "set",
+            {"format": "labelme"},
+            UsageError,
+            "coco, voc, yolo, tfrecord, openimages, csv, cvat, labelme, label-studio",
+        ),
         ("set", {"val_fraction": 0.0}, ConfigError, "val_fraction"),
         ("set", {"val_fraction": 1.0}, ConfigError, "val_fraction"),
         ("set/images/00000.jpg", {}, DataError, "not a data set"),
@@ -405,6 +419,6 @@ def test_image_folder_outside_belongs_to_the_data_set(tmp_path: Path) -> None:
     for name in ("elsewhere/a.jpg", "b.jpg"):
         (tmp_path / name).touch()
     folder = dataset(tmp_path / "set", [str(tmp_path / "elsewhere" / "a.jpg"), "b.jpg"], exist=False)
-    index = open_index(folder)
+    index = open_index(folder, allow_outside=True)
     places = ("elsewhere/a.jpg", "set/b.jpg", "set/new", "other/a.jpg")
     assert [index.contains_file(tmp_path / name) for name in places] == [True, True, True, False]

@@ -1,6 +1,7 @@
 """The contact sheet: what it shows is what training sees, and it never writes over the user's images."""
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from stoker.cli.app import main
 from stoker.config.settings import DataSettings
 from stoker.data.batch import NUM_RAND, RandSlot
 from stoker.data.index import Index, open_index
-from stoker.data.preview import CELL_SIZE, PAIRS_PER_ROW, describe_augmentation, make_preview
+from stoker.data.preview import _FRAME_COLOR, CELL_SIZE, PAIRS_PER_ROW, describe_augmentation, make_preview
 from stoker.errors import UsageError
 from tests.batches import batch_of
 from tests.drawn import draw
@@ -86,6 +87,20 @@ def test_description_of_the_augmentation():
     ]
     assert describe_augmentation(plain, plain, 0, settings, mosaic=False)[0] == "flip"
     assert describe_augmentation(plain, plain, 0, PLAIN, mosaic=False) == ["not augmented"]
+
+
+def test_images_without_labels_are_marked(tmp_path: Path):
+    folder = draw(tmp_path / "set", train=2, val=1)
+    labeled = sheet_of(open_index(folder), PLAIN, count=2)
+    file = folder / "train" / "_annotations.coco.json"
+    document = json.loads(file.read_text())
+    document["annotations"] = [box for box in document["annotations"] if box["image_id"] == 0]
+    file.write_text(json.dumps(document))
+    index = open_index(folder)
+    sheet = sheet_of(index, PLAIN, count=2)
+    red = [(halves(sheet, pair)[0][:3] == _FRAME_COLOR).all() for pair in range(2)]
+    assert sorted(red) == [False, True]
+    assert not (halves(labeled, 0)[0][:3] == _FRAME_COLOR).all()
 
 
 @pytest.mark.parametrize("count", [0, 401])

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from stoker.cli.app import main
-from stoker.data.anchor_fit import AnchorConfig
+from stoker.data.anchor_fit import AnchorConfig, best_image_size
 from stoker.data.index import open_index
-from stoker.data.validation.stats import GRID_SIZE, DatasetStats, compute_stats
+from stoker.data.validation.stats import GRID_SIZE, DatasetStats, ModelInput, compute_stats
 from stoker.errors import DataError, UsageError
 from stoker.report.console import render_plain
 from stoker.report.data_plot import HEIGHT, WIDTH, draw_stats, save_image
@@ -54,9 +54,16 @@ def write(
     return folder
 
 
-def stats_of(data: Path, **options: object) -> DatasetStats:
-    given = {"side": 800, "anchors": PAPER, "model": "a model"} | options
-    return compute_stats(open_index(data), data=str(data), **given)  # type: ignore[arg-type]
+def stats_of(data: Path, *, split: str | None = None, image_size: tuple[int, int] | None = None) -> DatasetStats:
+    """With the anchors of the paper and an input of at most 800² pixels."""
+    index = open_index(data)
+    sizes = index.original_size if split is None else index.original_size[index.image_indices(split)]
+    best, reason = best_image_size(sizes, 800)
+    model_input = ModelInput(
+        model="a model", anchors=PAPER, image_size=image_size or best, image_size_reason=reason, side=800,
+        set_flags=() if image_size is None else (f"--image-size {image_size[0]} {image_size[1]}",),
+    )  # fmt: skip
+    return compute_stats(index, model_input, data=str(data), split=split)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -177,13 +184,14 @@ def test_json_and_plot(tmp_path, capsys):
 def test_text(tmp_path, capsys):
     write(tmp_path / "the set", [[(0, 0, 10, 10), (5, 5, 300, 100)]] * 4, labels=2)
     code, out, _ = run(
-        capsys, "data", "stats", str(tmp_path / "the set"), "--classes", "class 1", "--image-size", "640", "640"
-    )
+        capsys, "data", "stats", str(tmp_path / "the set"), "--classes", "class 1", "--image-size", "640", "640",
+        "--model", "retinanet_resnet50_fpn",
+    )  # fmt: skip
     assert code == 0
     assert "image size 640x640, letterbox: set by --image-size" in out
     assert "class 1" in out
     assert "class 0" not in out
-    assert f"recommended: stoker train '{tmp_path / 'the set'}' --" in out
+    assert f"recommended: stoker train '{tmp_path / 'the set'}' --model retinanet_resnet50_fpn --image-size 640" in out
     assert "half a stride away" in out
 
 

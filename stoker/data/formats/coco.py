@@ -42,6 +42,9 @@ class _SplitTable:
     crowd: NDArray[np.bool_]
     area: NDArray[np.float64]
     box_id: NDArray[np.int64]
+    num_bad_boxes: NDArray[np.int64]
+    """[R], annotations of each image that cannot be used."""
+    notes: list[str]
 
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
@@ -63,6 +66,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     notes = [*layout.notes, *class_map.notes]
     folder_index, file_names, offsets = [], [], [0]
     for part, split in zip(parts, splits, strict=True):
+        notes += split.notes
         image_locations = locate_images(part, split.file_names, folders)
         folder_index.append(image_locations.folder_index)
         file_names += image_locations.file_names
@@ -91,13 +95,14 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
         area=np.concatenate([split.area for split in splits]),
         box_id=np.concatenate([split.box_id for split in splits]),
         box_id_kind="annotation",
+        num_bad_boxes=np.concatenate([split.num_bad_boxes for split in splits]),
         notes=notes,
     )
 
 
 def _read_file(path: Path, location: str, problems: ProblemCollector, *, allow_empty: bool) -> _SplitTable | None:
     """None for an allowed file without images. location: the file's name in messages."""
-    entries = read_entries(path, location, problems)
+    entries, notes = read_entries(path, location, problems)
     if not entries.images and allow_empty:
         problems.add("split-without-boxes", f"{location}: no images")
         return None
@@ -124,6 +129,11 @@ def _read_file(path: Path, location: str, problems: ProblemCollector, *, allow_e
     is_known = _has_known_class(location, categories, category_id, box_id, problems)
     order = np.argsort(image_index, kind="stable")
     order = order[(image_index >= 0)[order] & is_known[order]]
+    bad_image_index = image_index[(image_index >= 0) & ~is_known]
+    if len(annotations) < len(entries.annotations):
+        without_box = [a.image_id for a in entries.annotations if a.bbox is None or len(a.bbox) != 4]
+        more, is_listed = _find_images(np.array(without_box, np.int64), image_id)
+        bad_image_index = np.concatenate([bad_image_index, more[is_listed]])
     coordinates = chain.from_iterable(map(attrgetter("bbox"), annotations))
     boxes = np.fromiter(coordinates, np.float64, 4 * len(annotations)).reshape(-1, 4)
     boxes[:, 2:] += boxes[:, :2]  # COCO writes x, y, width, height
@@ -138,6 +148,8 @@ def _read_file(path: Path, location: str, problems: ProblemCollector, *, allow_e
         crowd=column("iscrowd", np.bool_)[order],
         area=column("area", np.float64)[order],
         box_id=box_id[order],
+        num_bad_boxes=np.bincount(bad_image_index, minlength=len(images)),
+        notes=notes,
     )
 
 
@@ -250,12 +262,19 @@ def _match_images(
     problems: ProblemCollector,
 ) -> NDArray[np.int64]:
     """The image index of each annotation [K]; -1 for none."""
+    image_index, is_listed = _find_images(box_image_id, image_id)
+    for i in np.flatnonzero(~is_listed).tolist():
+        problems.add("unknown-image", f"{location}, annotation {box_id[i]}: image_id {box_image_id[i]}")
+    return np.where(is_listed, image_index, -1)
+
+
+def _find_images(
+    box_image_id: NDArray[np.int64], image_id: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """[K], the image index of each image id, and whether there is such an image."""
     order = np.argsort(image_id)
     image_index = order[np.minimum(np.searchsorted(image_id[order], box_image_id), len(order) - 1)]
-    unmatched = image_id[image_index] != box_image_id
-    for i in np.flatnonzero(unmatched).tolist():
-        problems.add("unknown-image", f"{location}, annotation {box_id[i]}: image_id {box_image_id[i]}")
-    return np.where(unmatched, -1, image_index)
+    return image_index, image_id[image_index] == box_image_id
 
 
 def _has_known_class(

@@ -1,7 +1,8 @@
 """Decodes the entries of a COCO JSON file: all at once if all are valid, else one by one.
 
-One by one, an invalid entry is reported and dropped, and numbers written as text are read. A file that is not JSON or
-has no list of images is a `DataError`. Not here: combining the entries (`coco.py`).
+One by one, an invalid entry is reported and dropped, and numbers written as text are read. Image ids that are text,
+such as "a/001", are replaced by numbers below -2**62, the same for the images and their annotations. A file that is not
+JSON or has no list of images is a `DataError`. Not here: combining the entries (`coco.py`).
 """
 
 import json
@@ -13,6 +14,7 @@ from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
+from stoker import regular_files
 from stoker.data.formats.categories import Category
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
@@ -67,21 +69,63 @@ class _ImageWithoutSize(msgspec.Struct):
     file_name: str
 
 
+class _TextIdImage(msgspec.Struct):
+    id: str
+    file_name: str
+    height: float | None = None
+    width: float | None = None
+
+
+class _TextIdAnnotation(msgspec.Struct):
+    image_id: str
+    category_id: Id
+    bbox: tuple[float, ...] | None = None
+    area: float | None = nan
+    iscrowd: float | bool | None = False
+    id: Any = None
+
+
+class _TextIds:
+    """Numbers for image ids that are text."""
+
+    def __init__(self) -> None:
+        self.number_by_text: dict[str, int] = {}
+
+    def convert(self, entry: Any, entry_type: type[msgspec.Struct], convert: "Convert") -> Any:
+        """The entry with a number in place of its text id; None if it is wrong in another way, too, or if it is an
+        annotation of an image that is not listed."""
+        try:
+            if entry_type is ImageEntry:
+                image = convert(entry, type=_TextIdImage)
+                number = self.number_by_text.setdefault(image.id, -(2**62) - 1 - len(self.number_by_text))
+                return ImageEntry(number, image.file_name, image.height, image.width)
+            if entry_type is Annotation and self.number_by_text:
+                box = convert(entry, type=_TextIdAnnotation)
+                number = self.number_by_text[box.image_id]
+                return Annotation(number, box.category_id, box.bbox, box.area, box.iscrowd, box.id)
+        except (msgspec.ValidationError, KeyError):
+            return None
+        return None
+
+
 Entry = TypeVar("Entry", bound=msgspec.Struct)
 Convert = Callable[..., Any]
 """(entry, type=, strict=) → an object of that type. Raises msgspec.ValidationError."""
 
 
-def read_entries(path: Path, location: str, problems: ProblemCollector) -> CocoFile:
-    """Decodes an annotation file. location: its name in messages. Raises DataError."""
+def read_entries(path: Path, location: str, problems: ProblemCollector) -> tuple[CocoFile, list[str]]:
+    """Decodes an annotation file; and notes. location: its name in messages. Raises DataError."""
     if path.stat().st_size == 0:
         raise DataError("The annotation file is empty.", location=path, fix="export or copy it again")
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    with (
+        regular_files.open_file(path, max_bytes=regular_files.MAX_ANNOTATION_BYTES) as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+    ):
         view = memoryview(data)
         with view[3:] if data[:3] == b"\xef\xbb\xbf" else view[:] as text, view:
             try:
                 try:
-                    return msgspec.json.decode(text, type=CocoFile)
+                    return msgspec.json.decode(text, type=CocoFile), []
                 except msgspec.ValidationError:
                     # the decoder stopped at the first invalid entry; what follows may not even be JSON
                     raw = msgspec.json.decode(bytes(text), type=_RawFile[msgspec.Raw])
@@ -92,16 +136,18 @@ def read_entries(path: Path, location: str, problems: ProblemCollector) -> CocoF
                 if data.find(b"NaN") < 0 and data.find(b"Infinity") < 0:
                     raise _invalid_json_error(path, data, error) from error
                 return _decode_with_nan(path, bytes(text), location, problems)
+            except RecursionError as error:
+                raise DataError("The annotations are nested too deeply.", location=path, fix=FORMAT_HINT) from error
 
 
-def _decode_with_nan(path: Path, text: bytes, location: str, problems: ProblemCollector) -> CocoFile:
+def _decode_with_nan(path: Path, text: bytes, location: str, problems: ProblemCollector) -> tuple[CocoFile, list[str]]:
     """NaN and Infinity are not JSON, but Python writes them. Only their boxes are dropped, not the file."""
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _invalid_json_error(path, text, error) from error
     try:
-        return msgspec.convert(data, type=CocoFile)
+        return msgspec.convert(data, type=CocoFile), []
     except msgspec.ValidationError:
         try:
             untyped = msgspec.convert(data, type=_RawFile[Any])
@@ -118,7 +164,9 @@ def _not_coco_error(path: Path, error: msgspec.ValidationError) -> DataError:
 
 def _convert_each(
     path: Path, raw: _RawFile[Any], convert: Convert, location: str, problems: ProblemCollector
-) -> CocoFile:
+) -> tuple[CocoFile, list[str]]:
+    text_ids = _TextIds()
+
     def convert_entries(name: str, entry_type: type[Entry], problem_kind: str, items: Iterable[Any]) -> list[Entry]:
         valid = []
         for position, entry in enumerate(items):
@@ -131,7 +179,12 @@ def _convert_each(
             try:
                 valid.append(convert(entry, type=entry_type, strict=False))
                 problems.add("text-for-number", entry_location)
+                continue
             except msgspec.ValidationError:
+                with_number = text_ids.convert(entry, entry_type, convert)
+            if with_number is not None:
+                valid.append(with_number)
+            else:
                 without_size = _convert_without_size(entry, convert) if entry_type is ImageEntry else None
                 if without_size is None:
                     problems.add(problem_kind, f"{entry_location}: {reason}")
@@ -152,7 +205,10 @@ def _convert_each(
             raise DataError(
                 f'No entry of "{name}" can be read.', location=path, cause=reasons[-1].examples[0], fix=FORMAT_HINT
             )
-    return file
+    if not text_ids.number_by_text:
+        return file, []
+    count, example = len(text_ids.number_by_text), next(iter(text_ids.number_by_text))
+    return file, [f"{location}: {count:,} image ids are text, such as {example!r}"]
 
 
 def _convert_without_size(entry: Any, convert: Convert) -> ImageEntry | None:

@@ -10,16 +10,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from stoker import regular_files
+from stoker.data.formats.annotated_dirs import read_head
+from stoker.data.formats.labelme import is_labelme
 from stoker.data.formats.names import count_matching_files
+from stoker.data.formats.other_formats import recognize_file
 from stoker.data.formats.tables import (
+    ANNOTATION_DIRS,
+    SPLITS,
     DatasetLayout,
     FolderTable,
     SplitFiles,
     check_unannotated_splits,
-    choose_file_per_split,
+    choose_only_file,
     iter_dirs_below,
     iter_split_dirs,
     list_image_dirs,
@@ -55,11 +62,12 @@ def find(folder: Path) -> DatasetLayout | None:
             format="coco", description="COCO JSON per split folder", root=folder, parts=tuple(parts), notes=tuple(notes)
         )
 
-    annotations = list_subdirs(folder).get("annotations")
-    for directory, description in ((annotations, "COCO JSON in annotations/"), (folder, "COCO JSON")):
-        files = [] if directory is None else sorted(path for path in directory.glob("*.json") if _looks_like_coco(path))
+    subdirs = list_subdirs(folder)
+    for directory in (*(subdirs[name] for name in ANNOTATION_DIRS if name in subdirs), folder):
+        description = "COCO JSON" if directory == folder else f"COCO JSON in {directory.name}/"
+        files = sorted(path for path in directory.glob("*.json") if _looks_like_coco(path))
         if files:
-            chosen, notes = _choose_per_split(directory or folder, files)
+            chosen, notes = _choose_per_split(directory, files)
             parts = [_make_part(split, path, folder) for split, path in chosen]
             return DatasetLayout(
                 format="coco", description=description, root=folder, parts=tuple(parts), notes=tuple(notes)
@@ -67,9 +75,11 @@ def find(folder: Path) -> DatasetLayout | None:
     return None
 
 
-def from_file(path: Path) -> DatasetLayout:
-    """The data set of a single JSON file."""
-    root = path.parent.parent if path.parent.name.lower() == "annotations" else path.parent
+def from_file(path: Path) -> DatasetLayout | None:
+    """The data set of a single JSON file; None if it is of another format."""
+    if _has_another_format(path, read_head(path)):
+        return None
+    root = path.parent.parent if path.parent.name.lower() in ANNOTATION_DIRS else path.parent
     return DatasetLayout(
         format="coco",
         description="one COCO JSON file",
@@ -80,11 +90,15 @@ def from_file(path: Path) -> DatasetLayout:
 
 def _looks_like_coco(path: Path) -> bool:
     """Whether the first 64 KiB have one of COCO's keys: folders contain other JSON files, such as package.json, too."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        head = file.read(2**16)
-    return any(key in head for key in (b'"images"', b'"annotations"', b'"image_id"', b'"file_name"'))
+    head = read_head(path)
+    return not _has_another_format(path, head) and any(
+        key in head for key in (b'"images"', b'"annotations"', b'"image_id"', b'"file_name"')
+    )
+
+
+def _has_another_format(path: Path, head: bytes) -> bool:
+    """Whether a file has a list of tasks or images, as Label Studio's, or the keys of another format."""
+    return head.startswith(b"[") or is_labelme(head) or recognize_file(path, head) is not None
 
 
 def _choose_per_split(folder: Path, files: list[Path]) -> tuple[list[tuple[str | None, Path]], list[str]]:
@@ -92,9 +106,92 @@ def _choose_per_split(folder: Path, files: list[Path]) -> tuple[list[tuple[str |
     box_files = [path for path in files if path.stem.lower().startswith("instances")] or [
         path for path in files if not any(task in path.stem.lower() for task in OTHER_TASKS)
     ]
-    chosen = choose_file_per_split(folder, box_files or files)
-    ignored = [path.name for path in files if path not in [used for _, used in chosen]]
-    return chosen, [f"not read: {', '.join(ignored)}"] if ignored else []
+    by_split: dict[str | None, list[Path]] = {}
+    for path in box_files or files:
+        by_split.setdefault(split_from_name(path.stem), []).append(path)
+    if len(by_split) > 1:
+        by_split.pop(None, None)
+    chosen: list[tuple[str | None, Path]] = []
+    notes: list[str] = []
+    for split in (*SPLITS, None):
+        if len(by_split.get(split, ())) > 1:
+            kept, reasons = _choose_of_several(folder, by_split[split], split)
+            notes += reasons
+            chosen += [(split, path) for path in kept]
+        else:
+            chosen += [(split, path) for path in by_split.get(split, ())]
+    explained = " ".join(notes)
+    used = {path for _, path in chosen}
+    ignored = [path.name for path in files if path not in used and path.name not in explained]
+    return chosen, [*notes, *([f"not read: {', '.join(ignored)}"] if ignored else [])]
+
+
+class _ImageName(msgspec.Struct):
+    file_name: str
+
+
+class _ClassName(msgspec.Struct):
+    name: str
+
+
+class _Outline(msgspec.Struct):
+    """The parts of a COCO file that tell which images and classes it is about."""
+
+    images: list[_ImageName]
+    categories: list[_ClassName] = []
+    annotations: list[msgspec.Raw] = []
+
+    def image_names(self) -> set[str]:
+        return {image.file_name for image in self.images}
+
+    def class_names(self) -> set[str]:
+        return {category.name for category in self.categories}
+
+
+def _choose_of_several(folder: Path, files: list[Path], split: str | None) -> tuple[list[Path], list[str]]:
+    """Of several files of a split, those to read together, and notes.
+
+    A file is left out if another has all of its images, the same classes, and at least as many boxes. Raises DataError
+    if other files are about the same images: it is then unknown which boxes are meant.
+    """
+    outlines: dict[Path, _Outline] = {}
+    for path in files:
+        try:
+            outlines[path] = msgspec.json.decode(regular_files.read_bytes(path), type=_Outline)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            choose_only_file(folder, files, split)  # raises the error that names all
+    kept: list[Path] = []
+    notes: list[str] = []
+    for path in sorted(files, key=lambda file: (-len(outlines[file].images), -len(outlines[file].annotations), file)):
+        outline = outlines[path]
+        names, num_boxes = outline.image_names(), len(outline.annotations)
+        overlapping = [other for other in kept if names & outlines[other].image_names()]
+        larger = next(
+            (
+                other
+                for other in overlapping
+                if names <= outlines[other].image_names()
+                and outline.class_names() <= outlines[other].class_names()
+                and num_boxes <= len(outlines[other].annotations)
+            ),
+            None,
+        )
+        if larger is not None:
+            images = f"its {len(names):,} images, with {num_boxes:,} boxes"
+            notes.append(f"not read: {path.name}: {images}, are among those of {larger.name}")
+        elif overlapping:
+            raise DataError(
+                f"{len(files)} files could be the annotations" + (f" of the {split} split." if split else "."),
+                location=folder,
+                cause=f"{path.name} and {overlapping[0].name} are about the same images with different boxes",
+                choices=[f"{f.name} ({len(outlines[f].images)} images)" for f in files],
+                fix="name the files: --train FILE --val FILE; or move the others away",
+            )
+        else:
+            kept.append(path)
+    if len(kept) > 1:
+        notes.append(f"read together, as their images differ: {', '.join(path.name for path in sorted(kept))}")
+    return sorted(kept), notes
 
 
 def _make_part(split: str | None, path: Path, root: Path) -> SplitFiles:

@@ -5,23 +5,20 @@ an image without objects. A row that cannot be read is dropped and reported; its
 The meaning of the columns: `csv_table.py`.
 """
 
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from stoker.data.formats.csv_table import CsvLayout, detect_csv_layout, iter_rows
-from stoker.data.formats.table_builder import Box, ImageFile, build_table
+from stoker.data.formats.image_locator import ImageLocator
+from stoker.data.formats.table_builder import Box, ImageFile, build_table, sort_class_names
 from stoker.data.formats.tables import (
-    SPLIT_BY_NAME,
     SPLITS,
     UNASSIGNED,
     AnnotationTable,
     DatasetLayout,
     SplitFiles,
-    is_image_name,
     split_from_name,
 )
 from stoker.data.validation.problems import ProblemCollector
@@ -52,22 +49,31 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     """Reads all tables of a data set. Raises DataError for one whose columns are unclear."""
     notes = list(layout.notes)
     images = _Images()
-    locators: dict[tuple[Path, ...], _ImageLocator] = {}
+    locators: dict[tuple[Path, ...], ImageLocator] = {}
     boxes: list[Box] = []
+    bad_boxes: list[int] = []
     for part in layout.parts:
-        locator = locators.setdefault(part.image_dirs, _ImageLocator(layout.root, part))
-        boxes += _read_table(part, locator, images, notes, problems)
+        locator = locators.setdefault(part.image_dirs, ImageLocator(layout.root, part))
+        found = _read_table(part, locator, images, notes, problems, bad_boxes)
+        usable = _detect_units(part.annotations, found, notes, problems)
+        kept_lines = {box.box_id for box in usable}
+        bad_boxes += [box.image_index for box in found if box.box_id not in kept_lines]
+        boxes += usable
     if not images.files:
         path, fix = layout.parts[0].annotations, "export the annotations again"
         raise DataError("The tables list no images.", location=path, fix=fix)
     for locator in locators.values():
         notes += locator.notes()
-    return build_table(layout, images.files, boxes, _sort_class_names, problems, box_id_kind="line", notes=notes)
+    return build_table(
+        layout, images.files, boxes, sort_class_names, problems, box_id_kind="line", notes=notes, bad_boxes=bad_boxes
+    )
 
 
 def _read_table(
-    part: SplitFiles, locator: "_ImageLocator", images: _Images, notes: list[str], problems: ProblemCollector
-) -> list[Box]:
+    part: SplitFiles, locator: ImageLocator, images: _Images, notes: list[str], problems: ProblemCollector,
+    bad_boxes: list[int],
+) -> list[Box]:  # fmt: skip
+    """The boxes of a table in its own units. Appends to bad_boxes the image of each row whose box cannot be read."""
     table = part.annotations
     layout = detect_csv_layout(table)
     if layout is None:
@@ -99,13 +105,16 @@ def _read_table(
         if not any(texts):
             if label and layout.label_column is not None:
                 problems.add("no-box", f"{location}: {quoted}")
+                bad_boxes.append(image_index)
         elif (xyxy := _parse_xyxy(texts, layout)) is None:
             problems.add("malformed-row", f"{location}: {quoted}, the box is not four numbers")
+            bad_boxes.append(image_index)
         elif not label:
             problems.add("no-class", f"{location}: {quoted}")
+            bad_boxes.append(image_index)
         else:
             boxes.append(Box(image_index, label, xyxy, line))
-    return _detect_units(table, boxes, notes, problems)
+    return boxes
 
 
 def _choose_split(values: list[str], layout: CsvLayout, table_split: str | None, folder_split: str | None) -> int:
@@ -161,81 +170,3 @@ def _detect_units(table: Path, boxes: list[Box], notes: list[str], problems: Pro
         else:
             normalized.append(box._replace(is_normalized=True))
     return normalized
-
-
-def _sort_class_names(boxes: Sequence[Box]) -> list[str]:
-    """The classes of the boxes by name; if all are numbers, by number."""
-    names = {str(box.label) for box in boxes}
-    if all(name.isascii() and name.isdigit() for name in names):
-        return sorted(names, key=lambda name: (int(name), name))
-    return sorted(names)
-
-
-class _ImageLocator:
-    """Finds the images that a table names. Lists each folder once."""
-
-    def __init__(self, root: Path, part: SplitFiles) -> None:
-        self._root = root
-        self._base_dirs = tuple(dict.fromkeys((part.annotations.parent, root, *part.image_dirs)))
-        self._listings: dict[Path, set[str]] = {}
-        self._located: dict[str, tuple[Path, str]] = {}
-        self._num_dirs_ignored = self._num_ambiguous = 0
-        self._default_dir = part.image_dirs[0]
-        self._dir_by_name: dict[str, Path] = {}
-        self._name_by_key: dict[str, str] = {}
-        """Case-folded name, with and without its suffix → name."""
-        self._corrected: dict[str, str] = {}
-        self._duplicates: set[str] = set()
-        for folder in part.image_dirs:
-            for name in sorted(self._list_dir(folder)):
-                if self._dir_by_name.setdefault(name, folder) != folder and part.split is None:
-                    self._duplicates.add(name)
-                if is_image_name(name):
-                    for key in (name.casefold(), os.path.splitext(name)[0].casefold()):
-                        self._name_by_key.setdefault(key, name)
-
-    def _list_dir(self, folder: Path) -> set[str]:
-        if folder not in self._listings:
-            self._listings[folder] = set(os.listdir(folder)) if folder.is_dir() else set()
-        return self._listings[folder]
-
-    def locate(self, text: str) -> tuple[Path, str]:
-        """Folder and name of the image that a table names; the most likely folder if it is absent."""
-        if text not in self._located:
-            self._located[text] = self._search(text.replace("\\", "/"))
-        return self._located[text]
-
-    def _search(self, text: str) -> tuple[Path, str]:
-        head, _, name = text.rpartition("/")
-        is_local = bool(head) and "://" not in text
-        if is_local:
-            for base in self._base_dirs:
-                folder = Path(os.path.normpath(base / head))
-                if name in self._list_dir(folder):
-                    return folder, name
-        if name not in self._dir_by_name and (corrected := self._name_by_key.get(name.casefold())) is not None:
-            self._corrected.setdefault(name, corrected)
-            name = corrected
-        if name in self._dir_by_name:
-            self._num_dirs_ignored += bool(head)
-            self._num_ambiguous += name in self._duplicates
-            return self._dir_by_name[name], name
-        return Path(os.path.normpath(self._base_dirs[0] / head)) if is_local else self._default_dir, name
-
-    def split_from_folder(self, folder: Path) -> str | None:
-        """The split in the path of a folder below the root."""
-        inside = folder.relative_to(self._root).parts if folder.is_relative_to(self._root) else ()
-        return next((split for part in inside if (split := SPLIT_BY_NAME.get(part.lower()))), None)
-
-    def notes(self) -> list[str]:
-        notes = []
-        if self._num_dirs_ignored:
-            count = self._num_dirs_ignored
-            notes.append(f"the folders in {count:,} image names are ignored, because they do not exist")
-        if self._corrected:
-            written_name, name = next(iter(self._corrected.items()))
-            count = len(self._corrected)
-            notes.append(f"{count:,} images have other names than in the tables, e.g. {name} for {written_name}")
-        if self._num_ambiguous:
-            notes.append(f"{self._num_ambiguous:,} image names exist in several folders: the first is used")
-        return notes

@@ -6,7 +6,7 @@ demo (`demo.py`), the cache (`index.py`).
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from glob import has_magic
 from pathlib import Path
@@ -17,6 +17,11 @@ from stoker.data.formats import (
     coco_files,
     csv,
     csv_files,
+    cvat,
+    label_studio,
+    labelme,
+    openimages,
+    other_formats,
     tfrecord,
     tfrecord_files,
     voc,
@@ -32,6 +37,7 @@ from stoker.data.formats.tables import (
     AnnotationTable,
     DatasetLayout,
     is_image_name,
+    list_image_dirs,
     list_subdirs,
 )
 from stoker.data.formats.yolo_yaml import YAML_SUFFIXES
@@ -51,8 +57,8 @@ class Format(NamedTuple):
     read: Callable[[DatasetLayout, ProblemCollector], AnnotationTable]
     expected_files: str
     """What `find` recognizes, for the message that nothing was found."""
-    from_file: Callable[[Path], DatasetLayout] | None = None
-    """The data set of a single file."""
+    from_file: Callable[[Path], DatasetLayout | None] | None = None
+    """The data set of a single file; None if it is of another format."""
     suffixes: tuple[str, ...] = ()
     """The suffixes of such files, in lower case."""
 
@@ -80,12 +86,28 @@ FORMATS = {
         tfrecord_files.from_file,
         (*tfrecord_files.SUFFIXES, *(f"{ending}.gz" for ending in tfrecord_files.SUFFIXES)),
     ),
+    "openimages": Format(
+        openimages.find,
+        openimages.read,
+        "Open Images (*-annotations-bbox.csv with class-descriptions-boxable.csv)",
+        openimages.from_file,
+        (".csv",),
+    ),
     "csv": Format(
         csv_files.find,
         csv.read,
         "CSV (tables with columns such as filename, class, xmin, ymin, xmax, ymax)",
         csv_files.from_file,
         (".csv",),
+    ),
+    "cvat": Format(cvat.find, cvat.read, "CVAT XML (annotations.xml with images/)", cvat.from_file, (".xml",)),
+    "labelme": Format(labelme.find, labelme.read, "LabelMe JSON (*.json with the images)"),
+    "label-studio": Format(
+        label_studio.find,
+        label_studio.read,
+        "Label Studio JSON (*.json with images/)",
+        label_studio.from_file,
+        (".json",),
     ),
 }
 """In order of preference."""
@@ -138,6 +160,57 @@ def detect_layout(data: Path, format: str | None = None) -> DatasetLayout:
     raise _no_annotations_found(data, format)
 
 
+def layout_of_files(data: Path, files: Sequence[tuple[str, str]]) -> DatasetLayout:
+    """The layout of a data set whose splits have annotation files of their own; their images are near them or in
+    `data`.
+
+    files: (split, file), relative to the working folder, else to `data`. Raises DataError if a file does not exist or
+    the formats differ.
+    """
+    layouts = [_layout_of_split(data, split, name) for split, name in files]
+    first = layouts[0]
+    if {layout.format for layout in layouts} != {first.format}:
+        formats = ", ".join(f"{name} is {layout.format}" for (_, name), layout in zip(files, layouts, strict=True))
+        raise DataError("The files of the splits have different formats.", cause=formats, fix="convert one of them")
+    root = data.resolve()
+    image_dirs = list_image_dirs(root)
+    parts = [
+        replace(part, image_dirs=tuple(dict.fromkeys((*part.image_dirs, *image_dirs))))
+        for layout in layouts
+        for part in layout.parts
+    ]
+    return replace(
+        first,
+        description=f"{first.format} files of the splits",
+        root=root,
+        parts=tuple(parts),
+        notes=tuple(note for layout in layouts for note in layout.notes),
+        metadata_files=tuple(dict.fromkeys(path for layout in layouts for path in layout.metadata_files)),
+    )
+
+
+def root_of_files(files: Iterable[str]) -> Path:
+    """The folder that contains some annotation files and, by the rules of their formats, their images."""
+    roots = [_layout_of_split(Path(), "train", name).root for name in files]
+    return Path(os.path.commonpath(roots))
+
+
+def _layout_of_split(data: Path, split: str, name: str) -> DatasetLayout:
+    file = Path(name) if Path(name).exists() else data / name
+    if not file.is_file():
+        raise DataError(
+            f"The annotation file of the {split} split does not exist.",
+            location=Path(name).absolute(),
+            fix="name a file, relative to the working folder or to DATA",
+        )
+    layout = _detect_file(file.resolve(), None)
+    if len(layout.parts) != 1:
+        raise DataError(
+            f"--{split} names a file that has splits of its own.", location=file, fix=f"stoker train {file}"
+        )
+    return replace(layout, parts=(replace(layout.parts[0], split=split),))
+
+
 def data_file_suffixes(format: str | None = None) -> tuple[str, ...]:
     """The suffixes, in lower case, of files that are a data set by themselves."""
     return tuple(suffix for name, spec in FORMATS.items() if format in (None, name) for suffix in spec.suffixes)
@@ -165,14 +238,17 @@ def _merge_split_folders(root: Path, nested: list[tuple[Path, DatasetLayout]]) -
         parts=tuple(sorted(parts, key=lambda part: SPLITS.index(part.split) if part.split else 0)),
         notes=tuple(f"{path.name}/: {note}" for path, layout in nested for note in layout.notes),
         metadata_files=tuple(path for _, layout in nested for path in layout.metadata_files),
+        others=(),
     )
 
 
 def _detect_file(data: Path, format: str | None) -> DatasetLayout:
     file_name = tfrecord_files.strip_shard_number(data.name).lower()
     for name, spec in FORMATS.items():
-        if spec.from_file is not None and file_name.endswith(spec.suffixes) and format in (None, name):
-            return spec.from_file(data)
+        is_candidate = file_name.endswith(spec.suffixes) and format in (None, name)
+        if is_candidate and spec.from_file is not None and (layout := spec.from_file(data)) is not None:
+            return layout
+    _refuse_other_format(data)
     is_archive = file_name.endswith(ARCHIVE_SUFFIXES)
     raise DataError(
         f"{data.name!r} is not a data set" + (f" in the format {format!r}." if format else "."),
@@ -203,11 +279,9 @@ def _detect_in_folder(folder: Path, format: str | None) -> DatasetLayout | None:
     if not layouts:
         return None
     chosen, *others = sorted(layouts, key=lambda layout: not layout.is_certain)
-    ambiguity_notes = [
-        f"found {chosen.description} and {other.description}: read the first; --format {other.format} reads the other"
-        for other in others
-    ]
-    return replace(chosen, notes=(*ambiguity_notes, *notes, *chosen.notes))
+    own_files = {part.annotations for part in chosen.parts if part.annotations.is_file()}
+    others = [other for other in others if {part.annotations for part in other.parts} - own_files]
+    return replace(chosen, others=tuple(others), notes=(*notes, *chosen.notes))
 
 
 def _path_not_found(data: Path) -> DataError:
@@ -224,6 +298,8 @@ def _path_not_found(data: Path) -> DataError:
 
 
 def _no_annotations_found(data: Path, format: str | None) -> DataError:
+    if not _is_inside_dataset(data):
+        _refuse_other_format(data)
     expected = "; ".join(spec.expected_files for name, spec in FORMATS.items() if format in (None, name))
     near_misses = list(csv_files.describe_near_misses(data)) if format in (None, "csv") else []
     return DataError(
@@ -234,6 +310,13 @@ def _no_annotations_found(data: Path, format: str | None) -> DataError:
         if _is_inside_dataset(data)
         else "name the folder or the file with the annotations",
     )
+
+
+def _refuse_other_format(data: Path) -> None:
+    """Raises DataError if a file or folder has a format that is known and not read."""
+    if (found := other_formats.recognize(data)) is not None:
+        name, file, fix = found
+        raise DataError(f"The data set has the format {name}, which is not read.", location=file, fix=fix)
 
 
 def _is_inside_dataset(data: Path) -> bool:

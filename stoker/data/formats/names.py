@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stoker.data.formats.tables import AnnotationTable, group_by_folder
 from stoker.data.validation.problems import ProblemCollector
@@ -38,6 +39,20 @@ def repair_names(table: AnnotationTable, root: Path, problems: ProblemCollector)
                     "wrong-case-name",
                     f"{os.path.join(folder_name, written_name)!r}: the file is {repaired[written_name]!r}",
                 )
+
+
+def find_missing(table: AnnotationTable, root: Path) -> NDArray[np.bool_]:
+    """[R], whether an image has no file, after `repair_names`. Images inside other files are never missing."""
+    is_missing = np.zeros(len(table.file_names), np.bool_)
+    is_file = np.ones(len(is_missing), np.bool_) if table.byte_range is None else table.byte_range[:, 1] == 0
+    for folder_index, indices in group_by_folder(table.folder_index, np.flatnonzero(is_file)):
+        folder = root / table.folders[folder_index]
+        present = set(os.listdir(folder)) if folder.is_dir() else set()
+        for image_index in indices.tolist():
+            name = table.file_names[image_index]
+            # macOS opens a name in another case or Unicode form, which a listing does not have
+            is_missing[image_index] = name not in present and not (folder / name).is_file()
+    return is_missing
 
 
 def resolve_names(folder: Path, names: Iterable[str]) -> dict[str, str]:

@@ -6,7 +6,7 @@ folders and annotation folders are recognized by name. Not here: reading annotat
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -22,17 +22,32 @@ UNASSIGNED = -1
 
 SPLIT_BY_NAME = {
     "train": "train", "training": "train",
-    "val": "val", "valid": "val", "validation": "val",
+    "val": "val", "valid": "val", "validation": "val", "validate": "val",
     "test": "test", "testing": "test",
 }  # fmt: skip
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 """Files with these suffixes (lower case) are images where no annotation names them."""
 IMAGE_DIRS = ("images", "JPEGImages", "data", "imgs", "pictures")
 """Usual names of image folders: those of COCO, Pascal VOC and FiftyOne, and two that people use."""
-ANNOTATION_DIRS = ("annotations", "annotation", "xmls", "xml", "labels", "label")
+ANNOTATION_DIRS = ("annotations", "annotation", "annots", "annot", "annos", "anno", "xmls", "xml", "labels", "label")
 """Names of folders that contain only annotations. They may have subfolders: CVAT writes one per task."""
 MAX_SEARCHED_DIRS = 256
 """Folders that are searched for images that are not near their annotations."""
+
+
+class DataErrors(DataError):
+    """Several errors of a data set, found at once: says the first, and how many more there are."""
+
+    def __init__(self, errors: Sequence[DataError]) -> None:
+        first, num_more = errors[0], len(errors) - 1
+        more = f"; {num_more} more: `stoker data check` lists all" if num_more else ""
+        super().__init__(
+            first.what, location=first.location, cause=first.cause, choices=first.choices, fix=f"{first.fix}{more}"
+        )
+        self.errors = tuple(errors)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return DataErrors, (self.errors,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +81,8 @@ class DatasetLayout:
     notes: tuple[str, ...] = ()
     metadata_files: tuple[Path, ...] = ()
     """Small files about the whole data set, the most likely first: YOLO's data.yaml, class lists, label maps."""
+    others: tuple["DatasetLayout", ...] = ()
+    """The same folder in other formats, which are not read."""
     is_certain: bool = True
     """False: the images are not where the annotations say, so another data set in the folder is preferred."""
 
@@ -106,6 +123,8 @@ class AnnotationTable:
     "folder". `file_names` are then only labels. None: every image is a file."""
     sizes_from_headers: bool = False
     """True if sizes were read from the image files: the boxes are correct only while these files do not change."""
+    num_bad_boxes: NDArray[np.int64] | None = None
+    """[R], boxes of each image that were left out because they cannot be used; None: none."""
     notes: list[str] = field(default_factory=list)
 
     def image_path(self, image_index: int) -> str:
@@ -179,6 +198,38 @@ def iter_split_dirs(folder: Path) -> Iterator[tuple[str, Path]]:
             )
         path_by_split[split] = path
     yield from sorted(path_by_split.items(), key=lambda item: SPLITS.index(item[0]))
+
+
+def split_list_names(folder: Path) -> dict[str, Path]:
+    """The lists train.txt, val.txt, test.txt and trainval.txt in a folder, also under the other names of the splits."""
+    words = {**SPLIT_BY_NAME, "trainval": "trainval"}
+    found = {(split, word): folder / f"{word}.txt" for word, split in words.items()}
+    return {split: path for (split, _), path in reversed(found.items()) if path.is_file()}
+
+
+_WORDS_OF_DIRS = {"images": (*IMAGE_DIRS, "image", "img", "photos"), "annotations": ANNOTATION_DIRS}
+_PAIRED_DIR = re.compile(
+    r"(?P<split1>{splits})[^a-z]*(?P<kind1>{kinds})|(?P<kind2>{kinds})[^a-z]*(?P<split2>{splits})".format(
+        splits="|".join(SPLIT_BY_NAME),
+        kinds="|".join(word.lower() for words in _WORDS_OF_DIRS.values() for word in words if word != "data"),
+    )
+)
+
+
+def list_split_pairs(folder: Path) -> list[tuple[str, Path, Path]]:
+    """(split, images, annotations) of subfolders such as Validation_Images and Validation_Annotations, train_images and
+    train_labels, in the order of SPLITS."""
+    found: dict[tuple[str, str], Path] = {}
+    for name, path in list_subdirs(folder).items():
+        if (match := _PAIRED_DIR.fullmatch(name)) is not None:
+            word = match["kind1"] or match["kind2"]
+            kind = "annotations" if word in ANNOTATION_DIRS else "images"
+            found[SPLIT_BY_NAME[match["split1"] or match["split2"]], kind] = path
+    return [
+        (split, found[split, "images"], found[split, "annotations"])
+        for split in SPLITS
+        if (split, "images") in found and (split, "annotations") in found
+    ]
 
 
 def check_unannotated_splits(folder: Path, parts: list[SplitFiles]) -> list[str]:

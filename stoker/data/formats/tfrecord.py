@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from stoker import regular_files
 from stoker.data.formats import tf_example
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, FolderTable
 from stoker.data.formats.tf_example import ByteRange, MalformedExample
@@ -93,7 +94,7 @@ def _read_shard(
     path: Path, split: int, columns: _RecordColumns, folders: FolderTable, problems: ProblemCollector
 ) -> None:
     shard = path.name
-    with path.open("rb") as file:
+    with regular_files.open_file(path) as file:
         head = file.read(len(GZIP_MAGIC))
     if not head:
         problems.add("empty-shard", str(path))
@@ -111,7 +112,8 @@ def _read_shard(
             return
     folder_index = folders.add(str(data_path))
     used_names: set[str] = set()
-    with data_path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    num_before = len(columns.file_names)
+    with regular_files.open_file(data_path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         if hasattr(mmap, "MADV_SEQUENTIAL"):
             data.madvise(mmap.MADV_SEQUENTIAL)  # a longer read-ahead: every byte is read once
         for frame in iter_frames(data, shard, problems):
@@ -126,6 +128,9 @@ def _read_shard(
             columns.record_number.append(frame.number)
             columns.folder_index.append(folder_index)
             columns.split.append(split)
+    if data_path != path and len(columns.file_names) == num_before:
+        del columns.unpacked_bytes[data_path]
+        data_path.unlink()  # nothing in it can be used
 
 
 def _read_record(data: mmap.mmap, frame: Frame, shard: Path, columns: _RecordColumns, used_names: set[str]) -> str:
@@ -260,6 +265,7 @@ def _make_table(
         box_id=(np.arange(len(image_indices)) - offsets[image_indices] + 1)[keep],
         box_id_kind="object",
         byte_range=np.array(columns.byte_range, np.int64).reshape(-1, 2),
+        num_bad_boxes=np.bincount(image_indices[~keep], minlength=len(columns.file_names)),
         notes=[*notes, *classes.notes],
     )
 

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
+from stoker import regular_files
 from stoker.data.formats.table_builder import Box, ImageFile, build_table
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
-from stoker.data.formats.voc_files import list_xml
+from stoker.data.formats.voc_files import index_xml, list_xml, match_list_entry
 from stoker.data.formats.voc_images import ImageLocator
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
@@ -34,6 +35,8 @@ class _Annotation:
     size: tuple[int, int]
     """Height, width; 0 if the file does not give it."""
     objects: list[_Object]
+    num_bad_boxes: int
+    """Objects that cannot be read."""
 
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
@@ -64,7 +67,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
             fix="export or copy the data set again",
         )
     entries = _drop_duplicate_files(entries, layout.root, problems)
-    _note_unlisted(layout, read_files, notes)
+    _report_unlisted(layout, read_files, locators, problems)
     boxes = [
         Box(image_index, item.class_name, item.xyxy, item.number)
         for image_index, (annotation, _) in enumerate(entries)
@@ -78,6 +81,9 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
         problems,
         box_id_kind="object",
         notes=notes,
+        bad_boxes=[
+            image_index for image_index, (annotation, _) in enumerate(entries) for _ in range(annotation.num_bad_boxes)
+        ],
         read_headers=False,
     )
 
@@ -108,21 +114,20 @@ def _list_files(part: SplitFiles, root: Path, notes: list[str], problems: Proble
     """The XML files of a split: those in its list, in that order, else all of the folder by name."""
     if part.image_list is None:
         return list_xml(part.annotations)
-    known = {str(path.relative_to(part.annotations).with_suffix("")): path for path in list_xml(part.annotations)}
+    known, by_stem = index_xml(part.annotations)
     selected: dict[Path, None] = {}
     absent: list[tuple[int, str]] = []
-    lines = part.image_list.read_text(encoding="utf-8-sig", errors="surrogateescape").splitlines()
-    entries = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
+    text = regular_files.read_text(part.image_list, encoding="utf-8-sig", errors="surrogateescape")
+    entries = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     location = os.path.relpath(part.image_list, root)
     for number, entry in entries:
-        # 1 or -1 may follow the name, and the name may have the image's suffix
-        stem = next((stem for stem in (entry, os.path.splitext(entry)[0], entry.split()[0]) if stem in known), None)
-        if stem is None:
+        file = match_list_entry(entry, known, by_stem)
+        if file is None:
             absent.append((number, entry))
-        elif known[stem] in selected:
+        elif file in selected:
             problems.add("copied-entry", f"{location}:{number}: {entry}")
         else:
-            selected[known[stem]] = None
+            selected[file] = None
     if not entries and part.split == "test":
         problems.add("split-without-boxes", f"{location}: no images")
     elif not entries:
@@ -146,16 +151,26 @@ def _list_files(part: SplitFiles, root: Path, notes: list[str], problems: Proble
     return list(selected)
 
 
-def _note_unlisted(layout: DatasetLayout, read_files: set[Path], notes: list[str]) -> None:
-    unlisted = {path for part in layout.parts for path in list_xml(part.annotations)} - read_files
-    if unlisted:
-        notes.append(f"{len(unlisted)} annotated images are in no split and are left out, e.g. {min(unlisted).name}")
+def _report_unlisted(
+    layout: DatasetLayout,
+    read_files: set[Path],
+    locators: dict[tuple[Path, tuple[Path, ...]], ImageLocator],
+    problems: ProblemCollector,
+) -> None:
+    """Reports the images that have an annotation file and are in no list of a split."""
+    reported: set[Path] = set()
+    for part in layout.parts:
+        for file in list_xml(part.annotations):
+            if file not in read_files and file not in reported:
+                reported.add(file)
+                folder, name = locators[part.annotations, part.image_dirs].locate(file, "")
+                problems.add("not-in-a-split", os.path.relpath(folder / name, layout.root))
 
 
 def _parse_file(file: Path, location: str, problems: ProblemCollector) -> _Annotation | None:
     """None, and a problem, for a file that cannot be read. location: its name in messages."""
     try:
-        root = ElementTree.parse(file).getroot()
+        root = ElementTree.fromstring(regular_files.read_bytes(file))
     except ElementTree.ParseError as error:
         problems.add("unreadable-annotations", f"{location}:{error.position[0]}: not valid XML, {error}")
         return None
@@ -183,7 +198,8 @@ def _parse_file(file: Path, location: str, problems: ProblemCollector) -> _Annot
         else:
             objects.append(_Object(class_name, xyxy, number))
     size = (_parse_pixels(root, "size/height"), _parse_pixels(root, "size/width"))
-    return _Annotation(file, (root.findtext("filename") or "").strip(), size, objects)
+    num_bad_boxes = len(root.findall("object")) - len(objects)
+    return _Annotation(file, (root.findtext("filename") or "").strip(), size, objects, num_bad_boxes)
 
 
 def _parse_xyxy(box: ElementTree.Element) -> tuple[float, float, float, float] | str:

@@ -5,9 +5,16 @@ Recognized: `Annotations/` (or `xml/`, `labels/` …) next to `JPEGImages/` (or 
 folder; any of these in `train/`, `valid/`, `test/`. Not here: reading the files (`voc.py`).
 """
 
-from collections.abc import Iterator
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
+from stoker import regular_files
+from stoker.data.formats.annotated_dirs import read_head
+from stoker.data.formats.cvat import is_cvat
 from stoker.data.formats.tables import (
     ANNOTATION_DIRS,
     SPLITS,
@@ -18,8 +25,13 @@ from stoker.data.formats.tables import (
     iter_split_dirs,
     iter_split_image_dirs,
     list_image_dirs,
+    list_split_pairs,
     list_subdirs,
+    split_list_names,
 )
+
+MAX_PROBES = 64
+"""Lines of a list that are tried, to see whether it is about the annotated images."""
 
 
 def find(folder: Path) -> DatasetLayout | None:
@@ -28,6 +40,11 @@ def find(folder: Path) -> DatasetLayout | None:
     if (annotations := _find_annotation_dir(folder)) is not None:
         description = f"Pascal VOC in {annotations.relative_to(folder)}/"
         parts, notes = _parts_from_lists(folder, annotations)
+        present = {part.split for part in parts}
+        others = [part for part in _iter_split_folders(folder) if part.split not in ("train", *present)]
+        if others and present == {None}:  # Annotations/ and Validation_Annotations/: the first are for training
+            parts = [replace(part, split="train") for part in parts]
+        parts += others
     elif parts := list(_iter_split_folders(folder)):
         description = "Pascal VOC per split folder"
         notes = check_unannotated_splits(folder, parts)
@@ -44,6 +61,9 @@ def _iter_split_folders(folder: Path) -> Iterator[SplitFiles]:
         annotations = _find_annotation_dir(path) or (path if _has_xml(path) else None)
         if annotations is not None:
             yield SplitFiles(split=split, annotations=annotations, image_dirs=list_image_dirs(path))
+    for split, images, annotations in list_split_pairs(folder):
+        if _has_xml(annotations):
+            yield SplitFiles(split=split, annotations=annotations, image_dirs=(images,))
 
 
 def list_xml(folder: Path) -> list[Path]:
@@ -52,7 +72,7 @@ def list_xml(folder: Path) -> list[Path]:
 
 
 def _has_xml(folder: Path) -> bool:
-    return any(True for _ in iter_annotation_files(folder, (".xml",)))
+    return any(not is_cvat(read_head(Path(file))) for file in iter_annotation_files(folder, (".xml",)))
 
 
 def _find_annotation_dir(folder: Path) -> Path | None:
@@ -82,14 +102,26 @@ def _make_split_parts(folder: Path, annotations: Path) -> list[SplitFiles]:
 
 
 def _parts_from_lists(folder: Path, annotations: Path) -> tuple[list[SplitFiles], list[str]]:
-    """The splits of ImageSets/Main, and notes; without such lists one part without a split.
+    """The splits of the lists in ImageSets/Main, ImageSets or the folder itself, and notes; without such lists one part
+    without a split.
 
     Only train, val, trainval and test: a file such as aeroplane_train.txt lists the images with that class.
     """
     image_dirs = list_image_dirs(folder)
-    main = folder / "ImageSets" / "Main"
-    lists = {name: main / f"{name}.txt" for name in (*SPLITS, "trainval") if (main / f"{name}.txt").is_file()}
     notes = []
+    lists: dict[str, Path] = {}
+    for directory in (folder / "ImageSets" / "Main", folder / "ImageSets", folder):
+        lists = split_list_names(directory)
+        if lists and directory == folder:
+            names = [lists[split].name for split in (*SPLITS, "trainval") if split in lists]
+            for_training = lists.get("train", lists.get("trainval"))
+            if for_training is None or not _lists_name_files(for_training, annotations):
+                notes.append(f"not read: {', '.join(names)}: no line names an annotated image for training")
+                lists = {}
+            else:
+                notes.append(f"splits: those of {', '.join(names)}")
+        if lists:
+            break
     trainval = lists.pop("trainval", None)
     if trainval is not None and "train" not in lists:
         lists["train"] = trainval
@@ -103,3 +135,32 @@ def _parts_from_lists(folder: Path, annotations: Path) -> tuple[list[SplitFiles]
     ]
     parts = parts or _make_split_parts(folder, annotations)
     return parts or [SplitFiles(split=None, annotations=annotations, image_dirs=image_dirs)], notes
+
+
+def match_list_entry(entry: str, known: Mapping[str, Path], by_stem: Mapping[str, Path]) -> Path | None:
+    """The XML file of a line of a list: a name with or without the image's suffix, perhaps followed by 1 or -1, or a
+    path, perhaps of another machine. known: by relative path without suffix; by_stem: by name without suffix."""
+    for text in (entry, os.path.splitext(entry)[0], entry.split()[0]):
+        if text in known:
+            return known[text]
+    for text in (entry, entry.split()[0]):
+        name = text.replace("\\", "/").rpartition("/")[2]
+        for stem in (os.path.splitext(name)[0], name):
+            if stem in by_stem:
+                return by_stem[stem]
+    return None
+
+
+def index_xml(annotations: Path) -> tuple[dict[str, Path], dict[str, Path]]:
+    """The XML files of a folder by relative path without suffix, and by their stem where only one has it."""
+    paths = list_xml(annotations)
+    known = {str(path.relative_to(annotations).with_suffix("")): path for path in paths}
+    counts = Counter(path.stem for path in paths)
+    return known, {path.stem: path for path in paths if counts[path.stem] == 1}
+
+
+def _lists_name_files(image_list: Path, annotations: Path) -> bool:
+    known, by_stem = index_xml(annotations)
+    text = regular_files.read_text(image_list, encoding="utf-8-sig", errors="surrogateescape")
+    lines = islice((line.strip() for line in text.splitlines() if line.strip()), MAX_PROBES)
+    return any(match_list_entry(line, known, by_stem) is not None for line in lines)

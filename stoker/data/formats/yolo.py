@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from stoker import regular_files
 from stoker.data.formats.image_sizes import map_in_threads
 from stoker.data.formats.names import resolve_names
 from stoker.data.formats.table_builder import Box, ImageFile, build_table
@@ -58,17 +59,19 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     """Reads all label files and the headers of all images. Raises DataError if the classes cannot be determined."""
     row_format = _read_row_format(layout)
     images, label_files = _list_images(layout, problems)
-    texts = map_in_threads(lambda file: b"" if file is None else file.read_bytes(), label_files)
-    boxes = [
-        box
-        for image_index, (file, text) in enumerate(zip(label_files, texts, strict=True))
-        if file is not None
-        for box in _parse_rows(image_index, text, display_path(file, layout.root), row_format, problems)
-    ]
+    texts = map_in_threads(lambda file: b"" if file is None else regular_files.read_bytes(file), label_files)
+    boxes: list[Box] = []
+    bad_boxes: list[int] = []
+    for image_index, (file, text) in enumerate(zip(label_files, texts, strict=True)):
+        if file is not None:
+            parsed, num_bad = _parse_rows(image_index, text, display_path(file, layout.root), row_format, problems)
+            boxes += parsed
+            bad_boxes += [image_index] * num_bad
     row_format.notes[:0] = layout.notes
     table = build_table(
-        layout, images, boxes, row_format.choose_class_names, problems, box_id_kind="line", notes=row_format.notes
-    )
+        layout, images, boxes, row_format.choose_class_names, problems, box_id_kind="line", notes=row_format.notes,
+        bad_boxes=bad_boxes,
+    )  # fmt: skip
     table.notes += [f"{count:,} {description}" for description, count in row_format.other_row_kinds.items()]
     return table
 
@@ -144,6 +147,8 @@ def _read_base_dirs(layout: DatasetLayout) -> tuple[Path, ...]:
 
 
 def _list_image_names(folder: Path) -> list[str]:
+    if not folder.is_dir():
+        return []
     with os.scandir(folder) as entries:
         return sorted(entry.name for entry in entries if is_visible_image(entry.name))
 
@@ -159,23 +164,31 @@ def _repair_listed_names(names: list[str], folder: Path, problems: ProblemCollec
 def _report_unmatched_labels(
     layout: DatasetLayout, label_names: dict[Path, list[str]], used: set[Path], problems: ProblemCollector
 ) -> None:
-    """Reports label files without an image, in folders whose images are not chosen by a list."""
-    listed = {part.annotations for part in layout.parts if part.image_list is not None}
+    """Reports label files without an image, and images with a label file that no list of a split names."""
+    listed_dirs = {part.annotations: part.image_dirs[0] for part in layout.parts if part.image_list is not None}
     for folder, names in label_names.items():
-        for file in [] if folder in listed else [folder / name for name in names if name not in NAMES_FILES]:
-            if file not in used and is_label_file(file):
+        unused = [folder / name for name in names if name not in NAMES_FILES and folder / name not in used]
+        images = _list_image_names(listed_dirs[folder]) if folder in listed_dirs and unused else []
+        image_by_stem = {os.path.splitext(name)[0]: name for name in images}
+        for file in unused:
+            if file.stem in image_by_stem:
+                image = listed_dirs[folder] / image_by_stem[file.stem]
+                problems.add("not-in-a-split", os.path.relpath(image, layout.root))
+            elif folder not in listed_dirs and is_label_file(file):
                 problems.add("label-without-image", display_path(file, layout.root))
 
 
 def _parse_rows(
     image_index: int, text: bytes, location: str, row_format: _RowFormat, problems: ProblemCollector
-) -> list[Box]:
-    """The usable rows of a label file; the others are reported with their line."""
+) -> tuple[list[Box], int]:
+    """The usable rows of a label file, and the number of the others, which are reported with their line."""
     boxes = []
+    num_rows = 0
     for line, row_bytes in enumerate(text.removeprefix(b"\xef\xbb\xbf").splitlines(), 1):
         fields = row_bytes.split()
         if not fields:
             continue
+        num_rows += 1
         try:
             label, *values = [float(value) for value in fields]
         except ValueError:
@@ -198,7 +211,7 @@ def _parse_rows(
             problems.add("not-normalized", f"{location}:{line}: {_quote(row_bytes)}")
             continue
         boxes.append(Box(image_index, int(label), box, line, is_normalized=True))
-    return boxes
+    return boxes, num_rows - len(boxes)
 
 
 def _parse_box(values: list[float], row_format: _RowFormat) -> tuple[float, float, float, float] | None:

@@ -9,17 +9,21 @@ to the images. A part is one folder of images with the folder of their labels. N
 import os
 import unicodedata
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
+from stoker import regular_files
 from stoker.data.formats.tables import (
     IMAGE_SUFFIXES,
     SPLIT_BY_NAME,
     SPLITS,
+    DataErrors,
     DatasetLayout,
     SplitFiles,
     check_unannotated_splits,
     is_image_name,
     iter_split_dirs,
+    list_split_pairs,
     list_subdirs,
     split_from_name,
 )
@@ -28,6 +32,8 @@ from stoker.errors import DataError
 
 IMAGE_DIR_NAMES = ("images", "jpegimages")
 """The last of these in an image's path is replaced by "labels", as in Ultralytics and Darknet."""
+MAX_WALKED_DIRS = 20_000
+"""Folders below one that a description names; ImageNet has 1,000 per split."""
 MAX_PROBES = 16
 """Label files that are read to recognize a YOLO data set without a data.yaml."""
 
@@ -57,6 +63,7 @@ def from_file(file: Path) -> DatasetLayout:
     base_dirs, notes = resolve_base_dirs(definition)
     parts: list[SplitFiles] = []
     substitutions: list[str] = []
+    errors: list[DataError] = []
     for split in SPLITS:
         for entry in definition.splits.get(split, ()):
             path = resolve_path(entry, base_dirs)
@@ -64,15 +71,18 @@ def from_file(file: Path) -> DatasetLayout:
                 notes.append(f"the test split is left out: {entry!r} in {file.name} does not exist")
                 continue
             if path is None:
-                raise DataError(
-                    f"The images of the {split} split do not exist.",
-                    location=f"{file}: {split}: {entry}",
-                    cause=f"{entry!r}, also without its first folders, is not in "
-                    + ", ".join(str(base) for base in base_dirs),
-                    fix="correct the line; delete it to split validation images off the training set"
-                    if split == "val"
-                    else "correct the line, or `path`, to which it is relative",
+                errors.append(
+                    DataError(
+                        f"The images of the {split} split do not exist.",
+                        location=f"{file}: {split}: {entry}",
+                        cause=f"{entry!r}, also without its first folders, is not in "
+                        + ", ".join(str(base) for base in base_dirs),
+                        fix="correct the line; delete it to split validation images off the training set"
+                        if split == "val"
+                        else "correct the line, or `path`, to which it is relative",
+                    )
                 )
+                continue
             if path != _join(base_dirs[0], entry) or not path.is_relative_to(base_dirs[0]):
                 substitutions.append(f"{entry!r} is read from {path}")
             if path.suffix.lower() == ".txt":
@@ -80,13 +90,17 @@ def from_file(file: Path) -> DatasetLayout:
             else:
                 found_parts = list(_iter_parts_below(split, path))
                 if not found_parts and split != "test":
-                    raise DataError(
-                        f"The {split} split has no images.",
-                        location=path,
-                        cause=f"{file} names this folder; no file in it ends in {', '.join(IMAGE_SUFFIXES)}",
-                        fix="correct the line, or put the images there",
+                    errors.append(
+                        DataError(
+                            f"The {split} split has no images.",
+                            location=path,
+                            cause=f"{file} names this folder; no file in it ends in {', '.join(IMAGE_SUFFIXES)}",
+                            fix="correct the line, or put the images there",
+                        )
                     )
                 parts += found_parts
+    if errors:
+        raise DataErrors(errors)
     if substitutions:
         notes.append(f"{file.name}: {', '.join(substitutions)}")
     metadata_files = (file, *(() if definition.class_names else find_names_files(_names_file_dirs(file.parent, parts))))
@@ -145,7 +159,7 @@ def read_image_list(image_list: Path, base_dirs: Iterable[Path]) -> dict[Path, l
     base_dirs: the folders to which paths may be relative, besides the folder of the list.
     """
     search_dirs = (image_list.parent, *base_dirs)
-    lines = image_list.read_text(encoding="utf-8-sig", errors="surrogateescape").splitlines()
+    lines = regular_files.read_text(image_list, encoding="utf-8-sig", errors="surrogateescape").splitlines()
     folder_by_head: dict[str, Path] = {}
     names_by_folder: dict[Path, dict[str, None]] = {}
     for line in lines:
@@ -187,6 +201,9 @@ def _iter_parts_below(split: str | None, base: Path) -> Iterator[SplitFiles]:
             folders.clear()
             continue
         visited.add(real)
+        if len(visited) > MAX_WALKED_DIRS:
+            fix = "name the folder of the images: a `path` such as / contains the whole disk"
+            raise DataError(f"There are more than {MAX_WALKED_DIRS:,} folders below it.", location=base, fix=fix)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         names = [name for name in files if is_visible_image(name)]
         if names:
@@ -246,6 +263,20 @@ def _fold_name(stem: str) -> str:
 
 def _iter_layouts(folder: Path) -> Iterator[tuple[str, list[SplitFiles], list[str]]]:
     """The possible layouts without a data.yaml: description, parts (perhaps none), notes."""
+    pairs = [
+        SplitFiles(split=split, annotations=labels, image_dirs=(images,))
+        for split, images, labels in list_split_pairs(folder)
+        if list_label_files(labels)
+    ]
+    if any(part.split == "train" for part in pairs):
+        yield "YOLO in folders of images and of labels per split", pairs, []
+    for description, parts, notes in _iter_usual_layouts(folder):
+        if pairs and {part.split for part in parts} == {None}:
+            parts = [*(replace(part, split="train") for part in parts), *pairs]
+        yield description, parts, notes
+
+
+def _iter_usual_layouts(folder: Path) -> Iterator[tuple[str, list[SplitFiles], list[str]]]:
     subdirs = list_subdirs(folder)
     lists = [(split, folder / f"{word}.txt") for word, split in SPLIT_BY_NAME.items()]
     lists = [(split, path) for split, path in lists if path.is_file() and _is_image_list(path)]
@@ -281,14 +312,16 @@ def _iter_layouts(folder: Path) -> Iterator[tuple[str, list[SplitFiles], list[st
 
 
 def _is_image_list(path: Path) -> bool:
-    with path.open(encoding="utf-8-sig", errors="replace") as file:
-        return is_image_name(file.readline(4096).strip())
+    with regular_files.open_file(path) as file:
+        return is_image_name(file.readline(4096).decode("utf-8-sig", errors="replace").strip())
 
 
 def _has_rows(parts: list[SplitFiles]) -> bool:
     """Whether the text files of images are YOLO labels: others, such as captions, may be next to images too."""
     num_checked = 0
     for part in parts:
+        if not part.image_dirs[0].is_dir():  # a list has paths of another machine
+            continue
         with os.scandir(part.image_dirs[0]) as entries:
             image_names = [entry.name for entry in entries if is_visible_image(entry.name)]
         for name in match_labels(image_names, list_label_files(part.annotations)).values():
@@ -303,7 +336,7 @@ def _has_rows(parts: list[SplitFiles]) -> bool:
 
 
 def _read_first_line(path: Path) -> bytes:
-    with path.open("rb") as file:
+    with regular_files.open_file(path) as file:
         head = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")
     return head.partition(b"\n")[0].strip()
 

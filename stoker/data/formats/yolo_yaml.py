@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from stoker import regular_files
 from stoker.data.formats.tables import SPLIT_BY_NAME
 from stoker.errors import DataError
 
@@ -21,6 +22,8 @@ NAMES_FILES = ("classes.txt", "obj.names", "classes.names", "_darknet.labels", "
 """Files with only the class names: from LabelImg, Darknet, Roboflow, Label Studio."""
 MAX_BYTES = 1 << 20
 """A data.yaml has a few kilobytes; a larger file is something else."""
+MAX_CLASSES = 100_000
+"""Largest number of classes; the published set with the most, V3Det, has 13,204."""
 _NULL_VALUES = ("", "~", "null", "none")
 
 
@@ -67,7 +70,7 @@ def _looks_like_definition(path: Path) -> bool:
     """Whether a file has a split and classes as keys: data folders contain other YAML files too."""
     if not path.is_file() or path.stat().st_size > MAX_BYTES:
         return False
-    text = path.read_text(encoding="utf-8-sig", errors="replace")
+    text = regular_files.read_text(path, encoding="utf-8-sig", errors="replace", max_bytes=MAX_BYTES)
     keys = {match.lower() for match in re.findall(r"^[\"']?(\w+)[\"']?\s*[:=]", text, re.MULTILINE)}
     splits = keys & SPLIT_BY_NAME.keys()
     has_usual_name = path.stem.lower() in ("data", "dataset")
@@ -80,7 +83,8 @@ def read_definition(file: Path) -> DatasetDefinition:
         data: Any = _parse_assignments(file)
     else:
         try:
-            data = yaml.load(file.read_text(encoding="utf-8-sig"), Loader=yaml.BaseLoader)  # reads all values as text
+            text = regular_files.read_text(file, encoding="utf-8-sig", max_bytes=MAX_BYTES)
+            data = yaml.load(text, Loader=yaml.BaseLoader)  # reads all values as text
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
             raise DataError(
@@ -93,6 +97,8 @@ def read_definition(file: Path) -> DatasetDefinition:
             raise DataError(
                 "A text file is not UTF-8.", location=file, cause=str(error), fix="save it as UTF-8"
             ) from error
+        except RecursionError as error:
+            raise _definition_error(file, "its lists are nested too deeply", "write the file again") from error
     if not isinstance(data, dict):
         raise _definition_error(file, "it has no keys", "see https://docs.ultralytics.com/datasets/detect/")
     splits: dict[str, tuple[str, ...]] = {}
@@ -124,7 +130,7 @@ def read_definition(file: Path) -> DatasetDefinition:
 
 def _parse_assignments(file: Path) -> dict[str, str]:
     """The `key = value` lines of Darknet's obj.data."""
-    lines = file.read_text(encoding="utf-8-sig", errors="replace").splitlines()
+    lines = regular_files.read_text(file, encoding="utf-8-sig", errors="replace", max_bytes=MAX_BYTES).splitlines()
     pairs = (line.partition("=") for line in lines if "=" in line and not line.lstrip().startswith("#"))
     return {key.strip(): value.strip() for key, _, value in pairs}
 
@@ -139,7 +145,11 @@ def _parse_entries(file: Path, key: str, value: Any) -> tuple[str, ...]:
 def _parse_int(file: Path, key: str, value: Any) -> int:
     if not (isinstance(value, str) and value.strip().isascii() and value.strip().isdigit()):
         raise _definition_error(
-            file, f"{key} has {value!r}, which is not a whole number", f"correct {key}, or delete it"
+            file, f"{key} has {str(value)[:60]!r}, which is not a whole number", f"correct {key}, or delete it"
+        )
+    if len(value.strip()) > len(str(MAX_CLASSES)) or int(value) > MAX_CLASSES:
+        raise _definition_error(
+            file, f"{key} has the number {value.strip()[:60]}; at most {MAX_CLASSES:,} is possible", f"correct {key}"
         )
     return int(value)
 
@@ -183,19 +193,22 @@ def find_names_files(folders: list[Path]) -> list[Path]:
     """The files of class names in some folders, which may be absent."""
     candidates = dict.fromkeys(folder / name for folder in folders for name in NAMES_FILES)
     existing = [path for path in candidates if path.is_file()]
-    return [path for path in existing if path.suffix != ".json" or b'"categories"' in path.read_bytes()]
+    if not existing:  # Darknet's may have any name: coco.names
+        others = (path for folder in folders if folder.is_dir() for path in folder.glob("*.names"))
+        existing = sorted(path for path in others if path.is_file() and not path.name.startswith("."))
+    return [path for path in existing if path.suffix != ".json" or b'"categories"' in regular_files.read_bytes(path)]
 
 
 def read_names(file: Path) -> tuple[str, ...]:
     """The class names in a file: one per line, or Label Studio's notes.json. Raises DataError."""
     try:
         if file.suffix.lower() == ".json":
-            categories = json.loads(file.read_text(encoding="utf-8-sig"))["categories"]
+            categories = json.loads(regular_files.read_text(file, encoding="utf-8-sig"))["categories"]
             name_by_id = {int(entry["id"]): str(entry["name"]) for entry in categories}
             lines = [name_by_id[number] for number in range(len(name_by_id))]
         else:
-            lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines()]
-    except (UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+            lines = [line.strip() for line in regular_files.read_text(file, encoding="utf-8-sig").splitlines()]
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise DataError(
             "The list of class names cannot be read.",
             location=file,

@@ -61,7 +61,7 @@ def sync_mirror(uri: StorageUri) -> tuple[Path, Path]:
 def _listed_images(file: Path) -> list[str]:
     names: Iterable[str] = ()
     if file.suffix.lower() == ".json":
-        names = (image.file_name for image in read_entries(file, file.name, ProblemCollector()).images)
+        names = (image.file_name for image in read_entries(file, file.name, ProblemCollector())[0].images)
     elif (layout := detect_csv_layout(file)) is not None:
         column = layout.file_column
         names = (values[column] for _, values in iter_rows(file, layout) if len(values) > column)

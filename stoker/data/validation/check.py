@@ -15,20 +15,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data.formats.image_sizes import REMOTE_IO_WORKERS
+from stoker.data.formats.tables import DataErrors
 from stoker.data.images import source as image_source
-from stoker.data.index import Index, missing_images, open_index, suggest_location, unlisted_images
+from stoker.data.index import (
+    Index,
+    excess_bad_boxes,
+    missing_images,
+    open_index,
+    suggest_location,
+    unlisted_images,
+)
 from stoker.data.validation.check_images import Progress, check_image_files
+from stoker.data.validation.clean import SplitOptions
 from stoker.data.validation.problems import (
+    DEFAULT_MAX_BAD_BOXES,
     DEFAULT_MAX_BAD_FRACTION,
     PROBLEM_KINDS,
     Problem,
     ProblemCollector,
+    count_of_all,
     max_bad_images,
 )
 from stoker.errors import DataError
 from stoker.hardware.cgroup import host_cores
 
 UNLIMITED = 2**62
+MAX_REFUSED_EXAMPLES = 3
 REQUIRED_SPLITS = ("train", "val")
 """Splits that training uses."""
 
@@ -81,6 +93,8 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the images were decoded; else only their existence was checked."""
     max_bad_fraction: float = DEFAULT_MAX_BAD_FRACTION
     """Fraction of the images that may be unusable."""
+    max_bad_boxes: float = DEFAULT_MAX_BAD_BOXES
+    """Fraction of the boxes that may be left out."""
     items: tuple[CheckItem, ...] = ()
     refusals: tuple[str, ...] = ()
     """Reasons why training would refuse this data set; empty: it would not."""
@@ -93,30 +107,40 @@ def check_dataset(
     *,
     format: str | None = None,
     classes: Sequence[str] = (),
+    allow_outside: bool = False,
     decode_images: bool = True,
     workers: int | None = None,
     max_bad_fraction: float = DEFAULT_MAX_BAD_FRACTION,
+    max_bad_boxes: float = DEFAULT_MAX_BAD_BOXES,
+    splits: SplitOptions | None = None,
     progress: Progress = lambda _done, _all: None,
 ) -> CheckReport:
     """Checks a data set: a folder, a file, or "demo".
 
-    format, classes: see `open_index`. decode_images: False only checks that they exist. workers: default, the cores.
-    max_bad_fraction: as in training. progress: called in this thread with the images done and their number.
+    format, classes, allow_outside, splits: see `open_index`. decode_images: False only checks that they exist.
+    workers: default, the cores. max_bad_fraction, max_bad_boxes: as in training. progress: called in this thread with
+    the images done and their number.
 
     Also returns a report for a data set that cannot be read. Raises UsageError for an unknown format or class.
     """
     problems = ProblemCollector(max_examples=UNLIMITED)
     try:
-        index = open_index(data, format=format, classes=tuple(classes), problems=problems)
+        index = open_index(
+            data, format=format, classes=tuple(classes), allow_outside=allow_outside, splits=splits, problems=problems
+        )
     except DataError as error:
-        problems.add("unreadable-set", str(error))
+        errors = error.errors if isinstance(error, DataErrors) else (error,)
+        for each in errors:
+            problems.add("unreadable-set", str(each))
         return CheckReport(
             data=str(data),
             items=_make_items(problems.summarize(), {}),
-            refusals=(error.what,),
+            refusals=tuple(each.what for each in errors),
             max_bad_fraction=max_bad_fraction,
+            max_bad_boxes=max_bad_boxes,
         )
     num_dropped_images = sum(problem.count for problem in problems.summarize() if problem.drops_images)
+    num_bad_images = sum(problem.count for problem in problems.summarize() if problem.is_bad_image)
     fixes: dict[str, str] = {}
     if decode_images:
         usable = check_image_files(index, problems, workers=workers or _num_workers(index), progress=progress)
@@ -125,32 +149,41 @@ def check_dataset(
         for image_index in missing_images(index):
             usable[image_index] = False
             problems.add("missing-image", os.path.relpath(index.path(image_index), index.root))
+    found = {problem.kind: problem.examples for problem in problems.summarize()}
+    named = {*found.get("not-in-a-split", ()), *(text.rpartition(": ")[0] for text in found.get("no-box-left", ()))}
+    named.update(found.get("missing-image", ()))
     for path in unlisted_images(index):
-        problems.add("unlabeled-image", os.path.relpath(path, index.root))
+        if (name := os.path.relpath(path, index.root)) not in named:
+            problems.add("unlabeled-image", name)
     found_problems = []
     num_dropped_boxes = 0
     for problem in problems.summarize():
         if problem.kind == "missing-image":
             fixes[problem.kind] = suggest_location(index.root, index.root / problem.examples[0])
-        if PROBLEM_KINDS[problem.kind].unit == "box" and PROBLEM_KINDS[problem.kind].action == "skipped":
+        if problem.drops_boxes or problem.kind == "box-of-unreadable-image":
             num_dropped_boxes += problem.count
         uris = tuple(image_source.paths_to_uris(text, index.root) for text in problem.examples)
         found_problems.append(replace(problem, examples=uris))
-    splits = {split: _count_split(index, index.image_indices(split), usable) for split in index.splits}
+    counts = {split: _count_split(index, index.image_indices(split), usable) for split in index.splits}
+    refusals = _refusal_reasons(found_problems, counts, num_bad_images, len(index), max_bad_fraction)
+    required = [name for name in REQUIRED_SPLITS if name in index.splits]
+    for excess in excess_bad_boxes(index, found_problems, required, max_bad_boxes):
+        refusals.append(f"{excess} are left out, more than --max-bad-boxes {max_bad_boxes:g} allows")
     return CheckReport(
         data=str(data),
         root=index.source,
         format=index.format,
         classes=index.class_names,
-        splits=splits,
+        splits=counts,
         num_images=len(index) + num_dropped_images,
         num_usable_images=int(usable.sum()),
         num_boxes=len(index.boxes) + num_dropped_boxes,
-        num_usable_boxes=sum(split.num_usable_boxes for split in splits.values()),
+        num_usable_boxes=sum(split.num_usable_boxes for split in counts.values()),
         decoded=decode_images,
         max_bad_fraction=max_bad_fraction,
+        max_bad_boxes=max_bad_boxes,
         items=_make_items(found_problems, fixes),
-        refusals=tuple(_refusal_reasons(found_problems, splits, num_dropped_images, len(index), max_bad_fraction)),
+        refusals=tuple(refusals),
         notes=index.notes,
     )
 
@@ -183,25 +216,28 @@ def _count_split(index: Index, image_indices: NDArray[np.int64], usable: NDArray
 def _refusal_reasons(
     found_problems: Sequence[Problem],
     splits: dict[str, SplitCounts],
-    num_dropped_images: int,
+    num_dropped: int,
     num_images: int,
     max_bad_fraction: float,
 ) -> list[str]:
     """Why training would stop, at its start or later: the rules of `require_images` and of the loader."""
     limit_text = f"more than --max-bad-fraction {max_bad_fraction:g} allows"
-    reasons = [
-        f"{PROBLEM_KINDS[p.kind].title}: {', '.join(p.examples)}"
-        for p in found_problems
-        if PROBLEM_KINDS[p.kind].action == "refused"
+    refused = [p for p in found_problems if PROBLEM_KINDS[p.kind].action == "refused"]
+    reasons = [text.partition("\n")[0] for p in refused if p.kind == "unreadable-set" for text in p.examples]
+    reasons += [
+        f"{PROBLEM_KINDS[p.kind].title}: {', '.join(p.examples[:MAX_REFUSED_EXAMPLES])}"
+        for p in refused
+        if p.kind != "unreadable-set"
     ]
-    if num_dropped_images > max_bad_images(max_bad_fraction, num_images + num_dropped_images):
-        total = num_images + num_dropped_images
-        subject = f"{num_dropped_images:,} of {total:,} images are left out because of their annotations"
-        reasons.append(f"{subject}, {limit_text}")
+    if num_dropped > max_bad_images(max_bad_fraction, num_images + num_dropped):
+        subject = count_of_all(num_dropped, num_images + num_dropped, "images")
+        reasons.append(f"{subject} are left out because of their annotations, {limit_text}")
     for name in REQUIRED_SPLITS:
         if name in splits:
             total = splits[name].num_images
             num_bad = total - splits[name].num_usable_images
             if num_bad == total or num_bad > max_bad_images(max_bad_fraction, total):
-                reasons.append(f"{num_bad:,} of the {total:,} images of the {name} split cannot be used, {limit_text}")
+                reasons.append(
+                    f"{count_of_all(num_bad, total, 'images')} of the {name} split cannot be used, {limit_text}"
+                )
     return reasons

@@ -1,18 +1,21 @@
 """Cleaning of annotations: drops boxes that cannot be used, makes the splits, checks classes and splits.
 
 Nothing is dropped or split silently: every kind of bad box is counted with examples, every choice becomes a note. Not
-here: reading (`formats/`), writing the index (`index_cache.py`).
+here: reading (`formats/`), which images are alike in their classes (`stratify.py`), writing the index
+(`index_cache.py`).
 """
 
-import unicodedata
-from dataclasses import replace
-from hashlib import blake2b
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data.formats.tables import SPLITS, UNASSIGNED, AnnotationTable
-from stoker.data.validation.problems import ProblemCollector
+from stoker.data.validation.problems import ProblemCollector, count_of_all
+from stoker.data.validation.stratify import hash_to_unit_interval, stratify
 from stoker.errors import DataError, UsageError, nearest
 
 TRAIN, VAL, TEST = range(3)
@@ -24,6 +27,23 @@ OUTSIDE_TOLERANCE_PX = 1.0
 """Pixels that a box may extend outside without a report: rounding, and the 1-based corners of Pascal VOC."""
 MIN_IMAGE_SIDE = 32
 """A box within the first pixel of an image of at least this side, in pixels, has relative coordinates."""
+MAX_MISSING_FRACTION = 0.1
+"""Fraction of the images that may be missing for the others to be split without them; more are a wrong path."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitOptions:
+    """How the splits of a data set are made where it has none of its own."""
+
+    val_fraction: float = 0.1
+    """Fraction of the images that becomes the validation split."""
+    user_set: bool = False
+    """Whether the user set `val_fraction`; a note then tells that it is not used when the source has its own split."""
+    method: Literal["stratified", "hash"] = "stratified"
+    lists: Path | None = None
+    """A folder with train.txt, val.txt, test.txt, as `stoker data split` writes it; replaces the source's splits."""
+    files: tuple[tuple[str, str], ...] = ()
+    """Splits and their annotation files, in place of those in the data folder."""
 
 
 def keep_classes(table: AnnotationTable, classes: tuple[str, ...]) -> AnnotationTable:
@@ -90,6 +110,8 @@ def drop_degenerate_boxes(table: AnnotationTable, problems: ProblemCollector) ->
         tiny = (x2 - x1 < 1) | (y2 - y1 < 1)
     _report_boxes(table, np.select(tests, range(len(tests)), default=-1), DROPPED_BOX_KINDS, problems)
     keep = ~np.logical_or.reduce(tests)
+    bad_boxes = np.logical_or.reduce(tests[: DROPPED_BOX_KINDS.index("duplicate-box")])
+    num_bad_boxes = np.bincount(table.image_index[bad_boxes], minlength=len(table.file_names))
     for kind, test in zip(REPORTED_BOX_KINDS, (reaches_outside, tiny), strict=True):
         _report_boxes(table, np.where(keep & test, 0, -1), (kind,), problems)
     boxes = table.boxes[keep]
@@ -103,7 +125,79 @@ def drop_degenerate_boxes(table: AnnotationTable, problems: ProblemCollector) ->
         crowd=table.crowd[keep],
         area=np.where(np.isfinite(area) & (area >= 0), area, box_area),
         box_id=table.box_id[keep],
+        num_bad_boxes=num_bad_boxes + (0 if table.num_bad_boxes is None else table.num_bad_boxes),
     )
+
+
+def drop_images_without_boxes_left(
+    table: AnnotationTable, problems: ProblemCollector
+) -> tuple[AnnotationTable, dict[str, int]]:
+    """Drops the images that had boxes and lost all of them: there is something in them, so they are not background.
+    Also returns the number of boxes that these images lost, by the split that the source has for them. Raises DataError
+    if no image is left."""
+    assert table.num_bad_boxes is not None
+    has_box = np.bincount(table.image_index, minlength=len(table.file_names)) > 0
+    is_lost = (table.num_bad_boxes > 0) & ~has_box
+    for image_index in np.flatnonzero(is_lost).tolist():
+        problems.add("no-box-left", f"{table.image_path(image_index)}: {table.num_bad_boxes[image_index]} left out")
+    if len(is_lost) and is_lost.all():
+        raise DataError(
+            "Every image lost all of its boxes.",
+            location=table.image_path(0) + " and all others",
+            cause="; ".join(f"{p.count} × {p.title} ({p.examples[0]})" for p in problems.summarize()),
+            fix="correct the boxes, or check that these are detection annotations",
+        )
+    lost_boxes = {
+        name: int(table.num_bad_boxes[is_lost & (table.split == split_index)].sum())
+        for split_index, name in enumerate(SPLITS)
+    }
+    return drop_images(table, is_lost), lost_boxes
+
+
+def drop_images(table: AnnotationTable, is_dropped: NDArray[np.bool_]) -> AnnotationTable:
+    """The table without some images and their boxes. is_dropped: [R]."""
+    if not is_dropped.any():
+        return table
+    keep = ~is_dropped
+    new_index = np.cumsum(keep) - 1
+    keep_box = keep[table.image_index]
+    return replace(
+        table,
+        folder_index=table.folder_index[keep],
+        file_names=[name for name, kept in zip(table.file_names, keep.tolist(), strict=True) if kept],
+        split=table.split[keep],
+        original_size=table.original_size[keep],
+        image_id=table.image_id[keep],
+        byte_range=None if table.byte_range is None else table.byte_range[keep],
+        num_bad_boxes=None if table.num_bad_boxes is None else table.num_bad_boxes[keep],
+        image_index=new_index[table.image_index[keep_box]],
+        boxes=table.boxes[keep_box],
+        labels=table.labels[keep_box],
+        crowd=table.crowd[keep_box],
+        area=table.area[keep_box],
+        box_id=table.box_id[keep_box],
+    )
+
+
+def drop_missing_images(
+    table: AnnotationTable, is_missing: NDArray[np.bool_], problems: ProblemCollector
+) -> AnnotationTable:
+    """Drops the few images without a file before a split is drawn, so that they are not concentrated in it by chance.
+
+    is_missing: [R]. If there are more than MAX_MISSING_FRACTION, all stay: training then refuses and tells where they
+    may be.
+    """
+    if not 0 < np.count_nonzero(is_missing) <= MAX_MISSING_FRACTION * len(is_missing):
+        return table
+    for image_index in np.flatnonzero(is_missing).tolist():
+        problems.add("missing-image", table.image_path(image_index))
+    return drop_images(table, is_missing)
+
+
+def draws_split(table: AnnotationTable) -> bool:
+    """Whether stoker draws the validation split itself: the source has none, and images to draw from."""
+    present_splits = set(table.split.tolist())
+    return UNASSIGNED in present_splits or (TRAIN in present_splits and VAL not in present_splits)
 
 
 def _report_boxes(
@@ -146,27 +240,23 @@ def _describe_box(table: AnnotationTable, box: int) -> str:
     return f"{table.image_path(table.image_index[box])}, {table.box_id_kind} {table.box_id[box]}: [{xyxy_text}]"
 
 
-def assign_splits(table: AnnotationTable, val_fraction: float, *, user_set: bool) -> AnnotationTable:
+def assign_splits(table: AnnotationTable, options: SplitOptions) -> AnnotationTable:
     """Assigns every image to a split. Splits of the source stay. Without a validation split, a part of the training
-    images becomes it, by a hash of the file name: an image keeps its split when others are added.
-
-    user_set: the user set `val_fraction`; a note then tells that it is not used when the source has its own split.
-    """
+    images becomes it: stratified by class, or by a hash of the file name (an image then keeps its split when others are
+    added)."""
     notes = list(table.notes)
     split = table.split.copy()
     present_splits = set(split.tolist())
-    if UNASSIGNED in present_splits or (TRAIN in present_splits and VAL not in present_splits):
+    if draws_split(table):
         image_indices = np.flatnonzero((split == UNASSIGNED) | (split == TRAIN))
-        has_boxes = np.bincount(table.image_index[~table.crowd], minlength=len(split))[image_indices] > 0
-        is_val = _choose_val_images(
-            [table.file_names[image_index] for image_index in image_indices], val_fraction, has_boxes
-        )
+        is_val = _choose_val_images(table, image_indices, options)
         split[image_indices] = np.where(is_val, VAL, TRAIN)
         if is_val.any():
             missing_split = "no splits" if UNASSIGNED in present_splits else "no validation split"
+            how = "stratified by class" if options.method == "stratified" else "by a hash of the file name"
+            num_val, num_images = int(np.count_nonzero(is_val)), is_val.size
             notes.append(
-                f"{missing_split}: {val_fraction:.3g} of the images, {is_val.sum()} of {is_val.size}, held out"
-                " for validation by a hash of the file name"
+                f"{missing_split}: {count_of_all(num_val, num_images, 'images')} held out for validation, {how}"
             )
         else:
             notes.append("no validation split, and a single image cannot be split")
@@ -174,15 +264,49 @@ def assign_splits(table: AnnotationTable, val_fraction: float, *, user_set: bool
         notes.append(
             f"no training split: the data set has only {' and '.join(SPLITS[k] for k in sorted(present_splits))}"
         )
-    elif user_set:
-        notes.append(f"val_fraction {val_fraction:.3g} is not used: the data set has its own validation split")
+    elif options.user_set:
+        notes.append(f"val_fraction {options.val_fraction:.3g} is not used: the data set has its own validation split")
     return replace(table, split=split, notes=notes)
 
 
-def _choose_val_images(names: list[str], fraction: float, has_boxes: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """[N], which images are held out for validation: at least one and not all, counted among the images with boxes if
-    at least two have boxes (a split without boxes is useless), else among all."""
-    hash_values = np.array([_hash_to_unit_interval(name) for name in names])
+def _choose_val_images(
+    table: AnnotationTable, image_indices: NDArray[np.int64], options: SplitOptions
+) -> NDArray[np.bool_]:
+    """[N], which of some images are held out for validation."""
+    names = [table.file_names[image_index] for image_index in image_indices.tolist()]
+    position = np.full(len(table.file_names), -1, np.int64)
+    position[image_indices] = np.arange(len(image_indices))
+    box_position = position[table.image_index]
+    used = (box_position >= 0) & ~table.crowd
+    box_position, labels = box_position[used], table.labels[used]
+    has_boxes = np.bincount(box_position, minlength=len(names)) > 0
+    if options.method == "hash":
+        return _choose_by_hash(names, options.val_fraction, has_boxes)
+    return _choose_stratified(names, options.val_fraction, box_position, labels)
+
+
+def _choose_stratified(
+    names: list[str], fraction: float, box_position: NDArray[np.int64], labels: NDArray[np.int32]
+) -> NDArray[np.bool_]:
+    """[N], with the fraction of every class; with at least one image with boxes in both parts if there are two.
+    box_position, labels: [K], image and class of each box."""
+    is_val: NDArray[np.bool_] = stratify(box_position, labels, names, (1 - fraction, fraction)) == 1
+    candidates = np.unique(box_position) if len(np.unique(box_position)) > 1 else np.arange(len(names))
+    if candidates.size > 1:
+        hashes = np.array([hash_to_unit_interval(names[i]) for i in candidates.tolist()])
+        if not is_val[candidates].any():
+            is_val[candidates[hashes.argmin()]] = True
+        if is_val[candidates].all():
+            is_val[candidates[hashes.argmax()]] = False
+    if len(np.unique(box_position)) == 1:
+        is_val[box_position] = False
+    return is_val
+
+
+def _choose_by_hash(names: list[str], fraction: float, has_boxes: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """[N]: at least one and not all, counted among the images with boxes if at least two have boxes (a split without
+    boxes is useless), else among all. An image stays in its part when others are added."""
+    hash_values = np.array([hash_to_unit_interval(name) for name in names])
     is_val = hash_values < fraction
     candidates = np.flatnonzero(has_boxes) if np.count_nonzero(has_boxes) > 1 else np.arange(is_val.size)
     if candidates.size > 1:
@@ -193,17 +317,55 @@ def _choose_val_images(names: list[str], fraction: float, has_boxes: NDArray[np.
     return is_val
 
 
-def _hash_to_unit_interval(name: str) -> float:
-    """A number in [0, 1) that depends on the text alone; composed and decomposed Unicode (macOS) give the same."""
-    text = unicodedata.normalize("NFC", name).encode("utf-8", "surrogatepass")
-    return int.from_bytes(blake2b(text, digest_size=8).digest(), "big") / 2**64
+def assign_listed_splits(
+    table: AnnotationTable, root: Path, folder: Path, problems: ProblemCollector
+) -> AnnotationTable:
+    """Assigns the images to the splits whose lists (train.txt, val.txt, test.txt) name them, by their paths relative to
+    the root; the others are left out. Raises DataError if the lists name none of the images."""
+    split_by_name: dict[str, int] = {}
+    num_listed = 0
+    for split_index, name in enumerate(SPLITS):
+        file = folder / f"{name}.txt"
+        if not file.is_file():
+            continue
+        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+        entries = [os.path.normpath(line) for line in lines if line and not line.startswith("#")]
+        num_listed += len(entries)
+        for entry in entries:
+            if split_by_name.setdefault(entry, split_index) != split_index:
+                other = SPLITS[split_by_name[entry]]
+                fix = f"remove it from {other}.txt or from {name}.txt"
+                raise DataError("An image is in the lists of two splits.", location=f"{file}: {entry}", fix=fix)
+    names = [os.path.relpath(root / table.image_path(i), root) for i in range(len(table.file_names))]
+    split = np.array([split_by_name.get(name, UNASSIGNED) for name in names], np.int8)
+    seen: set[str] = set()
+    for image_index, name in enumerate(names):
+        if name in seen:  # in two splits of the source
+            split[image_index] = UNASSIGNED
+        seen.add(name)
+    if not (split != UNASSIGNED).any():
+        raise DataError(
+            "The lists of the splits name no image of the data set.",
+            location=folder,
+            cause=f"{num_listed:,} lines; the images are called {', '.join(names[:2])}, …"
+            if num_listed
+            else "there is no train.txt, val.txt or test.txt, or they are empty",
+            fix=f"`stoker data split {root} OUT` writes lists",
+        )
+    for name in sorted(seen - split_by_name.keys()):
+        problems.add("not-in-a-split", name)
+    num_absent = len(split_by_name.keys() - seen)
+    notes = [*table.notes, f"splits: those of the lists in {folder}"]
+    if num_absent:
+        notes.append(f"{count_of_all(num_absent, num_listed, 'lines')} of the lists in {folder} name no image")
+    return replace(drop_images(table, split == UNASSIGNED), split=split[split != UNASSIGNED], notes=notes)
 
 
-def check_splits_and_classes(table: AnnotationTable, problems: ProblemCollector) -> None:
+def check_splits_and_classes(table: AnnotationTable, problems: ProblemCollector, *, allow_empty: bool = False) -> None:
     """Finds problems of classes and splits. Crowd boxes do not count: they are neither training targets nor evaluated.
-    Raises DataError when the training split has no boxes."""
+    Raises DataError when the training split has no boxes, unless `allow_empty`."""
     labels, box_split = table.labels[~table.crowd], table.split[table.image_index[~table.crowd]]
-    if (table.split == TRAIN).any() and not (box_split == TRAIN).any():
+    if not allow_empty and (table.split == TRAIN).any() and not (box_split == TRAIN).any():
         raise DataError(
             "The training split has no boxes.",
             location=table.image_path(int(np.flatnonzero(table.split == TRAIN)[0])) + " and all others",

@@ -7,6 +7,7 @@ from the image headers. Not here: problems of a data set (`check.py`), the choic
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -127,49 +128,63 @@ class DatasetStats(msgspec.Struct, kw_only=True):
     image_size: tuple[int, int]
     """Height and width."""
     image_size_reason: str
+    model: str
+    """The model that is compared."""
     anchors: list[AnchorCoverage]
-    """The model's default first, then the recommended anchors if they differ."""
+    """The model's default first, then the recommended anchors if they differ; empty for a model without anchors."""
     anchors_note: str
     flags: str
     """Recommended flags of `stoker train`; empty when the defaults are best."""
 
 
-def compute_stats(
-    index: Index,
-    *,
-    data: str,
-    split: str | None = None,
-    image_size: tuple[int, int] | None = None,
-    side: int,
-    resize: str = "letterbox",
-    anchors: AnchorConfig,
-    model: str,
-) -> DatasetStats:
-    """The statistics of an index, or of one of its splits.
+@dataclass(frozen=True, kw_only=True)
+class ModelInput:
+    """The model whose input the boxes are compared with, as training would derive it."""
 
-    image_size: height and width; default: the best one of about `side`² pixels. anchors: those of `model`.
-    Raises DataError when there is no such split.
-    """
+    model: str
+    anchors: AnchorConfig | None
+    """None: it has no anchors, or their shapes differ between levels."""
+    image_size: tuple[int, int]
+    """Height and width."""
+    image_size_reason: str
+    resize: str = "letterbox"
+    side: int
+    """With image sizes that only the image files tell, the input has at most about side² pixels."""
+    multiple: int = 32
+    """Its sides are multiples of this."""
+    set_flags: tuple[str, ...] = ()
+    """Flags of `stoker train` for what the user set."""
+
+
+def compute_stats(index: Index, model_input: ModelInput, *, data: str, split: str | None = None) -> DatasetStats:
+    """The statistics of an index, or of one of its splits. Raises DataError when there is no such split."""
     splits = index.splits if split is None else (split,)
     image_indices = np.concatenate([index.image_indices(name) for name in splits])
     sizes = _original_sizes(index, image_indices)
     known_sizes = sizes[image_indices][(sizes[image_indices] > 0).all(1)]
-    image_size_given = image_size is not None
-    # Training chooses it from the training images too.
-    train_indices = index.image_indices("train") if "train" in splits else image_indices
-    image_size, image_size_reason = (
-        (image_size, "set by --image-size") if image_size is not None else best_image_size(sizes[train_indices], side)
-    )
+    image_size, image_size_reason = model_input.image_size, model_input.image_size_reason
+    flags = list(model_input.set_flags)
+    is_set = any(flag.startswith("--image-size") for flag in flags)
+    if sizes is not index.original_size and not is_set:
+        # training does not read the images first; it chooses from the training images too
+        train_indices = index.image_indices("train") if "train" in splits else image_indices
+        image_size, image_size_reason = best_image_size(sizes[train_indices], model_input.side, model_input.multiple)
+        flags.append(f"--image-size {image_size[0]} {image_size[1]}")
+    resize, anchors = model_input.resize, model_input.anchors
     dims = box_dimensions(index, image_indices, image_size, resize, sizes)
     sqrt_areas, resized_sqrt_areas = np.sqrt(dims.original_wh.prod(1)), np.sqrt(dims.resized_wh.prod(1))
     boxes_per_image = np.diff(index.offsets)[image_indices]
     unique_sizes, size_counts = np.unique(known_sizes, axis=0, return_counts=True)
     order = np.argsort(-size_counts, kind="stable")[:MAX_SIZES]
     has_area = (dims.original_wh > 0).all(1)
-    best, best_reason = recommend_anchors(dims.resized_wh, image_size, anchors, iou_threshold=IOU_THRESHOLDS[0])
-    coverages = [_anchor_coverage(f"{model}'s default", "from its paper", anchors, dims.resized_wh, resized_sqrt_areas)]
-    if best != anchors:
-        coverages.append(_anchor_coverage("recommended", best_reason, best, dims.resized_wh, resized_sqrt_areas))
+    coverages = []
+    if anchors is not None:
+        name = f"{model_input.model}'s default"
+        coverages.append(_anchor_coverage(name, "as training takes them", anchors, dims.resized_wh, resized_sqrt_areas))
+        best, best_reason = recommend_anchors(dims.resized_wh, image_size, anchors, iou_threshold=IOU_THRESHOLDS[0])
+        if best != anchors:
+            coverages.append(_anchor_coverage("recommended", best_reason, best, dims.resized_wh, resized_sqrt_areas))
+            flags += _anchor_flags(best, anchors)
     return DatasetStats(
         data=data,
         format=index.format,
@@ -197,13 +212,12 @@ def compute_stats(
         resize=resize,
         image_size=image_size,
         image_size_reason=image_size_reason,
+        model=model_input.model,
         anchors=coverages,
-        anchors_note="an anchor is centered on each box; on a model's grid it is up to half a stride away",
-        flags=_train_flags(
-            image_size if image_size_given or sizes is not index.original_size else None,
-            best if best != anchors else None,
-            anchors,
-        ),
+        anchors_note="an anchor is centered on each box; on a model's grid it is up to half a stride away"
+        if coverages
+        else f"{model_input.model} has no anchors that can be compared with the boxes",
+        flags=" ".join(flags),
     )
 
 
@@ -346,12 +360,9 @@ def _anchor_coverage(
     )
 
 
-def _train_flags(image_size: tuple[int, int] | None, best: AnchorConfig | None, default: AnchorConfig) -> str:
-    """Flags for what training would not choose itself: another image size (or one that needs the image headers), other
-    anchors."""
-    flags = [] if image_size is None else [f"--image-size {image_size[0]} {image_size[1]}"]
-    if best is not None:
-        flags.append("--anchor-sizes " + " ".join(f"{size:g}" for size in best.sizes))
-        if best.ratios != default.ratios:
-            flags.append("--aspect-ratios " + " ".join(f"{ratio:g}" for ratio in best.ratios))
-    return " ".join(flags)
+def _anchor_flags(best: AnchorConfig, default: AnchorConfig) -> list[str]:
+    """The flags for other anchors than the default ones."""
+    flags = ["--anchor-sizes " + " ".join(f"{size:g}" for size in best.sizes)]
+    if best.ratios != default.ratios:
+        flags.append("--aspect-ratios " + " ".join(f"{ratio:g}" for ratio in best.ratios))
+    return flags

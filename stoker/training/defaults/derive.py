@@ -18,13 +18,14 @@ from typing import Any
 from stoker.config.durations import Duration, parse_duration
 from stoker.config.recipes import RECIPES
 from stoker.config.settings import Config, check
-from stoker.data.anchor_fit import best_image_size, box_dimensions, percentile_anchor_sizes
+from stoker.data.anchor_fit import AnchorConfig, best_image_size, box_dimensions, percentile_anchor_sizes
 from stoker.data.images import cache_policy
 from stoker.data.images.pixel_cache import CachedImageSpec
 from stoker.data.index import Index
 from stoker.data.loading import decoder_choice
 from stoker.data.loading.autotune import default_num_workers
-from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
+from stoker.data.validation.problems import DEFAULT_MAX_BAD_BOXES, DEFAULT_MAX_BAD_FRACTION
+from stoker.data.validation.stats import ModelInput
 from stoker.errors import ConfigError
 from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import Device, untested_accelerator
@@ -54,6 +55,9 @@ DEFAULTS: dict[str, tuple[Any, str]] = {
     "classes": ((), "every class of the data set"),
     "val_fraction": (0.1, "a tenth, if the data set has no validation split"),
     "max_bad_fraction": (DEFAULT_MAX_BAD_FRACTION, "more bad files mean a wrong path or a broken copy"),
+    "max_bad_boxes": (DEFAULT_MAX_BAD_BOXES, "more bad boxes mean a wrong list of classes or wrong coordinates"),
+    "split_method": ("stratified", "every class has its fraction in the validation split"),
+    "allow_outside": (False, "the files of others should not name yours"),
     "resize": ("letterbox", "keeps the aspect ratio of the images"),
     "augment": ("default", "varies the images against overfitting"),
     "hflip": (0.5, "as torchvision's detection references"),
@@ -116,15 +120,7 @@ def derive(user_config: Config, index: Index, device: Device) -> tuple[Config, d
     if get("weights") == "none":
         set_default("backbone_norm", "bn", "there are no statistics to freeze: the weights are random")
         set_default("trainable_backbone_layers", 5, "the weights are random")
-        if arch.recipe == "tiny":
-            image_size = get("image_size")
-            box_sizes = box_dimensions(index, train_indices, image_size, get("resize")).resized_wh
-            num_sizes = len(arch.defaults["anchor_sizes"])
-            set_default("anchor_sizes", *percentile_anchor_sizes(box_sizes, image_size, num_sizes))
-    if arch.anchors_scale_with_image_size:
-        factor = math.sqrt(math.prod(get("image_size"))) / arch.default_image_size
-        sizes = tuple(float(f"{size * factor:.4g}") for size in arch.defaults["anchor_sizes"])
-        set_default("anchor_sizes", sizes, f"{arch.reasons['anchor_sizes']}, times {factor:.3g} at this image size")
+    _fill_anchor_sizes(builder, arch, index)
     for name, value in arch.defaults.items():
         set_default(name, value, arch.reasons[name])
     set_default("precision", *device.best_precision())
@@ -152,6 +148,50 @@ def derive_data(user_config: Config, index: Index, device: Device) -> tuple[Conf
     builder = _ConfigBuilder(user_config)
     _fill_basics(builder, index, device)
     return builder.config, builder.reasons
+
+
+def derive_model_input(user_config: Config, index: Index, device: Device) -> ModelInput:
+    """The model and its input for `stoker data stats`: what `derive` would choose."""
+    builder = _ConfigBuilder(user_config)
+    _fill_basics(builder, index, device)
+    get = builder.get
+    arch = get_architecture(get("model"))
+    _fill_anchor_sizes(builder, arch, index)
+    names = ("anchor_sizes", "anchor_scales", "aspect_ratios")
+    anchors = None
+    if all(name in arch.defaults for name in names):  # those of SSD depend on the level
+        sizes, scales, ratios = (tuple(get(name) or arch.defaults[name]) for name in names)
+        anchors = AnchorConfig(sizes, scales, ratios)
+    flags = []
+    if (model := user_config.model.model) is not None:
+        flags.append(f"--model {model}")
+    if (size := user_config.data.image_size) is not None:
+        flags.append(f"--image-size {size[0]} {size[1]}")
+    return ModelInput(
+        model=get("model"),
+        anchors=anchors,
+        image_size=get("image_size"),
+        image_size_reason=builder.reasons.get("image_size", "set by --image-size"),
+        resize=get("resize"),
+        side=choose_image_side(arch, index, device, get("resize")),
+        multiple=arch.size_divisor,
+        set_flags=tuple(flags),
+    )
+
+
+def _fill_anchor_sizes(builder: _ConfigBuilder, arch: Architecture, index: Index) -> None:
+    """The anchor sizes of models that take them from the boxes or from the image size."""
+    get = builder.get
+    if get("weights") == "none" and arch.recipe == "tiny":
+        image_size = get("image_size")
+        box_sizes = box_dimensions(index, index.image_indices("train"), image_size, get("resize")).resized_wh
+        num_sizes = len(arch.defaults["anchor_sizes"])
+        builder.set_default("anchor_sizes", *percentile_anchor_sizes(box_sizes, image_size, num_sizes))
+    if arch.anchors_scale_with_image_size:
+        factor = math.sqrt(math.prod(get("image_size"))) / arch.default_image_size
+        sizes = tuple(float(f"{size * factor:.4g}") for size in arch.defaults["anchor_sizes"])
+        reason = f"{arch.reasons['anchor_sizes']}, times {factor:.3g} at this image size"
+        builder.set_default("anchor_sizes", sizes, reason)
 
 
 def _fill_basics(builder: _ConfigBuilder, index: Index, device: Device) -> None:

@@ -23,8 +23,9 @@ PACKAGE = Path(__file__).resolve().parents[2]
 MEMORY_TOLERANCE = 0.05
 """Trials are repeated if the free memory differs by more than this fraction."""
 WITHOUT_EFFECT = frozenset(
-    {"data", "format", "classes", "val_fraction", "seed", "max_duration", "workers", "worker_processes", "cache",
-     "eval_every", "patience", "checkpoint_every", "price_per_device_hour", "max_bad_fraction"}
+    {"data", "format", "classes", "val_fraction", "allow_outside", "seed", "max_duration", "workers",
+     "worker_processes", "cache", "eval_every", "patience", "checkpoint_every", "price_per_device_hour",
+     "max_bad_fraction", "max_bad_boxes", "train", "val", "splits", "split_method"}
 )  # fmt: skip
 """Settings that a trial does not depend on."""
 
