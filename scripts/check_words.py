@@ -41,8 +41,9 @@ OLD_NAMES = ("stoker/config/old_names.py", "stoker/cli/flag_names.py", "scripts/
 USER_DATA = {
     "stoker/data/formats/csv_table.py": ("picture", "xcentre", "ycentre"),
     "stoker/data/formats/tables.py": ("pictures",),
+    "stoker/migration/tf_model.py": ("suppression",),
 }
-"""Names of columns and folders in users' data sets, which are recognized."""
+"""Names of columns, folders and fields in users' files, which are recognized."""
 ROOT = Path(__file__).resolve().parent.parent
 PATTERN = re.compile("|".join(rf"(?<![A-Za-z])(?:{word})(?![A-Za-z])" for word in WORDS), re.IGNORECASE)
 """Also finds the words as parts of identifiers: `_` ends a word."""

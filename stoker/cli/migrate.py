@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-from stoker.config.settings import Config
-
 
 def import_pipeline(
     pipeline: Path,
@@ -56,11 +54,3 @@ def import_pipeline(
     from stoker.cli.train import train
 
     train(config=config, run_dir=run_dir)
-
-
-def read_config(path: Path, flags: Config) -> Config:
-    """The settings of a config.toml that a user or stoker chose (those without a reason), overridden by `flags`."""
-    from stoker.config.settings import from_toml
-
-    config, reasons = from_toml(path)
-    return config.replace(**dict.fromkeys(reasons)).replace(**flags.set_fields())

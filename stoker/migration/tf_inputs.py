@@ -10,7 +10,6 @@ from fnmatch import fnmatchcase
 from glob import has_magic
 from pathlib import Path, PurePosixPath
 
-from stoker.config.settings import SECTION_OF
 from stoker.data.formats import label_map
 from stoker.data.formats.detect import detect_layout
 from stoker.data.formats.tables import DatasetLayout, SplitFiles, split_from_name
@@ -92,7 +91,7 @@ def _common_folder(paths: list[str]) -> str | None:
 def _name_files(source: str, train_files: list[str], eval_files: list[str], *, is_moved: bool) -> list[str] | None:
     """The only file of each split, relative to `source`; None if there are several, patterns, or no such file."""
     paths = [*train_files, *eval_files]
-    if "train" not in SECTION_OF or len(train_files) != 1 or len(eval_files) > 1 or any(map(has_magic, paths)):
+    if len(train_files) != 1 or len(eval_files) > 1 or any(map(has_magic, paths)):
         return None
     if not is_moved:
         return [posixpath.relpath(path.partition("://")[2], source.partition("://")[2]) if is_uri(source)

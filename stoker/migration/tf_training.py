@@ -38,7 +38,8 @@ def read_training(account: FieldAccount, train: Message, model: Message) -> None
     if train.has("use_bfloat16"):
         reason = "of TPUs; stoker chooses the precision for the device: --precision bf16"
         account.drop(train, "use_bfloat16", reason)
-    if train.number("replicas_to_aggregate", 1) > 1 and train.flag("sync_replicas", False):
+    is_tf2 = train.text("fine_tune_checkpoint_version") == "V2"
+    if not is_tf2 and train.number("replicas_to_aggregate", 1) > 1 and train.flag("sync_replicas", False):
         replicas = int(train.number("replicas_to_aggregate", 1))
         text = (
             f"replicas_to_aggregate {replicas} is of TensorFlow 1: there, each of its workers had batch_size images "
