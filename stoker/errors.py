@@ -8,6 +8,8 @@ import contextlib
 import difflib
 from collections.abc import Iterable, Iterator
 
+from stoker.printable import printable
+
 
 class StokerError(Exception):
     """The root of the tree. `what` is one sentence; the other arguments fill the lines below it.
@@ -35,15 +37,15 @@ class StokerError(Exception):
         super().__init__(what)
 
     def __str__(self) -> str:
-        lines = [self.what]
+        lines = [printable(self.what)]
         if self.location is not None:
-            lines.append(f"  where:  {self.location}")
+            lines.append(f"  where:  {printable(self.location)}")
         if self.cause is not None:
-            lines.append(f"  why:    {self.cause}")
+            lines.append(f"  why:    {printable(self.cause, newlines=True)}")
         if self.choices:
-            lines.append(f"  valid:  {', '.join(self.choices)}")
+            lines.append(f"  valid:  {', '.join(map(printable, self.choices))}")
         if self.fix is not None:
-            lines.append(f"  fix:    {self.fix}")
+            lines.append(f"  fix:    {printable(self.fix, newlines=True)}")
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -5,9 +5,14 @@ when it runs, so that `stoker --help` and `stoker why` start at once, also where
 exception tree becomes a message and its exit code; any other exception is a bug and keeps its traceback.
 """
 
+import io
 import os
+import shutil
 import sys
+import traceback
 from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
 
 from cyclopts import App, Parameter
 
@@ -19,6 +24,10 @@ from stoker.cli.runs import report, why
 from stoker.cli.train import train, train_help
 from stoker.cli.watch import watch
 from stoker.errors import StokerError
+from stoker.printable import print_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 app = App(
     name="stoker",
@@ -46,6 +55,10 @@ def main() -> None:
     """The entry point; never returns."""
     if sys.stdout is None:  # the process was started without stdout (`>&-`)
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  # as long as the process
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # what the encoding of a terminal lacks becomes `?`
+    sys.excepthook = _print_traceback
     try:
         code = _run(sys.argv[1:])
         sys.stdout.flush()  # a closed pipe is noticed here, not when Python exits
@@ -58,6 +71,20 @@ def main() -> None:
     sys.exit(code)
 
 
+def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    for line in "".join(traceback.format_exception(kind, error, trace)).splitlines():
+        print_text(line, file=sys.stderr)
+
+
+def _error_console(arguments: list[str]) -> "Console | None":
+    """A console that cleans the arguments that the parser's messages quote; None: they need no cleaning."""
+    if "".join(arguments).isprintable():
+        return None
+    from stoker.report.console import make_console, supports_cursor
+
+    return make_console(sys.stderr, terminal=supports_cursor(sys.stderr), width=shutil.get_terminal_size().columns)
+
+
 def _run(arguments: list[str]) -> int:
     """Runs the command; returns the exit code."""
     try:
@@ -66,10 +93,10 @@ def _run(arguments: list[str]) -> int:
             return 0
         arguments, notes = translate(arguments)
         for note in notes:
-            print(f"stoker: {note}", file=sys.stderr)
+            print_text(f"stoker: {note}", file=sys.stderr)
         if arguments[:1] == ["train"]:  # of a watched job, the flag is the job's own
             arguments = ["--help" if argument == "--help-all" else argument for argument in arguments]
-        app(arguments)
+        app(arguments, error_console=_error_console(arguments))
     except StokerError as error:
         print(f"stoker: {error}", file=sys.stderr)
         return error.exit_code

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from stoker.cli.quick_import import quick_imports
+from stoker.printable import print_json, print_text
 
 
 def evaluate(
@@ -15,6 +16,7 @@ def evaluate(
     *,
     split: str = "val",
     format: str | None = None,
+    allow_outside: bool = False,
     batch_size: int = 8,
     device: str | None = None,
     json: bool = False,
@@ -31,6 +33,8 @@ def evaluate(
         train, val or test.
     format
         coco, voc, yolo, tfrecord or csv, where automatic detection is wrong.
+    allow_outside
+        Read images that DATA names outside its folder: by absolute paths, `..` or links.
     batch_size
         Images per forward pass.
     device
@@ -38,15 +42,15 @@ def evaluate(
     json
         Print the metrics as JSON.
     """
-    import msgspec
-
     with quick_imports():
         from stoker.inference.model import load
         from stoker.report.terminal import print_metrics
 
-    metrics = load(run, device=device).evaluate(data, split=split, format=format, batch_size=batch_size)
+    metrics = load(run, device=device).evaluate(
+        data, split=split, format=format, allow_outside=allow_outside, batch_size=batch_size
+    )
     if json:
-        print(msgspec.json.encode(metrics).decode())
+        print_json(metrics)
     else:
         print_metrics(metrics)
 
@@ -89,7 +93,7 @@ def predict(
 
     model = load(run, device=device)
     for line in model.predict_to_dir(images, out, conf=conf, iou=iou, tile=tile, tile_overlap=tile_overlap):
-        print(line)
+        print_text(line)
 
 
 def export(
@@ -141,7 +145,7 @@ def export(
         run, out=out, batch_size=None if batch_size == "dynamic" else int(batch_size), conf=conf, iou=iou,
         max_detections=max_detections, opset=opset, images=images or (),
     ):  # fmt: skip
-        print(line)
+        print_text(line)
 
 
 def list_models(name: str | None = None, /, *, json: bool = False) -> None:
@@ -154,10 +158,10 @@ def list_models(name: str | None = None, /, *, json: bool = False) -> None:
     json
         Print everything as JSON.
     """
-    from stoker.report.models import as_json, print_model, print_models
+    from stoker.report.models import print_as_json, print_model, print_models
 
     if json:
-        print(as_json(name))
+        print_as_json(name)
     elif name is None:
         print_models()
     else:

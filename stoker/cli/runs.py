@@ -5,8 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 from cyclopts import Parameter
+
+from stoker.printable import print_json, print_text
 
 if TYPE_CHECKING:
     from stoker.report.runs_summary import RunsSummary
@@ -69,7 +70,7 @@ def why(
         if probe:
             from stoker.report.probing import run_probes
 
-            run_probes(str(run), lambda text: print(text, file=sys.stderr))
+            run_probes(str(run), lambda text: print_text(text, file=sys.stderr))
         from stoker.report.explain import explain_run, explanation_as_dict
         from stoker.report.explain_terminal import print_explanation
 
@@ -79,7 +80,7 @@ def why(
 
 def _print(value: Any, print_text: Callable[[Any], None], *, json: bool) -> None:
     if json:
-        print(msgspec.json.encode(value).decode())
+        print_json(value)
     else:
         print_text(value)
 
@@ -128,7 +129,7 @@ def report(
         Print everything as JSON instead.
     """
     from stoker.errors import UsageError
-    from stoker.report.html import report_as_json, write_report, write_runs_summary
+    from stoker.report.html import write_report, write_runs_summary
 
     if (run is None) == (all_ is None):
         raise UsageError("Which run?", choices=["stoker report RUN", "stoker report --all FOLDER"])
@@ -140,10 +141,10 @@ def report(
         if json:
             _print_summary(summary, json=True)
         else:
-            print(write_runs_summary(summary, out))
+            print_text(write_runs_summary(summary, out))
     elif json:
         from stoker.report.run_report import collect
 
-        print(report_as_json(collect(str(run), price_per_device_hour)))
+        print_json(collect(str(run), price_per_device_hour))
     else:
-        print(write_report(str(run), out, price_per_device_hour=price_per_device_hour))
+        print_text(write_report(str(run), out, price_per_device_hour=price_per_device_hour))

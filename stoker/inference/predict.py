@@ -7,6 +7,7 @@
 import contextlib
 import dataclasses
 import glob
+import io
 import os
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,6 +39,7 @@ from stoker.inference.image_batches import (
 from stoker.inference.tiles import MERGE_IOU, Tiling, is_cut, merge_detections
 from stoker.models.layers.postprocess import DetectorProtocol
 from stoker.models.weights.model_file import ModelMetadata
+from stoker.printable import encode_json
 from stoker.storage.local_files import write_atomic
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
@@ -294,13 +296,15 @@ def _require_output_dir(out: Path) -> None:
 def _write_results(out: Path, results: list[dict[str, Any]]) -> None:
     with _report_write_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-        write_atomic(out / RESULTS_NAME, msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+        write_atomic(out / RESULTS_NAME, msgspec.json.format(encode_json(results), indent=1) + b"\n")
 
 
 def _save_annotated(path: Path, detections: Detections, class_names: Sequence[str], target: Path) -> None:
     drawn = draw_boxes(Image.fromarray(decode.decode(read_image(path), path)), detections, class_names)
+    encoded = io.BytesIO()
+    drawn.save(encoded, Image.registered_extensions()[target.suffix.lower()], quality=90)
     with _report_write_errors(target):
-        drawn.save(target, quality=90)
+        write_atomic(target, encoded.getbuffer(), durable=False)
 
 
 def _report_write_errors(location: Path) -> contextlib.AbstractContextManager[None]:

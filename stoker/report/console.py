@@ -1,6 +1,7 @@
 """Prints text and tables to a terminal, a file or a pipe. Used by all `*_terminal.py` modules.
 
-A file or a pipe gets complete lines without control characters, colors or wrapping.
+A file or a pipe gets complete lines without control characters, colors or wrapping. Texts are cleaned (`printable`):
+a class or file name must not control the terminal, nor begin a line.
 """
 
 import io
@@ -9,9 +10,12 @@ import sys
 from collections.abc import Iterable
 from typing import Any, TextIO
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+from stoker.printable import printable
 
 UNBOUNDED_WIDTH = 10_000
 """Width that disables wrapping."""
@@ -22,6 +26,20 @@ def supports_cursor(file: TextIO) -> bool:
     return file.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
+class _CleanConsole(Console):
+    """Whatever is printed, the only control codes are those of rich."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            is_clean = segment.control or segment.text == "\n" or segment.text.isprintable()
+            yield segment if is_clean else segment._replace(text=_clean_lines(segment.text))
+
+
+class _Table(Table):
+    def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
+        super().add_row(*(plain_text(cell) if isinstance(cell, str) else cell for cell in cells), **options)
+
+
 def make_console(file: TextIO, *, terminal: bool, width: int | None = None) -> Console:
     """A rich console without markup, emoji and highlighting. It respects NO_COLOR.
 
@@ -29,7 +47,7 @@ def make_console(file: TextIO, *, terminal: bool, width: int | None = None) -> C
     """
     if isinstance(file, io.TextIOWrapper):
         file.reconfigure(errors="replace")
-    return Console(
+    return _CleanConsole(
         file=file,
         force_terminal=terminal,
         width=width if terminal or width else UNBOUNDED_WIDTH,
@@ -55,7 +73,7 @@ def print_renderables(
     stream = sys.stdout if file is None else file
     terminal = supports_cursor(stream)
     console = make_console(stream, terminal=terminal, width=width)
-    for renderable in renderables:
+    for renderable in (plain_text(item) if isinstance(item, str) else item for item in renderables):
         if terminal:
             console.print(renderable)
         else:
@@ -64,13 +82,17 @@ def print_renderables(
 
 def table(*columns: str, right: Iterable[int] = (), header: bool = True) -> Table:
     """A table without borders. right: indices of right-aligned columns."""
-    result = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, show_header=header, header_style="dim")
+    result = _Table(box=None, padding=(0, 2, 0, 0), show_edge=False, show_header=header, header_style="dim")
     for index, name in enumerate(columns):
         justify: Any = "right" if index in right else "left"
-        result.add_column(name, justify=justify, no_wrap=index in right, overflow="fold")
+        result.add_column(plain_text(name), justify=justify, no_wrap=index in right, overflow="fold")
     return result
 
 
-def plain_text(text: object, style: str = "") -> Text:
-    """A text without control characters: a class or file name must not control the terminal."""
-    return Text("".join(c if c == "\n" or c.isprintable() else "\ufffd" for c in str(text)), style)
+def plain_text(text: object, style: str = "", *, newlines: bool = False) -> Text:
+    """A text without control characters, in one line. newlines: keep its lines; those after the first are indented."""
+    return Text(printable(text, newlines=newlines), style)
+
+
+def _clean_lines(text: str) -> str:
+    return "\n".join(map(printable, text.split("\n")))

@@ -70,7 +70,10 @@ def _table(action: str, items: list[CheckItem]) -> RenderableType:
 def _verdict(report: CheckReport) -> list[Text]:
     unreadable = [location for item in report.items if item.kind == UNREADABLE for location in item.locations]
     if unreadable:
-        return [Text("training would refuse this dataset:", style="bold red"), *map(plain_text, unreadable)]
+        return [
+            Text("training would refuse this dataset:", style="bold red"),
+            *(plain_text(text, newlines=True) for text in unreadable),
+        ]
     used = (
         f"{count(report.num_usable_images)} of {plural(report.num_images, 'image')},"
         f" {count(report.num_usable_boxes)} of {plural(report.num_boxes, 'box', 'boxes')}"

@@ -129,7 +129,7 @@ def _notes(explanation: RunExplanation) -> Iterator[RenderableType]:
     if explanation.notes:
         yield ""
     for note in explanation.notes:
-        yield Text.assemble(("note: ", "bold"), f"{note.text} [{note.source}]")
+        yield Text.assemble(("note: ", "bold"), plain_text(f"{note.text} [{note.source}]"))
 
 
 def finding_lines(finding: Finding, cost_range: tuple[float, float] | None = None) -> Iterator[RenderableType]:
@@ -137,7 +137,7 @@ def finding_lines(finding: Finding, cost_range: tuple[float, float] | None = Non
     cost_text = f", cost {format_cost(cost_range)}" if cost_range is not None else ""
     lost = f" ({fmt.duration(finding.lost_device_s)} lost{cost_text})" if finding.lost_device_s is not None else ""
     style = "bold red" if finding.severity == "critical" else "bold yellow" if finding.severity == "warning" else "bold"
-    yield Text.assemble((f"{finding.severity}: ", style), (finding.title, "bold"), lost)
+    yield Text.assemble((f"{finding.severity}: ", style), plain_text(finding.title, "bold"), lost)
     yield from map(_evidence_line, finding.evidence)
     command = extra_command(finding)
     yield indented(f"fix: {finding.fix}" + (f" ({command})" if command else ""))

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from importlib import metadata, resources
 from pathlib import Path
 
-import msgspec
-
 from stoker.errors import needs_package, writing
 from stoker.report.page import results, run_sections
 from stoker.report.page import runs_summary as summary_page
@@ -71,11 +69,6 @@ def _write(page: str, path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, page.encode())
     return path
-
-
-def report_as_json(report: RunReport) -> str:
-    """The report as one JSON document with the schema of `RunReport`."""
-    return msgspec.json.encode(report).decode()
 
 
 def render(report: RunReport) -> str:

@@ -10,6 +10,7 @@ from typing import Any, TextIO
 import msgspec
 
 from stoker.errors import ConfigError, nearest
+from stoker.printable import print_json
 from stoker.report import format as fmt
 from stoker.report.console import plain_text, print_renderables, table
 
@@ -51,9 +52,9 @@ def find_model(name: str) -> ModelInfo:
     return models[name]
 
 
-def as_json(name: str | None) -> str:
-    """All models, or the one with this name."""
-    return msgspec.json.encode(read_models() if name is None else find_model(name)).decode()
+def print_as_json(name: str | None) -> None:
+    """Prints all models, or the one with this name."""
+    print_json(read_models() if name is None else find_model(name))
 
 
 def print_models(file: TextIO | None = None, *, width: int | None = None) -> None:

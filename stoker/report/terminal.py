@@ -73,11 +73,11 @@ class Screen:
 
     def note(self, text: str) -> None:
         """Prints an information."""
-        self._print(plain_text(text))
+        self._print(plain_text(text, newlines=True))
 
     def warning(self, text: str) -> None:
         """Prints a warning; the run continues."""
-        self._print(Text.assemble(("warning: ", "bold yellow"), plain_text(text)))
+        self._print(Text.assemble(("warning: ", "bold yellow"), plain_text(text, newlines=True)))
 
     def settings(self, rows: Iterable[tuple[str, object, str | None]]) -> None:
         """Prints all settings: (name, value, reason; None if the user set it)."""

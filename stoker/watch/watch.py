@@ -21,6 +21,7 @@ from stoker.errors import StorageError, UsageError
 from stoker.hardware.spinning import users_environment
 from stoker.monitor.monitor import monitoring
 from stoker.monitor.options import MonitoringOptions
+from stoker.printable import print_text
 from stoker.runs.records import OUTPUT
 from stoker.watch import output_relay
 from stoker.watch.hook_reader import add_hook_env, hook_state_dir
@@ -86,7 +87,7 @@ def watch(
             except OSError as error:
                 code = 127 if error.errno == errno.ENOENT else 126
                 recorder.write_start_failure(error, code)
-                print(f"stoker watch: {command[0]}: {error.strerror}", file=sys.stderr)
+                print_text(f"stoker watch: {command[0]}: {error.strerror}", file=sys.stderr)
                 return code
         finally:
             for source, slave, _ in streams:
@@ -100,7 +101,7 @@ def watch(
         recorder.write_end(code)
         stack.close()
         if os.isatty(2):  # otherwise the output is only the job's
-            print(
+            print_text(
                 f"stoker watch: {'done' if code == 0 else _describe_exit(code)}; `stoker why {folder.path}`",
                 file=sys.stderr,
             )

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from stoker.errors import WeightsError, writing
+from stoker.printable import print_text
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
 TIMEOUT_S = 30.0
@@ -40,7 +41,7 @@ def fetch_weights(url: str) -> tuple[Path, str]:
         if (folder / name).is_file():
             return folder / name, f"found in {folder}"
     path = weights_dirs()[0] / name
-    print(f"Downloading {url} to {path.parent}", file=sys.stderr, flush=True)
+    print_text(f"Downloading {url} to {path.parent}", file=sys.stderr, flush=True)
     try:
         _download(url, path)
     except (OSError, _WrongHash) as error:  # urllib's errors are OSErrors
@@ -75,7 +76,7 @@ def local_path(location: str) -> Path:
     digest = hashlib.sha256(version.encode("utf-8", "surrogateescape")).hexdigest()[:12]
     path = weights_dirs()[0] / (f"{stem}-{digest}.{suffix}" if dot else f"{suffix}-{digest}")
     if not path.is_file() or path.stat().st_size != info.size_bytes:
-        print(f"Downloading {uri} to {path.parent}", file=sys.stderr, flush=True)
+        print_text(f"Downloading {uri} to {path.parent}", file=sys.stderr, flush=True)
         fix = f"make room, or set {WEIGHTS_DIR_VARIABLE} to another folder"
         with writing("The weights cannot be written.", path.parent, fix=fix):
             download(store, uri.key, path)
