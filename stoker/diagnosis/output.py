@@ -10,9 +10,9 @@ from pathlib import Path
 
 MAX_OUTPUT_BYTES = 2**20
 """Bytes at the end of an output that are read: the last messages are there (heuristic)."""
-MAX_LINE_CHARS = 4000
-"""Characters of a line that are searched. The patterns have bounded repeats, so 1 MiB of the worst lines takes under a
-second."""
+MAX_LINE_CHARS = 2000
+"""Characters of a line that are read. The patterns have bounded repeats (`failure_signatures/signature.py` sets the
+bounds of those in the catalog), so the time is proportional to the length of the output."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,7 @@ class LogLine:
     source: str
 
 
-_CONTROL_CHARS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f]")
+_CONTROL_CHARS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Colors and other control characters: torch prints a NUL before the traceback of a worker that was killed."""
 
 
@@ -33,9 +33,8 @@ def split_log_lines(data: bytes, file_name: str, *, first_number: int = 1) -> tu
     lines = []
     for number, raw in enumerate(data.split(b"\n"), start=first_number):
         segments = [segment for segment in raw.decode(errors="replace").split("\r") if segment.strip()]
-        lines.append(
-            LogLine(_CONTROL_CHARS.sub("", segments[-1] if segments else "").rstrip(), f"{file_name}:{number}")
-        )
+        text = _CONTROL_CHARS.sub("", segments[-1] if segments else "")[:MAX_LINE_CHARS]
+        lines.append(LogLine(text.rstrip(), f"{file_name}:{number}"))
     return tuple(lines)
 
 
@@ -55,12 +54,12 @@ def read_output(path: Path, *, min_offset: int = 0) -> tuple[LogLine, ...]:
     return split_log_lines(data, path.name, first_number=first_number)
 
 
-_RANK_PREFIX = re.compile(r"^\s*(\[rank\d+\]:\s?)?")
+_RANK_PREFIX = re.compile(r"^\s*(\[rank\d{1,9}\]:\s?)?")
 
 
 def strip_rank_prefix(text: str) -> str:
-    """A line without the prefix that torch adds for a rank, cut to MAX_LINE_CHARS."""
-    return _RANK_PREFIX.sub("", text[:MAX_LINE_CHARS], count=1)
+    """A line without the prefix that torch adds for a rank."""
+    return _RANK_PREFIX.sub("", text, count=1)
 
 
 def find_tracebacks(lines: tuple[LogLine, ...]) -> list[tuple[int, int]]:
@@ -106,12 +105,12 @@ def find_thread_exceptions(lines: tuple[LogLine, ...]) -> list[tuple[int, int]]:
 
 
 def _indent(text: str) -> int:
-    text = re.sub(r"^\[rank\d+\]: ?", "", text)
+    text = re.sub(r"^\[rank\d{1,9}\]: ?", "", text)
     return len(text) - len(text.lstrip())
 
 
 _LOSS_PATTERN = re.compile(
-    r"(?<![\w/])([\w/]{0,60}loss\w{0,40})['\"]?\s*[:=]\s*['\"]?(nan\b|[-+]?inf\b|[-+]?\d)", re.IGNORECASE
+    r"(?<![\w/])([\w/]{0,60}loss\w{0,40})['\"]?\s{0,8}[:=]\s{0,8}['\"]?(nan\b|[-+]?inf\b|[-+]?\d)", re.IGNORECASE
 )
 
 
@@ -120,7 +119,7 @@ def find_nan_losses(lines: tuple[LogLine, ...]) -> list[LogLine]:
     also end with exit code 0."""
     latest: dict[str, tuple[LogLine, bool]] = {}
     for line in lines:
-        for match in _LOSS_PATTERN.finditer(line.text[:MAX_LINE_CHARS]):
+        for match in _LOSS_PATTERN.finditer(line.text):
             latest[match[1]] = (line, match[2].lower() == "nan")
     return list(dict.fromkeys(line for line, is_nan in latest.values() if is_nan))
 
@@ -128,26 +127,27 @@ def find_nan_losses(lines: tuple[LogLine, ...]) -> list[LogLine]:
 _PROGRESS_PATTERN = re.compile(
     r"(?i)(?<!\*\* )(?<!job )\b(epoch|step|iter(ation)?s?)\b[^a-z\n]{0,4}\d|"
     r"\d ?(it|img|images|samples|examples|steps)/s(ec)?\b|\ds/it\b|"
-    r"\bloss\w{0,20}['\"]?\s*[:=]\s*['\"]?\d|\bETA:|\beta: \d"
+    r"\bloss\w{0,20}['\"]?\s{0,8}[:=]\s{0,8}['\"]?\d|\bETA:|\beta: \d"
 )
 
 
 def find_progress(lines: tuple[LogLine, ...]) -> list[int]:
     """Indices of the lines that report the progress of a training, in order."""
-    return [index for index, line in enumerate(lines) if _PROGRESS_PATTERN.search(line.text[:MAX_LINE_CHARS])]
+    return [index for index, line in enumerate(lines) if _PROGRESS_PATTERN.search(line.text)]
 
 
 _NORMAL_END_PATTERN = re.compile(
-    r"(?i)results saved to|\d epochs completed in|`Trainer\.\w+` stopped: `max_\w+=|['\"]?train_runtime['\"]?\s*[:=]|"
+    r"(?i)results saved to|\d epochs completed in|`Trainer\.\w+` stopped: `max_\w+=|"
+    r"['\"]?train_runtime['\"]?\s{0,8}[:=]|"
     r"Training completed\. Do not forget|Total training time: |Overall training speed: |^\s*Training time:? \d|"
     r"Loss for final step: |Reporting training SUCCESS|Training job completed|Billable seconds: |"
     r"job (run )?(has )?(completed|finished|succeeded)\b|JOB_STATE_SUCCEEDED|"
     r"\btrain(ing)? (is |was |has )?(successfully )?(complete[d]?|finished|done|ended)\b|"
     r"\b(finished|done) training\b|(exited|ended|finished) with (exit )?(code|status) 0\b|"
     r"^[\W\d]*(all )?(done|finished|complete[d]?|success|saved)[.! ]*$|^done, |"
-    r"\bCOMPLETED\s+0:0\b|On normal program exit|"
-    r"\b(epoch|step|iter(ation)?)\W{1,3}(?P<of>\d+) ?(/|of) ?(?P=of)\b.{0,200}(loss|time|100%)|"
-    r"\b(step|epoch) (?P<total>\d+) of (?P=total)\b"
+    r"\bCOMPLETED\s{1,40}0:0\b|On normal program exit|"
+    r"\b(epoch|step|iter(ation)?)\W{1,3}(?P<of>\d{1,15}) ?(/|of) ?(?P=of)\b.{0,200}(loss|time|100%)|"
+    r"\b(step|epoch) (?P<total>\d{1,15}) of (?P=total)\b"
 )
 """The last lines of Ultralytics, Lightning, transformers, detectron2, torchvision's references, TensorFlow's
 estimators, SageMaker, Vertex, and of many scripts."""
@@ -155,8 +155,8 @@ _NUM_END_LINES = 40
 """Lines after that of a normal end, at most (heuristic): summaries of the run, of the tracker, of the platform."""
 
 
-_EPOCH_OF_PATTERN = re.compile(r"(?i)^\W*epoch\W{1,2}(\d+) ?/ ?(\d+)\b")
-_FULL_BAR_PATTERN = re.compile(r"\b(\d+)/\1\b.*\d+(ms|s)\b")
+_EPOCH_OF_PATTERN = re.compile(r"(?i)^\W*epoch\W{1,2}(\d{1,15}) ?/ ?(\d{1,15})\b")
+_FULL_BAR_PATTERN = re.compile(r"\b(\d{1,15})/\1\b.{0,200}\d(ms|s)\b")
 
 
 def _find_last_epoch_end(lines: tuple[LogLine, ...]) -> int | None:
@@ -177,7 +177,7 @@ def find_normal_end(lines: tuple[LogLine, ...]) -> int | None:
         return last_epoch_end
     remaining = _NUM_END_LINES
     for index in range(len(lines) - 1, -1, -1):
-        text = lines[index].text[:MAX_LINE_CHARS]
+        text = lines[index].text
         if not text.strip():
             continue
         if _NORMAL_END_PATTERN.search(text):

@@ -67,7 +67,7 @@ _MAX_LEVEL_CHARS = 80
 """Characters of a line in which its level is. A failure at level INFO did not end the job."""
 _TRAINING_EXCEPTION = "Exception during training:"
 """detectron2 prints this, the exception, and then the last lines of a training that ended well."""
-_ERROR_LINE = re.compile(r"^\s*(\w+\.)*\w*(Error|Exception)(:|$)")
+_ERROR_LINE = re.compile(r"^\s*(\w{1,100}\.){0,20}\w{0,100}(Error|Exception)(:|$)")
 """The last line of a traceback."""
 _SECONDARY_XIDS = re.compile(r"\bXid 4[35]\b")
 """What the driver reports of a program that ended or failed by itself."""
@@ -428,13 +428,11 @@ def _find_candidates(stripped_lines: list[str]) -> dict[int, set[int]]:
     return candidates
 
 
-_RANK_PATTERN = re.compile(r"\brank\s?(\d+)", re.IGNORECASE)
+_RANK_PATTERN = re.compile(r"\brank\s?(\d{1,9})\b", re.IGNORECASE)
 
 
 def _rank_evidence(lines: list[LogLine]) -> list[Evidence]:
-    ranks = sorted(
-        {int(match[1]) for line in lines if (match := _RANK_PATTERN.search(line.text)) and len(match[1]) < 10}
-    )
+    ranks = sorted({int(match[1]) for line in lines if (match := _RANK_PATTERN.search(line.text))})
     if not ranks:
         return [make_evidence("not known: which rank waited")]
     return [make_evidence(f"reported by rank {', '.join(map(str, ranks))}, which waited for another one")]

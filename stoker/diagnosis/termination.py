@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.diagnosis.alive import is_held, lease_holder
-from stoker.diagnosis.output import LogLine, read_output
+from stoker.diagnosis.output import MAX_LINE_CHARS, LogLine, read_output
 from stoker.diagnosis.series import Mean
 from stoker.runs import records
 from stoker.runs.records import DEVICES, EVENTS, OUTPUT, STACKS, STEPS
@@ -98,7 +98,11 @@ def read_termination(run_dir: Path) -> Termination | None:
     if (run_dir / OUTPUT).exists():
         output = _read_attempt_output(run_dir, [event for _, event in events if event.attempt == attempt])
     elif end_event is None or end_event.kind != "finished":
-        output = tuple(LogLine(text, source) for text in end_event.text.splitlines()) if end_event is not None else ()
+        output = (
+            tuple(LogLine(text[:MAX_LINE_CHARS], source) for text in end_event.text.splitlines())
+            if end_event is not None
+            else ()
+        )
     else:
         return None
     last_progress = None if end_event is None else _find_last_progress(run_dir, end_event)

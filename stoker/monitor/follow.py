@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 
+from stoker.printable import printable
 from stoker.runs.records import DEVICES, EVENTS, STEPS
 from stoker.runs.schemas import DeviceSample, Event, StepWindow
 
@@ -35,7 +36,7 @@ def describe_event(event: Event) -> str:
             f"{name.upper()} {scores[name]:.3f}" for name in ("ap", "ap50") if isinstance(scores.get(name), float)
         ]
         return f"evaluated at step {event.step:,}: {', '.join(formatted)}"
-    first_line = event.text.partition("\n")[0]
+    first_line = printable(event.text.partition("\n")[0])
     return f"{event.kind}: {first_line}" if first_line else event.kind
 
 

@@ -54,7 +54,7 @@ def monitoring(
         if log == "json":
             sinks["the log"] = JsonLog(log_file or sys.stdout, run=str(folder.path)).observe
         if options.metrics_port is not None:
-            sinks["metrics"] = _serve_metrics(folder, options.metrics_port, alerts, stack)
+            sinks["metrics"] = _serve_metrics(folder, options.metrics_host, options.metrics_port, alerts, stack)
         for name in options.track:
             sinks[name] = _start_tracker(folder, name, stack)
         if not sinks:
@@ -77,14 +77,15 @@ def _notify(delivery: Delivery, alerts: Alerts, line: RecordLine) -> None:
 
 
 def _serve_metrics(
-    folder: RunFolder, port: int, alerts: Alerts, stack: contextlib.ExitStack
+    folder: RunFolder, host: str, port: int, alerts: Alerts, stack: contextlib.ExitStack
 ) -> Callable[[RecordLine], None]:
     from stoker.monitor.prometheus import Exporter, Server  # imports prometheus_client, which few runs need
 
     exporter = Exporter(run=folder.path.name, host=platform.node(), firing=alerts.firing)
-    server = Server(exporter, port)
+    server = Server(exporter, host, port)
     stack.callback(server.close)
-    folder.event("info", f"metrics for Prometheus: http://{platform.node()}:{server.port}/metrics", port=server.port)
+    name = platform.node() if host in ("0.0.0.0", "::", "") else f"[{host}]" if ":" in host else host
+    folder.event("info", f"metrics for Prometheus: http://{name}:{server.port}/metrics", port=server.port)
     return exporter.observe
 
 

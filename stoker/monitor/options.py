@@ -30,7 +30,9 @@ class MonitoringOptions:
     alert_exit: Annotated[bool, Parameter(negative=())] = False
     """Also stop the run at an alert, as SIGTERM does: training saves its state and exits with code 75."""
     metrics_port: int | None = None
-    """Port for Prometheus, http://HOST:PORT/metrics, on all interfaces; 0: a free port, which an event reports."""
+    """Port for Prometheus, http://HOST:PORT/metrics; 0: a free port, which an event reports."""
+    metrics_host: str = "127.0.0.1"
+    """Address of that port; 0.0.0.0: all interfaces, so that other machines can read the metrics."""
     track: Annotated[tuple[Literal["wandb", "mlflow"], ...], Parameter(consume_multiple=True)] = ()
     """Experiment trackers to log losses, speed, phases and metrics to: wandb, mlflow. Each reads its own variables."""
 

@@ -136,16 +136,19 @@ class Exporter(Collector):
 
 
 class Server:
-    """Serves an exporter until `close`. port: 0 for a free one; the attribute `port` is the actual one."""
+    """Serves an exporter until `close`. host: the address to listen on. port: 0 for a free one; the attribute `port` is
+    the actual one."""
 
-    def __init__(self, exporter: Exporter, port: int) -> None:
+    def __init__(self, exporter: Exporter, host: str, port: int) -> None:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(exporter)
         try:
-            self._server, self._thread = start_http_server(port, registry=registry)
+            self._server, self._thread = start_http_server(port, host, registry=registry)
         except OSError as error:
             raise ConfigError(
-                f"--metrics-port {port} cannot be used.", cause=str(error), fix="--metrics-port 0 uses a free port"
+                f"--metrics-port {port} cannot be used on {host}.",
+                cause=str(error),
+                fix="--metrics-port 0 uses a free port, --metrics-host 0.0.0.0 all addresses of this machine",
             ) from error
         self.port = int(self._server.server_port)
 

@@ -4,7 +4,6 @@
 `explain.py`, metrics from events.jsonl and evaluation.json. The page is made by `html.py` and `page/`.
 """
 
-import re
 import statistics
 import time
 from importlib import metadata
@@ -16,6 +15,7 @@ import msgspec
 from stoker.errors import UsageError
 from stoker.evaluation.document import Evaluation, read_evaluation
 from stoker.evaluation.metrics import Metrics
+from stoker.profiling.telemetry.secrets import mask_secrets
 from stoker.report import format as fmt
 from stoker.report.advice import Advice, advise
 from stoker.report.environment import read_environment
@@ -294,16 +294,11 @@ def read_settings_rows(path: Path) -> list[Setting]:
     sections = records.read_settings(path) or {}
     reasons = sections.pop("reasons", {})
     return [
-        Setting(section=section, name=name, value=_mask_credentials(fmt.setting(value)), reason=reasons.get(name))
+        Setting(section=section, name=name, value=mask_secrets(fmt.setting(value)), reason=reasons.get(name))
         for section, values in sections.items()
         if isinstance(values, dict)
         for name, value in values.items()
     ]
-
-
-def _mask_credentials(text: str) -> str:
-    """Without the user part of a URL."""
-    return re.sub(r"(?<=://)[^/@\s]+(?=@)", "***", text)
 
 
 def _truncate_middle(items: list[Item], max_items: int) -> list[Item]:

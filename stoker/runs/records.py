@@ -14,10 +14,11 @@ import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, BinaryIO, TypeVar
 
 import msgspec
 
+from stoker import regular_files
 from stoker.config import old_names
 from stoker.errors import UsageError, writing
 from stoker.runs.schemas import Event
@@ -57,6 +58,21 @@ WARNING_KINDS = (
 )
 """Kinds that are shown as warnings: training went on, but not as requested."""
 
+MAX_TEXT_CHARS = 16_384
+"""The longest text in an event: the middle of a longer one is left out."""
+MAX_EVENT_BYTES = 2**20
+"""The largest event: of a larger one the data are left out."""
+MAX_LINE_BYTES = 4 * 2**20
+"""The longest line of records that is read. An event that is longer is read without its data."""
+_EVENT_START = re.compile(
+    rb'\{"t":[\d.e+-]{1,40},"attempt":\d{1,9},"kind":"\w{1,40}"(?:,"step":\d{1,18})?'
+    rb'(?:,"text":"(?:[^"\\]|\\u[0-9a-fA-F]{4}|\\[^u]){0,%d})?' % MAX_TEXT_CHARS
+)
+"""The fields of an event before its data, in the order in which `Event` has them."""
+
+
+_APPEND_FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+"""A link in place of a file of the run is an error: its target is not one of the run's files."""
 
 Line = TypeVar("Line", bound=msgspec.Struct)
 
@@ -83,7 +99,7 @@ class RunFolder:
         with self._lock:
             try:
                 if name not in self._files:
-                    self._files[name] = os.open(self.path / name, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+                    self._files[name] = _open_for_appending(self.path / name)
                     if _is_incomplete(self._files[name]):
                         self._incomplete.add(name)
             except OSError:
@@ -92,6 +108,9 @@ class RunFolder:
                 self._dropped_lines += 1
                 return
             data = self._encoder.encode(line) + b"\n"
+            if isinstance(line, Event) and len(data) > MAX_EVENT_BYTES:
+                short = msgspec.structs.replace(line, data={"left_out_bytes": len(data)})
+                data = self._encoder.encode(short) + b"\n"
             if name in self._incomplete:  # ends the incomplete line that a killed process or a full disk left
                 data = b"\n" + data
             try:
@@ -110,6 +129,8 @@ class RunFolder:
                 self._dropped_lines += dropped if self._dropped_lines else 0
 
     def event(self, kind: str, text: str = "", *, step: int | None = None, **data: Any) -> None:
+        """Adds a line to events.jsonl. Texts longer than MAX_TEXT_CHARS are cut."""
+        text, data = _shorten(text), _shorten(data)
         self.append(EVENTS, Event(t=time.time(), attempt=self.attempt, kind=kind, step=step, text=text, data=data))
 
     def replace(self, name: str, value: msgspec.Struct) -> None:
@@ -124,6 +145,28 @@ class RunFolder:
             for handle in self._files.values():
                 os.close(handle)
             self._files.clear()
+
+
+def _open_for_appending(path: Path) -> int:
+    """events.jsonl names the command of a job and is readable for the user only."""
+    is_private = path.name == EVENTS
+    fd = os.open(path, _APPEND_FLAGS, 0o600 if is_private else 0o644)
+    if is_private:
+        with contextlib.suppress(OSError):  # a file system without modes, or the file of another user
+            path.chmod(0o600)  # an older version wrote it
+    return fd
+
+
+def _shorten(value: Any) -> Any:
+    """Texts in `value`, at any depth, cut to MAX_TEXT_CHARS, and without lone surrogates, which are not UTF-8."""
+    if isinstance(value, str):
+        if len(value) > MAX_TEXT_CHARS:
+            half = MAX_TEXT_CHARS // 2 - 32
+            value = f"{value[:half]} … {len(value) - 2 * half:,} characters left out … {value[-half:]}"
+        return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_shorten(key): _shorten(item) for key, item in value.items()}
+    return [_shorten(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _is_incomplete(fd: int) -> bool:
@@ -146,8 +189,10 @@ def numbered_lines(run: Path, name: str, kind: type[Line]) -> Iterator[tuple[int
     path = run / name
     if not path.exists():
         return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+    with _open_records(path) as file:
+        for number, line in enumerate(_bounded_lines(file), start=1):
+            if len(line) > MAX_LINE_BYTES:
+                line = _without_data(line, kind, f"{path}:{number}")
             if line.strip():
                 try:
                     yield number, old_names.decode(line, kind)
@@ -160,8 +205,45 @@ def numbered_lines(run: Path, name: str, kind: type[Line]) -> Iterator[tuple[int
                     ) from error
                 except (msgspec.DecodeError, UnicodeDecodeError):  # left incomplete by a kill
                     pass
+                except RecursionError as error:
+                    raise UsageError(
+                        "A line of the run's records is nested too deeply.",
+                        location=f"{path}:{number}",
+                        fix="delete the line: stoker did not write it",
+                    ) from error
             if not line.endswith(b"\n"):
                 return  # the end of a live run's file: what follows now is the rest of this line
+
+
+def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines; of one that is longer than MAX_LINE_BYTES the beginning, one byte more than that with a newline."""
+    while line := file.readline(MAX_LINE_BYTES):
+        if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+            while (rest := file.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
+                pass
+            line += b"\n"
+        yield line
+
+
+def _without_data(line: bytes, kind: type[msgspec.Struct], location: str) -> bytes:
+    """The beginning of an event that is too long, as a complete line. Raises UsageError for other records."""
+    start = _EVENT_START.match(line) if kind is Event else None
+    if start is None:
+        raise UsageError(
+            "A line of the run's records is too long.",
+            location=location,
+            cause=f"it has more than {MAX_LINE_BYTES:,} bytes",
+            fix="delete the line: stoker did not write it",
+        )
+    text = start[0].decode(errors="ignore")
+    return (text + ('"}\n' if ',"text":"' in text else "}\n")).encode()
+
+
+def _open_records(path: Path) -> BinaryIO:
+    try:
+        return regular_files.open_file(path)
+    except OSError as error:
+        raise UsageError("A file of the run cannot be read.", location=path, cause=error.strerror) from error
 
 
 def read_settings(run: Path) -> dict[str, Any] | None:
@@ -172,10 +254,10 @@ def read_settings(run: Path) -> dict[str, Any] | None:
     """
     path = run / CONFIG
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = tomllib.loads(regular_files.read_text(path))
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         fix = "restore the file, or remove it: the run is then read without its settings"
         raise UsageError("The run's settings are damaged.", location=path, cause=str(error), fix=fix) from error
     return {name: old_names.settings(table) if isinstance(table, dict) else table for name, table in tables.items()}
@@ -282,7 +364,7 @@ def recording(
             lock_fd, has_locks = _hold(path, stack, fix)
             folder = RunFolder(path, last_attempt(path) + 1)
             stack.callback(folder.close)
-            write_atomic(path / ENVIRONMENT, json.dumps(environment, indent=2).encode())
+            write_atomic(path / ENVIRONMENT, json.dumps(environment, indent=2).encode(), private=True)
             kind = "started" if folder.attempt == 1 else "resumed"
             folder.event(kind, f"attempt {folder.attempt}: {description}", **data)
             if not has_locks:

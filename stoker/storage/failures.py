@@ -28,8 +28,8 @@ CREDENTIAL_CODES = frozenset(
 )
 
 _STATUS = re.compile(r"status code: (\d{3})")
-_CODE = re.compile(r"<Code>\s*([^<]*?)\s*</Code>")
-_MESSAGE = re.compile(r"<(?:Details|Message)>\s*([^<]*?)\s*</(?:Details|Message)>")
+_CODE = re.compile(r"<Code>([^<]*)</Code>")
+_MESSAGE = re.compile(r"<(?:Details|Message)>([^<]*)</(?:Details|Message)>")
 _NETWORK = re.compile(r"kind: (Connect|Timeout|Interrupted|Request|Decode)\b")
 _INVALID_KEY = re.compile(r'invalid path: .*?Path "(.*?)" contained|Path "(.*?)" contained')
 _EXPECTED_REGION = re.compile(r"expecting '([a-z0-9-]+)'|<Region>([a-z0-9-]+)</Region>")
@@ -78,8 +78,8 @@ def classify_failure(error: Exception) -> Failure:
     text = str(error)
     head = text.partition("\n\nDebug source")[0].strip()
     status = int(match[1]) if (match := _STATUS.search(head)) else None
-    code = match[1] if (match := _CODE.search(head)) else None
-    message = "; ".join(dict.fromkeys(sentence for sentence in _MESSAGE.findall(head) if sentence))
+    code = match[1].strip() if (match := _CODE.search(head)) else None
+    message = "; ".join(dict.fromkeys(sentence for text in _MESSAGE.findall(head) if (sentence := text.strip())))
     if not message and status is None:
         message = head.rpartition(" - ")[2]
     name = " ".join(str(part) for part in (status, code) if part is not None)

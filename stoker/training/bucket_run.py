@@ -221,7 +221,7 @@ def _synchronize(store: Store, uri: StorageUri, local_dir: Path) -> tuple[dict[s
         if _fetch_checkpoint(store, checkpoints[name], local_dir / CHECKPOINTS / name):
             messages.append(f"fetched {name} from the bucket")
     if not (local_dir / EVENTS).exists():  # last: a folder without events is not a run
-        write_atomic(local_dir / EVENTS, remote_events)
+        write_atomic(local_dir / EVENTS, remote_events, private=True)
     return manifests, messages
 
 

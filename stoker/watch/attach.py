@@ -24,7 +24,9 @@ from stoker.errors import UsageError
 from stoker.hardware.cgroup import Cgroup
 from stoker.monitor.monitor import monitoring
 from stoker.monitor.options import MonitoringOptions
-from stoker.profiling.telemetry.environment import describe_job, mask_argv
+from stoker.printable import print_text
+from stoker.profiling.telemetry.environment import describe_job
+from stoker.profiling.telemetry.secrets import mask_argv
 from stoker.runs.records import OUTPUT
 from stoker.watch import processes, stacks
 from stoker.watch.output_relay import RotatingLog
@@ -97,7 +99,7 @@ def _watch_process(
         status = (
             f"recording {job.pid} ({job_name(job.command)}) into {folder.path}; Ctrl-C ends the recording, not the job"
         )
-        print(f"stoker watch: {status}", file=sys.stderr, flush=True)
+        print_text(f"stoker watch: {status}", file=sys.stderr, flush=True)
         with monitoring(folder, monitor, stop=lambda: signal.pidfd_send_signal(job.pidfd, signal.SIGTERM)):
             with _stop_signal_fd() as stop_fd, recorder.following(job.pid):
                 ready, _, _ = select.select([job.pidfd, stop_fd], [], [])
@@ -105,11 +107,11 @@ def _watch_process(
                 code = read_exit_code(job) if ended else None
             if not ended:
                 recorder.write_detached()
-                print(f"stoker watch: the job is still running; `stoker why {folder.path}`", file=sys.stderr)
+                print_text(f"stoker watch: the job is still running; `stoker why {folder.path}`", file=sys.stderr)
                 return 0
             recorder.write_end(code)
     exit_text = "its exit code is not known" if code is None else f"exit code {code if code >= 0 else 128 - code}"
-    print(f"stoker watch: the job ended, {exit_text}; `stoker why {folder.path}`", file=sys.stderr)
+    print_text(f"stoker watch: the job ended, {exit_text}; `stoker why {folder.path}`", file=sys.stderr)
     return 0 if code is None else code if code >= 0 else 128 - code
 
 
@@ -294,6 +296,7 @@ class FileOutput:
     """
 
     def __init__(self, files: list[BinaryIO], log: RotatingLog) -> None:
+        self.skipped_bytes = 0
         self._files = files
         self._log = log
         for file in files:
@@ -304,6 +307,9 @@ class FileOutput:
                 context = context.partition(b"\n")[2]
             if context:
                 self._log.write(context)
+
+    def unread_bytes(self) -> int:
+        return sum(max(0, os.fstat(file.fileno()).st_size - file.tell()) for file in self._files)
 
     def read(self) -> Iterator[bytes]:
         """The data since the last call."""

@@ -4,6 +4,9 @@ Supported are the TF Object Detection API, Keras, torchvision's MetricLogger, Ul
 Trainer, and plain `loss=` or `loss:`; the patterns follow lines that these print. None of them matches prose: a loss
 counts only as a number after its name, in a line that also has a step counter, or has only such pairs. `LineSplitter`
 makes lines from bytes. `progress_windows.py` adds the values up.
+
+Any bytes may come, so the time is proportional to their number: patterns are for lines whose runs of spaces are one
+space, all repeats are bounded, and what can be divided in one way only is not divided again (possessive repeats).
 """
 
 import codecs
@@ -12,7 +15,9 @@ import re
 from collections.abc import Callable, Iterator
 
 MAX_LINE_LENGTH = 2048
-"""The rest of a longer line is ignored, so that no pattern takes long."""
+"""The rest of a longer line is ignored."""
+_MAX_PENDING_LENGTH = 4 * MAX_LINE_LENGTH
+"""The same with colors and cursor movements, before the end of the line has come."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,25 +56,37 @@ class LineSplitter:
         """The complete lines; final: also the last one, without its end."""
         text = self._rest + self._decoder.decode(data, final)
         parts = _BREAK.split(text)
-        self._rest = "" if final else parts.pop()[-MAX_LINE_LENGTH:]
+        self._rest = "" if final else parts.pop()[:_MAX_PENDING_LENGTH]
         return [line for part in parts if (line := _CONTROL.sub("", part)[:MAX_LINE_LENGTH]).strip()]
 
 
 _BREAK = re.compile(r"[\r\n\b]+")
-_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-_]|[\x00-\x08\x0b-\x1f\x7f]")
+_CONTROL = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-_]|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+)
+_SPACES = re.compile(r"\s{2,}+")
+_KEYWORD = re.compile(r"%|loss|epoch|step|learning_rate", re.IGNORECASE)
+"""What every line of progress contains: most other lines end here."""
 
-_NUMBER = r"[-+]?(?:\d+(?:[.,]\d+)?(?:[eE][-+]?\d+)?|\.\d+|nan|NaN|inf|Infinity)"
-_NUMBER_END = r"(?![\w.]*\w)"
-_PAIR = re.compile(rf"(?<![\w/])'?([A-Za-z][\w/.-]*)'?\s*[=:]\s*'?({_NUMBER}){_NUMBER_END}'?")
+_NUMBER = r"[-+]?(?:\d{1,20}+(?:[.,]\d{1,25}+)?(?:[eE][-+]?\d{1,4})?|\.\d{1,25}|nan|NaN|inf|Infinity)"
+_NUMBER_END = r"(?!\.{0,20}\w)"
+_PAIR = re.compile(rf"(?<![\w/])'?([A-Za-z][\w/.-]{{0,80}}+)'?\s?[=:]\s?'?({_NUMBER}){_NUMBER_END}'?")
 
 
 def parse_progress(line: str) -> Progress | None:
     """The progress in a line. Never raises."""
+    line = _normalize(line)
+    if _KEYWORD.search(line) is None:
+        return None
     for parser in PARSERS:
         progress = parser(line)
         if progress is not None:
             return progress
     return None
+
+
+def _normalize(line: str) -> str:
+    return _SPACES.sub(" ", line[:MAX_LINE_LENGTH])
 
 
 class ProgressParser:
@@ -81,6 +98,7 @@ class ProgressParser:
         self._is_training: bool | None = None
 
     def read(self, line: str) -> Progress | None:
+        line = _normalize(line)
         if _KERAS_EPOCH.match(line):
             self._is_training = True
         elif bar := _KERAS.match(line):
@@ -96,7 +114,7 @@ def parse_number(text: str) -> float:
     return float(text.replace(",", "."))
 
 
-_TF_STEP = re.compile(rf"\bStep (\d+) per-step time ({_NUMBER})s\b(.*)")
+_TF_STEP = re.compile(rf"\bStep (\d{{1,15}}) per-step time ({_NUMBER})s\b(.*)")
 
 
 def parse_tf_object_detection(line: str) -> Progress | None:
@@ -107,15 +125,18 @@ def parse_tf_object_detection(line: str) -> Progress | None:
     return Progress(step=int(match[1]), step_s=parse_number(match[2]), losses=losses)
 
 
-_DICT = re.compile(
-    rf"^(?:\S*INFO\S*?:(?:tensorflow:)?|[IW]\d{{4}} .*?\] )?\s*\{{?\s*"
-    rf"(?:'[^']*'\s*:\s*(?:{_NUMBER}|'[^']*'|None)\s*,?\s*)+\}}?\s*$"
-)
+_DICT_START = re.compile(r"(?:\S{0,80}INFO\S{0,80}?:(?:tensorflow:)?|[IW]\d{4} .{0,200}?\] )?\s?\{?\s?(?=')")
+_DICT_ENTRY = re.compile(rf"'[^']{{0,200}}+'\s?:\s?(?:{_NUMBER}|'[^']{{0,200}}+'|None)\s?,?\s?")
+_DICT_END = re.compile(r"\}?\s?$")
 
 
 def parse_dict(line: str) -> Progress | None:
     """A dict of numbers, or one line of it: the Hugging Face Trainer's, the TF Object Detection API's losses."""
-    if "'" not in line or not _DICT.match(line):
+    start = _DICT_START.match(line)
+    position = end = start.end() if start is not None else 0
+    while (entry := _DICT_ENTRY.match(line, end)) is not None:
+        end = entry.end()
+    if end == position or not _DICT_END.match(line, end):
         return None
     pairs = dict(_DICT_PAIR.findall(line))
     losses = {
@@ -127,11 +148,11 @@ def parse_dict(line: str) -> Progress | None:
     return Progress(losses=losses, lr=lr, grad_norm=grad_norm) if losses or lr is not None else None
 
 
-_DICT_PAIR = re.compile(rf"'([^']*)'\s*:\s*'?({_NUMBER})")
+_DICT_PAIR = re.compile(rf"'([^']{{0,200}}+)'\s?:\s?'?({_NUMBER})")
 
-_KERAS = re.compile(r"^\s*(\d+)/(\d+|Unknown)\s+(?:\[[=>.]*\]|━+|(?=- \d+s -))\s?(.*)$")
-_KERAS_TIME = re.compile(rf"({_NUMBER})(us|ms|s)/step")
-_KERAS_EPOCH = re.compile(r"^Epoch (\d+)/(\d+)\s*$")
+_KERAS = re.compile(r"^\s?(\d{1,15})/(\d{1,15}|Unknown)\s(?:\[[=>.]{0,200}+\]|━{1,200}+|(?=- \d{1,15}s -))\s?(.*)$")
+_KERAS_TIME = re.compile(rf"(?<!\d)({_NUMBER})(us|ms|s)/step")
+_KERAS_EPOCH = re.compile(r"^Epoch (\d{1,15})/(\d{1,15})\s?$")
 
 
 def parse_keras(line: str) -> Progress | None:
@@ -150,7 +171,7 @@ def parse_keras(line: str) -> Progress | None:
     return Progress(step=int(match[1]), total_steps=total_steps, losses=losses, step_s=step_s, lr=_find_lr(pairs))
 
 
-_METRIC_LOGGER = re.compile(r"^\s*(?:\S+:)?\s*Epoch: \[(\d+)\]\s+\[\s*(\d+)/(\d+)\]\s+eta: (.*)$")
+_METRIC_LOGGER = re.compile(r"^\s?(?:\S{1,100}:)?\s?Epoch: \[(\d{1,15})\]\s\[\s?(\d{1,15})/(\d{1,15})\]\seta: (.*)$")
 
 
 def parse_torchvision(line: str) -> Progress | None:
@@ -172,9 +193,10 @@ def parse_torchvision(line: str) -> Progress | None:
 
 
 _YOLO = re.compile(
-    rf"^\s*(\d+)/(\d+)\s+[\d.]+[GMK]B?\s+((?:{_NUMBER}\s+)+)(\d+)\s+(\d+):\s+\d+%\s*\S*\s*(\S+?\s+)?(\d+)/(\d+)\s"
+    rf"^\s?(\d{{1,15}})/(\d{{1,15}})\s[\d.]{{1,20}}[GMK]B?\s((?:{_NUMBER}\s){{1,20}})(\d{{1,15}})\s(\d{{1,15}}):"
+    r"\s\d{1,3}%\s?\S{0,100}\s?(\S{1,100}?\s)?(\d{1,15})/(\d{1,15})\s"
 )
-_YOLO_HEADER = re.compile(r"^\s*Epoch\s+GPU_mem\s+((?:\w+\s+)+)Instances\s+Size\s*$")
+_YOLO_HEADER = re.compile(r"^\s?Epoch\sGPU_mem\s((?:\w{1,40}\s){1,20})Instances\sSize\s?$")
 
 
 def parse_ultralytics(line: str) -> Progress | None:
@@ -189,11 +211,13 @@ def parse_ultralytics(line: str) -> Progress | None:
 
 
 _BAR = re.compile(
-    r"^\s*(?:([^|]*?):)?\s*\d+%\s?\|[^|]*\|\s*(\d+)/(\d+)\s*"
-    r"\[[^\]<]*<[^\],]*,\s*(?:\?|\S+?)\s?(?:it/s|s/it)(.*)\]"
+    r"^\s?(?:([^|]{0,200}?):)?\s?\d{1,3}%\s?\|[^|]{0,500}+\|\s?(\d{1,15})/(\d{1,15})\s?"
+    r"\[[^\]<]{0,100}+<[^\],]{0,100}+,\s?(?:\?|\S{1,40}?)\s?(?:it/s|s/it)(.*)\]"
 )
-_RICH = re.compile(r"^\s*Epoch (\d+)(?:/\d+)?\s+[━╸╺ ]+\s+(\d+)/(\d+)\s+\S+ • \S+\s+\S+\s*(.*)$")
-_EPOCH_WORD = re.compile(r"\bepoch\b\D{0,3}(\d+)", re.IGNORECASE)
+_RICH = re.compile(
+    r"^\s?Epoch (\d{1,15})(?:/\d{1,15})?\s[━╸╺ ]{1,200}+(\d{1,15})/(\d{1,15})\s\S{1,40} • \S{1,40}\s\S{1,40}\s?(.*)$"
+)
+_EPOCH_WORD = re.compile(r"\bepoch\b\D{0,3}(\d{1,15})", re.IGNORECASE)
 
 
 def parse_bar(line: str) -> Progress | None:
@@ -220,15 +244,18 @@ def parse_bar(line: str) -> Progress | None:
 
 
 _COUNTER = re.compile(
-    r"(?<!\w)(?:global_?)?(?:steps?|iters?|iteration|batch|it)(?!\w)\s*[=:#]?\s*[\[(]?\s*(\d+)(?:\s*/\s*(\d+))?",
+    r"(?<!\w)(?:global_?)?(?:steps?|iters?|iteration|batch|it)(?!\w)\s?[=:#]?\s?[\[(]?\s?(\d{1,15})(?!\d)"
+    r"(?:\s?/\s?(\d{1,15})(?!\d))?",
     re.IGNORECASE,
 )
-_EPOCH_COUNTER = re.compile(r"(?<!\w)epoch\s*[=:#]?\s*[\[(]?\s*(\d+)", re.IGNORECASE)
-_ONLY_PAIRS = re.compile(rf"^\W*(?:[A-Za-z][\w/.-]*\s*[=:]\s*{_NUMBER}{_NUMBER_END}[\s,;|)(-]*)+$")
+_EPOCH_COUNTER = re.compile(r"(?<!\w)epoch\s?[=:#]?\s?[\[(]?\s?(\d{1,15})(?!\d)", re.IGNORECASE)
+_ONLY_PAIRS = re.compile(
+    rf"^\W{{0,40}}+(?:[A-Za-z][\w/.-]{{0,80}}+\s?[=:]\s?{_NUMBER}{_NUMBER_END}[\s,;|)(-]{{0,20}}+)++$"
+)
 _LOSS_VALUE = re.compile(
-    r"loss'?\s*(?:=|:\s*[-+]?(?:\d+[.,]\d|\d+[eE]|nan\b|inf\b))", re.IGNORECASE
+    r"loss'?\s?(?:=|:\s?[-+]?(?:\d+[.,]\d|\d+[eE]|nan\b|inf\b))", re.IGNORECASE
 )  # "the loss: 3 ships" is prose
-_IMG_PER_S = re.compile(rf"({_NUMBER})\s*(?:img|imgs|images|samples)/s(?:ec)?\b")
+_IMG_PER_S = re.compile(rf"(?<!\d)({_NUMBER})\s?(?:img|imgs|images|samples)/s(?:ec)?\b")
 
 
 def parse_plain(line: str) -> Progress | None:

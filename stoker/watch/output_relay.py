@@ -67,7 +67,7 @@ class RotatingLog:
                 os.replace(self._path, f"{stem}.1{suffix}")
             os.close(self._fd)
         self._fd = -1
-        self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
 
 def relay(source: int, target: int, log: RotatingLog, standby: socket.socket) -> bool:

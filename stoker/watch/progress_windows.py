@@ -12,6 +12,8 @@ from stoker.runs.schemas import StepWindow
 from stoker.watch.hook_reader import RankWindow
 from stoker.watch.output import Progress
 
+MAX_LOSSES = 100
+"""Losses of a window; a job with more names prints something else."""
 MAX_FIRST_STEP = 100
 """A first counter above this is of a job that was resumed: the steps before it were not watched. The TF Object
 Detection API prints its first line at step 100."""
@@ -145,6 +147,7 @@ class ProgressWindows:
             losses["total"] = sum(losses.values())
         for name, value in losses.items():
             if math.isfinite(value):
-                self._losses.setdefault(name, []).append(value)
+                if name in self._losses or len(self._losses) < MAX_LOSSES:
+                    self._losses.setdefault(name, []).append(value)
             elif self.non_finite_loss is None:
                 self.non_finite_loss = f"{name} is {value}"

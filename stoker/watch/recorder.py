@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from stoker.errors import writing
-from stoker.profiling.telemetry.environment import describe_job, mask_argv
+from stoker.profiling.telemetry.environment import describe_job
 from stoker.profiling.telemetry.kernel_log import read_kernel_lines
 from stoker.profiling.telemetry.sampler import TelemetrySampler
+from stoker.profiling.telemetry.secrets import mask_argv
 from stoker.runs.records import ENVIRONMENT, OUTPUT, RANKS, STEPS, RunFolder, make_run, recording
 from stoker.runs.schemas import StepWindow
 from stoker.watch import stacks
@@ -42,6 +43,8 @@ status of all sources."""
 
 POLL_INTERVAL_S, MIN_WINDOW_S, MAX_IDLE_WINDOW_S = 0.25, 1.0, 10.0
 """Interval of polling the output; minimum length of a window, and of one without progress."""
+MAX_READ_S, MAX_LAST_READ_S = 1.0, 5.0
+"""How long output is read before the next window; after the job's end the rest is read for so long."""
 PROCESS_POLL_S = 2.0
 """Interval of polling its processes and their open files."""
 CHECKSUM_BYTES = 4096
@@ -111,8 +114,15 @@ class OutputSource(Protocol):
     """The job's output."""
 
     def read(self) -> Iterator[bytes]:
-        """The data since the last call."""
+        """The data since the last call. It may be closed early: the next call returns the rest."""
         ...
+
+    def unread_bytes(self) -> int:
+        """What `read` would return now."""
+        ...
+
+    skipped_bytes: int
+    """What was removed before it was read."""
 
 
 class Recorder:
@@ -162,7 +172,7 @@ class Recorder:
                 yield
             finally:
                 self._stop.set()
-                thread.join(5.0)  # a thread that hangs in a storage is abandoned
+                thread.join(2 * MAX_LAST_READ_S)  # a thread that hangs in a storage is abandoned
 
     def set_coverage(self, source: str, status: str) -> None:
         """Sets the status of a data source. From any thread."""
@@ -228,13 +238,22 @@ class Recorder:
         lines, parser = LineSplitter(), ProgressParser()
         non_finite_reported = empty_input_reported = workers_reported = False
         next_process_poll_s = last_output_s = time.monotonic()
+        is_behind = False
         while True:
-            stopping = self._stop.wait(POLL_INTERVAL_S)
+            stopping = self._stop.wait(0.0 if is_behind else POLL_INTERVAL_S)
+            is_behind, deadline_s = False, time.monotonic() + (MAX_LAST_READ_S if stopping else MAX_READ_S)
             for data in self._output.read():
                 last_output_s = time.monotonic()
                 _feed_lines(windows, parser, lines.feed(data))
+                if time.monotonic() > deadline_s:
+                    is_behind = True
+                    break
             if stopping:
                 _feed_lines(windows, parser, lines.feed(b"", final=True))
+                unread_bytes = self._output.skipped_bytes + (self._output.unread_bytes() if is_behind else 0)
+                if unread_bytes:
+                    text = f"{unread_bytes:,} bytes of the job's output were not read: steps in them are not recorded"
+                    self._folder.event("warning", text, unread_bytes=unread_bytes)
             if windows.non_finite_loss is not None and not non_finite_reported:
                 non_finite_reported = True
                 text = f"the job printed that {windows.non_finite_loss}"
@@ -309,6 +328,11 @@ class LogTail:
         self._path = path
         self._start = start
         self._file: BinaryIO | None = None
+        self.skipped_bytes = 0
+        """Of files that were rotated away twice before they were read."""
+
+    def unread_bytes(self) -> int:
+        return 0 if self._file is None else os.fstat(self._file.fileno()).st_size - self._file.tell()
 
     def read(self) -> Iterator[bytes]:
         """The data since the last call."""
@@ -324,6 +348,9 @@ class LogTail:
                 yield data
             if not rotated:
                 return
+            previous = self._path.with_name(f"{self._path.stem}.1{self._path.suffix}")
+            if previous.exists() and not os.path.samestat(os.fstat(self._file.fileno()), previous.stat()):
+                self.skipped_bytes += previous.stat().st_size
             self._file.close()
             self._file = None
 

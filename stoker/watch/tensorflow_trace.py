@@ -7,7 +7,7 @@ their name (3), start (9) and duration (10) in picoseconds.
 import re
 from collections.abc import Iterator
 
-_INPUT_WAIT_OP = re.compile(rb"^(?:MultiDevice)?Iterator\w*GetNext\w*Op::(?:DoCompute|ComputeAsync)")
+_INPUT_WAIT_OP = re.compile(rb"^(?:MultiDevice)?Iterator\w{0,60}GetNext\w{0,60}Op::(?:DoCompute|ComputeAsync)")
 """The fetch of a batch by a step; prefetching by the input pipeline has other names."""
 
 

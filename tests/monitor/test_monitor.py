@@ -3,8 +3,10 @@
 import http.server
 import io
 import json
+import platform
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +19,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from stoker.errors import ConfigError
-from stoker.monitor import prometheus, trackers
+from stoker.monitor import delivery, prometheus, trackers
 from stoker.monitor.follow import Follower
 from stoker.monitor.monitor import monitoring
 from stoker.monitor.options import MonitoringOptions
@@ -89,7 +91,7 @@ class Hook(http.server.BaseHTTPRequestHandler):
 def test_an_alert_reaches_the_events_the_command_the_webhook_and_the_run(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stoker.monitor.delivery.time.sleep", lambda _: None)
+    monkeypatch.setattr("stoker.monitor.delivery.RETRY_BASE_S", 0.0)
     Hook.received = []
     server = http.server.HTTPServer(("127.0.0.1", 0), Hook)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -142,6 +144,53 @@ def test_a_command_that_exceeds_its_timeout_is_stopped_and_not_quoted(
     (warning,) = events(folder, "warning")
     assert "was stopped after" in warning.text
     assert "secret" not in warning.text
+
+
+@pytest.fixture
+def silent_server() -> Iterator[int]:
+    """The port of a server that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.mark.parametrize("kind", ["webhook", "command"])
+def test_what_hangs_at_the_end_of_a_run_is_given_up(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, silent_server: int, kind: str
+) -> None:
+    assert delivery.CLOSE_TIMEOUT_S + delivery.KILL_TIMEOUT_S <= 5
+    monkeypatch.setattr(delivery, "CLOSE_TIMEOUT_S", 0.5)
+    pid_file = folder.path / "pid"
+    # the command's child ignores signals and holds its output open
+    command = f"(trap '' TERM HUP INT; sleep 600 & echo $! > '{pid_file}'; wait) | cat"
+    hanging: dict[str, Any] = (
+        {"alert_command": command}
+        if kind == "command"
+        else {"alert_webhook": f"http://127.0.0.1:{silent_server}/secret"}
+    )
+    with monitoring(folder, MonitoringOptions(alert=("on failed",), **hanging), stop=must_not_stop):
+        folder.event("failed")
+        folder.event("failed")
+        while kind == "command" and not (pid_file.exists() and pid_file.read_text()):
+            pass
+    (warning,) = events(folder, "warning")
+    assert warning.text == "2 alerts were not delivered within 0.5 s after the end of the run"
+    if kind == "command":
+        child = Path("/proc", pid_file.read_text().strip(), "stat")
+        assert not child.exists() or child.read_text().rpartition(")")[2].split()[0] in "ZX"
+
+
+def test_metrics_are_for_this_machine_unless_told_otherwise(folder: RunFolder) -> None:
+    for host, shown in (("127.0.0.1", "127.0.0.1"), ("0.0.0.0", platform.node())):
+        options = MonitoringOptions(metrics_port=0) if host == "127.0.0.1" else MonitoringOptions(
+            metrics_port=0, metrics_host=host
+        )  # fmt: skip
+        with monitoring(folder, options, stop=must_not_stop):
+            event = events(folder, "info")[-1]
+            assert f"http://{shown}:" in event.text
+            # the kernel's table of listening sockets: address in hexadecimal, little-endian
+            listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]
+                         if line.split()[3] == "0A"]  # fmt: skip
+            assert f"{'0100007F' if host == '127.0.0.1' else '00000000'}:{event.data['port']:04X}" in listening
 
 
 def test_an_old_quantity_of_a_rule_is_noted_in_the_events(folder: RunFolder) -> None:

@@ -204,7 +204,8 @@ def test_a_line_that_is_written_while_it_is_read_is_left_for_later(
     lines = [msgspec.json.encode(window(step=step)) + b"\n" for step in range(3)]
     (tmp_path / STEPS).write_bytes(b"".join(lines))
     seen = [lines[0], lines[1][:cut], b'"step":1}\n', lines[2]]
-    monkeypatch.setattr(Path, "open", lambda *_: contextlib.nullcontext(iter(seen)))
+    file = type("File", (), {"readline": lambda *_: seen.pop(0) if seen else b""})()
+    monkeypatch.setattr(records, "_open_records", lambda _: contextlib.nullcontext(file))
     assert [line.step for line in read_lines(tmp_path, STEPS, StepWindow)] == ([0, 1] if cut == -1 else [0])
 
 
@@ -425,3 +426,54 @@ def test_no_line_of_the_document_is_too_long_to_read() -> None:
 
 if __name__ == "__main__":
     (DOCS / "records.md").write_text(page())
+
+
+def test_a_huge_text_is_neither_stored_nor_loaded_whole(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, 1)
+    folder.event("failed", "first " + "x" * 10**7 + " last", nested={"texts": ["y" * 10**6]})
+    folder.event("info", "many", items=[str(n) for n in range(300_000)])
+    folder.event("info", "a name that is not UTF-8: \udcff", name="\udcff")
+    folder.close()
+    assert (tmp_path / EVENTS).stat().st_size < 100_000
+    failed, many, name = read_lines(tmp_path, EVENTS, Event)
+    assert len(failed.text) <= records.MAX_TEXT_CHARS
+    assert failed.text.startswith("first xx")
+    assert failed.text.endswith("xx last")
+    assert "characters left out" in failed.text
+    assert len(failed.data["nested"]["texts"][0]) <= records.MAX_TEXT_CHARS
+    assert many.data["left_out_bytes"] > 10**6
+    assert name.data["name"] == "\\udcff"
+
+
+@pytest.mark.parametrize("text", ["x" * 10**7, "\u00e9\\" * 10**6, '"\n\x01' * 10**6, "short"])
+def test_a_huge_event_of_an_older_version_is_read_without_its_data(tmp_path: Path, text: str) -> None:
+    lines = [
+        Event(t=1.5e9, attempt=1, kind="started"),
+        Event(t=1.5e9, attempt=1, kind="failed", step=3, text=text, data={"more": "z" * 10**7}),
+        Event(t=1.6e9, attempt=2, kind="resumed", text="next"),
+    ]
+    (tmp_path / EVENTS).write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    peak = []
+    for event in read_lines(tmp_path, EVENTS, Event):
+        peak.append((event.kind, event.step, len(event.text) < 20_000, event.data))
+        assert text.startswith(event.text) or event.kind == "resumed"
+    assert peak == [("started", None, True, {}), ("failed", 3, True, {}), ("resumed", None, True, {})]
+    (tmp_path / STEPS).write_bytes(b"[" + b"1," * 5 * 10**6 + b"1]\n")
+    with pytest.raises(UsageError, match="too long"):
+        list(read_lines(tmp_path, STEPS, StepWindow))
+
+
+@linux
+def test_files_that_hold_commands_and_variables_are_private(tmp_path: Path) -> None:
+    """Whatever the umask, and also those that an older version wrote."""
+    (tmp_path / EVENTS).touch(mode=0o644)
+    (tmp_path / EVENTS).chmod(0o644)
+    before = os.umask(0)
+    try:
+        with records.recording(tmp_path, {"argv": ["x"]}, "x", fix="x") as (folder, _):
+            zeros: dict[str, Any] = dict.fromkeys(("t", "step", "window_steps", "num_images", "wall_s"), 0)
+            folder.append(STEPS, StepWindow(attempt=1, devices=1, phases={}, **zeros))
+    finally:
+        os.umask(before)
+    modes = {name: (tmp_path / name).stat().st_mode & 0o777 for name in (EVENTS, "environment.json", STEPS)}
+    assert modes == {EVENTS: 0o600, "environment.json": 0o600, STEPS: 0o644}

@@ -74,11 +74,22 @@ def signature(
 def make_log_pattern(pattern: str, *, harmless: bool = False, traceback_end: str | None = None) -> LogPattern:
     """Raises ValueError for a pattern without a literal part."""
     return LogPattern(
-        re.compile(pattern, re.MULTILINE | re.ASCII),
+        re.compile(_bound_repeats(pattern), re.MULTILINE | re.ASCII),
         required_literals(pattern),
         harmless,
-        None if traceback_end is None else re.compile(traceback_end),
+        None if traceback_end is None else re.compile(_bound_repeats(traceback_end)),
     )
+
+
+_MAX_REPEATS = 400
+"""What `*` and `+` of a pattern mean, so that the time is proportional to the length of a line. Heuristic: longer than
+the paths, shapes and lists in messages."""
+
+
+def _bound_repeats(pattern: str) -> str:
+    bounds = {"*": f"{{0,{_MAX_REPEATS}}}", "+": f"{{1,{_MAX_REPEATS}}}"}
+    tokens = _TOKEN.findall(pattern)
+    return "".join(bounds[token[0]] + token[1:] if token[0] in bounds else token for token in tokens)
 
 
 _TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:[a-z]+\)|:|<?[=!])|[()|]|[*?+]\??|\{[\d,]+\}\??|[\s\S]")

@@ -1,8 +1,8 @@
 """Describes once what a run ran on, for environment.json: versions, machine, limits, GPUs, environment variables.
 
 Runs are explained, compared and repeated from it. It never contains a secret: variables are selected by name, names
-that look like a secret are left out, and passwords in URLs and behind flags are masked. Facts of the machine and its
-storage: `platform_info`; GPUs: `gpu`.
+that look like a secret are left out, and secrets in values and arguments are masked (`secrets`). Facts of the machine
+and its storage: `platform_info`; GPUs: `gpu`.
 """
 
 import os
@@ -10,7 +10,7 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
@@ -20,6 +20,7 @@ from stoker.hardware.cgroup import Cgroup, host_cores, host_memory
 from stoker.profiling.telemetry import platform_info
 from stoker.profiling.telemetry.gpu import GpuSampler
 from stoker.profiling.telemetry.machine import read_meminfo
+from stoker.profiling.telemetry.secrets import is_secret_name, mask_argv, mask_secrets
 
 if os.name == "posix":
     import resource
@@ -37,17 +38,6 @@ _RECORDED_ENV_VARS = re.compile(
     r"(CUDA|CUBLAS|NCCL|GLOO|NVIDIA|HIP|ROCR|HSA|TPU|PJRT|OMP|KMP|MKL|OPENBLAS|MALLOC|TORCH|TORCHINDUCTOR|PYTORCH|STOKER)_"
     r"|(LD_PRELOAD|MASTER_ADDR|MASTER_PORT|RANK|LOCAL_RANK|WORLD_SIZE|SLURM_JOB_ID|SLURM_CPUS_PER_TASK)$"
 )
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE|SIGNATURE|HOOK", re.IGNORECASE)
-_SECRET_FLAG = re.compile(
-    r"-{1,2}(?:\w+[-_])*(?:(?:api)?key|token|secret|passw(?:or)?d|credentials?|auth|cookie|signature|webhook)"
-    r"(?:$|(?=[-_=]))(?:[-_]\w+)*(?P<value>=.*)?",
-    re.IGNORECASE | re.DOTALL,
-)
-"""A flag whose value is a secret, in the same argument or in the next. Not `--tokenizer`, nor `--max-tokens`."""
-_URL_PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-_WEBHOOK_URL = re.compile(r"(https?://[^\s'\"]*?(?:\bhooks?\.|webhook)[^\s/'\"]*/)[^\s'\"]+", re.IGNORECASE)
-"""The URL of a webhook is its password: hooks.slack.com/…, discord.com/api/webhooks/…, ….webhook.office.com/…"""
-_SECRET_QUERY = re.compile(r"([?&][^=&\s]*(?:key|token|secret|sig|credential|auth)[^=&\s]*=)[^&\s]+", re.IGNORECASE)
 
 
 def describe(
@@ -154,25 +144,6 @@ def _max_open_fds() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def mask_secrets(text: str) -> str:
-    """The text without passwords: `s3://***@host/…`, `…?sig=***`, `https://hooks.slack.com/***`."""
-    return _WEBHOOK_URL.sub(r"\1***", _SECRET_QUERY.sub(r"\1***", _URL_PASSWORD.sub("***", text)))
-
-
-def mask_argv(argv: Iterable[str]) -> list[str]:
-    """A command without passwords: each argument masked, and the values of `--token`, `--alert-webhook` …"""
-    masked_argv: list[str] = []
-    hide_next = False
-    for arg in argv:
-        flag = _SECRET_FLAG.fullmatch(arg)
-        if flag is not None and flag["value"] is not None:
-            masked_argv.append(arg[: flag.start("value")] + "=***")
-        else:
-            masked_argv.append("***" if hide_next and not arg.startswith("--") else mask_secrets(arg))
-        hide_next = flag is not None and flag["value"] is None
-    return masked_argv
-
-
 def detect_container(env: Mapping[str, str] = os.environ, root: Path = Path("/")) -> str | None:
     """The kind of container of this process, if it can be detected: kubernetes, singularity, podman, docker."""
     if "KUBERNETES_SERVICE_HOST" in env:
@@ -197,7 +168,7 @@ def detect_machine_type(env: Mapping[str, str] = os.environ, root: Path = Path("
 
 
 def _is_recorded_var(name: str) -> bool:
-    return _RECORDED_ENV_VARS.match(name) is not None and _SECRET.search(name) is None
+    return _RECORDED_ENV_VARS.match(name) is not None and not is_secret_name(name)
 
 
 def _version(package: str) -> str | None:

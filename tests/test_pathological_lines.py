@@ -1,0 +1,114 @@
+"""Output that is made to be slow to read: the time of `stoker why FILE.log` and `stoker watch` grows with its size, and
+no faster. CPU time of this process is compared, not wall-clock time."""
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from stoker.diagnosis.failure_signatures import FAILURE_SIGNATURES
+from stoker.diagnosis.output import MAX_LINE_CHARS, MAX_OUTPUT_BYTES
+from stoker.report.foreign_log import explain_log
+from stoker.watch.output import MAX_LINE_LENGTH, LineSplitter, ProgressParser
+from stoker.watch.progress_windows import ProgressWindows
+from stoker.watch.recorder import _feed_lines
+
+USUAL_UNITS = (
+    "1234567890", " ", "a=", "a=1 ", "a-", "a.", "[", "'", "'a': 1, ", '"', ".", "/", "1/", ":", "\r50%|##",
+    "50%|##| 5/10 [00:01<00:02, 1it/s", "Traceback (most recent call last):", "loss",
+)  # fmt: skip
+UNITS = (
+    *USUAL_UNITS,
+    "1", "\t", "1 ", "a=1,", "a", "_", "](", "{", "'a", "1.", "1e", "1/1 ", "a:", "|", "5%|", "Epoch 1/2 ━━━ 1/2 ",
+    "━", "1/2 0G 1 1 1 1 1 1: 5% ", "1/2 [===] - 1s 1ms/step - loss: 1 ", "Epoch 1/1 ", "loss=1 ", "loss: nan ",
+    "step 1 ", "it/s", "1img/s", "INFO", "INFO:", "I1234 ", "a.Error: ", '  File "x", line 1, in f ',
+    "CUDA error: out of memory ", "NCCL WARN ", "exit code ", "\x1b[", "\x1b]", "[rank0]: ", "preempted node ",
+    "/a/a/a.",
+)  # fmt: skip
+PLAIN = b"".join(
+    b"INFO:train: step %d of 9999, loss: 0.%03d, lr 0.001, 12.5 img/s\n" % (n, n % 999) for n in range(20_000)
+)
+MAX_RATIO = 10
+"""The slowest kind takes 5 times as long."""
+
+
+def lines(unit: str, size: int, line_length: int | None) -> bytes:
+    """`size` bytes of the unit, in lines of this length, after a line that begins an epoch."""
+    length = size if line_length is None else line_length
+    line = (unit * (length // len(unit) + 1))[:length] + "\n"
+    return b"Epoch 1/1\n" + (line * (size // length)).encode()[:size] + b"\n"
+
+
+def watch(data: bytes) -> ProgressWindows:
+    splitter, parser = LineSplitter(), ProgressParser()
+    windows = ProgressWindows(attempt=1, devices=1, start_s=0.0)
+    for start in range(0, len(data), 65536):
+        _feed_lines(windows, parser, splitter.feed(data[start : start + 65536]))
+    _feed_lines(windows, parser, splitter.feed(b"", final=True))
+    windows.window(1.0)
+    return windows
+
+
+def cpu_s(read: Callable[[], object]) -> float:
+    start_s = time.process_time()
+    read()
+    return time.process_time() - start_s
+
+
+def read_log(data: bytes, log: Path) -> None:
+    log.write_bytes(data)
+    explain_log(log)
+
+
+def check_times(size: int, log: Path, units: Sequence[str], line_length: int | None) -> None:
+    """Each kind of line takes at most MAX_RATIO times as long as ordinary lines of this size."""
+    plain = (PLAIN * (size // len(PLAIN) + 1))[:size]
+    readers: tuple[Callable[[bytes], object], ...] = (lambda data: read_log(data, log), watch)
+    for read in readers:
+        plain_s = min(cpu_s(lambda: read(plain)) for _ in range(2))  # noqa: B023
+        for unit in units:
+            data = lines(unit, size, line_length)
+            taken_s = cpu_s(lambda: read(data))  # noqa: B023
+            assert taken_s < MAX_RATIO * plain_s, unit
+
+
+def test_some_lines_of_each_usual_kind(tmp_path: Path) -> None:
+    check_times(60_000, tmp_path / "job.log", USUAL_UNITS, MAX_LINE_LENGTH)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unit", UNITS)
+def test_10_megabytes_of_each_kind(tmp_path: Path, unit: str) -> None:
+    check_times(10_000_000, tmp_path / "job.log", [unit], 4000)
+    check_times(10_000_000, tmp_path / "job.log", [unit], None)
+
+
+@pytest.mark.slow
+def test_lines_made_of_the_words_of_each_failure() -> None:
+    """The words of a pattern, each repeated and all in turn: what `.*` and `\\S+` between them are slow at."""
+    slow = []
+    for failure in FAILURE_SIGNATURES.values():
+        for log_pattern in failure.log_patterns:
+            words = re.findall(r"[A-Za-z_]{3,}", re.sub(r"\\\w|\(\?\w+\)", " ", log_pattern.regex.pattern)) or ["x"]
+            for unit in (*words, " ".join(words), " ".join(reversed(words)), *(f"{word} " for word in words)):
+                text = (unit * MAX_LINE_CHARS)[:MAX_LINE_CHARS]
+                taken_s = cpu_s(lambda log_pattern=log_pattern, text=text: log_pattern.regex.search(text))  # type: ignore[misc]
+                if taken_s * MAX_OUTPUT_BYTES / MAX_LINE_CHARS > 60:
+                    slow.append((failure.id, log_pattern.regex.pattern, unit, taken_s))
+    assert not slow
+
+
+def test_steps_after_unusual_lines_are_recorded() -> None:
+    """The case that was seen: 400 lines of 2,048 characters, and the steps after them were lost."""
+    for unit in ("'a': 1, ", "a=1-", " ", "INFO", "1 "):
+        data = lines(unit, 400 * MAX_LINE_LENGTH, MAX_LINE_LENGTH) + b"step 7 loss: 0.5\n"
+        assert watch(data).step == 7
+
+
+def test_huge_numbers_in_counters_are_no_steps() -> None:
+    windows = watch(
+        b"step 3 loss: 0.5\nstep " + b"9" * 2000 + b" loss: 0.5\nstep 4 loss: 1" + b"0" * 400 + b"\nstep 5 loss: 1.5\n"
+    )
+    assert windows.step == 5
