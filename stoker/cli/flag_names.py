@@ -270,6 +270,12 @@ HABITS: dict[str, dict[str, _Value | _Switch | _Answer]] = {
     "export": _EXPORT,
     "data": _DATA,
     "watch": {"run": _Value("run-dir")},
+    "import": {
+        "model-dir": _Value("run-dir"),
+        "pipeline-config-path": _Answer("the file is the argument: `stoker import pipeline.config`"),
+        "num-train-steps": _Answer("`stoker train --config config.toml --steps N` trains for another length"),
+        **dict.fromkeys(("use-tpu", "tpu-name"), _Answer(_NO_TPU)),
+    },
     "why": {"price": _Value("price-per-device-hour")},
     "report": {"price": _Value("price-per-device-hour")},
 }

@@ -183,6 +183,7 @@ def test_what_stoker_does_not_have_is_answered(typed: str, words: str) -> None:
         ("eval RUN --batch 4", "eval RUN --batch-size 4"),
         ("data check D --no-pictures --max-bad 0.1", "data check D --annotations-only --max-bad-fraction 0.1"),
         ("why RUN --price 2", "why RUN --price-per-device-hour 2"),
+        ("import p.config --run --model_dir=m", "import p.config --run --run-dir m"),
         ("watch --run r -- python a.py --batch 4 lr=2", "watch --run-dir r -- python a.py --batch 4 lr=2"),
     ],
 )  # fmt: skip
