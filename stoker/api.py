@@ -18,6 +18,7 @@ def train(
     *,
     run_dir: str | os.PathLike[str] | None = None,
     resume: str | os.PathLike[str] | None = None,
+    accept_changed_data: bool = False,
     trace: bool = False,
     log_format: Literal["text", "json"] = "text",
     monitor: MonitoringOptions = MonitoringOptions(),  # noqa: B008  # frozen
@@ -28,6 +29,7 @@ def train(
     data: folder or file with labeled images, a URI, or "demo", a small data set that stoker draws.
     run_dir: folder of the run, default `runs/<data>-<model>-<n>`. An unfinished run there is continued.
     resume: an unfinished run to continue with its own settings; `data` is not needed then.
+    accept_changed_data: continue an unfinished run also if images, boxes or class names of its data set changed.
     trace: keep the steps that are profiled every few minutes as Chrome traces too.
     log_format: json writes JSON lines to stdout, and text for people to stderr.
     monitor: alerts, metrics and trackers, like the flags of that group (docs/monitoring.md).
@@ -39,5 +41,11 @@ def train(
     user_config = from_fields({"data": data, **settings})
     paths = [None if path is None else os.fspath(path) for path in (run_dir, resume)]
     return loop.train(
-        user_config, run_dir=paths[0], resume=paths[1], trace=trace, monitor=monitor, log_format=log_format
+        user_config,
+        run_dir=paths[0],
+        resume=paths[1],
+        accept_changed_data=accept_changed_data,
+        trace=trace,
+        monitor=monitor,
+        log_format=log_format,
     )

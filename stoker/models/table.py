@@ -385,10 +385,16 @@ def check_settings(settings: ModelSettings) -> None:
             )
 
 
+OPTIONAL_FIELDS = frozenset({"train", "val", "splits"})
+"""Settings that a complete config may lack: files that the user may name."""
+
+
 def unset_fields(config: Config) -> list[str]:
     """Settings that a run of the config's model uses and that are AUTO."""
     used = COMMON_FIELDS | get_architecture(config.model.model).defaults.keys()
     set_fields = config.set_fields()
     return [
-        name for name, section in SECTION_OF.items() if name not in set_fields and (section != "model" or name in used)
+        name
+        for name, section in SECTION_OF.items()
+        if name not in {*set_fields, *OPTIONAL_FIELDS} and (section != "model" or name in used)
     ]

@@ -73,6 +73,7 @@ def train(
     *,
     run_dir: str | None = None,
     resume: str | None = None,
+    accept_changed_data: bool = False,
     started_s: float | None = None,
     trace: bool = False,
     monitor: MonitoringOptions = MonitoringOptions(),  # noqa: B008  # frozen
@@ -80,9 +81,10 @@ def train(
 ) -> Result:
     """Trains until the requested length is reached.
 
-    run_dir: folder or URI of the run; resume: an unfinished run to continue, with its own settings; started_s: the
-    moment of `time.perf_counter` from which the ledger counts, default now; trace: keep Chrome traces of some steps;
-    monitor: alerts and metrics while it runs; log_format: json writes JSON lines to stdout and text to stderr.
+    run_dir: folder or URI of the run; resume: an unfinished run to continue, with its own settings;
+    accept_changed_data: continue a run also if its data set changed; started_s: the moment of `time.perf_counter` from
+    which the ledger counts, default now; trace: keep Chrome traces of some steps; monitor: alerts and metrics while it
+    runs; log_format: json writes JSON lines to stdout and text to stderr.
     Raises StokerError; `Preempted` after a signal, when everything is saved.
     """
     started_s = time.perf_counter() if started_s is None else min(started_s, time.perf_counter())
@@ -130,7 +132,7 @@ def train(
                 processes = start.start_worker_processes(resolved.config, resolved.index, resolved.device, log_event)
                 if processes is not None:
                     stack.callback(processes.close)
-                setup = start.build(resolved, folder, log_event, processes)
+                setup = start.build(resolved, folder, log_event, processes, accept_changed_data=accept_changed_data)
                 stack.callback(setup.loader.close)
                 stop_request.check()
                 metrics = Training(setup, screen, stop_request, started_s, log_event, trace).run()

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from stoker import models
 from stoker.config.settings import Config
 from stoker.data.index import Index
+from stoker.data.index_digest import describe_changes
 from stoker.data.loading.loader import Loader, QuarantinedImage
 from stoker.data.loading.processes import WorkerProcesses
 from stoker.errors import CheckpointError
@@ -22,6 +24,7 @@ from stoker.hardware.device import Device
 from stoker.models.weights.model_file import ModelMetadata
 from stoker.runs.records import EVENTS, QUARANTINE, STEPS, RunFolder, read_lines
 from stoker.runs.schemas import Event, Quarantined, StepWindow
+from stoker.storage.run_uri import display_path
 from stoker.training import checkpoint
 from stoker.training.optim import LossAccumulator, OptimizerStep
 
@@ -77,6 +80,10 @@ class TrainSetup:
     """Records an image that cannot be used; evaluation calls it too."""
     writer: checkpoint.CheckpointWriter
     metadata: ModelMetadata
+    data_digest: str
+    """The images and boxes for training and validation (`data/index_digest.py`)."""
+    accept_changed_data: bool
+    """Continue from a checkpoint of another state of the data set."""
     total_steps: int | None
     """None if the length is given in minutes."""
     max_boxes: int
@@ -101,10 +108,26 @@ def collect_state(setup: TrainSetup) -> dict[str, Any]:
 
 
 def restore_state(setup: TrainSetup, loaded: checkpoint.LoadedCheckpoint | None, log_event: EventLogger) -> None:
-    """Restores a checkpoint, or the state of step 0 if there is none; the weights are then left as they are.
+    """Restores a checkpoint, or the state of step 0 if there is none; the weights are then left as they are. If the
+    content of one cannot be restored, the one before is taken.
 
-    Raises CheckpointError if the data set changed.
+    Raises CheckpointError if the data set changed, or if no checkpoint can be restored.
     """
+    rejected: dict[int, str] = {}
+    while True:
+        try:
+            _restore(setup, loaded, log_event)
+            return
+        except torch.OutOfMemoryError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            if loaded is None:
+                raise
+            rejected[loaded.step] = f"its state cannot be restored: {type(error).__name__}: {str(error)[:200]}"
+            loaded = checkpoint.load_newest(setup.folder.path, log_event, rejected=rejected)
+
+
+def _restore(setup: TrainSetup, loaded: checkpoint.LoadedCheckpoint | None, log_event: EventLogger) -> None:
     state, run = setup.state, setup.folder.path
     rollbacks = read_rollbacks(run)
     state.redo_until = max((window.step for window in read_lines(run, STEPS, StepWindow)), default=0)
@@ -116,28 +139,25 @@ def restore_state(setup: TrainSetup, loaded: checkpoint.LoadedCheckpoint | None,
     if loaded is None:
         if setup.folder.attempt > 1 or state.rollback_count:
             log_event("info", "no checkpoint yet: starting from the first step")
-        quarantined = _known_bad_images(run, {})
+        quarantined = _known_bad_images(setup)
         setup.loader.load_state_dict(setup.loader.state_dict() | {"position": 0, "quarantined": quarantined})
         state.step, state.trained_s = 0, 0.0
         state.best_ap, state.evals_since_best, state.evaluated_step = best_ap, 0, -1
         return
     saved = loaded.state
-    if saved["data"] != dataset_fingerprint(setup):
-        raise CheckpointError(
-            "The data set is not the one that the run was started with.",
-            location=setup.index.source,
-            cause=f"then {_describe_dataset(saved['data'])}, now {_describe_dataset(dataset_fingerprint(setup))}",
-            fix="start a new run with another --run-dir, or restore the data set",
-        )
+    is_changed = _check_data(setup, loaded.step, saved["data"], log_event)
     setup.optimizer.load_state_dict(saved["optimizer_step"], loaded.weights)
-    quarantined = _known_bad_images(run, saved["loader"]["quarantined"])
-    setup.loader.load_state_dict(saved["loader"] | {"quarantined": quarantined})
+    loader_state = saved["loader"] | {"quarantined": _known_bad_images(setup) | saved["loader"]["quarantined"]}
+    if is_changed:  # image indices have another meaning now
+        loader_state |= {"quarantined": {}, "count": len(setup.train_indices)}
+    setup.loader.load_state_dict(loader_state)
     state.diverged_step = setup.loss_accumulator.load_skipped_streak(saved["skipped_streak"])
     state.rollback_count = max(state.rollback_count, saved["rollbacks"])
     state.step, state.trained_s = loaded.step, saved["trained_s"]
     state.best_ap, state.evaluated_step = max(best_ap, saved["best_ap"]), saved["evaluated_step"]
     if saved["rollbacks"] == state.rollback_count:
-        state.evals_since_best, state.pending_eval = saved["evals_since_best"], saved["pending_eval"]
+        saved_eval = None if is_changed else saved["pending_eval"]
+        state.evals_since_best, state.pending_eval = saved["evals_since_best"], saved_eval
     else:  # a rollback: patience counts again from 0, and the evaluation that was pending then has its metrics by now
         state.evals_since_best = 0
     lost_steps = max(0, state.redo_until - state.step)
@@ -168,18 +188,53 @@ def dataset_fingerprint(setup: TrainSetup) -> dict[str, Any]:
         "num_images": len(setup.train_indices),
         "classes": list(setup.index.class_names),
         "max_boxes": setup.max_boxes,
+        "images": setup.data_digest,
     }
 
 
-def _describe_dataset(data: dict[str, Any]) -> str:
-    return f"{data['num_images']:,} images, {len(data['classes'])} classes, at most {data['max_boxes']} boxes"
+def _check_data(setup: TrainSetup, step: int, saved: dict[str, Any], log_event: EventLogger) -> bool:
+    """Whether the data set differs from that of a checkpoint, which is then accepted and recorded. Raises
+    CheckpointError if it is not accepted, or has another number of classes. Older checkpoints have no digest."""
+    now = dataset_fingerprint(setup)
+    changes = describe_changes(saved["images"], now["images"]) if "images" in saved else []
+    if saved["classes"] != now["classes"]:
+        changes.append(f"the classes: then {', '.join(saved['classes'])}, now {', '.join(now['classes'])}")
+    if not changes:
+        changes = [
+            f"{text}: then {saved[key]:,}, now {now[key]:,}"
+            for key, text in (("num_images", "training images"), ("max_boxes", "most boxes of an image"))
+            if saved[key] != now[key]
+        ]
+    if not changes:
+        return False
+    can_continue = len(saved["classes"]) == len(now["classes"])
+    if not (can_continue and setup.accept_changed_data):
+        location = display_path(setup.folder.path)
+        accept = f"; or `stoker train --resume {location} --accept-changed-data`, which continues with it as it is"
+        raise CheckpointError(
+            "The data set is not the one that the run was started with.",
+            location=setup.index.source,
+            cause="; ".join(changes),
+            fix="restore the data set, or start a new run with another --run-dir" + (accept if can_continue else ""),
+        )
+    log_event(
+        "warning",
+        f"the data set changed since step {step:,}: {'; '.join(changes)}; training continues with it as it is now, and "
+        "scores before and after cannot be compared",
+        data_changes=changes,
+    )
+    return True
 
 
-def _known_bad_images(run: Path, from_checkpoint: dict[int, int]) -> dict[int, int]:
-    """Image index → sample position of every image that an attempt excluded in training.
-
-    from_checkpoint: those of the checkpoint. The others come from quarantine.jsonl: an attempt that repeats steps
-    substitutes the same images, even if a file is readable by now.
-    """
-    lines = read_lines(run, QUARANTINE, Quarantined)
-    return {line.image_index: line.sample_position for line in lines if line.replaced_by >= 0} | from_checkpoint
+def _known_bad_images(setup: TrainSetup) -> dict[int, int]:
+    """Image index → sample position of every image that quarantine.jsonl says was excluded in training: an attempt that
+    repeats steps substitutes the same images, even if a file is readable by now. An index that is another image in this
+    data set is left out."""
+    index = setup.index
+    return {
+        line.image_index: line.sample_position
+        for line in read_lines(setup.folder.path, QUARANTINE, Quarantined)
+        if line.replaced_by >= 0
+        and 0 <= line.image_index < len(index)
+        and index.path(line.image_index).name == line.path.rpartition("/")[2]
+    }
