@@ -390,7 +390,7 @@ def test_both_formats_in_one_folder(tmp_path: Path) -> None:
     [
         (
             "set",
-            {"format": "labelme"},
+            {"format": "kitti"},
             UsageError,
             "coco, voc, yolo, tfrecord, openimages, csv, cvat, labelme, label-studio",
         ),

@@ -75,7 +75,7 @@ class BatchFinalizer:
             if num_bad > max_bad:
                 raise self._make_data_error(
                     f"{num_bad:,} of {len(samples):,} images cannot be used; "
-                    f"up to {self._max_bad_fraction:.3g} of them may be bad."
+                    f"up to {100 * self._max_bad_fraction:.3g} % of them may be bad."
                 )
 
     def _quarantine(self, image_index: int, error: Exception, position: int, replaced_by: int) -> None:
