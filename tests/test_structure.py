@@ -38,6 +38,7 @@ def test_the_root_of_the_package_has_few_files() -> None:
         "__main__.py",
         "api.py",
         "errors.py",
+        "printable.py",
         "regular_files.py",
     }
 
