@@ -9,6 +9,7 @@ import torch
 
 from stoker.config.settings import from_fields
 from stoker.data.index import open_index
+from stoker.errors import WeightsError
 from stoker.hardware.device import Device
 from stoker.models import MODELS
 from stoker.training.defaults.derive import derive_data
@@ -16,6 +17,14 @@ from stoker.training.defaults.model_choice import SMALL_IMAGE_SIDE, choose_image
 from tests.drawn import draw
 
 CPU = Device(torch.device("cpu"))
+
+
+def fetched(url: str) -> tuple[Path, str]:
+    return Path(url), "downloaded"
+
+
+def unreachable(url: str) -> tuple[Path, str]:
+    raise WeightsError("could not be downloaded", location=url, cause="no route to host")
 
 
 CPU_IMAGE_SIDE = 320
@@ -29,7 +38,8 @@ class Accelerator(Device):
     ("side", "device", "weights", "model"),
     [
         (SMALL_IMAGE_SIDE, CPU, None, "retinanet_tiny_fpn"),
-        (SMALL_IMAGE_SIDE + 1, CPU, None, "ember_n"),
+        (SMALL_IMAGE_SIDE + 1, CPU, None, "ember_mobilenet_v2"),
+        (SMALL_IMAGE_SIDE + 1, CPU, "none", "ember_n"),
         (SMALL_IMAGE_SIDE, CPU, "none", "retinanet_tiny_fpn"),
         (SMALL_IMAGE_SIDE, CPU, "imagenet", "ember_mobilenet_v2"),
         (SMALL_IMAGE_SIDE, CPU, "coco", "ssdlite320_mobilenet_v3_large"),
@@ -40,7 +50,7 @@ def test_the_model_follows_device_images_and_weights(
     tmp_path: Path, side: int, device: Device, weights: str | None, model: str
 ) -> None:
     index = open_index(draw(tmp_path / "data", train=3, val=1, side=side))
-    chosen, why = choose_model(index, device, weights)
+    chosen, why = choose_model(index, device, weights, fetch=fetched)
     assert chosen == model
     assert weights in (None, "none") or weights in MODELS[model].urls
     assert why
@@ -60,7 +70,15 @@ def test_the_median_image_size_decides(tmp_path: Path) -> None:
     assert chosen == "retinanet_tiny_fpn"
     assert f"{SMALL_IMAGE_SIDE}²" in why
     unknown = dataclasses.replace(index, original_size=size * 0)  # as where no source states them
-    assert choose_model(unknown, CPU, None)[0] == "ember_n"
+    assert choose_model(unknown, CPU, None, fetch=fetched)[0] == "ember_mobilenet_v2"
+
+
+def test_without_a_download_the_weights_are_random_and_the_reason_says_so(tmp_path: Path) -> None:
+    index = open_index(draw(tmp_path / "data", train=3, val=1, side=SMALL_IMAGE_SIDE + 1))
+    chosen, why = choose_model(index, CPU, None, fetch=unreachable)
+    assert chosen == "ember_n"
+    assert "ember_mobilenet_v2" in why
+    assert "no route to host" in why
 
 
 def test_on_a_cpu_the_image_size_is_small_unless_boxes_are(tmp_path: Path) -> None:

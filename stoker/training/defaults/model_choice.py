@@ -4,27 +4,45 @@ What was measured, and what was not, is in docs/which-model.md.
 """
 
 import math
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
 from stoker.data.anchor_fit import best_image_size, box_dimensions
 from stoker.data.index import Index
+from stoker.errors import WeightsError
 from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import Device
 from stoker.models import MODELS, Architecture
+from stoker.models.weights.hub import fetch_weights
 from stoker.models.weights.load import PRETRAINED_NAMES, detect_architecture
 
 SMALL_IMAGE_SIDE = 160
 """Images whose median area is at most the square of this side are learned fastest by `retinanet_tiny_fpn`."""
+PRETRAINED, FROM_SCRATCH = "ember_mobilenet_v2", "ember_n"
+"""The models for a CPU, with and without ImageNet weights."""
+COST_OF_RANDOM_WEIGHTS = "on most data sets the accuracy will be lower for it (docs/which-model.md)"
 GFLOP_PER_CORE_SECOND = 160.0
 """1e9 operations per second that a core trains with: ember_n in bf16 (LOG.md, "Ember"). Accurate enough to tell
 whether a length in minutes is long."""
 
 
-def choose_model(index: Index, device: Device, weights: str | None) -> tuple[str, str]:
-    """A name in MODELS and the reason. weights: the setting, None if not set.
+FALLBACK = "the pretrained weights of {} could not be downloaded"
+"""Begins the reason for a model with random weights that was chosen for want of better ones."""
 
-    Raises WeightsError if the file is missing or cannot be read.
+
+def choose_model(
+    index: Index,
+    device: Device,
+    weights: str | None,
+    *,
+    fetch: Callable[[str], tuple[Path, str]] = fetch_weights,
+) -> tuple[str, str]:
+    """A name in MODELS and the reason. weights: the setting, None if not set. fetch: downloads the file at a URL, or
+    raises WeightsError.
+
+    Raises WeightsError if a weights file of the user is missing or cannot be read.
     """
     if weights not in (None, "none", *PRETRAINED_NAMES):
         detected = detect_architecture(weights)
@@ -36,13 +54,19 @@ def choose_model(index: Index, device: Device, weights: str | None) -> tuple[str
         smallest = min((arch.num_params, name) for name, arch in MODELS.items() if weights in arch.urls)[1]
         return smallest, f"the smallest model with {weights} weights"
     if weights == "imagenet":
-        return "ember_mobilenet_v2", f"the highest accuracy per CPU time of the models with {weights} weights"
+        return PRETRAINED, f"the highest accuracy per CPU time of the models with {weights} weights"
     sizes = index.original_size[index.image_indices("train")]
     known = sizes[(sizes > 0).all(1)].astype(np.float64)
     median_side = math.sqrt(float(np.median(known.prod(1)))) if len(known) else math.inf
     if median_side <= SMALL_IMAGE_SIDE:
         return "retinanet_tiny_fpn", f"the fastest to learn small images on a CPU (here {median_side:.0f}² pixels)"
-    return "ember_n", "the highest accuracy per CPU time; if classes look alike, try --weights imagenet"
+    if weights == "none":
+        return FROM_SCRATCH, "the highest accuracy per CPU time from random weights"
+    try:
+        fetch(MODELS[PRETRAINED].urls["imagenet"])
+    except WeightsError as error:
+        return FROM_SCRATCH, f"{FALLBACK.format(PRETRAINED)} ({error.cause}): {COST_OF_RANDOM_WEIGHTS}"
+    return PRETRAINED, "from ImageNet weights, the highest accuracy per CPU time on most data sets"
 
 
 def estimate_images_per_second(arch: Architecture, image_size: tuple[int, int]) -> float:
