@@ -210,6 +210,8 @@ class Bench:
             read = self._run(job, folder)
         except outside.NotPermitted as error:
             read["reason"] = str(error)
+        except subprocess.TimeoutExpired as error:
+            read["reason"] = f"it did not end within {error.timeout:.0f} s"
         except (subprocess.SubprocessError, json.JSONDecodeError, OSError, KeyError) as error:
             read["reason"] = f"{type(error).__name__}: {str(error)[-300:]}"
         if self.keep:

@@ -2,6 +2,11 @@
 
     python benchmarks/ember.py --ultralytics ENVIRONMENT/bin/yolo [--data bccd dice] [--budgets 675 1300] [--json FILE]
 
+and which model should be the default on a CPU (docs/which-model.md), on data sets of others:
+
+    python benchmarks/ember.py --data bccd dice blood_png cars kangaroo=FOLDER … --only ember_n ember_mobilenet_v2
+                               --budgets 300 --seeds 2 --precision fp32 --json FILE
+
 Every contestant trains on one thread, on the training images of a data set only, at the same image size or one of the
 same area, and is evaluated once, after its last step, on the test images, by this project's evaluation: AP and AP50 of
 the final weights. How many epochs fit a budget of CPU-seconds (user and system, of the whole training process from
@@ -49,6 +54,8 @@ GOALS = {("bccd", 675): (0.53, 0.84), ("bccd", 1300): (0.58, 0.885)}
 SPARED, LIMIT = 0.97, 1.03
 """Fractions of a budget: what is planned for, and what a training of ours may take; one that took more is made again,
 with as many epochs as it shows to fit. The peer keeps what it took beyond."""
+FEWEST_TEST_IMAGES = 30
+"""A data set with fewer gets a test split that is drawn."""
 SHORT = (2, 6)
 """Epochs of the trainings that say what an epoch costs. The peer's last ten epochs are without mosaics, so that its own
 are a little dearer in longer trainings than these say: it then has more than its budget."""
@@ -76,28 +83,36 @@ class Training:
     seed: int
 
 
-def make_data(name: str, shared: Path, folder: Path, *, side: int | None = None) -> Data:
-    """side: a square image size for both; default: SIDE for the peer, and for ours one that suits the images."""
-    source = folder / name
+def make_data(name: str, shared: Path, folder: Path, *, side: int | None = None, source: Path | None = None) -> Data:
+    """side: a square image size for both; default: SIDE for the peer, and for ours one that suits the images. source:
+    the data set, if it is not in `shared`."""
     if name == "bccd":
+        source = folder / name
         trainval(shared / "bccd" / "BCCD", source)
-    else:
-        source = shared / name
+    source = source or shared / name
     index = open_index(source)
     theirs = folder / f"{name}-yolo"
-    for split in ("train", "test"):
+    splits = {split: index.image_indices(split) for split in ("train", "test") if split in index.splits}
+    draws = len(splits.get("test", ())) < FEWEST_TEST_IMAGES
+    if draws:  # a fifth of the images, and both sides read the copy
+        order = np.random.default_rng(0).permutation(len(index))
+        splits = {"train": np.sort(order[len(order) // 5 :]), "test": np.sort(order[: len(order) // 5])}
+    for split, rows in splits.items():
         for kind in ("images", "labels"):
             (theirs / kind / split).mkdir(parents=True)
-        for row in index.image_indices(split).tolist():
+        for row in rows.tolist():
             (theirs / "images" / split / f"{row}.jpg").write_bytes(index.read(row))
             (theirs / "labels" / split / f"{row}.txt").write_text("\n".join(yolo_lines(index, row)))
     names = "".join(f"  {number}: {label}\n" for number, label in enumerate(index.class_names))
     # Its trainer needs images to validate on; with val=False it uses them at the end only.
-    text = f"path: {theirs}\ntrain: images/train\nval: images/test\nnames:\n{names}"
-    (theirs / "data.yaml").write_text(text)
+    for file, split in (("data.yaml", "test"), ("peer.yaml", "val")):
+        (theirs / file).write_text(f"path: {theirs}\ntrain: images/train\n{split}: images/test\nnames:\n{names}")
+    if draws:
+        source = theirs / "data.yaml"
+        index = open_index(source)
     square = side or SIDE
     image_size = (288, 352) if side is None and name == "bccd" else (square, square)
-    return Data(name, source, theirs / "data.yaml", index, square, image_size)
+    return Data(name, source, theirs / "peer.yaml", index, square, image_size)
 
 
 def yolo_lines(index: Index, row: int) -> Iterator[str]:
@@ -187,12 +202,15 @@ def score_of(found: list[dict[str, Any]], index: Index) -> Metrics:
 
 def contestants(asked: argparse.Namespace) -> dict[str, Contestant]:
     weights = str(asked.shared / "weights" / "mobilenet_v2_imagenet.pth")
+    precision = [] if asked.precision is None else ["--precision", asked.precision]
     made = {
-        OURS: of_stoker(OURS),
-        TUNED: of_stoker("ember_mobilenet_v2", "--weights", weights),
-        "ember_s": of_stoker("ember_s"),
-        "retinanet_mobilenet_v2_fpn, from ImageNet": of_stoker("retinanet_mobilenet_v2_fpn", "--weights", weights),
-        "retinanet_tiny_fpn": of_stoker("retinanet_tiny_fpn"),
+        OURS: of_stoker(OURS, *precision),
+        TUNED: of_stoker("ember_mobilenet_v2", "--weights", weights, *precision),
+        "ember_s": of_stoker("ember_s", *precision),
+        "retinanet_mobilenet_v2_fpn, from ImageNet": of_stoker(
+            "retinanet_mobilenet_v2_fpn", "--weights", weights, *precision
+        ),
+        "retinanet_tiny_fpn": of_stoker("retinanet_tiny_fpn", *precision),
     }
     if asked.ultralytics is not None:
         made[PEER] = of_ultralytics(asked.ultralytics, PEER)
@@ -229,7 +247,9 @@ class Bench:
 
     def data(self, name: str) -> Data:
         if name not in self.made:
-            self.made[name] = make_data(name, self.asked.shared, self.folder)
+            path = dict(item.partition("=")[::2] for item in self.asked.data)[name]
+            source = Path(path) if path else None
+            self.made[name] = make_data(name, self.asked.shared, self.folder, source=source)
         return self.made[name]
 
     def train(self, train: Contestant, data: str, epochs: int, seed: int) -> Trained:
@@ -294,7 +314,7 @@ def main_run(asked: argparse.Namespace) -> Report:
     with tempfile.TemporaryDirectory(prefix="stoker-bench-") as folder:
         bench = Bench(asked, Path(folder))
         keys = [
-            (Training(name, data, budget, seed), train)
+            (Training(name, data.partition("=")[0], budget, seed), train)
             for data in asked.data for budget in asked.budgets for seed in range(asked.seeds)
             for name, train in contestants(asked).items()
         ]  # fmt: skip
@@ -347,7 +367,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--ultralytics", type=Path, metavar="YOLO", help="its program, in an environment of its own")
     made.add_argument("--only", nargs="+", metavar="NAME", default=[OURS, TUNED.split(",")[0], PEER],
                       help="contestants, also ember_s, retinanet_mobilenet_v2_fpn, retinanet_tiny_fpn")  # fmt: skip
-    made.add_argument("--data", nargs="+", choices=("bccd", "dice"), default=["bccd", "dice"])
+    made.add_argument("--data", nargs="+", metavar="NAME[=PATH]", default=["bccd", "dice"],
+                      help="folders of --shared, or others; what has no test split gets one")  # fmt: skip
+    made.add_argument("--precision", choices=("fp32", "bf16"), help="ours; default: the best one of the machine")
     made.add_argument("--budgets", nargs="+", type=int, default=[675, 1300], help="CPU-seconds of a training")
     made.add_argument("--seeds", type=int, default=3)
     made.add_argument("--shared", type=Path, default=Path(os.environ.get("STOKER_TEST_DATA", ROOT.parent / SHOWN[3:])),

@@ -84,12 +84,11 @@ def main() -> None:
             """Validates every few batches, to see the best moment."""
             trainer.seen_batches = getattr(trainer, "seen_batches", 0) + 1
             if trainer.seen_batches % args.check_every == 0:
-                with lost.stretch():
-                    trainer.validate()
+                trainer.validate()
                 trainer.model.train()
 
         model.add_callback("on_train_batch_end", check)
-    elif args.clock_val:
+    if args.check_every or args.clock_val:
         begun: list[float] = []
         model.add_callback("on_val_start", lambda _: begun.append(time.perf_counter()))
         model.add_callback("on_val_end", lambda _: lost.add(time.perf_counter() - begun[-1]))
