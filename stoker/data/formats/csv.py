@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from stoker.data.formats.csv_table import CsvLayout, detect_csv_layout, iter_rows
-from stoker.data.formats.image_locator import ImageLocator
+from stoker.data.formats.image_locator import ImageLocator, is_usable_name
 from stoker.data.formats.table_builder import Box, ImageFile, build_table, sort_class_names
 from stoker.data.formats.tables import (
     SPLITS,
@@ -94,8 +94,9 @@ def _read_table(
     for line, values in iter_rows(table, layout):
         location, quoted = f"{table.name}:{line}", repr(layout.delimiter.join(values)[:80])
         file_name = values[layout.file_column] if layout.file_column < len(values) else ""
-        if len(values) < num_columns or not file_name:
-            problems.add("malformed-row", f"{location}: {quoted}, {'too few columns' if file_name else 'no image'}")
+        if len(values) < num_columns or not is_usable_name(file_name):
+            reason = "too few columns" if is_usable_name(file_name) else "no image"
+            problems.add("malformed-row", f"{location}: {quoted}, {reason}")
             continue
         folder, name = locator.locate(file_name)
         split = _choose_split(values, layout, part.split, locator.split_from_folder(folder))

@@ -11,6 +11,8 @@ from itertools import islice
 from pathlib import Path
 
 from stoker.data.formats.csv_table import HEAD_BYTES, detect_csv_layout, explain_rejection, iter_rows
+from stoker.data.formats.image_locator import iter_nearby_dirs
+from stoker.data.formats.openimages import is_open_images
 from stoker.data.formats.tables import (
     SPLIT_BY_NAME,
     DatasetLayout,
@@ -20,8 +22,6 @@ from stoker.data.formats.tables import (
     choose_only_file,
     iter_dirs_below,
     iter_split_dirs,
-    iter_split_image_dirs,
-    list_image_dirs,
     list_subdirs,
     split_from_name,
 )
@@ -69,7 +69,8 @@ def _list_csv(folder: Path) -> list[Path]:
 
 def _list_tables(folder: Path) -> list[Path]:
     files = _list_csv(folder)
-    return [path for path in files if not path.name.startswith(".") and detect_csv_layout(path) is not None]
+    files = [path for path in files if not path.name.startswith(".") and not is_open_images(path)]
+    return [path for path in files if detect_csv_layout(path) is not None]
 
 
 def describe_near_misses(folder: Path) -> Iterator[str]:
@@ -82,7 +83,7 @@ def _make_layout(folder: Path, chosen: list[tuple[str | None, Path]], notes: lis
     parts = []
     is_certain = False
     for split, path in chosen:
-        image_dirs = list(dict.fromkeys(_iter_nearby_dirs(path, folder, split)))
+        image_dirs = list(dict.fromkeys(iter_nearby_dirs(path.parent, folder, split)))
         names = _read_first_names(path)
         is_nearby = any(_has_images(directory, names) for directory in (folder, *image_dirs))
         if not is_nearby:
@@ -100,23 +101,6 @@ def _make_layout(folder: Path, chosen: list[tuple[str | None, Path]], notes: lis
         notes=tuple(notes),
         is_certain=is_certain,
     )
-
-
-def _iter_nearby_dirs(table: Path, root: Path, split: str | None) -> Iterator[Path]:
-    """Folders near a table that may contain its images, those named after its split first."""
-    base_dirs = dict.fromkeys((table.parent, root))
-    for base in base_dirs:
-        yield from iter_split_image_dirs(base, split) if split is not None else ()
-    for base in base_dirs:
-        yield from list_image_dirs(base)
-    for base in base_dirs:
-        split_dirs = [
-            (split_from_name(name), path) for h in list_image_dirs(base) for name, path in list_subdirs(h).items()
-        ]
-        for split_name, path in split_dirs:
-            if split_name is not None:
-                yield path
-                yield from list_image_dirs(path)
 
 
 def _read_first_names(table: Path) -> list[str]:

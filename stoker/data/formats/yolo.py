@@ -217,7 +217,7 @@ def _parse_rows(
 def _parse_box(values: list[float], row_format: _RowFormat) -> tuple[float, float, float, float] | None:
     """x1, y1, x2, y2 from the numbers after the class; None if no kind of row has so many."""
     num_values = len(values)
-    if row_format.num_keypoint_values and num_values == 4 + row_format.num_keypoint_values:
+    if (row_format.num_keypoint_values and num_values == 4 + row_format.num_keypoint_values) or _has_keypoints(values):
         row_format.other_row_kinds["rows have keypoints: their boxes are read"] += 1
     elif num_values == 5:
         row_format.other_row_kinds["rows have a sixth number, a confidence, which is not used"] += 1
@@ -228,6 +228,11 @@ def _parse_box(values: list[float], row_format: _RowFormat) -> tuple[float, floa
         return None
     x, y, width, height = values[:4]
     return x - width / 2, y - height / 2, x + width / 2, y + height / 2
+
+
+def _has_keypoints(values: list[float]) -> bool:
+    """Whether a box is followed by three or more keypoints (x, y, visibility 0 … 2), also without a data.yaml."""
+    return len(values) >= 13 and len(values) % 3 == 1 and all(value in (0, 1, 2) for value in values[6::3])
 
 
 def _is_normalized(x1: float, y1: float, x2: float, y2: float) -> bool:
