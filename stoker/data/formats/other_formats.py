@@ -1,8 +1,8 @@
 """Recognizes data sets in formats that stoker does not read, by names and first bytes, to tell how to convert them.
 
 The commands of panlabel 0.7 were run on small data sets, except those for Labelbox and Unity Perception; those of
-Datumaro, FiftyOne, Supervisely and Ultralytics are from their documentation. Used for error messages, and by `coco_files.py`, because many tools have "annotations" in
-their JSON. Not here: the formats that are read (`detect.py`).
+Datumaro, FiftyOne, Supervisely and Ultralytics are from their documentation. Used for error messages, and by
+`coco_files.py`, because many tools have "annotations" in their JSON. Not here: the formats that are read (`detect.py`).
 """
 
 import json
