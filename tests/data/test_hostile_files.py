@@ -272,7 +272,7 @@ def test_json_that_is_nested_deeply(tmp_path: Path, text: str) -> None:
     root = yolo(tmp_path / "set")
     (root / "data.yaml").unlink()
     (root / "notes.json").write_text('{"categories": ' + text)
-    with pytest.raises(DataError, match="class names|not COCO JSON|nested too deeply"):
+    with pytest.raises(DataError, match=r"class names|not COCO JSON|nested too deeply"):
         open_index(root)
 
 

@@ -1,0 +1,246 @@
+"""Every reader of files, on mutations of valid ones: a StokerError or a result, in bounded memory and time.
+
+The default suite takes a few mutations of each; `make test-slow` takes about two minutes.
+"""
+
+import gzip
+import json
+import os
+import re
+import shutil
+import tarfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from stoker.config.settings import from_toml
+from stoker.data.convert.writing import TARGET_FORMATS, convert
+from stoker.data.formats.tfrecord_frames import write_record
+from stoker.data.index import open_index
+from stoker.data.validation.check import check_dataset
+from stoker.errors import StokerError
+from stoker.evaluation.document import read_evaluation
+from stoker.models import build
+from stoker.models.weights.model_file import ModelMetadata, load_model
+from stoker.runs import records, schemas
+from tests.bounded import bounded
+from tests.data.test_same_index import DAMAGED as EXPORTS
+from tests.data.test_same_index import DRAWN, WRITE
+from tests.data.tfrecords import unframe
+from tests.drawn import draw
+from tests.models.samples import settings_of
+from tests.runs.test_old_names import ARCHIVE
+from tests.training.test_checkpoint import newest, save
+
+RECORDS = {
+    records.EVENTS: schemas.Event,
+    records.STEPS: schemas.StepWindow,
+    records.DEVICES: schemas.DeviceSample,
+    records.QUARANTINE: schemas.Quarantined,
+}
+FEW, MANY = 12, 130
+"""Mutations per reader."""
+NUMBERS = (
+    b"-1",
+    b"0",
+    b"1e999",
+    b"1e-999",
+    b"9" * 25,
+    b"-" + b"9" * 5000,
+    b"0.5",
+    b"NaN",
+    b"2147483648",
+    b"1" + b"0" * 18,
+)
+TOKENS = (
+    *NUMBERS, b'"', b"'", b"{", b"}", b"[", b"]", b"<", b">", b"&x;", b"\0", b"\xff\xfe", b"\n", b",", b":", b"=",
+    b"null", b"true", b'""', b"[]", b"{}", b"/dev/zero", b"../../..", b"[" * 3000, b'{"a":' * 3000, b"<a>" * 3000,
+    b"item {" * 3000, b"- " * 3000, b"a" * 5000, b"\xf0\x9f\x98\x80", b"\\ud800", b"{a: &b [*b]}",
+)  # fmt: skip
+EDITS = st.lists(
+    st.tuples(
+        st.sampled_from(("flip", "insert", "cut", "truncate", "copy", "number", "value")),
+        st.floats(0, 1, exclude_max=True),
+        st.integers(1, 64),
+        st.sampled_from(TOKENS),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def mutate(data: bytes, edits: list[tuple[str, float, int, bytes]]) -> bytes:
+    """Edits bytes, and numbers and values where the file has any."""
+    for kind, position, length, token in edits:
+        start = int(position * len(data))
+        if kind in ("number", "value"):
+            pattern = rb"-?\d+(?:\.\d+)?" if kind == "number" else rb'"[^"\n]*"|-?\d+(?:\.\d+)?|\[[^\[\]]*\]|\{[^{}]*\}'
+            matches = list(re.finditer(pattern, data))
+            if matches:
+                match = matches[int(position * len(matches))]
+                data = data[: match.start()] + token + data[match.end() :]
+        elif kind == "flip":
+            data = data[:start] + bytes(byte ^ 1 << length % 8 for byte in data[start : start + 1]) + data[start + 1 :]
+        elif kind == "insert":
+            data = data[:start] + token + data[start:]
+        elif kind == "cut":
+            data = data[:start] + data[start + length :]
+        elif kind == "truncate":
+            data = data[:start]
+        else:
+            data = data[:start] + data[start : start + 8 * length] * 2 + data[start:]
+    return data
+
+
+class Reader(NamedTuple):
+    file: Path
+    """The file that is mutated."""
+    read: Callable[[], Any]
+    write: Callable[[Path, bytes], Any] = Path.write_bytes
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Reader]]:
+    """Name → valid files, and what reads them."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STOKER_CACHE_DIR", str(folder / "cache"))
+        index = open_index(draw(folder / "coco", train=3, val=2))
+        for name in set(TARGET_FORMATS) - {"coco"}:
+            convert(index, folder / name, name)
+    (folder / "csv").mkdir()
+    (folder / "csv" / "train.csv").write_text(
+        "filename,width,height,class,xmin,ymin,xmax,ymax\n"
+        + "".join(f"{n}.jpg,64,48,cat,1,2,30,40\n" for n in range(4))
+    )
+    for name in EXPORTS:
+        (folder / name).mkdir()
+        WRITE[name](folder / name, DRAWN)
+    shutil.copytree(folder / "tfrecord", folder / "gzip")
+    shard = next((folder / "gzip").glob("*train*"))
+    shard.with_name(f"{shard.name}.gz").write_bytes(gzip.compress(shard.read_bytes()))
+    shard.unlink()
+
+    def dataset(name: str, pattern: str, write: Callable[[Path, bytes], Any] = Path.write_bytes) -> list[Reader]:
+        def read() -> None:
+            check_dataset(folder / name, decode_images=False)
+            open_index(folder / name, allow_outside=True)
+
+        return [Reader(path, read, write) for path in sorted((folder / name).glob(pattern))[:2]]
+
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(folder, filter="data")
+    run = folder / "run-before-renaming"
+
+    def read_run() -> None:
+        for name, kind in RECORDS.items():
+            list(records.read_lines(run, name, kind))
+        records.is_finished(run)
+        records.last_attempt(run)
+        records.recorded_price(run)
+
+    def read_config() -> None:
+        from_toml(run / records.CONFIG)
+        records.recorded_price(run)
+
+    save(folder / "saved", 1, 2) if (folder / "saved").mkdir() is None else None
+    model = {"settings": settings_of("retinanet_tiny_fpn", weights="none"), "class_names": ("a", "b")}
+    metadata = ModelMetadata(**model, image_size=(64, 64), resize="letterbox").header()["stoker"]
+    tensors = {name: t.contiguous() for name, t in build(model["settings"], 2).state_dict().items()}
+    (folder / "header.json").write_text(metadata)
+    model_path = folder / "model.safetensors"
+    save_file(tensors, model_path, {"stoker": metadata})
+
+    def write_header(path: Path, data: bytes) -> None:
+        save_file(
+            {"w": next(iter(tensors.values()))},
+            path.with_name("card.safetensors"),
+            {"stoker": data.decode(errors="replace")},
+        )
+
+    def write_model(path: Path, data: bytes) -> None:
+        path.write_bytes(data + model_path_bytes[len(head) :])
+
+    model_path_bytes = model_path.read_bytes()
+    head = model_path_bytes[: 8 + int.from_bytes(model_path_bytes[:8], "little")]
+    (folder / "head.safetensors").write_bytes(head)
+    manifest = folder / "saved/checkpoints/step-00000002/manifest.json"
+
+    def read_checkpoints() -> None:
+        try:
+            newest(folder / "saved")
+        finally:  # where it was set aside
+            damaged = manifest.parent.with_name(f"damaged-{manifest.parent.name}")
+            if damaged.exists():
+                damaged.rename(manifest.parent)
+
+    return {
+        "coco": dataset("coco", "train/*.json"),
+        "voc": dataset("voc", "Annotations/*.xml"),
+        "yolo labels": dataset("yolo", "labels/train/*.txt"),
+        "yolo description": dataset("yolo", "data.yaml"),
+        "csv": dataset("csv", "*.csv"),
+        **{name: dataset(name, pattern) for name, pattern in EXPORTS.items()},
+        "label map": dataset("tfrecord", "*.pbtxt"),
+        "tfrecord": dataset("tfrecord", "*train*"),
+        "tfrecord payload": dataset("tfrecord", "*train*", _write_reframed),
+        "gzip": dataset("gzip", "*.gz"),
+        "config.toml": [Reader(run / records.CONFIG, read_config)],
+        "records": [Reader(run / name, read_run) for name in RECORDS],
+        "evaluation": [Reader(run / records.EVALUATION, partial(read_evaluation, run))],
+        "model metadata": [
+            Reader(folder / "header.json", partial(load_model, folder / "card.safetensors"), write_header),
+            Reader(folder / "head.safetensors", partial(load_model, folder / "head.safetensors"), write_model),
+        ],
+        "manifest": [Reader(manifest, read_checkpoints)],
+    }
+
+
+def _write_reframed(path: Path, data: bytes) -> None:
+    """One record with these bytes and correct checksums: damage that only the parser can find."""
+    with path.open("wb") as file:
+        write_record(file, data)
+
+
+def fuzz(readers: list[Reader], examples: int) -> None:
+    assert readers
+    originals = {reader.file: reader.file.read_bytes() for reader in readers}
+    strategy = st.tuples(st.sampled_from(range(len(readers))), EDITS)
+
+    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(strategy)
+    def check(example: tuple[int, list[tuple[str, float, int, bytes]]]) -> None:
+        number, edits = example
+        reader = readers[number]
+        data = originals[reader.file]
+        if reader.write is _write_reframed:
+            data = next(unframe(data))
+        try:
+            reader.write(reader.file, mutate(data, edits))
+            with bounded(seconds=20, megabytes=512):
+                reader.read()
+        except StokerError as error:
+            json.dumps(str(error))
+        finally:
+            reader.file.write_bytes(originals[reader.file])
+
+    check()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["coco", "voc", "yolo labels", "yolo description", "csv", *EXPORTS, "label map", "tfrecord", "tfrecord payload",
+     "gzip", "config.toml", "records", "evaluation", "model metadata", "manifest"],
+)  # fmt: skip
+@pytest.mark.parametrize("examples", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+def test_mutated_files_end_in_a_result_or_a_stoker_error(
+    sources: dict[str, list[Reader]], monkeypatch: pytest.MonkeyPatch, name: str, examples: int
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _fd: None)
+    fuzz(sources[name], examples)
