@@ -314,6 +314,9 @@ def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         name, equals, value = argument.lstrip("-").partition("=")
         name = name.replace("_", "-")
         meaning = table.get(name)
+        next_value = value or "".join(rest[:1])
+        if (command, name) == ("train", "val") and not re.fullmatch(r"(?i)(true|false|-.*)?", next_value):
+            meaning = None  # an annotation file; Ultralytics' `val` is a switch
         if name == "tail" and command == "train":  # a choice of two that became a switch
             value = value or (rest.pop(0) if rest else "")
             out.append("--reduced-tail" if value == "half" else "--no-reduced-tail")

@@ -194,6 +194,16 @@ def test_train_and_val_files_of_their_own(tmp_path: Path, capsys: pytest.Capture
     assert missing_images(index) == []
     code, output = run(capsys, "data", "check", tmp_path / "photos" / "raw", "--train", first, "--val", second)
     assert (code, "train 5, val 3" in output) == (0, True)
+    code, output = run(
+        capsys, "train", "--train", first, "--val", second, "--dry-run", "--steps", "4", "--batch-size", "2",
+        "--image-size", "64", "64", "--model", "retinanet_tiny_fpn", "--max-bad-fraction", "1",
+    )  # fmt: skip
+    assert "do not exist" in output  # of the images, which are in the other folder
+    code, output = run(
+        capsys, "train", tmp_path / "photos" / "raw", "--train", first, "--val", second, "--dry-run", "--steps", "4",
+        "--batch-size", "2", "--image-size", "64", "64", "--model", "retinanet_tiny_fpn",
+    )  # fmt: skip
+    assert (code, "- trains on 5 images with 5 boxes of 1 class" in output) == (0, True), output
     config = with_absolute_paths(Config(data=DataSettings(train=str(first), val=str(second))))
     assert config.data.data == str(tmp_path / "set")
     only = open_index_of(DataSettings(data=str(tmp_path / "photos" / "raw"), train=str(first)))
