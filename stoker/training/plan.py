@@ -95,7 +95,8 @@ def _plan_lines(config: Config, index: Index, *, is_cpu: bool) -> list[str]:
     ):
         interval = parse_duration(text, name)
         times = _times(interval.value, interval.unit, steps, num_images, run.batch_size)
-        lines.append(f"{verb} {'at the end only' if interval.value <= 0 else f'every {interval}{times}'}")
+        when = f"every {interval.value:g} {interval.unit}{times}" if interval.value > 0 else "at the end only"
+        lines.append(f"{verb} {when}")
     if is_cpu and steps is not None:
         speed = estimate_images_per_second(get_architecture(config.model.model), config.data.image_size)
         lines.append(f"takes very roughly {duration(steps * run.batch_size / speed)} on this CPU, without evaluations")
