@@ -72,7 +72,7 @@ def describe_changes(before: str, now: str) -> list[str]:
         ],
     }
     changes = [
-        f"{len(found):,} images {kind} ({', '.join(found[:MAX_EXAMPLES])}{', …' if len(found) > MAX_EXAMPLES else ''})"
+        f"{len(found):,} image{'s' * (len(found) > 1)} {kind} ({', '.join(found[:MAX_EXAMPLES])}{', …' if len(found) > MAX_EXAMPLES else ''})"
         for kind, found in kinds.items()
         if found
     ]

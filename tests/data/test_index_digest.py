@@ -14,7 +14,7 @@ from stoker.data.index_digest import describe_changes, digest_images
 from tests.drawn import draw
 
 TRAIN = "train/_annotations.coco.json"
-OTHER_BOXES = "1 images with other boxes or another size"
+OTHER_BOXES = "1 image with other boxes or another size"
 
 
 def digest(folder: Path) -> str:
@@ -43,8 +43,8 @@ def test_a_copy_elsewhere_is_the_same_whatever_its_times(tmp_path: Path) -> None
         (lambda c: c["annotations"][0]["bbox"].__setitem__(2, 3), f"{OTHER_BOXES} (train/train-0.jpg (train))"),
         (lambda c: c["annotations"].pop(), f"{OTHER_BOXES} (train/train-23.jpg (train))"),
         (lambda c: c["annotations"][0].update(category_id=c["annotations"][0]["category_id"] % 3 + 1), OTHER_BOXES),
-        (lambda c: c["images"].append({"id": 99, "file_name": "new.jpg"}), "1 images new (train/new.jpg (train))"),
-        (lambda c: c["images"].pop(0), "1 images gone (train/train-0.jpg (train))"),
+        (lambda c: c["images"].append({"id": 99, "file_name": "new.jpg"}), "1 image new (train/new.jpg (train))"),
+        (lambda c: c["images"].pop(0), "1 image gone (train/train-0.jpg (train))"),
         (lambda c: c["images"].reverse(), "the order of the images"),
         (lambda c: c["images"][3].update(width=63), f"{OTHER_BOXES} (train/train-3.jpg (train))"),
     ],
@@ -61,7 +61,7 @@ def test_another_file_under_the_same_name(tmp_path: Path) -> None:
     shutil.copy(tmp_path / "set/train/train-1.jpg", tmp_path / "set/train/train-0.jpg")
     (tmp_path / "set/train/train-2.jpg").unlink()  # missing: the loader reports it
     assert describe_changes(before, digest(tmp_path / "set")) == [
-        "1 images with another file size (train/train-0.jpg (train))"
+        "1 image with another file size (train/train-0.jpg (train))"
     ]
 
 

@@ -76,8 +76,8 @@ def test_a_changed_data_set_is_refused_unless_accepted(case: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         resume(case)
     assert caught.value.exit_code == 3
-    assert "1 images new (train/train-new.jpg (train))" in str(caught.value)
-    assert "1 images with other boxes or another size (train/train-0.jpg (train))" in str(caught.value)
+    assert "1 image new (train/train-new.jpg (train))" in str(caught.value)
+    assert "1 image with other boxes or another size (train/train-0.jpg (train))" in str(caught.value)
     assert "--accept-changed-data" in str(caught.value)
     events = resume(case, accept_changed_data=True)
     (warning,) = [event for event in events if "data_changes" in event.data]
