@@ -71,11 +71,12 @@ def describe_changes(before: str, now: str) -> list[str]:
             if 0 not in (sizes := (old.file_sizes[a], new.file_sizes[b])) and len({*sizes}) > 1
         ],
     }
-    changes = [
-        f"{len(found):,} image{'s' * (len(found) > 1)} {kind} ({', '.join(found[:MAX_EXAMPLES])}{', …' if len(found) > MAX_EXAMPLES else ''})"
-        for kind, found in kinds.items()
-        if found
-    ]
+    changes = []
+    for kind, found in kinds.items():
+        if found:
+            noun = "image" if len(found) == 1 else "images"
+            listed = ", ".join(found[:MAX_EXAMPLES]) + (", …" if len(found) > MAX_EXAMPLES else "")
+            changes.append(f"{len(found):,} {noun} {kind} ({listed})")
     return changes or (["the order of the images"] if old.names != new.names else [])
 
 
