@@ -20,6 +20,13 @@ def _page_lines() -> Iterator[str]:
     yield "# Causes"
     yield ""
     yield (
+        "On programs whose author had not seen the rules, the first finding was right in 60 of 72 jobs with a fault "
+        "(83 %) and 20 of 22 healthy jobs had no warning, at the first reading: [benchmarks.md]"
+        "(benchmarks.md#the-diagnosis). On failures of kinds that the rules do not list, 72 % of the logs are named "
+        "right, of listed kinds 91 % ([LOG.md](../LOG.md#what-a-log-says-of-a-jobs-end))."
+    )
+    yield ""
+    yield (
         f"What `stoker why` can find in a run: {len(causes)} causes of lost time, lost quality or a coming failure, "
         f"{len(failures)} ways to end, and {len(NOTES)} notes. Generated from `stoker/diagnosis/causes/`, "
         "`failure_signatures/` and `notes.py` by `python -m stoker.diagnosis.catalog_page > docs/causes.md`; do not "
@@ -100,7 +107,7 @@ def _failure_section(failure: FailureSignature) -> Iterator[str]:
             if log_pattern.traceback_end is not None
             else ""
         )
-        yield f"| line | `{_escape_cell(log_pattern.regex.pattern)}`{harmless}{traceback_note} |"
+        yield f"| line | `{_escape_cell(log_pattern.text)}`{harmless}{traceback_note} |"
     if not failure.log_patterns:
         yield "| recognized by | exit code, signal, counters and files, not by its output |"
     yield f"| seen | {_escape_cell('; '.join(failure.seen))} |"

@@ -438,7 +438,7 @@ def test_a_single_long_pause_between_steps_is_no_cost_of_the_steps(tmp_path: Pat
     """As after the first epoch of Ultralytics, which imports its plots then."""
     job = {"external": True, "config": None, "seconds": 12, "fractions": {}}
     once = job | {"window": lambda s: {"phases": {"host": 5.9, "compute": 0.1}, "wall_s": 6.0} if s == 14 else {}}
-    each = job | {"window": lambda s: {"phases": {"host": 0.2, "compute": 0.8}}}
+    each = job | {"window": lambda _: {"phases": {"host": 0.2, "compute": 0.8}}}
     assert [f.cause for f in findings(tmp_path / "once", once | {"host": lambda _: {"process_cpu": 1.0}})] == []
     found = findings(tmp_path / "each", each | {"host": lambda _: {"process_cpu": 1.0}})
     assert [f.cause for f in found] == ["python_bound"]

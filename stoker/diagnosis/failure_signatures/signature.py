@@ -24,6 +24,8 @@ class LogPattern(msgspec.Struct, frozen=True):
     """Jobs that continue print it too: it never decides alone."""
     traceback_end: re.Pattern[str] | None = None
     """The line is in a traceback, and this matches the traceback's last line."""
+    text: str = ""
+    """The pattern as the catalog has it, without the bounds of its repeats."""
 
 
 class FailureSignature(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +80,7 @@ def make_log_pattern(pattern: str, *, harmless: bool = False, traceback_end: str
         required_literals(pattern),
         harmless,
         None if traceback_end is None else re.compile(_bound_repeats(traceback_end)),
+        pattern,
     )
 
 
