@@ -22,7 +22,9 @@ SMALL_IMAGE_SIDE = 160
 """Images whose median area is at most the square of this side are learned fastest by `retinanet_tiny_fpn`."""
 PRETRAINED, FROM_SCRATCH = "ember_mobilenet_v2", "ember_n"
 """The models for a CPU, with and without ImageNet weights."""
-COST_OF_RANDOM_WEIGHTS = "on most data sets the accuracy will be lower for it (docs/which-model.md)"
+COST_OF_RANDOM_WEIGHTS = (
+    "from random ones, AP after the same time was 0.07 to 0.49 lower on three of four data sets (docs/which-model.md)"
+)
 GFLOP_PER_CORE_SECOND = 160.0
 """1e9 operations per second that a core trains with: ember_n in bf16 (LOG.md, "Ember"). Accurate enough to tell
 whether a length in minutes is long."""
