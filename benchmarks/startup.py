@@ -63,7 +63,7 @@ def start(folder: Path) -> dict[str, Any]:
         took["all"], cpu["all"] = time.perf_counter() - began, time.process_time()
         raise FirstStepDone
 
-    for owner, name, part in ((starting, "open_index", "index"), (starting, "derive", "settings"),
+    for owner, name, part in ((starting, "open_index_of", "index"), (starting, "derive", "settings"),
                               (models, "build", "model"), (starting, "load_weights", "weights")):  # fmt: skip
         setattr(owner, name, timed(part, getattr(owner, name)))
     loop.Training.step = first_step  # type: ignore[method-assign,assignment]
