@@ -19,7 +19,6 @@ from stoker.report.terminal import Screen
 from stoker.storage.run_uri import display_path
 from stoker.storage.uri import is_uri
 from stoker.training import run_selection, start
-from stoker.training.defaults.dataset_facts import warn_oversized_boxes
 from stoker.training.defaults.derive import total_steps
 from stoker.training.defaults.model_choice import estimate_images_per_second
 
@@ -58,9 +57,7 @@ def make_plan(
         resolved = start.resolve_run(user_config, path)
     config, index = resolved.config, resolved.index
     data_messages = start.describe_data(index)
-    warnings = [text for kind, text in data_messages if kind == "warning"]
-    if (warning := warn_oversized_boxes(config, index)) is not None:
-        warnings.append(warning)
+    warnings = [text for kind, text in data_messages if kind == "warning"] + start.warn_about_settings(resolved)
     rows = settings_table(config, resolved.reasons)
     shown = [row for row in rows if all_settings or row[2] is None or row[0] in IMPORTANT_SETTINGS]
     return Plan(

@@ -33,7 +33,7 @@ from stoker.runs.schemas import Quarantined
 from stoker.training import checkpoint
 from stoker.training.defaults.dataset_facts import collect_facts, warn_oversized_boxes
 from stoker.training.defaults.derive import derive, total_steps
-from stoker.training.defaults.model_choice import FALLBACK
+from stoker.training.defaults.model_choice import warn_random_weights
 from stoker.training.optim import LossAccumulator, OptimizerStep
 from stoker.training.state import EventLogger, TrainSetup, load_checkpoint, restore_state
 
@@ -130,10 +130,8 @@ def build(
     if folder.attempt == 1:
         text, facts = collect_facts(config, index)
         folder.event("info", text, facts=facts)
-        if (warning := warn_oversized_boxes(config, index)) is not None:
+        for warning in warn_about_settings(resolved):
             log_event("warning", warning)
-        if (reason := resolved.reasons.get("model", "")).startswith(FALLBACK.partition("{")[0]):
-            log_event("warning", f"model: {config.model.model}: {reason}")
     model = build_initial_model(config, index, device, log_event if loaded is None else None)
     train_indices, val_indices = index.image_indices("train"), index.image_indices("val")
     max_boxes = compute_max_boxes(index, train_indices, mosaic=config.data.mosaic)
@@ -174,6 +172,12 @@ def build(
     )
     restore_state(setup, loaded, log_event)
     return setup
+
+
+def warn_about_settings(resolved: ResolvedRun) -> list[str]:
+    """What the derived settings cannot do well, as warnings."""
+    warnings = (warn_oversized_boxes(resolved.config, resolved.index), warn_random_weights(resolved.reasons))
+    return [warning for warning in warnings if warning is not None]
 
 
 def describe_data(index: Index) -> list[tuple[str, str]]:

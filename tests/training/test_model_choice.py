@@ -13,7 +13,12 @@ from stoker.errors import WeightsError
 from stoker.hardware.device import Device
 from stoker.models import MODELS
 from stoker.training.defaults.derive import derive_data
-from stoker.training.defaults.model_choice import SMALL_IMAGE_SIDE, choose_image_side, choose_model
+from stoker.training.defaults.model_choice import (
+    SMALL_IMAGE_SIDE,
+    choose_image_side,
+    choose_model,
+    warn_random_weights,
+)
 from tests.drawn import draw
 
 CPU = Device(torch.device("cpu"))
@@ -79,6 +84,8 @@ def test_without_a_download_the_weights_are_random_and_the_reason_says_so(tmp_pa
     assert chosen == "ember_n"
     assert "ember_mobilenet_v2" in why
     assert "no route to host" in why
+    assert why in (warn_random_weights({"model": why}) or "")
+    assert warn_random_weights({"model": choose_model(index, CPU, "none")[1]}) is None
 
 
 def test_on_a_cpu_the_image_size_is_small_unless_boxes_are(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ What was measured, and what was not, is in docs/which-model.md.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +30,8 @@ GFLOP_PER_CORE_SECOND = 160.0
 whether a length in minutes is long."""
 
 
-FALLBACK = "the pretrained weights of {} could not be downloaded"
-"""Begins the reason for a model with random weights that was chosen for want of better ones."""
+NOT_DOWNLOADED = f"the pretrained weights of {PRETRAINED} could not be downloaded"
+"""Begins the reason for a model with random weights that was chosen instead."""
 
 
 def choose_model(
@@ -67,8 +67,14 @@ def choose_model(
     try:
         fetch(MODELS[PRETRAINED].urls["imagenet"])
     except WeightsError as error:
-        return FROM_SCRATCH, f"{FALLBACK.format(PRETRAINED)} ({error.cause}): {COST_OF_RANDOM_WEIGHTS}"
+        return FROM_SCRATCH, f"{NOT_DOWNLOADED} ({error.cause}): {COST_OF_RANDOM_WEIGHTS}"
     return PRETRAINED, "from ImageNet weights, the highest accuracy per CPU time on most data sets"
+
+
+def warn_random_weights(reasons: Mapping[str, str]) -> str | None:
+    """A warning if the model was chosen because pretrained weights could not be downloaded. reasons: of `derive`."""
+    reason = reasons.get("model", "")
+    return f"model: {FROM_SCRATCH}: {reason}" if reason.startswith(NOT_DOWNLOADED) else None
 
 
 def estimate_images_per_second(arch: Architecture, image_size: tuple[int, int]) -> float:
