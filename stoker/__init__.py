@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from stoker.hardware.spinning import set_spin_count
 
 if TYPE_CHECKING:
-    from stoker.api import train
+    from stoker.api import check, plan, train
     from stoker.config.keywords import Settings
     from stoker.errors import StokerError
     from stoker.evaluation.metrics import Metrics
@@ -40,11 +40,15 @@ _HOME = {
     "Result": "stoker.training.loop",
     "Settings": "stoker.config.keywords",
     "StokerError": "stoker.errors",
+    "check": "stoker.api",
     "load": "stoker.inference.model",
     "measure": "stoker.profiling.measure.measure",
+    "plan": "stoker.api",
     "train": "stoker.api",
 }
-__all__ = ["Metrics", "Model", "Prediction", "Result", "Settings", "StokerError", "load", "measure", "train"]
+__all__ = [
+    "Metrics", "Model", "Prediction", "Result", "Settings", "StokerError", "check", "load", "measure", "plan", "train",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -126,6 +126,16 @@ class DivergedError(StokerError):
     exit_code = 6
 
 
+class HungError(StokerError):
+    """The training made no progress for much longer than a step takes."""
+
+    exit_code = 7
+
+
+class RankError(StokerError):
+    """A training of several ranks ended because one of them could not be reached, was killed, or met a bug."""
+
+
 class Preempted(StokerError):
     """A signal stopped the run; its state is saved, and the same command continues it."""
 

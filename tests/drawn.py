@@ -54,5 +54,5 @@ def stoker(*arguments: str | Path, cwd: Path) -> subprocess.Popen[str]:
 def run_stoker(*arguments: str | Path, cwd: Path) -> tuple[int, str]:
     """(exit code, output) of a command that ends by itself."""
     process = stoker(*arguments, cwd=cwd)
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=600)
     return process.returncode, output

@@ -1,16 +1,10 @@
-"""A fake accelerator: whole training steps, mixed precision included, on a machine that has none.
+"""Training steps on the fake accelerator (`stoker/planning/fake_accelerator.py`), tried by the tests.
 
-Tensors on the device "fakegpu" have shapes, types and strides but no memory, so a step at full size takes seconds.
 Three things are shown with it. A step that reads a value of the device cannot run, since there are no values. The peak
-of the memory that a step's tensors take can be counted, and so can the operators that it issues. What is not modelled:
-a driver's context, cuDNN's workspace, fragmentation of the allocator, and the time anything takes.
-
-It stands on private API of torch (a back-end written in Python for PrivateUse1, fake tensors), and it changes the whole
-process. So it runs in a process of its own, which prints a line of JSON for each trial:
+of the memory that a step's tensors take can be counted, and so can the operators that it issues. It runs in a process
+of its own, which prints a line of JSON for each trial:
 
     python -m tests.fakes '{"model": "retinanet_resnet50_fpn", "batch": 32, "image_size": [800, 800]}' …
-
-A torch version that breaks it makes `install` raise FakeAcceleratorBroken; every test that needs it fails saying so.
 """
 
 import contextlib
@@ -19,7 +13,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,38 +20,31 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
+from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.config.settings import DataSettings, ModelSettings, OptimSettings
 from stoker.data.augment.device import augment_batch, clear_cached_constants
 from stoker.data.batch import NUM_RAND, Batch
 from stoker.hardware.device import Device
-from stoker.hardware.host_sync import ForbidHostSync
 from stoker.models import MODELS, build
+from stoker.planning.fake_accelerator import (
+    DEVICE,
+    GRANULE,
+    Autocast,
+    FakeAcceleratorBroken,
+    fake_tensors,
+    install,
+    to_fake,
+)
+from stoker.planning.trace import FLOP
 from stoker.training import optim
 from stoker.training.defaults.dry_run import PeakMemoryMode
 from stoker.training.forward import forward_backward, make_loss_fn
 from stoker.training.optim import OptimizerStep
-
-DEVICE = "fakegpu"
-
-# Types that CUDA's autocast gives to the inputs of operators (ATen/autocast_mode.h), as far as detectors use them.
-LOWER = ("conv2d", "linear", "matmul", "bmm", "addmm")
-FULL = ("upsample_nearest2d", "softplus", "rsqrt", "log", "exp", "binary_cross_entropy_with_logits", "group_norm")
-PROMOTE = ("addcmul", "cat", "stack")
+from tests.host_sync import ForbidHostSync
 
 AUGMENTATIONS = DataSettings(hflip=0.5, brightness=0.2, contrast=0.2, saturation=0.2, hue=0.1, mosaic=0.5)
 """All of them, in every trial."""
-
-MEMORY_BYTES = 141 * 10**9
-"""What the fake device says it has, as an H200. The blocks of losses and matchers depend on it."""
-
-GRANULE = 512
-"""Bytes that CUDA's caching allocator rounds every block up to."""
-
-
-class FakeAcceleratorBroken(RuntimeError):
-    """This version of torch no longer has the private API that the fake accelerator stands on."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,151 +94,6 @@ def run(*trials: Trial, timeout_s: float = 200) -> list[Outcome]:
     if done.returncode != 0:
         raise FakeAcceleratorBroken(f"torch {torch.__version__}: the fake accelerator did not run\n{done.stderr}")
     return [Outcome(**json.loads(line)) for line in done.stdout.splitlines()[-len(trials) :]]
-
-
-_autocast_cache: dict[int, Tensor] = {}
-_in_forward: list[bool] = []  # not empty inside `autocast`
-_libraries: list[torch.library.Library] = []  # what they register lives as long as they do
-
-
-def install() -> None:
-    """Registers the device with this process: back-end, its autocast, a fall-through for everything else."""
-    try:
-        from torch._subclasses import FakeTensor
-        from torch.utils import _foreach_utils, backend_registration
-
-        class Backend(backend_registration._DummyBackendModule):
-            def get_amp_supported_dtype(self) -> list[torch.dtype]:
-                return [torch.bfloat16, torch.float16]
-
-        backend_registration._setup_privateuseone_for_python_backend(DEVICE, backend_module=Backend())
-        operators = torch.library.Library("aten", "IMPL")
-        for names, cast in ((LOWER, _to_lower), (FULL, _to_full), (PROMOTE, _to_widest)):
-            for name in names:
-                _autocast(operators, name, cast)
-        others = torch.library.Library("_", "IMPL")
-        others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-        _libraries.extend((operators, others))
-        _libraries.append(_fused_optimizers_without_values())
-        # As for plain tensors on CUDA: the norm of all gradients is one operator.
-        _foreach_utils._foreach_supported_types.append(FakeTensor)
-        torch.accelerator.get_memory_info = lambda _device: (MEMORY_BYTES, MEMORY_BYTES)
-    except Exception as error:
-        raise FakeAcceleratorBroken(f"torch {torch.__version__}: {error!r}") from error
-
-
-FUSED_OPTIMIZERS = ("_fused_sgd_", "_fused_sgd_.tensor_lr", "_fused_adamw_", "_fused_adamw_.tensor_lr")
-
-
-def _fused_optimizers_without_values() -> torch.library.Library:
-    """The shapes of the fused optimizers where torch has none: they return nothing and change no shape."""
-    library = torch.library.Library("aten", "IMPL", "Meta")
-    for name in FUSED_OPTIMIZERS:
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
-            library.impl(name, lambda *_args, **_kwargs: None)
-    return library
-
-
-def _autocast(library: torch.library.Library, name: str, cast: Callable[[Any], Any]) -> None:
-    packet = getattr(torch.ops.aten, name)
-    key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
-    for overload in packet.overloads():
-        if overload == "out" or overload.endswith("_out"):
-            continue
-        operator = getattr(packet, overload)
-
-        def casting(*args: Any, operator: Any = operator, **kwargs: Any) -> Any:
-            with torch._C._ExcludeDispatchKeyGuard(key):
-                args, kwargs = cast((args, kwargs))
-                return operator(*args, **kwargs)
-
-        library.impl(operator.name().removeprefix("aten::"), casting, "AutocastPrivateUse1")
-
-
-def _to_lower(inputs: Any) -> Any:
-    wanted = torch.get_autocast_dtype(DEVICE)
-
-    def cast(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dtype != torch.float32:
-            return value
-        if not (value.is_leaf and value.requires_grad):
-            return value.to(wanted)
-        if not _in_forward:  # what is computed again in the backward pass has a context of its own
-            return value.to(wanted)
-        if id(value) not in _autocast_cache:  # a parameter's copy serves the whole forward pass
-            _autocast_cache[id(value)] = value.to(wanted)
-        return _autocast_cache[id(value)]
-
-    return _pytree.tree_map(cast, inputs)
-
-
-def _to_full(inputs: Any) -> Any:
-    def cast(value: Any) -> Any:
-        return value.float() if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16) else value
-
-    return _pytree.tree_map(cast, inputs)
-
-
-def _to_widest(inputs: Any) -> Any:
-    tensors = [leaf for leaf in _pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    return _to_full(inputs) if any(tensor.dtype == torch.float32 for tensor in tensors) else inputs
-
-
-@contextlib.contextmanager
-def autocast(precision: str) -> Iterator[None]:
-    """Mixed precision on the fake device, with the cache of cast parameters that real devices have."""
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    with torch.autocast(DEVICE, dtype if precision != "fp32" else torch.bfloat16, enabled=precision != "fp32"):
-        _in_forward.append(True)
-        try:
-            yield
-        finally:
-            _in_forward.pop()
-            _autocast_cache.clear()
-
-
-@contextlib.contextmanager
-def fake_tensors() -> Iterator[None]:
-    """Tensors made inside it have no memory, on whatever device."""
-    from torch._subclasses import FakeTensorMode
-
-    class Mode(FakeTensorMode):
-        avoid_device_init = property(lambda _: True)
-
-    with Mode():
-        yield
-
-
-def to_fake(module: nn.Module) -> nn.Module:
-    """Replaces all parameters and buffers of a module built for real by empty ones on the fake device, in place.
-
-    (`Module.to` swaps tensors, which fake ones do not allow.)
-    """
-    made: dict[int, Tensor] = {}
-
-    def fake(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
-            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=DEVICE)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            made[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
-        return made[id(tensor)]
-
-    for child in module.modules():
-        for tensors in (child._parameters, child._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    tensors[name] = fake(tensor)  # type: ignore[assignment]
-    return module
-
-
-def _convolution_backward_flop(grad_out: Any, x: Any, w: Any, *others: Any, out_shape: Any) -> int:  # noqa: ARG001
-    """Each of the two gradients costs what the forward pass did. (torch's own formula forgets the groups.)"""
-    *_, transposed, _, _, wanted = others
-    return (wanted[0] + wanted[1]) * conv_flop_count(x, w, grad_out, transposed=transposed)
-
-
-FLOP = {torch.ops.aten.convolution_backward: _convolution_backward_flop}
-"""Formulas for FlopCounterMode."""
 
 
 class PeakMemory(PeakMemoryMode):
@@ -392,14 +233,14 @@ def _steps(
             with ForbidHostSync(), counts if is_last else contextlib.nullcontext():
                 counts.enter("augmentation")
                 if trial.oracle:
-                    with autocast(trial.precision):
+                    with Autocast(trial.precision):
                         losses = _oracle_losses(model, batch)
                     stepper.backward(torch.stack(list(losses.values())).sum())
                 else:
                     augmented = augment_batch(batch, AUGMENTATIONS, 0.0)
                     counts.enter("forward")  # the casts of the weights, which come before the model's own
                     losses = forward_backward(
-                        make_loss_fn(model, compile=False), stepper, augmented, 1, autocast(trial.precision)
+                        make_loss_fn(model, compile=False), stepper, augmented, 1, Autocast(trial.precision)
                     )  # type: ignore[arg-type]
                 counts.enter("optimizer")
                 norm, bad = stepper.step(0.01, step)

@@ -21,7 +21,7 @@ from stoker.data.loading.loader import Loader, LoaderSpec, QuarantinedImage, com
 from stoker.errors import UsageError
 from stoker.evaluation.metrics import Detections
 from stoker.hardware.device import Device
-from stoker.inference.draw import draw_boxes
+from stoker.inference.draw import draw_boxes, fit_text
 
 if TYPE_CHECKING:
     from stoker.data.index import Index
@@ -144,21 +144,9 @@ def _make_pair(
         if NO_LABELS in left_lines:
             draw.rectangle((x, 0, x + width - 1, height - 1), outline=_FRAME_COLOR, width=_FRAME_WIDTH)
         for n, line in enumerate(lines):
-            draw.text(
-                (x + 1, height + 1 + n * (_FONT_SIZE + 3)),
-                _truncate_text(line, width - 2, font),
-                fill="black",
-                font=font,
-            )
+            position = x + 1, height + 1 + n * (_FONT_SIZE + 3)
+            draw.text(position, fit_text(line, font, width - 2), fill="black", font=font)
     return pair
-
-
-def _truncate_text(text: str, width: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
-    """The text, or as much of it as `width` pixels hold, with dots."""
-    truncated = text
-    while truncated and font.getlength(truncated if truncated == text else truncated + "…") > width:
-        truncated = truncated[:-1]
-    return truncated if truncated == text else truncated + "…"
 
 
 def _render_image(batch: Batch, k: int, class_names: tuple[str, ...]) -> Image.Image:

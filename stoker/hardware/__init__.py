@@ -1,2 +1,2 @@
-"""Devices (`device`), forbidden host syncs (`host_sync`), cgroup limits (`cgroup`), how long threads of the CPU spin
+"""Devices (`device`), allowed host syncs (`host_sync`), cgroup limits (`cgroup`), how long threads of the CPU spin
 (`spinning`), and list prices (`prices`)."""

@@ -10,6 +10,8 @@ import os
 from pathlib import Path
 from typing import Self
 
+CORES_VARIABLE = "STOKER_CORES"
+"""How many of the cores a process may use. Each rank of a machine gets its part."""
 _NO_LIMIT = 2**60
 """Version 1 has a number near 2^63 where there is no limit."""
 
@@ -21,6 +23,8 @@ class CgroupMemory:
     limit: int
     used: int
     """Inactive page cache counts as free."""
+    committed: int
+    """What the kernel cannot take back: all but page cache."""
     page_cache: int
     """Cached files, without those of memory file systems."""
     swap: int | None
@@ -93,8 +97,10 @@ class Cgroup:
 
 
 def host_cores() -> int:
-    """Cores that this process may use, by its CPU affinity and the cgroup's quota, rounded up."""
-    return max(1, math.ceil(usable_cores(0, Cgroup())))
+    """Cores that this process may use, by CPU affinity and the cgroup's quota, rounded up; at most CORES_VARIABLE."""
+    cores = max(1, math.ceil(usable_cores(0, Cgroup())))
+    limit = os.environ.get(CORES_VARIABLE, "")
+    return min(cores, max(1, int(limit))) if limit.isdecimal() else cores
 
 
 def usable_cores(pid: int, cgroup: Cgroup) -> float:
@@ -114,6 +120,41 @@ def host_memory() -> tuple[int, int]:
     if cgroup_memory is not None and cgroup_memory.limit < machine.total:
         return cgroup_memory.limit, cgroup_memory.used
     return machine.total, machine.total - machine.available
+
+
+@dataclasses.dataclass(frozen=True)
+class HostLimit:
+    """A limit of host memory. used_bytes: what the kernel cannot take back."""
+
+    name: str
+    limit_bytes: int
+    used_bytes: int
+
+
+def nearest_memory_limit() -> HostLimit:
+    """The limit of this process with the fewest bytes left: machine, cgroup, or `ulimit -v`."""
+    import psutil  # as above
+
+    machine = psutil.virtual_memory()
+    limits = [HostLimit("the machine", machine.total, machine.total - machine.available)]
+    if (cgroup := Cgroup().memory_state()) is not None:
+        limits.append(HostLimit("the cgroup", cgroup.limit, cgroup.committed))
+    if (virtual := _virtual_memory_limit()) is not None:
+        limits.append(virtual)
+    return min(limits, key=lambda limit: limit.limit_bytes - limit.used_bytes)
+
+
+def _virtual_memory_limit() -> HostLimit | None:
+    """The limit of the address space (RLIMIT_AS), if there is one."""
+    if os.name != "posix":
+        return None
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    pages = (_read_text(Path("/proc/self/statm")) or "").split()
+    if limit == resource.RLIM_INFINITY or not pages:
+        return None
+    return HostLimit("ulimit -v", limit, int(pages[0]) * resource.getpagesize())
 
 
 def _read_text(path: Path) -> str | None:
@@ -156,10 +197,12 @@ def _read_memory(folder: Path) -> CgroupMemory | None:
         if limit is not None and limit < _NO_LIMIT and used is not None:
             stat, prefix = _read_stat(folder / "memory.stat"), "" if version == 2 else "total_"
             file_bytes = stat.get("file" if version == 2 else "total_cache", 0)
+            page_cache = max(0, file_bytes - stat.get(prefix + "shmem", 0))
             return CgroupMemory(
                 limit=limit,
                 used=max(0, used - stat.get(prefix + "inactive_file", 0)),
-                page_cache=max(0, file_bytes - stat.get(prefix + "shmem", 0)),
+                committed=max(0, used - page_cache),
+                page_cache=page_cache,
                 swap=_read_int(folder / "memory.swap.current") if version == 2 else stat.get("total_swap"),
             )
     return None

@@ -410,13 +410,29 @@ def available_devices() -> list[str]:
     return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
 
 
+OUT_OF_MEMORY_TEXTS = (
+    "can't allocate memory",  # torch's allocator of a CPU
+    "CUDA error: out of memory",  # the driver itself, not torch's allocator
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+"""What a RuntimeError that is not torch.OutOfMemoryError says if memory is exhausted."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the memory of the device or of the host is exhausted."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY_TEXTS)
+
+
 @contextlib.contextmanager
 def out_of_memory_as_error(activity: str) -> Iterator[None]:
     """Turns the device's and the host's out-of-memory exceptions into an OutOfMemoryError."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if type(error) is RuntimeError and "can't allocate memory" not in str(error):
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
             raise
         raise OutOfMemoryError(
             f"Out of memory while {activity}.",

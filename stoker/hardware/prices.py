@@ -1,8 +1,9 @@
 """List prices of GPU machines of GCP and AWS, with their date, and the lookup of a machine.
 
 A list price is not a bill: no discount, no commitment, no disk, no network; one region. The user can set the real price
-(`--price-per-device-hour`). Spot prices are not here: they change daily to every few minutes, by zone, so a number in a
-file would be a guess. Nothing here uses the network: `profiling/telemetry/environment.py` records the machine type.
+(`--price-per-device-hour`). Spot prices are not here: they change daily to every few minutes, by zone, so what a run
+was billed is in no file; `planning/machines.toml` has some of one day, for plans. Nothing here uses the network:
+`profiling/telemetry/environment.py` records the machine type.
 """
 
 import re
@@ -44,13 +45,14 @@ _GCP: dict[str, tuple[str, int, float]] = {
     "a2-ultragpu-4g": ("A100-80", 4, 20.275192), "a2-ultragpu-8g": ("A100-80", 8, 40.550383),
     "a3-highgpu-1g": ("H100", 1, 11.06125), "a3-highgpu-2g": ("H100", 2, 22.1225),
     "a3-highgpu-4g": ("H100", 4, 44.245), "a3-highgpu-8g": ("H100", 8, 88.49),
+    "a3-megagpu-8g": ("H100", 8, 92.21427),
     "g2-standard-4": ("L4", 1, 0.706832), "g2-standard-8": ("L4", 1, 0.853624),
     "g2-standard-12": ("L4", 1, 1.000416), "g2-standard-16": ("L4", 1, 1.147208),
     "g2-standard-24": ("L4", 2, 2.000832), "g2-standard-32": ("L4", 1, 1.734377),
     "g2-standard-48": ("L4", 4, 4.001665), "g2-standard-96": ("L4", 8, 8.003331),
 }  # fmt: skip
-"""Machine type → (GPU, number of GPUs, price of the machine); a3 with local SSDs. A g2 costs 0.146792 for four cores
-with 16 GiB, and 0.560040 per L4."""
+"""Machine type → (GPU, number of GPUs, price of the machine); a3-highgpu with local SSDs. A g2 costs 0.146792 for four
+cores with 16 GiB, and 0.560040 per L4."""
 
 _N1_CORE, _N1_GIB = 0.031611, 0.004237
 _N1_GIB_PER_CORE = {"standard": 3.75, "highmem": 6.5, "highcpu": 0.9}

@@ -70,6 +70,15 @@ def draw_boxes(
     return drawn
 
 
+def fit_text(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: float) -> str:
+    """The text, or as much of it as `width` pixels hold, with dots."""
+    if font.getlength(text) <= width:
+        return text
+    while text and font.getlength(text + "…") > width:
+        text = text[:-1]
+    return text + "…"
+
+
 def _draw_name(
     draw: ImageDraw.ImageDraw,
     size: tuple[int, int],

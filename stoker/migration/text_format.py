@@ -77,8 +77,8 @@ class Message:
             raise self._wrong_kind(name, value, "true or false")
         return bool(value)
 
-    def text(self, name: str, default: str = "") -> str:
-        return str(self.scalars.get(name, [default])[-1])
+    def text(self, name: str) -> str:
+        return str(self.scalars.get(name, [""])[-1])
 
     def texts(self, name: str) -> list[str]:
         return [str(value) for value in self.scalars.get(name, [])]

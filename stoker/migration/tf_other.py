@@ -32,7 +32,7 @@ OTHER_FIELDS: tuple[tuple[str, Status, str], ...] = (
         "fine_tune_checkpoint_type", "fine_tune_checkpoint_version", "from_detection_checkpoint",
         "load_all_detection_checkpoint_vars", "run_fine_tune_checkpoint_dummy_computation",
     )),
-    *((f"train_config.{name}", NOT, "stoker trains on one device so far") for name in (
+    *((f"train_config.{name}", NOT, "devices train in step: `stoker train --devices N`") for name in (
         "sync_replicas", "replicas_to_aggregate", "startup_delay_steps",
     )),
     ("train_config.*queue*", NOT, _LOADER),

@@ -266,18 +266,13 @@ def build_backbone_with_fpn(
 
 
 def build_backbone_with_neck(
-    backbone_name: str,
-    neck: Callable[[list[int]], nn.Module],
-    *,
-    norm: NormKind,
-    trainable_stages: int,
-    min_level: int = 3,
+    backbone_name: str, neck: Callable[[list[int]], nn.Module], *, norm: NormKind, trainable_stages: int
 ) -> BackboneWithNeck:
-    """A backbone of BACKBONES with its first stages frozen, and `neck(channels of its maps)`; min_level: as in
-    `build_backbone_with_fpn`."""
+    """A backbone of BACKBONES with its first stages frozen, and `neck(channels of its maps)`, those of stride 8 and
+    more."""
     spec = BACKBONES[backbone_name]
     network = _build_backbone(spec, norm, trainable_stages)
-    names, widths = zip(*spec.stage_outputs[min_level - 1 :], strict=True)
+    names, widths = zip(*spec.stage_outputs[2:], strict=True)
     return BackboneWithNeck(network, names, neck(list(widths)))
 
 

@@ -18,12 +18,11 @@ PROGRESS_EVERY_S = 60.0
 
 
 class JsonLog:
-    """Writes to `file`. progress_every_s: seconds between two progress lines; all events are written."""
+    """Writes all events to `file`, and a line of progress every PROGRESS_EVERY_S."""
 
-    def __init__(self, file: TextIO, *, run: str, progress_every_s: float = PROGRESS_EVERY_S) -> None:
+    def __init__(self, file: TextIO, *, run: str) -> None:
         self._file = file
         self._run = run
-        self._progress_every_s = progress_every_s
         self._next_progress_t = 0.0
 
     def observe(self, line: RecordLine) -> None:
@@ -32,7 +31,7 @@ class JsonLog:
             severity = "ERROR" if line.kind == "failed" else "WARNING" if line.kind in WARNING_KINDS else "INFO"
             self._write(line, "event", severity, line.text or describe_event(line))
         elif isinstance(line, StepWindow) and line.window_steps and line.t >= self._next_progress_t:
-            self._next_progress_t = line.t + self._progress_every_s
+            self._next_progress_t = line.t + PROGRESS_EVERY_S
             loss = line.losses.get("total")
             speed = f", {line.num_images / line.wall_s:.1f} img/s" if line.num_images else ""
             text = f"step {line.step:,}{speed}" + ("" if loss is None else f", loss {loss:.4g}")

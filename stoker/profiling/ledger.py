@@ -199,6 +199,11 @@ class Ledger:
             self._leave()
             self._set_device_phase(previous)
 
+    @property
+    def thread_phase(self) -> str:
+        """The phase that the training thread is in. Callable from any thread."""
+        return self._stack[-1]
+
     def begin_h2d_wait(self) -> None:
         """From here to the next step the device waits for the copy of that step's images: `h2d`. Call it just before
         the training stream is told to wait, on an accelerator, and only if a step follows."""

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from textwrap import wrap
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -22,7 +23,8 @@ from stoker.data.validation.stats import (
     DatasetStats,
     Distribution,
 )
-from stoker.errors import StorageError, UsageError
+from stoker.errors import UsageError, writing
+from stoker.inference.draw import fit_text
 from stoker.report.format import count, number, percentage
 from stoker.storage.local_files import write_atomic
 
@@ -59,14 +61,10 @@ def check_output_path(out: Path, index: Index) -> None:
 def save_image(image: Image.Image, out: Path) -> None:
     """Writes an image and creates its folder; a link in its place is replaced. Raises StorageError."""
     encoded = io.BytesIO()
-    try:
+    with writing("The image cannot be written.", out, fix="choose another file with --out"):
         image.save(encoded, Image.registered_extensions()[out.suffix.lower()], quality=90)
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(out, encoded.getbuffer(), durable=False)
-    except OSError as error:
-        cause = error.strerror or str(error)
-        fix = "choose another file with --out"
-        raise StorageError("The image cannot be written.", location=out, cause=cause, fix=fix) from error
 
 
 def draw_stats(stats: DatasetStats) -> Image.Image:
@@ -129,10 +127,8 @@ class _Page:
         """anchor: as in Pillow. max_width: pixels after which the text is cut."""
         text = "".join(c if c.isprintable() else "\ufffd" for c in text)
         font = self._font(size)
-        if max_width is not None and font.getlength(text) > max_width * SUPERSAMPLING:
-            while text and font.getlength(text + "…") > max_width * SUPERSAMPLING:
-                text = text[:-1]
-            text += "…"
+        if max_width is not None:
+            text = fit_text(text, font, max_width * SUPERSAMPLING)
         position = xy[0] * SUPERSAMPLING, xy[1] * SUPERSAMPLING
         stroke_width = 1 if bold else 0
         self._pen.text(position, text, font=font, fill=fill, anchor=anchor, stroke_width=stroke_width, stroke_fill=fill)
@@ -353,7 +349,7 @@ def _key_values(page: _Page, rect: Rectangle, stats: DatasetStats) -> None:
     y = y0 - 20
     for name, value in lines:
         page.text((x0, y), name, size=13, bold=True)
-        for text_line in _wrap(value, 58 if not name else 44):
+        for text_line in wrap(value, 44 if name else 58, break_long_words=False, break_on_hyphens=False):
             page.text(
                 (x0 if not name else x0 + 100, y),
                 text_line,
@@ -364,13 +360,3 @@ def _key_values(page: _Page, rect: Rectangle, stats: DatasetStats) -> None:
             y += 19
         y += 0 if value else 19
         y += 2
-
-
-def _wrap(text: str, max_chars: int) -> list[str]:
-    """Splits a text between words into lines of at most max_chars characters."""
-    lines = [""]
-    for word in text.split():
-        if lines[-1] and len(lines[-1]) + 1 + len(word) > max_chars:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {word}".strip()
-    return lines if text else []

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from stoker.diagnosis.series import Mean
 from stoker.report import format as fmt
 from stoker.report.environment import gpu_names
 from stoker.runs.records import DEVICES, EVENTS, STEPS, read_lines
@@ -88,17 +89,8 @@ class ResourceUsage:
         return sum(self.phase_fractions.get(phase, 0.0) for phase in phases)
 
 
-class _Mean:
-    def __init__(self) -> None:
-        self.total, self.count = 0.0, 0
-
-    def add(self, value: float | None) -> None:
-        if value is not None:
-            self.total, self.count = self.total + value, self.count + 1
-
-    @property
-    def value(self) -> float | None:
-        return self.total / self.count if self.count >= MIN_SAMPLES else None
+def _value(mean: Mean) -> float | None:
+    return mean.value if mean.count >= MIN_SAMPLES else None
 
 
 def read_resource_usage(
@@ -109,7 +101,7 @@ def read_resource_usage(
     for window in read_lines(run, STEPS, StepWindow):
         if window.window_steps:
             first_t, last_t = min(first_t, window.t - window.wall_s), max(last_t, window.t)
-    sm_active, used_cores, cores = _Mean(), _Mean(), _Mean()
+    sm_active, used_cores, cores = Mean(), Mean(), Mean()
     gpu_memory_fraction: float | None = None
     mig: bool | None = None
     for sample in read_lines(run, DEVICES, DeviceSample):
@@ -138,11 +130,11 @@ def read_resource_usage(
         from_bucket=from_bucket,
         cached=cached,
         gpu_name=next(iter(gpu_names(environment)), ""),
-        sm_active=sm_active.value,
+        sm_active=_value(sm_active),
         gpu_memory_fraction=gpu_memory_fraction,
         mig=mig,
-        cores=recorded_cores if cores.value is None else cores.value,
-        used_cores=used_cores.value,
+        cores=recorded_cores if _value(cores) is None else _value(cores),
+        used_cores=_value(used_cores),
         attempts=totals.attempts,
         checkpoint_interval_s=_checkpoint_interval_s(run, totals),
         startup_s=startup_s / max(1, totals.devices) / num_attempts if startup_s > 0 else None,

@@ -40,8 +40,9 @@ class Board:
     fork. on_error: called from another thread when writing fails, or an image cannot be drawn.
     """
 
-    def __init__(self, run: Path, *, purge_step: int = 0, on_error: Callable[[str], None] | None = None) -> None:
-        self._folder = run / FOLDER
+    def __init__(self, run: Path | None, *, purge_step: int = 0, on_error: Callable[[str], None] | None = None) -> None:
+        """run: None writes nothing."""
+        self._folder = None if run is None else run / FOLDER
         self._purge_step = purge_step
         self._on_error = on_error
         self._queue: queue.Queue[BoardEntry | None] = queue.Queue(_MAX_QUEUED)
@@ -50,7 +51,8 @@ class Board:
         self.error: str | None = None
         """The error after which nothing more is written."""
         self._thread = threading.Thread(target=self._run, name="stoker-tensorboard", daemon=True)
-        self._thread.start()
+        if run is not None:
+            self._thread.start()
 
     def add_window(self, window: StepWindow) -> None:
         """Adds the scalars of a line of steps.jsonl."""
@@ -73,6 +75,8 @@ class Board:
             self._thread.join()
 
     def _put(self, entry: BoardEntry) -> None:
+        if self._folder is None:
+            return
         try:
             self._queue.put_nowait(entry)
         except queue.Full:
@@ -80,6 +84,7 @@ class Board:
 
     def _run(self) -> None:
         entries = iter(self._queue.get, None)  # until the None of `close`
+        assert self._folder is not None
         try:
             writer = _Writer(self._folder, self._purge_step)
             try:

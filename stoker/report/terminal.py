@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
 from typing import TextIO
 
 from rich.console import Group, RenderableType
@@ -66,9 +65,7 @@ class Screen:
     def __enter__(self) -> "Screen":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def note(self, text: str) -> None:

@@ -8,6 +8,7 @@ compares the two. Not here: the fields of the records (`schemas.py`) and checkpo
 import contextlib
 import json
 import os
+import platform
 import re
 import threading
 import time
@@ -21,6 +22,7 @@ import msgspec
 from stoker import regular_files
 from stoker.config import old_names
 from stoker.errors import UsageError, writing
+from stoker.printable import printable
 from stoker.runs.schemas import Event
 from stoker.storage.local_files import write_atomic
 from stoker.storage.run_uri import LEASE_FILE, working_copy
@@ -40,22 +42,24 @@ INPUT_STAGES = ("fetch", "decode", "copy", "queue")
 
 STEPS, EVENTS, DEVICES, QUARANTINE = "steps.jsonl", "events.jsonl", "devices.jsonl", "quarantine.jsonl"
 CONFIG, ENVIRONMENT, FINDINGS = "config.toml", "environment.json", "findings.json"
-EVALUATION, REPORT, OUTPUT = "evaluation.json", "report.html", "output.log"
+EVALUATION, REPORT, OUTPUT, HANG = "evaluation.json", "report.html", "output.log", "hang.txt"
 TRACES, STACKS, PROBES, TRACE_FILES, RANKS = "traces.jsonl", "stacks.jsonl", "probes.jsonl", "traces", "ranks"
-CHECKPOINTS, BEST, FINAL = "checkpoints", "best.safetensors", "final.safetensors"
+CHECKPOINTS, BEST, FINAL, LAUNCH = "checkpoints", "best.safetensors", "final.safetensors", "launch.json"
 
 EVENT_KINDS = (
-    "started", "resumed", "info", "warning", "evaluated", "checkpoint_saved", "checkpoint_failed", "checkpoint_corrupt",
-    "rolled_back", "loss_spike", "lr_too_high", "lr_too_low", "gpu_fault", "alert", "preempted", "failed", "finished",
+    "started", "resumed", "info", "warning", "preflight", "evaluated", "checkpoint_saved", "checkpoint_failed",
+    "checkpoint_corrupt", "rolled_back", "loss_spike", "lr_too_high", "lr_too_low", "out_of_memory", "low_host_memory",
+    "gpu_fault", "alert", "preempted", "failed", "finished",
 )  # fmt: skip
 """The kinds of events; docs/run-folder.md says when each is written."""
 
 STABILITY_KINDS = frozenset({"rolled_back", "loss_spike", "lr_too_high", "lr_too_low"})
 """Kinds about the loss and the learning rate."""
 
-WARNING_KINDS = (
-    frozenset({"warning", "checkpoint_failed", "checkpoint_corrupt", "gpu_fault", "alert"}) | STABILITY_KINDS
-)
+WARNING_KINDS = STABILITY_KINDS | {
+    "warning", "preflight", "checkpoint_failed", "checkpoint_corrupt", "out_of_memory", "low_host_memory", "gpu_fault",
+    "alert",
+}  # fmt: skip
 """Kinds that are shown as warnings: training went on, but not as requested."""
 
 MAX_TEXT_CHARS = 16_384
@@ -392,6 +396,23 @@ def locked(run: Path) -> Iterator[bool | None]:
     process holds it, None where the file system has no locks (Lustre without -o flock, some network mounts)."""
     with (run / ".lock").open("a") as file:
         yield lock(file)
+
+
+def sign_lock(run: Path) -> None:
+    """Writes into the lock that this process holds who it is. Without room it stays unsigned."""
+    with contextlib.suppress(OSError), open(run / ".lock", "w", opener=_open_without_links) as file:
+        file.write(f"process {os.getpid()} of {platform.node()}")
+
+
+def holder_of_lock(run: Path) -> str | None:
+    """The process that signed the lock last, for messages; None if it is unknown."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return printable(regular_files.read_text(run / ".lock", max_bytes=1000)) or None
+    return None
+
+
+def _open_without_links(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o644)
 
 
 def lock(file: IO[str]) -> bool | None:

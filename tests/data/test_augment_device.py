@@ -29,9 +29,9 @@ from stoker.data.loading.loader import Loader, LoaderSpec, compute_max_boxes
 from stoker.data.loading.samples import PAD_COLOR
 from stoker.errors import ConfigError
 from stoker.hardware.device import Device
-from stoker.hardware.host_sync import ForbidHostSync
 from tests import drawn
 from tests.batches import batch_of, batches
+from tests.host_sync import ForbidHostSync
 
 
 def same(a, b, atol=0.0):

@@ -278,7 +278,8 @@ def test_children_do_without_torch(index, processes):
 @pytest.mark.parametrize("how", ["killed", "interrupted", "abandoned", "forked"])
 def test_processes_end_with_the_training_process(index, how):
     code = f"""
-import os, pathlib, sys, time
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 from stoker.data.loading.processes import WorkerProcesses
 from tests.data import loading
 index = loading.InMemoryIndex(pathlib.Path({str(index.root)!r}), 13)

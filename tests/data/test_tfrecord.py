@@ -360,6 +360,16 @@ def test_without_a_map_texts_are_the_classes(tmp_path: Path) -> None:
     assert any("no label map" in note for note in index.notes)
 
 
+def test_eval_is_the_validation_split_of_a_file_and_no_folder(tmp_path: Path) -> None:
+    """The TensorFlow Object Detection API's eval_input_reader; `eval/` is where its evaluation writes logs."""
+    write(tmp_path / "train.record", image_features("a.jpg", [CAT]), image_features("b.jpg", [CAT]))
+    write(tmp_path / "eval.record", image_features("c.jpg", [CAT]))
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval" / "events.out.tfevents.1").write_bytes(b"")
+    index = open_index(tmp_path)
+    assert {split: len(index.image_indices(split)) for split in index.splits} == {"train": 2, "val": 1}
+
+
 def test_without_map_and_texts_the_labels_are_the_classes(tmp_path: Path) -> None:
     write(tmp_path / "train.record", *(image_features(f"{n}.jpg", [(None, n, 0, 0, 1, 1)]) for n in (3, 1, 0, 1)))
     index = open_index(tmp_path)

@@ -236,7 +236,8 @@ def test_names_of_the_files_decide_nothing_if_there_is_one_per_split(tmp_path: P
     [
         (("train.record-00000-of-00001", "val.record-00000-of-00001"), "val.record-*", "exact", None),
         (("train.record-00000-of-00001", "test.record-00000-of-00001"), "test.record-*", "substitute", "eval-is-test"),
-        (("train.record-00000-of-00001", "eval.record-00000-of-00001"), "eval.record-*", "not carried",
+        (("train.record-00000-of-00001", "eval.record-00000-of-00001"), "eval.record-*", "exact", None),
+        (("train.record-00000-of-00001", "held.record-00000-of-00001"), "held.record-*", "not carried",
          "eval-is-trained-on"),
         (("train.record-00000-of-00001", "val.record-00000-of-00001", "more.record"), "val.record-*", "exact",
          "other-records"),

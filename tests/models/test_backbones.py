@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn import functional
 
-from stoker.hardware.host_sync import ForbidHostSync
 from stoker.models import Detector, build, detector
 from stoker.models.layers import padded_conv
 from stoker.models.layers.padded_conv import PaddedConv2d
+from tests.host_sync import ForbidHostSync
 from tests.models.samples import make_batch, settings_of
 
 CANVAS, CLASSES = (64, 96), 3

@@ -16,7 +16,6 @@ from torchvision.ops import generalized_box_iou_loss
 from stoker.errors import ConfigError
 from stoker.export import graph, parity
 from stoker.export.runtime import OnnxModel
-from stoker.hardware.host_sync import ForbidHostSync
 from stoker.models import Detector, build
 from stoker.models.ember.ember import (
     Ember,
@@ -28,6 +27,7 @@ from stoker.models.ember.task_aligned_assigner import assign_task_aligned
 from stoker.models.fcos.fcos import ltrb_to_boxes
 from stoker.models.layers.losses import soft_binary_cross_entropy
 from stoker.models.weights import model_file
+from tests.host_sync import ForbidHostSync
 from tests.models.samples import make_batch, settings_of
 
 # The constants of the paper and of LOG.md, "Ember"; not imported, so that a change in the module fails.

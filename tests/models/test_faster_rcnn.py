@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stoker.hardware.host_sync import ForbidHostSync
 from stoker.models import build
 from stoker.models.faster_rcnn import roi_heads, rpn
 from stoker.models.faster_rcnn.faster_rcnn import FasterRCNN
+from tests.host_sync import ForbidHostSync
 from tests.models.samples import make_batch, settings_of
 from tests.models.two_stages import ROI_SAMPLES, calibrated, oracle_detections, oracle_losses, oracle_of
 

@@ -19,11 +19,11 @@ from stoker.data.batch import Batch
 from stoker.errors import WeightsError
 from stoker.export import graph, parity
 from stoker.export.runtime import OnnxModel
-from stoker.hardware.host_sync import ForbidHostSync
 from stoker.models import MODELS, Detector, build, detect_architecture, load_weights
 from stoker.models.fcos.fcos import assign_points, fcos_builder, grid_points
 from stoker.models.weights import model_file
 from tests import fakes
+from tests.host_sync import ForbidHostSync
 from tests.models.samples import calibrated_model, make_batch, settings_of
 
 CLASSES = 7

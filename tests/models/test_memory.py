@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from stoker.data.batch import Batch
-from stoker.hardware.host_sync import ForbidHostSync
 from stoker.models import MODELS, Detector, build
 from stoker.models.layers.activation_checkpointing import segments
+from stoker.models.layers.norms import SafeSyncBatchNorm
 from tests import fakes
+from tests.host_sync import ForbidHostSync
 from tests.models.samples import make_batch, settings_of
 
 CANVAS, CLASSES = (64, 96), 5
@@ -123,11 +124,11 @@ def test_compiled_it_is_one_program_with_the_same_statistics():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["retinanet_tiny_fpn", "retinanet_mobilenet_v2_fpn"])
 def test_sync_norms_of_one_process_are_ordinary_ones(name: str):
-    """Gloo has none over several CPUs; and weights go both ways."""
+    """Several: tests/training/test_ranks.py. Weights go both ways."""
     batch = in_double(make_batch((3, 1), CANVAS, CLASSES))
     plain, _ = pair(name)
     sync, _ = pair(name, norm="sync_bn")
-    assert any(isinstance(module, nn.SyncBatchNorm) for module in sync.modules())
+    assert any(isinstance(module, SafeSyncBatchNorm) for module in sync.modules())
     sync.load_state_dict(plain.state_dict())
     plain.load_state_dict(sync.state_dict())
     assert step(plain, batch) == step(sync, batch)

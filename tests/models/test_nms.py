@@ -14,10 +14,10 @@ from torchvision.ops import batched_nms
 from stoker.data.batch import Batch
 from stoker.evaluation.evaluate import detect_batches
 from stoker.hardware.device import Device
-from stoker.hardware.host_sync import ForbidHostSync
 from stoker.models.layers import postprocess
 from stoker.models.layers.nms import largest_float32
 from stoker.models.layers.postprocess import BatchDetections, Candidates, greedy_nms, nms_in_rounds, rescale_to_original
+from tests.host_sync import ForbidHostSync
 
 CPU = Device(torch.device("cpu"))
 EIGHTHS = 8

@@ -14,11 +14,12 @@ from torchvision.ops import nms
 from stoker.config.settings import OptimSettings
 from stoker.data.augment.device import augment_batch
 from stoker.hardware.device import select_device
-from stoker.hardware.host_sync import ForbidHostSync, HostSyncError, allow_host_sync, allowed_host_syncs
+from stoker.hardware.host_sync import allow_host_sync, allowed_host_syncs
 from stoker.models import MODELS, build
 from stoker.models.layers import postprocess
 from stoker.training.optim import OptimizerStep
 from tests import fakes
+from tests.host_sync import ForbidHostSync, HostSyncError
 from tests.models.oracle import SMALL_MODELS, oracle_losses, oracle_of
 from tests.models.samples import make_batch, settings_of
 

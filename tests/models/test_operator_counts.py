@@ -11,6 +11,7 @@ from torch.utils import _pytree
 from stoker.config.settings import ModelSettings
 from stoker.hardware import device
 from stoker.models import MODELS, Detector, build
+from stoker.planning.fake_accelerator import MEMORY_BYTES
 from tests import fakes
 from tests.models.samples import make_batch, settings_of
 
@@ -128,7 +129,7 @@ def test_forward_and_loss_are_one_small_graph(trial: fakes.Trial, limit: int, mo
 
     def memory(_device: torch.device) -> tuple[int, int]:
         torch._dynamo.graph_break()  # raises if it is part of the compiled program
-        return fakes.MEMORY_BYTES, fakes.MEMORY_BYTES
+        return MEMORY_BYTES, MEMORY_BYTES
 
     monkeypatch.setattr(fakes, "DEVICE", "cuda")
     monkeypatch.setattr(torch.accelerator, "get_memory_info", memory)
@@ -137,7 +138,7 @@ def test_forward_and_loss_are_one_small_graph(trial: fakes.Trial, limit: int, mo
     torch._dynamo.reset()
     compiled = torch.compile(lambda batch: model.loss(model(batch.images), batch), fullgraph=True, backend=backend)
     with fakes.fake_tensors():
-        fakes.to_fake(model)
+        fakes.to_fake(model, "cuda")
         batch = fakes.fake_batch(trial)
         model(batch.images)  # makes the anchors
         compiled(batch)

@@ -22,7 +22,6 @@ from stoker.errors import ConfigError
 from stoker.export import graph, parity
 from stoker.export.runtime import OnnxModel
 from stoker.hardware.device import Device
-from stoker.hardware.host_sync import ForbidHostSync
 from stoker.models import MODELS, build, detect_architecture, load_weights
 from stoker.models.backbones import StridedConv2d
 from stoker.models.layers.matching import BACKGROUND
@@ -35,6 +34,7 @@ from stoker.models.weights.model_file import ModelMetadata
 from stoker.training.defaults.derive import derive
 from tests import fakes
 from tests.drawn import draw
+from tests.host_sync import ForbidHostSync
 from tests.models.samples import make_batch, settings_of
 
 SSD300, LITE = "ssd300_vgg16", "ssdlite320_mobilenet_v3_large"

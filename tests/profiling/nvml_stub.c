@@ -1,4 +1,4 @@
-// A libnvidia-ml.so.1 without a GPU: the functions that stoker/profiling/telemetry/{gpu,nvml,gpm,xid}.py call, with
+// A libnvidia-ml.so.1 without a GPU: the functions that stoker/profiling/telemetry/{gpu,gpu_state,nvml,gpm,xid}.py call, with
 // NVML's own signatures. `tests/nvml.py` compiles it and writes its scenes; `benchmarks/diagnose_driver.py` uses it too,
 // so its keys must keep their meaning. Its answers were never compared with a real driver.
 //
@@ -11,7 +11,8 @@
 //   energy_mj sm_clock memory_clock sm_clock_max memory_clock_max temperature throttle pcie_generation
 //   pcie_generation_max pcie_width pcie_width_max pcie_sent_kb pcie_received_kb ecc_corrected ecc_uncorrected mig_mode
 //   virtualization instance
-//   processes        PIDs, separated by commas; `none`
+//   processes        PIDs, separated by commas, each with `:bytes` if its memory is known; `none`
+//   persistence compute_mode bus_id rows_pending rows_failed
 //   gpm              1: has GPM counters; gpm.<number of the metric>: their values, in NVML's units
 //   xid              each line that becomes valid is one error, delivered to a waiting process; ecc_event: the same, memory
 //   fail.<function>  the function returns this code; 15: the GPU is lost
@@ -37,6 +38,7 @@ typedef struct { double from_s; char who[16], key[72], value[136]; } line_t;
 typedef struct { unsigned gpu, memory; } utilization_t;
 typedef struct { unsigned long long total, free, used; } memory_t;
 typedef struct { unsigned pid; unsigned long long memory; unsigned instance, compute_instance; } process_t;
+typedef struct { char legacy[16]; unsigned domain, bus, device, id, subsystem; char bus_id[32]; } pci_t;
 typedef struct { unsigned long long types[GPUS]; int told[GPUS][2]; } events_t;
 typedef struct { gpu_t *gpu; unsigned long long type, data; unsigned instance, compute_instance; } event_t;
 typedef struct { gpu_t *gpu; double at_s; } sample_t;
@@ -250,6 +252,8 @@ SMALL(nvmlDeviceGetCurrPcieLinkGeneration, "pcie_generation")
 SMALL(nvmlDeviceGetMaxPcieLinkGeneration, "pcie_generation_max")
 SMALL(nvmlDeviceGetCurrPcieLinkWidth, "pcie_width")
 SMALL(nvmlDeviceGetMaxPcieLinkWidth, "pcie_width_max")
+SMALL(nvmlDeviceGetPersistenceMode, "persistence")
+SMALL(nvmlDeviceGetComputeMode, "compute_mode")
 
 #define BIG(function, key) \
   int function(gpu_t *gpu, unsigned long long *out) { return big(gpu, #function, key, out); }
@@ -286,11 +290,25 @@ int nvmlDeviceGetComputeRunningProcesses_v3(gpu_t *gpu, unsigned *count, process
   int code = text(gpu, "nvmlDeviceGetComputeRunningProcesses", "processes", value, sizeof value);
   if (code) return code;
   for (char *word = strtok_r(value, ", ", &rest); word && found < 32; word = strtok_r(NULL, ", ", &rest))
-    if (atoi(word)) all[found++] = (process_t){(unsigned)atoi(word), 0, ~0u, ~0u};
+    if (atoi(word)) {
+      const char *bytes = strchr(word, ':');
+      all[found++] = (process_t){(unsigned)atoi(word), bytes ? strtoull(bytes + 1, NULL, 0) : 0, ~0u, ~0u};
+    }
   if (found && (!out || *count < found)) code = INSUFFICIENT_SIZE;
   if (!code && found) memcpy(out, all, found * sizeof *all);
   *count = found;
   return code;
+}
+
+int nvmlDeviceGetRemappedRows(gpu_t *gpu, unsigned *corrected, unsigned *uncorrected, unsigned *pending, unsigned *failed) {
+  int code = small(gpu, "nvmlDeviceGetRemappedRows", "rows_pending", pending);
+  *corrected = *uncorrected = *failed = 0;
+  if (!code) small(gpu, "nvmlDeviceGetRemappedRows", "rows_failed", failed);
+  return code;
+}
+
+int nvmlDeviceGetPciInfo_v3(gpu_t *gpu, pci_t *out) {
+  return text(gpu, "nvmlDeviceGetPciInfo", "bus_id", out->bus_id, sizeof out->bus_id);
 }
 
 // --- errors, told to who waits

@@ -292,5 +292,5 @@ def test_processes_of_other_users_are_counted(driver: Path, tmp_path: Path) -> N
 
 def test_in_a_container_processes_cannot_be_matched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_module, "INITIAL_PID_NAMESPACE_INODE", 1)
-    assert not gpu_module._in_host_pid_namespace()
+    assert not gpu_module.in_host_pid_namespace()
     assert gpu_module._count_other_processes(Gpu(0, None), None) is None

@@ -27,7 +27,7 @@ from stoker.data.formats.tables import IMAGE_SUFFIXES
 from stoker.data.images import source as image_source
 from stoker.data.images.headers import Header, parse_header
 from stoker.data.index import Index
-from stoker.errors import DataError, StorageError, UsageError
+from stoker.errors import DataError, StorageError, UsageError, writing
 from stoker.storage.local_files import fsync_folder
 
 TargetFormat = Literal["coco", "voc", "yolo", "tfrecord"]
@@ -114,13 +114,10 @@ def _create_partial_dir(out: Path) -> Path:
             cause="the data set is first written there, and this was not left by a conversion",
             fix="move it away, or name another folder",
         )
-    try:
+    with writing("The folder cannot be created.", partial, fix="name a writable folder"):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         (partial / PARTIAL_MARKER).touch()
-    except OSError as error:
-        fix = "name a writable folder"
-        raise StorageError("The folder cannot be created.", location=partial, cause=error.strerror, fix=fix) from error
     return partial
 
 

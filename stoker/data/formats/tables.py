@@ -169,9 +169,10 @@ def is_image_name(name: str) -> bool:
 
 
 def split_from_name(stem: str) -> str | None:
-    """The split in a file name: "instances_train2017" is "train", "my-validation" is "val"; None if there is not
-    exactly one."""
-    splits = {SPLIT_BY_NAME[token] for token in re.split(r"[^a-z]+", stem.lower()) if token in SPLIT_BY_NAME}
+    """The split in a file name: "instances_train2017" is "train", "my-validation" and "eval.record" are "val"; None if
+    there is not exactly one. A folder `eval` is no split: TensorFlow writes its logs there."""
+    words = {**SPLIT_BY_NAME, "eval": "val"}
+    splits = {words[token] for token in re.split(r"[^a-z]+", stem.lower()) if token in words}
     return splits.pop() if len(splits) == 1 else None
 
 

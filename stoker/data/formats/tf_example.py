@@ -98,31 +98,12 @@ def _parse_entries_fast(data: Buffer, offset: int, stop: int) -> dict[bytes, Byt
 
 def find_byte_values(data: Buffer, feature: ByteRange | None) -> list[ByteRange]:
     """The byte ranges of a bytes feature's values; none if it is absent or empty. Raises MalformedExample."""
-    if feature is None:
-        return []
-    if (single := _find_single_list(data, feature, 0x0A)) is not None:
-        return [single]
-    return [
-        ByteRange(begin, end)
-        for start, stop in _find_lists(data, feature, 1)
-        for field_number, wire_type, begin, end in _iter_fields(data, start, stop)
-        if field_number == 1 and wire_type == BYTES
-    ]
+    return _find_values(data, feature, 1, (BYTES,))
 
 
 def read_floats(data: Buffer, feature: ByteRange | None) -> bytes:
     """The values of a float feature as little-endian float32, 4 bytes each. Raises MalformedExample."""
-    if feature is None:
-        return b""
-    if (single := _find_single_list(data, feature, 0x12)) is not None:
-        values = data[single[0] : single[1]]
-    else:
-        values = b"".join(
-            data[begin:end]
-            for start, stop in _find_lists(data, feature, 2)
-            for field_number, wire_type, begin, end in _iter_fields(data, start, stop)
-            if field_number == 1 and wire_type in (BYTES, FIXED32)
-        )
+    values = b"".join(data[start:stop] for start, stop in _find_values(data, feature, 2, (BYTES, FIXED32)))
     if len(values) % 4:
         raise MalformedExample("a packed list of floats is not a multiple of 4 bytes long")
     return values
@@ -130,19 +111,8 @@ def read_floats(data: Buffer, feature: ByteRange | None) -> bytes:
 
 def read_integers(data: Buffer, feature: ByteRange | None) -> list[int]:
     """The values of an int64 feature. Raises MalformedExample."""
-    if feature is None:
-        return []
-    if (single := _find_single_list(data, feature, 0x1A)) is not None:
-        ranges = [single]
-    else:
-        ranges = [
-            ByteRange(begin, end)
-            for start, stop in _find_lists(data, feature, 3)
-            for field_number, wire_type, begin, end in _iter_fields(data, start, stop)
-            if field_number == 1 and wire_type in (BYTES, VARINT)
-        ]
     values: list[int] = []
-    for offset, end in ranges:
+    for offset, end in _find_values(data, feature, 3, (BYTES, VARINT)):
         packed = data[offset:end]
         if packed.isascii():  # every value is below 128, one byte each
             values += packed
@@ -151,6 +121,20 @@ def read_integers(data: Buffer, feature: ByteRange | None) -> list[int]:
             value, offset = _read_varint(data, offset, end)
             values.append(value - (1 << 64) if value >> 63 else value)
     return values
+
+
+def _find_values(data: Buffer, feature: ByteRange | None, kind: int, wire_types: tuple[int, ...]) -> list[ByteRange]:
+    """The values of a Feature, or packed ones; none if it is absent or empty. Raises MalformedExample."""
+    if feature is None:
+        return []
+    if (single := _find_single_list(data, feature, kind << 3 | BYTES)) is not None:
+        return [single]
+    return [
+        ByteRange(begin, end)
+        for start, stop in _find_lists(data, feature, kind)
+        for field_number, wire_type, begin, end in _iter_fields(data, start, stop)
+        if field_number == 1 and wire_type in wire_types
+    ]
 
 
 def _find_single_list(data: Buffer, feature: ByteRange, tag: int) -> ByteRange | None:

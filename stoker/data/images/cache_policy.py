@@ -199,7 +199,7 @@ def open_cache(
                 f"the cache of decoded images may take {_format_bytes(max_bytes)}, half of the free memory; all images"
                 f" need {_format_bytes(required_bytes)}",
             )
-        fd = os.memfd_create("stoker-decoded-images", os.MFD_CLOEXEC)
+        fd = os.memfd_create("stoker-decoded-images", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         return PixelCache(index, spec, fd, max_bytes=max_bytes, on_error=on_error)
     path = cache_file_path(index, spec)
     try:

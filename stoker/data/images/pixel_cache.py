@@ -9,6 +9,7 @@ is not memory-mapped, so a full or failing disk is an OSError, not a SIGBUS.
 Location and size of the file, and whether there is one: `cache_policy.py`. Its user: `loading/samples.py`.
 """
 
+import fcntl
 import os
 import struct
 import time
@@ -168,6 +169,20 @@ class PixelCache:
         end_s = time.monotonic()
         if end_s - start_s > SLOW_WRITE_S:
             self._pause_until = end_s + PAUSE_FACTOR * (end_s - start_s)
+
+    def release_memory(self) -> int:
+        """Frees a cache in memory and keeps nothing more, in all processes that share it. Returns the bytes that it
+        held; 0 for a cache on a disk, which needs no memory."""
+        if self._fd is None:
+            return 0
+        held_bytes = os.fstat(self._fd).st_blocks * 512
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)  # writes fail from now on
+        except OSError:  # not a file in memory
+            return 0
+        self._is_writable = False
+        os.ftruncate(self._fd, 0)
+        return held_bytes
 
     def _read_crc(self, image_index: int) -> int | None:
         """The checksum in the entry of an image; None where there is no entry for the present source file."""

@@ -130,6 +130,13 @@ class LoaderAutotuner:
             messages += self._increase_depth(rates)
         return messages
 
+    def limit_depth(self, depth: int) -> bool:
+        """At most so many batches ahead from now on; whether that changes something."""
+        if not self._tunes_depth or self.prefetch_depth <= depth:
+            return False
+        self.prefetch_depth, self._tunes_depth = depth, False
+        return True
+
     def _add_workers(self, rates: LoaderRates) -> list[str]:
         if rates.cpu_utilization >= CPU_SATURATED_FRACTION:
             return self._report_saturation(rates)

@@ -10,7 +10,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -120,6 +120,27 @@ def measure_and_choose_decoder(
     )
 
 
+class HostDecode(NamedTuple):
+    """What loading an image costs a core."""
+
+    seconds: float
+    """To decode and resize it."""
+    encoded_bytes: float
+    images: int
+    """That were measured."""
+
+
+def measure_host_decode(
+    index: "Index", image_indices: NDArray[np.int64], *, image_size: tuple[int, int], resize: str
+) -> HostDecode | None:
+    """Measured on a sample of the images; None where none can be decoded. Raises StorageError."""
+    images = _sample_images(index, image_indices, image_size, resize)
+    seconds = _time_host_decode(images, image_size, time.thread_time)
+    if seconds is None:
+        return None
+    return HostDecode(seconds, sum(len(image.data) for image in images) / len(images), len(images))
+
+
 def _sample_images(
     index: "Index", image_indices: NDArray[np.int64], image_size: tuple[int, int], resize: str
 ) -> list[EncodedImage]:
@@ -138,19 +159,21 @@ def _sample_images(
     return images
 
 
-def _time_host_decode(images: Sequence[EncodedImage], image_size: tuple[int, int]) -> float | None:
+def _time_host_decode(
+    images: Sequence[EncodedImage], image_size: tuple[int, int], clock: Callable[[], float] = time.perf_counter
+) -> float | None:
     """Seconds of a core per image; None where none can be decoded."""
     out = np.empty((*image_size, 3), np.uint8)
     durations_s: list[float] = []
     loop_start_s = time.perf_counter()
     for image in [*images[:1], *images]:
-        start_s = time.perf_counter()
+        start_s = clock()
         height, width = image.resized_size
         try:
             decode.decode_into(image.data, NO_PATH, region=image.region, out=out[:height, :width], header=image.header)
         except DataError:
             continue
-        durations_s.append(time.perf_counter() - start_s)
+        durations_s.append(clock() - start_s)
         if time.perf_counter() - loop_start_s > HOST_TIME_LIMIT_S:
             break
     timed_s = durations_s[1:] or durations_s  # the first is a warm-up

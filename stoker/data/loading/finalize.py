@@ -3,7 +3,7 @@
 Runs in the thread that asks for batches. So nothing depends on which worker was first.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from stoker.data.loading.samples import QuarantinedImage, SampleResult, SampleStream
@@ -53,7 +53,6 @@ class BatchFinalizer:
         would have made. Raises what a worker raised, and DataError when too many images cannot be used.
         """
         samples = self._samples
-        max_bad = max_bad_images(self._max_bad_fraction, len(samples))
         for k, result in enumerate(batch_task.results):
             position = batch_task.start + k
             if isinstance(result, BaseException):
@@ -69,14 +68,19 @@ class BatchFinalizer:
             for image_index, error in result.failures:
                 if samples.is_usable(image_index, position):
                     self._quarantine(image_index, error, position, result.image_index)
-            num_bad = len(samples.quarantined)
             if samples.train and result.image_index < 0:
-                raise self._make_data_error(f"None of the {num_bad:,} images tried can be used.")
-            if num_bad > max_bad:
-                raise self._make_data_error(
-                    f"{num_bad:,} of {len(samples):,} images cannot be used; "
-                    f"up to {100 * self._max_bad_fraction:.3g} % of them may be bad."
-                )
+                raise self._make_data_error(f"None of the {len(samples.quarantined):,} images tried can be used.")
+            self.check_limit(samples.quarantined)
+
+    def check_limit(self, quarantined: Collection[int]) -> None:
+        """Raises DataError if there are too many of these images."""
+        samples = self._samples
+        if len(quarantined) > max_bad_images(self._max_bad_fraction, len(samples)):
+            raise self._make_data_error(
+                f"{len(quarantined):,} of {len(samples):,} images cannot be used; "
+                f"up to {100 * self._max_bad_fraction:.3g} % of them may be bad.",
+                quarantined,
+            )
 
     def _quarantine(self, image_index: int, error: Exception, position: int, replaced_by: int) -> None:
         message = _one_line_message(error)
@@ -87,8 +91,8 @@ class BatchFinalizer:
                 QuarantinedImage(image_index, self._index.display_source(image_index), message, position, replaced_by)
             )
 
-    def _make_data_error(self, message: str) -> DataError:
-        bad_indices = list(self._samples.quarantined)
+    def _make_data_error(self, message: str, quarantined: Collection[int] = ()) -> DataError:
+        bad_indices = list(quarantined or self._samples.quarantined)
         examples = [
             f"{self._index.display_source(k)}: {self._errors.get(k, 'failed in an earlier attempt')}"
             for k in bad_indices[:5]

@@ -14,7 +14,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -82,7 +81,7 @@ class Loader:
     ) -> None:
         if not len(image_indices):
             raise DataError("There is no image to load.", location=index.source)
-        self._samples = SampleStream(index, image_indices, spec, cache)
+        self._samples, self._cache = SampleStream(index, image_indices, spec, cache), cache
         self._spec, self._device = spec, spec.device
         self._batch_size, self._world_size = spec.batch_size, spec.world_size
         self._copy_stream = spec.device.make_stream()
@@ -133,6 +132,8 @@ class Loader:
         self._prefetcher: Prefetcher | None = None
         self._fetcher: Fetcher | None = None
         self._gc_finalizer: weakref.finalize[..., Loader] | None = None
+        self._elsewhere: dict[int, int] = {}
+        """Images that other ranks could not use → position."""
         self._failure: Exception | None = None
         self._closed = False
         self._pending_batches: deque[BatchTask] = deque()
@@ -157,7 +158,7 @@ class Loader:
         """The state after the last batch handed out. Batches decoded ahead are not part of it."""
         return {
             "position": self._position,
-            "quarantined": dict(self._samples.quarantined),
+            "quarantined": self._quarantined(),
             "count": len(self._samples),
             "seed": self._samples.seed,
         }
@@ -182,6 +183,20 @@ class Loader:
         self._samples.quarantined.update(
             {int(image_index): int(position) for image_index, position in state["quarantined"].items()}
         )
+
+    def quarantine_elsewhere(self, bad_image: QuarantinedImage) -> None:
+        """An image that another rank could not use. It counts, and is part of the state; this rank's own stream meets
+        it by itself, at positions that do not depend on when this is called. Raises DataError above the limit."""
+        known = self._elsewhere.get(bad_image.image_index, bad_image.sample_position)
+        self._elsewhere[bad_image.image_index] = min(known, bad_image.sample_position)
+        self._batch_finalizer.check_limit(self._quarantined())
+
+    def _quarantined(self) -> dict[int, int]:
+        """Image index → position, of all ranks as far as this one knows."""
+        own, elsewhere = self._samples.quarantined, self._elsewhere
+        return {k: min(own.get(k, p), p) for k, p in elsewhere.items()} | {
+            k: min(elsewhere.get(k, p), p) for k, p in own.items()
+        }
 
     def image_indices_at(self, position: int, count: int) -> list[int]:
         """The images at `count` positions from `position` on, including replacements; -1 for none."""
@@ -225,6 +240,20 @@ class Loader:
             processes_cpu_s=self._stream.ring.cpu_s if self._stream else 0.0,
         )
 
+    def release_batches(self) -> str | None:
+        """Keeps only one batch ahead from now on. Returns a description; None if nothing changes."""
+        before = self._autotuner.prefetch_depth
+        if not self._autotuner.limit_depth(1):
+            return None
+        if self._prefetcher is not None:
+            self._prefetcher.release()
+        return f"loader: {before} → 1 batches ahead"
+
+    def release_cache(self) -> str | None:
+        """Frees a cache in memory, which is not filled again. Returns a description; None if there is none."""
+        freed_bytes = 0 if self._cache is None else self._cache.release_memory()
+        return f"{freed_bytes / 2**20:,.0f} MiB of decoded images dropped from the cache" if freed_bytes else None
+
     def close(self) -> None:
         """Ends the threads, or the work of the processes. May be called twice, in the middle of an epoch, after an
         error, from another thread."""
@@ -238,9 +267,7 @@ class Loader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __iter__(self) -> Iterator[Batch]:

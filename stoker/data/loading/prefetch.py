@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 MEMORY_FRACTION = 1 / 16
 """Fraction of the free host memory for bytes that arrive before a batch buffer is free."""
+RELEASED_FRACTION = 1 / 8
+"""Of the budget that stays when memory is short."""
 DEFAULT_IMAGE_BYTES = 2**18
 """Assumed size of an image until one has arrived."""
 
@@ -43,6 +45,10 @@ class Prefetcher:
         """Position → its request; None where there is nothing to request."""
         limit, used = host_memory()
         self._memory_budget_bytes = MEMORY_FRACTION * max(0, limit - used)
+
+    def release(self) -> None:
+        """Requests fewer images ahead from now on."""
+        self._memory_budget_bytes *= RELEASED_FRACTION
 
     def take(self, position: int) -> tuple[PendingRead, Transitions] | None:
         """The request for a position's image, and the transitions of the sample; None where its bytes are local."""

@@ -30,6 +30,7 @@ from stoker.models.layers.convolutions import conv_norm_relu, separable_conv_nor
 from stoker.models.layers.losses import at_least_fp32, soft_binary_cross_entropy
 from stoker.models.layers.norms import NORMS, Norm, trainable_norm
 from stoker.models.layers.postprocess import PRE_NMS_TOP_N, Candidates, clip_and_filter, topk_per_level
+from stoker.models.layers.rank_mean import loss_divisor
 from stoker.models.retinanet.retinanet import PRIOR_PROBABILITY
 
 REG_MAX = 16
@@ -159,7 +160,7 @@ class Ember(Detector):
 
         The last two are sums over the points with a box. (TOOD weights them by quality, so that badly predicted boxes,
         mostly small ones, hardly learn: LOG.md, "Ember".) All are divided by the sum of the quality over the batch, at
-        least 1. So the parts of an accumulated or distributed batch have equal weights, regardless of their boxes.
+        least 1. So the parts of an accumulated batch have equal weights, regardless of their boxes.
         """
         assert outputs.one_to_many is not None
         losses = self._loss(outputs.one_to_many, outputs.points, batch, TAL_TOPK)
@@ -176,7 +177,7 @@ class Ember(Detector):
                     logits, self.decode_boxes(ltrb_logits, points.center, points.stride), points.center,
                     batch.boxes, batch.labels, batch.valid, center_radius=MIN_STRIDE / 2, topk=topk,
                 )  # fmt: skip
-            total_quality = assignment.quality.sum().clamp(min=1)
+            total_quality = loss_divisor(assignment.quality.sum())
             label = batch.labels.gather(1, assignment.gt_index.clamp(min=0))
             class_losses = soft_binary_cross_entropy(logits, label, assignment.quality)
             # No more points than that have a box: the box losses are computed for them only, with a fixed shape.

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from stoker.models.faster_rcnn.rpn import Proposals, smooth_l1_box_loss
 from stoker.models.layers.boxes import decode, encode, iou
+from stoker.models.layers.rank_mean import loss_divisor
 from stoker.models.layers.roi_align import OUTPUT_SIZE
 from stoker.models.layers.sampling import batched_gather, random_keys, sample_balanced
 
@@ -108,7 +109,7 @@ def roi_loss(logits: Tensor, deltas: Tensor, rois: SampledRois) -> tuple[Tensor,
 
     logits: at least fp32 [B · S, 1 + C]; deltas: [B · S, 1 + C, 4], of which only those of the RoI's class are used.
     """
-    num_sampled = rois.valid.sum().clamp(min=1)
+    num_sampled = loss_divisor(rois.valid.sum())
     target = rois.target.flatten()
     class_losses = functional.cross_entropy(logits, target, reduction="none").view_as(rois.valid)
     class_deltas = deltas.gather(1, target[:, None, None].expand(-1, 1, 4)).view_as(rois.offsets)

@@ -16,6 +16,7 @@ from stoker.models.layers.anchors import AnchorGenerator
 from stoker.models.layers.boxes import cell_anchors, clip, decode, encode
 from stoker.models.layers.matching import BACKGROUND, match_anchors
 from stoker.models.layers.nms import MAX_PAIRS, fixed_point_nms
+from stoker.models.layers.rank_mean import loss_divisor
 from stoker.models.layers.sampling import batched_gather, random_keys, sample_balanced
 
 NMS_THRESH = 0.7
@@ -212,7 +213,7 @@ def rpn_loss(
         num_samples=SAMPLES_PER_IMAGE,
         max_positives=MAX_POSITIVES_PER_IMAGE,
     )
-    num_sampled = sampled.valid.sum().clamp(min=1)
+    num_sampled = loss_divisor(sampled.valid.sum())
     logits = sampled.gather(rpn_outputs.logits)
     objectness = functional.binary_cross_entropy_with_logits(
         logits, sampled.positive.to(logits.dtype), reduction="none"

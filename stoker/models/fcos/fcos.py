@@ -24,6 +24,7 @@ from stoker.models.layers.boxes import area, giou
 from stoker.models.layers.losses import at_least_fp32, focal_loss
 from stoker.models.layers.matching import BACKGROUND, map_blocks
 from stoker.models.layers.postprocess import PRE_NMS_TOP_N, Candidates, clip_and_filter, topk_per_level
+from stoker.models.layers.rank_mean import loss_divisor
 from stoker.models.retinanet.retinanet import PRIOR_PROBABILITY
 
 MIN_STRIDE = 8
@@ -146,14 +147,14 @@ class FCOS(Detector):
         """`classification` (focal), `bbox_regression` (1 - GIoU) and `bbox_ctrness` (cross-entropy), fp32 scalars.
 
         Each is summed over the batch and divided by its number of positive points (at least 1), as in torchvision. So
-        the parts of an accumulated or distributed batch have equal weights, while in one step on the whole batch their
-        weights would be their positives.
+        the parts of an accumulated batch have equal weights, while in one step on the whole batch their weights would
+        be their positives.
         """
         settings, points = self.settings, outputs.points
         with torch.autocast(outputs.logits.device.type, enabled=False):
             gt_index = assign_points(batch.boxes, batch.valid, points)
             positive, index = gt_index >= 0, gt_index.clamp(min=0)
-            num_positive = positive.sum().clamp(min=1)
+            num_positive = loss_divisor(positive.sum())
             target = torch.where(positive, batch.labels.gather(1, index), BACKGROUND)
             class_losses = focal_loss(outputs.logits, target, alpha=settings.focal_alpha, gamma=settings.focal_gamma)
             # Points without a box get one of two strides, so that the masked losses and gradients are finite.

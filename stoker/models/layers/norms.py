@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stoker.models.layers.padded_conv import PaddedConv2d
+from stoker.models.layers.padded_conv import PaddedConv2d, is_on_accelerator
+from stoker.models.layers.rank_mean import num_exchanging_ranks, sum_over_ranks
 
 Norm = Callable[[int], nn.Module]
 NormKind = Literal["frozen_bn", "bn", "sync_bn"]
@@ -118,12 +119,46 @@ class SafeBatchNorm2d(nn.BatchNorm2d):
         return _normalize_by_running_stats(self, x) if _is_single_value(self, x) else super().forward(x)
 
 
-class SafeSyncBatchNorm(nn.SyncBatchNorm):
-    """The same for SyncBatchNorm. All devices have maps of one size, so all take the same branch."""
+class SafeSyncBatchNorm(SafeBatchNorm2d):
+    """Normalizes by the batches of all ranks in a step of several (`counting_over_ranks`), also on CPUs.
+
+    Not a torch.nn.SyncBatchNorm: that is for GPUs only, and would wait for others where a rank tries batch sizes alone.
+    All ranks have maps of one size, so all take the same branch.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, C, H, W] → the same shape."""
-        return _normalize_by_running_stats(self, x) if _is_single_value(self, x) else super().forward(x)
+        if num_exchanging_ranks() == 1 or not self.training:
+            return super().forward(x)
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        return _sync_batch_norm(self, x)
+
+
+def _sync_batch_norm(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
+    """Normalizes by mean and variance over the batches of all ranks; updates the running statistics as torch does."""
+    ranks = num_exchanging_ranks()
+    if is_on_accelerator(x):
+        from torch.nn.modules._functions import SyncBatchNorm
+
+        group = torch.distributed.group.WORLD
+        normalized: Tensor = SyncBatchNorm.apply(
+            x, norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.eps, norm.momentum, group, ranks
+        )
+        return normalized
+    count = ranks * x.numel() // x.shape[1]
+    exact = x.to(norm.weight.dtype)
+    mean = sum_over_ranks(exact.sum((0, 2, 3))) / count
+    centered = exact - mean[:, None, None]
+    variance = sum_over_ranks(centered.square().sum((0, 2, 3))) / count
+    assert norm.momentum is not None
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    with torch.no_grad():
+        norm.running_mean.lerp_(mean, norm.momentum)
+        norm.running_var.lerp_(variance * (count / (count - 1)), norm.momentum)
+    scale = norm.weight * (variance + norm.eps).rsqrt()
+    return torch.addcmul(norm.bias[:, None, None], centered, scale[:, None, None]).to(x.dtype)
 
 
 class BatchCounts:

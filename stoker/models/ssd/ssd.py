@@ -22,6 +22,7 @@ from stoker.models.layers.boxes import decode, encode, grid_anchors
 from stoker.models.layers.losses import at_least_fp32
 from stoker.models.layers.norms import lite_norm, trainable_norm
 from stoker.models.layers.postprocess import Candidates, clip_and_filter
+from stoker.models.layers.rank_mean import loss_divisor
 from stoker.models.ssd.backbones import (
     VGG,
     MobileNet,
@@ -133,7 +134,7 @@ class SSD(Detector):
                 batch.boxes, batch.valid, outputs.anchors, fg_iou_thresh=self.settings.fg_iou_thresh
             )
             positive, index = gt_index >= 0, gt_index.clamp(min=0)
-            num_positive = positive.sum().clamp(min=1)
+            num_positive = loss_divisor(positive.sum())
             target = torch.where(positive, batch.labels.gather(1, index) + 1, 0)
             boxes = batch.boxes.gather(1, index[..., None].expand(-1, -1, 4))
             # Masked before the arithmetic: the encoded box of a padding entry is infinite.

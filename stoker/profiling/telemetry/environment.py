@@ -20,6 +20,7 @@ from stoker.hardware.cgroup import Cgroup, host_cores, host_memory
 from stoker.profiling.telemetry import platform_info
 from stoker.profiling.telemetry.gpu import GpuSampler
 from stoker.profiling.telemetry.machine import read_meminfo
+from stoker.profiling.telemetry.procfs import read_text_or_none
 from stoker.profiling.telemetry.secrets import is_secret_name, mask_argv, mask_secrets
 
 if os.name == "posix":
@@ -159,12 +160,7 @@ def detect_machine_type(env: Mapping[str, str] = os.environ, root: Path = Path("
     """The cloud's name of the machine type: STOKER_MACHINE_TYPE, else from the firmware (DMI; on AWS the type, on GCP
     only "Google Compute Engine"). The metadata server is not used: that would be a request at every start."""
     from_env = env.get("STOKER_MACHINE_TYPE", "").strip()
-    if from_env:
-        return from_env
-    try:
-        return (root / "sys/class/dmi/id/product_name").read_text(encoding="utf-8", errors="replace").strip() or None
-    except OSError:  # no DMI: not a PC, or hidden by a container
-        return None
+    return from_env or read_text_or_none(f"{root}/sys/class/dmi/id/product_name")  # no DMI: not a PC, or a container
 
 
 def _is_recorded_var(name: str) -> bool:

@@ -60,7 +60,7 @@ class GpuSampler:
         """One sample of each GPU, in the order of CUDA_VISIBLE_DEVICES."""
         own_pids: set[int] | None = None
         if any(gpu.sample_index % SLOW_SAMPLE_EVERY == 0 for i, gpu in enumerate(self.gpus) if i not in self._lost):
-            own_pids = set(list_process_tree(self._root_pid)) if _in_host_pid_namespace() else None
+            own_pids = set(list_process_tree(self._root_pid)) if in_host_pid_namespace() else None
         return [self._sample_gpu(i, gpu, own_pids) for i, gpu in enumerate(self.gpus)]
 
     def describe(self) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def _count_other_processes(gpu: Gpu, own_pids: set[int] | None) -> int | None:
     return sum(1 for pid in other_pids if not (read_or_none(f"/proc/{pid}/comm") or b"").startswith(b"nvidia-cuda-mps"))
 
 
-def _in_host_pid_namespace() -> bool:
+def in_host_pid_namespace() -> bool:
     """Whether this process uses the PIDs of the host, as the driver does. In a container with its own PID namespace,
     the driver's PIDs cannot be matched to processes."""
     try:

@@ -10,7 +10,6 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self
 
 from stoker.profiling.telemetry.gpu import GpuSampler
@@ -53,9 +52,7 @@ class TelemetrySampler:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _thread_main(self) -> None:

@@ -1,0 +1,195 @@
+"""The user's own measurements of training steps, and the predictions of `stoker plan`, in a file of the cache folder.
+
+Each training adds a line about its steps when it ends; `stoker plan` computes with those of the same device, and adds a
+line for each of its predictions, which the training that follows looks up. Nothing depends on the file: what is damaged
+is skipped, and it may be deleted at any time. Not here: the predictions themselves, `stoker/planning/`.
+"""
+
+import contextlib
+import fcntl
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stoker.storage.local_files import cache_folder, write_atomic
+
+FILE = "calibration.jsonl"
+MAX_FILE_BYTES = 512 * 1024
+"""From this size on, the oldest half of the lines is dropped; a line has about 700 bytes."""
+MAX_LINE_BYTES = 16 * 1024
+LOCK_ATTEMPTS, LOCK_WAIT_S = 100, 0.01
+
+STEP_FIELDS = frozenset(
+    {"model", "backbone_norm", "trainable_backbone_layers", "anchor_sizes", "anchor_scales", "aspect_ratios",
+     "fg_iou_thresh", "bg_iou_thresh", "focal_alpha", "focal_gamma", "box_loss", "reduced_tail", "nms_free",
+     "depthwise", "activation_checkpointing", "image_size", "hflip", "brightness", "contrast", "saturation", "hue",
+     "mosaic", "optimizer", "backbone_lr_mult", "momentum", "weight_decay", "clip_grad_norm", "ema_decay",
+     "precision"}
+)  # fmt: skip
+"""Settings that decide which operators a step consists of."""
+
+
+class MeasuredStep(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="measured"):
+    """The steps of a training on one device."""
+
+    t: float
+    """Unix time."""
+    model: str
+    image_size: tuple[int, int]
+    batch_size: int
+    """Images per device and step."""
+    micro_batches: int
+    precision: str
+    device: str
+    """Its name, as the driver reports it."""
+    threads: int = 0
+    """Threads that a CPU computed with; 0: not a CPU."""
+    compiled: bool = False
+    """Whether by torch.compile or as a CUDA graph."""
+    step_s: float
+    """Median over the windows of steps.jsonl of the seconds of `compute` a step."""
+    steps: int
+    peak_bytes: int | None = None
+    """That torch had allocated on the device. None: a CPU."""
+    settings: dict[str, Any]
+    """Those of STEP_FIELDS."""
+    num_classes: int
+    max_boxes: int
+
+
+class PredictedStep(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="predicted"):
+    """What `stoker plan` predicted for a step."""
+
+    t: float
+    model: str
+    image_size: tuple[int, int]
+    batch_size: int
+    precision: str
+    accelerator: str
+    device_pattern: str
+    """Regular expression for the name of the device."""
+    step_s: float
+    step_error: float
+    """Relative half-width of the band."""
+    peak_bytes: int
+
+
+Line = MeasuredStep | PredictedStep
+
+
+def path() -> Path:
+    """The file, which need not exist."""
+    return cache_folder() / FILE
+
+
+def append(*lines: Line) -> None:
+    """Adds lines. Raises OSError where the cache folder cannot be written.
+
+    They are one write to a file opened for appending, so those of other processes are never mixed with them; a file
+    that has grown too large loses its oldest lines.
+    """
+    data = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+    file = path()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(file.with_name(f".{FILE}.lock")) as is_held:
+        if is_held:
+            _shorten(file)
+        handle = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            size = os.fstat(handle).st_size
+            if size and os.pread(handle, 1, size - 1) != b"\n":  # a line that a kill or a full disk cut off
+                data = b"\n" + data
+            os.write(handle, data)
+        finally:
+            os.close(handle)
+
+
+def read() -> list[Line]:
+    """All lines that can be read, the newest last; of a file that is too large, the last MAX_FILE_BYTES."""
+    try:
+        with path().open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(0, size - 2 * MAX_FILE_BYTES))
+            content = file.read(2 * MAX_FILE_BYTES)
+    except OSError:  # there is none, or it cannot be read: nothing is known about this device
+        return []
+    return list(_decode(content))
+
+
+def _decode(content: bytes) -> Iterator[Line]:
+    decoder = msgspec.json.Decoder(Line)
+    for line in content.split(b"\n"):
+        if 0 < len(line) <= MAX_LINE_BYTES:
+            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # damaged, or newer
+                yield decoder.decode(line)
+
+
+def measured_steps(is_device: Callable[[str], bool], *, threads: int = 0) -> list[MeasuredStep]:
+    """Those of the devices whose name fits, eager ones only, the newest first."""
+    return [
+        line
+        for line in reversed(read())
+        if isinstance(line, MeasuredStep)
+        and is_device(line.device)
+        and line.threads == threads
+        and not line.compiled
+        and 0 < line.step_s < math.inf
+    ]
+
+
+def find_prediction(
+    *, model: str, image_size: tuple[int, int], batch_size: int, precision: str, device: str
+) -> PredictedStep | None:
+    """The newest prediction for such a training on a device of this name."""
+    wanted = (model, tuple(image_size), batch_size, precision)
+    for line in reversed(read()):
+        if isinstance(line, PredictedStep) and wanted == (
+            line.model, line.image_size, line.batch_size, line.precision,
+        ):  # fmt: skip
+            with contextlib.suppress(re.error):  # a damaged line
+                if re.fullmatch(line.device_pattern, device, re.IGNORECASE):
+                    return line
+    return None
+
+
+def step_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of STEP_FIELDS."""
+    return {name: value for name, value in sorted(settings.items()) if name in STEP_FIELDS}
+
+
+def _shorten(file: Path) -> None:
+    """Drops the oldest lines of a file that is too large."""
+    try:
+        size = file.stat().st_size
+    except FileNotFoundError:
+        return
+    if size <= MAX_FILE_BYTES:
+        return
+    with file.open("rb") as old:
+        old.seek(size - MAX_FILE_BYTES // 2)
+        kept = old.read(MAX_FILE_BYTES // 2).partition(b"\n")[2]
+    write_atomic(file, kept)
+
+
+@contextlib.contextmanager
+def _locked(file: Path) -> Iterator[bool]:
+    """Waits for other writers, which need a millisecond each. False: one of them does not end, or the file system has
+    no locks; then a line could be lost if the file were shortened."""
+    with file.open("a") as lock:
+        for _ in range(LOCK_ATTEMPTS):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(LOCK_WAIT_S)
+            except OSError:
+                break
+            else:
+                yield True
+                return
+        yield False
