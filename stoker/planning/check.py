@@ -1,0 +1,323 @@
+"""`stoker check`: asks every probe, each within its time, and puts what they found in order.
+
+A probe that hangs or raises becomes a finding `unknown`: the others are still asked. The probes are in
+`stoker/preflight/`; whether the batch fits is tried in `memory_fit.py`.
+"""
+
+import dataclasses
+import importlib.util
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from stoker.config.settings import Config
+from stoker.data.index import Index, open_index_of, require_images
+from stoker.errors import OutOfMemoryError, StokerError
+from stoker.hardware.gpu_evidence import gpu_evidence
+from stoker.planning.memory_fit import (
+    PREDICTED_GPUS,
+    MemoryFit,
+    PredictedFit,
+    Refusal,
+    predict_memory_fit,
+    try_memory_fit,
+)
+from stoker.preflight.access import check_access
+from stoker.preflight.cloud import check_cloud
+from stoker.preflight.data_path import check_data_path
+from stoker.preflight.findings import CheckFinding, worst_first
+from stoker.preflight.gpu import check_gpu
+from stoker.preflight.host import Host, check_host
+from stoker.preflight.network import check_network
+from stoker.preflight.static import check_sources
+from stoker.preflight.tensorflow import check_tensorflow
+from stoker.preflight.variables import check_variables
+from stoker.profiling.telemetry.timeouts import TimeoutWorker
+from stoker.report import format as fmt
+from stoker.storage.uri import is_uri
+from stoker.training.cluster import find_place
+
+TOTAL_S, DEEP_TOTAL_S = 55.0, 900.0
+"""Seconds for all probes; what is left is for imports and printing."""
+DEEP_FACTOR = 6
+"""Time limits of the probes with `--deep`, relative to those without."""
+DATA_PATH_S, NETWORK_S = 5.0, 10.0
+"""Of measuring."""
+_IMPORTS_TENSORFLOW = re.compile(r"^\s*(?:import|from)\s+(?:tensorflow|keras|tf_keras)\b", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckRequest:
+    """What to check. config: settings of the training; without `data` only the machine is checked."""
+
+    config: Config = Config()  # noqa: RUF009  # frozen
+    run_dir: str | None = None
+    devices: int = 1
+    """GPUs of this machine that train, as `--devices`."""
+    deep: bool = False
+    dockerfile: Path | None = None
+    requirements: Path | None = None
+    script: Path | None = None
+    env: Mapping[str, str] = dataclasses.field(default_factory=lambda: os.environ)
+
+    @property
+    def only_sources(self) -> bool:
+        """Whether there is nothing but files to read, as in the CI of an image."""
+        has_files = any((self.dockerfile, self.requirements, self.script))
+        return has_files and "data" not in self.config.set_fields()
+
+
+class ProbeTime(msgspec.Struct, frozen=True, kw_only=True):
+    """A probe that was asked."""
+
+    probe: str
+    seconds: float
+    complete: bool
+    """Whether it answered in its time."""
+
+
+class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What `stoker check` found."""
+
+    findings: list[CheckFinding]
+    """The worst first."""
+    probes: list[ProbeTime]
+    seconds: float
+
+    @property
+    def blocked(self) -> bool:
+        """Whether training would fail, or would not do what was asked."""
+        return any(finding.severity == "blocker" for finding in self.findings)
+
+
+class Prober:
+    """Asks probes one after the other, so that they do not disturb each other's measurements."""
+
+    def __init__(self, total_s: float, *, factor: float = 1.0, on_probe: Callable[[str], None] | None = None) -> None:
+        self.findings: list[CheckFinding] = []
+        self.times: list[ProbeTime] = []
+        self._end_s, self._factor = time.monotonic() + total_s, factor
+        self._on_probe = on_probe
+
+    def left_s(self, limit_s: float) -> float:
+        """Seconds that a probe with this limit may take now."""
+        return min(limit_s * self._factor, self._end_s - time.monotonic())
+
+    def ask(self, name: str, limit_s: float, probe: Callable[[], list[CheckFinding]]) -> None:
+        """Adds what the probe finds; or why it found nothing."""
+        if self._on_probe is not None:
+            self._on_probe(name)
+        left_s, start_s = self.left_s(limit_s), time.monotonic()
+        if left_s <= 0:
+            self._add_unknown(name, "was not asked: the time was over", "`--deep` takes the time")
+            return
+        worker = TimeoutWorker(lambda: probe, name=f"check: {name}")
+        try:
+            found = worker.call(left_s)
+        except Exception as error:  # noqa: BLE001 (a probe that fails must not hide what the others find)
+            found = []
+            text = str(error).partition("\n")[0]
+            self._add_unknown(name, "could not be checked", "", f"{type(error).__name__}: {text}")
+        worker.stop()
+        self.times.append(
+            ProbeTime(probe=name, seconds=time.monotonic() - start_s, complete=found is not None)
+        )  # fmt: skip
+        if found is None:
+            self._add_unknown(name, f"did not answer within {left_s:.0f} s", "`--deep` waits longer")
+        self.findings += found or []
+
+    def _add_unknown(self, name: str, what: str, fix: str, evidence: str = "") -> None:
+        self.findings.append(
+            CheckFinding(
+                id=name.replace(" ", "_"), severity="unknown", title=f"{name}: {what}", evidence=evidence, fix=fix
+            )
+        )
+
+
+def check(request: CheckRequest, *, on_probe: Callable[[str], None] | None = None) -> CheckReport:
+    """Asks all probes that apply. on_probe: called with the name of each one before it is asked."""
+    start_s = time.monotonic()
+    prober = Prober(
+        DEEP_TOTAL_S if request.deep else TOTAL_S, factor=DEEP_FACTOR if request.deep else 1, on_probe=on_probe
+    )
+    if request.dockerfile or request.requirements or request.script:
+        prober.ask("files", 5.0, lambda: check_sources(
+            dockerfile=request.dockerfile, requirements=request.requirements, script=request.script
+        ))  # fmt: skip
+    if not request.only_sources:
+        _check_machine_and_data(request, prober)
+    return CheckReport(
+        findings=worst_first(prober.findings), probes=prober.times, seconds=time.monotonic() - start_s
+    )  # fmt: skip
+
+
+def _check_machine_and_data(request: CheckRequest, prober: Prober) -> None:
+    config, env, deep = request.config, request.env, request.deep
+    data, device = config.set_fields().get("data"), config.set_fields().get("device")
+    # First: the ranks of a job ask together, and a process alone needs no time for it.
+    prober.ask("network", 50.0, lambda: check_network(NETWORK_S, find_place=find_place, env=env))
+    prober.ask("gpu", 35.0, lambda: check_gpu(device=device, env=env, deep=deep))
+    if device != "cpu" and importlib.util.find_spec("tensorflow") is not None:
+        needed = request.script is not None and _imports_tensorflow(request.script)
+        prober.ask("tensorflow", 22.0, lambda: check_tensorflow(needed=needed, gpu_is_there=bool(gpu_evidence(env))))
+    prober.ask("variables", 5.0, lambda: check_variables(env))
+    prober.ask("cloud", 5.0, lambda: check_cloud(env, run_dir=request.run_dir))
+    prober.ask("access", 10.0, lambda: check_access(data, request.run_dir, env=env))
+    num_gpus = sum(finding.id == "kernel" for finding in prober.findings)
+    opened: list[Index] = []
+    fits: list[MemoryFit] = []
+    is_refused = any((finding.id, finding.severity) == ("data_access", "blocker") for finding in prober.findings)
+    if data is not None and not is_refused:
+        prober.ask("data", 30.0, lambda: _open_data(config, opened))
+    if opened:
+        if num_gpus or device is not None:
+            prober.ask("memory fit", 36.0, lambda: _check_memory_fit(config, prober.left_s(36.0) - 1, fits))
+        else:
+            prober.ask("memory fit", 36.0, lambda: _predict_memory(config, prober.left_s(36.0) - 1))
+        fit = fits[0] if fits else None
+        text = (
+            "the model takes"
+            if fit is None
+            else f"{fit.model} on {fit.device} takes" + ("" if fit.measured else " about")
+        )
+        demand = None if fit is None else fit.images_per_s
+        seconds = DATA_PATH_S * (DEEP_FACTOR if deep else 1)
+        side = {} if fit is None else {"max_side": max(fit.image_size)}
+        prober.ask("data path", 15.0, lambda: check_data_path(
+            opened[0], demand_images_per_s=demand, demand_text=text, seconds=seconds, env=env, **side
+        ))  # fmt: skip
+    host = _describe_host(request, num_gpus, fits[0] if fits else None)
+    prober.ask("host", 15.0, lambda: check_host(host))
+
+
+def _imports_tensorflow(script: Path) -> bool:
+    try:
+        return _IMPORTS_TENSORFLOW.search(script.read_text(errors="replace")) is not None
+    except OSError:  # the probe of the files reports it
+        return False
+
+
+def _open_data(config: Config, opened: list[Index]) -> list[CheckFinding]:
+    """Opens the data as a training does; a data set that it would refuse is a blocker."""
+    try:
+        index = open_index_of(config.data)
+        splits = [split for split in ("train", "val") if split in index.splits]
+        require_images(
+            index, splits, max_bad_fraction=config.data.max_bad_fraction, max_bad_boxes=config.data.max_bad_boxes
+        )
+    except StokerError as error:
+        return [_refused("data", error.what, error.cause, error.fix, error.location)]
+    if missing := [split for split in ("train", "val") if split not in splits]:
+        choices = ", ".join(index.splits)
+        fix = "name a data set with images to train on and images to validate on"
+        return [_refused("data", f"the data set has no {missing[0]} split", f"it has {choices}", fix, index.source)]
+    opened.append(index)
+    counts = ", ".join(f"{fmt.plural(len(index.image_indices(split)), 'image')} in {split}" for split in splits)
+    problems = sum(problem.count for problem in index.problems)
+    title = f"the data set opens: {counts}"
+    evidence = f"{index.format}, {fmt.plural(problems, 'problem')} in the annotations"
+    return [CheckFinding(id="data", severity="ok", title=title, evidence=evidence, place=index.source)]
+
+
+def _check_memory_fit(config: Config, timeout_s: float, fits: list[MemoryFit]) -> list[CheckFinding]:
+    """Tries the worst-case batch in a process of its own."""
+    fit = _ask_in_time(try_memory_fit, config, timeout_s)
+    if isinstance(fit, CheckFinding):
+        return [fit]
+    fits.append(fit)
+    micro = "" if fit.micro_batches == 1 else f" in {fit.micro_batches} micro-batches"
+    used = "" if fit.peak_bytes is None else f": {fmt.memory(fit.peak_bytes, fit.budget_bytes)}"
+    tried = "tried on the device" if fit.measured else "counted"
+    title = f"a batch of {fit.batch_size}{micro} fits the memory of {fit.device}{used}"
+    height, width = fit.image_size
+    evidence = f"{fit.model}, {width}x{height}, {fit.precision}, worst case {tried}; {fit.evidence}"
+    if fit.measured:
+        evidence += f"; {fit.images_per_s:,.0f} img/s"
+    return [CheckFinding(id="memory_fit", severity="ok", title=title, evidence=evidence)]
+
+
+def _predict_memory(config: Config, timeout_s: float) -> list[CheckFinding]:
+    """The predicted peak on common GPUs, where there is none to try the batch on."""
+    predicted = _ask_in_time(predict_memory_fit, config, timeout_s)
+    if isinstance(predicted, CheckFinding):
+        return [predicted]
+    gpus = ", ".join(predicted.fitting) or f"none of {', '.join(PREDICTED_GPUS)}"
+    return [
+        CheckFinding(
+            id="memory_fit",
+            severity="ok" if predicted.fitting else "warning",
+            title=f"predicted, not tried: the batch of {predicted.model} fits {gpus}",
+            evidence="; ".join(predicted.texts),
+            fix="" if predicted.fitting else "a smaller --image-size or --model, or --activation-checkpointing",
+        )
+    ]
+
+
+Answer = TypeVar("Answer", MemoryFit, PredictedFit)
+
+
+def _ask_in_time(
+    ask: Callable[[Config, float], Answer | Refusal], config: Config, timeout_s: float
+) -> Answer | CheckFinding:
+    """The answer, or the finding that there is none, or that training would be refused."""
+    title = "whether the batch fits the memory"
+    try:
+        answer = ask(config, timeout_s)
+    except subprocess.TimeoutExpired:
+        evidence, fix = f"the trial did not end within {timeout_s:.0f} s", "--deep waits longer"
+        return CheckFinding(id="memory_fit", severity="unknown", title=title, evidence=evidence, fix=fix)
+    except ChildProcessError as error:
+        return CheckFinding(id="memory_fit", severity="unknown", title=title, evidence=f"the trial failed: {error}")
+    if isinstance(answer, Refusal):
+        id = "memory_fit" if answer.exit_code == OutOfMemoryError.exit_code else "settings"
+        return _refused(id, answer.what, answer.cause, answer.fix, answer.location)
+    return answer
+
+
+def _refused(id: str, what: str, cause: str | None, fix: str | None, location: str | None) -> CheckFinding:
+    title = what.rstrip(".")
+    return CheckFinding(
+        id=id,
+        severity="blocker",
+        title=title[:1].lower() + title[1:] if title[1:2].islower() else title,
+        evidence=cause or "training would end with this error",
+        fix=fix or "",
+        place=location or "",
+    )
+
+
+def _describe_host(request: CheckRequest, num_gpus: int, fit: MemoryFit | None) -> Host:
+    run_dir = request.run_dir or "runs"
+    demand_cores, text = None, ""
+    if fit is not None and fit.decode_core_s is not None and not fit.is_cpu:
+        demand_cores = fit.images_per_s * fit.decode_core_s
+        text = f"{fit.images_per_s:,.0f} img/s of {fmt.duration(fit.decode_core_s)} of a core each"
+    return Host(
+        run_dir=None if is_uri(run_dir) else Path(run_dir),
+        num_gpus=min(num_gpus, request.devices),
+        demand_cores=demand_cores,
+        demand_text=text,
+        checkpoint_bytes=None if fit is None else fit.checkpoint_bytes,
+        env=request.env,
+        date_urls=date_urls(request.config.set_fields().get("data"), run_dir, env=request.env),
+    )
+
+
+def date_urls(*locations: str | None, env: Mapping[str, str] = os.environ) -> list[str]:
+    """Servers that training talks to anyway, whose clock counts."""
+    urls = []
+    for location in locations:
+        scheme = (location or "").partition("://")[0]
+        if scheme == "gs":
+            urls.append(env.get("STORAGE_EMULATOR_HOST") or "https://storage.googleapis.com")
+        elif scheme == "s3":
+            urls.append(env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL") or "https://s3.amazonaws.com")
+        elif scheme in ("http", "https"):
+            urls.append(str(location))
+    return list(dict.fromkeys(urls))

@@ -1,0 +1,290 @@
+"""The machines that a training can be planned for: those of GCP and AWS in `machines.toml`, the user's, and this one.
+
+On-demand prices come from `hardware/prices.py`, the one table of them; `machines.toml` has what is needed besides, and
+the range of spot prices on one day. Not here: how fast a machine trains (`duration.py`), and what its accelerators can
+do (`accelerators.py`).
+"""
+
+import functools
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import psutil
+
+from stoker import regular_files
+from stoker.errors import ConfigError, UsageError, nearest
+from stoker.hardware.cgroup import host_cores, host_memory
+from stoker.hardware.prices import AS_OF, CURRENCY, REGIONS, machine_price
+from stoker.planning.accelerators import GPUS, identify
+from stoker.planning.estimate import Estimate
+
+if TYPE_CHECKING:
+    from stoker.hardware.device import Device
+
+THIS_MACHINE = "this"
+"""The name under which the present machine is planned for."""
+MAX_PRICES_BYTES = 1 << 20
+"""Of a file of prices, which has a few kilobytes."""
+GIB = 2**30
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True):
+    """How GPUs of a machine exchange gradients."""
+
+    name: str
+    gb_per_s: Estimate
+    """Bus bandwidth of an all-reduce, 1e9 bytes per second in each direction."""
+    latency_us: Estimate
+    """Of one message between two neighbors."""
+    source: str
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """A machine type. Prices are in US dollars per hour for the whole machine; None: unknown."""
+
+    name: str
+    cloud: str
+    """GCP or AWS; empty for the user's own."""
+    accelerator: str
+    """Key in the table of accelerators; `cpu` for this machine without a GPU."""
+    gpus: int
+    """Accelerators of the machine; 1 for a CPU."""
+    vcpus: float
+    memory_gib: float
+    ssd_gb: float = 0
+    """Local SSDs that are part of the machine."""
+    network_gbit: float = 10
+    """Sustained network bandwidth."""
+    link: str = "pcie4"
+    """Key of LINKS; `none` for one GPU."""
+    price: float | None = None
+    """On demand."""
+    spot_price: Estimate | None = None
+    """Lowest, mean and highest of the zones of the region."""
+    source: str = ""
+
+    @property
+    def is_this(self) -> bool:
+        return self.name == THIS_MACHINE
+
+
+@functools.cache
+def _table() -> dict[str, Any]:
+    text = (resources.files("stoker.planning") / "machines.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def spot_date() -> str:
+    """The day of the spot prices of the table."""
+    return str(_table()["spot_date"])
+
+
+def describe_prices() -> str:
+    """Where and of when the prices of the table are, a clause."""
+    regions = " and ".join(f"{cloud} {region}" for cloud, region in REGIONS.items())
+    return f"list prices of {regions}, {CURRENCY}, on demand as of {AS_OF}, spot of {spot_date()}"
+
+
+@functools.cache
+def links() -> dict[str, Link]:
+    """The links between GPUs, by key."""
+    return {
+        name: Link(
+            name=row["name"],
+            gb_per_s=Estimate(*map(float, row["gb_per_s"])),
+            latency_us=Estimate(*map(float, row["latency_us"])),
+            source=row["source"],
+        )
+        for name, row in _table()["links"].items()
+    }
+
+
+@functools.cache
+def listed_machines() -> dict[str, Machine]:
+    """All machines of the table, by name."""
+    table = _table()
+    columns = table["columns"]
+    return {name: _listed(name, dict(zip(columns, row, strict=True)), table) for name, row in table["machines"].items()}
+
+
+def _listed(name: str, row: Mapping[str, Any], table: Mapping[str, Any]) -> Machine:
+    base, _, added = name.partition("+")
+    gpu = re.sub(r"^\d+x", "", added).upper() or None
+    price = machine_price(base, gpu, row["gpus"])
+    spot = row["spot"]
+    return Machine(
+        name=name,
+        cloud="AWS" if "." in base else "GCP",
+        accelerator=row["accelerator"],
+        gpus=row["gpus"],
+        vcpus=row["vcpus"],
+        memory_gib=row["memory_gib"],
+        ssd_gb=row["ssd_gb"],
+        network_gbit=row["network_gbit"],
+        link=row["link"],
+        price=None if price is None else price.low * row["gpus"],
+        spot_price=Estimate(spot[0], sum(spot) / 2, spot[1]) if spot else None,
+        source=table["sources"][row["source"]],
+    )
+
+
+def choose_machines(
+    names: Sequence[str], *, machines: Mapping[str, Machine], this: Machine | None = None
+) -> list[Machine]:
+    """The machines of these names, each once; without names this one and all others.
+
+    machines: the table with the user's additions; this: the present machine, None if it cannot be planned for. Raises
+    UsageError, with the nearest names, for one that is not there.
+    """
+    known = {**({THIS_MACHINE: this} if this is not None else {}), **machines}
+    if not names:
+        return list(known.values())
+    chosen = {}
+    for name in names:
+        key = name.strip().lower().rpartition("/")[2]
+        by_lower_case = {known_name.lower(): known_name for known_name in known}
+        if key not in by_lower_case:
+            near = nearest(key, by_lower_case)
+            similar = [other for other in known if _family(other) == _family(key)]
+            raise UsageError(
+                f"There is no machine {name!r}" + (f"; did you mean {by_lower_case[near]!r}?" if near else "."),
+                choices=similar or [f"{family}…" for family in dict.fromkeys(map(_family, known))],
+                fix="name a machine of the table (docs/plan.md), or describe it in a file: --prices FILE",
+            )
+        chosen[by_lower_case[key]] = known[by_lower_case[key]]
+    return list(chosen.values())
+
+
+def _family(name: str) -> str:
+    """a2, g5, n1."""
+    return re.split(r"[-.+]", name)[0]
+
+
+def this_machine(device: "Device", price_per_device_hour: float | None = None) -> Machine | None:
+    """The present machine with `device`; None if its GPU is not in the table of accelerators.
+
+    price_per_device_hour: 0 and None are an unknown price.
+    """
+    accelerator = None if device.is_cpu else identify(device.name)
+    if not device.is_cpu and accelerator is None:
+        return None
+    limit_bytes, _ = host_memory()
+    return Machine(
+        name=THIS_MACHINE,
+        cloud="",
+        accelerator="cpu" if accelerator is None else accelerator.key,
+        gpus=1,
+        vcpus=host_cores(),
+        memory_gib=limit_bytes / GIB,
+        ssd_gb=psutil.disk_usage("/").free / 1e9,
+        link="none",
+        price=price_per_device_hour or None,
+        source="this machine, as the operating system describes it",
+    )
+
+
+_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "accelerator": str, "gpus": int, "vcpus": (int, float), "memory_gib": (int, float), "ssd_gb": (int, float),
+    "network_gbit": (int, float), "link": str, "price": (int, float), "spot_price": (int, float),
+}  # fmt: skip
+_REQUIRED = ("accelerator", "gpus", "vcpus", "memory_gib", "price")
+"""Of a machine that is not in the table."""
+
+
+def read_prices(path: Path, machines: Mapping[str, Machine]) -> dict[str, Machine]:
+    """`machines` with the prices and the machines of the user's TOML file (docs/plan.md describes it).
+
+    Raises ConfigError, which names the file, the line and the valid choices.
+    """
+    try:
+        text = regular_files.read_text(path, max_bytes=MAX_PRICES_BYTES)
+    except FileNotFoundError as error:
+        raise ConfigError("The file of prices does not exist.", location=path, fix="--prices FILE") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("The file of prices cannot be read.", location=path, cause=str(error)) from error
+    try:
+        tables = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        line = re.search(r"at line (\d+)", str(error))
+        location = f"{path}:{line[1]}" if line else str(path)
+        raise ConfigError(
+            "The file of prices is not valid TOML.", location=location, cause=str(error),
+            fix='["a2-highgpu-1g"] in one line, price = 2.90 in the next',
+        ) from error  # fmt: skip
+    result = dict(machines)
+    for name, row in tables.items():
+        location = f"{path}:{_line_of(text, name)}"
+        if not isinstance(row, dict):
+            raise ConfigError(
+                f"{name!r} is not a table of a machine.", location=location, fix=f'["{name}"], and its keys below'
+            )
+        if name == THIS_MACHINE:
+            raise ConfigError(
+                "This machine has no row in a file of prices.", location=location, fix="--price-per-device-hour PRICE"
+            )
+        result[name] = _user_machine(name, row, machines.get(name), path=path, text=text)
+    return result
+
+
+def _user_machine(name: str, row: Mapping[str, Any], known: Machine | None, *, path: Path, text: str) -> Machine:
+    for key, value in row.items():
+        location = f"{path}:{_line_of(text, name, key)}"
+        if isinstance(value, dict):
+            raise ConfigError(
+                f"{name}.{key} is read as two names.", location=location, fix=f'write it in quotes: ["{name}.{key}"]'
+            )
+        if key not in _FIELDS:
+            near = nearest(key, _FIELDS)
+            raise ConfigError(
+                f"A machine has no {key!r}" + (f"; did you mean {near!r}?" if near else "."),
+                location=location,
+                choices=_FIELDS,
+            )
+        if isinstance(value, bool) or not isinstance(value, _FIELDS[key]):
+            kind = "a text" if _FIELDS[key] is str else "a whole number" if _FIELDS[key] is int else "a number"
+            raise ConfigError(f"{key} = {value!r} of {name!r} is not {kind}.", location=location)
+        minimum = 0 if key in ("ssd_gb", "network_gbit", "price", "spot_price") else 1
+        if isinstance(value, int | float) and not minimum <= value < 1e9:
+            raise ConfigError(
+                f"{key} = {value!r} of {name!r} is out of range.", location=location, choices=[f"{minimum} …"]
+            )
+        for field, choices in (("accelerator", GPUS), ("link", links())):
+            if key == field and value not in choices:
+                raise ConfigError(f"There is no {field} {value!r}.", location=location, choices=choices)
+    missing = [key for key in _REQUIRED if key not in row]
+    if known is None and missing:
+        raise ConfigError(
+            f"{name!r} is not in the table of machines, and its row lacks {', '.join(missing)}.",
+            location=f"{path}:{_line_of(text, name)}",
+            fix="add them, or correct the name" + (f": {near}?" if (near := nearest(name, listed_machines())) else ""),
+        )
+    values = dict(row)
+    spot = values.pop("spot_price", None)
+    changes: dict[str, Any] = values | {"source": str(path)}
+    if spot is not None:
+        changes["spot_price"] = Estimate(spot, spot, spot)
+    if known is not None:
+        return msgspec.structs.replace(known, **changes)
+    changes.setdefault("link", "none" if row["gpus"] == 1 else "pcie4")
+    return Machine(name=name, cloud="", **changes)
+
+
+def _line_of(text: str, machine: str, key: str | None = None) -> int:
+    """The line of a machine's table in a TOML file, or of one of its keys, counted from 1."""
+    header_line = 1
+    current = ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := re.match(r"\s*\[\s*(.+?)\s*\]", line):
+            current = header[1].strip("\"'")
+            if current == machine:
+                header_line = number
+        elif (name := re.match(r"\s*[\"']?([^\"'=]+?)[\"']?\s*=", line)) and (
+            (key is None and not current and name[1] == machine) or (current == machine and name[1] == key)
+        ):
+            return number
+    return header_line

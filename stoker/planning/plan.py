@@ -1,0 +1,259 @@
+"""`stoker plan`: the same training on many machines: memory, duration, cost, and which one to rent.
+
+Opens the data, derives the training as `stoker train` would on a GPU, predicts a step on each kind of accelerator
+(`predict.py`), and from it the run on each machine (`duration.py`). Nothing is trained or rented.
+"""
+
+import math
+import os
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from stoker.config.durations import Duration, parse_duration
+from stoker.config.settings import Config, check
+from stoker.data.images import cache_policy
+from stoker.data.images.pixel_cache import CachedImageSpec
+from stoker.data.index import Index, open_index_of
+from stoker.errors import ConfigError, DataError, UsageError
+from stoker.hardware.cgroup import host_cores
+from stoker.hardware.device import Device, select_device
+from stoker.planning.accelerators import find_accelerator
+from stoker.planning.duration import MachinePlan, Placement, TrainingJob, plan_machine
+from stoker.planning.machines import (
+    THIS_MACHINE,
+    Machine,
+    choose_machines,
+    describe_prices,
+    listed_machines,
+    read_prices,
+    this_machine,
+)
+from stoker.planning.predict import loader_demand, predict_steps
+from stoker.planning.recommend import Limits, Recommendation, recommend
+from stoker.report import format as fmt
+from stoker.training.defaults.derive import derive_for_plan, total_steps
+
+MAX_NAMED_GPUS = 4096
+MAX_LOAD = 1.5
+"""Load average per core above which measurements of this machine are disturbed. Heuristic."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that `stoker plan` says."""
+
+    data: str
+    model: str
+    image_size: tuple[int, int]
+    num_images: int
+    epochs: float
+    steps: int
+    """Of one device, with `batch_size` images each."""
+    batch_size: int
+    job: list[str]
+    """What is planned, in sentences."""
+    limits: Limits
+    rows: list[MachinePlan]
+    recommendation: Recommendation
+    command: str
+    prices: str
+    """Source of the prices, a clause."""
+    notes: list[str]
+
+
+def make_plan(
+    user_config: Config,
+    *,
+    on: Sequence[str] = (),
+    gpus: Sequence[int] = (),
+    spot: bool = False,
+    limits: Limits = Limits(),  # noqa: B008  # frozen
+    prices: Path | None = None,
+) -> Plan:
+    """The plan of a training.
+
+    on: names of machines, `this` for the present one; none: this one and the table. gpus: numbers of GPUs; none: those
+    of the named machines, else one. prices: the user's file. Raises StokerError.
+    """
+    check(user_config)
+    if any(not 1 <= count <= MAX_NAMED_GPUS for count in gpus):
+        raise UsageError(f"--gpus {min(gpus)}: wanted 1 … {MAX_NAMED_GPUS}.")
+    table = listed_machines() if prices is None else read_prices(prices, listed_machines())
+    own_device = select_device(user_config.run.device)
+    this = this_machine(own_device, user_config.run.price_per_device_hour)
+    machines = choose_machines(on, machines=table, this=this)
+    index = open_index_of(user_config.data)
+    if "train" not in index.splits:
+        raise DataError("The data set has no train split.", location=index.source, choices=index.splits)
+    has_gpu = any(machine.accelerator != "cpu" for machine in machines)
+    device = Device(torch.device("cuda")) if has_gpu else own_device
+    config, reasons = derive_for_plan(user_config.replace(device=None), index, device)
+    job = _job(config, index)
+    placements, notes = _placements(machines, gpus, spot=spot, is_named=bool(on))
+    if not placements:
+        raise UsageError(
+            f"--gpus {' '.join(map(str, gpus))} does not fit the machines.",
+            choices=sorted({machine.gpus for machine in machines}),
+            fix="the GPUs of a machine, or a multiple of them for several machines",
+        )
+    rows = _predict(placements, config, index, job)
+    epochs = job.images_seen / job.num_images
+    recommendation = recommend(rows, limits, epochs=epochs, asked_spot=spot)
+    height, width = config.data.image_size
+    steps = round(job.images_seen / config.run.batch_size)
+    if this is not None and this.accelerator == "cpu" and has_gpu and "model" in reasons:
+        notes.append(
+            "the model is that of a GPU; on this CPU, `stoker train` takes a smaller one: "
+            f"`--on {THIS_MACHINE}` plans it"
+        )
+    if (load := os.getloadavg()[0]) > MAX_LOAD * host_cores():
+        notes.append(
+            f"this machine is busy (load {load:.0f} on {host_cores()} cores): what is measured here, its own row and "
+            "loading, looks slower than it is"
+        )
+    return Plan(
+        data=str(user_config.data.data),
+        model=config.model.model,
+        image_size=(height, width),
+        num_images=job.num_images,
+        epochs=epochs,
+        steps=steps,
+        batch_size=config.run.batch_size,
+        job=[
+            f"{config.model.model} at {width}×{height}: {reasons.get('model', 'set by the user')}",
+            f"{fmt.count(round(job.images_seen))} images, {epochs:.3g} epochs of {fmt.count(job.num_images)}; "
+            f"{fmt.count(steps)} steps of {config.run.batch_size}; "
+            f"{fmt.plural(round(job.num_evaluations), 'evaluation')} of {fmt.plural(job.num_val_images, 'image')}",
+            f"loading an image: {1e3 * job.demand.decode_core_s:.2g} ms of a core here ({job.demand.images} tried), "
+            f"{fmt.size(job.demand.bytes_per_image)}",
+        ],
+        limits=limits,
+        rows=rows,
+        recommendation=recommendation,
+        command=train_command(user_config, None if recommendation.choice is None else rows[recommendation.choice]),
+        prices=describe_prices() + ("" if prices is None else f"; {prices}"),
+        notes=notes,
+    )
+
+
+def parse_by(text: str) -> float:
+    """Seconds of `--by`: 90min, 6h, 2d. Raises ConfigError."""
+    choices = ("90min", "6h", "2d")
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(min|minutes?|h|hours?|d|days?)\s*", text)
+    if match is None:
+        raise ConfigError(f"--by {text!r} is not a time.", choices=choices)
+    seconds = float(match[1]) * {"m": 60, "h": 3600, "d": 86400}[match[2][0]]
+    if seconds <= 0:
+        raise ConfigError(f"--by {text!r}: the time must be above 0.", choices=choices)
+    return seconds
+
+
+def _job(config: Config, index: Index) -> TrainingJob:
+    train_indices = index.image_indices("train")
+    num_val_images = len(index.image_indices("val")) if "val" in index.splits else 0
+    batch_size = config.run.batch_size
+    steps = total_steps(parse_duration(config.run.max_duration), len(train_indices), batch_size)
+    if steps is None:
+        raise ConfigError(
+            f"--max-time {config.run.max_duration} is as long on every machine.",
+            fix="--epochs or --steps for what is trained, --by for the time in which it has to be done",
+        )
+    every = parse_duration(config.run.eval_every, "eval-every")
+    interval = every.value * len(train_indices) / batch_size if every.unit == "epochs" else every.value
+    counted = every.unit != "minutes" and interval > 0
+    data = config.data
+    images_seen = steps * batch_size
+    inputs = cache_policy.collect_cache_inputs(
+        index,
+        train_indices,
+        CachedImageSpec.for_augmentation(
+            data.image_size, data.resize, scale_jitter_prob=data.scale_jitter_prob, scale_range=data.scale_range
+        ),
+        max_scale=data.scale_range[1] if data.scale_jitter_prob > 0 else 1.0,
+        epochs=images_seen / len(train_indices),
+        workers=1,
+    )
+    return TrainingJob(
+        num_images=len(train_indices),
+        num_val_images=num_val_images,
+        images_seen=images_seen,
+        num_evaluations=max(1.0, math.ceil(steps / interval)) if counted else 1.0,
+        checkpoint_every=parse_duration(config.run.checkpoint_every, "checkpoint-every"),
+        demand=loader_demand(config, index),
+        is_remote=index.remote_object(int(train_indices[0])) is not None,
+        cache=config.run.cache,
+        cache_inputs=inputs,
+    )
+
+
+def _placements(
+    machines: Iterable[Machine], gpus: Sequence[int], *, spot: bool, is_named: bool
+) -> tuple[list[Placement], list[str]]:
+    """(what is predicted, notes on what is not). is_named: the user named the machines."""
+    result, notes = [], []
+    for machine in machines:
+        for count in dict.fromkeys(gpus or ((machine.gpus,) if is_named else (1,))):
+            whole, rest = divmod(count, machine.gpus)
+            is_part = count < machine.gpus
+            if (is_part and not is_named) or (not is_part and rest) or (machine.is_this and count > 1):
+                if is_named:
+                    notes.append(f"{machine.name}: {count} GPUs are not a whole number of machines")
+                continue
+            placement = Placement(machine=machine, gpus=count, machines=max(1, whole))
+            result.append(placement)
+            if spot and machine.spot_price is not None:
+                result.append(msgspec.structs.replace(placement, spot=True))
+            elif spot and is_named and not machine.is_this:
+                notes.append(f"{machine.name}: its spot price is unknown")
+    return result, list(dict.fromkeys(notes))
+
+
+def _predict(placements: Sequence[Placement], config: Config, index: Index, job: TrainingJob) -> list[MachinePlan]:
+    """One row for each placement. The batch size is that of all GPUs together, rounded up, as in `stoker train`."""
+    wanted = [
+        (placement.machine.accelerator, math.ceil(config.run.batch_size / placement.gpus)) for placement in placements
+    ]
+    distinct = list(dict.fromkeys(wanted))
+    accelerators = {key: find_accelerator(key) for key in dict.fromkeys(key for key, _ in distinct)}
+    predictions = predict_steps(
+        config, index, [accelerators[key] for key, _ in distinct], batch_size=[size for _, size in distinct]
+    )
+    steps = dict(zip(distinct, predictions, strict=True))
+    return [plan_machine(placement, steps[key], job) for placement, key in zip(placements, wanted, strict=True)]
+
+
+def train_command(user_config: Config, row: MachinePlan | None = None) -> str:
+    """The command that trains what was planned, with the user's settings. row: the choice."""
+    words = ["stoker", "train", str(user_config.data.data)]
+    settings = user_config.set_fields()
+    for name, value in settings.items():
+        if name not in ("data", "price_per_device_hour"):
+            words += _flag(name, value)
+    if row is not None and row.gpus > row.machines:
+        words += ["--devices", str(row.gpus // row.machines)]
+    return shlex.join(words)
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    flag = f"--{name.replace('_', '-')}"
+    if name == "max_duration":
+        length: Duration = parse_duration(str(value))
+        if length.unit != "minutes":
+            return [f"--{length.unit}", f"{length.value:g}" if length.unit == "epochs" else str(int(length.value))]
+    if isinstance(value, bool):
+        return [flag if value else f"--no-{name.replace('_', '-')}"]
+    if isinstance(value, tuple | list):
+        return [flag, *map(fmt.setting, value)]
+    return [flag, fmt.setting(value)]
+
+
+def to_dict(plan: Plan) -> Mapping[str, Any]:
+    """For `--json`; `recommended` is the row of the choice, or null."""
+    result: dict[str, Any] = msgspec.to_builtins(plan)
+    choice = plan.recommendation.choice
+    return result | {"recommended": None if choice is None else result["rows"][choice]["machine"]}

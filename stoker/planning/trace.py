@@ -1,0 +1,409 @@
+"""What a training step needs, operator by operator: memory, operations, bytes, launches. Nothing is computed.
+
+The step is the loop's own: augmentation, forward, losses, backward, optimizer, EMA, the sums for the log. It runs on
+tensors without memory, on the fake accelerator or as those of a CPU, while a dispatch mode counts. That changes the
+whole process, so it is one of its own, which `TraceProcess` talks to. `CountedStep` also counts a step on real tensors:
+`benchmarks/plan.py` compares both. How long a step takes is computed from the counts in `roofline.py`.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from types import TracebackType
+from typing import IO, Any, Literal
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from stoker.config.settings import Config
+from stoker.data.augment.device import MOSAIC_GROUP_SIZE, augment_batch, clear_cached_constants
+from stoker.data.batch import NUM_RAND, Batch
+from stoker.errors import StokerError
+from stoker.hardware.device import Device
+from stoker.models import build
+from stoker.planning import fake_accelerator
+from stoker.planning.fake_accelerator import Autocast, fake_tensors, to_fake
+from stoker.training import optim
+from stoker.training.defaults.dry_run import PeakMemoryMode
+from stoker.training.forward import forward_backward, make_loss_fn
+from stoker.training.optim import LossAccumulator, OptimizerStep
+
+aten = torch.ops.aten
+
+
+class StepSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A step, but for the number of its images."""
+
+    settings: dict[str, Any]
+    """Set fields of a config: those of `calibration.STEP_FIELDS`."""
+    num_classes: int
+    max_boxes: int
+    on_cpu: bool
+    """Whether as a CPU computes it, else as a GPU does."""
+
+    def config(self) -> Config:
+        """The settings as a config; lists of JSON are tuples again."""
+        fields = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in self.settings.items()
+            if value is not None
+        }
+        return Config().replace(**fields)
+
+
+OperatorKind = Literal["convolution", "grouped", "matmul", "other"]
+"""grouped: a convolution with groups, as depthwise ones are; other: whatever moves bytes."""
+
+
+class Work(msgspec.Struct, frozen=True, array_like=True):
+    """Operators of a step that need the same."""
+
+    kind: OperatorKind
+    flops: float
+    """Operations of one of them: 2 for a product and a sum."""
+    moved_bytes: float
+    """Bytes of its inputs and outputs."""
+    count: int
+    once: bool
+    """Whether it runs once a step (optimizer, EMA, log), else once for each micro-batch."""
+
+
+class StepTrace(msgspec.Struct, frozen=True, kw_only=True):
+    """What was counted."""
+
+    batch_size: int
+    peak_bytes: int
+    """Of the tensors alive at the same time, weights, optimizer and the batch included."""
+    resting_bytes: int
+    """Of those alive between two steps."""
+    image_bytes: int
+    """Of the batch, per image."""
+    parameters: int
+    """Trainable ones."""
+    gradient_bytes: int
+    works: list[Work]
+
+    @property
+    def flops(self) -> float:
+        return sum(work.flops * work.count for work in self.works)
+
+    @property
+    def moved_bytes(self) -> float:
+        return sum(work.moved_bytes * work.count for work in self.works)
+
+    @property
+    def launches(self) -> int:
+        return sum(work.count for work in self.works)
+
+
+class CountedStep:
+    """A model with all that its steps need, and a count of what they need."""
+
+    def __init__(self, spec: StepSpec, device: Device, *, is_fake: bool) -> None:
+        """is_fake: without memory, as long as it is not closed; nothing else can be computed meanwhile."""
+        config = spec.config()
+        self.spec, self.device, self.data = spec, device, config.data
+        precision, is_cpu = config.run.precision, device.is_cpu
+        clear_cached_constants()  # those of another step may be fakes
+        torch.manual_seed(0)
+        with fake_accelerator.WithoutRandomValues() if is_fake else contextlib.nullcontext():
+            self.model = build(config.model, spec.num_classes).train()
+        self._counter = _StepCounter(device.kind, 1 if is_cpu else fake_accelerator.GRANULE)
+        with contextlib.ExitStack() as stack:
+            if is_fake:
+                stack.enter_context(fake_tensors())
+                to_fake(self.model, device.kind)
+            else:
+                self.model.to(device.torch_device)
+            self.optimizer = OptimizerStep(self.model, config.optim, device, precision=precision)
+            self._make_accumulator = functools.partial(
+                LossAccumulator, device, max_skipped_steps=config.optim.max_skipped_steps or 20
+            )
+            self._accumulator = self._make_accumulator()
+            self._loss_fn = make_loss_fn(self.model, compile=False)
+            self._autocast = Autocast(precision) if is_fake and not is_cpu else device.autocast(precision)
+            ema_model = self.optimizer.ema_model
+            self._counter.add_all((self.optimizer.state_dict(), list(self.model.buffers()), ema_model.state_dict()))
+            self._stack = stack.pop_all()
+        self._is_warm = False
+
+    def close(self) -> None:
+        self._stack.close()
+        clear_cached_constants()  # fakes, if the step is fake
+
+    def run(self, batch: Batch) -> None:
+        """What the training loop does with a batch, at a learning rate of 0."""
+        augmented = self._augment(batch)
+        self.optimizer.set_scalars(0.0, 0)
+        losses = forward_backward(self._loss_fn, self.optimizer, augmented, 1, self._autocast)
+        self._counter.is_update = True
+        grad_norm, found_inf = self.optimizer.update()
+        self._accumulator.add(losses, grad_norm, found_inf, self.optimizer.completed_steps)
+
+    def _augment(self, batch: Batch) -> Batch:
+        settings = self.data
+        if batch.images.shape[0] % MOSAIC_GROUP_SIZE:  # a part of a group; training makes mosaics of whole ones
+            settings = dataclasses.replace(settings, mosaic=0.0)
+        return augment_batch(batch, settings, 0.0)
+
+    def count(self, batch: Batch) -> StepTrace:
+        """Counts a step on a batch of the device. What was counted before changes nothing."""
+        counter = self._counter
+        clear_cached_constants()
+        counter.add_all(batch)
+        with counter, torch.no_grad(), self._autocast:
+            self._accumulator = self._make_accumulator()
+            images = self._augment(batch).images  # makes the constants that the augmentation keeps
+            if not self._is_warm:
+                self.model(images)  # makes the anchors
+                self._is_warm = True
+            del images
+        gc.collect()  # a tensor in a reference cycle would count as alive
+        counter.start()
+        with counter:
+            self.run(batch)
+        trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        count = batch.images.shape[0]
+        return StepTrace(
+            batch_size=count,
+            peak_bytes=counter.peak_bytes,
+            resting_bytes=counter.current_bytes,
+            image_bytes=sum(tensor.nbytes for tensor in batch) // count,
+            parameters=sum(parameter.numel() for parameter in trainable),
+            gradient_bytes=sum(parameter.nbytes for parameter in trainable),
+            works=counter.works(),
+        )
+
+    def empty_batch(self, count: int) -> Batch:
+        """A batch of `count` images without values, in the memory format of the loader's."""
+        b, m, (h, w) = count, self.spec.max_boxes, self.data.image_size
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=self.device.torch_device)
+
+        return Batch(
+            images=empty(b, h, w, 3, dtype=torch.uint8).permute(0, 3, 1, 2),
+            boxes=empty(b, m, 4),
+            labels=empty(b, m, dtype=torch.int64),
+            valid=empty(b, m, dtype=torch.bool),
+            resized_size=empty(b, 2, dtype=torch.int32),
+            scale=empty(b, 2),
+            original_size=empty(b, 2, dtype=torch.int32),
+            image_index=empty(b, dtype=torch.int64),
+            rand=empty(b, NUM_RAND),
+        )
+
+
+def _convolution_backward_flop(grad_out: Any, x: Any, w: Any, *others: Any, out_shape: Any) -> int:  # noqa: ARG001
+    """Each of the two gradients costs what the forward pass did. (torch's own formula forgets the groups.)"""
+    from torch.utils.flop_counter import conv_flop_count
+
+    *_, transposed, _, _, wanted = others
+    return int((wanted[0] + wanted[1]) * conv_flop_count(x, w, grad_out, transposed=transposed))
+
+
+FLOP = {aten.convolution_backward: _convolution_backward_flop}
+"""Formulas for FlopCounterMode, which has the others."""
+
+
+@functools.cache
+def _formulas() -> dict[Any, Any]:
+    """Operator → its FLOPs. Imported in the sub-process: this imports triton, which complains as the process ends."""
+    from torch.utils.flop_counter import flop_registry, shape_wrapper
+
+    own = {packet: shape_wrapper(formula) for packet, formula in FLOP.items()}  # type: ignore[no-untyped-call]
+    return {**flop_registry, **own}
+
+
+_GROUPS_ARGUMENT = {aten.convolution: 8, aten.convolution_backward: 9}
+_MATMULS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})
+_WRITE_ONLY = frozenset({aten.copy_, aten.fill_, aten.zero_})
+"""Their first argument is not read."""
+_SPARSE_READS = frozenset({aten.gather, aten.index, aten.index_select, aten.embedding, aten.take})
+"""They read as many elements of their first argument as they write."""
+
+
+class _StepCounter(PeakMemoryMode):  # type: ignore[no-untyped-call]  # torch's own bases are untyped
+    """Counts the operators of a step that start work: all but views and new memory without values."""
+
+    def __init__(self, device_type: str, rounding_bytes: int) -> None:
+        super().__init__(device_type, rounding_bytes)
+        self.is_update = False
+        self._counts: dict[tuple[OperatorKind, float, float, bool], int] = {}
+
+    def add_all(self, tree: Any) -> None:
+        """Counts tensors that exist already."""
+        for tensor in _pytree.tree_leaves(tree):
+            if isinstance(tensor, Tensor):
+                self.add(tensor)
+
+    def start(self) -> None:
+        """Forgets what was counted, but for the tensors that are alive."""
+        self.peak_bytes = self.current_bytes
+        self.is_update = False
+        self._counts.clear()
+
+    def works(self) -> list[Work]:
+        return [
+            Work(kind, flops, moved_bytes, count, once)
+            for (kind, flops, moved_bytes, once), count in self._counts.items()
+        ]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.namespace not in ("prim", "profiler") and not func.is_view and "empty" not in func.__name__:
+            self._count(func, args, kwargs or {}, result)
+        return result
+
+    def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        packet = func.overloadpacket
+        formula = _formulas().get(packet)
+        flops = float(formula(*args, **kwargs, out_val=result)) if formula is not None else 0.0
+        key = _kind(packet, args), flops, _moved_bytes(func, packet, args, kwargs, result), self.is_update
+        self._counts[key] = self._counts.get(key, 0) + 1
+
+
+def _kind(packet: Any, args: Any) -> OperatorKind:
+    if packet in _GROUPS_ARGUMENT:
+        return "grouped" if args[_GROUPS_ARGUMENT[packet]] > 1 else "convolution"
+    return "matmul" if packet in _MATMULS else "other"
+
+
+def _moved_bytes(func: Any, packet: Any, args: Any, kwargs: Any, result: Any) -> float:
+    """Bytes that an operator reads and writes, each tensor once for either."""
+    changed = [
+        value
+        for argument, value in zip(func._schema.arguments, args, strict=False)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    written = {id(tensor): tensor for tensor in _pytree.tree_leaves((changed, result)) if isinstance(tensor, Tensor)}
+    written_bytes = sum(_touched_bytes(tensor) for tensor in written.values())
+    is_sparse = packet in _SPARSE_READS
+    sources = args[1:] if is_sparse or packet in _WRITE_ONLY else args
+    read_bytes = sum(
+        _touched_bytes(tensor) for tensor in _pytree.tree_leaves((sources, kwargs)) if isinstance(tensor, Tensor)
+    )
+    return written_bytes + read_bytes + (written_bytes if is_sparse else 0.0)
+
+
+def _touched_bytes(tensor: Tensor) -> float:
+    """Of the elements that exist: an expanded dimension has one."""
+    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return float(math.prod(sizes) * tensor.element_size())
+
+
+# The process.
+
+
+class _Request(msgspec.Struct, frozen=True, kw_only=True):
+    spec: StepSpec
+    batch_size: int
+    memory_bytes: int
+
+
+class _Answer(msgspec.Struct, frozen=True, kw_only=True):
+    trace: StepTrace | None = None
+    error: str = ""
+
+
+class TraceProcess:
+    """A process that traces steps, one after the other; it keeps the model of the last one."""
+
+    def __init__(self) -> None:
+        self._messages: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `__exit__`)
+        self._process = subprocess.Popen(
+            # Without garbage collection, torch is imported a second sooner.
+            [sys.executable, "-c", "import gc; gc.disable(); from stoker.planning.trace import main; main()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._messages,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        )
+
+    def trace(self, spec: StepSpec, batch_size: int, *, memory_bytes: int) -> StepTrace:
+        """The counts of a step of `batch_size` images. memory_bytes: of the accelerator, by which losses and matchers
+        choose the size of their blocks.
+
+        Raises StokerError where the step cannot be traced.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        request = _Request(spec=spec, batch_size=batch_size, memory_bytes=memory_bytes)
+        line = b""
+        with contextlib.suppress(BrokenPipeError):  # it has ended; what it wrote tells why
+            self._process.stdin.write(msgspec.json.encode(request) + b"\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        if not line:
+            raise StokerError("A training step could not be traced.", cause=self._last_message())
+        answer = msgspec.json.decode(line, type=_Answer)
+        if answer.trace is None:
+            raise StokerError("A training step could not be traced.", cause=answer.error)
+        return answer.trace
+
+    def _last_message(self) -> str:
+        code = self._process.wait()
+        self._messages.seek(0)
+        lines = self._messages.read().decode(errors="replace").split("\n")
+        return next((line for line in reversed(lines) if line.strip()), f"the process ended with exit code {code}")
+
+    def __enter__(self) -> "TraceProcess":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._messages.close()
+
+
+class _Tracer:
+    """The other side: keeps the model of the last request."""
+
+    def __init__(self) -> None:
+        self._spec: StepSpec | None = None
+        self._step: CountedStep | None = None
+
+    def answer(self, request: _Request) -> _Answer:
+        try:
+            if request.spec != self._spec or self._step is None:
+                if self._step is not None:
+                    self._step.close()
+                self._spec, self._step = request.spec, None
+                kind = "cpu" if request.spec.on_cpu else fake_accelerator.DEVICE
+                self._step = CountedStep(request.spec, Device(torch.device(kind)), is_fake=True)
+            if not request.spec.on_cpu:
+                fake_accelerator.set_memory(request.memory_bytes)
+            return _Answer(trace=self._step.count(self._step.empty_batch(request.batch_size)))
+        except Exception as error:  # noqa: BLE001 (fake tensors, and settings of another version, raise anything)
+            self._spec = None
+            return _Answer(error=f"{type(error).__name__}: {error}")
+
+
+def _requests() -> Iterator[_Request]:
+    for line in sys.stdin.buffer:
+        yield msgspec.json.decode(line, type=_Request)
+
+
+def main() -> None:
+    """Answers requests until the other side closes its end."""
+    fake_accelerator.install()
+    optim.FUSED_DEVICE_TYPES |= {fake_accelerator.DEVICE}
+    output = sys.stdout
+    sys.stdout = sys.stderr  # whatever a library prints is no answer
+    tracer = _Tracer()
+    gc.freeze()  # what was imported stays, and every count collects
+    gc.enable()
+    for request in _requests():
+        output.write(msgspec.json.encode(tracer.answer(request)).decode() + "\n")
+        output.flush()

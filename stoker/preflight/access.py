@@ -1,0 +1,242 @@
+"""Whether the data can be read and the run folder written, tried with the credentials that training will use.
+
+Reading: one listing and one byte of one object. Writing: a tiny object of its own name, which is read back and deleted;
+nothing else is written or deleted, and nothing at all into the data. The message of a refused request is that of
+`storage/failures.py`, so that it is the same here and in training.
+"""
+
+import os
+import tempfile
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from glob import has_magic
+from pathlib import Path
+
+from stoker.errors import Conflict, StokerError, StorageError, Unsupported
+from stoker.preflight.findings import CheckFinding, Severity
+from stoker.storage.failures import caused_by
+from stoker.storage.retry import Timeouts
+from stoker.storage.run_uri import WRITABLE_SCHEMES
+from stoker.storage.store import Store
+from stoker.storage.uri import StorageUri, expand_variables, is_uri, parse_uri
+
+TIMEOUT_S = 4.0
+"""Of a request with its retries; a store that never responded is given up after a sixth of it."""
+PROBE_NAME = ".stoker-check-"
+"""Start of the name of what is written."""
+
+_LABELS = {
+    "read": "the data can be read",
+    "write": "the run folder can be written",
+}
+
+
+def check_access(data: str | None, run_dir: str | None, *, env: Mapping[str, str] = os.environ) -> list[CheckFinding]:
+    """Reads from the data, writes into the run folder.
+
+    data: a path, a URI, "demo" (which has no files) or None. run_dir: a path, a URI or None: Vertex AI's folder for
+    checkpoints, which `env` names, else `runs/` in the current folder.
+    """
+    folder = run_dir or env.get("AIP_CHECKPOINT_DIR") or "runs"
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        readable = pool.submit(check_readable, data) if data and data != "demo" else None
+        written = check_writable(folder)
+        return [*(readable.result() if readable else []), *written]
+
+
+def check_readable(location: str, *, place: str = "") -> list[CheckFinding]:
+    """Whether a path exists and can be read, or a URI be listed and an object of it be read."""
+    return _tried("data_access", location, place, lambda: _read(location))
+
+
+def check_writable(location: str, *, place: str = "") -> list[CheckFinding]:
+    """Whether a folder or a URI can be written, and what was written be deleted."""
+    return _tried("run_access", location, place, lambda: _write(location))
+
+
+def _tried(id: str, location: str, place: str, attempt: Callable[[], CheckFinding]) -> list[CheckFinding]:
+    """The finding of an attempt; an error is a finding, too."""
+    try:
+        return [attempt()]
+    except StokerError as error:
+        return [refusal(id, location, error, place=place)]
+    except Exception as error:  # noqa: BLE001  (a probe reports what it could not find out)
+        return [
+            CheckFinding(
+                id=id,
+                severity="unknown",
+                title="access could not be tried",
+                evidence=f"{type(error).__name__}: {error}",
+                place=place or location,
+            )
+        ]
+
+
+def refusal(id: str, location: str, error: StokerError, *, place: str = "") -> CheckFinding:
+    """The finding for an error of the storage layer: what it says, and the fix, sharpened where the response tells more
+    than the status."""
+    cause = error.cause or ""
+    fix = error.fix or ""
+    kind = caused_by(error) if isinstance(error, StorageError) else None
+    lower = f"{error.what} {cause}".lower()
+    scheme = location.partition("://")[0]
+    severity: Severity = "blocker"
+    if "requester pays" in lower or "userprojectmissing" in lower:
+        fix = (
+            "stoker does not send a project to bill: copy the data into a bucket of your own, or let its owner run "
+            f"gcloud storage buckets update gs://{_bucket(location)} --no-requester-pays"
+        )
+    elif "InvalidObjectState" in cause:
+        fix = "the objects are archived (Glacier): restore them, aws s3api restore-object, or copy them to STANDARD"
+    elif kind == "denied" and scheme == "gs" and "scope" in lower:
+        fix = (
+            "the machine was started with too narrow access scopes: stop it, then gcloud compute instances "
+            "set-service-account NAME --scopes=cloud-platform"
+        )
+    elif kind == "denied" and scheme == "s3" and id == "data_access" and "AWS_REQUEST_PAYER" not in os.environ:
+        fix += "; for a bucket whose readers pay: export AWS_REQUEST_PAYER=true"
+    elif kind == "credentials":
+        fix = f"{_renewal(scheme, cause)}; {fix}" if _renewal(scheme, cause) else fix
+    elif kind == "retryable" and "no connection" not in cause and "timeout" not in cause:
+        severity = "warning"  # the store answers, and may answer better in a minute
+    return CheckFinding(
+        id=id,
+        severity=severity,
+        title=error.what if error.what.endswith("..") else error.what.removesuffix("."),
+        evidence=cause or f"location: {error.location}",
+        fix=fix,
+        place=place or error.location or location,
+    )
+
+
+def _renewal(scheme: str, cause: str) -> str:
+    """How credentials that have run out are renewed."""
+    profile = os.environ.get("AWS_PROFILE")
+    if scheme == "s3" and ("ExpiredToken" in cause or "TokenRefreshRequired" in cause):
+        login = f"aws sso login --profile {profile}" if profile else "aws sso login, or fetch new temporary keys"
+        return f"the session has expired: {login}"
+    if scheme == "s3" and "InvalidToken" in cause:
+        return "AWS_SESSION_TOKEN belongs to other keys: unset it for permanent keys, or export all three again"
+    if scheme == "s3" and "SignatureDoesNotMatch" in cause:
+        return "AWS_SECRET_ACCESS_KEY is wrong or has a space at an end"
+    if scheme == "gs" and ("invalid_grant" in cause or "401" in cause):
+        return "the login has expired or was revoked"
+    return ""
+
+
+def _read(location: str) -> CheckFinding:
+    text = expand_variables(location)
+    if not is_uri(text):
+        path = Path(text)
+        if not path.exists() and not any(path.parent.glob(path.name)):
+            raise StorageError("The data does not exist.", location=path, fix="correct the path, or mount its disk")
+        readable = os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)) or not path.exists()
+        if not readable:
+            raise StorageError(
+                "The data cannot be read.", location=path, cause=_owner(path), fix=f"chmod -R a+rX {path}"
+            )
+        return _fine("data_access", "read", location, f"{'folder' if path.is_dir() else 'file'} on this machine")
+    uri = parse_uri(text)
+    store = Store(uri, timeouts=Timeouts(TIMEOUT_S))
+    identity = store.credentials.description
+    folder = uri.key
+    while has_magic(folder):
+        folder = folder.rpartition("/")[0]
+    info = store.stat(folder) if folder and folder == uri.key else None
+    if info is None and uri.scheme in WRITABLE_SCHEMES:
+        info = next(store.list(folder), None)
+    if info is None:
+        raise StorageError(
+            "There is no object with this name or in this folder.",
+            location=uri,
+            cause=f"credentials: {identity}",
+            fix="correct the name; upper and lower case differ",
+        )
+    if info.size_bytes:
+        store.read(info.key, start=0, length=1)
+    return _fine("data_access", "read", location, f"read {info.key}; credentials: {identity}")
+
+
+def _write(location: str) -> CheckFinding:
+    text = expand_variables(location)
+    if not is_uri(text):
+        return _write_file(location, Path(text))
+    uri = parse_uri(text)
+    if uri.scheme not in WRITABLE_SCHEMES:
+        raise StorageError("A web server cannot be written.", location=uri, fix="use a gs:// or s3:// URI")
+    return _write_object(location, uri)
+
+
+def _write_file(location: str, folder: Path) -> CheckFinding:
+    existing = folder.absolute()
+    while not existing.exists() and existing.parent != existing:
+        existing = existing.parent
+    if not existing.is_dir():
+        raise StorageError("The run folder is not a folder.", location=existing, fix="name another --run-dir")
+    try:
+        with tempfile.NamedTemporaryFile(dir=existing, prefix=PROBE_NAME) as file:
+            file.write(b"stoker check")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise StorageError(
+            "The run folder cannot be written.",
+            location=existing,
+            cause=f"{error.strerror or error}; {_owner(existing)}",
+            fix=f"name another --run-dir, or: sudo chown $(id -u) {existing}",
+        ) from error
+    return _fine("run_access", "write", location, f"wrote and deleted a file in {existing}")
+
+
+def _write_object(location: str, uri: StorageUri) -> CheckFinding:
+    store = Store(uri, timeouts=Timeouts(TIMEOUT_S))
+    key, content = uri.child(f"{PROBE_NAME}{uuid.uuid4().hex}").key, b"stoker check"
+    store.write(key, content)
+    notes = []
+    try:
+        if store.read(key) != content:
+            notes.append("the object that was read back is another one")
+        store.write(key, content, if_absent=True)
+        notes.append("conditional writes are ignored: a second process could train the same run")
+    except Conflict:
+        pass  # as it must be
+    except Unsupported:
+        notes.append("no conditional writes: a second process could train the same run")
+    identity = store.credentials.description
+    try:
+        store.delete(key)
+    except StorageError as error:
+        refused = refusal("run_access", location, error)
+        return CheckFinding(
+            id="run_access",
+            severity="warning",
+            title="the run folder can be written, but nothing in it be deleted: old checkpoints pile up",
+            evidence=f"{refused.evidence}; the object {uri.child(key.rpartition('/')[2])} stays",
+            fix=refused.fix,
+            place=location,
+        )
+    if notes:
+        return CheckFinding(
+            id="run_access",
+            severity="warning",
+            title="the run folder can be written, with a reservation",
+            evidence=f"{'; '.join(notes)}; credentials: {identity}",
+            fix="start one training per run folder",
+            place=location,
+        )
+    return _fine("run_access", "write", location, f"wrote, read and deleted an object; credentials: {identity}")
+
+
+def _fine(id: str, label: str, location: str, evidence: str) -> CheckFinding:
+    return CheckFinding(id=id, severity="ok", title=_LABELS[label], evidence=evidence, place=location)
+
+
+def _owner(path: Path) -> str:
+    status = path.stat()
+    user = f", this process is user {os.getuid()}" if hasattr(os, "getuid") else ""
+    return f"its mode is {status.st_mode & 0o7777:o}, its owner user {status.st_uid}{user}"
+
+
+def _bucket(location: str) -> str:
+    return location.partition("://")[2].partition("/")[0]

@@ -1,0 +1,319 @@
+"""The cloud machine under a training: what it is, whether it is spot, and which notices it announces.
+
+Asks the metadata services of Google Cloud (cloud.google.com/compute/docs/metadata) and of AWS (IMDSv2,
+docs.aws.amazon.com/AWSEC2/latest/UserGuide/instancedata-data-categories.html), which are on the same host and need no
+credentials. Not here: the region of a bucket (`regions.py`); the firmware's name of the cloud (`platform_info`).
+"""
+
+import http.client
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from stoker.preflight.findings import CheckFinding
+from stoker.profiling.telemetry.environment import detect_machine_type
+from stoker.profiling.telemetry.platform_info import describe_storage, detect_cloud
+
+TIMEOUT_S = 0.5
+"""Of one request. A metadata service answers in milliseconds, or there is none."""
+MAX_ANSWER_BYTES = 65536
+GOOGLE_HOST, AMAZON_ENDPOINT = "169.254.169.254", "http://169.254.169.254"
+_TRUE = ("1", "true", "yes", "on")
+
+NOTICE = {"gcp": "30 s", "aws": "2 min"}
+"""Between the notice and the end of a spot machine: cloud.google.com/compute/docs/instances/spot,
+docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html."""
+
+Ask = Callable[[str], str | None]
+"""The value of a metadata key; None: there is no such key."""
+
+
+class CloudMachine(msgspec.Struct, frozen=True, kw_only=True):
+    """What the metadata service says. None: it does not say."""
+
+    provider: Literal["gcp", "aws"]
+    machine_type: str | None = None
+    """a2-highgpu-1g, g5.xlarge."""
+    zone: str | None = None
+    """us-central1-a, us-east-1b."""
+    region: str | None = None
+    spot: bool | None = None
+    host_maintenance: str | None = None
+    """gcp: MIGRATE or TERMINATE, what happens to the machine while its host is maintained."""
+    automatic_restart: bool | None = None
+    """gcp: whether it is started again after the host was maintained or failed."""
+    ending: str | None = None
+    """The machine is being taken back: the notice, in words."""
+    warned: str | None = None
+    """A maintenance event or a raised risk of preemption: the notice, in words."""
+
+
+class _NoService(Exception):
+    """No metadata service answers; the message says why."""
+
+
+def read_machine(env: Mapping[str, str] = os.environ, *, root: Path = Path("/")) -> CloudMachine | None:
+    """The machine of Google Cloud or AWS on which this process runs; None if no metadata service answers. Takes at most
+    about TIMEOUT_S where there is none. GCE_METADATA_HOST and AWS_EC2_METADATA_SERVICE_ENDPOINT name other services,
+    NO_GCE_CHECK and AWS_EC2_METADATA_DISABLED switch them off, as in the clouds' own tools."""
+    return _ask_services(env, root)[0]
+
+
+def check_cloud(
+    env: Mapping[str, str] = os.environ, *, run_dir: str | None = None, root: Path = Path("/")
+) -> list[CheckFinding]:
+    """Type of the machine, spot or not, host maintenance, notices that are pending. run_dir: folder or URI of the run;
+    None: `runs/` in the current folder, or Vertex AI's folder for checkpoints."""
+    machine, reasons = _ask_services(env, root)
+    if machine is None:
+        return [_without_service(detect_cloud(root), reasons)]
+    place = f"{machine.zone or machine.region or 'unknown zone'} ({machine.provider})"
+    spot = {True: ", spot", False: ", on demand", None: ""}[machine.spot]
+    name = machine.machine_type or "machine of unknown type"
+    service = "metadata server" if machine.provider == "gcp" else "instance metadata service (IMDSv2)"
+    findings = [
+        CheckFinding(
+            id="cloud_machine",
+            severity="ok",
+            title=f"{name} in {place}{spot}",
+            evidence=f"{service}; maintenance and preemption notices can be read",
+        )
+    ]
+    if machine.ending is not None:
+        findings.append(
+            CheckFinding(
+                id="machine_ending",
+                severity="blocker",
+                title="the cloud is taking this machine back",
+                evidence=f"{service}: {machine.ending}",
+                fix="start the training on another machine",
+            )
+        )
+    if machine.warned is not None:
+        findings.append(
+            CheckFinding(
+                id="machine_notice",
+                severity="warning",
+                title=f"a notice for this machine is pending: {machine.warned}",
+                evidence=f"{service}: {machine.warned}",
+                fix="start on another machine, or after the event; a run with --run-dir in a bucket can be resumed",
+            )
+        )
+    findings += _check_host_maintenance(machine)
+    if machine.spot:
+        findings.append(_check_spot(machine, run_dir or env.get("AIP_CHECKPOINT_DIR") or "runs", root))
+    return findings
+
+
+def _without_service(cloud: str | None, reasons: Mapping[str, str]) -> CheckFinding:
+    if cloud in ("gcp", "aws"):
+        fix = "allow requests to 169.254.169.254 (firewall, network policy, proxy), or start the container with the "
+        fix += "host's network"
+        if cloud == "aws":
+            fix = (
+                "in a container the answer is lost at the default hop limit of 1: aws ec2 modify-instance-metadata-"
+                "options --instance-id ID --http-put-response-hop-limit 2"
+            )
+        return CheckFinding(
+            id="metadata_unreachable",
+            severity="unknown",
+            title="the metadata service does not answer: no notice of maintenance or preemption can be read",
+            evidence=f"the firmware says {cloud}; {reasons.get(cloud, 'not asked')}",
+            fix=fix,
+        )
+    if cloud is not None:
+        return CheckFinding(
+            id="cloud_machine",
+            severity="unknown",
+            title=f"notices of {cloud} are not read",
+            evidence=f"the firmware says {cloud}; stoker asks Google Cloud and AWS only",
+        )
+    asked = "; ".join(f"{provider}: {reason}" for provider, reason in reasons.items()) or "none was asked"
+    return CheckFinding(
+        id="cloud_machine",
+        severity="ok",
+        title="not a machine of Google Cloud or AWS",
+        evidence=f"no metadata service answers ({asked})",
+    )
+
+
+def _check_host_maintenance(machine: CloudMachine) -> list[CheckFinding]:
+    """A GPU machine of Google's is always stopped for maintenance (cloud.google.com/compute/docs/gpus/gpu-host-
+    maintenance), so what matters is whether it starts again; a spot machine never does."""
+    if machine.host_maintenance is None or machine.spot:
+        return []
+    stops = machine.host_maintenance == "TERMINATE"
+    restarts = machine.automatic_restart is not False
+    evidence = f"on-host-maintenance {machine.host_maintenance}, automatic-restart {'TRUE' if restarts else 'FALSE'}"
+    if stops and not restarts:
+        return [
+            CheckFinding(
+                id="host_maintenance",
+                severity="warning",
+                title="host maintenance stops this machine, and it is not started again",
+                evidence=evidence,
+                fix="gcloud compute instances set-scheduling NAME --restart-on-failure; start the training from a "
+                "startup script or a service: the same command resumes the run",
+            )
+        ]
+    title = "host maintenance stops and restarts this machine" if stops else "the machine is moved for host maintenance"
+    return [CheckFinding(id="host_maintenance", severity="ok", title=title, evidence=evidence)]
+
+
+def _check_spot(machine: CloudMachine, run_dir: str, root: Path) -> CheckFinding:
+    storage = describe_storage(run_dir, root)
+    notice = f"a {machine.provider} spot machine ends {NOTICE[machine.provider]} after its notice"
+    if storage["network"]:
+        return CheckFinding(
+            id="spot_run_folder",
+            severity="ok",
+            title="the run folder outlives this spot machine",
+            evidence=f"{run_dir} is on {storage['kind']}; {notice}",
+        )
+    scheme = "gs" if machine.provider == "gcp" else "s3"
+    if storage["network"] is None:
+        return CheckFinding(
+            id="spot_run_folder",
+            severity="unknown",
+            title="it is not known whether the run folder outlives this spot machine",
+            evidence=f"the file system of {run_dir} could not be read; {notice}",
+            fix=f"stoker train DATA --run-dir {scheme}://BUCKET/RUN",
+        )
+    return CheckFinding(
+        id="spot_run_folder",
+        severity="warning",
+        title="spot machine, and the run folder is on its own disk: a preemption can lose the whole run",
+        evidence=f"{run_dir} is on {storage['kind']}; {notice}",
+        fix=f"stoker train DATA --run-dir {scheme}://BUCKET/RUN, or a folder on a shared disk; the same command "
+        "resumes the run on the next machine",
+    )
+
+
+def _ask_services(env: Mapping[str, str], root: Path) -> tuple[CloudMachine | None, dict[str, str]]:
+    """(the machine, why a service that was asked gave no answer, by provider). Both are asked at the same time."""
+    cloud = detect_cloud(root)
+    readers: dict[str, Callable[[Mapping[str, str]], CloudMachine]] = {}
+    google_off = env.get("NO_GCE_CHECK", "").lower() in _TRUE
+    if env.get("GCE_METADATA_HOST") or (not google_off and cloud in ("gcp", None)):
+        readers["gcp"] = _read_google
+    amazon_off = env.get("AWS_EC2_METADATA_DISABLED", "").lower() in _TRUE
+    if not amazon_off and (_amazon_variable(env) or cloud in ("aws", None)):
+        readers["aws"] = _read_amazon
+    machine, reasons = None, {}
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        answers = {provider: pool.submit(read, env) for provider, read in readers.items()}
+        for provider, answer in answers.items():
+            try:
+                machine = machine or answer.result()
+            except _NoService as error:
+                reasons[provider] = str(error)
+    return machine, reasons
+
+
+def _read_google(env: Mapping[str, str]) -> CloudMachine:
+    host = env.get("GCE_METADATA_HOST") or GOOGLE_HOST
+    headers = {"Metadata-Flavor": "Google"}
+
+    def ask(key: str) -> str | None:
+        return _request(f"http://{host}/computeMetadata/v1/instance/{key}", headers, must_return=headers)
+
+    zone = _last_part(ask("zone"))
+    if zone is None:
+        raise _NoService("the metadata server does not know the zone")
+    policy, model = ask("scheduling/on-host-maintenance"), ask("scheduling/provisioning-model")
+    restart, preemptible = ask("scheduling/automatic-restart"), ask("scheduling/preemptible")
+    preempted, event = ask("preempted"), ask("maintenance-event")
+    spot = None if model is None and preemptible is None else model == "SPOT" or _is_true(preemptible)
+    return CloudMachine(
+        provider="gcp",
+        machine_type=_machine_type(env, _last_part(ask("machine-type"))),
+        zone=zone,
+        region=zone.rpartition("-")[0],
+        spot=spot,
+        host_maintenance=policy,
+        automatic_restart=None if restart is None else _is_true(restart),
+        ending="instance/preempted is TRUE" if _is_true(preempted) else None,
+        warned=None if event in (None, "NONE") else f"maintenance-event is {event}",
+    )
+
+
+def _read_amazon(env: Mapping[str, str]) -> CloudMachine:
+    base = (_amazon_variable(env) or AMAZON_ENDPOINT).rstrip("/")
+    token = _request(f"{base}/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}, method="PUT")
+    if token is None:
+        raise _NoService("it grants no token")
+
+    def ask(key: str) -> str | None:
+        return _request(f"{base}/latest/meta-data/{key}", {"X-aws-ec2-metadata-token": token})
+
+    zone, life_cycle = ask("placement/availability-zone"), ask("instance-life-cycle")
+    if zone is None:
+        raise _NoService("it does not know the availability zone")
+    action, rebalance = ask("spot/instance-action"), ask("events/recommendations/rebalance")
+    scheduled = _scheduled_events(ask("events/maintenance/scheduled"))
+    warned = scheduled or (None if rebalance is None else f"raised risk of preemption (rebalance, {rebalance})")
+    return CloudMachine(
+        provider="aws",
+        machine_type=_machine_type(env, ask("instance-type")),
+        zone=zone,
+        region=ask("placement/region") or zone.rstrip("abcdefghijklmnopqrstuvwxyz"),
+        spot=None if life_cycle is None else life_cycle == "spot",
+        ending=None if action is None else f"spot/instance-action is {action}",
+        warned=warned,
+    )
+
+
+def _scheduled_events(text: str | None) -> str | None:
+    """Events that are not completed or canceled: [{"Code": "system-reboot", "NotBefore": "21 Jan 2019 09:00:43 GMT",
+    "State": "active"}]."""
+    try:
+        events = json.loads(text or "[]")
+        active = [event for event in events if event.get("State", "active") == "active"]
+    except (ValueError, AttributeError, TypeError):
+        return f"scheduled maintenance: {text}"
+    return "; ".join(f"{event.get('Code')} not before {event.get('NotBefore')}" for event in active) or None
+
+
+def _request(
+    url: str, headers: dict[str, str], *, method: str = "GET", must_return: Mapping[str, str] | None = None
+) -> str | None:
+    """The text at a URL; None where it is missing or concealed. Raises _NoService. must_return: headers of the
+    response, which a captive portal or another program at this address does not send."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(urllib.request.Request(url, headers=headers, method=method), timeout=TIMEOUT_S) as response:
+            if any(response.headers.get(name) != value for name, value in (must_return or {}).items()):
+                raise _NoService(f"{url} is not a metadata service")
+            return str(response.read(MAX_ANSWER_BYTES), "utf-8", "replace").strip()
+    except urllib.error.HTTPError as error:
+        if error.code in (403, 404):  # GKE's metadata server conceals some keys
+            return None
+        raise _NoService(f"{url}: HTTP status {error.code}") from error
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise _NoService(f"{url}: {getattr(error, 'reason', None) or error}") from error
+
+
+def _amazon_variable(env: Mapping[str, str]) -> str | None:
+    """The SDKs' variable, and the one of obstore (`storage/credentials.py`)."""
+    return env.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or env.get("AWS_METADATA_ENDPOINT")
+
+
+def _machine_type(env: Mapping[str, str], answer: str | None) -> str | None:
+    """STOKER_MACHINE_TYPE counts more than the service, as in a run's environment.json."""
+    return detect_machine_type(env) if env.get("STOKER_MACHINE_TYPE", "").strip() else answer
+
+
+def _last_part(text: str | None) -> str | None:
+    """projects/1/zones/us-central1-a → us-central1-a"""
+    return text.rpartition("/")[2] or None if text else None
+
+
+def _is_true(text: str | None) -> bool:
+    return (text or "").upper() == "TRUE"

@@ -1,0 +1,508 @@
+"""How fast images come from where the data is, against what the device takes.
+
+A few seconds of the loader's own reads, with as many at once as the loader would come to use: threads that read local
+files (whose pages are dropped from the page cache before), or requests of the fetcher to a bucket. Decoding is measured
+on the images that were read. The result names the limit (latency, bandwidth or decoding) and what to do about it. Files
+and objects are only read. Each image is read once, in an order that differs from check to check, so that the second
+check does not measure the caches that the first one filled.
+"""
+
+import errno
+import itertools
+import os
+import statistics
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from stoker import regular_files
+from stoker.data.images.decode import thumbnail
+from stoker.data.index import Index, open_index
+from stoker.data.loading.autotune import MAX_WORKERS, WORKERS_PER_CORE
+from stoker.errors import DataError, ObjectMissing, StokerError
+from stoker.hardware.cgroup import host_cores
+from stoker.preflight.access import refusal
+from stoker.preflight.cloud import CloudMachine, read_machine
+from stoker.preflight.findings import CheckFinding
+from stoker.preflight.regions import check_region
+from stoker.profiling.telemetry.platform_info import describe_storage
+from stoker.storage.fetcher import Fetcher
+from stoker.storage.store import Store
+from stoker.storage.uri import StorageUri, parse_uri
+
+MAX_BYTES = 2**30
+"""Read at most, per check: traffic between regions is billed."""
+PROBE_READS = 5
+"""Reads one by one, before the others: the latency without a queue."""
+MAX_DECODED, DECODE_S = 24, 2.0
+"""Images that are decoded to measure it, and the time for that, in seconds."""
+MAX_SIDE = 800
+"""Longer side of the decoded images, if the caller does not tell: the usual model input."""
+LATENCY_FRACTION = 0.6
+"""Of the rate that the latency without a queue allows. A rate above is limited by latency: each of the concurrent reads
+takes about as long as one alone. Below it reads wait for each other: bandwidth, or the store's limit of requests."""
+MARGIN = 1.1
+"""The loader needs some more than the mean rate, because reads and decoding vary (`concurrency.HEADROOM`)."""
+REPORT_INTERVAL_S = 0.25
+"""Between two reports of the demand to the fetcher."""
+MAX_DEMAND_PER_S = 1e6
+"""The demand that the fetcher is told where it is not known."""
+NO_ANSWER = "no image arrived in the time of this check"
+MIN_COUNTED = 16
+"""Images in the second half of the time, or all of it counts."""
+MIN_S = 1.0
+"""Shortest measurement: the images of a small data set are read several times."""
+GRACE_S = 2.0
+"""For reads that are under way at the end."""
+
+Limit = Literal["latency", "bandwidth", "decoding"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadRate:
+    """What was measured."""
+
+    images: int
+    total_bytes: int
+    seconds: float
+    latency_s: float
+    """Median of one read without a queue."""
+    concurrency: float
+    """Mean number of reads at a time."""
+    cold: bool | None
+    """Whether the bytes came from the storage. False: the page cache could not be dropped; None: not known."""
+    throttled: int = 0
+    """Responses of the store that asked for fewer requests."""
+    missing: int = 0
+    """Images that could not be read, which training would replace."""
+
+    @property
+    def per_s(self) -> float:
+        return self.images / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def mean_bytes(self) -> float:
+        return self.total_bytes / self.images if self.images else 0.0
+
+
+def check_data_path(
+    index_or_data: Index | str | Path,
+    *,
+    demand_images_per_s: float | None,
+    demand_text: str = "the GPU takes",
+    seconds: float = 10.0,
+    max_side: int = MAX_SIDE,
+    env: Mapping[str, str] = os.environ,
+) -> list[CheckFinding]:
+    """Images per second from where the data is, against the demand, and the region of its bucket.
+
+    demand_images_per_s: what the device takes; None: not known. demand_text: the clause before that number, "the GPU
+    takes". seconds: for reading; opening an index that is not in the cache takes longer. max_side: of the model input.
+    """
+    location = index_or_data.source if isinstance(index_or_data, Index) else str(index_or_data)
+    try:
+        index = index_or_data if isinstance(index_or_data, Index) else open_index(index_or_data)
+        images = _sample_order(index)
+        rate, encoded = _measure_reads(index, images, seconds, demand_images_per_s)
+        decode_s = _measure_decoding(index, encoded, max_side)
+    except StokerError as error:
+        return [refusal("data_rate", location, error)]
+    except OSError as error:
+        reason = error.strerror or str(error)
+        return [_unknown(location, f"{error.filename}: {reason}" if error.filename else reason)]
+    except Exception as error:  # noqa: BLE001  (a probe reports what it could not find out)
+        return [_unknown(location, f"{type(error).__name__}: {error}")]
+    findings = [judge(index, rate, decode_s, demand_images_per_s, demand_text)]
+    return findings + _region_findings(index, rate, len(images), read_machine(env), env)
+
+
+def judge(
+    index: Index, rate: ReadRate, decode_s: float | None, demand_images_per_s: float | None, demand_text: str
+) -> CheckFinding:
+    """The finding from the measurements. decode_s: CPU-seconds per image; None: nothing could be decoded."""
+    place = _Place.of(index)
+    cores = host_cores()
+    decode_per_s = cores / decode_s if decode_s else float("inf")
+    supply = min(rate.per_s, decode_per_s)
+    limit = _limit(rate, decode_per_s)
+    evidence = (
+        f"read {rate.images} images of {_bytes(rate.mean_bytes)} in {rate.seconds:.1f} s, {rate.concurrency:.0f} at a "
+        f"time: {_rate(rate.per_s)} img/s, {_bytes(rate.per_s * rate.mean_bytes)}/s; one alone takes "
+        f"{rate.latency_s * 1e3:.1f} ms"
+    )
+    if rate.missing:
+        evidence += f"; {rate.missing} are missing or cannot be read"
+    if decode_s:
+        evidence += f"; {cores} cores decode {_rate(decode_per_s)} img/s"
+    if rate.throttled:
+        evidence += f"; the store refused {rate.throttled} requests (too many)"
+    if rate.cold is False:
+        evidence += "; the page cache could not be dropped, so the storage may be slower"
+    elif rate.cold is None:
+        evidence += "; whether the page cache was dropped is not known"
+    if demand_images_per_s is None:
+        title = f"{place.label} delivers {_rate(supply)} img/s"
+        return CheckFinding(id="data_rate", severity="ok", title=title, evidence=evidence, place=index.source)
+    compared = f"{demand_text} {_rate(demand_images_per_s)}"
+    if supply >= demand_images_per_s * MARGIN and rate.cold is not False:
+        title = f"{place.label} delivers {_rate(supply)} img/s, {compared}"
+        return CheckFinding(id="data_rate", severity="ok", title=title, evidence=evidence, place=index.source)
+    if supply >= demand_images_per_s * MARGIN:
+        return CheckFinding(
+            id="data_rate",
+            severity="unknown",
+            title=f"images in memory come at {_rate(supply)} img/s, {compared}; the storage could not be measured",
+            evidence=evidence,
+            fix="check again on the machine itself, without a container, or after a restart",
+            place=index.source,
+        )
+    idle = max(0.0, 1 - supply / demand_images_per_s)
+    outcome = f"{100 * idle:.0f} % idle" if idle >= 0.005 else "no reserve"
+    return CheckFinding(
+        id="data_rate",
+        severity="warning",
+        title=f"{place.label} delivers {_rate(supply)} img/s, {compared}: {outcome}",
+        evidence=f"limited by {limit}: {evidence}",
+        fix=place.fix(limit, cores, rate),
+        place=index.source,
+    )
+
+
+def _limit(rate: ReadRate, decode_per_s: float) -> Limit:
+    if decode_per_s < rate.per_s:
+        return "decoding"
+    by_latency = rate.concurrency / rate.latency_s if rate.latency_s > 0 else float("inf")
+    return "latency" if rate.per_s >= LATENCY_FRACTION * by_latency else "bandwidth"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where the images are."""
+
+    kind: Literal["bucket", "web", "mount", "disk"]
+    """mount: a network file system, or a program that shows a bucket as a folder (FUSE)."""
+    label: str
+    """bucket, gcsfuse mount, disk: the subject of the finding. Not "hard disk": virtual disks say that they are one."""
+    uri: str
+    """Of a bucket that is mounted, as far as its path tells."""
+
+    @classmethod
+    def of(cls, index: Index) -> "_Place":
+        remote = index.remote_object(int(index.image_indices(index.splits[0])[0]))
+        if remote is not None:
+            is_web = remote[0].uri.scheme in ("https", "http")
+            return cls(kind="web" if is_web else "bucket", label="web server" if is_web else "bucket", uri="")
+        storage = describe_storage(index.root)
+        if not storage["network"]:
+            return cls(kind="disk", label="disk", uri="")
+        program = str(storage["kind"]).removeprefix("fuse.")
+        return cls(kind="mount", label=f"{program} mount", uri=mounted_bucket(index.root))
+
+    def fix(self, limit: Limit, cores: int, rate: ReadRate) -> str:
+        if limit == "decoding":
+            return (
+                f"more vCPUs per GPU than {cores}, --cache ram or --cache disk (decoded once), --jpeg-decoder nvjpeg, "
+                "or images stored at about the size of the model input"
+            )
+        if self.kind == "mount":
+            direct = f"train from the bucket itself: stoker train {self.uri or 'gs://… or s3://…'}"
+            is_bucket = any(name in self.label for name in ("gcsfuse", "s3", "goofys", "rclone", "geesefs"))
+            return f"{direct if is_bucket else 'copy the images to a local SSD'}, or --cache disk on a local SSD"
+        if self.kind == "disk":
+            return "move the data to an NVMe SSD, or --cache ram if it fits into memory"
+        near = "a bucket in the machine's region"
+        if rate.throttled:
+            return f"spread the objects over more prefixes, pack them into TFRecord shards, or {near}"
+        if limit == "latency":
+            return (
+                f"{near}, --cache disk (each image is read once), or TFRecord shards (stoker data convert), which are "
+                "copied to the local disk before the training"
+            )
+        return f"a machine with a faster network, {near}, smaller images, or --cache disk (each image is read once)"
+
+
+def mounted_bucket(path: Path) -> str:
+    """The URI of a bucket that Vertex AI mounts at /gcs/BUCKET (cloud.google.com/vertex-ai/docs/training/cloud-storage-
+    file-system); empty for any other path."""
+    parts = path.parts
+    return "gs://" + "/".join(parts[2:]) if len(parts) > 2 and parts[1] == "gcs" else ""
+
+
+def _sample_order(index: Index) -> list[int]:
+    """The training images, in an order that differs from call to call. Raises DataError if there are none."""
+    if not index.splits:
+        raise DataError("There is no image to read.", location=index.source)
+    images = index.image_indices("train" if "train" in index.splits else index.splits[0])
+    order: list[int] = np.random.default_rng().permutation(images).tolist()
+    return order
+
+
+def _measure_reads(
+    index: Index, images: list[int], seconds: float, demand_images_per_s: float | None
+) -> tuple[ReadRate, list[tuple[int, bytes]]]:
+    """The rate, and the first images that were read. Raises what a read raises."""
+    if index.remote_object(images[0]) is not None:
+        return _measure_fetcher(index, images, seconds, demand_images_per_s)
+    return _measure_files(index, images, seconds)
+
+
+class _Reads:
+    """The reads of a measurement and what ends it: time, bytes, or every image once (in MIN_S at least). Not locked."""
+
+    def __init__(self, images: list[int], seconds: float) -> None:
+        self._images, self._num_started = itertools.cycle(images), 0
+        self._num_images, self.start_s = len(images), time.perf_counter()
+        self._end_s = self.start_s + seconds
+        self.done: list[tuple[float, int]] = []
+        """(end of the read, bytes)."""
+        self.total_bytes = 0
+        self.encoded: list[tuple[int, bytes]] = []
+        self.errors: list[Exception] = []
+        """Of images that are missing or cannot be read; training would replace them."""
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self._end_s - time.perf_counter())
+
+    def next_image(self) -> int | None:
+        """None: no more."""
+        all_read = self._num_started >= self._num_images and time.perf_counter() - self.start_s >= MIN_S
+        if self.left_s == 0 or self.total_bytes >= MAX_BYTES or all_read:
+            return None
+        self._num_started += 1
+        return next(self._images)
+
+    def add(self, image: int, data: bytes) -> None:
+        self.done.append((time.perf_counter(), len(data)))
+        self.total_bytes += len(data)
+        if len(self.encoded) < MAX_DECODED:
+            self.encoded.append((image, data))
+
+    def require_one(self) -> None:
+        """Raises the error of a read if all failed."""
+        if not self.done:
+            raise self.errors[0] if self.errors else TimeoutError(errno.ETIMEDOUT, NO_ANSWER)
+
+
+def _measure_files(index: Index, images: list[int], seconds: float) -> tuple[ReadRate, list[tuple[int, bytes]]]:
+    """Threads, as many as the loader comes to where its workers mostly read."""
+    lock = threading.Lock()
+    cold: list[bool | None] = []
+    busy_s = 0.0
+
+    def read_into(reads: _Reads, image: int) -> float:
+        """Returns the time of the read in seconds; 0 for one that failed."""
+        was_cold = drop_pages(index, image)
+        start_s = time.perf_counter()
+        try:
+            data = index.read(image)
+        except OSError as error:
+            reads.errors.append(error)
+            return 0.0
+        took_s = time.perf_counter() - start_s
+        with lock:
+            cold.append(was_cold)
+            reads.add(image, data)
+        return took_s
+
+    alone = _Reads(images[:PROBE_READS], seconds)
+    latencies = [read_into(alone, image) for image in images[:PROBE_READS]]
+    reads = _Reads(images[PROBE_READS:] or images, seconds)
+
+    def work() -> None:
+        nonlocal busy_s
+        while True:
+            with lock:
+                image = reads.next_image()
+            if image is None:
+                return
+            took_s = read_into(reads, image)
+            with lock:
+                busy_s += took_s
+
+    num_threads = min(MAX_WORKERS, WORKERS_PER_CORE * host_cores())
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    give_up_s = time.perf_counter() + reads.left_s + GRACE_S
+    for thread in threads:
+        thread.join(max(0.0, give_up_s - time.perf_counter()))  # a storage that hangs is left behind
+    with lock:
+        elapsed_s = time.perf_counter() - reads.start_s
+        reads.require_one()
+        rate = ReadRate(
+            images=len(reads.done),
+            total_bytes=reads.total_bytes,
+            seconds=elapsed_s,
+            latency_s=statistics.median([took_s for took_s in latencies if took_s] or [busy_s / len(reads.done)]),
+            concurrency=max(1.0, busy_s / elapsed_s),
+            cold=_all_cold(index, cold),
+            missing=len(reads.errors) + len(alone.errors),
+        )
+        return rate, alone.encoded + reads.encoded
+
+
+def _all_cold(index: Index, cold: list[bool | None]) -> bool | None:
+    """False if most reads came from the page cache. None: the kernel does not tell. A file system in memory has no
+    other copy: its reads count as they are."""
+    known = [was_cold for was_cold in cold if was_cold is not None]
+    if not known:
+        return None
+    return sum(known) > len(known) / 2 or describe_storage(index.root)["kind"] in ("tmpfs", "ramfs")
+
+
+def drop_pages(index: Index, image: int) -> bool | None:
+    """Drops an image's pages from the page cache of the kernel; whether they are gone. None: not known."""
+    byte_range = index.byte_range(image)
+    path = index.path(image)
+    try:
+        fd = regular_files.open_fd(path if byte_range is None else path.parent)
+    except OSError:
+        return None  # the read itself reports it
+    try:
+        start, length = byte_range or (0, os.fstat(fd).st_size)
+        if not hasattr(os, "posix_fadvise") or length == 0:
+            return None
+        first = start // os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PAGE_SIZE")  # parts of pages are not dropped
+        os.posix_fadvise(fd, first, 0 if byte_range is None else length + start - first, os.POSIX_FADV_DONTNEED)
+        os.preadv(fd, [bytearray(1)], start + length // 2, os.RWF_NOWAIT)
+    except (OSError, AttributeError) as error:  # AttributeError: no RWF_NOWAIT on this system
+        return True if isinstance(error, BlockingIOError) else None
+    else:
+        return False
+    finally:
+        os.close(fd)
+
+
+def _measure_fetcher(
+    index: Index, images: list[int], seconds: float, demand_images_per_s: float | None
+) -> tuple[ReadRate, list[tuple[int, bytes]]]:
+    """The loader's fetcher, which chooses by itself how many requests are in flight. The rate is that of the second
+    half of the time, when it has chosen. Raises StorageError for a bucket that cannot be read."""
+    store = _object_of(index, images[0])[0]
+    throttled_before = _throttled(store)
+    demand_per_s = MAX_DEMAND_PER_S if demand_images_per_s is None else demand_images_per_s
+    latencies: list[float] = []
+    with Fetcher() as fetcher:
+        alone = _Reads(images[:PROBE_READS], seconds)
+        for image in images[:PROBE_READS]:
+            start_s = time.perf_counter()
+            future = fetcher.submit(*_object_of(index, image))
+            _take(alone, image, future, timeout_s=alone.left_s)
+            latencies.append(time.perf_counter() - start_s)
+            if alone.left_s == 0:  # a store that does not answer is not asked for more
+                alone.require_one()
+                break
+        reads = _Reads(images[PROBE_READS:] or images, seconds)
+        pending: dict[Future[bytes], int] = {}
+        in_flight: list[tuple[float, int]] = []
+        reported_s = reads.start_s
+        more = True
+        while reads.left_s > 0:
+            while more and len(pending) < fetcher.target_in_flight:
+                next_image = reads.next_image()
+                more = next_image is not None
+                if next_image is not None:
+                    pending[fetcher.submit(*_object_of(index, next_image))] = next_image
+            if not pending:
+                break
+            in_flight.append((time.perf_counter(), len(pending)))
+            finished, _ = wait(pending, min(REPORT_INTERVAL_S, reads.left_s), return_when=FIRST_COMPLETED)
+            for future in finished:
+                _take(reads, pending.pop(future), future, timeout_s=0.0)
+            if time.perf_counter() - reported_s >= REPORT_INTERVAL_S:
+                fetcher.report_demand(demand_per_s, starved=True)
+                reported_s = time.perf_counter()
+        end_s = time.perf_counter()
+    reads.require_one()
+    begin_s = (reads.start_s + end_s) / 2
+    if sum(time_s > begin_s for time_s, _ in reads.done) < MIN_COUNTED:
+        begin_s = reads.start_s
+    sizes = [size for time_s, size in reads.done if time_s > begin_s]
+    rate = ReadRate(
+        images=len(sizes),
+        total_bytes=sum(sizes),
+        seconds=max(1e-6, end_s - begin_s),
+        latency_s=statistics.median(latencies),
+        concurrency=max(1.0, statistics.fmean(count for time_s, count in in_flight if time_s >= begin_s)),
+        cold=True,
+        throttled=_throttled(store) - throttled_before,
+        missing=len(alone.errors) + len(reads.errors),
+    )
+    return rate, alone.encoded + reads.encoded
+
+
+def _take(reads: _Reads, image: int, future: "Future[bytes]", *, timeout_s: float) -> None:
+    try:
+        reads.add(image, future.result(timeout_s))
+    except ObjectMissing as error:
+        reads.errors.append(error)
+    except TimeoutError:
+        reads.errors.append(TimeoutError(errno.ETIMEDOUT, NO_ANSWER))
+
+
+def _object_of(index: Index, image: int) -> tuple[Store, str]:
+    remote = index.remote_object(image)
+    assert remote is not None
+    return remote[0], remote[1]
+
+
+def _throttled(store: Store) -> int:
+    return sum(count for name, count in store.counters.failures.items() if name.startswith(("503", "429")))
+
+
+def _measure_decoding(index: Index, encoded: list[tuple[int, bytes]], max_side: int) -> float | None:
+    """CPU-seconds of one image; None if none could be decoded. Files that cannot be decoded are skipped: `stoker data
+    check` names them."""
+    spent: list[float] = []
+    end_s = time.perf_counter() + DECODE_S
+    for image, data in encoded[:MAX_DECODED]:
+        start_s = time.thread_time()
+        try:
+            thumbnail(data, index.path_text(image), max_side)
+        except DataError:
+            continue
+        spent.append(time.thread_time() - start_s)
+        if time.perf_counter() > end_s:
+            break
+    return statistics.fmean(spent) if spent else None
+
+
+def _region_findings(
+    index: Index, rate: ReadRate, num_images: int, machine: CloudMachine | None, env: Mapping[str, str]
+) -> list[CheckFinding]:
+    source = index.source
+    if "://" not in source:
+        if not (mounted := mounted_bucket(index.root)):
+            return []
+        source = mounted
+    uri: StorageUri = parse_uri(source)
+    return check_region(uri, machine, epoch_bytes=rate.mean_bytes * num_images, env=env)
+
+
+def _unknown(location: str, reason: str) -> CheckFinding:
+    return CheckFinding(
+        id="data_rate",
+        severity="unknown",
+        title="the speed of reading the data could not be measured",
+        evidence=reason,
+        fix="stoker data check DATA names files that cannot be read",
+        place=location,
+    )
+
+
+def _rate(per_s: float) -> str:
+    return f"{per_s:.0f}" if per_s >= 10 else f"{per_s:.1f}"
+
+
+def _bytes(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} bytes"

@@ -1,0 +1,326 @@
+"""Whether the host and the container give a training what it needs: cores, memory, files, disk, clock.
+
+Each rule is a function of `Host`, which names where the kernel's files are: tests give it trees of such files. What the
+data path delivers is measured in `data_path.py`; the GPU is in `gpu.py`.
+"""
+
+import ctypes
+import dataclasses
+import os
+import resource
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from stoker.diagnosis.causes.fd_limit_near import FD_LIMIT_NEAR
+from stoker.diagnosis.causes.host_memory import HOST_MEMORY_NEAR_LIMIT
+from stoker.diagnosis.causes.shared_memory_small import SHARED_MEMORY_SMALL
+from stoker.hardware.cgroup import Cgroup
+from stoker.hardware.gpu_evidence import pci_gpus
+from stoker.preflight.findings import CheckFinding, Severity, make_finding
+from stoker.profiling.telemetry import machine, platform_info
+from stoker.profiling.telemetry.procfs import read_text_or_none
+from stoker.report import format as fmt
+
+CORES_PER_GPU = 4
+"""Where the loader's need is not known: fewer than the smallest GPU machines of the clouds have (AWS g4dn.xlarge: 4,
+GCP g2-standard-4: 4)."""
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+MIN_FREE_MEMORY_BYTES = 2 * 2**30
+"""torch with CUDA takes 1 GiB and more of a process; the rest is for images (heuristic)."""
+MIN_FILES = 1024
+"""The usual limit of a Linux system; many workers and connections to a bucket need some hundred."""
+CHECKPOINT_BYTES = 512 * 2**20
+"""Assumed where the model is not known: weights, EMA weights and momentum of 40 million parameters."""
+CHECKPOINTS_KEPT = 4
+"""On the disk at the same time: two checkpoints, the best weights, and the one that is being written."""
+WRITE_BYTES = 64 * 2**20
+MAX_SAVE_S = 30.0
+"""A checkpoint is written in the background every two minutes: a quarter of that (heuristic)."""
+MAX_CLOCK_SKEW_S = 240.0
+"""S3 refuses requests with 15 minutes (RequestTimeTooSkewed), Google tokens that are 5 minutes from the future."""
+WARN_CLOCK_SKEW_S = 30.0
+_HTTP_TIMEOUT_S = 2.0
+_TIMEX_BYTES, _TIME_ERROR = 256, 5
+"""adjtimex(2): more than the size of its struct, whose zeros ask without a change; its result for a clock that is not
+synchronized."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Host:
+    """The machine, and what the training asks of it."""
+
+    run_dir: Path | None = Path("runs")
+    """None: in a bucket."""
+    num_gpus: int = 0
+    demand_cores: float | None = None
+    """Cores that the loader needs for one GPU at full speed; None: not known."""
+    demand_text: str = ""
+    checkpoint_bytes: int | None = None
+    env: Mapping[str, str] = dataclasses.field(default_factory=lambda: os.environ)
+    root: Path = Path("/")
+    cgroup: Cgroup = dataclasses.field(default_factory=Cgroup)
+    affinity: frozenset[int] | None = None
+    """Cores of this process; None: asks the kernel."""
+    max_files: int | None = None
+    write_bytes: int = WRITE_BYTES
+    """Bytes that are written to measure the disk; 0: it is not measured."""
+    date_urls: Sequence[str] = ()
+    """Servers whose `Date` header is compared with the clock."""
+
+    @property
+    def cpus(self) -> frozenset[int]:
+        if self.affinity is not None:
+            return self.affinity
+        if hasattr(os, "sched_getaffinity"):
+            return frozenset(os.sched_getaffinity(0))
+        return frozenset(range(os.cpu_count() or 1))
+
+    @property
+    def cores(self) -> float:
+        quota = self.cgroup.cpu_limit_cores()
+        return float(len(self.cpus)) if quota is None else min(float(len(self.cpus)), quota)
+
+
+def check_host(host: Host) -> list[CheckFinding]:
+    return [finding for rule in RULES for finding in rule(host)]
+
+
+def cores(host: Host) -> Iterator[CheckFinding]:
+    """vCPUs per GPU against the loader's need."""
+    text = f"{host.cores:g} cores by affinity and cgroup"
+    if not host.num_gpus:
+        yield make_finding("cpu_cores", "ok", f"{host.cores:g} cores", text)
+        return
+    per_gpu = host.cores / host.num_gpus
+    need, reason = host.demand_cores, host.demand_text
+    if need is None:
+        need, reason = CORES_PER_GPU, "the smallest GPU machines of the clouds have 4 vCPUs per GPU"
+    if per_gpu >= need:
+        yield make_finding("cpu_cores", "ok", f"{per_gpu:.3g} cores per GPU", f"{text}; {reason}")
+        return
+    fix = "a machine with more vCPUs per GPU, a higher CPU limit of the container; --cache ram or disk needs fewer"
+    title = f"{per_gpu:.3g} cores per GPU, and the loader needs {need:.2g}: the GPU would wait for images"
+    yield make_finding("cpu_cores", "warning", title, f"{text}; {reason}", fix)
+
+
+def cpu_quota(host: Host) -> Iterator[CheckFinding]:
+    quota, visible = host.cgroup.cpu_limit_cores(), len(host.cpus)
+    if quota is None or quota >= visible:
+        return
+    throttled = host.cgroup.throttled_s()
+    evidence = f"the cgroup's quota is {quota:g} cores, the affinity {visible}"
+    if throttled:
+        evidence += f"; threads were throttled for {fmt.duration(throttled)} so far"
+    variables = [name for name in THREAD_VARIABLES if host.env.get(name, "").isdecimal()]
+    if any(int(host.env[name]) <= max(1, quota) for name in variables):
+        yield make_finding("cpu_quota", "ok", f"a CPU quota of {quota:g} cores", evidence)
+        return
+    title = f"a CPU quota of {quota:g} cores, and OpenMP starts {visible} threads: they would be throttled in turns"
+    fix = f"export OMP_NUM_THREADS={max(1, int(quota))}, or raise the CPU limit of the container"
+    yield make_finding("cpu_quota", "warning", title, evidence, fix, "OMP_NUM_THREADS")
+
+
+def threads(host: Host) -> Iterator[CheckFinding]:
+    """Variables that ask for more threads than there are cores."""
+    for name in THREAD_VARIABLES:
+        value = host.env.get(name, "").split(",")[0].strip()
+        if value.isdecimal() and int(value) > max(1.0, host.cores):
+            title = f"{name}={value} starts more threads than the {host.cores:g} cores can run"
+            fix = f"export {name}={max(1, int(host.cores))}, or unset it"
+            yield make_finding("threads", "warning", title, "the environment, against affinity and cgroup", fix, name)
+            return
+    yield make_finding("threads", "ok", "no variable asks for more threads than cores", ", ".join(THREAD_VARIABLES))
+
+
+def memory(host: Host) -> Iterator[CheckFinding]:
+    """Free memory, of the machine or of the container."""
+    meminfo = machine.read_meminfo(host.root / "proc")
+    state = host.cgroup.memory_state()
+    if state is not None and (not meminfo or state.limit < meminfo["MemTotal"]):
+        limit, used, where = state.limit, state.used, "of the cgroup"
+    elif meminfo:
+        limit, where = meminfo["MemTotal"], "of the machine"
+        used = limit - meminfo.get("MemAvailable", meminfo.get("MemFree", 0))
+    else:
+        yield make_finding("memory", "unknown", "free memory is not known", "neither /proc/meminfo nor a cgroup has it")
+        return
+    free = limit - used
+    evidence = f"{fmt.memory(used, limit)} {where} are in use, without page cache"
+    fix = f"end other processes, or raise the memory limit ({'container' if state else 'machine'})"
+    if free < MIN_FREE_MEMORY_BYTES / 4:
+        title = f"{fmt.size(free)} of memory are free: the kernel would kill the training"
+        yield make_finding("memory", "blocker", title, evidence, fix)
+    elif free < MIN_FREE_MEMORY_BYTES or used / limit >= (HOST_MEMORY_NEAR_LIMIT.warning_threshold or 1.0):
+        yield make_finding("memory", "warning", f"only {fmt.size(free)} of memory are free", evidence, fix)
+    else:
+        yield make_finding("memory", "ok", f"{fmt.size(free)} of memory are free", evidence)
+    swap = meminfo.get("SwapTotal", 0) - meminfo.get("SwapFree", 0)
+    if swap >= HOST_MEMORY_NEAR_LIMIT.threshold("swap_bytes"):
+        title = f"{fmt.size(swap)} are swapped out: the machine is short of memory"
+        fix = "end other processes, or take a machine with more memory"
+        yield make_finding("swap", "warning", title, "/proc/meminfo", fix)
+    elif meminfo:
+        yield make_finding("swap", "ok", "no swapping", f"{fmt.size(swap)} of swap in use")
+
+
+def shared_memory(host: Host) -> Iterator[CheckFinding]:
+    usage = machine.disk_usage(f"{host.root}/dev/shm")
+    if usage is None:
+        return
+    used, total = usage
+    if total <= SHARED_MEMORY_SMALL.threshold("docker_bytes"):
+        title = f"/dev/shm has {fmt.size(total)}: loader processes and NCCL would fail with a bus error"
+        evidence = "statvfs; docker's default. stoker's own loader does not use it, DataLoader's workers and NCCL do"
+        yield make_finding("shm", "warning", title, evidence, SHARED_MEMORY_SMALL.fix, "/dev/shm")
+    elif used / total >= (SHARED_MEMORY_SMALL.warning_threshold or 1.0):
+        title = f"/dev/shm is {fmt.percentage(used / total)} full"
+        fix = "`ls -l /dev/shm`: delete what ended jobs have left"
+        yield make_finding("shm", "warning", title, f"{fmt.size(used)} of {fmt.size(total)}", fix, "/dev/shm")
+    else:
+        yield make_finding("shm", "ok", f"/dev/shm has {fmt.size(total)}", "statvfs")
+
+
+def file_handles(host: Host) -> Iterator[CheckFinding]:
+    soft = host.max_files
+    if soft is None:
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if soft != resource.RLIM_INFINITY and soft < MIN_FILES:
+        title = f"a process may open {soft} files: `Too many open files` would end the training"
+        yield make_finding("file_handles", "warning", title, "RLIMIT_NOFILE (ulimit -n)", FD_LIMIT_NEAR.command or "")
+    else:
+        limit = "any number of" if soft == resource.RLIM_INFINITY else f"{soft:,}"
+        yield make_finding("file_handles", "ok", f"a process may open {limit} files", "RLIMIT_NOFILE (ulimit -n)")
+
+
+def disk(host: Host) -> Iterator[CheckFinding]:
+    """Room and write speed for checkpoints where the run will be."""
+    if host.run_dir is None:
+        return
+    wanted = host.run_dir.expanduser().absolute()
+    folder = next(path for path in (wanted, *wanted.parents) if path.exists())
+    place, size = str(wanted), host.checkpoint_bytes or CHECKPOINT_BYTES
+    need = CHECKPOINTS_KEPT * size
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        return  # `access.py` reports that
+    free = machine.free_bytes(folder)
+    need_text = f"checkpoints of {fmt.size(size)}, of which up to {CHECKPOINTS_KEPT} exist at a time"
+    fix = "make room, or `--run-dir` on another disk or in a bucket"
+    if free is not None and free < need:
+        surely_full = host.checkpoint_bytes is not None and free < size
+        severity: Severity = "blocker" if surely_full else "warning"
+        title = f"{fmt.size(free)} are free for the run, which needs {fmt.size(need)}"
+        yield make_finding("disk", severity, title, need_text, fix, place)
+        return
+    if not host.write_bytes:
+        return
+    try:
+        speed = measure_write_speed(folder, host.write_bytes)
+    except OSError as error:
+        title = "the run's folder cannot be written"
+        yield make_finding("disk", "blocker", title, error.strerror or str(error), fix, place)
+        return
+    seconds = size / speed
+    evidence = f"wrote and synced {fmt.size(host.write_bytes)}; {need_text}"
+    text = f"{fmt.size(speed)}/s, {fmt.size(free)} free"
+    if seconds > MAX_SAVE_S:
+        title = f"the run's disk takes {fmt.duration(seconds)} for a checkpoint ({text})"
+        yield make_finding("disk", "warning", title, evidence, "a faster disk; or a longer --checkpoint-every", place)
+    else:
+        yield make_finding("disk", "ok", f"the run's disk: {text}", evidence, place=place)
+
+
+def measure_write_speed(folder: Path, size_bytes: int) -> float:
+    """Bytes per second, to a file that is deleted again; the kernel has put them on the disk. Raises OSError."""
+    block = os.urandom(min(size_bytes, 2**20))
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        start_s = time.perf_counter()
+        for _ in range(max(1, size_bytes // len(block))):
+            file.write(block)
+        os.fsync(file.fileno())
+        return max(size_bytes, len(block)) / (time.perf_counter() - start_s)
+
+
+def clock(host: Host) -> Iterator[CheckFinding]:
+    """The clock against a server's, which decides whether buckets accept signed requests."""
+    for url in host.date_urls:
+        skew = clock_skew_s(url)
+        if skew is None:
+            continue
+        evidence = f"the Date header of {url}"
+        fix = "`sudo timedatectl set-ntp true`, or set the clock of the host"
+        if abs(skew) > WARN_CLOCK_SKEW_S:
+            severity: Severity = "blocker" if abs(skew) > MAX_CLOCK_SKEW_S else "warning"
+            title = f"the clock is {fmt.duration(abs(skew))} {'ahead' if skew > 0 else 'behind'}"
+            title += ": buckets refuse its requests" if severity == "blocker" else ""
+            yield make_finding("clock", severity, title, evidence, fix)
+        else:
+            yield make_finding("clock", "ok", f"the clock is right to {fmt.duration(max(1.0, abs(skew)))}", evidence)
+        return
+    if kernel_clock_is_synchronized():
+        yield make_finding("clock", "ok", "the clock is synchronized", "the kernel (adjtimex)")
+    else:
+        evidence = "no server to compare it with answered" if host.date_urls else "no server to compare it with"
+        yield make_finding("clock", "unknown", "whether the clock is right", evidence, "`timedatectl` on the host")
+
+
+def kernel_clock_is_synchronized() -> bool:
+    """Whether something keeps the clock of this machine right (NTP, the host of a VM), as far as the kernel knows."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "adjtimex"):  # not Linux
+        return False
+    return libc.adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES)) in range(_TIME_ERROR)
+
+
+def clock_skew_s(url: str) -> float | None:
+    """Seconds that this clock is ahead of a server's; None if it does not answer with a date."""
+    import email.utils  # not at the top: with http, a tenth of a second at every start of a training
+    import urllib.error
+    import urllib.request
+
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=_HTTP_TIMEOUT_S) as response:
+            date = response.headers["Date"]
+    except urllib.error.HTTPError as error:  # an answer, too
+        date = error.headers["Date"]
+    except OSError:  # no answer
+        return None
+    try:
+        return time.time() - email.utils.parsedate_to_datetime(date).timestamp()
+    except (TypeError, ValueError):  # no date
+        return None
+
+
+def numa(host: Host) -> Iterator[CheckFinding]:
+    """GPUs whose memory controller is on a CPU that this process may not use."""
+    nodes, gpus = platform_info.count_numa_nodes(host.root), pci_gpus(host.root)
+    if nodes is None or nodes < 2 or not gpus:
+        return
+    far = []
+    for address in gpus:
+        node = read_text_or_none(f"{host.root}/sys/bus/pci/devices/{address}/numa_node")
+        cpus = read_text_or_none(f"{host.root}/sys/devices/system/node/node{node}/cpulist")
+        if node is not None and int(node) >= 0 and cpus is not None and not host.cpus & parse_cpu_list(cpus):
+            far.append(f"{address} on node {node} (CPUs {cpus})")
+    if far:
+        title = "this process may use no core next to its GPU: copies cross the link between the CPUs"
+        fix = "numactl --cpunodebind=N --membind=N stoker train …, with the node of the GPU"
+        yield make_finding("numa", "warning", title, "; ".join(far), fix)
+    else:
+        yield make_finding("numa", "ok", f"{nodes} NUMA nodes, with cores next to the GPUs", "/sys/bus/pci, affinity")
+
+
+def parse_cpu_list(text: str) -> frozenset[int]:
+    """0-3,8 → 0, 1, 2, 3, 8."""
+    cpus: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        if first:
+            cpus |= set(range(int(first), int(last or first) + 1))
+    return frozenset(cpus)
+
+
+RULES: tuple[Callable[[Host], Iterator[CheckFinding]], ...] = (
+    cores, cpu_quota, threads, memory, shared_memory, file_handles, disk, clock, numa,
+)  # fmt: skip

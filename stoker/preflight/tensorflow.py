@@ -1,0 +1,48 @@
+"""Whether an installed TensorFlow sees the GPU, for jobs that use it. stoker itself does not."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from stoker.preflight.findings import CheckFinding, ok, unknown
+from stoker.preflight.programs import run_program
+from stoker.report import format as fmt
+
+TIMEOUT_S = 20.0
+PROGRAM = (
+    "import json, tensorflow as tf; info = tf.sysconfig.get_build_info(); "
+    "print(json.dumps([tf.__version__, bool(tf.test.is_built_with_cuda()), len(tf.config.list_physical_devices('GPU')),"
+    " str(info.get('cuda_version')), str(info.get('cudnn_version'))]))"
+)
+
+
+def check_tensorflow(
+    *,
+    needed: bool,
+    gpu_is_there: bool,
+    command: Sequence[str] = (sys.executable, "-c", PROGRAM),
+    timeout_s: float = TIMEOUT_S,
+) -> list[CheckFinding]:
+    """Whether TensorFlow sees the GPU, for jobs that use it. needed: such a job is to run, so it is a blocker."""
+    try:
+        ended = run_program(command, timeout_s)
+        version, with_cuda, num_gpus, cuda, cudnn = msgspec.json.decode(
+            ended.last_line, type=tuple[str, bool, int, str, str]
+        )
+    except subprocess.TimeoutExpired:
+        return [unknown("tensorflow", "TensorFlow did not start in time", f"no answer within {timeout_s:.0f} s")]
+    except msgspec.DecodeError:
+        return [unknown("tensorflow", "TensorFlow cannot be imported", ended.reason)]
+    if num_gpus or not gpu_is_there:
+        return [ok("tensorflow", f"TensorFlow {version} sees {fmt.plural(num_gpus, 'GPU')}", f"CUDA {cuda}")]
+    return [
+        CheckFinding(
+            id="tensorflow_no_gpu",
+            severity="blocker" if needed else "warning",
+            title=f"TensorFlow {version} sees no GPU: its jobs would run on the CPU",
+            evidence=f"it was built for CUDA {cuda} and cuDNN {cudnn}" if with_cuda else "it is a CPU build",
+            fix="pip install 'tensorflow[and-cuda]'" + (f"=={version}" if with_cuda else ""),
+        )
+    ]

@@ -1,0 +1,201 @@
+"""The table of machines, the user's file of prices, and how a machine is named."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from stoker.errors import ConfigError, UsageError
+from stoker.hardware import prices
+from stoker.hardware.device import Device
+from stoker.planning import machines as machines_module
+from stoker.planning.accelerators import GPUS
+from stoker.planning.machines import (
+    THIS_MACHINE,
+    Machine,
+    choose_machines,
+    describe_prices,
+    links,
+    listed_machines,
+    read_prices,
+    this_machine,
+)
+from tests.planning.jobs import machine
+
+LISTED = listed_machines()
+
+
+@pytest.mark.parametrize("listed", LISTED.values(), ids=LISTED)
+def test_a_row_is_complete(listed: Machine) -> None:
+    assert listed.accelerator in GPUS
+    assert listed.source
+    assert (listed.gpus == 1) == (listed.link == "none")
+    assert listed.link in links()
+    assert 2 <= listed.vcpus / listed.gpus <= 64
+    assert 10 <= listed.memory_gib / listed.gpus <= 600
+    assert 1 <= listed.network_gbit <= 3600
+    if listed.price is None:
+        assert listed.spot_price is not None, "neither price is known"
+    elif listed.spot_price is not None:
+        assert 0.05 * listed.price < listed.spot_price.low <= listed.spot_price.high <= listed.price * 1.001
+
+
+def test_gpus_are_those_of_the_price_table() -> None:
+    keys = {"V100": "v100-", "A10G": "a10g", "H100": "h100"}
+    for family, (gpu, sizes) in prices._AWS.items():
+        for size, (count, price) in sizes.items():
+            listed = LISTED[f"{family}.{size}"]
+            assert listed.gpus == count
+            assert listed.accelerator.startswith(keys.get(gpu, gpu.lower())), listed.name
+            assert listed.price == pytest.approx(price)
+    for name, (gpu, count, price) in prices._GCP.items():
+        assert (LISTED[name].accelerator, LISTED[name].gpus) == (gpu.lower(), count)
+        assert LISTED[name].price == pytest.approx(price)
+
+
+def test_a_gpu_that_is_added_to_an_n1_costs_its_price() -> None:
+    """n1-standard-8: 0.379996 an hour; a T4 0.35, a V100 2.48 (docs of GCP)."""
+    assert LISTED["n1-standard-8+t4"].price == pytest.approx(0.729996, rel=1e-4)
+    assert LISTED["n1-standard-32+4xv100"].price == pytest.approx(4 * 0.379996 + 4 * 2.48, rel=1e-4)
+
+
+def test_links_are_ordered_as_their_generations() -> None:
+    speed = {key: link.gb_per_s.expected for key, link in links().items()}
+    assert speed["nvlink4"] > speed["nvlink3"] > speed["nvlink2"] > speed["pcie4"] > speed["pcie3"]
+    assert all(link.gb_per_s.low <= link.gb_per_s.expected <= link.gb_per_s.high for link in links().values())
+
+
+@pytest.mark.parametrize(("name", "expected"), [
+    ("a2-highgpu-1g", "a2-highgpu-1g"), ("A2-HIGHGPU-1G", "a2-highgpu-1g"), ("G5.xlarge", "g5.xlarge"),
+    ("projects/1/zones/z/machineTypes/g2-standard-8", "g2-standard-8"), ("n1-standard-16+2xT4", "n1-standard-16+2xt4"),
+])  # fmt: skip
+def test_a_machine_is_found_by_its_name(name: str, expected: str) -> None:
+    assert [m.name for m in choose_machines([name, expected], machines=LISTED)] == [expected]
+
+
+@pytest.mark.parametrize(("name", "near", "choice"), [
+    ("a2-highgpu-1", "a2-highgpu-1g", "a2-ultragpu-1g"), ("g2-standard-6", "g2-standard-", "g2-standard-96"),
+    ("p4d.24xl", "p4d.24xlarge", "p4d.24xlarge"), ("tpu-v4", "", "a2…"),
+])  # fmt: skip
+def test_an_unknown_machine_names_the_nearest(name: str, near: str, choice: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        choose_machines([name], machines=LISTED)
+    assert near in str(caught.value)
+    assert choice in caught.value.choices
+    assert "--prices" in str(caught.value)
+
+
+def test_without_names_all_are_chosen() -> None:
+    own = machine(name=THIS_MACHINE)
+    assert [m.name for m in choose_machines([], machines=LISTED, this=own)] == [THIS_MACHINE, *LISTED]
+    assert [m.name for m in choose_machines([], machines=LISTED)] == list(LISTED)
+
+
+def test_this_machine() -> None:
+    own = this_machine(Device(torch.device("cpu")), 0.0)
+    assert own is not None
+    assert (own.accelerator, own.gpus, own.price) == ("cpu", 1, None)
+    assert own.vcpus >= 1
+    assert own.memory_gib > 0.1
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "prices.toml"
+    path.write_text(text)
+    return path
+
+
+def test_the_users_prices(tmp_path: Path) -> None:
+    path = write(tmp_path, """
+["a2-highgpu-1g"]
+price = 2.5
+[box]
+accelerator = "l40s"
+gpus = 2
+vcpus = 32
+memory_gib = 256
+price = 3
+spot_price = 1.25
+""")  # fmt: skip
+    table = read_prices(path, LISTED)
+    assert table["a2-highgpu-1g"].price == 2.5
+    assert table["a2-highgpu-1g"].vcpus == 12
+    assert table["a2-highgpu-1g"].source == str(path)
+    box = table["box"]
+    assert (box.accelerator, box.gpus, box.link, box.price) == ("l40s", 2, "pcie4", 3)
+    assert box.spot_price is not None
+    assert box.spot_price.expected == 1.25
+    assert LISTED["a2-highgpu-1g"].price != 2.5
+    assert len(table) == len(LISTED) + 1
+
+
+@pytest.mark.parametrize(("text", "line", "words"), [
+    ("[a2-highgpu-1g]\nprce = 2.5\n", 2, "did you mean 'price'"),
+    ("[a2-highgpu-1g]\nprice = '2.5'\n", 2, "is not a number"),
+    ("[a2-highgpu-1g]\n\nprice = -1\n", 3, "out of range"),
+    ("[a2-highgpu-1g]\nprice = nan\n", 2, "out of range"),
+    ("[a2-highgpu-1g]\nprice = true\n", 2, "is not a number"),
+    ("[a2-highgpu-1g]\ngpus = 1.5\n", 2, "is not a whole number"),
+    ("[p3.2xlarge]\nprice = 2\n", 1, '["p3.2xlarge"]'),
+    ("price = 2\n", 1, "is not a table of a machine"),
+    ("# mine\n[box]\nprice = 3\n", 2, "lacks accelerator, gpus, vcpus, memory_gib"),
+    ("[a2-highgpu-9g]\nprice = 3\n", 1, "a2-highgpu-"),
+    ("[a2-highgpu-1g]\naccelerator = 'a100'\n", 2, "a100-40"),
+    ("[a2-highgpu-1g]\nlink = 'infiniband'\n", 2, "nvlink3"),
+    ("[this]\nprice = 1\n", 1, "--price-per-device-hour"),
+    ("[a2-highgpu-1g\nprice = 3\n", 1, "not valid TOML"),
+])  # fmt: skip
+def test_an_error_in_the_file_names_its_line(tmp_path: Path, text: str, line: int, words: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        read_prices(path, LISTED)
+    assert caught.value.location == f"{path}:{line}"
+    assert words in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        read_prices(tmp_path / "none.toml", LISTED)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
+START, END = "<!-- machines: python -m tests.planning.test_machines writes them -->\n", "<!-- end of machines -->\n"
+
+
+def machines_table() -> str:
+    """The table of docs/plan.md."""
+    lines = ["| machine | GPUs | vCPU | memory, GiB | local SSD, GB | network, Gbit/s | link | $/h | spot |"]
+    lines.append("|---|---|---|---|---|---|---|---|---|")
+    for m in LISTED.values():
+        price = "n/a" if m.price is None else f"{m.price:.4g}"
+        spot = "n/a"
+        if m.spot_price is not None:
+            low, high = (f"{value:.3g}" for value in (m.spot_price.low, m.spot_price.high))
+            spot = low if low == high else f"{low}–{high}"
+        link = "" if m.gpus == 1 else m.link
+        lines.append(
+            f"| {m.name} | {m.gpus} × {m.accelerator} | {m.vcpus:g} | {m.memory_gib:g} | {m.ssd_gb:g} "
+            f"| {m.network_gbit:g} | {link} | {price} | {spot} |"
+        )
+    sources = [f"{key.upper()}: {text}" for key, text in machines_module._table()["sources"].items()]
+    lines += [
+        "",
+        f"Prices: {describe_prices()}. Sources of the rest, and of spot prices:",
+        *(f"- {s}" for s in sources),
+    ]
+    lines += ["", "| link | GB/s, low to high | source |", "|---|---|---|"]
+    for key, link in links().items():
+        if key != "none":
+            speed = link.gb_per_s
+            lines.append(f"| {key}: {link.name} | {speed.low:g}, {speed.expected:g}, {speed.high:g} | {link.source} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_page_has_the_table() -> None:
+    text = PAGE.read_text()
+    assert START + machines_table() + END in text, "python -m tests.planning.test_machines writes it"
+
+
+if __name__ == "__main__":
+    before, rest = PAGE.read_text().split(START)
+    PAGE.write_text(before + START + machines_table() + END + rest.split(END)[1])

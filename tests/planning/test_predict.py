@@ -1,0 +1,148 @@
+"""Predictions: what fits, in how many parts, how measured runs change them, and that a training finds them."""
+
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stoker.config.settings import from_fields
+from stoker.data.index import Index, open_index
+from stoker.errors import DataError
+from stoker.hardware import calibration
+from stoker.hardware.calibration import MeasuredStep
+from stoker.planning.accelerators import GPUS, measure_cpu
+from stoker.planning.predict import (
+    CALIBRATED_ERROR,
+    CONTEXT_BYTES,
+    SAME_MODEL_ERROR,
+    TraceProcess,
+    _calibrate,
+    _choose_batch,
+    _make_job,
+    _predict,
+    _TracePool,
+    loader_demand,
+    predict_steps,
+)
+from stoker.planning.roofline import GPU
+from stoker.training.defaults.dry_run import MEMORY_FRACTION
+from tests.drawn import draw
+
+SETTINGS = from_fields(
+    {"model": "retinanet_tiny_fpn", "image_size": (128, 128), "weights": "none", "mosaic": 0.0, "max_duration": "10"}
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return draw(tmp_path_factory.mktemp("drawn") / "shapes", train=64)
+
+
+@pytest.fixture(scope="module")
+def index(data: Path) -> Index:
+    return open_index(data)
+
+
+def test_loading_is_measured(index: Index) -> None:
+    demand = loader_demand(SETTINGS, index)
+    assert demand.images == 64
+    assert 0 < demand.decode_core_s < 0.1
+    sizes = [path.stat().st_size for path in Path(index.root).rglob("train-*.jpg")]
+    assert min(sizes) < demand.bytes_per_image < max(sizes)
+
+
+def test_images_that_cannot_be_decoded_are_an_error(tmp_path: Path) -> None:
+    folder = draw(tmp_path / "broken", train=2, val=1)
+    index = open_index(folder)
+    for path in folder.rglob("*.jpg"):
+        path.write_bytes(b"\xff\xd8 not a JPEG")
+    with pytest.raises(DataError, match="could be decoded"):
+        loader_demand(SETTINGS, index)
+
+
+@pytest.mark.slow
+def test_a_prediction_per_accelerator(index: Index) -> None:
+    t4, h100, cpu = predictions = predict_steps(SETTINGS, index, [GPUS["t4"], GPUS["h100"], measure_cpu()])
+    assert [t4.accelerator, h100.accelerator, cpu.accelerator] == ["t4", "h100", "cpu"]
+    assert [t4.precision, h100.precision] == ["fp16", "bf16"]
+    for prediction in predictions:
+        assert prediction.fits
+        assert 2 <= prediction.batch_size <= 64
+        assert prediction.gradient_bytes == 4 * prediction.parameters > 10**6
+        assert prediction.peak_bytes >= prediction.tensor_bytes > 0
+        assert prediction.source
+    assert t4.peak_bytes - t4.tensor_bytes > CONTEXT_BYTES
+    assert cpu.peak_bytes == cpu.tensor_bytes
+    assert t4.step_s / t4.batch_size >= h100.step_s / h100.batch_size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["retinanet_tiny_fpn", "ember_n", "faster_rcnn_mobilenet_v3_large_fpn"])
+def test_one_trace_tells_what_the_line_through_two_told(
+    model: str, index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = SETTINGS.replace(model=model, mosaic=None)
+    (found,) = predict_steps(config, index, [GPUS["l4"]], batch_size=16)
+    job = _make_job(config, index, GPUS["l4"], requested=16)
+    sizes = *job.base_sizes, 16
+    with _TracePool() as pool:
+        pool.trace([(job.spec, size, job.memory_bytes) for size in sizes])
+        small, large, whole = (pool.get(job.spec, size, job.memory_bytes) for size in sizes)
+        efficiency = _calibrate(job, pool)
+        assert _choose_batch(job, efficiency, small, large) == (16, 1)
+        assert _predict(job, efficiency, whole, 1) == found
+    monkeypatch.setattr(TraceProcess, "trace", lambda *_, **__: pytest.fail("what is in the cache is traced again"))
+    assert predict_steps(config, index, [GPUS["l4"]], batch_size=16) == [found]
+
+
+@pytest.mark.slow
+def test_a_batch_that_does_not_fit_is_split(index: Index) -> None:
+    room = 75 * 2**20  # the whole batch takes 86 MiB
+    tiny = msgspec.structs.replace(GPUS["t4"], key="tiny", memory_bytes=CONTEXT_BYTES + room)
+    whole, split, none = predict_steps(
+        SETTINGS, index, [GPUS["t4"], tiny, msgspec.structs.replace(tiny, memory_bytes=2**20)], batch_size=48
+    )
+    assert (whole.batch_size, whole.micro_batches) == (48, 1)
+    assert split.batch_size == 48
+    assert split.micro_batches > 1
+    assert split.fits
+    assert split.tensor_bytes <= MEMORY_FRACTION * room
+    assert split.flops == pytest.approx(whole.flops, rel=0.01)
+    assert split.launches > whole.launches
+    assert not none.fits
+
+
+@pytest.mark.slow
+def test_measured_runs_move_predictions_and_a_training_finds_them(index: Index) -> None:
+    l4 = GPUS["l4"]
+    (before,) = predict_steps(SETTINGS, index, [l4], batch_size=16)
+    assert before.step_error == GPU.error
+    found = calibration.find_prediction(
+        model="retinanet_tiny_fpn", image_size=(128, 128), batch_size=16, precision="bf16", device="NVIDIA L4"
+    )
+    assert found is not None
+    assert found.step_s == before.step_s
+    settings = calibration.step_settings({**SETTINGS.set_fields(), "model": "a model of a newer version"})
+    run = MeasuredStep(
+        t=time.time(), model="retinanet_tiny_fpn", image_size=(128, 128), batch_size=16, micro_batches=1,
+        precision="bf16", device="NVIDIA L4", step_s=1.6 * before.step_s, steps=100, settings=settings, num_classes=3,
+        max_boxes=3,
+    )  # fmt: skip
+    calibration.append(run)
+    assert predict_steps(SETTINGS, index, [l4], batch_size=16)[0].step_s == before.step_s  # it cannot be traced
+    for measured_at, model, error in ((8, "ember_n", CALIBRATED_ERROR), (16, "retinanet_tiny_fpn", SAME_MODEL_ERROR)):
+        other = SETTINGS.replace(model=model)
+        (own,) = predict_steps(other, index, [l4], batch_size=measured_at)
+        spec = _make_job(other, index, l4).spec
+        calibration.append(
+            msgspec.structs.replace(
+                run, model=model, batch_size=measured_at, step_s=1.6 * own.step_s, settings=spec.settings,
+                max_boxes=spec.max_boxes,
+            )
+        )  # fmt: skip
+        (after,) = predict_steps(SETTINGS, index, [l4], batch_size=16)
+        assert after.step_error == error
+        assert "measured" in after.source
+        assert after.step_s > 1.2 * before.step_s
+    assert after.step_s == pytest.approx(1.6 * own.step_s, rel=0.15)

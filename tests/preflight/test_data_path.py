@@ -1,0 +1,221 @@
+"""The speed of reading: measured on real files and servers behind a bad network, judged on constructed measurements."""
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stoker.data.index import Index, open_index
+from stoker.preflight import data_path
+from stoker.preflight.data_path import ReadRate, check_data_path, drop_pages, judge, mounted_bucket
+from stoker.preflight.findings import CheckFinding
+from stoker.storage.fetcher import MAX_IN_FLIGHT
+from stoker.storage.store import open_store
+from stoker.storage.uri import parse_uri
+from tests.drawn import draw
+from tests.preflight.metadata_server import NOWHERE, MetadataServer, google
+from tests.storage.servers import Conditions, Proxy, Server, apply, google_server
+
+SECONDS = 0.4
+RATE = ReadRate(images=1000, total_bytes=100_000_000, seconds=4.0, latency_s=0.03, concurrency=8.0, cold=True)
+"""250 img/s of 100 kB; 8 at a time, each alone 30 ms: limited by latency."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return draw(tmp_path_factory.mktemp("set") / "boxes", train=30, val=4)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with google_server() as google:
+        yield google
+
+
+@pytest.fixture
+def index(folder: Path) -> Index:
+    return open_index(folder)
+
+
+def rate_of(findings: list[CheckFinding]) -> CheckFinding:
+    return next(finding for finding in findings if finding.id == "data_rate")
+
+
+def contents(folder: Path) -> dict[Path, tuple[bytes, int]]:
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_path, "MIN_S", 0.0)
+    before = contents(folder)
+    fast = rate_of(check_data_path(str(folder), demand_images_per_s=0.001, seconds=SECONDS, env=NOWHERE))
+    assert fast.severity in ("ok", "unknown"), fast  # unknown where the kernel keeps the pages
+    slow = rate_of(check_data_path(str(folder), demand_images_per_s=1e9, seconds=SECONDS, env=NOWHERE))
+    assert slow.severity == "warning"
+    assert slow.title.endswith("the GPU takes 1000000000: 100 % idle")
+    assert slow.fix
+    unknown_demand = rate_of(check_data_path(str(folder), demand_images_per_s=None, seconds=SECONDS, env=NOWHERE))
+    assert unknown_demand.severity == "ok"
+    assert contents(folder) == before
+
+
+@pytest.fixture
+def bucket(folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Proxy]]:
+    with server.bucket().through() as (served, proxy):
+        apply(monkeypatch, {**served.environment, **NOWHERE})
+        store = open_store(parse_uri(served.uri))
+        for path in folder.rglob("*"):
+            if path.is_file():
+                store.write(f"set/{path.relative_to(folder)}", path.read_bytes())
+        yield f"{served.uri}/set", proxy
+
+
+def test_bucket(bucket: tuple[str, Proxy], server: Server) -> None:
+    """Latency of the network bounds what the same server delivers; nothing is written."""
+    uri, proxy = bucket
+    index = open_index(uri)
+    name = parse_uri(uri).bucket
+    before = dict(server.objects.buckets[name])
+    near = rate_of(check_data_path(index, demand_images_per_s=1.0, seconds=SECONDS, env=NOWHERE))
+    assert near.severity == "ok", near
+    assert near.title.startswith("bucket delivers ")
+    proxy.conditions = Conditions(latency_s=0.05)
+    far = rate_of(check_data_path(index, demand_images_per_s=1e9, seconds=SECONDS, env=NOWHERE))
+    assert far.severity == "warning"
+    assert far.place == uri
+    assert 0 < float(far.title.split()[2]) < MAX_IN_FLIGHT / 0.05  # however fast the machine is
+    assert server.objects.buckets[name] == before
+    assert {request.method for request in proxy.requests[-20:]} == {"GET"}
+
+
+def test_bucket_that_refuses(bucket: tuple[str, Proxy], server: Server) -> None:
+    uri, _ = bucket
+    index = open_index(uri)
+    server.objects.denied.add("GET")
+    try:
+        finding = rate_of(check_data_path(index, demand_images_per_s=10.0, seconds=SECONDS, env=NOWHERE))
+    finally:
+        server.objects.denied.clear()
+    assert finding.severity == "blocker"
+    assert "No permission to read" in finding.title
+
+
+def test_objects_that_are_gone(bucket: tuple[str, Proxy], server: Server) -> None:
+    uri, _ = bucket
+    index = open_index(uri)
+    objects = server.objects.buckets[parse_uri(uri).bucket]
+    for key in [key for key in objects if key.endswith(".jpg")][:20]:
+        del objects[key]
+    finding = rate_of(check_data_path(index, demand_images_per_s=None, seconds=SECONDS, env=NOWHERE))
+    assert finding.severity == "ok"
+    assert "are missing" in finding.evidence
+
+
+def test_store_that_hangs(bucket: tuple[str, Proxy]) -> None:
+    uri, proxy = bucket
+    index = open_index(uri)
+    proxy.conditions = Conditions(plan=lambda *_: "hang")
+    finding = rate_of(check_data_path(index, demand_images_per_s=10.0, seconds=SECONDS, env=NOWHERE))
+    assert finding.severity == "unknown"
+    assert (finding.evidence, finding.place) == (data_path.NO_ANSWER, uri)
+
+
+def test_region_of_the_bucket(bucket: tuple[str, Proxy]) -> None:
+    uri, _ = bucket
+    index = open_index(uri)
+    with MetadataServer(google()) as metadata:
+        findings = check_data_path(index, demand_images_per_s=1.0, seconds=SECONDS, env=metadata.google_env)
+    assert [finding.id for finding in findings] == ["data_rate", "bucket_region"]
+    assert findings[1].severity == "unknown"  # this server has no locations
+
+
+def test_missing_images_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_path, "MIN_S", 0.0)
+    index = open_index(draw(tmp_path / "set", train=12, val=2))
+    for path in list((tmp_path / "set/train").glob("*.jpg"))[:6]:
+        path.unlink()
+    some = rate_of(check_data_path(index, demand_images_per_s=None, seconds=SECONDS, env=NOWHERE))
+    assert some.severity == "ok"
+    assert "6 are missing" in some.evidence
+    for path in (tmp_path / "set/train").glob("*.jpg"):
+        path.unlink()
+    none = rate_of(check_data_path(index, demand_images_per_s=None, seconds=SECONDS, env=NOWHERE))
+    assert none.severity == "unknown"
+    assert "No such file" in none.evidence
+    assert rate_of(check_data_path(tmp_path / "absent", demand_images_per_s=1.0, env=NOWHERE)).severity == "blocker"
+
+
+@pytest.mark.parametrize(
+    ("changes", "decode_s", "demand", "severity", "says"),
+    [
+        ({}, 1e-6, 100.0, "ok", ""),
+        ({}, 1e-6, 410.0, "warning", "limited by latency"),
+        ({"latency_s": 0.001}, 1e-6, 410.0, "warning", "limited by bandwidth"),
+        ({}, 1.0, 410.0, "warning", "limited by decoding"),
+        ({"throttled": 7}, 1e-6, 410.0, "warning", "refused 7 requests"),
+        ({"cold": False}, 1e-6, 100.0, "unknown", "page cache could not be dropped"),
+        ({"cold": False}, 1e-6, 410.0, "warning", "page cache could not be dropped"),
+        ({"cold": None}, 1e-6, 100.0, "ok", "not known"),
+        ({}, None, 100.0, "ok", ""),
+        ({}, 1e-6, 240.0, "warning", "limited by latency"),
+    ],
+)
+def test_verdict(
+    index: Index, changes: dict[str, object], decode_s: float | None, demand: float, severity: str, says: str
+) -> None:
+    finding = judge(index, dataclasses.replace(RATE, **changes), decode_s, demand, "the GPU takes")
+    assert finding.severity == severity
+    assert says in finding.evidence
+    assert bool(finding.fix) == (severity != "ok")
+
+
+def test_the_figures_of_the_title(index: Index) -> None:
+    rate = dataclasses.replace(RATE, images=960)
+    title = judge(index, rate, None, 410.0, "the GPU takes").title
+    assert title.endswith(" delivers 240 img/s, the GPU takes 410: 41 % idle")
+    assert judge(index, rate, None, 230.0, "RetinaNet on an L4 takes").title.endswith("takes 230: no reserve")
+
+
+@pytest.mark.parametrize(
+    ("kind", "network", "limit_fix"),
+    [
+        ("fuse.gcsfuse", True, "train from the bucket itself"),
+        ("nfs4", True, "copy the images"),
+        ("ext4", False, "NVMe"),
+    ],
+)
+def test_fix_names_the_kind_of_storage(
+    index: Index, monkeypatch: pytest.MonkeyPatch, kind: str, network: bool, limit_fix: str
+) -> None:
+    storage = {"kind": kind, "network": network, "rotational": None}
+    monkeypatch.setattr(data_path, "describe_storage", lambda _: storage)
+    finding = judge(index, RATE, 1e-6, 410.0, "the GPU takes")
+    assert limit_fix in finding.fix
+    assert ("gcsfuse mount delivers" in finding.title) == (kind == "fuse.gcsfuse")
+
+
+def test_vertex_mounts() -> None:
+    assert mounted_bucket(Path("/gcs/bucket/sets/boats")) == "gs://bucket/sets/boats"
+    assert mounted_bucket(Path("/gcs")) == mounted_bucket(Path("/data/gcs/x")) == ""
+
+
+def test_pages_are_dropped_or_not_known(index: Index) -> None:
+    """Where the kernel tells, the pages of a file on a disk are gone; a file that is gone is not known."""
+    image = int(index.image_indices("train")[0])
+    os.sync()  # dirty pages are kept
+    index.read(image)
+    assert drop_pages(index, image) in (True, None)
+    os.rename(index.path(image), f"{index.path(image)}.away")
+    try:
+        assert drop_pages(index, image) is None
+    finally:
+        os.rename(f"{index.path(image)}.away", index.path(image))
+
+
+def test_every_image_once_in_an_order_of_its_own(index: Index) -> None:
+    orders = [data_path._sample_order(index) for _ in range(4)]
+    assert all(np.array_equal(sorted(order), index.image_indices("train")) for order in orders)
+    assert len({tuple(order) for order in orders}) > 1
