@@ -65,6 +65,7 @@ class Settings(TypedDict, total=False):
     auto_batch: bool
     compile: bool
     cuda_graph: bool
+    shard: bool
     precision: Literal["fp32", "bf16", "fp16"]
     device: str
     workers: int | Literal["auto"]

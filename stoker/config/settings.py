@@ -164,6 +164,8 @@ class RunSettings:
     """Compile the model with torch.compile (takes minutes; the result is cached for later runs)."""
     cuda_graph: bool = AUTO
     """Replay the whole step as one CUDA graph: less work for the host, more memory. No GPU has tried it yet."""
+    shard: bool = AUTO
+    """Divide weights, gradients and optimizer state among the devices (FSDP): for models too big for one."""
     precision: Literal["fp32", "bf16", "fp16"] = AUTO
     """Precision of convolutions and matrix products; weights stay fp32."""
     device: str = AUTO

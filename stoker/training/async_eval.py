@@ -105,6 +105,8 @@ class AsyncEvaluator:
             batches, precision = poll_between_batches(loader), setup.config.run.precision
             detections = detect(setup.optimizer.ema_model, batches, setup.device, precision=precision)
             self._num_workers = loader.stats().workers
+        if setup.optimizer.sharding is not None:
+            setup.optimizer.sharding.reshard(setup.optimizer.ema_model)
         return detections
 
     def start(self, pending: PendingEvaluation) -> None:

@@ -15,6 +15,7 @@ import io
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -91,7 +92,7 @@ def snapshot(
     copies, ready = stream.to_host(tensors, targets)
     copied = dict(zip(weights, copies, strict=False))
     remaining = iter(copies[len(weights) :])
-    return HostSnapshot(step, metadata, copied, _map_tensors(state, lambda _: next(remaining)), ready, lease)
+    return HostSnapshot(step, metadata, copied, map_tensors(state, lambda _: next(remaining)), ready, lease)
 
 
 def reserve_arenas(device: Device, weights: dict[str, Tensor], state: dict[str, Any]) -> HostArenas | None:
@@ -104,24 +105,24 @@ def reserve_arenas(device: Device, weights: dict[str, Tensor], state: dict[str, 
 
 
 def _list_tensors(tree: Any) -> list[Tensor]:
-    """The tensors of a tree, in the order of `_map_tensors`."""
+    """The tensors of a tree, in the order of `map_tensors`."""
     tensors: list[Tensor] = []
 
     def append(tensor: Tensor) -> Tensor:
         tensors.append(tensor)
         return tensor
 
-    _map_tensors(tree, append)
+    map_tensors(tree, append)
     return tensors
 
 
-def _map_tensors(tree: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(tree: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(tree, Tensor):
         return fn(tree)
     if isinstance(tree, dict):
-        return {key: _map_tensors(value, fn) for key, value in tree.items()}
+        return {key: map_tensors(value, fn) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return type(tree)(_map_tensors(value, fn) for value in tree)
+        return type(tree)(map_tensors(value, fn) for value in tree)
     return tree
 
 
@@ -137,6 +138,10 @@ class CheckpointWriter:
         """Step of the newest checkpoint that this writer has completed. Valid after `wait`, like `failure`."""
         self.failure: str | None = None
         """Why the last write failed; None if it did not."""
+        self.write_s: float | None = None
+        """Seconds that the last complete write of a checkpoint took, with the wait for the copies; None before one."""
+        self.write_cpu_s = 0.0
+        """CPU-seconds of it."""
         (run / CHECKPOINTS).mkdir(exist_ok=True)
         for leftover in (run / CHECKPOINTS).glob(".step-*"):
             shutil.rmtree(leftover)
@@ -172,6 +177,7 @@ class CheckpointWriter:
         parent = self._run / CHECKPOINTS
         final_dir = parent / f"step-{snapshot.step:08d}"
         temp_dir = parent / f".step-{snapshot.step:08d}"
+        start_s, start_cpu_s = time.perf_counter(), time.thread_time()
         try:
             snapshot.ready.synchronize()
             temp_dir.mkdir(exist_ok=True)
@@ -198,6 +204,7 @@ class CheckpointWriter:
             self._report_failure(error, snapshot.step)
         else:
             self.saved_step, self.failure = snapshot.step, None
+            self.write_s, self.write_cpu_s = time.perf_counter() - start_s, time.thread_time() - start_cpu_s
             folders = list_checkpoints(self._run)
             rollback_targets = [folder for folder in folders if _is_healthy(folder)][:NUM_KEPT]
             for old in folders[NUM_KEPT:]:
@@ -209,6 +216,23 @@ class CheckpointWriter:
         self.failure = str(error)
         text = f"could not save at step {step}: {error}; training continues; the previous checkpoint is kept"
         self._report("checkpoint_failed", text)
+
+
+class NoCheckpoints(CheckpointWriter):
+    """The writer of a rank other than 0, which saves nothing."""
+
+    def __init__(self) -> None:
+        self.saved_step, self.failure = -1, None
+        self.write_s = None
+
+    def save(self, snapshot: HostSnapshot) -> None:
+        """Rank 0 saves."""
+
+    def save_weights(self, snapshot: HostSnapshot, names: list[str]) -> None:
+        """Rank 0 saves."""
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
 
 
 def _serialize_weights(snapshot: HostSnapshot) -> bytes:

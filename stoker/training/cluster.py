@@ -1,12 +1,14 @@
-"""`TF_CONFIG` and Vertex AI's `CLUSTER_SPEC`: which processes a job has, and which of them this one is.
+"""Which ranks a job has, and which of them this process is: the variables of torchrun, `TF_CONFIG`, Vertex AI's
+`CLUSTER_SPEC`, and Slurm.
 
-Both are JSON in an environment variable, set for each process of a job: by Vertex AI, Kubeflow, or by hand for
-TensorFlow's MultiWorkerMirroredStrategy. stoker trains in one process so far: `require_one_process` refuses a job of
-several, which would train the same model several times.
+`TF_CONFIG` and `CLUSTER_SPEC` are JSON in an environment variable, set for each process of a job: by Vertex AI,
+Kubeflow, or by hand for TensorFlow's MultiWorkerMirroredStrategy. Each process that they list is a rank, or with
+`--devices N` the starter of N ranks of its machine (`local_ranks.py`). What ranks tell each other: `ranks.py`.
 """
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +21,20 @@ VARIABLES = ("TF_CONFIG", "CLUSTER_SPEC")
 TRAINING_TASKS = ("chief", "master", "worker", "workerpool0", "workerpool1")
 """Tasks that train, in the order of their ranks. Vertex AI's pool 0 is the chief, pool 1 the other workers, pools 2 and
 3 are parameter servers and evaluators (cloud.google.com/vertex-ai/docs/training/distributed-training)."""
+DEFAULT_PORT = 29500
+"""torchrun's, for a cluster whose addresses have no port."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """How many devices train together, each in a process of its own."""
+
+    count: int = 1
+    on_host: int = 1
+    """Of them on this machine, whose memory they share."""
+
+
+ONE_DEVICE = Devices()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +48,47 @@ class Rendezvous:
     """None: this process does not train (an evaluator, a parameter server)."""
     task: str
     """worker 2."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankPlace:
+    """The place of this process in a job of several ranks."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    """Its number on its machine, which is the number of its device."""
+    local_world_size: int
+    """Ranks on its machine."""
+    host: str
+    """Where rank 0 listens."""
+    port: int
+    source: str
+    """What says so: torchrun, Slurm, TF_CONFIG."""
+
+    def variables(self) -> dict[str, str]:
+        """As torchrun sets them; `find_place` reads them."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "MASTER_ADDR": self.host,
+            "MASTER_PORT": str(self.port),
+        }
+
+
+def find_place(env: Mapping[str, str] = os.environ) -> RankPlace | None:
+    """The place of this process; None: it trains alone. Variables of torchrun count before those of a cluster, which
+    started it.
+
+    Raises ConfigError for malformed variables, UsageError for a process that does not train.
+    """
+    for read in (_read_torchrun, _read_cluster, _read_slurm):
+        place = read(env)
+        if place is not None:
+            return place if place.world_size > 1 else None
+    return None
 
 
 def read_rendezvous(env: Mapping[str, str] = os.environ) -> Rendezvous | None:
@@ -62,17 +119,103 @@ def read_rendezvous(env: Mapping[str, str] = os.environ) -> Rendezvous | None:
 EXAMPLE = '{"cluster": {"worker": ["host:port"]}, "task": {"type": "worker", "index": 0}}'
 
 
-def require_one_process(env: Mapping[str, str] = os.environ) -> None:
-    """Raises UsageError if the environment describes a job of several training processes, or a process that does not
-    train."""
+def _read_torchrun(env: Mapping[str, str]) -> RankPlace | None:
+    if not (env.get("RANK") and env.get("WORLD_SIZE")):
+        return None
+    rank, world_size = _read_int(env, "RANK"), _read_int(env, "WORLD_SIZE")
+    if not 0 <= rank < world_size:
+        raise ConfigError(
+            f"RANK={rank} does not fit WORLD_SIZE={world_size}.", fix="unset both, or start the ranks with torchrun"
+        )
+    if world_size > 1 and not env.get("MASTER_ADDR"):
+        raise ConfigError(
+            f"WORLD_SIZE={world_size} describes a job of several ranks, but MASTER_ADDR is not set.",
+            fix="unset RANK and WORLD_SIZE, or start the ranks with torchrun",
+        )
+    return RankPlace(
+        rank=rank,
+        world_size=world_size,
+        local_rank=_read_int(env, "LOCAL_RANK", 0),
+        local_world_size=_read_int(env, "LOCAL_WORLD_SIZE", 1),
+        host=env.get("MASTER_ADDR", "127.0.0.1"),
+        port=_read_int(env, "MASTER_PORT", DEFAULT_PORT),
+        source="torchrun",
+    )
+
+
+def _read_cluster(env: Mapping[str, str]) -> RankPlace | None:
     rendezvous = read_rendezvous(env)
-    if rendezvous is None or (len(rendezvous.addresses) == 1 and rendezvous.rank == 0):
-        return
-    variable, count = rendezvous.variable, len(rendezvous.addresses)
+    if rendezvous is None:
+        return None
     if rendezvous.rank is None:
-        what = f"{variable} makes this process the task {rendezvous.task}, which does not train."
-        cause = "stoker has no parameter servers, and evaluates in the training process"
-    else:
-        what = f"{variable} describes a job of {count} processes; this is {rendezvous.task}, rank {rendezvous.rank}."
-        cause = "stoker trains in one process, on one device, so far: each of them would train the same model"
-    raise UsageError(what, cause=cause, fix=f"one replica in one worker pool, or `unset {variable}`")
+        raise UsageError(
+            f"{rendezvous.variable} makes this process the task {rendezvous.task}, which does not train.",
+            cause="stoker has no parameter servers, and evaluates in the training processes",
+            fix=f"only workers in the cluster, or `unset {rendezvous.variable}`",
+        )
+    hosts = [address.rpartition(":")[0] or address for address in rendezvous.addresses]
+    port = rendezvous.addresses[0].rpartition(":")[2]
+    return RankPlace(
+        rank=rendezvous.rank,
+        world_size=len(hosts),
+        local_rank=hosts[: rendezvous.rank].count(hosts[rendezvous.rank]),
+        local_world_size=hosts.count(hosts[rendezvous.rank]),
+        host=hosts[0],
+        port=int(port) if port.isdigit() else DEFAULT_PORT,
+        source=rendezvous.variable,
+    )
+
+
+def _read_slurm(env: Mapping[str, str]) -> RankPlace | None:
+    """A task of `srun`. The batch script itself has no SLURM_STEP_NUM_TASKS: it is one process, whatever --ntasks."""
+    if not env.get("SLURM_STEP_NUM_TASKS"):
+        return None
+    nodes = expand_node_list(env.get("SLURM_STEP_NODELIST", ""))
+    counts = _expand_task_counts(env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    node = _read_int(env, "SLURM_NODEID", 0)
+    # Steps of a job may run at the same time: each its own port, above those that services use.
+    port = 20_000 + (_read_int(env, "SLURM_JOB_ID", 0) * 16 + _read_int(env, "SLURM_STEP_ID", 0)) % 12_000
+    return RankPlace(
+        rank=_read_int(env, "SLURM_PROCID"),
+        world_size=_read_int(env, "SLURM_STEP_NUM_TASKS"),
+        local_rank=_read_int(env, "SLURM_LOCALID", 0),
+        local_world_size=counts[node] if node < len(counts) else 1,
+        host=env.get("MASTER_ADDR") or (nodes[0] if nodes else "127.0.0.1"),
+        port=_read_int(env, "MASTER_PORT", port),
+        source="Slurm",
+    )
+
+
+def expand_node_list(text: str) -> list[str]:
+    """The hosts of Slurm's short form: `a,gpu[01-03,7]` is a, gpu01, gpu02, gpu03, gpu7."""
+    hosts: list[str] = []
+    for prefix, ranges, suffix in re.findall(r"([^,\[\]]+)(?:\[([^\]]*)\]([^,\[]*))?", text):
+        if not ranges:
+            hosts.append(prefix)
+            continue
+        for part in ranges.split(","):
+            first, _, last = part.partition("-")
+            numbers = range(int(first), int(last or first) + 1)
+            hosts += [f"{prefix}{number:0{len(first)}d}{suffix}" for number in numbers]
+    return hosts
+
+
+def _expand_task_counts(text: str) -> list[int]:
+    """`2(x3),1` is 2, 2, 2, 1."""
+    return [
+        int(count)
+        for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+        for _ in range(int(repeat) if repeat else 1)
+    ]
+
+
+def _read_int(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name, "")
+    if not text and default is not None:
+        return default
+    if not text.isdecimal():
+        raise ConfigError(
+            f"The environment variable {name} is {text!r}, not a number.",
+            fix=f"unset {name}, or let torchrun or srun set it",
+        )
+    return int(text)

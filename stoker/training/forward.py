@@ -6,7 +6,7 @@ result is cached for later runs. `--compile` and `--no-compile` decide; the defa
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,8 +26,9 @@ LossFn = Callable[[Batch], dict[str, Tensor]]
 """The losses of a batch, scalars by name. Called under autocast."""
 
 
-def make_loss_fn(model: Detector, *, compile: bool) -> LossFn:
-    """The losses of a model for a batch. compile: compiled at the first call, for the shapes of that call."""
+def make_loss_fn(model: Detector, *, compile: bool, cast_together: bool = True) -> LossFn:
+    """The losses of a model for a batch. compile: compiled at the first call, for the shapes of that call.
+    cast_together: cast all weights before the forward pass (`weight_casts.py`); they must be whole then."""
 
     def compute_losses(batch: Batch) -> dict[str, Tensor]:
         # The outputs get no name here, so that only what the backward pass needs of them stays alive.
@@ -39,7 +40,8 @@ def make_loss_fn(model: Detector, *, compile: bool) -> LossFn:
         def compute_losses_on_any_device(batch: Batch) -> dict[str, Tensor]:
             if not is_on_accelerator(batch.images):
                 return compute_losses(batch)
-            with weight_casts.apply(batch.images.device.type), batch_counts.defer():
+            casts = weight_casts.apply(batch.images.device.type) if cast_together else contextlib.nullcontext()
+            with casts, batch_counts.defer():
                 return compute_losses(batch)
 
         return compute_losses_on_any_device
@@ -74,14 +76,8 @@ def forward_backward(
     loss_fn: LossFn, optimizer: OptimizerStep[Detector], batch: Batch, micro_batches: int, autocast: Autocast
 ) -> dict[str, Tensor]:
     """Adds the gradients of a batch, split into micro-batches. Returns the losses, summed over them, as scalars."""
-    micro_batch_size = batch.images.shape[0] // micro_batches
     totals: dict[str, Tensor] = {}
-    for k in range(micro_batches):
-        micro_batch = (
-            batch
-            if micro_batches == 1
-            else Batch(*(tensor[k * micro_batch_size : (k + 1) * micro_batch_size] for tensor in batch))
-        )
+    for micro_batch in split_batch(batch, micro_batches):
         with autocast:
             losses = loss_fn(micro_batch)
             if micro_batches > 1:
@@ -90,6 +86,16 @@ def forward_backward(
         for name, loss in losses.items():
             totals[name] = totals[name] + loss.detach() if name in totals else loss.detach()
     return totals
+
+
+def split_batch(batch: Batch, micro_batches: int) -> Iterator[Batch]:
+    """Equal parts of a batch, as views."""
+    if micro_batches == 1:
+        yield batch
+        return
+    size = batch.images.shape[0] // micro_batches
+    for k in range(micro_batches):
+        yield Batch(*(tensor[k * size : (k + 1) * size] for tensor in batch))
 
 
 def train_step(

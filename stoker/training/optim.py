@@ -16,7 +16,7 @@ import copy
 import inspect
 import itertools
 import math
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from torch import Tensor, nn
 from stoker.config.settings import OptimSettings
 from stoker.hardware.device import Device
 from stoker.models import Detector
+
+if TYPE_CHECKING:
+    from stoker.training.shard import Sharding
 
 Model = TypeVar("Model", bound=nn.Module)
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
@@ -35,22 +38,43 @@ class OptimizerStep(Generic[Model]):
     """The optimizer of a model, and its EMA weights.
 
     model: on the device and initialized. ema_model: the weights to evaluate and save; `model` itself if
-    `settings.ema_decay` is 0.
+    `settings.ema_decay` is 0. sharding: divides the parameters of both among the ranks and moves them to the device;
+    then all numbers here are of this rank's rows, except for the norm of the gradient.
     """
 
-    def __init__(self, model: Model, settings: OptimSettings, device: Device, *, precision: str) -> None:
+    def __init__(
+        self,
+        model: Model,
+        settings: OptimSettings,
+        device: Device,
+        *,
+        precision: str,
+        sharding: "Sharding | None" = None,
+    ) -> None:
         self.model = model
         self.settings = settings
+        self.sharding = sharding
+        self.restored: tuple[dict[str, Any], dict[str, Tensor]] | None = None
+        """The whole tensors that `load_state_dict` got last, of a divided model, until they are sent to other ranks."""
         self.ema_model = copy.deepcopy(model).requires_grad_(False) if settings.ema_decay else model
-        self._norm_stats = _flatten_norm_stats(model)
-        self._good_norm_stats = self._norm_stats.clone()
-        self._ema_norm_stats = _flatten_norm_stats(self.ema_model) if settings.ema_decay else self._norm_stats
-        self._trainable_params: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+        if sharding is not None:
+            sharding.shard(model)
+            if self.ema_model is not model:
+                sharding.shard(self.ema_model)
+        self.norm_stats = _flatten_norm_stats(model)
+        """Running statistics of all trained BatchNorms [N]."""
+        self._good_norm_stats = self.norm_stats.clone()
+        self._ema_norm_stats = _flatten_norm_stats(self.ema_model) if settings.ema_decay else self.norm_stats
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        parts = {parameter: _own_part(parameter) for parameter in self._parameters}
+        self._trainable_params: list[Tensor] = list(parts.values())
         names = [n for n, p in model.named_parameters() if p.requires_grad]
-        by_name: dict[str, Tensor] = dict(self.ema_model.named_parameters())
-        self._ema_params = [by_name[name] for name in names]
+        by_name = dict(self.ema_model.named_parameters())
+        self._ema_params: list[Tensor] = [_own_part(by_name[name]) for name in names]
+        self.is_updated = False
+        """Whether weights may have changed since `set_scalars`: a step that fails then is half-applied."""
         self.fused = device.kind in FUSED_DEVICE_TYPES
-        self._optimizer, self._lr_mults = _make_optimizer(model, settings, fused=self.fused)
+        self._optimizer, self._lr_mults = _make_optimizer(model, settings, parts, fused=self.fused)
         self.completed_steps: int | Tensor = 0
         """Optimizer steps before the next one. On an accelerator a tensor [] of int64."""
         self._ema_weight: float | Tensor = 0.0
@@ -76,6 +100,7 @@ class OptimizerStep(Generic[Model]):
 
     def set_scalars(self, lr: float, completed_steps: int) -> None:
         """What the next `update` uses. completed_steps: optimizer steps before it."""
+        self.is_updated = False
         for group, factor in zip(self._optimizer.param_groups, self._lr_mults, strict=True):
             group["lr"] = _set_scalar(group["lr"], lr * factor)
         # Warm-up of the decay (TF's ExponentialMovingAverage): early weights do not count for long.
@@ -83,14 +108,21 @@ class OptimizerStep(Generic[Model]):
         self._ema_weight = _set_scalar(self._ema_weight, 1 - decay)
         self.completed_steps = _set_scalar(self.completed_steps, completed_steps)
 
-    def update(self) -> tuple[Tensor, Tensor]:
+    def own_grad_norm(self) -> Tensor:
+        """Norm of the gradients of this rank's rows, for `update`: a scalar, times the loss scale."""
+        for parameter, part in zip(self._parameters, self._trainable_params, strict=True):
+            if part is not parameter:
+                part.grad = None if parameter.grad is None else _rows_of(parameter.grad)
+        return torch.nn.utils.get_total_norm(self._gradients())
+
+    def update(self, grad_norm: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Updates the weights, unless a gradient is not finite; clears the gradients.
 
-        Returns (grad_norm, found_inf): float32 scalars on the device, the gradient's norm before clipping, and 1 if the
-        step was skipped.
+        grad_norm: of all rows, times the loss scale, if ranks have a part each. Returns (grad_norm, found_inf): float32
+        scalars on the device, the gradient's norm before clipping, and 1 if the step was skipped.
         """
-        gradients = [p.grad for p in self._trainable_params if p.grad is not None]
-        grad_norm = torch.nn.utils.get_total_norm(gradients).float()
+        gradients = self._gradients()
+        grad_norm = (torch.nn.utils.get_total_norm(gradients) if grad_norm is None else grad_norm).float()
         if self.loss_scale is not None:
             grad_norm = grad_norm / self.loss_scale
         found_inf = (grad_norm < math.inf).logical_not().float()  # a norm that is NaN is not less, either
@@ -98,22 +130,33 @@ class OptimizerStep(Generic[Model]):
         if self.settings.clip_grad_norm:
             clip_divisor = ((grad_norm + 1e-6) / self.settings.clip_grad_norm).clamp(min=1.0)
             grad_divisor = clip_divisor if grad_divisor is None else clip_divisor * grad_divisor
+        self.is_updated = True
         self._update_params(found_inf, gradients, grad_divisor)
         if self.loss_scale is not None and self._growth_tracker is not None:
             torch._amp_update_scale_(self.loss_scale, self._growth_tracker, found_inf, 2.0, 0.5, 2000)
         # A forward pass that overflowed has spoiled the running statistics too: restore those of the last good step.
-        torch.where(found_inf > 0, self._good_norm_stats, self._norm_stats, out=self._good_norm_stats)
-        self._norm_stats.copy_(self._good_norm_stats)
+        torch.where(found_inf > 0, self._good_norm_stats, self.norm_stats, out=self._good_norm_stats)
+        self.norm_stats.copy_(self._good_norm_stats)
         if self.ema_model is not self.model:
             with torch.no_grad():  # else autograd would keep the history of all steps
                 self._update_ema()
-            self._ema_norm_stats.copy_(self._norm_stats)
+            self._ema_norm_stats.copy_(self.norm_stats)
         self.zero_grad()
         return grad_norm, found_inf
+
+    def discard_gradients(self) -> None:
+        """Undoes what `backward` and its forward passes left since the last update, after an error in them."""
+        self.zero_grad()
+        self.norm_stats.copy_(self._good_norm_stats)
 
     def zero_grad(self) -> None:
         """Frees the gradients."""
         self._optimizer.zero_grad(set_to_none=True)
+        if self.sharding is not None:
+            self.model.zero_grad(set_to_none=True)
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._trainable_params if p.grad is not None]
 
     def allow_capture(self) -> None:
         """Tells torch's optimizer that a CUDA graph of `update` is wanted; AdamW refuses to be captured otherwise."""
@@ -148,22 +191,59 @@ class OptimizerStep(Generic[Model]):
                 weight.copy_(torch.where(found_inf > 0, old, weight))
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors on the device and plain numbers; of the model too, since files of weights hold `ema_model`."""
+        """Tensors on the device and plain numbers; of the model too, since files of weights hold `ema_model`. Those of
+        a divided model are DTensors, which `Sharding.gather` makes whole."""
         state: dict[str, Any] = {"optimizer": self._optimizer.state_dict(), "model": self.model.state_dict()}
+        if self.sharding is not None:
+            state["optimizer"]["state"] = self._distributed_state(self.sharding)
         if self.loss_scale is not None:
             state["scale"] = [self.loss_scale, self._growth_tracker]
         return state
 
     def load_state_dict(self, state: dict[str, Any], ema_weights: dict[str, Tensor]) -> None:
-        """Restores what `state_dict` returned, in place."""
-        self.model.load_state_dict(state["model"])
-        self._good_norm_stats.copy_(self._norm_stats)
+        """Restores what `state_dict` returned, with whole tensors, in place."""
+        if self.sharding is not None:
+            self.restored = state, ema_weights
+        self._load_model(self.model, state["model"])
+        self._good_norm_stats.copy_(self.norm_stats)
         if self.ema_model is not self.model:
-            self.ema_model.load_state_dict(ema_weights)
-        _load_optimizer_state(self._optimizer, state["optimizer"])
+            self._load_model(self.ema_model, ema_weights)
+        _load_optimizer_state(self._optimizer, state["optimizer"], self.sharding)
         if self.loss_scale is not None and self._growth_tracker is not None:
             self.loss_scale.copy_(state["scale"][0])
             self._growth_tracker.copy_(state["scale"][1])
+
+    def _load_model(self, model: nn.Module, weights: dict[str, Tensor]) -> None:
+        if self.sharding is None:
+            model.load_state_dict(weights)
+        else:
+            self.sharding.load(model, weights)
+
+    def _distributed_state(self, sharding: "Sharding") -> dict[int, dict[str, Tensor]]:
+        """The optimizer's state, by the number of the parameter; what has the shape of its rows as a DTensor."""
+        divided: dict[Tensor, Any] = dict(zip(self._trainable_params, self._parameters, strict=True))
+        parts = [part for group in self._optimizer.param_groups for part in group["params"]]
+        return {
+            number: {
+                name: sharding.distributed(tensor, divided[part]) if tensor.dim() else tensor
+                for name, tensor in self._optimizer.state[part].items()
+            }
+            for number, part in enumerate(parts)
+        }
+
+
+def _own_part(parameter: nn.Parameter) -> nn.Parameter:
+    """This rank's rows of a divided parameter, in the same memory; any other parameter as it is."""
+    if not hasattr(parameter, "to_local"):  # a DTensor, without importing torch.distributed
+        return parameter
+    return nn.Parameter(_rows_of(parameter), requires_grad=parameter.requires_grad)
+
+
+def _rows_of(tensor: Any) -> Tensor:
+    """This rank's rows of a DTensor."""
+    with torch.no_grad():
+        rows: Tensor = tensor.to_local()
+    return rows
 
 
 def _set_scalar(current: Any, value: float) -> Any:
@@ -176,9 +256,10 @@ FUSED_DEVICE_TYPES = frozenset({"cpu", "cuda", "mps", "xpu"})
 
 
 def _make_optimizer(
-    model: nn.Module, settings: OptimSettings, *, fused: bool
+    model: nn.Module, settings: OptimSettings, parts: dict[nn.Parameter, nn.Parameter], *, fused: bool
 ) -> tuple[torch.optim.Optimizer, list[float]]:
-    """(optimizer, factor of the learning rate of each of its groups).
+    """(optimizer, factor of the learning rate of each of its groups). parts: parameter of the model → what is
+    optimized: itself, or this rank's rows.
 
     Biases and norms are not decayed (as in torchvision's and Detectron2's recipes for detection). The backbone has
     groups of its own only if its learning rate differs, so that a single learning rate costs no more kernels.
@@ -196,7 +277,7 @@ def _make_optimizer(
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad:
                 decay = 0.0 if name == "bias" or isinstance(module, NORM_TYPES) else settings.weight_decay
-                groups.setdefault((lr_mult, decay), []).append(parameter)
+                groups.setdefault((lr_mult, decay), []).append(parts[parameter])
     param_groups = [{"params": parameters, "weight_decay": decay} for (_, decay), parameters in groups.items()]
     lr_mults = [lr_mult for lr_mult, _ in groups]
     kwargs: dict[str, Any] = {"fused": True} if fused else {"foreach": True}
@@ -232,7 +313,7 @@ def _without_dynamo(optimizer: type[Opt]) -> type[Opt]:
     return type(optimizer.__name__, (optimizer,), methods)
 
 
-def _load_optimizer_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+def _load_optimizer_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any], sharding: "Sharding | None") -> None:
     """Copies moments and step counts into those of `optimizer`; what was not saved (before a first step) is zero.
 
     Its `load_state_dict` would replace the tensors, and the learning rates and flags of another device with them.
@@ -242,7 +323,11 @@ def _load_optimizer_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any
     for parameter, saved_id in zip(parameters, ids, strict=True):
         saved_state = saved["state"].get(saved_id, {})
         for name, tensor in optimizer.state[parameter].items():
-            tensor.copy_(saved_state[name]) if name in saved_state else tensor.zero_()
+            if name not in saved_state:
+                tensor.zero_()
+            else:
+                whole = saved_state[name]
+                tensor.copy_(whole if sharding is None or not tensor.dim() else sharding.rows(whole))
 
 
 def _flatten_norm_stats(model: nn.Module) -> Tensor:

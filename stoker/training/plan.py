@@ -19,6 +19,7 @@ from stoker.report.terminal import Screen
 from stoker.storage.run_uri import display_path
 from stoker.storage.uri import is_uri
 from stoker.training import run_selection, start
+from stoker.training.cluster import Devices
 from stoker.training.defaults.derive import total_steps
 from stoker.training.defaults.model_choice import estimate_images_per_second
 
@@ -45,16 +46,23 @@ class Plan:
 
 
 def make_plan(
-    user_config: Config, *, run_dir: str | None = None, resume: str | None = None, all_settings: bool = False
+    user_config: Config,
+    *,
+    run_dir: str | None = None,
+    resume: str | None = None,
+    all_settings: bool = False,
+    num_devices: int = 1,
 ) -> Plan:
-    """Derives everything that `train` would. Raises StokerError where `train` would before its first step."""
+    """Derives everything that `train` would. Raises StokerError where `train` would before its first step.
+
+    num_devices: how many devices of this machine train together."""
     with contextlib.ExitStack() as stack:  # holds the lock of a run that would be continued
         user_config = run_selection.with_absolute_paths(user_config)
         path: Path | None = None
         messages: list[str] = []
         if not any(name is not None and is_uri(name) for name in (run_dir, resume)):
             path, user_config, messages = run_selection.choose_run(user_config, run_dir, resume, stack)
-        resolved = start.resolve_run(user_config, path)
+        resolved = start.resolve_run(user_config, path, devices=Devices(num_devices, num_devices))
     config, index = resolved.config, resolved.index
     data_messages = start.describe_data(index)
     warnings = [text for kind, text in data_messages if kind == "warning"] + start.warn_about_settings(resolved)

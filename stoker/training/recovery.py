@@ -15,7 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+import torch
+
 from stoker.errors import DivergedError, Preempted, StokerError, StorageError
+from stoker.hardware.device import Device
 from stoker.training import checkpoint
 from stoker.training.optim import OptimizerStep
 from stoker.training.stability import StabilityMonitor
@@ -39,12 +42,15 @@ class StopRequest:
     """The signal that asked the training to stop."""
     error: StokerError | None = None
     """Why the training must end without saving."""
+    grace_s: float | None = None
+    """Seconds after the request in which the machine is still there, if a notice states them."""
     trace_requested: bool = False
     """After SIGUSR2: keep the next steps as a Chrome trace."""
 
-    def request(self, source: str) -> None:
+    def request(self, source: str, *, grace_s: float | None = None) -> None:
         """Asks for a stop, as a signal does. Callable from any thread."""
-        self.requested_by = self.requested_by or source
+        if self.requested_by is None:
+            self.grace_s, self.requested_by = grace_s, source
 
     def fail(self, error: StokerError) -> None:
         """Ends the training with this error at its next step. Callable from any thread."""
@@ -63,10 +69,11 @@ class StopRequest:
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """SIGTERM and SIGINT ask the loop to save and stop; a second SIGINT ends the process at once, as Ctrl-C does.
-    SIGUSR2 asks for a trace.
+    """SIGTERM, SIGUSR1 and SIGINT ask the loop to save and stop; a second SIGINT ends the process at once, as Ctrl-C
+    does. SIGUSR2 asks for a trace.
 
-    Repeated SIGTERMs change nothing: Slurm and torchrun each send one. Outside the main thread Python does not allow
+    Repeated SIGTERMs change nothing: Slurm and torchrun each send one. SIGUSR1 is what a batch script lets Slurm send
+    before the time limit (`#SBATCH --signal=B:USR1@60`). Outside the main thread Python does not allow
     signal handlers, so the flags are never set there.
     """
     stop_request = StopRequest()
@@ -83,7 +90,8 @@ def stop_on_signals() -> Iterator[StopRequest]:
         stop_request.requested_by = signal.Signals(signum).name
 
     previous_handlers = {
-        signum: signal.signal(signum, handle) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+        signum: signal.signal(signum, handle)
+        for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGUSR2)
     }
     try:
         yield stop_request
@@ -147,8 +155,9 @@ def roll_back(setup: TrainSetup, failed_at: int, lr: float, log_event: EventLogg
     checkpoint.discard_checkpoints(run, after=rollback_step, rollback_count=count)
     loaded = checkpoint.load_newest(run, log_event)
     if loaded is None:
-        model = build_initial_model(config, setup.index, setup.device, log_event)
-        initial = OptimizerStep(model, config.optim, setup.device, precision=config.run.precision)
+        device = setup.device if setup.optimizer.sharding is None else Device(torch.device("cpu"))
+        model = build_initial_model(config, setup.index, device, log_event)
+        initial = OptimizerStep(model, config.optim, device, precision=config.run.precision)
         setup.optimizer.load_state_dict(initial.state_dict(), initial.ema_model.state_dict())
     restore_state(setup, loaded, log_event)
     setup.writer.saved_step = -1 if loaded is None else loaded.step

@@ -8,6 +8,9 @@ import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from stoker.config.settings import Config, from_toml, to_toml
 from stoker.data.formats.detect import data_file_suffixes, root_of_files
@@ -20,15 +23,20 @@ from stoker.runs.records import (
     EVENTS,
     FINDINGS,
     RunFolder,
+    holder_of_lock,
     is_finished,
     last_attempt,
     locked,
     make_run,
     open_run,
+    read_lines,
+    sign_lock,
 )
+from stoker.runs.schemas import Event
 from stoker.storage.local_files import write_atomic
 from stoker.storage.run_uri import display_path
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
+from stoker.training.supervisor import read_restart
 
 RUNS_DIR = Path("runs")
 NO_LOCKS_NOTE = "this storage has no locks: a second process could train the same run"
@@ -76,6 +84,7 @@ def choose_run(
         if not _has_settings(path, user_config):
             continue
         if is_finished(path):
+            _refuse_run_of_this_command(path)
             messages.append(f"{path} has the same settings and is finished: starting a new run")
             continue
         try:
@@ -86,9 +95,23 @@ def choose_run(
             )
             continue
         if acquired is not False:
+            sign_lock(path)
             return path, user_config, [] if acquired else [NO_LOCKS_NOTE]
         messages.append(f"{path} has the same settings and is being trained: starting a new run")
     return None, user_config, messages[:1]
+
+
+def _refuse_run_of_this_command(path: Path) -> None:
+    """Raises UsageError if an earlier attempt of this command, before a restart, finished the run `path`."""
+    restart = read_restart()
+    if restart is None:
+        return
+    if any(event.kind == "finished" and event.t >= restart.since for event in read_lines(path, EVENTS, Event)):
+        raise UsageError(
+            "The run is finished: there is nothing to restart.",
+            location=path,
+            cause=f"its last attempt failed after the end of the training: {restart.reason}",
+        )
 
 
 def _lock_run(path: Path, stack: contextlib.ExitStack) -> list[str]:
@@ -97,7 +120,11 @@ def _lock_run(path: Path, stack: contextlib.ExitStack) -> list[str]:
     with writing("The run's folder cannot be written.", display_path(path), fix=fix):
         acquired = stack.enter_context(locked(path))
     if acquired is False:
-        raise UsageError("Another process is training this run.", location=display_path(path))
+        holder = holder_of_lock(path)
+        cause = None if holder is None else f"{holder} holds its lock"
+        fix = "wait for it, end it, or train into another --run-dir"
+        raise UsageError("Another process is training this run.", location=display_path(path), cause=cause, fix=fix)
+    sign_lock(path)
     return [] if acquired else [NO_LOCKS_NOTE]
 
 
@@ -108,11 +135,14 @@ def open_run_folder(
     name: str | None,
     stack: contextlib.ExitStack,
     messages: list[str],
+    num_ranks: int = 1,
 ) -> RunFolder:
-    """The run's folder, locked and ready to write: of the run `path`, or a new one, called `name` if given.
+    """The run's folder, locked and ready to write: of the run `path`, or a new one, called `name` if given. num_ranks:
+    processes that train together.
 
     Appends to `messages`. Raises StorageError if it cannot be written.
     """
+    restart = read_restart()
     try:
         if path is None:
             path = _create_run(config, name)
@@ -122,7 +152,12 @@ def open_run_folder(
         stack.callback(folder.close)
         environment = describe(dirs={"run": path, "data": config.data.data})
         write_atomic(path / ENVIRONMENT, json.dumps(environment, indent=2).encode(), private=True)
-        folder.event("started" if folder.attempt == 1 else "resumed", f"attempt {folder.attempt}")
+        text = f"attempt {folder.attempt}"
+        data: dict[str, Any] = {} if num_ranks == 1 else {"ranks": num_ranks}
+        if restart is not None:
+            text = f"{text}, restart {restart.number} of {restart.limit} after {restart.reason}"
+            data |= {"restart": msgspec.to_builtins(restart)}
+        folder.event("started" if folder.attempt == 1 else "resumed", text, **data)
     except OSError as error:
         location = path or name or RUNS_DIR
         fix = "make room or name another folder: --run-dir DIR"

@@ -8,6 +8,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,14 +29,28 @@ from stoker.hardware.device import Device, configure_malloc, select_device
 from stoker.models.table import check_image_size
 from stoker.models.weights.load import load_weights
 from stoker.models.weights.model_file import ModelMetadata
+from stoker.preflight.short import as_error, quick_findings, require_meant_device
 from stoker.runs.records import BEST, CONFIG, QUARANTINE, RunFolder
 from stoker.runs.schemas import Quarantined
 from stoker.training import checkpoint
+from stoker.training.cluster import Devices
 from stoker.training.defaults.dataset_facts import collect_facts, warn_oversized_boxes
-from stoker.training.defaults.derive import derive, total_steps
+from stoker.training.defaults.derive import check_devices, derive, total_steps
 from stoker.training.defaults.model_choice import warn_random_weights
 from stoker.training.optim import LossAccumulator, OptimizerStep
-from stoker.training.state import EventLogger, TrainSetup, load_checkpoint, restore_state
+from stoker.training.ranks import Ranks
+from stoker.training.state import (
+    EventLogger,
+    TrainSetup,
+    load_checkpoint,
+    read_initial_ranks,
+    restore_state,
+    share_state,
+)
+from stoker.training.step_times import log_prediction
+
+if TYPE_CHECKING:
+    from stoker.training.shard import Sharding
 
 MAX_EXAMPLES = 2
 """Examples of each kind of problem that are printed at the start; `stoker data check` prints all."""
@@ -51,9 +66,16 @@ class ResolvedRun:
     index: Index
 
 
-def resolve_run(user_config: Config, path: Path | None) -> ResolvedRun:
-    """Opens the data and derives the settings, or rereads those of the run `path`. Raises StokerError."""
-    stored = None if path is None else from_run(path / CONFIG)
+def resolve_run(
+    user_config: Config, path: Path | None, ranks: Ranks | None = None, devices: Devices | None = None
+) -> ResolvedRun:
+    """Opens the data and derives the settings, or rereads those of the run `path`. Raises StokerError.
+
+    ranks: those that train; default: this process alone. devices: for a plan of several without their ranks.
+    """
+    ranks = ranks or Ranks()
+    devices = devices or ranks.devices()
+    stored = ranks.share(lambda: None if path is None else from_run(path / CONFIG))
     requested = user_config if stored is None else stored[0]
     if path is not None and (unknown := models.unset_fields(requested)):
         raise CheckpointError(
@@ -64,10 +86,11 @@ def resolve_run(user_config: Config, path: Path | None) -> ResolvedRun:
         )
     check(requested)
     check_image_size(requested)
-    device = select_device(requested.run.device)
+    device = select_device(ranks.device_name(requested.run.device))
+    require_meant_device(device, requested.run.device)
     if device.kind == "cuda":
         torch.backends.cudnn.benchmark = True  # all shapes are fixed, so the fastest convolutions are found once
-    index = open_index_of(requested.data)
+    index = ranks.locally_first(lambda: open_index_of(requested.data))  # one rank writes its cache, the others read it
     require_images(
         index,
         [split for split in ("train", "val") if split in index.splits],
@@ -83,7 +106,11 @@ def resolve_run(user_config: Config, path: Path | None) -> ResolvedRun:
                 fix="name a data set with images to train on and images to validate on",
             )
     require_boxes(ground_truth(index, index.image_indices("val")))
-    config, reasons = derive(user_config, index, device) if stored is None else stored
+    if stored is None:
+        config, reasons = ranks.share(lambda: derive(user_config, index, device, devices))
+    else:
+        config, reasons = stored
+        check_devices(config, devices.count)
     return ResolvedRun(config, reasons, device, index)
 
 
@@ -113,12 +140,15 @@ def build(
     processes: WorkerProcesses | None = None,
     *,
     accept_changed_data: bool = False,
+    ranks: Ranks | None = None,
 ) -> TrainSetup:
     """Everything the loop needs, in the state of the newest checkpoint, or at step 0 with pretrained weights.
 
     accept_changed_data: continue also if images or boxes are not those of the checkpoint. Raises CheckpointError.
     """
+    ranks = ranks or Ranks()
     config, device, index = resolved.config, resolved.device, resolved.index
+    ranks.share(lambda: report_preflight(resolved, folder, log_event))
     if device.is_cpu:
         configure_malloc()
     device.empty_cache()  # of the dry runs of batches, whose peak is not that of training either
@@ -126,13 +156,20 @@ def build(
     for kind, message in describe_data(index):
         log_event(kind, message)
     log_event("info", f"run: {folder.path}" + ("" if folder.attempt == 1 else f", attempt {folder.attempt}"))
-    loaded = load_checkpoint(folder.path, log_event)
-    if folder.attempt == 1:
+    loaded = load_checkpoint(folder.path, log_event) if ranks.is_main else None
+    if folder.attempt == 1 and ranks.is_main:
         text, facts = collect_facts(config, index)
         folder.event("info", text, facts=facts)
         for warning in warn_about_settings(resolved):
             log_event("warning", warning)
-    model = build_initial_model(config, index, device, log_event if loaded is None else None)
+        log_prediction(config, device, log_event)
+    starts_here = loaded is None and ranks.is_main
+    sharding = make_sharding(config, ranks, device)
+    # The whole of a model that is divided among devices may not fit one.
+    initial_device = device if sharding is None else Device(torch.device("cpu"))
+    model = build_initial_model(config, index, initial_device, log_event if starts_here else None)
+    if sharding is not None and ranks.share_value(starts_here):
+        sharding.share_weights(model)
     train_indices, val_indices = index.image_indices("train"), index.image_indices("val")
     max_boxes = compute_max_boxes(index, train_indices, mosaic=config.data.mosaic)
     quarantine = _make_quarantine_reporter(folder, log_event)
@@ -144,6 +181,7 @@ def build(
         log_event=log_event,
         processes=processes,
         on_quarantine=quarantine,
+        ranks=ranks,
     )
     setup = TrainSetup(
         folder=folder,
@@ -153,12 +191,12 @@ def build(
         train_indices=train_indices,
         val_indices=val_indices,
         model=model,
-        optimizer=OptimizerStep(model, config.optim, device, precision=config.run.precision),
+        optimizer=OptimizerStep(model, config.optim, device, precision=config.run.precision, sharding=sharding),
         loss_accumulator=LossAccumulator(device, max_skipped_steps=config.optim.max_skipped_steps),
         loader=loader,
         processes=processes,
         quarantine=quarantine,
-        writer=checkpoint.CheckpointWriter(folder.path, log_event),
+        writer=_make_writer(folder.path, log_event) if ranks.is_main else checkpoint.NoCheckpoints(),
         metadata=ModelMetadata(
             settings=config.model,
             class_names=index.class_names,
@@ -169,9 +207,23 @@ def build(
         accept_changed_data=accept_changed_data,
         total_steps=total_steps(parse_duration(config.run.max_duration), len(train_indices), config.run.batch_size),
         max_boxes=max_boxes,
+        ranks=ranks,
+        initial_ranks=ranks.share(lambda: read_initial_ranks(folder.path)),
     )
-    restore_state(setup, loaded, log_event)
+    ranks.share(lambda: restore_state(setup, loaded, log_event))
+    share_state(setup)
     return setup
+
+
+def report_preflight(resolved: ResolvedRun, folder: RunFolder, log_event: EventLogger) -> None:
+    """Logs what could slow this training, as far as milliseconds show it. Raises PreflightError if it would fail."""
+    if resolved.device.is_cpu and (reason := resolved.reasons.get("device")) is not None:
+        text = f"training on the CPU: {reason}. `stoker check` says more; --device cpu, if it is meant"
+        log_event("preflight", text, check="no_gpu")
+    for finding in quick_findings(resolved.device, folder.path):
+        if finding.severity == "blocker":
+            raise as_error(finding)
+        log_event("preflight", f"{finding.title} ({finding.evidence}); fix: {finding.fix}", check=finding.id)
 
 
 def warn_about_settings(resolved: ResolvedRun) -> list[str]:
@@ -200,15 +252,19 @@ def make_training_loader(
     log_event: EventLogger,
     processes: WorkerProcesses | None = None,
     on_quarantine: Callable[[QuarantinedImage], None] | None = None,
+    ranks: Ranks | None = None,
 ) -> Loader:
-    """The stream of training samples, from its beginning."""
+    """The stream of training samples, from its beginning; with several ranks, this rank's part of each batch."""
+    ranks = ranks or Ranks()
     data, train_indices = config.data, index.image_indices("train")
     cached = CachedImageSpec.for_augmentation(
         data.image_size, data.resize, scale_jitter_prob=data.scale_jitter_prob, scale_range=data.scale_range
     )
     spec = LoaderSpec(
         device=device,
-        batch_size=config.run.batch_size,
+        batch_size=config.run.batch_size // ranks.world_size,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
         image_size=data.image_size,
         resize=data.resize,
         scale_jitter_prob=data.scale_jitter_prob,
@@ -232,18 +288,20 @@ def make_training_loader(
 
 
 def make_validation_loader(setup: TrainSetup, *, initial_workers: int) -> Loader:
-    """One pass over the validation split, in batches of the size of a micro-batch of training."""
+    """One pass over the validation split, in batches of the size of a micro-batch of training, or smaller."""
     run, data = setup.config.run, setup.config.data
     return evaluation_loader(
         setup.index,
         setup.val_indices,
         setup.device,
-        batch_size=max(1, run.batch_size // setup.config.optim.grad_accum_steps),
+        batch_size=setup.state.sizes.eval,
         image_size=data.image_size,
         resize=data.resize,
         workers=run.workers,
         initial_workers=initial_workers,
         max_bad_fraction=data.max_bad_fraction,
+        rank=setup.ranks.rank,
+        world_size=setup.ranks.world_size,
         processes=setup.processes,
         on_quarantine=setup.quarantine,
     )
@@ -257,6 +315,28 @@ def build_initial_model(config: Config, index: Index, device: Device, log_event:
         for sentence in load_weights(model, config.model, class_names=index.class_names):
             log_event("info", f"weights: {sentence}")
     return model.to(device.torch_device).train()
+
+
+def make_sharding(config: Config, ranks: Ranks, device: Device) -> "Sharding | None":
+    """How parameters are divided among the ranks; None: each has all of them, with `--shard` if it is alone."""
+    if ranks.alone or not config.run.shard:
+        return None
+    from stoker.training.shard import Sharding  # torch.distributed, which other runs need not import
+
+    return Sharding.over(ranks, device.torch_device)
+
+
+def _make_writer(run: Path, log_event: EventLogger) -> checkpoint.CheckpointWriter:
+    """Its event `checkpoint_saved` has the seconds of the write, which `stoker launch` compares with a grace period."""
+
+    def report(kind: str, text: str) -> None:
+        if kind == "checkpoint_saved" and writer.write_s is not None:
+            log_event(kind, text, write_s=round(writer.write_s, 3))
+        else:
+            log_event(kind, text)
+
+    writer = checkpoint.CheckpointWriter(run, report)
+    return writer
 
 
 def _make_quarantine_reporter(folder: RunFolder, log_event: EventLogger) -> Callable[[QuarantinedImage], None]:

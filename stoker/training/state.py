@@ -5,9 +5,10 @@ of a checkpoint are written and read by `checkpoint.py`.
 """
 
 import dataclasses
+import io
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from stoker.runs.schemas import Event, Quarantined, StepWindow
 from stoker.storage.run_uri import display_path
 from stoker.training import checkpoint
 from stoker.training.optim import LossAccumulator, OptimizerStep
+from stoker.training.ranks import Ranks
 
 
 class EventLogger(Protocol):
@@ -35,10 +37,22 @@ class EventLogger(Protocol):
     def __call__(self, kind: str, text: str, /, **data: Any) -> None: ...
 
 
+class BatchSizes(NamedTuple):
+    """Images that the model gets at once."""
+
+    train: int
+    """Of a micro-batch."""
+    eval: int
+
+
+NO_SIZES = BatchSizes(0, 0)
+"""Before a state is restored."""
+
+
 @dataclasses.dataclass
 class TrainState:
-    """What changes from step to step, except for tensors and the loader. A checkpoint holds all of it but `redo_until`,
-    which comes from steps.jsonl."""
+    """What changes from step to step, except for tensors and the loader. A checkpoint holds all of it but `redo_until`
+    and `sizes`, which come from the records."""
 
     step: int = 0
     """Optimizer steps that the weights contain."""
@@ -57,6 +71,8 @@ class TrainState:
     """Step at which the limit of consecutive skipped steps was reached. The run rolls back then."""
     redo_until: int = 0
     """Steps up to this one were done before and lost, by a kill or a rollback."""
+    sizes: BatchSizes = NO_SIZES
+    """Images that the model gets at once: those of the settings, or fewer after an `out_of_memory` event."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +105,25 @@ class TrainSetup:
     max_boxes: int
     """M, padded boxes per image."""
     state: TrainState = dataclasses.field(default_factory=TrainState)
+    ranks: Ranks = dataclasses.field(default_factory=Ranks)
+    initial_ranks: int = 1
+    """Ranks with which the run was started: `grad_accum_steps` is for their parts of a batch."""
+
+    @property
+    def initial_sizes(self) -> BatchSizes:
+        """Images that the model gets at once by the settings."""
+        size = max(1, self.config.run.batch_size // (self.config.optim.grad_accum_steps * self.initial_ranks))
+        return BatchSizes(size, size)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step of this rank."""
+        return count_micro_batches(self.rank_batch_size, self.state.sizes.train)
+
+    @property
+    def rank_batch_size(self) -> int:
+        """Images of a step of this rank."""
+        return self.config.run.batch_size // self.ranks.world_size
 
 
 def collect_state(setup: TrainSetup) -> dict[str, Any]:
@@ -130,6 +165,7 @@ def restore_state(setup: TrainSetup, loaded: checkpoint.LoadedCheckpoint | None,
 def _restore(setup: TrainSetup, loaded: checkpoint.LoadedCheckpoint | None, log_event: EventLogger) -> None:
     state, run = setup.state, setup.folder.path
     rollbacks = read_rollbacks(run)
+    state.sizes = read_sizes(run, setup.initial_sizes)
     state.redo_until = max((window.step for window in read_lines(run, STEPS, StepWindow)), default=0)
     state.rollback_count = max([state.rollback_count, *(event.data["count"] for event in rollbacks)])
     state.diverged_step = state.pending_eval = None
@@ -167,6 +203,35 @@ def _restore(setup: TrainSetup, loaded: checkpoint.LoadedCheckpoint | None, log_
     )
 
 
+def share_state(setup: TrainSetup) -> None:
+    """All ranks continue from the state that rank 0 has restored: they need not see the run's folder."""
+    ranks = setup.ranks
+    if ranks.alone:
+        return
+    tensors = io.BytesIO()
+    if ranks.is_main:
+        optimizer = setup.optimizer
+        restored: Any = optimizer.restored
+        if optimizer.sharding is None:
+            restored = optimizer.state_dict(), optimizer.ema_model.state_dict()
+        optimizer.restored = None
+        torch.save([restored, setup.loss_accumulator.skipped_streak()], tensors)
+    fields = {field.name: getattr(setup.state, field.name) for field in dataclasses.fields(TrainState)}
+    data, loader_state, fields = ranks.share_value((tensors.getvalue(), setup.loader.state_dict(), fields))
+    if ranks.is_main:
+        return
+    restored, streak = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    if restored is not None:
+        setup.optimizer.load_state_dict(*restored)
+        setup.optimizer.restored = None
+    setup.loss_accumulator.reset()
+    setup.loss_accumulator.load_skipped_streak(streak)
+    setup.loader.load_state_dict(loader_state)
+    for name, value in fields.items():
+        setattr(setup.state, name, value)
+    setup.state.pending_eval = None  # rank 0 computes its metrics
+
+
 def load_checkpoint(run: Path, log_event: EventLogger) -> checkpoint.LoadedCheckpoint | None:
     """The newest checkpoint, without those that a rollback abandoned: they are removed here if a kill left them."""
     if rollbacks := read_rollbacks(run):
@@ -180,6 +245,26 @@ def read_rollbacks(run: Path) -> list[Event]:
     """The rollbacks of the run. A rollback counts from the moment that this event is written: a kill before it leaves a
     run that diverges again, a kill after it a run that continues from there."""
     return [event for event in read_lines(run, EVENTS, Event) if event.kind == "rolled_back"]
+
+
+def read_sizes(run: Path, initial: BatchSizes) -> BatchSizes:
+    """The sizes of the run's newest event `out_of_memory`, at most `initial`."""
+    newest = initial
+    for event in read_lines(run, EVENTS, Event):
+        if event.kind == "out_of_memory":
+            newest = BatchSizes(event.data["micro_batch_size"], event.data["eval_batch_size"])
+    return BatchSizes(min(initial.train, newest.train), min(initial.eval, newest.eval))
+
+
+def read_initial_ranks(run: Path) -> int:
+    """The number of ranks with which the run was started."""
+    first = next(read_lines(run, EVENTS, Event), None)
+    return 1 if first is None else int(first.data.get("ranks", 1))
+
+
+def count_micro_batches(batch_size: int, max_size: int) -> int:
+    """The smallest number of equal micro-batches of at most `max_size` images."""
+    return next(n for n in range(1, batch_size + 1) if batch_size % n == 0 and batch_size // n <= max_size)
 
 
 def dataset_fingerprint(setup: TrainSetup) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from stoker.runs.records import (
     EVENTS,
     FINAL,
     FINDINGS,
+    HANG,
     QUARANTINE,
     REPORT,
     STEPS,
@@ -39,8 +40,8 @@ MIN_STREAMED_BYTES = 16_000_000
 """Records from this size on are streamed from the disk; smaller ones are read at once, so they are consistent."""
 RETRY_DELAY_S = 30.0
 """Delay after a failure; a new checkpoint is tried at once."""
-REPLACED_FILES = (CONFIG, ENVIRONMENT, EVALUATION, FINDINGS, REPORT, BEST, FINAL)
-"""Files that are replaced, not appended to."""
+REPLACED_FILES = (CONFIG, ENVIRONMENT, EVALUATION, FINDINGS, REPORT, HANG, BEST, FINAL)
+"""Files that are replaced, not appended to; and the stacks of a hang."""
 CHECKPOINT_RECORDS = (EVENTS, STEPS, QUARANTINE)
 """Records of the steps that a checkpoint contains: uploaded with it, unless they are large and not due."""
 

@@ -147,7 +147,7 @@ def test_the_command_has_a_flag_for_every_setting():
         "--no-compile",
         "--no-reduced-tail",
     }
-    own |= {"--epochs", "--steps", "--max-time", "--config"}
+    own |= {"--epochs", "--steps", "--max-time", "--config", "--devices", "--restarts"}
     own |= {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(MonitoringOptions)}
     wanted = {"--" + name.replace("_", "-") for name in SECTION_OF if name != POSITIONAL}
     assert {flag for flag in flags if flag.startswith("--")} - own == wanted
@@ -181,7 +181,7 @@ def test_a_choice_of_two_can_be_made_against_its_default(name: str):
 def test_the_function_takes_what_the_command_takes():
     command, function = (inspect.signature(f).parameters for f in (app["train"].default_command, stoker.train))
     lengths = {"epochs", "steps", "max_time"}  # settings of the function, of their own in the command
-    of_the_command = {"config", "config_file", "dry_run", "all_settings"}
+    of_the_command = {"config", "config_file", "dry_run", "all_settings", "restarts"}
     assert set(command) - of_the_command - lengths == set(function) - {"settings"}
     assert function["settings"].kind is inspect.Parameter.VAR_KEYWORD
     for name in set(function) - {"settings"}:

@@ -1,13 +1,12 @@
-"""TF_CONFIG and CLUSTER_SPEC: who is in a job, and a job of several processes is refused before it costs anything."""
+"""Which rank of a job this process is: variables of torchrun, TF_CONFIG, CLUSTER_SPEC, Slurm."""
 
 import json
 
 import pytest
 
-from stoker.config.settings import from_fields
 from stoker.errors import ConfigError, UsageError
-from stoker.training.cluster import read_rendezvous, require_one_process
-from stoker.training.loop import train
+from stoker.training.cluster import expand_node_list, find_place, read_rendezvous
+from stoker.training.local_ranks import must_start_ranks
 
 
 def tf_config(index: int = 0, kind: str = "worker", **cluster: list[str]) -> dict[str, str]:
@@ -44,21 +43,89 @@ def test_ranks_are_in_the_order_of_the_tasks():
     ],
 )
 def test_one_process_trains(env: dict[str, str]):
-    require_one_process(env)
+    assert find_place(env) is None
+
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h"}
+SRUN = {
+    "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "2",
+    "SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_NODELIST": "gpu[01-02,7]", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("env", "place"),
+    [
+        (TORCHRUN, (3, 4, 1, 2, "h", 29500, "torchrun")),
+        (TORCHRUN | tf_config(worker=["a:1", "b:1"]), (3, 4, 1, 2, "h", 29500, "torchrun")),
+        (tf_config(1, worker=["a:5", "b:6"]), (1, 2, 0, 1, "a", 5, "TF_CONFIG")),
+        (tf_config(2, worker=["a:5", "b:6", "b:7"]), (2, 3, 1, 2, "a", 5, "TF_CONFIG")),
+        ({"CLUSTER_SPEC": json.dumps(VERTEX)}, (2, 3, 0, 1, "a-0", 2222, "CLUSTER_SPEC")),
+        (SRUN, (4, 5, 0, 1, "gpu01", 20112, "Slurm")),
+        (SRUN | {"SLURM_NODEID": "0", "SLURM_LOCALID": "1"}, (4, 5, 1, 2, "gpu01", 20112, "Slurm")),
+        (SRUN | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "9"}, (4, 5, 0, 1, "10.0.0.1", 9, "Slurm")),
+    ],
+)
+def test_the_place_of_a_rank(env: dict[str, str], place: tuple[object, ...]):
+    found = find_place(env)
+    assert found is not None
+    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == place[:4]
+    assert (found.host, found.port, found.source) == place[4:]
+    assert find_place(found.variables()) is not None
+
+
+def test_the_batch_script_of_slurm_is_one_process():
+    """It has the variables of the job, not those of a step: waiting for the other tasks would last forever."""
+    assert find_place({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [("a", ["a"]), ("", []), ("a,b2", ["a", "b2"]), ("n[08-11]", ["n08", "n09", "n10", "n11"]),
+     ("x[1,3-4]-ib,y", ["x1-ib", "x3-ib", "x4-ib", "y"])],
+)  # fmt: skip
+def test_node_lists(text: str, hosts: list[str]):
+    assert expand_node_list(text) == hosts
 
 
 @pytest.mark.parametrize(
     ("env", "words"),
     [
-        (tf_config(1, worker=["a:1", "b:1"]), "TF_CONFIG describes a job of 2 processes; this is worker 1, rank 1"),
-        ({"CLUSTER_SPEC": json.dumps(VERTEX)}, "CLUSTER_SPEC describes a job of 3 processes"),
+        ({"RANK": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "h"}, "RANK=4 does not fit WORLD_SIZE=4"),
+        ({"RANK": "x", "WORLD_SIZE": "4"}, "RANK is 'x', not a number"),
+        ({"RANK": "1", "WORLD_SIZE": "4"}, "MASTER_ADDR is not set"),
+    ],
+)
+def test_malformed_variables_are_named(env: dict[str, str], words: str):
+    with pytest.raises(ConfigError, match=words):
+        find_place(env)
+
+
+def test_who_starts_ranks(monkeypatch: pytest.MonkeyPatch):
+    for name in ("RANK", "WORLD_SIZE", "TF_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    assert [must_start_ranks(n) for n in (None, 1, 2)] == [False, False, True]
+    with pytest.raises(ConfigError, match="--devices 0"):
+        must_start_ranks(0)
+    monkeypatch.setenv("TF_CONFIG", tf_config(1, worker=["a:1", "b:1"])["TF_CONFIG"])
+    assert must_start_ranks(4), "one process on each of two machines"
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert not must_start_ranks(2)
+    with pytest.raises(ConfigError, match="torchrun has started 2 ranks here"):
+        must_start_ranks(3)
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
         (tf_config(kind="evaluator", chief=["a:1"], evaluator=["e:1"]), "evaluator 0, which does not train"),
         (tf_config(kind="ps", worker=["a:1"], ps=["e:1"]), "ps 0, which does not train"),
     ],
 )
-def test_several_processes_are_refused(env: dict[str, str], words: str):
+def test_a_process_that_does_not_train_is_refused(env: dict[str, str], words: str):
     with pytest.raises(UsageError, match=words):
-        require_one_process(env)
+        find_place(env)
 
 
 @pytest.mark.parametrize(
@@ -66,11 +133,4 @@ def test_several_processes_are_refused(env: dict[str, str], words: str):
 )
 def test_malformed_json_names_the_variable(text: str):
     with pytest.raises(ConfigError, match="variable TF_CONFIG"):
-        require_one_process({"TF_CONFIG": text})
-
-
-def test_training_asks_before_it_opens_data(monkeypatch: pytest.MonkeyPatch):
-    for name, value in tf_config(worker=["a:1", "b:1"]).items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError, match="job of 2 processes"):
-        train(from_fields({"data": "not-there"}))
+        find_place({"TF_CONFIG": text})

@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stoker.config.settings import OptimSettings
 from stoker.data.batch import Batch
 from stoker.hardware.device import Device
-from stoker.hardware.host_sync import ForbidHostSync, RecordOperators
 from stoker.models import Detector, build
 from stoker.runs.records import FINAL
 from stoker.training import loop, start
@@ -34,6 +33,7 @@ from stoker.training.loop import train
 from stoker.training.optim import LossAccumulator, OptimizerStep
 from tests import fakes
 from tests.drawn import draw
+from tests.host_sync import ForbidHostSync, RecordOperators
 from tests.models.oracle import SMALL_MODELS
 from tests.models.samples import make_batch, settings_of
 from tests.training.test_optim import make_images, make_model
@@ -335,7 +335,7 @@ def check_on_fake_accelerator(name: str) -> None:
         for step in range(3):
             optimizer.set_scalars(0.1 / (step + 1), 2 * step)
             with RecordOperators() as record, ForbidHostSync():
-                train_step(make_loss_fn(model, compile=False), optimizer, accumulator, batch, 1, fakes.autocast("bf16"))
+                train_step(make_loss_fn(model, compile=False), optimizer, accumulator, batch, 1, fakes.Autocast("bf16"))
             records.append(record.operators)
     assert records[1] == records[2]
     assert any("fused_adamw" in operator and ".tensor_lr" in operator for operator, _ in records[2])

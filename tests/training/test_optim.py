@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from stoker.config.settings import OptimSettings
 from stoker.hardware.device import Device
-from stoker.hardware.host_sync import ForbidHostSync
 from stoker.models import Detector, build
 from stoker.training.optim import FUSED_DEVICE_TYPES, LossAccumulator, OptimizerStep, lr_at
+from tests.host_sync import ForbidHostSync
 from tests.models.samples import make_batch, settings_of
 
 CPU = Device(torch.device("cpu"))

@@ -19,19 +19,28 @@ from stoker.data.index import Index
 from stoker.data.loading.loader import compute_max_boxes
 from stoker.errors import ConfigError, OutOfMemoryError
 from stoker.hardware.device import Device
+from stoker.training.cluster import ONE_DEVICE, Devices
 from stoker.training.defaults.dry_run import BatchTrial, DryRun, PeakMemoryMode, try_sizes
 
 GIB = 2**30
+
+NO_TRIAL_OF_SHARDS = "one device cannot try a step of a model that is divided among several"
 
 MAX_SLOWDOWN = 1.03
 """A smaller batch is taken if its time per image is at most this factor above the best."""
 
 
 def choose_batch_size(
-    config: Config, index: Index, device: Device, *, recipe_batch_size: int, num_images: int
+    config: Config,
+    index: Index,
+    device: Device,
+    *,
+    recipe_batch_size: int,
+    num_images: int,
+    devices: Devices = ONE_DEVICE,
 ) -> tuple[int, int, str]:
-    """(images per step, micro-batches per step, reason): for the user's batch size, for the fastest one with
-    `--auto-batch`, else for the recipe's.
+    """(images per step of all devices, micro-batches per step, reason): for the user's batch size, for the fastest one
+    with `--auto-batch`, else for the recipe's.
 
     `config` needs the image size, precision, the optimizer and the model's settings; num_images: of the training split.
     Raises OutOfMemoryError if one image does not fit, ConfigError if both `--auto-batch` and a batch size are set.
@@ -41,15 +50,21 @@ def choose_batch_size(
         raise ConfigError(
             f"--auto-batch and --batch-size {user_batch_size} exclude each other.", fix="leave one of them out"
         )
-    dry_run = make_dry_run(config, index, device)
-    target_size: int = user_batch_size if user_batch_size is not None else max(1, min(recipe_batch_size, num_images))
+    total_size: int = user_batch_size if user_batch_size is not None else max(1, min(recipe_batch_size, num_images))
+    target_size = -(-total_size // devices.count)
     if user_batch_size is None and config.data.mosaic > 0:
         target_size = max(MOSAIC_GROUP_SIZE, target_size // MOSAIC_GROUP_SIZE * MOSAIC_GROUP_SIZE)
     source = "set by the user" if user_batch_size is not None else f"the recipe's {recipe_batch_size}"
-    if user_batch_size is None and target_size < recipe_batch_size:
+    if user_batch_size is None and total_size < recipe_batch_size:
         source = f"the training split has {num_images} images"
+    if config.run.shard and not device.is_cpu:
+        source += f", {target_size} on each of {devices.count} devices"
+        return target_size * devices.count, 1, f"{source}; not tried: {NO_TRIAL_OF_SHARDS}"
+    dry_run = make_dry_run(config, index, device)
+    if device.is_cpu:
+        dry_run.budget_bytes //= devices.on_host
     if config.run.auto_batch:
-        target_size, source = _fastest_batch_size(dry_run, num_images, target_size)
+        target_size, source = _fastest_batch_size(dry_run, max(1, num_images // devices.count), target_size)
     min_size = min(dry_run.min_size, target_size)
     if device.is_cpu:
         max_size, evidence = _max_size_on_cpu(dry_run, min_size)
@@ -66,7 +81,9 @@ def choose_batch_size(
         )
     micro_batches = next(n for n in range(1, target_size + 1) if target_size % n == 0 and target_size // n <= max_size)
     split = "" if micro_batches == 1 else f", so in {micro_batches} micro-batches"
-    return target_size, micro_batches, f"{source}; {evidence}{split}"
+    if devices.count > 1:
+        source += f", {target_size} on each of {devices.count} devices"
+    return target_size * devices.count, micro_batches, f"{source}; {evidence}{split}"
 
 
 def make_dry_run(config: Config, index: Index, device: Device) -> DryRun:

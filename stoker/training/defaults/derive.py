@@ -5,6 +5,7 @@ batch size on the device; everything else is arithmetic on the index. Names of m
 architectures is in their rows of `MODELS`.
 """
 
+import dataclasses
 import functools
 import importlib.util
 import math
@@ -19,6 +20,7 @@ from stoker.config.durations import Duration, parse_duration
 from stoker.config.recipes import RECIPES
 from stoker.config.settings import Config, check
 from stoker.data.anchor_fit import AnchorConfig, best_image_size, box_dimensions, percentile_anchor_sizes
+from stoker.data.augment.device import MOSAIC_GROUP_SIZE
 from stoker.data.images import cache_policy
 from stoker.data.images.pixel_cache import CachedImageSpec
 from stoker.data.index import Index
@@ -34,6 +36,7 @@ from stoker.models.architecture import FamilyTuning
 from stoker.models.table import check_image_size, check_settings
 from stoker.models.weights.hub import local_path
 from stoker.models.weights.load import PRETRAINED_NAMES, read_weights
+from stoker.training.cluster import ONE_DEVICE, Devices
 from stoker.training.defaults import auto_batch, trial_cache
 from stoker.training.defaults.model_choice import (
     choose_image_side,
@@ -80,6 +83,7 @@ DEFAULTS: dict[str, tuple[Any, str]] = {
     "backbone_lr_mult": (1.0, "one learning rate for all weights, as in torchvision's and Detectron2's recipes"),
     "auto_batch": (False, "the recipe's batch size, or smaller micro-batches if it does not fit"),
     "cuda_graph": (False, "no GPU has shown yet that it pays; --cuda-graph tries it"),
+    "shard": (False, "each device has the whole model"),
     "activation_checkpointing": (False, "the batch fits without"),
 }
 """Setting → value and reason, if nothing else decides it."""
@@ -105,40 +109,57 @@ class _ConfigBuilder:
             self.reasons[name] = reason
 
 
-def derive(user_config: Config, index: Index, device: Device) -> tuple[Config, dict[str, str]]:
-    """(complete config, reasons of the fields that `user_config` did not set).
+def derive(
+    user_config: Config, index: Index, device: Device, devices: Devices = ONE_DEVICE
+) -> tuple[Config, dict[str, str]]:
+    """(complete config, reasons of the fields that `user_config` did not set). devices: how many train together.
 
     Raises ConfigError for impossible settings, OutOfMemoryError if not even one image fits.
     """
     builder = _ConfigBuilder(user_config)
     set_default, get = builder.set_default, builder.get
-    _fill_basics(builder, index, device)
     train_indices = index.image_indices("train")
-    arch = get_architecture(get("model"))
-    check_settings(user_config.replace(model=get("model")).model)
-    _fill_options_of_weights(builder, arch)
-    if get("weights") == "none":
-        set_default("backbone_norm", "bn", "there are no statistics to freeze: the weights are random")
-        set_default("trainable_backbone_layers", 5, "the weights are random")
-    _fill_anchor_sizes(builder, arch, index)
-    for name, value in arch.defaults.items():
-        set_default(name, value, arch.reasons[name])
+    _fill_model_settings(builder, index, device)
     set_default("precision", *device.best_precision())
     set_default("workers", *_choose_workers(device))
-    _fill_batch_size(builder, len(train_indices), index, device)
+    if get("shard"):
+        _fill_sharding(builder, devices)
+    _fill_batch_size(builder, len(train_indices), index, device, devices)
     _fill_duration(builder, len(train_indices), len(index.image_indices("val")) if "val" in index.splits else 0)
     if get("jpeg_decoder") == "nvjpeg":
         _check_nvjpeg(get("cache"), device)
         set_default("cache", "none", "--jpeg-decoder nvjpeg: images for a cache are decoded on the CPU")
     if get("cache") is None:
-        set_default("cache", *_choose_cache(builder.config, index))
-    measure_step_s = functools.cache(lambda: _measure_step_s(builder.config, index, device))
+        set_default("cache", *_choose_cache(builder.config, index, devices))
+    measure_step_s = functools.cache(lambda: _measure_step_s(builder.config, index, device, devices))
     if get("jpeg_decoder") is None:
-        set_default("jpeg_decoder", *_choose_decoder(builder.config, index, device, measure_step_s))
+        set_default("jpeg_decoder", *_choose_decoder(builder.config, index, device, measure_step_s, devices))
     if get("compile") is None:
         set_default("compile", *choose_compile(builder.config, len(train_indices), device, measure_step_s))
     if get("cuda_graph") and device.kind != "cuda":
         raise ConfigError(f"--cuda-graph needs an NVIDIA GPU, and the run is on {get('device')}.")
+    if get("cuda_graph") and devices.count > 1:
+        raise ConfigError(
+            f"--cuda-graph is for one device, and the run is on {devices.count}.", fix="leave out --cuda-graph"
+        )
+    if get("cache") == "ram" and devices.on_host > 1:
+        raise ConfigError(
+            f"--cache ram keeps all images once for each of the {devices.on_host} devices.",
+            choices=("none", "disk"),
+        )
+    check(builder.config)
+    return builder.config, builder.reasons
+
+
+def derive_for_plan(user_config: Config, index: Index, device: Device) -> tuple[Config, dict[str, str]]:
+    """The part of `derive` that tries nothing on the device, which need not be here: all about data and model, the
+    length, and as the batch size the user's or the recipe's. Raises ConfigError."""
+    builder = _ConfigBuilder(user_config)
+    _fill_model_settings(builder, index, device)
+    num_images = len(index.image_indices("train"))
+    recipe_batch_size = RECIPES[get_architecture(builder.get("model")).recipe]().run.batch_size
+    builder.set_default("batch_size", max(1, min(recipe_batch_size, num_images)), f"the recipe's {recipe_batch_size}")
+    _fill_duration(builder, num_images, len(index.image_indices("val")) if "val" in index.splits else 0)
     check(builder.config)
     return builder.config, builder.reasons
 
@@ -177,6 +198,22 @@ def derive_model_input(user_config: Config, index: Index, device: Device) -> Mod
         multiple=arch.size_divisor,
         set_flags=tuple(flags),
     )
+
+
+def _fill_model_settings(builder: _ConfigBuilder, index: Index, device: Device) -> None:
+    """What the data, the model, its recipe, its weights and DEFAULTS decide. Raises ConfigError."""
+    user_model = builder.config.model
+    _fill_basics(builder, index, device)
+    set_default, get = builder.set_default, builder.get
+    arch = get_architecture(get("model"))
+    check_settings(dataclasses.replace(user_model, model=get("model")))
+    _fill_options_of_weights(builder, arch)
+    if get("weights") == "none":
+        set_default("backbone_norm", "bn", "there are no statistics to freeze: the weights are random")
+        set_default("trainable_backbone_layers", 5, "the weights are random")
+    _fill_anchor_sizes(builder, arch, index)
+    for name, value in arch.defaults.items():
+        set_default(name, value, arch.reasons[name])
 
 
 def _fill_anchor_sizes(builder: _ConfigBuilder, arch: Architecture, index: Index) -> None:
@@ -286,16 +323,46 @@ def _choose_workers(device: Device) -> tuple[str, str]:
     return "auto", f"tuned while training, starting with {initial_workers}{note}"
 
 
-def _fill_batch_size(builder: _ConfigBuilder, num_images: int, index: Index, device: Device) -> None:
+def check_devices(config: Config, count: int) -> None:
+    """Raises ConfigError if so many devices cannot each get the same part of a batch."""
+    batch_size, group_size = config.run.batch_size, MOSAIC_GROUP_SIZE if (config.data.mosaic or 0) > 0 else 1
+    unit = count * group_size
+    if count == 1 or batch_size is None or batch_size % unit == 0:
+        return
+    near = sorted({max(unit, batch_size // unit * unit), -(-batch_size // unit) * unit})
+    fitting = [n for n in range(1, batch_size + 1) if batch_size % (n * group_size) == 0]
+    cause = "all devices get as many images, so that all steps have one shape and no device waits for another"
+    raise ConfigError(
+        f"--batch-size {batch_size} is the total, and cannot be divided equally among {count} devices.",
+        cause=cause if group_size == 1 else f"{cause}; a mosaic is made of four images of one device",
+        fix=f"--batch-size {' or '.join(map(str, near))}"
+        + (f", or --devices {' or '.join(map(str, fitting[-4:]))}" if fitting else ""),
+    )
+
+
+def _fill_batch_size(builder: _ConfigBuilder, num_images: int, index: Index, device: Device, devices: Devices) -> None:
+    check_devices(builder.config, devices.count)
     recipe = get_architecture(builder.get("model")).recipe
     recipe_config = RECIPES[recipe]()
     optimizer = builder.get("optimizer")
     builder.set_default("weight_decay", 0.02 if optimizer == "adamw" else 1e-4, f"usual for {optimizer}")
     batch_size, accumulate, reason = trial_cache.choose_batch_size(
-        builder.config, index, device, recipe_batch_size=recipe_config.run.batch_size, num_images=num_images
+        builder.config,
+        index,
+        device,
+        recipe_batch_size=recipe_config.run.batch_size,
+        num_images=num_images,
+        devices=devices,
     )
     builder.set_default("batch_size", batch_size, reason)
     builder.set_default("grad_accum_steps", accumulate, "the whole batch fits" if accumulate == 1 else reason)
+    part = builder.get("batch_size") // devices.count
+    if part % builder.get("grad_accum_steps"):
+        raise ConfigError(
+            f"--grad-accum-steps {builder.get('grad_accum_steps')} does not divide the {part} images of each device.",
+            cause=f"--batch-size {builder.get('batch_size')} on {devices.count} devices",
+            choices=[n for n in range(1, part + 1) if part % n == 0],
+        )
     base_lr, base_batch_size, source = _reference_lr(recipe, optimizer)
     exponent, rule = LR_SCALING_RULES[optimizer]
     lr = base_lr * (builder.get("batch_size") / base_batch_size) ** exponent
@@ -316,11 +383,11 @@ betas, 1 - k (1 - beta), is not defined for k of 10 and more. The EMA needs no r
 length, so it covers the same number of images at any batch size."""
 
 
-def _choose_cache(config: Config, index: Index) -> tuple[str, str]:
+def _choose_cache(config: Config, index: Index, devices: Devices) -> tuple[str, str]:
     data, run = config.data, config.run
     train_indices = index.image_indices("train")
     steps = total_steps(parse_duration(run.max_duration), len(train_indices), run.batch_size)
-    return cache_policy.choose_cache(
+    kind, reason = cache_policy.choose_cache(
         cache_policy.collect_cache_inputs(
             index,
             train_indices,
@@ -332,6 +399,9 @@ def _choose_cache(config: Config, index: Index) -> tuple[str, str]:
             workers=run.num_workers or default_num_workers(host_cores(), is_cpu=run.device == "cpu"),
         )
     )
+    if kind == "ram" and devices.on_host > 1:
+        return "none", f"in memory, each of the {devices.on_host} devices would keep all images"
+    return kind, reason
 
 
 def _check_nvjpeg(cache: str | None, device: Device) -> None:
@@ -346,27 +416,52 @@ def _check_nvjpeg(cache: str | None, device: Device) -> None:
         )
 
 
-def _measure_step_s(config: Config, index: Index, device: Device) -> float:
+def _fill_sharding(builder: _ConfigBuilder, devices: Devices) -> None:
+    """Settings that --shard decides. Raises ConfigError for what it cannot be combined with.
+
+    Only for new runs: one that was started with it continues on one device, too."""
+    if devices.count == 1:
+        raise ConfigError(
+            "--shard divides the model among devices, and the run is on one.",
+            fix="--devices N, or leave out --shard",
+        )
+    if builder.get("compile"):
+        raise ConfigError(
+            "--shard and --compile exclude each other.",
+            cause="a compiled step would need the whole model at once",
+            fix="leave out --compile",
+        )
+    if builder.get("auto_batch"):
+        raise ConfigError(
+            "--shard and --auto-batch exclude each other.",
+            cause=auto_batch.NO_TRIAL_OF_SHARDS,
+            fix="--batch-size N, with --grad-accum-steps M if it does not fit",
+        )
+    builder.set_default("compile", False, "compiling is not supported with --shard")
+    builder.set_default("jpeg_decoder", "cpu", f"not tried: {auto_batch.NO_TRIAL_OF_SHARDS}")
+
+
+def _measure_step_s(config: Config, index: Index, device: Device, devices: Devices) -> float:
     """Seconds of an optimizer step of the chosen batch size, not compiled; tried on the device."""
-    count = config.run.batch_size // config.optim.grad_accum_steps
+    count = config.run.batch_size // (config.optim.grad_accum_steps * devices.count)
     return auto_batch.make_dry_run(config, index, device).measure_step_s(count) * config.optim.grad_accum_steps
 
 
 def _choose_decoder(
-    config: Config, index: Index, device: Device, measure_step_s: Callable[[], float]
+    config: Config, index: Index, device: Device, measure_step_s: Callable[[], float], devices: Devices
 ) -> tuple[str, str]:
     """The decoder and the reason; on a GPU both are tried, with a step of the chosen batch size."""
     if config.run.cache != "none":
         return "cpu", "decoded images are cached; the CPU decodes each once"
-    data = config.data
+    data, batch_size = config.data, config.run.batch_size // devices.count
     return decoder_choice.measure_and_choose_decoder(
         index,
         index.image_indices("train"),
         device,
         image_size=data.image_size,
         resize=data.resize,
-        batch_size=config.run.batch_size,
-        measure_step_s=lambda: measure_step_s() / config.run.batch_size,
+        batch_size=batch_size,
+        measure_step_s=lambda: measure_step_s() / batch_size,
     )
 
 

@@ -17,6 +17,7 @@ from stoker.data.index import Index
 from stoker.data.loading.loader import compute_max_boxes
 from stoker.hardware.device import Device
 from stoker.storage.local_files import cache_folder, write_atomic
+from stoker.training.cluster import ONE_DEVICE, Devices
 from stoker.training.defaults import auto_batch
 
 PACKAGE = Path(__file__).resolve().parents[2]
@@ -38,18 +39,26 @@ class _Found(msgspec.Struct):
 
 
 def choose_batch_size(
-    config: Config, index: Index, device: Device, *, recipe_batch_size: int, num_images: int
+    config: Config,
+    index: Index,
+    device: Device,
+    *,
+    recipe_batch_size: int,
+    num_images: int,
+    devices: Devices = ONE_DEVICE,
 ) -> tuple[int, int, str]:
     """`auto_batch.choose_batch_size`, or what it found before: with these settings, device and versions, numbers of
     images, classes and boxes, and about as much free memory."""
     choose = functools.partial(
         auto_batch.choose_batch_size,
-        config, index, device, recipe_batch_size=recipe_batch_size, num_images=num_images,
+        config, index, device, recipe_batch_size=recipe_batch_size, num_images=num_images, devices=devices,
     )  # fmt: skip
     if device.is_cpu and not config.run.auto_batch:
         return choose()
     free_bytes = device.memory().free
-    path = cache_folder() / "batch-sizes" / f"{_key(config, index, device, recipe_batch_size, num_images)}.json"
+    sizes = [recipe_batch_size, num_images, len(index.class_names), devices.count, devices.on_host]
+    key = _key(config, index, device, sizes)
+    path = cache_folder() / "batch-sizes" / f"{key}.json"
     found = _read(path)
     if found is not None and abs(free_bytes / found.free_bytes - 1) <= MEMORY_TOLERANCE:
         return found.batch_size, found.micro_batches, f"{found.reason}; found by an earlier run"
@@ -67,11 +76,11 @@ def _read(path: Path) -> _Found | None:
         return None
 
 
-def _key(config: Config, index: Index, device: Device, recipe_batch_size: int, num_images: int) -> str:
+def _key(config: Config, index: Index, device: Device, counts: list[int]) -> str:
     """Of everything else that the trials depend on; stoker's version is the time of its newest file."""
     facts = [
         {name: value for name, value in sorted(config.set_fields().items()) if name not in WITHOUT_EFFECT},
-        [recipe_batch_size, num_images, len(index.class_names)],
+        counts,
         compute_max_boxes(index, index.image_indices("train"), mosaic=config.data.mosaic),
         [device.kind, device.name, device.memory().total, torch.get_num_threads()],
         [torch.__version__, torch.version.cuda, os.environ.get("PYTORCH_CUDA_ALLOC_CONF")],

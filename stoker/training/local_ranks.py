@@ -1,0 +1,237 @@
+"""Starts the ranks of `stoker train --devices N` on this machine, and ends as they end. No torch.
+
+The ranks are processes of `cli/rank_process.py`, which find their place in the variables of torchrun, too. torchrun
+itself is not used: it always exits with 1, its restarts inside a job fail, and killed it leaves its workers behind.
+With several machines the user's launcher starts one of this, or one rank per device, on each (`cluster.py`).
+
+- A signal is forwarded once to every rank; they agree on the step at which they stop.
+- After the first rank that failed, the others are ended; its error and exit code are the job's. The others only say
+  that they lost the connection.
+- Ranks are told by the end of a pipe that this process has gone, also after SIGKILL: none is left behind.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import msgspec
+
+from stoker.errors import ConfigError, Preempted, RankError, StokerError
+from stoker.evaluation.metrics import Metrics
+from stoker.monitor.options import MonitoringOptions
+from stoker.training.cluster import RankPlace, find_place
+from stoker.training.rank_failure import REPORTS_VARIABLE, first_failure, read_reports
+
+RESULT, ERROR_OUTPUT = "result.json", "rank-{}.log"
+END_GRACE_S = 8.0
+"""How long the other ranks may take to end after one has failed; then they are killed."""
+MAX_OUTPUT_LINES = 12
+"""Of the output of a rank that ended without a report, in the error."""
+_POLL_S = 0.05
+_FORWARDED = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
+
+
+class RankRequest(msgspec.Struct, kw_only=True):
+    """What a rank is to train: the arguments of `loop.train`, on the standard input of its process."""
+
+    settings: dict[str, Any]
+    """Those that the user set, by name."""
+    run_dir: str | None = None
+    resume: str | None = None
+    accept_changed_data: bool = False
+    trace: bool = False
+    log_format: Literal["text", "json"] = "text"
+    monitor: MonitoringOptions = MonitoringOptions()
+
+
+class RankResult(msgspec.Struct, kw_only=True):
+    """What a finished training leaves: the fields of `loop.Result`."""
+
+    run: str
+    steps: int
+    metrics: Metrics
+
+
+def must_start_ranks(devices: int | None) -> bool:
+    """Whether this process starts ranks: `--devices` is several, and it is not one of them already.
+
+    Raises ConfigError if the number does not fit the job that this process is a rank of.
+    """
+    if devices is None:
+        return False
+    if devices < 1:
+        raise ConfigError(f"--devices {devices} is out of range.", choices=["1 or more"])
+    place = find_place()
+    if place is None or place.local_world_size == 1:  # alone, or the only process on one of several machines
+        return devices > 1
+    if devices not in (place.world_size, place.local_world_size):
+        raise ConfigError(
+            f"--devices {devices} does not fit: {place.source} has started {place.local_world_size} ranks here, "
+            f"{place.world_size} in total.",
+            fix="leave out --devices: the launcher decides",
+        )
+    return False
+
+
+def run_ranks(devices: int, request: RankRequest) -> RankResult:
+    """Trains on so many devices of this machine, each in a process of its own. Raises the error that ended the job."""
+    with tempfile.TemporaryDirectory(prefix="stoker-ranks-") as folder:
+        starter = _Starter(devices, request, Path(folder))
+        with _forwarding_signals(starter), contextlib.ExitStack() as stack:
+            stack.callback(starter.kill)
+            starter.start()
+            starter.wait()
+        return starter.read_result()
+
+
+class _Starter:
+    """The processes of the ranks of this machine. reports: a folder for what they leave."""
+
+    def __init__(self, devices: int, request: RankRequest, reports: Path) -> None:
+        self._request, self._reports = request, reports
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._places = _make_places(devices)
+
+    def start(self) -> None:
+        data = msgspec.json.encode(self._request) + b"\n"
+        for place in self._places:
+            with (self._reports / ERROR_OUTPUT.format(place.rank)).open("wb") as log:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "stoker.cli.rank_process"],
+                    stdin=subprocess.PIPE,
+                    stdout=None if place.rank == 0 else log,
+                    stderr=None if place.rank == 0 else subprocess.STDOUT,
+                    env={**os.environ, **place.variables(), REPORTS_VARIABLE: str(self._reports)},
+                    start_new_session=True,  # Ctrl-C reaches this process only, which forwards it once
+                )
+            self._processes.append(process)
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it has ended already
+                process.stdin.write(data)
+                process.stdin.flush()  # left open: its end tells the rank that this process has gone
+
+    def forward(self, signum: int) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signum)
+
+    def wait(self) -> None:
+        """Returns when all have ended. After the first failure, the others are ended too."""
+        failed_s: float | None = None
+        while True:
+            codes = [process.poll() for process in self._processes]
+            if None not in codes:
+                return
+            if failed_s is None and any(code not in (None, 0, Preempted.exit_code) for code in codes):
+                failed_s = time.monotonic()
+            if failed_s is not None and time.monotonic() - failed_s > END_GRACE_S:
+                self.kill()
+            time.sleep(_POLL_S)
+
+    def kill(self) -> None:
+        """Ends what is left, with all that it started."""
+        for process in self._processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        for process in self._processes:
+            if process.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.close()
+
+    def read_result(self) -> RankResult:
+        """What rank 0 left. Raises the error of the rank that ended first."""
+        codes = [process.returncode for process in self._processes]
+        if not any(codes):
+            return self._read_own_result()
+        failure = first_failure(read_reports(self._reports))
+        killed = [
+            (number, code)
+            for number, code in enumerate(codes)
+            if code not in (0, Preempted.exit_code) and not self._has_report(number)
+        ]
+        if killed and (failure is None or failure.is_consequence):
+            raise self._make_killed_error(*killed[0])
+        if failure is not None:
+            raise failure.as_error()
+        raise Preempted("The training was stopped.", fix="the same command continues what is saved")
+
+    def _read_own_result(self) -> RankResult:
+        path = self._reports / RESULT
+        if path.exists():
+            return msgspec.json.decode(path.read_bytes(), type=RankResult)
+        raise RankError("The ranks ended without a result.", fix="the run folder has the records")
+
+    def _has_report(self, number: int) -> bool:
+        return (self._reports / f"failure-{self._places[number].rank}.json").exists()
+
+    def _make_killed_error(self, number: int, code: int) -> StokerError:
+        rank = self._places[number].rank
+        log = self._reports / ERROR_OUTPUT.format(rank)
+        lines = log.read_text(errors="replace").splitlines()[-MAX_OUTPUT_LINES:]
+        if code < 0:
+            name = signal.Signals(-code).name
+            return RankError(
+                f"Rank {rank} was killed by {name}.",
+                cause="\n".join(lines) or None,
+                fix="the same command continues from the last checkpoint"
+                + ("; `dmesg` says whether the kernel was out of memory" if name == "SIGKILL" else ""),
+            )
+        return RankError(f"Rank {rank} ended with exit code {code}.", cause="\n".join(lines) or None)
+
+
+def _make_places(devices: int) -> list[RankPlace]:
+    """Of the ranks of this machine, which is one of several where the environment says so."""
+    machine = find_place()
+    first, port = (0, find_free_port()) if machine is None else (machine.rank * devices, machine.port)
+    return [
+        RankPlace(
+            rank=first + number,
+            world_size=devices * (1 if machine is None else machine.world_size),
+            local_rank=number,
+            local_world_size=devices,
+            host="127.0.0.1" if machine is None else machine.host,
+            port=port,
+            source="stoker",
+        )
+        for number in range(devices)
+    ]
+
+
+def find_free_port() -> int:
+    """A port of this machine on which nothing listens now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+    return port
+
+
+@contextlib.contextmanager
+def _forwarding_signals(starter: _Starter) -> Iterator[None]:
+    """Forwards the signals that `stoker train` handles. Python allows handlers in the main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def forward(signum: int, _: FrameType | None) -> None:
+        starter.forward(signum)
+
+    previous: dict[int, Any] = {
+        number: signal.signal(number, forward) for number in (getattr(signal, name) for name in _FORWARDED)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

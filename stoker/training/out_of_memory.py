@@ -1,0 +1,137 @@
+"""The device is out of memory: the same work again in smaller parts, so that the batch of a step stays as it is.
+
+A step is repeated in micro-batches of half the size, an evaluation in batches of half the size. The event
+`out_of_memory` has the new sizes, and every later attempt of the run takes them from there. What fits is measured
+before the start (`defaults/auto_batch.py`); this is for what comes later: another process on the GPU, fragmentation, an
+unusual batch. A CPU that cannot allocate is treated in the same way.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Literal, NamedTuple, TypeVar
+
+import psutil
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from stoker.errors import OutOfMemoryError
+from stoker.hardware.device import is_out_of_memory
+from stoker.profiling.telemetry.gpu import in_host_pid_namespace
+from stoker.profiling.telemetry.gpu_state import read_driver
+from stoker.profiling.telemetry.platform_info import query_with_timeout
+from stoker.profiling.telemetry.processes import list_process_tree
+from stoker.training.state import BatchSizes, EventLogger, TrainSetup, count_micro_batches
+
+Result = TypeVar("Result")
+Activity = Literal["training", "evaluation"]
+
+
+class OutOfMemory(NamedTuple):
+    """What an attempt ended with."""
+
+    message: str
+
+
+def try_memory(attempt: Callable[[], Result]) -> Result | OutOfMemory:
+    """The result of `attempt`, or that memory was exhausted. Other exceptions travel.
+
+    The exception ends here, because its traceback keeps the activations of the attempt alive."""
+    try:
+        return attempt()
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return OutOfMemory(str(error).partition("\n")[0] or type(error).__name__)
+
+
+def halve(sizes: BatchSizes, activity: Activity, *, batch_size: int, model: nn.Module) -> BatchSizes:
+    """The next smaller sizes; `sizes` if there are none. batch_size: images of a step on this device."""
+    if activity == "evaluation":
+        return sizes._replace(eval=max(1, sizes.eval // 2))
+    # With one image, a trained norm has no variance where a feature map has a single position.
+    min_size = 2 if any(isinstance(module, _BatchNorm) for module in model.modules()) else 1
+    smaller = batch_size // count_micro_batches(batch_size, max(1, sizes.train // 2))
+    return sizes if smaller < min_size else sizes._replace(train=smaller)
+
+
+def shrink_batches(setup: TrainSetup, activity: Activity, message: str, log_event: EventLogger) -> None:
+    """Makes the sizes of the state smaller, writes the event, and undoes what the failed attempt left.
+
+    Raises OutOfMemoryError where nothing smaller is left; after a failure in the middle of an update; and if there are
+    several ranks, as the others wait in an exchange. Nothing of that step is saved, and the next attempt of the run
+    continues from the last checkpoint with the smaller sizes.
+    """
+    state, before, batch_size = setup.state, setup.state.sizes, setup.rank_batch_size
+    setup.optimizer.discard_gradients()
+    setup.device.empty_cache()
+    state.sizes = halve(before, activity, batch_size=batch_size, model=setup.model)
+    if state.sizes == before:
+        raise make_memory_error(activity, message, before.train if activity == "training" else before.eval)
+    if activity == "training":
+        devices = setup.ranks.world_size
+        each, total = ("", "") if devices == 1 else (f" on each of {devices} devices", " in total")
+        what = (
+            f"a step runs as {setup.micro_batches} micro-batches of {state.sizes.train} images{each} instead of "
+            f"{before.train}; its batch stays {setup.config.run.batch_size}{total}"
+        )
+    else:
+        what = f"evaluations run with {state.sizes.eval} images at a time instead of {before.eval}"
+    holders = list_memory_holders()
+    log_event(
+        "out_of_memory",
+        "; ".join([f"out of memory in {activity}: {message}", what, *holders]),
+        activity=activity,
+        micro_batch_size=state.sizes.train,
+        eval_batch_size=state.sizes.eval,
+        holders=holders,
+    )
+    is_half_applied = activity == "training" and setup.optimizer.is_updated
+    if is_half_applied or not setup.ranks.alone:
+        reason = "while the weights were updated" if is_half_applied else f"in {activity}, on one of several ranks"
+        raise OutOfMemoryError(
+            f"Out of memory {reason}; this step is not saved.",
+            location=setup.folder.path,
+            cause=message,
+            fix="the same command continues from the last checkpoint, in smaller micro-batches",
+        )
+
+
+def make_memory_error(activity: Activity, message: str, images: int) -> OutOfMemoryError:
+    """The error where nothing smaller can be tried."""
+    holders = list_memory_holders()
+    return OutOfMemoryError(
+        f"Out of memory in {activity}, also with {images} {'image' if images == 1 else 'images'} at a time.",
+        cause="\n          ".join([message, *holders]),
+        fix=("end the processes named above, or " if holders else "")
+        + "use --activation-checkpointing, a smaller --image-size or --model, or a device with more memory",
+    )
+
+
+def list_memory_holders() -> list[str]:
+    """A sentence for each process outside the run that holds memory of its GPUs; nothing without a driver."""
+    try:
+        driver = query_with_timeout(read_driver, None)
+    except RuntimeError:  # where the host's memory is exhausted, no thread can be started
+        driver = None
+    if driver is None:
+        return []
+    own_pids, is_host = set(list_process_tree(os.getpid())), in_host_pid_namespace()
+    sentences = []
+    for gpu in driver.gpus:
+        for process in gpu.processes or ():
+            if process.pid not in own_pids:
+                used = "memory" if process.memory_bytes is None else f"{process.memory_bytes / 2**30:.1f} GiB"
+                owner = _describe_owner(process.pid) if is_host else "a process of the host, outside this container"
+                sentences.append(f"pid {process.pid} holds {used} of GPU {gpu.sample.index}: {owner}")
+    return sentences
+
+
+def _describe_owner(pid: int) -> str:
+    try:
+        process = psutil.Process(pid)
+        state = ", a zombie: end its parent" if process.status() == psutil.STATUS_ZOMBIE else ""
+        return f"{process.name()} of user {process.username()}{state}"
+    except psutil.NoSuchProcess:
+        return "it has ended, but the driver has not freed its memory (`nvidia-smi --gpu-reset`, or reboot)"
+    except psutil.AccessDenied:
+        return "a process of another user"

@@ -1,0 +1,393 @@
+"""What the ranks of a training tell each other: decisions of rank 0, results, records, and why one of them ended.
+
+A training on several devices is one process per device: a rank. They meet in a process group of torch.distributed (gloo
+between hosts, NCCL between GPUs). Rank 0 decides and writes; the others follow. `Ranks` alone is a training of one
+process: nothing is exchanged, and torch.distributed is not imported. Gradients are exchanged in `replica.py`, which
+process is which rank says `cluster.py`.
+
+An error that only one rank meets is published in the store of the group. The others, whose next exchange fails as that
+rank has gone, raise it in its name (`RankError`), so that the user sees the first exception and not the last one.
+"""
+
+import contextlib
+import datetime
+import os
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import msgspec
+
+from stoker.errors import ConfigError, Preempted, RankError, StokerError
+from stoker.hardware.cgroup import CORES_VARIABLE, host_cores
+from stoker.training.cluster import Devices, RankPlace
+from stoker.training.rank_failure import Failure, write_report
+
+Result = TypeVar("Result")
+
+EXCHANGE_TIMEOUT_S = 3600.0
+"""An exchange fails after this time. Rank 0 may be busy for long while the others wait: with a data set in a bucket,
+trials of batch sizes, metrics of a large validation split. A rank that has ended is noticed at once, by its
+connections."""
+FAILURE_WAIT_S = 5.0
+"""How long a rank whose exchange failed waits for the reason of the rank that has gone."""
+END_TIMEOUT_S = 1800.0
+"""How long a finished rank waits for rank 0, which still writes, or uploads to a bucket."""
+FLIGHT_RECORDER, OLD_FLIGHT_RECORDER = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
+"""How many collectives NCCL's flight recorder keeps (`collective_trace`); torch 2.15 warns of the old name."""
+FLIGHT_RECORDER_SIZE = "2000"
+"""As torch's tutorial has it."""
+_POLL_S = 0.05
+_COMMUNICATION_WORDS = ("gloo", "NCCL", "Connection", "connection", "Socket", "socket", "Broken pipe", "store")
+
+
+class Ranks:
+    """This rank among those of the training; by default alone.
+
+    Every method is called by all ranks, in the same order, unless it says otherwise.
+    """
+
+    def __init__(self, place: RankPlace | None = None) -> None:
+        self.place = place
+        self.rank = 0 if place is None else place.rank
+        self.world_size = 1 if place is None else place.world_size
+        self.local_rank = 0 if place is None else place.local_rank
+        self.local_world_size = 1 if place is None else place.local_world_size
+        self._store: Any = None
+        self._host_group: Any = None
+        """For what hosts exchange; None: the group of all."""
+        self._explained: BaseException | None = None
+        self._num_posted = 0
+        self._num_collected: dict[int, int] = {}
+        self._post_lock = threading.Lock()
+        self._vote: tuple[Any, Any] | None = None
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which decides and writes."""
+        return self.rank == 0
+
+    def devices(self) -> Devices:
+        """How many devices train, for the defaults."""
+        return Devices(self.world_size, self.local_world_size)
+
+    @property
+    def alone(self) -> bool:
+        return self.world_size == 1
+
+    def connect(self) -> None:
+        """Waits for the other ranks. Raises RankError if they do not come, or if the address cannot be used."""
+        if self.place is None:
+            return
+        import torch
+        import torch.distributed as dist
+
+        os.environ.update(self.place.variables())
+        divide_cores(self.place)
+        has_gpu = torch.cuda.is_available()
+        if OLD_FLIGHT_RECORDER not in os.environ:
+            os.environ.setdefault(FLIGHT_RECORDER, FLIGHT_RECORDER_SIZE)
+        try:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if has_gpu else "gloo",
+                init_method="env://",
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=datetime.timedelta(seconds=EXCHANGE_TIMEOUT_S),
+            )
+            self._host_group = dist.new_group(backend="gloo") if has_gpu else None
+        except (RuntimeError, ValueError) as error:
+            raise RankError(
+                f"Rank {self.rank} of {self.world_size} cannot reach the others.",
+                location=f"{self.place.host}:{self.place.port}, where rank 0 listens ({self.place.source})",
+                cause=str(error).partition("\n")[0],
+                fix="check that all ranks are started, that the name resolves, and that the port is open",
+            ) from error
+        self._store = dist.distributed_c10d._get_default_store()
+
+    @property
+    def host_group(self) -> Any:
+        """The process group for tensors of the host; None: the group of all."""
+        return self._host_group
+
+    def share(self, work: Callable[[], Result]) -> Result:
+        """Rank 0 does the work; its result, or its error, is that of all ranks."""
+        if self.alone:
+            return work()
+        outcome: list[Any] = [None, None]
+        if self.is_main:
+            outcome = _attempt(work)
+        self._broadcast(outcome)
+        if outcome[1] is not None:
+            raise outcome[1]
+        result: Result = outcome[0]
+        return result
+
+    def locally_first(self, work: Callable[[], Result]) -> Result:
+        """The first rank of each machine does the work, then the others of the machine, which find what it left on the
+        disk. An error of one rank is raised by all."""
+        if self.alone:
+            return work()
+        outcome: list[Any] = [None, None]
+        for turn in (True, False):
+            if (self.local_rank == 0) == turn:
+                outcome = _attempt(work)
+            errors = [error for error in self.gather_all(outcome[1]) if error is not None]
+            if errors:
+                raise outcome[1] or errors[0]
+        result: Result = outcome[0]
+        return result
+
+    def gather(self, value: Result) -> list[Result] | None:
+        """The values of all ranks, in rank 0; None in the others."""
+        if self.alone:
+            return [value]
+        import torch.distributed as dist
+
+        values: list[Any] | None = [None] * self.world_size if self.is_main else None
+        dist.gather_object(value, values, dst=0, group=self._host_group)
+        return values
+
+    def gather_all(self, value: Result) -> list[Result]:
+        """The values of all ranks, in all of them."""
+        values: list[Result] = self.share_value(self.gather(value))
+        return values
+
+    def share_value(self, value: Any) -> Any:
+        """The value of rank 0."""
+        return self.share(lambda: value)
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set in any rank."""
+        if self.alone:
+            return flag
+        self.begin_vote(flag)
+        return self.end_vote()
+
+    def begin_vote(self, flag: bool) -> None:
+        """Asks whether the flag is set in any rank; `end_vote` has the answer. The ranks go on meanwhile."""
+        import torch
+        import torch.distributed as dist
+
+        votes = torch.tensor([int(flag)])
+        self._vote = votes, dist.all_reduce(votes, dist.ReduceOp.MAX, group=self._host_group, async_op=True)
+
+    def end_vote(self) -> bool:
+        """The answer to the last `begin_vote`; False if there was none."""
+        if self._vote is None:
+            return False
+        (votes, work), self._vote = self._vote, None
+        work.wait()
+        return bool(votes[0])
+
+    def barrier(self) -> None:
+        """Returns when all ranks have called it."""
+        self.any(False)
+
+    def post(self, message: bytes) -> None:
+        """Leaves a message for rank 0. Not in rank 0; from any thread, at any time."""
+        with self._post_lock:
+            self._store.set(f"stoker/post/{self.rank}/{self._num_posted}", message)
+            self._num_posted += 1
+
+    def collect(self) -> Iterator[tuple[int, bytes]]:
+        """(rank, message) of what the others have posted. In rank 0 only, at any time."""
+        for rank in range(1, self.world_size):
+            number = self._num_collected.get(rank, 0)
+            while self._store.check([key := f"stoker/post/{rank}/{number}"]):
+                message: bytes = self._store.get(key)
+                self._store.delete_key(key)
+                number += 1
+                self._num_collected[rank] = number
+                yield rank, message
+
+    def tell_alive(self, alive: bool) -> None:
+        """Tells the others whether this rank makes progress, or may be slow. From any thread, at any time."""
+        if self._store is not None:
+            self._store.set(f"stoker/alive/{self.rank}", b"1" if alive else b"0")
+
+    def others_alive(self) -> bool:
+        """Whether any other rank is alive by its last report. From any thread, at any time."""
+        keys = [f"stoker/alive/{rank}" for rank in range(self.world_size) if rank != self.rank]
+        return self._store is not None and any(self._store.check([k]) and self._store.get(k) == b"1" for k in keys)
+
+    def failure_elsewhere(self) -> Failure | None:
+        """Why another rank has failed, if one has. From any thread, at any time."""
+        failure = self._await_failure(0.0)
+        return None if failure is None or failure.rank == self.rank else failure
+
+    def collective_trace(self) -> bytes | None:
+        """The last collectives of this rank with their stacks, as NCCL's flight recorder pickles them; None without
+        NCCL. From any thread."""
+        if self._host_group is None:
+            return None
+        import torch
+
+        dump: Callable[[], bytes] | None = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
+        return None if dump is None else dump()
+
+    def device_name(self, name: str | None) -> str | None:
+        """The device of this rank, where all ranks are asked for the device `name`. Raises ConfigError for one of
+        several devices of a machine."""
+        if self.alone or name == "cpu":
+            return name
+        import torch
+
+        kind, _, number = (name or "").partition(":")
+        if not kind:
+            accelerator = torch.accelerator.current_accelerator(check_available=True)
+            if accelerator is None or accelerator.type != "cuda":
+                return None
+            kind = accelerator.type
+        if number not in ("", "0"):
+            raise ConfigError(
+                f"--device {name} is one device, and the training has {self.world_size} ranks.",
+                fix=f"--device {kind}; CUDA_VISIBLE_DEVICES chooses among the devices of a machine",
+            )
+        count = torch.accelerator.device_count() if kind == "cuda" else 1
+        shows_own = count == 1 and self.place is not None and self.place.source == "Slurm"
+        if self.local_world_size > count and not shows_own:
+            raise ConfigError(
+                f"{self.local_world_size} ranks on {socket.gethostname()}, where torch finds {count} of {kind}.",
+                fix=f"--devices {count}, or --nproc-per-node {count} for torchrun",
+            )
+        return f"{kind}:{0 if shows_own else self.local_rank}"
+
+    def explain(self, error: BaseException) -> BaseException:
+        """The error that ended this rank; that of another rank, if this one is its consequence. Publishes it."""
+        if self.alone or error is self._explained:
+            return error
+        explained, is_consequence = error, False
+        if not isinstance(error, StokerError | KeyboardInterrupt | SystemExit):
+            failure = self._await_failure(FAILURE_WAIT_S if _is_communication(error) else 0.0)
+            if failure is not None and failure.rank != self.rank:
+                explained, is_consequence = failure.as_error(), True
+            elif _is_communication(error):
+                is_consequence = True
+                explained = RankError(
+                    f"Rank {self.rank} lost the connection to another rank.",
+                    cause=str(error).partition("\n")[0],
+                    fix="the rank that ended first says why; if it was killed, look for the kernel's out-of-memory "
+                    "messages on its machine (`dmesg`)",
+                )
+        self._explained = explained
+        if not isinstance(explained, Preempted):
+            self._publish(explained, is_consequence=is_consequence)
+        return explained
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Raises the errors of the block as `explain` has them."""
+        try:
+            yield
+        except BaseException as error:
+            explained = self.explain(error)
+            if explained is error:
+                raise
+            raise explained from error
+
+    def close(self, *, orderly: bool) -> None:
+        """Leaves the group. orderly: all ranks end in this way, so the others wait until rank 0 has written all."""
+        if self.alone or self._store is None:
+            return
+        import torch.distributed as dist
+
+        if orderly:
+            with contextlib.suppress(RuntimeError):  # rank 0, which has the store, was killed
+                self._end_together()
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
+        # Else a pending exchange could hang in its end: the process is about to end, and with it its connections.
+
+    def _end_together(self) -> None:
+        done, seen = "stoker/done", "stoker/seen"
+        if self.is_main:
+            self._store.set(done, b"1")
+            end_s = time.monotonic() + FAILURE_WAIT_S
+            while self._store.add(seen, 0) < self.world_size - 1 and time.monotonic() < end_s:
+                time.sleep(_POLL_S)
+            return
+        end_s = time.monotonic() + END_TIMEOUT_S
+        while not self._store.check([done]) and time.monotonic() < end_s:
+            time.sleep(_POLL_S)
+        self._store.add(seen, 1)
+
+    def _broadcast(self, values: list[Any]) -> None:
+        import torch.distributed as dist
+
+        dist.broadcast_object_list(values, src=0, group=self._host_group)
+
+    def _publish(self, error: BaseException, *, is_consequence: bool) -> None:
+        failure = Failure.of(self.rank, error, is_consequence=is_consequence)
+        with contextlib.suppress(OSError):  # then the process that started this one knows its exit code only
+            write_report(failure)
+        if self._store is not None and not is_consequence:
+            with contextlib.suppress(RuntimeError):  # rank 0, which has the store, is gone
+                self._store.compare_set("stoker/failure", "", msgspec.json.encode(failure).decode())
+
+    def _await_failure(self, timeout_s: float) -> Failure | None:
+        end_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                if self._store is not None and self._store.check(["stoker/failure"]):
+                    return msgspec.json.decode(self._store.get("stoker/failure"), type=Failure)
+            except RuntimeError:  # rank 0, which has the store, is gone
+                return None
+            if time.monotonic() >= end_s:
+                return None
+            time.sleep(_POLL_S)
+
+
+def divide_cores(place: RankPlace) -> None:
+    """Makes this process use its part of the cores of its machine. Slurm has given each task its own already.
+
+    By their number, not by affinity: in a container with a CPU quota all jobs of the machine would take the same first
+    cores.
+    """
+    import torch
+
+    if place.source != "Slurm" and CORES_VARIABLE not in os.environ:
+        os.environ[CORES_VARIABLE] = str(max(1, host_cores() // place.local_world_size))
+    torch.set_num_threads(host_cores())
+
+
+def _attempt(work: Callable[[], Any]) -> list[Any]:
+    """[result, None] or [None, error]."""
+    try:
+        return [work(), None]
+    except Exception as error:  # noqa: BLE001  # all ranks raise it
+        return [None, error if isinstance(error, StokerError) else _portable(error)]
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, or one with its text if other processes could not read it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001  # pickling calls the code of any exception
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _is_communication(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError | OSError) and any(word in str(error) for word in _COMMUNICATION_WORDS)
+
+
+@contextlib.contextmanager
+def joined(place: RankPlace | None) -> Iterator[Ranks]:
+    """The ranks of this job, connected inside the block; alone without a place.
+
+    The error of a rank is published, and raised by the others. After a block without an error, and after `Preempted`,
+    a rank waits until rank 0 has left its block, too.
+    """
+    ranks = Ranks(place)
+    try:
+        with ranks.explaining():
+            ranks.connect()
+            yield ranks
+    except BaseException as error:
+        ranks.close(orderly=isinstance(error, Preempted))
+        raise
+    ranks.close(orderly=True)

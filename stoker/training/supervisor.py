@@ -1,0 +1,190 @@
+"""`stoker train … --restarts N`: runs the training as a child process, and again after a failure, with back-off.
+
+The same command again continues an unfinished run, so every attempt resumes from what the run folder holds. Other
+ends are passed on: done, a wrong command, setting or data set, divergence, and exit code 75, after which the machine is
+about to go. Signals go to the child; it saves and ends with code 75. If this process dies, the kernel
+sends the child a SIGTERM (Linux). Why an attempt was started is in its event `resumed`. No torch here. Several machines
+are restarted by their scheduler.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+
+import msgspec
+
+from stoker.errors import ConfigError
+
+VARIABLE = "STOKER_RESTART"
+"""Tells a child why it was started: a `Restart` as JSON."""
+FIRST_DELAY_S, MAX_DELAY_S = 1.0, 60.0
+"""The n-th restart waits FIRST_DELAY_S · 2ⁿ⁻¹, at most MAX_DELAY_S."""
+SLEEP_S = 0.1
+"""Longest delay until a signal ends the wait for a restart."""
+PASSED_ON = frozenset({0, 2, 3, 4, 6, 75, 130, 141})
+"""Exit codes after which nothing is restarted: also Ctrl-C twice, and a closed pipe of the output."""
+FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
+STOPPING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
+"""Signals after which nothing is restarted."""
+MEANINGS = {1: "an error of stoker or of a library", 5: "out of memory", 7: "the training hung"}
+_PR_SET_PDEATHSIG = 1
+
+
+class Restart(msgspec.Struct, frozen=True, kw_only=True):
+    """Why an attempt was started by the supervisor."""
+
+    number: int
+    """1 for the first restart."""
+    limit: int
+    """N of --restarts."""
+    reason: str
+    exit_code: int
+    """Of the attempt before; negative: the signal that killed it."""
+    since: float
+    """Unix time of the first attempt, seconds."""
+
+
+def read_restart(env: Mapping[str, str] = os.environ) -> Restart | None:
+    """Why this process was started; None if by hand. Raises ConfigError."""
+    if VARIABLE not in env:
+        return None
+    try:
+        return msgspec.json.decode(env[VARIABLE], type=Restart)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{VARIABLE} is not what stoker writes.", cause=str(error), fix=f"unset {VARIABLE}"
+        ) from error
+
+
+def without_restarts(arguments: Sequence[str]) -> list[str]:
+    """The arguments of the command line without --restarts and its number."""
+    kept: list[str] = []
+    skips_number = False
+    for argument in arguments:
+        if skips_number or argument.startswith("--restarts="):
+            skips_number = False
+        elif argument == "--restarts":
+            skips_number = True
+        else:
+            kept.append(argument)
+    return kept
+
+
+def delay_s(restart: int) -> float:
+    """Seconds before restart number `restart`, from 1."""
+    return min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** (restart - 1))
+
+
+def describe_end(code: int) -> str:
+    """How an attempt ended. code: the exit code, or minus the number of the signal."""
+    if code < 0:
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        return f"killed by {name}" + (" (the kernel, if memory was short)" if name == "SIGKILL" else "")
+    return f"exit code {code}" + (f" ({MEANINGS[code]})" if code in MEANINGS else "")
+
+
+class Supervisor:
+    """Runs a command until it ends in a way that a restart cannot correct, or N restarts are used up.
+
+    sleep: waits for some seconds; replaced in tests.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        restarts: int,
+        *,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        if restarts < 0:
+            raise ConfigError(f"--restarts {restarts} is not a number of restarts.", choices=["0 and above"])
+        self._command, self._restarts, self._sleep = list(command), restarts, sleep
+        self._is_stopping = False
+        self._since = time.time()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._missed: list[int] = []
+        """Signals that came before the child was there."""
+
+    def run(self) -> int:
+        """Returns the exit code. In the main thread only, because it handles signals."""
+        handlers = {number: signal.signal(number, self._forward) for number in map(_number, FORWARDED)}
+        try:
+            return self._run()
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _run(self) -> int:
+        restart: Restart | None = None
+        while True:
+            code = self._run_once(restart)
+            if self._is_stopping and code < 0:
+                return 75  # ended by the signal before it handled signals: there was nothing new to save
+            if code in PASSED_ON or self._is_stopping:
+                return code
+            number = 1 if restart is None else restart.number + 1
+            if number > self._restarts:
+                _say(f"{describe_end(code)}; no restart is left of --restarts {self._restarts}")
+                return code if code > 0 else 128 - code
+            reason = describe_end(code)
+            _say(f"{reason}: restart {number} of {self._restarts} in {delay_s(number):g} s")
+            if self._is_stopped_within(delay_s(number)):
+                return 75
+            restart = Restart(number=number, limit=self._restarts, reason=reason, exit_code=code, since=self._since)
+
+    def _is_stopped_within(self, seconds: float) -> bool:
+        """Waits; whether a signal has ended the wait."""
+        for _ in range(round(seconds / SLEEP_S)):
+            if self._is_stopping:
+                return True
+            self._sleep(SLEEP_S)
+        return self._is_stopping
+
+    def _run_once(self, restart: Restart | None) -> int:
+        env = dict(os.environ)
+        env.pop(VARIABLE, None)
+        if restart is not None:
+            env[VARIABLE] = msgspec.json.encode(restart).decode()
+        # A session of its own: Ctrl-C in a terminal reaches the child once, through this process.
+        child = subprocess.Popen(self._command, env=env, start_new_session=True, preexec_fn=die_with_parent())
+        self._child = child
+        for number in self._missed:
+            child.send_signal(number)
+        self._missed.clear()
+        end = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # not reaped, so the group's number is its own
+        if end is not None and end.si_status not in (0, 75):
+            os.killpg(child.pid, signal.SIGKILL)  # processes that it left behind hold its lock, memory or GPU
+        self._child = None
+        return child.wait()
+
+    def _forward(self, number: int, _: FrameType | None) -> None:
+        if signal.Signals(number).name in STOPPING:
+            self._is_stopping = True
+        if number == signal.SIGHUP:
+            number = signal.SIGTERM  # the terminal is gone
+        if self._child is None:
+            if number != signal.SIGUSR2:
+                self._missed.append(number)
+        else:
+            self._child.send_signal(number)
+
+
+def _number(name: str) -> signal.Signals:
+    return signal.Signals[name]
+
+
+def die_with_parent() -> Callable[[], None] | None:
+    """Called in the child before it runs the command: SIGTERM when its parent dies; None where the kernel cannot."""
+    if sys.platform != "linux":
+        return None
+    prctl = ctypes.CDLL(None).prctl
+    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _say(text: str) -> None:
+    print(f"stoker: {text}", file=sys.stderr, flush=True)

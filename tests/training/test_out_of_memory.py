@@ -1,0 +1,232 @@
+"""Out of memory while training: the run goes on in smaller micro-batches, as if it had begun with them."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from stoker.config.settings import Config, from_fields
+from stoker.errors import OutOfMemoryError, Preempted
+from stoker.hardware.device import is_out_of_memory
+from stoker.runs.records import EVENTS, STEPS, read_lines
+from stoker.runs.schemas import Event, StepWindow
+from stoker.training import async_eval, loop, out_of_memory
+from stoker.training.loop import train
+from stoker.training.optim import OptimizerStep
+from stoker.training.out_of_memory import halve
+from stoker.training.state import BatchSizes, count_micro_batches
+from tests.drawn import draw
+from tests.nvml import Scene, driver_library
+
+
+def settings(data: Path, **changes: object) -> Config:
+    usual: dict[str, object] = {
+        "data": str(data), "model": "retinanet_tiny_fpn", "image_size": (64, 64), "batch_size": 4, "max_duration": "5",
+        "precision": "fp32", "eval_every": "0", "workers": 1, "ema_decay": 0.9, "mosaic": 0.4,
+    }  # fmt: skip
+    return from_fields(usual | changes)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return draw(tmp_path_factory.mktemp("drawn") / "shapes")
+
+
+@pytest.fixture(scope="module")
+def halves(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in two micro-batches from its first step on."""
+    return train(settings(data, grad_accum_steps=2), run_dir=str(tmp_path_factory.mktemp("halves") / "run")).run
+
+
+def fail(call: Callable[..., Any], at: int, *, after: bool = False, times: int = 1) -> Callable[..., Any]:
+    """`call`, without memory at its n-th use, from 0; after: when it has done its work."""
+    uses = iter(range(10**9))
+
+    def wrapper(*arguments: Any, **named: Any) -> Any:
+        fails = at <= next(uses) < at + times
+        if fails and not after:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nAnother line")
+        result = call(*arguments, **named)
+        if fails:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return result
+
+    return wrapper
+
+
+def memory_events(run: Path) -> list[Event]:
+    return [event for event in read_lines(run, EVENTS, Event) if event.kind == "out_of_memory"]
+
+
+POINTS = {
+    "augmentation": (loop, "augment_batch", False),
+    "backward": (OptimizerStep, "backward", True),
+    "norm of the gradient": (torch.nn.utils, "get_total_norm", False),
+}
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_step_is_repeated_as_if_it_had_begun_in_halves(
+    point: str, data: Path, halves: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Running statistics of norms, gradients and sums of losses of the failed attempt leave no trace."""
+    target, name, after = POINTS[point]
+    monkeypatch.setattr(target, name, fail(getattr(target, name), 0, after=after))
+    run = train(settings(data), run_dir=str(tmp_path / "run")).run
+    assert (run / "final.safetensors").read_bytes() == (halves / "final.safetensors").read_bytes()
+    losses = [
+        [window.losses for window in read_lines(r, STEPS, StepWindow) if window.window_steps] for r in (run, halves)
+    ]
+    assert losses[0][0] == losses[1][0]
+    (event,) = memory_events(run)
+    assert event.step == 0
+    assert event.data["micro_batch_size"] == 2
+    assert "2 micro-batches of 2 images instead of 4; its batch stays 4" in event.text
+    assert "Another line" not in event.text
+
+
+def test_a_half_applied_update_is_never_saved(data: Path, halves: Path, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OptimizerStep, "_update_ema", fail(OptimizerStep._update_ema, 1))
+        with pytest.raises(OutOfMemoryError, match="while the weights were updated") as caught:
+            train(settings(data), run_dir=str(tmp_path / "run"))
+    assert caught.value.exit_code == 5
+    run = train(settings(data), run_dir=str(tmp_path / "run")).run
+    assert (run / "final.safetensors").read_bytes() == (halves / "final.safetensors").read_bytes()
+
+
+def test_a_resumed_run_keeps_the_smaller_micro_batch(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    train_step = loop.train_step
+
+    def counting(*arguments: Any) -> None:
+        counts.append(arguments[4])
+        train_step(*arguments)
+
+    monkeypatch.setattr(loop, "train_step", counting)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OptimizerStep, "backward", fail(OptimizerStep.backward, 1))
+        patch.setattr(loop.Training, "read_stats", stop_at(3))
+        with pytest.raises(Preempted):
+            train(settings(data), run_dir=str(tmp_path / "run"))
+    train(settings(data), run_dir=str(tmp_path / "run"))
+    assert counts == [1, 1, 2, 2, 2, 2]  # the second step is tried twice
+
+
+def stop_at(step: int) -> Callable[..., None]:
+    read_stats = loop.Training.read_stats
+
+    def wrapper(self: loop.Training, *, wait: bool = False) -> None:
+        if self.state.step == step:
+            self.stop_request.request("SIGTERM")
+        read_stats(self, wait=wait)
+
+    return wrapper
+
+
+def test_an_evaluation_is_repeated_and_training_keeps_its_size(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = train(settings(data), run_dir=str(tmp_path / "whole"))
+    monkeypatch.setattr(async_eval, "detect", fail(async_eval.detect, 0, times=2))
+    result = train(settings(data), run_dir=str(tmp_path / "run"))
+    assert result.metrics.ap == whole.metrics.ap
+    assert (result.run / "final.safetensors").read_bytes() == (whole.run / "final.safetensors").read_bytes()
+    assert [(e.data["micro_batch_size"], e.data["eval_batch_size"]) for e in memory_events(result.run)] == [
+        (4, 2),
+        (4, 1),
+    ]
+
+
+@pytest.mark.parametrize("activity", ["training", "evaluation"])
+def test_where_nothing_smaller_is_left_the_error_names_who_holds_memory(
+    activity: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        out_of_memory, "list_memory_holders", lambda: ["pid 7 holds 3.0 GiB of GPU 0: python of user eve"]
+    )
+    target, name = (OptimizerStep, "backward") if activity == "training" else (async_eval, "detect")
+    monkeypatch.setattr(target, name, fail(getattr(target, name), 0, times=100))
+    with pytest.raises(OutOfMemoryError, match=f"Out of memory in {activity}, also with") as caught:
+        train(settings(data), run_dir=str(tmp_path / "run"))
+    assert "pid 7 holds 3.0 GiB of GPU 0: python of user eve" in str(caught.value)
+    last = list(read_lines(tmp_path / "run", EVENTS, Event))[-1]
+    assert (last.kind, last.data["exit_code"]) == ("failed", 5)
+
+
+@given(st.integers(1, 256), st.integers(1, 256), st.booleans())
+def test_halving_ends_at_the_smallest_micro_batch(batch_size: int, max_size: int, has_norms: bool) -> None:
+    model = nn.BatchNorm2d(1) if has_norms else nn.Identity()
+    size = batch_size // count_micro_batches(batch_size, max_size)
+    assert batch_size % size == 0
+    assert size <= max(1, max_size)
+    sizes = BatchSizes(size, size)
+    for _ in range(10):
+        smaller = halve(sizes, "training", batch_size=batch_size, model=model)
+        assert batch_size % smaller.train == 0
+        assert smaller == sizes or smaller.train <= sizes.train // 2
+        assert smaller.eval == size
+        sizes = smaller
+    assert halve(sizes, "training", batch_size=batch_size, model=model) == sizes
+    assert not has_norms or sizes.train >= min(2, size)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (MemoryError(), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_what_counts_as_out_of_memory(error: Exception, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected
+
+
+def test_processes_that_hold_memory_of_the_gpu_are_named(tmp_path: Path) -> None:
+    """A live process, a zombie, one that has ended but still has memory; not the run's own."""
+    library = driver_library(tmp_path)
+    if library is None:
+        pytest.skip("no C compiler")
+    program = (
+        "import json, os, subprocess, sys\n"
+        "from pathlib import Path\n"
+        "from stoker.profiling.telemetry import gpu\n"
+        "from stoker.training import out_of_memory\n"
+        "out_of_memory.in_host_pid_namespace = lambda: True\n"
+        "print(json.dumps(out_of_memory.list_memory_holders()))\n"
+    )
+    sleeper = subprocess.Popen(["sleep", "60"])
+    zombie = subprocess.Popen(["true"])
+    try:
+        os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
+        scene = Scene(tmp_path / "scene").say("-1", count=1)
+        scene.say(
+            "0", name="NVIDIA H200", processes=f"{sleeper.pid}:3221225472,{zombie.pid}:1073741824,4194300:536870912"
+        )
+        environment = os.environ | scene.variables(library)
+        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        live, dead, ended = json.loads(done.stdout)
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+        zombie.wait()
+    assert live.startswith(f"pid {sleeper.pid} holds 3.0 GiB of GPU 0: sleep of user ")
+    assert dead.startswith(f"pid {zombie.pid} holds 1.0 GiB")
+    assert "zombie: end its parent" in dead
+    assert "it has ended" in ended
