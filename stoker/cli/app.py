@@ -1,8 +1,9 @@
 """The command line: the app, the exit codes, and the translation of flags of other tools.
 
-The commands are in `train.py`, `models.py`, `runs.py`, `watch.py`, `data.py` and `migrate.py`. Each imports its code
-when it runs, so that `stoker --help` and `stoker why` start at once, also where torch is not installed. An error of the
-exception tree becomes a message and its exit code; any other exception is a bug and keeps its traceback.
+The commands are in `train.py`, `check.py`, `plan.py`, `launch.py`, `models.py`, `runs.py`, `watch.py`, `data.py` and
+`migrate.py`. Each imports its code when it runs, so that `stoker --help` and `stoker why` start at once, also where
+torch is not installed. An error of the exception tree becomes a message and its exit code; any other exception is a bug
+and keeps its traceback.
 """
 
 import io
@@ -16,10 +17,13 @@ from typing import TYPE_CHECKING
 
 from cyclopts import App, Parameter
 
+from stoker.cli.check import check
 from stoker.cli.data import data_app
 from stoker.cli.flag_names import translate
+from stoker.cli.launch import launch_app
 from stoker.cli.migrate import import_pipeline
 from stoker.cli.models import evaluate, export, list_models, predict
+from stoker.cli.plan import plan
 from stoker.cli.runs import report, why
 from stoker.cli.train import train, train_help
 from stoker.cli.watch import watch
@@ -34,12 +38,16 @@ app = App(
     help="Trains object detectors on cloud GPUs at full utilization, and shows where every GPU-second went.",
     version_flags=["--version"],
     help_epilogue="Start with `stoker train demo`, then `stoker train FOLDER`. Exit codes: 0 done, 2 usage, 3 "
-    "pre-flight failed, 4 data, 5 out of memory, 6 diverged, 75 preempted (state saved, run the same command again).",
+    "pre-flight failed, 4 data, 5 out of memory, 6 diverged, 7 hung, 75 preempted (state saved, run the same command "
+    "again).",
     default_parameter=Parameter(negative=()),
     help_format="plaintext",  # markdown would cost a tenth of a second at every start
     suppress_keyboard_interrupt=False,  # `main` prints it
 )
 app.command(train, sort_key=1)
+app.command(check, sort_key=1)
+app.command(plan, sort_key=1)
+app.command(launch_app)
 app.command(watch, sort_key=2, usage="Usage: stoker watch [--run-dir DIR] -- CMD ARGS… | stoker watch --pid N")
 app.command(why, sort_key=2)
 app.command(evaluate, name="eval", sort_key=3)

@@ -80,7 +80,7 @@ _TRAIN: dict[str, _Value | _Switch | _Answer] = {
     **dict.fromkeys(("fp16", "half"), _Switch(("--precision", "fp16"))),
     "torch-compile": _Switch(("--compile",)),
     **dict.fromkeys(("gpu", "gpu-id"), _Value("device", _cuda_device)),
-    "gpus": _Answer("stoker trains on one device so far: `--device cuda:0`"),
+    **dict.fromkeys(("gpus", "num-gpus", "ngpus", "nproc-per-node"), _Value("devices")),
     # Model, weights, data
     "pretrained": _Value("weights", lambda value: {"true": "coco", "false": "none"}.get(value.lower(), value)),
     **dict.fromkeys(("fine-tune-checkpoint", "pretrained-weights", "init-checkpoint"), _Value("weights")),
@@ -186,7 +186,7 @@ _TRAIN: dict[str, _Value | _Switch | _Answer] = {
     "start-epoch": _Answer("a resumed run knows its position: `--resume RUN`"),
     **dict.fromkeys(
         ("world-size", "dist-url", "dist-backend", "local-rank", "sync", "ddp-find-unused-parameters"),
-        _Answer("stoker trains on one device so far"),
+        _Answer("`--devices N` trains on the devices of a machine; torchrun and srun start ranks on several"),
     ),
     **dict.fromkeys(
         ("eval-on-train-data", "sample-1-of-n-eval-examples", "sample-1-of-n-eval-on-train-examples", "eval-timeout"),
@@ -207,6 +207,15 @@ _TRAIN: dict[str, _Value | _Switch | _Answer] = {
     "overwrite-output-dir": _Answer("a finished run is never overwritten: the next one gets a new folder"),
     "aspect-ratio-group-factor": _Answer("batches have a fixed size; images are not grouped by aspect"),
     "deterministic": _Answer("a resumed run is bit-identical on the same device; `--seed N` decides the rest"),
+}
+_NO_RUN = _Answer("a plan trains nothing; `stoker train` has this flag")
+_PLAN: dict[str, _Value | _Switch | _Answer] = {
+    **dict.fromkeys(("run", "run-dir", "resume", "dry-run", "output-dir", "save-dir", "model-dir"), _NO_RUN),
+    "max-time": _Answer("it is as long on every machine; `--by 2h` names the time in which a training has to be done"),
+    **dict.fromkeys(("machine", "instance", "instance-type", "machine-type"), _Value("on")),
+    **dict.fromkeys(("num-gpus", "ngpus"), _Value("gpus")),
+    **dict.fromkeys(("deadline", "within"), _Value("by")),
+    "max-cost": _Value("budget"),
 }
 _PREDICT: dict[str, _Value | _Switch | _Answer] = {
     **dict.fromkeys(("conf-thres", "conf-threshold", "confidence", "score-threshold", "threshold"), _Value("conf")),
@@ -265,6 +274,8 @@ _VALUES: dict[str, Callable[[str], str]] = {
 
 HABITS: dict[str, dict[str, _Value | _Switch | _Answer]] = {
     "train": {**_OLD_TRAIN, **_TRAIN},
+    "check": {**_OLD_TRAIN, **_TRAIN},
+    "plan": {name: meaning for name, meaning in {**_OLD_TRAIN, **_TRAIN, **_PLAN}.items() if name != "gpus"},
     "eval": _EVAL,
     "predict": _PREDICT,
     "export": _EXPORT,
@@ -299,10 +310,10 @@ def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             out += [argument, *rest]
             break
         if match := re.fullmatch(r"([a-z][a-z0-9_]*)=(.*)", argument):
-            if command not in ("train", "predict", "export", "eval"):
+            if command not in ("train", "plan", "check", "predict", "export", "eval"):
                 out.append(argument)
                 continue
-            if match[1] == "data" and command == "train":
+            if match[1] == "data" and command in ("train", "plan", "check"):
                 out.append(match[2])
                 notes.append(f"{argument}: the data set is the argument `{match[2]}`")
                 continue
@@ -315,7 +326,11 @@ def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         name = name.replace("_", "-")
         meaning = table.get(name)
         next_value = value or "".join(rest[:1])
-        if (command, name) == ("train", "val") and not re.fullmatch(r"(?i)(true|false|-.*)?", next_value):
+        if (
+            command in ("train", "plan", "check")
+            and name == "val"
+            and not re.fullmatch(r"(?i)(true|false|-.*)?", next_value)
+        ):
             meaning = None  # an annotation file; Ultralytics' `val` is a switch
         if name == "tail" and command == "train":  # a choice of two that became a switch
             value = value or (rest.pop(0) if rest else "")
@@ -323,7 +338,7 @@ def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             notes.append(f"--tail {value} is `{out[-1]}` here")
             continue
         if meaning is None:
-            change = _VALUES.get(name) if command == "train" else None
+            change = _VALUES.get(name) if command in ("train", "plan", "check") else None
             if change is not None and not equals and rest:
                 equals, value = "=", rest.pop(0)
             out += [f"--{name}", change(value) if change else value] if equals else [f"--{name}"]

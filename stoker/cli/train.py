@@ -1,10 +1,12 @@
 """`stoker train`, and its help on one screen."""
 
+import os
 import re
 import shutil
+import sys
 import textwrap
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
@@ -13,9 +15,13 @@ from stoker.config.durations import join_length
 from stoker.config.settings import Config, from_toml
 from stoker.monitor.options import MonitoringOptions
 
+if TYPE_CHECKING:
+    from stoker.training.local_ranks import RankResult
+    from stoker.training.loop import Result
+
 COMMON_FLAGS = (
     "epochs", "steps", "max-time", "model", "weights", "image-size", "batch-size", "lr", "classes", "augment", "device",
-    "precision", "workers", "patience", "run-dir", "resume",
+    "devices", "precision", "workers", "patience", "run-dir", "resume",
 )  # fmt: skip
 """The flags that `stoker train --help` shows; `--help-all` shows all."""
 EXAMPLES = (
@@ -37,6 +43,8 @@ def train(
     resume: Annotated[str | None, Parameter(group="Run")] = None,
     config_file: Annotated[Path | None, Parameter(name="--config", group="Run")] = None,
     accept_changed_data: Annotated[bool, Parameter(group="Run", negative="")] = False,
+    devices: Annotated[int | None, Parameter(group="Run")] = None,
+    restarts: Annotated[int, Parameter(group="Run")] = 0,
     dry_run: Annotated[bool, Parameter(group="Run", negative="")] = False,
     all_settings: Annotated[bool, Parameter(group="Run", negative="")] = False,
     trace: Annotated[bool, Parameter(group="Run", negative="")] = False,
@@ -67,6 +75,11 @@ def train(
         Settings from a config.toml, as `stoker import` writes it; flags override them.
     accept_changed_data
         Continue an unfinished run also if images, boxes or class names of its data set changed.
+    devices
+        Train on so many devices of this machine, each in a process of its own; with `--device cpu` they share its
+        cores. The batch size stays the total. Not needed under torchrun or srun (docs/devices.md).
+    restarts
+        How often to start again by itself after a crash, a hang or too little memory; each attempt continues exactly.
     dry_run
         Print data warnings, settings and the plan of the run, and train nothing.
     all_settings
@@ -76,9 +89,20 @@ def train(
     log_format
         json: one JSON object a line on stdout, for cloud logging; text for people goes to stderr.
     """
-    with quick_imports():
-        from stoker.profiling.telemetry.host import process_start_s
-        from stoker.training.loop import train as train_loop
+    if restarts and not dry_run:
+        from stoker.training.supervisor import Supervisor, without_restarts
+
+        command = [sys.executable, "-m", "stoker", *without_restarts(sys.argv[1:])]
+        sys.exit(Supervisor(command, restarts).run())
+    starts_ranks = False
+    if devices is not None and not dry_run:
+        from stoker.training.local_ranks import RankRequest, must_start_ranks, run_ranks
+
+        starts_ranks = must_start_ranks(devices)
+    if not starts_ranks:
+        with quick_imports():
+            from stoker.profiling.telemetry.host import process_start_s
+            from stoker.training.loop import train as train_loop
 
     length = {"epochs": epochs, "steps": steps, "max_time": max_time, "max_duration": config.run.max_duration}
     user_config = config.replace(**join_length(length))
@@ -90,13 +114,25 @@ def train(
     if dry_run:
         from stoker.training.plan import make_plan, print_plan
 
-        print_plan(make_plan(user_config, run_dir=run_dir, resume=resume, all_settings=all_settings))
+        print_plan(
+            make_plan(user_config, run_dir=run_dir, resume=resume, all_settings=all_settings, num_devices=devices or 1)
+        )
         return
-    started_s = process_start_s()
-    result = train_loop(
-        user_config, run_dir=run_dir, resume=resume, accept_changed_data=accept_changed_data, started_s=started_s,
-        trace=trace, monitor=monitor, log_format=log_format,
-    )  # fmt: skip
+    result: Result | RankResult
+    if starts_ranks:
+        request = RankRequest(
+            settings=user_config.set_fields(), run_dir=run_dir, resume=resume, accept_changed_data=accept_changed_data,
+            trace=trace, monitor=monitor, log_format=log_format,
+        )  # fmt: skip
+        result = run_ranks(devices or 1, request)
+    else:
+        started_s = process_start_s()
+        result = train_loop(
+            user_config, run_dir=run_dir, resume=resume, accept_changed_data=accept_changed_data, started_s=started_s,
+            trace=trace, monitor=monitor, log_format=log_format, exit_when_hung=True,
+        )  # fmt: skip
+        if os.environ.get("RANK", "0") != "0":
+            return  # of the ranks that torchrun or srun started, the first one prints
     if log_format == "json":
         return  # its last line is the event `finished`
 
@@ -105,7 +141,7 @@ def train(
     from stoker.storage.run_uri import display_path
 
     print_metrics(result.metrics)
-    run = display_path(result.run)
+    run = display_path(Path(result.run))
     print_text(f"results: {run} (`stoker why {run}` shows where the time went)")
     print_text(f"`stoker report {run}` makes one page of everything")
     print(f"AP50 {0.0 if result.metrics.ap50 is None else result.metrics.ap50:.3f}")

@@ -164,7 +164,7 @@ def test_what_it_becomes(typed: str, expected: str) -> None:
     [
         ("--pipeline_config_path=p", "config.toml"),
         ("--freeze 10", "--trainable-backbone-layers"),
-        ("--gpus 2", "cuda:0"),
+        ("--world-size 2", "torchrun"),
         ("--use_tpu=true", "TPUStrategy"),
         ("--device tpu", "NVIDIA GPU"),
     ],

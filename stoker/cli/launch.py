@@ -1,0 +1,195 @@
+"""`stoker launch`: the same training on this machine, a cluster or a cloud. `status`, `logs`, `cancel`: of its jobs."""
+
+import dataclasses
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from cyclopts import App, Parameter
+
+from stoker.cli.flag_names import translate
+from stoker.cli.train import train
+from stoker.config.settings import Config
+from stoker.errors import UsageError
+from stoker.launching.spec import LaunchRequest, PlaceOptions
+from stoker.printable import print_json, print_text
+
+if TYPE_CHECKING:
+    from stoker.launching.spec import Job, Place
+
+launch_app = App(
+    name="launch",
+    sort_key=1,
+    default_parameter=Parameter(negative=()),
+    help_format="plaintext",
+    usage="Usage: stoker launch WHERE DATA [settings of stoker train]… | stoker launch status|logs|cancel|advise RUN",
+)
+CANCEL_WAIT_S = 120.0
+"""How long `cancel` waits for the job to save and end."""
+Run = Annotated[str, Parameter(help="Folder of the run, or its URI, as `stoker launch` printed it.")]
+
+
+@launch_app.default
+def launch(
+    where: str | None = None,
+    data: str | None = None,
+    /,
+    *settings: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    request: Annotated[LaunchRequest, Parameter(name="*", group="Launch")] = LaunchRequest(),  # noqa: B008  # frozen
+    options: Annotated[PlaceOptions, Parameter(name="*", group="Place")] = PlaceOptions(),  # noqa: B008  # frozen
+    dry_run: bool = False,
+) -> None:
+    """Submits a training, which is requeued and resumed when it is preempted.
+
+    The same command with the same --run-dir, also at another place, continues the run.
+
+    Parameters
+    ----------
+    where
+        local (the background of this machine), slurm, k8s, vertex, gcp-batch, ray.
+    data
+        Data set, as for `stoker train`; all its settings may follow.
+    dry_run
+        Print exactly what would be submitted.
+    """
+    from stoker.launching.jobs import remember
+    from stoker.launching.places import PLACES, open_place
+    from stoker.launching.request import make_spec
+    from stoker.launching.spec import Job
+    from stoker.launching.validate import check_launch
+
+    if where is None:
+        raise UsageError("Where should it be launched?", choices=PLACES, fix="stoker launch local demo")
+    place = open_place(where)
+    settings, on_cpu = _check_settings(settings)
+    spec = make_spec(request, place, options, data=data, settings=settings, on_cpu=on_cpu)
+    for warning in check_launch(spec, place):
+        print_text(f"stoker: warning: {warning}", file=sys.stderr)
+    if dry_run:
+        for rendered in place.render(spec):
+            print_text(f"# {rendered.name}", file=sys.stderr)
+            print(rendered.text, end="")
+        return
+    _refuse_second_job(spec.run_dir)
+    started_s = time.time()
+    id = place.submit(spec)
+    print_text(f"{place.name} job {id}: {spec.run_dir}")
+    job = Job(place=place.name, id=id, name=spec.name, run=spec.run_dir, t=started_s, options=options.set_fields())
+    remember(msgspec.structs.replace(job, log=spec.log))
+    print_text(f"`stoker launch status {spec.run_dir}`, also logs and cancel; `stoker why {spec.run_dir}`")
+
+
+def _check_settings(settings: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
+    """(the settings with flags of other tools translated, whether they train on the CPU). Ends as `stoker train` does
+    for one that it does not have."""
+    arguments, notes = translate(["train", *settings])
+    for note in notes:
+        print_text(f"stoker: {note}", file=sys.stderr)
+    app = App(name="stoker train", default_parameter=Parameter(negative=()), help_format="plaintext")
+    app.default(train)
+    _, bound, _ = app.parse_args(arguments[1:])
+    config = bound.arguments.get("config", Config())
+    return tuple(arguments[1:]), config.set_fields().get("device") == "cpu"
+
+
+@launch_app.command(sort_key=1)
+def status(run: Run, /, *, json: bool = False) -> None:
+    """Says what the newest job of a run does.
+
+    Parameters
+    ----------
+    json
+        Print it as JSON, with all jobs of the run.
+    """
+    from stoker.launching.jobs import last_job, read_jobs
+
+    job = last_job(run)
+    state = _open(job).status(job)
+    if json:
+        print_json({"job": job, "status": dataclasses.asdict(state), "jobs": read_jobs(run)})
+        return
+    nodes = f" on {', '.join(state.nodes)}" if state.nodes else ""
+    restarts = f", requeued {state.restarts} times" if state.restarts else ""
+    code = f", exit code {state.exit_code}" if state.exit_code else ""
+    print_text(f"{job.place} job {job.id}: {state.state}{nodes}{restarts}{code}: {state.text}")
+
+
+@launch_app.command(sort_key=2)
+def logs(run: Run, /, *, follow: Annotated[bool, Parameter(name=["--follow", "-f"])] = False) -> None:
+    """Prints what the newest job of a run has printed.
+
+    Parameters
+    ----------
+    follow
+        Until it ends.
+    """
+    from stoker.launching.jobs import last_job
+
+    job = last_job(run)
+    for line in _open(job).logs(job, follow=follow):
+        print_text(line)
+
+
+@launch_app.command(sort_key=3)
+def cancel(run: Run, /) -> None:
+    """Asks the newest job of a run to save and end, for good, and waits until it has. The run can be continued."""
+    from stoker.launching.jobs import last_job
+
+    job = last_job(run)
+    place = _open(job)
+    place.cancel(job)
+    deadline_s = time.monotonic() + CANCEL_WAIT_S
+    while (state := place.status(job)).state in ("queued", "running") and time.monotonic() < deadline_s:
+        time.sleep(0.5)
+    print_text(f"{job.place} job {job.id}: {state.state}: {state.text}")
+    print_text(f"`stoker launch WHERE --resume {run}` continues the run")
+
+
+@launch_app.command(sort_key=4)
+def advise(
+    run: Run, /, *, by: str | None = None, price_per_device_hour: float | None = None, json: bool = False
+) -> None:
+    """Says whether fewer, more or other devices, or a part of one GPU, would train it cheaper or in time.
+
+    Parameters
+    ----------
+    by
+        Time until which it has to be done: 90min, 6h, 2d.
+    price_per_device_hour
+        Default: that of the run, else the list price of its machine.
+    json
+        Print it as JSON.
+    """
+    from stoker.launching import advise as launch_advise
+    from stoker.launching.validate import parse_time_s
+
+    by_s = None if by is None else parse_time_s(by, "--by")
+    advice = launch_advise.advise(run, by_s=by_s, price_per_device_hour=price_per_device_hour)
+    if json:
+        print_json(advice)
+    else:
+        launch_advise.print_advice(advice)
+
+
+def _open(job: "Job") -> "Place":
+    from stoker.launching.places import open_place
+
+    return open_place(job.place)
+
+
+def _refuse_second_job(run: str) -> None:
+    """Raises UsageError if the newest job of the run is not known to have ended."""
+    from stoker.launching.jobs import read_jobs
+
+    jobs = read_jobs(run)
+    if not jobs:
+        return
+    state = _open(jobs[-1]).status(jobs[-1])
+    if state.state in ("queued", "running"):
+        raise UsageError(
+            f"The run has a job already: {jobs[-1].place} job {jobs[-1].id} is {state.state}.",
+            location=run,
+            cause=state.text,
+            fix=f"`stoker launch cancel {run}`, then launch it again",
+        )

@@ -1,0 +1,64 @@
+"""What all places that run containers share: rules of the image and the variables, and which parts a MIG slice has."""
+
+import re
+
+from stoker.errors import ConfigError, UsageError
+from stoker.launching.spec import LaunchSpec
+
+PORT = 29500
+"""Where rank 0 listens: torchrun's port. Each node has an address of its own, so jobs cannot meet there."""
+RANK_VARIABLES = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
+"""How a node learns its place (`training/cluster.py`)."""
+FAILING_EXIT_CODES = (2, 3, 4, 6)
+"""After which the same command would fail again: usage, pre-flight, data, divergence. All others are tried again, 75
+(preempted, state saved) without being counted where the place can tell."""
+MIG_SLICES = {
+    "a30": "1g.6gb 1g.6gb+me 2g.12gb 2g.12gb+me 4g.24gb",
+    "a100-40": "1g.5gb 1g.5gb+me 1g.10gb 2g.10gb 3g.20gb 4g.20gb 7g.40gb",
+    "a100-80": "1g.10gb 1g.10gb+me 1g.20gb 2g.20gb 3g.40gb 4g.40gb 7g.80gb",
+    "h100": "1g.10gb 1g.10gb+me 1g.20gb 2g.20gb 3g.40gb 4g.40gb 7g.80gb",
+    "h100-pcie": "1g.10gb 1g.10gb+me 1g.20gb 2g.20gb 3g.40gb 4g.40gb 7g.80gb",
+    "h200": "1g.18gb 1g.18gb+me 1g.35gb 2g.35gb 3g.71gb 4g.71gb 7g.141gb",
+    "b200": "1g.23gb 1g.23gb+me 1g.45gb 2g.45gb 3g.90gb 4g.90gb 7g.180gb",
+}
+"""By accelerator (`planning/accelerators.py`); docs.nvidia.com/datacenter/tesla/mig-user-guide, supported profiles."""
+_IMAGE = re.compile(
+    r"(?:[A-Za-z0-9.-]+(?::\d+)?/)?[a-z0-9]+(?:[._/-]+[a-z0-9]+)*(?::[\w][\w.-]{0,127})?(?:@sha256:[0-9a-f]{64})?"
+)
+
+
+def check_container(spec: LaunchSpec, place: str) -> None:
+    """Raises UsageError for what no place with containers takes."""
+    if spec.image is not None and not _IMAGE.fullmatch(spec.image):
+        raise ConfigError(
+            f"--image {spec.image!r} is not the name of a container image.",
+            cause="REGISTRY/NAME:TAG; the name is in lower case",
+            choices=["europe-docker.pkg.dev/PROJECT/REPOSITORY/stoker:1"],
+        )
+    if reserved := RANK_VARIABLES & spec.env.keys():
+        raise ConfigError(
+            f"--env {min(reserved)}: {place} gives each node its own.", fix="leave it out; --nodes and --devices decide"
+        )
+    if spec.is_elastic:
+        raise UsageError(
+            f"{place} starts a fixed number of nodes, --nodes asks for {spec.min_nodes} to {spec.max_nodes}.",
+            fix=f"--nodes {spec.min_nodes}; the run can be continued with another number",
+        )
+
+
+def check_mig_slice(name: str, accelerator: str | None) -> None:
+    """Raises UsageError for a slice that the GPU, or if it is unknown any GPU, does not have."""
+    if accelerator is not None and accelerator not in MIG_SLICES:
+        raise UsageError(f"A {accelerator} has no MIG slices.", choices=sorted(MIG_SLICES), fix="leave out --gpu")
+    gpus = [accelerator] if accelerator is not None else list(MIG_SLICES)
+    slices = list(dict.fromkeys(name for gpu in gpus for name in MIG_SLICES[gpu].split()))
+    if name not in slices:
+        owner = f"A {accelerator}" if accelerator is not None else "No GPU"
+        raise UsageError(f"{owner} has {'no ' if accelerator else 'a '}MIG slice {name}.", choices=slices)
+
+
+def node_variables(spec: LaunchSpec, master: str) -> dict[str, str]:
+    """What is the same on all of several nodes; the rank is the place's. master: host name of the first node."""
+    if spec.max_nodes == 1:
+        return {}
+    return {"WORLD_SIZE": str(spec.max_nodes), "MASTER_ADDR": master, "MASTER_PORT": str(PORT)}

@@ -1,0 +1,89 @@
+"""`stoker launch local`: the training in the background of this machine, under the supervisor of `--restarts`.
+
+The process is detached from the terminal; its output goes to launch.log in the run folder. What it leaves when it has
+ended is read from the run's events.
+"""
+
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from stoker.errors import UsageError, writing
+from stoker.launching.jobs import read_log, recorded_end
+from stoker.launching.spec import Job, JobStatus, LaunchSpec, Reach, Rendered
+
+_CLOCK_TOLERANCE_S = 2.0
+"""psutil computes the start of a process from the clock, which may be set."""
+
+
+class Local:
+    """This machine."""
+
+    name = "local"
+    reach: Reach = "this machine"
+    cloud = None
+    options: frozenset[str] = frozenset()
+    max_nodes: int | None = 1
+    needs_image = False
+    spot_grace_s = None
+    default_grace_s = 60
+
+    def check(self, spec: LaunchSpec) -> list[str]:
+        for flag, value in (("--image", spec.image), ("--machine-type", spec.machine_type), ("--gpu", spec.gpu)):
+            if value is not None:
+                raise UsageError(
+                    f"local has no {flag}: the training runs on this machine as it is.", fix=f"without {flag}"
+                )
+        return []
+
+    def render(self, spec: LaunchSpec) -> list[Rendered]:
+        variables = [f"{name}={value}" for name, value in spec.env.items()]
+        return [Rendered("command", shlex.join([*(("env", *variables) if variables else ()), *_command(spec)]) + "\n")]
+
+    def submit(self, spec: LaunchSpec) -> str:
+        with writing("The log of the job cannot be written.", spec.log):
+            Path(spec.log).parent.mkdir(parents=True, exist_ok=True)
+            with Path(spec.log).open("ab") as log:
+                process = subprocess.Popen(
+                    ["env", *(f"{name}={value}" for name, value in spec.env.items()), *_command(spec)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+        return f"{process.pid}@{psutil.Process(process.pid).create_time():.0f}"
+
+    def status(self, job: Job) -> JobStatus:
+        process = _find(job)
+        if process is None:
+            return recorded_end(job)
+        return JobStatus(state="running", text=f"process {process.pid}")
+
+    def logs(self, job: Job, *, follow: bool) -> Iterator[str]:
+        return read_log(job.log, follow=follow, is_running=lambda: _find(job) is not None)
+
+    def cancel(self, job: Job) -> None:
+        process = _find(job)
+        if process is not None:
+            process.send_signal(signal.SIGTERM)  # the supervisor forwards it and does not restart
+
+
+def _command(spec: LaunchSpec) -> list[str]:
+    restarts = ("--restarts", str(spec.restarts)) if spec.restarts else ()
+    return [sys.executable, "-m", "stoker", *spec.arguments, *restarts]
+
+
+def _find(job: Job) -> psutil.Process | None:
+    """The process of a job; None: it has ended, also where another process has its number now."""
+    pid, _, started_s = job.id.partition("@")
+    try:
+        process = psutil.Process(int(pid))
+        is_same = abs(process.create_time() - float(started_s)) <= _CLOCK_TOLERANCE_S
+        return process if is_same and process.status() != psutil.STATUS_ZOMBIE else None
+    except psutil.NoSuchProcess:
+        return None

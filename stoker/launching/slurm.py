@@ -1,0 +1,208 @@
+"""`stoker launch slurm`: one batch script, submitted with sbatch.
+
+Each node gets one task, which starts the ranks of its GPUs. What decides whether a job is lost:
+
+- Preemption sends SIGTERM to the steps only. A script that exits during the grace time is FAILED and not requeued: so
+  it requeues itself, if the training saved (exit code 75) and the job was not cancelled.
+- `--signal=B:USR1@N` warns the script N seconds before the time limit; it asks the training to save, and is requeued.
+- The training gets SIGTERM through Slurm (`scancel --signal`): srun itself answers SIGTERM by killing the step.
+- The training is told the address of the first node as Slurm has it: names of nodes need not resolve.
+- Requeues after a failure are counted in the job's comment, because SLURM_RESTART_COUNT counts preemptions, too.
+
+`sacct` is not used: it needs a database that many clusters lack.
+"""
+
+import contextlib
+import math
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from stoker.errors import PreflightError, UsageError, writing
+from stoker.launching.jobs import read_log, recorded_end
+from stoker.launching.spec import Job, JobStatus, LaunchSpec, Reach, Rendered, State
+
+COMMAND_TIMEOUT_S = 60
+"""Of a client: it waits for a controller that is busy or restarts."""
+_STATES: dict[str, State] = {
+    "PENDING": "queued",
+    "REQUEUED": "queued",
+    "REQUEUE_HOLD": "queued",
+    "SPECIAL_EXIT": "queued",
+    "RESV_DEL_HOLD": "queued",
+    "COMPLETED": "succeeded",
+    "CANCELLED": "cancelled",
+    "BOOT_FAIL": "failed",
+    "DEADLINE": "failed",
+    "FAILED": "failed",
+    "NODE_FAIL": "failed",
+    "OUT_OF_MEMORY": "failed",
+    "PREEMPTED": "failed",
+    "REVOKED": "failed",
+    "TIMEOUT": "failed",
+}
+"""slurm.schedmd.com/squeue.html, "Job state codes"; all others are states of a job that still has nodes."""
+_SCRIPT = """\
+{header}
+{exports}
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_ADDR=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
+export MASTER_ADDR="${{MASTER_ADDR:-$first}}"
+echo "stoker: job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, requeued ${{SLURM_RESTART_COUNT:-0}} times" >&2
+
+stop() {{
+    interrupted=1 asked=1
+    scancel --signal=TERM "$SLURM_JOB_ID.0"
+}}
+requeue() {{
+    state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)
+    if [ "$state" = RUNNING ]; then
+        echo "stoker: $1: requeued" >&2
+        scontrol requeue "$SLURM_JOB_ID"
+    else
+        echo "stoker: $1; the job is $state and is not requeued" >&2
+    fi
+    exit "$code"
+}}
+
+srun --kill-on-bad-exit=0 --wait={wait_s} {command} &
+step=$!
+trap stop USR1 TERM
+code= asked=
+until [ -n "$code" ]; do
+    interrupted=
+    wait "$step"
+    status=$?
+    [ -n "$interrupted" ] || code=$status
+done
+
+[ -n "$asked" ] && [ "$code" -gt 128 ] && code=75 # ended before it handled signals: nothing new to save
+case "$code" in
+    0 | 2 | 3 | 4 | 6) exit "$code" ;;
+    75) requeue "the training stopped and saved" ;;
+esac
+failures=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*Comment=failures=\\([0-9]*\\).*/\\1/p')
+failures=$((${{failures:-0}} + 1))
+if [ "$failures" -le {restarts} ]; then
+    scontrol update "JobId=$SLURM_JOB_ID" "Comment=failures=$failures"
+    requeue "exit code $code, restart $failures of {restarts}"
+fi
+exit "$code"
+"""
+STRAGGLER_WAIT_S = 900
+"""How long the other nodes may run after the first one has ended: rank 0 may still upload the results
+(`bucket_run.FINISHED_TIMEOUT_S`)."""
+
+
+class Slurm:
+    """The cluster that sbatch of this machine submits to."""
+
+    name = "slurm"
+    reach: Reach = "shared files"
+    cloud = None
+    options = frozenset({"partition", "account"})
+    max_nodes: int | None = None
+    needs_image = False
+    spot_grace_s = None
+    default_grace_s = 120
+
+    def check(self, spec: LaunchSpec) -> list[str]:
+        for flag, value in (("--image", spec.image), ("--machine-type", spec.machine_type)):
+            if value is not None:
+                fix = "the interpreter of this stoker is used on every node; --partition and --gpu choose the nodes"
+                raise UsageError(f"slurm has no {flag}.", fix=fix)
+        if spec.spot and spec.options.partition is None:
+            raise UsageError(
+                "Which partition of the cluster can be preempted?", fix="--partition NAME (`sinfo` lists them)"
+            )
+        if spec.time_limit_s is not None and spec.time_limit_s <= 2 * spec.grace_s:
+            raise UsageError(
+                f"A time limit of {spec.time_limit_s} s leaves no time to train: {spec.grace_s} s are for the save.",
+                fix=f"--time-limit {math.ceil(4 * spec.grace_s / 60)}min, or a smaller --grace",
+            )
+        return []
+
+    def render(self, spec: LaunchSpec) -> list[Rendered]:
+        options = {
+            "job-name": spec.name,
+            "partition": spec.options.partition,
+            "account": spec.options.account,
+            "nodes": f"{spec.min_nodes}-{spec.max_nodes}" if spec.is_elastic else str(spec.min_nodes),
+            "ntasks-per-node": "1",
+            "cpus-per-task": str(spec.cpus),
+            "mem": f"{round(spec.memory_gib * 1024)}M",
+            "gres": f"gpu:{spec.gpu}:{spec.gpus}" if spec.gpu else f"gpu:{spec.gpus}" if spec.gpus else None,
+            "time": None if spec.time_limit_s is None else str(math.ceil(spec.time_limit_s / 60)),
+            "signal": f"B:USR1@{spec.grace_s}",
+            "open-mode": "append",
+            "output": spec.log.replace("%", "%%"),  # Slurm replaces %j and others
+        }
+        lines = [f"#SBATCH --{name}={shlex.quote(value)}" for name, value in options.items() if value is not None]
+        text = _SCRIPT.format(
+            header="\n".join(["#!/bin/bash", *lines, "#SBATCH --requeue"]),
+            exports="\n".join(f"export {name}={shlex.quote(value)}" for name, value in spec.env.items()),
+            command=shlex.join([sys.executable, "-m", "stoker", *spec.arguments]),
+            wait_s=STRAGGLER_WAIT_S,
+            restarts=spec.restarts,
+        )
+        return [Rendered(f"{spec.name}.sbatch", text)]
+
+    def submit(self, spec: LaunchSpec) -> str:
+        with writing("The log of the job cannot be written.", spec.log):
+            Path(spec.log).parent.mkdir(parents=True, exist_ok=True)
+        answer = _run(["sbatch", "--parsable"], stdin=self.render(spec)[0].text)
+        return answer.strip().partition(";")[0]  # a federation adds its cluster's name
+
+    def status(self, job: Job) -> JobStatus:
+        try:
+            answer = _run(["scontrol", "--oneliner", "show", "job", job.id])
+        except _UnknownJob:
+            return recorded_end(job)
+        fields = dict(re.findall(r"(\w+)=(\S*)", answer))
+        state, reason = fields.get("JobState", ""), fields.get("Reason", "None")
+        code, _, number = fields.get("ExitCode", "0:0").partition(":")
+        return JobStatus(
+            state=_STATES.get(state, "running"),
+            text=state if reason == "None" else f"{state} ({reason})",
+            nodes=() if fields.get("NodeList") in (None, "", "(null)") else (fields["NodeList"],),
+            restarts=int(fields.get("Restarts", "0")),
+            exit_code=None
+            if state in ("PENDING", "RUNNING")
+            else int(code) or (128 + int(number) if int(number) else 0),
+        )
+
+    def logs(self, job: Job, *, follow: bool) -> Iterator[str]:
+        return read_log(job.log, follow=follow, is_running=lambda: self.status(job).state in ("queued", "running"))
+
+    def cancel(self, job: Job) -> None:
+        with contextlib.suppress(_UnknownJob):
+            _run(["scancel", job.id])
+
+
+class _UnknownJob(PreflightError):
+    """Slurm has forgotten the job: it ended more than MinJobAge (300 s) ago."""
+
+
+def _run(command: Sequence[str], *, stdin: str = "") -> str:
+    """What a client prints. Raises PreflightError."""
+    if shutil.which(command[0]) is None:
+        raise PreflightError(
+            f"Slurm's {command[0]} is not installed here.",
+            fix="submit on a login node of the cluster (Debian: `apt install slurm-client`)",
+        )
+    try:
+        done = subprocess.run(
+            command, input=stdin, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise PreflightError(
+            f"{command[0]} did not answer within {COMMAND_TIMEOUT_S} s.", fix="`scontrol ping` shows the controllers"
+        ) from error
+    if done.returncode == 0:
+        return done.stdout
+    kind = _UnknownJob if "Invalid job id" in done.stderr else PreflightError
+    raise kind(f"{command[0]} refused: exit code {done.returncode}.", cause=done.stderr.strip() or None)

@@ -1,0 +1,221 @@
+"""What is launched, and what a place is that can run it."""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from typing import Literal, Protocol
+
+import msgspec
+
+State = Literal["queued", "running", "succeeded", "failed", "cancelled", "unknown"]
+"""Of a job. `running` until nothing of it runs any more; `unknown`: the place has forgotten the job."""
+Reach = Literal["this machine", "shared files", "containers"]
+"""What a job of a place sees of the files of this machine: all; those of shared file systems, at the same paths;
+nothing but what is mounted."""
+_MIG_SLICE = re.compile(r"\d+g\.\d+gb(?:\+me)?")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaunchRequest:
+    """What the user asks for: the flags of `stoker launch` that every place has."""
+
+    run_dir: str | None = None
+    """Folder of the run, which every node must reach: in a bucket, or on a shared file system."""
+    resume: str | None = None
+    """An unfinished run to continue with its own settings; DATA is not needed then."""
+    devices: int | None = None
+    """GPUs of each node; with `--device cpu`, processes. Default: those of --machine-type, else 1."""
+    gpu: str | None = None
+    """Type of GPU in the words of the place, or a MIG slice: 1g.10gb."""
+    nodes: str = "1"
+    """Number of machines; 2:8 takes as many as there are, at least 2."""
+    cpus: int | None = None
+    """CPUs of each node; default: those of --machine-type, else 8 for each GPU."""
+    memory: float | None = None
+    """GiB of each node; default: nine tenths of --machine-type's, else 4 for each CPU."""
+    shm: float | None = None
+    """GiB of /dev/shm; default: 1 for each GPU, at most a quarter of the memory."""
+    machine_type: str | None = None
+    """Machine of the cloud, as for `stoker plan`."""
+    image: str | None = None
+    """Container image with stoker, where the place runs containers."""
+    mount: tuple[str, ...] = ()
+    """Folder that all nodes see at the same path: PATH, or SOURCE:PATH for containers. Repeatable."""
+    env: tuple[str, ...] = ()
+    """NAME=value for the training. Repeatable."""
+    name: str | None = None
+    """Of the job; default: that of the run folder."""
+    spot: bool = False
+    """On machines that may be preempted."""
+    grace: str | None = None
+    """Time to save before a kill: 60s, 2min."""
+    time_limit: str | None = None
+    """Of the job: 30min, 6h, 2d. The training saves before it, and is requeued where the place can."""
+    restarts: int = 3
+    """How often it is started again after a failure. After a preemption it always is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mount:
+    """A folder that all nodes see at the same path."""
+
+    path: str
+    """Absolute."""
+    source: str | None = None
+    """What a container mounts there: a PersistentVolumeClaim, `server:/export`, a bucket; None: it is there anyway."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlaceOptions:
+    """What only some places have; `Place.options` names the fields that a place takes. None: the place's default."""
+
+    partition: str | None = None
+    """Of Slurm; with --spot one that can be preempted."""
+    account: str | None = None
+    """That Slurm charges."""
+    namespace: str | None = None
+    """Of Kubernetes."""
+    queue: str | None = None
+    """LocalQueue of Kueue."""
+    kind: str | None = None
+    """Kind of the object in Kubernetes."""
+    region: str | None = None
+    """Of the cloud."""
+    project: str | None = None
+    """Of the cloud."""
+    service_account: str | None = None
+    """That the job runs as."""
+    address: str | None = None
+    """Of the cluster's API: of Ray http://HOST:8265."""
+
+    def set_fields(self) -> dict[str, str]:
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaunchSpec:
+    """A training, and the machines for it. Everything is decided: a place only writes it in its own words."""
+
+    arguments: tuple[str, ...]
+    """Of `stoker` on each node: train, DATA, --run-dir …, --devices …; the program is the place's."""
+    name: str
+    """Of the job: lower-case letters, digits and `-`, at most 40, begins with a letter."""
+    run_dir: str
+    """An absolute path, or a URI (gs://, s3://)."""
+    data: str | None = None
+    """Absolute path, URI or `demo`; None: the run that is resumed knows."""
+    devices: int = 1
+    """Processes that train on each node."""
+    gpus: int = 0
+    """GPUs (or MIG slices) of each node; 0: it trains on the CPU."""
+    gpu: str | None = None
+    """A type of GPU in the words of the place, or a MIG slice (`1g.10gb`)."""
+    min_nodes: int = 1
+    max_nodes: int = 1
+    """More than min_nodes: elastic."""
+    cpus: int = 1
+    """Of each node."""
+    memory_gib: float = 4.0
+    """Of each node."""
+    shm_gib: float = 1.0
+    """Size of /dev/shm of each node, where the place sets it; part of the memory."""
+    machine_type: str | None = None
+    image: str | None = None
+    """Container image with stoker."""
+    spot: bool = False
+    grace_s: int = 60
+    """Seconds between the request to stop and the kill, where the place lets one choose."""
+    time_limit_s: int | None = None
+    restarts: int = 3
+    """How often the place starts it again after a failure. After a preemption it is always started again."""
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    mounts: tuple[Mount, ...] = ()
+    options: PlaceOptions = PlaceOptions()
+    log: str = ""
+    """File of the output, for places that write files of this machine."""
+
+    @property
+    def mig_slice(self) -> str | None:
+        """`1g.10gb`, if the GPU is a MIG slice."""
+        return self.gpu if self.gpu is not None and _MIG_SLICE.fullmatch(self.gpu) else None
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.max_nodes > self.min_nodes
+
+
+@dataclasses.dataclass(frozen=True)
+class Rendered:
+    """A file that is submitted. text: exactly what the place gets."""
+
+    name: str
+    text: str
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A job that was submitted: a line of launch.json."""
+
+    place: str
+    id: str
+    """Of the place: a Slurm job id, a resource name, a process id."""
+    name: str
+    run: str
+    """The run folder or its URI."""
+    t: float
+    """When it was submitted, Unix time."""
+    options: dict[str, str] = {}
+    """`PlaceOptions.set_fields()`: what else finds the job."""
+    log: str = ""
+    """`LaunchSpec.log`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobStatus:
+    """What a place says about a job."""
+
+    state: State
+    text: str
+    """In the words of the place, with its reason: `PENDING (Priority)`."""
+    nodes: tuple[str, ...] = ()
+    restarts: int | None = None
+    exit_code: int | None = None
+
+
+class Place(Protocol):
+    """Where a training can run. Errors of all methods are StokerErrors; a client that is not installed is a
+    PreflightError with its install line (`errors.needs_package`)."""
+
+    name: str
+    reach: Reach
+    cloud: str | None
+    """The cloud whose machine types it has (`GCP`); None: any, or none."""
+    options: frozenset[str]
+    """Fields of PlaceOptions that it takes."""
+    max_nodes: int | None
+    """None: any number."""
+    needs_image: bool
+    spot_grace_s: int | None
+    """Notice that a spot machine of the place gives; None: `grace_s` holds there, too."""
+    default_grace_s: int
+
+    def check(self, spec: LaunchSpec) -> list[str]:
+        """The place's own rules. Returns warnings; raises UsageError. Needs no client and no network."""
+        ...
+
+    def render(self, spec: LaunchSpec) -> list[Rendered]:
+        """What would be submitted. Needs no client and no network."""
+        ...
+
+    def submit(self, spec: LaunchSpec) -> str:
+        """Submits; returns the id of the job."""
+        ...
+
+    def status(self, job: Job) -> JobStatus: ...
+
+    def logs(self, job: Job, *, follow: bool) -> Iterator[str]:
+        """The lines of its output so far, without line ends; with `follow` also the next ones until it ends."""
+        ...
+
+    def cancel(self, job: Job) -> None:
+        """Asks it to save and end, for good: nothing starts it again. A job that has ended is no error."""
+        ...

@@ -1,0 +1,236 @@
+"""Batch of Google Cloud: what is rendered, the start of a node run by a real shell, and Google's client against a local
+HTTP server."""
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stoker.errors import PreflightError, StokerError, UsageError
+from stoker.launching import gcp_batch, google_cloud
+from stoker.launching.gcp_batch import GcpBatch
+from stoker.launching.spec import Job, LaunchSpec, Mount, PlaceOptions
+from stoker.training.cluster import find_place
+from tests.launching.cloud import FakeApi, make_spec, serving
+
+PLACE = PlaceOptions(project="vision", region="europe-west4")
+NAME = "projects/vision/locations/europe-west4/jobs/stoker-one"
+JOB = Job(place="gcp-batch", id=NAME, name="stoker-one", run="gs://b/r", t=0.0)
+
+
+def make_batch_spec(**changes: Any) -> LaunchSpec:
+    return make_spec(**{"machine_type": "g2-standard-8", "options": PLACE} | changes)
+
+
+SPECS = {
+    "one GPU": make_batch_spec(),
+    "spot nodes": make_batch_spec(
+        machine_type="a2-highgpu-2g", gpus=2, devices=2, max_nodes=2, min_nodes=2, spot=True, time_limit_s=7200
+    ),
+    "n1": make_batch_spec(machine_type="n1-standard-8+v100", options=PlaceOptions(
+        project="vision", region="europe-west4", service_account="trainer@vision.iam.gserviceaccount.com"
+    )),
+    "CPU": make_batch_spec(machine_type="n1-standard-8", gpus=0, env={"NCCL_DEBUG": "INFO"}),
+    "mounts": make_batch_spec(mounts=(Mount("/data", "gs://bucket/coco"), Mount("/runs", "10.0.0.2:/export"))),
+}  # fmt: skip
+
+
+def render(spec: LaunchSpec) -> dict[str, Any]:
+    GcpBatch().check(spec)
+    job: dict[str, Any] = json.loads(GcpBatch().render(spec)[0].text)
+    return job
+
+
+def container(spec: LaunchSpec) -> dict[str, Any]:
+    found: dict[str, Any] = render(spec)["taskGroups"][0]["taskSpec"]["runnables"][-1]["container"]
+    return found
+
+
+def test_machines_with_their_gpus():
+    instances = {name: render(spec)["allocationPolicy"]["instances"][0] for name, spec in SPECS.items()}
+    assert instances["one GPU"] == {
+        "policy": {"machineType": "g2-standard-8", "provisioningModel": "STANDARD"}, "installGpuDrivers": True,
+    }  # fmt: skip
+    assert instances["n1"]["policy"]["accelerators"] == [{"type": "nvidia-tesla-v100", "count": "1"}]
+    assert instances["spot nodes"]["policy"]["provisioningModel"] == "SPOT"
+    assert "installGpuDrivers" not in instances["CPU"]
+
+
+def test_what_is_tried_again():
+    """With FAIL_TASK, all codes that are not listed are retried: 75, 50001 (a preempted VM), a crash."""
+    for name, retries in (("one GPU", 3), ("spot nodes", 10)):
+        task = render(SPECS[name])["taskGroups"][0]["taskSpec"]
+        assert task["lifecyclePolicies"] == [{"action": "FAIL_TASK", "actionCondition": {"exitCodes": [2, 3, 4, 6]}}]
+        assert task["maxRetryCount"] == retries
+
+
+def test_shared_memory_and_driver_of_the_container():
+    assert container(SPECS["one GPU"])["options"] == "--shm-size=1024m --privileged"
+    assert "/var/lib/nvidia/lib64:/usr/local/nvidia/lib64" in container(SPECS["one GPU"])["volumes"]
+    assert container(SPECS["CPU"])["options"] == "--shm-size=1024m"
+    assert container(SPECS["mounts"])["volumes"][:2] == ["/mnt/disks/mount-0:/data", "/mnt/disks/mount-1:/runs"]
+    assert render(SPECS["mounts"])["taskGroups"][0]["taskSpec"]["volumes"] == [
+        {"gcs": {"remotePath": "bucket/coco"}, "mountPath": "/mnt/disks/mount-0"},
+        {"nfs": {"server": "10.0.0.2", "remotePath": "/export"}, "mountPath": "/mnt/disks/mount-1"},
+    ]
+
+
+def test_nodes_find_their_place(tmp_path: Path):
+    """A real shell starts `stoker` with the variables that Batch sets; arguments with spaces stay whole."""
+    spec = make_batch_spec(max_nodes=2, min_nodes=2, arguments=("train", "gs://bucket/my images", "--lr", "$HOME"))
+    task = render(spec)["taskGroups"][0]
+    started = container(spec)
+    program = tmp_path / "stoker"
+    program.write_text('#!/bin/sh\nenv\nprintf "argument=%s\\n" "$@"\n')
+    program.chmod(0o755)
+    assert (task["taskCount"], task["parallelism"], task["taskCountPerNode"]) == ("2", "2", "1")
+    assert task["requireHostsFile"] is True
+    for node in range(2):
+        env = {
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "BATCH_NODE_INDEX": str(node),
+            "BATCH_MAIN_NODE_HOSTNAME": "stoker-one-group0-0",
+            **task["taskSpec"]["environment"]["variables"],
+        }
+        done = subprocess.run([started["entrypoint"], *started["commands"]], env=env, capture_output=True, text=True)
+        lines = done.stdout.splitlines()
+        place = find_place(dict(line.split("=", 1) for line in lines if not line.startswith("argument=")))
+        assert place is not None
+        assert (place.rank, place.world_size, place.host) == (node, 2, "stoker-one-group0-0")
+        assert [line[9:] for line in lines if line.startswith("argument=")] == list(spec.arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"machine_type": None}, "needs a machine type"),
+        ({"machine_type": "p4d.24xlarge"}, "has no p4d.24xlarge"),
+        ({"gpu": "1g.10gb"}, "has no MIG slices"),
+        ({"restarts": 11}, "at most 10 times"),
+        ({"max_nodes": 4}, "a fixed number of nodes"),
+        ({"mounts": (Mount("/data"),)}, "cannot mount that"),
+        ({"options": PlaceOptions(project="vision")}, "Which region"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_is_sent(
+    changes: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
+):
+    for name in google_cloud.REGION_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UsageError) as raised:
+        GcpBatch().check(make_batch_spec(**changes))
+    assert expected in str(raised.value)
+
+
+def test_a_missing_client_names_its_package(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(__import__("sys").modules, "google.cloud.batch_v1", None)
+    with pytest.raises(PreflightError, match="needs the package google-cloud-batch"):
+        GcpBatch().submit(make_batch_spec())
+
+
+# From here on Google's client, against a local server.
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeApi]:
+    batch = pytest.importorskip("google.cloud.batch_v1", reason="uv pip install google-cloud-batch")
+    from google.auth.credentials import AnonymousCredentials
+    from google.cloud.batch_v1.services.batch_service.transports import BatchServiceRestTransport
+
+    with serving(lambda *_: (200, {"name": NAME, "uid": "uid-1"})) as api:
+        host = api.address.removeprefix("http://")
+        transport = BatchServiceRestTransport(host=host, url_scheme="http", credentials=AnonymousCredentials())
+        client = batch.BatchServiceClient(transport=transport)
+        monkeypatch.setattr(gcp_batch, "_open_client", lambda: client)
+        yield api
+
+
+def test_what_is_sent_is_what_dry_run_prints(server: FakeApi):
+    from google.cloud.batch_v1.types import Job as BatchJob
+
+    for spec in SPECS.values():
+        assert GcpBatch().submit(spec) == NAME
+        sent = server.requests[-1]
+        assert sent.path.startswith("/v1/projects/vision/locations/europe-west4/jobs?jobId=stoker-one")
+        assert BatchJob.from_json(json.dumps(sent.body)) == BatchJob.from_json(GcpBatch().render(spec)[0].text)
+
+
+def test_an_unknown_field_is_refused_by_the_client(server: FakeApi):  # noqa: ARG001
+    from google.cloud.batch_v1.types import Job as BatchJob
+    from google.protobuf.json_format import ParseError
+
+    text = GcpBatch().render(SPECS["spot nodes"])[0].text
+    for old, new in (("maxRetryCount", "maxRetries"), ('"SPOT"', '"CHEAP"')):
+        with pytest.raises((ParseError, ValueError)):
+            BatchJob.from_json(text.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "error"),
+    [
+        (409, "ALREADY_EXISTS", UsageError),
+        (400, "INVALID_ARGUMENT", UsageError),
+        (403, "PERMISSION_DENIED", PreflightError),
+        (429, "RESOURCE_EXHAUSTED", PreflightError),
+    ],
+)
+def test_a_refusal_is_named(server: FakeApi, code: int, status: str, error: type[StokerError]):
+    server.answer = lambda *_: (code, {"error": {"code": code, "message": "why it is refused", "status": status}})
+    with pytest.raises(error) as raised:
+        GcpBatch().submit(SPECS["one GPU"])
+    assert "why it is refused" in str(raised.value)
+
+
+def test_status_and_cancel(server: FakeApi):
+    event = {"type": "STATUS_CHANGED", "description": "Task failed with exit code 4.", "taskExecution": {"exitCode": 4}}
+    for state, expected in (("SCHEDULED", "queued"), ("RUNNING", "running"), ("CANCELLED", "cancelled")):
+        server.answer = lambda *_, state=state: (200, {"name": NAME, "status": {"state": state}})
+        assert GcpBatch().status(JOB).state == expected
+    GcpBatch().cancel(JOB)  # a job that has ended is no error
+    assert {request.method for request in server.requests} == {"GET"}
+
+    server.answer = lambda *_: (200, {"name": NAME, "status": {"state": "FAILED", "statusEvents": [event]}})
+    found = GcpBatch().status(JOB)
+    assert (found.state, found.exit_code) == ("failed", 4)
+    assert "exit code 4" in found.text
+
+    server.answer = lambda *_: (200, {"name": NAME, "status": {"state": "RUNNING"}})
+    GcpBatch().cancel(JOB)
+    assert (server.requests[-1].method, server.requests[-1].path.partition("?")[0]) == ("POST", f"/v1/{NAME}:cancel")
+    server.answer = lambda *_: (404, {"error": {"code": 404, "message": "not found", "status": "NOT_FOUND"}})
+    assert GcpBatch().status(JOB).state == "unknown"
+
+
+def test_logs_are_read_page_by_page(server: FakeApi, monkeypatch: pytest.MonkeyPatch):
+    import requests
+
+    monkeypatch.setattr(google_cloud, "LOGGING", server.address)
+    monkeypatch.setattr(google_cloud, "_open_session", requests.Session)
+    monkeypatch.setattr(google_cloud, "FOLLOW_S", 0.0)
+
+    def entry(number: int) -> dict[str, str]:
+        return {"insertId": str(number), "timestamp": f"2026-11-22T12:00:0{number}Z", "textPayload": f"line {number}\n"}
+
+    def answer(_method: str, path: str, body: Any) -> tuple[int, Any]:
+        if not path.startswith("/v2/"):
+            asked = sum(request.path.startswith("/v1/") for request in server.requests)
+            return 200, {"name": NAME, "uid": "uid-1", "status": {"state": "RUNNING" if asked < 3 else "SUCCEEDED"}}
+        if "timestamp>=" in body["filter"]:
+            return 200, {"entries": [entry(2), entry(3)]}
+        if "pageToken" in body:
+            return 200, {"entries": [entry(2)]}
+        return 200, {"entries": [entry(1)], "nextPageToken": "next"}
+
+    server.answer = answer
+    assert list(GcpBatch().logs(JOB, follow=True)) == ["line 1", "line 2", "line 3"]
+    first = next(request.body for request in server.requests if request.path.startswith("/v2/"))
+    assert first["resourceNames"] == ["projects/vision"]
+    assert 'labels.job_uid="uid-1"' in first["filter"]
+
+    server.answer = lambda _method, path, _body: (403, "denied") if path.startswith("/v2/") else (200, {"uid": "uid-1"})
+    with pytest.raises(PreflightError, match="The log cannot be read"):
+        list(GcpBatch().logs(JOB, follow=False))

@@ -1,0 +1,299 @@
+"""What `stoker launch` decides and refuses before anything is submitted, and what it would submit."""
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stoker.cli.app import main
+from stoker.errors import ConfigError, StokerError
+from stoker.launching.jobs import last_job, read_jobs, remember
+from stoker.launching.places import PLACES, open_place
+from stoker.launching.request import make_spec
+from stoker.launching.spec import Job, JobStatus, LaunchRequest, LaunchSpec, PlaceOptions, Rendered
+from stoker.launching.validate import check_launch, parse_nodes, parse_time_s
+from stoker.runs.records import LAUNCH, RunFolder
+from stoker.runs.schemas import Event
+
+Command = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def stoker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["stoker", "launch", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capsys.readouterr()
+        return int(str(ended.value.code)), captured.out + captured.err
+
+    return run
+
+
+class Cloud:
+    """A place with the limits of a cloud that runs containers."""
+
+    name, reach, cloud, needs_image = "cloud", "containers", "GCP", True
+    options = frozenset({"region"})
+    max_nodes = 8
+    spot_grace_s = 30
+    default_grace_s = 60
+
+    def check(self, spec: LaunchSpec) -> list[str]:
+        return [f"{spec.name} is checked"]
+
+    def render(self, spec: LaunchSpec) -> list[Rendered]:
+        return [Rendered("job", spec.name)]
+
+
+def decide(place: object = None, **flags: object) -> tuple[LaunchSpec, list[str]]:
+    request = {"run_dir": "gs://bucket/run", "image": "registry/stoker:1", **flags}
+    options = {name: request.pop(name) for name in PlaceOptions.__dataclass_fields__ if name in request}
+    data, on_cpu = request.pop("data", "gs://bucket/data"), bool(request.pop("on_cpu", False))
+    where = Cloud() if place is None else place
+    spec = make_spec(
+        LaunchRequest(**request), where, PlaceOptions(**options), data=data, settings=("--epochs", "3"), on_cpu=on_cpu
+    )  # fmt: skip
+    return spec, check_launch(spec, where)
+
+
+def test_what_is_not_set_is_derived_from_the_machine() -> None:
+    spec, warnings = decide(machine_type="a2-highgpu-2g")
+    assert (spec.devices, spec.gpus, spec.cpus, spec.memory_gib, spec.shm_gib) == (2, 2, 24, 0.9 * 170, 2.0)
+    assert spec.arguments == (
+        "train", "gs://bucket/data", "--epochs", "3", "--run-dir", "gs://bucket/run", "--devices", "2",
+    )  # fmt: skip
+    assert spec.name == "stoker-run"
+    assert warnings == ["stoker-run is checked"]
+
+
+@pytest.mark.parametrize(("flags", "named"), [
+    ({"run_dir": "runs/a"}, "The nodes of cloud cannot reach the run folder"),
+    ({"data": "/data/coco"}, "The nodes of cloud cannot reach the data set"),
+    ({"data": "/data/coco", "mount": ("claim:/dat",)}, "cannot reach the data set"),
+    ({"image": None}, "which image?"),
+    ({"machine_type": "a2-highgpu-3g"}, "did you mean 'a2-highgpu-"),
+    ({"machine_type": "g5.xlarge"}, "There is no machine 'g5.xlarge'"),
+    ({"machine_type": "a2-highgpu-1g", "devices": 2, "cpus": 8}, "--devices 2: a a2-highgpu-1g has 1"),
+    ({"machine_type": "a2-highgpu-1g", "cpus": 13}, "--cpus 13: a a2-highgpu-1g has 12"),
+    ({"namespace": "team"}, "cloud has no --namespace"),
+    ({"nodes": "2:9"}, "cloud has 8 nodes, --nodes asks for 9"),
+    ({"nodes": "8:2"}, "--nodes '8:2' is not a number"),
+    ({"gpu": "1g.10gb", "devices": 2}, "A training on the MIG slice 1g.10gb has one device"),
+    ({"gpu": "t4", "on_cpu": True}, "--gpu t4 and --device cpu contradict"),
+    ({"devices": 4, "cpus": 3}, "--cpus 3: fewer than the 4 processes"),
+    ({"devices": 4, "memory": 7.9}, "need 8 GiB of memory"),
+    ({"devices": 4, "shm": 0.06}, "NCCL would fail with a bus error"),
+    ({"devices": 1, "memory": 4.0, "shm": 5.0}, "--shm 5 is more than --memory 4"),
+    ({"name": "My Job"}, "'My Job' is not a name for a job"),
+    ({"time_limit": "soon"}, "--time-limit 'soon' is not a time"),
+    ({"grace": "0s"}, "--grace '0s' is not a time"),
+    ({"env": ("A-B=1",)}, "--env 'A-B=1' is not a variable"),
+    ({"mount": ("claim:data",)}, "is not an absolute path"),
+    ({"devices": 0}, "--devices 0 is out of range"),
+    ({"devices": -1}, "--devices -1 is out of range"),
+    ({"restarts": -1}, "--restarts -1 is not a number"),
+    ({"resume": "gs://bucket/run"}, "What should be trained on?"),
+])  # fmt: skip
+def test_what_would_fail_is_refused(flags: dict[str, object], named: str) -> None:
+    with pytest.raises(StokerError) as refused:
+        decide(**flags)
+    assert named in str(refused.value)
+    assert refused.value.exit_code == 2
+    assert "fix:" in str(refused.value) or "valid:" in str(refused.value)
+
+
+def test_a_mounted_folder_is_reached(tmp_path: Path) -> None:
+    spec, _ = decide(data="/data/coco", run_dir="/data/runs/a", mount=("server:/export:/data/",))
+    assert [(mount.source, mount.path) for mount in spec.mounts] == [("server:/export", "/data")]
+    slurm = open_place("slurm")
+    with pytest.raises(StokerError, match="nodes of slurm cannot reach the run folder"):
+        decide(slurm, image=None, data="demo", run_dir=str(tmp_path / "a"))
+    decide(slurm, image=None, data="demo", run_dir=str(tmp_path / "a"), mount=(str(tmp_path),))
+
+
+def test_few_cores_for_a_gpu_are_a_warning() -> None:
+    _, warnings = decide(devices=2, cpus=4)
+    assert "`stoker check` wants 4 for each" in warnings[0]
+
+
+@pytest.mark.parametrize(("save_s", "flags", "ends"), [
+    (29.0, {}, ""), (31.0, {}, "warning"), (61.0, {}, "--grace 183"), (31.0, {"spot": True}, "30 s is shorter"),
+    (61.0, {"grace": "5min"}, ""),
+])  # fmt: skip
+def test_the_grace_period_against_what_a_save_took(
+    save_s: float, flags: dict[str, object], ends: str, tmp_path: Path
+) -> None:
+    with RunFolderOf(tmp_path / "run") as folder:
+        folder.event("checkpoint_saved", "saved", write_s=save_s)
+        folder.event("checkpoint_saved", "saved", write_s=1.0)
+    at = {"run_dir": str(tmp_path / "run"), "mount": (f"claim:{tmp_path}",), **flags}
+    if ends in ("", "warning"):
+        _, warnings = decide(**at)
+        assert any("a save of this run took 31 s" in warning for warning in warnings) == (ends == "warning")
+        return
+    with pytest.raises(StokerError, match=ends) as refused:
+        decide(**at)
+    assert refused.value.exit_code == 3
+
+
+class RunFolderOf:
+    def __init__(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        self._folder = RunFolder(path, 1)
+
+    def __enter__(self) -> RunFolder:
+        return self._folder
+
+    def __exit__(self, *_: object) -> None:
+        self._folder.close()
+
+
+def test_a_finished_run_is_not_launched(tmp_path: Path) -> None:
+    with RunFolderOf(tmp_path / "run") as folder:
+        folder.event("finished", "done")
+    with pytest.raises(StokerError, match="The run is finished"):
+        decide(run_dir=str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(("words", "named"), [
+    ((), "Where should it be launched?"),
+    (("slrum", "demo"), "did you mean 'slurm'?"),
+    (("local",), "What should be trained on?"),
+    (("local", "demo", "--epoch", "3"), "Did you mean --epochs?"),
+    (("local", "demo", "--model", "resnet", "--epochs", "x"), 'Invalid value for --epochs: unable to convert'),
+    (("local", "demo", "--nodes", "2"), "local has 1 node"),
+    (("local", "nowhere"), "There is no data set 'nowhere'"),
+    (("local", "demo", "--cpus", "0"), "--cpus 0: fewer than the 1 processes"),
+    (("local", "demo", "--memory", "0"), "--memory 0:"),
+    (("local", "demo", "--image", "a"), "local has no --image"),
+    (("slurm", "demo", "--run-dir", "gs://b/r", "--spot"), "Which partition of the cluster can be preempted?"),
+    (("slurm", "demo", "--run-dir", "gs://b/r", "--time-limit", "2min"), "leaves no time to train"),
+    (("slurm", "demo", "--run-dir", "gs://b/r", "--namespace", "x"), "valid:  --partition, --account"),
+    (("ray", "demo", "--run-dir", "gs://b/r", "--gpu", "1g.10gb"), "ray has no --gpu 1g.10gb"),
+    (("status", "nothing"), "No job was launched for this run"),
+])  # fmt: skip
+def test_the_command_line_refuses(words: tuple[str, ...], named: str, stoker: Command) -> None:
+    code, text = stoker(*words)
+    assert code == 2
+    assert named in text
+    assert not Path("runs").exists()
+
+
+def test_the_script_for_slurm(stoker: Command) -> None:
+    code, text = stoker(
+        "slurm", "demo", "--batch", "16", "--run-dir", "gs://b/o'r", "--devices", "4", "--nodes", "2:8", "--gpu",
+        "h100", "--spot", "--partition", "preempt", "--account", "vision", "--time-limit", "90min", "--env", "A=it's",
+        "--dry-run",
+    )  # fmt: skip
+    assert code == 0
+    for line in (
+        "#SBATCH --nodes=2-8", "#SBATCH --ntasks-per-node=1", "#SBATCH --cpus-per-task=32", "#SBATCH --mem=131072M",
+        "#SBATCH --gres=gpu:h100:4", "#SBATCH --time=90", "#SBATCH --signal=B:USR1@120", "#SBATCH --requeue",
+        "#SBATCH --open-mode=append", "#SBATCH --partition=preempt", "#SBATCH --account=vision",
+        """export A='it'"'"'s'""",
+    ):  # fmt: skip
+        assert line in text.splitlines(), line
+    assert """train demo --batch-size 16 --run-dir 'gs://b/o'"'"'r' --devices 4 &""" in text
+    assert "--batch is `--batch-size` here" in text, "flags of other tools are translated, with a note"
+
+
+def test_the_script_is_one_that_bash_accepts(stoker: Command) -> None:
+    _, text = stoker("slurm", "demo", "--run-dir", "gs://b/r", "--gpu", "1g.10gb", "--dry-run")
+    assert "#SBATCH --gres=gpu:1g.10gb:1" in text
+    script = text.partition("#!")[2].partition("\n# ")[0]
+    assert subprocess.run(["bash", "-n"], input=f"#!{script}", text=True, check=False).returncode == 0
+
+
+def test_the_job_for_ray(stoker: Command) -> None:
+    code, text = stoker(
+        "ray", "demo", "--run-dir", "gs://b/r", "--nodes", "2:4", "--devices", "2", "--gpu", "A100", "--dry-run"
+    )
+    assert code == 0
+    job = json.loads(text[text.index("{") : text.rindex("}") + 1])
+    assert job["runtime_env"]["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"] == "60"
+    assert '"resources":{"CPU":16,"GPU":2,"accelerator_type:A100":0.001}' in job["entrypoint"]
+
+
+def test_launching_works_where_torch_is_absent() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import importlib; from stoker.launching.places import PLACES\n"
+        "for path in PLACES.values():\n"
+        "    try: importlib.import_module(path.partition(':')[0])\n"
+        "    except ModuleNotFoundError as error: assert 'stoker.launching' in str(error), error\n"
+        "import stoker.launching.validate, stoker.launching.request, stoker.launching.jobs\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@given(st.integers(1, 9_999), st.integers(0, 90_000))
+def test_numbers_of_nodes(low: int, more: int) -> None:
+    assert parse_nodes(f"{low}:{low + more}") == (low, low + more)
+    assert parse_nodes(str(low)) == (low, low)
+
+
+@given(st.text(max_size=8))
+def test_any_text_is_a_time_or_an_error(text: str) -> None:
+    with contextlib.suppress(ConfigError):
+        assert parse_time_s(text, "--grace") >= 1
+
+
+def test_jobs_are_remembered_in_the_run_folder(tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    assert read_jobs(run) == []
+    jobs = [
+        Job(place="slurm", id=str(number), name="n", run=run, t=float(number), options={"account": "x"})
+        for number in range(3)
+    ]
+    for job in jobs:
+        remember(job)
+    assert read_jobs(run) == jobs
+    assert last_job(run) == jobs[-1]
+    (tmp_path / "run" / LAUNCH).write_text('[{"place": 3}]')
+    with pytest.raises(StokerError, match="list of launched jobs"):
+        read_jobs(run)
+
+
+def test_a_running_job_is_not_launched_again(stoker: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    remember(Job(place="local", id="1@1", name="n", run=str(run), t=0.0))
+    monkeypatch.setattr(
+        "stoker.launching.local.Local.status", lambda *_: JobStatus(state="running", text="process 1"), raising=True
+    )
+    code, text = stoker("local", "demo", "--run-dir", str(run))
+    assert code == 2
+    assert "The run has a job already: local job 1@1 is running" in text
+
+
+@pytest.mark.parametrize(("kind", "state", "code"), [
+    ("finished", "succeeded", 0), ("preempted", "cancelled", 75), ("failed", "failed", 5), ("resumed", "failed", None),
+    (None, "unknown", None),
+])  # fmt: skip
+def test_how_a_local_job_ended_is_read_from_the_run(
+    kind: str | None, state: str, code: int | None, tmp_path: Path
+) -> None:
+    events = [Event(t=5.0, attempt=1, kind="failed", data={"exit_code": 3})]  # of an earlier job
+    if kind is not None:
+        events.append(
+            Event(t=20.0, attempt=2, kind=kind, text="why", data={"exit_code": 5} if kind == "failed" else {})
+        )
+    (tmp_path / "events.jsonl").write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in events))
+    job = Job(place="local", id="999999999@1", name="n", run=str(tmp_path), t=10.0)
+    status = open_place("local").status(job)
+    assert (status.state, status.exit_code) == (state, code)
+
+
+def test_every_place_is_named_in_the_docs() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/launch.md").read_text()
+    for place in PLACES:
+        assert f"`{place}`" in page, place

@@ -1,0 +1,272 @@
+"""Vertex AI: what is rendered means to `training/cluster.py` and `training/vertex.py` what it should; its protobuf
+client against a local gRPC server (slow: the client takes seconds to import)."""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stoker.errors import PreflightError, StokerError, UsageError
+from stoker.launching import vertex
+from stoker.launching.spec import Job, LaunchSpec, Mount, PlaceOptions
+from stoker.launching.vertex import Vertex
+from stoker.training.cluster import find_place
+from stoker.training.vertex import vertex_folders
+from tests.launching.cloud import IMAGE, make_spec
+
+PLACE = PlaceOptions(project="vision", region="europe-west4")
+
+
+def make_vertex_spec(**changes: Any) -> LaunchSpec:
+    return make_spec(**{"machine_type": "g2-standard-8", "options": PLACE} | changes)
+
+
+SPECS = {
+    "one GPU": make_vertex_spec(),
+    "spot nodes": make_vertex_spec(
+        machine_type="a2-highgpu-4g", gpus=4, devices=4, cpus=48, max_nodes=3, min_nodes=3, spot=True, time_limit_s=7200
+    ),
+    "n1": make_vertex_spec(machine_type="n1-standard-8+v100"),
+    "CPU": make_vertex_spec(machine_type="n1-standard-8", gpus=0),
+    "mounts": make_vertex_spec(
+        run_dir="/gcs/runs/one",
+        mounts=(Mount("/gcs/runs", "gs://runs"), Mount("/mnt/nfs/data", "10.0.0.2:/export")),
+        env={"NCCL_DEBUG": "INFO"},
+        options=dataclasses.replace(PLACE, service_account="trainer@vision.iam.gserviceaccount.com"),
+    ),
+}
+
+
+def render(spec: LaunchSpec) -> dict[str, Any]:
+    Vertex().check(spec)
+    job: dict[str, Any] = json.loads(Vertex().render(spec)[0].text)["jobSpec"]
+    return job
+
+
+def test_machines_with_their_gpus():
+    machines = {name: render(spec)["workerPoolSpecs"][0]["machineSpec"] for name, spec in SPECS.items()}
+    assert machines["one GPU"] == {
+        "machineType": "g2-standard-8", "acceleratorType": "NVIDIA_L4", "acceleratorCount": 1,
+    }  # fmt: skip
+    assert machines["n1"] == {
+        "machineType": "n1-standard-8", "acceleratorType": "NVIDIA_TESLA_V100", "acceleratorCount": 1,
+    }  # fmt: skip
+    assert machines["CPU"] == {"machineType": "n1-standard-8"}
+    assert render(make_vertex_spec(machine_type="a3-megagpu-8g", gpus=8))["workerPoolSpecs"][0]["machineSpec"][
+        "acceleratorType"
+    ] == "NVIDIA_H100_MEGA_80GB"  # fmt: skip
+
+
+def test_nodes_find_their_place():
+    """In CLUSTER_SPEC, as Vertex AI makes it of the worker pools (docs "Distributed training")."""
+    pools = render(SPECS["spot nodes"])["workerPoolSpecs"]
+    cluster = {
+        f"workerpool{number}": [
+            f"cmle-workerpool{number}-{replica}:2222" for replica in range(int(pool["replicaCount"]))
+        ]
+        for number, pool in enumerate(pools)
+    }
+    tasks = [{"type": pool, "index": index} for pool, hosts in cluster.items() for index in range(len(hosts))]
+    places = [find_place({"CLUSTER_SPEC": json.dumps({"cluster": cluster, "task": task})}) for task in tasks]
+
+    assert [(place.rank, place.world_size, place.host) for place in places if place] == [
+        (rank, 3, "cmle-workerpool0-0") for rank in range(3)
+    ]
+
+
+def test_results_go_below_the_run():
+    prefix = render(SPECS["one GPU"])["baseOutputDirectory"]["outputUriPrefix"]
+    folders = vertex_folders({"AIP_MODEL_DIR": f"{prefix}/model/", "AIP_TENSORBOARD_LOG_DIR": f"{prefix}/logs/"})
+    assert (folders.model, folders.tensorboard) == ("gs://bucket/runs/one/model", "gs://bucket/runs/one/logs")
+    assert "baseOutputDirectory" not in render(SPECS["mounts"])
+
+
+def test_preempted_nodes_start_again_together():
+    assert render(SPECS["spot nodes"])["scheduling"] == {
+        "strategy": "SPOT", "disableRetries": False, "restartJobOnWorkerRestart": True, "timeout": "7200s",
+    }  # fmt: skip
+    assert render(SPECS["one GPU"])["scheduling"]["restartJobOnWorkerRestart"] is False
+    assert render(make_vertex_spec(restarts=0))["scheduling"]["disableRetries"] is True
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"machine_type": None}, "needs a machine type"),
+        ({"machine_type": "g2-standard-9"}, "has no g2-standard-9"),
+        ({"machine_type": "g2-standard-8", "gpu": "t4"}, "has no g2-standard-8 with t4"),
+        ({"machine_type": "n1-standard-8"}, "has no n1-standard-8 with a GPU"),
+        ({"machine_type": "n1-standard-4", "gpu": "NVIDIA_TESLA_V100"}, "has no n1-standard-4 with NVIDIA_TESLA_V100"),
+        ({"gpu": "1g.10gb"}, "has no MIG slices"),
+        ({"max_nodes": 4}, "a fixed number of nodes"),
+        ({"mounts": (Mount("/data", "claim"),)}, "cannot mount that"),
+        ({"mounts": (Mount("/data", "gs://bucket"),)}, "mounts every bucket at /gcs/BUCKET"),
+        ({"mounts": (Mount("/data", "10.0.0.2:/export"),)}, "below /mnt/nfs/"),
+        ({"env": {"MASTER_ADDR": "x"}}, "--env MASTER_ADDR"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_is_sent(changes: dict[str, Any], expected: str):
+    with pytest.raises(UsageError) as raised:
+        Vertex().check(make_vertex_spec(**changes))
+    assert expected in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["t4", "NVIDIA_TESLA_T4", "nvidia-tesla-t4"])
+def test_a_gpu_may_be_named_in_several_ways(name: str):
+    machine = render(make_vertex_spec(machine_type="n1-standard-4", gpu=name))["workerPoolSpecs"][0]["machineSpec"]
+    assert machine["acceleratorType"] == "NVIDIA_TESLA_T4"
+
+
+def test_project_and_region_come_from_flags_or_gcloud(monkeypatch: pytest.MonkeyPatch):
+    for name in ("GOOGLE_CLOUD_PROJECT", "CLOUDSDK_CORE_PROJECT", "GOOGLE_CLOUD_REGION", "CLOUDSDK_COMPUTE_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UsageError, match="Which project"):
+        Vertex().check(make_vertex_spec(options=PlaceOptions()))
+    monkeypatch.setenv("CLOUDSDK_CORE_PROJECT", "vision")
+    with pytest.raises(UsageError, match="Which region"):
+        Vertex().check(make_vertex_spec(options=PlaceOptions()))
+    monkeypatch.setenv("GOOGLE_CLOUD_REGION", "us-central1")
+    Vertex().check(make_vertex_spec(options=PlaceOptions()))
+
+
+def test_paid_gpus_that_idle_are_a_warning():
+    assert "3 of the 4 GPUs" in Vertex().check(make_vertex_spec(machine_type="g2-standard-48"))[0]
+
+
+def test_a_missing_client_names_its_package(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(__import__("sys").modules, "google.cloud.aiplatform_v1.services.job_service", None)
+    with pytest.raises(PreflightError, match="needs the package google-cloud-aiplatform"):
+        Vertex().submit(make_vertex_spec())
+
+
+# From here on Google's client, against a local server.
+
+JOB = Job(
+    place="vertex", id="projects/1/locations/europe-west4/customJobs/42", name="stoker-one", run="gs://b/r", t=0.0
+)
+
+
+class FakeVertex:
+    """JobService on loopback: keeps what it gets, answers with `state`, or refuses with `refusal`."""
+
+    def __init__(self) -> None:
+        self.requests: list[Any] = []
+        self.state = "JOB_STATE_RUNNING"
+        self.error = ""
+        self.refusal: tuple[str, str] | None = None
+
+    def handle(self, request: Any, context: Any) -> Any:
+        import grpc
+        from google.cloud.aiplatform_v1.types import CustomJob, JobState
+        from google.rpc.status_pb2 import Status
+
+        self.requests.append(request)
+        if self.refusal is not None:
+            context.abort(grpc.StatusCode[self.refusal[0]], self.refusal[1])
+        error = Status(code=3, message=self.error) if self.error else None
+        return CustomJob(name=JOB.id, state=JobState[self.state], error=error)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVertex]:
+    pytest.importorskip("google.cloud.aiplatform_v1", reason="uv pip install google-cloud-aiplatform")
+    import grpc
+    from google.cloud.aiplatform_v1 import types
+    from google.cloud.aiplatform_v1.services.job_service import JobServiceClient
+    from google.cloud.aiplatform_v1.services.job_service.transports import JobServiceGrpcTransport
+    from google.protobuf.empty_pb2 import Empty
+
+    fake = FakeVertex()
+
+    def method(request: Any, response: Any) -> Any:
+        return grpc.unary_unary_rpc_method_handler(
+            fake.handle, request_deserializer=request.deserialize, response_serializer=response
+        )
+
+    methods = {
+        "CreateCustomJob": method(types.CreateCustomJobRequest, types.CustomJob.serialize),
+        "GetCustomJob": method(types.GetCustomJobRequest, types.CustomJob.serialize),
+        "CancelCustomJob": method(types.CancelCustomJobRequest, lambda _: Empty().SerializeToString()),
+    }
+    grpc_server = grpc.server(futures.ThreadPoolExecutor(max_workers=2))
+    name = "google.cloud.aiplatform.v1.JobService"
+    grpc_server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, methods),))
+    port = grpc_server.add_insecure_port("127.0.0.1:0")
+    grpc_server.start()
+    with contextlib.ExitStack() as stack:
+        channel = stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{port}"))
+        client = JobServiceClient(transport=JobServiceGrpcTransport(channel=channel))
+        monkeypatch.setattr(vertex, "_open_client", lambda _: client)
+        yield fake
+    grpc_server.stop(grace=None).wait()
+
+
+@pytest.mark.slow
+def test_what_is_sent_is_what_dry_run_prints(server: FakeVertex):
+    from google.cloud.aiplatform_v1.types import CustomJob
+
+    for spec in SPECS.values():
+        assert Vertex().submit(spec) == JOB.id
+        sent = server.requests[-1]
+        assert sent.parent == "projects/vision/locations/europe-west4"
+        assert sent.custom_job == CustomJob.from_json(Vertex().render(spec)[0].text)
+    pool = server.requests[0].custom_job.job_spec.worker_pool_specs[0]
+    assert (pool.container_spec.image_uri, pool.replica_count) == (IMAGE, 1)
+
+
+@pytest.mark.slow
+def test_an_unknown_field_is_refused_by_the_client(server: FakeVertex):  # noqa: ARG001
+    from google.cloud.aiplatform_v1.types import CustomJob
+    from google.protobuf.json_format import ParseError
+
+    text = Vertex().render(SPECS["one GPU"])[0].text
+    for old, new in (("replicaCount", "replicas"), ("NVIDIA_L4", "NVIDIA_L5")):
+        with pytest.raises((ParseError, ValueError)):
+            CustomJob.from_json(text.replace(old, new))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("refusal", "error", "expected"),
+    [
+        (("INVALID_ARGUMENT", "Machine type is not supported in region"), UsageError, "not supported in region"),
+        (("PERMISSION_DENIED", "aiplatform.customJobs.create denied"), PreflightError, "customJobs.create denied"),
+        (("RESOURCE_EXHAUSTED", "quota custom_model_training_nvidia_l4_gpus"), PreflightError, "quota"),
+        (("UNAVAILABLE", "connection refused"), PreflightError, "connection refused"),
+    ],
+)
+def test_a_refusal_is_named(server: FakeVertex, refusal: tuple[str, str], error: type[StokerError], expected: str):
+    server.refusal = refusal
+    with pytest.raises(error) as raised:
+        Vertex().submit(SPECS["one GPU"])
+    assert expected in str(raised.value)
+
+
+@pytest.mark.slow
+def test_status_and_cancel(server: FakeVertex):
+    for state, expected in (("JOB_STATE_PENDING", "queued"), ("JOB_STATE_CANCELLED", "cancelled")):
+        server.state = state
+        assert Vertex().status(JOB).state == expected
+    server.state, server.error = "JOB_STATE_FAILED", "The replica workerpool0-0 exited with code 4"
+    found = Vertex().status(JOB)
+    assert (found.state, found.text) == ("failed", f"JOB_STATE_FAILED: {server.error}")
+
+    Vertex().cancel(JOB)
+    assert server.requests[-1].name == JOB.id
+    for refusal in (("FAILED_PRECONDITION", "not cancellable"), ("NOT_FOUND", "no such job")):
+        server.refusal = refusal
+        Vertex().cancel(JOB)  # a job that has ended is no error
+    assert Vertex().status(JOB).state == "unknown"
+
+
+@pytest.mark.slow
+def test_without_credentials_nothing_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("google.cloud.aiplatform_v1", reason="uv pip install google-cloud-aiplatform")
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "none.json"))
+    with pytest.raises(PreflightError, match="no credentials for Google Cloud"):
+        Vertex().submit(make_vertex_spec())
