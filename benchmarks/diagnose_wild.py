@@ -231,7 +231,8 @@ class Bench:
 
     def read_again(self, kept: Outcome, folder: Path, accepted: tuple[str, ...]) -> Outcome:
         """A kept job by the rules of this checkout, and by what the job accepts now."""
-        return replace(kept, findings=kept.findings and self._why(folder / "run", folder), accepted=accepted)
+        findings = None if kept.findings is None else self._why(folder / "run", folder)
+        return replace(kept, findings=findings, accepted=accepted)
 
     def _run(self, job: Job, folder: Path) -> dict[str, Any]:
         run = folder / "run"

@@ -117,6 +117,19 @@ def test_a_finished_job_is_not_repeated_unless_what_it_accepts_changed(wild: Mod
     assert wild.finished(kept, [("first", changed)]) == []
 
 
+def test_a_kept_job_is_read_again_also_if_nothing_was_found(
+    wild: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = wild.Bench(tmp_path, tmp_path, keep=True)
+    found = (wild.Finding(cause="lr_too_high", severity="warning"),)
+    monkeypatch.setattr(bench, "_why", lambda run, folder: found)  # noqa: ARG005
+    kept = an_outcome(wild)
+    assert kept.findings == ()
+    assert bench.read_again(kept, tmp_path, kept.accepted).findings == found
+    without_reading = an_outcome(wild, findings=None)
+    assert bench.read_again(without_reading, tmp_path, kept.accepted).findings is None
+
+
 def test_jobs_run_alone_but_for_those_that_need_not(wild: ModuleType) -> None:
     jobs = [
         ("first", wild.Job(program=str(n), fault="f", way="w", command=("loop.py",), alone=n % 3 == 0))

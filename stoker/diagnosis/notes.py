@@ -1,5 +1,6 @@
 """What is worth a line below the findings and needs no action: time that is explained, and records that are missing."""
 
+import math
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -128,6 +129,20 @@ def _no_step_output(run: RunRecords) -> Note | None:
     return Note("no_step_output", text, "steps.jsonl: window_steps")
 
 
+def _predicted_step(run: RunRecords) -> Note | None:
+    predicted_s, error = run.facts.get("predicted_step_s"), run.facts.get("predicted_step_error")
+    compute_s = run.steady.phases.get("compute", 0.0)
+    if not isinstance(predicted_s, float) or not isinstance(error, float) or not run.steady.steps or not compute_s:
+        return None
+    measured_s = compute_s / run.steady.steps / max(1, run.totals.devices)
+    difference = measured_s / predicted_s - 1 if predicted_s > 0 else math.inf
+    text = (
+        f"`stoker plan` predicted {predicted_s:.3g} s a step ± {100 * error:.0f} %, measured {measured_s:.3g} s "
+        f"({100 * difference:+.0f} %)"
+    )
+    return Note("predicted_step", text, "events.jsonl: info, data.facts; steps.jsonl: phases.compute")
+
+
 NOTES = (
     NoteKind(
         "unattributed_time",
@@ -158,4 +173,5 @@ NOTES = (
         _NO_STEP_OUTPUT,
         omitted_with=("empty_input",),
     ),
+    NoteKind("predicted_step", "The time of a step was predicted", _predicted_step, {}),
 )

@@ -7,6 +7,7 @@ Ctrl-C ends the watching, never the job. `recorder.py` writes the records; `watc
 import contextlib
 import dataclasses
 import fcntl
+import math
 import os
 import pwd
 import select
@@ -21,7 +22,7 @@ from typing import Any, BinaryIO
 
 from stoker.diagnosis.alive import boot_id
 from stoker.errors import UsageError
-from stoker.hardware.cgroup import Cgroup
+from stoker.hardware.cgroup import Cgroup, usable_cores
 from stoker.monitor.monitor import monitoring
 from stoker.monitor.options import MonitoringOptions
 from stoker.printable import print_text
@@ -244,13 +245,11 @@ def _describe_environment(job: AttachedProcess) -> dict[str, Any]:
     cgroup = Cgroup.for_pid(job.pid)
     memory = cgroup.memory_state()
     limits = [described["memory_limit_bytes"], *([memory.limit] if memory else [])]
-    cores = len(os.sched_getaffinity(job.pid))
-    quota = cgroup.cpu_limit_cores()
     return described | {
         "argv": mask_argv(job.command),
         "cwd": job.cwd,
-        "cpu_quota": quota,
-        "cores": cores if quota is None else max(1, min(cores, int(-(-quota // 1)))),
+        "cpu_quota": cgroup.cpu_limit_cores(),
+        "cores": max(1, math.ceil(usable_cores(job.pid, cgroup))),
         "memory_limit_bytes": min(limits),
     }
 

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Set
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -216,9 +215,7 @@ class StackSampler:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join(5.0)  # a thread that hangs is abandoned
 

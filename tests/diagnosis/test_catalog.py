@@ -11,12 +11,12 @@ from stoker.config import old_names
 from stoker.config.settings import SECTION_OF
 from stoker.diagnosis import causes
 from stoker.diagnosis.catalog import CATALOG, RULES, catalog_hash
-from stoker.diagnosis.catalog_page import render_page
 from stoker.diagnosis.causes.cause import COMMON_THRESHOLDS, REASONS, Cause, Threshold
 from stoker.diagnosis.failure_signatures import FAILURE_SIGNATURES
 from stoker.diagnosis.notes import NOTES
 from stoker.diagnosis.xids import XIDS
 from stoker.runs.schemas import PROBE_KINDS
+from tests.diagnosis.catalog_page import render_page
 
 NATIVE_ONLY = {"anchors_miss_boxes", "bad_images"}
 """Causes that rest on what only `stoker train` records."""
@@ -57,7 +57,7 @@ def test_old_ids_lead_to_ids_of_now() -> None:
 
 
 def test_the_page_is_generated_from_the_catalog() -> None:
-    assert PAGE.read_text() == render_page(), "python -m stoker.diagnosis.catalog_page > docs/causes.md"
+    assert PAGE.read_text() == render_page(), "python -m tests.diagnosis.catalog_page > docs/causes.md"
     for name in (*CATALOG, *FAILURE_SIGNATURES):
         assert render_page().count(f"### `{name}`") == 1
 

@@ -237,6 +237,10 @@ def test_a_loss_that_rises_in_an_external_job_is_an_lr_too_high(tmp_path: Path) 
     jumps = {"config": None, "losses": lambda s: {"total": 1.5 if s % 9 != 5 else 180.0}}
     finding = of(findings(tmp_path / "jumps", jumps), "lr_too_high")
     assert "has jumped 4 times, to 180 at most" in finding.evidence[0].text
+    to_zero = {"config": None, "losses": lambda s: {"total": (1.1, 6e7, 2e7)[s] if s < 3 else 0.0}}
+    assert "jumped to 6e+07" in of(findings(tmp_path / "to_zero", to_zero), "lr_too_high").evidence[0].text
+    once = {"config": None, "losses": lambda s: {"total": (1.1, 6e7)[s] if s < 2 else 0.0}}
+    assert findings(tmp_path / "once", once) == []
     small = {"config": None, "losses": lambda s: {"total": 2.0 * 0.8**s if s % 9 != 5 else 0.5}}  # below its beginning
     assert findings(tmp_path / "small", small) == []
     stays = {"config": None, "losses": lambda s: {"total": (2.3, 8000.0)[s] if s < 2 else 5.2 + 0.1 * (s % 3)}}

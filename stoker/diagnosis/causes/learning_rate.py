@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -49,7 +50,9 @@ LR_TOO_HIGH = Cause(
             32, "windows from which a run of `stoker train` judges itself (training/stability.py, twice GROUP)"
         ),
         "blew_up": Threshold(
-            1e4, "largest loss over the newest from which the training diverged: no healthy one starts there"
+            1e4,
+            "largest loss over the newest, or (from max_loss on, in as many windows as jumps) over the first, from "
+            "which the training diverged: no healthy one starts there",
         ),
         "learns": Threshold(0.7, "newest third over the middle one below which the loss falls (heuristic)"),
     },
@@ -130,6 +133,8 @@ def _find_divergence(run: RunRecords) -> _Divergence | None:
     since."""
     cause, loss = LR_TOO_HIGH, run.learning.loss
     values, noise = loss.values, _log_loss_noise(run)
+    if blow_up := _find_blow_up(run, values):  # also if the loss is 0 since
+        return blow_up
     thirds = _median_thirds(loss)
     if thirds is None or len(values) < cause.threshold("min_windows") or min(values) <= 0:
         return None
@@ -166,6 +171,19 @@ def _find_divergence(run: RunRecords) -> _Divergence | None:
         )
         return _Divergence(text, max(jumps) / first, None, "")
     return None
+
+
+def _find_blow_up(run: RunRecords, values: Sequence[float]) -> _Divergence | None:
+    """The loss began small and was enormous in several windows."""
+    cause = LR_TOO_HIGH
+    if len(values) < cause.threshold("min_windows") or values[0] <= 0:
+        return None
+    floor = max(cause.threshold("max_loss"), cause.threshold("blew_up") * values[0])
+    if sum(value >= floor for value in values) < cause.threshold("jumps"):
+        return None
+    text = f"the loss was {values[0]:.3g} at the beginning and has jumped to {max(values):.3g}"
+    steps_s, basis = run.phase_seconds("compute", "unattributed"), _ALL_STEPS_LOST.format("nothing")
+    return _Divergence(text, max(values) / values[0], steps_s, basis)
 
 
 def lr_too_low(run: RunRecords) -> Finding | None:

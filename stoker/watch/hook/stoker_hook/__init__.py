@@ -25,7 +25,7 @@ PATCHES = {
     "torch.autograd": ("torch_loop", "patch_backward"),
     "torch.autograd.grad_mode": ("torch_loop", "patch_no_grad"),
     "torch.nn.modules.module": ("torch_loop", "patch_modules"),
-    "torch.serialization": ("torch_loop", "patch_save"),
+    "torch.serialization": ("torch_loop", "patch_serialization"),
     "torch._dynamo.callback": ("torch_loop", "patch_compilation"),
     "safetensors.torch": ("torch_loop", "patch_safetensors"),
     "torch.distributed.checkpoint.state_dict_saver": ("torch_loop", "patch_save"),

@@ -59,6 +59,10 @@ MAX_UNPROVEN_BATCHES = 3
 """An iterator with this many batches and no backward is one of evaluation; some loops prefetch one or two."""
 
 
+SOURCE_ATTR = "_stoker_source"
+"""Attribute of an iterator that holds its `BatchSource`."""
+
+
 class BatchSource:
     """An iterator of batches. workers: processes that load them, −1 if not known. is_training: None until it is
     known."""
@@ -403,6 +407,24 @@ def wrap_timed(slot: int, original: "Call") -> "Call":
             clock.leave()
 
     return wrapper  # type: ignore[return-value, unused-ignore]
+
+
+def timed_next(
+    iterator: "Any", original_next: "Any", count: "Any", workers: int = -1, is_evaluating: bool = False
+) -> "Any":
+    """The iterator's next batch, timed as a wait. count: batch → its number of images."""
+    source = iterator.__dict__.get(SOURCE_ATTR)
+    if source is None:
+        source = iterator.__dict__[SOURCE_ATTR] = BatchSource(workers)
+    clock.begin_wait(source, is_evaluating)
+    try:
+        batch = original_next(iterator)
+    except BaseException as error:
+        is_end = isinstance(error, StopIteration) or type(error).__name__ == "OutOfRangeError"  # TensorFlow's
+        clock.end_source(source, failed=not is_end)
+        raise
+    clock.end_wait(source, count(batch))
+    return batch
 
 
 clock = PhaseClock(STATE_DIR)

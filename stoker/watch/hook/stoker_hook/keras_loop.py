@@ -7,8 +7,8 @@ nothing is timed.
 
 from functools import wraps
 
-from .clock import CHECKPOINT, EVAL, BatchSource, clock, wrap_timed
-from .torch_loop import SOURCE_ATTR, count_images
+from .clock import CHECKPOINT, EVAL, SOURCE_ATTR, clock, timed_next, wrap_timed
+from .torch_loop import count_images
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,17 +25,7 @@ def patch_epoch_iterator(module: "Any") -> None:
     def __next__(self: "Any") -> "Any":
         if not clock.is_outside_phases() or "keras.src.backend.torch.trainer" not in modules:
             return original_next(self)
-        source = self.__dict__.get(SOURCE_ATTR)
-        if source is None:
-            source = self.__dict__[SOURCE_ATTR] = BatchSource()
-        clock.begin_wait(source, False)
-        try:
-            batches = original_next(self)
-        except BaseException as error:
-            clock.end_source(source, failed=not isinstance(error, StopIteration))
-            raise
-        clock.end_wait(source, sum(count_images(batch) for batch in batches[-1]))
-        return batches
+        return timed_next(self, original_next, lambda batches: sum(map(count_images, batches[-1])))
 
     iterator_class.__next__ = __next__
 

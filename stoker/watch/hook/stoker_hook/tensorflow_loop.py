@@ -12,10 +12,10 @@ its import. Not timed: calls of a ConcreteFunction, sessions of TensorFlow 1.
 from _thread import get_ident
 from functools import wraps
 
-from .clock import CHECKPOINT, COMPILE, COMPUTE, RECOMPILES, BatchSource, clock, wrap_timed
+from .clock import CHECKPOINT, COMPILE, COMPUTE, RECOMPILES, clock, timed_next, wrap_timed
 from .failures import report_failure
 from .tensorflow_input import run_graph_step
-from .torch_loop import SOURCE_ATTR, count_images
+from .torch_loop import count_images
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -64,18 +64,7 @@ def _patch_next(cls: "Any", name: str) -> None:
     def next_batch(self: "Any") -> "Any":
         if not _is_outside():
             return original(self)
-        source = self.__dict__.get(SOURCE_ATTR)
-        if source is None:
-            source = self.__dict__[SOURCE_ATTR] = BatchSource()
-        clock.begin_wait(source, False)
-        try:
-            batch = original(self)
-        except BaseException as error:
-            is_end = isinstance(error, StopIteration) or type(error).__name__ == "OutOfRangeError"
-            clock.end_source(source, failed=not is_end)
-            raise
-        clock.end_wait(source, _count_images(batch))
-        return batch
+        return timed_next(self, original, _count_images)
 
     setattr(cls, name, next_batch)
 

@@ -7,15 +7,12 @@ from _thread import get_ident
 from functools import wraps
 from weakref import ref
 
-from .clock import CHECKPOINT, COMPILE, EVAL, MAYBE_WAIT, BatchSource, clock, wrap_timed
+from .clock import CHECKPOINT, COMPILE, EVAL, MAYBE_WAIT, clock, timed_next, wrap_timed
 from .torch_cuda import make_device_events
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
-
-SOURCE_ATTR = "_stoker_source"
-"""Attribute of an iterator that holds its `BatchSource`."""
 
 
 def _report_torch_version() -> None:
@@ -37,17 +34,7 @@ def patch_dataloader(module: "Any") -> None:
     def __next__(self: "Any") -> "Any":
         if not clock.is_outside_phases():
             return original_next(self)
-        source = self.__dict__.get(SOURCE_ATTR)
-        if source is None:
-            source = self.__dict__[SOURCE_ATTR] = BatchSource(num_loader_workers(self))
-        clock.begin_wait(source, not grad_enabled())
-        try:
-            batch = original_next(self)
-        except BaseException as error:
-            clock.end_source(source, failed=not isinstance(error, StopIteration))
-            raise
-        clock.end_wait(source, count_images(batch))
-        return batch
+        return timed_next(self, original_next, count_images, num_loader_workers(self), not grad_enabled())
 
     __next__.__wrapped__ = original_next  # type: ignore[attr-defined]
     iterator_class.__next__ = __next__
@@ -181,6 +168,19 @@ def _patch_no_grad_class(cls: "Any") -> None:
 
 def patch_save(module: "Any") -> None:
     module.save = wrap_timed(CHECKPOINT, module.save)
+
+
+def patch_serialization(module: "Any") -> None:
+    """torch.serialization, and what saves without it: a state that is pickled into a file, and files that are brought
+    to the disk by the training thread."""
+    import os
+    import pickle
+
+    patch_save(module)
+    pickle.dump = wrap_timed(CHECKPOINT, pickle.dump)
+    for name in ("fsync", "fdatasync"):
+        if hasattr(os, name):  # Windows and macOS have no fdatasync
+            setattr(os, name, wrap_timed(CHECKPOINT, getattr(os, name)))
 
 
 def patch_safetensors(module: "Any") -> None:

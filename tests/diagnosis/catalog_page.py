@@ -1,6 +1,6 @@
 """Generates docs/causes.md from the catalog, the failures and the notes.
 
-usage: python -m stoker.diagnosis.catalog_page > docs/causes.md     A test compares the file with the output.
+usage: python -m tests.diagnosis.catalog_page > docs/causes.md     A test compares the file with the output.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def _page_lines() -> Iterator[str]:
     yield (
         f"What `stoker why` can find in a run: {len(causes)} causes of lost time, lost quality or a coming failure, "
         f"{len(failures)} ways to end, and {len(NOTES)} notes. Generated from `stoker/diagnosis/causes/`, "
-        "`failure_signatures/` and `notes.py` by `python -m stoker.diagnosis.catalog_page > docs/causes.md`; do not "
+        "`failure_signatures/` and `notes.py` by `python -m tests.diagnosis.catalog_page > docs/causes.md`; do not "
         f"edit it here. The catalog's hash is `{catalog_hash()}`: equal hashes mean equal thresholds. How to add a "
         "cause: [add-a-cause.md](add-a-cause.md)."
     )
