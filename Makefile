@@ -10,7 +10,7 @@ PYENV := $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions
 python_version = $(or $(lastword $(sort $(wildcard $(PYENV)/$(1).*/bin/python))),python$(1))
 VERSION_TESTS := tests/models tests/training tests/hardware tests/data/test_augment_device.py tests/data/test_device_batches.py
 
-.PHONY: setup lock peers demo test test-slow test-oldest test-newest check
+.PHONY: setup lock peers demo test test-slow test-oldest test-newest chaos soak check
 .PHONY: bench bench-diagnose bench-diagnose-quick bench-gpu gpu-kit clean
 
 setup: .venv/.ready
@@ -57,6 +57,12 @@ test-newest: .venv-newest/.ready  ## Python 3.13, the newest torch; 6 GB, in .ve
 	$(UV) pip install --quiet --python .venv-newest/bin/python --group dev --editable .
 	touch $@
 
+chaos: setup  ## the table of docs/faults.md, with times; 8 minutes on free cores
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:xdist --durations=0 -m slow tests/chaos
+
+soak: setup  ## 20 minutes of random faults; MINUTES=5 is shorter
+	$(BIN)/python -m tests.chaos.soak --minutes $(or $(MINUTES),20)
+
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -73,6 +79,7 @@ bench: setup  ## about 12 minutes; peers that `make peers` has installed, else n
 	$(BIN)/python benchmarks/evaluate.py --json benchmarks/results/evaluate-cpu.json
 	$(BIN)/python benchmarks/step.py --json benchmarks/results/step-cpu.json
 	$(BIN)/python benchmarks/startup.py --json benchmarks/results/startup-cpu.json
+	$(BIN)/python benchmarks/plan.py --second --json benchmarks/results/plan-cpu.json
 	$(BIN)/python benchmarks/loader.py --json benchmarks/results/loader-cpu.json
 	$(BIN)/python benchmarks/end_to_end.py --json benchmarks/results/end-to-end-cpu.json
 	$(BIN)/python benchmarks/storage.py --json benchmarks/results/storage-cpu.json
@@ -91,6 +98,7 @@ bench-diagnose-wild: setup  ## 90 minutes, on an idle machine; TensorFlow from `
 
 bench-gpu:  ## under 10 minutes; uses the system Python where there is no .venv
 	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu.py --json benchmarks/results/gpu.json
+	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/plan.py --gpu --json benchmarks/results/plan-gpu.json
 
 gpu-kit:  ## .kit/: wheels, data and a script for a GPU machine without network (docs/gpu-status.md)
 	PYTHON=$(PYTHON) bash scripts/gpu-kit.sh

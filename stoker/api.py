@@ -1,16 +1,23 @@
-"""`stoker.train`: the command as a function, with the same settings and the same defaults.
+"""`stoker.train`, `stoker.check` and `stoker.plan`: the commands as functions, with the same settings and defaults.
 
 `stoker.load` and the model that it returns are in `stoker/inference/model.py`. The training itself is
 `stoker/training/loop.py`.
 """
 
 import os
-from typing import Literal, Unpack
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Unpack
 
 from stoker.config.keywords import Settings
 from stoker.config.settings import from_fields
 from stoker.monitor.options import MonitoringOptions
 from stoker.training import loop
+from stoker.training.local_ranks import RankRequest, must_start_ranks, run_ranks
+
+if TYPE_CHECKING:
+    from stoker.planning.check import CheckReport
+    from stoker.planning.plan import Plan
 
 
 def train(
@@ -19,6 +26,7 @@ def train(
     run_dir: str | os.PathLike[str] | None = None,
     resume: str | os.PathLike[str] | None = None,
     accept_changed_data: bool = False,
+    devices: int | None = None,
     trace: bool = False,
     log_format: Literal["text", "json"] = "text",
     monitor: MonitoringOptions = MonitoringOptions(),  # noqa: B008  # frozen
@@ -30,6 +38,7 @@ def train(
     run_dir: folder of the run, default `runs/<data>-<model>-<n>`. An unfinished run there is continued.
     resume: an unfinished run to continue with its own settings; `data` is not needed then.
     accept_changed_data: continue an unfinished run also if images, boxes or class names of its data set changed.
+    devices: train on so many devices of this machine, each in a process of its own.
     trace: keep the steps that are profiled every few minutes as Chrome traces too.
     log_format: json writes JSON lines to stdout, and text for people to stderr.
     monitor: alerts, metrics and trackers, like the flags of that group (docs/monitoring.md).
@@ -40,6 +49,18 @@ def train(
     """
     user_config = from_fields({"data": data, **settings})
     paths = [None if path is None else os.fspath(path) for path in (run_dir, resume)]
+    if devices is not None and must_start_ranks(devices):
+        request = RankRequest(
+            settings=user_config.set_fields(),
+            run_dir=paths[0],
+            resume=paths[1],
+            accept_changed_data=accept_changed_data,
+            trace=trace,
+            monitor=monitor,
+            log_format=log_format,
+        )
+        result = run_ranks(devices, request)
+        return loop.Result(Path(result.run), result.steps, result.metrics)
     return loop.train(
         user_config,
         run_dir=paths[0],
@@ -48,4 +69,70 @@ def train(
         trace=trace,
         monitor=monitor,
         log_format=log_format,
+    )
+
+
+def check(
+    data: str | os.PathLike[str] | None = None,
+    *,
+    run_dir: str | os.PathLike[str] | None = None,
+    devices: int = 1,
+    deep: bool = False,
+    dockerfile: str | os.PathLike[str] | None = None,
+    requirements: str | os.PathLike[str] | None = None,
+    script: str | os.PathLike[str] | None = None,
+    **settings: Unpack[Settings],
+) -> "CheckReport":
+    """Tests everything that could stop or slow a training, as `stoker check` does (docs/check.md).
+
+    The report has the findings, the worst first; `report.blocked` says whether training would fail, or would run on the
+    CPU without `device="cpu"`. Raises StokerError for settings that do not exist or contradict each other.
+    """
+    from stoker.config.settings import check as check_settings
+    from stoker.planning.check import CheckRequest
+    from stoker.planning.check import check as run_checks
+    from stoker.training.run_selection import with_absolute_paths
+
+    config = from_fields({"data": data, **settings})
+    check_settings(config)
+    request = CheckRequest(
+        config=with_absolute_paths(config),
+        run_dir=None if run_dir is None else os.fspath(run_dir),
+        devices=devices,
+        deep=deep,
+        dockerfile=None if dockerfile is None else Path(dockerfile),
+        requirements=None if requirements is None else Path(requirements),
+        script=None if script is None else Path(script),
+    )
+    return run_checks(request)
+
+
+def plan(
+    data: str | os.PathLike[str],
+    *,
+    on: Sequence[str] = (),
+    gpus: Sequence[int] = (),
+    spot: bool = False,
+    by: str | None = None,
+    budget: float | None = None,
+    prices: str | os.PathLike[str] | None = None,
+    **settings: Unpack[Settings],
+) -> "Plan":
+    """Predicts memory, duration and cost of a training on machines that need not be here, as `stoker plan` does.
+
+    on: names of machines, `this` for the present one; none: this one and the whole table. gpus: numbers of GPUs; none:
+    those of each machine. by: the time in which it has to be done, such as "6h"; budget: US dollars; prices: a file of
+    your own prices (docs/plan.md). `plan.rows` has a prediction for each machine, `plan.recommendation` the choice and
+    its reasons. Raises StokerError.
+    """
+    from stoker.planning.plan import make_plan, parse_by
+    from stoker.planning.recommend import Limits
+
+    return make_plan(
+        from_fields({"data": data, **settings}),
+        on=on,
+        gpus=gpus,
+        spot=spot,
+        limits=Limits(by_s=None if by is None else parse_by(by), budget=budget),
+        prices=None if prices is None else Path(prices),
     )

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -16,6 +17,13 @@ hypothesis.settings.load_profile("stoker")
 _NUMBERS = itertools.count()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests get more time than `timeout` in pyproject.toml: some take minutes where other work has the cores."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(900))
+
+
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """No test reads or writes the user's cache."""
@@ -24,6 +32,13 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     cache.mkdir()
     monkeypatch.setenv("STOKER_CACHE_DIR", str(cache))
     return cache
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Where pydantic is imported, as by the client of Kubernetes, cyclopts parses command lines by its rules: a process
+    of the command line has none."""
+    sys.modules.pop("pydantic", None)
 
 
 @pytest.fixture(scope="session")

@@ -33,9 +33,9 @@ from stoker.evaluation.evaluate import (
 )
 from stoker.evaluation.metrics import COCO_SUMMARY, Detections, Metrics, empty_detections
 from stoker.hardware.device import Device
-from stoker.hardware.host_sync import ForbidHostSync, HostSyncError
 from stoker.models import BatchDetections, build, get_architecture
 from tests.drawn import draw
+from tests.host_sync import ForbidHostSync, HostSyncError
 
 CPU = Device(torch.device("cpu"))
 
