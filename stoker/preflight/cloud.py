@@ -21,8 +21,9 @@ from stoker.preflight.findings import CheckFinding
 from stoker.profiling.telemetry.environment import detect_machine_type
 from stoker.profiling.telemetry.platform_info import describe_storage, detect_cloud
 
-TIMEOUT_S = 0.5
-"""Of one request. A metadata service answers in milliseconds, or there is none."""
+TIMEOUT_S, KNOWN_TIMEOUT_S = 0.5, 5.0
+"""Of one request: to a service of which nothing is known, and to one that has answered, or which the firmware or a
+variable names. A metadata service answers in milliseconds, unless the machine is overloaded."""
 MAX_ANSWER_BYTES = 65536
 GOOGLE_HOST, AMAZON_ENDPOINT = "169.254.169.254", "http://169.254.169.254"
 _TRUE = ("1", "true", "yes", "on")
@@ -61,7 +62,7 @@ class _NoService(Exception):
 
 def read_machine(env: Mapping[str, str] = os.environ, *, root: Path = Path("/")) -> CloudMachine | None:
     """The machine of Google Cloud or AWS on which this process runs; None if no metadata service answers. Takes at most
-    about TIMEOUT_S where there is none. GCE_METADATA_HOST and AWS_EC2_METADATA_SERVICE_ENDPOINT name other services,
+    about TIMEOUT_S where none is to be expected. GCE_METADATA_HOST and AWS_EC2_METADATA_SERVICE_ENDPOINT name other services,
     NO_GCE_CHECK and AWS_EC2_METADATA_DISABLED switch them off, as in the clouds' own tools."""
     return _ask_services(env, root)[0]
 
@@ -199,16 +200,20 @@ def _check_spot(machine: CloudMachine, run_dir: str, root: Path) -> CheckFinding
 def _ask_services(env: Mapping[str, str], root: Path) -> tuple[CloudMachine | None, dict[str, str]]:
     """(the machine, why a service that was asked gave no answer, by provider). Both are asked at the same time."""
     cloud = detect_cloud(root)
-    readers: dict[str, Callable[[Mapping[str, str]], CloudMachine]] = {}
+    readers: dict[str, Callable[[Mapping[str, str], float], CloudMachine]] = {}
+    named = {"gcp": env.get("GCE_METADATA_HOST"), "aws": _amazon_variable(env)}
     google_off = env.get("NO_GCE_CHECK", "").lower() in _TRUE
-    if env.get("GCE_METADATA_HOST") or (not google_off and cloud in ("gcp", None)):
+    if named["gcp"] or (not google_off and cloud in ("gcp", None)):
         readers["gcp"] = _read_google
     amazon_off = env.get("AWS_EC2_METADATA_DISABLED", "").lower() in _TRUE
-    if not amazon_off and (_amazon_variable(env) or cloud in ("aws", None)):
+    if not amazon_off and (named["aws"] or cloud in ("aws", None)):
         readers["aws"] = _read_amazon
     machine, reasons = None, {}
     with ThreadPoolExecutor(max_workers=2) as pool:
-        answers = {provider: pool.submit(read, env) for provider, read in readers.items()}
+        answers = {
+            provider: pool.submit(read, env, KNOWN_TIMEOUT_S if cloud or named[provider] else TIMEOUT_S)
+            for provider, read in readers.items()
+        }
         for provider, answer in answers.items():
             try:
                 machine = machine or answer.result()
@@ -217,14 +222,15 @@ def _ask_services(env: Mapping[str, str], root: Path) -> tuple[CloudMachine | No
     return machine, reasons
 
 
-def _read_google(env: Mapping[str, str]) -> CloudMachine:
+def _read_google(env: Mapping[str, str], timeout_s: float) -> CloudMachine:
     host = env.get("GCE_METADATA_HOST") or GOOGLE_HOST
     headers = {"Metadata-Flavor": "Google"}
 
-    def ask(key: str) -> str | None:
-        return _request(f"http://{host}/computeMetadata/v1/instance/{key}", headers, must_return=headers)
+    def ask(key: str, timeout_s: float = KNOWN_TIMEOUT_S) -> str | None:
+        url = f"http://{host}/computeMetadata/v1/instance/{key}"
+        return _request(url, headers, timeout_s=timeout_s, must_return=headers)
 
-    zone = _last_part(ask("zone"))
+    zone = _last_part(ask("zone", timeout_s))
     if zone is None:
         raise _NoService("the metadata server does not know the zone")
     policy, model = ask("scheduling/on-host-maintenance"), ask("scheduling/provisioning-model")
@@ -244,14 +250,16 @@ def _read_google(env: Mapping[str, str]) -> CloudMachine:
     )
 
 
-def _read_amazon(env: Mapping[str, str]) -> CloudMachine:
+def _read_amazon(env: Mapping[str, str], timeout_s: float) -> CloudMachine:
     base = (_amazon_variable(env) or AMAZON_ENDPOINT).rstrip("/")
-    token = _request(f"{base}/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}, method="PUT")
+    lifetime = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
+    token = _request(f"{base}/latest/api/token", lifetime, method="PUT", timeout_s=timeout_s)
     if token is None:
         raise _NoService("it grants no token")
 
     def ask(key: str) -> str | None:
-        return _request(f"{base}/latest/meta-data/{key}", {"X-aws-ec2-metadata-token": token})
+        url = f"{base}/latest/meta-data/{key}"
+        return _request(url, {"X-aws-ec2-metadata-token": token}, timeout_s=KNOWN_TIMEOUT_S)
 
     zone, life_cycle = ask("placement/availability-zone"), ask("instance-life-cycle")
     if zone is None:
@@ -282,13 +290,18 @@ def _scheduled_events(text: str | None) -> str | None:
 
 
 def _request(
-    url: str, headers: dict[str, str], *, method: str = "GET", must_return: Mapping[str, str] | None = None
+    url: str,
+    headers: dict[str, str],
+    *,
+    timeout_s: float,
+    method: str = "GET",
+    must_return: Mapping[str, str] | None = None,
 ) -> str | None:
     """The text at a URL; None where it is missing or concealed. Raises _NoService. must_return: headers of the
     response, which a captive portal or another program at this address does not send."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(urllib.request.Request(url, headers=headers, method=method), timeout=TIMEOUT_S) as response:
+        with opener.open(urllib.request.Request(url, headers=headers, method=method), timeout=timeout_s) as response:
             if any(response.headers.get(name) != value for name, value in (must_return or {}).items()):
                 raise _NoService(f"{url} is not a metadata service")
             return str(response.read(MAX_ANSWER_BYTES), "utf-8", "replace").strip()
