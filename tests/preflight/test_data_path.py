@@ -45,10 +45,10 @@ def rate_of(findings: list[CheckFinding]) -> CheckFinding:
     return next(finding for finding in findings if finding.id == "data_rate")
 
 
-def rate_in_time(data: str | Index, **arguments: object) -> CheckFinding:
+def rate_in_time(index: Index, *, demand_images_per_s: float | None) -> CheckFinding:
     """The rate; measured for longer where this machine is too busy for an image to arrive."""
     for seconds in (SECONDS, 2.0, 10.0):
-        finding = rate_of(check_data_path(data, seconds=seconds, env=NOWHERE, **arguments))
+        finding = rate_of(check_data_path(index, demand_images_per_s=demand_images_per_s, seconds=seconds, env=NOWHERE))
         if finding.severity in ("ok", "warning"):
             break
     return finding
