@@ -2,10 +2,8 @@
 
 import dataclasses
 import sys
-import time
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 from cyclopts import App, Parameter
 
 from stoker.cli.flag_names import translate
@@ -25,8 +23,6 @@ launch_app = App(
     help_format="plaintext",
     usage="Usage: stoker launch WHERE DATA [settings of stoker train]… | stoker launch status|logs|cancel|advise RUN",
 )
-CANCEL_WAIT_S = 120.0
-"""How long `cancel` waits for the job to save and end."""
 Run = Annotated[str, Parameter(help="Folder of the run, or its URI, as `stoker launch` printed it.")]
 
 
@@ -53,10 +49,9 @@ def launch(
     dry_run
         Print exactly what would be submitted.
     """
-    from stoker.launching.jobs import remember
     from stoker.launching.places import PLACES, open_place
     from stoker.launching.request import make_spec
-    from stoker.launching.spec import Job
+    from stoker.launching.submit import submit
     from stoker.launching.validate import check_launch
 
     if where is None:
@@ -71,12 +66,8 @@ def launch(
             print_text(f"# {rendered.name}", file=sys.stderr)
             print(rendered.text, end="")
         return
-    _refuse_second_job(spec.run_dir)
-    started_s = time.time()
-    id = place.submit(spec)
-    print_text(f"{place.name} job {id}: {spec.run_dir}")
-    job = Job(place=place.name, id=id, name=spec.name, run=spec.run_dir, t=started_s, options=options.set_fields())
-    remember(msgspec.structs.replace(job, log=spec.log))
+    job = submit(spec, place, request)
+    print_text(f"{place.name} job {job.id}: {spec.run_dir}")
     print_text(f"`stoker launch status {spec.run_dir}`, also logs and cancel; `stoker why {spec.run_dir}`")
 
 
@@ -135,20 +126,23 @@ def logs(run: Run, /, *, follow: Annotated[bool, Parameter(name=["--follow", "-f
 def cancel(run: Run, /) -> None:
     """Asks the newest job of a run to save and end, for good, and waits until it has. The run can be continued."""
     from stoker.launching.jobs import last_job
+    from stoker.launching.submit import cancel as cancel_job
 
     job = last_job(run)
-    place = _open(job)
-    place.cancel(job)
-    deadline_s = time.monotonic() + CANCEL_WAIT_S
-    while (state := place.status(job)).state in ("queued", "running") and time.monotonic() < deadline_s:
-        time.sleep(0.5)
+    state = cancel_job(job)
     print_text(f"{job.place} job {job.id}: {state.state}: {state.text}")
     print_text(f"`stoker launch WHERE --resume {run}` continues the run")
 
 
 @launch_app.command(sort_key=4)
 def advise(
-    run: Run, /, *, by: str | None = None, price_per_device_hour: float | None = None, json: bool = False
+    run: Run,
+    /,
+    *,
+    by: str | None = None,
+    price_per_device_hour: float | None = None,
+    apply: bool = False,
+    json: bool = False,
 ) -> None:
     """Says whether fewer, more or other devices, or a part of one GPU, would train it cheaper or in time.
 
@@ -158,10 +152,13 @@ def advise(
         Time until which it has to be done: 90min, 6h, 2d.
     price_per_device_hour
         Default: that of the run, else the list price of its machine.
+    apply
+        End the job and submit it again with the best proposal that changes its devices only: on Slurm and Kubernetes.
     json
         Print it as JSON.
     """
     from stoker.launching import advise as launch_advise
+    from stoker.launching import submit
     from stoker.launching.validate import parse_time_s
 
     by_s = None if by is None else parse_time_s(by, "--by")
@@ -170,26 +167,12 @@ def advise(
         print_json(advice)
     else:
         launch_advise.print_advice(advice)
+    if apply:
+        change, job = submit.apply(advice)
+        print_text(f"applied: {change.title}: {job.place} job {job.id}", file=sys.stderr)
 
 
 def _open(job: "Job") -> "Place":
     from stoker.launching.places import open_place
 
     return open_place(job.place)
-
-
-def _refuse_second_job(run: str) -> None:
-    """Raises UsageError if the newest job of the run is not known to have ended."""
-    from stoker.launching.jobs import read_jobs
-
-    jobs = read_jobs(run)
-    if not jobs:
-        return
-    state = _open(jobs[-1]).status(jobs[-1])
-    if state.state in ("queued", "running"):
-        raise UsageError(
-            f"The run has a job already: {jobs[-1].place} job {jobs[-1].id} is {state.state}.",
-            location=run,
-            cause=state.text,
-            fix=f"`stoker launch cancel {run}`, then launch it again",
-        )

@@ -30,6 +30,7 @@ from stoker.errors import UsageError
 from stoker.hardware.prices import Price
 from stoker.launching.containers import MIG_SLICES
 from stoker.launching.jobs import read_jobs
+from stoker.launching.spec import Job
 from stoker.planning.accelerators import GPUS, Accelerator, identify
 from stoker.planning.machines import Machine, listed_machines
 from stoker.report import format as fmt
@@ -140,8 +141,8 @@ class Measured:
     """Deadline of the user, seconds from now."""
     data: str
     place: str
-    options: dict[str, str]
-    """Of its newest job: `PlaceOptions.set_fields()`."""
+    options: dict[str, Any]
+    """Flags of its newest job, by name without dashes."""
     is_finished: bool
 
     @property
@@ -194,8 +195,8 @@ class Measured:
 
     def command(self, flags: dict[str, str]) -> str:
         """Continues the run with other devices; other settings of the training need a new run. At the run's place where
-        it has such devices, else at one that has, else `stoker train` on the machine itself. What launch.json does not
-        keep, such as --image and --mount, is the user's to repeat."""
+        it has such devices, else at one that has, else `stoker train` on the machine itself. The values of --env are
+        the user's to repeat: launch.json does not keep them."""
         machine = listed_machines().get(flags.get("machine-type", ""))
         place: str | None = self.place
         if machine is not None and place not in PLACES_WITH_MACHINES:
@@ -205,9 +206,7 @@ class Measured:
         target = [self.data] if self.is_finished or "batch-size" in flags else ["--resume", str(self.run)]
         if place is not None:
             options = self.options if place == self.place else {}
-            words = [
-                part for name, value in (options | flags).items() for part in (f"--{name.replace('_', '-')}", value)
-            ]
+            words = [part for name, value in (options | flags).items() for part in _flag(name, value)]
             text = shlex.join(["stoker", "launch", place, *target, *words])
         else:
             text = shlex.join(["stoker", "train", *target])
@@ -339,9 +338,22 @@ def _measure(path: Path, by_s: float | None, price_per_device_hour: float | None
         by_s=by_s,
         data=str(settings.get("data", {}).get("data", "DATA")),
         place=jobs[-1].place if jobs else "local",
-        options=jobs[-1].options if jobs else {},
+        options=_flags_of(jobs[-1]) if jobs else {},
         is_finished=records.is_finished(path),
     ), price
+
+
+def _flags_of(job: Job) -> dict[str, Any]:
+    """Flags with which the job was launched; those that name its run, and --env, whose values are not kept, are left
+    out."""
+    fields = {name: value for name, value in job.request.items() if name not in ("run_dir", "resume", "env")}
+    return {name.replace("_", "-"): value for name, value in (fields | job.options).items()}
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    if value is True:
+        return [f"--{name}"]
+    return [part for one in (value if isinstance(value, list) else [value]) for part in (f"--{name}", str(one))]
 
 
 def _images_left(settings: Mapping[str, Any], step: int, batch_size: object, epoch_images: object) -> float | None:

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -53,6 +53,17 @@ class LaunchRequest:
     """Of the job: 30min, 6h, 2d. The training saves before it, and is requeued where the place can."""
     restarts: int = 3
     """How often it is started again after a failure. After a preemption it always is."""
+
+    def kept_fields(self) -> dict[str, Any]:
+        """What was asked for, as launch.json keeps it: of `env` the names only, since the values may be secret."""
+        fields = {
+            field.name: value
+            for field in dataclasses.fields(self)
+            if (value := getattr(self, field.name)) != field.default
+        }
+        if self.env:
+            fields["env"] = [pair.partition("=")[0] for pair in self.env]
+        return fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +176,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """When it was submitted, Unix time."""
     options: dict[str, str] = {}
     """`PlaceOptions.set_fields()`: what else finds the job."""
+    request: dict[str, Any] = {}
+    """`LaunchRequest.kept_fields()`."""
     log: str = ""
     """`LaunchSpec.log`."""
 
