@@ -1,5 +1,5 @@
-"""The `stoker data` commands: check, describe, preview, convert and split a data set. Each imports its code when it
-runs."""
+"""The `stoker data` commands: check, describe, preview, convert, pack and split a data set. Each imports its code when
+it runs."""
 
 import sys
 from pathlib import Path
@@ -13,7 +13,7 @@ from stoker.printable import print_json, print_text
 data_app = App(
     name="data",
     sort_key=6,
-    help="Checks a data set, describes it, shows it as the model gets it, converts or splits it.",
+    help="Checks a data set, describes it, shows it as the model gets it, converts, packs or splits it.",
     default_parameter=Parameter(negative=()),
     help_format="plaintext",
 )
@@ -290,6 +290,78 @@ def convert(
 
 
 @data_app.command(sort_key=5)
+def pack(
+    data: Data,
+    dest: str,
+    /,
+    *,
+    format: Format = None,
+    classes: Classes = None,
+    allow_outside: AllowOutside = False,
+    train: Train = None,
+    val: Val = None,
+    splits: Splits = None,
+    val_fraction: float | None = None,
+    image_size: int | None = None,
+    quality: int | None = None,
+    shard_mib: int | None = None,
+    workers: int | None = None,
+    json: bool = False,
+) -> None:
+    """Writes a data set as shards for streaming: WebDataset archives with an index, to train from a bucket.
+
+    Images that training would skip are left out and named. The same command continues after a kill, and does nothing
+    when all is there. The source is not changed.
+
+    Parameters
+    ----------
+    dest
+        Folder, gs:// or s3:// prefix for the shards; it must not exist, or be empty.
+    val_fraction
+        Fraction of the images that becomes the validation split where the source has none; default 0.1.
+    image_size
+        Encode larger images again, as JPEG with this longer side in pixels; default: the bytes of the source.
+    quality
+        JPEG quality of images that are encoded again, 1 to 100; default 90.
+    shard_mib
+        Size of a shard in MiB, about; default 64.
+    workers
+        Threads that read, encode and write; default: the number of cores.
+    json
+        Print the result as JSON.
+    """
+    import msgspec
+
+    from stoker.config.settings import from_fields
+    from stoker.data.convert.packing import PackOptions, in_threads
+    from stoker.data.convert.packing import pack as pack_data
+    from stoker.data.index import open_index_of
+    from stoker.errors import UsageError
+    from stoker.hardware.cgroup import host_cores
+    from stoker.report.pack import print_packed
+    from stoker.report.progress import progress_bar
+
+    if quality is not None and image_size is None:
+        raise UsageError("--quality needs --image-size: else images keep their bytes.", fix="add --image-size 640")
+    ranges = {"image_size": (16, 65_535), "quality": (1, 100), "shard_mib": (1, 4096), "workers": (1, 1024)}
+    given = {"image_size": image_size, "quality": quality, "shard_mib": shard_mib, "workers": workers}
+    for name, value in given.items():
+        low, high = ranges[name]
+        if value is not None and not low <= value <= high:
+            raise UsageError(f"--{name.replace('_', '-')} {value} is out of range.", choices=[f"{low} to {high:,}"])
+    options = PackOptions(**{name: value for name, value in given.items() if value is not None and name != "workers"})
+    fields = {"data": data, "format": format, "classes": classes, "allow_outside": allow_outside}
+    settings = from_fields({**fields, "val_fraction": val_fraction, "train": train, "val": val, "splits": splits}).data
+    index = open_index_of(settings)
+    with progress_bar("images") as on_progress:
+        packed = pack_data(index, dest, options, run_shards=in_threads(workers or host_cores()), progress=on_progress)
+    if json:
+        print_json(msgspec.to_builtins(packed))
+    else:
+        print_packed(packed)
+
+
+@data_app.command(sort_key=6)
 def split(
     data: Data,
     out: Path,

@@ -2,13 +2,16 @@
 `python -m tests.config.test_surface`; do not edit. `epochs`, `steps` and `max_time` set `max_duration`.
 """
 
+# fmt: off
+# ruff: noqa: E501
+
 from typing import Literal, TypedDict
 
 
 class Settings(TypedDict, total=False):
     """What `stoker.train` takes, by the names of its flags; a setting that is not given is derived."""
 
-    format: Literal["coco", "voc", "yolo", "tfrecord", "openimages", "csv", "cvat", "labelme", "label-studio"]
+    format: Literal["coco", "voc", "yolo", "tfrecord", "openimages", "csv", "cvat", "labelme", "label-studio", "webdataset", "mds"]
     classes: tuple[str, ...]
     train: str
     val: str

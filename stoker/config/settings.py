@@ -36,7 +36,9 @@ class DataSettings:
 
     data: Annotated[str, Parameter(parse=False)] = AUTO
     """Folder or file of the data set, its URI, or `demo`; the argument of the command."""
-    format: Literal["coco", "voc", "yolo", "tfrecord", "openimages", "csv", "cvat", "labelme", "label-studio"] = AUTO
+    format: Literal[
+        "coco", "voc", "yolo", "tfrecord", "openimages", "csv", "cvat", "labelme", "label-studio", "webdataset", "mds"
+    ] = AUTO
     """Format of the annotations, where automatic detection is wrong."""
     classes: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = AUTO
     """Train only these classes, in this order. Boxes of other classes are dropped; their images stay as background."""

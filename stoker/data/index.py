@@ -162,14 +162,18 @@ class Index:
 
     def remote_object(self, image_index: int) -> "tuple[Store, str, int, int | None] | None":
         """Where the bytes of an image in a bucket are: store, key, first byte, number of bytes (None: the whole
-        object). None for an image on the local disk, also for one in a shard that was copied there."""
-        if not self._in_bucket or self.byte_range(image_index) is not None:
+        object). None for an image on the local disk, also for one in a TFRecord shard that was copied there."""
+        if not self._in_bucket:
             return None
-        path, pid = self.path(image_index), os.getpid()
+        byte_range, pid = self.byte_range(image_index), os.getpid()
+        if byte_range is None:
+            path, start, length = self.path(image_index), 0, None
+        else:
+            path, (start, length) = Path(self._folder_texts[self._folder_index[image_index]]), byte_range
         if pid not in self._stores and (remote_image := image_source.find_remote(path)) is not None:
             self._stores[pid] = remote_image.store
         uri = image_source.resolve_stub(path)
-        return None if uri is None else (self._stores[pid], uri.key, 0, None)
+        return None if uri is None else (self._stores[pid], uri.key, start, length)
 
     def read(self, image_index: int) -> bytes:
         """The encoded image as it is stored, from the disk or the bucket. Raises OSError, for buckets StorageError."""

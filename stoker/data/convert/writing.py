@@ -20,12 +20,13 @@ from numpy.typing import NDArray
 
 from stoker.data.convert.coco import CocoWriter
 from stoker.data.convert.item import AnnotatedImage, DatasetWriter, UnsupportedImage, apply_orientation
+from stoker.data.convert.reading import read_image
 from stoker.data.convert.tfrecord import TfRecordWriter
 from stoker.data.convert.voc import VocWriter
 from stoker.data.convert.yolo import YoloWriter
 from stoker.data.formats.tables import IMAGE_SUFFIXES
 from stoker.data.images import source as image_source
-from stoker.data.images.headers import Header, parse_header
+from stoker.data.images.headers import Header
 from stoker.data.index import Index
 from stoker.errors import DataError, StorageError, UsageError, writing
 from stoker.storage.local_files import fsync_folder
@@ -141,7 +142,7 @@ def _write(
         for position, image_index in enumerate(image_indices.tolist()):
             path = index.path(image_index)
             try:
-                data, header = _read_image(index, image_index, path)
+                data, header = read_image(index, image_index, path)
                 name_scope = "" if writer.single_image_dir else split
                 own = slice(int(index.offsets[image_index]), int(index.offsets[image_index + 1]))
                 boxes, size = _orient_boxes(index, image_index, index.boxes[own], header, writer.box_orientation)
@@ -203,22 +204,6 @@ def _make_writer(to: TargetFormat, index: Index, folder: Path, shards: int) -> D
             return YoloWriter(folder, index.class_names, max_images)
         case "tfrecord":
             return TfRecordWriter(folder, index.class_names, max_images, shards)
-
-
-def _read_image(index: Index, image_index: int, path: Path) -> tuple[bytes, Header]:
-    """The encoded image and its header. Raises UnsupportedImage for an image that training would skip."""
-    try:
-        data = index.read(image_index)
-        header = parse_header(data, path)
-    except OSError as error:
-        raise UnsupportedImage(error.strerror or str(error)) from error
-    except DataError as error:
-        raise UnsupportedImage(error.cause or error.what) from error
-    height, width = index.original_size[image_index].tolist()
-    size = header.as_annotated((height, width)).size
-    if 0 not in (height, width) and (height, width) != size:
-        raise UnsupportedImage(f"the annotations give {width} × {height} pixels, the image has {size[1]} × {size[0]}")
-    return data, header
 
 
 def _orient_boxes(

@@ -20,12 +20,15 @@ from stoker.data.formats import (
     cvat,
     label_studio,
     labelme,
+    mds,
     openimages,
     other_formats,
+    shard_index,
     tfrecord,
     tfrecord_files,
     voc,
     voc_files,
+    webdataset,
     yolo,
     yolo_files,
 )
@@ -109,6 +112,14 @@ FORMATS = {
         label_studio.from_file,
         (".json",),
     ),
+    "webdataset": Format(
+        webdataset.find,
+        webdataset.read,
+        "WebDataset (*.tar with an image and a .json per sample; stoker-index.arrow)",
+        webdataset.from_file,
+        (*webdataset.SUFFIXES, shard_index.INDEX_FILE),
+    ),
+    "mds": Format(mds.find, mds.read, "MDS (index.json with *.mds)", mds.from_file, (".json",)),
 }
 """In order of preference."""
 

@@ -33,9 +33,9 @@ def describe_unused(layout: DatasetLayout, table: AnnotationTable, *, num_unlist
     """
     notes = [_describe_other(layout, table, other) for other in layout.others]
     names_by_dir: dict[str, set[str]] = {}
-    for image_index, name in enumerate(table.file_names):
-        real_dir = os.path.realpath(layout.root / table.folders[int(table.folder_index[image_index])])
-        names_by_dir.setdefault(real_dir, set()).add(name)
+    real_dirs = [os.path.realpath(layout.root / folder) for folder in table.folders]
+    for folder_index, name in zip(table.folder_index.tolist(), table.file_names, strict=True):
+        names_by_dir.setdefault(real_dirs[folder_index], set()).add(name)
     annotation_dirs = {os.path.realpath(part.annotations) for part in layout.parts}
     counts: dict[str, str] = {}
     num_unnamed = 0

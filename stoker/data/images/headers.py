@@ -92,6 +92,16 @@ def parse_header(data: bytes, path: Path | str) -> Header:
     return _parse_header(data, lambda offset, count: data[offset : offset + count], len(data), path)
 
 
+def parse_header_within(read: ReadAt, start: int, length: int, path: Path | str) -> Header:
+    """The header of an encoded image that is `length` bytes from `start` of a larger file, of which only the necessary
+    bytes are read. `path` is for messages. Raises DataError."""
+
+    def read_image(offset: int, count: int) -> bytes:
+        return read(start + offset, max(0, min(count, length - offset)))
+
+    return _parse_header(read_image(0, min(length, source.FIRST_READ_BYTES)), read_image, length, path)
+
+
 def decode_error(path: Path | str, cause: str, fix: str | None = None) -> DataError:
     """The error for an image that cannot be decoded."""
     default_fix = "copy or download the file again, or remove it from the annotations"

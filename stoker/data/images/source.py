@@ -28,6 +28,8 @@ COPIED_SUFFIXES = (
     ".json", ".jsonl", ".xml", ".txt", ".csv", ".tsv", ".yaml", ".yml", ".data", ".names", ".pbtxt", ".md",
 )  # fmt: skip
 """Suffixes of the files that a mirror contains in full: annotations and their descriptions."""
+SHARD_INDEX = "stoker-index.arrow"
+"""The index of packed shards (`formats/shard_index.py`), also copied."""
 _TFRECORD_NAME = re.compile(r"\.(tf_?records?|tfrec|records?)(?=$|[-.])|-\d{3,7}-of-\d{3,7}", re.IGNORECASE)
 """Names of TFRecord shards, as in `formats/tfrecord_files.py`: annotations and images in one file."""
 _IMAGE_NAME = re.compile(r"\.(jpe?g|png|bmp|webp|tiff?|gif|jp2)$", re.IGNORECASE)
@@ -50,7 +52,8 @@ def is_shard(name: str) -> bool:
 
 def is_copied(name: str) -> bool:
     """Whether a mirror contains a file in full; every other file is a stub."""
-    return name.lower().endswith(COPIED_SUFFIXES) or is_shard(name)
+    is_index = name.rpartition("/")[2] == SHARD_INDEX
+    return is_index or name.lower().endswith(COPIED_SUFFIXES) or is_shard(name)
 
 
 def path_to_uri(path: Path | str) -> StorageUri | None:
@@ -119,10 +122,10 @@ def read(location: Path | str, byte_range: tuple[int, int] | None = None) -> byt
         if byte_range is None:
             return read_object(remote_object)
         return read_object(remote_object._replace(key=remote_object.key.rpartition("/")[0]), *byte_range)
-    path = Path(location)
-    if byte_range is None and (remote_object := find_remote(path)) is not None:
-        return read_object(remote_object)
-    return read_local(path if byte_range is None else path.parent, byte_range)
+    path = Path(location) if byte_range is None else Path(location).parent
+    if (remote_object := find_remote(path)) is not None:
+        return read_object(remote_object, *(byte_range or (0, None)))
+    return read_local(path, byte_range)
 
 
 def read_local(path: Path | str, byte_range: tuple[int, int] | None = None) -> bytes:

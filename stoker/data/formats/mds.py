@@ -1,0 +1,322 @@
+"""MDS, the shards of MosaicML's streaming: `index.json` with *.mds files, each sample a row of columns.
+
+Recognized: a folder with index.json, or such folders named `train`, `val`, `test`. The image is a column of encoding
+`bytes`, `jpeg` or `png`; boxes and classes are columns of `ndarray` or `json`. Images are not copied: the table has the
+byte range of each. Compressed shards have no byte ranges, and pickled columns run code of others when they are read, so
+both are refused. Format: https://github.com/mosaicml/streaming, docs/source/preparing_datasets/dataset_format.md and
+streaming/base/format/mds/. Not here: the layouts of boxes (`sample_annotations.py`).
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from stoker import regular_files
+from stoker.data.formats.sample_annotations import CLASS_LIST_KEYS, CORNERS_KEYS, EXTENT_KEYS, LIST_KEYS
+from stoker.data.formats.shard_bytes import map_shards, open_shard
+from stoker.data.formats.shard_samples import MAX_ANNOTATION_BYTES, ShardSamples, make_table
+from stoker.data.formats.tables import (
+    AnnotationTable,
+    DatasetLayout,
+    SplitFiles,
+    check_unannotated_splits,
+    iter_split_dirs,
+    split_from_name,
+)
+from stoker.data.images.headers import ReadAt
+from stoker.data.validation.problems import ProblemCollector
+from stoker.errors import DataError
+
+INDEX_FILE = "index.json"
+IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png", "photo")
+IMAGE_ENCODINGS = ("bytes", "jpeg", "png")
+SIZE_COLUMNS = {"height": "height", "htot": "height", "width": "width", "wtot": "width"}
+"""Columns of the image size → key of `annotated_size`; htot and wtot are those of MosaicML's COCO."""
+ANNOTATION_COLUMNS = (*LIST_KEYS, "annotation", "target", "targets")
+"""Columns of JSON that have boxes and classes together."""
+MAX_SAMPLES = 1 << 27
+_DTYPES = {
+    8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 18: "<f2", 32: "<u4", 33: "<i4", 34: "<f4", 64: "<u8", 65: "<i8",
+    66: "<f8",
+}  # fmt: skip
+"""The number of a value type in an array (streaming/base/format/mds/encodings.py)."""
+_DTYPE_NAMES = {
+    "uint8": 8, "int8": 9, "uint16": 16, "int16": 17, "float16": 18, "uint32": 32, "int32": 33, "float32": 34,
+    "uint64": 64, "int64": 65, "float64": 66,
+}  # fmt: skip
+_SCALARS = {"int": "<i8", **{name: _DTYPES[number] for name, number in _DTYPE_NAMES.items()}}
+
+
+class RawData(msgspec.Struct):
+    basename: str
+    bytes: int = 0
+
+
+class ShardInfo(msgspec.Struct):
+    """An entry of index.json."""
+
+    column_names: list[str]
+    column_encodings: list[str]
+    column_sizes: list[int | None]
+    raw_data: RawData
+    samples: int
+    format: str = "mds"
+    compression: str | None = None
+    zip_data: RawData | None = None
+
+
+class MdsIndex(msgspec.Struct):
+    shards: list[ShardInfo]
+    version: int = 2
+
+
+class _Columns(NamedTuple):
+    """Which columns of a shard are used."""
+
+    image: int
+    annotations: tuple[int, ...]
+
+
+class _MalformedSample(Exception):
+    """The message says what is wrong."""
+
+
+def find(folder: Path) -> DatasetLayout | None:
+    """The MDS data set in a folder or in its split folders, or None."""
+    if (layout := from_file(folder / INDEX_FILE)) is not None:
+        return layout
+    parts = [
+        SplitFiles(split=split, annotations=path / INDEX_FILE, image_dirs=())
+        for split, path in iter_split_dirs(folder)
+        if _is_mds(path / INDEX_FILE)
+    ]
+    if not parts:
+        return None
+    notes = tuple(check_unannotated_splits(folder, parts))
+    return DatasetLayout(format="mds", description="MDS per split folder", root=folder, parts=tuple(parts), notes=notes)
+
+
+def from_file(path: Path) -> DatasetLayout | None:
+    """The data set of an index.json."""
+    if not _is_mds(path):
+        return None
+    part = SplitFiles(split=split_from_name(path.parent.name), annotations=path, image_dirs=())
+    return DatasetLayout(format="mds", description="MDS", root=path.parent, parts=(part,))
+
+
+def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
+    """Reads all shards. Raises DataError for shards or columns that cannot be read, or if no sample is usable."""
+    shards = [
+        (part.annotations.parent, part.split_index, info, _choose_columns(info, part.annotations))
+        for part in layout.parts
+        for info in _read_index(part.annotations).shards
+    ]
+    read_shards = map_shards(lambda shard: _read_shard(*shard), shards, path=layout.root)
+    return make_table(layout, read_shards, problems, format_name="MDS")
+
+
+def _is_mds(path: Path) -> bool:
+    if path.name != INDEX_FILE or not path.is_file():
+        return False
+    try:
+        content = msgspec.json.decode(regular_files.read_bytes(path))
+    except (OSError, msgspec.MsgspecError, RecursionError):
+        return False
+    shards = content.get("shards") if isinstance(content, dict) else None
+    return (
+        isinstance(shards, list)
+        and all(isinstance(s, dict) and s.get("format") == "mds" for s in shards)
+        and bool(shards)
+    )
+
+
+def _read_index(path: Path) -> MdsIndex:
+    try:
+        index = msgspec.json.decode(regular_files.read_bytes(path), type=MdsIndex)
+    except msgspec.MsgspecError as error:
+        raise DataError(
+            "The index of the MDS shards cannot be read.", location=path, cause=str(error), fix="write it again"
+        ) from error
+    for shard in index.shards:
+        name = shard.raw_data.basename
+        if shard.compression or shard.zip_data is not None:
+            raise DataError(
+                "Compressed MDS shards are not read.",
+                location=path,
+                cause=f"{name} is compressed ({shard.compression or 'unknown'}), so images have no byte ranges",
+                fix="write them with MDSWriter(compression=None): images are compressed already",
+            )
+        if name != Path(name).name or name in ("", ".", ".."):
+            raise DataError("An MDS shard is outside its folder.", location=path, cause=f"its name is {name!r}")
+        lengths = {len(shard.column_names), len(shard.column_encodings), len(shard.column_sizes)}
+        if len(lengths) > 1 or index.version != 2:
+            cause = (
+                f"its version is {index.version}; 2 is read" if index.version != 2 else "its columns differ in number"
+            )
+            raise DataError(
+                "The index of the MDS shards cannot be read.", location=path, cause=cause, fix="write it again"
+            )
+    return index
+
+
+def _choose_columns(info: ShardInfo, path: Path) -> _Columns:
+    """Raises DataError if there is no image, or no boxes with classes."""
+    by_name = {name: k for k, name in enumerate(info.column_names)}
+    encodings = [encoding.partition(":")[0] for encoding in info.column_encodings]
+    listed = ", ".join(
+        f"{name}: {encoding}" for name, encoding in zip(info.column_names, info.column_encodings, strict=True)
+    )
+    image = next((by_name[n] for n in IMAGE_COLUMNS if n in by_name and encodings[by_name[n]] in IMAGE_ENCODINGS), None)
+    if image is None:
+        raise DataError(
+            "The MDS shards have no column of encoded images.",
+            location=path,
+            cause=f"the columns are {listed}",
+            choices=[f"{name}: {encoding}" for name in IMAGE_COLUMNS[:2] for encoding in IMAGE_ENCODINGS],
+            fix="write the encoded image; raw pixels (pil, ndarray) are not read",
+        )
+    wanted = [
+        k
+        for name, k in by_name.items()
+        if _plain(name) in (*ANNOTATION_COLUMNS, *CORNERS_KEYS, *EXTENT_KEYS, *CLASS_LIST_KEYS) or name in SIZE_COLUMNS
+    ]
+    if pickled := [info.column_names[k] for k in wanted if encodings[k] == "pkl"]:
+        raise DataError(
+            "The boxes in the MDS shards are pickled.",
+            location=path,
+            cause=f"reading a pickle runs code of others: {', '.join(pickled)}",
+            fix="write them as json, or as ndarray:float32 and ndarray:int64",
+        )
+    usable = tuple(
+        k for k in wanted if k != image and (encodings[k] in ("json", "ndarray") or encodings[k] in _SCALARS)
+    )
+    names = {_plain(info.column_names[k]) for k in usable if encodings[k] in ("json", "ndarray")}
+    has_boxes = names & {*ANNOTATION_COLUMNS} or (names & {*CORNERS_KEYS, *EXTENT_KEYS} and names & {*CLASS_LIST_KEYS})
+    if not has_boxes:
+        raise DataError(
+            "The MDS shards have no boxes that are understood.",
+            location=path,
+            cause=f"the columns are {listed}",
+            choices=["boxes and labels (x1, y1, x2, y2)", "bboxes and labels (x, y, width, height)", "annotations"],
+            fix="write such columns as json or ndarray, in pixels",
+        )
+    return _Columns(image, usable)
+
+
+def _plain(name: str) -> str:
+    return "labels" if name == "bbox_labels" else name
+
+
+def _read_shard(folder: Path, split: int, info: ShardInfo, columns: _Columns) -> ShardSamples:
+    path = folder / info.raw_data.basename
+    samples = ShardSamples(path, split)
+    try:
+        with open_shard(path) as (read, total_bytes):
+            if info.raw_data.bytes and total_bytes != info.raw_data.bytes:
+                text = f"{path.name}: {total_bytes:,} bytes instead of {info.raw_data.bytes:,}"
+                is_short = total_bytes < info.raw_data.bytes
+                samples.problems.append(("truncated-shard" if is_short else "damaged-shard", text))
+            _read_samples(samples, info, columns, read, total_bytes)
+    except FileNotFoundError:
+        samples.problems.append(("missing-shard", f"{path}: {info.samples:,} images"))
+    except OSError as error:
+        samples.problems.append(("damaged-shard", f"{path}: {error.strerror or error}"))
+    return samples
+
+
+def _read_samples(samples: ShardSamples, info: ShardInfo, columns: _Columns, read: ReadAt, total_bytes: int) -> None:
+    """A shard is the number of samples n, n + 1 offsets, the configuration, and the samples."""
+    name = samples.path.name
+    count = int.from_bytes(read(0, 4), "little")
+    if not 0 < count <= MAX_SAMPLES or 4 * (count + 2) > total_bytes:
+        samples.problems.append(("damaged-shard", f"{name}: it says that it has {count:,} samples"))
+        return
+    table = read(4, 4 * (count + 1))
+    offsets = np.frombuffer(table, "<u4", len(table) // 4).tolist()
+    for number, (begin, end) in enumerate(pairwise(offsets)):
+        place = f"{name}, sample {number}"
+        if not begin < end <= total_bytes:
+            samples.problems.append(("damaged-record", f"{place}: bytes {begin:,} to {end:,} of {total_bytes:,}"))
+            continue
+        try:
+            ranges = _column_ranges(info, read, begin, end)
+            content = _read_annotations(info, columns.annotations, ranges, read)
+        except (_MalformedSample, ValueError, RecursionError, msgspec.MsgspecError) as error:
+            samples.problems.append(("unreadable-annotations", f"{place}: {error}"))
+            continue
+        start, length = ranges[columns.image]
+        suffix = info.column_encodings[columns.image].partition(":")[0]
+        samples.add(f"{number:06d}.{'jpg' if suffix != 'png' else suffix}", read, start, length, content)
+
+
+def _column_ranges(info: ShardInfo, read: ReadAt, begin: int, end: int) -> list[tuple[int, int]]:
+    """First byte and length of each column of a sample: the sizes of those of variable size come first."""
+    num_variable = sum(size is None for size in info.column_sizes)
+    head = read(begin, 4 * num_variable)
+    if len(head) < 4 * num_variable:
+        raise _MalformedSample("it ends within its sizes")
+    sizes = iter(np.frombuffer(head, "<u4").tolist())
+    position, ranges = begin + 4 * num_variable, []
+    for fixed in info.column_sizes:
+        length = next(sizes) if fixed is None else fixed
+        ranges.append((position, length))
+        position += length
+    if position != end:
+        raise _MalformedSample(f"its columns have {position - begin:,} bytes, it has {end - begin:,}")
+    return ranges
+
+
+def _read_annotations(info: ShardInfo, used: Sequence[int], ranges: Sequence[tuple[int, int]], read: ReadAt) -> Any:
+    """The columns besides the image, as `sample_annotations` expects them."""
+    content: dict[str, Any] = {}
+    for k in used:
+        start, length = ranges[k]
+        if length > MAX_ANNOTATION_BYTES:
+            raise _MalformedSample(f"{info.column_names[k]} has {length:,} bytes")
+        name, encoding = info.column_names[k], info.column_encodings[k]
+        value = _decode(encoding, read(start, length))
+        content[SIZE_COLUMNS.get(name, _plain(name))] = value
+    for key in ("annotation", "target", "targets"):
+        if key in content:
+            return content[key]
+    return content
+
+
+def _decode(encoding: str, data: bytes) -> Any:
+    kind, _, arguments = encoding.partition(":")
+    if kind == "json":
+        return msgspec.json.decode(data)
+    if kind in _SCALARS:
+        values = np.frombuffer(data, _SCALARS[kind])
+        if len(values) != 1:
+            raise _MalformedSample(f"a value of encoding {encoding} has {len(data):,} bytes")
+        return values[0].item()
+    return _decode_array(arguments, data)
+
+
+def _decode_array(arguments: str, data: bytes) -> list[Any]:
+    """ndarray[:dtype[:shape]]: what is not in the encoding precedes the values, as one byte for the type, and one for
+    the number of axes and the width of the lengths, which follow."""
+    dtype_name, _, shape_text = arguments.partition(":")
+    number = _DTYPE_NAMES.get(dtype_name, -1)
+    try:
+        if not dtype_name:
+            number, data = data[0], data[1:]
+        if shape_text:
+            shape = tuple(int(side) for side in shape_text.split(","))
+        else:
+            axes, width = data[0] >> 2, 1 << (data[0] & 3)
+            shape = tuple(np.frombuffer(data[1 : 1 + axes * width], f"<u{width}").tolist())
+            data = data[1 + axes * width :]
+        values = np.frombuffer(data, _DTYPES[number])
+    except (IndexError, KeyError) as error:
+        raise _MalformedSample(f"an array of encoding ndarray:{arguments} that cannot be read") from error
+    if math.prod(shape) != len(values):
+        raise _MalformedSample(f"an array of {len(values):,} values has the shape {shape}")
+    rows: list[Any] = values.reshape(shape).tolist()
+    return rows

@@ -1,0 +1,287 @@
+"""The index of the shards that `stoker data pack` makes: an Arrow file with a row per image; no shard is scanned.
+
+`stoker-index.arrow` lies next to the shards. Its columns are those of `SCHEMA`, in the order of the source; under the
+key `stoker` of the schema's metadata is JSON: names, sizes and checksums of the shards, and the classes. Any Arrow
+reader opens it; the shards are also an ordinary WebDataset without it. Not here: making shards (`convert/packing.py`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from stoker import regular_files
+from stoker.data.formats.tables import SPLITS, AnnotationTable, DatasetLayout, SplitFiles
+from stoker.data.images.source import SHARD_INDEX as INDEX_FILE
+from stoker.data.validation.problems import ProblemCollector
+from stoker.errors import DataError
+
+__all__ = [
+    "INDEX_FILE", "PLAN_FILE", "WORK_DIR", "PackedImages", "PackedInfo", "Shard", "encode", "layout_of", "parse_info",
+    "read", "read_info", "refuse_unfinished",
+]  # fmt: skip
+
+VERSION = 1
+WORK_DIR = ".stoker-pack"
+"""The folder of plan and records next to the shards, while they are made."""
+PLAN_FILE = f"{WORK_DIR}/plan.json"
+METADATA_KEY = b"stoker"
+SCHEMA = pa.schema(
+    [
+        ("name", pa.large_string()),  # file name in the source
+        ("split", pa.int8()),  # index into train, val, test
+        ("image_id", pa.int64()),
+        ("shard", pa.int32()),  # index into the shards of the metadata
+        ("offset", pa.int64()),  # first byte of the encoded image in its shard
+        ("length", pa.int64()),
+        ("height", pa.int32()),
+        ("width", pa.int32()),
+        ("boxes", pa.large_list(pa.list_(pa.float32(), 4))),  # xyxy in pixels
+        ("labels", pa.large_list(pa.int32())),
+        ("crowd", pa.large_list(pa.uint8())),
+        ("area", pa.large_list(pa.float64())),
+    ]
+)
+
+
+class Shard(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    split: str
+    num_images: int
+    size_bytes: int
+    sha256: str
+
+
+class PackedInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The index besides its columns."""
+
+    version: int
+    plan: str
+    """Identifies source and settings: `packing.Plan.id`."""
+    class_names: tuple[str, ...]
+    category_ids: tuple[int, ...]
+    shards: tuple[Shard, ...]
+    num_skipped: int
+    """Images of the source that are in no shard, because they cannot be read."""
+    source_bytes: int
+    """Of the images, in the source."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PackedImages:
+    """The columns: R images with K boxes."""
+
+    names: Sequence[str]
+    split: NDArray[np.int8]
+    image_id: NDArray[np.int64]
+    shard: NDArray[np.int32]
+    byte_range: NDArray[np.int64]
+    """[R, 2], offset and length."""
+    size: NDArray[np.int32]
+    """[R, 2], height and width."""
+    offsets: NDArray[np.int64]
+    """[R + 1]."""
+    boxes: NDArray[np.float32]
+    labels: NDArray[np.int32]
+    crowd: NDArray[np.bool_]
+    area: NDArray[np.float64]
+
+
+def encode(info: PackedInfo, images: PackedImages) -> bytes:
+    """The content of the index file."""
+    offsets = pa.array(images.offsets)
+
+    def per_image(values: pa.Array) -> pa.Array:
+        return pa.LargeListArray.from_arrays(offsets, values)
+
+    record_batch = pa.record_batch(
+        [
+            pa.array(images.names, pa.large_string()),
+            pa.array(images.split),
+            pa.array(images.image_id),
+            pa.array(images.shard),
+            pa.array(np.ascontiguousarray(images.byte_range[:, 0])),
+            pa.array(np.ascontiguousarray(images.byte_range[:, 1])),
+            pa.array(np.ascontiguousarray(images.size[:, 0])),
+            pa.array(np.ascontiguousarray(images.size[:, 1])),
+            per_image(pa.FixedSizeListArray.from_arrays(pa.array(images.boxes.reshape(-1)), 4)),
+            per_image(pa.array(images.labels)),
+            per_image(pa.array(images.crowd.view(np.uint8))),
+            per_image(pa.array(images.area)),
+        ],
+        schema=SCHEMA.with_metadata({METADATA_KEY: msgspec.json.encode(info)}),
+    )
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, record_batch.schema) as writer:
+        writer.write_batch(record_batch)
+    data: bytes = sink.getvalue().to_pybytes()
+    return data
+
+
+def layout_of(folder: Path) -> DatasetLayout:
+    """The data set of a folder with an index. Raises DataError for an index that cannot be read."""
+    info = read_info(folder / INDEX_FILE)
+    count = len(info.shards)
+    return DatasetLayout(
+        format="webdataset",
+        description=f"packed WebDataset in {count:,} shards" if count != 1 else "packed WebDataset in one shard",
+        root=folder,
+        parts=tuple(
+            SplitFiles(split=shard.split, annotations=folder / shard.name, image_dirs=()) for shard in info.shards
+        ),
+        metadata_files=(folder / INDEX_FILE,),
+    )
+
+
+def refuse_unfinished(folder: Path) -> None:
+    """Raises DataError for a folder into which a data set is being packed: only a part of it would be read."""
+    if (folder / PLAN_FILE).is_file():
+        raise DataError(
+            "The data set is not packed to its end.",
+            location=folder,
+            cause="packing is under way, or was stopped",
+            fix="run the same `stoker data pack` again: it continues",
+        )
+
+
+def read_info(path: Path) -> PackedInfo:
+    """The metadata of an index. Raises DataError."""
+    return _open(path)[0]
+
+
+def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
+    """The table of all images whose shards are there. Raises DataError for an index that is damaged."""
+    path = layout.metadata_files[0]
+    info, batch = _open(path)
+    usable = np.array([_check_shard(path.parent, shard, problems) for shard in info.shards], np.bool_)
+    images = _to_images(batch, info, path)
+    keep = usable[images.shard] if len(usable) else np.zeros(0, np.bool_)
+    if not keep.any():
+        raise DataError(
+            "None of the packed shards is there.",
+            location=path.parent,
+            cause="; ".join(f"{p.title}: {p.examples[0]}" for p in problems.summarize()) or "the index has no images",
+            fix="copy the shards again, next to their index, or pack the data set again",
+        )
+    num_boxes = np.diff(images.offsets)
+    kept_boxes = np.repeat(keep, num_boxes)
+    image_index = np.repeat(np.cumsum(keep) - 1, num_boxes)[kept_boxes]
+    box_id = np.arange(len(images.labels)) - np.repeat(images.offsets[:-1], num_boxes) + 1
+    notes = [f"{info.num_skipped:,} images of the source could not be read when it was packed"] * (info.num_skipped > 0)
+    return AnnotationTable(
+        class_names=list(info.class_names),
+        category_ids=list(info.category_ids),
+        folders=[shard.name for shard in info.shards],
+        folder_index=images.shard[keep],
+        file_names=[name for name, kept in zip(images.names, keep.tolist(), strict=True) if kept],
+        split=images.split[keep],
+        original_size=images.size[keep],
+        image_id=images.image_id[keep],
+        image_index=image_index.astype(np.int64),
+        boxes=images.boxes[kept_boxes].astype(np.float64),
+        labels=images.labels[kept_boxes],
+        crowd=images.crowd[kept_boxes],
+        area=images.area[kept_boxes],
+        box_id=box_id[kept_boxes],
+        box_id_kind="object",
+        byte_range=images.byte_range[keep],
+        notes=[*layout.notes, *notes],
+    )
+
+
+def _check_shard(folder: Path, shard: Shard, problems: ProblemCollector) -> bool:
+    """Whether a shard is there in its full size."""
+    try:
+        size_bytes = (folder / shard.name).stat().st_size
+    except OSError:
+        problems.add("missing-shard", f"{folder / shard.name}: {shard.num_images:,} images")
+        return False
+    if size_bytes != shard.size_bytes:
+        example = f"{folder / shard.name}: {size_bytes:,} bytes instead of {shard.size_bytes:,}"
+        problems.add("truncated-shard" if size_bytes < shard.size_bytes else "damaged-shard", example)
+        return False
+    return True
+
+
+def parse_info(data: bytes, location: Path | str) -> PackedInfo:
+    """The metadata of an index that was read. Raises DataError."""
+    return _parse(pa.py_buffer(data), location)[0]
+
+
+def _open(path: Path) -> tuple[PackedInfo, pa.RecordBatch]:
+    return _parse(regular_files.read_bytes(path, max_bytes=regular_files.MAX_ANNOTATION_BYTES), path)
+
+
+def _parse(data: bytes | pa.Buffer, path: Path | str) -> tuple[PackedInfo, pa.RecordBatch]:
+    try:
+        with pa.ipc.open_file(data) as reader:
+            info = msgspec.json.decode((reader.schema.metadata or {}).get(METADATA_KEY, b""), type=PackedInfo)
+            if info.version != VERSION:
+                raise _damaged(path, f"it has version {info.version}; this stoker reads {VERSION}", "update stoker")
+            if not reader.schema.equals(SCHEMA) or reader.num_record_batches != 1:
+                raise _damaged(path, "its columns are not those of an index of shards")
+            batch = reader.get_batch(0)
+        batch.validate(full=True)
+    except (pa.ArrowException, msgspec.MsgspecError, ValueError, KeyError) as error:
+        raise _damaged(path, str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+    return info, batch
+
+
+def _to_images(batch: pa.RecordBatch, info: PackedInfo, path: Path | str) -> PackedImages:
+    """The columns, checked so that nothing reads outside a shard or an array."""
+
+    def column(name: str) -> NDArray[np.generic]:
+        return np.asarray(batch[name])
+
+    lists = [batch[name] for name in ("boxes", "labels", "crowd", "area")]
+    offsets = np.asarray(lists[0].offsets)
+    if batch.num_rows and any(not np.array_equal(np.asarray(each.offsets), offsets) for each in lists):
+        raise _damaged(path, "its lists of boxes and labels differ in length")
+    first, last = (int(offsets[0]), int(offsets[-1])) if len(offsets) else (0, 0)
+    images = PackedImages(
+        names=batch["name"].to_pylist(),
+        split=np.asarray(batch["split"], np.int8),
+        image_id=np.asarray(batch["image_id"], np.int64),
+        shard=np.asarray(batch["shard"], np.int32),
+        byte_range=np.stack((column("offset"), column("length")), axis=1).astype(np.int64),
+        size=np.stack((column("height"), column("width")), axis=1).astype(np.int32),
+        offsets=offsets - first if len(offsets) else np.zeros(1, np.int64),
+        boxes=np.asarray(lists[0].values.values).reshape(-1, 4)[first:last],
+        labels=np.asarray(lists[1].values)[first:last],
+        crowd=np.asarray(lists[2].values)[first:last] != 0,
+        area=np.asarray(lists[3].values)[first:last],
+    )
+    names = [shard.name for shard in info.shards]
+    sizes = np.array([shard.size_bytes for shard in info.shards], np.int64)
+    start, length = images.byte_range.T
+    for is_right, cause in (
+        (all(name and name == Path(name).name and name not in (".", "..") for name in names), "a shard is not a name"),
+        (all(shard.split in SPLITS for shard in info.shards), f"a split is not one of {', '.join(SPLITS)}"),
+        (len(info.category_ids) == len(info.class_names), "classes and category ids differ in number"),
+        (all(name and "/" not in name and "\0" not in name for name in images.names), "an image name is a path"),
+        (_in_range(images.shard, len(names)), "an image is in a shard that is not listed"),
+        (_in_range(images.split, len(SPLITS)), "an image is in a split that does not exist"),
+        (_in_range(images.labels, len(info.class_names)), "a label is not that of a class"),
+    ):
+        if not is_right:
+            raise _damaged(path, cause)
+    if len(start) and ((start < 0) | (length <= 0) | (start > sizes[images.shard] - length)).any():
+        raise _damaged(path, "an image lies outside its shard")
+    return images
+
+
+def _in_range(values: NDArray[np.generic], count: int) -> bool:
+    return values.size == 0 or (int(values.min()) >= 0 and int(values.max()) < count)
+
+
+def _damaged(path: Path | str, cause: str, fix: str = "copy it again, or pack the data set again") -> DataError:
+    return DataError(
+        "The index of the packed shards cannot be read.",
+        location=path,
+        cause=cause,
+        fix=f"{fix}; without it the shards are read as an ordinary WebDataset",
+    )
