@@ -70,9 +70,12 @@ def test_index_equals_the_local_one(bucket: Bucket, tmp_path: Path, name: str) -
         assert found is not None
         store, key, start, length = found
         assert store.read(key, start=start, length=length) == local.read(image_index)
-        assert remote.display_source(image_index) == f"{bucket.served.uri}/{key}"
-        assert remote.path(image_index).stat().st_size == local.path(image_index).stat().st_size
-        assert not any(remote.path(image_index).read_bytes()), "a placeholder has no content"
+        assert remote.display_source(image_index).startswith(f"{bucket.served.uri}/{key}")
+        is_inside = remote.byte_range(image_index) is not None
+        stub, file = (index.path(image_index) for index in (remote, local))
+        stub, file = (stub.parent, file.parent) if is_inside else (stub, file)
+        assert stub.stat().st_size == file.stat().st_size
+        assert not any(stub.read_bytes()), "a placeholder has no content"
 
 
 def missing(index: Index) -> list[int]:

@@ -26,6 +26,7 @@ from tests.data.exports import (
     region,
     task,
 )
+from tests.data.shards import write_mosaic, write_tar
 from tests.data.tfrecords import example, frame, image_features, jpeg, label_map
 
 CLASSES = ("cat", "dog", "emu")
@@ -196,10 +197,39 @@ def write_label_studio(root: Path, drawn: list[Drawn]) -> None:
         (root / f"{split}.json").write_text(json.dumps(tasks))
 
 
+def write_webdataset(root: Path, drawn: list[Drawn]) -> None:
+    for split in ("train", "val"):
+        files = []
+        for item in drawn:
+            if item.split == split:
+                rows = [
+                    {"category": CLASSES[k], "bbox": [x1, y1, x2 - x1, y2 - y1]} for k, x1, y1, x2, y2 in item.boxes
+                ]
+                files.append((item.name, jpeg(item.width, item.height, len(item.boxes))))
+                files.append((item.name.replace(".jpg", ".json"), json.dumps(rows).encode()))
+        write_tar(root / f"{split}-000000.tar", files)
+
+
+def write_mds(root: Path, drawn: list[Drawn]) -> None:
+    columns = {"image": "jpeg", "file_name": "str", "boxes": "json", "labels": "json"}
+    for split in ("train", "val"):
+        rows = [
+            {
+                "image": jpeg(item.width, item.height, len(item.boxes)),
+                "file_name": item.name.encode(),
+                "boxes": json.dumps([box[1:] for box in item.boxes]).encode(),
+                "labels": json.dumps([CLASSES[box[0]] for box in item.boxes]).encode(),
+            }
+            for item in drawn
+            if item.split == split
+        ]
+        write_mosaic(root / split, columns, rows)
+
+
 WRITE = {
     "coco": write_coco, "voc": write_voc, "yolo": write_yolo, "tfrecord": write_tfrecord,
     "openimages": write_openimages, "csv": write_csv, "cvat": write_cvat, "labelme": write_labelme,
-    "label-studio": write_label_studio,
+    "label-studio": write_label_studio, "webdataset": write_webdataset, "mds": write_mds,
 }  # fmt: skip
 
 
@@ -261,7 +291,7 @@ def test_the_same_boxes_are_the_same_index(tmp_path_factory: pytest.TempPathFact
 
 DAMAGED = {
     "cvat": "annotations.xml", "labelme": "train/train-0.json", "label-studio": "train.json",
-    "openimages": "train-annotations-bbox.csv",
+    "openimages": "train-annotations-bbox.csv", "webdataset": "train-000000.tar", "mds": "train/index.json",
 }  # fmt: skip
 """Formats that `test_hostile.py` does not have: a file of each."""
 DRAWN = [Drawn(f"{split}-{k}.jpg", split, 40, 30, [(k, 4, 2, 20, 10)]) for split in ("train", "val") for k in range(3)]

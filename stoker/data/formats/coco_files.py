@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from stoker import regular_files
 from stoker.data.formats.annotated_dirs import read_head
 from stoker.data.formats.labelme import is_labelme
+from stoker.data.formats.mds import is_mds_head
 from stoker.data.formats.names import count_matching_files
 from stoker.data.formats.other_formats import recognize_file
 from stoker.data.formats.tables import (
@@ -98,7 +99,8 @@ def _looks_like_coco(path: Path) -> bool:
 
 def _has_another_format(path: Path, head: bytes) -> bool:
     """Whether a file has a list of tasks or images, as Label Studio's, or the keys of another format."""
-    return head.startswith(b"[") or is_labelme(head) or recognize_file(path, head) is not None
+    is_other = head.startswith(b"[") or is_labelme(head) or is_mds_head(path, head)
+    return is_other or recognize_file(path, head) is not None
 
 
 def _choose_per_split(folder: Path, files: list[Path]) -> tuple[list[tuple[str | None, Path]], list[str]]:

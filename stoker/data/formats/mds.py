@@ -8,6 +8,7 @@ streaming/base/format/mds/. Not here: the layouts of boxes (`sample_annotations.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +18,13 @@ import msgspec
 import numpy as np
 
 from stoker import regular_files
-from stoker.data.formats.sample_annotations import CLASS_LIST_KEYS, CORNERS_KEYS, EXTENT_KEYS, LIST_KEYS
+from stoker.data.formats.sample_annotations import (
+    CLASS_LIST_KEYS,
+    CORNERS_KEYS,
+    EXTENT_KEYS,
+    LIST_KEYS,
+    NAME_OF_FILE_KEYS,
+)
 from stoker.data.formats.shard_bytes import map_shards, open_shard
 from stoker.data.formats.shard_samples import MAX_ANNOTATION_BYTES, ShardSamples, make_table
 from stoker.data.formats.tables import (
@@ -50,6 +57,9 @@ _DTYPE_NAMES = {
     "uint64": 64, "int64": 65, "float64": 66,
 }  # fmt: skip
 _SCALARS = {"int": "<i8", **{name: _DTYPES[number] for name, number in _DTYPE_NAMES.items()}}
+
+
+_FORMAT = re.compile(rb'"format"\s*:\s*"mds"')
 
 
 class RawData(msgspec.Struct):
@@ -118,6 +128,11 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     ]
     read_shards = map_shards(lambda shard: _read_shard(*shard), shards, path=layout.root)
     return make_table(layout, read_shards, problems, format_name="MDS")
+
+
+def is_mds_head(path: Path, head: bytes) -> bool:
+    """Whether a file is an index of MDS, by its name and first bytes."""
+    return path.name == INDEX_FILE and _FORMAT.search(head) is not None
 
 
 def _is_mds(path: Path) -> bool:
@@ -193,7 +208,8 @@ def _choose_columns(info: ShardInfo, path: Path) -> _Columns:
             fix="write them as json, or as ndarray:float32 and ndarray:int64",
         )
     usable = tuple(
-        k for k in wanted if k != image and (encodings[k] in ("json", "ndarray") or encodings[k] in _SCALARS)
+        [k for k in wanted if k != image and (encodings[k] in ("json", "ndarray") or encodings[k] in _SCALARS)]
+        + [k for name, k in by_name.items() if name in NAME_OF_FILE_KEYS and encodings[k] == "str"]
     )
     names = {_plain(info.column_names[k]) for k in usable if encodings[k] in ("json", "ndarray")}
     has_boxes = names & {*ANNOTATION_COLUMNS} or (names & {*CORNERS_KEYS, *EXTENT_KEYS} and names & {*CLASS_LIST_KEYS})
@@ -291,6 +307,8 @@ def _decode(encoding: str, data: bytes) -> Any:
     kind, _, arguments = encoding.partition(":")
     if kind == "json":
         return msgspec.json.decode(data)
+    if kind == "str":
+        return data.decode()
     if kind in _SCALARS:
         values = np.frombuffer(data, _SCALARS[kind])
         if len(values) != 1:

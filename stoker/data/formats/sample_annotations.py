@@ -23,6 +23,7 @@ EXTENT_KEYS = ("bboxes", "bbox")
 NAME_KEYS = ("category_name", "category", "class_name", "class", "label", "LabelName", "name")
 ID_KEYS = ("category_id", "class_id", "label_id")
 CLASS_LIST_KEYS = ("labels", "categories", "category_ids", "classes", "class_ids", *NAME_KEYS, *ID_KEYS)
+NAME_OF_FILE_KEYS = ("file_name", "filename")
 OPEN_IMAGES_KEYS = ("XMin", "YMin", "XMax", "YMax")
 XYXY_ABS, XYWH_ABS = 0, 1
 """`bbox_mode` of detectron2 (structures/boxes.py)."""
@@ -70,6 +71,14 @@ def annotated_size(content: Any) -> tuple[int, int]:
     height, width = content.get("height"), content.get("width")
     is_size = isinstance(height, int) and isinstance(width, int) and 0 < height < 2**31 and 0 < width < 2**31
     return (height, width) if is_size else (0, 0)
+
+
+def file_name(content: Any) -> str:
+    """The name of the image file, without folders, that the annotations of a sample give; empty where they do not."""
+    values = [content.get(key) for key in NAME_OF_FILE_KEYS] if isinstance(content, Mapping) else []
+    text = next((value for value in values if isinstance(value, str)), "")
+    name = text.replace("\\", "/").rpartition("/")[2].replace("\0", "")
+    return "" if name in (".", "..") else name
 
 
 def _read_columns(content: Mapping[str, Any]) -> Iterator[ObjectBox]:

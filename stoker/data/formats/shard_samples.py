@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from stoker.data.formats.sample_annotations import LAYOUTS, UnknownLayout, annotated_size, read_boxes
+from stoker.data.formats.sample_annotations import LAYOUTS, UnknownLayout, annotated_size, file_name, read_boxes
 from stoker.data.formats.table_builder import Box, ImageFile, build_table, sort_class_names
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout
 from stoker.data.images.headers import ReadAt, parse_header_within
@@ -54,8 +54,9 @@ class ShardSamples:
             self.problems.append(("unreadable-annotations", f"{place}: {error}"))
             return
         given = annotated_size(annotations)
+        label = file_name(annotations) or name.rpartition("/")[2]
         image_index, (height, width) = len(self.images), size if 0 in given else given
-        self.images.append(ImageFile(self.path, name.rpartition("/")[2], self.split, (height, width)))
+        self.images.append(ImageFile(self.path, label, self.split, (height, width)))
         self.byte_ranges.append((start, length))
         for box in found:
             if box.xyxy is None or box.label is None:

@@ -8,7 +8,7 @@ https://github.com/webdataset/webdataset. Not here: which annotations are unders
 
 import os
 from collections.abc import Iterator
-from itertools import groupby, islice
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -165,9 +165,23 @@ def _read_sample(samples: ShardSamples, key: str, members: list[Member], read: R
 
 
 def _iter_samples(members: Iterator[Member]) -> Iterator[tuple[str, list[Member]]]:
-    """(key, files) of each sample: its files follow each other."""
-    for key, files in groupby(members, key=lambda member: _split_name(member.name)[0]):
-        yield key, list(files)
+    """(key, files) of each sample: its files follow each other. Raises DamagedArchive after the samples before it."""
+    key, files, damage = "", list[Member](), None
+    while True:
+        try:
+            member = next(members, None)
+        except DamagedArchive as error:
+            member, damage = None, error
+        next_key = None if member is None else _split_name(member.name)[0]
+        if files and next_key != key:
+            yield key, files
+            files = []
+        if damage is not None:
+            raise damage
+        if member is None or next_key is None:
+            return
+        key = next_key
+        files.append(member)
 
 
 def _split_name(name: str) -> tuple[str, str]:
