@@ -154,57 +154,53 @@ def read_info(path: Path) -> PackedInfo:
 
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
-    """The table of all images whose shards are there. Raises DataError for an index that is damaged."""
+    """The table of all images. Raises DataError for an index that is damaged, and for shards that are not as packed."""
+    del problems  # what was wrong with the source was left out, and named, when it was packed
     path = layout.metadata_files[0]
     info, batch = _open(path)
-    usable = np.array([_check_shard(path.parent, shard, problems) for shard in info.shards], np.bool_)
+    _require_shards(path.parent, info.shards)
     images = _to_images(batch, info, path)
-    keep = usable[images.shard] if len(usable) else np.zeros(0, np.bool_)
-    if not keep.any():
-        raise DataError(
-            "None of the packed shards is there.",
-            location=path.parent,
-            cause="; ".join(f"{p.title}: {p.examples[0]}" for p in problems.summarize()) or "the index has no images",
-            fix="copy the shards again, next to their index, or pack the data set again",
-        )
     num_boxes = np.diff(images.offsets)
-    kept_boxes = np.repeat(keep, num_boxes)
-    image_index = np.repeat(np.cumsum(keep) - 1, num_boxes)[kept_boxes]
-    box_id = np.arange(len(images.labels)) - np.repeat(images.offsets[:-1], num_boxes) + 1
     notes = [f"{info.num_skipped:,} images of the source could not be read when it was packed"] * (info.num_skipped > 0)
     return AnnotationTable(
         class_names=list(info.class_names),
         category_ids=list(info.category_ids),
         folders=[shard.name for shard in info.shards],
-        folder_index=images.shard[keep],
-        file_names=[name for name, kept in zip(images.names, keep.tolist(), strict=True) if kept],
-        split=images.split[keep],
-        original_size=images.size[keep],
-        image_id=images.image_id[keep],
-        image_index=image_index.astype(np.int64),
-        boxes=images.boxes[kept_boxes].astype(np.float64),
-        labels=images.labels[kept_boxes],
-        crowd=images.crowd[kept_boxes],
-        area=images.area[kept_boxes],
-        box_id=box_id[kept_boxes],
+        folder_index=images.shard,
+        file_names=list(images.names),
+        split=images.split,
+        original_size=images.size,
+        image_id=images.image_id,
+        image_index=np.repeat(np.arange(len(images.names)), num_boxes),
+        boxes=images.boxes.astype(np.float64),
+        labels=images.labels,
+        crowd=images.crowd,
+        area=images.area,
+        box_id=np.arange(len(images.labels)) - np.repeat(images.offsets[:-1], num_boxes) + 1,
         box_id_kind="object",
-        byte_range=images.byte_range[keep],
+        byte_range=images.byte_range,
         notes=[*layout.notes, *notes],
     )
 
 
-def _check_shard(folder: Path, shard: Shard, problems: ProblemCollector) -> bool:
-    """Whether a shard is there in its full size."""
-    try:
-        size_bytes = (folder / shard.name).stat().st_size
-    except OSError:
-        problems.add("missing-shard", f"{folder / shard.name}: {shard.num_images:,} images")
-        return False
-    if size_bytes != shard.size_bytes:
-        example = f"{folder / shard.name}: {size_bytes:,} bytes instead of {shard.size_bytes:,}"
-        problems.add("truncated-shard" if size_bytes < shard.size_bytes else "damaged-shard", example)
-        return False
-    return True
+def _require_shards(folder: Path, shards: Sequence[Shard]) -> None:
+    """A lost validation shard would otherwise be replaced by training images."""
+    wrong = []
+    for shard in shards:
+        try:
+            size_bytes = (folder / shard.name).stat().st_size
+        except OSError:
+            wrong.append(f"{shard.name} with {shard.num_images:,} images does not exist")
+            continue
+        if size_bytes != shard.size_bytes:
+            wrong.append(f"{shard.name} has {size_bytes:,} bytes instead of {shard.size_bytes:,}")
+    if wrong:
+        raise DataError(
+            f"{len(wrong):,} of {len(shards):,} packed shards are missing or have another size.",
+            location=folder,
+            cause="; ".join(wrong[:3]) + ("; …" if len(wrong) > 3 else ""),
+            fix=f"copy them again; to train from the others, delete {INDEX_FILE}: they are read as a WebDataset",
+        )
 
 
 def parse_info(data: bytes, location: Path | str) -> PackedInfo:

@@ -194,19 +194,19 @@ PROBLEM_KINDS: dict[str, ProblemKind] = {
     "transparent-image": ProblemKind("has an alpha channel", "image", "kept", "alpha is ignored", "save it without"),
     # Files, classes and splits.
     "damaged-shard": ProblemKind(
-        "damaged TFRecord file", "file", "skipped", "records that cannot be found after the damage are left out",
+        "damaged shard", "file", "skipped", "records that cannot be found after the damage are left out",
         "copy or write the file again",
     ),
     "truncated-shard": ProblemKind(
-        "TFRecord file that ends within a record", "file", "skipped", "the last record is left out",
+        "shard that ends too early", "file", "skipped", "what is missing is left out",
         "copy or write the file again",
     ),
     "empty-shard": ProblemKind(
-        "TFRecord file of zero bytes", "file", "skipped", "the file is left out; TensorFlow would wait forever on it",
+        "shard of zero bytes", "file", "skipped", "it is left out; TensorFlow would wait forever on it",
         "copy or write the file again, or delete it",
     ),
     "missing-shard": ProblemKind(
-        "numbered TFRecord file that does not exist", "file", "kept", "the others are used", "copy or write it again"
+        "shard that does not exist", "file", "kept", "the others are used", "copy or write it again"
     ),
     "foreign-file": ProblemKind(
         "XML file that is not an annotation", "file", "skipped", "it is not read", "move it out of the data folder"
