@@ -75,6 +75,8 @@ class Detector(nn.Module):
         self._update_shift_and_scale()
 
     def _update_shift_and_scale(self) -> None:
+        if self.pixel_mean.is_meta:  # no values (`weights/shapes_only.py`)
+            return
         self.pixel_shift.copy_(-self.pixel_mean / self.pixel_std)
         self.pixel_scale.copy_(1 / (255 * self.pixel_std))
 

@@ -14,7 +14,6 @@ import msgspec
 
 from stoker.config.settings import Config, from_toml, to_toml
 from stoker.data.formats.detect import data_file_suffixes, root_of_files
-from stoker.diagnosis.engine import diagnose, write_findings
 from stoker.errors import ConfigError, StorageError, UsageError, writing
 from stoker.profiling.telemetry.environment import describe
 from stoker.runs.records import (
@@ -169,6 +168,8 @@ def open_run_folder(
 
 def write_diagnosis(folder: RunFolder, warn: Callable[[str], None]) -> None:
     """Writes findings.json, however the run ended."""
+    from stoker.diagnosis.engine import diagnose, write_findings  # compiles patterns of logs; not needed at the start
+
     try:
         write_findings(folder.path, diagnose(folder.path))
     except OSError as error:

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -89,6 +91,27 @@ def test_a_classifier_fills_the_backbone(tmp_path: Path, norm: str, wrapped: boo
     for name in ("0.0.weight", "0.1.running_mean", "14.conv.0.0.weight", "18.1.bias"):
         assert torch.equal(filled[f"backbone.body.{name}"], state[f"features.{name}"])
     assert all(torch.equal(tensor, filled[name]) for name, tensor in heads.items())
+
+
+def test_a_file_is_recognized_without_torchs_compiler(tmp_path: Path) -> None:
+    """Its import takes a second of the start of a training."""
+    torch.save(mobilenet_v2(weights=None).state_dict(), tmp_path / "mobilenet.pth")
+    script = f"""
+import sys
+from stoker.cli.quick_import import quick_imports
+with quick_imports():
+    from stoker.config.settings import ModelSettings
+    from stoker.models import MODELS, build, detect_architecture
+    from stoker.models.weights.shapes_only import shapes_only
+for name, arch in MODELS.items():
+    with shapes_only():
+        model = build(ModelSettings(**{{**arch.defaults, "model": name}}), 3)
+    assert all(parameter.is_meta for parameter in model.parameters())
+assert detect_architecture({str(tmp_path / "mobilenet.pth")!r}) == "ember_mobilenet_v2"
+assert "torch._dynamo" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

@@ -21,8 +21,9 @@ def cell_anchors(size: float, scales: Sequence[float], aspect_ratios: Sequence[f
     width; coordinates are rounded to pixels. The order is all scales of the first ratio, then of the next. This equals
     torchvision's `AnchorGenerator` with the sizes of its RetinaNet, so its weights fit.
     """
-    square_sides = torch.tensor([max(1, int(size * scale)) for scale in scales], dtype=torch.float32)
-    sqrt_ratio = torch.tensor(list(aspect_ratios), dtype=torch.float32).sqrt()
+    sides = [max(1, int(size * scale)) for scale in scales]
+    square_sides = torch.tensor(sides, dtype=torch.float32, device="cpu")
+    sqrt_ratio = torch.tensor(list(aspect_ratios), dtype=torch.float32, device="cpu").sqrt()
     heights = (sqrt_ratio[:, None] * square_sides).flatten()
     widths = ((1 / sqrt_ratio)[:, None] * square_sides).flatten()
     return (torch.stack((-widths, -heights, widths, heights), dim=1) / 2).round()

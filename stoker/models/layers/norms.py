@@ -47,6 +47,8 @@ class FrozenBatchNorm2d(nn.Module):
 
     def _update_scale_and_shift(self) -> None:
         """Computes `scale` and `shift`, once per loaded set of weights instead of once a step."""
+        if self.weight.is_meta:  # no values (`weights/shapes_only.py`)
+            return
         with torch.no_grad():
             self.scale.copy_(self.weight * (self.running_var + self.eps).rsqrt())
             self.shift.copy_(self.bias - self.running_mean * self.scale)

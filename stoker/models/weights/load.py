@@ -23,6 +23,7 @@ from stoker.models.detector import Detector
 from stoker.models.table import MODELS, build, get_architecture
 from stoker.models.weights.class_head import class_tensors, fit_class_head
 from stoker.models.weights.hub import fetch_weights, local_path
+from stoker.models.weights.shapes_only import shapes_only
 
 PRETRAINED_NAMES = ("coco", "imagenet")
 """Names that `--weights` accepts, besides `none` and files."""
@@ -215,7 +216,7 @@ def _detect_model(weights: WeightsFile) -> str | None:
     for name, arch in MODELS.items():
         options = {} if arch.options_from_weights is None else arch.options_from_weights(weights.tensors)
         settings = {"backbone_norm": "bn", "trainable_backbone_layers": 5, **arch.defaults, **options, "model": name}
-        with torch.device("meta"):  # shapes only
+        with shapes_only():
             model = build(ModelSettings(**settings), 1)
         match_fraction = _match_weights(weights.tensors, model).match_fraction
         if match_fraction == 1:

@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 import msgspec
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
@@ -16,6 +15,7 @@ from stoker.config import old_names
 from stoker.config.settings import ModelSettings
 from stoker.errors import StokerError, WeightsError
 from stoker.models.weights import hub
+from stoker.models.weights.shapes_only import shapes_only
 from stoker.runs.records import BEST, CHECKPOINTS, FINAL, fetch_run
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
@@ -96,7 +96,7 @@ def _build(metadata: ModelMetadata, shapes: dict[str, tuple[int, ...]], path: Pa
     num_outputs = num_classes * len(settings.anchor_scales or (1,)) * len(settings.aspect_ratios or (1,))
     try:
         if num_outputs > MAX_UNCHECKED_OUTPUTS:
-            with torch.device("meta"):
+            with shapes_only():
                 _check_shapes(models.build(settings, num_classes), shapes, path)
         model = models.build(settings, num_classes)
     except WeightsError:
