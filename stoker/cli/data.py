@@ -306,6 +306,8 @@ def pack(
     quality: int | None = None,
     shard_mib: int | None = None,
     workers: int | None = None,
+    on: Literal["local", "ray"] = "local",
+    address: str | None = None,
     json: bool = False,
 ) -> None:
     """Writes a data set as shards for streaming: WebDataset archives with an index, to train from a bucket.
@@ -327,6 +329,10 @@ def pack(
         Size of a shard in MiB, about; default 64.
     workers
         Threads that read, encode and write; default: the number of cores.
+    on
+        ray: the shards are made by a Ray cluster, one task each; its nodes need stoker and the same paths.
+    address
+        Of the Ray cluster: HOST:6379 or ray://HOST:10001; default: RAY_ADDRESS, else the one on this machine.
     json
         Print the result as JSON.
     """
@@ -349,12 +355,20 @@ def pack(
         low, high = ranges[name]
         if value is not None and not low <= value <= high:
             raise UsageError(f"--{name.replace('_', '-')} {value} is out of range.", choices=[f"{low} to {high:,}"])
+    if address is not None and on != "ray":
+        raise UsageError("--address is that of a Ray cluster.", fix="add --on ray")
     options = PackOptions(**{name: value for name, value in given.items() if value is not None and name != "workers"})
     fields = {"data": data, "format": format, "classes": classes, "allow_outside": allow_outside}
     settings = from_fields({**fields, "val_fraction": val_fraction, "train": train, "val": val, "splits": splits}).data
     index = open_index_of(settings)
+    if on == "ray":
+        from stoker.launching.ray_pack import on_ray
+
+        run_shards = on_ray(settings, address)
+    else:
+        run_shards = in_threads(workers or host_cores())
     with progress_bar("images") as on_progress:
-        packed = pack_data(index, dest, options, run_shards=in_threads(workers or host_cores()), progress=on_progress)
+        packed = pack_data(index, dest, options, run_shards=run_shards, progress=on_progress)
     if json:
         print_json(msgspec.to_builtins(packed))
     else:

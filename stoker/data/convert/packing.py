@@ -176,8 +176,6 @@ def in_threads(workers: int) -> RunShards:
 
 def make_plan(index: Index, options: PackOptions) -> Plan:
     """Which image is in which shard. Depends on the source and the options only."""
-    content = index_digest.digest_images(index, index.splits)
-    described = msgspec.json.encode((shard_index.VERSION, index.class_names, index.category_ids, options, content))
     source_bytes = _source_bytes(index)
     ratio = 1.0 if options.image_size is None else _encoded_fraction(index, options, source_bytes)
     shards = []
@@ -191,11 +189,18 @@ def make_plan(index: Index, options: PackOptions) -> Plan:
             shards.append(PlannedShard(name=f"{split}-{number:05d}.tar", split=split, rows=tuple(part.tolist())))
     measured = frozenset(np.linspace(0, len(index) - 1, NUM_MEASURED).astype(int).tolist())
     return Plan(
-        id=hashlib.sha256(described).hexdigest(),
+        id=plan_id(index, options),
         options=options,
         shards=tuple(shards),
         measured=measured if options.image_size is not None else frozenset(),
     )
+
+
+def plan_id(index: Index, options: PackOptions) -> str:
+    """Changes with the images, boxes and classes of the source, and with the options."""
+    content = index_digest.digest_images(index, index.splits)
+    described = msgspec.json.encode((shard_index.VERSION, index.class_names, index.category_ids, options, content))
+    return hashlib.sha256(described).hexdigest()
 
 
 def write_shard(index: Index, plan: Plan, shard: PlannedShard, destination: Destination) -> ShardRecord:
