@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -52,13 +52,21 @@ if TYPE_CHECKING:
     from stoker.config.settings import DataSettings
     from stoker.storage.store import Store
 
-__all__ = ["Index", "Problem", "missing_images", "open_index", "require_images", "unlisted_images"]
+__all__ = ["ImageRanges", "Index", "Problem", "missing_images", "open_index", "require_images", "unlisted_images"]
 
 DEFAULT_VAL_FRACTION = 0.1
 MAX_PARTS_ALONE = 8
 """Parts of a data set up to which a check reads the others where one cannot be read."""
 MAX_FILES_TO_STAT = 64
 """Images of a folder up to which a stat for each is cheaper than listing the folder."""
+
+
+class ImageRanges(NamedTuple):
+    """Where N images inside other files are: number of the file, first byte and number of bytes of each; int64 [N]."""
+
+    file: NDArray[np.int64]
+    start: NDArray[np.int64]
+    length: NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -146,6 +154,11 @@ class Index:
         """First byte and number of bytes of an image inside another file; None for an image that is a file."""
         start, length = self._byte_range[image_index].tolist()
         return (start, length) if length else None
+
+    def image_ranges(self, image_indices: NDArray[np.int64]) -> ImageRanges:
+        """Where images inside other files are; of an image that is a file, the length is 0."""
+        ranges = self._byte_range[image_indices]
+        return ImageRanges(self._folder_index[image_indices].astype(np.int64), ranges[:, 0], ranges[:, 1])
 
     def fingerprint(self) -> str:
         """Changes when the images, their order or their known sizes change."""

@@ -30,6 +30,7 @@ class RandomStream(enum.IntEnum):
     DEVICE = 1
     SCALE_JITTER = 2
     REPLACEMENT = 3
+    SHIFT = 4
 
 
 def _generator(seed: int, epoch: int, index_in_epoch: int, stream: RandomStream) -> np.random.Philox:
@@ -75,6 +76,12 @@ def device_rand(seed: int, epoch: int, indices_in_epoch: Sequence[int], count: i
 def epoch_order(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
     """A permutation of 0 … count-1, int64 [count]: argsort of random keys. 8 ms for 118,287."""
     return np.argsort(_generator(seed, epoch, 0, RandomStream.ORDER).random_raw(count), kind="stable")
+
+
+def random_shifts(seed: int, epoch: int, count: int) -> NDArray[np.float64]:
+    """Numbers in [0, 1) [count], by which the order of shards (`loading/shard_order.py`) moves the images."""
+    raw = _generator(seed, epoch, 0, RandomStream.SHIFT).random_raw(count)
+    return (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 class ResizeGeometry(NamedTuple):
