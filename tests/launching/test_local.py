@@ -21,9 +21,10 @@ WAIT_S = 300
 
 
 def stoker(folder: Path, *arguments: str | Path) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", FOLDER_VARIABLE: str(folder)}
     done = subprocess.run(
         [sys.executable, "-m", "stoker", "launch", *map(str, arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", FOLDER_VARIABLE: str(folder)}, cwd=folder, capture_output=True, text=True, check=False,
+        env=environment, cwd=folder, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
