@@ -2,7 +2,7 @@
 
 The images are random bytes, which no format can compress, as little as JPEG: only storing and reading is measured. All
 reads are from the page cache: their CPU time does not depend on the disk. Formats are read in turn. Parquet is written
-as for the Hugging Face hub (row groups of 100, snappy), and without compression; an image at random needs its row group.
+as for the Hugging Face hub (row groups of 100, snappy), and without compression; a random image needs its row group.
 MDS is written from its description. The index is opened in a fresh process, after the imports; its shards are sparse
 files. Bars: opening 118,287 images with 860,001 boxes, as many as COCO has; a read from a tar by that of a file.
 """

@@ -37,7 +37,18 @@ class DataSettings:
     data: Annotated[str, Parameter(parse=False)] = AUTO
     """Folder or file of the data set, its URI, or `demo`; the argument of the command."""
     format: Literal[
-        "coco", "voc", "yolo", "tfrecord", "openimages", "csv", "cvat", "labelme", "label-studio", "webdataset", "mds"
+        "coco",
+        "voc",
+        "yolo",
+        "tfrecord",
+        "openimages",
+        "csv",
+        "cvat",
+        "labelme",
+        "label-studio",
+        "webdataset",
+        "mds",
+        "parquet",
     ] = AUTO
     """Format of the annotations, where automatic detection is wrong."""
     classes: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = AUTO

@@ -26,7 +26,7 @@ from tests.data.exports import (
     region,
     task,
 )
-from tests.data.shards import write_mosaic, write_tar
+from tests.data.shards import write_hub_parquet, write_mosaic, write_tar
 from tests.data.tfrecords import example, frame, image_features, jpeg, label_map
 
 CLASSES = ("cat", "dog", "emu")
@@ -226,10 +226,27 @@ def write_mds(root: Path, drawn: list[Drawn]) -> None:
         write_mosaic(root / split, columns, rows)
 
 
+def write_parquet(root: Path, drawn: list[Drawn]) -> None:
+    for split in ("train", "val"):
+        rows = [
+            {
+                "image": {"bytes": jpeg(item.width, item.height, len(item.boxes)), "path": item.name},
+                "objects": {
+                    "bbox": [[x1, y1, x2 - x1, y2 - y1] for _, x1, y1, x2, y2 in item.boxes],
+                    "category": [box[0] for box in item.boxes],
+                },
+            }
+            for item in drawn
+            if item.split == split
+        ]
+        write_hub_parquet(root / "data" / f"{split}-00000-of-00001.parquet", rows, CLASSES)
+
+
 WRITE = {
     "coco": write_coco, "voc": write_voc, "yolo": write_yolo, "tfrecord": write_tfrecord,
     "openimages": write_openimages, "csv": write_csv, "cvat": write_cvat, "labelme": write_labelme,
     "label-studio": write_label_studio, "webdataset": write_webdataset, "mds": write_mds,
+    "parquet": write_parquet,
 }  # fmt: skip
 
 
@@ -292,6 +309,7 @@ def test_the_same_boxes_are_the_same_index(tmp_path_factory: pytest.TempPathFact
 DAMAGED = {
     "cvat": "annotations.xml", "labelme": "train/train-0.json", "label-studio": "train.json",
     "openimages": "train-annotations-bbox.csv", "webdataset": "train-000000.tar", "mds": "train/index.json",
+    "parquet": "data/train-00000-of-00001.parquet",
 }  # fmt: skip
 """Formats that `test_hostile.py` does not have: a file of each."""
 DRAWN = [Drawn(f"{split}-{k}.jpg", split, 40, 30, [(k, 4, 2, 20, 10)]) for split in ("train", "val") for k in range(3)]

@@ -23,6 +23,7 @@ from stoker.data.formats import (
     mds,
     openimages,
     other_formats,
+    parquet,
     shard_index,
     tfrecord,
     tfrecord_files,
@@ -120,6 +121,13 @@ FORMATS = {
         (*webdataset.SUFFIXES, shard_index.INDEX_FILE),
     ),
     "mds": Format(mds.find, mds.read, "MDS (index.json with *.mds)", mds.from_file, (".json",)),
+    "parquet": Format(
+        parquet.find,
+        parquet.read,
+        "Parquet (*.parquet with columns image and objects)",
+        parquet.from_file,
+        parquet.SUFFIXES,
+    ),
 }
 """In order of preference."""
 

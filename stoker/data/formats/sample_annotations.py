@@ -41,6 +41,8 @@ class ObjectBox(NamedTuple):
     xyxy: tuple[float, float, float, float] | None
     """None: it cannot be read."""
     is_normalized: bool
+    is_extent: bool
+    """It was given under one of EXTENT_KEYS, by its width and height."""
     is_crowd: bool
     text: str
     """The start of its annotation, for messages."""
@@ -97,6 +99,7 @@ def _read_columns(content: Mapping[str, Any]) -> Iterator[ObjectBox]:
             _class_text(label),
             _to_corners(box, is_extent=box_key in EXTENT_KEYS),
             False,
+            box_key in EXTENT_KEYS,
             isinstance(crowd, list) and len(crowd) == len(boxes) and bool(crowd[number - 1]),
             _shorten([box, label]),
         )
@@ -108,20 +111,22 @@ def _read_object(item: Mapping[str, Any], number: int) -> ObjectBox:
     text = _shorten(item)
     if all(key in item for key in OPEN_IMAGES_KEYS):
         xyxy = _to_corners([item[key] for key in OPEN_IMAGES_KEYS], is_extent=False)
-        return ObjectBox(number, label, xyxy, True, is_crowd, text)
+        return ObjectBox(number, label, xyxy, True, False, is_crowd, text)
     for key in EXTENT_KEYS:
         if key in item:
             mode = item.get("bbox_mode", XYWH_ABS)
             if mode not in (XYXY_ABS, XYWH_ABS):
                 raise UnknownLayout(f"bbox_mode is {mode!r}; 0 (corners) and 1 (x, y, width, height) are read")
-            return ObjectBox(number, label, _to_corners(item[key], is_extent=mode == XYWH_ABS), False, is_crowd, text)
+            is_extent = mode == XYWH_ABS and "bbox_mode" not in item
+            xyxy = _to_corners(item[key], is_extent=mode == XYWH_ABS)
+            return ObjectBox(number, label, xyxy, False, is_extent, is_crowd, text)
     for key in CORNERS_KEYS:
         if key in item:
-            return ObjectBox(number, label, _to_corners(item[key], is_extent=False), False, is_crowd, text)
+            return ObjectBox(number, label, _to_corners(item[key], is_extent=False), False, False, is_crowd, text)
     corner_keys = ("xmin", "ymin", "xmax", "ymax")
     if all(key in item for key in corner_keys):
         xyxy = _to_corners([item[key] for key in corner_keys], is_extent=False)
-        return ObjectBox(number, label, xyxy, False, is_crowd, text)
+        return ObjectBox(number, label, xyxy, False, False, is_crowd, text)
     raise UnknownLayout(f"its objects have the keys {_list_keys(item)}: no box")
 
 

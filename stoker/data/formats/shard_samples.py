@@ -21,6 +21,10 @@ from stoker.errors import DataError
 MAX_ANNOTATION_BYTES = 1 << 26
 """The largest annotations of one image that are read."""
 
+MIN_SHARE_OUTSIDE, MIN_SHARE_CORNERS = 0.05, 0.99
+"""Boxes are taken for corners if more than the first share of them would otherwise reach out of their images, and more
+than the second are valid corners: as x, y, width and height, boxes near the right and lower edges are not."""
+
 
 @dataclass
 class ShardSamples:
@@ -32,6 +36,8 @@ class ShardSamples:
     byte_ranges: list[tuple[int, int]] = field(default_factory=list)
     boxes: list[Box] = field(default_factory=list)
     """Image indices count from the first of the shard."""
+    extents: list[int] = field(default_factory=list)
+    """Indices of the boxes that were given by width and height."""
     bad_boxes: list[int] = field(default_factory=list)
     problems: list[tuple[str, str]] = field(default_factory=list)
     """(kind, example)."""
@@ -66,18 +72,27 @@ class ShardSamples:
                 continue
             x1, y1, x2, y2 = box.xyxy
             xyxy = (x1 * width, y1 * height, x2 * width, y2 * height) if box.is_normalized else box.xyxy
+            self.extents += [len(self.boxes)] if box.is_extent else []
             self.boxes.append(Box(image_index, box.label, xyxy, box.number, is_crowd=box.is_crowd))
 
 
 def make_table(
-    layout: DatasetLayout, shards: Sequence[ShardSamples], problems: ProblemCollector, *, format_name: str
+    layout: DatasetLayout,
+    shards: Sequence[ShardSamples],
+    problems: ProblemCollector,
+    *,
+    format_name: str,
+    class_names: Sequence[str] = (),
 ) -> AnnotationTable:
-    """One table of all shards. Raises DataError if no sample is usable."""
+    """One table of all shards. class_names: all classes in order, where the data set lists them. Raises DataError if no
+    sample is usable."""
     images: list[ImageFile] = []
     boxes: list[Box] = []
     bad_boxes: list[int] = []
+    extents: list[int] = []
     for shard in shards:
         first = len(images)
+        extents += [len(boxes) + k for k in shard.extents]
         images += shard.images
         boxes += [box._replace(image_index=first + box.image_index) for box in shard.boxes]
         bad_boxes += [first + image_index for image_index in shard.bad_boxes]
@@ -99,9 +114,33 @@ def make_table(
             cause="; ".join(f"{p.title}: {p.examples[0]}" for p in problems.summarize()) or "they are empty",
             fix="copy or write the shards again; a sample is an image with its boxes",
         )
+    notes = list(layout.notes)
+    if share := _share_as_corners(images, boxes, extents):
+        notes.append(
+            f"bbox are corners (x1, y1, x2, y2): read as x, y, width and height, {100 * share:.0f} % would reach out of"
+            " their images"
+        )
+        for k in extents:
+            x1, y1, x2, y2 = boxes[k].xyxy
+            boxes[k] = boxes[k]._replace(xyxy=(x1, y1, x2 - x1, y2 - y1))
     table = build_table(
-        layout, images, boxes, sort_class_names, problems, box_id_kind="object", notes=list(layout.notes),
-        bad_boxes=bad_boxes, read_headers=False,
+        layout, images, boxes, lambda own: class_names or sort_class_names(own), problems, box_id_kind="object",
+        notes=notes, bad_boxes=bad_boxes, read_headers=False,
     )  # fmt: skip
     byte_ranges = np.array([byte_range for shard in shards for byte_range in shard.byte_ranges], np.int64)
     return replace(table, byte_range=byte_ranges.reshape(-1, 2))
+
+
+def _share_as_corners(images: Sequence[ImageFile], boxes: Sequence[Box], extents: Sequence[int]) -> float:
+    """Of data sets whose "bbox" are corners, contrary to COCO: the share of boxes that would reach out of their images
+    as x, y, width and height; else 0."""
+    if not extents:
+        return 0.0
+    size = np.array([images[boxes[k].image_index].size for k in extents], np.float64)
+    x1, y1, x2, y2 = np.array([boxes[k].xyxy for k in extents], np.float64).T
+    height, width = size[:, 0] + 1, size[:, 1] + 1
+    reaches_out = (x2 > width) | (y2 > height)
+    right, bottom = x2 - x1, y2 - y1
+    are_corners = (right > x1) & (bottom > y1) & (right <= width) & (bottom <= height)
+    share = float(reaches_out.mean())
+    return share if share > MIN_SHARE_OUTSIDE and are_corners.mean() > MIN_SHARE_CORNERS else 0.0

@@ -1,0 +1,259 @@
+"""Parquet as data sets of the Hugging Face hub have it: a row per image, with its bytes and its boxes.
+
+Recognized: *.parquet in one folder, in its folder `data/` or `default/`, or in split folders; the columns `image`
+(bytes, or a struct that has them) and `objects`, or columns of boxes and classes. The pages of Parquet are compressed
+and have no byte range of an image, so the images are copied once into a file in the cache folder, as for gzipped
+TFRecords; this needs a local disk. Format: https://huggingface.co/docs/datasets/object_detection. Not here: the layouts
+of boxes (`sample_annotations.py`).
+"""
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from stoker import regular_files
+from stoker.data.formats.sample_annotations import CLASS_LIST_KEYS, CORNERS_KEYS, EXTENT_KEYS, LIST_KEYS
+from stoker.data.formats.shard_bytes import open_shard
+from stoker.data.formats.shard_samples import ShardSamples, make_table
+from stoker.data.formats.tables import (
+    SPLITS,
+    AnnotationTable,
+    DatasetLayout,
+    SplitFiles,
+    check_unannotated_splits,
+    iter_split_dirs,
+    list_subdirs,
+    split_from_name,
+)
+from stoker.data.formats.tfrecord_gzip import MIN_FREE_BYTES, unpacked_path
+from stoker.data.images import source as image_source
+from stoker.data.validation.problems import ProblemCollector
+from stoker.errors import DataError, StorageError
+from stoker.storage.local_files import atomic_path
+
+SUFFIXES = (".parquet",)
+SHARD_DIRS = ("data", "default")
+IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png")
+OTHER_COLUMNS = ("width", "height", "file_name", "filename")
+BATCH_ROWS = 64
+"""Rows whose images are in memory at the same time."""
+
+
+def find(folder: Path) -> DatasetLayout | None:
+    """The Parquet data set in a folder or in its split folders, or None."""
+    subdirs = list_subdirs(folder)
+    for files_dir in (folder, *(subdirs[name] for name in SHARD_DIRS if name in subdirs)):
+        if parts := _find_parts(files_dir, None):
+            return _make_layout(folder, parts, [])
+    parts = [part for split, path in iter_split_dirs(folder) for part in _find_parts(path, split)]
+    return _make_layout(folder, parts, check_unannotated_splits(folder, parts)) if parts else None
+
+
+def from_file(path: Path) -> DatasetLayout | None:
+    """The data set of a single file."""
+    return _make_layout(path.parent, [_part(path, None)], []) if _has_boxes(path) else None
+
+
+def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
+    """Reads all files, and copies their images into the cache where they are not there. Raises DataError if no row is
+    usable, StorageError if the disk is full."""
+    shards, class_names, copied = [], list[str](), 0
+    for part in layout.parts:
+        try:
+            names = _class_names(pq.read_schema(part.annotations))
+        except (OSError, pa.ArrowException) as error:
+            problems.add("damaged-shard", f"{part.annotations.name}: {str(error).splitlines()[0]}")
+            continue
+        if class_names and names and names != class_names:
+            raise DataError(
+                "The Parquet files have different classes.",
+                location=part.annotations,
+                cause=f"{', '.join(names[:5])} here, {', '.join(class_names[:5])} in others",
+                fix="write them again with the same classes, or name one file",
+            )
+        class_names = class_names or names
+        target = unpacked_path(part.annotations)
+        shards.append(_read_file(part, target, class_names))
+        copied += target.stat().st_size if target.exists() else 0
+    table = make_table(layout, shards, problems, format_name="Parquet", class_names=class_names)
+    folder = unpacked_path(layout.parts[0].annotations).parent
+    files = "one Parquet file" if len(shards) == 1 else f"{len(shards):,} Parquet files"
+    table.notes.append(f"the images of {files} are copied into {folder}, {copied:,} bytes")
+    return table
+
+
+def _find_parts(folder: Path, split: str | None) -> list[SplitFiles]:
+    with os.scandir(folder) as entries:
+        names = sorted(entry.name for entry in entries if entry.name.lower().endswith(SUFFIXES) and entry.is_file())
+    return [_part(folder / name, split) for name in names] if names and _has_boxes(folder / names[0]) else []
+
+
+def _part(path: Path, split: str | None) -> SplitFiles:
+    return SplitFiles(split=split or split_from_name(path.stem), annotations=path, image_dirs=())
+
+
+def _make_layout(root: Path, parts: list[SplitFiles], notes: list[str]) -> DatasetLayout:
+    ordered = sorted(parts, key=lambda part: SPLITS.index(part.split) if part.split else len(SPLITS))
+    return DatasetLayout(
+        format="parquet",
+        description=f"Parquet in {len(parts):,} files" if len(parts) > 1 else "Parquet in one file",
+        root=root,
+        parts=tuple(ordered),
+        notes=tuple(notes),
+    )
+
+
+def _has_boxes(path: Path) -> bool:
+    """Whether a file has columns of images and of boxes. Raises DataError for one in a bucket."""
+    if (uri := image_source.resolve_stub(path)) is not None:
+        raise DataError(
+            "Parquet is not read from a bucket.",
+            location=uri,
+            cause="its pages are compressed, so an image is not a range of bytes",
+            fix="copy the files to a disk; `stoker data pack FOLDER gs://…` then makes shards that are read in place",
+        )
+    try:
+        schema = pq.read_schema(path)
+    except (OSError, pa.ArrowException):
+        return False
+    return _image_column(schema) is not None and bool(_annotation_columns(schema))
+
+
+def _image_column(schema: pa.Schema) -> str | None:
+    def has_bytes(kind: pa.DataType) -> bool:
+        if pa.types.is_struct(kind):
+            return kind.get_field_index("bytes") >= 0
+        return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
+
+    return next((name for name in IMAGE_COLUMNS if name in schema.names and has_bytes(schema.field(name).type)), None)
+
+
+def _annotation_columns(schema: pa.Schema) -> list[str]:
+    """A column of objects, or those of boxes and classes; empty: there are none."""
+    if objects := [name for name in LIST_KEYS if name in schema.names]:
+        return objects[:1]
+    boxes = [name for name in (*CORNERS_KEYS, *EXTENT_KEYS) if name in schema.names]
+    classes = [name for name in CLASS_LIST_KEYS if name in schema.names and pa.types.is_list(schema.field(name).type)]
+    return [boxes[0], classes[0]] if boxes and classes else []
+
+
+def _class_names(schema: pa.Schema) -> list[str]:
+    """The names of a ClassLabel, which the package `datasets` stores in the metadata; empty: there are none."""
+    try:
+        features = msgspec.json.decode((schema.metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
+    except (msgspec.MsgspecError, KeyError, TypeError):
+        return []
+    for key in _annotation_columns(schema):
+        if names := next(_iter_class_labels(features.get(key) if isinstance(features, dict) else None), None):
+            return names
+    return []
+
+
+def _iter_class_labels(feature: Any, depth: int = 0) -> Iterator[list[str]]:
+    if isinstance(feature, list) and depth < 8:
+        for inner in feature:
+            yield from _iter_class_labels(inner, depth + 1)
+    if not isinstance(feature, Mapping) or depth >= 8:
+        return
+    names = feature.get("names")
+    if feature.get("_type") == "ClassLabel" and isinstance(names, list):
+        yield [str(name) for name in names]
+    for inner in feature.values():
+        yield from _iter_class_labels(inner, depth + 1)
+
+
+def _read_file(part: SplitFiles, target: Path, class_names: list[str]) -> ShardSamples:
+    path = part.annotations
+    samples = ShardSamples(target, part.split_index)
+    try:
+        file = pq.ParquetFile(regular_files.open_file(path))
+        image_column = _image_column(file.schema_arrow)
+        columns = _annotation_columns(file.schema_arrow)
+        if image_column is None or not columns:
+            samples.problems.append(("damaged-shard", f"{path.name}: its columns are not those of the other files"))
+            return samples
+        columns += [name for name in OTHER_COLUMNS if name in file.schema_arrow.names]
+        if not target.exists():
+            _copy_images(file, image_column, target, path)
+        with open_shard(target) as (read, _):
+            start, number = 0, 0
+            for batch in file.iter_batches(BATCH_ROWS, columns=[image_column, *columns]):
+                lengths = [0 if data is None else len(data) for data in _iter_images(batch, image_column)]
+                names = _file_names(batch[image_column])
+                for length, row, file_name in zip(lengths, batch.select(columns).to_pylist(), names, strict=True):
+                    name, row = f"row {number}", {"file_name": file_name, **row}
+                    if length:
+                        samples.add(name, read, start, length, _with_names(row, columns[0], class_names))
+                    else:
+                        samples.problems.append(("record-without-image", f"{path.name}: {name} has no bytes"))
+                    start, number = start + length, number + 1
+    except (OSError, pa.ArrowException) as error:
+        samples.problems.append(("damaged-shard", f"{path.name}: {str(error).splitlines()[0]}"))
+    return samples
+
+
+def _copy_images(file: pq.ParquetFile, column: str, target: Path, path: Path) -> None:
+    """The images of a file, one after the other. Raises StorageError."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(target) as temporary, temporary.open("xb") as out:
+            for batch in file.iter_batches(BATCH_ROWS, columns=[column]):
+                for data in _iter_images(batch, column):
+                    out.write(data or b"")
+                if shutil.disk_usage(target.parent).free < MIN_FREE_BYTES:
+                    raise OSError(f"less than {MIN_FREE_BYTES:,} bytes would remain on the disk")
+            out.flush()
+            os.fsync(out.fileno())
+    except pa.ArrowException:
+        raise
+    except OSError as error:
+        raise StorageError(
+            "The images of a Parquet file cannot be copied into the cache folder.",
+            location=target,
+            cause=f"{error.strerror or error}; {path} has {path.stat().st_size:,} bytes",
+            fix="free disk space, or set STOKER_CACHE_DIR to a writable folder",
+        ) from error
+
+
+def _iter_images(batch: pa.RecordBatch, column: str) -> Iterator[memoryview | None]:
+    values = batch[column]
+    if pa.types.is_struct(values.type):
+        values = pc.struct_field(values, "bytes")
+    for value in values:
+        yield None if not value.is_valid else memoryview(value.as_buffer())
+
+
+def _file_names(images: pa.Array) -> list[str | None]:
+    """The names of the image files in the source, where the column has them."""
+    if not pa.types.is_struct(images.type) or images.type.get_field_index("path") < 0:
+        return [None] * len(images)
+    names: list[str | None] = pc.struct_field(images, "path").to_pylist()
+    return names
+
+
+def _with_names(row: dict[str, Any], column: str, class_names: list[str]) -> dict[str, Any]:
+    """The row with names in place of the numbers of classes."""
+    if not class_names:
+        return row
+    content = row[column] if isinstance(row[column], dict) else row
+
+    def to_name(value: Any) -> Any:
+        is_number = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(class_names)
+        return class_names[value] if is_number else None
+
+    if isinstance(row[column], list) and row[column] and isinstance(row[column][0], dict):
+        named = [{**item, **{k: to_name(v) for k, v in item.items() if k in CLASS_LIST_KEYS}} for item in row[column]]
+        return {**row, column: named}
+    named_lists = {
+        key: [to_name(value) for value in values]
+        for key, values in content.items()
+        if key in CLASS_LIST_KEYS and isinstance(values, list)
+    }
+    return {**row, column: {**content, **named_lists}} if content is row[column] else {**row, **named_lists}

@@ -1,0 +1,130 @@
+"""The libraries of others read what `stoker data pack` writes, and stoker reads in place what they write.
+
+`webdataset` and `mosaicml-streaming` run in a Python of their own, that of STOKER_PEERS_PYTHON, else .peers (`make
+peers`), else /tmp/peers; a library that is not there is skipped.
+"""
+
+import functools
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stoker.data.convert.packing import PackOptions, in_threads, pack
+from stoker.data.index import Index, open_index
+from tests.data.test_convert import annotated, coco
+from tests.data.tfrecords import jpeg
+
+ROOT = Path(__file__).resolve().parents[2]
+CANDIDATES = (os.environ.get("STOKER_PEERS_PYTHON", ""), str(ROOT / ".peers/bin/python"), "/tmp/peers/bin/python")
+WAIT_S = 120
+
+
+@functools.cache
+def python_with(module: str) -> str | None:
+    for python in CANDIDATES:
+        if python and Path(python).exists():
+            code = f"import {module}"
+            if subprocess.run([python, "-c", code], capture_output=True, timeout=WAIT_S, check=False).returncode == 0:
+                return python
+    return None
+
+
+def run_peer(module: str, code: str, *arguments: str | Path) -> Any:
+    """What the last line printed by a program says, as JSON."""
+    python = python_with(module)
+    if python is None:
+        pytest.skip(f"{module} is not in the Python of the peers: uv pip install {module}")
+    done = subprocess.run(
+        [python, "-c", code, *map(str, arguments)], capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Index:
+    for split in ("train", "valid"):
+        images = {
+            f"{n}.jpg": (jpeg(40, 30, n), [annotated([1, 2, 10.5, 20], 1 + n % 3)] * (n % 2)) for n in range(1, 6)
+        }
+        coco(tmp_path / "source", images, split)
+    return open_index(tmp_path / "source")
+
+
+READ_WEBDATASET = """
+import json, sys, hashlib, webdataset
+samples = webdataset.WebDataset(sys.argv[1], shardshuffle=False)
+print(json.dumps({
+    s["__key__"]: [hashlib.sha256(s["jpg"]).hexdigest(), json.loads(s["json"])] for s in samples
+}))
+"""
+
+
+@pytest.mark.slow
+def test_webdataset_reads_what_is_packed(source: Index, tmp_path: Path) -> None:
+    from hashlib import sha256
+
+    pack(source, str(tmp_path / "out"), PackOptions(), run_shards=in_threads(1))
+    found = run_peer("webdataset", READ_WEBDATASET, tmp_path / "out" / "train-{00000..00000}.tar")
+    rows = source.image_indices("train").tolist()
+    assert sorted(found) == [f"{row:09d}" for row in rows]
+    for row in rows:
+        digest, annotations = found[f"{row:09d}"]
+        assert digest == sha256(source.read(row)).hexdigest()
+        assert (annotations["file_name"], annotations["width"]) == (source.path(row).name, 40)
+        own = slice(source.offsets[row], source.offsets[row + 1])
+        names = [annotation["category"] for annotation in annotations["annotations"]]
+        assert names == [source.class_names[label] for label in source.labels[own]]
+
+
+WRITE_WEBDATASET = """
+import json, sys, webdataset
+with webdataset.ShardWriter(sys.argv[1] + "/train-%06d.tar", maxcount=2, verbose=0) as sink:
+    for n in range(5):
+        image = open(sys.argv[2], "rb").read()
+        sink.write({"__key__": f"sample{n}", "jpg": image, "json": {"bboxes": [[1.5, 2, 10, 20]], "labels": [n % 2]}})
+print("{}")
+"""
+
+
+@pytest.mark.slow
+def test_what_webdataset_writes_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_bytes(jpeg(40, 30, 1))
+    (tmp_path / "set").mkdir()
+    run_peer("webdataset", WRITE_WEBDATASET, tmp_path / "set", tmp_path / "a.jpg")
+    index = open_index(tmp_path / "set", val_fraction=0.4)
+    assert (index.format, len(index), index.class_names) == ("webdataset", 5, ("0", "1"))
+    assert index.boxes.tolist() == [[1.5, 2, 11.5, 22]] * 5
+    assert [index.read(row) for row in range(5)] == [jpeg(40, 30, 1)] * 5
+
+
+WRITE_MDS = """
+import json, sys, numpy, streaming
+columns = {"image": "bytes", "file_name": "str", "boxes": "ndarray:float32", "labels": "ndarray:int64", "more": "json"}
+with streaming.MDSWriter(out=sys.argv[1], columns=columns, size_limit=3000, hashes=["sha1"]) as out:
+    for n in range(7):
+        boxes = numpy.array([[1.5, 2, 11.5, 22]] * (1 + n % 3), numpy.float32)
+        out.write({
+            "image": open(sys.argv[2], "rb").read(), "file_name": f"{n}.jpg", "boxes": boxes,
+            "labels": numpy.arange(len(boxes)), "more": {"a": n},
+        })
+print("{}")
+"""
+
+
+@pytest.mark.slow
+def test_what_mosaicml_streaming_writes_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_bytes(jpeg(40, 30, 1))
+    for split in ("train", "val"):
+        run_peer("streaming", WRITE_MDS, tmp_path / "set" / split, tmp_path / "a.jpg")
+    index = open_index(tmp_path / "set")
+    assert (index.format, len(index), index.class_names) == ("mds", 14, ("0", "1", "2"))
+    assert len(list((tmp_path / "set" / "train").glob("*.mds"))) > 1
+    rows = index.image_indices("val").tolist()
+    assert [index.path(row).name for row in rows] == [f"{n}.jpg" for n in range(7)]
+    assert [int(index.offsets[row + 1] - index.offsets[row]) for row in rows] == [1 + n % 3 for n in range(7)]
+    assert [index.read(row) for row in rows] == [jpeg(40, 30, 1)] * 7
