@@ -32,6 +32,7 @@ from stoker.storage.uri import parse_uri
 from tests.data.buckets import Bucket
 from tests.data.examples import property_test
 from tests.data.test_convert import annotated, coco, data_sets, two_splits
+from tests.data.test_same_index import WRITE, Drawn, content, drawings
 from tests.data.tfrecords import jpeg
 from tests.storage.servers import Server, apply, google_server, s3_server
 
@@ -94,6 +95,18 @@ def by_name(index: Index) -> dict[tuple[str, str], tuple[list[list[float]], list
                 index.read(row),
             )
     return found
+
+
+@property_test(drawings(), few=2, many=20)
+def test_every_format_is_packed(tmp_path_factory: pytest.TempPathFactory, drawn: list[Drawn]) -> None:
+    root = tmp_path_factory.mktemp("formats")
+    for name, write in WRITE.items():
+        write(root / name, drawn)
+        source = open_index(root / name)
+        packed(source, root / f"{name}-packed")
+        index = open_index(root / f"{name}-packed")
+        assert index.format == "webdataset"
+        assert content(index) == content(source), name
 
 
 def test_an_image_is_one_byte_range_of_an_ordinary_archive(source: Index, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""From samples of shards, each an image with its annotations, to an `AnnotationTable`: what WebDataset and MDS share.
+"""From samples of shards, each an image with its annotations, to an `AnnotationTable`: for all formats of shards.
 
 Not here: finding the samples in a file (`webdataset.py`, `mds.py`), the layouts of annotations
 (`sample_annotations.py`).
@@ -21,9 +21,9 @@ from stoker.errors import DataError
 MAX_ANNOTATION_BYTES = 1 << 26
 """The largest annotations of one image that are read."""
 
-MIN_SHARE_OUTSIDE, MIN_SHARE_CORNERS = 0.05, 0.99
-"""Boxes are taken for corners if more than the first share of them would otherwise reach out of their images, and more
-than the second are valid corners: as x, y, width and height, boxes near the right and lower edges are not."""
+MIN_FRACTION_OUTSIDE, MIN_FRACTION_CORNERS = 0.05, 0.99
+"""Boxes are taken for corners if more than the first fraction of them would otherwise reach out of their images, and
+more than the second are valid corners: as x, y, width and height, boxes near the right and lower edges are not."""
 
 
 @dataclass
@@ -115,10 +115,10 @@ def make_table(
             fix="copy or write the shards again; a sample is an image with its boxes",
         )
     notes = list(layout.notes)
-    if share := _share_as_corners(images, boxes, extents):
+    if fraction := _fraction_outside(images, boxes, extents):
         notes.append(
-            f"bbox are corners (x1, y1, x2, y2): read as x, y, width and height, {100 * share:.0f} % would reach out of"
-            " their images"
+            f"bbox are corners (x1, y1, x2, y2): read as x, y, width and height, {100 * fraction:.0f} % would reach out"
+            " of their images"
         )
         for k in extents:
             x1, y1, x2, y2 = boxes[k].xyxy
@@ -131,9 +131,9 @@ def make_table(
     return replace(table, byte_range=byte_ranges.reshape(-1, 2))
 
 
-def _share_as_corners(images: Sequence[ImageFile], boxes: Sequence[Box], extents: Sequence[int]) -> float:
-    """Of data sets whose "bbox" are corners, contrary to COCO: the share of boxes that would reach out of their images
-    as x, y, width and height; else 0."""
+def _fraction_outside(images: Sequence[ImageFile], boxes: Sequence[Box], extents: Sequence[int]) -> float:
+    """Of data sets whose "bbox" are corners, contrary to COCO: the fraction of boxes that would reach out of their
+    images as x, y, width and height; else 0."""
     if not extents:
         return 0.0
     size = np.array([images[boxes[k].image_index].size for k in extents], np.float64)
@@ -142,5 +142,5 @@ def _share_as_corners(images: Sequence[ImageFile], boxes: Sequence[Box], extents
     reaches_out = (x2 > width) | (y2 > height)
     right, bottom = x2 - x1, y2 - y1
     are_corners = (right > x1) & (bottom > y1) & (right <= width) & (bottom <= height)
-    share = float(reaches_out.mean())
-    return share if share > MIN_SHARE_OUTSIDE and are_corners.mean() > MIN_SHARE_CORNERS else 0.0
+    fraction = float(reaches_out.mean())
+    return fraction if fraction > MIN_FRACTION_OUTSIDE and are_corners.mean() > MIN_FRACTION_CORNERS else 0.0
