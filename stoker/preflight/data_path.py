@@ -218,11 +218,11 @@ class _Place:
             return "move the data to an NVMe SSD, or --cache ram if it fits into memory"
         near = "a bucket in the machine's region"
         if rate.throttled:
-            return f"spread the objects over more prefixes, pack them into TFRecord shards, or {near}"
+            return f"spread the objects over more prefixes, pack them into shards (stoker data pack), or {near}"
         if limit == "latency":
             return (
-                f"{near}, --cache disk (each image is read once), or TFRecord shards (stoker data convert), which are "
-                "copied to the local disk before the training"
+                f"{near}, --cache disk (each image is read once), or shards (stoker data pack), where many images are "
+                "one request"
             )
         return f"a machine with a faster network, {near}, smaller images, or --cache disk (each image is read once)"
 
@@ -385,7 +385,7 @@ def _measure_fetcher(
 ) -> tuple[ReadRate, list[tuple[int, bytes]]]:
     """The loader's fetcher, which chooses by itself how many requests are in flight. The rate is that of the second
     half of the time, when it has chosen. Raises StorageError for a bucket that cannot be read."""
-    store = _object_of(index, images[0])[0]
+    store = _remote(index, images[0])[0]
     throttled_before = _throttled(store)
     demand_per_s = MAX_DEMAND_PER_S if demand_images_per_s is None else demand_images_per_s
     latencies: list[float] = []
@@ -393,7 +393,7 @@ def _measure_fetcher(
         alone = _Reads(images[:PROBE_READS], seconds)
         for image in images[:PROBE_READS]:
             start_s = time.perf_counter()
-            future = fetcher.submit(*_object_of(index, image))
+            future = _request(fetcher, index, image)
             _take(alone, image, future, timeout_s=alone.left_s)
             latencies.append(time.perf_counter() - start_s)
             if alone.left_s == 0:  # a store that does not answer is not asked for more
@@ -409,7 +409,7 @@ def _measure_fetcher(
                 next_image = reads.next_image()
                 more = next_image is not None
                 if next_image is not None:
-                    pending[fetcher.submit(*_object_of(index, next_image))] = next_image
+                    pending[_request(fetcher, index, next_image)] = next_image
             if not pending:
                 break
             in_flight.append((time.perf_counter(), len(pending)))
@@ -447,10 +447,15 @@ def _take(reads: _Reads, image: int, future: "Future[bytes]", *, timeout_s: floa
         reads.errors.append(TimeoutError(errno.ETIMEDOUT, NO_ANSWER))
 
 
-def _object_of(index: Index, image: int) -> tuple[Store, str]:
+def _request(fetcher: Fetcher, index: Index, image: int) -> "Future[bytes]":
+    store, key, start, length = _remote(index, image)
+    return fetcher.submit(store, key, start=start, length=length)
+
+
+def _remote(index: Index, image: int) -> tuple[Store, str, int, int | None]:
     remote = index.remote_object(image)
     assert remote is not None
-    return remote[0], remote[1]
+    return remote
 
 
 def _throttled(store: Store) -> int:
