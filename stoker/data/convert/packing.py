@@ -43,6 +43,8 @@ NUM_MEASURED = 64
 NUM_SIZED = 32
 """Images that are encoded to estimate how many fit into a shard."""
 ORDER_SEED = 0
+UNKNOWN_BYTES = 1 << 17
+"""Assumed size of an image on a web server, whose size is not known before it is read."""
 
 
 class PackOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -470,6 +472,9 @@ def _num_rows(record: ShardRecord) -> int:
 
 def _source_bytes(index: Index) -> NDArray[np.int64]:
     """[R], the size of each encoded image; 0 for one that does not exist."""
+    remote = index.remote_object(0) if len(index) else None
+    if remote is not None and remote[0].uri.scheme in ("https", "http"):
+        return np.full(len(index), UNKNOWN_BYTES, np.int64)
 
     def size(row: int) -> int:
         byte_range = index.byte_range(row)
