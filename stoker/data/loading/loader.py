@@ -13,7 +13,7 @@ import functools
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -161,6 +161,7 @@ class Loader:
             "quarantined": self._quarantined(),
             "count": len(self._samples),
             "seed": self._samples.seed,
+            "shards": self._samples.shard_mixing,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -178,6 +179,13 @@ class Loader:
                     cause="the saved position means other images now",
                     fix="restore the data set or the setting, or start a new run",
                 )
+        if (saved := state.get("shards")) != (mixing := self._samples.shard_mixing):
+            raise CheckpointError(
+                f"The order of the images is that of {_describe_mixing(mixing)}, the saved state was made with"
+                f" {_describe_mixing(saved)}.",
+                cause="the saved position means other images now",
+                fix="restore --shuffle-buffer and --batch-size, or start a new run",
+            )
         self._seek(int(state["position"]))
         self._samples.quarantined.clear()
         self._samples.quarantined.update(
@@ -456,9 +464,10 @@ class Loader:
         if time.perf_counter() - self._rate_meter.last_poll_s < POLL_INTERVAL_S:
             return
         rates = self._rate_meter.poll(self.stats())
-        if self._fetcher is not None:
+        if self._fetcher is not None and self._prefetcher is not None:
             self._fetcher.report_demand(
-                rates.consumed_per_s, rates.wait_fraction * rates.in_flight_fraction >= INPUT_BOUND_FRACTION
+                rates.consumed_per_s * self._prefetcher.requests_per_image,
+                rates.wait_fraction * rates.in_flight_fraction >= INPUT_BOUND_FRACTION,
             )
         for message in self._autotuner.update(rates):
             if self._on_tuned is not None:
@@ -468,3 +477,10 @@ class Loader:
             buffer = self._make_buffer()
             self._buffers.append(buffer)
             self._free_buffers.append(buffer)
+
+
+def _describe_mixing(mixing: Sequence[int] | None) -> str:
+    """`SampleStream.shard_mixing` in words."""
+    if mixing is None:
+        return "--shuffle-buffer 0"
+    return f"--shuffle-buffer {mixing[0]} --batch-size {mixing[1]}"

@@ -1,23 +1,27 @@
 """Requests images of a bucket before there is a batch buffer for them: their bytes are few, their latency is long.
 
-Which image belongs to a position is predicted from the present quarantine (`SampleStream.image_index_at`). Where the
-prediction turns out wrong, the right image is requested instead. So prefetching changes when bytes arrive, never what
-a run sees. Number of requests in flight, retries and slow responses: `storage/fetcher.py`.
+Images of shards that the order keeps near each other are requested together, as one range of the object
+(`SampleStream.read_together`). Which image belongs to a position is predicted from the present quarantine
+(`SampleStream.image_index_at`). Where the prediction turns out wrong, the right image is requested instead. So
+prefetching changes when bytes arrive, never what a run sees. Number of requests in flight, retries and slow responses:
+`storage/fetcher.py`.
 """
 
 import itertools
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from concurrent.futures import CancelledError, Future
+from typing import TYPE_CHECKING, NamedTuple
 
 from stoker.data.loading.samples import PendingRead, SampleStream
+from stoker.data.loading.shard_order import MAX_BLOCK_BYTES, MAX_GAP_BYTES
 from stoker.data.loading.stats import PrefetchCounters
 from stoker.data.loading.wait_breakdown import IN_FLIGHT, QUEUED, Transitions
 from stoker.hardware.cgroup import host_memory
 
 if TYPE_CHECKING:
     from stoker.storage.fetcher import Fetcher
+    from stoker.storage.store import Store
 
 MEMORY_FRACTION = 1 / 16
 """Fraction of the free host memory for bytes that arrive before a batch buffer is free."""
@@ -32,6 +36,21 @@ def iter_rank_positions(first: int, batch_size: int, stride: int) -> Iterator[in
     return (base + k for base in itertools.count(first, stride) for k in range(batch_size))
 
 
+class _RangeRead(NamedTuple):
+    """An image of a shard that is to be read, and where its sample waits for it."""
+
+    store: "Store"
+    key: str
+    start: int
+    length: int
+    future: "Future[bytes]"
+    transitions: Transitions
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
 class Prefetcher:
     """The requests of a loader from one position on. It holds no loader, because its callbacks may outlive one."""
 
@@ -43,12 +62,16 @@ class Prefetcher:
         self._next_position = next(positions)
         self._requests: dict[int, tuple[PendingRead, Transitions] | None] = {}
         """Position → its request; None where there is nothing to request."""
+        self._in_flight: set[Future[bytes]] = set()
+        """Requests for images of shards."""
         limit, used = host_memory()
         self._memory_budget_bytes = MEMORY_FRACTION * max(0, limit - used)
+        self._is_released = False
 
     def release(self) -> None:
         """Requests fewer images ahead from now on."""
         self._memory_budget_bytes *= RELEASED_FRACTION
+        self._is_released = True
 
     def take(self, position: int) -> tuple[PendingRead, Transitions] | None:
         """The request for a position's image, and the transitions of the sample; None where its bytes are local."""
@@ -65,17 +88,83 @@ class Prefetcher:
         """For how many samples beyond the batch buffers bytes should be requested."""
         counters = self._counters
         mean_bytes = counters.bytes / counters.completed if counters.bytes else DEFAULT_IMAGE_BYTES
-        return min(self._fetcher.target_in_flight, int(self._memory_budget_bytes / mean_bytes))
+        affordable = int(self._memory_budget_bytes / mean_bytes)
+        if not self._samples.reads_ranges:
+            return min(self._fetcher.target_in_flight, affordable)
+        if self._samples.train and not self._is_released:
+            return self._samples.buffer_images  # what the order needs, derived from the memory at the start of the run
+        return affordable
+
+    @property
+    def requests_per_image(self) -> float:
+        """Below 1 where images are requested together."""
+        counters = self._counters
+        return counters.requests / counters.requested if counters.requests else 1.0
 
     def top_up(self) -> None:
         """Requests images until `max_in_flight` are under way."""
-        limit = self.max_in_flight
-        while len(self._requests) < limit and (self._samples.train or self._next_position < len(self._samples)):
+        limit, target = self.max_in_flight, self._fetcher.target_in_flight
+        while (
+            len(self._requests) < limit
+            and len(self._in_flight) < target
+            and (self._samples.train or self._next_position < len(self._samples))
+        ):
             self._request_next()
 
     def _request_next(self) -> None:
-        self._requests[self._next_position] = self._request(self._samples.image_index_at(self._next_position))
+        position = self._next_position
+        if position not in self._requests:  # else it was requested with an earlier one
+            self._request_together(self._samples.read_together(position))
         self._next_position = next(self._positions)
+
+    def _request_together(self, positions: list[int]) -> None:
+        """Requests the images of positions: in as few ranges as are near each other, if they are ranges of objects."""
+        if len(positions) == 1:
+            self._requests[positions[0]] = self._request(self._samples.image_index_at(positions[0]))
+            return
+        reads: list[_RangeRead] = []
+        for position in positions:
+            self._requests[position] = None
+            image_index = self._samples.image_index_at(position)
+            if image_index < 0 or self._samples.is_cached(image_index):
+                continue
+            location = self._samples.index.remote_object(image_index)
+            if location is None or location[3] is None:
+                self._requests[position] = self._request(image_index)
+                continue
+            store, key, start, length = location
+            transitions: Transitions = [(time.perf_counter(), IN_FLIGHT)]
+            read = _RangeRead(store, key, start, length, Future(), transitions)
+            self._requests[position] = PendingRead(image_index, read.future), transitions
+            reads.append(read)
+        for nearby in _merge_ranges(reads):
+            self._request_range(nearby)
+
+    def _request_range(self, reads: list[_RangeRead]) -> None:
+        """One request for all of `reads`, which are sorted and of one object."""
+        counters, in_flight, start_s = self._counters, self._in_flight, time.perf_counter()
+        first, end = reads[0].start, max(read.end for read in reads)
+
+        def on_done(future: "Future[bytes]") -> None:
+            now_s = time.perf_counter()
+            counters.seconds += now_s - start_s
+            counters.completed += len(reads)
+            in_flight.discard(future)
+            error = CancelledError() if future.cancelled() else future.exception()
+            data = b"" if error is not None else future.result()
+            for read in reads:
+                read.transitions.append((now_s, QUEUED))
+                if error is not None:
+                    read.future.set_exception(error)
+                    continue
+                counters.bytes += read.length
+                read.future.set_result(data[read.start - first : read.end - first])
+
+        counters.requested += len(reads)
+        counters.requests += 1
+        future = self._fetcher.submit(reads[0].store, reads[0].key, start=first, length=end - first)
+        in_flight.add(future)
+        future.add_done_callback(on_done)
 
     def _request(self, image_index: int) -> tuple[PendingRead, Transitions] | None:
         if image_index < 0 or self._samples.is_cached(image_index):
@@ -96,6 +185,23 @@ class Prefetcher:
                 counters.bytes += len(future.result())
 
         counters.requested += 1
+        counters.requests += 1
         future = self._fetcher.submit(store, key, start=start, length=length)
         future.add_done_callback(on_done)
         return PendingRead(image_index, future), transitions
+
+
+def _merge_ranges(reads: list[_RangeRead]) -> Iterator[list[_RangeRead]]:
+    """Groups of ranges of the same object that are best read at once."""
+    group: list[_RangeRead] = []
+    for read in sorted(reads, key=lambda read: (read.key, read.start)):
+        if group and (
+            read.key != group[0].key
+            or read.start - group[-1].end > MAX_GAP_BYTES
+            or read.end - group[0].start > 2 * MAX_BLOCK_BYTES
+        ):
+            yield group
+            group = []
+        group.append(read)
+    if group:
+        yield group

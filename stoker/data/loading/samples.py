@@ -1,8 +1,9 @@
 """The samples of the stream: which image belongs to a position, and how it is written into its place of a host batch.
 
 Position p of the endless training stream is (epoch, index) = divmod(p, N); its image is the index-th of the epoch's
-order. Everything about a sample is a pure function of (seed, epoch, index) and of the quarantine: the images that
-cannot be used, each with the position from which on it is replaced. Threads, batches and the device: `loader.py`.
+order, which is random, or for shards that of `shard_order.py`. Everything about a sample is a pure function of (seed,
+epoch, index) and of the quarantine: the images that cannot be used, each with the position from which on it is
+replaced. Threads, batches and the device: `loader.py`.
 
 While Python runs, the other threads do not (the GIL), so what can be done for a whole batch is: `prepare` draws its
 random numbers and plans its images from their annotated sizes, `load_steps` loads one image, `write_annotations` writes
@@ -26,6 +27,7 @@ from stoker.data.augment import geometry
 from stoker.data.batch import NUM_RAND, Batch
 from stoker.data.images import decode
 from stoker.data.images.headers import Header, parse_header
+from stoker.data.loading.shard_order import EpochOrder, ShardOrder
 from stoker.data.loading.spec import LoaderSpec
 from stoker.data.loading.stats import Counters
 from stoker.data.loading.wait_breakdown import DECODING, QUEUED, READ, Transitions
@@ -45,6 +47,8 @@ MAX_REPLACEMENTS = 64
 """Replacements that are drawn for an image. If all of them are bad too, the data set is gone."""
 MAX_CACHED_ORDERS = 2
 """Orders of epochs that are kept: at the end of an epoch some positions belong to the next."""
+MIN_READ_TOGETHER = 64
+"""Images of shards in a bucket that an evaluation on one rank reads at once, if its batches are not larger."""
 MAX_CACHED_GEOMETRIES = 4096
 """Sizes of images whose geometry without crops is kept: most images of a data set have one of a few sizes."""
 RESOURCE_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -242,8 +246,18 @@ class SampleStream:
         self.quarantined: dict[int, int] = {}
         """Image index → position from which on it is not used."""
         self._spec, self._cache, self._defers_decode = spec, cache, False
-        self._epoch_orders: dict[int, NDArray[np.int64]] = {}
+        self._epoch_orders: dict[int, tuple[NDArray[np.int64], EpochOrder | None]] = {}
+        """The images of an epoch in their order; and, for shards, what is read together."""
         self._order_lock = threading.Lock()
+        self._shard_order: ShardOrder | None = None
+        self._total_batch_size = spec.batch_size * spec.world_size
+        if spec.train and spec.shuffle_buffer:
+            self._shard_order = ShardOrder(
+                index.image_ranges(self.image_indices),
+                seed=spec.seed,
+                batch_size=self._total_batch_size,
+                buffer=spec.shuffle_buffer,
+            )
 
     def __len__(self) -> int:
         return len(self.image_indices)
@@ -258,6 +272,38 @@ class SampleStream:
     def is_remote(self) -> bool:
         """Whether the images are in a bucket."""
         return self.index.remote_object(int(self.image_indices[0])) is not None
+
+    @functools.cached_property
+    def reads_ranges(self) -> bool:
+        """Whether images that are near each other in the stream are near each other in an object of a bucket."""
+        location = self.index.remote_object(int(self.image_indices[0]))
+        return location is not None and location[3] is not None and (self._shard_order is not None or not self.train)
+
+    @property
+    def shard_mixing(self) -> list[int] | None:
+        """What decides the order, besides the seed and the shards: `LoaderSpec.shuffle_buffer` and the images per batch
+        of all ranks. None where the order is random."""
+        return None if self._shard_order is None else [self._spec.shuffle_buffer, self._total_batch_size]
+
+    @property
+    def buffer_images(self) -> int:
+        """The part of this rank in `LoaderSpec.shuffle_buffer`."""
+        return self._spec.shuffle_buffer // self._spec.world_size
+
+    def read_together(self, position: int) -> list[int]:
+        """Positions of one rank, that one and later ones, whose images are best read with that of `position`."""
+        if not self.reads_ranges:
+            return [position]
+        count, batch_size = len(self.image_indices), self._spec.batch_size
+        if not self.train:
+            group_size = batch_size if self._spec.world_size > 1 else max(batch_size, MIN_READ_TOGETHER)
+            return list(range(position, min(count, (position // group_size + 1) * group_size)))
+        epoch, index_in_epoch = divmod(position, count)
+        _, shard_order = self._order_of(epoch)
+        assert shard_order is not None
+        indices = shard_order.read_together(index_in_epoch)
+        positions: list[int] = (indices[indices >= index_in_epoch] + epoch * count).tolist()
+        return positions
 
     def is_usable(self, image_index: int, position: int) -> bool:
         return self.quarantined.get(image_index, position + 1) > position
@@ -292,15 +338,23 @@ class SampleStream:
         return self._cache is not None and self._cache.contains(image_index)
 
     def _epoch_order(self, epoch: int) -> NDArray[np.int64]:
-        order = self._epoch_orders.get(epoch)
-        if order is not None:
-            return order
+        return self._order_of(epoch)[0]
+
+    def _order_of(self, epoch: int) -> tuple[NDArray[np.int64], EpochOrder | None]:
+        known = self._epoch_orders.get(epoch)
+        if known is not None:
+            return known
         with self._order_lock:  # the first thread in an epoch sorts for all
             if epoch not in self._epoch_orders:
                 for old in sorted(self._epoch_orders)[: 1 - MAX_CACHED_ORDERS]:
                     del self._epoch_orders[old]
-                order = geometry.epoch_order(self.seed, epoch, len(self.image_indices))
-                self._epoch_orders[epoch] = self.image_indices[order]
+                of_shards = None if self._shard_order is None else self._shard_order.epoch(epoch)
+                order = (
+                    geometry.epoch_order(self.seed, epoch, len(self.image_indices))
+                    if of_shards is None
+                    else of_shards.order
+                )
+                self._epoch_orders[epoch] = self.image_indices[order], of_shards
             return self._epoch_orders[epoch]
 
     def prepare(self, buffer: HostBatchBuffer, start: int) -> None:

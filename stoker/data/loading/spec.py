@@ -25,8 +25,11 @@ class LoaderSpec:
     seed: int
     train: bool = True
     """An endless shuffled stream; else one pass in order, whose last batch is filled up with image_index -1."""
+    shuffle_buffer: int = 0
+    """Images that all ranks together hold so that the images of shards are mixed (`shard_order.py`); 0: random order.
+    In training only, as the next three."""
     scale_jitter_prob: float = 0.0
-    """In training only, as the next two; see `geometry.sample_resize_geometry`."""
+    """See `geometry.sample_resize_geometry`, also for the next two."""
     scale_range: tuple[float, float] = (1.0, 1.0)
     min_object_covered: float = 0.0
     workers: int | Literal["auto"] = "auto"

@@ -58,9 +58,11 @@ def sum_counters(per_worker: Iterable[Counters]) -> tuple[Counters, dict[str, in
 
 @dataclasses.dataclass
 class PrefetchCounters:
-    """Fetches since the loader was made. All but `requested` are written by the fetcher's thread alone."""
+    """Fetches since the loader was made. The first two are written by the caller, the rest by the fetcher's thread."""
 
     requested: int = 0
+    """Images; the next counts the requests, of which one may be for many images."""
+    requests: int = 0
     completed: int = 0
     bytes: int = 0
     seconds: float = 0.0
