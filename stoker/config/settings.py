@@ -22,6 +22,7 @@ from cyclopts import Parameter
 from stoker import regular_files
 from stoker.config import old_names
 from stoker.config.durations import join_length, parse_duration
+from stoker.config.sync_method import parse_sync
 from stoker.errors import ConfigError, nearest
 
 MAX_TOML_BYTES = 1 << 20
@@ -179,6 +180,8 @@ class RunSettings:
     """Replay the whole step as one CUDA graph: less work for the host, more memory. No GPU has tried it yet."""
     shard: bool = AUTO
     """Divide weights, gradients and optimizer state among the devices (FSDP): for models too big for one."""
+    sync: str = AUTO
+    """How devices keep one model: plain, bf16, fp16, powersgd:4, hierarchical, every:8, gossip, auto; docs/scaling.md."""
     precision: Literal["fp32", "bf16", "fp16"] = AUTO
     """Precision of convolutions and matrix products; weights stay fp32."""
     device: str = AUTO
@@ -410,6 +413,8 @@ def check(config: Config) -> None:
             cause=f"--eval-every {run.eval_every}",
             fix="--eval-every with a part of the length, as 1ep, or --patience 0",
         )
+    if run.sync is not None:
+        parse_sync(run.sync)
     for name in ("max_duration", "eval_every", "checkpoint_every"):
         text = getattr(run, name)
         if text is not None:

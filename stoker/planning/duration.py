@@ -15,7 +15,9 @@ from typing import Literal, get_args
 import msgspec
 
 from stoker.config.durations import Duration
+from stoker.config.sync_method import PLAIN, SyncMethod
 from stoker.data.images.cache_policy import DISK_BYTES_PER_S, CachePolicyInputs, choose_cache
+from stoker.hardware.exchange_cost import Link, Workload, expected_maximum, step_cost
 from stoker.planning.estimate import Case, Estimate, around, exactly, over_cases
 from stoker.planning.machines import GIB, Machine, links
 from stoker.planning.predict import LoaderDemand, StepPrediction
@@ -47,15 +49,14 @@ MIN_CACHED_FRACTION = 0.07
 """CPU time of an image from the cache of decoded images, as a fraction of decoding it, at least: 1.23 of 16.8 ms for
 4,000 × 3,000 pixels (docs/benchmarks.md)."""
 
-BACKWARD_FRACTION = 2 / 3
-"""Fraction of a step's time in which gradients can be sent while others are still computed: the backward pass, which
-has twice the operations of the forward pass."""
-BUCKET_BYTES = 25 * 2**20
-"""Gradients are sent in buckets of this size (DistributedDataParallel's default); the last one cannot overlap."""
-SYNC_FRACTION = Estimate(0.0, 0.01, 0.03)
-"""Time lost by waiting for the slowest GPU, as a fraction of a step and for each doubling of their number. NVIDIA's
-SSD300 on 8 GPUs reaches 97 to 99 % of 8 times one A100, 91 to 98 % of 8 V100, communication included
-(DeepLearningExamples, PyTorch/Detection/SSD, 22.10)."""
+STEP_SPREAD = Estimate(0.0, 0.021, 0.063)
+"""Standard deviation of a GPU's step time, divided by the mean: all wait for the slowest, whose expected delay is that
+of the largest of N normal numbers (`hardware/exchange_cost.py`). So on 8 GPUs 0, 3, 9 % of a step: NVIDIA's SSD300
+reaches 97 to 99 % of 8 times one A100, 91 to 98 % of 8 V100, communication included (DeepLearningExamples,
+PyTorch/Detection/SSD, 22.10)."""
+DEVICE_FAILURE_S = Estimate(10_000 * 3600.0, 50_000 * 3600.0, 200_000 * 3600.0)
+"""Mean time between failures that end a training, for one GPU among several machines. Expected: 419 unexpected
+interruptions in 54 days on 16,384 H100 ("The Llama 3 Herd of Models", 2024, section 3.3.4); the ends are heuristic."""
 NETWORK_LATENCY_US = Estimate(20.0, 50.0, 150.0)
 """Of a message between machines. Heuristic."""
 
@@ -101,6 +102,8 @@ class TrainingJob(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the images are in a bucket; otherwise they are assumed on a disk of the machine."""
     cache: str | None = None
     """The user's setting; None: chosen for the machine as `stoker train` does."""
+    sync: SyncMethod = PLAIN
+    """How the GPUs keep one model."""
     cache_inputs: CachePolicyInputs | None = None
     """The facts about the data that decide it; None: no cache."""
 
@@ -308,14 +311,16 @@ class _Model:
             evaluation=evaluation,
             checkpoints=save_s * max(1.0, training / interval),
         )
-        return self.with_preemptions(parts, interval, rest_case) if placement.spot else parts
+        if placement.spot:
+            return self.with_preemptions(parts, interval, rest_case)
+        return self.with_failures(parts, interval, rest_case) if placement.machines > 1 else parts
 
     def step_s(self, step_case: Case, rest_case: Case) -> float:
-        """A step of all GPUs: computing, and what of the exchange of gradients is not hidden behind it."""
+        """A step of all GPUs: computing, waiting for the slowest, and what of the exchange is not hidden."""
         compute_s = self.compute_s(step_case)
         if self.placement.gpus == 1:
             return compute_s
-        waiting = _time(SYNC_FRACTION, rest_case) * math.log2(self.placement.gpus) * compute_s
+        waiting = _time(STEP_SPREAD, rest_case) * expected_maximum(self.placement.gpus) * compute_s
         return compute_s + waiting + self.exposed_s(compute_s, rest_case)
 
     def compute_s(self, case: Case) -> float:
@@ -323,15 +328,12 @@ class _Model:
         return _time(around(self.step.step_s, self.step.step_error), case)
 
     def exposed_s(self, compute_s: float, case: Case) -> float:
-        """Time of the exchange of gradients that the backward pass does not hide; at the high end it hides nothing."""
-        total_s, last_bucket_s = self.all_reduce_s(case)
-        if case == "high":
-            return total_s
-        return max(last_bucket_s, total_s - BACKWARD_FRACTION * compute_s)
+        """Time of the exchange of gradients that computing does not hide; at the high end it hides nothing."""
+        work = Workload(compute_s=compute_s if case != "high" else 0.0, gradient_bytes=self.step.gradient_bytes)
+        return step_cost(work, self.link(case), self.placement.gpus, self.job.sync).exposed_s
 
-    def all_reduce_s(self, case: Case) -> tuple[float, float]:
-        """(seconds for all gradients, for the last bucket) of a ring: each GPU sends and receives 2 (N - 1) / N of the
-        bytes in 2 (N - 1) messages."""
+    def link(self, case: Case) -> Link:
+        """The slowest link of a ring of all GPUs."""
         placement = self.placement
         machine, gpus = placement.machine, placement.gpus
         link = links()[machine.link] if gpus > placement.machines else None
@@ -340,12 +342,7 @@ class _Model:
         if placement.machines > 1:
             bandwidth = min(bandwidth, _rate(NETWORK_FRACTION, case) * machine.network_gbit / 8 * 1e9)
             latency_us = max(latency_us, _time(NETWORK_LATENCY_US, case))
-        gradient_bytes = self.step.gradient_bytes
-        buckets = max(1, math.ceil(gradient_bytes / BUCKET_BYTES))
-        messages_s = 2 * (gpus - 1) * latency_us * 1e-6
-        bytes_s = 2 * (gpus - 1) / gpus / bandwidth
-        last_bytes = min(gradient_bytes, BUCKET_BYTES)
-        return bytes_s * gradient_bytes + buckets * messages_s, bytes_s * last_bytes + messages_s
+        return Link(latency_us * 1e-6, bandwidth, has_tree=placement.machines > 1)
 
     def startup(self, case: Case) -> float:
         machine = self.placement.machine
@@ -446,7 +443,15 @@ class _Model:
         order estimate of the optimum checkpoint interval", equation 13 without failures in a restart. At the low end
         the state is saved within the notice (30 s on GCP, 2 min on AWS), and only the restart is lost.
         """
-        mean_s = _rate(PREEMPTION_INTERVAL_S, case) / self.placement.machines
+        return self.with_rework(parts, interval, case, _rate(PREEMPTION_INTERVAL_S, case) / self.placement.machines)
+
+    def with_failures(self, parts: _Parts, interval: float, case: Case) -> _Parts:
+        """Adds the expected rework of several machines that are not taken away, but may fail; in the same way."""
+        failed = self.with_rework(parts, interval, case, _rate(DEVICE_FAILURE_S, case) / self.placement.gpus)
+        return dataclasses.replace(failed, wait=0.0, preemptions=0.0)
+
+    def with_rework(self, parts: _Parts, interval: float, case: Case, mean_s: float) -> _Parts:
+        """Adds the rework after interruptions that come every `mean_s` seconds, as a mean."""
         restart_s = self.startup(case)
         work_s = parts.training + parts.evaluation + parts.checkpoints
         segments = max(1.0, work_s / interval)

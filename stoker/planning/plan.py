@@ -17,6 +17,7 @@ import torch
 
 from stoker.config.durations import Duration, parse_duration
 from stoker.config.settings import Config, check
+from stoker.config.sync_method import PLAIN, parse_sync
 from stoker.data.images import cache_policy
 from stoker.data.images.pixel_cache import CachedImageSpec
 from stoker.data.index import Index, open_index_of
@@ -188,6 +189,7 @@ def _job(config: Config, index: Index) -> TrainingJob:
         is_remote=index.remote_object(int(train_indices[0])) is not None,
         cache=config.run.cache,
         cache_inputs=inputs,
+        sync=PLAIN if config.run.sync in (None, "auto") else parse_sync(config.run.sync),
     )
 
 

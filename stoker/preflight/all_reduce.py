@@ -12,8 +12,12 @@ import os
 import statistics
 import sys
 import time
+from typing import TYPE_CHECKING
 
 import msgspec
+
+if TYPE_CHECKING:
+    from stoker.hardware.device import Device
 
 MAX_BYTES = 64 * 2**20
 """Per all-reduce: between DistributedDataParallel's buckets (25 MB) and all gradients of RetinaNet-R50 (136 MB)."""
@@ -63,17 +67,16 @@ def main(seconds: float, join_s: float) -> None:
         device = Device(torch.device("cpu"))
     backend = dist.get_default_backend_for_device(device.torch_device)
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=join_s))
+    measurement = measure(device, seconds)
+    dist.barrier()
+    dist.destroy_process_group()
+    print(msgspec.json.encode(measurement).decode(), flush=True)
 
-    def timed(size_bytes: int, count: int) -> float:
-        """Seconds of `count` all-reduces; the same number on all ranks."""
-        tensor = torch.zeros(max(1, size_bytes // 4), device=device.torch_device)
-        dist.all_reduce(tensor)
-        device.synchronize()
-        start_s = time.perf_counter()
-        for _ in range(count):
-            dist.all_reduce(tensor)
-        device.synchronize()
-        return time.perf_counter() - start_s
+
+def measure(device: "Device", seconds: float) -> Measurement:
+    """What this rank measures in about so many seconds, in the process group that it is in; all ranks call it."""
+    import torch
+    import torch.distributed as dist
 
     def agreed(value: float) -> int:
         """The value of rank 0."""
@@ -81,13 +84,13 @@ def main(seconds: float, join_s: float) -> None:
         dist.broadcast(tensor, src=0)
         return int(tensor.item())
 
-    latency_s = statistics.median(timed(4, 1) for _ in range(NUM_SMALL))
-    per_byte_s = timed(FIRST_BYTES, 2) / (2 * FIRST_BYTES)
+    latency_s = statistics.median(timed(device, 4, 1) for _ in range(NUM_SMALL))
+    per_byte_s = timed(device, FIRST_BYTES, 2) / (2 * FIRST_BYTES)
     size_bytes = agreed(min(MAX_BYTES, max(MIN_BYTES, seconds / 10 / per_byte_s)))
-    count = agreed(min(1000.0, max(2.0, seconds / timed(size_bytes, 1))))
-    elapsed_s = timed(size_bytes, count)
-    measurement = Measurement(
-        backend=backend,
+    count = agreed(min(1000.0, max(2.0, seconds / timed(device, size_bytes, 1))))
+    elapsed_s = timed(device, size_bytes, count)
+    return Measurement(
+        backend=dist.get_default_backend_for_device(device.torch_device),
         device="cpu" if device.is_cpu else device.name,
         world_size=dist.get_world_size(),
         latency_s=latency_s,
@@ -95,9 +98,23 @@ def main(seconds: float, join_s: float) -> None:
         count=count,
         seconds=elapsed_s,
     )
-    dist.barrier()
-    dist.destroy_process_group()
-    print(msgspec.json.encode(measurement).decode(), flush=True)
+
+
+def timed(device: "Device", size_bytes: int, count: int, *, half: bool = False) -> float:
+    """Seconds of `count` all-reduces of so many bytes, after one more; the same numbers on all ranks. half: of bf16
+    numbers instead of fp32."""
+    import torch
+    import torch.distributed as dist
+
+    dtype = torch.bfloat16 if half else torch.float32
+    tensor = torch.zeros(max(1, size_bytes // dtype.itemsize), dtype=dtype, device=device.torch_device)
+    dist.all_reduce(tensor)
+    device.synchronize()
+    start_s = time.perf_counter()
+    for _ in range(count):
+        dist.all_reduce(tensor)
+    device.synchronize()
+    return time.perf_counter() - start_s
 
 
 if __name__ == "__main__":

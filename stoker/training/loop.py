@@ -23,6 +23,7 @@ from torch import Tensor
 
 from stoker.config.durations import parse_duration
 from stoker.config.settings import Config, settings_table
+from stoker.config.sync_method import parse_sync
 from stoker.data.augment.device import augment_batch
 from stoker.data.batch import Batch
 from stoker.errors import DataError, Preempted, StokerError, StorageError
@@ -244,7 +245,8 @@ class Training:
         if not self.ranks.alone:
             from stoker.training import replica  # torch.distributed, which one process does not need
 
-            self.replica = replica.Replica(setup, self.loss_fn)
+            self.replica = replica.Replica(setup, self.loss_fn, parse_sync(run.sync))
+        self.saves_together = self.sharding is not None or (self.replica is not None and self.replica.keeps_own_state)
         self.records = RankRecords(setup, log_event)
         self.train_batch = self.make_train_batch()
         self.pending_copy: ReadyEvent | None = None
@@ -359,8 +361,8 @@ class Training:
         return self.state.diverged_step is None
 
     def is_checkpoint_due(self) -> bool:
-        """Whether one is due. Rank 0 alone decides and saves, unless all ranks have parts of the parameters."""
-        if self.sharding is not None and self.replica is not None and self.checkpoint_trigger.follows_clock:
+        """Whether one is due. Rank 0 alone decides and saves, unless all ranks have a part of the state."""
+        if self.saves_together and self.replica is not None and self.checkpoint_trigger.follows_clock:
             return self.replica.agreed.save
         return self.checkpoint_trigger.is_due(self.state.step)
 
@@ -579,20 +581,25 @@ class Training:
         pending_eval: an evaluation without metrics, which the continued run computes first.
         """
         writer = self.setup.writer
-        if not self.ranks.is_main and self.sharding is None:
+        if not self.ranks.is_main and not self.saves_together:
             return
         self.collect_eval()
         start_s = time.perf_counter()
         with self.ledger.phase("checkpoint"):
             writer.wait()
             is_saved = writer.saved_step == self.state.step
-            if self.ranks.share_value(is_saved) if self.sharding is not None else is_saved:
+            if self.ranks.share_value(is_saved) if self.saves_together else is_saved:
                 return
+            if self.replica is not None:
+                self.replica.equalize()
+                if self.sharding is None and not self.ranks.is_main:
+                    self.replica.forget_due()
+                    return
             pending_state = None if pending_eval is None else pending_eval.to_state()
             snapshot = self.snapshot(collect_state(self.setup) | {"pending_eval": pending_state}, ap=None)
             writer.save(snapshot)
         self.pending_copy = snapshot.ready
-        if self.sharding is not None and self.replica is not None:
+        if self.saves_together and self.replica is not None:
             self.replica.forget_due()
         if writer.write_s is not None:  # of the save before
             cost_s = time.perf_counter() - start_s + (writer.write_cpu_s if self.setup.device.is_cpu else 0.0)
@@ -624,6 +631,9 @@ class Training:
         self.collect_eval()
         if self.evaluator.metrics is None:
             self.hang_detector.allow_silence(2)  # the first batch of an evaluation chooses kernels, as the first step
+        if self.replica is not None:
+            with self.ledger.phase("eval"):
+                self.replica.equalize()
         with self.ledger.phase("eval"):
             detections = self.retry_in_smaller_batches(
                 "evaluation", lambda: self.evaluator.run_inference(self.poll_in_evaluation)

@@ -155,6 +155,24 @@ class OptimizerStep(Generic[Model]):
         if self.sharding is not None:
             self.model.zero_grad(set_to_none=True)
 
+    def weights(self) -> list[Tensor]:
+        """The trained parameters, not divided among ranks."""
+        return self._trainable_params
+
+    def replicated(self) -> list[list[Tensor]]:
+        """All that steps change and that is not a count, in lists of one type: weights, EMA, moments, statistics."""
+        groups = [self._trainable_params, [self.norm_stats] if self.norm_stats.numel() else []]
+        if self.ema_model is not self.model:
+            groups.append(self._ema_params)
+        states = [self._optimizer.state[parameter] for parameter in self._trainable_params]
+        groups += [[state[name] for state in states if state[name].dim()] for name in states[0]]
+        return [group for group in groups if group]
+
+    def keep_running_stats(self) -> None:
+        """Takes running statistics that the caller has changed as those of a good step."""
+        self._good_norm_stats.copy_(self.norm_stats)
+        self._ema_norm_stats.copy_(self.norm_stats)
+
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self._trainable_params if p.grad is not None]
 

@@ -12,6 +12,11 @@ no model, so its mean over the ranks comes with the gradients, and no further ex
 Of a model whose parameters are divided (`shard.py`), each rank gets the averaged gradients of its rows, after each
 micro-batch. Then the norm of all of them needs an exchange of its own, and the signals ride on that one.
 
+With `--sync`, gradients are exchanged in another form (`gradient_hooks.py`) or not at all, and weights are averaged
+(`local_steps.py`). Then, too, the signals have an exchange of their own after the gradients, in full precision. Where
+each rank has gradients of its own, the square of their norm is a part of it: if it is not finite in one rank, all skip
+the step. Each clips its gradients by their own norm, and reports that.
+
 What a step decides on the device (skip it, the streak of skipped steps) follows from these means and is the same
 everywhere. The host acts on the numbers of a step LAG steps later, when their copy has long arrived: all ranks at the
 same step, and none waits for its device.
@@ -19,6 +24,7 @@ same step, and none waits for its device.
 
 import contextlib
 import dataclasses
+import math
 import threading
 import time
 import warnings
@@ -29,12 +35,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from stoker.config.sync_method import DEFAULT_BUCKET_MIB, PLAIN, SyncMethod
 from stoker.data.batch import Batch
 from stoker.hardware.device import ReadyEvent
 from stoker.models.layers.rank_mean import counting_over_ranks
 from stoker.profiling.collectives import patch_collectives
 from stoker.profiling.ledger import Ledger
 from stoker.training.forward import Autocast, LossFn, split_batch
+from stoker.training.gradient_hooks import PowerSgd, make_hook
+from stoker.training.local_steps import make_local_steps
 from stoker.training.state import TrainSetup
 from stoker.training.triggers import Due
 
@@ -71,9 +80,10 @@ NOTHING_AGREED = Agreement(stop=False, evaluate=False, save=False, trained_s=0.0
 
 
 class _Losses(nn.Module):
-    """What DistributedDataParallel wraps: the model with its losses, and the parameter of the signals."""
+    """What DistributedDataParallel wraps: the model with its losses, and the parameter of the signals, if that is to
+    be exchanged with the gradients."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn, signals: nn.Parameter) -> None:
+    def __init__(self, model: nn.Module, loss_fn: LossFn, signals: nn.Parameter | None) -> None:
         super().__init__()
         self.model, self.signals, self._loss_fn = model, signals, loss_fn
 
@@ -84,26 +94,62 @@ class _Losses(nn.Module):
 class Replica:
     """The steps of a rank. Every method is called by all ranks at the same step."""
 
-    def __init__(self, setup: TrainSetup, loss_fn: LossFn) -> None:
+    def __init__(self, setup: TrainSetup, loss_fn: LossFn, sync: SyncMethod = PLAIN) -> None:
         self._setup, self._ranks = setup, setup.ranks
         self._optimizer, self._accumulator = setup.optimizer, setup.loss_accumulator
         self._stats = setup.optimizer.norm_stats
         size = NUM_SIGNALS + self._stats.numel()
         self._signals = nn.Parameter(torch.zeros(size, device=setup.device.torch_device))
         self._losses, self._ddp = loss_fn, None
-        if setup.optimizer.sharding is None:
-            with warnings.catch_warnings():  # torch 2.15 has another name for broadcast_buffers, 2.11 does not
-                warnings.simplefilter("ignore", FutureWarning)
-                self._losses = self._ddp = DistributedDataParallel(
-                    _Losses(setup.model, loss_fn, self._signals), broadcast_buffers=False, gradient_as_bucket_view=True
-                )
+        is_whole = setup.optimizer.sharding is None
+        self._hook = make_hook(sync, self._ranks) if is_whole else None
+        self._local = make_local_steps(sync, setup.optimizer, self._ranks) if is_whole else None
+        if is_whole and self._local is None:
+            self._losses = self._ddp = self._wrap(loss_fn, sync)
         self._stream = setup.device.make_stream()
         self._lag = 0 if setup.device.is_cpu else ACCELERATOR_LAG
         self._issued: deque[tuple[list[Tensor], ReadyEvent]] = deque()
         self.reset()
 
+    def _wrap(self, loss_fn: LossFn, sync: SyncMethod) -> DistributedDataParallel:
+        hook, is_cpu = self._hook, self._setup.device.is_cpu
+        # With an explicit size the first bucket is not smaller than the others, so the default is left out.
+        size = sync.number if hook is None else hook.bucket_mib(is_cpu=is_cpu)
+        losses = _Losses(self._setup.model, loss_fn, self._signals if hook is None else None)
+        with warnings.catch_warnings():  # torch 2.15 has another name for broadcast_buffers, 2.11 does not
+            warnings.simplefilter("ignore", FutureWarning)
+            ddp = DistributedDataParallel(
+                losses,
+                broadcast_buffers=False,
+                gradient_as_bucket_view=True,
+                bucket_cap_mb=None if size == DEFAULT_BUCKET_MIB else size,
+            )
+        if hook is not None:
+            hook.register(ddp)
+        return ddp
+
+    @property
+    def keeps_own_state(self) -> bool:
+        """Whether ranks keep something from step to step that is not the same in all, so that all of them take part in
+        a checkpoint."""
+        return self._local is not None or isinstance(self._hook, PowerSgd)
+
+    def equalize(self) -> None:
+        """Makes what the ranks keep from step to step the same in all, for a checkpoint or an evaluation, and leaves
+        what the checkpoint has of it in `state.sync_state`. Once for a step: means of equal numbers may be rounded."""
+        state = self._setup.state
+        keeper = self._local if self._local is not None else self._hook
+        if keeper is None or self._equal_at == state.step:
+            return
+        keeper.equalize()
+        state.sync_state, self._equal_at = keeper.state(), state.step
+
     def reset(self) -> None:
         """Forgets the steps before: the state was restored."""
+        keeper = self._local if self._local is not None else self._hook
+        if keeper is not None:
+            keeper.load(self._setup.state.sync_state)
+        self._equal_at = self._setup.state.step
         self._issued.clear()
         self._trained_s = self._setup.state.trained_s
         self.agreed = dataclasses.replace(NOTHING_AGREED, trained_s=self._trained_s)
@@ -137,16 +183,21 @@ class Replica:
 
         DistributedDataParallel rearranges its buckets after the first one. The arrangement decides the order in
         which three and more ranks are summed: without this, the first step of a resumed run would be rounded
-        differently than the same step of an undisturbed one. Divided parameters have no such buckets.
+        differently than the same step of an undisturbed one. Divided parameters have no such buckets. It also compiles
+        the step, where that was asked for.
         """
-        if self._ddp is None:
+        if self._optimizer.sharding is not None:
             return
         saved = {name: buffer.clone() for name, buffer in self._setup.model.named_buffers()}
+        if self._hook is not None:
+            self._hook.pause(True)
         try:
             with torch.no_grad(), autocast:
                 self._setup.model(batch.images)  # caches the anchors, which are constants of a compiled step
             self._forward_backward(batch, 1, autocast, torch.zeros(NUM_SIGNALS))
         finally:
+            if self._hook is not None:
+                self._hook.pause(False)
             self._optimizer.zero_grad()
             self._signals.grad = None
             for name, buffer in self._setup.model.named_buffers():
@@ -163,6 +214,9 @@ class Replica:
         if self._ranks.is_main:  # a mean over the ranks, of which only this one counts
             own[EVALUATE], own[SAVE] = map(float, due)
             own[TRAINED_S] = self._trained_s * self._ranks.world_size
+        completed = self._setup.state.step
+        if self._local is not None:
+            self._local.begin_step(completed)
         names = self._forward_backward(batch, micro_batches, autocast, own)
         assert self._signals.grad is not None
         means = self._signals.grad.clone()  # the gradient is a part of a bucket, which the next step fills
@@ -170,11 +224,22 @@ class Replica:
         if self._optimizer.loss_scale is not None:
             means = means / self._optimizer.loss_scale
         grad_norm: Tensor | None = None
-        if self._ddp is None:
-            means, grad_norm = self._exchange(means)
-        if self._stats.numel():
+        if self._local is not None:
+            grad_norm = self._optimizer.own_grad_norm()
+            means, norm = self._exchange(means[:NUM_SIGNALS], grad_norm)
+            grad_norm = torch.where(norm < math.inf, grad_norm, math.inf)
+        elif self._ddp is None:
+            means, grad_norm = self._exchange(means, self._optimizer.own_grad_norm())
+        elif self._hook is not None:
+            torch.distributed.all_reduce(means)
+            means = means / self._ranks.world_size
+        if self._stats.numel() and self._local is None:
             self._stats.copy_(means[NUM_SIGNALS:])
         grad_norm, found_inf = self._optimizer.update(grad_norm)
+        if self._hook is not None:
+            self._hook.finish_step(found_inf)
+        if self._local is not None:
+            self._local.finish_step(completed + 1)
         losses = dict(zip(names, means.unbind(), strict=False))
         self._accumulator.add(losses, grad_norm, found_inf, self._optimizer.completed_steps)
         self._issued.append(self._stream.to_host([means[:NUM_SIGNALS], self._accumulator.skipped_streak()[1]]))
@@ -197,9 +262,9 @@ class Replica:
         self.agree_on_all()
         self.agreed = dataclasses.replace(self.agreed, evaluate=False, save=False)
 
-    def _exchange(self, own: Tensor) -> tuple[Tensor, Tensor]:
-        """(means of the ranks' vectors, norm of all gradients), where each rank has a part of the gradients."""
-        norm = self._optimizer.own_grad_norm()
+    def _exchange(self, own: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+        """(means of the ranks' vectors, norm of all gradients), where each rank has a part of the gradients, of this
+        norm, or gradients of its own."""
         sums = torch.cat([own, norm.reshape(1)]).double()  # squares of large gradients overflow float32
         sums[-1].square_()
         torch.distributed.all_reduce(sums)

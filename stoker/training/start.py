@@ -37,6 +37,7 @@ from stoker.training.cluster import Devices
 from stoker.training.defaults.dataset_facts import collect_facts, warn_oversized_boxes
 from stoker.training.defaults.derive import check_devices, derive, total_steps
 from stoker.training.defaults.model_choice import warn_random_weights
+from stoker.training.defaults.sync_choice import choose_sync
 from stoker.training.optim import LossAccumulator, OptimizerStep
 from stoker.training.ranks import Ranks
 from stoker.training.state import (
@@ -111,6 +112,9 @@ def resolve_run(
     else:
         config, reasons = stored
         check_devices(config, devices.count)
+    if config.run.sync == "auto":
+        method, reason = choose_sync(config, index, device, ranks)
+        config, reasons = config.replace(sync=method), reasons | {"sync": reason}
     return ResolvedRun(config, reasons, device, index)
 
 

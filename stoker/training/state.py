@@ -51,8 +51,8 @@ NO_SIZES = BatchSizes(0, 0)
 
 @dataclasses.dataclass
 class TrainState:
-    """What changes from step to step, except for tensors and the loader. A checkpoint holds all of it but `redo_until`
-    and `sizes`, which come from the records."""
+    """What changes from step to step, except for the loader and most tensors. A checkpoint holds all of it but
+    `redo_until` and `sizes`, which come from the records."""
 
     step: int = 0
     """Optimizer steps that the weights contain."""
@@ -73,6 +73,9 @@ class TrainState:
     """Steps up to this one were done before and lost, by a kill or a rollback."""
     sizes: BatchSizes = NO_SIZES
     """Images that the model gets at once: those of the settings, or fewer after an `out_of_memory` event."""
+    sync_state: dict[str, Any] | None = None
+    """What the exchange between ranks keeps from step to step, at the last checkpoint or evaluation: the state of
+    PowerSGD or of the outer optimizer (`--sync`), equal in all ranks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +142,7 @@ def collect_state(setup: TrainSetup) -> dict[str, Any]:
         "data": dataset_fingerprint(setup),
         "skipped_streak": setup.loss_accumulator.skipped_streak(),
         "rollbacks": state.rollback_count,
+        "sync": state.sync_state,
     }
 
 
@@ -168,7 +172,7 @@ def _restore(setup: TrainSetup, loaded: checkpoint.LoadedCheckpoint | None, log_
     state.sizes = read_sizes(run, setup.initial_sizes)
     state.redo_until = max((window.step for window in read_lines(run, STEPS, StepWindow)), default=0)
     state.rollback_count = max([state.rollback_count, *(event.data["count"] for event in rollbacks)])
-    state.diverged_step = state.pending_eval = None
+    state.diverged_step = state.pending_eval = state.sync_state = None
     setup.loss_accumulator.reset()
     # The best weights stay the best, even if training rolled back to a step before them.
     best_ap = max([-1.0, *(event.data["best_ap"] for event in rollbacks)])
@@ -187,6 +191,7 @@ def _restore(setup: TrainSetup, loaded: checkpoint.LoadedCheckpoint | None, log_
     if is_changed:  # image indices have another meaning now
         loader_state |= {"quarantined": {}, "count": len(setup.train_indices)}
     setup.loader.load_state_dict(loader_state)
+    state.sync_state = None if setup.ranks.alone else saved.get("sync")
     state.diverged_step = setup.loss_accumulator.load_skipped_streak(saved["skipped_streak"])
     state.rollback_count = max(state.rollback_count, saved["rollbacks"])
     state.step, state.trained_s = loaded.step, saved["trained_s"]

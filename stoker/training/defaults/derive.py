@@ -19,6 +19,7 @@ from typing import Any
 from stoker.config.durations import Duration, parse_duration
 from stoker.config.recipes import RECIPES
 from stoker.config.settings import Config, check
+from stoker.config.sync_method import parse_sync
 from stoker.data.anchor_fit import AnchorConfig, best_image_size, box_dimensions, percentile_anchor_sizes
 from stoker.data.augment.device import MOSAIC_GROUP_SIZE
 from stoker.data.images import cache_policy
@@ -84,6 +85,7 @@ DEFAULTS: dict[str, tuple[Any, str]] = {
     "auto_batch": (False, "the recipe's batch size, or smaller micro-batches if it does not fit"),
     "cuda_graph": (False, "no GPU has shown yet that it pays; --cuda-graph tries it"),
     "shard": (False, "each device has the whole model"),
+    "sync": ("plain", "gradients are averaged exactly, in every step"),
     "activation_checkpointing": (False, "the batch fits without"),
 }
 """Setting → value and reason, if nothing else decides it."""
@@ -122,6 +124,8 @@ def derive(
     _fill_model_settings(builder, index, device)
     set_default("precision", *device.best_precision())
     set_default("workers", *_choose_workers(device))
+    if get("sync") is not None:
+        _check_sync(builder, devices)
     if get("shard"):
         _fill_sharding(builder, devices)
     _fill_batch_size(builder, len(train_indices), index, device, devices)
@@ -439,6 +443,24 @@ def _fill_sharding(builder: _ConfigBuilder, devices: Devices) -> None:
         )
     builder.set_default("compile", False, "compiling is not supported with --shard")
     builder.set_default("jpeg_decoder", "cpu", f"not tried: {auto_batch.NO_TRIAL_OF_SHARDS}")
+
+
+def _check_sync(builder: _ConfigBuilder, devices: Devices) -> None:
+    """Raises ConfigError for what --sync cannot be combined with. Only for new runs, as for --shard."""
+    method = builder.get("sync")
+    if parse_sync(method).kind in ("plain", "auto"):
+        return
+    if devices.count == 1:
+        raise ConfigError(
+            f"--sync {method} is an exchange between devices, and the run is on one.",
+            fix="--devices N, or leave out --sync",
+        )
+    if builder.get("shard"):
+        raise ConfigError(
+            f"--shard and --sync {method} exclude each other.",
+            cause="a divided model exchanges its weights too, in its own way",
+            fix="leave out one of them",
+        )
 
 
 def _measure_step_s(config: Config, index: Index, device: Device, devices: Devices) -> float:

@@ -1,0 +1,155 @@
+"""`--sync auto`: measures the link between the ranks and a step, and takes the most faithful of the fast methods.
+
+Measured by all ranks at the same time, in about ten seconds: an all-reduce of one number and of many, in fp32 and bf16;
+a step without any exchange; casts and products of the compressions. `hardware/exchange_cost.py` computes a step with
+each method from that. The methods are in the order of their effect on the training: the first whose speed is near that
+of the fastest is taken, so a link that hides the exchange gets plain averages.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from stoker.config.settings import Config
+from stoker.config.sync_method import PLAIN, SyncMethod, parse_sync
+from stoker.data.index import Index
+from stoker.hardware.device import Device
+from stoker.hardware.exchange_cost import Link, StepCost, Workload, low_rank_fraction, step_cost
+from stoker.training.defaults.auto_batch import make_dry_run
+from stoker.training.ranks import Ranks
+
+CANDIDATES = ("plain", "plain:1", "plain:5", "hierarchical", "bf16", "powersgd:4", "every:8")
+"""The most faithful first. bf16 rounds gradients to three digits; every:8 changes the optimizer. fp16 overflows where
+bf16 does not, and gossip sends as much as plain on two ranks."""
+NEAR = 0.8
+"""A method is fast enough if its images per second are this part of the fastest one's."""
+BUCKET_GAIN = 1.05
+"""Another size of buckets is taken for at least this gain."""
+MEASURE_S = 2.0
+COMPRESSION_RANK = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What decides, the slowest of all ranks."""
+
+    link: Link
+    work: Workload
+    devices: int
+    by_node: float | None = None
+    """Speed of an all-reduce by machines, relative to one of all ranks; None: on one machine, or one rank on each."""
+
+
+def choose_sync(config: Config, index: Index, device: Device, ranks: Ranks) -> tuple[str, str]:
+    """(method, reason). Called by all ranks."""
+    if ranks.alone:
+        return "plain", "auto: one device exchanges nothing"
+    if config.run.shard:
+        return "plain", "auto: --shard has an exchange of its own"
+    own = measure(config, index, device, ranks)
+    return ranks.share(lambda: decide(own))
+
+
+def decide(measured: Measured) -> tuple[str, str]:
+    """(method, reason)."""
+    costs = {name: _cost(measured, parse_sync(name)) for name in CANDIDATES}
+    usable = {name: cost for name, cost in costs.items() if cost is not None}
+    best_s = min(cost.total_s for cost in usable.values())
+    chosen = next(name for name, cost in usable.items() if best_s / cost.total_s >= NEAR)
+    if chosen.startswith("plain"):
+        chosen = "plain"
+        fastest = min(("plain:1", "plain:5"), key=lambda name: usable[name].total_s)
+        if usable["plain"].total_s / usable[fastest].total_s >= BUCKET_GAIN:
+            chosen = fastest
+    link, work, plain_s = measured.link, measured.work, usable["plain"].total_s
+    facts = (
+        f"{work.gradient_bytes / 2**20:.3g} MiB of gradients at {link.bytes_per_s * 8e-6:.3g} Mbit/s and "
+        f"{link.latency_s * 1e3:.2g} ms a message, a step of {work.compute_s:.3g} s"
+    )
+    if chosen == "plain":
+        return chosen, f"auto: {facts}: at most {plain_s / best_s:.2g} × as fast with another method"
+    return chosen, f"auto: {facts}: {plain_s / usable[chosen].total_s:.2g} × as fast as plain"
+
+
+def _cost(measured: Measured, method: SyncMethod) -> StepCost | None:
+    """None: not usable here."""
+    if method.kind != "hierarchical":
+        return step_cost(measured.work, measured.link, measured.devices, method)
+    if measured.by_node is None:
+        return None
+    plain = step_cost(measured.work, measured.link, measured.devices, PLAIN)
+    return dataclasses.replace(plain, exposed_s=plain.exposed_s / measured.by_node)
+
+
+def measure(config: Config, index: Index, device: Device, ranks: Ranks) -> Measured:
+    """The slowest of the ranks, in all of them."""
+    dry_run = make_dry_run(config, index, device)
+    micro_batches = config.optim.grad_accum_steps
+    ranks.barrier()
+    step_s = micro_batches * dry_run.measure_step_s(config.run.batch_size // (micro_batches * ranks.world_size))
+    return measure_exchange(dry_run.optimizer.weights(), step_s, device, ranks)
+
+
+def measure_exchange(weights: Sequence[Tensor], step_s: float, device: Device, ranks: Ranks) -> Measured:
+    """The same for a step of `step_s` seconds that changes these weights."""
+    from stoker.preflight import all_reduce
+    from stoker.training import gradient_hooks
+
+    ranks.barrier()
+    found = all_reduce.measure(device, MEASURE_S)
+    large_s = found.seconds / found.count
+    half_s = all_reduce.timed(device, found.size_bytes, 2, half=True) / 2
+    gradients = [torch.randn_like(weight).detach() for weight in weights]
+    size_bytes = sum(gradient.nbytes for gradient in gradients)
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    by_node = 0.0
+    if 1 < ranks.local_world_size < ranks.world_size:
+        node = gradient_hooks.Node(ranks)
+        buffer = torch.zeros(found.size_bytes // 4, device=device.torch_device)
+        by_node = large_s / _time(device, lambda: gradient_hooks.add_by_node(node, buffer))
+    own = [
+        step_s,
+        found.latency_s,
+        large_s,
+        max(0.0, half_s - large_s) / found.size_bytes * size_bytes / 2
+        + _time(device, lambda: flat.copy_(flat.to(torch.bfloat16))),
+        _time(device, lambda: compress(gradients, COMPRESSION_RANK)) / COMPRESSION_RANK,
+        -by_node,
+    ]
+    step_s, latency_s, large_s, cast_s, compression_s, minus_by_node = (
+        max(values) for values in zip(*ranks.gather_all(own), strict=True)
+    )
+    n = ranks.world_size
+    link = Link(latency_s / (2 * (n - 1)), 2 * (n - 1) / n * found.size_bytes / max(1e-9, large_s - latency_s))
+    work = Workload(
+        compute_s=step_s,
+        gradient_bytes=size_bytes,
+        low_rank_fraction=low_rank_fraction([tuple(gradient.shape) for gradient in gradients]),
+        compression_s=compression_s,
+        cast_s=cast_s,
+    )
+    return Measured(link, work, n, -minus_by_node or None)
+
+
+def compress(gradients: Sequence[Tensor], rank: int) -> None:
+    """The products and the orthogonalization that PowerSGD computes in a step."""
+    for gradient in gradients:
+        matrix = gradient.reshape(gradient.shape[0], -1) if gradient.dim() > 1 else gradient[:, None]
+        columns = min(rank, *matrix.shape)
+        if (matrix.shape[0] + matrix.shape[1]) * columns * 2 < matrix.numel():
+            q = torch.linalg.qr(matrix.new_ones(matrix.shape[1], columns)).Q
+            p = torch.linalg.qr(matrix @ q).Q
+            p @ (matrix.T @ p).T
+
+
+def _time(device: Device, work: Callable[[], object]) -> float:
+    """Seconds of the second of two calls."""
+    work()
+    device.synchronize()
+    start_s = time.perf_counter()
+    work()
+    device.synchronize()
+    return time.perf_counter() - start_s
