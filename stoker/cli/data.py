@@ -302,7 +302,7 @@ def pack(
     val: Val = None,
     splits: Splits = None,
     val_fraction: float | None = None,
-    image_size: int | None = None,
+    image_size: tuple[int, int] | None = None,
     quality: int | None = None,
     shard_mib: int | None = None,
     workers: int | None = None,
@@ -322,7 +322,7 @@ def pack(
     val_fraction
         Fraction of the images that becomes the validation split where the source has none; default 0.1.
     image_size
-        Encode larger images again, as JPEG with this longer side in pixels; default: the bytes of the source.
+        Height and width into which larger images are made to fit, encoded again as JPEG; default: the source's bytes.
     quality
         JPEG quality of images that are encoded again, 1 to 100; default 90.
     shard_mib
@@ -339,7 +339,7 @@ def pack(
     import msgspec
 
     from stoker.config.settings import from_fields
-    from stoker.data.convert.packing import PackOptions, in_threads
+    from stoker.data.convert.packing import DEFAULT_QUALITY, DEFAULT_SHARD_MIB, PackOptions, in_threads
     from stoker.data.convert.packing import pack as pack_data
     from stoker.data.index import open_index_of
     from stoker.errors import UsageError
@@ -349,15 +349,21 @@ def pack(
 
     if quality is not None and image_size is None:
         raise UsageError("--quality needs --image-size: else images keep their bytes.", fix="add --image-size 640")
-    ranges = {"image_size": (16, 65_535), "quality": (1, 100), "shard_mib": (1, 4096), "workers": (1, 1024)}
-    given = {"image_size": image_size, "quality": quality, "shard_mib": shard_mib, "workers": workers}
-    for name, value in given.items():
-        low, high = ranges[name]
+    height, width = image_size or (None, None)
+    for flag, value, low, high in (
+        ("--image-size", height, 16, 65_535),
+        ("--image-size", width, 16, 65_535),
+        ("--quality", quality, 1, 100),
+        ("--shard-mib", shard_mib, 1, 4096),
+        ("--workers", workers, 1, 1024),
+    ):
         if value is not None and not low <= value <= high:
-            raise UsageError(f"--{name.replace('_', '-')} {value} is out of range.", choices=[f"{low} to {high:,}"])
+            raise UsageError(f"{flag} {value} is out of range.", choices=[f"{low} to {high:,}"])
     if address is not None and on != "ray":
         raise UsageError("--address is that of a Ray cluster.", fix="add --on ray")
-    options = PackOptions(**{name: value for name, value in given.items() if value is not None and name != "workers"})
+    options = PackOptions(
+        shard_mib=shard_mib or DEFAULT_SHARD_MIB, image_size=image_size, quality=quality or DEFAULT_QUALITY
+    )
     fields = {"data": data, "format": format, "classes": classes, "allow_outside": allow_outside}
     settings = from_fields({**fields, "val_fraction": val_fraction, "train": train, "val": val, "splits": splits}).data
     index = open_index_of(settings)

@@ -1,5 +1,6 @@
 """stoker data pack: what is packed is read back the same, by stoker and by others; the same bytes after kill -9."""
 
+import contextlib
 import hashlib
 import io
 import json
@@ -23,14 +24,12 @@ from stoker.data.convert import packing
 from stoker.data.convert.packing import PackOptions, PackResult, in_threads, pack
 from stoker.data.formats.shard_index import INDEX_FILE, PLAN_FILE, WORK_DIR, read_info
 from stoker.data.index import Index, open_index, require_images
-from stoker.data.loading.loader import Loader, compute_max_boxes
-from stoker.data.loading.spec import LoaderSpec
 from stoker.errors import DataError, UsageError
-from stoker.hardware.device import select_device
 from stoker.storage.store import open_store
 from stoker.storage.uri import parse_uri
 from tests.data.buckets import Bucket
 from tests.data.examples import property_test
+from tests.data.loading import make, take
 from tests.data.test_convert import annotated, coco, data_sets, two_splits
 from tests.data.test_same_index import WRITE, Drawn, content, drawings
 from tests.data.tfrecords import jpeg
@@ -39,7 +38,7 @@ from tests.storage.servers import Server, apply, google_server, s3_server
 COLUMNS = ("boxes", "labels", "crowd", "area", "offsets", "original_size", "image_id")
 
 
-def packed(source: Index, out: Path | str, **options: int) -> PackResult:
+def packed(source: Index, out: Path | str, **options: Any) -> PackResult:
     return pack(source, str(out), PackOptions(**options), run_shards=in_threads(2))
 
 
@@ -144,17 +143,8 @@ def test_training_reads_the_same_batches(source: Index, tmp_path: Path) -> None:
     batches = []
     for index in (source, open_index(tmp_path / "out")):
         require_images(index)
-        spec = LoaderSpec(
-            index=index,
-            image_indices=index.image_indices("train"),
-            device=select_device("cpu"),
-            batch_size=2,
-            image_size=(32, 32),
-            train=True,
-            max_boxes=compute_max_boxes(index, index.image_indices("train"), train=True),
-        )
-        with Loader(spec) as loader:
-            batches.append([next(loader) for _ in range(3)])
+        with contextlib.closing(make(index, image_indices=index.image_indices("train"), batch_size=2)) as loader:
+            batches.append(take(loader, 3))
     for one, other in zip(*batches, strict=True):
         assert (one.images == other.images).all()
         assert (one.boxes == other.boxes).all()
@@ -252,7 +242,7 @@ def test_other_data_in_the_destination_is_refused_and_kept(source: Index, tmp_pa
     packed(source, tmp_path / "packed")
     other = open_index(coco(tmp_path / "other", {"z.jpg": (jpeg(), [annotated([0, 0, 9, 9])])}), val_fraction=0.5)
     before = tree(tmp_path / "packed")
-    for index, options in ((other, {}), (source, {"image_size": 32}), (source, {"shard_mib": 2})):
+    for index, options in ((other, {}), (source, {"image_size": (32, 32)}), (source, {"shard_mib": 2})):
         with pytest.raises(UsageError, match="another packed data set"):
             packed(index, tmp_path / "packed", **options)
     assert tree(tmp_path / "packed") == before
@@ -308,7 +298,7 @@ def test_larger_images_are_encoded_again_and_boxes_are_scaled(tmp_path: Path) ->
     images["crowd.jpg"] = (jpeg(160, 320, 2), [annotated([0, 0, 160, 320], iscrowd=1, area=160 * 320)])
     coco(tmp_path / "source", images)
     source = open_index(coco(tmp_path / "source", images, "valid"))
-    result = packed(source, tmp_path / "out", image_size=80)
+    result = packed(source, tmp_path / "out", image_size=(80, 80))
     assert result.num_encoded == 4
     assert result.mean_psnr_db is not None
     assert 30 < result.mean_psnr_db <= 99
@@ -350,7 +340,7 @@ def test_exif_orientation(annotated_as: str, tmp_path: Path) -> None:
     same(open_index(tmp_path / "bytes"), source)
     (tmp_path / "bytes" / INDEX_FILE).unlink()
     assert by_name(open_index(tmp_path / "bytes")) == by_name(source)
-    packed(source, tmp_path / "small", image_size=50)
+    packed(source, tmp_path / "small", image_size=(50, 50))
     index = open_index(tmp_path / "small")
     assert index.boxes[0].tolist() == [value / 2 for value in (box[0], box[1], box[0] + box[2], box[1] + box[3])]
     with Image.open(io.BytesIO(index.read(0))) as image:
@@ -423,7 +413,13 @@ def test_the_command_says_what_it_did(
     assert run(monkeypatch, "data", "pack", root, tmp_path / "out", "--image-size", "32", "--quality", "80") == 0
     assert "already packed: " in capsys.readouterr().out
     assert run(monkeypatch, "data", "pack", root, tmp_path / "out", "--json") == 2
-    for wrong in (["--quality", "80"], ["--image-size", "4"], ["--shard-mib", "0"], ["--workers", "0"]):
+    for wrong in (
+        ["--quality", "80"],
+        ["--image-size", "4"],
+        ["--image-size", "40", "9"],
+        ["--shard-mib", "0"],
+        ["--workers", "0"],
+    ):
         assert run(monkeypatch, "data", "pack", root, tmp_path / "x", *wrong) == 2
     assert run(monkeypatch, "data", "pack", root, "https://host/x") == 2
     assert "gs://…" in capsys.readouterr().err

@@ -221,11 +221,11 @@ def test_check_decodes_the_images_of_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     content = {"boxes": [[1, 1, 9, 9]], "labels": ["a"]}
-    broken = jpeg(40, 30, 1)[:300]
+    broken = jpeg(400, 300, 1)[:-300]
     files = [*sample("a", "json", content), ("b.jpg", broken), ("b.json", json.dumps(content).encode())]
     write_tar(tmp_path / "train.tar", files)
     write_tar(tmp_path / "val.tar", sample("c", "json", content))
     run(monkeypatch, "data", "check", tmp_path, "--json")
     report = json.loads(capsys.readouterr().out)
-    kinds = {problem["kind"]: problem for problem in report["problems"]}
-    assert any("train.tar/b.jpg" in example for example in kinds["damaged-image"]["examples"])
+    found = {item["kind"]: item["locations"] for item in report["items"]}
+    assert any("train.tar/b.jpg" in location for location in found["damaged-image"])

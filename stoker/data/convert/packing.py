@@ -49,8 +49,8 @@ UNKNOWN_BYTES = 1 << 17
 
 class PackOptions(msgspec.Struct, frozen=True, kw_only=True):
     shard_mib: int = DEFAULT_SHARD_MIB
-    image_size: int | None = None
-    """Longer side to which larger images are reduced; None: images are copied byte for byte."""
+    image_size: tuple[int, int] | None = None
+    """Height and width into which larger images are made to fit; None: images are copied byte for byte."""
     quality: int = DEFAULT_QUALITY
     """Of JPEG, where images are encoded again."""
 
@@ -231,7 +231,7 @@ def make_shard(index: Index, plan: Plan, shard: PlannedShard) -> tuple[bytes, Sh
             source_bytes += len(data)
             if options.image_size is not None:
                 shrunk = shrink(
-                    data, path, image_header, max_side=options.image_size, quality=options.quality,
+                    data, path, image_header, max_size=options.image_size, quality=options.quality,
                     measure=row in plan.measured,
                 )  # fmt: skip
                 if shrunk is not None:
@@ -417,7 +417,7 @@ def _require_free(destination: Destination, plan: Plan, sizes: dict[str, int]) -
         return
     try:
         started = msgspec.json.decode(destination.read(PLAN_FILE))["id"]
-    except (msgspec.MsgspecError, KeyError, TypeError):
+    except (msgspec.MsgspecError, ValueError, KeyError, TypeError):
         started = None
     if started != plan.id:
         raise UsageError(
@@ -444,7 +444,7 @@ def _finished_records(destination: Destination, plan: Plan, sizes: dict[str, int
     def read_record(shard: PlannedShard) -> ShardRecord | None:
         try:
             record = msgspec.json.decode(destination.read(_record_name(shard.name)), type=ShardRecord)
-        except (msgspec.MsgspecError, StokerError, OSError):
+        except (msgspec.MsgspecError, ValueError, StokerError, OSError):
             return None  # the shard is made again
         return record if sizes.get(shard.name) == record.size_bytes else None
 
@@ -496,7 +496,7 @@ def _encoded_fraction(index: Index, options: PackOptions, source_bytes: NDArray[
         try:
             data, stored_header = read_image(index, row, path)
             image_header = stored_header.as_annotated((height, width))
-            shrunk = shrink(data, path, image_header, max_side=options.image_size, quality=options.quality)
+            shrunk = shrink(data, path, image_header, max_size=options.image_size, quality=options.quality)
         except (UnsupportedImage, DataError):
             continue  # it will be skipped, and reported, when its shard is made
         before += int(source_bytes[row])

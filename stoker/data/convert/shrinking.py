@@ -23,15 +23,15 @@ class Shrunk(NamedTuple):
 
 
 def shrink(
-    data: bytes, path: Path, header: Header, *, max_side: int, quality: int, measure: bool = False
+    data: bytes, path: Path, header: Header, *, max_size: tuple[int, int], quality: int, measure: bool = False
 ) -> Shrunk | None:
-    """The image with its longer side reduced to `max_side`; None if it is not longer.
+    """The image reduced to fit into `max_size`; None if it does.
 
-    header: `Header.as_annotated`. measure: also compares the decoded result with the pixels that were encoded. Raises
-    DataError for an image that cannot be decoded.
+    header: `Header.as_annotated`. max_size: height and width. measure: also compares the decoded result with the pixels
+    that were encoded. Raises DataError for an image that cannot be decoded.
     """
     height, width = header.size
-    scale = max_side / max(height, width)
+    scale = min(max_size[0] / height, max_size[1] / width)
     if scale >= 1:
         return None
     size = max(1, round(height * scale)), max(1, round(width * scale))

@@ -140,7 +140,7 @@ def _is_mds(path: Path) -> bool:
         return False
     try:
         content = msgspec.json.decode(regular_files.read_bytes(path))
-    except (OSError, msgspec.MsgspecError, RecursionError):
+    except (OSError, ValueError, msgspec.MsgspecError, RecursionError):
         return False
     shards = content.get("shards") if isinstance(content, dict) else None
     return (
@@ -153,7 +153,7 @@ def _is_mds(path: Path) -> bool:
 def _read_index(path: Path) -> MdsIndex:
     try:
         index = msgspec.json.decode(regular_files.read_bytes(path), type=MdsIndex)
-    except msgspec.MsgspecError as error:
+    except (ValueError, msgspec.MsgspecError) as error:
         raise DataError(
             "The index of the MDS shards cannot be read.", location=path, cause=str(error), fix="write it again"
         ) from error

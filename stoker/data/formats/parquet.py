@@ -148,7 +148,7 @@ def _class_names(schema: pa.Schema) -> list[str]:
     """The names of a ClassLabel, which the package `datasets` stores in the metadata; empty: there are none."""
     try:
         features = msgspec.json.decode((schema.metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
-    except (msgspec.MsgspecError, KeyError, TypeError):
+    except (ValueError, msgspec.MsgspecError, RecursionError, KeyError, TypeError):
         return []
     for key in _annotation_columns(schema):
         if names := next(_iter_class_labels(features.get(key) if isinstance(features, dict) else None), None):
