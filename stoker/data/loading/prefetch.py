@@ -129,10 +129,10 @@ class Prefetcher:
             if image_index < 0 or self._samples.is_cached(image_index):
                 continue
             location = self._samples.index.remote_object(image_index)
-            if location is None or location[3] is None:
+            store, key, start, length = location or (None, "", 0, None)
+            if store is None or length is None:
                 self._requests[position] = self._request(image_index)
                 continue
-            store, key, start, length = location
             transitions: Transitions = [(time.perf_counter(), IN_FLIGHT)]
             read = _RangeRead(store, key, start, length, Future(), transitions)
             self._requests[position] = PendingRead(image_index, read.future), transitions
