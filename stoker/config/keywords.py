@@ -77,6 +77,7 @@ class Settings(TypedDict, total=False):
     cache: Literal["none", "ram", "disk"]
     jpeg_decoder: Literal["cpu", "nvjpeg"]
     seed: int
+    shuffle_buffer: int
     eval_every: str
     patience: int
     checkpoint_every: str

@@ -51,6 +51,7 @@ ADDED_SETTINGS: dict[str, tuple[Any, str]] = {
     "shard": (False, "the run was started by a version without this setting"),
     "sync": ("plain", "the run was started by a version without this setting"),
     "worker_processes": ("auto", "the run was started by a version without this setting; it changes no result"),
+    "shuffle_buffer": (0, "the run was started by a version that had the random order only"),
     "split_method": ("hash", "the run was started by a version that drew the validation images so"),
     "max_bad_boxes": (1.0, "the run was started by a version without this limit"),
 }

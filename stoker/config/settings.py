@@ -196,6 +196,9 @@ class RunSettings:
     """Where training JPEGs are decoded: on the CPU or on the GPU (nvjpeg; without a cache). Chosen by trying both."""
     seed: int = AUTO
     """Decides initial weights, order and augmentation; the same seed gives the same run."""
+    shuffle_buffer: int = AUTO
+    """Images of shards that are held to be mixed, on all devices together: parts of shards are then read at once; 0:
+    random order (docs/data.md)."""
     eval_every: str = AUTO
     """Interval between evaluations, as a length (1ep, 500, 10min); 0 evaluates at the end only."""
     patience: int = AUTO
@@ -370,6 +373,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "workers": (1, 1024),
     "worker_processes": (0, 64),
     "patience": (0, 10**6),
+    "shuffle_buffer": (0, 10**9),
     "seed": (0, 2**63 - 1),
     "price_per_device_hour": (0, 1e6),
 }

@@ -276,6 +276,7 @@ def make_training_loader(
         min_object_covered=data.min_object_covered,
         max_boxes=max_boxes,
         seed=config.run.seed,
+        shuffle_buffer=config.run.shuffle_buffer,
         workers=config.run.workers,
         max_bad_fraction=data.max_bad_fraction,
         jpeg_decoder=config.run.jpeg_decoder,

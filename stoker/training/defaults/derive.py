@@ -27,10 +27,11 @@ from stoker.data.images.pixel_cache import CachedImageSpec
 from stoker.data.index import Index
 from stoker.data.loading import decoder_choice
 from stoker.data.loading.autotune import default_num_workers
+from stoker.data.loading.shard_order import choose_buffer
 from stoker.data.validation.problems import DEFAULT_MAX_BAD_BOXES, DEFAULT_MAX_BAD_FRACTION
 from stoker.data.validation.stats import ModelInput
 from stoker.errors import ConfigError
-from stoker.hardware.cgroup import host_cores
+from stoker.hardware.cgroup import host_cores, host_memory
 from stoker.hardware.device import Device, untested_accelerator
 from stoker.models import Architecture, get_architecture
 from stoker.models.architecture import FamilyTuning
@@ -130,6 +131,7 @@ def derive(
         _fill_sharding(builder, devices)
     _fill_batch_size(builder, len(train_indices), index, device, devices)
     _fill_duration(builder, len(train_indices), len(index.image_indices("val")) if "val" in index.splits else 0)
+    _fill_shuffle_buffer(builder, index, devices)
     if get("jpeg_decoder") == "nvjpeg":
         _check_nvjpeg(get("cache"), device)
         set_default("cache", "none", "--jpeg-decoder nvjpeg: images for a cache are decoded on the CPU")
@@ -406,6 +408,28 @@ def _choose_cache(config: Config, index: Index, devices: Devices) -> tuple[str, 
     if kind == "ram" and devices.on_host > 1:
         return "none", f"in memory, each of the {devices.on_host} devices would keep all images"
     return kind, reason
+
+
+def _fill_shuffle_buffer(builder: _ConfigBuilder, index: Index, devices: Devices) -> None:
+    """Raises ConfigError for a buffer of images that are not in shards."""
+    train_indices = index.image_indices("train")
+    ranges = index.image_ranges(train_indices)
+    if builder.get("shuffle_buffer") and not ranges.length.all():
+        raise ConfigError(
+            f"--shuffle-buffer {builder.get('shuffle_buffer')} is for shards, and images of the data set are files.",
+            fix="leave it out: the order of files is random; `stoker data pack` makes shards",
+        )
+    limit, used = host_memory()
+    builder.set_default(
+        "shuffle_buffer",
+        *choose_buffer(
+            ranges,
+            is_in_bucket=index.remote_object(int(train_indices[0])) is not None,
+            batch_size=builder.get("batch_size"),
+            num_ranks=devices.count,
+            memory_bytes=max(0, limit - used) // devices.on_host,
+        ),
+    )
 
 
 def _check_nvjpeg(cache: str | None, device: Device) -> None:

@@ -26,7 +26,7 @@ MEMORY_TOLERANCE = 0.05
 WITHOUT_EFFECT = frozenset(
     {"data", "format", "classes", "val_fraction", "allow_outside", "seed", "max_duration", "workers",
      "worker_processes", "cache", "eval_every", "patience", "checkpoint_every", "price_per_device_hour",
-     "max_bad_fraction", "max_bad_boxes", "sync", "train", "val", "splits", "split_method"}
+     "max_bad_fraction", "max_bad_boxes", "sync", "train", "val", "splits", "split_method", "shuffle_buffer"}
 )  # fmt: skip
 """Settings that a trial does not depend on."""
 
