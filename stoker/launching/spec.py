@@ -57,7 +57,7 @@ class LaunchRequest:
     def kept_fields(self) -> dict[str, Any]:
         """What was asked for, as launch.json keeps it: of `env` the names only, since the values may be secret."""
         fields = {
-            field.name: value
+            field.name: list(value) if isinstance(value, tuple) else value
             for field in dataclasses.fields(self)
             if (value := getattr(self, field.name)) != field.default
         }

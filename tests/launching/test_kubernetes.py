@@ -427,7 +427,8 @@ def test_cancel_deletes_the_job_and_its_service(cluster: FakeApi):
 
 def test_advice_is_applied(cluster: FakeApi, tmp_path: Path):
     """The job is deleted, and one with fewer GPUs and all that was asked for before continues the run."""
-    run = make_run(tmp_path / "run", {"compute": 0.6, "input_wait": 0.4}, devices=4, busy=0.6, used_cores=11.5)
+    phases = {"compute": 0.6, "input_wait": 0.4}
+    run = make_run(tmp_path / "run", phases, devices=4, gpu="NVIDIA Unknown", busy=0.6, used_cores=11.5)
     request = LaunchRequest(
         image=IMAGE, mount=(f"claim:{tmp_path}",), devices=4, cpus=12, grace="2min", run_dir="ignored"
     )
