@@ -55,6 +55,11 @@ def s3(servers: dict[str, Server], monkeypatch: pytest.MonkeyPatch) -> Iterator[
 @pytest.mark.parametrize("name", WRITE)
 def test_index_equals_the_local_one(bucket: Bucket, tmp_path: Path, name: str) -> None:
     folder = filled(bucket, tmp_path / "set", WRITE[name])
+    if name == "parquet":
+        with pytest.raises(DataError, match="Parquet is not read from a bucket") as error:
+            open_index(bucket.data)
+        assert f"{bucket.data}/data/train-00000-of-00001.parquet" in str(error.value)
+        return
     remote, local = open_index(bucket.data), open_index(folder)
     same(remote, local)
     assert remote.source == bucket.data

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from stoker.cli.app import main
 from stoker.data.formats.sample_annotations import UnknownLayout, read_boxes
+from stoker.data.images.source import is_copied
 from stoker.data.index import open_index, require_images
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
@@ -168,6 +169,14 @@ def test_a_damaged_archive_gives_what_is_before_the_damage(cut: int | None, kind
     assert len(index.image_indices("train")) == 8
     (example,) = [problem.examples[0] for problem in index.problems if problem.kind == kind]
     assert example.startswith("train.tar: ")
+
+
+def test_numbered_archives_in_a_bucket_are_no_tfrecords() -> None:
+    assert not is_copied("train-00000-of-00010.tar")
+    assert not is_copied("shard.00000-of-00010.mds")
+    assert is_copied("train.record-00000-of-00010")
+    assert is_copied("stoker-index.arrow")
+    assert not is_copied("table.arrow")
 
 
 def test_an_archive_of_plain_images_is_no_webdataset(tmp_path: Path) -> None:

@@ -32,7 +32,8 @@ SHARD_INDEX = "stoker-index.arrow"
 """The index of packed shards (`formats/shard_index.py`), also copied."""
 _TFRECORD_NAME = re.compile(r"\.(tf_?records?|tfrec|records?)(?=$|[-.])|-\d{3,7}-of-\d{3,7}", re.IGNORECASE)
 """Names of TFRecord shards, as in `formats/tfrecord_files.py`: annotations and images in one file."""
-_IMAGE_NAME = re.compile(r"\.(jpe?g|png|bmp|webp|tiff?|gif|jp2)$", re.IGNORECASE)
+_OTHER_NAME = re.compile(r"\.(jpe?g|png|bmp|webp|tiff?|gif|jp2|tar|mds|parquet)$", re.IGNORECASE)
+"""Names of images and of other shards, which may be numbered in the same way."""
 FIRST_READ_BYTES = 1 << 12
 """Bytes that are read first for the size of a remote image: a JPEG without EXIF has it in its first kilobyte."""
 MAX_RANGES = 3
@@ -47,7 +48,7 @@ class RemoteObject(NamedTuple):
 
 
 def is_shard(name: str) -> bool:
-    return _TFRECORD_NAME.search(name) is not None and _IMAGE_NAME.search(name) is None
+    return _TFRECORD_NAME.search(name) is not None and _OTHER_NAME.search(name) is None
 
 
 def is_copied(name: str) -> bool:
