@@ -1,6 +1,10 @@
 """Settings: one surface of names, TOML there and back, errors that name the valid choices."""
 
+import ast
 import dataclasses
+import inspect
+import itertools
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +44,14 @@ def test_field_names_are_unique_over_the_sections():
 
 def test_every_field_is_documented():
     for kind in SECTIONS.values():
-        source = Path(__import__("inspect").getsourcefile(kind)).read_text()
-        for field in dataclasses.fields(kind):
-            after = source.split(f"    {field.name}: ", 1)[1].split("\n", 2)[1]
-            assert after.strip().startswith('"""'), field.name
+        (section,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+        assert isinstance(section, ast.ClassDef)
+        documented = {
+            field.target.id
+            for field, after in itertools.pairwise(section.body)
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(after, ast.Expr)
+        }
+        assert documented == {field.name for field in dataclasses.fields(kind)}
 
 
 @pytest.mark.parametrize(
