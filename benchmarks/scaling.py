@@ -149,7 +149,7 @@ def measure_method(ranks: Any, method: str, steps: int) -> dict[str, float]:
     optimizer = OptimizerStep(model, optim, cpu, precision="fp32")
     accumulator, state = LossAccumulator(cpu, max_skipped_steps=20), TrainState()
     loss_fn, emulated = make_loss_fn(model, compile=False), EmulatedDevice(model, ranks.rank)
-    autocast, ledger = cpu.autocast("fp32"), Ledger(cpu.make_clock())
+    autocast, ledger = cpu.autocast("fp32"), Ledger(cpu.make_clock(), start_s=time.perf_counter())
     setup: Any = SimpleNamespace(
         model=model, optimizer=optimizer, loss_accumulator=accumulator, ranks=ranks, device=cpu, state=state
     )
@@ -465,6 +465,10 @@ def load() -> dict[str, Any]:
     return json.loads(RESULTS.read_text())["parts"] if RESULTS.exists() else {}
 
 
+def save(content: dict[str, Any], parts: dict[str, Any]) -> None:
+    RESULTS.write_text(json.dumps(content | {"parts": parts}, indent=2, ensure_ascii=False) + "\n")
+
+
 def summarize(parts: dict[str, list[dict[str, Any]]]) -> tuple[list[dict[str, Any]], list[Bar]]:
     """Rows and bars of all that was measured so far."""
     rows = [row for name in ("alone", *LAYOUTS) for row in parts.get(name, [])]
@@ -511,10 +515,11 @@ def measure(arguments: argparse.Namespace) -> Report:
         parts["alone"] = [row]
     elif arguments.layout:
         rates = {arguments.rate: RATES_MBIT[arguments.rate]} if arguments.rate else RATES_MBIT
-        found = list(measure_layout(arguments.layout, rates, tuple(arguments.methods or METHODS), steps))
-        new = {(row["rate"], row["method"]) for row in found}
-        kept = [row for row in parts.get(arguments.layout, []) if (row["rate"], row["method"]) not in new]
-        parts[arguments.layout] = kept + found
+        found = parts.setdefault(arguments.layout, [])
+        for row in measure_layout(arguments.layout, rates, tuple(arguments.methods or METHODS), steps):
+            found[:] = [r for r in found if (r["rate"], r["method"]) != (row["rate"], row["method"])] + [row]
+            if RESULTS.exists() and not arguments.quick:  # so that an interrupted run is not lost
+                save(json.loads(RESULTS.read_text()), parts)
     if arguments.convergence:
         method, seed = arguments.convergence
         found = parts.setdefault("convergence", [])
@@ -531,8 +536,7 @@ def measure(arguments: argparse.Namespace) -> Report:
     if arguments.quick:
         return report
     report.write(RESULTS)
-    content = json.loads(RESULTS.read_text())
-    RESULTS.write_text(json.dumps(content | {"parts": parts}, indent=2, ensure_ascii=False) + "\n")
+    save(json.loads(RESULTS.read_text()), parts)
     return report
 
 

@@ -98,8 +98,10 @@ class Gossip(LocalSteps):
         own = flatten([*self.optimizer.weights(), self.optimizer.norm_stats])
         neighbors = torch.empty_like(own)
         to, source = neighbors_at(step, self.ranks.rank, self.ranks.world_size)
-        sends = [dist.P2POp(dist.isend, own, to), dist.P2POp(dist.irecv, neighbors, source)]
-        self._exchange = own, neighbors, dist.batch_isend_irecv(sends)
+        # gloo sends nothing before the receiver is ready, and says so on the connection that it sends its own data on: a
+        # receive that is asked for after the send waits until that is through.
+        operations = [dist.P2POp(dist.irecv, neighbors, source), dist.P2POp(dist.isend, own, to)]
+        self._exchange = own, neighbors, dist.batch_isend_irecv(operations)
 
     def finish_step(self, step: int) -> None:
         del step
