@@ -22,6 +22,7 @@ from tests.data.test_convert import annotated, coco
 
 ray = pytest.importorskip("ray", reason="uv pip install 'stoker[ray]'")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+PYTHONPATH = os.pathsep.join([str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]).strip(":")
 
 
 @pytest.fixture
@@ -29,8 +30,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator["ray.cluster_utils.Clus
     """A head that runs no tasks, and two nodes of one CPU."""
     from ray.cluster_utils import Cluster
 
-    root = str(Path(__file__).resolve().parents[2])
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]))
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     try:
@@ -48,7 +48,10 @@ def tree(folder: Path) -> dict[str, str]:
 
 def pack(folder: Path, out: Path, *arguments: str) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "stoker", "data", "pack", "source", str(out), "--shard-mib", "1", *arguments]
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 def test_a_lost_node_repeats_its_shards_and_the_checksums_are_the_same(
@@ -56,7 +59,7 @@ def test_a_lost_node_repeats_its_shards_and_the_checksums_are_the_same(
 ) -> None:
     rng = np.random.default_rng(0)
     images = {}
-    for number in range(80):
+    for number in range(40):
         data = io.BytesIO()
         Image.fromarray(rng.integers(0, 255, (700, 900, 3), np.uint8)).save(data, "JPEG", quality=95)
         images[f"{number}.jpg"] = data.getvalue(), [annotated([10, 20, 300, 200], 1 + number % 3)]
@@ -80,7 +83,7 @@ def test_a_lost_node_repeats_its_shards_and_the_checksums_are_the_same(
     thread.join()
     assert process.returncode == 0, output
     num_shards = len(read_info(whole / INDEX_FILE).shards)
-    assert lost[0] < num_shards > 10
+    assert lost[0] < num_shards > 5
     assert tree(out) == tree(whole)
     assert f"in {num_shards} shards" in output
     again = pack(tmp_path, out, "--image-size", "600", "--on", "ray", "--address", cluster.address)
