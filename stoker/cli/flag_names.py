@@ -185,7 +185,7 @@ _TRAIN: dict[str, _Value | _Switch | _Answer] = {
     ),
     "start-epoch": _Answer("a resumed run knows its position: `--resume RUN`"),
     **dict.fromkeys(
-        ("world-size", "dist-url", "dist-backend", "local-rank", "sync", "ddp-find-unused-parameters"),
+        ("world-size", "dist-url", "dist-backend", "local-rank", "ddp-find-unused-parameters"),
         _Answer("`--devices N` trains on the devices of a machine; torchrun and srun start ranks on several"),
     ),
     **dict.fromkeys(
