@@ -7,6 +7,7 @@ Needs root and Debian's packages, which are installed where apt can; else the te
 import contextlib
 import os
 import shutil
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -40,7 +41,10 @@ def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
     for path in (folder, *folder.parents[:-1]):
         path.chmod(path.stat().st_mode | 0o111)  # munged, another user, passes through
     config = folder / "slurm.conf"
-    config.write_text(TEMPLATE.read_text().replace("@DIR@", str(folder)))
+    text = TEMPLATE.read_text().replace("@DIR@", str(folder))
+    for number, port in enumerate(_free_ports(3)):  # another test process may have a cluster of its own
+        text = text.replace(f"@PORT{number}@", str(port))
+    config.write_text(text)
     key = folder / "munge/munge.key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)
@@ -64,6 +68,14 @@ def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
         stack.callback(_end_jobs, env)
         wait_for(lambda: _output(["sinfo", "-h", "-N", "-p", "spot", "-o", "%T"], env).split() == ["idle", "idle"])
         yield env
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
 
 
 def _end_jobs(env: dict[str, str]) -> None:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ PYTHONPATH = os.pathsep.join([str(Path(__file__).resolve().parents[2]), os.envir
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator["ray.cluster_utils.Cluster"]:
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A head that runs no tasks, and two nodes of one CPU."""
     from ray.cluster_utils import Cluster
 
@@ -54,9 +55,7 @@ def pack(folder: Path, out: Path, *arguments: str) -> "subprocess.Popen[str]":
     )
 
 
-def test_a_lost_node_repeats_its_shards_and_the_checksums_are_the_same(
-    cluster: "ray.cluster_utils.Cluster", tmp_path: Path
-) -> None:
+def test_a_lost_node_repeats_its_shards_and_the_checksums_are_the_same(cluster: Any, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     images = {}
     for number in range(40):
