@@ -248,9 +248,9 @@ def run(quick: bool) -> Report:
             }
         )
     for what, key in (("open_index of the packed data set, first", "first_s"), ("the same, again", "again_s")):
-        seconds = spread([result[key] for result in opened])
+        times = spread([result[key] for result in opened])
         report.rows.append(
-            {"what": what, "s": seconds["median"], "s min": seconds["min"], "s max": seconds["max"], "MB": index_mb}
+            {"what": what, "s": times["median"], "s min": times["min"], "s max": times["max"], "MB": index_mb}
         )
     medians = {what: statistics.median(values) for what, values in cpu_s.items()}
     report.bars = [

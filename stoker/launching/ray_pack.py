@@ -8,6 +8,7 @@ stopped is continued with or without Ray.
 import dataclasses
 import functools
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -21,8 +22,8 @@ from stoker.data.index import Index, open_index_of
 from stoker.errors import DataError, PreflightError, needs_package
 from stoker.storage.uri import expand_variables, is_uri
 
-PATHS = ("train", "val", "splits")
-"""Settings that name files."""
+CONNECT_S = 10.0
+"""How long the cluster may take to accept a connection; Ray itself tries for minutes."""
 
 
 def on_ray(settings: DataSettings, address: str | None) -> RunShards:
@@ -60,8 +61,11 @@ def _connect(address: str | None) -> None:
     if address is None and os.environ.get("RAY_ADDRESS", "http").startswith("http"):
         address = "auto"  # an address of the dashboard is that of `stoker launch ray`
     try:
+        host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+        if port.isdecimal():
+            socket.create_connection((host, int(port)), CONNECT_S).close()
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise PreflightError(
             "The Ray cluster cannot be reached.",
             cause=str(error).splitlines()[0],
@@ -76,10 +80,17 @@ def _absolute(settings: DataSettings) -> DataSettings:
         location = expand_variables(path)
         return location if is_uri(location) or path == "demo" else str(Path(location).absolute())
 
-    named = {name: getattr(settings, name) for name in PATHS}
-    # an annotation file may be relative to the data set, which does not depend on the working folder
-    found = {name: absolute(path) for name, path in named.items() if path is not None and Path(path).exists()}
-    return dataclasses.replace(settings, data=absolute(settings.data), **found)
+    def found(path: str | None) -> str | None:
+        # an annotation file may be relative to the data set, which does not depend on the working folder
+        return absolute(path) if path is not None and Path(path).exists() else path
+
+    return dataclasses.replace(
+        settings,
+        data=absolute(settings.data),
+        train=found(settings.train),
+        val=found(settings.val),
+        splits=found(settings.splits),
+    )
 
 
 def _write_shard(settings: DataSettings, plan: Plan, shard: PlannedShard, destination: str) -> bytes:

@@ -62,7 +62,7 @@ def test_the_layouts_are_read(name: str, tmp_path: Path) -> None:
     assert open_index(tmp_path / "train" / "index.json").format == "mds"
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[tuple[dict[str, str], dict[str, bytes]], dict[str, object], str, str]] = {
     "compressed": (
         LAYOUTS["json"], {"compression": "zstd:16", "zip_data": {"basename": "a", "bytes": 1, "hashes": {}}},
         "Compressed MDS shards", "compression=None",

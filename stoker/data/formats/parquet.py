@@ -129,7 +129,7 @@ def _has_boxes(path: Path) -> bool:
 def _image_column(schema: pa.Schema) -> str | None:
     def has_bytes(kind: pa.DataType) -> bool:
         if pa.types.is_struct(kind):
-            return kind.get_field_index("bytes") >= 0
+            return bool(kind.get_field_index("bytes") >= 0)
         return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
     return next((name for name in IMAGE_COLUMNS if name in schema.names and has_bytes(schema.field(name).type)), None)

@@ -71,8 +71,9 @@ def annotated_size(content: Any) -> tuple[int, int]:
     if not isinstance(content, Mapping):
         return 0, 0
     height, width = content.get("height"), content.get("width")
-    is_size = isinstance(height, int) and isinstance(width, int) and 0 < height < 2**31 and 0 < width < 2**31
-    return (height, width) if is_size else (0, 0)
+    if isinstance(height, int) and isinstance(width, int) and 0 < height < 2**31 and 0 < width < 2**31:
+        return height, width
+    return 0, 0
 
 
 def file_name(content: Any) -> str:
