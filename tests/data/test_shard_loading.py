@@ -1,6 +1,8 @@
 """Loading from shards in a bucket: parts of a shard in one request, each byte once, the same batches as from files."""
 
+import gc
 import itertools
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -162,6 +164,31 @@ def test_a_bounded_number_of_images_is_held(index: ShardIndex) -> None:
         prefetcher.take(position)
         prefetcher.top_up()
     assert len(prefetcher._requests) < BUFFER / 2
+
+
+@pytest.mark.usefixtures("served")
+def test_bytes_are_freed_when_they_are_used(index: ShardIndex, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not only when the garbage collector runs."""
+    read: list[weakref.ref[Future[Any]]] = []
+    take_request = Prefetcher.take
+
+    def recorded(self: Prefetcher, position: int) -> Any:
+        request = take_request(self, position)
+        assert request is not None
+        read.append(weakref.ref(request[0].future))
+        return request
+
+    monkeypatch.setattr(Prefetcher, "take", recorded)
+    gc.collect()
+    gc.disable()
+    try:
+        with make(index, **MIXED) as loader:
+            take(loader, 3 * COUNT // BATCH)
+            alive = sum(future() is not None for future in read)
+    finally:
+        gc.enable()
+    assert len(read) > 3 * COUNT
+    assert alive < 10 * BATCH, "those of the batches that are being loaded"
 
 
 @pytest.mark.usefixtures("served")

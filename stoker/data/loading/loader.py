@@ -419,9 +419,8 @@ class Loader:
                 ready_tasks.append(SampleTask(position, batch_task, k, None))
                 continue
             pending_read, batch_task.transitions[k] = prefetched
-            task = SampleTask(position, batch_task, k, pending_read)
             # Submitted when its bytes have arrived, so that a slow object blocks no worker.
-            pool.submit_when_done(task, pending_read)
+            pool.submit_when_done(SampleTask(position, batch_task, k, None), pending_read)
         pool.submit(*ready_tasks)
 
     def _wait_for_next(self, pool: WorkerPool | ProcessPool) -> BatchTask:

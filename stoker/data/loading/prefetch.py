@@ -43,7 +43,7 @@ class _RangeRead(NamedTuple):
     key: str
     start: int
     length: int
-    future: "Future[bytes]"
+    future: "Future[memoryview]"
     transitions: Transitions
 
     @property
@@ -151,7 +151,8 @@ class Prefetcher:
             counters.completed += len(reads)
             in_flight.discard(future)
             error = CancelledError() if future.cancelled() else future.exception()
-            data = b"" if error is not None else future.result()
+            # Parts are copied when they are used: long-lived copies of many sizes would fragment the memory.
+            data = memoryview(b"" if error is not None else future.result())
             for read in reads:
                 read.transitions.append((now_s, QUEUED))
                 if error is not None:

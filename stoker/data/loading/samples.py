@@ -72,7 +72,8 @@ class PendingRead(NamedTuple):
     """The bytes of an image, requested and on their way."""
 
     image_index: int
-    future: "Future[bytes]"
+    future: "Future[bytes] | Future[memoryview]"
+    """memoryview: a part of what was read together, which stays in memory until all of it is used."""
 
 
 class _Plan(NamedTuple):
@@ -474,7 +475,7 @@ class SampleStream:
     ) -> bytes | decode.Pixels:
         """The encoded image, or the decoded one that the cache has."""
         if pending_read is not None and pending_read.image_index == image_index:
-            return pending_read.future.result()
+            return bytes(pending_read.future.result())  # bytes are not copied
         start_s = time.perf_counter()
         counters.current_stage = READ, start_s
         transitions.append((start_s, READ))

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator
+from concurrent.futures import Future
 
 from stoker.data.loading.samples import PendingRead, SampleResult, SampleStream
 from stoker.data.loading.stats import Counters, sum_counters
@@ -105,7 +106,14 @@ class WorkerPool:
             self._tasks_changed.notify(len(tasks))
 
     def submit_when_done(self, task: SampleTask, pending_read: PendingRead) -> None:
-        pending_read.future.add_done_callback(lambda _: self.submit(task))
+        """task: without its pending_read. The callback of a future must not lead to that future: the bytes would stay
+        in memory until the garbage collector finds the cycle."""
+        image_index = pending_read.image_index
+
+        def submit(future: "Future[bytes] | Future[memoryview]") -> None:
+            self.submit(task._replace(pending_read=PendingRead(image_index, future)))
+
+        pending_read.future.add_done_callback(submit)
 
     def _next_task(self, counters: Counters) -> SampleTask | None:
         """The next task; None: exit. Both are decided under one lock, so that no more workers exit than should."""
