@@ -80,9 +80,9 @@ def _absolute(settings: DataSettings) -> DataSettings:
         location = expand_variables(path)
         return location if is_uri(location) or path == "demo" else str(Path(location).absolute())
 
-    def found(path: str | None) -> str | None:
+    def found(path: str) -> str:
         # an annotation file may be relative to the data set, which does not depend on the working folder
-        return absolute(path) if path is not None and Path(path).exists() else path
+        return absolute(path) if path and Path(path).exists() else path
 
     return dataclasses.replace(
         settings,

@@ -25,7 +25,12 @@ FIXED = {"int": 8, "int64": 8, "uint8": 1, "float32": 4}
 
 
 def write_mosaic(
-    folder: Path, columns: Mapping[str, str], rows: Sequence[Mapping[str, bytes]], *, per_shard: int = 2, **more: object
+    folder: Path,
+    columns: Mapping[str, str],
+    rows: Sequence[Mapping[str, bytes]],
+    *,
+    per_shard: int = 2,
+    more: Mapping[str, object] | None = None,
 ) -> Path:
     """An MDS data set. columns: name → encoding; rows: name → encoded value; more: into each entry of index.json.
 
@@ -58,7 +63,7 @@ def write_mosaic(
         name = f"shard.{number // per_shard:05d}.mds"
         (folder / name).write_bytes(data)
         raw = {"basename": name, "bytes": len(data), "hashes": {}}
-        shards.append({**config, "raw_data": raw, "samples": len(samples), "zip_data": None, **more})
+        shards.append({**config, "raw_data": raw, "samples": len(samples), "zip_data": None, **(more or {})})
     (folder / "index.json").write_text(json.dumps({"shards": shards, "version": 2}))
     return folder
 

@@ -86,7 +86,7 @@ def test_what_cannot_be_read_in_place_is_refused(name: str, tmp_path: Path) -> N
     (columns, values), more, what, fix = REFUSED[name]
     row = {column: values.get(column, pickle.dumps([1])) for column in columns}
     row = {column: bytes(8) if columns[column] == "int" else value for column, value in row.items()}
-    write_mosaic(tmp_path, columns, [row], **more)
+    write_mosaic(tmp_path, columns, [row], more=more)
     with pytest.raises(DataError) as error:
         open_index(tmp_path)
     assert what in str(error.value)
