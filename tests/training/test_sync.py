@@ -100,7 +100,7 @@ def test_the_outer_optimizer_is_torchs_sgd_with_nesterov_momentum() -> None:
     torch.manual_seed(0)
     anchor, momentum = torch.randn(5, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
     weights = torch.nn.Parameter(anchor.clone())
-    oracle = torch.optim.SGD([weights], lr=0.7, momentum=0.9, nesterov=True)
+    oracle = torch.optim.SGD([weights], lr=0.7, momentum=0.5, nesterov=True)
     for _ in range(4):
         gradient = torch.randn(5, dtype=torch.float64)
         outer_step(anchor, momentum, gradient.clone())
