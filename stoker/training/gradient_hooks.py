@@ -125,13 +125,13 @@ class PowerSgd(GradientHook):
             self._powersgd.p_memory_dict = dict(state["p"])
             self._powersgd.q_memory_dict = dict(state["q"])
 
-    def _exchange(self, _: object, bucket: dist.GradBucket) -> Future[Tensor]:
+    def _exchange(self, _: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         if self._is_paused:
-            return default_hooks.allreduce_hook(None, bucket)
+            return default_hooks.allreduce_hook(None, bucket)  # type: ignore[arg-type]
         self._fit(bucket)
         return powerSGD_hook.powerSGD_hook(self._powersgd, bucket)
 
-    def _fit(self, bucket: dist.GradBucket) -> None:
+    def _fit(self, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
         """Moves restored tensors to the device; forgets those of another arrangement of buckets."""
         kept, number, buffer = self._powersgd, bucket.index(), bucket.buffer()
         error = kept.error_dict.get(number)
@@ -158,9 +158,9 @@ class Node:
     def __init__(self, ranks: Ranks) -> None:
         self.world_size = ranks.world_size
         machines = find_machines(ranks)
-        groups = [dist.new_group(machine) for machine in machines]
+        groups: list[Any] = [dist.new_group(machine) for machine in machines]
         leaders = [machine[0] for machine in machines]
-        self.leaders = dist.new_group(leaders)
+        self.leaders: Any = dist.new_group(leaders)
         number = next(n for n, machine in enumerate(machines) if ranks.rank in machine)
         self.group, self.leader = groups[number], leaders[number]
         self.is_leader = ranks.rank == self.leader
@@ -183,7 +183,7 @@ def find_machines(ranks: Ranks) -> list[list[int]]:
     return machines
 
 
-def _reduce_by_node(node: Node, bucket: dist.GradBucket) -> Future[Tensor]:
+def _reduce_by_node(node: Node, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
     """Within the machine to its first rank, between these, and back. On a CPU the backward pass waits meanwhile: what
     the three exchanges do in which order is the same in all ranks then."""
     buffer = bucket.buffer().div_(node.world_size)

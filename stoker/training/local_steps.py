@@ -100,7 +100,7 @@ class Gossip(LocalSteps):
         own = flatten([*self.optimizer.weights(), self.optimizer.norm_stats])
         neighbors = torch.empty_like(own)
         to, source = neighbors_at(step, self.ranks.rank, self.ranks.world_size)
-        # gloo sends nothing before the receiver is ready, and says so on the connection that it sends its own data on: a
+        # gloo sends nothing before the receiver is ready, and says so on the connection that carries its own data: a
         # receive that is asked for after the send waits until that is through.
         operations = [dist.P2POp(dist.irecv, neighbors, source), dist.P2POp(dist.isend, own, to)]
         self._exchange = own, neighbors, dist.batch_isend_irecv(operations)
@@ -146,5 +146,5 @@ def flatten(tensors: list[Tensor]) -> Tensor:
 @torch.no_grad()
 def write_flat(tensors: list[Tensor], flat: Tensor) -> None:
     """The reverse of `flatten`, in place."""
-    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+    for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(part.view(tensor.shape))

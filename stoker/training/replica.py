@@ -109,6 +109,7 @@ class Replica:
         self._stream = setup.device.make_stream()
         self._lag = 0 if setup.device.is_cpu else ACCELERATOR_LAG
         self._issued: deque[tuple[list[Tensor], ReadyEvent]] = deque()
+        self._equal_at = -1
         self.reset()
 
     def _wrap(self, loss_fn: LossFn, sync: SyncMethod) -> DistributedDataParallel:
