@@ -133,13 +133,20 @@ def run(arguments: argparse.Namespace) -> Report:
         port = stack.enter_context(server(packed))
 
         def measure(what: str, who: str, at: int, data: str, *more: object, python: str) -> None:
-            results.setdefault(what, []).append(one_run(python, cache, who, at, data, *more))
+            found = one_run(python, cache, who, at, data, *more)
+            results.setdefault(what, []).append(found)
 
         for repeat in range(n):
             for kind, (_, _, side) in KINDS.items():
-                for who, python in pythons.items():
+                for who, python in list(pythons.items()):
                     shards = ("--shards", num_shards[kind])
-                    measure(f"{kind}: {who}", who, port, kind, count, side, *shards, python=python)
+                    try:
+                        measure(f"{kind}: {who}", who, port, kind, count, side, *shards, python=python)
+                    except RuntimeError as error:
+                        if who == "stoker":
+                            raise
+                        absent[who] = str(error).strip().splitlines()[-1]
+                        del pythons[who]
                 measure(f"{kind}: stoker, random", "stoker", port, kind, count, side, "--random", python=sys.executable)
                 measure(
                     f"{kind}: stoker, local files", "stoker", 0, str(root / kind), count, side, python=sys.executable
@@ -179,7 +186,7 @@ def report_of(
         report.rows.append(row)
     for name, reason in absent.items():
         if reason is not None:
-            report.rows += [{"what": f"{kind}: {name}: n/a, install {INSTALL[name]} ({reason})"} for kind in KINDS]
+            report.rows += [{"what": f"{kind}: {name}: n/a, install {INSTALL[name]}, or {reason}"} for kind in KINDS]
     rows = {row["what"]: row for row in report.rows}
     for kind in KINDS:
         ours, local = rows[f"{kind}: stoker"], rows[f"{kind}: stoker, local files"]
