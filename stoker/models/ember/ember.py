@@ -133,7 +133,7 @@ class Ember(Detector):
         if settings.nms_free:
             self.head["one"] = DecoupledHead(channels, num_classes, norm)
         self.points = PointGenerator(shift=0.5)
-        self.register_buffer("bin_distances", torch.arange(REG_MAX, dtype=torch.float32), persistent=False)
+        self.register_buffer("bin_distances", torch.tensor([float(n) for n in range(REG_MAX)]), persistent=False)
 
     def forward(self, images: Tensor) -> EmberOutputs:
         """images: uint8 [B, 3, H, W], RGB, H and W multiples of 32."""
