@@ -62,8 +62,8 @@ class _NoService(Exception):
 
 def read_machine(env: Mapping[str, str] = os.environ, *, root: Path = Path("/")) -> CloudMachine | None:
     """The machine of Google Cloud or AWS on which this process runs; None if no metadata service answers. Takes at most
-    about TIMEOUT_S where none is to be expected. GCE_METADATA_HOST and AWS_EC2_METADATA_SERVICE_ENDPOINT name other services,
-    NO_GCE_CHECK and AWS_EC2_METADATA_DISABLED switch them off, as in the clouds' own tools."""
+    about TIMEOUT_S where none is to be expected. GCE_METADATA_HOST and AWS_EC2_METADATA_SERVICE_ENDPOINT name other
+    services, NO_GCE_CHECK and AWS_EC2_METADATA_DISABLED switch them off, as in the clouds' own tools."""
     return _ask_services(env, root)[0]
 
 

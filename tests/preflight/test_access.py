@@ -29,7 +29,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def impatient(patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests are repeated all this time where no answer comes."""
     monkeypatch.setattr(access, "TIMEOUT_S", 0.6)
 
@@ -163,7 +163,8 @@ def test_refusals_of_google(monkeypatch: pytest.MonkeyPatch, bucket: str, severi
     assert fix in finding.fix
 
 
-def test_busy_store(impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("impatient")
+def test_busy_store(monkeypatch: pytest.MonkeyPatch) -> None:
     with ObjectServer(Refusing) as server:
         apply(monkeypatch, {**NO_CREDENTIALS, "STORAGE_EMULATOR_HOST": server.url})
         finding = only(check_writable("gs://busy/runs"))
@@ -194,7 +195,8 @@ def test_refusals_of_amazon(monkeypatch: pytest.MonkeyPatch) -> None:
         assert only(check_readable("s3://bucket/set")).severity == "ok"
 
 
-def test_store_that_does_not_answer(impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("impatient")
+def test_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     apply(monkeypatch, {**NO_CREDENTIALS, "STORAGE_EMULATOR_HOST": "http://127.0.0.1:1"})
     finding = only(check_readable("gs://bucket/set"))
     assert finding.severity == "blocker"
