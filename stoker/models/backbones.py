@@ -26,7 +26,7 @@ ExtraBlocks = Literal["p6p7", "pool"] | None
 """Levels above the FPN: two convolutions (RetinaNet), a subsampled copy (Faster R-CNN), or none."""
 
 
-class IntermediateLayerGetter(nn.ModuleDict):
+class IntermediateLayerGetter(nn.Module):
     """The feature maps of the children `return_layers` of a backbone: images [B, 3, H, W] → name → [B, C, h, w].
 
     In training on a CPU, the leading frozen children process one image at a time: their maps are the largest, keep
@@ -35,13 +35,15 @@ class IntermediateLayerGetter(nn.ModuleDict):
     """
 
     def __init__(self, backbone: nn.Module, return_layers: Iterable[str]) -> None:
+        super().__init__()
         self.return_layers = frozenset(return_layers)
         children = list(backbone.named_children())
         last = max(i for i, (name, _) in enumerate(children) if name in self.return_layers)
-        super().__init__(dict(children[: last + 1]))
+        for name, child in children[: last + 1]:  # not an nn.ModuleDict, which torch 2.11 cannot shard
+            self.add_module(name, child)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        children: list[tuple[str, nn.Module]] = list(self.items())
+        children = list(self.named_children())
         maps: dict[str, Tensor] = {}
         if self.training and x.device.type == "cpu" and not x.requires_grad and not torch.compiler.is_compiling():
             frozen = self._leading_frozen(children)
