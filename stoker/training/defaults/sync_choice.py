@@ -22,8 +22,8 @@ from stoker.training.defaults.auto_batch import make_dry_run
 from stoker.training.ranks import Ranks
 
 CANDIDATES = ("plain", "plain:1", "plain:5", "hierarchical", "bf16", "every:8", "powersgd:4")
-"""The most faithful first, by AP at equal images (docs/scaling.md). fp16 overflows where bf16 does not, and gossip sends
-as much as plain on two ranks."""
+"""The most faithful first, by AP at equal images (docs/scaling.md). fp16 overflows where bf16 does not, and gossip
+sends as much as plain on two ranks."""
 NEAR = 0.7
 """A method is fast enough if its images per second are this part of the fastest one's."""
 BUCKET_GAIN = 1.05
