@@ -315,7 +315,9 @@ def load_newest(
             damaged.append(folder)
         else:
             for folder in damaged:  # not counted among those to keep, and not checked again
-                folder.rename(folder.with_name(f"damaged-{folder.name}"))
+                aside = folder.with_name(f"damaged-{folder.name}")
+                shutil.rmtree(aside, ignore_errors=True)  # of the same step, which was damaged, trained again, saved
+                folder.rename(aside)
             return loaded
     if folders:
         locations = dict.fromkeys(

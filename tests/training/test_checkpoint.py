@@ -143,6 +143,20 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_previous_one_loaded(tmp
     assert (tmp_path / "checkpoints/step-00000001").is_dir()
 
 
+def test_the_checkpoint_of_a_step_is_damaged_twice(tmp_path: Path):
+    """It was trained again from the previous one meanwhile."""
+    for _ in range(2):
+        save(tmp_path, 1, 2)
+        (tmp_path / "checkpoints/step-00000002/state.pt").write_bytes(b"")
+        loaded, _said = newest(tmp_path)
+        assert loaded is not None
+        assert loaded.step == 1
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "damaged-step-00000002",
+        "step-00000001",
+    ]
+
+
 def test_all_damaged_is_an_error_and_no_checkpoint_is_none(tmp_path: Path):
     assert newest(tmp_path) == (None, [])
     save(tmp_path, 1, 2)
