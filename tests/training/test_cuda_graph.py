@@ -282,8 +282,8 @@ def test_a_run_with_a_graph_and_a_rollback_equals_one_without(tmp_path: Path, mo
     """The loop itself, from the first step over an evaluation and a rollback to the final weights."""
     data = draw(tmp_path / "shapes")
 
-    def make_step(model: Detector, chosen: OptimSettings, device: Device, *, precision: str) -> OptimizerStep[Detector]:
-        return OptimizerStep(model, chosen, Accelerator(device.torch_device), precision=precision)
+    def make_step(model: Detector, chosen: OptimSettings, device: Device, **named: Any) -> OptimizerStep[Detector]:
+        return OptimizerStep(model, chosen, Accelerator(device.torch_device), **named)
 
     monkeypatch.setattr(start, "OptimizerStep", make_step)
     monkeypatch.setattr(loop, "WINDOW_S", 0.0)
