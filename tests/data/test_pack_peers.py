@@ -1,7 +1,7 @@
 """The libraries of others read what `stoker data pack` writes, and stoker reads in place what they write.
 
 `webdataset` and `mosaicml-streaming` run in a Python of their own, that of STOKER_PEERS_PYTHON, else .peers (`make
-peers`), else /tmp/peers; a library that is not there is skipped.
+peers`); a library that is not there is skipped.
 """
 
 import functools
@@ -19,7 +19,7 @@ from tests.data.test_convert import annotated, coco
 from tests.data.tfrecords import jpeg
 
 ROOT = Path(__file__).resolve().parents[2]
-CANDIDATES = (os.environ.get("STOKER_PEERS_PYTHON", ""), str(ROOT / ".peers/bin/python"), "/tmp/peers/bin/python")
+CANDIDATES = (os.environ.get("STOKER_PEERS_PYTHON", ""), str(ROOT / ".peers/bin/python"))
 WAIT_S = 120
 
 
