@@ -1,6 +1,13 @@
-"""Training from shards in a bucket behind a network with faults: the weights are those of local shards and of files."""
+"""Training from shards in a bucket behind a network with faults: the weights are those of local shards and of files; on
+ranks, of which there are more after a stop: each image once an epoch."""
 
-from collections.abc import Iterator
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -16,12 +23,17 @@ from stoker.runs.schemas import Quarantined
 from stoker.storage.store import open_store
 from stoker.storage.uri import parse_uri
 from stoker.training.defaults.derive import derive
+from stoker.training.local_ranks import find_free_port
 from stoker.training.loop import train
 from tests.drawn import draw
-from tests.storage.servers import Conditions, ServedBucket, apply, google_server
+from tests.storage.servers import Conditions, ServedBucket, Server, apply, google_server, s3_server
 
 NUM_IMAGES, BUFFER = 60, 48
-NUM_STEPS, BATCH = 30, 4
+BATCH = 4
+ROOT = Path(__file__).resolve().parents[2]
+BAD = {"503": 0.02, "500": 0.01, "reset": 0.02, "truncate": 0.02}
+USUAL = {"503": 0.004, "500": 0.002, "reset": 0.002, "truncate": 0.002}
+"""Of 100 requests 7 and 1 meet a fault."""
 
 
 @pytest.fixture(scope="module")
@@ -37,22 +49,32 @@ def packed(folder: Path) -> Path:
 
 
 @pytest.fixture
-def served(packed: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServedBucket]:
-    with google_server() as server:
-        served = server.bucket()
-        apply(monkeypatch, served.environment)
-        store = open_store(parse_uri(served.uri))
-        for path in packed.iterdir():
-            if path.is_file():
-                store.write(f"packed/{path.name}", path.read_bytes())
-        yield served
+def serve(packed: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ServedBucket]]:
+    """Starts a server that has the shards in packed/ of a bucket."""
+    with contextlib.ExitStack() as stack:
+
+        def start(make_server: Callable[[], AbstractContextManager[Server]], folder: Path = packed) -> ServedBucket:
+            served = stack.enter_context(make_server()).bucket()
+            apply(monkeypatch, served.environment)
+            store = open_store(parse_uri(served.uri))
+            for path in folder.iterdir():
+                if path.is_file():
+                    store.write(f"packed/{path.name}", path.read_bytes())
+            return served
+
+        yield start
+
+
+@pytest.fixture
+def served(serve: Callable[..., ServedBucket]) -> ServedBucket:
+    return serve(google_server)
 
 
 def settings(data: str, **changes: object) -> Config:
     return from_fields(
         {
             "data": data, "model": "retinanet_tiny_fpn", "weights": "none", "image_size": (64, 64), "batch_size": BATCH,
-            "max_duration": str(NUM_STEPS), "precision": "fp32", "eval_every": "0", "cache": "none",
+            "max_duration": "30", "precision": "fp32", "eval_every": "0", "cache": "none",
         }
         | changes
     )  # fmt: skip
@@ -66,20 +88,94 @@ def final_weights(data: str, run: Path, **changes: object) -> bytes:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("buffer", [BUFFER, 0])
+@pytest.mark.parametrize(
+    ("make_server", "faults", "num_steps"), [(s3_server, USUAL, 100), (google_server, BAD, 30)], ids=["s3-1%", "gs-7%"]
+)
 def test_the_same_weights_in_spite_of_faults(
-    buffer: int, folder: Path, packed: Path, served: ServedBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_server: Callable[[], AbstractContextManager[Server]],
+    faults: dict[str, float],
+    num_steps: int,
+    buffer: int,
+    folder: Path,
+    packed: Path,
+    serve: Callable[..., ServedBucket],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With the order of shards as from local shards, with the random order as from the files that were packed."""
-    local = final_weights(str(packed if buffer else folder), tmp_path / "local", shuffle_buffer=buffer)
-    faults = {"503": 0.02, "500": 0.01, "reset": 0.02, "truncate": 0.02}
-    with served.through(Conditions(faults=faults, seed=3)) as (worse, proxy):  # type: ignore[arg-type]
+    changes = {"shuffle_buffer": buffer, "max_duration": str(num_steps)}
+    local = final_weights(str(packed if buffer else folder), tmp_path / "local", **changes)
+    with serve(make_server).through(Conditions(faults=faults, seed=2)) as (worse, proxy):  # type: ignore[arg-type]
         apply(monkeypatch, worse.environment)
-        remote = final_weights(f"{worse.uri}/packed", tmp_path / "remote", shuffle_buffer=buffer)
+        remote = final_weights(f"{worse.uri}/packed", tmp_path / "remote", **changes)
         assert any(request.fault is not None for request in proxy.requests), "a test of faults has some"
         paths = [unquote(request.path) for request in proxy.requests if request.method == "GET"]
     assert remote == local
     num_reads = sum("/train-" in path for path in paths)
-    assert (num_reads < NUM_STEPS * BATCH) == bool(buffer), f"{num_reads} requests"
+    assert (num_reads < num_steps * BATCH) == bool(buffer), f"{num_reads} requests"
+
+
+NUM_RANK_IMAGES, RANK_BATCH, RANK_STEPS = 102, 12, 17
+"""Two epochs of 8½ steps."""
+
+
+def train_on_ranks(
+    data: str, folder: Path, ranks: int, *, stop_after: int = 0
+) -> tuple[list[int], dict[int, list[int]]]:
+    """(exit codes, step → the images of all ranks, in their order). stop_after: rank 1 gets a SIGTERM after
+    that step."""
+    port = str(find_free_port())
+    records = [folder / f"{ranks}-ranks-{rank}.jsonl" for rank in range(ranks)]
+    flags = {
+        "--device": "cpu", "--model": "retinanet_tiny_fpn", "--weights": "none", "--batch-size": RANK_BATCH,
+        "--steps": RANK_STEPS, "--precision": "fp32", "--eval-every": "0", "--cache": "none", "--workers": "1",
+        "--shuffle-buffer": "96", "--run-dir": "run",
+    }  # fmt: skip
+    words = ["train", data, "--image-size", "64", "64", *(str(word) for pair in flags.items() for word in pair)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.training.recorded_rank", record, str(stop_after * (rank == 1)), *words],
+            cwd=folder,
+            env={
+                **os.environ, "PYTHONPATH": str(ROOT), "RANK": str(rank), "WORLD_SIZE": str(ranks),
+                "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
+            },
+            stdout=subprocess.DEVNULL,
+        )
+        for rank, record in enumerate(records)
+    ]  # fmt: skip
+    codes = [process.wait(timeout=600) for process in processes]
+    by_rank = [[json.loads(line) for line in record.read_text().splitlines()] for record in records]
+    steps = {}
+    for lines in zip(*by_rank, strict=True):
+        assert len({line["step"] for line in lines}) == 1, "all ranks are at the same step"
+        steps[lines[0]["step"]] = [image for line in lines for image in line["images"]]
+    return codes, steps
+
+
+@pytest.mark.slow
+def test_two_ranks_continued_as_three_train_on_every_image_once_an_epoch(
+    serve: Callable[..., ServedBucket], tmp_path: Path
+) -> None:
+    """From shards in a bucket; stopped in the middle of the first epoch by a SIGTERM that reaches one rank."""
+    packed = tmp_path / "packed"
+    source = draw(tmp_path / "shapes", train=NUM_RANK_IMAGES, side=256)
+    result = pack(open_index(source), str(packed), PackOptions(shard_mib=1), run_shards=in_threads(1))
+    assert result.num_shards > 3
+    data = f"{serve(google_server, packed).uri}/packed"
+    codes, before = train_on_ranks(data, tmp_path, 2, stop_after=3)
+    assert codes == [75, 75]
+    codes, after = train_on_ranks(data, tmp_path, 3)
+    assert codes == [0, 0, 0]
+    stopped = len(before)
+    assert [*before, *after] == list(range(1, RANK_STEPS + 1)), "no step is left out or done again"
+    assert 0 < stopped * RANK_BATCH < NUM_RANK_IMAGES, "it was stopped in the middle of the first epoch"
+    images = [image for step in (*before.values(), *after.values()) for image in step]
+    train_images = open_index(packed).image_indices("train").tolist()
+    for epoch in range(2):
+        used = images[epoch * NUM_RANK_IMAGES : (epoch + 1) * NUM_RANK_IMAGES]
+        assert sorted(used) == train_images
 
 
 @pytest.mark.slow
