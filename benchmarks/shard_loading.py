@@ -54,7 +54,8 @@ def draw(folder: Path, count: int, size: tuple[int, int], suffix: str) -> int:
             pixels = np.random.default_rng(number).integers(0, 255, (*size, 3), np.uint8)
         else:
             pixels = natural(np.random.default_rng(number), *size, 0.42)
-        cv2.imwrite(str(folder / "train" / f"{number:06d}{suffix}"), pixels, [cv2.IMWRITE_JPEG_QUALITY, 91])
+        quality = [cv2.IMWRITE_JPEG_QUALITY, 91] if suffix == ".jpg" else []
+        cv2.imwrite(str(folder / "train" / f"{number:06d}{suffix}"), pixels, quality)
     for number in range(DISTINCT, count):
         os.link(folder / "train" / f"{number % DISTINCT:06d}{suffix}", folder / "train" / f"{number:06d}{suffix}")
     os.link(folder / "train" / f"000000{suffix}", folder / "valid" / f"0{suffix}")

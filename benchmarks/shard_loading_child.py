@@ -143,6 +143,8 @@ def streaming(arguments: argparse.Namespace, _began_s: float) -> Iterator[int]:
             remote=f"s3://bucket/{arguments.what}-mds", local=local, shuffle=True, batch_size=BATCH,
             cache_limit=arguments.cache_limit or None,
         )  # fmt: skip
+        for stream in images.streams:  # the workers would share its open connection, and get the data of one another
+            stream._downloader.clean_up()
         loader = DataLoader(
             images, BATCH, num_workers=WORKERS, collate_fn=stacked, worker_init_fn=one_thread_each,
             persistent_workers=True,
@@ -159,7 +161,7 @@ def pack_mds(folder: Path, out: Path) -> None:
     from streaming import MDSWriter
 
     with MDSWriter(out=str(out), columns={"image": "bytes"}, size_limit=1 << 26) as writer:
-        for path in sorted(folder.iterdir()):
+        for path in sorted(folder.glob("[0-9]*")):  # not the annotations
             writer.write({"image": path.read_bytes()})
 
 

@@ -15,13 +15,14 @@ from typing import Literal, get_args
 import msgspec
 
 from stoker.config.durations import Duration
-from stoker.config.sync_method import PLAIN, SyncMethod
+from stoker.config.sync_method import PLAIN, SyncMethod, parse_sync
 from stoker.data.images.cache_policy import DISK_BYTES_PER_S, CachePolicyInputs, choose_cache
-from stoker.hardware.exchange_cost import Link, Workload, expected_maximum, step_cost
+from stoker.hardware.exchange_cost import Link, Workload, all_reduce_s, expected_maximum
 from stoker.planning.estimate import Case, Estimate, around, exactly, over_cases
 from stoker.planning.machines import GIB, Machine, links
 from stoker.planning.predict import LoaderDemand, StepPrediction
 from stoker.report import format as fmt
+from stoker.training.defaults import sync_choice
 from stoker.training.save_interval import best_interval_s
 
 VCPU_SPEED = Estimate(0.55, 0.8, 1.2)
@@ -103,7 +104,7 @@ class TrainingJob(msgspec.Struct, frozen=True, kw_only=True):
     cache: str | None = None
     """The user's setting; None: chosen for the machine as `stoker train` does."""
     sync: SyncMethod = PLAIN
-    """How the GPUs keep one model."""
+    """How the GPUs keep one model; auto: chosen for the machines as `stoker train` does."""
     cache_inputs: CachePolicyInputs | None = None
     """The facts about the data that decide it; None: no cache."""
 
@@ -144,6 +145,10 @@ class MachinePlan(msgspec.Struct, frozen=True, kw_only=True):
     fits: MEMORY_FITS
     problem: str = ""
     """Why the training is impossible; a clause."""
+    sync: str | None = None
+    """How the GPUs keep one model, a value of --sync; None: one GPU."""
+    sync_reason: str = ""
+    """Why `--sync auto` takes it; empty if the user set it."""
     step_s: Estimate
     """With communication, without waiting for data."""
     device_img_per_s: Estimate
@@ -262,6 +267,8 @@ class _Model:
             + placement.gpus * CPU_OF_TRAINING_THREAD,
             required_mb_per_s=expected_rate * job.demand.bytes_per_image / 1e6,
             cache=self.cache(),
+            sync=None if placement.gpus == 1 else str(self.sync[0]),
+            sync_reason=self.sync[1],
             limited_by=self.limited_by(parts["expected"]),
             utilization=busy,
             parts_s={name: over_cases(functools.partial(_part, parts, name)) for name in PARTS},
@@ -329,8 +336,31 @@ class _Model:
 
     def exposed_s(self, compute_s: float, case: Case) -> float:
         """Time of the exchange of gradients that computing does not hide; at the high end it hides nothing."""
-        work = Workload(compute_s=compute_s if case != "high" else 0.0, gradient_bytes=self.step.gradient_bytes)
-        return step_cost(work, self.link(case), self.placement.gpus, self.job.sync).exposed_s
+        exchange = self.exchange(compute_s if case != "high" else 0.0, case)
+        cost = sync_choice.method_cost(exchange, self.sync[0]) or sync_choice.method_cost(exchange, PLAIN)
+        assert cost is not None  # plain averages are possible everywhere
+        return cost.exposed_s
+
+    @functools.cached_property
+    def sync(self) -> tuple[SyncMethod, str]:
+        """How the GPUs keep one model, and where `--sync auto` chose it, the reason."""
+        if self.placement.gpus == 1 or self.job.sync.kind != "auto":
+            return self.job.sync, ""
+        name, reason = sync_choice.decide(self.exchange(self.compute_s("expected"), "expected"))
+        return parse_sync(name), reason
+
+    def exchange(self, compute_s: float, case: Case) -> sync_choice.Measured:
+        """What `--sync auto` would measure there; without the time of compressing, which no GPU has measured."""
+        placement, size_bytes = self.placement, self.step.gradient_bytes
+        work, link = Workload(compute_s=compute_s, gradient_bytes=size_bytes), self.link(case)
+        by_node = None
+        if 1 < placement.machines < placement.gpus:
+            one_machine = msgspec.structs.replace(placement, gpus=placement.gpus // placement.machines, machines=1)
+            inner = dataclasses.replace(self, placement=one_machine).link(case)
+            by_node_s = all_reduce_s(inner, one_machine.gpus, size_bytes)
+            by_node_s += all_reduce_s(link, placement.machines, size_bytes)
+            by_node = all_reduce_s(link, placement.gpus, size_bytes) / by_node_s
+        return sync_choice.Measured(link, work, placement.gpus, by_node)
 
     def link(self, case: Case) -> Link:
         """The slowest link of a ring of all GPUs."""

@@ -66,6 +66,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Source of the prices, a clause."""
     notes: list[str]
 
+    @property
+    def has_sync(self) -> bool:
+        """Whether machines with several GPUs exchange in another way than by default."""
+        return any(row.sync not in (None, "plain") or row.sync_reason for row in self.rows)
+
 
 def make_plan(
     user_config: Config,
@@ -107,6 +112,9 @@ def make_plan(
     recommendation = recommend(rows, limits, epochs=epochs, asked_spot=spot)
     height, width = config.data.image_size
     steps = round(job.images_seen / config.run.batch_size)
+    chosen = None if recommendation.choice is None else rows[recommendation.choice]
+    if chosen is not None and chosen.sync_reason:
+        notes.append(f"{chosen.label}: --sync {chosen.sync}; {chosen.sync_reason}")
     if this is not None and this.accelerator == "cpu" and has_gpu and "model" in reasons:
         notes.append(
             "the model is that of a GPU; on this CPU, `stoker train` takes a smaller one: "
@@ -136,7 +144,7 @@ def make_plan(
         limits=limits,
         rows=rows,
         recommendation=recommendation,
-        command=train_command(user_config, None if recommendation.choice is None else rows[recommendation.choice]),
+        command=train_command(user_config, chosen),
         prices=describe_prices() + ("" if prices is None else f"; {prices}"),
         notes=notes,
     )
@@ -189,7 +197,7 @@ def _job(config: Config, index: Index) -> TrainingJob:
         is_remote=index.remote_object(int(train_indices[0])) is not None,
         cache=config.run.cache,
         cache_inputs=inputs,
-        sync=PLAIN if config.run.sync in (None, "auto") else parse_sync(config.run.sync),
+        sync=PLAIN if config.run.sync is None or config.run.shard else parse_sync(config.run.sync),
     )
 
 

@@ -171,7 +171,7 @@ def svg(plan: Plan) -> Markup:
 
 def html(plan: Plan) -> str:
     """A page without scripts: the recommendation, the drawing, a table of all machines."""
-    head = ("machine", "img/s", "busy", "limited by", "time", "cost", "why")
+    head = ("machine", "img/s", "busy", "limited by", "--sync", "time", "cost", "why")
     recommendation = plan.recommendation
     body = join(
         tag("h1", f"Plan: {plan.data}"),
@@ -210,6 +210,7 @@ def _cells(row: MachinePlan, reason: str) -> list[str]:
         f"{row.img_per_s.expected:,.0f}",
         f"{100 * row.utilization.expected:.0f} %",
         row.limited_by,
+        row.sync or "",
         describe_duration(row.duration_s),
         describe_cost(row.cost),
         reason,

@@ -80,11 +80,12 @@ def _table(plan: Plan, shown: Sequence[int], letters: dict[int, str]) -> Rendera
         "img/s",
         "busy",
         "limited by",
+        *(("--sync",) if plan.has_sync else ()),
         "vCPUs needed",
         "MB/s",
         "time",
         "cost",
-        right=(2, 3, 4, 5, 7, 8),
+        right=(2, 3, 4, 5, 8, 9) if plan.has_sync else (2, 3, 4, 5, 7, 8),
     )
     for k in shown:
         row = plan.rows[k]
@@ -94,11 +95,11 @@ def _table(plan: Plan, shown: Sequence[int], letters: dict[int, str]) -> Rendera
         memory = fmt.memory(row.peak_bytes.expected, row.memory_bytes)
         cells = [f"{mark} {letters[k]}", f"{row.label}{gpus}", price, memory]
         if row.fits == "no":
-            cells += ["", "", "does not fit", "", "", "", ""]
+            cells += ["", "", "does not fit", *([""] if plan.has_sync else []), "", "", "", ""]
         else:
             cells += [
                 fmt.number(row.img_per_s.expected), fmt.percentage(row.utilization.expected),
-                _LIMITS.get(row.limited_by, row.limited_by),
+                _LIMITS.get(row.limited_by, row.limited_by), *([row.sync or ""] if plan.has_sync else []),
                 f"{row.required_vcpus:.1f} of {row.vcpus:g}", fmt.number(row.required_mb_per_s),
                 describe_duration(row.duration_s), describe_cost(row.cost),
             ]  # fmt: skip

@@ -55,7 +55,7 @@ def choose_sync(config: Config, index: Index, device: Device, ranks: Ranks) -> t
 
 def decide(measured: Measured) -> tuple[str, str]:
     """(method, reason)."""
-    costs = {name: _cost(measured, parse_sync(name)) for name in CANDIDATES}
+    costs = {name: method_cost(measured, parse_sync(name)) for name in CANDIDATES}
     usable = {name: cost for name, cost in costs.items() if cost is not None}
     best_s = min(cost.total_s for cost in usable.values())
     chosen = next(name for name, cost in usable.items() if best_s / cost.total_s >= NEAR)
@@ -74,8 +74,8 @@ def decide(measured: Measured) -> tuple[str, str]:
     return chosen, f"auto: {facts}: {plain_s / usable[chosen].total_s:.2g} × as fast as plain"
 
 
-def _cost(measured: Measured, method: SyncMethod) -> StepCost | None:
-    """None: not usable here."""
+def method_cost(measured: Measured, method: SyncMethod) -> StepCost | None:
+    """Seconds of a step; None: the method is not usable here. Also for `stoker plan`."""
     if method.kind != "hierarchical":
         return step_cost(measured.work, measured.link, measured.devices, method)
     if measured.by_node is None:
