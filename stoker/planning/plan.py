@@ -114,7 +114,9 @@ def make_plan(
     steps = round(job.images_seen / config.run.batch_size)
     chosen = None if recommendation.choice is None else rows[recommendation.choice]
     if chosen is not None and chosen.sync_reason:
-        notes.append(f"{chosen.label}: --sync {chosen.sync}; {chosen.sync_reason}")
+        is_lossy = parse_sync(chosen.sync or "plain").kind in ("every", "powersgd")
+        lost = "; it costs AP at equal images (docs/scaling.md)" if is_lossy else ""
+        notes.append(f"{chosen.label}: --sync {chosen.sync}; {chosen.sync_reason}{lost}")
     if this is not None and this.accelerator == "cpu" and has_gpu and "model" in reasons:
         notes.append(
             "the model is that of a GPU; on this CPU, `stoker train` takes a smaller one: "

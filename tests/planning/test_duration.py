@@ -2,11 +2,13 @@
 
 import math
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.config.durations import Duration
+from stoker.config.sync_method import parse_sync
 from stoker.hardware.exchange_cost import bucketed_s
 from stoker.planning import duration
 from stoker.planning.duration import (
@@ -175,6 +177,73 @@ def test_several_machines_exchange_over_the_network() -> None:
     assert two.price_per_hour.expected == 7.2
     slow = plan_machine(Placement(machine=machine(network_gbit=1), gpus=2, machines=2), step(), job())
     assert slow.limited_by == "communication"
+
+
+SLOW = Placement(machine=machine(network_gbit=0.1), gpus=4, machines=4)
+"""Half of 100 Mbit/s carries 136 MB of gradients in tens of seconds, for a step of 0.1 s."""
+
+
+@settings(max_examples=40)
+@given(steps, jobs, st.floats(0.01, 1000), st.sampled_from(((2, 1), (8, 1), (2, 2), (8, 4), (16, 2))))
+def test_auto_is_not_slower_than_plain_averages(
+    a_step: StepPrediction, a_job: TrainingJob, network_gbit: float, layout: tuple[int, int]
+) -> None:
+    gpus, count = layout
+    a_machine = machine(gpus=gpus // count, network_gbit=network_gbit, link="none" if gpus == count else "pcie4")
+    placement = Placement(machine=a_machine, gpus=gpus, machines=count)
+    plain, auto = (
+        plan_machine(placement, a_step, msgspec.structs.replace(a_job, sync=parse_sync(name)))
+        for name in ("plain", "auto")
+    )
+    assert auto.step_s.expected <= plain.step_s.expected * (1 + 1e-9)
+    assert (plain.sync, plain.sync_reason) == ("plain", "")
+    assert auto.sync is not None
+    assert auto.sync != "auto"
+    assert auto.sync_reason.startswith("auto: ")
+    set_by_user = plan_machine(placement, a_step, msgspec.structs.replace(a_job, sync=parse_sync(auto.sync)))
+    assert set_by_user.step_s == auto.step_s
+
+
+def test_auto_takes_another_method_where_the_network_is_slow() -> None:
+    auto = plan_machine(SLOW, step(), job(sync=parse_sync("auto")))
+    plain = plan_machine(SLOW, step(), job())
+    assert auto.sync in ("every:8", "powersgd:4")
+    assert auto.step_s.expected < plain.step_s.expected / 4
+    assert auto.duration_s.expected < plain.duration_s.expected
+    assert f"{plain.step_s.expected / auto.step_s.expected:.1f}"[:1] in auto.sync_reason
+    nvlink = plan(machine(gpus=8, link="nvlink3"), step(), job(sync=parse_sync("auto")))
+    assert nvlink.sync in ("plain", "plain:1", "plain:5")
+    alone = plan(machine(), step(), job(sync=parse_sync("auto")))
+    assert (alone.sync, alone.sync_reason) == (None, "")
+
+
+def test_methods_by_hand_where_the_network_is_slow() -> None:
+    """4 machines at 50 Mbit/s: a ring carries 1.5 times the bytes of a message in each direction; gossip sends all the
+    weights to one neighbor; every:8 exchanges in one of 8 steps."""
+    send_s = 136e6 / (0.05e9 / 8 * 1)
+
+    def exposed_s(method: str) -> float:
+        model = duration._Model(SLOW, step(step_s=1e-6, step_error=0.0), job(sync=parse_sync(method)))
+        return model.exposed_s(1e-6, "expected")
+
+    assert exposed_s("plain") == pytest.approx(1.5 * send_s, rel=0.01)
+    assert exposed_s("bf16") == pytest.approx(1.5 * send_s / 2, rel=0.01)
+    assert exposed_s("every:8") == pytest.approx(1.5 * send_s / 8, rel=0.01)
+    assert exposed_s("gossip") == pytest.approx(send_s, rel=0.01)
+    assert exposed_s("powersgd:4") == pytest.approx(4 * 0.012 * 1.5 * send_s, rel=0.01)
+
+
+def test_sums_by_machines_cross_the_network_once_for_each() -> None:
+    """16 GPUs on 2 machines: a ring of all sends 15/8 of the bytes over the network, one of 2 machines as much as the
+    bytes; NVLink costs little. On one machine it is as plain."""
+
+    def exposed_s(method: str, machines: int) -> float:
+        placement = Placement(machine=machine(gpus=8, network_gbit=1, link="nvlink4"), gpus=8 * machines,
+                              machines=machines)  # fmt: skip
+        return duration._Model(placement, step(), job(sync=parse_sync(method))).exposed_s(1e-6, "expected")
+
+    assert exposed_s("hierarchical", 2) == pytest.approx(exposed_s("plain", 2) * 8 / 15, rel=0.05)
+    assert exposed_s("hierarchical", 1) == exposed_s("plain", 1)
 
 
 def test_weak_scaling_is_that_of_published_tables() -> None:

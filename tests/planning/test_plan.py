@@ -176,6 +176,26 @@ def test_terminal(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "list prices of" in text
 
 
+def test_sync_is_planned_and_the_method_of_auto_is_named(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machines = ["a2-highgpu-8g", "n1-standard-8+t4"]
+    plain, auto = (plan(data, settings, on=machines, gpus=[8]) for settings in ({}, {"sync": "auto"}))
+    assert {row.sync for row in plain.rows} == {"plain"}
+    slow, fast = (next(row for row in result.rows if row.machines == 8) for result in (plain, auto))
+    assert fast.sync not in ("plain", "auto", None)
+    assert fast.img_per_s.expected > slow.img_per_s.expected
+    print_plan(plain, width=200)
+    assert "--sync" not in capsys.readouterr().out
+    print_plan(auto, width=200)
+    printed = capsys.readouterr().out
+    assert re.search(rf"8 × n1-standard-8\+t4.* {fast.sync} ", printed)
+    choice = auto.rows[auto.recommendation.choice or 0]
+    assert f"{choice.label}: --sync {choice.sync}; auto: " in printed
+    assert ("it costs AP at equal images" in printed) == (choice.sync in ("every:8", "powersgd:4"))
+    assert f"<td>{fast.sync}</td>" in html(auto)
+    sharded = plan(data, {"sync": "auto", "shard": True}, on=machines, gpus=[8])
+    assert {row.sync for row in sharded.rows} == {"plain"}, "--shard has an exchange of its own"
+
+
 def test_drawings(data: Path, tmp_path: Path) -> None:
     result = plan(data, limits=Limits(by_s=3600.0, budget=3.0), spot=True)
     root = ElementTree.fromstring(svg(result))
