@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import json
 import os
-import resource
 import shutil
 import sys
 import tempfile
@@ -25,23 +24,16 @@ BATCH, WORKERS = 16, 2
 SAMPLE_S = 0.25
 
 
-def cpu_s() -> float:
-    return sum(
-        used.ru_utime + used.ru_stime
-        for used in (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
-    )
-
-
-def descendants_cpu_s() -> float:
-    """Of processes that still run, and of those that they have waited for, as /proc tells it (proc(5))."""
+def tree_cpu_s(root: int) -> float:
+    """CPU time of a process and of its descendants, and of those that they have waited for, by /proc (proc(5))."""
     fields_of = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended
             fields_of[int(path.parent.name)] = path.read_text().rpartition(")")[2].split()
-    ticks, pending = 0, {os.getpid()}
+    ticks, pending = 0, {root}
     while pending:
+        ticks += sum(int(ticks) for pid in pending if pid in fields_of for ticks in fields_of[pid][11:15])
         pending = {pid for pid, fields in fields_of.items() if int(fields[1]) in pending}
-        ticks += sum(int(ticks) for pid in pending for ticks in fields_of[pid][11:15])
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
@@ -177,13 +169,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     began_s = time.perf_counter()
     batches = {"stoker": stoker, "webdataset": webdataset, "streaming": streaming}[arguments.who](arguments, began_s)
     first_s, seen, memory, last_s = 0.0, 0, [], began_s
-    start_s, start_cpu_s, counted = began_s, 0.0, 0
+    start_s, start_cpu_s, server_cpu_s, counted = began_s, 0.0, 0.0, 0
     for size in batches:
         now_s = time.perf_counter()
         first_s = first_s or now_s - began_s
         seen += size
         if seen <= arguments.warm:
-            start_s, start_cpu_s = now_s, cpu_s() + descendants_cpu_s()
+            start_s, start_cpu_s, server_cpu_s = now_s, tree_cpu_s(os.getpid()), tree_cpu_s(arguments.server)
         else:
             counted += size
         if now_s - last_s > SAMPLE_S:
@@ -192,12 +184,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         if seen >= arguments.count + arguments.warm:
             break
     took_s = time.perf_counter() - start_s
-    used_s = cpu_s() + descendants_cpu_s() - start_cpu_s
+    used_s = tree_cpu_s(os.getpid()) - start_cpu_s
+    server_cores = (tree_cpu_s(arguments.server) - server_cpu_s) / max(1e-9, took_s)
     batches.close()
     quarter = memory[len(memory) // 4] if memory else rss_bytes()
     return {
         "images/s": counted / max(1e-9, took_s),
         "CPU ms": used_s / max(1, counted) * 1e3,
+        "server cores": server_cores,
         "first batch s": first_s,
         "RSS MiB": (memory[-1] if memory else rss_bytes()) / 2**20,
         **({"series": [round(one / 2**20) for one in memory]} if arguments.series else {}),
@@ -215,6 +209,7 @@ def main() -> None:
     parser.add_argument("what")
     parser.add_argument("count", type=int)
     parser.add_argument("side", type=int)
+    parser.add_argument("--server", type=int, default=0, help="its process; its use of the cores is measured, too")
     parser.add_argument("--warm", type=int, default=256)
     parser.add_argument("--shards", type=int, default=1)
     parser.add_argument("--buffer", type=int, default=0)
