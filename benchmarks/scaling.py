@@ -7,7 +7,8 @@ The steps are those of `stoker train` (`Replica`) of a real detector, on random 
 than ranks, so the device is emulated: a rank sleeps STEP_S per step, a third in the forward pass and the rest in the
 backward pass, between the layers; the exchange of gradients goes on meanwhile, as on a GPU. Its length varies from step
 to step by SPREAD. One process alone has the same sleeps: efficiency is its time per step, divided by that of the ranks,
-which do N times as many images. Exposed exchange is `comm` of the ledger.
+which do N times as many images. "none" is the same number of ranks without any exchange: what they take from each other
+on shared cores, which the model is given. Exposed exchange is `comm` of the ledger.
 
 --model fits `hardware/exchange_cost.py` to a part of the measurements, reports its error on the others, and draws the
 curves to 512 devices of docs/scaling.md. --convergence METHOD SEED trains BCCD on two ranks and adds one row.
@@ -154,7 +155,7 @@ def measure_method(ranks: Any, method: str, steps: int) -> dict[str, float]:
     setup: Any = SimpleNamespace(
         model=model, optimizer=optimizer, loss_accumulator=accumulator, ranks=ranks, device=cpu, state=state
     )
-    replica = None if ranks.alone else Replica(setup, loss_fn, parse_sync(method))
+    replica = None if method == "none" else Replica(setup, loss_fn, parse_sync(method))
     batches = [make_batch((3, 2), (64, 64), CLASSES, seed=1000 * ranks.rank + number) for number in range(4)]
     if replica is not None:
         replica.warm_up(batches[0], autocast)
@@ -290,6 +291,7 @@ def measure_layout(
     """Rows of one layout."""
     machines, per_machine = LAYOUTS[layout]
     with Network(machines) as network, RankProcesses(machines, per_machine) as processes:
+        yield {"layout": layout, "rate": "", "method": "none", **processes.ask("none", 4 * steps)}
         for rate, mbit in rates.items():
             network.limit(mbit)
             yield {"layout": layout, "rate": rate, "method": "link", **processes.ask("link")}
@@ -302,15 +304,15 @@ def measure_layout(
 # The model
 
 
-def model_cost(row: dict[str, Any], link: Any, alone_s: float, fitted: dict[str, float]) -> float:
-    """Seconds of a step, as `hardware/exchange_cost.py` has them. link: of a message on the network; alone_s: a step
-    of one process."""
+def model_cost(row: dict[str, Any], link: Any, compute_s: float, fitted: dict[str, float]) -> float:
+    """Seconds of a step, as `hardware/exchange_cost.py` has them. link: of a message on the network; compute_s: a step
+    of as many ranks without any exchange."""
     from stoker.config.sync_method import parse_sync
     from stoker.hardware.exchange_cost import Workload, step_cost
 
     machines, per_machine = LAYOUTS[row["layout"]]
     work = Workload(
-        compute_s=alone_s + fitted["per_rank_s"] * (machines * per_machine - 1),
+        compute_s=compute_s,
         gradient_bytes=row["gradient_bytes"],
         spread=SPREAD,
         low_rank_fraction=fitted["low_rank_fraction"],
@@ -331,23 +333,22 @@ def link_of(rows: list[dict[str, Any]], layout: str, rate: str) -> Any:
 
 
 def fit_model(rows: list[dict[str, Any]]) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """(fitted numbers, rows with measured and predicted times). Fitted to the rows that are not HELD_BACK: what a rank
-    costs the others on shared cores, bytes and products of PowerSGD, casts. The link is that of two ranks, also for
-    four."""
-    fitted = {"low_rank_fraction": 0.0, "per_rank_s": 0.0, "compression_s": 0.0, "cast_s": 0.0}
-    alone_s = next(row["step_s"] for row in rows if row["layout"] == "1 process")
-    measured = [row for row in rows if row["method"] not in ("link", "auto") and row["layout"] in LAYOUTS]
+    """(fitted numbers, rows with measured and predicted times). Fitted to the rows that are not HELD_BACK: bytes and
+    products of PowerSGD, casts. The link is that of two ranks, also for four."""
+    fitted = {"low_rank_fraction": 0.0, "compression_s": 0.0, "cast_s": 0.0}
+    compute_s = {row["layout"]: row["step_s"] for row in rows if row["method"] == "none"}
+    not_modeled = ("none", "link", "auto", "hierarchical")
+    measured = [row for row in rows if row["method"] not in not_modeled and row["layout"] in LAYOUTS]
     links = {(row["layout"], row["rate"]): link_of(rows, "2 ranks", row["rate"]) for row in measured}
 
     def predict(row: dict[str, Any]) -> float:
-        return model_cost(row, links[row["layout"], row["rate"]], alone_s, fitted)
+        return model_cost(row, links[row["layout"], row["rate"]], compute_s[row["layout"]], fitted)
 
     def error(methods: tuple[str, ...]) -> float:
         used = [row for row in measured if row["layout"] not in HELD_BACK and row["method"] in methods]
         return sum((predict(row) / row["step_s"] - 1) ** 2 for row in used)
 
     for name, methods, steps in (
-        ("per_rank_s", ("plain", "plain:1", "plain:5", "every:8"), 200),
         ("low_rank_fraction", ("powersgd:4",), 200),
         ("compression_s", ("powersgd:4",), 200),
         ("cast_s", ("bf16", "fp16"), 200),
@@ -478,7 +479,8 @@ def summarize(parts: dict[str, list[dict[str, Any]]]) -> tuple[list[dict[str, An
             shown.append({"what": f"{row['layout']}, {row['rate']}: link", **row})
             continue
         efficiency = None if alone_s is None else alone_s / row["step_s"]
-        shown.append({**row, "what": f"{row['layout']}, {row['rate']}: {row['method']}", "efficiency": efficiency})
+        what = ", ".join(filter(None, (row["layout"], row["rate"])))
+        shown.append({**row, "what": f"{what}: {row['method']}", "efficiency": efficiency})
     by_name = {row["what"]: row for row in shown}
     slow = "2 ranks, 50 Mbit/s"
     if f"{slow}: auto" in by_name and f"{slow}: plain" in by_name:
@@ -517,6 +519,7 @@ def measure(arguments: argparse.Namespace) -> Report:
         found = parts.setdefault(arguments.layout, [])
         for row in measure_layout(arguments.layout, rates, tuple(arguments.methods or METHODS), steps):
             found[:] = [r for r in found if (r["rate"], r["method"]) != (row["rate"], row["method"])] + [row]
+            print(row["rate"], row["method"], f"{row.get('step_s', 0):.3f} s", file=sys.stderr)
             if RESULTS.exists() and not arguments.quick:  # so that an interrupted run is not lost
                 save(json.loads(RESULTS.read_text()), parts)
     if arguments.convergence:

@@ -3,11 +3,11 @@
 Photos of 640 × 480 become uint8 batches of 16, squashed to 640 × 640; decoding limits. BMPs of 384 × 288 cost little
 to decode and become 256 × 256; the link limits. `stoker data pack` makes the shards. The limit of decoding is the rate
 from the same images as local files, less the part of the cores that the server uses ("server cores"), as both use all.
-WebDataset reads the same tar files, MosaicML Streaming the same images as MDS; both decode and resize with OpenCV, in
-two workers. Server and each client are separate processes on the same cores; clients take turns; CPU time is the
-client's alone, with all processes that it starts. "random" is stoker with a request per image. "start" is from nothing
-to the first batch of a set of 100,000 small images. Memory is that of the process after the last batch, as a multiple
-of that after a quarter of the run.
+WebDataset reads the same tar files, MosaicML Streaming the same images as MDS, which it keeps on /dev/shm once read;
+both decode and resize with OpenCV, in two workers. Two epochs are measured, after one. Server and each client are
+separate processes on the same cores; clients take turns; CPU time is the client's alone, with all processes that it
+starts. "random" is stoker with a request per image. "start" is from nothing to the first batch of a set of 100,000
+small images. Memory is that of the process after the last batch, as a multiple of that after a quarter of the run.
 
 A peer that is not installed is a row "n/a": STOKER_PEERS_PYTHON names a Python that has webdataset, mosaicml-streaming
 and opencv-python-headless.
@@ -141,18 +141,18 @@ def run(arguments: argparse.Namespace) -> Report:
         for repeat in range(n):
             for kind, (_, _, side) in KINDS.items():
                 for who, python in list(pythons.items()):
-                    shards = ("--shards", num_shards[kind])
+                    shards = ("--shards", num_shards[kind], "--warm", count)
                     try:
-                        measure(f"{kind}: {who}", who, port, kind, count, side, *shards, python=python)
+                        measure(f"{kind}: {who}", who, port, kind, 2 * count, side, *shards, python=python)
                     except RuntimeError as error:
                         if who == "stoker":
                             raise
                         absent[who] = str(error).strip().splitlines()[-1]
                         del pythons[who]
-                measure(f"{kind}: stoker, random", "stoker", port, kind, count, side, "--random", python=sys.executable)
-                measure(
-                    f"{kind}: stoker, local files", "stoker", 0, str(root / kind), count, side, python=sys.executable
-                )
+                for name, at, data, more in (("random", port, kind, ["--random"]), ("local files", 0, root / kind, [])):
+                    shown = f"{kind}: stoker, {name}"
+                    measure(shown, "stoker", at, str(data), 2 * count, side, "--warm", count, *more,
+                            python=sys.executable)  # fmt: skip
             fresh = root / f"cache-{repeat}"
             start = one_run(sys.executable, fresh, "stoker", port, "many", 16, 64, "--warm", 0)
             results.setdefault("start, 100,000 images", []).append(start)

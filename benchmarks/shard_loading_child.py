@@ -161,6 +161,10 @@ def rss_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def server_s(arguments: argparse.Namespace) -> float:
+    return tree_cpu_s(arguments.server) if arguments.server else 0.0
+
+
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """The first batches, `--warm`, are not part of the rates."""
     os.environ.update(AWS_ACCESS_KEY_ID="key", AWS_SECRET_ACCESS_KEY="secret", AWS_REGION="us-east-1")
@@ -168,14 +172,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{arguments.port}"
     began_s = time.perf_counter()
     batches = {"stoker": stoker, "webdataset": webdataset, "streaming": streaming}[arguments.who](arguments, began_s)
-    first_s, seen, memory, last_s = 0.0, 0, [], began_s
-    start_s, start_cpu_s, server_cpu_s, counted = began_s, 0.0, 0.0, 0
+    first_s, seen, counted, memory, last_s = 0.0, 0, 0, [], began_s
+    start_s, start_cpu_s, server_cpu_s = began_s, 0.0, server_s(arguments)
     for size in batches:
         now_s = time.perf_counter()
         first_s = first_s or now_s - began_s
         seen += size
         if seen <= arguments.warm:
-            start_s, start_cpu_s, server_cpu_s = now_s, tree_cpu_s(os.getpid()), tree_cpu_s(arguments.server)
+            start_s, start_cpu_s, server_cpu_s = now_s, tree_cpu_s(os.getpid()), server_s(arguments)
         else:
             counted += size
         if now_s - last_s > SAMPLE_S:
@@ -185,7 +189,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             break
     took_s = time.perf_counter() - start_s
     used_s = tree_cpu_s(os.getpid()) - start_cpu_s
-    server_cores = (tree_cpu_s(arguments.server) - server_cpu_s) / max(1e-9, took_s)
+    server_cores = (server_s(arguments) - server_cpu_s) / max(1e-9, took_s)
     batches.close()
     quarter = memory[len(memory) // 4] if memory else rss_bytes()
     return {
