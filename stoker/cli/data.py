@@ -48,12 +48,13 @@ def check(
 ) -> None:
     """Names everything that is wrong with a data set, what training does about it, and how to fix it.
 
-    Reads the annotations and decodes every image. Changes nothing. Exit code 4 if training would refuse the data set.
+    Reads the annotations, decodes every image and compares packed shards with their checksums. Changes nothing. Exit
+    code 4 if training would refuse the data set, or a packed shard has changed.
 
     Parameters
     ----------
     annotations_only
-        Only check that the images exist, without opening them.
+        Only check that images and packed shards exist, without opening them.
     max_bad_fraction
         Fraction of the images that may be unusable, as for training; default 0.01.
     max_bad_boxes
@@ -95,7 +96,7 @@ def check(
         from stoker.report.data_check import print_check
 
         print_check(report)
-    if report.refusals:
+    if report.has_failed:
         sys.exit(DataError.exit_code)
 
 
@@ -312,8 +313,8 @@ def pack(
 ) -> None:
     """Writes a data set as shards for streaming: WebDataset archives with an index, to train from a bucket.
 
-    Images that training would skip are left out and named. The same command continues after a kill, and does nothing
-    when all is there. The source is not changed.
+    Images that training would skip are left out and named. The same command continues after a kill, makes lost shards
+    again, and does nothing when all is there. The source is not changed.
 
     Parameters
     ----------

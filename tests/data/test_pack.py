@@ -252,10 +252,47 @@ def test_other_data_in_the_destination_is_refused_and_kept(source: Index, tmp_pa
         with pytest.raises(UsageError, match="another packed data set"):
             packed(index, tmp_path / "packed", **options)
     assert tree(tmp_path / "packed") == before
-    (tmp_path / "packed" / "val-00000.tar").unlink()
-    with pytest.raises(UsageError, match=r"1 of 2 shards are missing") as error:
-        packed(source, tmp_path / "packed")
-    assert "val-00000.tar" in str(error.value)
+
+
+def test_lost_and_truncated_shards_are_made_again_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = {f"{n}.jpg": (jpeg(60, 50, n), [annotated([1, 2, 30, 20])]) for n in range(12)}
+    source = open_index(coco(tmp_path / "source", images), val_fraction=0.25)
+    plan = packing.make_plan
+    monkeypatch.setattr(packing, "make_plan", lambda index, options: small_shards(plan(index, options)))
+    out = tmp_path / "out"
+    packed(source, out)
+    before = tree(out)
+    kept = {name: (out / name).stat().st_mtime_ns for name in before}
+    lost = {"train-00001.tar", "val-00000.tar"}
+    (out / "train-00001.tar").unlink()
+    (out / "val-00000.tar").write_bytes((out / "val-00000.tar").read_bytes()[:-512])
+    (out / ".train-00001.tar.12.tmp").write_bytes(b"half")
+    result = packed(source, out)
+    assert (result.was_packed, result.num_kept, result.num_shards) == (False, len(before) - 1 - len(lost), 4)
+    assert tree(out) == before
+    assert {name for name in before if (out / name).stat().st_mtime_ns != kept[name]} == lost
+    assert packed(source, out).was_packed
+
+
+def test_a_shard_that_would_get_other_bytes_is_not_made_again(
+    source: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with another version of the encoder; the index has the places of the images in the old bytes."""
+    out = tmp_path / "out"
+    packed(source, out, image_size=(32, 32))
+    (out / "train-00000.tar").unlink()
+    shrink = packing.shrink
+
+    def other_encoder(*arguments: Any, quality: int, **options: Any) -> Any:
+        return shrink(*arguments, quality=quality - 40, **options)
+
+    monkeypatch.setattr(packing, "shrink", other_encoder)
+    with pytest.raises(DataError, match="cannot be made again") as error:
+        packed(source, out, image_size=(32, 32))
+    assert "train-00000.tar" in str(error.value)
+    assert {name for name in tree(out) if not name.startswith(WORK_DIR)} == {INDEX_FILE, "val-00000.tar"}
 
 
 def test_the_beginning_of_another_data_set_is_refused(source: Index, tmp_path: Path) -> None:

@@ -131,7 +131,8 @@ def pack(
     run_shards: RunShards,
     progress: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> PackResult:
-    """Packs a data set into `out`, a folder or a URI; continues an earlier start; does nothing if it is packed.
+    """Packs a data set into `out`, a folder or a URI; continues an earlier start. If it is packed, only shards that are
+    missing or have another size are made again.
 
     Raises UsageError if `out` has other data, DataError if no image can be read, StorageError if it cannot be written.
     """
@@ -140,7 +141,7 @@ def pack(
     plan = make_plan(index, options)
     sizes = destination.sizes()
     if INDEX_FILE in sizes:
-        return _require_same(destination, plan, sizes)
+        return _complete(index, destination, plan, sizes, run_shards)
     _require_free(destination, plan, sizes)
     with destination.locked():
         destination.write(PLAN_FILE, msgspec.json.encode({"id": plan.id, "shards": len(plan.shards)}))
@@ -366,8 +367,11 @@ def _summarize(index: Index, destination: Destination, records: Sequence[ShardRe
     )
 
 
-def _require_same(destination: Destination, plan: Plan, sizes: dict[str, int]) -> PackResult:
-    """The result for a destination that is packed. Raises UsageError if that is another data set or has lost shards."""
+def _complete(
+    index: Index, destination: Destination, plan: Plan, sizes: dict[str, int], run_shards: RunShards
+) -> PackResult:
+    """The result for a destination that is packed, with the shards that it had lost. Raises UsageError if that is
+    another data set, DataError if a shard that is made again has other bytes."""
     info = shard_index.parse_info(destination.read(INDEX_FILE), f"{destination.text}/{INDEX_FILE}")
     if info.plan != plan.id:
         raise UsageError(
@@ -375,14 +379,19 @@ def _require_same(destination: Destination, plan: Plan, sizes: dict[str, int]) -
             cause="its images, boxes, classes, --image-size, --quality or --shard-mib differ",
             fix="name another folder, or delete this one first",
         )
-    wrong = [shard.name for shard in info.shards if sizes.get(shard.name) != shard.size_bytes]
-    if wrong:
-        raise UsageError(
-            f"{destination.text!r} is packed, but {len(wrong):,} of {len(info.shards):,} shards are missing or have"
-            " another size.",
-            cause=", ".join(wrong[:3]) + (", …" if len(wrong) > 3 else ""),
-            fix="copy them again, or delete the folder and pack again",
-        )
+    shards = {shard.name: shard for shard in info.shards}
+    lost = {name for name, shard in shards.items() if sizes.get(name) != shard.size_bytes}
+    planned = [shard for shard in plan.shards if shard.name in lost]
+    if len(planned) < len(lost):
+        raise _other_bytes(destination, min(lost - {shard.name for shard in planned}))
+    if lost:
+        with destination.locked():
+            _delete_temporary_files(destination, plan, sizes)
+            for record in run_shards(index, plan, planned, destination):
+                destination.delete(_record_name(record.name))
+                if record.sha256 != shards[record.name].sha256:
+                    destination.delete(record.name)  # the index has the places of images in other bytes
+                    raise _other_bytes(destination, record.name)
     for name in sizes:
         if name.startswith(f"{WORK_DIR}/"):  # a kill came after the index was written
             destination.delete(name)
@@ -391,8 +400,8 @@ def _require_same(destination: Destination, plan: Plan, sizes: dict[str, int]) -
         num_images[shard.split] = num_images.get(shard.split, 0) + shard.num_images
     return PackResult(
         destination=destination.text,
-        was_packed=True,
-        num_kept=len(info.shards),
+        was_packed=not lost,
+        num_kept=len(info.shards) - len(lost),
         num_images=num_images,
         num_shards=len(info.shards),
         source_bytes=info.source_bytes,
@@ -401,6 +410,15 @@ def _require_same(destination: Destination, plan: Plan, sizes: dict[str, int]) -
         mean_psnr_db=None,
         num_measured=0,
         skipped=(),
+    )
+
+
+def _other_bytes(destination: Destination, name: str) -> DataError:
+    return DataError(
+        "A shard cannot be made again as it was.",
+        location=f"{destination.text}/{name}",
+        cause="other versions of the decoders encode images differently, or plan other shards",
+        fix="delete the whole folder and pack again, or copy the shard again",
     )
 
 

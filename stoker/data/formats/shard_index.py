@@ -21,8 +21,8 @@ from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
 
 __all__ = [
-    "INDEX_FILE", "PLAN_FILE", "WORK_DIR", "PackedImages", "PackedInfo", "Shard", "encode", "layout_of", "parse_info",
-    "read", "read_info", "refuse_unfinished",
+    "INDEX_FILE", "PLAN_FILE", "WORK_DIR", "PackedImages", "PackedInfo", "Shard", "encode", "layout_of", "lost_shards",
+    "parse_info", "read", "read_info", "refuse_unfinished",
 ]  # fmt: skip
 
 VERSION = 1
@@ -183,23 +183,30 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     )
 
 
-def _require_shards(folder: Path, shards: Sequence[Shard]) -> None:
-    """A lost validation shard would otherwise be replaced by training images."""
+def lost_shards(folder: Path, shards: Sequence[Shard]) -> list[tuple[Shard, str]]:
+    """The shards that do not exist or have another size than they were packed with, and what is wrong, a clause."""
     wrong = []
     for shard in shards:
         try:
             size_bytes = (folder / shard.name).stat().st_size
         except OSError:
-            wrong.append(f"{shard.name} with {shard.num_images:,} images does not exist")
+            wrong.append((shard, f"with {shard.num_images:,} images does not exist"))
             continue
         if size_bytes != shard.size_bytes:
-            wrong.append(f"{shard.name} has {size_bytes:,} bytes instead of {shard.size_bytes:,}")
+            wrong.append((shard, f"has {size_bytes:,} bytes instead of {shard.size_bytes:,}"))
+    return wrong
+
+
+def _require_shards(folder: Path, shards: Sequence[Shard]) -> None:
+    """A lost validation shard would otherwise be replaced by training images."""
+    wrong = [f"{shard.name} {text}" for shard, text in lost_shards(folder, shards)]
     if wrong:
         raise DataError(
             f"{len(wrong):,} of {len(shards):,} packed shards are missing or have another size.",
             location=folder,
             cause="; ".join(wrong[:3]) + ("; …" if len(wrong) > 3 else ""),
-            fix=f"copy them again; to train from the others, delete {INDEX_FILE}: they are read as a WebDataset",
+            fix="the same `stoker data pack` again makes only these, or copy them again; to train from the others, "
+            f"delete {INDEX_FILE}: they are read as a WebDataset",
         )
 
 

@@ -1,10 +1,11 @@
 """`stoker data check`: all problems of a data set, what training does about them, and how to fix them.
 
-`check_dataset` reads the annotations as training does, then every image (`check_images.py`), and returns a
-`CheckReport`, which `--json` prints. It writes only the index, into the cache. No torch. The kinds of problems are in
-`problems.py`; the text on the terminal is made by `stoker/report/data_check.py`.
+`check_dataset` reads the annotations as training does, then packed shards (`check_shards.py`) and every image
+(`check_images.py`), and returns a `CheckReport`, which `--json` prints. It writes only the index, into the cache. No
+torch. The kinds of problems are in `problems.py`; the text on the terminal is made by `stoker/report/data_check.py`.
 """
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.data.formats.image_sizes import REMOTE_IO_WORKERS
+from stoker.data.formats.shard_index import INDEX_FILE
 from stoker.data.formats.tables import DataErrors
 from stoker.data.images import source as image_source
 from stoker.data.index import (
@@ -26,6 +28,7 @@ from stoker.data.index import (
     unlisted_images,
 )
 from stoker.data.validation.check_images import Progress, check_image_files
+from stoker.data.validation.check_shards import check_shards, packed_folder
 from stoker.data.validation.clean import SplitOptions
 from stoker.data.validation.problems import (
     DEFAULT_MAX_BAD_BOXES,
@@ -101,6 +104,11 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     """The choices that were made while reading."""
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether training would refuse the data set, or a packed shard has changed."""
+        return bool(self.refusals) or any(item.kind == "changed-packed-shard" for item in self.items)
+
 
 def check_dataset(
     data: str | Path,
@@ -119,7 +127,7 @@ def check_dataset(
 
     format, classes, allow_outside, splits: see `open_index`. decode_images: False only checks that they exist.
     workers: default, the cores. max_bad_fraction, max_bad_boxes: as in training. progress: called in this thread with
-    the images done and their number.
+    the images done and their number, for packed shards first.
 
     Also returns a report for a data set that cannot be read. Raises UsageError for an unknown format or class.
     """
@@ -132,6 +140,11 @@ def check_dataset(
         errors = error.errors if isinstance(error, DataErrors) else (error,)
         for each in errors:
             problems.add("unreadable-set", str(each))
+        with contextlib.suppress(DataError):  # the same one
+            if (folder := packed_folder(data)) is not None:
+                check_shards(
+                    folder, problems, read=decode_images, workers=workers or _num_workers(folder), progress=progress
+                )
         return CheckReport(
             data=str(data),
             items=_make_items(problems.summarize(), {}),
@@ -142,8 +155,11 @@ def check_dataset(
     num_dropped_images = sum(problem.count for problem in problems.summarize() if problem.drops_images)
     num_bad_images = sum(problem.count for problem in problems.summarize() if problem.is_bad_image)
     fixes: dict[str, str] = {}
+    num_workers = workers or _num_workers(index.root)
+    if (index.root / INDEX_FILE).is_file():
+        check_shards(index.root, problems, read=decode_images, workers=num_workers, progress=progress)
     if decode_images:
-        usable = check_image_files(index, problems, workers=workers or _num_workers(index), progress=progress)
+        usable = check_image_files(index, problems, workers=num_workers, progress=progress)
     else:
         usable = np.ones(len(index), np.bool_)
         for image_index in missing_images(index):
@@ -188,9 +204,9 @@ def check_dataset(
     )
 
 
-def _num_workers(index: Index) -> int:
+def _num_workers(root: Path) -> int:
     """The cores; many more for images in a bucket, since reading them is mostly waiting."""
-    return max(host_cores(), REMOTE_IO_WORKERS) if image_source.path_to_uri(index.root) else host_cores()
+    return max(host_cores(), REMOTE_IO_WORKERS) if image_source.path_to_uri(root) else host_cores()
 
 
 def _make_items(found_problems: Sequence[Problem], fixes: dict[str, str]) -> tuple[CheckItem, ...]:

@@ -33,6 +33,7 @@ class ProblemKind(NamedTuple):
 
 
 LEFT_OUT = "left out, replaced by another image"
+PACK_AGAIN = "the same `stoker data pack` again, which makes only what is missing; or copy it again"
 PROBLEM_KINDS: dict[str, ProblemKind] = {
     # Boxes, found while reading (formats/).
     "no-box": ProblemKind("no box", "box", "skipped", "the annotation is left out", "add a box, or delete it"),
@@ -207,6 +208,16 @@ PROBLEM_KINDS: dict[str, ProblemKind] = {
     ),
     "missing-shard": ProblemKind(
         "shard that does not exist", "file", "kept", "the others are used", "copy or write it again"
+    ),
+    "missing-packed-shard": ProblemKind(
+        "packed shard that does not exist", "file", "refused", "training does not start", PACK_AGAIN
+    ),
+    "cut-packed-shard": ProblemKind(
+        "packed shard with another size", "file", "refused", "training does not start", PACK_AGAIN
+    ),
+    "changed-packed-shard": ProblemKind(
+        "packed shard with another checksum", "file", "kept", "what can be decoded is used, and may be wrong",
+        f"delete it, then: {PACK_AGAIN}",
     ),
     "foreign-file": ProblemKind(
         "XML file that is not an annotation", "file", "skipped", "it is not read", "move it out of the data folder"
