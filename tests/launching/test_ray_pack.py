@@ -1,4 +1,5 @@
-"""`stoker data pack --on ray` on a real Ray cluster of two nodes on this machine, of which one is lost while it packs.
+"""`stoker data pack --on ray` on a real Ray cluster of two nodes on this machine: one is lost while it packs; into a
+folder, and into S3.
 
 Ray is an optional extra: `uv pip install 'stoker[ray]'`.
 """
@@ -19,7 +20,10 @@ import pytest
 from PIL import Image
 
 from stoker.data.formats.shard_index import INDEX_FILE, read_info
+from stoker.storage.store import open_store
+from stoker.storage.uri import parse_uri
 from tests.data.test_convert import annotated, coco
+from tests.storage.servers import Server, apply, s3_server
 
 ray = pytest.importorskip("ray", reason="uv pip install 'stoker[ray]'")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -42,12 +46,18 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         cluster.shutdown()
 
 
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with s3_server() as server:
+        yield server
+
+
 def tree(folder: Path) -> dict[str, str]:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def pack(folder: Path, out: Path, *arguments: str) -> "subprocess.Popen[str]":
+def pack(folder: Path, out: Path | str, *arguments: str) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "stoker", "data", "pack", "source", str(out), "--shard-mib", "1", *arguments]
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
     return subprocess.Popen(
@@ -87,6 +97,40 @@ def test_a_lost_node_repeats_its_shards_and_the_checksums_are_the_same(cluster: 
     assert f"in {num_shards} shards" in output
     again = pack(tmp_path, out, "--image-size", "600", "--on", "ray", "--address", cluster.address)
     assert "already packed" in again.communicate()[0]
+
+
+def test_into_a_bucket_the_checksums_are_the_same(
+    server: Server, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The nodes write into S3; they have the variables of the server, as on a real cluster those of an account."""
+    images = {}
+    for number in range(24):
+        data = io.BytesIO()
+        noise = np.random.default_rng(number).integers(0, 255, (400, 500, 3), np.uint8)
+        Image.fromarray(noise).save(data, "JPEG", quality=95)
+        images[f"{number}.jpg"] = data.getvalue(), [annotated([10, 20, 300, 200], 1 + number % 3)]
+    coco(tmp_path / "source", images)
+    local = pack(tmp_path, tmp_path / "whole")
+    assert local.wait() == 0, local.stdout and local.stdout.read()
+    served = server.bucket()
+    apply(monkeypatch, served.environment)
+    cluster = request.getfixturevalue("cluster")  # its nodes get the variables of this process
+    destination = f"{served.uri}/some/packed"
+    process = pack(tmp_path, destination, "--on", "ray", "--address", cluster.address)
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    store = open_store(parse_uri(served.uri))
+    found = {
+        info.key.removeprefix("some/packed/"): hashlib.sha256(store.read(info.key)).hexdigest()
+        for info in store.list("some/packed")
+    }
+    assert found == tree(tmp_path / "whole")
+    assert len(found) > 3
+    lost = "some/packed/train-00001.tar"
+    store.delete(lost)
+    again = pack(tmp_path, destination, "--on", "ray", "--address", cluster.address)
+    assert "were finished by an earlier start, and kept" in again.communicate()[0]
+    assert hashlib.sha256(store.read(lost)).hexdigest() == found["train-00001.tar"]
 
 
 def test_a_cluster_that_is_not_there_is_an_error(tmp_path: Path) -> None:
