@@ -8,13 +8,14 @@ it; stages are frozen by their number. SSD's backbones are in `ssd/backbones.py`
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from stoker.models.detector import Backbone, Part
 from stoker.models.ember.csp_pafpn import CSPBackbone
 from stoker.models.layers.convolutions import StridedConv2d, conv_norm_relu
 from stoker.models.layers.norms import NORMS, Norm, NormKind, fold_frozen_norms
@@ -44,20 +45,38 @@ class IntermediateLayerGetter(nn.Module):
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         children = list(self.named_children())
-        maps: dict[str, Tensor] = {}
-        if self.training and x.device.type == "cpu" and not x.requires_grad and not torch.compiler.is_compiling():
-            frozen = self._leading_frozen(children)
+        maps = self.run([x], 0, len(children))
+        return dict(zip((name for name, _ in children if name in self.return_layers), maps, strict=True))
+
+    def run(self, flow: list[Tensor], start: int, stop: int) -> list[Tensor]:
+        """The maps of the children before number `start`, and the output of the last of these unless it is such a map,
+        → the same after `stop` children."""
+        children = list(self.named_children())
+        is_map = [name in self.return_layers for name, _ in children]
+        x, maps = flow[-1], flow if start and is_map[start - 1] else flow[:-1]
+        if not start and self.training and x.device.type == "cpu" and not x.requires_grad:
+            frozen = [] if torch.compiler.is_compiling() else self._leading_frozen(children[:stop])
             if len(frozen) > 1 and len(x) > 1:
                 first = nn.Sequential(*(module for _, module in frozen))
                 x = torch.cat([first(image) for image in torch.split(x, 1)])
-                if frozen[-1][0] in self.return_layers:
-                    maps[frozen[-1][0]] = x
-                children = children[len(frozen) :]
-        for name, module in children:
-            x = module(x)
-            if name in self.return_layers:
-                maps[name] = x
-        return maps
+                start = len(frozen)
+                if is_map[start - 1]:
+                    maps = [*maps, x]
+        for number in range(start, stop):
+            x = children[number][1](x)
+            if is_map[number]:
+                maps = [*maps, x]
+        return maps if is_map[stop - 1] else [*maps, x]
+
+    def groups(self) -> list[range]:
+        """Numbers of consecutive children: one with convolutions, and those without after it, some of which change
+        their input in place."""
+        starts = [
+            number
+            for number, child in enumerate(self.children())
+            if not number or any(isinstance(module, nn.Conv2d) for module in child.modules())
+        ]
+        return [range(a, b) for a, b in itertools.pairwise([*starts, len(list(self.children()))])]
 
     def _leading_frozen(self, children: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
         """The leading children without trainable parameters and batch statistics, up to the first returned one."""
@@ -72,13 +91,40 @@ class IntermediateLayerGetter(nn.Module):
         return frozen
 
 
-class BackboneWithFPN(nn.Module):
+class _BodyAndNeck(Backbone):
+    """A backbone, and what makes the maps of the heads of its maps."""
+
+    body: IntermediateLayerGetter
+    neck_name: ClassVar[str]
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        levels: list[Tensor] = self.get_submodule(self.neck_name)(list(self.body(images).values()))
+        return levels
+
+    def parts(self) -> list[Part]:
+        names = [name for name, _ in self.body.named_children()]
+        groups = [names[group.start : group.stop] for group in self.body.groups()]
+        return [
+            *(Part(group[0], tuple(f"body.{name}." for name in group)) for group in groups),
+            Part(self.neck_name, (f"{self.neck_name}.",)),
+        ]
+
+    def run(self, flow: list[Tensor], start: int, stop: int) -> list[Tensor]:
+        groups = self.body.groups()
+        if start < len(groups):
+            flow = self.body.run(flow, groups[start].start, groups[min(stop, len(groups)) - 1].stop)
+        return flow if stop <= len(groups) else self.get_submodule(self.neck_name)(flow)
+
+
+class BackboneWithFPN(_BodyAndNeck):
     """A backbone and its FPN: images [B, 3, H, W] → feature maps, finest first, each [B, C, H / stride, W / stride].
 
     return_layers: child of the backbone → its channels, for each input of the FPN; extra_blocks: levels added at the
     end; norm: after each convolution of the FPN, None for none; lite: separable 3 × 3 convolutions (`separable_conv`),
     with the norm only after these.
     """
+
+    neck_name = "fpn"
 
     def __init__(
         self,
@@ -96,22 +142,16 @@ class BackboneWithFPN(nn.Module):
             list(return_layers.values()), channels, extra_blocks=extra_blocks, norm=norm, lite=lite
         )
 
-    def forward(self, images: Tensor) -> list[Tensor]:
-        levels: list[Tensor] = self.fpn(list(self.body(images).values()))
-        return levels
 
-
-class BackboneWithNeck(nn.Module):
+class BackboneWithNeck(_BodyAndNeck):
     """A backbone and any neck: images [B, 3, H, W] → `neck(maps)`, the maps of the children `return_layers`."""
+
+    neck_name = "neck"
 
     def __init__(self, backbone: nn.Module, return_layers: Sequence[str], neck: nn.Module) -> None:
         super().__init__()
         self.body = IntermediateLayerGetter(backbone, return_layers)
         self.neck = neck
-
-    def forward(self, images: Tensor) -> list[Tensor]:
-        levels: list[Tensor] = self.neck(list(self.body(images).values()))
-        return levels
 
 
 class FeaturePyramidNetwork(nn.Module):

@@ -38,6 +38,35 @@ class ClassHeadSpec(NamedTuple):
     """Whether a background class comes before the user's classes (softmax)."""
 
 
+class Part(NamedTuple):
+    """A part of a backbone."""
+
+    name: str
+    prefixes: tuple[str, ...]
+    """Beginnings of the names of its tensors in the backbone."""
+
+
+class Backbone(nn.Module):
+    """A network that makes feature maps of images in consecutive parts, between which `training/stages.py` can cut it.
+
+    A flow is what goes from one part to the next, a list of tensors [B, C, h, w]: maps for later parts or the heads,
+    and last the features that the next part starts with. The first part gets [images], the last one gives the maps of
+    the heads.
+    """
+
+    def parts(self) -> list[Part]:
+        """Its parts, in their order. No part begins with an operator that changes its input in place."""
+        raise NotImplementedError
+
+    def run(self, flow: list[Tensor], start: int, stop: int) -> list[Tensor]:
+        """The flow before part `start` → the flow after part `stop` - 1; start < stop."""
+        raise NotImplementedError
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        """images: normalized, [B, 3, H, W]. Returns the maps, finest first."""
+        return self.run([images], 0, len(self.parts()))
+
+
 class Detector(nn.Module):
     """Base of all detectors. settings: no field that the architecture uses is AUTO; num_classes: C, without background.
 
@@ -52,6 +81,8 @@ class Detector(nn.Module):
     backbone_prefixes: ClassVar[tuple[str, ...]] = ("backbone.body.",)
     """Beginnings of the names of what a classifier's weights fill."""
 
+    backbone: nn.Module
+    """A `Backbone`, unless a subclass has a `forward` of its own."""
     pixel_mean: Tensor
     pixel_std: Tensor
     pixel_shift: Tensor
@@ -97,6 +128,10 @@ class Detector(nn.Module):
 
     def forward(self, images: Tensor) -> Any:
         """images: uint8 [B, 3, H, W], RGB. Only `loss`, `candidates` and `decode` read what it returns."""
+        return self.predict(self.backbone(self.normalize(images)), (images.shape[2], images.shape[3]))
+
+    def predict(self, levels: list[Tensor], image_size: tuple[int, int]) -> Any:
+        """The heads: what `forward` returns, from the maps of `self.backbone`. image_size: H and W of the images."""
         raise NotImplementedError
 
     def loss(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:

@@ -135,11 +135,10 @@ class Ember(Detector):
         self.points = PointGenerator(shift=0.5)
         self.register_buffer("bin_distances", torch.tensor([float(n) for n in range(REG_MAX)]), persistent=False)
 
-    def forward(self, images: Tensor) -> EmberOutputs:
-        """images: uint8 [B, 3, H, W], RGB, H and W multiples of 32."""
-        levels = self.backbone(self.normalize(images))
+    def predict(self, levels: list[Tensor], image_size: tuple[int, int]) -> EmberOutputs:
+        """image_size: multiples of 32."""
         grids = [(level.shape[2], level.shape[3]) for level in levels]
-        points = self.points((images.shape[2], images.shape[3]), grids, images.device)
+        points = self.points(image_size, grids, levels[0].device)
         nms_free = self.settings.nms_free
         one_to_many = self.head["many"](levels) if self.training or not nms_free else None
         one_to_one = self.head["one"]([level.detach() for level in levels]) if nms_free else None

@@ -85,10 +85,8 @@ class FasterRCNN(Detector):
         self.register_buffer("nms_images", torch.zeros((), dtype=torch.int64), persistent=False)
         self.register_buffer("nms_unconverged", torch.zeros((), dtype=torch.int64), persistent=False)
 
-    def forward(self, images: Tensor) -> FasterRCNNOutputs:
-        """images: uint8 [B, 3, H, W], RGB, H and W multiples of 32."""
-        levels = self.backbone(self.normalize(images))
-        image_size = (images.shape[2], images.shape[3])
+    def predict(self, levels: list[Tensor], image_size: tuple[int, int]) -> FasterRCNNOutputs:
+        """The first stage; the second one runs in `loss` and `candidates`. image_size: multiples of 32."""
         pooled_levels = tuple(levels[: self.num_pooled_levels])
         return FasterRCNNOutputs(
             self.rpn(levels, image_size),

@@ -133,13 +133,12 @@ class FCOS(Detector):
         self.head = nn.ModuleDict({"classification_head": class_head, "regression_head": box_head})
         self.points = PointGenerator()
 
-    def forward(self, images: Tensor) -> FCOSOutputs:
-        """images: uint8 [B, 3, H, W], RGB, H and W multiples of 32."""
-        levels = self.backbone(self.normalize(images))
+    def predict(self, levels: list[Tensor], image_size: tuple[int, int]) -> FCOSOutputs:
+        """image_size: multiples of 32."""
         (logits,) = self.head["classification_head"](levels)
         distances, centerness = self.head["regression_head"](levels)
         grids = [(level.shape[2], level.shape[3]) for level in levels]
-        points = self.points((images.shape[2], images.shape[3]), grids, images.device)
+        points = self.points(image_size, grids, logits.device)
         counts = tuple(height * width for height, width in grids)
         return FCOSOutputs(logits, distances.relu(), centerness[..., 0], points, counts)
 

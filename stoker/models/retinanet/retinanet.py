@@ -168,11 +168,10 @@ class RetinaNet(Detector):
             cell_anchors(size, settings.anchor_scales, settings.aspect_ratios) for size in settings.anchor_sizes
         )
 
-    def forward(self, images: Tensor) -> RetinaNetOutputs:
-        """images: uint8 [B, 3, H, W], RGB, H and W multiples of 32."""
-        levels = self.backbone(self.normalize(images))
+    def predict(self, levels: list[Tensor], image_size: tuple[int, int]) -> RetinaNetOutputs:
+        """image_size: multiples of 32."""
         grids = [(level.shape[2], level.shape[3]) for level in levels]
-        anchors = self.anchors((images.shape[2], images.shape[3]), grids)
+        anchors = self.anchors(image_size, grids)
         if "tower" in self.head:
             levels = self.head["tower"](levels)
         logits, deltas = self.head["classification_head"](levels), self.head["regression_head"](levels)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stoker.models.backbones import BACKBONES, freeze_stages
+from stoker.models.detector import Backbone, Part
 from stoker.models.layers.convolutions import StridedConv2d
 from stoker.models.layers.losses import at_least_fp32
 from stoker.models.layers.norms import Norm, NormKind, fold_frozen_norms, lite_norm, trainable_norm
@@ -26,7 +27,7 @@ PIXEL_STD_255 = 58.0
 """Standard deviation of ImageNet pixels in 0 … 255 (0.229 · 255)."""
 
 
-class VGG(nn.Module):
+class VGG(Backbone):
     """VGG-16 up to conv4_3 (L2-normalized, scale 20), conv5, fc6 and fc7 as convolutions, four downsampling blocks
     (SSD, arXiv 1512.02325, figure 2). Images [B, 3, H, W], no side below 32, → six maps."""
 
@@ -71,15 +72,23 @@ class VGG(nn.Module):
             ]
         )
 
-    def forward(self, images: Tensor) -> list[Tensor]:
-        x = self.features(images)
-        with torch.autocast(x.device.type, enabled=False):  # squares of activations in the hundreds overflow fp16
-            normalized = functional.normalize(at_least_fp32(x))
-            maps = [(self.scale_weight[:, None, None] * normalized).to(x.dtype)]
-        for layer in self.extra:
-            x = layer(x)
-            maps.append(x)
-        return maps
+    def parts(self) -> list[Part]:
+        extra = [Part(f"extra.{n}", (f"extra.{n}.",)) for n in range(len(self.extra))]
+        return [Part("features", ("features.", "scale_weight")), *extra]
+
+    def run(self, flow: list[Tensor], start: int, stop: int) -> list[Tensor]:
+        x = flow[-1]
+        # Between the first two parts the flow is the normalized map and the features as they are.
+        maps = flow[:-1] if start <= 1 else flow
+        if not start:
+            x = self.features(x)
+            with torch.autocast(x.device.type, enabled=False):  # squares of activations in the hundreds overflow fp16
+                normalized = functional.normalize(at_least_fp32(x))
+                maps = [(self.scale_weight[:, None, None] * normalized).to(x.dtype)]
+        for number in range(max(1, start), stop):
+            x = self.extra[number - 1](x)
+            maps = [*maps, x]
+        return [*maps, x] if stop == 1 else maps
 
 
 def vgg_key(name: str) -> str:
@@ -123,7 +132,7 @@ def _downsampling_block(in_channels: int, hidden_channels: int, second: nn.Conv2
     return nn.Sequential(first, nn.ReLU(inplace=True), second, nn.ReLU(inplace=True))
 
 
-class MobileNet(nn.Module):
+class MobileNet(Backbone):
     """MobileNetV3-large up to the expansion of its 13th block, the rest of it, four downsampling blocks (arXiv
     1905.02244, section 6.3). Images [B, 3, H, W], no side below 32, → six maps.
 
@@ -153,11 +162,15 @@ class MobileNet(nn.Module):
         )
         self.out_channels = (672, width, 512, 256, 256, 128)
 
-    def forward(self, images: Tensor) -> list[Tensor]:
-        x, maps = images, []
-        for layer in (*self.features, *self.extra):
+    def parts(self) -> list[Part]:
+        names = [f"{name}.{n}" for name in ("features", "extra") for n in range(len(self.get_submodule(name)))]  # type: ignore[arg-type]
+        return [Part(name, (f"{name}.",)) for name in names]
+
+    def run(self, flow: list[Tensor], start: int, stop: int) -> list[Tensor]:
+        x, maps = flow[-1], flow if start else []
+        for layer in [*self.features, *self.extra][start:stop]:
             x = layer(x)
-            maps.append(x)
+            maps = [*maps, x]
         return maps
 
 

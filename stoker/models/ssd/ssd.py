@@ -119,11 +119,10 @@ class SSD(Detector):
         self.register_buffer("box_coder_weights", torch.tensor(BOX_CODER_WEIGHTS), persistent=False)
         self.anchors = SSDAnchorGenerator((torch.tensor(map_shapes) for map_shapes in shapes), self.steps)
 
-    def forward(self, images: Tensor) -> SSDOutputs:
-        """images: uint8 [B, 3, H, W], RGB, H and W multiples of the architecture's `size_divisor`."""
-        maps = self.backbone(self.normalize(images))
-        anchors = self.anchors((images.shape[2], images.shape[3]), [(x.shape[2], x.shape[3]) for x in maps])
-        return SSDOutputs(self.head["classification_head"](maps), self.head["regression_head"](maps), anchors)
+    def predict(self, levels: list[Tensor], image_size: tuple[int, int]) -> SSDOutputs:
+        """levels: the six maps; image_size: multiples of the architecture's `size_divisor`."""
+        anchors = self.anchors(image_size, [(x.shape[2], x.shape[3]) for x in levels])
+        return SSDOutputs(self.head["classification_head"](levels), self.head["regression_head"](levels), anchors)
 
     def loss(self, outputs: SSDOutputs, batch: Batch) -> dict[str, Tensor]:
         """`classification` (cross-entropy, hard negatives 3:1 in each image) and `bbox_regression` (smooth L1), fp32
