@@ -13,7 +13,7 @@ from stoker.config.keywords import Settings
 from stoker.config.settings import from_fields
 from stoker.monitor.options import MonitoringOptions
 from stoker.training import loop
-from stoker.training.local_ranks import RankRequest, must_start_ranks, run_ranks
+from stoker.training.local_ranks import RankRequest, choose_devices, must_start_ranks, run_ranks
 
 if TYPE_CHECKING:
     from stoker.planning.check import CheckReport
@@ -49,6 +49,7 @@ def train(
     """
     user_config = from_fields({"data": data, **settings})
     paths = [None if path is None else os.fspath(path) for path in (run_dir, resume)]
+    devices = choose_devices(devices, user_config.run.stages)
     if devices is not None and must_start_ranks(devices):
         request = RankRequest(
             settings=user_config.set_fields(),

@@ -95,10 +95,11 @@ def train(
         command = [sys.executable, "-m", "stoker", *without_restarts(sys.argv[1:])]
         sys.exit(Supervisor(command, restarts).run())
     starts_ranks = False
-    if devices is not None and not dry_run:
-        from stoker.training.local_ranks import RankRequest, must_start_ranks, run_ranks
+    if devices is not None or config.run.stages is not None:
+        from stoker.training.local_ranks import RankRequest, choose_devices, must_start_ranks, run_ranks
 
-        starts_ranks = must_start_ranks(devices)
+        devices = choose_devices(devices, config.run.stages)
+        starts_ranks = not dry_run and must_start_ranks(devices)
     if not starts_ranks:
         with quick_imports():
             from stoker.profiling.telemetry.host import process_start_s

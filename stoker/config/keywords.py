@@ -69,6 +69,7 @@ class Settings(TypedDict, total=False):
     compile: bool
     cuda_graph: bool
     shard: bool
+    stages: int
     sync: str
     precision: Literal["fp32", "bf16", "fp16"]
     device: str

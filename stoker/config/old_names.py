@@ -49,6 +49,7 @@ ADDED_SETTINGS: dict[str, tuple[Any, str]] = {
     "allow_outside": (True, "the run was started by a version that read such files"),
     "cuda_graph": (False, "the run was started by a version without this setting"),
     "shard": (False, "the run was started by a version without this setting"),
+    "stages": (1, "the run was started by a version without this setting"),
     "sync": ("plain", "the run was started by a version without this setting"),
     "worker_processes": ("auto", "the run was started by a version without this setting; it changes no result"),
     "shuffle_buffer": (0, "the run was started by a version that had the random order only"),

@@ -180,6 +180,9 @@ class RunSettings:
     """Replay the whole step as one CUDA graph: less work for the host, more memory. No GPU has tried it yet."""
     shard: bool = AUTO
     """Divide weights, gradients and optimizer state among the devices (FSDP): for models too big for one."""
+    stages: int = AUTO
+    """Cut the model into so many consecutive stages, one on each device, through which micro-batches flow: for models
+    too big for one, on slow links."""
     sync: str = AUTO
     """How devices keep one model: plain, bf16, fp16, powersgd:4, hierarchical, every:8, gossip, auto."""
     precision: Literal["fp32", "bf16", "fp16"] = AUTO
@@ -207,6 +210,11 @@ class RunSettings:
     """Interval between checkpoints, as a length; 0 saves at the end and on a signal only."""
     price_per_device_hour: float = AUTO
     """Price of a device-hour, for the ledger; 0 when unknown."""
+
+    @property
+    def num_stages(self) -> int:
+        """`stages` as a number; 1: the model is not cut."""
+        return self.stages or 1
 
     @property
     def num_workers(self) -> int:
@@ -370,6 +378,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "grad_accum_steps": (1, 4096),
     "max_skipped_steps": (1, 10**6),
     "batch_size": (1, 10**6),
+    "stages": (1, 64),
     "workers": (1, 1024),
     "worker_processes": (0, 64),
     "patience": (0, 10**6),

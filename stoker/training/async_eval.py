@@ -100,6 +100,8 @@ class AsyncEvaluator:
                 poll()
                 yield batch
 
+        if setup.optimizer.sharding is not None:
+            setup.optimizer.sharding.collect(setup.optimizer.ema_model)
         initial_workers = max(self._num_workers, setup.loader.stats().workers)
         with contextlib.closing(make_validation_loader(setup, initial_workers=initial_workers)) as loader:
             batches, precision = poll_between_batches(loader), setup.config.run.precision

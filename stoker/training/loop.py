@@ -72,6 +72,8 @@ if TYPE_CHECKING:
 WINDOW_S = 1.0
 """Seconds of a line of steps.jsonl."""
 
+NO_BATCH = Batch(*[torch.empty(0)] * len(Batch._fields))
+"""What a stage of the model gets that is not the first (`pipeline.py`)."""
 Attempted = TypeVar("Attempted")
 
 
@@ -242,8 +244,12 @@ class Training:
         )
         self.loss_fn = make_loss_fn(setup.model, compile=run.compile, cast_together=self.sharding is None)
         self.replica: Replica | None = None
-        if not self.ranks.alone:
-            from stoker.training import replica  # torch.distributed, which one process does not need
+        if setup.is_staged:
+            from stoker.training.pipeline import Pipeline  # torch.distributed, which one process does not need
+
+            self.replica = Pipeline(setup)
+        elif not self.ranks.alone:
+            from stoker.training import replica
 
             self.replica = replica.Replica(setup, self.loss_fn, parse_sync(run.sync))
         self.saves_together = self.sharding is not None or (self.replica is not None and self.replica.keeps_own_state)
@@ -277,7 +283,7 @@ class Training:
             self.watchdog(),
             contextlib.nullcontext() if self.replica is None else self.replica.timing_waits(self.ledger),
         ):
-            if setup.config.run.compile and self.progress() < 1:
+            if setup.config.run.compile and not setup.is_staged and self.progress() < 1:
                 self.retry_in_smaller_batches("training", self.compile)
             elif self.replica is not None:
                 self.warm_up(self.replica)
@@ -416,8 +422,8 @@ class Training:
         setup, state, config = self.setup, self.state, self.setup.config
         start_s = time.perf_counter()
         with self.ledger.phase("input_wait"):
-            batch = next(setup.loader)
-            self.ledger.split_input_wait(setup.loader.last_wait)
+            batch = next(setup.loader) if setup.loads_images else NO_BATCH
+            self.ledger.split_input_wait(setup.loader.last_wait if setup.loads_images else [])
         with self.ledger.compute(is_redo=state.step < state.redo_until):
             if self.pending_copy is not None:  # a snapshot is being copied: the weights may change only after it
                 self.pending_copy.block_main_stream()
@@ -441,7 +447,9 @@ class Training:
     def train_on(self, batch: Batch) -> None:
         """The part of a step that needs the device's memory; repeatable if it fails before the update."""
         self.setup.optimizer.set_scalars(self.lr, self.state.step)
-        self.train_batch(augment_batch(batch, self.setup.config.data, self.progress()))
+        if self.setup.loads_images:
+            batch = augment_batch(batch, self.setup.config.data, self.progress())
+        self.train_batch(batch)
 
     def retry_in_smaller_batches(self, activity: Activity, attempt: Callable[[], Attempted]) -> Attempted:
         """The result of `attempt`, repeated with fewer images at a time for as long as memory is exhausted. With
@@ -540,7 +548,7 @@ class Training:
             attempt=setup.folder.attempt,
             step=self.last_read_step,
             window_steps=steps,
-            num_images=steps * setup.rank_batch_size,
+            num_images=steps * setup.rank_batch_size if setup.loads_images else 0,
             wall_s=breakdown.wall_s,
             devices=1,
             phases=breakdown.phases,

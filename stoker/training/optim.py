@@ -27,6 +27,7 @@ from stoker.models import Detector
 
 if TYPE_CHECKING:
     from stoker.training.shard import Sharding
+    from stoker.training.stages import Stages
 
 Model = TypeVar("Model", bound=nn.Module)
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
@@ -39,7 +40,7 @@ class OptimizerStep(Generic[Model]):
 
     model: on the device and initialized. ema_model: the weights to evaluate and save; `model` itself if
     `settings.ema_decay` is 0. sharding: divides the parameters of both among the ranks and moves them to the device;
-    then all numbers here are of this rank's rows, except for the norm of the gradient.
+    then all numbers here are of this rank's rows, or of its stage, except for the norm of the gradient.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class OptimizerStep(Generic[Model]):
         device: Device,
         *,
         precision: str,
-        sharding: "Sharding | None" = None,
+        sharding: "Sharding | Stages | None" = None,
     ) -> None:
         self.model = model
         self.settings = settings
@@ -65,16 +66,17 @@ class OptimizerStep(Generic[Model]):
         """Running statistics of all trained BatchNorms [N]."""
         self._good_norm_stats = self.norm_stats.clone()
         self._ema_norm_stats = _flatten_norm_stats(self.ema_model) if settings.ema_decay else self.norm_stats
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        # Parameters of other stages are there without values.
+        self._parameters = [p for p in model.parameters() if p.requires_grad and (sharding is None or not p.is_meta)]
         parts = {parameter: _own_part(parameter) for parameter in self._parameters}
         self._trainable_params: list[Tensor] = list(parts.values())
-        names = [n for n, p in model.named_parameters() if p.requires_grad]
+        names = [n for n, p in model.named_parameters() if p in parts]
         by_name = dict(self.ema_model.named_parameters())
         self._ema_params: list[Tensor] = [_own_part(by_name[name]) for name in names]
         self.is_updated = False
         """Whether weights may have changed since `set_scalars`: a step that fails then is half-applied."""
         self.fused = device.kind in FUSED_DEVICE_TYPES
-        self._optimizer, self._lr_mults = _make_optimizer(model, settings, parts, fused=self.fused)
+        self._optimizer, self._lr_mults, self._numbers = _make_optimizer(model, settings, parts, fused=self.fused)
         self.completed_steps: int | Tensor = 0
         """Optimizer steps before the next one. On an accelerator a tensor [] of int64."""
         self._ema_weight: float | Tensor = 0.0
@@ -113,7 +115,10 @@ class OptimizerStep(Generic[Model]):
         for parameter, part in zip(self._parameters, self._trainable_params, strict=True):
             if part is not parameter:
                 part.grad = None if parameter.grad is None else _rows_of(parameter.grad)
-        return torch.nn.utils.get_total_norm(self._gradients())
+        gradients = self._gradients()
+        if not gradients:  # a stage whose parameters are all frozen
+            return torch.zeros((), device=self.norm_stats.device)
+        return torch.nn.utils.get_total_norm(gradients)
 
     def update(self, grad_norm: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Updates the weights, unless a gradient is not finite; clears the gradients.
@@ -182,6 +187,8 @@ class OptimizerStep(Generic[Model]):
             group["capturable"] = True
 
     def _update_ema(self) -> None:
+        if not self._ema_params:
+            return
         if not isinstance(self._ema_weight, Tensor):
             torch._foreach_lerp_(self._ema_params, self._trainable_params, self._ema_weight)
             return
@@ -191,6 +198,8 @@ class OptimizerStep(Generic[Model]):
 
     def _update_params(self, found_inf: Tensor, gradients: list[Tensor], grad_divisor: Tensor | None) -> None:
         """grad_divisor: divides the gradients, to clip them and to undo the loss scale."""
+        if not gradients:
+            return
         if self.fused:
             # The fused kernels read these, so dividing and skipping need no pass of their own.
             self._optimizer.grad_scale = grad_divisor  # type: ignore[attr-defined]
@@ -214,6 +223,8 @@ class OptimizerStep(Generic[Model]):
         state: dict[str, Any] = {"optimizer": self._optimizer.state_dict(), "model": self.model.state_dict()}
         if self.sharding is not None:
             state["optimizer"]["state"] = self._distributed_state(self.sharding)
+            for group, numbers in zip(state["optimizer"]["param_groups"], self._numbers, strict=True):
+                group["params"] = list(numbers)
         if self.loss_scale is not None:
             state["scale"] = [self.loss_scale, self._growth_tracker]
         return state
@@ -226,7 +237,7 @@ class OptimizerStep(Generic[Model]):
         self._good_norm_stats.copy_(self.norm_stats)
         if self.ema_model is not self.model:
             self._load_model(self.ema_model, ema_weights)
-        _load_optimizer_state(self._optimizer, state["optimizer"], self.sharding)
+        _load_optimizer_state(self._optimizer, state["optimizer"], self.sharding, self._own_numbers())
         if self.loss_scale is not None and self._growth_tracker is not None:
             self.loss_scale.copy_(state["scale"][0])
             self._growth_tracker.copy_(state["scale"][1])
@@ -237,8 +248,13 @@ class OptimizerStep(Generic[Model]):
         else:
             self.sharding.load(model, weights)
 
-    def _distributed_state(self, sharding: "Sharding") -> dict[int, dict[str, Tensor]]:
-        """The optimizer's state, by the number of the parameter; what has the shape of its rows as a DTensor."""
+    def _own_numbers(self) -> list[int]:
+        """Numbers among the parameters of the whole model, in the optimizer's order."""
+        return [number for numbers in self._numbers for number, is_own in numbers.items() if is_own]
+
+    def _distributed_state(self, sharding: "Sharding | Stages") -> dict[int, dict[str, Tensor]]:
+        """The optimizer's state, by the number of the parameter in the whole model; what has the shape of its rows as a
+        DTensor."""
         divided: dict[Tensor, Any] = dict(zip(self._trainable_params, self._parameters, strict=True))
         parts = [part for group in self._optimizer.param_groups for part in group["params"]]
         return {
@@ -246,7 +262,7 @@ class OptimizerStep(Generic[Model]):
                 name: sharding.distributed(tensor, divided[part]) if tensor.dim() else tensor
                 for name, tensor in self._optimizer.state[part].items()
             }
-            for number, part in enumerate(parts)
+            for number, part in zip(self._own_numbers(), parts, strict=True)
         }
 
 
@@ -275,9 +291,10 @@ FUSED_DEVICE_TYPES = frozenset({"cpu", "cuda", "mps", "xpu"})
 
 def _make_optimizer(
     model: nn.Module, settings: OptimSettings, parts: dict[nn.Parameter, nn.Parameter], *, fused: bool
-) -> tuple[torch.optim.Optimizer, list[float]]:
-    """(optimizer, factor of the learning rate of each of its groups). parts: parameter of the model → what is
-    optimized: itself, or this rank's rows.
+) -> tuple[torch.optim.Optimizer, list[float], list[dict[int, bool]]]:
+    """(optimizer, factor of the learning rate of each of its groups, number of each parameter of the group in the whole
+    model → whether this rank has it). parts: parameter of the model → what is optimized: itself, or this rank's rows;
+    those of other stages are not in it.
 
     Biases and norms are not decayed (as in torchvision's and Detectron2's recipes for detection). The backbone has
     groups of its own only if its learning rate differs, so that a single learning rate costs no more kernels.
@@ -295,9 +312,13 @@ def _make_optimizer(
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad:
                 decay = 0.0 if name == "bias" or isinstance(module, NORM_TYPES) else settings.weight_decay
-                groups.setdefault((lr_mult, decay), []).append(parts[parameter])
-    param_groups = [{"params": parameters, "weight_decay": decay} for (_, decay), parameters in groups.items()]
-    lr_mults = [lr_mult for lr_mult, _ in groups]
+                groups.setdefault((lr_mult, decay), []).append(parameter)
+    lr_mults, counter = [lr_mult for lr_mult, _ in groups], itertools.count()
+    numbers = [{next(counter): parameter in parts for parameter in group} for group in groups.values()]
+    param_groups: list[dict[str, Any]] = [
+        {"params": [parts[parameter] for parameter in group if parameter in parts], "weight_decay": decay}
+        for (_, decay), group in groups.items()
+    ]
     kwargs: dict[str, Any] = {"fused": True} if fused else {"foreach": True}
     if settings.optimizer == "adamw":
         if not fused:
@@ -311,12 +332,12 @@ def _make_optimizer(
         moments = ("momentum_buffer",) if settings.momentum else ()
     # The state exists before the first step: a fused SGD whose first step is skipped would leave its buffers
     # uninitialized, and a CUDA graph must not create what outlives a step.
-    for parameter in itertools.chain(*groups.values()):
+    for parameter in itertools.chain(*(group["params"] for group in param_groups)):
         if settings.optimizer == "adamw":
             optimizer.state[parameter]["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         for name in moments:
             optimizer.state[parameter][name] = torch.zeros_like(parameter)
-    return optimizer, lr_mults
+    return optimizer, lr_mults, numbers
 
 
 def _without_dynamo(optimizer: type[Opt]) -> type[Opt]:
@@ -331,14 +352,21 @@ def _without_dynamo(optimizer: type[Opt]) -> type[Opt]:
     return type(optimizer.__name__, (optimizer,), methods)
 
 
-def _load_optimizer_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any], sharding: "Sharding | None") -> None:
+def _load_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    saved: dict[str, Any],
+    sharding: "Sharding | Stages | None",
+    numbers: list[int],
+) -> None:
     """Copies moments and step counts into those of `optimizer`; what was not saved (before a first step) is zero.
+    numbers: of its parameters, in the whole model.
 
     Its `load_state_dict` would replace the tensors, and the learning rates and flags of another device with them.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     ids = [saved_id for group in saved["param_groups"] for saved_id in group["params"]]
-    for parameter, saved_id in zip(parameters, ids, strict=True):
+    for parameter, number in zip(parameters, numbers, strict=True):
+        saved_id = ids[number]
         saved_state = saved["state"].get(saved_id, {})
         for name, tensor in optimizer.state[parameter].items():
             if name not in saved_state:
@@ -351,8 +379,10 @@ def _load_optimizer_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any
 def _flatten_norm_stats(model: nn.Module) -> Tensor:
     """Moves the running statistics of all trained BatchNorms into one tensor [N]; they become views of it."""
     owners = [(m, n) for m in model.modules() if isinstance(m, NORM_TYPES[0]) for n in ("running_mean", "running_var")]
+    devices = [parameter.device for parameter in model.parameters()]
+    device = next((device for device in devices if device.type != "meta"), devices[0])  # not that of other stages
     buffers = [(module, name, getattr(module, name)) for module, name in owners if getattr(module, name) is not None]
-    device = next(model.parameters()).device
+    buffers = [buffer for buffer in buffers if buffer[2].is_meta == (device.type == "meta")]
     if not buffers:
         return torch.zeros(0, device=device)
     flat = torch.cat([buffer.detach().reshape(-1) for _, _, buffer in buffers])

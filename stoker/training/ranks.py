@@ -160,6 +160,15 @@ class Ranks:
         """The value of rank 0."""
         return self.share(lambda: value)
 
+    def share_weights(self, model: Any) -> None:
+        """Copies the state of a module of rank 0 to the other ranks, on the host."""
+        import torch.distributed as dist
+
+        weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+        for tensor in weights.values():
+            dist.broadcast(tensor, src=0, group=self._host_group)
+        model.load_state_dict(weights)
+
     def any(self, flag: bool) -> bool:
         """Whether the flag is set in any rank."""
         if self.alone:

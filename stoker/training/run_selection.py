@@ -51,7 +51,7 @@ def choose_run(
     process.
     """
     if resume is not None:
-        if user_config.set_fields() or name is not None:
+        if user_config.set_fields().keys() - {"stages"} or name is not None:
             raise UsageError("--resume takes its settings from the run.", fix="leave out the other flags")
         path = open_run(resume)
         if is_finished(path):
@@ -59,7 +59,7 @@ def choose_run(
             raise UsageError(
                 "The run is finished: there is nothing to resume.", location=location, fix=f"`stoker why {location}`"
             )
-        return path, _read_user_config(path), _lock_run(path, stack)
+        return path, _with_stages_of(user_config, _read_user_config(path)), _lock_run(path, stack)
     if "data" not in user_config.set_fields():
         choices = ("a folder", "an annotation file", "demo")
         raise UsageError("What should be trained on?", choices=choices, fix="stoker train demo")
@@ -71,7 +71,7 @@ def choose_run(
         if is_finished(path):
             fix = "another --run-dir, or none: that makes a new folder"
             raise UsageError("The run is finished.", location=location, fix=fix)
-        if _read_user_config(path) != user_config:
+        if _with_stages_of(user_config, _read_user_config(path)) != user_config:
             cause = (
                 f"it was started with {_format_flags(_read_user_config(path))}; now it is {_format_flags(user_config)}"
             )
@@ -153,6 +153,8 @@ def open_run_folder(
         write_atomic(path / ENVIRONMENT, json.dumps(environment, indent=2).encode(), private=True)
         text = f"attempt {folder.attempt}"
         data: dict[str, Any] = {} if num_ranks == 1 else {"ranks": num_ranks}
+        if num_ranks > 1 and config.run.num_stages > 1:
+            data["stages"] = config.run.stages
         if restart is not None:
             text = f"{text}, restart {restart.number} of {restart.limit} after {restart.reason}"
             data |= {"restart": msgspec.to_builtins(restart)}
@@ -190,10 +192,15 @@ def _read_user_config(path: Path) -> Config:
     return config.replace(**dict.fromkeys(reasons))
 
 
+def _with_stages_of(user_config: Config, config: Config) -> Config:
+    """`config` with the stages of `user_config`: their number may be another one in each attempt."""
+    return config.replace(stages=user_config.run.stages)
+
+
 def _has_settings(path: Path, user_config: Config) -> bool:
     """Whether the run was started with these settings; False if this version cannot read them."""
     try:
-        return (path / CONFIG).exists() and _read_user_config(path) == user_config
+        return (path / CONFIG).exists() and _with_stages_of(user_config, _read_user_config(path)) == user_config
     except ConfigError:
         return False
 

@@ -70,12 +70,12 @@ class Sharding:
         }
         model.load_state_dict(own)
 
-    def share_weights(self, model: nn.Module) -> None:
-        """Copies the state of rank 0 to the other ranks, on the host, before the model is divided."""
-        weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-        for tensor in weights.values():
-            dist.broadcast(tensor, src=0, group=self.ranks.host_group)
-        model.load_state_dict(weights)
+    def describe(self) -> list[str]:
+        """What is worth saying of each rank: all have the same."""
+        return []
+
+    def collect(self, model: nn.Module) -> None:
+        """FSDP collects the parameters of each part when it computes with them."""
 
     def reshard(self, model: nn.Module) -> None:
         """Frees what a forward pass without a backward pass left whole; it would be used again after an update."""

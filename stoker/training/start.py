@@ -43,6 +43,7 @@ from stoker.training.ranks import Ranks
 from stoker.training.state import (
     EventLogger,
     TrainSetup,
+    is_staged,
     load_checkpoint,
     read_initial_ranks,
     restore_state,
@@ -52,6 +53,7 @@ from stoker.training.step_times import log_prediction
 
 if TYPE_CHECKING:
     from stoker.training.shard import Sharding
+    from stoker.training.stages import Stages
 
 MAX_EXAMPLES = 2
 """Examples of each kind of problem that are printed at the start; `stoker data check` prints all."""
@@ -111,6 +113,8 @@ def resolve_run(
         config, reasons = ranks.share(lambda: derive(user_config, index, device, devices))
     else:
         config, reasons = stored
+        if user_config.run.stages is not None:  # how many is decided for each attempt, as the number of devices
+            config = config.replace(stages=user_config.run.stages)
         check_devices(config, devices.count)
     if config.run.sync == "auto":
         method, reason = choose_sync(config, index, device, ranks)
@@ -168,12 +172,13 @@ def build(
             log_event("warning", warning)
         log_prediction(config, device, log_event)
     starts_here = loaded is None and ranks.is_main
-    sharding = make_sharding(config, ranks, device)
+    is_divided = not ranks.alone and (config.run.shard or config.run.num_stages > 1)
     # The whole of a model that is divided among devices may not fit one.
-    initial_device = device if sharding is None else Device(torch.device("cpu"))
+    initial_device = Device(torch.device("cpu")) if is_divided else device
     model = build_initial_model(config, index, initial_device, log_event if starts_here else None)
+    sharding = make_sharding(config, model, ranks, device) if is_divided else None
     if sharding is not None and ranks.share_value(starts_here):
-        sharding.share_weights(model)
+        ranks.share_weights(model)
     train_indices, val_indices = index.image_indices("train"), index.image_indices("val")
     max_boxes = compute_max_boxes(index, train_indices, mosaic=config.data.mosaic)
     quarantine = _make_quarantine_reporter(folder, log_event)
@@ -187,6 +192,8 @@ def build(
         on_quarantine=quarantine,
         ranks=ranks,
     )
+    for line in [] if sharding is None else sharding.describe():
+        log_event("info", line)
     setup = TrainSetup(
         folder=folder,
         config=config,
@@ -261,6 +268,9 @@ def make_training_loader(
     """The stream of training samples, from its beginning; with several ranks, this rank's part of each batch."""
     ranks = ranks or Ranks()
     data, train_indices = config.data, index.image_indices("train")
+    loads = ranks.is_main or not is_staged(config, ranks)
+    if is_staged(config, ranks):  # the first stage loads whole batches, the others follow the order of the images only
+        ranks = Ranks()
     cached = CachedImageSpec.for_augmentation(
         data.image_size, data.resize, scale_jitter_prob=data.scale_jitter_prob, scale_range=data.scale_range
     )
@@ -279,14 +289,15 @@ def make_training_loader(
         shuffle_buffer=config.run.shuffle_buffer,
         workers=config.run.workers,
         max_bad_fraction=data.max_bad_fraction,
-        jpeg_decoder=config.run.jpeg_decoder,
+        jpeg_decoder=config.run.jpeg_decoder if loads else "cpu",
+        prefetch_depth=None if loads else 1,
     )
     return Loader(
         index,
         train_indices,
         spec,
-        cache=open_cache(config.run.cache, index, train_indices, cached, log_event),
-        processes=processes,
+        cache=open_cache(config.run.cache, index, train_indices, cached, log_event) if loads else None,
+        processes=processes if loads else None,
         on_quarantine=on_quarantine,
         on_tuned=lambda text: log_event("info", text),
     )
@@ -322,11 +333,13 @@ def build_initial_model(config: Config, index: Index, device: Device, log_event:
     return model.to(device.torch_device).train()
 
 
-def make_sharding(config: Config, ranks: Ranks, device: Device) -> "Sharding | None":
-    """How parameters are divided among the ranks; None: each has all of them, with `--shard` if it is alone."""
-    if ranks.alone or not config.run.shard:
-        return None
-    from stoker.training.shard import Sharding  # torch.distributed, which other runs need not import
+def make_sharding(config: Config, model: models.Detector, ranks: Ranks, device: Device) -> "Sharding | Stages":
+    """How the parameters of a model on the host are divided among several ranks."""
+    if is_staged(config, ranks):
+        from stoker.training.stages import Stages  # torch.distributed, which other runs need not import
+
+        return Stages.of(model, ranks, device.torch_device)
+    from stoker.training.shard import Sharding
 
     return Sharding.over(ranks, device.torch_device)
 

@@ -86,11 +86,14 @@ DEFAULTS: dict[str, tuple[Any, str]] = {
     "auto_batch": (False, "the recipe's batch size, or smaller micro-batches if it does not fit"),
     "cuda_graph": (False, "no GPU has shown yet that it pays; --cuda-graph tries it"),
     "shard": (False, "each device has the whole model"),
+    "stages": (1, "each device has the whole model"),
     "sync": ("plain", "gradients are averaged exactly, in every step"),
     "activation_checkpointing": (False, "the batch fits without"),
 }
 """Setting → value and reason, if nothing else decides it."""
 
+MICRO_BATCHES_PER_STAGE = 4
+"""Four micro-batches per stage: a bubble of at most 20 % (GPipe, Huang et al. 2019, section 2.3)."""
 AUGMENTATIONS = ("hflip", "scale_jitter_prob", "brightness", "contrast", "saturation", "hue", "mosaic")
 """Settings that `--augment none` sets to 0."""
 
@@ -129,6 +132,9 @@ def derive(
         _check_sync(builder, devices)
     if get("shard"):
         _fill_sharding(builder, devices)
+    if get("stages") > 1:
+        _fill_stages(builder, devices)
+        devices = ONE_DEVICE  # one loads the images, and each works on whole batches
     _fill_batch_size(builder, len(train_indices), index, device, devices)
     _fill_duration(builder, len(train_indices), len(index.image_indices("val")) if "val" in index.splits else 0)
     _fill_shuffle_buffer(builder, index, devices)
@@ -330,7 +336,12 @@ def _choose_workers(device: Device) -> tuple[str, str]:
 
 
 def check_devices(config: Config, count: int) -> None:
-    """Raises ConfigError if so many devices cannot each get the same part of a batch."""
+    """Raises ConfigError if so many devices cannot each get the same part of a batch, or a stage of the model."""
+    if count > 1 and config.run.num_stages > 1:
+        from stoker.training.stages import check_stages  # torch.distributed
+
+        check_stages(config, count)
+        return
     batch_size, group_size = config.run.batch_size, MOSAIC_GROUP_SIZE if (config.data.mosaic or 0) > 0 else 1
     unit = count * group_size
     if count == 1 or batch_size is None or batch_size % unit == 0:
@@ -361,6 +372,8 @@ def _fill_batch_size(builder: _ConfigBuilder, num_images: int, index: Index, dev
         devices=devices,
     )
     builder.set_default("batch_size", batch_size, reason)
+    if builder.get("stages") > 1:
+        accumulate, reason = choose_micro_batches(batch_size, builder.get("stages"), accumulate)
     builder.set_default("grad_accum_steps", accumulate, "the whole batch fits" if accumulate == 1 else reason)
     part = builder.get("batch_size") // devices.count
     if part % builder.get("grad_accum_steps"):
@@ -467,6 +480,36 @@ def _fill_sharding(builder: _ConfigBuilder, devices: Devices) -> None:
         )
     builder.set_default("compile", False, "compiling is not supported with --shard")
     builder.set_default("jpeg_decoder", "cpu", f"not tried: {auto_batch.NO_TRIAL_OF_SHARDS}")
+
+
+def _fill_stages(builder: _ConfigBuilder, devices: Devices) -> None:
+    """Settings that --stages decides. Raises ConfigError for what it cannot be combined with, as for --shard."""
+    count = builder.get("stages")
+    if devices.count == 1:
+        raise ConfigError(
+            f"--stages {count} needs as many devices, and the run is on one.",
+            fix=f"--devices {count}, or leave out --stages",
+        )
+    check_devices(builder.config, devices.count)
+    for name, cause in (
+        ("compile", "a compiled step would need the whole model at once"),
+        ("auto_batch", auto_batch.NO_TRIAL_OF_SHARDS),
+        ("cuda_graph", "a step has exchanges in its middle"),
+    ):
+        if builder.get(name):
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--stages and --{flag} exclude each other.", cause=cause, fix=f"leave out --{flag}")
+    builder.set_default("compile", False, "compiling is not supported with --stages")
+    builder.set_default("jpeg_decoder", "cpu", f"not tried: {auto_batch.NO_TRIAL_OF_SHARDS}")
+
+
+def choose_micro_batches(batch_size: int, stages: int, least: int) -> tuple[int, str]:
+    """(micro-batches of a step, reason): up to MICRO_BATCHES_PER_STAGE for each stage, of at least two images (trained
+    norms need several); not fewer than `least`, which memory asks for."""
+    fitting = [n for n in range(1, batch_size // 2 + 1) if batch_size % n == 0]
+    chosen = max([least, 1, *(n for n in fitting if n <= MICRO_BATCHES_PER_STAGE * stages)])
+    bubble = (stages - 1) / (chosen + stages - 1)
+    return chosen, f"{stages} stages of equal speed would wait {100 * bubble:.0f} % of a step"
 
 
 def _check_sync(builder: _ConfigBuilder, devices: Devices) -> None:

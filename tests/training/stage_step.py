@@ -1,0 +1,163 @@
+"""A rank of `test_stages.py`: steps of a model in stages, against one process with the same micro-batches.
+
+In float64, where only a wrong formula differs. Prints a JSON object in rank 0: largest differences, and bytes.
+"""
+
+import json
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from stoker.config.settings import OptimSettings
+from stoker.data.batch import Batch
+from stoker.models import build
+from stoker.models.detector import Detector
+from stoker.training.cluster import find_place
+from stoker.training.forward import forward_backward, make_loss_fn
+from stoker.training.optim import LossAccumulator, OptimizerStep
+from stoker.training.pipeline import Pipeline
+from stoker.training.ranks import Ranks
+from stoker.training.stages import Stages
+from stoker.training.state import TrainState
+from stoker.training.triggers import Due
+from tests.models.samples import make_batch, settings_of
+from tests.training.shard_step import CPU, difference, whole_state
+
+BOXES = (3, 0, 11, 1, 2, 5, 0, 7)
+MICRO_BATCHES = 4
+STEPS = 2
+CLASSES = 3
+CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "retinanet": ("retinanet_tiny_fpn", {"backbone_norm": "bn"}, "adamw"),
+    "checkpointed": ("retinanet_tiny_fpn", {"backbone_norm": "sync_bn", "activation_checkpointing": True}, "sgd"),
+    "ember": ("ember_n", {"backbone_norm": "bn", "nms_free": True}, "adamw"),
+    "fcos": ("fcos_resnet18_fpn", {"backbone_norm": "frozen_bn", "trainable_backbone_layers": 2}, "sgd"),
+    "ssdlite": ("ssdlite320_mobilenet_v3_large", {"backbone_norm": "bn"}, "sgd"),
+    "ssd": ("ssd300_vgg16", {"trainable_backbone_layers": 2}, "sgd"),
+    "faster_rcnn": ("faster_rcnn_resnet18_fpn", {"backbone_norm": "frozen_bn"}, "sgd"),
+}
+
+
+def size_of(case: str) -> tuple[int, int]:
+    return {"ssdlite": (320, 320), "ssd": (100, 100)}.get(case, (64, 64))
+
+
+def make_step(case: str, stages: Stages | None) -> tuple[Detector, OptimizerStep[Detector]]:
+    name, changes, optimizer = CASES[case]
+    torch.manual_seed(0)
+    model = build(settings_of(name, **changes), CLASSES).double().train()
+    optim = OptimSettings(
+        optimizer=optimizer,  # type: ignore[arg-type]
+        lr=1e-3, backbone_lr_mult=0.5, momentum=0.9, weight_decay=0.01, lr_scheduler="constant",
+        warmup_steps=0, clip_grad_norm=1.0, ema_decay=0.5, grad_accum_steps=1, max_skipped_steps=20,
+    )  # fmt: skip
+    return model, OptimizerStep(model, optim, CPU, precision="fp32", sharding=stages)
+
+
+def own_bytes(optimizer: OptimizerStep[Detector]) -> int:
+    """Bytes of parameters, EMA parameters and moments that this rank keeps."""
+    state = [*optimizer.model.parameters(), *optimizer.ema_model.parameters()]
+    state += [tensor for entry in optimizer._optimizer.state.values() for tensor in entry.values()]
+    return sum(tensor.nbytes for tensor in state if not tensor.is_meta)
+
+
+def run_case(ranks: Ranks, case: str) -> dict[str, float]:
+    batch, autocast = make_batch(BOXES, size_of(case), CLASSES), CPU.autocast("fp32")
+    batch = batch._replace(images=batch.images.double(), boxes=batch.boxes.double())
+    model, optimizer = make_step(case, None)
+    expected_losses: dict[str, float] = {}
+    for step in range(STEPS):
+        losses = forward_backward(make_loss_fn(model, compile=False), optimizer, batch, MICRO_BATCHES, autocast)
+        optimizer.step(1e-3, step)
+        expected_losses = {name: expected_losses.get(name, 0.0) + float(loss) for name, loss in losses.items()}
+    stages = Stages.of(make_step(case, None)[0], ranks, torch.device("cpu"))
+    own, own_optimizer = make_step(case, stages)
+    accumulator = LossAccumulator(CPU, max_skipped_steps=20)
+    setup: Any = SimpleNamespace(
+        model=own,
+        optimizer=own_optimizer,
+        loss_accumulator=accumulator,
+        ranks=ranks,
+        device=CPU,
+        state=TrainState(),
+        config=SimpleNamespace(data=SimpleNamespace(image_size=size_of(case))),
+    )
+    pipeline = Pipeline(setup)
+    mine = batch if ranks.is_main else Batch(*[torch.empty(0)] * len(Batch._fields))
+
+    def train(step: int) -> None:
+        own_optimizer.set_scalars(1e-3, step)
+        pipeline.train_step(
+            mine, MICRO_BATCHES, autocast, stop=ranks.rank == 1, due=Due(evaluation=True, checkpoint=ranks.is_main)
+        )
+
+    for step in range(STEPS):
+        train(step)
+    agreed = pipeline.agree(1.0)
+    assert (agreed.stop, agreed.evaluate, agreed.save, agreed.diverged_step) == (True, True, True, None), agreed
+    means = accumulator.read(accumulator.take(), STEPS)
+    found: dict[str, float] = {
+        "losses": max(abs(STEPS * means.losses[name] / total - 1) for name, total in expected_losses.items()),
+        "own_bytes": own_bytes(own_optimizer) / own_bytes(optimizer),
+        "all_bytes": sum(ranks.gather_all(own_bytes(own_optimizer))) / own_bytes(optimizer),
+    }
+    state, ema = stages.gather(whole_state(own_optimizer))
+    if ranks.is_main:
+        expected_state, expected_ema = whole_state(optimizer)
+        assert list(expected_state["optimizer"]["state"]) == list(state["optimizer"]["state"])
+        assert [g["params"] for g in expected_state["optimizer"]["param_groups"]] == [
+            g["params"] for g in state["optimizer"]["param_groups"]
+        ]
+        assert (list(expected_ema), list(expected_state["model"])) == (list(ema), list(state["model"]))
+        found["state"] = max(difference(expected_state, state), difference(expected_ema, ema))
+    # The collected EMA weights predict what those of one process predict.
+    stages.collect(own_optimizer.ema_model)
+    with torch.no_grad():
+        outputs = [m.eval()(batch.images[:2]) for m in (optimizer.ema_model, own_optimizer.ema_model)]
+    found["ema"] = difference(list(outputs[0]), list(outputs[1]))
+    own_optimizer.ema_model.train()
+    stages.reshard(own_optimizer.ema_model)
+    assert found["own_bytes"] == own_bytes(own_optimizer) / own_bytes(optimizer), "all is freed again"
+    # What one process saved can be read by stages, and has the effect of the same state.
+    _, restored = make_step(case, stages)
+    restored.load_state_dict(*whole_state(optimizer))
+    again = stages.gather(whole_state(restored))
+    if ranks.is_main:
+        found["restored"] = difference(whole_state(optimizer), again)
+    # A gradient that is not finite in one stage makes all skip the step.
+    before = stages.gather(own.state_dict())
+    backward, victim = pipeline._backward, ranks.world_size - 1
+
+    def overflow(outputs: Any, gradients: Any) -> None:
+        backward(outputs, gradients)
+        next(p.grad for p in own.parameters() if p.grad is not None).fill_(float("inf"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        if ranks.rank == victim:
+            patch.setattr(pipeline, "_backward", overflow)
+        train(STEPS)
+    skipped = accumulator.read(accumulator.take(), 1).skipped_steps
+    after = stages.gather(own.state_dict())
+    if ranks.is_main:
+        counted = [name for name in before if "num_batches_tracked" not in name]
+        found["skipped"] = difference([before[n] for n in counted], [after[n] for n in counted]) if skipped == 1 else 1
+    return found
+
+
+def main() -> None:
+    ranks = Ranks(find_place())
+    ranks.connect()
+    found = {}
+    for case in sys.argv[1:] or CASES:
+        found[case] = run_case(ranks, case)
+        print(case, ranks.rank, found[case], file=sys.stderr)
+    if ranks.is_main:
+        print(json.dumps(found))
+    ranks.close(orderly=True)
+
+
+if __name__ == "__main__":
+    main()
