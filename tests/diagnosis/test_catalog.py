@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from stoker.cli.app import app
 from stoker.config import old_names
 from stoker.config.settings import SECTION_OF
 from stoker.diagnosis import causes
@@ -79,16 +80,53 @@ def test_a_row_is_complete(cause: Cause) -> None:
     assert 0 < cause.confidence < 1
 
 
+def _flags_of_train() -> set[str]:
+    """All flags of `stoker train`, as its parser has them."""
+    arguments = app["train"].assemble_argument_collection(default_parameter=app.default_parameter)
+    return {name for argument in arguments for name in argument.names if name.startswith("--")}
+
+
+OF_OTHER_PROGRAMS = {"--cpus", "--ipc", "--shm-size", "--gpus", "--nproc-per-node", "--pid"}
+"""Flags of docker, torchrun and py-spy."""
+
+
 @pytest.mark.parametrize("cause", CATALOG.values(), ids=lambda cause: cause.id)
-def test_flags_exist_and_external_jobs_get_none(cause: Cause) -> None:
-    flags = {"--run", *("--" + name.replace("_", "-") for name in SECTION_OF)}
-    docker_and_torchrun = {"--cpus", "--ipc", "--shm-size", "--gpus", "--nproc-per-node", "--pid"}
-    assert set(re.findall(r"--[a-z][a-z-]*", f"{cause.fix} {cause.command}")) <= flags | docker_and_torchrun
+def test_flags_exist(cause: Cause) -> None:
+    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", f"{cause.fix} {cause.command}"))
+    assert flags <= _flags_of_train() | OF_OTHER_PROGRAMS
+
+
+@pytest.mark.parametrize("cause", CATALOG.values(), ids=lambda cause: cause.id)
+def test_a_command_of_flags_is_parsed(cause: Cause) -> None:
+    if cause.command is None or not cause.command.startswith("--"):
+        return
+    words = cause.command.split()
+    app.parse_args(["train", "demo", *words, *PLACEHOLDERS.get(words[-1], [])], print_error=False, exit_on_error=False)
+
+
+PLACEHOLDERS = {
+    "--anchor-sizes": ["32", "64", "128"], "--lr": ["0.01"], "--eval-every": ["2ep"], "--workers": ["4"],
+    "--run-dir": ["runs/x"],
+}  # fmt: skip
+"""What the user writes behind a flag whose value the rule does not know."""
+
+
+def test_commands_that_rules_choose_are_flags_that_exist() -> None:
+    """A rule may have another command than its row."""
+    chosen = set()
+    for file in CAUSES_FOLDER.glob("*.py"):
+        chosen |= set(re.findall(r'command="(--[a-z-]+)', file.read_text()))
+    assert chosen <= _flags_of_train()
+    assert "--run-dir" in chosen
+
+
+@pytest.mark.parametrize("cause", CATALOG.values(), ids=lambda cause: cause.id)
+def test_external_jobs_get_no_flags(cause: Cause) -> None:
     if cause.required_records[0].startswith("config.toml") or cause.id in NATIVE_ONLY:
         assert not cause.external_fix
         return
     text = cause.external_fix or cause.fix
-    assert not set(re.findall(r"--[a-z][a-z-]*", text)) & flags
+    assert not set(re.findall(r"--[a-z][a-z-]*", text)) & (_flags_of_train() | {"--run"})
     assert "STOKER_" not in text
 
 

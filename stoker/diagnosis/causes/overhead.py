@@ -69,7 +69,8 @@ CHECKPOINT_HEAVY = Cause(
         "short_run": SHORT_RUN,
     },
     confidence=0.9,
-    fix="Save less often, or to a faster disk (put the run on a local SSD with --run DIR, and copy it away afterwards)",
+    fix="Save less often, or to a faster disk (put the run on a local SSD with --run-dir DIR, and copy it away "
+    "afterwards)",
     external_fix="Save less often, to a faster disk such as a local SSD, or in the background "
     "(torch.distributed.checkpoint.async_save; a copy of the state in a thread)",
     command="--checkpoint-every 10min",
@@ -126,7 +127,7 @@ def checkpoint_heavy(run: RunRecords) -> Finding | None:
         count,
         count_evidence,
         extra_evidence=[sample_evidence(text, waiting, "psi_io")],
-        command="--run",
+        command="--run-dir",
         config_patch={},
         confidence=0.7,
         **options,

@@ -18,7 +18,7 @@ STORAGE_ERRORS = Cause(
     source="heuristic: one is an accident of the network",
     thresholds={"failed_checkpoints": Threshold(1, "checkpoints that failed: any is one too many")},
     confidence=0.7,
-    fix="Look at the named errors: a full disk (put the run on another one: --run), the quota of requests (429), a "
+    fix="Look at the named errors: a full disk (put the run on another one: --run-dir), the quota of requests (429), a "
     "bucket far away, a defective disk (dmesg)",
     external_fix="Look at the named errors: a full disk, the quota of requests (429), a bucket far away, a defective "
     "disk (dmesg)",
@@ -37,9 +37,9 @@ DISK_NEARLY_FULL = Cause(
     source="heuristic: a checkpoint of RetinaNet with its optimizer is 0.4 GB, and the new one is complete before the "
     "old one is deleted",
     confidence=0.85,
-    fix="Make room, keep fewer checkpoints, or put the run on another disk (--run)",
+    fix="Make room, keep fewer checkpoints, or put the run on another disk (--run-dir)",
     external_fix="Make room, keep fewer checkpoints, or write to another disk",
-    command="--run",
+    command="--run-dir",
 )
 
 
