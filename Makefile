@@ -72,7 +72,7 @@ check: setup
 	$(BIN)/python scripts/check_cycles.py
 	$(BIN)/python scripts/check_words.py
 
-bench: setup  ## about 30 minutes; peers that `make peers` has installed, else n/a
+bench: setup  ## about 45 minutes; peers that `make peers` has installed, else n/a
 	$(BIN)/python benchmarks/index.py --json benchmarks/results/index-cpu.json
 	$(BIN)/python benchmarks/check.py --json benchmarks/results/check-cpu.json
 	$(BIN)/python benchmarks/ledger.py --json benchmarks/results/ledger-cpu.json
@@ -87,6 +87,7 @@ bench: setup  ## about 30 minutes; peers that `make peers` has installed, else n
 	$(BIN)/python benchmarks/gil.py --json benchmarks/results/gil-cpu.json
 	$(BIN)/python benchmarks/ranks.py --json benchmarks/results/ranks-cpu.json
 	$(BIN)/python benchmarks/shards.py --json benchmarks/results/shards-cpu.json
+	$(BIN)/python benchmarks/shard_loading.py --json benchmarks/results/shard-loading-cpu.json
 
 # SEED=7 draws other levels; the same command again continues where it was stopped.
 bench-diagnose: setup  ## 45 minutes, on an idle machine

@@ -10,7 +10,7 @@ starts. "random" is stoker with a request per image. "start" is from nothing to 
 small images. Memory is that of the process after the last batch, as a multiple of that after a quarter of the run.
 
 A peer that is not installed is a row "n/a": STOKER_PEERS_PYTHON names a Python that has webdataset, mosaicml-streaming
-and opencv-python-headless.
+and opencv-python-headless. The packages of `make peers` exclude the newest mosaicml-streaming.
 """
 
 import argparse
