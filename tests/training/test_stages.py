@@ -29,6 +29,7 @@ from stoker.training.ranks import Ranks
 from stoker.training.stages import Stages, _merge, cut, list_parts
 from tests.drawn import draw, run_stoker, stoker
 from tests.models.samples import make_batch, settings_of
+from tests.training.stage_step import CASES
 from tests.training.test_ranks import arguments, mean_loss, start, train, wait_for_checkpoint
 
 FAST = ["--steps", "30", "--backbone-norm", "bn", "--grad-accum-steps", "3"]
@@ -161,14 +162,14 @@ def test_a_batch_need_not_be_a_multiple_of_the_stages(data: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 3])
-def test_steps_of_every_family_are_those_of_one_process(count: int) -> None:
+@pytest.mark.parametrize(("count", "cases"), [(2, [*CASES]), (3, ["ember", "fcos"])])
+def test_steps_of_every_family_are_those_of_one_process(count: int, cases: list[str]) -> None:
     """In float64, two steps of four micro-batches: weights, EMA, moments, losses; clipped; a skipped step; activation
     checkpointing; frozen stages; two optimizers."""
     port = find_free_port()
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.training.stage_step"],
+            [sys.executable, "-m", "tests.training.stage_step", *cases],
             cwd=Path(__file__).resolve().parents[2],
             env={
                 **os.environ, "RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank),
@@ -182,13 +183,13 @@ def test_steps_of_every_family_are_those_of_one_process(count: int) -> None:
     outputs = [rank.communicate(timeout=850)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * count
     found = json.loads(outputs[0].splitlines()[-1])
-    assert len(found) == 7
+    assert list(found) == cases
     for case, numbers in found.items():
         for name in ("state", "ema", "restored", "skipped"):
             assert numbers[name] < 1e-12, (case, name, numbers)
         assert numbers["losses"] < 1e-6, (case, numbers)  # they are summed in fp32
         assert numbers["all_bytes"] == pytest.approx(1.0), (case, "each tensor is in one rank", numbers)
-        assert numbers["own_bytes"] < 0.9, (case, numbers)
+        assert numbers["own_bytes"] < 0.95, (case, numbers)
 
 
 def assert_same_training(one: Path, other: Path) -> None:
