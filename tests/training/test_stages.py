@@ -193,11 +193,13 @@ def test_steps_of_every_family_are_those_of_one_process(count: int, cases: list[
 
 
 def assert_same_training(one: Path, other: Path) -> None:
-    """The bounds are those of a float32 sum in another order: only the norm of the gradients is summed otherwise."""
+    """The bounds are those of a float32 sum in another order, after 30 steps: only the norm of the gradients is summed
+    otherwise. `test_steps_of_every_family_are_those_of_one_process` compares in float64."""
     first, second = load_file(one / "final.safetensors"), load_file(other / "final.safetensors")
     assert list(first) == list(second)
     for name, tensor in first.items():
-        torch.testing.assert_close(second[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+        atol = 1e-6 + 1e-4 * float(tensor.abs().max())
+        torch.testing.assert_close(second[name], tensor, rtol=1e-5, atol=atol, msg=name)
     assert mean_loss(other) == pytest.approx(mean_loss(one), rel=1e-5)
 
 
