@@ -36,7 +36,7 @@ PHASE_MEANINGS = {
     "h2d": "the device waited for host-to-device copies",
     "host": "the device waited for the host to launch kernels",
     "sync": "explicit synchronization: the host waited for the device",
-    "comm": "gradient all-reduce",
+    "comm": "exchange with other devices: gradients, or the maps between stages",
     "straggler": "devices waited for the slowest one",
     "eval": "evaluation",
     "checkpoint": "training was paused to save a checkpoint",
