@@ -140,7 +140,7 @@ class _SampleSummary:
     """A summary of an attempt's samples: a day has 86,400 of them."""
 
     newest: list[DeviceSample] = dataclasses.field(default_factory=list)
-    """The last two."""
+    """The last two of the time in which the job had memory: later ones show a host without it."""
     source: str = ""
     gpu_used: bool | None = None
     xids: list[LogLine] = dataclasses.field(default_factory=list)
@@ -153,10 +153,12 @@ def _read_samples(run_dir: Path, attempt: int, last_progress_t: float | None) ->
     for line_number, sample in records.numbered_lines(run_dir, DEVICES, DeviceSample):
         if sample.attempt != attempt:
             continue
-        samples.newest = [*samples.newest[-1:], sample]
-        samples.source = f"{DEVICES}:{line_number}"
+        line_source = f"{DEVICES}:{line_number}"
+        if sample.rss_bytes or not (samples.newest and samples.newest[-1].rss_bytes):
+            samples.newest = [*samples.newest[-1:], sample]
+            samples.source = line_source
         for gpu in sample.gpus:
-            samples.xids += [LogLine(f"Xid {xid} of GPU {gpu.index}", samples.source) for xid in gpu.xids]
+            samples.xids += [LogLine(f"Xid {xid} of GPU {gpu.index}", line_source) for xid in gpu.xids]
             if gpu.utilization is not None:
                 samples.gpu_used = samples.gpu_used or gpu.utilization > 0
         if last_progress_t is not None and sample.t > last_progress_t:

@@ -624,6 +624,27 @@ def test_what_is_read_of_the_end_of_an_external_job(tmp_path: Path) -> None:
     assert quoted(found[0])[0] == (kernel, "events.jsonl:3")
 
 
+def test_samples_after_the_end_of_a_job_do_not_hide_what_was_full(tmp_path: Path) -> None:
+    """They show a host without the job; what the driver reports of a GPU comes late."""
+    run = tmp_path / "run"
+    folder = make_killed_run(run)
+    for used, rss in ((970, 10), (985, 10), (120, 0), (110, None)):
+        gpu = GpuSample(index=0, xids=[] if rss else [79])
+        folder.append(DEVICES, DeviceSample(t=5.0, attempt=2, gpus=[gpu], rss_bytes=rss, memory_used_bytes=used,
+                                            memory_limit_bytes=1000, shm_used_bytes=used if rss else None,
+                                            shm_total_bytes=1000 if rss else None))  # fmt: skip
+    folder.close()
+    folder = RunFolder(run, 2)
+    folder.event("failed", "x ended by signal 9", exit_code=137, signal=9)
+    folder.close()
+    termination = read_termination(run)
+    assert termination is not None
+    assert (termination.memory_fraction, termination.shm_fraction) == (0.985, 0.985)
+    assert termination.memory_growth == pytest.approx(0.015)
+    assert termination.samples_source == "devices.jsonl:4"
+    assert [line.source for line in termination.xids] == ["devices.jsonl:5", "devices.jsonl:6"]
+
+
 def test_the_length_of_a_hang_is_read_from_steps_output_and_stacks(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()

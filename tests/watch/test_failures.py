@@ -153,9 +153,14 @@ def test_the_kernel_kills_at_the_memory_limit(watched: Watched, cgroup: Path, wh
 def test_a_small_shared_memory_is_a_bus_error(tmp_path: Path) -> None:
     mount = "mount -t tmpfs -o size=64k none /dev/shm && exec"
     code = (
-        "import mmap, os\nprint('step 1 loss: 0.5', flush=True)\nf = os.open('/dev/shm/x', os.O_RDWR | os.O_CREAT)\n"
+        "import mmap, os, subprocess\nprint('step 1 loss: 0.5', flush=True)\n"
+        "f = os.open('/dev/shm/x', os.O_RDWR | os.O_CREAT)\n"
         "os.ftruncate(f, 2**20); m = mmap.mmap(f, 2**20)\nimport time\n"
-        "for n in range(2**20):\n    m[n] = 1\n    n == 65000 and time.sleep(3)\n"
+        "for n in range(2**20):\n"
+        "    m[n] = 1\n"
+        "    if n == 65000:\n"
+        "        time.sleep(3)\n"
+        "        subprocess.Popen(['sleep', '5'])\n"  # keeps the output open: samples are taken after the job's end
     )
     command = script(tmp_path, code)
     inside = ["unshare", "-m", "sh", "-c", f"{mount} {' '.join([*WATCH, '--', *command])}"]
