@@ -6,6 +6,7 @@ torch is not installed. An error of the exception tree becomes a message and its
 and keeps its traceback.
 """
 
+import contextlib
 import io
 import os
 import shutil
@@ -76,7 +77,19 @@ def main() -> None:
         for stream in (sys.stdout, sys.stderr):
             redirect_to_devnull(stream)
         code = 141  # the reader ended (`| head`): like other programs that SIGPIPE ends
+    if "torch" in sys.modules and _is_rank():
+        sys.stderr.flush()
+        os._exit(code)  # a thread of gloo that frees a tensor while Python ends aborts it (PyTorch issue 190489)
     sys.exit(code)
+
+
+def _is_rank() -> bool:
+    """Whether a launcher started this process as one of several that train together."""
+    from stoker.training.cluster import find_place
+
+    with contextlib.suppress(StokerError):  # it has been told
+        return find_place() is not None
+    return False
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

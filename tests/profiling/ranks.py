@@ -4,6 +4,8 @@ HOW: `slow rank`: rank 1 sleeps SLEEP_S in each step; `slow link`: each exchange
 the process group is made inside the block; `crash`: rank 1 raises in the middle.
 """
 
+import atexit
+import os
 import sys
 import threading
 import time
@@ -55,4 +57,12 @@ def main(run: str, how: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    code = 0
+    try:
+        main(*sys.argv[1:])
+    except Exception:  # noqa: BLE001  # as Python would print it
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    atexit._run_exitfuncs()
+    sys.stderr.flush()
+    os._exit(code)  # gloo's threads live as long as the model, and may abort Python as it ends (PyTorch issue 190489)

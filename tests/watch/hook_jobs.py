@@ -376,5 +376,9 @@ for x, y in DataLoader(Slow(320, 0.01 if rank == 1 else 0.0), 8):
     optimizer.step()
 dist.barrier()
 dist.destroy_process_group()
+import atexit, os
+
+atexit._run_exitfuncs()
+os._exit(0)  # gloo's threads live as long as the model, and may abort Python as it ends (PyTorch issue 190489)
 """
 )
