@@ -16,6 +16,7 @@ from stoker.diagnosis.failure_signatures import (
     FAILURE_SIGNATURES,
     SECONDARY_ERRORS,
     STOPS,
+    UNEXPLAINED,
     FailureSignature,
     LogPattern,
 )
@@ -252,7 +253,7 @@ def _find_fault(
 ) -> Finding | None:
     """The fault in the lines before `end`: those after the last traceback, then the tracebacks from the last one on,
     then all lines. An error that only reports the end of another process does not decide, and neither does an unknown
-    one if a known failure was logged before it."""
+    one, or a crash, if a known failure was logged before it."""
     lines = termination.output
     faults = [match for match in decisive if match.failure.role == "fault"]
     late_faults = [match for match in faults if not _was_survived(match.line_index, progress, all_spans)]
@@ -262,12 +263,14 @@ def _find_fault(
         spans = [span for span in spans if not _was_survived(span[1], progress, all_spans)]
     for number in range(len(spans) - 1, -1, -1):
         start, last = spans[number]
+        crashes: list[_Match] = []
         for begin, stop in ((last + 1, end), (start, last + 1)):
             found = [match for match in faults if begin <= match.line_index < stop]
-            if found:
+            if any(match.failure.id not in UNEXPLAINED for match in found):
                 return _finding_from_matches(termination, found, matches)
+            crashes += found
         above = spans[number - 1][1] if number else -1
-        logged = [match for match in late_faults if above < match.line_index < start]
+        logged = [match for match in late_faults if above < match.line_index < start] or crashes
         if logged:
             return _finding_from_matches(termination, logged, matches)
         consequences = {match.failure.id for match in decisive if above < match.line_index}

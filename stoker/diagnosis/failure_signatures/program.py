@@ -863,6 +863,20 @@ SYSTEM = (
         seen=("cpython: Objects/object.c",),
     ),
     signature(
+        "aborted_at_exit",
+        "A thread of a library aborted the process while it ended",
+        "unknown",
+        r"terminate called without an active exception",
+        fix="What the job wrote before is complete if its own last line was printed: compare it with the checkpoint. "
+        "End the process without Python's finalization, `sys.stdout.flush(); os._exit(0)` as the last line; with gloo, "
+        "destroy_process_group() before it",
+        seen=(
+            "github.com/pytorch/pytorch/issues/190489",
+            "github.com/PaddlePaddle/PaddleFleetX/pull/513",
+            "github.com/PaddlePaddle/Paddle/pull/34501",
+        ),
+    ),
+    signature(
         "crashed",
         "It crashed in native code",
         "unknown",
@@ -879,7 +893,7 @@ SYSTEM = (
         r"malloc\(\): ",
         r"\b(Aborted|Bus error) +\(core dumped\)",
         r"\*\*\* Process received signal \*\*\*",
-        r"terminate called (after throwing|without an active)",
+        r"terminate called after throwing",
         r"stack smashing detected",
         r"Floating point exception",
         r"exitcode:? -(6|11)\b",
