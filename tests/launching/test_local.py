@@ -16,7 +16,7 @@ from tests.launching.slurm_cluster import wait_for
 
 pytestmark = pytest.mark.slow
 
-STEPS = ("--steps", "24", "--eval-every", "12", "--batch-size", "8", "--mosaic", "0", "--device", "cpu")
+STEPS = ("--steps", "160", "--eval-every", "80", "--batch-size", "8", "--mosaic", "0", "--device", "cpu")
 WAIT_S = 300
 
 

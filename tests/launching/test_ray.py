@@ -24,7 +24,7 @@ from tests.launching.slurm_cluster import wait_for
 ray = pytest.importorskip("ray", reason="uv pip install 'stoker[ray]'")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-STEPS = ("--steps", "24", "--eval-every", "12", "--batch-size", "8", "--mosaic", "0", "--device", "cpu")
+STEPS = ("--steps", "160", "--eval-every", "80", "--batch-size", "8", "--mosaic", "0", "--device", "cpu")
 WAIT_S = 200
 
 
