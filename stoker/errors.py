@@ -69,6 +69,13 @@ class UsageError(StokerError):
     exit_code = 2
 
 
+class RunFinished(UsageError):
+    """The named run was trained to its end with these settings. Exit code 0: where a scheduler starts a command again
+    that has done its work, for example because the machine was lost after it, nothing is left to do."""
+
+    exit_code = 0
+
+
 class ConfigError(UsageError):
     """A setting has a value it cannot have, or two settings contradict each other."""
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
+from stoker.config.settings import Config
 from stoker.errors import (
     ConfigError,
     ObjectMissing,
@@ -37,6 +38,7 @@ from stoker.storage.store import Store, open_store
 from stoker.storage.uri import StorageUri
 from stoker.training.checkpoint import MANIFEST, is_complete, list_checkpoints
 from stoker.training.recovery import StopRequest
+from stoker.training.run_selection import refuse_finished
 from stoker.training.state import EventLogger
 from stoker.training.uploads import BackgroundUploader
 
@@ -143,6 +145,7 @@ def uploading(run: BucketRun | None, stop_request: StopRequest, log_event: Event
 def join_bucket_run(
     name: str | None,
     resume: str | None,
+    user_config: Config,
     *,
     stop_request: StopRequest,
     stack: contextlib.ExitStack,
@@ -151,8 +154,8 @@ def join_bucket_run(
     """The run in a bucket that --run-dir (`name`) or --resume names, with its working copy up to date; None: a local
     run.
 
-    The lease is held in `stack`. Raises UsageError if another process trains it or there is nothing to resume;
-    ConfigError; StorageError.
+    user_config: what the user set, with absolute paths. The lease is held in `stack`. Raises UsageError if another
+    process trains it or there is nothing to resume; RunFinished; ConfigError; StorageError.
     """
     location = resume if resume is not None else name
     uri = None if location is None else to_run_uri(location)
@@ -172,7 +175,7 @@ def join_bucket_run(
             if acquired is False:
                 raise UsageError("Another process is training this run.", location=uri)
             write_atomic(local_dir / URI_FILE, str(uri).encode())
-            manifests, messages = _synchronize(store, uri, local_dir)
+            manifests, messages = _synchronize(store, uri, local_dir, None if resume is not None else user_config)
             if is_finished(local_dir):
                 _upload_remaining(store, uri, local_dir, lease, manifests, note)
     messages = [
@@ -183,9 +186,11 @@ def join_bucket_run(
     return BucketRun(uri, local_dir, messages, store, lease, manifests)
 
 
-def _synchronize(store: Store, uri: StorageUri, local_dir: Path) -> tuple[dict[str, bytes], list[str]]:
+def _synchronize(
+    store: Store, uri: StorageUri, local_dir: Path, user_config: Config | None
+) -> tuple[dict[str, bytes], list[str]]:
     """Makes the working copy at least as new as the bucket. Returns the manifests of the bucket's checkpoints (empty
-    for an incomplete one) and messages."""
+    for an incomplete one) and messages. Raises as `refuse_finished` if the run was finished elsewhere."""
     remote_files = list_keys(store, uri)
     checkpoints: dict[str, dict[str, str]] = {}
     for name, key in remote_files.items():
@@ -200,9 +205,7 @@ def _synchronize(store: Store, uri: StorageUri, local_dir: Path) -> tuple[dict[s
         newest = next((path.name for path in list_checkpoints(local_dir) if is_complete(path)), "")
         to_fetch = [name for name in manifests if int(name[5:]) > int(newest[5:] or -1)]
     else:
-        if is_finished(fetch_run(uri)):
-            fix = "another --run-dir, or none: that makes a new folder"
-            raise UsageError("The run is finished.", location=uri, fix=fix)
+        refuse_finished(fetch_run(uri), user_config, uri)
         if (local_dir / EVENTS).exists():
             messages.append("another machine has continued this run: the working copy is replaced")
         _clear_working_copy(local_dir)

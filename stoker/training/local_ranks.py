@@ -178,6 +178,8 @@ class _Starter:
         path = self._reports / RESULT
         if path.exists():
             return msgspec.json.decode(path.read_bytes(), type=RankResult)
+        if (failure := first_failure(read_reports(self._reports))) is not None:
+            raise failure.as_error()  # RunFinished
         raise RankError("The ranks ended without a result.", fix="the run folder has the records")
 
     def _has_report(self, number: int) -> bool:

@@ -123,12 +123,13 @@ def train(
 
         def choose_run() -> tuple[Path | None, Config, list[str]]:
             nonlocal remote, run_dir, resume
+            given = run_selection.with_absolute_paths(user_config)
             remote = bucket_run.join_bucket_run(
-                run_dir, resume, stop_request=stop_request, stack=stack, note=screen.note
+                run_dir, resume, given, stop_request=stop_request, stack=stack, note=screen.note
             )
             if remote is not None:
                 run_dir, resume = (str(remote.local_dir), None) if resume is None else (None, str(remote.local_dir))
-            return run_selection.choose_run(run_selection.with_absolute_paths(user_config), run_dir, resume, stack)
+            return run_selection.choose_run(given, run_dir, resume, stack)
 
         path, user_config, messages = ranks.share(choose_run)
         with out_of_memory_as_error("looking for the batch that fits"):

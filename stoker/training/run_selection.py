@@ -14,7 +14,7 @@ import msgspec
 
 from stoker.config.settings import Config, from_toml, to_toml
 from stoker.data.formats.detect import data_file_suffixes, root_of_files
-from stoker.errors import ConfigError, StorageError, UsageError, writing
+from stoker.errors import ConfigError, RunFinished, StorageError, UsageError, writing
 from stoker.profiling.telemetry.environment import describe
 from stoker.runs.records import (
     CONFIG,
@@ -47,18 +47,14 @@ def choose_run(
     """(the unfinished run to continue or None, the user's settings when it was started, messages).
 
     name: --run-dir; resume: --resume; local folders, for a run in a bucket its working copy. The lock is held in
-    `stack`. Raises UsageError if the named run is finished, was started with other settings, or is trained by another
-    process.
+    `stack`. Raises RunFinished if the named run is finished, UsageError if it was started with other settings or is
+    trained by another process.
     """
     if resume is not None:
         if user_config.set_fields().keys() - {"stages"} or name is not None:
             raise UsageError("--resume takes its settings from the run.", fix="leave out the other flags")
         path = open_run(resume)
-        if is_finished(path):
-            location = display_path(path)
-            raise UsageError(
-                "The run is finished: there is nothing to resume.", location=location, fix=f"`stoker why {location}`"
-            )
+        refuse_finished(path, None, display_path(path))
         return path, _with_stages_of(user_config, _read_user_config(path)), _lock_run(path, stack)
     if "data" not in user_config.set_fields():
         choices = ("a folder", "an annotation file", "demo")
@@ -68,15 +64,10 @@ def choose_run(
         if not (path / EVENTS).exists():
             return None, user_config, []
         location = display_path(path)
-        if is_finished(path):
-            fix = "another --run-dir, or none: that makes a new folder"
-            raise UsageError("The run is finished.", location=location, fix=fix)
-        if _with_stages_of(user_config, _read_user_config(path)) != user_config:
-            cause = (
-                f"it was started with {_format_flags(_read_user_config(path))}; now it is {_format_flags(user_config)}"
-            )
+        refuse_finished(path, user_config, location)
+        if (difference := _difference(path, user_config)) is not None:
             fix = f"`stoker train --resume {location}`, or another --run-dir"
-            raise UsageError("The run was started with other settings.", location=location, cause=cause, fix=fix)
+            raise UsageError("The run was started with other settings.", location=location, cause=difference, fix=fix)
         return path, user_config, _lock_run(path, stack)
     messages = []
     for path in reversed(_find_runs(user_config)):
@@ -98,6 +89,27 @@ def choose_run(
             return path, user_config, [] if acquired else [NO_LOCKS_NOTE]
         messages.append(f"{path} has the same settings and is being trained: starting a new run")
     return None, user_config, messages[:1]
+
+
+def refuse_finished(path: Path, user_config: Config | None, location: object) -> None:
+    """Raises RunFinished if the run `path` is finished, UsageError if it is and had other settings. user_config: what
+    the user set, with absolute paths; None: --resume. location: what the error names."""
+    if not is_finished(path):
+        return
+    difference = None if user_config is None else _difference(path, user_config)
+    if difference is not None:
+        fix = "another --run-dir, or none: that makes a new folder"
+        raise UsageError("The run is finished, with other settings.", location=location, cause=difference, fix=fix)
+    fix = f"`stoker why {location}` shows it; to train again, another --run-dir"
+    raise RunFinished("The run is finished: nothing is left to do.", location=location, fix=fix)
+
+
+def _difference(path: Path, user_config: Config) -> str | None:
+    """Which settings the run `path` was started with, if they are not these."""
+    started = _read_user_config(path)
+    if _with_stages_of(user_config, started) == user_config:
+        return None
+    return f"it was started with {_format_flags(started)}; now it is {_format_flags(user_config)}"
 
 
 def _refuse_run_of_this_command(path: Path) -> None:

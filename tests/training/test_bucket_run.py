@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stoker.config.settings import from_fields
-from stoker.errors import Preempted, StorageError, UsageError
+from stoker.config.settings import Config, from_fields
+from stoker.errors import Preempted, RunFinished, StorageError, UsageError
 from stoker.inference.model import load
 from stoker.report.explain import explain_run
 from stoker.runs.records import (
@@ -84,6 +84,7 @@ def move(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Non
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         monkeypatch.setenv("STOKER_CACHE_DIR", str(folder / "cache"))
+        monkeypatch.setenv("TORCH_HOME", str(folder / "torch"))
         monkeypatch.chdir(folder)
 
     return move
@@ -163,8 +164,11 @@ def test_a_stopped_run_continues_on_another_machine(
         assert model.weights.read_bytes() == content(address, weights)
         assert len(model.predict(str(data / "valid" / "valid-0.jpg"))) == 1
     move("first")
-    with pytest.raises(UsageError, match="The run is finished"):
+    with pytest.raises(RunFinished):
         train(asked, run_dir=str(address))
+    with pytest.raises(UsageError, match="The run is finished, with other settings") as caught:
+        train(asked.replace(seed=7), run_dir=str(address))
+    assert caught.value.exit_code == 2
     assert explain_run(str(address)).state == "finished"
     assert explain_run(str(address)).attempts == 2
 
@@ -225,7 +229,7 @@ def upload(folder: Path, address: StorageUri, leave_out: str = "") -> None:
 def joined(address: StorageUri, *, resume: bool = False) -> BucketRun:
     with contextlib.ExitStack() as stack:
         name, again = (None, str(address)) if resume else (str(address), None)
-        run = join_bucket_run(name, again, stop_request=StopRequest(), stack=stack, note=print)
+        run = join_bucket_run(name, again, Config(), stop_request=StopRequest(), stack=stack, note=print)
         assert run is not None
         return run
 
@@ -338,7 +342,9 @@ def test_resume_of_a_missing_run_is_an_error(address: StorageUri):
 
 def test_a_run_is_not_written_over_https():
     with contextlib.ExitStack() as stack, pytest.raises(UsageError) as caught:
-        join_bucket_run("https://example.org/runs/x", None, stop_request=StopRequest(), stack=stack, note=print)
+        join_bucket_run(
+            "https://example.org/runs/x", None, Config(), stop_request=StopRequest(), stack=stack, note=print
+        )
     assert caught.value.choices == ("gs://", "s3://")
 
 
@@ -346,7 +352,7 @@ def test_resuming_the_working_copy_resumes_the_run_in_the_bucket(address: Storag
     upload(other, address)
     folder = joined(address).local_dir
     with contextlib.ExitStack() as stack:
-        run = join_bucket_run(None, str(folder), stop_request=StopRequest(), stack=stack, note=print)
+        run = join_bucket_run(None, str(folder), Config(), stop_request=StopRequest(), stack=stack, note=print)
         assert run is not None
         assert run.uri == address
         assert not msgspec.json.decode(content(address, LEASE_FILE), type=LeaseHolder).released

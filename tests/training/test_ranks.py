@@ -326,6 +326,13 @@ def test_torchrun_starts_ranks_too(data: Path, tmp_path: Path):
     assert [path.name for path in tmp_path.glob("finalized-*")] == ["finalized-None"]
     assert compute_totals(tmp_path / "run").devices == 2
 
+    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "The run is finished: nothing is left to do." in again.stderr
+    code, output = run_stoker(*arguments(data, 2, "--steps", "4"), cwd=tmp_path)
+    assert code == 0, output
+    assert output.count("The run is finished: nothing is left to do.") == 1
+
 
 @pytest.mark.slow
 def test_an_error_of_all_ranks_is_one_message(data: Path, tmp_path: Path):
