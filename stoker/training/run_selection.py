@@ -113,13 +113,13 @@ def _difference(path: Path, user_config: Config) -> str | None:
 
 
 def _refuse_run_of_this_command(path: Path) -> None:
-    """Raises UsageError if an earlier attempt of this command, before a restart, finished the run `path`."""
+    """Raises RunFinished if an earlier attempt of this command, before a restart, finished the run `path`."""
     restart = read_restart()
     if restart is None:
         return
     if any(event.kind == "finished" and event.t >= restart.since for event in read_lines(path, EVENTS, Event)):
-        raise UsageError(
-            "The run is finished: there is nothing to restart.",
+        raise RunFinished(
+            "The run is finished: nothing is left to do.",
             location=path,
             cause=f"its last attempt failed after the end of the training: {restart.reason}",
         )

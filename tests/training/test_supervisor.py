@@ -11,7 +11,7 @@ import msgspec
 import psutil
 import pytest
 
-from stoker.errors import ConfigError, UsageError
+from stoker.errors import ConfigError, RunFinished
 from stoker.runs.records import EVENTS, RunFolder
 from stoker.training import run_selection
 from stoker.training.supervisor import VARIABLE, Restart, Supervisor, delay_s, read_restart, without_restarts
@@ -86,7 +86,7 @@ def test_a_run_that_an_earlier_attempt_finished_is_not_begun_again(
         restart = Restart(number=1, limit=3, reason="exit code 1", exit_code=1, since=since)
         monkeypatch.setenv(VARIABLE, msgspec.json.encode(restart).decode())
         if refused:
-            with pytest.raises(UsageError, match="nothing to restart"):
+            with pytest.raises(RunFinished, match="nothing is left"):
                 run_selection._refuse_run_of_this_command(tmp_path)
         else:
             run_selection._refuse_run_of_this_command(tmp_path)
