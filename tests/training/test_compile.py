@@ -132,4 +132,5 @@ def test_the_inductor_step_equals_the_eager_one_and_is_cached(tmp_path: Path, mo
     for compiled in found[1:]:
         assert compiled.keys() == found[0].keys()
         for name, tensor in found[0].items():
-            torch.testing.assert_close(compiled[name], tensor, rtol=1e-3, atol=1e-5)
+            # a sum of many terms near 0 is rounded relative to its terms; measured: 2e-5 of the largest value
+            torch.testing.assert_close(compiled[name], tensor, rtol=1e-3, atol=1e-6 + 1e-4 * float(tensor.abs().max()))
