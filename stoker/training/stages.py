@@ -22,6 +22,7 @@ from stoker.config.sync_method import parse_sync
 from stoker.errors import ConfigError
 from stoker.evaluation.evaluate import in_eval_mode
 from stoker.models.detector import Backbone, Detector, Part
+from stoker.models.layers.winograd import without_winograd
 from stoker.models.weights.shapes_only import shapes_only
 from stoker.training.checkpoint import map_tensors
 from stoker.training.ranks import Ranks
@@ -67,7 +68,7 @@ def list_parts(model: Detector) -> list[StagePart]:
         is_trained = is_trained or any(tensors[key].requires_grad for key in own)
         flop = 0.0
         if has_values:
-            with in_eval_mode(model), torch.no_grad(), FlopCounterMode(display=False) as counter:
+            with in_eval_mode(model), torch.no_grad(), without_winograd(), FlopCounterMode(display=False) as counter:
                 if number < len(parts):
                     flow = backbone.run(flow, number, number + 1)
                 else:

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from stoker.config.recipes import RECIPES
 from stoker.models import MODELS, build
 from stoker.models.architecture import ComputeCost
+from stoker.models.layers.winograd import without_winograd
 from tests import fakes
 from tests.models.samples import make_batch, settings_of
 
@@ -44,7 +45,7 @@ def inference_gflop(name: str) -> float:
     """Of an image, from pixels to candidates."""
     model = build(settings_of(name), CLASSES).eval()
     batch = make_batch((0,), image_size_of(name), CLASSES)
-    with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+    with torch.inference_mode(), without_winograd(), FlopCounterMode(display=False) as counter:
         model.candidates(model(batch.images), batch.resized_size, score_threshold=0.0)
     return counter.get_total_flops() / 1e9
 

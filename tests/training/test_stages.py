@@ -107,6 +107,15 @@ def test_stages_are_balanced_and_described() -> None:
     assert model.training
 
 
+def test_the_cut_is_the_same_on_all_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Winograd's convolution, where there is no AVX-512, has fewer FLOPs; the ranks may have different processors."""
+    flop = []
+    for capability in ("AVX512", "AVX2"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+        flop.append([part.flop for part in list_parts(build(settings_of("ssd300_vgg16"), 3))])
+    assert flop[0] == flop[1]
+
+
 def test_merged_trees_have_all_tensors_and_the_order_of_one_process() -> None:
     meta, one, two = torch.empty(1, device="meta"), torch.ones(1), torch.zeros(1)
     merged = _merge([({"a": one, "b": meta}, {1: {"x": one}}, None), ({"a": meta, "b": two}, {0: {"x": two}}, 3)])

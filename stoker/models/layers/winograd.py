@@ -7,7 +7,10 @@ oneDNN's convolutions; with AVX-512, those are the faster ones (LOG.md, "The ste
 rounding: the error is about four times that of a direct convolution in fp32.
 """
 
+import contextlib
 import types
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -18,6 +21,18 @@ MIN_TILES, MIN_CHANNELS = 100, 128
 """Below, the transforms take longer than the products save."""
 MAX_TILE_ELEMENTS = 2**21
 """Elements of the transformed tiles of the input that are held at once, if a row of tiles does not need more."""
+
+_is_avoided = ContextVar("_is_avoided", default=False)
+
+
+@contextlib.contextmanager
+def without_winograd() -> Iterator[None]:
+    """Computes all convolutions of the block directly: FLOPs that are counted in it are the same on all machines."""
+    token = _is_avoided.set(True)
+    try:
+        yield
+    finally:
+        _is_avoided.reset(token)
 
 
 def _for_rows_and_columns(transform: list[list[float]]) -> Tensor:
@@ -77,6 +92,7 @@ def _conv_forward(conv: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | Non
         and x.dtype == torch.float32
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
+        and not _is_avoided.get()
         and len(x) * _num_tiles(x.shape[2]) * _num_tiles(x.shape[3]) >= MIN_TILES
     )
     if not fits:
