@@ -87,7 +87,7 @@ def _is_rank() -> bool:
     """Whether a launcher started this process as one of several that train together."""
     from stoker.training.cluster import find_place
 
-    with contextlib.suppress(StokerError):  # it has been told
+    with contextlib.suppress(StokerError):  # malformed variables: the command has reported them
         return find_place() is not None
     return False
 

@@ -867,9 +867,9 @@ SYSTEM = (
         "A thread of a library aborted the process while it ended",
         "unknown",
         r"terminate called without an active exception",
-        fix="What the job wrote before is complete if its own last line was printed: compare it with the checkpoint. "
-        "End the process without Python's finalization, `sys.stdout.flush(); os._exit(0)` as the last line; with gloo, "
-        "destroy_process_group() before it",
+        fix="If the job printed its own last line, its work was done: check that the last checkpoint is of the last "
+        "step. To avoid the abort, end the process without Python's finalization: destroy_process_group(), then "
+        "sys.stdout.flush() and os._exit(0)",
         seen=(
             "github.com/pytorch/pytorch/issues/190489",
             "github.com/PaddlePaddle/PaddleFleetX/pull/513",

@@ -22,17 +22,17 @@ MIN_TILES, MIN_CHANNELS = 100, 128
 MAX_TILE_ELEMENTS = 2**21
 """Elements of the transformed tiles of the input that are held at once, if a row of tiles does not need more."""
 
-_is_avoided = ContextVar("_is_avoided", default=False)
+_computes_directly = ContextVar("_computes_directly", default=False)
 
 
 @contextlib.contextmanager
 def without_winograd() -> Iterator[None]:
     """Computes all convolutions of the block directly: FLOPs that are counted in it are the same on all machines."""
-    token = _is_avoided.set(True)
+    token = _computes_directly.set(True)
     try:
         yield
     finally:
-        _is_avoided.reset(token)
+        _computes_directly.reset(token)
 
 
 def _for_rows_and_columns(transform: list[list[float]]) -> Tensor:
@@ -92,7 +92,7 @@ def _conv_forward(conv: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | Non
         and x.dtype == torch.float32
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
-        and not _is_avoided.get()
+        and not _computes_directly.get()
         and len(x) * _num_tiles(x.shape[2]) * _num_tiles(x.shape[3]) >= MIN_TILES
     )
     if not fits:
