@@ -32,7 +32,7 @@ from stoker.training import forward
 from stoker.training.cuda_graph import Capture, CudaCapture, CudaGraphStep
 from stoker.training.defaults.derive import AUGMENTATIONS, DEFAULTS
 from stoker.training.defaults.dry_run import make_worst_case_batch
-from stoker.training.forward import LossFn, make_loss_fn, train_step
+from stoker.training.step import LossFn, make_loss_fn, train_step
 from stoker.training.optim import LossAccumulator, OptimizerStep
 from tests import fakes
 

@@ -132,7 +132,7 @@ def measure_method(ranks: Any, method: str, steps: int) -> dict[str, float]:
     from stoker.models import build
     from stoker.profiling.ledger import Ledger
     from stoker.training import gradient_hooks
-    from stoker.training.forward import make_loss_fn, train_step
+    from stoker.training.step import make_loss_fn, train_step
     from stoker.training.optim import LossAccumulator, OptimizerStep
     from stoker.training.replica import Replica
     from stoker.training.state import TrainState

@@ -93,7 +93,7 @@ def ours(backbone_name: str, side: int, image_batch: ImageBatch, precision: str)
     from stoker.models.backbones import build_backbone_with_fpn
     from stoker.models.layers.winograd import use_winograd_without_avx512
     from stoker.models.retinanet.retinanet import RetinaNet
-    from stoker.training.forward import forward_backward, make_loss_fn
+    from stoker.training.step import forward_backward, make_loss_fn
     from stoker.training.optim import OptimizerStep
 
     defaults = MODELS["retinanet_resnet50_fpn"].defaults

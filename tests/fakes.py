@@ -39,7 +39,7 @@ from stoker.planning.fake_accelerator import (
 from stoker.planning.trace import FLOP
 from stoker.training import optim
 from stoker.training.defaults.dry_run import PeakMemoryMode
-from stoker.training.forward import forward_backward, make_loss_fn
+from stoker.training.step import forward_backward, make_loss_fn
 from stoker.training.optim import OptimizerStep
 from tests.host_sync import ForbidHostSync
 

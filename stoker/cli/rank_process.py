@@ -30,7 +30,7 @@ def main() -> int:
     threading.Thread(target=_end_with_starter, args=(sys.stdin.buffer,), name="starter", daemon=True).start()
     with quick_imports():
         from stoker.profiling.telemetry.host import process_start_s
-        from stoker.training.loop import train
+        from stoker.training.run import train
     try:
         result = train(
             from_fields(request.settings),

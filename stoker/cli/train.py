@@ -17,7 +17,7 @@ from stoker.monitor.options import MonitoringOptions
 
 if TYPE_CHECKING:
     from stoker.training.local_ranks import RankResult
-    from stoker.training.loop import Result
+    from stoker.training.run import Result
 
 COMMON_FLAGS = (
     "epochs", "steps", "max-time", "model", "weights", "image-size", "batch-size", "lr", "classes", "augment", "device",
@@ -103,7 +103,7 @@ def train(
     if not starts_ranks:
         with quick_imports():
             from stoker.profiling.telemetry.host import process_start_s
-            from stoker.training.loop import train as train_loop
+            from stoker.training.run import train as train_loop
 
     length = {"epochs": epochs, "steps": steps, "max_time": max_time, "max_duration": config.run.max_duration}
     user_config = config.replace(**join_length(length))

@@ -34,7 +34,7 @@ from stoker.planning import fake_accelerator
 from stoker.planning.fake_accelerator import Autocast, fake_tensors, to_fake
 from stoker.training import optim
 from stoker.training.defaults.dry_run import PeakMemoryMode
-from stoker.training.forward import forward_backward, make_loss_fn
+from stoker.training.step import forward_backward, make_loss_fn
 from stoker.training.optim import LossAccumulator, OptimizerStep
 
 aten = torch.ops.aten

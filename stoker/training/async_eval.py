@@ -3,13 +3,8 @@ detections.
 
 The training thread runs the EMA weights on the validation split, copies them to the host and continues with its steps.
 A thread of this module computes the metrics, writes evaluation.json and best.safetensors if this is the best so far,
-and reports to the run's events, the screen and TensorBoard. The training thread applies the metrics to the run's state
-at fixed points of the stream: before the next evaluation, a checkpoint or a rollback, at the end, and at once if they
-could end the run (`patience`). If need be, it waits for the thread there. So nothing that a run decides depends on how
-long the metrics take.
-
-A signal does not wait: an evaluation without metrics goes into the checkpoint with its detections and weights, and the
-continued run computes its metrics first.
+and reports to the run's events, the screen and TensorBoard. When the training takes the metrics into account, and what
+follows from them, is in `evaluator.py`.
 """
 
 import contextlib
@@ -27,12 +22,11 @@ from stoker.evaluation.evaluate import build_evaluation, compute_coco_result, de
 from stoker.evaluation.metrics import Detections, Metrics
 from stoker.hardware.cgroup import host_memory
 from stoker.hardware.device import ReadyEvent
-from stoker.report.tensorboard import Board
-from stoker.report.terminal import Screen
 from stoker.runs.records import BEST, EVALUATION
 from stoker.training import checkpoint
+from stoker.training.attempt import Attempt
+from stoker.training.recorder import Recorder
 from stoker.training.start import make_validation_loader
-from stoker.training.state import EventLogger, TrainSetup
 
 BASE_BYTES, BYTES_PER_DETECTION = 2**25, 400
 """Host memory at the peak of computing metrics. Measured: 232 bytes per detection with 7 ground truth boxes per image,
@@ -67,8 +61,8 @@ class PendingEvaluation:
 class _EvalTask:
     """An evaluation whose metrics are being computed."""
 
-    def __init__(self, pending: PendingEvaluation) -> None:
-        self.pending = pending
+    def __init__(self, pending: PendingEvaluation, best_ap: float) -> None:
+        self.pending, self.best_ap = pending, best_ap
         self.publishing = threading.Lock()
         """Held while its results are written, and while it is canceled."""
         self.is_canceled = False
@@ -81,15 +75,14 @@ class _EvalTask:
 class AsyncEvaluator:
     """Runs one evaluation at a time. Called by the training thread only."""
 
-    def __init__(self, setup: TrainSetup, screen: Screen, board: Board, log_event: EventLogger) -> None:
-        self._setup, self._screen, self._board, self._log_event = setup, screen, board, log_event
+    def __init__(self, attempt: Attempt, recorder: Recorder) -> None:
+        setup = attempt.setup
+        self._setup, self._log_event, self._recorder = setup, attempt.log_event, recorder
         self._memory_note_logged = False
         self._ground_truth = ground_truth(setup.index, setup.val_indices)
         self._num_workers = 0
         """Loader threads at the end of the last evaluation."""
         self._task: _EvalTask | None = None
-        self.metrics: Metrics | None = None
-        """Of the newest evaluation of this attempt whose metrics were collected."""
 
     def run_inference(self, poll: Callable[[], None]) -> Detections:
         """Detections of the EMA weights on the validation split. poll: called between batches; it may raise."""
@@ -100,30 +93,19 @@ class AsyncEvaluator:
                 poll()
                 yield batch
 
-        if setup.optimizer.sharding is not None:
-            setup.optimizer.sharding.collect(setup.optimizer.ema_model)
         initial_workers = max(self._num_workers, setup.loader.stats().workers)
         with contextlib.closing(make_validation_loader(setup, initial_workers=initial_workers)) as loader:
             batches, precision = poll_between_batches(loader), setup.config.run.precision
             detections = detect(setup.optimizer.ema_model, batches, setup.device, precision=precision)
             self._num_workers = loader.stats().workers
-        if setup.optimizer.sharding is not None:
-            setup.optimizer.sharding.reshard(setup.optimizer.ema_model)
         return detections
 
-    def start(self, pending: PendingEvaluation) -> None:
-        """Starts computing metrics; the task before has been collected."""
+    def start(self, pending: PendingEvaluation, best_ap: float) -> None:
+        """Starts computing metrics; the task before has been collected. best_ap: of the evaluations before."""
         assert self._task is None
-        task = self._task = _EvalTask(pending)
+        task = self._task = _EvalTask(pending, best_ap)
         # A daemon: if the process ends without waiting for it, its unwritten results are not needed.
         threading.Thread(target=self._run, args=(task,), name="stoker-scorer", daemon=True).start()
-
-    def resume(self) -> None:
-        """Starts with the evaluation left pending at preemption, if the state has one."""
-        state = self._setup.state
-        if state.pending_eval is not None:
-            self.start(PendingEvaluation.from_state(state.pending_eval))
-            state.pending_eval = None
 
     def has_memory(self, detections: Detections) -> bool:
         """Whether the host's memory allows computing metrics while training. Logs a note once if not."""
@@ -138,26 +120,20 @@ class AsyncEvaluator:
             self._memory_note_logged = True
         return needed_bytes <= free_bytes
 
-    def collect(self, poll: Callable[[], None]) -> None:
-        """Waits for the metrics of the running task, if any, and applies them to the state. Raises the task's error.
+    def collect(self, poll: Callable[[], None]) -> Metrics | None:
+        """Waits for the metrics of the running task and returns them; None without a task. Raises the task's error.
 
-        poll: called while it waits; it may cancel the task.
+        poll: called while it waits; it may raise.
         """
-        task, state = self._task, self._setup.state
+        task = self._task
         if task is None:
-            return
+            return None
         while not task.done.wait(SIGNAL_POLL_S):
             poll()
         self._task = None
         if task.error is not None:
             raise task.error
-        assert task.metrics is not None
-        self.metrics = task.metrics
-        ap = task.metrics.ap or 0.0
-        if ap > state.best_ap:
-            state.best_ap, state.evals_since_best = ap, 0
-        elif state.best_ap > 0:  # until the first AP above 0, training has only just begun
-            state.evals_since_best += 1
+        return task.metrics
 
     def cancel(self) -> PendingEvaluation | None:
         """Cancels the running task and returns its evaluation; None if there is none or its metrics are published.
@@ -186,7 +162,7 @@ class AsyncEvaluator:
         setup, step, detections = self._setup, task.pending.step, task.pending.detections
         result = compute_coco_result(self._ground_truth, detections)
         metrics = result.metrics
-        is_best = (metrics.ap or 0.0) > setup.state.best_ap
+        is_best = (metrics.ap or 0.0) > task.best_ap
         evaluation = (
             build_evaluation(result, self._ground_truth, detections, setup.index, step=step) if is_best else None
         )
@@ -199,7 +175,5 @@ class AsyncEvaluator:
                 metadata = msgspec.structs.replace(setup.metadata, step=step, ap=metrics.ap)
                 setup.writer.save_weights(dataclasses.replace(task.pending.weights, metadata=metadata.header()), [BEST])
             setup.folder.event("evaluated", step=step, metrics=msgspec.to_builtins(metrics))
-            self._screen.evaluated(step, metrics)
-            self._board.add_metrics(step, metrics)
-            self._board.add_images(step, images, setup.index.class_names)
+            self._recorder.add_evaluation(step, metrics, images)
             task.metrics = metrics

@@ -37,9 +37,9 @@ from stoker.storage.run_uri import LEASE_FILE, URI_FILE, WRITABLE_SCHEMES, to_ru
 from stoker.storage.store import Store, open_store
 from stoker.storage.uri import StorageUri
 from stoker.training.checkpoint import MANIFEST, is_complete, list_checkpoints
-from stoker.training.recovery import StopRequest
 from stoker.training.run_selection import refuse_finished
 from stoker.training.state import EventLogger
+from stoker.training.stopper import StopRequest
 from stoker.training.uploads import BackgroundUploader
 
 PREEMPTED_TIMEOUT_S = 120.0

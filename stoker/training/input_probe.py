@@ -8,6 +8,7 @@ tried after the run, by a separate program: `probe.py`.
 
 import statistics
 import time
+from collections.abc import Callable
 
 from stoker.profiling.ledger import Ledger
 from stoker.runs.records import PROBES
@@ -33,11 +34,15 @@ _POLL_INTERVAL_S = 0.002
 class PrefetchedInputProbe:
     """Call `observe` with each window of the run and `before_step` before each step; the probe does the rest."""
 
-    def __init__(self, setup: TrainSetup, ledger: Ledger, log_event: EventLogger) -> None:
+    def __init__(
+        self, setup: TrainSetup, ledger: Ledger, log_event: EventLogger, interruptions: Callable[[], object]
+    ) -> None:
+        """interruptions: changes when something else than steps took time: a checkpoint, an evaluation, a rollback."""
         self._setup, self._state = setup, setup.state
+        self._interruptions = interruptions
         self._ledger, self._log_event = ledger, log_event
         self._batch_size = setup.config.run.batch_size
-        self._done = False
+        self._done = not setup.ranks.alone  # a pause of one rank would be a pause of all
         self._has_new_window = False
         """Whether there was a window since the last check whether the experiment is worth it."""
         self._wall_s = self._wait_s = 0.0
@@ -45,7 +50,7 @@ class PrefetchedInputProbe:
         self._before_s: float | None = None
         self._timing_start: tuple[float, int] | None = None
         """Time and step at which the steps being timed began."""
-        self._last_interruption = self._interruption_key()
+        self._last_interruption: object = None
         self._paused_s = self._allowed_s = 0.0
 
     def observe(self, window: StepWindow) -> None:
@@ -55,10 +60,6 @@ class PrefetchedInputProbe:
             self._wait_s += window.phases.get("input_wait", 0.0) / window.devices
             self._has_new_window = True
 
-    def _interruption_key(self) -> tuple[int | None, int, int]:
-        """Changes if something else than steps took time: a checkpoint, an evaluation, a rollback."""
-        return self._setup.writer.saved_step, self._state.evaluated_step, self._state.rollback_count
-
     def before_step(self, progress: float) -> None:
         """progress: fraction of the length that is done, 0 … 1."""
         has_begun = bool(self._pairs) or self._timing_start is not None
@@ -67,7 +68,7 @@ class PrefetchedInputProbe:
         self._has_new_window = False
         if not has_begun and not self._is_worth_it(progress):
             return
-        if self._last_interruption != (interruption := self._interruption_key()):  # discard the steps being timed
+        if self._last_interruption != (interruption := self._interruptions()):  # discard the steps being timed
             self._last_interruption, self._timing_start, self._before_s = interruption, None, None
         depth = self._setup.loader.stats().prefetch_depth
         if self._timing_start is None:

@@ -32,6 +32,17 @@ if TYPE_CHECKING:
 Model = TypeVar("Model", bound=nn.Module)
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 
+class Clipped(NamedTuple):
+    """How the gradients of a step are scaled, as float32 scalars on the device."""
+
+    grad_norm: Tensor
+    """Norm of the gradients before clipping."""
+    found_inf: Tensor
+    """1 if a gradient is not finite: the step is skipped."""
+    divisor: Tensor | None
+    """Of the gradients: clips them and undoes the loss scale."""
+
+
 NORM_TYPES = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
 
 
@@ -95,10 +106,13 @@ class OptimizerStep(Generic[Model]):
         """Adds the gradients of `loss` (a scalar) to those of the step so far."""
         torch.autograd.backward(loss if self.loss_scale is None else loss * self.loss_scale)
 
-    def step(self, lr: float, completed_steps: int) -> tuple[Tensor, Tensor]:
-        """`set_scalars` and `update`."""
+    def step(self, lr: float, completed_steps: int) -> "Clipped":
+        """All that follows the backward pass."""
         self.set_scalars(lr, completed_steps)
-        return self.update()
+        clipped = self.clip()
+        self.update(clipped)
+        self.update_ema()
+        return clipped
 
     def set_scalars(self, lr: float, completed_steps: int) -> None:
         """What the next `update` uses. completed_steps: optimizer steps before it."""
@@ -120,34 +134,35 @@ class OptimizerStep(Generic[Model]):
             return torch.zeros((), device=self.norm_stats.device)
         return torch.nn.utils.get_total_norm(gradients)
 
-    def update(self, grad_norm: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Updates the weights, unless a gradient is not finite; clears the gradients.
-
-        grad_norm: of all rows, times the loss scale, if ranks have a part each. Returns (grad_norm, found_inf): float32
-        scalars on the device, the gradient's norm before clipping, and 1 if the step was skipped.
-        """
-        gradients = self._gradients()
-        grad_norm = (torch.nn.utils.get_total_norm(gradients) if grad_norm is None else grad_norm).float()
+    def clip(self, grad_norm: Tensor | None = None) -> "Clipped":
+        """How the gradients are to be scaled. grad_norm: of all rows, times the loss scale, if ranks have a part each."""
+        grad_norm = (torch.nn.utils.get_total_norm(self._gradients()) if grad_norm is None else grad_norm).float()
         if self.loss_scale is not None:
             grad_norm = grad_norm / self.loss_scale
         found_inf = (grad_norm < math.inf).logical_not().float()  # a norm that is NaN is not less, either
-        grad_divisor = self.loss_scale
+        divisor = self.loss_scale
         if self.settings.clip_grad_norm:
             clip_divisor = ((grad_norm + 1e-6) / self.settings.clip_grad_norm).clamp(min=1.0)
-            grad_divisor = clip_divisor if grad_divisor is None else clip_divisor * grad_divisor
+            divisor = clip_divisor if divisor is None else clip_divisor * divisor
+        return Clipped(grad_norm, found_inf, divisor)
+
+    def update(self, clipped: "Clipped") -> None:
+        """Updates the weights, unless a gradient is not finite; clears the gradients."""
         self.is_updated = True
-        self._update_params(found_inf, gradients, grad_divisor)
+        self._update_params(clipped.found_inf, self._gradients(), clipped.divisor)
         if self.loss_scale is not None and self._growth_tracker is not None:
-            torch._amp_update_scale_(self.loss_scale, self._growth_tracker, found_inf, 2.0, 0.5, 2000)
+            torch._amp_update_scale_(self.loss_scale, self._growth_tracker, clipped.found_inf, 2.0, 0.5, 2000)
         # A forward pass that overflowed has spoiled the running statistics too: restore those of the last good step.
-        torch.where(found_inf > 0, self._good_norm_stats, self.norm_stats, out=self._good_norm_stats)
+        torch.where(clipped.found_inf > 0, self._good_norm_stats, self.norm_stats, out=self._good_norm_stats)
         self.norm_stats.copy_(self._good_norm_stats)
+        self.zero_grad()
+
+    def update_ema(self) -> None:
+        """Moves the EMA weights towards the weights."""
         if self.ema_model is not self.model:
             with torch.no_grad():  # else autograd would keep the history of all steps
                 self._update_ema()
             self._ema_norm_stats.copy_(self.norm_stats)
-        self.zero_grad()
-        return grad_norm, found_inf
 
     def discard_gradients(self) -> None:
         """Undoes what `backward` and its forward passes left since the last update, after an error in them."""
@@ -241,6 +256,14 @@ class OptimizerStep(Generic[Model]):
         if self.loss_scale is not None and self._growth_tracker is not None:
             self.loss_scale.copy_(state["scale"][0])
             self._growth_tracker.copy_(state["scale"][1])
+
+    def take_restored(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        """(state, EMA weights) with whole tensors, to send to other ranks; None for the first step of a divided model,
+        whose weights they have."""
+        if self.sharding is None:
+            return self.state_dict(), self.ema_model.state_dict()
+        restored, self.restored = self.restored, None
+        return restored
 
     def _load_model(self, model: nn.Module, weights: dict[str, Tensor]) -> None:
         if self.sharding is None:

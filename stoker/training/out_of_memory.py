@@ -8,7 +8,7 @@ unusual batch. A CPU that cannot allocate is treated in the same way.
 
 import os
 from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, TypeVar
 
 import psutil
 from torch import nn
@@ -20,28 +20,29 @@ from stoker.profiling.telemetry.gpu import in_host_pid_namespace
 from stoker.profiling.telemetry.gpu_state import read_driver
 from stoker.profiling.telemetry.platform_info import query_with_timeout
 from stoker.profiling.telemetry.processes import list_process_tree
-from stoker.training.state import BatchSizes, EventLogger, TrainSetup, count_micro_batches
+from stoker.training.attempt import Attempt
+from stoker.training.state import BatchSizes, count_micro_batches
 
 Result = TypeVar("Result")
 Activity = Literal["training", "evaluation"]
 
 
-class OutOfMemory(NamedTuple):
-    """What an attempt ended with."""
+def retry_in_smaller_batches(attempt: Attempt, activity: Activity, work: Callable[[], Result]) -> Result:
+    """The result of `work`, repeated with fewer images at a time for as long as memory is exhausted. With several ranks
+    the next attempt of the run does so: the others are in the middle of the same step."""
+    while True:
+        try:
+            return work()
+        except (MemoryError, RuntimeError) as error:
+            message = read_message(error)  # the error ends here: its traceback keeps activations alive
+        shrink_batches(attempt, activity, message)
 
-    message: str
 
-
-def try_memory(attempt: Callable[[], Result]) -> Result | OutOfMemory:
-    """The result of `attempt`, or that memory was exhausted. Other exceptions travel.
-
-    The exception ends here, because its traceback keeps the activations of the attempt alive."""
-    try:
-        return attempt()
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return OutOfMemory(str(error).partition("\n")[0] or type(error).__name__)
+def read_message(error: MemoryError | RuntimeError) -> str:
+    """The first line of an error that says that memory is exhausted. Raises any other."""
+    if not is_out_of_memory(error):
+        raise error
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def halve(sizes: BatchSizes, activity: Activity, *, batch_size: int, model: nn.Module) -> BatchSizes:
@@ -54,17 +55,18 @@ def halve(sizes: BatchSizes, activity: Activity, *, batch_size: int, model: nn.M
     return sizes if smaller < min_size else sizes._replace(train=smaller)
 
 
-def shrink_batches(setup: TrainSetup, activity: Activity, message: str, log_event: EventLogger) -> None:
+def shrink_batches(attempt: Attempt, activity: Activity, message: str) -> None:
     """Makes the sizes of the state smaller, writes the event, and undoes what the failed attempt left.
 
     Raises OutOfMemoryError where nothing smaller is left; after a failure in the middle of an update; and if there are
     several ranks, as the others wait in an exchange. Nothing of that step is saved, and the next attempt of the run
     continues from the last checkpoint with the smaller sizes.
     """
-    state, before, batch_size = setup.state, setup.state.sizes, setup.rank_batch_size
+    setup, state, before = attempt.setup, attempt.state, attempt.state.sizes
+    attempt.hang_detector.allow_silence()  # new shapes: kernels are chosen or compiled again
     setup.optimizer.discard_gradients()
     setup.device.empty_cache()
-    state.sizes = halve(before, activity, batch_size=batch_size, model=setup.model)
+    state.sizes = halve(before, activity, batch_size=setup.rank_batch_size, model=setup.model)
     if state.sizes == before:
         raise make_memory_error(activity, message, before.train if activity == "training" else before.eval)
     if activity == "training":
@@ -76,8 +78,9 @@ def shrink_batches(setup: TrainSetup, activity: Activity, message: str, log_even
         )
     else:
         what = f"evaluations run with {state.sizes.eval} images at a time instead of {before.eval}"
+    attempt.parallel.micro_batches = setup.micro_batches
     holders = list_memory_holders()
-    log_event(
+    attempt.log_event(
         "out_of_memory",
         "; ".join([f"out of memory in {activity}: {message}", what, *holders]),
         activity=activity,

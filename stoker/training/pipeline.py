@@ -7,8 +7,8 @@ of a step if all are equally slow: the bubble. Losses and gradients are those of
 
 Rank 0 loads and augments the images, and sends boxes and labels to the last rank, which computes the losses. A message
 is the flow between two parts (`models/detector.py`) or its gradient, in channels-last memory; shapes are told once,
-before the first. What needs no gradient (frozen stages) gets none. Everything else of a step is that of `replica.py`:
-the losses ride on the sum that gives the norm of all gradients.
+before the first. What needs no gradient (frozen stages) gets none. Everything else of a step is that of `fsdp.py`: the
+losses ride on the sum that gives the norm of all gradients.
 
 Why not torch.distributed.pipelining: docs/decisions/0017-stages.md.
 """
@@ -19,18 +19,24 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from stoker.data.batch import Batch
+from stoker.data.loading.loader import Loader
 from stoker.models import Detector
 from stoker.models.detector import Backbone
-from stoker.training.forward import Autocast, split_batch
-from stoker.training.replica import NUM_SIGNALS, Replica
+from stoker.training.fsdp import Fsdp
+from stoker.training.optim import OptimizerStep
 from stoker.training.stages import Stages
-from stoker.training.state import TrainSetup
+from stoker.training.state import EventLogger, TrainSetup
+from stoker.training.step import Autocast, LossFn, split_batch
 
 TARGETS_TAG = 100
 """Above the tags of a flow, which are the numbers of its tensors."""
+
+
+NO_BATCH = Batch(*[torch.empty(0)] * len(Batch._fields))
+"""What a stage gets that is not the first."""
 
 
 class _Spec(NamedTuple):
@@ -41,30 +47,42 @@ class _Spec(NamedTuple):
     requires_grad: bool
 
 
-class Pipeline(Replica):
-    """The steps of a rank that has a stage. Every method is called by all ranks at the same step."""
+class Pipeline(Fsdp):
+    """The steps of a rank that has a stage."""
 
-    def __init__(self, setup: TrainSetup) -> None:
+    has_whole_model = False
+
+    def __init__(self, setup: TrainSetup, log_event: EventLogger) -> None:
+        super().__init__(setup, log_event)
         stages = setup.optimizer.sharding
         assert isinstance(stages, Stages)
-        super().__init__(setup, _no_losses)
-        device = setup.device.torch_device
-        # Ranks have running statistics of their own stages, which are not averaged.
-        self._stats = torch.zeros(0, device=device)
-        self._signals = nn.Parameter(torch.zeros(NUM_SIGNALS, device=device))
         self._model: Detector = setup.model
         self._image_size = setup.config.data.image_size
-        self._stages, self._last = stages, self._ranks.world_size - 1
-        self._before, self._after = self._ranks.rank - 1, self._ranks.rank + 1
+        self._stages, self._last = stages, self.ranks.world_size - 1
+        self._before, self._after = self.ranks.rank - 1, self.ranks.rank + 1
         self._received_specs: list[_Spec] | None = None
         self._sent_specs: list[_Spec] | None = None
         self._target_specs: list[_Spec] | None = None
         self._sent: list[tuple[list[Any], Sequence[Tensor]]] = []
         self._loss_names: list[str] = []
-        dist.all_reduce(torch.zeros(1, device=device))  # NCCL connects all ranks in a collective, not between two
+        dist.all_reduce(torch.zeros(1, device=self.signals.device))  # NCCL connects all ranks in a collective, not between two
 
-    def _forward_backward(self, batch: Batch, micro_batches: int, autocast: Autocast, own: Tensor) -> list[str]:
-        rank, device = self._ranks.rank, self._signals.device
+    @property
+    def compiles(self) -> bool:
+        """A run that was started on one device may ask for it; stages are not compiled."""
+        return False
+
+    def next_batch(self, loader: Loader) -> Batch:
+        return super().next_batch(loader) if self.ranks.is_main else NO_BATCH
+
+    def augment(self, batch: Batch) -> Batch:
+        return super().augment(batch) if self.ranks.is_main else batch
+
+    def forward_backward(
+        self, loss_fn: LossFn, optimizer: OptimizerStep[Detector], batch: Batch, micro_batches: int, autocast: Autocast
+    ) -> dict[str, Tensor]:
+        del loss_fn, optimizer
+        rank = self.ranks.rank
         batch = self._share_targets(batch)
         parts = list(split_batch(batch, micro_batches)) if rank in (0, self._last) else [batch] * micro_batches
         losses: dict[str, Tensor] = {}
@@ -99,19 +117,19 @@ class Pipeline(Replica):
             for work in works:
                 work.wait()
         self._sent.clear()
-        return self._set_signals(own.to(device, non_blocking=True), losses)
+        return self._set_signals(self._own.to(self.signals.device, non_blocking=True, copy=True), losses)
 
-    def _set_signals(self, values: Tensor, losses: dict[str, Tensor]) -> list[str]:
-        """Leaves the signals where the exchange of the step takes them from. Returns the names of the losses."""
+    def _set_signals(self, values: Tensor, losses: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Leaves the signals where the exchange of the step takes them from. Returns the losses, in all ranks by name."""
         if not self._loss_names:
             names = [list(losses)]
-            dist.broadcast_object_list(names, src=self._last, group=self._ranks.host_group)
+            dist.broadcast_object_list(names, src=self._last, group=self.ranks.host_group)
             self._loss_names = names[0]
         if losses:  # a mean over the ranks, of which only this one has some
-            values[: len(losses)] = torch.stack(list(losses.values())) * self._ranks.world_size
-        scale = self._optimizer.loss_scale
-        self._signals.grad = values if scale is None else values * scale
-        return self._loss_names
+            values[: len(losses)] = torch.stack(list(losses.values())) * self.ranks.world_size
+        scale = self.optimizer.loss_scale
+        self.signals.grad = values if scale is None else values * scale
+        return dict(zip(self._loss_names, values.unbind(), strict=False))
 
     def _forward(
         self, batch: Batch, received: list[Tensor], losses: dict[str, Tensor], micro_batches: int
@@ -120,11 +138,11 @@ class Pipeline(Replica):
         model, own = self._model, self._stages.own
         backbone = model.backbone
         assert isinstance(backbone, Backbone)
-        flow = received if self._ranks.rank else [model.normalize(batch.images)]
+        flow = received if self.ranks.rank else [model.normalize(batch.images)]
         num_parts = len(self._stages.parts) - 1
         if own.start < num_parts:
             flow = backbone.run(flow, own.start, min(own.stop, num_parts))
-        if self._ranks.rank < self._last:
+        if self.ranks.rank < self._last:
             return flow
         terms = model.loss(model.predict(flow, self._image_size), batch)
         if micro_batches > 1:
@@ -134,14 +152,14 @@ class Pipeline(Replica):
         return [torch.stack(list(terms.values())).sum()]
 
     def _backward(self, outputs: list[Tensor], gradients: list[Tensor]) -> None:
-        if self._ranks.rank == self._last:
-            self._optimizer.backward(outputs[0])
+        if self.ranks.rank == self._last:
+            self.optimizer.backward(outputs[0])
         elif gradients:
             torch.autograd.backward([x for x in outputs if x.requires_grad], gradients)
 
     def _share_targets(self, batch: Batch) -> Batch:
         """Sends everything but the images from the first rank to the last, which gets it."""
-        rank, device = self._ranks.rank, self._signals.device
+        rank, device = self.ranks.rank, self.signals.device
         if rank == 0:
             targets = [tensor.contiguous() for tensor in batch[1:]]
             if self._target_specs is None:
@@ -171,7 +189,7 @@ class Pipeline(Replica):
             return []
         if self._received_specs is None:
             self._received_specs = self._hear(self._before)
-        buffers = [torch.empty(s.shape, dtype=s.dtype, device=self._signals.device) for s in self._received_specs]
+        buffers = [torch.empty(s.shape, dtype=s.dtype, device=self.signals.device) for s in self._received_specs]
         self._transfer(self._before, gradients, buffers)
         return [
             _from_wire(buffer).requires_grad_(spec.requires_grad)
@@ -183,7 +201,7 @@ class Pipeline(Replica):
         if self._after > self._last:
             return []
         specs = [spec for spec in self._sent_specs or () if spec.requires_grad]
-        buffers = [torch.empty(spec.shape, dtype=spec.dtype, device=self._signals.device) for spec in specs]
+        buffers = [torch.empty(spec.shape, dtype=spec.dtype, device=self.signals.device) for spec in specs]
         self._transfer(self._after, [_to_wire(x) for x in outputs], buffers)
         return [_from_wire(buffer) for buffer in buffers]
 
@@ -206,17 +224,13 @@ class Pipeline(Replica):
         specs = [
             _Spec(tuple(x.shape), x.dtype, y.requires_grad) for x, y in zip(tensors, outputs or tensors, strict=True)
         ]
-        dist.send_object_list([specs], dst=peer, group=self._ranks.host_group)
+        dist.send_object_list([specs], dst=peer, group=self.ranks.host_group)
         return specs
 
     def _hear(self, peer: int) -> list[_Spec]:
         box: list[Any] = [None]
-        dist.recv_object_list(box, src=peer, group=self._ranks.host_group)
+        dist.recv_object_list(box, src=peer, group=self.ranks.host_group)
         return [_Spec(*spec) for spec in box[0]]
-
-
-def _no_losses(batch: Batch) -> dict[str, Tensor]:
-    raise AssertionError(f"a stage has no losses of {len(batch)} tensors")
 
 
 def _to_wire(x: Tensor) -> Tensor:

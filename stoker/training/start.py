@@ -40,15 +40,8 @@ from stoker.training.defaults.model_choice import warn_random_weights
 from stoker.training.defaults.sync_choice import choose_sync
 from stoker.training.optim import LossAccumulator, OptimizerStep
 from stoker.training.ranks import Ranks
-from stoker.training.state import (
-    EventLogger,
-    TrainSetup,
-    is_staged,
-    load_checkpoint,
-    read_initial_ranks,
-    restore_state,
-    share_state,
-)
+from stoker.training.resume import load_checkpoint
+from stoker.training.state import EventLogger, TrainSetup, is_staged, read_initial_ranks
 from stoker.training.step_times import log_prediction
 
 if TYPE_CHECKING:
@@ -149,8 +142,8 @@ def build(
     *,
     accept_changed_data: bool = False,
     ranks: Ranks | None = None,
-) -> TrainSetup:
-    """Everything the loop needs, in the state of the newest checkpoint, or at step 0 with pretrained weights.
+) -> tuple[TrainSetup, checkpoint.LoadedCheckpoint | None]:
+    """Everything the loop needs, at step 0 with pretrained weights, and in rank 0 the newest checkpoint to continue from.
 
     accept_changed_data: continue also if images or boxes are not those of the checkpoint. Raises CheckpointError.
     """
@@ -221,9 +214,7 @@ def build(
         ranks=ranks,
         initial_ranks=ranks.share(lambda: read_initial_ranks(folder.path)),
     )
-    ranks.share(lambda: restore_state(setup, loaded, log_event))
-    share_state(setup)
-    return setup
+    return setup, loaded
 
 
 def report_preflight(resolved: ResolvedRun, folder: RunFolder, log_event: EventLogger) -> None:

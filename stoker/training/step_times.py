@@ -37,7 +37,9 @@ def log_prediction(config: Config, device: Device, log_event: EventLogger) -> No
 
 
 def log_measured_steps(setup: TrainSetup, log_event: EventLogger) -> None:
-    """Adds the steps of this attempt to the calibration file, if there were enough."""
+    """Adds the steps of this attempt to the calibration file, if one device trained and there were enough."""
+    if not setup.ranks.alone:
+        return
     config, device = setup.config, setup.device
     windows = [
         window

@@ -1,16 +1,8 @@
 """Whether something that happens at an interval of steps, epochs or minutes is due."""
 
 import time
-from typing import NamedTuple
 
 from stoker.config.durations import Duration
-
-
-class Due(NamedTuple):
-    """What is due by a clock."""
-
-    evaluation: bool = False
-    checkpoint: bool = False
 
 
 class IntervalTrigger:
@@ -23,13 +15,13 @@ class IntervalTrigger:
         ]
         self._interval_steps = max(1, round(steps)) if steps else 0
         self._last_s = time.perf_counter()
-        self.follows_clock = interval.unit == "minutes"
-        """Whether it is due by the clock, which ranks read at other times."""
 
-    def is_due(self, step: int) -> bool:
-        """step: optimizer steps done."""
-        if self._interval_steps:
-            return step > 0 and step % self._interval_steps == 0
+    def is_due_at(self, step: int) -> bool:
+        """Whether it is due by the number of optimizer steps done."""
+        return self._interval_steps > 0 and step > 0 and step % self._interval_steps == 0
+
+    def is_due_by_clock(self) -> bool:
+        """Whether it is due by the clock, which ranks read at other times."""
         return self._interval_s > 0 and time.perf_counter() - self._last_s >= self._interval_s
 
     def set_seconds(self, interval_s: float) -> None:

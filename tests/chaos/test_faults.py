@@ -137,7 +137,7 @@ def test_out_of_memory_in_a_step(data: Path, tmp_path: Path) -> None:
     ended = train(
         data,
         tmp_path,
-        chaos={"target": "stoker.training.forward:forward_backward", "call": 9, "fault": "out_of_memory"},
+        chaos={"target": "stoker.training.step:forward_backward", "call": 9, "fault": "out_of_memory"},
     )
     assert ended.code == 0, ended.output
     (text,) = ended.texts("out_of_memory")

@@ -20,7 +20,7 @@ from stoker.runs.schemas import Quarantined
 from stoker.storage import concurrency
 from stoker.storage.store import open_store
 from stoker.storage.uri import parse_uri
-from stoker.training.loop import train
+from stoker.training.run import train
 from tests.drawn import draw
 from tests.storage.proxy import Fault
 from tests.storage.servers import Conditions, Proxy, ServedBucket, apply, s3_server

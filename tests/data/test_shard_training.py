@@ -24,7 +24,7 @@ from stoker.storage.store import open_store
 from stoker.storage.uri import parse_uri
 from stoker.training.defaults.derive import derive
 from stoker.training.local_ranks import find_free_port
-from stoker.training.loop import train
+from stoker.training.run import train
 from tests.drawn import draw
 from tests.storage.servers import Conditions, ServedBucket, Server, apply, google_server, s3_server
 

@@ -14,7 +14,7 @@ from stoker.data.loading.loader import BUFFERS_IN_USE, PREFETCH_DEPTH
 from stoker.hardware.device import Device, select_device
 from stoker.runs.records import STEPS, read_lines
 from stoker.runs.schemas import StepWindow
-from stoker.training.loop import train
+from stoker.training.run import train
 from tests.data.loading import loader_threads, make
 from tests.data.test_device_batches import CMYK, COUNT, PNG, PROGRESSIVE, SmoothIndex
 from tests.drawn import draw

@@ -14,7 +14,7 @@ from stoker.hardware.device import Device, select_device
 from stoker.models import Detector, build
 from stoker.runs.totals import compute_totals
 from stoker.training.cluster import RankPlace
-from stoker.training.forward import make_loss_fn, train_step
+from stoker.training.step import make_loss_fn, train_step
 from stoker.training.local_ranks import find_free_port
 from stoker.training.optim import LossAccumulator, OptimizerStep
 from stoker.training.ranks import joined

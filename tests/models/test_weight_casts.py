@@ -9,7 +9,7 @@ from stoker.models import Detector, build
 from stoker.models.layers.norms import BatchCounts
 from stoker.models.layers.weight_casts import WeightCasts
 from stoker.training import forward
-from stoker.training.forward import make_loss_fn
+from stoker.training.step import make_loss_fn
 from tests.models.samples import make_batch, settings_of
 
 CASES = {

@@ -20,7 +20,7 @@ from stoker.hardware.device import Device
 from stoker.models import build
 from stoker.models.detector import Detector
 from stoker.training.cluster import find_place
-from stoker.training.forward import forward_backward, make_loss_fn
+from stoker.training.step import forward_backward, make_loss_fn
 from stoker.training.optim import LossAccumulator, OptimizerStep
 from stoker.training.ranks import Ranks
 from stoker.training.replica import Replica

@@ -16,7 +16,7 @@ from stoker.data.batch import Batch
 from stoker.models import build
 from stoker.models.detector import Detector
 from stoker.training.cluster import find_place
-from stoker.training.forward import forward_backward, make_loss_fn
+from stoker.training.step import forward_backward, make_loss_fn
 from stoker.training.optim import LossAccumulator, OptimizerStep
 from stoker.training.pipeline import Pipeline
 from stoker.training.ranks import Ranks

@@ -20,7 +20,7 @@ from stoker.data.batch import Batch
 from stoker.hardware.device import Device
 from stoker.models import build
 from stoker.training.cluster import find_place
-from stoker.training.forward import make_loss_fn
+from stoker.training.step import make_loss_fn
 from stoker.training.local_steps import flatten
 from stoker.training.optim import LossAccumulator, OptimizerStep
 from stoker.training.ranks import Ranks

@@ -25,7 +25,7 @@ from stoker.runs.records import (
 )
 from stoker.runs.schemas import Event
 from stoker.training import async_eval, loop, start
-from stoker.training.loop import train
+from stoker.training.run import train
 from tests.drawn import draw
 from tests.training.test_run import patch_ap
 from tests.training.test_stability import RATE, make_gradients_nan

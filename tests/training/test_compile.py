@@ -11,8 +11,8 @@ from stoker.models import build
 from stoker.runs.records import FINAL, STEPS, read_lines
 from stoker.runs.schemas import StepWindow
 from stoker.training import forward, loop
-from stoker.training.forward import compile_forward_backward, forward_backward, make_loss_fn
-from stoker.training.loop import train
+from stoker.training.step import compile_forward_backward, forward_backward, make_loss_fn
+from stoker.training.run import train
 from stoker.training.optim import OptimizerStep
 from tests.drawn import draw
 from tests.models.samples import make_batch, settings_of

@@ -28,8 +28,8 @@ from stoker.models import Detector, build
 from stoker.runs.records import FINAL
 from stoker.training import loop, start
 from stoker.training.cuda_graph import CudaGraphStep
-from stoker.training.forward import LossFn, make_loss_fn, train_step
-from stoker.training.loop import train
+from stoker.training.step import LossFn, make_loss_fn, train_step
+from stoker.training.run import train
 from stoker.training.optim import LossAccumulator, OptimizerStep
 from tests import fakes
 from tests.drawn import draw

@@ -15,7 +15,7 @@ from stoker.runs.records import EVENTS, read_lines
 from stoker.runs.schemas import Event
 from stoker.training import host_memory, loop
 from stoker.training.host_memory import HostMemoryGuard
-from stoker.training.loop import train
+from stoker.training.run import train
 from tests.drawn import draw
 from tests.training.test_out_of_memory import settings
 

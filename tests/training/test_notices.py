@@ -10,7 +10,7 @@ from stoker.errors import Preempted
 from stoker.runs.records import EVENTS, read_lines
 from stoker.runs.schemas import Event
 from stoker.training import loop, notices
-from stoker.training.loop import train
+from stoker.training.run import train
 from stoker.training.notices import Notice, NoticeWatcher, time_limit_s
 from tests.drawn import draw
 from tests.training.metadata_server import MetadataServer, metadata_server

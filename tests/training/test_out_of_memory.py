@@ -20,7 +20,7 @@ from stoker.hardware.device import is_out_of_memory
 from stoker.runs.records import EVENTS, STEPS, read_lines
 from stoker.runs.schemas import Event, StepWindow
 from stoker.training import async_eval, loop, out_of_memory
-from stoker.training.loop import train
+from stoker.training.run import train
 from stoker.training.optim import OptimizerStep
 from stoker.training.out_of_memory import halve
 from stoker.training.state import BatchSizes, count_micro_batches

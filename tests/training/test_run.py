@@ -40,7 +40,7 @@ from stoker.runs.records import (
 )
 from stoker.runs.schemas import Event, Quarantined, StepWindow
 from stoker.training import async_eval, checkpoint, loop, start
-from stoker.training.loop import train
+from stoker.training.run import train
 from stoker.training.run_selection import with_absolute_paths
 from tests.drawn import CLASSES, draw
 

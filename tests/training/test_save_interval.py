@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from stoker.config.durations import Duration, parse_duration
 from stoker.runs.records import EVENTS, STEPS, RunFolder, read_lines
 from stoker.runs.schemas import Event, StepWindow
-from stoker.training.loop import train
+from stoker.training.run import train
 from stoker.training.save_interval import (
     MAX_INTERVAL_S,
     PRIOR_MTBF_S,

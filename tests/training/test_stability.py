@@ -23,7 +23,7 @@ from stoker.errors import DivergedError
 from stoker.runs.records import EVENTS, STEPS, read_lines
 from stoker.runs.schemas import Event, StepWindow
 from stoker.training import async_eval, checkpoint, loop
-from stoker.training.loop import train
+from stoker.training.run import train
 from stoker.training.optim import OptimizerStep
 from stoker.training.stability import (
     MEDIAN_WINDOWS,
@@ -252,7 +252,7 @@ SCRIPT = """
 import os, random, signal, sys, threading, time
 from pathlib import Path
 import pytest
-from stoker.training.loop import train
+from stoker.training.run import train
 from tests.training import test_stability as tests
 with pytest.MonkeyPatch.context() as patch:
     tests.make_gradients_nan(patch, tests.diverges_above_a_ninth_of_the_lr)

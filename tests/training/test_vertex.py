@@ -11,7 +11,7 @@ from stoker.runs.records import BEST, CONFIG, EVENTS
 from stoker.storage.download import list_keys
 from stoker.storage.store import open_store
 from stoker.storage.uri import parse_uri
-from stoker.training.loop import train
+from stoker.training.run import train
 from stoker.training.vertex import VertexFolders, copying_results, vertex_folders
 from tests.drawn import draw
 from tests.storage.servers import Server, apply, google_server

@@ -21,7 +21,7 @@ from stoker.data.augment.device import MOSAIC_GROUP_SIZE, augment_batch
 from stoker.data.batch import NUM_RAND, Batch
 from stoker.hardware.device import Device
 from stoker.models import build
-from stoker.training.forward import make_loss_fn
+from stoker.training.step import make_loss_fn
 from stoker.training.optim import OptimizerStep
 
 MEMORY_FRACTION = 0.9

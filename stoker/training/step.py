@@ -1,4 +1,5 @@
-"""The step of a batch: losses, gradients and update; the losses operator by operator, or compiled by torch.compile.
+"""The step of a batch: forward, losses, backward, clip, update and EMA; operator by operator, or compiled by
+torch.compile. What several processes exchange in it is in `parallel.py`.
 
 Compiling fuses the passes over activations between convolutions. It takes minutes (`compile` in the ledger), and the
 result is cached for later runs. `--compile` and `--no-compile` decide; the default is in `defaults/derive.py`.
@@ -39,10 +40,10 @@ def make_loss_fn(model: Detector, *, compile: bool, cast_together: bool = True) 
 
         def compute_losses_on_any_device(batch: Batch) -> dict[str, Tensor]:
             if not is_on_accelerator(batch.images):
-                return compute_losses(batch)
+                return model.loss(model(batch.images), batch)
             casts = weight_casts.apply(batch.images.device.type) if cast_together else contextlib.nullcontext()
             with casts, batch_counts.defer():
-                return compute_losses(batch)
+                return model.loss(model(batch.images), batch)
 
         return compute_losses_on_any_device
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
@@ -98,18 +99,51 @@ def split_batch(batch: Batch, micro_batches: int) -> Iterator[Batch]:
         yield Batch(*(tensor[k * size : (k + 1) * size] for tensor in batch))
 
 
-def train_step(
-    loss_fn: LossFn,
-    optimizer: OptimizerStep[Detector],
-    accumulator: LossAccumulator,
-    batch: Batch,
-    micro_batches: int,
-    autocast: Autocast,
-) -> None:
-    """Forward, losses, backward, update of the weights, sums of the losses; after `optimizer.set_scalars`.
+class Alone:
+    """What a step of one process is made of, and what it exchanges with others: nothing. `parallel.py` has the others.
+
+    micro_batches: equal parts of a batch, which the model gets one after the other.
+    """
+
+    def __init__(
+        self,
+        loss_fn: LossFn,
+        optimizer: OptimizerStep[Detector],
+        accumulator: LossAccumulator,
+        autocast: Autocast,
+        micro_batches: int = 1,
+    ) -> None:
+        self.loss_fn, self.optimizer, self.accumulator = loss_fn, optimizer, accumulator
+        self.autocast, self.micro_batches = autocast, micro_batches
+
+    forward_backward = staticmethod(forward_backward)
+
+    def augment(self, batch: Batch) -> Batch:
+        """The batch as it is trained on."""
+        return batch
+
+    def average(self, losses: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
+        """The losses of the batch of all processes; and the norm of its gradient, times the loss scale, where the
+        gradients of this process do not say it."""
+        return losses, None
+
+    def after_update(self, found_inf: Tensor) -> None:
+        """After the update of the weights, which was skipped if `found_inf` is 1."""
+
+
+def train_step(parallel: Alone, batch: Batch) -> None:
+    """From a batch to the next weights; after `optimizer.set_scalars`.
 
     On an accelerator it issues the same operators at every step, on tensors that keep their addresses.
     """
-    losses = forward_backward(loss_fn, optimizer, batch, micro_batches, autocast)
-    grad_norm, found_inf = optimizer.update()
-    accumulator.add(losses, grad_norm, found_inf, optimizer.completed_steps)
+    optimizer = parallel.optimizer
+    batch = parallel.augment(batch)
+    losses = parallel.forward_backward(
+        parallel.loss_fn, optimizer, batch, parallel.micro_batches, parallel.autocast
+    )
+    losses, grad_norm = parallel.average(losses)
+    clipped = optimizer.clip(grad_norm)
+    optimizer.update(clipped)  # on the device: not if a gradient is not finite
+    optimizer.update_ema()
+    parallel.after_update(clipped.found_inf)
+    parallel.accumulator.add(losses, clipped.grad_norm, clipped.found_inf, optimizer.completed_steps)

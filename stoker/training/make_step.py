@@ -1,0 +1,57 @@
+"""What trains on a batch, put together once: `step.train_step`, as a CUDA graph if the run asks for one, repeated in
+smaller micro-batches where memory is exhausted, compiled before the first batch. The loop calls it and knows none of
+these.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable
+
+from stoker.data.augment.device import makes_mosaics
+from stoker.data.batch import Batch
+from stoker.training.attempt import Attempt
+from stoker.training.cuda_graph import CudaCapture, CudaGraphStep, has_failed
+from stoker.training.out_of_memory import read_message, retry_in_smaller_batches, shrink_batches
+from stoker.training.parallel import Known
+from stoker.training.step import train_step
+
+
+class Step:
+    """Trains on a batch."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+        self._make()
+
+    def _make(self) -> None:
+        """The step for the present size of a micro-batch."""
+        parallel, setup = self._attempt.parallel, self._attempt.setup
+        self._train: Callable[[Batch], None] = functools.partial(train_step, parallel)
+        if setup.config.run.cuda_graph and not has_failed(setup.folder.path):
+            data = setup.config.data
+            self._train = CudaGraphStep(self._train, CudaCapture(), lambda: makes_mosaics(data, setup.progress))
+
+    def prepare(self) -> None:
+        """Compiles, if that was asked for, before the first image is loaded."""
+        attempt = self._attempt
+        if attempt.setup.progress >= 1:
+            return
+        compiles = attempt.parallel.compiles
+        if compiles:
+            attempt.screen.note("compiling the model; --no-compile trains without")
+        with attempt.ledger.phase("compile") if compiles else contextlib.nullcontext():
+            retry_in_smaller_batches(attempt, "training", attempt.parallel.warm_up)
+
+    def __call__(self, batch: Batch, known: Known) -> None:
+        """known: by this process, before the step."""
+        attempt, state = self._attempt, self._attempt.state
+        attempt.parallel.tell(known)
+        while True:
+            try:
+                attempt.setup.optimizer.set_scalars(state.lr, state.step)
+                self._train(batch)
+                return
+            except (MemoryError, RuntimeError) as error:
+                message = read_message(error)  # the error ends here: its traceback keeps activations alive
+            shrink_batches(attempt, "training", message)
+            self._make()

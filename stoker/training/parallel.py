@@ -1,0 +1,190 @@
+"""How the processes of a training compute a step together, and what they agree on.
+
+`One` is a training of one process: it exchanges nothing, and what it knows, all know. It is the interface of `ddp.Ddp`
+and `ddp.Periodic` (each process has the whole model and a part of the batch), `fsdp.Fsdp` (and the rows of each
+parameter) and `pipeline.Pipeline` (a stage of the model). The loop and its services call the same methods of each and
+never ask which it is. All processes call each method at the same step.
+"""
+
+import contextlib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from stoker.config.sync_method import parse_sync
+from stoker.data.augment.device import augment_batch
+from stoker.data.batch import Batch
+from stoker.data.loading.loader import Loader
+from stoker.hardware.device import SideStream
+from stoker.hardware.host_arena import HostArenas
+from stoker.training.checkpoint import HostSnapshot, reserve_arenas, snapshot
+from stoker.training.defaults.dry_run import make_worst_case_batch
+from stoker.training.ranks import Ranks
+from stoker.training.resume import Resumed
+from stoker.training.state import EventLogger, TrainSetup
+from stoker.training.step import Alone, compile_forward_backward, make_loss_fn
+
+if TYPE_CHECKING:
+    from stoker.profiling.ledger import Ledger
+
+
+class Known(NamedTuple):
+    """What a process knows after a step. What `One.agree` returns, all know after the same step."""
+
+    stop: bool = False
+    """A process was asked to stop."""
+    evaluate: bool = False
+    """By the clock, an evaluation is due."""
+    save: bool = False
+    """By the clock, a checkpoint is due, in the processes that take part in it."""
+    trained_s: float = 0.0
+    """Wall seconds of the steps so far."""
+    diverged_step: int | None = None
+    """Step at which the limit of consecutive skipped steps was reached."""
+
+
+class One(Alone):
+    """A process that trains alone."""
+
+    takes_part_in_saves = True
+    """Whether this process has something to do when a checkpoint is saved."""
+
+    def __init__(self, setup: TrainSetup, log_event: EventLogger) -> None:
+        run = setup.config.run
+        self.setup, self.log_event = setup, log_event
+        loss_fn = make_loss_fn(setup.model, compile=self.compiles, cast_together=self.has_whole_weights)
+        super().__init__(loss_fn, setup.optimizer, setup.loss_accumulator, setup.device.autocast(run.precision))
+        self.savers = Ranks()
+        """The processes that save a checkpoint together."""
+        self.agreed = Known()
+        """What all know, of the newest step."""
+
+    has_whole_weights = True
+    """Whether the weights of the model are whole in this process at all times."""
+
+    @property
+    def compiles(self) -> bool:
+        """Whether `warm_up` compiles the step."""
+        return self.setup.config.run.compile
+
+    def next_batch(self, loader: Loader) -> Batch:
+        """This process's part of the next batch."""
+        return next(loader)
+
+    def augment(self, batch: Batch) -> Batch:
+        return augment_batch(batch, self.setup.config.data, self.setup.progress)
+
+    def tell(self, known: Known) -> None:
+        """What others are to know of this process, with the next step."""
+
+    def agree(self, own: Known) -> Known:
+        """What all know after a step. own: what this process knows after it."""
+        self.agreed = own
+        return own
+
+    def agree_on_all(self) -> Known:
+        """The same, with all steps so far. Waits for the device."""
+        return self.agreed
+
+    def notice_divergence(self, step: int | None) -> Known:
+        """What all know, after this process has read from its own records that it diverged."""
+        self.agreed = self.agreed._replace(diverged_step=step)
+        return self.agreed
+
+    def stops(self, is_asked: bool) -> bool:
+        """Whether all stop after this step. is_asked: this process was asked to."""
+        return is_asked
+
+    def stops_alone(self, is_asked: bool) -> bool:
+        """Whether this process may stop while it waits for something that the others do not wait for."""
+        return is_asked
+
+    def poll(self, is_asked: bool, *, is_last: bool = False) -> bool:
+        """Whether all stop between two batches of an evaluation; is_last: after the last batch."""
+        return is_asked and not is_last
+
+    def after_evaluation(self) -> None:
+        """What is on its way and says that an evaluation or a checkpoint is due, is too old now."""
+
+    def after_save(self) -> None:
+        """The same after a checkpoint."""
+
+    def equalize(self) -> None:
+        """Makes what processes keep from step to step the same in all, for a checkpoint or an evaluation."""
+
+    def whole_weights(self, model: nn.Module) -> contextlib.AbstractContextManager[object]:
+        """In the block, `model` can compute outputs."""
+        del model
+        return contextlib.nullcontext()
+
+    def reserve_arenas(self, weights: dict[str, Tensor], state: dict[str, Any]) -> HostArenas | None:
+        """Memory of the host for `snapshot`; None: it allocates its own."""
+        return reserve_arenas(self.setup.device, weights, state)
+
+    def snapshot(self, stream: SideStream, **content: Any) -> HostSnapshot | None:
+        """`checkpoint.snapshot`, with whole tensors; None where there is nothing to write."""
+        return snapshot(stream, **content)
+
+    def warm_up(self) -> None:
+        """Does once what the first step would do besides, without a change of the training: compiles the step."""
+        setup = self.setup
+        if not self.compiles:
+            return
+        try:
+            compile_forward_backward(setup.model, self.loss_fn, setup.optimizer, make_worst_case(setup), self.autocast)
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:  # noqa: BLE001 (compilers raise anything; the run can do without)
+            self.log_event("warning", f"compiling failed, training without: {describe_error(error)}")
+            self.loss_fn = make_loss_fn(setup.model, compile=False)
+
+    def timing_waits(self, ledger: "Ledger") -> contextlib.AbstractContextManager[object]:
+        """In the block, the time that this process waits for others is `comm` in the ledger."""
+        del ledger
+        return contextlib.nullcontext()
+
+    def state(self) -> dict[str, Any]:
+        """Its part of a checkpoint, after `equalize`."""
+        return {"sync": None}
+
+    def resume(self, resumed: Resumed) -> None:
+        """Continues from a checkpoint or from the first step."""
+        del resumed
+        self.micro_batches = self.setup.micro_batches
+        self.agreed = Known(trained_s=self.setup.state.trained_s)
+
+
+def make_parallel(setup: TrainSetup, log_event: EventLogger) -> One:
+    """What this training needs. torch.distributed is not imported for one process."""
+    if setup.ranks.alone:
+        return One(setup, log_event)
+    if setup.is_staged:
+        from stoker.training.pipeline import Pipeline
+
+        return Pipeline(setup, log_event)
+    if setup.config.run.shard:
+        from stoker.training.fsdp import Fsdp
+
+        return Fsdp(setup, log_event)
+    from stoker.training.ddp import Ddp, Periodic
+
+    sync = parse_sync(setup.config.run.sync)
+    return Periodic(setup, log_event, sync) if sync.is_local else Ddp(setup, log_event, sync)
+
+
+def make_worst_case(setup: TrainSetup) -> Batch:
+    """A micro-batch of the shapes of training."""
+    return make_worst_case_batch(
+        setup.rank_batch_size // setup.micro_batches,
+        image_size=setup.config.data.image_size,
+        max_boxes=setup.max_boxes,
+        num_classes=len(setup.index.class_names),
+        device=setup.device,
+    )
+
+
+def describe_error(error: Exception) -> str:
+    """Type and first lines of an error, in one line; those of compilers have pages."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join([f"{type(error).__name__}:", *lines[:2]])

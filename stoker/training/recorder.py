@@ -1,0 +1,178 @@
+"""Records a training: a line of steps.jsonl a second, the screen, TensorBoard, and what the other ranks send.
+
+Losses and norms are summed on the device (`LossAccumulator`) and read when their copy has arrived, so no step waits.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Sequence
+
+import msgspec
+from torch import Tensor
+
+from stoker.errors import DataError
+from stoker.evaluation.metrics import Metrics
+from stoker.hardware.device import ReadyEvent
+from stoker.inference.draw import ImageWithBoxes
+from stoker.profiling.ledger import TimeBreakdown
+from stoker.report.tensorboard import Board
+from stoker.runs.records import STEPS
+from stoker.runs.schemas import StepWindow
+from stoker.training.attempt import Attempt
+from stoker.training.input_probe import PrefetchedInputProbe
+from stoker.training.optim import NO_STATS, StepStats
+from stoker.training.rank_records import RankRecords
+from stoker.training.recovery import Recovery
+from stoker.training.resume import Resumed
+from stoker.training.stability import StabilityMonitor
+
+WINDOW_S = 1.0
+"""Seconds of a line of steps.jsonl."""
+
+
+class Recorder:
+    """The records of this attempt of a run, from `resume` on."""
+
+    def __init__(self, attempt: Attempt, recovery: Recovery, input_probe: PrefetchedInputProbe) -> None:
+        self._attempt, self._setup, self._parallel = attempt, attempt.setup, attempt.parallel
+        self._ledger, self._recovery, self._input_probe = attempt.ledger, recovery, input_probe
+        self._board: Board | None = None
+        """TensorBoard's files; in rank 0."""
+        self._rank_records = RankRecords(attempt.setup, attempt.log_event)
+        self._stream = attempt.setup.device.make_stream()
+        self._pending: tuple[list[Tensor], ReadyEvent, int] | None = None
+        """Sums of losses on their way to the host, and of how many steps."""
+        self._last_read_step = 0
+        self._window_start_s = -math.inf  # the first step has a line of its own: the initial loss
+
+    def state(self) -> dict[str, object]:
+        """Nothing of it is in a checkpoint: records are files of their own."""
+        return {}
+
+    def resume(self, resumed: Resumed) -> None:
+        del resumed
+        setup = self._setup
+        if self._board is None and setup.ranks.is_main:
+            self._board = Board(
+                setup.folder.path,
+                purge_step=setup.state.step,
+                on_error=lambda text: self._attempt.log_event("warning", text),
+            )
+        self._last_read_step = setup.state.step
+        self._stability = StabilityMonitor(
+            setup.config.optim, peak_lr=self._recovery.peak_lr, fp16=setup.config.run.precision == "fp16"
+        )
+
+    def after_step(self) -> None:
+        """Writes the line of a window once a second; rank 0 also takes profiler windows."""
+        if self._setup.ranks.is_main:
+            self._attempt.tracer.after_step(self._setup.state.step)
+        self.read_stats()
+
+    def read_stats(self, *, wait: bool = False) -> None:
+        """Writes the line of a window once a second, with the losses of steps whose copy has arrived.
+
+        wait: waits for the device and writes the line now.
+        """
+        state, accumulator = self._setup.state, self._setup.loss_accumulator
+        if self._pending is None:
+            if not wait and time.perf_counter() - self._window_start_s < WINDOW_S:
+                return
+            self._window_start_s = time.perf_counter()
+            tensors, ready = self._stream.to_host(accumulator.take())
+            self._pending = (tensors, ready, state.step - self._last_read_step)
+            self._last_read_step = state.step
+        tensors, ready, steps = self._pending
+        if not wait and not ready.done():
+            return
+        ready.synchronize()
+        self._pending = None
+        stats = accumulator.read(tensors, steps)
+        self._write_window(self._ledger.window(0.0), stats, steps)
+        if stats.diverged_step is not None:
+            state.follow(self._parallel.notice_divergence(stats.diverged_step))
+
+    def flush(self) -> None:
+        """Writes the lines of all steps so far. Waits for the device, so only called where the loop waits anyway."""
+        while self._pending is not None or self._setup.state.step > self._last_read_step:
+            self.read_stats(wait=True)
+        self._setup.state.follow(self._parallel.agree_on_all())
+
+    def end_window(self) -> None:
+        """Writes a line of the time since the last one, in which there were no steps."""
+        self._write_window(self._ledger.window(0.0), NO_STATS, 0)
+
+    def add_evaluation(self, step: int, metrics: Metrics, images: Sequence[ImageWithBoxes]) -> None:
+        """Shows the metrics of an evaluation, and some of its images. Callable from any thread, in rank 0."""
+        self._attempt.screen.evaluated(step, metrics)
+        if self._board is not None:
+            self._board.add_metrics(step, metrics)
+            self._board.add_images(step, images, self._setup.index.class_names)
+
+    def finish(self) -> None:
+        """Writes the last lines: all steps, and what the device did after them."""
+        self.flush()
+        self._setup.device.synchronize()
+        self._write_window(self._ledger.finish(), NO_STATS, 0)
+
+    def finish_ranks(self) -> None:
+        """Writes the rest of what other ranks send. Called by all ranks, after their last line."""
+        self._rank_records.finish()
+
+    def close(self) -> None:
+        """Writes what is known, however the training ended."""
+        with contextlib.suppress(RuntimeError, DataError):  # neither a lost store nor the limit of images ended the run
+            self._rank_records.write()
+        step = self._setup.state.step
+        unlogged_steps, self._last_read_step = step - self._last_read_step, step
+        if unlogged_steps:  # after an error: the time of these steps is known, their losses are not
+            with contextlib.suppress(RuntimeError):  # a lost device must not hide the error that ended the run
+                self._write_window(self._ledger.window(0.0), NO_STATS, unlogged_steps)
+        if self._board is not None:
+            self._board.close()
+
+    def _write_window(self, breakdown: TimeBreakdown | None, stats: StepStats, steps: int) -> None:
+        """Writes a line of steps.jsonl, and the same to the screen and TensorBoard."""
+        setup = self._setup
+        if breakdown is None or breakdown.wall_s <= 0:
+            return
+        window = StepWindow(
+            t=time.time(),
+            attempt=setup.folder.attempt,
+            step=self._last_read_step,
+            window_steps=steps,
+            num_images=steps * setup.rank_batch_size if setup.loads_images else 0,
+            wall_s=breakdown.wall_s,
+            devices=1,
+            phases=breakdown.phases,
+            input_wait_stages=breakdown.input_wait_stages,
+            losses=stats.losses,
+            lr=setup.state.lr if steps else None,
+            grad_norm=stats.grad_norm,
+            skipped_steps=stats.skipped_steps,
+            memory_peak_bytes=setup.device.memory().peak,
+            host_bound_steps=breakdown.host_bound_steps,
+            thread_cpu_s=breakdown.thread_cpu_s,
+        )
+        setup.folder.append(STEPS, window)
+        self._rank_records.write()
+        window = msgspec.structs.replace(window, num_images=steps * setup.config.run.batch_size)  # shown is that of all
+        if self._board is not None:
+            self._board.add_window(window)
+        self._input_probe.observe(window)
+        if steps and setup.ranks.is_main:
+            self._show_progress(window)
+            for alert in self._stability.update(window, setup.progress):
+                self._attempt.log_event(alert.kind, alert.text, **alert.data)
+
+    def _show_progress(self, window: StepWindow) -> None:
+        setup, memory = self._setup, self._setup.device.memory()
+        done, trained_s = setup.progress, setup.state.trained_s
+        self._attempt.screen.progress(
+            window,
+            fraction_done=min(1.0, done),
+            total_steps=setup.total_steps,
+            eta_s=trained_s * (1 - done) / done if 0 < done < 1 else None,
+            memory=(memory.peak, memory.total),
+        )

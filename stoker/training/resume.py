@@ -1,0 +1,225 @@
+"""How a training continues: a checkpoint's state, collected from its owners and given back to them.
+
+A checkpoint is the sum of what its owners put into it: the optimizer, the loader, the sums of the losses, and the
+services of the loop (`Part`), each under names of its own. Where a run continues, after a kill or a rollback, rank 0
+reads the checkpoint and hands each its part; the other ranks get theirs from rank 0 and need not see the run's folder.
+The files are written and read by `checkpoint.py`.
+"""
+
+import dataclasses
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from stoker.data.index_digest import describe_changes
+from stoker.errors import CheckpointError
+from stoker.runs.records import EVENTS, QUARANTINE, STEPS, read_lines
+from stoker.runs.schemas import Event, Quarantined, StepWindow
+from stoker.storage.run_uri import display_path
+from stoker.training import checkpoint
+from stoker.training.state import EventLogger, TrainSetup, TrainState, read_sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class Resumed:
+    """What a training continues from."""
+
+    saved: dict[str, Any] | None
+    """The state of a checkpoint; None: the first step."""
+    rollback_count: int
+    """Rollbacks of the run so far."""
+    best_ap: float = -1.0
+    """The best AP before a rollback: the best weights stay the best, even if training went back to a step before."""
+    is_changed: bool = False
+    """The data set is not that of the checkpoint."""
+
+    @property
+    def is_after_rollback(self) -> bool:
+        """Whether the run was rolled back to this checkpoint, or to the first step."""
+        return (0 if self.saved is None else self.saved["rollbacks"]) != self.rollback_count
+
+
+class Part(Protocol):
+    """A service of the loop whose state a checkpoint has."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, by names that no other part has: numbers, tensors, and trees of them."""
+
+    def resume(self, resumed: Resumed) -> None:
+        """Continues from what `state` returned. `TrainState` and the weights are those of the checkpoint already."""
+
+
+def collect_state(setup: TrainSetup, parts: Sequence[Part]) -> dict[str, Any]:
+    """What `restore` needs besides the EMA weights: tensors that are still on the device, and plain numbers."""
+    collected: dict[str, Any] = {
+        "optimizer_step": setup.optimizer.state_dict(),
+        "loader": setup.loader.state_dict(),
+        "trained_s": setup.state.trained_s,
+        "data": dataset_fingerprint(setup),
+        "skipped_streak": setup.loss_accumulator.skipped_streak(),
+    }
+    for part in parts:
+        collected |= part.state()
+    return collected
+
+
+def restore(
+    setup: TrainSetup, parts: Sequence[Part], loaded: checkpoint.LoadedCheckpoint | None, log_event: EventLogger
+) -> None:
+    """Restores a checkpoint in rank 0, or the state of step 0 if there is none; the weights are then left as they are.
+    If the content of one cannot be restored, the one before is taken. `send_to_other_ranks` has to follow.
+
+    Raises CheckpointError if the data set changed, or if no checkpoint can be restored.
+    """
+    rejected: dict[int, str] = {}
+    while True:
+        try:
+            _restore(setup, parts, loaded, log_event)
+            return
+        except torch.OutOfMemoryError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            if loaded is None:
+                raise
+            rejected[loaded.step] = f"its state cannot be restored: {type(error).__name__}: {str(error)[:200]}"
+            loaded = checkpoint.load_newest(setup.folder.path, log_event, rejected=rejected)
+
+
+def _restore(
+    setup: TrainSetup, parts: Sequence[Part], loaded: checkpoint.LoadedCheckpoint | None, log_event: EventLogger
+) -> None:
+    state, run = setup.state, setup.folder.path
+    rollbacks = read_rollbacks(run)
+    rollback_count = max((event.data["count"] for event in rollbacks), default=0)
+    best_ap = max([-1.0, *(event.data["best_ap"] for event in rollbacks)])
+    state.sizes = read_sizes(run, setup.initial_sizes)
+    state.redo_until = max((window.step for window in read_lines(run, STEPS, StepWindow)), default=0)
+    state.diverged_step = None
+    setup.loss_accumulator.reset()
+    if loaded is None:
+        if setup.folder.attempt > 1 or rollback_count:
+            log_event("info", "no checkpoint yet: starting from the first step")
+        quarantined = _known_bad_images(setup)
+        setup.loader.load_state_dict(setup.loader.state_dict() | {"position": 0, "quarantined": quarantined})
+        state.step, state.trained_s = 0, 0.0
+        for part in parts:
+            part.resume(Resumed(None, rollback_count, best_ap))
+        return
+    saved = loaded.state
+    is_changed = _check_data(setup, loaded.step, saved["data"], log_event)
+    setup.optimizer.load_state_dict(saved["optimizer_step"], loaded.weights)
+    loader_state = saved["loader"] | {"quarantined": _known_bad_images(setup) | saved["loader"]["quarantined"]}
+    if is_changed:  # image indices have another meaning now
+        loader_state |= {"quarantined": {}, "count": len(setup.train_indices)}
+    setup.loader.load_state_dict(loader_state)
+    state.diverged_step = setup.loss_accumulator.load_skipped_streak(saved["skipped_streak"])
+    state.step, state.trained_s = loaded.step, saved["trained_s"]
+    for part in parts:
+        part.resume(Resumed(saved, max(rollback_count, saved["rollbacks"]), best_ap, is_changed))
+    lost_steps = max(0, state.redo_until - state.step)
+    log_event(
+        "info",
+        f"continuing from step {state.step:,}" + (f"; {lost_steps:,} steps are done again" if lost_steps else ""),
+    )
+
+
+def send_to_other_ranks(setup: TrainSetup, parts: Sequence[Part]) -> None:
+    """All ranks continue from the state that rank 0 has restored."""
+    ranks = setup.ranks
+    if ranks.alone:
+        return
+    sent = io.BytesIO()
+    if ranks.is_main:
+        torch.save([setup.optimizer.take_restored(), setup.loss_accumulator.skipped_streak()], sent)
+    fields = {field.name: getattr(setup.state, field.name) for field in dataclasses.fields(TrainState)}
+    saved = {name: value for part in parts for name, value in part.state().items()} | {"pending_eval": None}
+    data, loader_state, fields, saved = ranks.share_value((sent.getvalue(), setup.loader.state_dict(), fields, saved))
+    if ranks.is_main:
+        return
+    restored, streak = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    if restored is not None:
+        setup.optimizer.load_state_dict(*restored)
+        setup.optimizer.restored = None
+    setup.loss_accumulator.reset()
+    setup.loss_accumulator.load_skipped_streak(streak)
+    setup.loader.load_state_dict(loader_state)
+    for name, value in fields.items():
+        setattr(setup.state, name, value)
+    for part in parts:  # rank 0 computes the metrics of an evaluation that was pending
+        part.resume(Resumed(saved, saved["rollbacks"]))
+
+
+def load_checkpoint(run: Path, log_event: EventLogger) -> checkpoint.LoadedCheckpoint | None:
+    """The newest checkpoint, without those that a rollback abandoned: they are removed here if a kill left them."""
+    if rollbacks := read_rollbacks(run):
+        checkpoint.discard_checkpoints(
+            run, after=rollbacks[-1].data["rollback_step"], rollback_count=rollbacks[-1].data["count"]
+        )
+    return checkpoint.load_newest(run, log_event)
+
+
+def read_rollbacks(run: Path) -> list[Event]:
+    """The rollbacks of the run. A rollback counts from the moment that this event is written: a kill before it leaves a
+    run that diverges again, a kill after it a run that continues from there."""
+    return [event for event in read_lines(run, EVENTS, Event) if event.kind == "rolled_back"]
+
+
+def dataset_fingerprint(setup: TrainSetup) -> dict[str, Any]:
+    """What must be unchanged for a checkpoint to continue: a part of its state."""
+    return {
+        "num_images": len(setup.train_indices),
+        "classes": list(setup.index.class_names),
+        "max_boxes": setup.max_boxes,
+        "images": setup.data_digest,
+    }
+
+
+def _check_data(setup: TrainSetup, step: int, saved: dict[str, Any], log_event: EventLogger) -> bool:
+    """Whether the data set differs from that of a checkpoint, which is then accepted and recorded. Raises
+    CheckpointError if it is not accepted, or has another number of classes. Older checkpoints have no digest."""
+    now = dataset_fingerprint(setup)
+    changes = describe_changes(saved["images"], now["images"]) if "images" in saved else []
+    if saved["classes"] != now["classes"]:
+        changes.append(f"the classes: then {', '.join(saved['classes'])}, now {', '.join(now['classes'])}")
+    if not changes:
+        changes = [
+            f"{text}: then {saved[key]:,}, now {now[key]:,}"
+            for key, text in (("num_images", "training images"), ("max_boxes", "most boxes of an image"))
+            if saved[key] != now[key]
+        ]
+    if not changes:
+        return False
+    can_continue = len(saved["classes"]) == len(now["classes"])
+    if not (can_continue and setup.accept_changed_data):
+        location = display_path(setup.folder.path)
+        accept = f"; or `stoker train --resume {location} --accept-changed-data`, which continues with it as it is"
+        raise CheckpointError(
+            "The data set is not the one that the run was started with.",
+            location=setup.index.source,
+            cause="; ".join(changes),
+            fix="restore the data set, or start a new run with another --run-dir" + (accept if can_continue else ""),
+        )
+    log_event(
+        "warning",
+        f"the data set changed since step {step:,}: {'; '.join(changes)}; training continues with it as it is now, and "
+        "scores before and after cannot be compared",
+        data_changes=changes,
+    )
+    return True
+
+
+def _known_bad_images(setup: TrainSetup) -> dict[int, int]:
+    """Image index → sample position of every image that quarantine.jsonl says was excluded in training: an attempt that
+    repeats steps substitutes the same images, even if a file is readable by now. An index that is another image in this
+    data set is left out."""
+    index = setup.index
+    return {
+        line.image_index: line.sample_position
+        for line in read_lines(setup.folder.path, QUARANTINE, Quarantined)
+        if line.replaced_by >= 0
+        and 0 <= line.image_index < len(index)
+        and index.path(line.image_index).name == line.path.rpartition("/")[2]
+    }

@@ -1,0 +1,218 @@
+"""What a training of several processes has in common: signals that travel with a step, and what follows from them.
+
+A `signals` vector is averaged over the ranks with each step. It has
+
+- the losses, so that every rank sees those of the whole batch;
+- what only some ranks know: a stop signal, and of rank 0 the time trained and whether an evaluation or a checkpoint is
+  due;
+- the running statistics of trained BatchNorms, which are means over the ranks then.
+
+It is the gradient of a parameter that belongs to no model, so accumulation and loss scaling treat it like any other.
+`ddp.Ddp` exchanges it with the gradients, in one of their buckets; `local_steps.LocalSteps`, `fsdp.Fsdp` and
+`pipeline.Pipeline` with the norm of the gradients, in an exchange of its own.
+
+What a step decides on the device (skip it, the streak of skipped steps) follows from the means and is the same
+everywhere. The host acts on the numbers of a step LAG steps later, when their copy has long arrived: all ranks at the
+same step, and none waits for its device.
+"""
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from stoker.data.batch import Batch
+from stoker.hardware.device import ReadyEvent
+from stoker.models import Detector
+from stoker.models.layers.rank_mean import counting_over_ranks
+from stoker.profiling.collectives import patch_collectives
+from stoker.profiling.ledger import Ledger
+from stoker.training.optim import OptimizerStep
+from stoker.training.parallel import Known, One
+from stoker.training.resume import Resumed
+from stoker.training.state import EventLogger, TrainSetup
+from stoker.training.step import Autocast, LossFn, split_batch
+
+MAX_LOSSES = 16
+"""Places for losses in the vector; a model has up to six."""
+STOP, EVALUATE, SAVE, TRAINED_S = range(MAX_LOSSES, MAX_LOSSES + 4)
+"""Places of what the ranks agree on."""
+NUM_SIGNALS = MAX_LOSSES + 4
+ACCELERATOR_LAG = 2
+"""Steps on an accelerator after which the host acts on the numbers of a step; 0 on a CPU, where they are there at
+once. Two are enough that the device never runs out of work, and a signal is heeded after three steps."""
+MIN_WAIT_S = 20e-6
+"""Shorter waits are ignored: the data was there, and `Ledger.attribute` takes as long."""
+
+
+class Several(One):
+    """The steps of a rank among others. `average` and `forward_backward` are completed by the kinds of parallelism."""
+
+    has_whole_model = True
+    """Whether each rank computes with the whole model. Else the running statistics are those of its own stage."""
+    saves_together = False
+    """Whether each rank keeps a part of what a checkpoint has. Else rank 0 saves alone, when it likes."""
+
+    def __init__(self, setup: TrainSetup, log_event: EventLogger) -> None:
+        super().__init__(setup, log_event)
+        self.ranks = setup.ranks
+        if self.saves_together:
+            self.savers = setup.ranks
+        self.takes_part_in_saves = self.saves_together or setup.ranks.is_main
+        device = setup.device.torch_device
+        self.norm_stats = self.optimizer.norm_stats if self.has_whole_model else torch.zeros(0, device=device)
+        self.signals = nn.Parameter(torch.zeros(NUM_SIGNALS + self.norm_stats.numel(), device=device))
+        self._own = torch.zeros(NUM_SIGNALS)
+        self._means: Tensor | None = None
+        self._stream = setup.device.make_stream()
+        self._lag = 0 if setup.device.is_cpu else ACCELERATOR_LAG
+        self._issued: deque[tuple[list[Tensor], ReadyEvent]] = deque()
+
+    def tell(self, known: Known) -> None:
+        self._own = torch.zeros(NUM_SIGNALS)
+        self._own[STOP] = float(known.stop)
+        if self.ranks.is_main:  # a mean over the ranks, of which only this one counts
+            self._own[EVALUATE], self._own[SAVE] = float(known.evaluate), float(known.save)
+            self._own[TRAINED_S] = known.trained_s * self.ranks.world_size
+
+    def forward_backward(  # type: ignore[override]  # that of one process is a function
+        self, loss_fn: LossFn, optimizer: OptimizerStep[Detector], batch: Batch, micro_batches: int, autocast: Autocast
+    ) -> dict[str, Tensor]:
+        """Gradients of this rank's part of a batch, and of the signals; the losses are its own."""
+        for number, part in enumerate(split_batch(batch, micro_batches)):
+            is_last = number == micro_batches - 1
+            with self.exchanging(is_last):
+                with autocast, counting_over_ranks(self.ranks.world_size):
+                    losses = self.compute_losses(loss_fn, part)
+                    if micro_batches > 1:
+                        losses = {name: loss / micro_batches for name, loss in losses.items()}
+                stacked = torch.stack(list(losses.values()))
+                own = self._own if is_last else torch.zeros(NUM_SIGNALS)
+                values = own.to(self.signals.device, non_blocking=True, copy=True)
+                values[: len(losses)] = stacked.detach()
+                stats = self.norm_stats if is_last else torch.zeros_like(self.norm_stats)
+                # The gradient of `signals` is what it is multiplied by.
+                carried = (self.signals * torch.cat([values, stats])).sum()
+                with counting_over_ranks(self.ranks.world_size):
+                    optimizer.backward(stacked.sum() + carried)
+        return losses
+
+    def compute_losses(self, loss_fn: LossFn, batch: Batch) -> dict[str, Tensor]:
+        """The forward pass and the losses of a micro-batch."""
+        return loss_fn(batch)
+
+    def exchanging(self, is_last: bool) -> contextlib.AbstractContextManager[object]:
+        """Around a micro-batch; is_last: of the step."""
+        del is_last
+        return contextlib.nullcontext()
+
+    def average(self, losses: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
+        """The losses of the whole batch, and the norm of its gradient if that took an exchange. Running statistics
+        become means."""
+        assert self.signals.grad is not None
+        means = self.signals.grad.clone()  # the gradient may be a part of a bucket, which the next step fills
+        self.signals.grad = None
+        if self.optimizer.loss_scale is not None:
+            means = means / self.optimizer.loss_scale
+        means, grad_norm = self.exchange(means)
+        if len(means) > NUM_SIGNALS:
+            self.norm_stats.copy_(means[NUM_SIGNALS:])
+        self._means = means[:NUM_SIGNALS]
+        return dict(zip(losses, means.unbind(), strict=False)), grad_norm
+
+    def exchange(self, own: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(means of the ranks' signals, norm of all gradients), where each rank has a part of the gradients."""
+        return self.exchange_with_norm(own, self.optimizer.own_grad_norm())
+
+    def exchange_with_norm(self, own: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+        """(means of the ranks' vectors, root of the sum of the squares of their norms)."""
+        sums = torch.cat([own, norm.reshape(1)]).double()  # squares of large gradients overflow float32
+        sums[-1].square_()
+        torch.distributed.all_reduce(sums)
+        return (sums[:-1] / self.ranks.world_size).to(own.dtype), sums[-1].sqrt()
+
+    def agree(self, own: Known) -> Known:
+        if self._means is not None:
+            tensors = [self._means, self.accumulator.skipped_streak()[1]]
+            self._issued.append(self._stream.to_host(tensors))
+            self._means = None
+        while len(self._issued) > self._lag:
+            self._read(*self._issued.popleft())
+        if not self.saves_together:
+            self.agreed = self.agreed._replace(save=own.save)
+        return self.agreed
+
+    def agree_on_all(self) -> Known:
+        while self._issued:
+            self._read(*self._issued.popleft())
+        return self.agreed
+
+    def notice_divergence(self, step: int | None) -> Known:
+        """Ranks act on it at the same step, when the exchange says so."""
+        del step
+        return self.agreed
+
+    def stops(self, is_asked: bool) -> bool:
+        del is_asked  # the others were told with the step
+        return self.agreed.stop
+
+    def stops_alone(self, is_asked: bool) -> bool:
+        del is_asked
+        return False
+
+    def poll(self, is_asked: bool, *, is_last: bool = False) -> bool:
+        stops = self.ranks.end_vote()
+        if not is_last and not stops:
+            self.ranks.begin_vote(is_asked)
+        return stops
+
+    def after_evaluation(self) -> None:
+        self.agree_on_all()
+        self.agreed = self.agreed._replace(evaluate=False, save=False)
+
+    def after_save(self) -> None:
+        if self.saves_together:
+            self.after_evaluation()
+
+    def resume(self, resumed: Resumed) -> None:
+        super().resume(resumed)
+        self._issued.clear()
+        self._means = None
+
+    @contextlib.contextmanager
+    def timing_waits(self, ledger: Ledger) -> Iterator[None]:
+        thread, is_cpu = threading.get_ident(), self.setup.device.is_cpu
+
+        def begin() -> Callable[[], None]:
+            if not is_cpu:  # events on the device say how long its stream waited
+                stack = contextlib.ExitStack()
+                stack.enter_context(ledger.phase("comm"))
+                return stack.close
+            start_s = time.perf_counter()
+            return lambda: attribute(start_s, time.perf_counter())
+
+        def attribute(start_s: float, end_s: float) -> None:
+            if end_s - start_s >= MIN_WAIT_S:
+                ledger.attribute("comm", start_s, end_s)
+
+        patches = patch_collectives(begin, lambda: threading.get_ident() == thread)
+        try:
+            yield
+        finally:
+            for patch in reversed(patches):
+                patch.restore()
+
+    def _read(self, tensors: list[Tensor], ready: ReadyEvent) -> None:
+        ready.synchronize()
+        means, diverged_step = tensors[0].tolist(), int(tensors[1])
+        self.agreed = Known(
+            stop=self.agreed.stop or means[STOP] > 0,
+            evaluate=means[EVALUATE] > 0,
+            save=means[SAVE] > 0,
+            trained_s=means[TRAINED_S],
+            diverged_step=diverged_step if diverged_step >= 0 else None,
+        )
