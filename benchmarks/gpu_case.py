@@ -323,7 +323,6 @@ def measure_profile(case: Case, device: Device, windows: int, steps: int) -> Non
 def measure_graph(case: Case, device: Device, windows: int, steps: int) -> None:
     """The compiled step, then the eager one, as a CUDA graph (`training.cuda_graph`); a capture that fails is said."""
     work = Work(case, device)
-    work.stepper.allow_capture()
     compile_now(work)
     for name, train in (("graph", work.compiled), ("eager graph", work.eagerly)):
         failures: list[Exception] = []
