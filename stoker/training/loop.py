@@ -24,9 +24,9 @@ from torch import Tensor
 from stoker.config.durations import parse_duration
 from stoker.config.settings import Config, settings_table
 from stoker.config.sync_method import parse_sync
-from stoker.data.augment.device import augment_batch
+from stoker.data.augment.device import augment_batch, makes_mosaics
 from stoker.data.batch import Batch
-from stoker.errors import DataError, Preempted, StokerError, StorageError
+from stoker.errors import CaptureFailed, DataError, Preempted, StokerError, StorageError
 from stoker.evaluation.metrics import Detections, Metrics
 from stoker.hardware.device import ReadyEvent, out_of_memory_as_error
 from stoker.monitor.monitor import monitoring
@@ -41,7 +41,7 @@ from stoker.runs.schemas import StepWindow
 from stoker.training import bucket_run, checkpoint, run_selection, start
 from stoker.training.async_eval import AsyncEvaluator, PendingEvaluation
 from stoker.training.cluster import find_place
-from stoker.training.cuda_graph import CudaCapture, CudaGraphStep
+from stoker.training.cuda_graph import CudaCapture, CudaGraphStep, describe_error, has_failed
 from stoker.training.defaults.dry_run import make_worst_case_batch
 from stoker.training.forward import compile_forward_backward, make_loss_fn, train_step
 from stoker.training.host_memory import HostMemoryGuard
@@ -345,7 +345,11 @@ class Training:
         while state.diverged_step is None and self.progress() < 1 and not self.is_out_of_patience():
             if self.replica is None:  # a pause of one rank would be a pause of all
                 self.input_probe.before_step(self.progress())
-            self.step()
+            try:
+                self.step()
+            except CaptureFailed as error:
+                self.save_after_failed_capture(error)
+                raise
             if self.ranks.is_main:
                 self.tracer.after_step(state.step)
             self.read_stats()
@@ -448,9 +452,10 @@ class Training:
     def train_on(self, batch: Batch) -> None:
         """The part of a step that needs the device's memory; repeatable if it fails before the update."""
         self.setup.optimizer.set_scalars(self.lr, self.state.step)
-        if self.setup.loads_images:
-            batch = augment_batch(batch, self.setup.config.data, self.progress())
         self.train_batch(batch)
+
+    def augment(self, batch: Batch) -> Batch:
+        return augment_batch(batch, self.setup.config.data, self.progress()) if self.setup.loads_images else batch
 
     def retry_in_smaller_batches(self, activity: Activity, attempt: Callable[[], Attempted]) -> Attempted:
         """The result of `attempt`, repeated with fewer images at a time for as long as memory is exhausted. With
@@ -463,17 +468,19 @@ class Training:
         return result
 
     def make_train_batch(self) -> Callable[[Batch], None]:
-        """What trains on an augmented batch: operator by operator, or with --cuda-graph a graph of them."""
+        """What augments a batch and trains on it: operator by operator, or with --cuda-graph a graph of them."""
         if self.replica is not None:
             return functools.partial(self.train_on_ranks, self.replica)
-        if not self.setup.config.run.cuda_graph:
+        if not self.setup.config.run.cuda_graph or has_failed(self.setup.folder.path):
             return self.train_eagerly
-        return CudaGraphStep(self.train_eagerly, CudaCapture(), self.report_failed_capture)
+        data = self.setup.config.data
+        return CudaGraphStep(self.train_eagerly, CudaCapture(), lambda: makes_mosaics(data, self.progress()))
 
     def train_eagerly(self, batch: Batch) -> None:
-        """Forward, losses, backward, update of the weights, sums of the losses."""
+        """Augmentation, forward, losses, backward, update of the weights, sums of the losses."""
         setup, config = self.setup, self.setup.config
         autocast = setup.device.autocast(config.run.precision)
+        batch = self.augment(batch)
         train_step(self.loss_fn, setup.optimizer, setup.loss_accumulator, batch, setup.micro_batches, autocast)
 
     def train_on_ranks(self, replica: "Replica", batch: Batch) -> None:
@@ -481,17 +488,27 @@ class Training:
         setup, step = self.setup, self.state.step
         triggers = (self.eval_trigger, self.checkpoint_trigger)
         replica.train_step(
-            batch,
+            self.augment(batch),
             setup.micro_batches,
             setup.device.autocast(setup.config.run.precision),
             stop=self.stop_request.requested_by is not None,
             due=Due(*(trigger.follows_clock and trigger.is_due(step) for trigger in triggers)),
         )
 
-    def report_failed_capture(self, error: Exception) -> None:
-        """Clears what the capture left; the training goes on without a CUDA graph."""
-        self.setup.optimizer.zero_grad()
-        self.log_event("warning", f"capturing a CUDA graph failed, training without: {describe_error(error)}")
+    def save_after_failed_capture(self, error: CaptureFailed) -> None:
+        """Saves the state after the last step, for an attempt without a graph. Raises Preempted after a stop signal."""
+        setup, loader_state = self.setup, self.setup.loader.state_dict()
+        self.log_event("cuda_graph_failed", f"{error.what} {error.cause}; training restarts without a graph")
+        # The step that failed has not run, so its batch comes again.
+        batch_start = loader_state["position"] - setup.config.run.batch_size
+        setup.loader.load_state_dict(loader_state | {"position": batch_start})
+        try:
+            self.save_checkpoint(self.evaluator.cancel())
+        except RuntimeError as save_error:  # of the device; the next attempt continues from the checkpoint before
+            self.log_event("checkpoint_failed", f"the state could not be saved: {describe_error(save_error)}")
+        setup.writer.wait()
+        if self.stop_request.requested_by is not None:
+            raise make_stop_error(setup, self.stop_request) from error
 
     def progress(self) -> float:
         """Fraction of the length that is done, 0 … 1."""
@@ -770,9 +787,3 @@ def check_stop(stop_request: StopRequest, ranks: Ranks) -> None:
     if ranks.any(stop_request.requested_by is not None):
         stop_request.request("a signal to another rank")
         stop_request.check()
-
-
-def describe_error(error: Exception) -> str:
-    """Type and first lines of an error, in one line; those of compilers have pages."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join([f"{type(error).__name__}:", *lines[:2]])
