@@ -26,6 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from stoker.config.settings import DataSettings, ModelSettings, OptimSettings
 from stoker.data.augment.device import augment_batch
 from stoker.data.batch import NUM_RAND, Batch
+from stoker.errors import CaptureFailed
 from stoker.hardware.device import Device, ReadyEvent, select_device
 from stoker.models import MODELS, Detector, build
 from stoker.training import forward
@@ -323,17 +324,15 @@ def measure_profile(case: Case, device: Device, windows: int, steps: int) -> Non
 def measure_graph(case: Case, device: Device, windows: int, steps: int) -> None:
     """The compiled step, then the eager one, as a CUDA graph (`training.cuda_graph`); a capture that fails is said."""
     work = Work(case, device)
-    work.stepper.allow_capture()
     compile_now(work)
     for name, train in (("graph", work.compiled), ("eager graph", work.eagerly)):
-        failures: list[Exception] = []
-        graphed = CudaGraphStep(train, NoCapture() if device.is_cpu else CudaCapture(), failures.append)
-        work.per_s(graphed, 4)  # warm-up and capture
-        for failure in failures:
-            work.stepper.zero_grad()
-            say(**{f"{name} error": f"{type(failure).__name__}: {failure}".splitlines()[0]})
-        if not failures:
-            say(**{name: [work.per_s(graphed, steps) for _ in range(windows)]})
+        graphed = CudaGraphStep(train, NoCapture() if device.is_cpu else CudaCapture())
+        try:
+            work.per_s(graphed, 4)  # warm-up and capture
+        except CaptureFailed as failure:
+            say(**{f"{name} error": failure.cause})
+            return  # torch's allocator may be in capture mode
+        say(**{name: [work.per_s(graphed, steps) for _ in range(windows)]})
 
 
 class NoCapture(Capture):

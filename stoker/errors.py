@@ -149,6 +149,11 @@ class Preempted(StokerError):
     exit_code = 75
 
 
+class CaptureFailed(Preempted):
+    """The run ends because a CUDA graph could not be captured; the same command continues it without one, and
+    `stoker train` does so by itself."""
+
+
 @contextlib.contextmanager
 def writing(what: str, location: object, *, fix: str | None = None) -> Iterator[None]:
     """A block that writes: an OSError inside is raised as a StorageError with the message `what`, for example "The

@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -13,6 +14,7 @@ from cyclopts import App, Parameter
 from stoker.cli.quick_import import quick_imports
 from stoker.config.durations import join_length
 from stoker.config.settings import Config, from_toml
+from stoker.errors import CaptureFailed
 from stoker.monitor.options import MonitoringOptions
 
 if TYPE_CHECKING:
@@ -104,6 +106,7 @@ def train(
         with quick_imports():
             from stoker.profiling.telemetry.host import process_start_s
             from stoker.training.run import train as train_loop
+            from stoker.training.supervisor import read_restart, replace_process
 
     length = {"epochs": epochs, "steps": steps, "max_time": max_time, "max_duration": config.run.max_duration}
     user_config = config.replace(**join_length(length))
@@ -127,11 +130,17 @@ def train(
         )  # fmt: skip
         result = run_ranks(devices or 1, request)
     else:
-        started_s = process_start_s()
-        result = train_loop(
-            user_config, run_dir=run_dir, resume=resume, accept_changed_data=accept_changed_data, started_s=started_s,
-            trace=trace, monitor=monitor, log_format=log_format, exit_when_hung=True,
-        )  # fmt: skip
+        started_s, restart = process_start_s(), read_restart()
+        if restart is not None and restart.replaced_at is not None:
+            started_s = max(started_s, time.perf_counter() - (time.time() - restart.replaced_at))
+        try:
+            result = train_loop(
+                user_config, run_dir=run_dir, resume=resume, accept_changed_data=accept_changed_data,
+                started_s=started_s, trace=trace, monitor=monitor, log_format=log_format, exit_when_hung=True,
+            )  # fmt: skip
+        except CaptureFailed:
+            replace_process("the capture of a CUDA graph failed")
+            raise
         if os.environ.get("RANK", "0") != "0":
             return  # of the ranks that torchrun or srun started, the first one prints
     if log_format == "json":

@@ -48,8 +48,8 @@ CHECKPOINTS, BEST, FINAL, LAUNCH = "checkpoints", "best.safetensors", "final.saf
 
 EVENT_KINDS = (
     "started", "resumed", "info", "warning", "preflight", "evaluated", "checkpoint_saved", "checkpoint_failed",
-    "checkpoint_corrupt", "rolled_back", "loss_spike", "lr_too_high", "lr_too_low", "out_of_memory", "low_host_memory",
-    "gpu_fault", "alert", "preempted", "failed", "finished",
+    "checkpoint_corrupt", "rolled_back", "loss_spike", "lr_too_high", "lr_too_low", "out_of_memory",
+    "cuda_graph_failed", "low_host_memory", "gpu_fault", "alert", "preempted", "failed", "finished",
 )  # fmt: skip
 """The kinds of events; docs/run-folder.md says when each is written."""
 
@@ -57,8 +57,8 @@ STABILITY_KINDS = frozenset({"rolled_back", "loss_spike", "lr_too_high", "lr_too
 """Kinds about the loss and the learning rate."""
 
 WARNING_KINDS = STABILITY_KINDS | {
-    "warning", "preflight", "checkpoint_failed", "checkpoint_corrupt", "out_of_memory", "low_host_memory", "gpu_fault",
-    "alert",
+    "warning", "preflight", "checkpoint_failed", "checkpoint_corrupt", "out_of_memory", "cuda_graph_failed",
+    "low_host_memory", "gpu_fault", "alert",
 }  # fmt: skip
 """Kinds that are shown as warnings: training went on, but not as requested."""
 

@@ -18,6 +18,7 @@ from typing import NoReturn
 import msgspec
 
 from stoker.config.durations import parse_duration
+from stoker.errors import CaptureFailed
 from stoker.evaluation.metrics import Metrics
 from stoker.profiling.ledger import Ledger
 from stoker.profiling.telemetry.sampler import TelemetrySampler
@@ -26,6 +27,7 @@ from stoker.report.terminal import Screen
 from stoker.runs.records import BEST
 from stoker.training.attempt import Attempt
 from stoker.training.checkpoint import LoadedCheckpoint
+from stoker.training.cuda_graph import describe_error
 from stoker.training.evaluator import Evaluator
 from stoker.training.host_memory import HostMemoryGuard
 from stoker.training.input_probe import PrefetchedInputProbe
@@ -124,6 +126,9 @@ class Training:
                 self.saver.save_final(metrics)
             except Stopping:
                 self.save_and_stop()
+            except CaptureFailed as error:
+                self.save_after_failed_capture(error)
+                raise
             self.finish_records()
             self.saver.raise_failure()
         log_measured_steps(setup, self.log_event)
@@ -208,6 +213,23 @@ class Training:
         self.saver.save()
         self.finish_records()
         raise self.saver.make_stop_error(request.requested_by)
+
+    def save_after_failed_capture(self, error: CaptureFailed) -> None:
+        """Saves the state after the last step, for an attempt without a CUDA graph. Raises Preempted if the training was
+        asked to stop."""
+        setup, loader_state = self.setup, self.setup.loader.state_dict()
+        self.log_event("cuda_graph_failed", f"{error.what} {error.cause}; training restarts without a graph")
+        # The step that failed has not run, so its batch comes again.
+        batch_start = loader_state["position"] - setup.config.run.batch_size
+        setup.loader.load_state_dict(loader_state | {"position": batch_start})
+        self.evaluator.cancel()
+        try:
+            self.saver.save()
+        except RuntimeError as save_error:  # of the device; the next attempt continues from the checkpoint before
+            self.log_event("checkpoint_failed", f"the state could not be saved: {describe_error(save_error)}")
+        setup.writer.wait()
+        if self.stopper.is_asked:
+            raise self.saver.make_stop_error(self.stopper.request.requested_by) from error
 
     def finish_records(self) -> None:
         """Waits until all is written that this attempt has to write."""

@@ -196,11 +196,6 @@ class OptimizerStep(Generic[Model]):
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self._trainable_params if p.grad is not None]
 
-    def allow_capture(self) -> None:
-        """Tells torch's optimizer that a CUDA graph of `update` is wanted; AdamW refuses to be captured otherwise."""
-        for group in self._optimizer.param_groups:
-            group["capturable"] = True
-
     def _update_ema(self) -> None:
         if not self._ema_params:
             return
@@ -344,11 +339,11 @@ def _make_optimizer(
     ]
     kwargs: dict[str, Any] = {"fused": True} if fused else {"foreach": True}
     if settings.optimizer == "adamw":
-        if not fused:
-            kwargs["capturable"] = True  # the step count stays on the device
+        # The step count stays on the device. Fused kernels are the same without, but then refuse a CUDA graph.
         optimizer: torch.optim.Optimizer = _without_dynamo(torch.optim.AdamW)(
-            param_groups, lr=0.0, betas=(settings.momentum, 0.999), **kwargs
+            param_groups, lr=0.0, betas=(settings.momentum, 0.999), capturable=True, **kwargs
         )
+        optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]  # most runs have no graph
         moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     else:
         optimizer = _without_dynamo(torch.optim.SGD)(param_groups, lr=0.0, momentum=settings.momentum, **kwargs)

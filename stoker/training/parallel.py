@@ -19,6 +19,7 @@ from stoker.data.loading.loader import Loader
 from stoker.hardware.device import SideStream
 from stoker.hardware.host_arena import HostArenas
 from stoker.training.checkpoint import HostSnapshot, reserve_arenas, snapshot
+from stoker.training.cuda_graph import describe_error
 from stoker.training.defaults.dry_run import make_worst_case_batch
 from stoker.training.ranks import Ranks
 from stoker.training.resume import Resumed
@@ -182,9 +183,3 @@ def make_worst_case(setup: TrainSetup) -> Batch:
         num_classes=len(setup.index.class_names),
         device=setup.device,
     )
-
-
-def describe_error(error: Exception) -> str:
-    """Type and first lines of an error, in one line; those of compilers have pages."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join([f"{type(error).__name__}:", *lines[:2]])

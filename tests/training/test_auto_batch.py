@@ -74,8 +74,14 @@ def fake_costs(monkeypatch: pytest.MonkeyPatch, *, gib: Cost, seconds: Cost = la
 
 
 @pytest.mark.parametrize(
-    ("fixed_gib", "image_gib", "batch", "parts"),
-    [(1.0, 0.2, 16, 1), (1.0, 0.9, 16, 2), (1.0, 3.0, 16, 8), (4.0, 4.0, 16, 16)],
+    ("fixed_gib", "image_gib", "batch", "tries"),
+    [
+        (1.0, 0.2, 16, [16]),
+        (1.0, 0.9, 16, [16, 8]),
+        (1.0, 3.0, 16, [16, 8, 4, 2]),
+        (4.0, 4.0, 16, [16, 8, 4, 2, 1]),
+        (1.0, 1.0, 15, [15, 5]),
+    ],
 )
 def test_a_batch_that_does_not_fit_is_split(
     index: Index,
@@ -84,14 +90,15 @@ def test_a_batch_that_does_not_fit_is_split(
     fixed_gib: float,
     image_gib: float,
     batch: int,
-    parts: int,
+    tries: list[int],
 ):
-    """The peak is a line; beyond the device's memory it raises."""
-    fake_costs(monkeypatch, gib=lambda n: fixed_gib + image_gib * n)
-    assert auto_batch.choose_batch_size(derived, index, SMALL, recipe_batch_size=16, num_images=60)[:2] == (
-        batch,
-        parts,
-    )
+    """The largest part that fits, and nothing else is tried: cuDNN would choose convolutions for each size."""
+    tried = fake_costs(monkeypatch, gib=lambda n: fixed_gib + image_gib * n)
+    for config in (derived, derived.replace(batch_size=batch)):
+        tried.clear()
+        chosen = auto_batch.choose_batch_size(config, index, SMALL, recipe_batch_size=batch, num_images=60)
+        assert chosen[:2] == (batch, batch // tries[-1])
+        assert tried == tries
 
 
 @pytest.mark.parametrize("less", [False, True])

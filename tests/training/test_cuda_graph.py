@@ -22,17 +22,19 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.config.settings import OptimSettings
+from stoker.data.augment.device import augment_batch, makes_mosaics
 from stoker.data.batch import Batch
 from stoker.hardware.device import Device
 from stoker.models import Detector, build
-from stoker.runs.records import FINAL
+from stoker.runs.records import EVENTS, FINAL, STEPS, read_lines
+from stoker.runs.schemas import Event, StepWindow
 from stoker.training import loop, start
 from stoker.training.cuda_graph import CudaGraphStep
 from stoker.training.step import LossFn, make_loss_fn, train_step
 from stoker.training.run import train
 from stoker.training.optim import LossAccumulator, OptimizerStep
 from tests import fakes
-from tests.drawn import draw
+from tests.drawn import draw, run_stoker
 from tests.host_sync import ForbidHostSync, RecordOperators
 from tests.models.oracle import SMALL_MODELS
 from tests.models.samples import make_batch, settings_of
@@ -42,6 +44,7 @@ from tests.training.test_stability import events_of
 from tests.training.test_stability import settings as unstable
 
 CPU = torch.device("cpu")
+AUGMENTATIONS = fakes.AUGMENTATIONS
 CASES = [("retinanet_tiny_fpn", "sgd", 2), ("retinanet_tiny_fpn", "adamw", 1)]
 SLOW_CASES = [(name, "adamw", 1) for name in SMALL_MODELS if name != "retinanet_tiny_fpn"]
 
@@ -85,9 +88,14 @@ class Work:
         self.optimizer = OptimizerStep(self.model, chosen, device, precision=precision)
         self.accumulator = LossAccumulator(device, max_skipped_steps=3)
         self.loss_fn, self.micro_batches = poisonable(make_loss_fn(self.model, compile=False)), micro_batches
+        self.progress = 0.0
+
+    def makes_mosaics(self) -> bool:
+        return makes_mosaics(AUGMENTATIONS, self.progress)
 
     def step(self, batch: Batch) -> None:
         no_autocast: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        batch = augment_batch(batch, AUGMENTATIONS, self.progress)
         train_step(self.loss_fn, self.optimizer, self.accumulator, batch, self.micro_batches, no_autocast)
 
     def persistent(self) -> dict[str, Tensor]:
@@ -108,7 +116,7 @@ class Work:
 
 
 def batch_of(step: int) -> Batch:
-    return make_batch((3, 0), (64, 64), 3, seed=step)
+    return make_batch((3, 0, 1, 2), (64, 64), 3, seed=step)
 
 
 def make_bad(batch: Batch) -> Batch:
@@ -213,14 +221,12 @@ def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def fail(error: Exception) -> None:
-    raise error
-
-
 def run_steps(work: Work, step: Callable[[Batch], None]) -> list[Any]:
-    """Seven steps, the first and another of them bad, with a checkpoint after four that is loaded after six."""
+    """Eight steps, the first and another of them bad, with a checkpoint after four that is loaded after six. The last
+    two make no mosaics."""
     found: list[Any] = []
-    for done in range(7):
+    for done in range(8):
+        work.progress = done / 6
         work.optimizer.set_scalars(0.05 / (1 + done), done)
         batch = make_bad(batch_of(done)) if done in (0, 4) else batch_of(done)
         step(Batch(*(tensor.to(work.device.torch_device) for tensor in batch)))
@@ -231,18 +237,21 @@ def run_steps(work: Work, step: Callable[[Batch], None]) -> list[Any]:
         if done == 5:
             work.optimizer.load_state_dict(*state)
             work.accumulator.reset()
-    return [*found, work.accumulator.read(work.accumulator.take(), 1)]
+    return [*found, work.accumulator.read(work.accumulator.take(), 2)]
 
 
 @pytest.mark.parametrize(("name", "optimizer", "micro_batches"), marked(1))
 def test_a_replayed_training_equals_the_eager_one(name: str, optimizer: str, micro_batches: int) -> None:
-    """Bit for bit, with steps that are skipped, a rollback, and another batch, learning rate and number each step."""
+    """Bit for bit, with steps that are skipped, a rollback, and another batch, learning rate and number each step. When
+    mosaics end, the step is captured again."""
     eager, replayed = (Work(name, optimizer, micro_batches) for _ in range(2))
     capture = EmulatedCapture()
+    record, captures = capture.record, []
+    capture.record = lambda step: (captures.append(replayed.progress), record(step))[1]  # type: ignore[method-assign]
     readings = run_steps(eager, eager.step)
     assert [reading.skipped_steps for reading in readings] == [1, 1, 0]
-    assert str(run_steps(replayed, CudaGraphStep(replayed.step, capture, fail))) == str(readings)
-    assert capture.calls
+    assert str(run_steps(replayed, CudaGraphStep(replayed.step, capture, replayed.makes_mosaics))) == str(readings)
+    assert captures == [3 / 6, 6 / 6]
     for (name, expected), tensor in zip(eager.persistent().items(), replayed.persistent().values(), strict=True):
         assert torch.equal(expected, tensor), name
 
@@ -263,18 +272,98 @@ def test_device_scalars_train_as_numbers_do(optimizer: str) -> None:
         torch.testing.assert_close(scalars[name], expected, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_a_failed_capture_trains_on_without() -> None:
-    class Failing(EmulatedCapture):
-        def record(self, _: Callable[[], None]) -> Callable[[], None]:
-            raise RuntimeError("operation not permitted when stream is capturing")
+def test_a_replay_leaves_the_host_one_operator_besides_it() -> None:
+    """Augmentation and all of training are in the graph; what is left is the copy of the batch."""
 
-    errors: list[Exception] = []
-    seen: list[int] = []
-    step = CudaGraphStep(lambda batch: seen.append(int(batch.image_index[0])), Failing(), errors.append)
-    for number in range(6):
-        step(batch_of(0)._replace(image_index=torch.tensor([number, 0])))
-    assert seen == [0, 1, 2, 3, 4, 5]
-    assert [str(error) for error in errors] == ["operation not permitted when stream is capturing"]
+    class Counted(EmulatedCapture):
+        def record(self, step: Callable[[], None]) -> Callable[[], None]:
+            super().record(step)
+            return lambda: None  # what a replay issues is the graph's own
+
+    work, capture = Work("retinanet_tiny_fpn", "adamw", 1), Counted()
+    step = CudaGraphStep(work.step, capture, work.makes_mosaics)
+    for done in range(6):
+        work.optimizer.set_scalars(0.1, done)
+        batch = batch_of(done)
+        with RecordOperators() as record:
+            step(batch)
+    assert [name for name, _ in record.operators] == ["aten::_foreach_copy_"]
+    assert sum("grid_sampler" in str(call[0]) for call in capture.calls) == 1  # the mosaics
+
+
+FAILING_CAPTURE = """
+import contextlib, sys
+from stoker.cli import app
+from stoker.training import cuda_graph, loop, start
+
+class FailingCapture:
+    warm_up = staticmethod(contextlib.nullcontext)
+
+    def record(self, step):
+        {before}
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+derive = start.derive
+
+def derive_with_graph(*args):
+    config, reasons = derive(*args)
+    return config.replace(cuda_graph=True), reasons
+
+start.derive = derive_with_graph
+loop.CudaCapture = FailingCapture
+app.main()
+"""
+FLAGS = [
+    "--model", "retinanet_tiny_fpn", "--image-size", "64", "64", "--batch-size", "4", "--steps", "12",
+    "--eval-every", "0", "--checkpoint-every", "8", "--mosaic", "0.4", "--precision", "fp32", "--workers", "2",
+]  # fmt: skip
+
+
+def run_failing(data: Path, cwd: Path, before: str = "pass") -> subprocess.CompletedProcess[str]:
+    """`stoker train` on a CPU that passes for a GPU, whose capture fails; the process that follows is unchanged."""
+    command = [sys.executable, "-c", FAILING_CAPTURE.format(before=before), "train", str(data), *FLAGS]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, "--run-dir", "failing"], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return draw(tmp_path_factory.mktemp("drawn") / "shapes")
+
+
+@pytest.mark.slow
+def test_a_failed_capture_restarts_the_process_without_a_graph(shapes: Path, tmp_path: Path) -> None:
+    """The same process number and command; no step is lost or done twice, and the weights are those without a graph."""
+    done = run_failing(shapes, tmp_path)
+    assert done.returncode == 0, done.stderr
+    code, output = run_stoker("train", shapes, *FLAGS, "--run-dir", "eager", cwd=tmp_path)
+    assert code == 0, output
+    events = list(read_lines(tmp_path / "failing", EVENTS, Event))
+    failed, resumed = (next(e for e in events if e.kind == kind) for kind in ("cuda_graph_failed", "resumed"))
+    assert (failed.attempt, failed.step) == (1, 3)
+    assert "RuntimeError: operation not permitted when stream is capturing" in failed.text
+    assert resumed.text == "attempt 2, restart 1 of 1 after the capture of a CUDA graph failed"
+    assert [e.text for e in events if e.text.startswith("continuing")] == ["continuing from step 3"]
+    windows = list(read_lines(tmp_path / "failing", STEPS, StepWindow))
+    assert sum(window.window_steps for window in windows) == 12
+    seconds = [sum(w.wall_s for w in windows if w.attempt == attempt) for attempt in (1, 2)]
+    lives = [[e.t for e in events if e.attempt == attempt] for attempt in (1, 2)]
+    assert seconds[1] < lives[1][-1] - lives[0][-1] + 0.5  # the second begins to count where the first has ended
+    assert (tmp_path / "failing" / FINAL).read_bytes() == (tmp_path / "eager" / FINAL).read_bytes()
+
+
+@pytest.mark.slow
+def test_a_stop_signal_in_a_capture_that_fails_is_heeded(shapes: Path, tmp_path: Path) -> None:
+    done = run_failing(shapes, tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
+    assert done.returncode == 75, done.stderr
+    kinds = [event.kind for event in read_lines(tmp_path / "failing", EVENTS, Event)]
+    assert kinds[-1] == "preempted"
+    assert "resumed" not in kinds
+    code, output = run_stoker("train", shapes, *FLAGS, "--run-dir", "failing", cwd=tmp_path)
+    assert code == 0, output
+    assert "continuing from step 3" in output
 
 
 @pytest.mark.slow
@@ -293,7 +382,7 @@ def test_a_run_with_a_graph_and_a_rollback_equals_one_without(tmp_path: Path, mo
 
     def with_graph(self: loop.Training, *args: Any, **named: Any) -> None:
         without_graph(self, *args, **named)
-        self.train_batch = CudaGraphStep(self.train_eagerly, capture, fail)
+        self.train_batch = CudaGraphStep(self.train_eagerly, capture)
 
     for has_graph in (False, True):
         monkeypatch.setattr(loop.Training, "__init__", with_graph if has_graph else without_graph)
@@ -309,18 +398,12 @@ def test_a_run_with_a_graph_and_a_rollback_equals_one_without(tmp_path: Path, mo
 
 def poison_batches(patch: pytest.MonkeyPatch, poisoned: Callable[[int, int], bool]) -> None:
     """The losses are infinite at the steps, counted from 0, and rollbacks for which `poisoned` says so."""
-    step = loop.Training.step
+    train_on = loop.Training.train_on
 
-    def poisoned_step(self: loop.Training) -> None:
-        augment = loop.augment_batch
-        if poisoned(self.state.step, self.state.rollback_count):
-            with pytest.MonkeyPatch.context() as once:
-                once.setattr(loop, "augment_batch", lambda *args: make_bad(augment(*args)))
-                step(self)
-        else:
-            step(self)
+    def train_on_poisoned(self: loop.Training, batch: Batch) -> None:
+        train_on(self, make_bad(batch) if poisoned(self.state.step, self.state.rollback_count) else batch)
 
-    patch.setattr(loop.Training, "step", poisoned_step)
+    patch.setattr(loop.Training, "train_on", train_on_poisoned)
 
 
 def check_on_fake_accelerator(name: str) -> None:

@@ -2,6 +2,8 @@
 
 import copy
 import itertools
+import types
+import warnings
 
 import pytest
 import torch
@@ -207,3 +209,19 @@ def test_the_ema_keeps_no_autograd_history():
         ours.backward(ours.model(make_images(step, bad=False)).square().mean())
         ours.step(0.05, step)
     assert not [name for name, average in ours.ema_model.named_parameters() if average.requires_grad or average.grad_fn]
+
+
+@pytest.mark.parametrize("is_capturing", [False, True])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_every_optimizer_may_be_captured(optimizer: str, is_capturing: bool, monkeypatch: pytest.MonkeyPatch):
+    """torch's own check, where CUDA is there and its stream is capturing; without a graph, no warning either."""
+    stepper = OptimizerStep(make_model(), settings(optimizer=optimizer), CPU, precision="fp32")
+    stream = types.SimpleNamespace(is_capturing=lambda: is_capturing)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # this and the next is what torch 2.11 asks
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
+    stepper.backward(stepper.model(make_images(0, bad=False)).square().mean())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stepper.step(0.05, 0)

@@ -71,9 +71,14 @@ def augment_batch(batch: Batch, settings: DataSettings, progress: float, at_once
     strengths = settings.brightness, settings.contrast, settings.saturation, settings.hue
     if max(strengths) > 0:
         batch = color_jitter(batch, *strengths, at_once=at_once)
-    if settings.mosaic > 0 and progress < MOSAIC_END_FRACTION:
+    if makes_mosaics(settings, progress):
         batch = mosaic(batch, settings.mosaic, at_once)
     return batch
+
+
+def makes_mosaics(settings: DataSettings, progress: float) -> bool:
+    """Whether `augment_batch` makes mosaics at this fraction of the training: all of it that depends on `progress`."""
+    return settings.mosaic > 0 and progress < MOSAIC_END_FRACTION
 
 
 def horizontal_flip(batch: Batch, probability: float) -> Batch:

@@ -2,9 +2,8 @@
 image.
 
 Both are tried on the worst case that the run can produce (`dry_run.py`), before anything else is done. On an
-accelerator, the peak memory at one and at two images gives a line; the largest batch on it is then tried. On a CPU,
-memory is counted:
-the tensors alive in the forward pass of one image. `batch_trials.py` prints the trials as a program.
+accelerator, the whole batch is tried first, then its halves, thirds and so on, until one fits. On a CPU, memory is
+counted: the tensors alive in the forward pass of one image. `batch_trials.py` prints the trials as a program.
 """
 
 import itertools
@@ -155,24 +154,19 @@ def _max_size_on_cpu(dry_run: DryRun, min_size: int) -> tuple[int, str]:
 
 
 def _max_size_on_device(dry_run: DryRun, min_size: int, target_size: int) -> tuple[int, str]:
-    def try_peak_bytes(count: int) -> int | None:
-        """Bytes, or None if `count` images do not fit."""
-        try:
-            return dry_run.measure_peak_bytes(count)
-        except torch.OutOfMemoryError:
-            return None
+    """(the largest equal part of `target_size` that fits, or 0; evidence).
 
+    The largest comes first: in each trial cuDNN times its convolutions for that size, for many seconds, and only the
+    choices for the size of training are used again.
+    """
     limit_bytes = dry_run.budget_bytes
-    min_peak, double_peak = try_peak_bytes(min_size), try_peak_bytes(2 * min_size)
-    if min_peak is None or min_peak > limit_bytes:
-        return 0, f"{min_size} at a time take more than {limit_bytes / GIB:.1f} GiB"
-    if double_peak is None:
-        return min_size, f"{2 * min_size} images do not fit into {limit_bytes / GIB:.1f} GiB"
-    bytes_per_image = max(1, double_peak - min_peak) / min_size
-    count = min(target_size, int(min_size + (limit_bytes - min_peak) / bytes_per_image))
-    while count > min_size:
-        used_bytes = try_peak_bytes(count)
-        if used_bytes is not None and used_bytes <= limit_bytes:
-            return count, f"{used_bytes / GIB:.1f} of {limit_bytes / GIB:.1f} GiB at {count} images, measured"
-        count -= max(1, count // 8)
-    return min_size, f"{min_peak / GIB:.1f} of {limit_bytes / GIB:.1f} GiB at {min_size} at a time, measured"
+    parts = [target_size // n for n in range(1, target_size + 1) if target_size % n == 0]
+    for count in (*(part for part in parts if part > min_size), min_size):
+        try:
+            used_bytes = dry_run.measure_peak_bytes(count)
+        except torch.OutOfMemoryError:
+            continue
+        if used_bytes <= limit_bytes:
+            images = f"{count} {'image' if count == 1 else 'images'}"
+            return count, f"{used_bytes / GIB:.1f} of {limit_bytes / GIB:.1f} GiB at {images}, measured"
+    return 0, f"{min_size} at a time take more than {limit_bytes / GIB:.1f} GiB"
