@@ -1,7 +1,7 @@
 """`stoker.train`, `stoker.check` and `stoker.plan`: the commands as functions, with the same settings and defaults.
 
 `stoker.load` and the model that it returns are in `stoker/inference/model.py`. The training itself is
-`stoker/training/loop.py`.
+`stoker/training/run.py`.
 """
 
 import os
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, Unpack
 from stoker.config.keywords import Settings
 from stoker.config.settings import from_fields
 from stoker.monitor.options import MonitoringOptions
-from stoker.training import loop
+from stoker.training import run as training_run
 from stoker.training.local_ranks import RankRequest, choose_devices, must_start_ranks, run_ranks
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def train(
     log_format: Literal["text", "json"] = "text",
     monitor: MonitoringOptions = MonitoringOptions(),  # noqa: B008  # frozen
     **settings: Unpack[Settings],
-) -> loop.Result:
+) -> training_run.Result:
     """Trains a detector, as `stoker train` does; returns the run folder, the steps and the final metrics.
 
     data: folder or file with labeled images, a URI, or "demo", a small data set that stoker draws.
@@ -61,8 +61,8 @@ def train(
             log_format=log_format,
         )
         result = run_ranks(devices, request)
-        return loop.Result(Path(result.run), result.steps, result.metrics)
-    return loop.train(
+        return training_run.Result(Path(result.run), result.steps, result.metrics)
+    return training_run.train(
         user_config,
         run_dir=paths[0],
         resume=paths[1],

@@ -34,8 +34,8 @@ from stoker.planning import fake_accelerator
 from stoker.planning.fake_accelerator import Autocast, fake_tensors, to_fake
 from stoker.training import optim
 from stoker.training.defaults.dry_run import PeakMemoryMode
-from stoker.training.step import forward_backward, make_loss_fn
 from stoker.training.optim import LossAccumulator, OptimizerStep
+from stoker.training.step import forward_backward, make_loss_fn
 
 aten = torch.ops.aten
 
@@ -146,8 +146,10 @@ class CountedStep:
         self.optimizer.set_scalars(0.0, 0)
         losses = forward_backward(self._loss_fn, self.optimizer, augmented, 1, self._autocast)
         self._counter.is_update = True
-        grad_norm, found_inf = self.optimizer.update()
-        self._accumulator.add(losses, grad_norm, found_inf, self.optimizer.completed_steps)
+        clipped = self.optimizer.clip()
+        self.optimizer.update(clipped)
+        self.optimizer.update_ema()
+        self._accumulator.add(losses, clipped.grad_norm, clipped.found_inf, self.optimizer.completed_steps)
 
     def _augment(self, batch: Batch) -> Batch:
         settings = self.data

@@ -1,5 +1,5 @@
-"""Each rank has a part of the batch and the rows of each parameter (`--shard`, `shard.py`): gradients come averaged, row by
-row, after each micro-batch. The norm of all of them takes an exchange of its own, with which the signals go.
+"""Each rank has a part of the batch and the rows of each parameter (`--shard`, `shard.py`): gradients come averaged, row
+by row, after each micro-batch. The norm of all of them takes an exchange of its own, with which the signals go.
 """
 
 import contextlib
@@ -35,6 +35,7 @@ class Fsdp(Several):
         return None
 
     def snapshot(self, stream: SideStream, **content: Any) -> HostSnapshot | None:
+        del stream  # whole tensors are made on the host
         sharding = self.optimizer.sharding
         assert sharding is not None
         weights, state = sharding.gather((content["weights"], content["state"]))

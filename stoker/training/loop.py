@@ -32,14 +32,14 @@ from stoker.training.evaluator import Evaluator
 from stoker.training.host_memory import HostMemoryGuard
 from stoker.training.input_probe import PrefetchedInputProbe
 from stoker.training.make_step import Step
-from stoker.training.parallel import Known, make_parallel
+from stoker.training.parallel import make_parallel
 from stoker.training.recorder import Recorder
 from stoker.training.recovery import Recovery
 from stoker.training.resume import collect_state, restore, send_to_other_ranks
 from stoker.training.save_interval import SaveTimes, mean_time_between_failures_s
 from stoker.training.saver import Saver
 from stoker.training.snapshots import Snapshots
-from stoker.training.state import EventLogger, TrainSetup
+from stoker.training.state import EventLogger, Known, TrainSetup
 from stoker.training.step_times import log_measured_steps
 from stoker.training.stopper import Stopper, Stopping, StopRequest
 from stoker.training.watchdog import HangDetector, Watchdog, min_limit_s
@@ -70,7 +70,7 @@ class Training:
         stop_request: StopRequest,
         started_s: float,
         log_event: EventLogger,
-        options: Options = Options(),  # noqa: B008  # frozen
+        options: Options = Options(),  # frozen
     ) -> None:
         """loaded: in rank 0, the checkpoint to continue from; started_s: from when on the ledger counts."""
         device, run = setup.device, setup.config.run
@@ -80,9 +80,7 @@ class Training:
         self.parallel = make_parallel(setup, log_event)
         limit_s = min_limit_s(is_remote=setup.index.remote_object(int(setup.train_indices[0])) is not None)
         self.hang_detector = HangDetector(limit_s or math.inf)
-        self.attempt = Attempt(
-            setup, self.parallel, self.ledger, self.tracer, self.hang_detector, screen, log_event
-        )
+        self.attempt = Attempt(setup, self.parallel, self.ledger, self.tracer, self.hang_detector, screen, log_event)
         self.input_probe = PrefetchedInputProbe(setup, self.ledger, log_event, self.interruptions)
         self.train = Step(self.attempt)
         self.save_times = SaveTimes(
@@ -215,8 +213,8 @@ class Training:
         raise self.saver.make_stop_error(request.requested_by)
 
     def save_after_failed_capture(self, error: CaptureFailed) -> None:
-        """Saves the state after the last step, for an attempt without a CUDA graph. Raises Preempted if the training was
-        asked to stop."""
+        """Saves the state after the last step, for an attempt without a CUDA graph. Raises Preempted if the training is
+        to stop."""
         setup, loader_state = self.setup, self.setup.loader.state_dict()
         self.log_event("cuda_graph_failed", f"{error.what} {error.cause}; training restarts without a graph")
         # The step that failed has not run, so its batch comes again.

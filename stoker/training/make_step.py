@@ -12,7 +12,7 @@ from stoker.data.batch import Batch
 from stoker.training.attempt import Attempt
 from stoker.training.cuda_graph import CudaCapture, CudaGraphStep, has_failed
 from stoker.training.out_of_memory import read_message, retry_in_smaller_batches, shrink_batches
-from stoker.training.parallel import Known
+from stoker.training.state import Known
 from stoker.training.step import train_step
 
 

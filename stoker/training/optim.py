@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 Model = TypeVar("Model", bound=nn.Module)
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 
+
 class Clipped(NamedTuple):
     """How the gradients of a step are scaled, as float32 scalars on the device."""
 
@@ -106,13 +107,13 @@ class OptimizerStep(Generic[Model]):
         """Adds the gradients of `loss` (a scalar) to those of the step so far."""
         torch.autograd.backward(loss if self.loss_scale is None else loss * self.loss_scale)
 
-    def step(self, lr: float, completed_steps: int) -> "Clipped":
-        """All that follows the backward pass."""
+    def step(self, lr: float, completed_steps: int) -> tuple[Tensor, Tensor]:
+        """All that follows the backward pass. Returns (grad_norm, found_inf)."""
         self.set_scalars(lr, completed_steps)
         clipped = self.clip()
         self.update(clipped)
         self.update_ema()
-        return clipped
+        return clipped.grad_norm, clipped.found_inf
 
     def set_scalars(self, lr: float, completed_steps: int) -> None:
         """What the next `update` uses. completed_steps: optimizer steps before it."""
@@ -135,7 +136,7 @@ class OptimizerStep(Generic[Model]):
         return torch.nn.utils.get_total_norm(gradients)
 
     def clip(self, grad_norm: Tensor | None = None) -> "Clipped":
-        """How the gradients are to be scaled. grad_norm: of all rows, times the loss scale, if ranks have a part each."""
+        """How the gradients are to be scaled. grad_norm: of all rows, times the loss scale, if ranks have a part."""
         grad_norm = (torch.nn.utils.get_total_norm(self._gradients()) if grad_norm is None else grad_norm).float()
         if self.loss_scale is not None:
             grad_norm = grad_norm / self.loss_scale

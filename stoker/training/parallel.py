@@ -7,7 +7,7 @@ never ask which it is. All processes call each method at the same step.
 """
 
 import contextlib
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,26 +23,11 @@ from stoker.training.cuda_graph import describe_error
 from stoker.training.defaults.dry_run import make_worst_case_batch
 from stoker.training.ranks import Ranks
 from stoker.training.resume import Resumed
-from stoker.training.state import EventLogger, TrainSetup
+from stoker.training.state import EventLogger, Known, TrainSetup
 from stoker.training.step import Alone, compile_forward_backward, make_loss_fn
 
 if TYPE_CHECKING:
     from stoker.profiling.ledger import Ledger
-
-
-class Known(NamedTuple):
-    """What a process knows after a step. What `One.agree` returns, all know after the same step."""
-
-    stop: bool = False
-    """A process was asked to stop."""
-    evaluate: bool = False
-    """By the clock, an evaluation is due."""
-    save: bool = False
-    """By the clock, a checkpoint is due, in the processes that take part in it."""
-    trained_s: float = 0.0
-    """Wall seconds of the steps so far."""
-    diverged_step: int | None = None
-    """Step at which the limit of consecutive skipped steps was reached."""
 
 
 class One(Alone):

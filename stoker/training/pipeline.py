@@ -65,7 +65,9 @@ class Pipeline(Fsdp):
         self._target_specs: list[_Spec] | None = None
         self._sent: list[tuple[list[Any], Sequence[Tensor]]] = []
         self._loss_names: list[str] = []
-        dist.all_reduce(torch.zeros(1, device=self.signals.device))  # NCCL connects all ranks in a collective, not between two
+        dist.all_reduce(
+            torch.zeros(1, device=self.signals.device)
+        )  # NCCL connects all ranks in a collective, not between two
 
     @property
     def compiles(self) -> bool:
@@ -120,7 +122,7 @@ class Pipeline(Fsdp):
         return self._set_signals(self._own.to(self.signals.device, non_blocking=True, copy=True), losses)
 
     def _set_signals(self, values: Tensor, losses: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Leaves the signals where the exchange of the step takes them from. Returns the losses, in all ranks by name."""
+        """Leaves the signals where the exchange of the step takes them from. Returns the losses by name."""
         if not self._loss_names:
             names = [list(losses)]
             dist.broadcast_object_list(names, src=self._last, group=self.ranks.host_group)

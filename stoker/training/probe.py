@@ -31,10 +31,10 @@ from stoker.hardware.device import Device, select_device
 from stoker.models import build
 from stoker.runs.records import CONFIG, last_attempt
 from stoker.runs.schemas import PROBE_KINDS, Probe
-from stoker.training.step import LossFn, forward_backward, make_loss_fn
 from stoker.training.input_probe import MAX_PAIRS, MIN_PAIRS, summarize_pairs
 from stoker.training.optim import OptimizerStep
 from stoker.training.start import make_training_loader, start_worker_processes
+from stoker.training.step import LossFn, forward_backward, make_loss_fn
 
 MIN_ROUND_S = 0.5
 """Minimum length of a round, which has at least two steps: clocks and waits are then below one percent."""

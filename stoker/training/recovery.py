@@ -17,8 +17,8 @@ from stoker.errors import DivergedError
 from stoker.hardware.device import Device
 from stoker.training import checkpoint
 from stoker.training.optim import OptimizerStep, lr_at
-from stoker.training.start import build_initial_model
 from stoker.training.resume import Resumed, read_rollbacks
+from stoker.training.start import build_initial_model
 from stoker.training.state import EventLogger, TrainSetup
 
 MAX_NAMED_IMAGES = 8
@@ -73,8 +73,8 @@ class Recovery:
         lower_lr = self.peak_lr / ROLLBACK_LR_DIVISOR
         self._log_event(
             "rolled_back",
-            f"{config.optim.max_skipped_steps} steps in a row had gradients that are not finite (step {failed_at + 1:,}): "
-            f"rolled back to step {rollback_step:,}, continuing at a third of the learning rate ({lower_lr:.3g})",
+            f"{config.optim.max_skipped_steps} steps in a row had gradients that are not finite (step "
+            f"{failed_at + 1:,}): rolled back to step {rollback_step:,}, continuing at a third of the learning rate ({lower_lr:.3g})",
             failed_at=failed_at,
             rollback_step=rollback_step,
             count=count,
@@ -101,7 +101,9 @@ class Recovery:
         ]
         more = f" and {len(image_names) - MAX_NAMED_IMAGES} more" if len(image_names) > MAX_NAMED_IMAGES else ""
         healthy_weights = checkpoint.newest_healthy_weights(setup.folder.path)
-        restart = "" if healthy_weights is None else f"; it can start from --weights {healthy_weights}, which are healthy"
+        restart = (
+            "" if healthy_weights is None else f"; it can start from --weights {healthy_weights}, which are healthy"
+        )
         fraction = "third" if self.rollback_count == 1 else "ninth"
         tried = f", also at a {fraction} of the learning rate" if self.rollback_count else ""
         return DivergedError(
@@ -109,7 +111,7 @@ class Recovery:
             location=f"the images of that step: {', '.join(image_names[:MAX_NAMED_IMAGES])}{more}",
             cause=f"broken boxes in these images, or a learning rate that is too high (it was {lr:.3g})",
             fix=f"`stoker data check` for the boxes; a new run with --lr {self.peak_lr / ROLLBACK_LR_DIVISOR:.2g}, "
-            f"--clip-grad-norm 1 or --precision fp32{restart}",
+            f"--clip-grad-norm 1 or --precision fp32{healthy}",
         )
 
 

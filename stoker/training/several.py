@@ -32,9 +32,9 @@ from stoker.models.layers.rank_mean import counting_over_ranks
 from stoker.profiling.collectives import patch_collectives
 from stoker.profiling.ledger import Ledger
 from stoker.training.optim import OptimizerStep
-from stoker.training.parallel import Known, One
+from stoker.training.parallel import One
 from stoker.training.resume import Resumed
-from stoker.training.state import EventLogger, TrainSetup
+from stoker.training.state import EventLogger, Known, TrainSetup
 from stoker.training.step import Autocast, LossFn, split_batch
 
 MAX_LOSSES = 16

@@ -143,7 +143,7 @@ def build(
     accept_changed_data: bool = False,
     ranks: Ranks | None = None,
 ) -> tuple[TrainSetup, checkpoint.LoadedCheckpoint | None]:
-    """Everything the loop needs, at step 0 with pretrained weights, and in rank 0 the newest checkpoint to continue from.
+    """Everything the loop needs, at step 0 with pretrained weights; and in rank 0 the checkpoint to continue from.
 
     accept_changed_data: continue also if images or boxes are not those of the checkpoint. Raises CheckpointError.
     """

@@ -41,6 +41,21 @@ NO_SIZES = BatchSizes(0, 0)
 """Before a state is restored."""
 
 
+class Known(NamedTuple):
+    """What a process knows after a step. What `parallel.One.agree` returns, all know after the same step."""
+
+    stop: bool = False
+    """A process was asked to stop."""
+    evaluate: bool = False
+    """By the clock, an evaluation is due."""
+    save: bool = False
+    """By the clock, a checkpoint is due, in the processes that take part in it."""
+    trained_s: float = 0.0
+    """Wall seconds of the steps so far."""
+    diverged_step: int | None = None
+    """Step at which the limit of consecutive skipped steps was reached."""
+
+
 @dataclasses.dataclass
 class TrainState:
     """How far a training is: what the loop changes and its services read. What else a checkpoint has is beside its
@@ -59,7 +74,7 @@ class TrainState:
     sizes: BatchSizes = NO_SIZES
     """Images that the model gets at once: those of the settings, or fewer after an `out_of_memory` event."""
 
-    def follow(self, known: "Known") -> None:
+    def follow(self, known: Known) -> None:
         """Takes over what all ranks know after the same step."""
         self.trained_s = known.trained_s
         if known.diverged_step is not None:

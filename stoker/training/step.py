@@ -138,9 +138,7 @@ def train_step(parallel: Alone, batch: Batch) -> None:
     """
     optimizer = parallel.optimizer
     batch = parallel.augment(batch)
-    losses = parallel.forward_backward(
-        parallel.loss_fn, optimizer, batch, parallel.micro_batches, parallel.autocast
-    )
+    losses = parallel.forward_backward(parallel.loss_fn, optimizer, batch, parallel.micro_batches, parallel.autocast)
     losses, grad_norm = parallel.average(losses)
     clipped = optimizer.clip(grad_norm)
     optimizer.update(clipped)  # on the device: not if a gradient is not finite

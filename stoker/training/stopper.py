@@ -1,8 +1,8 @@
 """What ends a training from outside: signals, notices, the time limit of a job, a store that is lost.
 
 A signal or another thread only sets a flag (`StopRequest`). `Stopper` looks at it after each step, between the batches
-of an evaluation and while the training waits for metrics, and raises `Stopping` there: the loop then saves the state and
-ends with exit code 75. Several ranks stop after the same step.
+of an evaluation and while the training waits for metrics, and raises `Stopping` there: the loop then saves the state
+and ends with exit code 75. Several ranks stop after the same step.
 """
 
 import contextlib

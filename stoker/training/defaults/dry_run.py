@@ -21,8 +21,8 @@ from stoker.data.augment.device import MOSAIC_GROUP_SIZE, augment_batch
 from stoker.data.batch import NUM_RAND, Batch
 from stoker.hardware.device import Device
 from stoker.models import build
-from stoker.training.step import make_loss_fn
 from stoker.training.optim import OptimizerStep
+from stoker.training.step import make_loss_fn
 
 MEMORY_FRACTION = 0.9
 """Fraction of the free memory that a step may use; the rest is for fragmentation and cuDNN's workspace."""
