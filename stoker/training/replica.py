@@ -42,7 +42,7 @@ from stoker.models.layers.rank_mean import counting_over_ranks
 from stoker.profiling.collectives import patch_collectives
 from stoker.profiling.ledger import Ledger
 from stoker.training.forward import Autocast, LossFn, split_batch
-from stoker.training.gradient_hooks import PowerSgd, make_hook
+from stoker.training.gradient_hooks import make_hook
 from stoker.training.local_steps import make_local_steps
 from stoker.training.state import TrainSetup
 from stoker.training.triggers import Due
@@ -133,7 +133,7 @@ class Replica:
     def keeps_own_state(self) -> bool:
         """Whether ranks keep something from step to step that is not the same in all, so that all of them take part in
         a checkpoint."""
-        return self._local is not None or isinstance(self._hook, PowerSgd)
+        return self._local is not None or (self._hook is not None and self._hook.keeps_state)
 
     def equalize(self) -> None:
         """Makes what the ranks keep from step to step the same in all, for a checkpoint or an evaluation, and leaves
@@ -216,8 +216,6 @@ class Replica:
             own[EVALUATE], own[SAVE] = map(float, due)
             own[TRAINED_S] = self._trained_s * self._ranks.world_size
         completed = self._setup.state.step
-        if self._local is not None:
-            self._local.begin_step(completed)
         names = self._forward_backward(batch, micro_batches, autocast, own)
         assert self._signals.grad is not None
         means = self._signals.grad.clone()  # the gradient is a part of a bucket, which the next step fills
