@@ -184,7 +184,7 @@ class RunSettings:
     """Cut the model into so many consecutive stages, one on each device, through which micro-batches flow: for models
     too big for one, on slow links."""
     sync: str = AUTO
-    """How devices keep one model: plain, bf16, fp16, powersgd:4, hierarchical, every:8, gossip, auto."""
+    """How devices keep one model: plain, bf16, powersgd:4, every:8, auto."""
     precision: Literal["fp32", "bf16", "fp16"] = AUTO
     """Precision of convolutions and matrix products; weights stay fp32."""
     device: str = AUTO

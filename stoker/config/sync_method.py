@@ -8,15 +8,16 @@ from typing import Literal
 
 from stoker.errors import ConfigError
 
-Kind = Literal["plain", "bf16", "fp16", "powersgd", "hierarchical", "every", "gossip", "auto"]
+Kind = Literal["plain", "bf16", "powersgd", "every", "auto"]
 
 DEFAULT_BUCKET_MIB, DEFAULT_RANK, DEFAULT_EVERY = 25, 4, 8
 """Of DistributedDataParallel; of PowerSGD, whose paper uses 1 to 4; steps between two averages."""
-CHOICES = ("plain", "bf16", "fp16", "powersgd:4", "hierarchical", "every:8", "gossip", "auto")
+CHOICES = ("plain", "bf16", "powersgd:4", "every:8", "auto")
+_INSTEAD = {"fp16": "bf16", "hierarchical": "plain:1", "gossip": "every:8"}
+"""Method of version 0.2.0 → what to choose now."""
 _NUMBERS: dict[str, tuple[int, int, int]] = {
     "plain": (DEFAULT_BUCKET_MIB, 1, 4096),
     "bf16": (DEFAULT_BUCKET_MIB, 1, 4096),
-    "fp16": (DEFAULT_BUCKET_MIB, 1, 4096),
     "powersgd": (DEFAULT_RANK, 1, 64),
     "every": (DEFAULT_EVERY, 2, 10_000),
 }
@@ -29,7 +30,7 @@ class SyncMethod:
 
     kind: Kind
     number: int = 0
-    """plain, bf16, fp16: MiB of a bucket of gradients. powersgd: rank. every: steps. Otherwise 0."""
+    """plain, bf16: MiB of a bucket of gradients. powersgd: rank. every: steps. Otherwise 0."""
 
     def __str__(self) -> str:
         default = _NUMBERS.get(self.kind, (0,))[0]
@@ -39,7 +40,7 @@ class SyncMethod:
     @property
     def is_local(self) -> bool:
         """Whether ranks update their own weights and average those, so that they differ between two averages."""
-        return self.kind in ("every", "gossip")
+        return self.kind == "every"
 
 
 PLAIN = SyncMethod("plain", DEFAULT_BUCKET_MIB)
@@ -49,12 +50,18 @@ def parse_sync(text: str) -> SyncMethod:
     """`powersgd:4` → method and number. Raises ConfigError, which names the valid forms."""
     match = re.fullmatch(r"\s*([a-z0-9]+)(?::(\d+))?\s*", text)
     kind = "" if match is None else match[1]
-    if match is None or kind not in ("hierarchical", "gossip", "auto", *_NUMBERS):
+    if kind in _INSTEAD:
+        raise ConfigError(
+            f"--sync {kind} is not a method any more.",
+            cause="it was the fastest on no link that was measured (docs/scaling.md)",
+            fix=f"--sync {_INSTEAD[kind]}; continue a run that was started with {kind} with stoker 0.2.0",
+        )
+    if match is None or kind not in ("auto", *_NUMBERS):
         raise ConfigError(f"--sync {text!r} is not a method of exchange.", choices=CHOICES)
-    if kind not in _NUMBERS:
+    if kind == "auto":
         if match[2] is not None:
-            raise ConfigError(f"--sync {text!r}: {kind} has no number.", choices=(kind,))
-        return SyncMethod(kind)  # type: ignore[arg-type]
+            raise ConfigError(f"--sync {text!r}: auto has no number.", choices=("auto",))
+        return SyncMethod("auto")
     default, low, high = _NUMBERS[kind]
     number = default if match[2] is None else int(match[2])
     if not low <= number <= high:

@@ -100,17 +100,13 @@ def step_cost(work: Workload, link: Link, devices: int, method: SyncMethod) -> S
         case "every":
             weights = gradients if work.weight_bytes is None else work.weight_bytes
             return StepCost(compute_s, straggler_s, signals_s + all_reduce_s(link, devices, weights) / method.number)
-        case "gossip":
-            weights = gradients if work.weight_bytes is None else work.weight_bytes
-            sent_s = link.latency_s + weights / link.bytes_per_s
-            return StepCost(compute_s, straggler_s, signals_s + max(0.0, sent_s - compute_s))
         case "powersgd":
             small = min(1.0, work.low_rank_fraction * method.number) * gradients
             extra_s = work.compression_s * method.number
             # Three exchanges one after the other, of which none is hidden, and that of the vector.
             return StepCost(compute_s + extra_s, straggler_s, 3 * signals_s + all_reduce_s(link, devices, small))
     extra_s = 0.0
-    if method.kind in ("bf16", "fp16"):
+    if method.kind == "bf16":
         gradients, extra_s = gradients / 2, work.cast_s
     bucket = (method.number or DEFAULT_BUCKET_MIB) * MIB
     total_s, last_s = bucketed_s(link, devices, gradients, bucket)

@@ -17,7 +17,7 @@ import msgspec
 from stoker.config.durations import Duration
 from stoker.config.sync_method import PLAIN, SyncMethod, parse_sync
 from stoker.data.images.cache_policy import DISK_BYTES_PER_S, CachePolicyInputs, choose_cache
-from stoker.hardware.exchange_cost import Link, Workload, all_reduce_s, expected_maximum
+from stoker.hardware.exchange_cost import Link, Workload, expected_maximum, step_cost
 from stoker.planning.estimate import Case, Estimate, around, exactly, over_cases
 from stoker.planning.machines import GIB, Machine, links
 from stoker.planning.predict import LoaderDemand, StepPrediction
@@ -337,9 +337,7 @@ class _Model:
     def exposed_s(self, compute_s: float, case: Case) -> float:
         """Time of the exchange of gradients that computing does not hide; at the high end it hides nothing."""
         exchange = self.exchange(compute_s if case != "high" else 0.0, case)
-        cost = sync_choice.method_cost(exchange, self.sync[0]) or sync_choice.method_cost(exchange, PLAIN)
-        assert cost is not None  # plain averages are possible everywhere
-        return cost.exposed_s
+        return step_cost(exchange.work, exchange.link, exchange.devices, self.sync[0]).exposed_s
 
     @functools.cached_property
     def sync(self) -> tuple[SyncMethod, str]:
@@ -353,14 +351,7 @@ class _Model:
         """What `--sync auto` would measure there; without the time of compressing, which no GPU has measured."""
         placement, size_bytes = self.placement, self.step.gradient_bytes
         work, link = Workload(compute_s=compute_s, gradient_bytes=size_bytes), self.link(case)
-        by_node = None
-        if 1 < placement.machines < placement.gpus:
-            one_machine = msgspec.structs.replace(placement, gpus=placement.gpus // placement.machines, machines=1)
-            inner = dataclasses.replace(self, placement=one_machine).link(case)
-            by_node_s = all_reduce_s(inner, one_machine.gpus, size_bytes)
-            by_node_s += all_reduce_s(link, placement.machines, size_bytes)
-            by_node = all_reduce_s(link, placement.gpus, size_bytes) / by_node_s
-        return sync_choice.Measured(link, work, placement.gpus, by_node)
+        return sync_choice.Measured(link, work, placement.gpus)
 
     def link(self, case: Case) -> Link:
         """The slowest link of a ring of all GPUs."""

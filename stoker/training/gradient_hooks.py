@@ -1,4 +1,4 @@
-"""How DistributedDataParallel exchanges gradients with `--sync bf16`, `fp16`, `powersgd` and `hierarchical`.
+"""How DistributedDataParallel exchanges gradients with `--sync bf16` and `powersgd`.
 
 The compression is torch's own (`torch.distributed.algorithms.ddp_comm_hooks`). Added is what these hooks leave to the
 user: PowerSGD's state survives a checkpoint and a step with gradients that are not finite, which would otherwise stay
@@ -17,7 +17,6 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from stoker.config.sync_method import SyncMethod
-from stoker.errors import ConfigError
 from stoker.training.ranks import Ranks
 
 POWERSGD_START = 10
@@ -27,65 +26,36 @@ ONE_BUCKET_MIB = 1 << 20
 
 
 class GradientHook:
-    """An exchange without a state. Every method is called by all ranks at the same step."""
+    """The exchange of a method. Every method of it is called by all ranks at the same step.
+
+    powersgd: Vogels et al. 2019, each matrix of gradients as a product of two with few columns; the error is added to
+    the next step's gradients. bf16 keeps nothing from step to step.
+    """
 
     def __init__(self, method: SyncMethod, ranks: Ranks) -> None:
-        self._method = method
-        self._node = Node(ranks) if method.kind == "hierarchical" else None
-
-    def bucket_mib(self, *, is_cpu: bool) -> int | None:
-        """MiB of a bucket of gradients; None: DistributedDataParallel's default."""
-        del is_cpu
-        return None if self._node is not None else self._method.number
-
-    def register(self, ddp: DistributedDataParallel) -> None:
-        """Makes it the exchange of a model."""
-        if self._node is not None:
-            ddp.register_comm_hook(self._node, _reduce_by_node)
-        else:
-            hooks = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
-            ddp.register_comm_hook(None, hooks[self._method.kind])
-
-    def pause(self, is_paused: bool) -> None:
-        """Whether the next exchanges leave no trace in the state."""
-
-    def finish_step(self, found_inf: Tensor) -> None:
-        """After the update of the weights, which was skipped if `found_inf` is 1."""
-
-    def equalize(self) -> None:
-        """Makes what this rank keeps from step to step the same in all ranks."""
-
-    def state(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps, after `equalize`; None: nothing."""
-        return None
-
-    def load(self, state: dict[str, Any] | None) -> None:
-        """Restores what `state` returned; None: the state before the first step."""
-
-
-class PowerSgd(GradientHook):
-    """Vogels et al. 2019: each matrix of gradients as a product of two with few columns, and the error is added to the
-    next step's gradients."""
-
-    def __init__(self, method: SyncMethod, ranks: Ranks) -> None:
-        super().__init__(method, ranks)
-        self._ranks = ranks
+        self._method, self._ranks = method, ranks
+        self.keeps_state = method.kind == "powersgd"
         self._is_paused = False
         self._good_factors: dict[int, Tensor] = {}
         self.load(None)
 
     def bucket_mib(self, *, is_cpu: bool) -> int | None:
-        """With gloo, what the hook does after its first exchange runs in threads, whose order ranks would not share
-        with several buckets."""
+        """MiB of a bucket of gradients; None: DistributedDataParallel's default. With gloo, what PowerSGD does after
+        its first exchange runs in threads, whose order ranks would not share with several buckets."""
+        if not self.keeps_state:
+            return self._method.number
         return ONE_BUCKET_MIB if is_cpu else None
 
     def register(self, ddp: DistributedDataParallel) -> None:
+        """Makes it the exchange of a model."""
         ddp.register_comm_hook(None, self._exchange)
 
     def pause(self, is_paused: bool) -> None:
+        """Whether the next exchanges leave no trace in the state."""
         self._is_paused = is_paused
 
     def finish_step(self, found_inf: Tensor) -> None:
+        """After the update of the weights, which was skipped if `found_inf` is 1."""
         for bucket, factor in self._powersgd.q_memory_dict.items():
             good = self._good_factors.get(bucket)
             if good is None or good.shape != factor.shape:
@@ -102,8 +72,13 @@ class PowerSgd(GradientHook):
             dist.all_reduce(error)
             error.div_(self._ranks.world_size)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any] | None:
+        """What a checkpoint keeps, after `equalize`; None: nothing. torch's `PowerSGDState.__getstate__` has NumPy's
+        random generator, which a file of tensors cannot have, and which nothing draws from once the factors are
+        there."""
         kept = self._powersgd
+        if not self.keeps_state:
+            return None
         return {
             "steps": kept.iter,
             "errors": dict(kept.error_dict),
@@ -112,6 +87,7 @@ class PowerSgd(GradientHook):
         }
 
     def load(self, state: dict[str, Any] | None) -> None:
+        """Restores what `state` returned; None: the state before the first step."""
         self._good_factors.clear()
         self._powersgd = powerSGD_hook.PowerSGDState(
             process_group=None,
@@ -128,6 +104,8 @@ class PowerSgd(GradientHook):
     def _exchange(self, _: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         if self._is_paused:
             return default_hooks.allreduce_hook(None, bucket)  # type: ignore[arg-type]
+        if not self.keeps_state:
+            return default_hooks.bf16_compress_hook(None, bucket)  # type: ignore[arg-type]
         self._fit(bucket)
         return powerSGD_hook.powerSGD_hook(self._powersgd, bucket)
 
@@ -137,8 +115,7 @@ class PowerSgd(GradientHook):
         error = kept.error_dict.get(number)
         if error is None or (error.shape == buffer.shape and error.device == buffer.device):
             return
-        tables = (kept.error_dict, kept.p_memory_dict, kept.q_memory_dict)
-        for table in tables:
+        for table in (kept.error_dict, kept.p_memory_dict, kept.q_memory_dict):
             if error.shape != buffer.shape:
                 table.pop(number, None)
             else:
@@ -147,55 +124,4 @@ class PowerSgd(GradientHook):
 
 def make_hook(method: SyncMethod, ranks: Ranks) -> GradientHook | None:
     """The hook of a method that exchanges gradients in its own way; None for the others."""
-    if method.kind == "plain" or method.is_local:
-        return None
-    return PowerSgd(method, ranks) if method.kind == "powersgd" else GradientHook(method, ranks)
-
-
-class Node:
-    """The process groups of a rank: those of its machine, and the first ranks of all machines."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.world_size = ranks.world_size
-        machines = find_machines(ranks)
-        groups: list[Any] = [dist.new_group(machine) for machine in machines]
-        leaders = [machine[0] for machine in machines]
-        self.leaders: Any = dist.new_group(leaders)
-        number = next(n for n, machine in enumerate(machines) if ranks.rank in machine)
-        self.group, self.leader = groups[number], leaders[number]
-        self.is_leader = ranks.rank == self.leader
-
-
-def find_machines(ranks: Ranks) -> list[list[int]]:
-    """The ranks of each machine. Raises ConfigError if they are not numbered machine by machine."""
-    local_ranks = ranks.gather_all(ranks.local_rank)
-    machines: list[list[int]] = []
-    for rank, local_rank in enumerate(local_ranks):
-        if local_rank == 0:
-            machines.append([])
-        if not machines or local_rank != len(machines[-1]):
-            raise ConfigError(
-                "--sync hierarchical needs ranks that are numbered machine by machine.",
-                cause=f"the local ranks are {', '.join(map(str, local_ranks))}",
-                fix="torchrun numbers them so, Slurm with --distribution=block; or --sync plain",
-            )
-        machines[-1].append(rank)
-    return machines
-
-
-def _reduce_by_node(node: Node, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-    """Within the machine to its first rank, between these, and back. On a CPU the backward pass waits meanwhile: what
-    the three exchanges do in which order is the same in all ranks then."""
-    buffer = bucket.buffer().div_(node.world_size)
-    add_by_node(node, buffer)
-    future: Future[Tensor] = Future() if buffer.device.type == "cpu" else Future(devices=[buffer.device])
-    future.set_result(buffer)
-    return future
-
-
-def add_by_node(node: Node, buffer: Tensor) -> None:
-    """Adds up the tensors of all ranks, in place."""
-    dist.reduce(buffer, dst=node.leader, group=node.group)
-    if node.is_leader:
-        dist.all_reduce(buffer, group=node.leaders)
-    dist.broadcast(buffer, src=node.leader, group=node.group)
+    return GradientHook(method, ranks) if method.kind in ("bf16", "powersgd") else None

@@ -14,16 +14,15 @@ import torch
 from torch import Tensor
 
 from stoker.config.settings import Config
-from stoker.config.sync_method import PLAIN, SyncMethod, parse_sync
+from stoker.config.sync_method import parse_sync
 from stoker.data.index import Index
 from stoker.hardware.device import Device
-from stoker.hardware.exchange_cost import Link, StepCost, Workload, low_rank_fraction, step_cost
+from stoker.hardware.exchange_cost import Link, Workload, low_rank_fraction, step_cost
 from stoker.training.defaults.auto_batch import make_dry_run
 from stoker.training.ranks import Ranks
 
-CANDIDATES = ("plain", "plain:1", "plain:5", "hierarchical", "bf16", "every:8", "powersgd:4")
-"""The most faithful first, by AP at equal images (docs/scaling.md). fp16 overflows where bf16 does not, and gossip
-sends as much as plain on two ranks."""
+CANDIDATES = ("plain", "plain:1", "plain:5", "bf16", "every:8", "powersgd:4")
+"""The most faithful first, by AP at equal images (docs/scaling.md)."""
 NEAR = 0.7
 """A method is fast enough if its images per second are this part of the fastest one's."""
 BUCKET_GAIN = 1.05
@@ -39,8 +38,6 @@ class Measured:
     link: Link
     work: Workload
     devices: int
-    by_node: float | None = None
-    """Speed of an all-reduce by machines, relative to one of all ranks; None: on one machine, or one rank on each."""
 
 
 def choose_sync(config: Config, index: Index, device: Device, ranks: Ranks) -> tuple[str, str]:
@@ -57,33 +54,22 @@ def choose_sync(config: Config, index: Index, device: Device, ranks: Ranks) -> t
 
 def decide(measured: Measured) -> tuple[str, str]:
     """(method, reason)."""
-    costs = {name: method_cost(measured, parse_sync(name)) for name in CANDIDATES}
-    usable = {name: cost for name, cost in costs.items() if cost is not None}
-    best_s = min(cost.total_s for cost in usable.values())
-    chosen = next(name for name, cost in usable.items() if best_s / cost.total_s >= NEAR)
+    link, work = measured.link, measured.work
+    total_s = {name: step_cost(work, link, measured.devices, parse_sync(name)).total_s for name in CANDIDATES}
+    best_s = min(total_s.values())
+    chosen = next(name for name, seconds in total_s.items() if best_s / seconds >= NEAR)
     if chosen.startswith("plain"):
         chosen = "plain"
-        fastest = min(("plain:1", "plain:5"), key=lambda name: usable[name].total_s)
-        if usable["plain"].total_s / usable[fastest].total_s >= BUCKET_GAIN:
+        fastest = min(("plain:1", "plain:5"), key=lambda name: total_s[name])
+        if total_s["plain"] / total_s[fastest] >= BUCKET_GAIN:
             chosen = fastest
-    link, work, plain_s = measured.link, measured.work, usable["plain"].total_s
     facts = (
         f"{work.gradient_bytes / 2**20:.3g} MiB of gradients at {link.bytes_per_s * 8e-6:.3g} Mbit/s and "
         f"{link.latency_s * 1e3:.2g} ms a message, a step of {work.compute_s:.3g} s"
     )
     if chosen == "plain":
-        return chosen, f"auto: {facts}: at most {plain_s / best_s:.2g} × as fast with another method"
-    return chosen, f"auto: {facts}: {plain_s / usable[chosen].total_s:.2g} × as fast as plain"
-
-
-def method_cost(measured: Measured, method: SyncMethod) -> StepCost | None:
-    """Seconds of a step; None: the method is not usable here. Also for `stoker plan`."""
-    if method.kind != "hierarchical":
-        return step_cost(measured.work, measured.link, measured.devices, method)
-    if measured.by_node is None:
-        return None
-    plain = step_cost(measured.work, measured.link, measured.devices, PLAIN)
-    return dataclasses.replace(plain, exposed_s=plain.exposed_s / measured.by_node)
+        return chosen, f"auto: {facts}: at most {total_s['plain'] / best_s:.2g} × as fast with another method"
+    return chosen, f"auto: {facts}: {total_s['plain'] / total_s[chosen]:.2g} × as fast as plain"
 
 
 def measure(config: Config, index: Index, device: Device, ranks: Ranks) -> Measured:
@@ -98,7 +84,6 @@ def measure(config: Config, index: Index, device: Device, ranks: Ranks) -> Measu
 def measure_exchange(weights: Sequence[Tensor], step_s: float, device: Device, ranks: Ranks) -> Measured:
     """The same for a step of `step_s` seconds that changes these weights."""
     from stoker.preflight import all_reduce
-    from stoker.training import gradient_hooks
 
     ranks.barrier()
     found = all_reduce.measure(device, MEASURE_S)
@@ -107,11 +92,6 @@ def measure_exchange(weights: Sequence[Tensor], step_s: float, device: Device, r
     gradients = [torch.randn_like(weight).detach() for weight in weights]
     size_bytes = sum(gradient.nbytes for gradient in gradients)
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    by_node = 0.0
-    if 1 < ranks.local_world_size < ranks.world_size:
-        node = gradient_hooks.Node(ranks)
-        buffer = torch.zeros(found.size_bytes // 4, device=device.torch_device)
-        by_node = large_s / _time(device, lambda: gradient_hooks.add_by_node(node, buffer))
     own = [
         step_s,
         found.latency_s,
@@ -119,9 +99,8 @@ def measure_exchange(weights: Sequence[Tensor], step_s: float, device: Device, r
         max(0.0, half_s - large_s) / found.size_bytes * size_bytes / 2
         + _time(device, lambda: flat.copy_(flat.to(torch.bfloat16))),
         _time(device, lambda: compress(gradients, COMPRESSION_RANK)) / COMPRESSION_RANK,
-        -by_node,
     ]
-    step_s, latency_s, large_s, cast_s, compression_s, minus_by_node = (
+    step_s, latency_s, large_s, cast_s, compression_s = (
         max(values) for values in zip(*ranks.gather_all(own), strict=True)
     )
     n = ranks.world_size
@@ -133,7 +112,7 @@ def measure_exchange(weights: Sequence[Tensor], step_s: float, device: Device, r
         compression_s=compression_s,
         cast_s=cast_s,
     )
-    return Measured(link, work, n, -minus_by_node or None)
+    return Measured(link, work, n)
 
 
 def compress(gradients: Sequence[Tensor], rank: int) -> None:
