@@ -1,5 +1,7 @@
-"""Each rank has a part of the batch and the rows of each parameter (`--shard`, `shard.py`): gradients come averaged, row
-by row, after each micro-batch. The norm of all of them takes an exchange of its own, with which the signals go.
+"""Each rank has a part of the batch and the rows of each parameter (`--shard`, `shard.py`).
+
+Gradients come averaged, row by row, after each micro-batch. The norm of all of them takes an exchange of its own, with
+which the signals go.
 """
 
 import contextlib

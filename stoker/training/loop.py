@@ -31,8 +31,7 @@ from stoker.training.cuda_graph import describe_error
 from stoker.training.evaluator import Evaluator
 from stoker.training.host_memory import HostMemoryGuard
 from stoker.training.input_probe import PrefetchedInputProbe
-from stoker.training.make_step import Step
-from stoker.training.parallel import make_parallel
+from stoker.training.make_step import Step, make_parallel
 from stoker.training.recorder import Recorder
 from stoker.training.recovery import Recovery
 from stoker.training.resume import collect_state, restore, send_to_other_ranks

@@ -7,13 +7,33 @@ import contextlib
 import functools
 from collections.abc import Callable
 
+from stoker.config.sync_method import parse_sync
 from stoker.data.augment.device import makes_mosaics
 from stoker.data.batch import Batch
 from stoker.training.attempt import Attempt
 from stoker.training.cuda_graph import CudaCapture, CudaGraphStep, has_failed
 from stoker.training.out_of_memory import read_message, retry_in_smaller_batches, shrink_batches
-from stoker.training.state import Known
+from stoker.training.parallel import One
+from stoker.training.state import EventLogger, Known, TrainSetup
 from stoker.training.step import train_step
+
+
+def make_parallel(setup: TrainSetup, log_event: EventLogger) -> One:
+    """What this training needs. torch.distributed is not imported for one process."""
+    if setup.ranks.alone:
+        return One(setup, log_event)
+    if setup.is_staged:
+        from stoker.training.pipeline import Pipeline
+
+        return Pipeline(setup, log_event)
+    if setup.config.run.shard:
+        from stoker.training.fsdp import Fsdp
+
+        return Fsdp(setup, log_event)
+    from stoker.training.ddp import Ddp, Periodic
+
+    sync = parse_sync(setup.config.run.sync)
+    return Periodic(setup, log_event, sync) if sync.is_local else Ddp(setup, log_event, sync)
 
 
 class Step:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from stoker.config.sync_method import parse_sync
 from stoker.data.augment.device import augment_batch
 from stoker.data.batch import Batch
 from stoker.data.loading.loader import Loader
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class One(Alone):
-    """A process that trains alone."""
+    """A process that trains alone. `make_step.make_parallel` chooses."""
 
     takes_part_in_saves = True
     """Whether this process has something to do when a checkpoint is saved."""
@@ -139,24 +138,6 @@ class One(Alone):
         del resumed
         self.micro_batches = self.setup.micro_batches
         self.agreed = Known(trained_s=self.setup.state.trained_s)
-
-
-def make_parallel(setup: TrainSetup, log_event: EventLogger) -> One:
-    """What this training needs. torch.distributed is not imported for one process."""
-    if setup.ranks.alone:
-        return One(setup, log_event)
-    if setup.is_staged:
-        from stoker.training.pipeline import Pipeline
-
-        return Pipeline(setup, log_event)
-    if setup.config.run.shard:
-        from stoker.training.fsdp import Fsdp
-
-        return Fsdp(setup, log_event)
-    from stoker.training.ddp import Ddp, Periodic
-
-    sync = parse_sync(setup.config.run.sync)
-    return Periodic(setup, log_event, sync) if sync.is_local else Ddp(setup, log_event, sync)
 
 
 def make_worst_case(setup: TrainSetup) -> Batch:

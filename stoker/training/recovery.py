@@ -74,7 +74,8 @@ class Recovery:
         self._log_event(
             "rolled_back",
             f"{config.optim.max_skipped_steps} steps in a row had gradients that are not finite (step "
-            f"{failed_at + 1:,}): rolled back to step {rollback_step:,}, continuing at a third of the learning rate ({lower_lr:.3g})",
+            f"{failed_at + 1:,}): rolled back to step {rollback_step:,}, continuing at a third of the learning rate "
+            f"({lower_lr:.3g})",
             failed_at=failed_at,
             rollback_step=rollback_step,
             count=count,
@@ -101,9 +102,7 @@ class Recovery:
         ]
         more = f" and {len(image_names) - MAX_NAMED_IMAGES} more" if len(image_names) > MAX_NAMED_IMAGES else ""
         healthy_weights = checkpoint.newest_healthy_weights(setup.folder.path)
-        restart = (
-            "" if healthy_weights is None else f"; it can start from --weights {healthy_weights}, which are healthy"
-        )
+        healthy = f"; it can start from --weights {healthy_weights}, which are healthy" if healthy_weights else ""
         fraction = "third" if self.rollback_count == 1 else "ninth"
         tried = f", also at a {fraction} of the learning rate" if self.rollback_count else ""
         return DivergedError(

@@ -79,7 +79,7 @@ class Several(One):
             self._own[EVALUATE], self._own[SAVE] = float(known.evaluate), float(known.save)
             self._own[TRAINED_S] = known.trained_s * self.ranks.world_size
 
-    def forward_backward(  # type: ignore[override]  # that of one process is a function
+    def forward_backward(
         self, loss_fn: LossFn, optimizer: OptimizerStep[Detector], batch: Batch, micro_batches: int, autocast: Autocast
     ) -> dict[str, Tensor]:
         """Gradients of this rank's part of a batch, and of the signals; the losses are its own."""
