@@ -15,7 +15,6 @@ curves to 512 devices of docs/scaling.md. --convergence METHOD SEED trains BCCD 
 """
 
 import argparse
-import contextlib
 import json
 import os
 import random
@@ -26,7 +25,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from processes import child_environment
@@ -132,12 +130,12 @@ def measure_method(ranks: Any, method: str, steps: int) -> dict[str, float]:
     from stoker.models import build
     from stoker.profiling.ledger import Ledger
     from stoker.training import gradient_hooks
-    from stoker.training.step import make_loss_fn, train_step
-    from stoker.training.optim import LossAccumulator, OptimizerStep
-    from stoker.training.replica import Replica
-    from stoker.training.state import TrainState
-    from stoker.training.triggers import Due
+    from stoker.training.ddp import Ddp, Periodic
+    from stoker.training.optim import OptimizerStep
+    from stoker.training.parallel import One
+    from stoker.training.state import Known
     from tests.models.samples import make_batch, settings_of
+    from tests.training.parallels import ignore, make_setup, step_of
 
     gradient_hooks.POWERSGD_START = 2  # so that few steps show it
     cpu = Device(torch.device("cpu"))
@@ -149,34 +147,27 @@ def measure_method(ranks: Any, method: str, steps: int) -> dict[str, float]:
         warmup_steps=0, clip_grad_norm=10.0, ema_decay=0.9, grad_accum_steps=1, max_skipped_steps=20,
     )  # fmt: skip
     optimizer = OptimizerStep(model, optim, cpu, precision="fp32")
-    accumulator, state = LossAccumulator(cpu, max_skipped_steps=20), TrainState()
-    loss_fn, emulated = make_loss_fn(model, compile=False), EmulatedDevice(model, ranks.rank)
-    autocast, ledger = cpu.autocast("fp32"), Ledger(cpu.make_clock(), start_s=time.perf_counter())
-    setup: Any = SimpleNamespace(
-        model=model, optimizer=optimizer, loss_accumulator=accumulator, ranks=ranks, device=cpu, state=state
-    )
-    replica = None if method == "none" else Replica(setup, loss_fn, parse_sync(method))
+    emulated, ledger = EmulatedDevice(model, ranks.rank), Ledger(cpu.make_clock(), start_s=time.perf_counter())
+    setup = make_setup(model, optimizer, ranks, cpu)
+    if method == "none":
+        parallel = One(setup, ignore)
+    else:
+        sync = parse_sync(method)
+        parallel = Periodic(setup, ignore, sync) if sync.is_local else Ddp(setup, ignore, sync)
     batches = [make_batch((3, 2), (64, 64), CLASSES, seed=1000 * ranks.rank + number) for number in range(4)]
-    if replica is not None:
-        replica.warm_up(batches[0], autocast)
+    parallel.warm_up(lambda: batches[0])
 
     def step(number: int) -> None:
         emulated.begin()
-        optimizer.set_scalars(1e-3, number)
         with ledger.compute(is_redo=False):
-            if replica is None:
-                train_step(loss_fn, optimizer, accumulator, batches[number % 4], 1, autocast)
-            else:
-                replica.train_step(batches[number % 4], 1, autocast, stop=False, due=Due())
-        state.step = number + 1
-        if replica is not None:
-            replica.agree(0.1)
+            step_of(parallel, batches[number % 4], 1e-3)
+        parallel.agree(Known())
 
     first = 3  # also the vanilla steps of PowerSGD
     if method.startswith("every"):
         first, steps = 8, 8 * -(-steps // 8)
     durations = []
-    with contextlib.nullcontext() if replica is None else replica.timing_waits(ledger):
+    with parallel.timing_waits(ledger):
         for number in range(first):
             step(number)
         ledger.window(0.0)
@@ -189,7 +180,7 @@ def measure_method(ranks: Any, method: str, steps: int) -> dict[str, float]:
         elapsed_s = time.perf_counter() - start_s
         breakdown = ledger.window(0.0)
     phases = {} if breakdown is None else breakdown.phases
-    losses = accumulator.read(accumulator.take(), first + steps).losses
+    losses = setup.loss_accumulator.read(setup.loss_accumulator.take(), first + steps).losses
     own = (elapsed_s / steps, phases.get("comm", 0.0) / steps, losses["total"])
     values = [own] if ranks.alone else ranks.gather_all(own)
     return {

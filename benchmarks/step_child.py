@@ -93,8 +93,8 @@ def ours(backbone_name: str, side: int, image_batch: ImageBatch, precision: str)
     from stoker.models.backbones import build_backbone_with_fpn
     from stoker.models.layers.winograd import use_winograd_without_avx512
     from stoker.models.retinanet.retinanet import RetinaNet
-    from stoker.training.step import forward_backward, make_loss_fn
     from stoker.training.optim import OptimizerStep
+    from stoker.training.step import forward_backward, make_loss_fn
 
     defaults = MODELS["retinanet_resnet50_fpn"].defaults
     backbone = build_backbone_with_fpn(backbone_name, 256, norm="frozen_bn", trainable_stages=3)

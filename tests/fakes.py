@@ -39,8 +39,8 @@ from stoker.planning.fake_accelerator import (
 from stoker.planning.trace import FLOP
 from stoker.training import optim
 from stoker.training.defaults.dry_run import PeakMemoryMode
-from stoker.training.step import forward_backward, make_loss_fn
 from stoker.training.optim import OptimizerStep
+from stoker.training.step import forward_backward, make_loss_fn
 from tests.host_sync import ForbidHostSync
 
 AUGMENTATIONS = DataSettings(hflip=0.5, brightness=0.2, contrast=0.2, saturation=0.2, hue=0.1, mosaic=0.5)

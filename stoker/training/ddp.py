@@ -12,6 +12,7 @@ finite in one rank, all skip the step; each clips its gradient by its own norm, 
 import contextlib
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from stoker.hardware.host_arena import HostArenas
 from stoker.training.checkpoint import HostSnapshot
 from stoker.training.gradient_hooks import GradientHook, make_hook
 from stoker.training.local_steps import LocalSteps
-from stoker.training.parallel import make_worst_case
 from stoker.training.resume import Resumed
 from stoker.training.several import Several
 from stoker.training.state import EventLogger, TrainSetup
@@ -66,7 +66,7 @@ class _Replicas(Several):
     def snapshot(self, stream: SideStream, **content: Any) -> HostSnapshot | None:
         return super().snapshot(stream, **content) if self.ranks.is_main else None
 
-    def warm_up(self) -> None:
+    def warm_up(self, make_batch: Callable[[], Batch]) -> None:
         """A forward and a backward pass that change nothing.
 
         DistributedDataParallel rearranges its buckets after the first one. The arrangement decides the order in which
@@ -74,16 +74,16 @@ class _Replicas(Several):
         the same step of an undisturbed one. It also compiles the step, where that was asked for; all ranks must train
         the same, so a failure of that ends the run.
         """
-        setup, batch = self.setup, make_worst_case(self.setup)
-        saved = {name: buffer.clone() for name, buffer in setup.model.named_buffers()}
+        model, batch = self.setup.model, make_batch()
+        saved = {name: buffer.clone() for name, buffer in model.named_buffers()}
         try:
             with torch.no_grad(), self.autocast:
-                setup.model(batch.images)  # caches the anchors, which are constants of a compiled step
+                model(batch.images)  # caches the anchors, which are constants of a compiled step
             self.forward_backward(self.loss_fn, self.optimizer, batch, 1, self.autocast)
         finally:
             self.optimizer.zero_grad()
             self.signals.grad = None
-            for name, buffer in setup.model.named_buffers():
+            for name, buffer in model.named_buffers():
                 if name in saved:
                     buffer.copy_(saved[name])
 
@@ -128,13 +128,13 @@ class Ddp(_Replicas):
         if self._hook is not None:
             self._hook.finish_step(found_inf)
 
-    def warm_up(self) -> None:
+    def warm_up(self, make_batch: Callable[[], Batch]) -> None:
         if self._hook is None:
-            super().warm_up()
+            super().warm_up(make_batch)
             return
         self._hook.pause(True)
         try:
-            super().warm_up()
+            super().warm_up(make_batch)
         finally:
             self._hook.pause(False)
 

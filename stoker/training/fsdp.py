@@ -5,11 +5,12 @@ which the signals go.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
+from stoker.data.batch import Batch
 from stoker.hardware.device import ReadyEvent, SideStream
 from stoker.hardware.host_arena import HostArenas
 from stoker.training.checkpoint import HostSnapshot
@@ -45,5 +46,6 @@ class Fsdp(Several):
             return None
         return HostSnapshot(content["step"], content["metadata"], weights, state, ReadyEvent(None))
 
-    def warm_up(self) -> None:
+    def warm_up(self, make_batch: Callable[[], Batch]) -> None:
         """Divided parameters have no buckets that would be rearranged."""
+        del make_batch

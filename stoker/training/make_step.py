@@ -12,6 +12,7 @@ from stoker.data.augment.device import makes_mosaics
 from stoker.data.batch import Batch
 from stoker.training.attempt import Attempt
 from stoker.training.cuda_graph import CudaCapture, CudaGraphStep, has_failed
+from stoker.training.defaults.dry_run import make_worst_case_batch
 from stoker.training.out_of_memory import read_message, retry_in_smaller_batches, shrink_batches
 from stoker.training.parallel import One
 from stoker.training.state import EventLogger, Known, TrainSetup
@@ -34,6 +35,17 @@ def make_parallel(setup: TrainSetup, log_event: EventLogger) -> One:
 
     sync = parse_sync(setup.config.run.sync)
     return Periodic(setup, log_event, sync) if sync.is_local else Ddp(setup, log_event, sync)
+
+
+def make_worst_case(setup: TrainSetup) -> Batch:
+    """A micro-batch of the shapes of training."""
+    return make_worst_case_batch(
+        setup.rank_batch_size // setup.micro_batches,
+        image_size=setup.config.data.image_size,
+        max_boxes=setup.max_boxes,
+        num_classes=len(setup.index.class_names),
+        device=setup.device,
+    )
 
 
 class Step:
@@ -60,7 +72,9 @@ class Step:
         if compiles:
             attempt.screen.note("compiling the model; --no-compile trains without")
         with attempt.ledger.phase("compile") if compiles else contextlib.nullcontext():
-            retry_in_smaller_batches(attempt, "training", attempt.parallel.warm_up)
+            retry_in_smaller_batches(
+                attempt, "training", lambda: attempt.parallel.warm_up(lambda: make_worst_case(attempt.setup))
+            )
 
     def __call__(self, batch: Batch, known: Known) -> None:
         """known: by this process, before the step."""

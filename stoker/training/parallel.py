@@ -7,6 +7,7 @@ never ask which it is. All processes call each method at the same step.
 """
 
 import contextlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,9 +18,8 @@ from stoker.data.batch import Batch
 from stoker.data.loading.loader import Loader
 from stoker.hardware.device import SideStream
 from stoker.hardware.host_arena import HostArenas
-from stoker.training.checkpoint import HostSnapshot, reserve_arenas, snapshot
+from stoker.training import checkpoint
 from stoker.training.cuda_graph import describe_error
-from stoker.training.defaults.dry_run import make_worst_case_batch
 from stoker.training.ranks import Ranks
 from stoker.training.resume import Resumed
 from stoker.training.state import EventLogger, Known, TrainSetup
@@ -105,19 +105,20 @@ class One(Alone):
 
     def reserve_arenas(self, weights: dict[str, Tensor], state: dict[str, Any]) -> HostArenas | None:
         """Memory of the host for `snapshot`; None: it allocates its own."""
-        return reserve_arenas(self.setup.device, weights, state)
+        return checkpoint.reserve_arenas(self.setup.device, weights, state)
 
-    def snapshot(self, stream: SideStream, **content: Any) -> HostSnapshot | None:
+    def snapshot(self, stream: SideStream, **content: Any) -> checkpoint.HostSnapshot | None:
         """`checkpoint.snapshot`, with whole tensors; None where there is nothing to write."""
-        return snapshot(stream, **content)
+        return checkpoint.snapshot(stream, **content)
 
-    def warm_up(self) -> None:
-        """Does once what the first step would do besides, without a change of the training: compiles the step."""
+    def warm_up(self, make_batch: Callable[[], Batch]) -> None:
+        """Does once what the first step would do besides, without a change of the training: compiles the step.
+        make_batch: makes a micro-batch of the shapes of training."""
         setup = self.setup
         if not self.compiles:
             return
         try:
-            compile_forward_backward(setup.model, self.loss_fn, setup.optimizer, make_worst_case(setup), self.autocast)
+            compile_forward_backward(setup.model, self.loss_fn, setup.optimizer, make_batch(), self.autocast)
         except (torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:  # noqa: BLE001 (compilers raise anything; the run can do without)
@@ -138,14 +139,3 @@ class One(Alone):
         del resumed
         self.micro_batches = self.setup.micro_batches
         self.agreed = Known(trained_s=self.setup.state.trained_s)
-
-
-def make_worst_case(setup: TrainSetup) -> Batch:
-    """A micro-batch of the shapes of training."""
-    return make_worst_case_batch(
-        setup.rank_batch_size // setup.micro_batches,
-        image_size=setup.config.data.image_size,
-        max_boxes=setup.max_boxes,
-        num_classes=len(setup.index.class_names),
-        device=setup.device,
-    )

@@ -106,7 +106,9 @@ class Soak:
         self.counts[kind] += 1
         call = self.rng.randrange(5, 80)
         target = (
-            "stoker.training.step:forward_backward" if kind == "out of memory" else "stoker.training.loop:train_step"
+            "stoker.training.optim:OptimizerStep.backward"
+            if kind == "out of memory"
+            else "stoker.training.make_step:train_step"
         )
         return {"target": target, "call": call, "fault": kind.replace(" ", "_"), "attempt": 1}
 

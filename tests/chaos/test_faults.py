@@ -22,8 +22,8 @@ from tests.training.metadata_server import metadata_server
 
 pytestmark = pytest.mark.slow
 
-LOOP, EVALUATOR, LOADER = "stoker.training.loop", "stoker.training.async_eval", "stoker.data.loading.loader"
-STEP, EVALUATION = f"{LOOP}:train_step", f"{EVALUATOR}:detect"
+EVALUATOR, LOADER = "stoker.training.async_eval", "stoker.data.loading.loader"
+STEP, EVALUATION = "stoker.training.make_step:train_step", f"{EVALUATOR}:detect"
 RESTARTS = ("--restarts", "3")
 
 
@@ -137,7 +137,7 @@ def test_out_of_memory_in_a_step(data: Path, tmp_path: Path) -> None:
     ended = train(
         data,
         tmp_path,
-        chaos={"target": "stoker.training.step:forward_backward", "call": 9, "fault": "out_of_memory"},
+        chaos={"target": "stoker.training.optim:OptimizerStep.backward", "call": 9, "fault": "out_of_memory"},
     )
     assert ended.code == 0, ended.output
     (text,) = ended.texts("out_of_memory")

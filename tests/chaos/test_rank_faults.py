@@ -15,7 +15,7 @@ from tests.drawn import draw
 pytestmark = pytest.mark.slow
 
 TWO = ("--devices", "2", "--device", "cpu", "--batch-size", "8", "--mosaic", "0")
-STEP = "stoker.training.replica:Replica.train_step"
+STEP = "stoker.training.make_step:train_step"
 RESTARTS = ("--restarts", "2")
 
 

@@ -16,9 +16,9 @@ from stoker.profiling.telemetry.gpu import GpuSampler
 from stoker.runs.records import DEVICES, STEPS, read_lines
 from stoker.runs.schemas import DeviceSample, StepWindow
 from stoker.training.defaults.dry_run import make_worst_case_batch
-from stoker.training.step import forward_backward, make_loss_fn
-from stoker.training.run import train
 from stoker.training.optim import LossAccumulator, OptimizerStep
+from stoker.training.run import train
+from stoker.training.step import forward_backward, make_loss_fn
 from tests.drawn import draw
 from tests.models.samples import settings_of
 

@@ -1,29 +1,30 @@
 """Ranks on GPUs: a step whose gradients pass through NCCL, and two GPUs against one."""
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from stoker.config.settings import OptimSettings
+from stoker.config.sync_method import PLAIN
 from stoker.data.batch import Batch
 from stoker.hardware.device import Device, select_device
 from stoker.models import Detector, build
 from stoker.runs.totals import compute_totals
 from stoker.training.cluster import RankPlace
-from stoker.training.step import make_loss_fn, train_step
+from stoker.training.ddp import Ddp
+from stoker.training.fsdp import Fsdp
 from stoker.training.local_ranks import find_free_port
 from stoker.training.optim import LossAccumulator, OptimizerStep
 from stoker.training.ranks import joined
-from stoker.training.replica import ACCELERATOR_LAG, Replica
+from stoker.training.several import ACCELERATOR_LAG
 from stoker.training.shard import Sharding
-from stoker.training.state import TrainState
-from stoker.training.triggers import Due
+from stoker.training.state import Known
+from stoker.training.step import Alone, make_loss_fn, train_step
 from tests.drawn import draw, run_stoker
 from tests.models.samples import make_batch, settings_of
+from tests.training.parallels import ignore, make_setup, step_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,23 +52,19 @@ def test_a_step_through_nccl_is_that_of_one_process(monkeypatch: pytest.MonkeyPa
     plain, optimizer, sums = make_step(device)
     for step in range(4):
         optimizer.set_scalars(0.01, step)
-        train_step(make_loss_fn(plain, compile=False), optimizer, sums, batch, 2, autocast)
+        train_step(Alone(make_loss_fn(plain, compile=False), optimizer, sums, autocast, 2), batch)
     place = RankPlace(
         rank=0, world_size=1, local_rank=0, local_world_size=1, host="127.0.0.1", port=find_free_port(), source="test"
     )
     with joined(place) as ranks:
-        model, own_optimizer, own_sums = make_step(device)
-        setup: Any = SimpleNamespace(
-            model=model, optimizer=own_optimizer, loss_accumulator=own_sums, ranks=ranks, device=device,
-            state=TrainState(),
-        )  # fmt: skip
-        replica = Replica(setup, make_loss_fn(model, compile=False))
-        replica.warm_up(Batch(*(tensor[:2] for tensor in batch)), autocast)
+        model, own_optimizer, _ = make_step(device)
+        setup = make_setup(model, own_optimizer, ranks, device, micro_batches=2)
+        own_sums, ddp = setup.loss_accumulator, Ddp(setup, ignore, PLAIN)
+        ddp.warm_up(lambda: Batch(*(tensor[:2] for tensor in batch)))
         seen = []
         for step in range(4):
-            own_optimizer.set_scalars(0.01, step)
-            replica.train_step(batch, 2, autocast, stop=step == 1, due=Due())
-            seen.append(replica.agree(1.0).stop)
+            step_of(ddp, batch, 0.01, Known(stop=step == 1))
+            seen.append(ddp.agree(Known()).stop)
         assert seen == [False] * (1 + ACCELERATOR_LAG) + [True]
         torch.distributed.destroy_process_group()
     for (name, one), (_, other) in zip(plain.state_dict().items(), model.state_dict().items(), strict=True):
@@ -102,7 +99,7 @@ def test_one_rank_of_a_sharded_model_through_nccl(monkeypatch: pytest.MonkeyPatc
     plain, optimizer, sums = make_step(device)
     for step in range(4):
         optimizer.set_scalars(0.01, step)
-        train_step(make_loss_fn(plain, compile=False), optimizer, sums, batch, 2, device.autocast("fp32"))
+        train_step(Alone(make_loss_fn(plain, compile=False), optimizer, sums, device.autocast("fp32"), 2), batch)
     place = RankPlace(
         rank=0, world_size=1, local_rank=0, local_world_size=1, host="127.0.0.1", port=find_free_port(), source="test"
     )
@@ -111,14 +108,9 @@ def test_one_rank_of_a_sharded_model_through_nccl(monkeypatch: pytest.MonkeyPatc
         model = build(settings_of("retinanet_tiny_fpn", backbone_norm="sync_bn"), 3).train()
         sharding = Sharding.over(ranks, device.torch_device)
         own = OptimizerStep(model, OPTIM, device, precision="fp32", sharding=sharding)
-        setup: Any = SimpleNamespace(
-            model=model, optimizer=own, loss_accumulator=LossAccumulator(device, max_skipped_steps=20), ranks=ranks,
-            device=device, state=TrainState(),
-        )  # fmt: skip
-        replica = Replica(setup, make_loss_fn(model, compile=False, cast_together=False))
-        for step in range(4):
-            own.set_scalars(0.01, step)
-            replica.train_step(batch, 2, device.autocast("fp32"), stop=False, due=Due())
+        fsdp = Fsdp(make_setup(model, own, ranks, device, micro_batches=2), ignore)
+        for _ in range(4):
+            step_of(fsdp, batch, 0.01)
         weights = sharding.gather(model.state_dict())
         torch.distributed.destroy_process_group()
     for name, tensor in plain.state_dict().items():

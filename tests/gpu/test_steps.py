@@ -9,8 +9,8 @@ from stoker.data.batch import Batch
 from stoker.hardware.device import Device, select_device
 from stoker.models import MODELS, build
 from stoker.training.defaults.dry_run import make_worst_case_batch
-from stoker.training.step import forward_backward, make_loss_fn
 from stoker.training.optim import LossAccumulator, OptimizerStep
+from stoker.training.step import forward_backward, make_loss_fn
 from tests import fakes
 from tests.models.samples import settings_of
 

@@ -3,11 +3,9 @@
 In float64, where only a wrong formula differs. Prints `{model: largest difference}` in rank 0.
 """
 
-import dataclasses
 import json
 import os
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,18 +13,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stoker.config.settings import OptimSettings
+from stoker.config.sync_method import PLAIN
 from stoker.data.batch import Batch
 from stoker.hardware.device import Device
 from stoker.models import build
 from stoker.models.detector import Detector
 from stoker.training.cluster import find_place
-from stoker.training.step import forward_backward, make_loss_fn
-from stoker.training.optim import LossAccumulator, OptimizerStep
+from stoker.training.ddp import Ddp
+from stoker.training.optim import OptimizerStep
 from stoker.training.ranks import Ranks
-from stoker.training.replica import Replica
-from stoker.training.state import TrainState
-from stoker.training.triggers import Due
+from stoker.training.state import Known
+from stoker.training.step import forward_backward, make_loss_fn
 from tests.models.samples import make_batch, settings_of
+from tests.training.parallels import ignore, make_setup, step_of
 
 CASES: dict[str, dict[str, Any]] = {
     "retinanet_tiny_fpn": {"backbone_norm": "sync_bn"},
@@ -66,7 +65,6 @@ def largest_difference(ranks: Ranks, name: str, changes: dict[str, Any], micro_b
     batch = batch._replace(images=batch.images.double(), boxes=batch.boxes.double())
     model, optimizer = make_step(name, changes)
     autocast = CPU.autocast("fp32")
-    accumulator = LossAccumulator(CPU, max_skipped_steps=20)
     if micro_batches == 1:
         losses = forward_backward(make_loss_fn(model, compile=False), optimizer, batch, 1, autocast)
         optimizer.step(0.1, 0)
@@ -81,16 +79,13 @@ def largest_difference(ranks: Ranks, name: str, changes: dict[str, Any], micro_b
                 losses[key] = losses.get(key, 0.0) + loss.detach() / micro_batches
         optimizer.step(0.1, 0)
     own, own_optimizer = make_step(name, changes)
-    setup: Any = SimpleNamespace(
-        model=own, optimizer=own_optimizer, loss_accumulator=accumulator, ranks=ranks, device=CPU, state=TrainState()
-    )
-    replica = Replica(setup, make_loss_fn(own, compile=False))
+    setup = make_setup(own, own_optimizer, ranks, CPU, micro_batches=micro_batches)
+    accumulator, ddp = setup.loss_accumulator, Ddp(setup, ignore, PLAIN)
     mine = part_of(batch, ranks.rank, ranks.world_size)
-    replica.warm_up(part_of(mine, 0, micro_batches), autocast)
-    own_optimizer.set_scalars(0.1, 0)
-    replica.train_step(mine, micro_batches, autocast, stop=ranks.rank == 1, due=Due(evaluation=ranks.rank == 0))
-    agreed = replica.agree(1.0)
-    assert dataclasses.astuple(agreed) == (True, True, False, 0.0, None), agreed
+    ddp.warm_up(lambda: part_of(mine, 0, micro_batches))
+    step_of(ddp, mine, 0.1, Known(stop=ranks.rank == 1, evaluate=ranks.rank == 0))
+    agreed = ddp.agree(Known())
+    assert agreed == (True, True, False, 0.0, None), agreed
     expected, actual = states(model), states(own)
     means = accumulator.read(accumulator.take(), 1).losses
     differences = [float((actual[key] - tensor).abs().max()) for key, tensor in expected.items()]

@@ -15,16 +15,17 @@ from pathlib import Path
 from stoker.cli.app import main
 from stoker.data.batch import Batch
 from stoker.training.loop import Training
-from stoker.training.replica import Replica
+from stoker.training.parallel import One
 
 
 def record_steps(record: Path, stop_after: int) -> None:
-    train_on_ranks, step = Training.train_on_ranks, Training.step
+    augment, step = One.augment, Training.step
     trained_on: list[int] = []
 
-    def recorded_train(self: Training, replica: Replica, batch: Batch) -> None:
-        train_on_ranks(self, replica, batch)
-        trained_on[:] = batch.image_index.tolist()
+    def recorded_augment(self: One, batch: Batch) -> Batch:
+        augmented = augment(self, batch)
+        trained_on[:] = augmented.image_index.tolist()
+        return augmented
 
     def recorded_step(self: Training) -> None:
         step(self)
@@ -33,7 +34,7 @@ def record_steps(record: Path, stop_after: int) -> None:
         if self.state.step == stop_after:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    Training.train_on_ranks = recorded_train  # type: ignore[method-assign]
+    One.augment = recorded_augment  # type: ignore[method-assign]
     Training.step = recorded_step  # type: ignore[method-assign]
 
 

@@ -5,7 +5,6 @@ In float64, where only a wrong formula differs. Prints a JSON object in rank 0: 
 
 import json
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,14 +19,14 @@ from stoker.hardware.device import Device
 from stoker.models import build
 from stoker.models.detector import Detector
 from stoker.training.cluster import find_place
-from stoker.training.step import forward_backward, make_loss_fn
-from stoker.training.optim import LossAccumulator, OptimizerStep
+from stoker.training.fsdp import Fsdp
+from stoker.training.optim import OptimizerStep
 from stoker.training.ranks import Ranks
-from stoker.training.replica import Replica
 from stoker.training.shard import Sharding
-from stoker.training.state import TrainState
-from stoker.training.triggers import Due
+from stoker.training.state import Known
+from stoker.training.step import forward_backward, make_loss_fn
 from tests.models.samples import make_batch, settings_of
+from tests.training.parallels import ignore, make_setup, step_of
 
 CPU = Device(torch.device("cpu"))
 BOXES = (3, 0, 11, 1)
@@ -106,18 +105,14 @@ def run_case(ranks: Ranks, case: str) -> dict[str, float]:
         expected_losses = {name: expected_losses.get(name, 0.0) + float(loss) for name, loss in losses.items()}
     sharding = SmallParts.over(ranks, torch.device("cpu"))
     own, own_optimizer = make_step(case, sharding)
-    accumulator = LossAccumulator(CPU, max_skipped_steps=20)
-    setup: Any = SimpleNamespace(
-        model=own, optimizer=own_optimizer, loss_accumulator=accumulator, ranks=ranks, device=CPU, state=TrainState()
-    )
-    replica = Replica(setup, make_loss_fn(own, compile=False))
+    setup = make_setup(own, own_optimizer, ranks, CPU)
+    accumulator, fsdp = setup.loss_accumulator, Fsdp(setup, ignore)
     half = len(BOXES) // 2
     mine = Batch(*(tensor[ranks.rank * half : (ranks.rank + 1) * half] for tensor in batch))
-    replica.warm_up(mine, autocast)
-    for step in range(STEPS):
-        own_optimizer.set_scalars(1e-3, step)
-        replica.train_step(mine, 1, autocast, stop=ranks.rank == 1, due=Due(checkpoint=ranks.rank == 0))
-    agreed = replica.agree(1.0)
+    fsdp.warm_up(lambda: mine)
+    for _ in range(STEPS):
+        step_of(fsdp, mine, 1e-3, Known(stop=ranks.rank == 1, save=ranks.rank == 0))
+    agreed = fsdp.agree(Known())
     assert (agreed.stop, agreed.evaluate, agreed.save, agreed.diverged_step) == (True, False, True, None), agreed
     means = accumulator.read(accumulator.take(), STEPS)
     found = {
@@ -151,8 +146,7 @@ def run_case(ranks: Ranks, case: str) -> dict[str, float]:
     with pytest.MonkeyPatch.context() as patch:
         if ranks.rank == 1:
             patch.setattr(own_optimizer, "backward", overflow)
-        own_optimizer.set_scalars(1e-3, STEPS)
-        replica.train_step(mine, 1, autocast, stop=False, due=Due())
+        step_of(fsdp, mine, 1e-3)
     skipped = accumulator.read(accumulator.take(), 1).skipped_steps
     after = sharding.gather(whole_state(own_optimizer)[0]["model"])
     counted = {name for name in before if "num_batches_tracked" not in name}

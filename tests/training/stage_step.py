@@ -16,12 +16,12 @@ from stoker.data.batch import Batch
 from stoker.models import build
 from stoker.models.detector import Detector
 from stoker.training.cluster import find_place
-from stoker.training.step import forward_backward, make_loss_fn
 from stoker.training.optim import LossAccumulator, OptimizerStep
 from stoker.training.pipeline import Pipeline
 from stoker.training.ranks import Ranks
 from stoker.training.stages import Stages
 from stoker.training.state import TrainState
+from stoker.training.step import forward_backward, make_loss_fn
 from stoker.training.triggers import Due
 from tests.models.samples import make_batch, settings_of
 from tests.training.shard_step import CPU, difference, whole_state

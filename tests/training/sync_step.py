@@ -7,7 +7,6 @@ import copy
 import json
 import os
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,14 +19,14 @@ from stoker.data.batch import Batch
 from stoker.hardware.device import Device
 from stoker.models import build
 from stoker.training.cluster import find_place
-from stoker.training.step import make_loss_fn
+from stoker.training.ddp import Ddp, Periodic
 from stoker.training.local_steps import flatten
-from stoker.training.optim import LossAccumulator, OptimizerStep
+from stoker.training.optim import OptimizerStep
 from stoker.training.ranks import Ranks
-from stoker.training.replica import Replica
-from stoker.training.state import TrainState
-from stoker.training.triggers import Due
+from stoker.training.resume import Resumed
+from stoker.training.state import Known
 from tests.models.samples import make_batch, settings_of
+from tests.training.parallels import ignore, make_setup, step_of
 
 CPU = Device(torch.device("cpu"))
 STEPS = 16
@@ -48,44 +47,35 @@ class Case:
             warmup_steps=0, clip_grad_norm=0.0, ema_decay=0.9, grad_accum_steps=1, max_skipped_steps=20,
         )  # fmt: skip
         self.optimizer = OptimizerStep(self.model, optim, CPU, precision="fp32")
-        self.accumulator = LossAccumulator(CPU, max_skipped_steps=20)
-        self.state, self.ranks = TrainState(), ranks
-        self.setup: Any = SimpleNamespace(
-            model=self.model, optimizer=self.optimizer, loss_accumulator=self.accumulator, ranks=ranks, device=CPU,
-            state=self.state,
-        )  # fmt: skip
-        self.replica = Replica(self.setup, make_loss_fn(self.model, compile=False), parse_sync(method))
-        self.warm_up()
-
-    def warm_up(self) -> None:
-        self.replica.warm_up(batch_of(self.ranks, 0), CPU.autocast("fp32"))
+        setup, sync = make_setup(self.model, self.optimizer, ranks, CPU), parse_sync(method)
+        self.accumulator, self.state, self.ranks = setup.loss_accumulator, setup.state, ranks
+        self.parallel = Periodic(setup, ignore, sync) if sync.is_local else Ddp(setup, ignore, sync)
+        self.parallel.warm_up(lambda: batch_of(ranks, 0))
 
     def steps(self, first: int, last: int, *, broken: int = -1) -> None:
         """broken: the step in which the images of rank 1 are not finite."""
         for number in range(first, last):
             self.state.step = number
-            self.optimizer.set_scalars(LR, number)
             batch = batch_of(self.ranks, number)
             if number == broken and self.ranks.rank == 1:
                 batch = batch._replace(images=batch.images * float("nan"))
-            self.replica.train_step(batch, 1, CPU.autocast("fp32"), stop=False, due=Due())
-            self.state.step = number + 1
-            self.replica.agree(1.0)
+            step_of(self.parallel, batch, LR)
+            self.parallel.agree(Known())
 
     def save(self) -> dict[str, Any]:
         """What a checkpoint has."""
-        self.replica.equalize()
+        self.parallel.equalize()
         own = {
             "optimizer": self.optimizer.state_dict(),
             "ema": self.optimizer.ema_model.state_dict(),
-            "sync": self.state.sync_state,
+            **self.parallel.state(),
         }
         return copy.deepcopy(own)
 
     def load(self, saved: dict[str, Any], step: int) -> None:
         self.optimizer.load_state_dict(saved["optimizer"], saved["ema"])
-        self.state.step, self.state.sync_state = step, saved["sync"]
-        self.replica.reset()
+        self.state.step = step
+        self.parallel.resume(Resumed({"sync": saved["sync"]}, 0))
 
     def weights(self) -> Tensor:
         return flatten([tensor for group in self.optimizer.replicated() for tensor in group])
@@ -112,7 +102,7 @@ def run(ranks: Ranks, method: str, start: Tensor, plain: Tensor) -> dict[str, fl
     whole = Case(ranks, method)
     whole.steps(0, STEPS)
     before = whole.spread()
-    whole.replica.equalize()
+    whole.parallel.equalize()
     found = {
         "spread": before,
         "equalized": whole.spread(),
@@ -122,19 +112,19 @@ def run(ranks: Ranks, method: str, start: Tensor, plain: Tensor) -> dict[str, fl
     continued.steps(0, 12)
     saved = continued.save()
     continued.steps(12, STEPS)
-    continued.replica.equalize()
+    continued.parallel.equalize()
     restored = Case(ranks, method)
     restored.steps(0, 3)  # leaves a state that must not count
     restored.load(saved, 12)
     restored.steps(12, STEPS)
-    restored.replica.equalize()
+    restored.parallel.equalize()
     found["resumed"] = float((restored.weights() - continued.weights()).abs().max())
     broken = Case(ranks, method)
     broken.steps(0, 12)
     broken.steps(12, 15, broken=12)
     stats = broken.accumulator.read(broken.accumulator.take(), 15)
     found["skipped"] = stats.skipped_steps
-    broken.replica.equalize()
+    broken.parallel.equalize()
     found["finite"] = float(torch.isfinite(broken.weights()).all())
     found["equalized_after_skip"] = broken.spread()
     return found

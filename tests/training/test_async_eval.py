@@ -15,6 +15,7 @@ import torch
 from stoker.config.settings import Config, from_fields
 from stoker.data.loading.loader import Loader
 from stoker.errors import Preempted
+from stoker.evaluation.metrics import Metrics
 from stoker.runs.records import (
     BEST,
     CHECKPOINTS,
@@ -24,7 +25,8 @@ from stoker.runs.records import (
     read_lines,
 )
 from stoker.runs.schemas import Event
-from stoker.training import async_eval, loop, start
+from stoker.training import async_eval, loop, recorder, start
+from stoker.training.evaluator import Evaluator
 from stoker.training.run import train
 from tests.drawn import draw
 from tests.training.test_run import patch_ap
@@ -84,10 +86,10 @@ def make_metrics_late(patch: pytest.MonkeyPatch) -> None:
         asked.clear()
         return score(*arguments)
 
-    def ask(self: async_eval.AsyncEvaluator, poll: Callable[[], None]) -> None:
+    def ask(self: async_eval.AsyncEvaluator, poll: Callable[[], None]) -> Metrics | None:
         if self._task is not None:
             asked.set()
-        collect(self, poll)
+        return collect(self, poll)
 
     patch.setattr(async_eval, "compute_coco_result", held)
     patch.setattr(async_eval.AsyncEvaluator, "collect", ask)
@@ -97,8 +99,8 @@ def make_metrics_early(patch: pytest.MonkeyPatch) -> None:
     """Metrics are complete before the training thread does anything else."""
     start = async_eval.AsyncEvaluator.start
 
-    def start_and_wait(self: async_eval.AsyncEvaluator, pending: async_eval.PendingEvaluation) -> None:
-        start(self, pending)
+    def start_and_wait(self: async_eval.AsyncEvaluator, *arguments: Any) -> None:
+        start(self, *arguments)
         assert self._task is not None
         self._task.done.wait()
 
@@ -191,14 +193,14 @@ def test_a_rollback_does_not_count_a_pending_evaluation_twice(data: Path, tmp_pa
     )
     with pytest.MonkeyPatch.context() as patch:
         Gate(patch)
-        patch.setattr(loop.Training, "collect_eval", lambda _: None)  # patience 1 waits for every score
+        patch.setattr(Evaluator, "collect", lambda _: None)  # patience 1 waits for every score
         after_step(patch, 7, lambda _: os.kill(os.getpid(), signal.SIGTERM))
         with pytest.raises(Preempted, match="at step 7"):
             train(config, run_dir=str(tmp_path / "run"))
     with pytest.MonkeyPatch.context() as patch:
         patch_ap(patch, 0.2)
         make_gradients_nan(patch, lambda step, rate: step >= 8 and rate > 0.8 * RATE)
-        patch.setattr(loop, "WINDOW_S", 0.0)
+        patch.setattr(recorder, "WINDOW_S", 0.0)
         run = train(config, run_dir=str(tmp_path / "run")).run
     events = [(e.kind, e.step) for e in read_lines(run, EVENTS, Event) if e.kind in ("evaluated", "rolled_back")]
     assert events[:2] == [("evaluated", 6), ("rolled_back", 11)]
@@ -247,10 +249,10 @@ def test_a_signal_while_the_final_metrics_are_awaited(undisturbed: Path, data: P
         Gate(patch)
         collect = async_eval.AsyncEvaluator.collect
 
-        def stopped(self: async_eval.AsyncEvaluator, poll: Callable[[], None]) -> None:
+        def stopped(self: async_eval.AsyncEvaluator, poll: Callable[[], None]) -> Metrics | None:
             if self._task is not None and self._task.pending.step == 16:
                 os.kill(os.getpid(), signal.SIGTERM)
-            collect(self, poll)
+            return collect(self, poll)
 
         patch.setattr(async_eval.AsyncEvaluator, "collect", stopped)
         with pytest.raises(Preempted, match="at step 16"):
@@ -275,7 +277,7 @@ def step_and_die(self):
         os.kill(os.getpid(), signal.SIGKILL)
 
 loop.Training.step = step_and_die
-loop.train(settings(Path(sys.argv[1])), run_dir=sys.argv[2])
+train(settings(Path(sys.argv[1])), run_dir=sys.argv[2])
 """
 
 
@@ -297,7 +299,7 @@ def test_with_little_memory_training_waits_for_metrics_and_logs_it(
 ):
     monkeypatch.setattr(async_eval, "host_memory", lambda: (2**30, 2**30 - 1))
     late: list[bool] = []
-    after_step(monkeypatch, 7, lambda training: late.append(training.evaluator._task is not None))
+    after_step(monkeypatch, 7, lambda training: late.append(training.evaluator.scorer._task is not None))
     run = train(settings(data), run_dir=str(tmp_path / "run")).run
     assert late == [False]
     said = [e.text for e in read_lines(run, EVENTS, Event) if "waits for the metrics" in e.text]

@@ -10,10 +10,10 @@ from stoker.hardware.device import select_device
 from stoker.models import build
 from stoker.runs.records import FINAL, STEPS, read_lines
 from stoker.runs.schemas import StepWindow
-from stoker.training import forward, loop
-from stoker.training.step import compile_forward_backward, forward_backward, make_loss_fn
-from stoker.training.run import train
+from stoker.training import forward, recorder
 from stoker.training.optim import OptimizerStep
+from stoker.training.run import train
+from stoker.training.step import compile_forward_backward, forward_backward, make_loss_fn
 from tests.drawn import draw
 from tests.models.samples import make_batch, settings_of
 from tests.models.test_no_waits import make_stepper
@@ -70,7 +70,7 @@ def test_a_compiled_training_with_a_rollback_equals_the_eager_one(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint_every: str
 ):
     """To a checkpoint, and to the first step: the program that is there steps with the weights that are loaded."""
-    monkeypatch.setattr(loop, "WINDOW_S", 0.0)
+    monkeypatch.setattr(recorder, "WINDOW_S", 0.0)
     monkeypatch.setattr(forward, "COMPILE_BACKEND", "eager")
     make_gradients_nan(monkeypatch, lambda step, rate: step >= 8 and rate > 0.8 * RATE)
     ends = []

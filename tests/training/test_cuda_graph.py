@@ -28,11 +28,11 @@ from stoker.hardware.device import Device
 from stoker.models import Detector, build
 from stoker.runs.records import EVENTS, FINAL, STEPS, read_lines
 from stoker.runs.schemas import Event, StepWindow
-from stoker.training import loop, start
+from stoker.training import loop, parallel, recorder, start
 from stoker.training.cuda_graph import CudaGraphStep
-from stoker.training.step import LossFn, make_loss_fn, train_step
-from stoker.training.run import train
 from stoker.training.optim import LossAccumulator, OptimizerStep
+from stoker.training.run import train
+from stoker.training.step import Alone, LossFn, make_loss_fn, train_step
 from tests import fakes
 from tests.drawn import draw, run_stoker
 from tests.host_sync import ForbidHostSync, RecordOperators
@@ -96,7 +96,7 @@ class Work:
     def step(self, batch: Batch) -> None:
         no_autocast: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         batch = augment_batch(batch, AUGMENTATIONS, self.progress)
-        train_step(self.loss_fn, self.optimizer, self.accumulator, batch, self.micro_batches, no_autocast)
+        train_step(Alone(self.loss_fn, self.optimizer, self.accumulator, no_autocast, self.micro_batches), batch)
 
     def persistent(self) -> dict[str, Tensor]:
         """Everything that a later step reads."""
@@ -294,7 +294,7 @@ def test_a_replay_leaves_the_host_one_operator_besides_it() -> None:
 FAILING_CAPTURE = """
 import contextlib, sys
 from stoker.cli import app
-from stoker.training import cuda_graph, loop, start
+from stoker.training import cuda_graph, make_step, start
 
 class FailingCapture:
     warm_up = staticmethod(contextlib.nullcontext)
@@ -310,7 +310,7 @@ def derive_with_graph(*args):
     return config.replace(cuda_graph=True), reasons
 
 start.derive = derive_with_graph
-loop.CudaCapture = FailingCapture
+make_step.CudaCapture = FailingCapture
 app.main()
 """
 FLAGS = [
@@ -375,14 +375,14 @@ def test_a_run_with_a_graph_and_a_rollback_equals_one_without(tmp_path: Path, mo
         return OptimizerStep(model, chosen, Accelerator(device.torch_device), **named)
 
     monkeypatch.setattr(start, "OptimizerStep", make_step)
-    monkeypatch.setattr(loop, "WINDOW_S", 0.0)
-    monkeypatch.setattr(loop, "make_loss_fn", lambda *args, **named: poisonable(make_loss_fn(*args, **named)))
+    monkeypatch.setattr(recorder, "WINDOW_S", 0.0)
+    monkeypatch.setattr(parallel, "make_loss_fn", lambda *args, **named: poisonable(make_loss_fn(*args, **named)))
     poison_batches(monkeypatch, lambda step, rollbacks: 8 <= step < 16 and rollbacks == 0)
     capture, ends, without_graph = EmulatedCapture(), [], loop.Training.__init__
 
     def with_graph(self: loop.Training, *args: Any, **named: Any) -> None:
         without_graph(self, *args, **named)
-        self.train_batch = CudaGraphStep(self.train_eagerly, capture)
+        self.train._train = CudaGraphStep(self.train._train, capture)
 
     for has_graph in (False, True):
         monkeypatch.setattr(loop.Training, "__init__", with_graph if has_graph else without_graph)
@@ -398,12 +398,16 @@ def test_a_run_with_a_graph_and_a_rollback_equals_one_without(tmp_path: Path, mo
 
 def poison_batches(patch: pytest.MonkeyPatch, poisoned: Callable[[int, int], bool]) -> None:
     """The losses are infinite at the steps, counted from 0, and rollbacks for which `poisoned` says so."""
-    train_on = loop.Training.train_on
+    step = loop.Training.step
 
-    def train_on_poisoned(self: loop.Training, batch: Batch) -> None:
-        train_on(self, make_bad(batch) if poisoned(self.state.step, self.state.rollback_count) else batch)
+    def poisoned_step(self: loop.Training) -> None:
+        next_batch = self.parallel.next_batch
+        if poisoned(self.state.step, self.recovery.rollback_count):
+            self.parallel.next_batch = lambda loader: make_bad(next_batch(loader))  # type: ignore[method-assign]
+        step(self)
+        self.parallel.next_batch = next_batch  # type: ignore[method-assign]
 
-    patch.setattr(loop.Training, "train_on", train_on_poisoned)
+    patch.setattr(loop.Training, "step", poisoned_step)
 
 
 def check_on_fake_accelerator(name: str) -> None:
@@ -418,7 +422,8 @@ def check_on_fake_accelerator(name: str) -> None:
         for step in range(3):
             optimizer.set_scalars(0.1 / (step + 1), 2 * step)
             with RecordOperators() as record, ForbidHostSync():
-                train_step(make_loss_fn(model, compile=False), optimizer, accumulator, batch, 1, fakes.Autocast("bf16"))
+                loss_fn, autocast = make_loss_fn(model, compile=False), fakes.Autocast("bf16")
+                train_step(Alone(loss_fn, optimizer, accumulator, autocast), batch)
             records.append(record.operators)
     assert records[1] == records[2]
     assert any("fused_adamw" in operator and ".tensor_lr" in operator for operator, _ in records[2])

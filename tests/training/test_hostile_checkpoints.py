@@ -18,8 +18,8 @@ from stoker.errors import CheckpointError, StokerError
 from stoker.runs.records import CONFIG, EVENTS, read_lines
 from stoker.runs.schemas import Event
 from stoker.training.checkpoint import list_checkpoints
-from stoker.training.run import train
 from stoker.training.optim import OptimizerStep
+from stoker.training.run import train
 from tests.bounded import bounded
 from tests.drawn import draw
 from tests.training.test_checkpoint import newest, save

@@ -11,7 +11,7 @@ from stoker.report.explain import explain_run
 from stoker.runs.records import STEPS, read_lines
 from stoker.runs.schemas import StepWindow
 from stoker.runs.totals import compute_totals
-from stoker.training import loop
+from stoker.training.run import train
 from tests.drawn import draw
 from tests.training.test_ledger_of_a_run import settings
 
@@ -30,9 +30,7 @@ def test_slow_reads_are_attributed_to_fetch(tmp_path: Path, monkeypatch: pytest.
         return read(self, row)
 
     monkeypatch.setattr(Index, "read", slowly)
-    result = loop.train(
-        settings(data).replace(max_duration="3", eval_every="0", workers=1), run_dir=str(tmp_path / "run")
-    )
+    result = train(settings(data).replace(max_duration="3", eval_every="0", workers=1), run_dir=str(tmp_path / "run"))
     for window in read_lines(result.run, STEPS, StepWindow):
         assert sum(window.input_wait_stages.values()) == window.phases.get("input_wait", 0)
     summed = compute_totals(result.run)

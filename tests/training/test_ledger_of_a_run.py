@@ -22,7 +22,8 @@ from stoker.profiling import trace
 from stoker.runs.records import EVENTS, STEPS, TRACE_FILES, TRACES, read_lines
 from stoker.runs.schemas import Event, StepWindow
 from stoker.runs.totals import compute_totals
-from stoker.training import async_eval, checkpoint, loop, start
+from stoker.training import async_eval, checkpoint, loop, parallel, recorder, start
+from stoker.training.run import train
 from tests.drawn import draw
 from tests.timing import undisturbed_once
 
@@ -86,7 +87,7 @@ def test_known_delays_are_attributed_to_their_phase(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(
         checkpoint.CheckpointWriter, "wait", delayed(spent, "checkpoint", checkpoint.CheckpointWriter.wait, by=0.0)
     )
-    result = loop.train(settings(data), run_dir=str(tmp_path / "run"))
+    result = train(settings(data), run_dir=str(tmp_path / "run"))
     summed = compute_totals(result.run)
     for phase, seconds in spent.items():
         assert seconds >= {"input_wait": 60, "eval": 3, "checkpoint": 3}[phase] * DELAYS[phase]
@@ -111,7 +112,7 @@ def test_a_slow_disk_does_not_delay_training(tmp_path: Path, monkeypatch: pytest
     spent: dict[str, float] = {}
     monkeypatch.setattr(checkpoint, "write_atomic", delayed(spent, "checkpoint", checkpoint.write_atomic))
     config = settings(data).replace(checkpoint_every="10", eval_every="0", max_duration="15")
-    result = loop.train(config, run_dir=str(tmp_path / "run"))
+    result = train(config, run_dir=str(tmp_path / "run"))
     middle = [w for w in read_lines(result.run, STEPS, StepWindow) if 10 <= w.step < 15]
     charged = sum(window.phases.get("checkpoint", 0.0) for window in middle)
     assert spent["checkpoint"] > 3 * DELAYS["checkpoint"]
@@ -136,9 +137,9 @@ def test_slow_metrics_do_not_delay_training(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(async_eval, "compute_coco_result", after_five_steps)
     monkeypatch.setattr(loop.Training, "step", step_and_open)
-    monkeypatch.setattr(loop, "WINDOW_S", 0.0)
+    monkeypatch.setattr(recorder, "WINDOW_S", 0.0)
     config = settings(data).replace(checkpoint_every="0", eval_every="10", max_duration="18")
-    result = loop.train(config, run_dir=str(tmp_path / "run"))
+    result = train(config, run_dir=str(tmp_path / "run"))
     (line,) = [
         event for event in read_lines(result.run, EVENTS, Event) if event.kind == "evaluated" and event.step == 10
     ]
@@ -154,7 +155,7 @@ def test_known_delays_of_startup_compile_profiler_and_redone_steps(tmp_path: Pat
     """Also those of a profiler, and of steps that a crash lost and that are done again."""
     data = draw(tmp_path / "data")
     spent: dict[str, float] = {}
-    step, augment = loop.Training.step, loop.augment_batch
+    step, augment = loop.Training.step, parallel.augment_batch
 
     def dying(self: loop.Training) -> None:
         if self.state.step == 17:
@@ -172,13 +173,13 @@ def test_known_delays_of_startup_compile_profiler_and_redone_steps(tmp_path: Pat
 
     monkeypatch.setattr(trace, "profile", SlowProfile)
     monkeypatch.setattr(start, "build", delayed(spent, "startup", start.build))
-    monkeypatch.setattr(loop, "compile_forward_backward", delayed(spent, "compile", lambda *_: None))
-    make_loss_fn = loop.make_loss_fn
-    monkeypatch.setattr(loop, "make_loss_fn", lambda model, **_: make_loss_fn(model, compile=False))
+    monkeypatch.setattr(parallel, "compile_forward_backward", delayed(spent, "compile", lambda *_: None))
+    make_loss_fn = parallel.make_loss_fn
+    monkeypatch.setattr(parallel, "make_loss_fn", lambda model, **_: make_loss_fn(model, compile=False))
     monkeypatch.setattr(loop.Training, "step", dying)
     config = settings(data).replace(checkpoint_every="10", eval_every="0", max_duration="24", compile=True)
     with pytest.raises(RuntimeError, match="dies here"):
-        loop.train(config, run_dir=str(tmp_path / "run"))
+        train(config, run_dir=str(tmp_path / "run"))
     next_batch, slow_augment = Loader.__next__, delayed(spent, "recovery", augment)
     redone: dict[str, float] = {"step": 0.0, "input_wait": 0.0}
 
@@ -196,14 +197,14 @@ def test_known_delays_of_startup_compile_profiler_and_redone_steps(tmp_path: Pat
         """Measures the seven steps that the crash lost, and what they waited for images."""
         with pytest.MonkeyPatch.context() as patch:
             if self.state.step < 17:
-                patch.setattr(loop, "augment_batch", slow_augment)
+                patch.setattr(parallel, "augment_batch", slow_augment)
                 patch.setattr(Loader, "__next__", timed("input_wait", next_batch))
                 timed("step", step)(self)
             else:
                 step(self)
 
     monkeypatch.setattr(loop.Training, "step", step_again)
-    result = loop.train(config, run_dir=str(tmp_path / "run"))
+    result = train(config, run_dir=str(tmp_path / "run"))
     summed = compute_totals(result.run)
     assert summed.attempts == 2
     assert summed.phases["startup"] >= spent["startup"] >= 2 * DELAYS["startup"]
@@ -228,7 +229,7 @@ def test_sigusr2_traces_the_next_steps(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(loop.Training, "step", signalled)
     config = settings(data).replace(eval_every="0", checkpoint_every="0", max_duration="20")
-    result = loop.train(config, run_dir=str(tmp_path / "run"))
+    result = train(config, run_dir=str(tmp_path / "run"))
     assert result.steps == 20, "it goes on"
     (path,) = (result.run / TRACE_FILES).iterdir()
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]

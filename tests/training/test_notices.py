@@ -9,9 +9,9 @@ import pytest
 from stoker.errors import Preempted
 from stoker.runs.records import EVENTS, read_lines
 from stoker.runs.schemas import Event
-from stoker.training import loop, notices
-from stoker.training.run import train
+from stoker.training import loop, notices, stopper
 from stoker.training.notices import Notice, NoticeWatcher, time_limit_s
+from stoker.training.run import train
 from tests.drawn import draw
 from tests.training.metadata_server import MetadataServer, metadata_server
 from tests.training.test_out_of_memory import settings
@@ -133,7 +133,7 @@ def test_a_notice_saves_and_the_same_command_continues(
         step(self)
         if self.state.step == 4:
             server.set("preempted", "TRUE")
-            while self.stop_request.requested_by is None:
+            while self.stopper.request.requested_by is None:
                 pass
 
     with pytest.MonkeyPatch.context() as patch:
@@ -149,6 +149,6 @@ def test_a_notice_saves_and_the_same_command_continues(
 
 
 def test_a_time_limit_that_is_near_saves(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "time_limit_s", lambda: 30.0)
+    monkeypatch.setattr(stopper, "time_limit_s", lambda: 30.0)
     with pytest.raises(Preempted, match="the time limit of the Slurm job at step 1"):
         train(settings(data), run_dir=str(tmp_path / "run"))

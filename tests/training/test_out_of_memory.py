@@ -15,14 +15,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from stoker.config.settings import Config, from_fields
+from stoker.data.batch import Batch
 from stoker.errors import OutOfMemoryError, Preempted
 from stoker.hardware.device import is_out_of_memory
 from stoker.runs.records import EVENTS, STEPS, read_lines
 from stoker.runs.schemas import Event, StepWindow
-from stoker.training import async_eval, loop, out_of_memory
-from stoker.training.run import train
+from stoker.training import async_eval, loop, make_step, out_of_memory, parallel
 from stoker.training.optim import OptimizerStep
 from stoker.training.out_of_memory import halve
+from stoker.training.parallel import One
+from stoker.training.run import train
 from stoker.training.state import BatchSizes, count_micro_batches
 from tests.drawn import draw
 from tests.nvml import Scene, driver_library
@@ -68,7 +70,7 @@ def memory_events(run: Path) -> list[Event]:
 
 
 POINTS = {
-    "augmentation": (loop, "augment_batch", False),
+    "augmentation": (parallel, "augment_batch", False),
     "backward": (OptimizerStep, "backward", True),
     "norm of the gradient": (torch.nn.utils, "get_total_norm", False),
 }
@@ -108,16 +110,16 @@ def test_a_resumed_run_keeps_the_smaller_micro_batch(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: list[int] = []
-    train_step = loop.train_step
+    train_step = make_step.train_step
 
-    def counting(*arguments: Any) -> None:
-        counts.append(arguments[4])
-        train_step(*arguments)
+    def counting(parallel: One, batch: Batch) -> None:
+        counts.append(parallel.micro_batches)
+        train_step(parallel, batch)
 
-    monkeypatch.setattr(loop, "train_step", counting)
+    monkeypatch.setattr(make_step, "train_step", counting)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OptimizerStep, "backward", fail(OptimizerStep.backward, 1))
-        patch.setattr(loop.Training, "read_stats", stop_at(3))
+        patch.setattr(loop.Training, "step", stop_at(3))
         with pytest.raises(Preempted):
             train(settings(data), run_dir=str(tmp_path / "run"))
     train(settings(data), run_dir=str(tmp_path / "run"))
@@ -125,12 +127,12 @@ def test_a_resumed_run_keeps_the_smaller_micro_batch(
 
 
 def stop_at(step: int) -> Callable[..., None]:
-    read_stats = loop.Training.read_stats
+    train_one = loop.Training.step
 
-    def wrapper(self: loop.Training, *, wait: bool = False) -> None:
+    def wrapper(self: loop.Training) -> None:
+        train_one(self)
         if self.state.step == step:
-            self.stop_request.request("SIGTERM")
-        read_stats(self, wait=wait)
+            self.stopper.request.request("SIGTERM")
 
     return wrapper
 

@@ -39,7 +39,8 @@ from stoker.runs.records import (
     read_lines,
 )
 from stoker.runs.schemas import Event, Quarantined, StepWindow
-from stoker.training import async_eval, checkpoint, loop, start
+from stoker.training import async_eval, checkpoint, loop, make_step, recorder, start
+from stoker.training.evaluator import Evaluator
 from stoker.training.run import train
 from stoker.training.run_selection import with_absolute_paths
 from tests.drawn import CLASSES, draw
@@ -123,7 +124,7 @@ def test_accumulation_equals_one_big_batch(data: Path, tmp_path: Path):
 @pytest.mark.slow
 def test_a_learning_rate_that_diverges_ends_with_the_names_of_images(data: Path, tmp_path: Path, monkeypatch):
     """The decay multiplies the weights by -899 a step, at a third of the rate by -299, at a ninth by -99."""
-    monkeypatch.setattr(loop, "WINDOW_S", 0.0)
+    monkeypatch.setattr(recorder, "WINDOW_S", 0.0)
     changes = {
         "optimizer": "sgd",
         "lr": 90.0,
@@ -171,7 +172,7 @@ def test_data_that_changed_since_the_start_is_refused(tmp_path: Path, monkeypatc
     def stop(*_: object, **__: object) -> None:
         raise RuntimeError("killed here")
 
-    monkeypatch.setattr(loop.Training, "evaluate", stop)
+    monkeypatch.setattr(Evaluator, "evaluate", stop)
     config = settings(data)
     with pytest.raises(RuntimeError, match="killed here"):
         train(config, run_dir=str(tmp_path / "run"))
@@ -245,7 +246,7 @@ def test_no_step_is_lost_while_copies_are_late(data: Path, tmp_path: Path, monke
 
     monkeypatch.setattr(SideStream, "to_host", late(SideStream.to_host))
     monkeypatch.setattr(SideStream, "to_device", late(SideStream.to_device))
-    monkeypatch.setattr(loop, "WINDOW_S", 0.0)
+    monkeypatch.setattr(recorder, "WINDOW_S", 0.0)
     result = train(settings(data, max_duration="23", eval_every="10"), run_dir=str(tmp_path / "run"))
     windows = list(read_lines(result.run, STEPS, StepWindow))
     assert sum(window.window_steps for window in windows) == 23
@@ -292,7 +293,7 @@ def stopping(call: Callable[..., Any], at: int) -> Callable[..., Any]:
 def test_a_signal_whose_save_fails_raises_a_storage_error(data: Path, tmp_path: Path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "write_atomic", full_disk("state.pt", checkpoint.write_atomic))
-        patch.setattr(loop, "train_step", stopping(loop.train_step, 5))
+        patch.setattr(make_step, "train_step", stopping(make_step.train_step, 5))
         with pytest.raises(StorageError, match="could not be saved"):
             train(settings(data), run_dir=str(tmp_path / "run"))
 

@@ -22,9 +22,9 @@ from stoker.diagnosis.engine import diagnose
 from stoker.errors import DivergedError
 from stoker.runs.records import EVENTS, STEPS, read_lines
 from stoker.runs.schemas import Event, StepWindow
-from stoker.training import async_eval, checkpoint, loop
-from stoker.training.run import train
+from stoker.training import async_eval, checkpoint, recorder
 from stoker.training.optim import OptimizerStep
+from stoker.training.run import train
 from stoker.training.stability import (
     MEDIAN_WINDOWS,
     MIN_SPIKE_WINDOWS,
@@ -102,7 +102,7 @@ def assert_same_end(one: Path, two: Path) -> None:
 @pytest.fixture(scope="module")
 def rolled_back_run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "WINDOW_S", 0.0)
+        patch.setattr(recorder, "WINDOW_S", 0.0)
         make_gradients_nan(patch, diverges_at_the_full_lr)
         return train(settings(data), run_dir=str(tmp_path_factory.mktemp("runs") / "one")).run
 
@@ -128,22 +128,22 @@ def test_a_run_that_diverges_once_continues_at_a_third_of_the_learning_rate(roll
 def test_detecting_divergence_late_changes_no_weight(rolled_back_run: Path, data: Path, tmp_path: Path):
     """A second behind: more steps, checkpoints of skipped steps and of steps after them are undone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "WINDOW_S", 0.0)
+        patch.setattr(recorder, "WINDOW_S", 0.0)
         make_gradients_nan(patch, diverges_at_the_full_lr)
-        read = loop.Training.read_stats
+        read = recorder.Recorder.read_stats
 
-        def read_seldom(self: loop.Training, *, wait: bool = False) -> None:
-            if wait or self.state.step % 35 == 0:
+        def read_seldom(self: recorder.Recorder, *, wait: bool = False) -> None:
+            if wait or self._setup.state.step % 35 == 0:
                 read(self, wait=wait)
 
-        patch.setattr(loop.Training, "read_stats", read_seldom)
+        patch.setattr(recorder.Recorder, "read_stats", read_seldom)
         late = train(settings(data), run_dir=str(tmp_path / "late")).run
     assert_same_end(rolled_back_run, late)
 
 
 @pytest.mark.slow
 def test_a_second_divergence_from_a_checkpoint_rolls_back_to_the_one_before(data: Path, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(loop, "WINDOW_S", 0.0)
+    monkeypatch.setattr(recorder, "WINDOW_S", 0.0)
     make_gradients_nan(monkeypatch, diverges_above_a_ninth_of_the_lr)
     run = train(settings(data), run_dir=str(tmp_path / "run")).run
     assert [event.data["rollback_step"] for event in events_of(run, "rolled_back")] == [18, 12]
@@ -153,7 +153,7 @@ def test_a_second_divergence_from_a_checkpoint_rolls_back_to_the_one_before(data
 
 @pytest.mark.slow
 def test_images_without_finite_gradients_end_the_run_and_are_named(data: Path, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(loop, "WINDOW_S", 0.0)
+    monkeypatch.setattr(recorder, "WINDOW_S", 0.0)
     make_gradients_nan(monkeypatch, lambda step, _: step >= 20)
     with pytest.raises(DivergedError) as caught:
         train(settings(data), run_dir=str(tmp_path / "run"))
@@ -171,7 +171,7 @@ def test_images_without_finite_gradients_end_the_run_and_are_named(data: Path, t
 @pytest.mark.slow
 def test_divergence_before_the_first_checkpoint_restarts_from_step_0(data: Path, tmp_path: Path, monkeypatch):
     """As a run that had a third of the rate from the beginning."""
-    monkeypatch.setattr(loop, "WINDOW_S", 0.0)
+    monkeypatch.setattr(recorder, "WINDOW_S", 0.0)
     changes: dict[str, Any] = {"checkpoint_every": "0", "eval_every": "0", "max_duration": "30"}
     third = train(settings(data, **changes, lr=RATE / 3), run_dir=str(tmp_path / "third")).run
     with monkeypatch.context() as patch:
@@ -185,7 +185,7 @@ def test_divergence_before_the_first_checkpoint_restarts_from_step_0(data: Path,
 def test_a_rollback_keeps_the_best_weights_and_resets_patience(data: Path, tmp_path: Path, monkeypatch):
     """The evaluation of step 21 is undone with its steps; its weights are in best.safetensors. Of the three before it,
     the checkpoint that training goes back to counts two against patience."""
-    monkeypatch.setattr(loop, "WINDOW_S", 0.0)
+    monkeypatch.setattr(recorder, "WINDOW_S", 0.0)
     scored, aps = async_eval.compute_coco_result, iter([0.3, 0.1, 0.1, 0.5, *[0.2] * 20])
 
     def score(*args: Any) -> Any:
@@ -229,7 +229,7 @@ def test_a_rollback_that_is_killed_and_resumed_ends_with_the_same_weights(
     rolled_back_run: Path, data: Path, tmp_path: Path, moment: str
 ):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "WINDOW_S", 0.0)
+        patch.setattr(recorder, "WINDOW_S", 0.0)
         make_gradients_nan(patch, diverges_at_the_full_lr)
         with patch.context() as kill:
             if moment == "in the streak":
@@ -442,7 +442,7 @@ def test_a_metric_history_is_within_its_values(values: list[float]):
 
 def trained(data: Path, run: Path, patch: pytest.MonkeyPatch, **changes: object) -> Path:
     """A run of 90 steps that has a window for each."""
-    patch.setattr(loop, "WINDOW_S", 0.0)
+    patch.setattr(recorder, "WINDOW_S", 0.0)
     usual: dict[str, object] = {
         "max_duration": "90",
         "eval_every": "0",

@@ -16,7 +16,8 @@ from stoker.hardware.device import select_device
 from stoker.models import MODELS
 from stoker.runs.records import EVENTS, read_lines
 from stoker.runs.schemas import Event
-from stoker.training import loop
+from stoker.training import recorder
+from stoker.training.run import train
 from tests.drawn import draw
 
 DEVICE = select_device("cpu").name
@@ -39,9 +40,9 @@ def predicted() -> PredictedStep:
 def test_a_run_is_compared_with_its_prediction_and_adds_its_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "WINDOW_S", 0.0)  # a window for each step
+    monkeypatch.setattr(recorder, "WINDOW_S", 0.0)  # a window for each step
     calibration.append(predicted())
-    run = loop.train(settings(draw(tmp_path / "data")), run_dir=str(tmp_path / "run")).run
+    run = train(settings(draw(tmp_path / "data")), run_dir=str(tmp_path / "run")).run
     texts = [event.text for event in read_lines(run, EVENTS, Event)]
     assert "`stoker plan` predicted 123 s a step ± 25 %" in texts
     (note,) = [note for note in collect_notes(read_run(run), []) if note.id == "predicted_step"]
@@ -59,9 +60,9 @@ def test_a_run_is_compared_with_its_prediction_and_adds_its_measurement(
 
 
 def test_a_cache_folder_that_cannot_be_written_stops_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "WINDOW_S", 0.0)
+    monkeypatch.setattr(recorder, "WINDOW_S", 0.0)
     calibration.path().mkdir(parents=True)  # a folder where the file should be
-    run = loop.train(settings(draw(tmp_path / "data")), run_dir=str(tmp_path / "run")).run
+    run = train(settings(draw(tmp_path / "data")), run_dir=str(tmp_path / "run")).run
     events = list(read_lines(run, EVENTS, Event))
     assert events[-1].kind == "finished"
     assert any("was not added to" in event.text for event in events)

@@ -1,7 +1,7 @@
 """Injects one fault into a `stoker train` and the processes that it starts: with this folder on PYTHONPATH, Python runs
 this file first. The variable STOKER_CHAOS is JSON:
 
-    {"target": "stoker.training.loop:train_step", "call": 5, "fault": "out_of_memory", "attempt": 1}
+    {"target": "stoker.training.make_step:train_step", "call": 5, "fault": "out_of_memory", "attempt": 1}
 
 STOKER_CHAOS_CLOCK=1 makes time.time() jump by a day forth and back every 50 calls.
 

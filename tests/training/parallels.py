@@ -1,0 +1,52 @@
+"""Steps of `training.parallel` without a run: the setup of a model, its optimizer and these ranks."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from stoker.data.batch import Batch
+from stoker.hardware.device import Device
+from stoker.models import Detector
+from stoker.training.optim import LossAccumulator, OptimizerStep
+from stoker.training.parallel import One
+from stoker.training.ranks import Ranks
+from stoker.training.state import Known, TrainState
+from stoker.training.step import train_step
+
+
+def make_setup(
+    model: Detector,
+    optimizer: OptimizerStep[Detector],
+    ranks: Ranks,
+    device: Device,
+    *,
+    micro_batches: int = 1,
+    image_size: tuple[int, int] = (64, 64),
+) -> Any:
+    """What a `Parallel` takes from a `TrainSetup`."""
+    return SimpleNamespace(
+        model=model,
+        optimizer=optimizer,
+        loss_accumulator=LossAccumulator(device, max_skipped_steps=20),
+        ranks=ranks,
+        device=device,
+        state=TrainState(),
+        micro_batches=micro_batches,
+        config=SimpleNamespace(
+            run=SimpleNamespace(precision="fp32", compile=False), data=SimpleNamespace(image_size=image_size)
+        ),
+    )
+
+
+def ignore(_kind: str, _text: str, /, **_: Any) -> None:
+    """An event of a test that looks at none."""
+
+
+def step_of(parallel: One, batch: Batch, lr: float, known: Known = Known()) -> None:  # noqa: B008
+    """A step on an augmented batch, as the loop does it; the steps of the state are counted."""
+    state = parallel.setup.state
+    parallel.micro_batches = parallel.setup.micro_batches
+    parallel.augment = lambda batch: batch  # type: ignore[method-assign]
+    parallel.tell(known)
+    parallel.optimizer.set_scalars(lr, state.step)
+    train_step(parallel, batch)
+    state.step += 1
