@@ -400,7 +400,7 @@ def test_patience_is_restored_from_a_checkpoint(data: Path, tmp_path: Path, monk
     def step_and_stop(self: loop.Training) -> None:
         taken(self)
         if self.state.step == 5:
-            self.stop_request.requested_by = "SIGTERM"
+            self.stopper.request.requested_by = "SIGTERM"
 
     with monkeypatch.context() as patch:
         patch.setattr(loop.Training, "step", step_and_stop)
@@ -411,7 +411,7 @@ def test_patience_is_restored_from_a_checkpoint(data: Path, tmp_path: Path, monk
 
 def test_a_run_without_a_value_for_a_setting_is_not_continued(data: Path, tmp_path: Path, monkeypatch):
     def stop_at_once(self: loop.Training) -> None:
-        self.stop_request.requested_by = "SIGTERM"
+        self.stopper.request.requested_by = "SIGTERM"
 
     with monkeypatch.context() as patch:
         patch.setattr(loop.Training, "step", stop_at_once)
