@@ -1,8 +1,11 @@
 """The model of this rank among those of all ranks: a step whose gradients are averaged, and what the ranks agree on.
 
 torch's DistributedDataParallel exchanges the gradients in buckets while the backward pass still runs, once per step,
-also with accumulation. A `signals` vector rides on the same exchange: it is the gradient of a parameter that belongs to
-no model, so its mean over the ranks comes with the gradients, and no further exchange is sent. It has
+also with accumulation. A compiled step does so too: compiled at its first call inside of DistributedDataParallel, it is
+cut at the borders of the buckets (torch's DDPOptimizer).
+
+A `signals` vector rides on the same exchange: it is the gradient of a parameter that belongs to no model, so its mean
+over the ranks comes with the gradients, and no further exchange is sent. It has
 
 - the losses, so that every rank sees those of the whole batch;
 - what only some ranks know: a stop signal, and of rank 0 the time trained and whether an evaluation or a checkpoint is

@@ -8,7 +8,6 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
