@@ -206,7 +206,10 @@ _TRAIN: dict[str, _Value | _Switch | _Answer] = {
     ),
     "overwrite-output-dir": _Answer("a finished run is never overwritten: the next one gets a new folder"),
     "aspect-ratio-group-factor": _Answer("batches have a fixed size; images are not grouped by aspect"),
-    "deterministic": _Answer("a resumed run is bit-identical on the same device; `--seed N` decides the rest"),
+    "deterministic": _Answer(
+        "a resumed run has the same images in the same order and the same state; on a CPU it is bit-identical, on a "
+        "GPU kernels may round differently; `--seed N` decides the rest"
+    ),
 }
 _NO_RUN = _Answer("a plan trains nothing; `stoker train` has this flag")
 _PLAN: dict[str, _Value | _Switch | _Answer] = {

@@ -1,9 +1,10 @@
 """Each rank has the whole model and a part of the batch.
 
 `Ddp` averages the gradients of each step: torch's DistributedDataParallel exchanges them in buckets while the backward
-pass still runs, once per step, also with accumulation, and the signals of the step (`several.py`) in one of them. With
-`--sync bf16` and `powersgd`, the buckets are compressed (`gradient_hooks.py`), and the signals have an exchange of
-their own, in full precision.
+pass still runs, once per step, also with accumulation, and the signals of the step (`several.py`) in one of them. A
+compiled step does so too: compiled at its first call inside of DistributedDataParallel, it is cut at the borders of the
+buckets (torch's DDPOptimizer). With `--sync bf16` and `powersgd`, the buckets are compressed (`gradient_hooks.py`), and
+the signals have an exchange of their own, in full precision.
 
 `Periodic` averages weights instead, after every N steps (`--sync every:N`, `local_steps.py`). If the gradient is not
 finite in one rank, all skip the step; each clips its gradient by its own norm, and reports that.

@@ -216,11 +216,11 @@ class Training:
         to stop."""
         setup, loader_state = self.setup, self.setup.loader.state_dict()
         self.log_event("cuda_graph_failed", f"{error.what} {error.cause}; training restarts without a graph")
-        # The step that failed has not run, so its batch comes again.
         batch_start = loader_state["position"] - setup.config.run.batch_size
-        setup.loader.load_state_dict(loader_state | {"position": batch_start})
         self.evaluator.cancel()
         try:
+            # The step that failed has not run, so its batch comes again.
+            setup.loader.load_state_dict(loader_state | {"position": batch_start})
             self.saver.save()
         except RuntimeError as save_error:  # of the device; the next attempt continues from the checkpoint before
             self.log_event("checkpoint_failed", f"the state could not be saved: {describe_error(save_error)}")

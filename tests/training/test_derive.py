@@ -97,10 +97,10 @@ def test_unknown_model_names_the_nearest(index: Index):
             False,
             "too short for minutes of compiling to pay (2 minutes by a trial of 0.1 s a",
         ),
-        ("cuda", "18001", 0.1, None, True, "long enough for minutes of compiling to pay (30 minutes by a trial of 0.1"),
+        ("cuda", "3001", 0.1, None, True, "long enough for minutes of compiling to pay (5 minutes by a trial of 0.1"),
         ("cuda", "10ep", 40.0, None, True, "(50 minutes by a trial of 40 s a step)"),  # 60 images, 8 a step
-        ("cuda", "29min", 1.0, None, False, "(29 minutes)"),
-        ("cuda", "31min", 1.0, None, True, "not confirmed on a GPU yet"),
+        ("cuda", "4min", 1.0, None, False, "(4 minutes)"),
+        ("cuda", "6min", 1.0, None, True, "not confirmed on a GPU yet"),
     ],
 )
 def test_a_long_run_on_cuda_is_compiled(

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -152,13 +153,12 @@ def test_two_ranks_write_one_run(data: Path, tmp_path: Path):
     assert len(list(run.glob("checkpoints/step-*"))) == 2
 
 
-@pytest.mark.slow
-def test_losses_and_gradients_are_those_of_the_whole_batch():
-    """Every family, in float64; with an empty image, very different halves, synchronized norms, accumulation."""
+def run_two(module: str) -> Any:
+    """The JSON that rank 0 of a program of `tests.training` prints in its last line."""
     port = find_free_port()
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.training.rank_gradients"],
+            [sys.executable, "-m", f"tests.training.{module}"],
             cwd=Path(__file__).resolve().parents[2],
             env={
                 **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2",
@@ -171,7 +171,23 @@ def test_losses_and_gradients_are_those_of_the_whole_batch():
     ]  # fmt: skip
     outputs = [rank.communicate(timeout=850)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
-    differences = json.loads(outputs[0].splitlines()[-1])
+    return json.loads(outputs[0].splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_a_compiled_step_exchanges_gradients_while_it_computes_others():
+    """The first bucket is on its way before the last backward graph runs; the weights are those without compiling."""
+    found = run_two("compiled_ranks")
+    assert found["difference"] < 1e-9
+    order = found["order"]
+    assert order.count("graph") >= 3
+    assert order.index("exchange") < len(order) - 1 - order[::-1].index("graph")
+
+
+@pytest.mark.slow
+def test_losses_and_gradients_are_those_of_the_whole_batch():
+    """Every family, in float64; with an empty image, very different halves, synchronized norms, accumulation."""
+    differences = run_two("rank_gradients")
     assert len(differences) == 6
     assert max(differences.values()) < 1e-6, differences  # running statistics travel in fp32
 

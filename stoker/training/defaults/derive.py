@@ -554,10 +554,9 @@ def _choose_decoder(
     )
 
 
-COMPILE_PAYS_FROM_S = 30 * 60.0
-"""Length of a run, not compiled, from which compiling is expected to pay: three minutes of compiling, and a tenth of
-the time of a step gained. Both are predictions, no GPU has confirmed them: in RetinaNet-R50 at 800², batch 32, bf16,
-the passes that fusing removes move about 55 GB, 11 ms at an H200's 4.8 TB/s, of a step of about 100 ms."""
+COMPILE_PAYS_FROM_S = 5 * 60.0
+"""Length of a run, not compiled, from which compiling is expected to pay: a minute and a half of compiling, and three
+tenths of the time of a step gained. Both are predictions, no GPU has confirmed them (decision 8)."""
 
 
 def choose_compile(
