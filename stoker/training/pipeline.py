@@ -151,7 +151,7 @@ class Pipeline(Replica):
 
     def _share_targets(self, batch: Batch) -> Batch:
         """Sends everything but the images from the first rank to the last, which gets it."""
-        rank, group, operation = self._ranks.rank, self._ranks.host_group, dist.isend
+        rank, group = self._ranks.rank, self._ranks.host_group
         if rank not in (0, self._last):
             return batch
         targets = [tensor.contiguous() for tensor in batch[1:]]
@@ -161,10 +161,10 @@ class Pipeline(Replica):
         elif self._target_specs is None:
             self._target_specs = _hear(0, group)
         if rank == self._last:
-            targets, operation = [spec.make(self._device) for spec in self._target_specs], dist.irecv
+            targets = [spec.make(self._device) for spec in self._target_specs]
             batch = Batch(targets[0].new_empty(len(targets[0]), 0), *targets)
-        peer = self._last - rank
-        for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer) for tensor in targets]):
+        operation: Any = dist.irecv if rank else dist.isend
+        for work in dist.batch_isend_irecv([dist.P2POp(operation, x, self._last - rank) for x in targets]):
             work.wait()
         return batch
 
