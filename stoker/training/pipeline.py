@@ -88,8 +88,8 @@ class Pipeline(Replica):
         return self._set_signals(own.to(self._device, non_blocking=True))
 
     def _make_schedule(self, micro_batches: int) -> Any:
-        """Tells torch the shapes of what this stage receives and sends: those of a first forward pass. What torch would
-        do to find them changes running statistics (2.11), or trains a step (2.15)."""
+        """Tells torch the shapes of what this stage receives and sends: those of a forward pass in
+        evaluation mode. Torch would take one in training mode, which changes running statistics in 2.11."""
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe  # imports torch.export
 
         rank, group = self._ranks.rank, self._ranks.host_group
