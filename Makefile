@@ -86,6 +86,8 @@ bench: setup  ## about 45 minutes; peers that `make peers` has installed, else n
 	$(BIN)/python benchmarks/cache.py --json benchmarks/results/cache-cpu.json
 	$(BIN)/python benchmarks/gil.py --json benchmarks/results/gil-cpu.json
 	$(BIN)/python benchmarks/ranks.py --json benchmarks/results/ranks-cpu.json
+	$(BIN)/python benchmarks/stages.py --json benchmarks/results/stages-cpu.json
+	$(BIN)/python benchmarks/shard_checkpoint.py --json benchmarks/results/shard-checkpoint-cpu.json
 	$(BIN)/python benchmarks/shards.py --json benchmarks/results/shards-cpu.json
 	$(BIN)/python benchmarks/shard_loading.py --json benchmarks/results/shard-loading-cpu.json
 

@@ -37,7 +37,7 @@ STEP_S, SPREAD = 0.15, 0.05
 RATES_MBIT = {"50 Mbit/s": 50, "1 Gbit/s": 1000, "loopback": 0}
 LAYOUTS = {"2 ranks": (2, 1), "4 ranks": (4, 1), "2 machines of 2 ranks": (2, 2)}
 """Name → machines, ranks on each."""
-METHODS = ("plain", "plain:1", "plain:5", "bf16", "fp16", "powersgd:4", "hierarchical", "every:8", "gossip", "auto")
+METHODS = ("plain", "plain:1", "plain:5", "bf16", "powersgd:4", "every:8", "auto")
 STEPS = 5
 HELD_BACK = ("4 ranks", "2 machines of 2 ranks")
 """Layouts that the model is not fitted to."""
@@ -287,8 +287,6 @@ def measure_layout(
             network.limit(mbit)
             yield {"layout": layout, "rate": rate, "method": "link", **processes.ask("link")}
             for method in methods:
-                if method == "hierarchical" and per_machine == 1:
-                    continue
                 yield {"layout": layout, "rate": rate, "method": method, **processes.ask(method, steps)}
 
 
@@ -328,8 +326,8 @@ def fit_model(rows: list[dict[str, Any]]) -> tuple[dict[str, float], list[dict[s
     products of PowerSGD, casts. The link is that of two ranks, also for four."""
     fitted = {"low_rank_fraction": 0.0, "compression_s": 0.0, "cast_s": 0.0}
     compute_s = {row["layout"]: row["step_s"] for row in rows if row["method"] == "none"}
-    not_modeled = ("none", "link", "auto", "hierarchical")
-    measured = [row for row in rows if row["method"] not in not_modeled and row["layout"] in LAYOUTS]
+    modeled = [method for method in METHODS if method != "auto"]
+    measured = [row for row in rows if row["method"] in modeled and row["layout"] in LAYOUTS]
     links = {(row["layout"], row["rate"]): link_of(rows, "2 ranks", row["rate"]) for row in measured}
 
     def predict(row: dict[str, Any]) -> float:
@@ -342,7 +340,7 @@ def fit_model(rows: list[dict[str, Any]]) -> tuple[dict[str, float], list[dict[s
     for name, methods, steps in (
         ("low_rank_fraction", ("powersgd:4",), 200),
         ("compression_s", ("powersgd:4",), 200),
-        ("cast_s", ("bf16", "fp16"), 200),
+        ("cast_s", ("bf16",), 200),
     ):
         scores = []
         for k in range(steps):

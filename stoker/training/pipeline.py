@@ -1,28 +1,27 @@
 """A step of a model in stages (`--stages N`): micro-batches flow through the ranks, gradients flow back.
 
-The schedule is 1F1B (PipeDream-Flush, Narayanan et al. 2021, arXiv 2006.09503): the first stages start with a few
-forward passes, then each stage computes a forward and a backward pass in turn. A stage keeps the activations of at most
-as many micro-batches as there are stages from it on. Of N stages and M micro-batches, each waits (N - 1) / (M + N - 1)
-of a step if all are equally slow: the bubble. Losses and gradients are those of one process with M micro-batches.
+The schedule is torch's (`torch.distributed.pipelining`), 1F1B (PipeDream-Flush, Narayanan et al. 2021, arXiv
+2006.09503): the first stages start with a few forward passes, then each stage computes a forward and a backward pass in
+turn. A stage keeps the activations of at most as many micro-batches as there are stages from it on. Of N stages and M
+micro-batches, each waits (N - 1) / (M + N - 1) of a step if all are equally slow: the bubble. Losses and gradients are
+those of one process with M micro-batches.
 
-Rank 0 loads and augments the images, and sends boxes and labels to the last rank, which computes the losses. A message
-is the flow between two parts (`models/detector.py`) or its gradient, in channels-last memory; shapes are told once,
-before the first. What needs no gradient (frozen stages) gets none. Everything else of a step is that of `fsdp.py`: the
-losses ride on the sum that gives the norm of all gradients.
-
-Why not torch.distributed.pipelining: docs/decisions/0017-stages.md.
+Rank 0 loads and augments the images, and sends boxes and labels to the last rank, which computes the losses. Between
+two stages goes the flow between two parts (`models/detector.py`), in channels-last memory. Everything else of a step is
+that of `fsdp.py`: the losses ride on the sum that gives the norm of all gradients. What torch leaves to do, and what its
+versions differ in: docs/decisions/0017-stages.md.
 """
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from stoker.data.batch import Batch
 from stoker.data.loading.loader import Loader
+from stoker.evaluation.evaluate import in_eval_mode
 from stoker.models import Detector
 from stoker.models.detector import Backbone
 from stoker.training.fsdp import Fsdp
@@ -30,10 +29,6 @@ from stoker.training.optim import OptimizerStep
 from stoker.training.stages import Stages
 from stoker.training.state import EventLogger, TrainSetup
 from stoker.training.step import Autocast, LossFn, split_batch
-
-TARGETS_TAG = 100
-"""Above the tags of a flow, which are the numbers of its tensors."""
-
 
 NO_BATCH = Batch(*[torch.empty(0)] * len(Batch._fields))
 """What a stage gets that is not the first."""
@@ -44,7 +39,15 @@ class _Spec(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    requires_grad: bool
+    requires_grad: bool = False
+
+    def make(self, device: torch.device | str) -> Tensor:
+        return torch.zeros(self.shape, dtype=self.dtype, device=device).requires_grad_(self.requires_grad)
+
+
+_NUMBER = _Spec((1,), torch.int64)
+"""Input of the first stage: the number of the micro-batch."""
+_LOSS = _Spec((), torch.float64, requires_grad=True)
 
 
 class Pipeline(Fsdp):
@@ -56,18 +59,19 @@ class Pipeline(Fsdp):
         super().__init__(setup, log_event)
         stages = setup.optimizer.sharding
         assert isinstance(stages, Stages)
+        self._device, self._group = setup.device.torch_device, setup.ranks.host_group
         self._model: Detector = setup.model
         self._image_size = setup.config.data.image_size
         self._stages, self._last = stages, self.ranks.world_size - 1
-        self._before, self._after = self.ranks.rank - 1, self.ranks.rank + 1
-        self._received_specs: list[_Spec] | None = None
-        self._sent_specs: list[_Spec] | None = None
         self._target_specs: list[_Spec] | None = None
-        self._sent: list[tuple[list[Any], Sequence[Tensor]]] = []
+        self._received: list[_Spec] = []
+        self._schedule: Any = None
+        self._micro_batches: list[Batch] = []
+        self._number = 0
+        """Forward passes of this step."""
+        self._totals: dict[str, Tensor] = {}
         self._loss_names: list[str] = []
-        dist.all_reduce(
-            torch.zeros(1, device=self.signals.device)
-        )  # NCCL connects all ranks in a collective, not between two
+        dist.all_reduce(torch.zeros(1, device=self._device))  # NCCL connects all ranks in a collective, not between two
 
     @property
     def compiles(self) -> bool:
@@ -83,163 +87,124 @@ class Pipeline(Fsdp):
     def forward_backward(
         self, loss_fn: LossFn, optimizer: OptimizerStep[Detector], batch: Batch, micro_batches: int, autocast: Autocast
     ) -> dict[str, Tensor]:
-        del loss_fn, optimizer
+        del loss_fn, optimizer, autocast
         rank = self.ranks.rank
         batch = self._share_targets(batch)
-        parts = list(split_batch(batch, micro_batches)) if rank in (0, self._last) else [batch] * micro_batches
-        losses: dict[str, Tensor] = {}
-        started: deque[tuple[list[Tensor], list[Tensor]]] = deque()
+        self._micro_batches = list(split_batch(batch, micro_batches)) if rank in (0, self._last) else []
+        if self._schedule is None:
+            self._schedule = self._make_schedule(micro_batches)
+        self._number, self._totals = 0, {}
+        numbers = torch.arange(micro_batches)  # torch splits one tensor; what belongs to a number is found here
+        inputs, target = ([numbers] if rank == 0 else []), (numbers if rank == self._last else None)
+        try:
+            self._schedule.step(*inputs, target=target, return_outputs=False)
+        except RuntimeError as error:
+            raise (error.__cause__ or error) from None  # torch hides what a stage raised, as out of memory
+        return self._set_signals(self._own.to(self._device, non_blocking=True, copy=True))
 
-        def forward(number: int, received: list[Tensor]) -> list[Tensor]:
-            with autocast:
-                outputs = self._forward(parts[number], received, losses, micro_batches)
-            started.append((received, outputs))
-            return outputs
+    def _make_schedule(self, micro_batches: int) -> Any:
+        """Tells torch the shapes of what this stage receives and sends: those of a forward pass in
+        evaluation mode. Torch would take one in training mode, which changes running statistics in 2.11."""
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe  # imports torch.export
 
-        def backward(gradients: list[Tensor]) -> list[Tensor]:
-            received, outputs = started.popleft()
-            self._backward(outputs, gradients)
-            needed = [x for x in received if x.requires_grad]
-            return [_to_wire(torch.zeros_like(x) if x.grad is None else x.grad) for x in needed]
+        rank, group = self.ranks.rank, self._group
+        self._received = _hear(rank - 1, group) if rank else [_NUMBER]
+        sent = [_LOSS]
+        if rank < self._last:
+            with in_eval_mode(self._model):
+                sent = [_spec_of(x) for x in self._forward(*(spec.make(self._device) for spec in self._received))]
+            dist.send_object_list([sent], dst=rank + 1, group=group)
+        stage = PipelineStage(
+            _Stage(self._forward),
+            rank,
+            self._last + 1,
+            self._device,
+            input_args=tuple(spec.make("meta") for spec in self._received),
+            output_args=tuple(spec.make("meta") for spec in sent),
+        )
+        # With fewer micro-batches than stages, 1F1B has no steady state, and torch refuses it.
+        schedule = Schedule1F1B if micro_batches > self._last else ScheduleGPipe
+        return schedule(stage, micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False)
 
-        warm_up = min(self._last - rank, micro_batches)
-        for number in range(warm_up):
-            self._send(forward(number, self._receive()))
-        received = self._receive() if warm_up < micro_batches else []
-        for number in range(warm_up, micro_batches):
-            outputs = forward(number, received)
-            gradients = backward(self._swap_with_after(outputs))
-            if number + 1 < micro_batches:
-                received = self._swap_with_before(gradients)
+    def _forward(self, *received: Tensor) -> Any:
+        """The flow after this stage, of the next micro-batch; in the last stage its loss, whose terms are added up."""
+        rank, own, backbone = self.ranks.rank, self._stages.own, self._model.backbone
+        assert isinstance(backbone, Backbone)
+        batch = self._micro_batches[self._number] if self._micro_batches else None
+        self._number += 1
+        with self.autocast:
+            if rank == 0:
+                assert batch is not None
+                flow = [self._model.normalize(batch.images)]
             else:
-                self._transfer(self._before, gradients, [])
-        for _ in range(warm_up):
-            self._transfer(self._before, backward(self._swap_with_after([])), [])
-        for works, _ in self._sent:
-            for work in works:
-                work.wait()
-        self._sent.clear()
-        return self._set_signals(self._own.to(self.signals.device, non_blocking=True, copy=True), losses)
+                flow = [_from_wire(x, spec) for x, spec in zip(received, self._received, strict=True)]
+            num_parts = len(self._stages.parts) - 1
+            if own.start < num_parts:
+                flow = backbone.run(flow, own.start, min(own.stop, num_parts))
+            if rank < self._last:
+                return tuple(x.permute(0, 2, 3, 1).contiguous() for x in flow)
+            assert batch is not None
+            terms = self._model.loss(self._model.predict(flow, self._image_size), batch)
+            if len(self._micro_batches) > 1:
+                terms = {name: loss / len(self._micro_batches) for name, loss in terms.items()}
+        for name, loss in terms.items():
+            self._totals[name] = self._totals[name] + loss.detach() if name in self._totals else loss.detach()
+        total, scale = torch.stack(list(terms.values())).sum(), self.optimizer.loss_scale
+        return (total if scale is None else total * scale).to(_LOSS.dtype)
 
-    def _set_signals(self, values: Tensor, losses: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _set_signals(self, values: Tensor) -> dict[str, Tensor]:
         """Leaves the signals where the exchange of the step takes them from. Returns the losses by name."""
         if not self._loss_names:
-            names = [list(losses)]
-            dist.broadcast_object_list(names, src=self._last, group=self.ranks.host_group)
+            names = [list(self._totals)]
+            dist.broadcast_object_list(names, src=self._last, group=self._group)
             self._loss_names = names[0]
-        if losses:  # a mean over the ranks, of which only this one has some
-            values[: len(losses)] = torch.stack(list(losses.values())) * self.ranks.world_size
+        if self._totals:  # a mean over the ranks, of which only this one has some
+            values[: len(self._totals)] = torch.stack(list(self._totals.values())) * self.ranks.world_size
         scale = self.optimizer.loss_scale
         self.signals.grad = values if scale is None else values * scale
         return dict(zip(self._loss_names, values.unbind(), strict=False))
 
-    def _forward(
-        self, batch: Batch, received: list[Tensor], losses: dict[str, Tensor], micro_batches: int
-    ) -> list[Tensor]:
-        """The flow after this stage; in the last one its loss alone, whose terms are added to `losses`."""
-        model, own = self._model, self._stages.own
-        backbone = model.backbone
-        assert isinstance(backbone, Backbone)
-        flow = received if self.ranks.rank else [model.normalize(batch.images)]
-        num_parts = len(self._stages.parts) - 1
-        if own.start < num_parts:
-            flow = backbone.run(flow, own.start, min(own.stop, num_parts))
-        if self.ranks.rank < self._last:
-            return flow
-        terms = model.loss(model.predict(flow, self._image_size), batch)
-        if micro_batches > 1:
-            terms = {name: loss / micro_batches for name, loss in terms.items()}
-        for name, loss in terms.items():
-            losses[name] = losses[name] + loss.detach() if name in losses else loss.detach()
-        return [torch.stack(list(terms.values())).sum()]
-
-    def _backward(self, outputs: list[Tensor], gradients: list[Tensor]) -> None:
-        if self.ranks.rank == self._last:
-            self.optimizer.backward(outputs[0])
-        elif gradients:
-            torch.autograd.backward([x for x in outputs if x.requires_grad], gradients)
-
     def _share_targets(self, batch: Batch) -> Batch:
         """Sends everything but the images from the first rank to the last, which gets it."""
-        rank, device = self.ranks.rank, self.signals.device
-        if rank == 0:
-            targets = [tensor.contiguous() for tensor in batch[1:]]
-            if self._target_specs is None:
-                self._target_specs = self._tell(self._last, targets)
-            self._transfer(self._last, targets, [], tag=TARGETS_TAG)
-        elif rank == self._last:
-            if self._target_specs is None:
-                self._target_specs = self._hear(0)
-            targets = [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in self._target_specs]
-            self._transfer(0, [], targets, tag=TARGETS_TAG)
-            return Batch(targets[0].new_empty(len(targets[0]), 0), *targets)
+        rank, group = self.ranks.rank, self._group
+        if rank not in (0, self._last):
+            return batch
+        targets = [tensor.contiguous() for tensor in batch[1:]]
+        if self._target_specs is None and rank == 0:
+            self._target_specs = [_spec_of(tensor) for tensor in targets]
+            dist.send_object_list([self._target_specs], dst=self._last, group=group)
+        elif self._target_specs is None:
+            self._target_specs = _hear(0, group)
+        if rank == self._last:
+            targets = [spec.make(self._device) for spec in self._target_specs]
+            batch = Batch(targets[0].new_empty(len(targets[0]), 0), *targets)
+        operation: Any = dist.irecv if rank else dist.isend
+        for work in dist.batch_isend_irecv([dist.P2POp(operation, x, self._last - rank) for x in targets]):
+            work.wait()
         return batch
 
-    def _receive(self) -> list[Tensor]:
-        """The flow before this stage, of the next micro-batch."""
-        return self._swap_with_before([])
 
-    def _send(self, outputs: list[Tensor]) -> None:
-        """Sends the flow after this stage, and does not wait."""
-        if self._sent_specs is None:
-            self._sent_specs = self._tell(self._after, [_to_wire(x) for x in outputs], outputs)
-        self._transfer(self._after, [_to_wire(x) for x in outputs], [])
+class _Stage(nn.Module):
+    """What torch asks for: a function as a module."""
 
-    def _swap_with_before(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Sends gradients to the stage before and gets a flow from it."""
-        if self._before < 0:
-            return []
-        if self._received_specs is None:
-            self._received_specs = self._hear(self._before)
-        buffers = [torch.empty(s.shape, dtype=s.dtype, device=self.signals.device) for s in self._received_specs]
-        self._transfer(self._before, gradients, buffers)
-        return [
-            _from_wire(buffer).requires_grad_(spec.requires_grad)
-            for buffer, spec in zip(buffers, self._received_specs, strict=True)
-        ]
-
-    def _swap_with_after(self, outputs: list[Tensor]) -> list[Tensor]:
-        """Sends a flow to the stage after and gets gradients from it: those of the oldest micro-batch that is there."""
-        if self._after > self._last:
-            return []
-        specs = [spec for spec in self._sent_specs or () if spec.requires_grad]
-        buffers = [torch.empty(spec.shape, dtype=spec.dtype, device=self.signals.device) for spec in specs]
-        self._transfer(self._after, [_to_wire(x) for x in outputs], buffers)
-        return [_from_wire(buffer) for buffer in buffers]
-
-    def _transfer(self, peer: int, sent: Sequence[Tensor], received: Sequence[Tensor], *, tag: int = 0) -> None:
-        """Sends and receives at once, as NCCL needs it. Waits for what is received, and for the rest at the end."""
-        # gloo says that it can receive on the connection that carries its own data: receives are asked for first.
-        operations = [dist.P2POp(dist.irecv, x, peer, tag=tag + n) for n, x in enumerate(received)]
-        operations += [dist.P2POp(dist.isend, x, peer, tag=tag + n) for n, x in enumerate(sent)]
-        if not operations:
-            return
-        works = dist.batch_isend_irecv(operations)
-        if not received:
-            self._sent.append((works, sent))
-            return
-        for work in works:
-            work.wait()
-
-    def _tell(self, peer: int, tensors: Sequence[Tensor], outputs: Sequence[Tensor] | None = None) -> list[_Spec]:
-        """Tells a rank the shapes of what it will receive. outputs: whose gradients come back."""
-        specs = [
-            _Spec(tuple(x.shape), x.dtype, y.requires_grad) for x, y in zip(tensors, outputs or tensors, strict=True)
-        ]
-        dist.send_object_list([specs], dst=peer, group=self.ranks.host_group)
-        return specs
-
-    def _hear(self, peer: int) -> list[_Spec]:
-        box: list[Any] = [None]
-        dist.recv_object_list(box, src=peer, group=self.ranks.host_group)
-        return [_Spec(*spec) for spec in box[0]]
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.forward = forward
 
 
-def _to_wire(x: Tensor) -> Tensor:
-    """[B, C, H, W] → contiguous [B, H, W, C], which is not a copy of a map in channels-last memory."""
-    return x.detach().permute(0, 2, 3, 1).contiguous()
+def _hear(peer: int, group: Any) -> list[_Spec]:
+    box: list[Any] = [None]
+    dist.recv_object_list(box, src=peer, group=group)
+    return [_Spec(*spec) for spec in box[0]]
 
 
-def _from_wire(x: Tensor) -> Tensor:
-    """The reverse, without a copy."""
+def _spec_of(tensor: Tensor) -> _Spec:
+    return _Spec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+
+def _from_wire(x: Tensor, spec: _Spec) -> Tensor:
+    """A received [B, H, W, C] as [B, C, H, W] in channels-last memory, without a copy."""
+    if x.requires_grad and not spec.requires_grad:  # torch 2.11 wants a gradient of everything, and sends it back
+        x.grad = torch.zeros_like(x)
+        x = x.detach()
     return x.permute(0, 3, 1, 2)

@@ -231,7 +231,7 @@ class Watchdog:
 def describe_hang(phase: str, frames: list[traceback.FrameSummary]) -> Hung:
     """What hangs, from the phase of the training thread and its stack, outermost frame first."""
     files = [frame.filename.replace(os.sep, "/") for frame in frames]
-    is_backward_of_ranks = any(file.endswith("training/replica.py") for file in files) and "/autograd/" in files[-1]
+    is_backward_of_ranks = any(file.endswith("training/several.py") for file in files) and "/autograd/" in files[-1]
     if phase == "comm" or is_backward_of_ranks or any("/torch/distributed/" in file for file in files):
         return "collective"
     if phase == "input_wait" and not any(file.endswith("stoker/hardware/device.py") for file in files):

@@ -10,7 +10,7 @@ from stoker.hardware.device import select_device
 from stoker.models import build
 from stoker.runs.records import FINAL, STEPS, read_lines
 from stoker.runs.schemas import StepWindow
-from stoker.training import forward, recorder
+from stoker.training import recorder, step
 from stoker.training.optim import OptimizerStep
 from stoker.training.run import train
 from stoker.training.step import compile_forward_backward, forward_backward, make_loss_fn
@@ -30,7 +30,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_a_compiled_training_equals_the_eager_one(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """torch.compile captures, and its plain backend runs what was captured: every last bit is the same."""
-    monkeypatch.setattr(forward, "COMPILE_BACKEND", "aot_eager")
+    monkeypatch.setattr(step, "COMPILE_BACKEND", "aot_eager")
     runs = {}
     for compiled in (False, True):
         torch._dynamo.reset()
@@ -49,7 +49,7 @@ def test_a_run_whose_compiler_fails_trains_without(data: Path, tmp_path: Path, m
     def broken(*_: object) -> None:
         raise RuntimeError("Failed to find C compiler")
 
-    monkeypatch.setattr(forward, "COMPILE_BACKEND", broken)
+    monkeypatch.setattr(step, "COMPILE_BACKEND", broken)
     weights = []
     for compiled in (False, True):
         torch._dynamo.reset()
@@ -71,7 +71,7 @@ def test_a_compiled_training_with_a_rollback_equals_the_eager_one(
 ):
     """To a checkpoint, and to the first step: the program that is there steps with the weights that are loaded."""
     monkeypatch.setattr(recorder, "WINDOW_S", 0.0)
-    monkeypatch.setattr(forward, "COMPILE_BACKEND", "eager")
+    monkeypatch.setattr(step, "COMPILE_BACKEND", "eager")
     make_gradients_nan(monkeypatch, lambda step, rate: step >= 8 and rate > 0.8 * RATE)
     ends = []
     for compiled in (False, True):
@@ -93,7 +93,7 @@ def test_a_compiled_training_with_a_rollback_equals_the_eager_one(
 
 @pytest.mark.slow
 def test_compiling_does_not_change_the_model(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(forward, "COMPILE_BACKEND", "eager")
+    monkeypatch.setattr(step, "COMPILE_BACKEND", "eager")
     torch._dynamo.reset()
     model = build(settings_of("retinanet_tiny_fpn", backbone_norm="bn"), 3).train()
     stepper: OptimizerStep = make_stepper(model, "sgd")

@@ -171,7 +171,7 @@ def test_a_batch_need_not_be_a_multiple_of_the_stages(data: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "cases"), [(2, [*CASES]), (3, ["ember", "fcos"])])
+@pytest.mark.parametrize(("count", "cases"), [(2, [*CASES]), (3, ["fcos", "frozen", "few"])])
 def test_steps_of_every_family_are_those_of_one_process(count: int, cases: list[str]) -> None:
     """In float64, two steps of four micro-batches: weights, EMA, moments, losses; clipped; a skipped step; activation
     checkpointing; frozen stages; two optimizers."""

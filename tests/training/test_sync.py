@@ -5,11 +5,15 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.algorithms.model_averaging.utils import get_params_to_average
 
 from stoker.config.settings import Config, check, from_fields
 from stoker.config.sync_method import PLAIN, SyncMethod, parse_sync
@@ -122,6 +126,23 @@ def test_the_outer_optimizer_is_torchs_sgd_with_nesterov_momentum() -> None:
         weights.grad = gradient
         oracle.step()
     torch.testing.assert_close(anchor, weights.detach())
+
+
+def test_torchs_averager_is_no_replacement() -> None:
+    """Why `every:N` is not torch's `model_averaging` (decision 16): if this fails, look at it again."""
+    model = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
+        try:
+            averager = PeriodicModelAverager(period=2)
+            assert get_params_to_average(model.parameters()) == [], "what has no gradient is left out"
+            model(torch.zeros(1, 3, 8, 8)).sum().backward()
+            address = model.weight.data_ptr()
+            averager.average_parameters(model.parameters())
+        finally:
+            dist.destroy_process_group()
+    assert model.weight.data_ptr() != address
+    assert not model.weight.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_tensors_are_laid_out_flat_and_back() -> None:

@@ -77,8 +77,8 @@ def frames(*files: str) -> list[traceback.FrameSummary]:
         ("host", "/site/torch/distributed/distributed_c10d.py", "collective"),
         ("comm", "/site/stoker/training/ranks.py", "collective"),
         ("eval", "/site/stoker/data/loading/worker_pool.py", "evaluation"),
-        ("compute", "/site/stoker/training/replica.py:/site/torch/autograd/graph.py", "collective"),
-        ("compute", "/site/stoker/training/replica.py:/site/torch/nn/modules/conv.py", "device"),
+        ("compute", "/site/stoker/training/several.py:/site/torch/autograd/graph.py", "collective"),
+        ("compute", "/site/stoker/training/several.py:/site/torch/nn/modules/conv.py", "device"),
     ],
 )
 def test_what_hangs_is_named(phase: str, innermost: str, expected: str) -> None:
