@@ -320,7 +320,7 @@ def _make_optimizer(
         optimizer: torch.optim.Optimizer = _without_dynamo(torch.optim.AdamW)(
             param_groups, lr=0.0, betas=(settings.momentum, 0.999), capturable=True, **kwargs
         )
-        optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]  # most runs have no graph
+        optimizer._warned_capturable_if_run_uncaptured = True  # most runs have no graph
         moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     else:
         optimizer = _without_dynamo(torch.optim.SGD)(param_groups, lr=0.0, momentum=settings.momentum, **kwargs)
