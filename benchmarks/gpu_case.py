@@ -29,7 +29,7 @@ from stoker.data.batch import NUM_RAND, Batch
 from stoker.errors import CaptureFailed
 from stoker.hardware.device import Device, ReadyEvent, select_device
 from stoker.models import MODELS, Detector, build
-from stoker.training import forward
+from stoker.training import step
 from stoker.training.cuda_graph import Capture, CudaCapture, CudaGraphStep
 from stoker.training.defaults.derive import AUGMENTATIONS, DEFAULTS
 from stoker.training.defaults.dry_run import make_worst_case_batch
@@ -357,5 +357,5 @@ if __name__ == "__main__":
     requested = Case(**{**given["case"], "image_size": tuple(given["case"]["image_size"])})
     where = select_device(given["device"])
     if where.is_cpu:
-        forward.COMPILE_BACKEND = "eager"  # a rehearsal: no program of the model is made, which takes a minute
+        step.COMPILE_BACKEND = "eager"  # a rehearsal: no program of the model is made, which takes a minute
     MEASURES[given["how"]](requested, where, given["windows"], given["steps"])

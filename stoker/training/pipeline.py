@@ -8,8 +8,8 @@ those of one process with M micro-batches.
 
 Rank 0 loads and augments the images, and sends boxes and labels to the last rank, which computes the losses. Between
 two stages goes the flow between two parts (`models/detector.py`), in channels-last memory. Everything else of a step is
-that of `fsdp.py`: the losses ride on the sum that gives the norm of all gradients. What torch leaves to do, and what its
-versions differ in: docs/decisions/0017-stages.md.
+that of `fsdp.py`: the losses ride on the sum that gives the norm of all gradients. What torch leaves to do, and what
+its versions differ in: docs/decisions/0017-stages.md.
 """
 
 from collections.abc import Callable

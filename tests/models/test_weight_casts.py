@@ -8,7 +8,7 @@ import torch
 from stoker.models import Detector, build
 from stoker.models.layers.norms import BatchCounts
 from stoker.models.layers.weight_casts import WeightCasts
-from stoker.training import forward
+from stoker.training import step
 from stoker.training.step import make_loss_fn
 from tests.models.samples import make_batch, settings_of
 
@@ -43,7 +43,7 @@ def test_losses_gradients_and_state_are_the_same(name: str, monkeypatch: pytest.
     one = build(CASES[name], 3).train()
     other = copy.deepcopy(one)
     expected = two_micro_batches(one)
-    monkeypatch.setattr(forward, "is_on_accelerator", lambda _: True)
+    monkeypatch.setattr(step, "is_on_accelerator", lambda _: True)
     found = two_micro_batches(other)
     assert list(found) == list(expected)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
