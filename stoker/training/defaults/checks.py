@@ -17,90 +17,53 @@ from stoker.training.defaults.auto_batch import NO_TRIAL_OF_SHARDS
 
 def check_user_settings(config: Config, index: Index, device: Device, devices: Devices) -> None:
     """Raises ConfigError for what cannot be combined with each other, the data or the devices."""
-    run = config.run
-    if run.sync is not None and parse_sync(run.sync).kind not in ("plain", "auto"):
-        _check_sync(config, devices.count)
-    if run.shard:
-        _check_shard(config, devices.count)
-    if run.num_stages > 1:
-        _check_stages(config, devices.count)
+    run, method, stages = config.run, f"--sync {config.run.sync}", f"--stages {config.run.stages}"
+    has_sync = run.sync is not None and parse_sync(run.sync).kind not in ("plain", "auto")
+    has_stages = run.num_stages > 1
+    for flag, is_set, what, count in (
+        (method, has_sync, "is an exchange between devices", "N"),
+        ("--shard", run.shard, "divides the model among devices", "N"),
+        (stages, has_stages, "needs as many devices", run.stages),
+    ):
+        if is_set and devices.count == 1:
+            fix = f"--devices {count}, or leave out {flag.partition(' ')[0]}"
+            raise ConfigError(f"{flag} {what}, and the run is on one.", fix=fix)
+    own_way = "a divided model exchanges its weights too, in its own way"
+    whole_model = "a compiled step would need the whole model at once"
+    for first, second, are_set, cause, fix in (
+        ("--shard", method, run.shard and has_sync, own_way, "leave out one of them"),
+        ("--shard", "--compile", run.shard and run.compile, whole_model, "leave out --compile"),
+        ("--shard", "--auto-batch", run.shard and run.auto_batch, NO_TRIAL_OF_SHARDS,
+         "--batch-size N, with --grad-accum-steps M if it does not fit"),
+        ("--stages", "--compile", has_stages and run.compile, whole_model, "leave out --compile"),
+        ("--stages", "--auto-batch", has_stages and run.auto_batch, NO_TRIAL_OF_SHARDS, "leave out --auto-batch"),
+        ("--stages", "--cuda-graph", has_stages and run.cuda_graph, "a step has exchanges in its middle",
+         "leave out --cuda-graph"),
+    ):  # fmt: skip
+        if are_set:
+            raise ConfigError(f"{first} and {second} exclude each other.", cause=cause, fix=fix)
     if run.shuffle_buffer and not index.image_ranges(index.image_indices("train")).length.all():
         raise ConfigError(
             f"--shuffle-buffer {run.shuffle_buffer} is for shards, and images of the data set are files.",
             fix="leave it out: the order of files is random; `stoker data pack` makes shards",
         )
-    if run.jpeg_decoder == "nvjpeg":
-        _check_nvjpeg(run.cache, device)
+    if run.jpeg_decoder == "nvjpeg" and device.is_cpu:
+        raise ConfigError("--jpeg-decoder nvjpeg needs a GPU, and the run is on a CPU.", choices=("cpu",))
+    if run.jpeg_decoder == "nvjpeg" and run.cache not in (None, "none"):
+        raise ConfigError(
+            f"--jpeg-decoder nvjpeg cannot be combined with --cache {run.cache}.",
+            cause="the cache holds images that the CPU decoded, and then nothing is decoded any more",
+            fix="leave one of them out",
+        )
     if run.cuda_graph and device.kind != "cuda":
         raise ConfigError(f"--cuda-graph needs an NVIDIA GPU, and the run is on {run.device or device.torch_device}.")
     if run.cuda_graph and devices.count > 1:
         raise ConfigError(
             f"--cuda-graph is for one device, and the run is on {devices.count}.", fix="leave out --cuda-graph"
         )
-    if run.cache == "ram" and devices.on_host > 1 and run.num_stages == 1:
+    if run.cache == "ram" and devices.on_host > 1 and not has_stages:
         raise ConfigError(
             f"--cache ram keeps all images once for each of the {devices.on_host} devices.", choices=("none", "disk")
-        )
-
-
-def _check_sync(config: Config, num_devices: int) -> None:
-    if num_devices == 1:
-        raise ConfigError(
-            f"--sync {config.run.sync} is an exchange between devices, and the run is on one.",
-            fix="--devices N, or leave out --sync",
-        )
-    if config.run.shard:
-        raise ConfigError(
-            f"--shard and --sync {config.run.sync} exclude each other.",
-            cause="a divided model exchanges its weights too, in its own way",
-            fix="leave out one of them",
-        )
-
-
-def _check_shard(config: Config, num_devices: int) -> None:
-    if num_devices == 1:
-        raise ConfigError(
-            "--shard divides the model among devices, and the run is on one.",
-            fix="--devices N, or leave out --shard",
-        )
-    if config.run.compile:
-        raise ConfigError(
-            "--shard and --compile exclude each other.",
-            cause="a compiled step would need the whole model at once",
-            fix="leave out --compile",
-        )
-    if config.run.auto_batch:
-        raise ConfigError(
-            "--shard and --auto-batch exclude each other.",
-            cause=NO_TRIAL_OF_SHARDS,
-            fix="--batch-size N, with --grad-accum-steps M if it does not fit",
-        )
-
-
-def _check_stages(config: Config, num_devices: int) -> None:
-    run = config.run
-    if num_devices == 1:
-        raise ConfigError(
-            f"--stages {run.stages} needs as many devices, and the run is on one.",
-            fix=f"--devices {run.stages}, or leave out --stages",
-        )
-    for flag, is_set, cause in (
-        ("--compile", run.compile, "a compiled step would need the whole model at once"),
-        ("--auto-batch", run.auto_batch, NO_TRIAL_OF_SHARDS),
-        ("--cuda-graph", run.cuda_graph, "a step has exchanges in its middle"),
-    ):
-        if is_set:
-            raise ConfigError(f"--stages and {flag} exclude each other.", cause=cause, fix=f"leave out {flag}")
-
-
-def _check_nvjpeg(cache: str | None, device: Device) -> None:
-    if device.is_cpu:
-        raise ConfigError("--jpeg-decoder nvjpeg needs a GPU, and the run is on a CPU.", choices=("cpu",))
-    if cache not in (None, "none"):
-        raise ConfigError(
-            f"--jpeg-decoder nvjpeg cannot be combined with --cache {cache}.",
-            cause="the cache holds images that the CPU decoded, and then nothing is decoded any more",
-            fix="leave one of them out",
         )
 
 

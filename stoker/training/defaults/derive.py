@@ -53,59 +53,49 @@ def derive(
     Raises ConfigError for impossible settings, OutOfMemoryError if not even one image fits.
     """
     checks.check_user_settings(user_config, index, device, devices)
-    known = Known(user_config, index, device, devices)
-    known.fill(SETTINGS)
-    check(known.config)
-    return known.config, known.reasons
+    config, reasons = Known(user_config, index, device, devices).fill(SETTINGS)
+    check(config)
+    return config, reasons
 
 
 def derive_for_plan(user_config: Config, index: Index, device: Device) -> tuple[Config, dict[str, str]]:
     """The part of `derive` that tries nothing on the device, which need not be here: all about data and model, the
     length, and as the batch size the user's or the recipe's. Raises ConfigError."""
-    known = Known(user_config, index, device)
-    known.fill({name: row for name, row in SETTINGS.items() if name not in TRIED} | {"batch_size": recipe_batch_size})
-    check(known.config)
-    return known.config, known.reasons
+    rows = {name: row for name, row in SETTINGS.items() if name not in TRIED}
+    config, reasons = Known(user_config, index, device).fill(rows | {"batch_size": recipe_batch_size})
+    check(config)
+    return config, reasons
 
 
 def derive_data(user_config: Config, index: Index, device: Device) -> tuple[Config, dict[str, str]]:
     """The settings that decide the model's input, and the model. Nothing is tried on the device."""
-    known = Known(user_config, index, device)
-    known.fill({name: row for name, row in SETTINGS.items() if name in MODEL_INPUT})
-    return known.config, known.reasons
+    return Known(user_config, index, device).fill({name: SETTINGS[name] for name in MODEL_INPUT})
 
 
 def derive_model_input(user_config: Config, index: Index, device: Device) -> ModelInput:
     """The model and its input for `stoker data stats`: what `derive` would choose."""
     anchor_settings = ("anchor_sizes", "anchor_scales", "aspect_ratios")
     known = Known(user_config, index, device)
-    known.fill({name: row for name, row in SETTINGS.items() if name in (*MODEL_INPUT, *anchor_settings)})
-    data, model, arch = known.config.data, known.config.model, known.arch
+    known.fill({name: SETTINGS[name] for name in (*MODEL_INPUT, *anchor_settings)})
+    arch, model, image_size = known.arch, known.config.model, known.config.data.image_size
     anchors = None
     if all(name in arch.defaults for name in anchor_settings):  # those of SSD depend on the level
         anchors = AnchorConfig(tuple(model.anchor_sizes), tuple(model.anchor_scales), tuple(model.aspect_ratios))
-    flags = []
-    if user_config.model.model is not None:
-        flags.append(f"--model {model.model}")
-    if user_config.data.image_size is not None:
-        flags.append(f"--image-size {data.image_size[0]} {data.image_size[1]}")
+    flags = {"model": f"--model {model.model}", "image_size": f"--image-size {image_size[0]} {image_size[1]}"}
     return ModelInput(
         model=model.model,
         anchors=anchors,
-        image_size=data.image_size,
+        image_size=image_size,
         image_size_reason=known.reasons.get("image_size", "set by --image-size"),
-        resize=data.resize,
-        side=choose_image_side(arch, index, device, data.resize),
+        resize=known.config.data.resize,
+        side=choose_image_side(arch, index, device, known.config.data.resize),
         multiple=arch.size_divisor,
-        set_flags=tuple(flags),
+        set_flags=tuple(flag for name, flag in flags.items() if name not in known.reasons),
     )
 
 
 class Known:
-    """What a setting is derived from: the data, the device, and `config`, the settings so far.
-
-    `reasons` has those of the derived ones.
-    """
+    """What a setting is derived from: the data, the device, and `config`, the settings so far."""
 
     def __init__(self, user_config: Config, index: Index, device: Device, devices: Devices = ONE_DEVICE) -> None:
         self.config, self.index, self.device = user_config, index, device
@@ -117,14 +107,15 @@ class Known:
         self.num_images = len(self.train_indices)
         self.num_val_images = len(index.image_indices("val")) if "val" in index.splits else 0
 
-    def fill(self, table: "Mapping[str, Row]") -> None:
-        """Walks the table once: keeps and checks what the user set, derives the rest."""
+    def fill(self, table: "Mapping[str, Row]") -> tuple[Config, dict[str, str]]:
+        """Walks the table once: keeps and checks what the user set, derives the rest. The settings and the reasons."""
         for name, row in table.items():
             if self.config.set_fields().get(name) is None and (choice := self._choose(name, row)) is not None:
                 self.config = self.config.replace(**{name: choice[0]})
                 self.reasons[name] = choice[1]
             if name in CHECKS:
                 CHECKS[name](self)
+        return self.config, self.reasons
 
     def _choose(self, name: str, row: "Row") -> Choice | None:
         """From the first that decides it: `--augment none`, the recipe, the row, the weights, the model."""
@@ -170,13 +161,9 @@ class Known:
     def batch_trial(self) -> tuple[int, int, str]:
         """(batch size, micro-batches per step, reason): what fits the device. Raises OutOfMemoryError."""
         return trial_cache.choose_batch_size(
-            self.config,
-            self.index,
-            self.device,
-            recipe_batch_size=self.recipe.run.batch_size,
-            num_images=self.num_images,
-            devices=self.devices,
-        )
+            self.config, self.index, self.device,
+            recipe_batch_size=self.recipe.run.batch_size, num_images=self.num_images, devices=self.devices,
+        )  # fmt: skip
 
     @functools.cached_property
     def step_s(self) -> float:
@@ -198,9 +185,6 @@ Row = Choice | Derive | None
 
 AUGMENTATIONS = ("hflip", "scale_jitter_prob", "brightness", "contrast", "saturation", "hue", "mosaic")
 """Settings that `--augment none` sets to 0."""
-
-
-# The model and its input.
 
 
 def derive_model(known: Known) -> Choice:
@@ -244,16 +228,20 @@ def derive_scale_range(known: Known) -> Choice:
 def _stronger_augmentation(known: Known, name: str) -> Choice | None:
     """If each image is seen many times, with the recipe's batch size: that of `--auto-batch` is not known yet."""
     arch, config = known.arch, known.config
+    batch_size = config.run.batch_size or min(known.num_images, known.recipe.run.batch_size)
     if arch.tuning is None:
         return None
-    views = views_per_image(
-        config.run.max_duration,
-        _default_epochs(arch, config.model.weights),
-        known.num_images,
-        config.run.batch_size or min(known.num_images, known.recipe.run.batch_size),
-        estimate_images_per_second(arch, config.data.image_size) if known.device.is_cpu else None,
-    )
-    if views is None or views < arch.tuning.many_views:
+    if not config.run.max_duration:
+        num_seen = float(_default_length(known, batch_size)[1] * batch_size)
+    else:
+        duration = parse_duration(config.run.max_duration)
+        steps = total_steps(duration, known.num_images, batch_size)
+        if steps is None and not known.device.is_cpu:
+            return None  # nobody knows how fast an accelerator is
+        images_per_s = estimate_images_per_second(arch, config.data.image_size)
+        num_seen = duration.value * 60 * images_per_s if steps is None else float(steps * batch_size)
+    views = num_seen / max(1, known.num_images)
+    if views < arch.tuning.many_views:
         return None
     reason = f"each image is seen about {views:.0f} times: stronger augmentation against overfitting"
     return arch.tuning.strong_augmentation[name], reason
@@ -285,9 +273,6 @@ def derive_anchor_sizes(known: Known) -> Choice | None:
     return None
 
 
-# The device and the batch.
-
-
 def derive_device(known: Known) -> Choice:
     """The accelerator that torch finds, else the CPU."""
     name = str(known.device.torch_device)
@@ -299,7 +284,7 @@ def derive_device(known: Known) -> Choice:
 
 
 def derive_precision(known: Known) -> Choice:
-    """The fastest with which training is stable on the device."""
+    """The fastest one with which training is stable on the device."""
     return known.device.best_precision()
 
 
@@ -347,9 +332,6 @@ def _check_batch(known: Known) -> None:
     """Tries the batch, also one that the user set."""
     _ = known.batch_trial
     checks.check_micro_batches(known.config, known.devices.count)
-
-
-# The optimizer and the length.
 
 
 def derive_backbone_lr_mult(known: Known) -> Choice:
@@ -404,10 +386,8 @@ NUM_EVALUATIONS = 12
 
 def derive_max_duration(known: Known) -> Choice:
     """12 epochs, three times as many from random weights; at least 1,500 steps."""
-    batch_size = known.config.run.batch_size
-    epochs = _default_epochs(known.arch, known.config.model.weights)
-    full_steps = round(epochs * known.num_images / batch_size)
-    steps = _default_steps(epochs, known.num_images, batch_size)
+    epochs, steps = _default_length(known, known.config.run.batch_size)
+    full_steps = round(epochs * known.num_images / known.config.run.batch_size)
     reason = f"{epochs} epochs of {known.num_images:,} images{' from random weights' if epochs > EPOCHS else ''}"
     if steps != full_steps:
         bound = "at least" if steps > full_steps else "at most"
@@ -461,34 +441,14 @@ def derive_ema_decay(known: Known) -> Choice:
     return float(f"{min(0.9998, 1 - 1 / horizon):.5g}"), f"averages over about {horizon:.0f} steps, {source}"
 
 
-def _default_epochs(arch: Architecture, weights: str) -> int:
-    if arch.recipe == "tiny":
-        return TINY_EPOCHS
-    return EPOCHS * (FROM_SCRATCH_FACTOR if weights == "none" else 1)
-
-
-def _default_steps(epochs: int, num_images: int, batch_size: int) -> int:
+def _default_length(known: Known, batch_size: int) -> tuple[int, int]:
+    """(epochs, steps), which are more or fewer than the epochs if these were too short or too long."""
+    if known.arch.recipe == "tiny":
+        epochs = TINY_EPOCHS
+    else:
+        epochs = EPOCHS * (FROM_SCRATCH_FACTOR if known.config.model.weights == "none" else 1)
     max_steps = MAX_IMAGES_SEEN * epochs // EPOCHS // batch_size
-    return min(max_steps, max(MIN_STEPS, round(epochs * num_images / batch_size)))
-
-
-def views_per_image(
-    max_duration: str | None, epochs: int, num_images: int, batch_size: int, images_per_second: float | None = None
-) -> float | None:
-    """How often each image is seen in the requested length, or in the default one for so many epochs.
-
-    images_per_second: for a length in minutes; without it, the result is None for such a length.
-    """
-    duration = None if max_duration is None else parse_duration(max_duration)
-    steps = (
-        _default_steps(epochs, num_images, batch_size)
-        if duration is None
-        else total_steps(duration, num_images, batch_size)
-    )
-    if steps is not None:
-        return steps * batch_size / max(1, num_images)
-    assert duration is not None
-    return None if images_per_second is None else duration.value * 60 * images_per_second / max(1, num_images)
+    return epochs, min(max_steps, max(MIN_STEPS, round(epochs * known.num_images / batch_size)))
 
 
 def total_steps(duration: Duration, num_images: int, batch_size: int) -> int | None:
@@ -500,9 +460,6 @@ def total_steps(duration: Duration, num_images: int, batch_size: int) -> int | N
             return max(1, math.ceil(duration.value * num_images / batch_size))
         case "minutes":
             return None
-
-
-# Loading and compiling.
 
 
 def derive_shuffle_buffer(known: Known) -> Choice:
@@ -542,21 +499,15 @@ def derive_cache(known: Known) -> Choice:
 
 def derive_jpeg_decoder(known: Known) -> Choice:
     """The faster one; on a GPU both are tried, with a step of the chosen batch size."""
-    data = known.config.data
+    data, device_batch_size = known.config.data, known.config.run.batch_size // known.devices.count
     if known.divided_by:
         return "cpu", f"not tried: {auto_batch.NO_TRIAL_OF_SHARDS}"
     if known.config.run.cache != "none":
         return "cpu", "decoded images are cached; the CPU decodes each once"
-    batch_size = known.config.run.batch_size // known.devices.count
     return decoder_choice.measure_and_choose_decoder(
-        known.index,
-        known.train_indices,
-        known.device,
-        image_size=data.image_size,
-        resize=data.resize,
-        batch_size=batch_size,
-        measure_step_s=lambda: known.step_s / batch_size,
-    )
+        known.index, known.train_indices, known.device, image_size=data.image_size, resize=data.resize,
+        batch_size=device_batch_size, measure_step_s=lambda: known.step_s / device_batch_size,
+    )  # fmt: skip
 
 
 def derive_compile(known: Known) -> Choice:
@@ -604,8 +555,6 @@ def missing_for_compile() -> str | None:
     return None
 
 
-# The table.
-
 SETTINGS: dict[str, Row] = {
     # The model and its input.
     "model": derive_model,
@@ -647,9 +596,7 @@ SETTINGS: dict[str, Row] = {
     "shard": (False, "each device has the whole model"),
     "stages": (1, "each device has the whole model"),
     "cuda_graph": (False, "no GPU has shown yet that it pays; --cuda-graph tries it"),
-    "optimizer": None,
-    "weight_decay": None,
-    "momentum": None,
+    **dict.fromkeys(("optimizer", "lr_scheduler", "weight_decay", "momentum")),
     "backbone_lr_mult": derive_backbone_lr_mult,
     "clip_grad_norm": (10.0, "clips outliers only; a typical norm is 1 to 5"),
     "auto_batch": (False, "the recipe's batch size, or smaller micro-batches if it does not fit"),
@@ -657,7 +604,6 @@ SETTINGS: dict[str, Row] = {
     "grad_accum_steps": derive_grad_accum_steps,
     # The learning rate and the length.
     "lr": derive_lr,
-    "lr_scheduler": None,
     "max_duration": derive_max_duration,
     "warmup_steps": derive_warmup_steps,
     "eval_every": derive_eval_every,
@@ -674,7 +620,7 @@ SETTINGS: dict[str, Row] = {
 }  # fmt: skip
 """Setting → its value and reason, or the function that derives them from what is above it. None: the recipe has it
 (`config/recipes.py`), or the model's row of MODELS (`models/table.py`), or the run goes without."""
-MODEL_INPUT = ("model", "weights", *(name for name, section in SECTION_OF.items() if section == "data"))
+MODEL_INPUT = [name for name in SETTINGS if name in ("model", "weights") or SECTION_OF[name] == "data"]
 """Settings that decide what images a model gets."""
 TRIED = (
     "precision", "workers", "grad_accum_steps", "lr", "shuffle_buffer", "cache", "jpeg_decoder", "compile",
