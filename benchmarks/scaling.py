@@ -133,7 +133,7 @@ def measure_method(ranks: Any, method: str, steps: int) -> dict[str, float]:
     from stoker.training.ddp import Ddp, Periodic
     from stoker.training.optim import OptimizerStep
     from stoker.training.parallel import One
-    from stoker.training.state import Known
+    from stoker.training.state import Signals
     from tests.models.samples import make_batch, settings_of
     from tests.training.parallels import ignore, make_setup, step_of
 
@@ -161,7 +161,7 @@ def measure_method(ranks: Any, method: str, steps: int) -> dict[str, float]:
         emulated.begin()
         with ledger.compute(is_redo=False):
             step_of(parallel, batches[number % 4], 1e-3)
-        parallel.agree(Known())
+        parallel.agree(Signals())
 
     first = 3  # also the vanilla steps of PowerSGD
     if method.startswith("every"):

@@ -38,7 +38,7 @@ from stoker.training.resume import collect_state, restore, send_to_other_ranks
 from stoker.training.save_interval import SaveTimes, mean_time_between_failures_s
 from stoker.training.saver import Saver
 from stoker.training.snapshots import Snapshots
-from stoker.training.state import EventLogger, Known, TrainSetup
+from stoker.training.state import EventLogger, Signals, TrainSetup
 from stoker.training.step_times import log_measured_steps
 from stoker.training.stopper import Stopper, Stopping, StopRequest
 from stoker.training.watchdog import HangDetector, Watchdog, min_limit_s
@@ -158,16 +158,16 @@ class Training:
         with self.ledger.compute(is_redo=state.step < state.redo_until):
             self.snapshots.wait_before_update()
             state.lr = self.recovery.lr()
-            self.train(batch, self.known())
+            self.train(batch, self.own_signals())
         state.step += 1
         duration_s = time.perf_counter() - start_s
         self.trained_s += duration_s
-        state.follow(self.parallel.agree(self.known()))
+        state.follow(self.parallel.agree(self.own_signals()))
         self.hang_detector.report(duration_s)
 
-    def known(self) -> Known:
+    def own_signals(self) -> Signals:
         """What this process knows: others are told with the next step."""
-        return Known(
+        return Signals(
             stop=self.stopper.is_asked,
             evaluate=self.evaluator.trigger.is_due_by_clock(),
             save=self.saver.trigger.is_due_by_clock(),

@@ -15,7 +15,7 @@ from stoker.training.cuda_graph import CudaCapture, CudaGraphStep, has_failed
 from stoker.training.defaults.dry_run import make_worst_case_batch
 from stoker.training.out_of_memory import read_message, retry_in_smaller_batches, shrink_batches
 from stoker.training.parallel import One
-from stoker.training.state import EventLogger, Known, TrainSetup
+from stoker.training.state import EventLogger, Signals, TrainSetup
 from stoker.training.step import train_step
 
 
@@ -76,10 +76,10 @@ class Step:
                 attempt, "training", lambda: attempt.parallel.warm_up(lambda: make_worst_case(attempt.setup))
             )
 
-    def __call__(self, batch: Batch, known: Known) -> None:
-        """known: by this process, before the step."""
+    def __call__(self, batch: Batch, signals: Signals) -> None:
+        """signals: of this process, for the others."""
         attempt, state = self._attempt, self._attempt.state
-        attempt.parallel.tell(known)
+        attempt.parallel.tell(signals)
         while True:
             try:
                 attempt.setup.optimizer.set_scalars(state.lr, state.step)

@@ -22,7 +22,7 @@ from stoker.training import checkpoint
 from stoker.training.cuda_graph import describe_error
 from stoker.training.ranks import Ranks
 from stoker.training.resume import Resumed
-from stoker.training.state import EventLogger, Known, TrainSetup
+from stoker.training.state import EventLogger, Signals, TrainSetup
 from stoker.training.step import Alone, compile_forward_backward, make_loss_fn
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class One(Alone):
         super().__init__(loss_fn, setup.optimizer, setup.loss_accumulator, setup.device.autocast(run.precision))
         self.savers = Ranks()
         """The processes that save a checkpoint together."""
-        self.agreed = Known()
+        self.agreed = Signals()
         """What all know, of the newest step."""
 
     has_whole_weights = True
@@ -60,19 +60,19 @@ class One(Alone):
     def augment(self, batch: Batch) -> Batch:
         return augment_batch(batch, self.setup.config.data, self.setup.progress)
 
-    def tell(self, known: Known) -> None:
+    def tell(self, signals: Signals) -> None:
         """What others are to know of this process, with the next step."""
 
-    def agree(self, own: Known) -> Known:
+    def agree(self, own: Signals) -> Signals:
         """What all know after a step. own: what this process knows after it."""
         self.agreed = own
         return own
 
-    def agree_on_all(self) -> Known:
+    def agree_on_all(self) -> Signals:
         """The same, with all steps so far. Waits for the device."""
         return self.agreed
 
-    def notice_divergence(self, step: int | None) -> Known:
+    def notice_divergence(self, step: int | None) -> Signals:
         """What all know, after this process has read from its own records that it diverged."""
         self.agreed = self.agreed._replace(diverged_step=step)
         return self.agreed
@@ -138,4 +138,4 @@ class One(Alone):
         """Continues from a checkpoint or from the first step."""
         del resumed
         self.micro_batches = self.setup.micro_batches
-        self.agreed = Known(trained_s=self.setup.state.trained_s)
+        self.agreed = Signals(trained_s=self.setup.state.trained_s)

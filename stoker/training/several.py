@@ -34,7 +34,7 @@ from stoker.profiling.ledger import Ledger
 from stoker.training.optim import OptimizerStep
 from stoker.training.parallel import One
 from stoker.training.resume import Resumed
-from stoker.training.state import EventLogger, Known, TrainSetup
+from stoker.training.state import EventLogger, Signals, TrainSetup
 from stoker.training.step import Autocast, LossFn, split_batch
 
 MAX_LOSSES = 16
@@ -72,12 +72,12 @@ class Several(One):
         self._lag = 0 if setup.device.is_cpu else ACCELERATOR_LAG
         self._issued: deque[tuple[list[Tensor], ReadyEvent]] = deque()
 
-    def tell(self, known: Known) -> None:
+    def tell(self, signals: Signals) -> None:
         self._own = torch.zeros(NUM_SIGNALS)
-        self._own[STOP] = float(known.stop)
+        self._own[STOP] = float(signals.stop)
         if self.ranks.is_main:  # a mean over the ranks, of which only this one counts
-            self._own[EVALUATE], self._own[SAVE] = float(known.evaluate), float(known.save)
-            self._own[TRAINED_S] = known.trained_s * self.ranks.world_size
+            self._own[EVALUATE], self._own[SAVE] = float(signals.evaluate), float(signals.save)
+            self._own[TRAINED_S] = signals.trained_s * self.ranks.world_size
 
     def forward_backward(
         self, loss_fn: LossFn, optimizer: OptimizerStep[Detector], batch: Batch, micro_batches: int, autocast: Autocast
@@ -135,7 +135,7 @@ class Several(One):
         torch.distributed.all_reduce(sums)
         return (sums[:-1] / self.ranks.world_size).to(own.dtype), sums[-1].sqrt()
 
-    def agree(self, own: Known) -> Known:
+    def agree(self, own: Signals) -> Signals:
         if self._means is not None:
             tensors = [self._means, self.accumulator.skipped_streak()[1]]
             self._issued.append(self._stream.to_host(tensors))
@@ -146,12 +146,12 @@ class Several(One):
             self.agreed = self.agreed._replace(save=own.save)
         return self.agreed
 
-    def agree_on_all(self) -> Known:
+    def agree_on_all(self) -> Signals:
         while self._issued:
             self._read(*self._issued.popleft())
         return self.agreed
 
-    def notice_divergence(self, step: int | None) -> Known:
+    def notice_divergence(self, step: int | None) -> Signals:
         """Ranks act on it at the same step, when the exchange says so."""
         del step
         return self.agreed
@@ -209,7 +209,7 @@ class Several(One):
     def _read(self, tensors: list[Tensor], ready: ReadyEvent) -> None:
         ready.synchronize()
         means, diverged_step = tensors[0].tolist(), int(tensors[1])
-        self.agreed = Known(
+        self.agreed = Signals(
             stop=self.agreed.stop or means[STOP] > 0,
             evaluate=means[EVALUATE] > 0,
             save=means[SAVE] > 0,

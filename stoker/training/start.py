@@ -34,8 +34,9 @@ from stoker.runs.records import BEST, CONFIG, QUARANTINE, RunFolder
 from stoker.runs.schemas import Quarantined
 from stoker.training import checkpoint
 from stoker.training.cluster import Devices
+from stoker.training.defaults.checks import check_devices
 from stoker.training.defaults.dataset_facts import collect_facts, warn_oversized_boxes
-from stoker.training.defaults.derive import check_devices, derive, total_steps
+from stoker.training.defaults.derive import derive, total_steps
 from stoker.training.defaults.model_choice import warn_random_weights
 from stoker.training.defaults.sync_choice import choose_sync
 from stoker.training.optim import LossAccumulator, OptimizerStep

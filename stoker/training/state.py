@@ -41,7 +41,7 @@ NO_SIZES = BatchSizes(0, 0)
 """Before a state is restored."""
 
 
-class Known(NamedTuple):
+class Signals(NamedTuple):
     """What a process knows after a step. What `parallel.One.agree` returns, all know after the same step."""
 
     stop: bool = False
@@ -74,11 +74,11 @@ class TrainState:
     sizes: BatchSizes = NO_SIZES
     """Images that the model gets at once: those of the settings, or fewer after an `out_of_memory` event."""
 
-    def follow(self, known: Known) -> None:
+    def follow(self, signals: Signals) -> None:
         """Takes over what all ranks know after the same step."""
-        self.trained_s = known.trained_s
-        if known.diverged_step is not None:
-            self.diverged_step = known.diverged_step
+        self.trained_s = signals.trained_s
+        if signals.diverged_step is not None:
+            self.diverged_step = signals.diverged_step
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from stoker.config import settings
 from stoker.config.keywords import Settings
 from stoker.config.settings import SECTION_OF, SECTIONS
 from stoker.monitor.options import MonitoringOptions
-from stoker.training.defaults.derive import DEFAULTS
+from stoker.training.defaults.derive import SETTINGS, Row
 
 KEYWORDS = Path(stoker.__file__).parent / "config" / "keywords.py"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
@@ -87,10 +87,16 @@ def page() -> str:
         lines.append("|---|---|---|---|")
         for name, (of, written, text) in described().items():
             if of == section and name != POSITIONAL:
-                value, why = DEFAULTS.get(name, ("derived", ""))
-                default = ": ".join(filter(None, (_shown(value), why)))
+                default = _default(SETTINGS[name]) if name in SETTINGS else "none"
                 lines.append(f"| `{name}` | {text} | {_values(written)} | {default} |")
     return "\n".join(lines) + "\n"
+
+
+def _default(row: Row) -> str:
+    """The value and its reason, or the first sentence about the function that derives it."""
+    if callable(row):
+        return "derived: " + (inspect.getdoc(row) or "").partition("\n\n")[0].replace("\n", " ").removesuffix(".")
+    return "the recipe's or the model's" if row is None else f"{_shown(row[0])}: {row[1]}".removeprefix(": ")
 
 
 def _shown(value: object) -> str:
@@ -172,10 +178,14 @@ def test_a_setting_of_several_values_takes_them_all_on_the_command_line(name: st
     assert (given.run.batch_size, bound.arguments["data"]) == (2, "images")
 
 
-@pytest.mark.parametrize("name", [name for name, (value, _) in DEFAULTS.items() if isinstance(value, bool)])
+@pytest.mark.parametrize(
+    "name", [name for name, row in SETTINGS.items() if isinstance(row, tuple) and isinstance(row[0], bool)]
+)
 def test_a_choice_of_two_can_be_made_against_its_default(name: str):
     """Also on the command line, where what is usual needs no flag."""
-    usual, _ = DEFAULTS[name]
+    row = SETTINGS[name]
+    assert isinstance(row, tuple)
+    usual = row[0]
     flag = ("--no-" if usual else "--") + name.replace("_", "-")
     _, bound, _ = app.parse_args(["train", "images", flag])
     assert dict(bound.arguments["config"].items())[name] is not usual

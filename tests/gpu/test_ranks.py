@@ -20,7 +20,7 @@ from stoker.training.optim import LossAccumulator, OptimizerStep
 from stoker.training.ranks import joined
 from stoker.training.several import ACCELERATOR_LAG
 from stoker.training.shard import Sharding
-from stoker.training.state import Known
+from stoker.training.state import Signals
 from stoker.training.step import Alone, make_loss_fn, train_step
 from tests.drawn import draw, run_stoker
 from tests.models.samples import make_batch, settings_of
@@ -63,8 +63,8 @@ def test_a_step_through_nccl_is_that_of_one_process(monkeypatch: pytest.MonkeyPa
         ddp.warm_up(lambda: Batch(*(tensor[:2] for tensor in batch)))
         seen = []
         for step in range(4):
-            step_of(ddp, batch, 0.01, Known(stop=step == 1))
-            seen.append(ddp.agree(Known()).stop)
+            step_of(ddp, batch, 0.01, Signals(stop=step == 1))
+            seen.append(ddp.agree(Signals()).stop)
         assert seen == [False] * (1 + ACCELERATOR_LAG) + [True]
         torch.distributed.destroy_process_group()
     for (name, one), (_, other) in zip(plain.state_dict().items(), model.state_dict().items(), strict=True):

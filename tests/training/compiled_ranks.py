@@ -19,7 +19,7 @@ from stoker.training import step
 from stoker.training.cluster import find_place
 from stoker.training.ddp import Ddp
 from stoker.training.ranks import Ranks
-from stoker.training.state import Known
+from stoker.training.state import Signals
 from tests.models.samples import make_batch
 from tests.training.parallels import ignore, make_setup, step_of
 from tests.training.rank_gradients import BOXES, CPU, make_step, part_of, states
@@ -56,7 +56,7 @@ def train_twice(ranks: Ranks, *, compile: bool) -> dict[str, Tensor]:
     for _ in range(2):
         order.clear()
         step_of(ddp, batch, 0.1)
-        ddp.agree(Known())
+        ddp.agree(Signals())
     return states(model)
 
 

@@ -9,7 +9,7 @@ from stoker.models import Detector
 from stoker.training.optim import LossAccumulator, OptimizerStep
 from stoker.training.parallel import One
 from stoker.training.ranks import Ranks
-from stoker.training.state import Known, TrainState
+from stoker.training.state import Signals, TrainState
 from stoker.training.step import train_step
 
 
@@ -41,12 +41,12 @@ def ignore(_kind: str, _text: str, /, **_: Any) -> None:
     """An event of a test that looks at none."""
 
 
-def step_of(parallel: One, batch: Batch, lr: float, known: Known = Known()) -> None:  # noqa: B008
+def step_of(parallel: One, batch: Batch, lr: float, signals: Signals = Signals()) -> None:  # noqa: B008
     """A step on an augmented batch, as the loop does it; the steps of the state are counted."""
     state = parallel.setup.state
     parallel.micro_batches = parallel.setup.micro_batches
     parallel.augment = lambda batch: batch  # type: ignore[method-assign]
-    parallel.tell(known)
+    parallel.tell(signals)
     parallel.optimizer.set_scalars(lr, state.step)
     train_step(parallel, batch)
     state.step += 1

@@ -22,7 +22,7 @@ from stoker.training.cluster import find_place
 from stoker.training.ddp import Ddp
 from stoker.training.optim import OptimizerStep
 from stoker.training.ranks import Ranks
-from stoker.training.state import Known
+from stoker.training.state import Signals
 from stoker.training.step import forward_backward, make_loss_fn
 from tests.models.samples import make_batch, settings_of
 from tests.training.parallels import ignore, make_setup, step_of
@@ -83,8 +83,8 @@ def largest_difference(ranks: Ranks, name: str, changes: dict[str, Any], micro_b
     accumulator, ddp = setup.loss_accumulator, Ddp(setup, ignore, PLAIN)
     mine = part_of(batch, ranks.rank, ranks.world_size)
     ddp.warm_up(lambda: part_of(mine, 0, micro_batches))
-    step_of(ddp, mine, 0.1, Known(stop=ranks.rank == 1, evaluate=ranks.rank == 0))
-    agreed = ddp.agree(Known())
+    step_of(ddp, mine, 0.1, Signals(stop=ranks.rank == 1, evaluate=ranks.rank == 0))
+    agreed = ddp.agree(Signals())
     assert agreed == (True, True, False, 0.0, None), agreed
     expected, actual = states(model), states(own)
     means = accumulator.read(accumulator.take(), 1).losses

@@ -23,7 +23,7 @@ from stoker.training.fsdp import Fsdp
 from stoker.training.optim import OptimizerStep
 from stoker.training.ranks import Ranks
 from stoker.training.shard import Sharding
-from stoker.training.state import Known
+from stoker.training.state import Signals
 from stoker.training.step import forward_backward, make_loss_fn
 from tests.models.samples import make_batch, settings_of
 from tests.training.parallels import ignore, make_setup, step_of
@@ -111,8 +111,8 @@ def run_case(ranks: Ranks, case: str) -> dict[str, float]:
     mine = Batch(*(tensor[ranks.rank * half : (ranks.rank + 1) * half] for tensor in batch))
     fsdp.warm_up(lambda: mine)
     for _ in range(STEPS):
-        step_of(fsdp, mine, 1e-3, Known(stop=ranks.rank == 1, save=ranks.rank == 0))
-    agreed = fsdp.agree(Known())
+        step_of(fsdp, mine, 1e-3, Signals(stop=ranks.rank == 1, save=ranks.rank == 0))
+    agreed = fsdp.agree(Signals())
     assert (agreed.stop, agreed.evaluate, agreed.save, agreed.diverged_step) == (True, False, True, None), agreed
     means = accumulator.read(accumulator.take(), STEPS)
     found = {

@@ -18,7 +18,7 @@ from stoker.training.optim import OptimizerStep
 from stoker.training.pipeline import Pipeline
 from stoker.training.ranks import Ranks
 from stoker.training.stages import Stages
-from stoker.training.state import Known
+from stoker.training.state import Signals
 from stoker.training.step import forward_backward, make_loss_fn
 from tests.models.samples import make_batch, settings_of
 from tests.training.parallels import ignore, make_setup, step_of
@@ -86,8 +86,8 @@ def run_case(ranks: Ranks, case: str) -> dict[str, float]:
     mine = batch if ranks.is_main else Batch(*[torch.empty(0)] * len(Batch._fields))
 
     for _ in range(STEPS):
-        step_of(pipeline, mine, 1e-3, Known(stop=ranks.rank == 1, evaluate=True, save=ranks.is_main))
-    agreed = pipeline.agree(Known())
+        step_of(pipeline, mine, 1e-3, Signals(stop=ranks.rank == 1, evaluate=True, save=ranks.is_main))
+    agreed = pipeline.agree(Signals())
     assert (agreed.stop, agreed.evaluate, agreed.save, agreed.diverged_step) == (True, True, True, None), agreed
     means = accumulator.read(accumulator.take(), STEPS)
     found: dict[str, float] = {

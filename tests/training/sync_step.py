@@ -24,7 +24,7 @@ from stoker.training.local_steps import flatten
 from stoker.training.optim import OptimizerStep
 from stoker.training.ranks import Ranks
 from stoker.training.resume import Resumed
-from stoker.training.state import Known
+from stoker.training.state import Signals
 from tests.models.samples import make_batch, settings_of
 from tests.training.parallels import ignore, make_setup, step_of
 
@@ -60,7 +60,7 @@ class Case:
             if number == broken and self.ranks.rank == 1:
                 batch = batch._replace(images=batch.images * float("nan"))
             step_of(self.parallel, batch, LR)
-            self.parallel.agree(Known())
+            self.parallel.agree(Signals())
 
     def save(self) -> dict[str, Any]:
         """What a checkpoint has."""

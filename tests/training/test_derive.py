@@ -25,6 +25,7 @@ from stoker.training.defaults.derive import (
     choose_warmup_steps,
     derive,
     derive_data,
+    derive_for_plan,
     missing_for_compile,
     total_steps,
 )
@@ -375,9 +376,9 @@ def test_the_image_size_reason_names_the_cpu(index: Index, side: int, why: str):
      ("retinanet_mobilenet_v2_fpn", "imagenet", 1.0)],
 )  # fmt: skip
 def test_a_frozen_pretrained_backbone_of_ember_has_a_lower_lr(index: Index, model: str, weights: str, lr_mult: float):
-    config, _ = derive_data(from_fields({"model": model, "weights": weights}), index, CPU)
+    config, _ = derive_for_plan(from_fields({"model": model, "weights": weights}), index, CPU)
     assert config.optim.backbone_lr_mult == lr_mult
-    config, _ = derive_data(from_fields({"model": model, "weights": weights, "backbone_norm": "bn"}), index, CPU)
+    config, _ = derive_for_plan(from_fields({"model": model, "weights": weights, "backbone_norm": "bn"}), index, CPU)
     assert config.optim.backbone_lr_mult == 1.0
 
 

@@ -21,7 +21,7 @@ from stoker.runs.records import EVENTS, QUARANTINE, STEPS, read_lines
 from stoker.runs.schemas import Event, Quarantined, StepWindow
 from stoker.runs.totals import compute_totals
 from stoker.training.cluster import ONE_DEVICE
-from stoker.training.defaults.derive import check_devices
+from stoker.training.defaults.checks import check_devices
 from stoker.training.local_ranks import find_free_port
 from stoker.training.rank_failure import Failure, first_failure
 from stoker.training.ranks import Ranks

@@ -1,11 +1,11 @@
-"""Fills every setting that the user did not set, from the data, the device and the recipe, each with its reason.
+"""Derives every setting that the user did not set, from the data, the device and the recipe, each with its reason.
 
-`derive` is the only place where a default is decided. It never changes what the user set. `auto_batch.py` tries the
-batch size on the device; everything else is arithmetic on the index. Names of models are not here: what differs between
-architectures is in their rows of `MODELS`.
+`SETTINGS` is the table: a row for each setting, in the order in which they depend on each other. The function of a
+setting is named after it: the learning rate is derived in `derive_lr`. Nothing here changes what the user set;
+`checks.py` refuses what excludes each other. Names of models are not here: what differs between architectures is in
+their rows of `MODELS`.
 """
 
-import dataclasses
 import functools
 import importlib.util
 import math
@@ -16,12 +16,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from stoker.config.durations import Duration, parse_duration
 from stoker.config.recipes import RECIPES
-from stoker.config.settings import Config, check
-from stoker.config.sync_method import parse_sync
+from stoker.config.settings import SECTION_OF, Config, check
 from stoker.data.anchor_fit import AnchorConfig, best_image_size, box_dimensions, percentile_anchor_sizes
-from stoker.data.augment.device import MOSAIC_GROUP_SIZE
 from stoker.data.images import cache_policy
 from stoker.data.images.pixel_cache import CachedImageSpec
 from stoker.data.index import Index
@@ -30,89 +31,18 @@ from stoker.data.loading.autotune import default_num_workers
 from stoker.data.loading.shard_order import choose_buffer
 from stoker.data.validation.problems import DEFAULT_MAX_BAD_BOXES, DEFAULT_MAX_BAD_FRACTION
 from stoker.data.validation.stats import ModelInput
-from stoker.errors import ConfigError
 from stoker.hardware.cgroup import host_cores, host_memory
 from stoker.hardware.device import Device, untested_accelerator
 from stoker.models import Architecture, get_architecture
-from stoker.models.architecture import FamilyTuning
 from stoker.models.table import check_image_size, check_settings
 from stoker.models.weights.hub import local_path
 from stoker.models.weights.load import PRETRAINED_NAMES, read_weights
 from stoker.training.cluster import ONE_DEVICE, Devices
-from stoker.training.defaults import auto_batch, trial_cache
-from stoker.training.defaults.model_choice import (
-    choose_image_side,
-    choose_model,
-    estimate_images_per_second,
-)
+from stoker.training.defaults import auto_batch, checks, trial_cache
+from stoker.training.defaults.model_choice import choose_image_side, choose_model, estimate_images_per_second
 
-EPOCHS, MIN_STEPS, MAX_IMAGES_SEEN = 12, 1_500, 90_000 * 16
-"""12 epochs (Detectron2's 1x schedule), at least 1,500 steps, at most as many images as this schedule takes on COCO."""
-TINY_EPOCHS = 10
-"""Of the tiny model, which has too few weights to profit from more (LOG.md, "The demo in four minutes")."""
-FROM_SCRATCH_FACTOR = 3
-"""Factor of the length for random weights: a detector then reaches the accuracy of pretrained ones, after three to six
-times as many epochs (He et al. 2018, "Rethinking ImageNet Pre-training", arXiv 1811.08883)."""
-NUM_EVALUATIONS = 12
-"""Evaluations of a training."""
-
-DEFAULTS: dict[str, tuple[Any, str]] = {
-    "classes": ((), "every class of the data set"),
-    "val_fraction": (0.1, "a tenth, if the data set has no validation split"),
-    "max_bad_fraction": (DEFAULT_MAX_BAD_FRACTION, "more bad files mean a wrong path or a broken copy"),
-    "max_bad_boxes": (DEFAULT_MAX_BAD_BOXES, "more bad boxes mean a wrong list of classes or wrong coordinates"),
-    "split_method": ("stratified", "every class has its fraction in the validation split"),
-    "allow_outside": (False, "the files of others should not name yours"),
-    "resize": ("letterbox", "keeps the aspect ratio of the images"),
-    "augment": ("default", "varies the images against overfitting"),
-    "hflip": (0.5, "as torchvision's detection references"),
-    "scale_jitter_prob": (0.5, "every other image at another scale"),
-    "scale_range": ((0.7, 1.5), "mild: object sizes stay like those of the data"),
-    "min_object_covered": (0.5, "a crop shows at least half of one object (SSD: 0.1 to 0.9)"),
-    "brightness": (0.125, "as SSD: 32 of 255"),
-    "contrast": (0.125, "a quarter of SSD's: mild; more was not measured"),
-    "saturation": (0.125, "a quarter of SSD's: mild; more was not measured"),
-    "hue": (0.0, "classes may differ by color alone"),
-    "mosaic": (0.0, "helps in long training only: objects at half their size, next to seams"),
-    "clip_grad_norm": (10.0, "clips outliers only; a typical norm is 1 to 5"),
-    "max_skipped_steps": (20, "twenty skipped steps in a row are not an accident"),
-    "seed": (0, "the same command gives the same run"),
-    "price_per_device_hour": (0.0, "unknown"),
-    "worker_processes": ("auto", "processes on 8 or more cores that feed a GPU, else threads"),
-    "patience": (0, "the learning rate schedule is for the whole length"),
-    "checkpoint_every": ("2min", "a killed run loses at most two minutes; saving is in the background"),
-    "momentum": (0.9, "usual for any batch size"),
-    "backbone_lr_mult": (1.0, "one learning rate for all weights, as in torchvision's and Detectron2's recipes"),
-    "auto_batch": (False, "the recipe's batch size, or smaller micro-batches if it does not fit"),
-    "cuda_graph": (False, "no GPU has shown yet that it pays; --cuda-graph tries it"),
-    "shard": (False, "each device has the whole model"),
-    "stages": (1, "each device has the whole model"),
-    "sync": ("plain", "gradients are averaged exactly, in every step"),
-    "activation_checkpointing": (False, "the batch fits without"),
-}
-"""Setting → value and reason, if nothing else decides it."""
-
-MICRO_BATCHES_PER_STAGE = 4
-"""Four micro-batches per stage: a bubble of at most 20 % (GPipe, Huang et al. 2019, section 2.3)."""
-AUGMENTATIONS = ("hflip", "scale_jitter_prob", "brightness", "contrast", "saturation", "hue", "mosaic")
-"""Settings that `--augment none` sets to 0."""
-
-
-class _ConfigBuilder:
-    """A config that is being filled, and the reasons."""
-
-    def __init__(self, user_config: Config) -> None:
-        self.config = user_config
-        self.reasons: dict[str, str] = {}
-
-    def get(self, name: str) -> Any:
-        return self.config.set_fields().get(name)
-
-    def set_default(self, name: str, value: Any, reason: str) -> None:
-        """Sets the field unless it is set already."""
-        if self.get(name) is None:
-            self.config = self.config.replace(**{name: value})
-            self.reasons[name] = reason
+Choice = tuple[Any, str]
+"""A value and the reason for it."""
 
 
 def derive(
@@ -122,385 +52,271 @@ def derive(
 
     Raises ConfigError for impossible settings, OutOfMemoryError if not even one image fits.
     """
-    builder = _ConfigBuilder(user_config)
-    set_default, get = builder.set_default, builder.get
-    train_indices = index.image_indices("train")
-    _fill_model_settings(builder, index, device)
-    set_default("precision", *device.best_precision())
-    set_default("workers", *_choose_workers(device))
-    if get("sync") is not None:
-        _check_sync(builder, devices)
-    if get("shard"):
-        _fill_sharding(builder, devices)
-    if get("stages") > 1:
-        _fill_stages(builder, devices)
-        devices = ONE_DEVICE  # one loads the images, and each works on whole batches
-    _fill_batch_size(builder, len(train_indices), index, device, devices)
-    _fill_duration(builder, len(train_indices), len(index.image_indices("val")) if "val" in index.splits else 0)
-    _fill_shuffle_buffer(builder, index, devices)
-    if get("jpeg_decoder") == "nvjpeg":
-        _check_nvjpeg(get("cache"), device)
-        set_default("cache", "none", "--jpeg-decoder nvjpeg: images for a cache are decoded on the CPU")
-    if get("cache") is None:
-        set_default("cache", *_choose_cache(builder.config, index, devices))
-    measure_step_s = functools.cache(lambda: _measure_step_s(builder.config, index, device, devices))
-    if get("jpeg_decoder") is None:
-        set_default("jpeg_decoder", *_choose_decoder(builder.config, index, device, measure_step_s, devices))
-    if get("compile") is None:
-        set_default("compile", *choose_compile(builder.config, len(train_indices), device, measure_step_s))
-    if get("cuda_graph") and device.kind != "cuda":
-        raise ConfigError(f"--cuda-graph needs an NVIDIA GPU, and the run is on {get('device')}.")
-    if get("cuda_graph") and devices.count > 1:
-        raise ConfigError(
-            f"--cuda-graph is for one device, and the run is on {devices.count}.", fix="leave out --cuda-graph"
-        )
-    if get("cache") == "ram" and devices.on_host > 1:
-        raise ConfigError(
-            f"--cache ram keeps all images once for each of the {devices.on_host} devices.",
-            choices=("none", "disk"),
-        )
-    check(builder.config)
-    return builder.config, builder.reasons
+    checks.check_user_settings(user_config, index, device, devices)
+    config, reasons = Known(user_config, index, device, devices).fill(SETTINGS)
+    check(config)
+    return config, reasons
 
 
 def derive_for_plan(user_config: Config, index: Index, device: Device) -> tuple[Config, dict[str, str]]:
     """The part of `derive` that tries nothing on the device, which need not be here: all about data and model, the
     length, and as the batch size the user's or the recipe's. Raises ConfigError."""
-    builder = _ConfigBuilder(user_config)
-    _fill_model_settings(builder, index, device)
-    num_images = len(index.image_indices("train"))
-    recipe_batch_size = RECIPES[get_architecture(builder.get("model")).recipe]().run.batch_size
-    builder.set_default("batch_size", max(1, min(recipe_batch_size, num_images)), f"the recipe's {recipe_batch_size}")
-    _fill_duration(builder, num_images, len(index.image_indices("val")) if "val" in index.splits else 0)
-    check(builder.config)
-    return builder.config, builder.reasons
+    rows = {name: row for name, row in SETTINGS.items() if name not in TRIED}
+    config, reasons = Known(user_config, index, device).fill(rows | {"batch_size": recipe_batch_size})
+    check(config)
+    return config, reasons
 
 
 def derive_data(user_config: Config, index: Index, device: Device) -> tuple[Config, dict[str, str]]:
-    """The first part of `derive`: the settings that decide the model's input. Nothing is tried on the device."""
-    builder = _ConfigBuilder(user_config)
-    _fill_basics(builder, index, device)
-    return builder.config, builder.reasons
+    """The settings that decide the model's input, and the model. Nothing is tried on the device."""
+    return Known(user_config, index, device).fill({name: SETTINGS[name] for name in MODEL_INPUT})
 
 
 def derive_model_input(user_config: Config, index: Index, device: Device) -> ModelInput:
     """The model and its input for `stoker data stats`: what `derive` would choose."""
-    builder = _ConfigBuilder(user_config)
-    _fill_basics(builder, index, device)
-    get = builder.get
-    arch = get_architecture(get("model"))
-    _fill_anchor_sizes(builder, arch, index)
-    names = ("anchor_sizes", "anchor_scales", "aspect_ratios")
+    anchor_settings = ("anchor_sizes", "anchor_scales", "aspect_ratios")
+    known = Known(user_config, index, device)
+    known.fill({name: SETTINGS[name] for name in (*MODEL_INPUT, *anchor_settings)})
+    arch, model, image_size = known.arch, known.config.model, known.config.data.image_size
     anchors = None
-    if all(name in arch.defaults for name in names):  # those of SSD depend on the level
-        sizes, scales, ratios = (tuple(get(name) or arch.defaults[name]) for name in names)
-        anchors = AnchorConfig(sizes, scales, ratios)
-    flags = []
-    if (model := user_config.model.model) is not None:
-        flags.append(f"--model {model}")
-    if (size := user_config.data.image_size) is not None:
-        flags.append(f"--image-size {size[0]} {size[1]}")
+    if all(name in arch.defaults for name in anchor_settings):  # those of SSD depend on the level
+        anchors = AnchorConfig(tuple(model.anchor_sizes), tuple(model.anchor_scales), tuple(model.aspect_ratios))
+    flags = {"model": f"--model {model.model}", "image_size": f"--image-size {image_size[0]} {image_size[1]}"}
     return ModelInput(
-        model=get("model"),
+        model=model.model,
         anchors=anchors,
-        image_size=get("image_size"),
-        image_size_reason=builder.reasons.get("image_size", "set by --image-size"),
-        resize=get("resize"),
-        side=choose_image_side(arch, index, device, get("resize")),
+        image_size=image_size,
+        image_size_reason=known.reasons.get("image_size", "set by --image-size"),
+        resize=known.config.data.resize,
+        side=choose_image_side(arch, index, device, known.config.data.resize),
         multiple=arch.size_divisor,
-        set_flags=tuple(flags),
+        set_flags=tuple(flag for name, flag in flags.items() if name not in known.reasons),
     )
 
 
-def _fill_model_settings(builder: _ConfigBuilder, index: Index, device: Device) -> None:
-    """What the data, the model, its recipe, its weights and DEFAULTS decide. Raises ConfigError."""
-    user_model = builder.config.model
-    _fill_basics(builder, index, device)
-    set_default, get = builder.set_default, builder.get
-    arch = get_architecture(get("model"))
-    check_settings(dataclasses.replace(user_model, model=get("model")))
-    _fill_options_of_weights(builder, arch)
-    if get("weights") == "none":
-        set_default("backbone_norm", "bn", "there are no statistics to freeze: the weights are random")
-        set_default("trainable_backbone_layers", 5, "the weights are random")
-    _fill_anchor_sizes(builder, arch, index)
-    for name, value in arch.defaults.items():
-        set_default(name, value, arch.reasons[name])
+class Known:
+    """What a setting is derived from: the data, the device, and `config`, the settings so far."""
+
+    def __init__(self, user_config: Config, index: Index, device: Device, devices: Devices = ONE_DEVICE) -> None:
+        self.config, self.index, self.device = user_config, index, device
+        self.reasons: dict[str, str] = {}
+        self.num_devices = devices.count
+        # Of a model in stages, one device loads the images, and each works on whole batches.
+        self.devices = ONE_DEVICE if user_config.run.num_stages > 1 else devices
+        self.train_indices: NDArray[np.int64] = index.image_indices("train")
+        self.num_images = len(self.train_indices)
+        self.num_val_images = len(index.image_indices("val")) if "val" in index.splits else 0
+
+    def fill(self, table: "Mapping[str, Row]") -> tuple[Config, dict[str, str]]:
+        """Walks the table once: keeps and checks what the user set, derives the rest. The settings and the reasons."""
+        for name, row in table.items():
+            if self.config.set_fields().get(name) is None and (choice := self._choose(name, row)) is not None:
+                self.config = self.config.replace(**{name: choice[0]})
+                self.reasons[name] = choice[1]
+            if name in CHECKS:
+                CHECKS[name](self)
+        return self.config, self.reasons
+
+    def _choose(self, name: str, row: "Row") -> Choice | None:
+        """From the first that decides it: `--augment none`, the recipe, the row, the weights, the model."""
+        if name in AUGMENTATIONS and self.config.data.augment == "none":
+            return 0.0, "--augment none"
+        if name in self.recipe_settings:
+            return self.recipe_settings[name], f"recipe {self.arch.recipe}"
+        choice = row(self) if callable(row) else row
+        if choice is not None or name not in self.arch.defaults:
+            return choice
+        if name in self.options_of_weights:
+            return self.options_of_weights[name], f"as the weights ({self.config.model.weights}) have it"
+        return self.arch.defaults[name], self.arch.reasons[name]
+
+    @property
+    def arch(self) -> Architecture:
+        return get_architecture(self.config.model.model)
+
+    @property
+    def recipe(self) -> Config:
+        return RECIPES[self.arch.recipe]()
+
+    @property
+    def recipe_settings(self) -> dict[str, Any]:
+        """What the recipe sets as it is: its learning rate is for its batch size."""
+        settings = {} if self.config.model.model is None else self.recipe.set_fields()
+        return {name: value for name, value in settings.items() if name not in ("batch_size", "lr")}
+
+    @functools.cached_property
+    def options_of_weights(self) -> Mapping[str, bool]:
+        """Settings of the model that its initial weights decide."""
+        arch, weights = self.arch, self.config.model.weights
+        if arch.options_from_weights is not None and weights not in ("none", *PRETRAINED_NAMES):
+            return arch.options_from_weights(read_weights(local_path(weights)).tensors)
+        return arch.pretrained_options.get(weights, {})
+
+    @property
+    def total_steps(self) -> int | None:
+        """Optimizer steps of the run; None if its length is a time."""
+        return total_steps(parse_duration(self.config.run.max_duration), self.num_images, self.config.run.batch_size)
+
+    @functools.cached_property
+    def batch_trial(self) -> tuple[int, int, str]:
+        """(batch size, micro-batches per step, reason): what fits the device. Raises OutOfMemoryError."""
+        return trial_cache.choose_batch_size(
+            self.config, self.index, self.device,
+            recipe_batch_size=self.recipe.run.batch_size, num_images=self.num_images, devices=self.devices,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def step_s(self) -> float:
+        """Seconds of an optimizer step of the chosen batch size, not compiled; tried on the device."""
+        micro_batches = self.config.optim.grad_accum_steps
+        dry_run = auto_batch.make_dry_run(self.config, self.index, self.device)
+        count = self.config.run.batch_size // (micro_batches * self.devices.count)
+        return dry_run.measure_step_s(count) * micro_batches
+
+    @property
+    def divided_by(self) -> str | None:
+        """The flag that divides the model among devices: no step can then be tried on one, nor compiled."""
+        run = self.config.run
+        return "--shard" if run.shard else "--stages" if run.num_stages > 1 else None
 
 
-def _fill_anchor_sizes(builder: _ConfigBuilder, arch: Architecture, index: Index) -> None:
-    """The anchor sizes of models that take them from the boxes or from the image size."""
-    get = builder.get
-    if get("weights") == "none" and arch.recipe == "tiny":
-        image_size = get("image_size")
-        box_sizes = box_dimensions(index, index.image_indices("train"), image_size, get("resize")).resized_wh
-        num_sizes = len(arch.defaults["anchor_sizes"])
-        builder.set_default("anchor_sizes", *percentile_anchor_sizes(box_sizes, image_size, num_sizes))
-    if arch.anchors_scale_with_image_size:
-        factor = math.sqrt(math.prod(get("image_size"))) / arch.default_image_size
-        sizes = tuple(float(f"{size * factor:.4g}") for size in arch.defaults["anchor_sizes"])
-        reason = f"{arch.reasons['anchor_sizes']}, times {factor:.3g} at this image size"
-        builder.set_default("anchor_sizes", sizes, reason)
+Derive = Callable[[Known], Choice | None]
+Row = Choice | Derive | None
+
+AUGMENTATIONS = ("hflip", "scale_jitter_prob", "brightness", "contrast", "saturation", "hue", "mosaic")
+"""Settings that `--augment none` sets to 0."""
 
 
-def _fill_basics(builder: _ConfigBuilder, index: Index, device: Device) -> None:
-    """What the data, the model, its recipe and DEFAULTS decide."""
-    set_default, get = builder.set_default, builder.get
-    set_default("device", str(device.torch_device), _device_reason(device))
-    set_default("format", index.format, "detected")
-    if get("augment") == "none":
-        for name in AUGMENTATIONS:
-            set_default(name, 0.0, "--augment none")
-    arch = _fill_model(builder, index, device)
-    for name, value in RECIPES[arch.recipe]().set_fields().items():
-        if name not in ("batch_size", "lr"):
-            set_default(name, value, f"recipe {arch.recipe}")
-    if arch.urls:
-        if "coco" in arch.urls:
-            set_default("weights", "coco", "trained as a detector")
-        set_default("weights", "imagenet", "the backbone's; there are none for the whole detector")
-    set_default("weights", "none", "there are no pretrained weights for this model")
-    set_default("resize", *DEFAULTS["resize"])
-    side = choose_image_side(arch, index, device, get("resize"))
+def derive_model(known: Known) -> Choice:
+    """The most accurate one for such images on such a device (docs/which-model.md)."""
+    return choose_model(known.index, known.device, known.config.model.weights)
+
+
+def derive_weights(known: Known) -> Choice:
+    """coco, or else imagenet, if there are such weights for the model."""
+    if "coco" in known.arch.urls:
+        return "coco", "trained as a detector"
+    if known.arch.urls:
+        return "imagenet", "the backbone's; there are none for the whole detector"
+    return "none", "there are no pretrained weights for this model"
+
+
+def derive_format(known: Known) -> Choice:
+    """Detected from the files."""
+    return known.index.format, "detected"
+
+
+def derive_image_size(known: Known) -> Choice:
+    """The aspect ratio of most images, and at most the pixels that the model was designed for."""
+    arch = known.arch
+    side = choose_image_side(arch, known.index, known.device, known.config.data.resize)
     note = "" if side == arch.default_image_size else "on a CPU "
-    set_default(
-        "image_size",
-        *best_image_size(index.original_size[index.image_indices("train")], side, arch.size_divisor, context=note),
-    )
-    check_image_size(builder.config)
-    if arch.tuning is not None:
-        if arch.urls and get("weights") != "none" and get("backbone_norm") in (None, "frozen_bn"):
-            reason = "its norms are frozen, and its features must not outgrow those of the neck"
-            set_default("backbone_lr_mult", arch.tuning.frozen_backbone_lr_mult, reason)
-        if get("scale_jitter_prob") != 0:
-            _fill_stronger_augmentation(builder, arch, arch.tuning, len(index.image_indices("train")), device)
-    for name, (value, reason) in DEFAULTS.items():
-        set_default(name, value, reason)
+    return best_image_size(known.index.original_size[known.train_indices], side, arch.size_divisor, context=note)
 
 
-def _fill_stronger_augmentation(
-    builder: _ConfigBuilder, arch: Architecture, tuning: FamilyTuning, num_images: int, device: Device
-) -> None:
+def derive_scale_jitter_prob(known: Known) -> Choice:
+    """0.5: every other image at another scale; more for ember if images are seen many times."""
+    return _stronger_augmentation(known, "scale_jitter_prob") or (0.5, "every other image at another scale")
+
+
+def derive_scale_range(known: Known) -> Choice:
+    """0.7 1.5: mild, object sizes stay like those of the data; wider for ember if images are seen many times."""
+    strong = None if known.config.data.scale_jitter_prob == 0 else _stronger_augmentation(known, "scale_range")
+    return strong or ((0.7, 1.5), "mild: object sizes stay like those of the data")
+
+
+def _stronger_augmentation(known: Known, name: str) -> Choice | None:
     """If each image is seen many times, with the recipe's batch size: that of `--auto-batch` is not known yet."""
-    get = builder.get
-    batch_size = get("batch_size") or min(num_images, RECIPES[arch.recipe]().run.batch_size)
-    images_per_second = estimate_images_per_second(arch, get("image_size")) if device.is_cpu else None
-    views = views_per_image(
-        get("max_duration"), _default_epochs(arch, get("weights")), num_images, batch_size, images_per_second
-    )
-    if views is not None and views >= tuning.many_views:
-        for name, value in tuning.strong_augmentation.items():
-            reason = f"each image is seen about {views:.0f} times: stronger augmentation against overfitting"
-            builder.set_default(name, value, reason)
+    arch, config = known.arch, known.config
+    batch_size = config.run.batch_size or min(known.num_images, known.recipe.run.batch_size)
+    if arch.tuning is None:
+        return None
+    if not config.run.max_duration:
+        num_seen = float(_default_length(known, batch_size)[1] * batch_size)
+    else:
+        duration = parse_duration(config.run.max_duration)
+        steps = total_steps(duration, known.num_images, batch_size)
+        if steps is None and not known.device.is_cpu:
+            return None  # how fast an accelerator is, is not known
+        images_per_s = estimate_images_per_second(arch, config.data.image_size)
+        num_seen = duration.value * 60 * images_per_s if steps is None else float(steps * batch_size)
+    views = num_seen / max(1, known.num_images)
+    if views < arch.tuning.many_views:
+        return None
+    reason = f"each image is seen about {views:.0f} times: stronger augmentation against overfitting"
+    return arch.tuning.strong_augmentation[name], reason
 
 
-def _device_reason(device: Device) -> str:
-    if not device.is_cpu:
-        return "the accelerator that torch found"
-    untried_device = untested_accelerator()
-    return (
-        "no accelerator"
-        if untried_device is None
-        else f"training on {untried_device} is untested; --device {untried_device} uses it"
-    )
+def derive_backbone_norm(known: Known) -> Choice | None:
+    """bn for random weights, else the model's."""
+    if known.config.model.weights == "none":
+        return "bn", "there are no statistics to freeze: the weights are random"
+    return None
 
 
-def _fill_model(builder: _ConfigBuilder, index: Index, device: Device) -> Architecture:
-    """The model's row of MODELS; chooses the model if it is not set."""
-    if builder.get("model") is None:
-        builder.set_default("model", *choose_model(index, device, builder.get("weights")))
-    return get_architecture(builder.get("model"))
+def derive_trainable_backbone_layers(known: Known) -> Choice | None:
+    """5 for random weights, else the model's."""
+    return (5, "the weights are random") if known.config.model.weights == "none" else None
 
 
-def _fill_options_of_weights(builder: _ConfigBuilder, arch: Architecture) -> None:
-    """Settings of the model that its initial weights decide. Raises ConfigError if the user set others."""
-    weights = builder.get("weights")
-    options: Mapping[str, bool] = arch.pretrained_options.get(weights, {})
-    if arch.options_from_weights is not None and weights not in ("none", *PRETRAINED_NAMES):
-        options = arch.options_from_weights(read_weights(local_path(weights)).tensors)
-    for name, value in options.items():
-        if builder.get(name) not in (None, value):
-            flag = name.replace("_", "-")
-            raise ConfigError(
-                f"--{'no-' if value else ''}{flag} does not fit --weights {weights}.",
-                cause=f"it was trained {'with' if value else 'without'} --{flag}",
-                fix=f"--{'' if value else 'no-'}{flag}, or other weights",
-            )
-        builder.set_default(name, value, f"as the weights ({weights}) have it")
+def derive_anchor_sizes(known: Known) -> Choice | None:
+    """Of retinanet_tiny_fpn: percentiles of the boxes. Of faster_rcnn and others: scaled with the image size."""
+    arch, config = known.arch, known.config
+    if arch.recipe == "tiny" and config.model.weights == "none":
+        image_size = config.data.image_size
+        box_sizes = box_dimensions(known.index, known.train_indices, image_size, config.data.resize).resized_wh
+        return percentile_anchor_sizes(box_sizes, image_size, len(arch.defaults["anchor_sizes"]))
+    if arch.anchors_scale_with_image_size:
+        factor = math.sqrt(math.prod(config.data.image_size)) / arch.default_image_size
+        sizes = tuple(float(f"{size * factor:.4g}") for size in arch.defaults["anchor_sizes"])
+        return sizes, f"{arch.reasons['anchor_sizes']}, times {factor:.3g} at this image size"
+    return None
 
 
-def _choose_workers(device: Device) -> tuple[str, str]:
-    initial_workers = default_num_workers(host_cores(), is_cpu=device.is_cpu)
-    note = "; at most as many decode, as the model needs the cores itself" if device.is_cpu else ""
-    return "auto", f"tuned while training, starting with {initial_workers}{note}"
+def derive_device(known: Known) -> Choice:
+    """The accelerator that torch finds, else the CPU."""
+    name = str(known.device.torch_device)
+    if not known.device.is_cpu:
+        return name, "the accelerator that torch found"
+    if (untried_device := untested_accelerator()) is None:
+        return name, "no accelerator"
+    return name, f"training on {untried_device} is untested; --device {untried_device} uses it"
 
 
-def check_devices(config: Config, count: int) -> None:
-    """Raises ConfigError if so many devices cannot each get the same part of a batch, or a stage of the model."""
-    if count > 1 and config.run.num_stages > 1:
-        from stoker.training.stages import check_stages  # torch.distributed
-
-        check_stages(config, count)
-        return
-    batch_size, group_size = config.run.batch_size, MOSAIC_GROUP_SIZE if (config.data.mosaic or 0) > 0 else 1
-    unit = count * group_size
-    if count == 1 or batch_size is None or batch_size % unit == 0:
-        return
-    near = sorted({max(unit, batch_size // unit * unit), -(-batch_size // unit) * unit})
-    fitting = [n for n in range(1, batch_size + 1) if batch_size % (n * group_size) == 0]
-    cause = "all devices get as many images, so that all steps have one shape and no device waits for another"
-    raise ConfigError(
-        f"--batch-size {batch_size} is the total, and cannot be divided equally among {count} devices.",
-        cause=cause if group_size == 1 else f"{cause}; a mosaic is made of four images of one device",
-        fix=f"--batch-size {' or '.join(map(str, near))}"
-        + (f", or --devices {' or '.join(map(str, fitting[-4:]))}" if fitting else ""),
-    )
+def derive_precision(known: Known) -> Choice:
+    """The fastest one with which training is stable on the device."""
+    return known.device.best_precision()
 
 
-def _fill_batch_size(builder: _ConfigBuilder, num_images: int, index: Index, device: Device, devices: Devices) -> None:
-    check_devices(builder.config, devices.count)
-    recipe = get_architecture(builder.get("model")).recipe
-    recipe_config = RECIPES[recipe]()
-    optimizer = builder.get("optimizer")
-    builder.set_default("weight_decay", 0.02 if optimizer == "adamw" else 1e-4, f"usual for {optimizer}")
-    batch_size, accumulate, reason = trial_cache.choose_batch_size(
-        builder.config,
-        index,
-        device,
-        recipe_batch_size=recipe_config.run.batch_size,
-        num_images=num_images,
-        devices=devices,
-    )
-    builder.set_default("batch_size", batch_size, reason)
-    if builder.get("stages") > 1:
-        accumulate, reason = choose_micro_batches(batch_size, builder.get("stages"), accumulate)
-    builder.set_default("grad_accum_steps", accumulate, "the whole batch fits" if accumulate == 1 else reason)
-    part = builder.get("batch_size") // devices.count
-    if part % builder.get("grad_accum_steps"):
-        raise ConfigError(
-            f"--grad-accum-steps {builder.get('grad_accum_steps')} does not divide the {part} images of each device.",
-            cause=f"--batch-size {builder.get('batch_size')} on {devices.count} devices",
-            choices=[n for n in range(1, part + 1) if part % n == 0],
-        )
-    base_lr, base_batch_size, source = _reference_lr(recipe, optimizer)
-    exponent, rule = LR_SCALING_RULES[optimizer]
-    lr = base_lr * (builder.get("batch_size") / base_batch_size) ** exponent
-    builder.set_default("lr", float(f"{lr:.3g}"), f"{source}: {base_lr:g} at {base_batch_size} images, {rule}")
+def derive_workers(known: Known) -> Choice:
+    """auto: tuned while training."""
+    is_cpu = known.device.is_cpu
+    note = "; at most as many decode, as the model needs the cores itself" if is_cpu else ""
+    return "auto", f"tuned while training, starting with {default_num_workers(host_cores(), is_cpu=is_cpu)}{note}"
 
 
-LR_SCALING_RULES = {
-    "sgd": (1.0, "linear rule (Goyal et al. 2017)"),
-    "adamw": (0.5, "square root rule (Malladi et al. 2022)"),
-}
-"""Optimizer → exponent of the batch size in the learning rate, and the rule's name.
-
-SGD: a step with k times the images moves as far as k steps (Goyal et al. 2017, "Accurate, Large Minibatch SGD"). AdamW
-divides by the gradient's magnitude, so the noise must stay the same, which falls with the square root of the batch size
-(Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms"; Krizhevsky 2014 takes the square
-root for all). Momentum and the betas stay: the linear rule is derived for a fixed momentum, and Malladi's rule for the
-betas, 1 - k (1 - beta), is not defined for k of 10 and more. The EMA needs no rule: its horizon is a fraction of the
-length, so it covers the same number of images at any batch size."""
+def derive_batch_size(known: Known) -> Choice:
+    """The recipe's, or the fastest one with `--auto-batch`."""
+    batch_size, _, reason = known.batch_trial
+    return batch_size, reason
 
 
-def _choose_cache(config: Config, index: Index, devices: Devices) -> tuple[str, str]:
-    data, run = config.data, config.run
-    train_indices = index.image_indices("train")
-    steps = total_steps(parse_duration(run.max_duration), len(train_indices), run.batch_size)
-    kind, reason = cache_policy.choose_cache(
-        cache_policy.collect_cache_inputs(
-            index,
-            train_indices,
-            CachedImageSpec.for_augmentation(
-                data.image_size, data.resize, scale_jitter_prob=data.scale_jitter_prob, scale_range=data.scale_range
-            ),
-            max_scale=data.scale_range[1] if data.scale_jitter_prob > 0 else 1.0,
-            epochs=None if steps is None else steps * run.batch_size / len(train_indices),
-            workers=run.num_workers or default_num_workers(host_cores(), is_cpu=run.device == "cpu"),
-        )
-    )
-    if kind == "ram" and devices.on_host > 1:
-        return "none", f"in memory, each of the {devices.on_host} devices would keep all images"
-    return kind, reason
+def recipe_batch_size(known: Known) -> Choice:
+    """The recipe's, where nothing can be tried."""
+    batch_size = known.recipe.run.batch_size
+    return max(1, min(batch_size, known.num_images)), f"the recipe's {batch_size}"
 
 
-def _fill_shuffle_buffer(builder: _ConfigBuilder, index: Index, devices: Devices) -> None:
-    """Raises ConfigError for a buffer of images that are not in shards."""
-    train_indices = index.image_indices("train")
-    ranges = index.image_ranges(train_indices)
-    if builder.get("shuffle_buffer") and not ranges.length.all():
-        raise ConfigError(
-            f"--shuffle-buffer {builder.get('shuffle_buffer')} is for shards, and images of the data set are files.",
-            fix="leave it out: the order of files is random; `stoker data pack` makes shards",
-        )
-    limit, used = host_memory()
-    builder.set_default(
-        "shuffle_buffer",
-        *choose_buffer(
-            ranges,
-            is_in_bucket=index.remote_object(int(train_indices[0])) is not None,
-            batch_size=builder.get("batch_size"),
-            num_ranks=devices.count,
-            memory_bytes=max(0, limit - used) // devices.on_host,
-        ),
-    )
+def derive_grad_accum_steps(known: Known) -> Choice:
+    """As many micro-batches as memory asks for, or as keep `--stages` busy."""
+    batch_size, micro_batches, reason = known.batch_trial
+    if (stages := known.config.run.num_stages) > 1:
+        micro_batches, reason = choose_micro_batches(batch_size, stages, micro_batches)
+    return micro_batches, "the whole batch fits" if micro_batches == 1 else reason
 
 
-def _check_nvjpeg(cache: str | None, device: Device) -> None:
-    """Raises ConfigError if --jpeg-decoder nvjpeg is impossible."""
-    if device.is_cpu:
-        raise ConfigError("--jpeg-decoder nvjpeg needs a GPU, and the run is on a CPU.", choices=("cpu",))
-    if cache not in (None, "none"):
-        raise ConfigError(
-            f"--jpeg-decoder nvjpeg cannot be combined with --cache {cache}.",
-            cause="the cache holds images that the CPU decoded, and then nothing is decoded any more",
-            fix="leave one of them out",
-        )
-
-
-def _fill_sharding(builder: _ConfigBuilder, devices: Devices) -> None:
-    """Settings that --shard decides. Raises ConfigError for what it cannot be combined with.
-
-    Only for new runs: one that was started with it continues on one device, too."""
-    if devices.count == 1:
-        raise ConfigError(
-            "--shard divides the model among devices, and the run is on one.",
-            fix="--devices N, or leave out --shard",
-        )
-    if builder.get("compile"):
-        raise ConfigError(
-            "--shard and --compile exclude each other.",
-            cause="a compiled step would need the whole model at once",
-            fix="leave out --compile",
-        )
-    if builder.get("auto_batch"):
-        raise ConfigError(
-            "--shard and --auto-batch exclude each other.",
-            cause=auto_batch.NO_TRIAL_OF_SHARDS,
-            fix="--batch-size N, with --grad-accum-steps M if it does not fit",
-        )
-    builder.set_default("compile", False, "compiling is not supported with --shard")
-    builder.set_default("jpeg_decoder", "cpu", f"not tried: {auto_batch.NO_TRIAL_OF_SHARDS}")
-
-
-def _fill_stages(builder: _ConfigBuilder, devices: Devices) -> None:
-    """Settings that --stages decides. Raises ConfigError for what it cannot be combined with, as for --shard."""
-    count = builder.get("stages")
-    if devices.count == 1:
-        raise ConfigError(
-            f"--stages {count} needs as many devices, and the run is on one.",
-            fix=f"--devices {count}, or leave out --stages",
-        )
-    check_devices(builder.config, devices.count)
-    for name, cause in (
-        ("compile", "a compiled step would need the whole model at once"),
-        ("auto_batch", auto_batch.NO_TRIAL_OF_SHARDS),
-        ("cuda_graph", "a step has exchanges in its middle"),
-    ):
-        if builder.get(name):
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--stages and --{flag} exclude each other.", cause=cause, fix=f"leave out --{flag}")
-    builder.set_default("compile", False, "compiling is not supported with --stages")
-    builder.set_default("jpeg_decoder", "cpu", f"not tried: {auto_batch.NO_TRIAL_OF_SHARDS}")
+MICRO_BATCHES_PER_STAGE = 4
+"""Four micro-batches per stage: a bubble of at most 20 % (GPipe, Huang et al. 2019, section 2.3)."""
 
 
 def choose_micro_batches(batch_size: int, stages: int, least: int) -> tuple[int, str]:
@@ -512,46 +328,193 @@ def choose_micro_batches(batch_size: int, stages: int, least: int) -> tuple[int,
     return chosen, f"{stages} stages of equal speed would wait {100 * bubble:.0f} % of a step"
 
 
-def _check_sync(builder: _ConfigBuilder, devices: Devices) -> None:
-    """Raises ConfigError for what --sync cannot be combined with. Only for new runs, as for --shard."""
-    method = builder.get("sync")
-    if parse_sync(method).kind in ("plain", "auto"):
-        return
-    if devices.count == 1:
-        raise ConfigError(
-            f"--sync {method} is an exchange between devices, and the run is on one.",
-            fix="--devices N, or leave out --sync",
-        )
-    if builder.get("shard"):
-        raise ConfigError(
-            f"--shard and --sync {method} exclude each other.",
-            cause="a divided model exchanges its weights too, in its own way",
-            fix="leave out one of them",
-        )
+def _check_batch(known: Known) -> None:
+    """Tries the batch, also one that the user set."""
+    _ = known.batch_trial
+    checks.check_micro_batches(known.config, known.devices.count)
 
 
-def _measure_step_s(config: Config, index: Index, device: Device, devices: Devices) -> float:
-    """Seconds of an optimizer step of the chosen batch size, not compiled; tried on the device."""
-    count = config.run.batch_size // (config.optim.grad_accum_steps * devices.count)
-    return auto_batch.make_dry_run(config, index, device).measure_step_s(count) * config.optim.grad_accum_steps
+def derive_backbone_lr_mult(known: Known) -> Choice:
+    """1.0: one learning rate for all weights, as in torchvision's and Detectron2's recipes; 0.3 for ember on a
+    pretrained backbone with frozen norms."""
+    arch, model = known.arch, known.config.model
+    if arch.tuning is not None and arch.urls and model.weights != "none" and model.backbone_norm == "frozen_bn":
+        reason = "its norms are frozen, and its features must not outgrow those of the neck"
+        return arch.tuning.frozen_backbone_lr_mult, reason
+    return 1.0, "one learning rate for all weights, as in torchvision's and Detectron2's recipes"
 
 
-def _choose_decoder(
-    config: Config, index: Index, device: Device, measure_step_s: Callable[[], float], devices: Devices
-) -> tuple[str, str]:
-    """The decoder and the reason; on a GPU both are tried, with a step of the chosen batch size."""
-    if config.run.cache != "none":
-        return "cpu", "decoded images are cached; the CPU decodes each once"
-    data, batch_size = config.data, config.run.batch_size // devices.count
-    return decoder_choice.measure_and_choose_decoder(
-        index,
-        index.image_indices("train"),
-        device,
-        image_size=data.image_size,
-        resize=data.resize,
-        batch_size=batch_size,
-        measure_step_s=lambda: measure_step_s() / batch_size,
+def derive_lr(known: Known) -> Choice:
+    """The recipe's, scaled with the batch size: linearly for sgd, with its square root for adamw.
+
+    SGD: a step with k times the images moves as far as k steps (Goyal et al. 2017, "Accurate, Large Minibatch SGD").
+    AdamW divides by the gradient's magnitude, so the noise must stay the same, which falls with the square root of the
+    batch size (Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms"; Krizhevsky 2014
+    takes the square root for all). Momentum and the betas stay: the linear rule is derived for a fixed momentum, and
+    Malladi's rule for the betas, 1 - k (1 - beta), is not defined for k of 10 and more. The EMA needs no rule: its
+    horizon is a fraction of the length, so it covers the same number of images at any batch size.
+    """
+    base_lr, base_batch_size, source = _reference_lr(known)
+    batch_ratio = known.config.run.batch_size / base_batch_size
+    if known.config.optim.optimizer == "sgd":
+        factor, rule = batch_ratio, "linear rule (Goyal et al. 2017)"
+    else:
+        factor, rule = math.sqrt(batch_ratio), "square root rule (Malladi et al. 2022)"
+    return float(f"{base_lr * factor:.3g}"), f"{source}: {base_lr:g} at {base_batch_size} images, {rule}"
+
+
+def _reference_lr(known: Known) -> tuple[float, int, str]:
+    """(learning rate, its batch size, its source)."""
+    optimizer, recipe = known.config.optim.optimizer, known.recipe
+    if optimizer == recipe.optim.optimizer:
+        return recipe.optim.lr, recipe.run.batch_size, f"recipe {known.arch.recipe}"
+    if optimizer == "adamw":
+        return 1e-3, 16, "usual for adamw"
+    return 0.01, 16, "torchvision's reference"
+
+
+EPOCHS, MIN_STEPS, MAX_IMAGES_SEEN = 12, 1_500, 90_000 * 16
+"""12 epochs (Detectron2's 1x schedule), at least 1,500 steps, at most as many images as this schedule takes on COCO."""
+TINY_EPOCHS = 10
+"""Of the tiny model, which has too few weights to profit from more (LOG.md, "The demo in four minutes")."""
+FROM_SCRATCH_FACTOR = 3
+"""Factor of the length for random weights: a detector then reaches the accuracy of pretrained ones, after three to six
+times as many epochs (He et al. 2018, "Rethinking ImageNet Pre-training", arXiv 1811.08883)."""
+NUM_EVALUATIONS = 12
+"""Evaluations of a training."""
+
+
+def derive_max_duration(known: Known) -> Choice:
+    """12 epochs, three times as many from random weights; at least 1,500 steps."""
+    epochs, steps = _default_length(known, known.config.run.batch_size)
+    full_steps = round(epochs * known.num_images / known.config.run.batch_size)
+    reason = f"{epochs} epochs of {known.num_images:,} images{' from random weights' if epochs > EPOCHS else ''}"
+    if steps != full_steps:
+        bound = "at least" if steps > full_steps else "at most"
+        reason += f" would be {full_steps:,} steps; {bound} {steps:,}"
+    return str(steps), reason
+
+
+def derive_warmup_steps(known: Known) -> Choice:
+    """5 % of the length, at most 500 steps; longer for a batch size above the recipe's."""
+    return choose_warmup_steps(known.total_steps, known.config.run.batch_size / _reference_lr(known)[1])
+
+
+def choose_warmup_steps(total: int | None, batch_ratio: float) -> tuple[int, str]:
+    """Warm-up steps and the reason. total: steps of the run, None if it has a time; batch_ratio: batch size relative to
+    the reference.
+
+    Goyal et al. need a longer warm-up for a larger batch: 5 of 90 epochs, 780 steps, at 32 times their reference. With
+    the square root of the batch size, 500 steps at 16 images become 2,000 at 256, a little over four epochs of COCO.
+    """
+    scale = math.sqrt(max(1.0, batch_ratio))
+    max_steps, fraction = round(500 * scale), min(0.1, 0.05 * scale)
+    if total is None:
+        steps, reason = round(100 * scale), "the number of steps is not known in advance"
+    else:
+        steps = min(max_steps, max(1, int(total * fraction)))
+        reason = f"{fraction * 100:.3g} % of the length, at most {max_steps:,} steps"
+    if scale > 1:
+        reason += f"; longer, as the batch size is {batch_ratio:.3g} times the reference (Goyal et al. 2017)"
+    return steps, reason
+
+
+def derive_eval_every(known: Known) -> Choice:
+    """12 evaluations, at most one per epoch, in at most a tenth of the time."""
+    batch_size, total = known.config.run.batch_size, known.total_steps
+    if total is None:
+        minutes = parse_duration(known.config.run.max_duration).value / NUM_EVALUATIONS
+        return str(Duration(max(0.001, round(minutes, 3)), "minutes")), "12 times in total"
+    # Forward passes cost about a third of a training step.
+    cost_interval = math.ceil(3.5 * known.num_val_images / batch_size)
+    interval = max(math.ceil(known.num_images / batch_size), cost_interval, math.ceil(total / NUM_EVALUATIONS))
+    reason = "at most once per epoch, 12 times in total, and for a tenth of the time"
+    return ("0", f"only at the end: {reason}") if interval >= total else (str(interval), reason)
+
+
+def derive_ema_decay(known: Known) -> Choice:
+    """Averages over about 2 % of the length, at least 10 steps."""
+    if known.total_steps is None:
+        return 0.98, "averages over about 50 steps; the number of steps is not known in advance"
+    horizon = max(10.0, 0.02 * known.total_steps)
+    source = "2 % of the length" if horizon > 10 else "the minimum"
+    return float(f"{min(0.9998, 1 - 1 / horizon):.5g}"), f"averages over about {horizon:.0f} steps, {source}"
+
+
+def _default_length(known: Known, batch_size: int) -> tuple[int, int]:
+    """(epochs, steps), which are more or fewer than the epochs if these were too short or too long."""
+    if known.arch.recipe == "tiny":
+        epochs = TINY_EPOCHS
+    else:
+        epochs = EPOCHS * (FROM_SCRATCH_FACTOR if known.config.model.weights == "none" else 1)
+    max_steps = MAX_IMAGES_SEEN * epochs // EPOCHS // batch_size
+    return epochs, min(max_steps, max(MIN_STEPS, round(epochs * known.num_images / batch_size)))
+
+
+def total_steps(duration: Duration, num_images: int, batch_size: int) -> int | None:
+    """Optimizer steps of a length; None if it is given in minutes."""
+    match duration.unit:
+        case "steps":
+            return int(duration.value)
+        case "epochs":
+            return max(1, math.ceil(duration.value * num_images / batch_size))
+        case "minutes":
+            return None
+
+
+def derive_shuffle_buffer(known: Known) -> Choice:
+    """As many images of shards as a part of the free memory holds; 0 for images that are files."""
+    limit, used = host_memory()
+    return choose_buffer(
+        known.index.image_ranges(known.train_indices),
+        is_in_bucket=known.index.remote_object(int(known.train_indices[0])) is not None,
+        batch_size=known.config.run.batch_size,
+        num_ranks=known.devices.count,
+        memory_bytes=max(0, limit - used) // known.devices.on_host,
     )
+
+
+def derive_cache(known: Known) -> Choice:
+    """Where decoded images fit, if decoding takes longer than reading them."""
+    data, run = known.config.data, known.config.run
+    if run.jpeg_decoder == "nvjpeg":
+        return "none", "--jpeg-decoder nvjpeg: images for a cache are decoded on the CPU"
+    spec = CachedImageSpec.for_augmentation(
+        data.image_size, data.resize, scale_jitter_prob=data.scale_jitter_prob, scale_range=data.scale_range
+    )
+    steps = known.total_steps
+    inputs = cache_policy.collect_cache_inputs(
+        known.index,
+        known.train_indices,
+        spec,
+        max_scale=data.scale_range[1] if data.scale_jitter_prob > 0 else 1.0,
+        epochs=None if steps is None else steps * run.batch_size / known.num_images,
+        workers=run.num_workers or default_num_workers(host_cores(), is_cpu=run.device == "cpu"),
+    )
+    kind, reason = cache_policy.choose_cache(inputs)
+    if kind == "ram" and known.devices.on_host > 1:
+        return "none", f"in memory, each of the {known.devices.on_host} devices would keep all images"
+    return kind, reason
+
+
+def derive_jpeg_decoder(known: Known) -> Choice:
+    """The faster one; on a GPU both are tried, with a step of the chosen batch size."""
+    data, device_batch_size = known.config.data, known.config.run.batch_size // known.devices.count
+    if known.divided_by:
+        return "cpu", f"not tried: {auto_batch.NO_TRIAL_OF_SHARDS}"
+    if known.config.run.cache != "none":
+        return "cpu", "decoded images are cached; the CPU decodes each once"
+    return decoder_choice.measure_and_choose_decoder(
+        known.index, known.train_indices, known.device, image_size=data.image_size, resize=data.resize,
+        batch_size=device_batch_size, measure_step_s=lambda: known.step_s / device_batch_size,
+    )  # fmt: skip
+
+
+def derive_compile(known: Known) -> Choice:
+    """Yes for long runs on CUDA."""
+    if known.divided_by:
+        return False, f"compiling is not supported with {known.divided_by}"
+    return choose_compile(known.config, known.num_images, known.device, lambda: known.step_s)
 
 
 COMPILE_PAYS_FROM_S = 5 * 60.0
@@ -591,109 +554,85 @@ def missing_for_compile() -> str | None:
     return None
 
 
-def _reference_lr(recipe: str, optimizer: str) -> tuple[float, int, str]:
-    """(learning rate, its batch size, its source)."""
-    recipe_config = RECIPES[recipe]()
-    if optimizer == recipe_config.optim.optimizer:
-        return recipe_config.optim.lr, recipe_config.run.batch_size, f"recipe {recipe}"
-    if optimizer == "adamw":
-        return 1e-3, 16, "usual for adamw"
-    return 0.01, 16, "torchvision's reference"
-
-
-def choose_warmup_steps(total: int | None, batch_ratio: float) -> tuple[int, str]:
-    """Warm-up steps and the reason. total: steps of the run, None if it has a time; batch_ratio: batch size relative to
-    the reference.
-
-    Goyal et al. need a longer warm-up for a larger batch: 5 of 90 epochs, 780 steps, at 32 times their reference. With
-    the square root of the batch size, 500 steps at 16 images become 2,000 at 256, a little over four epochs of COCO.
-    """
-    scale = math.sqrt(max(1.0, batch_ratio))
-    max_steps, fraction = round(500 * scale), min(0.1, 0.05 * scale)
-    if total is None:
-        steps, reason = round(100 * scale), "the number of steps is not known in advance"
-    else:
-        steps = min(max_steps, max(1, int(total * fraction)))
-        reason = f"{fraction * 100:.3g} % of the length, at most {max_steps:,} steps"
-    if scale > 1:
-        reason += f"; longer, as the batch size is {batch_ratio:.3g} times the reference (Goyal et al. 2017)"
-    return steps, reason
-
-
-def _fill_duration(builder: _ConfigBuilder, num_images: int, num_val_images: int) -> None:
-    set_default, get = builder.set_default, builder.get
-    batch_size = get("batch_size")
-    steps_per_epoch = num_images / batch_size
-    epochs = _default_epochs(get_architecture(get("model")), get("weights"))
-    full_steps, steps = round(epochs * steps_per_epoch), _default_steps(epochs, num_images, batch_size)
-    reason = f"{epochs} epochs of {num_images:,} images{' from random weights' if epochs > EPOCHS else ''}"
-    if steps != full_steps:
-        bound = "at least" if steps > full_steps else "at most"
-        reason += f" would be {full_steps:,} steps; {bound} {steps:,}"
-    set_default("max_duration", str(steps), reason)
-    duration = parse_duration(get("max_duration"))
-    total = total_steps(duration, num_images, batch_size)
-    batch_ratio = batch_size / _reference_lr(get_architecture(get("model")).recipe, get("optimizer"))[1]
-    if total is None:
-        set_default("warmup_steps", *choose_warmup_steps(None, batch_ratio))
-        eval_duration = Duration(max(0.001, round(duration.value / NUM_EVALUATIONS, 3)), "minutes")
-        set_default("eval_every", str(eval_duration), "12 times in total")
-        set_default("ema_decay", 0.98, "averages over about 50 steps; the number of steps is not known in advance")
-        return
-    set_default("warmup_steps", *choose_warmup_steps(total, batch_ratio))
-    # Forward passes cost about a third of a training step; evaluation may cost a tenth of training.
-    cost_interval = math.ceil(3.5 * num_val_images / batch_size)
-    interval = max(math.ceil(steps_per_epoch), cost_interval, math.ceil(total / NUM_EVALUATIONS))
-    reason = "at most once per epoch, 12 times in total, and for a tenth of the time"
-    if interval >= total:
-        set_default("eval_every", "0", f"only at the end: {reason}")
-    else:
-        set_default("eval_every", str(interval), reason)
-    horizon = max(10.0, 0.02 * total)
-    horizon_reason = "2 % of the length" if horizon > 10 else "the minimum"
-    set_default(
-        "ema_decay",
-        float(f"{min(0.9998, 1 - 1 / horizon):.5g}"),
-        f"averages over about {horizon:.0f} steps, {horizon_reason}",
-    )
-
-
-def _default_epochs(arch: Architecture, weights: str) -> int:
-    if arch.recipe == "tiny":
-        return TINY_EPOCHS
-    return EPOCHS * (FROM_SCRATCH_FACTOR if weights == "none" else 1)
-
-
-def _default_steps(epochs: int, num_images: int, batch_size: int) -> int:
-    max_steps = MAX_IMAGES_SEEN * epochs // EPOCHS // batch_size
-    return min(max_steps, max(MIN_STEPS, round(epochs * num_images / batch_size)))
-
-
-def views_per_image(
-    max_duration: str | None, epochs: int, num_images: int, batch_size: int, images_per_second: float | None = None
-) -> float | None:
-    """How often each image is seen in the requested length, or in the default one for so many epochs.
-
-    images_per_second: for a length in minutes; without it, the result is None for such a length.
-    """
-    duration = None if max_duration is None else parse_duration(max_duration)
-    steps = (
-        _default_steps(epochs, num_images, batch_size)
-        if duration is None
-        else total_steps(duration, num_images, batch_size)
-    )
-    if steps is not None:
-        return steps * batch_size / max(1, num_images)
-    assert duration is not None
-    return None if images_per_second is None else duration.value * 60 * images_per_second / max(1, num_images)
-
-
-def total_steps(duration: Duration, num_images: int, batch_size: int) -> int | None:
-    """Optimizer steps of a length; None if it is given in minutes."""
-    match duration.unit:
-        case "steps":
-            return int(duration.value)
-        case "epochs":
-            return max(1, math.ceil(duration.value * num_images / batch_size))
-        case "minutes":
-            return None
+SETTINGS: dict[str, Row] = {
+    # The model and its input.
+    "model": derive_model,
+    "weights": derive_weights,
+    "format": derive_format,
+    "classes": ((), "every class of the data set"),
+    "val_fraction": (0.1, "a tenth, if the data set has no validation split"),
+    "split_method": ("stratified", "every class has its fraction in the validation split"),
+    "max_bad_fraction": (DEFAULT_MAX_BAD_FRACTION, "more bad files mean a wrong path or a broken copy"),
+    "max_bad_boxes": (DEFAULT_MAX_BAD_BOXES, "more bad boxes mean a wrong list of classes or wrong coordinates"),
+    "allow_outside": (False, "the files of others should not name yours"),
+    "resize": ("letterbox", "keeps the aspect ratio of the images"),
+    "image_size": derive_image_size,
+    "augment": ("default", "varies the images against overfitting"),
+    "hflip": (0.5, "as torchvision's detection references"),
+    "scale_jitter_prob": derive_scale_jitter_prob,
+    "scale_range": derive_scale_range,
+    "min_object_covered": (0.5, "a crop shows at least half of one object (SSD: 0.1 to 0.9)"),
+    "brightness": (0.125, "as SSD: 32 of 255"),
+    "contrast": (0.125, "a quarter of SSD's: mild; more was not measured"),
+    "saturation": (0.125, "a quarter of SSD's: mild; more was not measured"),
+    "hue": (0.0, "classes may differ by color alone"),
+    "mosaic": (0.0, "helps in long training only: objects at half their size, next to seams"),
+    "backbone_norm": derive_backbone_norm,
+    "trainable_backbone_layers": derive_trainable_backbone_layers,
+    "anchor_sizes": derive_anchor_sizes,
+    **dict.fromkeys(
+        ("anchor_scales", "aspect_ratios", "fg_iou_thresh", "bg_iou_thresh", "focal_alpha", "focal_gamma", "box_loss",
+         "reduced_tail", "nms_free", "depthwise")
+    ),
+    "activation_checkpointing": (False, "the batch fits without"),
+    # The device and the batch.
+    "device": derive_device,
+    "precision": derive_precision,
+    "workers": derive_workers,
+    "worker_processes": ("auto", "processes on 8 or more cores that feed a GPU, else threads"),
+    "seed": (0, "the same command gives the same run"),
+    "sync": ("plain", "gradients are averaged exactly, in every step"),
+    "shard": (False, "each device has the whole model"),
+    "stages": (1, "each device has the whole model"),
+    "cuda_graph": (False, "no GPU has shown yet that it pays; --cuda-graph tries it"),
+    **dict.fromkeys(("optimizer", "lr_scheduler", "weight_decay", "momentum")),
+    "backbone_lr_mult": derive_backbone_lr_mult,
+    "clip_grad_norm": (10.0, "clips outliers only; a typical norm is 1 to 5"),
+    "auto_batch": (False, "the recipe's batch size, or smaller micro-batches if it does not fit"),
+    "batch_size": derive_batch_size,
+    "grad_accum_steps": derive_grad_accum_steps,
+    # The learning rate and the length.
+    "lr": derive_lr,
+    "max_duration": derive_max_duration,
+    "warmup_steps": derive_warmup_steps,
+    "eval_every": derive_eval_every,
+    "patience": (0, "the learning rate schedule is for the whole length"),
+    "ema_decay": derive_ema_decay,
+    "max_skipped_steps": (20, "twenty skipped steps in a row are not an accident"),
+    "checkpoint_every": ("2min", "a killed run loses at most two minutes; saving is in the background"),
+    "price_per_device_hour": (0.0, "unknown"),
+    # Loading and compiling.
+    "shuffle_buffer": derive_shuffle_buffer,
+    "cache": derive_cache,
+    "jpeg_decoder": derive_jpeg_decoder,
+    "compile": derive_compile,
+}  # fmt: skip
+"""Setting → its value and reason, or the function that derives them from what is above it. None: the recipe has it
+(`config/recipes.py`), or the model's row of MODELS (`models/table.py`), or the run goes without."""
+MODEL_INPUT = [name for name in SETTINGS if name in ("model", "weights") or SECTION_OF[name] == "data"]
+"""Settings that decide what images a model gets."""
+TRIED = (
+    "precision", "workers", "grad_accum_steps", "lr", "shuffle_buffer", "cache", "jpeg_decoder", "compile",
+)  # fmt: skip
+"""Settings that depend on the device and what was tried on it."""
+CHECKS: dict[str, Callable[[Known], None]] = {
+    "model": lambda known: check_settings(known.config.model),
+    "image_size": lambda known: check_image_size(known.config),
+    **dict.fromkeys(
+        ("reduced_tail", "nms_free", "depthwise"),
+        lambda known: checks.check_options(known.config.model, known.options_of_weights),
+    ),
+    "stages": lambda known: checks.check_devices(known.config, known.num_devices),
+    "grad_accum_steps": _check_batch,
+}
+"""Setting → check of its value, the user's or a derived one, against what is above it."""
