@@ -1,4 +1,4 @@
-"""All causes and their rules, in one list. What ended a job is in `failure_signatures/`.
+"""All causes and their rules, in one list. What ended a job is in `endings.py`.
 
 Each file of `causes/` has rows and the rules next to them; here they are collected, without a registry.
 """

@@ -1,0 +1,14 @@
+"""What is known about the world, as TOML files: a row more is a change of data. `read_toml` reads one of them; the
+schema and the code that uses it are where it is needed. No rules and no computations here.
+
+endings.toml: the ways in which jobs end (`diagnosis/endings.py`).
+"""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+
+def read_toml(name: str) -> dict[str, Any]:
+    """The tables of a file of this folder, in its order. Each call parses it: callers cache what they need."""
+    return tomllib.loads((Path(__file__).parent / name).read_text(encoding="utf-8"))
