@@ -13,7 +13,7 @@ from stoker.config.settings import SECTION_OF
 from stoker.diagnosis import causes
 from stoker.diagnosis.catalog import CATALOG, RULES, catalog_hash
 from stoker.diagnosis.causes.cause import COMMON_THRESHOLDS, REASONS, Cause, Threshold
-from stoker.diagnosis.failure_signatures import FAILURE_SIGNATURES
+from stoker.diagnosis.endings import endings
 from stoker.diagnosis.notes import NOTES
 from stoker.diagnosis.xids import XIDS
 from stoker.runs.schemas import PROBE_KINDS
@@ -26,14 +26,14 @@ CAUSES_FOLDER = Path(causes.__file__).parent
 
 
 def test_every_reason_has_a_cause_or_a_failure() -> None:
-    assert set(REASONS) == {row.reason for row in (*CATALOG.values(), *FAILURE_SIGNATURES.values())}
+    assert set(REASONS) == {row.reason for row in (*CATALOG.values(), *endings().values())}
     assert set(REASONS[:7]) <= {cause.reason for cause in CATALOG.values()}
 
 
 def test_every_cause_is_listed_once_with_the_rule_of_its_name() -> None:
     assert [rule.__name__ for _, rule in RULES] == [cause.id for cause, _ in RULES]
     assert len(CATALOG) == len(RULES)
-    assert not CATALOG.keys() & (FAILURE_SIGNATURES.keys() | {kind.id for kind in NOTES})
+    assert not CATALOG.keys() & (endings().keys() | {kind.id for kind in NOTES})
     for file in CAUSES_FOLDER.glob("*.py"):
         rows = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.Assign) and _is_cause(node)]
         assert len(rows) <= 3, file.name
@@ -53,13 +53,13 @@ def _id_of(node: ast.Assign) -> str:
 
 def test_old_ids_lead_to_ids_of_now() -> None:
     notes = {kind.id for kind in NOTES}
-    assert set(old_names.CAUSES.values()) <= CATALOG.keys() | FAILURE_SIGNATURES.keys() | notes
+    assert set(old_names.CAUSES.values()) <= CATALOG.keys() | endings().keys() | notes
     assert not old_names.CAUSES.keys() & CATALOG.keys()
 
 
 def test_the_page_is_generated_from_the_catalog() -> None:
     assert PAGE.read_text() == render_page(), "python -m tests.diagnosis.catalog_page > docs/causes.md"
-    for name in (*CATALOG, *FAILURE_SIGNATURES):
+    for name in (*CATALOG, *endings()):
         assert render_page().count(f"### `{name}`") == 1
 
 
