@@ -1,6 +1,6 @@
 """All causes and their rules, in one list. What ended a job is in `endings.py`.
 
-Each file of `causes/` has rows and the rules next to them; here they are collected, without a registry.
+Each file of `causes/` has rules, `knowledge/causes.toml` their rows; here they are collected, without a registry.
 """
 
 import hashlib

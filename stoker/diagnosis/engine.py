@@ -1,6 +1,7 @@
 """Runs all rules on a run's records: weighs experiments, leaves out superseded causes, sorts the findings.
 
-The rules are in `causes/`, listed by `catalog.py`; `reader.py` reads the records; `postmortem.py` explains an end.
+The rules are in `causes/`, listed by `catalog.py`, their thresholds in `knowledge/causes.toml`; `reader.py` reads the
+records; `postmortem.py` explains an end.
 """
 
 from pathlib import Path

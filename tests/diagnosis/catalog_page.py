@@ -28,8 +28,8 @@ def _page_lines() -> Iterator[str]:
     yield ""
     yield (
         f"What `stoker why` can find in a run: {len(causes)} causes of lost time, lost quality or a coming failure, "
-        f"{len(failures)} ways to end, and {len(NOTES)} notes. Generated from `stoker/diagnosis/causes/`, "
-        "`knowledge/endings.toml` and `notes.py` by `python -m tests.diagnosis.catalog_page > docs/causes.md`; do not "
+        f"{len(failures)} ways to end, and {len(NOTES)} notes. Generated from `stoker/knowledge/causes.toml`, "
+        "`endings.toml` and `notes.py` by `python -m tests.diagnosis.catalog_page > docs/causes.md`; do not "
         f"edit it here. The catalog's hash is `{catalog_hash()}`: equal hashes mean equal thresholds. How to add a "
         "cause: [add-a-cause.md](add-a-cause.md)."
     )

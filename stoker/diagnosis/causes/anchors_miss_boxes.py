@@ -1,26 +1,11 @@
 """The anchors do not fit the boxes of the data set."""
 
-from stoker.diagnosis.causes.cause import Cause, Threshold
+from stoker.diagnosis.causes.cause import find_cause
 from stoker.diagnosis.causes.shared import make_evidence, make_finding, percent
 from stoker.diagnosis.run_data import RunRecords
 from stoker.runs.schemas import Finding
 
-ANCHORS_MISS_BOXES = Cause(
-    id="anchors_miss_boxes",
-    title="The anchors do not fit the boxes of the data",
-    reason="architecture and hyper-parameters",
-    symptom="recall stays low for some sizes; few anchors are positive",
-    required_records=("events.jsonl: info with data.facts.anchor_coverage",),
-    warning_threshold=0.60,
-    critical_threshold=0.25,
-    lower_is_worse=True,
-    metric="fraction of the boxes that overlap some anchor at their center with an IoU of 0.5 or more",
-    source="heuristic: RetinaNet's anchors match more than nine tenths of COCO's boxes so (`stoker data stats`)",
-    thresholds={"boxes": Threshold(50, "boxes; fewer are no sample (heuristic)")},
-    confidence=0.7,
-    fix="Use the sizes that `stoker data stats` proposes",
-    command="--anchor-sizes",
-)
+ANCHORS_MISS_BOXES = find_cause("anchors_miss_boxes")
 
 
 def anchors_miss_boxes(run: RunRecords) -> Finding | None:

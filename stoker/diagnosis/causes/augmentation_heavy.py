@@ -1,37 +1,13 @@
 """The augmentation is stronger than that of published recipes."""
 
 from stoker.config.durations import parse_duration
-from stoker.diagnosis.causes.cause import Cause, Threshold
+from stoker.diagnosis.causes.cause import find_cause
 from stoker.diagnosis.causes.shared import make_evidence, make_finding
 from stoker.diagnosis.run_data import RunRecords
 from stoker.errors import ConfigError
 from stoker.runs.schemas import Finding
 
-AUGMENTATION_HEAVY = Cause(
-    id="augmentation_heavy",
-    title="The augmentation is too strong",
-    reason="architecture and hyper-parameters",
-    symptom="`stoker data preview` shows images that a person could not label; the loss stays high",
-    required_records=("config.toml: data",),
-    info_threshold=1,
-    warning_threshold=2,
-    metric="settings beyond their limit",
-    source="the strongest that published recipes use; see the limits",
-    thresholds={
-        "brightness": Threshold(0.5, "SSD (Liu et al. 2016) has 0.125"),
-        "contrast": Threshold(0.6, "SSD has 0.5"),
-        "saturation": Threshold(0.8, "SSD has 0.5, YOLOv8 0.7"),
-        "hue": Threshold(0.1, "SSD has 0.05, YOLOv8 0.015"),
-        "scale_range": Threshold(
-            20.0, "largest over smallest scale: large-scale jittering (Ghiasi et al. 2021) has 0.1 to 2"
-        ),
-        "mosaic": Threshold(0.5, "in training shorter than `mosaic_epochs`"),
-        "mosaic_epochs": Threshold(24, "YOLOX and YOLOv8 train 100 to 300 epochs with it; a 2x schedule is 24"),
-    },
-    confidence=0.5,
-    fix="Use the defaults (leave the flags out), and look at `stoker data preview`",
-    command="--augment default",
-)
+AUGMENTATION_HEAVY = find_cause("augmentation_heavy")
 
 
 def augmentation_heavy(run: RunRecords) -> Finding | None:

@@ -1,59 +1,14 @@
 """Training diverges: the loss became NaN, or training is unstable (skipped steps, rollbacks, loss spikes)."""
 
-from stoker.diagnosis.causes.cause import Cause, Severity, Threshold, worst
+from stoker.diagnosis.causes.cause import Severity, find_cause, worst
 from stoker.diagnosis.causes.learning_rate import event_evidence, lr_command, lr_evidence
 from stoker.diagnosis.causes.shared import make_evidence, make_finding
 from stoker.diagnosis.run_data import MAX_EXAMPLES, RunRecords
 from stoker.runs.schemas import Evidence, Finding
 
-NON_FINITE_LOSS = Cause(
-    id="non_finite_loss",
-    title="The loss became NaN or infinite",
-    reason="failure: divergence",
-    symptom="the job continues, its loss is NaN, and it learns nothing from then on",
-    required_records=("events.jsonl: warning with data.not_finite, or steps.jsonl: losses that end",),
-    critical_threshold=1,
-    metric="1: it became NaN or infinite and did not come back",
-    source="any is one too many: all that follows is lost",
-    thresholds={"windows": Threshold(3, "windows of steps without a finite loss, after some that had one (heuristic)")},
-    supersedes=("lr_too_high", "unstable_training"),
-    confidence=0.9,
-    fix="Use a lower learning rate, a longer warm-up, gradient clipping; then look for boxes without area",
-    command="--lr",
-)
+NON_FINITE_LOSS = find_cause("non_finite_loss")
 
-UNSTABLE_TRAINING = Cause(
-    id="unstable_training",
-    title="Training is unstable: steps were skipped, rolled back, or the loss jumped",
-    reason="failure: divergence",
-    symptom="the loss is far above its curve for a while, or the step number jumps back and the learning rate is a "
-    "third from then on; images are read and nothing is learned from them",
-    required_records=("steps.jsonl: skipped_steps", "events.jsonl: rolled_back, loss_spike"),
-    warning_threshold=0.005,
-    critical_threshold=0.10,
-    metric="skipped steps, fraction of all steps; or the number of rollbacks; or the number of loss spikes",
-    source="skipped steps: ten times what fp16 loss scaling skips by itself (torch.amp.GradScaler grows every 2,000 "
-    "steps); the numbers of rollbacks and loss spikes: heuristic",
-    thresholds={
-        "rollbacks_warning": Threshold(
-            1, "rollbacks: what was learned in between is lost, the rest is learned more slowly"
-        ),
-        "rollbacks_critical": Threshold(2, "rollbacks that are critical"),
-        "spikes_warning": Threshold(
-            2,
-            "jumps to twice the running median and eight standard deviations above it (training/stability.py); "
-            "training recovers from a single one",
-        ),
-        "spikes_critical": Threshold(10, "jumps that are critical"),
-    },
-    confidence=0.9,
-    fix="Use a lower --lr (after a rollback at most the one that training continued with), more --warmup-steps, "
-    "--clip-grad-norm 1, or --precision bf16 or fp32; if the loss jumps at the same images in every epoch, look for "
-    "broken boxes with `stoker data check`",
-    external_fix="Use a lower learning rate, a longer warm-up, gradient clipping, or bf16 or fp32 instead of fp16; if "
-    "the loss jumps at the same images in every epoch, look at their boxes",
-    command="--lr",
-)
+UNSTABLE_TRAINING = find_cause("unstable_training")
 
 
 def non_finite_loss(run: RunRecords) -> Finding | None:

@@ -1,9 +1,8 @@
 """The process will run out of file descriptors."""
 
-from stoker.diagnosis.causes.cause import HEURISTIC, Cause, Threshold
+from stoker.diagnosis.causes.cause import find_cause
 from stoker.diagnosis.causes.host_memory import HOST_MEMORY_LEAK
 from stoker.diagnosis.causes.shared import (
-    STEADY_GROWTH,
     fit_steady_growth,
     format_duration,
     make_evidence,
@@ -12,24 +11,7 @@ from stoker.diagnosis.causes.shared import (
 from stoker.diagnosis.run_data import RunRecords
 from stoker.runs.schemas import Finding
 
-FD_LIMIT_NEAR = Cause(
-    id="fd_limit_near",
-    title="The process will run out of file descriptors",
-    reason="failure: paths or environment",
-    symptom="OSError: [Errno 24] Too many open files, often in a loader worker, hours in",
-    required_records=("devices.jsonl: open_fds, max_fds",),
-    warning_threshold=0.80,
-    critical_threshold=0.95,
-    metric="open file descriptors of one process, fraction of its limit; steady growth that reaches the limit within "
-    "a day counts as a warning",
-    source=HEURISTIC,
-    thresholds=STEADY_GROWTH
-    | {"min_growth": Threshold(30, "more open files, in a straight line, that are a leak (heuristic)")},
-    confidence=0.8,
-    fix="Close opened files (with open(…)); torch.multiprocessing.set_sharing_strategy('file_system'); `ulimit -n "
-    "65536` to gain time",
-    command="ulimit -n 65536",
-)
+FD_LIMIT_NEAR = find_cause("fd_limit_near")
 
 
 def fd_limit_near(run: RunRecords) -> Finding | None:

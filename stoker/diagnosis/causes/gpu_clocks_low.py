@@ -1,6 +1,6 @@
 """The GPU runs below its clock: because of heat, of its power limit, or because someone set the clock."""
 
-from stoker.diagnosis.causes.cause import SEVERITIES, Cause, Severity, Threshold
+from stoker.diagnosis.causes.cause import SEVERITIES, Severity, find_cause
 from stoker.diagnosis.causes.shared import make_evidence, make_finding, percent
 from stoker.diagnosis.run_data import GpuStats, RunRecords
 from stoker.runs.schemas import Evidence, Finding
@@ -17,36 +17,7 @@ _BY_REASON = (
 )
 """Confidence, fix, command: of heat, of the power limit, of a set clock."""
 
-GPU_CLOCKS_LOW = Cause(
-    id="gpu_clocks_low",
-    title="The GPU runs below its clock",
-    reason="allocation and scheduling",
-    symptom="clocks fall after some minutes of load and the temperature is at its limit; or the power is at its "
-    "limit; or the clock stays at one low value",
-    required_records=("devices.jsonl: gpus.sm_clock_mhz, sm_clock_max_mhz, utilization, throttle_reasons",),
-    info_threshold=0.20,
-    warning_threshold=0.35,
-    metric="fraction of the maximum clock that is missing under load; with heat, fraction of the samples with a "
-    "thermal slowdown",
-    source="heuristic; the reasons are NVML's (NVML manual, nvmlClocksEventReasons: SwThermalSlowdown, "
-    "HwThermalSlowdown, HwSlowdown; SwPowerCap, HwPowerBrake; ApplicationsClocksSetting)",
-    thresholds={
-        "min_busy_utilization": Threshold(0.5, "utilization of a GPU's sample from which it counts"),
-        "min_samples": Threshold(5, "such samples, at least (heuristic)"),
-        "hot_warning": Threshold(0.10, "fraction of those samples with a thermal slowdown (heuristic)"),
-        "hot_critical": Threshold(0.50, "the same, critical"),
-        "min_capped_fraction": Threshold(
-            0.5, "fraction of those samples at the power limit, from which the limit is the reason (heuristic)"
-        ),
-        "capped_info": Threshold(
-            0.15, "missing clock at the power limit: large GPUs at full load lose some of their clock to it by design"
-        ),
-        "capped_warning": Threshold(0.30, "the same, a warning (heuristic)"),
-    },
-    confidence=0.8,
-    fix=f"{_HEAT_FIX}. Power: {_POWER_FIX}. A set clock: {_SET_CLOCK_FIX}",
-    command="nvidia-smi -q -d CLOCK,POWER,TEMPERATURE",
-)
+GPU_CLOCKS_LOW = find_cause("gpu_clocks_low")
 
 
 def gpu_clocks_low(run: RunRecords) -> Finding | None:

@@ -1,6 +1,6 @@
 """Errors of the GPU hardware and its driver: Xid errors, and memory errors that ECC counted."""
 
-from stoker.diagnosis.causes.cause import Cause, Severity, Threshold, worst
+from stoker.diagnosis.causes.cause import Severity, find_cause, worst
 from stoker.diagnosis.causes.shared import make_evidence, make_finding
 from stoker.diagnosis.run_data import RunRecords
 from stoker.diagnosis.xids import UNKNOWN_XID, XIDS
@@ -8,30 +8,7 @@ from stoker.runs.schemas import Evidence, Finding
 
 _MAX_XID_LINES = 5
 
-GPU_ERRORS = Cause(
-    id="gpu_errors",
-    title="The GPU or its driver reported errors (Xid, ECC)",
-    reason="failure: driver or library mismatch",
-    symptom="lines 'NVRM: Xid' in the kernel's log, or counters of memory errors that grow; the job may die soon, or "
-    "compute wrong numbers",
-    required_records=("devices.jsonl: gpus.xids, ecc_corrected, ecc_uncorrected, or events.jsonl: gpu_fault",),
-    warning_threshold=1,
-    critical_threshold=2,
-    metric="1: an Xid error that is mostly the program's; 2: one of the machine, or one that NVIDIA does not "
-    "attribute; or the memory errors during the run",
-    source="NVIDIA, XID Errors (docs.nvidia.com/deploy/xid-errors; the table is in stoker/diagnosis/xids.py); NVIDIA, "
-    "GPU Memory Error Management: an uncorrected error ends the program. The counts of corrected errors: heuristic",
-    thresholds={
-        "corrected_info": Threshold(1, "memory errors that were corrected"),
-        "corrected_warning": Threshold(100, "the same, a warning"),
-        "corrected_critical": Threshold(1_000_000, "the same, critical"),
-        "uncorrected": Threshold(1_000_000, "corrected errors that an uncorrected one counts as"),
-    },
-    confidence=0.9,
-    fix="Do what the evidence says about the number; memory errors: restart the machine, which retires or remaps the "
-    "rows; if they come again, or if the machine is to blame, use another machine and report this one",
-    command="dmesg | grep -i xid",
-)
+GPU_ERRORS = find_cause("gpu_errors")
 
 
 def gpu_errors(run: RunRecords) -> Finding | None:

@@ -1,10 +1,8 @@
 """The GPU's memory: nearly full, by the program or by fragments; or a leak that will fill it."""
 
-from stoker.diagnosis.causes.cause import Cause, Threshold
+from stoker.diagnosis.causes.cause import find_cause
 from stoker.diagnosis.causes.host_memory import (
     GIB,
-    LEAK_HOURS_SOURCE,
-    MEMORY_GROWTH,
     fit_memory_leak,
     time_to_full_evidence,
 )
@@ -12,53 +10,9 @@ from stoker.diagnosis.causes.shared import make_evidence, make_finding
 from stoker.diagnosis.run_data import RunRecords
 from stoker.runs.schemas import Finding
 
-GPU_MEMORY_NEAR_LIMIT = Cause(
-    id="gpu_memory_near_limit",
-    title="GPU memory is nearly full",
-    reason="failure: GPU memory",
-    symptom="torch.OutOfMemoryError, often hours in, at an unusual batch or after an evaluation; if the memory is "
-    "fragmented, the driver shows a full GPU and the program uses far less",
-    required_records=(
-        "steps.jsonl: memory_peak_bytes",
-        "devices.jsonl: gpus.memory_total_bytes (fragments: memory_used_bytes, other_processes)",
-    ),
-    warning_threshold=0.95,
-    metric="peak memory that the program allocated, fraction of the smallest GPU; or what the driver shows beyond it, "
-    "if the GPU is nearly full and no other process is on it",
-    source="heuristic: the next larger batch of boxes or the next fragment has to fit into the rest; the CUDA context "
-    "takes under 1 GiB",
-    thresholds={
-        "min_used_fraction": Threshold(
-            0.9, "fraction of the memory that the driver shows as used, from which fragments matter (heuristic)"
-        ),
-        "fragmented": Threshold(0.25, "fraction of the memory that is used and not allocated (heuristic)"),
-    },
-    confidence=0.8,
-    fix="Use a smaller --batch-size or --image-size, or --grad-accum-steps 2; if it is fragmented, fixed shapes and "
-    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-    external_fix="Use a smaller batch with gradient accumulation, smaller images, or activation checkpointing; if it "
-    "is fragmented, fixed shapes and PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-    command="--grad-accum-steps 2",
-    config_patch={"grad_accum_steps": 2},
-)
+GPU_MEMORY_NEAR_LIMIT = find_cause("gpu_memory_near_limit")
 
-GPU_MEMORY_LEAK = Cause(
-    id="gpu_memory_leak",
-    title="The GPU's memory fills up",
-    reason="failure: GPU memory",
-    symptom="torch.OutOfMemoryError hours in, at an ordinary batch",
-    required_records=("devices.jsonl: gpus.memory_used_bytes, memory_total_bytes",),
-    warning_threshold=24.0,
-    critical_threshold=1.0,
-    lower_is_worse=True,
-    metric="hours until it is full at the steady growth that was seen",
-    source=LEAK_HOURS_SOURCE,
-    thresholds=MEMORY_GROWTH,
-    confidence=0.75,
-    fix="Tensors that are kept with their graph are the usual cause: .detach() or float() what is collected over steps "
-    "(losses, predictions); for varying shapes: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-    command="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-)
+GPU_MEMORY_LEAK = find_cause("gpu_memory_leak")
 
 
 def gpu_memory_near_limit(run: RunRecords) -> Finding | None:

@@ -1,8 +1,7 @@
 """The host's memory: nearly full, under pressure, already the reason of kills; or a leak that will fill it."""
 
-from stoker.diagnosis.causes.cause import Cause, Severity, Threshold, worst
+from stoker.diagnosis.causes.cause import Severity, find_cause, worst
 from stoker.diagnosis.causes.shared import (
-    STEADY_GROWTH,
     fit_steady_growth,
     format_duration,
     make_evidence,
@@ -15,58 +14,10 @@ from stoker.runs.schemas import Evidence, Finding
 
 GIB = 2**30
 
-MEMORY_GROWTH = STEADY_GROWTH | {
-    "min_growth_bytes": Threshold(
-        64 * 2**20,
-        "growth below which allocators explain it: a healthy run on the demo grows by 25 MiB in its first half minute",
-    )
-}
-LEAK_HOURS_SOURCE = "heuristic: a training takes a day; memory that would be full within a day ends it"
 
-HOST_MEMORY_NEAR_LIMIT = Cause(
-    id="host_memory_near_limit",
-    title="Host memory is nearly full",
-    reason="memory",
-    symptom="the kernel kills the process (exit 137) or its loader workers without a message; or everything is slow by "
-    "turns, and swap is used",
-    required_records=(
-        "devices.jsonl: memory_used_bytes, memory_limit_bytes, or psi_memory, swap_used_bytes, or oom_kills",
-    ),
-    warning_threshold=0.90,
-    critical_threshold=0.97,
-    metric="peak memory in use, fraction of the limit (of the machine, or of the container if that is lower); or the "
-    "memory pressure; or the processes that the kernel killed (any is critical)",
-    source="heuristic: the next larger batch of boxes or the next fork has to fit into the rest. Pressure: "
-    "systemd-oomd and Meta's oomd act on 10 to 60 % (their manuals' examples)",
-    thresholds={
-        "pressure_warning": Threshold(0.10, "fraction of the time in which some task waited for memory"),
-        "pressure_critical": Threshold(0.40, "the same, critical"),
-        "swap_bytes": Threshold(2.0 * GIB, "growth of the swap that counts like a pressure of 1 (heuristic)"),
-    },
-    confidence=0.85,
-    fix="Use fewer --workers, a smaller --batch-size, a smaller cache (--cache disk instead of ram), a higher memory "
-    "limit of the container, or fewer other processes",
-    external_fix="Use fewer loader workers, a smaller cache, prefetch or batch, a higher memory limit of the "
-    "container, or fewer other processes",
-    command="--workers",
-)
+HOST_MEMORY_NEAR_LIMIT = find_cause("host_memory_near_limit")
 
-HOST_MEMORY_LEAK = Cause(
-    id="host_memory_leak",
-    title="The job's memory on the host grows steadily",
-    reason="failure: host memory",
-    symptom="resident memory rises in a straight line; hours later the kernel kills the job",
-    required_records=("devices.jsonl: rss_bytes, memory_used_bytes, memory_limit_bytes",),
-    warning_threshold=24.0,
-    critical_threshold=1.0,
-    lower_is_worse=True,
-    metric="hours until the limit at the steady growth after the start",
-    source=LEAK_HOURS_SOURCE,
-    thresholds=MEMORY_GROWTH,
-    confidence=0.75,
-    fix="Look for what the loop appends to and never empties: histories of losses or predictions, caches without a "
-    "limit; in DataLoader workers, Python lists that are copied page by page (keep annotations in numpy or Arrow)",
-)
+HOST_MEMORY_LEAK = find_cause("host_memory_leak")
 
 
 def host_memory_near_limit(run: RunRecords) -> Finding | None:

@@ -6,99 +6,17 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from stoker.diagnosis.causes.cause import Cause, Threshold
+from stoker.diagnosis.causes.cause import Cause, find_cause
 from stoker.diagnosis.causes.shared import is_long_enough, make_evidence, make_finding
 from stoker.diagnosis.run_data import MAX_EXAMPLES, RunRecords
 from stoker.diagnosis.series import TimeSeries
 from stoker.runs.schemas import Event, Evidence, Finding
 
-_SOURCE = "training/stability.py has the thresholds of a run of `stoker train`; for other jobs the thresholds below"
 _ALL_STEPS_LOST = "all of the time in steps: {} was learned in it"
 
-LR_TOO_HIGH = Cause(
-    id="lr_too_high",
-    title="The learning rate looks too high",
-    reason="architecture and hyper-parameters",
-    symptom="the loss rises after the warm-up, or the gradient grows, or many steps are skipped",
-    required_records=("events.jsonl: lr_too_high, or steps.jsonl: losses.total",),
-    warning_threshold=1,
-    metric="intervals of the run that looked so",
-    source=_SOURCE,
-    thresholds={
-        "rise": Threshold(
-            1.5, "growth of the loss above its lowest point that is too much (training/stability.py, RISE)"
-        ),
-        "sigmas": Threshold(4.0, "standard deviations of the log-loss by which it must have risen (heuristic)"),
-        "median_window": Threshold(
-            8, "windows whose median is a point of the loss curve (heuristic: single windows decide nothing)"
-        ),
-        "min_windows": Threshold(6, "windows with a loss (heuristic)"),
-        "half_learned": Threshold(
-            0.5, "newest loss over the first below which a rise is small compared with what was learned (heuristic)"
-        ),
-        "above_first": Threshold(3.0, "times the first loss that is too much (heuristic)"),
-        "max_loss": Threshold(
-            1e6, "loss that no training starts with: random logits cost a few units per image (heuristic)"
-        ),
-        "jump": Threshold(
-            10.0,
-            "times the lowest loss before it, and above_first times the first, of a window that jumped; two such "
-            "windows are no accident, nor is one after which the loss stays above its beginning (heuristic)",
-        ),
-        "jumps": Threshold(2, "such windows"),
-        "native_windows": Threshold(
-            32, "windows from which a run of `stoker train` judges itself (training/stability.py, twice GROUP)"
-        ),
-        "blew_up": Threshold(
-            1e4,
-            "largest loss over the newest, or (from max_loss on, in as many windows as jumps) over the first, from "
-            "which the training diverged: no healthy one starts there",
-        ),
-        "learns": Threshold(0.7, "newest third over the middle one below which the loss falls (heuristic)"),
-    },
-    confidence=0.75,
-    fix="Use a third of the learning rate, or more --warmup-steps",
-    external_fix="Use a third of the learning rate, or a longer warm-up",
-    command="--lr",
-)
+LR_TOO_HIGH = find_cause("lr_too_high")
 
-LR_TOO_LOW = Cause(
-    id="lr_too_low",
-    title="Nothing is learned: the loss does not change",
-    reason="architecture and hyper-parameters",
-    symptom="a fifth of the run is over, and loss and gradient are the same as at its beginning",
-    required_records=("events.jsonl: lr_too_low, or steps.jsonl: losses.total, lr",),
-    info_threshold=1,
-    warning_threshold=2,
-    metric="2: an event of the run reported it, and the loss has not fallen since; or the loss does not change at a "
-    "tiny learning rate. 1: the loss alone does not change in many steps, as it also does if there is nothing to learn",
-    source=_SOURCE,
-    thresholds={
-        "max_loss_change": Threshold(
-            0.05, "fraction by which the median loss of the last third may differ from that of the first"
-        ),
-        "max_first_step": Threshold(
-            100, "step before which its loss must be known, so that it is the beginning (heuristic)"
-        ),
-        "max_lr": Threshold(
-            1e-6,
-            "learning rate that is tiny with any optimizer: Adam moves a weight by that much per step, SGD less "
-            "(Kingma and Ba 2014)",
-        ),
-        "min_windows": Threshold(6, "windows with a loss since the job's beginning (heuristic)"),
-        "min_steps": Threshold(20, "steps in them (heuristic)"),
-        "min_flat_steps": Threshold(
-            150,
-            "steps in them if the learning rate is not tiny: a job's loss fell after 140 steps (heuristic)",
-        ),
-        "rising_lr": Threshold(0.99, "newest learning rate over the highest from which a rising one still rises"),
-        "learned": Threshold(0.8, "median loss of the last third over the first below which an event was premature"),
-    },
-    confidence=0.8,
-    fix="If the learning rate is tiny, use ten times as much; else check that the optimizer has the parameters of the "
-    "model that is trained, that they are not frozen, and that the labels fit the images",
-    command="--lr",
-)
+LR_TOO_LOW = find_cause("lr_too_low")
 
 
 class _Divergence(NamedTuple):

@@ -2,35 +2,12 @@
 
 import math
 
-from stoker.diagnosis.causes.cause import HEURISTIC, Cause, Threshold
+from stoker.diagnosis.causes.cause import find_cause
 from stoker.diagnosis.causes.shared import make_evidence, make_finding
 from stoker.diagnosis.run_data import RunRecords
 from stoker.runs.schemas import Finding
 
-OVERFITTING = Cause(
-    id="overfitting",
-    title="The model overfits",
-    reason="architecture and hyper-parameters",
-    symptom="AP on the validation split falls while the training loss continues to fall",
-    required_records=("events.jsonl: evaluated with data.metrics.ap", "steps.jsonl: losses.total"),
-    warning_threshold=0.15,
-    critical_threshold=0.40,
-    metric="fall of AP since its best, fraction of the best",
-    source=HEURISTIC + ": more than AP varies between evaluations on a few hundred images",
-    thresholds={
-        "min_ap_drop": Threshold(0.02, "points of AP (of 1) by which it must have fallen (heuristic)"),
-        "evaluations": Threshold(2, "evaluations since the best one (heuristic: one may be an accident)"),
-        "sigmas": Threshold(
-            2.0, "standard errors of a fraction of as many objects as ground truth boxes, by which it must have fallen"
-        ),
-    },
-    confidence=0.7,
-    fix="--patience 3 ends such a run; more images or more augmentation (--mosaic 0.5 --scale-jitter-prob 0.7) help; "
-    "best.safetensors has the best weights",
-    external_fix="Stop at the best evaluation; use more images or more augmentation",
-    command="--patience 3",
-    config_patch={"patience": 3},
-)
+OVERFITTING = find_cause("overfitting")
 
 
 def overfitting(run: RunRecords) -> Finding | None:

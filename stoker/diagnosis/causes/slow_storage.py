@@ -1,12 +1,7 @@
 """The device waits for the bytes of images, from a disk, a bucket or a saturated network."""
 
-from stoker.diagnosis.causes.cause import Cause, Threshold
+from stoker.diagnosis.causes.cause import find_cause
 from stoker.diagnosis.causes.input_bound import (
-    CPU_WARNING_THRESHOLD,
-    MAX_IDLE_CPU,
-    MIN_STAGE_FRACTION,
-    STAGE_RECORDS,
-    TF_PROFILER_SOURCE,
     cold_cache_fraction,
     decodes_in_training_thread,
     idle_while_waiting_evidence,
@@ -19,41 +14,7 @@ from stoker.diagnosis.causes.shared import cpu_utilization_evidence, make_eviden
 from stoker.diagnosis.run_data import RunRecords
 from stoker.runs.schemas import Evidence, Finding
 
-SLOW_STORAGE = Cause(
-    id="slow_storage",
-    title="The storage is too slow for the device",
-    reason="data loading",
-    symptom="the device waits, and the cores are idle too: images come slowly from disk or bucket",
-    required_records=STAGE_RECORDS,
-    warning_threshold=0.05,
-    critical_threshold=0.20,
-    metric="input_wait, fraction of the device time after the start, if most of it is fetch",
-    source=TF_PROFILER_SOURCE,
-    thresholds={
-        "warning_threshold_on_cpu": CPU_WARNING_THRESHOLD,
-        "min_stage_fraction": MIN_STAGE_FRACTION,
-        "cpu_while_waiting": MAX_IDLE_CPU,
-        "saturated": Threshold(
-            0.85,
-            "mean of the received bytes per second, fraction of their maximum, from which the network is saturated: "
-            "traffic below a limit varies (heuristic)",
-        ),
-        "min_bytes_s": Threshold(
-            50e6, "received bytes per second for that: half of a 1 Gbit/s link; below, the latency limits"
-        ),
-        "min_samples": Threshold(20, "samples for that, so that the maximum is known (heuristic)"),
-    },
-    supersedes=("input_bound",),
-    probe="cached_batch",
-    confidence=0.85,
-    fix="Bring the images nearer: a copy on a local SSD, a bucket in the machine's own region, or --cache disk, which "
-    "reads each image once",
-    external_fix="Bring the images nearer: a copy on a local SSD, a bucket in the machine's own region, few large "
-    "files (TFRecord, WebDataset) instead of many small ones; and read more at a time: DataLoader(num_workers=), "
-    "tf.data interleave(num_parallel_calls=tf.data.AUTOTUNE) and prefetch",
-    command="--cache disk",
-    config_patch={"cache": "disk"},
-)
+SLOW_STORAGE = find_cause("slow_storage")
 _SATURATED_FIX = "; the network is saturated, so fewer bytes help: images stored at no more than twice the image size"
 
 

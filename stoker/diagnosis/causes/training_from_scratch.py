@@ -1,37 +1,11 @@
 """`--weights none` with settings or a data set that need pretrained weights."""
 
-from stoker.diagnosis.causes.cause import Cause, Threshold
+from stoker.diagnosis.causes.cause import find_cause
 from stoker.diagnosis.causes.shared import make_evidence, make_finding
 from stoker.diagnosis.run_data import RunRecords
 from stoker.runs.schemas import Finding
 
-TRAINING_FROM_SCRATCH = Cause(
-    id="training_from_scratch",
-    title="Random weights: too few images for them, or layers of them are frozen",
-    reason="architecture and hyper-parameters",
-    symptom="AP stays near zero, or far below what the model can reach, though pretrained weights exist",
-    required_records=(
-        "config.toml: model.weights, backbone_norm, trainable_backbone_layers",
-        "events.jsonl: info with data.facts.num_images, pretrained",
-    ),
-    warning_threshold=1,
-    metric="reasons found, with --weights none: few images although pretrained weights exist; random layers that are "
-    "frozen; frozen statistics of random layers",
-    source="few images: He et al. 2018, Rethinking ImageNet Pre-training. Frozen layers: random weights that are not "
-    "trained never learn",
-    thresholds={
-        "min_images": Threshold(
-            10_000,
-            "training images: from scratch is no worse with 10,000 COCO images, and fails below (He et al. 2018)",
-        ),
-        "stages": Threshold(5, "stages of a backbone"),
-    },
-    confidence=0.9,
-    fix="Start from pretrained weights: leave --weights out; or train all layers: --backbone-norm bn "
-    "--trainable-backbone-layers 5",
-    command="--weights coco",
-    config_patch={"weights": "coco"},
-)
+TRAINING_FROM_SCRATCH = find_cause("training_from_scratch")
 
 
 def training_from_scratch(run: RunRecords) -> Finding | None:
