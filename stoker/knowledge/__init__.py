@@ -3,6 +3,9 @@ schema and the code that uses it are where it is needed. No rules and no computa
 
 causes.toml: thresholds and fixes of the causes of lost time (`diagnosis/causes/cause.py`).
 endings.toml: the ways in which jobs end (`diagnosis/endings.py`).
+machines.toml, prices.toml: machines of clouds, their spot prices (`planning/machines.py`) and list prices
+    (`hardware/prices.py`).
+xids.toml: NVIDIA's Xid errors (`diagnosis/xids.py`).
 """
 
 import tomllib

@@ -3,7 +3,7 @@
 from stoker.diagnosis.causes.cause import Severity, find_cause, worst
 from stoker.diagnosis.causes.shared import make_evidence, make_finding
 from stoker.diagnosis.run_data import RunRecords
-from stoker.diagnosis.xids import UNKNOWN_XID, XIDS
+from stoker.diagnosis.xids import find_xid
 from stoker.runs.schemas import Evidence, Finding
 
 _MAX_XID_LINES = 5
@@ -31,7 +31,7 @@ def _judge_xids(run: RunRecords) -> tuple[Severity | None, list[Evidence]]:
         return None, []
     evidence, level = [], 1
     for (index, number), count in sorted(counts.items()):
-        xid = XIDS.get(number, UNKNOWN_XID)
+        xid = find_xid(number)
         level = level if xid.origin == "program" else 2
         gpu_name = f"GPU {index}" if index >= 0 else "a GPU"
         origin = "" if xid.origin == "either" else f"; mostly an error of the {xid.origin}"
