@@ -1,8 +1,8 @@
 """The machines that a training can be planned for: those of GCP and AWS, the user's, and this one.
 
-On-demand prices come from `hardware/prices.py`, the one list of them; `knowledge/machines.toml` has what is needed besides, and
-the range of spot prices on one day. Not here: how fast a machine trains (`duration.py`), and what its accelerators can
-do (`accelerators.py`).
+On-demand prices come from `hardware/prices.py`, the one list of them; `knowledge/machines.toml` has what is needed
+besides, and the range of spot prices on one day. Not here: how fast a machine trains (`duration.py`), and what its
+accelerators can do (`accelerators.py`).
 """
 
 import functools
