@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from stoker.diagnosis.causes.pcie_degraded import PCIE_DEGRADED
+from stoker.diagnosis.causes.gpu import PCIE_DEGRADED
 from stoker.diagnosis.xids import find_xid
 from stoker.preflight.findings import CheckFinding, ok, unknown
 from stoker.preflight.gpu_facts import DRIVER_TIMEOUT_S, GpuFacts

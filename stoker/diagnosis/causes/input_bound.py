@@ -1,13 +1,13 @@
 """The device waits for images, without a more exact reason; and the arithmetic of that wait, which its reasons share.
 
-The reasons: `slow_storage.py`, `slow_decode.py`, `too_few_workers.py`.
+The reasons: `slow_input.py`.
 """
 
 from typing import Any
 
 from stoker.diagnosis.causes.cause import Cause, Threshold, find_cause
 from stoker.diagnosis.causes.cpu import contended_fraction, cpu_demand, cpu_demand_ratio, thread_cpu_utilization
-from stoker.diagnosis.causes.host_memory import is_under_memory_pressure
+from stoker.diagnosis.causes.memory import is_under_memory_pressure
 from stoker.diagnosis.causes.shared import (
     cpu_utilization_evidence,
     fraction_of_phase,

@@ -1,8 +1,8 @@
-"""Work besides the steps that takes a large part of the run: evaluation, checkpoints, starting."""
+"""Work besides the steps that takes a large part of the run: evaluation, checkpoints, starting, restarts."""
 
 from typing import Any
 
-from stoker.diagnosis.causes.cause import Cause, Severity, find_cause
+from stoker.diagnosis.causes.cause import Cause, Severity, find_cause, worst
 from stoker.diagnosis.causes.cpu import CPU_CONTENTION, busiest_processes_evidence
 from stoker.diagnosis.causes.shared import (
     attempts_evidence,
@@ -106,3 +106,26 @@ def _startup_cause(run: RunRecords, compile_fraction: float) -> tuple[list[Evide
     text = f"during the start, the cores were {100 * utilization:.0f} % busy, {100 * others:.0f} % with other processes"
     contention = make_evidence(text, others, "devices.jsonl: cpu_core_utilization, process_cpu")
     return [contention, busiest_processes_evidence(host)], CPU_CONTENTION.fix
+
+
+COSTLY_RESTARTS = find_cause("costly_restarts")
+
+
+def costly_restarts(run: RunRecords) -> Finding | None:
+    cause, count = COSTLY_RESTARTS, run.totals.attempts
+    fraction = run.phase_fraction("recovery")
+    lost_severity = cause.severity(fraction)
+    evidence: list[Evidence] = [phase_evidence(run, "recovery")] if lost_severity is not None else []
+    evidence.append(attempts_evidence(run))
+    count_severity: Severity | None = None
+    mean_s = run.totals.wall_s / max(1, count)
+    if count >= cause.threshold("attempts_warning") and mean_s <= cause.threshold("mean_s"):
+        count_severity = "critical" if count >= cause.threshold("attempts_critical") else "warning"
+        evidence.append(
+            make_evidence(f"an attempt lasts {mean_s / 60:.1f} min on average", mean_s, "steps.jsonl: wall_s")
+        )
+    severity = worst([lost_severity, count_severity])
+    if severity is None:
+        return None
+    lost_s = run.phase_seconds("recovery") if lost_severity is not None else None
+    return make_finding(run, cause, fraction, evidence, severity=severity, lost_s=lost_s)

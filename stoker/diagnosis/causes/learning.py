@@ -1,4 +1,4 @@
-"""The learning rate is too high or too low, by the events of the run itself, else by the course of its loss."""
+"""What the run learns: a learning rate that is too high or too low, overfitting, divergence."""
 
 import itertools
 import math
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from stoker.diagnosis.causes.cause import Cause, find_cause
+from stoker.diagnosis.causes.cause import Cause, Severity, find_cause, worst
 from stoker.diagnosis.causes.shared import is_long_enough, make_evidence, make_finding
 from stoker.diagnosis.run_data import MAX_EXAMPLES, RunRecords
 from stoker.diagnosis.series import TimeSeries
@@ -208,3 +208,100 @@ def _log_loss_noise(run: RunRecords) -> float:
     values = [value for value in run.learning.loss.values if value > 0]
     changes = sorted(abs(math.log(b / a)) for a, b in itertools.pairwise(values))
     return 1.4826 * changes[len(changes) // 2] / math.sqrt(2) if changes else 0.0
+
+
+OVERFITTING = find_cause("overfitting")
+
+
+def overfitting(run: RunRecords) -> Finding | None:
+    cause, learning = OVERFITTING, run.learning
+    if learning.best is None or learning.newest_ap is None or learning.best[1] <= 0:
+        return None
+    best_t, best_ap, _ = learning.best
+    ap_drop = best_ap - learning.newest_ap
+    if ap_drop < cause.threshold("min_ap_drop") or learning.evals_since_best < cause.threshold("evaluations"):
+        return None
+    if learning.num_gt_boxes:
+        mean_ap = best_ap - ap_drop / 2
+        standard_error = math.sqrt(mean_ap * (1 - mean_ap) / learning.num_gt_boxes)
+        if ap_drop < cause.threshold("sigmas") * standard_error:
+            return None
+    before = [value for t, value in learning.loss.points if t <= best_t]
+    after = [value for t, value in learning.loss.points if t > best_t]
+    if not before or not after or after[-1] >= before[-1]:
+        return None
+    evidence = [
+        make_evidence(f"AP was {best_ap:.3f} and is {learning.newest_ap:.3f}", -ap_drop, "events.jsonl: evaluated"),
+        make_evidence(
+            f"the training loss fell from {before[-1]:.3g} to {after[-1]:.3g}", after[-1], "steps.jsonl: losses"
+        ),
+    ]
+    return make_finding(
+        run,
+        cause,
+        ap_drop / best_ap,
+        evidence,
+        lost_s=learning.device_s_since_best,
+        estimate_basis="all since the best evaluation",
+    )
+
+
+NON_FINITE_LOSS = find_cause("non_finite_loss")
+
+UNSTABLE_TRAINING = find_cause("unstable_training")
+
+
+def non_finite_loss(run: RunRecords) -> Finding | None:
+    learning, points = run.learning, run.learning.loss.points
+    event, num_windows = learning.non_finite_event, learning.windows_without_loss
+    has_lost_loss = bool(points) and num_windows >= NON_FINITE_LOSS.threshold("windows")
+    if event is None and (run.is_external or not has_lost_loss):
+        return None
+    if event is not None and not num_windows and points and points[-1][0] > event.t + 1.0:
+        return None  # it became finite again
+    evidence: list[Evidence | None] = [event_evidence(event) if event is not None else None]
+    if has_lost_loss:
+        text = f"the last {num_windows} windows of steps had no finite loss"
+        evidence.append(make_evidence(text, num_windows, "steps.jsonl: losses"))
+    rollbacks = learning.events.get("rolled_back", [])
+    evidence += [lr_evidence(run), *(event_evidence(rollback) for rollback in rollbacks[-MAX_EXAMPLES:])]
+    return make_finding(
+        run,
+        NON_FINITE_LOSS,
+        1,
+        evidence,
+        lost_s=learning.device_s_without_loss or None,
+        estimate_basis="all since the last finite loss" if learning.device_s_without_loss else "",
+        command=lr_command(rollbacks[-1].data.get("lr")) if rollbacks else None,
+    )
+
+
+def unstable_training(run: RunRecords) -> Finding | None:
+    cause, learning = UNSTABLE_TRAINING, run.learning
+    rollbacks, spikes = learning.events.get("rolled_back", []), learning.events.get("loss_spike", [])
+    fraction = learning.skipped_steps / run.totals.steps if run.totals.steps else 0.0
+    skip_severity = cause.severity(fraction)
+    rollback_severity = _count_severity(len(rollbacks), "rollbacks")
+    spike_severity = _count_severity(len(spikes), "spikes")
+    severity = worst([skip_severity, rollback_severity, spike_severity])
+    if severity is None:
+        return None
+    evidence: list[Evidence] = []
+    command, lost_s = None, None
+    if skip_severity is not None:
+        text = f"{learning.skipped_steps:,} of {run.totals.steps:,} steps were skipped: their gradients were not finite"
+        evidence.append(make_evidence(text, learning.skipped_steps, "steps.jsonl: skipped_steps"))
+        lost_s = fraction * run.phase_seconds("compute")
+    if spike_severity is not None:
+        evidence += [event_evidence(event) for event in spikes[-MAX_EXAMPLES:]]
+        command = lr_command(spikes[-1].data.get("suggested_lr"))
+    if rollback_severity is not None:
+        evidence += [event_evidence(event) for event in rollbacks[-MAX_EXAMPLES:]]
+        command = lr_command(rollbacks[-1].data.get("lr"))
+    return make_finding(run, cause, fraction, evidence, severity=severity, lost_s=lost_s, command=command)
+
+
+def _count_severity(count: int, name: str) -> Severity | None:
+    if count >= UNSTABLE_TRAINING.threshold(f"{name}_critical"):
+        return "critical"
+    return "warning" if count >= UNSTABLE_TRAINING.threshold(f"{name}_warning") else None
