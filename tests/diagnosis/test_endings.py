@@ -38,11 +38,11 @@ def test_each_sample_is_explained_by_its_ending(before: str) -> None:
         if TRACEBACK in before and role in ("stop", "consequence"):
             continue  # the error of the traceback comes first
         first = died(before + line + "\n", 0 if role == "remark" else exit_code)[0]
-        if (first.cause, first.severity) != (id, endings()[id].severity):
-            wrong.append((id, exit_code, first.cause, first.severity, line))
-        source = f"job.log:{before.count(chr(10)) + 1}"
-        assert (first.evidence[0].text, first.evidence[0].source) == (line[:500].strip(), source)
-    assert not wrong
+        quoted = (first.evidence[0].text, first.evidence[0].source)
+        expected = (line[:500].strip(), f"job.log:{before.count(chr(10)) + 1}")
+        if (first.cause, first.severity, quoted) != (id, endings()[id].severity, expected):
+            wrong.append(f"{id}, exit code {exit_code}: {first.cause}, {first.severity}, {quoted}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_a_job_that_ended_well_has_no_failure() -> None:
