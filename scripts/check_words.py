@@ -36,14 +36,15 @@ WORDS = {
     r"gr[e]y\w*": "gray",
     r"\w*utilis\w*|\w*normalis\w*|\w*optimis\w*|\w*generalis\w*|\w*initialis\w*|\w*synchronis\w*": "American spelling",
 }
-OLD_NAMES = ("stoker/config/old_names.py", "stoker/cli/flag_names.py", "scripts/check_words.py")
+OLD_NAMES = ("stoker/config/old_names.py", "stoker/knowledge/flags.toml", "scripts/check_words.py")
 """Tables of names of older versions and of other tools."""
 USER_DATA = {
     "stoker/data/formats/csv_table.py": ("picture", "xcentre", "ycentre"),
     "stoker/data/formats/tables.py": ("pictures",),
+    "stoker/knowledge/endings.toml": ("pictures", "optimiser"),
     "stoker/migration/tf_model.py": ("suppression",),
 }
-"""Names of columns, folders and fields in users' files, which are recognized."""
+"""Names of columns, folders and fields in users' files, and output of users' programs, which are recognized."""
 ROOT = Path(__file__).resolve().parent.parent
 PATTERN = re.compile("|".join(rf"(?<![A-Za-z])(?:{word})(?![A-Za-z])" for word in WORDS), re.IGNORECASE)
 """Also finds the words as parts of identifiers: `_` ends a word."""

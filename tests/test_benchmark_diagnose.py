@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from stoker.diagnosis.catalog import CATALOG
-from stoker.diagnosis.failure_signatures import FAILURE_SIGNATURES
+from stoker.diagnosis.endings import endings
 from tests.test_benchmarks import FOLDER, run_quick
 
 needs_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root")
@@ -70,7 +70,7 @@ def test_the_interval_is_wilsons(modules: dict[str, ModuleType]) -> None:
 
 def test_every_accepted_id_exists(modules: dict[str, ModuleType]) -> None:
     for cause in modules["diagnose_causes"].CAUSES.values():
-        assert set(cause.accepts) <= CATALOG.keys() | FAILURE_SIGNATURES.keys(), cause.name
+        assert set(cause.accepts) <= CATALOG.keys() | endings().keys(), cause.name
         assert bool(cause.accepts) == (cause.name != "healthy")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from stoker.diagnosis.failure_signatures import FAILURE_SIGNATURES
+from stoker.diagnosis.endings import endings
 from tests.test_benchmarks import FOLDER
 
 
@@ -172,7 +172,7 @@ def test_the_options_choose_jobs(wild: ModuleType) -> None:
 
 def test_the_jobs_are_well_formed_and_many_enough(wild: ModuleType) -> None:
     listed = wild.all_jobs()
-    known = FAILURE_SIGNATURES.keys() | set(
+    known = endings().keys() | set(
         re.findall(r"^### `(\w+)`", (FOLDER.parent / "docs" / "causes.md").read_text(encoding="utf-8"), re.M)
     )
     keys = [(half, job.program, job.fault, job.way) for half, job in listed]

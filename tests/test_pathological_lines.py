@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.diagnosis.failure_signatures import FAILURE_SIGNATURES
+from stoker.diagnosis.endings import line_patterns
 from stoker.diagnosis.output import MAX_LINE_CHARS, MAX_OUTPUT_BYTES
 from stoker.report.foreign_log import explain_log
 from stoker.watch.output import MAX_LINE_LENGTH, LineSplitter, ProgressParser
@@ -105,14 +105,14 @@ def test_10_megabytes_of_each_usual_kind(tmp_path_factory: pytest.TempPathFactor
 def test_lines_made_of_the_words_of_each_failure() -> None:
     """The words of a pattern, each repeated and all in turn: what `.*` and `\\S+` between them are slow at."""
     slow = []
-    for failure in FAILURE_SIGNATURES.values():
-        for log_pattern in failure.log_patterns:
-            words = re.findall(r"[A-Za-z_]{3,}", re.sub(r"\\\w|\(\?\w+\)", " ", log_pattern.regex.pattern)) or ["x"]
-            for unit in (*words, " ".join(words), " ".join(reversed(words)), *(f"{word} " for word in words)):
-                text = (unit * MAX_LINE_CHARS)[:MAX_LINE_CHARS]
-                taken_s = cpu_s(lambda log_pattern=log_pattern, text=text: log_pattern.regex.search(text))  # type: ignore[misc]
-                if taken_s * MAX_OUTPUT_BYTES / MAX_LINE_CHARS > 60:
-                    slow.append((failure.id, log_pattern.regex.pattern, unit, taken_s))
+    for pattern in line_patterns():
+        regex = pattern.regex
+        words = re.findall(r"[A-Za-z_]{3,}", re.sub(r"\\\w|\(\?\w+\)", " ", regex.pattern)) or ["x"]
+        for unit in (*words, " ".join(words), " ".join(reversed(words)), *(f"{word} " for word in words)):
+            text = (unit * MAX_LINE_CHARS)[:MAX_LINE_CHARS]
+            taken_s = cpu_s(lambda regex=regex, text=text: regex.search(text))  # type: ignore[misc]
+            if taken_s * MAX_OUTPUT_BYTES / MAX_LINE_CHARS > 60:
+                slow.append((pattern.ending.id, regex.pattern, unit, taken_s))
     assert not slow
 
 

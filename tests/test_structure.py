@@ -12,7 +12,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 def test_the_questions_of_a_newcomer_have_answers_that_exist() -> None:
     section = (ROOT / "docs/structure.md").read_text().partition("## Where do I find")[2].partition("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("| ") and "`" in line]
-    assert len(rows) == 13
+    assert len(rows) >= 13
     for row in rows:
         paths = re.findall(r"`((?:stoker|docs)/[^`]+)`", row)
         assert paths, row

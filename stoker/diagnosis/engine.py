@@ -1,6 +1,7 @@
 """Runs all rules on a run's records: weighs experiments, leaves out superseded causes, sorts the findings.
 
-The rules are in `causes/`, listed by `catalog.py`; `reader.py` reads the records; `postmortem.py` explains an end.
+The rules are in `causes/`, listed by `catalog.py`, their thresholds in `knowledge/causes.toml`; `reader.py` reads the
+records; `postmortem.py` explains an end.
 """
 
 from pathlib import Path
@@ -11,7 +12,7 @@ from stoker.diagnosis import postmortem
 from stoker.diagnosis.catalog import CATALOG, RULES
 from stoker.diagnosis.causes.cause import SEVERITIES, common_threshold
 from stoker.diagnosis.causes.cpu import CPU_CONTENTION
-from stoker.diagnosis.failure_signatures import STOPS, UNEXPLAINED
+from stoker.diagnosis.endings import UNEXPLAINED, endings
 from stoker.diagnosis.reader import read_run
 from stoker.diagnosis.run_data import RunRecords
 from stoker.runs import records
@@ -41,7 +42,7 @@ def run_rules(run: RunRecords) -> list[Finding]:
     end_findings = postmortem.explain(run.termination) if run.termination is not None else []
     if not end_findings:
         return remaining
-    if end_findings[0].cause in STOPS or end_findings[0].severity == "info":
+    if endings()[end_findings[0].cause].role == "stop" or end_findings[0].severity == "info":
         faults = [finding for finding in remaining if finding.severity != "info" and finding.cause != CPU_CONTENTION.id]
         return [*faults, *end_findings, *(finding for finding in remaining if finding not in faults)]
     if end_findings[0].cause in UNEXPLAINED:

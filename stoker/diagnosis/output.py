@@ -11,8 +11,8 @@ from pathlib import Path
 MAX_OUTPUT_BYTES = 2**20
 """Bytes at the end of an output that are read: the last messages are there (heuristic)."""
 MAX_LINE_CHARS = 2000
-"""Characters of a line that are read. The patterns have bounded repeats (`failure_signatures/signature.py` sets the
-bounds of those in the catalog), so the time is proportional to the length of the output."""
+"""Characters of a line that are read. The patterns have bounded repeats (`endings.py` sets the
+bounds of those in its catalog), so the time is proportional to the length of the output."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,25 +1,19 @@
 """What ended a job: what is known of its end in, findings out, each with the line or number that it rests on.
 
 `explain` is a pure function of a `Termination`; `termination.py` reads that from a run, `output.py` reads the lines of
-any job's output. The ways to fail and their patterns are data: `failure_signatures/`. Nothing is guessed: without
+any job's output. The ways to end and their patterns are data: `knowledge/endings.toml`. Nothing is guessed: without
 proof the finding describes how the job ended and what is not known. Causes of lost time are in `causes/`.
 """
 
 import bisect
 import dataclasses
+import functools
 import itertools
 import re
 import signal
 
 from stoker.diagnosis.causes.shared import make_evidence
-from stoker.diagnosis.failure_signatures import (
-    FAILURE_SIGNATURES,
-    SECONDARY_ERRORS,
-    STOPS,
-    UNEXPLAINED,
-    FailureSignature,
-    LogPattern,
-)
+from stoker.diagnosis.endings import UNEXPLAINED, Ending, LinePattern, endings, line_patterns
 from stoker.diagnosis.output import (
     LogLine,
     drop_ignored_exceptions,
@@ -53,15 +47,16 @@ MAX_HANG_CORES = 0.05
 MIN_SILENT_S = 30.0
 """Time without output before a kill from which on an empty input file was the cause."""
 _GPU_REMARKS = ("trained_on_cpu", "no_gpu_driver")
-_REMARKS = (*_GPU_REMARKS, "input_ran_out")
-"""Failures that jobs which end with exit code 0 have too."""
+"""Remarks that say nothing of a job that used a GPU after all."""
 _MIN_PROGRESS_LINES = 3
 """Lines of progress after a failure from which on the job had continued. Heuristic: other ranks print one or two more
 before they wait for the one that failed."""
-_ABOUT_OTHER_PROCESSES = frozenset(
-    {"loader_worker_killed", "nccl_error", "tf_coordination_lost", "killed", "peer_ended"}
+_SECONDARY_ERRORS = re.compile(
+    r"ChildFailedError|CalledProcessError|Connection (reset|closed) by peer|ConnectionResetError|BrokenPipeError|"
+    r"DistBackendError|NCCL (error|communicator)|exited unexpectedly|EOFError|^SystemExit|^KeyboardInterrupt|"
+    r"Process(Raised|Exited)Exception|SignalException"
 )
-"""Consequences that tell less than an error that is not in the catalog."""
+"""Errors of a process about the end of another one or of itself: the messages before them decide (heuristic)."""
 _INFO_LEVEL = re.compile(r"\b(INFO|DEBUG)\b|:\d+: \w+Warning: ")
 _RETRIED = re.compile(r"(?i)\bretrying\b|\bwill be (automatically )?retried\b")
 _MAX_LEVEL_CHARS = 80
@@ -76,11 +71,14 @@ _SECONDARY_XIDS = re.compile(r"\bXid 4[35]\b")
 
 @dataclasses.dataclass(frozen=True)
 class _Match:
-    failure: FailureSignature
-    log_pattern: LogPattern
+    pattern: LinePattern
     line: LogLine
     line_index: int
     """Index of the line in the output."""
+
+    @property
+    def ending(self) -> Ending:
+        return self.pattern.ending
 
 
 def explain(termination: Termination) -> list[Finding]:
@@ -100,11 +98,12 @@ def explain(termination: Termination) -> list[Finding]:
         findings.insert(
             0 if normal_end is not None else len(findings), _make_finding("diverged", _quote_lines(nan_losses))
         )
-    for remark in _REMARKS:
-        remark_lines = [match.line for match in matches if match.failure.id == remark]
-        is_expected = remark in _GPU_REMARKS and (normal_end is not None or termination.gpu_used)
-        if remark_lines and not is_expected:
-            findings.append(_make_finding(remark, _quote_lines(remark_lines)))
+    remarks = {match.ending.id: match.ending for match in matches if match.ending.role == "remark"}
+    for remark in sorted(remarks.values(), key=_rank):
+        is_expected = remark.id in _GPU_REMARKS and (normal_end is not None or termination.gpu_used)
+        if not is_expected:
+            remark_lines = [match.line for match in matches if match.ending is remark]
+            findings.append(_make_finding(remark.id, _quote_lines(remark_lines)))
     is_unknown = not termination.source and findings and findings[0].cause == "ended_without_record"
     if termination.exit_code != 0 and not is_unknown:
         findings += _other_findings(termination, matches, {finding.cause for finding in findings})
@@ -125,8 +124,8 @@ def _find_normal_end(termination: Termination, matches: list[_Match]) -> LogLine
     thread_exceptions = find_thread_exceptions(termination.output)
     has_failed = any(
         match.line_index > index
-        and not match.log_pattern.harmless
-        and match.failure.id != "peer_ended"
+        and not match.pattern.harmless
+        and match.ending.id != "peer_ended"
         and not any(start <= match.line_index <= last for start, last in thread_exceptions)
         for match in matches
     ) or any(span[0] > index and span not in thread_exceptions for span in find_tracebacks(termination.output))
@@ -136,15 +135,15 @@ def _find_normal_end(termination: Termination, matches: list[_Match]) -> LogLine
 def _explain_end(termination: Termination, matches: list[_Match], nan_losses: list[LogLine]) -> list[Finding]:
     """What ended a job that did not end well: a fault in its output before a request to stop."""
     verdict = _explain_signal(termination, matches)
-    if verdict is not None and verdict.cause not in STOPS | {"killed"}:
+    if verdict is not None and verdict.cause != "killed" and endings()[verdict.cause].role != "stop":
         return [verdict]
     reasons = _find_reasons(termination, matches, nan_losses)
     if verdict is None:
         return reasons or [_explain_last_lines(termination, matches)]
-    reasons = [finding for finding in reasons if FAILURE_SIGNATURES[finding.cause].role != "consequence"]
+    reasons = [finding for finding in reasons if endings()[finding.cause].role != "consequence"]
     if verdict.cause == "killed":
         return reasons or [verdict]
-    return reasons if any(finding.cause in STOPS for finding in reasons) else [*reasons, verdict]
+    return reasons if any(endings()[finding.cause].role == "stop" for finding in reasons) else [*reasons, verdict]
 
 
 def _explain_signal(termination: Termination, matches: list[_Match]) -> Finding | None:
@@ -211,20 +210,20 @@ def _find_reasons(termination: Termination, matches: list[_Match], nan_losses: l
     decisive = [
         match
         for match in matches
-        if not match.log_pattern.harmless and (match.failure.role == "stop" or not _reports_no_failure(match.line.text))
+        if not match.pattern.harmless and (match.ending.role == "stop" or not _reports_no_failure(match.line.text))
     ]
     spans = find_tracebacks(lines)
     late = [match for match in decisive if not _was_survived(match.line_index, progress, spans)]
-    stops = [match for match in late if match.failure.role == "stop"]
+    stops = [match for match in late if match.ending.role == "stop"]
     first_stop = min((match.line_index for match in stops), default=len(lines))
-    before = [match for match in decisive if match.failure.role != "stop" and match.line_index < first_stop]
+    before = [match for match in decisive if match.ending.role != "stop" and match.line_index < first_stop]
     fault = _find_fault(termination, before, matches, progress, spans, first_stop)
     if fault is None and nan_losses:
         fault = _make_finding("diverged", _quote_lines(nan_losses) + _end_evidence(termination))
     stop = [_finding_from_matches(termination, stops, matches)] if stops else []
     if fault is None and not stop:
         counting = decisive if termination.exit_code is not None else late
-        consequences = [match for match in counting if match.failure.role == "consequence"]
+        consequences = [match for match in counting if match.ending.role == "consequence"]
         return [_finding_from_matches(termination, consequences, matches)] if consequences else []
     return [fault, *stop] if fault is not None else stop
 
@@ -255,7 +254,7 @@ def _find_fault(
     then all lines. An error that only reports the end of another process does not decide, and neither does an unknown
     one, or a crash, if a known failure was logged before it."""
     lines = termination.output
-    faults = [match for match in decisive if match.failure.role == "fault"]
+    faults = [match for match in decisive if match.ending.role == "fault"]
     late_faults = [match for match in faults if not _was_survived(match.line_index, progress, all_spans)]
     spans = [span for span in all_spans if span[0] < end]
     if end < len(lines) or termination.signal in (_SIGKILL, _SIGTERM, _SIGINT) or termination.exit_code is None:
@@ -266,18 +265,17 @@ def _find_fault(
         crashes: list[_Match] = []
         for begin, stop in ((last + 1, end), (start, last + 1)):
             found = [match for match in faults if begin <= match.line_index < stop]
-            if any(match.failure.id not in UNEXPLAINED for match in found):
+            if any(match.ending.id not in UNEXPLAINED for match in found):
                 return _finding_from_matches(termination, found, matches)
             crashes += found
         above = spans[number - 1][1] if number else -1
         logged = [match for match in late_faults if above < match.line_index < start] or crashes
         if logged:
             return _finding_from_matches(termination, logged, matches)
-        consequences = {match.failure.id for match in decisive if above < match.line_index}
-        if consequences - _ABOUT_OTHER_PROCESSES:
+        if any(above < match.line_index and not match.ending.about_another_process for match in decisive):
             return None
         is_secondary = any(start <= match.line_index <= last for match in decisive)
-        if not is_secondary and not SECONDARY_ERRORS.search(strip_rank_prefix(lines[last].text)):
+        if not is_secondary and not _SECONDARY_ERRORS.search(strip_rank_prefix(lines[last].text)):
             evidence = [_quote(lines[last]), *_end_evidence(termination), *_unknown_evidence(termination, matches)]
             return _make_finding("ended_by_error", evidence)
         end = start
@@ -285,7 +283,7 @@ def _find_fault(
         return None
     if faults:
         return _finding_from_matches(termination, late_faults or faults, matches)
-    if any(match.failure.role == "consequence" for match in decisive):
+    if any(match.ending.role == "consequence" for match in decisive):
         return None
     last_lines = range(max(0, end - _NUM_LAST_LINES), end)
     errors = [
@@ -309,16 +307,20 @@ def _explain_last_lines(termination: Termination, matches: list[_Match]) -> Find
     return _make_finding("ended_by_error", quoted + end_evidence + _unknown_evidence(termination, matches))
 
 
-def _finding_from_matches(termination: Termination, failure_matches: list[_Match], matches: list[_Match]) -> Finding:
+def _finding_from_matches(termination: Termination, ending_matches: list[_Match], matches: list[_Match]) -> Finding:
     """The most specific of the matching failures, its newest line first."""
-    failure_ids = list(FAILURE_SIGNATURES)
-    failure = min((match.failure for match in failure_matches), key=lambda failure: failure_ids.index(failure.id))
-    newest_lines = [match.line for match in reversed(failure_matches) if match.failure is failure]
-    lines = list(dict.fromkeys([*newest_lines, *(match.line for match in matches if match.failure is failure)]))
+    ending = min((match.ending for match in ending_matches), key=_rank)
+    newest_lines = [match.line for match in reversed(ending_matches) if match.ending is ending]
+    lines = list(dict.fromkeys([*newest_lines, *(match.line for match in matches if match.ending is ending)]))
     evidence = _quote_lines(lines)
-    if failure.id == "collective_timeout":
+    if ending.id == "collective_timeout":
         evidence += _rank_evidence(lines)
-    return _make_finding(failure.id, evidence + _end_evidence(termination))
+    return _make_finding(ending.id, evidence + _end_evidence(termination))
+
+
+def _rank(ending: Ending) -> int:
+    """Place in the catalog, from the more to the less specific."""
+    return list(endings()).index(ending.id)
 
 
 def _was_hanging(termination: Termination) -> bool:
@@ -346,14 +348,13 @@ def _hang_evidence(termination: Termination) -> list[Evidence]:
 def _other_findings(termination: Termination, matches: list[_Match], reported_ids: set[str]) -> list[Finding]:
     """Other failures in the output and the kernel's log, the most specific first."""
     findings = []
-    for failure in FAILURE_SIGNATURES.values():
-        if failure.role != "fault":
-            continue
-        lines = [match.line for match in matches if match.failure is failure and not match.log_pattern.harmless]
-        if lines and failure.id not in reported_ids:
+    faults = [match for match in matches if match.ending.role == "fault" and not match.pattern.harmless]
+    for ending in sorted({match.ending.id: match.ending for match in faults}.values(), key=_rank):
+        if ending.id not in reported_ids:
+            lines = [match.line for match in faults if match.ending is ending]
             note = make_evidence("in the output; not what ended it, as far as its end shows")
             findings.append(
-                _make_finding(failure.id, [*_quote_lines(lines[-_MAX_QUOTED_LINES:]), note], severity="info")
+                _make_finding(ending.id, [*_quote_lines(lines[-_MAX_QUOTED_LINES:]), note], severity="info")
             )
     fault_lines = [line for line in termination.kernel_log if _xid_pid(line.text) is not None]
     if fault_lines and "gpu_fault" not in reported_ids:
@@ -374,16 +375,12 @@ def _find_matches(lines: tuple[LogLine, ...]) -> list[_Match]:
     stripped_lines = [strip_rank_prefix(line.text) for line in lines]
     matches = []
     for index, numbers in sorted(_find_candidates(stripped_lines).items()):
-        for number in sorted(numbers):
-            failure, log_pattern = _LOG_PATTERNS[number]
-            if log_pattern.regex.search(stripped_lines[index]):
-                matches.append(_Match(failure, log_pattern, lines[index], index))
-                break
-    return (
-        _check_traceback_ends(matches, lines)
-        if any(match.log_pattern.traceback_end is not None for match in matches)
-        else matches
-    )
+        candidates = (line_patterns()[number] for number in sorted(numbers))
+        pattern = next((pattern for pattern in candidates if pattern.regex.search(stripped_lines[index])), None)
+        if pattern is not None:
+            matches.append(_Match(pattern, lines[index], index))
+    has_ends = any(match.pattern.traceback_end is not None for match in matches)
+    return _check_traceback_ends(matches, lines) if has_ends else matches
 
 
 def _check_traceback_ends(matches: list[_Match], lines: tuple[LogLine, ...]) -> list[_Match]:
@@ -391,28 +388,26 @@ def _check_traceback_ends(matches: list[_Match], lines: tuple[LogLine, ...]) -> 
     confirmed = {
         last: match
         for match in matches
-        if match.log_pattern.traceback_end is not None
+        if match.pattern.traceback_end is not None
         for start, last in find_tracebacks(lines)
-        if start <= match.line_index <= last and match.log_pattern.traceback_end.search(lines[last].text) is not None
+        if start <= match.line_index <= last and match.pattern.ends_traceback(lines[last].text)
     }
     retained = [
         match
         for match in matches
-        if match.line_index not in confirmed
-        and (match.log_pattern.traceback_end is None or match in confirmed.values())
+        if match.line_index not in confirmed and (match.pattern.traceback_end is None or match in confirmed.values())
     ]
     retained += [dataclasses.replace(match, line=lines[last], line_index=last) for last, match in confirmed.items()]
     return sorted(retained, key=lambda match: match.line_index)
 
 
-_LOG_PATTERNS = [
-    (failure, log_pattern) for failure in FAILURE_SIGNATURES.values() for log_pattern in failure.log_patterns
-]
-_PATTERNS_OF_LITERAL: dict[str, list[int]] = {}
-"""Literal → indices of the patterns in `_LOG_PATTERNS` that need it."""
-for _number, (_, _log_pattern) in enumerate(_LOG_PATTERNS):
-    for _literal in _log_pattern.literals:
-        _PATTERNS_OF_LITERAL.setdefault(_literal, []).append(_number)
+@functools.cache
+def _patterns_of_literals() -> dict[str, list[int]]:
+    """Literal → indices of the patterns that need it."""
+    numbers: dict[str, list[int]] = {}
+    for number, pattern in enumerate(line_patterns()):
+        numbers.setdefault(pattern.literal, []).append(number)
+    return numbers
 
 
 def _find_candidates(stripped_lines: list[str]) -> dict[int, set[int]]:
@@ -422,7 +417,7 @@ def _find_candidates(stripped_lines: list[str]) -> dict[int, set[int]]:
     joined = "\n".join(lowered)
     line_ends = list(itertools.accumulate(len(text) + 1 for text in lowered))
     candidates: dict[int, set[int]] = {}
-    for literal, numbers in _PATTERNS_OF_LITERAL.items():
+    for literal, numbers in _patterns_of_literals().items():
         position = joined.find(literal)
         while position >= 0:
             index = bisect.bisect_right(line_ends, position)
@@ -478,7 +473,7 @@ def _end_evidence(termination: Termination) -> list[Evidence]:
 
 def _unknown_evidence(termination: Termination, matches: list[_Match]) -> list[Evidence]:
     """What is not known, and lines that may be harmless."""
-    hints = [match.line for match in matches if match.log_pattern.harmless and match.failure.id not in _REMARKS]
+    hints = [match.line for match in matches if match.pattern.harmless and match.ending.role != "remark"]
     evidence = [_quote(line, "may be harmless: ") for line in hints[-_MAX_QUOTED_LINES:]]
     unknown_names = [
         name
@@ -512,8 +507,8 @@ def _quote_lines(lines: list[LogLine]) -> list[Evidence]:
     return [_quote(line) for line in lines[:_MAX_QUOTED_LINES]]
 
 
-def _make_finding(failure_id: str, evidence: list[Evidence], *, severity: str | None = None) -> Finding:
-    failure = FAILURE_SIGNATURES[failure_id]
+def _make_finding(ending_id: str, evidence: list[Evidence], *, severity: str | None = None) -> Finding:
+    ending = endings()[ending_id]
     return Finding(
-        cause=failure_id, severity=severity or failure.severity, title=failure.title, evidence=evidence, fix=failure.fix
+        cause=ending_id, severity=severity or ending.severity, title=ending.title, evidence=evidence, fix=ending.fix
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stoker.diagnosis.causes.cause import common_threshold
-from stoker.diagnosis.causes.gpu_clocks_low import GPU_CLOCKS_LOW
+from stoker.diagnosis.causes.gpu import GPU_CLOCKS_LOW
 from stoker.diagnosis.run_data import MAX_EXAMPLES, GpuStats, HostStats, ProgressGap, RunRecords, StackStats
 from stoker.diagnosis.termination import read_termination
 from stoker.runs import records

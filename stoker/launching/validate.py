@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
-from stoker.diagnosis.causes.shared_memory_small import SHARED_MEMORY_SMALL
+from stoker.diagnosis.causes.memory import SHARED_MEMORY_SMALL
 from stoker.errors import ConfigError, PreflightError, UsageError
 from stoker.launching.spec import LaunchSpec, Place, PlaceOptions
 from stoker.planning.machines import Machine, choose_machines, listed_machines

@@ -1,8 +1,8 @@
 """Accounts for every field of a file that is imported: each gets exactly one row of the report.
 
 The readers (`tf_*.py`) go through the messages that they understand and call `exact`, `substitute` or `drop` for each
-field; what is left at the end is looked up in a table of reasons (`tf_other.py`). What a field becomes is not decided
-here.
+field; what is left at the end is looked up in `knowledge/pipeline_fields.toml` (`tf_other.py`). What a
+field becomes is not decided here.
 """
 
 import dataclasses

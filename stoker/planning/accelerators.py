@@ -13,6 +13,7 @@ from collections.abc import Callable
 import msgspec
 
 from stoker.errors import UsageError
+from stoker.knowledge import read_toml
 
 GB, TERA = 10**9, 10**12
 
@@ -59,60 +60,29 @@ class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
         return re.fullmatch(self.pattern, device_name, re.IGNORECASE) is not None
 
 
-def _gpu(
-    key: str, name: str, pattern: str, memory_gb: float, gb_per_s: float, source: str, **teraflops: float
-) -> Accelerator:
+class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    pattern: str
+    memory_gib: int | float
+    gb_per_s: int | float
+    teraflops: dict[str, int | float]
+    source: str
+
+
+def _read_gpu(key: str, row: _Row) -> Accelerator:
     return Accelerator(
         key=key,
-        name=f"NVIDIA {name}",
-        flops={precision: value * TERA for precision, value in teraflops.items()},
-        bandwidth=gb_per_s * GB,
-        memory_bytes=int(memory_gb * 2**30),
-        pattern=pattern,
-        source=source,
+        name=row.name,
+        flops={precision: value * TERA for precision, value in row.teraflops.items()},
+        bandwidth=row.gb_per_s * GB,
+        memory_bytes=int(row.memory_gib * 2**30),
+        pattern=row.pattern,
+        source=row.source,
     )
 
 
-_VOLTA = "NVIDIA V100 data sheet (2020), SXM2"
-_AMPERE = "NVIDIA A100 data sheet (2022), SXM"
-_HOPPER = "NVIDIA H100 data sheet (2023), without sparsity"
-_ADA = "NVIDIA Ada GPU architecture white paper (2023); fp16 and bf16 with fp32 accumulation"
-
-GPUS: dict[str, Accelerator] = {
-    gpu.key: gpu
-    for gpu in (
-        _gpu("t4", "T4", r".*\bT4\b.*", 15, 320, "NVIDIA T4 data sheet (2019)", fp32=8.1, fp16=65),
-        _gpu("p100", "P100 16 GB", r".*\bP100\b.*", 16, 732, "NVIDIA P100 data sheet (2016), PCIe", fp32=9.3),
-        _gpu("v100-16", "V100 16 GB", r".*\bV100\b.*-16GB", 16, 900, _VOLTA, fp32=15.7, fp16=125),
-        _gpu("v100-32", "V100 32 GB", r".*\bV100\b.*-32GB.*", 32, 900, _VOLTA, fp32=15.7, fp16=125),
-        _gpu("a10g", "A10G", r".*\bA10G\b.*", 22.5, 600, "NVIDIA A10G data sheet (2021), AWS's variant of the A10",
-             fp32=35, tf32=35, bf16=70, fp16=70),
-        _gpu("l4", "L4", r".*\bL4\b.*", 22.5, 300, "NVIDIA L4 data sheet (2023), without sparsity",
-             fp32=30.3, tf32=60, bf16=121, fp16=121),
-        _gpu("l40s", "L40S", r".*\bL40S\b.*", 44.5, 864, "NVIDIA L40S data sheet (2023), without sparsity",
-             fp32=91.6, tf32=183, bf16=362, fp16=362),
-        _gpu("a100-40", "A100 40 GB", r".*\bA100\b.*-40GB.*", 39.5, 1555, _AMPERE,
-             fp32=19.5, tf32=156, bf16=312, fp16=312),
-        _gpu("a100-80", "A100 80 GB", r".*\bA100\b.*80GB.*", 79, 2039, _AMPERE,
-             fp32=19.5, tf32=156, bf16=312, fp16=312),
-        _gpu("h100-pcie", "H100 PCIe", r".*\bH100\b.*PCIe.*", 79.5, 2000, _HOPPER,
-             fp32=51, tf32=378, bf16=756, fp16=756),
-        _gpu("h100", "H100 SXM", r".*\bH100\b(?!.*PCIe).*", 79, 3350, _HOPPER, fp32=67, tf32=494, bf16=989, fp16=989),
-        _gpu("h200", "H200", r".*\bH200\b.*", 139.5, 4800, "NVIDIA H200 data sheet (2024), SXM, without sparsity",
-             fp32=67, tf32=494, bf16=989, fp16=989),
-        _gpu("b200", "B200", r".*\bB200\b.*", 178, 8000, "NVIDIA Blackwell data sheet (2024), HGX, without sparsity",
-             fp32=75, tf32=1125, bf16=2250, fp16=2250),
-        _gpu("rtx3090", "GeForce RTX 3090", r".*RTX 3090", 24, 936,
-             "NVIDIA Ampere GA102 white paper (2021); fp16 and bf16 with fp32 accumulation",
-             fp32=35.6, tf32=35.6, bf16=71, fp16=71),
-        _gpu("rtx4090", "GeForce RTX 4090", r".*RTX 4090", 24, 1008, _ADA, fp32=82.6, tf32=82.6, bf16=165, fp16=165),
-        _gpu("rtx5090", "GeForce RTX 5090", r".*RTX 5090", 31.8, 1792,
-             "NVIDIA RTX Blackwell white paper (2025); fp16 and bf16 with fp32 accumulation",
-             fp32=104.8, tf32=104.8, bf16=209.5, fp16=209.5),
-    )
-}  # fmt: skip
-"""Key → GPU. Memory is in GiB and what torch reports as total, which is less than the nominal size where ECC or the
-driver takes a part."""
+GPUS = {key: _read_gpu(key, row) for key, row in msgspec.convert(read_toml("gpus.toml"), dict[str, _Row]).items()}
+"""Key → GPU, those of `knowledge/gpus.toml`."""
 
 
 def find_accelerator(key: str) -> Accelerator:

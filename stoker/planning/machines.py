@@ -1,15 +1,14 @@
-"""The machines that a training can be planned for: those of GCP and AWS in `machines.toml`, the user's, and this one.
+"""The machines that a training can be planned for: those of GCP and AWS, the user's, and this one.
 
-On-demand prices come from `hardware/prices.py`, the one table of them; `machines.toml` has what is needed besides, and
-the range of spot prices on one day. Not here: how fast a machine trains (`duration.py`), and what its accelerators can
-do (`accelerators.py`).
+On-demand prices come from `hardware/prices.py`, the one list of them; `knowledge/machines.toml` has what is needed
+besides, and the range of spot prices on one day. Not here: how fast a machine trains (`duration.py`), and what its
+accelerators can do (`accelerators.py`).
 """
 
 import functools
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from stoker import regular_files
 from stoker.errors import ConfigError, UsageError, nearest
 from stoker.hardware.cgroup import host_cores, host_memory
 from stoker.hardware.prices import AS_OF, CURRENCY, REGIONS, machine_price
+from stoker.knowledge import read_toml
 from stoker.planning.accelerators import GPUS, identify
 from stoker.planning.estimate import Estimate
 
@@ -75,8 +75,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 @functools.cache
 def _table() -> dict[str, Any]:
-    text = (resources.files("stoker.planning") / "machines.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
+    return read_toml("machines.toml")
 
 
 def spot_date() -> str:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from stoker.diagnosis.causes.pcie_degraded import PCIE_DEGRADED
-from stoker.diagnosis.xids import UNKNOWN_XID, XIDS
+from stoker.diagnosis.causes.gpu import PCIE_DEGRADED
+from stoker.diagnosis.xids import find_xid
 from stoker.preflight.findings import CheckFinding, ok, unknown
 from stoker.preflight.gpu_facts import DRIVER_TIMEOUT_S, GpuFacts
 from stoker.profiling.telemetry.gpu_state import EXCLUSIVE, PROHIBITED, GpuState
@@ -205,9 +205,9 @@ def xid_findings(facts: GpuFacts) -> Iterator[CheckFinding]:
     for line in facts.kernel_lines:
         if line.kind == "xid" and (match := re.search(r"Xid \([^)]*\): (\d+)", line.text)):
             numbers[int(match[1])] = line.text
-    machine = {number: text for number, text in numbers.items() if XIDS.get(number, UNKNOWN_XID).origin != "program"}
+    machine = {number: text for number, text in numbers.items() if find_xid(number).origin != "program"}
     for number, text in list(machine.items())[:MAX_XIDS]:
-        known = XIDS.get(number, UNKNOWN_XID)
+        known = find_xid(number)
         title = f"the kernel's log has an error of the GPU, Xid {number}: {known.meaning}"
         yield CheckFinding(id="xid", severity="warning", title=title, evidence=text, fix=known.fix)
     if not machine:

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from stoker.diagnosis.failure_signatures import FAILURE_SIGNATURES
+from stoker.diagnosis.endings import line_patterns
 from stoker.hardware.cuda_trial import TorchFacts
 from stoker.hardware.gpu_evidence import kernel_driver
 from stoker.profiling.telemetry.gpu_state import DriverState, GpuState
@@ -46,8 +46,9 @@ class GpuFacts:
 
 def fix_for(error: str) -> str | None:
     """What the diagnosis of dead jobs advises for such a message."""
-    for signature in FAILURE_SIGNATURES.values():
-        for pattern in signature.log_patterns:
-            if not pattern.harmless and pattern.traceback_end is None and pattern.regex.search(error):
-                return signature.fix
+    lowered = error.lower()
+    for pattern in line_patterns():
+        is_decisive = not pattern.harmless and pattern.traceback_end is None
+        if is_decisive and pattern.literal in lowered and pattern.regex.search(error):
+            return pattern.ending.fix
     return None

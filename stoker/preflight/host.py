@@ -13,9 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from stoker.diagnosis.causes.fd_limit_near import FD_LIMIT_NEAR
-from stoker.diagnosis.causes.host_memory import HOST_MEMORY_NEAR_LIMIT
-from stoker.diagnosis.causes.shared_memory_small import SHARED_MEMORY_SMALL
+from stoker.diagnosis.causes.memory import FD_LIMIT_NEAR, HOST_MEMORY_NEAR_LIMIT, SHARED_MEMORY_SMALL
 from stoker.hardware.cgroup import Cgroup
 from stoker.hardware.gpu_evidence import pci_gpus
 from stoker.preflight.findings import CheckFinding, Severity, make_finding

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from stoker.diagnosis.failure_signatures import UNEXPLAINED
+from stoker.diagnosis.endings import UNEXPLAINED
 from stoker.evaluation.document import Evaluation
 from stoker.report import format as fmt
 from stoker.report.explain import RunExplanation

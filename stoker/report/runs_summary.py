@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from stoker.diagnosis import engine
-from stoker.diagnosis.failure_signatures import FAILURE_SIGNATURES
+from stoker.diagnosis.catalog import CATALOG
 from stoker.errors import StokerError, UsageError
 from stoker.hardware.prices import Price
 from stoker.report.environment import read_environment
@@ -223,7 +223,7 @@ def _read_run(run: str, price_per_device_hour: float | None) -> _RunData:
     findings = engine.run_rules(run_records)
     events = list(records.read_lines(path, records.EVENTS, Event))
     state, _ = read_run_state(path, events, last_record_time(path))
-    failures = [finding for finding in findings if finding.cause in FAILURE_SIGNATURES]  # the likeliest first
+    failures = [finding for finding in findings if finding.cause not in CATALOG]  # the likeliest first
     compute_known = compute_productive_fraction(totals, is_external=is_external_job(events)) is not None
     lost_s = totals.device_s - totals.phases.get("compute", 0.0) if compute_known else 0.0
     losses = (

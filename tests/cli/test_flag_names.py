@@ -10,6 +10,7 @@ import pytest
 from stoker.cli.app import app
 from stoker.cli.flag_names import translate
 from stoker.errors import StokerError, UsageError
+from stoker.knowledge import read_toml
 
 ULTRALYTICS = [
     "task=detect",
@@ -198,3 +199,10 @@ def test_what_stoker_has_is_left_alone() -> None:
     assert translate(arguments) == (arguments, [])
     with pytest.raises(StokerError):
         translate(["train", "--pipeline-config-path", "x"])
+
+
+def test_each_row_of_the_table_means_one_thing() -> None:
+    for command, rows in read_toml("flags.toml").items():
+        names = [name for row in rows for name in row["names"]]
+        assert len(set(names)) == len(names), command
+        assert all(len(row.keys() & {"flag", "arguments", "answer"}) == 1 for row in rows), command

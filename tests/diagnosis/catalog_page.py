@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from stoker.diagnosis.catalog import CATALOG, catalog_hash
 from stoker.diagnosis.causes.cause import COMMON_THRESHOLDS, REASONS, Cause, Threshold
-from stoker.diagnosis.failure_signatures import FAILURE_SIGNATURES, FailureSignature
+from stoker.diagnosis.endings import Ending, endings, line_patterns
 from stoker.diagnosis.notes import NOTES, NoteKind
 
 
@@ -16,7 +16,7 @@ def render_page() -> str:
 
 
 def _page_lines() -> Iterator[str]:
-    causes, failures = list(CATALOG.values()), list(FAILURE_SIGNATURES.values())
+    causes, failures = list(CATALOG.values()), list(endings().values())
     yield "# Causes"
     yield ""
     yield (
@@ -28,8 +28,8 @@ def _page_lines() -> Iterator[str]:
     yield ""
     yield (
         f"What `stoker why` can find in a run: {len(causes)} causes of lost time, lost quality or a coming failure, "
-        f"{len(failures)} ways to end, and {len(NOTES)} notes. Generated from `stoker/diagnosis/causes/`, "
-        "`failure_signatures/` and `notes.py` by `python -m tests.diagnosis.catalog_page > docs/causes.md`; do not "
+        f"{len(failures)} ways to end, and {len(NOTES)} notes. Generated from `stoker/knowledge/causes.toml`, "
+        "`endings.toml` and `notes.py` by `python -m tests.diagnosis.catalog_page > docs/causes.md`; do not "
         f"edit it here. The catalog's hash is `{catalog_hash()}`: equal hashes mean equal thresholds. How to add a "
         "cause: [add-a-cause.md](add-a-cause.md)."
     )
@@ -93,22 +93,23 @@ def _cause_section(cause: Cause) -> Iterator[str]:
         yield f"| settings | {settings} |"
 
 
-def _failure_section(failure: FailureSignature) -> Iterator[str]:
+def _failure_section(failure: Ending) -> Iterator[str]:
     yield ""
     yield f"### `{failure.id}`: {failure.title}"
     yield ""
     yield "| | |"
     yield "|---|---|"
     yield f"| severity | {failure.severity} |"
-    for log_pattern in failure.log_patterns:
-        harmless = "; jobs that continue print it too" if log_pattern.harmless else ""
+    patterns = [pattern for pattern in line_patterns() if pattern.ending is failure]
+    for pattern in patterns:
+        harmless = "; jobs that continue print it too" if pattern.harmless else ""
         traceback_note = (
-            f"; in a traceback that ends in `{_escape_cell(log_pattern.traceback_end.pattern)}`"
-            if log_pattern.traceback_end is not None
+            f"; in a traceback that ends in `{_escape_cell(pattern.traceback_end)}`"
+            if pattern.traceback_end is not None
             else ""
         )
-        yield f"| line | `{_escape_cell(log_pattern.text)}`{harmless}{traceback_note} |"
-    if not failure.log_patterns:
+        yield f"| line | `{_escape_cell(pattern.text)}`{harmless}{traceback_note} |"
+    if not patterns:
         yield "| recognized by | exit code, signal, counters and files, not by its output |"
     yield f"| seen | {_escape_cell('; '.join(failure.seen))} |"
     yield f"| fix | {_escape_cell(failure.fix)} |"

@@ -1,6 +1,7 @@
 """The guide docs/add-a-cause.md works: its row and rule, its line of the catalog and its case are executed."""
 
 import re
+import tomllib
 import types
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 from stoker.diagnosis import engine
 from stoker.diagnosis.catalog import CATALOG, RULES
+from stoker.diagnosis.causes import cause as cause_rows
 from tests.diagnosis import cases
 from tests.diagnosis.built import make_run
 
@@ -17,18 +19,20 @@ GUIDE = Path(__file__).parents[2] / "docs/add-a-cause.md"
 
 def code_blocks() -> dict[str, str]:
     """File that the block is for → code."""
-    blocks = re.findall(r"```python\n# (\S+)\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    blocks = re.findall(r"```(?:python|toml)\n# (\S+)\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     return dict(blocks)
 
 
 def test_the_cause_of_the_guide_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = code_blocks()
+    rows = tomllib.loads(blocks["stoker/knowledge/causes.toml"])
+    monkeypatch.setitem(cause_rows._tables(), "gpu_warm", rows["gpu_warm"])
     module = types.ModuleType("gpu_warm")
     exec(blocks["stoker/diagnosis/causes/gpu_warm.py"], module.__dict__)
-    (pair,) = eval(f"({blocks['stoker/diagnosis/catalog.py']})", {"gpu_warm": module})
+    (rule,) = eval(f"({blocks['stoker/diagnosis/catalog.py']})", {"gpu_warm": module})
     case: dict[str, Any] = eval(f"{{{blocks['tests/diagnosis/cases.py']}}}", vars(cases))
-    (cause, rule), ((has, lacks),) = pair, case.values()
-    assert [cause.id] == list(case) == [rule.__name__]
+    cause, ((has, lacks),) = cause_rows.find_cause(rule.__name__), case.values()
+    assert [cause.id] == list(case)
     monkeypatch.setattr(engine, "RULES", (*RULES, (cause, rule)))
     monkeypatch.setitem(CATALOG, cause.id, cause)
     (finding,) = engine.diagnose(make_run(tmp_path / "has", **has))
@@ -38,5 +42,5 @@ def test_the_cause_of_the_guide_is_found(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_files_of_the_guide_exist() -> None:
     root = GUIDE.parents[1]
-    for path in re.findall(r"`((?:stoker|tests)/[\w/]+\.py)`", GUIDE.read_text()):
+    for path in re.findall(r"`((?:stoker|tests)/[\w/]+\.(?:py|toml))`", GUIDE.read_text()):
         assert (root / path).is_file(), path

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stoker.diagnosis.failure_signatures import FAILURE_SIGNATURES, UNEXPLAINED
+from stoker.diagnosis.endings import UNEXPLAINED, endings
 from stoker.diagnosis.output import LogLine, find_normal_end, find_progress, find_tracebacks, split_log_lines
 from stoker.diagnosis.postmortem import explain
 from stoker.diagnosis.termination import Termination
@@ -54,15 +54,8 @@ def test_there_are_enough_samples_and_each_has_a_source() -> None:
     assert kinds <= KINDS.keys()
     assert all(sample["source"] for sample in SAMPLES)
     named = {id for kind in kinds for id in ([KINDS[kind]] if isinstance(KINDS[kind], str) else KINDS[kind])}
-    assert named <= FAILURE_SIGNATURES.keys()
+    assert named <= endings().keys()
     assert len(named) >= MIN_SIGNATURES
-
-
-def test_each_row_with_patterns_has_a_sample() -> None:
-    """Except remarks that are no alarm; healthy logs have their lines."""
-    named = {id for sample in SAMPLES for id in expected(sample)}
-    rows = {failure.id for failure in FAILURE_SIGNATURES.values() if failure.log_patterns}
-    assert rows - named == {"no_gpu_driver"}
 
 
 def misnamed(sample: dict[str, Any], text: str, exit_codes: set[int | None]) -> list[str]:

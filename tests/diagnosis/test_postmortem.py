@@ -14,10 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.diagnosis.catalog import CATALOG
+from stoker.diagnosis.endings import UNEXPLAINED, endings, line_patterns
 from stoker.diagnosis.engine import diagnose
-from stoker.diagnosis.failure_signatures import _FAILURE_SIGNATURES, FAILURE_SIGNATURES, UNEXPLAINED
-from stoker.diagnosis.failure_signatures.signature import required_literals
 from stoker.diagnosis.output import MAX_OUTPUT_BYTES, read_output, split_log_lines, strip_rank_prefix
 from stoker.diagnosis.postmortem import _find_matches, explain
 from stoker.diagnosis.termination import HangInfo, Termination, read_termination
@@ -31,101 +29,8 @@ from stoker.runs.records import (
 )
 from stoker.runs.schemas import DeviceSample, Finding, GpuSample, StackWindow, StepWindow
 
-LINES: dict[str, tuple[str, ...]] = {
-    "shared_memory_full": (
-        "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).",
-        "RuntimeError: DataLoader worker (pid 71) is killed by signal: Bus error. It is possible that dataloader's "
-        "workers are out of shared memory. Please try to raise your shared memory limit.",
-        "OSError: [Errno 28] No space left on device: '/dev/shm/psm_1f'",
-        "RuntimeError: unable to allocate shared memory(shm) for file </torch_10449_227263199_0>: No space left on "
-        "device (28)",
-        "RuntimeError: unable to write to file </torch_71_330>",
-    ),
-    "loader_worker_killed": (
-        "RuntimeError: DataLoader worker (pid 4242) is killed by signal: Killed. ",
-        "RuntimeError: DataLoader worker (pid(s) 12, 13) exited unexpectedly",
-    ),
-    "diverged": ("Loss is nan, stopping training", "WARNING: Loss NaN/Inf detected, recovering"),
-    "collective_timeout": (
-        "[rank3]:[E] [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12, OpType=ALLREDUCE, "
-        "Timeout(ms)=600000) ran for 600041 milliseconds before timing out.",
-        "RuntimeError: [../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for "
-        "recv operation to complete",
-    ),
-    "ddp_unused_parameters": (
-        "RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one.",
-    ),
-    "rendezvous_failed": (
-        "torch.distributed.DistNetworkError: The client socket has timed out after 600000ms while trying to connect to "
-        "(10.0.0.3, 29500).",
-    ),
-    "port_in_use": ("OSError: [Errno 98] Address already in use",),
-    "host_out_of_memory": (
-        "tensorflow...ResourceExhaustedError: OOM when allocating tensor with shape[64,640,640,3] and type float on "
-        "/job:localhost/replica:0/task:0/device:CPU:0 by allocator mklcpu",
-        "MemoryError",
-        "jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory allocating 274877906944 bytes.",
-        "OSError: [Errno 12] Cannot allocate memory",
-    ),
-    "gpu_out_of_memory": (
-        "failed to allocate 9.2G (9876543210 bytes) from device: CUDA_ERROR_OUT_OF_MEMORY: out of memory",
-        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB",
-        "OOM when allocating tensor with shape[8,512,80,80] and type float on /device:GPU:0 by allocator GPU_0_bfc",
-        "jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8589934592 "
-        "bytes.",
-        "tensorflow.python.framework.errors_impl.InternalError: Dst tensor is not initialized.",
-        "E tensorflow/stream_executor/cuda/cuda_dnn.cc:389] Could not create cudnn handle: CUDNN_STATUS_ALLOC_FAILED",
-    ),
-    "device_assert": ("RuntimeError: CUDA error: device-side assert triggered",),
-    "illegal_memory_access": ("RuntimeError: CUDA error: an illegal memory access was encountered",),
-    "cudnn_mismatch": (
-        "Loaded runtime CuDNN library: 8.1.0 but source was compiled with: 8.6.0.",
-        "Could not load library libcudnn_cnn_infer.so.8. Error: libcuda.so: cannot open shared object file",
-    ),
-    "version_mismatch": ("RuntimeError: The NVIDIA driver on your system is too old (found version 11040).",),
-    "protobuf_too_new": ("TypeError: Descriptors cannot be created directly.",),
-    "packages_too_new": (
-        "ModuleNotFoundError: No module named 'keras.layers.preprocessing'",
-        "ValueError: mutable default <class 'Foo'> for field bar is not allowed: use default_factory",
-    ),
-    "library_missing": ("ImportError: libGL.so.1: cannot open shared object file: No such file or directory",),
-    "damaged_record": (
-        "tensorflow.python.framework.errors_impl.DataLossError: corrupted record at 12345",
-        "truncated record at 777' failed with Read less bytes than requested",
-    ),
-    "bad_records": (
-        "stoker.errors.DataError: 24 of 64 images cannot be used; up to 0.01 of them may be bad.",
-        "None of the 12 images tried can be used.",
-        "None of the 12 pictures tried can be used.",  # before 0.2
-        "PIL.UnidentifiedImageError: cannot identify image file '/data/7.jpg'",
-        "OSError: image file is truncated (3 bytes not processed)",
-    ),
-    "unknown_config_key": (
-        'google.protobuf.text_format.ParseError: 7:3 : Message type "x.Ssd" has no field named "clases".',
-    ),
-    "path_not_found": (
-        "tensorflow...NotFoundError: RuntimeError: Did not find any input files matching the glob pattern ['/a-*']",
-        "NotFoundError: /data/label.pbtxt; No such file or directory",
-    ),
-    "checkpoint_missing": ("ValueError: Failed to find any matching files for /models/ckpt-0",),
-    "no_labels": ("WARNING: No labels found in /data/labels/train.cache",),
-    "bucket_access_denied": (
-        "PermissionDeniedError: Error executing an HTTP request: HTTP response code 403 with body '{'",
-        "google.api_core.exceptions.Forbidden: 403 GET https://storage.googleapis.com/x: train@p.iam does not have "
-        "storage.objects.get access to the Google Cloud Storage object.",
-    ),
-    "bucket_object_missing": ("NotFoundError: Error executing an HTTP request: HTTP response code 404 with body",),
-    "dns_failed": ("Error executing an HTTP request: libcurl code 6 meaning 'Couldn't resolve host name'",),
-    "bucket_unreachable": ("Error executing an HTTP request: libcurl code 28 meaning 'Timeout was reached'",),
-    "disk_full": (
-        "OSError: [Errno 28] No space left on device",
-        "RuntimeError: [enforce fail at inline_container.cc:671] . unexpected pos 576 vs 534",
-        "RuntimeError: [enforce fail at inline_container.cc:778] . PytorchStreamWriter failed writing file data/0: "
-        "file write failed",
-        "RuntimeError: basic_ios::clear: iostream error",
-    ),
-}
-"""Failure → lines that such jobs print: seen, in a library, or in public issue threads."""
+LINES = {id: [sample.text for sample in ending.samples] for id, ending in endings().items()}
+"""Ending → lines that such jobs printed."""
 
 KILLED, BY_TERM = -int(signal.SIGKILL), -int(signal.SIGTERM)
 TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    main()\n'
@@ -158,44 +63,6 @@ def test_no_space_for_a_multiprocessing_lock_is_full_shared_memory() -> None:
     ]
     assert [finding.cause for finding in died(frames + forbidden)] == ["permission_denied"]
     assert [finding.cause for finding in died(f"{TRACEBACK}{full}\nlater: {frames.splitlines()[2]}")] == ["disk_full"]
-
-
-@pytest.mark.parametrize(("cause", "line"), [(cause, line) for cause, lines in LINES.items() for line in lines])
-@pytest.mark.parametrize("in_traceback", [False, True])
-def test_lines_that_jobs_print_are_recognized_and_quoted(cause: str, line: str, in_traceback: bool) -> None:
-    before = "step 1 of 90\n" + (TRACEBACK if in_traceback else "")
-    first = died(before + line + "\n")[0]
-    assert (first.cause, first.severity) == (cause, "critical")
-    assert quoted(first)[0] == (line.strip(), f"job.log:{before.count(chr(10)) + 1}")
-
-
-@pytest.mark.parametrize("line", [line for cause, lines in LINES.items() if cause != "diverged" for line in lines])
-def test_a_job_that_ended_well_has_no_failure(line: str) -> None:
-    assert died(f"{line}\nstep 90 of 90\n", exit_code=0) == []
-
-
-def test_every_failure_has_a_fix_a_source_and_its_own_id() -> None:
-    assert not set(FAILURE_SIGNATURES) & set(CATALOG)
-    assert len(FAILURE_SIGNATURES) == len(_FAILURE_SIGNATURES)
-    assert all(failure.fix and failure.seen for failure in FAILURE_SIGNATURES.values())
-    assert set(LINES) <= set(FAILURE_SIGNATURES)
-
-
-@pytest.mark.parametrize(("pattern", "literals"), [
-    (r"out of memory \(\d+ of \d+\)", ("out of memory (",)),
-    (r"(?i)Killed (by|with) signal", ("killed ",)),
-    (r"[ab]cd(Bus error|Segfault\S+)x?", ("bus error", "segfault")),
-    (r"Disk full|No space(?! left)", ("disk full", "no space")),
-    (r"lines?: ", ("line",)),
-])  # fmt: skip
-def test_the_text_that_every_match_contains(pattern: str, literals: tuple[str, ...]) -> None:
-    assert required_literals(pattern) == literals
-
-
-@pytest.mark.parametrize("pattern", [r"\d+", r"abc|\w+", r"(abcd)?x"])
-def test_a_pattern_without_such_a_text_is_an_error(pattern: str) -> None:
-    with pytest.raises(ValueError, match="literal part"):
-        required_literals(pattern)
 
 
 HARMLESS = "W tensorflow] Allocator (GPU_0_bfc) ran out of memory trying to allocate 2.2GiB with freed_by_count=0."
@@ -698,11 +565,8 @@ def test_lines_are_recognized_together_as_each_one_alone(texts: list[str]) -> No
     lines = split_log_lines("\n".join(texts).encode("utf-8", errors="replace"), "output.log")
     one_by_one = []
     for line in lines:
-        known = (
-            failure.id
-            for failure in FAILURE_SIGNATURES.values()
-            if any(log_pattern.regex.search(strip_rank_prefix(line.text)) for log_pattern in failure.log_patterns)
-        )
+        text = strip_rank_prefix(line.text)
+        known = (pattern.ending.id for pattern in line_patterns() if pattern.regex.search(text))
         if (first := next(known, None)) is not None:
             one_by_one.append((line, first))
-    assert [(match.line, match.failure.id) for match in _find_matches(lines)] == one_by_one
+    assert [(match.line, match.ending.id) for match in _find_matches(lines)] == one_by_one

@@ -28,22 +28,23 @@ def test_unknown_machine_has_no_price(machine: str) -> None:
 
 def test_the_cheapest_machine_costs_more_with_more_gpus() -> None:
     """Catches a slip in the table; all sizes of an a2 or a3 cost the same for a GPU."""
-    for _, sizes in prices._AWS.values():
+    aws, gcp = prices._LIST.machines["AWS"], prices._LIST.machines["GCP"]
+    for family in {name.partition(".")[0] for name in aws}:
         cheapest: dict[int, float] = {}
-        for count, price in sizes.values():
-            cheapest[count] = min(price, cheapest.get(count, price))
+        for machine in (machine for name, machine in aws.items() if name.startswith(family + ".")):
+            cheapest[machine.gpus] = min(machine.price, cheapest.get(machine.gpus, machine.price))
         in_order = [cheapest[count] for count in sorted(cheapest)]
         assert in_order == sorted(set(in_order))
     for family in ("a2-highgpu", "a2-ultragpu", "a3-highgpu"):
-        each = [price / count for name, (_, count, price) in prices._GCP.items() if name.startswith(family)]
+        each = [machine.price / machine.gpus for name, machine in gcp.items() if name.startswith(family)]
         assert max(each) == pytest.approx(min(each), rel=1e-3)
 
 
 def test_a_g2_costs_what_its_cores_and_its_gpus_cost() -> None:
-    for name, (_, gpus, price) in prices._GCP.items():
+    for name, machine in prices._LIST.machines["GCP"].items():
         if name.startswith("g2-standard-"):
             cores = int(name.rpartition("-")[2])
-            assert price == pytest.approx(cores / 4 * 0.146792036 + gpus * 0.56004024, abs=1e-6), name
+            assert machine.price == pytest.approx(cores / 4 * 0.146792036 + machine.gpus * 0.56004024, abs=1e-6), name
 
 
 @pytest.mark.parametrize(("name", "gib", "known"), [

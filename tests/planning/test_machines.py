@@ -42,15 +42,14 @@ def test_a_row_is_complete(listed: Machine) -> None:
 
 def test_gpus_are_those_of_the_price_table() -> None:
     keys = {"V100": "v100-", "A10G": "a10g", "H100": "h100"}
-    for family, (gpu, sizes) in prices._AWS.items():
-        for size, (count, price) in sizes.items():
-            listed = LISTED[f"{family}.{size}"]
-            assert listed.gpus == count
-            assert listed.accelerator.startswith(keys.get(gpu, gpu.lower())), listed.name
-            assert listed.price == pytest.approx(price)
-    for name, (gpu, count, price) in prices._GCP.items():
-        assert (LISTED[name].accelerator, LISTED[name].gpus) == (gpu.lower(), count)
-        assert LISTED[name].price == pytest.approx(price)
+    for name, row in prices._LIST.machines["AWS"].items():
+        listed = LISTED[name]
+        assert listed.gpus == row.gpus
+        assert listed.accelerator.startswith(keys.get(row.gpu, row.gpu.lower())), listed.name
+        assert listed.price == pytest.approx(row.price)
+    for name, row in prices._LIST.machines["GCP"].items():
+        assert (LISTED[name].accelerator, LISTED[name].gpus) == (row.gpu.lower(), row.gpus)
+        assert LISTED[name].price == pytest.approx(row.price)
 
 
 def test_a_gpu_that_is_added_to_an_n1_costs_its_price() -> None:

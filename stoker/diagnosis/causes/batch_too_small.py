@@ -1,6 +1,6 @@
 """The batch, or the whole job, is too small for the device."""
 
-from stoker.diagnosis.causes.cause import Cause, Severity, Threshold, worst
+from stoker.diagnosis.causes.cause import Severity, find_cause, worst
 from stoker.diagnosis.causes.shared import (
     fraction_of_phase,
     is_long_enough,
@@ -12,59 +12,9 @@ from stoker.diagnosis.causes.shared import (
 from stoker.diagnosis.run_data import RunRecords
 from stoker.runs.schemas import Evidence, Finding
 
-BATCH_TOO_SMALL = Cause(
-    id="batch_too_small",
-    title="The batch is too small to fill the device",
-    reason="GPU under-utilized (host- or launch-bound)",
-    symptom="many short steps per second; the memory is mostly free",
-    required_records=("probes.jsonl: double_batch, or steps.jsonl: window_steps, num_images",),
-    warning_threshold=0.10,
-    critical_threshold=0.40,
-    metric="time that twice the batch saves, by the probe; without a probe the fraction that a fixed cost of "
-    "`overhead_s` has in a step of at most `batch_size` images",
-    source="heuristic; the probe is a measurement of this run",
-    thresholds={
-        "batch_size": Threshold(
-            2,
-            "images per step at most, without a probe: statistics of norms and gradients are poor too (Wu and He 2018, "
-            "Group Normalization, figure 1: errors rise below 8)",
-        ),
-        "overhead_s": Threshold(
-            0.005,
-            "fixed cost of a step: some 1,000 launches of 5 µs forward, backward and in the optimizer (LOG.md, step)",
-        ),
-        "memory": Threshold(0.7, "fraction of the memory in use above which a larger batch may not fit (heuristic)"),
-    },
-    supersedes=("gpu_oversized",),
-    probe="double_batch",
-    confidence=0.6,
-    fix="Use a larger --batch-size (the learning rate follows it if it is not set), or --auto-batch, which tries sizes",
-    external_fix="Use a larger batch, with a learning rate that follows it",
-    command="--auto-batch",
-    config_patch={"auto_batch": True},
-)
+BATCH_TOO_SMALL = find_cause("batch_too_small")
 
-GPU_OVERSIZED = Cause(
-    id="gpu_oversized",
-    title="The GPU is larger than the job needs",
-    reason="GPU under-utilized (host- or launch-bound)",
-    symptom="most multiprocessors have no work although the driver shows a busy GPU, or most of its memory is free",
-    required_records=("devices.jsonl: gpus.utilization, sm_active, or gpus.memory_used_bytes, memory_total_bytes",),
-    info_threshold=0.50,
-    warning_threshold=0.75,
-    metric="fraction of the multiprocessors without work while a kernel runs; or (info only) of the memory that was "
-    "never used, of the GPU that used most",
-    source="NVIDIA DCGM user guide, profiling metrics: SM activity of 0.8 or more is necessary for effective use of a "
-    "GPU, below 0.5 it is likely used ineffectively. Memory: heuristic, twice the batch would fit",
-    thresholds={"busy": Threshold(0.5, "utilization of a sample from which it counts: the device was asked to work")},
-    probe="double_batch",
-    confidence=0.7,
-    fix="Use a larger --batch-size (--auto-batch tries sizes) or --image-size; else a smaller GPU, a MIG slice, or "
-    "two jobs on this one",
-    external_fix="Use a larger batch or larger images; else a smaller GPU, a MIG slice, or two jobs on this one",
-    command="--auto-batch",
-    config_patch={"auto_batch": True},
-)
+GPU_OVERSIZED = find_cause("gpu_oversized")
 
 
 def batch_too_small(run: RunRecords) -> Finding | None:

@@ -1,8 +1,12 @@
-"""What a row of the catalog is: `Cause`, its thresholds and reasons. The rows are in the other files of this folder."""
+"""What a cause is: `Cause`, a row of `knowledge/causes.toml`, its thresholds and reasons. The rules are in the other
+files of this folder."""
 
+import functools
 from typing import Any, Literal, get_args
 
 import msgspec
+
+from stoker.knowledge import read_toml
 
 Severity = Literal["critical", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
@@ -31,19 +35,16 @@ Reason = Literal[
 
 REASONS: tuple[str, ...] = get_args(Reason)
 
-HEURISTIC = "heuristic"
-"""The source of a number that was chosen by judgment, not taken from a publication or a measurement."""
 
-
-class Threshold(msgspec.Struct, frozen=True):
+class Threshold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A number that a rule compares with. description: what it bounds, and where the number comes from."""
 
-    value: float
+    value: int | float
     description: str
 
 
-class Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the catalog."""
+class Cause(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A row of `knowledge/causes.toml`."""
 
     id: str
     title: str
@@ -54,9 +55,9 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     """Records without which the rule abstains, as `file: field`."""
     metric: str
     """The measured value that is compared with the three thresholds."""
-    info_threshold: float | None = None
-    warning_threshold: float | None = None
-    critical_threshold: float | None = None
+    info_threshold: int | float | None = None
+    warning_threshold: int | float | None = None
+    critical_threshold: int | float | None = None
     """There is no finding below the lowest of them. None: the cause never has that severity."""
     lower_is_worse: bool = False
     """A value is beyond a threshold when it is below it."""
@@ -95,50 +96,28 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
 
-COMMON_THRESHOLDS: dict[str, Threshold] = {
-    "steady_s": Threshold(
-        5.0, "seconds after the start, below which fractions of time mean nothing: a handful of windows (heuristic)"
-    ),
-    "first_window_s": Threshold(
-        10.0,
-        "length up to which the first window with steps still belongs to the start: caches, autotuning and allocators "
-        "warm up in it (heuristic)",
-    ),
-    "max_sampling_error": Threshold(
-        0.15,
-        "relative standard error of a fraction of samples above which no lost time is computed from it (binomial; "
-        "heuristic)",
-    ),
-    "min_samples": Threshold(
-        4, "stack samples, or samples of the CPU time, below which their mean is not used (heuristic)"
-    ),
-    "max_chance": Threshold(
-        0.05,
-        "probability by chance below which samples that show less than half of a fraction contradict it (binomial)",
-    ),
-    "min_supporting_fraction": Threshold(
-        0.05, "fraction of the stack samples from which they are printed as evidence for a cause (heuristic)"
-    ),
-    "short_s": Threshold(
-        180.0, "seconds of a run up to which its start and single evaluations say nothing of a longer one (heuristic)"
-    ),
-    "short_steps": Threshold(100, "steps of a run, likewise (heuristic)"),
-    "sigmas": Threshold(
-        1.64, "standard errors by which a fraction of samples must exceed a threshold: 5 % of chance results pass"
-    ),
-    "confirmed": Threshold(
-        1.02,
-        "speed-up of a probe, at the low end of its interval, that confirms a cause (heuristic: above the noise of "
-        "pairs that are measured alternately)",
-    ),
-    "refuted": Threshold(
-        0.25,
-        "fraction of the speed-up that the loss would allow, at the high end of the interval, below which a probe "
-        "refutes the cause (heuristic)",
-    ),
-    "confirmed_confidence": Threshold(0.95, "confidence in a cause that a probe confirmed"),
-    "refuted_confidence": Threshold(0.2, "confidence in a cause that a probe refuted; its severity is then info"),
-}
+@functools.cache
+def _tables() -> dict[str, Any]:
+    return read_toml("causes.toml")
+
+
+@functools.cache
+def find_cause(id: str) -> Cause:
+    """The row of a cause. Raises KeyError if there is none, ValidationError for a row of another form."""
+    row = _tables()[id]
+    thresholds = {name: _resolve(value) for name, value in row.get("thresholds", {}).items()}
+    return msgspec.convert({**row, "id": id, "thresholds": thresholds}, Cause)
+
+
+def _resolve(threshold: dict[str, Any] | str) -> dict[str, Any]:
+    """A text is the name of the threshold of another cause: `input_bound.min_wait_s`."""
+    if not isinstance(threshold, str):
+        return threshold
+    other, _, name = threshold.partition(".")
+    return _resolve(_tables()[other]["thresholds"][name])
+
+
+COMMON_THRESHOLDS = msgspec.convert(_tables()["common_thresholds"], dict[str, Threshold])
 """Thresholds that all rules share."""
 
 

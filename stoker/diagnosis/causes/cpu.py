@@ -1,78 +1,17 @@
 """Too little CPU time: a container's quota, other processes, or too many threads; and how much the run demanded."""
 
-from stoker.diagnosis.causes.cause import HEURISTIC, Cause, Threshold, common_threshold
+from stoker.diagnosis.causes.cause import common_threshold, find_cause
 from stoker.diagnosis.causes.shared import make_evidence, make_finding, percent, sample_evidence
 from stoker.diagnosis.run_data import MAX_EXAMPLES, HostStats, RunRecords
 from stoker.runs.schemas import Evidence, Finding
 
-INPUT_SYMPTOMS = ("too_few_workers", "too_few_cores", "slow_decode", "input_bound")
-"""Causes that a lack of CPU time also looks like."""
 _ESTIMATE = "this fraction of the CPU time, of the phases that wait for the CPU"
 
-CPU_QUOTA = Cause(
-    id="cpu_quota",
-    title="The container's CPU quota slows the job down",
-    reason="allocation and scheduling",
-    symptom="nproc shows many cores, and the job gets a part of their time, in bursts",
-    required_records=("devices.jsonl: throttled_s, process_cpu",),
-    warning_threshold=0.05,
-    critical_threshold=0.25,
-    metric="fraction of the demanded CPU time that the quota withheld",
-    source=HEURISTIC,
-    supersedes=("threads_oversubscribed", "cpu_contention", *INPUT_SYMPTOMS),
-    confidence=0.85,
-    fix="Set a higher CPU limit of the container (Kubernetes: resources.limits.cpu; docker: --cpus), or use no more "
-    "threads than it has cores",
-    command="docker run --cpus",
-)
+CPU_QUOTA = find_cause("cpu_quota")
 
-CPU_CONTENTION = Cause(
-    id="cpu_contention",
-    title="Other processes use the CPU cores",
-    reason="allocation and scheduling",
-    symptom="img/s varies with the time of day; the same run is faster on another machine",
-    required_records=("devices.jsonl: cpu_core_utilization, process_cpu, threads_running",),
-    info_threshold=0.10,
-    warning_threshold=0.60,
-    metric="CPU time that the run's threads demanded (they ran, or waited for a core) and other processes got, while "
-    "the cores are busy: fraction of the demand, or of the time if the demand is below one core",
-    source="heuristic: it is no fault of the job, so it is a warning only if the job loses most of its CPU time; two "
-    "busy processes on two cores take half",
-    thresholds={
-        "busy": Threshold(0.85, "mean utilization of the cores from which other processes can slow the run (heuristic)")
-    },
-    supersedes=("too_few_cores",),
-    confidence=0.7,
-    fix="Run fewer jobs on the machine, use a machine of its own, or reserve cores (taskset, cpuset)",
-)
+CPU_CONTENTION = find_cause("cpu_contention")
 
-THREADS_OVERSUBSCRIBED = Cause(
-    id="threads_oversubscribed",
-    title="Far more threads run than there are cores",
-    reason="allocation and scheduling",
-    symptom="all cores are busy, much of it in the kernel and in spin locks; fewer threads are faster",
-    required_records=("devices.jsonl: threads_running, cpu_limit_cores (or cpu_core_utilization)",),
-    warning_threshold=3.0,
-    critical_threshold=8.0,
-    metric="mean number of threads that run or wait for a core, per core, times the fraction of the cores that other "
-    "processes leave",
-    source="heuristic: libraries start one thread per core each (OpenMP, BLAS, OpenCV), so two of them are usual",
-    thresholds={
-        "min_extra_threads": Threshold(
-            5, "threads more than cores: on two cores a loader and a model use six (heuristic)"
-        ),
-        "min_samples": Threshold(4, "samples (heuristic)"),
-    },
-    supersedes=INPUT_SYMPTOMS,
-    probe="fewer_workers",
-    confidence=0.75,
-    fix="Set OMP_NUM_THREADS=1 in loader processes, torch.set_num_threads, cv2.setNumThreads(0); in stoker use "
-    "--workers auto",
-    external_fix="Set OMP_NUM_THREADS=1 in loader processes, torch.set_num_threads, cv2.setNumThreads(0), or use fewer "
-    "loader workers",
-    command="OMP_NUM_THREADS=1",
-    config_patch={"workers": "auto"},
-)
+THREADS_OVERSUBSCRIBED = find_cause("threads_oversubscribed")
 
 
 def cpu_quota(run: RunRecords) -> Finding | None:

@@ -1,6 +1,6 @@
 """The device is idle inside steps: kernels are issued too late, or are too short for the host to keep up."""
 
-from stoker.diagnosis.causes.cause import Cause, Threshold
+from stoker.diagnosis.causes.cause import Cause, find_cause
 from stoker.diagnosis.causes.shared import (
     driver_utilization,
     fraction_of_phase,
@@ -15,50 +15,9 @@ from stoker.runs.schemas import Evidence, Finding
 
 _TRACE_ESTIMATE = "the fraction of the traced time without work, times the time in steps; tracing slows the host"
 
-LAUNCH_BOUND = Cause(
-    id="launch_bound",
-    title="Kernels are too short for the host to keep up",
-    reason="GPU under-utilized (host- or launch-bound)",
-    symptom="thousands of kernels of a few microseconds, and gaps between them, all through the step",
-    required_records=("traces.jsonl: busy_s, kernel_median_s, launches",),
-    warning_threshold=0.20,
-    critical_threshold=0.50,
-    metric="fraction of a traced step without any work on the device, if the median kernel is short",
-    source="heuristic, on the cost of a launch: 3 to 10 µs of the host (CUDA programming guide, CUDA graphs)",
-    thresholds={"kernel_s": Threshold(10e-6, "median length of a kernel: as long as the host takes to launch it")},
-    supersedes=("host_bound_steps",),
-    probe="compiled",
-    confidence=0.8,
-    fix="Use fewer and larger kernels: --compile (torch.compile, CUDA graphs), a larger --batch-size, channels-last "
-    "and bf16, fused optimizers",
-    external_fix="Use fewer and larger kernels: torch.compile(mode='reduce-overhead') or CUDA graphs, a larger batch, "
-    "channels-last and bf16, fused optimizers; in TensorFlow jit_compile=True",
-    command="--compile",
-    config_patch={"compile": True},
-)
+LAUNCH_BOUND = find_cause("launch_bound")
 
-HOST_BOUND_STEPS = Cause(
-    id="host_bound_steps",
-    title="The device is idle inside steps",
-    reason="GPU under-utilized (host- or launch-bound)",
-    symptom="the ledger shows compute, the driver shows an idle GPU: kernels are too small or launched too late",
-    required_records=(
-        "steps.jsonl: phases",
-        "devices.jsonl: gpus.utilization of exactly the devices that train, or traces.jsonl",
-    ),
-    warning_threshold=0.20,
-    metric="fraction of traced steps without work on the device; without traces, compute in the ledger minus the "
-    "driver's utilization",
-    source="heuristic: the driver's sample period of 1/6 to 1 s (NVML manual, nvmlDeviceGetUtilizationRates) blurs "
-    "less than this over a run",
-    probe="double_batch",
-    confidence=0.6,
-    fix="Give each step more work: a larger --batch-size or --image-size, or --compile",
-    external_fix="Give each step more work: a larger batch or larger images, torch.compile; in TensorFlow "
-    "jit_compile=True",
-    command="--compile",
-    config_patch={"compile": True},
-)
+HOST_BOUND_STEPS = find_cause("host_bound_steps")
 
 
 def launch_bound(run: RunRecords) -> Finding | None:

@@ -1,13 +1,13 @@
 """The device waits for images, without a more exact reason; and the arithmetic of that wait, which its reasons share.
 
-The reasons: `slow_storage.py`, `slow_decode.py`, `too_few_workers.py`.
+The reasons: `slow_input.py`.
 """
 
 from typing import Any
 
-from stoker.diagnosis.causes.cause import Cause, Threshold
+from stoker.diagnosis.causes.cause import Cause, Threshold, find_cause
 from stoker.diagnosis.causes.cpu import contended_fraction, cpu_demand, cpu_demand_ratio, thread_cpu_utilization
-from stoker.diagnosis.causes.host_memory import is_under_memory_pressure
+from stoker.diagnosis.causes.memory import is_under_memory_pressure
 from stoker.diagnosis.causes.shared import (
     cpu_utilization_evidence,
     fraction_of_phase,
@@ -21,57 +21,16 @@ from stoker.diagnosis.causes.shared import (
 from stoker.diagnosis.run_data import RunRecords
 from stoker.runs.schemas import Evidence, Finding
 
-TF_PROFILER_SOURCE = (
-    "TensorFlow Profiler, op_stats_to_input_pipeline_analysis.cc: 5 % moderately, 20 % highly input-bound"
-)
-STAGE_RECORDS = ("steps.jsonl: phases, input_wait_stages (or stacks.jsonl, or devices.jsonl: process_cpu)",)
-CPU_WARNING_THRESHOLD = Threshold(
-    0.10, "threshold if training computes on a CPU, whose cores also decode and serve other processes (heuristic)"
-)
-MIN_STAGE_FRACTION = Threshold(0.5, "fraction of the wait that must be of this stage: most of it")
-BUSY_CORES = Threshold(0.85, "utilization of the cores above which more threads have no core to run on (decoding "
-                       "threads reach 0.9 and more)")  # fmt: skip
-MAX_IDLE_CPU = Threshold(
-    0.5,
-    "cores in use while the device waits, below which the wait of a job without stages is for bytes: decoding takes a "
-    "whole core",
-)
-MIN_INLINE_FRACTION = Threshold(
-    0.25,
-    "threshold if the training thread of a job that stoker did not write prepares the images itself: its loader has no "
-    "workers, so small images cost a part of each step in a healthy job too (heuristic)",
-)
-MIN_WAIT_S = Threshold(1.0, "seconds of waiting below which there is no finding in a job that stoker did not write")
 COLD_CACHE = {
     "min_first_epoch_fraction": Threshold(0.8, "fraction of all fetching that is in the first epoch (heuristic)"),
     "min_lost_fraction": Threshold(0.02, "fetch in the first epoch, fraction of all device time (heuristic)"),
 }
 """When slow storage was only a cold cache, which needs no fix: it is a note."""
 
-INPUT_BOUND = Cause(
-    id="input_bound",
-    title="The device waits for images",
-    reason="data loading",
-    symptom="the device is busy in bursts; img/s does not rise with a faster device or a larger batch",
-    required_records=("steps.jsonl: phases",),
-    warning_threshold=0.05,
-    critical_threshold=0.20,
-    metric="input_wait, fraction of the device time after the start",
-    source=TF_PROFILER_SOURCE,
-    thresholds={
-        "warning_threshold_on_cpu": CPU_WARNING_THRESHOLD,
-        "warning_threshold_without_workers": MIN_INLINE_FRACTION,
-        "min_wait_s": MIN_WAIT_S,
-    },
-    probe="cached_batch",
-    confidence=0.8,
-    fix="Prepare images faster: keep decoded images (--cache disk), use a machine with more cores per device, or store "
-    "images at no more than twice the image size",
-    external_fix="Prepare images faster: more loader workers (DataLoader(num_workers=, prefetch_factor=, "
-    "persistent_workers=True); tf.data map(num_parallel_calls=tf.data.AUTOTUNE) and prefetch), a faster decoder, "
-    "images that are decoded or resized once and kept, a machine with more cores per device",
-    config_patch={"cache": "disk"},
-)
+INPUT_BOUND = find_cause("input_bound")
+MIN_STAGE_FRACTION = find_cause("slow_storage").threshold("min_stage_fraction")
+BUSY_CORES = find_cause("too_few_cores").threshold("max_core_utilization")
+MAX_IDLE_CPU = find_cause("slow_storage").threshold("cpu_while_waiting")
 
 
 def input_bound(run: RunRecords) -> Finding | None:
@@ -82,7 +41,7 @@ def input_bound(run: RunRecords) -> Finding | None:
         advice = "a bucket in the machine's own region" if run.from_bucket else "a faster disk"
         advice += " or --cache" if run.settings.get("cache", "none") == "none" else ""
         hint = f"; most of the wait is for bytes here, so try {advice} first"
-    elif utilization is not None and utilization >= BUSY_CORES.value:
+    elif utilization is not None and utilization >= BUSY_CORES:
         hint = "; the cores are busy here, so more --workers do not help"
     elif utilization is not None and run.settings.get("workers") != "auto":
         hint = "; cores are idle here, so try more --workers first, or --workers auto, which finds the number"
@@ -106,13 +65,13 @@ def make_input_wait_finding(
     is_computing: the wait is for threads that compute. Other processes delay them too, so the fraction that
     they took is added to the threshold (heuristic).
     """
-    min_measured = CPU_WARNING_THRESHOLD.value if run.on_cpu else 0.0
+    min_measured = INPUT_BOUND.threshold("warning_threshold_on_cpu") if run.on_cpu else 0.0
     if not run.is_native_run and decodes_in_training_thread(run):
-        min_measured = max(min_measured, MIN_INLINE_FRACTION.value)
+        min_measured = max(min_measured, INPUT_BOUND.threshold("warning_threshold_without_workers"))
     elif is_computing and not run.is_native_run:
         min_measured += contended_fraction(run)
     if run.phase_seconds("input_wait") > 0:
-        if run.is_external and run.phase_seconds("input_wait") - excluded_s < MIN_WAIT_S.value:
+        if run.is_external and run.phase_seconds("input_wait") - excluded_s < INPUT_BOUND.threshold("min_wait_s"):
             return None
         return make_phase_finding(
             run,
@@ -148,7 +107,7 @@ def largest_stage(run: RunRecords) -> tuple[str | None, float]:
 def is_mostly(run: RunRecords, stage: str) -> bool:
     """Whether most of the wait is of one stage of the loader."""
     name, fraction = largest_stage(run)
-    return name == stage and fraction >= MIN_STAGE_FRACTION.value
+    return name == stage and fraction >= MIN_STAGE_FRACTION
 
 
 def cold_cache_fraction(run: RunRecords) -> float | None:
@@ -177,8 +136,8 @@ def decodes_in_training_thread(run: RunRecords) -> bool:
     """Whether most of the wait is decoding by the training thread itself: by its CPU time, else by stack samples."""
     utilization = thread_cpu_utilization(run, "input_wait")
     if utilization is not None:
-        return utilization >= MAX_IDLE_CPU.value
-    min_fraction = MIN_STAGE_FRACTION.value * _wait_fraction(run)
+        return utilization >= MAX_IDLE_CPU
+    min_fraction = MIN_STAGE_FRACTION * _wait_fraction(run)
     return has_enough_stacks(run) and run.stacks.fraction("decode") > min_fraction
 
 
@@ -239,13 +198,13 @@ def idle_while_waiting_evidence(run: RunRecords) -> Evidence | None:
     """The process computed so little that its threads were idle during the wait; None if they were not."""
     worker_utilization = _worker_utilization(run)
     if worker_utilization is not None:
-        if worker_utilization >= MAX_IDLE_CPU.value:
+        if worker_utilization >= MAX_IDLE_CPU:
             return None
         workers = f"the loader's {run.facts['workers']} worker processes"
         text = f"{workers} computed {percent(worker_utilization)} of the time"
         return make_evidence(text, worker_utilization, "devices.jsonl: process_cpu; steps.jsonl: process_cpu_s")
     process_cpu, loader_cores = cpu_demand(run), loader_cpu(run)
-    if process_cpu is None or loader_cores is None or loader_cores / _wait_fraction(run) >= MAX_IDLE_CPU.value:
+    if process_cpu is None or loader_cores is None or loader_cores / _wait_fraction(run) >= MAX_IDLE_CPU:
         return None
     text = f"the process used {process_cpu:.2f} cores: its threads were idle while it waited for images"
     return make_evidence(text, process_cpu, "devices.jsonl: process_cpu")

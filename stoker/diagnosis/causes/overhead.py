@@ -1,8 +1,8 @@
-"""Work besides the steps that takes a large part of the run: evaluation, checkpoints, starting."""
+"""Work besides the steps that takes a large part of the run: evaluation, checkpoints, starting, restarts."""
 
 from typing import Any
 
-from stoker.diagnosis.causes.cause import HEURISTIC, Cause, Severity, Threshold
+from stoker.diagnosis.causes.cause import Cause, Severity, find_cause, worst
 from stoker.diagnosis.causes.cpu import CPU_CONTENTION, busiest_processes_evidence
 from stoker.diagnosis.causes.shared import (
     attempts_evidence,
@@ -17,93 +17,16 @@ from stoker.diagnosis.causes.shared import (
 from stoker.diagnosis.run_data import RunRecords
 from stoker.runs.schemas import Evidence, Finding
 
-SHORT_RUN = Threshold(
-    0.13,
-    "warning threshold of a run under 3 minutes or 100 steps, whose number of evaluations and checkpoints is not "
-    "known; if it is under both, there is no warning about evaluation (heuristic: a fifth of the images, evaluated in "
-    "each epoch, takes 8 %)",
-)
-
 _COMPILE_FIX = (
     "Keep compiled code on a disk that survives the machine (TORCHINDUCTOR_CACHE_DIR, jax_compilation_cache_dir), or "
     "compile less: fixed shapes, torch.compile only where it pays"
 )
 
-EVALUATION_HEAVY = Cause(
-    id="evaluation_heavy",
-    title="Evaluation takes a large part of the run",
-    reason="architecture and hyper-parameters",
-    symptom="training pauses for long and often",
-    required_records=("steps.jsonl: phases",),
-    warning_threshold=0.10,
-    critical_threshold=0.35,
-    metric="eval, fraction of the device time after the start; only the evaluations before the last one, if their "
-    "number is known",
-    source="heuristic: the defaults (training/defaults/derive.py) aim at less than a tenth",
-    thresholds={
-        "min_duration_s": Threshold(1.0, "seconds of evaluation below which there is no finding (heuristic)"),
-        "short_run": SHORT_RUN,
-    },
-    confidence=0.9,
-    fix="Evaluate less often, or on fewer images",
-    command="--eval-every",
-    config_patch={"eval_every": "2ep"},
-)
+EVALUATION_HEAVY = find_cause("evaluation_heavy")
 
-CHECKPOINT_HEAVY = Cause(
-    id="checkpoint_heavy",
-    title="Checkpoints delay the training",
-    reason="allocation and scheduling",
-    symptom="img/s drops whenever a checkpoint is due; if the disk is slow, tasks wait for storage meanwhile",
-    required_records=("steps.jsonl: phases", "devices.jsonl: psi_io (whether the disk is slow)"),
-    warning_threshold=0.05,
-    critical_threshold=0.25,
-    metric="checkpoint, fraction of the device time after the start; only the checkpoints before the last one, if "
-    "their number is known",
-    source="heuristic: files are written in the background, so only the copy of the state should be visible",
-    thresholds={
-        "min_duration_s": Threshold(0.5, "seconds of saving below which there is no finding (heuristic)"),
-        "psi_io": Threshold(
-            0.10, "fraction of the time in which some task waited for storage, from which the disk is slow (heuristic)"
-        ),
-        "short_run": SHORT_RUN,
-    },
-    confidence=0.9,
-    fix="Save less often, or to a faster disk (put the run on a local SSD with --run-dir DIR, and copy it away "
-    "afterwards)",
-    external_fix="Save less often, to a faster disk such as a local SSD, or in the background "
-    "(torch.distributed.checkpoint.async_save; a copy of the state in a thread)",
-    command="--checkpoint-every 10min",
-    config_patch={"checkpoint_every": "10min"},
-)
+CHECKPOINT_HEAVY = find_cause("checkpoint_heavy")
 
-STARTUP_HEAVY = Cause(
-    id="startup_heavy",
-    title="Starting takes a large part of the run",
-    reason="allocation and scheduling",
-    symptom="minutes pass before the first step of each attempt",
-    required_records=("steps.jsonl: phases",),
-    warning_threshold=0.10,
-    metric="startup and compile, fraction of all device time; in a run under 3 minutes or 100 steps it is info",
-    source=HEURISTIC,
-    thresholds={
-        "min_duration_s": Threshold(
-            60.0,
-            "device-seconds of starting below which there is no finding: their fraction of a short run means nothing "
-            "(heuristic)",
-        ),
-        "contention": Threshold(
-            0.25, "fraction of the cores that others used during the start, from which they delay it (heuristic)"
-        ),
-        "busy": CPU_CONTENTION.thresholds["busy"],
-        "compile": Threshold(0.5, "fraction of the start in which code was compiled: most of it"),
-    },
-    confidence=0.9,
-    fix="Keep weights, index and images on a disk that survives the machine (STOKER_CACHE_DIR, STOKER_WEIGHTS_DIR), "
-    "and restart less often",
-    external_fix="Keep weights, images and compiled code on a disk that survives the machine (TORCH_HOME, "
-    "TORCHINDUCTOR_CACHE_DIR, the container's image), and restart less often",
-)
+STARTUP_HEAVY = find_cause("startup_heavy")
 
 
 def evaluation_heavy(run: RunRecords) -> Finding | None:
@@ -183,3 +106,26 @@ def _startup_cause(run: RunRecords, compile_fraction: float) -> tuple[list[Evide
     text = f"during the start, the cores were {100 * utilization:.0f} % busy, {100 * others:.0f} % with other processes"
     contention = make_evidence(text, others, "devices.jsonl: cpu_core_utilization, process_cpu")
     return [contention, busiest_processes_evidence(host)], CPU_CONTENTION.fix
+
+
+COSTLY_RESTARTS = find_cause("costly_restarts")
+
+
+def costly_restarts(run: RunRecords) -> Finding | None:
+    cause, count = COSTLY_RESTARTS, run.totals.attempts
+    fraction = run.phase_fraction("recovery")
+    lost_severity = cause.severity(fraction)
+    evidence: list[Evidence] = [phase_evidence(run, "recovery")] if lost_severity is not None else []
+    evidence.append(attempts_evidence(run))
+    count_severity: Severity | None = None
+    mean_s = run.totals.wall_s / max(1, count)
+    if count >= cause.threshold("attempts_warning") and mean_s <= cause.threshold("mean_s"):
+        count_severity = "critical" if count >= cause.threshold("attempts_critical") else "warning"
+        evidence.append(
+            make_evidence(f"an attempt lasts {mean_s / 60:.1f} min on average", mean_s, "steps.jsonl: wall_s")
+        )
+    severity = worst([lost_severity, count_severity])
+    if severity is None:
+        return None
+    lost_s = run.phase_seconds("recovery") if lost_severity is not None else None
+    return make_finding(run, cause, fraction, evidence, severity=severity, lost_s=lost_s)

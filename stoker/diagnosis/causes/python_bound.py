@@ -1,6 +1,6 @@
 """The training thread delays the device: it computes in Python between steps, it waits, or the model is recompiled."""
 
-from stoker.diagnosis.causes.cause import HEURISTIC, Cause, Threshold
+from stoker.diagnosis.causes.cause import Cause, find_cause
 from stoker.diagnosis.causes.cpu import cpu_demand, cpu_demand_ratio, thread_cpu_utilization
 from stoker.diagnosis.causes.shared import (
     fraction_of_phase,
@@ -18,100 +18,14 @@ from stoker.diagnosis.causes.shared import (
 from stoker.diagnosis.run_data import RunRecords
 from stoker.runs.schemas import Finding
 
-WARNING_THRESHOLD = 0.10
-MIN_CORE_UTILIZATION = Threshold(
-    0.6, "cores in use by the process, below which its training thread waits instead of computing (heuristic)"
-)
-
-_MIN_REST = Threshold(
-    0.05,
-    "fraction of the device time after the start that is between steps besides the line of steps.jsonl that has the "
-    "most of it: less is one event, such as a first import, and no cost of the steps (heuristic)",
-)
-
 _WAIT_KINDS = ("sync", "idle", "comm", "input_wait", "other", "checkpoint", "python")
 """Kinds of stacks in which the training thread can wait without a core: all but computing, decoding, compiling."""
-_MIN_HANDED_OVER = Threshold(
-    0.5,
-    "fraction of the time in which the training thread is idle, from which other threads may do its work (heuristic)",
-)
-_MIN_EXPLAINED = Threshold(
-    0.5,
-    "cores in use by other threads, over that fraction, from which they do: a busy process does not wait (heuristic)",
-)
 
-PYTHON_BOUND = Cause(
-    id="python_bound",
-    title="The training thread is busy with Python between steps",
-    reason="GPU under-utilized (host- or launch-bound)",
-    symptom="the device waits between steps, one core is at 100 %, the loader has batches ready",
-    required_records=("steps.jsonl: phases.host (in stoker.measure unattributed too), or stacks.jsonl: main_thread",),
-    warning_threshold=WARNING_THRESHOLD,
-    critical_threshold=0.40,
-    metric="host (in stoker.measure with unattributed), fraction of the device time after the start, while the process "
-    "uses a core; or the fraction of the main thread's stack samples in Python",
-    source="heuristic: a healthy loop issues its steps ahead of the device and shows under 2 %",
-    thresholds={
-        "busy": MIN_CORE_UTILIZATION,
-        "min_step_cpu_s": Threshold(
-            0.003,
-            "CPU-seconds of the training thread between two steps of a watched job, below which it is the overhead of "
-            "the loop: callbacks and progress bars of Lightning and Keras take some milliseconds (heuristic)",
-        ),
-        "min_rest": _MIN_REST,
-    },
-    supersedes=("host_bound_steps", "launch_bound"),
-    probe="compiled",
-    confidence=0.75,
-    fix="Move work out of the loop: encode targets in the loader's workers, log every 50 steps, vectorize; the "
-    "evidence names the lines; py-spy top shows more",
-)
+PYTHON_BOUND = find_cause("python_bound")
 
-HOST_DEVICE_SYNCS = Cause(
-    id="host_device_syncs",
-    title="The training thread waits in each step",
-    reason="GPU under-utilized (host- or launch-bound)",
-    symptom="device and cores are idle together: .item(), a print of the loss, a request to a service in each step",
-    required_records=("steps.jsonl: phases.sync or host, or stacks.jsonl: main_thread.sync",),
-    warning_threshold=WARNING_THRESHOLD,
-    critical_threshold=0.40,
-    metric="sync (and host, while the process uses little of a core), fraction of the device time after the start; or "
-    "the fraction of the main thread's stack samples in a wait for the device",
-    source=HEURISTIC + ": a wait that nothing hides costs at least its length; twice the few % of a healthy loop",
-    thresholds={"busy": MIN_CORE_UTILIZATION, "handed_over": _MIN_HANDED_OVER, "explained": _MIN_EXPLAINED},
-    supersedes=("host_bound_steps",),
-    confidence=0.75,
-    fix="Keep losses on the device and read them once a second; log in a separate thread; no .item(), .cpu() or print "
-    "in a step",
-)
+HOST_DEVICE_SYNCS = find_cause("host_device_syncs")
 
-RECOMPILES = Cause(
-    id="recompiles",
-    title="The model is compiled again and again",
-    reason="GPU under-utilized (host- or launch-bound)",
-    symptom="some steps take seconds; torch logs recompilations; shapes change from step to step",
-    required_records=("steps.jsonl: phases.compile, or stacks.jsonl: main_thread.compile",),
-    warning_threshold=0.05,
-    critical_threshold=0.25,
-    metric="compile after the first steps, fraction of the device time after the start",
-    source="heuristic: a program with fixed shapes compiles once",
-    thresholds={
-        "min_windows": Threshold(
-            4,
-            "windows with a compilation after the first steps, fewer in a job without a clock (see below): evaluation "
-            "and the last, smaller batch are compiled once more (heuristic). In TensorFlow, with a trace of a function "
-            "that was traced before",
-        ),
-        "min_stack_windows": Threshold(2, "lines of stacks.jsonl with a compilation, of ten seconds each (heuristic)"),
-        "min_stack_fraction": Threshold(0.10, "fraction of the stack samples in a compilation (heuristic)"),
-    },
-    supersedes=("python_bound",),
-    confidence=0.85,
-    fix="Use fixed shapes: one --image-size, drop_last=True; torch.compile(dynamic=True), or mark_dynamic on what "
-    "changes; TORCH_LOGS=recompiles shows the reason",
-    external_fix="Use fixed shapes: images of one size, drop_last=True; torch.compile(dynamic=True), or mark_dynamic "
-    "on what changes; TORCH_LOGS=recompiles shows the reason. For tf.function an input_signature",
-)
+RECOMPILES = find_cause("recompiles")
 
 
 def python_bound(run: RunRecords) -> Finding | None:
@@ -130,7 +44,7 @@ def python_bound(run: RunRecords) -> Finding | None:
         phases = tuple(name for name in phases if name == "host")
         duration_s = sum(run.steady.phases.get(name, 0.0) for name in phases)
         thread_cpu_s = sum(run.steady.thread_cpu_s.get(name, 0.0) for name in phases)
-        if run.steady.thread_cpu_s and thread_cpu_s < MIN_CORE_UTILIZATION.value * duration_s:
+        if run.steady.thread_cpu_s and thread_cpu_s < PYTHON_BOUND.threshold("busy") * duration_s:
             return from_stacks  # it waited, or got no core
     if not phases or thread_is_idle is True or (thread_is_idle is None and from_stacks is not None):
         return from_stacks
@@ -144,7 +58,7 @@ def _recurs(run: RunRecords, phases: tuple[str, ...]) -> bool:
     """Whether time between steps is more than a single event."""
     steady = run.steady
     rest_s = sum(steady.phases.get(name, 0.0) - steady.longest_phases.get(name, 0.0) for name in phases)
-    return rest_s >= _MIN_REST.value * steady.device_s
+    return rest_s >= PYTHON_BOUND.threshold("min_rest") * steady.device_s
 
 
 def _is_loop_overhead(run: RunRecords, phases: tuple[str, ...]) -> bool:
@@ -186,7 +100,10 @@ def _computes_elsewhere(run: RunRecords) -> bool:
     thread_cpu = thread_cpu_s / run.steady.wall_s
     others_cpu = ratio * max(0.0, process_cpu - thread_cpu)
     idle_fraction = 1 - min(1.0, ratio * thread_cpu)
-    return idle_fraction > _MIN_HANDED_OVER.value and others_cpu >= _MIN_EXPLAINED.value * idle_fraction
+    return (
+        idle_fraction > HOST_DEVICE_SYNCS.threshold("handed_over")
+        and others_cpu >= HOST_DEVICE_SYNCS.threshold("explained") * idle_fraction
+    )
 
 
 def _thread_idle_fraction(run: RunRecords) -> float | None:
@@ -246,11 +163,11 @@ def _is_thread_idle(run: RunRecords, fraction: float) -> bool | None:
     thread used a core in the rest of the time."""
     utilization = thread_cpu_utilization(run, *_between_step_phases(run))
     if utilization is not None:
-        return utilization < MIN_CORE_UTILIZATION.value
+        return utilization < PYTHON_BOUND.threshold("busy")
     process_cpu = cpu_demand(run)
     if process_cpu is None or fraction <= 0:
         return None
-    return max(0.0, process_cpu - (1 - fraction)) / fraction < MIN_CORE_UTILIZATION.value
+    return max(0.0, process_cpu - (1 - fraction)) / fraction < PYTHON_BOUND.threshold("busy")
 
 
 def recompiles(run: RunRecords) -> Finding | None:

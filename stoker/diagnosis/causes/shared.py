@@ -4,18 +4,13 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from stoker.diagnosis.causes.cause import Cause, Severity, Threshold, common_threshold
+from stoker.diagnosis.causes.cause import Cause, Severity, common_threshold, find_cause
 from stoker.diagnosis.run_data import RunRecords
 from stoker.diagnosis.series import LinearFit, TimeSeries
 from stoker.runs.schemas import Evidence, Finding
 
-STEADY_GROWTH = {
-    "min_span_s": Threshold(5.0, "time over which it was seen (heuristic)"),
-    "min_points": Threshold(6, "samples in it (heuristic)"),
-    "min_r_squared": Threshold(0.95, "fraction of the variance that a straight line explains (R²); a warm-up bends"),
-    "min_slope_ratio": Threshold(0.7, "slope of the second half over that of the first: a cache that fills slows down"),
-}
-"""When growth is a leak: it is straight, and it continues."""
+_GROWTH_THRESHOLDS = ("min_span_s", "min_points", "min_r_squared", "min_slope_ratio")
+"""When growth is a leak: it is straight, and it continues. All causes of this kind have the same."""
 
 
 def make_finding(
@@ -282,7 +277,9 @@ def max_gpu_memory_fraction(run: RunRecords) -> float | None:
 
 def fit_steady_growth(series: TimeSeries) -> LinearFit | None:
     """The line of growth that looks like a leak."""
-    return series.fit_steady_growth(**{name: threshold.value for name, threshold in STEADY_GROWTH.items()})
+    return series.fit_steady_growth(
+        **{name: find_cause("gpu_memory_leak").threshold(name) for name in _GROWTH_THRESHOLDS}
+    )
 
 
 def format_duration(seconds: float) -> str:

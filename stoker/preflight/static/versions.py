@@ -1,20 +1,16 @@
-"""Which versions belong together: TensorFlow, PyTorch, CUDA, cuDNN, Python, drivers. Facts with sources, no rules.
+"""Which versions belong together: TensorFlow, PyTorch, CUDA, cuDNN, Python, drivers. Facts, no rules.
 
-Looked up on AS_OF. A release that is newer than the tables is reported as unknown, never as wrong. Sources, by key:
-
-tf      tensorflow.org/install/source, "Tested build configurations"; from 2.19 on the extra `and-cuda` of the package
-torch   github.com/pytorch/pytorch RELEASE.md, "Release Compatibility Matrix"; pytorch.org, previous versions; the
-        dependencies of the wheels on the package index
-vision  github.com/pytorch/vision README.md; the dependencies of its wheels
-driver  docs.nvidia.com/deploy/cuda-compatibility (minor version compatibility); CUDA release notes before CUDA 11
-ngc     docs.nvidia.com/deeplearning/frameworks/support-matrix
-ubuntu  packages.ubuntu.com: python3, nvidia-cuda-toolkit
+The tables are in `knowledge/versions.toml`, with their sources; here are single releases from which on something is
+different. A release that is newer than the tables is reported as unknown, never as wrong.
 """
 
 import re
 from dataclasses import dataclass
 
-AS_OF = "2026-11-22"
+import msgspec
+
+from stoker.knowledge import read_toml
+
 Minor = tuple[int, int]
 """(2, 10) for 2.10.1."""
 
@@ -29,14 +25,6 @@ class TensorFlowBuild:
     cudnn: Minor
 
 
-def _tensorflow(rows: str) -> dict[Minor, TensorFlowBuild]:
-    table = {}
-    for row in rows.split("\n"):
-        name, oldest, newest, cuda, cudnn = row.split()
-        table[minor(name)] = TensorFlowBuild((minor(oldest), minor(newest)), minor(cuda), minor(cudnn))
-    return table
-
-
 def minor(text: str) -> Minor:
     """(11, 8) of "11.8.0", "11.8" or "11-8"; (9, 0) of "9"."""
     parts = re.findall(r"\d+", text)[:2]
@@ -47,37 +35,48 @@ def dotted(version: Minor) -> str:
     return f"{version[0]}.{version[1]}"
 
 
-TENSORFLOW = _tensorflow("""1.13 3.3 3.7 10.0 7.4
-1.14 3.3 3.7 10.0 7.4
-1.15 3.3 3.7 10.0 7.4
-2.0 3.3 3.7 10.0 7.4
-2.1 3.5 3.7 10.1 7.6
-2.2 3.5 3.8 10.1 7.6
-2.3 3.5 3.8 10.1 7.6
-2.4 3.6 3.8 11.0 8.0
-2.5 3.6 3.9 11.2 8.1
-2.6 3.6 3.9 11.2 8.1
-2.7 3.7 3.10 11.2 8.1
-2.8 3.7 3.10 11.2 8.1
-2.9 3.7 3.10 11.2 8.1
-2.10 3.7 3.10 11.2 8.1
-2.11 3.7 3.10 11.2 8.1
-2.12 3.8 3.11 11.8 8.6
-2.13 3.8 3.11 11.8 8.6
-2.14 3.9 3.11 11.8 8.7
-2.15 3.9 3.11 12.2 8.9
-2.16 3.9 3.12 12.3 8.9
-2.17 3.9 3.12 12.3 8.9
-2.18 3.9 3.12 12.5 9.3
-2.19 3.9 3.12 12.5 9.3
-2.20 3.9 3.13 12.5 9.3
-2.21 3.10 3.13 12.5 9.3""")
-"""Source: tf."""
+class _TensorFlowRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    python: tuple[str, str]
+    cuda: str
+    cudnn: str
+
+
+class _TorchRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    torchvision: str
+    python: tuple[str, str]
+    index_cuda: str
+    cuda_tags: frozenset[str]
+
+
+class _UbuntuRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    python: str
+    cuda_toolkit: str = ""
+
+
+class _Tables(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    as_of: str
+    tensorflow: dict[str, _TensorFlowRow]
+    torch: dict[str, _TorchRow]
+    drivers: dict[str, str]
+    ngc_cuda_major: dict[str, int]
+    ubuntu: dict[str, _UbuntuRow]
+
+
+_TABLES = msgspec.convert(read_toml("versions.toml"), _Tables)
+AS_OF = _TABLES.as_of
+"""When the tables were looked up."""
+
+TENSORFLOW = {
+    minor(name): TensorFlowBuild((minor(row.python[0]), minor(row.python[1])), minor(row.cuda), minor(row.cudnn))
+    for name, row in _TABLES.tensorflow.items()
+}
 
 TF_GPU_REMOVED: Minor = (2, 12)
 """The package tensorflow-gpu: from 2.12 on it only prints an error. Source: its page on the package index."""
 TF_AND_CUDA: Minor = (2, 14)
-"""First release with the extra `and-cuda`; pip ignores it, with a warning, in older ones. Source: tf."""
+"""First release with the extra `and-cuda`; pip ignores it, with a warning, in older ones. Source:
+tensorflow.org/install/source."""
 TF_AND_CUDA_BROKEN = "2.16.1"
 """Does not find the libraries that the extra installs, unless LD_LIBRARY_PATH names their folders. Source:
 github.com/tensorflow/tensorflow/issues/63362."""
@@ -105,56 +104,29 @@ class TorchBuild:
     """cu118, cu121, …: the indices that have it."""
 
 
-def _torch(rows: str) -> dict[Minor, TorchBuild]:
-    table = {}
-    for row in rows.split("\n"):
-        name, vision, oldest, newest, cuda, *tags = row.split()
-        pythons = (minor(oldest), minor(newest))
-        table[minor(name)] = TorchBuild(minor(vision), pythons, minor(cuda), frozenset(f"cu{tag}" for tag in tags))
-    return table
-
-
-TORCH = _torch("""1.5 0.6 3.5 3.8 10.2 92 101 102
-1.6 0.7 3.6 3.8 10.2 92 101 102
-1.7 0.8 3.6 3.9 10.2 92 101 102 110
-1.8 0.9 3.6 3.9 10.2 101 102 111
-1.9 0.10 3.6 3.9 10.2 102 111
-1.10 0.11 3.6 3.9 10.2 102 111 113
-1.11 0.12 3.7 3.10 10.2 102 113 115
-1.12 0.13 3.7 3.10 10.2 102 113 116
-1.13 0.14 3.7 3.11 11.7 116 117
-2.0 0.15 3.8 3.11 11.7 117 118
-2.1 0.16 3.8 3.11 12.1 118 121
-2.2 0.17 3.8 3.12 12.1 118 121
-2.3 0.18 3.8 3.12 12.1 118 121
-2.4 0.19 3.8 3.12 12.1 118 121 124
-2.5 0.20 3.9 3.13 12.4 118 121 124
-2.6 0.21 3.9 3.13 12.4 118 124 126
-2.7 0.22 3.9 3.13 12.6 118 126 128
-2.8 0.23 3.9 3.13 12.8 126 128 129
-2.9 0.24 3.10 3.14 12.8 126 128 129 130
-2.10 0.25 3.10 3.14 12.8 126 128 129 130
-2.11 0.26 3.10 3.14 13.0 126 128 129 130
-2.12 0.27 3.10 3.14 13.0 126 129 130 132
-2.13 0.28 3.10 3.14 13.0 126 129 130 132
-2.14 0.29 3.10 3.14 13.0 126 129 130 132
-2.15 0.29 3.11 3.15 13.2 126 129 130 132""")
-"""Sources: torch, vision. CUDA of the index and Pythons were checked by resolving `torch==X` for x86-64. For 2.9 and
-later, the indices from cu126 on are all that exist: which of them have which release was not found out."""
+TORCH = {
+    minor(name): TorchBuild(
+        torchvision=minor(row.torchvision),
+        python=(minor(row.python[0]), minor(row.python[1])),
+        index_cuda=minor(row.index_cuda),
+        cuda_tags=row.cuda_tags,
+    )
+    for name, row in _TABLES.torch.items()
+}
 
 TORCHVISION_FREE: Minor = (0, 29)
-"""From here on torchvision accepts every later torch (`torch>=2.14`). Source: vision."""
+"""From here on torchvision accepts every later torch (`torch>=2.14`). Source: its README.md."""
 TORCH_NUMPY_2: Minor = (2, 3)
 """First release that works with NumPy 2: in an older one `tensor.numpy()` raises "Numpy is not available".
 Source: github.com/pytorch/pytorch/issues/107302."""
 
-DRIVERS = {(9, 0): "384.81", (9, 2): "396.26", (10, 0): "410.48", (10, 1): "418.39", (10, 2): "440.33"}
-DRIVERS_BY_MAJOR = {11: "450.80.02", 12: "525.60.13", 13: "580"}
-"""CUDA → oldest NVIDIA driver on Linux. Source: driver."""
+DRIVERS_BY_MAJOR = {int(cuda): driver for cuda, driver in _TABLES.drivers.items() if "." not in cuda}
+"""Major version of CUDA → oldest NVIDIA driver on Linux."""
 
 
 def driver_for(cuda: Minor) -> str | None:
-    return DRIVERS_BY_MAJOR.get(cuda[0]) or DRIVERS.get(cuda)
+    """The oldest NVIDIA driver on Linux."""
+    return DRIVERS_BY_MAJOR.get(cuda[0]) or _TABLES.drivers.get(dotted(cuda))
 
 
 def library_family(cuda: Minor) -> str:
@@ -163,18 +135,10 @@ def library_family(cuda: Minor) -> str:
     return str(cuda[0]) if cuda[0] >= 12 or (cuda[0] == 11 and cuda[1] >= 1) else dotted(cuda)
 
 
-NGC_CUDA_MAJOR = (((25, 8), 13), ((23, 1), 12), ((20, 6), 11), ((18, 9), 10))
-"""First release of NVIDIA's framework containers (year, month) → major version of its CUDA, newest first.
-Source: ngc."""
+NGC_CUDA_MAJOR = tuple((minor(release), major) for release, major in _TABLES.ngc_cuda_major.items())
+"""First release of NVIDIA's framework containers (year, month) → major version of its CUDA, newest first."""
 
-UBUNTU = {"focal": "20.04", "bionic": "18.04", "jammy": "22.04", "noble": "24.04", "xenial": "16.04"}
-UBUNTU_PYTHON: dict[str, Minor] = {
-    "16.04": (3, 5),
-    "18.04": (3, 6),
-    "20.04": (3, 8),
-    "22.04": (3, 10),
-    "24.04": (3, 12),
-}
-"""Source: ubuntu."""
-UBUNTU_CUDA_TOOLKIT: dict[str, Minor] = {"18.04": (9, 1), "20.04": (10, 1), "22.04": (11, 5), "24.04": (12, 0)}
-"""What `apt-get install nvidia-cuda-toolkit` gives. Source: ubuntu."""
+UBUNTU = {row.name: release for release, row in _TABLES.ubuntu.items()}
+UBUNTU_PYTHON = {release: minor(row.python) for release, row in _TABLES.ubuntu.items()}
+UBUNTU_CUDA_TOOLKIT = {release: minor(row.cuda_toolkit) for release, row in _TABLES.ubuntu.items() if row.cuda_toolkit}
+"""What `apt-get install nvidia-cuda-toolkit` gives."""

@@ -10,7 +10,7 @@ import numpy as np
 from stoker.config.settings import Config
 from stoker.data.anchor_fit import AnchorConfig, best_iou, box_dimensions, recommend_anchors
 from stoker.data.index import Index
-from stoker.diagnosis.causes.anchors_miss_boxes import ANCHORS_MISS_BOXES
+from stoker.diagnosis.causes.recipe import ANCHORS_MISS_BOXES
 from stoker.models import get_architecture
 
 COVERED_IOU = 0.5

@@ -1,13 +1,9 @@
-"""Decoding limits the run: slow decoding, too few cores for a GPU, or too few workers while cores are idle."""
+"""Why the device waits for images: storage, decoding, too few cores or workers, copies to the device."""
 
-from stoker.diagnosis.causes.cause import Cause, Threshold
-from stoker.diagnosis.causes.host_memory import is_under_memory_pressure
+from stoker.diagnosis.causes.cause import find_cause
 from stoker.diagnosis.causes.input_bound import (
     BUSY_CORES,
-    CPU_WARNING_THRESHOLD,
-    MIN_STAGE_FRACTION,
-    STAGE_RECORDS,
-    TF_PROFILER_SOURCE,
+    cold_cache_fraction,
     decodes_in_training_thread,
     idle_while_waiting_evidence,
     is_mostly,
@@ -18,108 +14,68 @@ from stoker.diagnosis.causes.input_bound import (
     preparing_evidence,
     stage_evidence,
 )
+from stoker.diagnosis.causes.memory import is_under_memory_pressure
 from stoker.diagnosis.causes.shared import (
     cpu_utilization_evidence,
     fraction_of_phase,
     make_evidence,
+    make_finding,
+    make_phase_finding,
+    percent,
     samples_contradict,
     stack_evidence,
 )
 from stoker.diagnosis.run_data import RunRecords
 from stoker.runs.schemas import Evidence, Finding
 
-SLOW_DECODE = Cause(
-    id="slow_decode",
-    title="Decoding and transforming images delays the training",
-    reason="data loading",
-    symptom="the device waits while the loader's threads or processes decode and resize",
-    required_records=STAGE_RECORDS,
-    warning_threshold=0.05,
-    critical_threshold=0.20,
-    metric="input_wait, fraction of the device time after the start, if most of it is decode",
-    source=TF_PROFILER_SOURCE,
-    thresholds={
-        "warning_threshold_on_cpu": CPU_WARNING_THRESHOLD,
-        "min_stage_fraction": MIN_STAGE_FRACTION,
-        "large": Threshold(
-            8.0,
-            "pixels of the median image over those of the image size, from which smaller files are advised: JPEG "
-            "decoders skip work in steps of 2, 4 and 8 (DCT scaling), and 8 times the pixels is beyond the first "
-            "(heuristic; benchmarks/loader.py has the cost by size)",
-        ),
-    },
-    supersedes=("input_bound",),
-    probe="cached_batch",
-    confidence=0.8,
-    fix="Decode once: --cache disk keeps decoded images; or decode on the GPU (--jpeg-decoder nvjpeg); or store "
-    "images at no more than twice the image size",
-    external_fix="Decode less, or elsewhere: images stored at no more than twice the model's input size, a faster "
-    "decoder (libjpeg-turbo, nvJPEG, DALI), fewer transforms per image, decoded images that are kept (tf.data cache); "
-    "and in loader workers instead of the training thread",
-    command="--cache disk",
-    config_patch={"cache": "disk"},
-)
+SLOW_STORAGE = find_cause("slow_storage")
+_SATURATED_FIX = "; the network is saturated, so fewer bytes help: images stored at no more than twice the image size"
 
-TOO_FEW_CORES = Cause(
-    id="too_few_cores",
-    title="The machine has too few CPU cores for its GPU",
-    reason="data loading",
-    symptom="the GPU waits while every core decodes",
-    required_records=("steps.jsonl: phases", "devices.jsonl: cpu_core_utilization, gpus"),
-    warning_threshold=0.05,
-    critical_threshold=0.20,
-    metric="input_wait, fraction of the device time after the start, on a GPU, if most of it is decode and the cores "
-    "are busy",
-    source=TF_PROFILER_SOURCE,
-    thresholds={"min_stage_fraction": MIN_STAGE_FRACTION, "max_core_utilization": BUSY_CORES},
-    supersedes=("slow_decode", "input_bound"),
-    probe="cached_batch",
-    confidence=0.8,
-    fix="Use a machine type with more vCPUs per GPU; or reduce the work: --jpeg-decoder nvjpeg, --cache disk",
-    external_fix="Use a machine type with more vCPUs per GPU; or reduce the work: decode on the GPU (nvJPEG, DALI), "
-    "store images at no more than twice the model's input size",
-    command="--jpeg-decoder nvjpeg",
-    config_patch={"jpeg_decoder": "nvjpeg"},
-)
 
-TOO_FEW_WORKERS = Cause(
-    id="too_few_workers",
-    title="One or two workers prepare images while cores are idle",
-    reason="data loading",
-    symptom="the device waits, one core is at 100 %, the others are idle",
-    required_records=(
-        "steps.jsonl: phases",
-        "config.toml: run.workers, or data.workers of an event, or stacks.jsonl",
-    ),
-    warning_threshold=0.05,
-    critical_threshold=0.20,
-    metric="input_wait, fraction of the device time after the start, if most of it is decode, the loader has few "
-    "workers and cores are idle",
-    source=TF_PROFILER_SOURCE,
-    thresholds={
-        "max_loader_cores": Threshold(
-            1.25,
-            "cores in use besides the training thread's, of a loader whose number of workers is not recorded, up to "
-            "which it has one worker (heuristic)",
-        ),
-        "warning_threshold_on_cpu": CPU_WARNING_THRESHOLD,
-        "min_stage_fraction": MIN_STAGE_FRACTION,
-        "max_workers": Threshold(
-            2,
-            "threads, or DataLoader workers, that are few (and fewer than half of the cores, or at most one; "
-            "heuristic)",
-        ),
-        "max_core_utilization": BUSY_CORES,
-    },
-    supersedes=("slow_decode", "input_bound"),
-    probe="more_workers",
-    confidence=0.85,
-    fix="Use --workers auto, which finds the number",
-    external_fix="Use DataLoader(num_workers=) of about the cores per GPU, with persistent_workers=True; in tf.data "
-    "map(num_parallel_calls=tf.data.AUTOTUNE) and prefetch; in Keras PyDataset(workers=, use_multiprocessing=True)",
-    command="--workers auto",
-    config_patch={"workers": "auto"},
-)
+def slow_storage(run: RunRecords) -> Finding | None:
+    """By the loader's stages; in a loop without stages, by a process that is idle while it waits for images."""
+    if cold_cache_fraction(run) is not None:
+        return None  # the wait is over: the note `cold_cache`
+    stage, stage_fraction = largest_stage(run)
+    if stage is not None:
+        if not is_mostly(run, "fetch"):
+            return None
+        network_evidence = _network_evidence(run)
+        evidence = [stage_evidence(run, stage, stage_fraction), network_evidence, cpu_utilization_evidence(run)]
+        suffix = _SATURATED_FIX if _network_is_saturated(run) else ""
+        return make_input_wait_finding(run, SLOW_STORAGE, evidence, fix_suffix=suffix)
+    idle_evidence = idle_while_waiting_evidence(run)
+    if idle_evidence is None or decodes_in_training_thread(run):
+        return None
+    # CPU time of the training thread in the wait is decoding, which faster storage does not save.
+    computed_s = run.totals.thread_cpu_s.get("input_wait", 0.0)
+    evidence = [idle_evidence, stack_evidence(run, "a wait for images", "input_wait")]
+    return make_input_wait_finding(run, SLOW_STORAGE, evidence, confidence=0.65, excluded_s=computed_s)
+
+
+def _network_is_saturated(run: RunRecords) -> bool:
+    cause, received = SLOW_STORAGE, run.host.net_received_bytes_s
+    if received.value is None or not received.max_value or received.count < cause.threshold("min_samples"):
+        return False
+    is_constant = received.value / received.max_value >= cause.threshold("saturated")
+    return is_constant and received.value >= cause.threshold("min_bytes_s")
+
+
+def _network_evidence(run: RunRecords) -> Evidence | None:
+    value, max_received = run.host.net_received_bytes_s.value, run.host.net_received_bytes_s.max_value
+    if value is None or max_received is None:
+        return None
+    text = f"{value / 1e6:,.0f} MB/s were received, at most {max_received / 1e6:,.0f}"
+    if _network_is_saturated(run):
+        text += ": the network is saturated"
+    return make_evidence(text, value, "devices.jsonl: net_received_bytes_s")
+
+
+SLOW_DECODE = find_cause("slow_decode")
+
+TOO_FEW_CORES = find_cause("too_few_cores")
+
+TOO_FEW_WORKERS = find_cause("too_few_workers")
 
 
 def slow_decode(run: RunRecords) -> Finding | None:
@@ -149,7 +105,7 @@ def slow_decode(run: RunRecords) -> Finding | None:
 def too_few_cores(run: RunRecords) -> Finding | None:
     stage, stage_fraction = largest_stage(run)
     utilization = run.cpu_utilization
-    if not run.gpus or utilization is None or utilization < BUSY_CORES.value or not is_mostly(run, "decode"):
+    if not run.gpus or utilization is None or utilization < BUSY_CORES or not is_mostly(run, "decode"):
         return None
     cores_evidence = None
     if run.host.cores is not None:
@@ -185,7 +141,7 @@ def _size_evidence(run: RunRecords) -> Evidence | None:
 def too_few_workers(run: RunRecords) -> Finding | None:
     cause = TOO_FEW_WORKERS
     cores, utilization = run.host.cores, run.cpu_utilization
-    if cores is None or cores < 2 or utilization is None or utilization >= BUSY_CORES.value:
+    if cores is None or cores < 2 or utilization is None or utilization >= BUSY_CORES:
         return None
     stage, stage_fraction = largest_stage(run)
     if stage is not None and not is_mostly(run, "decode"):
@@ -214,3 +170,24 @@ def _num_workers(run: RunRecords) -> int | None:
     if num_workers is None and not run.is_native_run and decodes_in_training_thread(run):
         return 0
     return num_workers if isinstance(num_workers, int) else None
+
+
+EXPOSED_H2D_COPIES = find_cause("exposed_h2d_copies")
+
+
+def exposed_h2d_copies(run: RunRecords) -> Finding | None:
+    if run.phase_seconds("h2d") > 0:
+        return make_phase_finding(run, EXPOSED_H2D_COPIES, "h2d")
+    traces = run.traces
+    if not traces.wall_s:
+        return None
+    fraction = traces.copy_s / traces.wall_s
+    text = f"only copies ran in {percent(fraction)} of {traces.steps} traced steps"
+    return make_finding(
+        run,
+        EXPOSED_H2D_COPIES,
+        fraction,
+        [make_evidence(text, fraction, "traces.jsonl: copy_s")],
+        lost_s=fraction * run.phase_seconds("compute"),
+        estimate_basis="the traced fraction of the time in steps",
+    )

@@ -1,4 +1,4 @@
-"""The learning rate is too high or too low, by the events of the run itself, else by the course of its loss."""
+"""What the run learns: a learning rate that is too high or too low, overfitting, divergence."""
 
 import itertools
 import math
@@ -6,99 +6,17 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from stoker.diagnosis.causes.cause import Cause, Threshold
+from stoker.diagnosis.causes.cause import Cause, Severity, find_cause, worst
 from stoker.diagnosis.causes.shared import is_long_enough, make_evidence, make_finding
 from stoker.diagnosis.run_data import MAX_EXAMPLES, RunRecords
 from stoker.diagnosis.series import TimeSeries
 from stoker.runs.schemas import Event, Evidence, Finding
 
-_SOURCE = "training/stability.py has the thresholds of a run of `stoker train`; for other jobs the thresholds below"
 _ALL_STEPS_LOST = "all of the time in steps: {} was learned in it"
 
-LR_TOO_HIGH = Cause(
-    id="lr_too_high",
-    title="The learning rate looks too high",
-    reason="architecture and hyper-parameters",
-    symptom="the loss rises after the warm-up, or the gradient grows, or many steps are skipped",
-    required_records=("events.jsonl: lr_too_high, or steps.jsonl: losses.total",),
-    warning_threshold=1,
-    metric="intervals of the run that looked so",
-    source=_SOURCE,
-    thresholds={
-        "rise": Threshold(
-            1.5, "growth of the loss above its lowest point that is too much (training/stability.py, RISE)"
-        ),
-        "sigmas": Threshold(4.0, "standard deviations of the log-loss by which it must have risen (heuristic)"),
-        "median_window": Threshold(
-            8, "windows whose median is a point of the loss curve (heuristic: single windows decide nothing)"
-        ),
-        "min_windows": Threshold(6, "windows with a loss (heuristic)"),
-        "half_learned": Threshold(
-            0.5, "newest loss over the first below which a rise is small compared with what was learned (heuristic)"
-        ),
-        "above_first": Threshold(3.0, "times the first loss that is too much (heuristic)"),
-        "max_loss": Threshold(
-            1e6, "loss that no training starts with: random logits cost a few units per image (heuristic)"
-        ),
-        "jump": Threshold(
-            10.0,
-            "times the lowest loss before it, and above_first times the first, of a window that jumped; two such "
-            "windows are no accident, nor is one after which the loss stays above its beginning (heuristic)",
-        ),
-        "jumps": Threshold(2, "such windows"),
-        "native_windows": Threshold(
-            32, "windows from which a run of `stoker train` judges itself (training/stability.py, twice GROUP)"
-        ),
-        "blew_up": Threshold(
-            1e4,
-            "largest loss over the newest, or (from max_loss on, in as many windows as jumps) over the first, from "
-            "which the training diverged: no healthy one starts there",
-        ),
-        "learns": Threshold(0.7, "newest third over the middle one below which the loss falls (heuristic)"),
-    },
-    confidence=0.75,
-    fix="Use a third of the learning rate, or more --warmup-steps",
-    external_fix="Use a third of the learning rate, or a longer warm-up",
-    command="--lr",
-)
+LR_TOO_HIGH = find_cause("lr_too_high")
 
-LR_TOO_LOW = Cause(
-    id="lr_too_low",
-    title="Nothing is learned: the loss does not change",
-    reason="architecture and hyper-parameters",
-    symptom="a fifth of the run is over, and loss and gradient are the same as at its beginning",
-    required_records=("events.jsonl: lr_too_low, or steps.jsonl: losses.total, lr",),
-    info_threshold=1,
-    warning_threshold=2,
-    metric="2: an event of the run reported it, and the loss has not fallen since; or the loss does not change at a "
-    "tiny learning rate. 1: the loss alone does not change in many steps, as it also does if there is nothing to learn",
-    source=_SOURCE,
-    thresholds={
-        "max_loss_change": Threshold(
-            0.05, "fraction by which the median loss of the last third may differ from that of the first"
-        ),
-        "max_first_step": Threshold(
-            100, "step before which its loss must be known, so that it is the beginning (heuristic)"
-        ),
-        "max_lr": Threshold(
-            1e-6,
-            "learning rate that is tiny with any optimizer: Adam moves a weight by that much per step, SGD less "
-            "(Kingma and Ba 2014)",
-        ),
-        "min_windows": Threshold(6, "windows with a loss since the job's beginning (heuristic)"),
-        "min_steps": Threshold(20, "steps in them (heuristic)"),
-        "min_flat_steps": Threshold(
-            150,
-            "steps in them if the learning rate is not tiny: a job's loss fell after 140 steps (heuristic)",
-        ),
-        "rising_lr": Threshold(0.99, "newest learning rate over the highest from which a rising one still rises"),
-        "learned": Threshold(0.8, "median loss of the last third over the first below which an event was premature"),
-    },
-    confidence=0.8,
-    fix="If the learning rate is tiny, use ten times as much; else check that the optimizer has the parameters of the "
-    "model that is trained, that they are not frozen, and that the labels fit the images",
-    command="--lr",
-)
+LR_TOO_LOW = find_cause("lr_too_low")
 
 
 class _Divergence(NamedTuple):
@@ -290,3 +208,100 @@ def _log_loss_noise(run: RunRecords) -> float:
     values = [value for value in run.learning.loss.values if value > 0]
     changes = sorted(abs(math.log(b / a)) for a, b in itertools.pairwise(values))
     return 1.4826 * changes[len(changes) // 2] / math.sqrt(2) if changes else 0.0
+
+
+OVERFITTING = find_cause("overfitting")
+
+
+def overfitting(run: RunRecords) -> Finding | None:
+    cause, learning = OVERFITTING, run.learning
+    if learning.best is None or learning.newest_ap is None or learning.best[1] <= 0:
+        return None
+    best_t, best_ap, _ = learning.best
+    ap_drop = best_ap - learning.newest_ap
+    if ap_drop < cause.threshold("min_ap_drop") or learning.evals_since_best < cause.threshold("evaluations"):
+        return None
+    if learning.num_gt_boxes:
+        mean_ap = best_ap - ap_drop / 2
+        standard_error = math.sqrt(mean_ap * (1 - mean_ap) / learning.num_gt_boxes)
+        if ap_drop < cause.threshold("sigmas") * standard_error:
+            return None
+    before = [value for t, value in learning.loss.points if t <= best_t]
+    after = [value for t, value in learning.loss.points if t > best_t]
+    if not before or not after or after[-1] >= before[-1]:
+        return None
+    evidence = [
+        make_evidence(f"AP was {best_ap:.3f} and is {learning.newest_ap:.3f}", -ap_drop, "events.jsonl: evaluated"),
+        make_evidence(
+            f"the training loss fell from {before[-1]:.3g} to {after[-1]:.3g}", after[-1], "steps.jsonl: losses"
+        ),
+    ]
+    return make_finding(
+        run,
+        cause,
+        ap_drop / best_ap,
+        evidence,
+        lost_s=learning.device_s_since_best,
+        estimate_basis="all since the best evaluation",
+    )
+
+
+NON_FINITE_LOSS = find_cause("non_finite_loss")
+
+UNSTABLE_TRAINING = find_cause("unstable_training")
+
+
+def non_finite_loss(run: RunRecords) -> Finding | None:
+    learning, points = run.learning, run.learning.loss.points
+    event, num_windows = learning.non_finite_event, learning.windows_without_loss
+    has_lost_loss = bool(points) and num_windows >= NON_FINITE_LOSS.threshold("windows")
+    if event is None and (run.is_external or not has_lost_loss):
+        return None
+    if event is not None and not num_windows and points and points[-1][0] > event.t + 1.0:
+        return None  # it became finite again
+    evidence: list[Evidence | None] = [event_evidence(event) if event is not None else None]
+    if has_lost_loss:
+        text = f"the last {num_windows} windows of steps had no finite loss"
+        evidence.append(make_evidence(text, num_windows, "steps.jsonl: losses"))
+    rollbacks = learning.events.get("rolled_back", [])
+    evidence += [lr_evidence(run), *(event_evidence(rollback) for rollback in rollbacks[-MAX_EXAMPLES:])]
+    return make_finding(
+        run,
+        NON_FINITE_LOSS,
+        1,
+        evidence,
+        lost_s=learning.device_s_without_loss or None,
+        estimate_basis="all since the last finite loss" if learning.device_s_without_loss else "",
+        command=lr_command(rollbacks[-1].data.get("lr")) if rollbacks else None,
+    )
+
+
+def unstable_training(run: RunRecords) -> Finding | None:
+    cause, learning = UNSTABLE_TRAINING, run.learning
+    rollbacks, spikes = learning.events.get("rolled_back", []), learning.events.get("loss_spike", [])
+    fraction = learning.skipped_steps / run.totals.steps if run.totals.steps else 0.0
+    skip_severity = cause.severity(fraction)
+    rollback_severity = _count_severity(len(rollbacks), "rollbacks")
+    spike_severity = _count_severity(len(spikes), "spikes")
+    severity = worst([skip_severity, rollback_severity, spike_severity])
+    if severity is None:
+        return None
+    evidence: list[Evidence] = []
+    command, lost_s = None, None
+    if skip_severity is not None:
+        text = f"{learning.skipped_steps:,} of {run.totals.steps:,} steps were skipped: their gradients were not finite"
+        evidence.append(make_evidence(text, learning.skipped_steps, "steps.jsonl: skipped_steps"))
+        lost_s = fraction * run.phase_seconds("compute")
+    if spike_severity is not None:
+        evidence += [event_evidence(event) for event in spikes[-MAX_EXAMPLES:]]
+        command = lr_command(spikes[-1].data.get("suggested_lr"))
+    if rollback_severity is not None:
+        evidence += [event_evidence(event) for event in rollbacks[-MAX_EXAMPLES:]]
+        command = lr_command(rollbacks[-1].data.get("lr"))
+    return make_finding(run, cause, fraction, evidence, severity=severity, lost_s=lost_s, command=command)
+
+
+def _count_severity(count: int, name: str) -> Severity | None:
+    if count >= UNSTABLE_TRAINING.threshold(f"{name}_critical"):
+        return "critical"
+    return "warning" if count >= UNSTABLE_TRAINING.threshold(f"{name}_warning") else None

@@ -1,0 +1,22 @@
+"""What is known about the world, as TOML files: a row more is a change of data. `read_toml` reads one of them; the
+schema and the code that uses it are where it is needed. No rules and no computations here.
+
+causes.toml: thresholds and fixes of the causes of lost time (`diagnosis/causes/cause.py`).
+endings.toml: the ways in which jobs end (`diagnosis/endings.py`).
+flags.toml: flags of other tools (`cli/flag_names.py`).
+gpus.toml: peaks of GPUs, by data sheets (`planning/accelerators.py`).
+machines.toml, prices.toml: machines of clouds, their spot prices (`planning/machines.py`) and list prices
+    (`hardware/prices.py`).
+pipeline_fields.toml: fields of the TensorFlow Object Detection API (`migration/tf_other.py`).
+versions.toml: which versions belong together (`preflight/static/versions.py`).
+xids.toml: NVIDIA's Xid errors (`diagnosis/xids.py`).
+"""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+
+def read_toml(name: str) -> dict[str, Any]:
+    """The tables of a file of this folder, in its order. Each call parses it: callers cache what they need."""
+    return tomllib.loads((Path(__file__).parent / name).read_text(encoding="utf-8"))

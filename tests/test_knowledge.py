@@ -1,0 +1,42 @@
+"""The files of stoker/knowledge/: each says what it is, code reads it, a wheel has it, and endings are read on demand.
+
+Schemas and values have their tests next to those of the code that reads them.
+"""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import stoker
+from stoker.knowledge import read_toml
+
+PACKAGE = Path(stoker.__file__).parent
+FILES = sorted(PACKAGE.glob("knowledge/*.toml"))
+
+
+def test_each_file_has_a_head_and_a_reader() -> None:
+    code = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    described = (PACKAGE / "knowledge/__init__.py").read_text()
+    for path in FILES:
+        assert path.read_text().startswith("# "), path.name
+        assert read_toml(path.name)
+        assert f'read_toml("{path.name}")' in code, path.name
+        assert path.name in described
+
+
+def test_a_wheel_has_them(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=PACKAGE.parent, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert {f"stoker/knowledge/{path.name}" for path in FILES} <= set(archive.namelist())
+
+
+def test_endings_are_read_when_a_job_has_ended() -> None:
+    """Their file takes most of the time of all."""
+    code = (
+        "import stoker.cli.app, stoker.diagnosis.engine, stoker.diagnosis.endings as e; print(e.endings.cache_info())"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "currsize=0" in printed
