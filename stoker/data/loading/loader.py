@@ -22,14 +22,14 @@ from torch import Tensor
 
 from stoker.data.batch import Batch
 from stoker.data.loading.autotune import INPUT_BOUND_FRACTION, POLL_INTERVAL_S, LoaderRateMeter, make_autotuner
+from stoker.data.loading.buffers import HostBatchBuffer, as_batch
 from stoker.data.loading.device_batches import DeviceBatchDecoder
-from stoker.data.loading.finalize import BatchFinalizer
+from stoker.data.loading.finalize import BatchFinalizer, QuarantinedImage
 from stoker.data.loading.prefetch import Prefetcher, iter_rank_positions
 from stoker.data.loading.processes import ProcessPool, ProcessStream, WorkerProcesses
-from stoker.data.loading.samples import HostBatchBuffer, QuarantinedImage, SampleStream, as_batch, compute_max_boxes
-from stoker.data.loading.spec import LoaderSpec
+from stoker.data.loading.samples import BatchTask, SampleStream
+from stoker.data.loading.spec import LoaderSpec, compute_max_boxes
 from stoker.data.loading.stats import Counters, LoaderStats, PrefetchCounters, StageStats, sum_counters
-from stoker.data.loading.tasks import BatchTask, SampleTask
 from stoker.data.loading.wait_breakdown import (
     COPY,
     DECODING,
@@ -318,10 +318,6 @@ class Loader:
         if self._stream is not None:
             self._pool = ProcessPool(self._stream, self._samples, self._autotuner.workers)
             return self._pool
-        decode_on_device = None if self._device_decoder is None else self._device_decoder.decode
-        pool = self._pool = WorkerPool(self._samples, self._autotuner.workers, decode_on_device)
-        self._gc_finalizer = weakref.finalize(self, pool.stop)
-        self._gc_finalizer.atexit = False  # `worker_pool.py` stops and joins at exit
         if self._samples.is_remote:
             if self._fetcher is None:
                 from stoker.storage.fetcher import Fetcher  # obstore is needed for buckets only
@@ -331,6 +327,14 @@ class Loader:
             first = self._scheduled_position + self._spec.rank * self._batch_size
             sample_positions = iter_rank_positions(first, self._batch_size, self._batch_size * self._world_size)
             self._prefetcher = Prefetcher(self._samples, self._fetcher, self._prefetch_counters, sample_positions)
+        pool = self._pool = WorkerPool(
+            self._samples,
+            self._autotuner.workers,
+            None if self._device_decoder is None else self._device_decoder.decode,
+            prefetcher=self._prefetcher,
+        )
+        self._gc_finalizer = weakref.finalize(self, pool.stop)
+        self._gc_finalizer.atexit = False  # `worker_pool.py` stops and joins at exit
         return pool
 
     def _stop_pool(self) -> bool:
@@ -400,28 +404,9 @@ class Loader:
             )
             self._scheduled_position += self._batch_size * self._world_size
             self._pending_batches.append(batch_task)
-            if isinstance(pool, ProcessPool):
-                pool.submit_batch(batch_task)
-                continue
-            self._samples.prepare(batch_task.buffer, batch_task.start)
-            batch_task.is_prepared = True
-            pool.register_batch(batch_task)
-            self._submit(pool, batch_task)
+            pool.submit_batch(batch_task)
         if self._prefetcher is not None:
             self._prefetcher.top_up()
-
-    def _submit(self, pool: WorkerPool, batch_task: BatchTask) -> None:
-        ready_tasks = []
-        for k in range(self._batch_size):
-            position = batch_task.start + k
-            prefetched = None if self._prefetcher is None else self._prefetcher.take(position)
-            if prefetched is None:
-                ready_tasks.append(SampleTask(position, batch_task, k, None))
-                continue
-            pending_read, batch_task.transitions[k] = prefetched
-            # Submitted when its bytes have arrived, so that a slow object blocks no worker.
-            pool.submit_when_done(SampleTask(position, batch_task, k, None), pending_read)
-        pool.submit(*ready_tasks)
 
     def _wait_for_next(self, pool: WorkerPool | ProcessPool) -> BatchTask:
         """The next batch of the stream, once all its samples are loaded. Raises StopIteration after the last."""

@@ -3,7 +3,7 @@
 With threads alone, the loader holds the interpreter's lock for about 0.46 ms per sample (`benchmarks/gil.py`), so one
 process cannot feed a device that trains 2,000 images per second. Worker processes run the same worker threads on the
 same code (`process_main.py`) and write pixels and boxes into memory that the training process shares with them
-(`shared_batches.py`); between processes there is one short message per group of samples. A batch is the same, bit for
+(`buffers.py`); between processes there is one short message per group of samples. A batch is the same, bit for
 bit: what a sample is depends on its position only, and results are applied in the order of the stream (`finalize.py`).
 
 Not for images in a bucket, whose bytes the training process requests ahead, nor for JPEGs that the device decodes.
@@ -31,20 +31,20 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import numpy as np
 
 from stoker.data.loading.autotune import MAX_PREFETCH_DEPTH, default_num_workers
-from stoker.data.loading.samples import HostBatchBuffer, SampleResult, SampleStream
-from stoker.data.loading.shared_batches import (
+from stoker.data.loading.buffers import (
     CACHE_FULL,
     FAILED,
     GROUP,
     GROUP_LOADED,
     STOPPED,
+    HostBatchBuffer,
     Ring,
     RingLayout,
     create_memory,
 )
+from stoker.data.loading.samples import BatchTask, SampleResult, SampleStream
 from stoker.data.loading.spec import LoaderSpec
 from stoker.data.loading.stats import Counters
-from stoker.data.loading.tasks import BatchTask
 from stoker.data.loading.worker_pool import JOIN_TIMEOUT_S, MAX_READ_AHEAD
 from stoker.errors import OutOfMemoryError, PreflightError, StokerError
 from stoker.hardware.cgroup import Cgroup, host_cores
