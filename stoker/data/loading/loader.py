@@ -26,7 +26,7 @@ from stoker.data.loading.buffers import HostBatchBuffer, as_batch
 from stoker.data.loading.device_batches import DeviceBatchDecoder
 from stoker.data.loading.finalize import BatchFinalizer, QuarantinedImage
 from stoker.data.loading.prefetch import Prefetcher, iter_rank_positions
-from stoker.data.loading.processes import ProcessPool, ProcessStream, WorkerProcesses
+from stoker.data.loading.processes import ProcessPool, WorkerProcesses
 from stoker.data.loading.samples import BatchTask, SampleStream
 from stoker.data.loading.spec import LoaderSpec, compute_max_boxes
 from stoker.data.loading.stats import Counters, LoaderStats, PrefetchCounters, StageStats, sum_counters
@@ -98,12 +98,12 @@ class Loader:
             if spec.prefetch_depth is None:
                 prefetch_depth = processes.prefetch_depth(spec.batch_size, prefetch_depth)
         num_buffers = prefetch_depth + BUFFERS_IN_USE
-        self._stream: ProcessStream | None = None
+        self._process_pool: ProcessPool | None = None
         if processes is None:
             self._buffers = [self._make_buffer() for _ in range(num_buffers)]
         else:
-            self._stream = processes.open_stream(self._samples, spec, cache, num_buffers)
-            self._buffers = list(self._stream.buffers)
+            self._process_pool = processes.open_pool(self._samples, spec, cache, num_buffers)
+            self._buffers = list(self._process_pool.buffers)
             if processes.pin_failure is not None and on_tuned is not None:
                 on_tuned(f"loader: batches are not in pinned memory: {processes.pin_failure}")
         self._autotuner = make_autotuner(
@@ -245,7 +245,7 @@ class Loader:
             max_in_flight=self._prefetcher.max_in_flight if self._prefetcher else 0,
             wait_s=self._wait_s,
             wait_s_by_stage=dict(self._wait_breakdown.total_s),
-            processes_cpu_s=self._stream.ring.cpu_s if self._stream else 0.0,
+            processes_cpu_s=self._process_pool.ring.cpu_s if self._process_pool else 0.0,
         )
 
     def release_batches(self) -> str | None:
@@ -267,8 +267,8 @@ class Loader:
         error, from another thread."""
         self._closed = True
         is_idle = self._stop_pool()
-        if self._stream is not None:
-            self._stream.close(is_idle=is_idle)
+        if self._process_pool is not None:
+            self._process_pool.close(is_idle=is_idle)
         if self._fetcher is not None:
             self._fetcher.close()
 
@@ -315,8 +315,9 @@ class Loader:
 
     def _start_pool(self) -> WorkerPool | ProcessPool:
         """Starts the workers, and prefetching for a bucket, from the next position of the stream on."""
-        if self._stream is not None:
-            self._pool = ProcessPool(self._stream, self._samples, self._autotuner.workers)
+        if self._process_pool is not None:
+            self._process_pool.start(self._autotuner.workers)
+            self._pool = self._process_pool
             return self._pool
         if self._samples.is_remote:
             if self._fetcher is None:

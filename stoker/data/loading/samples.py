@@ -204,9 +204,7 @@ class SampleStream:
         if pending_read is not None and pending_read.image_index == image_index:
             data = bytes(pending_read.future.result())  # bytes are not copied
         else:
-            start_s = time.perf_counter()
-            counters.current_stage = READ, start_s
-            transitions.append((start_s, READ))
+            start_s = counters.begin(READ, transitions)
             try:
                 pixels = None if self._cache is None else self._cache.get(image_index)
                 data = self.index.read(image_index) if pixels is None else pixels
@@ -227,14 +225,14 @@ class SampleStream:
             if header.size != plan.original_size:
                 _check_size(header.size, plan.original_size, path)
                 plan = plan._replace(original_size=header.size, geom=UNKNOWN_GEOMETRY)
-        return ReadImage(self._fit(plan) if plan.geom is UNKNOWN_GEOMETRY else plan, data, path, header)
+        if plan.geom is UNKNOWN_GEOMETRY:
+            plan = self._fit(image_index, plan.original_size, plan.rand, plan.crop_rand)
+        return ReadImage(plan, data, path, header)
 
     def decode(self, image: ReadImage, out: decode.Pixels, counters: Counters, transitions: Transitions) -> None:
         """Decodes the shown part of an image into `out`, which has its resized size. Raises DataError."""
         plan, data, path, header = image
-        start_s = time.perf_counter()
-        counters.current_stage = DECODING, start_s
-        transitions.append((start_s, DECODING))
+        start_s = counters.begin(DECODING, transitions)
         try:
             if not plan.is_cached and isinstance(data, bytes):
                 decode.decode_into(data, path, region=plan.geom.region, out=out, header=header)
@@ -260,14 +258,8 @@ class SampleStream:
         at = np.array([k for k, _ in loaded])
         rows = np.array(
             [
-                (
-                    plan.image_index,
-                    *plan.original_size,
-                    *plan.geom.source_size,
-                    *plan.geom.region,
-                    *plan.geom.resized_size,
-                )
-                for _, plan in loaded
+                (image_index, *original_size, *geom.source_size, *geom.region, *geom.resized_size)
+                for _, (image_index, original_size, _, _, geom, _) in loaded
             ],
             np.int64,
         )
@@ -313,15 +305,16 @@ class SampleStream:
         from the exception itself.
         """
         planned, task.plans[k] = task.plans[k], None
-        transitions, failures = task.transitions[k], list[tuple[int, Exception]]()
+        transitions = task.transitions[k]
+        failures: list[tuple[int, Exception]] = []
         for plan in () if planned is None else self._candidates(planned, task.start + k):
             image_index = plan.image_index
             try:
                 image = self.read(plan, counters, transitions, pending_read)
                 if task.encoded is None or not _leave_to_device(image, task.encoded, k):
                     height, width = image.plan.geom.resized_size
-                    out = task.buffer.pixels[k, :height, :width]
                     task.buffer.pad(k, (height, width))
+                    out = task.buffer.pixels[k, :height, :width]
                     yield
                     self.decode(image, out, counters, transitions)
                 counters.num_images += 1
@@ -367,17 +360,18 @@ class SampleStream:
     def _plan_image(
         self, image_index: int, original_size: tuple[int, int], rand: NDArray[np.float32], crop_rand: list[float]
     ) -> Plan:
-        plan = Plan(image_index, original_size, rand, crop_rand)
         try:
-            return self._fit(plan) if 0 not in original_size else plan
+            if 0 not in original_size:
+                return self._fit(image_index, original_size, rand, crop_rand)
         except ValueError:  # raised again, with the name of the image, when it is read
-            return plan
+            pass
+        return Plan(image_index, original_size, rand, crop_rand)
 
-    def _fit(self, plan: Plan) -> Plan:
-        """The plan with its geometry. With a cache the sample is made from the cached form: regions are of its pixels,
-        and boxes are scaled to it. Raises ValueError for an image with more boxes than max_boxes, as none is dropped
-        silently."""
-        index, spec, (image_index, original_size, rand, u, *_) = self.index, self._spec, plan
+    def _fit(self, image_index: int, original_size: tuple[int, int], rand: NDArray[np.float32], u: list[float]) -> Plan:
+        """The plan for an image of a known size. With a cache the sample is made from the cached form: regions are of
+        its pixels, and boxes are scaled to it. Raises ValueError for an image with more boxes than max_boxes, as none
+        is dropped silently."""
+        index, spec = self.index, self._spec
         first, end = int(index.offsets[image_index]), int(index.offsets[image_index + 1])
         if end - first > spec.max_boxes:
             raise ValueError(f"the image has {end - first} boxes, but max_boxes is {spec.max_boxes}")
