@@ -4,15 +4,12 @@ Runs in the thread that asks for batches. So nothing depends on which worker was
 """
 
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from stoker.data.loading.samples import BatchTask, SampleResult, SampleStream
 from stoker.data.loading.stats import Counters
 from stoker.data.validation.problems import max_bad_images
 from stoker.errors import DataError, StorageError
-
-if TYPE_CHECKING:
-    from stoker.data.index import Index
 
 
 class QuarantinedImage(NamedTuple):
@@ -33,14 +30,12 @@ class BatchFinalizer:
 
     def __init__(
         self,
-        index: "Index",
         samples: SampleStream,
-        *,
         max_bad_fraction: float,
         on_quarantine: Callable[[QuarantinedImage], None] | None,
         counters: Counters,
     ) -> None:
-        self._index, self._samples, self._max_bad_fraction = index, samples, max_bad_fraction
+        self._index, self._samples, self._max_bad_fraction = samples.index, samples, max_bad_fraction
         self._on_quarantine, self._counters = on_quarantine, counters
         self._errors: dict[int, str] = {}
 

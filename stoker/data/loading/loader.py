@@ -107,13 +107,10 @@ class Loader:
             if processes.pin_failure is not None and on_tuned is not None:
                 on_tuned(f"loader: batches are not in pinned memory: {processes.pin_failure}")
         self._autotuner = make_autotuner(
-            spec.workers,
-            initial_workers=spec.initial_workers,
+            spec,
             prefetch_depth=prefetch_depth,
             buffer_bytes=self._buffers[0].allocated_bytes,
-            is_cpu=spec.device.is_cpu,
-            tunes_depth=spec.prefetch_depth is None and processes is None,  # shared memory has a fixed size
-            min_workers=1 if processes is None else processes.count,
+            num_processes=0 if processes is None else processes.count,
         )
         self._on_tuned = on_tuned
         self.on_copy_awaited: Callable[[], None] | None = None
@@ -121,13 +118,7 @@ class Loader:
         self._rate_meter: LoaderRateMeter | None = None
         self._counters, self._prefetch_counters, self._wait_breakdown = Counters(), PrefetchCounters(), WaitBreakdown()
         self._wait_s, self._batches_copied = 0.0, 0
-        self._batch_finalizer = BatchFinalizer(
-            index,
-            self._samples,
-            max_bad_fraction=spec.max_bad_fraction,
-            on_quarantine=on_quarantine,
-            counters=self._counters,
-        )
+        self._batch_finalizer = BatchFinalizer(self._samples, spec.max_bad_fraction, on_quarantine, self._counters)
         self._pool: WorkerPool | ProcessPool | None = None
         self._prefetcher: Prefetcher | None = None
         self._fetcher: Fetcher | None = None
