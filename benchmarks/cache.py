@@ -54,8 +54,9 @@ def measure(folder: Path, side: int, turns: int) -> dict[str, Any]:
     from stoker.data.images.cache_policy import cache_file_path, open_cache
     from stoker.data.images.pixel_cache import CachedImageSpec, PixelCache
     from stoker.data.index import open_index
-    from stoker.data.loading.samples import HostBatchBuffer, SampleStream, compute_max_boxes
-    from stoker.data.loading.spec import LoaderSpec
+    from stoker.data.loading.buffers import HostBatchBuffer
+    from stoker.data.loading.samples import BatchTask, SampleStream
+    from stoker.data.loading.spec import LoaderSpec, compute_max_boxes
     from stoker.data.loading.stats import Counters
     from stoker.hardware.device import configure_malloc, select_device
 
@@ -84,11 +85,12 @@ def measure(folder: Path, side: int, turns: int) -> dict[str, Any]:
         def work(worker: int) -> None:
             buffer = buffers[worker]
             for start in range(worker * BUFFER_IMAGES, len(image_indices), WORKERS * BUFFER_IMAGES):
-                samples.prepare(buffer, start)
-                positions = range(start, min(start + BUFFER_IMAGES, len(image_indices)))
-                for k, position in enumerate(positions):
-                    samples.load(buffer, k, position, counters[worker], [])
-                samples.write_annotations(buffer, range(len(positions)))
+                count = min(BUFFER_IMAGES, len(image_indices) - start)
+                task = BatchTask(start, start, buffer, count)
+                task.plans = samples.plan(start, count)
+                for k in range(count):
+                    list(samples.load(task, k, counters[worker]))
+                samples.annotate(task, range(count))
 
         start_s, start_cpu_s = time.perf_counter(), _cpu_s()
         with ThreadPoolExecutor(WORKERS) as pool:

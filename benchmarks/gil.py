@@ -161,7 +161,7 @@ def measure_limit(folder: Path, batches: int, passes: int) -> dict[str, Any]:
     import numpy as np
 
     from stoker.data.images import decode
-    from stoker.data.loading.samples import HostBatchBuffer
+    from stoker.data.loading.buffers import HostBatchBuffer
 
     def decode_nothing(*_: Any) -> Any:
         time.sleep(SLEEP_S)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:  # worker processes do without torch
     from torch import Tensor
 
+PAD_COLOR = (124, 116, 104)
+"""RGB of the padding: the ImageNet mean, which becomes about 0 after normalization."""
 NUM_RAND = 16
 """P, the uniform numbers of an image for augmentation on the device. Some are spare, so that a new use moves none."""
 

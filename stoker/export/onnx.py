@@ -18,8 +18,9 @@ import torch
 from numpy.typing import NDArray
 
 from stoker.config.settings import from_run
+from stoker.data.batch import PAD_COLOR
 from stoker.data.index import open_index_of
-from stoker.data.loading.samples import PAD_COLOR, HostBatchBuffer
+from stoker.data.loading.buffers import HostBatchBuffer
 from stoker.errors import (
     DataError,
     StokerError,

@@ -18,7 +18,7 @@ from stoker.data.batch import Batch
 from stoker.data.images import decode
 from stoker.data.images import source as places
 from stoker.data.images.headers import parse_header, read_header
-from stoker.data.loading.samples import HostBatchBuffer, as_batch
+from stoker.data.loading.buffers import HostBatchBuffer, as_batch
 from stoker.errors import DataError
 from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import Device

@@ -6,8 +6,7 @@ import threading
 import numpy as np
 import torch
 
-from stoker.data.batch import Batch
-from stoker.data.loading import samples
+from stoker.data.batch import PAD_COLOR, Batch
 from stoker.data.loading.loader import BUFFERS_IN_USE, PREFETCH_DEPTH, Loader, LoaderSpec, compute_max_boxes
 from stoker.hardware.device import Device
 from tests.data.memory_index import InMemoryIndex as InMemoryIndex
@@ -16,7 +15,7 @@ CPU = Device(torch.device("cpu"))
 default_processes = None
 """Worker processes of all loaders that `make` makes; None: threads (`test_loader_processes.py`)."""
 IMAGE_SIZE = (32, 64)
-PADDING = torch.tensor([samples.PAD_COLOR], dtype=torch.uint8)
+PADDING = torch.tensor([PAD_COLOR], dtype=torch.uint8)
 
 
 def loader_threads():

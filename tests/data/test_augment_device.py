@@ -23,10 +23,9 @@ from stoker.data.augment.device import (
     horizontal_flip,
     mosaic,
 )
-from stoker.data.batch import NUM_RAND, Batch, RandSlot
+from stoker.data.batch import NUM_RAND, PAD_COLOR, Batch, RandSlot
 from stoker.data.index import open_index
 from stoker.data.loading.loader import Loader, LoaderSpec, compute_max_boxes
-from stoker.data.loading.samples import PAD_COLOR
 from stoker.errors import ConfigError
 from stoker.hardware.device import Device
 from tests import drawn

@@ -11,13 +11,12 @@ import torch
 import torchvision
 from PIL import Image, ImageOps
 
-from stoker.data.batch import Batch
+from stoker.data.batch import PAD_COLOR, Batch
 from stoker.data.images import decode_device
 from stoker.data.images.decode_device import is_device_decodable
 from stoker.data.images.headers import parse_header
 from stoker.data.loading import device_batches
 from stoker.data.loading.autotune import LoaderRateMeter
-from stoker.data.loading.samples import PAD_COLOR
 from stoker.errors import DataError, PreflightError
 from stoker.hardware.device import Device, ReadyEvent, SideStream
 from tests.data.loading import InMemoryIndex, assert_same, image_indices_of, make, take, wait_until_full

@@ -16,9 +16,9 @@ import pytest
 
 from stoker.data.images.pixel_cache import CachedImageSpec, PixelCache
 from stoker.data.loading import processes as processes_module
+from stoker.data.loading.buffers import MAX_TRANSITIONS, RingLayout, SharedTransitions
 from stoker.data.loading.process_main import load_payload
 from stoker.data.loading.processes import MIN_CORES, WorkerProcesses, choose_worker_processes, save_payload
-from stoker.data.loading.shared_batches import MAX_TRANSITIONS, RingLayout, SharedTransitions
 from stoker.data.loading.wait_breakdown import DECODING, DONE, READ
 from stoker.errors import OutOfMemoryError, PreflightError, StokerError
 from tests.data import loading

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from stoker.data.loading import loader as loader_module
 from stoker.data.loading.autotune import default_num_workers
 from stoker.data.loading.loader import BUFFERS_IN_USE
-from stoker.data.loading.samples import SampleResult
-from stoker.data.loading.worker_pool import BatchTask, SampleTask, WorkerPool
+from stoker.data.loading.samples import BatchTask
+from stoker.data.loading.worker_pool import SampleTask, WorkerPool
 from stoker.hardware.cgroup import host_cores
 from tests.data.loading import InMemoryIndex, LateDevice, assert_same, loader_threads, make, stream, take
 
@@ -119,14 +119,13 @@ def test_the_earliest_sample_is_taken_first():
     order, written, entered, leave = [], [], threading.Event(), threading.Event()
 
     class Samples:
-        def load_steps(self, _slot, _k, position, *_):
+        def load(self, _batch_task, k, *_):
             entered.set()
             assert leave.wait(60)
-            order.append(position)
+            order.append(k)
             yield
-            return SampleResult(position, [])
 
-        def write_annotations(self, *_):
+        def annotate(self, *_):
             written.append(len(order))
 
     pool = WorkerPool(Samples(), 1)

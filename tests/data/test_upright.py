@@ -10,7 +10,7 @@ from PIL import Image, ImageOps
 
 from stoker.data.index import Index, open_index
 from stoker.data.loading.loader import Loader, LoaderSpec
-from stoker.data.loading.samples import compute_max_boxes
+from stoker.data.loading.spec import compute_max_boxes
 from stoker.evaluation.evaluate import sample_images
 from stoker.evaluation.metrics import empty_detections
 from stoker.hardware.device import Device

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stoker.data.loading.samples import HostBatchBuffer
+from stoker.data.loading.buffers import HostBatchBuffer
 from stoker.hardware import host_arena
 from stoker.hardware.device import Device, SideStream, pinned_bytes
 from stoker.hardware.host_arena import HostArenas

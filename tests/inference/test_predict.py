@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from stoker.config.settings import ModelSettings
-from stoker.data.loading.samples import HostBatchBuffer
+from stoker.data.loading.buffers import HostBatchBuffer
 from stoker.errors import DataError, StorageError, UsageError
 from stoker.evaluation.metrics import Detections, empty_detections
 from stoker.hardware.device import Device

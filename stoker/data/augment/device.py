@@ -21,8 +21,7 @@ from torch.nn import functional
 
 from stoker.config.settings import DataSettings
 from stoker.data.augment.geometry import MIN_AREA_FRACTION, MIN_SIDE_PIXELS
-from stoker.data.batch import Batch, RandSlot
-from stoker.data.loading.samples import PAD_COLOR
+from stoker.data.batch import PAD_COLOR, Batch, RandSlot
 from stoker.errors import ConfigError
 
 MOSAIC_GROUP_SIZE = 4

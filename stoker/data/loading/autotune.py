@@ -7,8 +7,8 @@ and undoing one makes the next change in that direction twice as slow, so the nu
 
 import dataclasses
 import time
-from typing import Literal
 
+from stoker.data.loading.spec import LoaderSpec
 from stoker.data.loading.stats import LoaderStats
 from stoker.hardware.cgroup import host_cores, host_memory
 
@@ -200,20 +200,11 @@ def _percent(fraction: float) -> str:
     return f"{100 * fraction:.0f} %"
 
 
-def make_autotuner(
-    workers: int | Literal["auto"],
-    *,
-    initial_workers: int,
-    prefetch_depth: int,
-    buffer_bytes: int,
-    is_cpu: bool,
-    tunes_depth: bool,
-    min_workers: int = 1,
-) -> LoaderAutotuner:
-    """An autotuner for this machine. initial_workers: with how many "auto" begins, where that is more than the default;
-    is_cpu: training runs on the same cores."""
-    cores = host_cores()
+def make_autotuner(spec: LoaderSpec, *, prefetch_depth: int, buffer_bytes: int, num_processes: int) -> LoaderAutotuner:
+    """An autotuner for a loader on this machine. buffer_bytes: of a batch. num_processes: worker processes, or 0."""
+    cores, is_cpu, min_workers = host_cores(), spec.device.is_cpu, max(1, num_processes)
     default_workers = default_num_workers(cores, is_cpu=is_cpu)
+    workers = max(default_workers, spec.initial_workers) if spec.workers == "auto" else spec.workers
     return LoaderAutotuner(
         MachineLimits(
             cores=cores,
@@ -222,10 +213,10 @@ def make_autotuner(
             buffer_bytes=buffer_bytes,
             min_workers=min_workers,
         ),
-        workers=max(min_workers, *((default_workers, initial_workers) if workers == "auto" else (workers,))),
+        workers=max(min_workers, workers),
         prefetch_depth=prefetch_depth,
-        tunes_workers=workers == "auto",
-        tunes_depth=tunes_depth,
+        tunes_workers=spec.workers == "auto",
+        tunes_depth=spec.prefetch_depth is None and not num_processes,  # shared memory has a fixed size
     )
 
 

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stoker.data.augment import geometry
 from stoker.data.images import decode
 from stoker.data.images.decode_device import EncodedImage, decode_into_batch, is_device_decodable, unavailable_reason
-from stoker.data.images.headers import parse_header
+from stoker.data.loading.samples import SampleStream
+from stoker.data.loading.spec import LoaderSpec, compute_max_boxes
+from stoker.data.loading.stats import Counters
 from stoker.errors import DataError, ObjectMissing
 from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import Device
@@ -144,18 +145,29 @@ def measure_host_decode(
 def _sample_images(
     index: "Index", image_indices: NDArray[np.int64], image_size: tuple[int, int], resize: str
 ) -> list[EncodedImage]:
-    """Images evenly spread over `image_indices`, without crops. Bad ones are left out; training will report them."""
-    images = []
+    """Images evenly spread over `image_indices`, as an evaluation reads them. Bad ones are left out; training will
+    report them."""
     count = min(NUM_SAMPLE_IMAGES, len(image_indices))
-    chosen = np.linspace(0, len(image_indices) - 1, count).astype(np.int64)
-    for image_index in image_indices[chosen].tolist():
+    chosen = image_indices[np.linspace(0, len(image_indices) - 1, count).astype(np.int64)]
+    spec = LoaderSpec(
+        device=Device(torch.device("cpu")),
+        batch_size=count,
+        image_size=image_size,
+        resize=resize,
+        max_boxes=compute_max_boxes(index, chosen),
+        seed=0,
+        train=False,
+    )
+    samples, images = SampleStream(index, chosen, spec), []
+    for plan in filter(None, samples.plan(0, count)):
         try:
-            data = index.read(image_index)
-            header = parse_header(data, index.path(image_index))
+            image = samples.read(plan, Counters(), [])
         except (DataError, ObjectMissing, OSError):
             continue
-        geom = geometry.compute_resize_geometry(header.size, image_size, resize)
-        images.append(EncodedImage(data, header, geom.region, geom.resized_size))
+        assert isinstance(image.data, bytes)
+        assert image.header is not None
+        geom = image.plan.geom
+        images.append(EncodedImage(image.data, image.header, geom.region, geom.resized_size))
     return images
 
 

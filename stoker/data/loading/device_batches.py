@@ -1,4 +1,4 @@
-"""Decodes on the device what the workers have left in `HostBatchBuffer.encoded`, batch by batch.
+"""Decodes on the device what the workers have left in `BatchTask.encoded`, batch by batch.
 
 Runs on a thread of its own (`worker_pool.py`), because it waits for the device. Images that the workers have decoded
 are copied into the same tensor; the training stream waits for both. An image that the device refuses is loaded again
@@ -11,16 +11,16 @@ from collections.abc import Callable
 
 import torch
 
+from stoker.data.batch import PAD_COLOR
 from stoker.data.images.decode_device import decode_into_batch, require_device_decoder
-from stoker.data.loading.samples import PAD_COLOR, SampleStream
+from stoker.data.loading.samples import BatchTask, SampleResult, SampleStream
 from stoker.data.loading.stats import Counters
-from stoker.data.loading.tasks import BatchTask
 from stoker.data.loading.wait_breakdown import DECODING, DONE
 from stoker.hardware.device import Device
 
 
 class DeviceBatchDecoder:
-    """samples: the stream as the host decodes it. on_message is called once, when the device refuses an image that the
+    """on_message is called once, when the device refuses an image that the
     host decodes.
 
     Takes as much memory on the device as the batch buffers take on the host. Raises PreflightError where the device
@@ -36,25 +36,23 @@ class DeviceBatchDecoder:
     def decode(self, batch_task: BatchTask, counters: Counters) -> None:
         """Sets `batch_task.device_images`. All samples of the batch are loaded; no other thread uses it meanwhile."""
         start_s = time.perf_counter()
-        buffer = batch_task.buffer
-        encoded = {k: image for k, image in enumerate(buffer.encoded) if image is not None}
+        encoded, batch_task.encoded = batch_task.encoded or {}, None  # what is loaded again, the host decodes
         for k in encoded:
             batch_task.transitions[k].append((start_s, DECODING))
-        host_images = buffer.tensors[0]
+        host_images = batch_task.buffer.tensors[0]
         with self._stream.activate():
             images = self._padding.expand(host_images.shape).contiguous()
             refused = decode_into_batch(images, encoded, self._stream)
             for k, reason in refused.items():
                 previous = batch_task.results[k]
-                result = batch_task.results[k] = self._samples.load(buffer, k, batch_task.start + k, Counters(), [])
-                self._samples.write_annotations(buffer, [k])
-                if result == previous:
+                self._samples.reload(batch_task, k, Counters())
+                result = batch_task.results[k]
+                if isinstance(result, SampleResult) and result == previous:
                     self._report_refusal(result.image_index, reason)
             for k in range(len(host_images)):
                 if k not in encoded or k in refused:
                     images[k].copy_(host_images[k], non_blocking=True)
         batch_task.device_images = images, self._stream.record_ready()
-        buffer.encoded = [None] * len(host_images)
         end_s = time.perf_counter()
         for k in encoded:
             batch_task.transitions[k].append((end_s, DONE))

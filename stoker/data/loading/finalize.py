@@ -4,16 +4,25 @@ Runs in the thread that asks for batches. So nothing depends on which worker was
 """
 
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-from stoker.data.loading.samples import QuarantinedImage, SampleResult, SampleStream
+from stoker.data.loading.samples import BatchTask, SampleResult, SampleStream
 from stoker.data.loading.stats import Counters
-from stoker.data.loading.tasks import BatchTask
 from stoker.data.validation.problems import max_bad_images
 from stoker.errors import DataError, StorageError
 
-if TYPE_CHECKING:
-    from stoker.data.index import Index
+
+class QuarantinedImage(NamedTuple):
+    """An image that could not be used, and its replacement: the content of a `schemas.Quarantined`."""
+
+    image_index: int
+    source: str
+    """Path or URI of the image."""
+    error: str
+    sample_position: int
+    """Position in the stream from which on the image is not used."""
+    replaced_by: int
+    """Index of the image used there instead; -1 in an evaluation, which leaves it out."""
 
 
 class BatchFinalizer:
@@ -21,14 +30,12 @@ class BatchFinalizer:
 
     def __init__(
         self,
-        index: "Index",
         samples: SampleStream,
-        *,
         max_bad_fraction: float,
         on_quarantine: Callable[[QuarantinedImage], None] | None,
         counters: Counters,
     ) -> None:
-        self._index, self._samples, self._max_bad_fraction = index, samples, max_bad_fraction
+        self._index, self._samples, self._max_bad_fraction = samples.index, samples, max_bad_fraction
         self._on_quarantine, self._counters = on_quarantine, counters
         self._errors: dict[int, str] = {}
 
@@ -59,12 +66,10 @@ class BatchFinalizer:
                 raise result
             assert result is not None
             if result.image_index >= 0 and not samples.is_usable(result.image_index, position):
-                if not batch_task.is_prepared:
-                    samples.prepare(batch_task.buffer, batch_task.start)
-                    batch_task.is_prepared = True
-                result = samples.load(batch_task.buffer, k, position, self._counters, [])
-                samples.write_annotations(batch_task.buffer, [k])
+                samples.reload(batch_task, k, self._counters)
                 batch_task.reloaded.append(k)
+                result = batch_task.results[k]
+                assert isinstance(result, SampleResult)
             for image_index, error in result.failures:
                 if samples.is_usable(image_index, position):
                     self._quarantine(image_index, error, position, result.image_index)

@@ -22,14 +22,14 @@ from torch import Tensor
 
 from stoker.data.batch import Batch
 from stoker.data.loading.autotune import INPUT_BOUND_FRACTION, POLL_INTERVAL_S, LoaderRateMeter, make_autotuner
+from stoker.data.loading.buffers import HostBatchBuffer, as_batch
 from stoker.data.loading.device_batches import DeviceBatchDecoder
-from stoker.data.loading.finalize import BatchFinalizer
+from stoker.data.loading.finalize import BatchFinalizer, QuarantinedImage
 from stoker.data.loading.prefetch import Prefetcher, iter_rank_positions
-from stoker.data.loading.processes import ProcessPool, ProcessStream, WorkerProcesses
-from stoker.data.loading.samples import HostBatchBuffer, QuarantinedImage, SampleStream, as_batch, compute_max_boxes
-from stoker.data.loading.spec import LoaderSpec
+from stoker.data.loading.processes import ProcessPool, WorkerProcesses
+from stoker.data.loading.samples import BatchTask, SampleStream
+from stoker.data.loading.spec import LoaderSpec, compute_max_boxes
 from stoker.data.loading.stats import Counters, LoaderStats, PrefetchCounters, StageStats, sum_counters
-from stoker.data.loading.tasks import BatchTask, SampleTask
 from stoker.data.loading.wait_breakdown import (
     COPY,
     DECODING,
@@ -98,22 +98,19 @@ class Loader:
             if spec.prefetch_depth is None:
                 prefetch_depth = processes.prefetch_depth(spec.batch_size, prefetch_depth)
         num_buffers = prefetch_depth + BUFFERS_IN_USE
-        self._stream: ProcessStream | None = None
+        self._process_pool: ProcessPool | None = None
         if processes is None:
             self._buffers = [self._make_buffer() for _ in range(num_buffers)]
         else:
-            self._stream = processes.open_stream(self._samples, spec, cache, num_buffers)
-            self._buffers = list(self._stream.buffers)
+            self._process_pool = processes.open_pool(self._samples, spec, cache, num_buffers)
+            self._buffers = list(self._process_pool.buffers)
             if processes.pin_failure is not None and on_tuned is not None:
                 on_tuned(f"loader: batches are not in pinned memory: {processes.pin_failure}")
         self._autotuner = make_autotuner(
-            spec.workers,
-            initial_workers=spec.initial_workers,
+            spec,
             prefetch_depth=prefetch_depth,
             buffer_bytes=self._buffers[0].allocated_bytes,
-            is_cpu=spec.device.is_cpu,
-            tunes_depth=spec.prefetch_depth is None and processes is None,  # shared memory has a fixed size
-            min_workers=1 if processes is None else processes.count,
+            num_processes=0 if processes is None else processes.count,
         )
         self._on_tuned = on_tuned
         self.on_copy_awaited: Callable[[], None] | None = None
@@ -121,13 +118,7 @@ class Loader:
         self._rate_meter: LoaderRateMeter | None = None
         self._counters, self._prefetch_counters, self._wait_breakdown = Counters(), PrefetchCounters(), WaitBreakdown()
         self._wait_s, self._batches_copied = 0.0, 0
-        self._batch_finalizer = BatchFinalizer(
-            index,
-            self._samples,
-            max_bad_fraction=spec.max_bad_fraction,
-            on_quarantine=on_quarantine,
-            counters=self._counters,
-        )
+        self._batch_finalizer = BatchFinalizer(self._samples, spec.max_bad_fraction, on_quarantine, self._counters)
         self._pool: WorkerPool | ProcessPool | None = None
         self._prefetcher: Prefetcher | None = None
         self._fetcher: Fetcher | None = None
@@ -245,7 +236,7 @@ class Loader:
             max_in_flight=self._prefetcher.max_in_flight if self._prefetcher else 0,
             wait_s=self._wait_s,
             wait_s_by_stage=dict(self._wait_breakdown.total_s),
-            processes_cpu_s=self._stream.ring.cpu_s if self._stream else 0.0,
+            processes_cpu_s=self._process_pool.ring.cpu_s if self._process_pool else 0.0,
         )
 
     def release_batches(self) -> str | None:
@@ -267,8 +258,8 @@ class Loader:
         error, from another thread."""
         self._closed = True
         is_idle = self._stop_pool()
-        if self._stream is not None:
-            self._stream.close(is_idle=is_idle)
+        if self._process_pool is not None:
+            self._process_pool.close(is_idle=is_idle)
         if self._fetcher is not None:
             self._fetcher.close()
 
@@ -315,13 +306,10 @@ class Loader:
 
     def _start_pool(self) -> WorkerPool | ProcessPool:
         """Starts the workers, and prefetching for a bucket, from the next position of the stream on."""
-        if self._stream is not None:
-            self._pool = ProcessPool(self._stream, self._samples, self._autotuner.workers)
+        if self._process_pool is not None:
+            self._process_pool.start(self._autotuner.workers)
+            self._pool = self._process_pool
             return self._pool
-        decode_on_device = None if self._device_decoder is None else self._device_decoder.decode
-        pool = self._pool = WorkerPool(self._samples, self._autotuner.workers, decode_on_device)
-        self._gc_finalizer = weakref.finalize(self, pool.stop)
-        self._gc_finalizer.atexit = False  # `worker_pool.py` stops and joins at exit
         if self._samples.is_remote:
             if self._fetcher is None:
                 from stoker.storage.fetcher import Fetcher  # obstore is needed for buckets only
@@ -331,6 +319,14 @@ class Loader:
             first = self._scheduled_position + self._spec.rank * self._batch_size
             sample_positions = iter_rank_positions(first, self._batch_size, self._batch_size * self._world_size)
             self._prefetcher = Prefetcher(self._samples, self._fetcher, self._prefetch_counters, sample_positions)
+        pool = self._pool = WorkerPool(
+            self._samples,
+            self._autotuner.workers,
+            None if self._device_decoder is None else self._device_decoder.decode,
+            prefetcher=self._prefetcher,
+        )
+        self._gc_finalizer = weakref.finalize(self, pool.stop)
+        self._gc_finalizer.atexit = False  # `worker_pool.py` stops and joins at exit
         return pool
 
     def _stop_pool(self) -> bool:
@@ -400,28 +396,9 @@ class Loader:
             )
             self._scheduled_position += self._batch_size * self._world_size
             self._pending_batches.append(batch_task)
-            if isinstance(pool, ProcessPool):
-                pool.submit_batch(batch_task)
-                continue
-            self._samples.prepare(batch_task.buffer, batch_task.start)
-            batch_task.is_prepared = True
-            pool.register_batch(batch_task)
-            self._submit(pool, batch_task)
+            pool.submit_batch(batch_task)
         if self._prefetcher is not None:
             self._prefetcher.top_up()
-
-    def _submit(self, pool: WorkerPool, batch_task: BatchTask) -> None:
-        ready_tasks = []
-        for k in range(self._batch_size):
-            position = batch_task.start + k
-            prefetched = None if self._prefetcher is None else self._prefetcher.take(position)
-            if prefetched is None:
-                ready_tasks.append(SampleTask(position, batch_task, k, None))
-                continue
-            pending_read, batch_task.transitions[k] = prefetched
-            # Submitted when its bytes have arrived, so that a slow object blocks no worker.
-            pool.submit_when_done(SampleTask(position, batch_task, k, None), pending_read)
-        pool.submit(*ready_tasks)
 
     def _wait_for_next(self, pool: WorkerPool | ProcessPool) -> BatchTask:
         """The next batch of the stream, once all its samples are loaded. Raises StopIteration after the last."""

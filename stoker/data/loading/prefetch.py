@@ -11,7 +11,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stoker.data.loading.samples import PendingRead, SampleStream
 from stoker.data.loading.shard_order import MAX_BLOCK_BYTES, MAX_GAP_BYTES
@@ -36,19 +36,20 @@ def iter_rank_positions(first: int, batch_size: int, stride: int) -> Iterator[in
     return (base + k for base in itertools.count(first, stride) for k in range(batch_size))
 
 
-class _RangeRead(NamedTuple):
-    """An image of a shard that is to be read, and where its sample waits for it."""
+class _Read(NamedTuple):
+    """An image that is to be read, and where its sample waits for it."""
 
     store: "Store"
     key: str
     start: int
-    length: int
-    future: "Future[memoryview]"
+    length: int | None
+    """None: the whole object."""
+    future: "Future[bytes] | Future[memoryview]"
     transitions: Transitions
 
     @property
     def end(self) -> int:
-        return self.start + self.length
+        return self.start + (self.length or 0)
 
 
 class Prefetcher:
@@ -78,9 +79,9 @@ class Prefetcher:
         while self._next_position <= position:
             self._request_next()
         request = self._requests.pop(position, None)
-        image_index = self._samples.image_index_at(position)
-        if request is not None and request[0].image_index != image_index:
-            return self._request(image_index)
+        if request is not None and request[0].image_index != self._samples.image_index_at(position):
+            self._request([position])
+            request = self._requests.pop(position)
         return request
 
     @property
@@ -114,36 +115,29 @@ class Prefetcher:
     def _request_next(self) -> None:
         position = self._next_position
         if position not in self._requests:  # else it was requested with an earlier one
-            self._request_together(self._samples.read_together(position))
+            self._request(self._samples.read_together(position))
         self._next_position = next(self._positions)
 
-    def _request_together(self, positions: list[int]) -> None:
+    def _request(self, positions: list[int]) -> None:
         """Requests the images of positions: in as few ranges as are near each other, if they are ranges of objects."""
-        if len(positions) == 1:
-            self._requests[positions[0]] = self._request(self._samples.image_index_at(positions[0]))
-            return
-        reads: list[_RangeRead] = []
+        reads: list[_Read] = []
         for position in positions:
             self._requests[position] = None
             image_index = self._samples.image_index_at(position)
             if image_index < 0 or self._samples.is_cached(image_index):
                 continue
             location = self._samples.index.remote_object(image_index)
-            store, key, start, length = location or (None, "", 0, None)
-            if store is None or length is None:
-                self._requests[position] = self._request(image_index)
-                continue
-            transitions: Transitions = [(time.perf_counter(), IN_FLIGHT)]
-            read = _RangeRead(store, key, start, length, Future(), transitions)
-            self._requests[position] = PendingRead(image_index, read.future), transitions
-            reads.append(read)
+            if location is not None:
+                read = _Read(*location, Future(), [(time.perf_counter(), IN_FLIGHT)])
+                self._requests[position] = PendingRead(image_index, read.future), read.transitions
+                reads.append(read)
         for nearby in _merge_ranges(reads):
             self._request_range(nearby)
 
-    def _request_range(self, reads: list[_RangeRead]) -> None:
+    def _request_range(self, reads: list[_Read]) -> None:
         """One request for all of `reads`, which are sorted and of one object."""
         counters, in_flight, start_s = self._counters, self._in_flight, time.perf_counter()
-        first, end = reads[0].start, max(read.end for read in reads)
+        first, is_range = reads[0].start, reads[0].length is not None
 
         def on_done(future: "Future[bytes]") -> None:
             now_s = time.perf_counter()
@@ -151,53 +145,33 @@ class Prefetcher:
             counters.completed += len(reads)
             in_flight.discard(future)
             error = CancelledError() if future.cancelled() else future.exception()
-            # Parts are copied when they are used: long-lived copies of many sizes would fragment the memory.
-            data = memoryview(b"" if error is not None else future.result())
+            data = b"" if error is not None else future.result()
             for read in reads:
                 read.transitions.append((now_s, QUEUED))
                 if error is not None:
                     read.future.set_exception(error)
                     continue
-                counters.bytes += read.length
-                read.future.set_result(data[read.start - first : read.end - first])
+                # Parts are copied when they are used: long-lived copies of many sizes would fragment the memory.
+                part: Any = memoryview(data)[read.start - first : read.end - first] if is_range else data
+                counters.bytes += len(part)
+                read.future.set_result(part)
 
         counters.requested += len(reads)
         counters.requests += 1
-        future = self._fetcher.submit(reads[0].store, reads[0].key, start=first, length=end - first)
-        in_flight.add(future)
+        length = max(read.end for read in reads) - first if is_range else None
+        future = self._fetcher.submit(reads[0].store, reads[0].key, start=first, length=length)
+        if is_range:
+            in_flight.add(future)
         future.add_done_callback(on_done)
 
-    def _request(self, image_index: int) -> tuple[PendingRead, Transitions] | None:
-        if image_index < 0 or self._samples.is_cached(image_index):
-            return None
-        location = self._samples.index.remote_object(image_index)
-        if location is None:
-            return None
-        store, key, start, length = location
-        counters, start_s = self._counters, time.perf_counter()
-        transitions: Transitions = [(start_s, IN_FLIGHT)]
 
-        def on_done(future: "Future[bytes]") -> None:
-            now_s = time.perf_counter()
-            transitions.append((now_s, QUEUED))
-            counters.seconds += now_s - start_s
-            counters.completed += 1
-            if not future.cancelled() and future.exception() is None:
-                counters.bytes += len(future.result())
-
-        counters.requested += 1
-        counters.requests += 1
-        future = self._fetcher.submit(store, key, start=start, length=length)
-        future.add_done_callback(on_done)
-        return PendingRead(image_index, future), transitions
-
-
-def _merge_ranges(reads: list[_RangeRead]) -> Iterator[list[_RangeRead]]:
+def _merge_ranges(reads: list[_Read]) -> Iterator[list[_Read]]:
     """Groups of ranges of the same object that are best read at once."""
-    group: list[_RangeRead] = []
+    group: list[_Read] = []
     for read in sorted(reads, key=lambda read: (read.key, read.start)):
         if group and (
-            read.key != group[0].key
+            read.length is None
+            or read.key != group[0].key
             or read.start - group[-1].end > MAX_GAP_BYTES
             or read.end - group[0].start > 2 * MAX_BLOCK_BYTES
         ):

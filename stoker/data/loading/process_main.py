@@ -26,17 +26,17 @@ from typing import Any
 import numpy as np
 
 from stoker.data.images.pixel_cache import PixelCache
-from stoker.data.loading.samples import HostBatchBuffer, SampleResult, SampleStream
-from stoker.data.loading.shared_batches import (
+from stoker.data.loading.buffers import (
     CACHE_FULL,
     FAILED,
     GROUP,
     GROUP_LOADED,
     STOPPED,
+    HostBatchBuffer,
     RingLayout,
     SharedTransitions,
 )
-from stoker.data.loading.tasks import BatchTask, SampleTask
+from stoker.data.loading.samples import BatchTask, SampleResult, SampleStream
 from stoker.data.loading.worker_pool import MAX_READ_AHEAD, WorkerPool
 
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -157,8 +157,7 @@ class _Stream:
         task = _GroupTask(position, position, buffer, count)
         task.slot_number, task.first = slot_number, first
         task.transitions = [SharedTransitions(slot, first + k) for k in range(count)]
-        self._samples.prepare(buffer, position)
-        pool.submit(*(SampleTask(position + k, task, k, None) for k in range(count)))
+        pool.submit_batch(task)
 
     def _finish_group(self, generation: int, task: BatchTask) -> None:
         """Called by the worker that has loaded the last sample of a group."""

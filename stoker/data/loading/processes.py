@@ -3,7 +3,7 @@
 With threads alone, the loader holds the interpreter's lock for about 0.46 ms per sample (`benchmarks/gil.py`), so one
 process cannot feed a device that trains 2,000 images per second. Worker processes run the same worker threads on the
 same code (`process_main.py`) and write pixels and boxes into memory that the training process shares with them
-(`shared_batches.py`); between processes there is one short message per group of samples. A batch is the same, bit for
+(`buffers.py`); between processes there is one short message per group of samples. A batch is the same, bit for
 bit: what a sample is depends on its position only, and results are applied in the order of the stream (`finalize.py`).
 
 Not for images in a bucket, whose bytes the training process requests ahead, nor for JPEGs that the device decodes.
@@ -31,20 +31,20 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import numpy as np
 
 from stoker.data.loading.autotune import MAX_PREFETCH_DEPTH, default_num_workers
-from stoker.data.loading.samples import HostBatchBuffer, SampleResult, SampleStream
-from stoker.data.loading.shared_batches import (
+from stoker.data.loading.buffers import (
     CACHE_FULL,
     FAILED,
     GROUP,
     GROUP_LOADED,
     STOPPED,
+    HostBatchBuffer,
     Ring,
     RingLayout,
     create_memory,
 )
+from stoker.data.loading.samples import BatchTask, SampleResult, SampleStream
 from stoker.data.loading.spec import LoaderSpec
 from stoker.data.loading.stats import Counters
-from stoker.data.loading.tasks import BatchTask
 from stoker.data.loading.worker_pool import JOIN_TIMEOUT_S, MAX_READ_AHEAD
 from stoker.errors import OutOfMemoryError, PreflightError, StokerError
 from stoker.hardware.cgroup import Cgroup, host_cores
@@ -196,9 +196,9 @@ class WorkerProcesses:
         max_workers = max(self.count, default_num_workers(host_cores(), is_cpu=False))
         return min(MAX_PREFETCH_DEPTH, max(least, -(-(1 + MAX_READ_AHEAD) * max_workers // batch_size)))
 
-    def open_stream(
+    def open_pool(
         self, samples: SampleStream, spec: LoaderSpec, cache: "PixelCache | None", num_slots: int
-    ) -> "ProcessStream":
+    ) -> "ProcessPool":
         """The processes prepare for the samples of a loader, with memory for `num_slots` batches."""
         layout = RingLayout(num_slots, spec.batch_size, spec.image_size, spec.max_boxes, self.count)
         with self._lock:
@@ -211,7 +211,7 @@ class WorkerProcesses:
             fd = create_memory("stoker-batches", layout.nbytes)
             entry = layout, fd, layout.map(fd)
             self.pin_failure = self._device.pin(entry[2].memory.ctypes.data, layout.nbytes)
-        return ProcessStream(self, number, entry, samples, spec, cache)
+        return ProcessPool(self, number, entry, samples, spec, cache)
 
     def release(self, entry: tuple[RingLayout, int, Ring]) -> None:
         with self._lock:
@@ -238,8 +238,9 @@ def _end(controls: list[tuple[socket.socket, Connection]], children: list[subpro
             child.wait()
 
 
-class ProcessStream:
-    """A loader's stream on worker processes: its buffers in shared memory, and the pools that fill them."""
+class ProcessPool:
+    """The same as `WorkerPool` for a loader, on worker processes, with its buffers in shared memory. Unlike that it may
+    start again after a stop, as memory is kept."""
 
     def __init__(
         self,
@@ -250,21 +251,29 @@ class ProcessStream:
         spec: LoaderSpec,
         cache: "PixelCache | None",
     ) -> None:
-        self.processes, self.number, self._entry = processes, number, entry
-        self.layout, memory_fd, self.ring = entry
+        self._processes, self._number, self._entry, self._samples = processes, number, entry, samples
+        layout, memory_fd, self.ring = entry
         self.ring.clear_counters()
-        self.cache, self.group_size = cache, max(1, min(MAX_GROUP_SIZE, spec.batch_size // processes.count))
-        self.fair_share = -(-self.layout.num_slots * spec.batch_size // processes.count)
+        self._cache, self._group_size = cache, max(1, min(MAX_GROUP_SIZE, spec.batch_size // processes.count))
+        self._fair_share = -(-layout.num_slots * spec.batch_size // processes.count)
         """Samples that a process has at most, so that the others have some."""
         self.buffers = [
             HostBatchBuffer(spec.device, spec.batch_size, spec.image_size, spec.max_boxes, slot.arrays)
             for slot in self.ring.slots
         ]
-        self.slot_numbers = {id(buffer): n for n, buffer in enumerate(self.buffers)}
-        self.generation = 0
-        groups_read, self.groups_fd = os.pipe()
-        os.set_blocking(self.groups_fd, False)
-        self.reports, their_reports = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        self._slot_numbers = {id(buffer): n for n, buffer in enumerate(self.buffers)}
+        self.stopped = True
+        self._has_failed = False
+        self._generation = self._workers = self._num_stopped = self._num_idle = 0
+        self._pending: dict[int, BatchTask] = {}
+        """Slot → the batch in it."""
+        self._backlog: deque[bytes] = deque()
+        """Groups for which the pipe has no room yet."""
+        self._quarantined: dict[int, int] = {}
+        self._lock = threading.Lock()
+        groups_read, self._groups_fd = os.pipe()
+        os.set_blocking(self._groups_fd, False)
+        self._reports, their_reports = socket.socketpair(type=socket.SOCK_SEQPACKET)
         cache_fd, cache_arguments = (None, None) if cache is None else cache.shared
         payload_fd = save_payload(
             {
@@ -275,28 +284,184 @@ class ProcessStream:
             }
         )
         fds = [payload_fd, memory_fd, groups_read, their_reports.fileno(), *([] if cache_fd is None else [cache_fd])]
-        self._finalizer = weakref.finalize(self, _close_stream, self.groups_fd, self.reports)
+        self._finalizer = weakref.finalize(self, _close_pool, self._groups_fd, self._reports)
         try:
             for process in range(processes.count):
-                processes.send(process, "open", number, self.layout, len(fds), fds=fds)
+                processes.send(process, "open", number, layout, len(fds), fds=fds)
         finally:
             os.close(payload_fd)
             os.close(groups_read)
             their_reports.close()
 
-    def send_all(self, request: str, *arguments: Any) -> None:
-        for process in range(self.processes.count):
-            self.processes.send(process, request, self.number, *arguments)
+    def start(self, workers: int) -> None:
+        """Takes batches from now on. The pool is stopped, and none of its batches is used any more."""
+        self.stopped = self._has_failed = False
+        self._num_stopped = self._num_idle = 0
+        self._workers, self._quarantined = workers, dict(self._samples.quarantined)
+        self._pending.clear()
+        self._backlog.clear()
+        self._generation += 1
+        self.ring.clear_counters()
+        for process, count in enumerate(self._threads_per_process(workers)):
+            self._processes.send(
+                process, "start", self._number,
+                self._generation, count, self._group_size, self._fair_share, self._quarantined,
+            )  # fmt: skip
+
+    def _send_all(self, request: str, *arguments: Any) -> None:
+        for process in range(self._processes.count):
+            self._processes.send(process, request, self._number, *arguments)
+
+    def _threads_per_process(self, workers: int) -> list[int]:
+        count = self._processes.count
+        return [max(1, workers // count + (process < workers % count)) for process in range(count)]
+
+    @property
+    def num_queued(self) -> int:
+        """Samples that wait for a worker."""
+        num_active = self.ring.read_counters()[1]
+        return max(0, sum(task.num_missing for task in list(self._pending.values())) - sum(num_active.values()))
+
+    def total(self) -> tuple[Counters, dict[str, int]]:
+        """`sum_counters` of all workers of all processes."""
+        return self.ring.read_counters()
+
+    def resize(self, workers: int) -> None:
+        if workers == self._workers or self.stopped:
+            return
+        for process, count in enumerate(self._threads_per_process(workers)):
+            self._processes.send(process, "resize", self._number, count)
+        self._workers = workers
+
+    def submit_batch(self, batch_task: BatchTask) -> None:
+        """Gives the samples of a batch, whose buffer is one of the stream's, to the processes."""
+        slot, batch_size = self._slot_numbers[id(batch_task.buffer)], len(batch_task.results)
+        self._exclude_new()
+        self.ring.slots[slot].counts[:] = 0
+        self._pending[slot] = batch_task
+        for first in range(0, batch_size, self._group_size):
+            count = min(self._group_size, batch_size - first)
+            self._backlog.append(GROUP.pack(self._generation, batch_task.start + first, slot, first, count, 0))
+        self._send_groups()
+
+    def _exclude_new(self) -> None:
+        """Tells the processes of images that were put into quarantine. Until they know, they try such an image again
+        and the result is corrected (`BatchFinalizer`)."""
+        if len(self._quarantined) != len(self._samples.quarantined):
+            for image_index in self._samples.quarantined.keys() - self._quarantined.keys():
+                position = self._quarantined[image_index] = self._samples.quarantined[image_index]
+                self._send_all("exclude", image_index, position)
+
+    def _send_groups(self) -> None:
+        try:
+            while self._backlog:
+                os.write(self._groups_fd, self._backlog[0])
+                self._backlog.popleft()
+        except BlockingIOError:
+            pass  # the next report comes from a process that has taken one
+        except BrokenPipeError:
+            self._raise_death()
+
+    def collect(self) -> None:
+        """Applies what the processes have reported. Raises StokerError where one has died. Also for another thread than
+        the one that waits, which may then notice up to POLL_INTERVAL_MS later."""
+        self._apply(self._poll(0))
+
+    def _poll(self, timeout_ms: float) -> list[tuple[int, int]]:
+        """Waits for reports and for the end of a process."""
+        poller = select.poll()  # a new one, as no other thread can use it meanwhile
+        if (reports_fd := self._reports.fileno()) >= 0:  # not closed meanwhile
+            poller.register(reports_fd, select.POLLIN)
+        for fd in self._processes.control_fds():
+            poller.register(fd, 0)  # poll always reports a closed connection
+        return poller.poll(timeout_ms)
+
+    def wait(self, batch_task: BatchTask) -> None:
+        """Returns when a batch is loaded or the pool was stopped. Raises StokerError where a process has died."""
+        if batch_task.num_missing:
+            while batch_task.num_missing and not self.stopped:
+                self._apply(self._poll(POLL_INTERVAL_MS))
+            for slot, task in [(self._slot_numbers[id(batch_task.buffer)], batch_task), *self._pending.items()]:
+                task.transitions = self.ring.slots[slot].read_transitions()
+
+    def _apply(self, events: list[tuple[int, int]]) -> None:
+        reports_fd = self._reports.fileno()
+        if any(fd == reports_fd for fd, _ in events):
+            with self._lock:
+                while True:
+                    try:
+                        data = self._reports.recv(MAX_REPORT_BYTES, socket.MSG_DONTWAIT)
+                    except BlockingIOError:
+                        break
+                    if not data:
+                        break
+                    self._apply_report(*pickle.loads(data))
+                self._send_groups()
+        if not self.stopped and any(fd != reports_fd for fd, _ in events):
+            self._raise_death()
+
+    def _raise_death(self) -> NoReturn:
+        self._has_failed = True
+        control_fds = self._processes.control_fds()
+        dead = [control_fds.index(fd) for fd, _ in self._poll(1000) if fd in control_fds]
+        raise self._processes.death_error(dead[0] if dead else 0)
+
+    def _apply_report(self, kind: int, *report: Any) -> None:
+        if kind == GROUP_LOADED:
+            generation, slot, first, count, special = report
+            if generation == self._generation:
+                self._apply_group(slot, first, count, special)
+        elif kind == STOPPED:
+            generation, is_idle = report
+            if generation == self._generation:
+                self._num_stopped += 1
+                self._num_idle += is_idle
+        elif kind == CACHE_FULL and self._cache is not None:
+            self._cache.stop_filling(*report)
+        elif kind == FAILED:
+            self._has_failed = True
+            raise report[0]
+
+    def _apply_group(self, slot: int, first: int, count: int, special: dict[int, Any]) -> None:
+        batch_task = self._pending[slot]
+        indices = batch_task.buffer.image_index[first : first + count].tolist()
+        batch_task.results[first : first + count] = [SampleResult(image_index, []) for image_index in indices]
+        for k, result in special.items():
+            batch_task.results[k] = result
+        batch_task.num_missing -= count
+        if not batch_task.num_missing:
+            del self._pending[slot]
+
+    def stop(self) -> None:
+        """Asks the processes to drop what they have not begun. Does not wait."""
+        if not self.stopped:
+            self.stopped = True
+            with contextlib.suppress(StokerError):  # one that has died has stopped, too
+                self._send_all("stop")
+
+    def join(self) -> None:
+        deadline_s = time.monotonic() + JOIN_TIMEOUT_S
+        count = self._processes.count
+        while not self._has_failed and self._num_stopped < count and (left_s := deadline_s - time.monotonic()) > 0:
+            events = self._poll(1000 * left_s)
+            self._apply(events)
+            if any(fd != self._reports.fileno() for fd, _ in events):
+                break
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no process writes into the stream's memory any more. After `join`."""
+        return self._num_idle == self._processes.count
 
     def close(self, *, is_idle: bool) -> None:
         """Ends the stream in all processes. is_idle: none of them writes any more, so the memory may be used again."""
         if self._finalizer.alive:
             self._finalizer()
             if is_idle:
-                self.processes.release(self._entry)
+                self._processes.release(self._entry)
 
 
-def _close_stream(groups_fd: int, reports: socket.socket) -> None:
+def _close_pool(groups_fd: int, reports: socket.socket) -> None:
     os.close(groups_fd)
     reports.close()
 
@@ -319,168 +484,3 @@ def save_payload(payload: dict[str, Any]) -> int:
         while start < end:  # a call writes 2 GiB at most
             start += os.pwrite(fd, view[len(view) - (end - start) :], start)
     return fd
-
-
-class ProcessPool:
-    """The same as `WorkerPool`, for the loader: gives batches to the processes of a stream, collects the results."""
-
-    def __init__(self, stream: ProcessStream, samples: SampleStream, workers: int) -> None:
-        self.stopped = False
-        self._stream, self._samples, self._workers = stream, samples, workers
-        self._pending: dict[int, BatchTask] = {}
-        """Slot → the batch in it."""
-        self._backlog: deque[bytes] = deque()
-        """Groups for which the pipe has no room yet."""
-        self._num_stopped = self._num_idle = 0
-        self._has_failed = False
-        self._quarantined = dict(samples.quarantined)
-        stream.generation += 1
-        stream.ring.clear_counters()
-        self._lock = threading.Lock()
-        for process, count in enumerate(self._threads_per_process(workers)):
-            stream.processes.send(
-                process, "start", stream.number,
-                stream.generation, count, stream.group_size, stream.fair_share, self._quarantined,
-            )  # fmt: skip
-
-    def _threads_per_process(self, workers: int) -> list[int]:
-        count = self._stream.processes.count
-        return [max(1, workers // count + (process < workers % count)) for process in range(count)]
-
-    @property
-    def num_queued(self) -> int:
-        """Samples that wait for a worker."""
-        num_active = self._stream.ring.read_counters()[1]
-        return max(0, sum(task.num_missing for task in list(self._pending.values())) - sum(num_active.values()))
-
-    def total(self) -> tuple[Counters, dict[str, int]]:
-        """`sum_counters` of all workers of all processes."""
-        return self._stream.ring.read_counters()
-
-    def resize(self, workers: int) -> None:
-        if workers == self._workers or self.stopped:
-            return
-        for process, count in enumerate(self._threads_per_process(workers)):
-            self._stream.processes.send(process, "resize", self._stream.number, count)
-        self._workers = workers
-
-    def submit_batch(self, batch_task: BatchTask) -> None:
-        """Gives the samples of a batch, whose buffer is one of the stream's, to the processes."""
-        stream = self._stream
-        slot, batch_size = stream.slot_numbers[id(batch_task.buffer)], len(batch_task.results)
-        self._exclude_new()
-        stream.ring.slots[slot].counts[:] = 0
-        self._pending[slot] = batch_task
-        for first in range(0, batch_size, stream.group_size):
-            count = min(stream.group_size, batch_size - first)
-            self._backlog.append(GROUP.pack(stream.generation, batch_task.start + first, slot, first, count, 0))
-        self._send_groups()
-
-    def _exclude_new(self) -> None:
-        """Tells the processes of images that were put into quarantine. Until they know, they try such an image again
-        and the result is corrected (`BatchFinalizer`)."""
-        if len(self._quarantined) != len(self._samples.quarantined):
-            for image_index in self._samples.quarantined.keys() - self._quarantined.keys():
-                position = self._quarantined[image_index] = self._samples.quarantined[image_index]
-                self._stream.send_all("exclude", image_index, position)
-
-    def _send_groups(self) -> None:
-        try:
-            while self._backlog:
-                os.write(self._stream.groups_fd, self._backlog[0])
-                self._backlog.popleft()
-        except BlockingIOError:
-            pass  # the next report comes from a process that has taken one
-        except BrokenPipeError:
-            self._raise_death()
-
-    def collect(self) -> None:
-        """Applies what the processes have reported. Raises StokerError where one has died. Also for another thread than
-        the one that waits, which may then notice up to POLL_INTERVAL_MS later."""
-        self._apply(self._poll(0))
-
-    def _poll(self, timeout_ms: float) -> list[tuple[int, int]]:
-        """Waits for reports and for the end of a process."""
-        poller = select.poll()  # a new one, as no other thread can use it meanwhile
-        if (reports_fd := self._stream.reports.fileno()) >= 0:  # not closed meanwhile
-            poller.register(reports_fd, select.POLLIN)
-        for fd in self._stream.processes.control_fds():
-            poller.register(fd, 0)  # poll always reports a closed connection
-        return poller.poll(timeout_ms)
-
-    def wait(self, batch_task: BatchTask) -> None:
-        """Returns when a batch is loaded or the pool was stopped. Raises StokerError where a process has died."""
-        if batch_task.num_missing:
-            while batch_task.num_missing and not self.stopped:
-                self._apply(self._poll(POLL_INTERVAL_MS))
-            for slot, task in [(self._stream.slot_numbers[id(batch_task.buffer)], batch_task), *self._pending.items()]:
-                task.transitions = self._stream.ring.slots[slot].read_transitions()
-
-    def _apply(self, events: list[tuple[int, int]]) -> None:
-        reports_fd = self._stream.reports.fileno()
-        if any(fd == reports_fd for fd, _ in events):
-            with self._lock:
-                while True:
-                    try:
-                        data = self._stream.reports.recv(MAX_REPORT_BYTES, socket.MSG_DONTWAIT)
-                    except BlockingIOError:
-                        break
-                    if not data:
-                        break
-                    self._apply_report(*pickle.loads(data))
-                self._send_groups()
-        if not self.stopped and any(fd != reports_fd for fd, _ in events):
-            self._raise_death()
-
-    def _raise_death(self) -> NoReturn:
-        self._has_failed = True
-        control_fds = self._stream.processes.control_fds()
-        dead = [control_fds.index(fd) for fd, _ in self._poll(1000) if fd in control_fds]
-        raise self._stream.processes.death_error(dead[0] if dead else 0)
-
-    def _apply_report(self, kind: int, *report: Any) -> None:
-        if kind == GROUP_LOADED:
-            generation, slot, first, count, special = report
-            if generation == self._stream.generation:
-                self._apply_group(slot, first, count, special)
-        elif kind == STOPPED:
-            generation, is_idle = report
-            if generation == self._stream.generation:
-                self._num_stopped += 1
-                self._num_idle += is_idle
-        elif kind == CACHE_FULL and self._stream.cache is not None:
-            self._stream.cache.stop_filling(*report)
-        elif kind == FAILED:
-            self._has_failed = True
-            raise report[0]
-
-    def _apply_group(self, slot: int, first: int, count: int, special: dict[int, Any]) -> None:
-        batch_task = self._pending[slot]
-        indices = batch_task.buffer.image_index[first : first + count].tolist()
-        batch_task.results[first : first + count] = [SampleResult(image_index, []) for image_index in indices]
-        for k, result in special.items():
-            batch_task.results[k] = result
-        batch_task.num_missing -= count
-        if not batch_task.num_missing:
-            del self._pending[slot]
-
-    def stop(self) -> None:
-        """Asks the processes to drop what they have not begun. Does not wait."""
-        if not self.stopped:
-            self.stopped = True
-            with contextlib.suppress(StokerError):  # one that has died has stopped, too
-                self._stream.send_all("stop")
-
-    def join(self) -> None:
-        deadline_s = time.monotonic() + JOIN_TIMEOUT_S
-        count = self._stream.processes.count
-        while not self._has_failed and self._num_stopped < count and (left_s := deadline_s - time.monotonic()) > 0:
-            events = self._poll(1000 * left_s)
-            self._apply(events)
-            if any(fd != self._stream.reports.fileno() for fd, _ in events):
-                break
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no process writes into the stream's memory any more. After `join`."""
-        return self._num_idle == self._stream.processes.count

@@ -1,32 +1,33 @@
-"""The samples of the stream: which image belongs to a position, and how it is written into its place of a host batch.
+"""What happens to sample p of the stream: `plan` → `read` → `decode` → `annotate`, in `SampleStream`.
 
 Position p of the endless training stream is (epoch, index) = divmod(p, N); its image is the index-th of the epoch's
 order, which is random, or for shards that of `shard_order.py`. Everything about a sample is a pure function of (seed,
 epoch, index) and of the quarantine: the images that cannot be used, each with the position from which on it is
-replaced. Threads, batches and the device: `loader.py`.
+replaced. `load` takes a sample from its plan to its pixels, and tries replacements where an image is bad. The worker
+threads and the worker processes (`worker_pool.py`) call the four, and so does `reload`, for a sample that `finalize.py`
+or the device decoder needs once more. Batches and the device: `loader.py`.
 
-While Python runs, the other threads do not (the GIL), so what can be done for a whole batch is: `prepare` draws its
-random numbers and plans its images from their annotated sizes, `load_steps` loads one image, `write_annotations` writes
-the boxes of all. `benchmarks/gil.py` measures it.
+While Python runs, the other threads do not (the GIL), so `plan` and `annotate` do for many samples at once what can be
+done so. `benchmarks/gil.py` measures it.
 """
 
-import copy
 import errno
 import functools
 import itertools
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from stoker.data.augment import geometry
-from stoker.data.batch import NUM_RAND, Batch
+from stoker.data.batch import NUM_RAND
 from stoker.data.images import decode
 from stoker.data.images.headers import Header, parse_header
+from stoker.data.loading.buffers import HostBatchBuffer
 from stoker.data.loading.shard_order import EpochOrder, ShardOrder
 from stoker.data.loading.spec import LoaderSpec
 from stoker.data.loading.stats import Counters
@@ -39,10 +40,8 @@ if TYPE_CHECKING:  # worker processes do without torch
     from stoker.data.images.decode_device import EncodedImage
     from stoker.data.images.pixel_cache import PixelCache
     from stoker.data.index import Index
-    from stoker.hardware.device import Device
+    from stoker.hardware.device import ReadyEvent, SideStream
 
-PAD_COLOR = (124, 116, 104)
-"""RGB of the padding: the ImageNet mean, which becomes about 0 after normalization."""
 MAX_REPLACEMENTS = 64
 """Replacements that are drawn for an image. If all of them are bad too, the data set is gone."""
 MAX_CACHED_ORDERS = 2
@@ -55,17 +54,23 @@ RESOURCE_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Read errors that say nothing about the file."""
 
 
-class QuarantinedImage(NamedTuple):
-    """An image that could not be used, and its replacement: the content of a `schemas.Quarantined`."""
+UNKNOWN_GEOMETRY = geometry.ResizeGeometry((0, 0), (0, 0, 0, 0), (0, 0))
+
+
+class Plan(NamedTuple):
+    """What a sample shows: an image, and which part of it is where in the model input."""
 
     image_index: int
-    source: str
-    """Path or URI of the image."""
-    error: str
-    sample_position: int
-    """Position in the stream from which on the image is not used."""
-    replaced_by: int
-    """Index of the image used there instead; -1 in an evaluation, which leaves it out."""
+    original_size: tuple[int, int]
+    """Height and width in the annotations; zeros where they have none, until the image is read."""
+    rand: NDArray[np.float32]
+    """[P], `Batch.rand`."""
+    crop_rand: list[float]
+    """See `geometry.resize_geometry_rand`; empty where there are no crops."""
+    geom: geometry.ResizeGeometry = UNKNOWN_GEOMETRY
+    """Of the image, or of its cached form; UNKNOWN_GEOMETRY until the size is known."""
+    is_cached: bool = False
+    """The sample is made from the cached form, which is made first where it was not in the cache."""
 
 
 class PendingRead(NamedTuple):
@@ -76,14 +81,16 @@ class PendingRead(NamedTuple):
     """memoryview: a part of what was read together, which stays in memory until all of it is used."""
 
 
-class _Plan(NamedTuple):
-    """What to do with an image of a known size."""
+class ReadImage(NamedTuple):
+    """An image that was read and is not decoded yet."""
 
-    image_index: int
-    original_size: tuple[int, int]
-    is_cached: bool
-    """The sample is made from the cached form, which is made first where it was not in the cache."""
-    geom: geometry.ResizeGeometry
+    plan: Plan
+    """With its geometry."""
+    data: bytes | decode.Pixels
+    """The encoded image, or the decoded one that the cache has."""
+    path: str
+    header: Header | None
+    """None for cached pixels."""
 
 
 class SampleResult(NamedTuple):
@@ -93,146 +100,42 @@ class SampleResult(NamedTuple):
     failures: list[tuple[int, Exception]]
 
 
-def compute_max_boxes(index: "Index", image_indices: NDArray[np.int64], *, mosaic: float = 0.0) -> int:
-    """M: the largest number of boxes of an image (with crowd boxes), at least 1, rounded up to a multiple of 8.
+class BatchTask:
+    """A batch in progress: its place in the stream, its buffer, and what has become of each of its samples."""
 
-    With mosaics twice as many, because a mosaic shows a good half of each of four images. On BCCD a mosaic has up to 36
-    boxes where an image has 14. All mosaics fit then; with room for the boxes of one image only 37 % would.
-    """
-    counts = index.offsets[image_indices + 1] - index.offsets[image_indices]
-    max_count = max(1, int(counts.max(initial=0))) * (2 if mosaic > 0 else 1)
-    return -(-max_count // 8) * 8
+    def __init__(self, global_start: int, start: int, buffer: HostBatchBuffer, batch_size: int) -> None:
+        """global_start: first position of the batch over all ranks; start: first position of this rank."""
+        self.global_start, self.start, self.buffer = global_start, start, buffer
+        self.plans: list[Plan | None] = [None] * batch_size
+        """What is to be loaded; after `load`, what was loaded. None: a filler."""
+        self.results: list[SampleResult | BaseException | None] = [None] * batch_size
+        self.transitions: list[Transitions] = [[] for _ in range(batch_size)]
+        self.num_loading = batch_size
+        """Samples whose pixels are not loaded yet."""
+        self.num_missing = batch_size
+        """The same, plus one while their annotations are written, plus one while the device decoder has not finished
+        the batch."""
+        self.encoded: dict[int, EncodedImage] | None = None
+        """What the device is to decode, whose pixels are not written; None: the host decodes all."""
+        self.reloaded: list[int] = []
+        """Places that were loaded again after the device decoder had finished."""
+        self.device_images: tuple[Tensor, ReadyEvent] | None = None
+        """uint8 [B, H, W, 3] on the device and when they are complete, where the device decodes."""
 
-
-class Placement(NamedTuple):
-    """Which image is in a place of a batch, and where. Numbers only, so that those of a batch become an array."""
-
-    image_index: int
-    original_height: int
-    original_width: int
-    source_height: int
-    """Of the pixels that `x0` … `y1` refer to: those of the image, or of its cached form."""
-    source_width: int
-    x0: int
-    """… y1: the region that is shown."""
-    y0: int
-    x1: int
-    y1: int
-    resized_height: int
-    resized_width: int
-
-
-def batch_arrays(image_size: tuple[int, int], max_boxes: int) -> list[tuple[tuple[int, ...], DTypeLike]]:
-    """Shape and type of each array of a batch, per image, in the order of Batch; the images are [H, W, 3]."""
-    return [
-        ((*image_size, 3), np.uint8),
-        ((max_boxes, 4), np.float32),
-        ((max_boxes,), np.int64),
-        ((max_boxes,), np.bool_),
-        ((2,), np.int32),
-        ((2,), np.float32),
-        ((2,), np.int32),
-        ((), np.int64),
-        ((NUM_RAND,), np.float32),
-    ]
-
-
-class HostBatchBuffer:
-    """Host memory of one batch, written by many threads, each its own places. Page-locked where there is a device."""
-
-    def __init__(
-        self,
-        device: "Device | None",
-        batch_size: int,
-        image_size: tuple[int, int],
-        max_boxes: int,
-        arrays: Sequence[NDArray[Any]] | None = None,
-    ) -> None:
-        """arrays: existing memory, as described by `batch_arrays`; None: new memory of torch. device: None in a worker
-        process, which has no tensors."""
-        self.image_size = image_size
-        self.tensors: list[Tensor] = []
-        """In the order of Batch; the images are [B, H, W, 3]."""
-        if device is not None:
-            import torch
-
-            self.tensors = (
-                [
-                    device.empty_host((batch_size, *shape), getattr(torch, np.dtype(dtype).name))
-                    for shape, dtype in batch_arrays(image_size, max_boxes)
-                ]
-                if arrays is None
-                else [torch.from_numpy(array) for array in arrays]
-            )
-        if arrays is None:
-            arrays = [tensor.numpy() for tensor in self.tensors]
-            self._is_torch_pinned = device is not None and not device.is_cpu
-        else:
-            self._is_torch_pinned = False
-        (
-            self.pixels,
-            self.boxes,
-            self.labels,
-            self.valid,
-            self.resized_size,
-            self.scale,
-            self.original_size,
-            self.image_index,
-            self.rand,
-        ) = arrays
-        self.encoded: list[EncodedImage | None] = [None] * batch_size
-        """What the device is to decode; its place in `pixels` is not written."""
-        self.placements: list[Placement | None] = [None] * batch_size
-        """Those of the images that were loaded; None: a filler."""
-        self.geometry_rand: list[list[float]] = [[]] * batch_size
-        """See `geometry.resize_geometry_rand`; only where there are crops."""
-        self.plans: list[_Plan | None] = [None] * batch_size
-        """Those of the first image of each place, where its size is annotated."""
-        self._padding = _padding(image_size)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes that the buffer takes from the host's memory."""
-        if not self._is_torch_pinned:
-            return self.nbytes
-        from stoker.hardware.device import pinned_bytes
-
-        return sum(pinned_bytes(tensor.nbytes) for tensor in self.tensors)
-
-    def pad(self, k: int, resized_size: tuple[int, int]) -> None:
-        """Pads image k outside `resized_size` (height, width). Copies, as NumPy repeats 3 bytes 60 × slower."""
-        height, width = resized_size
-        if height < self.image_size[0]:
-            self.pixels[k, height:] = self._padding[height:]
-        if width < self.image_size[1]:
-            self.pixels[k, :height, width:] = self._padding[:height, width:]
-
-    def write_filler(self, k: int) -> None:
-        """Makes place k a filler of the batch: padding without boxes, image_index -1."""
-        self.pad(k, (0, 0))
-        self.boxes[k], self.labels[k], self.valid[k], self.rand[k] = 0, 0, False, 0
-        self.resized_size[k] = self.original_size[k] = self.image_size
-        self.scale[k], self.image_index[k] = 1, -1
-
-
-@functools.lru_cache(2)
-def _padding(image_size: tuple[int, int]) -> decode.Pixels:
-    padding = np.empty((*image_size, 3), np.uint8)
-    padding[:] = PAD_COLOR
-    return padding
-
-
-def as_batch(tensors: "list[Tensor]") -> Batch:
-    """Tensors in the order of `HostBatchBuffer.tensors` → Batch; the images become a view [B, 3, H, W]."""
-    return Batch(tensors[0].permute(0, 3, 1, 2), *tensors[1:])
+    def to_device(self, stream: "SideStream") -> "tuple[list[Tensor], ReadyEvent]":
+        """Copies the batch to the device: tensors in the order of Batch, and when they are complete."""
+        if self.device_images is None:
+            return stream.to_device(self.buffer.tensors)
+        images, images_ready = self.device_images
+        pixels, *rest = self.buffer.tensors
+        stream.join(images, images_ready, [(images[k], pixels[k]) for k in self.reloaded])
+        tensors, ready = stream.to_device(rest)
+        return [images, *tensors], ready
 
 
 class SampleStream:
-    """The stream. Many threads call `load` at once; only the caller of the loader writes `quarantined`."""
+    """The samples of a loader. Many threads call its methods at once; only the caller of the loader writes
+    `quarantined`."""
 
     def __init__(
         self,
@@ -246,7 +149,7 @@ class SampleStream:
         self.seed = spec.seed
         self.quarantined: dict[int, int] = {}
         """Image index → position from which on it is not used."""
-        self._spec, self._cache, self._defers_decode = spec, cache, False
+        self._spec, self._cache = spec, cache
         self._epoch_orders: dict[int, tuple[NDArray[np.int64], EpochOrder | None]] = {}
         """The images of an epoch in their order; and, for shards, what is read together."""
         self._order_lock = threading.Lock()
@@ -263,11 +166,287 @@ class SampleStream:
     def __len__(self) -> int:
         return len(self.image_indices)
 
-    def with_deferred_decode(self) -> "SampleStream":
-        """The same stream, which leaves JPEGs that the device can decode in `HostBatchBuffer.encoded`."""
-        other = copy.copy(self)
-        other._defers_decode = True
-        return other
+    # One sample: plan, read, decode, annotate.
+
+    def plan(self, start: int, count: int) -> list[Plan | None]:
+        """What `count` positions from `start` on show, if their images can be used; None after the end of an
+        evaluation."""
+        plans: list[Plan | None] = []
+        while len(plans) < count:  # a batch may reach into the next epochs
+            epoch, first = divmod(start + len(plans), len(self))
+            if epoch and not self.train:
+                return plans + [None] * (count - len(plans))
+            indices = range(first, min(len(self), first + count - len(plans)))
+            images = self._order_of(epoch)[0][first : indices.stop]
+            crop_rand: list[list[float]] = [[]] * len(indices)
+            if self.train and self._spec.scale_jitter_prob > 0:
+                crop_rand = geometry.resize_geometry_rand(self.seed, epoch, indices).tolist()
+            plans += map(
+                self._plan_image,
+                images.tolist(),
+                map(tuple, self.index.original_size[images].tolist()),
+                geometry.device_rand(self.seed, epoch, indices, NUM_RAND),
+                crop_rand,
+            )
+        return plans
+
+    def read(
+        self, plan: Plan, counters: Counters, transitions: Transitions, pending_read: PendingRead | None = None
+    ) -> ReadImage:
+        """Reads the planned image, or its pixels from the cache. pending_read: prefetched bytes that have arrived; used
+        where they are of this image.
+
+        Raises DataError, also where the image has another size than annotated; OSError, ObjectMissing, StorageError;
+        ValueError for an image with more boxes than max_boxes.
+        """
+        image_index = plan.image_index
+        data: bytes | decode.Pixels
+        if pending_read is not None and pending_read.image_index == image_index:
+            data = bytes(pending_read.future.result())  # bytes are not copied
+        else:
+            start_s = counters.begin(READ, transitions)
+            try:
+                pixels = None if self._cache is None else self._cache.get(image_index)
+                data = self.index.read(image_index) if pixels is None else pixels
+            finally:
+                end_s = time.perf_counter()
+                counters.read_s += end_s - start_s
+                transitions.append((end_s, QUEUED))
+                counters.current_stage = None
+            counters.num_reads += 1
+            if pixels is None:
+                counters.read_bytes += len(data)
+            else:
+                counters.cache_hits += 1
+                counters.cache_hit_bytes += pixels.nbytes
+        path, header = self.index.path_text(image_index), None
+        if isinstance(data, bytes):
+            header = parse_header(data, path).as_annotated(plan.original_size)
+            if header.size != plan.original_size:
+                _check_size(header.size, plan.original_size, path)
+                plan = plan._replace(original_size=header.size, geom=UNKNOWN_GEOMETRY)
+        if plan.geom is UNKNOWN_GEOMETRY:
+            plan = self._fit(image_index, plan.original_size, plan.rand, plan.crop_rand)
+        return ReadImage(plan, data, path, header)
+
+    def decode(self, image: ReadImage, out: decode.Pixels, counters: Counters, transitions: Transitions) -> None:
+        """Decodes the shown part of an image into `out`, which has its resized size. Raises DataError."""
+        plan, data, path, header = image
+        start_s = counters.begin(DECODING, transitions)
+        try:
+            if not plan.is_cached and isinstance(data, bytes):
+                decode.decode_into(data, path, region=plan.geom.region, out=out, header=header)
+            else:
+                if isinstance(data, bytes):  # encoded and cached pixels give the same sample
+                    assert self._cache is not None
+                    assert header is not None
+                    data = self._cache.decode(plan.image_index, data, path, header)
+                    self._cache.put(plan.image_index, data)
+                    counters.cache_misses += 1
+                x0, y0, x1, y1 = plan.geom.region
+                decode.resize_into(data[y0:y1, x0:x1], out)
+        finally:
+            counters.decode_s += time.perf_counter() - start_s
+            counters.current_stage = None
+
+    def annotate(self, task: BatchTask, places: Iterable[int]) -> None:
+        """Writes all but the pixels of the samples that were loaded into `places`: boxes, sizes, random numbers."""
+        index, buffer = self.index, task.buffer
+        loaded = [(k, plan) for k in places if (plan := task.plans[k]) is not None]
+        if not loaded:
+            return
+        at = np.array([k for k, _ in loaded])
+        rows = np.array(
+            [
+                (image_index, *original_size, *geom.source_size, *geom.region, *geom.resized_size)
+                for _, (image_index, original_size, _, _, geom, _) in loaded
+            ],
+            np.int64,
+        )
+        image_indices, original_size, source_size = rows[:, 0], rows[:, 1:3], rows[:, 3:5]
+        region, resized_size = rows[:, 5:9], rows[:, 9:11]
+        cache_scale = source_size / original_size
+
+        starts, ends = index.offsets[image_indices], index.offsets[image_indices + 1]
+        owner = np.repeat(np.arange(len(at)), ends - starts)
+        box_rows = np.arange(len(owner)) + (ends - (ends - starts).cumsum())[owner]
+        boxes, keep = geometry.transform_boxes(
+            index.boxes[box_rows] * cache_scale[:, (1, 0, 1, 0)][owner],
+            index.crowd[box_rows],
+            owner,
+            source_size,
+            region,
+            resized_size,
+        )
+        owner, box_rows = owner[keep], box_rows[keep]
+        num_boxes = np.bincount(owner, minlength=len(at))
+        column = np.arange(len(owner)) - (num_boxes.cumsum() - num_boxes)[owner]
+        buffer.boxes[at], buffer.labels[at] = 0, 0
+        buffer.boxes[at[owner], column] = boxes[keep]
+        buffer.labels[at[owner], column] = index.labels[box_rows]
+        buffer.valid[at] = np.arange(buffer.valid.shape[1]) < num_boxes[:, None]
+        buffer.resized_size[at], buffer.original_size[at] = resized_size, original_size
+        buffer.scale[at] = resized_size / (region[:, (3, 2)] - region[:, (1, 0)]) * cache_scale
+        buffer.image_index[at] = image_indices
+        buffer.rand[at] = np.concatenate([plan.rand for _, plan in loaded]).reshape(-1, NUM_RAND)
+
+    # All of it, with replacements for bad images.
+
+    def load(
+        self, task: BatchTask, k: int, counters: Counters, pending_read: PendingRead | None = None
+    ) -> Iterator[None]:
+        """Writes the pixels of place k of a batch, of which it has the plan; `annotate` does the rest. Failures of
+        images are in the result, `task.results[k]`.
+
+        Pauses when an image is read and before it is decoded: a worker reads several samples, then decodes them. Each
+        decoding replaces the processor's caches, and Python code takes several times as long right after it.
+
+        Any error that is not the image's is raised with its location: OutOfMemoryError, StorageError, or RuntimeError
+        from the exception itself.
+        """
+        planned, task.plans[k] = task.plans[k], None
+        transitions = task.transitions[k]
+        failures: list[tuple[int, Exception]] = []
+        for plan in () if planned is None else self._candidates(planned, task.start + k):
+            image_index = plan.image_index
+            try:
+                image = self.read(plan, counters, transitions, pending_read)
+                if task.encoded is None or not _leave_to_device(image, task.encoded, k):
+                    height, width = image.plan.geom.resized_size
+                    task.buffer.pad(k, (height, width))
+                    out = task.buffer.pixels[k, :height, :width]
+                    yield
+                    self.decode(image, out, counters, transitions)
+                counters.num_images += 1
+                task.plans[k], task.results[k] = image.plan, SampleResult(image_index, failures)
+                return
+            except (DataError, ObjectMissing) as error:
+                failures.append((image_index, error))
+            except OSError as error:
+                if error.errno in RESOURCE_ERRNOS:
+                    name = self.index.display_source(image_index)
+                    raise RuntimeError(f"reading {name} failed: {error}") from error
+                failures.append((image_index, error))
+            except StorageError:  # a bucket that cannot be read says nothing about the image
+                raise
+            except MemoryError as error:
+                location = self.index.display_source(image_index)
+                raise OutOfMemoryError("Out of host memory while loading an image.", location=location) from error
+            except Exception as error:
+                location = self.index.display_source(image_index)
+                raise RuntimeError(f"loading {location} failed: {type(error).__name__}: {error}") from error
+        task.buffer.write_filler(k)
+        task.results[k] = SampleResult(-1, failures)
+
+    def reload(self, task: BatchTask, k: int, counters: Counters) -> None:
+        """Loads place k of a batch once more, from its plan to its annotations. All samples are loaded."""
+        [task.plans[k]] = self.plan(task.start + k, 1)
+        for _ in self.load(task, k, counters):
+            pass
+        self.annotate(task, [k])
+
+    def _candidates(self, plan: Plan, position: int) -> Iterator[Plan]:
+        """The plan of a position, then those of its replacements, as far as the quarantine allows them. The caller
+        takes another one when the last one has failed."""
+        if self.is_usable(plan.image_index, position):
+            yield plan
+        tried = {plan.image_index}
+        for image_index in self._replacements(position):
+            if image_index not in tried and self.is_usable(image_index, position):
+                tried.add(image_index)
+                height, width = self.index.original_size[image_index].tolist()
+                yield Plan(image_index, (height, width), plan.rand, plan.crop_rand)
+
+    def _plan_image(
+        self, image_index: int, original_size: tuple[int, int], rand: NDArray[np.float32], crop_rand: list[float]
+    ) -> Plan:
+        try:
+            if 0 not in original_size:
+                return self._fit(image_index, original_size, rand, crop_rand)
+        except ValueError:  # raised again, with the name of the image, when it is read
+            pass
+        return Plan(image_index, original_size, rand, crop_rand)
+
+    def _fit(self, image_index: int, original_size: tuple[int, int], rand: NDArray[np.float32], u: list[float]) -> Plan:
+        """The plan for an image of a known size. With a cache the sample is made from the cached form: regions are of
+        its pixels, and boxes are scaled to it. Raises ValueError for an image with more boxes than max_boxes, as none
+        is dropped silently."""
+        index, spec = self.index, self._spec
+        first, end = int(index.offsets[image_index]), int(index.offsets[image_index + 1])
+        if end - first > spec.max_boxes:
+            raise ValueError(f"the image has {end - first} boxes, but max_boxes is {spec.max_boxes}")
+        cached_size = None if self._cache is None else self._cache.shape(image_index)
+        source_size = cached_size or original_size
+        if not u or u[0] >= spec.scale_jitter_prob:
+            geom = _whole_image_geometry(source_size, spec.image_size, spec.resize)
+        else:
+            geom = geometry.sample_resize_geometry(
+                source_size,
+                spec.image_size,
+                spec.resize,
+                scale_jitter_prob=spec.scale_jitter_prob,
+                scale_range=spec.scale_range,
+                min_object_covered=spec.min_object_covered,
+                boxes=self._boxes(first, end, original_size, source_size) if spec.min_object_covered > 0 else (),
+                u=u,
+            )
+        return Plan(image_index, original_size, rand, u, geom, cached_size is not None)
+
+    def _boxes(
+        self, first: int, end: int, original_size: tuple[int, int], source_size: tuple[int, int]
+    ) -> list[list[float]]:
+        """Rows first … end - 1 of the boxes without crowds, in pixels of the source."""
+        boxes, crowd = self.index.boxes[first:end], self.index.crowd[first:end]
+        if crowd.any():
+            boxes = boxes[~crowd]
+        if source_size != original_size:
+            y_scale, x_scale = source_size[0] / original_size[0], source_size[1] / original_size[1]
+            boxes = boxes * np.array((x_scale, y_scale, x_scale, y_scale))
+        rows: list[list[float]] = boxes.tolist()
+        return rows
+
+    # Which image belongs to a position.
+
+    def is_usable(self, image_index: int, position: int) -> bool:
+        return self.quarantined.get(image_index, position + 1) > position
+
+    def image_index_at(self, position: int) -> int:
+        """The image that is used at a position, as far as the quarantine knows; -1 for none."""
+        epoch, index_in_epoch = divmod(position, len(self))
+        if epoch and not self.train:
+            return -1
+        candidates = itertools.chain([int(self._order_of(epoch)[0][index_in_epoch])], self._replacements(position))
+        return next((k for k in candidates if self.is_usable(k, position)), -1)
+
+    def _replacements(self, position: int) -> Iterator[int]:
+        """Images for a position whose own image cannot be used, in the order in which they are tried."""
+        if not self.train:
+            return
+        epoch, index_in_epoch = divmod(position, len(self))
+        stream = geometry.RandomStream.REPLACEMENT
+        for u in geometry.random_uniform(self.seed, epoch, [index_in_epoch], stream, MAX_REPLACEMENTS)[0]:
+            yield int(self.image_indices[int(u * len(self))])
+
+    def is_cached(self, image_index: int) -> bool:
+        """Whether an image most likely comes from the cache, so that nothing need be fetched for it."""
+        return self._cache is not None and self._cache.contains(image_index)
+
+    def _order_of(self, epoch: int) -> tuple[NDArray[np.int64], EpochOrder | None]:
+        if not self.train:
+            return self.image_indices, None
+        known = self._epoch_orders.get(epoch)
+        if known is not None:
+            return known
+        with self._order_lock:  # the first thread in an epoch sorts for all
+            if epoch not in self._epoch_orders:
+                for old in sorted(self._epoch_orders)[: 1 - MAX_CACHED_ORDERS]:
+                    del self._epoch_orders[old]
+                of_shards = None if self._shard_order is None else self._shard_order.epoch(epoch)
+                order = geometry.epoch_order(self.seed, epoch, len(self)) if of_shards is None else of_shards.order
+                self._epoch_orders[epoch] = self.image_indices[order], of_shards
+            return self._epoch_orders[epoch]
+
+    # What is best read together.
 
     @property
     def is_remote(self) -> bool:
@@ -306,325 +485,19 @@ class SampleStream:
         positions: list[int] = (indices[indices >= index_in_epoch] + epoch * count).tolist()
         return positions
 
-    def is_usable(self, image_index: int, position: int) -> bool:
-        return self.quarantined.get(image_index, position + 1) > position
-
-    def candidate_images(self, position: int) -> Iterator[int]:
-        """The image at a position, then its replacements in the order in which they are tried."""
-        epoch, index_in_epoch = divmod(position, len(self.image_indices))
-        if not self.train:
-            yield int(self.image_indices[index_in_epoch])
-            return
-        yield int(self._epoch_order(epoch)[index_in_epoch])
-        rand = geometry.random_uniform(
-            self.seed, epoch, [index_in_epoch], geometry.RandomStream.REPLACEMENT, MAX_REPLACEMENTS
-        )
-        for u in rand[0]:
-            yield int(self.image_indices[int(u * len(self.image_indices))])
-
-    def _candidates(self, position: int, plan: _Plan | None) -> Iterator[int]:
-        """`candidate_images`, of which `plan` is that of the first, if it has one."""
-        if plan is not None:
-            yield plan.image_index
-        yield from itertools.islice(self.candidate_images(position), plan is not None, None)
-
-    def image_index_at(self, position: int) -> int:
-        """The image that is used at a position, as far as the quarantine knows; -1 for none."""
-        if not self.train and position >= len(self.image_indices):
-            return -1
-        return next((k for k in self.candidate_images(position) if self.is_usable(k, position)), -1)
-
-    def is_cached(self, image_index: int) -> bool:
-        """Whether an image most likely comes from the cache, so that nothing need be fetched for it."""
-        return self._cache is not None and self._cache.contains(image_index)
-
-    def _epoch_order(self, epoch: int) -> NDArray[np.int64]:
-        return self._order_of(epoch)[0]
-
-    def _order_of(self, epoch: int) -> tuple[NDArray[np.int64], EpochOrder | None]:
-        known = self._epoch_orders.get(epoch)
-        if known is not None:
-            return known
-        with self._order_lock:  # the first thread in an epoch sorts for all
-            if epoch not in self._epoch_orders:
-                for old in sorted(self._epoch_orders)[: 1 - MAX_CACHED_ORDERS]:
-                    del self._epoch_orders[old]
-                of_shards = None if self._shard_order is None else self._shard_order.epoch(epoch)
-                order = (
-                    geometry.epoch_order(self.seed, epoch, len(self.image_indices))
-                    if of_shards is None
-                    else of_shards.order
-                )
-                self._epoch_orders[epoch] = self.image_indices[order], of_shards
-            return self._epoch_orders[epoch]
-
-    def prepare(self, buffer: HostBatchBuffer, start: int) -> None:
-        """Draws the random numbers of all samples of a batch, whose first position is `start`. Before any `load`."""
-        batch_size, count, k = len(buffer.placements), len(self.image_indices), 0
-        while k < batch_size:  # a batch may reach into the next epochs
-            epoch, first = divmod(start + k, count)
-            indices = range(first, min(count, first + batch_size - k))
-            places = slice(k, k + len(indices))
-            buffer.rand[places] = geometry.device_rand(self.seed, epoch, indices, NUM_RAND)
-            if self.train and self._spec.scale_jitter_prob > 0:
-                buffer.geometry_rand[places] = geometry.resize_geometry_rand(self.seed, epoch, indices).tolist()
-            if self.train or epoch == 0:
-                order = self._epoch_order(epoch) if self.train else self.image_indices
-                buffer.plans[places] = self._plan_all(order[first : first + len(indices)], buffer.geometry_rand[places])
-            else:
-                buffer.plans[places] = [None] * len(indices)
-            k += len(indices)
-
-    def _plan_all(self, image_indices: NDArray[np.int64], rand: list[list[float]]) -> list[_Plan | None]:
-        """The plans of images; None where the size is not annotated, and for an image that cannot be used."""
-        sizes = self.index.original_size[image_indices].tolist()
-        plans: list[_Plan | None] = []
-        for image_index, (height, width), u in zip(image_indices.tolist(), sizes, rand, strict=True):
-            try:
-                plans.append(self._plan(image_index, (height, width), u) if height and width else None)
-            except ValueError:  # raised again, with the name of the image, when it is loaded
-                plans.append(None)
-        return plans
-
-    def load(
-        self, buffer: HostBatchBuffer, k: int, position: int, counters: Counters, transitions: Transitions
-    ) -> SampleResult:
-        """All of `load_steps`."""
-        steps = self.load_steps(buffer, k, position, counters, transitions)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as done:
-                result: SampleResult = done.value
-                return result
-
-    def load_steps(
-        self,
-        buffer: HostBatchBuffer,
-        k: int,
-        position: int,
-        counters: Counters,
-        transitions: Transitions,
-        pending_read: PendingRead | None = None,
-    ) -> Generator[None, None, SampleResult]:
-        """Writes the pixels of the sample of `position` into place k, after `prepare` and before `write_annotations`.
-        Failures of images are in the result.
-
-        Pauses when an image is read and before it is decoded: a worker reads several samples, then decodes them. Each
-        decoding replaces the processor's caches, and Python code takes several times as long right after it.
-
-        pending_read: prefetched bytes that have arrived; used where they are of the image that is loaded. Any error
-        that is not the image's is raised with its location: OutOfMemoryError, StorageError, or RuntimeError from the
-        exception itself.
-        """
-        failures: list[tuple[int, Exception]] = []
-        buffer.encoded[k] = buffer.placements[k] = None
-        if self.train or position < len(self.image_indices):
-            failed: set[int] = set()
-            for image_index in self._candidates(position, buffer.plans[k]):
-                if image_index in failed or not self.is_usable(image_index, position):
-                    continue
-                try:
-                    data = self._read(image_index, counters, transitions, pending_read)
-                    path = self.index.path_text(image_index)
-                    header, plan = self._check(image_index, data, path, buffer.plans[k], buffer.geometry_rand[k])
-                    source_size, region, (height, width) = plan.geom
-                    buffer.placements[k] = Placement(
-                        image_index, *plan.original_size, *source_size, *region, height, width
-                    )
-                    result, out = SampleResult(image_index, failures), buffer.pixels[k, :height, :width]
-                    has_choice = plan.is_cached or self._defers_decode
-                    if not self._defers_decode:
-                        buffer.pad(k, (height, width))
-                    yield
-                    start_s = time.perf_counter()
-                    counters.current_stage = DECODING, start_s
-                    transitions.append((start_s, DECODING))
-                    try:
-                        if isinstance(data, bytes) and not has_choice:
-                            decode.decode_into(data, path, region=region, out=out, header=header)
-                        else:
-                            self._write_pixels(buffer, k, data, path, header, plan, out, counters)
-                        counters.num_images += 1
-                    finally:
-                        counters.decode_s += time.perf_counter() - start_s
-                        counters.current_stage = None
-                    return result
-                except (DataError, ObjectMissing) as error:
-                    failures.append((image_index, error))
-                except OSError as error:
-                    if error.errno in RESOURCE_ERRNOS:
-                        name = self.index.display_source(image_index)
-                        raise RuntimeError(f"reading {name} failed: {error}") from error
-                    failures.append((image_index, error))
-                except StorageError:  # a bucket that cannot be read says nothing about the image
-                    raise
-                except MemoryError as error:
-                    location = self.index.display_source(image_index)
-                    raise OutOfMemoryError("Out of host memory while loading an image.", location=location) from error
-                except Exception as error:
-                    location = self.index.display_source(image_index)
-                    raise RuntimeError(f"loading {location} failed: {type(error).__name__}: {error}") from error
-                failed.add(image_index)
-        buffer.placements[k] = None
-        buffer.write_filler(k)
-        return SampleResult(-1, failures)
-
-    def _read(
-        self, image_index: int, counters: Counters, transitions: Transitions, pending_read: PendingRead | None
-    ) -> bytes | decode.Pixels:
-        """The encoded image, or the decoded one that the cache has."""
-        if pending_read is not None and pending_read.image_index == image_index:
-            return bytes(pending_read.future.result())  # bytes are not copied
-        start_s = time.perf_counter()
-        counters.current_stage = READ, start_s
-        transitions.append((start_s, READ))
-        try:
-            pixels = None if self._cache is None else self._cache.get(image_index)
-            data = self.index.read(image_index) if pixels is None else b""
-        finally:
-            end_s = time.perf_counter()
-            counters.read_s += end_s - start_s
-            transitions.append((end_s, QUEUED))
-            counters.current_stage = None
-        counters.num_reads += 1
-        if pixels is not None:
-            counters.cache_hits += 1
-            counters.cache_hit_bytes += pixels.nbytes
-            return pixels
-        counters.read_bytes += len(data)
-        return data
-
-    def _check(
-        self, image_index: int, data: bytes | decode.Pixels, path: str, plan: _Plan | None, u: list[float]
-    ) -> tuple[Header | None, _Plan]:
-        """The header of an image that was read (None for cached pixels), and its plan: `plan` where it is that of this
-        image. Raises DataError where the image has another size than annotated."""
-        is_planned = plan is not None and plan.image_index == image_index
-        if plan is not None and is_planned:
-            original_size = plan.original_size
-        else:
-            height, width = self.index.original_size[image_index].tolist()
-            original_size = height, width
-        header = None
-        if isinstance(data, bytes):
-            header = parse_header(data, path).as_annotated(original_size)
-            if header.size != original_size:
-                _check_size(header.size, original_size, path)
-                original_size, is_planned = header.size, False
-        if plan is not None and is_planned:
-            return header, plan
-        return header, self._plan(image_index, original_size, u)
-
-    def _plan(self, image_index: int, original_size: tuple[int, int], u: list[float]) -> _Plan:
-        """What to do with an image. With a cache the sample is made from the cached form: regions are of its pixels,
-        and boxes are scaled to it. Encoded and cached pixels give the same sample."""
-        cached_size = None if self._cache is None else self._cache.shape(image_index)
-        source_size = cached_size or original_size
-        geom = self._resize_geometry(image_index, original_size, source_size, u)
-        return _Plan(image_index, original_size, cached_size is not None, geom)
-
-    def _write_pixels(
-        self,
-        buffer: HostBatchBuffer,
-        k: int,
-        data: bytes | decode.Pixels,
-        path: str,
-        header: Header | None,
-        plan: _Plan,
-        out: decode.Pixels,
-        counters: Counters,
-    ) -> None:
-        """Writes the pixels where there is a cache, or where the device may decode."""
-        image_index, _, is_cached, (_, region, resized_size) = plan
-        if is_cached and isinstance(data, bytes):
-            assert self._cache is not None
-            assert header is not None
-            pixels = self._cache.decode(image_index, data, path, header)
-            self._cache.put(image_index, pixels)
-            data = pixels
-            counters.cache_misses += 1
-        if not isinstance(data, bytes):
-            x0, y0, x1, y1 = region
-            decode.resize_into(data[y0:y1, x0:x1], out)
-        elif self._defers_decode and header is not None:
-            from stoker.data.images.decode_device import EncodedImage, is_device_decodable
-
-            if is_device_decodable(data, header):
-                buffer.encoded[k] = EncodedImage(data, header, region, resized_size)
-            else:
-                decode.decode_into(data, path, region=region, out=out, header=header)
-        else:
-            decode.decode_into(data, path, region=region, out=out, header=header)
-        if self._defers_decode and buffer.encoded[k] is None:
-            buffer.pad(k, resized_size)
-
-    def _resize_geometry(
-        self, image_index: int, original_size: tuple[int, int], source_size: tuple[int, int], u: list[float]
-    ) -> geometry.ResizeGeometry:
-        """Raises ValueError for an image with more boxes than max_boxes, as none is dropped silently."""
-        index, spec = self.index, self._spec
-        first, end = int(index.offsets[image_index]), int(index.offsets[image_index + 1])
-        if end - first > spec.max_boxes:
-            raise ValueError(f"the image has {end - first} boxes, but max_boxes is {spec.max_boxes}")
-        if not u or u[0] >= spec.scale_jitter_prob:
-            return _whole_image_geometry(source_size, spec.image_size, spec.resize)
-        boxes: list[list[float]] = []
-        if spec.min_object_covered > 0:
-            box_array, crowd = index.boxes[first:end], index.crowd[first:end]
-            if crowd.any():
-                box_array = box_array[~crowd]
-            if source_size != original_size:
-                y_scale, x_scale = source_size[0] / original_size[0], source_size[1] / original_size[1]
-                box_array = box_array * np.array((x_scale, y_scale, x_scale, y_scale))
-            boxes = box_array.tolist()
-        return geometry.sample_resize_geometry(
-            source_size,
-            spec.image_size,
-            spec.resize,
-            scale_jitter_prob=spec.scale_jitter_prob,
-            scale_range=spec.scale_range,
-            min_object_covered=spec.min_object_covered,
-            boxes=boxes,
-            u=u,
-        )
-
-    def write_annotations(self, buffer: HostBatchBuffer, places: Iterable[int]) -> None:
-        """Writes all but the pixels of the samples that were loaded into `places`: boxes, sizes, image indices."""
-        index = self.index
-        loaded = [(k, placement) for k in places if (placement := buffer.placements[k]) is not None]
-        if not loaded:
-            return
-        at = np.array([k for k, _ in loaded])
-        rows = np.array([placement for _, placement in loaded], np.int64)
-        image_indices, original_size, source_size = rows[:, 0], rows[:, 1:3], rows[:, 3:5]
-        region, resized_size = rows[:, 5:9], rows[:, 9:11]
-        cache_scale = source_size / original_size
-
-        starts, ends = index.offsets[image_indices], index.offsets[image_indices + 1]
-        owner = np.repeat(np.arange(len(at)), ends - starts)
-        box_rows = np.arange(len(owner)) + (ends - (ends - starts).cumsum())[owner]
-        boxes, keep = geometry.transform_boxes(
-            index.boxes[box_rows] * cache_scale[:, (1, 0, 1, 0)][owner],
-            index.crowd[box_rows],
-            owner,
-            source_size,
-            region,
-            resized_size,
-        )
-        owner, box_rows = owner[keep], box_rows[keep]
-        num_boxes = np.bincount(owner, minlength=len(at))
-        column = np.arange(len(owner)) - (num_boxes.cumsum() - num_boxes)[owner]
-        buffer.boxes[at], buffer.labels[at] = 0, 0
-        buffer.boxes[at[owner], column] = boxes[keep]
-        buffer.labels[at[owner], column] = index.labels[box_rows]
-        buffer.valid[at] = np.arange(buffer.valid.shape[1]) < num_boxes[:, None]
-        buffer.resized_size[at], buffer.original_size[at] = resized_size, original_size
-        buffer.scale[at] = resized_size / (region[:, (3, 2)] - region[:, (1, 0)]) * cache_scale
-        buffer.image_index[at] = image_indices
-
 
 _whole_image_geometry = functools.lru_cache(MAX_CACHED_GEOMETRIES)(geometry.compute_resize_geometry)
+
+
+def _leave_to_device(image: ReadImage, encoded: "dict[int, EncodedImage]", k: int) -> bool:
+    """Leaves the image of place k to the device, if the device can decode it."""
+    from stoker.data.images.decode_device import EncodedImage, is_device_decodable
+
+    data, header, geom = image.data, image.header, image.plan.geom
+    if header is None or not isinstance(data, bytes) or not is_device_decodable(data, header):
+        return False
+    encoded[k] = EncodedImage(data, header, geom.region, geom.resized_size)
+    return True
 
 
 def _check_size(header_size: tuple[int, int], annotated_size: tuple[int, int], path: str) -> None:

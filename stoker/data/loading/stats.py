@@ -7,7 +7,7 @@ import dataclasses
 import time
 from collections.abc import Iterable
 
-from stoker.data.loading.wait_breakdown import DECODING, READ
+from stoker.data.loading.wait_breakdown import DECODING, READ, Transitions
 
 
 @dataclasses.dataclass
@@ -34,6 +34,13 @@ class Counters:
     """Waiting for a free batch buffer or for bytes: the loader is faster than training."""
     current_stage: tuple[str, float] | None = None
     """READ or DECODING, and since when."""
+
+    def begin(self, stage: str, transitions: Transitions) -> float:
+        """The worker begins READ or DECODING with the sample of `transitions`. Returns the time."""
+        start_s = time.perf_counter()
+        self.current_stage = stage, start_s
+        transitions.append((start_s, stage))
+        return start_s
 
     def add(self, other: "Counters") -> None:
         for field in dataclasses.fields(self):

@@ -2,8 +2,8 @@
 
 Workers take the earliest sample of the stream first, so that a sample whose bytes arrive late does not wait behind
 samples that are needed later. Where the queue is long they read several before they decode them, which holds the GIL
-for a shorter time (`SampleStream.load_steps`). Their number can change while they work. They know nothing of batches
-but their places: `samples.py` fills one place, `loader.py` schedules batches and hands them out.
+for a shorter time (`SampleStream.load`). Their number can change while they work. `samples.py` fills one place of a
+batch, `loader.py` schedules batches and hands them out.
 """
 
 import atexit
@@ -12,12 +12,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from typing import NamedTuple
 
-from stoker.data.loading.samples import PendingRead, SampleResult, SampleStream
+from stoker.data.loading.prefetch import Prefetcher
+from stoker.data.loading.samples import BatchTask, PendingRead, SampleStream
 from stoker.data.loading.stats import Counters, sum_counters
-from stoker.data.loading.tasks import BatchTask, SampleTask
 from stoker.data.loading.wait_breakdown import DONE
 
 JOIN_TIMEOUT_S = 10.0
@@ -25,6 +26,16 @@ JOIN_TIMEOUT_S = 10.0
 MAX_READ_AHEAD = 4
 """Samples that a worker reads before it decodes them. With 1, the GIL was held for 0.69 ms per sample of the default
 recipe instead of 0.50 (LOG.md, "The GIL of the loader")."""
+
+
+class SampleTask(NamedTuple):
+    """A sample to load. Ordered by its position, which no other task of the queue has."""
+
+    position: int
+    batch_task: BatchTask
+    k: int
+    """Its place in the batch."""
+    pending_read: PendingRead | None
 
 
 class WorkerPool:
@@ -36,13 +47,13 @@ class WorkerPool:
         workers: int,
         decode_on_device: Callable[[BatchTask, Counters], None] | None = None,
         on_batch_loaded: Callable[[BatchTask], None] | None = None,
+        prefetcher: Prefetcher | None = None,
     ) -> None:
         """decode_on_device: decodes what the workers leave to the device, on one more thread. on_batch_loaded: called
-        by the worker that has loaded the last sample of a batch."""
+        by the worker that has loaded the last sample of a batch. prefetcher: of images in a bucket."""
         self.batch_done = threading.Condition()
         self.stopped = False
-        self._on_batch_loaded = on_batch_loaded
-        self._samples = samples if decode_on_device is None else samples.with_deferred_decode()
+        self._samples, self._on_batch_loaded, self._prefetcher = samples, on_batch_loaded, prefetcher
         self._results_lock = threading.Lock()
         self._tasks: list[SampleTask] = []
         self._tasks_lock = threading.Lock()
@@ -93,11 +104,25 @@ class WorkerPool:
                 thread.start()
             self._tasks_changed.notify_all()
 
-    def register_batch(self, batch_task: BatchTask) -> None:
-        """Queues a batch for the device decoder, if there is one. Call in order, before submitting its samples."""
+    def submit_batch(self, batch_task: BatchTask) -> None:
+        """Plans the samples of a batch and queues them, in the order of the stream."""
+        start, count = batch_task.start, len(batch_task.plans)
+        batch_task.plans = self._samples.plan(start, count)
         if self._device_thread is not None:
+            batch_task.encoded = {}
             batch_task.num_missing += 1
             self._device_queue.append(batch_task)
+        ready_tasks = []
+        for k in range(count):
+            task = SampleTask(start + k, batch_task, k, None)
+            prefetched = None if self._prefetcher is None else self._prefetcher.take(start + k)
+            if prefetched is None:
+                ready_tasks.append(task)
+            else:
+                pending_read, batch_task.transitions[k] = prefetched
+                # Submitted when its bytes have arrived, so that a slow object blocks no worker.
+                self._submit_when_done(task, pending_read)
+        self.submit(*ready_tasks)
 
     def submit(self, *tasks: SampleTask) -> None:
         with self._tasks_changed:
@@ -105,7 +130,7 @@ class WorkerPool:
                 heapq.heappush(self._tasks, task)
             self._tasks_changed.notify(len(tasks))
 
-    def submit_when_done(self, task: SampleTask, pending_read: PendingRead) -> None:
+    def _submit_when_done(self, task: SampleTask, pending_read: PendingRead) -> None:
         """task: without its pending_read. The callback of a future must not lead to that future: the bytes would stay
         in memory until the garbage collector finds the cycle."""
         image_index = pending_read.image_index
@@ -139,11 +164,10 @@ class WorkerPool:
 
     def _run_worker(self, counters: Counters) -> None:
         while (task := self._next_task(counters)) is not None:
-            started: list[tuple[SampleTask, Generator[None, None, SampleResult]]] = []
+            started: list[tuple[SampleTask, Iterator[None]]] = []
             while task is not None:
-                position, batch_task, k, pending_read = task
-                transitions = batch_task.transitions[k]
-                steps = self._samples.load_steps(batch_task.buffer, k, position, counters, transitions, pending_read)
+                _, batch_task, k, pending_read = task
+                steps = self._samples.load(batch_task, k, counters, pending_read)
                 if not self._advance(task, steps):
                     started.append((task, steps))
                 task = self._spare_task() if len(started) < MAX_READ_AHEAD else None
@@ -151,19 +175,17 @@ class WorkerPool:
                 while not self._advance(task, steps):
                     pass
 
-    def _advance(self, task: SampleTask, steps: Generator[None, None, SampleResult]) -> bool:
+    def _advance(self, task: SampleTask, steps: Iterator[None]) -> bool:
         """Takes a step of a sample. Whether it was the last."""
-        result: SampleResult | BaseException
+        batch_task = task.batch_task
         try:
             next(steps)
             return False
-        except StopIteration as done:
-            result = done.value
+        except StopIteration:
+            pass
         except BaseException as error:  # noqa: BLE001  (`BatchFinalizer` raises it in the caller's thread)
-            result = error
-        batch_task = task.batch_task
+            batch_task.results[task.k] = error
         batch_task.transitions[task.k].append((time.perf_counter(), DONE))
-        batch_task.results[task.k] = result
         with self._results_lock:
             batch_task.num_loading -= 1
             if batch_task.num_loading:
@@ -174,7 +196,7 @@ class WorkerPool:
 
     def _finish_batch(self, batch_task: BatchTask) -> None:
         try:
-            self._samples.write_annotations(batch_task.buffer, range(len(batch_task.results)))
+            self._samples.annotate(batch_task, range(len(batch_task.results)))
         except BaseException as error:  # noqa: BLE001  (as above)
             batch_task.results[0] = error
         with self.batch_done:

@@ -1,24 +1,32 @@
-"""Batch buffers in memory that the training process shares with its worker processes, and what both know about it.
+"""The memory of batches on the host: of one process, or shared by the training process and its worker processes.
 
-The memory is a file without a name (`memfd_create`), passed by its descriptor: it needs no room in /dev/shm, which
+Shared memory is a file without a name (`memfd_create`), passed by its descriptor: it needs no room in /dev/shm, which
 containers limit, and is freed when the last process that has it ends. It has a fixed number of slots, one per batch,
-and a row of counters for each process. Worker processes import this module, so it does without torch. The processes:
-`processes.py`; what they run: `process_main.py`.
+and a row of counters for each process. Worker processes import this module, so it does without torch. Who writes it:
+`samples.py`. The processes: `processes.py`; what they run: `process_main.py`.
 """
 
 import dataclasses
+import functools
 import math
 import mmap
 import os
 import struct
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from stoker.data.loading.samples import batch_arrays
+from stoker.data.batch import NUM_RAND, PAD_COLOR, Batch
+from stoker.data.images.decode import Pixels
 from stoker.data.loading.stats import Counters
 from stoker.data.loading.wait_breakdown import DECODING, DONE, IN_FLIGHT, QUEUED, READ, Transitions
+
+if TYPE_CHECKING:  # worker processes do without torch
+    from torch import Tensor
+
+    from stoker.hardware.device import Device
 
 GROUP = struct.Struct("<qqiiii")
 """A group of consecutive samples to load: generation of the stream, position of its first sample in the stream, slot,
@@ -35,6 +43,107 @@ before it, so the sample is at least seen to be DONE."""
 _COUNTER_FIELDS = [field.name for field in dataclasses.fields(Counters) if field.name != "current_stage"]
 _ALIGNMENT = 4096
 """Slots and images begin on page boundaries; two arrays never share a cache line."""
+
+
+def batch_arrays(image_size: tuple[int, int], max_boxes: int) -> list[tuple[tuple[int, ...], DTypeLike]]:
+    """Shape and type of each array of a batch, per image, in the order of Batch; the images are [H, W, 3]."""
+    return [
+        ((*image_size, 3), np.uint8),
+        ((max_boxes, 4), np.float32),
+        ((max_boxes,), np.int64),
+        ((max_boxes,), np.bool_),
+        ((2,), np.int32),
+        ((2,), np.float32),
+        ((2,), np.int32),
+        ((), np.int64),
+        ((NUM_RAND,), np.float32),
+    ]
+
+
+class HostBatchBuffer:
+    """Host memory of one batch, written by many threads, each its own places. Page-locked where there is a device."""
+
+    def __init__(
+        self,
+        device: "Device | None",
+        batch_size: int,
+        image_size: tuple[int, int],
+        max_boxes: int,
+        arrays: Sequence[NDArray[Any]] | None = None,
+    ) -> None:
+        """arrays: existing memory, as described by `batch_arrays`; None: new memory of torch. device: None in a worker
+        process, which has no tensors."""
+        self.image_size = image_size
+        self.tensors: list[Tensor] = []
+        """In the order of Batch; the images are [B, H, W, 3]."""
+        if device is not None:
+            import torch
+
+            self.tensors = (
+                [
+                    device.empty_host((batch_size, *shape), getattr(torch, np.dtype(dtype).name))
+                    for shape, dtype in batch_arrays(image_size, max_boxes)
+                ]
+                if arrays is None
+                else [torch.from_numpy(array) for array in arrays]
+            )
+        if arrays is None:
+            arrays = [tensor.numpy() for tensor in self.tensors]
+            self._is_torch_pinned = device is not None and not device.is_cpu
+        else:
+            self._is_torch_pinned = False
+        (
+            self.pixels,
+            self.boxes,
+            self.labels,
+            self.valid,
+            self.resized_size,
+            self.scale,
+            self.original_size,
+            self.image_index,
+            self.rand,
+        ) = arrays
+        self._padding = _padding(image_size)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that the buffer takes from the host's memory."""
+        if not self._is_torch_pinned:
+            return self.nbytes
+        from stoker.hardware.device import pinned_bytes
+
+        return sum(pinned_bytes(tensor.nbytes) for tensor in self.tensors)
+
+    def pad(self, k: int, resized_size: tuple[int, int]) -> None:
+        """Pads image k outside `resized_size` (height, width). Copies, as NumPy repeats 3 bytes 60 × slower."""
+        height, width = resized_size
+        if height < self.image_size[0]:
+            self.pixels[k, height:] = self._padding[height:]
+        if width < self.image_size[1]:
+            self.pixels[k, :height, width:] = self._padding[:height, width:]
+
+    def write_filler(self, k: int) -> None:
+        """Makes place k a filler of the batch: padding without boxes, image_index -1."""
+        self.pad(k, (0, 0))
+        self.boxes[k], self.labels[k], self.valid[k], self.rand[k] = 0, 0, False, 0
+        self.resized_size[k] = self.original_size[k] = self.image_size
+        self.scale[k], self.image_index[k] = 1, -1
+
+
+@functools.lru_cache(2)
+def _padding(image_size: tuple[int, int]) -> Pixels:
+    padding = np.empty((*image_size, 3), np.uint8)
+    padding[:] = PAD_COLOR
+    return padding
+
+
+def as_batch(tensors: "list[Tensor]") -> Batch:
+    """Tensors in the order of `HostBatchBuffer.tensors` → Batch; the images become a view [B, 3, H, W]."""
+    return Batch(tensors[0].permute(0, 3, 1, 2), *tensors[1:])
 
 
 def create_memory(name: str, size_bytes: int) -> int:
