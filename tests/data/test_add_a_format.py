@@ -10,7 +10,7 @@ import pytest
 
 from stoker.config.settings import DataSettings
 from stoker.data.convert.writing import convert
-from stoker.data.formats import detect
+from stoker.data.formats import finder
 from stoker.data.index import open_index
 from stoker.data.validation.check import check_dataset
 
@@ -30,9 +30,9 @@ def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "stoker.data.formats.kitti", module)
     spec.loader.exec_module(module)
-    rows = eval("{" + ROW + "}", {**vars(detect), "kitti": module})
+    rows = eval("{" + ROW + "}", {**vars(finder), "kitti": module})
     assert list(rows) == ["kitti"]
-    monkeypatch.setitem(detect.FORMATS, "kitti", rows["kitti"])
+    monkeypatch.setitem(finder.FORMATS, "kitti", rows["kitti"])
     monkeypatch.chdir(tmp_path)
     exec(compile(CHECK, "docs/add-a-format.md", "exec"), {})
     return tmp_path / "kitti_set"
@@ -53,4 +53,4 @@ def test_a_changed_label_file_is_read_again(dataset: Path) -> None:
 
 
 def test_the_setting_has_the_names_of_the_table() -> None:
-    assert set(get_args(get_type_hints(DataSettings)["format"])) == set(detect.FORMATS)
+    assert set(get_args(get_type_hints(DataSettings)["format"])) == set(finder.FORMATS)
