@@ -272,7 +272,7 @@ def _locate_images(
     existing = [folder for folder in part.image_dirs if folder.is_dir()] or [part.image_dirs[0]]
     near_hits = _count_probe_hits(existing, probes, base_names)
     if not any(count for count, _, _ in near_hits):
-        # no name exists as written; it may differ in case or Unicode form (`names.py`)
+        # no name exists as written; it may differ in case or Unicode form (`images.resolve_names`)
         near_hits = [
             (count_matching_files(folder, probe_names), folder, probe_names is base_names)
             for probe_names in (probes, base_names)

@@ -4,7 +4,7 @@ Recognized: a folder with index.json, or such folders named `train`, `val`, `tes
 `bytes`, `jpeg` or `png`; boxes and classes are columns of `ndarray` or `json`. Images are not copied: the table has the
 byte range of each. Compressed shards have no byte ranges, and pickled columns run code of others when they are read, so
 both are refused. Format: https://github.com/mosaicml/streaming, docs/source/preparing_datasets/dataset_format.md and
-streaming/base/format/mds/. Not here: the layouts of boxes (`sample_annotations.py`).
+streaming/base/format/mds/. Not here: the layouts of boxes (`shards.py`).
 """
 
 import math
@@ -276,7 +276,7 @@ def _column_ranges(info: ShardInfo, read: ReadAt, begin: int, end: int) -> list[
 
 
 def _read_annotations(info: ShardInfo, used: Sequence[int], ranges: Sequence[tuple[int, int]], read: ReadAt) -> Any:
-    """The columns besides the image, as `sample_annotations` expects them."""
+    """The columns besides the image, as `shards.read_boxes` expects them."""
     content: dict[str, Any] = {}
     for k in used:
         start, length = ranges[k]

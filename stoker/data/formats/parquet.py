@@ -4,7 +4,7 @@ Recognized: *.parquet in one folder, in its folder `data/` or `default/`, or in 
 (bytes, or a struct that has them) and `objects`, or columns of boxes and classes. The pages of Parquet are compressed
 and have no byte range of an image, so the images are copied once into a file in the cache folder, as for gzipped
 TFRecords; this needs a local disk. Format: https://huggingface.co/docs/datasets/object_detection. Not here: the layouts
-of boxes (`sample_annotations.py`).
+of boxes (`shards.py`).
 """
 
 import os

@@ -3,7 +3,7 @@
 Recognized: *.tar in one folder, in its folder `shards/` or `data/`, or in `train/`, `valid/`, `test/`; one archive. The
 split is in the name of the archive or of that folder. Shards that `stoker data pack` made come with an index
 (`shard_index.py`), and are then not scanned. Images are not copied: the table has the byte range of each. Format:
-https://github.com/webdataset/webdataset. Not here: which annotations are understood (`sample_annotations.py`).
+https://github.com/webdataset/webdataset. Not here: which annotations are understood (`shards.py`).
 """
 
 import tarfile

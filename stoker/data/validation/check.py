@@ -1,6 +1,6 @@
 """`stoker data check`: all problems of a data set, what training does about them, and how to fix them.
 
-`check_dataset` reads the annotations as training does, then packed shards (`check_shards.py`) and every image
+`check_dataset` reads the annotations as training does, then packed shards (`check_shards`) and every image
 (`check_images.py`), and returns a `CheckReport`, which `--json` prints. It writes only the index, into the cache. No
 torch. The kinds of problems are in `problems.py`; the text on the terminal is made by `stoker/report/data_check.py`.
 """
