@@ -39,8 +39,8 @@ WORDS = {
 OLD_NAMES = ("stoker/config/old_names.py", "stoker/cli/flag_names.py", "scripts/check_words.py")
 """Tables of names of older versions and of other tools."""
 USER_DATA = {
-    "stoker/data/formats/csv_table.py": ("picture", "xcentre", "ycentre"),
-    "stoker/data/formats/tables.py": ("pictures",),
+    "stoker/data/formats/csv.py": ("picture", "xcentre", "ycentre"),
+    "stoker/data/formats/folders.py": ("pictures",),
     "stoker/migration/tf_model.py": ("suppression",),
 }
 """Names of columns, folders and fields in users' files, which are recognized."""

@@ -1,6 +1,7 @@
 """docs/add-a-format.md, step by step: its file, its row, its check; then the data set is checked and converted."""
 
 import importlib.util
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -54,3 +55,15 @@ def test_a_changed_label_file_is_read_again(dataset: Path) -> None:
 
 def test_the_setting_has_the_names_of_the_table() -> None:
     assert set(get_args(get_type_hints(DataSettings)["format"])) == set(finder.FORMATS)
+
+
+@pytest.mark.parametrize("name", finder.FORMATS)
+def test_a_format_is_one_file_in_the_order_of_a_reader(name: str) -> None:
+    row = finder.FORMATS[name]
+    module = inspect.getmodule(row.read)
+    functions = [row.recognize, row.read, *([row.problems] if row.problems.__name__ == "problems" else [])]
+    functions += [] if row.write is None else [row.write]
+    assert {inspect.getmodule(function) for function in functions} == {module}
+    assert [function.__name__ for function in functions[:2]] == ["recognize", "read"]
+    lines = [inspect.getsourcelines(function)[1] for function in functions]
+    assert lines == sorted(lines)

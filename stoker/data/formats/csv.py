@@ -77,12 +77,6 @@ def recognize(path: Path) -> DatasetLayout | None:
     return _make_layout(path, parts, []) if parts else None
 
 
-def problems(folder: Path) -> Iterator[str]:
-    """The reasons why the *.csv files of a folder are not tables of boxes."""
-    for path in list_files(folder, ".csv")[:MAX_NEAR_MISSES]:
-        yield f"{path.name} is not a table of boxes: {_explain_rejection(path)}"
-
-
 def _list_tables(folder: Path) -> list[Path]:
     files = [path for path in list_files(folder, ".csv") if not is_open_images(path)]
     return [path for path in files if detect_csv_layout(path) is not None]
@@ -195,15 +189,6 @@ def detect_csv_layout(path: Path) -> CsvLayout | None:
         if rows and (layout := _detect_with_header(delimiter, rows) or _detect_without_header(delimiter, rows)):
             return layout
     return None
-
-
-def _explain_rejection(path: Path) -> str:
-    """The reason why `detect_csv_layout` finds no layout, for messages."""
-    try:
-        first = _read_text(path, HEAD_BYTES).strip().partition("\n")[0].strip()
-    except DataError as error:
-        return f"it is not UTF-8 ({error.cause}): save it as UTF-8"
-    return f"its first row, {first[:80]!r}, has no column of images or none of boxes" if first else "it is empty"
 
 
 def iter_rows(path: Path, layout: CsvLayout, *, max_bytes: int | None = None) -> Iterator[tuple[int, list[str]]]:
@@ -476,3 +461,18 @@ def _detect_units(table: Path, boxes: list[Box], builder: TableBuilder) -> list[
         else:
             normalized.append(box._replace(is_normalized=True))
     return normalized
+
+
+def problems(folder: Path) -> Iterator[str]:
+    """The reasons why the *.csv files of a folder are not tables of boxes."""
+    for path in list_files(folder, ".csv")[:MAX_NEAR_MISSES]:
+        yield f"{path.name} is not a table of boxes: {_explain_rejection(path)}"
+
+
+def _explain_rejection(path: Path) -> str:
+    """The reason why `detect_csv_layout` finds no layout, for messages."""
+    try:
+        first = _read_text(path, HEAD_BYTES).strip().partition("\n")[0].strip()
+    except DataError as error:
+        return f"it is not UTF-8 ({error.cause}): save it as UTF-8"
+    return f"its first row, {first[:80]!r}, has no column of images or none of boxes" if first else "it is empty"
