@@ -39,8 +39,8 @@ WORDS = {
 OLD_NAMES = ("stoker/config/old_names.py", "stoker/knowledge/flags.toml", "scripts/check_words.py")
 """Tables of names of older versions and of other tools."""
 USER_DATA = {
-    "stoker/data/formats/csv_table.py": ("picture", "xcentre", "ycentre"),
-    "stoker/data/formats/tables.py": ("pictures",),
+    "stoker/data/formats/csv.py": ("picture", "xcentre", "ycentre"),
+    "stoker/data/formats/folders.py": ("pictures",),
     "stoker/knowledge/endings.toml": ("pictures", "optimiser"),
     "stoker/migration/tf_model.py": ("suppression",),
 }

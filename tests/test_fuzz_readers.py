@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from stoker.config.settings import from_toml
 from stoker.data.convert.writing import TARGET_FORMATS, convert
-from stoker.data.formats.tfrecord_frames import write_record
+from stoker.data.formats.tfrecord_bytes import write_record
 from stoker.data.index import open_index
 from stoker.data.validation.check import check_dataset
 from stoker.errors import StokerError

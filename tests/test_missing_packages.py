@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.data.formats import tfrecord_frames
+from stoker.data.formats import tfrecord_bytes
 from stoker.data.images.cache_policy import open_cache
 from stoker.data.images.pixel_cache import CachedImageSpec
 from stoker.data.index import open_index
@@ -54,10 +54,10 @@ def test_a_bucket_names_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tfrecords_name_google_crc32c(monkeypatch: pytest.MonkeyPatch) -> None:
-    tfrecord_frames._crc32c.cache_clear()
+    tfrecord_bytes._crc32c.cache_clear()
     monkeypatch.setitem(sys.modules, "google_crc32c", None)
     with pytest.raises(PreflightError, match="needs the package google-crc32c"):
-        tfrecord_frames.masked_crc(b"")
+        tfrecord_bytes.masked_crc(b"")
 
 
 def test_a_cache_that_was_asked_for_keeps_nothing_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 `open_index` detects the format, builds the file once and again when the source changed, and maps it. There is no
 Python object per image or box, and all processes of a machine share one copy. `require_images` checks separately that
-the images exist. Not here: which layout a folder has (`formats/detect.py`), reading it (`formats/`), dropping boxes and
+the images exist. Not here: which layout a folder has (`formats/finder.py`), reading it (`formats/`), dropping boxes and
 making splits (`validation/clean.py`), the file (`index_cache.py`), the content of the images (`validation/check.py`).
 """
 
@@ -18,20 +18,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from stoker.data import index_cache, index_paths
-from stoker.data.formats import detect, unused
-from stoker.data.formats import names as image_names
-from stoker.data.formats.detect import FORMATS, data_file_suffixes
-from stoker.data.formats.tables import (
-    ANNOTATION_DIRS,
-    IMAGE_SUFFIXES,
-    SPLITS,
-    AnnotationTable,
-    DatasetLayout,
-    SplitFiles,
-    group_by_folder,
-)
-from stoker.data.formats.yolo_yaml import MAX_CLASSES
+from stoker.data import index_cache
+from stoker.data.formats import finder, images
+from stoker.data.formats.finder import FORMATS, data_file_suffixes
+from stoker.data.formats.folders import ANNOTATION_DIRS, IMAGE_SUFFIXES
+from stoker.data.formats.tables import SPLITS, AnnotationTable, DatasetLayout, SplitFiles, group_by_folder
+from stoker.data.formats.yolo import MAX_CLASSES
 from stoker.data.images import source as image_source
 from stoker.data.validation import clean
 from stoker.data.validation.clean import SplitOptions
@@ -77,7 +69,7 @@ class Index:
     root: Path
     """Absolute; paths are relative to it. For a data set in a bucket, its local mirror (`remote/bucket.py`)."""
     format: str
-    """A key of `formats.detect.FORMATS`: "coco", "voc", …"""
+    """A key of `formats.finder.FORMATS`: "coco", "voc", …"""
     class_names: tuple[str, ...]
     """Labels 0 … C-1."""
     category_ids: tuple[int, ...]
@@ -222,11 +214,11 @@ def open_index(
     data: a folder, a file that stands for a data set (COCO's .json, YOLO's data.yaml, a .csv, TFRecords), the URI of
     either (gs://, s3://; https:// of a .json or .csv), or "demo", the data set that stoker generates (`./demo` is a
     folder). Environment variables in it are replaced.
-    format: a key of `formats.detect.FORMATS`; None: detected.
+    format: a key of `formats.finder.FORMATS`; None: detected.
     val_fraction: fraction of the images that becomes the validation split, in (0, 1), 0.1 by default. Used where the
     data set has no validation split of its own.
     classes: use only these, in this order; boxes of others are left out; empty: all.
-    allow_outside: accept images outside the data set's folder (`index_paths.py`).
+    allow_outside: accept images outside the data set's folder (`formats/images.py`).
     splits: how splits are made, in place of `val_fraction`.
     problems: collects all problems, also those that are refused; the annotations are then read even if the cache has
     them, and a training split without boxes is a problem.
@@ -245,7 +237,7 @@ def open_index(
         )
 
     def open_path(path: Path) -> Index:
-        layout = detect.layout_of_files(path, splits.files) if splits.files else detect.detect_layout(path, format)
+        layout = finder.layout_of_files(path, splits.files) if splits.files else finder.detect_layout(path, format)
         open_it = partial(
             open_layout, data=path, options=splits, classes=tuple(classes), allow_outside=bool(allow_outside)
         )
@@ -360,16 +352,16 @@ def open_layout(
         problems = ProblemCollector() if problems is None else problems
         table = FORMATS[layout.format].read(layout, problems)
         _require_few_classes(table, layout)
-        image_names.repair_names(table, layout.root, problems)
-        index_paths.report_outside(table, layout, data, problems, allowed=allow_outside)
+        images.repair_names(table, layout.root, problems)
+        images.report_outside(table, layout, data, problems, allowed=allow_outside)
         num_unlisted = sum(problem.count for problem in problems.summarize(0) if problem.kind == "not-in-a-split")
-        table.notes += unused.describe_unused(layout, table, num_unlisted=num_unlisted)
+        table.notes += finder.describe_unused(layout, table, num_unlisted=num_unlisted)
         table = clean.drop_degenerate_boxes(clean.keep_classes(table, classes), problems)
         table, lost_boxes = clean.drop_images_without_boxes_left(table, problems)
         if options.lists is not None:
             table = clean.assign_listed_splits(table, layout.root, options.lists, problems)
         elif options.method == "stratified" and clean.draws_split(table):
-            is_missing = image_names.find_missing(table, layout.root)
+            is_missing = images.find_missing(table, layout.root)
             table = clean.drop_missing_images(table, is_missing, problems)
         table = clean.assign_splits(table, options)
         clean.check_splits_and_classes(table, problems, allow_empty=is_checked)
@@ -401,7 +393,7 @@ def _require_few_classes(table: AnnotationTable, layout: DatasetLayout) -> None:
 
 def _require_inside(index: Index, layout: DatasetLayout) -> None:
     for problem in index.problems:
-        if problem.kind != index_paths.KIND:
+        if problem.kind != images.OUTSIDE:
             continue
         is_described = layout.format == "yolo" and layout.metadata_files
         named = f"; or name the file {layout.metadata_files[0]} instead of the folder" if is_described else ""

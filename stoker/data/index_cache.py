@@ -15,7 +15,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from stoker.data.formats.tables import SPLITS, AnnotationTable, DatasetLayout, iter_annotation_files
+from stoker.data.formats.folders import iter_annotation_files
+from stoker.data.formats.tables import SPLITS, AnnotationTable, DatasetLayout
 from stoker.data.validation.problems import Problem
 from stoker.errors import DataError, PreflightError
 from stoker.storage.local_files import cache_folder, write_atomic

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.data.formats.image_sizes import map_in_threads
+from stoker.data.formats.images import map_in_threads
 from stoker.data.index import Index
 
 MAX_FILE_SIZES = 4096

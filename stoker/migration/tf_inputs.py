@@ -11,9 +11,10 @@ from glob import has_magic
 from pathlib import Path, PurePosixPath
 
 from stoker.data.formats import label_map
-from stoker.data.formats.detect import detect_layout
-from stoker.data.formats.tables import DatasetLayout, SplitFiles, split_from_name
-from stoker.data.formats.tfrecord_files import from_file
+from stoker.data.formats.finder import detect_layout
+from stoker.data.formats.folders import split_from_name
+from stoker.data.formats.tables import DatasetLayout, SplitFiles
+from stoker.data.formats.tfrecord import recognize
 from stoker.errors import DataError
 from stoker.migration.fields import FieldAccount
 from stoker.migration.text_format import Message
@@ -41,7 +42,7 @@ def read_inputs(account: FieldAccount, pipeline: Message, model: Message, data: 
         with_path = [reader for reader in evals if _paths(reader)]
         for reader, name in zip(with_path, named[1:], strict=True):
             account.exact(reader.child(RECORDS), "input_path", {"val": name}, note)
-        layout = from_file(first.resolve()) if first.is_file() else None
+        layout = recognize(first.resolve()) if first.is_file() else None
     else:
         layout = _find_layout(source)
         _read_paths(account, train.child(RECORDS), "train", source, layout)

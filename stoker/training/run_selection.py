@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from stoker.config.settings import Config, from_toml, to_toml
-from stoker.data.formats.detect import data_file_suffixes, root_of_files
+from stoker.data.formats.finder import data_file_suffixes, root_of_files
 from stoker.errors import ConfigError, RunFinished, StorageError, UsageError, writing
 from stoker.profiling.telemetry.environment import describe
 from stoker.runs.records import (

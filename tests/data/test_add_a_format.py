@@ -1,6 +1,7 @@
 """docs/add-a-format.md, step by step: its file, its row, its check; then the data set is checked and converted."""
 
 import importlib.util
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from stoker.config.settings import DataSettings
 from stoker.data.convert.writing import convert
-from stoker.data.formats import detect
+from stoker.data.formats import finder
 from stoker.data.index import open_index
 from stoker.data.validation.check import check_dataset
 
@@ -30,9 +31,9 @@ def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "stoker.data.formats.kitti", module)
     spec.loader.exec_module(module)
-    rows = eval("{" + ROW + "}", {**vars(detect), "kitti": module})
+    rows = eval("{" + ROW + "}", {**vars(finder), "kitti": module})
     assert list(rows) == ["kitti"]
-    monkeypatch.setitem(detect.FORMATS, "kitti", rows["kitti"])
+    monkeypatch.setitem(finder.FORMATS, "kitti", rows["kitti"])
     monkeypatch.chdir(tmp_path)
     exec(compile(CHECK, "docs/add-a-format.md", "exec"), {})
     return tmp_path / "kitti_set"
@@ -53,4 +54,16 @@ def test_a_changed_label_file_is_read_again(dataset: Path) -> None:
 
 
 def test_the_setting_has_the_names_of_the_table() -> None:
-    assert set(get_args(get_type_hints(DataSettings)["format"])) == set(detect.FORMATS)
+    assert set(get_args(get_type_hints(DataSettings)["format"])) == set(finder.FORMATS)
+
+
+@pytest.mark.parametrize("name", finder.FORMATS)
+def test_a_format_is_one_file_in_the_order_of_a_reader(name: str) -> None:
+    row = finder.FORMATS[name]
+    module = inspect.getmodule(row.read)
+    functions = [row.recognize, row.read, *([row.problems] if row.problems.__name__ == "problems" else [])]
+    functions += [] if row.write is None else [row.write]
+    assert {inspect.getmodule(function) for function in functions} == {module}
+    assert [function.__name__ for function in functions[:2]] == ["recognize", "read"]
+    lines = [inspect.getsourcelines(function)[1] for function in functions]
+    assert lines == sorted(lines)

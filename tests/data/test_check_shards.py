@@ -159,7 +159,7 @@ def test_the_command_prints_them_and_fails(
 
 
 def test_chunks_give_the_checksum_of_the_whole(source: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stoker.data.validation.check_shards.CHUNK_BYTES", 700)
+    monkeypatch.setattr("stoker.data.validation.check.CHUNK_BYTES", 700)
     calls: list[tuple[int, int]] = []
     report = check_dataset(packed(source, tmp_path / "packed"), progress=lambda *numbers: calls.append(numbers))
     assert not report.has_failed

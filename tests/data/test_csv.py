@@ -7,7 +7,7 @@ import pytest
 from hypothesis import strategies as st
 from PIL import Image
 
-from stoker.data.formats.csv_table import detect_csv_layout
+from stoker.data.formats.csv import detect_csv_layout
 from stoker.data.index import Index, open_index, require_images
 from stoker.data.validation.check import check_dataset
 from stoker.errors import DataError

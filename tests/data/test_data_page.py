@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from stoker.data.formats.detect import FORMATS
+from stoker.data.formats.finder import FORMATS
 from stoker.data.validation.problems import PROBLEM_KINDS
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "data.md"

@@ -10,7 +10,7 @@ from PIL import Image
 
 from stoker.cli.app import app
 from stoker.config.settings import from_fields
-from stoker.data.formats.detect import FORMATS
+from stoker.data.formats.finder import FORMATS
 from stoker.data.index import Index, missing_images, open_index
 from stoker.errors import DataError, UsageError
 from stoker.training.start import resolve_run

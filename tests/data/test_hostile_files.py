@@ -13,7 +13,8 @@ import pytest
 
 from stoker import regular_files
 from stoker.data.convert.writing import convert
-from stoker.data.formats import tfrecord_gzip, yolo_files
+from stoker.data.formats import tfrecord_bytes
+from stoker.data.formats import yolo as yolo_module
 from stoker.data.index import Index, open_index
 from stoker.data.validation.check import check_dataset
 from stoker.errors import DataError, StokerError, StorageError
@@ -165,7 +166,7 @@ def test_the_root_of_the_disk_as_path(tmp_path: Path, monkeypatch: pytest.Monkey
     plain = boxes(open_index(yolo(tmp_path / "plain")))
     root = yolo(tmp_path / "set", text="path: /\ntrain: images/train\nval: images/val\n")
     assert boxes(open_index(root)) == plain
-    monkeypatch.setattr(yolo_files, "MAX_WALKED_DIRS", 30)
+    monkeypatch.setattr(yolo_module, "MAX_WALKED_DIRS", 30)
     (root / "data.yaml").write_text("path: /\ntrain: .\nval: images/val\nnames: [cat]\n")
     with pytest.raises(DataError, match="more than 30 folders below"):
         open_index(root)
@@ -288,17 +289,17 @@ def test_a_gzip_bomb_is_left_at_its_first_bad_frame(tmp_path: Path, own_cache: P
         for _ in range(64):
             file.write(bytes(1 << 20))
     written: list[int] = []
-    copy = tfrecord_gzip._copy_frames
+    copy = tfrecord_bytes._copy_frames
 
     def measure(packed: Any, file: Any, folder: Path) -> None:
         copy(packed, file, folder)
         written.append(file.tell())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tfrecord_gzip, "_copy_frames", measure)
+        patch.setattr(tfrecord_bytes, "_copy_frames", measure)
         with pytest.raises(DataError, match="No record can be used"):
             open_index(tmp_path / "set")
-    assert written == [len(head) + tfrecord_gzip.HEADER_BYTES]
+    assert written == [len(head) + tfrecord_bytes.HEADER_BYTES]
     assert unpacked_bytes(own_cache) == 0
 
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.data.formats.detect import FORMATS
+from stoker.data.formats.finder import FORMATS
 from stoker.data.index import Index, missing_images, open_index, require_images
 from stoker.data.validation import clean
 from stoker.data.validation.clean import SplitOptions

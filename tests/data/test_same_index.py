@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.data.formats.detect import FORMATS
+from stoker.data.formats.finder import FORMATS
 from stoker.data.index import Index, open_index
 from stoker.errors import StokerError
 from tests.data.examples import property_test

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import strategies as st
 
 from stoker.data.formats import label_map as label_maps
-from stoker.data.formats import tf_example
-from stoker.data.formats.tfrecord_frames import masked_crc
+from stoker.data.formats import tfrecord_bytes
+from stoker.data.formats.tfrecord_bytes import masked_crc
 from stoker.data.index import Index, open_index, require_images
 from stoker.errors import DataError, StokerError
 from tests.data.examples import property_test
@@ -64,7 +64,7 @@ def test_the_checksum_is_crc32c_masked() -> None:
 
 def test_the_bytes_of_an_example() -> None:
     """Against bytes put together by hand from the encoding's description."""
-    written = tf_example.encode({"b": [300, -1], "a": [b"xy", b""], "none": []})
+    written = tfrecord_bytes.encode_example({"b": [300, -1], "a": [b"xy", b""], "none": []})
     first = bytes.fromhex("0a0161 1208 0a06 0a027879 0a00")
     second = bytes.fromhex("0a0162 1210 1a0e 0a0c ac02 ffffffffffffffffff01")
     entries = b"".join(b"\x0a" + bytes([len(entry)]) + entry for entry in (first, second))
@@ -90,16 +90,18 @@ def test_every_example_is_read_back(features: dict[str, list[object]], packed: b
     else:
         record = example(features, packed=packed)
     content = b"before" + record + b"behind"
-    byte_ranges = tf_example.parse_features(content, 6, 6 + len(record))
+    byte_ranges = tfrecord_bytes.parse_features(content, 6, 6 + len(record))
     assert {key.decode() for key in byte_ranges} == set(features)
     for key, values in features.items():
         byte_range = byte_ranges[key.encode()]
         if isinstance(values[0], bytes):
-            assert [content[a:b] for a, b in tf_example.find_byte_values(content, byte_range)] == values
+            assert [content[a:b] for a, b in tfrecord_bytes.find_byte_values(content, byte_range)] == values
         elif isinstance(values[0], float):
-            assert tf_example.read_floats(content, byte_range) == b"".join(feature([value])[-4:] for value in values)
+            assert tfrecord_bytes.read_floats(content, byte_range) == b"".join(
+                feature([value])[-4:] for value in values
+            )
         else:
-            assert tf_example.read_integers(content, byte_range) == values
+            assert tfrecord_bytes.read_integers(content, byte_range) == values
 
 
 def test_unusual_layouts_of_entries_are_read() -> None:
@@ -110,24 +112,24 @@ def test_unusual_layouts_of_entries_are_read() -> None:
         field(3, b"x") + key + value, field(1, b"j") + key + value,
     ):  # fmt: skip
         record = field(1, field(1, entry))
-        ((name, (start, stop)),) = tf_example.parse_features(record, 0, len(record)).items()
+        ((name, (start, stop)),) = tfrecord_bytes.parse_features(record, 0, len(record)).items()
         assert (name, record[start:stop]) == (b"k", usual)
     in_pieces = field(3, field(1, b"\x05")) + field(3, b"\x08\x06")
-    assert tf_example.read_integers(in_pieces, tf_example.ByteRange(0, len(in_pieces))) == [5, 6]
+    assert tfrecord_bytes.read_integers(in_pieces, tfrecord_bytes.ByteRange(0, len(in_pieces))) == [5, 6]
     replaced = field(1, field(1, b"x")) + feature([7])  # of a oneof the last one counts
-    assert tf_example.read_integers(replaced, tf_example.ByteRange(0, len(replaced))) == [7]
-    with pytest.raises(tf_example.MalformedExample, match="contains integers, not floats"):
-        tf_example.read_floats(replaced, tf_example.ByteRange(0, len(replaced)))
+    assert tfrecord_bytes.read_integers(replaced, tfrecord_bytes.ByteRange(0, len(replaced))) == [7]
+    with pytest.raises(tfrecord_bytes.MalformedExample, match="contains integers, not floats"):
+        tfrecord_bytes.read_floats(replaced, tfrecord_bytes.ByteRange(0, len(replaced)))
 
 
 @property_test(st.binary(max_size=60), few=60, many=1000)
 def test_random_bytes_are_refused_or_read_within_bounds(data: bytes) -> None:
     try:
-        byte_ranges = tf_example.parse_features(data, 0, len(data))
+        byte_ranges = tfrecord_bytes.parse_features(data, 0, len(data))
         for byte_range in byte_ranges.values():
             assert 0 <= byte_range.start <= byte_range.stop <= len(data)
-            tf_example.read_integers(data, byte_range)
-    except tf_example.MalformedExample:
+            tfrecord_bytes.read_integers(data, byte_range)
+    except tfrecord_bytes.MalformedExample:
         pass
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.data.formats.detect import data_file_suffixes
+from stoker.data.formats.finder import data_file_suffixes
 from stoker.data.index import open_index
 from stoker.data.remote.resolve import resolve_dataset
 from stoker.errors import DataError, StokerError

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from stoker.data.formats.yolo_files import match_labels
+from stoker.data.formats.yolo import match_labels
 from stoker.data.index import open_index
 from tests.data.examples import property_test
 from tests.data.test_yolo import flat, kinds, label, make_image

@@ -57,22 +57,22 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_gradients_nan(patch: pytest.MonkeyPatch, poisoned: Callable[[int, float], bool]) -> None:
     """Gradients are NaN at the steps, counted from 0, and rates for which `poisoned` says so."""
-    set_scalars, update = OptimizerStep.set_scalars, OptimizerStep.update
+    set_scalars, clip = OptimizerStep.set_scalars, OptimizerStep.clip
     scalars = {}
 
     def set_and_remember(self: OptimizerStep[Any], rate: float, done_steps: int) -> None:
         scalars[self] = done_steps, rate
         set_scalars(self, rate, done_steps)
 
-    def poisoned_update(self: OptimizerStep[Any]) -> Any:
+    def poisoned_clip(self: OptimizerStep[Any], *arguments: Any) -> Any:
         if poisoned(*scalars[self]):
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.fill_(math.nan)
-        return update(self)
+        return clip(self, *arguments)
 
     patch.setattr(OptimizerStep, "set_scalars", set_and_remember)
-    patch.setattr(OptimizerStep, "update", poisoned_update)
+    patch.setattr(OptimizerStep, "clip", poisoned_clip)
 
 
 def diverges_at_the_full_lr(step: int, rate: float) -> bool:

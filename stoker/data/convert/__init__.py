@@ -1,6 +1,6 @@
-"""Writes a data set of any format as COCO JSON, Pascal VOC, YOLO or TFRecord: images, boxes, classes, splits.
+"""Writes a data set of any format in another: images, boxes, classes, splits.
 
-`writing.py` converts an index: it names and reads each image, passes it to the writer of the format (`coco.py`,
-`voc.py`, `yolo.py`, `tfrecord.py`) and renames the finished folder. `item.py` has the types that writers use.
-Not here: reading (`stoker/data/formats/`), the command (`stoker/cli/data.py`).
+`writing.py` names and reads each image of an index, passes it to the writer of the format (`write` in the table of
+formats) and renames the finished folder. `packing.py` makes shards. Not here: the writers (`stoker/data/formats/`), the
+command (`stoker/cli/data.py`).
 """

@@ -10,29 +10,32 @@ Not here: what images training would skip (`reading.py`), other formats (`writin
 """
 
 import hashlib
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
+import simplejpeg
 from numpy.typing import NDArray
 
 from stoker.data import index_digest
-from stoker.data.convert.coco import coco_annotations, coco_category_ids
-from stoker.data.convert.item import AnnotatedImage, UnsupportedImage
 from stoker.data.convert.pack_destination import Destination, open_destination
-from stoker.data.convert.reading import read_image
-from stoker.data.convert.shrinking import shrink
-from stoker.data.convert.writing import SUFFIX_BY_FORMAT
+from stoker.data.convert.writing import SUFFIX_BY_FORMAT, read_image
 from stoker.data.formats import shard_index
-from stoker.data.formats.image_sizes import map_in_threads
+from stoker.data.formats.coco import coco_annotations, coco_category_ids
+from stoker.data.formats.images import map_in_threads
 from stoker.data.formats.shard_index import INDEX_FILE, PLAN_FILE, WORK_DIR, PackedImages, PackedInfo, Shard
 from stoker.data.formats.tables import SPLITS
-from stoker.data.formats.tar_members import BLOCK, END, header, padded
+from stoker.data.formats.webdataset import BLOCK, END, padded, tar_header
+from stoker.data.formats.writer import AnnotatedImage, UnsupportedImage
 from stoker.data.images import source as image_source
+from stoker.data.images.decode import decode, decode_resized
+from stoker.data.images.headers import Header
 from stoker.data.index import Index
 from stoker.errors import DataError, StokerError, UsageError
 
@@ -264,7 +267,7 @@ def make_shard(index: Index, plan: Plan, shard: PlannedShard) -> tuple[bytes, Sh
 
 
 def _append_file(content: bytearray, name: str, data: bytes) -> None:
-    content += header(name, len(data))
+    content += tar_header(name, len(data))
     content += data
     content += bytes(padded(len(data)) - len(data))
 
@@ -520,3 +523,37 @@ def _encoded_fraction(index: Index, options: PackOptions, source_bytes: NDArray[
         before += int(source_bytes[row])
         after += len(data) if shrunk is None else len(shrunk.data)
     return after / before if before else 1.0
+
+
+MAX_PSNR_DB = 99.0
+"""Reported for pixels that are the same: their PSNR is infinite."""
+
+
+class Shrunk(NamedTuple):
+    data: bytes
+    """A JPEG without EXIF: its pixels are upright."""
+    size: tuple[int, int]
+    """Height and width."""
+    psnr_db: float | None
+
+
+def shrink(
+    data: bytes, path: Path, header: Header, *, max_size: tuple[int, int], quality: int, measure: bool = False
+) -> Shrunk | None:
+    """The image reduced to fit into `max_size`; None if it does.
+
+    header: `Header.as_annotated`. max_size: height and width. measure: also compares the decoded result with the pixels
+    that were encoded. Raises DataError for an image that cannot be decoded.
+    """
+    height, width = header.size
+    scale = min(max_size[0] / height, max_size[1] / width)
+    if scale >= 1:
+        return None
+    size = max(1, round(height * scale)), max(1, round(width * scale))
+    pixels = np.ascontiguousarray(decode_resized(data, path, header, size))
+    encoded = simplejpeg.encode_jpeg(pixels, quality=quality, colorspace="RGB", colorsubsampling="420")
+    psnr_db = None
+    if measure:
+        mse = float(np.square(decode(encoded, path).astype(np.float32) - pixels).mean())
+        psnr_db = min(MAX_PSNR_DB, 20 * math.log10(255) - 10 * math.log10(mse)) if mse else MAX_PSNR_DB
+    return Shrunk(encoded, size, psnr_db)

@@ -18,15 +18,11 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.data.convert.coco import CocoWriter
-from stoker.data.convert.item import AnnotatedImage, DatasetWriter, UnsupportedImage, apply_orientation
-from stoker.data.convert.reading import read_image
-from stoker.data.convert.tfrecord import TfRecordWriter
-from stoker.data.convert.voc import VocWriter
-from stoker.data.convert.yolo import YoloWriter
-from stoker.data.formats.tables import IMAGE_SUFFIXES
+from stoker.data.formats.finder import FORMATS
+from stoker.data.formats.folders import IMAGE_SUFFIXES
+from stoker.data.formats.writer import AnnotatedImage, DatasetWriter, Target, UnsupportedImage, apply_orientation
 from stoker.data.images import source as image_source
-from stoker.data.images.headers import Header
+from stoker.data.images.headers import Header, parse_header
 from stoker.data.index import Index
 from stoker.errors import DataError, StorageError, UsageError, writing
 from stoker.storage.local_files import fsync_folder
@@ -195,15 +191,9 @@ def _write(
 
 def _make_writer(to: TargetFormat, index: Index, folder: Path, shards: int) -> DatasetWriter:
     max_images = {split: len(index.image_indices(split)) for split in index.splits}
-    match to:
-        case "coco":
-            return CocoWriter(folder, index.class_names, max_images, index.category_ids)
-        case "voc":
-            return VocWriter(folder, index.class_names, max_images)
-        case "yolo":
-            return YoloWriter(folder, index.class_names, max_images)
-        case "tfrecord":
-            return TfRecordWriter(folder, index.class_names, max_images, shards)
+    write = FORMATS[to].write
+    assert write is not None
+    return write(Target(folder, index.class_names, index.category_ids, max_images, shards))
 
 
 def _orient_boxes(
@@ -259,3 +249,19 @@ def _write_image(target: Path | None, image: AnnotatedImage, source: Path | None
             cause=f"{source} is on another",
             fix="leave --hardlink out to copy the images",
         ) from error
+
+
+def read_image(index: Index, image_index: int, path: Path) -> tuple[bytes, Header]:
+    """The encoded image and its header. Raises UnsupportedImage for an image that training would skip."""
+    try:
+        data = index.read(image_index)
+        header = parse_header(data, path)
+    except OSError as error:
+        raise UnsupportedImage(error.strerror or str(error)) from error
+    except DataError as error:
+        raise UnsupportedImage(error.cause or error.what) from error
+    height, width = index.original_size[image_index].tolist()
+    size = header.as_annotated((height, width)).size
+    if 0 not in (height, width) and (height, width) != size:
+        raise UnsupportedImage(f"the annotations give {width} × {height} pixels, the image has {size[1]} × {size[0]}")
+    return data, header

@@ -1,8 +1,8 @@
-"""The annotation formats: COCO JSON, Pascal VOC, YOLO, TFRecord and CSV.
+"""The annotation formats: `finder.py` finds the data set in a folder, and a file per format reads it.
 
-Each format has two functions: `find(folder) -> DatasetLayout | None` in `<format>_files.py` looks at file names, and
-`read(layout, problems) -> AnnotationTable` in `<format>.py` reads everything. Both types are in `tables.py`. A new
-format is two such functions and a row of `FORMATS` in `detect.py`: docs/add-a-format.md. Not here: dropping bad boxes
-and assigning splits (`stoker/data/validation/clean.py`), the cached index (`stoker/data/index.py`), writing data sets
-(`stoker/data/convert/`).
+Each format has the same functions, in the order of its file: `recognize` looks at names and first bytes and returns a
+`DatasetLayout`, `read` reads everything into an `AnnotationTable` (both types are in `tables.py`); some have
+`problems`, why files that look like the format are not read, and a writer. A new format is such a file and a row of
+`FORMATS` in `finder.py`: docs/add-a-format.md. Not here: dropping bad boxes and assigning splits
+(`stoker/data/validation/clean.py`), the cached index (`stoker/data/index.py`), conversion (`stoker/data/convert/`).
 """

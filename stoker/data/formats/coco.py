@@ -1,31 +1,538 @@
-"""COCO JSON: reads the files of a data set.
+"""COCO JSON.
 
-Each file is memory-mapped and decoded once (`coco_entries.py`). Polygons are skipped without creating objects, and the
-annotations become numpy arrays directly. A file of COCO's size (118,287 images, 860,001 boxes, 401 MB) takes about a
-seventh of pycocotools' time and a third of its memory: `benchmarks/index.py`. Wrong entries are reported as problems;
-the others are read. Finding the files: `coco_files.py`; classes: `categories.py`.
+Recognized: `train/_annotations.coco.json` per split (Roboflow) and similar names; the official
+`annotations/instances_train2017.json` with `train2017/`; JSON files in the folder itself, with `images/` or the images
+next to them; one JSON file.
+
+Each file is memory-mapped and decoded once, all entries at once if all are valid, else one by one: an invalid entry is
+then reported and dropped, numbers written as text are read, and image ids that are text, such as "a/001", are replaced
+by numbers below -2**62. Polygons are skipped without creating objects, and the annotations become numpy arrays
+directly. A file of COCO's size (118,287 images, 860,001 boxes, 401 MB) takes about a seventh of pycocotools' time and a
+third of its memory: `benchmarks/index.py`. Format: https://cocodataset.org/#format-data.
 """
 
+import contextlib
+import json
+import mmap
 import os
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from math import nan
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.data.formats.categories import Category, merge_categories
-from stoker.data.formats.coco_entries import Annotation, ImageEntry, read_entries
-from stoker.data.formats.coco_files import locate_images
+from stoker import regular_files
+from stoker.data.formats.folders import (
+    ANNOTATION_DIRS,
+    check_unannotated_splits,
+    choose_only_file,
+    file_part,
+    files_by_split,
+    iter_dirs_below,
+    iter_split_dirs,
+    list_image_dirs,
+    named_subdirs,
+    read_head,
+    root_of,
+    several_files,
+    split_from_name,
+    unique,
+)
+from stoker.data.formats.images import MAX_NAME_BYTES, count_matching_files
+from stoker.data.formats.labelme import is_labelme
+from stoker.data.formats.mds import is_mds_head
+from stoker.data.formats.others import recognize_file
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, FolderTable, SplitFiles
+from stoker.data.formats.writer import AnnotatedImage, DatasetWriter, Target, exact_extent, shortest_decimal
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
 
-MAX_NAME_BYTES = 255
-"""Longest file name, in bytes, that file systems allow."""
+
+class Category(msgspec.Struct, gc=False):
+    """An entry of COCO's "categories"."""
+
+    id: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+    name: str
+    supercategory: str | None = None
+
+
+Id = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
+
+class ImageEntry(msgspec.Struct, gc=False):
+    """An entry of COCO's "images"."""
+
+    id: Id
+    file_name: str
+    height: float | None = None
+    width: float | None = None
+
+
+class Annotation(msgspec.Struct, gc=False):
+    """An entry of COCO's "annotations"."""
+
+    image_id: Id
+    category_id: Id
+    bbox: tuple[float, ...] | None = None
+    area: float | None = nan
+    iscrowd: float | bool | None = False
+    id: Any = None
+
+
+class CocoFile(msgspec.Struct):
+    """The parts of a COCO file that are read."""
+
+    images: list[ImageEntry]
+    categories: list[Category]
+    annotations: list[Annotation] = []
+
+
+SPLIT_FILE_NAMES = (
+    "_annotations.coco.json",
+    "annotations.coco.json",
+    "annotations.json",
+    "instances.json",
+    "labels.json",
+)
+"""Names of the file in a split folder; FiftyOne writes labels.json and data/."""
+OTHER_TASKS = ("captions", "keypoints", "panoptic", "stuff", "image_info")
+SPLIT_ALIASES = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
+MAX_PROBES = 16
+"""Images that are searched for in each possible folder; the folder with the most of them is used."""
+
+
+def recognize(path: Path) -> DatasetLayout | None:
+    """The COCO data set of a file, or of a folder (not of its subfolders); None if there is none. Raises DataError if a
+    split has two files."""
+    if path.is_file():
+        if _has_another_format(path, read_head(path)):
+            return None
+        root = root_of(path)
+        return _make_layout("one COCO JSON file", root, [_make_part(split_from_name(path.stem), path, root)], [])
+    parts = []
+    for split, split_dir in iter_split_dirs(path):
+        file = next((split_dir / name for name in SPLIT_FILE_NAMES if (split_dir / name).is_file()), None)
+        if file is not None:
+            parts.append(file_part(file, split, list_image_dirs(split_dir)[::-1]))
+    if parts:
+        return _make_layout("COCO JSON per split folder", path, parts, check_unannotated_splits(path, parts))
+    for directory in (*named_subdirs(path, ANNOTATION_DIRS), path):
+        if files := sorted(file for file in directory.glob("*.json") if _looks_like_coco(file)):
+            description = "COCO JSON" if directory == path else f"COCO JSON in {directory.name}/"
+            chosen, notes = _choose_per_split(directory, files)
+            return _make_layout(description, path, [_make_part(split, file, path) for split, file in chosen], notes)
+    return None
+
+
+def _make_layout(description: str, root: Path, parts: list[SplitFiles], notes: list[str]) -> DatasetLayout:
+    return DatasetLayout(format="coco", description=description, root=root, parts=tuple(parts), notes=tuple(notes))
+
+
+def _looks_like_coco(path: Path) -> bool:
+    """Whether the first 64 KiB have one of COCO's keys: folders contain other JSON files, such as package.json, too."""
+    head = read_head(path)
+    return not _has_another_format(path, head) and any(
+        key in head for key in (b'"images"', b'"annotations"', b'"image_id"', b'"file_name"')
+    )
+
+
+def _has_another_format(path: Path, head: bytes) -> bool:
+    """Whether a file has a list of tasks or images, as Label Studio's, or the keys of another format."""
+    is_other = head.startswith(b"[") or is_labelme(head) or is_mds_head(path, head)
+    return is_other or recognize_file(path, head) is not None
+
+
+def _make_part(split: str | None, path: Path, root: Path) -> SplitFiles:
+    """A file with the folders that may contain its images: train2017/, train/, … for "instances_train2017"."""
+    dir_names = [path.stem.partition("_")[2] or path.stem, path.stem, *(SPLIT_ALIASES[split] if split else ())]
+    candidates = [base / dir_name for base in (root, root / "images") for dir_name in dir_names]
+    image_dirs = unique([*candidates, *list_image_dirs(root), *list_image_dirs(path.parent)])
+    return SplitFiles(split=split, annotations=path, image_dirs=image_dirs)
+
+
+def _choose_per_split(folder: Path, files: list[Path]) -> tuple[list[tuple[str | None, Path]], list[str]]:
+    """The file of each split, preferring those for boxes to those for other tasks; notes on the files not read."""
+    box_files = [path for path in files if path.stem.lower().startswith("instances")] or [
+        path for path in files if not any(task in path.stem.lower() for task in OTHER_TASKS)
+    ]
+    chosen: list[tuple[str | None, Path]] = []
+    notes: list[str] = []
+    for split, kept in files_by_split(box_files or files):
+        if len(kept) > 1:
+            kept, reasons = _choose_of_several(folder, kept, split)
+            notes += reasons
+        chosen += [(split, path) for path in kept]
+    explained = " ".join(notes)
+    used = {path for _, path in chosen}
+    ignored = [path.name for path in files if path not in used and path.name not in explained]
+    return chosen, [*notes, *([f"not read: {', '.join(ignored)}"] if ignored else [])]
+
+
+class _ImageName(msgspec.Struct):
+    file_name: str
+
+
+class _ClassName(msgspec.Struct):
+    name: str
+
+
+class _Outline(msgspec.Struct):
+    """The parts of a COCO file that tell which images and classes it is about."""
+
+    images: list[_ImageName]
+    categories: list[_ClassName] = []
+    annotations: list[msgspec.Raw] = []
+
+    def image_names(self) -> set[str]:
+        return {image.file_name for image in self.images}
+
+    def class_names(self) -> set[str]:
+        return {category.name for category in self.categories}
+
+
+def _choose_of_several(folder: Path, files: list[Path], split: str | None) -> tuple[list[Path], list[str]]:
+    """Of several files of a split, those to read together, and notes.
+
+    A file is left out if another has all of its images, the same classes, and at least as many boxes. Raises DataError
+    if other files are about the same images: it is then unknown which boxes are meant.
+    """
+    outlines: dict[Path, _Outline] = {}
+    for path in files:
+        try:
+            outlines[path] = msgspec.json.decode(regular_files.read_bytes(path), type=_Outline)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            choose_only_file(folder, files, split)  # raises the error that names all
+    kept: list[Path] = []
+    notes: list[str] = []
+    for path in sorted(files, key=lambda file: (-len(outlines[file].images), -len(outlines[file].annotations), file)):
+        outline = outlines[path]
+        names, num_boxes = outline.image_names(), len(outline.annotations)
+        overlapping = [other for other in kept if names & outlines[other].image_names()]
+        larger = next(
+            (
+                other
+                for other in overlapping
+                if names <= outlines[other].image_names()
+                and outline.class_names() <= outlines[other].class_names()
+                and num_boxes <= len(outlines[other].annotations)
+            ),
+            None,
+        )
+        if larger is not None:
+            images = f"its {len(names):,} images, with {num_boxes:,} boxes"
+            notes.append(f"not read: {path.name}: {images}, are among those of {larger.name}")
+        elif overlapping:
+            raise DataError(
+                several_files(files, split),
+                location=folder,
+                cause=f"{path.name} and {overlapping[0].name} are about the same images with different boxes",
+                choices=[f"{f.name} ({len(outlines[f].images)} images)" for f in files],
+                fix="name the files: --train FILE --val FILE; or move the others away",
+            )
+        else:
+            kept.append(path)
+    if len(kept) > 1:
+        notes.append(f"read together, as their images differ: {', '.join(path.name for path in sorted(kept))}")
+    return sorted(kept), notes
+
+
+def _count_probe_hits(
+    directories: Sequence[Path], names: Sequence[str], base_names: Sequence[str]
+) -> list[tuple[int, Path, bool]]:
+    """For each folder: (number of the names that are files there, folder, whether folders in the names are ignored)."""
+    hits = [(sum((directory / name).is_file() for name in names), directory, False) for directory in directories]
+    if base_names != names and not any(count for count, _, _ in hits):
+        hits += [
+            (sum((directory / name).is_file() for name in base_names), directory, True) for directory in directories
+        ]
+    return hits
+
+
+def _locate_images(
+    part: SplitFiles, file_names: Sequence[str], folders: FolderTable
+) -> tuple[NDArray[np.int32], list[str], list[str]]:
+    """Index into `folders` [R] and name of each image, and notes. Finds the folder to which a file's `file_name`s [R]
+    are relative, by searching for a few of the images.
+
+    If none is found, the folders below the root are searched. If they have none either, the most likely folder is used,
+    and the check for missing images reports it. Folders inside a name are kept, unless the images exist only without
+    them (exports that contain another machine's paths).
+    """
+    names = [name.replace("\\", "/") for name in file_names]
+    step = max(1, len(names) // MAX_PROBES)
+    probes = names[::step]
+    base_names = [name.rpartition("/")[2] for name in probes]
+    existing = [folder for folder in part.image_dirs if folder.is_dir()] or [part.image_dirs[0]]
+    near_hits = _count_probe_hits(existing, probes, base_names)
+    if not any(count for count, _, _ in near_hits):
+        # no name exists as written; it may differ in case or Unicode form (`images.resolve_names`)
+        near_hits = [
+            (count_matching_files(folder, probe_names), folder, probe_names is base_names)
+            for probe_names in (probes, base_names)
+            for folder in existing
+        ]
+    hits = (
+        near_hits
+        if any(count for count, _, _ in near_hits)
+        else near_hits + _count_probe_hits(list(iter_dirs_below(folders.root)), probes, base_names)
+    )
+    _, base, strip_dirs = max(hits, key=lambda hit: hit[0])
+    notes = []
+    if base not in existing:
+        notes.append(f"{part.annotations.name}: the images are in {os.path.relpath(base, folders.root)}/")
+    if strip_dirs:
+        notes.append(
+            f"{part.annotations.name}: the folders in its file names are ignored; the images are in {base.name}/"
+        )
+        names = [name.rpartition("/")[2] for name in names]
+        if len(set(names)) != len(names):
+            raise DataError(
+                "Images in different folders have the same file name, and these folders do not exist.",
+                location=part.annotations,
+                fix=f"restore the folders in the file names below {base}",
+            )
+    index_by_dir: dict[str, int] = {}
+    folder = np.empty(len(names), np.int32)
+    for i, name in enumerate(names):
+        head, _, names[i] = name.rpartition("/")
+        if head not in index_by_dir:
+            index_by_dir[head] = folders.add(os.path.normpath(os.path.join(base, head)))
+        folder[i] = index_by_dir[head]
+    return folder, names, notes
+
+
+FORMAT_HINT = "https://cocodataset.org/#format-data describes the fields; correct the entry or export the file again"
+MAX_QUOTED_CHARS = 120
+"""Characters of an entry that are quoted in a message."""
+
+
+RawEntry = TypeVar("RawEntry")
+
+
+class _RawFile(msgspec.Struct, Generic[RawEntry]):
+    """The same with entries that are not checked: undecoded ones, or objects from Python's own parser."""
+
+    images: list[RawEntry]
+    categories: list[RawEntry] = []
+    annotations: list[RawEntry] = []
+
+
+Entry = TypeVar("Entry", bound=msgspec.Struct)
+Convert = Callable[..., Any]
+"""(entry, type=, strict=) → an object of that type. Raises msgspec.ValidationError."""
+
+
+def read_entries(path: Path, location: str, problems: ProblemCollector) -> tuple[CocoFile, list[str]]:
+    """Decodes an annotation file; and notes. location: its name in messages. Raises DataError."""
+    if path.stat().st_size == 0:
+        raise DataError("The annotation file is empty.", location=path, fix="export or copy it again")
+    with (
+        regular_files.open_file(path, max_bytes=regular_files.MAX_ANNOTATION_BYTES) as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+    ):
+        view = memoryview(data)
+        with view[3:] if data[:3] == b"\xef\xbb\xbf" else view[:] as text, view:
+            try:
+                try:
+                    return msgspec.json.decode(text, type=CocoFile), []
+                except msgspec.ValidationError:
+                    # the decoder stopped at the first invalid entry; what follows may not even be JSON
+                    raw = msgspec.json.decode(bytes(text), type=_RawFile[msgspec.Raw])
+                return _convert_each(path, raw, msgspec.json.decode, location, problems)
+            except msgspec.ValidationError as error:
+                raise _not_coco_error(path, error) from error
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                if data.find(b"NaN") < 0 and data.find(b"Infinity") < 0:
+                    raise _invalid_json_error(path, data, error) from error
+                return _decode_with_nan(path, bytes(text), location, problems)
+            except RecursionError as error:
+                raise DataError("The annotations are nested too deeply.", location=path, fix=FORMAT_HINT) from error
+
+
+def _decode_with_nan(path: Path, text: bytes, location: str, problems: ProblemCollector) -> tuple[CocoFile, list[str]]:
+    """NaN and Infinity are not JSON, but Python writes them. Only their boxes are dropped, not the file."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _invalid_json_error(path, text, error) from error
+    try:
+        return msgspec.convert(data, type=CocoFile), []
+    except msgspec.ValidationError:
+        try:
+            untyped = msgspec.convert(data, type=_RawFile[Any])
+        except msgspec.ValidationError as error:
+            raise _not_coco_error(path, error) from error
+    return _convert_each(path, untyped, msgspec.convert, location, problems)
+
+
+def _not_coco_error(path: Path, error: msgspec.ValidationError) -> DataError:
+    return DataError(
+        "The annotations are not COCO JSON for detection.", location=path, cause=str(error), fix=FORMAT_HINT
+    )
+
+
+def _convert_each(
+    path: Path, raw: _RawFile[Any], convert: Convert, location: str, problems: ProblemCollector
+) -> tuple[CocoFile, list[str]]:
+    number_by_text_id: dict[str, int] = {}
+
+    def correct(entry: Any, entry_type: type[msgspec.Struct]) -> tuple[Any, str | None]:
+        """An entry whose strict conversion failed, and the kind of problem to report; None if it cannot be used."""
+        with contextlib.suppress(msgspec.ValidationError):
+            return convert(entry, type=entry_type, strict=False), "text-for-number"
+        try:
+            fields = convert(entry, type=Any) if isinstance(entry, msgspec.Raw) else entry
+        except msgspec.DecodeError:
+            return None, None
+        key = "id" if entry_type is ImageEntry else "image_id"
+        text_id = fields.get(key) if isinstance(fields, dict) and entry_type is not Category else None
+        if isinstance(text_id, str) and (entry_type is ImageEntry or text_id in number_by_text_id):
+            number = number_by_text_id.get(text_id, -(2**62) - 1 - len(number_by_text_id))
+            with contextlib.suppress(msgspec.ValidationError):
+                corrected = msgspec.convert({**fields, key: number}, type=entry_type)
+                number_by_text_id[text_id] = number
+                return corrected, None
+        if isinstance(fields, dict) and entry_type is ImageEntry:
+            own = {name: fields[name] for name in ("id", "file_name") if name in fields}
+            with contextlib.suppress(msgspec.ValidationError):
+                return msgspec.convert(own, type=ImageEntry, strict=False), "malformed-size"
+        return None, None
+
+    def convert_entries(name: str, entry_type: type[Entry], problem_kind: str, items: Iterable[Any]) -> list[Entry]:
+        valid: list[Entry] = []
+        for position, entry in enumerate(items):
+            try:
+                valid.append(convert(entry, type=entry_type))
+            except msgspec.ValidationError as error:
+                corrected, kind = correct(entry, entry_type)
+                valid += [] if corrected is None else [corrected]
+                reason = "" if kind == "text-for-number" else f": {error}"
+                if corrected is None or kind is not None:
+                    place = f'{location}, "{name}" number {position}: {_quote(entry)}'
+                    problems.add(kind or problem_kind, f"{place}{reason}")
+        return valid
+
+    file = CocoFile(
+        convert_entries("images", ImageEntry, "malformed-image", raw.images),
+        convert_entries("categories", Category, "malformed-class", raw.categories),
+        convert_entries("annotations", Annotation, "malformed-annotation", raw.annotations),
+    )
+    for name in ("images", "annotations"):
+        if getattr(raw, name) and not getattr(file, name):
+            reasons = [p for p in problems.summarize(1) if p.kind in ("malformed-image", "malformed-annotation")]
+            raise DataError(
+                f'No entry of "{name}" can be read.', location=path, cause=reasons[-1].examples[0], fix=FORMAT_HINT
+            )
+    if not number_by_text_id:
+        return file, []
+    return file, [
+        f"{location}: {len(number_by_text_id):,} image ids are text, such as {next(iter(number_by_text_id))!r}"
+    ]
+
+
+def _quote(entry: Any) -> str:
+    text = bytes(entry).decode(errors="replace") if isinstance(entry, msgspec.Raw) else json.dumps(entry)
+    text = " ".join(text.split())
+    return text if len(text) <= MAX_QUOTED_CHARS else text[:MAX_QUOTED_CHARS] + "…"
+
+
+def _invalid_json_error(path: Path, data: bytes | mmap.mmap, error: Exception) -> DataError:
+    text = str(error)
+    digits = text.rpartition("byte ")[2].rstrip(")")
+    offset = int(digits) if digits.isdigit() else len(data)
+    line = data[:offset].count(b"\n") + 1
+    return DataError(
+        "The annotation file is not valid JSON.",
+        location=f"{path}:{line}",
+        cause=f"{text} in a file of {len(data)} bytes",
+        fix="export or copy it again; a truncated file ends in the middle of an entry",
+    )
+
+
+class ClassMap(NamedTuple):
+    class_names: list[str]
+    """[C], in order of the ids of the first file."""
+    category_ids: list[int]
+    label_by_id: list[dict[int, int]]
+    """Per file: category id → label."""
+    notes: list[str]
+
+
+def _merge_categories(
+    files: list[Path], categories: list[list[Category]], used_ids: list[NDArray[np.int64]]
+) -> ClassMap:
+    """The classes of a data set: those of its first file, which is the training split if there is one. Ids may be
+    sparse, files may number the same names differently, and Roboflow's have a super-category as category 0.
+
+    used_ids: per file, the category ids that have annotations; the file defines each of them. Raises DataError if
+    another file has annotations of a class that the first one does not define.
+    """
+    first = sorted(categories[0], key=lambda category: category.id)
+    id_maps = [
+        _map_to_first(file, files[0], first, own, ids)
+        for file, own, ids in zip(files, categories, used_ids, strict=True)
+    ]
+    target_ids_in_use = {id_map[own] for id_map, ids in zip(id_maps, used_ids, strict=True) for own in ids.tolist()}
+    children: dict[str | None, set[int]] = {}
+    for category in first:
+        children.setdefault(category.supercategory, set()).add(category.id)
+    parents = {c.id for c in first if children.get(c.name, set()) - {c.id}} - target_ids_in_use
+    kept = [category for category in first if category.id not in parents]
+    label_by_id = {category.id: i for i, category in enumerate(kept)}
+    notes = [
+        f"category {category.id} ({category.name}) is a super-category without a box, so it is not a class"
+        for category in first
+        if category.id in parents
+    ]
+    if any(own != first_id for id_map in id_maps for own, first_id in id_map.items()):
+        notes.append(f"the files number their categories differently: matched by name, with the ids of {files[0].name}")
+    return ClassMap(
+        [category.name for category in kept],
+        [category.id for category in kept],
+        [
+            {own: label_by_id[first_id] for own, first_id in id_map.items() if first_id in label_by_id}
+            for id_map in id_maps
+        ],
+        notes,
+    )
+
+
+def _map_to_first(
+    file: Path, first_file: Path, first: list[Category], own_categories: list[Category], used_ids: NDArray[np.int64]
+) -> dict[int, int]:
+    """For each category of a file, the id that the first file has for it."""
+    name_by_id = {category.id: category.name for category in first}
+    ids_by_name: dict[str, list[int]] = {}
+    for category in first:
+        ids_by_name.setdefault(category.name, []).append(category.id)
+    id_map = {}
+    for category in own_categories:
+        if name_by_id.get(category.id) == category.name:
+            id_map[category.id] = category.id
+        elif len(ids_by_name.get(category.name, ())) == 1:
+            id_map[category.id] = ids_by_name[category.name][0]
+        elif category.id in used_ids:
+            raise DataError(
+                f"The class {category.name!r} (category {category.id}) is not defined in {first_file.name}.",
+                location=file,
+                cause=f"the classes are those of {first_file}",
+                choices=sorted(ids_by_name)[:100],
+                fix="add the category to that file, or correct its name in this one",
+            )
+    return id_map
+
+
+def _to_labels(category_id: NDArray[np.int64], label_by_id: dict[int, int]) -> NDArray[np.int32]:
+    ids = sorted(label_by_id)
+    labels = np.array([label_by_id[own] for own in ids], np.int32)
+    return labels[np.searchsorted(np.array(ids, np.int64), category_id)] if ids else np.zeros(0, np.int32)
 
 
 @dataclass(kw_only=True)
@@ -49,53 +556,49 @@ class _SplitTable:
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     """Reads all files of a COCO data set. Raises DataError with file and location."""
-    parts: list[SplitFiles] = []
-    splits: list[_SplitTable] = []
+    read_parts: list[tuple[SplitFiles, _SplitTable]] = []
     for part in layout.parts:
         location = os.path.relpath(part.annotations, layout.root)
         allow_empty = part.split == "test" and len(layout.parts) > 1
-        split = _read_file(part.annotations, location, problems, allow_empty=allow_empty)
-        if split is not None:
-            parts.append(part)
-            splits.append(split)
-    files = [part.annotations for part in parts]
-    class_map = merge_categories(
-        files, [split.categories for split in splits], [np.unique(split.category_id) for split in splits]
+        if (table := _read_file(part.annotations, location, problems, allow_empty=allow_empty)) is not None:
+            read_parts.append((part, table))
+    parts, splits = [part for part, _ in read_parts], [table for _, table in read_parts]
+    classes = _merge_categories(
+        [part.annotations for part in parts],
+        [split.categories for split in splits],
+        [np.unique(split.category_id) for split in splits],
     )
-    folders = FolderTable(layout.root)
-    notes = [*layout.notes, *class_map.notes]
-    folder_index, file_names, offsets = [], [], [0]
-    for part, split in zip(parts, splits, strict=True):
-        notes += split.notes
-        image_locations = locate_images(part, split.file_names, folders)
-        folder_index.append(image_locations.folder_index)
-        file_names += image_locations.file_names
-        notes += image_locations.notes
-        offsets.append(offsets[-1] + len(split.file_names))
+    folders, notes = FolderTable(layout.root), [*layout.notes, *classes.notes]
+    folder_index, file_names, offsets = [], list[str](), [0]
+    for part, split in read_parts:
+        own_folder_index, own_names, own_notes = _locate_images(part, split.file_names, folders)
+        folder_index.append(own_folder_index)
+        file_names += own_names
+        notes += split.notes + own_notes
+        offsets.append(len(file_names))
+
+    def joined(name: str) -> NDArray[Any]:
+        return np.concatenate([getattr(split, name) for split in splits])
+
     return AnnotationTable(
-        class_names=class_map.class_names,
-        category_ids=class_map.category_ids,
+        class_names=classes.class_names,
+        category_ids=classes.category_ids,
         folders=folders.paths(),
         folder_index=np.concatenate(folder_index),
         file_names=file_names,
-        split=np.repeat(
-            np.array([part.split_index for part in parts], np.int8),
-            np.diff(offsets),
-        ),
-        original_size=np.concatenate([split.original_size for split in splits]),
-        image_id=np.concatenate([split.image_id for split in splits]),
-        image_index=np.concatenate(
-            [split.image_index + offset for split, offset in zip(splits, offsets, strict=False)]
-        ),
-        boxes=np.concatenate([split.boxes for split in splits]),
+        split=np.repeat(np.array([part.split_index for part in parts], np.int8), np.diff(offsets)),
+        original_size=joined("original_size"),
+        image_id=joined("image_id"),
+        image_index=np.concatenate([split.image_index + first for split, first in zip(splits, offsets, strict=False)]),
+        boxes=joined("boxes"),
         labels=np.concatenate(
-            [to_labels(split.category_id) for split, to_labels in zip(splits, class_map.to_labels, strict=True)]
+            [_to_labels(split.category_id, own) for split, own in zip(splits, classes.label_by_id, strict=True)]
         ),
-        crowd=np.concatenate([split.crowd for split in splits]),
-        area=np.concatenate([split.area for split in splits]),
-        box_id=np.concatenate([split.box_id for split in splits]),
+        crowd=joined("crowd"),
+        area=joined("area"),
+        box_id=joined("box_id"),
         box_id_kind="annotation",
-        num_bad_boxes=np.concatenate([split.num_bad_boxes for split in splits]),
+        num_bad_boxes=joined("num_bad_boxes"),
         notes=notes,
     )
 
@@ -123,17 +626,24 @@ def _read_file(path: Path, location: str, problems: ProblemCollector, *, allow_e
     def column(name: str, dtype: type[np.generic]) -> NDArray[Any]:
         return np.fromiter(map(attrgetter(name), annotations), dtype, len(annotations))
 
-    box_id = _annotation_ids(annotations)
-    image_index = _match_images(location, column("image_id", np.int64), image_id, box_id, problems)
-    category_id = column("category_id", np.int64)
-    is_known = _has_known_class(location, categories, category_id, box_id, problems)
-    order = np.argsort(image_index, kind="stable")
-    order = order[(image_index >= 0)[order] & is_known[order]]
-    bad_image_index = image_index[(image_index >= 0) & ~is_known]
+    try:
+        box_id = column("id", np.int64)
+    except (TypeError, ValueError, OverflowError):  # for messages: positions if the ids are not whole numbers
+        box_id = np.arange(len(annotations), dtype=np.int64)
+    box_image_id, category_id = column("image_id", np.int64), column("category_id", np.int64)
+    image_index, is_listed = _find_images(box_image_id, image_id)
+    is_known = np.isin(category_id, np.array([category.id for category in categories], np.int64))
+    for i in np.flatnonzero(~is_listed).tolist():
+        problems.add("unknown-image", f"{location}, annotation {box_id[i]}: image_id {box_image_id[i]}")
+    for i in np.flatnonzero(~is_known).tolist():
+        problems.add("unknown-class", f"{location}, annotation {box_id[i]}: category_id {category_id[i]}")
+    order = np.argsort(np.where(is_listed, image_index, -1), kind="stable")
+    order = order[is_listed[order] & is_known[order]]
+    bad_image_index = image_index[is_listed & ~is_known]
     if len(annotations) < len(entries.annotations):
         without_box = [a.image_id for a in entries.annotations if a.bbox is None or len(a.bbox) != 4]
-        more, is_listed = _find_images(np.array(without_box, np.int64), image_id)
-        bad_image_index = np.concatenate([bad_image_index, more[is_listed]])
+        more, has_image = _find_images(np.array(without_box, np.int64), image_id)
+        bad_image_index = np.concatenate([bad_image_index, more[has_image]])
     coordinates = chain.from_iterable(map(attrgetter("bbox"), annotations))
     boxes = np.fromiter(coordinates, np.float64, 4 * len(annotations)).reshape(-1, 4)
     boxes[:, 2:] += boxes[:, :2]  # COCO writes x, y, width, height
@@ -246,28 +756,6 @@ def _drop_without_box(location: str, annotations: list[Annotation], problems: Pr
     return [annotation for i, annotation in enumerate(annotations) if i not in dropped]
 
 
-def _annotation_ids(annotations: list[Annotation]) -> NDArray[np.int64]:
-    """The annotation ids for messages; positions in the list if the ids are not whole numbers."""
-    try:
-        return np.fromiter(map(attrgetter("id"), annotations), np.int64, len(annotations))
-    except (TypeError, ValueError, OverflowError):
-        return np.arange(len(annotations), dtype=np.int64)
-
-
-def _match_images(
-    location: str,
-    box_image_id: NDArray[np.int64],
-    image_id: NDArray[np.int64],
-    box_id: NDArray[np.int64],
-    problems: ProblemCollector,
-) -> NDArray[np.int64]:
-    """The image index of each annotation [K]; -1 for none."""
-    image_index, is_listed = _find_images(box_image_id, image_id)
-    for i in np.flatnonzero(~is_listed).tolist():
-        problems.add("unknown-image", f"{location}, annotation {box_id[i]}: image_id {box_image_id[i]}")
-    return np.where(is_listed, image_index, -1)
-
-
 def _find_images(
     box_image_id: NDArray[np.int64], image_id: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -275,20 +763,6 @@ def _find_images(
     order = np.argsort(image_id)
     image_index = order[np.minimum(np.searchsorted(image_id[order], box_image_id), len(order) - 1)]
     return image_index, image_id[image_index] == box_image_id
-
-
-def _has_known_class(
-    location: str,
-    categories: list[Category],
-    category_id: NDArray[np.int64],
-    box_id: NDArray[np.int64],
-    problems: ProblemCollector,
-) -> NDArray[np.bool_]:
-    """[K], whether the file defines the class of an annotation."""
-    is_known = np.isin(category_id, np.array([category.id for category in categories], np.int64))
-    for i in np.flatnonzero(~is_known).tolist():
-        problems.add("unknown-class", f"{location}, annotation {box_id[i]}: category_id {category_id[i]}")
-    return is_known
 
 
 def _unique_categories(
@@ -309,3 +783,61 @@ def _unique_categories(
             )
         problems.add("copied-class", f"{location}, category id {category.id}: {category.name}")
     return list(first.values())
+
+
+class CocoWriter(DatasetWriter):
+    """COCO's own layout: `annotations/instances_<split>.json`, and a folder of images per split. It can store
+    everything that an index has. Category ids are the source's if all are 1 or more, as in COCO; else 1 … C, because
+    many tools use 0 for the background."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        self._category_ids = coco_category_ids(target.class_names, target.category_ids)
+        self._images: dict[str, list[dict[str, object]]] = {split: [] for split in target.max_images}
+        self._annotations: dict[str, list[dict[str, object]]] = {split: [] for split in target.max_images}
+
+    def image_path(self, image: AnnotatedImage) -> Path:
+        return self.folder / image.split / image.name
+
+    def add(self, image: AnnotatedImage) -> None:
+        height, width = image.size
+        self._images[image.split].append(
+            {"id": image.image_id, "file_name": image.name, "width": width, "height": height}
+        )
+        annotations = self._annotations[image.split]
+        for row in coco_annotations(image, self._category_ids):
+            annotations.append({"id": len(annotations) + 1, "image_id": image.image_id, **row})
+
+    def finish(self) -> None:
+        categories = [
+            {"id": category_id, "name": name}
+            for category_id, name in zip(self._category_ids, self.class_names, strict=True)
+        ]
+        (self.folder / "annotations").mkdir()
+        for split in self.written_splits:
+            document = {
+                "images": self._images[split],
+                "annotations": self._annotations[split],
+                "categories": categories,
+            }
+            (self.folder / "annotations" / f"instances_{split}.json").write_bytes(msgspec.json.encode(document))
+
+
+def coco_category_ids(class_names: Sequence[str], category_ids: Sequence[int]) -> tuple[int, ...]:
+    """The source's ids if all are 1 or more, else 1 … C."""
+    keep_ids = len(set(category_ids)) == len(class_names) and min(category_ids, default=0) >= 1
+    return tuple(category_ids) if keep_ids else tuple(range(1, len(class_names) + 1))
+
+
+def coco_annotations(image: AnnotatedImage, category_ids: Sequence[int]) -> Iterator[dict[str, object]]:
+    """The annotations of an image as COCO writes them, without ids."""
+    for (x1, y1, x2, y2), label, crowd, area in zip(
+        image.boxes, image.labels.tolist(), image.crowd.tolist(), image.area.tolist(), strict=True
+    ):
+        left, top = shortest_decimal(x1), shortest_decimal(y1)
+        yield {
+            "category_id": category_ids[label],
+            "bbox": [left, top, exact_extent(left, x2), exact_extent(top, y2)],
+            "area": area,
+            "iscrowd": int(crowd),
+        }

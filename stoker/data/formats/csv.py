@@ -1,28 +1,343 @@
-"""CSV tables with one row per box: reads a data set of them.
+"""CSV tables with one row per box.
 
+Recognized: tables of boxes in the folder, in `annotations/`, `labels/`, `data/` or `csv/`, or one in each of `train/`,
+`valid/`, `test/`. A table whose images are not in the folders near it is found, but not certain: another data set is
+preferred.
+
+There is no standard: TensorFlow's tutorials, Keras-RetinaNet, Roboflow, Kaggle's competitions and Google's AutoML have
+different columns. They are recognized by their names, in any order and case; a table without a header by its values.
 Boxes are in pixels or normalized by image width and height; this is decided per table. A row without box and class is
 an image without objects. A row that cannot be read is dropped and reported; its image stays if another row names it.
-The meaning of the columns: `csv_table.py`.
 """
 
-from dataclasses import dataclass, field
+import csv
+import io
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
-from stoker.data.formats.csv_table import CsvLayout, detect_csv_layout, iter_rows
-from stoker.data.formats.image_locator import ImageLocator, is_usable_name
-from stoker.data.formats.table_builder import Box, ImageFile, build_table, sort_class_names
-from stoker.data.formats.tables import (
-    SPLITS,
-    UNASSIGNED,
-    AnnotationTable,
-    DatasetLayout,
-    SplitFiles,
+from stoker import regular_files
+from stoker.data.formats.building import Box, ImageFile, TableBuilder, usable_size
+from stoker.data.formats.folders import (
+    HEAD_BYTES,
+    MAX_PROBES,
+    SPLIT_BY_NAME,
+    check_unannotated_splits,
+    choose_only_file,
+    file_part,
+    files_by_split,
+    is_image_name,
+    iter_dirs_below,
+    iter_nearby_dirs,
+    iter_split_dirs,
+    list_files,
+    named_subdirs,
+    root_of,
     split_from_name,
+    unique,
 )
+from stoker.data.formats.images import ImageLocator, is_usable_name
+from stoker.data.formats.openimages import is_open_images
+from stoker.data.formats.tables import SPLITS, UNASSIGNED, AnnotationTable, DatasetLayout, SplitFiles
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
+
+TABLE_DIRS = ("annotations", "labels", "data", "csv")
+MAX_NEAR_MISSES = 3
+"""Tables that are explained in an error message."""
+
+
+def recognize(path: Path) -> DatasetLayout | None:
+    """The data set of a table, or of the tables in a folder; None for a folder without. Raises DataError if a file is
+    not a table of boxes, or if a split has several."""
+    if path.is_file():
+        if detect_csv_layout(path) is None:
+            raise DataError(
+                "The file is not a table of boxes.",
+                location=path,
+                cause=_explain_rejection(path),
+                choices=["filename,class,xmin,ymin,xmax,ymax", "filename,class,x,y,width,height"],
+                fix="give the columns such names, in any order",
+            )
+        return _make_layout(root_of(path, TABLE_DIRS), [file_part(path)], [])
+    for directory in (path, *named_subdirs(path, TABLE_DIRS)):
+        if tables := _list_tables(directory):
+            chosen = {choose_only_file(directory, files, split): split for split, files in files_by_split(tables)}
+            ignored = [table.name for table in tables if table not in chosen]
+            parts = [file_part(table, split) for table, split in chosen.items()]
+            return _make_layout(path, parts, [f"not read: {', '.join(ignored)}"] if ignored else [])
+    tables_by_split = [(split, own, tables) for split, own in iter_split_dirs(path) if (tables := _list_tables(own))]
+    parts = [file_part(choose_only_file(own, tables, split), split) for split, own, tables in tables_by_split]
+    return _make_layout(path, parts, []) if parts else None
+
+
+def _list_tables(folder: Path) -> list[Path]:
+    files = [path for path in list_files(folder, ".csv") if not is_open_images(path)]
+    return [path for path in files if detect_csv_layout(path) is not None]
+
+
+def _make_layout(root: Path, parts: list[SplitFiles], notes: list[str]) -> DatasetLayout:
+    located = []
+    is_certain = False
+    for part in parts:
+        image_dirs = unique(iter_nearby_dirs(part.annotations.parent, root, part.split))
+        names = _read_first_names(part.annotations)
+        if any(_has_images(directory, names) for directory in (root, *image_dirs)):
+            is_certain = True
+        else:
+            image_dirs += tuple(directory for directory in iter_dirs_below(root) if _has_images(directory, names))
+        located.append(replace(part, image_dirs=unique(image_dirs)))
+    own_dir = parts[0].annotations.parent
+    if own_dir != root and own_dir.name.lower() in SPLIT_BY_NAME:
+        notes += check_unannotated_splits(root, parts)
+    names_of_tables = ", ".join(str(part.annotations.relative_to(root)) for part in parts)
+    return DatasetLayout(
+        format="csv",
+        description=f"CSV ({names_of_tables})",
+        root=root,
+        parts=tuple(located),
+        notes=tuple(notes),
+        is_certain=is_certain,
+    )
+
+
+def _read_first_names(table: Path) -> list[str]:
+    layout = detect_csv_layout(table)
+    if layout is None:
+        return []
+    rows = iter_rows(table, layout, max_bytes=HEAD_BYTES)
+    values = (row[layout.file_column] for _, row in rows if layout.file_column < len(row))
+    return [name.replace("\\", "/") for name in islice(values, MAX_PROBES)]
+
+
+def _has_images(folder: Path, names: list[str]) -> bool:
+    """Whether a folder has one of the named images, with or without the folders in the name or its suffix."""
+    if not folder.is_dir():
+        return False
+    base_names = [name.rpartition("/")[2] for name in names]
+    if any(name and (folder / name).is_file() for name in (*names, *base_names)):
+        return True
+    without_suffix = {name for name in base_names if "." not in name and name}
+    return bool(without_suffix) and any(os.path.splitext(name)[0] in without_suffix for name in os.listdir(folder))
+
+
+DELIMITERS = (",", ";", "\t", "|")
+
+FILE_COLUMNS = (
+    "filename", "imagefilename", "imagename", "imagefile", "filepath", "imagepath", "imgpath", "imgname", "imgfile",
+    "picture", "image", "img", "file", "path", "fname", "imageid", "imgid", "uri", "name", "id",
+)  # fmt: skip
+CLASS_COLUMNS = (
+    "classname", "labelname", "categoryname", "objectclass", "objectname", "celltype", "class", "label", "category",
+    "name", "object", "classes", "labels", "species", "type", "tag", "target", "classid", "labelid", "categoryid",
+)  # fmt: skip
+XYXY_COLUMNS = (
+    ("xmin", "ymin", "xmax", "ymax"), ("x1", "y1", "x2", "y2"), ("x0", "y0", "x1", "y1"),
+    ("left", "top", "right", "bottom"), ("minx", "miny", "maxx", "maxy"), ("xtl", "ytl", "xbr", "ybr"),
+    ("topleftx", "toplefty", "bottomrightx", "bottomrighty"), ("startx", "starty", "endx", "endy"),
+    ("xstart", "ystart", "xend", "yend"),
+)  # fmt: skip
+CENTER_COLUMNS = (("xcenter", "ycenter"), ("centerx", "centery"), ("xcentre", "ycentre"), ("cx", "cy"), ("xc", "yc"))
+WIDTH_HEIGHT_COLUMNS = (("boxw", "boxh"), ("w", "h"), ("width", "height"))
+IMAGE_SIZE_COLUMNS = (("imagewidth", "imageheight"), ("imgwidth", "imgheight"), ("width", "height"))
+SPLIT_COLUMNS = ("split", "set", "subset", "partition", "usage", "mluse")
+"""Column names, only letters and digits, the most likely first."""
+BOX_COLUMNS = ("bbox", "bndbox", "boundingbox", "box", "bboxes", "boxes")
+"""Names of a column with all four numbers."""
+_BOX_PREFIX = re.compile(r"(?:bbox|bndbox|boundingbox|box|bb|roi)(?=.)")
+_BOX_SIZE_NAMES = {"w": "boxw", "width": "boxw", "h": "boxh", "height": "boxh"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CsvLayout:
+    """The meaning of the columns of a table, by column number."""
+
+    delimiter: str
+    header: tuple[str, ...]
+    """As written; empty if there is none."""
+    file_column: int
+    label_column: int | None
+    box_columns: tuple[int, ...]
+    """Four columns, or one with "[x, y, width, height]"."""
+    box_format: Literal["xyxy", "xywh", "cxcywh"]
+    size_columns: tuple[int, int] | None = None
+    """Height and width of the image."""
+    split_column: int | None = None
+    class_candidates: tuple[str, ...] = ()
+    """Text columns that could be the class, if no column has such a name."""
+    notes: tuple[str, ...] = field(default=())
+
+
+def detect_csv_layout(path: Path) -> CsvLayout | None:
+    """The layout of a table of boxes, from its first rows; None for any other file."""
+    try:
+        text = _read_text(path, HEAD_BYTES)
+    except DataError:  # not text, so not a table of boxes; reading it by name reports the reason
+        return None
+    for delimiter in DELIMITERS:
+        try:
+            rows = list(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter))
+        except csv.Error:
+            continue
+        rows = [[value.strip() for value in row] for row in rows if any(value.strip() for value in row)]
+        if rows and (layout := _detect_with_header(delimiter, rows) or _detect_without_header(delimiter, rows)):
+            return layout
+    return None
+
+
+def iter_rows(path: Path, layout: CsvLayout, *, max_bytes: int | None = None) -> Iterator[tuple[int, list[str]]]:
+    """(line, values) of every row except the header and empty ones. Raises DataError if the file is not text.
+
+    max_bytes: read only the rows in the first so many bytes.
+    """
+    reader = csv.reader(io.StringIO(_read_text(path, max_bytes), newline=""), delimiter=layout.delimiter)
+    header = bool(layout.header)
+    while True:
+        try:
+            row = next(reader, None)
+        except csv.Error as error:
+            raise DataError(
+                "A table cannot be read.", location=f"{path}:{reader.line_num}", cause=str(error), fix="export it again"
+            ) from error
+        if row is None:
+            return
+        values = [value.strip() for value in row]
+        if not any(values):
+            continue
+        if header:
+            header = False
+            continue
+        yield reader.line_num, values
+
+
+def _read_text(path: Path, max_bytes: int | None) -> str:
+    """The text of a file, or the whole lines of its beginning. UTF-8, or UTF-16 with a byte order mark (Excel)."""
+    with regular_files.open_file(path, max_bytes=regular_files.MAX_ANNOTATION_BYTES) as file:
+        data = file.read() if max_bytes is None else file.read(max_bytes)
+    is_whole = max_bytes is None or len(data) < max_bytes
+    is_utf_16 = data.startswith((b"\xff\xfe", b"\xfe\xff"))
+    if not is_whole:
+        data = data[: len(data) // 2 * 2] if is_utf_16 else data[: data.rfind(b"\n") + 1]
+    try:
+        text = data.decode("utf-16" if is_utf_16 else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        fix = "save it as UTF-8"
+        raise DataError("A table is not UTF-8.", location=f"{path}:{line}", cause=str(error), fix=fix) from error
+    return text if is_whole or not is_utf_16 else text[: text.rfind("\n") + 1]
+
+
+def _normalize_column(name: str) -> str:
+    """A column's name without case, punctuation, and a word for box: "Bbox_X-min" is "xmin"."""
+    normalized = re.sub(r"[^a-z0-9]", "", name.lower())
+    prefix = None if normalized in BOX_COLUMNS else _BOX_PREFIX.match(normalized)
+    return normalized if prefix is None else _BOX_SIZE_NAMES.get(normalized[prefix.end() :], normalized[prefix.end() :])
+
+
+def _detect_with_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | None:
+    names = [_normalize_column(name) for name in rows[0]]
+    column_by_name = {name: column for column, name in reversed(list(enumerate(names)))}
+
+    def first_match(*choices: tuple[str, ...]) -> tuple[int, ...] | None:
+        return next(
+            (tuple(column_by_name[n] for n in group) for group in choices if all(n in column_by_name for n in group)),
+            None,
+        )
+
+    box_format: Literal["xyxy", "xywh", "cxcywh"] = "xyxy"
+    box_columns, notes = first_match(*XYXY_COLUMNS), []
+    if box_columns is None:
+        width_height = first_match(*WIDTH_HEIGHT_COLUMNS)
+        corner, center = first_match(("x", "y"), *(group[:2] for group in XYXY_COLUMNS)), first_match(*CENTER_COLUMNS)
+        whole_box = [column_by_name[name] for name in BOX_COLUMNS if name in column_by_name]
+        if width_height is not None and (center or corner) is not None:
+            box_format = "cxcywh" if center is not None else "xywh"
+            box_columns = (*(center or corner or ()), *width_height)
+        elif whole_box:
+            box_format, box_columns = "xywh", (whole_box[0],)
+            notes.append(f"column {rows[0][whole_box[0]]!r} is read as x, y, width, height")
+        else:
+            return None
+    used = set(box_columns)
+
+    def first_unused(choices: tuple[str, ...]) -> int | None:
+        columns = (column_by_name[name] for name in choices if name in column_by_name)
+        return next((column for column in columns if column not in used), None)
+
+    file_column = first_unused(FILE_COLUMNS)
+    if file_column is None:
+        return None
+    used.add(file_column)
+    width_height = first_match(
+        *(group for group in IMAGE_SIZE_COLUMNS if not {column_by_name.get(name) for name in group} & used)
+    )
+    split_column = first_unused(SPLIT_COLUMNS)
+    used |= {column for column in (*(width_height or ()), split_column) if column is not None}
+    label_column = first_unused(CLASS_COLUMNS)
+    text_columns: list[int] = []
+    if label_column is None:
+        text_columns = [column for column in range(len(names)) if column not in used and _is_text(rows[1:], column)]
+        if len(text_columns) == 1:
+            label_column = text_columns[0]
+            notes.append(f"column {rows[0][label_column]!r} is read as the class")
+    return CsvLayout(
+        delimiter=delimiter,
+        header=tuple(rows[0]),
+        file_column=file_column,
+        label_column=label_column,
+        box_columns=box_columns,
+        box_format=box_format,
+        size_columns=None if width_height is None else (width_height[1], width_height[0]),
+        split_column=split_column,
+        class_candidates=tuple(rows[0][column] for column in text_columns) if label_column is None else (),
+        notes=tuple(notes),
+    )
+
+
+def _detect_without_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | None:
+    """Keras-RetinaNet's `path,x1,y1,x2,y2,class`, and AutoML's `TRAIN,path,label,x1,y1,,,x2,y2,,`."""
+    first = rows[0]
+    is_retinanet = len(first) == 6 and is_image_name(first[0]) and _are_numbers(first[1:5])
+    is_automl = (
+        len(first) == 11
+        and first[0].lower() in (*SPLIT_BY_NAME, "unassigned", "validate")
+        and is_image_name(first[1])
+        and _are_numbers([first[column] for column in (3, 4, 7, 8)])
+    )
+    if not is_retinanet and not is_automl:
+        return None
+    columns = "image, x1, y1, x2, y2, class" if is_retinanet else "AutoML's split, image, class, x1, y1, …, x2, y2"
+    return CsvLayout(
+        delimiter=delimiter,
+        header=(),
+        file_column=0 if is_retinanet else 1,
+        label_column=5 if is_retinanet else 2,
+        box_columns=(1, 2, 3, 4) if is_retinanet else (3, 4, 7, 8),
+        box_format="xyxy",
+        split_column=None if is_retinanet else 0,
+        notes=(f"no header: the columns are read as {columns}",),
+    )
+
+
+def _are_numbers(values: Sequence[str]) -> bool:
+    """Whether all are numbers, or all are empty, for an image without objects."""
+    return not any(values) or all(_is_number(value) for value in values)
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"[-+]?(\d+([.,]\d*)?|[.,]\d+)([eE][-+]?\d+)?", text) is not None
+
+
+def _is_text(rows: list[list[str]], column: int) -> bool:
+    values = [row[column] for row in rows if column < len(row) and row[column]]
+    return bool(values) and not any(_is_number(value) for value in values)
+
 
 MAX_NORMALIZED = 1.05
 """The largest coordinate of a normalized box. A box in pixels is almost never this small."""
@@ -30,51 +345,29 @@ NO_CLASS_COLUMN = "object"
 """The class of all boxes of a table without classes."""
 
 
-@dataclass
-class _Images:
-    """The images of all tables read so far, in order of appearance."""
-
-    index_by_key: dict[tuple[int, Path, str], int] = field(default_factory=dict)
-    """Split, folder, file name → image index."""
-    files: list[ImageFile] = field(default_factory=list)
-
-    def add(self, image: ImageFile) -> int:
-        image_index = self.index_by_key.setdefault((image.split, image.folder, image.name), len(self.files))
-        if image_index == len(self.files):
-            self.files.append(image)
-        return image_index
-
-
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     """Reads all tables of a data set. Raises DataError for one whose columns are unclear."""
-    notes = list(layout.notes)
-    images = _Images()
+    builder = TableBuilder(layout, problems, box_id_kind="line")
     locators: dict[tuple[Path, ...], ImageLocator] = {}
-    boxes: list[Box] = []
-    bad_boxes: list[int] = []
+    index_by_image: dict[tuple[int, Path, str], int] = {}
     for part in layout.parts:
         locator = locators.setdefault(part.image_dirs, ImageLocator(layout.root, part))
-        found = _read_table(part, locator, images, notes, problems, bad_boxes)
-        usable = _detect_units(part.annotations, found, notes, problems)
-        kept_lines = {box.box_id for box in usable}
-        bad_boxes += [box.image_index for box in found if box.box_id not in kept_lines]
-        boxes += usable
-    if not images.files:
+        first_box = len(builder.boxes)
+        _read_table(part, locator, index_by_image, builder)
+        builder.boxes[first_box:] = _detect_units(part.annotations, builder.boxes[first_box:], builder)
+    if not builder.images:
         path, fix = layout.parts[0].annotations, "export the annotations again"
         raise DataError("The tables list no images.", location=path, fix=fix)
     for locator in locators.values():
-        notes += locator.notes()
-    return build_table(
-        layout, images.files, boxes, sort_class_names, problems, box_id_kind="line", notes=notes, bad_boxes=bad_boxes
-    )
+        builder.notes += locator.notes()
+    return builder.build()
 
 
 def _read_table(
-    part: SplitFiles, locator: ImageLocator, images: _Images, notes: list[str], problems: ProblemCollector,
-    bad_boxes: list[int],
-) -> list[Box]:  # fmt: skip
-    """The boxes of a table in its own units. Appends to bad_boxes the image of each row whose box cannot be read."""
-    table = part.annotations
+    part: SplitFiles, locator: ImageLocator, index_by_image: dict[tuple[int, Path, str], int], builder: TableBuilder
+) -> None:
+    """Adds the images of a table, and its boxes in its own units."""
+    table, problems = part.annotations, builder.problems
     layout = detect_csv_layout(table)
     if layout is None:
         raise DataError("The file is not a table of boxes any more.", location=table, fix="restore it, and try again")
@@ -86,36 +379,36 @@ def _read_table(
             choices=layout.class_candidates,
             fix="call that column class",
         )
-    notes += [f"{table.name}: {note}" for note in layout.notes]
+    builder.notes += [f"{table.name}: {note}" for note in layout.notes]
     if layout.label_column is None:
-        notes.append(f"{table.name} has no class column: the class of all boxes is {NO_CLASS_COLUMN!r}")
-    boxes = []
+        builder.notes.append(f"{table.name} has no class column: the class of all boxes is {NO_CLASS_COLUMN!r}")
     num_columns = max(layout.file_column, *layout.box_columns, layout.label_column or 0) + 1
     for line, values in iter_rows(table, layout):
-        location, quoted = f"{table.name}:{line}", repr(layout.delimiter.join(values)[:80])
+        location = f"{table.name}:{line}: {layout.delimiter.join(values)[:80]!r}"
         file_name = values[layout.file_column] if layout.file_column < len(values) else ""
         if len(values) < num_columns or not is_usable_name(file_name):
             reason = "too few columns" if is_usable_name(file_name) else "no image"
-            problems.add("malformed-row", f"{location}: {quoted}, {reason}")
+            problems.add("malformed-row", f"{location}, {reason}")
             continue
         folder, name = locator.locate(file_name)
         split = _choose_split(values, layout, part.split, locator.split_from_folder(folder))
-        image_index = images.add(ImageFile(folder, name, split, _parse_size(values, layout)))
+        if (image_index := index_by_image.get((split, folder, name))) is None:
+            image_index = builder.add_image(ImageFile(folder, name, split, _parse_size(values, layout)))
+            index_by_image[split, folder, name] = image_index
         texts = [values[column] for column in layout.box_columns]
         label = NO_CLASS_COLUMN if layout.label_column is None else values[layout.label_column]
+        bad: tuple[str, str] | None = None
         if not any(texts):
-            if label and layout.label_column is not None:
-                problems.add("no-box", f"{location}: {quoted}")
-                bad_boxes.append(image_index)
+            bad = ("no-box", location) if label and layout.label_column is not None else None
         elif (xyxy := _parse_xyxy(texts, layout)) is None:
-            problems.add("malformed-row", f"{location}: {quoted}, the box is not four numbers")
-            bad_boxes.append(image_index)
+            bad = "malformed-row", f"{location}, the box is not four numbers"
         elif not label:
-            problems.add("no-class", f"{location}: {quoted}")
-            bad_boxes.append(image_index)
+            bad = "no-class", location
         else:
-            boxes.append(Box(image_index, label, xyxy, line))
-    return boxes
+            builder.boxes.append(Box(image_index, label, xyxy, line))
+        if bad is not None:
+            problems.add(*bad)
+            builder.bad_boxes.append(image_index)
 
 
 def _choose_split(values: list[str], layout: CsvLayout, table_split: str | None, folder_split: str | None) -> int:
@@ -148,26 +441,38 @@ def _parse_size(values: list[str], layout: CsvLayout) -> tuple[int, int]:
     """Height and width; 0 if the row has no valid size."""
     if layout.size_columns is None or max(layout.size_columns) >= len(values):
         return 0, 0
-    try:
-        height, width = (float(values[column]) for column in layout.size_columns)
-    except ValueError:
-        return 0, 0
-    return (int(height), int(width)) if 1 <= height < 2**31 and 1 <= width < 2**31 else (0, 0)
+    return usable_size(*(values[column] for column in layout.size_columns))
 
 
-def _detect_units(table: Path, boxes: list[Box], notes: list[str], problems: ProblemCollector) -> list[Box]:
+def _detect_units(table: Path, boxes: list[Box], builder: TableBuilder) -> list[Box]:
     """The boxes of a table, marked as normalized if most are within 0 … 1; the others are then dropped."""
     xyxy = np.array([box.xyxy for box in boxes], np.float64).reshape(-1, 4)
     max_coordinate = np.abs(xyxy).max(1, initial=0)  # NaN if one coordinate is
     is_small = max_coordinate <= MAX_NORMALIZED
     if not 2 * np.count_nonzero(is_small) > len(boxes):
         return boxes
-    notes.append(f"{table.name}: boxes are within 0 … 1, normalized by image width and height")
+    builder.notes.append(f"{table.name}: boxes are within 0 … 1, normalized by image width and height")
     normalized = []
     for box, is_large in zip(boxes, (np.isfinite(max_coordinate) & ~is_small).tolist(), strict=True):
         if is_large:
             quoted = ", ".join(f"{value:g}" for value in box.xyxy)
-            problems.add("not-normalized", f"{table.name}:{box.box_id}: [{quoted}]")
+            builder.problems.add("not-normalized", f"{table.name}:{box.box_id}: [{quoted}]")
+            builder.bad_boxes.append(box.image_index)
         else:
             normalized.append(box._replace(is_normalized=True))
     return normalized
+
+
+def problems(folder: Path) -> Iterator[str]:
+    """The reasons why the *.csv files of a folder are not tables of boxes."""
+    for path in list_files(folder, ".csv")[:MAX_NEAR_MISSES]:
+        yield f"{path.name} is not a table of boxes: {_explain_rejection(path)}"
+
+
+def _explain_rejection(path: Path) -> str:
+    """The reason why `detect_csv_layout` finds no layout, for messages."""
+    try:
+        first = _read_text(path, HEAD_BYTES).strip().partition("\n")[0].strip()
+    except DataError as error:
+        return f"it is not UTF-8 ({error.cause}): save it as UTF-8"
+    return f"its first row, {first[:80]!r}, has no column of images or none of boxes" if first else "it is empty"

@@ -1,4 +1,4 @@
-"""Label Studio JSON: reads the exports "JSON" and "JSON-MIN", one or more files.
+"""Label Studio JSON: the exports "JSON" and "JSON-MIN", one or more files.
 
 Rectangles are read, and the boxes around polygons, ellipses and rotated rectangles; coordinates are percent of the
 image size. Of several annotations of a task one is used: the ground truth, else the last that was not cancelled. Tasks
@@ -18,18 +18,17 @@ from urllib.parse import unquote
 import msgspec
 
 from stoker import regular_files
-from stoker.data.formats.annotated_dirs import find_files, make_part, read_head, root_of
-from stoker.data.formats.image_locator import ImageLocator, is_usable_name
-from stoker.data.formats.table_builder import (
-    XYXY,
-    Box,
-    Entry,
-    ImageFile,
-    bound_points,
-    bound_rotated,
-    build_from_entries,
+from stoker.data.formats.building import XYXY, ImageFile, TableBuilder, bound_points, bound_rotated, usable_size
+from stoker.data.formats.folders import (
+    find_annotation_files,
+    is_image_name,
+    read_head,
+    root_of,
+    searched_part,
+    split_from_name,
 )
-from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles, is_image_name, split_from_name
+from stoker.data.formats.images import ImageLocator, is_usable_name
+from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
 
@@ -47,41 +46,41 @@ def is_label_studio(head: bytes) -> bool:
     return head.startswith(b"[") and (has_results or any(b'"%s"' % key.encode() in head for key in LABEL_KEYS[:3]))
 
 
-def find(folder: Path) -> DatasetLayout | None:
-    """The Label Studio data set in a folder (not in subfolders), or None."""
-    files = find_files(folder, ".json", is_label_studio)
-    return _make_layout(folder, files) if files else None
-
-
-def from_file(path: Path) -> DatasetLayout | None:
-    """The data set of a single JSON file; None if it is not Label Studio's."""
-    is_own = is_label_studio(read_head(path))
-    return _make_layout(root_of(path), [(split_from_name(path.stem), path)]) if is_own else None
-
-
-def _make_layout(root: Path, files: list[tuple[str | None, Path]]) -> DatasetLayout:
+def recognize(path: Path) -> DatasetLayout | None:
+    """The Label Studio data set of a file, or of a folder (not in subfolders); None if it is none."""
+    if path.is_file():
+        root, files = root_of(path), [(split_from_name(path.stem), path)] if is_label_studio(read_head(path)) else []
+    else:
+        root, files = path, find_annotation_files(path, ".json", is_label_studio)
+    if not files:
+        return None
     names = ", ".join(file.name for _, file in files[:3]) + (", …" if len(files) > 3 else "")
-    return DatasetLayout(
-        format="label-studio",
-        description=f"Label Studio JSON ({names})",
-        root=root,
-        parts=tuple(make_part(split, file, root) for split, file in files),
-    )
+    parts = tuple(searched_part(split, file, root) for split, file in files)
+    return DatasetLayout(format="label-studio", description=f"Label Studio JSON ({names})", root=root, parts=parts)
 
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     """Reads all files. Raises DataError if no task has annotations, or if a file is not JSON."""
-    notes, entries = list(layout.notes), []
-    counts: Counter[str] = Counter()
+    builder, locations = TableBuilder(layout, problems, box_id_kind="region"), []
     for part in layout.parts:
         locator = ImageLocator(layout.root, part)
-        location = os.path.relpath(part.annotations, layout.root)
+        file = os.path.relpath(part.annotations, layout.root)
         for number, task in enumerate(_read_tasks(part), 1):
-            entry = _read_task(task, f"{location}, task {task.get('id', number)}", part, locator, counts, problems)
-            entries += [] if entry is None else [entry]
-        notes += locator.notes()
-    notes += [f"{count:,} × {description}" for description, count in counts.items()]
-    return build_from_entries(layout, entries, problems, box_id_kind="region", notes=notes)
+            location = f"{file}, task {task.get('id', number)}"
+            regions = _choose_regions(task, builder.counts)
+            if regions is None:
+                builder.counts["task without annotations, which is left out"] += 1
+            elif (written := _image_of(task)) is None:
+                problems.add("malformed-image", f"{location}: its data names no image")
+            else:
+                folder, name = _locate(written, locator)
+                image = ImageFile(folder, name, locator.split_index(part.split, folder), _size_of(regions))
+                builder.add_image(image)
+                locations.append(location)
+                _read_regions(regions, image.size, location, builder)
+        builder.notes += locator.notes()
+    builder.drop_ambiguous_images(locations)
+    return builder.build()
 
 
 def _read_tasks(part: SplitFiles) -> list[dict[str, Any]]:
@@ -97,59 +96,33 @@ def _read_tasks(part: SplitFiles) -> list[dict[str, Any]]:
         ) from error
 
 
-def _read_task(
-    task: dict[str, Any],
-    location: str,
-    part: SplitFiles,
-    locator: ImageLocator,
-    counts: Counter[str],
-    problems: ProblemCollector,
-) -> Entry | None:
-    regions = _choose_regions(task, counts)
-    if regions is None:
-        counts["task without annotations, which is left out"] += 1
-        return None
-    written = _image_of(task)
-    if written is None:
-        problems.add("malformed-image", f"{location}: its data names no image")
-        return None
-    folder, name = _locate(written, locator)
-    height, width = _size_of(regions)
-    boxes: list[Box] = []
-    num_bad = 0
+def _read_regions(regions: list[dict[str, Any]], size: tuple[int, int], location: str, builder: TableBuilder) -> None:
     labeled_ids = {str(region.get("id")) for region in regions if _labels(region)}
     for number, region in enumerate(regions, 1):
         kind = str(region.get("type", "rectanglelabels")).removesuffix("labels") or "rectangle"
         labels = _labels(region)
         if kind in WITHOUT_BOX:
-            counts[f"{kind}, which has no box and is not read"] += 1
+            builder.counts[f"{kind}, which has no box and is not read"] += 1
             continue
         if not labels and (kind != "rectangle" or str(region.get("id")) in labeled_ids):
             continue  # an attribute, or a region whose class is another entry with the same id
         try:
-            xyxy, description = _bound(region, height, width)
+            xyxy, description = _bound(region, *size)
         except (KeyError, TypeError, ValueError) as error:
             reason = f"there is no {error}" if isinstance(error, KeyError) else error
-            problems.add("malformed-box", f"{location}, region {number}: {reason}")
-        else:
-            if description:
-                counts[f"{description}: the box around it is used"] += 1
-            if labels:
-                boxes += [Box(0, label, xyxy, number, is_normalized=not height) for label in labels]
-                continue
-            problems.add("no-class", f"{location}, region {number}")
-        num_bad += 1
-    split_index = locator.split_index(part.split, folder)
-    return Entry(ImageFile(folder, name, split_index, (height, width)), tuple(boxes), location, num_bad)
+            builder.drop_box("malformed-box", f"{location}, region {number}: {reason}")
+            continue
+        if description:
+            builder.counts[f"{description}: the box around it is used"] += 1
+        for label in labels:
+            builder.add_box(label, xyxy, number, is_normalized=not size[0])
+        if not labels:
+            builder.drop_box("no-class", f"{location}, region {number}")
 
 
 def _size_of(regions: list[dict[str, Any]]) -> tuple[int, int]:
     """Height and width of the image; 0, unknown, if the regions do not agree on them."""
-    sizes: set[tuple[int, int]] = set()
-    for region in regions:
-        height, width = region.get("original_height"), region.get("original_width")
-        if isinstance(height, int) and isinstance(width, int) and 0 < height < 2**31 and 0 < width < 2**31:
-            sizes.add((height, width))
+    sizes = {usable_size(region.get("original_height"), region.get("original_width")) for region in regions} - {(0, 0)}
     return sizes.pop() if len(sizes) == 1 else (0, 0)
 
 

@@ -1,4 +1,4 @@
-"""LabelMe JSON: reads a data set of one file per image, as LabelMe, AnyLabeling and X-AnyLabeling write it.
+"""LabelMe JSON: one file per image, as LabelMe, AnyLabeling and X-AnyLabeling write it.
 
 Rectangles are read, and the boxes around polygons, circles, masks and rotated boxes. Points and lines are not, and a
 note counts them. The image of a file is its `imagePath`, else the image with its own name; `imageData` is not used.
@@ -8,23 +8,22 @@ Format: https://github.com/wkentaro/labelme.
 import math
 import os
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from stoker import regular_files
-from stoker.data.formats.annotated_dirs import find_annotated_dirs, has_files, make_part
-from stoker.data.formats.image_locator import ImageLocator, is_usable_name
-from stoker.data.formats.image_sizes import map_in_threads
-from stoker.data.formats.table_builder import XYXY, Box, Entry, ImageFile, bound_points, build_from_entries
-from stoker.data.formats.tables import (
-    AnnotationTable,
-    DatasetLayout,
+from stoker.data.formats.building import XYXY, ImageFile, TableBuilder, bound_points, usable_size
+from stoker.data.formats.folders import (
+    find_annotated_dirs,
+    has_annotation_files,
     is_image_name,
     iter_annotation_files,
+    searched_part,
 )
+from stoker.data.formats.images import ImageLocator, is_usable_name, map_in_threads
+from stoker.data.formats.tables import AnnotationTable, DatasetLayout
 from stoker.data.validation.problems import ProblemCollector
 
 WITHOUT_BOX = ("point", "points", "line", "linestrip", "lines")
@@ -46,10 +45,10 @@ class _File(msgspec.Struct):
     width: Any = msgspec.field(name="imageWidth", default=None)
 
 
-def find(folder: Path) -> DatasetLayout | None:
+def recognize(folder: Path) -> DatasetLayout | None:
     """The LabelMe data set in a folder (not in subfolders), or None."""
-    dirs = find_annotated_dirs(folder, lambda path: has_files(path, ".json", is_labelme))
-    parts = tuple(make_part(split, path, folder) for split, path in dirs)
+    dirs = find_annotated_dirs(folder, lambda path: has_annotation_files(path, ".json", is_labelme))
+    parts = tuple(searched_part(split, path, folder) for split, path in dirs)
     return DatasetLayout(format="labelme", description="LabelMe JSON", root=folder, parts=parts) if parts else None
 
 
@@ -62,8 +61,7 @@ def is_labelme(head: bytes) -> bool:
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     """Reads all files. Raises DataError if none can be read."""
-    notes, entries = list(layout.notes), []
-    counts: Counter[str] = Counter()
+    builder, locations = TableBuilder(layout, problems, box_id_kind="shape"), []
     for part in layout.parts:
         locator = ImageLocator(layout.root, part)
         files = [Path(path) for path in iter_annotation_files(part.annotations, (".json",))]
@@ -73,13 +71,13 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
                 problems.add("unreadable-annotations", f"{location}: {content}")
                 continue
             folder, name = _locate(file, content.image_path or "", locator)
-            boxes, num_bad = _read_shapes(content.shapes, location, counts, problems)
             split_index = locator.split_index(part.split or locator.split_from_folder(file.parent), folder)
-            image = ImageFile(folder, name, split_index, _parse_size(content.height, content.width))
-            entries.append(Entry(image, boxes, location, num_bad))
-        notes += locator.notes()
-    notes += [f"{count:,} × {description}" for description, count in counts.items()]
-    return build_from_entries(layout, entries, problems, box_id_kind="shape", notes=notes)
+            builder.add_image(ImageFile(folder, name, split_index, usable_size(content.height, content.width)))
+            locations.append(location)
+            _read_shapes(content.shapes, location, builder)
+        builder.notes += locator.notes()
+    builder.drop_ambiguous_images(locations)
+    return builder.build()
 
 
 def _parse(file: Path) -> _File | str:
@@ -106,27 +104,20 @@ def _locate(file: Path, image_path: str, locator: ImageLocator) -> tuple[Path, s
     return folder, name
 
 
-def _read_shapes(
-    shapes: list[_Shape], location: str, counts: Counter[str], problems: ProblemCollector
-) -> tuple[tuple[Box, ...], int]:
-    """The boxes of a file, and the number of shapes that are left out though they should have one."""
-    boxes, num_bad = [], 0
+def _read_shapes(shapes: list[_Shape], location: str, builder: TableBuilder) -> None:
     for number, shape in enumerate(shapes, 1):
         kind = shape.shape_type or "polygon"  # files before LabelMe 3 have only polygons
         label = str("" if shape.label is None else shape.label).strip()
         if kind in WITHOUT_BOX:
-            counts[f"{kind}, which has no box and is not read"] += 1
+            builder.counts[f"{kind}, which has no box and is not read"] += 1
         elif len(shape.points) < 2:
-            problems.add("malformed-box", f"{location}, shape {number}: {kind} with {len(shape.points)} points")
-            num_bad += 1
+            builder.drop_box("malformed-box", f"{location}, shape {number}: {kind} with {len(shape.points)} points")
         elif not label:
-            problems.add("no-class", f"{location}, shape {number}")
-            num_bad += 1
+            builder.drop_box("no-class", f"{location}, shape {number}")
         else:
             if kind != "rectangle":
-                counts[f"{kind}: the box around it is used"] += 1
-            boxes.append(Box(0, label, _bound(kind, shape.points), number))
-    return tuple(boxes), num_bad
+                builder.counts[f"{kind}: the box around it is used"] += 1
+            builder.add_box(label, _bound(kind, shape.points), number)
 
 
 def _bound(kind: str, points: list[tuple[float, float]]) -> XYXY:
@@ -135,9 +126,3 @@ def _bound(kind: str, points: list[tuple[float, float]]) -> XYXY:
         return bound_points(points)
     (x, y), radius = points[0], math.dist(points[0], points[1])
     return x - radius, y - radius, x + radius, y + radius
-
-
-def _parse_size(height: Any, width: Any) -> tuple[int, int]:
-    """Height and width; 0, unknown, if they are not valid."""
-    is_valid = all(isinstance(value, int | float) and 1 <= value < 2**31 for value in (height, width))
-    return (int(height), int(width)) if is_valid else (0, 0)

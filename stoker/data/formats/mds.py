@@ -4,7 +4,7 @@ Recognized: a folder with index.json, or such folders named `train`, `val`, `tes
 `bytes`, `jpeg` or `png`; boxes and classes are columns of `ndarray` or `json`. Images are not copied: the table has the
 byte range of each. Compressed shards have no byte ranges, and pickled columns run code of others when they are read, so
 both are refused. Format: https://github.com/mosaicml/streaming, docs/source/preparing_datasets/dataset_format.md and
-streaming/base/format/mds/. Not here: the layouts of boxes (`sample_annotations.py`).
+streaming/base/format/mds/. Not here: the layouts of boxes (`shards.py`).
 """
 
 import math
@@ -18,23 +18,20 @@ import msgspec
 import numpy as np
 
 from stoker import regular_files
-from stoker.data.formats.sample_annotations import (
+from stoker.data.formats.folders import check_unannotated_splits, file_part, iter_split_dirs, split_from_name
+from stoker.data.formats.shards import (
     CLASS_LIST_KEYS,
     CORNERS_KEYS,
     EXTENT_KEYS,
     LIST_KEYS,
+    MAX_ANNOTATION_BYTES,
     NAME_OF_FILE_KEYS,
+    ShardSamples,
+    make_table,
+    map_shards,
+    open_shard,
 )
-from stoker.data.formats.shard_bytes import map_shards, open_shard
-from stoker.data.formats.shard_samples import MAX_ANNOTATION_BYTES, ShardSamples, make_table
-from stoker.data.formats.tables import (
-    AnnotationTable,
-    DatasetLayout,
-    SplitFiles,
-    check_unannotated_splits,
-    iter_split_dirs,
-    split_from_name,
-)
+from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
 from stoker.data.images.headers import ReadAt
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
@@ -96,27 +93,18 @@ class _MalformedSample(Exception):
     """The message says what is wrong."""
 
 
-def find(folder: Path) -> DatasetLayout | None:
-    """The MDS data set in a folder or in its split folders, or None."""
-    if (layout := from_file(folder / INDEX_FILE)) is not None:
-        return layout
-    parts = [
-        SplitFiles(split=split, annotations=path / INDEX_FILE, image_dirs=())
-        for split, path in iter_split_dirs(folder)
-        if _is_mds(path / INDEX_FILE)
-    ]
+def recognize(path: Path) -> DatasetLayout | None:
+    """The MDS data set in a folder or in its split folders, or of an index.json; None if there is none."""
+    file = path / INDEX_FILE if path.is_dir() else path
+    if _is_mds(file):
+        part = SplitFiles(split=split_from_name(file.parent.name), annotations=file, image_dirs=())
+        return DatasetLayout(format="mds", description="MDS", root=file.parent, parts=(part,))
+    files = [(split, own / INDEX_FILE) for split, own in (iter_split_dirs(path) if path.is_dir() else ())]
+    parts = tuple(file_part(own, split) for split, own in files if _is_mds(own))
     if not parts:
         return None
-    notes = tuple(check_unannotated_splits(folder, parts))
-    return DatasetLayout(format="mds", description="MDS per split folder", root=folder, parts=tuple(parts), notes=notes)
-
-
-def from_file(path: Path) -> DatasetLayout | None:
-    """The data set of an index.json."""
-    if not _is_mds(path):
-        return None
-    part = SplitFiles(split=split_from_name(path.parent.name), annotations=path, image_dirs=())
-    return DatasetLayout(format="mds", description="MDS", root=path.parent, parts=(part,))
+    notes = tuple(check_unannotated_splits(path, parts))
+    return DatasetLayout(format="mds", description="MDS per split folder", root=path, parts=parts, notes=notes)
 
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
@@ -288,7 +276,7 @@ def _column_ranges(info: ShardInfo, read: ReadAt, begin: int, end: int) -> list[
 
 
 def _read_annotations(info: ShardInfo, used: Sequence[int], ranges: Sequence[tuple[int, int]], read: ReadAt) -> Any:
-    """The columns besides the image, as `sample_annotations` expects them."""
+    """The columns besides the image, as `shards.read_boxes` expects them."""
     content: dict[str, Any] = {}
     for k in used:
         start, length = ranges[k]

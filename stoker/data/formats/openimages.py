@@ -10,23 +10,25 @@ import csv
 import io
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 from stoker import regular_files
-from stoker.data.formats.annotated_dirs import read_head
-from stoker.data.formats.image_locator import iter_nearby_dirs
-from stoker.data.formats.table_builder import Box, ImageFile, build_table, sort_class_names
-from stoker.data.formats.tables import (
+from stoker.data.formats.building import Box, ImageFile, TableBuilder
+from stoker.data.formats.folders import (
     MAX_SEARCHED_DIRS,
-    AnnotationTable,
-    DatasetLayout,
-    SplitFiles,
+    file_part,
     is_image_name,
+    iter_nearby_dirs,
     iter_split_dirs,
-    list_subdirs,
-    split_from_name,
+    list_files,
+    named_subdirs,
+    read_head,
+    root_of,
+    unique,
 )
+from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
 
@@ -36,82 +38,24 @@ DESCRIPTIONS = ("class-description", "classes")
 """How the names of files of class names begin, or continue."""
 
 
-def find(folder: Path) -> DatasetLayout | None:
-    """The Open Images tables in a folder, or None."""
-    for directory in (folder, *_list_table_dirs(folder)):
+def recognize(path: Path) -> DatasetLayout | None:
+    """The data set of a table, or of the tables in a folder; None if there are none."""
+    if path.is_file():
+        return _make_layout(root_of(path, TABLE_DIRS), [file_part(path)]) if is_open_images(path) else None
+    for directory in (path, *named_subdirs(path, TABLE_DIRS)):
         if tables := _list_tables(directory):
-            return _make_layout(folder, [(split_from_name(table.stem), table) for table in tables])
-    tables_by_split = [
-        (split, table)
-        for split, path in iter_split_dirs(folder)
-        for directory in (path, *_list_table_dirs(path))
+            return _make_layout(path, [file_part(table) for table in tables])
+    parts = [
+        file_part(table, split)
+        for split, own in iter_split_dirs(path)
+        for directory in (own, *named_subdirs(own, TABLE_DIRS))
         for table in _list_tables(directory)
     ]
-    return _make_layout(folder, tables_by_split) if tables_by_split else None
-
-
-def from_file(path: Path) -> DatasetLayout | None:
-    """The data set of a single table; None if it is another table."""
-    root = path.parent.parent if path.parent.name.lower() in TABLE_DIRS else path.parent
-    return _make_layout(root, [(split_from_name(path.stem), path)]) if is_open_images(path) else None
-
-
-def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
-    """Reads all tables. Raises DataError if none of their images is there."""
-    notes, images = list(layout.notes), _find_images(layout)
-    names = _read_class_names(layout.metadata_files)
-    if not names:
-        notes.append("there is no class-descriptions-boxable.csv: the classes are called /m/…, as in the tables")
-    files: list[ImageFile] = []
-    boxes: list[Box] = []
-    bad_boxes: list[int] = []
-    for part in layout.parts:
-        index_by_id: dict[str, int] = {}
-        absent_id, num_absent = "", 0
-        location = os.path.relpath(part.annotations, layout.root)
-        for line, (image_id, label, *values, is_group) in _iter_rows(part.annotations):
-            if image_id not in images:
-                num_absent += image_id != absent_id  # the rows of an image are together
-                absent_id = image_id
-                continue
-            if image_id not in index_by_id:
-                index_by_id[image_id] = len(files)
-                files.append(ImageFile(*images[image_id], part.split_index))
-            try:
-                x1, x2, y1, y2 = (float(value) for value in values)
-            except ValueError:
-                problems.add("malformed-row", f"{location}:{line}: {', '.join(values)}, not four numbers")
-                bad_boxes.append(index_by_id[image_id])
-                continue
-            name, xyxy = names.get(label, label), (x1, y1, x2, y2)
-            boxes.append(Box(index_by_id[image_id], name, xyxy, line, is_normalized=True, is_crowd=is_group == "1"))
-        if num_absent:
-            total = num_absent + len(index_by_id)
-            notes.append(f"{location}: {len(index_by_id):,} of its {total:,} images are here; the others are left out")
-    if not files:
-        raise DataError(
-            "None of the images of the tables is here.",
-            location=layout.parts[0].annotations,
-            cause=f"below {layout.root} is no image that is called like an ImageID, as 000002b66c9c498e.jpg",
-            fix="put the images there; `fiftyone zoo datasets load open-images-v7 --split validation` downloads some",
-        )
-    return build_table(
-        layout, files, boxes, sort_class_names, problems, box_id_kind="line", notes=notes, bad_boxes=bad_boxes
-    )
-
-
-def _list_table_dirs(folder: Path) -> list[Path]:
-    subdirs = list_subdirs(folder)
-    return [subdirs[name] for name in TABLE_DIRS if name in subdirs]
-
-
-def _list_csv(folder: Path) -> list[Path]:
-    names = (name for name in os.listdir(folder) if name.lower().endswith(".csv") and not name.startswith("."))
-    return [folder / name for name in sorted(names)]
+    return _make_layout(path, parts) if parts else None
 
 
 def _list_tables(folder: Path) -> list[Path]:
-    return [path for path in _list_csv(folder) if is_open_images(path)]
+    return [path for path in list_files(folder, ".csv") if is_open_images(path)]
 
 
 def is_open_images(path: Path) -> bool:
@@ -120,27 +64,63 @@ def is_open_images(path: Path) -> bool:
     return set(COLUMNS) <= set(header) and header[0] == "ImageID"
 
 
-def _make_layout(root: Path, tables: Sequence[tuple[str | None, Path]]) -> DatasetLayout:
-    near = dict.fromkeys(path for _, table in tables for path in (table.parent, table.parent.parent, root))
-    dirs = [path for base in near if base.is_relative_to(root) for path in (base, *_list_table_dirs(base))]
-    csv_files = [path for directory in dict.fromkeys(dirs) for path in _list_csv(directory)]
-    descriptions = [path for path in csv_files if any(word in path.name.lower() for word in DESCRIPTIONS)]
-    names = ", ".join(table.name for _, table in tables[:3])
-    parts = [
-        SplitFiles(
-            split=split,
-            annotations=table,
-            image_dirs=tuple(dict.fromkeys(iter_nearby_dirs(table.parent, root, split))),
-        )
-        for split, table in tables
-    ]
+def _make_layout(root: Path, parts: Sequence[SplitFiles]) -> DatasetLayout:
+    tables = [part.annotations for part in parts]
+    near = unique(path for table in tables for path in (table.parent, table.parent.parent, root))
+    dirs = unique(
+        path for base in near if base.is_relative_to(root) for path in (base, *named_subdirs(base, TABLE_DIRS))
+    )
+    files = [path for directory in dirs for path in list_files(directory, ".csv")]
     return DatasetLayout(
         format="openimages",
-        description=f"Open Images ({names})",
+        description=f"Open Images ({', '.join(table.name for table in tables[:3])})",
         root=root,
-        parts=tuple(parts),
-        metadata_files=tuple(dict.fromkeys(descriptions)),
+        parts=tuple(
+            replace(part, image_dirs=unique(iter_nearby_dirs(part.annotations.parent, root, part.split)))
+            for part in parts
+        ),
+        metadata_files=tuple(path for path in files if any(word in path.name.lower() for word in DESCRIPTIONS)),
     )
+
+
+def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
+    """Reads all tables. Raises DataError if none of their images is there."""
+    builder, paths = TableBuilder(layout, problems, box_id_kind="line"), _find_images(layout)
+    names = _read_class_names(layout.metadata_files)
+    if not names:
+        builder.notes.append(
+            "there is no class-descriptions-boxable.csv: the classes are called /m/…, as in the tables"
+        )
+    for part in layout.parts:
+        index_by_id: dict[str, int] = {}
+        absent_id, num_absent = "", 0
+        location = os.path.relpath(part.annotations, layout.root)
+        for line, (image_id, label, *values, is_group) in _iter_rows(part.annotations):
+            if image_id not in paths:
+                num_absent += image_id != absent_id  # the rows of an image are together
+                absent_id = image_id
+                continue
+            if image_id not in index_by_id:
+                index_by_id[image_id] = builder.add_image(ImageFile(*paths[image_id], part.split_index))
+            image_index, name = index_by_id[image_id], names.get(label, label)
+            try:
+                x1, x2, y1, y2 = (float(value) for value in values)
+            except ValueError:
+                problems.add("malformed-row", f"{location}:{line}: {', '.join(values)}, not four numbers")
+                builder.bad_boxes.append(image_index)
+                continue
+            builder.boxes.append(Box(image_index, name, (x1, y1, x2, y2), line, True, is_group == "1"))
+        if num_absent:
+            total, num_here = num_absent + len(index_by_id), len(index_by_id)
+            builder.notes.append(f"{location}: {num_here:,} of its {total:,} images are here; the others are left out")
+    if not builder.images:
+        raise DataError(
+            "None of the images of the tables is here.",
+            location=layout.parts[0].annotations,
+            cause=f"below {layout.root} is no image that is called like an ImageID, as 000002b66c9c498e.jpg",
+            fix="put the images there; `fiftyone zoo datasets load open-images-v7 --split validation` downloads some",
+        )
+    return builder.build()
 
 
 def _find_images(layout: DatasetLayout) -> dict[str, tuple[Path, str]]:

@@ -4,7 +4,7 @@ Recognized: *.parquet in one folder, in its folder `data/` or `default/`, or in 
 (bytes, or a struct that has them) and `objects`, or columns of boxes and classes. The pages of Parquet are compressed
 and have no byte range of an image, so the images are copied once into a file in the cache folder, as for gzipped
 TFRecords; this needs a local disk. Format: https://huggingface.co/docs/datasets/object_detection. Not here: the layouts
-of boxes (`sample_annotations.py`).
+of boxes (`shards.py`).
 """
 
 import os
@@ -19,20 +19,23 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from stoker import regular_files
-from stoker.data.formats.sample_annotations import CLASS_LIST_KEYS, CORNERS_KEYS, EXTENT_KEYS, LIST_KEYS
-from stoker.data.formats.shard_bytes import open_shard
-from stoker.data.formats.shard_samples import ShardSamples, make_table
-from stoker.data.formats.tables import (
-    SPLITS,
-    AnnotationTable,
-    DatasetLayout,
-    SplitFiles,
-    check_unannotated_splits,
-    iter_split_dirs,
-    list_subdirs,
-    split_from_name,
+from stoker.data.formats.folders import (
+    file_part,
+    list_files,
+    sort_parts,
 )
-from stoker.data.formats.tfrecord_gzip import MIN_FREE_BYTES, unpacked_path
+from stoker.data.formats.shards import (
+    CLASS_LIST_KEYS,
+    CORNERS_KEYS,
+    EXTENT_KEYS,
+    LIST_KEYS,
+    ShardSamples,
+    find_shards,
+    make_table,
+    open_shard,
+)
+from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
+from stoker.data.formats.tfrecord_bytes import MIN_FREE_BYTES, unpacked_path
 from stoker.data.images import source as image_source
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError, StorageError
@@ -46,19 +49,27 @@ BATCH_ROWS = 64
 """Rows whose images are in memory at the same time."""
 
 
-def find(folder: Path) -> DatasetLayout | None:
-    """The Parquet data set in a folder or in its split folders, or None."""
-    subdirs = list_subdirs(folder)
-    for files_dir in (folder, *(subdirs[name] for name in SHARD_DIRS if name in subdirs)):
-        if parts := _find_parts(files_dir, None):
-            return _make_layout(folder, parts, [])
-    parts = [part for split, path in iter_split_dirs(folder) for part in _find_parts(path, split)]
-    return _make_layout(folder, parts, check_unannotated_splits(folder, parts)) if parts else None
+def recognize(path: Path) -> DatasetLayout | None:
+    """The Parquet data set in a folder or in its split folders, or of a file; None if there is none."""
+    if path.is_file():
+        parts, notes = [file_part(path)] if _has_boxes(path) else [], list[str]()
+    else:
+        parts, notes = find_shards(path, SHARD_DIRS, _list_parquet)
+    if not parts:
+        return None
+    return DatasetLayout(
+        format="parquet",
+        description=f"Parquet in {len(parts):,} files" if len(parts) > 1 else "Parquet in one file",
+        root=path.parent if path.is_file() else path,
+        parts=sort_parts(parts),
+        notes=tuple(notes),
+    )
 
 
-def from_file(path: Path) -> DatasetLayout | None:
-    """The data set of a single file."""
-    return _make_layout(path.parent, [_part(path, None)], []) if _has_boxes(path) else None
+def _list_parquet(folder: Path) -> list[Path]:
+    """The files in a folder, if the first has boxes."""
+    files = list_files(folder, SUFFIXES)
+    return files if files and _has_boxes(files[0]) else []
 
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
@@ -87,27 +98,6 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     files = "one Parquet file" if len(shards) == 1 else f"{len(shards):,} Parquet files"
     table.notes.append(f"the images of {files} are copied into {folder}, {copied:,} bytes")
     return table
-
-
-def _find_parts(folder: Path, split: str | None) -> list[SplitFiles]:
-    with os.scandir(folder) as entries:
-        names = sorted(entry.name for entry in entries if entry.name.lower().endswith(SUFFIXES) and entry.is_file())
-    return [_part(folder / name, split) for name in names] if names and _has_boxes(folder / names[0]) else []
-
-
-def _part(path: Path, split: str | None) -> SplitFiles:
-    return SplitFiles(split=split or split_from_name(path.stem), annotations=path, image_dirs=())
-
-
-def _make_layout(root: Path, parts: list[SplitFiles], notes: list[str]) -> DatasetLayout:
-    ordered = sorted(parts, key=lambda part: SPLITS.index(part.split) if part.split else len(SPLITS))
-    return DatasetLayout(
-        format="parquet",
-        description=f"Parquet in {len(parts):,} files" if len(parts) > 1 else "Parquet in one file",
-        root=root,
-        parts=tuple(ordered),
-        notes=tuple(notes),
-    )
 
 
 def _has_boxes(path: Path) -> bool:

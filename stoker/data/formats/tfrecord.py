@@ -1,31 +1,169 @@
-"""TFRecord data sets of the TensorFlow Object Detection API: reads them without TensorFlow.
+"""TFRecord data sets of the TensorFlow Object Detection API, without TensorFlow.
+
+Recognized: files called *.record, *.tfrecord and similar, whole or numbered (`train.record-00003-of-00010`), plain or
+gzip, in one folder or in `train/`, `valid/`, `test/`; one such file; a pattern ("train.record*"). The split is in the
+name of the file or of that folder.
 
 Every checksum is verified; damaged records are reported with their byte offset and dropped. Images are not copied: the
 table has the byte range of each in its file. Keys are those of object_detection/data_decoders/tf_example_decoder.py;
 image/object/difficult is an ordinary box, as in Pascal VOC; a box around a group (image/object/group_of) counts as
-COCO's crowd. `image/encoded` may have any format that stoker reads.
+COCO's crowd. As in the API, the text decides the class of a box if the label map has it, else the label; of several
+label maps, the one that agrees with the records is used. Not here: the bytes of records (`tfrecord_bytes.py`), the text
+of a label map (`label_map.py`).
 """
 
+import hashlib
 import math
 import mmap
+import os
+import re
 from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stoker import regular_files
-from stoker.data.formats import tf_example
-from stoker.data.formats.tables import AnnotationTable, DatasetLayout, FolderTable
-from stoker.data.formats.tf_example import ByteRange, MalformedExample
-from stoker.data.formats.tfrecord_classes import NO_CLASS, NO_LABEL, NO_TEXT, assign_classes
-from stoker.data.formats.tfrecord_files import GZIP_MAGIC, describe_missing_shards
-from stoker.data.formats.tfrecord_frames import Frame, iter_frames
-from stoker.data.formats.tfrecord_gzip import unpack
+from stoker.data.formats import label_map, tfrecord_bytes
+from stoker.data.formats.folders import (
+    file_part,
+    list_subdirs,
+    sort_parts,
+)
+from stoker.data.formats.label_map import BACKGROUND, LabelMap
+from stoker.data.formats.shards import find_shards
+from stoker.data.formats.tables import AnnotationTable, DatasetLayout, FolderTable, SplitFiles
+from stoker.data.formats.tfrecord_bytes import (
+    HEADER_BYTES,
+    ByteRange,
+    Frame,
+    MalformedExample,
+    Values,
+    is_record_header,
+    iter_frames,
+    unpack,
+    write_record,
+)
+from stoker.data.formats.writer import AnnotatedImage, DatasetWriter, Target, UnsupportedImage, clip_normalized
 from stoker.data.images.headers import parse_header
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
+
+GZIP_MAGIC = b"\x1f\x8b"
+_SUFFIX = re.compile(r"\.(tf_?records?|tfrec|records?)(?=$|[-.])", re.IGNORECASE)
+SUFFIXES = (".record", ".records", ".tfrecord", ".tfrecords", ".tf_record", ".tfrec")
+SIBLING_DIRS = (
+    "annotations", "labels", "label_map", "label_maps", "labelmap", "labelmaps", "data", "training", "configs",
+)  # fmt: skip
+"""Folders next to that of the records in which people keep label maps. Other folders may be other data sets, with their
+own maps."""
+_SHARD_NAME = re.compile(r"(.*)-(\d{3,7})-of-(\d{3,7})(.*)", re.DOTALL)
+
+
+def recognize(path: Path) -> DatasetLayout | None:
+    """The TFRecord data set of a file, or in a folder or in its split folders; None for a folder without."""
+    if path.is_file():
+        return _make_layout(path.parent, [file_part(path)], [])
+    ignored: list[str] = []
+    parts, notes = find_shards(path, (), lambda folder: _list_shards(folder, ignored))
+    return _make_layout(path, parts, ignored + notes) if parts else None
+
+
+def strip_shard_number(name: str) -> str:
+    """The name of a numbered file without its number: "train.record" for "train.record-00003-of-00010"."""
+    match = _SHARD_NAME.fullmatch(name)
+    return name if match is None else match[1] + match[4]
+
+
+def from_glob(data: Path) -> DatasetLayout | None:
+    """The data set of the files that match a pattern; None if there are none."""
+    folder = data.parent.resolve()
+    paths = [path for path in sorted(folder.glob(data.name)) if path.is_file() and _is_shard(path)]
+    return _make_layout(folder, [file_part(path) for path in paths], []) if paths else None
+
+
+def _make_layout(root: Path, parts: list[SplitFiles], notes: list[str]) -> DatasetLayout:
+    shards = f"{len(parts)} files" if len(parts) > 1 else "one file"
+    folders = list(dict.fromkeys(part.annotations.parent for part in parts))
+    return DatasetLayout(
+        format="tfrecord",
+        description=f"TFRecord in {shards}",
+        root=root,
+        parts=sort_parts(parts),
+        notes=tuple(notes),
+        # other programs use .record files too; if there is nothing else, reading them reports what is wrong
+        is_certain=any(_has_tfrecord_header(part.annotations) for part in parts),
+        metadata_files=tuple(_find_label_maps(folders, root)),
+    )
+
+
+def _list_shards(folder: Path, notes: list[str]) -> list[Path]:
+    """The shards in a folder, sorted. Appends to notes which are not read."""
+    with os.scandir(folder) as entries:  # there may be a hundred thousand, all of them images
+        names = sorted(entry.name for entry in entries if "rec" in entry.name.lower() or "-of-" in entry.name)
+    paths = [folder / name for name in names if _is_shard(folder / name) and (folder / name).is_file()]
+    present = {path.name for path in paths}
+    duplicates = {path for path in paths if path.suffix == ".gz" and path.name[: -len(".gz")] in present}
+    notes += [f"{path.name} is not read, because {path.stem} exists too" for path in sorted(duplicates)]
+    return [path for path in paths if path not in duplicates]
+
+
+def _is_shard(path: Path) -> bool:
+    if path.name.startswith("."):
+        return False
+    if _SUFFIX.search(path.name) is not None:
+        return True
+    return _SHARD_NAME.fullmatch(path.name) is not None and path.is_file() and _has_tfrecord_header(path)
+
+
+def _has_tfrecord_header(path: Path) -> bool:
+    """Whether a file is empty or begins like a plain or a gzip shard."""
+    if not path.is_file():
+        return False
+    with regular_files.open_file(path) as file:
+        head = file.read(HEADER_BYTES)
+    return not head or head.startswith(GZIP_MAGIC) or is_record_header(head)
+
+
+def describe_missing_shards(paths: Iterable[Path]) -> Iterator[str]:
+    """For each numbered series with missing files, a message with their numbers."""
+    series: dict[tuple[Path, str, int, str, int], None] = {}
+    for path in paths:
+        if match := _SHARD_NAME.fullmatch(path.name):
+            head, number, total, tail = match.groups()
+            series[path.parent, head, int(total), tail, len(number)] = None
+    for folder, head, count, tail, digits in series:
+        names = {path.name for path in folder.iterdir()}
+        suffix = f"-of-{count:0{digits}}{tail}"
+        absent = [number for number in range(count) if f"{head}-{number:0{digits}}{suffix}" not in names]
+        if absent:
+            listed = ", ".join(f"{number:0{digits}}" for number in absent[:10])
+            more = f" and {len(absent) - 10} more" if len(absent) > 10 else ""
+            yield f"{folder / head}-*{suffix}: {len(absent)} of {count} are missing, numbers {listed}{more}"
+
+
+def _find_label_maps(folders: list[Path], root: Path) -> list[Path]:
+    """The label maps of the nearest folder that has any: with the records, below, above, in a sibling folder."""
+    sibling_dirs = [path for name, path in list_subdirs(root.parent).items() if name in SIBLING_DIRS and path != root]
+    for directories, pattern in (
+        ([*folders, root], "*.pbtxt"),
+        ([root], "*/*.pbtxt"),
+        ([root.parent], "*.pbtxt"),
+        (sibling_dirs, "*.pbtxt"),
+    ):
+        files = (path for directory in dict.fromkeys(directories) for path in sorted(directory.glob(pattern)))
+        if nearest := [path for path in files if path.is_file() and label_map.looks_like_label_map(path)]:
+            return nearest
+    return []
+
+
+def is_in_sibling_dir(path: Path, root: Path) -> bool:
+    """Whether a label map is in a folder next to that of the records: it may belong to another data set."""
+    return path.parent != root.parent and not path.is_relative_to(root)
+
 
 BOX_KEYS = (b"image/object/bbox/xmin", b"image/object/bbox/ymin", b"image/object/bbox/xmax", b"image/object/bbox/ymax")
 LABEL_KEY, TEXT_KEY = b"image/object/class/label", b"image/object/class/text"
@@ -78,7 +216,7 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
         raise DataError(
             "No record can be used.",
             location=layout.root if len(layout.parts) > 1 else layout.parts[0].annotations,
-            cause="; ".join(f"{p.title}: {p.examples[0]}" for p in problems.summarize()) or None,
+            cause=problems.describe() or None,
             fix="copy or write the records again; they must be TFRecords of the TensorFlow Object Detection API",
         )
     if columns.unpacked_bytes:
@@ -136,19 +274,19 @@ def _read_shard(
 def _read_record(data: mmap.mmap, frame: Frame, shard: Path, columns: _RecordColumns, used_names: set[str]) -> str:
     """Adds the image and the boxes of a record; returns the image's name. Raises _UnusableRecord."""
     try:
-        features = tf_example.parse_features(data, frame.start, frame.stop)
-        encoded = tf_example.find_byte_values(data, features.get(ENCODED_KEY))
-        xyxy = [tf_example.read_floats(data, features.get(key)) for key in BOX_KEYS]
-        labels = tf_example.read_integers(data, features.get(LABEL_KEY))
-        texts = [data[begin:end] for begin, end in tf_example.find_byte_values(data, features.get(TEXT_KEY))]
-        crowd = tf_example.read_integers(data, features.get(CROWD_KEY))
-        group_of = tf_example.read_integers(data, features.get(GROUP_KEY))
-        area = tf_example.read_floats(data, features.get(AREA_KEY))
-        hw = [tf_example.read_integers(data, features.get(key)) for key in (HEIGHT_KEY, WIDTH_KEY)]
+        features = tfrecord_bytes.parse_features(data, frame.start, frame.stop)
+        encoded = tfrecord_bytes.find_byte_values(data, features.get(ENCODED_KEY))
+        xyxy = [tfrecord_bytes.read_floats(data, features.get(key)) for key in BOX_KEYS]
+        labels = tfrecord_bytes.read_integers(data, features.get(LABEL_KEY))
+        texts = [data[begin:end] for begin, end in tfrecord_bytes.find_byte_values(data, features.get(TEXT_KEY))]
+        crowd = tfrecord_bytes.read_integers(data, features.get(CROWD_KEY))
+        group_of = tfrecord_bytes.read_integers(data, features.get(GROUP_KEY))
+        area = tfrecord_bytes.read_floats(data, features.get(AREA_KEY))
+        hw = [tfrecord_bytes.read_integers(data, features.get(key)) for key in (HEIGHT_KEY, WIDTH_KEY)]
         filename, source_id = (
             data[ranges[0].start : ranges[0].stop] if ranges else b""
             for ranges in (
-                tf_example.find_byte_values(data, features.get(key)) for key in (FILENAME_KEY, SOURCE_ID_KEY)
+                tfrecord_bytes.find_byte_values(data, features.get(key)) for key in (FILENAME_KEY, SOURCE_ID_KEY)
             )
         )
     except MalformedExample as error:
@@ -277,3 +415,278 @@ def _image_ids(source_ids: list[bytes]) -> NDArray[np.int64]:
         return image_indices
     ids = np.array([int(text) for text in source_ids], np.int64)
     return ids if len(np.unique(ids)) == len(ids) else image_indices
+
+
+NO_LABEL = -(2**63)
+NO_TEXT = -1
+NO_CLASS = -1
+
+
+class ClassAssignment(NamedTuple):
+    names: list[str]
+    ids: list[int]
+    labels: NDArray[np.int32]
+    """[K], index into `names`, or NO_CLASS."""
+    notes: list[str]
+
+
+class LabelTextPair(NamedTuple):
+    """A label and a text that some boxes have in common."""
+
+    label: int
+    """NO_LABEL if the record has none."""
+    text: str | None
+    num_boxes: int
+    first_box: int
+    """Index of the first of these boxes."""
+
+
+class _Assignment(NamedTuple):
+    """The class of a pair."""
+
+    label: int
+    """Index into the class names, or NO_CLASS."""
+    problem_kind: str | None = None
+    description: str = ""
+
+
+def assign_classes(
+    label: NDArray[np.int64],
+    text_index: NDArray[np.int32],
+    texts: Sequence[str],
+    *,
+    label_map_paths: Sequence[Path],
+    root: Path,
+    problems: ProblemCollector,
+    describe_box: Callable[[int], str],
+) -> ClassAssignment:
+    """The class of each box.
+
+    label [K]: image/object/class/label or NO_LABEL; text_index [K]: index into `texts` or NO_TEXT; label_map_paths:
+    label maps that may belong to the records below `root`; describe_box: the location of a box, for messages. Raises
+    DataError if a label map cannot be read or if several fit.
+    """
+    pairs, pair_index = _group_pairs(label, text_index, texts)
+    chosen, notes = _choose_label_map(pairs, label_map_paths, root)
+    if chosen is not None:
+        names, ids, assignments = chosen.names, chosen.ids, _assign_by_map(pairs, chosen)
+    elif texts:
+        names, ids, assignments = _assign_by_text(pairs, sorted(set(texts)))
+        notes.append("no label map: the classes are the texts in the records, sorted")
+    else:
+        names, ids, assignments = _assign_by_label(pairs)
+        if names:
+            notes.append(
+                "no label map and no texts in the records: the classes are named after their labels;"
+                " a label_map.pbtxt next to the records sets their names"
+            )
+    for pair, assignment in zip(pairs, assignments, strict=True):
+        if assignment.problem_kind is not None:
+            example = f"{describe_box(pair.first_box)}: {assignment.description}"
+            problems.add(assignment.problem_kind, example, pair.num_boxes)
+    labels = np.array([assignment.label for assignment in assignments], np.int32)
+    return ClassAssignment(names, ids, labels[pair_index], notes)
+
+
+def _group_pairs(
+    label: NDArray[np.int64], text_index: NDArray[np.int32], texts: Sequence[str]
+) -> tuple[list[LabelTextPair], NDArray[np.int64]]:
+    """The different pairs of label and text, and the index of each box's pair [K]."""
+    values, label_number = np.unique(label, return_inverse=True)
+    codes, first, pair_index, counts = np.unique(
+        label_number * (len(texts) + 1) + text_index + 1, return_index=True, return_inverse=True, return_counts=True
+    )
+    pairs = []
+    for code, first_box, count in zip(codes.tolist(), first.tolist(), counts.tolist(), strict=True):
+        number, text_number = divmod(code, len(texts) + 1)
+        pairs.append(
+            LabelTextPair(int(values[number]), texts[text_number - 1] if text_number else None, count, first_box)
+        )
+    return pairs, pair_index
+
+
+def _choose_label_map(
+    pairs: list[LabelTextPair], paths: Sequence[Path], root: Path
+) -> tuple[LabelMap | None, list[str]]:
+    """The label map to use, or None, and notes about it."""
+    is_sibling = bool(paths) and is_in_sibling_dir(paths[0], root)
+    distinct: dict[tuple[object, ...], LabelMap] = {}
+    for path in paths:
+        try:
+            candidate = label_map.read(path)
+        except DataError:
+            if is_sibling:  # perhaps of another data set; a note tells which map is used
+                continue
+            raise
+        distinct.setdefault((*candidate.ids, *candidate.names, *candidate.index_by_name.items()), candidate)
+    label_maps = list(distinct.values())
+    if not label_maps:
+        return None, []
+    fitting = [
+        candidate
+        for candidate in label_maps
+        if not any(assignment.problem_kind for assignment in _assign_by_map(pairs, candidate))
+    ]
+    if len(label_maps) == 1 and not is_sibling:
+        fitting = label_maps
+    if len(fitting) == 1:
+        others = [candidate.path.name for candidate in label_maps if candidate is not fitting[0]]
+        more = f"; {', '.join(others[:5])} do not fit the records" if others else ""
+        return fitting[0], [f"classes from {fitting[0].path}{more}"]
+    if is_sibling:
+        return None, [
+            f"label maps in folders next to the records are not used: {len(fitting)} of {len(label_maps)} fit them"
+        ]
+    raise DataError(
+        f"There are {len(label_maps)} different label maps, and {len(fitting) or 'none'} of them fit the records.",
+        location=root,
+        choices=[str(candidate.path) for candidate in label_maps],
+        fix="leave the correct one with the records and move the others away",
+    )
+
+
+def _assign_by_map(pairs: list[LabelTextPair], label_map: LabelMap) -> list[_Assignment]:
+    index_by_id = {class_id: class_index for class_index, class_id in enumerate(label_map.ids)}
+    assignments = []
+    for pair in pairs:
+        by_label = index_by_id.get(pair.label)
+        by_text = None if pair.text is None else label_map.index_by_name.get(pair.text)
+        described = f"label {pair.label}"
+        if by_label is not None:
+            described += f" is {label_map.names[by_label]!r} in {label_map.path.name}"
+        if by_text is not None and by_label != by_text and pair.label != NO_LABEL:
+            described += f", its text is {pair.text!r}"
+            assignments.append(_Assignment(by_text, "label-disagrees", described))
+        elif by_text is not None:
+            assignments.append(_Assignment(by_text))
+        elif by_label is not None and pair.text is not None:
+            described += f", its text {pair.text!r} is not in the map"
+            assignments.append(_Assignment(by_label, "label-disagrees", described))
+        elif by_label is not None:
+            assignments.append(_Assignment(by_label))
+        else:
+            assignments.append(_unassigned(pair, f"not in {label_map.path.name}"))
+    return assignments
+
+
+def _assign_by_text(pairs: list[LabelTextPair], names: list[str]) -> tuple[list[str], list[int], list[_Assignment]]:
+    """Without a label map. A box without a text gets the class of the boxes with the same label."""
+    index_by_name = {name: class_index for class_index, name in enumerate(names)}
+    indices_by_label: dict[int, set[int]] = {}
+    for pair in pairs:
+        if pair.text is not None and pair.label > BACKGROUND:
+            indices_by_label.setdefault(pair.label, set()).add(index_by_name[pair.text])
+    index_by_label = {label: next(iter(indices)) for label, indices in indices_by_label.items() if len(indices) == 1}
+    assignments = []
+    for pair in pairs:
+        class_index = index_by_label.get(pair.label) if pair.text is None else index_by_name[pair.text]
+        if class_index is None:
+            assignments.append(_unassigned(pair, "no box with a text has this label"))
+        else:
+            assignments.append(_Assignment(class_index))
+    ids = {class_index: label for label, class_index in index_by_label.items()}
+    one_to_one = len(index_by_label) == len(indices_by_label) == len(ids) == len(names)
+    return (
+        names,
+        [ids[class_index] if one_to_one else class_index + 1 for class_index in range(len(names))],
+        assignments,
+    )
+
+
+def _assign_by_label(pairs: list[LabelTextPair]) -> tuple[list[str], list[int], list[_Assignment]]:
+    ids = sorted({pair.label for pair in pairs if pair.label > BACKGROUND})
+    index_by_id = {class_id: class_index for class_index, class_id in enumerate(ids)}
+    assignments = [
+        _Assignment(index_by_id[pair.label]) if pair.label in index_by_id else _unassigned(pair, "labels begin at 1")
+        for pair in pairs
+    ]
+    return [f"class {class_id}" for class_id in ids], ids, assignments
+
+
+def _unassigned(pair: LabelTextPair, reason: str) -> _Assignment:
+    """Boxes whose class cannot be determined."""
+    text = "" if pair.text is None else f", text {pair.text!r}"
+    if pair.label == NO_LABEL and not text:
+        return _Assignment(NO_CLASS, "no-class", "neither a label nor a text")
+    if pair.label == BACKGROUND and not text:
+        return _Assignment(NO_CLASS, "no-class", "label 0, which is TensorFlow's background")
+    label = "no label" if pair.label == NO_LABEL else f"label {pair.label}"
+    return _Assignment(NO_CLASS, "unknown-class", f"{label}{text}: {reason}")
+
+
+TF_IMAGE_FORMATS = {"jpeg": b"jpeg", "png": b"png", "bmp": b"bmp", "gif": b"gif"}
+"""The formats of tf.io.decode_image → image/format."""
+
+
+class TfRecordWriter(DatasetWriter):
+    """`<split>.record` or numbered shards, and `label_map.pbtxt`. Labels start at 1. Corners are normalized and within
+    0 … 1; the API stops at others. The keys are those of object_detection/dataset_tools/create_coco_tf_record.py."""
+
+    box_orientation = "stored"  # TensorFlow ignores EXIF
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        class_names = target.class_names
+        if len(set(class_names)) < len(class_names) or "" in class_names:
+            raise DataError(
+                "A label map cannot contain two classes with the same name, or one without a name.",
+                cause=f"the classes are {', '.join(map(repr, class_names))}",
+                fix="rename it in the source, or convert to coco or yolo",
+            )
+        self._target = target
+        self._num_written = dict.fromkeys(target.max_images, 0)
+        self._files: dict[str, list[Path]] = {split: [] for split in target.max_images}
+        self._open_shard: tuple[tuple[str, int], BinaryIO] | None = None
+
+    def image_path(self, _image: AnnotatedImage) -> None:
+        return None
+
+    def add(self, image: AnnotatedImage) -> None:
+        if image.image_format not in TF_IMAGE_FORMATS:
+            raise UnsupportedImage(f"it is {image.image_format}, TensorFlow decodes {', '.join(TF_IMAGE_FORMATS)}")
+        normalized, clipped = clip_normalized(image)
+        if clipped:
+            self.notes["boxes reached outside their image and are clipped: TensorFlow refuses them"] += clipped
+        height, width = image.size
+        xyxy = normalized.astype(np.float32).T
+        values: dict[str, Values] = {
+            "image/height": [height],
+            "image/width": [width],
+            "image/filename": [image.name.encode()],
+            "image/source_id": [str(image.image_id).encode()],
+            "image/key/sha256": [hashlib.sha256(image.data).hexdigest().encode()],
+            "image/encoded": [image.data],
+            "image/format": [TF_IMAGE_FORMATS[image.image_format]],
+            "image/object/class/text": [self.class_names[label].encode() for label in image.labels.tolist()],
+            "image/object/class/label": [label + 1 for label in image.labels.tolist()],
+            "image/object/is_crowd": list(map(int, image.crowd.tolist())),
+            "image/object/area": image.area.astype(np.float32),
+        }
+        for name, column in zip(("xmin", "ymin", "xmax", "ymax"), xyxy, strict=True):
+            values[f"image/object/bbox/{name}"] = column
+        write_record(self._shard_file(image.split), tfrecord_bytes.encode_example(values))
+        self._num_written[image.split] += 1
+
+    def _shard_file(self, split: str) -> BinaryIO:
+        """The shard of the next record of a split: images in order, in equal parts."""
+        shard = self._num_written[split] * self._target.shards // max(1, self._target.max_images[split])
+        if self._open_shard is None or self._open_shard[0] != (split, shard):
+            self._close_shard()
+            files = self._files[split]
+            path = self.folder / f"{split}.record-{len(files):05d}"
+            files.append(path)
+            self._open_shard = (split, shard), path.open("xb")
+        return self._open_shard[1]
+
+    def _close_shard(self) -> None:
+        if self._open_shard is not None:
+            self._open_shard[1].close()
+            self._open_shard = None
+
+    def finish(self) -> None:
+        self._close_shard()
+        for split, files in self._files.items():
+            for path in files:  # the number of shards is known only now, because images may have been left out
+                is_single = self._target.shards == 1
+                path.rename(self.folder / f"{split}.record" if is_single else Path(f"{path}-of-{len(files):05d}"))
+        (self.folder / "label_map.pbtxt").write_text(label_map.to_text(self.class_names), encoding="utf-8")

@@ -1,58 +1,280 @@
-"""Pascal VOC XML: reads a data set of one file per image.
+"""Pascal VOC: an XML file per image.
+
+Recognized: `Annotations/` (or `xml/`, `labels/` …) next to `JPEGImages/` (or `images/` …), with or without
+`ImageSets/Main`, also with subfolders in both; `annotations/train/` with `images/train/`; XML files and images in one
+folder; any of these in `train/`, `valid/`, `test/`.
 
 Boxes are taken as written: the 1-based corners of the original VOC are not shifted, because most files today come from
-tools that write 0-based ones. `difficult` objects are ordinary boxes; boxes of an object's <part>s are not read.
-The image of each file: `voc_images.py`.
+tools that write 0-based ones. `difficult` objects are ordinary boxes; boxes of an object's <part>s are not read. The
+image of an XML file has its stem. <filename> is often wrong, so it is used only if there is no such image.
 Format: http://host.robots.ox.ac.uk/pascal/VOC/voc2012/htmldoc/devkit_doc.html#SECTION00091000000000000000.
 """
 
 import os
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 from xml.etree import ElementTree
+from xml.etree.ElementTree import Element, SubElement
+
+import numpy as np
 
 from stoker import regular_files
-from stoker.data.formats.table_builder import Box, ImageFile, build_table
-from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
-from stoker.data.formats.voc_files import index_xml, list_xml, match_list_entry
-from stoker.data.formats.voc_images import ImageLocator
+from stoker.data.formats.building import XYXY, ImageFile, TableBuilder, no_image_error, usable_size
+from stoker.data.formats.cvat import is_cvat
+from stoker.data.formats.folders import (
+    ANNOTATION_DIRS,
+    MAX_PROBES,
+    SPLIT_BY_NAME,
+    check_unannotated_splits,
+    file_part,
+    is_image_name,
+    iter_annotation_files,
+    iter_dirs_below,
+    iter_split_dirs,
+    iter_split_image_dirs,
+    list_image_dirs,
+    list_split_pairs,
+    list_subdirs,
+    named_subdirs,
+    read_head,
+)
+from stoker.data.formats.tables import SPLITS, AnnotationTable, DatasetLayout, SplitFiles
+from stoker.data.formats.writer import AnnotatedImage, DatasetWriter, Target, shortest_decimal
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
 
+MAX_LIST_PROBES = 64
+"""Lines of a list that are tried, to see whether it is about the annotated images."""
 
-class _Object(NamedTuple):
-    class_name: str
-    xyxy: tuple[float, float, float, float]
-    number: int
-    """1 for the first <object> of the file."""
+
+def recognize(folder: Path) -> DatasetLayout | None:
+    """The Pascal VOC data set in a folder (not in subfolders), or None."""
+    notes: list[str] = []
+    if (annotations := _find_annotation_dir(folder)) is not None:
+        description = f"Pascal VOC in {annotations.relative_to(folder)}/"
+        parts, notes = _parts_from_lists(folder, annotations)
+        present = {part.split for part in parts}
+        others = [part for part in _iter_split_folders(folder) if part.split not in ("train", *present)]
+        if others and present == {None}:  # Annotations/ and Validation_Annotations/: the first are for training
+            parts = [replace(part, split="train") for part in parts]
+        parts += others
+    elif parts := list(_iter_split_folders(folder)):
+        description = "Pascal VOC per split folder"
+        notes = check_unannotated_splits(folder, parts)
+    elif _has_xml(folder):
+        description = "Pascal VOC, XML files in one folder"
+        parts = [SplitFiles(split=None, annotations=folder, image_dirs=list_image_dirs(folder))]
+    else:
+        return None
+    return DatasetLayout(format="voc", description=description, root=folder, parts=tuple(parts), notes=tuple(notes))
+
+
+def _iter_split_folders(folder: Path) -> Iterator[SplitFiles]:
+    for split, path in iter_split_dirs(folder):
+        annotations = _find_annotation_dir(path) or (path if _has_xml(path) else None)
+        if annotations is not None:
+            yield file_part(annotations, split, list_image_dirs(path))
+    for split, images, annotations in list_split_pairs(folder):
+        if _has_xml(annotations):
+            yield file_part(annotations, split, (images,))
+
+
+def _list_xml(folder: Path) -> list[Path]:
+    """The XML files in a folder of annotations."""
+    return [Path(file) for file in iter_annotation_files(folder, (".xml",))]
+
+
+def _has_xml(folder: Path) -> bool:
+    return any(not is_cvat(read_head(Path(file))) for file in iter_annotation_files(folder, (".xml",)))
+
+
+def _find_annotation_dir(folder: Path) -> Path | None:
+    """The subfolder that contains the XML files."""
+    directory = next(filter(_has_xml, named_subdirs(folder, ANNOTATION_DIRS)), None)
+    if directory is None:
+        return None
+    inner = list_subdirs(directory).get("xmls")  # as in the Oxford-IIIT Pet data set
+    return directory if inner is None or not _has_xml(inner) else inner
+
+
+def _make_split_parts(folder: Path, annotations: Path) -> list[SplitFiles]:
+    """The parts if every XML file is in a subfolder named after its split; else none."""
+    split_dirs = [(split, path) for split, path in iter_split_dirs(annotations) if _has_xml(path)]
+    if not split_dirs or len(_list_xml(annotations)) > sum(len(_list_xml(path)) for _, path in split_dirs):
+        return []
+    image_dirs = list_image_dirs(folder)
+    return [file_part(path, split, [*iter_split_image_dirs(folder, split), *image_dirs]) for split, path in split_dirs]
+
+
+def _parts_from_lists(folder: Path, annotations: Path) -> tuple[list[SplitFiles], list[str]]:
+    """The splits of the lists in ImageSets/Main, ImageSets or the folder itself, and notes; without such lists one part
+    without a split.
+
+    Only train, val, trainval and test: a file such as aeroplane_train.txt lists the images with that class.
+    """
+    image_dirs = list_image_dirs(folder)
+    notes = []
+    lists: dict[str, Path] = {}
+    for directory in (folder / "ImageSets" / "Main", folder / "ImageSets", folder):
+        lists = _split_lists(directory)
+        if lists and directory == folder:
+            names = [lists[split].name for split in (*SPLITS, "trainval") if split in lists]
+            for_training = lists.get("train", lists.get("trainval"))
+            if for_training is None or not _lists_name_files(for_training, annotations):
+                notes.append(f"not read: {', '.join(names)}: no line names an annotated image for training")
+                lists = {}
+            else:
+                notes.append(f"splits: those of {', '.join(names)}")
+        if lists:
+            break
+    trainval = lists.pop("trainval", None)
+    if trainval is not None and "train" not in lists:
+        lists["train"] = trainval
+        if "val" in lists:
+            notes.append("not read: ImageSets/Main/val.txt, because trainval.txt contains its images")
+            del lists["val"]
+    parts = [
+        SplitFiles(split=split, annotations=annotations, image_dirs=image_dirs, image_list=lists[split])
+        for split in SPLITS
+        if split in lists
+    ]
+    parts = parts or _make_split_parts(folder, annotations)
+    return parts or [SplitFiles(split=None, annotations=annotations, image_dirs=image_dirs)], notes
+
+
+class _ImageListing:
+    """The images of some folders by name and stem."""
+
+    def __init__(self, folders: Iterable[Path]) -> None:
+        folders = list(folders)
+        self._default_dir = folders[0]
+        self._dir_by_name: dict[str, Path] = {}
+        self._names_by_stem: dict[str, list[str]] = {}
+        for folder in folders:
+            with os.scandir(folder) as entries:
+                for name in sorted(entry.name for entry in entries if is_image_name(entry.name)):
+                    if name not in self._dir_by_name:
+                        self._dir_by_name[name] = folder
+                        self._names_by_stem.setdefault(os.path.splitext(name)[0].casefold(), []).append(name)
+
+    def has_stem(self, stem: str) -> bool:
+        return stem.casefold() in self._names_by_stem
+
+    def find_folder(self, name: str) -> Path:
+        """The folder of an image; the most likely one if there is no image of that name."""
+        return self._dir_by_name.get(name, self._default_dir)
+
+    def choose_name(self, stem: str, annotated_name: str) -> str | None:
+        """The image with a stem. Of several, the one in the same case and with the name in <filename>."""
+        candidates = self._names_by_stem.get(stem.casefold(), [])
+        best = sorted(candidates, key=lambda name: (os.path.splitext(name)[0] != stem, name != annotated_name, name))
+        return best[0] if best else None
+
+
+class _ImageLocator:
+    """The images of a part. Lists each folder once."""
+
+    def __init__(self, part: SplitFiles, root: Path, files: list[Path]) -> None:
+        """files: the part's XML files. If the usual folders have none of their images, the folders below `root` are
+        searched, and a note tells it."""
+        self.notes: list[str] = []
+        self._annotation_dir, self._image_dirs = part.annotations, part.image_dirs
+        self._listing_by_subdir: dict[Path, _ImageListing] = {}
+        probes = files[:MAX_PROBES]
+        if probes and not any(self._listing_for(file).has_stem(file.stem) for file in probes):
+            other_dirs = tuple(
+                directory
+                for directory in iter_dirs_below(root)
+                if any(map(_ImageListing([directory]).has_stem, (file.stem for file in probes)))
+            )
+            if other_dirs:
+                listed = ", ".join(str(directory.relative_to(root)) for directory in other_dirs[:3])
+                self.notes.append(f"the images of {os.path.relpath(part.annotations, root)}/ are in {listed}")
+                self._image_dirs, self._listing_by_subdir = (*other_dirs, *part.image_dirs), {}
+
+    def locate(self, file: Path, filename: str) -> tuple[Path, str]:
+        """Folder and name of an XML file's image; a likely name if there is none. filename: its <filename>."""
+        listing = self._listing_for(file)
+        annotated_name = filename.replace("\\", "/").rpartition("/")[2]
+        name = listing.choose_name(file.stem, annotated_name) or (
+            listing.choose_name(os.path.splitext(annotated_name)[0], annotated_name) if annotated_name else None
+        )
+        if name is None:
+            name = annotated_name if is_image_name(annotated_name) else f"{file.stem}.jpg"
+        return listing.find_folder(name), name
+
+    def _listing_for(self, file: Path) -> "_ImageListing":
+        subdir = file.parent.relative_to(self._annotation_dir)
+        if subdir not in self._listing_by_subdir:
+            subdirs = [folder / subdir for folder in self._image_dirs if (folder / subdir).is_dir()]
+            self._listing_by_subdir[subdir] = _ImageListing(subdirs or self._image_dirs)
+        return self._listing_by_subdir[subdir]
+
+
+def _split_lists(folder: Path) -> dict[str, Path]:
+    """The lists train.txt, val.txt, test.txt and trainval.txt in a folder, also under the other names of the splits."""
+    words = {**SPLIT_BY_NAME, "trainval": "trainval"}
+    found = [(split, folder / f"{word}.txt") for word, split in words.items()]
+    return {split: path for split, path in reversed(found) if path.is_file()}
+
+
+def _match_list_entry(entry: str, known: Mapping[str, Path], by_stem: Mapping[str, Path]) -> Path | None:
+    """The XML file of a line of a list: a name with or without the image's suffix, perhaps followed by 1 or -1, or a
+    path, perhaps of another machine. known: by relative path without suffix; by_stem: by name without suffix."""
+    for text in (entry, os.path.splitext(entry)[0], entry.split()[0]):
+        if text in known:
+            return known[text]
+    for text in (entry, entry.split()[0]):
+        name = text.replace("\\", "/").rpartition("/")[2]
+        for stem in (os.path.splitext(name)[0], name):
+            if stem in by_stem:
+                return by_stem[stem]
+    return None
+
+
+def _index_xml(annotations: Path) -> tuple[dict[str, Path], dict[str, Path]]:
+    """The XML files of a folder by relative path without suffix, and by their stem where only one has it."""
+    paths = _list_xml(annotations)
+    known = {str(path.relative_to(annotations).with_suffix("")): path for path in paths}
+    counts = Counter(path.stem for path in paths)
+    return known, {path.stem: path for path in paths if counts[path.stem] == 1}
+
+
+def _lists_name_files(image_list: Path, annotations: Path) -> bool:
+    known, by_stem = _index_xml(annotations)
+    text = regular_files.read_text(image_list, encoding="utf-8-sig", errors="surrogateescape")
+    lines = islice((line.strip() for line in text.splitlines() if line.strip()), MAX_LIST_PROBES)
+    return any(_match_list_entry(line, known, by_stem) is not None for line in lines)
 
 
 @dataclass(frozen=True)
 class _Annotation:
+    """The content of a file."""
+
     file: Path
     filename: str
     size: tuple[int, int]
     """Height, width; 0 if the file does not give it."""
-    objects: list[_Object]
+    objects: list[tuple[str, XYXY, int]]
+    """Class, box and number of each object that can be read."""
     num_bad_boxes: int
-    """Objects that cannot be read."""
 
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     """Reads all XML files of a data set. Raises DataError if none can be read."""
-    notes = list(layout.notes)
-    locators: dict[tuple[Path, tuple[Path, ...]], ImageLocator] = {}
-    read_files: set[Path] = set()
+    builder = TableBuilder(layout, problems, box_id_kind="object")
+    locators: dict[tuple[Path, tuple[Path, ...]], _ImageLocator] = {}
     parsed: dict[Path, _Annotation | None] = {}
     entries: list[tuple[_Annotation, ImageFile]] = []
     for part in layout.parts:
-        files = _list_files(part, layout.root, notes, problems)
-        read_files.update(files)
+        files = _list_files(part, layout.root, builder.notes, problems)
         key = part.annotations, part.image_dirs
         if key not in locators:
-            locators[key] = ImageLocator(part, layout.root, files)
-            notes += locators[key].notes
+            locators[key] = _ImageLocator(part, layout.root, files)
+            builder.notes += locators[key].notes
         for file in files:
             if file not in parsed:
                 parsed[file] = _parse_file(file, os.path.relpath(file, layout.root), problems)
@@ -60,32 +282,22 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
                 folder, name = locators[key].locate(file, annotation.filename)
                 entries.append((annotation, ImageFile(folder, name, part.split_index, annotation.size)))
     if not entries:
-        raise DataError(
-            "No annotation file can be read.",
-            location=layout.parts[0].annotations,
-            cause="; ".join(f"{p.count} × {p.title}: {p.examples[0]}" for p in problems.summarize(1)) or None,
-            fix="export or copy the data set again",
-        )
+        fix = "export or copy the data set again"
+        raise no_image_error(layout, problems, "No annotation file can be read.", fix=fix)
     entries = _drop_duplicate_files(entries, layout.root, problems)
-    _report_unlisted(layout, read_files, locators, problems)
-    boxes = [
-        Box(image_index, item.class_name, item.xyxy, item.number)
-        for image_index, (annotation, _) in enumerate(entries)
-        for item in annotation.objects
-    ]
-    return build_table(
-        layout,
-        [image for _, image in entries],
-        boxes,
-        lambda kept: sorted({str(box.label) for box in kept}),
-        problems,
-        box_id_kind="object",
-        notes=notes,
-        bad_boxes=[
-            image_index for image_index, (annotation, _) in enumerate(entries) for _ in range(annotation.num_bad_boxes)
-        ],
-        read_headers=False,
-    )
+    reported = set(parsed)
+    for part in layout.parts:  # images that have an annotation file and are in no list of a split
+        for file in _list_xml(part.annotations):
+            if file not in reported:
+                reported.add(file)
+                folder, name = locators[part.annotations, part.image_dirs].locate(file, "")
+                problems.add("not-in-a-split", os.path.relpath(folder / name, layout.root))
+    for annotation, image in entries:
+        image_index = builder.add_image(image)
+        for class_name, xyxy, number in annotation.objects:
+            builder.add_box(class_name, xyxy, number)
+        builder.bad_boxes += [image_index] * annotation.num_bad_boxes
+    return builder.build(sorted({str(box.label) for box in builder.boxes}), read_headers=False)
 
 
 def _drop_duplicate_files(
@@ -113,15 +325,15 @@ def _drop_duplicate_files(
 def _list_files(part: SplitFiles, root: Path, notes: list[str], problems: ProblemCollector) -> list[Path]:
     """The XML files of a split: those in its list, in that order, else all of the folder by name."""
     if part.image_list is None:
-        return list_xml(part.annotations)
-    known, by_stem = index_xml(part.annotations)
+        return _list_xml(part.annotations)
+    known, by_stem = _index_xml(part.annotations)
     selected: dict[Path, None] = {}
     absent: list[tuple[int, str]] = []
     text = regular_files.read_text(part.image_list, encoding="utf-8-sig", errors="surrogateescape")
     entries = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     location = os.path.relpath(part.image_list, root)
     for number, entry in entries:
-        file = match_list_entry(entry, known, by_stem)
+        file = _match_list_entry(entry, known, by_stem)
         if file is None:
             absent.append((number, entry))
         elif file in selected:
@@ -149,22 +361,6 @@ def _list_files(part: SplitFiles, root: Path, notes: list[str], problems: Proble
         for number, entry in absent:
             problems.add("no-annotation-file", f"{location}:{number}: {entry!r}")
     return list(selected)
-
-
-def _report_unlisted(
-    layout: DatasetLayout,
-    read_files: set[Path],
-    locators: dict[tuple[Path, tuple[Path, ...]], ImageLocator],
-    problems: ProblemCollector,
-) -> None:
-    """Reports the images that have an annotation file and are in no list of a split."""
-    reported: set[Path] = set()
-    for part in layout.parts:
-        for file in list_xml(part.annotations):
-            if file not in read_files and file not in reported:
-                reported.add(file)
-                folder, name = locators[part.annotations, part.image_dirs].locate(file, "")
-                problems.add("not-in-a-split", os.path.relpath(folder / name, layout.root))
 
 
 def _parse_file(file: Path, location: str, problems: ProblemCollector) -> _Annotation | None:
@@ -196,13 +392,13 @@ def _parse_file(file: Path, location: str, problems: ProblemCollector) -> _Annot
         elif isinstance(xyxy, str):
             problems.add("malformed-box", f"{object_location}: {xyxy}")
         else:
-            objects.append(_Object(class_name, xyxy, number))
-    size = (_parse_pixels(root, "size/height"), _parse_pixels(root, "size/width"))
+            objects.append((class_name, xyxy, number))
+    size = usable_size(root.findtext("size/height"), root.findtext("size/width"))
     num_bad_boxes = len(root.findall("object")) - len(objects)
     return _Annotation(file, (root.findtext("filename") or "").strip(), size, objects, num_bad_boxes)
 
 
-def _parse_xyxy(box: ElementTree.Element) -> tuple[float, float, float, float] | str:
+def _parse_xyxy(box: Element) -> XYXY | str:
     """x1, y1, x2, y2, or the reason why they cannot be read."""
     values = []
     for tag in ("xmin", "ymin", "xmax", "ymax"):
@@ -214,10 +410,63 @@ def _parse_xyxy(box: ElementTree.Element) -> tuple[float, float, float, float] |
     return values[0], values[1], values[2], values[3]
 
 
-def _parse_pixels(root: ElementTree.Element, path: str) -> int:
-    """A height or width in pixels; 0, unknown, if the file has no valid one."""
-    try:
-        value = float(root.findtext(path) or 0)
-    except ValueError:
-        return 0
-    return int(value) if 0 < value < 2**31 else 0
+class VocWriter(DatasetWriter):
+    """An XML file per image in `Annotations/`, images in `JPEGImages/`, splits in `ImageSets/Main/`. It has no order of
+    classes, no class without a box and no crowd boxes. Corners are not shifted by one."""
+
+    single_image_dir = True
+    supports_crowd = False
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        for name in target.class_names:
+            if not name or name.strip() != name or not name.isprintable() or target.class_names.count(name) > 1:
+                raise DataError(
+                    f"Pascal VOC cannot store the class {name!r}.",
+                    cause="it stores class names in XML, without ids: equal names and surrounding spaces are lost",
+                    fix="rename the class in the source, or convert to coco or yolo",
+                )
+        for directory in ("Annotations", "JPEGImages", "ImageSets/Main"):
+            (target.folder / directory).mkdir(parents=True)
+        self._stems: dict[str, list[str]] = {split: [] for split in target.max_images}
+        self._used_labels: set[int] = set()
+
+    def image_path(self, image: AnnotatedImage) -> Path:
+        return self.folder / "JPEGImages" / image.name
+
+    def add(self, image: AnnotatedImage) -> None:
+        stem = os.path.splitext(image.name)[0]
+        root = Element("annotation")
+        SubElement(root, "folder").text = "JPEGImages"
+        SubElement(root, "filename").text = image.name
+        height, width = image.size
+        size = SubElement(root, "size")
+        for tag, value in (("width", width), ("height", height), ("depth", 3)):
+            SubElement(size, tag).text = str(value)
+        SubElement(root, "segmented").text = "0"
+        for box, label, crowd in zip(image.boxes, image.labels.tolist(), image.crowd.tolist(), strict=True):
+            if crowd:
+                self.notes["crowd boxes are left out: Pascal VOC has none"] += 1
+                continue
+            object_element = SubElement(root, "object")
+            SubElement(object_element, "name").text = self.class_names[label]
+            for tag, text in (("pose", "Unspecified"), ("truncated", "0"), ("difficult", "0")):
+                SubElement(object_element, tag).text = text
+            bndbox = SubElement(object_element, "bndbox")
+            for tag, coordinate in zip(("xmin", "ymin", "xmax", "ymax"), box, strict=True):
+                SubElement(bndbox, tag).text = str(shortest_decimal(coordinate))
+            self._used_labels.add(label)
+            if (box != np.rint(box)).any():
+                self.notes["boxes are not in whole pixels; some readers of Pascal VOC need whole numbers"] += 1
+        ElementTree.indent(root)
+        (self.folder / "Annotations" / f"{stem}.xml").write_bytes(ElementTree.tostring(root, "utf-8") + b"\n")
+        self._stems[image.split].append(stem)
+
+    def finish(self) -> None:
+        for split in self.written_splits:
+            text = "".join(f"{stem}\n" for stem in self._stems[split])
+            (self.folder / "ImageSets" / "Main" / f"{split}.txt").write_text(text, encoding="utf-8")
+        if num_unused := len(self.class_names) - len(self._used_labels):
+            self.notes["classes without a box are left out: Pascal VOC has no list of classes"] += num_unused
+        if list(self.class_names) != sorted(self.class_names):
+            self.notes["classes have no order in Pascal VOC: readers sort them by name"] += len(self._used_labels)

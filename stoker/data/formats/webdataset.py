@@ -3,35 +3,44 @@
 Recognized: *.tar in one folder, in its folder `shards/` or `data/`, or in `train/`, `valid/`, `test/`; one archive. The
 split is in the name of the archive or of that folder. Shards that `stoker data pack` made come with an index
 (`shard_index.py`), and are then not scanned. Images are not copied: the table has the byte range of each. Format:
-https://github.com/webdataset/webdataset. Not here: which annotations are understood (`sample_annotations.py`).
+https://github.com/webdataset/webdataset. Not here: which annotations are understood (`shards.py`).
 """
 
-import os
+import tarfile
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from stoker.data.formats import shard_index
-from stoker.data.formats.sample_annotations import LAYOUTS
-from stoker.data.formats.shard_bytes import map_shards, open_shard
-from stoker.data.formats.shard_samples import MAX_ANNOTATION_BYTES, ShardSamples, make_table
-from stoker.data.formats.tables import (
+from stoker.data.formats.folders import (
     IMAGE_SUFFIXES,
-    SPLITS,
-    AnnotationTable,
-    DatasetLayout,
-    SplitFiles,
-    check_unannotated_splits,
-    iter_split_dirs,
-    list_subdirs,
-    split_from_name,
+    file_part,
+    list_files,
+    sort_parts,
 )
-from stoker.data.formats.tar_members import DamagedArchive, Member, TruncatedArchive, iter_members
+from stoker.data.formats.shards import (
+    LAYOUTS,
+    MAX_ANNOTATION_BYTES,
+    ShardSamples,
+    find_shards,
+    make_table,
+    map_shards,
+    open_shard,
+)
+from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
 from stoker.data.images.headers import ReadAt
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError, StokerError
+
+
+class Member(NamedTuple):
+    name: str
+    start: int
+    length: int
+
 
 SUFFIXES = (".tar",)
 SHARD_DIRS = ("shards", "data")
@@ -41,28 +50,32 @@ PROBED_FILES = 8
 """First files of an archive that are looked at to recognize it."""
 
 
-def find(folder: Path) -> DatasetLayout | None:
-    """The WebDataset in a folder or in its split folders, or None. Raises DataError for samples without boxes."""
-    if (folder / shard_index.INDEX_FILE).is_file():
+def recognize(path: Path) -> DatasetLayout | None:
+    """The WebDataset in a folder or in its split folders, of an archive, or of an index; None if there is none. Raises
+    DataError for samples without boxes."""
+    folder = path if path.is_dir() else path.parent
+    if path.name == shard_index.INDEX_FILE or (path == folder and (folder / shard_index.INDEX_FILE).is_file()):
         return shard_index.layout_of(folder)
-    shard_index.refuse_unfinished(folder)
-    subdirs = list_subdirs(folder)
-    for shards_dir in (folder, *(subdirs[name] for name in SHARD_DIRS if name in subdirs)):
-        parts = _find_parts(shards_dir, None)
-        if parts:
-            return _make_layout(folder, parts, [])
-    for split, path in iter_split_dirs(folder):
-        parts += _find_parts(path, split)
-    return _make_layout(folder, parts, check_unannotated_splits(folder, parts)) if parts else None
-
-
-def from_file(path: Path) -> DatasetLayout | None:
-    """The data set of a single archive, or of an index."""
-    if path.name == shard_index.INDEX_FILE:
-        return shard_index.layout_of(path.parent)
-    if not _has_samples(path):
+    if path == folder:
+        shard_index.refuse_unfinished(folder)
+        parts, notes = find_shards(folder, SHARD_DIRS, _list_archives)
+    else:
+        parts, notes = [file_part(path)] if _has_samples(path) else [], []
+    if not parts:
         return None
-    return _make_layout(path.parent, [_part(path, None)], [])
+    return DatasetLayout(
+        format="webdataset",
+        description=f"WebDataset in {len(parts):,} shards" if len(parts) > 1 else "WebDataset in one shard",
+        root=folder,
+        parts=sort_parts(parts),
+        notes=tuple(notes),
+    )
+
+
+def _list_archives(folder: Path) -> list[Path]:
+    """The archives in a folder, if the first has samples."""
+    files = list_files(folder, SUFFIXES)
+    return files if files and _has_samples(files[0]) else []
 
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
@@ -71,34 +84,6 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
         return shard_index.read(layout, problems)
     shards = map_shards(_read_shard, layout.parts, path=layout.root)
     return make_table(layout, shards, problems, format_name="WebDataset")
-
-
-def _find_parts(folder: Path, split: str | None) -> list[SplitFiles]:
-    """The archives in a folder, sorted, if the first has samples."""
-    with os.scandir(folder) as entries:
-        names = sorted(
-            entry.name
-            for entry in entries
-            if entry.name.lower().endswith(SUFFIXES) and not entry.name.startswith(".") and entry.is_file()
-        )
-    if not names or not _has_samples(folder / names[0]):
-        return []
-    return [_part(folder / name, split) for name in names]
-
-
-def _part(path: Path, split: str | None) -> SplitFiles:
-    return SplitFiles(split=split or split_from_name(path.stem), annotations=path, image_dirs=())
-
-
-def _make_layout(root: Path, parts: list[SplitFiles], notes: list[str]) -> DatasetLayout:
-    ordered = sorted(parts, key=lambda part: SPLITS.index(part.split) if part.split else len(SPLITS))
-    return DatasetLayout(
-        format="webdataset",
-        description=f"WebDataset in {len(parts):,} shards" if len(parts) > 1 else "WebDataset in one shard",
-        root=root,
-        parts=tuple(ordered),
-        notes=tuple(notes),
-    )
 
 
 def _has_samples(path: Path) -> bool:
@@ -198,3 +183,80 @@ def _image_of(members: list[Member]) -> Member | None:
 def _annotations_of(members: list[Member]) -> Member | None:
     by_suffix = {_split_name(member.name)[1]: member for member in members}
     return next((by_suffix[suffix] for suffix in ANNOTATION_SUFFIXES if suffix in by_suffix), None)
+
+
+BLOCK = 512
+END = bytes(2 * BLOCK)
+"""What ends an archive."""
+MAX_NAME_BYTES = 1 << 16
+"""Longest name or pax header that is read."""
+
+
+class DamagedArchive(Exception):
+    """The archive cannot be read from (byte) on; the message says why."""
+
+
+class TruncatedArchive(DamagedArchive):
+    """The archive ends within a file."""
+
+
+def iter_members(read: ReadAt, total_bytes: int) -> Iterator[Member]:
+    """The regular files, in order. Raises DamagedArchive after those before the damage."""
+    offset, pax, long_name = 0, dict[str, str](), ""
+    while offset < total_bytes:
+        block = read(offset, BLOCK)
+        if len(block) < BLOCK:
+            raise TruncatedArchive(f"it ends at byte {total_bytes:,}, within a header")
+        if not any(block):
+            return
+        try:
+            header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+        except tarfile.HeaderError as error:
+            raise DamagedArchive(f"byte {offset:,}: {error}") from error
+        start, length = offset + BLOCK, header.size
+        if header.type in (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK):
+            if not 0 <= length <= MAX_NAME_BYTES:
+                raise DamagedArchive(f"byte {offset:,}: a header of {length:,} bytes")
+            content = read(start, length)
+            if header.type == tarfile.XHDTYPE:
+                pax = _parse_pax(content, offset)
+            elif header.type == tarfile.GNUTYPE_LONGNAME:
+                long_name = content.rstrip(b"\0").decode("utf-8", "surrogateescape")
+        else:
+            if "size" in pax and pax["size"].isdigit():
+                length = int(pax["size"])
+            if length < 0 or start + length > total_bytes:
+                raise TruncatedArchive(f"it ends at byte {total_bytes:,}, within {header.name}")
+            if header.isreg():
+                yield Member(pax.get("path") or long_name or header.name, start, length)
+            elif header.type not in tarfile.SUPPORTED_TYPES:
+                raise DamagedArchive(f"byte {offset:,}: a file of the unknown type {header.type!r}")
+            else:
+                length = 0  # a folder or a link has no content
+            pax, long_name = {}, ""
+        offset = start + padded(length)
+
+
+def _parse_pax(content: bytes, offset: int) -> dict[str, str]:
+    """Records "LENGTH KEY=VALUE\\n"."""
+    values: dict[str, str] = {}
+    while content:
+        digits, _, _ = content.partition(b" ")
+        if not digits.isdigit() or not len(digits) < int(digits) <= len(content):
+            raise DamagedArchive(f"byte {offset:,}: a pax header that cannot be read")
+        key, _, value = content[len(digits) + 1 : int(digits) - 1].partition(b"=")
+        values[key.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
+        content = content[int(digits) :]
+    return values
+
+
+def padded(length: int) -> int:
+    """The bytes that a file of `length` bytes takes after its header."""
+    return -(-length // BLOCK) * BLOCK
+
+
+def tar_header(name: str, length: int) -> bytes:
+    """The header of a file: the same bytes wherever and whenever it is written. The name must be short ASCII."""
+    info = tarfile.TarInfo(name)
+    info.size, info.mode, info.mtime = length, 0o644, 0
+    return info.tobuf(tarfile.USTAR_FORMAT)

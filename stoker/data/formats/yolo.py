@@ -1,40 +1,581 @@
-"""YOLO text files: reads a data set of one label file per image.
+"""YOLO: a text file of boxes per image.
+
+Recognized: a data.yaml (Ultralytics) or obj.data (Darknet, CVAT) with folders or lists of images; without one, lists of
+images (train.txt), `images/train` with `labels/train`, `train/images` with `train/labels`, `images/` with `labels/`,
+and label files next to the images. A part is one folder of images with the folder of their labels.
 
 A row is `class x y width height`, normalized by width and height of the upright image; x and y are the center. Rows of
 a segmentation data set (`class x1 y1 x2 y2 x3 y3 …`) and of oriented boxes become the box around their points. A sixth
 number is a prediction's confidence and is not used. A row that cannot be read is dropped and reported; the rest of its
-file and its image stay. The image sizes come from the headers (`image_sizes.py`).
-Format: https://docs.ultralytics.com/datasets/detect/.
+file and its image stay. The image sizes come from the headers. Format: https://docs.ultralytics.com/datasets/detect/.
 """
 
+import json
 import math
 import os
+import re
+import unicodedata
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import yaml
 
 from stoker import regular_files
-from stoker.data.formats.image_sizes import map_in_threads
-from stoker.data.formats.names import resolve_names
-from stoker.data.formats.table_builder import Box, ImageFile, build_table
-from stoker.data.formats.tables import AnnotationTable, DatasetLayout, display_path
-from stoker.data.formats.yolo_files import (
-    is_label_file,
-    is_visible_image,
-    list_label_files,
-    match_labels,
-    read_image_list,
-    resolve_base_dirs,
+from stoker.data.formats.building import ImageFile, TableBuilder
+from stoker.data.formats.folders import (
+    IMAGE_SUFFIXES,
+    SPLIT_BY_NAME,
+    check_unannotated_splits,
+    file_part,
+    is_image_name,
+    iter_split_dirs,
+    list_split_pairs,
+    list_subdirs,
+    split_from_name,
+    unique,
 )
-from stoker.data.formats.yolo_yaml import NAMES_FILES, is_definition_name, read_definition, read_names
+from stoker.data.formats.images import map_in_threads, resolve_names
+from stoker.data.formats.tables import SPLITS, AnnotationTable, DataErrors, DatasetLayout, SplitFiles, display_path
+from stoker.data.formats.writer import AnnotatedImage, DatasetWriter, clip_normalized
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetDefinition:
+    """The content of a data.yaml or an obj.data file."""
+
+    file: Path
+    splits: dict[str, tuple[str, ...]]
+    """Split → its folders and lists of images, as written."""
+    path: str | None
+    """The folder to which these are relative, as written."""
+    class_names: tuple[str, ...] | None
+    """None if the file names no classes."""
+    num_classes: int | None
+    """The separate number of classes (nc)."""
+    num_keypoint_values: int
+    """Numbers after the box in a row of a pose data set; 0: rows are boxes or polygons."""
+
+
+IMAGE_DIR_NAMES = ("images", "jpegimages")
+"""The last of these in an image's path is replaced by "labels", as in Ultralytics and Darknet."""
+MAX_WALKED_DIRS = 20_000
+"""Folders below one that a description names; ImageNet has 1,000 per split."""
+MAX_PROBES = 16
+"""Label files that are read to recognize a YOLO data set without a data.yaml."""
+
+
+def recognize(path: Path) -> DatasetLayout | None:
+    """The YOLO data set of a data.yaml or obj.data, or of a folder (not in subfolders); None for a folder without.
+    Raises DataError if its data.yaml is wrong, or if its images are absent."""
+    definition = path if path.is_file() else _find_definition(path)
+    if definition is not None:
+        return _layout_of_definition(definition)
+    for description, parts, notes in _iter_layouts(path):
+        if parts and _has_rows(parts):
+            return DatasetLayout(
+                format="yolo",
+                description=description,
+                root=path,
+                parts=tuple(parts),
+                notes=tuple(notes),
+                metadata_files=_find_names_files(path, parts),
+            )
+    return None
+
+
+def _layout_of_definition(file: Path) -> DatasetLayout:
+    definition = _read_definition(file)
+    base_dirs, notes = _resolve_base_dirs(definition)
+    parts: list[SplitFiles] = []
+    substitutions: list[str] = []
+    errors: list[DataError] = []
+    for split in SPLITS:
+        for entry in definition.splits.get(split, ()):
+            path = _resolve_path(entry, base_dirs)
+            if path is None and split == "test":
+                notes.append(f"the test split is left out: {entry!r} in {file.name} does not exist")
+                continue
+            if path is None:
+                errors.append(
+                    DataError(
+                        f"The images of the {split} split do not exist.",
+                        location=f"{file}: {split}: {entry}",
+                        cause=f"{entry!r}, also without its first folders, is not in {', '.join(map(str, base_dirs))}",
+                        fix="correct the line; delete it to split validation images off the training set"
+                        if split == "val"
+                        else "correct the line, or `path`, to which it is relative",
+                    )
+                )
+                continue
+            if path != _join(base_dirs[0], entry) or not path.is_relative_to(base_dirs[0]):
+                substitutions.append(f"{entry!r} is read from {path}")
+            if path.suffix.lower() == ".txt":
+                parts += _parts_from_list(split, path, base_dirs)
+                continue
+            found_parts = list(_iter_parts_below(split, path))
+            if not found_parts and split != "test":
+                cause = f"{file} names this folder; no file in it ends in {', '.join(IMAGE_SUFFIXES)}"
+                fix = "correct the line, or put the images there"
+                errors.append(DataError(f"The {split} split has no images.", location=path, cause=cause, fix=fix))
+            parts += found_parts
+    if errors:
+        raise DataErrors(errors)
+    if substitutions:
+        notes.append(f"{file.name}: {', '.join(substitutions)}")
+    return DatasetLayout(
+        format="yolo",
+        description=f"YOLO, {file.name}",
+        root=base_dirs[0],
+        parts=tuple(parts),
+        notes=tuple(notes),
+        metadata_files=(file, *(() if definition.class_names else _find_names_files(file.parent, parts))),
+    )
+
+
+def _resolve_base_dirs(definition: DatasetDefinition) -> tuple[tuple[Path, ...], list[str]]:
+    """Folders to which paths may be relative, the most likely first (`path`, the file's folder, its parent); notes."""
+    file_dir = definition.file.parent
+    default_dirs = (file_dir, file_dir.parent)
+    if definition.path is None:
+        return default_dirs, []
+    base = _resolve_path(definition.path, default_dirs)
+    if base is None or not base.is_dir():
+        return default_dirs, [f"path {definition.path!r} of {definition.file.name} does not exist: {file_dir} is used"]
+    notes = [f"path {definition.path!r} of {definition.file.name} is {base}"] if base != file_dir else []
+    return unique((base, *default_dirs)), notes
+
+
+def _join(base: Path, text: str) -> Path:
+    return Path(os.path.normpath(base / Path(text.replace("\\", "/")).expanduser()))
+
+
+def _resolve_path(text: str, base_dirs: Iterable[Path], *, min_parts: int = 2) -> Path | None:
+    """The file or folder of a written path: as written, relative to a base; else without its first folders.
+
+    Exports contain the folders of another machine, and Roboflow's begin with a wrong `../`. At least `min_parts` parts
+    of a longer path must exist, or its last one must be named after a split.
+    """
+    base_dirs = tuple(base_dirs)
+    for base in base_dirs:
+        if (candidate := _join(base, text)).exists():
+            return candidate
+    parts = [part for part in PurePosixPath(text.replace("\\", "/")).parts if part not in ("/", "..", ".")]
+    parts = [part for part in parts if not part.endswith(":")]
+    for start in range(len(parts)):
+        tail = parts[start:]
+        if len(tail) < min(min_parts, len(parts)) and split_from_name(tail[0]) is None:
+            break
+        for base in base_dirs:
+            if (candidate := base.joinpath(*tail)).exists():
+                return candidate
+    return None
+
+
+def _read_image_list(image_list: Path, base_dirs: Iterable[Path]) -> dict[Path, list[str]]:
+    """Folder → file names of the images in a list, in its order. A folder that does not exist is kept as written.
+
+    base_dirs: the folders to which paths may be relative, besides the folder of the list.
+    """
+    search_dirs = (image_list.parent, *base_dirs)
+    lines = regular_files.read_text(image_list, encoding="utf-8-sig", errors="surrogateescape").splitlines()
+    folder_by_head: dict[str, Path] = {}
+    names_by_folder: dict[Path, dict[str, None]] = {}
+    for line in lines:
+        entry = line.strip().replace("\\", "/")
+        if not entry:
+            continue
+        head, _, name = entry.rpartition("/")
+        folder = folder_by_head.get(head)
+        if folder is None:
+            path = _resolve_path(entry, search_dirs, min_parts=1)
+            if path is not None:
+                folder = folder_by_head[head] = path.parent
+            else:  # not stored, because the next image may exist; the folder follows from its own name
+                folder = (_resolve_path(head, search_dirs) if head else None) or _join(search_dirs[0], head)
+        names_by_folder.setdefault(folder, {})[name] = None
+    return {folder: list(names) for folder, names in names_by_folder.items()}
+
+
+def _parts_from_list(split: str, image_list: Path, base_dirs: Iterable[Path]) -> Iterator[SplitFiles]:
+    names_by_folder = _read_image_list(image_list, base_dirs)
+    if not names_by_folder:
+        raise DataError(
+            f"The {split} split is empty.",
+            location=image_list,
+            fix="list its images there, one per line, or delete the list",
+        )
+    for folder, names in names_by_folder.items():
+        yield replace(file_part(_find_labels_dir(folder, names), split, (folder,)), image_list=image_list)
+
+
+def _iter_parts_below(split: str | None, base: Path) -> Iterator[SplitFiles]:
+    """A part for every folder with images, at or below one."""
+    visited: set[str] = set()
+    for dirpath, folders, files in os.walk(base, followlinks=True):
+        real = os.path.realpath(dirpath)
+        if real in visited:  # a link to a folder above
+            folders.clear()
+            continue
+        visited.add(real)
+        if len(visited) > MAX_WALKED_DIRS:
+            fix = "name the folder of the images: a `path` such as / contains the whole disk"
+            raise DataError(f"There are more than {MAX_WALKED_DIRS:,} folders below it.", location=base, fix=fix)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        names = [name for name in files if _is_visible_image(name)]
+        if names:
+            folder = Path(dirpath)
+            yield SplitFiles(split=split, annotations=_find_labels_dir(folder, names), image_dirs=(folder,))
+
+
+def _is_visible_image(name: str) -> bool:
+    """Whether a file name is that of an image, and not hidden."""
+    return is_image_name(name) and not name.startswith(".")
+
+
+def _find_labels_dir(folder: Path, names: Iterable[str]) -> Path:
+    """The folder of the label files of images: with `images` in its path replaced by `labels`, the folder itself, or a
+    folder `labels` next to it or in it; the first that has a label of one of these images."""
+    names = list(names)
+    candidates = [folder, folder.parent / "labels", folder / "labels", folder.parent / "labels" / folder.name]
+    last = next((n for n in reversed(range(len(folder.parts))) if folder.parts[n].lower() in IMAGE_DIR_NAMES), None)
+    if last is not None:
+        above, below = Path(*folder.parts[:last]), folder.parts[last + 1 :]
+        candidates[:0] = [above.joinpath(word, *below) for word in ("labels", "Labels")]
+    existing = [directory for directory in dict.fromkeys(candidates) if directory.is_dir()]
+    with_labels = (directory for directory in existing if match_labels(names, _list_label_files(directory)))
+    return next(with_labels, next((directory for directory in existing if directory != folder), candidates[0]))
+
+
+def _list_label_files(folder: Path) -> list[str]:
+    """The .txt files in a folder, sorted; none if it does not exist."""
+    if not folder.is_dir():
+        return []
+    with os.scandir(folder) as entries:
+        names = sorted(entry.name for entry in entries if entry.name.lower().endswith(".txt"))
+    return [name for name in names if not name.startswith(".")]
+
+
+def match_labels(image_names: Iterable[str], label_names: Iterable[str]) -> dict[str, str]:
+    """Image name → name of its label file. It has the same stem; if there is none, the same stem in another case or
+    Unicode form, unless it belongs to another image."""
+    by_stem = {os.path.splitext(label_name)[0]: label_name for label_name in label_names}
+    stems = {image_name: os.path.splitext(image_name)[0] for image_name in image_names}
+    matches = {image_name: by_stem[stem] for image_name, stem in stems.items() if stem in by_stem}
+    if len(matches) == len(stems):
+        return matches
+    labels_by_folded_stem: dict[str, list[str]] = {}
+    for stem in by_stem.keys() - stems.values():
+        labels_by_folded_stem.setdefault(_fold_stem(stem), []).append(by_stem[stem])
+    for image_name, stem in stems.items():
+        if image_name not in matches and len(candidates := labels_by_folded_stem.get(_fold_stem(stem), [])) == 1:
+            matches[image_name] = candidates[0]
+    return matches
+
+
+def _fold_stem(stem: str) -> str:
+    return unicodedata.normalize("NFC", stem).casefold()
+
+
+def _iter_layouts(folder: Path) -> Iterator[tuple[str, list[SplitFiles], list[str]]]:
+    """The possible layouts without a data.yaml: description, parts (perhaps none), notes."""
+    pairs = [
+        SplitFiles(split=split, annotations=labels, image_dirs=(images,))
+        for split, images, labels in list_split_pairs(folder)
+        if _list_label_files(labels)
+    ]
+    if any(part.split == "train" for part in pairs):
+        yield "YOLO in folders of images and of labels per split", pairs, []
+    for description, parts, notes in _iter_usual_layouts(folder):
+        if pairs and {part.split for part in parts} == {None}:
+            parts = [*(replace(part, split="train") for part in parts), *pairs]
+        yield description, parts, notes
+
+
+def _iter_usual_layouts(folder: Path) -> Iterator[tuple[str, list[SplitFiles], list[str]]]:
+    subdirs = list_subdirs(folder)
+    lists = [(split, folder / f"{word}.txt") for word, split in SPLIT_BY_NAME.items()]
+    lists = [(split, path) for split, path in lists if path.is_file() and _is_image_list(path)]
+    yield (
+        "YOLO with lists of images",
+        [part for split, path in lists for part in _parts_from_list(split, path, ())],
+        [],
+    )
+    images = next((subdirs[word] for word in IMAGE_DIR_NAMES if word in subdirs), None)
+    if images is not None and ("labels" in subdirs or _list_label_files(images)):
+        image_subdirs = list_subdirs(images)
+        splits = [(split, path) for name, path in image_subdirs.items() if (split := split_from_name(name)) is not None]
+        if splits:
+            splits.sort(key=lambda item: SPLITS.index(item[0]))
+            others = [path.name for path in image_subdirs.values() if path not in [path for _, path in splits]]
+            if any(_is_visible_image(name) for name in os.listdir(images)):
+                others.append("the images directly in it")
+            notes = [f"of {images.name}/, left out: {', '.join(others)}, in no split"] if others else []
+            yield "YOLO in images/ and labels/", [p for s, path in splits for p in _iter_parts_below(s, path)], notes
+        yield "YOLO in images/ and labels/", list(_iter_parts_below(None, images)), []
+    parts = []
+    for split, path in iter_split_dirs(folder):
+        inner = list_subdirs(path)
+        if "labels" in inner or "labels" in subdirs or _list_label_files(path):
+            base = next((inner[word] for word in IMAGE_DIR_NAMES if word in inner), path)
+            parts += [part for part in _iter_parts_below(split, base) if _list_label_files(part.annotations)]
+    if parts and _has_rows(parts):
+        yield "YOLO per split folder", parts, check_unannotated_splits(folder, parts)
+    if _list_label_files(folder) or "labels" in subdirs:
+        names = [name for name in sorted(os.listdir(folder)) if _is_visible_image(name)]
+        part = SplitFiles(split=None, annotations=_find_labels_dir(folder, names), image_dirs=(folder,))
+        yield "YOLO, label files and images in one folder", [part] if names else [], []
+
+
+def _is_image_list(path: Path) -> bool:
+    with regular_files.open_file(path) as file:
+        return is_image_name(file.readline(4096).decode("utf-8-sig", errors="replace").strip())
+
+
+def _has_rows(parts: list[SplitFiles]) -> bool:
+    """Whether the text files of images are YOLO labels: others, such as captions, may be next to images too."""
+    num_checked = 0
+    for part in parts:
+        if not part.image_dirs[0].is_dir():  # a list has paths of another machine
+            continue
+        with os.scandir(part.image_dirs[0]) as entries:
+            image_names = [entry.name for entry in entries if _is_visible_image(entry.name)]
+        for name in match_labels(image_names, _list_label_files(part.annotations)).values():
+            if not (line := _read_first_line(part.annotations / name)):
+                continue
+            if _looks_like_row(line):
+                return True
+            num_checked += 1
+            if num_checked >= MAX_PROBES:
+                return False
+    return False
+
+
+def _read_first_line(path: Path) -> bytes:
+    with regular_files.open_file(path) as file:
+        head = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")
+    return head.partition(b"\n")[0].strip()
+
+
+def _looks_like_row(line: bytes) -> bool:
+    """Whether a line is a class and at least four numbers."""
+    try:
+        return len([float(field) for field in line.split()]) >= 5
+    except ValueError:
+        return False
+
+
+def _is_label_file(path: Path) -> bool:
+    """Whether a text file begins like YOLO labels."""
+    return _looks_like_row(_read_first_line(path))
+
+
+YAML_SUFFIXES = (".yaml", ".yml")
+NAMES_FILES = ("classes.txt", "obj.names", "classes.names", "_darknet.labels", "notes.json", "predefined_classes.txt")
+"""Files with only the class names: from LabelImg, Darknet, Roboflow, Label Studio."""
+MAX_BYTES = 1 << 20
+"""A data.yaml has a few kilobytes; a larger file is something else."""
+MAX_CLASSES = 100_000
+"""Largest number of classes; the published set with the most, V3Det, has 13,204."""
+_NULL_VALUES = ("", "~", "null", "none")
+
+
+def _is_definition_name(path: Path) -> bool:
+    """Whether a file has the suffix of a data.yaml or obj.data."""
+    return path.suffix.lower() in (*YAML_SUFFIXES, ".data")
+
+
+def _find_definition(folder: Path) -> Path | None:
+    """The data.yaml or obj.data of a folder. Raises DataError if several files could be it."""
+    files = sorted(path for path in folder.iterdir() if _is_definition_name(path))
+    candidates = [path for path in files if _looks_like_definition(path)]
+    for stem in ("data", "dataset", folder.name.lower()):
+        if preferred := [path for path in candidates if path.stem.lower() == stem]:
+            return preferred[0]
+    if len(candidates) > 1:
+        raise DataError(
+            f"{len(candidates)} files could describe the data set.",
+            location=folder,
+            choices=[path.name for path in candidates],
+            fix=f"name one of them instead of the folder, e.g. {candidates[0]}",
+        )
+    return candidates[0] if candidates else None
+
+
+def _looks_like_definition(path: Path) -> bool:
+    """Whether a file has a split and classes as keys: data folders contain other YAML files too."""
+    if not path.is_file() or path.stat().st_size > MAX_BYTES:
+        return False
+    text = regular_files.read_text(path, encoding="utf-8-sig", errors="replace", max_bytes=MAX_BYTES)
+    keys = {match.lower() for match in re.findall(r"^[\"']?(\w+)[\"']?\s*[:=]", text, re.MULTILINE)}
+    splits = keys & SPLIT_BY_NAME.keys()
+    has_usual_name = path.stem.lower() in ("data", "dataset")
+    return bool(splits) and ("names" in keys or "nc" in keys or has_usual_name)
+
+
+def _read_definition(file: Path) -> DatasetDefinition:
+    """Reads a data.yaml or obj.data. Raises DataError that names the file and the key."""
+    if file.suffix.lower() == ".data":
+        data: Any = _parse_assignments(file)
+    else:
+        try:
+            text = regular_files.read_text(file, encoding="utf-8-sig", max_bytes=MAX_BYTES)
+            data = yaml.load(text, Loader=yaml.BaseLoader)  # reads all values as text
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            raise DataError(
+                "The description of the data set is not valid YAML.",
+                location=file if mark is None else f"{file}:{mark.line + 1}",
+                cause=str(getattr(error, "problem", None) or error),
+                fix="correct the line; names with special characters need quotes",
+            ) from error
+        except UnicodeDecodeError as error:
+            raise DataError(
+                "A text file is not UTF-8.", location=file, cause=str(error), fix="save it as UTF-8"
+            ) from error
+        except RecursionError as error:
+            raise _definition_error(file, "its lists are nested too deeply", "write the file again") from error
+    if not isinstance(data, dict):
+        raise _definition_error(file, "it has no keys", "see https://docs.ultralytics.com/datasets/detect/")
+    splits: dict[str, tuple[str, ...]] = {}
+    for split_name in ("train", "val", "valid", "validation", "test"):
+        entries = _parse_entries(file, split_name, data.get(split_name, ""))
+        if entries and SPLIT_BY_NAME[split_name] not in splits:
+            splits[SPLIT_BY_NAME[split_name]] = entries
+    if not splits:
+        raise _definition_error(
+            file, "it names no images: there is no train, val or test", "add lines such as `train: images/train`"
+        )
+    path = data.get("path", "")
+    if not isinstance(path, str):
+        raise _definition_error(file, "path is not one folder", "name one folder, and the splits relative to it")
+    kpt_shape = data.get("kpt_shape", ["0", "0"])
+    kpt_dims = [_parse_int(file, "kpt_shape", value) for value in kpt_shape] if isinstance(kpt_shape, list) else []
+    num_classes = data.get("nc", data.get("classes", "") if file.suffix.lower() == ".data" else "")
+    return DatasetDefinition(
+        file=file,
+        splits=splits,
+        path=None if path.lower() in _NULL_VALUES else path,
+        class_names=_parse_names(file, data.get("names", "")),
+        num_classes=_parse_int(file, "nc", num_classes)
+        if isinstance(num_classes, str) and num_classes.lower() not in _NULL_VALUES
+        else None,
+        num_keypoint_values=kpt_dims[0] * kpt_dims[1] if len(kpt_dims) == 2 else 0,
+    )
+
+
+def _parse_assignments(file: Path) -> dict[str, str]:
+    """The `key = value` lines of Darknet's obj.data."""
+    lines = regular_files.read_text(file, encoding="utf-8-sig", errors="replace", max_bytes=MAX_BYTES).splitlines()
+    pairs = (line.partition("=") for line in lines if "=" in line and not line.lstrip().startswith("#"))
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _parse_entries(file: Path, key: str, value: Any) -> tuple[str, ...]:
+    entries = value if isinstance(value, list) else [value]
+    if not all(isinstance(entry, str) for entry in entries):
+        raise _definition_error(file, f"{key} is neither a path nor a list of paths", f"write `{key}: images/{key}`")
+    return tuple(entry.strip() for entry in entries if entry.strip().lower() not in _NULL_VALUES)
+
+
+def _parse_int(file: Path, key: str, value: Any) -> int:
+    if not (isinstance(value, str) and value.strip().isascii() and value.strip().isdigit()):
+        raise _definition_error(
+            file, f"{key} has {str(value)[:60]!r}, which is not a whole number", f"correct {key}, or delete it"
+        )
+    if len(value.strip()) > len(str(MAX_CLASSES)) or int(value) > MAX_CLASSES:
+        raise _definition_error(
+            file, f"{key} has the number {value.strip()[:60]}; at most {MAX_CLASSES:,} is possible", f"correct {key}"
+        )
+    return int(value)
+
+
+def _parse_names(file: Path, value: Any) -> tuple[str, ...] | None:
+    """The class names, from a list, a mapping from numbers, or the path of a file of names."""
+    if isinstance(value, str):
+        if value.lower() in _NULL_VALUES:
+            return None
+        relative_path = value.replace("\\", "/")
+        for candidate in (file.parent / relative_path, file.parent / relative_path.rpartition("/")[2]):
+            if candidate.is_file():
+                return _read_names(candidate)
+        raise _definition_error(
+            file, f"names is {value!r}, neither a list nor an existing file", "write `names: [first, second]`"
+        )
+    if isinstance(value, list):
+        values = dict(enumerate(value))
+    else:
+        values = {_parse_int(file, "names", key): name for key, name in value.items()}
+    unnamed = [number for number, name in values.items() if not isinstance(name, str) or not name.strip()]
+    if unnamed:
+        raise _definition_error(
+            file, f"class {unnamed[0]} has no name, or one that is not text", "give every class a name"
+        )
+    gaps = sorted(set(range(max(values, default=-1) + 1)) - values.keys())
+    if gaps:
+        raise _definition_error(
+            file,
+            f"names has {len(values)} classes up to number {max(values)}, but none with the number {gaps[0]}",
+            f"give class {gaps[0]} a name; numbers begin at 0 and have no gaps",
+        )
+    return tuple(values[number].strip() for number in range(len(values))) or None
+
+
+def _definition_error(file: Path, cause: str, fix: str) -> DataError:
+    return DataError("The description of the data set cannot be used.", location=file, cause=cause, fix=fix)
+
+
+def _find_names_files(root: Path, parts: Iterable[SplitFiles]) -> tuple[Path, ...]:
+    """The files of class names near the labels of a data set."""
+    labels = [part.annotations for part in parts][:MAX_PROBES]
+    folders = unique([root, root / "labels", *labels, *(path.parent for path in labels)])
+    candidates = unique(folder / name for folder in folders for name in NAMES_FILES)
+    existing = [path for path in candidates if path.is_file()]
+    if not existing:  # Darknet's may have any name: coco.names
+        others = (path for folder in folders if folder.is_dir() for path in folder.glob("*.names"))
+        existing = sorted(path for path in others if path.is_file() and not path.name.startswith("."))
+    return tuple(
+        path for path in existing if path.suffix != ".json" or b'"categories"' in regular_files.read_bytes(path)
+    )
+
+
+def _read_names(file: Path) -> tuple[str, ...]:
+    """The class names in a file: one per line, or Label Studio's notes.json. Raises DataError."""
+    try:
+        if file.suffix.lower() == ".json":
+            categories = json.loads(regular_files.read_text(file, encoding="utf-8-sig"))["categories"]
+            name_by_id = {int(entry["id"]): str(entry["name"]) for entry in categories}
+            lines = [name_by_id[number] for number in range(len(name_by_id))]
+        else:
+            lines = [line.strip() for line in regular_files.read_text(file, encoding="utf-8-sig").splitlines()]
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise DataError(
+            "The list of class names cannot be read.",
+            location=file,
+            cause=f"{type(error).__name__}: {error}",
+            fix="write one name per line, in the order of the class numbers, as UTF-8",
+        ) from error
+    while lines and not lines[-1]:
+        lines.pop()
+    if not lines or not all(lines):
+        location = f"{file}:{lines.index('') + 1}" if lines else file
+        raise DataError(
+            "The list of class names has an empty line." if lines else "The list of class names is empty.",
+            location=location,
+            cause="the number of a class is the number of its line",
+            fix="write one name per line",
+        )
+    return tuple(lines)
+
 
 NORMALIZED_TOLERANCE = 0.1
 """How far the center and the size of a box may exceed 0 … 1. Rounding and boxes drawn over the edge exceed it by a few
 percent; values in pixels are above 1.1, except for boxes in the first pixel."""
-MAX_CLASSES = 10_000
+MAX_UNNAMED_CLASSES = 10_000
 """If the number of classes is not given, a larger class number is an error in the row."""
 
 
@@ -44,57 +585,49 @@ class _RowFormat:
 
     class_names: tuple[str, ...] | None
     num_keypoint_values: int
-    notes: list[str]
     other_row_kinds: Counter[str] = field(default_factory=Counter)
     """Number of rows that are not plain boxes, by description."""
-
-    def choose_class_names(self, boxes: Sequence[Box]) -> tuple[str, ...]:
-        if self.class_names is not None:
-            return self.class_names
-        self.notes.append("the classes have no names: called class 0, class 1, …; a data.yaml with `names` sets them")
-        return tuple(f"class {number}" for number in range(max((int(box.label) for box in boxes), default=-1) + 1))
 
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     """Reads all label files and the headers of all images. Raises DataError if the classes cannot be determined."""
-    row_format = _read_row_format(layout)
+    builder = TableBuilder(layout, problems, box_id_kind="line")
+    row_format = _read_row_format(layout, builder.notes)
     images, label_files = _list_images(layout, problems)
     texts = map_in_threads(lambda file: b"" if file is None else regular_files.read_bytes(file), label_files)
-    boxes: list[Box] = []
-    bad_boxes: list[int] = []
-    for image_index, (file, text) in enumerate(zip(label_files, texts, strict=True)):
+    for image, file, text in zip(images, label_files, texts, strict=True):
+        builder.add_image(image)
         if file is not None:
-            parsed, num_bad = _parse_rows(image_index, text, display_path(file, layout.root), row_format, problems)
-            boxes += parsed
-            bad_boxes += [image_index] * num_bad
-    row_format.notes[:0] = layout.notes
-    table = build_table(
-        layout, images, boxes, row_format.choose_class_names, problems, box_id_kind="line", notes=row_format.notes,
-        bad_boxes=bad_boxes,
-    )  # fmt: skip
+            _read_rows(text, display_path(file, layout.root), row_format, builder)
+    class_names = row_format.class_names
+    if class_names is None:
+        builder.notes.append(
+            "the classes have no names: called class 0, class 1, …; a data.yaml with `names` sets them"
+        )
+    table = builder.build(class_names)
     table.notes += [f"{count:,} {description}" for description, count in row_format.other_row_kinds.items()]
     return table
 
 
-def _read_row_format(layout: DatasetLayout) -> _RowFormat:
+def _read_row_format(layout: DatasetLayout, notes: list[str]) -> _RowFormat:
     """The classes and the content of rows, from the files that describe the data set."""
-    class_names, num_classes, num_keypoint_values, notes = None, None, 0, []
+    class_names, num_classes, num_keypoint_values = None, None, 0
     metadata_files = list(layout.metadata_files)
-    if metadata_files and is_definition_name(metadata_files[0]):
-        definition = read_definition(metadata_files.pop(0))
+    if metadata_files and _is_definition_name(metadata_files[0]):
+        definition = _read_definition(metadata_files.pop(0))
         class_names, num_classes, num_keypoint_values = (
             definition.class_names,
             definition.num_classes,
             definition.num_keypoint_values,
         )
     if class_names is None and metadata_files:
-        class_names = read_names(metadata_files[0])
+        class_names = _read_names(metadata_files[0])
         for other in metadata_files[1:]:
-            if read_names(other) != class_names:
+            if _read_names(other) != class_names:
                 raise DataError(
                     "Two lists of class names differ.",
                     location=f"{metadata_files[0]} and {other}",
-                    cause=f"{', '.join(class_names[:10])}; {', '.join(read_names(other)[:10])}",
+                    cause=f"{', '.join(class_names[:10])}; {', '.join(_read_names(other)[:10])}",
                     fix="delete the wrong one, or write a data.yaml with `names`",
                 )
         notes.append(f"classes: {display_path(metadata_files[0], layout.root)}")
@@ -103,7 +636,7 @@ def _read_row_format(layout: DatasetLayout) -> _RowFormat:
         notes.append(f"the {num_classes} classes have no names: called class 0, class 1, …")
     elif class_names is not None and num_classes is not None and num_classes != len(class_names):
         notes.append(f"nc is {num_classes}, but names has {len(class_names)} classes: names is used")
-    return _RowFormat(class_names, num_keypoint_values, notes)
+    return _RowFormat(class_names, num_keypoint_values)
 
 
 def _list_images(layout: DatasetLayout, problems: ProblemCollector) -> tuple[list[ImageFile], list[Path | None]]:
@@ -115,7 +648,7 @@ def _list_images(layout: DatasetLayout, problems: ProblemCollector) -> tuple[lis
     label_files: list[Path | None] = []
     for part in layout.parts:
         if part.image_list is not None and part.image_list not in names_by_list:
-            names_by_list[part.image_list] = read_image_list(part.image_list, _read_base_dirs(layout))
+            names_by_list[part.image_list] = _read_image_list(part.image_list, _read_base_dirs(layout))
         folder = part.image_dirs[0]
         names = (
             _list_image_names(folder)
@@ -123,7 +656,7 @@ def _list_images(layout: DatasetLayout, problems: ProblemCollector) -> tuple[lis
             else _repair_listed_names(names_by_list[part.image_list][folder], folder, problems)
         )
         if part.annotations not in label_names:
-            label_names[part.annotations] = list_label_files(part.annotations)
+            label_names[part.annotations] = _list_label_files(part.annotations)
         label_by_image = match_labels(names, label_names[part.annotations])
         for name in names:
             label_file = part.annotations / label_by_image[name] if name in label_by_image else None
@@ -142,15 +675,15 @@ def _list_images(layout: DatasetLayout, problems: ProblemCollector) -> tuple[lis
 
 
 def _read_base_dirs(layout: DatasetLayout) -> tuple[Path, ...]:
-    definitions = [path for path in layout.metadata_files[:1] if is_definition_name(path)]
-    return resolve_base_dirs(read_definition(definitions[0]))[0] if definitions else ()
+    definitions = [path for path in layout.metadata_files[:1] if _is_definition_name(path)]
+    return _resolve_base_dirs(_read_definition(definitions[0]))[0] if definitions else ()
 
 
 def _list_image_names(folder: Path) -> list[str]:
     if not folder.is_dir():
         return []
     with os.scandir(folder) as entries:
-        return sorted(entry.name for entry in entries if is_visible_image(entry.name))
+        return sorted(entry.name for entry in entries if _is_visible_image(entry.name))
 
 
 def _repair_listed_names(names: list[str], folder: Path, problems: ProblemCollector) -> list[str]:
@@ -174,44 +707,40 @@ def _report_unmatched_labels(
             if file.stem in image_by_stem:
                 image = listed_dirs[folder] / image_by_stem[file.stem]
                 problems.add("not-in-a-split", os.path.relpath(image, layout.root))
-            elif folder not in listed_dirs and is_label_file(file):
+            elif folder not in listed_dirs and _is_label_file(file):
                 problems.add("label-without-image", display_path(file, layout.root))
 
 
-def _parse_rows(
-    image_index: int, text: bytes, location: str, row_format: _RowFormat, problems: ProblemCollector
-) -> tuple[list[Box], int]:
-    """The usable rows of a label file, and the number of the others, which are reported with their line."""
-    boxes = []
-    num_rows = 0
+def _read_rows(text: bytes, location: str, row_format: _RowFormat, builder: TableBuilder) -> None:
+    """Adds the usable rows of a label file to the last image; the others are reported with their line."""
+    class_names = row_format.class_names
+    max_classes = MAX_UNNAMED_CLASSES if class_names is None else len(class_names)
     for line, row_bytes in enumerate(text.removeprefix(b"\xef\xbb\xbf").splitlines(), 1):
         fields = row_bytes.split()
         if not fields:
             continue
-        num_rows += 1
         try:
             label, *values = [float(value) for value in fields]
         except ValueError:
-            problems.add("malformed-row", f"{location}:{line}: {_quote(row_bytes)}, not only numbers")
+            builder.drop_box("malformed-row", f"{_quote(location, line, row_bytes)}, not only numbers")
             continue
         if not (label.is_integer() and label >= 0):
-            problems.add("malformed-row", f"{location}:{line}: {_quote(row_bytes)}, class {label:g}")
-            continue
-        box = _parse_box(values, row_format)
-        if box is None:
-            problems.add(
-                "malformed-row", f"{location}:{line}: {_quote(row_bytes)}, {len(values)} numbers after the class"
+            builder.drop_box("malformed-row", f"{_quote(location, line, row_bytes)}, class {label:g}")
+        elif (box := _parse_box(values, row_format)) is None:
+            builder.drop_box(
+                "malformed-row", f"{_quote(location, line, row_bytes)}, {len(values)} numbers after the class"
             )
-            continue
-        if label >= (MAX_CLASSES if row_format.class_names is None else len(row_format.class_names)):
-            hint = "" if row_format.class_names is None else f", the classes are 0 … {len(row_format.class_names) - 1}"
-            problems.add("unknown-class", f"{location}:{line}: class {label:g}{hint}")
-            continue
-        if not _is_normalized(*box):
-            problems.add("not-normalized", f"{location}:{line}: {_quote(row_bytes)}")
-            continue
-        boxes.append(Box(image_index, int(label), box, line, is_normalized=True))
-    return boxes, num_rows - len(boxes)
+        elif label >= max_classes:
+            hint = "" if class_names is None else f", the classes are 0 … {max_classes - 1}"
+            builder.drop_box("unknown-class", f"{location}:{line}: class {label:g}{hint}")
+        elif not _is_normalized(*box):
+            builder.drop_box("not-normalized", _quote(location, line, row_bytes))
+        else:
+            builder.add_box(int(label), box, line, is_normalized=True)
+
+
+def _quote(location: str, line: int, row: bytes) -> str:
+    return f"{location}:{line}: {row[:60].decode(errors='replace')!r}"
 
 
 def _parse_box(values: list[float], row_format: _RowFormat) -> tuple[float, float, float, float] | None:
@@ -243,5 +772,38 @@ def _is_normalized(x1: float, y1: float, x2: float, y2: float) -> bool:
     return min(x, y) >= -NORMALIZED_TOLERANCE and max(x, y, x2 - x1, y2 - y1) <= 1 + NORMALIZED_TOLERANCE
 
 
-def _quote(row_bytes: bytes) -> str:
-    return repr(row_bytes[:60].decode(errors="replace"))
+class YoloWriter(DatasetWriter):
+    """`images/<split>/`, a text file per image in `labels/<split>/`, `data.yaml` with the class names. A line is `class
+    x y width height`, normalized and within 0 … 1: Ultralytics drops an image with other values. It has no crowd
+    boxes."""
+
+    box_orientation = "upright"
+    supports_crowd = False
+
+    def image_path(self, image: AnnotatedImage) -> Path:
+        return self.folder / "images" / image.split / image.name
+
+    def add(self, image: AnnotatedImage) -> None:
+        normalized, clipped = clip_normalized(image)
+        if clipped:
+            self.notes["boxes reached outside their image and are clipped: YOLO boxes must be inside"] += clipped
+        if num_crowd := int(image.crowd.sum()):
+            self.notes["crowd boxes are left out: YOLO has none"] += num_crowd
+        lines = []
+        for (x1, y1, x2, y2), label, is_crowd in zip(
+            normalized.tolist(), image.labels.tolist(), image.crowd.tolist(), strict=True
+        ):
+            if not is_crowd:
+                cxcywh = ((x1 + x2) / 2, (y1 + y2) / 2, x2 - x1, y2 - y1)
+                lines.append(" ".join((str(label), *(f"{value:.9g}" for value in cxcywh))) + "\n")
+        labels_dir = self.folder / "labels" / image.split
+        labels_dir.mkdir(parents=True, exist_ok=True)
+        # also without boxes, because an image without a label file looks forgotten
+        (labels_dir / f"{os.path.splitext(image.name)[0]}.txt").write_text("".join(lines))
+
+    def finish(self) -> None:
+        # no `path`, so that the folders stay relative to this file when it is moved
+        splits = [f"{split}: images/{split}\n" for split in self.written_splits]
+        names = [f"  {label}: {json.dumps(name, ensure_ascii=False)}\n" for label, name in enumerate(self.class_names)]
+        text = "".join([*splits, f"nc: {len(self.class_names)}\n", "names:\n", *names])
+        (self.folder / "data.yaml").write_text(text, encoding="utf-8")

@@ -31,7 +31,7 @@ COPIED_SUFFIXES = (
 SHARD_INDEX = "stoker-index.arrow"
 """The index of packed shards (`formats/shard_index.py`), also copied."""
 _TFRECORD_NAME = re.compile(r"\.(tf_?records?|tfrec|records?)(?=$|[-.])|-\d{3,7}-of-\d{3,7}", re.IGNORECASE)
-"""Names of TFRecord shards, as in `formats/tfrecord_files.py`: annotations and images in one file."""
+"""Names of TFRecord shards, as in `formats/tfrecord.py`: annotations and images in one file."""
 _OTHER_NAME = re.compile(r"\.(jpe?g|png|bmp|webp|tiff?|gif|jp2|tar|mds|parquet)$", re.IGNORECASE)
 """Names of images and of other shards, which may be numbered in the same way."""
 FIRST_READ_BYTES = 1 << 12

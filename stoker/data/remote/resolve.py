@@ -9,8 +9,8 @@ from glob import has_magic
 from pathlib import Path
 from typing import NamedTuple
 
-from stoker.data.formats.tables import ANNOTATION_DIRS
-from stoker.data.formats.tfrecord_files import strip_shard_number
+from stoker.data.formats.folders import ANNOTATION_DIRS
+from stoker.data.formats.tfrecord import strip_shard_number
 from stoker.data.images.source import paths_to_uris
 from stoker.data.remote import bucket, web
 from stoker.data.remote.mirror import expected_file, update_mirror

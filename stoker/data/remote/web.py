@@ -8,11 +8,9 @@ except that the size of an image is not known, and a missing image is noticed wh
 from collections.abc import Iterable
 from pathlib import Path
 
-from stoker.data.formats.coco_entries import read_entries
-from stoker.data.formats.coco_files import SPLIT_ALIASES
-from stoker.data.formats.csv_files import TABLE_DIRS
-from stoker.data.formats.csv_table import detect_csv_layout, iter_rows
-from stoker.data.formats.tables import ANNOTATION_DIRS, IMAGE_DIRS, split_from_name
+from stoker.data.formats.coco import SPLIT_ALIASES, read_entries
+from stoker.data.formats.csv import TABLE_DIRS, detect_csv_layout, iter_rows
+from stoker.data.formats.folders import ANNOTATION_DIRS, IMAGE_DIRS, split_from_name
 from stoker.data.remote.bucket import locked_mirror
 from stoker.data.remote.mirror import expected_file, invalid_name_reason, update_mirror
 from stoker.data.validation.problems import ProblemCollector

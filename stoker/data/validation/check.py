@@ -1,13 +1,15 @@
 """`stoker data check`: all problems of a data set, what training does about them, and how to fix them.
 
-`check_dataset` reads the annotations as training does, then packed shards (`check_shards.py`) and every image
+`check_dataset` reads the annotations as training does, then packed shards (`check_shards`) and every image
 (`check_images.py`), and returns a `CheckReport`, which `--json` prints. It writes only the index, into the cache. No
 torch. The kinds of problems are in `problems.py`; the text on the terminal is made by `stoker/report/data_check.py`.
 """
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,20 +17,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.data.formats.image_sizes import REMOTE_IO_WORKERS
-from stoker.data.formats.shard_index import INDEX_FILE
+from stoker.data.formats.images import REMOTE_IO_WORKERS
+from stoker.data.formats.shard_index import INDEX_FILE, Shard, lost_shards, read_info
 from stoker.data.formats.tables import DataErrors
 from stoker.data.images import source as image_source
-from stoker.data.index import (
-    Index,
-    excess_bad_boxes,
-    missing_images,
-    open_index,
-    suggest_location,
-    unlisted_images,
-)
+from stoker.data.index import Index, excess_bad_boxes, missing_images, open_index, suggest_location, unlisted_images
 from stoker.data.validation.check_images import Progress, check_image_files
-from stoker.data.validation.check_shards import check_shards, packed_folder
 from stoker.data.validation.clean import SplitOptions
 from stoker.data.validation.problems import (
     DEFAULT_MAX_BAD_BOXES,
@@ -41,6 +35,7 @@ from stoker.data.validation.problems import (
 )
 from stoker.errors import DataError
 from stoker.hardware.cgroup import host_cores
+from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
 UNLIMITED = 2**62
 MAX_REFUSED_EXAMPLES = 3
@@ -213,7 +208,9 @@ def _make_items(found_problems: Sequence[Problem], fixes: dict[str, str]) -> tup
     """fixes: kind → a fix for this data set that is more specific than that of the table."""
 
     def make_item(problem: Problem) -> CheckItem:
-        fields = PROBLEM_KINDS[problem.kind]._asdict() | ({"fix": fixes[problem.kind]} if problem.kind in fixes else {})
+        fields = msgspec.structs.asdict(PROBLEM_KINDS[problem.kind]) | (
+            {"fix": fixes[problem.kind]} if problem.kind in fixes else {}
+        )
         return CheckItem(kind=problem.kind, count=problem.count, locations=problem.examples, **fields)
 
     return tuple(map(make_item, found_problems))
@@ -257,3 +254,60 @@ def _refusal_reasons(
                     f"{count_of_all(num_bad, total, 'images')} of the {name} split cannot be used, {limit_text}"
                 )
     return reasons
+
+
+CHUNK_BYTES = 1 << 24
+"""Bytes of a shard that a thread has in memory."""
+
+
+def packed_folder(data: str | Path) -> Path | None:
+    """The folder of a packed data set, of one in a bucket its mirror; None for any other data set. Raises DataError,
+    StorageError."""
+    location = expand_variables(os.fspath(data))
+    path = Path(location)
+    if is_uri(location):
+        from stoker.data.remote import resolve  # imports what is only needed for buckets
+
+        path = resolve.resolve_dataset(parse_uri(location), ()).path
+    return path if (path / INDEX_FILE).is_file() else None
+
+
+def check_shards(folder: Path, problems: ProblemCollector, *, read: bool, workers: int, progress: Progress) -> None:
+    """Adds the shards that are not as they were packed to `problems`. read: also compares the checksums.
+
+    progress: called with the images in the shards that were read, and in all. Raises DataError for an index that cannot
+    be read, StorageError for a bucket that cannot be read."""
+    shards = read_info(folder / INDEX_FILE).shards
+    lost = lost_shards(folder, shards)
+    for shard, text in lost:
+        is_there = (folder / shard.name).exists()
+        problems.add("cut-packed-shard" if is_there else "missing-packed-shard", f"{shard.name} {text}")
+    if not read:
+        return
+    lost_names = {shard.name for shard, _ in lost}
+    rest = [shard for shard in shards if shard.name not in lost_names]
+    done, total = 0, sum(shard.num_images for shard in rest)
+    with ThreadPoolExecutor(workers) as pool:
+        for shard, text in zip(rest, pool.map(lambda shard: _compare(folder, shard), rest), strict=True):
+            if text:
+                problems.add("changed-packed-shard", f"{shard.name} with {shard.num_images:,} images: {text}")
+            done += shard.num_images
+            progress(done, total)
+
+
+def _compare(folder: Path, shard: Shard) -> str:
+    """What is wrong with the content of a shard of the right size; empty if nothing is."""
+    path, digest = folder / shard.name, hashlib.sha256()
+    remote_object = image_source.find_remote(path)
+    try:
+        for start in range(0, shard.size_bytes, CHUNK_BYTES):
+            length = min(CHUNK_BYTES, shard.size_bytes - start)
+            if remote_object is None:
+                digest.update(image_source.read_local(path, (start, length)))
+            else:
+                digest.update(image_source.read_object(remote_object, start, length))
+    except OSError as error:
+        return f"it cannot be read: {error.strerror or error}"
+    if digest.hexdigest() != shard.sha256:
+        return f"SHA-256 {digest.hexdigest()[:12]}…, not {shard.sha256[:12]}…"
+    return ""

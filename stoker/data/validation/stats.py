@@ -22,7 +22,7 @@ from stoker.data.anchor_fit import (
     box_dimensions,
     recommend_anchors,
 )
-from stoker.data.formats.image_sizes import REMOTE_IO_WORKERS
+from stoker.data.formats.images import REMOTE_IO_WORKERS
 from stoker.data.images import source as image_source
 from stoker.data.images.headers import parse_header, read_header
 from stoker.data.index import Index

@@ -1,7 +1,12 @@
-"""The wire format of tf.train.Example: finds the features of a record, reads their values, encodes new records.
+"""The bytes of TFRecord files: frames with checksums, gzip, and the wire format of tf.train.Example.
 
-The reader works on a mapped file and returns byte ranges, so that the encoded image in a record is not copied; this is
-why it does not use protobuf. Messages, from tensorflow/core/example/{example,feature}.proto:
+A file is a sequence of records, each a little-endian uint64 length, the masked CRC-32C of those 8 bytes, the data, and
+the masked CRC-32C of the data. There is no marker between records, so after a damaged length no record can be found.
+Format: https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_format_details. Compressed shards are unpacked
+once into `<cache folder>/shards/`, because gzip has no random access to an image; they may be deleted at any time.
+
+The parser of examples works on a mapped file and returns byte ranges, so that the encoded image in a record is not
+copied; this is why it does not use protobuf. Messages, from tensorflow/core/example/{example,feature}.proto:
 
     Example   { Features features = 1; }
     Features  { map<string, Feature> feature = 1; }        an entry is { key = 1; value = 2; }
@@ -11,12 +16,177 @@ why it does not use protobuf. Messages, from tensorflow/core/example/{example,fe
 Encoding: https://protobuf.dev/programming-guides/encoding/. Not here: the meaning of the features (`tfrecord.py`).
 """
 
+import errno
+import functools
+import gzip
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+import os
+import shutil
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from stoker import regular_files
+from stoker.data.validation.problems import ProblemCollector
+from stoker.errors import DataError, StorageError, needs_package
+from stoker.storage.local_files import cache_folder
+
+HEADER_BYTES, FOOTER_BYTES = 12, 4
+_LENGTH, _CRC = struct.Struct("<Q"), struct.Struct("<I")
+_MASK_DELTA = 0xA282EAD8
+"""tensorflow/core/lib/hash/crc32c.h: a stored CRC is rotated and shifted by this, so that the CRC of data that contains
+CRCs stays a good checksum."""
+
+
+class Frame(NamedTuple):
+    """A record with correct checksums."""
+
+    number: int
+    """1 for the first record of the file; damaged ones count."""
+    offset: int
+    """The first byte of the record, which is the first of its length."""
+    start: int
+    """The first byte of its data."""
+    stop: int
+    """The byte after its data."""
+
+
+@functools.cache
+def _crc32c() -> Callable[[bytes], int]:
+    with needs_package("google-crc32c", "Reading or writing TFRecords"):
+        import google_crc32c
+    value: Callable[[bytes], int] = google_crc32c.value
+    return value
+
+
+def masked_crc(data: bytes) -> int:
+    """The CRC-32C of some bytes as TFRecords store it."""
+    crc = _crc32c()(data)
+    return ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF
+
+
+def is_record_header(head: bytes) -> bool:
+    """Whether the first 12 bytes of a file are a length with the correct checksum."""
+    return len(head) >= HEADER_BYTES and masked_crc(head[:8]) == _CRC.unpack_from(head, 8)[0]
+
+
+def frame_length(head: bytes) -> int:
+    """The number of bytes of data that a record's first 12 bytes give."""
+    length: int = _LENGTH.unpack_from(head)[0]
+    return length
+
+
+def iter_frames(data: mmap.mmap, shard: str, problems: ProblemCollector) -> Iterator[Frame]:
+    """The undamaged records of a mapped file, in order. Copies no data.
+
+    Damage is reported with byte offset and record number.
+    """
+    offset, number, total = 0, 0, len(data)
+    view = np.frombuffer(data, np.uint8)  # the CRC function takes no memoryview
+    try:
+        while offset < total:
+            number += 1
+            location = f"{shard} @ byte {offset:,}, record {number}"
+            head = data[offset : offset + HEADER_BYTES]
+            if len(head) < HEADER_BYTES:
+                problems.add("truncated-shard", f"{location}: the file ends within the record's length")
+                return
+            if not is_record_header(head):
+                reason = "it does not begin like a TFRecord" if number == 1 else "the checksum of its length is wrong"
+                problems.add(
+                    "damaged-shard", f"{location}: {reason}; the {total - offset:,} bytes from here on are left out"
+                )
+                return
+            start = offset + HEADER_BYTES
+            stop = start + frame_length(head)
+            if stop + FOOTER_BYTES > total:
+                missing = stop + FOOTER_BYTES - total
+                problems.add("truncated-shard", f"{location}: the file ends {missing:,} bytes before the record does")
+                return
+            if masked_crc(view[start:stop]) == _CRC.unpack_from(data, stop)[0]:  # type: ignore[arg-type]
+                yield Frame(number, offset, start, stop)
+            else:
+                problems.add("damaged-record", location)
+            offset = stop + FOOTER_BYTES
+    finally:
+        del view  # a mapping with a view cannot be closed
+
+
+def write_record(file: BinaryIO, data: bytes) -> None:
+    """Appends a record. Raises OSError."""
+    length = _LENGTH.pack(len(data))
+    file.write(b"".join((length, _CRC.pack(masked_crc(length)), data, _CRC.pack(masked_crc(data)))))
+
+
+_CHUNK_BYTES = 1 << 20
+MAX_RECORD_BYTES = 1 << 31
+"""Protobuf's limit of a message, and so of a record."""
+MIN_FREE_BYTES = 1 << 28
+"""What unpacking leaves free on the disk of the cache: 256 MiB."""
+
+
+def unpacked_path(shard: Path) -> Path:
+    """The unpacked file of a shard. Its name depends on the shard's path, size and modification time."""
+    stat = shard.stat()
+    key = f"{shard}\0{stat.st_size}\0{stat.st_mtime_ns}".encode("utf-8", "surrogateescape")
+    return cache_folder() / "shards" / f"{shard.name[:80]}-{blake2b(key, digest_size=8).hexdigest()}"
+
+
+def unpack(shard: Path) -> Path:
+    """The unpacked file; unpacks it if it does not exist. Safe against kills and in several processes.
+
+    Nothing is unpacked beyond the first frame that cannot be one: the reader of the unpacked file reports it, and a
+    small file cannot fill the disk. Raises DataError if the gzip data are damaged, StorageError if the disk is full or
+    would be.
+    """
+    target = unpacked_path(shard)
+    if target.exists():
+        return target
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with regular_files.open_file(shard) as raw, gzip.open(raw) as packed, temporary.open("wb") as file:
+            _copy_frames(packed, file, target.parent)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(
+            "A compressed shard is damaged.", location=shard, cause=str(error), fix="copy it again"
+        ) from error
+    except OSError as error:
+        raise StorageError(
+            "A compressed shard cannot be unpacked into the cache folder.",
+            location=temporary,
+            cause=f"{error.strerror or error}; {shard} has {shard.stat().st_size:,} bytes, and more when unpacked",
+            fix="free disk space, or set STOKER_CACHE_DIR to a writable folder",
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return target
+
+
+def _copy_frames(packed: gzip.GzipFile, file: BinaryIO, folder: Path) -> None:
+    """Copies the frames up to the end, or up to and with the header of the first that cannot be one. Raises OSError
+    before the disk of `folder` is full."""
+    while len(head := packed.read(HEADER_BYTES)) == HEADER_BYTES:
+        file.write(head)
+        remaining = frame_length(head) + FOOTER_BYTES
+        if not is_record_header(head) or remaining > MAX_RECORD_BYTES:
+            return
+        while remaining and (chunk := packed.read(min(remaining, _CHUNK_BYTES))):
+            if shutil.disk_usage(folder).free < MIN_FREE_BYTES + len(chunk):
+                raise OSError(errno.ENOSPC, f"less than {MIN_FREE_BYTES:,} bytes would remain on the disk")
+            file.write(chunk)
+            remaining -= len(chunk)
+    file.write(head)
+
 
 Buffer: TypeAlias = mmap.mmap | bytes
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
@@ -213,7 +383,7 @@ def _read_varint(data: Buffer, offset: int, stop: int) -> tuple[int, int]:
     raise MalformedExample(f"a number is cut off or too long, at byte {offset - 1:,}")
 
 
-def encode(values: Mapping[str, Values]) -> bytes:
+def encode_example(values: Mapping[str, Values]) -> bytes:
     """The bytes of an Example with the given features: lists of byte strings or int64, or an array of float32.
 
     An empty list is left out: this means the same, and cannot have a type that a reader does not expect.

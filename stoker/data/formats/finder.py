@@ -1,8 +1,8 @@
-"""Detects the format of a data set from the names in its folder.
+"""Finds the data set in a folder: which format it has, and what in the folder is not used.
 
-Each format recognizes its own layouts. If a folder has several formats, the first in FORMATS is read, and a note tells
-what else is there and how to read it. Not here: reading (the other modules of `formats/`, called by `index.py`), the
-demo (`demo.py`), the cache (`index.py`).
+Each format recognizes its own layouts, from names and first bytes. If a folder has several formats, the first in
+FORMATS is read, and a note tells what else is there and how to read it. Not here: reading (the modules of the formats,
+called by `index.py`), formats that are known and not read (`others.py`), the demo (`demo.py`).
 """
 
 import os
@@ -14,37 +14,33 @@ from typing import NamedTuple
 
 from stoker.data.formats import (
     coco,
-    coco_files,
     csv,
-    csv_files,
     cvat,
     label_studio,
     labelme,
     mds,
     openimages,
-    other_formats,
+    others,
     parquet,
     shard_index,
     tfrecord,
-    tfrecord_files,
     voc,
-    voc_files,
     webdataset,
     yolo,
-    yolo_files,
 )
-from stoker.data.formats.tables import (
+from stoker.data.formats.folders import (
     ANNOTATION_DIRS,
     IMAGE_DIRS,
+    MAX_SEARCHED_DIRS,
     SPLIT_BY_NAME,
-    SPLITS,
-    AnnotationTable,
-    DatasetLayout,
     is_image_name,
     list_image_dirs,
     list_subdirs,
 )
-from stoker.data.formats.yolo_yaml import YAML_SUFFIXES
+from stoker.data.formats.tables import SPLITS, AnnotationTable, DatasetLayout
+from stoker.data.formats.writer import DatasetWriter
+from stoker.data.formats.yolo import YAML_SUFFIXES
+from stoker.data.images import source as image_source
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError, UsageError, nearest
 
@@ -56,77 +52,74 @@ ARCHIVE_SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".
 class Format(NamedTuple):
     """A row of the table of formats."""
 
-    find: Callable[[Path], DatasetLayout | None]
-    """The data set in a folder (not in subfolders), or None."""
+    recognize: Callable[[Path], DatasetLayout | None]
+    """The data set in a folder (not in subfolders), or of a file with one of `suffixes`; None if there is none."""
     read: Callable[[DatasetLayout, ProblemCollector], AnnotationTable]
     expected_files: str
-    """What `find` recognizes, for the message that nothing was found."""
-    from_file: Callable[[Path], DatasetLayout | None] | None = None
-    """The data set of a single file; None if it is of another format."""
+    """What `recognize` looks for, for the message that nothing was found."""
     suffixes: tuple[str, ...] = ()
-    """The suffixes of such files, in lower case."""
+    """The suffixes, in lower case, of files that can be a data set by themselves."""
+    problems: Callable[[Path], Iterable[str]] = lambda _folder: ()
+    """Why files in a folder that look like this format are not read, for the same message."""
+    write: type[DatasetWriter] | None = None
+    """What `stoker data convert` writes it with."""
 
 
 FORMATS = {
     "coco": Format(
-        coco_files.find,
+        coco.recognize,
         coco.read,
         "COCO JSON (train/_annotations.coco.json, annotations/instances_*.json, *.json with images/)",
-        coco_files.from_file,
         (".json",),
+        write=coco.CocoWriter,
     ),
-    "voc": Format(voc_files.find, voc.read, "Pascal VOC (Annotations/*.xml with JPEGImages/, *.xml with the images)"),
+    "voc": Format(
+        voc.recognize,
+        voc.read,
+        "Pascal VOC (Annotations/*.xml with JPEGImages/, *.xml with the images)",
+        write=voc.VocWriter,
+    ),
     "yolo": Format(
-        yolo_files.find,
+        yolo.recognize,
         yolo.read,
         "YOLO (data.yaml, images/ with labels/, *.txt with the images)",
-        yolo_files.from_file,
         (".yaml", ".yml", ".data"),
+        write=yolo.YoloWriter,
     ),
     "tfrecord": Format(
-        tfrecord_files.find,
+        tfrecord.recognize,
         tfrecord.read,
         "TFRecord (*.record, *.tfrecord, train.record-00000-of-00010)",
-        tfrecord_files.from_file,
-        (*tfrecord_files.SUFFIXES, *(f"{ending}.gz" for ending in tfrecord_files.SUFFIXES)),
+        (*tfrecord.SUFFIXES, *(f"{ending}.gz" for ending in tfrecord.SUFFIXES)),
+        write=tfrecord.TfRecordWriter,
     ),
     "openimages": Format(
-        openimages.find,
+        openimages.recognize,
         openimages.read,
         "Open Images (*-annotations-bbox.csv with class-descriptions-boxable.csv)",
-        openimages.from_file,
         (".csv",),
     ),
     "csv": Format(
-        csv_files.find,
+        csv.recognize,
         csv.read,
         "CSV (tables with columns such as filename, class, xmin, ymin, xmax, ymax)",
-        csv_files.from_file,
         (".csv",),
+        csv.problems,
     ),
-    "cvat": Format(cvat.find, cvat.read, "CVAT XML (annotations.xml with images/)", cvat.from_file, (".xml",)),
-    "labelme": Format(labelme.find, labelme.read, "LabelMe JSON (*.json with the images)"),
+    "cvat": Format(cvat.recognize, cvat.read, "CVAT XML (annotations.xml with images/)", (".xml",)),
+    "labelme": Format(labelme.recognize, labelme.read, "LabelMe JSON (*.json with the images)"),
     "label-studio": Format(
-        label_studio.find,
-        label_studio.read,
-        "Label Studio JSON (*.json with images/)",
-        label_studio.from_file,
-        (".json",),
+        label_studio.recognize, label_studio.read, "Label Studio JSON (*.json with images/)", (".json",)
     ),
     "webdataset": Format(
-        webdataset.find,
+        webdataset.recognize,
         webdataset.read,
         "WebDataset (*.tar with an image and a .json per sample; stoker-index.arrow)",
-        webdataset.from_file,
         (*webdataset.SUFFIXES, shard_index.INDEX_FILE),
     ),
-    "mds": Format(mds.find, mds.read, "MDS (index.json with *.mds)", mds.from_file, (".json",)),
+    "mds": Format(mds.recognize, mds.read, "MDS (index.json with *.mds)", (".json",)),
     "parquet": Format(
-        parquet.find,
-        parquet.read,
-        "Parquet (*.parquet with columns image and objects)",
-        parquet.from_file,
-        parquet.SUFFIXES,
+        parquet.recognize, parquet.read, "Parquet (*.parquet with columns image and objects)", parquet.SUFFIXES
     ),
 }
 """In order of preference."""
@@ -141,7 +134,7 @@ def detect_layout(data: Path, format: str | None = None) -> DatasetLayout:
     if format is not None and format not in FORMATS:
         raise UsageError(f"{format!r} is not a data format.", choices=FORMATS)
     if not data.exists():
-        if has_magic(data.name) and (layout := tfrecord_files.from_glob(data)) is not None:
+        if has_magic(data.name) and (layout := tfrecord.from_glob(data)) is not None:
             return layout
         raise _path_not_found(data)
     data = data.resolve()
@@ -262,10 +255,10 @@ def _merge_split_folders(root: Path, nested: list[tuple[Path, DatasetLayout]]) -
 
 
 def _detect_file(data: Path, format: str | None) -> DatasetLayout:
-    file_name = tfrecord_files.strip_shard_number(data.name).lower()
+    file_name = tfrecord.strip_shard_number(data.name).lower()
     for name, spec in FORMATS.items():
-        is_candidate = file_name.endswith(spec.suffixes) and format in (None, name)
-        if is_candidate and spec.from_file is not None and (layout := spec.from_file(data)) is not None:
+        is_candidate = format in (None, name) and file_name.endswith(spec.suffixes)
+        if is_candidate and (layout := spec.recognize(data)) is not None:
             return layout
     _refuse_other_format(data)
     is_archive = file_name.endswith(ARCHIVE_SUFFIXES)
@@ -286,7 +279,7 @@ def _detect_in_folder(folder: Path, format: str | None) -> DatasetLayout | None:
         if format not in (None, name):
             continue
         try:
-            layout = spec.find(folder)
+            layout = spec.recognize(folder)
         except DataError as error:
             if not any(other.is_certain for other in layouts):
                 raise
@@ -319,8 +312,9 @@ def _path_not_found(data: Path) -> DataError:
 def _no_annotations_found(data: Path, format: str | None) -> DataError:
     if not _is_inside_dataset(data):
         _refuse_other_format(data)
-    expected = "; ".join(spec.expected_files for name, spec in FORMATS.items() if format in (None, name))
-    near_misses = list(csv_files.describe_near_misses(data)) if format in (None, "csv") else []
+    specs = [spec for name, spec in FORMATS.items() if format in (None, name)]
+    expected = "; ".join(spec.expected_files for spec in specs)
+    near_misses = [text for spec in specs for text in spec.problems(data)]
     return DataError(
         "No annotations found" + (f" in the format {format!r}." if format else "."),
         location=data,
@@ -333,7 +327,7 @@ def _no_annotations_found(data: Path, format: str | None) -> DataError:
 
 def _refuse_other_format(data: Path) -> None:
     """Raises DataError if a file or folder has a format that is known and not read."""
-    if (found := other_formats.recognize(data)) is not None:
+    if (found := others.recognize(data)) is not None:
         name, file, fix = found
         raise DataError(f"The data set has the format {name}, which is not read.", location=file, fix=fix)
 
@@ -361,3 +355,80 @@ def _describe_contents(folder: Path) -> str:
     ]
     listed += [f"{num_images:,} images" if num_images > 1 else "one image"] if num_images else []
     return f"it contains {', '.join(listed)}" if names else f"it contains only {listed[0]}"
+
+
+MAX_DEPTH = 3
+"""Levels of folders below the root that are searched."""
+OUTPUT_DIRS = ("runs", "predictions")
+"""Folders that stoker itself writes."""
+MAX_LISTED_DIRS = 5
+
+
+def describe_unused(layout: DatasetLayout, table: AnnotationTable, *, num_unlisted: int) -> list[str]:
+    """Notes on what is not used.
+
+    table: before images were dropped. num_unlisted: images that are reported as being in no list of a split.
+    """
+    notes = [_describe_other(layout, table, other) for other in layout.others]
+    names_by_dir: dict[str, set[str]] = {}
+    real_dirs = [os.path.realpath(layout.root / folder) for folder in table.folders]
+    for folder_index, name in zip(table.folder_index.tolist(), table.file_names, strict=True):
+        names_by_dir.setdefault(real_dirs[folder_index], set()).add(name)
+    annotation_dirs = {os.path.realpath(part.annotations) for part in layout.parts}
+    counts: dict[str, str] = {}
+    num_unnamed = 0
+    for folder, files in _walk(layout.root):
+        is_used = os.path.realpath(folder) in names_by_dir
+        images = {name for name in files if is_image_name(name)} - names_by_dir.get(os.path.realpath(folder), set())
+        if is_used:
+            num_unnamed += len(images)
+            continue
+        labels = 0
+        has_labels = bool(images) or folder.name.lower() in ANNOTATION_DIRS
+        if has_labels and folder != layout.root and not _is_below(folder, annotation_dirs):
+            labels = sum(name.lower().endswith((".xml", ".txt")) for name in files)
+        parts = [_plural(len(images), "image")] * bool(images) + [_plural(labels, "annotation file")] * bool(labels)
+        if parts:
+            counts[os.path.relpath(folder, layout.root)] = " and ".join(parts)
+    texts = [f"{text} in {'the folder' if name == '.' else name + '/'}" for name, text in counts.items()]
+    if len(texts) > MAX_LISTED_DIRS:
+        texts = [*texts[:MAX_LISTED_DIRS], f"data in {len(texts) - MAX_LISTED_DIRS} other folders"]
+    if num_unnamed > num_unlisted:
+        texts.append(f"{_plural(num_unnamed - num_unlisted, 'image')} next to others that no annotation names")
+    return [*notes, *([f"not used: {'; '.join(texts)}"] if texts else [])]
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" + ("s" if count != 1 else "")
+
+
+def _describe_other(layout: DatasetLayout, table: AnnotationTable, other: DatasetLayout) -> str:
+    counts = ""
+    if image_source.path_to_uri(layout.root) is None:  # in a bucket, each image size would be a request
+        try:
+            num_boxes = len(FORMATS[other.format].read(other, ProblemCollector()).boxes)
+            is_more = ", which are more" if num_boxes > len(table.boxes) else ""
+            counts = f" ({len(table.boxes):,} boxes against {num_boxes:,} of the other{is_more})"
+        except (DataError, OSError) as error:
+            counts = f" (the other cannot be read: {error.what if isinstance(error, DataError) else error})"
+    both = f"found {layout.description} and {other.description}"
+    return f"{both}: read the first{counts}; --format {other.format} reads the other"
+
+
+def _walk(root: Path) -> list[tuple[Path, list[str]]]:
+    """(folder, names of its files) of the root and the visible folders below it."""
+    found = []
+    for dirpath, folders, files in os.walk(root):
+        depth = len(Path(dirpath).relative_to(root).parts)
+        folders[:] = sorted(n for n in folders if not n.startswith(".") and not (depth == 0 and n in OUTPUT_DIRS))
+        if depth >= MAX_DEPTH:
+            folders.clear()
+        found.append((Path(dirpath), [name for name in files if not name.startswith(".")]))
+        if len(found) >= MAX_SEARCHED_DIRS:
+            break
+    return found
+
+
+def _is_below(folder: Path, parents: set[str]) -> bool:
+    real = os.path.realpath(folder)
+    return any(real == parent or real.startswith(os.path.join(parent, "")) for parent in parents)

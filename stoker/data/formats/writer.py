@@ -1,4 +1,4 @@
-"""The interface of the writers: they get the classes of a data set, then its images one by one; number formatting.
+"""What the writers of formats share: they get the classes of a data set, then its images one by one; number formatting.
 
 Boxes are those of the index. Reading a written data set must give their float32 corners again.
 """
@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,19 @@ class AnnotatedImage:
     area: NDArray[np.float64]
 
 
+class Target(NamedTuple):
+    """What a writer is to write."""
+
+    folder: Path
+    """Exists and is empty."""
+    class_names: tuple[str, ...]
+    category_ids: tuple[int, ...]
+    max_images: dict[str, int]
+    """Maximum number of images per split."""
+    shards: int = 1
+    """Files per split, for a format that has any."""
+
+
 class UnsupportedImage(Exception):
     """The format cannot store an image; the message is the reason."""
 
@@ -48,9 +61,8 @@ class DatasetWriter(ABC):
     """The orientation to which boxes refer, for images that EXIF rotates: that of the format's readers, or, if the
     format stores the image size, that of the source."""
 
-    def __init__(self, folder: Path, class_names: tuple[str, ...], max_images: dict[str, int]) -> None:
-        """folder: exists and is empty; max_images: maximum number of images per split."""
-        self.folder, self.class_names, self.max_images = folder, class_names, max_images
+    def __init__(self, target: Target) -> None:
+        self.folder, self.class_names = target.folder, target.class_names
         self.written_splits: list[str] = []
         """Splits with at least one image; set by `convert`."""
         self.notes: Counter[str] = Counter()

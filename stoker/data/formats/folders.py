@@ -1,0 +1,284 @@
+"""How splits, folders and files of data sets are recognized by their names, and annotation files by their first bytes.
+
+Used by the formats to find their files. Not here: which format a folder has (`finder.py`), the images that annotations
+name (`images.py`).
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+
+from stoker import regular_files
+from stoker.data.formats.tables import SPLITS, SplitFiles
+from stoker.errors import DataError
+
+SPLIT_BY_NAME = {
+    "train": "train", "training": "train",
+    "val": "val", "valid": "val", "validation": "val", "validate": "val",
+    "test": "test", "testing": "test",
+}  # fmt: skip
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
+"""Files with these suffixes (lower case) are images where no annotation names them."""
+IMAGE_DIRS = ("images", "JPEGImages", "data", "imgs", "pictures")
+"""Usual names of image folders: those of COCO, Pascal VOC and FiftyOne, and two that people use."""
+ANNOTATION_DIRS = ("annotations", "annotation", "annots", "annot", "annos", "anno", "xmls", "xml", "labels", "label")
+"""Names of folders that contain only annotations. They may have subfolders: CVAT writes one per task."""
+MAX_SEARCHED_DIRS = 256
+"""Folders that are searched for images that are not near their annotations."""
+HEAD_BYTES = 1 << 16
+MAX_PROBES = 16
+"""Files of a folder whose first bytes are read, to see whether the folder has a format at all."""
+
+HasFormat = Callable[[bytes], bool]
+"""Tells from the first bytes of a file whether it has a format."""
+
+
+def is_image_name(name: str) -> bool:
+    """Whether a file name has the suffix of an image."""
+    return name.lower().endswith(IMAGE_SUFFIXES)
+
+
+def split_from_name(name: str) -> str | None:
+    """The split in a file name: "instances_train2017" is "train", "my-validation" and "eval.record" are "val"; None if
+    there is not exactly one. A folder `eval` is no split: TensorFlow writes its logs there."""
+    words = {**SPLIT_BY_NAME, "eval": "val"}
+    splits = {words[token] for token in re.split(r"[^a-z]+", name.lower()) if token in words}
+    return splits.pop() if len(splits) == 1 else None
+
+
+def file_part(file: Path, split: str | None = None, image_dirs: Iterable[Path] = ()) -> SplitFiles:
+    """The part of an annotation file or a shard; the split is in its name unless given."""
+    return SplitFiles(split=split or split_from_name(file.name), annotations=file, image_dirs=unique(image_dirs))
+
+
+def unique(paths: Iterable[Path]) -> tuple[Path, ...]:
+    """Paths in order of appearance."""
+    return tuple(dict.fromkeys(paths))
+
+
+def sort_parts(parts: Iterable[SplitFiles]) -> tuple[SplitFiles, ...]:
+    """Parts in the order of SPLITS, those without a split last."""
+    return tuple(sorted(parts, key=lambda part: SPLITS.index(part.split) if part.split else len(SPLITS)))
+
+
+def root_of(file: Path, annotation_dirs: tuple[str, ...] = ANNOTATION_DIRS) -> Path:
+    """The folder of the data set to which an annotation file belongs."""
+    return file.parent.parent if file.parent.name.lower() in annotation_dirs else file.parent
+
+
+def read_head(path: Path) -> bytes:
+    """The first bytes of a file, without a byte order mark; none if it cannot be read, or is not a regular file."""
+    try:
+        with regular_files.open_file(path) as file:
+            return file.read(HEAD_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
+    except OSError:
+        return b""
+
+
+def list_subdirs(folder: Path) -> dict[str, Path]:
+    """The subfolders of a folder by lower-case name, sorted, without hidden ones."""
+    with os.scandir(folder) as entries:
+        names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
+    return {name.lower(): folder / name for name in names}
+
+
+def named_subdirs(folder: Path, names: Iterable[str]) -> list[Path]:
+    """The subfolders with one of the names, in any case, in the order of the names."""
+    subdirs = list_subdirs(folder)
+    return [subdirs[name.lower()] for name in names if name.lower() in subdirs]
+
+
+def list_image_dirs(folder: Path) -> tuple[Path, ...]:
+    """The image folders in a folder, in any case, and the folder itself as the last."""
+    return (*named_subdirs(folder, IMAGE_DIRS), folder)
+
+
+def list_files(folder: Path, suffixes: str | tuple[str, ...]) -> list[Path]:
+    """The files in a folder with a suffix (lower case), by name, without hidden ones."""
+    with os.scandir(folder) as entries:
+        names = sorted(
+            entry.name
+            for entry in entries
+            if entry.name.lower().endswith(suffixes) and not entry.name.startswith(".") and entry.is_file()
+        )
+    return [folder / name for name in names]
+
+
+def iter_annotation_files(folder: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
+    """The paths of the files with one of the suffixes (lower case), sorted, without hidden ones.
+
+    Subfolders are included if the folder has the name of an annotation folder.
+    """
+    recursive = folder.name.lower() in ANNOTATION_DIRS
+    for dirpath, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if recursive and not name.startswith("."))
+        names = sorted(name for name in files if name.lower().endswith(suffixes) and not name.startswith("."))
+        yield from (os.path.join(dirpath, name) for name in names)
+
+
+def iter_split_dirs(folder: Path) -> Iterator[tuple[str, Path]]:
+    """The subfolders that are named after a split, in the order of SPLITS. Raises DataError for two of one split."""
+    path_by_split: dict[str, Path] = {}
+    for name, path in list_subdirs(folder).items():
+        if (split := SPLIT_BY_NAME.get(name)) is None:
+            continue
+        if split in path_by_split:
+            raise DataError(
+                f"Two folders are named after the {split} split.",
+                location=folder,
+                choices=[path_by_split[split].name, path.name],
+                fix="leave one of them in the data folder",
+            )
+        path_by_split[split] = path
+    yield from sorted(path_by_split.items(), key=lambda item: SPLITS.index(item[0]))
+
+
+def iter_split_image_dirs(folder: Path, split: str) -> Iterator[Path]:
+    """The folders named after a split in a folder and in its image folders."""
+    for image_dir in list_image_dirs(folder):
+        yield from (path for name, path in list_subdirs(image_dir).items() if split_from_name(name) == split)
+
+
+_WORDS_OF_DIRS = {"images": (*IMAGE_DIRS, "image", "img", "photos"), "annotations": ANNOTATION_DIRS}
+_PAIRED_DIR = re.compile(
+    r"(?P<split1>{splits})[^a-z]*(?P<kind1>{kinds})|(?P<kind2>{kinds})[^a-z]*(?P<split2>{splits})".format(
+        splits="|".join(SPLIT_BY_NAME),
+        kinds="|".join(word.lower() for words in _WORDS_OF_DIRS.values() for word in words if word != "data"),
+    )
+)
+
+
+def list_split_pairs(folder: Path) -> list[tuple[str, Path, Path]]:
+    """(split, images, annotations) of subfolders such as Validation_Images and Validation_Annotations, train_images and
+    train_labels, in the order of SPLITS."""
+    found: dict[tuple[str, str], Path] = {}
+    for name, path in list_subdirs(folder).items():
+        if (match := _PAIRED_DIR.fullmatch(name)) is not None:
+            word = match["kind1"] or match["kind2"]
+            kind = "annotations" if word in ANNOTATION_DIRS else "images"
+            found[SPLIT_BY_NAME[match["split1"] or match["split2"]], kind] = path
+    return [
+        (split, found[split, "images"], found[split, "annotations"])
+        for split in SPLITS
+        if (split, "images") in found and (split, "annotations") in found
+    ]
+
+
+def iter_dirs_below(root: Path) -> Iterator[Path]:
+    """The folders up to two levels below the root, at most MAX_SEARCHED_DIRS, to search for images."""
+    levels = (folder for path in list_subdirs(root).values() for folder in (path, *list_subdirs(path).values()))
+    return islice(levels, MAX_SEARCHED_DIRS)
+
+
+def iter_nearby_dirs(own_dir: Path, root: Path, split: str | None) -> Iterator[Path]:
+    """Folders that may contain the images of an annotation file in `own_dir`, those named after its split first."""
+    base_dirs = unique((own_dir, root))
+    for base in base_dirs:
+        yield from iter_split_image_dirs(base, split) if split is not None else ()
+    for base in base_dirs:
+        yield from list_image_dirs(base)
+    for base in base_dirs:
+        split_dirs = [item for image_dir in list_image_dirs(base) for item in list_subdirs(image_dir).items()]
+        for name, path in split_dirs:
+            if split_from_name(name) is not None:
+                yield path
+                yield from list_image_dirs(path)
+
+
+def check_unannotated_splits(folder: Path, parts: Iterable[SplitFiles]) -> list[str]:
+    """Notes on split folders that have no annotations.
+
+    Raises DataError if the training or validation split has none; test images are often published without.
+    """
+    notes, parts = [], tuple(parts)
+    for split, path in iter_split_dirs(folder):
+        if split in [part.split for part in parts]:
+            continue
+        if split != "test":
+            raise DataError(
+                f"The {split} split is empty: its folder has no annotations.",
+                location=path,
+                cause=f"the annotations of the {parts[0].split} split are in {parts[0].annotations}",
+                fix="put its annotations there, or delete the folder to split validation images off the training set",
+            )
+        notes.append(f"{path.name}/ has no annotations and is left out")
+    return notes
+
+
+def files_by_split(files: Iterable[Path]) -> list[tuple[str | None, list[Path]]]:
+    """The annotation files of each split, by their names, in the order of SPLITS. Files whose name has no split are
+    used only if no other file is there."""
+    by_split: dict[str | None, list[Path]] = {}
+    for path in files:
+        by_split.setdefault(split_from_name(path.stem), []).append(path)
+    if len(by_split) > 1:
+        by_split.pop(None, None)
+    return [(split, by_split[split]) for split in (*SPLITS, None) if split in by_split]
+
+
+def choose_only_file(folder: Path, files: list[Path], split: str | None) -> Path:
+    """The annotation file of a split. Raises DataError if there are several."""
+    if len(files) > 1:
+        raise DataError(
+            several_files(files, split),
+            location=folder,
+            choices=[path.name for path in files],
+            fix="name one of the files instead of the folder, or move the others away",
+        )
+    return files[0]
+
+
+def several_files(files: list[Path], split: str | None) -> str:
+    return f"{len(files)} files could be the annotations" + (f" of the {split} split." if split else ".")
+
+
+def find_annotated_dirs(folder: Path, is_annotated: Callable[[Path], object]) -> list[tuple[str | None, Path]]:
+    """(split, folder) of each folder with annotation files of a format that does not prescribe names: one for all, or
+    one per split, among the images or in a folder of their own. is_annotated: whether a folder has any."""
+    image_dirs = list_image_dirs(folder)
+    for directory in (folder, *named_subdirs(folder, ANNOTATION_DIRS), *image_dirs[:-1]):
+        if is_annotated(directory):
+            return [(None, directory)]
+    for parent in image_dirs[::-1]:
+        found: list[tuple[str | None, Path]] = []
+        for name, path in list_subdirs(parent).items():
+            if (split := SPLIT_BY_NAME.get(name)) is not None:
+                candidates = (path, *named_subdirs(path, ANNOTATION_DIRS), *list_image_dirs(path)[:-1])
+                found += [(split, own) for own in filter(is_annotated, candidates)][:1]
+        if found:
+            return found
+    return []
+
+
+def find_annotation_files(folder: Path, suffix: str, has_format: HasFormat) -> list[tuple[str | None, Path]]:
+    """(split, file) of each file with a suffix and a format, in the folders of `find_annotated_dirs`."""
+
+    def list_own(path: Path) -> list[Path]:
+        """None if the first few files of the folder are of another format."""
+        files = _list_by_suffix(path, suffix)
+        if not any(has_format(read_head(file)) for file in [*files[:MAX_PROBES], path / f"annotations{suffix}"]):
+            return []
+        return [file for file in files if has_format(read_head(file))]
+
+    files = [(split, file) for split, path in find_annotated_dirs(folder, list_own) for file in list_own(path)]
+    return [(split or split_from_name(file.stem), file) for split, file in files]
+
+
+def has_annotation_files(folder: Path, suffix: str, has_format: HasFormat) -> bool:
+    """Whether one of the first few files with a suffix has a format."""
+    return any(has_format(read_head(path)) for path in _list_by_suffix(folder, suffix)[:MAX_PROBES])
+
+
+def _list_by_suffix(folder: Path, suffix: str) -> list[Path]:
+    if folder.name.lower() in ANNOTATION_DIRS:
+        return [Path(path) for path in iter_annotation_files(folder, (suffix,))]
+    return list_files(folder, suffix)
+
+
+def searched_part(split: str | None, annotations: Path, root: Path) -> SplitFiles:
+    """A file or folder of annotations, with all folders that may contain its images."""
+    own_dir = annotations if annotations.is_dir() else annotations.parent
+    image_dirs = unique([*iter_nearby_dirs(own_dir, root, split), *iter_dirs_below(root)])
+    return SplitFiles(split=split, annotations=annotations, image_dirs=image_dirs)
