@@ -413,7 +413,12 @@ def measure_convolutions(work: Work) -> None:
     largest = gpu_convolutions.largest(lambda: work.train(work.eagerly, work.batch))
     say(**{"TFLOP of the step": gpu_convolutions.total_tflop(largest), "number": len(largest)})
     chosen = largest[: gpu_convolutions.LARGEST]
-    request = {"how": "heuristics", "device": str(work.device.torch_device), "tiny": work.tiny, "case": asdict(work.case)}
+    request = {
+        "how": "heuristics",
+        "device": str(work.device.torch_device),
+        "tiny": work.tiny,
+        "case": asdict(work.case),
+    }
     request["convolutions"] = [asdict(convolution) for convolution in chosen]
     subprocess.run([sys.executable, __file__, json.dumps(request)], timeout=60, check=False)
     gpu_convolutions.measure(chosen, work.device, say, benchmark=True)

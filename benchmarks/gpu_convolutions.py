@@ -114,7 +114,15 @@ def measure(convolutions: list[Convolution], device: Device, say: Callable[..., 
         rates = {f"{direction} TFLOP/s": one.flop / ms / 1e9 for direction, ms in times.items()}
         step_ms = sum(times[direction] * calls for direction, calls in zip(DIRECTIONS, one.calls, strict=True) if calls)
         tflop = one.flop * sum(one.calls) / 1e12
-        say(place=place, convolution=one.name, calls=one.calls, benchmark=benchmark, tflop=tflop, step_ms=step_ms, **rates)
+        say(
+            place=place,
+            convolution=one.name,
+            calls=one.calls,
+            benchmark=benchmark,
+            tflop=tflop,
+            step_ms=step_ms,
+            **rates,
+        )
 
 
 def _calls(one: Convolution, device: Device) -> list[Callable[[], object]]:

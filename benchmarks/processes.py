@@ -75,12 +75,13 @@ def serve_child(functions: dict[str, Callable[..., dict[str, Any] | None]]) -> N
 
 
 def record(**found: Any) -> None:
-    """Prints a line of JSON and appends it to the file of LINES, so that a kill later loses nothing of it."""
+    """Appends a line of JSON to the file of LINES, or prints it if there is none: a kill later loses nothing of it."""
     line = json.dumps(found, ensure_ascii=False)
     if path := os.environ.get(LINES):
         with open(path, "a", encoding="utf-8") as file:
             file.write(line + "\n")
-    print(line, flush=True)
+    else:
+        print(line, flush=True)
 
 
 def run_part(command: list[str], limit_s: float, log: Path) -> dict[str, Any]:
@@ -102,7 +103,9 @@ def run_part(command: list[str], limit_s: float, log: Path) -> dict[str, Any]:
             process.wait(max(limit_s - DUMP_S, limit_s / 2))
         except subprocess.TimeoutExpired:
             hung = True
-            os.killpg(process.pid, signal.SIGABRT)  # faulthandler writes the stacks, also of a thread that holds the GIL
+            os.killpg(
+                process.pid, signal.SIGABRT
+            )  # faulthandler writes the stacks, also of a thread that holds the GIL
             try:
                 process.wait(min(DUMP_S, limit_s / 2))
             except subprocess.TimeoutExpired:
