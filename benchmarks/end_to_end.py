@@ -1,11 +1,11 @@
 """Whether training waits for images: `stoker train` on JPEG files, compared with the same steps on one cached batch.
 
-The real command with only a clock added: after the first steps it trains in turn on the loader's batches and on one of
-them again and again, and each window of steps is timed, without its first steps, whose batches were loaded before. On an
-accelerator the step is compiled, as in the trainings that must not wait. Images are generated, 640 × 480 and about 95 KB,
-and decoded every time (no cache). On a CPU loading and computing share the cores, so the throughput with the loader is
-lower by the cost of loading, and there is no bar. The fractions are from the run's own ledger. Weights are random, so
-the norms of the backbone are trained: a step takes longer than gpu.py's. The results file is written after each model.
+The real command with only a clock added: after the first steps it trains in turn on the loader's batches and on one
+batch, and each window of steps is timed, without its first steps, whose batches were loaded before. On an accelerator
+the step is compiled. Images are generated, 640 × 480 and about 95 KB, and decoded every time (no cache). On a CPU
+loading and computing share the cores, so the throughput with the loader is lower by the cost of loading, and there is
+no bar. The fractions are from the run's own ledger. Weights are random, so the norms of the backbone are trained: a
+step takes longer than gpu.py's. The results file is written after each model.
 """
 
 import argparse

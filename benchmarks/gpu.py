@@ -6,8 +6,8 @@ appended to a file of JSON lines at once (`--lines`; default: next to the result
 memory is compared with what the fake accelerator of the tests predicts for the same step.
 
 `--kit A`, `B` or `C`: nine minutes each, for a machine that is at hand for a short while (docs/gpu-status.md). Default:
-everything but tests and trainings. `--goal [FILE …]` measures nothing: it prints the table of goals of lines measured
-before. `--device cpu` runs all with tiny shapes; its numbers mean nothing.
+everything but tests and trainings. `--goal [FILE …]` measures nothing: it prints the table of goals of what was
+measured before. `--device cpu` runs all with tiny shapes; its numbers mean nothing.
 """
 
 import argparse
@@ -57,7 +57,7 @@ ALONE = ("tests/gpu/test_nvml.py", "tests/gpu/test_ledger.py")
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """command: what the Python of this process runs; it ends at limit_s. rest: only if time is left after the others."""
+    """command: what this process's Python runs; it ends at limit_s. rest: only if time is left after the others."""
 
     name: str
     limit_s: float
@@ -221,10 +221,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--minutes", type=float, default=1e6, help="parts that do not fit are left out or cut")
     made.add_argument("--lines", type=Path, metavar="FILE", help="append what is measured to this file")
     made.add_argument("--goal", type=Path, nargs="*", metavar="FILE",
-                      help="measure nothing; the table of goals of these lines, default benchmarks/results/gpu-*.jsonl")  # fmt: skip
-    made.add_argument(
-        "--bccd", type=Path, default=ROOT / ".kit" / "bccd", help="folder of the data set that C trains on"
-    )
+                      help="lines to read; default: benchmarks/results/gpu-*.jsonl")  # fmt: skip
+    made.add_argument("--bccd", type=Path, default=ROOT / ".kit" / "bccd", help="data set that C trains on")
     return made
 
 

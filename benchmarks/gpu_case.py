@@ -306,7 +306,7 @@ def say(**found: Any) -> None:
     record(**about, **found)
 
 
-def measure_machine(given: dict[str, Any], device: Device) -> None:
+def measure_machine(_given: dict[str, Any], device: Device) -> None:
     """Hardware and versions. That the device computes at all, `select_device` has tried."""
     import torchvision
 
@@ -314,8 +314,9 @@ def measure_machine(given: dict[str, Any], device: Device) -> None:
                              "torchvision": torchvision.__version__}  # fmt: skip
     if device.kind == "cuda":
         asked = "driver_version,memory.total,clocks.max.sm,clocks.max.memory,power.limit,mig.mode.current"
+        properties = torch.cuda.get_device_properties(device.torch_device)
         found |= {"CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version(),
-                  "multiprocessors": torch.cuda.get_device_properties(device.torch_device).multi_processor_count}  # fmt: skip
+                  "multiprocessors": properties.multi_processor_count}  # fmt: skip
         try:
             answer = subprocess.run(
                 ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"],
@@ -434,9 +435,9 @@ def measure_heuristics(given: dict[str, Any], device: Device) -> None:
 
 
 def case_of(given: dict[str, Any], device: Device, *, tiny: bool) -> Case:
-    """tiny: with few and small images, in the precision that the device computes fast. Not smaller: at 64 pixels a level
-    is a single place, for which bf16 convolutions on a CPU leave parts of the weight's gradient uninitialized (torch
-    2.15)."""
+    """tiny: with few and small images, in the precision that the device computes fast. Not smaller: at 64 pixels a
+    level is a single place, for which bf16 convolutions on a CPU leave parts of the weight's gradient uninitialized
+    (torch 2.15)."""
     case = Case(**{**given, "image_size": tuple(given["image_size"])})
     if not tiny:
         return case

@@ -1,4 +1,4 @@
-"""How fast a device computes the largest convolutions of a training step: forward, gradient of the data, of the weights.
+"""How fast a device computes the largest convolutions of a training step: forward, gradients of data and of weights.
 
 They are most of a step's arithmetic, so their time bounds what the step can reach. gpu_case.py runs it.
 """

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from processes import record  # noqa: E402  (scripts of this folder import each other by name)
+from processes import record
 
 TRACEBACK_LINES = 12
 

@@ -6,6 +6,7 @@ A script calls `run_child` for each measurement, and `serve_child` first when it
 measurement. The parent process stays small, because the peak memory of a child starts at that of its parent.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -24,7 +25,7 @@ LINES = "STOKER_BENCHMARK_LINES"
 DUMP_S = 5.0
 """Before the limit of a part, so that the stacks of all its threads are written first."""
 OUTPUT_LINES, STACK_LINES, LAST_FRAMES, LOG_BYTES = 12, 60, 4, 2**18
-"""What is kept of a part: last lines of its output, lines of its stacks, frames of an exception; bytes of a log read."""
+"""What is kept of a failed part: lines of output, lines of stacks, frames of an exception; bytes read of its log."""
 
 
 def run_child(function: str, folder: Path, cache: Path, *sizes: int) -> dict[str, Any]:
@@ -103,15 +104,13 @@ def run_part(command: list[str], limit_s: float, log: Path) -> dict[str, Any]:
             process.wait(max(limit_s - DUMP_S, limit_s / 2))
         except subprocess.TimeoutExpired:
             hung = True
-            os.killpg(
-                process.pid, signal.SIGABRT
-            )  # faulthandler writes the stacks, also of a thread that holds the GIL
-            try:
+            os.killpg(process.pid, signal.SIGABRT)  # faulthandler writes the stacks, whichever thread holds the GIL
+            with contextlib.suppress(subprocess.TimeoutExpired):  # then the kill below ends it
                 process.wait(min(DUMP_S, limit_s / 2))
-            except subprocess.TimeoutExpired:
-                pass  # the kill below ends it
         finally:
-            _kill_group(process)
+            with contextlib.suppress(ProcessLookupError):  # all have ended
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     result: dict[str, Any] = {"exit": process.returncode, "s": round(time.monotonic() - began, 1)}
     if process.returncode == 0:
         return result
@@ -123,15 +122,6 @@ def run_part(command: list[str], limit_s: float, log: Path) -> dict[str, Any]:
     if hung:
         result |= {"exit": "limit", "error": f"not done in {limit_s:.0f} s"}
     return result
-
-
-def _kill_group(process: "subprocess.Popen[bytes]") -> None:
-    """Kills what is left of a process and of those that it started."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # all have ended
-    process.wait()
 
 
 TRACEBACK = "Traceback (most recent call last):"
@@ -168,7 +158,12 @@ def failure(text: str) -> dict[str, Any]:
         found.setdefault("error", lines[fatal])
         stack = [shorten(line) for line in lines[fatal:] if FRAME.match(line) or THREAD.match(line)]
         found["stack"] = stack[:STACK_LINES]
-    found["output"] = [line[:200] for line in lines if line.strip() and not line.startswith("{")][-OUTPUT_LINES:]
+    shown = [line[:200] for line in lines if line.strip()]
+    cause = next(
+        (n for n, line in enumerate(shown) if line.rstrip().endswith(TRACEBACK) or line.startswith(FATAL)), None
+    )
+    half = OUTPUT_LINES // 2
+    found["output"] = shown[-OUTPUT_LINES:] if cause is None else shown[:cause][-half:] + shown[cause:][-half:]
     return found
 
 
