@@ -40,9 +40,9 @@ class Training:
 
 ON_CPU = [Training("retinanet_tiny_fpn", 320, 8, 2, 3, 12)]
 ON_DEVICE = [
-    Training("retinanet_resnet50_fpn", 800, 32, 20, 10, 50),
-    Training("ember_n", 640, 64, 30, 15, 100),
-    Training("ssdlite320_mobilenet_v3_large", 320, 128, 30, 15, 150),
+    Training("retinanet_resnet50_fpn", 800, 32, 20, 10, 30),
+    Training("ember_n", 640, 64, 30, 15, 60),
+    Training("ssdlite320_mobilenet_v3_large", 320, 128, 30, 15, 100),
 ]
 """The reference model; the model for GPUs that needs most images per second; the one with the highest throughput."""
 FILES_ON_CPU, FILES_ON_DEVICE = 128, 512

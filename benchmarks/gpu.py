@@ -90,8 +90,8 @@ def plan(name: str | None, device: str, *, tiny: bool, work: Path, bccd: Path) -
         return dataclasses.replace(part, name=f"{model}, loader in the loop")
 
     def tests(name: str, limit_s: float, *more: str) -> Part:
-        pytest = ("-m", "pytest", "-vv", "--tb=short", "-rfE", "-p", "no:cacheprovider", "-p", "benchmarks.gpu_tests")
-        return Part(name, limit_s, (*pytest, *more))
+        pytest = ("-m", "pytest", "-vv", "--tb=short", "-rfE", "--timeout", "100", "--timeout-method", "thread")
+        return Part(name, limit_s, (*pytest, "-p", "benchmarks.gpu_tests", *more))
 
     def training(name: str, limit_s: float, data: str, *more: str) -> list[Part]:
         run = ("--device", device, "--run-dir", str(work / name))
@@ -118,10 +118,10 @@ def plan(name: str | None, device: str, *, tiny: bool, work: Path, bccd: Path) -
         "A": [machine, *headline],
         "B": [
             machine,
-            loop(HEADLINE, 150),
+            loop(HEADLINE, 180),
             loop("ember_n", 100),
             *(case(model, "eager", 40) for model in OTHERS[:3]),
-            predicted([HEADLINE, *OTHERS[:5]], 60),
+            predicted([HEADLINE, *OTHERS[:5]], 45),
             *(case(model, "compiled", 120, rest=True) for model in OTHERS[:3]),
             *(case(model, "eager", 40, rest=True) for model in OTHERS[3:5]),
         ],
