@@ -101,6 +101,8 @@ bench-diagnose-wild: setup  ## 90 minutes, on an idle machine; TensorFlow from `
 
 bench-gpu:  ## about an hour; uses the system Python where there is no .venv
 	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu.py --json benchmarks/results/gpu-all.json
+	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/loader.py --runs 3 --json benchmarks/results/loader-gpu.json
+	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/nvjpeg.py --json benchmarks/results/nvjpeg-gpu.json
 	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/plan.py --gpu --json benchmarks/results/plan-gpu.json
 
 gpu-goal:  ## what was measured on a GPU, next to goals and predictions

@@ -78,16 +78,9 @@ def plan(name: str | None, device: str, *, tiny: bool, work: Path, bccd: Path) -
         request = {"how": "predicted", "device": "cpu", "tiny": tiny, "cases": cases}
         return Part("predicted memory", limit_s, ("benchmarks/gpu_case.py", json.dumps(request)))
 
-    quick = ("--quick",) if tiny else ()
-
-    def script(name: str, limit_s: float, *more: str) -> Part:
-        on = () if name == "loader" else ("--device", device)
-        result = ("--json", str(work / f"{name}.json"))
-        return Part(" ".join((name, *more[1:2])), limit_s, (f"benchmarks/{name}.py", *on, *result, *quick, *more))
-
     def loop(model: str, limit_s: float) -> Part:
-        part = script("end_to_end", limit_s, "--only", model, "--compile")
-        return dataclasses.replace(part, name=f"{model}, loader in the loop")
+        more = ("--device", device, "--only", model, "--compile", *(("--quick",) if tiny else ()))
+        return Part(f"{model}, loader in the loop", limit_s, ("benchmarks/end_to_end.py", *more))
 
     def tests(name: str, limit_s: float, *more: str) -> Part:
         pytest = ("-m", "pytest", "-vv", "--tb=short", "-rfE", "--timeout", "100", "--timeout-method", "thread")
@@ -146,8 +139,6 @@ def plan(name: str | None, device: str, *, tiny: bool, work: Path, bccd: Path) -
         *(case(model, how, 120) for model in OTHERS for how in ("profile", "graph")),
         *(case(model, "eager graph", 120) for model in CASES),
         loop("ssdlite320_mobilenet_v3_large", 180),
-        script("loader", 120, "--runs", "3"),
-        script("nvjpeg", 90),
     ]
 
 
@@ -172,7 +163,10 @@ def run(arguments: argparse.Namespace) -> Report:
     ends = time.monotonic() + 60 * arguments.minutes
     with tempfile.TemporaryDirectory(prefix="stoker-gpu-") as temporary:
         work = Path(temporary)
+        if arguments.lines is not None and arguments.lines.exists():
+            raise RuntimeError(f"{arguments.lines} has the lines of an earlier run: move it away")
         lines = arguments.lines or (arguments.json or work / "gpu").with_suffix(".jsonl")
+        lines.unlink(missing_ok=True)
         log = lines.with_suffix(".log")
         lines.parent.mkdir(parents=True, exist_ok=True)
         os.environ[LINES] = str(lines.resolve())
@@ -190,6 +184,9 @@ def run(arguments: argparse.Namespace) -> Report:
             record(part=part.name, limit_s=round(limit_s), **result)
             print(f"{part.name}: exit {result['exit']}, {result['s']:.0f} s {result.get('error', '')}", flush=True)
             conclude(report, [lines]).write(arguments.json)
+        if all(part["exit"] != 0 for part in conclude(report, [lines]).results.parts):
+            report.show()
+            raise RuntimeError("every part failed")
         if arguments.kit and (folder := os.environ.get("STOKER_KIT_CACHE")):
             pack(Path(folder), lines.with_name("cache.tar.gz"))
         return conclude(report, [lines])

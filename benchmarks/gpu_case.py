@@ -303,7 +303,8 @@ about: dict[str, Any] = {}
 
 
 def say(**found: Any) -> None:
-    record(**about, **found)
+    if found:
+        record(**about, **found)
 
 
 def measure_machine(_given: dict[str, Any], device: Device) -> None:

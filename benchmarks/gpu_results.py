@@ -25,9 +25,10 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True)
 class Goal:
-    """A row of the table of goals. how: the first of these that was measured counts. goal, predicted: images per second.
+    """A row of the table of goals. how: the first of these that was measured counts. goal, predicted: images/s.
 
-    predicted, with the least and the most: by the roofline of an H200, from bytes and FLOPs on the fake accelerator."""
+    predicted, with the least and the most: by the roofline of an H200, from bytes and FLOPs on the fake accelerator.
+    """
 
     what: str
     how: tuple[str, ...]

@@ -79,8 +79,8 @@ def record(**found: Any) -> None:
     """Appends a line of JSON to the file of LINES, or prints it if there is none: a kill later loses nothing of it."""
     line = json.dumps(found, ensure_ascii=False)
     if path := os.environ.get(LINES):
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        with open(path, "ab", buffering=0) as file:  # one write: a kill leaves the whole line or nothing of it
+            file.write(f"{line}\n".encode())
     else:
         print(line, flush=True)
 

@@ -93,17 +93,16 @@ def test_the_quality_benchmark_has_no_local_paths_and_repeats_nothing(tmp_path: 
 @pytest.mark.timeout(1800)
 def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
     model = "retinanet_mobilenet_v2_fpn"
-    content = run_quick("gpu", tmp_path / "result.json", "--device", "cpu", "--only", model, "predicted", "machine")
+    content = run_quick("gpu", tmp_path / "result.json", "--device", "cpu", "--only", model, "machine")
     rows = {row["what"]: row for row in content["rows"]}
     assert not [what for what in rows if what.endswith("failed")]
     row = rows[model]
     assert row["eager skipped"] == 0
     assert min(row[f"{how} img/s"] for how in ("eager", "compiled", "graph", "eager graph")) > 0
-    assert row["predicted GiB"] > 0
     assert rows["machine"]["torch"] == torch.__version__
     kernels = [row["share"] for what, row in rows.items() if what == f"{model}, eager, kernel"]
     assert kernels
-    # One line for each window, appended as it was measured.
+    # a line for each window
     windows = [line for line in (tmp_path / "result.jsonl").read_text().splitlines() if '"img/s"' in line]
     assert len(windows) == 4 * 2
 

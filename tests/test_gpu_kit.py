@@ -190,6 +190,18 @@ def test_the_tests_of_the_kit_are_collected_and_skipped_with_reasons(
         assert all(line["outcome"] == "skipped" and line["reason"] for line in found)
 
 
+@pytest.mark.slow
+def test_predicted_memory_is_a_line_for_each_case(tmp_path: Path, lines: Path) -> None:
+    case = {"model": "retinanet_tiny_fpn", "classes": 3, "batch": 2, "image_size": (64, 64)}
+    request = {"how": "predicted", "device": "cpu", "tiny": True, "cases": [case]}
+    found = run_part(tmp_path, f"import runpy\nsys.argv = ['', {json.dumps(request)!r}]\n"
+                     f"runpy.run_path({str(ROOT / 'benchmarks' / 'gpu_case.py')!r}, run_name='__main__')")  # fmt: skip
+    assert found["exit"] == 0, found
+    (line,) = map(json.loads, lines.read_text().splitlines())
+    assert (line["what"], line["how"]) == ("retinanet_tiny_fpn", "predicted")
+    assert line["predicted bytes"] > 1e6
+
+
 @pytest.mark.parametrize("kit", ["A", "B", "C"])
 def test_the_limits_of_a_command_fit_its_nine_minutes(gpu: ModuleType, kit: str, tmp_path: Path) -> None:
     parts = gpu.plan(kit, "cuda", tiny=False, work=tmp_path, bccd=tmp_path)
