@@ -321,6 +321,6 @@ def other_lines(results: Results) -> list[str]:
     for part in results.parts:
         if part["exit"] != 0:
             cause = part.get("error") or " / ".join(part.get("output", [])[-2:])
-            lines.append(f"**{part['part']}** ended with {part['exit']}: {cause}")
-            lines += [f"  {frame}" for frame in part.get("frames", ())[-2:]]
+            frames = "".join(f"; {frame}" for frame in part.get("frames", ())[-2:])
+            lines.append(f"**{part['part']}** ended with {part['exit']}: {cause}{frames}")
     return lines

@@ -7,6 +7,7 @@ measurement. The parent process stays small, because the peak memory of a child 
 """
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -142,22 +143,25 @@ def failure(text: str) -> dict[str, Any]:
     for start in (number for number, line in enumerate(lines) if line.rstrip().endswith(TRACEBACK)):
         frames = []
         for line in lines[start + 1 :]:
-            if match := FRAME.match(line):
-                frames.append(f"{shorten(match['file'])}:{match['line']} in {match['name']}")
+            if FRAME.match(line):
+                frames.append(_frame(line))
             elif (match := EXCEPTION.match(line)) and not line.startswith(" "):
                 if "ignored" not in lines[start - 1]:  # of a destructor: a consequence
                     errors.append(match["text"][:400])
                     found["frames"] = frames[-LAST_FRAMES:]
                 break
+    fatal = next((number for number, line in enumerate(lines) if line.startswith(FATAL)), None)
+    if fatal is not None:
+        errors.append(lines[fatal])
+        stack = [shorten(line) for line in lines[fatal:] if FRAME.match(line) or THREAD.match(line)]
+        found["stack"] = stack[:STACK_LINES]
+        current = itertools.dropwhile(lambda line: not line.startswith("Current thread"), stack)
+        frames = itertools.takewhile(FRAME.match, itertools.islice(current, 1, None))
+        found["frames"] = [_frame(line) for line in frames][:LAST_FRAMES][::-1]
     if errors:
         found["error"] = errors[-1]
         if earlier := list(dict.fromkeys(error for error in errors if error != errors[-1])):
             found["earlier errors"] = earlier[:LAST_FRAMES]
-    fatal = next((number for number, line in enumerate(lines) if line.startswith(FATAL)), None)
-    if fatal is not None:
-        found.setdefault("error", lines[fatal])
-        stack = [shorten(line) for line in lines[fatal:] if FRAME.match(line) or THREAD.match(line)]
-        found["stack"] = stack[:STACK_LINES]
     shown = [line[:200] for line in lines if line.strip()]
     cause = next(
         (n for n, line in enumerate(shown) if line.rstrip().endswith(TRACEBACK) or line.startswith(FATAL)), None
@@ -165,6 +169,11 @@ def failure(text: str) -> dict[str, Any]:
     half = OUTPUT_LINES // 2
     found["output"] = shown[-OUTPUT_LINES:] if cause is None else shown[:cause][-half:] + shown[cause:][-half:]
     return found
+
+
+def _frame(line: str) -> str:
+    """A frame, without its folders."""
+    return FRAME.sub(lambda match: f"{shorten(match['file'])}:{match['line']} in {match['name']}", line)
 
 
 def shorten(text: str) -> str:

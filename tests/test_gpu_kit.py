@@ -102,6 +102,7 @@ def test_a_hang_leaves_the_stacks_of_all_threads(tmp_path: Path) -> None:
 def wait_for_the_device(): time.sleep(600)
 def load_images(): time.sleep(600)
 threading.Thread(target=load_images, daemon=True).start()
+print("Traceback (most recent call last):\\n  File 'x', line 1\\nValueError: was handled", file=sys.stderr)
 print("began", file=sys.stderr, flush=True)
 wait_for_the_device()
 """,
@@ -109,10 +110,12 @@ wait_for_the_device()
     )
     assert found["exit"] == "limit"
     assert found["error"] == "not done in 4 s"
+    assert found["earlier errors"] == ["ValueError: was handled"]
     stack = "\n".join(found["stack"])
     assert "wait_for_the_device" in stack
     assert "load_images" in stack
-    assert "began" in found["output"]
+    assert found["frames"][-1].endswith("in wait_for_the_device")
+    assert "began" in (tmp_path / "part.log").read_text()
     assert found["s"] < 60
 
 
