@@ -10,6 +10,7 @@ import contextlib
 import functools
 import itertools
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -340,7 +341,7 @@ def measure_predicted(given: dict[str, Any], device: Device) -> None:
             found = {"error": str(error)[-400:]}
         record(what=case.model, how="predicted", **found)
 
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // 2)) as pool:
         list(pool.map(predict, [case_of(one, device, tiny=given["tiny"]) for one in given["cases"]]))
 
 
