@@ -183,6 +183,8 @@ def run(arguments: argparse.Namespace) -> Report:
                 result = {"exit": "not begun", "s": 0.0, "error": "no time was left"}
             record(part=part.name, limit_s=round(limit_s), **result)
             print(f"{part.name}: exit {result['exit']}, {result['s']:.0f} s {result.get('error', '')}", flush=True)
+            if part.command[:2] == ("-m", "stoker"):
+                print("\n".join(f"    {line}" for line in result.get("output", ())), flush=True)
             conclude(report, [lines]).write(arguments.json)
         if all(part["exit"] != 0 for part in conclude(report, [lines]).results.parts):
             report.show()

@@ -89,8 +89,8 @@ def record(**found: Any) -> None:
 def run_part(command: list[str], limit_s: float, log: Path) -> dict[str, Any]:
     """Runs a command with its output appended to `log`; ends it, and all that it started, at the limit.
 
-    Returns its exit code (a text where a limit or a signal ended it), its seconds, and if it failed the exception with
-    its last frames, the stacks of its threads if it hung or crashed, and the end of its output.
+    Returns its exit code (a text where a limit or a signal ended it), its seconds, the end of its output, and if it
+    failed the exception with its last frames, and the stacks of its threads if it hung or crashed.
     """
     began = time.monotonic()
     environment = child_environment() | {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
@@ -113,11 +113,12 @@ def run_part(command: list[str], limit_s: float, log: Path) -> dict[str, Any]:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     result: dict[str, Any] = {"exit": process.returncode, "s": round(time.monotonic() - began, 1)}
-    if process.returncode == 0:
-        return result
     with log.open("rb") as file:
         file.seek(max(first, log.stat().st_size - LOG_BYTES))
-        result |= failure(file.read().decode(errors="replace"))
+        text = file.read().decode(errors="replace")
+    if process.returncode == 0:
+        return result | {"output": [line[:200] for line in text.splitlines() if line.strip()][-2 * OUTPUT_LINES :]}
+    result |= failure(text)
     if process.returncode < 0:
         result["exit"] = signal.Signals(-process.returncode).name
     if hung:

@@ -200,6 +200,7 @@ def test_predicted_memory_is_a_line_for_each_case(tmp_path: Path, lines: Path) -
     found = run_part(tmp_path, f"import runpy\nsys.argv = ['', {json.dumps(request)!r}]\n"
                      f"runpy.run_path({str(ROOT / 'benchmarks' / 'gpu_case.py')!r}, run_name='__main__')")  # fmt: skip
     assert found["exit"] == 0, found
+    assert isinstance(found["output"], list)
     (line,) = map(json.loads, lines.read_text().splitlines())
     assert (line["what"], line["how"]) == ("retinanet_tiny_fpn", "predicted")
     assert line["predicted bytes"] > 1e6
