@@ -11,7 +11,7 @@ python_version = $(or $(lastword $(sort $(wildcard $(PYENV)/$(1).*/bin/python)))
 VERSION_TESTS := tests/models tests/training tests/hardware tests/data/test_augment_device.py tests/data/test_device_batches.py
 
 .PHONY: setup lock peers demo test test-slow test-oldest test-newest chaos soak check
-.PHONY: bench bench-diagnose bench-diagnose-quick bench-gpu gpu-kit clean
+.PHONY: bench bench-diagnose bench-diagnose-quick bench-gpu gpu-goal gpu-kit clean
 
 setup: .venv/.ready
 
@@ -101,9 +101,14 @@ bench-diagnose-quick: setup  ## 5 minutes
 bench-diagnose-wild: setup  ## 90 minutes, on an idle machine; TensorFlow from `make peers`, Ultralytics see benchmarks/wild/job.py
 	$(BIN)/python benchmarks/diagnose_wild.py --json benchmarks/results/diagnose-wild-cpu.json
 
-bench-gpu:  ## under 10 minutes; uses the system Python where there is no .venv
-	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu.py --json benchmarks/results/gpu.json
+bench-gpu:  ## about an hour; uses the system Python where there is no .venv
+	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu.py --json benchmarks/results/gpu-all.json
+	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/loader.py --runs 3 --json benchmarks/results/loader-gpu.json
+	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/nvjpeg.py --json benchmarks/results/nvjpeg-gpu.json
 	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/plan.py --gpu --json benchmarks/results/plan-gpu.json
+
+gpu-goal:  ## what was measured on a GPU, next to goals and predictions
+	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu.py --goal
 
 gpu-kit:  ## .kit/: wheels, data and a script for a GPU machine without network (docs/gpu-status.md)
 	PYTHON=$(PYTHON) bash scripts/gpu-kit.sh

@@ -1,286 +1,227 @@
 """How fast whole training steps are on a GPU, eager and compiled, how much memory they take, and what they wait for.
 
 A step includes the copy of its batch from pinned memory and the augmentation (gpu_case.py). Unattended, in a limited
-time: every measurement is a process of its own, in the order of `plan`, which begins with the first of CASES; the
-results file is written after each. Peak memory is compared with what the fake accelerator of the tests predicts for the
-same step. Other scripts run in between: training with the loader in the loop (end_to_end.py), how fast this machine's
-cores load images (loader.py), decoding on the device (nvjpeg.py). `--device cpu` runs all of it with tiny shapes; its
-numbers mean nothing.
+time: every measurement is a part, a process of its own with a limit, the most important first. What it measures is
+appended to a file of JSON lines at once (`--lines`; default: next to the results file), and so is how it failed. Peak
+memory is compared with what the fake accelerator of the tests predicts for the same step.
+
+`--kit A`, `B` or `C`: nine minutes each, for a machine that is at hand for a short while (docs/gpu-status.md). Default:
+everything but tests and trainings. `--goal [FILE …]` measures nothing: it prints the table of goals of what was
+measured before. `--device cpu` runs all with tiny shapes; its numbers mean nothing.
 """
 
 import argparse
 import dataclasses
-import itertools
 import json
 import os
 import signal
-import statistics
-import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from gpu_case import Case
-from processes import ROOT, child_environment
-from report import Bar, Report, options, publish, table
+import gpu_results
+from processes import LINES, ROOT, record, run_part
+from report import Report, options, publish, table
 
-from stoker.hardware.device import Device, select_device
-from tests import fakes
+HEADLINE = gpu_results.HEADLINE
+CASES: dict[str, dict[str, Any]] = {
+    HEADLINE: {"classes": 80, "batch": 32, "image_size": (800, 800), "goal": 500},
+    "ember_n": {"classes": 80, "batch": 64, "image_size": (640, 640), "optimizer": "adamw", "goal": 2500},
+    "faster_rcnn_resnet50_fpn": {"classes": 80, "batch": 16, "image_size": (800, 1344), "goal": 262},
+    "retinanet_resnext50_32x4d_fpn": {"classes": 264, "batch": 32, "image_size": (800, 800), "goal": 312},
+    "ember_s": {"classes": 80, "batch": 64, "image_size": (640, 640), "optimizer": "adamw"},
+    "ember_m": {"classes": 80, "batch": 32, "image_size": (640, 640), "optimizer": "adamw"},
+    "fcos_resnet50_fpn": {"classes": 80, "batch": 32, "image_size": (800, 800)},
+    "ssd300_vgg16": {"classes": 80, "batch": 64, "image_size": (300, 300)},
+    "ssdlite320_mobilenet_v3_large": {"classes": 80, "batch": 128, "image_size": (320, 320), "optimizer": "adamw"},
+    "retinanet_mobilenet_v2_fpn": {"classes": 80, "batch": 128, "image_size": (320, 320), "optimizer": "adamw"},
+}
+"""Fields of `gpu_case.Case` by model; the headline case first. The goals are for an H200."""
+OTHERS = [model for model in CASES if model != HEADLINE]
+KITS = ("A", "B", "C")
+KIT_S, SETUP_S = 540.0, 50.0
+"""Of a whole command of the kit; of that, at most until gpu.py starts and after its last part."""
+CPU_FACTOR = 10
+"""How much longer a part may take with tiny shapes, on a CPU that others use too."""
+LEAST_S = 15.0
+"""A part is not begun with less."""
+CACHE_BYTES = 16 * 2**20
+"""Of the packed caches; a larger file does not come back from the machine."""
+ALONE = ("tests/gpu/test_nvml.py", "tests/gpu/test_ledger.py")
+"""They measure the GPU's load or time."""
 
-CASES = [
-    Case("retinanet_resnet50_fpn", 80, 32, (800, 800), goal=500),
-    Case("ember_n", 80, 64, (640, 640), optimizer="adamw", goal=2500),
-    Case("faster_rcnn_resnet50_fpn", 80, 16, (800, 1344), goal=262),
-    Case("retinanet_resnext50_32x4d_fpn", 264, 32, (800, 800), goal=312),
-    Case("ember_s", 80, 64, (640, 640), optimizer="adamw"),
-    Case("ember_m", 80, 32, (640, 640), optimizer="adamw"),
-    Case("fcos_resnet50_fpn", 80, 32, (800, 800)),
-    Case("ssd300_vgg16", 80, 64, (300, 300)),
-    Case("ssdlite320_mobilenet_v3_large", 80, 128, (320, 320), optimizer="adamw"),
-    Case("retinanet_mobilenet_v2_fpn", 80, 128, (320, 320), optimizer="adamw"),
-]
-"""The headline case first; the goals are for an H200."""
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-"""Dense bf16 of the SXM parts, from NVIDIA's data sheets."""
-MEMORY_GOAL = 0.1
-HOWS = ("eager", "compiled", "profile", "graph")
-"""What is measured of a case: functions of gpu_case.py."""
-LIMIT_S = dict.fromkeys(HOWS, 120.0) | {"compiled": 200.0, "loader": 120.0, "end_to_end": 180.0, "nvjpeg": 90.0}
-"""Of one process."""
-CPU_FACTOR = 5
-"""How much longer a process may take with tiny shapes, on a CPU that others use too."""
-SCRIPTS = {"end_to_end": ["--runs", "1"], "loader": ["--runs", "3"], "nvjpeg": []}
-"""Other scripts that are run here, with their options."""
-GIB = 2**30
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """command: what this process's Python runs; it ends at limit_s. rest: only if time is left after the others."""
+
+    name: str
+    limit_s: float
+    command: tuple[str, ...]
+    rest: bool = False
+
+
+def plan(name: str | None, device: str, *, tiny: bool, work: Path, bccd: Path) -> list[Part]:
+    """The parts of a command of the kit, or of the whole benchmark. work: for runs; bccd: a data set, which may be
+    absent."""
+
+    def case(model: str, how: str, limit_s: float, rest: bool = False) -> Part:
+        request = {"how": how, "device": device, "tiny": tiny, "case": {"model": model, **CASES[model]}}
+        return Part(f"{model}, {how}", limit_s, ("benchmarks/gpu_case.py", json.dumps(request)), rest)
+
+    def predicted(models: Sequence[str], limit_s: float) -> Part:
+        cases = [{"model": model, **CASES[model]} for model in models]
+        request = {"how": "predicted", "device": "cpu", "tiny": tiny, "cases": cases}
+        return Part("predicted memory", limit_s, ("benchmarks/gpu_case.py", json.dumps(request)))
+
+    def loop(model: str, limit_s: float) -> Part:
+        more = ("--device", device, "--only", model, "--compile", *(("--quick",) if tiny else ()))
+        return Part(f"{model}, loader in the loop", limit_s, ("benchmarks/end_to_end.py", *more))
+
+    def tests(name: str, limit_s: float, *more: str) -> Part:
+        pytest = ("-m", "pytest", "-vv", "--tb=short", "-rfE", "--timeout", "100", "--timeout-method", "thread")
+        return Part(name, limit_s, (*pytest, "-p", "benchmarks.gpu_tests", *more))
+
+    def training(name: str, limit_s: float, data: str, *more: str) -> list[Part]:
+        run = ("--device", device, "--run-dir", str(work / name))
+        return [
+            Part(name, limit_s, ("-m", "stoker", "train", data, *run, *more)),
+            Part(f"why of {name}", 15, ("-m", "stoker", "why", str(work / name))),
+        ]
+
+    request = json.dumps({"how": "machine", "device": device, "tiny": tiny})
+    machine = Part("machine", 40, ("benchmarks/gpu_case.py", request))
+    headline = [
+        case(HEADLINE, "convolutions", 75),
+        case(HEADLINE, "compiled", 190),
+        case(HEADLINE, "eager", 45),
+        case(HEADLINE, "profile", 70),
+        case(HEADLINE, "graph", 70),
+    ]
+    together = sorted(
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests" / "gpu").glob("test_*.py")
+        if str(path.relative_to(ROOT)) not in ALONE
+    )
+    kits = {
+        "A": [machine, *headline],
+        "B": [
+            machine,
+            loop(HEADLINE, 180),
+            loop("ember_n", 100),
+            *(case(model, "eager", 40) for model in OTHERS[:3]),
+            predicted([HEADLINE, *OTHERS[:5]], 45),
+            *(case(model, "compiled", 120, rest=True) for model in OTHERS[:3]),
+            *(case(model, "eager", 40, rest=True) for model in OTHERS[3:5]),
+        ],
+        "C": [
+            machine,
+            tests("tests", 180, "-n", "0" if tiny else "6", "--dist", "worksteal", *together),
+            tests("tests, alone", 40, "-n", "0", *ALONE),
+            *training("demo", 60, "demo", *(("--steps", "4") if tiny else ())),
+            *training("bccd", 140, str(bccd), "--model", "ember_s", "--weights", "none",
+                      *(("--steps", "2", "--batch-size", "4", "--image-size", "128", "128") if tiny
+                        else ("--max-time", "1min"))),
+        ],
+    }  # fmt: skip
+    if name is not None:
+        return [part for part in kits[name] if bccd.is_dir() or not part.name.endswith("bccd")]
+    return [
+        *kits["A"],
+        *(dataclasses.replace(part, rest=False) for part in kits["B"][1:] if part.name != "predicted memory"),
+        predicted(list(CASES), 120),
+        *(case(model, how, 120) for model in OTHERS[5:] for how in ("eager", "compiled")),
+        *(case(model, "compiled", 120) for model in OTHERS[3:5]),
+        *(case(model, how, 120) for model in OTHERS for how in ("profile", "graph")),
+        *(case(model, "eager graph", 120) for model in CASES),
+        loop("ssdlite320_mobilenet_v3_large", 180),
+    ]
 
 
 @dataclasses.dataclass
-class StepReport(Report):
-    """A report with more tables."""
+class GpuReport(Report):
+    """A report that is shown as the table of goals; its rows have too many columns for a terminal."""
 
-    kernels: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    """What takes the device's time, and after what it is idle: rows of their own in the file."""
-    extra_rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    """Rows of the other scripts, and their bars."""
-    extra_bars: list[Bar] = dataclasses.field(default_factory=list)
+    results: gpu_results.Results = dataclasses.field(default_factory=gpu_results.Results)
 
     def show(self) -> None:
-        Report(self.what, self.n, self.packages, self.rows, [*self.bars, *self.extra_bars]).show()
-        print(f"\n{table(self.kernels)}\n\n{table(self.extra_rows)}")
-
-    def write(self, path: Path | None) -> None:
-        rows, bars = [*self.rows, *self.kernels, *self.extra_rows], [*self.bars, *self.extra_bars]
-        Report(self.what, self.n, self.packages, rows, bars).write(path)
+        print(gpu_results.goals(self.results))
+        print(f"\n{table([dataclasses.asdict(bar) for bar in self.bars])}")
 
 
 def run(arguments: argparse.Namespace) -> Report:
+    report = GpuReport("Training steps on a GPU, random images", 7, ("torch", "torchvision"))
+    if arguments.goal is not None:
+        files = arguments.goal or sorted(gpu_results.RESULTS.glob("gpu-*.jsonl"))
+        return conclude(report, files)
+    device = arguments.device
+    tiny = device == "cpu" or arguments.quick
     ends = time.monotonic() + 60 * arguments.minutes
-    device = select_device(arguments.device)
-    names = [case.model for case in CASES]
-    if unknown := sorted(set(arguments.only or ()).difference(names, SCRIPTS)):
-        raise RuntimeError(f"no such case: {', '.join(unknown)}; there are {', '.join([*names, *SCRIPTS])}")
-    cases = [case for case in CASES if not arguments.only or case.model in arguments.only]
-    tiny = device.is_cpu or arguments.quick
-    if tiny:
-        cases = [shrunk(case, device) for case in cases]
-    windows, steps = (2, 1) if tiny else (7, 10)
-    report = StepReport(f"Training steps on {device.name}, random images", windows)
-    report.packages = ("torch", "torchvision")
-    found: dict[str, dict[str, Any]] = {case.model: {} for case in cases}
-    with ThreadPoolExecutor(1) as pool:
-        predicted = {case.model: pool.submit(predict, case) for case in cases}
-        for case, how in plan(cases, arguments.how):
-            if case is None:
-                if not arguments.only or how in arguments.only:
-                    more = ["--device", str(device.torch_device)] if how != "loader" else []
-                    add_script(report, how, [*SCRIPTS[how], *more, *(["--quick"] if tiny else [])], ends)
-            elif (limit_s := min(ends - time.monotonic(), CPU_FACTOR * LIMIT_S[how] if tiny else LIMIT_S[how])) <= 5:
-                found[case.model][f"{how} error"] = "no time was left"
+    with tempfile.TemporaryDirectory(prefix="stoker-gpu-") as temporary:
+        work = Path(temporary)
+        if arguments.lines is not None and arguments.lines.exists():
+            raise RuntimeError(f"{arguments.lines} has the lines of an earlier run: move it away")
+        lines = arguments.lines or (arguments.json or work / "gpu").with_suffix(".jsonl")
+        lines.unlink(missing_ok=True)
+        log = lines.with_suffix(".log")
+        lines.parent.mkdir(parents=True, exist_ok=True)
+        os.environ[LINES] = str(lines.resolve())
+        parts = plan(arguments.kit, device, tiny=tiny, work=work, bccd=arguments.bccd)
+        names = arguments.only or [""]
+        parts = [part for part in parts if any(name in part.name for name in names)]
+        if not parts:
+            raise RuntimeError(f"no part has {' or '.join(names)} in its name")
+        for part in sorted(parts, key=lambda part: part.rest):
+            limit_s = min(part.limit_s * (CPU_FACTOR if tiny else 1), ends - time.monotonic())
+            if limit_s >= LEAST_S:
+                result = run_part([sys.executable, *part.command], limit_s, log)
             else:
-                requested = {"case": dataclasses.asdict(case), "how": how, "device": str(device.torch_device),
-                         "windows": windows, "steps": steps}  # fmt: skip
-                found[case.model] |= measure(requested, how, limit_s)
-                print(f"{case.model}, {how}: {brief(found[case.model], how)}", file=sys.stderr, flush=True)
-            conclude(report, cases, found, predicted, device.name)
-            report.write(arguments.json)
-        pool.shutdown(cancel_futures=time.monotonic() > ends)
-    conclude(report, cases, found, predicted, device.name)
+                result = {"exit": "not begun", "s": 0.0, "error": "no time was left"}
+            record(part=part.name, limit_s=round(limit_s), **result)
+            print(f"{part.name}: exit {result['exit']}, {result['s']:.0f} s {result.get('error', '')}", flush=True)
+            if part.command[:2] == ("-m", "stoker"):
+                print("\n".join(f"    {line}" for line in result.get("output", ())), flush=True)
+            conclude(report, [lines]).write(arguments.json)
+        if all(part["exit"] != 0 for part in conclude(report, [lines]).results.parts):
+            report.show()
+            raise RuntimeError("every part failed")
+        if arguments.kit and (folder := os.environ.get("STOKER_KIT_CACHE")):
+            pack(Path(folder), lines.with_name("cache.tar.gz"))
+        return conclude(report, [lines])
+
+
+def conclude(report: GpuReport, files: Sequence[Path]) -> GpuReport:
+    report.results = gpu_results.read(file for file in files if file.exists())
+    report.rows, report.bars = gpu_results.rows(report.results)
     return report
 
 
-def plan(cases: list[Case], hows: Sequence[str]) -> list[tuple[Case | None, str]]:
-    """(case, what is measured of it), or (None, another script), the most important first."""
-    first, others = cases[:1], cases[1:]
-    if not first or first[0].model != CASES[0].model:
-        first, others = [], cases
-    steps: list[tuple[Case | None, str]] = [
-        *((case, how) for case in first for how in ("eager", "compiled")),
-        (None, "end_to_end"),
-        *((case, "eager") for case in others),
-        *((case, how) for case in first for how in ("profile", "graph")),
-        *((case, "compiled") for case in others),
-        (None, "loader"),
-        (None, "nvjpeg"),
-        *((case, how) for case in others for how in ("profile", "graph")),
-    ]
-    return [(case, how) for case, how in steps if case is None or how in hows]
-
-
-def shrunk(case: Case, device: Device) -> Case:
-    """The same with few and small images, on a CPU in the precision that it computes fast. Not smaller: at 64 pixels a
-    level is a single place, for which bf16 convolutions on a CPU leave parts of the weight's gradient uninitialized
-    (torch 2.15)."""
-    side = 128 if "ssd" not in case.model else case.image_size[0]
-    precision = device.best_precision()[0]
-    return dataclasses.replace(
-        case, batch=4, image_size=(side, side), classes=5, slots=8, precision=precision, goal=None
-    )
-
-
-def predict(case: Case) -> fakes.Outcome:
-    return fakes.run(case.trial(), timeout_s=120)[0]
-
-
-def measure(requested: dict[str, Any], how: str, limit_s: float) -> dict[str, Any]:
-    """What a process of gpu_case.py said, up to an error or the limit, which it says too."""
-    command = [sys.executable, str(Path(__file__).with_name("gpu_case.py")), json.dumps(requested)]
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as messages:
-        error = run_limited(command, limit_s, output, messages)
-        messages.seek(0)
-        message = messages.read().strip()
-        if error is not None and "not done" not in error:
-            print(message[-2000:], file=sys.stderr)
-            error = (message.splitlines() or [error])[-1]
-        output.seek(0)
-        lines = [line for line in output.read().splitlines() if line.startswith("{") and line.endswith("}")]
-    result: dict[str, Any] = {} if error is None else {f"{how} error": error}
-    for line in lines:
-        result |= json.loads(line)
-    return result
-
-
-def run_limited(command: list[str], limit_s: float, output: IO[str], messages: IO[str]) -> str | None:
-    """Runs a command, and ends it at the limit, with all that it started. Returns why it failed; None if it did not."""
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=child_environment(), stdout=output, stderr=messages, start_new_session=True
-    )
-    try:
-        return f"exit code {process.returncode}" if process.wait(limit_s) else None
-    except subprocess.TimeoutExpired:
-        return f"not done in {limit_s:.0f} s"
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def add_script(report: StepReport, name: str, more: list[str], ends: float) -> None:
-    """Runs another script of this folder and adds its rows and bars, or why there are none."""
-    limit_s = min(CPU_FACTOR * LIMIT_S[name] if "--quick" in more else LIMIT_S[name], ends - time.monotonic())
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        command = [sys.executable, str(Path(__file__).with_name(f"{name}.py")), "--json", str(result), *more]
-        error = run_limited(command, max(0.0, limit_s), sys.stderr, sys.stderr)
-        if result.exists():  # scripts write it after each part
-            found = json.loads(result.read_text(encoding="utf-8"))
-            report.extra_rows += found["rows"]
-            report.extra_bars += [Bar(**bar) for bar in found["bars"]]
-        if error is not None:
-            report.extra_rows.append({"what": name, "error": error})
-
-
-def brief(found: dict[str, Any], how: str) -> str:
-    rates = found.get(how)
-    message = "" if rates is None else f"{statistics.median(rates):.1f} img/s"
-    return " ".join(filter(None, (message, found.get(f"{how} error"))))
-
-
-def conclude(
-    report: StepReport,
-    cases: list[Case],
-    found: dict[str, dict[str, Any]],
-    predicted: dict[str, Future[fakes.Outcome]],
-    device_name: str,
-) -> None:
-    """Fills the report with what is known by now: a row for each case and one for each kernel, and the bars."""
-    report.rows, report.bars, report.kernels = [], [], []
-    for case in cases:
-        known = found[case.model]
-        row, bars = model_row(case, known, peak_of(predicted[case.model]), device_name)
-        report.rows.append(row)
-        report.bars += bars
-    for case in cases:
-        for how, kind in itertools.product(("", "compiled "), ("kernel", "gap")):
-            for entry in found[case.model].get(f"{how}{kind}s", ()):
-                report.kernels.append({"what": f"{case.model}, {how or 'eager '}{kind}", **entry})
-
-
-def peak_of(future: Future[fakes.Outcome]) -> tuple[int | None, str | None]:
-    """(bytes, why there are none) of a prediction."""
-    if not future.done() or future.cancelled():
-        return None, None
-    error = future.exception()
-    if isinstance(error, fakes.FakeAcceleratorBroken | subprocess.TimeoutExpired):
-        return None, str(error).splitlines()[-1]
-    outcome = future.result()
-    return (None, outcome.error) if outcome.error else (outcome.peak, None)
-
-
-def model_row(
-    case: Case, known: dict[str, Any], predicted: tuple[int | None, str | None], device_name: str
-) -> tuple[dict[str, Any], list[Bar]]:
-    height, width = case.image_size
-    row: dict[str, Any] = {"what": case.model, "classes": case.classes, "image_size": f"{height}×{width}",
-                           "batch_size": case.batch, "precision": case.precision,
-                           "optimizer": case.optimizer}  # fmt: skip
-    bars = []
-    for how in ("eager", "compiled", "graph", "eager graph"):
-        if how in known:
-            rates = known[how]
-            row |= {f"{how} img/s": statistics.median(rates), f"{how} min": min(rates), f"{how} max": max(rates)}
-            if case.goal is not None:
-                bars.append(Bar.at_least(f"{case.model}, {how}: img/s", statistics.median(rates), case.goal))
-        for name in ("waits", "wait", "idle", "profiled ms"):
-            value = known.get(name if how == "eager" else f"{how} {name}")
-            if value is not None:
-                row[f"{how} {name}"] = value
-        if f"{how} waits" in row:
-            bars.append(Bar.at_most(f"{case.model}, {how}: steps that wait", row[f"{how} waits"], 0))
-    for name in ("compile_s", "graphs", "speedup", "skipped", *(f"{how} error" for how in (*HOWS, "eager graph"))):
-        if name in known:
-            row[name] = known[name]
-    if "flops" in known:
-        row["GFLOP per image"] = known["flops"] / 1e9
-        best = max((value for name, value in row.items() if name.endswith("img/s")), default=0.0)
-        row["TFLOP/s"] = known["flops"] * best / 1e12
-        peaks = [peak for name, peak in PEAK_FLOPS.items() if name in device_name]
-        if peaks:
-            row["fraction of peak"] = known["flops"] * best / peaks[0]
-    peak, reason = predicted
-    if peak is not None:
-        row["predicted GiB"] = peak / GIB
-    if reason is not None:
-        row["prediction error"] = reason
-    if "peak bytes" in known:
-        row |= {"peak GiB": known["peak bytes"] / GIB, "reserved GiB": known["reserved bytes"] / GIB}
-        if peak is not None:
-            apart = abs(known["peak bytes"] / peak - 1)
-            bars.append(Bar.at_most(f"{case.model}: peak memory apart from predicted", apart, MEMORY_GOAL))
-    if "compiled peak bytes" in known:
-        row["compiled peak GiB"] = known["compiled peak bytes"] / GIB
-    return row, bars
+def pack(cache: Path, packed: Path) -> None:
+    """Writes compiled programs into one file, which may be carried to another machine, unless it gets too large."""
+    with tarfile.open(packed, "w:gz", compresslevel=3) as tar:
+        for name in ("compiled", "triton"):
+            if (cache / name).is_dir():
+                tar.add(cache / name, name)
+    size = packed.stat().st_size
+    if size > CACHE_BYTES:
+        packed.unlink()
+    print(f"compiled programs: {size / 2**20:.1f} MiB packed{', too large to be kept' if size > CACHE_BYTES else ''}")
 
 
 def parser() -> argparse.ArgumentParser:
     made = options(__doc__)
-    made.add_argument("--device", help="cuda, cpu …; default: the accelerator that torch finds, else the cpu")
-    made.add_argument("--only", nargs="+", metavar="NAME", help="these models, or other scripts, only")
-    made.add_argument("--how", nargs="+", choices=HOWS, default=HOWS, help="what is measured of a model; default: all")
-    made.add_argument("--minutes", type=float, default=9.0, help="measurements that do not fit are left out")
+    made.add_argument("--device", default="cuda", help="default: cuda")
+    made.add_argument("--kit", choices=KITS, help="the parts of this command of the kit only")
+    made.add_argument("--only", nargs="+", metavar="TEXT", help="parts with one of these texts in their names only")
+    made.add_argument("--minutes", type=float, default=1e6, help="parts that do not fit are left out or cut")
+    made.add_argument("--lines", type=Path, metavar="FILE", help="append what is measured to this file")
+    made.add_argument("--goal", type=Path, nargs="*", metavar="FILE",
+                      help="lines to read; default: benchmarks/results/gpu-*.jsonl")  # fmt: skip
+    made.add_argument("--bccd", type=Path, default=ROOT / ".kit" / "bccd", help="data set that C trains on")
     return made
 
 

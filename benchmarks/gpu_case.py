@@ -1,23 +1,28 @@
 """Measures the training step of one model in a process of its own, for gpu.py.
 
-Takes a case as JSON on its command line and prints a line of JSON after each part, so that what was measured before an
-error or a time limit is kept. The step is the training loop's, without the loader: copy of a batch from pinned memory
-(while the device works on the batch before, as the loader does it), augmentation, forward, loss, backward, clip,
-optimizer, average of weights, sums for the log.
+Takes a case as JSON on its command line and writes a line of JSON after each window of steps, so that what was measured
+before an error, a kill or a time limit is kept. The step is the training loop's, without the loader: copy of a batch
+from pinned memory (while the device works on the batch before, as the loader does it), augmentation, forward, loss,
+backward, clip, optimizer, average of weights, sums for the log.
 """
 
 import contextlib
+import functools
 import itertools
 import json
-import statistics
+import os
+import platform
+import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from processes import record
 from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -26,12 +31,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from stoker.config.settings import DataSettings, ModelSettings, OptimSettings
 from stoker.data.augment.device import augment_batch
 from stoker.data.batch import NUM_RAND, Batch
-from stoker.errors import CaptureFailed
 from stoker.hardware.device import Device, ReadyEvent, select_device
 from stoker.models import MODELS, Detector, build
 from stoker.training import step
 from stoker.training.cuda_graph import Capture, CudaCapture, CudaGraphStep
-from stoker.training.defaults.derive import AUGMENTATIONS, DEFAULTS
+from stoker.training.defaults.derive import AUGMENTATIONS, SETTINGS
 from stoker.training.defaults.dry_run import make_worst_case_batch
 from stoker.training.optim import LossAccumulator, OptimizerStep
 from stoker.training.step import Alone, LossFn, make_loss_fn, train_step
@@ -39,9 +43,17 @@ from tests import fakes
 
 PROFILED, KERNELS, GAPS, NAME = 3, 20, 6, 60
 """Steps under the profiler; how many kernels, and gaps between them, are listed; characters of names that are kept."""
+GROUPS = {
+    "convolutions": ("conv", "cudnn", "xmma", "gemm", "wgrad", "dgrad", "fprop", "nvjet", "cutlass", "slow_conv"),
+    "compiled": ("triton",),
+    "copies": ("memcpy", "memset"),
+}
+"""Parts of names of kernels, which say what a kernel belongs to: the first that fits; none: `other`."""
+WINDOWS, STEPS = 7, 10
+"""Windows that are timed, and steps of each."""
 HOST_BATCHES = 4
 """Batches in pinned memory, which are copied in turn."""
-DATA = DataSettings(**{name: DEFAULTS[name][0] for name in AUGMENTATIONS})
+DATA = DataSettings(**{name: row[0] for name in AUGMENTATIONS if isinstance(row := SETTINGS[name], tuple)})
 """The augmentation of a training that sets none."""
 
 
@@ -76,9 +88,10 @@ class Case:
 class Work:
     """A model on the device with all that its steps need."""
 
-    def __init__(self, case: Case, device: Device) -> None:
+    def __init__(self, case: Case, device: Device, *, tiny: bool = False) -> None:
         torch.manual_seed(0)
-        self.case, self.device = case, device
+        self.case, self.device, self.tiny = case, device, tiny
+        self.windows, self.steps = (2, 1) if tiny else (WINDOWS, STEPS)
         self.model = calibrated_model(case, device)
         optim = OptimSettings(
             optimizer=case.optimizer,
@@ -95,11 +108,13 @@ class Work:
         self._eager = make_loss_fn(self.model, compile=False)
         self._compiled = make_loss_fn(self.model, compile=True)
         self.done = 0
+        self.augments = True
+        """Whether `step` augments; if not, `train` does, as part of a CUDA graph."""
 
     def step(self, train: Callable[[Batch], None]) -> None:
         """What `training.loop.Training.step` does."""
-        batch = augment_batch(next(self.batches), DATA, 0.0)
-        self.train(train, batch)
+        batch = next(self.batches)
+        self.train(train, augment_batch(batch, DATA, 0.0) if self.augments else batch)
 
     def train(self, train: Callable[[Batch], None], batch: Batch) -> None:
         """The same with a batch that is on the device."""
@@ -250,7 +265,16 @@ def kernels(work: Work, train: Callable[[Batch], None]) -> dict[str, Any]:
         {"ms a step": us / 1e3 / PROFILED, "name": f"idle after {name}"[:NAME]}
         for name, us in idle_us(spans).most_common(GAPS)
     ]
-    return {"kernels": top, "gaps": gaps, "idle": idle_fraction(spans), "profiled ms": 1e3 * took_s / PROFILED}
+    groups: Counter[str] = Counter()
+    for name, us in times.items():
+        groups[group_of(name)] += us / 1e3 / PROFILED  # type: ignore[assignment]  # a Counter of floats
+    found = {"kernels": top, "gaps": gaps, "idle": idle_fraction(spans), "profiled ms": 1e3 * took_s / PROFILED}
+    return {**found, "ms by group": dict(groups)}
+
+
+def group_of(kernel: str) -> str:
+    """Which of GROUPS a kernel belongs to."""
+    return next((group for group, parts in GROUPS.items() if any(part in kernel.lower() for part in parts)), "other")
 
 
 Span = tuple[float, float, str]
@@ -277,31 +301,74 @@ def idle_fraction(spans: list[Span]) -> float | None:
     return idle_us(spans).total() / wall
 
 
+about: dict[str, Any] = {}
+"""What and how this process measures: part of each of its lines."""
+
+
 def say(**found: Any) -> None:
-    print(json.dumps(found), flush=True)
+    if found:
+        record(**about, **found)
 
 
-def measure_eager(case: Case, device: Device, windows: int, steps: int) -> None:
-    work = Work(case, device)
-    say(**memory(work, work.eagerly))
+def measure_machine(_given: dict[str, Any], device: Device) -> None:
+    """Hardware and versions. That the device computes at all, `select_device` has tried."""
+    import torchvision
+
+    found: dict[str, Any] = {"device": device.name, "Python": platform.python_version(), "torch": torch.__version__,
+                             "torchvision": torchvision.__version__}  # fmt: skip
+    if device.kind == "cuda":
+        asked = "driver_version,memory.total,clocks.max.sm,clocks.max.memory,power.limit,mig.mode.current"
+        properties = torch.cuda.get_device_properties(device.torch_device)
+        found |= {"CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version(),
+                  "multiprocessors": properties.multi_processor_count}  # fmt: skip
+        try:
+            answer = subprocess.run(
+                ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"],
+                capture_output=True, text=True, timeout=10, check=True,
+            )  # fmt: skip
+            found |= dict(zip(asked.split(","), answer.stdout.splitlines()[0].split(", "), strict=False))
+        except (OSError, subprocess.SubprocessError, IndexError) as error:
+            found["nvidia-smi"] = str(error)
+    say(**found)
+
+
+def measure_predicted(given: dict[str, Any], device: Device) -> None:
+    """Peak memory of a step of each case, as the fake accelerator of the tests counts it, several at once."""
+
+    def predict(case: Case) -> None:
+        try:
+            outcome = fakes.run(case.trial())[0]
+            found = {"predicted bytes": outcome.peak} if outcome.error is None else {"error": outcome.error}
+        except (fakes.FakeAcceleratorBroken, subprocess.TimeoutExpired) as error:
+            found = {"error": str(error)[-400:]}
+        record(what=case.model, how="predicted", **found)
+
+    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // 2)) as pool:
+        list(pool.map(predict, [case_of(one, device, tiny=given["tiny"]) for one in given["cases"]]))
+
+
+def measure_eager(work: Work) -> None:
+    work.per_s(work.eagerly, work.steps)  # what happens in the first steps: algorithms, memory, clocks
+    for _ in range(work.windows):
+        say(**{"img/s": work.per_s(work.eagerly, work.steps)})
     say(**waits(work, work.eagerly))
-    work.per_s(work.eagerly, steps)  # what happens in the first steps: algorithms, memory, clocks
-    say(eager=[work.per_s(work.eagerly, steps) for _ in range(windows)])
+    say(**memory(work, work.eagerly))
     say(**flops(work))
     sums = work.meter.take()[0].tolist()
     say(skipped=round(sums[-1]), steps=work.done)
 
 
-def measure_compiled(case: Case, device: Device, windows: int, steps: int) -> None:
-    work = Work(case, device)
+def measure_compiled(work: Work) -> None:
+    """In turn with the eager step."""
     compile_now(work)
-    say(**{f"compiled {name}": value for name, value in waits(work, work.compiled).items()})
-    say(**{f"compiled {name}": value for name, value in memory(work, work.compiled).items()})
-    for train in (work.eagerly, work.compiled):
-        work.per_s(train, steps)
-    pairs = [(work.per_s(work.eagerly, steps), work.per_s(work.compiled, steps)) for _ in range(windows)]
-    eager, compiled = ([pair[place] for pair in pairs] for place in (0, 1))
-    say(compiled=compiled, speedup=statistics.median(compiled) / statistics.median(eager))
+    work.per_s(work.compiled, work.steps)
+    say(**{"img/s": work.per_s(work.compiled, work.steps)})  # a first figure before the eager step is tried
+    work.per_s(work.eagerly, work.steps)
+    for _ in range(work.windows - 1):
+        compiled = work.per_s(work.compiled, work.steps)
+        say(**{"img/s": compiled, "eager img/s": work.per_s(work.eagerly, work.steps)})
+    say(**waits(work, work.compiled))
+    say(**memory(work, work.compiled))
 
 
 def compile_now(work: Work) -> None:
@@ -312,27 +379,25 @@ def compile_now(work: Work) -> None:
     say(compile_s=time.perf_counter() - began, graphs=torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def measure_profile(case: Case, device: Device, windows: int, steps: int) -> None:
-    """Both ways. The compiled step comes from the cache of compiled programs, if `measure_compiled` ran before."""
-    work = Work(case, device)
-    work.per_s(work.eagerly, min(windows, steps))
-    say(**kernels(work, work.eagerly))
+def measure_profile(work: Work) -> None:
+    """Both ways, the compiled one first. Its program comes from the cache, if `measure_compiled` ran before."""
     compile_now(work)
-    say(**{f"compiled {name}": value for name, value in kernels(work, work.compiled).items()})
+    work.per_s(work.compiled, min(work.windows, work.steps))
+    say(compiled=kernels(work, work.compiled))
+    work.per_s(work.eagerly, min(work.windows, work.steps))
+    say(eager=kernels(work, work.eagerly))
 
 
-def measure_graph(case: Case, device: Device, windows: int, steps: int) -> None:
-    """The compiled step, then the eager one, as a CUDA graph (`training.cuda_graph`); a capture that fails is said."""
-    work = Work(case, device)
-    compile_now(work)
-    for name, train in (("graph", work.compiled), ("eager graph", work.eagerly)):
-        graphed = CudaGraphStep(train, NoCapture() if device.is_cpu else CudaCapture())
-        try:
-            work.per_s(graphed, 4)  # warm-up and capture
-        except CaptureFailed as failure:
-            say(**{f"{name} error": failure.cause})
-            return  # torch's allocator may be in capture mode
-        say(**{name: [work.per_s(graphed, steps) for _ in range(windows)]})
+def measure_graph(work: Work, *, compiled: bool = True) -> None:
+    """The step with its augmentation as a CUDA graph (`training.cuda_graph`). A capture that fails ends the process."""
+    if compiled:
+        compile_now(work)
+    train, work.augments = work.compiled if compiled else work.eagerly, False
+    capture = NoCapture() if work.device.is_cpu else CudaCapture()
+    graphed = CudaGraphStep(lambda batch: train(augment_batch(batch, DATA, 0.0)), capture)
+    work.per_s(graphed, 4)  # warm-up and capture
+    for _ in range(work.windows):
+        say(**{"img/s": work.per_s(graphed, work.steps)})
 
 
 class NoCapture(Capture):
@@ -345,17 +410,77 @@ class NoCapture(Capture):
         return step
 
 
-MEASURES = {
-    "eager": measure_eager,
+def measure_convolutions(work: Work) -> None:
+    """The largest convolutions of the step, with the algorithms that cuDNN's heuristics choose and with the fastest:
+    in this process those with cudnn.benchmark, in another one those without, since a process keeps its first choice."""
+    import gpu_convolutions
+
+    say(**gpu_convolutions.ceilings(work.device, tiny=work.tiny))
+    largest = gpu_convolutions.largest(lambda: work.train(work.eagerly, work.batch))
+    say(**{"TFLOP of the step": gpu_convolutions.total_tflop(largest), "number": len(largest)})
+    chosen = largest[: gpu_convolutions.LARGEST]
+    request = {
+        "how": "heuristics",
+        "device": str(work.device.torch_device),
+        "tiny": work.tiny,
+        "case": asdict(work.case),
+    }
+    request["convolutions"] = [asdict(convolution) for convolution in chosen]
+    subprocess.run([sys.executable, __file__, json.dumps(request)], timeout=60, check=False)
+    gpu_convolutions.measure(chosen, work.device, say, benchmark=True)
+
+
+def measure_heuristics(given: dict[str, Any], device: Device) -> None:
+    import gpu_convolutions
+
+    torch.backends.cudnn.benchmark = False
+    about["how"] = "convolutions"
+    chosen = [gpu_convolutions.Convolution.read(one) for one in given["convolutions"]]
+    gpu_convolutions.measure(chosen, device, say, benchmark=False)
+
+
+def case_of(given: dict[str, Any], device: Device, *, tiny: bool) -> Case:
+    """tiny: with few and small images, in the precision that the device computes fast. Not smaller: at 64 pixels a
+    level is a single place, for which bf16 convolutions on a CPU leave parts of the weight's gradient uninitialized
+    (torch 2.15)."""
+    case = Case(**{**given, "image_size": tuple(given["image_size"])})
+    if not tiny:
+        return case
+    side = 128 if "ssd" not in case.model else case.image_size[0]
+    precision = device.best_precision()[0]
+    return replace(case, batch=4, image_size=(side, side), classes=5, slots=8, precision=precision, goal=None)
+
+
+WITHOUT_MODEL: dict[str, Callable[[dict[str, Any], Device], None]] = {
+    "machine": measure_machine,
+    "predicted": measure_predicted,
+    "heuristics": measure_heuristics,
+}
+MEASURES: dict[str, Callable[[Work], None]] = {
+    "convolutions": measure_convolutions,
     "compiled": measure_compiled,
+    "eager": measure_eager,
     "profile": measure_profile,
     "graph": measure_graph,
+    "eager graph": functools.partial(measure_graph, compiled=False),
 }
 
-if __name__ == "__main__":
-    given = json.loads(sys.argv[1])
-    requested = Case(**{**given["case"], "image_size": tuple(given["case"]["image_size"])})
-    where = select_device(given["device"])
-    if where.is_cpu:
+
+def main(given: dict[str, Any]) -> None:
+    """given: how, device, tiny; case, or cases for `predicted`."""
+    how, tiny = given["how"], given["tiny"]
+    about.update(what=given["case"]["model"] if "case" in given else how, how=how)
+    device = select_device(given["device"])
+    device.prepare_for_fixed_shapes()  # as training does it
+    if device.is_cpu:
         step.COMPILE_BACKEND = "eager"  # a rehearsal: no program of the model is made, which takes a minute
-    MEASURES[given["how"]](requested, where, given["windows"], given["steps"])
+    if how in WITHOUT_MODEL:
+        WITHOUT_MODEL[how](given, device)
+        return
+    case = case_of(given["case"], device, tiny=tiny)
+    say(case=asdict(case), tiny=tiny, device=device.name)
+    MEASURES[how](Work(case, device, tiny=tiny))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

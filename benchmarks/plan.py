@@ -87,11 +87,11 @@ def make_spec(case: Case, *, precision: str = "fp32", on_cpu: bool = True) -> An
     from stoker.hardware.calibration import step_settings
     from stoker.models import MODELS
     from stoker.planning.trace import StepSpec
-    from stoker.training.defaults.derive import DEFAULTS
+    from stoker.training.defaults.derive import SETTINGS
 
     architecture = MODELS[case.model]
     settings = {
-        **{name: value for name, (value, _) in DEFAULTS.items()},
+        **{name: row[0] for name, row in SETTINGS.items() if isinstance(row, tuple)},
         **RECIPES[architecture.recipe]().set_fields(),
         **{name: value for name, value in architecture.defaults.items() if value is not None},
         "model": case.model, "image_size": [case.side, case.side], "precision": precision, "weight_decay": 1e-4,

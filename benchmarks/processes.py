@@ -1,19 +1,32 @@
 """Runs measurements in child processes: each starts with nothing imported and no memory allocated.
 
+`run_child` and `run_timed` are for measurements that must succeed; `run_part` is for those whose failure is a result.
+
 A script calls `run_child` for each measurement, and `serve_child` first when it starts; in a child, that runs the
 measurement. The parent process stays small, because the peak memory of a child starts at that of its parent.
 """
 
+import contextlib
+import itertools
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+LINES = "STOKER_BENCHMARK_LINES"
+"""Environment variable: the file to which `record` appends."""
+DUMP_S = 5.0
+"""Before the limit of a part, so that the stacks of all its threads are written first."""
+OUTPUT_LINES, STACK_LINES, LAST_FRAMES, LOG_BYTES = 12, 60, 4, 2**18
+"""What is kept of a failed part: lines of output, lines of stacks, frames of an exception; bytes read of its log."""
 
 
 def run_child(function: str, folder: Path, cache: Path, *sizes: int) -> dict[str, Any]:
@@ -61,3 +74,109 @@ def serve_child(functions: dict[str, Callable[..., dict[str, Any] | None]]) -> N
         function, folder, *sizes = sys.argv[2:]
         print(json.dumps(functions[function](Path(folder), *map(int, sizes)) or {}))
         sys.exit()
+
+
+def record(**found: Any) -> None:
+    """Appends a line of JSON to the file of LINES, or prints it if there is none: a kill later loses nothing of it."""
+    line = json.dumps(found, ensure_ascii=False)
+    if path := os.environ.get(LINES):
+        with open(path, "ab", buffering=0) as file:  # one write: a kill leaves the whole line or nothing of it
+            file.write(f"{line}\n".encode())
+    else:
+        print(line, flush=True)
+
+
+def run_part(command: list[str], limit_s: float, log: Path) -> dict[str, Any]:
+    """Runs a command with its output appended to `log`; ends it, and all that it started, at the limit.
+
+    Returns its exit code (a text where a limit or a signal ended it), its seconds, the end of its output, and if it
+    failed the exception with its last frames, and the stacks of its threads if it hung or crashed.
+    """
+    began = time.monotonic()
+    environment = child_environment() | {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+    with log.open("ab") as output:
+        first = output.tell()
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+            start_new_session=True,
+        )  # fmt: skip
+        hung = False
+        try:
+            process.wait(max(limit_s - DUMP_S, limit_s / 2))
+        except subprocess.TimeoutExpired:
+            hung = True
+            os.killpg(process.pid, signal.SIGABRT)  # faulthandler writes the stacks, whichever thread holds the GIL
+            with contextlib.suppress(subprocess.TimeoutExpired):  # then the kill below ends it
+                process.wait(min(DUMP_S, limit_s / 2))
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # all have ended
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    result: dict[str, Any] = {"exit": process.returncode, "s": round(time.monotonic() - began, 1)}
+    with log.open("rb") as file:
+        file.seek(max(first, log.stat().st_size - LOG_BYTES))
+        text = file.read().decode(errors="replace")
+    if process.returncode == 0:
+        return result | {"output": [line[:200] for line in text.splitlines() if line.strip()][-2 * OUTPUT_LINES :]}
+    result |= failure(text)
+    if process.returncode < 0:
+        result["exit"] = signal.Signals(-process.returncode).name
+    if hung:
+        result |= {"exit": "limit", "error": f"not done in {limit_s:.0f} s"}
+    return result
+
+
+TRACEBACK = "Traceback (most recent call last):"
+FRAME = re.compile(r'\s*File "(?P<file>[^"]*)", line (?P<line>\d+),? in (?P<name>.*)')
+EXCEPTION = re.compile(r"(?:\[rank\d+\]: ?)?(?P<text>[A-Za-z_][\w.]*(?::.*)?)$")
+FATAL, THREAD = "Fatal Python error:", re.compile(r"(?:Current thread|Thread) 0x")
+
+
+def failure(text: str) -> dict[str, Any]:
+    """The cause of a failure in what a Python process wrote: type and message of each exception, the last frames, the
+    stacks that faulthandler wrote, and the last lines.
+
+    The last line alone misleads: torch appends advice of several lines to the message of an error of CUDA.
+    """
+    lines = text.splitlines()
+    found: dict[str, Any] = {}
+    errors: list[str] = []
+    for start in (number for number, line in enumerate(lines) if line.rstrip().endswith(TRACEBACK)):
+        frames = []
+        for line in lines[start + 1 :]:
+            if FRAME.match(line):
+                frames.append(_frame(line))
+            elif (match := EXCEPTION.match(line)) and not line.startswith(" "):
+                if "ignored" not in lines[start - 1]:  # of a destructor: a consequence
+                    errors.append(match["text"][:400])
+                    found["frames"] = frames[-LAST_FRAMES:]
+                break
+    fatal = next((number for number, line in enumerate(lines) if line.startswith(FATAL)), None)
+    if fatal is not None:
+        errors.append(lines[fatal])
+        stack = [shorten(line) for line in lines[fatal:] if FRAME.match(line) or THREAD.match(line)]
+        found["stack"] = stack[:STACK_LINES]
+        current = itertools.dropwhile(lambda line: not line.startswith("Current thread"), stack)
+        frames = itertools.takewhile(FRAME.match, itertools.islice(current, 1, None))
+        found["frames"] = [_frame(line) for line in frames][:LAST_FRAMES][::-1]
+    if errors:
+        found["error"] = errors[-1]
+        if earlier := list(dict.fromkeys(error for error in errors if error != errors[-1])):
+            found["earlier errors"] = earlier[:LAST_FRAMES]
+    shown = [line[:200] for line in lines if line.strip()]
+    cause = next(
+        (n for n, line in enumerate(shown) if line.rstrip().endswith(TRACEBACK) or line.startswith(FATAL)), None
+    )
+    half = OUTPUT_LINES // 2
+    found["output"] = shown[-OUTPUT_LINES:] if cause is None else shown[:cause][-half:] + shown[cause:][-half:]
+    return found
+
+
+def _frame(line: str) -> str:
+    """A frame, without its folders."""
+    return FRAME.sub(lambda match: f"{shorten(match['file'])}:{match['line']} in {match['name']}", line)
+
+
+def shorten(text: str) -> str:
+    """Without the folders above this repository or above the packages."""
+    return re.sub(r'[^"\s]*/site-packages/', "", text).replace(f"{ROOT}/", "")

@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 packages=(msgspec cyclopts docstring-parser rich-rst simplejpeg tomli-w obstore google-crc32c tensorboardx py-spy)
 python=${PYTHON:-python3} data=${STOKER_TEST_DATA:-../shared/data}/bccd/BCCD
 
-rm -rf .kit
+rm -rf .kit/wheels .kit/bccd  # compiled programs that came back from a machine stay: .kit/cache.tar.gz
 mkdir -p .kit/wheels
 for name in "${packages[@]}"; do  # the version and its hashes
   awk -v name="$name==" 'index($0, name) == 1 { found = 1 } found { print } found && !/\\$/ { exit }' requirements.lock \
@@ -24,6 +24,6 @@ done
 rm .kit/one.txt .kit/requirements.txt
 [ -d "$data" ] && cp -rL "$data" .kit/bccd && chmod -R u+w .kit/bccd
 cp scripts/gpu-first.sh .kit/
-size=$(du -sm .kit | cut -f1)
+size=$(du -sm --exclude=cache .kit | cut -f1)
 echo ".kit: ${#packages[@]} wheels, data: $([ -d .kit/bccd ] && echo BCCD || echo none), $size MiB"
-[ "$size" -lt 30 ] || { echo ".kit is too large: at most 30 MiB travel to the machine" >&2; exit 1; }
+[ "$size" -lt 46 ] || { echo ".kit is too large: at most 46 MiB travel to the machine" >&2; exit 1; }

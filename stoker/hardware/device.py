@@ -56,6 +56,12 @@ class Device:
             return torch.cuda.get_device_name(self.torch_device)
         return (_cpuinfo("model name") or "cpu") if self.is_cpu else self.kind
 
+    def prepare_for_fixed_shapes(self) -> None:
+        """For work whose shapes never change: cuDNN tries its algorithms once for each shape and keeps the fastest.
+        Call it before the first convolution, whose choice is kept for the process."""
+        if self.kind == "cuda":
+            torch.backends.cudnn.benchmark = True
+
     def autocast(self, precision: str) -> contextlib.AbstractContextManager[Any]:
         """Mixed precision for the forward pass: fp32, bf16 or fp16."""
         return torch.autocast(self.kind, DTYPES[precision], enabled=precision != "fp32")

@@ -85,8 +85,7 @@ def resolve_run(
     check_image_size(requested)
     device = select_device(ranks.device_name(requested.run.device))
     require_meant_device(device, requested.run.device)
-    if device.kind == "cuda":
-        torch.backends.cudnn.benchmark = True  # all shapes are fixed, so the fastest convolutions are found once
+    device.prepare_for_fixed_shapes()
     index = ranks.locally_first(lambda: open_index_of(requested.data))  # one rank writes its cache, the others read it
     require_images(
         index,
