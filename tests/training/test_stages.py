@@ -1,11 +1,13 @@
 """`--stages`: ranks with a stage each train what one process trains, and their checkpoints are those of one process."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from stoker.runs.totals import compute_totals
 from stoker.training.cluster import Devices
 from stoker.training.defaults.derive import choose_micro_batches, derive
 from stoker.training.local_ranks import choose_devices, find_free_port
+from stoker.training.pipeline import Pipeline
 from stoker.training.ranks import Ranks
 from stoker.training.stages import Stages, _merge, cut, list_parts
 from tests.drawn import draw, run_stoker, stoker
@@ -168,6 +171,20 @@ def test_a_batch_need_not_be_a_multiple_of_the_stages(data: Path) -> None:
     config, reasons = derive(from_fields(fields), open_index(data), select_device("cpu"), Devices(3, 3))
     assert (config.run.batch_size, config.optim.grad_accum_steps) == (10, 5)
     assert "3 stages" in reasons["grad_accum_steps"]
+
+
+def test_the_error_of_a_stage_is_not_hidden() -> None:
+    """torch raises RuntimeError from it; out of memory has an exit code of its own."""
+
+    class Schedule:
+        def step(self, *_: object, **__: object) -> None:
+            raise RuntimeError("failed to run forward") from torch.OutOfMemoryError("of the stage")
+
+    pipeline = object.__new__(Pipeline)
+    pipeline._ranks, pipeline._last, pipeline._schedule = SimpleNamespace(rank=1, host_group=None), 2, Schedule()  # type: ignore[assignment]
+    batch = make_batch((0, 0), (64, 64), 3)
+    with pytest.raises(torch.OutOfMemoryError, match="of the stage"):
+        pipeline._forward_backward(batch, 1, contextlib.nullcontext(), torch.zeros(1))
 
 
 @pytest.mark.slow
