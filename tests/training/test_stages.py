@@ -188,7 +188,7 @@ def test_the_error_of_a_stage_is_not_hidden() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "cases"), [(2, [*CASES]), (3, ["fcos", "frozen", "few"])])
+@pytest.mark.parametrize(("count", "cases"), [(2, [*CASES][:5]), (2, [*CASES][5:]), (3, ["fcos", "frozen", "few"])])
 def test_steps_of_every_family_are_those_of_one_process(count: int, cases: list[str]) -> None:
     """In float64, two steps of four micro-batches: weights, EMA, moments, losses; clipped; a skipped step; activation
     checkpointing; frozen stages; two optimizers."""
