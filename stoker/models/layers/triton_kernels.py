@@ -1,0 +1,243 @@
+"""Matching and focal loss of RetinaNet as Triton kernels: the losses of a step read what they need once.
+
+`match_anchors` equals `matching.match_anchors`; no IoU is stored, both passes compute all of them. `focal_loss` equals
+`losses.focal_loss` and reads the logits of each pyramid level where the convolution left them; the backward pass
+computes the gradients from the logits, so nothing is kept but these. Imported only where Triton is installed (the CUDA
+build of torch on Linux); `training/defaults/kernel_choice.py` decides whether they are used. TRITON_INTERPRET=1 runs
+them on CPU tensors.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+# (kernels have no types of Python, and Triton's decorators are untyped)
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+from stoker.models.layers.matching import BACKGROUND, IGNORED
+
+BOX_TILE, ANCHOR_TILE = 16, 128
+"""Boxes and anchors whose IoUs a program computes at once: 16 for each thread of 4 warps."""
+FOCAL_BLOCK = 2048
+"""Logits of a program: 16 for each thread of 4 warps."""
+EXACT = {"enable_fp_fusion": False}
+"""Compiler option: no fused multiply-add, so that IoUs are rounded, and tie, as those of separate operators."""
+
+
+def match_anchors(
+    boxes: Tensor, valid: Tensor, anchors: Tensor, *, fg_iou_thresh: float, bg_iou_thresh: float
+) -> Tensor:
+    """As `matching.match_anchors`, for float32 and anchors that have an area: int64 [B, A]."""
+    matched: Tensor = _match(boxes.contiguous(), valid.contiguous(), anchors, fg_iou_thresh, bg_iou_thresh)
+    return matched
+
+
+def focal_loss(levels: list[Tensor], target: Tensor, *, alpha: float, gamma: float) -> Tensor:
+    """As `losses.focal_loss`: float32 [B]. levels: [B, A of the level, C] each, in the order of `target` [B, A]."""
+    dense = [level if level[0].is_contiguous() else level.contiguous() for level in levels]
+    loss: Tensor = _focal_sums(dense, target, alpha, gamma)
+    return loss
+
+
+@triton.jit
+def _overlaps(
+    boxes, valid, anchors, image, first_box, first_anchor, num_boxes, num_anchors,
+    BOXES: tl.constexpr, ANCHORS: tl.constexpr,
+):  # fmt: skip
+    """IoUs [BOXES, ANCHORS], in the order of operations of `boxes.iou`; -1 where there is no valid box or anchor."""
+    m = first_box + tl.arange(0, BOXES)
+    a = first_anchor + tl.arange(0, ANCHORS)
+    box, anchor = boxes + (image * num_boxes + m) * 4, anchors + a * 4
+    is_box, is_anchor = m < num_boxes, a < num_anchors
+    box_x1 = tl.load(box, mask=is_box, other=0.0)[:, None]
+    box_y1 = tl.load(box + 1, mask=is_box, other=0.0)[:, None]
+    box_x2 = tl.load(box + 2, mask=is_box, other=0.0)[:, None]
+    box_y2 = tl.load(box + 3, mask=is_box, other=0.0)[:, None]
+    x1 = tl.load(anchor, mask=is_anchor, other=0.0)[None, :]
+    y1 = tl.load(anchor + 1, mask=is_anchor, other=0.0)[None, :]
+    x2 = tl.load(anchor + 2, mask=is_anchor, other=0.0)[None, :]
+    y2 = tl.load(anchor + 3, mask=is_anchor, other=0.0)[None, :]
+    width = tl.maximum(tl.minimum(box_x2, x2) - tl.maximum(box_x1, x1), 0.0)
+    height = tl.maximum(tl.minimum(box_y2, y2) - tl.maximum(box_y1, y1), 0.0)
+    intersection = width * height
+    union = ((box_x2 - box_x1) * (box_y2 - box_y1) + (x2 - x1) * (y2 - y1)) - intersection
+    is_valid = is_box & (tl.load(valid + image * num_boxes + m, mask=is_box, other=0) != 0)
+    return tl.where(is_valid[:, None] & is_anchor[None, :], tl.div_rn(intersection, union), -1.0)
+
+
+@triton.jit
+def _largest_ious_kernel(
+    boxes, valid, anchors, largest, num_boxes, num_anchors, BOXES: tl.constexpr, ANCHORS: tl.constexpr
+):
+    """Raises `largest`, int32 [B, M], to the bits of each box's largest IoU with the anchors of this program. The bits
+    of positive floats have their order, and a maximum does not depend on the order of the programs."""
+    image = tl.program_id(1)
+    for first_box in range(0, num_boxes, BOXES):
+        iou = _overlaps(
+            boxes, valid, anchors, image, first_box, tl.program_id(0) * ANCHORS, num_boxes, num_anchors, BOXES, ANCHORS
+        )
+        best = tl.max(iou, axis=1)
+        m = first_box + tl.arange(0, BOXES)
+        tl.atomic_max(largest + image * num_boxes + m, best.to(tl.int32, bitcast=True), mask=best > 0.0)
+
+
+@triton.jit
+def _match_kernel(
+    boxes, valid, anchors, largest, matched, num_boxes, num_anchors, fg_iou_thresh, bg_iou_thresh,
+    NONE: tl.constexpr, BETWEEN: tl.constexpr, BOXES: tl.constexpr, ANCHORS: tl.constexpr,
+):  # fmt: skip
+    """The match of each anchor of this program. NONE, BETWEEN: `BACKGROUND` and `IGNORED`."""
+    image, first_anchor = tl.program_id(1), tl.program_id(0) * ANCHORS
+    best_iou = tl.full((ANCHORS,), -1.0, tl.float32)
+    best_box = tl.zeros((ANCHORS,), tl.int32)
+    is_best_for_box = tl.zeros((ANCHORS,), tl.int32)
+    for first_box in range(0, num_boxes, BOXES):
+        iou = _overlaps(boxes, valid, anchors, image, first_box, first_anchor, num_boxes, num_anchors, BOXES, ANCHORS)
+        m = first_box + tl.arange(0, BOXES)
+        bits = tl.load(largest + image * num_boxes + m, mask=m < num_boxes, other=0)
+        largest_iou = tl.where(bits > 0, bits.to(tl.float32, bitcast=True), 2.0)  # 2: no anchor overlaps this box
+        is_best_for_box |= tl.max((iou == largest_iou[:, None]).to(tl.int32), axis=0)
+        tile_iou = tl.max(iou, axis=0)
+        first_of_equals = tl.min(tl.where(iou == tile_iou[None, :], m[:, None], num_boxes), axis=0)
+        is_better = tile_iou > best_iou  # strictly, so that the first of equal boxes keeps the anchor
+        best_box = tl.where(is_better, first_of_equals, best_box)
+        best_iou = tl.where(is_better, tile_iou, best_iou)
+    by_threshold = tl.where(best_iou < fg_iou_thresh, BETWEEN, best_box)
+    by_threshold = tl.where(best_iou < bg_iou_thresh, NONE, by_threshold)
+    result = tl.where(is_best_for_box > 0, best_box, by_threshold)
+    a = first_anchor + tl.arange(0, ANCHORS)
+    tl.store(matched + image.to(tl.int64) * num_anchors + a, result.to(tl.int64), mask=a < num_anchors)
+
+
+@triton_op("stoker::match_anchors", mutates_args=())
+def _match(boxes: Tensor, valid: Tensor, anchors: Tensor, fg_iou_thresh: float, bg_iou_thresh: float) -> Tensor:
+    num_images, num_boxes = valid.shape
+    num_anchors = anchors.shape[0]
+    largest = torch.zeros_like(valid, dtype=torch.int32)
+    matched = torch.empty((num_images, num_anchors), dtype=torch.int64, device=boxes.device)
+    grid = (triton.cdiv(num_anchors, ANCHOR_TILE), num_images)
+    wrap_triton(_largest_ious_kernel)[grid](
+        boxes, valid, anchors, largest, num_boxes, num_anchors, BOXES=BOX_TILE, ANCHORS=ANCHOR_TILE, **EXACT
+    )
+    wrap_triton(_match_kernel)[grid](
+        boxes, valid, anchors, largest, matched, num_boxes, num_anchors, fg_iou_thresh, bg_iou_thresh,
+        NONE=BACKGROUND, BETWEEN=IGNORED, BOXES=BOX_TILE, ANCHORS=ANCHOR_TILE, **EXACT,
+    )  # fmt: skip
+    return matched
+
+
+@triton.jit
+def _load_logits(logits, target, first_anchor, num_anchors, level_anchors, CLASSES: tl.constexpr, BLOCK: tl.constexpr):
+    """(logits as float32, whether each is that of its anchor's class, whether it counts, offsets in the level of an
+    image, whether they are inside)"""
+    image = tl.program_id(1).to(tl.int64)
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = offset < level_anchors * CLASSES
+    anchor = offset // CLASSES
+    label = tl.load(target + image * num_anchors + first_anchor + anchor, mask=inside, other=0)
+    x = tl.load(logits + offset, mask=inside, other=0.0).to(tl.float32)
+    return x, label == offset - anchor * CLASSES, label, offset, inside
+
+
+@triton.jit
+def _focal_terms(x, is_positive, alpha, GAMMA: tl.constexpr):
+    """(loss of each logit, its derivative). With z = x for a negative, -x for a positive, p = sigmoid(z), and s the
+    softplus of z: weight p^gamma s and weight p^gamma (p + gamma (1 - p) s)."""
+    z = tl.where(is_positive, -x, x)
+    weight = tl.where(is_positive, alpha, 1.0 - alpha)
+    e = tl.exp(-tl.abs(z))
+    inverse = 1.0 / (1.0 + e)
+    p = tl.where(z >= 0.0, 1.0, e) * inverse
+    # log(1 + e) by the series of 2 artanh(r), r = e / (2 + e) at most 1/3, whose next term is below 2^-26 of the sum:
+    # the GPU's own logarithm is not exact near 1.
+    r = e / (2.0 + e)
+    q = r * r
+    series = 1.0 + q * (1 / 3 + q * (1 / 5 + q * (1 / 7 + q * (1 / 9 + q * (1 / 11 + q * (1 / 13 + q * (1 / 15)))))))
+    softplus = tl.maximum(z, 0.0) + 2.0 * r * series
+    if GAMMA == 0.0:
+        scaled = weight
+    elif GAMMA == 2.0:
+        scaled = weight * p * p
+    else:
+        scaled = weight * tl.exp2(GAMMA * tl.log2(p))
+    derivative = scaled * (p + GAMMA * (tl.where(z >= 0.0, e, 1.0) * inverse) * softplus)
+    return scaled * softplus, tl.where(is_positive, -derivative, derivative)
+
+
+@triton.jit
+def _focal_sums_kernel(
+    logits, target, sums, image_stride, first_anchor, num_anchors, level_anchors, first_sum, num_sums, alpha,
+    GAMMA: tl.constexpr, SKIPPED: tl.constexpr, CLASSES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sum of this program's logits, into its own place: so the total does not depend on the order of programs."""
+    image = tl.program_id(1).to(tl.int64)
+    x, is_positive, label, _, inside = _load_logits(
+        logits + image * image_stride, target, first_anchor, num_anchors, level_anchors, CLASSES, BLOCK
+    )
+    loss, _ = _focal_terms(x, is_positive, alpha, GAMMA)
+    total = tl.sum(tl.where(inside & (label != SKIPPED), loss, 0.0))
+    tl.store(sums + image * num_sums + first_sum + tl.program_id(0), total)
+
+
+@triton.jit
+def _focal_gradient_kernel(
+    logits, target, grad, out, image_stride, first_anchor, num_anchors, level_anchors, alpha,
+    GAMMA: tl.constexpr, SKIPPED: tl.constexpr, CLASSES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradient of this program's logits, from that of each image's sum."""
+    image = tl.program_id(1).to(tl.int64)
+    x, is_positive, label, offset, inside = _load_logits(
+        logits + image * image_stride, target, first_anchor, num_anchors, level_anchors, CLASSES, BLOCK
+    )
+    _, derivative = _focal_terms(x, is_positive, alpha, GAMMA)
+    gradient = tl.where(label != SKIPPED, derivative * tl.load(grad + image), 0.0)
+    place = out + image * level_anchors * CLASSES + offset
+    tl.store(place, gradient.to(out.dtype.element_ty), mask=inside)
+
+
+@triton_op("stoker::focal_sums", mutates_args=())
+def _focal_sums(levels: list[Tensor], target: Tensor, alpha: float, gamma: float) -> Tensor:
+    num_images, num_anchors = target.shape
+    blocks = [triton.cdiv(level.shape[1] * level.shape[2], FOCAL_BLOCK) for level in levels]
+    sums = torch.empty((num_images, sum(blocks)), dtype=torch.float32, device=target.device)
+    first_anchor = first_sum = 0
+    for level, num_blocks in zip(levels, blocks, strict=True):
+        wrap_triton(_focal_sums_kernel)[num_blocks, num_images](
+            level, target, sums, level.stride(0), first_anchor, num_anchors, level.shape[1], first_sum, sum(blocks),
+            alpha, GAMMA=gamma, SKIPPED=IGNORED, CLASSES=level.shape[2], BLOCK=FOCAL_BLOCK,
+        )  # fmt: skip
+        first_anchor, first_sum = first_anchor + level.shape[1], first_sum + num_blocks
+    return sums.sum(1)
+
+
+@triton_op("stoker::focal_gradients", mutates_args=())
+def _focal_gradients(grad: Tensor, levels: list[Tensor], target: Tensor, alpha: float, gamma: float) -> list[Tensor]:
+    num_images, num_anchors = target.shape
+    gradients, first_anchor = [], 0
+    for level in levels:
+        gradient = torch.empty(level.shape, dtype=level.dtype, device=level.device)
+        num_blocks = triton.cdiv(level.shape[1] * level.shape[2], FOCAL_BLOCK)
+        wrap_triton(_focal_gradient_kernel)[num_blocks, num_images](
+            level, target, grad, gradient, level.stride(0), first_anchor, num_anchors, level.shape[1], alpha,
+            GAMMA=gamma, SKIPPED=IGNORED, CLASSES=level.shape[2], BLOCK=FOCAL_BLOCK,
+        )  # fmt: skip
+        gradients.append(gradient)
+        first_anchor += level.shape[1]
+    return gradients
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+    levels, target, ctx.alpha, ctx.gamma = inputs
+    ctx.save_for_backward(target, *levels)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[list[Tensor], None, None, None]:
+    target, *levels = ctx.saved_tensors
+    return _focal_gradients(grad.contiguous(), levels, target, ctx.alpha, ctx.gamma), None, None, None
+
+
+_focal_sums.register_autograd(_backward, setup_context=_save)
