@@ -5,6 +5,9 @@ backward pass is that of the separate operators. `use_fused_convs` switches it; 
 decides by measurement. On a CPU the operator computes the separate ones, which is how its gradients are tested.
 """
 
+# mypy: disable-error-code="no-untyped-call"
+# (what registers operators in torch is untyped)
+
 from typing import Any
 
 import torch
@@ -41,7 +44,7 @@ def use_fused_convs(model: nn.Module, enabled: bool) -> None:
     """Makes the blocks of `model` that can do so compute with `conv_relu`, or with separate operators again."""
     for module in model.modules():
         if hasattr(module, "fused_convs"):
-            module.fused_convs = enabled
+            module.fused_convs = enabled  # type: ignore[assignment]
 
 
 class ConvReLU(nn.Sequential):

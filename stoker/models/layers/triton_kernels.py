@@ -7,8 +7,8 @@ build of torch on Linux); `training/defaults/kernel_choice.py` decides whether t
 them on CPU tensors.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
-# (kernels have no types of Python, and Triton's decorators are untyped)
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# (kernels have no types of Python; what registers operators in torch is untyped)
 
 from typing import Any
 
@@ -16,30 +16,39 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
 
 from stoker.models.layers.matching import BACKGROUND, IGNORED
 
 BOX_TILE, ANCHOR_TILE = 16, 128
 """Boxes and anchors whose IoUs a program computes at once: 16 for each thread of 4 warps."""
-FOCAL_BLOCK = 2048
-"""Logits of a program: 16 for each thread of 4 warps."""
+FOCAL_BLOCK, FOCAL_WARPS = 2048, 8
+"""Logits of a program: 8 for each thread."""
 EXACT = {"enable_fp_fusion": False}
 """Compiler option: no fused multiply-add, so that IoUs are rounded, and tie, as those of separate operators."""
+
+
+_library = torch.library.Library("stoker", "FRAGMENT")
+_library.define(
+    "match_anchors(Tensor boxes, Tensor valid, Tensor anchors, float fg_iou_thresh, float bg_iou_thresh) -> Tensor"
+)
+_library.define("focal_sums(Tensor[] levels, Tensor target, float alpha, float gamma) -> Tensor")
+_library.define("focal_gradients(Tensor grad, Tensor[] levels, Tensor target, float alpha, float gamma) -> Tensor[]")
 
 
 def match_anchors(
     boxes: Tensor, valid: Tensor, anchors: Tensor, *, fg_iou_thresh: float, bg_iou_thresh: float
 ) -> Tensor:
     """As `matching.match_anchors`, for float32 and anchors that have an area: int64 [B, A]."""
-    matched: Tensor = _match(boxes.contiguous(), valid.contiguous(), anchors, fg_iou_thresh, bg_iou_thresh)
+    matched: Tensor = torch.ops.stoker.match_anchors(
+        boxes.contiguous(), valid.contiguous(), anchors, fg_iou_thresh, bg_iou_thresh
+    )
     return matched
 
 
 def focal_loss(levels: list[Tensor], target: Tensor, *, alpha: float, gamma: float) -> Tensor:
     """As `losses.focal_loss`: float32 [B]. levels: [B, A of the level, C] each, in the order of `target` [B, A]."""
     dense = [level if level[0].is_contiguous() else level.contiguous() for level in levels]
-    loss: Tensor = _focal_sums(dense, target, alpha, gamma)
+    loss: Tensor = torch.ops.stoker.focal_sums(dense, target, alpha, gamma)
     return loss
 
 
@@ -113,21 +122,22 @@ def _match_kernel(
     tl.store(matched + image.to(tl.int64) * num_anchors + a, result.to(tl.int64), mask=a < num_anchors)
 
 
-@triton_op("stoker::match_anchors", mutates_args=())
 def _match(boxes: Tensor, valid: Tensor, anchors: Tensor, fg_iou_thresh: float, bg_iou_thresh: float) -> Tensor:
-    num_images, num_boxes = valid.shape
-    num_anchors = anchors.shape[0]
+    matched = _empty_match(boxes, valid, anchors)
     largest = torch.zeros_like(valid, dtype=torch.int32)
-    matched = torch.empty((num_images, num_anchors), dtype=torch.int64, device=boxes.device)
+    (num_images, num_boxes), num_anchors = valid.shape, anchors.shape[0]
     grid = (triton.cdiv(num_anchors, ANCHOR_TILE), num_images)
-    wrap_triton(_largest_ious_kernel)[grid](
-        boxes, valid, anchors, largest, num_boxes, num_anchors, BOXES=BOX_TILE, ANCHORS=ANCHOR_TILE, **EXACT
-    )
-    wrap_triton(_match_kernel)[grid](
+    tile: dict[str, Any] = {"BOXES": BOX_TILE, "ANCHORS": ANCHOR_TILE, **EXACT}
+    _largest_ious_kernel[grid](boxes, valid, anchors, largest, num_boxes, num_anchors, **tile)
+    _match_kernel[grid](
         boxes, valid, anchors, largest, matched, num_boxes, num_anchors, fg_iou_thresh, bg_iou_thresh,
-        NONE=BACKGROUND, BETWEEN=IGNORED, BOXES=BOX_TILE, ANCHORS=ANCHOR_TILE, **EXACT,
+        NONE=BACKGROUND, BETWEEN=IGNORED, **tile,
     )  # fmt: skip
     return matched
+
+
+def _empty_match(boxes: Tensor, valid: Tensor, anchors: Tensor, *_: float) -> Tensor:
+    return torch.empty((valid.shape[0], anchors.shape[0]), dtype=torch.int64, device=boxes.device)
 
 
 @triton.jit
@@ -199,35 +209,43 @@ def _focal_gradient_kernel(
     tl.store(place, gradient.to(out.dtype.element_ty), mask=inside)
 
 
-@triton_op("stoker::focal_sums", mutates_args=())
 def _focal_sums(levels: list[Tensor], target: Tensor, alpha: float, gamma: float) -> Tensor:
     num_images, num_anchors = target.shape
     blocks = [triton.cdiv(level.shape[1] * level.shape[2], FOCAL_BLOCK) for level in levels]
     sums = torch.empty((num_images, sum(blocks)), dtype=torch.float32, device=target.device)
     first_anchor = first_sum = 0
     for level, num_blocks in zip(levels, blocks, strict=True):
-        wrap_triton(_focal_sums_kernel)[num_blocks, num_images](
+        _focal_sums_kernel[num_blocks, num_images](
             level, target, sums, level.stride(0), first_anchor, num_anchors, level.shape[1], first_sum, sum(blocks),
-            alpha, GAMMA=gamma, SKIPPED=IGNORED, CLASSES=level.shape[2], BLOCK=FOCAL_BLOCK,
+            alpha, CLASSES=level.shape[2], **_constants(gamma),
         )  # fmt: skip
         first_anchor, first_sum = first_anchor + level.shape[1], first_sum + num_blocks
     return sums.sum(1)
 
 
-@triton_op("stoker::focal_gradients", mutates_args=())
 def _focal_gradients(grad: Tensor, levels: list[Tensor], target: Tensor, alpha: float, gamma: float) -> list[Tensor]:
     num_images, num_anchors = target.shape
-    gradients, first_anchor = [], 0
-    for level in levels:
-        gradient = torch.empty(level.shape, dtype=level.dtype, device=level.device)
+    gradients, first_anchor = _empty_gradients(grad, levels), 0
+    for level, gradient in zip(levels, gradients, strict=True):
         num_blocks = triton.cdiv(level.shape[1] * level.shape[2], FOCAL_BLOCK)
-        wrap_triton(_focal_gradient_kernel)[num_blocks, num_images](
+        _focal_gradient_kernel[num_blocks, num_images](
             level, target, grad, gradient, level.stride(0), first_anchor, num_anchors, level.shape[1], alpha,
-            GAMMA=gamma, SKIPPED=IGNORED, CLASSES=level.shape[2], BLOCK=FOCAL_BLOCK,
+            CLASSES=level.shape[2], **_constants(gamma),
         )  # fmt: skip
-        gradients.append(gradient)
         first_anchor += level.shape[1]
     return gradients
+
+
+def _constants(gamma: float) -> dict[str, Any]:
+    return {"GAMMA": gamma, "SKIPPED": IGNORED, "BLOCK": FOCAL_BLOCK, "num_warps": FOCAL_WARPS}
+
+
+def _empty_sums(levels: list[Tensor], target: Tensor, *_: float) -> Tensor:
+    return torch.empty(target.shape[0], dtype=torch.float32, device=levels[0].device)
+
+
+def _empty_gradients(grad: Tensor, levels: list[Tensor], *_: Any) -> list[Tensor]:  # noqa: ARG001
+    return [torch.empty(level.shape, dtype=level.dtype, device=level.device) for level in levels]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
@@ -237,7 +255,16 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: A
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[list[Tensor], None, None, None]:
     target, *levels = ctx.saved_tensors
-    return _focal_gradients(grad.contiguous(), levels, target, ctx.alpha, ctx.gamma), None, None, None
+    gradients = torch.ops.stoker.focal_gradients(grad.contiguous(), levels, target, ctx.alpha, ctx.gamma)
+    return gradients, None, None, None
 
 
-_focal_sums.register_autograd(_backward, setup_context=_save)
+for _name, _launch, _shape in (
+    ("match_anchors", _match, _empty_match),
+    ("focal_sums", _focal_sums, _empty_sums),
+    ("focal_gradients", _focal_gradients, _empty_gradients),
+):
+    for _device in ("CUDA", "CPU"):
+        _library.impl(_name, _launch, _device)
+    torch.library.register_fake(f"stoker::{_name}", _shape, lib=_library)
+torch.library.register_autograd("stoker::focal_sums", _backward, setup_context=_save, lib=_library)

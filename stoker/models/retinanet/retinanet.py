@@ -219,11 +219,14 @@ class RetinaNet(Detector):
         self, outputs: RetinaNetOutputs, resized_size: Tensor, *, score_threshold: float | Tensor
     ) -> Candidates:
         """The `pre_nms_top_n` best of each pyramid level."""
-        logits, *others = outputs
-        assert isinstance(logits, Tensor)
-        with torch.autocast(logits.device.type, enabled=False):
+        assert isinstance(outputs.logits, Tensor)
+        with torch.autocast(outputs.deltas.device.type, enabled=False):
             return select_candidates(
-                logits, *others, resized_size, score_threshold=score_threshold, pre_nms_top_n=self.pre_nms_top_n
+                outputs.logits,
+                *outputs[1:],
+                resized_size,
+                score_threshold=score_threshold,
+                pre_nms_top_n=self.pre_nms_top_n,
             )
 
     def class_heads(self) -> tuple[ClassHeadSpec, ...]:
