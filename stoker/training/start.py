@@ -36,6 +36,7 @@ from stoker.training import checkpoint
 from stoker.training.cluster import Devices
 from stoker.training.defaults.dataset_facts import collect_facts, warn_oversized_boxes
 from stoker.training.defaults.derive import check_devices, derive, total_steps
+from stoker.training.defaults.kernel_choice import choose_kernels
 from stoker.training.defaults.model_choice import warn_random_weights
 from stoker.training.defaults.sync_choice import choose_sync
 from stoker.training.optim import LossAccumulator, OptimizerStep
@@ -223,6 +224,7 @@ def build(
     )
     ranks.share(lambda: restore_state(setup, loaded, log_event))
     share_state(setup)
+    choose_kernels(setup, log_event)
     return setup
 
 
