@@ -21,10 +21,22 @@ from stoker.models.layers.matching import BACKGROUND, IGNORED
 
 BOX_TILE, ANCHOR_TILE = 16, 128
 """Boxes and anchors whose IoUs a program computes at once: 16 for each thread of 4 warps."""
-FOCAL_BLOCK, FOCAL_WARPS = 2048, 8
-"""Logits of a program: 8 for each thread."""
-EXACT = {"enable_fp_fusion": False}
-"""Compiler option: no fused multiply-add, so that IoUs are rounded, and tie, as those of separate operators."""
+FOCAL_BLOCK = 2048
+"""Logits of a program: 8 for each thread of 8 warps."""
+MATCH_CONSTANTS: dict[str, Any] = {
+    "BOXES": BOX_TILE,
+    "ANCHORS": ANCHOR_TILE,
+    "NONE": BACKGROUND,
+    "BETWEEN": IGNORED,
+    # No fused multiply-add: IoUs are rounded, and tie, as those of separate operators.
+    "enable_fp_fusion": False,
+}
+"""Constants and compiler options of the matching kernels."""
+
+
+def focal_constants(gamma: float) -> dict[str, Any]:
+    """Constants and compiler options of the loss's kernels."""
+    return {"GAMMA": gamma, "SKIPPED": IGNORED, "BLOCK": FOCAL_BLOCK, "num_warps": 8}
 
 
 _library = torch.library.Library("stoker", "FRAGMENT")
@@ -80,8 +92,9 @@ def _overlaps(
 
 @triton.jit
 def _largest_ious_kernel(
-    boxes, valid, anchors, largest, num_boxes, num_anchors, BOXES: tl.constexpr, ANCHORS: tl.constexpr
-):
+    boxes, valid, anchors, largest, num_boxes, num_anchors,
+    NONE: tl.constexpr, BETWEEN: tl.constexpr, BOXES: tl.constexpr, ANCHORS: tl.constexpr,
+):  # fmt: skip
     """Raises `largest`, int32 [B, M], to the bits of each box's largest IoU with the anchors of this program. The bits
     of positive floats have their order, and a maximum does not depend on the order of the programs."""
     image = tl.program_id(1)
@@ -127,12 +140,10 @@ def _match(boxes: Tensor, valid: Tensor, anchors: Tensor, fg_iou_thresh: float, 
     largest = torch.zeros_like(valid, dtype=torch.int32)
     (num_images, num_boxes), num_anchors = valid.shape, anchors.shape[0]
     grid = (triton.cdiv(num_anchors, ANCHOR_TILE), num_images)
-    tile: dict[str, Any] = {"BOXES": BOX_TILE, "ANCHORS": ANCHOR_TILE, **EXACT}
-    _largest_ious_kernel[grid](boxes, valid, anchors, largest, num_boxes, num_anchors, **tile)
+    _largest_ious_kernel[grid](boxes, valid, anchors, largest, num_boxes, num_anchors, **MATCH_CONSTANTS)
     _match_kernel[grid](
-        boxes, valid, anchors, largest, matched, num_boxes, num_anchors, fg_iou_thresh, bg_iou_thresh,
-        NONE=BACKGROUND, BETWEEN=IGNORED, **tile,
-    )  # fmt: skip
+        boxes, valid, anchors, largest, matched, num_boxes, num_anchors, fg_iou_thresh, bg_iou_thresh, **MATCH_CONSTANTS
+    )
     return matched
 
 
@@ -217,7 +228,7 @@ def _focal_sums(levels: list[Tensor], target: Tensor, alpha: float, gamma: float
     for level, num_blocks in zip(levels, blocks, strict=True):
         _focal_sums_kernel[num_blocks, num_images](
             level, target, sums, level.stride(0), first_anchor, num_anchors, level.shape[1], first_sum, sum(blocks),
-            alpha, CLASSES=level.shape[2], **_constants(gamma),
+            alpha, CLASSES=level.shape[2], **focal_constants(gamma),
         )  # fmt: skip
         first_anchor, first_sum = first_anchor + level.shape[1], first_sum + num_blocks
     return sums.sum(1)
@@ -230,14 +241,10 @@ def _focal_gradients(grad: Tensor, levels: list[Tensor], target: Tensor, alpha: 
         num_blocks = triton.cdiv(level.shape[1] * level.shape[2], FOCAL_BLOCK)
         _focal_gradient_kernel[num_blocks, num_images](
             level, target, grad, gradient, level.stride(0), first_anchor, num_anchors, level.shape[1], alpha,
-            CLASSES=level.shape[2], **_constants(gamma),
+            CLASSES=level.shape[2], **focal_constants(gamma),
         )  # fmt: skip
         first_anchor += level.shape[1]
     return gradients
-
-
-def _constants(gamma: float) -> dict[str, Any]:
-    return {"GAMMA": gamma, "SKIPPED": IGNORED, "BLOCK": FOCAL_BLOCK, "num_warps": FOCAL_WARPS}
 
 
 def _empty_sums(levels: list[Tensor], target: Tensor, *_: float) -> Tensor:
