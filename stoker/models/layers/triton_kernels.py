@@ -26,8 +26,6 @@ FOCAL_BLOCK = 2048
 MATCH_CONSTANTS: dict[str, Any] = {
     "BOXES": BOX_TILE,
     "ANCHORS": ANCHOR_TILE,
-    "NONE": BACKGROUND,
-    "BETWEEN": IGNORED,
     # No fused multiply-add: IoUs are rounded, and tie, as those of separate operators.
     "enable_fp_fusion": False,
 }
@@ -36,8 +34,10 @@ MATCH_CONSTANTS: dict[str, Any] = {
 
 def focal_constants(gamma: float) -> dict[str, Any]:
     """Constants and compiler options of the loss's kernels."""
-    return {"GAMMA": gamma, "SKIPPED": IGNORED, "BLOCK": FOCAL_BLOCK, "num_warps": 8}
+    return {"GAMMA": gamma, "BLOCK": FOCAL_BLOCK, "num_warps": 8, "enable_fp_fusion": True}
 
+
+_BACKGROUND, _IGNORED = tl.constexpr(BACKGROUND), tl.constexpr(IGNORED)
 
 _library = torch.library.Library("stoker", "FRAGMENT")
 _library.define(
@@ -92,9 +92,8 @@ def _overlaps(
 
 @triton.jit
 def _largest_ious_kernel(
-    boxes, valid, anchors, largest, num_boxes, num_anchors,
-    NONE: tl.constexpr, BETWEEN: tl.constexpr, BOXES: tl.constexpr, ANCHORS: tl.constexpr,
-):  # fmt: skip
+    boxes, valid, anchors, largest, num_boxes, num_anchors, BOXES: tl.constexpr, ANCHORS: tl.constexpr
+):
     """Raises `largest`, int32 [B, M], to the bits of each box's largest IoU with the anchors of this program. The bits
     of positive floats have their order, and a maximum does not depend on the order of the programs."""
     image = tl.program_id(1)
@@ -110,9 +109,9 @@ def _largest_ious_kernel(
 @triton.jit
 def _match_kernel(
     boxes, valid, anchors, largest, matched, num_boxes, num_anchors, fg_iou_thresh, bg_iou_thresh,
-    NONE: tl.constexpr, BETWEEN: tl.constexpr, BOXES: tl.constexpr, ANCHORS: tl.constexpr,
+    BOXES: tl.constexpr, ANCHORS: tl.constexpr,
 ):  # fmt: skip
-    """The match of each anchor of this program. NONE, BETWEEN: `BACKGROUND` and `IGNORED`."""
+    """The match of each anchor of this program."""
     image, first_anchor = tl.program_id(1), tl.program_id(0) * ANCHORS
     best_iou = tl.full((ANCHORS,), -1.0, tl.float32)
     best_box = tl.zeros((ANCHORS,), tl.int32)
@@ -128,8 +127,8 @@ def _match_kernel(
         is_better = tile_iou > best_iou  # strictly, so that the first of equal boxes keeps the anchor
         best_box = tl.where(is_better, first_of_equals, best_box)
         best_iou = tl.where(is_better, tile_iou, best_iou)
-    by_threshold = tl.where(best_iou < fg_iou_thresh, BETWEEN, best_box)
-    by_threshold = tl.where(best_iou < bg_iou_thresh, NONE, by_threshold)
+    by_threshold = tl.where(best_iou < fg_iou_thresh, _IGNORED, best_box)
+    by_threshold = tl.where(best_iou < bg_iou_thresh, _BACKGROUND, by_threshold)
     result = tl.where(is_best_for_box > 0, best_box, by_threshold)
     a = first_anchor + tl.arange(0, ANCHORS)
     tl.store(matched + image.to(tl.int64) * num_anchors + a, result.to(tl.int64), mask=a < num_anchors)
@@ -192,7 +191,7 @@ def _focal_terms(x, is_positive, alpha, GAMMA: tl.constexpr):
 @triton.jit
 def _focal_sums_kernel(
     logits, target, sums, image_stride, first_anchor, num_anchors, level_anchors, first_sum, num_sums, alpha,
-    GAMMA: tl.constexpr, SKIPPED: tl.constexpr, CLASSES: tl.constexpr, BLOCK: tl.constexpr,
+    GAMMA: tl.constexpr, CLASSES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The sum of this program's logits, into its own place: so the total does not depend on the order of programs."""
     image = tl.program_id(1).to(tl.int64)
@@ -200,14 +199,14 @@ def _focal_sums_kernel(
         logits + image * image_stride, target, first_anchor, num_anchors, level_anchors, CLASSES, BLOCK
     )
     loss, _ = _focal_terms(x, is_positive, alpha, GAMMA)
-    total = tl.sum(tl.where(inside & (label != SKIPPED), loss, 0.0))
+    total = tl.sum(tl.where(inside & (label != _IGNORED), loss, 0.0))
     tl.store(sums + image * num_sums + first_sum + tl.program_id(0), total)
 
 
 @triton.jit
 def _focal_gradient_kernel(
     logits, target, grad, out, image_stride, first_anchor, num_anchors, level_anchors, alpha,
-    GAMMA: tl.constexpr, SKIPPED: tl.constexpr, CLASSES: tl.constexpr, BLOCK: tl.constexpr,
+    GAMMA: tl.constexpr, CLASSES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradient of this program's logits, from that of each image's sum."""
     image = tl.program_id(1).to(tl.int64)
@@ -215,7 +214,7 @@ def _focal_gradient_kernel(
         logits + image * image_stride, target, first_anchor, num_anchors, level_anchors, CLASSES, BLOCK
     )
     _, derivative = _focal_terms(x, is_positive, alpha, GAMMA)
-    gradient = tl.where(label != SKIPPED, derivative * tl.load(grad + image), 0.0)
+    gradient = tl.where(label != _IGNORED, derivative * tl.load(grad + image), 0.0)
     place = out + image * level_anchors * CLASSES + offset
     tl.store(place, gradient.to(out.dtype.element_ty), mask=inside)
 
