@@ -100,7 +100,7 @@ def count_compiled(spec: dict[str, Any]) -> list[dict[str, Any]]:
             row["operators"] += 1
             row["convolutions GB" if is_conv else "others GB"] += moved_bytes / 1e9
             if moved_bytes > LARGE_BYTES and not is_conv:
-                print(f"{name} {moved_bytes / 1e9:.2f} GB: {describe(node)}", file=sys.stderr)
+                print(f"{name} {moved_bytes / 1e9:.2f} GB: {kernel if is_extern else describe(node)}", file=sys.stderr)
     return [{"part": part, **row} for part, row in rows.items()]
 
 

@@ -4,14 +4,19 @@ whole process: test_triton_kernels.py starts `python -m tests.models.interpreted
 
 import json
 import os
+import types
+from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 from torch import Tensor
 
+from stoker.config.settings import Config
+from stoker.hardware.device import select_device
 from stoker.models import build
 from stoker.models.layers import losses, matching, triton_kernels
+from stoker.training.defaults import kernel_choice
 from tests.models.samples import make_batch, settings_of
 
 
@@ -94,6 +99,20 @@ def detector() -> dict[str, float]:
     }
 
 
+def trial() -> dict[str, float]:
+    """What the trial at the start of a run finds."""
+    kernel_choice.ROUNDS = kernel_choice.CALLS = 1
+    setup: Any = types.SimpleNamespace(
+        model=build(settings_of("retinanet_tiny_fpn"), 5).train(),
+        device=select_device("cpu"),
+        config=Config().replace(precision="bf16", compile=False),
+    )
+    found = kernel_choice.compare_losses(setup, make_batch((3, 0), (64, 96), 5))
+    assert found is not None
+    assert not setup.model.fused_loss
+    return dict(zip(("separate", "fused", "difference"), found, strict=True))
+
+
 if __name__ == "__main__":
     fp32, bf16 = torch.float32, torch.bfloat16
     usual = (0.5, 0.4)
@@ -119,5 +138,6 @@ if __name__ == "__main__":
         },
         "ignored": focal(fp32, 5, 2.0, target=matching.IGNORED),
         "detector": detector(),
+        "trial": trial(),
     }
     print(json.dumps(found))

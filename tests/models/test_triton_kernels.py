@@ -49,6 +49,12 @@ def test_a_detector_trains_as_with_the_separate_operators(interpreted: dict[str,
     assert interpreted["detector"]["gradients"] < 1e-5
 
 
+def test_the_trial_at_the_start_of_a_run_compares_both(interpreted: dict[str, Any]) -> None:
+    found = interpreted["trial"]
+    assert min(found["separate"], found["fused"]) > 0
+    assert 0 < found["difference"] < 2**-7  # a unit in the last place of bf16, where a level has few gradients
+
+
 TYPES = {
     "boxes": "*fp32", "valid": "*i1", "anchors": "*fp32", "largest": "*i32", "matched": "*i64", "target": "*i64",
     "sums": "*fp32", "grad": "*fp32", "logits": "*bf16", "out": "*bf16",

@@ -103,7 +103,8 @@ def compare_convs(setup: TrainSetup, batch: Batch) -> tuple[float, float, float]
         return None
     separate_s = fused_s = difference = 0.0
     for (shapes, geometry), count in recorder.counts.items():
-        x, weight, bias, residual = (None if shape is None else _random(shape) for shape in shapes)
+        x, weight, bias = (_random(layout) for layout in shapes[:3])
+        residual = None if shapes[3] is None else _random(shapes[3])
         plain, fused = _plain(x, weight, bias, residual, geometry), torch.ops.stoker.conv_relu
         expected = plain()
         expected.clone().fill_(torch.nan)  # freed at once: what the kernel's output is made of must not matter
@@ -169,19 +170,24 @@ def compare_losses(setup: TrainSetup, batch: Batch) -> tuple[float, float, float
             outputs = model(batch.images)
     finally:
         model.train()
-    levels = [level.contiguous().requires_grad_() for level in outputs.logits.split(outputs.num_anchors_per_level, 1)]
+    assert isinstance(outputs.logits, Tensor)
+    split = torch.split(outputs.logits, list(outputs.num_anchors_per_level), dim=1)
+    levels = [level.contiguous().requires_grad_() for level in split]
 
     def compute_losses(fused: bool) -> Tensor:
         logits = tuple(levels) if fused else torch.cat(levels, dim=1)
         return torch.stack(list(model.loss(outputs._replace(logits=logits), batch).values())).sum()
 
     separate = torch.compile(compute_losses, dynamic=False) if setup.config.run.compile else compute_losses
-    sides = [
-        lambda: torch.autograd.grad(separate(False), levels),
-        lambda: torch.autograd.grad(compute_losses(True), levels),
-    ]
-    difference = _distance(sides[1](), sides[0]())
-    return *measure_in_turn(*sides, setup.device), difference
+
+    def separate_gradients() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(separate(False), levels)
+
+    def fused_gradients() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(compute_losses(True), levels)
+
+    difference = _distance(fused_gradients(), separate_gradients())
+    return *measure_in_turn(separate_gradients, fused_gradients, setup.device), difference
 
 
 def measure_in_turn(separate: Callable[[], object], fused: Callable[[], object], device: Device) -> tuple[float, float]:
