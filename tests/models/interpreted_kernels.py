@@ -36,6 +36,8 @@ def matches(num_boxes: int, num_anchors: int, thresholds: tuple[float, float], *
     valid = torch.rand(3, num_boxes, generator=draw) < fill
     boxes[0, :2, 2:] = boxes[0, :2, :2]  # boxes without an area
     boxes[2, -1] = torch.tensor([100.0, 100, 110, 110])  # overlaps no anchor
+    if num_boxes > 20:  # boxes twice, in two tiles of the kernel
+        boxes[1, 20:] = boxes[1, : num_boxes - 20]
     boxes[~valid] = torch.nan
     options = {"fg_iou_thresh": thresholds[0], "bg_iou_thresh": thresholds[1]}
     expected = matching.match_anchors(boxes, valid, anchors, **options)
