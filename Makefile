@@ -78,6 +78,7 @@ bench: setup  ## about 45 minutes; peers that `make peers` has installed, else n
 	$(BIN)/python benchmarks/ledger.py --json benchmarks/results/ledger-cpu.json
 	$(BIN)/python benchmarks/evaluate.py --json benchmarks/results/evaluate-cpu.json
 	$(BIN)/python benchmarks/step.py --json benchmarks/results/step-cpu.json
+	$(BIN)/python benchmarks/step_bytes.py --json benchmarks/results/step-bytes-cpu.json
 	$(BIN)/python benchmarks/startup.py --json benchmarks/results/startup-cpu.json
 	$(BIN)/python benchmarks/plan.py --second --json benchmarks/results/plan-cpu.json
 	$(BIN)/python benchmarks/loader.py --json benchmarks/results/loader-cpu.json

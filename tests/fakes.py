@@ -27,6 +27,7 @@ from stoker.data.augment.device import augment_batch, clear_cached_constants
 from stoker.data.batch import NUM_RAND, Batch
 from stoker.hardware.device import Device
 from stoker.models import MODELS, build
+from stoker.models.layers.fused_conv import use_fused_convs
 from stoker.planning.fake_accelerator import (
     DEVICE,
     GRANULE,
@@ -65,6 +66,8 @@ class Trial:
     average: bool = False
     """Whether averaged weights lie on the device too, as they do in a run."""
     oracle: bool = False
+    kernels: bool = False
+    """Whether convolutions and the loss are the fused ones, which a run on a GPU may choose."""
     flop: bool = False
     """Whether one more step is taken to count its operations. Counting keeps activations alive that would be freed."""
 
@@ -129,7 +132,7 @@ class OperatorCounts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         """(phase, operator) → count."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "aten" and not func.is_view and "empty" not in func.__name__:
+        if func.namespace in ("aten", "stoker") and not func.is_view and "empty" not in func.__name__:
             self.by_phase[self.phase] = self.by_phase.get(self.phase, 0) + 1
             key = self.phase, str(func).removeprefix("aten.")
             self.by_name[key] = self.by_name.get(key, 0) + 1
@@ -195,6 +198,9 @@ def try_step(trial: Trial) -> Outcome:
     """Runs the trial in this process, which `install` was called in."""
     settings = ModelSettings(**{**MODELS[trial.model].defaults, "model": trial.model, **trial.settings})
     model: nn.Module = _oracle(trial) if trial.oracle else build(settings, trial.classes)
+    if trial.kernels:
+        use_fused_convs(model, True)
+        model.fused_loss = True  # type: ignore[assignment]  # of a RetinaNet
     memory, counts = PeakMemory(), OperatorCounts()
     clear_cached_constants()  # of the fakes of another trial
     if not trial.oracle:

@@ -37,7 +37,8 @@ def run_quick(script: str, result: Path, *arguments: str, timeout_s: float = 280
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "script", ["index", "check", "ledger", "measure", "cache", "evaluate", "storage", "gil", "plan", "shards"]
+    "script",
+    ["index", "check", "ledger", "measure", "cache", "evaluate", "storage", "gil", "plan", "shards", "step_bytes"],
 )
 def test_a_quick_run_writes_its_results(script: str, tmp_path: Path) -> None:
     assert run_quick(script, tmp_path / "result.json")["bars"]

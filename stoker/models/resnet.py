@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from stoker.models.layers.norms import Norm
+from stoker.models.layers.fused_conv import conv_relu
+from stoker.models.layers.norms import FoldedConv2d, Norm
 
 NUM_IMAGENET_CLASSES = 1000
 
@@ -27,8 +28,12 @@ class BasicBlock(nn.Module):
         self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
         self.bn2 = norm(channels)
         self.downsample = _projection(in_channels, channels, stride, norm)
+        self.fused_convs = False
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.fused_convs and isinstance(self.conv1, FoldedConv2d):
+            shortcut = x if self.downsample is None else self.downsample(x)
+            return conv_relu(self.conv2, conv_relu(self.conv1, x), shortcut)
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.bn2(self.conv2(out))
         out += x if self.downsample is None else self.downsample(x)
@@ -57,8 +62,12 @@ class Bottleneck(nn.Module):
         self.bn3 = norm(out_channels)
         self.relu = nn.ReLU(inplace=True)
         self.downsample = _projection(in_channels, out_channels, stride, norm)
+        self.fused_convs = False
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.fused_convs and isinstance(self.conv1, FoldedConv2d):
+            shortcut = x if self.downsample is None else self.downsample(x)
+            return conv_relu(self.conv3, conv_relu(self.conv2, conv_relu(self.conv1, x)), shortcut)
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.relu(self.bn2(self.conv2(out)))
         out = self.bn3(self.conv3(out))

@@ -12,7 +12,8 @@ from stoker.data.augment.device import makes_mosaics
 from stoker.data.batch import Batch
 from stoker.training.attempt import Attempt
 from stoker.training.cuda_graph import CudaCapture, CudaGraphStep, has_failed
-from stoker.training.defaults.dry_run import make_worst_case_batch
+from stoker.training.defaults.dry_run import make_worst_case
+from stoker.training.defaults.kernel_choice import choose_kernels
 from stoker.training.out_of_memory import read_message, retry_in_smaller_batches, shrink_batches
 from stoker.training.parallel import One
 from stoker.training.state import EventLogger, Signals, TrainSetup
@@ -37,17 +38,6 @@ def make_parallel(setup: TrainSetup, log_event: EventLogger) -> One:
     return Periodic(setup, log_event, sync) if sync.is_local else Ddp(setup, log_event, sync)
 
 
-def make_worst_case(setup: TrainSetup) -> Batch:
-    """A micro-batch of the shapes of training."""
-    return make_worst_case_batch(
-        setup.rank_batch_size // setup.micro_batches,
-        image_size=setup.config.data.image_size,
-        max_boxes=setup.max_boxes,
-        num_classes=len(setup.index.class_names),
-        device=setup.device,
-    )
-
-
 class Step:
     """Trains on a batch."""
 
@@ -64,10 +54,11 @@ class Step:
             self._train = CudaGraphStep(self._train, CudaCapture(), lambda: makes_mosaics(data, setup.progress))
 
     def prepare(self) -> None:
-        """Compiles, if that was asked for, before the first image is loaded."""
+        """Chooses kernels and compiles, if that was asked for, before the first image is loaded."""
         attempt = self._attempt
         if attempt.setup.progress >= 1:
             return
+        choose_kernels(attempt.setup, attempt.log_event)
         compiles = attempt.parallel.compiles
         if compiles:
             attempt.screen.note("compiling the model; --no-compile trains without")

@@ -87,10 +87,13 @@ class FoldedConv2d(PaddedConv2d):
         (norm,) = self._norm
         return self.weight * norm.scale[:, None, None, None], norm.shift
 
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """The same, cast where `weight_casts` did so."""
+        return self.fold() if self.cast is None else self.cast
+
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, in, H, W] → the norm's output [B, out, h, w]."""
-        weight, bias = self.fold() if self.cast is None else self.cast
-        folded: Tensor = self._conv_forward(x, weight, bias)
+        folded: Tensor = self._conv_forward(x, *self.weights())
         return folded
 
 

@@ -16,7 +16,7 @@ unless `--backbone-norm` changes that, TF trains them.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -36,6 +36,7 @@ from stoker.models.backbones import (
 from stoker.models.detector import ClassHeadSpec, Detector
 from stoker.models.layers.anchors import AnchorGenerator
 from stoker.models.layers.boxes import cell_anchors
+from stoker.models.layers.fused_conv import ConvReLU
 from stoker.models.layers.losses import at_least_fp32, box_loss, focal_loss
 from stoker.models.layers.matching import match_anchors
 from stoker.models.layers.norms import NORMS, Norm, lite_norm, trainable_norm
@@ -48,8 +49,8 @@ PRIOR_PROBABILITY = 0.01
 class RetinaNetOutputs(NamedTuple):
     """Predictions for B images at A anchors, in the dtype the network computed in."""
 
-    logits: Tensor
-    """[B, A, C], one sigmoid logit per class."""
+    logits: Tensor | tuple[Tensor, ...]
+    """[B, A, C], one sigmoid logit per class. In training with `fused_loss`: those of each level, not concatenated."""
     deltas: Tensor
     """[B, A, 4], boxes encoded relative to their anchors."""
     anchors: Tensor
@@ -62,7 +63,7 @@ class ConvHead(nn.Module):
     """Convolution blocks and a predictor, shared by all levels.
 
     predictor_name: name of the last convolution, of `kernel_size`, as in torchvision; bias: its initial bias.
-    Levels, each [B, channels, h, w] → [B, A, outputs_per_anchor].
+    Levels, each [B, channels, h, w] → of each level [B, its anchors, outputs_per_anchor].
     """
 
     def __init__(
@@ -85,12 +86,11 @@ class ConvHead(nn.Module):
         nn.init.constant_(predictor.bias, bias)
         self.add_module(predictor_name, predictor)
 
-    def forward(self, levels: list[Tensor]) -> Tensor:
+    def forward(self, levels: list[Tensor]) -> list[Tensor]:
         predictor = self.get_submodule(self.predictor_name)
         # In channels-last memory the permutation and the flattening are views.
         flat = [predictor(self.conv(level)).permute(0, 2, 3, 1).flatten(1) for level in levels]
-        joined = torch.cat(flat, dim=1)
-        return joined.view(joined.shape[0], -1, self.outputs_per_anchor)
+        return [level.unflatten(1, (-1, self.outputs_per_anchor)) for level in flat]
 
 
 def _conv_block(channels: int, norm: Norm | None) -> nn.Sequential:
@@ -102,7 +102,7 @@ def _conv_block(channels: int, norm: Norm | None) -> nn.Sequential:
     nn.init.normal_(conv.weight, std=0.01)
     assert conv.bias is not None
     nn.init.zeros_(conv.bias)
-    return nn.Sequential(conv, nn.ReLU(inplace=True))
+    return ConvReLU(conv)
 
 
 class SharedConvLayer(nn.Module):
@@ -126,6 +126,8 @@ class RetinaNet(Detector):
 
     pre_nms_top_n = PRE_NMS_TOP_N
     """Boxes of a pyramid level before NMS."""
+    fused_loss = False
+    """Whether matching and classification loss are Triton kernels (`layers/triton_kernels.py`)."""
 
     def __init__(
         self,
@@ -174,7 +176,11 @@ class RetinaNet(Detector):
         anchors = self.anchors(image_size, grids)
         if "tower" in self.head:
             levels = self.head["tower"](levels)
-        logits, deltas = self.head["classification_head"](levels), self.head["regression_head"](levels)
+        logits, deltas = (
+            self.head["classification_head"](levels),
+            torch.cat(self.head["regression_head"](levels), dim=1),
+        )
+        logits = tuple(logits) if self.fused_loss and self.training else torch.cat(logits, dim=1)
         return RetinaNetOutputs(logits, deltas, anchors, self.anchors.num_anchors_per_level(grids))
 
     def loss(self, outputs: RetinaNetOutputs, batch: Batch) -> dict[str, Tensor]:
@@ -182,8 +188,14 @@ class RetinaNet(Detector):
         number of positives (at least 1), averaged over images. So the losses of two half batches average to that of the
         whole batch."""
         settings = self.settings
-        with torch.autocast(outputs.logits.device.type, enabled=False):
-            gt_index = match_anchors(
+        match: Callable[..., Tensor] = match_anchors
+        compute_class_loss: Callable[..., Tensor] = focal_loss
+        if isinstance(outputs.logits, tuple):
+            from stoker.models.layers import triton_kernels  # Triton, which only the CUDA build of torch has
+
+            match, compute_class_loss = triton_kernels.match_anchors, triton_kernels.focal_loss
+        with torch.autocast(outputs.deltas.device.type, enabled=False):
+            gt_index = match(
                 batch.boxes,
                 batch.valid,
                 outputs.anchors,
@@ -194,7 +206,9 @@ class RetinaNet(Detector):
             num_positive = positive.sum(1).clamp(min=1)
             target = torch.where(positive, batch.labels.gather(1, index), gt_index)
             boxes = batch.boxes.gather(1, index[..., None].expand(-1, -1, 4))
-            class_loss = focal_loss(outputs.logits, target, alpha=settings.focal_alpha, gamma=settings.focal_gamma)
+            class_loss = compute_class_loss(
+                outputs.logits, target, alpha=settings.focal_alpha, gamma=settings.focal_gamma
+            )
             offset_loss = box_loss(settings.box_loss, at_least_fp32(outputs.deltas), outputs.anchors, boxes, positive)
             return {
                 "classification": (class_loss / num_positive).mean(),
@@ -205,9 +219,14 @@ class RetinaNet(Detector):
         self, outputs: RetinaNetOutputs, resized_size: Tensor, *, score_threshold: float | Tensor
     ) -> Candidates:
         """The `pre_nms_top_n` best of each pyramid level."""
-        with torch.autocast(outputs.logits.device.type, enabled=False):
+        assert isinstance(outputs.logits, Tensor)
+        with torch.autocast(outputs.deltas.device.type, enabled=False):
             return select_candidates(
-                *outputs, resized_size, score_threshold=score_threshold, pre_nms_top_n=self.pre_nms_top_n
+                outputs.logits,
+                *outputs[1:],
+                resized_size,
+                score_threshold=score_threshold,
+                pre_nms_top_n=self.pre_nms_top_n,
             )
 
     def class_heads(self) -> tuple[ClassHeadSpec, ...]:

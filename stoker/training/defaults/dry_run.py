@@ -8,7 +8,7 @@ import dataclasses
 import time
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from stoker.hardware.device import Device
 from stoker.models import build
 from stoker.training.optim import OptimizerStep
 from stoker.training.step import make_loss_fn
+
+if TYPE_CHECKING:
+    from stoker.training.state import TrainSetup
 
 MEMORY_FRACTION = 0.9
 """Fraction of the free memory that a step may use; the rest is for fragmentation and cuDNN's workspace."""
@@ -171,6 +174,17 @@ def _extrapolate_peak_bytes(peaks: dict[int, int], count: int) -> float:
         return 0.0
     (a, at_a), (b, at_b) = list(peaks.items())[-2:]
     return at_b + (at_b - at_a) / (b - a) * (count - b)
+
+
+def make_worst_case(setup: "TrainSetup") -> Batch:
+    """A micro-batch of the shapes of training."""
+    return make_worst_case_batch(
+        setup.rank_batch_size // setup.micro_batches,
+        image_size=setup.config.data.image_size,
+        max_boxes=setup.max_boxes,
+        num_classes=len(setup.index.class_names),
+        device=setup.device,
+    )
 
 
 def make_worst_case_batch(

@@ -1,0 +1,124 @@
+"""The Triton kernels of RetinaNet's loss: in Triton's interpreter they equal the separate operators, and they compile
+for an H200 (sm_90) on a machine without a GPU. On a GPU: tests/gpu/test_kernels.py."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stoker.models import build
+from tests import fakes
+from tests.models.samples import settings_of
+
+triton = pytest.importorskip("triton", reason="Triton comes with the CUDA build of torch")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.models.interpreted_kernels"],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_matches_are_those_of_the_separate_operators(interpreted: dict[str, Any]) -> None:
+    assert interpreted["matches"] == dict.fromkeys(interpreted["matches"], True)
+
+
+def test_focal_losses_and_gradients_are_those_of_the_separate_operators(interpreted: dict[str, Any]) -> None:
+    for name, difference in interpreted["focal"].items():
+        assert difference["any"] > 0, name
+        assert difference["sums"] < 1e-5, name
+        # In bf16 the separate operators round twice, first the derivative.
+        assert difference["gradients"] <= (1.5 if "bf16" in name else 1e-5), name
+    assert interpreted["ignored"] == {"sums": 0, "gradients": 0, "any": 0}
+
+
+def test_a_detector_trains_as_with_the_separate_operators(interpreted: dict[str, Any]) -> None:
+    assert interpreted["detector"]["losses"] < 1e-5
+    assert interpreted["detector"]["gradients"] < 1e-5
+
+
+def test_the_trial_at_the_start_of_a_run_compares_both(interpreted: dict[str, Any]) -> None:
+    found = interpreted["trial"]
+    assert min(found["separate"], found["fused"]) > 0
+    assert 0 < found["difference"] < 2**-7  # a unit in the last place of bf16, where a level has few gradients
+
+
+TYPES = {
+    "boxes": "*fp32", "valid": "*i1", "anchors": "*fp32", "largest": "*i32", "matched": "*i64", "target": "*i64",
+    "sums": "*fp32", "grad": "*fp32", "logits": "*bf16", "out": "*bf16",
+    "fg_iou_thresh": "fp32", "bg_iou_thresh": "fp32", "alpha": "fp32",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", ["_largest_ious_kernel", "_match_kernel", "_focal_sums_kernel", "_focal_gradient_kernel"]
+)
+def test_a_kernel_compiles_for_an_h200_without_spills(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from stoker.models.layers import triton_kernels
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    is_focal = "focal" in name
+    constants = triton_kernels.focal_constants(2.0) | {"CLASSES": 80} if is_focal else triton_kernels.MATCH_CONSTANTS
+    kernel = getattr(triton_kernels, name)
+    values = {parameter: constants[parameter] for parameter in kernel.arg_names if parameter in constants}
+    source = ASTSource(
+        fn=kernel,
+        signature={
+            parameter: "constexpr" if parameter in values else TYPES.get(parameter, "i32")
+            for parameter in kernel.arg_names
+        },
+        constexprs={(kernel.arg_names.index(parameter),): value for parameter, value in values.items()},
+    )
+    options = {option: value for option, value in constants.items() if option in ("num_warps", "enable_fp_fusion")}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    (tmp_path / "cubin").write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    usage = subprocess.run(
+        [tool, "--dump-resource-usage", tmp_path / "cubin"], capture_output=True, text=True, check=True
+    ).stdout
+    found = {kind: int(number) for kind, number in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
+    with capsys.disabled():
+        print(f"\n{name}: {found}")
+    assert (found["STACK"], found["LOCAL"]) == (0, 0)  # spilled registers would be there
+    if not is_focal:  # IoUs are rounded as those of separate operators
+        assert "fma" not in compiled.asm["ptx"]
+        assert "div.rn.f32" in compiled.asm["ptx"]
+
+
+def test_a_step_with_the_kernels_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    operators: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> object:
+        operators.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    monkeypatch.setattr(fakes, "DEVICE", "cuda")
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda _: (2**37, 2**37))
+    model = build(settings_of("retinanet_tiny_fpn"), 80).train()
+    model.fused_loss = True  # type: ignore[assignment]
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda batch: model.loss(model(batch.images), batch), fullgraph=True, backend=backend)
+    with fakes.fake_tensors():
+        fakes.to_fake(model, "cuda")
+        batch = fakes.fake_batch(fakes.Trial(model="retinanet_tiny_fpn"))
+        model(batch.images)  # makes the anchors
+        compiled(batch)
+    found = [name for name in operators if name.startswith("stoker.")]
+    assert sorted(found) == ["stoker.focal_sums", "stoker.match_anchors"]
