@@ -35,8 +35,8 @@ from stoker.storage.store import open_store
 from stoker.storage.uri import StorageUri, parse_uri
 from stoker.training import bucket_run
 from stoker.training.bucket_run import BucketRun, join_bucket_run
-from stoker.training.recovery import StopRequest
 from stoker.training.run import train
+from stoker.training.stopper import StopRequest
 from tests.drawn import draw, run_stoker, stoker
 from tests.storage.servers import Conditions, Proxy, ServedBucket, Server, apply, google_server, s3_server
 from tests.training.test_uploads import LIMIT_S, name_of

@@ -20,6 +20,7 @@ from stoker.runs.records import EVENTS, PROBES, RunFolder, locked, read_lines
 from stoker.runs.schemas import PROBE_KINDS, Event, Probe, StepWindow
 from stoker.training import input_probe
 from stoker.training.input_probe import PrefetchedInputProbe, summarize_pairs
+from stoker.training.ranks import Ranks
 from stoker.training.state import TrainState
 from tests.drawn import draw
 from tests.timing import undisturbed_once
@@ -60,10 +61,14 @@ class Machine:
             device=SimpleNamespace(synchronize=lambda: None),
             config=SimpleNamespace(run=SimpleNamespace(batch_size=8)),
             loader=SimpleNamespace(stats=stats),
+            ranks=Ranks(),
         )
+        evaluated_steps: list[int] = []
         clock: Any = SimpleNamespace(on_host=True)
         ledger = Ledger(clock, start_s=0.0, now=self.now)
-        probe = PrefetchedInputProbe(setup, ledger, lambda kind, text, **data: folder.event(kind, text, **data))
+        probe = PrefetchedInputProbe(
+            setup, ledger, lambda kind, text, **data: folder.event(kind, text, **data), lambda: len(evaluated_steps)
+        )
         for _ in range(steps):
             probe.before_step(state.step / total)
             waits = 0.0 if self.ready else wait_s
@@ -84,7 +89,7 @@ class Machine:
             probe.observe(window)
             if evaluate_every and state.step % evaluate_every == 0:
                 self.now_s += 1000.0
-                state.evaluated_step = state.step
+                evaluated_steps.append(state.step)
         folder.close()
         return probe
 

@@ -108,7 +108,8 @@ def test_a_run_changes_its_own_interval_only_if_the_user_set_none(
     """A prior of a failure a minute makes it save at the lower limit."""
     monkeypatch.setattr("stoker.training.save_interval.PRIOR_MTBF_S", 60.0)
     monkeypatch.setattr("stoker.training.save_interval.MIN_INTERVAL_S", 0.05)
-    monkeypatch.setattr("stoker.training.loop.parse_duration", _in_milliseconds)
+    for module in ("loop", "saver"):
+        monkeypatch.setattr(f"stoker.training.{module}.parse_duration", _in_milliseconds)
     changes = {"checkpoint_every": "2min"} if is_set_by_user else {}
     run = train(settings(draw(tmp_path / "data"), max_duration="12", **changes), run_dir=str(tmp_path / "run")).run
     texts = [event.text for event in read_lines(run, EVENTS, Event) if event.text.startswith("checkpoint-every:")]

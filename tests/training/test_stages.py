@@ -181,10 +181,11 @@ def test_the_error_of_a_stage_is_not_hidden() -> None:
             raise RuntimeError("failed to run forward") from torch.OutOfMemoryError("of the stage")
 
     pipeline = object.__new__(Pipeline)
-    pipeline._ranks, pipeline._last, pipeline._schedule = SimpleNamespace(rank=1, host_group=None), 2, Schedule()  # type: ignore[assignment]
+    pipeline.ranks, pipeline._group = SimpleNamespace(rank=1), None  # type: ignore[assignment]
+    pipeline._last, pipeline._schedule = 2, Schedule()
     batch = make_batch((0, 0), (64, 64), 3)
     with pytest.raises(torch.OutOfMemoryError, match="of the stage"):
-        pipeline._forward_backward(batch, 1, contextlib.nullcontext(), torch.zeros(1))
+        pipeline.forward_backward(None, None, batch, 1, contextlib.nullcontext())  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
