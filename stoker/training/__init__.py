@@ -1,7 +1,6 @@
-"""Training. `loop.py` is the loop; `start.py` builds what it needs, `state.py` describes it. A step: `forward.py`,
-`optim.py`.
+"""Training, from `run.py`, which opens and closes a run, over `loop.py`, the loop, to `step.py`, a step: docs/a-step.md.
 
-Defaults of settings: `defaults/`. Checkpoints: `checkpoint.py`; in a bucket `bucket_run.py`, `uploads.py`. Signals and
-rollbacks: `recovery.py`. Neighbors: `data` delivers batches, `models` the losses, `profiling` the ledger, `report` the
-screen.
+Defaults of settings: `defaults/`. Checkpoints: `resume.py`, `checkpoint.py`; in a bucket `bucket_run.py`, `uploads.py`.
+Several processes: `parallel.py`. Neighbors: `data` delivers batches, `models` the losses, `profiling` the ledger,
+`report` the screen.
 """

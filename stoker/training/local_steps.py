@@ -7,7 +7,7 @@ the rank.
 Weights, moments and EMA of the ranks differ between two averages. Before an evaluation and before a checkpoint, all of
 them are replaced by their means (`equalize`), without a step of the outer optimizer. So a checkpoint is that of one
 model, for any number of ranks, and rank 0 can write it alone. A step with a gradient that is not finite in any rank is
-skipped by all (`replica.py`). Why not torch's `model_averaging`: docs/decisions/0016-sync-methods.md.
+skipped by all (`ddp.py`). Why not torch's `model_averaging`: docs/decisions/0016-sync-methods.md.
 """
 
 from typing import Any

@@ -2,7 +2,7 @@
 
 A training on several devices is one process per device: a rank. They meet in a process group of torch.distributed (gloo
 between hosts, NCCL between GPUs). Rank 0 decides and writes; the others follow. `Ranks` alone is a training of one
-process: nothing is exchanged, and torch.distributed is not imported. Gradients are exchanged in `replica.py`, which
+process: nothing is exchanged, and torch.distributed is not imported. Gradients are exchanged in `several.py`, which
 process is which rank says `cluster.py`.
 
 An error that only one rank meets is published in the store of the group. The others, whose next exchange fails as that

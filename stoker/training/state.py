@@ -58,8 +58,8 @@ class Signals(NamedTuple):
 
 @dataclasses.dataclass
 class TrainState:
-    """How far a training is: what the loop changes and its services read. What else a checkpoint has is beside its
-    owner (`resume.py`)."""
+    """How far a training is: what the loop changes and its services read. The rest of a checkpoint is the state of its
+    owners (`resume.py`)."""
 
     step: int = 0
     """Optimizer steps that the weights contain."""
