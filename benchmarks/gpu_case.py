@@ -38,7 +38,7 @@ from stoker.training.cuda_graph import Capture, CudaCapture, CudaGraphStep
 from stoker.training.defaults.derive import AUGMENTATIONS, SETTINGS
 from stoker.training.defaults.dry_run import make_worst_case_batch
 from stoker.training.optim import LossAccumulator, OptimizerStep
-from stoker.training.step import Alone, LossFn, make_loss_fn, train_step
+from stoker.training.step import LossFn, PlainStep, make_loss_fn, train_step
 from tests import fakes
 
 PROFILED, KERNELS, GAPS, NAME = 3, 20, 6, 60
@@ -129,7 +129,7 @@ class Work:
         self._train(self._compiled, batch)
 
     def _train(self, compute: LossFn, batch: Batch) -> None:
-        train_step(Alone(compute, self.stepper, self.meter, self.device.autocast(self.case.precision)), batch)
+        train_step(PlainStep(compute, self.stepper, self.meter, self.device.autocast(self.case.precision)), batch)
 
     def per_s(self, train: Callable[[Batch], None], steps: int) -> float:
         """Images per second over some steps."""

@@ -1,7 +1,7 @@
 """What the images and boxes of a data set were: text that a checkpoint keeps, so that a continued run notices a change.
 
 A data set that was moved or copied is unchanged: paths are relative to its folder, and times are not compared. Of image
-files, the sizes of a sample are. Not here: what a changed data set means for a run (`training/state.py`).
+files, the sizes of a sample are. Not here: what a changed data set means for a run (`training/resume.py`).
 """
 
 import base64

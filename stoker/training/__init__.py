@@ -1,4 +1,4 @@
-"""Training, from `run.py`, which opens and closes a run, over `loop.py`, the loop, to `step.py`, a step: docs/a-step.md.
+"""Training: `run.py` opens and closes a run, `loop.py` is the loop, `step.py` a step (docs/a-step.md).
 
 Defaults of settings: `defaults/`. Checkpoints: `resume.py`, `checkpoint.py`; in a bucket `bucket_run.py`, `uploads.py`.
 Several processes: `parallel.py`. Neighbors: `data` delivers batches, `models` the losses, `profiling` the ledger,

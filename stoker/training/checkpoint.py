@@ -6,7 +6,7 @@
 
 The training thread only starts the copies to the host; a thread of `CheckpointWriter` waits for them and writes. A save
 that fails (a full disk) is reported, and training continues with the checkpoints it has. What the state contains is in
-`state.py`.
+`resume.py`.
 """
 
 import dataclasses

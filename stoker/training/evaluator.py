@@ -68,12 +68,14 @@ class Evaluator:
         return 0 < self._setup.config.run.patience <= self.evals_since_best
 
     def before_steps(self) -> None:
-        """Before the first step, and after a rollback: what a signal or a kill left undone."""
+        """Before the first step, and after a rollback: scores the evaluation left pending at preemption; runs one that
+        was due at the step of the checkpoint."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self.scorer.start(pending, self.best_ap)
         self.collect()
-        if self.evaluated_step != self._setup.state.step:  # else a signal came between a checkpoint and its evaluation
+        self._share_patience()
+        if self.evaluated_step != self._setup.state.step:
             self.after_step()
 
     def after_step(self) -> None:
@@ -106,14 +108,13 @@ class Evaluator:
         if parts is None or ema_weights is None:  # rank 0 has those of all, and computes the metrics
             self._attempt.hang_detector.allow_silence()  # it may have to wait for those of the evaluation before
         else:
-            detections = Detections.concatenate(parts)
+            detections = parts[0] if len(parts) == 1 else Detections.concatenate(parts)
             self.scorer.start(PendingEvaluation(step, detections, ema_weights), self.best_ap)
             self._log_training_warning()
             could_end_run = 0 < setup.config.run.patience <= self.evals_since_best + 1
             if wait or could_end_run or not self.scorer.has_memory(detections):
                 self.collect()
-        if setup.config.run.patience:  # rank 0 alone knows the metrics, which it has collected if they end the run
-            self.evals_since_best = setup.ranks.share_value(self.evals_since_best)
+        self._share_patience()
         self._recorder.end_window()
 
     def evaluate_final(self) -> Metrics:
@@ -139,6 +140,11 @@ class Evaluator:
             self.best_ap, self.evals_since_best = ap, 0
         elif self.best_ap > 0:  # until the first AP above 0, training has only just begun
             self.evals_since_best += 1
+
+    def _share_patience(self) -> None:
+        """Rank 0 alone knows the metrics. It has collected them if they could end the run."""
+        if self._setup.config.run.patience:
+            self.evals_since_best = self._setup.ranks.share_value(self.evals_since_best)
 
     def cancel(self) -> None:
         """Nothing of a running evaluation is written any longer; the next checkpoint has it."""

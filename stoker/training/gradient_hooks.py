@@ -4,7 +4,7 @@ The compression is torch's own (`torch.distributed.algorithms.ddp_comm_hooks`). 
 user: PowerSGD's state survives a checkpoint and a step with gradients that are not finite, which would otherwise stay
 in its error feedback for ever, and its first steps, also the one before a continued run, are not compressed.
 
-The signals of a step (`replica.py`) are not compressed: they are exchanged on their own after the gradients.
+The signals of a step (`several.py`) are not compressed: they are exchanged on their own after the gradients.
 """
 
 from typing import Any

@@ -42,7 +42,7 @@ _FORWARDED = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 
 
 class RankRequest(msgspec.Struct, kw_only=True):
-    """What a rank is to train: the arguments of `loop.train`, on the standard input of its process."""
+    """What a rank is to train: the arguments of `run.train`, on the standard input of its process."""
 
     settings: dict[str, Any]
     """Those that the user set, by name."""

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stoker.config.sync_method import SyncMethod
 from stoker.training.optim import OptimizerStep
 from stoker.training.ranks import Ranks
 
@@ -67,11 +66,6 @@ class LocalSteps:
         """Over the ranks, in place."""
         dist.all_reduce(own)
         return own.div_(self._ranks.world_size)
-
-
-def make_local_steps(method: SyncMethod, optimizer: OptimizerStep[Any], ranks: Ranks) -> LocalSteps | None:
-    """None for the methods that exchange gradients."""
-    return LocalSteps(optimizer, ranks, method.number) if method.is_local else None
 
 
 def outer_step(anchor: Tensor, momentum: Tensor, gradient: Tensor) -> None:

@@ -1,11 +1,11 @@
 """The training loop, top to bottom: a step, then the services that have something to do after it.
 
-A step loads a batch and trains on it (`step.py`: augmentation, forward, losses, backward, update); `parallel` is what
-several processes exchange in it, and nothing where one process trains. The services own their state and put it into the
-checkpoints themselves: `recorder` (records, screen, TensorBoard), `stopper` (signals, notices, time limits), `saver`
-(checkpoints), `evaluator` (evaluations, patience), `recovery` (rollbacks). No step waits for the device. The training
-thread sets the phase of the ledger. How a run is opened and closed is in `run.py`, how it is built in `start.py`, how
-it continues in `resume.py`.
+A step loads a batch and trains on it (`step.py`: augmentation, forward, losses, backward, update). `parallel` exchanges
+gradients and signals between processes, and does nothing where one process trains. The services own their state and put
+it into the checkpoints themselves: `recorder` (records, screen, TensorBoard), `stopper` (signals, notices, time
+limits), `saver` (checkpoints), `evaluator` (evaluations, patience), `recovery` (rollbacks). No step waits for the
+device. The training thread sets the phase of the ledger. How a run is opened and closed is in `run.py`, how it is built
+in `start.py`, how it continues in `resume.py`.
 """
 
 import contextlib
@@ -27,7 +27,6 @@ from stoker.report.terminal import Screen
 from stoker.runs.records import BEST
 from stoker.training.attempt import Attempt
 from stoker.training.checkpoint import LoadedCheckpoint
-from stoker.training.cuda_graph import describe_error
 from stoker.training.evaluator import Evaluator
 from stoker.training.host_memory import HostMemoryGuard
 from stoker.training.input_probe import PrefetchedInputProbe
@@ -93,17 +92,16 @@ class Training:
         memory_guard = HostMemoryGuard(setup.loader, log_event)
         self.stopper = Stopper(self.attempt, stop_request, memory_guard, self.save_times)
         self.evaluator = Evaluator(self.attempt, self.recorder, self.snapshots, self.stopper)
-        self.parts = (self.parallel, self.recovery, self.recorder, self.evaluator)
+        self.parts = (self.parallel, self.recovery, self.evaluator)
         self.saver = Saver(self.attempt, self.parts, self.snapshots, self.evaluator, self.save_times)
         self.services = (self.recorder, self.stopper, self.saver, self.evaluator)
         setup.loader.on_copy_awaited = self.ledger.begin_h2d_wait
         setup.ranks.share(lambda: restore(setup, self.parts, loaded, log_event))
         self.follow_main()
-        self.snapshots.reserve(collect_state(setup, self.parts))
 
     def run(self) -> Metrics:
         """Trains until the length is reached, then evaluates and saves. Returns the metrics of the final weights."""
-        setup, state = self.setup, self.state
+        setup = self.setup
         with (
             TelemetrySampler(setup.folder) if setup.ranks.local_rank == 0 else contextlib.nullcontext(),
             contextlib.closing(self.recorder),
@@ -111,25 +109,40 @@ class Training:
             self.watchdog(),
             self.parallel.timing_waits(self.ledger),
         ):
-            try:
-                self.train.prepare()
-                self.recorder.end_window()
-                self.run_steps()
-                while state.diverged_step is not None:
-                    self.roll_back(state.diverged_step)
-                    self.run_steps()
-                self.saver.save()
-                metrics = self.evaluator.evaluate_final()
-                self.saver.save_final(metrics)
-            except Stopping:
+            metrics = self.train_to_the_end()
+            if metrics is None:
                 self.save_and_stop()
-            except CaptureFailed as error:
-                self.save_after_failed_capture(error)
-                raise
             self.finish_records()
             self.saver.raise_failure()
         log_measured_steps(setup, self.log_event)
-        setup.folder.event("finished", f"{state.step:,} steps", step=state.step, metrics=msgspec.to_builtins(metrics))
+        step = self.state.step
+        setup.folder.event("finished", f"{step:,} steps", step=step, metrics=msgspec.to_builtins(metrics))
+        return metrics
+
+    def train_to_the_end(self) -> Metrics | None:
+        """All steps, with rollbacks, the last evaluation and the final weights; None if it is asked to stop."""
+        state = self.state
+        try:
+            self.snapshots.reserve(collect_state(self.setup, self.parts) | {"pending_eval": None})
+            self.train.prepare()
+            self.recorder.end_window()
+            self.run_steps()
+            while state.diverged_step is not None:
+                self.roll_back(state.diverged_step)
+                self.run_steps()
+            self.saver.save()
+            metrics = self.evaluator.evaluate_final()
+            self.saver.save_final(metrics)
+        except Stopping:
+            return None
+        except CaptureFailed as error:
+            self.evaluator.cancel()
+            self.saver.save_before_restart(error)
+            with contextlib.suppress(RuntimeError):  # of the device, which the capture may have spoiled
+                self.recorder.flush()
+            if not self.stopper.is_asked:
+                raise
+            return None
         return metrics
 
     def run_steps(self) -> None:
@@ -186,7 +199,7 @@ class Training:
                 lambda: self.recovery.roll_back(
                     failed_at,
                     self.evaluator.best_ap,
-                    lambda loaded: restore(self.setup, self.parts, loaded, self.log_event),
+                    lambda loaded, count: restore(self.setup, self.parts, loaded, self.log_event, rollback_count=count),
                 )
             )
             self.follow_main()
@@ -195,6 +208,7 @@ class Training:
         """All ranks continue from the state that rank 0 has restored."""
         send_to_other_ranks(self.setup, self.parts)
         self.trained_s = self.state.trained_s
+        self.recorder.begin()
 
     def save_and_stop(self) -> NoReturn:
         """Saves and ends with exit code 75; without saving if another process has taken over the run."""
@@ -210,23 +224,6 @@ class Training:
         self.saver.save()
         self.finish_records()
         raise self.saver.make_stop_error(request.requested_by)
-
-    def save_after_failed_capture(self, error: CaptureFailed) -> None:
-        """Saves the state after the last step, for an attempt without a CUDA graph. Raises Preempted if the training is
-        to stop."""
-        setup, loader_state = self.setup, self.setup.loader.state_dict()
-        self.log_event("cuda_graph_failed", f"{error.what} {error.cause}; training restarts without a graph")
-        batch_start = loader_state["position"] - setup.config.run.batch_size
-        self.evaluator.cancel()
-        try:
-            # The step that failed has not run, so its batch comes again.
-            setup.loader.load_state_dict(loader_state | {"position": batch_start})
-            self.saver.save()
-        except RuntimeError as save_error:  # of the device; the next attempt continues from the checkpoint before
-            self.log_event("checkpoint_failed", f"the state could not be saved: {describe_error(save_error)}")
-        setup.writer.wait()
-        if self.stopper.is_asked:
-            raise self.saver.make_stop_error(self.stopper.request.requested_by) from error
 
     def finish_records(self) -> None:
         """Waits until all is written that this attempt has to write."""

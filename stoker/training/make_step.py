@@ -49,20 +49,20 @@ class Step:
         """The step for the present size of a micro-batch."""
         parallel, setup = self._attempt.parallel, self._attempt.setup
         self._train: Callable[[Batch], None] = functools.partial(train_step, parallel)
-        if setup.config.run.cuda_graph and not has_failed(setup.folder.path):
+        if setup.config.run.cuda_graph and parallel.can_be_captured and not has_failed(setup.folder.path):
             data = setup.config.data
             self._train = CudaGraphStep(self._train, CudaCapture(), lambda: makes_mosaics(data, setup.progress))
 
     def prepare(self) -> None:
         """Chooses kernels and compiles, if that was asked for, before the first image is loaded."""
         attempt = self._attempt
-        if attempt.setup.progress >= 1:
+        if attempt.setup.progress >= 1 and attempt.state.diverged_step is None:
             return
-        choose_kernels(attempt.setup, attempt.log_event)
         compiles = attempt.parallel.compiles
         if compiles:
             attempt.screen.note("compiling the model; --no-compile trains without")
         with attempt.ledger.phase("compile") if compiles else contextlib.nullcontext():
+            choose_kernels(attempt.setup, attempt.log_event)
             retry_in_smaller_batches(
                 attempt, "training", lambda: attempt.parallel.warm_up(lambda: make_worst_case(attempt.setup))
             )
@@ -70,7 +70,7 @@ class Step:
     def __call__(self, batch: Batch, signals: Signals) -> None:
         """signals: of this process, for the others."""
         attempt, state = self._attempt, self._attempt.state
-        attempt.parallel.tell(signals)
+        attempt.parallel.send_with_step(signals)
         while True:
             try:
                 attempt.setup.optimizer.set_scalars(state.lr, state.step)

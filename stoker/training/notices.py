@@ -4,7 +4,7 @@ Google Cloud: a request to the metadata server that returns when `instance/preem
 `instance/maintenance-event` changes; a thread waits for each answer and costs nothing. AWS: `spot/instance-action`
 (two minutes before), asked for every five seconds, as AWS recommends. Where the firmware names neither cloud and no
 variable names a metadata server, nothing is asked. The time limit of a Slurm job is in a variable (`time_limit_s`).
-SIGTERM and SIGUSR1 are handled in `recovery.py`.
+SIGTERM and SIGUSR1 are handled in `stopper.py`.
 """
 
 import http.client

@@ -23,17 +23,21 @@ from stoker.training.cuda_graph import describe_error
 from stoker.training.ranks import Ranks
 from stoker.training.resume import Resumed
 from stoker.training.state import EventLogger, Signals, TrainSetup
-from stoker.training.step import Alone, compile_forward_backward, make_loss_fn
+from stoker.training.step import PlainStep, compile_forward_backward, make_loss_fn
 
 if TYPE_CHECKING:
     from stoker.profiling.ledger import Ledger
 
 
-class One(Alone):
+class One(PlainStep):
     """A process that trains alone. `make_step.make_parallel` chooses."""
 
+    can_be_captured = True
+    """Whether a CUDA graph can replay its step: nothing in it depends on what the host does in each step."""
     takes_part_in_saves = True
     """Whether this process has something to do when a checkpoint is saved."""
+    has_whole_weights = True
+    """Whether the weights of the model are whole in this process at all times."""
 
     def __init__(self, setup: TrainSetup, log_event: EventLogger) -> None:
         run = setup.config.run
@@ -44,9 +48,6 @@ class One(Alone):
         """The processes that save a checkpoint together."""
         self.agreed = Signals()
         """What all know, of the newest step."""
-
-    has_whole_weights = True
-    """Whether the weights of the model are whole in this process at all times."""
 
     @property
     def compiles(self) -> bool:
@@ -60,7 +61,7 @@ class One(Alone):
     def augment(self, batch: Batch) -> Batch:
         return augment_batch(batch, self.setup.config.data, self.setup.progress)
 
-    def tell(self, signals: Signals) -> None:
+    def send_with_step(self, signals: Signals) -> None:
         """What others are to know of this process, with the next step."""
 
     def agree(self, own: Signals) -> Signals:

@@ -108,7 +108,7 @@ class Pipeline(Fsdp):
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe  # imports torch.export
 
         rank, group = self.ranks.rank, self._group
-        self._received = _hear(rank - 1, group) if rank else [_NUMBER]
+        self._received = _receive_specs(rank - 1, group) if rank else [_NUMBER]
         sent = [_LOSS]
         if rank < self._last:
             with in_eval_mode(self._model):
@@ -174,7 +174,7 @@ class Pipeline(Fsdp):
             self._target_specs = [_spec_of(tensor) for tensor in targets]
             dist.send_object_list([self._target_specs], dst=self._last, group=group)
         elif self._target_specs is None:
-            self._target_specs = _hear(0, group)
+            self._target_specs = _receive_specs(0, group)
         if rank == self._last:
             targets = [spec.make(self._device) for spec in self._target_specs]
             batch = Batch(targets[0].new_empty(len(targets[0]), 0), *targets)
@@ -192,7 +192,7 @@ class _Stage(nn.Module):
         self.forward = forward
 
 
-def _hear(peer: int, group: Any) -> list[_Spec]:
+def _receive_specs(peer: int, group: Any) -> list[_Spec]:
     box: list[Any] = [None]
     dist.recv_object_list(box, src=peer, group=group)
     return [_Spec(*spec) for spec in box[0]]

@@ -24,7 +24,6 @@ from stoker.training.input_probe import PrefetchedInputProbe
 from stoker.training.optim import NO_STATS, StepStats
 from stoker.training.rank_records import RankRecords
 from stoker.training.recovery import Recovery
-from stoker.training.resume import Resumed
 from stoker.training.stability import StabilityMonitor
 
 WINDOW_S = 1.0
@@ -32,7 +31,7 @@ WINDOW_S = 1.0
 
 
 class Recorder:
-    """The records of this attempt of a run, from `resume` on."""
+    """The records of this attempt of a run, from `begin` on."""
 
     def __init__(self, attempt: Attempt, recovery: Recovery, input_probe: PrefetchedInputProbe) -> None:
         self._attempt, self._setup, self._parallel = attempt, attempt.setup, attempt.parallel
@@ -46,12 +45,8 @@ class Recorder:
         self._last_read_step = 0
         self._window_start_s = -math.inf  # the first step has a line of its own: the initial loss
 
-    def state(self) -> dict[str, object]:
-        """Nothing of it is in a checkpoint: records are files of their own."""
-        return {}
-
-    def resume(self, resumed: Resumed) -> None:
-        del resumed
+    def begin(self) -> None:
+        """At the first step of this attempt, and after a rollback."""
         setup = self._setup
         if self._board is None and setup.ranks.is_main:
             self._board = Board(
@@ -122,15 +117,17 @@ class Recorder:
 
     def close(self) -> None:
         """Writes what is known, however the training ended."""
-        with contextlib.suppress(RuntimeError, DataError):  # neither a lost store nor the limit of images ended the run
-            self._rank_records.write()
-        step = self._setup.state.step
-        unlogged_steps, self._last_read_step = step - self._last_read_step, step
-        if unlogged_steps:  # after an error: the time of these steps is known, their losses are not
-            with contextlib.suppress(RuntimeError):  # a lost device must not hide the error that ended the run
-                self._write_window(self._ledger.window(0.0), NO_STATS, unlogged_steps)
-        if self._board is not None:
-            self._board.close()
+        try:
+            with contextlib.suppress(RuntimeError, DataError):  # neither ended the run
+                self._rank_records.write()
+            step = self._setup.state.step
+            unlogged_steps, self._last_read_step = step - self._last_read_step, step
+            if unlogged_steps:  # after an error: the time of these steps is known, their losses are not
+                with contextlib.suppress(RuntimeError):  # a lost device must not hide the error that ended the run
+                    self._write_window(self._ledger.window(0.0), NO_STATS, unlogged_steps)
+        finally:
+            if self._board is not None:
+                self._board.close()
 
     def _write_window(self, breakdown: TimeBreakdown | None, stats: StepStats, steps: int) -> None:
         """Writes a line of steps.jsonl, and the same to the screen and TensorBoard."""

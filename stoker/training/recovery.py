@@ -30,8 +30,8 @@ MAX_ROLLBACKS = 2
 ROLLBACK_LR_DIVISOR = 3.0
 """Divides the learning rate at each rollback: about half a decade, the usual grid of learning rates. A heuristic."""
 
-Restore = Callable[[checkpoint.LoadedCheckpoint | None], None]
-"""Puts a checkpoint into the training; None: the state of step 0, except for the weights."""
+Restore = Callable[[checkpoint.LoadedCheckpoint | None, int], None]
+"""Puts a checkpoint into the training after so many rollbacks; None: the state of step 0, except for the weights."""
 
 
 class Recovery:
@@ -89,7 +89,7 @@ class Recovery:
             model = build_initial_model(config, setup.index, device, self._log_event)
             initial = OptimizerStep(model, config.optim, device, precision=config.run.precision)
             setup.optimizer.load_state_dict(initial.state_dict(), initial.ema_model.state_dict())
-        restore(loaded)
+        restore(loaded, count)
         setup.writer.saved_step = -1 if loaded is None else loaded.step
 
     def make_error(self, step: int) -> DivergedError:

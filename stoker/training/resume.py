@@ -67,17 +67,23 @@ def collect_state(setup: TrainSetup, parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def restore(
-    setup: TrainSetup, parts: Sequence[Part], loaded: checkpoint.LoadedCheckpoint | None, log_event: EventLogger
+    setup: TrainSetup,
+    parts: Sequence[Part],
+    loaded: checkpoint.LoadedCheckpoint | None,
+    log_event: EventLogger,
+    *,
+    rollback_count: int = 0,
 ) -> None:
     """Restores a checkpoint in rank 0, or the state of step 0 if there is none; the weights are then left as they are.
     If the content of one cannot be restored, the one before is taken. `send_to_other_ranks` has to follow.
 
+    rollback_count: rollbacks that this attempt knows of, should their events not have been written (a full disk).
     Raises CheckpointError if the data set changed, or if no checkpoint can be restored.
     """
     rejected: dict[int, str] = {}
     while True:
         try:
-            _restore(setup, parts, loaded, log_event)
+            _restore(setup, parts, loaded, log_event, rollback_count)
             return
         except torch.OutOfMemoryError:
             raise
@@ -89,11 +95,15 @@ def restore(
 
 
 def _restore(
-    setup: TrainSetup, parts: Sequence[Part], loaded: checkpoint.LoadedCheckpoint | None, log_event: EventLogger
+    setup: TrainSetup,
+    parts: Sequence[Part],
+    loaded: checkpoint.LoadedCheckpoint | None,
+    log_event: EventLogger,
+    rollback_count: int,
 ) -> None:
     state, run = setup.state, setup.folder.path
     rollbacks = read_rollbacks(run)
-    rollback_count = max((event.data["count"] for event in rollbacks), default=0)
+    rollback_count = max([rollback_count, *(event.data["count"] for event in rollbacks)])
     best_ap = max([-1.0, *(event.data["best_ap"] for event in rollbacks)])
     state.sizes = read_sizes(run, setup.initial_sizes)
     state.redo_until = max((window.step for window in read_lines(run, STEPS, StepWindow)), default=0)

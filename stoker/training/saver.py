@@ -4,10 +4,11 @@ import time
 from collections.abc import Sequence
 
 from stoker.config.durations import parse_duration
-from stoker.errors import Preempted, StokerError, StorageError
+from stoker.errors import CaptureFailed, Preempted, StokerError, StorageError
 from stoker.evaluation.metrics import Metrics
 from stoker.runs.records import FINAL
 from stoker.training.attempt import Attempt
+from stoker.training.cuda_graph import describe_error
 from stoker.training.evaluator import Evaluator
 from stoker.training.resume import Part, collect_state
 from stoker.training.save_interval import SaveTimes
@@ -62,6 +63,20 @@ class Saver:
             if self._save_times.interval_s is not None:
                 self.trigger.set_seconds(self._save_times.interval_s)
         self.trigger.reset()
+
+    def save_before_restart(self, error: CaptureFailed) -> None:
+        """Saves the state after the last step, for an attempt that does not try what failed in the next one."""
+        setup, loader = self._setup, self._setup.loader
+        self._log_event("cuda_graph_failed", f"{error.what} {error.cause}; training restarts without a graph")
+        try:
+            # The step that failed has not run, so its batch comes again.
+            position = loader.state_dict()["position"] - setup.config.run.batch_size
+            loader.load_state_dict(loader.state_dict() | {"position": position})
+            self.save()
+            with self._ledger.phase("checkpoint"):
+                setup.writer.wait()
+        except RuntimeError as save_error:  # of the device; the next attempt continues from the checkpoint before
+            self._log_event("checkpoint_failed", f"the state could not be saved: {describe_error(save_error)}")
 
     def save_final(self, metrics: Metrics) -> None:
         """Writes the final weights."""

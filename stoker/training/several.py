@@ -8,7 +8,7 @@ A `signals` vector is averaged over the ranks with each step. It has
 - the running statistics of trained BatchNorms, which are means over the ranks then.
 
 It is the gradient of a parameter that belongs to no model, so accumulation and loss scaling treat it like any other.
-`ddp.Ddp` exchanges it with the gradients, in one of their buckets; `local_steps.LocalSteps`, `fsdp.Fsdp` and
+`ddp.Ddp` exchanges it with the gradients, in one of their buckets; `ddp.Periodic`, `fsdp.Fsdp` and
 `pipeline.Pipeline` with the norm of the gradients, in an exchange of its own.
 
 What a step decides on the device (skip it, the streak of skipped steps) follows from the means and is the same
@@ -52,10 +52,12 @@ MIN_WAIT_S = 20e-6
 class Several(One):
     """The steps of a rank among others. `average` and `forward_backward` are completed by the kinds of parallelism."""
 
+    can_be_captured = False
     has_whole_model = True
     """Whether each rank computes with the whole model. Else the running statistics are those of its own stage."""
     saves_together = False
-    """Whether each rank keeps a part of what a checkpoint has. Else rank 0 saves alone, when it likes."""
+    """Whether each rank keeps a part of what a checkpoint has. Else rank 0 saves alone, and the others are not
+    told when."""
 
     def __init__(self, setup: TrainSetup, log_event: EventLogger) -> None:
         super().__init__(setup, log_event)
@@ -72,7 +74,7 @@ class Several(One):
         self._lag = 0 if setup.device.is_cpu else ACCELERATOR_LAG
         self._issued: deque[tuple[list[Tensor], ReadyEvent]] = deque()
 
-    def tell(self, signals: Signals) -> None:
+    def send_with_step(self, signals: Signals) -> None:
         self._own = torch.zeros(NUM_SIGNALS)
         self._own[STOP] = float(signals.stop)
         if self.ranks.is_main:  # a mean over the ranks, of which only this one counts

@@ -1,4 +1,4 @@
-"""From the user's settings to a run that can begin: settings, data, model, loader, and the state to continue from.
+"""From the user's settings to a run that can begin: settings, data, model, loader, and the checkpoint to continue from.
 
 A continued run takes every setting from its own config.toml: nothing is derived twice. Which run that is, is decided in
 `run_selection.py`; what is built is described in `state.py`.

@@ -99,8 +99,8 @@ def split_batch(batch: Batch, micro_batches: int) -> Iterator[Batch]:
         yield Batch(*(tensor[k * size : (k + 1) * size] for tensor in batch))
 
 
-class Alone:
-    """What a step of one process is made of, and what it exchanges with others: nothing. `parallel.py` has the others.
+class PlainStep:
+    """What `train_step` needs, where nothing is exchanged with other processes. `parallel.One` is it in a training.
 
     micro_batches: equal parts of a batch, which the model gets one after the other.
     """
@@ -131,7 +131,7 @@ class Alone:
         """After the update of the weights, which was skipped if `found_inf` is 1."""
 
 
-def train_step(parallel: Alone, batch: Batch) -> None:
+def train_step(parallel: PlainStep, batch: Batch) -> None:
     """From a batch to the next weights; after `optimizer.set_scalars`.
 
     On an accelerator it issues the same operators at every step, on tensors that keep their addresses.

@@ -108,23 +108,23 @@ class Stopper:
 
     def after_step(self) -> None:
         """Raises `Stopping` if the training was asked to stop; after SIGUSR2 the next steps are traced."""
-        self._look_around()
+        self._look_at_requests()
         if self._parallel.stops(self.is_asked):
             raise Stopping
 
     def check(self) -> None:
         """The same while this process waits for the metrics of an evaluation."""
-        self._look_around()
+        self._look_at_requests()
         if self._parallel.stops_alone(self.is_asked):
             raise Stopping
 
     def check_in_evaluation(self, *, is_last: bool = False) -> None:
         """The same between two batches of an evaluation, which all ranks leave after the same batch."""
-        self._look_around()
+        self._look_at_requests()
         if self._parallel.poll(self.is_asked, is_last=is_last):
             raise Stopping
 
-    def _look_around(self) -> None:
+    def _look_at_requests(self) -> None:
         self._hang_detector.report()
         self._memory_guard.poll()
         margin_s = self._save_times.time_limit_margin_s

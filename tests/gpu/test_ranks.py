@@ -21,7 +21,7 @@ from stoker.training.ranks import joined
 from stoker.training.several import ACCELERATOR_LAG
 from stoker.training.shard import Sharding
 from stoker.training.state import Signals
-from stoker.training.step import Alone, make_loss_fn, train_step
+from stoker.training.step import PlainStep, make_loss_fn, train_step
 from tests.drawn import draw, run_stoker
 from tests.models.samples import make_batch, settings_of
 from tests.training.parallels import ignore, make_setup, step_of
@@ -52,7 +52,7 @@ def test_a_step_through_nccl_is_that_of_one_process(monkeypatch: pytest.MonkeyPa
     plain, optimizer, sums = make_step(device)
     for step in range(4):
         optimizer.set_scalars(0.01, step)
-        train_step(Alone(make_loss_fn(plain, compile=False), optimizer, sums, autocast, 2), batch)
+        train_step(PlainStep(make_loss_fn(plain, compile=False), optimizer, sums, autocast, 2), batch)
     place = RankPlace(
         rank=0, world_size=1, local_rank=0, local_world_size=1, host="127.0.0.1", port=find_free_port(), source="test"
     )
@@ -99,7 +99,7 @@ def test_one_rank_of_a_sharded_model_through_nccl(monkeypatch: pytest.MonkeyPatc
     plain, optimizer, sums = make_step(device)
     for step in range(4):
         optimizer.set_scalars(0.01, step)
-        train_step(Alone(make_loss_fn(plain, compile=False), optimizer, sums, device.autocast("fp32"), 2), batch)
+        train_step(PlainStep(make_loss_fn(plain, compile=False), optimizer, sums, device.autocast("fp32"), 2), batch)
     place = RankPlace(
         rank=0, world_size=1, local_rank=0, local_world_size=1, host="127.0.0.1", port=find_free_port(), source="test"
     )

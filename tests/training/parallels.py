@@ -46,7 +46,7 @@ def step_of(parallel: One, batch: Batch, lr: float, signals: Signals = Signals()
     state = parallel.setup.state
     parallel.micro_batches = parallel.setup.micro_batches
     parallel.augment = lambda batch: batch  # type: ignore[method-assign]
-    parallel.tell(signals)
+    parallel.send_with_step(signals)
     parallel.optimizer.set_scalars(lr, state.step)
     train_step(parallel, batch)
     state.step += 1

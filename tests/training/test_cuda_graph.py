@@ -32,7 +32,7 @@ from stoker.training import loop, parallel, recorder, start
 from stoker.training.cuda_graph import CudaGraphStep
 from stoker.training.optim import LossAccumulator, OptimizerStep
 from stoker.training.run import train
-from stoker.training.step import Alone, LossFn, make_loss_fn, train_step
+from stoker.training.step import LossFn, PlainStep, make_loss_fn, train_step
 from tests import fakes
 from tests.drawn import draw, run_stoker
 from tests.host_sync import ForbidHostSync, RecordOperators
@@ -96,7 +96,7 @@ class Work:
     def step(self, batch: Batch) -> None:
         no_autocast: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         batch = augment_batch(batch, AUGMENTATIONS, self.progress)
-        train_step(Alone(self.loss_fn, self.optimizer, self.accumulator, no_autocast, self.micro_batches), batch)
+        train_step(PlainStep(self.loss_fn, self.optimizer, self.accumulator, no_autocast, self.micro_batches), batch)
 
     def persistent(self) -> dict[str, Tensor]:
         """Everything that a later step reads."""
@@ -423,7 +423,7 @@ def check_on_fake_accelerator(name: str) -> None:
             optimizer.set_scalars(0.1 / (step + 1), 2 * step)
             with RecordOperators() as record, ForbidHostSync():
                 loss_fn, autocast = make_loss_fn(model, compile=False), fakes.Autocast("bf16")
-                train_step(Alone(loss_fn, optimizer, accumulator, autocast), batch)
+                train_step(PlainStep(loss_fn, optimizer, accumulator, autocast), batch)
             records.append(record.operators)
     assert records[1] == records[2]
     assert any("fused_adamw" in operator and ".tensor_lr" in operator for operator, _ in records[2])

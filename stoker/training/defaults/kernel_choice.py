@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stoker.data.batch import Batch
 from stoker.hardware.device import Device, is_out_of_memory
 from stoker.models.layers.fused_conv import use_fused_convs
 from stoker.models.retinanet.retinanet import RetinaNet
@@ -34,6 +33,9 @@ not measured)."""
 TOLERANCE = 0.02
 """Largest difference of results, relative to their norm. Both sides round to bf16, at other places; a wrong kernel is
 apart by all of it."""
+
+
+Compare = Callable[[TrainSetup, Batch], tuple[float, float, float] | None]
 
 
 def choose_kernels(setup: TrainSetup, log_event: EventLogger) -> None:
@@ -53,10 +55,12 @@ def _read(setup: TrainSetup) -> dict[str, bool] | None:
 
 
 def _measure(setup: TrainSetup, log_event: EventLogger) -> dict[str, bool]:
-    batch = make_worst_case(setup)
+    def attempt(compare: Compare) -> tuple[float, float, float] | None:
+        return compare(setup, make_worst_case(setup))
+
     chosen, sentences = {}, []
     for name, compare in (("convs", compare_convs), ("loss", compare_losses)):
-        chosen[name], reason = try_kernel(functools.partial(compare, setup, batch))
+        chosen[name], reason = try_kernel(functools.partial(attempt, compare))
         sentences.append(f"{name}: {'fused' if chosen[name] else 'separate'}, {reason}")
     setup.device.empty_cache()
     log_event("info", "kernels: " + "; ".join(sentences), kernels=chosen)
