@@ -266,6 +266,7 @@ KILLED = """
 import os, signal, sys, threading
 from pathlib import Path
 from stoker.training import async_eval as scoring, loop
+from stoker.training.run import train
 from tests.training.test_async_eval import settings
 
 scoring.compute_coco_result = lambda *_: threading.Event().wait()

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from stoker.config.settings import Config, OptimSettings, from_fields
 from stoker.diagnosis.engine import diagnose
 from stoker.errors import DivergedError
-from stoker.runs.records import EVENTS, STEPS, read_lines
+from stoker.runs.records import EVENTS, STEPS, RunFolder, read_lines
 from stoker.runs.schemas import Event, StepWindow
 from stoker.training import async_eval, checkpoint, recorder
 from stoker.training.optim import OptimizerStep
@@ -461,3 +461,21 @@ def test_alerts_of_real_trainings(
     news = {"rolled_back", "loss_spike", "lr_too_high", "lr_too_low", "warning"}
     assert {event.kind for event in read_lines(run, EVENTS, Event)} & news == kinds
     assert {found.command for found in diagnose(run) if found.cause in kinds} == ({"--lr 1e-07"} if kinds else set())
+
+
+@pytest.mark.slow
+def test_rollbacks_are_counted_where_their_events_cannot_be_written(data: Path, tmp_path: Path, monkeypatch):
+    """On a full disk the event is lost: the rate is lowered all the same, and the run ends after two rollbacks."""
+    event = RunFolder.event
+
+    def lost(self: RunFolder, kind: str, *arguments: Any, **named: Any) -> None:
+        if kind != "rolled_back":
+            event(self, kind, *arguments, **named)
+
+    rates: list[float] = []
+    monkeypatch.setattr(recorder, "WINDOW_S", 0.0)
+    monkeypatch.setattr(RunFolder, "event", lost)
+    make_gradients_nan(monkeypatch, lambda step, rate: (rates.append(rate), step >= 20)[1])
+    with pytest.raises(DivergedError, match="also at a ninth of the learning rate"):
+        train(settings(data), run_dir=str(tmp_path / "run"))
+    assert min(rates[-5:]) == pytest.approx(RATE / 9)

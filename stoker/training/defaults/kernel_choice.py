@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stoker.data.batch import Batch
 from stoker.hardware.device import Device, is_out_of_memory
 from stoker.models.layers.fused_conv import use_fused_convs
 from stoker.models.retinanet.retinanet import RetinaNet
