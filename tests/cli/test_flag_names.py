@@ -171,7 +171,7 @@ def test_what_stoker_does_not_have_is_answered(typed: str, words: str) -> None:
         ("predict RUN a --conf-thres 0.5 --overlap 0.2", "predict RUN a --conf 0.5 --tile-overlap 0.2"),
         ("export RUN --onnx --batch 1", "export RUN --format onnx --batch-size 1"),
         ("eval RUN --batch 4", "eval RUN --batch-size 4"),
-        ("data check D --imgsz 64 --num-workers 2", "data check D --image-size 64 64 --workers 2"),
+        ("data stats D --imgsz 64 --batch 2", "data stats D --image-size 64 64 --batch-size 2"),
         ("import p.config --run --model_dir=m", "import p.config --run --run-dir m"),
     ],
 )  # fmt: skip
