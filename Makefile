@@ -70,7 +70,6 @@ check: setup
 	$(BIN)/mypy tests/api_usage.py
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/check_cycles.py
-	$(BIN)/python scripts/check_words.py
 
 bench: setup  ## about 45 minutes; peers that `make peers` has installed, else n/a
 	$(BIN)/python benchmarks/index.py --json benchmarks/results/index-cpu.json

@@ -205,7 +205,7 @@ class Bench:
                     data = str(data_set(self.base, data))
             steps = max(30, round(seconds / self.machine.step_s / plan.stretch))
             return [
-                python, "-m", "stoker", "train", data, "--run", str(run), "--model", "retinanet_tiny_fpn",
+                python, "-m", "stoker", "train", data, "--run-dir", str(run), "--model", "retinanet_tiny_fpn",
                 "--image-size", "96", "96", "--no-compile", "--steps", str(steps),
                 *defaults(plan.options, ("--batch-size", str(BATCH)), ("--eval-every", "0")),
                 *defaults(plan.options, ("--checkpoint-every", "0")),
@@ -216,7 +216,7 @@ class Bench:
         job += plan.options
         if kind == "measure":
             return [*job, "--measure", str(run)]
-        return [python, "-m", "stoker", "watch", "--run", str(run), "--", *job]
+        return [python, "-m", "stoker", "watch", "--run-dir", str(run), "--", *job]
 
     def _wait(self, job: "subprocess.Popen[bytes]", plan: Plan, log: Path) -> int | None:
         """The exit code; None if the job is still alive. log: the file in which it records its steps."""

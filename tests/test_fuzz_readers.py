@@ -8,12 +8,12 @@ import json
 import os
 import re
 import shutil
-import tarfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -35,7 +35,6 @@ from tests.data.test_same_index import DRAWN, WRITE
 from tests.data.tfrecords import unframe
 from tests.drawn import draw
 from tests.models.samples import settings_of
-from tests.runs.test_old_names import ARCHIVE
 from tests.training.test_checkpoint import newest, save
 
 RECORDS = {
@@ -134,9 +133,12 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Reader]]
 
         return [Reader(path, read, write) for path in sorted((folder / name).glob(pattern))[:2]]
 
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(folder, filter="data")
-    run = folder / "run-before-renaming"
+    run = folder / "run"
+    shutil.copytree(Path(__file__).parent / "runs/run_of_0_2_0", run)
+    bad = schemas.Quarantined(
+        t=1.5e9, attempt=1, image_index=17, path="a.jpg", error="cut", sample_position=33, replaced_by=18
+    )
+    (run / records.QUARANTINE).write_bytes(msgspec.json.encode(bad) + b"\n")
 
     def read_run() -> None:
         for name, kind in RECORDS.items():

@@ -1,8 +1,7 @@
-"""Flags that users of other tools and of older versions type: translated, or answered with the right one.
+"""Flags that users of other tools type: translated, or answered with the right one.
 
 `translate` runs on the arguments before they are parsed. What it changes is printed as a note, so that a user notices
-when a setting means something else. The table is `knowledge/flags.toml`; the names of older versions are those of
-`config/old_names.py`.
+when a setting means something else. The table is `knowledge/flags.toml`.
 """
 
 import functools
@@ -12,7 +11,6 @@ from typing import Literal
 
 import msgspec
 
-from stoker.config import old_names
 from stoker.errors import UsageError
 from stoker.knowledge import read_toml
 
@@ -25,7 +23,7 @@ class _Meaning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """They take one value and become this flag."""
     values: dict[str, str] = {}
     """How values are written here; `*`: all others."""
-    change: Literal["hours", "device", "epochs", "renamed"] | None = None
+    change: Literal["hours", "device", "epochs"] | None = None
     """A function of _CHANGES for the value."""
     note: str = ""
     arguments: tuple[str, ...] = ()
@@ -55,12 +53,10 @@ _CHANGES: dict[str, Callable[[str, str], str]] = {
     "hours": _hours,
     "device": _cuda_device,
     "epochs": lambda _, value: f"{value}ep",
-    "renamed": lambda name, value: str(old_names.setting(name.replace("-", "_"), value)[1]),
 }
 _VALUES: dict[str, Callable[[str, str], str]] = {
-    "augment": lambda _, value: "default" if value == "recipe" else value,
     "device": _cuda_device,
-    "cache": lambda _, value: {"true": "ram", "false": "none", "memory": "ram"}.get(value.lower(), value),
+    "cache": lambda _, value: {"true": "ram", "false": "none"}.get(value.lower(), value),
     "optimizer": lambda _, value: value.lower(),
 }
 """Flag of stoker → how a value of Ultralytics is written here."""
@@ -75,16 +71,9 @@ def _table() -> dict[str, list[_Meaning]]:
 @functools.cache
 def _meanings(command: str) -> dict[str, _Meaning]:
     """Flag as people type it, without `--`, with `-` → what it means in this command."""
-    renamed = [
-        _Meaning(names=(old.replace("_", "-"),), flag=new.replace("_", "-"), change="renamed")
-        for old, new in old_names.SETTINGS.items()
-        if old not in ("for", "for_", "tail", "eager", "fit", "checkpoint_activations", "threads")
-    ]
-    rows = _table().get(command, [])
-    if command in ("train", "check", "plan"):
-        rows = [*renamed, *_table()["old_train"], *_table()["train"], *(rows if command == "plan" else [])]
-    elif command == "data":
-        rows = [*renamed, *rows]
+    rows = _table()["train"] if command in ("train", "check", "plan") else _table().get(command, [])
+    if command == "plan":
+        rows = [*rows, *_table()["plan"]]
     meanings = {name: row for row in rows for name in row.names}
     if command == "plan":
         meanings.pop("gpus")  # it is a flag of this command
@@ -131,11 +120,6 @@ def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             and not re.fullmatch(r"(?i)(true|false|-.*)?", next_value)
         ):
             meaning = None  # an annotation file; Ultralytics' `val` is a switch
-        if name == "tail" and command == "train":  # a choice of two that became a switch
-            value = value or (rest.pop(0) if rest else "")
-            out.append("--reduced-tail" if value == "half" else "--no-reduced-tail")
-            notes.append(f"--tail {value} is `{out[-1]}` here")
-            continue
         if meaning is None:
             change = _VALUES.get(name) if command in ("train", "plan", "check") else None
             if change is not None and not equals and rest:

@@ -4,7 +4,7 @@ A field that is not set is `AUTO` (None) until `training/defaults/derive.py` fil
 no field that the model has is None, as the types say. `config.toml` of a run folder holds these values, and under
 `[reasons]` the reason of each value that stoker chose; a value without a reason was set by the user. Field names are
 unique over all sections: they are the flags (`--lr`), the TOML keys and the keyword arguments of `stoker.train`.
-`keywords.py` is generated from this file. Names of older versions: `old_names.py`.
+`keywords.py` is generated from this file.
 """
 
 import dataclasses
@@ -20,7 +20,6 @@ import tomli_w
 from cyclopts import Parameter
 
 from stoker import regular_files
-from stoker.config import old_names
 from stoker.config.durations import join_length, parse_duration
 from stoker.config.sync_method import parse_sync
 from stoker.errors import ConfigError, nearest
@@ -278,11 +277,10 @@ def from_fields(fields: dict[str, Any]) -> Config:
     Raises ConfigError for an unknown name or a value of the wrong kind.
     """
     tables: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
-    for given, value in join_length(fields).items():
+    for name, value in join_length(fields).items():
         if value is not None:
             if isinstance(value, numbers.Number) and hasattr(value, "item"):
                 value = value.item()
-            name, value = old_names.setting(given, value)
             if name == "image_size" and isinstance(value, int):
                 value = (value, value)
             tables[_section_of(name)][name] = os.fspath(value) if isinstance(value, os.PathLike) else value
@@ -313,9 +311,8 @@ def from_toml(path: Path) -> tuple[Config, dict[str, str]]:
             raise ConfigError(f"There is no section [{section}].", location=path, choices=SECTIONS)
         if not isinstance(table, dict):
             raise ConfigError(f"{section!r} is not a section.", location=path, fix=f"write [{section}] in its own line")
-    reasons = {old_names.SETTINGS.get(key, key): str(reason) for key, reason in tables.pop("reasons", {}).items()}
+    reasons = {key: str(reason) for key, reason in tables.pop("reasons", {}).items()}
     for section, table in tables.items():
-        tables[section] = table = old_names.settings(table)
         for key in table:
             if SECTION_OF.get(key) != section:
                 known = [name for name, its_section in SECTION_OF.items() if its_section == section]
@@ -323,10 +320,24 @@ def from_toml(path: Path) -> tuple[Config, dict[str, str]]:
     return _convert(tables, path), reasons
 
 
+ADDED_SETTINGS: dict[str, tuple[Any, str]] = {
+    "allow_outside": (True, "the run was started by a version that read such files"),
+    "cuda_graph": (False, "the run was started by a version without this setting"),
+    "shard": (False, "the run was started by a version without this setting"),
+    "stages": (1, "the run was started by a version without this setting"),
+    "sync": ("plain", "the run was started by a version without this setting"),
+    "worker_processes": ("auto", "the run was started by a version without this setting; it changes no result"),
+    "shuffle_buffer": (0, "the run was started by a version that had the random order only"),
+    "split_method": ("hash", "the run was started by a version that drew the validation images so"),
+    "max_bad_boxes": (1.0, "the run was started by a version without this limit"),
+}
+"""Setting that a run of an earlier 0.2.0 may lack → the value that it trained with, and the reason to record."""
+
+
 def from_run(path: Path) -> tuple[Config, dict[str, str]]:
     """The same of a run, with the settings that its version of stoker did not have yet."""
     config, reasons = from_toml(path)
-    for name, (value, reason) in old_names.ADDED_SETTINGS.items():
+    for name, (value, reason) in ADDED_SETTINGS.items():
         if name not in config.set_fields():
             config, reasons = config.replace(**{name: value}), reasons | {name: reason}
     return config, reasons

@@ -9,7 +9,6 @@ from pathlib import Path
 import msgspec
 
 from stoker import regular_files
-from stoker.config import old_names
 from stoker.errors import UsageError
 from stoker.evaluation.metrics import Metrics
 from stoker.runs.records import EVALUATION
@@ -133,7 +132,7 @@ def read_evaluation(run: Path) -> Evaluation | None:
     if not path.exists():
         return None
     try:
-        return old_names.decode(regular_files.read_bytes(path), Evaluation)
+        return msgspec.json.decode(regular_files.read_bytes(path), type=Evaluation)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(
             "The run's evaluation cannot be read by this version of stoker.",

@@ -13,7 +13,6 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from stoker.config import old_names
 from stoker.errors import ConfigError
 from stoker.monitor.follow import RecordLine, describe_event
 from stoker.runs.records import EVENT_KINDS, PHASES
@@ -113,8 +112,6 @@ class Rule:
     threshold: float = 0.0
     duration_s: float = 0.0
     kind: str = ""
-    note: str = ""
-    """What to tell the user about the rule: it uses an old name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,7 +140,7 @@ def parse_rule(text: str) -> Rule:
             cause="a rule is QUANTITY > NUMBER[%|GB|min|C] [for DURATION], or: on EVENT",
             fix="--alert 'idle > 30% for 5min'",
         )
-    name = old_names.ALERT_QUANTITIES.get(match["name"], match["name"])
+    name = match["name"]
     if name not in QUANTITIES:
         raise ConfigError(f"--alert {text!r}: {name!r} is not a known quantity.", choices=list(QUANTITIES))
     duration_s = float(match["for"]) * _DURATIONS[match["for_unit"]] if match["for"] else 0.0
@@ -155,7 +152,6 @@ def parse_rule(text: str) -> Rule:
         compare=match["compare"],
         threshold=float(match["number"]) * _UNITS[match["unit"] or ""],
         duration_s=duration_s,
-        note="" if name == match["name"] else f"--alert: {match['name']} is now called {name}",
     )
 
 

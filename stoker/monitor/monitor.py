@@ -41,11 +41,7 @@ def monitoring(
     """
     options.validate()
     with contextlib.ExitStack() as stack:
-        rules = options.rules()
-        for rule in rules:
-            if rule.note:
-                folder.event("info", rule.note)
-        alerts = Alerts(rules, time.time())
+        alerts = Alerts(options.rules(), time.time())
         sinks: dict[str, Callable[[RecordLine], None]] = {}
         if options.alert:
             delivery = Delivery(folder, options, stop)

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stoker.config import old_names
 from stoker.report import format as fmt
 from stoker.runs.records import ENVIRONMENT
 
@@ -21,7 +20,7 @@ def read_environment(run: Path) -> dict[str, Any]:
         environment = json.loads((run / ENVIRONMENT).read_bytes())
     except (OSError, ValueError):
         return {}
-    return old_names.environment(environment) if isinstance(environment, dict) else {}
+    return environment if isinstance(environment, dict) else {}
 
 
 def gpu_names(environment: Mapping[str, Any]) -> list[str]:

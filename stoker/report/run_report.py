@@ -198,9 +198,9 @@ def _read_final_evaluation(path: Path, missing: list[str], is_scored: bool) -> E
         missing.append(f"{error.what} ({error.cause}) Curves, error types and images are left out.")
         return None
     if evaluation is None:
-        reason = "an older version of stoker wrote this run" if is_scored else "the model was not evaluated yet"
+        reason = "although the model was evaluated" if is_scored else "because the model was not evaluated yet"
         missing.append(
-            f"No precision-recall curves, error types and images: {records.EVALUATION} is missing, because {reason}."
+            f"No precision-recall curves, error types and images: {records.EVALUATION} is missing, {reason}."
         )
     return evaluation
 

@@ -20,7 +20,6 @@ from typing import IO, Any, BinaryIO, TypeVar
 import msgspec
 
 from stoker import regular_files
-from stoker.config import old_names
 from stoker.errors import UsageError, writing
 from stoker.printable import printable
 from stoker.runs.schemas import Event
@@ -199,7 +198,7 @@ def numbered_lines(run: Path, name: str, kind: type[Line]) -> Iterator[tuple[int
                 line = _without_data(line, kind, f"{path}:{number}")
             if line.strip():
                 try:
-                    yield number, old_names.decode(line, kind)
+                    yield number, msgspec.json.decode(line, type=kind)
                 except msgspec.ValidationError as error:
                     raise UsageError(
                         f"A line of the run's records is not what this stoker writes ({kind.__name__}).",
@@ -251,20 +250,18 @@ def _open_records(path: Path) -> BinaryIO:
 
 
 def read_settings(run: Path) -> dict[str, Any] | None:
-    """The tables of config.toml with the setting names of now, whichever version wrote them; None when the run has
-    none.
+    """The tables of config.toml; None when the run has none.
 
     Values are not checked (`config.settings.from_toml` does that). Raises UsageError when the file is damaged.
     """
     path = run / CONFIG
     try:
-        tables = tomllib.loads(regular_files.read_text(path))
+        return tomllib.loads(regular_files.read_text(path))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
         fix = "restore the file, or remove it: the run is then read without its settings"
         raise UsageError("The run's settings are damaged.", location=path, cause=str(error), fix=fix) from error
-    return {name: old_names.settings(table) if isinstance(table, dict) else table for name, table in tables.items()}
 
 
 def recorded_price(run: Path) -> float:

@@ -1,8 +1,7 @@
 """The schemas of a run's records: the lines of steps.jsonl, events.jsonl, devices.jsonl and the others.
 
 Data only. A field that is absent was not measured; it is never zero. `records.py` writes and reads the files,
-`docs/run-folder.md` describes them for people, and a test keeps the two in step. Field names of older versions:
-`stoker/config/old_names.py`.
+`docs/run-folder.md` describes them for people, and a test keeps the two in step.
 """
 
 from typing import Any

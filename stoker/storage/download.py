@@ -88,7 +88,7 @@ def not_a_run_error(uri: StorageUri, events_file: str) -> UsageError:
         siblings = [str(parent.child(name)) for name in open_store(uri).list_folders(parent.key)]
     except StorageError:  # permission to read does not include permission to list
         siblings = []
-    cause, fix = f"it has no {events_file}", "name the URI that was given to training as --run"
+    cause, fix = f"it has no {events_file}", "name the URI that was given to training as --run-dir"
     return UsageError(f"{str(uri)!r} is not a run.", cause=cause, choices=siblings[-MAX_RUNS_SHOWN:], fix=fix)
 
 

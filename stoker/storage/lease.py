@@ -20,7 +20,6 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from stoker.config import old_names
 from stoker.errors import Conflict, ObjectMissing, StorageError, UsageError
 from stoker.storage.failures import caused_by
 from stoker.storage.store import ObjectInfo, Store, open_store
@@ -202,7 +201,7 @@ def _supports_conditional_writes(store: Store, uri: StorageUri) -> bool:
 def read_lease_file(path: Path) -> LeaseHolder | None:
     """A local copy of lease.json; None when there is none."""
     try:
-        return old_names.decode(path.read_bytes(), LeaseHolder)
+        return msgspec.json.decode(path.read_bytes(), type=LeaseHolder)
     except FileNotFoundError:
         return None
 
@@ -220,7 +219,7 @@ def _read_lease(store: Store, uri: StorageUri) -> tuple[LeaseHolder, ObjectInfo]
             continue
         if store.stat(uri.key) == info:
             try:
-                return old_names.decode(data, LeaseHolder), info
+                return msgspec.json.decode(data, type=LeaseHolder), info
             except msgspec.DecodeError as error:
                 what, fix = "The lease of the run is damaged.", "remove it if no process trains the run"
                 raise StorageError(what, location=uri, cause=str(error), fix=fix) from error

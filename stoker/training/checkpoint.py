@@ -28,7 +28,6 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
 from stoker import regular_files
-from stoker.config import old_names
 from stoker.errors import CheckpointError
 from stoker.hardware.device import Device, ReadyEvent, SideStream
 from stoker.hardware.host_arena import HostArenas, Lease
@@ -249,7 +248,8 @@ def list_checkpoints(run: Path) -> list[Path]:
 def _read_manifest(folder: Path) -> Manifest:
     """Raises CheckpointError if it is missing, incomplete or not a manifest."""
     try:
-        return old_names.decode(regular_files.read_bytes(folder / MANIFEST, max_bytes=MAX_MANIFEST_BYTES), Manifest)
+        data = regular_files.read_bytes(folder / MANIFEST, max_bytes=MAX_MANIFEST_BYTES)
+        return msgspec.json.decode(data, type=Manifest)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError("damaged", cause=f"{MANIFEST}: {error}") from error
 
@@ -367,8 +367,7 @@ def _load(folder: Path) -> LoadedCheckpoint:
     try:
         weights = load_file(folder / WEIGHTS)
         with regular_files.open_file(folder / STATE) as file:
-            tree = torch.load(file, map_location="cpu", weights_only=True)
-        state = old_names.checkpoint_state(tree)
+            state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a file that torch did not write raises many types
         cause = str(error).partition("\n")[0] or type(error).__name__
         raise CheckpointError("damaged", cause=f"{STATE} or {WEIGHTS} cannot be read: {cause}") from error

@@ -102,15 +102,9 @@ HUGGING_FACE = """
 --optim adamw|--gradient_checkpointing|--auto_find_batch_size|--torch_compile|--resume_from_checkpoint run|
 --report_to wandb|--dataset_name d|--image_square_size 640|--overwrite_output_dir
 """.replace("\n", "").split("|")
-OLD_STOKER = """
---canvas 320 320|--rate 0.01|--for 12ep|--for 300|--batch 8|--threads 0|--threads 4|--fit|--eager|--no-eager|
---norm train|--tail half|--decoder host|--cache memory|--augment recipe|--schedule step|--run runs/x|
---log json|--price 2|--crop 0.5|--zoom 0.7 1.5|--overlap 0.5|--trainable-stages 3|--foreground-iou 0.5|
---max-bad 0.1|--accumulate 2|--checkpoint-activations
-""".replace("\n", "").split("|")
 
 
-@pytest.mark.parametrize("typed", [*ULTRALYTICS, *TORCHVISION, *TENSORFLOW, *HUGGING_FACE, *OLD_STOKER])
+@pytest.mark.parametrize("typed", [*ULTRALYTICS, *TORCHVISION, *TENSORFLOW, *HUGGING_FACE])
 def test_a_habit_is_accepted_or_answered(typed: str) -> None:
     positional = [] if typed.startswith("data=") else ["images"]
     try:
@@ -134,7 +128,6 @@ def test_a_habit_is_accepted_or_answered(typed: str) -> None:
         ("--lr0 0.01", "--lr 0.01"),
         ("--learning_rate=0.01", "--lr 0.01"),
         ("--num-workers 8", "--workers 8"),
-        ("--threads 0", "--workers auto"),
         ("--amp", "--precision bf16"),
         ("amp=False", "--precision fp32"),
         ("--weight_decay 0.01", "--weight-decay 0.01"),
@@ -144,10 +137,6 @@ def test_a_habit_is_accepted_or_answered(typed: str) -> None:
         ("optimizer=SGD", "--optimizer sgd"),
         ("cache=True", "--cache ram"),
         ("save_period=5", "--checkpoint-every 5ep"),
-        ("--norm train", "--backbone-norm bn"),
-        ("--for 12ep", "--max-duration 12ep"),
-        ("--eager", "--no-compile"),
-        ("--tail full", "--no-reduced-tail"),
         ("--output_dir runs/a", "--run-dir runs/a"),
     ],
 )
@@ -182,10 +171,8 @@ def test_what_stoker_does_not_have_is_answered(typed: str, words: str) -> None:
         ("predict RUN a --conf-thres 0.5 --overlap 0.2", "predict RUN a --conf 0.5 --tile-overlap 0.2"),
         ("export RUN --onnx --batch 1", "export RUN --format onnx --batch-size 1"),
         ("eval RUN --batch 4", "eval RUN --batch-size 4"),
-        ("data check D --no-pictures --max-bad 0.1", "data check D --annotations-only --max-bad-fraction 0.1"),
-        ("why RUN --price 2", "why RUN --price-per-device-hour 2"),
+        ("data stats D --imgsz 64 --batch 2", "data stats D --image-size 64 64 --batch-size 2"),
         ("import p.config --run --model_dir=m", "import p.config --run --run-dir m"),
-        ("watch --run r -- python a.py --batch 4 lr=2", "watch --run-dir r -- python a.py --batch 4 lr=2"),
     ],
 )  # fmt: skip
 def test_other_commands(command: str, expected: str) -> None:
@@ -196,6 +183,8 @@ def test_other_commands(command: str, expected: str) -> None:
 
 def test_what_stoker_has_is_left_alone() -> None:
     arguments = ["train", "images", "--image-size", "320", "320", "--lr", "0.01", "--epochs", "3", "--no-compile"]
+    assert translate(arguments) == (arguments, [])
+    arguments = ["watch", "--run-dir", "r", "--", "python", "a.py", "--batch", "4", "lr=2"]
     assert translate(arguments) == (arguments, [])
     with pytest.raises(StokerError):
         translate(["train", "--pipeline-config-path", "x"])

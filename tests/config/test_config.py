@@ -104,7 +104,7 @@ def test_unknown_names_are_answered_with_the_nearest(tmp_path: Path):
     for text, words in [
         ("[run]\nbach_size = 3\n", "no setting 'bach_size'"),
         ("[trian]\n", r"no section \[trian\]"),
-        ("[run]\nbatch = 'x'\n", "wrong kind"),
+        ("[run]\nbatch_size = 'x'\n", "wrong kind"),
         ("[run\n", "not valid TOML"),
     ]:
         path.write_text(text)

@@ -136,15 +136,6 @@ def test_a_file_that_is_removed_while_it_is_opened_is_created_again(
     os.close(handle)
 
 
-def test_the_cache_folder_of_older_versions_is_adopted(tmp_path: Path) -> None:
-    """Else its files would never be removed to free space."""
-    (tmp_path / "pictures").mkdir()
-    (tmp_path / "pictures" / "a.pixels").write_bytes(b"a")
-    os.close(cache_policy.open_cache_file(tmp_path / "decoded-images" / "b.pixels"))
-    assert sorted(path.name for path in (tmp_path / "decoded-images").iterdir()) == ["a.pixels", "b.pixels"]
-    assert not (tmp_path / "pictures").exists()
-
-
 def test_opening_a_cache_frees_space_and_reports_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = draw(tmp_path / "old", 12), draw(tmp_path / "new", 12)
     fill(cache_of(old), old)

@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from stoker.cli.app import app
-from stoker.config import old_names
 from stoker.config.settings import SECTION_OF
 from stoker.diagnosis import causes
 from stoker.diagnosis.catalog import CATALOG, RULES, catalog_hash
@@ -35,12 +34,6 @@ def test_every_cause_is_listed_once_with_the_rule_of_its_name() -> None:
     assert len(CATALOG) == len(RULES)
     assert not CATALOG.keys() & (endings().keys() | {kind.id for kind in NOTES})
     assert read_toml("causes.toml").keys() - {"common_thresholds"} == CATALOG.keys()
-
-
-def test_old_ids_lead_to_ids_of_now() -> None:
-    notes = {kind.id for kind in NOTES}
-    assert set(old_names.CAUSES.values()) <= CATALOG.keys() | endings().keys() | notes
-    assert not old_names.CAUSES.keys() & CATALOG.keys()
 
 
 def test_the_page_is_generated_from_the_catalog() -> None:
@@ -112,7 +105,7 @@ def test_external_jobs_get_no_flags(cause: Cause) -> None:
         assert not cause.external_fix
         return
     text = cause.external_fix or cause.fix
-    assert not set(re.findall(r"--[a-z][a-z-]*", text)) & (_flags_of_train() | {"--run"})
+    assert not set(re.findall(r"--[a-z][a-z-]*", text)) & _flags_of_train()
     assert "STOKER_" not in text
 
 

@@ -101,17 +101,6 @@ def test_an_invalid_rule_is_an_error_that_names_the_choices(text: str, message: 
         parse_rule(text)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [("silence", "seconds_since_step"), ("rate", "lr"), ("skipped", "skipped_steps"), ("handles", "open_fds"),
-     ("gpu_utilisation", "gpu_utilization"), ("cpu_withheld", "cpu_throttled")],
-)  # fmt: skip
-def test_the_old_name_of_a_quantity_is_accepted_with_a_note(old: str, new: str) -> None:
-    rule = parse_rule(f"{old} > 1")
-    assert (rule.name, rule.note) == (new, f"--alert: {old} is now called {new}")
-    assert parse_rule(f"{new} > 1").note == ""
-
-
 def test_every_quantity_is_documented() -> None:
     page = (Path(__file__).parents[2] / "docs/monitoring.md").read_text()
     rows = re.findall(r"^\| `([a-z_0-9]+)` \|", page.partition("| quantity | meaning |")[2], re.MULTILINE)

@@ -194,12 +194,6 @@ def test_metrics_are_for_this_machine_unless_told_otherwise(folder: RunFolder) -
             assert f"{'0100007F' if host == '127.0.0.1' else '00000000'}:{event.data['port']:04X}" in listening
 
 
-def test_an_old_quantity_of_a_rule_is_noted_in_the_events(folder: RunFolder) -> None:
-    with monitoring(folder, MonitoringOptions(alert=("silence > 1h", "lr > 1")), stop=must_not_stop):
-        pass
-    assert [event.text for event in events(folder, "info")] == ["--alert: silence is now called seconds_since_step"]
-
-
 def test_a_failed_delivery_triggers_no_rule(folder: RunFolder) -> None:
     with monitoring(folder, MonitoringOptions(alert=("on warning",), alert_command="exit 3"), stop=must_not_stop):
         folder.event("warning", "the first")
@@ -368,7 +362,7 @@ def test_an_alert_ends_an_external_job(tmp_path: Path) -> None:
     loop = "for n in range(1200):\n    time.sleep(0.05)\n    print(f'step {n} loss={1 / (n + 1)}', flush=True)\n"
     job.write_text(f"import time\n{loop}")
     flags = ["--alert", "loss < 2", "--alert-exit", "--alert-command", "exit 3"]
-    watch = [sys.executable, "-m", "stoker", "watch", "--run", str(tmp_path / "run"), "--no-hook"]
+    watch = [sys.executable, "-m", "stoker", "watch", "--run-dir", str(tmp_path / "run"), "--no-hook"]
     command = [*watch, *flags, "--", sys.executable, str(job)]
     assert subprocess.run(command, stdout=subprocess.DEVNULL, timeout=50).returncode == -signal.SIGTERM
     recorded = [(event.kind, event.text) for event in read_lines(tmp_path / "run", EVENTS, Event)]

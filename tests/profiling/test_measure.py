@@ -273,25 +273,6 @@ def test_wrong_use_is_an_error(run: Path) -> None:
         m.__enter__()
 
 
-def test_names_of_version_0_1_are_accepted(run: Path) -> None:
-    with stoker.measure(run, price=2.5, pictures=3) as m:
-        with m.step(pictures=2):
-            pass
-        with m.part_of_step():
-            m.see(object())
-        m.count_step()
-        m.log(rate=0.5)
-        assert (m.picture_count, m.step_count) == (5, 2)
-        with pytest.raises(TypeError, match="'prize'"):
-            m.step(prize=1)
-        with pytest.raises(AttributeError, match="'steps'"):
-            m.steps  # noqa: B018
-    assert events(run)[0].data["price_per_device_hour"] == 2.5
-    assert [window.lr for window in windows(run) if window.lr is not None] == [0.5]
-    with pytest.raises(TypeError, match="'prize'"):
-        stoker.measure(run, prize=1)
-
-
 def test_without_a_folder_it_takes_the_next_number(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run.mkdir()
     monkeypatch.chdir(run)

@@ -5,7 +5,6 @@ import contextlib
 import errno
 import inspect
 import os
-import re
 import resource
 import signal
 import subprocess
@@ -420,10 +419,6 @@ def test_totals_count_all_time_of_all_attempts(tmp_path: Path) -> None:
 def test_records_are_read_where_torch_is_absent() -> None:
     code = "import sys; sys.modules['torch'] = None; import stoker.runs.records"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_no_line_of_the_document_is_too_long_to_read() -> None:
-    assert [line for line in DOCUMENT.splitlines() if len(line) > 130 and not re.match(r"\|", line)] == []
 
 
 if __name__ == "__main__":

@@ -12,10 +12,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from stoker.config.old_names import checkpoint_state
 from stoker.errors import CheckpointError
 from stoker.hardware.device import Device, SideStream
-from stoker.training.async_eval import PendingEvaluation
 from stoker.training.checkpoint import (
     CheckpointWriter,
     HostSnapshot,
@@ -234,30 +232,3 @@ def test_an_error_in_the_writer_is_raised_by_wait(tmp_path: Path):
     with pytest.raises(Exception, match="str"):
         writer.wait()
     writer.wait()
-
-
-def test_the_state_of_an_older_version_is_read():
-    columns = {
-        "row": torch.tensor([4]),
-        "boxes": torch.ones(1, 4),
-        "score": torch.tensor([0.5]),
-        "label": torch.tensor([2]),
-        "pictures": torch.tensor([3, 4]),
-    }
-    state = checkpoint_state(
-        {
-            "stepper": {"optimizer": {}},
-            "stale": 2,
-            "streak": [torch.tensor(0.0), torch.tensor(-1)],
-            "slowed": 1,
-            "unscored": {"step": 6, "found": columns, "weights": {"w": torch.ones(1)}},
-            "data": {"pictures": 7, "classes": ["a"], "slots": 9},
-        }
-    )
-    assert set(state) == {"optimizer_step", "evals_since_best", "skipped_streak", "rollbacks", "pending_eval", "data"}
-    assert state["data"] == {"num_images": 7, "classes": ["a"], "max_boxes": 9}
-    pending = PendingEvaluation.from_state(state["pending_eval"])
-    assert pending.step == 6
-    assert pending.detections.image_index.tolist() == [4]
-    assert pending.detections.image_indices.tolist() == [3, 4]
-    assert PendingEvaluation.from_state(pending.to_state()).detections.label.tolist() == [2]

@@ -20,7 +20,6 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from stoker.config import old_names
 from stoker.data.images import source
 from stoker.data.images.decode import DCT_DIVISORS
 from stoker.data.images.pixel_cache import MAX_FACTOR, CachedImageSpec, PixelCache, cache_digest, compute_entry_offsets
@@ -231,10 +230,6 @@ def cache_file_path(index: "Index", spec: CachedImageSpec) -> Path:
 
 def open_cache_file(path: Path) -> int:
     """Opens or creates a cache file, with a shared lock that marks it as in use. Raises OSError."""
-    old_folder = path.parent.with_name(old_names.CACHE_FOLDER)
-    if old_folder.is_dir() and not path.parent.exists():  # else its files would never be removed
-        with contextlib.suppress(OSError):  # another process moves it
-            old_folder.rename(path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

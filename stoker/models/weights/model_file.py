@@ -11,7 +11,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from stoker import models
-from stoker.config import old_names
 from stoker.config.settings import ModelSettings
 from stoker.errors import StokerError, WeightsError
 from stoker.models.weights import hub
@@ -53,7 +52,7 @@ class ModelMetadata(msgspec.Struct, kw_only=True):
 def read_metadata(text: str, path: Path) -> ModelMetadata:
     """The metadata in the header of a model file or ONNX file. Raises WeightsError if stoker cannot have written it."""
     try:
-        metadata = old_names.decode(text.encode(), ModelMetadata)
+        metadata = msgspec.json.decode(text.encode(), type=ModelMetadata)
     except (msgspec.DecodeError, UnicodeError, RecursionError, TypeError) as error:
         raise WeightsError("The metadata of the model cannot be read.", location=path, cause=str(error)) from error
     height, width = metadata.image_size

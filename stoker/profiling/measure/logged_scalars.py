@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from stoker.hardware.device import Device, ReadyEvent, SideStream
 
 LR_KEY, GRAD_NORM_KEY = "lr", "grad_norm"
-_RECORD_NAMES = {"loss": "total", "rate": "lr"}
-"""Name in `Measure.log` → name in the records, where they differ. `rate` is the name of `lr` before 0.2."""
+_RECORD_NAMES = {"loss": "total"}
+"""Name in `Measure.log` → name in the records, where they differ."""
 
 
 class ScalarSummary(NamedTuple):

@@ -14,9 +14,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
-from stoker.config.old_names import MEASURE_ARGUMENTS, MEASURE_METHODS
 from stoker.diagnosis.engine import diagnose, write_findings
 from stoker.errors import UsageError
 from stoker.monitor.options import MonitoringOptions
@@ -45,7 +44,6 @@ def measure(
     num_images: int | Callable[[Any], int] | None = None,
     first_step: int | None = None,
     monitor: MonitoringOptions = MonitoringOptions(),  # noqa: B008  # frozen
-    **old_names: Any,
 ) -> "Measure":
     """Measures a training loop into a run folder, for `stoker why` and `stoker report`.
 
@@ -67,25 +65,15 @@ def measure(
     Entering raises UsageError if the folder belongs to a stoker training or a live job, or another `measure` is open;
     StorageError if it cannot be written; ConfigError if `monitor` is not valid.
     """
-    options: dict[str, Any] = {
-        "name": name,
-        "device": device,
-        "price_per_device_hour": price_per_device_hour,
-        "num_images": num_images,
-        "first_step": first_step,
-    }
     return Measure(
-        None if run is None else Path(run).expanduser(), **_rename_arguments(options, old_names), monitor=monitor
+        None if run is None else Path(run).expanduser(),
+        name=name,
+        device=device,
+        price_per_device_hour=price_per_device_hour,
+        num_images=num_images,
+        first_step=first_step,
+        monitor=monitor,
     )
-
-
-def _rename_arguments(arguments: dict[str, Any], old_names: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with those that were given by an old name. Raises TypeError for any other name."""
-    for name, value in old_names.items():
-        if MEASURE_ARGUMENTS.get(name) not in arguments:
-            raise TypeError(f"unexpected argument {name!r}; valid: {', '.join(arguments)}")
-        arguments[MEASURE_ARGUMENTS[name]] = value
-    return arguments
 
 
 class Measure:
@@ -183,10 +171,10 @@ class Measure:
         self._check_inside_block("m.data()")
         return TimedBatches(self, batches)
 
-    def step(self, *, num_images: int | None = None, **old_names: Any) -> contextlib.AbstractContextManager[None]:
+    def step(self, *, num_images: int | None = None) -> contextlib.AbstractContextManager[None]:
         """Around one optimizer step: forward, backward, optimizer. num_images: of this step, if its batches did not
         come through `data`. A step that raises is not counted."""
-        return self._step_block(steps=1, **_rename_arguments({"num_images": num_images}, old_names))
+        return self._step_block(steps=1, num_images=num_images)
 
     def micro_step(self) -> contextlib.AbstractContextManager[None]:
         """Around a part of a step that does not end it: all but the last batch of an accumulated gradient."""
@@ -365,13 +353,6 @@ class Measure:
         """At process exit, if the block was not left: not every framework reports errors to its callbacks."""
         error = getattr(sys, "last_value", None)
         self.close(error if error is not None else RuntimeError("the process ended inside stoker.measure"))
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name):
-            if name not in MEASURE_METHODS:
-                raise AttributeError(f"Measure has no attribute {name!r}")
-            return getattr(self, MEASURE_METHODS[name])
 
     def _abandon_after_fork(self) -> None:
         self._recording = False
