@@ -24,27 +24,18 @@ from pathlib import Path
 
 from stoker.errors import PreflightError, UsageError, writing
 from stoker.launching.jobs import read_log, recorded_end
-from stoker.launching.spec import Job, JobStatus, LaunchSpec, Reach, Rendered, State
+from stoker.launching.spec import Job, JobStatus, LaunchSpec, Place, Reach, states
 
 COMMAND_TIMEOUT_S = 60
 """Of a client: it waits for a controller that is busy or restarts."""
-_STATES: dict[str, State] = {
-    "PENDING": "queued",
-    "REQUEUED": "queued",
-    "REQUEUE_HOLD": "queued",
-    "SPECIAL_EXIT": "queued",
-    "RESV_DEL_HOLD": "queued",
-    "COMPLETED": "succeeded",
-    "CANCELLED": "cancelled",
-    "BOOT_FAIL": "failed",
-    "DEADLINE": "failed",
-    "FAILED": "failed",
-    "NODE_FAIL": "failed",
-    "OUT_OF_MEMORY": "failed",
-    "PREEMPTED": "failed",
-    "REVOKED": "failed",
-    "TIMEOUT": "failed",
-}
+_STATES = states(
+    {
+        "queued": "PENDING REQUEUED REQUEUE_HOLD SPECIAL_EXIT RESV_DEL_HOLD",
+        "succeeded": "COMPLETED",
+        "cancelled": "CANCELLED",
+        "failed": "BOOT_FAIL DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED TIMEOUT",
+    }
+)
 """slurm.schedmd.com/squeue.html, "Job state codes"; all others are states of a job that still has nodes."""
 _SCRIPT = """\
 {header}
@@ -98,16 +89,13 @@ STRAGGLER_WAIT_S = 900
 (`bucket_run.FINISHED_TIMEOUT_S`)."""
 
 
-class Slurm:
+class Slurm(Place):
     """The cluster that sbatch of this machine submits to."""
 
     name = "slurm"
+    file = "{name}.sbatch"
     reach: Reach = "shared files"
-    cloud = None
     options = frozenset({"partition", "account"})
-    max_nodes: int | None = None
-    needs_image = False
-    spot_grace_s = None
     default_grace_s = 120
 
     def check(self, spec: LaunchSpec) -> list[str]:
@@ -126,7 +114,7 @@ class Slurm:
             )
         return []
 
-    def render(self, spec: LaunchSpec) -> list[Rendered]:
+    def render(self, spec: LaunchSpec) -> str:
         options = {
             "job-name": spec.name,
             "partition": spec.options.partition,
@@ -142,19 +130,18 @@ class Slurm:
             "output": spec.log.replace("%", "%%"),  # Slurm replaces %j and others
         }
         lines = [f"#SBATCH --{name}={shlex.quote(value)}" for name, value in options.items() if value is not None]
-        text = _SCRIPT.format(
+        return _SCRIPT.format(
             header="\n".join(["#!/bin/bash", *lines, "#SBATCH --requeue"]),
             exports="\n".join(f"export {name}={shlex.quote(value)}" for name, value in spec.env.items()),
             command=shlex.join([sys.executable, "-m", "stoker", *spec.arguments]),
             wait_s=STRAGGLER_WAIT_S,
             restarts=spec.restarts,
         )
-        return [Rendered(f"{spec.name}.sbatch", text)]
 
     def submit(self, spec: LaunchSpec) -> str:
         with writing("The log of the job cannot be written.", spec.log):
             Path(spec.log).parent.mkdir(parents=True, exist_ok=True)
-        answer = _run(["sbatch", "--parsable"], stdin=self.render(spec)[0].text)
+        answer = _run(["sbatch", "--parsable"], stdin=self.render(spec))
         return answer.strip().partition(";")[0]  # a federation adds its cluster's name
 
     def status(self, job: Job) -> JobStatus:
@@ -176,7 +163,7 @@ class Slurm:
         )
 
     def logs(self, job: Job, *, follow: bool) -> Iterator[str]:
-        return read_log(job.log, follow=follow, is_running=lambda: self.status(job).state in ("queued", "running"))
+        return read_log(job.log, follow=follow, is_running=lambda: self.status(job).is_live)
 
     def cancel(self, job: Job) -> None:
         with contextlib.suppress(_UnknownJob):

@@ -1,17 +1,29 @@
-"""What is launched, and what a place is that can run it."""
+"""What is launched, what a place is that can run it, and the places that there are, imported when they are used."""
 
 import dataclasses
+import importlib
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
+
+from stoker.errors import UsageError, nearest
 
 State = Literal["queued", "running", "succeeded", "failed", "cancelled", "unknown"]
 """Of a job. `running` until nothing of it runs any more; `unknown`: the place has forgotten the job."""
 Reach = Literal["this machine", "shared files", "containers"]
 """What a job of a place sees of the files of this machine: all; those of shared file systems, at the same paths;
 nothing but what is mounted."""
+PLACES = {
+    "local": "stoker.launching.local:Local",
+    "slurm": "stoker.launching.slurm:Slurm",
+    "k8s": "stoker.launching.kubernetes:Kubernetes",
+    "vertex": "stoker.launching.vertex:Vertex",
+    "gcp-batch": "stoker.launching.gcp_batch:GcpBatch",
+    "ray": "stoker.launching.ray:Ray",
+}
+ALIASES = {"kubernetes": "k8s", "vertex-ai": "vertex", "batch": "gcp-batch"}
 _MIG_SLICE = re.compile(r"\d+g\.\d+gb(?:\+me)?")
 
 
@@ -155,14 +167,6 @@ class LaunchSpec:
         return self.max_nodes > self.min_nodes
 
 
-@dataclasses.dataclass(frozen=True)
-class Rendered:
-    """A file that is submitted. text: exactly what the place gets."""
-
-    name: str
-    text: str
-
-
 class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A job that was submitted: a line of launch.json."""
 
@@ -193,42 +197,67 @@ class JobStatus:
     restarts: int | None = None
     exit_code: int | None = None
 
+    @property
+    def is_live(self) -> bool:
+        """Whether it has not ended."""
+        return self.state in ("queued", "running")
 
-class Place(Protocol):
-    """Where a training can run. Errors of all methods are StokerErrors; a client that is not installed is a
-    PreflightError with its install line (`errors.needs_package`)."""
+
+class Place:
+    """Where a training can run: a subclass for each, whose attributes say what it takes. Errors of all methods are
+    StokerErrors; a client that is not installed is a PreflightError with its install line (`errors.needs_package`)."""
 
     name: str
-    reach: Reach
-    cloud: str | None
+    file: str
+    """Name of what is submitted; `{name}` stands for that of the job."""
+    reach: Reach = "containers"
+    cloud: str | None = None
     """The cloud whose machine types it has (`GCP`); None: any, or none."""
-    options: frozenset[str]
+    options: frozenset[str] = frozenset()
     """Fields of PlaceOptions that it takes."""
-    max_nodes: int | None
+    max_nodes: int | None = None
     """None: any number."""
-    needs_image: bool
-    spot_grace_s: int | None
+    spot_grace_s: int | None = None
     """Notice that a spot machine of the place gives; None: `grace_s` holds there, too."""
-    default_grace_s: int
+    default_grace_s: int = 60
 
     def check(self, spec: LaunchSpec) -> list[str]:
         """The place's own rules. Returns warnings; raises UsageError. Needs no client and no network."""
-        ...
+        raise NotImplementedError
 
-    def render(self, spec: LaunchSpec) -> list[Rendered]:
-        """What would be submitted. Needs no client and no network."""
-        ...
+    def render(self, spec: LaunchSpec) -> str:
+        """Exactly what would be submitted. Needs no client and no network."""
+        raise NotImplementedError
 
     def submit(self, spec: LaunchSpec) -> str:
         """Submits; returns the id of the job."""
-        ...
+        raise NotImplementedError
 
-    def status(self, job: Job) -> JobStatus: ...
+    def status(self, job: Job) -> JobStatus:
+        raise NotImplementedError
 
     def logs(self, job: Job, *, follow: bool) -> Iterator[str]:
         """The lines of its output so far, without line ends; with `follow` also the next ones until it ends."""
-        ...
+        raise NotImplementedError
 
     def cancel(self, job: Job) -> None:
         """Asks it to save and end, for good: nothing starts it again. A job that has ended is no error."""
-        ...
+        raise NotImplementedError
+
+
+def open_place(name: str) -> Place:
+    """The place of this name. Raises UsageError, with the nearest name, if there is none."""
+    key = ALIASES.get(name.lower(), name.lower())
+    if key not in PLACES:
+        near = nearest(key, [*PLACES, *ALIASES])
+        raise UsageError(
+            f"There is no place {name!r} to launch at" + (f"; did you mean {near!r}?" if near else "."), choices=PLACES
+        )
+    module, _, kind = PLACES[key].partition(":")
+    place: Place = getattr(importlib.import_module(module), kind)()
+    return place
+
+
+def states(words: Mapping[State, str]) -> dict[str, State]:
+    """States by the words of a place. words: those of each state, with spaces between them."""
+    return {word: state for state, text in words.items() for word in text.split()}

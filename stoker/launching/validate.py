@@ -31,7 +31,7 @@ def check_launch(spec: LaunchSpec, place: Place) -> list[str]:
     _check_options(spec, place)
     _check_nodes(spec, place)
     _check_gpu(spec)
-    if place.needs_image and spec.image is None:
+    if place.reach == "containers" and spec.image is None:
         raise UsageError(
             f"{place.name} runs containers: which image?", fix="--image REGISTRY/IMAGE:TAG (docs/launch.md)"
         )

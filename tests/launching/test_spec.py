@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from stoker.cli.app import main
 from stoker.errors import ConfigError, StokerError
 from stoker.launching.jobs import last_job, read_jobs, remember
-from stoker.launching.places import PLACES, open_place
 from stoker.launching.request import make_spec
-from stoker.launching.spec import Job, JobStatus, LaunchRequest, LaunchSpec, PlaceOptions, Rendered
+from stoker.launching.spec import PLACES, Job, JobStatus, LaunchRequest, LaunchSpec, Place, PlaceOptions, open_place
 from stoker.launching.validate import check_launch, parse_nodes, parse_time_s
 from stoker.runs.records import LAUNCH, RunFolder
 from stoker.runs.schemas import Event
@@ -39,20 +38,16 @@ def stoker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     return run
 
 
-class Cloud:
+class Cloud(Place):
     """A place with the limits of a cloud that runs containers."""
 
-    name, reach, cloud, needs_image = "cloud", "containers", "GCP", True
+    name, cloud = "cloud", "GCP"
     options = frozenset({"region"})
     max_nodes = 8
     spot_grace_s = 30
-    default_grace_s = 60
 
     def check(self, spec: LaunchSpec) -> list[str]:
         return [f"{spec.name} is checked"]
-
-    def render(self, spec: LaunchSpec) -> list[Rendered]:
-        return [Rendered("job", spec.name)]
 
 
 def decide(place: object = None, **flags: object) -> tuple[LaunchSpec, list[str]]:
@@ -227,7 +222,7 @@ def test_the_job_for_ray(stoker: Command) -> None:
 def test_launching_works_where_torch_is_absent() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "import importlib; from stoker.launching.places import PLACES\n"
+        "import importlib; from stoker.launching.spec import PLACES\n"
         "for path in PLACES.values():\n"
         "    try: importlib.import_module(path.partition(':')[0])\n"
         "    except ModuleNotFoundError as error: assert 'stoker.launching' in str(error), error\n"
