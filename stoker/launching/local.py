@@ -15,7 +15,7 @@ import psutil
 
 from stoker.errors import UsageError, writing
 from stoker.launching.jobs import read_log, recorded_end
-from stoker.launching.spec import Job, JobStatus, LaunchSpec, Place, Reach
+from stoker.launching.spec import Job, JobStatus, LaunchSpec, Place
 
 _CLOCK_TOLERANCE_S = 2.0
 """psutil computes the start of a process from the clock, which may be set."""
@@ -26,10 +26,12 @@ class Local(Place):
 
     name = "local"
     file = "command"
-    reach: Reach = "this machine"
-    max_nodes = 1
+    reach = "this machine"
 
     def check(self, spec: LaunchSpec) -> list[str]:
+        if spec.max_nodes > 1:
+            fix = "--devices N: several GPUs of one machine; or another place"
+            raise UsageError(f"local has 1 node, --nodes asks for {spec.max_nodes}.", fix=fix)
         for flag, value in (("--image", spec.image), ("--machine-type", spec.machine_type), ("--gpu", spec.gpu)):
             if value is not None:
                 raise UsageError(

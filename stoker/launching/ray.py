@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from stoker.errors import PreflightError, UsageError, needs_package
-from stoker.launching.spec import Job, JobStatus, LaunchSpec, Place, Reach, states
+from stoker.launching.spec import Job, JobStatus, LaunchSpec, Place, states
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
@@ -40,7 +40,7 @@ class Ray(Place):
 
     name = "ray"
     file = "job.json"
-    reach: Reach = "shared files"
+    reach = "shared files"
     options = frozenset({"address"})
 
     def check(self, spec: LaunchSpec) -> list[str]:

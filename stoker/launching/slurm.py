@@ -1,4 +1,4 @@
-"""`stoker launch slurm`: one batch script, submitted with sbatch.
+"""`stoker launch slurm`: one batch script, `slurm.sbatch` with its @fields@ filled in, submitted with sbatch.
 
 Each node gets one task, which starts the ranks of its GPUs. What decides whether a job is lost:
 
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from stoker.errors import PreflightError, UsageError, writing
 from stoker.launching.jobs import read_log, recorded_end
-from stoker.launching.spec import Job, JobStatus, LaunchSpec, Place, Reach, states
+from stoker.launching.spec import Job, JobStatus, LaunchSpec, Place, states
 
 COMMAND_TIMEOUT_S = 60
 """Of a client: it waits for a controller that is busy or restarts."""
@@ -37,53 +37,6 @@ _STATES = states(
     }
 )
 """slurm.schedmd.com/squeue.html, "Job state codes"; all others are states of a job that still has nodes."""
-_SCRIPT = """\
-{header}
-{exports}
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-MASTER_ADDR=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
-export MASTER_ADDR="${{MASTER_ADDR:-$first}}"
-echo "stoker: job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, requeued ${{SLURM_RESTART_COUNT:-0}} times" >&2
-
-stop() {{
-    interrupted=1 asked=1
-    scancel --signal=TERM "$SLURM_JOB_ID.0"
-}}
-requeue() {{
-    state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)
-    if [ "$state" = RUNNING ]; then
-        echo "stoker: $1: requeued" >&2
-        scontrol requeue "$SLURM_JOB_ID"
-    else
-        echo "stoker: $1; the job is $state and is not requeued" >&2
-    fi
-    exit "$code"
-}}
-
-srun --kill-on-bad-exit=0 --wait={wait_s} {command} &
-step=$!
-trap stop USR1 TERM
-code= asked=
-until [ -n "$code" ]; do
-    interrupted=
-    wait "$step"
-    status=$?
-    [ -n "$interrupted" ] || code=$status
-done
-
-[ -n "$asked" ] && [ "$code" -gt 128 ] && code=75 # ended before it handled signals: nothing new to save
-case "$code" in
-    0 | 2 | 3 | 4 | 6) exit "$code" ;;
-    75) requeue "the training stopped and saved" ;;
-esac
-failures=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*Comment=failures=\\([0-9]*\\).*/\\1/p')
-failures=$((${{failures:-0}} + 1))
-if [ "$failures" -le {restarts} ]; then
-    scontrol update "JobId=$SLURM_JOB_ID" "Comment=failures=$failures"
-    requeue "exit code $code, restart $failures of {restarts}"
-fi
-exit "$code"
-"""
 STRAGGLER_WAIT_S = 900
 """How long the other nodes may run after the first one has ended: rank 0 may still upload the results
 (`bucket_run.FINISHED_TIMEOUT_S`)."""
@@ -94,7 +47,7 @@ class Slurm(Place):
 
     name = "slurm"
     file = "{name}.sbatch"
-    reach: Reach = "shared files"
+    reach = "shared files"
     options = frozenset({"partition", "account"})
     default_grace_s = 120
 
@@ -130,13 +83,15 @@ class Slurm(Place):
             "output": spec.log.replace("%", "%%"),  # Slurm replaces %j and others
         }
         lines = [f"#SBATCH --{name}={shlex.quote(value)}" for name, value in options.items() if value is not None]
-        return _SCRIPT.format(
-            header="\n".join(["#!/bin/bash", *lines, "#SBATCH --requeue"]),
-            exports="\n".join(f"export {name}={shlex.quote(value)}" for name, value in spec.env.items()),
-            command=shlex.join([sys.executable, "-m", "stoker", *spec.arguments]),
-            wait_s=STRAGGLER_WAIT_S,
-            restarts=spec.restarts,
-        )
+        values = {
+            "options": "\n".join(lines),
+            "exports": "\n".join(f"export {name}={shlex.quote(value)}" for name, value in spec.env.items()),
+            "command": shlex.join([sys.executable, "-m", "stoker", *spec.arguments]),
+            "wait_s": str(STRAGGLER_WAIT_S),
+            "restarts": str(spec.restarts),
+        }
+        template = Path(__file__).with_suffix(".sbatch").read_text(encoding="utf-8")
+        return re.sub(r"@(\w+)@", lambda match: values[match[1]], template)
 
     def submit(self, spec: LaunchSpec) -> str:
         with writing("The log of the job cannot be written.", spec.log):

@@ -117,7 +117,8 @@ class PlaceOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchSpec:
-    """A training, and the machines for it. Everything is decided: a place only writes it in its own words."""
+    """A training, and the machines for it. Everything is decided: a place only writes it in its own words. What is not
+    explained here is as in `LaunchRequest`."""
 
     arguments: tuple[str, ...]
     """Of `stoker` on each node: train, DATA, --run-dir …, --devices …; the program is the place's."""
@@ -132,25 +133,20 @@ class LaunchSpec:
     gpus: int = 0
     """GPUs (or MIG slices) of each node; 0: it trains on the CPU."""
     gpu: str | None = None
-    """A type of GPU in the words of the place, or a MIG slice (`1g.10gb`)."""
     min_nodes: int = 1
     max_nodes: int = 1
     """More than min_nodes: elastic."""
     cpus: int = 1
-    """Of each node."""
     memory_gib: float = 4.0
-    """Of each node."""
     shm_gib: float = 1.0
     """Size of /dev/shm of each node, where the place sets it; part of the memory."""
     machine_type: str | None = None
     image: str | None = None
-    """Container image with stoker."""
     spot: bool = False
     grace_s: int = 60
     """Seconds between the request to stop and the kill, where the place lets one choose."""
     time_limit_s: int | None = None
     restarts: int = 3
-    """How often the place starts it again after a failure. After a preemption it is always started again."""
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     mounts: tuple[Mount, ...] = ()
     options: PlaceOptions = PlaceOptions()
@@ -215,8 +211,6 @@ class Place:
     """The cloud whose machine types it has (`GCP`); None: any, or none."""
     options: frozenset[str] = frozenset()
     """Fields of PlaceOptions that it takes."""
-    max_nodes: int | None = None
-    """None: any number."""
     spot_grace_s: int | None = None
     """Notice that a spot machine of the place gives; None: `grace_s` holds there, too."""
     default_grace_s: int = 60

@@ -31,12 +31,19 @@ NOT_APPLIED = {
 
 def submit(spec: LaunchSpec, place: Place, request: LaunchRequest) -> Job:
     """Submits what was checked (`check_launch`). Raises UsageError if the run has a job already."""
-    _refuse_second_job(spec.run_dir)
+    for newest in read_jobs(spec.run_dir)[-1:]:
+        state = open_place(newest.place).status(newest)
+        if state.is_live:
+            raise UsageError(
+                f"The run has a job already: {newest.place} job {newest.id} is {state.state}.",
+                location=spec.run_dir,
+                cause=state.text,
+                fix=f"`stoker launch cancel {spec.run_dir}`, then launch it again",
+            )
     started_s = time.time()
-    id = place.submit(spec)
     job = Job(
         place=place.name,
-        id=id,
+        id=place.submit(spec),
         name=spec.name,
         run=spec.run_dir,
         t=started_s,
@@ -111,18 +118,3 @@ def _replace(old: Job, change: "Change") -> Job:
             fix=f"`stoker launch status {old.run}`; when it has ended: {change.command}",
         )
     return submit(spec, place, request)
-
-
-def _refuse_second_job(run: str) -> None:
-    """Raises UsageError if the newest job of the run is not known to have ended."""
-    jobs = read_jobs(run)
-    if not jobs:
-        return
-    state = open_place(jobs[-1].place).status(jobs[-1])
-    if state.is_live:
-        raise UsageError(
-            f"The run has a job already: {jobs[-1].place} job {jobs[-1].id} is {state.state}.",
-            location=run,
-            cause=state.text,
-            fix=f"`stoker launch cancel {run}`, then launch it again",
-        )

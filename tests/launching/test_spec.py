@@ -43,7 +43,6 @@ class Cloud(Place):
 
     name, cloud = "cloud", "GCP"
     options = frozenset({"region"})
-    max_nodes = 8
     spot_grace_s = 30
 
     def check(self, spec: LaunchSpec) -> list[str]:
@@ -81,7 +80,6 @@ def test_what_is_not_set_is_derived_from_the_machine() -> None:
     ({"machine_type": "a2-highgpu-1g", "devices": 2, "cpus": 8}, "--devices 2: a a2-highgpu-1g has 1"),
     ({"machine_type": "a2-highgpu-1g", "cpus": 13}, "--cpus 13: a a2-highgpu-1g has 12"),
     ({"namespace": "team"}, "cloud has no --namespace"),
-    ({"nodes": "2:9"}, "cloud has 8 nodes, --nodes asks for 9"),
     ({"nodes": "8:2"}, "--nodes '8:2' is not a number"),
     ({"gpu": "1g.10gb", "devices": 2}, "A training on the MIG slice 1g.10gb has one device"),
     ({"gpu": "t4", "on_cpu": True}, "--gpu t4 and --device cpu contradict"),
