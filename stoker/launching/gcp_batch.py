@@ -41,8 +41,6 @@ class GcpBatch(GoogleCloud):
 
     def check(self, spec: LaunchSpec) -> list[str]:
         warnings = super().check(spec)
-        for mount in spec.mounts:
-            self.split_nfs(mount)
         if spec.restarts > MAX_RETRIES:
             raise UsageError(f"--restarts {spec.restarts}: Batch retries a task at most {MAX_RETRIES} times.")
         if spec.spot:
@@ -67,7 +65,7 @@ class GcpBatch(GoogleCloud):
             "computeResource": {"cpuMilli": str(spec.cpus * 1000), "memoryMib": str(int(spec.memory_gib * 1024))},
             "maxRetryCount": MAX_RETRIES if spec.spot else spec.restarts,
             "lifecyclePolicies": [{"action": "FAIL_TASK", "actionCondition": {"exitCodes": list(FAILING_EXIT_CODES)}}],
-            "volumes": [self._volume(mount, number) for number, mount in enumerate(spec.mounts)] or None,
+            "volumes": [_volume(mount, number) for number, mount in enumerate(spec.mounts)] or None,
             "environment": {"variables": variables} if spec.env or several else None,
             "maxRunDuration": spec.time_limit_s and f"{spec.time_limit_s}s",
         }
@@ -134,14 +132,12 @@ class GcpBatch(GoogleCloud):
             found = client.get_job(name=job.id, timeout=TIMEOUT_S)
         return found
 
-    def _volume(self, mount: Mount, number: int) -> dict[str, Any]:
-        nfs = self.split_nfs(mount)
-        source = (
-            {"gcs": {"remotePath": (mount.source or "")[5:]}}
-            if nfs is None
-            else {"nfs": {"server": nfs[0], "remotePath": nfs[1]}}
-        )
-        return {**source, "mountPath": _host_path(number)}
+
+def _volume(mount: Mount, number: int) -> dict[str, Any]:
+    if mount.nfs is None:
+        return {"gcs": {"remotePath": (mount.source or "")[5:]}, "mountPath": _host_path(number)}
+    server, export = mount.nfs
+    return {"nfs": {"server": server, "remotePath": export}, "mountPath": _host_path(number)}
 
 
 def _runnables(spec: LaunchSpec) -> list[dict[str, Any]]:

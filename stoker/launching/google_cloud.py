@@ -10,7 +10,7 @@ from typing import Any
 
 from stoker.errors import ConfigError, PreflightError, UsageError, needs_package
 from stoker.launching.containers import check_container, without_none
-from stoker.launching.spec import Job, LaunchSpec, Mount, Place, PlaceOptions
+from stoker.launching.spec import Job, LaunchSpec, Place, PlaceOptions
 from stoker.planning.machines import Machine, listed_machines
 
 ACCELERATORS = {
@@ -49,6 +49,12 @@ class GoogleCloud(Place):
         check_container(spec, self.title)
         find_parent(spec.options)
         _, _, gpus = self.find_machine(spec)
+        for mount in spec.mounts:
+            if mount.nfs is None and not re.fullmatch(r"gs://[a-z0-9][a-z0-9._/-]+", mount.source or ""):
+                raise ConfigError(
+                    f"--mount {mount.source or mount.path}: {self.title} cannot mount that.",
+                    choices=["SERVER:/export:/path", self.buckets],
+                )
         if spec.gpus and spec.gpus < gpus:
             return [f"{gpus - spec.gpus} of the {gpus} GPUs of a {spec.machine_type} are paid and not used"]
         return []
@@ -95,17 +101,6 @@ class GoogleCloud(Place):
             pairs = pairs or [name for name in machines if "g2" in name]
             raise UsageError(f"{self.title} has no {spec.machine_type} with {spec.gpu or 'a GPU'}.", choices=pairs)
         return base, _accelerator(fitting[0]), fitting[0].gpus
-
-    def split_nfs(self, mount: Mount) -> tuple[str, str] | None:
-        """(server, export) of a mount; None for a bucket. Raises ConfigError."""
-        if re.fullmatch(r"gs://[a-z0-9][a-z0-9._/-]+", mount.source or ""):
-            return None
-        if match := re.fullmatch(r"([\w.-]+):(/(?!/).*)", mount.source or ""):
-            return match[1], match[2]
-        raise ConfigError(
-            f"--mount {mount.source or mount.path}: {self.title} cannot mount that.",
-            choices=["SERVER:/export:/path", self.buckets],
-        )
 
     def log_lines(self, job: Job, query: str, *, follow: bool) -> Iterator[str]:
         """The lines in Cloud Logging, oldest first; with `follow` until the job has ended. query: Logging's filter."""

@@ -353,8 +353,8 @@ def _volume(mount: Mount, number: int) -> dict[str, Any]:
     if match := re.fullmatch(r"gs://([a-z0-9][a-z0-9._-]+)/?", source):
         attributes = {"bucketName": match[1], "mountOptions": "implicit-dirs"}
         return {"name": name, "csi": {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": attributes}}
-    if match := re.fullmatch(r"([\w.-]+):(/(?!/).*)", source):
-        return {"name": name, "nfs": {"server": match[1], "path": match[2]}}
+    if mount.nfs is not None:
+        return {"name": name, "nfs": {"server": mount.nfs[0], "path": mount.nfs[1]}}
     if re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", source):
         return {"name": name, "persistentVolumeClaim": {"claimName": source}}
     raise ConfigError(

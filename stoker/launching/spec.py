@@ -87,6 +87,12 @@ class Mount:
     source: str | None = None
     """What a container mounts there: a PersistentVolumeClaim, `server:/export`, a bucket; None: it is there anyway."""
 
+    @property
+    def nfs(self) -> tuple[str, str] | None:
+        """(server, export), if that is what is mounted."""
+        match = re.fullmatch(r"([\w.-]+):(/(?!/).*)", self.source or "")
+        return None if match is None else (match[1], match[2])
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlaceOptions:

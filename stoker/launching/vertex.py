@@ -32,13 +32,12 @@ class Vertex(GoogleCloud):
     def check(self, spec: LaunchSpec) -> list[str]:
         warnings = super().check(spec)
         for mount in spec.mounts:
-            nfs = self.split_nfs(mount)
-            if nfs is None and mount.path != f"/gcs/{(mount.source or '')[5:].rstrip('/')}":
+            if mount.nfs is None and mount.path != f"/gcs/{(mount.source or '')[5:].rstrip('/')}":
                 raise UsageError(
                     f"--mount {mount.source}: Vertex AI mounts every bucket at /gcs/BUCKET.",
                     fix=f"{mount.source}:/gcs/…",
                 )
-            if nfs is not None and not mount.path.startswith("/mnt/nfs/"):
+            if mount.nfs is not None and not mount.path.startswith("/mnt/nfs/"):
                 raise UsageError(f"--mount {mount.path}: Vertex AI mounts NFS below /mnt/nfs/.", fix="…:/mnt/nfs/data")
         if spec.devices > 1:
             warnings.append(
@@ -48,7 +47,8 @@ class Vertex(GoogleCloud):
 
     def render(self, spec: LaunchSpec) -> str:
         machine_type, accelerator, count = self.find_machine(spec)
-        shares = [(mount.path, nfs) for mount in spec.mounts if (nfs := self.split_nfs(mount)) is not None]
+        shares = [(mount.path, mount.nfs) for mount in spec.mounts if mount.nfs is not None]
+        nfs = [{"server": server, "path": export, "mountPoint": path} for path, (server, export) in shares]
         pool = {
             "machineSpec": {
                 "machineType": machine_type,
@@ -62,7 +62,7 @@ class Vertex(GoogleCloud):
                 "args": list(spec.arguments),
                 "env": [{"name": name, "value": value} for name, value in spec.env.items()],
             },
-            "nfsMounts": [{"server": nfs[0], "path": nfs[1], "mountPoint": path} for path, nfs in shares] or None,
+            "nfsMounts": nfs or None,
         }
         # The first pool is one machine, that of rank 0.
         others = [{**pool, "replicaCount": str(spec.max_nodes - 1)}] if spec.max_nodes > 1 else []
