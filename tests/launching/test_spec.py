@@ -186,14 +186,14 @@ def test_the_script_for_slurm(stoker: Command) -> None:
     code, text = stoker(
         "slurm", "demo", "--batch", "16", "--run-dir", "gs://b/o'r", "--devices", "4", "--nodes", "2:8", "--gpu",
         "h100", "--spot", "--partition", "preempt", "--account", "vision", "--time-limit", "90min", "--env", "A=it's",
-        "--dry-run",
+        "--env", "B=@restarts@", "--dry-run",
     )  # fmt: skip
     assert code == 0
     for line in (
         "#SBATCH --nodes=2-8", "#SBATCH --ntasks-per-node=1", "#SBATCH --cpus-per-task=32", "#SBATCH --mem=131072M",
         "#SBATCH --gres=gpu:h100:4", "#SBATCH --time=90", "#SBATCH --signal=B:USR1@120", "#SBATCH --requeue",
         "#SBATCH --open-mode=append", "#SBATCH --partition=preempt", "#SBATCH --account=vision",
-        """export A='it'"'"'s'""",
+        """export A='it'"'"'s'""", "export B=@restarts@",
     ):  # fmt: skip
         assert line in text.splitlines(), line
     assert """train demo --batch-size 16 --run-dir 'gs://b/o'"'"'r' --devices 4 &""" in text
