@@ -30,7 +30,8 @@ def test_a_wheel_has_them(tmp_path: Path) -> None:
     subprocess.run(command, cwd=PACKAGE.parent, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        assert {f"stoker/knowledge/{path.name}" for path in FILES} <= set(archive.namelist())
+        names = {f"stoker/knowledge/{path.name}" for path in FILES} | {"stoker/launching/slurm.sbatch"}
+        assert names <= set(archive.namelist())
 
 
 def test_endings_are_read_when_a_job_has_ended() -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import App, Parameter
 
@@ -10,11 +10,8 @@ from stoker.cli.flag_names import translate
 from stoker.cli.train import train
 from stoker.config.settings import Config
 from stoker.errors import UsageError
-from stoker.launching.spec import LaunchRequest, PlaceOptions
+from stoker.launching.spec import PLACES, LaunchRequest, PlaceOptions, open_place
 from stoker.printable import print_json, print_text
-
-if TYPE_CHECKING:
-    from stoker.launching.spec import Job, Place
 
 launch_app = App(
     name="launch",
@@ -49,7 +46,6 @@ def launch(
     dry_run
         Print exactly what would be submitted.
     """
-    from stoker.launching.places import PLACES, open_place
     from stoker.launching.request import make_spec
     from stoker.launching.submit import submit
     from stoker.launching.validate import check_launch
@@ -62,9 +58,8 @@ def launch(
     for warning in check_launch(spec, place):
         print_text(f"stoker: warning: {warning}", file=sys.stderr)
     if dry_run:
-        for rendered in place.render(spec):
-            print_text(f"# {rendered.name}", file=sys.stderr)
-            print(rendered.text, end="")
+        print_text(f"# {place.file.format(name=spec.name)}", file=sys.stderr)
+        print(place.render(spec), end="")
         return
     job = submit(spec, place, request)
     print_text(f"{place.name} job {job.id}: {spec.run_dir}")
@@ -96,7 +91,7 @@ def status(run: Run, /, *, json: bool = False) -> None:
     from stoker.launching.jobs import last_job, read_jobs
 
     job = last_job(run)
-    state = _open(job).status(job)
+    state = open_place(job.place).status(job)
     if json:
         print_json({"job": job, "status": dataclasses.asdict(state), "jobs": read_jobs(run)})
         return
@@ -118,7 +113,7 @@ def logs(run: Run, /, *, follow: Annotated[bool, Parameter(name=["--follow", "-f
     from stoker.launching.jobs import last_job
 
     job = last_job(run)
-    for line in _open(job).logs(job, follow=follow):
+    for line in open_place(job.place).logs(job, follow=follow):
         print_text(line)
 
 
@@ -170,9 +165,3 @@ def advise(
     if apply:
         change, job = submit.apply(advice)
         print_text(f"applied: {change.title}: {job.place} job {job.id}", file=sys.stderr)
-
-
-def _open(job: "Job") -> "Place":
-    from stoker.launching.places import open_place
-
-    return open_place(job.place)

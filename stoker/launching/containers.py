@@ -1,6 +1,8 @@
-"""What all places that run containers share: rules of the image and the variables, and which parts a MIG slice has."""
+"""What all places that run containers share: rules of the image and the variables, the MIG slices that GPUs have, and
+documents whose optional fields are None."""
 
 import re
+from typing import Any
 
 from stoker.errors import ConfigError, UsageError
 from stoker.launching.spec import LaunchSpec
@@ -57,8 +59,8 @@ def check_mig_slice(name: str, accelerator: str | None) -> None:
         raise UsageError(f"{owner} has {'no ' if accelerator else 'a '}MIG slice {name}.", choices=slices)
 
 
-def node_variables(spec: LaunchSpec, master: str) -> dict[str, str]:
-    """What is the same on all of several nodes; the rank is the place's. master: host name of the first node."""
-    if spec.max_nodes == 1:
-        return {}
-    return {"WORLD_SIZE": str(spec.max_nodes), "MASTER_ADDR": master, "MASTER_PORT": str(PORT)}
+def without_none(document: Any) -> Any:
+    """A document without the fields that are None."""
+    if isinstance(document, dict):
+        return {name: without_none(value) for name, value in document.items() if value is not None}
+    return [without_none(value) for value in document] if isinstance(document, list) else document

@@ -5,35 +5,25 @@ ten times, which it does not count apart from failures. Rendering needs no clien
 rendered, which refuses unknown fields. Never executed here: the requests are tested.
 """
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
-from stoker.errors import UsageError, needs_package
-from stoker.launching.containers import FAILING_EXIT_CODES, PORT, check_container
-from stoker.launching.google_cloud import (
-    TIMEOUT_S,
-    find_machine,
-    find_parent,
-    google_errors,
-    log_lines,
-    split_nfs,
-)
-from stoker.launching.spec import Job, JobStatus, LaunchSpec, Reach, Rendered, State
+from stoker.errors import UsageError
+from stoker.launching.containers import FAILING_EXIT_CODES, PORT
+from stoker.launching.google_cloud import TIMEOUT_S, GoogleCloud, find_parent, to_json
+from stoker.launching.spec import Job, JobStatus, LaunchSpec, Mount, states
 
 MAX_RETRIES = 10
 """cloud.google.com/batch/docs/automate-task-retries."""
-SPOT_GRACE_S = 30
-STATES: dict[str, State] = {
-    "QUEUED": "queued",
-    "SCHEDULED": "queued",
-    "RUNNING": "running",
-    "CANCELLATION_IN_PROGRESS": "running",
-    "SUCCEEDED": "succeeded",
-    "FAILED": "failed",
-    "CANCELLED": "cancelled",
-    "DELETION_IN_PROGRESS": "cancelled",
-}
+STATES = states(
+    {
+        "queued": "QUEUED SCHEDULED",
+        "running": "RUNNING CANCELLATION_IN_PROGRESS",
+        "succeeded": "SUCCEEDED",
+        "failed": "FAILED",
+        "cancelled": "CANCELLED DELETION_IN_PROGRESS",
+    }
+)
 DRIVER_VOLUMES = ("/var/lib/nvidia/lib64:/usr/local/nvidia/lib64", "/var/lib/nvidia/bin:/usr/local/nvidia/bin")
 """Where Batch's image has the driver, and where containers look for it
 (cloud.google.com/batch/docs/create-run-job-gpus)."""
@@ -43,155 +33,128 @@ OPEN_PORTS = "iptables -w -I INPUT -p tcp -j ACCEPT || true"
 of the network stays as it is."""
 
 
-class GcpBatch:
+class GcpBatch(GoogleCloud):
     name = "gcp-batch"
-    reach: Reach = "containers"
-    cloud: str | None = "GCP"
-    options = frozenset({"project", "region", "service_account"})
-    max_nodes: int | None = None
-    needs_image = True
-    spot_grace_s: int | None = SPOT_GRACE_S
-    default_grace_s = SPOT_GRACE_S
+    title = "Batch"
+    package = "google-cloud-batch"
+    buckets = "gs://BUCKET:/path"
 
     def check(self, spec: LaunchSpec) -> list[str]:
-        check_container(spec, "Batch")
-        find_parent(spec.options)
-        _, _, gpus = find_machine(spec, "Batch")
-        for mount in spec.mounts:
-            split_nfs(mount, "Batch", buckets="gs://BUCKET:/path")
+        warnings = super().check(spec)
         if spec.restarts > MAX_RETRIES:
             raise UsageError(f"--restarts {spec.restarts}: Batch retries a task at most {MAX_RETRIES} times.")
-        warnings = []
         if spec.spot:
-            warnings.append(
-                f"Batch retries a task {MAX_RETRIES} times, preemptions included; then the same command continues"
-            )
-        if spec.gpus and spec.gpus < gpus:
-            warnings.append(f"{gpus - spec.gpus} of the {gpus} GPUs of a {spec.machine_type} are paid and not used")
+            text = f"Batch retries a task {MAX_RETRIES} times, preemptions included; then the same command continues"
+            warnings.insert(0, text)
         return warnings
 
-    def render(self, spec: LaunchSpec) -> list[Rendered]:
-        machine_type, accelerator, count = find_machine(spec, "Batch")
+    def render(self, spec: LaunchSpec) -> str:
+        machine_type, accelerator, count = self.find_machine(spec)
         policy: dict[str, Any] = {"machineType": machine_type, "provisioningModel": "SPOT" if spec.spot else "STANDARD"}
         if accelerator is not None and machine_type.startswith("n1-"):  # other types have their GPUs
             policy["accelerators"] = [{"type": accelerator.lower().replace("_", "-"), "count": str(count)}]
-        instance: dict[str, Any] = {"policy": policy}
-        if accelerator is not None:
-            instance["installGpuDrivers"] = True
-        allocation: dict[str, Any] = {"instances": [instance]}
-        if spec.options.service_account is not None:
-            allocation["serviceAccount"] = {"email": spec.options.service_account}
-        task: dict[str, Any] = {
+        account = spec.options.service_account
+        several = spec.max_nodes > 1
+        variables = {
+            **spec.env,
+            "WORLD_SIZE": str(spec.max_nodes) if several else None,
+            "MASTER_PORT": str(PORT) if several else None,
+        }
+        task = {
             "runnables": _runnables(spec),
             "computeResource": {"cpuMilli": str(spec.cpus * 1000), "memoryMib": str(int(spec.memory_gib * 1024))},
             "maxRetryCount": MAX_RETRIES if spec.spot else spec.restarts,
             "lifecyclePolicies": [{"action": "FAIL_TASK", "actionCondition": {"exitCodes": list(FAILING_EXIT_CODES)}}],
+            "volumes": [_volume(mount, number) for number, mount in enumerate(spec.mounts)] or None,
+            "environment": {"variables": variables} if spec.env or several else None,
+            "maxRunDuration": spec.time_limit_s and f"{spec.time_limit_s}s",
         }
-        if volumes := [_volume(spec, number) for number in range(len(spec.mounts))]:
-            task["volumes"] = volumes
-        variables = dict(spec.env)
-        if spec.max_nodes > 1:
-            variables |= {"WORLD_SIZE": str(spec.max_nodes), "MASTER_PORT": str(PORT)}
-        if variables:
-            task["environment"] = {"variables": variables}
-        if spec.time_limit_s is not None:
-            task["maxRunDuration"] = f"{spec.time_limit_s}s"
-        nodes = str(spec.max_nodes)
-        group: dict[str, Any] = {"taskSpec": task, "taskCount": nodes, "parallelism": nodes, "taskCountPerNode": "1"}
-        if spec.max_nodes > 1:
-            group["requireHostsFile"] = True  # all VMs are there before a task starts
-        job = {
-            "taskGroups": [group],
-            "allocationPolicy": allocation,
-            "logsPolicy": {"destination": "CLOUD_LOGGING"},
-            "labels": {"app": "stoker"},
+        group = {
+            "taskSpec": task,
+            "taskCount": str(spec.max_nodes),
+            "parallelism": str(spec.max_nodes),
+            "taskCountPerNode": "1",
+            "requireHostsFile": several or None,  # all VMs are there before a task starts
         }
-        return [Rendered(f"{spec.name}.json", json.dumps(job, indent=2, ensure_ascii=False) + "\n")]
+        allocation = {
+            "instances": [{"policy": policy, "installGpuDrivers": accelerator is not None or None}],
+            "serviceAccount": {"email": account} if account else None,
+        }
+        return to_json(
+            {
+                "taskGroups": [group],
+                "allocationPolicy": allocation,
+                "logsPolicy": {"destination": "CLOUD_LOGGING"},
+                "labels": {"app": "stoker"},
+            }
+        )
 
     def submit(self, spec: LaunchSpec) -> str:
         parent = find_parent(spec.options)
-        client = _open_client()
-        from google.cloud.batch_v1.types import Job as BatchJob
+        with self.client(parent, "Batch does not take the job.") as client:
+            from google.cloud.batch_v1.types import Job as BatchJob
 
-        job = BatchJob.from_json(self.render(spec)[0].text)
-        with google_errors("Batch does not take the job."):
-            created = client.create_job(parent=parent, job=job, job_id=spec.name, timeout=TIMEOUT_S)
-            return str(created.name)
+            job = BatchJob.from_json(self.render(spec))
+            return str(client.create_job(parent=parent, job=job, job_id=spec.name, timeout=TIMEOUT_S).name)
 
     def status(self, job: Job) -> JobStatus:
         found = self._get(job)
         if found is None:
             return JobStatus(state="unknown", text="Batch has no such job: it was deleted")
-        events = list(found.status.status_events)
-        detail = f": {events[-1].description}" if events else ""
-        code = events[-1].task_execution.exit_code if events else 0
+        state, events = found.status.state.name, list(found.status.status_events)
         return JobStatus(
-            state=STATES.get(found.status.state.name, "unknown"),
-            text=f"{found.status.state.name}{detail}",
-            exit_code=code or None,
+            state=STATES.get(state, "unknown"),
+            text=f"{state}: {events[-1].description}" if events else state,
+            exit_code=(events[-1].task_execution.exit_code if events else 0) or None,
         )
 
     def logs(self, job: Job, *, follow: bool) -> Iterator[str]:
         found = self._get(job)
         if found is None:
             return iter(())
-        project = job.id.split("/")[1]
-        query = f'logName="projects/{project}/logs/batch_task_logs" labels.job_uid="{found.uid}"'
-        return log_lines(
-            job.id,
-            query,
-            follow=follow,
-            is_running=lambda: self.status(job).state in ("queued", "running"),
-        )
+        query = f'logName="projects/{job.id.split("/")[1]}/logs/batch_task_logs" labels.job_uid="{found.uid}"'
+        return self.log_lines(job, query, follow=follow)
 
     def cancel(self, job: Job) -> None:
         """Batch keeps the job, as cancelled."""
-        if self.status(job).state not in ("queued", "running"):
-            return
-        client = _open_client()
-        with google_errors("The job cannot be cancelled.", missing=lambda: None):
-            client.cancel_job(request={"name": job.id}, timeout=TIMEOUT_S)
+        if self.status(job).is_live:
+            with self.client(job.id, "The job cannot be cancelled.", "NotFound") as client:
+                client.cancel_job(request={"name": job.id}, timeout=TIMEOUT_S)
+
+    def open_client(self, name: str) -> Any:  # noqa: ARG002  # all regions have one address
+        from google.cloud.batch_v1 import BatchServiceClient
+
+        return BatchServiceClient(transport="rest")
 
     def _get(self, job: Job) -> Any:
-        client = _open_client()
         found: Any = None
-        with google_errors("The job cannot be read.", missing=lambda: None):
+        with self.client(job.id, "The job cannot be read.", "NotFound") as client:
             found = client.get_job(name=job.id, timeout=TIMEOUT_S)
         return found
 
 
+def _volume(mount: Mount, number: int) -> dict[str, Any]:
+    if mount.nfs is None:
+        return {"gcs": {"remotePath": (mount.source or "")[5:]}, "mountPath": _host_path(number)}
+    server, export = mount.nfs
+    return {"nfs": {"server": server, "remotePath": export}, "mountPath": _host_path(number)}
+
+
 def _runnables(spec: LaunchSpec) -> list[dict[str, Any]]:
+    several = spec.max_nodes > 1
     options = [f"--shm-size={int(spec.shm_gib * 1024)}m"]
-    container: dict[str, Any] = {"imageUri": spec.image, "entrypoint": "stoker", "commands": list(spec.arguments)}
-    runnables: list[dict[str, Any]] = []
-    if spec.max_nodes > 1:
-        runnables.append({"script": {"text": OPEN_PORTS}})
-        options.append("--network=host")
-        container |= {"entrypoint": "/bin/sh", "commands": ["-c", START, "stoker", *spec.arguments]}
+    options += ["--network=host"] if several else []
+    options += ["--privileged"] if spec.gpus else []
     volumes = [f"{_host_path(number)}:{mount.path}" for number, mount in enumerate(spec.mounts)]
-    if spec.gpus:
-        options.append("--privileged")
-        volumes += DRIVER_VOLUMES
-    if volumes:
-        container["volumes"] = volumes
-    container["options"] = " ".join(options)
-    return [*runnables, {"container": container}]
+    container = {
+        "imageUri": spec.image,
+        "entrypoint": "/bin/sh" if several else "stoker",
+        "commands": ["-c", START, "stoker", *spec.arguments] if several else list(spec.arguments),
+        "volumes": [*volumes, *(DRIVER_VOLUMES if spec.gpus else ())] or None,
+        "options": " ".join(options),
+    }
+    return [*([{"script": {"text": OPEN_PORTS}}] if several else []), {"container": container}]
 
 
 def _host_path(number: int) -> str:
     return f"/mnt/disks/mount-{number}"
-
-
-def _volume(spec: LaunchSpec, number: int) -> dict[str, Any]:
-    mount = spec.mounts[number]
-    nfs = split_nfs(mount, "Batch", buckets="gs://BUCKET:/path")
-    if nfs is None:
-        return {"gcs": {"remotePath": (mount.source or "")[5:]}, "mountPath": _host_path(number)}
-    return {"nfs": {"server": nfs[0], "remotePath": nfs[1]}, "mountPath": _host_path(number)}
-
-
-def _open_client() -> Any:
-    with needs_package("google-cloud-batch", "Launching on Batch"):
-        from google.cloud.batch_v1 import BatchServiceClient
-    with google_errors("Batch cannot be reached."):
-        return BatchServiceClient(transport="rest")

@@ -5,50 +5,60 @@ whether a pod is started again: not after those that would come again, uncounted
 spot node, a drain, a higher priority). Rendering needs no client; submitting sends exactly the YAML that was rendered.
 """
 
+import contextlib
 import math
+import os
 import re
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import yaml
 
-from stoker.errors import ConfigError, nearest
-from stoker.launching.containers import (
-    FAILING_EXIT_CODES,
-    PORT,
-    check_container,
-    check_mig_slice,
-    node_variables,
-)
-from stoker.launching.kubernetes_client import INDEX, KINDS, LABEL, Cluster, describe, exit_code_of, state_of
-from stoker.launching.spec import Job, JobStatus, LaunchSpec, Mount, Reach, Rendered
+from stoker.errors import ConfigError, PreflightError, UsageError, nearest, needs_package
+from stoker.launching.containers import FAILING_EXIT_CODES, PORT, check_container, check_mig_slice, without_none
+from stoker.launching.spec import Job, JobStatus, LaunchSpec, Mount, Place, State
 from stoker.planning.machines import Machine, listed_machines
 
+KINDS = {
+    "job": ("batch", "v1", "jobs", "Job"),
+    "jobset": ("jobset.x-k8s.io", "v1alpha2", "jobsets", "JobSet"),
+    "trainjob": ("trainer.kubeflow.org", "v1alpha1", "trainjobs", "TrainJob"),
+}
+"""--kind → group, version, plural, kind of the API."""
+INSTALL = {
+    "jobset": "install JobSet in the cluster (jobset.sigs.k8s.io), or --kind job",
+    "trainjob": "install Kubeflow Trainer 2.2 or later in the cluster, or --kind job",
+}
+LABEL = "app.kubernetes.io/instance"
+"""Of all that belongs to a job; its value is the name of the job."""
+INDEX = "batch.kubernetes.io/job-completion-index"
+LIMIT: dict[str, Any] = {"_request_timeout": 30}
+"""Seconds for an answer: the client itself waits without end. Following a log takes as long as the job."""
 RUNTIME = "torch-distributed"
 """The ClusterTrainingRuntime that Kubeflow Trainer comes with."""
 SPOT_GRACE_S = 15
 """Of the 30 s of a spot VM, for pods that are not the system's ("Termination and graceful shutdown" in
 cloud.google.com/kubernetes-engine/docs/concepts/spot-vms). EKS and AKS give more."""
+GKE_SPOT = ("cloud.google.com/gke-spot", "true")
 SPOT_LABELS = (
-    ("cloud.google.com/gke-spot", "true"),
+    GKE_SPOT,
     ("eks.amazonaws.com/capacityType", "SPOT"),
     ("karpenter.sh/capacity-type", "spot"),
     ("kubernetes.azure.com/scalesetpriority", "spot"),
 )
-"""How GKE, EKS, Karpenter and AKS mark spot nodes. GKE and AKS taint them with the same key and value."""
+"""How GKE, EKS, Karpenter and AKS mark spot nodes."""
+SPOT_TAINTS = (GKE_SPOT, SPOT_LABELS[3])
+"""GKE and AKS taint them with the same key and value."""
 FOLLOW_S = 2.0
 
 
-class Kubernetes:
+class Kubernetes(Place):
     name = "k8s"
-    reach: Reach = "containers"
-    cloud: str | None = None
+    file = "{name}.yaml"
     options = frozenset({"namespace", "queue", "kind", "service_account"})
-    max_nodes: int | None = None
-    needs_image = True
-    spot_grace_s: int | None = SPOT_GRACE_S
-    default_grace_s = 60
+    spot_grace_s = SPOT_GRACE_S
 
     def check(self, spec: LaunchSpec) -> list[str]:
         kind = _kind(spec)
@@ -73,63 +83,60 @@ class Kubernetes:
             warnings.append(f"restarts of a TrainJob are those of its runtime {RUNTIME}: exit codes do not decide")
         return warnings
 
-    def render(self, spec: LaunchSpec) -> list[Rendered]:
-        kind = _kind(spec)
-        documents = {"job": _render_job, "jobset": _render_jobset, "trainjob": _render_trainjob}[kind](spec)
-        text = yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120)
-        return [Rendered(f"{spec.name}.yaml", text)]
+    def render(self, spec: LaunchSpec) -> str:
+        documents = {"job": _render_job, "jobset": _render_jobset, "trainjob": _render_trainjob}[_kind(spec)](spec)
+        return yaml.dump_all(without_none(documents), Dumper=_Dumper, sort_keys=False, width=120)
 
     def submit(self, spec: LaunchSpec) -> str:
-        api = Cluster(_kind(spec))
-        namespace = spec.options.namespace or api.namespace
+        cluster = Cluster(_kind(spec), spec.options.namespace, spec.name)
         created = []
         try:
-            for document in yaml.safe_load_all(self.render(spec)[0].text):
+            for document in yaml.safe_load_all(self.render(spec)):
                 created.append(document["kind"])
-                api.create(namespace, document)
+                cluster.create(document)
         except Exception:
             if created[:-1] == ["Service"]:
-                api.delete_service(namespace, spec.name)
+                cluster.delete_service()
             raise
-        return f"{_kind(spec)}/{namespace}/{spec.name}"
+        return f"{cluster.kind}/{cluster.namespace}/{spec.name}"
 
     def status(self, job: Job) -> JobStatus:
-        kind, namespace, name = job.id.split("/")
-        api = Cluster(kind)
-        found = api.get(namespace, name)
+        cluster = _open_cluster(job)
+        found = cluster.get()
         if found is None:
             return JobStatus(state="unknown", text="the cluster has no such job: it was cancelled or deleted")
-        pods = [pod for pod in api.pods(namespace, name) if pod.status is not None]
+        pods = [pod for pod in cluster.pods() if pod.status is not None]
         status = found.get("status") or {}
         return JobStatus(
-            state=state_of(status, pods),
-            text=describe(status, pods),
+            state=_state(status, pods),
+            text=_describe(status, pods),
             nodes=tuple(sorted({pod.spec.node_name for pod in pods if pod.spec.node_name})),
-            restarts=status.get("restarts", status.get("failed", 0)) if kind != "trainjob" else None,
-            exit_code=exit_code_of(pods),
+            restarts=status.get("restarts", status.get("failed", 0)) if cluster.kind != "trainjob" else None,
+            exit_code=_exit_code(pods),
         )
 
     def logs(self, job: Job, *, follow: bool) -> Iterator[str]:
         """Of the first node, of its newest pod."""
-        kind, namespace, name = job.id.split("/")
-        api = Cluster(kind)
+        cluster = _open_cluster(job)
         seen: set[str] = set()
         while True:
-            for pod in api.pods(namespace, name):
+            for pod in cluster.pods():
                 index = (pod.metadata.annotations or {}).get(INDEX, "0")
                 if index == "0" and pod.metadata.uid not in seen and pod.status.phase != "Pending":
-                    yield from api.log(namespace, pod.metadata.name, follow=follow)
+                    yield from cluster.log(pod.metadata.name, follow=follow)
                     seen.add(pod.metadata.uid)
-            if not follow or self.status(job).state not in ("queued", "running"):
+            if not follow or not self.status(job).is_live:
                 return
             time.sleep(FOLLOW_S)
 
     def cancel(self, job: Job) -> None:
-        kind, namespace, name = job.id.split("/")
-        api = Cluster(kind)
-        api.delete(namespace, name)
-        if kind == "job":
-            api.delete_service(namespace, name)
+        cluster = _open_cluster(job)
+        cluster.delete()
+        if cluster.kind == "job":
+            cluster.delete_service()
+
+
+# What is submitted
 
 
 def _kind(spec: LaunchSpec) -> str:
@@ -146,39 +153,32 @@ def _is_gke(spec: LaunchSpec) -> bool:
     return (spec.gpu or "").startswith("nvidia-") or (machine is not None and machine.cloud == "GCP")
 
 
-def _metadata(spec: LaunchSpec, *, queue: bool = True) -> dict[str, Any]:
-    metadata: dict[str, Any] = {"name": spec.name}
-    if spec.options.namespace is not None:
-        metadata["namespace"] = spec.options.namespace
-    metadata["labels"] = {"app.kubernetes.io/name": "stoker", LABEL: spec.name}
-    if queue and spec.options.queue is not None:
-        metadata["labels"]["kueue.x-k8s.io/queue-name"] = spec.options.queue
-    return metadata
+def _labels(spec: LaunchSpec) -> dict[str, Any]:
+    return {"app.kubernetes.io/name": "stoker", LABEL: spec.name}
 
 
-def _api_version(kind: str) -> dict[str, Any]:
-    group, version, _, name = KINDS[kind]
-    return {"apiVersion": f"{group}/{version}", "kind": name}
-
-
-def _suspended(spec: LaunchSpec) -> dict[str, Any]:
-    return {"suspend": True} if spec.options.queue is not None else {}
+def _object(spec: LaunchSpec, body: dict[str, Any]) -> dict[str, Any]:
+    """A job of the kind of the spec. Kueue starts one that has a queue."""
+    group, version, _, name = KINDS[_kind(spec)]
+    queue = spec.options.queue
+    labels = {**_labels(spec), "kueue.x-k8s.io/queue-name": queue}
+    return {
+        "apiVersion": f"{group}/{version}",
+        "kind": name,
+        "metadata": {"name": spec.name, "namespace": spec.options.namespace, "labels": labels},
+        "spec": {"suspend": None if queue is None else True, **body},
+    }
 
 
 def _render_job(spec: LaunchSpec) -> list[dict[str, Any]]:
     # Each preempted node makes the others fail, once.
-    job_spec = {
-        **_suspended(spec),
-        **_job_spec(spec, spec.restarts * spec.max_nodes, master=f"{spec.name}-0.{spec.name}"),
-    }
-    job = {**_api_version("job"), "metadata": _metadata(spec), "spec": job_spec}
+    job = _object(spec, _job_spec(spec, spec.restarts * spec.max_nodes))
     if spec.max_nodes == 1:
         return [job]
-    job_spec["template"]["spec"]["subdomain"] = spec.name
     service = {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": _metadata(spec, queue=False),
+        "metadata": {"name": spec.name, "namespace": spec.options.namespace, "labels": _labels(spec)},
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
@@ -191,29 +191,24 @@ def _render_job(spec: LaunchSpec) -> list[dict[str, Any]]:
 
 def _render_jobset(spec: LaunchSpec) -> list[dict[str, Any]]:
     # A failed pod fails the Job, and JobSet starts all nodes again; the first exit codes fail the JobSet.
-    template = {"spec": _job_spec(spec, 0, master=f"{spec.name}-node-0-0.{spec.name}")}
-    failure = {
-        "maxRestarts": spec.restarts,
-        "rules": [{"name": "wouldFailAgain", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
-    }
+    rule = {"name": "wouldFailAgain", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     jobset_spec = {
-        **_suspended(spec),
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-        "failurePolicy": failure,
-        "replicatedJobs": [{"name": "node", "replicas": 1, "template": template}],
+        "failurePolicy": {"maxRestarts": spec.restarts, "rules": [rule]},
+        "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": _job_spec(spec, 0)}}],
     }
-    return [{**_api_version("jobset"), "metadata": _metadata(spec), "spec": jobset_spec}]
+    return [_object(spec, jobset_spec)]
 
 
 def _render_trainjob(spec: LaunchSpec) -> list[dict[str, Any]]:
-    pod = _pod(spec, master=f"{spec.name}-node-0-0.{spec.name}")
-    container = pod["spec"].pop("containers")[0]
+    template = _pod(spec)
+    pod = template["spec"]
+    container = pod["containers"][0]
     patched = ("serviceAccountName", "terminationGracePeriodSeconds", "securityContext", "nodeSelector", "affinity")
-    patch = {name: pod["spec"][name] for name in (*patched, "tolerations", "volumes") if name in pod["spec"]}
+    patch = {name: pod[name] for name in (*patched, "tolerations", "volumes")}
     patch["containers"] = [{"name": "node", "volumeMounts": container["volumeMounts"]}]
-    node = {"name": "node", "template": {"spec": {"template": {"metadata": pod["metadata"], "spec": patch}}}}
-    train_spec: dict[str, Any] = {
-        **_suspended(spec),
+    node = {"name": "node", "template": {"spec": {"template": {"metadata": template["metadata"], "spec": patch}}}}
+    train_spec = {
         "runtimeRef": {"name": RUNTIME},
         "trainer": {
             "image": container["image"],
@@ -227,39 +222,43 @@ def _render_trainjob(spec: LaunchSpec) -> list[dict[str, Any]]:
         "runtimePatches": [
             {"manager": "stoker", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [node]}}}}
         ],
+        "activeDeadlineSeconds": spec.time_limit_s,
     }
-    if spec.time_limit_s is not None:
-        train_spec["activeDeadlineSeconds"] = spec.time_limit_s
-    return [{**_api_version("trainjob"), "metadata": _metadata(spec), "spec": train_spec}]
+    return [_object(spec, train_spec)]
 
 
-def _job_spec(spec: LaunchSpec, backoff_limit: int, *, master: str) -> dict[str, Any]:
+def _job_spec(spec: LaunchSpec, backoff_limit: int) -> dict[str, Any]:
     codes = {"containerName": "stoker", "operator": "In"}
     rules = [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {"action": "Ignore", "onExitCodes": {**codes, "values": [75]}},
         {"action": "FailJob", "onExitCodes": {**codes, "values": list(FAILING_EXIT_CODES)}},
     ]
-    job_spec: dict[str, Any] = {
+    return {
         "completionMode": "Indexed",
         "completions": spec.max_nodes,
         "parallelism": spec.max_nodes,
         "backoffLimit": backoff_limit,
         "podReplacementPolicy": "Failed",
         "podFailurePolicy": {"rules": rules},
+        "activeDeadlineSeconds": spec.time_limit_s,
+        "template": _pod(spec),
     }
-    if spec.time_limit_s is not None:
-        job_spec["activeDeadlineSeconds"] = spec.time_limit_s
-    return {**job_spec, "template": _pod(spec, master=master)}
 
 
-def _pod(spec: LaunchSpec, *, master: str) -> dict[str, Any]:
+def _pod(spec: LaunchSpec) -> dict[str, Any]:
     """The template of a pod, which is a node of the training."""
+    several = spec.max_nodes > 1
+    is_job = _kind(spec) == "job"  # JobSet and TrainJob make a Service of their own
     env: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in spec.env.items()]
-    if spec.max_nodes > 1:
-        index = {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX}']"}}
-        env += [{"name": "RANK", "valueFrom": index}]
-        env += [{"name": name, "value": value} for name, value in node_variables(spec, master).items()]
+    if several:
+        master = f"{spec.name}-0.{spec.name}" if is_job else f"{spec.name}-node-0-0.{spec.name}"
+        env += [
+            {"name": "RANK", "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX}']"}}},
+            {"name": "WORLD_SIZE", "value": str(spec.max_nodes)},
+            {"name": "MASTER_ADDR", "value": master},
+            {"name": "MASTER_PORT", "value": str(PORT)},
+        ]
     cpus, memory_gib = _schedulable(spec)
     resources: dict[str, str | int] = {"cpu": f"{round(cpus * 1000)}m", "memory": _mebibytes(memory_gib)}
     if spec.gpus:
@@ -267,20 +266,22 @@ def _pod(spec: LaunchSpec, *, master: str) -> dict[str, Any]:
     volumes = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": _mebibytes(spec.shm_gib)}}]
     volumes += [_volume(mount, number) for number, mount in enumerate(spec.mounts)]
     paths = ["/dev/shm", *(mount.path for mount in spec.mounts)]
-    container: dict[str, Any] = {
+    container = {
         "name": "stoker",
         "image": spec.image,
         "command": ["stoker"],
         "args": list(spec.arguments),
         "env": env,
-        "resources": {"requests": resources, "limits": dict(resources)},
+        "resources": {"requests": resources, "limits": resources},
         "volumeMounts": [
             {"name": volume["name"], "mountPath": path} for volume, path in zip(volumes, paths, strict=True)
         ],
+        "ports": [{"name": "rendezvous", "containerPort": PORT, "protocol": "TCP"}] if several else None,
     }
-    if spec.max_nodes > 1:
-        container["ports"] = [{"name": "rendezvous", "containerPort": PORT, "protocol": "TCP"}]
-    pod: dict[str, Any] = {
+    # The user of the image may write to a new disk, which belongs to root.
+    has_disk = any("persistentVolumeClaim" in volume for volume in volumes)
+    has_bucket = any("csi" in volume for volume in volumes)
+    pod = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": spec.grace_s,
         "enableServiceLinks": False,  # a Service named stoker would set STOKER_… variables
@@ -288,16 +289,12 @@ def _pod(spec: LaunchSpec, *, master: str) -> dict[str, Any]:
         **_placement(spec),
         "containers": [container],
         "volumes": volumes,
+        "serviceAccountName": spec.options.service_account,
+        "securityContext": {"fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"} if has_disk else None,
+        "subdomain": spec.name if several and is_job else None,
     }
-    if spec.options.service_account is not None:
-        pod["serviceAccountName"] = spec.options.service_account
-    if any("persistentVolumeClaim" in volume for volume in volumes):
-        # The user of the image may write to a new disk, which belongs to root.
-        pod["securityContext"] = {"fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"}
-    metadata: dict[str, Any] = {"labels": {"app.kubernetes.io/name": "stoker", LABEL: spec.name}}
-    if any("csi" in volume for volume in volumes):
-        metadata["annotations"] = {"gke-gcsfuse/volumes": "true"}
-    return {"metadata": metadata, "spec": pod}
+    annotations = {"gke-gcsfuse/volumes": "true"} if has_bucket else None
+    return {"metadata": {"labels": _labels(spec), "annotations": annotations}, "spec": pod}
 
 
 def _schedulable(spec: LaunchSpec) -> tuple[float, float]:
@@ -327,34 +324,27 @@ def _gpu_resource(spec: LaunchSpec) -> str:
 
 def _placement(spec: LaunchSpec) -> dict[str, Any]:
     """On which nodes a pod may run."""
-    selector: dict[str, str] = {}
-    tolerations: list[dict[str, str]] = []
-    if spec.machine_type is not None:
-        selector["node.kubernetes.io/instance-type"] = spec.machine_type.partition("+")[0]
-    if spec.gpus:
-        tolerations.append({"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"})
-    if spec.mig_slice is not None and _is_gke(spec):
-        selector["cloud.google.com/gke-gpu-partition-size"] = spec.mig_slice
-    elif spec.mig_slice is None and spec.gpu is not None:
-        label = "cloud.google.com/gke-accelerator" if _is_gke(spec) else "nvidia.com/gpu.product"
-        selector[label] = spec.gpu
-    placement: dict[str, Any] = {}
+    is_gke = _is_gke(spec)
+    gpu = None if spec.mig_slice else spec.gpu
+    selector = {
+        "node.kubernetes.io/instance-type": spec.machine_type and spec.machine_type.partition("+")[0],
+        "cloud.google.com/gke-gpu-partition-size": spec.mig_slice if is_gke else None,
+        "cloud.google.com/gke-accelerator": gpu if is_gke else None,
+        "nvidia.com/gpu.product": None if is_gke else gpu,
+        GKE_SPOT[0]: GKE_SPOT[1] if spec.spot and is_gke else None,
+    }
+    tolerations = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}] if spec.gpus else []
+    affinity = None
     if spec.spot:
-        known = SPOT_LABELS[:1] if _is_gke(spec) else SPOT_LABELS
-        for key, value in known:
-            if value in ("true", "spot") and "karpenter" not in key:
-                tolerations.append({"key": key, "operator": "Equal", "value": value, "effect": "NoSchedule"})
-        if len(known) == 1:
-            selector[known[0][0]] = known[0][1]
-        else:  # terms are alternatives
-            terms = [{"matchExpressions": [{"key": key, "operator": "In", "values": [value]}]} for key, value in known]
+        for key, value in SPOT_TAINTS[:1] if is_gke else SPOT_TAINTS:
+            tolerations.append({"key": key, "operator": "Equal", "value": value, "effect": "NoSchedule"})
+        if not is_gke:  # terms are alternatives
+            terms = [
+                {"matchExpressions": [{"key": key, "operator": "In", "values": [value]}]} for key, value in SPOT_LABELS
+            ]
             required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
-            placement["affinity"] = {"nodeAffinity": required}
-    if selector:
-        placement["nodeSelector"] = selector
-    if tolerations:
-        placement["tolerations"] = tolerations
-    return placement
+            affinity = {"nodeAffinity": required}
+    return {"affinity": affinity, "nodeSelector": without_none(selector) or None, "tolerations": tolerations or None}
 
 
 def _volume(mount: Mount, number: int) -> dict[str, Any]:
@@ -363,8 +353,8 @@ def _volume(mount: Mount, number: int) -> dict[str, Any]:
     if match := re.fullmatch(r"gs://([a-z0-9][a-z0-9._-]+)/?", source):
         attributes = {"bucketName": match[1], "mountOptions": "implicit-dirs"}
         return {"name": name, "csi": {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": attributes}}
-    if match := re.fullmatch(r"([\w.-]+):(/(?!/).*)", source):
-        return {"name": name, "nfs": {"server": match[1], "path": match[2]}}
+    if mount.nfs is not None:
+        return {"name": name, "nfs": {"server": mount.nfs[0], "path": mount.nfs[1]}}
     if re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", source):
         return {"name": name, "persistentVolumeClaim": {"claimName": source}}
     raise ConfigError(
@@ -377,9 +367,6 @@ class _Dumper(yaml.SafeDumper):
     """Quotes strings that another reader of YAML takes for numbers or booleans: PyYAML writes `--lr 1e-3` as 1e-3,
     which kubectl reads as a number."""
 
-    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
-        return True
-
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     plain = re.match(r"(?:--)?[A-Za-z/]", text) and text.lower() not in ("y", "n")
@@ -387,3 +374,139 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 
 _Dumper.add_representer(str, _represent_text)
+
+
+# The official client
+
+
+def _open_cluster(job: Job) -> "Cluster":
+    return Cluster(*job.id.split("/"))
+
+
+class Cluster:
+    """The official client, for one job; its errors become StokerErrors. namespace: None takes that of the context."""
+
+    def __init__(self, kind: str, namespace: str | None, name: str) -> None:
+        with needs_package("kubernetes", "Launching on Kubernetes"):
+            import kubernetes
+        self.kind, self.namespace, self._name = kind, namespace or "default", name
+        self._api_error = kubernetes.client.ApiException
+        file = os.environ.get("KUBECONFIG")
+        try:
+            kubernetes.config.load_config(**({"config_file": file} if file else {}))
+            with contextlib.suppress(kubernetes.config.ConfigException):  # inside a cluster there is no context
+                _, active = kubernetes.config.list_kube_config_contexts(config_file=file)
+                self.namespace = namespace or active["context"].get("namespace") or "default"
+        except kubernetes.config.ConfigException as error:
+            fix = "set KUBECONFIG, or kubectl config use-context NAME"
+            raise PreflightError(
+                "No Kubernetes cluster is configured.", location=file or "~/.kube/config", cause=str(error), fix=fix
+            ) from error
+        self._objects: Any = kubernetes.client.CustomObjectsApi()
+        self._core: Any = kubernetes.client.CoreV1Api()
+        group, version, plural, _ = KINDS[kind]
+        self._path = (group, version, self.namespace, plural)
+
+    def create(self, document: Any) -> None:
+        with self._errors(f"The cluster does not take the {document['kind']}."):
+            if document["kind"] == "Service":
+                self._core.create_namespaced_service(self.namespace, document, **LIMIT)
+            else:
+                self._objects.create_namespaced_custom_object(*self._path, document, **LIMIT)
+
+    def get(self) -> Any:
+        """None: there is no such job."""
+        found: Any = None
+        with self._errors("The job cannot be read.", missing_is_none=True):
+            found = self._objects.get_namespaced_custom_object(*self._path, self._name, **LIMIT)
+        return found
+
+    def pods(self) -> list[Any]:
+        """Oldest first."""
+        with self._errors("The pods of the job cannot be read."):
+            selector = f"{LABEL}={self._name}"
+            pods = self._core.list_namespaced_pod(self.namespace, label_selector=selector, **LIMIT).items
+        return sorted(pods, key=lambda pod: str(pod.metadata.creation_timestamp))
+
+    def log(self, pod: str, *, follow: bool) -> Iterator[str]:
+        with self._errors("The output of the job cannot be read."):
+            response = self._core.read_namespaced_pod_log(pod, self.namespace, follow=follow, _preload_content=False)
+            for line in response:
+                yield line.decode(errors="replace").rstrip("\n")
+
+    def delete(self) -> None:
+        """Pods get SIGTERM and their grace period."""
+        body = {"propagationPolicy": "Foreground"}
+        with self._errors("The job cannot be cancelled.", missing_is_none=True):
+            self._objects.delete_namespaced_custom_object(*self._path, self._name, body=body, **LIMIT)
+
+    def delete_service(self) -> None:
+        with self._errors("The Service of the job cannot be deleted.", missing_is_none=True):
+            self._core.delete_namespaced_service(self._name, self.namespace, **LIMIT)
+
+    @contextlib.contextmanager
+    def _errors(self, what: str, *, missing_is_none: bool = False) -> Iterator[None]:
+        import urllib3
+
+        try:
+            yield
+        except self._api_error as error:
+            if error.status == 404 and missing_is_none:
+                return
+            message = _message(error)
+            if error.status == 409:
+                fix = "another --name, or `stoker launch cancel` first"
+                raise UsageError("The cluster has a job of this name.", cause=message, fix=fix) from error
+            if error.status == 404 and self.kind in INSTALL:
+                missing = f"The cluster has no {KINDS[self.kind][3]}."
+                raise PreflightError(missing, cause=message, fix=INSTALL[self.kind]) from error
+            kind = UsageError if error.status in (400, 422) else PreflightError
+            raise kind(what, cause=f"{error.status} {message}") from error
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            fix = "kubectl cluster-info shows whether it answers"
+            raise PreflightError("The Kubernetes cluster does not answer.", cause=str(error), fix=fix) from error
+
+
+def _message(error: Any) -> str:
+    try:
+        return str(msgspec.json.decode(error.body or b"")["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return str(error.reason)
+
+
+def _conditions(status: dict[str, Any]) -> list[dict[str, Any]]:
+    return [row for row in status.get("conditions") or [] if row.get("status") == "True"]
+
+
+def _containers(pods: list[Any]) -> list[Any]:
+    """The states of all containers."""
+    rows = [row for pod in pods for row in pod.status.container_statuses or []]
+    return [row.state for row in rows if row.state is not None]
+
+
+def _state(status: dict[str, Any], pods: list[Any]) -> State:
+    true = {row.get("type") for row in _conditions(status)}
+    if true & {"Complete", "Completed"}:
+        return "succeeded"
+    if "Failed" in true:
+        return "failed"
+    return "running" if any(pod.status.phase == "Running" for pod in pods) else "queued"
+
+
+def _describe(status: dict[str, Any], pods: list[Any]) -> str:
+    """The newest condition with its reason, the phases of the pods, and what containers wait for."""
+    parts = []
+    for last in _conditions(status)[-1:]:
+        detail = ": ".join(part for part in (last.get("reason"), last.get("message")) if part)
+        parts.append(f"{last.get('type')} ({detail})" if detail else str(last.get("type")))
+    phases = sorted(pod.status.phase or "Unknown" for pod in pods)
+    parts += [f"{phases.count(phase)} pods {phase}" for phase in dict.fromkeys(phases)]
+    waiting = {state.waiting.reason for state in _containers(pods) if state.waiting is not None}
+    return ", ".join([*parts, *sorted(filter(None, waiting))]) or "no pods yet"
+
+
+def _exit_code(pods: list[Any]) -> int | None:
+    """Of the container that ended last."""
+    ended = [state.terminated for state in _containers(pods) if state.terminated is not None]
+    last = max(ended, key=lambda row: str(row.finished_at or ""), default=None)
+    return None if last is None else int(last.exit_code)

@@ -15,25 +15,23 @@ import psutil
 
 from stoker.errors import UsageError, writing
 from stoker.launching.jobs import read_log, recorded_end
-from stoker.launching.spec import Job, JobStatus, LaunchSpec, Reach, Rendered
+from stoker.launching.spec import Job, JobStatus, LaunchSpec, Place
 
 _CLOCK_TOLERANCE_S = 2.0
 """psutil computes the start of a process from the clock, which may be set."""
 
 
-class Local:
+class Local(Place):
     """This machine."""
 
     name = "local"
-    reach: Reach = "this machine"
-    cloud = None
-    options: frozenset[str] = frozenset()
-    max_nodes: int | None = 1
-    needs_image = False
-    spot_grace_s = None
-    default_grace_s = 60
+    file = "command"
+    reach = "this machine"
 
     def check(self, spec: LaunchSpec) -> list[str]:
+        if spec.max_nodes > 1:
+            fix = "--devices N: several GPUs of one machine; or another place"
+            raise UsageError(f"local has 1 node, --nodes asks for {spec.max_nodes}.", fix=fix)
         for flag, value in (("--image", spec.image), ("--machine-type", spec.machine_type), ("--gpu", spec.gpu)):
             if value is not None:
                 raise UsageError(
@@ -41,16 +39,15 @@ class Local:
                 )
         return []
 
-    def render(self, spec: LaunchSpec) -> list[Rendered]:
-        variables = [f"{name}={value}" for name, value in spec.env.items()]
-        return [Rendered("command", shlex.join([*(("env", *variables) if variables else ()), *_command(spec)]) + "\n")]
+    def render(self, spec: LaunchSpec) -> str:
+        return shlex.join(_command(spec)) + "\n"
 
     def submit(self, spec: LaunchSpec) -> str:
         with writing("The log of the job cannot be written.", spec.log):
             Path(spec.log).parent.mkdir(parents=True, exist_ok=True)
             with Path(spec.log).open("ab") as log:
                 process = subprocess.Popen(
-                    ["env", *(f"{name}={value}" for name, value in spec.env.items()), *_command(spec)],
+                    _command(spec),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -74,8 +71,9 @@ class Local:
 
 
 def _command(spec: LaunchSpec) -> list[str]:
+    env = ("env", *(f"{name}={value}" for name, value in spec.env.items())) if spec.env else ()
     restarts = ("--restarts", str(spec.restarts)) if spec.restarts else ()
-    return [sys.executable, "-m", "stoker", *spec.arguments, *restarts]
+    return [*env, sys.executable, "-m", "stoker", *spec.arguments, *restarts]
 
 
 def _find(job: Job) -> psutil.Process | None:

@@ -12,18 +12,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from stoker.errors import PreflightError, UsageError, needs_package
-from stoker.launching.spec import Job, JobStatus, LaunchSpec, Reach, Rendered, State
+from stoker.launching.spec import Job, JobStatus, LaunchSpec, Place, states
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
-_STATES: dict[str, State] = {
-    "PENDING": "queued",
-    "RUNNING": "running",
-    "SUCCEEDED": "succeeded",
-    "FAILED": "failed",
-    "STOPPED": "cancelled",
-}
+_STATES = states(
+    {"queued": "PENDING", "running": "RUNNING", "succeeded": "SUCCEEDED", "failed": "FAILED", "cancelled": "STOPPED"}
+)
 
 
 class Training(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,17 +35,13 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int
 
 
-class Ray:
+class Ray(Place):
     """A Ray cluster; `--address` (or RAY_ADDRESS) names its dashboard, default http://127.0.0.1:8265."""
 
     name = "ray"
-    reach: Reach = "shared files"
-    cloud = None
+    file = "job.json"
+    reach = "shared files"
     options = frozenset({"address"})
-    max_nodes: int | None = None
-    needs_image = False
-    spot_grace_s = None
-    default_grace_s = 60
 
     def check(self, spec: LaunchSpec) -> list[str]:
         for flag, value in (("--image", spec.image), ("--machine-type", spec.machine_type), ("--gpu", spec.mig_slice)):
@@ -61,10 +53,8 @@ class Ray:
             )
         return []
 
-    def render(self, spec: LaunchSpec) -> list[Rendered]:
-        return [
-            Rendered("job.json", msgspec.json.format(msgspec.json.encode(_request(spec)), indent=2).decode() + "\n")
-        ]
+    def render(self, spec: LaunchSpec) -> str:
+        return msgspec.json.format(msgspec.json.encode(_request(spec)), indent=2).decode() + "\n"
 
     def submit(self, spec: LaunchSpec) -> str:
         id: str = _connect(spec.options.address).submit_job(**_request(spec))

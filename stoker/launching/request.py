@@ -1,6 +1,5 @@
 """Makes the `LaunchSpec` of a `LaunchRequest`: what the user did not set is derived here."""
 
-import dataclasses
 import re
 from pathlib import Path
 
@@ -43,49 +42,43 @@ def make_spec(
     data = None if data is None else _locate(data, place)
     run_dir = _run_dir(request, data)
     min_nodes, max_nodes = parse_nodes(request.nodes)
-    grace_s = place.default_grace_s if request.grace is None else parse_time_s(request.grace, "--grace")
-    draft = LaunchSpec(
-        arguments=(),
+    machine = machine_of(request.machine_type, place, on_cpu=on_cpu)
+    devices = request.devices
+    if devices is None:
+        devices = 1 if machine is None or on_cpu else machine.gpus
+    if devices < 1:
+        raise UsageError(f"--devices {devices} is out of range.", choices=["1 or more"])
+    cpus = request.cpus
+    if cpus is None:
+        cpus = int(machine.vcpus) if machine is not None else devices if on_cpu else CPUS_PER_GPU * devices
+    memory_gib = request.memory
+    if memory_gib is None:
+        memory_gib = GIB_PER_CPU * cpus if machine is None else SYSTEM_MEMORY_FRACTION * machine.memory_gib
+    target = ("--run-dir" if request.resume is None else "--resume", run_dir)
+    several = ("--devices", str(devices)) if devices > 1 else ()
+    return LaunchSpec(
+        arguments=("train", *(() if data is None else (data,)), *settings, *target, *several),
         name=request.name or _job_name(run_dir),
         run_dir=run_dir,
         data=data,
+        devices=devices,
+        gpus=0 if on_cpu else devices,
         gpu=request.gpu,
-        gpus=0 if on_cpu else 1,
         min_nodes=min_nodes,
         max_nodes=max_nodes,
+        cpus=cpus,
+        memory_gib=memory_gib,
+        shm_gib=request.shm if request.shm is not None else min(float(devices), memory_gib / 4),
         machine_type=request.machine_type,
         image=request.image,
         spot=request.spot,
-        grace_s=grace_s,
+        grace_s=place.default_grace_s if request.grace is None else parse_time_s(request.grace, "--grace"),
         time_limit_s=None if request.time_limit is None else parse_time_s(request.time_limit, "--time-limit"),
         restarts=request.restarts,
         env=check_env(request.env),
         mounts=tuple(map(_parse_mount, request.mount)),
         options=options,
         log=str(Path.cwd() / f"{_job_name(run_dir)}.log" if is_uri(run_dir) else Path(run_dir) / LOG),
-    )
-    machine = machine_of(draft, place)
-    devices = request.devices if request.devices is not None else 1 if machine is None or on_cpu else machine.gpus
-    if devices < 1:
-        raise UsageError(f"--devices {devices} is out of range.", choices=["1 or more"])
-    if request.cpus is not None:
-        cpus = request.cpus
-    else:
-        cpus = int(machine.vcpus) if machine is not None else devices if on_cpu else CPUS_PER_GPU * devices
-    if request.memory is not None:
-        memory_gib = request.memory
-    else:
-        memory_gib = GIB_PER_CPU * cpus if machine is None else SYSTEM_MEMORY_FRACTION * machine.memory_gib
-    target = ("--resume", run_dir) if request.resume is not None else ("--run-dir", run_dir)
-    several = ("--devices", str(devices)) if devices > 1 else ()
-    return dataclasses.replace(
-        draft,
-        arguments=("train", *(() if data is None else (data,)), *settings, *target, *several),
-        devices=devices,
-        gpus=0 if on_cpu else devices,
-        cpus=cpus,
-        memory_gib=memory_gib,
-        shm_gib=request.shm if request.shm is not None else min(float(devices), memory_gib / 4),
     )
 
 

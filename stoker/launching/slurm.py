@@ -1,4 +1,4 @@
-"""`stoker launch slurm`: one batch script, submitted with sbatch.
+"""`stoker launch slurm`: one batch script, `slurm.sbatch` with its @fields@ filled in, submitted with sbatch.
 
 Each node gets one task, which starts the ranks of its GPUs. What decides whether a job is lost:
 
@@ -24,90 +24,31 @@ from pathlib import Path
 
 from stoker.errors import PreflightError, UsageError, writing
 from stoker.launching.jobs import read_log, recorded_end
-from stoker.launching.spec import Job, JobStatus, LaunchSpec, Reach, Rendered, State
+from stoker.launching.spec import Job, JobStatus, LaunchSpec, Place, states
 
 COMMAND_TIMEOUT_S = 60
 """Of a client: it waits for a controller that is busy or restarts."""
-_STATES: dict[str, State] = {
-    "PENDING": "queued",
-    "REQUEUED": "queued",
-    "REQUEUE_HOLD": "queued",
-    "SPECIAL_EXIT": "queued",
-    "RESV_DEL_HOLD": "queued",
-    "COMPLETED": "succeeded",
-    "CANCELLED": "cancelled",
-    "BOOT_FAIL": "failed",
-    "DEADLINE": "failed",
-    "FAILED": "failed",
-    "NODE_FAIL": "failed",
-    "OUT_OF_MEMORY": "failed",
-    "PREEMPTED": "failed",
-    "REVOKED": "failed",
-    "TIMEOUT": "failed",
-}
+_STATES = states(
+    {
+        "queued": "PENDING REQUEUED REQUEUE_HOLD SPECIAL_EXIT RESV_DEL_HOLD",
+        "succeeded": "COMPLETED",
+        "cancelled": "CANCELLED",
+        "failed": "BOOT_FAIL DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED TIMEOUT",
+    }
+)
 """slurm.schedmd.com/squeue.html, "Job state codes"; all others are states of a job that still has nodes."""
-_SCRIPT = """\
-{header}
-{exports}
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-MASTER_ADDR=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
-export MASTER_ADDR="${{MASTER_ADDR:-$first}}"
-echo "stoker: job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, requeued ${{SLURM_RESTART_COUNT:-0}} times" >&2
-
-stop() {{
-    interrupted=1 asked=1
-    scancel --signal=TERM "$SLURM_JOB_ID.0"
-}}
-requeue() {{
-    state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)
-    if [ "$state" = RUNNING ]; then
-        echo "stoker: $1: requeued" >&2
-        scontrol requeue "$SLURM_JOB_ID"
-    else
-        echo "stoker: $1; the job is $state and is not requeued" >&2
-    fi
-    exit "$code"
-}}
-
-srun --kill-on-bad-exit=0 --wait={wait_s} {command} &
-step=$!
-trap stop USR1 TERM
-code= asked=
-until [ -n "$code" ]; do
-    interrupted=
-    wait "$step"
-    status=$?
-    [ -n "$interrupted" ] || code=$status
-done
-
-[ -n "$asked" ] && [ "$code" -gt 128 ] && code=75 # ended before it handled signals: nothing new to save
-case "$code" in
-    0 | 2 | 3 | 4 | 6) exit "$code" ;;
-    75) requeue "the training stopped and saved" ;;
-esac
-failures=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*Comment=failures=\\([0-9]*\\).*/\\1/p')
-failures=$((${{failures:-0}} + 1))
-if [ "$failures" -le {restarts} ]; then
-    scontrol update "JobId=$SLURM_JOB_ID" "Comment=failures=$failures"
-    requeue "exit code $code, restart $failures of {restarts}"
-fi
-exit "$code"
-"""
 STRAGGLER_WAIT_S = 900
 """How long the other nodes may run after the first one has ended: rank 0 may still upload the results
 (`bucket_run.FINISHED_TIMEOUT_S`)."""
 
 
-class Slurm:
+class Slurm(Place):
     """The cluster that sbatch of this machine submits to."""
 
     name = "slurm"
-    reach: Reach = "shared files"
-    cloud = None
+    file = "{name}.sbatch"
+    reach = "shared files"
     options = frozenset({"partition", "account"})
-    max_nodes: int | None = None
-    needs_image = False
-    spot_grace_s = None
     default_grace_s = 120
 
     def check(self, spec: LaunchSpec) -> list[str]:
@@ -126,7 +67,7 @@ class Slurm:
             )
         return []
 
-    def render(self, spec: LaunchSpec) -> list[Rendered]:
+    def render(self, spec: LaunchSpec) -> str:
         options = {
             "job-name": spec.name,
             "partition": spec.options.partition,
@@ -142,19 +83,20 @@ class Slurm:
             "output": spec.log.replace("%", "%%"),  # Slurm replaces %j and others
         }
         lines = [f"#SBATCH --{name}={shlex.quote(value)}" for name, value in options.items() if value is not None]
-        text = _SCRIPT.format(
-            header="\n".join(["#!/bin/bash", *lines, "#SBATCH --requeue"]),
-            exports="\n".join(f"export {name}={shlex.quote(value)}" for name, value in spec.env.items()),
-            command=shlex.join([sys.executable, "-m", "stoker", *spec.arguments]),
-            wait_s=STRAGGLER_WAIT_S,
-            restarts=spec.restarts,
-        )
-        return [Rendered(f"{spec.name}.sbatch", text)]
+        values = {
+            "options": "\n".join(lines),
+            "exports": "\n".join(f"export {name}={shlex.quote(value)}" for name, value in spec.env.items()),
+            "command": shlex.join([sys.executable, "-m", "stoker", *spec.arguments]),
+            "wait_s": str(STRAGGLER_WAIT_S),
+            "restarts": str(spec.restarts),
+        }
+        template = Path(__file__).with_suffix(".sbatch").read_text(encoding="utf-8")
+        return re.sub(r"@(\w+)@", lambda match: values[match[1]], template)
 
     def submit(self, spec: LaunchSpec) -> str:
         with writing("The log of the job cannot be written.", spec.log):
             Path(spec.log).parent.mkdir(parents=True, exist_ok=True)
-        answer = _run(["sbatch", "--parsable"], stdin=self.render(spec)[0].text)
+        answer = _run(["sbatch", "--parsable"], stdin=self.render(spec))
         return answer.strip().partition(";")[0]  # a federation adds its cluster's name
 
     def status(self, job: Job) -> JobStatus:
@@ -176,7 +118,7 @@ class Slurm:
         )
 
     def logs(self, job: Job, *, follow: bool) -> Iterator[str]:
-        return read_log(job.log, follow=follow, is_running=lambda: self.status(job).state in ("queued", "running"))
+        return read_log(job.log, follow=follow, is_running=lambda: self.status(job).is_live)
 
     def cancel(self, job: Job) -> None:
         with contextlib.suppress(_UnknownJob):

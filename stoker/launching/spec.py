@@ -1,17 +1,29 @@
-"""What is launched, and what a place is that can run it."""
+"""What is launched, what a place is that can run it, and the places that there are, imported when they are used."""
 
 import dataclasses
+import importlib
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
+
+from stoker.errors import UsageError, nearest
 
 State = Literal["queued", "running", "succeeded", "failed", "cancelled", "unknown"]
 """Of a job. `running` until nothing of it runs any more; `unknown`: the place has forgotten the job."""
 Reach = Literal["this machine", "shared files", "containers"]
 """What a job of a place sees of the files of this machine: all; those of shared file systems, at the same paths;
 nothing but what is mounted."""
+PLACES = {
+    "local": "stoker.launching.local:Local",
+    "slurm": "stoker.launching.slurm:Slurm",
+    "k8s": "stoker.launching.kubernetes:Kubernetes",
+    "vertex": "stoker.launching.vertex:Vertex",
+    "gcp-batch": "stoker.launching.gcp_batch:GcpBatch",
+    "ray": "stoker.launching.ray:Ray",
+}
+ALIASES = {"kubernetes": "k8s", "vertex-ai": "vertex", "batch": "gcp-batch"}
 _MIG_SLICE = re.compile(r"\d+g\.\d+gb(?:\+me)?")
 
 
@@ -75,6 +87,12 @@ class Mount:
     source: str | None = None
     """What a container mounts there: a PersistentVolumeClaim, `server:/export`, a bucket; None: it is there anyway."""
 
+    @property
+    def nfs(self) -> tuple[str, str] | None:
+        """(server, export), if that is what is mounted."""
+        match = re.fullmatch(r"([\w.-]+):(/(?!/).*)", self.source or "")
+        return None if match is None else (match[1], match[2])
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlaceOptions:
@@ -105,7 +123,8 @@ class PlaceOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchSpec:
-    """A training, and the machines for it. Everything is decided: a place only writes it in its own words."""
+    """A training, and the machines for it. Everything is decided: a place only writes it in its own words. What is not
+    explained here is as in `LaunchRequest`."""
 
     arguments: tuple[str, ...]
     """Of `stoker` on each node: train, DATA, --run-dir …, --devices …; the program is the place's."""
@@ -120,25 +139,20 @@ class LaunchSpec:
     gpus: int = 0
     """GPUs (or MIG slices) of each node; 0: it trains on the CPU."""
     gpu: str | None = None
-    """A type of GPU in the words of the place, or a MIG slice (`1g.10gb`)."""
     min_nodes: int = 1
     max_nodes: int = 1
     """More than min_nodes: elastic."""
     cpus: int = 1
-    """Of each node."""
     memory_gib: float = 4.0
-    """Of each node."""
     shm_gib: float = 1.0
     """Size of /dev/shm of each node, where the place sets it; part of the memory."""
     machine_type: str | None = None
     image: str | None = None
-    """Container image with stoker."""
     spot: bool = False
     grace_s: int = 60
     """Seconds between the request to stop and the kill, where the place lets one choose."""
     time_limit_s: int | None = None
     restarts: int = 3
-    """How often the place starts it again after a failure. After a preemption it is always started again."""
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     mounts: tuple[Mount, ...] = ()
     options: PlaceOptions = PlaceOptions()
@@ -153,14 +167,6 @@ class LaunchSpec:
     @property
     def is_elastic(self) -> bool:
         return self.max_nodes > self.min_nodes
-
-
-@dataclasses.dataclass(frozen=True)
-class Rendered:
-    """A file that is submitted. text: exactly what the place gets."""
-
-    name: str
-    text: str
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -193,42 +199,65 @@ class JobStatus:
     restarts: int | None = None
     exit_code: int | None = None
 
+    @property
+    def is_live(self) -> bool:
+        """Whether it has not ended."""
+        return self.state in ("queued", "running")
 
-class Place(Protocol):
-    """Where a training can run. Errors of all methods are StokerErrors; a client that is not installed is a
-    PreflightError with its install line (`errors.needs_package`)."""
+
+class Place:
+    """Where a training can run: a subclass for each, whose attributes say what it takes. Errors of all methods are
+    StokerErrors; a client that is not installed is a PreflightError with its install line (`errors.needs_package`)."""
 
     name: str
-    reach: Reach
-    cloud: str | None
+    file: str
+    """Name of what is submitted; `{name}` stands for that of the job."""
+    reach: Reach = "containers"
+    cloud: str | None = None
     """The cloud whose machine types it has (`GCP`); None: any, or none."""
-    options: frozenset[str]
+    options: frozenset[str] = frozenset()
     """Fields of PlaceOptions that it takes."""
-    max_nodes: int | None
-    """None: any number."""
-    needs_image: bool
-    spot_grace_s: int | None
+    spot_grace_s: int | None = None
     """Notice that a spot machine of the place gives; None: `grace_s` holds there, too."""
-    default_grace_s: int
+    default_grace_s: int = 60
 
     def check(self, spec: LaunchSpec) -> list[str]:
         """The place's own rules. Returns warnings; raises UsageError. Needs no client and no network."""
-        ...
+        raise NotImplementedError
 
-    def render(self, spec: LaunchSpec) -> list[Rendered]:
-        """What would be submitted. Needs no client and no network."""
-        ...
+    def render(self, spec: LaunchSpec) -> str:
+        """Exactly what would be submitted. Needs no client and no network."""
+        raise NotImplementedError
 
     def submit(self, spec: LaunchSpec) -> str:
         """Submits; returns the id of the job."""
-        ...
+        raise NotImplementedError
 
-    def status(self, job: Job) -> JobStatus: ...
+    def status(self, job: Job) -> JobStatus:
+        raise NotImplementedError
 
     def logs(self, job: Job, *, follow: bool) -> Iterator[str]:
         """The lines of its output so far, without line ends; with `follow` also the next ones until it ends."""
-        ...
+        raise NotImplementedError
 
     def cancel(self, job: Job) -> None:
         """Asks it to save and end, for good: nothing starts it again. A job that has ended is no error."""
-        ...
+        raise NotImplementedError
+
+
+def open_place(name: str) -> Place:
+    """The place of this name. Raises UsageError, with the nearest name, if there is none."""
+    key = ALIASES.get(name.lower(), name.lower())
+    if key not in PLACES:
+        near = nearest(key, [*PLACES, *ALIASES])
+        raise UsageError(
+            f"There is no place {name!r} to launch at" + (f"; did you mean {near!r}?" if near else "."), choices=PLACES
+        )
+    module, _, kind = PLACES[key].partition(":")
+    place: Place = getattr(importlib.import_module(module), kind)()
+    return place
+
+
+def states(words: Mapping[State, str]) -> dict[str, State]:
+    """States by the words of a place. words: those of each state, with spaces between them."""
+    return {word: state for state, text in words.items() for word in text.split()}

@@ -1,6 +1,6 @@
 """Submits a training, ends its job, and applies advice: what happens to jobs, whatever the place.
 
-Each is recorded in the run folder (`jobs.py`); the places themselves are in files of their own (`places.py`).
+Each is recorded in the run folder (`jobs.py`); the places themselves are in files of their own (`spec.PLACES`).
 """
 
 import dataclasses
@@ -11,9 +11,8 @@ import msgspec
 
 from stoker.errors import UsageError
 from stoker.launching.jobs import last_job, read_jobs, remember
-from stoker.launching.places import open_place
 from stoker.launching.request import make_spec
-from stoker.launching.spec import Job, JobStatus, LaunchRequest, LaunchSpec, Place, PlaceOptions
+from stoker.launching.spec import Job, JobStatus, LaunchRequest, LaunchSpec, Place, PlaceOptions, open_place
 from stoker.launching.validate import check_launch
 
 if TYPE_CHECKING:
@@ -32,12 +31,19 @@ NOT_APPLIED = {
 
 def submit(spec: LaunchSpec, place: Place, request: LaunchRequest) -> Job:
     """Submits what was checked (`check_launch`). Raises UsageError if the run has a job already."""
-    _refuse_second_job(spec.run_dir)
+    for newest in read_jobs(spec.run_dir)[-1:]:
+        state = open_place(newest.place).status(newest)
+        if state.is_live:
+            raise UsageError(
+                f"The run has a job already: {newest.place} job {newest.id} is {state.state}.",
+                location=spec.run_dir,
+                cause=state.text,
+                fix=f"`stoker launch cancel {spec.run_dir}`, then launch it again",
+            )
     started_s = time.time()
-    id = place.submit(spec)
     job = Job(
         place=place.name,
-        id=id,
+        id=place.submit(spec),
         name=spec.name,
         run=spec.run_dir,
         t=started_s,
@@ -54,7 +60,7 @@ def cancel(job: Job) -> JobStatus:
     place = open_place(job.place)
     place.cancel(job)
     deadline_s = time.monotonic() + CANCEL_WAIT_S
-    while (state := place.status(job)).state in ("queued", "running") and time.monotonic() < deadline_s:
+    while (state := place.status(job)).is_live and time.monotonic() < deadline_s:
         time.sleep(POLL_S)
     return state
 
@@ -75,7 +81,9 @@ def apply(advice: "LaunchAdvice") -> tuple["Change", Job]:
         )
     reasons = {}
     for change in advice.changes:
-        reason = NOT_APPLIED.get(change.kind) or _needs_another_place(change, old)
+        reason = NOT_APPLIED.get(change.kind)
+        if reason is None and "machine-type" in change.flags and old.place == "slurm":
+            reason = "Slurm has no machine types: name a partition"
         if reason is None:
             return change, _replace(old, change)
         reasons[change.title] = reason
@@ -84,12 +92,6 @@ def apply(advice: "LaunchAdvice") -> tuple["Change", Job]:
         location=advice.run,
         cause="; ".join(f"{title}: {reason}" for title, reason in reasons.items()) or advice.summary,
     )
-
-
-def _needs_another_place(change: "Change", old: Job) -> str | None:
-    if "machine-type" in change.flags and old.place == "slurm":
-        return "Slurm has no machine types: name a partition"
-    return None
 
 
 def _replace(old: Job, change: "Change") -> Job:
@@ -108,7 +110,7 @@ def _replace(old: Job, change: "Change") -> Job:
     spec = dataclasses.replace(spec, name=old.name, log=old.log or spec.log)
     check_launch(spec, place)
     state = cancel(old)
-    if state.state in ("queued", "running"):
+    if state.is_live:
         raise UsageError(
             f"The {old.place} job {old.id} has not ended within {CANCEL_WAIT_S:.0f} s.",
             location=old.run,
@@ -116,18 +118,3 @@ def _replace(old: Job, change: "Change") -> Job:
             fix=f"`stoker launch status {old.run}`; when it has ended: {change.command}",
         )
     return submit(spec, place, request)
-
-
-def _refuse_second_job(run: str) -> None:
-    """Raises UsageError if the newest job of the run is not known to have ended."""
-    jobs = read_jobs(run)
-    if not jobs:
-        return
-    state = open_place(jobs[-1].place).status(jobs[-1])
-    if state.state in ("queued", "running"):
-        raise UsageError(
-            f"The run has a job already: {jobs[-1].place} job {jobs[-1].id} is {state.state}.",
-            location=run,
-            cause=state.text,
-            fix=f"`stoker launch cancel {run}`, then launch it again",
-        )

@@ -14,7 +14,6 @@ from stoker.launching.spec import LaunchSpec, Place, PlaceOptions
 from stoker.planning.machines import Machine, choose_machines, listed_machines
 from stoker.preflight.host import CORES_PER_GPU, MIN_FREE_MEMORY_BYTES
 from stoker.profiling.telemetry.platform_info import describe_storage
-from stoker.report.format import plural
 from stoker.runs.records import EVENTS, read_lines
 from stoker.runs.schemas import Event
 from stoker.storage.uri import is_uri
@@ -29,34 +28,33 @@ SYSTEM_MEMORY_FRACTION = 0.9
 def check_launch(spec: LaunchSpec, place: Place) -> list[str]:
     """Everything that can be known here. Returns warnings. Raises UsageError, PreflightError."""
     _check_options(spec, place)
-    _check_nodes(spec, place)
     _check_gpu(spec)
-    if place.needs_image and spec.image is None:
+    if place.reach == "containers" and spec.image is None:
         raise UsageError(
             f"{place.name} runs containers: which image?", fix="--image REGISTRY/IMAGE:TAG (docs/launch.md)"
         )
     _check_reach(spec, place)
-    warnings = _check_resources(spec, machine_of(spec, place))
+    warnings = _check_resources(spec, machine_of(spec.machine_type, place, on_cpu=spec.gpus == 0))
     warnings += _check_grace(spec, place)
     return warnings + place.check(spec)
 
 
-def machine_of(spec: LaunchSpec, place: Place) -> Machine | None:
+def machine_of(machine_type: str | None, place: Place, *, on_cpu: bool) -> Machine | None:
     """The row of the machine type in the table of `stoker plan`; None: no type is named, or any name is valid there.
 
     Raises UsageError for a type that the cloud of the place does not have.
     """
-    if spec.machine_type is None:
+    if machine_type is None:
         return None
     if place.cloud is None:
-        return listed_machines().get(spec.machine_type)
+        return listed_machines().get(machine_type)
     machines = {name: machine for name, machine in listed_machines().items() if machine.cloud == place.cloud}
     base_types = {name.partition("+")[0] for name in machines}
-    if spec.machine_type in base_types - set(machines):  # an n1 without its GPU, which --gpu names
+    if machine_type in base_types - set(machines):  # an n1 without its GPU, which --gpu names
         return None
-    if re.fullmatch(r"(?:n1|n2d?|e2|c2d?|c3d?|n4|c4)-[a-z]+-\d+", spec.machine_type) and spec.gpus == 0:
+    if re.fullmatch(r"(?:n1|n2d?|e2|c2d?|c3d?|n4|c4)-[a-z]+-\d+", machine_type) and on_cpu:
         return None  # machines without GPUs are not in the table
-    return choose_machines([spec.machine_type], machines=machines)[0]
+    return choose_machines([machine_type], machines=machines)[0]
 
 
 def _check_options(spec: LaunchSpec, place: Place) -> None:
@@ -69,14 +67,6 @@ def _check_options(spec: LaunchSpec, place: Place) -> None:
             f"{spec.name!r} is not a name for a job.",
             choices=["lower-case letters, digits and -, at most 40"],
             fix="--name",
-        )
-
-
-def _check_nodes(spec: LaunchSpec, place: Place) -> None:
-    if place.max_nodes is not None and spec.max_nodes > place.max_nodes:
-        raise UsageError(
-            f"{place.name} has {plural(place.max_nodes, 'node')}, --nodes asks for {spec.max_nodes}.",
-            fix="--devices N: several GPUs of one machine; or another place",
         )
 
 
@@ -177,10 +167,8 @@ def longest_save_s(run_dir: str) -> float | None:
 
 def _check_grace(spec: LaunchSpec, place: Place) -> list[str]:
     """The notice before a kill, against what a save of this run took."""
-    grace_s: float = spec.grace_s
-    by_place = spec.spot and place.spot_grace_s is not None and place.spot_grace_s < grace_s
-    if by_place and place.spot_grace_s is not None:
-        grace_s = place.spot_grace_s
+    grace_s = min(spec.grace_s, place.spot_grace_s or spec.grace_s) if spec.spot else spec.grace_s
+    by_place = grace_s < spec.grace_s
     save_s = longest_save_s(spec.run_dir)
     if save_s is None or save_s <= grace_s / 2:
         return []

@@ -13,8 +13,7 @@ from stoker.cli.app import app
 from stoker.errors import UsageError
 from stoker.launching.advise import MAX_CHANGES, LaunchAdvice, advise, print_advice
 from stoker.launching.jobs import remember
-from stoker.launching.places import PLACES
-from stoker.launching.spec import Job
+from stoker.launching.spec import PLACES, Job
 from tests.report.runs import GIB, write_run
 
 A100, L4 = "NVIDIA A100-SXM4-40GB", "NVIDIA L4"

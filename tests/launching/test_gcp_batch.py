@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from stoker.errors import PreflightError, StokerError, UsageError
-from stoker.launching import gcp_batch, google_cloud
+from stoker.launching import google_cloud
 from stoker.launching.gcp_batch import GcpBatch
 from stoker.launching.spec import Job, LaunchSpec, Mount, PlaceOptions
 from stoker.training.cluster import find_place
@@ -41,7 +41,7 @@ SPECS = {
 
 def render(spec: LaunchSpec) -> dict[str, Any]:
     GcpBatch().check(spec)
-    job: dict[str, Any] = json.loads(GcpBatch().render(spec)[0].text)
+    job: dict[str, Any] = json.loads(GcpBatch().render(spec))
     return job
 
 
@@ -145,7 +145,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeApi]:
         host = api.address.removeprefix("http://")
         transport = BatchServiceRestTransport(host=host, url_scheme="http", credentials=AnonymousCredentials())
         client = batch.BatchServiceClient(transport=transport)
-        monkeypatch.setattr(gcp_batch, "_open_client", lambda: client)
+        monkeypatch.setattr(GcpBatch, "open_client", lambda *_: client)
         yield api
 
 
@@ -156,14 +156,14 @@ def test_what_is_sent_is_what_dry_run_prints(server: FakeApi):
         assert GcpBatch().submit(spec) == NAME
         sent = server.requests[-1]
         assert sent.path.startswith("/v1/projects/vision/locations/europe-west4/jobs?jobId=stoker-one")
-        assert BatchJob.from_json(json.dumps(sent.body)) == BatchJob.from_json(GcpBatch().render(spec)[0].text)
+        assert BatchJob.from_json(json.dumps(sent.body)) == BatchJob.from_json(GcpBatch().render(spec))
 
 
 def test_an_unknown_field_is_refused_by_the_client(server: FakeApi):  # noqa: ARG001
     from google.cloud.batch_v1.types import Job as BatchJob
     from google.protobuf.json_format import ParseError
 
-    text = GcpBatch().render(SPECS["spot nodes"])[0].text
+    text = GcpBatch().render(SPECS["spot nodes"])
     for old, new in (("maxRetryCount", "maxRetries"), ('"SPOT"', '"CHEAP"')):
         with pytest.raises((ParseError, ValueError)):
             BatchJob.from_json(text.replace(old, new))

@@ -54,7 +54,7 @@ def of_kind(spec: LaunchSpec, kind: str) -> LaunchSpec:
 def render(spec: LaunchSpec, kind: str = "job") -> list[dict[str, Any]]:
     place = Kubernetes()
     place.check(of_kind(spec, kind))
-    return list(yaml.safe_load_all(place.render(of_kind(spec, kind))[0].text))
+    return list(yaml.safe_load_all(place.render(of_kind(spec, kind))))
 
 
 @pytest.mark.parametrize(("spec", "kind"), CASES)
@@ -210,7 +210,7 @@ def test_a_pod_leaves_room_for_the_system_of_its_node(machine: str):
     "text", ["1e-3", "1E5", "0x1F", "0o17", "012", "1_000", "12e03", "y", "N", "+1", ".5", "1:30", ""]
 )
 def test_arguments_stay_text_for_kubectl(text: str):
-    rendered = Kubernetes().render(make_spec(arguments=("train", "--lr", text)))[0].text
+    rendered = Kubernetes().render(make_spec(arguments=("train", "--lr", text)))
     line = next(line for line in rendered.splitlines() if text in line and line.strip() != "-" and '- "' in line)
     assert line.strip() == f'- "{text}"'
 
@@ -296,7 +296,7 @@ def test_what_is_sent_is_what_dry_run_prints(cluster: FakeApi, kind: str, paths:
 
     assert Kubernetes().submit(spec) == f"{kind}/vision/stoker-one"
     assert [request.path.partition("?")[0] for request in cluster.requests] == paths
-    assert [request.body for request in cluster.requests] == list(yaml.safe_load_all(Kubernetes().render(spec)[0].text))
+    assert [request.body for request in cluster.requests] == list(yaml.safe_load_all(Kubernetes().render(spec)))
 
 
 def refuse(status: int, message: str) -> Callable[[str, str, Any], tuple[int, Any]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stoker.launching.jobs import last_job
-from stoker.launching.places import open_place
+from stoker.launching.spec import open_place
 from stoker.runs.records import CHECKPOINTS
 from tests.chaos.harness import FOLDER_VARIABLE, assert_same_weights, merge_flags, processes_of, train
 from tests.drawn import draw

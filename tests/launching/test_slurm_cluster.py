@@ -11,9 +11,8 @@ import pytest
 
 from stoker.errors import PreflightError
 from stoker.launching.jobs import last_job, read_jobs
-from stoker.launching.places import open_place
 from stoker.launching.slurm import Slurm
-from stoker.launching.spec import Job, JobStatus, LaunchSpec, PlaceOptions
+from stoker.launching.spec import Job, JobStatus, LaunchSpec, PlaceOptions, open_place
 from stoker.runs.records import CHECKPOINTS, EVENTS, FINAL, read_lines
 from stoker.runs.schemas import Event
 from tests.chaos.harness import FOLDER_VARIABLE, assert_same_weights, merge_flags, train

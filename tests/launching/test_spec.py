@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from stoker.cli.app import main
 from stoker.errors import ConfigError, StokerError
 from stoker.launching.jobs import last_job, read_jobs, remember
-from stoker.launching.places import PLACES, open_place
 from stoker.launching.request import make_spec
-from stoker.launching.spec import Job, JobStatus, LaunchRequest, LaunchSpec, PlaceOptions, Rendered
+from stoker.launching.spec import PLACES, Job, JobStatus, LaunchRequest, LaunchSpec, Place, PlaceOptions, open_place
 from stoker.launching.validate import check_launch, parse_nodes, parse_time_s
 from stoker.runs.records import LAUNCH, RunFolder
 from stoker.runs.schemas import Event
@@ -39,20 +38,15 @@ def stoker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     return run
 
 
-class Cloud:
+class Cloud(Place):
     """A place with the limits of a cloud that runs containers."""
 
-    name, reach, cloud, needs_image = "cloud", "containers", "GCP", True
+    name, cloud = "cloud", "GCP"
     options = frozenset({"region"})
-    max_nodes = 8
     spot_grace_s = 30
-    default_grace_s = 60
 
     def check(self, spec: LaunchSpec) -> list[str]:
         return [f"{spec.name} is checked"]
-
-    def render(self, spec: LaunchSpec) -> list[Rendered]:
-        return [Rendered("job", spec.name)]
 
 
 def decide(place: object = None, **flags: object) -> tuple[LaunchSpec, list[str]]:
@@ -86,7 +80,6 @@ def test_what_is_not_set_is_derived_from_the_machine() -> None:
     ({"machine_type": "a2-highgpu-1g", "devices": 2, "cpus": 8}, "--devices 2: a a2-highgpu-1g has 1"),
     ({"machine_type": "a2-highgpu-1g", "cpus": 13}, "--cpus 13: a a2-highgpu-1g has 12"),
     ({"namespace": "team"}, "cloud has no --namespace"),
-    ({"nodes": "2:9"}, "cloud has 8 nodes, --nodes asks for 9"),
     ({"nodes": "8:2"}, "--nodes '8:2' is not a number"),
     ({"gpu": "1g.10gb", "devices": 2}, "A training on the MIG slice 1g.10gb has one device"),
     ({"gpu": "t4", "on_cpu": True}, "--gpu t4 and --device cpu contradict"),
@@ -193,14 +186,14 @@ def test_the_script_for_slurm(stoker: Command) -> None:
     code, text = stoker(
         "slurm", "demo", "--batch", "16", "--run-dir", "gs://b/o'r", "--devices", "4", "--nodes", "2:8", "--gpu",
         "h100", "--spot", "--partition", "preempt", "--account", "vision", "--time-limit", "90min", "--env", "A=it's",
-        "--dry-run",
+        "--env", "B=@restarts@", "--dry-run",
     )  # fmt: skip
     assert code == 0
     for line in (
         "#SBATCH --nodes=2-8", "#SBATCH --ntasks-per-node=1", "#SBATCH --cpus-per-task=32", "#SBATCH --mem=131072M",
         "#SBATCH --gres=gpu:h100:4", "#SBATCH --time=90", "#SBATCH --signal=B:USR1@120", "#SBATCH --requeue",
         "#SBATCH --open-mode=append", "#SBATCH --partition=preempt", "#SBATCH --account=vision",
-        """export A='it'"'"'s'""",
+        """export A='it'"'"'s'""", "export B=@restarts@",
     ):  # fmt: skip
         assert line in text.splitlines(), line
     assert """train demo --batch-size 16 --run-dir 'gs://b/o'"'"'r' --devices 4 &""" in text
@@ -227,7 +220,7 @@ def test_the_job_for_ray(stoker: Command) -> None:
 def test_launching_works_where_torch_is_absent() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "import importlib; from stoker.launching.places import PLACES\n"
+        "import importlib; from stoker.launching.spec import PLACES\n"
         "for path in PLACES.values():\n"
         "    try: importlib.import_module(path.partition(':')[0])\n"
         "    except ModuleNotFoundError as error: assert 'stoker.launching' in str(error), error\n"

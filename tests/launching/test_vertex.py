@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from stoker.errors import PreflightError, StokerError, UsageError
-from stoker.launching import vertex
 from stoker.launching.spec import Job, LaunchSpec, Mount, PlaceOptions
 from stoker.launching.vertex import Vertex
 from stoker.training.cluster import find_place
@@ -44,7 +43,7 @@ SPECS = {
 
 def render(spec: LaunchSpec) -> dict[str, Any]:
     Vertex().check(spec)
-    job: dict[str, Any] = json.loads(Vertex().render(spec)[0].text)["jobSpec"]
+    job: dict[str, Any] = json.loads(Vertex().render(spec))["jobSpec"]
     return job
 
 
@@ -201,7 +200,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVertex]:
     with contextlib.ExitStack() as stack:
         channel = stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{port}"))
         client = JobServiceClient(transport=JobServiceGrpcTransport(channel=channel))
-        monkeypatch.setattr(vertex, "_open_client", lambda _: client)
+        monkeypatch.setattr(Vertex, "open_client", lambda *_: client)
         yield fake
     grpc_server.stop(grace=None).wait()
 
@@ -214,7 +213,7 @@ def test_what_is_sent_is_what_dry_run_prints(server: FakeVertex):
         assert Vertex().submit(spec) == JOB.id
         sent = server.requests[-1]
         assert sent.parent == "projects/vision/locations/europe-west4"
-        assert sent.custom_job == CustomJob.from_json(Vertex().render(spec)[0].text)
+        assert sent.custom_job == CustomJob.from_json(Vertex().render(spec))
     pool = server.requests[0].custom_job.job_spec.worker_pool_specs[0]
     assert (pool.container_spec.image_uri, pool.replica_count) == (IMAGE, 1)
 
@@ -224,7 +223,7 @@ def test_an_unknown_field_is_refused_by_the_client(server: FakeVertex):  # noqa:
     from google.cloud.aiplatform_v1.types import CustomJob
     from google.protobuf.json_format import ParseError
 
-    text = Vertex().render(SPECS["one GPU"])[0].text
+    text = Vertex().render(SPECS["one GPU"])
     for old, new in (("replicaCount", "replicas"), ("NVIDIA_L4", "NVIDIA_L5")):
         with pytest.raises((ParseError, ValueError)):
             CustomJob.from_json(text.replace(old, new))
