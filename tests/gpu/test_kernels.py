@@ -5,7 +5,6 @@ import types
 
 import pytest
 import torch
-from stoker.training.forward import make_loss_fn
 from torch import Tensor
 
 from stoker.config.settings import Config
@@ -16,6 +15,7 @@ from stoker.models.layers.fused_conv import use_fused_convs
 from stoker.training.defaults import kernel_choice
 from stoker.training.defaults.dry_run import make_worst_case_batch
 from stoker.training.ranks import Ranks
+from stoker.training.step import make_loss_fn
 from tests.models.samples import make_batch, settings_of
 
 pytestmark = [
