@@ -54,8 +54,8 @@ GROUPS = {
     "convolutions": ("conv", "cudnn", "xmma", "gemm", "wgrad", "dgrad", "fprop", "nvjet", "cutlass", "slow_conv"),
     "copies": ("memcpy", "memset"),
 }
-"""Parts of names of kernels, which say what a kernel belongs to: the first that fits; none: `other`. A compiler puts names
-of operators into those of its kernels."""
+"""Parts of names of kernels, which say what a kernel belongs to: the first that fits; none: `other`. A compiler puts
+names of operators into those of its kernels."""
 WINDOWS, STEPS = 7, 10
 """Windows that are timed, and steps of each."""
 HOST_BATCHES = 4
@@ -460,8 +460,8 @@ class NoCapture(Capture):
 
 def measure_convolutions(work: Work) -> None:
     """The largest convolutions of the step with separate operators, with the algorithms that cuDNN's heuristics choose
-    and with the fastest: in this process those with cudnn.benchmark, in another one those without, since a process keeps
-    its first choice."""
+    and with the fastest: in this process those with cudnn.benchmark, in another one those without, since a process
+    keeps its first choice."""
     import gpu_convolutions
 
     say(**gpu_convolutions.ceilings(work.device, tiny=work.tiny))
