@@ -58,7 +58,7 @@ class Signals(NamedTuple):
 
 @dataclasses.dataclass
 class TrainState:
-    """How far a training is: what the loop changes and its services read. What else a checkpoint has is beside its
+    """How far a training is: what the loop changes and its services read. What else a checkpoint has stays with its
     owner (`resume.py`)."""
 
     step: int = 0
