@@ -3,7 +3,7 @@
 Each rank is a process (gloo) in a network namespace of its own; virtual Ethernet connects them to a bridge, and
 `tc tbf` limits what each sends and receives. "loopback" is the same without a limit. Needs root, `ip` and `tc`.
 
-The steps are those of `stoker train` (`Replica`) of a real detector, on random images of 64 px. There are fewer cores
+The steps are those of `stoker train` (`ddp.py`) of a real detector, on random images of 64 px. There are fewer cores
 than ranks, so the device is emulated: a rank sleeps STEP_S per step, a third in the forward pass and the rest in the
 backward pass, between the layers; the exchange of gradients goes on meanwhile, as on a GPU. Its length varies from step
 to step by SPREAD. One process alone has the same sleeps: efficiency is its time per step, divided by that of the ranks,
