@@ -115,8 +115,14 @@ def train(folder: Path, first: int, lead: int, steps: int, windows: int) -> dict
         measured[name].append(found)
         # A compiler that fails leaves the eager step, with a warning.
         compiled = hasattr(running.parallel.loss_fn, "_torchdynamo_orig_callable")
+        model = running.setup.model
+        kernels = {
+            "convs": any(getattr(module, "fused_convs", False) for module in model.modules()),
+            "loss": getattr(model, "fused_loss", False),
+        }
         rate = steps * chosen["batch"] / seconds
-        record(what=chosen["model"], how=name, training=chosen, compiled=compiled, **{"img/s": rate}, **found)
+        about = {"what": chosen["model"], "how": name, "training": chosen, "compiled": compiled, "kernels": kernels}
+        record(**about, **{"img/s": rate}, **found)
 
     def recording_write_window(recorder: Any, breakdown: Any, *rest: Any) -> None:
         breakdowns.extend([] if breakdown is None else [breakdown])

@@ -19,8 +19,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
+import gpu_results
 import torch
 from processes import record
 from torch import Tensor, nn
@@ -28,13 +30,16 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from stoker.config.settings import DataSettings, ModelSettings, OptimSettings
+from stoker.config.settings import Config, DataSettings, ModelSettings, OptimSettings
 from stoker.data.augment.device import augment_batch
 from stoker.data.batch import NUM_RAND, Batch
 from stoker.hardware.device import Device, ReadyEvent, select_device
 from stoker.models import MODELS, Detector, build
+from stoker.models.layers.fused_conv import use_fused_convs
+from stoker.models.retinanet.retinanet import RetinaNet
 from stoker.training import step
 from stoker.training.cuda_graph import Capture, CudaCapture, CudaGraphStep
+from stoker.training.defaults import kernel_choice
 from stoker.training.defaults.derive import AUGMENTATIONS, SETTINGS
 from stoker.training.defaults.dry_run import make_worst_case_batch
 from stoker.training.optim import LossAccumulator, OptimizerStep
@@ -44,15 +49,19 @@ from tests import fakes
 PROFILED, KERNELS, GAPS, NAME = 3, 20, 6, 60
 """Steps under the profiler; how many kernels, and gaps between them, are listed; characters of names that are kept."""
 GROUPS = {
-    "convolutions": ("conv", "cudnn", "xmma", "gemm", "wgrad", "dgrad", "fprop", "nvjet", "cutlass", "slow_conv"),
+    "matching and loss": ("_largest_ious_kernel", "_match_kernel", "_focal_sums_kernel", "_focal_gradient_kernel"),
     "compiled": ("triton",),
+    "convolutions": ("conv", "cudnn", "xmma", "gemm", "wgrad", "dgrad", "fprop", "nvjet", "cutlass", "slow_conv"),
     "copies": ("memcpy", "memset"),
 }
-"""Parts of names of kernels, which say what a kernel belongs to: the first that fits; none: `other`."""
+"""Parts of names of kernels, which say what a kernel belongs to: the first that fits; none: `other`. A compiler puts
+names of operators into those of its kernels."""
 WINDOWS, STEPS = 7, 10
 """Windows that are timed, and steps of each."""
 HOST_BATCHES = 4
 """Batches in pinned memory, which are copied in turn."""
+SWITCHES = {suffix: switches for switches, suffix in gpu_results.KERNELS.items()}
+"""(fused convolutions, fused loss) by what follows the name of a way to compute."""
 DATA = DataSettings(**{name: row[0] for name in AUGMENTATIONS if isinstance(row := SETTINGS[name], tuple)})
 """The augmentation of a training that sets none."""
 
@@ -105,11 +114,19 @@ class Work:
         self.meter = LossAccumulator(device, max_skipped_steps=10**6)
         self.batch = random_batch(case, device)  # of what is measured without copies
         self.batches = CopiedBatches(case, device)
-        self._eager = make_loss_fn(self.model, compile=False)
-        self._compiled = make_loss_fn(self.model, compile=True)
+        self.use_kernels("")
         self.done = 0
         self.augments = True
         """Whether `step` augments; if not, `train` does, as part of a CUDA graph."""
+
+    def use_kernels(self, suffix: str) -> None:
+        """suffix: of `gpu_results.KERNELS`. What was compiled is compiled again."""
+        convs, loss = SWITCHES[suffix]
+        use_fused_convs(self.model, convs)
+        if isinstance(self.model, RetinaNet):
+            self.model.fused_loss = loss
+        self._eager = make_loss_fn(self.model, compile=False)
+        self._compiled = make_loss_fn(self.model, compile=True)
 
     def step(self, train: Callable[[Batch], None]) -> None:
         """What `training.loop.Training.step` does."""
@@ -353,7 +370,8 @@ def measure_eager(work: Work) -> None:
         say(**{"img/s": work.per_s(work.eagerly, work.steps)})
     say(**waits(work, work.eagerly))
     say(**memory(work, work.eagerly))
-    say(**flops(work))
+    if about["how"] == "eager":  # the counter knows no fused convolution
+        say(**flops(work))
     sums = work.meter.take()[0].tolist()
     say(skipped=round(sums[-1]), steps=work.done)
 
@@ -380,12 +398,42 @@ def compile_now(work: Work) -> None:
 
 
 def measure_profile(work: Work) -> None:
-    """Both ways, the compiled one first. Its program comes from the cache, if `measure_compiled` ran before."""
+    """Compiled, with fused kernels where the model has any, and eager. The programs come from the cache, if
+    `measure_compiled` ran before. Fused kernels come last: they may fail."""
     compile_now(work)
     work.per_s(work.compiled, min(work.windows, work.steps))
     say(compiled=kernels(work, work.compiled))
     work.per_s(work.eagerly, min(work.windows, work.steps))
     say(eager=kernels(work, work.eagerly))
+    if any(hasattr(module, "fused_convs") for module in work.model.modules()):
+        work.use_kernels(" fused")
+        compile_now(work)
+        work.per_s(work.compiled, min(work.windows, work.steps))
+        say(**{"compiled fused": kernels(work, work.compiled)})
+
+
+def measure_choice(work: Work) -> None:
+    """Which kernels a compiled training of this case would choose at its start, and the times of each side, which are
+    those of each switch alone."""
+    if work.tiny:
+        kernel_choice.ROUNDS = kernel_choice.CALLS = 1
+    case = work.case
+    setup: Any = SimpleNamespace(
+        model=work.model,
+        device=work.device,
+        config=Config().replace(
+            precision=case.precision,
+            image_size=case.image_size,
+            compile=not work.device.is_cpu,  # a minute there
+        ),
+        rank_batch_size=case.batch,
+        micro_batches=1,
+        max_boxes=case.slots,
+        index=SimpleNamespace(class_names=tuple(map(str, range(case.classes)))),
+    )
+    began = time.perf_counter()
+    kernel_choice._measure(setup, lambda _, text, **data: say(choice=text.removeprefix("kernels: "), **data))
+    say(choice_s=time.perf_counter() - began)
 
 
 def measure_graph(work: Work, *, compiled: bool = True) -> None:
@@ -411,8 +459,9 @@ class NoCapture(Capture):
 
 
 def measure_convolutions(work: Work) -> None:
-    """The largest convolutions of the step, with the algorithms that cuDNN's heuristics choose and with the fastest:
-    in this process those with cudnn.benchmark, in another one those without, since a process keeps its first choice."""
+    """The largest convolutions of the step with separate operators, with the algorithms that cuDNN's heuristics choose
+    and with the fastest: in this process those with cudnn.benchmark, in another one those without, since a process
+    keeps its first choice."""
     import gpu_convolutions
 
     say(**gpu_convolutions.ceilings(work.device, tiny=work.tiny))
@@ -462,6 +511,7 @@ MEASURES: dict[str, Callable[[Work], None]] = {
     "eager": measure_eager,
     "profile": measure_profile,
     "graph": measure_graph,
+    "choice": measure_choice,
     "eager graph": functools.partial(measure_graph, compiled=False),
 }
 
@@ -479,7 +529,10 @@ def main(given: dict[str, Any]) -> None:
         return
     case = case_of(given["case"], device, tiny=tiny)
     say(case=asdict(case), tiny=tiny, device=device.name)
-    MEASURES[how](Work(case, device, tiny=tiny))
+    work = Work(case, device, tiny=tiny)
+    base, fused, which = how.partition(" fused")
+    work.use_kernels(fused + which)
+    MEASURES[base](work)
 
 
 if __name__ == "__main__":

@@ -20,14 +20,19 @@ MEMORY_GOAL, LOADER_GOAL = 0.1, 0.97
 HEADLINE = "retinanet_resnet50_fpn"
 CONVOLUTIONS_MS = (51, 71)
 """Predicted for the convolutions of a step of HEADLINE: 27.1 TFLOP at 530 and 380 TFLOP/s."""
+KERNELS = {(False, False): "", (True, True): " fused", (True, False): " fused convs", (False, True): " fused loss"}
+"""What follows the name of a way to compute, by the switches of `stoker/training/defaults/kernel_choice.py`: fused
+convolutions, and Triton kernels for matching and loss (RetinaNet only)."""
 RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A row of the table of goals. how: the first of these that was measured counts. goal, predicted: images/s.
+    """A row of the table of goals. how: the first of these that was measured, before all one that counts (`counting`).
+    goal, predicted: images/s.
 
-    predicted, with the least and the most: by the roofline of an H200, from bytes and FLOPs on the fake accelerator.
+    predicted, with the least and the most: by the roofline of an H200, from bytes and FLOPs on the fake accelerator. Of
+    fused kernels: less 137 GB (eager) or 27 GB (compiled) at 4.8 TB/s (docs/decisions/0018-fused-kernels.md).
     """
 
     what: str
@@ -45,14 +50,18 @@ class Goal:
 
 GOALS = (
     Goal(HEADLINE, ("eager",), "RetinaNet-R50, 800×800, batch 32, eager", predicted=(295, 265, 317)),
+    Goal(HEADLINE, ("eager fused",), "the same, eager, fused kernels", predicted=(400, 347, 442)),
     Goal(HEADLINE, ("compiled",), "the same, compiled", 500, (415, 355, 457), "428: the MLPerf record's efficiency"),
+    Goal(HEADLINE, ("compiled fused", "compiled fused convs", "compiled fused loss"),
+         "the same, compiled, fused kernels", 500, (447, 379, 497), "428"),
     Goal(HEADLINE, ("graph",), "the same, compiled, as a CUDA graph", 500, (420,), "428"),
-    Goal("retinanet_resnext50_32x4d_fpn", ("compiled", "eager"), "RetinaNet-RX50, 264 classes, 800×800, batch 32", 312,
-         anchor="312: MLPerf record, per H200"),
+    Goal(HEADLINE, ("graph fused",), "the same, compiled, fused kernels, as a CUDA graph", 500, (453,), "428"),
+    Goal("retinanet_resnext50_32x4d_fpn", ("compiled", "compiled fused", "eager"),
+         "RetinaNet-RX50, 264 classes, 800×800, batch 32", 312, anchor="312: MLPerf record, per H200"),
     Goal("ember_n", ("compiled", "eager"), "`ember_n`, 640×640, batch 64", 2500),
     Goal("faster_rcnn_resnet50_fpn", ("compiled", "eager"), "Faster R-CNN-R50, 800×1344, batch 16", 262),
 )  # fmt: skip
-HOWS = ("eager", "compiled", "graph", "eager graph")
+HOWS = tuple(base + suffix for base in ("eager", "compiled", "graph", "eager graph") for suffix in KERNELS.values())
 
 
 @dataclass
@@ -93,7 +102,7 @@ def add(results: Results, line: dict[str, Any]) -> None:
         results.convolutions.append(line)
     else:
         key = line.pop("what"), line.pop("how")
-        for name, kind in (("img/s", key[1]), ("eager img/s", "beside compiled")):
+        for name, kind in (("img/s", key[1]), ("eager img/s", f"beside {key[1]}")):
             if name in line:
                 results.rates.setdefault((key[0], kind), []).append(line.pop(name))
         results.found.setdefault(key, {}).update(line)
@@ -104,7 +113,8 @@ def rows(results: Results) -> tuple[list[dict[str, Any]], list[Bar]]:
     machine = results.found.get(("machine", "machine"))
     made: list[dict[str, Any]] = [] if machine is None else [{"what": "machine", **machine}]
     bars: list[Bar] = []
-    models = dict.fromkeys(what for what, how in results.found if how in (*HOWS, "profile", "predicted", "real loader"))
+    hows = (*HOWS, "profile", "choice", "predicted", "real loader")
+    models = dict.fromkeys(what for what, how in results.found if how in hows)
     for model in models:
         row, more = model_row(results, model)
         made.append(row)
@@ -112,7 +122,7 @@ def rows(results: Results) -> tuple[list[dict[str, Any]], list[Bar]]:
     made += [{"what": f"{line['part']}: failed", **line} for line in results.parts if line["exit"] != 0]
     made += [{**line, "what": f"convolution {line['convolution']}"} for line in results.convolutions]
     for model in models:
-        for how in ("compiled", "eager"):
+        for how in ("compiled", "compiled fused", "eager"):
             profiled = results.get(model, "profile", how) or {}
             for kind in ("kernel", "gap"):
                 made += [{"what": f"{model}, {how}, {kind}", **entry} for entry in profiled.get(f"{kind}s", ())]
@@ -128,7 +138,7 @@ def model_row(results: Results, model: str) -> tuple[dict[str, Any], list[Bar]]:
     for how in (*HOWS, "real loader", "cached batch"):
         if rates := results.rates.get((model, how)):
             row |= {f"{how} img/s": statistics.median(rates), f"{how} min": min(rates), f"{how} max": max(rates)}
-            if case.get("goal") is not None and how in HOWS:
+            if case.get("goal") is not None and how in HOWS and counts(results, model, how):
                 bars.append(Bar.at_least(f"{model}, {how}: img/s", statistics.median(rates), case["goal"]))
         waits = results.get(model, how, "waits")
         if waits is not None:
@@ -139,6 +149,8 @@ def model_row(results: Results, model: str) -> tuple[dict[str, Any], list[Bar]]:
                 row[f"{how} {name}"] = value
     if (ratio := speedup(results, model)) is not None:
         row["speedup"] = ratio
+    if (choice := results.get(model, "choice", "choice")) is not None:
+        row["choice"] = choice
     if (flops := results.get(model, "eager", "flops")) is not None:
         best = max((value for name, value in row.items() if name.endswith(" img/s")), default=0.0)
         row |= {"GFLOP per image": flops / 1e9, "TFLOP/s": flops * best / 1e12}
@@ -149,7 +161,7 @@ def model_row(results: Results, model: str) -> tuple[dict[str, Any], list[Bar]]:
         row["prediction error"] = error
     if (predicted := results.get(model, "predicted", "predicted bytes")) is not None:
         row["predicted GiB"] = predicted / GIB
-    for how in ("eager", "compiled"):
+    for how in HOWS:
         if (peak := results.get(model, how, "peak bytes")) is not None:
             row[f"{how} peak GiB"] = peak / GIB
             row[f"{how} reserved GiB"] = results.get(model, how, "reserved bytes") / GIB
@@ -165,6 +177,23 @@ def speedup(results: Results, model: str) -> float | None:
     """The compiled step beside the eager one of the same process, in turn."""
     compiled, eager = results.median(model, "compiled"), results.median(model, "beside compiled")
     return None if compiled is None or eager is None else compiled / eager
+
+
+def counting(results: Results, what: str, base: str) -> str:
+    """`base` with the kernels that a training of `what` chooses on this device, if that was measured; else with
+    separate operators, since nothing says that the results of others are right."""
+    exact = base + chosen_kernels(results, what)
+    return exact if (what, exact) in results.rates else base
+
+
+def chosen_kernels(results: Results, what: str) -> str:
+    """Of KERNELS. Separate operators where no choice was measured."""
+    chosen = results.get(what, "choice", "kernels")
+    return "" if chosen is None else KERNELS[chosen["convs"], chosen["loss"]]
+
+
+def counts(results: Results, what: str, how: str) -> bool:
+    return how == counting(results, what, how.partition(" fused")[0])
 
 
 def loader_ratio(results: Results, model: str) -> float | None:
@@ -188,6 +217,8 @@ def goal_table(results: Results) -> str:
             text = f"{measured:,.0f} ({min(rates):,.0f}–{max(rates):,.0f}, n = {len(rates)}{extra(results, goal, how)})"
             missing = None if goal.goal is None else goal.goal - measured
             short = "–" if missing is None else f"{missing:,.0f} img/s" if missing > 0 else "met"
+            if not counts(results, goal.what, how):
+                short = "does not count"
         lines.append(
             [goal.text, text, goal.prediction, goal.anchor, "–" if goal.goal is None else f"{goal.goal:,.0f}", short]
         )
@@ -201,10 +232,9 @@ def extra(results: Results, goal: Goal, how: str) -> str:
 
 
 def measured_of(results: Results, goal: Goal) -> tuple[str, float | None]:
-    for how in goal.how:
-        if (median := results.median(goal.what, how)) is not None:
-            return how, median
-    return goal.how[0], None
+    measured = [how for how in goal.how if (goal.what, how) in results.rates]
+    first = next((how for how in measured if counts(results, goal.what, how)), (measured or goal.how)[0])
+    return first, results.median(goal.what, first)
 
 
 NOTHING = """Nothing was measured yet. On a GPU machine, in the project's root: `OUT=results bash .kit/gpu-first.sh A`,
@@ -217,8 +247,8 @@ def goals(results: Results) -> str:
     text = [machine_line(results), "", goal_table(results), ""]
     if not results.rates and not results.parts:
         return "\n".join([*text[2:], NOTHING])
-    missing = [goal for goal in GOALS if (found := measured_of(results, goal)[1]) and goal.goal and found < goal.goal]
-    for goal in missing:
+    text += [f"- {line}" for line in kernel_lines(results)]
+    for goal in GOALS:
         text += short_fall(results, goal)
     for goal in GOALS:
         how, measured = measured_of(results, goal)
@@ -240,9 +270,10 @@ def machine_line(results: Results) -> str:
 
 
 def short_fall(results: Results, goal: Goal) -> list[str]:
-    """A line about a goal that is not met, and one for each part of the step, if the step was profiled."""
+    """A line about a goal that is not met, and one for each part of the step, if the step was profiled. None where
+    other kernels count."""
     how, rate = measured_of(results, goal)
-    if rate is None or goal.goal is None:
+    if rate is None or goal.goal is None or rate >= goal.goal or not counts(results, goal.what, how):
         return []
     batch = results.get(goal.what, how, "case")["batch"]
     step_ms, allowed_ms = 1e3 * batch / rate, 1e3 * batch / goal.goal
@@ -250,7 +281,7 @@ def short_fall(results: Results, goal: Goal) -> list[str]:
         f"- **{goal.what}, {how}** takes {step_ms:.1f} ms a step; {goal.goal:,.0f} img/s allow {allowed_ms:.1f} ms: "
         f"{step_ms - allowed_ms:.1f} ms too long ({rate / goal.goal:.0%} of the goal)."
     ]
-    profiled = results.get(goal.what, "profile", "eager" if how == "eager" else "compiled")
+    profiled = results.get(goal.what, "profile", how.replace("graph", "compiled"))
     if profiled is None:
         return [*lines, "  Not profiled: which part of the step is too long is not known."]
     total_ms = sum(profiled["ms by group"].values())
@@ -263,6 +294,23 @@ def short_fall(results: Results, goal: Goal) -> list[str]:
         lines.append(f"  - {name}: {ms:.1f} ms of kernels a step ({ms / total_ms:.0%}{expected})")
     if profiled["idle"] is not None:
         lines.append(f"  - the device is idle for {profiled['idle']:.0%} of the profiled time")
+    return lines
+
+
+def kernel_lines(results: Results) -> list[str]:
+    """Separate operators and fused kernels side by side, and which of them counts."""
+    lines = []
+    for what in dict.fromkeys(what for what, how in results.rates if " fused" in how):
+        for base in ("eager", "compiled", "graph"):
+            hows = [base + suffix for suffix in KERNELS.values() if (what, base + suffix) in results.rates]
+            if not any(" fused" in how for how in hows):
+                continue
+            rates = ", ".join(f"{how} {results.median(what, how):,.0f} img/s" for how in hows)
+            exact, counted = base + chosen_kernels(results, what), counting(results, what, base)
+            word = "" if exact == counted else f" {exact} was not measured."
+            lines.append(f"{what}: {rates}. **{counted}** counts.{word}")
+        choice = results.get(what, "choice", "choice") or "not measured, so separate operators count"
+        lines.append(f"{what}: what a training on this device chooses: {choice}.")
     return lines
 
 
@@ -299,6 +347,8 @@ def other_lines(results: Results) -> list[str]:
             lines.append(f"{model}: compiled {ratio:.2f} times as fast as eager, compiled in {compile_s:.0f} s.")
         if (ratio := loader_ratio(results, model)) is not None:
             made = "compiled" if results.get(model, "real loader", "compiled") else "**not compiled**"
+            fused = results.get(model, "real loader", "kernels") or {}
+            made += f", fused: {', '.join(name for name, on in fused.items() if on) or 'nothing'}"
             word = "met" if ratio >= LOADER_GOAL else "**missed**"
             lines.append(
                 f"{model}: with the real loader {ratio:.1%} of a cached batch, {made}; goal {LOADER_GOAL:.0%}: {word}."

@@ -92,6 +92,7 @@ def make_spec(case: Case, *, precision: str = "fp32", on_cpu: bool = True) -> An
     architecture = MODELS[case.model]
     settings = {
         **{name: row[0] for name, row in SETTINGS.items() if isinstance(row, tuple)},
+        "backbone_lr_mult": 1.0,
         **RECIPES[architecture.recipe]().set_fields(),
         **{name: value for name, value in architecture.defaults.items() if value is not None},
         "model": case.model, "image_size": [case.side, case.side], "precision": precision, "weight_decay": 1e-4,

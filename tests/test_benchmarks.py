@@ -103,8 +103,10 @@ def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
     assert row["eager skipped"] == 0
     assert min(row[f"{how} img/s"] for how in ("eager", "compiled", "graph", "eager graph")) > 0
     assert rows["machine"]["torch"] == torch.__version__
-    kernels = [row["share"] for what, row in rows.items() if what == f"{model}, eager, kernel"]
-    assert kernels
+    for how in ("eager", "compiled", "compiled fused"):
+        kernels = [row["name"] for row in content["rows"] if row["what"] == f"{model}, {how}, kernel"]
+        assert kernels
+        assert any("stoker::" in name for name in kernels) is ("fused" in how), kernels
     # a line for each window
     windows = [line for line in (tmp_path / "result.jsonl").read_text().splitlines() if '"img/s"' in line]
     assert len(windows) == 4 * 2

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.hardware.device import Device
+from stoker.models.layers.fused_conv import ConvReLU
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPORT = f"import os, signal, sys, threading, time\nsys.path.insert(0, {str(ROOT / 'benchmarks')!r})\n"
@@ -215,8 +216,8 @@ def test_the_limits_of_a_command_fit_its_nine_minutes(gpu: ModuleType, kit: str,
 
 def test_the_first_command_begins_with_what_decides(gpu: ModuleType, tmp_path: Path) -> None:
     names = [part.name for part in gpu.plan("A", "cuda", tiny=False, work=tmp_path, bccd=tmp_path)]
-    hows = ["convolutions", "compiled", "eager", "profile", "graph"]
-    assert names == ["machine", *(f"retinanet_resnet50_fpn, {how}" for how in hows)]
+    hows = ["convolutions", "compiled", "compiled fused", "choice", "profile", "eager", "eager fused", "graph"]
+    assert names[:9] == ["machine", *(f"retinanet_resnet50_fpn, {how}" for how in hows)]
     case = gpu.CASES["retinanet_resnet50_fpn"]
     assert case == {"classes": 80, "batch": 32, "image_size": (800, 800), "goal": 500}
     assert not [part for part in gpu.plan("C", "cuda", tiny=False, work=tmp_path, bccd=tmp_path / "none")
@@ -271,9 +272,49 @@ def test_what_falls_short_is_named_with_its_part_of_the_step(gpu_results: Module
     assert [(bar.value, bar.goal, bar.ok) for bar in bars] == [(400.0, 500, False)]
 
 
+def test_the_kernels_that_a_training_chooses_count(gpu_results: ModuleType, tmp_path: Path) -> None:
+    model, case = "retinanet_resnet50_fpn", {"case": {"batch": 32, "goal": 500}}
+    measured = {"compiled": 400.0, "compiled fused": 450.0, "graph": 420.0}
+    rates = [{"what": model, "how": how, "img/s": rate, **case} for how, rate in measured.items()]
+    choice = {"what": model, "how": "choice", "choice": "convs: fused, 31 ms separate, 26 ms fused; loss: fused"}
+
+    def read(*more: dict[str, Any]) -> tuple[str, list[str], list[str]]:
+        """The text; of rows and bars, what counts."""
+        results = gpu_results.read([write(tmp_path / "A.jsonl", *rates, *more)])
+        text = gpu_results.goals(results)
+        counted = [line for line in text.splitlines() if line.endswith("img/s |") or line.endswith("met |")]
+        return text, [line.split(" | ")[1][:3] for line in counted], [bar.name for bar in gpu_results.rows(results)[1]]
+
+    text, counted, bars = read({**choice, "kernels": {"convs": True, "loss": True}})
+    assert counted == ["450", "420"]
+    assert bars == [f"{model}, compiled fused: img/s", f"{model}, graph: img/s"]
+    assert "compiled 400 img/s, compiled fused 450 img/s. **compiled fused** counts." in text
+    assert "convs: fused, 31 ms separate, 26 ms fused" in text
+    assert text.count("too long (") == 2
+
+    text, counted, bars = read({**choice, "kernels": {"convs": True, "loss": False}})
+    assert counted == ["400", "420"]
+    assert "**compiled** counts. compiled fused convs was not measured." in text
+    both = {"what": model, "how": "compiled fused convs", "img/s": 440.0, **case}
+    text, counted, bars = read({**choice, "kernels": {"convs": True, "loss": False}}, both)
+    assert counted == ["440", "420"]
+    assert "450 img/s" in text
+
+    text, counted, bars = read()
+    assert counted == ["400", "420"]
+    assert bars == [f"{model}, compiled: img/s", f"{model}, graph: img/s"]
+    assert "not measured, so separate operators count" in text
+
+
+def test_kernels_of_a_compiler_are_not_taken_for_convolutions() -> None:
+    gpu_case = importlib.import_module("gpu_case")
+    names = ["triton_poi_fused_add_convolution_relu_3", "cudnn_infer_ampere_conv_relu", "_focal_sums_kernel", "Memset"]
+    assert [gpu_case.group_of(name) for name in names] == ["compiled", "convolutions", "matching and loss", "copies"]
+
+
 def test_the_table_of_convolutions_has_the_arithmetic_of_the_step() -> None:
     gpu_convolutions = importlib.import_module("gpu_convolutions")
-    first, second = nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.Conv2d(8, 8, 5, padding=2)
+    first, second = nn.Conv2d(3, 8, 3, stride=2, padding=1), ConvReLU(nn.Conv2d(8, 8, 5, padding=2))
     images = torch.randn(2, 3, 15, 16)
 
     def step() -> None:
@@ -284,6 +325,8 @@ def test_the_table_of_convolutions_has_the_arithmetic_of_the_step() -> None:
     with FlopCounterMode(display=False) as counter:
         step()
     assert gpu_convolutions.total_tflop(found) * 1e12 == pytest.approx(counter.get_total_flops())
+    second.fused_convs = True
+    assert gpu_convolutions.largest(step) == found
 
 
 def test_a_gpu_chooses_its_convolutions_by_trying(monkeypatch: pytest.MonkeyPatch) -> None:

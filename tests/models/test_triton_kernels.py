@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +23,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, Any]:
+    if triton.__version__.startswith("3.6.") and tuple(map(int, np.__version__.split(".")[:2])) >= (2, 4):
+        pytest.skip(
+            "the interpreter of Triton 3.6 runs no loop with NumPy 2.4: it converts arrays of one element to int"
+        )
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.models.interpreted_kernels"],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280,
