@@ -77,3 +77,16 @@ def test_a_table_without_images_is_not_a_data_set(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["a"]}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match="Hugging Face Parquet"):
         open_index(tmp_path)
+
+
+def test_a_file_without_the_names_of_the_others_is_reported(tmp_path: Path) -> None:
+    """Its numbers are classes that the others do not list."""
+    write_hub_parquet(tmp_path / "train-0.parquet", [row([[4, 2, 20, 19]], [1])])
+    write_hub_parquet(tmp_path / "train-1.parquet", [row([[4, 2, 20, 19]], [1])], ("cat", "dog"))
+    write_hub_parquet(tmp_path / "val-0.parquet", [row([[4, 2, 20, 19]], [0])], ("cat", "dog"))
+    index = open_index(tmp_path)
+    assert (index.class_names, index.labels.tolist()) == (("cat", "dog"), [1, 0])
+    (problem,) = [problem for problem in index.problems if problem.kind == "unknown-class"]
+    assert problem.count == 1
+    assert problem.examples[0].endswith("row 0: '1'")
+    assert index.bad_boxes["train"] == 1

@@ -133,7 +133,11 @@ def test_what_is_set_already_or_does_not_exist_is_not_advised(tmp_path: Path) ->
 
 def test_the_price_of_a_measured_run_comes_from_its_first_event(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", **_measured(fractions={"input_wait": 0.3}))
-    events = (run / EVENTS).read_text().replace('"kind":"started"', '"kind":"started","data":{"price_per_device_hour":7.2}', 1)
+    events = (
+        (run / EVENTS)
+        .read_text()
+        .replace('"kind":"started"', '"kind":"started","data":{"price_per_device_hour":7.2}', 1)
+    )
     (run / EVENTS).write_text(events)
     (finding, *_) = diagnose(run)
     assert finding.lost_device_s is not None

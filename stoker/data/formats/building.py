@@ -81,9 +81,9 @@ class TableBuilder:
     def build(self, class_names: Sequence[str] | None = None, *, read_headers: bool = True) -> AnnotationTable:
         """The table of the images, in their order, and their boxes.
 
-        class_names: default, those of the boxes that are kept (`name_classes`). read_headers: read absent sizes
-        from the image headers; needed if boxes are normalized. A normalized box whose image cannot be read is dropped
-        and reported.
+        class_names: default, those of the boxes that are kept (`name_classes`); boxes of other classes are dropped and
+        reported. read_headers: read absent sizes from the image headers; needed if boxes are normalized. A normalized
+        box whose image cannot be read is dropped and reported.
         """
         images, boxes, root = self.images, self.boxes, self.layout.root
         size = np.array([image.size for image in images], np.int32).reshape(-1, 2)
@@ -103,6 +103,15 @@ class TableBuilder:
             for i, count in Counter(image_index[~keep].tolist()).items():
                 path = display_path(images[i].folder / images[i].name, root)
                 self.problems.add("box-of-unreadable-image", f"{path}: {reasons[i]}", count)
+        if class_names is not None:
+            listed = set(class_names)
+            for i, box in enumerate(boxes):
+                if isinstance(box.label, str) and box.label not in listed:
+                    image = images[box.image_index]
+                    path = display_path(image.folder / image.name, root)
+                    self.problems.add("unknown-class", f"{path}: {box.label!r}")
+                    self.bad_boxes.append(box.image_index)
+                    keep[i] = False
         order = np.flatnonzero(keep)
         order = order[np.argsort(image_index[order], kind="stable")]
         boxes = [boxes[i] for i in order.tolist()]
