@@ -1,6 +1,7 @@
 """What a run trains with (`TrainSetup`, built by `start.py`), and how far it is (`TrainState`)."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -120,7 +121,12 @@ class TrainSetup:
         """Fraction of the length that is done, 0 … 1."""
         if self.total_steps is not None:
             return self.state.step / self.total_steps
-        return self.state.trained_s / (60 * parse_duration(self.config.run.max_duration).value)
+        return self.state.trained_s / self._max_s
+
+    @functools.cached_property
+    def _max_s(self) -> float:
+        """The length of a run that is given in minutes, in seconds. Asked for several times in a step."""
+        return 60 * parse_duration(self.config.run.max_duration).value
 
     @property
     def initial_sizes(self) -> BatchSizes:

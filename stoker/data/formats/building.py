@@ -46,7 +46,7 @@ class Box(NamedTuple):
 
 
 class TableBuilder:
-    """Collects the images and boxes of a data set, and what is to be said about them."""
+    """Collects the images and boxes of a data set, and the problems and notes about them."""
 
     def __init__(self, layout: DatasetLayout, problems: ProblemCollector, *, box_id_kind: str) -> None:
         """box_id_kind: what the number of a box is, for messages: "line", "object"."""
