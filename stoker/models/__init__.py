@@ -7,7 +7,7 @@ wait for an accelerator; images that NMS in rounds could not finish are repeated
 add a detector.
 """
 
-from stoker.models.architecture import Architecture
+from stoker.config.architectures import Architecture
 from stoker.models.detector import Detector
 from stoker.models.layers.postprocess import BatchDetections
 from stoker.models.table import MODELS, build, get_architecture, unset_fields

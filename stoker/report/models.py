@@ -1,20 +1,18 @@
 """`stoker models`: lists the architectures, and shows one in detail.
 
-It reads models.json, which `python -m tests.cli.test_models_command` writes from the table of architectures
-(`stoker/models/table.py`). So the command needs no torch and starts fast.
+It reads knowledge/models.toml, so it needs no torch and starts fast.
 """
 
-from pathlib import Path
 from typing import Any, TextIO
 
 import msgspec
 
+from stoker.config.architectures import read_architectures
+from stoker.config.recipes import RECIPES
 from stoker.errors import ConfigError, nearest
 from stoker.printable import print_json
 from stoker.report import format as fmt
 from stoker.report.console import plain_text, print_renderables, table
-
-FILE = Path(__file__).with_name("models.json")
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +36,23 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_models() -> list[ModelInfo]:
-    return msgspec.json.decode(FILE.read_bytes(), type=list[ModelInfo])
+    models = []
+    for name, arch in read_architectures().items():
+        side = arch.default_image_size // arch.size_divisor * arch.size_divisor
+        models.append(
+            ModelInfo(
+                name=name,
+                use_case=arch.description,
+                parameters=arch.num_params,
+                image_size=(side, side),
+                **msgspec.structs.asdict(arch.cost),
+                recipe=arch.recipe,
+                batch_size=RECIPES[arch.recipe]().run.batch_size,
+                weights=dict(arch.urls),
+                settings={field: (value, arch.reasons[field]) for field, value in arch.defaults.items()},
+            )
+        )
+    return models
 
 
 def find_model(name: str) -> ModelInfo:

@@ -1,51 +1,20 @@
-"""`stoker models`, and the two files that are written from the table of architectures: models.json, which the command
-reads, and docs/models.md. `python -m tests.cli.test_models_command` writes both."""
+"""`stoker models`, and docs/models.md, which `python -m tests.cli.test_models_command` writes."""
 
-import dataclasses
 import io
 import json
 import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from stoker.cli.app import app
-from stoker.config.recipes import RECIPES
 from stoker.errors import ConfigError
 from stoker.models import MODELS
 from stoker.report import format as fmt
 from stoker.report import models as report
-from stoker.report.models import ModelInfo
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
-
-
-def rows() -> list[ModelInfo]:
-    """The table as data."""
-    found = []
-    for name, row in MODELS.items():
-        side = row.default_image_size // row.size_divisor * row.size_divisor
-        found.append(
-            ModelInfo(
-                name=name,
-                use_case=row.description,
-                parameters=row.num_params,
-                image_size=(side, side),
-                **dataclasses.asdict(row.cost),
-                recipe=row.recipe,
-                batch_size=RECIPES[row.recipe]().run.batch_size,
-                weights=dict(row.urls),
-                settings={key: (value, row.reasons[key]) for key, value in row.defaults.items()},
-            )
-        )
-    return found
-
-
-def data_file() -> bytes:
-    """models.json: a line per model."""
-    return b"[\n" + b",\n".join(msgspec.json.encode(row) for row in rows()) + b"\n]\n"
 
 
 def page() -> str:
@@ -68,7 +37,7 @@ def page() -> str:
     lines += [
         f"| `{m.name}` | {m.use_case} | {m.parameters / 1e6:.1f} M | {m.image_size[0]} | {fmt.number(m.gflop)} | "
         f"{fmt.number(m.training_gflop)} | {m.memory_gib:.2g} GiB, {m.batch_size} | {', '.join(m.weights) or 'none'} |"
-        for m in sorted(rows(), key=lambda some: some.gflop)
+        for m in sorted(report.read_models(), key=lambda some: some.gflop)
     ]
     lines += [
         "",
@@ -87,7 +56,7 @@ def page() -> str:
         "",
         "The settings of an architecture in addition to those of every run ([settings.md](settings.md)), with reasons.",
     ]
-    for m in rows():
+    for m in report.read_models():
         lines += ["", f"### {m.name}", "", "| setting | default | reason |", "|---|---|---|"]
         lines += [
             f"| `{key}` | {report.format_default(value)} | {reason} |" for key, (value, reason) in m.settings.items()
@@ -99,9 +68,8 @@ PEAKS = (3.8, 8.5)
 """GiB with and without checkpointing, as tests/models/test_memory.py has them."""
 
 
-def test_the_files_are_current():
+def test_the_page_is_current():
     hint = "python -m tests.cli.test_models_command writes it"
-    assert data_file() == report.FILE.read_bytes(), hint
     assert page() == PAGE.read_text(), hint
 
 
@@ -159,5 +127,4 @@ def test_it_needs_no_torch():
 
 
 if __name__ == "__main__":
-    report.FILE.write_bytes(data_file())
     PAGE.write_text(page())

@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from stoker.config.architectures import make_architecture
+from stoker.knowledge import read_toml
 from stoker.models import MODELS, build, detect_architecture, table
 from stoker.models.layers.boxes import iou
 from stoker.models.weights import model_file
@@ -18,7 +21,8 @@ from tests.models.samples import make_batch, settings_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "add-a-model.md").read_text()
-FILE, ROW, CHECK = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+FILE, CHECK = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+(ROW,) = re.findall(r"^```toml\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 NAME = "spot_tiny"
 
 
@@ -33,9 +37,10 @@ def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "stoker.models.spot", module)
     spec.loader.exec_module(module)
-    rows = eval("{" + ROW + "}", {**vars(table), "Spot": module.Spot})
-    assert list(rows) == [NAME]
-    monkeypatch.setitem(MODELS, NAME, rows[NAME])
+    (family,) = re.findall(r"`\"spot\": (.*?)`", PAGE)
+    monkeypatch.setitem(table.FAMILIES, "spot", eval(family, {**vars(table), "Spot": module.Spot}))
+    ((name, row),) = tomllib.loads(ROW)["models"].items()
+    monkeypatch.setitem(MODELS, name, make_architecture(row, read_toml("models.toml")["defaults"]))
 
 
 @pytest.mark.usefixtures("added")

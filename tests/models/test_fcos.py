@@ -20,7 +20,7 @@ from stoker.errors import WeightsError
 from stoker.export import graph, parity
 from stoker.export.runtime import OnnxModel
 from stoker.models import MODELS, Detector, build, detect_architecture, load_weights
-from stoker.models.fcos.fcos import assign_points, fcos_builder, grid_points
+from stoker.models.fcos.fcos import assign_points, grid_points
 from stoker.models.weights import model_file
 from tests import fakes
 from tests.host_sync import ForbidHostSync
@@ -296,7 +296,7 @@ def test_torchvisions_coco_weights_are_recognized_and_loaded(tmp_path: Path, fpn
 
 @pytest.mark.slow
 def test_the_onnx_file_finds_what_the_model_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = dataclasses.replace(MODELS["fcos_resnet18_fpn"], build=fcos_builder("tiny", channels=64, num_convs=1))
+    row = dataclasses.replace(MODELS["fcos_resnet18_fpn"], network={"backbone": "tiny", "channels": 64, "num_convs": 1})
     monkeypatch.setitem(MODELS, "fcos_resnet18_fpn", row)
     image_size = (64, 96)
     model = calibrated_model(settings_of("fcos_resnet18_fpn", backbone_norm="bn"), CLASSES, image_size).eval()

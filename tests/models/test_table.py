@@ -2,14 +2,17 @@
 prints the line `cost=…` of every row, or of those named, as it is computed anew."""
 
 import sys
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from stoker.config.architectures import ComputeCost, make_architecture
 from stoker.config.recipes import RECIPES
+from stoker.knowledge import read_toml
 from stoker.models import MODELS, build
-from stoker.models.architecture import ComputeCost
 from stoker.models.layers.winograd import without_winograd
 from tests import fakes
 from tests.models.samples import make_batch, settings_of
@@ -71,18 +74,26 @@ def test_a_row_says_what_its_model_costs(name: str):
     assert message.memory_gib == pytest.approx(found.memory_gib, rel=0.05)
 
 
-def test_a_row_without_its_cost_cannot_be_made():
-    row = {**vars(MODELS["retinanet_tiny_fpn"])}
-    del row["cost"]
-    with pytest.raises(TypeError, match="cost"):
-        type(MODELS["retinanet_tiny_fpn"])(**row)
-    with pytest.raises(TypeError, match="memory_gib"):
-        ComputeCost(gflop=1.0, training_gflop=3.0)  # type: ignore[call-arg]
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cost": None}, "cost"),
+        ({"cost": {"gflop": 1.0, "training_gflop": 3.0}}, "memory_gib"),
+        ({"default_image_size": "big"}, "default_image_size"),
+        ({"image_size": 320}, "image_size"),
+    ],
+)
+def test_a_row_of_another_form_is_refused(change: dict[str, Any], message: str):
+    tables = read_toml("models.toml")
+    row = {**tables["models"]["retinanet_tiny_fpn"], **change}
+    with pytest.raises(msgspec.ValidationError, match=message):
+        make_architecture({name: value for name, value in row.items() if value is not None}, tables["defaults"])
 
 
 if __name__ == "__main__":
     for each in sys.argv[1:] or MODELS:
         try:
-            print(f"{each}: cost={cost_of(each)},", flush=True)
+            fields = ", ".join(f"{field} = {value}" for field, value in msgspec.structs.asdict(cost_of(each)).items())
+            print(f"{each}: cost = {{ {fields} }}", flush=True)
         except RuntimeError as error:
             print(error, flush=True)

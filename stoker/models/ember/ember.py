@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch
-from stoker.models.architecture import PRETRAINED_DEFAULTS, Defaults, FamilyTuning, ModelBuilder
 from stoker.models.backbones import BackboneWithNeck, build_backbone_with_neck
 from stoker.models.detector import ClassHeadSpec, Detector
 from stoker.models.ember.csp_pafpn import PAFPN
@@ -253,47 +252,13 @@ def ember_options(tensors: Mapping[str, Tensor]) -> dict[str, bool]:
     }
 
 
-EMBER_DEFAULTS: Defaults = {
-    "backbone_norm": ("bn", "as its weights were trained"),
-    "trainable_backbone_layers": (5, "as its weights were trained"),
-    "nms_free": (False, "without the one-to-one head ember_n has AP 0.595 on BCCD, with it 0.574"),
-    "depthwise": (False, "not faster on a CPU; without it ember_n has AP 0.595 on BCCD, with it 0.584"),
-}
-"""Of ember with a CSP backbone."""
-EMBER_PRETRAINED_DEFAULTS: Defaults = {
-    **PRETRAINED_DEFAULTS,
-    "nms_free": EMBER_DEFAULTS["nms_free"],
-    "depthwise": EMBER_DEFAULTS["depthwise"],
-}
-"""Of ember with an ImageNet-pretrained backbone."""
-
-
-EMBER_TUNING = FamilyTuning(
-    cpu_image_size=320,
-    min_box_px=8.0,
-    many_views=80.0,
-    strong_augmentation={"scale_jitter_prob": 0.8, "scale_range": (0.5, 2.0)},
-    frozen_backbone_lr_mult=0.3,
-    max_box_px=MAX_BOX_PX,
-)
-"""Measured on BCCD (LOG.md, "Ember").
-
-cpu_image_size: with its images of 640 × 480 the AP per CPU-second is higher on a quarter of the pixels. min_box_px: the
-stride of the finest feature map. strong_augmentation: 32 images seen 100 times have AP 0.508 without it, 0.537 with it,
-0.521 with mosaics instead and 0.511 with both; 292 images seen 119 times overfit without it (AP 0.586) and not with it
-(0.616 after 135 to 156 times). frozen_backbone_lr_mult: with frozen norms nothing bounds the backbone's features; at
-the full learning rate they grow until ReLU6 clips nearly all of them and the neck's norms amplify bf16 rounding."""
-
-
-def ember_builder(backbone_name: str, *, channels: tuple[int, int, int], num_blocks: int) -> ModelBuilder:
-    """Builds ember on a backbone of BACKBONES; channels: at strides 8, 16 and 32; num_blocks: as in `PAFPN`."""
-
-    def build(settings: ModelSettings, num_classes: int) -> Ember:
-        norm = NORMS[trainable_norm(settings.backbone_norm)]
-        neck = partial(PAFPN, channels=channels, num_blocks=num_blocks, norm=norm, depthwise=settings.depthwise)
-        backbone = build_backbone_with_neck(
-            backbone_name, neck, norm=settings.backbone_norm, trainable_stages=settings.trainable_backbone_layers
-        )
-        return Ember(backbone, settings, num_classes, list(channels))
-
-    return build
+def build_ember(
+    settings: ModelSettings, num_classes: int, *, backbone: str, channels: tuple[int, int, int], num_blocks: int
+) -> Ember:
+    """An ember on a backbone of BACKBONES; channels: at strides 8, 16 and 32; num_blocks: as in `PAFPN`."""
+    norm = NORMS[trainable_norm(settings.backbone_norm)]
+    neck = partial(PAFPN, channels=channels, num_blocks=num_blocks, norm=norm, depthwise=settings.depthwise)
+    network = build_backbone_with_neck(
+        backbone, neck, norm=settings.backbone_norm, trainable_stages=settings.trainable_backbone_layers
+    )
+    return Ember(network, settings, num_classes, list(channels))

@@ -14,7 +14,6 @@ from torch import Tensor
 from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch, RandSlot
 from stoker.hardware.host_sync import allow_host_sync
-from stoker.models.architecture import PRETRAINED_DEFAULTS, Defaults, ModelBuilder
 from stoker.models.backbones import BackboneWithFPN, build_backbone_with_fpn
 from stoker.models.detector import ClassHeadSpec, Detector
 from stoker.models.faster_rcnn.roi_heads import RoIHead, decode_class_boxes, roi_loss, sample_rois
@@ -192,43 +191,31 @@ def _in_fp32(rpn_outputs: RPNOutputs) -> RPNOutputs:
     return rpn_outputs._replace(logits=at_least_fp32(rpn_outputs.logits), deltas=at_least_fp32(rpn_outputs.deltas))
 
 
-FASTER_RCNN_DEFAULTS: Defaults = {
-    "fg_iou_thresh": (0.7, "Faster R-CNN paper, section 3.1.2; of anchors, in the first stage"),
-    "bg_iou_thresh": (0.3, "Faster R-CNN paper, section 3.1.2; of anchors, in the first stage"),
-    "anchor_sizes": ((32.0, 64.0, 128.0, 256.0, 512.0), "FPN paper, section 4.1: eight times the stride of each level"),
-    "anchor_scales": ((1.0,), "FPN paper, section 4.1: one scale per level"),
-    "aspect_ratios": ((0.5, 1.0, 2.0), "FPN paper, section 4.1"),
-    **PRETRAINED_DEFAULTS,
-}
-
-
-def faster_rcnn_builder(
-    backbone_name: str,
+def build_faster_rcnn(
+    settings: ModelSettings,
+    num_classes: int,
     *,
+    backbone: str,
     return_layers: Mapping[str, int] | None = None,
     num_pooled_levels: int = 4,
     rpn_score_thresh: float = 0.0,
-) -> ModelBuilder:
-    """Builds Faster R-CNNs on a backbone of BACKBONES with an FPN of 256 channels; return_layers: as in
+) -> FasterRCNN:
+    """A Faster R-CNN on a backbone of BACKBONES with an FPN of 256 channels; return_layers: as in
     `build_backbone_with_fpn`; num_pooled_levels, rpn_score_thresh: as in `FasterRCNN`."""
-
-    def build(settings: ModelSettings, num_classes: int) -> FasterRCNN:
-        backbone = build_backbone_with_fpn(
-            backbone_name,
-            256,
-            norm=settings.backbone_norm,
-            trainable_stages=settings.trainable_backbone_layers,
-            min_level=2,
-            extra_blocks="pool",
-            return_layers=return_layers,
-        )
-        return FasterRCNN(
-            backbone,
-            settings,
-            num_classes,
-            channels=256,
-            num_pooled_levels=num_pooled_levels,
-            rpn_score_thresh=rpn_score_thresh,
-        )
-
-    return build
+    network = build_backbone_with_fpn(
+        backbone,
+        256,
+        norm=settings.backbone_norm,
+        trainable_stages=settings.trainable_backbone_layers,
+        min_level=2,
+        extra_blocks="pool",
+        return_layers=return_layers,
+    )
+    return FasterRCNN(
+        network,
+        settings,
+        num_classes,
+        channels=256,
+        num_pooled_levels=num_pooled_levels,
+        rpn_score_thresh=rpn_score_thresh,
+    )

@@ -17,7 +17,6 @@ from torch.nn import functional
 
 from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch
-from stoker.models.architecture import PRETRAINED_DEFAULTS, Defaults, ModelBuilder
 from stoker.models.backbones import BackboneWithFPN, build_backbone_with_fpn
 from stoker.models.detector import ClassHeadSpec, Detector
 from stoker.models.layers.boxes import area, giou
@@ -271,20 +270,11 @@ def centerness_targets(boxes: Tensor, center: Tensor) -> Tensor:
     return (torch.minimum(left_top, right_bottom) / torch.maximum(left_top, right_bottom)).prod(-1).sqrt()
 
 
-FCOS_DEFAULTS: Defaults = {
-    "focal_alpha": (0.25, "FCOS paper, section 2.1: as RetinaNet"),
-    "focal_gamma": (2.0, "FCOS paper, section 2.1: as RetinaNet"),
-    **PRETRAINED_DEFAULTS,
-}
-
-
-def fcos_builder(backbone_name: str, *, channels: int = 256, num_convs: int = 4) -> ModelBuilder:
-    """Builds FCOS on a backbone of BACKBONES; channels: of FPN and heads; num_convs: convolutions in each head."""
-
-    def build(settings: ModelSettings, num_classes: int) -> FCOS:
-        backbone = build_backbone_with_fpn(
-            backbone_name, channels, norm=settings.backbone_norm, trainable_stages=settings.trainable_backbone_layers
-        )
-        return FCOS(backbone, settings, num_classes, channels=channels, num_convs=num_convs)
-
-    return build
+def build_fcos(
+    settings: ModelSettings, num_classes: int, *, backbone: str, channels: int = 256, num_convs: int = 4
+) -> FCOS:
+    """An FCOS on a backbone of BACKBONES; channels: of FPN and heads; num_convs: convolutions in each head."""
+    network = build_backbone_with_fpn(
+        backbone, channels, norm=settings.backbone_norm, trainable_stages=settings.trainable_backbone_layers
+    )
+    return FCOS(network, settings, num_classes, channels=channels, num_convs=num_convs)

@@ -25,7 +25,6 @@ from torch.nn import functional
 
 from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch
-from stoker.models.architecture import PRETRAINED_DEFAULTS, Defaults, ModelBuilder
 from stoker.models.backbones import (
     BackboneWithFPN,
     ExtraBlocks,
@@ -234,58 +233,28 @@ class RetinaNet(Detector):
         return (ClassHeadSpec("head.classification_head.cls_logits", num_anchors),)
 
 
-FOCAL_DEFAULTS: Defaults = {
-    "fg_iou_thresh": (0.5, "RetinaNet paper, section 4"),
-    "bg_iou_thresh": (0.4, "RetinaNet paper, section 4"),
-    "focal_alpha": (0.25, "RetinaNet paper, table 1b"),
-    "focal_gamma": (2.0, "RetinaNet paper, table 1b"),
-}
-"""Assignment and classification loss."""
-
-RETINANET_DEFAULTS: Defaults = {
-    **FOCAL_DEFAULTS,
-    "anchor_sizes": ((32.0, 64.0, 128.0, 256.0, 512.0), "RetinaNet paper: four times the stride of each level"),
-    "anchor_scales": ((1.0, 2 ** (1 / 3), 2 ** (2 / 3)), "RetinaNet paper: three scales per octave"),
-    "aspect_ratios": ((0.5, 1.0, 2.0), "RetinaNet paper, section 4"),
-    **PRETRAINED_DEFAULTS,
-    "box_loss": ("l1", "as torchvision trained it"),
-}
-RETINANET_MOBILENET_DEFAULTS: Defaults = {
-    **RETINANET_DEFAULTS,
-    "box_loss": ("giou", "detections are scored by IoU; torchvision's second RetinaNet recipe has it too"),
-}
-RETINANET_FPNLITE_DEFAULTS: Defaults = {
-    **RETINANET_DEFAULTS,
-    "box_loss": ("giou", "detections are scored by IoU; TF's ssd_mobilenet_v2_fpnlite has smooth L1"),
-    "bg_iou_thresh": (0.5, "TF's ssd_mobilenet_v2_fpnlite: no anchor is ignored"),
-    "anchor_scales": ((1.0, 2**0.5), "TF's ssd_mobilenet_v2_fpnlite: two scales per octave"),
-}
-
-
-def retinanet_builder(
-    backbone_name: str,
+def build_retinanet(
+    settings: ModelSettings,
+    num_classes: int,
     *,
+    backbone: str,
     channels: int = 256,
     num_convs: int = 4,
     extra_blocks: ExtraBlocks = "p6p7",
     with_norm: bool = False,
     lite: bool = False,
-) -> ModelBuilder:
-    """Builds RetinaNets on a backbone of BACKBONES; channels: of FPN and heads; num_convs: convolutions in each head;
+) -> RetinaNet:
+    """A RetinaNet on a backbone of BACKBONES; channels: of FPN and heads; num_convs: convolutions in each head;
     with_norm: whether FPN and heads have trained norms; lite: the lite variant, always with norms."""
-
-    def build(settings: ModelSettings, num_classes: int) -> RetinaNet:
-        kind = trainable_norm(settings.backbone_norm)
-        norm = lite_norm(kind) if lite else NORMS[kind] if with_norm else None
-        backbone = build_backbone_with_fpn(
-            backbone_name,
-            channels,
-            norm=settings.backbone_norm,
-            trainable_stages=settings.trainable_backbone_layers,
-            extra_blocks=extra_blocks,
-            fpn_norm=norm,
-            lite=lite,
-        )
-        return RetinaNet(backbone, settings, num_classes, channels=channels, num_convs=num_convs, norm=norm, lite=lite)
-
-    return build
+    kind = trainable_norm(settings.backbone_norm)
+    norm = lite_norm(kind) if lite else NORMS[kind] if with_norm else None
+    network = build_backbone_with_fpn(
+        backbone,
+        channels,
+        norm=settings.backbone_norm,
+        trainable_stages=settings.trainable_backbone_layers,
+        extra_blocks=extra_blocks,
+        fpn_norm=norm,
+        lite=lite,
+    )
+    return RetinaNet(network, settings, num_classes, channels=channels, num_convs=num_convs, norm=norm, lite=lite)

@@ -20,7 +20,7 @@ from torch import Tensor
 from stoker.config.settings import ModelSettings
 from stoker.errors import WeightsError, nearest
 from stoker.models.detector import Detector
-from stoker.models.table import MODELS, build, get_architecture
+from stoker.models.table import FAMILIES, MODELS, build, get_architecture
 from stoker.models.weights.class_head import class_tensors, fit_class_head
 from stoker.models.weights.hub import fetch_weights, local_path
 from stoker.models.weights.shapes_only import shapes_only
@@ -214,7 +214,8 @@ def _detect_model(weights: WeightsFile) -> str | None:
         return weights.model
     best_fraction, best_name = MIN_MATCH_FRACTION, None
     for name, arch in MODELS.items():
-        options = {} if arch.options_from_weights is None else arch.options_from_weights(weights.tensors)
+        options_from_weights = FAMILIES[arch.family].options_from_weights
+        options = {} if options_from_weights is None else options_from_weights(weights.tensors)
         settings = {"backbone_norm": "bn", "trainable_backbone_layers": 5, **arch.defaults, **options, "model": name}
         with shapes_only():
             model = build(ModelSettings(**settings), 1)

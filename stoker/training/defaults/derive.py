@@ -34,7 +34,7 @@ from stoker.data.validation.stats import ModelInput
 from stoker.hardware.cgroup import host_cores, host_memory
 from stoker.hardware.device import Device, untested_accelerator
 from stoker.models import Architecture, get_architecture
-from stoker.models.table import check_image_size, check_settings
+from stoker.models.table import FAMILIES, check_image_size, check_settings
 from stoker.models.weights.hub import local_path
 from stoker.models.weights.load import PRETRAINED_NAMES, read_weights
 from stoker.training.cluster import ONE_DEVICE, Devices
@@ -148,8 +148,9 @@ class Known:
     def options_of_weights(self) -> Mapping[str, bool]:
         """Settings of the model that its initial weights decide."""
         arch, weights = self.arch, self.config.model.weights
-        if arch.options_from_weights is not None and weights not in ("none", *PRETRAINED_NAMES):
-            return arch.options_from_weights(read_weights(local_path(weights)).tensors)
+        options_from_weights = FAMILIES[arch.family].options_from_weights
+        if options_from_weights is not None and weights not in ("none", *PRETRAINED_NAMES):
+            return options_from_weights(read_weights(local_path(weights)).tensors)
         return arch.pretrained_options.get(weights, {})
 
     @property
@@ -618,7 +619,7 @@ SETTINGS: dict[str, Row] = {
     "compile": derive_compile,
 }  # fmt: skip
 """Setting → its value and reason, or the function that derives them from what is above it. None: the recipe has it
-(`config/recipes.py`), or the model's row of MODELS (`models/table.py`), or the run goes without."""
+(`config/recipes.py`), or the model's row of MODELS (`knowledge/models.toml`), or the run goes without."""
 MODEL_INPUT = [name for name in SETTINGS if name in ("model", "weights") or SECTION_OF[name] == "data"]
 """Settings that decide what images a model gets."""
 TRIED = (

@@ -1,0 +1,135 @@
+"""What is known about each detector architecture without torch: the rows of knowledge/models.toml.
+
+The networks themselves are in `stoker/models/`; its `MODELS` are these rows.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from stoker.knowledge import read_toml
+
+
+class ComputeCost(msgspec.Struct, frozen=True, kw_only=True):
+    """For 80 classes at `default_image_size`. `python -m tests.models.test_table` computes these numbers."""
+
+    gflop: float
+    """GFLOPs to process one image, before NMS: multiplications and additions of convolutions and matrix products."""
+    training_gflop: float
+    """GFLOPs per image of a training step, forward and backward, with the default settings."""
+    memory_gib: float
+    """Peak memory of a training step: the recipe's batch in bf16, at most 100 boxes per image, with EMA weights.
+    Only tensors are counted; the allocator, the driver and cuDNN need more."""
+
+
+class Tuning(msgspec.Struct, frozen=True, kw_only=True):
+    """Defaults that were measured for one family of architectures only."""
+
+    cpu_image_size: int
+    """`default_image_size` on a CPU, if the boxes are large enough."""
+    min_box_px: float
+    """Side of the square of the area that nine of ten boxes must have at `cpu_image_size`."""
+    many_views: float
+    """How often each image is seen from which `strong_augmentation` is the default."""
+    strong_augmentation: dict[str, float | tuple[float, float]]
+    """Values of fields of DataSettings."""
+    frozen_backbone_lr_mult: float
+    """Factor of the learning rate for a pretrained backbone with frozen norms."""
+    max_box_px: int
+    """Longest box side in pixels of the model input that the family can predict."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """An architecture, by its row."""
+
+    family: str
+    """Its row in `FAMILIES` of `models/table.py`."""
+    network: Mapping[str, Any]
+    """Arguments of the family's builder."""
+    description: str
+    num_params: int
+    """For 80 classes with the default settings. Frozen norms have no parameters."""
+    cost: ComputeCost
+    recipe: str
+    """Name in `recipes.RECIPES` of the default training settings."""
+    default_image_size: int
+    """Side of a square in pixels: the default input size has at most its area."""
+    size_divisor: int = 32
+    """Height and width of the input are multiples of it. Most networks halve the image five times."""
+    anchors_scale_with_image_size: bool = False
+    """Whether the default anchor sizes are for `default_image_size` and are scaled with the input size."""
+    defaults: Mapping[str, Any]
+    """Values of the ModelSettings fields that the architecture uses; it has no others."""
+    reasons: Mapping[str, str]
+    """The reason for each field of `defaults`."""
+    urls: Mapping[str, str]
+    """`coco` and `imagenet` → URL of pretrained weights; empty if there are none."""
+    pretrained_norm_eps: float | None = None
+    """Epsilon of the norms of the pretrained classifier, if it differs from the detector's."""
+    tuning: Tuning | None = None
+    """None: the general defaults apply."""
+    pretrained_options: Mapping[str, Mapping[str, bool]] = dataclasses.field(default_factory=dict)
+    """Settings that pretrained weights decide, by their name (`coco`, `imagenet`)."""
+
+
+class _Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A row as in the file."""
+
+    family: str
+    network: dict[str, Any] = {}
+    description: str
+    num_params: int
+    cost: ComputeCost
+    recipe: str
+    default_image_size: int
+    size_divisor: int = 32
+    anchors_scale_with_image_size: bool = False
+    pretrained_norm_eps: float | None = None
+    weights: dict[str, str] = {}
+    """Name of pretrained weights → file below the table's `url`."""
+    pretrained_options: dict[str, dict[str, bool]] = {}
+    defaults: dict[str, Any]
+    """Setting → value and reason; `inherits`: groups of the table `defaults`."""
+
+
+def read_architectures() -> dict[str, Architecture]:
+    """Value of `--model` → architecture, in the order of the file."""
+    tables = read_toml("models.toml")
+    tuning = msgspec.convert(tables["tuning"], dict[str, Tuning])
+    return {
+        name: make_architecture(row, tables["defaults"], url=tables["url"], tuning=tuning)
+        for name, row in tables["models"].items()
+    }
+
+
+def make_architecture(
+    row: dict[str, Any], groups: dict[str, Any], *, url: str = "", tuning: Mapping[str, Tuning] | None = None
+) -> Architecture:
+    """The architecture of a row. groups: tables of defaults by name; tuning: by family.
+
+    Raises msgspec.ValidationError for a row of another form.
+    """
+    fields = msgspec.structs.asdict(msgspec.convert(row, _Row))
+    defaults = _inherit(fields.pop("defaults"), groups)
+    return Architecture(
+        **{name: value for name, value in fields.items() if name != "weights"},
+        defaults={name: _as_tuple(default["value"]) for name, default in defaults.items()},
+        reasons={name: default["reason"] for name, default in defaults.items()},
+        urls={name: f"{url}/{file}" for name, file in fields["weights"].items()},
+        tuning=(tuning or {}).get(fields["family"]),
+    )
+
+
+def _inherit(table: dict[str, Any], groups: dict[str, Any]) -> dict[str, Any]:
+    """The defaults of a table and of the groups that it inherits; its own and those of later groups win."""
+    merged: dict[str, Any] = {}
+    for group in table.get("inherits", ()):
+        merged |= _inherit(groups[group], groups)
+    return merged | {name: default for name, default in table.items() if name != "inherits"}
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
