@@ -72,43 +72,26 @@ check: setup
 	$(BIN)/python scripts/check_cycles.py
 
 bench: setup  ## about 45 minutes; peers that `make peers` has installed, else n/a
-	$(BIN)/python benchmarks/index.py --json benchmarks/results/index-cpu.json
-	$(BIN)/python benchmarks/check.py --json benchmarks/results/check-cpu.json
-	$(BIN)/python benchmarks/ledger.py --json benchmarks/results/ledger-cpu.json
-	$(BIN)/python benchmarks/evaluate.py --json benchmarks/results/evaluate-cpu.json
-	$(BIN)/python benchmarks/step.py --json benchmarks/results/step-cpu.json
-	$(BIN)/python benchmarks/step_bytes.py --json benchmarks/results/step-bytes-cpu.json
-	$(BIN)/python benchmarks/startup.py --json benchmarks/results/startup-cpu.json
-	$(BIN)/python benchmarks/plan.py --second --json benchmarks/results/plan-cpu.json
-	$(BIN)/python benchmarks/loader.py --json benchmarks/results/loader-cpu.json
-	$(BIN)/python benchmarks/end_to_end.py --json benchmarks/results/end-to-end-cpu.json
-	$(BIN)/python benchmarks/storage.py --json benchmarks/results/storage-cpu.json
-	$(BIN)/python benchmarks/cache.py --json benchmarks/results/cache-cpu.json
-	$(BIN)/python benchmarks/gil.py --json benchmarks/results/gil-cpu.json
-	$(BIN)/python benchmarks/ranks.py --json benchmarks/results/ranks-cpu.json
-	$(BIN)/python benchmarks/stages.py --json benchmarks/results/stages-cpu.json
-	$(BIN)/python benchmarks/shard_checkpoint.py --json benchmarks/results/shard-checkpoint-cpu.json
-	$(BIN)/python benchmarks/shards.py --json benchmarks/results/shards-cpu.json
-	$(BIN)/python benchmarks/shard_loading.py --json benchmarks/results/shard-loading-cpu.json
+	$(BIN)/python -m benchmarks all
 
 # SEED=7 draws other levels; the same command again continues where it was stopped.
 bench-diagnose: setup  ## 45 minutes, on an idle machine
-	$(BIN)/python benchmarks/diagnose.py $(if $(SEED),--seed $(SEED)) --json benchmarks/results/diagnose-cpu.json
+	$(BIN)/python -m benchmarks diagnose $(if $(SEED),--seed $(SEED)) --json benchmarks/results/diagnose-cpu.json
 
 bench-diagnose-quick: setup  ## 5 minutes
-	$(BIN)/python benchmarks/diagnose.py --quick $(if $(SEED),--seed $(SEED)) --json diagnose-quick.json
+	$(BIN)/python -m benchmarks diagnose --quick $(if $(SEED),--seed $(SEED)) --json diagnose-quick.json
 
-bench-diagnose-wild: setup  ## 90 minutes, on an idle machine; TensorFlow from `make peers`, Ultralytics see benchmarks/wild/job.py
-	$(BIN)/python benchmarks/diagnose_wild.py --json benchmarks/results/diagnose-wild-cpu.json
+bench-diagnose-wild: setup  ## 90 minutes, on an idle machine; TensorFlow from `make peers`, Ultralytics see benchmarks/diagnosis/wild/job.py
+	$(BIN)/python -m benchmarks diagnose_wild --json benchmarks/results/diagnose-wild-cpu.json
 
 bench-gpu:  ## about an hour; uses the system Python where there is no .venv
-	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu.py --json benchmarks/results/gpu-all.json
-	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/loader.py --runs 3 --json benchmarks/results/loader-gpu.json
-	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/nvjpeg.py --json benchmarks/results/nvjpeg-gpu.json
-	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/plan.py --gpu --json benchmarks/results/plan-gpu.json
+	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks gpu --json benchmarks/results/gpu-all.json
+	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks loader --runs 3 --json benchmarks/results/loader-gpu.json
+	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks nvjpeg --json benchmarks/results/nvjpeg-gpu.json
+	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks plan --gpu --json benchmarks/results/plan-gpu.json
 
 gpu-goal:  ## what was measured on a GPU, next to goals and predictions
-	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu.py --goal
+	PYTHONPATH=. $(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks gpu --goal
 
 gpu-kit:  ## .kit/: wheels, data and a script for a GPU machine without network (docs/gpu-status.md)
 	PYTHON=$(PYTHON) bash scripts/gpu-kit.sh

@@ -67,7 +67,7 @@ class Report:
         script = Path(sys.argv[0])
         content = {
             "what": self.what,
-            "command": shlex.join(["python", f"{script.parent.name}/{script.name}", *sys.argv[1:]]),
+            "command": shlex.join(["python", "-m", "benchmarks", script.stem, *sys.argv[1:]]),
             "machine": machine(),
             "versions": versions(self.packages),
             "n": self.n,

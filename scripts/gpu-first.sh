@@ -39,5 +39,5 @@ export PATH="$cache/venv/bin:$PATH" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export STOKER_CACHE_DIR="$cache/stoker" STOKER_KIT_CACHE="$cache"
 export TORCHINDUCTOR_CACHE_DIR="$cache/compiled" TRITON_CACHE_DIR="$cache/triton" CUDA_CACHE_PATH="$cache/cuda"
 echo "environment: $SECONDS s"
-exec python3 benchmarks/gpu.py --kit "$1" --lines "$OUT/$1.jsonl" --bccd "$kit/bccd" "${more[@]}" \
+exec python3 -m benchmarks gpu --kit "$1" --lines "$OUT/$1.jsonl" --bccd "$kit/bccd" "${more[@]}" \
   --minutes "$(awk "BEGIN { print ($limit - $SECONDS) / 60 }")"

@@ -1,4 +1,4 @@
-"""A stub of NVIDIA's driver library without a GPU, for tests and `benchmarks/diagnose*.py`: compilation and scenes.
+"""A stub of NVIDIA's driver library without a GPU, for tests and `benchmarks/diagnosis/`: compilation and scenes.
 
     scene = Scene(folder / "scene").say("-1", count=1).say("0", utilization=97, memory_used=10**9)
     subprocess.Popen(command, env=os.environ | scene.variables(driver_library(folder)))

@@ -16,16 +16,15 @@ import pytest
 
 from stoker.diagnosis.catalog import CATALOG
 from stoker.diagnosis.endings import endings
-from tests.test_benchmarks import FOLDER, run_quick
+from tests.test_benchmarks import run_quick
 
 needs_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root")
 
 
 @pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
-    monkeypatch.syspath_prepend(str(FOLDER))
+def modules() -> dict[str, ModuleType]:
     names = ("diagnose_causes", "diagnose_score", "diagnose_inside", "diagnose_outside", "diagnose_driver", "diagnose")
-    return {name: importlib.import_module(name) for name in names}
+    return {name: importlib.import_module(f"benchmarks.diagnosis.{name}") for name in names}
 
 
 def an_outcome(modules: dict[str, ModuleType], named: str | None, **changes: Any) -> Any:

@@ -17,9 +17,8 @@ from tests.test_benchmarks import FOLDER
 
 
 @pytest.fixture
-def wild(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("diagnose_wild")
+def wild() -> ModuleType:
+    return importlib.import_module("benchmarks.diagnosis.diagnose_wild")
 
 
 def an_outcome(wild: ModuleType, *findings: tuple[str, str, float | None], **changes: Any) -> Any:
@@ -157,7 +156,7 @@ def test_a_script_and_the_places_of_a_job_become_its_command(wild: ModuleType, t
     bench = wild.Bench(tmp_path, tmp_path, keep=False)
     job = wild.Job(program="p", fault="f", way="w", command=("loop.py", "{images}", "{folder}/x", "{server}/y"))
     assert bench._words(job, tmp_path / "job", "http://s") == [
-        str(FOLDER / "wild" / "loop.py"), str(tmp_path / "images"), str(tmp_path / "job" / "x"), "http://s/y",
+        str(FOLDER / "diagnosis" / "wild" / "loop.py"), str(tmp_path / "images"), str(tmp_path / "job" / "x"), "http://s/y",
     ]  # fmt: skip
 
 
@@ -183,9 +182,9 @@ def test_the_jobs_are_well_formed_and_many_enough(wild: ModuleType) -> None:
         assert bool(job.accepted) == (job.fault != wild.HEALTHY), job.name
         assert job.python in ("venv", "peers", "ultralytics"), job.name
         script = next(word for word in job.command if word.endswith(".py")).removeprefix("{wild}/")
-        assert (FOLDER / "wild" / script).is_file(), job.name
+        assert (FOLDER / "diagnosis" / "wild" / script).is_file(), job.name
         assert script.startswith("second_") == (half == "second"), job.name
-        text = (FOLDER / "wild" / script).read_text(encoding="utf-8")
+        text = (FOLDER / "diagnosis" / "wild" / script).read_text(encoding="utf-8")
         assert "stoker" not in text, f"{script} knows of stoker"
         ways[job.program, job.fault].add(job.way)
     alone = [pair for pair, found in ways.items() if len(found) < 2 and pair[1] != wild.HEALTHY]

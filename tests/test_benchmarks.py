@@ -19,7 +19,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
 
 def run_quick(script: str, result: Path, *arguments: str, timeout_s: float = 280, **variables: str) -> dict[str, Any]:
     """The results file of a quick run."""
-    command = [sys.executable, str(FOLDER / f"{script}.py"), "--quick", "--json", str(result), *arguments]
+    command = [sys.executable, "-m", "benchmarks", script, "--quick", "--json", str(result), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(FOLDER.parent), "OMP_NUM_THREADS": "1", **variables}
     completed = subprocess.run(
         command, env=environment, cwd=result.parent, capture_output=True, text=True, timeout=timeout_s
@@ -27,7 +27,7 @@ def run_quick(script: str, result: Path, *arguments: str, timeout_s: float = 280
     assert completed.returncode == 0, completed.stderr
     content: dict[str, Any] = json.loads(result.read_text())
     assert list(content) == ["what", "command", "machine", "versions", "n", "rows", "bars"]
-    assert content["command"].startswith(f"python benchmarks/{script}.py --quick")
+    assert content["command"].startswith(f"python -m benchmarks {script} --quick")
     assert content["rows"]
     assert all("what" in row for row in content["rows"])
     for bar in content["bars"]:
@@ -113,9 +113,8 @@ def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def quality(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("quality")
+def quality() -> ModuleType:
+    return importlib.import_module("benchmarks.accuracy.quality")
 
 
 def make_row(what: str, seed: int, ap: float, *, steps: int = 512) -> dict[str, Any]:
@@ -165,8 +164,7 @@ def test_decoding_on_the_device_is_compared_with_the_host(tmp_path: Path) -> Non
 
 
 def test_child_processes_keep_the_python_path_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    processes = importlib.import_module("processes")
+    processes = importlib.import_module("benchmarks.processes")
     monkeypatch.setenv("PYTHONPATH", f"first{os.pathsep}second")
     assert processes.child_environment()["PYTHONPATH"].split(os.pathsep) == ["first", "second", str(FOLDER.parent)]
     monkeypatch.delenv("PYTHONPATH")
@@ -174,9 +172,8 @@ def test_child_processes_keep_the_python_path_of_the_caller(monkeypatch: pytest.
 
 
 @pytest.fixture
-def gpu_case(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("gpu_case")
+def gpu_case() -> ModuleType:
+    return importlib.import_module("benchmarks.gpu.gpu_case")
 
 
 @pytest.mark.slow

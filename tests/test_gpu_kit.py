@@ -21,34 +21,29 @@ from stoker.hardware.device import Device
 from stoker.models.layers.fused_conv import ConvReLU
 
 ROOT = Path(__file__).resolve().parent.parent
-IMPORT = f"import os, signal, sys, threading, time\nsys.path.insert(0, {str(ROOT / 'benchmarks')!r})\n"
-
-
-@pytest.fixture(autouse=True)
-def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+IMPORT = f"import os, signal, sys, threading, time\nsys.path.insert(0, {str(ROOT)!r})\n"
 
 
 @pytest.fixture
 def gpu() -> ModuleType:
-    return importlib.import_module("gpu")
+    return importlib.import_module("benchmarks.gpu.gpu")
 
 
 @pytest.fixture
 def gpu_results() -> ModuleType:
-    return importlib.import_module("gpu_results")
+    return importlib.import_module("benchmarks.gpu.gpu_results")
 
 
 @pytest.fixture
 def lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(importlib.import_module("processes").LINES, str(tmp_path / "A.jsonl"))
+    monkeypatch.setenv(importlib.import_module("benchmarks.processes").LINES, str(tmp_path / "A.jsonl"))
     return tmp_path / "A.jsonl"
 
 
 def run_part(folder: Path, script: str, limit_s: float = 60) -> dict[str, Any]:
     """What is recorded of a part that runs a script."""
     (folder / "part.py").write_text(IMPORT + script)
-    processes = importlib.import_module("processes")
+    processes = importlib.import_module("benchmarks.processes")
     found: dict[str, Any] = processes.run_part([sys.executable, str(folder / "part.py")], limit_s, folder / "part.log")
     return found
 
@@ -125,7 +120,7 @@ def test_a_killed_part_keeps_its_lines_and_leaves_no_process(tmp_path: Path, lin
         tmp_path,
         """
 import subprocess
-from processes import record
+from benchmarks.processes import record
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 for rate in (411.0, 409.0):
     record(what="model", how="compiled", child=child.pid, **{"img/s": rate})
@@ -165,7 +160,7 @@ def test_failing_tests_are_recorded_by_name(tmp_path: Path, lines: Path) -> None
         "def test_setup(broken): pass\n"
     )
     command = [sys.executable, "-m", "pytest", "-vv", "--tb=short", "-n", "1", "-c", str(ROOT / "pyproject.toml")]
-    subprocess.run([*command, "-p", "benchmarks.gpu_tests", str(tmp_path)], cwd=ROOT, capture_output=True)
+    subprocess.run([*command, "-p", "benchmarks.gpu.gpu_tests", str(tmp_path)], cwd=ROOT, capture_output=True)
     found = {line["test"].rpartition("::")[2]: line for line in map(json.loads, lines.read_text().splitlines())}
     assert {name: line["outcome"] for name, line in found.items()} == {
         "test_good": "passed",
@@ -199,7 +194,7 @@ def test_predicted_memory_is_a_line_for_each_case(tmp_path: Path, lines: Path) -
     case = {"model": "retinanet_tiny_fpn", "classes": 3, "batch": 2, "image_size": (64, 64)}
     request = {"how": "predicted", "device": "cpu", "tiny": True, "cases": [case]}
     found = run_part(tmp_path, f"import runpy\nsys.argv = ['', {json.dumps(request)!r}]\n"
-                     f"runpy.run_path({str(ROOT / 'benchmarks' / 'gpu_case.py')!r}, run_name='__main__')")  # fmt: skip
+                     f"runpy.run_path({str(ROOT / 'benchmarks/gpu/gpu_case.py')!r}, run_name='__main__')")  # fmt: skip
     assert found["exit"] == 0, found
     assert isinstance(found["output"], list)
     (line,) = map(json.loads, lines.read_text().splitlines())
@@ -307,13 +302,13 @@ def test_the_kernels_that_a_training_chooses_count(gpu_results: ModuleType, tmp_
 
 
 def test_kernels_of_a_compiler_are_not_taken_for_convolutions() -> None:
-    gpu_case = importlib.import_module("gpu_case")
+    gpu_case = importlib.import_module("benchmarks.gpu.gpu_case")
     names = ["triton_poi_fused_add_convolution_relu_3", "cudnn_infer_ampere_conv_relu", "_focal_sums_kernel", "Memset"]
     assert [gpu_case.group_of(name) for name in names] == ["compiled", "convolutions", "matching and loss", "copies"]
 
 
 def test_the_table_of_convolutions_has_the_arithmetic_of_the_step() -> None:
-    gpu_convolutions = importlib.import_module("gpu_convolutions")
+    gpu_convolutions = importlib.import_module("benchmarks.gpu.gpu_convolutions")
     first, second = nn.Conv2d(3, 8, 3, stride=2, padding=1), ConvReLU(nn.Conv2d(8, 8, 5, padding=2))
     images = torch.randn(2, 3, 15, 16)
 

@@ -243,7 +243,7 @@ def test_flags() -> None:
 
 @pytest.mark.slow
 def test_five_machines_with_predicted_steps(data: Path, tmp_path: Path) -> None:
-    """With a small model; how long that of a GPU takes is measured by benchmarks/plan.py."""
+    """With a small model; how long that of a GPU takes is measured by benchmarks/diagnosis/plan.py."""
     command = ["plan", str(data), "--on", "a2-highgpu-1g", "g2-standard-8", "n1-standard-8+t4", "p3.2xlarge", "this",
                "--model", "retinanet_tiny_fpn", "--image-size", "64", "64", "--by", "2h",
                "--svg", str(tmp_path / "p.svg"), "--json"]  # fmt: skip

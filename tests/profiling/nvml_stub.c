@@ -1,5 +1,5 @@
 // A libnvidia-ml.so.1 without a GPU: the functions that stoker/profiling/telemetry/{gpu,gpu_state,nvml,gpm,xid}.py call, with
-// NVML's own signatures. `tests/nvml.py` compiles it and writes its scenes; `benchmarks/diagnose_driver.py` uses it too,
+// NVML's own signatures. `tests/nvml.py` compiles it and writes its scenes; `benchmarks/diagnosis/diagnose_driver.py` uses it too,
 // so its keys must keep their meaning. Its answers were never compared with a real driver.
 //
 // The answers are read from the file $NVML_STUB whenever it changes. A line is `gpu key value`, or `@t gpu key value` for

@@ -1,0 +1,186 @@
+"""What `stoker watch` costs a job: the same job with it and without, in turn, on three frameworks.
+
+CPU-seconds are those of all processes: the job and its children, and for `stoker watch` also the watcher, the relays of
+the output and py-spy. They exclude other load, but not its effect on caches and clock rates, so the figure is the
+median over pairs of neighbors in time. Keras on TensorFlow needs `make peers` (or a Python that has it in
+STOKER_PEERS_PYTHON), Ultralytics a Python that has it in STOKER_ULTRALYTICS_PYTHON. Linux only.
+"""
+
+import argparse
+import ctypes
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.report import Bar, Report, options, publish, spread
+
+RATIO, FIXED_S = 0.02, 1.5
+"""The bar: this fraction of the job's CPU-seconds, and this time for the start of the watcher."""
+
+PEERS = os.environ.get("STOKER_PEERS_PYTHON", str(Path(__file__).resolve().parents[2] / ".peers/bin/python"))
+QUIET = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "TF_NUM_INTRAOP_THREADS": "1",
+         "KERAS_BACKEND": "tensorflow", "PYTHONWARNINGS": "ignore"}  # fmt: skip
+
+DATA = """
+import sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+torch.set_num_threads(1)
+steps = int(sys.argv[1])
+net = torch.nn.Sequential(torch.nn.Conv2d(3, 32, 3), torch.nn.ReLU(), torch.nn.Conv2d(32, 32, 3), torch.nn.ReLU(),
+                          torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(32, 10))
+"""
+
+TORCH = (
+    DATA
+    + """
+optimizer = torch.optim.AdamW(net.parameters())
+data = TensorDataset(torch.randn(8 * steps, 3, 32, 32), torch.randint(0, 10, (8 * steps,)))
+for number, (x, y) in enumerate(DataLoader(data, 8)):
+    loss = torch.nn.functional.cross_entropy(net(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if number % 100 == 0:
+        print(f"step {number} loss: {loss.item():.4f}", flush=True)
+"""
+)
+
+TRAINER = (
+    DATA
+    + """
+import tempfile
+import transformers
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8 * steps
+    def __getitem__(self, i):
+        return {"x": torch.full((3, 32, 32), i / len(self)), "labels": torch.tensor(i % 10)}
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net
+    def forward(self, x, labels=None):
+        logits = self.net(x)
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+settings = transformers.TrainingArguments(tempfile.mkdtemp(), max_steps=steps, per_device_train_batch_size=8,
+                                          use_cpu=True, report_to=[], save_strategy="no", logging_steps=100)
+transformers.Trainer(Model(), settings, train_dataset=Rows()).train()
+"""
+)
+
+KERAS = """
+import sys
+import keras, numpy
+steps = int(sys.argv[1])
+layers = [keras.layers.Input((32, 32, 3)), keras.layers.Conv2D(32, 3), keras.layers.Conv2D(32, 3)]
+model = keras.Sequential([*layers, keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(10)])
+model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+x, y = numpy.zeros((8 * steps, 32, 32, 3), "float32"), numpy.zeros(8 * steps)
+model.fit(x, y, batch_size=8, verbose=2)
+"""
+
+ULTRALYTICS = """
+import os, sys, tempfile
+os.chdir(tempfile.mkdtemp())
+import cv2, numpy
+from ultralytics import YOLO
+for split, count in (("train", 4 * int(sys.argv[1])), ("val", 8)):
+    for kind in ("images", "labels"):
+        os.makedirs(f"data/{kind}/{split}")
+    for i in range(count):
+        cv2.imwrite(f"data/images/{split}/{i}.jpg", numpy.full((64, 64, 3), i % 255, "uint8"))
+        open(f"data/labels/{split}/{i}.txt", "w").write("0 0.5 0.5 0.5 0.5\\n")
+open("data.yaml", "w").write(f"path: {os.getcwd()}/data\\ntrain: images/train\\nval: images/val\\nnames: {{0: box}}\\n")
+YOLO("yolov8n.yaml").train(data="data.yaml", epochs=1, imgsz=64, batch=4, workers=0, device="cpu", plots=False)
+"""
+
+
+@dataclass
+class Job:
+    """steps: some 30 CPU-seconds of training; with --quick a fifth of it."""
+
+    name: str
+    python: str
+    code: str
+    steps: int
+    cpu_s: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
+    wall_s: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
+
+
+def find_jobs() -> list[Job]:
+    jobs = [Job("torch loop", sys.executable, TORCH, 1500), Job("transformers Trainer", sys.executable, TRAINER, 1500)]
+    jobs.append(Job("Keras on TensorFlow", PEERS, KERAS, 2500))
+    if python := os.environ.get("STOKER_ULTRALYTICS_PYTHON"):
+        jobs.append(Job("Ultralytics", python, ULTRALYTICS, 150))
+    return jobs
+
+
+def measure(words: list[str], folder: Path) -> tuple[float, float]:
+    """(CPU-seconds of all processes, wall seconds) of a command. Raises CalledProcessError if it fails."""
+    before, start_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    done = subprocess.run(words, cwd=folder, env={**os.environ, **QUIET}, capture_output=True, check=False)
+    wall_s = time.monotonic() - start_s
+    if done.returncode:
+        raise RuntimeError(f"{words[0]} … ended with exit code {done.returncode}: {done.stderr.decode()[-1000:]}")
+    try:
+        while True:
+            os.wait()  # those that outlived their parent belong to this process, the subreaper
+    except ChildProcessError:
+        pass  # none is left
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, wall_s
+
+
+def run(arguments: argparse.Namespace) -> Report:
+    rounds, divisor = (2, 5) if arguments.quick else (5, 1)
+    pr_set_child_subreaper = 36  # linux/prctl.h
+    ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
+    report = Report("Cost of `stoker watch`: CPU-seconds of a job with it and without, of all processes", rounds)
+    report.packages = ("stoker", "torch", "transformers", "py-spy")
+    jobs = [job for job in find_jobs() if arguments.only in (None, job.name)]
+    for number in range(rounds):
+        for job in jobs:
+            if not Path(job.python).exists():
+                continue
+            for on in (True, False) if number % 2 else (False, True):
+                with tempfile.TemporaryDirectory() as folder:
+                    Path(folder, "job.py").write_text(job.code)
+                    words = [job.python, "job.py", str(job.steps // divisor)]
+                    watch = [sys.executable, "-m", "stoker", "watch", "--run-dir", f"{folder}/run", "--"] if on else []
+                    cpu_s, wall_s = measure([*watch, *words], Path(folder))
+                job.cpu_s[on].append(cpu_s)
+                job.wall_s[on].append(wall_s)
+                print(f"{job.name}, {'with' if on else 'without'}: {cpu_s:.2f} CPU-s, {wall_s:.1f} s", file=sys.stderr)
+    for job in jobs:
+        if not job.cpu_s[True]:
+            report.rows.append({"job": job.name, "": "n/a: `make peers`"})
+            continue
+        added_s = [with_s - without_s for without_s, with_s in zip(job.cpu_s[False], job.cpu_s[True], strict=True)]
+        without_s, with_s = (statistics.median(job.cpu_s[on]) for on in (False, True))
+        walls = [statistics.median(job.wall_s[on]) for on in (False, True)]
+        report.rows.append({
+            "job": job.name, "CPU-s without": without_s, "with": with_s,
+            **{f"added CPU-s, {name}": value for name, value in spread(added_s).items()},
+            "added": f"{statistics.median(added_s) / without_s:.1%}",
+            "wall s without": walls[0], "wall s with": walls[1],
+        })  # fmt: skip
+        allowed_s = RATIO * without_s + FIXED_S
+        report.bars.append(Bar.at_most(f"{job.name}: added CPU-s", statistics.median(added_s), allowed_s))
+    return report
+
+
+if __name__ == "__main__":
+    parser = options(__doc__)
+    parser.add_argument("--only", metavar="JOB", help="only this job, by its name in the table")
+    publish(run, parser)
