@@ -24,7 +24,7 @@ def wild() -> ModuleType:
 def an_outcome(wild: ModuleType, *findings: tuple[str, str, float | None], **changes: Any) -> Any:
     fields: dict[str, Any] = {
         "half": "first", "program": "loop", "fault": "slow storage", "way": "a", "accepted": ("slow_storage",),
-        "findings": tuple(wild.Finding(cause=c, severity=s, lost_s=lost) for c, s, lost in findings),
+        "findings": tuple(wild.NamedCause(cause=c, severity=s, lost_s=lost) for c, s, lost in findings),
     }  # fmt: skip
     return wild.Outcome(**(fields | changes))
 
@@ -120,7 +120,7 @@ def test_a_kept_job_is_read_again_also_if_nothing_was_found(
     wild: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = wild.Bench(tmp_path, tmp_path, keep=True)
-    found = (wild.Finding(cause="lr_too_high", severity="warning"),)
+    found = (wild.NamedCause(cause="lr_too_high", severity="warning"),)
     monkeypatch.setattr(bench, "_why", lambda run, folder: found)  # noqa: ARG005
     kept = an_outcome(wild)
     assert kept.findings == ()

@@ -67,7 +67,7 @@ FIRST_GOAL, TWO_GOAL, HEALTHY_GOAL, LOSS_GOAL = 0.85, 0.95, 0.95, 0.15
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class NamedCause:
     cause: str
     severity: str
     lost_s: float | None = None
@@ -82,7 +82,7 @@ class Outcome:
     fault: str
     way: str
     accepted: tuple[str, ...]
-    findings: tuple[Finding, ...] | None
+    findings: tuple[NamedCause, ...] | None
     reason: str = ""
     known_s: float | None = None
     """The lost time by the job's own clocks."""
@@ -100,7 +100,7 @@ class Outcome:
         return self.others_cores is not None and self.others_cores >= DISTURBED_CORES
 
     @property
-    def named(self) -> tuple[Finding, ...]:
+    def named(self) -> tuple[NamedCause, ...]:
         """Findings above info. Of a job with a fault: all of them, where none is above. Without `cpu_contention` where
         other processes did use the cores and it is not the job's fault: it is true then, and no answer."""
         found = self.findings or ()
@@ -278,16 +278,16 @@ class Bench:
             return process.wait(job.read_after_s)
         return None
 
-    def _why(self, run: Path, folder: Path) -> tuple[Finding, ...]:
+    def _why(self, run: Path, folder: Path) -> tuple[NamedCause, ...]:
         done = subprocess.run(
             [sys.executable, "-m", "stoker", "why", str(run), "--json"],
             env={**os.environ, "PYTHONPATH": str(self.stoker)}, capture_output=True, text=True, timeout=60, cwd=folder,
         )  # fmt: skip
         (folder / "why.json").write_text(done.stdout or done.stderr)
         if done.returncode:  # this is a wrong answer too
-            return (Finding(cause=NO_ANSWER, severity="critical"),)
+            return (NamedCause(cause=NO_ANSWER, severity="critical"),)
         return tuple(
-            Finding(cause=found["cause"], severity=found["severity"], lost_s=found.get("lost_device_s"))
+            NamedCause(cause=found["cause"], severity=found["severity"], lost_s=found.get("lost_device_s"))
             for found in json.loads(done.stdout)["findings"]
         )
 

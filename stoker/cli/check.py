@@ -70,7 +70,7 @@ def check(
         from stoker.config.settings import from_toml
         from stoker.planning.check import CheckRequest
         from stoker.planning.check import check as run_checks
-        from stoker.preflight.terminal import print_findings
+        from stoker.report.findings_terminal import print_findings
         from stoker.training.run_selection import with_absolute_paths
 
     length = {"epochs": epochs, "steps": steps, "max_time": max_time, "max_duration": config.run.max_duration}
@@ -99,8 +99,13 @@ def check(
     if shows_progress:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     if json:
+        findings = [
+            {"id": found.id, "severity": found.severity, "title": found.title, "evidence": found.evidence_text,
+             "fix": found.fix, "place": found.place}
+            for found in report.findings
+        ]  # fmt: skip
         print_json(
-            {"blocked": report.blocked, "findings": report.findings, "probes": report.probes, "seconds": report.seconds}
+            {"blocked": report.blocked, "findings": findings, "probes": report.probes, "seconds": report.seconds}
         )
     else:
         print_findings(report.findings, seconds=report.seconds, show_all=all_)

@@ -91,7 +91,7 @@ def check(
             progress=on_progress,
         )
     if json:
-        print_json(report)
+        print_json(report.as_dict())
     else:
         from stoker.report.data_check import print_check
 

@@ -26,7 +26,7 @@ from stoker.diagnosis.causes import (
 )
 from stoker.diagnosis.causes.cause import COMMON_THRESHOLDS, Cause, find_cause
 from stoker.diagnosis.run_data import RunRecords
-from stoker.runs.schemas import Finding
+from stoker.findings.finding import Finding
 
 Rule = Callable[[RunRecords], Finding | None]
 """A pure function: a run's records in, a finding out. None: the cause is not there, or a record it needs is missing."""

@@ -9,7 +9,8 @@ from typing import Literal
 
 import msgspec
 
-from stoker.diagnosis.causes.cause import Reason, Severity
+from stoker.diagnosis.causes.cause import Reason
+from stoker.findings.finding import Severity
 from stoker.knowledge import read_toml
 
 UNEXPLAINED = frozenset({"killed", "crashed", "ended_by_error", "ended_without_record", "exit_code_unknown"})

@@ -10,13 +10,14 @@ import msgspec
 
 from stoker.diagnosis import postmortem
 from stoker.diagnosis.catalog import CATALOG, RULES
-from stoker.diagnosis.causes.cause import SEVERITIES, common_threshold
+from stoker.diagnosis.causes.cause import common_threshold
 from stoker.diagnosis.causes.cpu import CPU_CONTENTION
 from stoker.diagnosis.endings import UNEXPLAINED, endings
 from stoker.diagnosis.reader import read_run
 from stoker.diagnosis.run_data import RunRecords
+from stoker.findings.finding import SEVERITIES, Evidence, Finding
 from stoker.runs import records
-from stoker.runs.schemas import Evidence, Finding, Probe
+from stoker.runs.schemas import Probe
 from stoker.storage.local_files import write_atomic
 
 __all__ = ["RunRecords", "diagnose", "read_run", "run_rules", "write_findings"]
@@ -36,36 +37,36 @@ def run_rules(run: RunRecords) -> list[Finding]:
     """`diagnose` on records that are read already."""
     findings = [apply_probe_result(finding, run.probes) for _, rule in RULES if (finding := rule(run)) is not None]
     superseded = {
-        other for finding in findings if finding.severity != "info" for other in CATALOG[finding.cause].supersedes
+        other for finding in findings if finding.severity != "info" for other in CATALOG[finding.id].supersedes
     }
-    remaining = sorted((finding for finding in findings if finding.cause not in superseded), key=_sort_key)
+    remaining = sorted((finding for finding in findings if finding.id not in superseded), key=_sort_key)
     end_findings = postmortem.explain(run.termination) if run.termination is not None else []
     if not end_findings:
         return remaining
-    if endings()[end_findings[0].cause].role == "stop" or end_findings[0].severity == "info":
-        faults = [finding for finding in remaining if finding.severity != "info" and finding.cause != CPU_CONTENTION.id]
+    if endings()[end_findings[0].id].role == "stop" or end_findings[0].severity == "info":
+        faults = [finding for finding in remaining if finding.severity != "info" and finding.id != CPU_CONTENTION.id]
         return [*faults, *end_findings, *(finding for finding in remaining if finding not in faults)]
-    if end_findings[0].cause in UNEXPLAINED:
-        hung = [finding for finding in remaining if finding.cause == "hung"]
-        return [*hung, *end_findings, *(finding for finding in remaining if finding.cause != "hung")]
+    if end_findings[0].id in UNEXPLAINED:
+        hung = [finding for finding in remaining if finding.id == "hung"]
+        return [*hung, *end_findings, *(finding for finding in remaining if finding.id != "hung")]
     covered = {"hung"}
     for end_finding in end_findings:
-        covered.update(_COVERED_CAUSES.get(end_finding.cause, ()))
-    return end_findings + [finding for finding in remaining if finding.cause not in covered]
+        covered.update(_COVERED_CAUSES.get(end_finding.id, ()))
+    return end_findings + [finding for finding in remaining if finding.id not in covered]
 
 
 def _sort_key(finding: Finding) -> tuple[int, bool, bool, float, str]:
     """What other processes took is a part of the time of every phase, and no fault of the job: it is the last of its
     severity."""
-    severity = [str(name) for name in SEVERITIES].index(finding.severity)
+    severity = SEVERITIES.index(finding.severity)
     is_imminent = finding.severity == "critical" and not finding.lost_device_s
-    delays_all = finding.cause == CPU_CONTENTION.id
-    return severity, not is_imminent, delays_all, -(finding.lost_device_s or 0.0), finding.cause
+    delays_all = finding.id == CPU_CONTENTION.id
+    return severity, not is_imminent, delays_all, -(finding.lost_device_s or 0.0), finding.id
 
 
 def apply_probe_result(finding: Finding, probes: dict[str, Probe]) -> Finding:
     """The finding with the result of the experiment for its cause, if there was one: confirmed, refuted, or open."""
-    probe_kind = CATALOG[finding.cause].probe
+    probe_kind = CATALOG[finding.id].probe
     probe = probes.get(probe_kind)
     if probe is None:
         return finding

@@ -9,7 +9,7 @@ from stoker.diagnosis.causes.cause import Threshold
 from stoker.diagnosis.causes.input_bound import COLD_CACHE, cold_cache_fraction
 from stoker.diagnosis.causes.shared import driver_utilization, fraction_of_phase, is_long_enough, percent
 from stoker.diagnosis.run_data import RunRecords
-from stoker.runs.schemas import Finding
+from stoker.findings.finding import Finding
 
 _GPU_PHASES = ("compute", "eval", "comm", "straggler", "recovery", "checkpoint", "compile", "h2d", "sync")
 """Phases in which a GPU may be seen at work; NCCL waits in a kernel."""
@@ -32,32 +32,29 @@ _NO_TELEMETRY = {"min_duration_s": Threshold(3600.0, "seconds of a run without t
 _NO_STEP_OUTPUT = {"min_duration_s": Threshold(120.0, "seconds that a job was watched without a step (heuristic)")}
 
 
-class Note(msgspec.Struct, frozen=True):
-    """A line of the explanation. source: the record it rests on."""
-
-    id: str
-    text: str
-    source: str = ""
-
-
 class NoteKind(msgspec.Struct, frozen=True):
     """A kind of note. omitted_with: causes that explain the same; with one of them there is no note."""
 
     id: str
     title: str
-    find: Callable[[RunRecords], Note | None]
+    find: Callable[[RunRecords], Finding | None]
     thresholds: dict[str, Threshold]
     omitted_with: tuple[str, ...] = ()
 
 
-def collect_notes(run: RunRecords, findings: Iterable[Finding]) -> list[Note]:
+def collect_notes(run: RunRecords, findings: Iterable[Finding]) -> list[Finding]:
     """The notes on a run, in the order of NOTES. findings: those of the same run, by the rules."""
-    found = {finding.cause for finding in findings}
+    found = {finding.id for finding in findings}
     notes = [kind.find(run) for kind in NOTES if not found & set(kind.omitted_with)]
     return [note for note in notes if note is not None]
 
 
-def _unattributed_time(run: RunRecords) -> Note | None:
+def _note(id: str, text: str, place: str) -> Finding:
+    """place: the record that it rests on."""
+    return Finding(id=id, severity="info", title=text, place=place)
+
+
+def _unattributed_time(run: RunRecords) -> Finding | None:
     """In an external job most time is unattributed as long as nothing looks inside."""
     fraction = fraction_of_phase(run, "unattributed")
     name = "min_fraction_external" if run.is_external else "min_fraction"
@@ -67,10 +64,10 @@ def _unattributed_time(run: RunRecords) -> Note | None:
         f"{percent(fraction)} of the time after the start was not attributed to any phase: a process that was stopped "
         "or swapped out, or work between steps that nothing brackets (`stoker.measure` has m.phase for it)"
     )
-    return Note("unattributed_time", text, "steps.jsonl: phases.unattributed")
+    return _note("unattributed_time", text, "steps.jsonl: phases.unattributed")
 
 
-def _telemetry_mismatch(run: RunRecords) -> Note | None:
+def _telemetry_mismatch(run: RunRecords) -> Finding | None:
     utilization = driver_utilization(run)
     if utilization is None or run.is_external or not is_long_enough(run):
         return None
@@ -82,10 +79,10 @@ def _telemetry_mismatch(run: RunRecords) -> Note | None:
         f"{percent(ledger_fraction)} of it: another process on the GPU (nvidia-smi), or work that the ledger does not "
         "know"
     )
-    return Note("telemetry_mismatch", text, "devices.jsonl: gpus.utilization; steps.jsonl: phases")
+    return _note("telemetry_mismatch", text, "devices.jsonl: gpus.utilization; steps.jsonl: phases")
 
 
-def _cold_cache(run: RunRecords) -> Note | None:
+def _cold_cache(run: RunRecords) -> Finding | None:
     fraction = cold_cache_fraction(run)
     if fraction is None:
         return None
@@ -93,18 +90,18 @@ def _cold_cache(run: RunRecords) -> Note | None:
         f"{percent(fraction)} of the wait for bytes was in the first epoch: caches were empty. For many short runs, "
         "keep the cache folder (STOKER_CACHE_DIR) on a disk that survives the machine, or copy the images there before"
     )
-    return Note("cold_cache", text, "steps.jsonl: input_wait_stages.fetch")
+    return _note("cold_cache", text, "steps.jsonl: input_wait_stages.fetch")
 
 
-def _intentional_idle(run: RunRecords) -> Note | None:
+def _intentional_idle(run: RunRecords) -> Finding | None:
     fraction = fraction_of_phase(run, "idle")
     if fraction is None or fraction < _INTENTIONAL_IDLE["min_fraction"].value:
         return None
     text = f"the device had no work to do {percent(fraction)} of the time after the start (phase idle)"
-    return Note("intentional_idle", text, "steps.jsonl: phases.idle")
+    return _note("intentional_idle", text, "steps.jsonl: phases.idle")
 
 
-def _no_telemetry(run: RunRecords) -> Note | None:
+def _no_telemetry(run: RunRecords) -> Finding | None:
     device = run.settings.get("device")
     on_gpu = isinstance(device, str) and device.startswith("cuda")
     if run.num_samples and not (on_gpu and not run.gpus):
@@ -116,20 +113,20 @@ def _no_telemetry(run: RunRecords) -> Note | None:
         f"devices.jsonl {missing}, of a run of {run.totals.wall_s:,.0f} s: rules that need it abstain. An event gives "
         "the reason (NVML, /proc in the container); the driver's libnvidia-ml may be missing there"
     )
-    return Note("no_telemetry", text, "devices.jsonl")
+    return _note("no_telemetry", text, "devices.jsonl")
 
 
-def _no_step_output(run: RunRecords) -> Note | None:
+def _no_step_output(run: RunRecords) -> Finding | None:
     if not run.is_external or run.totals.steps or run.totals.wall_s < _NO_STEP_OUTPUT["min_duration_s"].value:
         return None
     text = (
         f"no step in {run.totals.wall_s:,.0f} s: the job prints nothing about its steps. Let it print steps and losses "
         "(`loss: 0.5` with a counter is enough), or put `with stoker.measure(…)` around its loop"
     )
-    return Note("no_step_output", text, "steps.jsonl: window_steps")
+    return _note("no_step_output", text, "steps.jsonl: window_steps")
 
 
-def _predicted_step(run: RunRecords) -> Note | None:
+def _predicted_step(run: RunRecords) -> Finding | None:
     predicted_s, error = run.facts.get("predicted_step_s"), run.facts.get("predicted_step_error")
     compute_s = run.steady.phases.get("compute", 0.0)
     if not isinstance(predicted_s, float) or not isinstance(error, float) or not run.steady.steps or not compute_s:
@@ -140,7 +137,7 @@ def _predicted_step(run: RunRecords) -> Note | None:
         f"`stoker plan` predicted {predicted_s:.3g} s a step ± {100 * error:.0f} %, measured {measured_s:.3g} s "
         f"({100 * difference:+.0f} %)"
     )
-    return Note("predicted_step", text, "events.jsonl: info, data.facts; steps.jsonl: phases.compute")
+    return _note("predicted_step", text, "events.jsonl: info, data.facts; steps.jsonl: phases.compute")
 
 
 NOTES = (

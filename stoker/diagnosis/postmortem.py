@@ -25,7 +25,7 @@ from stoker.diagnosis.output import (
     strip_rank_prefix,
 )
 from stoker.diagnosis.termination import Termination
-from stoker.runs.schemas import Evidence, Finding
+from stoker.findings.finding import Evidence, Finding, Severity
 
 NEARLY_FULL_FRACTION = 0.95
 """Fraction of a memory limit in the last sample from which a kill without a message is attributed to it. Heuristic:
@@ -94,7 +94,7 @@ def explain(termination: Termination) -> list[Finding]:
         findings = [_make_finding("ended_without_record", evidence, severity="info")]
     elif termination.exit_code != 0:
         findings = _explain_end(termination, matches, nan_losses)
-    if nan_losses and all(finding.cause != "diverged" for finding in findings):
+    if nan_losses and all(finding.id != "diverged" for finding in findings):
         findings.insert(
             0 if normal_end is not None else len(findings), _make_finding("diverged", _quote_lines(nan_losses))
         )
@@ -104,9 +104,9 @@ def explain(termination: Termination) -> list[Finding]:
         if not is_expected:
             remark_lines = [match.line for match in matches if match.ending is remark]
             findings.append(_make_finding(remark.id, _quote_lines(remark_lines)))
-    is_unknown = not termination.source and findings and findings[0].cause == "ended_without_record"
+    is_unknown = not termination.source and findings and findings[0].id == "ended_without_record"
     if termination.exit_code != 0 and not is_unknown:
-        findings += _other_findings(termination, matches, {finding.cause for finding in findings})
+        findings += _other_findings(termination, matches, {finding.id for finding in findings})
     return findings
 
 
@@ -135,15 +135,15 @@ def _find_normal_end(termination: Termination, matches: list[_Match]) -> LogLine
 def _explain_end(termination: Termination, matches: list[_Match], nan_losses: list[LogLine]) -> list[Finding]:
     """What ended a job that did not end well: a fault in its output before a request to stop."""
     verdict = _explain_signal(termination, matches)
-    if verdict is not None and verdict.cause != "killed" and endings()[verdict.cause].role != "stop":
+    if verdict is not None and verdict.id != "killed" and endings()[verdict.id].role != "stop":
         return [verdict]
     reasons = _find_reasons(termination, matches, nan_losses)
     if verdict is None:
         return reasons or [_explain_last_lines(termination, matches)]
-    reasons = [finding for finding in reasons if endings()[finding.cause].role != "consequence"]
-    if verdict.cause == "killed":
+    reasons = [finding for finding in reasons if endings()[finding.id].role != "consequence"]
+    if verdict.id == "killed":
         return reasons or [verdict]
-    return reasons if any(endings()[finding.cause].role == "stop" for finding in reasons) else [*reasons, verdict]
+    return reasons if any(endings()[finding.id].role == "stop" for finding in reasons) else [*reasons, verdict]
 
 
 def _explain_signal(termination: Termination, matches: list[_Match]) -> Finding | None:
@@ -507,8 +507,8 @@ def _quote_lines(lines: list[LogLine]) -> list[Evidence]:
     return [_quote(line) for line in lines[:_MAX_QUOTED_LINES]]
 
 
-def _make_finding(ending_id: str, evidence: list[Evidence], *, severity: str | None = None) -> Finding:
+def _make_finding(ending_id: str, evidence: list[Evidence], *, severity: Severity | None = None) -> Finding:
     ending = endings()[ending_id]
     return Finding(
-        cause=ending_id, severity=severity or ending.severity, title=ending.title, evidence=evidence, fix=ending.fix
+        id=ending_id, severity=severity or ending.severity, title=ending.title, evidence=evidence, fix=ending.fix
     )

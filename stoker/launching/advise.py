@@ -27,6 +27,7 @@ from rich.console import RenderableType
 from stoker.config.durations import parse_duration
 from stoker.diagnosis.series import Mean
 from stoker.errors import UsageError
+from stoker.findings.finding import Evidence, Finding
 from stoker.hardware.prices import Price
 from stoker.launching.containers import MIG_SLICES
 from stoker.launching.jobs import read_jobs
@@ -37,6 +38,7 @@ from stoker.report import format as fmt
 from stoker.report.console import plain_text, print_renderables, table
 from stoker.report.environment import gpu_names, read_environment
 from stoker.report.explain import open_records, resolve_price
+from stoker.report.findings_terminal import explain_line, finding_lines
 from stoker.report.sizing import (
     CPU_SATURATED_FRACTION,
     INPUT_BOUND_HIGH,
@@ -50,7 +52,7 @@ from stoker.report.sizing import (
     read_resource_usage,
 )
 from stoker.runs import records
-from stoker.runs.schemas import DeviceSample, Event, Evidence, StepWindow
+from stoker.runs.schemas import DeviceSample, Event, StepWindow
 from stoker.runs.totals import compute_totals
 
 MIN_TRAINING_S = 60.0
@@ -85,20 +87,15 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     cost_per_epoch: float | None = None
 
 
-class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """A proposal."""
+class Change(Finding, frozen=True, kw_only=True):
+    """A proposal: fewer_devices, more_devices, other_machine, larger_batch, mig_slice or shared_gpu."""
 
-    kind: str
-    """fewer_devices, more_devices, other_machine, larger_batch, mig_slice, shared_gpu."""
-    title: str
     before: Figures
     after: Figures
-    evidence: list[Evidence]
     assumption: str = ""
     """What `after` rests on; a clause."""
     flags: dict[str, str]
     """Flags of `stoker launch` by name, without dashes, that differ from those of the run."""
-    command: str
     relative_cost: float
     """Cost of an image after the change, relative to before."""
 
@@ -233,7 +230,8 @@ class Measured:
         work = img_per_s / devices / (self.img_per_s / self.usage.devices)
         ratio = devices / self.usage.devices if relative_price is None else relative_price
         return Change(
-            kind=kind,
+            id=kind,
+            severity="info",
             title=title,
             before=self.now,
             after=self.figures(
@@ -732,14 +730,9 @@ def print_advice(advice: LaunchAdvice, file: TextIO | None = None, *, width: int
         )
     lines += [rendered, "", plain_text("; ".join(evidence.text for evidence in advice.evidence))]
     for number, change in enumerate(advice.changes, 1):
-        evidence = "; ".join(evidence.text for evidence in change.evidence)
-        lines += [
-            "",
-            plain_text(f"{number}. {change.title}"),
-            plain_text(f"   because: {evidence}"),
-            plain_text(f"   assumed: {change.assumption}"),
-            plain_text(f"   {change.command}"),
-        ]
+        evidence = [*change.evidence, Evidence(text=f"assumed: {change.assumption}")]
+        shown = msgspec.structs.replace(change, title=f"{number}. {change.title}", evidence=evidence)
+        lines += ["", *finding_lines(shown)]
     prices = advice.price_source or "unknown; `--price-per-device-hour` of the training sets it"
-    lines += ["", plain_text(f"figures are of the training time; price: {prices}")]
+    lines += ["", plain_text(f"figures are of the training time; price: {prices}"), *explain_line(advice.changes)]
     print_renderables(lines, file, width=width)

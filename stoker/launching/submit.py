@@ -81,7 +81,7 @@ def apply(advice: "LaunchAdvice") -> tuple["Change", Job]:
         )
     reasons = {}
     for change in advice.changes:
-        reason = NOT_APPLIED.get(change.kind)
+        reason = NOT_APPLIED.get(change.id)
         if reason is None and "machine-type" in change.flags and old.place == "slurm":
             reason = "Slurm has no machine types: name a partition"
         if reason is None:

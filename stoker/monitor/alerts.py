@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from stoker.errors import ConfigError
+from stoker.findings.finding import Evidence, Finding
 from stoker.monitor.follow import RecordLine, describe_event
 from stoker.runs.records import EVENT_KINDS, PHASES
 from stoker.runs.schemas import DeviceSample, Event, GpuSample, StepWindow
@@ -114,16 +115,6 @@ class Rule:
     kind: str = ""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Alert:
-    """A rule that fired. value: the mean over the rule's duration; None for an event."""
-
-    rule: str
-    text: str
-    t: float
-    value: float | None = None
-
-
 def parse_rule(text: str) -> Rule:
     """Parses the text of `--alert`. Raises ConfigError that lists the valid choices."""
     if (match := _EVENT_RULE.fullmatch(text)) is not None:
@@ -165,13 +156,14 @@ class Alerts:
         self._has_compute_time = False
         self._has_gpu_utilization = False
 
-    def observe(self, line: RecordLine) -> list[Alert]:
-        """Takes the next line, in order of time; returns the alerts that it fires."""
+    def observe(self, line: RecordLine) -> list[Finding]:
+        """Takes the next line, in order of time; returns the rules that it fires: as id their text, as evidence the
+        mean over their duration, and none for an event."""
         if isinstance(line, Event):
             if ALERT_DELIVERY in line.data:
                 return []
             return [
-                Alert(rule=state.rule.text, text=describe_event(line), t=line.t)
+                Finding(id=state.rule.text, severity="warning", title=describe_event(line))
                 for state in self._rules
                 if state.rule.kind == line.kind
             ]
@@ -216,7 +208,7 @@ class _RuleState:
         self.is_firing = False
         self._values: deque[tuple[float, float, float]] = deque()
 
-    def add(self, t: float, duration_s: float, value: float) -> Alert | None:
+    def add(self, t: float, duration_s: float, value: float) -> Finding | None:
         self._values.append((t, duration_s, value))
         while len(self._values) > 1 and self._values[0][0] <= t - self.rule.duration_s:
             self._values.popleft()
@@ -228,7 +220,7 @@ class _RuleState:
         if was_firing or not self.is_firing:
             return None
         text = f"{self.rule.text}: {_format_value(self.rule, mean)}"
-        return Alert(rule=self.rule.text, text=text, t=t, value=mean)
+        return Finding(id=self.rule.text, severity="warning", title=text, evidence=[Evidence(text=text, value=mean)])
 
 
 def _format_value(rule: Rule, value: float) -> str:

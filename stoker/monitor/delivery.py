@@ -17,7 +17,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 
-from stoker.monitor.alerts import ALERT_DELIVERY, Alert
+from stoker.findings.finding import Finding
+from stoker.monitor.alerts import ALERT_DELIVERY
 from stoker.monitor.options import MonitoringOptions
 from stoker.profiling.telemetry.secrets import mask_secrets
 from stoker.runs.records import RunFolder
@@ -42,21 +43,21 @@ class Delivery:
         self._command = options.alert_command
         self._webhook = options.webhook_url()
         self._stop = stop if options.alert_exit else None
-        self._pending: queue.SimpleQueue[Alert | None] = queue.SimpleQueue()
+        self._pending: queue.SimpleQueue[tuple[Finding, float] | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._is_delivering = False
         self._thread = threading.Thread(target=self._deliver, name="alerts", daemon=True)
         self._thread.start()
 
-    def notify(self, alert: Alert) -> None:
-        """Records the alert and queues its delivery. Never blocks."""
-        self._folder.event("alert", alert.text, rule=alert.rule, value=alert.value)
+    def notify(self, alert: Finding, t: float) -> None:
+        """Records the alert and queues its delivery. Never blocks. t: when it fired."""
+        self._folder.event("alert", alert.title, rule=alert.id, value=_value(alert))
         if self._command is not None or self._webhook is not None:
             if self._pending.qsize() < MAX_PENDING:
-                self._pending.put(alert)
+                self._pending.put((alert, t))
             else:
-                self._warn(f"alert not delivered, {MAX_PENDING} others are queued: {alert.text}")
+                self._warn(f"alert not delivered, {MAX_PENDING} others are queued: {alert.title}")
         if self._stop is not None:
             self._stop()
 
@@ -75,17 +76,18 @@ class Delivery:
             )
 
     def _deliver(self) -> None:
-        while not self._closed.is_set() and (alert := self._pending.get()) is not None:
+        while not self._closed.is_set() and (pending := self._pending.get()) is not None:
             self._is_delivering = True
+            alert, t = pending
             if self._command is not None:
-                self._run_command(self._command, alert)
+                self._run_command(self._command, alert, t)
             if self._webhook is not None:
                 self._post_webhook(self._webhook, alert)
             self._is_delivering = self._closed.is_set()
 
-    def _run_command(self, command: str, alert: Alert) -> None:
+    def _run_command(self, command: str, alert: Finding, t: float) -> None:
         run = str(self._folder.path.absolute())
-        payload = {"rule": alert.rule, "text": alert.text, "value": alert.value, "t": alert.t, "run": run}
+        payload = {"rule": alert.id, "text": alert.title, "value": _value(alert), "t": t, "run": run}
         with tempfile.TemporaryFile() as stderr:  # not a pipe: a child of the command that goes on may hold it open
             try:
                 process = self._process = subprocess.Popen(
@@ -94,7 +96,7 @@ class Delivery:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,
                     stderr=stderr,
-                    env=os.environ | {"STOKER_ALERT": alert.text, "STOKER_RUN": run},
+                    env=os.environ | {"STOKER_ALERT": alert.title, "STOKER_RUN": run},
                     start_new_session=True,
                 )
                 process.communicate(json.dumps(payload).encode(), timeout=COMMAND_TIMEOUT_S)
@@ -114,10 +116,12 @@ class Delivery:
                 tail = mask_secrets(stderr.read().decode(errors="replace").strip())
                 self._warn(f"the command of an alert ended with {process.returncode}: {tail}")
 
-    def _post_webhook(self, url: str, alert: Alert) -> None:
+    def _post_webhook(self, url: str, alert: Finding) -> None:
         """The format of Slack's incoming webhooks, {"text": …}; Mattermost, Discord (…/slack) and Teams accept it
         too."""
-        body = json.dumps({"text": f"stoker: {self._folder.path.name} on {os.uname().nodename}: {alert.text}"}).encode()
+        body = json.dumps(
+            {"text": f"stoker: {self._folder.path.name} on {os.uname().nodename}: {alert.title}"}
+        ).encode()
         request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"})
         for attempt in range(1, MAX_ATTEMPTS + 1):
             try:
@@ -139,6 +143,10 @@ class Delivery:
         if self._closed.is_set() and threading.current_thread() is self._thread:
             return  # `close` reports it: the run's records may be closed by now
         self._folder.event("warning", text, **{ALERT_DELIVERY: True})
+
+
+def _value(alert: Finding) -> float | None:
+    return alert.evidence[0].value if alert.evidence else None
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:

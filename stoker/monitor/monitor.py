@@ -69,7 +69,7 @@ def monitoring(
 
 def _notify(delivery: Delivery, alerts: Alerts, line: RecordLine) -> None:
     for alert in alerts.observe(line):
-        delivery.notify(alert)
+        delivery.notify(alert, line.t)
 
 
 def _serve_metrics(

@@ -31,7 +31,7 @@ from stoker.planning.memory_fit import (
 from stoker.preflight.access import check_access
 from stoker.preflight.cloud import check_cloud
 from stoker.preflight.data_path import check_data_path
-from stoker.preflight.findings import CheckFinding, worst_first
+from stoker.preflight.findings import CheckFinding, make_finding, worst_first
 from stoker.preflight.gpu import check_gpu
 from stoker.preflight.host import Host, check_host
 from stoker.preflight.network import check_network
@@ -134,7 +134,7 @@ class Prober:
 
     def _add_unknown(self, name: str, what: str, fix: str, evidence: str = "") -> None:
         self.findings.append(
-            CheckFinding(
+            make_finding(
                 id=name.replace(" ", "_"), severity="unknown", title=f"{name}: {what}", evidence=evidence, fix=fix
             )
         )
@@ -222,7 +222,7 @@ def _open_data(config: Config, opened: list[Index]) -> list[CheckFinding]:
     problems = sum(problem.count for problem in index.problems)
     title = f"the data set opens: {counts}"
     evidence = f"{index.format}, {fmt.plural(problems, 'problem')} in the annotations"
-    return [CheckFinding(id="data", severity="ok", title=title, evidence=evidence, place=index.source)]
+    return [make_finding(id="data", severity="ok", title=title, evidence=evidence, place=index.source)]
 
 
 def _check_memory_fit(config: Config, timeout_s: float, fits: list[MemoryFit]) -> list[CheckFinding]:
@@ -239,7 +239,7 @@ def _check_memory_fit(config: Config, timeout_s: float, fits: list[MemoryFit]) -
     evidence = f"{fit.model}, {width}x{height}, {fit.precision}, worst case {tried}; {fit.evidence}"
     if fit.measured:
         evidence += f"; {fit.images_per_s:,.0f} img/s"
-    return [CheckFinding(id="memory_fit", severity="ok", title=title, evidence=evidence)]
+    return [make_finding(id="memory_fit", severity="ok", title=title, evidence=evidence)]
 
 
 def _predict_memory(config: Config, timeout_s: float) -> list[CheckFinding]:
@@ -249,7 +249,7 @@ def _predict_memory(config: Config, timeout_s: float) -> list[CheckFinding]:
         return [predicted]
     gpus = ", ".join(predicted.fitting) or f"none of {', '.join(PREDICTED_GPUS)}"
     return [
-        CheckFinding(
+        make_finding(
             id="memory_fit",
             severity="ok" if predicted.fitting else "warning",
             title=f"predicted, not tried: the batch of {predicted.model} fits {gpus}",
@@ -271,9 +271,9 @@ def _ask_in_time(
         answer = ask(config, timeout_s)
     except subprocess.TimeoutExpired:
         evidence, fix = f"the trial did not end within {timeout_s:.0f} s", "--deep waits longer"
-        return CheckFinding(id="memory_fit", severity="unknown", title=title, evidence=evidence, fix=fix)
+        return make_finding(id="memory_fit", severity="unknown", title=title, evidence=evidence, fix=fix)
     except ChildProcessError as error:
-        return CheckFinding(id="memory_fit", severity="unknown", title=title, evidence=f"the trial failed: {error}")
+        return make_finding(id="memory_fit", severity="unknown", title=title, evidence=f"the trial failed: {error}")
     if isinstance(answer, Refusal):
         id = "memory_fit" if answer.exit_code == OutOfMemoryError.exit_code else "settings"
         return _refused(id, answer.what, answer.cause, answer.fix, answer.location)
@@ -282,7 +282,7 @@ def _ask_in_time(
 
 def _refused(id: str, what: str, cause: str | None, fix: str | None, location: str | None) -> CheckFinding:
     title = what.rstrip(".")
-    return CheckFinding(
+    return make_finding(
         id=id,
         severity="blocker",
         title=title[:1].lower() + title[1:] if title[1:2].islower() else title,

@@ -40,8 +40,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         return self.by_s is not None or self.budget is not None
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdict on one machine."""
+class Suitability(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether one machine meets the limits, and why it is or is not the choice."""
 
     machine: str
     """As in its row: `2 × g2-standard-8 spot`."""
@@ -58,7 +58,7 @@ class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
     summary: str
     reasons: list[str]
     """Sentences about the choice."""
-    verdicts: list[Verdict]
+    verdicts: list[Suitability]
     """One for each row, in their order."""
     changes: list[str]
     """What to change if none meets the limits, each with its effect."""
@@ -77,7 +77,7 @@ def recommend(
             choice = min(fitting, key=lambda k: _rank(rows[k], limits))
             break
     verdicts = [
-        Verdict(
+        Suitability(
             machine=row.label,
             meets="no" if row.problem else meets(row, limits),
             reason=_reason(row, None if choice is None else rows[choice], limits, is_choice=k == choice),

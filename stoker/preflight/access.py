@@ -14,7 +14,7 @@ from glob import has_magic
 from pathlib import Path
 
 from stoker.errors import Conflict, StokerError, StorageError, Unsupported
-from stoker.preflight.findings import CheckFinding, Severity
+from stoker.preflight.findings import CheckFinding, Severity, make_finding
 from stoker.storage.failures import caused_by
 from stoker.storage.retry import Timeouts
 from stoker.storage.run_uri import WRITABLE_SCHEMES
@@ -63,7 +63,7 @@ def _tried(id: str, location: str, place: str, attempt: Callable[[], CheckFindin
         return [refusal(id, location, error, place=place)]
     except Exception as error:  # noqa: BLE001  (a probe reports what it could not find out)
         return [
-            CheckFinding(
+            make_finding(
                 id=id,
                 severity="unknown",
                 title="access could not be tried",
@@ -100,7 +100,7 @@ def refusal(id: str, location: str, error: StokerError, *, place: str = "") -> C
         fix = f"{_renewal(scheme, cause)}; {fix}" if _renewal(scheme, cause) else fix
     elif kind == "retryable" and "no connection" not in cause and "timeout" not in cause:
         severity = "warning"  # the store answers, and may answer better in a minute
-    return CheckFinding(
+    return make_finding(
         id=id,
         severity=severity,
         title=error.what if error.what.endswith("..") else error.what.removesuffix("."),
@@ -208,16 +208,16 @@ def _write_object(location: str, uri: StorageUri) -> CheckFinding:
         store.delete(key)
     except StorageError as error:
         refused = refusal("run_access", location, error)
-        return CheckFinding(
+        return make_finding(
             id="run_access",
             severity="warning",
             title="the run folder can be written, but nothing in it be deleted: old checkpoints pile up",
-            evidence=f"{refused.evidence}; the object {uri.child(key.rpartition('/')[2])} stays",
+            evidence=f"{refused.evidence_text}; the object {uri.child(key.rpartition('/')[2])} stays",
             fix=refused.fix,
             place=location,
         )
     if notes:
-        return CheckFinding(
+        return make_finding(
             id="run_access",
             severity="warning",
             title="the run folder can be written, with a reservation",
@@ -229,7 +229,7 @@ def _write_object(location: str, uri: StorageUri) -> CheckFinding:
 
 
 def _fine(id: str, label: str, location: str, evidence: str) -> CheckFinding:
-    return CheckFinding(id=id, severity="ok", title=_LABELS[label], evidence=evidence, place=location)
+    return make_finding(id=id, severity="ok", title=_LABELS[label], evidence=evidence, place=location)
 
 
 def _owner(path: Path) -> str:

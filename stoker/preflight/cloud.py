@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from stoker.preflight.findings import CheckFinding
+from stoker.preflight.findings import CheckFinding, make_finding
 from stoker.profiling.telemetry.environment import detect_machine_type
 from stoker.profiling.telemetry.platform_info import describe_storage, detect_cloud
 
@@ -80,7 +80,7 @@ def check_cloud(
     name = machine.machine_type or "machine of unknown type"
     service = "metadata server" if machine.provider == "gcp" else "instance metadata service (IMDSv2)"
     findings = [
-        CheckFinding(
+        make_finding(
             id="cloud_machine",
             severity="ok",
             title=f"{name} in {place}{spot}",
@@ -89,7 +89,7 @@ def check_cloud(
     ]
     if machine.ending is not None:
         findings.append(
-            CheckFinding(
+            make_finding(
                 id="machine_ending",
                 severity="blocker",
                 title="the cloud is taking this machine back",
@@ -99,7 +99,7 @@ def check_cloud(
         )
     if machine.warned is not None:
         findings.append(
-            CheckFinding(
+            make_finding(
                 id="machine_notice",
                 severity="warning",
                 title=f"a notice for this machine is pending: {machine.warned}",
@@ -122,7 +122,7 @@ def _without_service(cloud: str | None, reasons: Mapping[str, str]) -> CheckFind
                 "in a container the answer is lost at the default hop limit of 1: aws ec2 modify-instance-metadata-"
                 "options --instance-id ID --http-put-response-hop-limit 2"
             )
-        return CheckFinding(
+        return make_finding(
             id="metadata_unreachable",
             severity="unknown",
             title="the metadata service does not answer: no notice of maintenance or preemption can be read",
@@ -130,14 +130,14 @@ def _without_service(cloud: str | None, reasons: Mapping[str, str]) -> CheckFind
             fix=fix,
         )
     if cloud is not None:
-        return CheckFinding(
+        return make_finding(
             id="cloud_machine",
             severity="unknown",
             title=f"notices of {cloud} are not read",
             evidence=f"the firmware says {cloud}; stoker asks Google Cloud and AWS only",
         )
     asked = "; ".join(f"{provider}: {reason}" for provider, reason in reasons.items()) or "none was asked"
-    return CheckFinding(
+    return make_finding(
         id="cloud_machine",
         severity="ok",
         title="not a machine of Google Cloud or AWS",
@@ -155,7 +155,7 @@ def _check_host_maintenance(machine: CloudMachine) -> list[CheckFinding]:
     evidence = f"on-host-maintenance {machine.host_maintenance}, automatic-restart {'TRUE' if restarts else 'FALSE'}"
     if stops and not restarts:
         return [
-            CheckFinding(
+            make_finding(
                 id="host_maintenance",
                 severity="warning",
                 title="host maintenance stops this machine, and it is not started again",
@@ -165,14 +165,14 @@ def _check_host_maintenance(machine: CloudMachine) -> list[CheckFinding]:
             )
         ]
     title = "host maintenance stops and restarts this machine" if stops else "the machine is moved for host maintenance"
-    return [CheckFinding(id="host_maintenance", severity="ok", title=title, evidence=evidence)]
+    return [make_finding(id="host_maintenance", severity="ok", title=title, evidence=evidence)]
 
 
 def _check_spot(machine: CloudMachine, run_dir: str, root: Path) -> CheckFinding:
     storage = describe_storage(run_dir, root)
     notice = f"a {machine.provider} spot machine ends {NOTICE[machine.provider]} after its notice"
     if storage["network"]:
-        return CheckFinding(
+        return make_finding(
             id="spot_run_folder",
             severity="ok",
             title="the run folder outlives this spot machine",
@@ -180,14 +180,14 @@ def _check_spot(machine: CloudMachine, run_dir: str, root: Path) -> CheckFinding
         )
     scheme = "gs" if machine.provider == "gcp" else "s3"
     if storage["network"] is None:
-        return CheckFinding(
+        return make_finding(
             id="spot_run_folder",
             severity="unknown",
             title="it is not known whether the run folder outlives this spot machine",
             evidence=f"the file system of {run_dir} could not be read; {notice}",
             fix=f"stoker train DATA --run-dir {scheme}://BUCKET/RUN",
         )
-    return CheckFinding(
+    return make_finding(
         id="spot_run_folder",
         severity="warning",
         title="spot machine, and the run folder is on its own disk: a preemption can lose the whole run",

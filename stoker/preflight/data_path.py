@@ -29,7 +29,7 @@ from stoker.errors import DataError, ObjectMissing, StokerError
 from stoker.hardware.cgroup import host_cores
 from stoker.preflight.access import refusal
 from stoker.preflight.cloud import CloudMachine, read_machine
-from stoker.preflight.findings import CheckFinding
+from stoker.preflight.findings import CheckFinding, make_finding
 from stoker.preflight.regions import check_region
 from stoker.profiling.telemetry.platform_info import describe_storage
 from stoker.storage.fetcher import Fetcher
@@ -148,13 +148,13 @@ def judge(
         evidence += "; whether the page cache was dropped is not known"
     if demand_images_per_s is None:
         title = f"{place.label} delivers {_rate(supply)} img/s"
-        return CheckFinding(id="data_rate", severity="ok", title=title, evidence=evidence, place=index.source)
+        return make_finding(id="data_rate", severity="ok", title=title, evidence=evidence, place=index.source)
     compared = f"{demand_text} {_rate(demand_images_per_s)}"
     if supply >= demand_images_per_s * MARGIN and rate.cold is not False:
         title = f"{place.label} delivers {_rate(supply)} img/s, {compared}"
-        return CheckFinding(id="data_rate", severity="ok", title=title, evidence=evidence, place=index.source)
+        return make_finding(id="data_rate", severity="ok", title=title, evidence=evidence, place=index.source)
     if supply >= demand_images_per_s * MARGIN:
-        return CheckFinding(
+        return make_finding(
             id="data_rate",
             severity="unknown",
             title=f"images in memory come at {_rate(supply)} img/s, {compared}; the storage could not be measured",
@@ -164,7 +164,7 @@ def judge(
         )
     idle = max(0.0, 1 - supply / demand_images_per_s)
     outcome = f"{100 * idle:.0f} % idle" if idle >= 0.005 else "no reserve"
-    return CheckFinding(
+    return make_finding(
         id="data_rate",
         severity="warning",
         title=f"{place.label} delivers {_rate(supply)} img/s, {compared}: {outcome}",
@@ -492,7 +492,7 @@ def _region_findings(
 
 
 def _unknown(location: str, reason: str) -> CheckFinding:
-    return CheckFinding(
+    return make_finding(
         id="data_rate",
         severity="unknown",
         title="the speed of reading the data could not be measured",

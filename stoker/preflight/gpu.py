@@ -27,7 +27,7 @@ from stoker.hardware.gpu_evidence import (
     pci_gpus,
     promised_by,
 )
-from stoker.preflight.findings import CheckFinding, ok, unknown
+from stoker.preflight.findings import CheckFinding, make_finding, ok, unknown
 from stoker.preflight.gpu_condition import gpu_findings, xid_findings
 from stoker.preflight.gpu_facts import DRIVER_TIMEOUT_S, GpuFacts, Trial, fix_for
 from stoker.preflight.gpu_versions import driver_fix, driver_is_too_old, version_findings
@@ -158,7 +158,7 @@ def device_findings(facts: GpuFacts) -> Iterator[CheckFinding]:
             "check again when the machine is less busy; `--deep` waits longer",
         )  # fmt: skip
     elif trial.timed_out:
-        yield CheckFinding(
+        yield make_finding(
             id="gpu_hangs",
             severity="blocker",
             title=f"the GPU does not answer: {trial.stage} did not end",
@@ -169,7 +169,7 @@ def device_findings(facts: GpuFacts) -> Iterator[CheckFinding]:
     elif found is None:
         fails_early = trial.stage in ("", IMPORTING)
         title = "torch does not start" if fails_early else f"{trial.stage} ended the process"
-        yield CheckFinding(
+        yield make_finding(
             id="torch_fails" if fails_early else "kernel_fails",
             severity="blocker",
             title=title,
@@ -179,7 +179,7 @@ def device_findings(facts: GpuFacts) -> Iterator[CheckFinding]:
     elif found.devices:
         yield from _used_devices(found)
     elif found.num_gpus:
-        yield CheckFinding(
+        yield make_finding(
             id="gpu_index_invalid",
             severity="blocker",
             title=f"there is no device {facts.device}",
@@ -200,7 +200,7 @@ def _used_devices(found: TorchFacts) -> Iterator[CheckFinding]:
     for device in found.devices:
         where = f"cuda:{device.index}"
         if device.wrong:
-            yield CheckFinding(
+            yield make_finding(
                 id="gpu_wrong_results",
                 severity="blocker",
                 title=f"{device.name} computes wrong results",
@@ -209,7 +209,7 @@ def _used_devices(found: TorchFacts) -> Iterator[CheckFinding]:
                 place=where,
             )
         elif device.error:
-            yield CheckFinding(
+            yield make_finding(
                 id="kernel_fails",
                 severity="blocker",
                 title=f"{device.name or 'the GPU'} does not compute",
@@ -233,7 +233,7 @@ def silent_cpu(
 
     def blocker(id: str, title: str, fix: str, place: str = "", more: str = "") -> CheckFinding:
         text = evidence if not more else f"{evidence}; {more}"
-        return CheckFinding(
+        return make_finding(
             id=id, severity="blocker", title=title, evidence=text, fix=fix + CPU_INSTEAD, place=place
         )  # fmt: skip
 
@@ -241,7 +241,7 @@ def silent_cpu(
         name = found.accelerator
         fix = f"`--device {name}` trains on it, untested; `--device cpu` says that the CPU is meant"
         title = f"training would run on the CPU: {name} is used only if it is named"
-        return CheckFinding(id="accelerator_untested", severity="blocker", title=title, evidence=evidence, fix=fix)
+        return make_finding(id="accelerator_untested", severity="blocker", title=title, evidence=evidence, fix=fix)
     if not gpu_evidence(env, root):
         return _no_gpu(evidence)
     if found.cuda is None and found.rocm is None:
@@ -285,7 +285,7 @@ def silent_cpu(
 def _no_gpu(evidence: str) -> CheckFinding:
     title = "training would run on the CPU: this machine shows no GPU"
     evidence += "; there is no GPU of NVIDIA on the PCI bus, no /dev/nvidia0, no driver"
-    return CheckFinding(id="no_gpu", severity="blocker", title=title, evidence=evidence, fix=NO_GPU_FIX)
+    return make_finding(id="no_gpu", severity="blocker", title=title, evidence=evidence, fix=NO_GPU_FIX)
 
 
 RULES: tuple[Callable[[GpuFacts], Iterator[CheckFinding]], ...] = (

@@ -9,7 +9,7 @@ import msgspec
 
 from stoker.diagnosis.causes.gpu import PCIE_DEGRADED
 from stoker.diagnosis.xids import find_xid
-from stoker.preflight.findings import CheckFinding, ok, unknown
+from stoker.preflight.findings import CheckFinding, make_finding, ok, unknown
 from stoker.preflight.gpu_facts import DRIVER_TIMEOUT_S, GpuFacts
 from stoker.profiling.telemetry.gpu_state import EXCLUSIVE, PROHIBITED, GpuState
 from stoker.profiling.telemetry.procfs import read_text_or_none
@@ -33,7 +33,7 @@ SLOWDOWNS = (
 def gpu_findings(facts: GpuFacts) -> Iterator[CheckFinding]:
     """Defects, modes and other users of each GPU."""
     if facts.driver is None:
-        yield CheckFinding(
+        yield make_finding(
             id="driver_hangs",
             severity="blocker" if facts.trial.timed_out else "warning",
             title="the driver does not answer",
@@ -44,7 +44,7 @@ def gpu_findings(facts: GpuFacts) -> Iterator[CheckFinding]:
     for gpu in facts.gpus:
         place = f"GPU {gpu.sample.index}"
         if gpu.lost:
-            yield CheckFinding(
+            yield make_finding(
                 id="gpu_lost",
                 severity="blocker",
                 title=f"{gpu.title} does not answer",
@@ -62,12 +62,12 @@ def gpu_findings(facts: GpuFacts) -> Iterator[CheckFinding]:
 
 def _memory_errors(gpu: GpuState, _: GpuFacts, place: str) -> Iterator[CheckFinding]:
     if gpu.rows_failed:
-        yield CheckFinding(
+        yield make_finding(
             id="ecc_errors", severity="warning", title=f"{gpu.title} has defective memory that cannot be replaced",
             evidence="the driver failed to remap rows", fix="use another machine, and report this one", place=place,
         )  # fmt: skip
     elif gpu.sample.ecc_uncorrected:
-        yield CheckFinding(
+        yield make_finding(
             id="ecc_errors", severity="warning",
             title=f"{gpu.title} had {fmt.plural(gpu.sample.ecc_uncorrected, 'uncorrected memory error')}",
             evidence="NVML, since the driver was loaded",
@@ -75,7 +75,7 @@ def _memory_errors(gpu: GpuState, _: GpuFacts, place: str) -> Iterator[CheckFind
             place=place,
         )  # fmt: skip
     elif gpu.rows_pending:
-        yield CheckFinding(
+        yield make_finding(
             id="ecc_errors", severity="warning", title=f"{gpu.title} waits for a reset to replace defective memory",
             evidence="the driver has a row remapping pending", fix="restart the machine before training", place=place,
         )  # fmt: skip
@@ -87,7 +87,7 @@ def _clocks(gpu: GpuState, _: GpuFacts, place: str) -> Iterator[CheckFinding]:
     clocks += f"{fmt.count(gpu.sample.sm_clock_max_mhz)} MHz, {fmt.count(gpu.sample.temperature_c)} °C"
     for bits, id, text, fix in SLOWDOWNS:
         if reasons & bits:
-            yield CheckFinding(
+            yield make_finding(
                 id=id, severity="warning", title=f"{gpu.title}: {text}", evidence=clocks, fix=fix, place=place
             )  # fmt: skip
 
@@ -101,7 +101,7 @@ def _pcie(gpu: GpuState, _: GpuFacts, place: str) -> Iterator[CheckFinding]:
     if is_busy and sample.pcie_generation and sample.pcie_generation_max:  # an idle GPU lowers it by itself
         fraction *= 2.0 ** (sample.pcie_generation - sample.pcie_generation_max)
     if 1 - fraction >= (PCIE_DEGRADED.info_threshold or 1.0):
-        yield CheckFinding(
+        yield make_finding(
             id="pcie_degraded",
             severity="warning",
             title=f"{gpu.title}: its PCIe link has {fmt.percentage(fraction)} of its speed",
@@ -114,7 +114,7 @@ def _pcie(gpu: GpuState, _: GpuFacts, place: str) -> Iterator[CheckFinding]:
 
 def _modes(gpu: GpuState, facts: GpuFacts, place: str) -> Iterator[CheckFinding]:
     def warning(id: str, title: str, evidence: str, fix: str) -> CheckFinding:
-        return CheckFinding(
+        return make_finding(
             id=id, severity="warning", title=f"{gpu.title} {title}", evidence=evidence, fix=fix, place=place
         )  # fmt: skip
 
@@ -161,7 +161,7 @@ def _other_users(gpu: GpuState, facts: GpuFacts, place: str) -> Iterator[CheckFi
     exclusive = gpu.compute_mode == EXCLUSIVE and bool(processes)
     texts = [_describe_process(process.pid, process.memory_bytes, facts.root) for process in processes]
     none_named = "no process is named: it is outside this container, or a defunct one"
-    yield CheckFinding(
+    yield make_finding(
         id="gpu_in_use",
         severity="blocker" if exclusive else "warning",
         title=f"{gpu.title} is in use{', and admits one process only' if exclusive else ''}{free}",
@@ -209,6 +209,6 @@ def xid_findings(facts: GpuFacts) -> Iterator[CheckFinding]:
     for number, text in list(machine.items())[:MAX_XIDS]:
         known = find_xid(number)
         title = f"the kernel's log has an error of the GPU, Xid {number}: {known.meaning}"
-        yield CheckFinding(id="xid", severity="warning", title=title, evidence=text, fix=known.fix)
+        yield make_finding(id="xid", severity="warning", title=title, evidence=text, fix=known.fix)
     if not machine:
         yield ok("xid", "no errors of the GPU in the kernel's log", "/dev/kmsg, Xids of the machine")

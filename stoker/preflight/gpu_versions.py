@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from stoker.hardware.cuda_trial import TorchFacts
-from stoker.preflight.findings import CheckFinding, ok, unknown
+from stoker.preflight.findings import CheckFinding, make_finding, ok, unknown
 from stoker.preflight.gpu_facts import GpuFacts
 from stoker.preflight.static.versions import DRIVERS_BY_MAJOR
 
@@ -20,7 +20,7 @@ def version_findings(facts: GpuFacts) -> Iterator[CheckFinding]:
     if version is None:
         yield unknown("driver", "the driver's version is not known", "neither NVML nor /proc/driver/nvidia has it")
     elif old and compat is None:
-        yield CheckFinding(
+        yield make_finding(
             id="driver_old",
             severity="blocker" if any(device.error for device in found.devices) else "warning",
             title=old,
@@ -39,7 +39,7 @@ def version_findings(facts: GpuFacts) -> Iterator[CheckFinding]:
         if runs_on(found.arch_list, device.capability):
             yield ok("architecture", f"torch has kernels for {text}", arches, f"cuda:{device.index}")
         else:
-            yield CheckFinding(
+            yield make_finding(
                 id="arch_missing",
                 severity="blocker",
                 title=f"torch {found.torch} has no kernels for {device.name or text} ({text})",
@@ -109,7 +109,7 @@ def _cudnn(facts: GpuFacts, found: TorchFacts) -> Iterator[CheckFinding]:
     others = [path for folder in folders_of_user for path in sorted(folder.glob("libcudnn.so*"))]
     outside = ["/" + path.relative_to(facts.root).as_posix() for path in others]
     if found.cudnn_error:
-        yield CheckFinding(
+        yield make_finding(
             id="cudnn_mismatch",
             severity="blocker",
             title="the cuDNN that is loaded is not the one that torch was built for",
@@ -121,7 +121,7 @@ def _cudnn(facts: GpuFacts, found: TorchFacts) -> Iterator[CheckFinding]:
     required = None if found.cudnn_required is None else _version_tuple(found.cudnn_required)
     loaded = _cudnn_tuple(found.cudnn)
     if len(folders) > 1:
-        yield CheckFinding(
+        yield make_finding(
             id="cudnn_twice",
             severity="warning",
             title="cuDNN is loaded twice",
@@ -129,7 +129,7 @@ def _cudnn(facts: GpuFacts, found: TorchFacts) -> Iterator[CheckFinding]:
             fix="keep one: uninstall the system's, or take its folder out of LD_LIBRARY_PATH",
         )
     if loaded is not None and required is not None and loaded < required[:3]:
-        yield CheckFinding(
+        yield make_finding(
             id="cudnn_old",
             severity="warning",
             title=f"cuDNN {_dotted(loaded)} is older than the {_dotted(required[:3])} that torch was built for",
@@ -138,7 +138,7 @@ def _cudnn(facts: GpuFacts, found: TorchFacts) -> Iterator[CheckFinding]:
             "other folders with libcudnn out of LD_LIBRARY_PATH",
         )
     elif outside and not any(folder == path.rpartition("/")[0] for folder in folders for path in outside):
-        yield CheckFinding(
+        yield make_finding(
             id="cudnn_twice",
             severity="warning",
             title="LD_LIBRARY_PATH names a second cuDNN",

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from urllib.parse import quote
 
 from stoker.preflight.cloud import GOOGLE_HOST, TIMEOUT_S, CloudMachine
-from stoker.preflight.findings import CheckFinding
+from stoker.preflight.findings import CheckFinding, make_finding
 from stoker.storage.clients import bucket_region, find_endpoint
 from stoker.storage.uri import StorageUri
 
@@ -66,7 +66,7 @@ def check_region(
         if find_endpoint(uri.scheme) is not None:  # MinIO, R2, …: what their traffic costs is not known
             return []
         return [
-            CheckFinding(
+            make_finding(
                 id="bucket_region",
                 severity="warning",
                 title=f"{bucket} is in another cloud than this machine: its traffic is billed as internet traffic",
@@ -84,7 +84,7 @@ def check_region(
             else f"aws s3api get-bucket-location --bucket {uri.bucket}"
         )
         return [
-            CheckFinding(
+            make_finding(
                 id="bucket_region",
                 severity="unknown",
                 title=f"the region of {bucket} could not be read",
@@ -96,7 +96,7 @@ def check_region(
     location = location.lower()
     if machine.region in (location, *_DUAL_REGIONS.get(location, ())):
         return [
-            CheckFinding(
+            make_finding(
                 id="bucket_region",
                 severity="ok",
                 title=f"{bucket} is in the machine's region, {machine.region}",
@@ -111,7 +111,7 @@ def check_region(
     copy = "gcloud storage cp -r" if uri.scheme == "gs" else "aws s3 sync"
     rent = f"rent the machine in {location}, or " if "-" in location else ""  # not in a multi-region
     return [
-        CheckFinding(
+        make_finding(
             id="bucket_region",
             severity="warning",
             title=f"{bucket} is in {location}, the machine in {machine.region}: {price:g} USD per GB that is read",

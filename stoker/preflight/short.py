@@ -36,7 +36,7 @@ def require_meant_device(
 def as_error(finding: CheckFinding) -> PreflightError:
     """A blocker as an error."""
     what = finding.title[:1].upper() + finding.title[1:] + "."
-    return PreflightError(what, location=finding.place or None, cause=finding.evidence, fix=finding.fix or None)
+    return PreflightError(what, location=finding.place or None, cause=finding.evidence_text, fix=finding.fix or None)
 
 
 def quick_findings(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from stoker.preflight.findings import CheckFinding, ok, unknown
+from stoker.preflight.findings import CheckFinding, make_finding, ok, unknown
 from stoker.preflight.programs import run_program
 from stoker.report import format as fmt
 
@@ -38,7 +38,7 @@ def check_tensorflow(
     if num_gpus or not gpu_is_there:
         return [ok("tensorflow", f"TensorFlow {version} sees {fmt.plural(num_gpus, 'GPU')}", f"CUDA {cuda}")]
     return [
-        CheckFinding(
+        make_finding(
             id="tensorflow_no_gpu",
             severity="blocker" if needed else "warning",
             title=f"TensorFlow {version} sees no GPU: its jobs would run on the CPU",

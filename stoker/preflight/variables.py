@@ -91,8 +91,8 @@ def check_variables(env: Mapping[str, str] = os.environ, *, contact_stores: bool
     title, evidence = f"{title} names data, output or credentials", "the environment of this process"
     if fine:
         title = f"{len(fine)} variables are well formed and point somewhere" if len(fine) > 1 else fine[0].title
-        evidence = "; ".join(f"{finding.place}: {finding.evidence}" for finding in fine)
-    return [*others, CheckFinding(id="variables", severity="ok", title=title, evidence=evidence)]
+        evidence = "; ".join(f"{finding.place}: {finding.evidence_text}" for finding in fine)
+    return [*others, make_finding(id="variables", severity="ok", title=title, evidence=evidence)]
 
 
 def _check_names(env: Mapping[str, str]) -> Iterator[CheckFinding]:
@@ -329,7 +329,7 @@ def _rated(tried: list[CheckFinding], id: str, name: str, *, is_used: bool) -> l
         title = f"{name}: {finding.title[0].lower()}{finding.title[1:]}"
         fix = f"{finding.fix}; or unset {name}" if finding.severity != "ok" and finding.fix else finding.fix
         rated.append(
-            CheckFinding(id=id, severity=severity, title=title, evidence=finding.evidence, fix=fix, place=name)
+            make_finding(id=id, severity=severity, title=title, evidence=finding.evidence_text, fix=fix, place=name)
         )
     return rated
 

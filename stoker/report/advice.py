@@ -4,15 +4,11 @@ The causes of lost time and their fixes come from `stoker/diagnosis/`. This modu
 error types of the model, and the size of the machine (`sizing.py`, last). Without evidence there is no advice.
 """
 
-from typing import Literal
-
-import msgspec
-
 from stoker.diagnosis.endings import UNEXPLAINED
 from stoker.evaluation.document import Evaluation
+from stoker.findings.finding import Evidence, Finding, Severity
 from stoker.report import format as fmt
 from stoker.report.explain import RunExplanation
-from stoker.report.explain_terminal import extra_command
 from stoker.runs.records import CHECKPOINTS, CONFIG
 from stoker.runs.schemas import Event
 
@@ -49,51 +45,20 @@ REPORTED_BY_LAST_EVENT = UNEXPLAINED | {"preempted", "interrupted"}
 """Findings that repeat the last event of the run, which this module reports first."""
 
 
-Severity = Literal["critical", "warning", "info"]
-
-
-class Advice(msgspec.Struct, kw_only=True):
-    """A recommended action."""
-
-    severity: Severity
-    title: str
-    reason: str
-    fix: str
-    command: str | None = None
-
-
-_SEVERITIES: dict[str, Severity] = {"critical": "critical", "warning": "warning"}
-
-
 def advise(
     explanation: RunExplanation, aps: list[float | None], evaluation: Evaluation | None, events: list[Event]
-) -> list[Advice]:
+) -> list[Finding]:
     """aps: AP of each evaluation, in order of steps."""
     advice = _termination_advice(explanation, events)
-    advice += [
-        Advice(
-            severity=_SEVERITIES.get(finding.severity, "info"),
-            title=finding.title,
-            reason="; ".join(evidence.text for evidence in finding.evidence),
-            fix=finding.fix,
-            command=extra_command(finding),
-        )
-        for finding in explanation.findings
-        if finding.cause not in REPORTED_BY_LAST_EVENT
-    ]
+    advice += [finding for finding in explanation.findings if finding.id not in REPORTED_BY_LAST_EVENT]
     if evaluation is not None:
         advice += _error_type_advice(evaluation)
     if explanation.state == "finished":
         advice += _rising_ap_advice(aps)
-    return advice + [
-        Advice(
-            severity="info", title=sizing.title, reason="; ".join(item.text for item in sizing.evidence), fix=sizing.fix
-        )
-        for sizing in explanation.sizing_advice
-    ]
+    return advice + explanation.sizing_advice
 
 
-def _termination_advice(explanation: RunExplanation, events: list[Event]) -> list[Advice]:
+def _termination_advice(explanation: RunExplanation, events: list[Event]) -> list[Finding]:
     """For a run that did not finish."""
     resume = f"stoker train --resume {explanation.run}"
     if explanation.state == "failed":
@@ -102,41 +67,25 @@ def _termination_advice(explanation: RunExplanation, events: list[Event]) -> lis
         lines = [line.strip() for line in rest.splitlines()]
         fix = next((line.removeprefix("fix:").strip() for line in lines if line.startswith("fix:")), "")
         reason = " · ".join(" ".join(line.split()) for line in lines if not line.startswith("fix:"))
-        return [
-            Advice(
-                severity="critical",
-                title=f"The run failed: {first_line}",
-                reason=reason,
-                fix=fix or "fix the reported problem, then resume the run",
-                command=resume,
-            )
-        ]
+        fix = fix or "fix the reported problem, then resume the run"
+        return [_advice("run_failed", "critical", f"The run failed: {first_line}", reason, fix, resume)]
     if explanation.state == "killed":
-        return [
-            Advice(
-                severity="critical",
-                title="The run was killed",
-                reason=explanation.state_text,
-                fix="resume it from its last checkpoint"
-                if CHECKPOINTS in explanation.evidence_paths
-                else "start it again",
-                command=resume if CONFIG in explanation.evidence_paths else None,
-            )
-        ]
+        fix = "resume it from its last checkpoint" if CHECKPOINTS in explanation.evidence_paths else "start it again"
+        command = resume if CONFIG in explanation.evidence_paths else None
+        return [_advice("run_killed", "critical", "The run was killed", explanation.state_text, fix, command)]
     if explanation.state == "preempted":
-        return [
-            Advice(
-                severity="warning",
-                title="The run was stopped by a signal",
-                reason="its state was saved",
-                fix="resume it exactly where it stopped",
-                command=resume,
-            )
-        ]
+        fix = "resume it exactly where it stopped"
+        title = "The run was stopped by a signal"
+        return [_advice("run_preempted", "warning", title, "its state was saved", fix, resume)]
     return []
 
 
-def _error_type_advice(evaluation: Evaluation) -> list[Advice]:
+def _advice(id: str, severity: Severity, title: str, reason: str, fix: str, command: str | None = None) -> Finding:
+    evidence = [Evidence(text=reason)] if reason else []
+    return Finding(id=id, severity=severity, title=title, evidence=evidence, fix=fix, command=command)
+
+
+def _error_type_advice(evaluation: Evaluation) -> list[Finding]:
     """The most frequent error type, if it is frequent."""
     counts = sum_error_types(evaluation)
     boxes = evaluation.metrics.boxes
@@ -145,7 +94,7 @@ def _error_type_advice(evaluation: Evaluation) -> list[Advice]:
         return []
     meaning, fix = ERROR_TYPE_ADVICE[error_type]
     reason = f"{counts[error_type]:,}, with {boxes:,} ground truth boxes: {meaning}"
-    return [Advice(severity="info", title=f"The most frequent error type: {error_type}", reason=reason, fix=fix)]
+    return [_advice("frequent_error_type", "info", f"The most frequent error type: {error_type}", reason, fix)]
 
 
 def sum_error_types(evaluation: Evaluation) -> dict[str, int]:
@@ -161,17 +110,9 @@ MIN_AP_GAIN = 0.01
 """Minimum AP gain between the last two evaluations that suggests longer training. Heuristic."""
 
 
-def _rising_ap_advice(aps: list[float | None]) -> list[Advice]:
+def _rising_ap_advice(aps: list[float | None]) -> list[Finding]:
     known = [value for value in aps if value is not None]
     if len(known) < 2 or known[-1] - known[-2] < MIN_AP_GAIN:
         return []
     reason = f"AP rose from {fmt.metric(known[-2])} to {fmt.metric(known[-1])} between the last two evaluations"
-    return [
-        Advice(
-            severity="info",
-            title="AP was still rising at the end",
-            reason=reason,
-            fix="train longer",
-            command="--epochs",
-        )
-    ]
+    return [_advice("ap_rising", "info", "AP was still rising at the end", reason, "train longer", "--epochs")]

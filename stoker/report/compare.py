@@ -74,7 +74,7 @@ def compare(before: str | Path, after: str | Path, price_per_device_hour: float 
     both = [_settings(folder) for folder in folders]
     settings = _changes(*both) if all(both) else []
     environment = _changes(*(comparable(read_environment(folder)) for folder in folders))
-    causes = [[finding.cause for finding in explanation.findings] for explanation in (first, second)]
+    causes = [[finding.id for finding in explanation.findings] for explanation in (first, second)]
     aps = _last_ap(folders[0]), _last_ap(folders[1])
     comparison = Comparison(
         before=first.run,

@@ -5,16 +5,13 @@ from typing import TextIO
 from rich.console import RenderableType
 from rich.text import Text
 
-from stoker.data.validation.check import CheckItem, CheckReport
-from stoker.report.console import plain_text, print_renderables, table
+from stoker.data.validation.check import CheckReport
+from stoker.report.console import plain_text, print_renderables
+from stoker.report.findings_terminal import explain_line, finding_lines
 from stoker.report.format import count, plural
 
-MAX_EXAMPLES = 3
-"""Locations per kind of problem; `--json` has all."""
-STYLES = {"refused": "bold red", "skipped": "yellow", "fixed": "cyan", "kept": "dim"}
 UNREADABLE = "unreadable-set"
 """The kind of problem whose location is the error message."""
-PLURALS = {"box": "boxes", "class": "classes"}
 
 
 def print_check(report: CheckReport, file: TextIO | None = None) -> None:
@@ -26,13 +23,12 @@ def _renderables(report: CheckReport) -> list[RenderableType]:
     renderables: list[RenderableType] = []
     if report.root is not None:
         renderables += [plain_text(line) for line in _header_lines(report)]
-    for action in STYLES:
-        items = [item for item in report.items if item.action == action and item.kind != UNREADABLE]
-        if items:
-            renderables += [Text(""), _table(action, items)]
+    findings = [finding for finding in report.findings if finding.id != UNREADABLE]
+    for finding in findings:
+        renderables += [Text(""), *finding_lines(finding)]
     if not report.items:
         renderables += [Text(""), Text("no problems found", style="green")]
-    return [*renderables, *([Text("")] if renderables else []), *_verdict(report)]
+    return [*renderables, *([Text("")] if renderables else []), *_verdict(report), *explain_line(findings)]
 
 
 def _header_lines(report: CheckReport) -> list[str]:
@@ -47,28 +43,8 @@ def _header_lines(report: CheckReport) -> list[str]:
     return lines
 
 
-def _table(action: str, items: list[CheckItem]) -> RenderableType:
-    rendered = table("", action, "", right=(0,))
-    for item in items:
-        unit = item.unit if item.count == 1 else PLURALS.get(item.unit, item.unit + "s")
-        locations = [plain_text(location) for location in item.locations[:MAX_EXAMPLES]]
-        if item.count > len(locations):
-            locations.append(Text(f"… and {item.count - len(locations):,} more", style="dim"))
-        rendered.add_row(
-            count(item.count),
-            Text(f"{unit}: {item.title}", style=STYLES[action]),
-            Text("\n").join(
-                [
-                    *locations,
-                    Text(f"→ {item.effect}; fix: {item.fix}" if item.fix != "nothing" else f"→ {item.effect}"),
-                ]
-            ),
-        )
-    return rendered
-
-
 def _verdict(report: CheckReport) -> list[Text]:
-    unreadable = [location for item in report.items if item.kind == UNREADABLE for location in item.locations]
+    unreadable = [location for item in report.items if item.kind == UNREADABLE for location in item.examples]
     if unreadable:
         return [
             Text("training would refuse this dataset:", style="bold red"),

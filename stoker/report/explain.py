@@ -13,15 +13,16 @@ import msgspec
 
 from stoker.diagnosis import engine
 from stoker.diagnosis.alive import is_held, lease_holder
-from stoker.diagnosis.notes import Note, collect_notes
+from stoker.diagnosis.notes import collect_notes
+from stoker.findings.finding import Finding
 from stoker.hardware import prices
 from stoker.hardware.prices import Price
 from stoker.report import format as fmt
 from stoker.report.environment import read_environment
 from stoker.report.idle_estimate import DeviceIdleEstimate, estimate_idle
-from stoker.report.sizing import SizingAdvice, advise_sizing, read_resource_usage
+from stoker.report.sizing import advise_sizing, read_resource_usage
 from stoker.runs import records
-from stoker.runs.schemas import Event, Finding, Probe
+from stoker.runs.schemas import Event, Probe
 from stoker.runs.totals import Totals
 from stoker.storage.run_uri import display_path
 from stoker.storage.uri import is_uri
@@ -107,7 +108,7 @@ class RunExplanation(msgspec.Struct, frozen=True, kw_only=True):
     productive_fraction: float | None
     largest_loss: PhaseTime | None
     findings: list[Finding]
-    notes: list[Note] = []
+    notes: list[Finding] = []
     """Observations that need no action."""
     evidence_paths: dict[str, str]
     """File of the run folder → its path, for those that exist."""
@@ -115,7 +116,7 @@ class RunExplanation(msgspec.Struct, frozen=True, kw_only=True):
     """For an external job: data source → what was recorded, or why it was not. Else empty."""
     idle_estimate: DeviceIdleEstimate | None = None
     """Estimate of the time inside `compute` in which the device was idle; not added to any sum."""
-    sizing_advice: list[SizingAdvice] = []
+    sizing_advice: list[Finding] = []
     """Advice on the size of the machine."""
     probes: list[Probe] = []
     """Experiments done with the run."""
@@ -240,7 +241,7 @@ def explanation_as_dict(explanation: RunExplanation) -> dict[str, Any]:
 
 def _name_hang(totals: Totals, findings: Sequence[Finding]) -> Totals:
     """With a hang, the time since the last step, which no clock could attribute, as the phase `hang`."""
-    hung_s = max((finding.lost_device_s or 0.0 for finding in findings if finding.cause == "hung"), default=0.0)
+    hung_s = max((finding.lost_device_s or 0.0 for finding in findings if finding.id == "hung"), default=0.0)
     hung_s = min(hung_s, totals.phases.get("unattributed", 0.0))
     if hung_s <= 0:
         return totals
@@ -253,7 +254,7 @@ def _largest_loss(phases: Sequence[PhaseTime], findings: Sequence[Finding]) -> P
     start only if no fault after it was found."""
     losses = [row for row in phases if row.phase != "compute"]
     delays_all = {"startup_heavy", "cpu_contention"}
-    has_fault = any(f.lost_device_s for f in findings if f.severity != "info" and f.cause not in delays_all)
+    has_fault = any(f.lost_device_s for f in findings if f.severity != "info" and f.id not in delays_all)
     secondary = {"unattributed", "startup"} if has_fault else {"unattributed"}
     return next((row for row in losses if row.phase not in secondary), next(iter(losses), None))
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from rich.console import RenderableType
-from rich.padding import Padding
 from rich.text import Text
 
+from stoker.findings.finding import Finding
 from stoker.report import format as fmt
 from stoker.report.console import plain_text, print_renderables, table
 from stoker.report.explain import RunExplanation
-from stoker.report.sizing import SizingAdvice
-from stoker.runs.schemas import Evidence, Finding, Probe
+from stoker.report.findings_terminal import explain_line, finding_lines, format_cost
+from stoker.runs.schemas import Probe
 
 MAX_FINDINGS = 5
 """Findings that are printed; `--json` has all."""
@@ -38,6 +38,7 @@ def print_explanation(explanation: RunExplanation, file: TextIO | None = None, *
         *_experiments(explanation.probes),
         "",
         _sources_line(explanation),
+        *explain_line([*explanation.findings[:MAX_FINDINGS], *explanation.notes, *explanation.sizing_advice]),
     ]
     if not explanation.phases:
         message = "No time is recorded yet: the run has not reached its first step."
@@ -47,14 +48,6 @@ def print_explanation(explanation: RunExplanation, file: TextIO | None = None, *
     print_renderables(
         [_facts(explanation), "", _phases(explanation), "", *_verdict(explanation), *trailing], file, width=width
     )
-
-
-def format_cost(cost_range: tuple[float, float] | None) -> str:
-    """1.20, or a range, 1.20–3.40; `n/a` without a price."""
-    if cost_range is None:
-        return fmt.MISSING
-    low, high = map(fmt.cost, cost_range)
-    return low if low == high else f"{low}–{high}"
 
 
 def _facts(explanation: RunExplanation) -> RenderableType:
@@ -129,45 +122,15 @@ def _notes(explanation: RunExplanation) -> Iterator[RenderableType]:
     if explanation.notes:
         yield ""
     for note in explanation.notes:
-        yield Text.assemble(("note: ", "bold"), plain_text(f"{note.text} [{note.source}]"))
+        yield from finding_lines(note)
 
 
-def finding_lines(finding: Finding, cost_range: tuple[float, float] | None = None) -> Iterator[RenderableType]:
-    """A finding: title, cost, evidence with its sources, fix, confidence."""
-    cost_text = f", cost {format_cost(cost_range)}" if cost_range is not None else ""
-    lost = f" ({fmt.duration(finding.lost_device_s)} lost{cost_text})" if finding.lost_device_s is not None else ""
-    style = "bold red" if finding.severity == "critical" else "bold yellow" if finding.severity == "warning" else "bold"
-    yield Text.assemble((f"{finding.severity}: ", style), plain_text(finding.title, "bold"), lost)
-    yield from map(_evidence_line, finding.evidence)
-    command = extra_command(finding)
-    yield indented(f"fix: {finding.fix}" + (f" ({command})" if command else ""))
-    if finding.confidence is not None:
-        yield indented(f"confidence: {fmt.percentage(finding.confidence)}")
-    if finding.probe_result:
-        yield indented(f"verified: {finding.probe_result}")
-
-
-def extra_command(finding: Finding) -> str | None:
-    """The command of a finding, unless the text of its fix contains it."""
-    return finding.command if finding.command and finding.command not in finding.fix else None
-
-
-def indented(text: str) -> RenderableType:
-    """A text with indentation, also of its wrapped lines."""
-    return Padding(plain_text(text), (0, 0, 0, 2), expand=False)
-
-
-def _evidence_line(evidence: Evidence) -> RenderableType:
-    return indented(evidence.text + (f"  [{evidence.source}]" if evidence.source else ""))
-
-
-def _advice(advice: list[SizingAdvice]) -> Iterator[RenderableType]:
+def _advice(advice: list[Finding]) -> Iterator[RenderableType]:
     if advice:
         yield ""
         yield Text("Advice on the size of the machine", "bold")
     for sizing in advice:
-        yield plain_text(f"{sizing.title}: {sizing.fix}")
-        yield from map(_evidence_line, sizing.evidence)
+        yield from finding_lines(sizing)
 
 
 def _experiments(probes: list[Probe]) -> Iterator[RenderableType]:

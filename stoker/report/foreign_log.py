@@ -13,10 +13,11 @@ from stoker.diagnosis.output import MAX_OUTPUT_BYTES, read_output
 from stoker.diagnosis.postmortem import explain
 from stoker.diagnosis.termination import Termination
 from stoker.errors import UsageError
+from stoker.findings.finding import Finding
 from stoker.report import format as fmt
 from stoker.report.console import plain_text, print_renderables
-from stoker.report.explain_terminal import MAX_FINDINGS, finding_lines, indented
-from stoker.runs.schemas import Finding
+from stoker.report.explain_terminal import MAX_FINDINGS
+from stoker.report.findings_terminal import explain_line, finding_lines
 
 IGNORED_CAUSE = "ended_without_record"
 """The finding that a job ended without a known reason. With a log alone not even the end is known."""
@@ -39,7 +40,7 @@ def explain_log(path: Path) -> LogExplanation:
         output, size_bytes = read_output(path), path.stat().st_size
     except OSError as error:
         raise UsageError("The log cannot be read.", location=path, cause=str(error)) from error
-    findings = [finding for finding in explain(Termination(output=output)) if finding.cause != IGNORED_CAUSE]
+    findings = [finding for finding in explain(Termination(output=output)) if finding.id != IGNORED_CAUSE]
     not_known = [
         "the exit code or signal, and whether the job has ended",
         "whether the kernel killed it (out of memory), and the state of GPU, memory and disk",
@@ -62,6 +63,7 @@ def print_log_explanation(explanation: LogExplanation, file: TextIO | None = Non
     more = len(explanation.findings) - MAX_FINDINGS
     if more > 0:
         renderables += ["", plain_text(f"{more} more: stoker why {explanation.log} --json")]
-    renderables += ["", "Not known from the log alone:", *map(indented, explanation.not_known)]
+    renderables += ["", "Not known from the log alone:", *(plain_text(f"  {text}") for text in explanation.not_known)]
+    renderables += explain_line(explanation.findings[:MAX_FINDINGS])
     renderables.append("Next time, record the job with `stoker watch -- COMMAND` to get numbers.")
     print_renderables(renderables, file, width=width)

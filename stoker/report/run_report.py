@@ -15,9 +15,10 @@ import msgspec
 from stoker.errors import UsageError
 from stoker.evaluation.document import Evaluation, read_evaluation
 from stoker.evaluation.metrics import Metrics
+from stoker.findings.finding import Finding
 from stoker.profiling.telemetry.secrets import mask_secrets
 from stoker.report import format as fmt
-from stoker.report.advice import Advice, advise
+from stoker.report.advice import advise
 from stoker.report.environment import read_environment
 from stoker.report.explain import RunExplanation, explain_run, open_records
 from stoker.report.series import Bins, FractionBins, FractionSeries, Series
@@ -79,7 +80,7 @@ class RunReport(msgspec.Struct, kw_only=True):
     explanation: RunExplanation
     missing: list[str]
     """Sentences: what is missing in this report, and why."""
-    advice: list[Advice]
+    advice: list[Finding]
     """What to do next, the most urgent first."""
     eval_history: list[EvalResult]
     evaluation: Evaluation | None

@@ -15,6 +15,7 @@ import msgspec
 from stoker.diagnosis import engine
 from stoker.diagnosis.catalog import CATALOG
 from stoker.errors import StokerError, UsageError
+from stoker.findings.finding import Finding
 from stoker.hardware.prices import Price
 from stoker.report.environment import read_environment
 from stoker.report.explain import (
@@ -27,7 +28,7 @@ from stoker.report.explain import (
     resolve_price,
 )
 from stoker.runs import records
-from stoker.runs.schemas import Event, Finding, StepWindow
+from stoker.runs.schemas import Event, StepWindow
 from stoker.storage.run_uri import display_path
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
@@ -223,7 +224,7 @@ def _read_run(run: str, price_per_device_hour: float | None) -> _RunData:
     findings = engine.run_rules(run_records)
     events = list(records.read_lines(path, records.EVENTS, Event))
     state, _ = read_run_state(path, events, last_record_time(path))
-    failures = [finding for finding in findings if finding.cause not in CATALOG]  # the likeliest first
+    failures = [finding for finding in findings if finding.id not in CATALOG]  # the likeliest first
     compute_known = compute_productive_fraction(totals, is_external=is_external_job(events)) is not None
     lost_s = totals.device_s - totals.phases.get("compute", 0.0) if compute_known else 0.0
     losses = (
@@ -291,7 +292,7 @@ class _Aggregates:
         for phase, duration_s in run_data.phases.items():
             _add_to(self.phases, phase, PHASE_MEANINGS.get(phase, ""), duration_s, price_range)
         for finding in run_data.findings:
-            _add_to(self.findings, finding.cause, finding.title, finding.lost_device_s or 0.0, price_range)
+            _add_to(self.findings, finding.id, finding.title, finding.lost_device_s or 0.0, price_range)
         _add_to(self.hosts, run_summary.host, "", run_summary.device_s, price_range, run_data.measured_s, compute_s)
         for month, (device_s, trained_s) in run_data.months.items():
             compute_known = run_data.measured_s > 0
@@ -299,8 +300,8 @@ class _Aggregates:
             _add_to(self.months, month, "", device_s, price_range, *known)
         if run_data.failure is not None:
             failure_count = self.failures.setdefault(
-                run_data.failure.cause,
-                FailureCount(cause=run_data.failure.cause, title=run_data.failure.title, examples=[]),
+                run_data.failure.id,
+                FailureCount(cause=run_data.failure.id, title=run_data.failure.title, examples=[]),
             )
             failure_count.runs += 1
             if len(failure_count.examples) < MAX_EXAMPLES:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from stoker.hardware.prices import CURRENCY
 from stoker.report import format as fmt
-from stoker.report.explain_terminal import format_cost
+from stoker.report.findings_terminal import format_cost
 from stoker.report.runs_summary import Aggregate, Cost, RunsSummary
 
 

@@ -12,13 +12,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from stoker.diagnosis.series import Mean
+from stoker.findings.finding import Evidence, Finding
 from stoker.report import format as fmt
 from stoker.report.environment import gpu_names
 from stoker.runs.records import DEVICES, EVENTS, STEPS, read_lines
-from stoker.runs.schemas import DeviceSample, Event, Evidence, StepWindow
+from stoker.runs.schemas import DeviceSample, Event, StepWindow
 from stoker.runs.totals import Totals
 
 SM_ACTIVE_LOW, SM_ACTIVE_HIGH = 0.5, 0.8
@@ -49,15 +48,6 @@ MIG_SLICES = (("1g", 1 / 7, 1 / 8), ("2g", 2 / 7, 2 / 8), ("3g", 3 / 7, 4 / 8), 
 _HAS_MIG = re.compile(r"\b(A100|H100|H200|B200|GH200)\b")
 MIN_SAMPLES = 30
 """Minimum number of lines of devices.jsonl during training for a mean. Heuristic: half a minute."""
-
-
-class SizingAdvice(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of advice."""
-
-    kind: str
-    title: str
-    evidence: list[Evidence]
-    fix: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,12 +136,12 @@ def _checkpoint_interval_s(run: Path, totals: Totals) -> float | None:
     return totals.wall_s / saves if saves else None
 
 
-def advise_sizing(usage: ResourceUsage) -> list[SizingAdvice]:
+def advise_sizing(usage: ResourceUsage) -> list[Finding]:
     """The advice of all rules, in their order."""
     return [advice for rule in RULES if (advice := rule(usage)) is not None]
 
 
-def more_cores(usage: ResourceUsage) -> SizingAdvice | None:
+def more_cores(usage: ResourceUsage) -> Finding | None:
     """All cores are busy while the device waits for decoding, not for bytes."""
     input_wait, compute = usage.fraction("input_wait"), usage.fraction("compute")
     if usage.cores is None or usage.used_cores is None or input_wait < INPUT_BOUND_MODERATE or compute <= 0:
@@ -162,8 +152,9 @@ def more_cores(usage: ResourceUsage) -> SizingAdvice | None:
         return None
     recommended_cores = math.ceil(usage.cores * (compute + input_wait) / compute)
     per_device = f"{usage.cores / usage.devices:.3g} → {recommended_cores / usage.devices:.3g} per device"
-    return SizingAdvice(
-        kind="more_cores",
+    return Finding(
+        severity="info",
+        id="more_cores",
         title="More CPU cores per device",
         evidence=[_phase_evidence(usage, "input_wait"), _cores_evidence(usage)],
         fix=f"About {recommended_cores} cores ({per_device}) would decode images as fast as the device needs them. "
@@ -171,7 +162,7 @@ def more_cores(usage: ResourceUsage) -> SizingAdvice | None:
     )
 
 
-def smaller_gpu(usage: ResourceUsage) -> SizingAdvice | None:
+def smaller_gpu(usage: ResourceUsage) -> Finding | None:
     """The device waits although all cores are busy, and most of its memory is free."""
     if (
         usage.cores is None
@@ -185,8 +176,9 @@ def smaller_gpu(usage: ResourceUsage) -> SizingAdvice | None:
         or usage.gpu_memory_fraction > MAX_SHARED_MEMORY_FRACTION
     ):
         return None
-    return SizingAdvice(
-        kind="smaller_gpu",
+    return Finding(
+        severity="info",
+        id="smaller_gpu",
         title="A smaller GPU is sufficient",
         evidence=[
             _phase_evidence(usage, "compute"),
@@ -198,7 +190,7 @@ def smaller_gpu(usage: ResourceUsage) -> SizingAdvice | None:
     )
 
 
-def shared_gpu(usage: ResourceUsage) -> SizingAdvice | None:
+def shared_gpu(usage: ResourceUsage) -> Finding | None:
     """The model is too small for the GPU: use a MIG slice, or run two jobs at once."""
     if (
         usage.sm_active is None
@@ -219,8 +211,9 @@ def shared_gpu(usage: ResourceUsage) -> SizingAdvice | None:
     )
     can_use_mig = mig_profile is not None and _HAS_MIG.search(usage.gpu_name) is not None and not usage.mig
     mig_text = f"a MIG slice {mig_profile} of such a GPU, or " if can_use_mig else ""
-    return SizingAdvice(
-        kind="shared_gpu",
+    return Finding(
+        severity="info",
+        id="shared_gpu",
         title="The model is too small for the GPU",
         evidence=[_phase_evidence(usage, "compute"), _sm_active_evidence(usage), _memory_evidence(usage)],
         fix="First try a larger --batch-size or --image-size; otherwise "
@@ -228,12 +221,13 @@ def shared_gpu(usage: ResourceUsage) -> SizingAdvice | None:
     )
 
 
-def larger_gpu(usage: ResourceUsage) -> SizingAdvice | None:
+def larger_gpu(usage: ResourceUsage) -> Finding | None:
     """The device is busy all of the time."""
     if usage.sm_active is None or usage.sm_active < SM_ACTIVE_HIGH or usage.fraction("compute") < MIN_COMPUTE_FRACTION:
         return None
-    return SizingAdvice(
-        kind="larger_gpu",
+    return Finding(
+        severity="info",
+        id="larger_gpu",
         title="Only a faster GPU, or more GPUs, make this faster",
         evidence=[
             _phase_evidence(usage, "compute"),
@@ -244,7 +238,7 @@ def larger_gpu(usage: ResourceUsage) -> SizingAdvice | None:
     )
 
 
-def local_disk(usage: ResourceUsage) -> SizingAdvice | None:
+def local_disk(usage: ResourceUsage) -> Finding | None:
     """Reading bytes is too slow."""
     input_wait = usage.fraction("input_wait")
     if usage.fetch_fraction is None or input_wait < INPUT_BOUND_MODERATE or usage.fetch_fraction < MIN_FETCH_FRACTION:
@@ -252,8 +246,9 @@ def local_disk(usage: ResourceUsage) -> SizingAdvice | None:
     storage_name = "the bucket" if usage.from_bucket else "the disk"
     text = f"{100 * usage.fetch_fraction:.0f} % of this was reading bytes from {storage_name}"
     cache_hint = "" if usage.cached else ", with a cache of decoded images (--cache disk)"
-    return SizingAdvice(
-        kind="local_disk",
+    return Finding(
+        severity="info",
+        id="local_disk",
         title="A local SSD",
         evidence=[
             _phase_evidence(usage, "input_wait"),
@@ -264,14 +259,15 @@ def local_disk(usage: ResourceUsage) -> SizingAdvice | None:
     )
 
 
-def fewer_gpus(usage: ResourceUsage) -> SizingAdvice | None:
+def fewer_gpus(usage: ResourceUsage) -> Finding | None:
     """Devices wait for each other."""
     fraction = usage.fraction("comm", "straggler")
     if usage.devices < 2 or fraction < MIN_COMM_FRACTION:
         return None
     half = usage.devices // 2
-    return SizingAdvice(
-        kind="fewer_gpus",
+    return Finding(
+        severity="info",
+        id="fewer_gpus",
         title="Fewer devices",
         evidence=[
             _phase_evidence(usage, "comm"),
@@ -283,7 +279,7 @@ def fewer_gpus(usage: ResourceUsage) -> SizingAdvice | None:
     )
 
 
-def spot(usage: ResourceUsage) -> SizingAdvice | None:
+def spot(usage: ResourceUsage) -> Finding | None:
     """A preemption would cost little, and there was none yet."""
     if (
         usage.attempts != 1
@@ -300,8 +296,9 @@ def spot(usage: ResourceUsage) -> SizingAdvice | None:
         f"a checkpoint every {fmt.duration(usage.checkpoint_interval_s)}, startup in {fmt.duration(usage.startup_s)}"
     )
     text = f"a preemption would cost {fmt.duration(lost_s)}; one in four hours {fmt.percentage(fraction)} of the time"
-    return SizingAdvice(
-        kind="spot",
+    return Finding(
+        severity="info",
+        id="spot",
         title="A spot machine",
         evidence=[
             Evidence(text=saves, value=usage.checkpoint_interval_s, source="events.jsonl: checkpoint_saved"),
@@ -312,7 +309,7 @@ def spot(usage: ResourceUsage) -> SizingAdvice | None:
     )
 
 
-RULES: tuple[Callable[[ResourceUsage], SizingAdvice | None], ...] = (
+RULES: tuple[Callable[[ResourceUsage], Finding | None], ...] = (
     more_cores, local_disk, smaller_gpu, shared_gpu, larger_gpu, fewer_gpus, spot,
 )  # fmt: skip
 

@@ -11,9 +11,10 @@ from typing import Literal
 
 import msgspec
 
+from stoker.findings.finding import Finding
 from stoker.report.series import FractionSeries, Series
 from stoker.runs.records import WARNING_KINDS
-from stoker.runs.schemas import Event, Finding
+from stoker.runs.schemas import Event
 
 MAX_MARKS_PER_FINDING, MAX_EVENTS = 20, 300
 """Maximum number of marks of one finding, and of events."""
@@ -52,7 +53,7 @@ def collect_marks(
         finding_marks = [
             TimelineMark(
                 kind="finding",
-                name=finding.cause,
+                name=finding.id,
                 start_s=start_s,
                 end_s=end_s,
                 text=evidence.text,

@@ -225,7 +225,7 @@ def report_preflight(resolved: ResolvedRun, folder: RunFolder, log_event: EventL
     for finding in quick_findings(resolved.device, folder.path):
         if finding.severity == "blocker":
             raise as_error(finding)
-        log_event("preflight", f"{finding.title} ({finding.evidence}); fix: {finding.fix}", check=finding.id)
+        log_event("preflight", f"{finding.title} ({finding.evidence_text}); fix: {finding.fix}", check=finding.id)
 
 
 def warn_about_settings(resolved: ResolvedRun) -> list[str]:

@@ -10,21 +10,21 @@ import pytest
 from stoker.cli.app import main
 from stoker.planning import check as checking
 from stoker.planning.check import CheckReport, CheckRequest, ProbeTime
-from stoker.preflight.findings import CheckFinding
-from stoker.preflight.terminal import print_findings
+from stoker.preflight.findings import CheckFinding, make_finding
+from stoker.report.findings_terminal import print_findings
 
 FINDINGS = [
-    CheckFinding(
+    make_finding(
         id="no_gpu", severity="blocker", title="training would run on the CPU", evidence="torch 2.11 finds no GPU",
         fix="--device cpu",
     ),
-    CheckFinding(
+    make_finding(
         id="shm", severity="warning", title="/dev/shm has 64 MiB", evidence="statvfs", fix="--shm-size 8g",
         place="/dev/shm",
     ),
-    CheckFinding(id="clock", severity="unknown", title="whether the clock is right", evidence="no server"),
-    CheckFinding(id="cpu_cores", severity="ok", title="2 cores", evidence="by affinity"),
-    CheckFinding(id="memory", severity="ok", title="20 GiB are free", evidence="/proc/meminfo"),
+    make_finding(id="clock", severity="unknown", title="whether the clock is right", evidence="no server"),
+    make_finding(id="cpu_cores", severity="ok", title="2 cores", evidence="by affinity"),
+    make_finding(id="memory", severity="ok", title="20 GiB are free", evidence="/proc/meminfo"),
 ]  # fmt: skip
 
 PRINTED = """\
@@ -38,6 +38,7 @@ unknown  whether the clock is right
          no server
 ok       cpu cores, memory
 1 blocker, 1 warning, 1 unknown, 2 ok, in 4.2 s
+`stoker why --explain ID` explains: no_gpu, shm, clock
 """
 
 
@@ -50,7 +51,7 @@ def printed(findings: list[CheckFinding], *, show_all: bool = False) -> str:
 def test_the_worst_is_first_and_what_is_in_order_is_one_line():
     assert printed(FINDINGS) == PRINTED
     assert "ok       2 cores\n         by affinity\n" in printed(FINDINGS, show_all=True)
-    hostile = CheckFinding(id="x", severity="warning", title="a\x1b[2Jb", evidence="c\nblocker  d", place="\x07")
+    hostile = make_finding(id="x", severity="warning", title="a\x1b[2Jb", evidence="c\nblocker  d", place="\x07")
     assert "\x1b" not in printed([hostile])
     assert "\nblocker" not in printed([hostile])
 

@@ -86,7 +86,7 @@ def test_a_data_set_that_cannot_be_read(tmp_path: Path) -> None:
     assert kinds(report) == {"unreadable-set": 1}
     assert "not valid JSON" in report.refusals[0]
     for fragment in ("valid/_annotations.coco.json:1", "fix:"):
-        assert fragment in report.items[0].locations[0]
+        assert fragment in report.items[0].examples[0]
         assert fragment in page(report)
 
 
@@ -222,9 +222,9 @@ def test_all_locations_are_reported_and_the_index_keeps_a_few(tmp_path: Path) ->
     boxes = [{"id": 900 + n, "image_id": 1, "category_id": 1, "bbox": [1, 2, 0, 0]} for n in range(50)]
     edit(folder, "train", annotations=read(folder, "train")["annotations"] + boxes)
     (item,) = check_dataset(folder).items
-    assert item.locations == tuple(f"train/train-1.jpg, annotation {900 + n}: [1, 2, 1, 2]" for n in range(50))
+    assert item.examples == tuple(f"train/train-1.jpg, annotation {900 + n}: [1, 2, 1, 2]" for n in range(50))
     (problem,) = open_index(folder).problems
-    assert (problem.count, problem.examples) == (50, item.locations[:5])
+    assert (problem.count, problem.examples) == (50, item.examples[:5])
 
 
 def test_duplicate_images(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_duplicate_images(tmp_path: Path) -> None:
     for name in ("train/train-1.jpg", "train/train-2.jpg", "valid/valid-0.jpg"):
         (folder / name).write_bytes((folder / "train" / "train-0.jpg").read_bytes())
     report = check_dataset(folder)
-    assert report.items[0].locations == (
+    assert report.items[0].examples == (
         "train/train-0.jpg (train), train/train-1.jpg (train), train/train-2.jpg (train), valid/valid-0.jpg (val)",
     )
     assert kinds(report) == {"same-image-in-two-splits": 1}
@@ -242,7 +242,7 @@ def test_file_names_cannot_send_terminal_control_codes(tmp_path: Path) -> None:
     folder = draw(tmp_path / "set", side=32)
     (folder / "train" / "\x1b[2Jx.jpg").write_bytes(encoded(1))
     report = check_dataset(folder)
-    assert report.items[0].locations == ("train/\x1b[2Jx.jpg",)
+    assert report.items[0].examples == ("train/\x1b[2Jx.jpg",)
     assert "\x1b" not in page(report)
 
 
@@ -270,8 +270,8 @@ def test_real_data(real_data: Path) -> None:
     """What the sets' own README names."""
     blood = check_dataset(real_data / "bccd" / "BCCD")
     assert kinds(blood) == {"zero-size": 2}
-    assert "BloodImage_00338.jpg, object 13" in " ".join(blood.items[0].locations)
-    assert "BloodImage_00343.jpg, object 4" in " ".join(blood.items[0].locations)
+    assert "BloodImage_00338.jpg, object 13" in " ".join(blood.items[0].examples)
+    assert "BloodImage_00343.jpg, object 4" in " ".join(blood.items[0].examples)
     assert (blood.num_images, blood.num_usable_images, blood.num_boxes, blood.num_usable_boxes) == (
         364,
         364,
@@ -281,7 +281,7 @@ def test_real_data(real_data: Path) -> None:
 
     cars = check_dataset(real_data / "cars", decode_images=False)
     assert any("category 0 (cdf) is a super-category" in note for note in cars.notes)
-    assert [item.locations for item in cars.items if item.kind == "class-not-in-split"] == [("front: not in val",)]
+    assert [item.examples for item in cars.items if item.kind == "class-not-in-split"] == [("front: not in val",)]
     assert cars.refusals == ()
 
     boards = check_dataset(real_data / "microcontroller", decode_images=False)

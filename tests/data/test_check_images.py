@@ -123,6 +123,6 @@ def test_truncated_files_of_any_format_are_reported(tmp_path: Path) -> None:
     document = {"images": images, "annotations": annotations, "categories": categories}
     (tmp_path / "annotations.json").write_text(json.dumps(document))
     report = check_dataset(tmp_path, workers=2)
-    places = {item.kind: item.locations for item in report.items}
+    places = {item.kind: item.examples for item in report.items}
     assert len(places["empty-image"]) == len(whole)
     assert report.num_usable_images == len(whole)

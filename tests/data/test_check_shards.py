@@ -94,7 +94,7 @@ def make_packed(
 def found(report: CheckReport) -> dict[str, list[str]]:
     """Kind → the shards that its locations name."""
     return {
-        item.kind: [location.split()[0] for location in item.locations]
+        item.kind: [location.split()[0] for location in item.examples]
         for item in report.items
         if item.kind.endswith("-packed-shard")
     }

@@ -265,7 +265,7 @@ def test_images_without_a_row_are_reported(tmp_path: Path) -> None:
     report = check_dataset(tmp_path, decode_images=False)
     assert report.num_images == 1
     (unlabeled,) = (item for item in report.items if item.kind == "unlabeled-image")
-    assert unlabeled.locations == ("images/b.jpg", "images/table.png")
+    assert unlabeled.examples == ("images/b.jpg", "images/table.png")
 
 
 def test_several_tables_for_one_split(tmp_path: Path) -> None:

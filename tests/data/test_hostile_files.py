@@ -46,7 +46,7 @@ def coco(folder: Path, *names: str) -> Path:
 
 
 def kinds(report: Any) -> dict[str, tuple[str, ...]]:
-    return {item.kind: item.locations for item in report.items}
+    return {item.kind: item.examples for item in report.items}
 
 
 def test_special_files_are_reported_and_never_read(tmp_path: Path) -> None:

@@ -243,7 +243,7 @@ def test_images_that_are_only_missing_from_a_list(tmp_path: Path) -> None:
     image(tmp_path / "images" / "plain.jpg")
     report = check_dataset(tmp_path)
     assert kinds(report) == {"not-in-a-split": 3, "unlabeled-image": 1}
-    items = {item.kind: item.locations for item in report.items}
+    items = {item.kind: item.examples for item in report.items}
     assert set(items["not-in-a-split"]) == {f"images/{n}.jpg" for n in (7, 8, 9)}
     assert items["unlabeled-image"] == ("images/plain.jpg",)
     assert any("not used: 1 image next to others that no annotation names" in note for note in report.notes)

@@ -36,7 +36,7 @@ def test_the_cause_of_the_guide_is_found(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(engine, "RULES", (*RULES, (cause, rule)))
     monkeypatch.setitem(CATALOG, cause.id, cause)
     (finding,) = engine.diagnose(make_run(tmp_path / "has", **has))
-    assert (finding.cause, finding.severity) == ("gpu_warm", "info")
+    assert (finding.id, finding.severity) == ("gpu_warm", "info")
     assert engine.diagnose(make_run(tmp_path / "lacks", **lacks)) == []
 
 

@@ -19,8 +19,8 @@ from stoker.diagnosis.endings import UNEXPLAINED, endings, line_patterns, requir
 from stoker.diagnosis.output import split_log_lines
 from stoker.diagnosis.postmortem import explain
 from stoker.diagnosis.termination import Termination
+from stoker.findings.finding import Finding
 from stoker.knowledge import read_toml
-from stoker.runs.schemas import Finding
 
 SAMPLES = [(id, sample.text) for id, ending in endings().items() for sample in ending.samples]
 TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    main()\n'
@@ -40,8 +40,8 @@ def test_each_sample_is_explained_by_its_ending(before: str) -> None:
         first = died(before + line + "\n", 0 if role == "remark" else exit_code)[0]
         quoted = (first.evidence[0].text, first.evidence[0].source)
         expected = (line[:500].strip(), f"job.log:{before.count(chr(10)) + 1}")
-        if (first.cause, first.severity, quoted) != (id, endings()[id].severity, expected):
-            wrong.append(f"{id}, exit code {exit_code}: {first.cause}, {first.severity}, {quoted}")
+        if (first.id, first.severity, quoted) != (id, endings()[id].severity, expected):
+            wrong.append(f"{id}, exit code {exit_code}: {first.id}, {first.severity}, {quoted}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -117,7 +117,7 @@ def test_a_new_ending_is_a_row_without_code(rows: dict[str, Any]) -> None:
     """That of the guide docs/add-a-cause.md."""
     rows |= tomllib.loads(EXAMPLE)
     (found,) = died(rows["lmdb_full"]["samples"][0]["text"], 1)
-    assert (found.cause, found.title, found.fix) == ("lmdb_full", rows["lmdb_full"]["title"], rows["lmdb_full"]["fix"])
+    assert (found.id, found.title, found.fix) == ("lmdb_full", rows["lmdb_full"]["title"], rows["lmdb_full"]["fix"])
 
 
 @pytest.mark.parametrize("change", [{"role": "boss"}, {"reason": "bad luck"}, {"pattern": ["abc"]}, {"fix": None}])

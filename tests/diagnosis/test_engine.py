@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from stoker.diagnosis.catalog import CATALOG
 from stoker.diagnosis.engine import apply_probe_result, diagnose, read_run, run_rules, write_findings
+from stoker.findings.finding import Evidence, Finding
 from stoker.report.explain import explain_run
 from stoker.report.explain_terminal import print_explanation
 from stoker.runs.records import (
@@ -25,7 +26,7 @@ from stoker.runs.records import (
     STEPS,
     TRACES,
 )
-from stoker.runs.schemas import Evidence, Finding, Probe
+from stoker.runs.schemas import Probe
 from tests.diagnosis.built import FACTS, NATIVE_CONFIG, T0, make_run
 from tests.diagnosis.cases import CASES, DECODING, FETCHING, _measured
 
@@ -38,7 +39,7 @@ def probe(ratio: float, what: str = "cached_batch") -> Probe:
 
 
 def names(found: list[Finding]) -> list[str]:
-    return [finding.cause for finding in found]
+    return [finding.id for finding in found]
 
 
 def test_the_most_exact_of_several_causes_of_the_same_wait_is_given(tmp_path: Path) -> None:
@@ -120,14 +121,14 @@ def test_contention_is_the_last_of_its_severity(tmp_path: Path) -> None:
 
 def test_what_is_set_already_or_does_not_exist_is_not_advised(tmp_path: Path) -> None:
     native = diagnose(make_run(tmp_path / "ours", fractions={"input_wait": 0.3}, stages=FETCHING))[0]
-    assert (native.cause, native.command, native.config_patch) == ("slow_storage", "--cache disk", {"cache": "disk"})
+    assert (native.id, native.command, native.config_patch) == ("slow_storage", "--cache disk", {"cache": "disk"})
     cached = NATIVE_CONFIG.replace('cache = "none"', 'cache = "disk"')
     done = diagnose(make_run(tmp_path / "done", fractions={"input_wait": 0.3}, stages=FETCHING, config=cached))[0]
-    assert (done.cause, done.command, done.config_patch) == ("slow_storage", None, {})
+    assert (done.id, done.command, done.config_patch) == ("slow_storage", None, {})
     assert done.fix == f"{native.fix} (cache is disk already)"
     case = _measured(fractions={"input_wait": 0.3}, host=lambda _: {"process_cpu": 0.75})
     external = diagnose(make_run(tmp_path / "others", **case))[0]
-    assert (external.cause, external.command, external.config_patch) == ("slow_storage", None, {})
+    assert (external.id, external.command, external.config_patch) == ("slow_storage", None, {})
     assert external.fix == CATALOG["slow_storage"].external_fix
 
 
@@ -161,7 +162,7 @@ def test_a_fall_of_ap_on_few_boxes_is_no_overfitting(tmp_path: Path) -> None:
 
 
 def test_a_probe_confirms_refutes_or_leaves_a_cause_open() -> None:
-    finding = Finding(cause="input_bound", severity="critical", title="", confidence=0.8,
+    finding = Finding(id="input_bound", severity="critical", title="", confidence=0.8,
                       evidence=[Evidence(text="", value=0.3)])  # fmt: skip
     confirmed = apply_probe_result(finding, {"cached_batch": probe(1.4)})
     assert (confirmed.severity, confirmed.confidence) == ("critical", 0.95)
@@ -187,7 +188,7 @@ def test_a_failed_probe_changes_nothing(tmp_path: Path) -> None:
 def test_a_double_batch_probe_proves_a_batch_too_small(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", gpus=1, probes=[msgspec.to_builtins(probe(1.5, "double_batch"))])
     (finding,) = diagnose(run)
-    assert finding.cause == "batch_too_small"
+    assert finding.id == "batch_too_small"
     assert finding.lost_device_s == pytest.approx(40 / 3, rel=0.01)
     assert finding.config_patch == {"auto_batch": True}
 
@@ -212,7 +213,7 @@ def test_why_prints_notes_below_the_findings(tmp_path: Path) -> None:
     print_explanation(explain_run(run), output, width=200)
     finding, note = (
         output.getvalue().index("The training thread waits"),
-        output.getvalue().index("note: the device had no work"),
+        output.getvalue().index("info     the device had no work"),
     )
     assert finding < note
 
@@ -256,8 +257,8 @@ def test_any_records_give_consistent_findings(
         assert 0 <= (finding.lost_device_s or 0.0) <= records.totals.device_s
         assert finding.severity in ("critical", "warning", "info")
     left_out = {other for name in names(found) if name in CATALOG for other in CATALOG[name].supersedes}
-    told = {finding.cause for finding in found if finding.severity == "info"}
+    told = {finding.id for finding in found if finding.severity == "info"}
     assert not (left_out & set(names(found))) or told
-    ours = [finding for finding in found if finding.cause in CATALOG and finding.cause != "hung"]
+    ours = [finding for finding in found if finding.id in CATALOG and finding.id != "hung"]
     first_told = next((n for n, finding in enumerate(ours) if finding.severity == "info"), len(ours))
     assert all(finding.severity == "info" for finding in ours[first_told:])

@@ -12,7 +12,7 @@ from stoker.diagnosis.endings import UNEXPLAINED, endings
 from stoker.diagnosis.output import LogLine, find_normal_end, find_progress, find_tracebacks, split_log_lines
 from stoker.diagnosis.postmortem import explain
 from stoker.diagnosis.termination import Termination
-from stoker.runs.schemas import Finding
+from stoker.findings.finding import Finding
 
 FOLDER = Path(__file__).parent / "log_samples"
 KINDS: dict[str, str | list[str]] = json.loads((FOLDER / "kinds.json").read_text())
@@ -38,7 +38,7 @@ def alarms(text: str, exit_code: int | None) -> list[Finding]:
     return [
         finding
         for finding in found
-        if finding.cause == "interrupted" or (finding.severity != "info" and finding.cause != "ended_without_record")
+        if finding.id == "interrupted" or (finding.severity != "info" and finding.id != "ended_without_record")
     ]
 
 
@@ -62,9 +62,9 @@ def misnamed(sample: dict[str, Any], text: str, exit_codes: set[int | None]) -> 
     """A line for each exit code with which the first finding is not an expected one."""
     first = {exit_code: (alarms(text, exit_code) or [None])[0] for exit_code in exit_codes}
     return [
-        f"{sample['file']} {sample['kind']}, exit code {exit_code}: {finding and finding.cause}, not {expected(sample)}"
+        f"{sample['file']} {sample['kind']}, exit code {exit_code}: {finding and finding.id}, not {expected(sample)}"
         for exit_code, finding in first.items()
-        if finding is None or finding.cause not in expected(sample)
+        if finding is None or finding.id not in expected(sample)
     ]
 
 
@@ -108,11 +108,11 @@ def test_the_failure_is_named_without_its_traceback(file: str) -> None:
 
 def test_a_healthy_log_has_no_failure() -> None:
     wrong = [
-        f"{path.parent.name}/{path.name}, exit code {exit_code}: {finding.cause}: {finding.evidence[0].text}"
+        f"{path.parent.name}/{path.name}, exit code {exit_code}: {finding.id}: {finding.evidence[0].text}"
         for path in HEALTHY
         for exit_code in (None, 0)
         for finding in explain(Termination(exit_code=exit_code, output=split_log_lines(path.read_bytes(), "job.log")))
-        if finding.cause not in ("ended_without_record", *REMARKS_OF_HEALTHY_JOBS)
+        if finding.id not in ("ended_without_record", *REMARKS_OF_HEALTHY_JOBS)
     ]
     assert len(HEALTHY) >= MIN_HEALTHY
     assert not wrong, "\n".join(wrong)
@@ -133,12 +133,12 @@ def before_its_end(path: Path) -> tuple[LogLine, ...]:
 def test_a_healthy_job_that_was_killed_has_no_other_failure() -> None:
     cut = {path: lines for path in HEALTHY if (lines := before_its_end(path))}
     wrong = [
-        f"{path.parent.name}/{path.name}, exit code {exit_code}: {finding.cause}: {finding.evidence[0].text}"
+        f"{path.parent.name}/{path.name}, exit code {exit_code}: {finding.id}: {finding.evidence[0].text}"
         for path, lines in cut.items()
         for exit_code in (None, 137, 143)
         for finding in explain(Termination(exit_code=exit_code, output=lines))
         if finding.severity != "info"
-        and finding.cause not in ("ended_without_record", "killed", "preempted", *REMARKS_OF_HEALTHY_JOBS)
+        and finding.id not in ("ended_without_record", "killed", "preempted", *REMARKS_OF_HEALTHY_JOBS)
     ]
     assert len(cut) >= MIN_HEALTHY / 2
     assert not wrong, "\n".join(wrong)
@@ -164,7 +164,7 @@ NODE = "Node is shutting down, evicting pods\n"
     (NODE + HEAD, 1, ["ended_by_error"]),
 ])  # fmt: skip
 def test_a_request_to_stop_never_hides_the_fault(text: str, exit_code: int | None, causes: list[str]) -> None:
-    assert [finding.cause for finding in alarms(text, exit_code)] == causes
+    assert [finding.id for finding in alarms(text, exit_code)] == causes
 
 
 @pytest.mark.parametrize("end", [
@@ -178,11 +178,11 @@ def test_a_request_to_stop_never_hides_the_fault(text: str, exit_code: int | Non
 def test_a_job_that_ended_well_unrecorded_is_no_alarm(end: str) -> None:
     """Its watcher was killed: no exit code, but its output ends as that of a finished job."""
     (finding,) = explain(Termination(output=split_log_lines((HEAD + end + "\n").encode(), "job.log")))
-    assert (finding.cause, finding.severity) == ("ended_without_record", "info")
+    assert (finding.id, finding.severity) == ("ended_without_record", "info")
     failed = explain(Termination(output=split_log_lines((HEAD + end + "\n" + OOM).encode(), "job.log")))
-    assert failed[0].cause == "gpu_out_of_memory"
+    assert failed[0].id == "gpu_out_of_memory"
     unfinished = explain(Termination(output=split_log_lines(HEAD.encode(), "job.log")))
-    assert [(found.cause, found.severity) for found in unfinished] == [("ended_without_record", "critical")]
+    assert [(found.id, found.severity) for found in unfinished] == [("ended_without_record", "critical")]
 
 
 def test_an_unexplained_end_is_never_the_expectation_of_a_known_kind() -> None:

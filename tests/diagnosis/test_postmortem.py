@@ -19,6 +19,7 @@ from stoker.diagnosis.engine import diagnose
 from stoker.diagnosis.output import MAX_OUTPUT_BYTES, read_output, split_log_lines, strip_rank_prefix
 from stoker.diagnosis.postmortem import _find_matches, explain
 from stoker.diagnosis.termination import HangInfo, Termination, read_termination
+from stoker.findings.finding import Finding
 from stoker.runs.records import (
     DEVICES,
     OUTPUT,
@@ -27,7 +28,7 @@ from stoker.runs.records import (
     RunFolder,
     locked,
 )
-from stoker.runs.schemas import DeviceSample, Finding, GpuSample, StackWindow, StepWindow
+from stoker.runs.schemas import DeviceSample, GpuSample, StackWindow, StepWindow
 
 LINES = {id: [sample.text for sample in ending.samples] for id, ending in endings().items()}
 """Ending → lines that such jobs printed."""
@@ -56,13 +57,13 @@ def test_no_space_for_a_multiprocessing_lock_is_full_shared_memory() -> None:
     )
     full, forbidden = "OSError: [Errno 28] No space left on device", "PermissionError: [Errno 13] Permission denied"
     (found,) = died(frames + full)
-    assert found.cause == "shared_memory_full"
+    assert found.id == "shared_memory_full"
     assert [evidence.text for evidence in found.evidence[:2]] == [
         full,
         "sl = self._semlock = _multiprocessing.SemLock(",
     ]
-    assert [finding.cause for finding in died(frames + forbidden)] == ["permission_denied"]
-    assert [finding.cause for finding in died(f"{TRACEBACK}{full}\nlater: {frames.splitlines()[2]}")] == ["disk_full"]
+    assert [finding.id for finding in died(frames + forbidden)] == ["permission_denied"]
+    assert [finding.id for finding in died(f"{TRACEBACK}{full}\nlater: {frames.splitlines()[2]}")] == ["disk_full"]
 
 
 HARMLESS = "W tensorflow] Allocator (GPU_0_bfc) ran out of memory trying to allocate 2.2GiB with freed_by_count=0."
@@ -71,9 +72,9 @@ HARMLESS = "W tensorflow] Allocator (GPU_0_bfc) ran out of memory trying to allo
 def test_harmless_lines_are_shown_and_decide_nothing() -> None:
     assert died(f"{HARMLESS}\nstep 90\n", exit_code=0) == []
     (unknown,) = died(f"{HARMLESS}\n", exit_code=KILLED)
-    assert unknown.cause == "killed"
+    assert unknown.id == "killed"
     assert f"may be harmless: {HARMLESS}" in texts(unknown)
-    assert [finding.cause for finding in died(f"{HARMLESS}\n")] == ["ended_by_error"]
+    assert [finding.id for finding in died(f"{HARMLESS}\n")] == ["ended_by_error"]
     (memory,) = died(f"{HARMLESS}\n{LINES['gpu_out_of_memory'][1]}\n")
     assert [place for _, place in quoted(memory)] == ["job.log:2", "job.log:1", ""]
 
@@ -111,24 +112,24 @@ def run_python(code: str, *, address_space: int | None = None) -> subprocess.Com
 def test_real_jobs_that_fail(code: str, cause: str, line: str) -> None:
     job = run_python(code, address_space=None if "torch" in code else 2**31)
     (finding,) = explain(Termination(exit_code=job.returncode, output=split_log_lines(job.stderr, "stderr")))
-    assert finding.cause == cause
+    assert finding.id == cause
     assert line in quoted(finding)[0][0]
 
 
 def test_the_last_traceback_decides() -> None:
     earlier = TRACEBACK + LINES["gpu_out_of_memory"][0] + "\nbatch halved, continuing\n"
     first, *rest = died(earlier + TRACEBACK + "ValueError: seven\n")
-    assert (first.cause, quoted(first)[0]) == ("ended_by_error", ("ValueError: seven", "job.log:9"))
-    assert [(f.cause, f.severity) for f in rest] == [("gpu_out_of_memory", "info")]
+    assert (first.id, quoted(first)[0]) == ("ended_by_error", ("ValueError: seven", "job.log:9"))
+    assert [(f.id, f.severity) for f in rest] == [("gpu_out_of_memory", "info")]
     first, *rest = died(earlier + TRACEBACK + LINES["disk_full"][0])
-    assert (first.cause, [f.cause for f in rest]) == ("disk_full", ["gpu_out_of_memory"])
+    assert (first.id, [f.id for f in rest]) == ("disk_full", ["gpu_out_of_memory"])
 
 
 def test_a_traceback_about_the_end_of_another_process_does_not_decide() -> None:
     ranks = "".join(f"[rank0]: {line}\n" for line in (TRACEBACK + LINES["gpu_out_of_memory"][0]).splitlines())
     end = TRACEBACK + "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
     (finding,) = died(ranks + end)
-    assert (finding.cause, quoted(finding)[0][1]) == ("gpu_out_of_memory", "job.log:4")
+    assert (finding.id, quoted(finding)[0][1]) == ("gpu_out_of_memory", "job.log:4")
 
 
 def test_chained_tracebacks_are_one_and_their_most_specific_line_decides() -> None:
@@ -139,7 +140,7 @@ def test_chained_tracebacks_are_one_and_their_most_specific_line_decides() -> No
         + "\n\nDuring handling of the above exception, another exception "
         "occurred:\n\n" + TRACEBACK + "RuntimeError: DataLoader worker (pid(s) 71) exited unexpectedly\n"
     )
-    assert [f.cause for f in died(chain)] == ["shared_memory_full"]
+    assert [f.id for f in died(chain)] == ["shared_memory_full"]
 
 
 LOADER = """
@@ -177,14 +178,12 @@ def test_real_torch_jobs_that_fail(code: str, cause: str, tmp_path: Path) -> Non
     script = tmp_path / "train.py"
     script.write_text(code.replace("STORE_ADDRESS", repr(f"file://{tmp_path}/store")))
     job = subprocess.run([sys.executable, script], capture_output=True, check=False)
-    assert (
-        explain(Termination(exit_code=job.returncode, output=split_log_lines(job.stderr, "stderr")))[0].cause == cause
-    )
+    assert explain(Termination(exit_code=job.returncode, output=split_log_lines(job.stderr, "stderr")))[0].id == cause
 
 
 def test_a_kill_decides_over_lines_before_it() -> None:
     found = died(TRACEBACK + LINES["gpu_out_of_memory"][0] + "\nhandled\nstep 9\n", exit_code=137, oom_kills=2)
-    assert [(f.cause, f.severity) for f in found] == [("oom_killed", "critical"), ("gpu_out_of_memory", "info")]
+    assert [(f.id, f.severity) for f in found] == [("oom_killed", "critical"), ("gpu_out_of_memory", "info")]
     assert quoted(found[0])[0] == ("the kernel killed 2 processes of the job's cgroup for memory",
                                    "memory.events: oom_kill")  # fmt: skip
 
@@ -192,7 +191,7 @@ def test_a_kill_decides_over_lines_before_it() -> None:
 def test_a_kill_while_memory_filled_faster_than_it_is_sampled() -> None:
     for fraction, growth, cause in ((0.9, 0.15, "oom_killed"), (0.8, 0.15, "ended_without_record")):
         found = explain(Termination(memory_fraction=fraction, memory_growth=growth))
-        assert found[0].cause == cause
+        assert found[0].id == cause
     assert "15 points more" in explain(Termination(memory_fraction=0.9, memory_growth=0.15))[0].evidence[0].text
 
 
@@ -206,7 +205,7 @@ def test_a_kill_with_memory_nearly_full(
     fraction: float | None, oom_kills: int | None, cause: str, severity: str
 ) -> None:
     (finding,) = died("step 9", KILLED, memory_fraction=fraction, oom_kills=oom_kills, samples_source="devices.jsonl:7")
-    assert (finding.cause, finding.severity) == (cause, severity)
+    assert (finding.id, finding.severity) == (cause, severity)
     assert (("host memory was 97 % full in the last sample", "devices.jsonl:7") in quoted(finding)) == (
         fraction == 0.97
     )
@@ -214,7 +213,7 @@ def test_a_kill_with_memory_nearly_full(
 
 def test_an_unexplained_kill_lists_what_is_not_known() -> None:
     (finding,) = explain(Termination(exit_code=KILLED))
-    assert finding.cause in UNEXPLAINED
+    assert finding.id in UNEXPLAINED
     assert quoted(finding)[-1][0] == "not known: its output, whether the kernel killed it for memory"
 
 
@@ -224,7 +223,7 @@ OOM_LINE = "[91.2] Memory cgroup out of memory: Killed process 812 (python) tota
 @pytest.mark.parametrize(("pid", "cause"), [(812, "oom_killed"), (813, "killed")])
 def test_the_kernel_log_counts_if_it_names_the_job(pid: int, cause: str) -> None:
     found = died("step 9", KILLED, kernel_log=split_log_lines(OOM_LINE.encode(), "dmesg"), pids=frozenset({pid}))
-    assert [finding.cause for finding in found] == [cause]
+    assert [finding.id for finding in found] == [cause]
 
 
 XID = "[91.2] NVRM: Xid (PCI:0000:3b:00): 79, pid=812, name=python, GPU has fallen off the bus."
@@ -234,7 +233,7 @@ XID = "[91.2] NVRM: Xid (PCI:0000:3b:00): 79, pid=812, name=python, GPU has fall
 def test_an_xid_belongs_to_the_job_if_it_names_it(pid: int, severity: str) -> None:
     kernel = split_log_lines(XID.encode(), "dmesg")
     _, fault = died(TRACEBACK + "RuntimeError: lost\n", kernel_log=kernel, pids=frozenset({pid}))
-    assert (fault.cause, fault.severity, quoted(fault)[0]) == ("gpu_fault", severity, (XID, "dmesg:1"))
+    assert (fault.id, fault.severity, quoted(fault)[0]) == ("gpu_fault", severity, (XID, "dmesg:1"))
 
 
 def test_waiting_ranks_are_listed_and_no_rank_is_blamed() -> None:
@@ -255,7 +254,7 @@ def test_waiting_ranks_are_listed_and_no_rank_is_blamed() -> None:
 ])  # fmt: skip
 def test_a_nan_loss_at_the_end_is_found_with_exit_code_0(text: str, nan: bool) -> None:
     found = died(text, exit_code=0)
-    assert [finding.cause for finding in found] == (["diverged"] if nan else [])
+    assert [finding.id for finding in found] == (["diverged"] if nan else [])
     if nan:
         assert quoted(found[0]) == [(text.partition("\n")[0], "job.log:1")]
 
@@ -264,24 +263,24 @@ def test_a_nan_loss_at_the_end_is_found_with_exit_code_0(text: str, nan: bool) -
 def test_training_on_the_cpu_without_a_gpu_is_reported(gpu_used: bool | None, count: int) -> None:
     text = "Cannot dlopen some GPU libraries.\nCould not find cuda drivers on your machine, GPU will not be used."
     found = died(text, exit_code=0, gpu_used=gpu_used)
-    assert [(f.cause, f.severity) for f in found] == [("trained_on_cpu", "warning"), ("no_gpu_driver", "info")][
+    assert [(f.id, f.severity) for f in found] == [("trained_on_cpu", "warning"), ("no_gpu_driver", "info")][
         : 2 * count
     ]
 
 
 def test_a_spinning_job_with_an_empty_shard_and_a_bus_error_with_a_full_shm() -> None:
     (finding,) = explain(Termination(exit_code=KILLED, empty_inputs=("train-00003.tfrecord",)))
-    assert finding.cause == "empty_shard"
+    assert finding.id == "empty_shard"
     assert ("0 bytes", "train-00003.tfrecord") in quoted(finding)
     for fraction, cause in ((0.99, "shared_memory_full"), (0.2, "crashed"), (None, "crashed")):
-        assert explain(Termination(exit_code=-signal.SIGBUS, shm_fraction=fraction))[0].cause == cause
+        assert explain(Termination(exit_code=-signal.SIGBUS, shm_fraction=fraction))[0].id == cause
 
 
 def test_a_spinning_job_that_was_stopped() -> None:
     def first(seconds: float | None, exit_code: int) -> str:
         hang = None if seconds is None else HangInfo(duration_s=seconds, source="", cpu_cores=1.0)
         termination = Termination(exit_code=exit_code, empty_inputs=("a.tfrecord",), hang=hang)
-        return explain(termination)[0].cause
+        return explain(termination)[0].id
 
     assert [first(seconds, 143) for seconds in (None, 10.0, 60.0)] == ["preempted", "preempted", "empty_shard"]
     assert first(60.0, 130) == "empty_shard"
@@ -302,7 +301,7 @@ def test_a_spinning_job_that_was_stopped() -> None:
 def test_a_job_that_was_stopped_during_a_hang(hang: dict[str, Any], hangs: bool, exit_code: int) -> None:
     known = HangInfo(source="steps.jsonl:3", frame="wait (train.py:9)", stacks_source="stacks.jsonl:2", **hang)
     (finding,) = explain(Termination(exit_code=exit_code, oom_kills=0, hang=known))
-    assert (finding.cause == "hang") is hangs
+    assert (finding.id == "hang") is hangs
     if hangs:
         assert quoted(finding)[0] == ("no step and no line of output in its last 400 s", "steps.jsonl:3")
         assert ("the main thread was in wait (train.py:9)", "stacks.jsonl:2") in quoted(finding)
@@ -312,8 +311,7 @@ def test_xid_errors_of_the_driver() -> None:
     def causes(*xids: int) -> list[str]:
         lines = tuple(split_log_lines(f"Xid {xid} of GPU 0".encode(), "devices.jsonl")[0] for xid in xids)
         return [
-            f.cause
-            for f in explain(Termination(exit_code=1, output=split_log_lines(b"ValueError: 7", "log"), xids=lines))
+            f.id for f in explain(Termination(exit_code=1, output=split_log_lines(b"ValueError: 7", "log"), xids=lines))
         ]
 
     assert causes() == causes(43, 45) == ["ended_by_error"], "those two only report that a program ended"
@@ -322,20 +320,20 @@ def test_xid_errors_of_the_driver() -> None:
 
 def test_a_kill_that_the_kernel_did_not_count_is_unexplained() -> None:
     (finding,) = explain(Termination(exit_code=KILLED, oom_kills=0))
-    assert finding.cause == "killed"
+    assert finding.id == "killed"
     assert "the kernel counted no kill for memory" in texts(finding)
 
 
 @pytest.mark.parametrize("exit_code", [BY_TERM, 143, 75])
 def test_a_request_to_stop_is_a_preemption(exit_code: int) -> None:
-    assert died("step 9", exit_code)[0].cause == "preempted"
+    assert died("step 9", exit_code)[0].id == "preempted"
 
 
 def test_an_end_without_an_exit_code() -> None:
     (finding,) = died("step 9 of 90", exit_code=None)
-    assert (finding.cause, quoted(finding)[0]) == ("ended_without_record", ("step 9 of 90", "job.log:1"))
+    assert (finding.id, quoted(finding)[0]) == ("ended_without_record", ("step 9 of 90", "job.log:1"))
     assert "not known: its exit code or signal" in texts(finding)
-    assert died(TRACEBACK + LINES["disk_full"][0], exit_code=None)[0].cause == "disk_full"
+    assert died(TRACEBACK + LINES["disk_full"][0], exit_code=None)[0].id == "disk_full"
 
 
 @settings(max_examples=50, deadline=None)
@@ -391,7 +389,7 @@ def test_a_native_run_that_was_killed(used: float, cause: str, tmp_path: Path) -
     killed = subprocess.run([sys.executable, "-c", TRAIN, str(run)], check=False)
     assert killed.returncode == KILLED
     first = diagnose(run)[0]
-    assert first.cause == cause
+    assert first.id == cause
     assert (("host memory was 98 % full in the last sample", "devices.jsonl:2") in quoted(first)) == (used == 0.98)
     with locked(run):
         assert read_termination(run) is None, "it is alive"
@@ -402,13 +400,13 @@ def test_a_native_run_that_recorded_its_error(tmp_path: Path) -> None:
     text = "The report cannot be written.\n  where:  /out\n  why:    No space left on device\n  fix:    make room"
     folder.event("failed", text, exit_code=3)
     first = diagnose(tmp_path / "run")[0]
-    assert (first.cause, quoted(first)[0]) == ("disk_full", ("why:    No space left on device", "events.jsonl:3"))
+    assert (first.id, quoted(first)[0]) == ("disk_full", ("why:    No space left on device", "events.jsonl:3"))
     folder.event("failed", "ValueError: seven")
     first = diagnose(tmp_path / "run")[0]
-    assert (first.cause, quoted(first)[0]) == ("ended_by_error", ("ValueError: seven", "events.jsonl:4"))
+    assert (first.id, quoted(first)[0]) == ("ended_by_error", ("ValueError: seven", "events.jsonl:4"))
     assert "ended with exit code 1" in texts(first)
     folder.event("preempted", "SIGTERM", exit_code=75)
-    assert [(f.cause, f.severity) for f in diagnose(tmp_path / "run")] == [("preempted", "warning")]
+    assert [(f.id, f.severity) for f in diagnose(tmp_path / "run")] == [("preempted", "warning")]
     folder.event("finished")
     folder.close()
     assert read_termination(tmp_path / "run") is None
@@ -420,16 +418,16 @@ def test_an_external_run_is_judged_by_its_output(tmp_path: Path) -> None:
     (tmp_path / "run" / OUTPUT).write_text(f"step 1\nloss: nan\n{TRACEBACK}{LINES['path_not_found'][1]}\n")
     folder.event("failed", "train.py ended with exit code 1", exit_code=1)
     found = diagnose(tmp_path / "run")
-    assert [finding.cause for finding in found] == ["path_not_found", "diverged"]
+    assert [finding.id for finding in found] == ["path_not_found", "diverged"]
     assert quoted(found[0])[:2] == [
         (LINES["path_not_found"][1], "output.log:6"),
         ("ended with exit code 1", "events.jsonl:3"),
     ]
     folder.event("failed", "train.py ended by signal 9", exit_code=137, signal=9, oom_kills=1)
-    assert diagnose(tmp_path / "run")[0].cause == "oom_killed"
+    assert diagnose(tmp_path / "run")[0].id == "oom_killed"
     folder.event("finished", "train.py ended with exit code 0", exit_code=0)
     folder.close()
-    assert [finding.cause for finding in diagnose(tmp_path / "run")] == ["diverged"]
+    assert [finding.id for finding in diagnose(tmp_path / "run")] == ["diverged"]
 
 
 def test_only_the_output_of_the_newest_attempt_counts(tmp_path: Path) -> None:
@@ -452,7 +450,7 @@ def test_only_the_output_of_the_newest_attempt_counts(tmp_path: Path) -> None:
     folder.close()
 
     def causes() -> list[str]:
-        return [finding.cause for finding in diagnose(run)]
+        return [finding.id for finding in diagnose(run)]
 
     assert causes() == ["ended_by_error"]
     termination = read_termination(run)
@@ -487,7 +485,7 @@ def test_what_is_read_of_the_end_of_an_external_job(tmp_path: Path) -> None:
     assert (termination.shm_fraction, termination.empty_inputs) == (0.99, ("/data/a.tfrecord",))
     assert [(line.text, line.source) for line in termination.xids] == [("Xid 79 of GPU 1", "devices.jsonl:3")]
     found = explain(termination)
-    assert [finding.cause for finding in found] == ["oom_killed", "gpu_fault"]
+    assert [finding.id for finding in found] == ["oom_killed", "gpu_fault"]
     assert quoted(found[0])[0] == (kernel, "events.jsonl:3")
 
 
@@ -539,7 +537,7 @@ def test_the_length_of_a_hang_is_read_from_steps_output_and_stacks(tmp_path: Pat
     assert termination.hang.duration_s == pytest.approx(900, abs=5)
     assert termination.hang.cpu_cores == pytest.approx(0.02)
     assert (termination.hang.main_thread_state, termination.hang.frame) == ("comm", "comm (train.py:3)")
-    assert diagnose(run)[0].cause == "hang"
+    assert diagnose(run)[0].id == "hang"
 
 
 PARTS = [line for lines in LINES.values() for line in lines] + [

@@ -7,9 +7,9 @@ import pytest
 from stoker.diagnosis.catalog import CATALOG
 from stoker.diagnosis.causes.input_bound import input_bound
 from stoker.diagnosis.engine import read_run, run_rules
-from stoker.diagnosis.notes import NOTES, Note, collect_notes
+from stoker.diagnosis.notes import NOTES, collect_notes
+from stoker.findings.finding import Finding
 from stoker.runs.records import DEVICES
-from stoker.runs.schemas import Finding
 from stoker.training.stability import MEDIAN_WINDOWS
 from tests.diagnosis.built import FACTS, HEALTHY_HOST, NATIVE_CONFIG, make_run
 from tests.diagnosis.cases import ALSO_FOUND, CASES, FETCHING, HEALTHY, NOTE_CASES, Case
@@ -19,13 +19,13 @@ def findings(path: Path, case: Case) -> list[Finding]:
     return run_rules(read_run(make_run(path, **({"facts": FACTS} | case))))
 
 
-def notes(path: Path) -> list[Note]:
+def notes(path: Path) -> list[Finding]:
     run = read_run(path)
     return collect_notes(run, run_rules(run))
 
 
 def of(findings: list[Finding], cause: str) -> Finding:
-    (finding,) = [finding for finding in findings if finding.cause == cause]
+    (finding,) = [finding for finding in findings if finding.id == cause]
     return finding
 
 
@@ -43,8 +43,8 @@ def test_a_rule_finds_its_cause_and_no_other(case: str, tmp_path: Path) -> None:
     cause = case.partition(":")[0]
     has, lacks = CASES[case]
     also = ALSO_FOUND.get(cause, set())
-    assert cause in {finding.cause for finding in findings(tmp_path / "has", has)} <= {cause, *also}
-    assert {finding.cause for finding in findings(tmp_path / "lacks", lacks)} <= also
+    assert cause in {finding.id for finding in findings(tmp_path / "has", has)} <= {cause, *also}
+    assert {finding.id for finding in findings(tmp_path / "lacks", lacks)} <= also
 
 
 @pytest.mark.parametrize("note", NOTE_CASES)
@@ -62,7 +62,7 @@ def test_a_note_is_no_finding(note: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", HEALTHY)
 def test_a_healthy_run_has_nothing_above_info(kind: str, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", **HEALTHY[kind])
-    assert [finding.cause for finding in run_rules(read_run(run)) if finding.severity != "info"] == []
+    assert [finding.id for finding in run_rules(read_run(run)) if finding.severity != "info"] == []
 
 
 def test_a_run_that_died_before_its_first_line_has_no_findings(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_rules_abstain_if_records_are_missing(sample: dict[str, object], tmp_pat
 def test_fractions_are_of_the_time_after_the_start_and_losses_of_all_time(tmp_path: Path) -> None:
     short = findings(tmp_path / "short", {"startup": 40, "seconds": 10, "fractions": {"input_wait": 0.3}})
     long = findings(tmp_path / "long", {"startup": 6, "seconds": 60, "fractions": {"input_wait": 0.3}})
-    assert [f.cause for f in short] == [f.cause for f in long] == ["input_bound"]
+    assert [f.id for f in short] == [f.id for f in long] == ["input_bound"]
     assert short[0].lost_device_s == pytest.approx(3.0)
     assert long[0].lost_device_s == pytest.approx(18.0)
 
@@ -115,7 +115,7 @@ def test_cpu_time_distinguishes_storage_from_decoding_in_a_loop_without_stages(t
         ),  # then its own CPU time means nothing
     ):
         found = findings(tmp_path / name, waits | {"host": lambda _, cores=cores: cores})
-        assert found[0].cause == cause, name
+        assert found[0].id == cause, name
 
 
 def test_cpu_time_of_the_training_thread_distinguishes_computing_from_waiting(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_cpu_time_of_the_training_thread_distinguishes_computing_from_waiting(tm
         ),
     ):
         found = findings(tmp_path / name, changes | {"host": lambda _, host=host: host | {"threads_running": 1.0}})
-        assert [f.cause for f in found] == [cause], name
+        assert [f.id for f in found] == [cause], name
     crowded = {
         "cpu_core_utilization": [1.0] * 4,
         "process_cpu": 4.0,
@@ -151,14 +151,14 @@ def test_cpu_time_of_the_training_thread_distinguishes_computing_from_waiting(tm
     }  # a loader's process got more than it
     waits = case({"input_wait": 0.5}, compute=0.22, input_wait=0.01)
     found = findings(tmp_path / "taken", waits | {"host": lambda _: taken})
-    assert [f.cause for f in found] == ["slow_decode", "cpu_contention"]
+    assert [f.id for f in found] == ["slow_decode", "cpu_contention"]
 
 
 def test_decoding_by_the_training_thread_is_not_lost_to_storage(tmp_path: Path) -> None:
     waits = {"config": None, "fractions": {"input_wait": 0.4}, "host": lambda _: {"process_cpu": 0.7}}
     case = waits | {"window": lambda _: {"thread_cpu_s": {"compute": 0.6, "input_wait": 0.1}}}
     (finding,) = findings(tmp_path / "run", case | {"events": [("info", "the loader", {"workers": 0})]})
-    assert finding.cause == "slow_storage"
+    assert finding.id == "slow_storage"
     assert finding.lost_device_s == pytest.approx(0.3 * 40, rel=0.01)
 
 
@@ -166,7 +166,7 @@ def test_waiting_is_found_while_other_processes_use_the_cores(tmp_path: Path) ->
     waits = {"config": None, "fractions": {"input_wait": 0.5}}
     busy = {"cpu_core_utilization": [1.0] * 4, "process_cpu": 0.45, "threads_running": 0.55}
     found = findings(tmp_path / "run", waits | {"host": lambda _: busy})
-    assert found[0].cause == "slow_storage"
+    assert found[0].id == "slow_storage"
 
 
 def test_a_run_that_needs_little_cpu_time_loses_little_to_other_processes(tmp_path: Path) -> None:
@@ -174,13 +174,13 @@ def test_a_run_that_needs_little_cpu_time_loses_little_to_other_processes(tmp_pa
         sample = {"cpu_core_utilization": [1.0] * 4, "process_cpu": got, "threads_running": wanted}
         job = {"external": True, "config": None, "fractions": {"unattributed": 1.0}, "host": lambda _, s=sample: s}
         found = findings(tmp_path / str(wanted), job)
-        assert [f.cause for f in found if f.severity != "info"] == cause, wanted
+        assert [f.id for f in found if f.severity != "info"] == cause, wanted
 
 
 def test_waiting_for_a_busy_gpu_is_not_a_sync_problem(tmp_path: Path) -> None:
     stacks = [{"samples": 100, "main_thread": {"sync": 0.9, "compute": 0.1}, "frames": {"train (job.py:10)": 0.5}}] * 2
     job = {"external": True, "config": None, "fractions": {"unattributed": 1.0}, "stacks": stacks, "gpus": 1}
-    assert "host_device_syncs" not in {f.cause for f in findings(tmp_path / "busy", job)}
+    assert "host_device_syncs" not in {f.id for f in findings(tmp_path / "busy", job)}
     idle = findings(tmp_path / "idle", job | {"gpu": lambda *_: {"utilization": 0.5}})
     assert of(idle, "host_device_syncs").lost_device_s == pytest.approx(0.5 * 39, rel=0.06)
 
@@ -191,7 +191,7 @@ def test_functions_that_are_compiled_once_are_no_recompiles(tmp_path: Path) -> N
         for recompiles, expected in ((0, False), (1, True), (None, True)):
             counted = {"window": lambda _, count=recompiles: {"recompiles": count}}
             found = findings(tmp_path / f"{len(job)}-{recompiles}", {**job, **counted})
-            assert any(finding.cause == "recompiles" for finding in found) == expected, (job, recompiles)
+            assert any(finding.id == "recompiles" for finding in found) == expected, (job, recompiles)
 
 
 def test_an_external_job_is_explained_by_its_stack_samples(tmp_path: Path) -> None:
@@ -254,9 +254,9 @@ def test_a_loss_that_rises_in_an_external_job_is_an_lr_too_high(tmp_path: Path) 
 
 def test_a_native_run_too_short_for_its_own_events_is_judged_by_its_losses(tmp_path: Path) -> None:
     jumped = {"losses": lambda s: {"total": (2.3, 8000.0)[s] if s < 2 else 7.2 + 0.1 * (s % 3)}}
-    assert findings(tmp_path / "short", {**jumped, "seconds": 12})[0].cause == "lr_too_high"
+    assert findings(tmp_path / "short", {**jumped, "seconds": 12})[0].id == "lr_too_high"
     long = findings(tmp_path / "long", {**jumped, "seconds": 40})
-    assert [finding.cause for finding in long if finding.severity != "info"] == []
+    assert [finding.id for finding in long if finding.severity != "info"] == []
 
 
 def test_a_flat_loss_alone_is_info_and_only_after_many_steps(tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def test_a_loader_without_workers_is_judged_by_the_training_thread(tmp_path: Pat
         "window": lambda _: {"thread_cpu_s": {"compute": 0.6, "input_wait": 0.02}},
     }  # fmt: skip
     inline = job | {"events": [("info", "", {"workers": 0})]}
-    assert [f.cause for f in findings(tmp_path / "inline", inline)] == ["slow_storage"]
+    assert [f.id for f in findings(tmp_path / "inline", inline)] == ["slow_storage"]
 
 
 def test_the_cpu_time_of_loader_processes_is_that_of_the_job_besides_the_training_process(tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ def test_the_cpu_time_of_loader_processes_is_that_of_the_job_besides_the_trainin
             "window": lambda _: {"thread_cpu_s": {"compute": 0.6, "input_wait": 0.01}, "process_cpu_s": 1.2},
             "events": [("info", "", {"workers": 1})],
         }  # fmt: skip
-        assert [f.cause for f in findings(tmp_path / cause, job)] == [cause]
+        assert [f.id for f in findings(tmp_path / cause, job)] == [cause]
 
 
 def test_threads_of_torch_are_no_loader_and_threads_of_tensorflow_may_be(tmp_path: Path) -> None:
@@ -326,14 +326,14 @@ def test_threads_of_torch_are_no_loader_and_threads_of_tensorflow_may_be(tmp_pat
             "window": lambda _: {"thread_cpu_s": {"compute": 0.58, "input_wait": 0.01}, "process_cpu_s": 1.2},
             "events": [("info", "inside the job", coverage)],
         }  # fmt: skip
-        assert [f.cause for f in findings(tmp_path / frameworks, job)] == [cause]
+        assert [f.id for f in findings(tmp_path / frameworks, job)] == [cause]
 
 
 def test_a_short_run_has_no_warning_about_its_start_or_evaluation(tmp_path: Path) -> None:
     job = {"external": True, "config": None, "fractions": {"eval": 0.4}}
     for seconds, steps, severity in ((30, 2, ["info"]), (30, 8, ["critical"]), (200, 8, ["critical"])):
         found = findings(tmp_path / f"{seconds}-{steps}", job | {"seconds": seconds, "steps": steps})
-        assert [f.severity for f in found if f.cause == "evaluation_heavy"] == severity
+        assert [f.severity for f in found if f.id == "evaluation_heavy"] == severity
     seldom = job | {"fractions": {"eval": 0.12}}
     for seconds, severity in ((60, []), (200, ["warning"])):
         assert [f.severity for f in findings(tmp_path / f"seldom-{seconds}", seldom | {"seconds": seconds})] == severity
@@ -373,7 +373,7 @@ def test_a_slow_rank_in_a_watched_job_must_be_slower_than_noise(tmp_path: Path) 
     noise = findings(tmp_path / "noise", job | {"fractions": {"comm": 0.12}, "ranks": [{"comm": 0.02}]})
     assert noise == []
     slow = findings(tmp_path / "slow", job | {"fractions": {"comm": 0.4}, "ranks": [{"comm": 0.02}]})
-    assert [f.cause for f in slow] == ["straggler"]
+    assert [f.id for f in slow] == ["straggler"]
 
 
 @pytest.mark.parametrize(("cache", "advice"), [("none", "a faster disk or --cache"), ("disk", "a faster disk first")])
@@ -415,7 +415,7 @@ def test_quarantined_images_are_counted_once(tmp_path: Path) -> None:
 def test_a_hang_comes_before_the_kill_that_ended_it(tmp_path: Path) -> None:
     case = CASES["hung"][0]
     found = findings(tmp_path / "run", case)
-    assert [finding.cause for finding in found][:2] == ["hung", "ended_without_record"]
+    assert [finding.id for finding in found][:2] == ["hung", "ended_without_record"]
 
 
 def test_a_first_window_with_the_start_is_no_usual_step_time(tmp_path: Path) -> None:
@@ -425,17 +425,17 @@ def test_a_first_window_with_the_start_is_no_usual_step_time(tmp_path: Path) -> 
         "silent": 16, "seconds": 4, "end": None, "host": lambda s: {"process_cpu": 0.01} if s > 9 else {},
         "window": lambda s: first if s == 6 else {},
     })  # fmt: skip
-    assert found[0].cause == "hung"
+    assert found[0].id == "hung"
 
 
 def test_what_a_process_does_at_its_end_is_not_judged(tmp_path: Path) -> None:
     """A leak whose memory is freed with the last step; time in which a process exits."""
     leak = {"host": lambda s: {"rss_bytes": 10**9 + 10**7 * min(s, 45) if s < 45 else 10**8}}
-    assert [f.cause for f in findings(tmp_path / "leak", leak)] == ["host_memory_leak"]
+    assert [f.id for f in findings(tmp_path / "leak", leak)] == ["host_memory_leak"]
     tail = {"config": None, "window": lambda s: {"window_steps": 0, "phases": {"unattributed": 1.0}} if s > 20 else {},
             "fractions": {"input_wait": 0.3}}  # fmt: skip
     found = findings(tmp_path / "tail", tail)
-    assert [f.cause for f in found] == ["too_few_workers"]
+    assert [f.id for f in found] == ["too_few_workers"]
 
 
 def test_a_single_long_pause_between_steps_is_no_cost_of_the_steps(tmp_path: Path) -> None:
@@ -443,9 +443,9 @@ def test_a_single_long_pause_between_steps_is_no_cost_of_the_steps(tmp_path: Pat
     job = {"external": True, "config": None, "seconds": 12, "fractions": {}}
     once = job | {"window": lambda s: {"phases": {"host": 5.9, "compute": 0.1}, "wall_s": 6.0} if s == 14 else {}}
     each = job | {"window": lambda _: {"phases": {"host": 0.2, "compute": 0.8}}}
-    assert [f.cause for f in findings(tmp_path / "once", once | {"host": lambda _: {"process_cpu": 1.0}})] == []
+    assert [f.id for f in findings(tmp_path / "once", once | {"host": lambda _: {"process_cpu": 1.0}})] == []
     found = findings(tmp_path / "each", each | {"host": lambda _: {"process_cpu": 1.0}})
-    assert [f.cause for f in found] == ["python_bound"]
+    assert [f.id for f in found] == ["python_bound"]
 
 
 def test_few_stack_samples_prove_little(tmp_path: Path) -> None:
@@ -453,8 +453,8 @@ def test_few_stack_samples_prove_little(tmp_path: Path) -> None:
     main = {"python": 0.2, "compute": 0.8}
     few = findings(tmp_path / "few", job | {"stacks": [{"main_thread": main, "samples": 5}]})
     many = findings(tmp_path / "many", job | {"stacks": [{"main_thread": main, "samples": 50}] * 4})
-    assert "python_bound" not in {f.cause for f in few}
-    assert "python_bound" in {f.cause for f in many}
+    assert "python_bound" not in {f.id for f in few}
+    assert "python_bound" in {f.id for f in many}
 
 
 def test_stack_samples_of_the_start_do_not_count(tmp_path: Path) -> None:

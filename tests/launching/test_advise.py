@@ -54,7 +54,7 @@ def make_run(
 
 
 def by_kind(advice: LaunchAdvice) -> dict[str, Any]:
-    return {change.kind: change for change in advice.changes}
+    return {change.id: change for change in advice.changes}
 
 
 def test_devices_that_the_loader_cannot_feed(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_deadline(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", {"compute": 0.95, "host": 0.05}, gpu="NVIDIA Unknown")
     left_s = (10_000 - 200) * 16 / 40
     (change,) = advise(run, by_s=left_s / 2).changes
-    assert (change.kind, change.flags) == ("more_devices", {"devices": "3"})  # 2 / 0.9
+    assert (change.id, change.flags) == ("more_devices", {"devices": "3"})  # 2 / 0.9
     assert change.after.img_per_s >= 80
     (change,) = advise(run, by_s=left_s / 12).changes
     assert change.flags == {"devices": "7", "nodes": "2"}

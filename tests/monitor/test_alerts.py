@@ -2,13 +2,15 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.errors import ConfigError
-from stoker.monitor.alerts import QUANTITIES, Alert, Alerts, parse_rule
+from stoker.findings.finding import Finding
+from stoker.monitor.alerts import QUANTITIES, Alerts, parse_rule
 from stoker.runs.records import PHASES
 from stoker.runs.schemas import DeviceSample, Event, GpuSample, StepWindow
 
@@ -23,17 +25,23 @@ def sample(t: float, **more: object) -> DeviceSample:
     return DeviceSample(t=t, attempt=1, **more)
 
 
-def alerts_of(rule: str, *lines: object) -> list[Alert]:
+def alerts_of(rule: str, *lines: object) -> list[Finding]:
     alerts = Alerts([parse_rule(rule)], start_t=0.0)
     return [alert for line in lines for alert in alerts.observe(line)]
+
+
+def times_of(rule: str, *lines: Any) -> list[float]:
+    """When the rule fires."""
+    alerts = Alerts([parse_rule(rule)], start_t=0.0)
+    return [line.t for line in lines if alerts.observe(line)]
 
 
 def test_a_rule_uses_the_mean_over_its_duration() -> None:
     bursty = [window(float(t), compute=1.0 if t % 2 else 0.2) for t in range(1, 400)]
     (alert,) = alerts_of("idle > 30% for 5min", *bursty)
-    assert alert.t == pytest.approx(270, abs=2)  # 90 % of five minutes
-    assert alert.value == pytest.approx(0.4, abs=0.01)
-    assert "40.0 %" in alert.text
+    assert times_of("idle > 30% for 5min", *bursty) == [pytest.approx(270, abs=2)]  # 90 % of five minutes
+    assert alert.evidence[0].value == pytest.approx(0.4, abs=0.01)
+    assert "40.0 %" in alert.title
     assert not alerts_of("idle > 45% for 5min", *bursty)
 
 
@@ -45,7 +53,7 @@ def test_windows_are_weighted_by_their_length() -> None:
 
 def test_an_alert_fires_again_only_after_its_condition_was_false() -> None:
     full = [sample(float(t), memory_used_bytes=98 if t in (3, 4, 7) else 50, memory_limit_bytes=100) for t in range(9)]
-    assert [alert.t for alert in alerts_of("host_memory > 95%", *full)] == [3.0, 7.0]
+    assert times_of("host_memory > 95%", *full) == [3.0, 7.0]
 
 
 def test_a_quantity_that_is_not_measured_never_fires() -> None:
@@ -66,13 +74,12 @@ def test_idle_uses_gpu_utilization_before_the_ledger() -> None:
 
 def test_seconds_since_step_counts_from_the_last_step() -> None:
     lines = [window(5.0), *(sample(float(t)) for t in range(6, 100))]
-    (alert,) = alerts_of("seconds_since_step > 1min", *lines)
-    assert alert.t == 66.0
+    assert times_of("seconds_since_step > 1min", *lines) == [66.0]
 
 
 def test_event_rules_fire_each_time() -> None:
     fault = Event(t=1.0, attempt=1, kind="gpu_fault", text="GPU 0: Xid 79")
-    assert [alert.text for alert in alerts_of("on gpu_fault", fault, fault)] == ["gpu_fault: GPU 0: Xid 79"] * 2
+    assert [alert.title for alert in alerts_of("on gpu_fault", fault, fault)] == ["gpu_fault: GPU 0: Xid 79"] * 2
     assert not alerts_of("on failed", fault)
 
 

@@ -17,13 +17,13 @@ from stoker.errors import ConfigError
 from stoker.planning import check as checking
 from stoker.planning.check import CheckReport, CheckRequest, Prober, check, date_urls
 from stoker.planning.memory_fit import MemoryFit, PredictedFit, Refusal, predict_memory_fit, try_memory_fit
-from stoker.preflight.findings import CheckFinding
+from stoker.preflight.findings import CheckFinding, make_finding
 from stoker.preflight.programs import kill_program, run_program, start_program
 from tests.drawn import draw
 
 Probe = Callable[..., list[CheckFinding]]
-FINE = CheckFinding(id="fine", severity="ok", title="fine", evidence="")
-KERNEL = CheckFinding(id="kernel", severity="ok", title="a GPU computes", evidence="")
+FINE = make_finding(id="fine", severity="ok", title="fine", evidence="")
+KERNEL = make_finding(id="kernel", severity="ok", title="a GPU computes", evidence="")
 FIT = MemoryFit(
     device="NVIDIA L4", is_cpu=False, model="retinanet_resnet50_fpn", image_size=(800, 800), batch_size=16,
     micro_batches=2, precision="bf16", evidence="the recipe's 16", peak_bytes=18 * 10**9, budget_bytes=21 * 10**9,
@@ -49,7 +49,7 @@ def test_a_probe_that_hangs_or_raises_is_unknown_and_the_others_are_asked():
         ("driver", "unknown"), ("clock", "unknown"), ("fine", "ok"),
     ]  # fmt: skip
     assert "within" in prober.findings[0].title
-    assert prober.findings[1].evidence == "ZeroDivisionError: of a driver"
+    assert prober.findings[1].evidence_text == "ZeroDivisionError: of a driver"
     assert [time.complete for time in prober.times] == [False, True, True]
 
 
@@ -110,7 +110,7 @@ def test_the_speed_that_was_measured_is_what_loader_and_cores_are_compared_with(
     assert host.checkpoint_bytes == FIT.checkpoint_bytes
     found = {finding.id: finding for finding in report.findings}
     assert "2 micro-batches" in found["memory_fit"].title
-    assert "410 img/s" in found["memory_fit"].evidence
+    assert "410 img/s" in found["memory_fit"].evidence_text
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_data_without_images_to_train_on(asked: dict[str, dict[str, object]], tm
 def test_data_that_cannot_be_read_is_one_blocker(
     asked: dict[str, dict[str, object]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    denied = CheckFinding(id="data_access", severity="blocker", title="denied", evidence="403")
+    denied = make_finding(id="data_access", severity="blocker", title="denied", evidence="403")
     monkeypatch.setattr(checking, "check_access", lambda *_, **__: [denied])
     report = check(CheckRequest(config=from_fields({"data": str(tmp_path / "absent")})))
     assert [finding.id for finding in report.findings if finding.severity == "blocker"] == ["data_access"]

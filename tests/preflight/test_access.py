@@ -200,7 +200,7 @@ def test_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     apply(monkeypatch, {**NO_CREDENTIALS, "STORAGE_EMULATOR_HOST": "http://127.0.0.1:1"})
     finding = only(check_readable("gs://bucket/set"))
     assert finding.severity == "blocker"
-    assert "no connection" in finding.evidence
+    assert "no connection" in finding.evidence_text
 
 
 def test_credentials_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_local_folders(tmp_path: Path) -> None:
     assert only(check_writable(str(tmp_path / "data.json" / "runs"))).severity == "blocker"
     proc = only(check_writable("/proc/self/runs"))  # refuses root, too
     assert proc.severity == "blocker"
-    assert "owner user" in proc.evidence
+    assert "owner user" in proc.evidence_text
     assert only(check_writable("https://host/runs")).severity == "blocker"
     assert only(check_readable("gs:/one-slash/set")).severity == "blocker"
 

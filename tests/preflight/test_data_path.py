@@ -121,7 +121,7 @@ def test_objects_that_are_gone(bucket: tuple[str, Proxy], server: Server) -> Non
         del objects[key]
     finding = rate_in_time(index, demand_images_per_s=None)
     assert finding.severity == "ok"
-    assert "are missing" in finding.evidence
+    assert "are missing" in finding.evidence_text
 
 
 def test_store_that_hangs(bucket: tuple[str, Proxy]) -> None:
@@ -130,7 +130,7 @@ def test_store_that_hangs(bucket: tuple[str, Proxy]) -> None:
     proxy.conditions = Conditions(plan=lambda *_: "hang")
     finding = rate_of(check_data_path(index, demand_images_per_s=10.0, seconds=SECONDS, env=NOWHERE))
     assert finding.severity == "unknown"
-    assert (finding.evidence, finding.place) == (data_path.NO_ANSWER, uri)
+    assert (finding.evidence_text, finding.place) == (data_path.NO_ANSWER, uri)
 
 
 def test_region_of_the_bucket(bucket: tuple[str, Proxy]) -> None:
@@ -149,12 +149,12 @@ def test_missing_images_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         path.unlink()
     some = rate_of(check_data_path(index, demand_images_per_s=None, seconds=SECONDS, env=NOWHERE))
     assert some.severity == "ok"
-    assert "6 are missing" in some.evidence
+    assert "6 are missing" in some.evidence_text
     for path in (tmp_path / "set/train").glob("*.jpg"):
         path.unlink()
     none = rate_of(check_data_path(index, demand_images_per_s=None, seconds=SECONDS, env=NOWHERE))
     assert none.severity == "unknown"
-    assert "No such file" in none.evidence
+    assert "No such file" in none.evidence_text
     assert rate_of(check_data_path(tmp_path / "absent", demand_images_per_s=1.0, env=NOWHERE)).severity == "blocker"
 
 
@@ -178,7 +178,7 @@ def test_verdict(
 ) -> None:
     finding = judge(index, dataclasses.replace(RATE, **changes), decode_s, demand, "the GPU takes")
     assert finding.severity == severity
-    assert says in finding.evidence
+    assert says in finding.evidence_text
     assert bool(finding.fix) == (severity != "ok")
 
 

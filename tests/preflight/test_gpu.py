@@ -161,7 +161,7 @@ STAGES = "import sys; print('stage: convolution on cuda:0', file=sys.stderr, flu
 def test_a_trial_that_answers_hangs_or_dies(tmp_path: Path, program: str, id: str, severity: str, words: str):
     found = by_id(trial(tmp_path, program, stage_timeout_s=0.5 if "pause" in program else 25.0))
     assert found[id].severity == severity
-    assert words in found[id].title + found[id].evidence
+    assert words in found[id].title + found[id].evidence_text
     assert severity == "ok" or "kernel" not in found
     assert severity == "ok" or found[id].fix
 
@@ -380,7 +380,7 @@ def test_what_the_driver_says_of_a_gpu(scenes: dict[str, dict[str, CheckFinding]
     _, id, severity, words = SCENES[name]
     finding = scenes[name][id]
     assert finding.severity == severity
-    assert words in " ".join((finding.title, finding.evidence, finding.fix))
+    assert words in " ".join((finding.title, finding.evidence_text, finding.fix))
     red = {other for other, found in scenes[name].items() if found.severity in ("blocker", "warning")}
     if name not in ("hangs", "exclusive", "mig"):
         assert red == ({id} if severity != "ok" else set())
@@ -388,7 +388,7 @@ def test_what_the_driver_says_of_a_gpu(scenes: dict[str, dict[str, CheckFinding]
 
 
 def test_a_process_on_the_gpu_is_named_with_its_owner(scenes: dict[str, dict[str, CheckFinding]]):
-    evidence = scenes["in_use"]["gpu_in_use"].evidence
+    evidence = scenes["in_use"]["gpu_in_use"].evidence_text
     assert "holds 8.4 GiB" in evidence
     assert psutil.Process().cmdline()[0] in evidence
     assert "PID 999999, not visible from here" in evidence

@@ -95,7 +95,7 @@ def test_each_fault(host: Host, files: dict[str, str], changes: dict[str, Any], 
     write(host.root, files)
     finding = found(host, **changes)[id]
     assert finding.severity == severity
-    assert words in " ".join((finding.title, finding.evidence, finding.fix))
+    assert words in " ".join((finding.title, finding.evidence_text, finding.fix))
     assert finding.fix or severity in ("ok", "unknown")
 
 
@@ -117,7 +117,7 @@ def test_a_slow_disk_a_full_one_and_one_that_refuses(host: Host, monkeypatch: py
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
     monkeypatch.setattr(probes, "measure_write_speed", refuse)
-    assert found(host)["disk"].evidence == "Disk quota exceeded"
+    assert found(host)["disk"].evidence_text == "Disk quota exceeded"
     assert found(host)["disk"].severity == "blocker"
     assert "disk" not in found(host, run_dir=None), "a run in a bucket"
     monkeypatch.setattr(probes.machine, "free_bytes", lambda _: 3 * 2**20)

@@ -78,8 +78,8 @@ def test_two_ranks() -> None:
         found = list(pool.map(lambda rank: check(Place(rank=rank, port=port), join_s=200.0), range(2)))
     for findings in found:
         assert {finding.id for finding in findings} <= {"all_reduce_bandwidth", "all_reduce_latency"}, findings
-        assert "between 2 ranks with gloo over loopback" in findings[0].evidence
-    sent = {findings[0].evidence.partition(" with gloo")[0] for findings in found}
+        assert "between 2 ranks with gloo over loopback" in findings[0].evidence_text
+    sent = {findings[0].evidence_text.partition(" with gloo")[0] for findings in found}
     assert len(sent) == 1, sent
 
 
@@ -201,4 +201,4 @@ def test_rank_alone_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "START_S", 0.0)
     finding = check(Place(rank=0, port=free_port()), join_s=0.1)[-1]
     assert (finding.id, finding.severity) == ("ranks_not_met", "unknown")
-    assert "did not meet within" in finding.evidence
+    assert "did not meet within" in finding.evidence_text

@@ -55,7 +55,7 @@ def test_bucket_of_google(
     assert says in finding.title
     if severity == "warning":
         price = egress_price("gs", location, "us-central1")
-        assert f"{100 * price:.2f} USD per pass over 100.0 GiB" in finding.evidence
+        assert f"{100 * price:.2f} USD per pass over 100.0 GiB" in finding.evidence_text
         assert ("rent the machine in" in finding.fix) == ("-" in location)
 
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.preflight.findings import SEVERITIES, CheckFinding
+from stoker.findings.finding import SEVERITIES
+from stoker.preflight.findings import CheckFinding
 from stoker.preflight.static import check_sources
 from stoker.preflight.static.dockerfile import read_instructions, read_stages
 from stoker.preflight.static.requirements import read_conda_package, read_package
@@ -496,9 +497,9 @@ def test_a_file_that_cannot_be_read_or_understood_is_a_finding_with_the_reason(t
     found = check_sources(dockerfile=fifo, requirements=tmp_path / "environment.yml", script=tmp_path / "train.py")
 
     assert [finding.severity for finding in found] == ["blocker", "unknown", "unknown"]
-    assert "FIFO" in found[0].evidence
-    assert "line 2" in found[1].evidence
-    assert "line 2" in found[2].evidence
+    assert "FIFO" in found[0].evidence_text
+    assert "line 2" in found[1].evidence_text
+    assert "line 2" in found[2].evidence_text
 
 
 NASTY = {

@@ -6,16 +6,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from stoker.findings.finding import Evidence, Finding
 from stoker.report.advice import advise
 from stoker.report.html import NATIVE_RUN_SECTIONS, SECTIONS, render
 from stoker.report.run_report import RunReport, collect
 from stoker.runs.records import PROBES, RunFolder
-from stoker.runs.schemas import Evidence, Finding, Probe
+from stoker.runs.schemas import Probe
 from tests.report.runs import write_run
 
 
 def finding(severity: str, command: str) -> Finding:
-    return Finding(cause="x", severity=severity, title=f"An {severity} finding", fix="put --cache disk behind it",
+    return Finding(id="x", severity=severity, title=f"An {severity} finding", fix="put --cache disk behind it",
                    evidence=[Evidence(text="a number", source="steps.jsonl: phases")], command=command,
                    confidence=0.8, lost_device_s=9.0, probe_result="refuted by x")  # fmt: skip
 

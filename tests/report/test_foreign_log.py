@@ -25,20 +25,21 @@ def test_a_log_with_a_known_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     )
     explanation = explain_log(log)
     (finding,) = explanation.findings
-    assert finding.cause == "gpu_out_of_memory"
+    assert finding.id == "gpu_out_of_memory"
     assert (
         printed(explanation)
         == f"""\
 job.log: a log, not a recorded run; 4 lines, 95 B
 
-critical: {finding.title}
-  torch.OutOfMemoryError: CUDA out of memory.  [job.log:4]
-  fix: {finding.fix}
+critical {finding.title}
+         torch.OutOfMemoryError: CUDA out of memory.  [job.log:4]
+         fix: {finding.fix}
 
 Not known from the log alone:
   the exit code or signal, and whether the job has ended
   whether the kernel killed it (out of memory), and the state of GPU, memory and disk
   where its time went
+`stoker why --explain ID` explains: gpu_out_of_memory
 Next time, record the job with `stoker watch -- COMMAND` to get numbers.
 """
     )
@@ -61,7 +62,7 @@ def test_a_log_without_an_error_has_no_finding(tmp_path: Path, text: str) -> Non
 def test_the_cause_in_logs_of_other_programs(tmp_path: Path, text: str, cause: str) -> None:
     log = tmp_path / "job.log"
     log.write_text(text)
-    assert explain_log(log).findings[0].cause == cause
+    assert explain_log(log).findings[0].id == cause
 
 
 def test_binary_data_is_tolerated_and_a_long_log_is_read_from_its_end(tmp_path: Path) -> None:

@@ -313,7 +313,7 @@ def test_a_failed_run_has_reason_and_fix(tmp_path: Path) -> None:
     report = collect(make_run(tmp_path / "a", end="failed"))
     first = report.advice[0]
     assert (first.title, first.fix) == ("The run failed: It ended.", "do it better")
-    assert "so it is" in first.reason
+    assert "so it is" in first.evidence_text
     assert first.command == f"stoker train --resume {tmp_path / 'a'}"
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from stoker.diagnosis import engine
 from stoker.diagnosis.engine import RunRecords
 from stoker.errors import UsageError
+from stoker.findings.finding import Finding
 from stoker.report import runs_summary as summary_module
 from stoker.report.explain import explain_run
 from stoker.report.html import render_runs_summary, write_runs_summary
@@ -18,7 +19,6 @@ from stoker.report.page import runs_summary as summary_page
 from stoker.report.runs_summary import MAX_WORST_RUNS, RunsSummary, summarize_runs
 from stoker.report.runs_summary_terminal import print_runs_summary
 from stoker.runs.records import EVENTS, PHASES, RANKS, STEPS, RunFolder
-from stoker.runs.schemas import Finding
 from tests import browser
 from tests.report.runs import START_T, write_run
 
@@ -40,7 +40,7 @@ def two_rules(run_records: RunRecords) -> list[Finding]:
     )
     waited_s = run_records.totals.phases.get("input_wait", 0.0)
     lost = [(waited_s, "input_bound", "It waits", waited_s)] if waited_s else []
-    return [Finding(cause=cause, severity="warning", title=title, evidence=[], lost_device_s=lost_s)
+    return [Finding(id=cause, severity="warning", title=title, evidence=[], lost_device_s=lost_s)
             for _, cause, title, lost_s in died + lost]  # fmt: skip
 
 
@@ -140,7 +140,7 @@ def test_sums_equal_those_of_single_runs(
             item.lost_device_s or 0.0
             for explanation in explanations
             for item in explanation.findings
-            if item.cause == row.name
+            if item.id == row.name
         ]
         assert (row.device_s, row.runs) == (pytest.approx(sum(expected)), len(expected))
     assert summary.cost.low == pytest.approx(

@@ -37,7 +37,7 @@ APPLIES: dict[str, ResourceUsage] = {
 
 
 def kinds(usage: ResourceUsage) -> set[str]:
-    return {item.kind for item in advise_sizing(usage)}
+    return {item.id for item in advise_sizing(usage)}
 
 
 def test_every_rule_has_an_example() -> None:
@@ -46,7 +46,7 @@ def test_every_rule_has_an_example() -> None:
 
 @pytest.mark.parametrize("kind", APPLIES)
 def test_a_rule_gives_evidence_with_sources(kind: str) -> None:
-    advice = next(item for item in advise_sizing(APPLIES[kind]) if item.kind == kind)
+    advice = next(item for item in advise_sizing(APPLIES[kind]) if item.id == kind)
     assert advice.evidence
     assert any(evidence.source.partition(":")[0].endswith(".jsonl") for evidence in advice.evidence)
     assert advice.fix
@@ -83,7 +83,7 @@ def test_contradicting_advice_is_never_given() -> None:
 
 def test_the_recommended_cores_match_the_wait() -> None:
     """Half of the time is waiting, so twice the cores are as fast as the device."""
-    (advice,) = (item for item in advise_sizing(APPLIES["more_cores"]) if item.kind == "more_cores")
+    (advice,) = (item for item in advise_sizing(APPLIES["more_cores"]) if item.id == "more_cores")
     assert "About 8 cores (4 → 8 per device)" in advice.fix
 
 
@@ -110,7 +110,7 @@ def test_usage_is_read_from_the_time_of_the_steps(tmp_path: Path) -> None:
     usage = read_resource_usage(run, compute_totals(run), {"gpu": {"gpus": [{"name": "Tesla T4"}]}})
     assert (usage.used_cores, usage.cores, usage.sm_active) == pytest.approx((3.9, 4.0, 0.3))
     assert (usage.gpu_memory_fraction, usage.fetch_fraction, usage.gpu_name) == (0.2, 0.0, "Tesla T4")
-    assert [item.kind for item in explain_run(run).sizing_advice] == ["more_cores", "smaller_gpu"]
+    assert [item.id for item in explain_run(run).sizing_advice] == ["more_cores", "smaller_gpu"]
 
 
 def test_few_samples_give_no_means(tmp_path: Path) -> None:

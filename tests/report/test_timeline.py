@@ -7,18 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stoker.findings.finding import Evidence, Finding
 from stoker.report.html import write_report
 from stoker.report.series import FractionSeries, Series
 from stoker.report.timeline import TimelineMark, collect_marks, worst_stretch
 from stoker.runs.records import DEVICES, EVENTS, STEPS, RunFolder
-from stoker.runs.schemas import (
-    DeviceSample,
-    Event,
-    Evidence,
-    Finding,
-    GpuSample,
-    StepWindow,
-)
+from stoker.runs.schemas import DeviceSample, Event, GpuSample, StepWindow
 from tests import browser
 
 
@@ -29,7 +23,7 @@ def fractions(*input_wait: float) -> FractionSeries:
 
 def finding(*sources: str) -> Finding:
     evidence = [Evidence(text=f"recorded in {source}", source=source) for source in sources]
-    return Finding(cause="input_bound", severity="warning", title="x", evidence=evidence)
+    return Finding(id="input_bound", severity="warning", title="x", evidence=evidence)
 
 
 def spans(

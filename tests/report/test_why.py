@@ -9,10 +9,12 @@ import pytest
 
 from stoker.diagnosis.engine import diagnose
 from stoker.errors import UsageError
+from stoker.findings.finding import Evidence, Finding
 from stoker.report import format as fmt
 from stoker.report.console import print_renderables
 from stoker.report.explain import PHASE_MEANINGS, STAGE_MEANINGS, RunExplanation, explain_run, explanation_as_dict
-from stoker.report.explain_terminal import PROBE_LABELS, finding_lines, print_explanation
+from stoker.report.explain_terminal import PROBE_LABELS, print_explanation
+from stoker.report.findings_terminal import finding_lines
 from stoker.report.run_report import collect
 from stoker.report.runs_summary import summarize_runs
 from stoker.runs.records import (
@@ -25,7 +27,7 @@ from stoker.runs.records import (
     RunFolder,
     locked,
 )
-from stoker.runs.schemas import PROBE_KINDS, Evidence, Finding, Probe, StepWindow
+from stoker.runs.schemas import PROBE_KINDS, Probe, StepWindow
 
 STEP = msgspec.json.encode(StepWindow(t=10.0, attempt=1, step=1, window_steps=1, num_images=4, wall_s=10.0, devices=1,
                                       phases={"compute": 8.0, "idle": 2.0})) + b"\n"  # fmt: skip
@@ -62,7 +64,7 @@ def text_of(explanation: RunExplanation) -> str:
 
 def finding(number: int = 1) -> Finding:
     """A fixed finding."""
-    return Finding(cause=f"cause_{number}", severity="critical", title=f"Cause {number}", lost_device_s=880.0,
+    return Finding(id=f"cause_{number}", severity="critical", title=f"Cause {number}", lost_device_s=880.0,
                    evidence=[Evidence(text="a number", value=1.0, source="steps.jsonl: phases")], fix="do it",
                    command="--cache disk", confidence=0.8, probe_result="10 → 16 img/s")  # fmt: skip
 
@@ -89,13 +91,14 @@ total        1 h 06 min     100 %  4.00
 The device trained 75 % of the time. Most time was lost in input_wait: 14 min 40 s, \
 22 %, cost 0.88 (the device waited for input).
 
-critical: Cause 1 (14 min 40 s lost, cost 0.88)
-  a number  [steps.jsonl: phases]
-  fix: do it (--cache disk)
-  confidence: 80 %
-  verified: 10 → 16 img/s
+critical Cause 1 (14 min 40 s lost, cost 0.88)
+         a number  [steps.jsonl: phases]
+         fix: do it (--cache disk)
+         confidence: 80 %
+         verified: 10 → 16 img/s
 
 evidence: steps.jsonl, events.jsonl, config.toml in cars-1
+`stoker why --explain ID` explains: cause_1
 """
     )
 
@@ -218,7 +221,7 @@ def test_at_most_five_findings_are_printed_and_the_rest_is_counted(
     explanation = explain_run(make_run(Path("run"), end="finished"))
     for count, message in ((5, None), (6, "1 more: stoker why run --json"), (8, "3 more: stoker why run --json")):
         text = text_of(msgspec.structs.replace(explanation, findings=[finding(number) for number in range(count)]))
-        assert text.count("critical: Cause") == 5
+        assert text.count("critical Cause") == 5
         assert ("more:" in text) == (message is not None)
         assert (message or "") in text
     assert "The diagnosis found nothing else" in text_of(msgspec.structs.replace(explanation, findings=[]))
@@ -230,9 +233,9 @@ def test_a_finding_has_its_command_once_and_wrapped_lines_are_indented() -> None
     file = io.StringIO()
     print_renderables(finding_lines(result), file, width=80)
     title, *below = file.getvalue().splitlines()
-    assert title.startswith("critical: Cause 1")
+    assert title.startswith("critical Cause 1")
     assert len(below) > 4
-    assert all(line.startswith("  ") and len(line) <= 80 for line in below)
+    assert all(line.startswith(" " * 9) and len(line) <= 80 for line in below)
     assert file.getvalue().count("--cache disk") == 1
 
 

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from stoker.errors import UsageError
 from stoker.evaluation import document as evaluation
+from stoker.findings.finding import Evidence, Finding
 from stoker.profiling.telemetry.environment import describe
 from stoker.runs import records, schemas
 from stoker.runs.records import (
@@ -47,7 +48,7 @@ FILES = {
     "probes.jsonl": [schemas.Probe],
     "events.jsonl": [schemas.Event],
     "quarantine.jsonl": [schemas.Quarantined],
-    "findings.json": [schemas.Finding, schemas.Evidence],
+    "findings.json": [Finding, Evidence],
     "evaluation.json": [
         evaluation.Evaluation, evaluation.Curves, evaluation.ClassEvaluation, evaluation.ConfusionPair,
         evaluation.ImageEvaluation, evaluation.GroundTruthBox, evaluation.DetectionBox,
@@ -84,7 +85,8 @@ def fields(kind: type[msgspec.Struct]) -> list[tuple[str, str, str]]:
                 if row[2]:
                     break
                 row[2] = meaning
-    return [(name, written, meaning) for name, written, meaning in rows]
+    names = dict(zip(kind.__struct_fields__, kind.__struct_encode_fields__, strict=True))
+    return [(names[name], written, meaning) for name, written, meaning in rows]
 
 
 def page() -> str:
@@ -92,8 +94,8 @@ def page() -> str:
     lines = [
         "# Records",
         "",
-        "The fields of every record of a run, generated from `stoker/runs/schemas.py` and",
-        "`stoker/evaluation/document.py` by",
+        "The fields of every record of a run, generated from `stoker/runs/schemas.py`,",
+        "`stoker/findings/finding.py` and `stoker/evaluation/document.py` by",
         "`python -m tests.runs.test_records`. What the files are for, and what phases, events and errors mean:",
         "[run-folder.md](run-folder.md). A field that is not measured is absent from its line.",
     ]

@@ -38,5 +38,5 @@ def test_slow_reads_are_attributed_to_fetch(tmp_path: Path, monkeypatch: pytest.
     assert summed.input_wait_stages["fetch"] > 0.9 * summed.phases["input_wait"]
     monkeypatch.setitem(COMMON_THRESHOLDS, "steady_s", Threshold(1.0, "a run of three steps is long enough here"))
     finding = explain_run(result.run).findings[0]
-    assert finding.cause == "slow_storage"
+    assert finding.id == "slow_storage"
     assert "fetch: reading files" in finding.evidence[1].text

@@ -120,7 +120,7 @@ def test_a_run_that_diverges_once_continues_at_a_third_of_the_learning_rate(roll
     assert any("recovery" in window.phases for window in windows)
     last = list(read_lines(rolled_back_run, EVENTS, Event))[-1]
     assert (last.kind, last.step) == ("finished", LENGTH)
-    (finding,) = [found for found in diagnose(rolled_back_run) if found.cause == "unstable_training"]
+    (finding,) = [found for found in diagnose(rolled_back_run) if found.id == "unstable_training"]
     assert finding.command == "--lr 0.001"
 
 
@@ -460,7 +460,7 @@ def test_alerts_of_real_trainings(
     run = trained(data, tmp_path / "run", monkeypatch, lr=rate, warmup_steps=8)
     news = {"rolled_back", "loss_spike", "lr_too_high", "lr_too_low", "warning"}
     assert {event.kind for event in read_lines(run, EVENTS, Event)} & news == kinds
-    assert {found.command for found in diagnose(run) if found.cause in kinds} == ({"--lr 1e-07"} if kinds else set())
+    assert {found.command for found in diagnose(run) if found.id in kinds} == ({"--lr 1e-07"} if kinds else set())
 
 
 @pytest.mark.slow

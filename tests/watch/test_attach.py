@@ -115,11 +115,11 @@ def test_an_unknown_exit_code_is_not_a_failure(tmp_path: Path) -> None:
     ended = read_termination(tmp_path)
     assert ended is not None
     assert ended.exit_code is None
-    assert [(finding.cause, finding.severity) for finding in explain(ended)] == [("exit_code_unknown", "info")]
+    assert [(finding.id, finding.severity) for finding in explain(ended)] == [("exit_code_unknown", "info")]
     (tmp_path / OUTPUT).write_text("OSError: [Errno 28] No space left on device\n")
     ended = read_termination(tmp_path)
     assert ended is not None
-    assert explain(ended)[0].cause == "disk_full"
+    assert explain(ended)[0].id == "disk_full"
 
 
 PRINTS = "for n in 1 2 3 4 5; do echo step $n loss: 0.$n; done"

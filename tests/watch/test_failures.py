@@ -15,8 +15,9 @@ import pytest
 from stoker.diagnosis import postmortem
 from stoker.diagnosis.engine import diagnose
 from stoker.diagnosis.termination import read_termination
+from stoker.findings.finding import Finding
 from stoker.runs.records import EVENTS, OUTPUT, STEPS, read_lines
-from stoker.runs.schemas import Event, Finding, StepWindow
+from stoker.runs.schemas import Event, StepWindow
 
 pytestmark = [
     pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="`stoker watch` is for Linux")
@@ -114,7 +115,7 @@ def test_signals(watched: Watched, number: signal.Signals, cause: str) -> None:
     watched.kill(number)
     watched.end()
     finding = first(watched.folder)
-    assert finding.cause == cause
+    assert finding.id == cause
     assert f"ended by {number.name}" in said(finding)
 
 
@@ -144,7 +145,7 @@ def test_the_kernel_kills_at_the_memory_limit(watched: Watched, cgroup: Path, wh
     (watched.folder / "eat").touch()
     watched.end()
     finding = first(watched.folder)
-    assert finding.cause == "oom_killed"
+    assert finding.id == "oom_killed"
     last = list(read_lines(watched.folder / "run", EVENTS, Event))[-1]
     assert last.data["oom_kills"] >= 1
     assert last.data["exit_code"] == (137 if who == "all" else 1)
@@ -167,14 +168,14 @@ def test_a_small_shared_memory_is_a_bus_error(tmp_path: Path) -> None:
     done = subprocess.run(inside, cwd=tmp_path, capture_output=True, check=False)
     if not (tmp_path / "run").exists():
         pytest.skip(f"no mount namespace may be made here: {done.stderr.decode().strip()}")
-    assert first(tmp_path).cause == "shared_memory_full"
+    assert first(tmp_path).id == "shared_memory_full"
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
     command = script(tmp_path, TRAIN.replace("THEN", "open('/dev/full', 'w').write('x' * 10**5) if step == 80 else 0"))
     assert subprocess.run([*WATCH, "--", *command], cwd=tmp_path, capture_output=True, check=False).returncode == 1
     finding = first(tmp_path)
-    assert finding.cause == "disk_full"
+    assert finding.id == "disk_full"
     assert finding.evidence[0].text == "OSError: [Errno 28] No space left on device"
 
 
@@ -188,9 +189,9 @@ def test_a_job_that_stood_still(watched: Watched, monkeypatch: pytest.MonkeyPatc
     time.sleep(3.5)  # the time that it stands is what is looked for
     watched.kill(signal.SIGKILL)
     watched.end()
-    assert first(watched.folder).cause == "killed", "too short to say so"
+    assert first(watched.folder).id == "killed", "too short to say so"
     monkeypatch.setattr(postmortem, "MIN_HANG_S", 2.0)
-    assert first(watched.folder).cause == "hang"
+    assert first(watched.folder).id == "hang"
 
 
 def test_a_job_that_spins_on_an_empty_file(tmp_path: Path) -> None:

@@ -347,7 +347,7 @@ def test_a_custom_loop_of_tensorflow(
         assert seconds(why, "compile") == pytest.approx(itself["compile"], rel=0.15)
     assert seconds(why, "eval") > 0
     assert seconds(why, "checkpoint") > 0
-    found = [finding.cause for finding in why.findings]
+    found = [finding.id for finding in why.findings]
     assert any(name.startswith(cause) for name in found), found
     assert ("recompiles" in found) == (how == "retraces")
 
@@ -366,5 +366,5 @@ def test_the_slow_rank_is_named(tmp_path: Path) -> None:
     assert waits[0] > 4 * waits[1]  # rank 0 waits for rank 1
     assert (waits[0] - waits[1]) / 2 < seconds(why, "straggler") <= waits[0]
     for finding in why.findings:  # where other jobs take the machine there may be none
-        if finding.cause == "straggler":
+        if finding.id == "straggler":
             assert "rank 1 is the slow one" in finding.evidence[0].text

@@ -1,7 +1,7 @@
 """`stoker data check`: all problems of a data set, what training does about them, and how to fix them.
 
 `check_dataset` reads the annotations as training does, then packed shards (`check_shards`) and every image
-(`check_images.py`), and returns a `CheckReport`, which `--json` prints. It writes only the index, into the cache. No
+(`check_images.py`), and returns a `CheckReport`. It writes only the index, into the cache. No
 torch. The kinds of problems are in `problems.py`; the text on the terminal is made by `stoker/report/data_check.py`.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -34,32 +35,19 @@ from stoker.data.validation.problems import (
     max_bad_images,
 )
 from stoker.errors import DataError
+from stoker.findings.finding import Evidence, Finding, Severity
 from stoker.hardware.cgroup import host_cores
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
 UNLIMITED = 2**62
 MAX_REFUSED_EXAMPLES = 3
+MAX_SHOWN_EXAMPLES = 3
+"""Places of a kind of problem in a finding; `--json` has all."""
+SEVERITY_OF_ACTION: dict[str, Severity] = {"refused": "blocker", "skipped": "warning", "fixed": "info", "kept": "info"}
+"""What training does with a problem, the worst first → the severity of the finding."""
+PLURALS = {"box": "boxes", "class": "classes"}
 REQUIRED_SPLITS = ("train", "val")
 """Splits that training uses."""
-
-
-class CheckItem(msgspec.Struct, frozen=True, kw_only=True):
-    """The problems of one kind."""
-
-    kind: str
-    """A key of `problems.PROBLEM_KINDS`."""
-    title: str
-    unit: str
-    """What is counted: box, image, class, file, split."""
-    action: str
-    """What training does: "fixed" (corrected and used), "skipped" (left out), "kept" (used as it is), "refused"."""
-    effect: str
-    """The same in words."""
-    fix: str
-    """What the user can do."""
-    count: int
-    locations: tuple[str, ...]
-    """All of them: file and line, or file and id, and the content."""
 
 
 class SplitCounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +60,7 @@ class SplitCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The output of `stoker data check --json`. `items` are in the order of the table of kinds."""
+    """What `check_dataset` found. `items` are in the order of the table of kinds, with all their places."""
 
     data: str
     """As given by the user."""
@@ -93,16 +81,47 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     """Fraction of the images that may be unusable."""
     max_bad_boxes: float = DEFAULT_MAX_BAD_BOXES
     """Fraction of the boxes that may be left out."""
-    items: tuple[CheckItem, ...] = ()
+    items: tuple[Problem, ...] = ()
     refusals: tuple[str, ...] = ()
     """Reasons why training would refuse this data set; empty: it would not."""
     notes: tuple[str, ...] = ()
     """The choices that were made while reading."""
 
     @property
+    def findings(self) -> list[Finding]:
+        """The problems as they are shown, those first that training refuses."""
+        by_action = sorted(self.items, key=lambda problem: list(SEVERITY_OF_ACTION).index(problem.row.action))
+        return [problem_finding(problem) for problem in by_action]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The output of `stoker data check --json`."""
+        items = [
+            {"kind": problem.kind}
+            | msgspec.structs.asdict(problem.row)
+            | {"fix": problem.fix, "count": problem.count, "locations": problem.examples}
+            for problem in self.items
+        ]
+        return msgspec.structs.asdict(self) | {"items": items}
+
+    @property
     def has_failed(self) -> bool:
         """Whether training would refuse the data set, or a packed shard has changed."""
         return bool(self.refusals) or any(item.kind == "changed-packed-shard" for item in self.items)
+
+
+def problem_finding(problem: Problem) -> Finding:
+    """The problems of one kind, with the places of the first of them."""
+    row, places = problem.row, [Evidence(text=text) for text in problem.examples[:MAX_SHOWN_EXAMPLES]]
+    if problem.count > len(places):
+        places.append(Evidence(text=f"… and {problem.count - len(places):,} more"))
+    unit = row.unit if problem.count == 1 else PLURALS.get(row.unit, row.unit + "s")
+    return Finding(
+        id=problem.kind,
+        severity=SEVERITY_OF_ACTION[row.action],
+        title=f"{problem.count:,} {unit}: {row.title}; {row.effect}",
+        evidence=places,
+        fix="" if problem.fix == "nothing" else problem.fix,
+    )
 
 
 def check_dataset(
@@ -142,14 +161,13 @@ def check_dataset(
                 )
         return CheckReport(
             data=str(data),
-            items=_make_items(problems.summarize(), {}),
+            items=problems.summarize(),
             refusals=tuple(each.what for each in errors),
             max_bad_fraction=max_bad_fraction,
             max_bad_boxes=max_bad_boxes,
         )
     num_dropped_images = sum(problem.count for problem in problems.summarize() if problem.drops_images)
     num_bad_images = sum(problem.count for problem in problems.summarize() if problem.is_bad_image)
-    fixes: dict[str, str] = {}
     num_workers = workers or _num_workers(index.root)
     if (index.root / INDEX_FILE).is_file():
         check_shards(index.root, problems, read=decode_images, workers=num_workers, progress=progress)
@@ -170,7 +188,7 @@ def check_dataset(
     num_dropped_boxes = 0
     for problem in problems.summarize():
         if problem.kind == "missing-image":
-            fixes[problem.kind] = suggest_location(index.root, index.root / problem.examples[0])
+            problem = replace(problem, own_fix=suggest_location(index.root, index.root / problem.examples[0]))
         if problem.drops_boxes or problem.kind == "box-of-unreadable-image":
             num_dropped_boxes += problem.count
         uris = tuple(image_source.paths_to_uris(text, index.root) for text in problem.examples)
@@ -193,7 +211,7 @@ def check_dataset(
         decoded=decode_images,
         max_bad_fraction=max_bad_fraction,
         max_bad_boxes=max_bad_boxes,
-        items=_make_items(found_problems, fixes),
+        items=tuple(found_problems),
         refusals=tuple(refusals),
         notes=index.notes,
     )
@@ -202,18 +220,6 @@ def check_dataset(
 def _num_workers(root: Path) -> int:
     """The cores; many more for images in a bucket, since reading them is mostly waiting."""
     return max(host_cores(), REMOTE_IO_WORKERS) if image_source.path_to_uri(root) else host_cores()
-
-
-def _make_items(found_problems: Sequence[Problem], fixes: dict[str, str]) -> tuple[CheckItem, ...]:
-    """fixes: kind → a fix for this data set that is more specific than that of the table."""
-
-    def make_item(problem: Problem) -> CheckItem:
-        fields = msgspec.structs.asdict(PROBLEM_KINDS[problem.kind]) | (
-            {"fix": fixes[problem.kind]} if problem.kind in fixes else {}
-        )
-        return CheckItem(kind=problem.kind, count=problem.count, locations=problem.examples, **fields)
-
-    return tuple(map(make_item, found_problems))
 
 
 def _count_split(index: Index, image_indices: NDArray[np.int64], usable: NDArray[np.bool_]) -> SplitCounts:

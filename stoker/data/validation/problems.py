@@ -53,15 +53,26 @@ class Problem:
     count: int
     examples: tuple[str, ...]
     """Each has file and line, or file and id, and the content: "a.jpg, annotation 7: [0, 0, 0, 5]"."""
+    own_fix: str = ""
+    """A fix for this data set that is more specific than that of the table."""
+
+    @property
+    def row(self) -> ProblemKind:
+        return PROBLEM_KINDS[self.kind]
 
     @property
     def title(self) -> str:
-        return PROBLEM_KINDS[self.kind].title
+        return self.row.title
+
+    @property
+    def fix(self) -> str:
+        """What the user can do."""
+        return self.own_fix or self.row.fix
 
     @property
     def drops_images(self) -> bool:
         """Whether it counts images that are not in the index."""
-        return PROBLEM_KINDS[self.kind].unit == "image" and PROBLEM_KINDS[self.kind].action == "skipped"
+        return self.row.unit == "image" and self.row.action == "skipped"
 
     @property
     def is_bad_image(self) -> bool:
@@ -71,8 +82,7 @@ class Problem:
     @property
     def drops_boxes(self) -> bool:
         """Whether it counts boxes that are left out though their image may be used."""
-        kind = PROBLEM_KINDS[self.kind]
-        return kind.unit == "box" and kind.action == "skipped" and self.kind != "box-of-unreadable-image"
+        return self.row.unit == "box" and self.row.action == "skipped" and self.kind != "box-of-unreadable-image"
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """The batch, or the whole job, is too small for the device."""
 
-from stoker.diagnosis.causes.cause import Severity, find_cause, worst
+from stoker.diagnosis.causes.cause import find_cause, worst
 from stoker.diagnosis.causes.shared import (
     fraction_of_phase,
     is_long_enough,
@@ -10,7 +10,7 @@ from stoker.diagnosis.causes.shared import (
     sample_evidence,
 )
 from stoker.diagnosis.run_data import RunRecords
-from stoker.runs.schemas import Evidence, Finding
+from stoker.findings.finding import Evidence, Finding, Severity
 
 BATCH_TOO_SMALL = find_cause("batch_too_small")
 

@@ -6,10 +6,8 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from stoker.findings.finding import SEVERITIES, Severity
 from stoker.knowledge import read_toml
-
-Severity = Literal["critical", "warning", "info"]
-SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 
 Reason = Literal[
     "GPU under-utilized (host- or launch-bound)",

@@ -12,7 +12,7 @@ from stoker.diagnosis.causes.shared import (
     phase_evidence,
 )
 from stoker.diagnosis.run_data import RunRecords
-from stoker.runs.schemas import Finding
+from stoker.findings.finding import Finding
 
 STRAGGLER = find_cause("straggler")
 

@@ -3,7 +3,7 @@
 from stoker.diagnosis.causes.cause import common_threshold, find_cause
 from stoker.diagnosis.causes.shared import make_evidence, make_finding, percent, sample_evidence
 from stoker.diagnosis.run_data import MAX_EXAMPLES, HostStats, RunRecords
-from stoker.runs.schemas import Evidence, Finding
+from stoker.findings.finding import Evidence, Finding
 
 _ESTIMATE = "this fraction of the CPU time, of the phases that wait for the CPU"
 

@@ -1,10 +1,10 @@
 """The GPU itself: its clock, errors, link, tensor cores; who else computes on it, and whether the job uses it."""
 
-from stoker.diagnosis.causes.cause import SEVERITIES, Severity, find_cause, worst
+from stoker.diagnosis.causes.cause import find_cause, worst
 from stoker.diagnosis.causes.shared import make_evidence, make_finding, percent, sample_evidence
 from stoker.diagnosis.run_data import GpuStats, RunRecords
 from stoker.diagnosis.xids import find_xid
-from stoker.runs.schemas import Evidence, Finding
+from stoker.findings.finding import SEVERITIES, Evidence, Finding, Severity
 
 _HEAT_FIX = "Check the cooling: fans, dust, the neighboring slot; in a cloud use another machine, and report this one"
 _POWER_FIX = (

@@ -11,7 +11,7 @@ from stoker.diagnosis.causes.shared import (
     sample_evidence,
 )
 from stoker.diagnosis.run_data import RunRecords
-from stoker.runs.schemas import Evidence, Finding
+from stoker.findings.finding import Evidence, Finding
 
 _TRACE_ESTIMATE = "the fraction of the traced time without work, times the time in steps; tracing slows the host"
 

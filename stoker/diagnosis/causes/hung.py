@@ -3,7 +3,7 @@
 from stoker.diagnosis.causes.cause import find_cause
 from stoker.diagnosis.causes.shared import make_evidence, make_finding
 from stoker.diagnosis.run_data import MAX_EXAMPLES, RunRecords
-from stoker.runs.schemas import Finding
+from stoker.findings.finding import Finding
 
 HUNG = find_cause("hung")
 

@@ -19,7 +19,7 @@ from stoker.diagnosis.causes.shared import (
     percent,
 )
 from stoker.diagnosis.run_data import RunRecords
-from stoker.runs.schemas import Evidence, Finding
+from stoker.findings.finding import Evidence, Finding
 
 COLD_CACHE = {
     "min_first_epoch_fraction": Threshold(0.8, "fraction of all fetching that is in the first epoch (heuristic)"),

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from stoker.diagnosis.causes.cause import Cause, Severity, find_cause, worst
+from stoker.diagnosis.causes.cause import Cause, find_cause, worst
 from stoker.diagnosis.causes.shared import is_long_enough, make_evidence, make_finding
 from stoker.diagnosis.run_data import MAX_EXAMPLES, RunRecords
 from stoker.diagnosis.series import TimeSeries
-from stoker.runs.schemas import Event, Evidence, Finding
+from stoker.findings.finding import Evidence, Finding, Severity
+from stoker.runs.schemas import Event
 
 _ALL_STEPS_LOST = "all of the time in steps: {} was learned in it"
 

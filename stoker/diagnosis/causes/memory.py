@@ -1,6 +1,6 @@
 """Memory of the host and of the GPU, /dev/shm, open files: nearly full, or a leak that will fill them."""
 
-from stoker.diagnosis.causes.cause import Severity, find_cause, worst
+from stoker.diagnosis.causes.cause import find_cause, worst
 from stoker.diagnosis.causes.shared import (
     fit_steady_growth,
     format_duration,
@@ -10,7 +10,7 @@ from stoker.diagnosis.causes.shared import (
 )
 from stoker.diagnosis.run_data import RunRecords
 from stoker.diagnosis.series import LinearFit, TimeSeries
-from stoker.runs.schemas import Evidence, Finding
+from stoker.findings.finding import Evidence, Finding, Severity
 
 GIB = 2**30
 

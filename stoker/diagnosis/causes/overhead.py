@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from stoker.diagnosis.causes.cause import Cause, Severity, find_cause, worst
+from stoker.diagnosis.causes.cause import Cause, find_cause, worst
 from stoker.diagnosis.causes.cpu import CPU_CONTENTION, busiest_processes_evidence
 from stoker.diagnosis.causes.shared import (
     attempts_evidence,
@@ -15,7 +15,7 @@ from stoker.diagnosis.causes.shared import (
     sample_evidence,
 )
 from stoker.diagnosis.run_data import RunRecords
-from stoker.runs.schemas import Evidence, Finding
+from stoker.findings.finding import Evidence, Finding, Severity
 
 _COMPILE_FIX = (
     "Keep compiled code on a disk that survives the machine (TORCHINDUCTOR_CACHE_DIR, jax_compilation_cache_dir), or "

@@ -16,7 +16,7 @@ from stoker.diagnosis.causes.shared import (
     stack_evidence,
 )
 from stoker.diagnosis.run_data import RunRecords
-from stoker.runs.schemas import Finding
+from stoker.findings.finding import Finding
 
 _WAIT_KINDS = ("sync", "idle", "comm", "input_wait", "other", "checkpoint", "python")
 """Kinds of stacks in which the training thread can wait without a core: all but computing, decoding, compiling."""

@@ -5,7 +5,7 @@ from stoker.diagnosis.causes.cause import find_cause
 from stoker.diagnosis.causes.shared import make_evidence, make_finding, percent
 from stoker.diagnosis.run_data import RunRecords
 from stoker.errors import ConfigError
-from stoker.runs.schemas import Finding
+from stoker.findings.finding import Finding
 
 AUGMENTATION_HEAVY = find_cause("augmentation_heavy")
 

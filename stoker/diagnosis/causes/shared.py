@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from stoker.diagnosis.causes.cause import Cause, Severity, common_threshold, find_cause
+from stoker.diagnosis.causes.cause import Cause, common_threshold, find_cause
 from stoker.diagnosis.run_data import RunRecords
 from stoker.diagnosis.series import LinearFit, TimeSeries
-from stoker.runs.schemas import Evidence, Finding
+from stoker.findings.finding import Evidence, Finding, Severity
 
 _GROWTH_THRESHOLDS = ("min_span_s", "min_points", "min_r_squared", "min_slope_ratio")
 """When growth is a leak: it is straight, and it continues. All causes of this kind have the same."""
@@ -55,7 +55,7 @@ def make_finding(
         if run.price_per_device_hour > 0:
             lost_cost = lost_s * run.price_per_device_hour / 3600
     return Finding(
-        cause=cause.id,
+        id=cause.id,
         severity=severity,
         title=cause.title,
         evidence=evidence_lines,

@@ -26,7 +26,7 @@ from stoker.diagnosis.causes.shared import (
     stack_evidence,
 )
 from stoker.diagnosis.run_data import RunRecords
-from stoker.runs.schemas import Evidence, Finding
+from stoker.findings.finding import Evidence, Finding
 
 SLOW_STORAGE = find_cause("slow_storage")
 _SATURATED_FIX = "; the network is saturated, so fewer bytes help: images stored at no more than twice the image size"

@@ -1,9 +1,9 @@
 """The storage that the run writes to and reads from: errors of it, and a disk that is nearly full."""
 
-from stoker.diagnosis.causes.cause import Severity, find_cause, worst
+from stoker.diagnosis.causes.cause import find_cause, worst
 from stoker.diagnosis.causes.shared import make_evidence, make_finding
 from stoker.diagnosis.run_data import MAX_EXAMPLES, RunRecords
-from stoker.runs.schemas import Finding
+from stoker.findings.finding import Finding, Severity
 
 STORAGE_ERRORS = find_cause("storage_errors")
 

@@ -8,7 +8,7 @@ Versions and their sources are in `versions.py`, the rules in `version_rules.py`
 
 from pathlib import Path
 
-from stoker.preflight.findings import CheckFinding, worst_first
+from stoker.preflight.findings import CheckFinding, make_finding, worst_first
 from stoker.preflight.static.image import Image, add_package, missing_file, read_image
 from stoker.preflight.static.requirements import read_requested, reason_of
 from stoker.preflight.static.source import read_source
@@ -56,7 +56,7 @@ def _check_packages(dockerfile: Path | None, given: Path | None) -> list[CheckFi
 
 def _unreadable(path: Path, error: OSError | ValueError) -> CheckFinding:
     """A file that was named and is not there stops a check in CI; one that is not understood does not."""
-    return CheckFinding(
+    return make_finding(
         id="source_unreadable",
         severity="blocker" if isinstance(error, OSError) else "unknown",
         title=f"{path.name} could not be checked",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from stoker import regular_files
-from stoker.preflight.findings import CheckFinding
+from stoker.preflight.findings import CheckFinding, make_finding
 from stoker.preflight.static import requirements
 from stoker.preflight.static.dockerfile import Stage, Word, read_stages
 from stoker.preflight.static.requirements import Options, Package, read_package
@@ -407,7 +407,7 @@ class _Reader:
 
 
 def missing_file(name: str, place: str, reason: str) -> CheckFinding:
-    return CheckFinding(
+    return make_finding(
         id="requirements_not_found",
         severity="unknown",
         title=f"{name} could not be read, so its packages were not checked",

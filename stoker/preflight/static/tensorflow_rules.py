@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from stoker.preflight.findings import CheckFinding
+from stoker.preflight.findings import CheckFinding, make_finding
 from stoker.preflight.static.source import Source, argument, is_constant, keyword
 
 MAX_STEPS = 100
@@ -245,7 +245,7 @@ def _check_map(source: Source, step: Step, batched: Step | None, place: str) -> 
     if call is None:
         return
     if python := _work(source, step, _PYTHON):
-        yield CheckFinding(
+        yield make_finding(
             id="python_in_pipeline",
             severity="warning",
             title=f"{python} runs Python in the input pipeline",
@@ -256,7 +256,7 @@ def _check_map(source: Source, step: Step, batched: Step | None, place: str) -> 
     heavy = _work(source, step, _HEAVY)
     starred = any(value.arg is None for value in call.keywords)
     if heavy and not python and len(call.args) < 2 and not _is_parallel(call) and not starred:
-        yield CheckFinding(
+        yield make_finding(
             id="map_on_one_thread",
             severity="warning",
             title="This map runs on one thread",
@@ -267,7 +267,7 @@ def _check_map(source: Source, step: Step, batched: Step | None, place: str) -> 
     if batched is None or batched.conditions:
         return
     if single := _work(source, step, _ONE_IMAGE):
-        yield CheckFinding(
+        yield make_finding(
             id="per_image_work_after_batch",
             severity="warning",
             title=f"{single} works on one image at a time, but this map gets whole batches",
@@ -277,7 +277,7 @@ def _check_map(source: Source, step: Step, batched: Step | None, place: str) -> 
             place=place,
         )
     if draw := _work(source, step, _ONE_DRAW):
-        yield CheckFinding(
+        yield make_finding(
             id="one_draw_per_batch",
             severity="warning",
             title=f"{draw} after batch draws once for the whole batch",
@@ -295,7 +295,7 @@ def _check_shuffle(
         return
     size = source.integer(argument(step.call, 0, "buffer_size"))
     if size is not None and 0 <= size <= 1:
-        yield CheckFinding(
+        yield make_finding(
             id="shuffle_ineffective",
             severity="warning",
             title=f"shuffle({size}) does not change the order",
@@ -304,7 +304,7 @@ def _check_shuffle(
             place=place,
         )
     elif batched is not None and shuffled is None and step.follows_always(batched):
-        yield CheckFinding(
+        yield make_finding(
             id="shuffle_ineffective",
             severity="warning",
             title="shuffle after batch changes the order of batches only",
@@ -323,7 +323,7 @@ def _cache_finding(what: str, place: str, pipeline: Pipeline, index: int) -> Che
         title = "cache after shuffle keeps the first epoch's order; only the later shuffle changes it"
     else:
         title = f"cache after {what} repeats the first epoch's random values"
-    return CheckFinding(
+    return make_finding(
         id="cache_freezes_randomness",
         severity="warning",
         title=title,
@@ -348,7 +348,7 @@ def _no_prefetch(source: Source) -> Iterator[CheckFinding]:
         pipeline = _pipeline(source, data)
         maps = any(_work(source, step, _HEAVY) for step in pipeline.steps)
         if pipeline.root.startswith("tensorflow") and maps and pipeline.index(*_BATCHES) is not None:
-            yield CheckFinding(
+            yield make_finding(
                 id="no_prefetch",
                 severity="warning",
                 title="The pipeline is not prefetched: the GPU waits while a batch is made",
@@ -387,7 +387,7 @@ def _replicas(source: Source) -> Iterator[CheckFinding]:
         for size, at in sizes:
             if size is not None and 0 < size < (count or 2):
                 replicas = f"{count} replicas" if count else "two or more GPUs"
-                yield CheckFinding(
+                yield make_finding(
                     id="batch_smaller_than_replicas",
                     severity="warning",
                     title=f"A batch of {size} is divided between {replicas}: some get nothing",
@@ -422,7 +422,7 @@ def _switches(source: Source) -> Iterator[CheckFinding]:
         elif (name.endswith("run_functions_eagerly") and call.args and is_constant(call.args[0], True)) or (
             name.endswith(".compile") and is_constant(keyword(call, "run_eagerly"), True)
         ):
-            yield CheckFinding(
+            yield make_finding(
                 id="runs_eagerly",
                 severity="warning",
                 title="Every operation is started from Python: tf.function is switched off",
@@ -433,7 +433,7 @@ def _switches(source: Source) -> Iterator[CheckFinding]:
 
 
 def _hidden(source: Source, node: ast.AST, what: str) -> CheckFinding:
-    return CheckFinding(
+    return make_finding(
         id="gpu_hidden",
         severity="blocker",
         title=f"{what} hides all GPUs: the script trains on the CPU",

@@ -8,7 +8,7 @@ imports nothing but known libraries.
 import ast
 from collections.abc import Iterator
 
-from stoker.preflight.findings import CheckFinding
+from stoker.preflight.findings import CheckFinding, make_finding
 from stoker.preflight.static.source import Source, is_constant, keyword
 
 _SYNCS = frozenset(("item", "cpu", "numpy", "tolist"))
@@ -42,7 +42,7 @@ def _visible_devices(source: Source) -> Iterator[CheckFinding]:
     key, value = chosen[0]
     text = source.text_of(value)
     if text is not None and text.strip() in ("", "-1") and source.runs_always(key):
-        yield CheckFinding(
+        yield make_finding(
             id="gpu_hidden",
             severity="blocker",
             title=f'CUDA_VISIBLE_DEVICES="{text}" hides all GPUs',
@@ -77,7 +77,7 @@ def _on_cpu(source: Source) -> Iterator[CheckFinding]:
     for name in sorted(devices):
         values = source.assigned.get(name, [])
         if len(values) == 1 and _is_cpu(source, values[0][1]) and not source.conditions(values[0][0]):
-            yield CheckFinding(
+            yield make_finding(
                 id="trains_on_cpu",
                 severity="blocker",
                 title="The model is put on the CPU",
@@ -88,7 +88,7 @@ def _on_cpu(source: Source) -> Iterator[CheckFinding]:
             return
     has_device = any("device" in name.lower() or name == "gpu" for name in source.names)
     if not moves and not has_device:
-        yield CheckFinding(
+        yield make_finding(
             id="trains_on_cpu",
             severity="blocker",
             title="The model is never moved to a GPU: it trains on the CPU",
@@ -115,7 +115,7 @@ def _loaders(source: Source) -> Iterator[CheckFinding]:
         elif len(call.args) < 8 and (pinned is None or is_constant(pinned, False)):
             unpinned.append(call)
     if alone:
-        yield CheckFinding(
+        yield make_finding(
             id="loader_without_workers",
             severity="warning",
             title="num_workers is 0: the process that feeds the GPU also loads and decodes the samples",
@@ -124,7 +124,7 @@ def _loaders(source: Source) -> Iterator[CheckFinding]:
             fix="num_workers=4 (about the cores for each GPU), pin_memory=True, persistent_workers=True",
         )
     if unpinned and _backwards(source) and any("cuda" in text for text in (*source.strings, *source.names)):
-        yield CheckFinding(
+        yield make_finding(
             id="loader_without_pinned_memory",
             severity="warning",
             title="Batches are copied to the GPU from pageable memory, so the copy cannot overlap with computing",
@@ -176,7 +176,7 @@ def _host_syncs(source: Source) -> Iterator[CheckFinding]:
         if found:
             first = min(found, key=lambda call: (call.lineno, call.col_offset))
             how = ast.unparse(first)
-            yield CheckFinding(
+            yield make_finding(
                 id="host_sync_each_step",
                 severity="warning",
                 title=f"{how if len(how) < 60 else how[:57] + '…'} waits for the GPU in every step",
@@ -308,7 +308,7 @@ def _gradients(source: Source) -> Iterator[CheckFinding]:
         and "grad" not in source.names
         and source.is_self_contained
     ):
-        yield CheckFinding(
+        yield make_finding(
             id="gradients_not_zeroed",
             severity="blocker",
             title="Gradients are never set to zero: each step adds to all before it",
@@ -321,7 +321,7 @@ def _gradients(source: Source) -> Iterator[CheckFinding]:
 def _parallel(source: Source) -> Iterator[CheckFinding]:
     names = {source.called(call): call for call in reversed(source.calls)}
     if call := names.get("torch.nn.DataParallel") or names.get("torch.nn.parallel.DataParallel"):
-        yield CheckFinding(
+        yield make_finding(
             id="data_parallel",
             severity="warning",
             title="DataParallel drives all GPUs from one Python process and copies the model in every step",
@@ -336,7 +336,7 @@ def _parallel(source: Source) -> Iterator[CheckFinding]:
     divided = any(word in texts for word in ("sampler", "shard", "split_", "iterable", "subset", "webdataset", "dali"))
     hidden = loader is None or any(value.arg is None for value in loader.keywords) or not source.is_self_contained
     if loader and not divided and not hidden:
-        yield CheckFinding(
+        yield make_finding(
             id="sampler_missing",
             severity="blocker",
             title="Every rank trains on the same samples",
@@ -349,7 +349,7 @@ def _parallel(source: Source) -> Iterator[CheckFinding]:
     )
     shuffles = sampler is not None and not is_constant(keyword(sampler, "shuffle"), False)
     if sampler and shuffles and "set_epoch" not in source.names and source.is_self_contained and _backwards(source):
-        yield CheckFinding(
+        yield make_finding(
             id="sampler_epoch_missing",
             severity="warning",
             title="Every epoch has the same order",
@@ -364,7 +364,7 @@ def _switches(source: Source) -> Iterator[CheckFinding]:
         if isinstance(node, ast.Assign):
             off = is_constant(node.value, False) and source.dotted(node.targets[0]).endswith("backends.cudnn.enabled")
             if off and source.runs_always(node):
-                yield CheckFinding(
+                yield make_finding(
                     id="cudnn_disabled",
                     severity="warning",
                     title="cuDNN is switched off: convolutions are several times slower",
@@ -375,7 +375,7 @@ def _switches(source: Source) -> Iterator[CheckFinding]:
         elif source.called(node) == "torch.autograd.set_detect_anomaly" and isinstance(node, ast.Call):
             on = bool(node.args) and is_constant(node.args[0], True)
             if on and source.runs_always(node):
-                yield CheckFinding(
+                yield make_finding(
                     id="anomaly_detection",
                     severity="warning",
                     title="Anomaly detection is on: each operation records a stack trace",

@@ -7,7 +7,7 @@ the tables makes it silent, or the finding `unknown`.
 import re
 from collections.abc import Callable, Iterator, Mapping
 
-from stoker.preflight.findings import CheckFinding
+from stoker.preflight.findings import CheckFinding, make_finding
 from stoker.preflight.static.image import Cuda, Image
 from stoker.preflight.static.requirements import Package
 from stoker.preflight.static.versions import (
@@ -93,7 +93,7 @@ def _cpu_only(image: Image) -> Iterator[CheckFinding]:
         reason, place = f"{tensorflow.text}: this release has its GPU build in another package", tensorflow.place
         fix = re.sub("tensorflow", "tensorflow-gpu", tensorflow.text, count=1)
     if reason:
-        yield CheckFinding(
+        yield make_finding(
             id="cpu_only_build",
             severity="blocker",
             title="The framework has no CUDA and would train on the CPU",
@@ -116,7 +116,7 @@ def _tensorflow_cuda(image: Image) -> Iterator[CheckFinding]:
     number = package.newest(TENSORFLOW)
     bundled = "and-cuda" in package.extras and (number is None or number >= TF_AND_CUDA)
     if "and-cuda" in package.extras and not bundled and number:
-        yield CheckFinding(
+        yield make_finding(
             id="extra_ignored",
             severity="warning",
             title=f"TensorFlow {dotted(number)} has no extra and-cuda: pip ignores it",
@@ -125,7 +125,7 @@ def _tensorflow_cuda(image: Image) -> Iterator[CheckFinding]:
             place=package.place,
         )
     if bundled and package.version == TF_AND_CUDA_BROKEN and not image.sets_library_path:
-        yield CheckFinding(
+        yield make_finding(
             id="bundled_cuda_not_found",
             severity="blocker" if image.base else "warning",
             title=f"TensorFlow {TF_AND_CUDA_BROKEN} does not find the CUDA that its extra and-cuda installs",
@@ -149,7 +149,7 @@ def _tensorflow_cuda(image: Image) -> Iterator[CheckFinding]:
         )
         if number and number < TF_AND_CUDA:
             advice = f"FROM tensorflow/tensorflow:{package.version or dotted(number) + '.0'}-gpu"
-        yield CheckFinding(
+        yield make_finding(
             id="tensorflow_without_cuda",
             severity="blocker",
             title="TensorFlow finds no CUDA in this image and would train on the CPU",
@@ -159,7 +159,7 @@ def _tensorflow_cuda(image: Image) -> Iterator[CheckFinding]:
         )
     if image.without_cudnn and not bundled and not _is_old_cpu_build(package):
         wanted = f" {dotted(TENSORFLOW[number].cudnn)}" if number in TENSORFLOW else ""
-        yield CheckFinding(
+        yield make_finding(
             id="tensorflow_without_cuda",
             severity="blocker",
             title="TensorFlow finds no cuDNN in this image and would train on the CPU",
@@ -199,7 +199,7 @@ def _cuda_mismatch(image: Image, package: Package, number: Minor, cuda: Minor, c
             effect += f". {_cudnn_effect(too_old, cudnn)}"
         own_line = not found.is_base or package.source == "image"
         reported = True
-        yield CheckFinding(
+        yield make_finding(
             id="cuda_mismatch",
             severity="blocker" if missing or too_old else "warning",
             title=f"TensorFlow {dotted(number)} wants CUDA {dotted(cuda)} and cuDNN {dotted(cudnn)}; "
@@ -209,7 +209,7 @@ def _cuda_mismatch(image: Image, package: Package, number: Minor, cuda: Minor, c
             place=found.place if own_line else package.place,
         )
     if too_old and not reported:
-        yield CheckFinding(
+        yield make_finding(
             id="cuda_mismatch",
             severity="blocker",
             title=f"TensorFlow {dotted(number)} wants cuDNN {dotted(cudnn)}",
@@ -254,7 +254,7 @@ def _replaced(image: Image) -> Iterator[CheckFinding]:
         later = next((found for other in names if (found := image.get(other)) and found.source != "image"), None)
         has = f"{name} {base.specifier.lstrip('=').removesuffix('.*')}".strip()
         if later and (later.minor != base.minor or later.minor is None):
-            yield CheckFinding(
+            yield make_finding(
                 id="framework_replaced",
                 severity="warning",
                 title=f"{later.text} replaces the {has} of the image, which fits its CUDA",
@@ -265,7 +265,7 @@ def _replaced(image: Image) -> Iterator[CheckFinding]:
         models = image.get("tf-models-official") if name == "tensorflow" else None
         if models and models.minor != base.minor and not models.no_deps:
             version = f"{base.minor[0]}.{base.minor[1]}.0" if base.minor else "VERSION of the image's TensorFlow"
-            yield CheckFinding(
+            yield make_finding(
                 id="framework_replaced",
                 severity="blocker" if base.minor and not models.specifier else "warning",
                 title=f"tf-models-official replaces the {has} of the image by its own version's TensorFlow",
@@ -280,7 +280,7 @@ def _tensorflow_gpu(image: Image) -> Iterator[CheckFinding]:
     if package is None or package.source == "conda":
         return
     if package.allows_minor(TF_GPU_REMOVED) or (package.minor and package.minor >= TF_GPU_REMOVED):
-        yield CheckFinding(
+        yield make_finding(
             id="tensorflow_gpu_removed",
             severity="blocker",
             title="tensorflow-gpu can no longer be installed",
@@ -299,7 +299,7 @@ def _python(image: Image) -> Iterator[CheckFinding]:
         package, number = found
         oldest, newest = table[number].python
         if not oldest <= image.python <= newest:
-            yield CheckFinding(
+            yield make_finding(
                 id="python_unsupported",
                 severity="blocker",
                 title=f"{name} {dotted(number)} has no wheel for Python {dotted(image.python)}: it cannot be installed",
@@ -324,7 +324,7 @@ def _torchvision(image: Image) -> Iterator[CheckFinding]:
         return
     pair = next((number for number, build in TORCH.items() if build.torchvision == vision.minor), None)
     belongs = f"torchvision {dotted(vision.minor)} belongs to torch {dotted(pair)}" if pair else ""
-    yield CheckFinding(
+    yield make_finding(
         id="torchvision_mismatch",
         severity="blocker",
         title=f"torch {dotted(torch.minor)} needs torchvision {dotted(wanted)}, not {dotted(vision.minor)}",
@@ -342,7 +342,7 @@ def _wheel_index(image: Image) -> Iterator[CheckFinding]:
     wanted = torch.local or (torch.index if torch.index_alone else "")
     if wanted.startswith("cu") and wanted not in tags:
         choices = ", ".join(sorted(tags, key=lambda tag: (len(tag), tag)))
-        yield CheckFinding(
+        yield make_finding(
             id="wheel_missing",
             severity="blocker",
             title=f"torch {dotted(torch.minor)} has no wheel for {wanted}: pip finds no matching distribution",
@@ -370,7 +370,7 @@ def _numpy(image: Image) -> Iterator[CheckFinding]:
         ):
             continue
         effect = "import fails" if name == "TensorFlow" else 'tensor.numpy() raises "Numpy is not available"'
-        yield CheckFinding(
+        yield make_finding(
             id="numpy_too_new",
             severity="blocker" if explicit else "warning",
             title=f"{name} {dotted(number)} does not work with NumPy 2: {effect}",
@@ -398,7 +398,7 @@ def _protobuf(image: Image) -> Iterator[CheckFinding]:
         return
     if "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION" in image.environment:
         return
-    yield CheckFinding(
+    yield make_finding(
         id="protobuf_too_new",
         severity="blocker",
         title=f"TensorFlow {dotted(number)} cannot be imported with protobuf 4 or later",
@@ -415,7 +415,7 @@ def _keras(image: Image) -> Iterator[CheckFinding]:
         return
     package, number = found
     if number < TF_KERAS_3 and keras.minor != number and keras.minor >= (2, 6):
-        yield CheckFinding(
+        yield make_finding(
             id="keras_mismatch",
             severity="blocker",
             title=f"TensorFlow {dotted(number)} needs keras {dotted(number)}, not {dotted(keras.minor)}",
@@ -424,7 +424,7 @@ def _keras(image: Image) -> Iterator[CheckFinding]:
             place=keras.place,
         )
     elif number >= TF_KERAS_3 and keras.minor < (3, 0):
-        yield CheckFinding(
+        yield make_finding(
             id="keras_mismatch",
             severity="blocker",
             title=f"TensorFlow {dotted(number)} needs Keras 3, not {dotted(keras.minor)}",
@@ -451,7 +451,7 @@ def _extensions(image: Image) -> Iterator[CheckFinding]:
     if built is None or nvcc is None or nvcc.version[0] == built[0]:
         return
     name, place = image.extensions[0]
-    yield CheckFinding(
+    yield make_finding(
         id="extension_cuda_mismatch",
         severity="blocker",
         title=f"{name} cannot be compiled: nvcc is of CUDA {dotted(nvcc.version)}, torch of CUDA {dotted(built)}",
@@ -475,7 +475,7 @@ def _conda(image: Image) -> Iterator[CheckFinding]:
     for package in image.conda_forge[:1]:
         if "gpu" in package.text or "cuda" in package.text:
             continue
-        yield CheckFinding(
+        yield make_finding(
             id="conda_picks_cpu",
             severity="blocker",
             title=f"conda sees no GPU during docker build and takes the build of {package.text} without CUDA",
@@ -490,7 +490,7 @@ def _opencv(image: Image) -> Iterator[CheckFinding]:
     if len(found) > 1:
         last = max(found, key=lambda package: image.packages.index(package))
         names = " and ".join(sorted(package.name for package in found))
-        yield CheckFinding(
+        yield make_finding(
             id="two_opencvs",
             severity="warning",
             title=f"{names} overwrite each other's cv2",
@@ -502,7 +502,7 @@ def _opencv(image: Image) -> Iterator[CheckFinding]:
 
 def _unpinned(image: Image) -> Iterator[CheckFinding]:
     if image.is_unpinned:
-        yield CheckFinding(
+        yield make_finding(
             id="unpinned_framework",
             severity="warning",
             title=f"FROM {image.base} is another image next month",
@@ -517,7 +517,7 @@ def _unpinned(image: Image) -> Iterator[CheckFinding]:
             names.append(package)
     if names:
         which = " and ".join(package.text for package in names)
-        yield CheckFinding(
+        yield make_finding(
             id="unpinned_framework",
             severity="warning",
             title=f"{which}: the next build may get another version",
@@ -535,7 +535,7 @@ def _variables(image: Image) -> Iterator[CheckFinding]:
     ):
         word = image.environment.get(name)
         if word and word.text.strip().lower() in hidden:
-            yield CheckFinding(
+            yield make_finding(
                 id="gpu_hidden",
                 severity="blocker",
                 title=f'{name}="{word.text}" hides all GPUs',
@@ -545,7 +545,7 @@ def _variables(image: Image) -> Iterator[CheckFinding]:
             )
     word = image.environment.get("NVIDIA_DRIVER_CAPABILITIES")
     if word and not {"compute", "all"} & set(re.split(r"[,\s]+", word.text)) and "$" not in word.text:
-        yield CheckFinding(
+        yield make_finding(
             id="gpu_hidden",
             severity="blocker",
             title="NVIDIA_DRIVER_CAPABILITIES lacks compute: libcuda is not mounted",
@@ -554,7 +554,7 @@ def _variables(image: Image) -> Iterator[CheckFinding]:
             place=f"{file}:{word.line}",
         )
     for text, place in image.stubs[:1]:
-        yield CheckFinding(
+        yield make_finding(
             id="stub_driver",
             severity="blocker",
             title="The stub of libcuda hides the driver: CUDA finds no device",
@@ -567,7 +567,7 @@ def _variables(image: Image) -> Iterator[CheckFinding]:
 def _drivers(image: Image) -> Iterator[CheckFinding]:
     for text, place in image.drivers[:1]:
         toolkit = text.startswith("cuda")
-        yield CheckFinding(
+        yield make_finding(
             id="driver_in_image",
             severity="warning",
             title=f"{text} installs an NVIDIA driver in the image",
@@ -583,7 +583,7 @@ def _newer_than_tables(image: Image) -> Iterator[CheckFinding]:
     for name, names, table in (("TensorFlow", _TENSORFLOW_NAMES, TENSORFLOW), ("torch", ("torch",), TORCH)):
         package = image.has(*names)
         if package and package.minor and package.minor > max(table):
-            yield CheckFinding(
+            yield make_finding(
                 id="version_unknown",
                 severity="unknown",
                 place=package.place,
@@ -607,7 +607,7 @@ def _driver_minimum(image: Image) -> Iterator[CheckFinding]:
     if cuda is None or driver is None or any(_cpu_only(image)):
         return
     version = str(cuda[0]) if cuda[0] >= 11 else dotted(cuda)
-    yield CheckFinding(
+    yield make_finding(
         id="driver_minimum",
         severity="unknown",
         title=f"Needs an NVIDIA driver ≥ {driver} on the machine (CUDA {version})",

@@ -4,11 +4,12 @@ findings.
 The advice in the summary is in `results.py`.
 """
 
+from stoker.findings.finding import Finding
 from stoker.report import format as fmt
-from stoker.report.explain_terminal import extra_command, format_cost, probe_rows
+from stoker.report.explain_terminal import probe_rows
+from stoker.report.findings_terminal import format_cost
 from stoker.report.page.markup import Child, Markup, code, table, tag
 from stoker.report.run_report import RunReport
-from stoker.runs.schemas import Finding
 
 
 def findings(report: RunReport) -> list[Markup]:
@@ -16,7 +17,7 @@ def findings(report: RunReport) -> list[Markup]:
     articles = [
         _finding(report, number, finding) for number, finding in enumerate(report.explanation.findings, start=1)
     ]
-    notes = [tag("li", note.text, _source(note.source)) for note in report.explanation.notes]
+    notes = [tag("li", note.title, _source(note.place)) for note in report.explanation.notes]
     return [
         *([tag("h3", "Findings"), *articles] if articles else []),
         *([tag("h3", "Notes"), tag("ul", notes)] if notes else []),
@@ -28,7 +29,7 @@ def _finding(report: RunReport, number: int, finding: Finding) -> Markup:
     cost_range = report.explanation.cost(finding.lost_device_s)
     cost_text = f", cost {format_cost(cost_range)}" if cost_range is not None else ""
     evidence = [tag("li", item.text, _source(item.source)) for item in finding.evidence]
-    command = extra_command(finding)
+    command = finding.extra_command
     confidence = f"Confidence: {fmt.percentage(finding.confidence)}" if finding.confidence is not None else ""
     return tag(
         "article",

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 
 from stoker.evaluation.document import ClassEvaluation, Evaluation
 from stoker.evaluation.metrics import COCO_SUMMARY
+from stoker.findings.finding import Finding
 from stoker.report import format as fmt
-from stoker.report.advice import ERROR_TYPE_ADVICE, Advice, sum_error_types
+from stoker.report.advice import ERROR_TYPE_ADVICE, sum_error_types
 from stoker.report.environment import gpu_names
-from stoker.report.explain_terminal import format_cost
+from stoker.report.findings_terminal import format_cost
 from stoker.report.page import charts as page_charts
 from stoker.report.page.charts import Charts
 from stoker.report.page.images import gallery, legend
@@ -140,7 +141,7 @@ def _verdict(report: RunReport) -> Markup:
     )
 
 
-def _advice(advice: list[Advice]) -> Markup:
+def _advice(advice: list[Finding]) -> Markup:
     title = tag("h3", "What to do next")
     if not advice:
         return join(title, tag("p", "No advice: the diagnosis found nothing to improve."))
@@ -150,9 +151,9 @@ def _advice(advice: list[Advice]) -> Markup:
     return join(title, tag("ol", shown, class_="advice"), more)
 
 
-def _advice_item(advice: Advice) -> Markup:
-    command = [" ", code(advice.command)] if advice.command else []
-    reason = tag("span", advice.reason, class_="reason") if advice.reason else None
+def _advice_item(advice: Finding) -> Markup:
+    command = [" ", code(advice.extra_command)] if advice.extra_command else []
+    reason = tag("span", advice.evidence_text, class_="reason") if advice.evidence else None
     return tag(
         "li",
         tag("span", SEVERITY_LABELS[advice.severity], class_=f"mark {advice.severity}"),

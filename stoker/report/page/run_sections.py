@@ -9,7 +9,7 @@ from typing import Any
 from stoker.report import format as fmt
 from stoker.report.environment import flatten
 from stoker.report.explain import PhaseTime
-from stoker.report.explain_terminal import format_cost
+from stoker.report.findings_terminal import format_cost
 from stoker.report.page import charts as page_charts
 from stoker.report.page.charts import PHASE_COLORS, Charts
 from stoker.report.page.findings import experiments, findings
