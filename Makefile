@@ -10,7 +10,7 @@ PYENV := $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions
 python_version = $(or $(lastword $(sort $(wildcard $(PYENV)/$(1).*/bin/python))),python$(1))
 VERSION_TESTS := tests/models tests/training tests/hardware tests/data/test_augment_device.py tests/data/test_device_batches.py
 
-.PHONY: setup lock peers demo test test-slow test-oldest test-newest chaos soak check
+.PHONY: setup lock peers demo docs test test-slow test-oldest test-newest chaos soak check
 .PHONY: bench bench-diagnose bench-diagnose-quick bench-gpu gpu-goal gpu-kit clean
 
 setup: .venv/.ready
@@ -62,6 +62,9 @@ chaos: setup  ## the table of docs/faults.md, with times; 8 minutes on free core
 
 soak: setup  ## 20 minutes of random faults; MINUTES=5 is shorter
 	$(BIN)/python -m tests.chaos.soak --minutes $(or $(MINUTES),20)
+
+docs: setup  ## docs/causes.md: all findings of all commands, with thresholds, sources and fixes
+	$(BIN)/python -m stoker.diagnosis.reference > docs/causes.md
 
 check: setup
 	$(BIN)/ruff check .

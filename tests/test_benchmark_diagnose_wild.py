@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import importlib
 import json
-import re
 from collections import defaultdict
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from stoker.diagnosis.endings import endings
+from stoker.diagnosis.reference import all_entries
 from tests.test_benchmarks import FOLDER
 
 
@@ -171,9 +170,7 @@ def test_the_options_choose_jobs(wild: ModuleType) -> None:
 
 def test_the_jobs_are_well_formed_and_many_enough(wild: ModuleType) -> None:
     listed = wild.all_jobs()
-    known = endings().keys() | set(
-        re.findall(r"^### `(\w+)`", (FOLDER.parent / "docs" / "causes.md").read_text(encoding="utf-8"), re.M)
-    )
+    known = {entry.id for entry in all_entries()}
     keys = [(half, job.program, job.fault, job.way) for half, job in listed]
     assert len(set(keys)) == len(keys)
     ways: dict[tuple[str, str], set[str]] = defaultdict(set)

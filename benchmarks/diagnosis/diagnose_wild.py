@@ -21,7 +21,7 @@ of the fault among them and without a word of stoker, and add a `Job` (`wild/job
 `wild/first_jobs.py` or `wild/second_jobs.py`; scripts of the second half are `wild/second_*.py`. Faults from outside
 (slow disks, servers, limits, neighbors, signals) are in `wild/around.py` and `diagnose_outside.py`. A fault of a
 program has at least two jobs, each in another way. A job takes 20 to 35 s, of which loading the packages is a part;
-some healthy ones 10 s, some 70 s. The ids of causes are in `docs/causes.md`. Try one job with `--only WORDS --keep`,
+some healthy ones 10 s, some 70 s. `make docs` lists the ids of causes. Try one job with `--only WORDS --keep`,
 whose folder is then printed: it has `output`, `run/` and `why.json`.
 """
 

@@ -29,6 +29,7 @@ def why(
     all_: Annotated[str | None, Parameter(name="--all")] = None,
     price_per_device_hour: Price = None,
     probe: bool = False,
+    explain: str | None = None,
     json: bool = False,
 ) -> None:
     """Shows where the time of a run went, live or finished, the largest loss first, and what to change.
@@ -44,11 +45,19 @@ def why(
     probe
         First repeats steps of a finished run with one thing changed at a time (a cached batch, twice the batch size,
         compiled, one worker more or fewer) and measures the speed: some minutes, on this machine.
+    explain
+        Explains the id of a finding of any command, instead of a run: its meaning, threshold, source and fix.
     json
         Print everything as JSON.
     """
     from stoker.errors import UsageError
 
+    if explain is not None:
+        from stoker.diagnosis.reference import explain_id
+        from stoker.report.findings_terminal import print_entries
+
+        _print(explain_id(explain), print_entries, json=json)
+        return
     if (run is None) == (all_ is None) or (all_ is not None and compare is not None):
         raise UsageError(
             "Which run?", choices=["stoker why RUN", "stoker why RUN --compare RUN2", "stoker why --all FOLDER"]

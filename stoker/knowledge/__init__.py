@@ -3,6 +3,7 @@ schema and the code that uses it are where it is needed. No rules and no computa
 
 causes.toml: thresholds and fixes of the causes of lost time (`diagnosis/causes/cause.py`).
 endings.toml: the ways in which jobs end (`diagnosis/endings.py`).
+findings.toml: what findings of `check`, `report` and `launch advise` mean (`diagnosis/reference.py`).
 flags.toml: flags of other tools (`cli/flag_names.py`).
 gpus.toml: peaks of GPUs, by data sheets (`planning/accelerators.py`).
 machines.toml, prices.toml: machines of clouds, their spot prices (`planning/machines.py`) and list prices

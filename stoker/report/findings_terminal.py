@@ -12,9 +12,10 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from stoker.diagnosis.reference import Entry
 from stoker.findings.finding import SEVERITIES, Finding, Severity
 from stoker.report import format as fmt
-from stoker.report.console import plain_text, print_renderables
+from stoker.report.console import plain_text, print_renderables, table
 
 STYLES: dict[Severity, str] = {
     "blocker": "bold red", "critical": "bold red", "warning": "bold yellow", "info": "bold", "unknown": "bold",
@@ -75,6 +76,17 @@ def explain_line(findings: Iterable[Finding]) -> list[Text]:
     """The ids of the findings above "ok", with the command that explains them; nothing if there are none."""
     ids = ", ".join(dict.fromkeys(finding.id for finding in findings if finding.severity != "ok"))
     return [plain_text(f"`stoker why --explain ID` explains: {ids}", "dim")] if ids else []
+
+
+def print_entries(entries: Iterable[Entry], file: TextIO | None = None) -> None:
+    """Prints what `stoker why --explain ID` says."""
+    for entry in entries:
+        rendered = table("", "", header=False)
+        for name, text in entry.rows:
+            rendered.add_row(name, text)
+        print_renderables(
+            [Text(f"{entry.id}: {entry.title}", "bold"), plain_text(entry.section, "dim"), rendered], file
+        )
 
 
 def format_cost(cost_range: tuple[float, float] | None) -> str:

@@ -14,14 +14,18 @@ from stoker.diagnosis.catalog import CATALOG, RULES, catalog_hash
 from stoker.diagnosis.causes.cause import COMMON_THRESHOLDS, REASONS, Cause, Threshold
 from stoker.diagnosis.endings import endings
 from stoker.diagnosis.notes import NOTES
+from stoker.diagnosis.reference import all_entries, explain_id, render_page
 from stoker.diagnosis.xids import find_xid
+from stoker.errors import UsageError
 from stoker.knowledge import read_toml
+from stoker.report import sizing
 from stoker.runs.schemas import PROBE_KINDS
-from tests.diagnosis.catalog_page import render_page
 
 NATIVE_ONLY = {"anchors_miss_boxes", "bad_images"}
 """Causes that rest on what only `stoker train` records."""
-PAGE = Path(__file__).parents[2] / "docs/causes.md"
+STOKER = Path(causes.__file__).parents[2]
+MAKERS = {"make_finding", "ok", "unknown", "change", "_advice", "_note", "_make_finding", "_refused"}
+"""Functions whose first argument is the id of a finding."""
 CAUSES_FOLDER = Path(causes.__file__).parent
 
 
@@ -36,10 +40,42 @@ def test_every_cause_is_listed_once_with_the_rule_of_its_name() -> None:
     assert read_toml("causes.toml").keys() - {"common_thresholds"} == CATALOG.keys()
 
 
-def test_the_page_is_generated_from_the_catalog() -> None:
-    assert PAGE.read_text() == render_page(), "python -m tests.diagnosis.catalog_page > docs/causes.md"
-    for name in (*CATALOG, *endings()):
-        assert render_page().count(f"### `{name}`") == 1
+def test_the_page_has_all_of_them() -> None:
+    page = render_page()
+    for entry in all_entries():
+        assert f"### `{entry.id}`: {entry.title}" in page
+    assert len({(entry.id, entry.section) for entry in all_entries()}) == len(all_entries())
+
+
+def test_an_id_is_explained_with_its_threshold_source_and_fix(capsys: pytest.CaptureFixture[str]) -> None:
+    app(["why", "--explain", "input_bound"], result_action="return_value")
+    printed = capsys.readouterr().out
+    for text in ("The device waits for images", "critical from 0.2", "TensorFlow Profiler", "--cache disk"):
+        assert text in printed
+    with pytest.raises(UsageError, match="input_bound"):
+        explain_id("input_bounds")
+    for id in ("disk_full", "no_telemetry", "zero-size", "no_gpu", "more_cores", "mig_slice", "run_failed"):
+        (entry,) = explain_id(id)
+        assert entry.title
+        assert entry.rows
+
+
+def test_every_id_of_every_command_is_explained() -> None:
+    """Ids that are written in calls which make findings."""
+    known = {entry.id for entry in all_entries()}
+    ids = {rule.__name__ for rule in sizing.RULES}
+    for file in STOKER.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            ids |= {str(keyword.value.value) for keyword in node.keywords if keyword.arg == "id"
+                    and name in ("Finding", "make_finding") and isinstance(keyword.value, ast.Constant)}  # fmt: skip
+            if name in MAKERS and node.args and isinstance(node.args[0], ast.Constant) and len(node.args) > 1:
+                ids.add(str(node.args[0].value))
+    ids -= {id for id in ids if not re.fullmatch(r"[a-z][a-z_0-9]+", id)}
+    assert ids - known == set()
+    assert len(ids) >= 120
 
 
 @pytest.mark.parametrize("cause", CATALOG.values(), ids=lambda cause: cause.id)
