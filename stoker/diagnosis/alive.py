@@ -2,26 +2,27 @@
 or, for a job that `stoker watch --pid` was attached to, by its process id."""
 
 import contextlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from stoker.runs.records import EVENTS, locked, read_lines
-from stoker.runs.schemas import Event
+from stoker.runs.records import locked
 from stoker.storage.run_uri import LEASE_FILE
 
 if TYPE_CHECKING:
     from stoker.storage.lease import LeaseHolder
 
 
-def is_held(run_dir: Path) -> bool | None:
-    """Whether a process of this machine trains the run; None if the lock cannot be tried."""
+def is_held(run_dir: Path, job: Mapping[str, Any] | None = None) -> bool | None:
+    """Whether a process of this machine trains the run; None if the lock cannot be tried. job: that `stoker watch
+    --pid` was attached to, as its newest event of a start has it."""
     if not (run_dir / ".lock").exists():
         return False
     with (
         contextlib.suppress(OSError),
         locked(run_dir) as acquired,
     ):  # a read-only copy of a run, or a file system without locks
-        return not acquired or _attached_job_is_running(run_dir)
+        return not acquired or (job is not None and _is_running(job))
     return None
 
 
@@ -41,19 +42,14 @@ def boot_id() -> str:
     return path.read_text().strip() if path.exists() else ""
 
 
-def _attached_job_is_running(run_dir: Path) -> bool:
-    """Whether the job that `stoker watch --pid` was attached to still runs, without being watched. A process is
-    identified by its pid, its start and the boot, since pids are reused."""
-    job_entries = [
-        event.data["job"]
-        for event in read_lines(run_dir, EVENTS, Event)
-        if event.kind in ("started", "resumed") and "job" in event.data
-    ]
-    if not job_entries or job_entries[-1].get("boot") != boot_id():
+def _is_running(job: Mapping[str, Any]) -> bool:
+    """Whether a process still runs, without being watched. It is identified by its pid, its start and the boot, since
+    pids are reused."""
+    if job.get("boot") != boot_id():
         return False
     try:
-        stat_line = Path(f"/proc/{job_entries[-1]['pid']}/stat").read_text(errors="replace")
+        stat_line = Path(f"/proc/{job['pid']}/stat").read_text(errors="replace")
     except OSError:  # it ended
         return False
     fields = stat_line.rpartition(")")[2].split()
-    return fields[0] not in "ZX" and int(fields[19]) == job_entries[-1]["start_ticks"]
+    return fields[0] not in "ZX" and int(fields[19]) == job["start_ticks"]

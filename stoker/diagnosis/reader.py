@@ -8,13 +8,14 @@ long one. Lost time is computed from the sums of the whole run, `stoker/runs/tot
 """
 
 import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from stoker.diagnosis.causes.cause import common_threshold
 from stoker.diagnosis.causes.gpu import GPU_CLOCKS_LOW
 from stoker.diagnosis.run_data import MAX_EXAMPLES, GpuStats, HostStats, ProgressGap, RunRecords, StackStats
-from stoker.diagnosis.termination import read_termination
+from stoker.diagnosis.termination import EndReader
 from stoker.runs import records
 from stoker.runs.schemas import (
     DeviceSample,
@@ -26,7 +27,7 @@ from stoker.runs.schemas import (
     StepWindow,
     TraceWindow,
 )
-from stoker.runs.totals import compute_totals, list_rank_dirs
+from stoker.runs.totals import TotalsSum, list_rank_dirs
 from stoker.storage.uri import is_uri
 
 MAX_FRAMES = 64
@@ -49,58 +50,77 @@ _EXTERNAL_END_PHASES = (*_END_PHASES, "compute", "eval", "checkpoint")
 _LAUNCHER_KINDS = frozenset({"idle", "other"})
 """Kinds of the stacks of a process that does not train: it waits for its children, or imports."""
 
-_END_KINDS = ("finished", "failed", "preempted")
+
+class Observer:
+    """Gets each record while `read_run` reads it, for what only one command needs: first all events, then profiler
+    windows, then steps, then samples. Each method may be overridden."""
+
+    def event(self, event: Event) -> None: ...
+
+    def trace(self, rank: int, trace: TraceWindow) -> None: ...
+
+    def window(self, rank: int, window: StepWindow) -> None: ...
+
+    def sample(self, sample: DeviceSample) -> None: ...
 
 
-def read_run(run_dir: Path, price_per_device_hour: float | None = None) -> RunRecords:
-    """The records of a run. price_per_device_hour: None: as recorded in the run."""
+def read_run(
+    run_dir: Path, price_per_device_hour: float | None = None, *, observers: Iterable[Observer] = ()
+) -> RunRecords:
+    """The records of a run; each file is read once. price_per_device_hour: None: as recorded in the run."""
+    observers = list(observers)
     tables = records.read_settings(run_dir) or {}
-    reasons = tables.pop("reasons", {})
     settings: dict[str, Any] = {}
-    for table in tables.values():
-        settings |= table if isinstance(table, dict) else {}
+    for name, table in tables.items():
+        settings |= table if isinstance(table, dict) and name != "reasons" else {}
     run_records = RunRecords(
-        totals=compute_totals(run_dir),
-        price_per_device_hour=records.recorded_price(run_dir)
-        if price_per_device_hour is None
-        else price_per_device_hour,
+        tables=tables,
         settings=settings,
-        auto_settings=frozenset(reasons),
+        auto_settings=frozenset(tables.get("reasons", {})),
         from_bucket=is_uri(str(settings.get("data", ""))),
         is_native_run=bool(settings),
-        termination=read_termination(run_dir),
+        recorded_price=float(tables.get("run", {}).get("price_per_device_hour", 0.0)),
     )
-    end_event = _read_events(run_dir, run_records)
-    steady_spans = _read_steps(run_dir, run_records, end_event)
-    _read_devices(run_dir, run_records, steady_spans)
+    ranks = list_rank_dirs(run_dir)
+    run_records.num_ranks = len(ranks)
+    _read_events(run_dir, run_records, observers)
+    end = EndReader(run_dir, run_records.events)
+    for rank, folder in ranks.items():
+        for trace in records.read_lines(folder, records.TRACES, TraceWindow):
+            if rank == 0:
+                _add_trace(run_records, trace)
+            for observer in observers:
+                observer.trace(rank, trace)
+    steady_spans = _read_steps(ranks, run_records, end, observers)
+    _read_devices(run_dir, run_records, steady_spans, end, observers)
     paths: set[str] = set()
     for quarantined in records.read_lines(run_dir, records.QUARANTINE, Quarantined):
         paths.add(quarantined.path)
         if len(run_records.quarantined) < MAX_EXAMPLES:
             run_records.quarantined.setdefault(quarantined.path, quarantined.error)
     run_records.num_quarantined = len(paths)
-    ranks = list_rank_dirs(run_dir)
-    run_records.num_ranks = len(ranks)
-    for trace in records.read_lines(run_dir, records.TRACES, TraceWindow):
-        _add_trace(run_records, trace)
-    _read_stacks(run_records, list(ranks.values()), steady_spans)
-    for probe in records.read_lines(run_dir, records.PROBES, Probe):
-        if not probe.reason and probe.ratio > 0:
-            run_records.probes[probe.probe] = probe
+    _read_stacks(run_records, ranks, steady_spans, end)
+    run_records.all_probes = list(records.read_lines(run_dir, records.PROBES, Probe))
+    run_records.probes = {
+        probe.probe: probe for probe in run_records.all_probes if not probe.reason and probe.ratio > 0
+    }
+    run_records.termination = end.termination()
+    run_records.price_per_device_hour = (
+        run_records.recorded_price if price_per_device_hour is None else price_per_device_hour
+    )
     return run_records
 
 
-def _read_events(run_dir: Path, run_records: RunRecords) -> Event | None:
-    """The event that ended the newest attempt; None if there is none."""
-    end_event: Event | None = None
-    learning = run_records.learning
-    for event in records.read_lines(run_dir, records.EVENTS, Event):
+def _read_events(run_dir: Path, run_records: RunRecords, observers: list[Observer]) -> None:
+    learning, summary = run_records.learning, run_records.events
+    for number, event in records.numbered_lines(run_dir, records.EVENTS, Event):
+        for observer in observers:
+            observer.event(event)
+        summary.add(number, event)
         if event.kind in ("started", "resumed"):
-            end_event = None
             run_records.empty_inputs = []
             run_records.is_external |= "coverage" in event.data
-        elif event.kind in _END_KINDS:
-            end_event = event
+            run_records.recorded_price = float(event.data.get("price_per_device_hour", run_records.recorded_price))
         elif event.kind == "checkpoint_saved":
             run_records.num_checkpoints += 1
         elif event.kind == "checkpoint_failed":
@@ -127,7 +147,6 @@ def _read_events(run_dir: Path, run_records: RunRecords) -> Event | None:
         workers = event.data.get("workers")
         if isinstance(workers, int):
             run_records.facts["workers"] = workers
-    return end_event
 
 
 def _add_evaluation(run_records: RunRecords, event: Event) -> None:
@@ -162,19 +181,42 @@ class _SteadySpan(NamedTuple):
         return 1 - inside_s / (end_t - start_t) if end_t > start_t else 0.0
 
 
-def _read_steps(run_dir: Path, run_records: RunRecords, end_event: Event | None) -> dict[int, _SteadySpan]:
-    """Reads the steps; returns attempt → its steady time."""
-    steady_spans: dict[int, _SteadySpan] = {}
-    last_t: float | None = None
-    max_gap_s, attempt = 0.0, 0
-    total_fetch_s, images_seen, dataset_size = 0.0, 0, run_records.facts.get("num_images")
-    pending_windows: list[StepWindow] = []
-    """Windows without steps: they belong to the end unless steps follow."""
-    for window in records.read_lines(run_dir, records.STEPS, StepWindow):
-        learning = run_records.learning
-        if window.attempt != attempt:
+def _read_steps(
+    ranks: Mapping[int, Path], run_records: RunRecords, end: EndReader, observers: list[Observer]
+) -> dict[int, _SteadySpan]:
+    """Reads the steps of all ranks; returns attempt → its steady time."""
+    steps, totals = _StepsReader(run_records), TotalsSum(len(ranks))
+    for rank, folder in ranks.items():
+        for number, window in records.numbered_lines(folder, records.STEPS, StepWindow):
+            totals.add(rank, window)
+            if rank == 0:
+                steps.add(window)
+                end.window(number, window)
+            for observer in observers:
+                observer.window(rank, window)
+    run_records.totals = totals.totals(run_records.events.attempts)
+    steps.finish()
+    return steps.steady_spans
+
+
+class _StepsReader:
+    """Adds up the windows of rank 0."""
+
+    def __init__(self, run_records: RunRecords) -> None:
+        self.steady_spans: dict[int, _SteadySpan] = {}
+        self._run_records = run_records
+        self._last_t: float | None = None
+        self._max_gap_s, self._attempt = 0.0, 0
+        self._total_fetch_s, self._images_seen = 0.0, 0
+        self._pending_windows: list[StepWindow] = []
+        """Windows without steps: they belong to the end unless steps follow."""
+
+    def add(self, window: StepWindow) -> None:
+        run_records, pending_windows = self._run_records, self._pending_windows
+        learning, dataset_size = run_records.learning, run_records.facts.get("num_images")
+        if window.attempt != self._attempt:
             _add_trailing_windows(run_records, pending_windows)
-            attempt, last_t, max_gap_s = window.attempt, None, 0.0
+            self._attempt, self._last_t, self._max_gap_s = window.attempt, None, 0.0
         if window.memory_peak_bytes is not None:
             run_records.memory_peak_bytes = max(run_records.memory_peak_bytes or 0, window.memory_peak_bytes)
         if window.host_bound_steps is not None:
@@ -183,22 +225,25 @@ def _read_steps(run_dir: Path, run_records: RunRecords, end_event: Event | None)
         _add_learning(run_records, window)
         if learning.best is not None and window.t > learning.best[0]:
             learning.device_s_since_best += window.wall_s * window.devices
-        images_seen += window.num_images
-        total_fetch_s += window.input_wait_stages.get("fetch", 0.0)
+        self._images_seen += window.num_images
+        self._total_fetch_s += window.input_wait_stages.get("fetch", 0.0)
         if (
             isinstance(dataset_size, int)
             and run_records.first_epoch_fetch_s is None
-            and images_seen >= dataset_size > 0
+            and self._images_seen >= dataset_size > 0
         ):
-            run_records.first_epoch_fetch_s = total_fetch_s
-        steady_span = steady_spans.get(window.attempt)
+            run_records.first_epoch_fetch_s = self._total_fetch_s
+        steady_span = self.steady_spans.get(window.attempt)
         if window.window_steps > 0:
+            start_t = window.t - window.wall_s
             startup_s = sum(window.phases.get(name, 0.0) for name in _STARTUP_PHASES) / max(1, window.devices)
-            max_gap_s = max(max_gap_s, window.wall_s - startup_s if last_t is None else window.t - last_t)
-            last_t = window.t
-            steady_spans[window.attempt] = _SteadySpan(
-                window.t if steady_span is None else steady_span.start_t, window.t - window.wall_s
+            gap_s = window.wall_s - startup_s if self._last_t is None else window.t - self._last_t
+            self._max_gap_s, self._last_t = max(self._max_gap_s, gap_s), window.t
+            self.steady_spans[window.attempt] = _SteadySpan(
+                window.t if steady_span is None else steady_span.start_t, start_t
             )
+            training = run_records.training
+            training.start_t, training.end_t = min(training.start_t, start_t), max(training.end_t, window.t)
         if steady_span is not None and window.window_steps > 0:
             for pending in (*pending_windows, window):
                 _add_steady(run_records, pending)
@@ -213,14 +258,19 @@ def _read_steps(run_dir: Path, run_records: RunRecords, end_event: Event | None)
             and not run_records.is_external
         ):
             _add_steady(run_records, window, excluded=_STARTUP_PHASES)
-    _add_trailing_windows(run_records, pending_windows)
-    if (
-        (end_event is None or end_event.kind != "finished")
-        and last_t is not None
-        and attempt == run_records.totals.attempts
-    ):
-        run_records.progress_gap = ProgressGap(gap_s=0.0, max_earlier_gap_s=max_gap_s, last_step_t=last_t)
-    return steady_spans
+
+    def finish(self) -> None:
+        run_records = self._run_records
+        _add_trailing_windows(run_records, self._pending_windows)
+        end = run_records.events.end
+        if (
+            (end is None or end.kind != "finished")
+            and self._last_t is not None
+            and self._attempt == run_records.totals.attempts
+        ):
+            run_records.progress_gap = ProgressGap(
+                gap_s=0.0, max_earlier_gap_s=self._max_gap_s, last_step_t=self._last_t
+            )
 
 
 def _add_trailing_windows(run_records: RunRecords, pending_windows: list[StepWindow]) -> None:
@@ -273,10 +323,20 @@ def _add_learning(run_records: RunRecords, window: StepWindow) -> None:
         )
 
 
-def _read_devices(run_dir: Path, run_records: RunRecords, steady_spans: dict[int, _SteadySpan]) -> None:
+def _read_devices(
+    run_dir: Path,
+    run_records: RunRecords,
+    steady_spans: dict[int, _SteadySpan],
+    end: EndReader,
+    observers: list[Observer],
+) -> None:
     progress_gap = run_records.progress_gap
-    for sample in records.read_lines(run_dir, records.DEVICES, DeviceSample):
+    for number, sample in records.numbered_lines(run_dir, records.DEVICES, DeviceSample):
         run_records.num_samples += 1
+        run_records.training.add(sample, run_records.totals.devices)
+        end.sample(number, sample)
+        for observer in observers:
+            observer.sample(sample)
         steady_span = steady_spans.get(sample.attempt)
         is_steady = steady_span is not None and steady_span.contains(sample.t)
         _add_extremes(run_records, sample)
@@ -396,11 +456,15 @@ def _add_trace(run_records: RunRecords, trace: TraceWindow) -> None:
             stats.longest_gap = (gap.duration_s, gap.host_op)
 
 
-def _read_stacks(run_records: RunRecords, rank_dirs: list[Path], steady_spans: dict[int, _SteadySpan]) -> None:
+def _read_stacks(
+    run_records: RunRecords, ranks: Mapping[int, Path], steady_spans: dict[int, _SteadySpan], end: EndReader
+) -> None:
     """Adds up the samples of the processes that train; of all, if none is known to."""
     by_process: dict[tuple[int, int], StackStats] = {}
-    for rank_dir in rank_dirs:
-        for window in records.read_lines(rank_dir, records.STACKS, StackWindow):
+    for rank, folder in ranks.items():
+        for number, window in records.numbered_lines(folder, records.STACKS, StackWindow):
+            if rank == 0:
+                end.stacks(number, window)
             stats = by_process.setdefault((window.attempt, window.pid), StackStats())
             _add_stacks(stats, window, steady_spans.get(window.attempt))
     training = [stats for stats in by_process.values() if stats.main_thread.keys() - _LAUNCHER_KINDS]

@@ -5,12 +5,13 @@ empty, never zero. "Steady" is the time after the start: see `reader.py`.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 from stoker.diagnosis.series import Mean, TimeSeries
-from stoker.diagnosis.termination import Termination
-from stoker.runs.schemas import Event, Probe
-from stoker.runs.totals import Totals
+from stoker.diagnosis.termination import EventSummary, Termination
+from stoker.runs.schemas import DeviceSample, Event, Probe
+from stoker.runs.totals import Totals, TotalsSum
 
 MAX_EXAMPLES = 3
 """Number of names and lines that are kept as examples."""
@@ -193,12 +194,49 @@ class ProgressGap:
 
 
 @dataclasses.dataclass(kw_only=True)
+class TrainingStats:
+    """The machine from the first step to the last, of all attempts."""
+
+    start_t: float = math.inf
+    end_t: float = -math.inf
+    sm_active: Mean = dataclasses.field(default_factory=Mean)
+    utilization: Mean = dataclasses.field(default_factory=Mean)
+    """Of the GPUs of this machine, if all of them train."""
+    process_cpu: Mean = dataclasses.field(default_factory=Mean)
+    cpu_limit_cores: Mean = dataclasses.field(default_factory=Mean)
+    max_gpu_memory_fraction: float | None = None
+    """Over the whole run."""
+    mig: bool | None = None
+
+    def add(self, sample: DeviceSample, num_devices: int) -> None:
+        for gpu in sample.gpus:
+            if gpu.memory_used_bytes is not None and gpu.memory_total_bytes:
+                fraction = gpu.memory_used_bytes / gpu.memory_total_bytes
+                self.max_gpu_memory_fraction = max(self.max_gpu_memory_fraction or 0.0, fraction)
+            self.mig = self.mig or gpu.mig
+        if not self.start_t <= sample.t <= self.end_t:
+            return
+        if len(sample.gpus) <= num_devices:  # otherwise some of them do not train
+            for gpu in sample.gpus:
+                self.sm_active.add(gpu.sm_active)
+                self.utilization.add(gpu.utilization)
+        self.process_cpu.add(sample.process_cpu)
+        self.cpu_limit_cores.add(sample.cpu_limit_cores)
+
+
+@dataclasses.dataclass(kw_only=True)
 class RunRecords:
     """All of a run's records."""
 
-    totals: Totals
+    totals: Totals = dataclasses.field(default_factory=lambda: TotalsSum(1).totals(0))
+    events: EventSummary = dataclasses.field(default_factory=EventSummary)
+    training: TrainingStats = dataclasses.field(default_factory=TrainingStats)
     price_per_device_hour: float = 0.0
     """0: unknown."""
+    recorded_price: float = 0.0
+    """The price that the user gave the run: in its settings, or in the first event of a measured job. 0: unknown."""
+    tables: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """The tables of config.toml."""
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Settings of config.toml by name; empty: there is none."""
     auto_settings: frozenset[str] = frozenset()
@@ -225,6 +263,7 @@ class RunRecords:
     stacks: StackStats = dataclasses.field(default_factory=StackStats)
     probes: dict[str, Probe] = dataclasses.field(default_factory=dict)
     """Kind → the newest one that was measured."""
+    all_probes: list[Probe] = dataclasses.field(default_factory=list)
     num_ranks: int = 1
     """Number of ranks that have records."""
     progress_gap: ProgressGap | None = None

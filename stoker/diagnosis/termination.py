@@ -5,6 +5,7 @@ a run is alive is in `alive.py`; the lines of an output are in `output.py`.
 """
 
 import dataclasses
+import functools
 import signal
 import zlib
 from pathlib import Path
@@ -13,10 +14,11 @@ from typing import Any
 from stoker.diagnosis.alive import is_held, lease_holder
 from stoker.diagnosis.output import MAX_LINE_CHARS, LogLine, read_output
 from stoker.diagnosis.series import Mean
-from stoker.runs import records
 from stoker.runs.records import DEVICES, EVENTS, OUTPUT, STACKS, STEPS
 from stoker.runs.schemas import DeviceSample, Event, StackWindow, StepWindow
 
+END_KINDS = ("finished", "failed", "preempted")
+"""Events that say how an attempt ended."""
 _EXIT_CODES = {"finished": 0, "preempted": 75}
 """Event of stoker's own runs → exit code, as in stoker/errors.py."""
 _HEAD_BYTES = 4096
@@ -79,91 +81,162 @@ class HangInfo:
     stacks_source: str = ""
 
 
-def read_termination(run_dir: Path) -> Termination | None:
-    """What is known of the end of a run's newest attempt. None: it is alive, it finished and its output was not kept,
-    it never began, or its lock cannot be tried.
+@dataclasses.dataclass(kw_only=True)
+class EventSummary:
+    """What the events say of a run, and of its newest attempt."""
+
+    last: Event | None = None
+    attempts: int = 0
+    """Number of the newest attempt; 0: the run never started."""
+    end: Event | None = None
+    """How the newest attempt ended; None: no event says so."""
+    end_line: int = 0
+    """Line of events.jsonl in which it stands."""
+    output_start: dict[str, Any] | None = None
+    """Data of the first event of the newest attempt that says where its output begins."""
+    job: dict[str, Any] | None = None
+    """The job that `stoker watch --pid` was attached to."""
+    coverage: dict[str, str] = dataclasses.field(default_factory=dict)
+    """For an external job: data source → what was recorded, or why it was not. Else empty."""
+
+    def add(self, line_number: int, event: Event) -> None:
+        self.last = event
+        if event.attempt > self.attempts:
+            self.attempts, self.end, self.end_line, self.output_start = event.attempt, None, 0, None
+        if event.attempt == self.attempts:
+            if event.kind in END_KINDS:
+                self.end, self.end_line = event, line_number
+            if self.output_start is None and "output_offset" in event.data:
+                self.output_start = event.data
+        if event.kind in ("started", "resumed"):
+            self.job = event.data.get("job", self.job)
+        self.coverage = event.data.get("coverage", self.coverage)
+
+
+class EndReader:
+    """Collects what is known of the end of a run's newest attempt, from the records as they are read: after the events
+    the windows, samples and stacks of rank 0.
 
     An attempt that was killed has no last event, and the kernel has released its lock.
     """
-    events = list(records.numbered_lines(run_dir, EVENTS, Event))
-    attempt = max((event.attempt for _, event in events), default=None)
-    if attempt is None:
-        return None
-    end_events = [(n, e) for n, e in events if e.attempt == attempt and e.kind in ("finished", "failed", "preempted")]
-    if not end_events and (is_held(run_dir) is not False or lease_holder(run_dir) is not None):
-        return None
-    line_number, end_event = end_events[-1] if end_events else (0, None)
-    source = f"{EVENTS}:{line_number}" if end_event is not None else ""
-    end_data: dict[str, Any] = {} if end_event is None else end_event.data
-    if (run_dir / OUTPUT).exists():
-        output = _read_attempt_output(run_dir, [event for _, event in events if event.attempt == attempt])
-    elif end_event is None or end_event.kind != "finished":
-        output = (
-            tuple(LogLine(text[:MAX_LINE_CHARS], source) for text in end_event.text.splitlines())
-            if end_event is not None
-            else ()
+
+    def __init__(self, run_dir: Path, events: EventSummary) -> None:
+        self._run_dir, self._events = run_dir, events
+        self._has_output = (run_dir / OUTPUT).exists()
+        self._is_known = self._has_ended()
+        """Whether the attempt has ended, and not normally without an output."""
+        self._last_step: tuple[float, str] | None = None
+        """(Unix time of the newest step, its record)."""
+        self._newest: list[DeviceSample] = []
+        """The last two samples of the time in which the job had memory: later ones show a host without it."""
+        self._samples_source = ""
+        self._gpu_used: bool | None = None
+        self._xids: list[LogLine] = []
+        self._cpu_since_progress = Mean()
+        self._stack_samples = 0
+        self._states: dict[str, float] = {}
+        self._frames: dict[str, float] = {}
+        self._stacks_source = ""
+
+    def _has_ended(self) -> bool:
+        """False: it is alive, it finished and its output was not kept, it never began, or its lock cannot be tried."""
+        if not self._events.attempts:
+            return False
+        if self._events.end is None:
+            return is_held(self._run_dir, self._events.job) is False and lease_holder(self._run_dir) is None
+        return self._has_output or self._events.end.kind != "finished"
+
+    def window(self, line_number: int, window: StepWindow) -> None:
+        if self._is_known and window.attempt == self._events.attempts and window.window_steps > 0:
+            self._last_step = window.t, f"{STEPS}:{line_number}"
+
+    def sample(self, line_number: int, sample: DeviceSample) -> None:
+        if not self._is_known or sample.attempt != self._events.attempts:
+            return
+        source = f"{DEVICES}:{line_number}"
+        if sample.rss_bytes or not (self._newest and self._newest[-1].rss_bytes):
+            self._newest = [*self._newest[-1:], sample]
+            self._samples_source = source
+        for gpu in sample.gpus:
+            self._xids += [LogLine(f"Xid {xid} of GPU {gpu.index}", source) for xid in gpu.xids]
+            if gpu.utilization is not None:
+                self._gpu_used = self._gpu_used or gpu.utilization > 0
+        progress_t = self._progress_t
+        if progress_t is not None and sample.t > progress_t:
+            self._cpu_since_progress.add(sample.process_cpu)
+
+    def stacks(self, line_number: int, window: StackWindow) -> None:
+        progress_t = self._progress_t
+        if progress_t is None or window.attempt != self._events.attempts or window.t - window.wall_s < progress_t:
+            return
+        self._stack_samples += window.samples
+        self._stacks_source = f"{STACKS}:{line_number}"
+        for counts, fractions in ((self._states, window.main_thread), (self._frames, window.frames)):
+            for name, fraction in fractions.items():
+                counts[name] = counts.get(name, 0.0) + fraction * window.samples
+
+    @functools.cached_property
+    def _progress_t(self) -> float | None:
+        """Unix time of the last step or line of output; None if neither is recorded, or no end. Of use when all windows
+        are read."""
+        end = self._events.end
+        if not self._is_known or end is None:
+            return None
+        step_t = None if self._last_step is None else self._last_step[0]
+        if not self._has_output:
+            return step_t
+        return max(step_t or 0.0, min((self._run_dir / OUTPUT).stat().st_mtime, end.t))  # later in a copy: no hang then
+
+    def termination(self) -> Termination | None:
+        """What is known; None if the attempt has not ended, or nothing about its end is of interest."""
+        if not self._is_known:
+            return None
+        end, newest = self._events.end, self._newest[-1] if self._newest else DeviceSample(t=0.0, attempt=0)
+        source = f"{EVENTS}:{self._events.end_line}" if end is not None else ""
+        end_data: dict[str, Any] = {} if end is None else end.data
+        output: tuple[LogLine, ...] = ()
+        if self._has_output:
+            output = _read_attempt_output(self._run_dir, self._events.output_start)
+        elif end is not None:
+            output = tuple(LogLine(text[:MAX_LINE_CHARS], source) for text in end.text.splitlines())
+        gpu_fractions = [_fraction(gpu.memory_used_bytes, gpu.memory_total_bytes) for gpu in newest.gpus]
+        return Termination(
+            exit_code=None if end is None else _infer_exit_code(end),
+            source=source,
+            output=output,
+            kernel_log=tuple(LogLine(text, source) for text in end_data.get("kernel", ())),
+            pids=frozenset(end_data.get("pids", ())),
+            xids=tuple(self._xids),
+            oom_kills=end_data.get("oom_kills"),
+            memory_fraction=_fraction(newest.memory_used_bytes, newest.memory_limit_bytes),
+            memory_growth=_memory_growth(self._newest),
+            gpu_memory_fraction=max((fraction for fraction in gpu_fractions if fraction is not None), default=None),
+            gpu_used=self._gpu_used,
+            shm_fraction=_fraction(newest.shm_used_bytes, newest.shm_total_bytes),
+            samples_source=self._samples_source,
+            empty_inputs=tuple(end_data.get("empty_inputs", ())),
+            hang=self._hang(),
         )
-    else:
-        return None
-    last_progress = None if end_event is None else _find_last_progress(run_dir, end_event)
-    samples = _read_samples(run_dir, attempt, last_progress[0] if last_progress is not None else None)
-    newest = samples.newest[-1] if samples.newest else DeviceSample(t=0.0, attempt=attempt)
-    gpu_fractions = [_fraction(gpu.memory_used_bytes, gpu.memory_total_bytes) for gpu in newest.gpus]
-    hang = None
-    if end_event is not None and last_progress is not None:
-        hang = _read_hang_info(run_dir, end_event, *last_progress, samples.cpu_since_progress)
-    return Termination(
-        exit_code=None if end_event is None else _infer_exit_code(end_event),
-        source=source,
-        output=output,
-        kernel_log=tuple(LogLine(text, source) for text in end_data.get("kernel", ())),
-        pids=frozenset(end_data.get("pids", ())),
-        xids=tuple(samples.xids),
-        oom_kills=end_data.get("oom_kills"),
-        memory_fraction=_fraction(newest.memory_used_bytes, newest.memory_limit_bytes),
-        memory_growth=_memory_growth(samples.newest),
-        gpu_memory_fraction=max((fraction for fraction in gpu_fractions if fraction is not None), default=None),
-        gpu_used=samples.gpu_used,
-        shm_fraction=_fraction(newest.shm_used_bytes, newest.shm_total_bytes),
-        samples_source=samples.source,
-        empty_inputs=tuple(end_data.get("empty_inputs", ())),
-        hang=hang,
-    )
+
+    def _hang(self) -> HangInfo | None:
+        """The time without progress before the end."""
+        end, progress_t = self._events.end, self._progress_t
+        if end is None or progress_t is None:
+            return None
+        state = max(self._states, key=self._states.__getitem__, default=None)
+        is_dominant = state is not None and self._states[state] >= _DOMINANT_FRACTION * self._stack_samples
+        return HangInfo(
+            duration_s=max(0.0, end.t - progress_t),
+            source="" if self._last_step is None else self._last_step[1],
+            cpu_cores=self._cpu_since_progress.value,
+            main_thread_state=state if is_dominant else None,
+            frame=max(self._frames, key=self._frames.__getitem__, default=None),
+            stacks_source=self._stacks_source,
+        )
 
 
 def _fraction(used: int | None, total: int | None) -> float | None:
     return used / total if used is not None and total else None
-
-
-@dataclasses.dataclass
-class _SampleSummary:
-    """A summary of an attempt's samples: a day has 86,400 of them."""
-
-    newest: list[DeviceSample] = dataclasses.field(default_factory=list)
-    """The last two of the time in which the job had memory: later ones show a host without it."""
-    source: str = ""
-    gpu_used: bool | None = None
-    xids: list[LogLine] = dataclasses.field(default_factory=list)
-    cpu_since_progress: Mean = dataclasses.field(default_factory=Mean)
-    """`process_cpu` since the job's last progress."""
-
-
-def _read_samples(run_dir: Path, attempt: int, last_progress_t: float | None) -> _SampleSummary:
-    samples = _SampleSummary()
-    for line_number, sample in records.numbered_lines(run_dir, DEVICES, DeviceSample):
-        if sample.attempt != attempt:
-            continue
-        line_source = f"{DEVICES}:{line_number}"
-        if sample.rss_bytes or not (samples.newest and samples.newest[-1].rss_bytes):
-            samples.newest = [*samples.newest[-1:], sample]
-            samples.source = line_source
-        for gpu in sample.gpus:
-            samples.xids += [LogLine(f"Xid {xid} of GPU {gpu.index}", line_source) for xid in gpu.xids]
-            if gpu.utilization is not None:
-                samples.gpu_used = samples.gpu_used or gpu.utilization > 0
-        if last_progress_t is not None and sample.t > last_progress_t:
-            samples.cpu_since_progress.add(sample.process_cpu)
-    return samples
 
 
 def _memory_growth(samples: list[DeviceSample]) -> float:
@@ -181,12 +254,11 @@ def _infer_exit_code(end_event: Event) -> int | None:
     return _EXIT_CODES.get(end_event.kind, _python_exit_code(end_event.text))
 
 
-def _read_attempt_output(run_dir: Path, events: list[Event]) -> tuple[LogLine, ...]:
-    """The attempt's part of the output: its first event has the offset. The file may have been rotated to output.1.log
+def _read_attempt_output(run_dir: Path, start_data: dict[str, Any] | None) -> tuple[LogLine, ...]:
+    """The attempt's part of the output; start_data has its offset. The file may have been rotated to output.1.log
     since; the checksum of its beginning identifies it, also in a copy."""
     log = run_dir / OUTPUT
     rotated_log = log.with_name("output.1.log")
-    start_data = next((event.data for event in events if "output_offset" in event.data), None)
     if start_data is None:
         return read_output(log)
     offset = int(start_data["output_offset"])
@@ -204,42 +276,6 @@ def _head_checksum(path: Path, offset: int) -> int | None:
         return None
     with path.open("rb") as file:
         return zlib.crc32(file.read(min(offset, _HEAD_BYTES)))
-
-
-def _find_last_progress(run_dir: Path, end_event: Event) -> tuple[float, str] | None:
-    """(Unix time of the last step or line of output, record of the newest step); None if neither was recorded."""
-    last_progress_t, source = None, ""
-    for line_number, window in records.numbered_lines(run_dir, STEPS, StepWindow):
-        if window.attempt == end_event.attempt and window.window_steps > 0:
-            last_progress_t, source = window.t, f"{STEPS}:{line_number}"
-    if (run_dir / OUTPUT).exists():
-        last_progress_t = max(
-            last_progress_t or 0.0, min((run_dir / OUTPUT).stat().st_mtime, end_event.t)
-        )  # in a copy it may be later: no hang then
-    return None if last_progress_t is None else (last_progress_t, source)
-
-
-def _read_hang_info(run_dir: Path, end_event: Event, last_progress_t: float, source: str, cpu: Mean) -> HangInfo:
-    """The time without progress before the end."""
-    stacks = [(n, w) for n, w in records.numbered_lines(run_dir, STACKS, StackWindow)
-              if w.attempt == end_event.attempt and w.t - w.wall_s >= last_progress_t]  # fmt: skip
-    num_samples = sum(window.samples for _, window in stacks)
-    fractions: dict[str, float] = {}
-    frames: dict[str, float] = {}
-    for _, window in stacks:
-        for name, fraction in window.main_thread.items():
-            fractions[name] = fractions.get(name, 0.0) + fraction * window.samples / num_samples
-        for name, fraction in window.frames.items():
-            frames[name] = frames.get(name, 0.0) + fraction * window.samples / num_samples
-    dominant = max(fractions, key=lambda name: fractions[name], default=None)
-    return HangInfo(
-        duration_s=max(0.0, end_event.t - last_progress_t),
-        source=source,
-        cpu_cores=cpu.value,
-        main_thread_state=dominant if dominant is not None and fractions[dominant] >= _DOMINANT_FRACTION else None,
-        frame=max(frames, key=lambda name: frames[name], default=None),
-        stacks_source=f"{STACKS}:{stacks[-1][0]}" if stacks else "",
-    )
 
 
 def _python_exit_code(error: str) -> int:

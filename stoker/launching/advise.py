@@ -25,7 +25,8 @@ import msgspec
 from rich.console import RenderableType
 
 from stoker.config.durations import parse_duration
-from stoker.diagnosis.series import Mean
+from stoker.diagnosis.reader import read_run
+from stoker.diagnosis.run_data import RunRecords
 from stoker.errors import UsageError
 from stoker.findings.finding import Evidence, Finding
 from stoker.hardware.prices import Price
@@ -49,11 +50,9 @@ from stoker.report.sizing import (
     MIN_SAMPLES,
     SM_ACTIVE_HIGH,
     ResourceUsage,
-    read_resource_usage,
+    resource_usage,
 )
 from stoker.runs import records
-from stoker.runs.schemas import DeviceSample, Event, StepWindow
-from stoker.runs.totals import compute_totals
 
 MIN_TRAINING_S = 60.0
 """Training time below which nothing is advised: a minute, in which the loader has tuned itself and the GPU is warm.
@@ -287,8 +286,8 @@ def _is_worth(m: Measured, change: Change) -> bool:
 
 
 def _measure(path: Path, by_s: float | None, price_per_device_hour: float | None) -> tuple[Measured, Price | None]:
-    totals, environment = compute_totals(path), read_environment(path)
-    settings = records.read_settings(path) or {}
+    run, environment = read_run(path), read_environment(path)
+    totals, settings = run.totals, run.tables
     training_s = sum(seconds for name, seconds in totals.phases.items() if name not in NOT_TRAINING)
     wall_s = training_s / max(1, totals.devices)
     if wall_s < MIN_TRAINING_S or totals.num_images == 0:
@@ -298,10 +297,10 @@ def _measure(path: Path, by_s: float | None, price_per_device_hour: float | None
             cause=f"{fmt.duration(wall_s)} of training are recorded, {fmt.count(totals.num_images)} images",
             fix=f"let it train for {fmt.duration(MIN_TRAINING_S)}; `stoker plan DATA` needs no run",
         )
-    busy, source, has_samples = _read_gpu_busy(path, totals.devices)
+    busy, source = _gpu_busy_of(run)
     names = gpu_names(environment)
     if busy is None:
-        is_cpu = has_samples and not names
+        is_cpu = run.num_samples > 0 and not names
         raise UsageError(
             "The run used no GPU." if is_cpu else "The run has too little telemetry of its GPUs.",
             location=path / records.DEVICES,
@@ -310,16 +309,12 @@ def _measure(path: Path, by_s: float | None, price_per_device_hour: float | None
             else f"fewer than {MIN_SAMPLES} lines of training say how busy the GPUs were",
             fix="`stoker plan DATA` predicts it on GPUs" if is_cpu else "`stoker train` records it where the driver is",
         )
-    usage = read_resource_usage(path, totals, environment)
+    usage = resource_usage(run, environment)
     fractions = {name: s / training_s for name, s in totals.phases.items() if name not in NOT_TRAINING}
-    price = resolve_price(path, price_per_device_hour, environment)
-    facts: dict[str, Any] = {}
-    for event in records.read_lines(path, records.EVENTS, Event):
-        if event.kind == "info" and isinstance(event.data.get("facts"), dict):
-            facts |= event.data["facts"]
+    price = resolve_price(run.recorded_price, price_per_device_hour, environment)
     jobs = read_jobs(str(path))
     run_settings = settings.get("run", {})
-    epoch_images = facts.get("num_images")
+    epoch_images = run.facts.get("num_images")
     batch_size = run_settings.get("batch_size")
     return Measured(
         run=path,
@@ -337,7 +332,7 @@ def _measure(path: Path, by_s: float | None, price_per_device_hour: float | None
         data=str(settings.get("data", {}).get("data", "DATA")),
         place=jobs[-1].place if jobs else "local",
         options=_flags_of(jobs[-1]) if jobs else {},
-        is_finished=records.is_finished(path),
+        is_finished=run.events.end is not None and run.events.end.kind == "finished",
     ), price
 
 
@@ -366,25 +361,12 @@ def _images_left(settings: Mapping[str, Any], step: int, batch_size: object, epo
     return None
 
 
-def _read_gpu_busy(path: Path, devices: int) -> tuple[float | None, str, bool]:
-    """(mean of SM activity, else of the driver's utilization, over the training; its field; whether there is any
-    sample)."""
-    first_t, last_t = math.inf, -math.inf
-    for window in records.read_lines(path, records.STEPS, StepWindow):
-        if window.window_steps:
-            first_t, last_t = min(first_t, window.t - window.wall_s), max(last_t, window.t)
-    means = {"sm_active": Mean(), "utilization": Mean()}
-    has_samples = False
-    for sample in records.read_lines(path, records.DEVICES, DeviceSample):
-        has_samples = True
-        if first_t <= sample.t <= last_t and len(sample.gpus) <= devices:
-            for gpu in sample.gpus:
-                means["sm_active"].add(gpu.sm_active)
-                means["utilization"].add(gpu.utilization)
-    for name, mean in means.items():
+def _gpu_busy_of(run: RunRecords) -> tuple[float | None, str]:
+    """(mean of SM activity, else of the driver's utilization, over the training; its field)."""
+    for mean, name in ((run.training.sm_active, "sm_active"), (run.training.utilization, "utilization")):
         if mean.count >= MIN_SAMPLES:
-            return mean.value, name, has_samples
-    return None, "", has_samples
+            return mean.value, name
+    return None, ""
 
 
 # Rules

@@ -5,7 +5,7 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,18 +14,19 @@ import msgspec
 from stoker.diagnosis import engine
 from stoker.diagnosis.alive import is_held, lease_holder
 from stoker.diagnosis.notes import collect_notes
+from stoker.diagnosis.reader import Observer
+from stoker.diagnosis.termination import EventSummary
 from stoker.findings.finding import Finding
 from stoker.hardware import prices
 from stoker.hardware.prices import Price
 from stoker.report import format as fmt
 from stoker.report.environment import read_environment
-from stoker.report.idle_estimate import DeviceIdleEstimate, estimate_idle
-from stoker.report.sizing import advise_sizing, read_resource_usage
+from stoker.report.idle_estimate import DeviceIdleEstimate, IdleEstimator
+from stoker.report.sizing import advise_sizing, resource_usage
 from stoker.runs import records
 from stoker.runs.schemas import Event, Probe
 from stoker.runs.totals import Totals
 from stoker.storage.run_uri import display_path
-from stoker.storage.uri import is_uri
 
 State = Literal["running", "finished", "preempted", "failed", "killed", "unknown"]
 
@@ -142,42 +143,34 @@ class RunExplanation(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.price_range is None or device_s is None else self.price_range.cost(device_s)
 
 
-def explain_run(run: str | Path, price_per_device_hour: float | None = None) -> RunExplanation:
-    """Reads a run. price_per_device_hour: None means the setting of the run, else the list price of its machine.
+def explain_run(
+    run: str | Path, price_per_device_hour: float | None = None, *, observers: Iterable[Observer] = ()
+) -> RunExplanation:
+    """Reads a run, each of its files once. price_per_device_hour: None means the setting of the run, else the list
+    price of its machine. observers: also get each record.
 
     Raises UsageError if the run does not exist or cannot be read by this version.
     """
     path = open_records(run)
-    settings = records.read_settings(path) or {}
+    idle = IdleEstimator()
+    run_records = engine.read_run(path, observers=(idle, *observers))
     environment = read_environment(path)
-    price_range = resolve_price(path, price_per_device_hour, environment)
+    price_range = resolve_price(run_records.recorded_price, price_per_device_hour, environment)
     exact_price = price_range.low if price_range is not None and price_range.is_exact else 0.0
-    run_records = engine.read_run(path, exact_price)
+    run_records.price_per_device_hour = exact_price
     findings = engine.run_rules(run_records)
-    totals = run_records.totals
-    events = list(records.read_lines(path, records.EVENTS, Event))
-    last_event = events[-1] if events else None
     last_record_t = last_record_time(path)
-    coverage: dict[str, str] = next(
-        (event.data["coverage"] for event in reversed(events) if "coverage" in event.data), {}
-    )
-    state, state_text = read_run_state(path, events, last_record_t)
+    coverage = run_records.events.coverage
+    state, state_text = read_run_state(path, run_records.events, last_record_t)
     if coverage:
         state_text = _EXTERNAL_STATES.get(state, state_text)
-    totals = _name_hang(totals, findings)
+    totals = _name_hang(run_records.totals, findings)
     phases = _phases(totals, exact_price)
-    usage = read_resource_usage(
-        path,
-        totals,
-        environment,
-        from_bucket=is_uri(str(settings.get("data", {}).get("data", ""))),
-        cached=settings.get("run", {}).get("cache", "none") != "none",
-    )
     return RunExplanation(
         run=display_path(path),
         state=state,
         state_text=state_text,
-        last_event=last_event,
+        last_event=run_records.events.last,
         last_record_t=last_record_t,
         wall_s=totals.wall_s,
         devices=totals.devices,
@@ -198,9 +191,9 @@ def explain_run(run: str | Path, price_per_device_hour: float | None = None) -> 
         notes=collect_notes(run_records, findings),
         evidence_paths={name: str(path / name) for name in EVIDENCE_FILES if (path / name).exists()},
         coverage=coverage,
-        idle_estimate=estimate_idle(path, totals),
-        sizing_advice=advise_sizing(usage),
-        probes=list(records.read_lines(path, records.PROBES, Probe)),
+        idle_estimate=idle.estimate(totals),
+        sizing_advice=advise_sizing(resource_usage(run_records, environment)),
+        probes=run_records.all_probes,
     )
 
 
@@ -212,18 +205,13 @@ def open_records(run: str | Path) -> Path:
     return records.open_run(run)
 
 
-def resolve_price(run: Path, price_per_device_hour: float | None, environment: Mapping[str, Any]) -> Price | None:
-    """Price of a device-hour: the given one (0: unknown), else the setting of the run, else the list price."""
+def resolve_price(
+    recorded_price: float, price_per_device_hour: float | None, environment: Mapping[str, Any]
+) -> Price | None:
+    """Price of a device-hour: the given one (0: unknown), else that of the run's records, else the list price."""
     if price_per_device_hour is not None:
         return prices.user_price(price_per_device_hour, "--price-per-device-hour")
-    return prices.user_price(records.recorded_price(run), "the run's own setting") or prices.price_from_environment(
-        environment
-    )
-
-
-def is_external_job(events: Sequence[Event]) -> bool:
-    """Whether the run is a job that `stoker watch` recorded."""
-    return any("coverage" in event.data for event in events)
+    return prices.user_price(recorded_price, "the run's own setting") or prices.price_from_environment(environment)
 
 
 def compute_productive_fraction(totals: Totals, *, is_external: bool) -> float | None:
@@ -308,22 +296,19 @@ _EXTERNAL_STATES: dict[State, str] = {
 _END_STATES: dict[str, State] = {"finished": "finished", "preempted": "preempted", "failed": "failed"}
 
 
-def read_run_state(path: Path, events: list[Event], last_record_t: float | None) -> tuple[State, str]:
+def read_run_state(path: Path, events: EventSummary, last_record_t: float | None) -> tuple[State, str]:
     """(state, the state in a sentence).
 
     A run is running if a process holds its lock or, in a bucket, a lease that is valid. Else the last event of the
     newest attempt decides; without a final event the run was killed.
     """
-    lock_held = is_held(path)
+    lock_held = is_held(path, events.job)
     if lock_held:
         return "running", "running: a process holds the run"
     holder = lease_holder(path)
     if holder is not None:
         return "running", f"running: {holder} holds the lease, renewed {holder.age_s():.0f} s ago"
-    attempt = max((event.attempt for event in events), default=0)
-    end_event = next(
-        (event for event in reversed(events) if event.attempt == attempt and event.kind in _END_STATES), None
-    )
+    end_event = events.end
     if end_event is not None:
         message = end_event.text.partition("\n")[0]
         descriptions = {"preempted": f"stopped by a signal, state saved{_resume_hint(path)}"}

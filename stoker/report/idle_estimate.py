@@ -6,11 +6,10 @@ window (traces.jsonl) does, for a few steps, and slows down the host meanwhile. 
 Without a profiler window there is no estimate."""
 
 import statistics
-from pathlib import Path
 
 import msgspec
 
-from stoker.runs.records import RANKS, STEPS, TRACES, read_lines
+from stoker.diagnosis.reader import Observer
 from stoker.runs.schemas import StepWindow, TraceWindow
 from stoker.runs.totals import Totals
 
@@ -32,52 +31,53 @@ class DeviceIdleEstimate(msgspec.Struct, frozen=True, kw_only=True):
     slowdown: float | None = None
 
 
-def estimate_idle(run: Path, totals: Totals) -> DeviceIdleEstimate | None:
-    """The estimate; None without a trace or without `compute`.
+class IdleEstimator(Observer):
+    """Adds up profiler windows, and the windows of steps that overlap them.
 
     A traced step also contains waits for input and others, which the ledger attributes to other phases. So the busy
     fraction is compared with the fraction of `compute` in the lines of steps.jsonl that overlap with the traces.
     """
-    compute_s = totals.phases.get("compute", 0.0)
-    wall_s, busy_s, window_compute_s, window_step_s = 0.0, 0.0, 0.0, 0.0
-    windows, steps = 0, 0
-    slowdowns: list[float] = []
-    for folder in (run, *sorted((run / RANKS).glob("*"))):
-        spans = []
-        for trace in read_lines(folder, TRACES, TraceWindow):
-            if trace.wall_s > 0:
-                spans.append((trace.t - trace.wall_s, trace.t))
-                wall_s += trace.wall_s
-                busy_s += max(0.0, min(trace.busy_s, trace.wall_s) - trace.comm_s)
-                windows, steps = windows + 1, steps + trace.window_steps
-                slowdowns += [] if trace.slowdown is None else [trace.slowdown]
-        for window in _overlapping_windows(folder, sorted(spans)):
-            window_compute_s += window.phases.get("compute", 0.0)
-            window_step_s += sum(window.phases.get(phase, 0.0) for phase in STEP_PHASES)
-    if window_compute_s <= 0:  # the run was killed before it wrote the overlapping line
-        window_compute_s, window_step_s = compute_s, sum(totals.phases.get(phase, 0.0) for phase in STEP_PHASES)
-    if not windows or compute_s <= 0 or window_compute_s <= 0:
-        return None
-    busy_fraction = busy_s / wall_s
-    idle_fraction = min(1.0, max(0.0, 1.0 - busy_fraction * window_step_s / window_compute_s))
-    return DeviceIdleEstimate(
-        device_s=idle_fraction * compute_s,
-        fraction=idle_fraction * compute_s / totals.device_s,
-        compute_fraction=idle_fraction,
-        busy_fraction=busy_fraction,
-        windows=windows,
-        steps=steps,
-        slowdown=statistics.mean(slowdowns) if slowdowns else None,
-    )
 
+    def __init__(self) -> None:
+        self._wall_s, self._busy_s, self._window_compute_s, self._window_step_s = 0.0, 0.0, 0.0, 0.0
+        self._windows, self._steps = 0, 0
+        self._slowdowns: list[float] = []
+        self._spans: dict[int, list[tuple[float, float]]] = {}
+        """Rank → (start, end) of its traces that end after the newest window of steps."""
 
-def _overlapping_windows(folder: Path, spans: list[tuple[float, float]]) -> list[StepWindow]:
-    """Lines of steps.jsonl that overlap with any of the spans; both are in order of time."""
-    overlapping = []
-    k = 0
-    for window in read_lines(folder, STEPS, StepWindow) if spans else ():
-        while k < len(spans) and spans[k][1] <= window.t - window.wall_s:
-            k += 1
-        if k < len(spans) and spans[k][0] < window.t:
-            overlapping.append(window)
-    return overlapping
+    def trace(self, rank: int, trace: TraceWindow) -> None:
+        if trace.wall_s <= 0:
+            return
+        self._spans.setdefault(rank, []).append((trace.t - trace.wall_s, trace.t))
+        self._wall_s += trace.wall_s
+        self._busy_s += max(0.0, min(trace.busy_s, trace.wall_s) - trace.comm_s)
+        self._windows, self._steps = self._windows + 1, self._steps + trace.window_steps
+        self._slowdowns += [] if trace.slowdown is None else [trace.slowdown]
+
+    def window(self, rank: int, window: StepWindow) -> None:
+        spans = self._spans.get(rank)
+        if spans and any(start_t < window.t and end_t > window.t - window.wall_s for start_t, end_t in spans):
+            self._window_compute_s += window.phases.get("compute", 0.0)
+            self._window_step_s += sum(window.phases.get(phase, 0.0) for phase in STEP_PHASES)
+        if spans:
+            self._spans[rank] = [span for span in spans if span[1] > window.t]
+
+    def estimate(self, totals: Totals) -> DeviceIdleEstimate | None:
+        """The estimate; None without a trace or without `compute`."""
+        compute_s = totals.phases.get("compute", 0.0)
+        window_compute_s, window_step_s = self._window_compute_s, self._window_step_s
+        if window_compute_s <= 0:  # the run was killed before it wrote the overlapping line
+            window_compute_s, window_step_s = compute_s, sum(totals.phases.get(phase, 0.0) for phase in STEP_PHASES)
+        if not self._windows or compute_s <= 0 or window_compute_s <= 0:
+            return None
+        busy_fraction = self._busy_s / self._wall_s
+        idle_fraction = min(1.0, max(0.0, 1.0 - busy_fraction * window_step_s / window_compute_s))
+        return DeviceIdleEstimate(
+            device_s=idle_fraction * compute_s,
+            fraction=idle_fraction * compute_s / totals.device_s,
+            compute_fraction=idle_fraction,
+            busy_fraction=busy_fraction,
+            windows=self._windows,
+            steps=self._steps,
+            slowdown=statistics.mean(self._slowdowns) if self._slowdowns else None,
+        )

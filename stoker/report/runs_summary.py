@@ -14,6 +14,7 @@ import msgspec
 
 from stoker.diagnosis import engine
 from stoker.diagnosis.catalog import CATALOG
+from stoker.diagnosis.reader import Observer
 from stoker.errors import StokerError, UsageError
 from stoker.findings.finding import Finding
 from stoker.hardware.prices import Price
@@ -21,14 +22,13 @@ from stoker.report.environment import read_environment
 from stoker.report.explain import (
     PHASE_MEANINGS,
     compute_productive_fraction,
-    is_external_job,
     last_record_time,
     open_records,
     read_run_state,
     resolve_price,
 )
 from stoker.runs import records
-from stoker.runs.schemas import Event, StepWindow
+from stoker.runs.schemas import StepWindow
 from stoker.storage.run_uri import display_path
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
@@ -217,15 +217,16 @@ def _add_unreadable(runs_summary: RunsSummary, run: str, error: Exception) -> No
 
 def _read_run(run: str, price_per_device_hour: float | None) -> _RunData:
     path = open_records(run)
+    months = _Months()
+    run_records = engine.read_run(path, observers=[months])
     environment = read_environment(path)
-    price_range = resolve_price(path, price_per_device_hour, environment)
-    run_records = engine.read_run(path, price_range.low if price_range is not None and price_range.is_exact else 0.0)
+    price_range = resolve_price(run_records.recorded_price, price_per_device_hour, environment)
+    run_records.price_per_device_hour = price_range.low if price_range is not None and price_range.is_exact else 0.0
     totals = run_records.totals
     findings = engine.run_rules(run_records)
-    events = list(records.read_lines(path, records.EVENTS, Event))
-    state, _ = read_run_state(path, events, last_record_time(path))
+    state, _ = read_run_state(path, run_records.events, last_record_time(path))
     failures = [finding for finding in findings if finding.id not in CATALOG]  # the likeliest first
-    compute_known = compute_productive_fraction(totals, is_external=is_external_job(events)) is not None
+    compute_known = compute_productive_fraction(totals, is_external=bool(run_records.events.coverage)) is not None
     lost_s = totals.device_s - totals.phases.get("compute", 0.0) if compute_known else 0.0
     losses = (
         {name: duration_s for name, duration_s in totals.phases.items() if name != "compute"} if compute_known else {}
@@ -247,25 +248,26 @@ def _read_run(run: str, price_per_device_hour: float | None) -> _RunData:
         price_range=price_range,
         measured_s=totals.device_s if compute_known else 0.0,
         phases=totals.phases if compute_known else {},
-        months=_months(path),
+        months=months.by_month,
         findings=findings,
         failure=failures[0] if failures and state in ("killed", "failed", "preempted", "unknown") else None,
     )
 
 
-def _months(path: Path) -> dict[str, tuple[float, float]]:
+class _Months(Observer):
     """Month (UTC) → (device-seconds, compute), by the end of each window, over all ranks."""
-    month_by_day: dict[int, str] = {}
-    by_month: dict[str, tuple[float, float]] = {}
-    for folder in (path, *sorted((path / records.RANKS).glob("*"))):
-        for window in records.read_lines(folder, records.STEPS, StepWindow):
-            day = int(window.t // 86400)
-            if day not in month_by_day:
-                month_by_day[day] = time.strftime("%Y-%m", time.gmtime(window.t))
-            device_s, compute_s = by_month.get(month_by_day[day], (0.0, 0.0))
-            compute_s += window.phases.get("compute", 0.0)
-            by_month[month_by_day[day]] = (device_s + window.wall_s * window.devices, compute_s)
-    return by_month
+
+    def __init__(self) -> None:
+        self.by_month: dict[str, tuple[float, float]] = {}
+        self._month_by_day: dict[int, str] = {}
+
+    def window(self, rank: int, window: StepWindow) -> None:  # noqa: ARG002 (all ranks count)
+        day = int(window.t // 86400)
+        if day not in self._month_by_day:
+            self._month_by_day[day] = time.strftime("%Y-%m", time.gmtime(window.t))
+        device_s, compute_s = self.by_month.get(self._month_by_day[day], (0.0, 0.0))
+        compute_s += window.phases.get("compute", 0.0)
+        self.by_month[self._month_by_day[day]] = (device_s + window.wall_s * window.devices, compute_s)
 
 
 class _Aggregates:

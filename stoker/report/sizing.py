@@ -1,6 +1,6 @@
 """Advice on the size of the machine, based on the records of a run. Used by `explain.py`.
 
-`read_resource_usage` reads what a run used of its machine; each rule is a pure function of it that returns advice or
+`resource_usage` says what a run used of its machine; each rule is a pure function of it that returns advice or
 None. Advice is not a finding: no time is lost, and nothing is changed automatically. Causes of lost time are in
 `stoker/diagnosis/`.
 """
@@ -9,16 +9,13 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
+from stoker.diagnosis.run_data import RunRecords
 from stoker.diagnosis.series import Mean
 from stoker.findings.finding import Evidence, Finding
 from stoker.report import format as fmt
 from stoker.report.environment import gpu_names
-from stoker.runs.records import DEVICES, EVENTS, STEPS, read_lines
-from stoker.runs.schemas import DeviceSample, Event, StepWindow
-from stoker.runs.totals import Totals
 
 SM_ACTIVE_LOW, SM_ACTIVE_HIGH = 0.5, 0.8
 """Mean SM activity. NVIDIA DCGM manual, profiling metrics: 0.8 or more is necessary for effective use of a GPU, less
@@ -83,29 +80,9 @@ def _value(mean: Mean) -> float | None:
     return mean.value if mean.count >= MIN_SAMPLES else None
 
 
-def read_resource_usage(
-    run: Path, totals: Totals, environment: Mapping[str, Any], *, from_bucket: bool = False, cached: bool = False
-) -> ResourceUsage:
-    """Reads steps.jsonl, devices.jsonl and events.jsonl of a run, each once."""
-    first_t, last_t = math.inf, -math.inf
-    for window in read_lines(run, STEPS, StepWindow):
-        if window.window_steps:
-            first_t, last_t = min(first_t, window.t - window.wall_s), max(last_t, window.t)
-    sm_active, used_cores, cores = Mean(), Mean(), Mean()
-    gpu_memory_fraction: float | None = None
-    mig: bool | None = None
-    for sample in read_lines(run, DEVICES, DeviceSample):
-        for gpu in sample.gpus:
-            if gpu.memory_used_bytes is not None and gpu.memory_total_bytes:
-                gpu_memory_fraction = max(gpu_memory_fraction or 0.0, gpu.memory_used_bytes / gpu.memory_total_bytes)
-            mig = mig or gpu.mig
-        if not first_t <= sample.t <= last_t:
-            continue
-        if len(sample.gpus) == totals.devices:  # otherwise some of them do not train
-            for gpu in sample.gpus:
-                sm_active.add(gpu.sm_active)
-        used_cores.add(sample.process_cpu)
-        cores.add(sample.cpu_limit_cores)
+def resource_usage(run: RunRecords, environment: Mapping[str, Any]) -> ResourceUsage:
+    """What a run used of its machine."""
+    totals, training = run.totals, run.training
     host_cores = environment.get("cores")
     recorded_cores = float(host_cores) if isinstance(host_cores, int | float) else None
     waited_s, stages = totals.phases.get("input_wait", 0.0), totals.input_wait_stages
@@ -117,23 +94,18 @@ def read_resource_usage(
         phase_fractions={name: duration_s / total_s for name, duration_s in totals.phases.items() if total_s > 0},
         wall_s=totals.wall_s,
         fetch_fraction=stages.get("fetch", 0.0) / waited_s if stages and waited_s > 0 else None,
-        from_bucket=from_bucket,
-        cached=cached,
+        from_bucket=run.from_bucket,
+        cached=run.settings.get("cache", "none") != "none",
         gpu_name=next(iter(gpu_names(environment)), ""),
-        sm_active=_value(sm_active),
-        gpu_memory_fraction=gpu_memory_fraction,
-        mig=mig,
-        cores=recorded_cores if _value(cores) is None else _value(cores),
-        used_cores=_value(used_cores),
+        sm_active=_value(training.sm_active),
+        gpu_memory_fraction=training.max_gpu_memory_fraction,
+        mig=training.mig,
+        cores=recorded_cores if _value(training.cpu_limit_cores) is None else _value(training.cpu_limit_cores),
+        used_cores=_value(training.process_cpu),
         attempts=totals.attempts,
-        checkpoint_interval_s=_checkpoint_interval_s(run, totals),
+        checkpoint_interval_s=totals.wall_s / run.num_checkpoints if run.num_checkpoints else None,
         startup_s=startup_s / max(1, totals.devices) / num_attempts if startup_s > 0 else None,
     )
-
-
-def _checkpoint_interval_s(run: Path, totals: Totals) -> float | None:
-    saves = sum(event.kind == "checkpoint_saved" for event in read_lines(run, EVENTS, Event))
-    return totals.wall_s / saves if saves else None
 
 
 def advise_sizing(usage: ResourceUsage) -> list[Finding]:

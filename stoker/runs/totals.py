@@ -40,47 +40,61 @@ class Totals:
     thread_cpu_s: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
+class TotalsSum:
+    """Sums of the windows of all ranks, rank after rank."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._phases: dict[str, float] = {}
+        self._stages: dict[str, float] = {}
+        self._thread_cpu_s: dict[str, float] = {}
+        self._last_windows: dict[int, StepWindow] = {}
+        self._device_s, self._wall_s, self._num_images, self._steps = 0.0, 0.0, 0, 0
+        self._comm_waits = _CommWaits() if num_ranks > 1 else None
+
+    def add(self, rank: int, window: StepWindow) -> None:
+        _add(self._phases, window.phases)
+        _add(self._stages, window.input_wait_stages)
+        _add(self._thread_cpu_s, window.thread_cpu_s)
+        self._device_s += window.wall_s * window.devices
+        self._num_images += window.num_images
+        self._last_windows[rank] = window
+        if rank == 0:
+            self._wall_s += window.wall_s
+            self._steps += window.window_steps
+        if self._comm_waits is not None:
+            self._comm_waits.add(rank, window)
+
+    def totals(self, attempts: int) -> Totals:
+        """attempts: number of the newest attempt. All zero without a window; `devices` is that of the last windows of
+        the newest attempt that has any."""
+        straggler_s = {} if self._comm_waits is None else self._comm_waits.straggler_s()
+        if total_s := sum(straggler_s.values()):
+            self._phases["comm"] = max(0.0, self._phases["comm"] - total_s)
+            _add(self._phases, {"straggler": total_s})
+        attempt = max((window.attempt for window in self._last_windows.values()), default=0)
+        return Totals(
+            phases=self._phases,
+            input_wait_stages=self._stages,
+            device_s=self._device_s,
+            wall_s=self._wall_s,
+            devices=sum(window.devices for window in self._last_windows.values() if window.attempt == attempt),
+            num_images=self._num_images,
+            steps=self._steps,
+            step=self._last_windows[0].step if 0 in self._last_windows else 0,
+            attempts=attempts,
+            straggler_s=straggler_s,
+            thread_cpu_s=self._thread_cpu_s,
+        )
+
+
 def compute_totals(run: Path) -> Totals:
-    """Sums steps.jsonl of all ranks. All zero for a run without a window; `devices` is that of the last windows of the
-    newest attempt."""
-    phases: dict[str, float] = {}
-    stages: dict[str, float] = {}
-    thread_cpu_s: dict[str, float] = {}
-    last_windows: dict[int, StepWindow] = {}
-    device_s, wall_s, num_images, steps = 0.0, 0.0, 0, 0
-    rank_dirs = list_rank_dirs(run)
-    comm_waits = _CommWaits()
-    for rank, rank_dir in rank_dirs.items():
-        for window in read_lines(rank_dir, STEPS, StepWindow):
-            _add(phases, window.phases)
-            _add(stages, window.input_wait_stages)
-            _add(thread_cpu_s, window.thread_cpu_s)
-            device_s += window.wall_s * window.devices
-            num_images += window.num_images
-            last_windows[rank] = window
-            if rank == 0:
-                wall_s += window.wall_s
-                steps += window.window_steps
-            if len(rank_dirs) > 1:
-                comm_waits.add(rank, window)
-    straggler_s = comm_waits.straggler_s()
-    if total_s := sum(straggler_s.values()):
-        phases["comm"] = max(0.0, phases["comm"] - total_s)
-        _add(phases, {"straggler": total_s})
-    attempt = max((window.attempt for window in last_windows.values()), default=0)
-    return Totals(
-        phases=phases,
-        input_wait_stages=stages,
-        device_s=device_s,
-        wall_s=wall_s,
-        devices=sum(window.devices for window in last_windows.values() if window.attempt == attempt),
-        num_images=num_images,
-        steps=steps,
-        step=last_windows[0].step if 0 in last_windows else 0,
-        attempts=last_attempt(run),
-        straggler_s=straggler_s,
-        thread_cpu_s=thread_cpu_s,
-    )
+    """Sums steps.jsonl of all ranks."""
+    ranks = list_rank_dirs(run)
+    totals = TotalsSum(len(ranks))
+    for rank, folder in ranks.items():
+        for window in read_lines(folder, STEPS, StepWindow):
+            totals.add(rank, window)
+    return totals.totals(last_attempt(run))
 
 
 def list_rank_dirs(run: Path) -> dict[int, Path]:

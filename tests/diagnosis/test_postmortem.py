@@ -18,7 +18,8 @@ from stoker.diagnosis.endings import UNEXPLAINED, endings, line_patterns
 from stoker.diagnosis.engine import diagnose
 from stoker.diagnosis.output import MAX_OUTPUT_BYTES, read_output, split_log_lines, strip_rank_prefix
 from stoker.diagnosis.postmortem import _find_matches, explain
-from stoker.diagnosis.termination import HangInfo, Termination, read_termination
+from stoker.diagnosis.reader import read_run
+from stoker.diagnosis.termination import HangInfo, Termination
 from stoker.findings.finding import Finding
 from stoker.runs.records import (
     DEVICES,
@@ -392,7 +393,7 @@ def test_a_native_run_that_was_killed(used: float, cause: str, tmp_path: Path) -
     assert first.id == cause
     assert (("host memory was 98 % full in the last sample", "devices.jsonl:2") in quoted(first)) == (used == 0.98)
     with locked(run):
-        assert read_termination(run) is None, "it is alive"
+        assert read_run(run).termination is None, "it is alive"
 
 
 def test_a_native_run_that_recorded_its_error(tmp_path: Path) -> None:
@@ -409,7 +410,7 @@ def test_a_native_run_that_recorded_its_error(tmp_path: Path) -> None:
     assert [(f.id, f.severity) for f in diagnose(tmp_path / "run")] == [("preempted", "warning")]
     folder.event("finished")
     folder.close()
-    assert read_termination(tmp_path / "run") is None
+    assert read_run(tmp_path / "run").termination is None
     assert diagnose(tmp_path / "run") == []
 
 
@@ -453,14 +454,14 @@ def test_only_the_output_of_the_newest_attempt_counts(tmp_path: Path) -> None:
         return [finding.id for finding in diagnose(run)]
 
     assert causes() == ["ended_by_error"]
-    termination = read_termination(run)
+    termination = read_run(run).termination
     assert termination is not None
     assert [(line.text, line.source) for line in termination.output if line.text] == [
         ("ValueError: seven", "output.log:302")
     ]
     (run / OUTPUT).rename(run / "output.1.log")
     (run / OUTPUT).write_bytes(b"and more\n")
-    termination = read_termination(run)
+    termination = read_run(run).termination
     assert termination is not None
     assert [line.text for line in termination.output if line.text] == ["ValueError: seven", "and more"]
     (run / "output.1.log").unlink()  # rotated again: all that is left is of this attempt
@@ -480,7 +481,7 @@ def test_what_is_read_of_the_end_of_an_external_job(tmp_path: Path) -> None:
     folder.event("failed", "x ended by signal 9", exit_code=137, signal=9, kernel=[kernel], pids=[812],
                  empty_inputs=["/data/a.tfrecord"])  # fmt: skip
     folder.close()
-    termination = read_termination(run)
+    termination = read_run(run).termination
     assert termination is not None
     assert (termination.shm_fraction, termination.empty_inputs) == (0.99, ("/data/a.tfrecord",))
     assert [(line.text, line.source) for line in termination.xids] == [("Xid 79 of GPU 1", "devices.jsonl:3")]
@@ -502,7 +503,7 @@ def test_samples_after_the_end_of_a_job_do_not_hide_what_was_full(tmp_path: Path
     folder = RunFolder(run, 2)
     folder.event("failed", "x ended by signal 9", exit_code=137, signal=9)
     folder.close()
-    termination = read_termination(run)
+    termination = read_run(run).termination
     assert termination is not None
     assert (termination.memory_fraction, termination.shm_fraction) == (0.985, 0.985)
     assert termination.memory_growth == pytest.approx(0.015)
@@ -531,7 +532,7 @@ def test_the_length_of_a_hang_is_read_from_steps_output_and_stacks(tmp_path: Pat
     os.utime(run / OUTPUT, (now_s - 900, now_s - 900))
     folder.event("failed", "x ended by signal 15", exit_code=143, signal=15)
     folder.close()
-    termination = read_termination(run)
+    termination = read_run(run).termination
     assert termination is not None
     assert termination.hang is not None
     assert termination.hang.duration_s == pytest.approx(900, abs=5)

@@ -5,10 +5,8 @@ from pathlib import Path
 import pytest
 
 from stoker.report.explain import explain_run
-from stoker.report.idle_estimate import estimate_idle
 from stoker.runs.records import STEPS, TRACES, RunFolder
 from stoker.runs.schemas import StepWindow, TraceWindow
-from stoker.runs.totals import compute_totals
 
 
 def write(path: Path, traces: list[tuple[float, float, float]], *, wait: float = 0.0) -> Path:
@@ -28,13 +26,13 @@ def write(path: Path, traces: list[tuple[float, float, float]], *, wait: float =
 
 def test_without_a_trace_there_is_no_estimate(tmp_path: Path) -> None:
     run = write(tmp_path / "run", [])
-    assert estimate_idle(run, compute_totals(run)) is None
+    assert explain_run(run).idle_estimate is None
     assert explain_run(run).idle_estimate is None
 
 
 def test_the_estimate_is_the_idle_part_of_compute(tmp_path: Path) -> None:
     run = write(tmp_path / "run", [(25.0, 2.0, 1.5), (75.0, 2.0, 1.5)])
-    estimate = estimate_idle(run, compute_totals(run))
+    estimate = explain_run(run).idle_estimate
     assert estimate is not None
     assert (estimate.compute_fraction, estimate.device_s) == pytest.approx((0.25, 25.0))
     assert (estimate.windows, estimate.steps) == (2, 8)
@@ -56,7 +54,7 @@ def test_the_row_says_how_much_the_windows_slowed_their_steps(tmp_path: Path) ->
 def test_time_of_other_phases_is_not_counted_again(tmp_path: Path) -> None:
     """A device that waits 40 % for input and is busy otherwise was not idle inside its steps."""
     run = write(tmp_path / "run", [(25.0, 2.0, 1.2)], wait=0.4)
-    estimate = estimate_idle(run, compute_totals(run))
+    estimate = explain_run(run).idle_estimate
     assert estimate is not None
     assert estimate.device_s == pytest.approx(0.0, abs=1e-9)
 
@@ -70,14 +68,14 @@ def test_a_trace_is_compared_only_with_overlapping_windows(tmp_path: Path) -> No
     folder.close()
     half = write(tmp_path / "half", [(25.0, 2.0, 1.0)], wait=0.0)
     for path, expected in ((run, 0.0), (half, 0.5)):
-        estimate = estimate_idle(path, compute_totals(path))
+        estimate = explain_run(path).idle_estimate
         assert estimate is not None
         assert estimate.compute_fraction == pytest.approx(expected)
     slow = RunFolder(half, 1)
     slow.append(STEPS, StepWindow(t=2000.0, attempt=1, step=11, window_steps=1, num_images=8, wall_s=900.0, devices=1,
                                   phases={"compute": 100.0, "input_wait": 800.0}))  # fmt: skip
     slow.close()
-    again = estimate_idle(half, compute_totals(half))
+    again = explain_run(half).idle_estimate
     assert again is not None
     assert again.compute_fraction == pytest.approx(0.5)
 
@@ -85,14 +83,14 @@ def test_a_trace_is_compared_only_with_overlapping_windows(tmp_path: Path) -> No
 def test_the_estimate_is_between_zero_and_compute(tmp_path: Path) -> None:
     for number, (busy_s, expected) in enumerate(((0.0, 1.0), (9.0, 0.0))):
         run = write(tmp_path / str(number), [(25.0, 2.0, busy_s)], wait=0.5)
-        estimate = estimate_idle(run, compute_totals(run))
+        estimate = explain_run(run).idle_estimate
         assert estimate is not None
         assert estimate.compute_fraction == expected
 
 
 def test_a_trace_without_overlapping_window_is_compared_with_the_whole_run(tmp_path: Path) -> None:
     run = write(tmp_path / "run", [(500.0, 2.0, 1.0)], wait=0.25)
-    estimate = estimate_idle(run, compute_totals(run))
+    estimate = explain_run(run).idle_estimate
     assert estimate is not None
     assert estimate.compute_fraction == pytest.approx(1 - 0.5 / 0.75)
 

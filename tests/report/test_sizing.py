@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from stoker.diagnosis.reader import read_run
 from stoker.report.explain import explain_run
-from stoker.report.sizing import RULES, ResourceUsage, advise_sizing, read_resource_usage
+from stoker.report.sizing import RULES, ResourceUsage, advise_sizing, resource_usage
 from stoker.runs.records import DEVICES, RunFolder
 from stoker.runs.schemas import DeviceSample, GpuSample
-from stoker.runs.totals import compute_totals
-from tests.report.runs import GIB, write_run
+from tests.report.runs import GIB, START_T, write_run
 
 BASE = ResourceUsage(devices=1, phase_fractions={"compute": 0.95, "input_wait": 0.01}, wall_s=36000.0)
 APPLIES: dict[str, ResourceUsage] = {
@@ -107,7 +107,7 @@ def test_usage_is_read_from_the_time_of_the_steps(tmp_path: Path) -> None:
     for t in (1e9 - 5.0, 1e9 + 500.0):  # before the first step and after the last
         folder.append(DEVICES, DeviceSample(t=t, attempt=1, process_cpu=0.0, gpus=[GpuSample(index=0, sm_active=0.0)]))
     folder.close()
-    usage = read_resource_usage(run, compute_totals(run), {"gpu": {"gpus": [{"name": "Tesla T4"}]}})
+    usage = resource_usage(read_run(run), {"gpu": {"gpus": [{"name": "Tesla T4"}]}})
     assert (usage.used_cores, usage.cores, usage.sm_active) == pytest.approx((3.9, 4.0, 0.3))
     assert (usage.gpu_memory_fraction, usage.fetch_fraction, usage.gpu_name) == (0.2, 0.0, "Tesla T4")
     assert [item.id for item in explain_run(run).sizing_advice] == ["more_cores", "smaller_gpu"]
@@ -117,13 +117,18 @@ def test_few_samples_give_no_means(tmp_path: Path) -> None:
     run = write_run(
         tmp_path / "run", samples=5, sample={"process_cpu": 3.9, "cpu_limit_cores": 4.0}, gpu={"sm_active": 0.1}
     )
-    usage = read_resource_usage(run, compute_totals(run), {})
+    usage = resource_usage(read_run(run), {})
     assert (usage.used_cores, usage.sm_active, usage.cores) == (None, None, None)
 
 
 def test_devices_that_do_not_train_are_not_counted(tmp_path: Path) -> None:
     """A sample shows all GPUs of a machine where the run uses one."""
-    run = write_run(tmp_path / "run", samples=60, devices=2, gpu={"sm_active": 0.1})
-    item = dataclasses.replace(compute_totals(run), devices=1)
-    assert read_resource_usage(run, item, {}).sm_active is None
-    assert read_resource_usage(run, compute_totals(run), {}).sm_active == pytest.approx(0.1)
+    one, both = (write_run(tmp_path / f"{devices}", devices=devices) for devices in (1, 2))
+    for run in (one, both):
+        folder = RunFolder(run, 1)
+        for second in range(60):
+            gpus = [GpuSample(index=index, sm_active=0.1) for index in range(2)]
+            folder.append(DEVICES, DeviceSample(t=START_T + second, attempt=1, gpus=gpus))
+        folder.close()
+    assert resource_usage(read_run(one), {}).sm_active is None
+    assert resource_usage(read_run(both), {}).sm_active == pytest.approx(0.1)

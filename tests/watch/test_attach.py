@@ -16,7 +16,7 @@ import pytest
 
 from stoker.diagnosis.alive import boot_id, is_held
 from stoker.diagnosis.postmortem import explain
-from stoker.diagnosis.termination import read_termination
+from stoker.diagnosis.reader import read_run
 from stoker.errors import UsageError
 from stoker.report.explain import explain_run
 from stoker.runs.records import (
@@ -112,12 +112,12 @@ def test_an_unknown_exit_code_is_not_a_failure(tmp_path: Path) -> None:
     with open_run_folder(str(tmp_path), ["train"], environment={"gpu": {"gpus": []}}) as (folder, _):
         Recorder(folder, ["train"]).write_end(None)
         (tmp_path / OUTPUT).write_text("step 9\n")
-    ended = read_termination(tmp_path)
+    ended = read_run(tmp_path).termination
     assert ended is not None
     assert ended.exit_code is None
     assert [(finding.id, finding.severity) for finding in explain(ended)] == [("exit_code_unknown", "info")]
     (tmp_path / OUTPUT).write_text("OSError: [Errno 28] No space left on device\n")
-    ended = read_termination(tmp_path)
+    ended = read_run(tmp_path).termination
     assert ended is not None
     assert explain(ended)[0].id == "disk_full"
 
@@ -136,7 +136,7 @@ def test_an_output_that_is_a_file_is_read_from_now_on_and_keeps_its_context(tmp_
     assert (sum(window.window_steps for window in windows), windows[-1].step) == (5, 5)
     assert (run / OUTPUT).read_bytes() == log.read_bytes()
     assert str(log) in events(run)[0].data["coverage"]["output"]
-    ended = read_termination(run)
+    ended = read_run(run).termination
     assert ended is not None
     assert ended.output[0].text == "step 900 loss: 9.0"
 
@@ -174,12 +174,12 @@ def test_ctrl_c_ends_the_watching_and_not_the_job(tmp_path: Path) -> None:
         assert attach(pid, str(run)) == 0
     assert signal.getsignal(signal.SIGINT) is before
     assert events(run)[-1].text.endswith("is no longer watched; it is still running")
-    assert is_held(run) is True
-    assert read_termination(run) is None, "it lives"
+    assert is_held(run, read_run(run).events.job) is True
+    assert read_run(run).termination is None, "it lives"
     assert explain_run(run).state == "running"
     parent.communicate()
-    assert is_held(run) is False
-    ended = read_termination(run)
+    assert is_held(run, read_run(run).events.job) is False
+    ended = read_run(run).termination
     assert ended is not None
     assert ended.exit_code is None
 
@@ -216,7 +216,7 @@ def test_a_reused_pid_is_another_process(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, 1)
     for changed, lives in (({}, True), ({"start_ticks": own.start_ticks + 1}, False), ({"boot": "another"}, False)):
         folder.event("resumed", job={**job, **changed})
-        assert is_held(tmp_path) is lives
+        assert is_held(tmp_path, read_run(tmp_path).events.job) is lives
     folder.close()
 
 

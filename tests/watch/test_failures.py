@@ -14,7 +14,7 @@ import pytest
 
 from stoker.diagnosis import postmortem
 from stoker.diagnosis.engine import diagnose
-from stoker.diagnosis.termination import read_termination
+from stoker.diagnosis.reader import read_run
 from stoker.findings.finding import Finding
 from stoker.runs.records import EVENTS, OUTPUT, STEPS, read_lines
 from stoker.runs.schemas import Event, StepWindow
@@ -204,6 +204,6 @@ def test_a_job_that_spins_on_an_empty_file(tmp_path: Path) -> None:
     time.sleep(10)  # several looks at its files
     os.kill(job_below(watcher.pid), signal.SIGKILL)
     watcher.wait()
-    ended = read_termination(tmp_path / "run")
+    ended = read_run(tmp_path / "run").termination
     assert ended is not None
     assert ended.empty_inputs == (str(tmp_path / "train-00003.tfrecord"),)

@@ -1,0 +1,66 @@
+"""A run folder is read in one pass."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from stoker.runs.records import (
+    CONFIG,
+    DEVICES,
+    ENVIRONMENT,
+    EVENTS,
+    PROBES,
+    QUARANTINE,
+    STACKS,
+    STEPS,
+    TRACES,
+    RunFolder,
+)
+from tests.diagnosis.built import make_run
+from tests.diagnosis.cases import CASES
+
+OPENED = """
+import json, os, sys
+opened, run = [], sys.argv[1]
+def on_event(event, arguments):
+    if event == "open" and isinstance(arguments[0], (str, bytes)):
+        path = os.path.abspath(os.fsdecode(arguments[0]))
+        if path.startswith(run + "/"):
+            opened.append(os.path.relpath(path, run))
+sys.addaudithook(on_event)
+from stoker.cli.app import main
+sys.argv = ["stoker", *sys.argv[2:]]
+try:
+    main()
+finally:
+    print(json.dumps(opened), file=sys.stderr)
+"""
+
+
+def opened(run: Path, *arguments: str) -> Counter[str]:
+    """Files of a run that a command opens, and how often."""
+    command = [sys.executable, "-c", OPENED, str(run), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return Counter(json.loads(done.stderr.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("end", ["finished", "failed", "killed"])
+def test_each_file_is_opened_once_during_why(end: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", **CASES["launch_bound"][0])
+    folder = RunFolder(run, 1)
+    if end != "killed":
+        folder.event(end, "the end")
+    folder.close()
+    (run / "ranks" / "0001").mkdir(parents=True)
+    shutil.copy(run / STEPS, run / "ranks" / "0001")
+    for name in (CONFIG, ENVIRONMENT, EVENTS, STEPS, DEVICES, TRACES, STACKS, PROBES, QUARANTINE):
+        (run / name).touch()
+    (run / ENVIRONMENT).write_text("{}")
+    counts = opened(run, "why", str(run), "--json")
+    names = {CONFIG, ENVIRONMENT, EVENTS, STEPS, DEVICES, TRACES, STACKS, PROBES, QUARANTINE, "ranks/0001/steps.jsonl"}
+    assert {name: counts[name] for name in names} == dict.fromkeys(names, 1)
