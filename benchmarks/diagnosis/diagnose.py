@@ -42,7 +42,7 @@ from benchmarks.diagnosis.diagnose_plans import BATCH, Case, Machine, Plan
 from benchmarks.diagnosis.diagnose_score import NO_ANSWER, NONE, Outcome, cells, confusion, fraction_correct, wilson
 from benchmarks.report import Bar, Report, options, publish
 from stoker.diagnosis.catalog import catalog_hash
-from stoker.runs.totals import compute_totals
+from stoker.diagnosis.reader import read_run
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -118,7 +118,7 @@ class Bench:
         folder.mkdir()
         plan = Plan(("--eval-every", "40"), data="long_val", stretch=1.5)
         self._run(CAUSES["healthy"], "stoker", plan, folder, self.arguments.seconds)
-        sums = compute_totals(folder / "run")
+        sums = read_run(folder / "run").totals
         sizes = [path.stat().st_size for path in (self.base / "bucket" / "train").glob("*.jpg")]
         evaluations = -(-sums.steps // 40)
         self.machine = Machine(

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
-from stoker.runs.records import RANKS, STEPS, last_attempt, read_lines
+from stoker.runs.records import RANKS
 from stoker.runs.schemas import StepWindow
 
 COMPARISON_S = 10.0
@@ -85,16 +85,6 @@ class TotalsSum:
             straggler_s=straggler_s,
             thread_cpu_s=self._thread_cpu_s,
         )
-
-
-def compute_totals(run: Path) -> Totals:
-    """Sums steps.jsonl of all ranks."""
-    ranks = list_rank_dirs(run)
-    totals = TotalsSum(len(ranks))
-    for rank, folder in ranks.items():
-        for window in read_lines(folder, STEPS, StepWindow):
-            totals.add(rank, window)
-    return totals.totals(last_attempt(run))
 
 
 def list_rank_dirs(run: Path) -> dict[int, Path]:

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from stoker.config.settings import OptimSettings
 from stoker.config.sync_method import PLAIN
 from stoker.data.batch import Batch
+from stoker.diagnosis.reader import read_run
 from stoker.hardware.device import Device, select_device
 from stoker.models import Detector, build
-from stoker.runs.totals import compute_totals
 from stoker.training.cluster import RankPlace
 from stoker.training.ddp import Ddp
 from stoker.training.fsdp import Fsdp
@@ -83,7 +83,7 @@ def test_two_gpus_train_what_one_trains(tmp_path: Path):
     for devices, name, more in (("1", "1", []), ("2", "2", []), ("2", "sharded", ["--shard"])):
         code, output = run_stoker("train", data, *flags, *more, "--devices", devices, "--run-dir", name, cwd=tmp_path)
         assert code == 0, output
-    assert compute_totals(tmp_path / "2").devices == 2
+    assert read_run(tmp_path / "2").totals.devices == 2
     one, two, sharded = (load_file(tmp_path / name / "final.safetensors") for name in ("1", "2", "sharded"))
     for name, tensor in one.items():
         for other in (two, sharded):

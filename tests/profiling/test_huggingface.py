@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from stoker.diagnosis.reader import read_run
 from stoker.runs.records import EVENTS, STEPS, read_lines
 from stoker.runs.schemas import Event, StepWindow
-from stoker.runs.totals import compute_totals
 from tests.timing import undisturbed_once
 
 pytestmark = pytest.mark.slow
@@ -83,7 +83,7 @@ def test_a_training_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         return training.load_s, trainer.evaluate_s
 
     training_s, evaluate_s = train("good", None)
-    found = compute_totals(tmp_path / "good")
+    found = read_run(tmp_path / "good").totals
     images = STEPS_DONE * BATCH * 2
     assert found.phases["input_wait"] == pytest.approx(training_s, rel=0.15)
     assert found.phases["eval"] == pytest.approx(evaluate_s, rel=0.05, abs=0.02)

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from stoker.diagnosis.reader import read_run
 from stoker.errors import PreflightError
 from stoker.profiling.callbacks import lightning
 from stoker.profiling.callbacks.session import load_base_classes
 from stoker.runs.records import EVENTS, STEPS, read_lines
 from stoker.runs.schemas import Event, StepWindow
-from stoker.runs.totals import compute_totals
 
 SAMPLES, BATCH, SLOW_S = 80, 4, 0.005
 
@@ -80,7 +80,7 @@ def test_a_fit_is_measured(tmp_path: Path) -> None:
     fail_at = -1
     training, validation = SlowData(), SlowData()
     fit("good", training, validation)
-    found = compute_totals(tmp_path / "good")
+    found = read_run(tmp_path / "good").totals
     assert found.phases["input_wait"] == pytest.approx(training.load_s, rel=0.15)
     assert found.phases["eval"] == pytest.approx(validation.load_s, rel=0.15)
     assert found.phases["compute"] >= 2 * SAMPLES / BATCH * 0.01
@@ -124,4 +124,4 @@ def test_two_callbacks_and_a_step_that_returns_anything_end_no_fit(tmp_path: Pat
         num_sanity_val_steps=0, enable_model_summary=False, enable_checkpointing=False,
     )  # fmt: skip
     trainer.fit(Model(), torch.utils.data.DataLoader(SlowData(), batch_size=BATCH))
-    assert compute_totals(tmp_path / "b").steps == SAMPLES // BATCH
+    assert read_run(tmp_path / "b").totals.steps == SAMPLES // BATCH

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import stoker
+from stoker.diagnosis.reader import read_run
 from stoker.errors import ConfigError, DataError, UsageError
 from stoker.monitor.options import MonitoringOptions
 from stoker.profiling.measure import measure as measure_module
@@ -28,7 +29,6 @@ from stoker.runs.records import (
     read_lines,
 )
 from stoker.runs.schemas import Event, StepWindow
-from stoker.runs.totals import compute_totals
 
 
 def events(run: Path) -> list[Event]:
@@ -59,7 +59,7 @@ def test_every_second_is_in_its_phase(run: Path) -> None:
             time.sleep(0.06)
         with m.checkpoint():
             time.sleep(0.05)
-    found = compute_totals(run)
+    found = read_run(run).totals
     assert sum(found.phases.values()) == pytest.approx(found.device_s)
     floors = {"input_wait": 0.2, "compute": 0.1, "eval": 0.06, "checkpoint": 0.05}
     assert all(found.phases[name] >= min_s for name, min_s in floors.items())
@@ -84,7 +84,7 @@ def test_a_loader_that_computes_in_the_thread_is_told_from_one_that_waits(run: P
             for _ in m.data(batches(busy)):
                 with m.step():
                     pass
-        found = compute_totals(run / name)
+        found = read_run(run / name).totals
         assert (found.thread_cpu_s["input_wait"] > 0.09) == busy
         assert found.thread_cpu_s["input_wait"] < (0.05 if not busy else found.phases["input_wait"] + 0.01)
         assert set(found.thread_cpu_s) <= set(found.phases)
@@ -126,7 +126,7 @@ def test_batches_come_through_as_they_are(run: Path) -> None:
             break
         with m.step():
             pass
-    assert compute_totals(run).num_images == 7
+    assert read_run(run).totals.num_images == 7
 
 
 def test_exceptions_of_the_loop_and_its_data_propagate(run: Path) -> None:
@@ -142,7 +142,7 @@ def test_exceptions_of_the_loop_and_its_data_propagate(run: Path) -> None:
         assert m.step_count == 0
         with m.step():
             pass
-    assert compute_totals(run).step == 1
+    assert read_run(run).totals.step == 1
 
 
 def test_nested_phases_of_a_step_are_taken_out_of_it(run: Path) -> None:
@@ -155,7 +155,7 @@ def test_nested_phases_of_a_step_are_taken_out_of_it(run: Path) -> None:
             with m.phase("sync"):
                 time.sleep(0.02)
         step_s = time.perf_counter() - start_s
-    found = compute_totals(run)
+    found = read_run(run).totals
     assert found.phases["input_wait"] >= 0.06
     assert found.phases["sync"] >= 0.02
     assert found.phases["compute"] <= step_s - found.phases["input_wait"] - found.phases["sync"]
@@ -170,7 +170,7 @@ def test_validation_data_is_evaluation_and_counts_no_images(run: Path) -> None:
                 time.sleep(0.01)
         with m.step():
             pass
-    found = compute_totals(run)
+    found = read_run(run).totals
     assert found.phases["eval"] >= 0.06
     assert "input_wait" not in found.phases
     assert found.num_images == 0
@@ -316,7 +316,7 @@ def test_a_forked_process_writes_nothing_and_holds_nothing(run: Path) -> None:
         assert os.waitpid(child, 0)[1] == 0
         with m.step():
             pass
-    assert compute_totals(run).steps == 2
+    assert read_run(run).totals.steps == 2
     assert [event.kind for event in events(run)] == ["started", "finished"]
 
 
@@ -355,7 +355,7 @@ def test_loader_workers_record_nothing(run: Path) -> None:
             for _ in m.data(loader):
                 with m.step():
                     pass
-    assert compute_totals(run).num_images == 12
+    assert read_run(run).totals.num_images == 12
     assert [event.kind for event in events(run)] == ["started", "info", "finished"]
     note = events(run)[1]
     assert (note.text, note.data) == ("the loop's loader has 1 worker processes", {"workers": 1})
@@ -382,7 +382,7 @@ def test_it_works_without_torch_and_leaves_the_exit_code(run: Path) -> None:
     job = loop(run, "end")
     assert job.wait() == 17, job.communicate()
     assert (events(run)[-1].kind, events(run)[-1].data["exit_code"]) == ("failed", 17)
-    assert compute_totals(run).num_images == 15
+    assert read_run(run).totals.num_images == 15
 
 
 @pytest.mark.slow

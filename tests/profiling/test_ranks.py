@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from stoker.diagnosis.reader import read_run
 from stoker.runs.records import EVENTS, RANKS, STEPS, read_lines
 from stoker.runs.schemas import Event, StepWindow
-from stoker.runs.totals import compute_totals
 from tests.profiling import ranks
 
 pytestmark = pytest.mark.slow
@@ -53,7 +53,7 @@ def test_a_rank_waits_for_the_one_that_is_slow(run: Path) -> None:
     other = run / RANKS / "0001"
     waited_s = seconds(run, "comm") - seconds(other, "comm")
     assert waited_s == pytest.approx(ranks.STEPS * ranks.SLEEP_S, rel=0.15)
-    found = compute_totals(run)
+    found = read_run(run).totals
     assert found.phases["straggler"] == pytest.approx(waited_s, rel=0.1)
     assert max(found.straggler_s, key=lambda rank: found.straggler_s[rank]) == 1
     assert (found.devices, found.steps, found.num_images) == (2, ranks.STEPS, 2 * 8 * ranks.STEPS)

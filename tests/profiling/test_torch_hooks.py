@@ -9,9 +9,9 @@ import torch
 import torch._dynamo.callback
 
 import stoker
+from stoker.diagnosis.reader import read_run
 from stoker.profiling.ledger import Ledger
 from stoker.profiling.measure.torch_hooks import LazyDeviceClock
-from stoker.runs.totals import compute_totals
 
 
 @pytest.fixture
@@ -35,8 +35,8 @@ def test_saving_is_a_checkpoint_and_torch_is_as_before_afterwards(run: Path) -> 
         torch.save({"a": Slow()}, run / "b.pt")
     assert torch.save is before
     assert torch.load(run / "b.pt", weights_only=False) == {"a": 0}
-    assert compute_totals(run).phases["checkpoint"] >= 0.1
-    assert compute_totals(run).phases["compute"] <= step_s - 0.05, "the save is not part of the step"
+    assert read_run(run).totals.phases["checkpoint"] >= 0.1
+    assert read_run(run).totals.phases["compute"] <= step_s - 0.05, "the save is not part of the step"
 
 
 def test_compiling_is_seen_wherever_it_happens(run: Path) -> None:
@@ -52,8 +52,8 @@ def test_compiling_is_seen_wherever_it_happens(run: Path) -> None:
             compile_for(0.05)
         step_s = time.perf_counter() - start_s
         compile_for(0.03)
-    assert compute_totals(run).phases["compile"] >= 0.08
-    assert compute_totals(run).phases["compute"] <= step_s - 0.05, "the compilation is not part of the step"
+    assert read_run(run).totals.phases["compile"] >= 0.08
+    assert read_run(run).totals.phases["compute"] <= step_s - 0.05, "the compilation is not part of the step"
     assert handler.start_callbacks == handler.end_callbacks == []
 
 
@@ -67,7 +67,7 @@ def test_a_real_compilation_is_seen(run: Path) -> None:
         for _ in range(2):
             with m.step():
                 double(torch.ones(3, requires_grad=True)).sum().backward()
-    assert compute_totals(run).phases["compile"] > compute_totals(run).phases["compute"]
+    assert read_run(run).totals.phases["compile"] > read_run(run).totals.phases["compute"]
     torch._dynamo.reset()
 
 
@@ -115,4 +115,4 @@ def test_a_gpu_that_the_loop_does_not_use_is_not_asked_for(run: Path, monkeypatc
         monkeypatch.setattr(torch.accelerator, name, touched)
     with stoker.measure(run) as m, m.step():
         pass
-    assert compute_totals(run).steps == 1
+    assert read_run(run).totals.steps == 1

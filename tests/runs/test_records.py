@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stoker.diagnosis.reader import read_run
 from stoker.errors import UsageError
 from stoker.evaluation import document as evaluation
 from stoker.findings.finding import Evidence, Finding
@@ -35,7 +36,6 @@ from stoker.runs.records import (
     runs_named,
 )
 from stoker.runs.schemas import Event, StepWindow
-from stoker.runs.totals import compute_totals
 from stoker.storage.local_files import write_atomic
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -399,7 +399,7 @@ def test_attempts_and_the_end_are_read_from_the_events(tmp_path: Path) -> None:
 
 
 def test_totals_count_all_time_of_all_attempts(tmp_path: Path) -> None:
-    nothing = compute_totals(tmp_path)
+    nothing = read_run(tmp_path).totals
     assert (nothing.phases, nothing.device_s, nothing.attempts) == ({}, 0.0, 0)
     with run_folder(tmp_path) as folder:
         folder.event("started")
@@ -411,7 +411,7 @@ def test_totals_count_all_time_of_all_attempts(tmp_path: Path) -> None:
         folder.append(
             STEPS, window(attempt=2, step=15, window_steps=5, num_images=40, wall_s=3.0, devices=2, phases=again)
         )
-    found = compute_totals(tmp_path)
+    found = read_run(tmp_path).totals
     assert found.phases == {"compute": 3.0, "input_wait": 1.0, "recovery": 4.0, "eval": 2.0}
     assert sum(found.phases.values()) == found.device_s == 2.0 + 2.0 + 6.0
     assert (found.wall_s, found.devices, found.attempts) == (7.0, 2, 2)

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stoker.diagnosis.reader import read_run
 from stoker.runs.records import EVENTS, RANKS, STEPS
 from stoker.runs.schemas import Event, StepWindow
-from stoker.runs.totals import Totals, compute_totals, list_rank_dirs
+from stoker.runs.totals import Totals, list_rank_dirs
 
 T0 = 1_790_000_000.0
 
@@ -31,7 +32,7 @@ def write(run: Path, ranks: dict[int, list[StepWindow]], attempts: int = 1) -> T
         folder = run / RANKS / f"{rank:04d}" if rank else run
         folder.mkdir(parents=True, exist_ok=True)
         (folder / STEPS).write_bytes(b"".join(encode(window) + b"\n" for window in lines))
-    return compute_totals(run)
+    return read_run(run).totals
 
 
 def test_devices_pictures_and_phases_of_all_ranks_are_summed_and_steps_are_those_of_one(tmp_path: Path) -> None:
@@ -77,7 +78,7 @@ def test_a_rank_that_wrote_nothing_or_half_a_line_is_no_reason_to_fail(tmp_path:
     (tmp_path / RANKS / "notes").mkdir()
     with (tmp_path / RANKS / "0002" / STEPS).open("ab") as file:
         file.write(b'{"t": 179')
-    found = compute_totals(tmp_path)
+    found = read_run(tmp_path).totals
     assert (found.device_s, found.devices) == (60, 2)
     assert "straggler" not in found.phases
     assert list(list_rank_dirs(tmp_path)) == [0, 1, 2, 7]

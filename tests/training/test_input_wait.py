@@ -7,10 +7,10 @@ import pytest
 
 from stoker.data.index import Index
 from stoker.diagnosis.causes.cause import COMMON_THRESHOLDS, Threshold
+from stoker.diagnosis.reader import read_run
 from stoker.report.explain import explain_run
 from stoker.runs.records import STEPS, read_lines
 from stoker.runs.schemas import StepWindow
-from stoker.runs.totals import compute_totals
 from stoker.training.run import train
 from tests.drawn import draw
 from tests.training.test_ledger_of_a_run import settings
@@ -33,7 +33,7 @@ def test_slow_reads_are_attributed_to_fetch(tmp_path: Path, monkeypatch: pytest.
     result = train(settings(data).replace(max_duration="3", eval_every="0", workers=1), run_dir=str(tmp_path / "run"))
     for window in read_lines(result.run, STEPS, StepWindow):
         assert sum(window.input_wait_stages.values()) == window.phases.get("input_wait", 0)
-    summed = compute_totals(result.run)
+    summed = read_run(result.run).totals
     assert summed.phases["input_wait"] > 4 * DELAY_S
     assert summed.input_wait_stages["fetch"] > 0.9 * summed.phases["input_wait"]
     monkeypatch.setitem(COMMON_THRESHOLDS, "steady_s", Threshold(1.0, "a run of three steps is long enough here"))

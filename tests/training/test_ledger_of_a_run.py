@@ -18,10 +18,10 @@ import pytest
 
 from stoker.config.settings import Config, from_fields
 from stoker.data.loading.loader import Loader
+from stoker.diagnosis.reader import read_run
 from stoker.profiling import trace
 from stoker.runs.records import EVENTS, STEPS, TRACE_FILES, TRACES, read_lines
 from stoker.runs.schemas import Event, StepWindow
-from stoker.runs.totals import compute_totals
 from stoker.training import async_eval, checkpoint, loop, parallel, recorder, start
 from stoker.training.run import train
 from tests.drawn import draw
@@ -88,7 +88,7 @@ def test_known_delays_are_attributed_to_their_phase(tmp_path: Path, monkeypatch:
         checkpoint.CheckpointWriter, "wait", delayed(spent, "checkpoint", checkpoint.CheckpointWriter.wait, by=0.0)
     )
     result = train(settings(data), run_dir=str(tmp_path / "run"))
-    summed = compute_totals(result.run)
+    summed = read_run(result.run).totals
     for phase, seconds in spent.items():
         assert seconds >= {"input_wait": 60, "eval": 3, "checkpoint": 3}[phase] * DELAYS[phase]
         assert summed.phases[phase] == pytest.approx(seconds, rel=0.05), phase
@@ -205,7 +205,7 @@ def test_known_delays_of_startup_compile_profiler_and_redone_steps(tmp_path: Pat
 
     monkeypatch.setattr(loop.Training, "step", step_again)
     result = train(config, run_dir=str(tmp_path / "run"))
-    summed = compute_totals(result.run)
+    summed = read_run(result.run).totals
     assert summed.attempts == 2
     assert summed.phases["startup"] >= spent["startup"] >= 2 * DELAYS["startup"]
     for phase in ("compile", "idle"):

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file
 
 from stoker.config.settings import Config, from_fields
+from stoker.diagnosis.reader import read_run
 from stoker.errors import ConfigError, DataError, Preempted, RankError
 from stoker.runs.records import EVENTS, QUARANTINE, STEPS, read_lines
 from stoker.runs.schemas import Event, Quarantined, StepWindow
-from stoker.runs.totals import compute_totals
 from stoker.training.cluster import ONE_DEVICE
 from stoker.training.defaults.checks import check_devices
 from stoker.training.local_ranks import find_free_port
@@ -140,7 +140,7 @@ def assert_same_training(one: Path, other: Path) -> None:
 
 def test_two_ranks_write_one_run(data: Path, tmp_path: Path):
     run = train(data, tmp_path, 2, "--steps", "5")
-    totals = compute_totals(run)
+    totals = read_run(run).totals
     assert (totals.devices, totals.steps, totals.num_images) == (2, 5, 5 * 12)
     assert totals.phases["comm"] > 0
     assert sum(totals.phases.values()) == pytest.approx(totals.device_s)
@@ -340,7 +340,7 @@ def test_torchrun_starts_ranks_too(data: Path, tmp_path: Path):
     assert done.stdout.count("results: run") == 1, "one rank prints"
     # a thread of gloo may abort a process that Python finalizes (PyTorch issue 190489): a rank ends without it
     assert [path.name for path in tmp_path.glob("finalized-*")] == ["finalized-None"]
-    assert compute_totals(tmp_path / "run").devices == 2
+    assert read_run(tmp_path / "run").totals.devices == 2
 
     again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert again.returncode == 0, again.stdout + again.stderr

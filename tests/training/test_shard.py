@@ -11,11 +11,11 @@ import pytest
 
 from stoker.config.settings import from_fields
 from stoker.data.index import open_index
+from stoker.diagnosis.reader import read_run
 from stoker.errors import ConfigError
 from stoker.hardware.device import select_device
 from stoker.runs.records import EVENTS, read_lines
 from stoker.runs.schemas import Event
-from stoker.runs.totals import compute_totals
 from stoker.training.cluster import Devices
 from stoker.training.defaults.derive import derive
 from stoker.training.local_ranks import find_free_port
@@ -104,7 +104,7 @@ def test_killed_and_continued_on_as_many_is_bit_identical(data: Path, tmp_path: 
     """With trained norms, accumulation and checkpoints by the clock, which only rank 0 reads."""
     flags = [*SHARD, "--optimizer", "adamw", "--grad-accum-steps", "2", "--checkpoint-every", "0.02min"]
     whole = train(data, tmp_path / "whole", 2, *flags)
-    totals = compute_totals(whole)
+    totals = read_run(whole).totals
     assert sum(totals.phases.values()) == pytest.approx(totals.device_s)
     assert totals.phases["comm"] > 0
     process = start(data, tmp_path / "killed", 2, *flags)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from stoker.config.settings import from_fields
 from stoker.data.index import open_index
+from stoker.diagnosis.reader import read_run
 from stoker.errors import ConfigError
 from stoker.hardware.cgroup import CORES_VARIABLE
 from stoker.hardware.device import select_device
@@ -23,7 +24,6 @@ from stoker.models import MODELS, build
 from stoker.models.weights.shapes_only import shapes_only
 from stoker.runs.records import EVENTS, STEPS, read_lines
 from stoker.runs.schemas import Event, StepWindow
-from stoker.runs.totals import compute_totals
 from stoker.training.cluster import Devices
 from stoker.training.defaults.derive import choose_micro_batches, derive
 from stoker.training.local_ranks import choose_devices, find_free_port
@@ -259,7 +259,7 @@ def test_killed_and_continued_is_bit_identical(data: Path, tmp_path: Path) -> No
     process."""
     flags = [*FAST, "--stages", "2", "--optimizer", "adamw", "--checkpoint-every", "0.02min"]
     whole = train(data, tmp_path / "whole", 2, *flags)
-    totals = compute_totals(whole)
+    totals = read_run(whole).totals
     assert (totals.devices, totals.steps, totals.num_images) == (2, 30, 30 * 12)
     assert sum(totals.phases.values()) == pytest.approx(totals.device_s)
     assert totals.phases["comm"] > 0
