@@ -25,7 +25,7 @@ from stoker.data.formats.tfrecord_bytes import write_record
 from stoker.data.index import open_index
 from stoker.data.validation.check import check_dataset
 from stoker.errors import StokerError
-from stoker.evaluation.document import read_evaluation
+from stoker.evaluation.metrics import read_evaluation
 from stoker.models import build
 from stoker.models.weights.model_file import ModelMetadata, load_model
 from stoker.runs import records, schemas

@@ -49,12 +49,13 @@ def test_the_root_of_the_package_has_few_files() -> None:
         (r"^(?:class )?\w*Finding\b *(?:\(|:|=)", "stoker/findings/finding.py"),
         (r"^(?:class )?\w*Severity\b *(?:\(|:|=)", "stoker/findings/finding.py"),
         (r"^def finding_lines\b", "stoker/report/findings_terminal.py"),
+        (r"^ *(?:from rich\.table import|import rich\.table)", "stoker/report/console.py"),
         (r"^def read_run\b", "stoker/diagnosis/reader.py"),
         (r"^class \w*RunRecords\b", "stoker/diagnosis/run_data.py"),
     ],
 )
 def test_there_is_one_of(pattern: str, place: str) -> None:
-    """One type for what a command finds, one way to print it, one reader of run folders."""
+    """One type for what a command finds, one way to print it, one that makes tables, one reader of run folders."""
     found = [path.relative_to(ROOT) for path in (ROOT / "stoker").rglob("*.py")
              for _ in re.finditer(pattern, path.read_text(), re.MULTILINE)]  # fmt: skip
     assert [str(path) for path in found if str(path) != "stoker/preflight/findings.py"] == [place]

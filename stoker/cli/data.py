@@ -70,7 +70,7 @@ def check(
     from stoker.data.validation.check import check_dataset
     from stoker.data.validation.problems import DEFAULT_MAX_BAD_BOXES, DEFAULT_MAX_BAD_FRACTION
     from stoker.errors import DataError, UsageError
-    from stoker.report.progress import progress_bar
+    from stoker.report.console import progress_bar
 
     fields = {"train": train, "val": val, "splits": splits, "max_bad_fraction": max_bad_fraction}
     user_config = from_fields({**fields, "max_bad_boxes": max_bad_boxes})
@@ -93,7 +93,7 @@ def check(
     if json:
         print_json(report.as_dict())
     else:
-        from stoker.report.data_check import print_check
+        from stoker.report.dataset import print_check
 
         print_check(report)
     if report.has_failed:
@@ -127,7 +127,7 @@ def stats(
     model
         The model whose image size and anchors are compared with the boxes; default: what training would choose.
     out
-        Also draws everything into this image: .png, .jpg or .webp.
+        Also draws everything into this page: .html, with charts that need no network.
     json
         Print everything as JSON.
     """
@@ -137,8 +137,8 @@ def stats(
     from stoker.data.validation.stats import compute_stats
     from stoker.hardware.device import select_device
     from stoker.models.table import check_image_size
-    from stoker.report.data_plot import check_output_path, draw_stats, save_image
-    from stoker.report.data_stats import print_stats
+    from stoker.report.dataset import check_output_path, print_stats
+    from stoker.report.html import write_dataset_stats
     from stoker.training.defaults.derive import derive_model_input
 
     fields = {"data": data, "format": format, "classes": classes, "allow_outside": allow_outside}
@@ -147,7 +147,7 @@ def stats(
     check_image_size(user_config)
     index = open_index_of(user_config.data)
     if out is not None:
-        check_output_path(out, index)
+        check_output_path(out, index, (".html",))
     model_input = derive_model_input(user_config, index, select_device(None))
     dataset_stats = compute_stats(index, model_input, data=data, split=split)
     if json:
@@ -155,9 +155,9 @@ def stats(
     else:
         print_stats(dataset_stats)
     if out is not None:
-        save_image(draw_stats(dataset_stats), out)
+        write_dataset_stats(dataset_stats, out)
         if not json:
-            print_text(f"drawn: {out}")
+            print_text(f"charts: {out}")
 
 
 @data_app.command(sort_key=3)
@@ -210,7 +210,8 @@ def preview(
     from stoker.data.preview import make_preview
     from stoker.hardware.cgroup import host_cores
     from stoker.hardware.device import select_device
-    from stoker.report.data_plot import check_output_path, save_image
+    from stoker.inference.draw import IMAGE_SUFFIXES, save_image
+    from stoker.report.dataset import check_output_path
     from stoker.report.format import plural
     from stoker.report.terminal import print_settings
     from stoker.training.defaults.derive import derive_data
@@ -219,7 +220,7 @@ def preview(
     user_config = Config(data=dataclasses.replace(settings, data=data)).replace(**join_length(overrides))
     check_settings(user_config)
     index = open_index_of(user_config.data)
-    check_output_path(out, index)
+    check_output_path(out, index, IMAGE_SUFFIXES)
     image_indices = index.image_indices(split)
     require_images(index, (split,), max_bad_fraction=settings.max_bad_fraction, max_bad_boxes=settings.max_bad_boxes)
     config, reasons = derive_data(user_config, index, select_device(None))
@@ -279,8 +280,8 @@ def convert(
     from stoker.config.settings import from_fields
     from stoker.data.convert.writing import convert as convert_data
     from stoker.data.index import open_index_of
-    from stoker.report.convert import print_converted
-    from stoker.report.progress import progress_bar
+    from stoker.report.console import progress_bar
+    from stoker.report.dataset import print_converted
 
     fields = {"data": data, "format": format, "classes": classes, "allow_outside": allow_outside}
     settings = from_fields({**fields, "val_fraction": val_fraction, "train": train, "val": val, "splits": splits}).data
@@ -345,8 +346,8 @@ def pack(
     from stoker.data.index import open_index_of
     from stoker.errors import UsageError
     from stoker.hardware.cgroup import host_cores
-    from stoker.report.pack import print_packed
-    from stoker.report.progress import progress_bar
+    from stoker.report.console import progress_bar
+    from stoker.report.dataset import print_packed
 
     if quality is not None and image_size is None:
         raise UsageError("--quality needs --image-size: else images keep their bytes.", fix="add --image-size 640")
@@ -420,8 +421,8 @@ def split(
     from stoker.data.index import open_index
     from stoker.data.validation.split import make_splits
     from stoker.hardware.cgroup import host_cores
-    from stoker.report.data_split import print_new_splits
-    from stoker.report.progress import progress_bar
+    from stoker.report.console import progress_bar
+    from stoker.report.dataset import print_new_splits
 
     index = open_index(data, format=format, classes=classes or (), allow_outside=allow_outside)
     with progress_bar("images") as on_progress:

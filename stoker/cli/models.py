@@ -158,10 +158,11 @@ def list_models(name: str | None = None, /, *, json: bool = False) -> None:
     json
         Print everything as JSON.
     """
-    from stoker.report.models import print_as_json, print_model, print_models
+    from stoker.printable import print_json
+    from stoker.report.models import find_model, print_model, print_models, read_models
 
     if json:
-        print_as_json(name)
+        print_json(read_models() if name is None else find_model(name))
     elif name is None:
         print_models()
     else:

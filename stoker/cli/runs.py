@@ -68,11 +68,12 @@ def why(
         _print_summary(_summarize_runs(all_, price_per_device_hour), json=json)
     elif compare is not None:
         from stoker.report.compare import compare as compare_runs
-        from stoker.report.compare_terminal import print_comparison
+        from stoker.report.compare import print_comparison
 
         _print(compare_runs(str(run), compare, price_per_device_hour), print_comparison, json=json)
     elif Path(str(run)).is_file():
-        from stoker.report.foreign_log import explain_log, print_log_explanation
+        from stoker.report.explain import explain_log
+        from stoker.report.explain_terminal import print_log_explanation
 
         _print(explain_log(Path(str(run))), print_log_explanation, json=json)
     else:
@@ -109,7 +110,7 @@ def _summarize_runs(runs_dir: str, price_per_device_hour: float | None) -> "Runs
 
 
 def _print_summary(summary: "RunsSummary", *, json: bool) -> None:
-    from stoker.report.runs_summary_terminal import print_runs_summary
+    from stoker.report.runs_summary_tables import print_runs_summary
 
     _print(summary, print_runs_summary, json=json)
 

@@ -21,8 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.evaluation.coco import CocoMatches
-from stoker.evaluation.document import ERROR_TYPES, HISTOGRAM_BINS
-from stoker.evaluation.metrics import Detections, GroundTruth
+from stoker.evaluation.metrics import ERROR_TYPES, HISTOGRAM_BINS, Detections, GroundTruth
 
 FOREGROUND_IOU = 0.5
 """TIDE's t_f."""
@@ -200,7 +199,7 @@ def worst_and_best(
     lowest = [n for n in lowest if n not in in_both or f1[n] < 0.5]
     highest = [n for n in highest if n not in in_both or f1[n] >= 0.5]
     scores = [
-        ImageF1(image_index=image_index, f1=float(f1[n]), tp=int(tp[n]), fp=int(fp[n]), fn=int(fn[n]))
+        ImageF1(image_index=image_index, f1=round(float(f1[n]), 4), tp=int(tp[n]), fp=int(fp[n]), fn=int(fn[n]))
         for image_index, n in position.items()
     ]
     return [scores[n] for n in lowest], [scores[n] for n in highest]

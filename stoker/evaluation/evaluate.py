@@ -29,15 +29,6 @@ from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
 from stoker.errors import DataError
 from stoker.evaluation import coco
 from stoker.evaluation.coco import CocoResult
-from stoker.evaluation.document import (
-    ClassEvaluation,
-    ConfusionPair,
-    Curves,
-    DetectionBox,
-    Evaluation,
-    GroundTruthBox,
-    ImageEvaluation,
-)
 from stoker.evaluation.error_analysis import (
     TRUE_POSITIVE,
     ErrorAnalysis,
@@ -47,7 +38,18 @@ from stoker.evaluation.error_analysis import (
     count_error_types,
     worst_and_best,
 )
-from stoker.evaluation.metrics import Detections, GroundTruth, Metrics
+from stoker.evaluation.metrics import (
+    ClassEvaluation,
+    ConfusionPair,
+    Curves,
+    DetectionBox,
+    Detections,
+    Evaluation,
+    GroundTruth,
+    GroundTruthBox,
+    ImageEvaluation,
+    Metrics,
+)
 from stoker.hardware.device import Device, ReadyEvent
 from stoker.hardware.host_sync import allow_host_sync
 from stoker.inference.draw import ImageWithBoxes
@@ -323,18 +325,26 @@ def _curves(precision: NDArray[np.float64]) -> Curves:
 def _image_evaluation(
     image_f1: ImageF1, gt: GroundTruth, detections: Detections, analysis: ErrorAnalysis, index: Index
 ) -> ImageEvaluation:
-    gt_positions = np.flatnonzero(gt.image_index == image_f1.image_index)
-    det_positions = np.flatnonzero(detections.image_index[analysis.detection_index] == image_f1.image_index)
+    gt_positions = np.flatnonzero(gt.image_index == image_f1.image_index).tolist()
+    det_images = detections.image_index[analysis.detection_index]
+    det_positions = np.flatnonzero(det_images == image_f1.image_index).tolist()
     height, width = index.original_size[image_f1.image_index].tolist()
+    detection_boxes = []
+    for n in det_positions[:MAX_BOXES]:
+        det_index = analysis.detection_index[n]
+        detection_boxes.append(
+            DetectionBox(
+                box=_rounded_xyxy(detections.boxes[det_index]),
+                label=int(detections.label[det_index]),
+                score=round(float(detections.score[det_index]), 4),
+                error_type=analysis.error_type[n],
+            )
+        )
     return ImageEvaluation(
-        image_index=image_f1.image_index,
+        **dataclasses.asdict(image_f1),
         path=index.display_source(image_f1.image_index),
         byte_range=index.byte_range(image_f1.image_index),
         size=(height, width) if height and width else None,
-        f1=round(image_f1.f1, 4),
-        tp=image_f1.tp,
-        fp=image_f1.fp,
-        fn=image_f1.fn,
         gt_boxes=[
             GroundTruthBox(
                 box=_rounded_xyxy(gt.boxes[n]),
@@ -342,21 +352,9 @@ def _image_evaluation(
                 crowd=bool(gt.crowd[n]),
                 detected=bool(analysis.is_detected[n]),
             )
-            for n in gt_positions[:MAX_BOXES].tolist()
+            for n in gt_positions[:MAX_BOXES]
         ],
-        detections=[
-            DetectionBox(
-                box=_rounded_xyxy(detections.boxes[det_index]),
-                label=int(detections.label[det_index]),
-                score=round(float(detections.score[det_index]), 4),
-                error_type=analysis.error_type[n],
-            )
-            for n, det_index in zip(
-                det_positions[:MAX_BOXES].tolist(),
-                analysis.detection_index[det_positions[:MAX_BOXES]].tolist(),
-                strict=True,
-            )
-        ],
+        detections=detection_boxes,
         truncated_boxes=max(0, len(gt_positions) - MAX_BOXES) + max(0, len(det_positions) - MAX_BOXES),
     )
 

@@ -1,15 +1,22 @@
-"""Detections and ground truth as columns, and the metrics of an evaluation. No torch, so that reports can read them.
+"""Detections and ground truth as columns, the metrics of an evaluation, and evaluation.json, which has the errors of a
+model, too. No torch, so that reports can read them; they need neither model nor images.
 
-`evaluate.py` and `inference/predict.py` create them; `report/` and `inference/draw.py` show them.
+`evaluate.py` and `inference/predict.py` create them; `report/` and `inference/draw.py` show them. evaluation.json has a
+bounded size for any data set; `training/async_eval.py` writes it; docs/run-folder.md describes it.
 """
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+from stoker import regular_files
+from stoker.errors import UsageError
+from stoker.runs.records import EVALUATION
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,3 +141,130 @@ COCO_SUMMARY = (
     "ar_large",
 )
 """The fields of Metrics in COCO's order."""
+NUM_RECALL_POINTS = 101
+"""Values of a precision-recall curve, at the recalls 0, 0.01, …, 1, as in COCO."""
+HISTOGRAM_BINS = 20
+"""Equal bins of 0 … 1 of a histogram of scores."""
+ERROR_TYPES = ("localization", "class", "both", "duplicate", "background", "missed")
+"""TIDE's error types (Bolya et al., ECCV 2020); `error_analysis.py` defines them."""
+
+
+class Curves(msgspec.Struct, frozen=True, kw_only=True):
+    """Interpolated precision at the recalls 0, 0.01, …, 1; empty without ground truth boxes."""
+
+    iou50: list[float]
+    iou75: list[float]
+    mean: list[float]
+    """Mean over the ten IoU thresholds 0.50 … 0.95; its own mean is AP."""
+
+
+class ClassEvaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """A class. Counts are at its score `threshold` and at IoU 0.5."""
+
+    name: str
+    boxes: int
+    """Ground truth boxes, without crowd boxes."""
+    ap: float | None
+    ap50: float | None
+    threshold: float | None
+    """Score threshold with the best F1 at IoU 0.5; None without true positives."""
+    f1: float | None
+    precision: float | None
+    recall: float | None
+    tp: int
+    error_types: dict[str, int]
+    """Error type (one of ERROR_TYPES) → count; types without errors are absent."""
+    tp_scores: list[int]
+    """Histogram of the scores of all true positives at IoU 0.5, also below the threshold."""
+    fp_scores: list[int]
+    """The same of the false positives."""
+    curves: Curves | None
+    """None for the less frequent classes of a data set with many classes."""
+
+
+class ConfusionPair(msgspec.Struct, frozen=True, kw_only=True):
+    """How often a box of one class was detected as another; labels 0 … C-1."""
+
+    gt_label: int
+    """Label of the ground truth box."""
+    pred_label: int
+    """Label of the detection."""
+    count: int
+    """How often."""
+
+
+class GroundTruthBox(msgspec.Struct, frozen=True, kw_only=True):
+    """A ground truth box."""
+
+    box: tuple[float, float, float, float]
+    """xyxy in pixels of the original image."""
+    label: int
+    crowd: bool
+    detected: bool
+    """Whether a detection above its class's threshold matches it."""
+
+
+class DetectionBox(msgspec.Struct, frozen=True, kw_only=True):
+    """A detection above its class's threshold."""
+
+    box: tuple[float, float, float, float]
+    label: int
+    score: float
+    error_type: str
+    """One of ERROR_TYPES; empty for a true positive; "crowd" if it is in a crowd region and ignored."""
+
+
+class ImageEvaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """An image with its ground truth boxes and detections."""
+
+    image_index: int
+    """In the index of the data set."""
+    path: str
+    """Its file; for an image inside another file, that file followed by the image's name."""
+    byte_range: tuple[int, int] | None
+    """First byte and number of bytes inside that other file."""
+    size: tuple[int, int] | None
+    """Height and width in pixels; None if the annotations do not have them."""
+    f1: float
+    """2 tp / (2 tp + fp + fn), at IoU 0.5 and the classes' thresholds."""
+    tp: int
+    fp: int
+    fn: int
+    gt_boxes: list[GroundTruthBox]
+    detections: list[DetectionBox]
+    truncated_boxes: int = 0
+    """Number of boxes left out because of the limit per image."""
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """The file."""
+
+    step: int
+    """Optimizer steps of the evaluated weights."""
+    split: str
+    metrics: Metrics
+    curves: Curves
+    """Mean over the classes."""
+    classes: list[ClassEvaluation]
+    confusions: list[ConfusionPair]
+    """The most frequent first."""
+    worst: list[ImageEvaluation]
+    """Lowest F1 first; among equal ones, the one with more errors."""
+    best: list[ImageEvaluation]
+    """Highest F1 first; among equal ones, the one with more boxes."""
+
+
+def read_evaluation(run: Path) -> Evaluation | None:
+    """None if the run has none. Raises UsageError if another version of stoker wrote it, or it is damaged."""
+    path = run / EVALUATION
+    if not path.exists():
+        return None
+    try:
+        return msgspec.json.decode(regular_files.read_bytes(path), type=Evaluation)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(
+            "The run's evaluation cannot be read by this version of stoker.",
+            location=path,
+            cause=str(error),
+            fix="use the version of stoker that is named in the run's environment.json, or delete the file",
+        ) from error

@@ -4,7 +4,6 @@
 and gets its name only if they agree. docs/onnx.md describes the file.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -56,11 +55,11 @@ class ImageRef(NamedTuple):
 class ParityInputs(NamedTuple):
     """Preprocessed images."""
 
-    names: list[str]
     images: NDArray[np.uint8]
     """[P, 3, H, W], RGB, resized and padded."""
     resized_size: NDArray[np.int32]
     """[P, 2], height and width of each image without the padding."""
+    names: list[str]
 
 
 def export_onnx(
@@ -90,7 +89,7 @@ def export_onnx(
         raise UsageError(f"{str(weights)!r} is exported already.", fix="name a run folder or a .safetensors file")
     model, metadata = model_file.load_model(weights)
     nms_threshold = model.iou_threshold if iou is None else iou
-    out_path = out or (_default_out_of_uri(run) if isinstance(run, str) else None) or _default_out(weights, source)
+    out_path = out or _default_out(run, weights, source)
     _require_own_export(out_path)
     inputs = _load_images(source, weights, metadata, images)
     onnx_bytes = graph.build_onnx(
@@ -106,33 +105,25 @@ def export_onnx(
 
     def check_parity(temp_path: Path) -> str:
         threads = host_cores()
-        onnx_model, threshold, note = OnnxModel(temp_path, num_threads=threads), conf, ""
-        result, duration_s = parity.compare_outputs(
+        compare = partial(
+            parity.compare_outputs,
             model,
-            onnx_model,
-            *inputs[1:],
-            inputs.names,
-            score_threshold=threshold,
+            OnnxModel(temp_path, num_threads=threads),
+            *inputs,
             iou_threshold=nms_threshold,
             max_detections=max_detections,
         )
-        if result.num_boxes < len(inputs.names):  # too few boxes for a comparison
-            threshold, note = 0.0, " (of any score: few are above the threshold)"
-            unfiltered, _ = parity.compare_outputs(
-                model,
-                onnx_model,
-                *inputs[1:],
-                inputs.names,
-                score_threshold=threshold,
-                iou_threshold=nms_threshold,
-                max_detections=max_detections,
-            )
-            result = result.merge(unfiltered._replace(num_images=0))
+        result, duration_s = compare(score_threshold=conf)
+        is_too_few = result.num_boxes < len(inputs.names)
+        if is_too_few:
+            result = result.merge(compare(score_threshold=0.0)[0]._replace(num_images=0))
         parity.require_parity(result, out_path)
+        note = " (of any score: few are above the threshold)" if is_too_few else ""
+        ties = f", {result.num_ties} boxes in only one of the two, at a threshold or tie" if result.num_ties else ""
         return (
             f"parity on {result.num_images} images, {result.num_boxes:,} boxes{note}: "
             f"boxes within {result.max_box_diff_px:.2g} px, scores within {result.max_score_diff:.1g}"
-            f"{_tie_note(result.num_ties)}; {1e3 * duration_s:.3g} ms/image in onnxruntime ({threads} threads)"
+            f"{ties}; {1e3 * duration_s:.3g} ms/image in onnxruntime ({threads} threads)"
         )
 
     summary = _write_verified(onnx_bytes, out_path, check_parity)
@@ -140,21 +131,15 @@ def export_onnx(
     yield summary
 
 
-def _default_out_of_uri(run: str) -> Path | None:
-    """For a URI: its name, in the current folder. None for a local path."""
-    run = expand_variables(run)
-    return Path(parse_uri(run).name.removesuffix(".safetensors") + ONNX_SUFFIX) if is_uri(run) else None
-
-
-def _default_out(weights: Path, run: Path) -> Path:
-    """RUN/best.onnx, or RUN/step-00001200.onnx for a run with only checkpoints, whose folders stay unchanged."""
-    if not run.is_dir():
+def _default_out(run: str | Path, weights: Path, source: Path) -> Path:
+    """RUN/best.onnx, or RUN/step-00001200.onnx for a run with only checkpoints, whose folders stay unchanged; for a URI
+    its name, in the current folder."""
+    text = expand_variables(str(run))
+    if is_uri(text):
+        return Path(parse_uri(text).name.removesuffix(".safetensors") + ONNX_SUFFIX)
+    if not source.is_dir():
         return weights.with_suffix(ONNX_SUFFIX)
-    return run / f"{weights.stem if weights.parent == run else weights.parent.name}{ONNX_SUFFIX}"
-
-
-def _tie_note(count: int) -> str:
-    return f", {count} boxes in only one of the two, at a threshold or tie" if count else ""
+    return source / f"{weights.stem if weights.parent == source else weights.parent.name}{ONNX_SUFFIX}"
 
 
 def _require_own_export(target: Path) -> None:
@@ -216,7 +201,7 @@ def _load_images(
             cause=str(last_error),
             fix="--images with files, folders or patterns",
         ) from last_error
-    return ParityInputs(names, buffer.pixels[: len(names)].transpose(0, 3, 1, 2), buffer.resized_size[: len(names)])
+    return ParityInputs(buffer.pixels[: len(names)].transpose(0, 3, 1, 2), buffer.resized_size[: len(names)], names)
 
 
 def _val_images(run: Path) -> list[ImageRef]:
@@ -243,18 +228,14 @@ def _write_verified(onnx_bytes: bytes, target: Path, check: Callable[[Path], str
     temp_path = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         temp_path.unlink(missing_ok=True)  # it may be a link
-        with _report_write_errors(target), temp_path.open("xb") as file:
+        with writing("The exported file cannot be written.", target, fix="--out FILE"), temp_path.open("xb") as file:
             file.write(onnx_bytes)
             file.flush()
             os.fsync(file.fileno())
         summary = check(temp_path)
-        with _report_write_errors(target):
+        with writing("The exported file cannot be written.", target, fix="--out FILE"):
             temp_path.replace(target)
             fsync_folder(target.parent)
         return summary
     finally:
         temp_path.unlink(missing_ok=True)
-
-
-def _report_write_errors(target: Path) -> contextlib.AbstractContextManager[None]:
-    return writing("The exported file cannot be written.", target, fix="--out FILE")

@@ -68,9 +68,6 @@ class Parity(NamedTuple):
         )
 
 
-EMPTY_PARITY = Parity(0, 0, 0.0, 0.0, 0, ())
-
-
 def compare_detections(
     name: str,
     model: ImageDetections,
@@ -87,10 +84,9 @@ def compare_detections(
     ]
     box_diff_px = np.abs(model.boxes[pairs[:, 0]] - file.boxes[pairs[:, 1]]).max(initial=0.0)
     score_diff = np.abs(model.scores[pairs[:, 0]] - file.scores[pairs[:, 1]]).max(initial=0.0)
-    unpaired_ranked = sorted(
-        [(-float(detections.scores[n]), k, int(n)) for k, detections in enumerate((model, file)) for n in unpaired[k]]
-    )  # best first: a box explains others only if it is explained itself
     model_and_file, explained, unexplained = (model, file), (set[int](), set[int]()), []
+    # best first: a box explains others only if it is explained itself
+    unpaired_ranked = sorted((-float(model_and_file[k].scores[n]), k, int(n)) for k in (0, 1) for n in unpaired[k])
     for _, k, n in unpaired_ranked:
         own, other = model_and_file[k], model_and_file[1 - k]
         of_class = other.labels == own.labels[n]
@@ -156,7 +152,7 @@ def compare_outputs(
     images: [P, 3, H, W]; resized_size: [P, 2]; names: of the images. The model runs in fp32 on the CPU.
     """
     thresholds = {"score_threshold": score_threshold, "iou_threshold": iou_threshold}
-    total, durations_s = EMPTY_PARITY, []
+    total, durations_s = Parity(0, 0, 0.0, 0.0, 0, ()), []
     onnx_model.run(images[:1], resized_size[:1], **thresholds)  # warm-up
     for start in range(0, len(images), BATCH_SIZE):
         image_range = range(start, min(start + BATCH_SIZE, len(images)))
@@ -216,19 +212,18 @@ def require_parity(parity: Parity, location: object) -> None:
     """Raises ParityError with the largest differences unless `parity.passed`."""
     if parity.passed:
         return
-    more = len(parity.unexplained) - 3
+    causes = [
+        f"largest differences on {parity.num_images} images: "
+        f"{parity.max_box_diff_px:.3g} px (at most {MAX_BOX_DIFF_PX} allowed), "
+        f"{parity.max_score_diff:.3g} of a score (at most {MAX_SCORE_DIFF:g} allowed); "
+        f"{len(parity.unexplained)} boxes that only one of the two detects",
+        *parity.unexplained[:3],
+    ]
+    if len(parity.unexplained) > 3:
+        causes.append(f"and {len(parity.unexplained) - 3} more")
     raise ParityError(
         "The detections of the exported file differ from the model's; the file was deleted.",
         location=location,
-        cause="\n          ".join(
-            [
-                f"largest differences on {parity.num_images} images: "
-                f"{parity.max_box_diff_px:.3g} px (at most {MAX_BOX_DIFF_PX} allowed), "
-                f"{parity.max_score_diff:.3g} of a score (at most {MAX_SCORE_DIFF:g} allowed); "
-                f"{len(parity.unexplained)} boxes that only one of the two detects",
-                *parity.unexplained[:3],
-                *([f"and {more} more"] if more > 0 else []),
-            ]
-        ),
+        cause="\n          ".join(causes),
         fix="another --opset or version of onnxruntime; the model itself is unchanged",
     )

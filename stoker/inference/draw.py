@@ -5,6 +5,7 @@ Files are not read here: images are pixels, upright as their boxes (`data/images
 
 import colorsys
 import dataclasses
+import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,8 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
+from stoker.errors import writing
 from stoker.evaluation.metrics import Detections
+from stoker.storage.local_files import write_atomic
 
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
+"""Suffixes of images that `save_image` writes."""
 MIN_DRAW_SIDE = 320
 """Images with a shorter long side are enlarged by an integer factor, so that text of 10 pixels fits."""
 _GOLDEN_RATIO = 0.61803398875
@@ -113,3 +118,13 @@ def draw_comparison(sample: ImageWithBoxes, class_names: Sequence[str], max_side
     combined.paste(left, (0, 0))
     combined.paste(right, (left.width + 4, 0))
     return combined
+
+
+def save_image(image: Image.Image, path: Path, *, fix: str = "choose another file with --out") -> None:
+    """Writes an image in the format of its suffix and makes its folder; a link in its place is replaced. Raises
+    StorageError, with this fix."""
+    encoded = io.BytesIO()
+    with writing("The image cannot be written.", path, fix=fix):
+        image.save(encoded, Image.registered_extensions()[path.suffix.lower()], quality=90)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, encoded.getbuffer(), durable=False)

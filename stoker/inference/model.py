@@ -25,9 +25,8 @@ from stoker.export.runtime import ONNX_SUFFIX, OnnxModel
 from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import Device, select_device
 from stoker.inference.draw import draw_boxes
-from stoker.inference.image_batches import ImageSource, read_image
+from stoker.inference.image_batches import TILE_OVERLAP, ImageSource, Tiling, read_image
 from stoker.inference.predict import DEFAULT_BATCH_SIZE, local_path, predict_images, predict_to_dir
-from stoker.inference.tiles import TILE_OVERLAP, Tiling
 from stoker.models.layers.postprocess import DetectorProtocol
 from stoker.models.weights import model_file
 from stoker.runs.records import CONFIG

@@ -4,10 +4,8 @@
 `evaluate.detect_batches` runs them. The originals are not changed.
 """
 
-import contextlib
 import dataclasses
 import glob
-import io
 import os
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,28 +25,31 @@ from stoker.evaluation.evaluate import detect_batches
 from stoker.evaluation.metrics import Detections, empty_detections
 from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import Device
-from stoker.inference.draw import draw_boxes
+from stoker.inference.draw import IMAGE_SUFFIXES as OUTPUT_SUFFIXES
+from stoker.inference.draw import draw_boxes, save_image
 from stoker.inference.image_batches import (
+    MERGE_IOU,
     ImageSource,
     InferenceWindow,
+    Tiling,
+    is_cut,
     iter_batches,
     iter_windows,
+    merge_detections,
     num_decode_workers,
     read_image,
 )
-from stoker.inference.tiles import MERGE_IOU, Tiling, is_cut, merge_detections
 from stoker.models.layers.postprocess import DetectorProtocol
 from stoker.models.weights.model_file import ModelMetadata
 from stoker.printable import encode_json
 from stoker.storage.local_files import write_atomic
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
-OUTPUT_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
-"""Suffixes of annotated images; for an image with another suffix, `.jpg` is appended."""
 IMAGE_SUFFIXES = (*OUTPUT_SUFFIXES, ".gif", ".jp2", ".pgm", ".ppm")
 """Suffixes of images in folders; a file that is given by name may have any suffix."""
 RESULTS_NAME = "predictions.json"
 DEFAULT_BATCH_SIZE = 8
+WRITE_FIX = "make room, or name another folder with --out"
 
 
 class ImageResult(NamedTuple):
@@ -294,21 +295,14 @@ def _require_output_dir(out: Path) -> None:
 
 
 def _write_results(out: Path, results: list[dict[str, Any]]) -> None:
-    with _report_write_errors(out):
+    with writing("The results cannot be written.", out, fix=WRITE_FIX):
         out.mkdir(parents=True, exist_ok=True)
         write_atomic(out / RESULTS_NAME, msgspec.json.format(encode_json(results), indent=1) + b"\n")
 
 
 def _save_annotated(path: Path, detections: Detections, class_names: Sequence[str], target: Path) -> None:
     drawn = draw_boxes(Image.fromarray(decode.decode(read_image(path), path)), detections, class_names)
-    encoded = io.BytesIO()
-    drawn.save(encoded, Image.registered_extensions()[target.suffix.lower()], quality=90)
-    with _report_write_errors(target):
-        write_atomic(target, encoded.getbuffer(), durable=False)
-
-
-def _report_write_errors(location: Path) -> contextlib.AbstractContextManager[None]:
-    return writing("The results cannot be written.", location, fix="make room, or name another folder with --out")
+    save_image(drawn, target, fix=WRITE_FIX)
 
 
 def _summary(detections: Detections, class_names: Sequence[str]) -> str:

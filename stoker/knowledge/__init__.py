@@ -10,6 +10,7 @@ machines.toml, prices.toml: machines of clouds, their spot prices (`planning/mac
     (`hardware/prices.py`).
 models.toml: detector architectures (`config/architectures.py`).
 pipeline_fields.toml: fields of the TensorFlow Object Detection API (`migration/tf_other.py`).
+report_words.toml: meanings of phases, stages, experiments and error types (`report/words.py`).
 versions.toml: which versions belong together (`preflight/static/versions.py`).
 xids.toml: NVIDIA's Xid errors (`diagnosis/xids.py`).
 """

@@ -5,41 +5,16 @@ error types of the model, and the size of the machine (`sizing.py`, last). Witho
 """
 
 from stoker.diagnosis.endings import UNEXPLAINED
-from stoker.evaluation.document import Evaluation
+from stoker.evaluation.metrics import Evaluation
 from stoker.findings.finding import Evidence, Finding, Severity
 from stoker.report import format as fmt
 from stoker.report.explain import RunExplanation
+from stoker.report.words import ERROR_TYPE_ADVICE
 from stoker.runs.records import CHECKPOINTS, CONFIG
 from stoker.runs.schemas import Event
 
 MIN_ERROR_FRACTION = 0.15
 """Number of errors of one type, relative to the ground truth boxes, that makes the type worth mentioning. Heuristic."""
-
-ERROR_TYPE_ADVICE: dict[str, tuple[str, str]] = {
-    "localization": (
-        "correct class, inaccurate box",
-        "check whether ground truth boxes are drawn consistently; a larger --image-size if objects are small",
-    ),
-    "class": (
-        "accurate box, wrong class",
-        "check the confused classes: wrong labels, or classes that need more images",
-    ),
-    "both": ("wrong class and inaccurate box", "check the worst images; rarely the first problem to fix"),
-    "duplicate": (
-        "a second box on a detected object",
-        "a lower IoU threshold of NMS: `stoker predict --iou 0.4`",
-    ),
-    "background": (
-        "a box without a ground truth object",
-        "check the worst images: unlabeled objects, or too few training images without objects",
-    ),
-    "missed": (
-        "an object without a detection",
-        "check the worst images: small objects need a larger --image-size, rare ones more images",
-    ),
-}
-"""TIDE error type → its meaning, and what to check."""
-
 
 REPORTED_BY_LAST_EVENT = UNEXPLAINED | {"preempted", "interrupted"}
 """Findings that repeat the last event of the run, which this module reports first."""

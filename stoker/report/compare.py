@@ -1,14 +1,16 @@
-"""`stoker why A --compare B` as data: differences in settings, machine, time, findings and AP.
+"""`stoker why A --compare B`: differences in settings, machine, time, findings and AP, as data and printed.
 
-`compare` reads both runs as `stoker why` does; `compare_terminal.py` prints the result. It names no causes: two runs do
-not prove which change caused which."""
+`compare` reads both runs as `stoker why` does. It names no causes: two runs do not prove which change caused which."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TextIO
 
 import msgspec
+from rich.console import RenderableType
 
 from stoker.report import format as fmt
+from stoker.report.console import facts, plain_text, print_renderables, table
 from stoker.report.environment import comparable, read_environment
 from stoker.report.explain import RunExplanation, exact_cost, explain_run, open_records
 from stoker.report.run_report import read_settings_rows
@@ -37,12 +39,12 @@ class PhaseChange(msgspec.Struct, frozen=True, kw_only=True):
     after_fraction: float
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class Comparison(msgspec.Struct, kw_only=True):
     """The differences between the runs `before` and `after`."""
 
     before: str
     after: str
-    statement: list[str]
+    statement: list[str] = []
     """Sentences, the largest difference first."""
     unit: str
     """`step`: seconds of each device per optimizer step; if the batch size differs, `1,000 images`: device-seconds."""
@@ -70,23 +72,22 @@ def compare(before: str | Path, after: str | Path, price_per_device_hour: float 
     """Reads both runs. price_per_device_hour: as for `explain_run`. Raises UsageError if one is not a run."""
     first, second = explain_run(before, price_per_device_hour), explain_run(after, price_per_device_hour)
     folders = open_records(before), open_records(after)
-    unit, totals_s, phases = _times(first, second)
-    both = [_settings(folder) for folder in folders]
-    settings = _changes(*both) if all(both) else []
-    environment = _changes(*(comparable(read_environment(folder)) for folder in folders))
+    unit, units = _unit(first, second)
+    settings = [{row.name: row.value for row in read_settings_rows(folder)} for folder in folders]
     causes = [[finding.id for finding in explanation.findings] for explanation in (first, second)]
-    aps = _last_ap(folders[0]), _last_ap(folders[1])
     comparison = Comparison(
         before=first.run,
         after=second.run,
-        statement=[],
         unit=unit,
-        total_s=totals_s,
-        phases=phases,
+        total_s=(
+            first.device_s / units[0] if units[0] else None,
+            second.device_s / units[1] if units[1] else None,
+        ),
+        phases=_phase_changes(first, second, units) if all(units) else [],
         img_per_s=(first.img_per_s, second.img_per_s),
-        ap=aps,
-        settings=settings,
-        environment=environment,
+        ap=(_last_ap(folders[0]), _last_ap(folders[1])),
+        settings=_changes(*settings) if all(settings) else [],
+        environment=_changes(*(comparable(read_environment(folder)) for folder in folders)),
         removed_causes=[cause for cause in causes[0] if cause not in causes[1]],
         added_causes=[cause for cause in causes[1] if cause not in causes[0]],
         states=(first.state, second.state),
@@ -95,57 +96,37 @@ def compare(before: str | Path, after: str | Path, price_per_device_hour: float 
             exact_cost(second.device_s, second.price_per_device_hour),
         ),
     )
-    statement = _statement(comparison, first, second)
-    if bool(both[0]) != bool(both[1]):
-        statement.append(f"The {'second' if both[0] else 'first'} has no settings; they are not compared.")
-    return msgspec.structs.replace(comparison, statement=statement)
+    comparison.statement = list(_sentences(comparison)) or ["The records do not differ."]
+    if bool(settings[0]) != bool(settings[1]):
+        which = "second" if settings[0] else "first"
+        comparison.statement.append(f"The {which} has no settings; they are not compared.")
+    return comparison
 
 
-def _times(
-    first: RunExplanation, second: RunExplanation
-) -> tuple[str, tuple[float | None, float | None], list[PhaseChange]]:
-    """(unit, total time per unit, phases per unit)."""
-    batches = [
-        explanation.num_images / _executed_steps(explanation)
-        if _executed_steps(explanation) and explanation.num_images
-        else None
-        for explanation in (first, second)
+def _unit(first: RunExplanation, second: RunExplanation) -> tuple[str, tuple[float, float]]:
+    """(unit of the times, how many of them each run did)."""
+    steps = [explanation.steps + explanation.lost_steps for explanation in (first, second)]
+    if all(steps) and first.num_images and second.num_images:
+        batches = first.num_images / steps[0], second.num_images / steps[1]
+        if abs(batches[0] - batches[1]) > SAME_TOLERANCE * max(batches):
+            return "1,000 images", (first.num_images / 1000, second.num_images / 1000)
+    return "step", (steps[0] * max(1, first.devices), steps[1] * max(1, second.devices))
+
+
+def _phase_changes(first: RunExplanation, second: RunExplanation, units: tuple[float, float]) -> list[PhaseChange]:
+    before, after = ({row.phase: (row.device_s, row.fraction) for row in run.phases} for run in (first, second))
+    changes = [
+        PhaseChange(
+            phase=name,
+            before_s=before.get(name, (0.0, 0.0))[0] / units[0],
+            after_s=after.get(name, (0.0, 0.0))[0] / units[1],
+            before_fraction=before.get(name, (0.0, 0.0))[1],
+            after_fraction=after.get(name, (0.0, 0.0))[1],
+        )
+        for name in dict.fromkeys([*before, *after])
     ]
-    known = [size for size in batches if size is not None]
-    by_images = len(known) == 2 and abs(known[0] - known[1]) > SAME_TOLERANCE * max(known)
-    units = [
-        explanation.num_images / 1000 if by_images else _executed_steps(explanation) * max(1, explanation.devices)
-        for explanation in (first, second)
-    ]
-    totals_s = tuple(
-        explanation.device_s / unit if unit else None for explanation, unit in zip((first, second), units, strict=True)
-    )
-    changes = []
-    if all(units):
-        phase_rows = [{row.phase: row for row in explanation.phases} for explanation in (first, second)]
-        for name in dict.fromkeys([*phase_rows[0], *phase_rows[1]]):
-            rows = [by_phase.get(name) for by_phase in phase_rows]
-            seconds = [row.device_s if row else 0.0 for row in rows]
-            changes.append(
-                PhaseChange(
-                    phase=name,
-                    before_s=seconds[0] / units[0],
-                    after_s=seconds[1] / units[1],
-                    before_fraction=rows[0].fraction if rows[0] else 0.0,
-                    after_fraction=rows[1].fraction if rows[1] else 0.0,
-                )
-            )
     # of equal differences, `compute` last: lost time is what can be changed
-    ordered = sorted(changes, key=lambda row: (-round(abs(row.after_s - row.before_s), 9), row.phase == "compute"))
-    return "1,000 images" if by_images else "step", (totals_s[0], totals_s[1]), ordered
-
-
-def _executed_steps(explanation: RunExplanation) -> int:
-    return explanation.steps + explanation.lost_steps
-
-
-def _settings(folder: Path) -> dict[str, str]:
-    return {setting.name: setting.value for setting in read_settings_rows(folder)}
+    return sorted(changes, key=lambda row: (-round(abs(row.after_s - row.before_s), 9), row.phase == "compute"))
 
 
 def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> list[Change]:
@@ -166,45 +147,81 @@ def _last_ap(folder: Path) -> float | None:
     return last
 
 
-def _statement(comparison: Comparison, first: RunExplanation, second: RunExplanation) -> list[str]:
-    """Sentences about the differences. Time comes first, unless it is equal."""
-    sentences, unchanged = [], []
-    unit, phases = comparison.unit, comparison.phases
-    before_s, after_s = comparison.total_s
+def _sentences(comparison: Comparison) -> Iterator[str]:
+    """The differences, that of the time first."""
+    unit, (before_s, after_s) = comparison.unit, comparison.total_s
     if before_s and after_s:
-        if abs(after_s - before_s) > SAME_TOLERANCE * before_s:
-            change = after_s / before_s
+        change = after_s / before_s
+        largest = comparison.phases[0] if comparison.phases else None
+        is_same = abs(change - 1) <= SAME_TOLERANCE
+        if not is_same:
             relative = f"{fmt.percentage(1 - change)} less" if change < 1 else f"{fmt.number(change)} times as much"
-            sentences.append(f"The second took {relative} time per {unit}: {_seconds(before_s)} → {_seconds(after_s)}.")
-        elif phases and abs(phases[0].after_s - phases[0].before_s) > SAME_TOLERANCE * before_s:
-            sentences.append(f"Both took the same time per {unit}, {_seconds(before_s)}, but in different phases.")
-        elif (first.device_s, first.steps) != (second.device_s, second.steps):
+            yield f"The second took {relative} time per {unit}: {_seconds(before_s)} → {_seconds(after_s)}."
+        if largest is not None and abs(largest.after_s - largest.before_s) > SAME_TOLERANCE * before_s:
+            if is_same:
+                yield f"Both took the same time per {unit}, {_seconds(before_s)}, but in different phases."
+            seconds = f"{_seconds(largest.before_s)} → {_seconds(largest.after_s)} per {unit}"
+            yield f"The largest difference is {largest.phase}: {seconds}."
+        elif before_s != after_s:
             tolerance = fmt.percentage(SAME_TOLERANCE)
-            unchanged.append(f"Both took the same time per {unit}, within {tolerance}: {_seconds(after_s)}.")
-        if sentences:
-            largest = phases[0]
-            change_text = f"{_seconds(largest.before_s)} → {_seconds(largest.after_s)} per {unit}"
-            sentences.append(f"The largest difference is {largest.phase}: {change_text}.")
+            yield f"Both took the same time per {unit}, within {tolerance}: {_seconds(after_s)}."
     elif before_s or after_s:
-        sentences.append(f"Only the {'first' if before_s else 'second'} did a step; times cannot be compared.")
-    ap_before, ap_after = comparison.ap
-    if ap_before != ap_after:
-        sentences.append(f"AP {fmt.metric(ap_before)} → {fmt.metric(ap_after)}.")
-    if first.state != second.state:
-        sentences.append(f"The first is {first.state}, the second {second.state}.")
+        yield f"Only the {'first' if before_s else 'second'} did a step; times cannot be compared."
+    if comparison.ap[0] != comparison.ap[1]:
+        yield f"AP {fmt.metric(comparison.ap[0])} → {fmt.metric(comparison.ap[1])}."
+    if comparison.states[0] != comparison.states[1]:
+        yield f"The first is {comparison.states[0]}, the second {comparison.states[1]}."
     for label, causes in (("Removed", comparison.removed_causes), ("New", comparison.added_causes)):
         if causes:
-            sentences.append(f"{label} findings: {', '.join(sorted(set(causes)))}.")
+            yield f"{label} findings: {', '.join(sorted(set(causes)))}."
     for label, changes in (("Settings", comparison.settings), ("Machine and versions", comparison.environment)):
         if changes:
-            sentences.append(f"{label}: {fmt.plural(len(changes), 'value')} changed: {_names(changes)}.")
-    return [*sentences, *unchanged] or ["The records do not differ."]
-
-
-def _names(changes: list[Change]) -> str:
-    more = f" and {len(changes) - 5} more" if len(changes) > 5 else ""
-    return ", ".join(change.name for change in changes[:5]) + more
+            names = ", ".join(change.name for change in changes[:5])
+            more = f" and {len(changes) - 5} more" if len(changes) > 5 else ""
+            yield f"{label}: {fmt.plural(len(changes), 'value')} changed: {names}{more}."
 
 
 def _seconds(seconds: float) -> str:
     return f"{fmt.number(seconds)} s"
+
+
+def print_comparison(comparison: Comparison, file: TextIO | None = None, *, width: int | None = None) -> None:
+    """Prints the statement, then tables of times, settings, machine and versions."""
+    runs = facts([("first", comparison.before), ("second", comparison.after)])
+    renderables: list[RenderableType] = [runs, "", *comparison.statement, *_times(comparison)]
+    for title, changes in (("settings", comparison.settings), ("machine and versions", comparison.environment)):
+        if changes:
+            rows = [(row.name, row.before or fmt.MISSING, row.after or fmt.MISSING) for row in changes]
+            renderables += ["", plain_text(title, "bold"), table("", "", "", header=False, rows=rows)]
+    print_renderables(renderables, file, width=width)
+
+
+def _times(comparison: Comparison) -> Iterator[RenderableType]:
+    if not comparison.phases:
+        return
+    rows: list[tuple[str, ...]] = [
+        (
+            row.phase,
+            fmt.number(row.before_s),
+            fmt.number(row.after_s),
+            _signed(row.after_s - row.before_s),
+            fmt.percentage(row.before_fraction),
+            fmt.percentage(row.after_fraction),
+        )
+        for row in comparison.phases
+    ]
+    first, second = comparison.total_s
+    if first is not None and second is not None:
+        total = ("total", fmt.number(first), fmt.number(second), _signed(second - first), "100 %", "100 %")
+        rows.append(total)
+    rows.append(("img/s", *map(fmt.number, comparison.img_per_s), "", "", ""))
+    rows.append(("AP", *map(fmt.metric, comparison.ap), "", "", ""))
+    unit = "s per step" if comparison.unit == "step" else "device-seconds per 1,000 images"
+    heads = ("phase", "first", "second", "change", "fraction, first", "second")
+    yield ""
+    yield plain_text(f"time, {unit}", "bold")
+    yield table(*heads, right=range(1, 6), rows=rows)
+
+
+def _signed(value: float) -> str:
+    return "0" if value == 0 else f"{'+' if value > 0 else '−'}{fmt.number(abs(value))}"

@@ -1,13 +1,15 @@
-"""Prints text and tables to a terminal, a file or a pipe. Used by all `*_terminal.py` modules.
+"""Prints text, tables and progress to a terminal, a file or a pipe. Everything that stoker prints as a table goes
+through `table`.
 
 A file or a pipe gets complete lines without control characters, colors or wrapping. Texts are cleaned (`printable`):
 a class or file name must not control the terminal, nor begin a line.
 """
 
+import contextlib
 import io
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -80,13 +82,39 @@ def print_renderables(
             stream.write(render_plain(renderable, width) + "\n")
 
 
-def table(*columns: str, right: Iterable[int] = (), header: bool = True) -> Table:
+def table(
+    *columns: str,
+    right: Iterable[int] = (),
+    header: bool = True,
+    rows: Iterable[Iterable[RenderableType]] = (),
+) -> Table:
     """A table without borders. right: indices of right-aligned columns."""
     result = _Table(box=None, padding=(0, 2, 0, 0), show_edge=False, show_header=header, header_style="dim")
     for index, name in enumerate(columns):
         justify: Any = "right" if index in right else "left"
         result.add_column(plain_text(name), justify=justify, no_wrap=index in right, overflow="fold")
+    for row in rows:
+        result.add_row(*row)
     return result
+
+
+def facts(rows: Iterable[tuple[str, RenderableType]]) -> Table:
+    """A table of names and values, without a header."""
+    return table("", "", header=False, rows=rows)
+
+
+@contextlib.contextmanager
+def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Shows a bar on stderr while the block runs, if it is a terminal. Yields a function of (done, total)."""
+    if not supports_cursor(sys.stderr):
+        yield lambda _done, _all: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=make_console(sys.stderr, terminal=True), transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def plain_text(text: object, style: str = "", *, newlines: bool = False) -> Text:

@@ -1,7 +1,8 @@
 """`stoker why RUN` as data: where the time of a run went, what it cost, the findings, and advice.
 
 `explain_run` reads a run in any state; `explain_terminal.py` prints the result; `explanation_as_dict` is its JSON.
-`compare.py` compares two runs, `runs_summary.py` adds up many, and `foreign_log.py` reads a log without a run."""
+`explain_log` reads the output of a job without a run folder, to find out what ended the job. `compare.py` compares two
+runs, `runs_summary.py` adds up many."""
 
 import dataclasses
 import time
@@ -14,8 +15,11 @@ import msgspec
 from stoker.diagnosis import engine
 from stoker.diagnosis.alive import is_held, lease_holder
 from stoker.diagnosis.notes import collect_notes
+from stoker.diagnosis.output import MAX_OUTPUT_BYTES, read_output
+from stoker.diagnosis.postmortem import explain
 from stoker.diagnosis.reader import Observer
-from stoker.diagnosis.termination import EventSummary
+from stoker.diagnosis.termination import EventSummary, Termination
+from stoker.errors import UsageError
 from stoker.findings.finding import Finding
 from stoker.hardware import prices
 from stoker.hardware.prices import Price
@@ -23,6 +27,7 @@ from stoker.report import format as fmt
 from stoker.report.environment import read_environment
 from stoker.report.idle_estimate import DeviceIdleEstimate, IdleEstimator
 from stoker.report.sizing import advise_sizing, resource_usage
+from stoker.report.words import PHASE_MEANINGS, STAGE_MEANINGS
 from stoker.runs import records
 from stoker.runs.schemas import Event, Probe
 from stoker.runs.totals import Totals
@@ -30,35 +35,8 @@ from stoker.storage.run_uri import display_path
 
 State = Literal["running", "finished", "preempted", "failed", "killed", "unknown"]
 
-PHASE_MEANINGS = {
-    "compute": "the device ran optimizer steps",
-    "startup": "imports, weights, index, auto batch, until the first step",
-    "compile": "compilation and autotuning of kernels",
-    "input_wait": "the device waited for input",
-    "h2d": "the device waited for host-to-device copies",
-    "host": "the device waited for the host to launch kernels",
-    "sync": "explicit synchronization: the host waited for the device",
-    "comm": "exchange with other devices: gradients, or the maps between stages",
-    "straggler": "devices waited for the slowest one",
-    "eval": "evaluation",
-    "checkpoint": "training was paused to save a checkpoint",
-    "recovery": "steps that a restart lost were repeated",
-    "idle": "the device had no work to do",
-    "unattributed": "time that was not attributed to any phase",
-}
-"""Phase → its meaning in short; docs/run-folder.md has the details."""
-
 HANG = "hang"
 """Row of the time after the last step of a job that hung; records have it as `unattributed`."""
-
-STAGE_MEANINGS = {
-    "fetch": "reading bytes from the disk or the bucket",
-    "decode": "decoding and resizing",
-    "copy": "host-to-device copies",
-    "queue": "handing over the batch",
-}
-"""Stage of `input_wait` → its meaning in short."""
-
 
 EVIDENCE_FILES = (
     records.STEPS, records.EVENTS, records.DEVICES, records.TRACES, records.STACKS, records.PROBES, records.RANKS,
@@ -134,13 +112,35 @@ class RunExplanation(msgspec.Struct, frozen=True, kw_only=True):
     def _idle_row(self, idle: DeviceIdleEstimate) -> PhaseTime:
         windows, steps = fmt.plural(idle.windows, "profiler window"), fmt.plural(idle.steps, "step")
         slower = "" if idle.slowdown is None else f" ({idle.slowdown:.2f} times as long as others)"
-        meaning = f"idle inside steps, estimated from {windows}, {steps}{slower}; not added to any sum"
-        cost = exact_cost(idle.device_s, self.price_per_device_hour)
-        return PhaseTime(phase="compute", device_s=idle.device_s, fraction=idle.fraction, cost=cost, meaning=meaning)
+        return PhaseTime(
+            phase="compute",
+            device_s=idle.device_s,
+            fraction=idle.fraction,
+            cost=exact_cost(idle.device_s, self.price_per_device_hour),
+            meaning=f"idle inside steps, estimated from {windows}, {steps}{slower}; not added to any sum",
+        )
 
     def cost(self, device_s: float | None) -> tuple[float, float] | None:
         """Minimum and maximum cost of a time; None without a price."""
         return None if self.price_range is None or device_s is None else self.price_range.cost(device_s)
+
+    def cost_text(self, device_s: float | None) -> str:
+        """ ", cost 1.20", or nothing without a price."""
+        cost_range = self.cost(device_s)
+        return "" if cost_range is None else f", cost {fmt.cost_range(cost_range)}"
+
+    def time_cells(self, device_s: float, fraction: float) -> list[str]:
+        """The cells of a time: itself, its fraction and, with a price, its cost."""
+        cost = [] if self.price_range is None else [fmt.cost_range(self.cost(device_s))]
+        return [fmt.duration(device_s), fmt.percentage(fraction), *cost]
+
+    def verdict(self) -> str:
+        """The largest loss in a sentence; empty without one."""
+        loss = self.largest_loss
+        if loss is None:
+            return ""
+        lost = f"{fmt.duration(loss.device_s)}, {fmt.percentage(loss.fraction)}{self.cost_text(loss.device_s)}"
+        return f"Most time was lost in {loss.phase}: {lost} ({loss.meaning})."
 
 
 def explain_run(
@@ -159,12 +159,11 @@ def explain_run(
     exact_price = price_range.low if price_range is not None and price_range.is_exact else 0.0
     run_records.price_per_device_hour = exact_price
     findings = engine.run_rules(run_records)
-    last_record_t = last_record_time(path)
+    last_record_t = _last_record_time(path)
     coverage = run_records.events.coverage
-    state, state_text = read_run_state(path, run_records.events, last_record_t)
-    if coverage:
-        state_text = _EXTERNAL_STATES.get(state, state_text)
+    state, state_text = _read_state(path, run_records.events, last_record_t)
     totals = _name_hang(run_records.totals, findings)
+    knows_images = bool(totals.num_images) or not coverage
     phases = _phases(totals, exact_price)
     return RunExplanation(
         run=display_path(path),
@@ -179,13 +178,11 @@ def explain_run(
         steps=totals.step,
         lost_steps=max(0, totals.steps - totals.step),
         num_images=totals.num_images,
-        img_per_s=totals.num_images / totals.wall_s
-        if totals.wall_s > 0 and (totals.num_images or not coverage)
-        else None,
+        img_per_s=totals.num_images / totals.wall_s if totals.wall_s > 0 and knows_images else None,
         price_per_device_hour=exact_price,
         price_range=price_range,
         phases=phases,
-        productive_fraction=compute_productive_fraction(totals, is_external=bool(coverage)),
+        productive_fraction=_productive_fraction(totals, is_external=bool(coverage)),
         largest_loss=_largest_loss(phases, findings),
         findings=findings,
         notes=collect_notes(run_records, findings),
@@ -214,17 +211,17 @@ def resolve_price(
     return prices.user_price(recorded_price, "the run's own setting") or prices.price_from_environment(environment)
 
 
-def compute_productive_fraction(totals: Totals, *, is_external: bool) -> float | None:
-    """Fraction of `compute`; None without a window, and for an external job without timing from inside."""
-    if totals.device_s <= 0 or (is_external and "compute" not in totals.phases):
-        return None
-    return totals.phases.get("compute", 0.0) / totals.device_s
-
-
 def explanation_as_dict(explanation: RunExplanation) -> dict[str, Any]:
     """The result in plain values, for JSON."""
     built: dict[str, Any] = msgspec.to_builtins(explanation)
     return built
+
+
+def _productive_fraction(totals: Totals, *, is_external: bool) -> float | None:
+    """Fraction of `compute`; None without a window, and for an external job without timing from inside."""
+    if totals.device_s <= 0 or (is_external and "compute" not in totals.phases):
+        return None
+    return totals.phases.get("compute", 0.0) / totals.device_s
 
 
 def _name_hang(totals: Totals, findings: Sequence[Finding]) -> Totals:
@@ -248,34 +245,22 @@ def _largest_loss(phases: Sequence[PhaseTime], findings: Sequence[Finding]) -> P
 
 
 def _phases(totals: Totals, price_per_device_hour: float) -> list[PhaseTime]:
-    def make_phase_time(name: str, seconds: float, meaning: str, stages: list[PhaseTime]) -> PhaseTime:
-        return PhaseTime(
-            phase=name,
-            device_s=seconds,
-            fraction=seconds / totals.device_s,
-            cost=exact_cost(seconds, price_per_device_hour),
-            meaning=meaning,
-            stages=stages,
-        )
-
-    def largest_first(rows: list[PhaseTime]) -> list[PhaseTime]:
-        return sorted(rows, key=lambda row: -row.device_s)
-
-    meanings = PHASE_MEANINGS | {HANG: "nothing ran after the last step"}
-    stages = [
-        make_phase_time(name, duration_s, STAGE_MEANINGS.get(name, ""), [])
-        for name, duration_s in totals.input_wait_stages.items()
-        if duration_s > 0
-    ]
-    return largest_first(
-        [
-            make_phase_time(
-                name, duration_s, meanings.get(name, ""), largest_first(stages) if name == "input_wait" else []
+    def rows(times: Mapping[str, float], meanings: Mapping[str, str]) -> list[PhaseTime]:
+        """The largest first."""
+        return [
+            PhaseTime(
+                phase=name,
+                device_s=duration_s,
+                fraction=duration_s / totals.device_s,
+                cost=exact_cost(duration_s, price_per_device_hour),
+                meaning=meanings.get(name, ""),
+                stages=rows(totals.input_wait_stages, STAGE_MEANINGS) if name == "input_wait" else [],
             )
-            for name, duration_s in totals.phases.items()
+            for name, duration_s in sorted(times.items(), key=lambda item: -item[1])
             if duration_s > 0
         ]
-    )
+
+    return rows(totals.phases, PHASE_MEANINGS | {HANG: "nothing ran after the last step"})
 
 
 def exact_cost(device_s: float, price_per_device_hour: float) -> float | None:
@@ -283,45 +268,71 @@ def exact_cost(device_s: float, price_per_device_hour: float) -> float | None:
     return device_s * price_per_device_hour / 3600 if price_per_device_hour > 0 else None
 
 
-def last_record_time(path: Path) -> float | None:
+def _last_record_time(path: Path) -> float | None:
     """Unix time of the newest change of a record; None without records."""
     files = [path / name for name in (records.EVENTS, records.STEPS, records.DEVICES)]
     return max((file.stat().st_mtime for file in files if file.exists()), default=None)
 
 
-_EXTERNAL_STATES: dict[State, str] = {
-    "running": "running: the job is running",
-    "killed": "killed: `stoker watch` was killed or the machine went down; how the job ended is not known",
-}
-_END_STATES: dict[str, State] = {"finished": "finished", "preempted": "preempted", "failed": "failed"}
-
-
-def read_run_state(path: Path, events: EventSummary, last_record_t: float | None) -> tuple[State, str]:
+def _read_state(path: Path, events: EventSummary, last_record_t: float | None) -> tuple[State, str]:
     """(state, the state in a sentence).
 
     A run is running if a process holds its lock or, in a bucket, a lease that is valid. Else the last event of the
     newest attempt decides; without a final event the run was killed.
     """
-    lock_held = is_held(path, events.job)
+    lock_held, is_external = is_held(path, events.job), bool(events.coverage)
     if lock_held:
-        return "running", "running: a process holds the run"
+        return "running", "running: the job is running" if is_external else "running: a process holds the run"
     holder = lease_holder(path)
     if holder is not None:
         return "running", f"running: {holder} holds the lease, renewed {holder.age_s():.0f} s ago"
-    end_event = events.end
-    if end_event is not None:
-        message = end_event.text.partition("\n")[0]
-        descriptions = {"preempted": f"stopped by a signal, state saved{_resume_hint(path)}"}
-        return _END_STATES[end_event.kind], f"{end_event.kind}: {descriptions.get(end_event.kind, message)}"
+    has_settings = (path / records.CONFIG).exists()
+    resume = f"; `stoker train --resume {display_path(path)}` continues it" if has_settings else ""
+    if events.end is not None:
+        saved = f"stopped by a signal, state saved{resume}"
+        message = saved if events.end.kind == "preempted" else events.end.text.partition("\n")[0]
+        return _END_STATES[events.end.kind], f"{events.end.kind}: {message}"
     if lock_held is None:
         return "unknown", "unknown: no end is recorded, and the lock cannot be checked from here"
-    last_seen = (
-        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last_record_t)) if last_record_t is not None else "never"
-    )
-    text = f"killed: the process ended without a final event; last record: {last_seen}{_resume_hint(path)}"
-    return "killed", text
+    if is_external:
+        text = "killed: `stoker watch` was killed or the machine went down; how the job ended is not known"
+        return "killed", text
+    last_t = "never" if last_record_t is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last_record_t))
+    return "killed", f"killed: the process ended without a final event; last record: {last_t}{resume}"
 
 
-def _resume_hint(path: Path) -> str:
-    """How to resume a training, as the end of a sentence; empty for external jobs."""
-    return f"; `stoker train --resume {display_path(path)}` continues it" if (path / records.CONFIG).exists() else ""
+_END_STATES: dict[str, State] = {"finished": "finished", "preempted": "preempted", "failed": "failed"}
+
+
+IGNORED_CAUSE = "ended_without_record"
+"""The finding that a job ended without a known reason. With a log alone not even the end is known."""
+
+
+class LogExplanation(msgspec.Struct, frozen=True, kw_only=True):
+    """What a log says. It contains neither the exit code nor the telemetry of the machine, so it has to say, too, what
+    is not known."""
+
+    log: str
+    size_bytes: int
+    lines: int
+    """Lines that were read."""
+    findings: list[Finding]
+    not_known: list[str]
+
+
+def explain_log(path: Path) -> LogExplanation:
+    """Reads the end of a log. Raises UsageError if it cannot be read."""
+    try:
+        output, size_bytes = read_output(path), path.stat().st_size
+    except OSError as error:
+        raise UsageError("The log cannot be read.", location=path, cause=str(error)) from error
+    findings = [finding for finding in explain(Termination(output=output)) if finding.id != IGNORED_CAUSE]
+    not_known = [
+        "the exit code or signal, and whether the job has ended",
+        "whether the kernel killed it (out of memory), and the state of GPU, memory and disk",
+        "where its time went",
+    ]
+    if size_bytes > MAX_OUTPUT_BYTES:
+        not_known.append(f"the log before its last {fmt.size(MAX_OUTPUT_BYTES)}")
+    lines = sum(bool(line.text.strip()) for line in output)
+    return LogExplanation(log=str(path), size_bytes=size_bytes, lines=lines, findings=findings, not_known=not_known)

@@ -15,7 +15,7 @@ from rich.text import Text
 from stoker.diagnosis.reference import Entry
 from stoker.findings.finding import SEVERITIES, Finding, Severity
 from stoker.report import format as fmt
-from stoker.report.console import plain_text, print_renderables, table
+from stoker.report.console import facts, plain_text, print_renderables
 
 STYLES: dict[Severity, str] = {
     "blocker": "bold red", "critical": "bold red", "warning": "bold yellow", "info": "bold", "unknown": "bold",
@@ -55,7 +55,7 @@ def print_findings(
 
 def finding_lines(finding: Finding, cost_range: tuple[float, float] | None = None) -> Iterator[RenderableType]:
     """A finding: title, what it cost, evidence with its sources, fix, confidence."""
-    cost_text = f", cost {format_cost(cost_range)}" if cost_range is not None else ""
+    cost_text = f", cost {fmt.cost_range(cost_range)}" if cost_range is not None else ""
     lost = f" ({fmt.duration(finding.lost_device_s)} lost{cost_text})" if finding.lost_device_s is not None else ""
     place = plain_text(f" [{finding.place}]", "dim") if finding.place else ""
     yield _head(finding.severity, plain_text(finding.title), lost, place)
@@ -81,20 +81,8 @@ def explain_line(findings: Iterable[Finding]) -> list[Text]:
 def print_entries(entries: Iterable[Entry], file: TextIO | None = None) -> None:
     """Prints what `stoker why --explain ID` says."""
     for entry in entries:
-        rendered = table("", "", header=False)
-        for name, text in entry.rows:
-            rendered.add_row(name, text)
-        print_renderables(
-            [Text(f"{entry.id}: {entry.title}", "bold"), plain_text(entry.section, "dim"), rendered], file
-        )
-
-
-def format_cost(cost_range: tuple[float, float] | None) -> str:
-    """1.20, or a range, 1.20–3.40; `n/a` without a price."""
-    if cost_range is None:
-        return fmt.MISSING
-    low, high = map(fmt.cost, cost_range)
-    return low if low == high else f"{low}–{high}"
+        title = plain_text(f"{entry.id}: {entry.title}", "bold")
+        print_renderables([title, plain_text(entry.section, "dim"), facts(entry.rows)], file)
 
 
 def indented(text: str) -> RenderableType:

@@ -86,6 +86,14 @@ def cost(value: float | None) -> str:
     return f"{value:,.2f}" if value >= 0.095 or value <= 0 else f"{value:.2g}"
 
 
+def cost_range(low_high: tuple[float, float] | None) -> str:
+    """1.20, or a range, 1.20–3.40; `n/a` without a price."""
+    if low_high is None:
+        return MISSING
+    low, high = map(cost, low_high)
+    return low if low == high else f"{low}–{high}"
+
+
 def setting(value: object) -> str:
     """A setting: yes, 0.001, 320 320."""
     if isinstance(value, bool):

@@ -1,13 +1,15 @@
 """`stoker report RUN`: one HTML file per run, without network or server, and readable without JavaScript.
 
-The data comes from `run_report.collect`; with `--all`, from `runs_summary.summarize_runs`. The sections are in `page/`.
-The file contains plotly.js, which draws the charts. Its content security policy forbids all requests."""
+The data comes from `run_report.collect`; with `--all`, from `runs_summary.summarize_runs`; `stoker data stats --out`
+makes a page in the same frame. The sections are in `page/`. The file contains plotly.js, which draws the charts. Its
+content security policy forbids all requests."""
 
 import json
 import time
 from collections.abc import Sequence
 from importlib import metadata, resources
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stoker.errors import needs_package, writing
 from stoker.report.page import results, run_sections
@@ -19,6 +21,9 @@ from stoker.report.runs_summary import RunsSummary
 from stoker.runs.records import REPORT
 from stoker.storage.local_files import write_atomic
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
+
+if TYPE_CHECKING:
+    from stoker.data.validation.stats import DatasetStats
 
 _POLICY = (
     "default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'; "
@@ -64,6 +69,16 @@ def write_runs_summary(runs_summary: RunsSummary, out: Path | None = None) -> Pa
     return _write(render_runs_summary(runs_summary), out or default)
 
 
+def write_dataset_stats(stats: "DatasetStats", out: Path) -> Path:
+    """Writes the page of `stoker data stats`. Raises StorageError if it cannot be written."""
+    from stoker.report.page import dataset  # NumPy, which a report of runs does not need
+
+    charts = Charts()
+    footer = _footer(stats.data, time.time(), f"stoker data stats {stats.data} --json")
+    main = tag("main", dataset.main(stats, charts), footer)
+    return _write(_document(stats.data, dataset.SECTIONS, main, charts), out)
+
+
 def _write(page: str, path: Path) -> Path:
     with writing("The report cannot be written.", path, fix="choose another file with --out"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,12 +89,11 @@ def _write(page: str, path: Path) -> Path:
 def render(report: RunReport) -> str:
     """The page. An external job has no sections for metrics, images and settings."""
     charts = Charts()
-    time_bar = run_sections.time_bar(report)
     sections = [(name, title) for name, title in SECTIONS if report.is_native_run or name not in NATIVE_RUN_SECTIONS]
     main = tag(
         "main",
         results.head(report),
-        results.summary(report, time_bar),
+        results.summary(report, run_sections.time_bar(report)),
         _missing(report.missing),
         [results.scores(report, charts), results.images(report)] if report.is_native_run else None,
         results.curves(report, charts),
@@ -89,7 +103,7 @@ def render(report: RunReport) -> str:
         run_sections.settings(report) if report.is_native_run else None,
         run_sections.environment(report),
         run_sections.events(report),
-        _footer(report.run, report.stoker_version, report.generated_t, f"stoker report {report.run} --json"),
+        _footer(report.run, report.generated_t, f"stoker report {report.run} --json"),
     )
     return _document(report.run, sections, main, charts)
 
@@ -98,55 +112,46 @@ def render_runs_summary(runs_summary: RunsSummary) -> str:
     """The page of many runs."""
     charts = Charts()
     folder = runs_summary.folder
-    footer = _footer(folder, metadata.version("stoker"), time.time(), f"stoker why --all {folder} --json")
+    footer = _footer(folder, time.time(), f"stoker why --all {folder} --json")
     main = tag("main", summary_page.main(runs_summary, charts), footer)
     return _document(folder, summary_page.SECTIONS, main, charts)
 
 
 def _document(name: str, sections: Sequence[tuple[str, str]], main: Markup, charts: Charts) -> str:
-    """A page with navigation, content and script. name: of the run or the folder; sections: id, title."""
+    """A page with navigation, content and script. name: of what it is about; sections: id, title."""
     second_id, second_title = sections[1]
-    body = join(
-        tag("a", f"Skip to {second_title.lower()}", href=f"#{second_id}", class_="skip"),
-        tag("nav", [tag("a", title, href=f"#{name}") for name, title in sections], aria_label="Sections"),
-        main,
-    )
     title = tag("title", f"{name.rstrip('/').rpartition('/')[2]} · stoker report")
-    return "\n".join(
-        (
-            "<!doctype html>",
-            '<html lang="en">',
-            "<head>",
-            '<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<meta name="color-scheme" content="light dark">',
-            title,
-            f"<style>\n{_read_asset('style.css')}</style>",
-            "</head>",
-            f"<body>\n{body}",
-            script(charts),
-            "</body>",
-            "</html>",
-            "",
-        )
-    )
+    skip = tag("a", f"Skip to {second_title.lower()}", href=f"#{second_id}", class_="skip")
+    navigation = tag("nav", [tag("a", title, href=f"#{name}") for name, title in sections], aria_label="Sections")
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+{title}
+<style>
+{_read_asset("style.css")}</style>
+</head>
+<body>
+{join(skip, navigation, main)}
+{script(charts)}
+</body>
+</html>
+"""
 
 
 def _missing(sentences: list[str]) -> Markup | None:
     if not sentences:
         return None
-    return tag(
-        "aside",
-        tag("b", "Missing in this report"),
-        tag("ul", [tag("li", sentence) for sentence in sentences]),
-        class_="missing",
-    )
+    items = tag("ul", [tag("li", sentence) for sentence in sentences])
+    return tag("aside", tag("b", "Missing in this report"), items, class_="missing")
 
 
-def _footer(source: str, version: str, generated_t: float, json_command: str) -> Markup:
+def _footer(source: str, generated_t: float, json_command: str) -> Markup:
     generated_at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(generated_t))
-    made_by = f"Generated by stoker {version} at {generated_at} from "
+    made_by = f"Generated by stoker {metadata.version('stoker')} at {generated_at} from "
     return tag("footer", made_by, code(source), ". As JSON: ", code(json_command), ".")
 
 
@@ -160,14 +165,11 @@ def script(charts: Charts) -> str:
     # without < no text can end the script element; a test checks that plotly contains no </script
     data = json.dumps(charts.data, separators=(",", ":"), allow_nan=False, ensure_ascii=False).replace("<", "\\u003c")
     noscript = tag("noscript", tag("p", "The charts need JavaScript; everything else does not.", class_="missing"))
-    return "\n".join(
-        (
-            noscript,
-            f'<script type="application/json" id="charts">{data}</script>',
-            f"<script>{get_plotlyjs()}</script>",
-            f"<script>\n{_read_asset('page.js')}</script>",
-        )
-    )
+    return f"""{noscript}
+<script type="application/json" id="charts">{data}</script>
+<script>{get_plotlyjs()}</script>
+<script>
+{_read_asset("page.js")}</script>"""
 
 
 def _read_asset(name: str) -> str:

@@ -10,9 +10,8 @@ import msgspec
 from stoker.config.architectures import read_architectures
 from stoker.config.recipes import RECIPES
 from stoker.errors import ConfigError, nearest
-from stoker.printable import print_json
 from stoker.report import format as fmt
-from stoker.report.console import plain_text, print_renderables, table
+from stoker.report.console import facts, plain_text, print_renderables, table
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,68 +59,59 @@ def find_model(name: str) -> ModelInfo:
     models = {model.name: model for model in read_models()}
     if name not in models:
         near = nearest(name, models)
-        raise ConfigError(
-            f"There is no model {name!r}" + (f"; did you mean {near!r}?" if near else "."), choices=models
-        )
+        hint = f"; did you mean {near!r}?" if near else "."
+        raise ConfigError(f"There is no model {name!r}{hint}", choices=models)
     return models[name]
-
-
-def print_as_json(name: str | None) -> None:
-    """Prints all models, or the one with this name."""
-    print_json(read_models() if name is None else find_model(name))
 
 
 def print_models(file: TextIO | None = None, *, width: int | None = None) -> None:
     """Prints one line per model, ascending in GFLOP."""
-    rendered = table(
-        "model", "params", "image size", "GFLOP", "training", "memory", "weights", "use case", right=(1, 2, 3, 4, 5)
-    )
-    for model in sorted(read_models(), key=lambda m: m.gflop):
-        rendered.add_row(
+    heads = ("model", "params", "image size", "GFLOP", "training", "memory", "weights", "use case")
+    rows = (
+        [
             model.name,
             f"{model.parameters / 1e6:.1f} M",
             str(model.image_size[0]),
             fmt.number(model.gflop),
             fmt.number(model.training_gflop),
-            format_memory(model),
+            f"{model.memory_gib:.2g} GiB / {model.batch_size}",
             " ".join(model.weights) or "none",
             model.use_case,
-        )
-    print_renderables([rendered, plain_text(LEGEND)], file, width=width)
+        ]
+        for model in sorted(read_models(), key=lambda model: model.gflop)
+    )
+    print_renderables([table(*heads, right=range(1, 6), rows=rows), *LEGEND], file, width=width)
 
 
-LEGEND = """
-GFLOP: per image, in inference and in training. memory: predicted peak of a training step with this batch size, bf16.
-`stoker models NAME` shows details; `stoker train DATA --model NAME` trains it."""
-
-
-def format_memory(model: ModelInfo) -> str:
-    """Memory / batch size: 4.2 GiB / 16."""
-    return f"{model.memory_gib:.2g} GiB / {model.batch_size}"
+LEGEND = (
+    "",
+    "GFLOP: per image, in inference and in training. memory: predicted peak of a training step with this batch size,"
+    " bf16.",
+    "`stoker models NAME` shows details; `stoker train DATA --model NAME` trains it.",
+)
 
 
 def print_model(name: str, file: TextIO | None = None, *, width: int | None = None) -> None:
     """Prints one model: cost, settings with their reasons, weights."""
     model = find_model(name)
-    facts = table("", "", header=False)
     size = f"{model.image_size[1]}x{model.image_size[0]}"
     gflop = f"{fmt.number(model.gflop)} GFLOP per image of {size}; {fmt.number(model.training_gflop)} in training"
     memory = f"{model.memory_gib:.2g} GiB predicted for a training step of {model.batch_size} such images in bf16"
-    for label, value in (
+    rows = [
         ("use case", model.use_case),
         ("parameters", f"{fmt.count(model.parameters)} with 80 classes"),
         ("compute", gflop),
         ("memory", memory),
         ("recipe", f"{model.recipe}, batch size {model.batch_size}"),
         *((f"{kind} weights", uri) for kind, uri in model.weights.items()),
-    ):
-        facts.add_row(label, value)
-    if not model.weights:
-        facts.add_row("weights", "none: trained from scratch")
-    settings_table = table("setting", "default", "reason")
-    for setting, (value, reason) in model.settings.items():
-        settings_table.add_row("--" + setting.replace("_", "-"), format_default(value), reason)
-    print_renderables([plain_text(model.name, "bold"), facts, plain_text(""), settings_table], file, width=width)
+        *([] if model.weights else [("weights", "none: trained from scratch")]),
+    ]
+    settings = (
+        ["--" + setting.replace("_", "-"), format_default(value), reason]
+        for setting, (value, reason) in model.settings.items()
+    )
+    settings_table = table("setting", "default", "reason", rows=settings)
+    print_renderables([plain_text(model.name, "bold"), facts(rows), "", settings_table], file, width=width)
 
 
 def format_default(value: object) -> str:

@@ -15,7 +15,7 @@ import msgspec
 
 from stoker.diagnosis.alive import is_held, lease_holder
 from stoker.errors import StokerError, UsageError
-from stoker.report.explain_terminal import PROBE_LABELS
+from stoker.report.explain_terminal import probe_rows
 from stoker.runs import records
 from stoker.runs.records import PROBES, RunFolder
 from stoker.runs.schemas import Probe
@@ -50,13 +50,8 @@ def run_probes(run: str, on_progress: Callable[[str], None]) -> None:
 
 def describe_probe(result: Probe) -> str:
     """An experiment in one line."""
-    label = PROBE_LABELS.get(result.probe, result.probe)
-    if result.reason:
-        return f"{label}: not measured: {result.reason}"
-    return (
-        f"{label}: {result.ratio:.2f} × as fast ({result.ratio_low:.2f} to {result.ratio_high:.2f}), "
-        f"{result.before_img_per_s:,.1f} → {result.after_img_per_s:,.1f} img/s, {result.steps} steps each"
-    )
+    ((label, before, after, ratio, interval),) = probe_rows([result])
+    return f"{label}: {interval if result.reason else f'{ratio} × as fast ({interval}), {before} → {after} img/s'}"
 
 
 def _run_experiments(path: Path) -> Iterator[Probe]:

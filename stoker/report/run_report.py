@@ -4,7 +4,6 @@
 `explain.py`, metrics from events.jsonl and evaluation.json. The page is made by `html.py` and `page/`.
 """
 
-import statistics
 import time
 from importlib import metadata
 from pathlib import Path
@@ -13,25 +12,27 @@ from typing import Any, TypeVar
 import msgspec
 
 from stoker.errors import UsageError
-from stoker.evaluation.document import Evaluation, read_evaluation
-from stoker.evaluation.metrics import Metrics
+from stoker.evaluation.metrics import Evaluation, Metrics, read_evaluation
 from stoker.findings.finding import Finding
 from stoker.profiling.telemetry.secrets import mask_secrets
 from stoker.report import format as fmt
 from stoker.report.advice import advise
 from stoker.report.environment import read_environment
 from stoker.report.explain import RunExplanation, explain_run, open_records
-from stoker.report.series import Bins, FractionBins, FractionSeries, Series
-from stoker.report.timeline import TimelineMark, collect_marks
+from stoker.report.series import (
+    FractionSeries,
+    RunCurves,
+    Series,
+    TimelineMark,
+    collect_marks,
+)
 from stoker.runs import records
-from stoker.runs.schemas import DeviceSample, Event, Quarantined, StepWindow
+from stoker.runs.schemas import Event, Quarantined
 from stoker.storage.run_uri import display_path
 
 MAX_EVENTS, MAX_QUARANTINED = 300, 100
 """Longer lists are truncated in the middle; the number of omitted items is kept."""
 Item = TypeVar("Item")
-MAX_SAMPLE_GAP_S = 10.0
-"""A curve has a gap where samples are further apart."""
 
 
 class Setting(msgspec.Struct, kw_only=True):
@@ -108,10 +109,10 @@ class RunReport(msgspec.Struct, kw_only=True):
 def collect(run: str | Path, price_per_device_hour: float | None = None) -> RunReport:
     """Reads a run. price_per_device_hour: as for `explain_run`. Raises UsageError if it is not a run."""
     path = open_records(run)
-    explanation = explain_run(path, price_per_device_hour)
+    read = RunCurves()
+    explanation = explain_run(path, price_per_device_hour, observers=[read])
     missing: list[str] = []
-    events = list(records.read_lines(path, records.EVENTS, Event))
-    start_t = _start_time(path, events)
+    events, start_t = read.events, read.start_t
     settings = read_settings_rows(path)
     is_native_run = not any("coverage" in event.data or "measured" in event.data for event in events)
     if is_native_run and not (path / records.CONFIG).exists():
@@ -120,18 +121,21 @@ def collect(run: str | Path, price_per_device_hour: float | None = None) -> RunR
     eval_history = _read_eval_history(events, path)
     evaluation = _read_final_evaluation(path, missing, bool(eval_history)) if is_native_run else None
     quarantined = list(records.read_lines(path, records.QUARANTINE, Quarantined))
-    curves, phases = _step_curves(path, missing, start_t or 0.0)
-    machine = _machine_curves(path, missing, start_t or 0.0)
+    curves, phases, machine = read.steps(), read.phases(), read.machine()
+    if not curves:
+        missing.append("No training curves: no optimizer step is recorded.")
+    if not machine:
+        missing.append(f"No telemetry of GPUs and host: {records.DEVICES} has no lines.")
     environment = read_environment(path)
     if not environment:
         reason = "is damaged" if (path / records.ENVIRONMENT).exists() else "is missing"
         missing.append(f"Hardware and versions are not known: {records.ENVIRONMENT} {reason}.")
-    kept_events = _truncate_middle([event for event in events if event.kind != "evaluated"], MAX_EVENTS)
-    kept_quarantined = _truncate_middle(quarantined, MAX_QUARANTINED)
     missing += [
         f"Not recorded: {tier}, {status}." for tier, status in explanation.coverage.items() if status.startswith("not ")
     ]
-    report = RunReport(
+    kept_events, events_omitted = _cut_middle([event for event in events if event.kind != "evaluated"], MAX_EVENTS)
+    kept_quarantined, quarantined_omitted = _cut_middle(quarantined, MAX_QUARANTINED)
+    return RunReport(
         stoker_version=metadata.version("stoker"),
         generated_t=time.time(),
         run=display_path(path),
@@ -141,7 +145,7 @@ def collect(run: str | Path, price_per_device_hour: float | None = None) -> RunR
         start_t=start_t,
         explanation=explanation,
         missing=missing,
-        advice=[],
+        advice=advise(explanation, [entry.metrics.ap for entry in eval_history], evaluation, events),
         eval_history=eval_history,
         evaluation=evaluation,
         restarts=_restarts(events, start_t or 0.0),
@@ -152,19 +156,10 @@ def collect(run: str | Path, price_per_device_hour: float | None = None) -> RunR
         settings=settings,
         environment=environment,
         events=kept_events,
-        events_omitted=len([event for event in events if event.kind != "evaluated"]) - len(kept_events),
+        events_omitted=events_omitted,
         quarantined=kept_quarantined,
-        quarantined_omitted=len(quarantined) - len(kept_quarantined),
+        quarantined_omitted=quarantined_omitted,
     )
-    report.advice = advise(explanation, [entry.metrics.ap for entry in eval_history], evaluation, events)
-    return report
-
-
-def _start_time(path: Path, events: list[Event]) -> float | None:
-    """Unix time of the start: the first window covers the start of the process, before the first event."""
-    first_window = next(records.read_lines(path, records.STEPS, StepWindow), None)
-    times = [event.t for event in events[:1]] + ([] if first_window is None else [first_window.t - first_window.wall_s])
-    return min(times, default=None)
 
 
 def _read_eval_history(events: list[Event], path: Path) -> list[EvalResult]:
@@ -206,82 +201,17 @@ def _read_final_evaluation(path: Path, missing: list[str], is_scored: bool) -> E
     return evaluation
 
 
-def _step_curves(path: Path, missing: list[str], start_t: float) -> tuple[dict[str, Series], FractionSeries]:
-    curves: dict[str, Bins] = {}
-    phases = FractionBins()
-    for window in records.read_lines(path, records.STEPS, StepWindow):
-        phases.add(window.t - window.wall_s - start_t, window.t - start_t, window.phases)
-        if not window.window_steps:
-            continue
-        values: dict[str, float | None] = {f"loss/{name}": value for name, value in window.losses.items()}
-        values |= {"lr": window.lr, "grad_norm": window.grad_norm, "memory_peak_bytes": window.memory_peak_bytes}
-        if window.wall_s > 0 and window.num_images:  # 0 for an external job that does not report them
-            values["img_per_s"] = window.num_images / window.wall_s
-        for name, value in values.items():
-            if value is not None:
-                curves.setdefault(name, Bins()).add(window.step, value)
-    if not curves:
-        missing.append("No training curves: no optimizer step is recorded.")
-    return {name: bins.series() for name, bins in curves.items()}, phases.fraction_series()
-
-
-def _machine_curves(path: Path, missing: list[str], start_t: float) -> dict[str, Series]:
-    curves: dict[str, Bins] = {}
-    for sample in records.read_lines(path, records.DEVICES, DeviceSample):
-        for name, value in _sample_values(sample).items():
-            if value is not None:
-                curves.setdefault(name, Bins()).add(max(0.0, sample.t - start_t), value)
-    if not curves:
-        missing.append(f"No telemetry of GPUs and host: {records.DEVICES} has no lines.")
-    return {name: bins.series(max_gap=MAX_SAMPLE_GAP_S) for name, bins in curves.items()}
-
-
-def _sample_values(sample: DeviceSample) -> dict[str, float | None]:
-    """Values of a sample by name of the curve."""
-    cores = sample.cpu_core_utilization
-    values: dict[str, float | None] = {
-        "cpu/mean": statistics.fmean(cores) if cores else None,
-        "cpu/busiest core": max(cores, default=None),
-        "cpu/this process, cores": sample.process_cpu,
-        "memory/process": sample.rss_bytes,
-        "memory/used": sample.memory_used_bytes,
-        "memory/limit": sample.memory_limit_bytes,
-        "pressure/cpu": sample.psi_cpu,
-        "pressure/memory": sample.psi_memory,
-        "pressure/io": sample.psi_io,
-        "pressure/throttled, s": sample.throttled_s,
-    }
-    for gpu in sample.gpus:
-        name = f"gpu {gpu.index}"
-        values |= {
-            f"{name}/utilization": gpu.utilization,
-            f"{name}/SM active": gpu.sm_active,
-            f"{name}/memory": gpu.memory_used_bytes,
-            f"{name}/memory of the GPU": gpu.memory_total_bytes,
-            f"{name}/power, W": gpu.power_w,
-            f"{name}/power limit, W": gpu.power_limit_w,
-            f"{name}/temperature, °C": gpu.temperature_c,
-            f"{name}/clock, MHz": gpu.sm_clock_mhz,
-        }
-    return values
-
-
 def _restarts(events: list[Event], start_t: float) -> list[Restart]:
     """The later attempts. Each resumes at the step of the last checkpoint before it."""
-    restarts = []
-    last_saved_step = 0
-    previous_end = "killed"
+    restarts: list[Restart] = []
+    last_saved_step, previous_end = 0, "killed"
     for event in events:
         if event.kind == "resumed":
-            restarts.append(
-                Restart(
-                    attempt=event.attempt,
-                    step=last_saved_step,
-                    t=event.t,
-                    after_s=event.t - start_t,
-                    previous_end=previous_end,
-                )
+            after_s = event.t - start_t
+            restart = Restart(
+                attempt=event.attempt, step=last_saved_step, t=event.t, after_s=after_s, previous_end=previous_end
             )
+            restarts.append(restart)
             previous_end = "killed"
         elif event.kind == "checkpoint_saved" and event.step is not None:
             last_saved_step = event.step
@@ -302,5 +232,8 @@ def read_settings_rows(path: Path) -> list[Setting]:
     ]
 
 
-def _truncate_middle(items: list[Item], max_items: int) -> list[Item]:
-    return items if len(items) <= max_items else items[: max_items // 2] + items[-(max_items - max_items // 2) :]
+def _cut_middle(items: list[Item], max_items: int) -> tuple[list[Item], int]:
+    """(the first and the last items, number of those left out)."""
+    if len(items) <= max_items:
+        return items, 0
+    return items[: max_items // 2] + items[-(max_items - max_items // 2) :], len(items) - max_items

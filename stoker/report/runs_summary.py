@@ -1,10 +1,8 @@
 """`stoker why --all FOLDER`: many runs added up, as data: device time and cost by cause, month and host; failures.
 
-Runs are read one after the other; only sums and short lists are kept, and nothing is written. A run that cannot be read
-is listed and left out. `runs_summary_tables.py` makes tables of it for the terminal and the page; a single run is
-`explain.py`."""
+Each run is read as `stoker why` reads it (`explain.py`), one after the other; only sums and short lists are kept, and
+nothing is written. A run that cannot be read is listed and left out. `runs_summary_tables.py` makes tables of it."""
 
-import heapq
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -12,24 +10,14 @@ from pathlib import Path
 
 import msgspec
 
-from stoker.diagnosis import engine
 from stoker.diagnosis.catalog import CATALOG
 from stoker.diagnosis.reader import Observer
 from stoker.errors import StokerError, UsageError
-from stoker.findings.finding import Finding
 from stoker.hardware.prices import Price
 from stoker.report.environment import read_environment
-from stoker.report.explain import (
-    PHASE_MEANINGS,
-    compute_productive_fraction,
-    last_record_time,
-    open_records,
-    read_run_state,
-    resolve_price,
-)
+from stoker.report.explain import RunExplanation, explain_run, open_records
 from stoker.runs import records
 from stoker.runs.schemas import StepWindow
-from stoker.storage.run_uri import display_path
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
 MAX_WORST_RUNS = 10
@@ -56,21 +44,36 @@ class Cost(msgspec.Struct, kw_only=True):
             self.low, self.high, self.runs = self.low + low, self.high + high, self.runs + 1
 
 
-class Aggregate(msgspec.Struct, kw_only=True):
-    """Sums of a cause, a month or a host. device_s: the time lost by a cause; all device time of a month or a host."""
+class Sums(msgspec.Struct, kw_only=True):
+    """Sums over runs."""
 
-    name: str
-    meaning: str = ""
-    device_s: float = 0.0
-    measured_s: float = 0.0
-    """The part of device_s in runs whose compute is known."""
-    compute_s: float = 0.0
     runs: int = 0
+    device_s: float = 0.0
+    """Device time."""
+    measured_s: float = 0.0
+    """The part of it in runs whose compute is known; the others were not timed from inside."""
+    compute_s: float = 0.0
     cost: Cost = msgspec.field(default_factory=Cost)
 
     @property
     def productive_fraction(self) -> float | None:
         return self.compute_s / self.measured_s if self.measured_s > 0 else None
+
+    def add(self, price: Price | None, device_s: float, measured_s: float = 0.0, compute_s: float = 0.0) -> None:
+        """Adds a run."""
+        self.runs += 1
+        self.device_s += device_s
+        self.measured_s += measured_s
+        self.compute_s += compute_s
+        self.cost.add(price, device_s)
+
+
+class Aggregate(Sums, kw_only=True):
+    """Sums of a phase, a cause, a month or a host. device_s: the time in a phase or lost by a cause; of a month or
+    a host all device time."""
+
+    name: str
+    meaning: str = ""
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,18 +106,11 @@ class UnreadableRun(msgspec.Struct, frozen=True, kw_only=True):
     error: str
 
 
-class RunsSummary(msgspec.Struct, kw_only=True):
-    """The result."""
+class RunsSummary(Sums, kw_only=True):
+    """The result, the sums over all runs that were read."""
 
     folder: str
-    runs: int = 0
-    """Number of runs that were read."""
     states: dict[str, int] = {}
-    device_s: float = 0.0
-    measured_s: float = 0.0
-    """Device time of runs whose compute is known; the others were not timed from inside."""
-    compute_s: float = 0.0
-    cost: Cost = msgspec.field(default_factory=Cost)
     list_priced_runs: int = 0
     """Runs with a list price."""
     phases: list[Aggregate] = []
@@ -132,23 +128,6 @@ class RunsSummary(msgspec.Struct, kw_only=True):
     """The first MAX_UNREADABLE."""
     num_unreadable: int = 0
 
-    @property
-    def productive_fraction(self) -> float | None:
-        return self.compute_s / self.measured_s if self.measured_s > 0 else None
-
-
-class _RunData(msgspec.Struct, frozen=True, kw_only=True):
-    """What is added for a run. It is read completely before any of it is added."""
-
-    summary: RunSummary
-    price_range: Price | None
-    measured_s: float
-    phases: dict[str, float]
-    months: dict[str, tuple[float, float]]
-    """Month → (device-seconds, compute device-seconds)."""
-    findings: list[Finding]
-    failure: Finding | None
-
 
 def summarize_runs(
     folder: str | Path, price_per_device_hour: float | None = None, on_progress: Callable[[int], None] | None = None
@@ -158,22 +137,26 @@ def summarize_runs(
     price_per_device_hour: as for `explain_run`. Raises UsageError if there is no such folder or no run in it,
     StorageError.
     """
-    aggregates = _Aggregates()
-    runs_summary = RunsSummary(folder=str(folder))
-    for number, run in enumerate(find_runs(folder, runs_summary), start=1):
+    summary = RunsSummary(folder=str(folder))
+    for number, run in enumerate(find_runs(folder, summary), start=1):
         try:
-            run_data = _read_run(run, price_per_device_hour)
+            months = _Months()
+            explanation = explain_run(run, price_per_device_hour, observers=[months])
+            host = str(read_environment(open_records(run)).get("hostname") or "unknown")
         except READ_ERRORS as error:
-            _add_unreadable(runs_summary, run, error)
+            _add_unreadable(summary, run, error)
         else:
-            aggregates.add(runs_summary, run_data)
+            _add_run(summary, explanation, host, months.by_month)
         if on_progress is not None:
             on_progress(number)
-    if not runs_summary.runs and not runs_summary.num_unreadable:
+    if not summary.runs and not summary.num_unreadable:
         fix = "name a folder above the folders that training wrote"
         raise UsageError(f"There is no run below {str(folder)!r}.", fix=fix)
-    aggregates.finish(runs_summary)
-    return runs_summary
+    for rows in (summary.phases, summary.findings, summary.hosts):
+        rows.sort(key=lambda row: (-row.device_s, -row.runs, row.name))
+    summary.months.sort(key=lambda row: row.name)
+    summary.failures.sort(key=lambda row: (-row.runs, row.cause))
+    return summary
 
 
 def find_runs(folder: str | Path, runs_summary: RunsSummary) -> Iterator[str]:
@@ -215,45 +198,6 @@ def _add_unreadable(runs_summary: RunsSummary, run: str, error: Exception) -> No
         runs_summary.unreadable.append(UnreadableRun(run=run, error=" ".join(message.split())))
 
 
-def _read_run(run: str, price_per_device_hour: float | None) -> _RunData:
-    path = open_records(run)
-    months = _Months()
-    run_records = engine.read_run(path, observers=[months])
-    environment = read_environment(path)
-    price_range = resolve_price(run_records.recorded_price, price_per_device_hour, environment)
-    run_records.price_per_device_hour = price_range.low if price_range is not None and price_range.is_exact else 0.0
-    totals = run_records.totals
-    findings = engine.run_rules(run_records)
-    state, _ = read_run_state(path, run_records.events, last_record_time(path))
-    failures = [finding for finding in findings if finding.id not in CATALOG]  # the likeliest first
-    compute_known = compute_productive_fraction(totals, is_external=bool(run_records.events.coverage)) is not None
-    lost_s = totals.device_s - totals.phases.get("compute", 0.0) if compute_known else 0.0
-    losses = (
-        {name: duration_s for name, duration_s in totals.phases.items() if name != "compute"} if compute_known else {}
-    )
-    lost_cost = Cost()
-    lost_cost.add(price_range, lost_s)
-    run_summary = RunSummary(
-        run=display_path(path),
-        host=str(environment.get("hostname") or "unknown"),
-        state=state,
-        device_s=totals.device_s,
-        lost_s=lost_s,
-        lost_cost=lost_cost,
-        largest_loss=max(losses, key=lambda name: losses[name], default=""),
-        finding=findings[0].title if findings else "",
-    )
-    return _RunData(
-        summary=run_summary,
-        price_range=price_range,
-        measured_s=totals.device_s if compute_known else 0.0,
-        phases=totals.phases if compute_known else {},
-        months=months.by_month,
-        findings=findings,
-        failure=failures[0] if failures and state in ("killed", "failed", "preempted", "unknown") else None,
-    )
-
-
 class _Months(Observer):
     """Month (UTC) → (device-seconds, compute), by the end of each window, over all ranks."""
 
@@ -270,75 +214,59 @@ class _Months(Observer):
         self.by_month[self._month_by_day[day]] = (device_s + window.wall_s * window.devices, compute_s)
 
 
-class _Aggregates:
-    """State while runs are added: a row per name, and a heap of the worst runs."""
-
-    def __init__(self) -> None:
-        self.phases: dict[str, Aggregate] = {}
-        self.findings: dict[str, Aggregate] = {}
-        self.months: dict[str, Aggregate] = {}
-        self.hosts: dict[str, Aggregate] = {}
-        self.failures: dict[str, FailureCount] = {}
-        self.worst_runs: list[tuple[float, int, RunSummary]] = []
-
-    def add(self, runs_summary: RunsSummary, run_data: _RunData) -> None:
-        run_summary, price_range = run_data.summary, run_data.price_range
-        runs_summary.runs += 1
-        runs_summary.states[run_summary.state] = runs_summary.states.get(run_summary.state, 0) + 1
-        compute_s = run_data.phases.get("compute", 0.0)
-        runs_summary.device_s += run_summary.device_s
-        runs_summary.measured_s += run_data.measured_s
-        runs_summary.compute_s += compute_s
-        runs_summary.cost.add(price_range, run_summary.device_s)
-        runs_summary.list_priced_runs += price_range is not None and bool(price_range.currency)
-        for phase, duration_s in run_data.phases.items():
-            _add_to(self.phases, phase, PHASE_MEANINGS.get(phase, ""), duration_s, price_range)
-        for finding in run_data.findings:
-            _add_to(self.findings, finding.id, finding.title, finding.lost_device_s or 0.0, price_range)
-        _add_to(self.hosts, run_summary.host, "", run_summary.device_s, price_range, run_data.measured_s, compute_s)
-        for month, (device_s, trained_s) in run_data.months.items():
-            compute_known = run_data.measured_s > 0
-            known = (device_s, trained_s) if compute_known else (0.0, 0.0)
-            _add_to(self.months, month, "", device_s, price_range, *known)
-        if run_data.failure is not None:
-            failure_count = self.failures.setdefault(
-                run_data.failure.id,
-                FailureCount(cause=run_data.failure.id, title=run_data.failure.title, examples=[]),
-            )
-            failure_count.runs += 1
-            if len(failure_count.examples) < MAX_EXAMPLES:
-                failure_count.examples.append(run_summary.run)
-        if run_summary.lost_s > 0:
-            heapq.heappush(
-                self.worst_runs, (run_summary.lost_s, -runs_summary.runs, run_summary)
-            )  # ties: earlier first
-            if len(self.worst_runs) > MAX_WORST_RUNS:
-                heapq.heappop(self.worst_runs)
-
-    def finish(self, runs_summary: RunsSummary) -> None:
-        runs_summary.phases, runs_summary.findings, runs_summary.hosts = (
-            sorted(aggregates.values(), key=lambda row: (-row.device_s, -row.runs, row.name))
-            for aggregates in (self.phases, self.findings, self.hosts)
-        )
-        runs_summary.months = sorted(self.months.values(), key=lambda row: row.name)
-        runs_summary.worst_runs = [
-            row for _, _, row in sorted(self.worst_runs, key=lambda item: item[:2], reverse=True)
-        ]
-        runs_summary.failures = sorted(self.failures.values(), key=lambda row: (-row.runs, row.cause))
-
-
-def _add_to(
-    aggregates: dict[str, Aggregate],
-    name: str,
-    meaning: str,
-    device_s: float,
-    price_range: Price | None,
-    measured_s: float = 0.0,
-    compute_s: float = 0.0,
+def _add_run(
+    summary: RunsSummary, explanation: RunExplanation, host: str, months: dict[str, tuple[float, float]]
 ) -> None:
-    aggregate = aggregates.setdefault(name, Aggregate(name=name, meaning=meaning))
-    aggregate.device_s += device_s
-    aggregate.measured_s += measured_s
-    aggregate.compute_s += compute_s
-    aggregate.runs += 1
-    aggregate.cost.add(price_range, device_s)
+    price, device_s, findings = explanation.price_range, explanation.device_s, explanation.findings
+    measured_s = compute_s = 0.0
+    if explanation.productive_fraction is not None:
+        measured_s, compute_s = device_s, explanation.productive_fraction * device_s
+        for phase in explanation.phases:
+            _row(summary.phases, phase.phase, phase.meaning).add(price, phase.device_s)
+        _add_loss(summary, explanation, host, measured_s - compute_s)
+    summary.add(price, device_s, measured_s, compute_s)
+    summary.states[explanation.state] = summary.states.get(explanation.state, 0) + 1
+    summary.list_priced_runs += price is not None and bool(price.currency)
+    for finding in findings:
+        _row(summary.findings, finding.id, finding.title).add(price, finding.lost_device_s or 0.0)
+    _row(summary.hosts, host).add(price, device_s, measured_s, compute_s)
+    for month, (month_s, trained_s) in months.items():
+        known = (month_s, trained_s) if measured_s else (0.0, 0.0)
+        _row(summary.months, month).add(price, month_s, *known)
+    failure = next((finding for finding in findings if finding.id not in CATALOG), None)  # the likeliest first
+    if failure is not None and explanation.state in ("killed", "failed", "preempted", "unknown"):
+        count = next((row for row in summary.failures if row.cause == failure.id), None)
+        if count is None:
+            count = FailureCount(cause=failure.id, title=failure.title, examples=[])
+            summary.failures.append(count)
+        count.runs += 1
+        count.examples = [*count.examples, explanation.run][:MAX_EXAMPLES]
+
+
+def _add_loss(summary: RunsSummary, explanation: RunExplanation, host: str, lost_s: float) -> None:
+    """Lists the run if it is one of those that lost most."""
+    if lost_s <= 0:
+        return
+    lost_cost = Cost()
+    lost_cost.add(explanation.price_range, lost_s)
+    row = RunSummary(
+        run=explanation.run,
+        host=host,
+        state=explanation.state,
+        device_s=explanation.device_s,
+        lost_s=lost_s,
+        lost_cost=lost_cost,
+        largest_loss=explanation.largest_loss.phase if explanation.largest_loss else "",
+        finding=explanation.findings[0].title if explanation.findings else "",
+    )
+    worst = sorted([*summary.worst_runs, row], key=lambda row: -row.lost_s)  # stable: of equal ones the earlier first
+    summary.worst_runs = worst[:MAX_WORST_RUNS]
+
+
+def _row(rows: list[Aggregate], name: str, meaning: str = "") -> Aggregate:
+    """The row with this name; a new one if there is none."""
+    row = next((row for row in rows if row.name == name), None)
+    if row is None:
+        row = Aggregate(name=name, meaning=meaning)
+        rows.append(row)
+    return row

@@ -1,19 +1,56 @@
-"""Curves of a run for the report: any number of values in, a bounded number of points out, in one pass and bounded
-memory.
+"""Curves of a run for the report, and marks of its findings and events on the timeline, as data.
+
+Any number of values in, a bounded number of points out, in one pass and bounded memory.
 
 A point is a bin with its mean, minimum and maximum. The bin width doubles when there are too many bins, so the page of
-a run of weeks is as large as that of an hour. `run_report.py` decides which curves there are; `page/charts.py` draws
-them.
+a run of weeks is as large as that of an hour. `page/charts.py` draws the curves.
+
+The evidence of a finding names a record and a field, or a line. This gives a mark its time: for a phase, the stretch
+above its mean in which it took most; for a counter, the time of its extreme; for an event, its own time. Other evidence
+gives no mark.
 """
 
-from collections.abc import Mapping
+import re
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal
 
 import msgspec
+
+from stoker.diagnosis.reader import Observer
+from stoker.findings.finding import Finding
+from stoker.runs.records import WARNING_KINDS
+from stoker.runs.schemas import DeviceSample, Event, StepWindow
 
 MAX_POINTS = 2000
 """Points of a curve: more than the pixel columns of a screen."""
 MAX_BARS = 1000
 """Bars of the phases over time."""
+MAX_SAMPLE_GAP_S = 10.0
+"""A curve of telemetry has a gap where samples are further apart."""
+HOST_CURVES = {
+    "cpu/this process, cores": "process_cpu",
+    "memory/process": "rss_bytes",
+    "memory/used": "memory_used_bytes",
+    "memory/limit": "memory_limit_bytes",
+    "pressure/cpu": "psi_cpu",
+    "pressure/memory": "psi_memory",
+    "pressure/io": "psi_io",
+    "pressure/throttled, s": "throttled_s",
+}
+"""Curve → field of a line of devices.jsonl; `cpu/mean` and `cpu/busiest core` are computed from the cores."""
+GPU_CURVES = {
+    "utilization": "utilization",
+    "SM active": "sm_active",
+    "memory": "memory_used_bytes",
+    "memory of the GPU": "memory_total_bytes",
+    "power, W": "power_w",
+    "power limit, W": "power_limit_w",
+    "temperature, °C": "temperature_c",
+    "clock, MHz": "sm_clock_mhz",
+}
+"""Curve of a GPU, named `gpu 0/utilization` and so on → field of its sample."""
 
 
 class Series(msgspec.Struct, kw_only=True):
@@ -24,8 +61,9 @@ class Series(msgspec.Struct, kw_only=True):
     low: list[float | None]
     high: list[float | None]
 
-    def last(self) -> float | None:
-        return self.mean[-1] if self.mean else None
+
+Stats = tuple[int, float, float, float, float]
+"""Of the values in a bin: count, sum, sum of x, minimum, maximum."""
 
 
 class Bins:
@@ -34,51 +72,37 @@ class Bins:
     def __init__(self, width: float = 1.0, max_bins: int = MAX_POINTS) -> None:
         self._width = width
         self._max_bins = max_bins
-        self._bins: dict[int, tuple[int, float, float, float, float]] = {}
-        """Bin → count, sum of values, sum of x, minimum, maximum."""
+        self._bins: dict[int, Stats] = {}
 
     def add(self, x: float, value: float) -> None:
         _add_point(self._bins, int(x // self._width), (1, value, x, value, value))
         while len(self._bins) > self._max_bins:
             self._width *= 2
-            merged: dict[int, tuple[int, float, float, float, float]] = {}
+            merged: dict[int, Stats] = {}
             for key, stats in self._bins.items():
                 _add_point(merged, key // 2, stats)
             self._bins = merged
 
     def series(self, *, max_gap: float | None = None) -> Series:
         """The curve. It has a gap where there is no value for more than `max_gap` and three bins; None: no gaps."""
-        result = Series(x=[], mean=[], low=[], high=[])
-        previous_x = None
+        points: list[tuple[float, float | None, float | None, float | None]] = []
         for key in sorted(self._bins):
             count, total, x_sum, low, high = self._bins[key]
             x = x_sum / count
-            if max_gap is not None and previous_x is not None and x - previous_x > max(max_gap, 3 * self._width):
-                _append(result, (previous_x + x) / 2, None, None, None)
-            _append(result, x, total / count, low, high)
-            previous_x = x
-        return result
+            if max_gap is not None and points and x - points[-1][0] > max(max_gap, 3 * self._width):
+                points.append(((points[-1][0] + x) / 2, None, None, None))
+            points.append((x, total / count, low, high))
+        rounded = [[None if value is None else _round_significant(value) for value in point] for point in points]
+        x_values, mean, low_values, high_values = zip(*rounded, strict=True) if rounded else ((), (), (), ())
+        return Series(x=list(x_values), mean=list(mean), low=list(low_values), high=list(high_values))
 
 
-def _add_point(
-    bins: dict[int, tuple[int, float, float, float, float]], key: int, point: tuple[int, float, float, float, float]
-) -> None:
-    stats = bins.get(key)
-    if stats is not None:
-        point = (
-            stats[0] + point[0],
-            stats[1] + point[1],
-            stats[2] + point[2],
-            min(stats[3], point[3]),
-            max(stats[4], point[4]),
-        )
+def _add_point(bins: dict[int, Stats], key: int, point: Stats) -> None:
+    known = bins.get(key)
+    if known is not None:
+        count, total, x_sum, low, high = known
+        point = count + point[0], total + point[1], x_sum + point[2], min(low, point[3]), max(high, point[4])
     bins[key] = point
-
-
-def _append(series: Series, x: float, mean: float | None, low: float | None, high: float | None) -> None:
-    series.x.append(_round_significant(x))
-    for values, value in ((series.mean, mean), (series.low, low), (series.high, high)):
-        values.append(None if value is None else _round_significant(value))
 
 
 def _round_significant(value: float) -> float:
@@ -101,42 +125,191 @@ class FractionBins:
     def __init__(self, width: float = 1.0, max_bins: int = MAX_BARS) -> None:
         self._width = width
         self._max_bins = max_bins
-        self._bins: dict[int, dict[str, float]] = {}
+        self._bins: dict[int, Counter[str]] = {}
 
     def add(self, start: float, stop: float, amounts: Mapping[str, float]) -> None:
         """Adds amounts by name, evenly distributed between start and stop."""
         start, stop = max(0.0, start), max(0.0, stop)
         while (stop - start) / self._width > self._max_bins:
             self._merge_bins()
-        first, last = int(start // self._width), int(stop // self._width)
-        for key in range(first, last + 1):
+        for key in range(int(start // self._width), int(stop // self._width) + 1):
             overlap = min(stop, (key + 1) * self._width) - max(start, key * self._width)
             fraction = overlap / (stop - start) if stop > start else 1.0
             if fraction > 0:
-                _add_amounts(self._bins.setdefault(key, {}), amounts, fraction)
+                self._bins.setdefault(key, Counter()).update({n: amount * fraction for n, amount in amounts.items()})
         while len(self._bins) > self._max_bins:
             self._merge_bins()
 
     def _merge_bins(self) -> None:
         self._width *= 2
-        merged: dict[int, dict[str, float]] = {}
+        merged: dict[int, Counter[str]] = {}
         for key, amounts in self._bins.items():
-            _add_amounts(merged.setdefault(key // 2, {}), amounts)
+            merged.setdefault(key // 2, Counter()).update(amounts)
         self._bins = merged
 
     def fraction_series(self) -> FractionSeries:
-        keys = sorted(self._bins)
-        names = sorted({name for amounts in self._bins.values() for name in amounts})
-        totals = [sum(self._bins[key].values()) or 1.0 for key in keys]
+        bins = sorted(self._bins.items())
+        names = sorted({name for _, amounts in bins for name in amounts})
         fractions = {
-            name: [round(self._bins[key].get(name, 0.0) / total, 4) for key, total in zip(keys, totals, strict=True)]
-            for name in names
+            name: [round(amounts[name] / (amounts.total() or 1.0), 4) for _, amounts in bins] for name in names
         }
-        return FractionSeries(
-            x=[_round_significant(key * self._width) for key in keys], width=self._width, fractions=fractions
+        x = [_round_significant(key * self._width) for key, _ in bins]
+        return FractionSeries(x=x, width=self._width, fractions=fractions)
+
+
+class RunCurves(Observer):
+    """Collects the events and the curves of a run while it is read.
+
+    By step: `loss/…` for each component, `lr`, `grad_norm`, `img_per_s`, `memory_peak_bytes`; phases and telemetry by
+    seconds since `start_t`.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.start_t: float | None = None
+        """Unix time: the first window covers the start of the process, before the first event."""
+        self._steps: dict[str, Bins] = {}
+        self._machine: dict[str, Bins] = {}
+        self._phases: FractionBins | None = None
+
+    def event(self, event: Event) -> None:
+        self.start_t = event.t if self.start_t is None else self.start_t
+        self.events.append(event)
+
+    def window(self, rank: int, window: StepWindow) -> None:
+        if rank != 0:
+            return
+        begin_t = window.t - window.wall_s
+        if self._phases is None:
+            self._phases = FractionBins()
+            self.start_t = begin_t if self.start_t is None else min(self.start_t, begin_t)
+        start_t = self.start_t or 0.0
+        self._phases.add(begin_t - start_t, window.t - start_t, window.phases)
+        if not window.window_steps:
+            return
+        values: dict[str, float | None] = {f"loss/{name}": value for name, value in window.losses.items()}
+        values |= {"lr": window.lr, "grad_norm": window.grad_norm, "memory_peak_bytes": window.memory_peak_bytes}
+        if window.wall_s > 0 and window.num_images:  # 0 for an external job that does not report them
+            values["img_per_s"] = window.num_images / window.wall_s
+        _add_values(self._steps, window.step, values)
+
+    def sample(self, sample: DeviceSample) -> None:
+        cores = sample.cpu_core_utilization
+        values: dict[str, float | None] = (
+            {"cpu/mean": statistics.fmean(cores), "cpu/busiest core": max(cores)} if cores else {}
         )
+        values |= {name: getattr(sample, field) for name, field in HOST_CURVES.items()}
+        for gpu in sample.gpus:
+            values |= {f"gpu {gpu.index}/{name}": getattr(gpu, field) for name, field in GPU_CURVES.items()}
+        _add_values(self._machine, max(0.0, sample.t - (self.start_t or 0.0)), values)
+
+    def steps(self) -> dict[str, Series]:
+        return {name: bins.series() for name, bins in self._steps.items()}
+
+    def machine(self) -> dict[str, Series]:
+        return {name: bins.series(max_gap=MAX_SAMPLE_GAP_S) for name, bins in self._machine.items()}
+
+    def phases(self) -> FractionSeries:
+        return (self._phases or FractionBins()).fraction_series()
 
 
-def _add_amounts(sums: dict[str, float], amounts: Mapping[str, float], factor: float = 1.0) -> None:
-    for name, amount in amounts.items():
-        sums[name] = sums.get(name, 0.0) + amount * factor
+def _add_values(curves: dict[str, Bins], x: float, values: Mapping[str, float | None]) -> None:
+    for name, value in values.items():
+        if value is not None:
+            curves.setdefault(name, Bins()).add(x, value)
+
+
+MAX_MARKS_PER_FINDING, MAX_EVENTS = 20, 300
+"""Maximum number of marks of one finding, and of events."""
+
+_LOW_IS_BAD = frozenset({"utilization", "clock, MHz"})
+_SHOWN_EVENTS = WARNING_KINDS | {"evaluated", "checkpoint_saved", "resumed", "preempted", "failed", "finished"}
+
+
+class TimelineMark(msgspec.Struct, frozen=True, kw_only=True):
+    """A time span, in seconds since the start of the run."""
+
+    kind: Literal["finding", "event"]
+    name: str
+    """The finding's cause, or the event's kind."""
+    start_s: float
+    end_s: float
+    text: str
+    finding_number: int | None = None
+    """Number of the finding in the report, from 1."""
+
+
+def collect_marks(
+    findings: Iterable[Finding], events: list[Event], phases: FractionSeries, machine: dict[str, Series], start_t: float
+) -> list[TimelineMark]:
+    """All marks. events: all events of the run, in order; phases, machine: in seconds since `start_t`."""
+    result: list[TimelineMark] = []
+    for number, finding in enumerate(findings, start=1):
+        marks = [
+            TimelineMark(kind="finding", name=finding.id, start_s=start_s, end_s=end_s, text=evidence.text,
+                         finding_number=number)
+            for evidence in finding.evidence
+            for start_s, end_s in _spans(evidence.source, events, phases, machine, start_t)
+        ]  # fmt: skip
+        result += list(dict.fromkeys(marks))[:MAX_MARKS_PER_FINDING]
+    listed = [event for event in events if event.kind in _SHOWN_EVENTS]
+    for event in listed[: MAX_EVENTS // 2] + listed[max(MAX_EVENTS // 2, len(listed) - MAX_EVENTS // 2) :]:
+        at_s = max(0.0, event.t - start_t)
+        text = f"{event.kind}: {event.text.partition(chr(10))[0]}"[:200]
+        result.append(TimelineMark(kind="event", name=event.kind, start_s=at_s, end_s=at_s, text=text))
+    return result
+
+
+def _spans(
+    source: str, events: list[Event], phases: FractionSeries, machine: dict[str, Series], start_t: float
+) -> Iterator[tuple[float, float]]:
+    """The time spans of a source in the records."""
+    if (phase_match := re.match(r"steps\.jsonl: (?:phases\.)?(\w+)", source)) is not None:
+        name = "input_wait" if phase_match[1] in ("input", "input_wait_stages") else phase_match[1]
+        if (span := worst_stretch(phases, name)) is not None:
+            yield span
+    elif (line_match := re.match(r"events\.jsonl:(\d+)", source)) is not None:
+        if 0 < int(line_match[1]) <= len(events):
+            yield _instant(events[int(line_match[1]) - 1].t - start_t)
+    elif (kind_match := re.match(r"events\.jsonl: (\w+)", source)) is not None:
+        yield from (_instant(event.t - start_t) for event in events if event.kind == kind_match[1])
+    elif (fields_match := re.match(r"devices\.jsonl: ([\w., ]+)", source)) is not None:
+        for field in re.split(r",\s*", fields_match[1]):
+            for name, series in machine.items():
+                if (worst_s := _extreme(field, name, series)) is not None:
+                    yield _instant(worst_s)
+
+
+def _instant(s: float) -> tuple[float, float]:
+    return max(0.0, s), max(0.0, s)
+
+
+def worst_stretch(phases: FractionSeries, name: str) -> tuple[float, float] | None:
+    """(start, end) of the stretch with at least the mean fraction of a phase in which the phase took most time. None if
+    the phase took no time."""
+    fractions = phases.fractions.get(name, [])
+    if not any(fractions):
+        return None
+    mean = sum(fractions) / len(fractions) * (1 - 1e-9)  # rounding: the mean of equal numbers may be above them
+    best, best_amount, begin, amount = (0, 0), 0.0, 0, 0.0
+    for n, fraction in enumerate([*fractions, -1.0]):
+        is_adjacent = n == 0 or n == len(fractions) or phases.x[n] - phases.x[n - 1] < 1.5 * phases.width
+        if fraction >= mean and is_adjacent:
+            amount += fraction
+            continue
+        if amount > best_amount:
+            best, best_amount = (begin, n - 1), amount
+        begin, amount = (n, fraction) if fraction >= mean else (n + 1, 0.0)
+    return phases.x[best[0]], phases.x[best[1]] + phases.width
+
+
+def _extreme(field: str, name: str, series: Series) -> float | None:
+    """Time at which a counter was at its worst; None if the curve does not belong to the field."""
+    device, _, curve = name.partition("/")
+    fields = {"cpu/mean": "cpu_core_utilization", **HOST_CURVES}
+    if field != (f"gpus.{GPU_CURVES.get(curve)}" if device.startswith("gpu ") else fields.get(name)):
+        return None
+    values = series.low if curve in _LOW_IS_BAD and device.startswith("gpu ") else series.high
+    known = [(value, x) for value, x in zip(values, series.x, strict=True) if value is not None]
+    worst = min(known, default=None) if values is series.low else max(known, default=None)
+    return None if worst is None else worst[1]

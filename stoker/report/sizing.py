@@ -113,83 +113,84 @@ def advise_sizing(usage: ResourceUsage) -> list[Finding]:
     return [advice for rule in RULES if (advice := rule(usage)) is not None]
 
 
+def _are_cores_busy(usage: ResourceUsage) -> bool:
+    known = usage.cores is not None and usage.used_cores is not None
+    return known and (usage.used_cores or 0.0) >= CPU_SATURATED_FRACTION * (usage.cores or 0.0)
+
+
 def more_cores(usage: ResourceUsage) -> Finding | None:
     """All cores are busy while the device waits for decoding, not for bytes."""
     input_wait, compute = usage.fraction("input_wait"), usage.fraction("compute")
-    if usage.cores is None or usage.used_cores is None or input_wait < INPUT_BOUND_MODERATE or compute <= 0:
+    if not _are_cores_busy(usage) or usage.cores is None or input_wait < INPUT_BOUND_MODERATE or compute <= 0:
         return None
-    if usage.used_cores < CPU_SATURATED_FRACTION * usage.cores or (
-        usage.fetch_fraction is not None and usage.fetch_fraction >= MIN_FETCH_FRACTION
-    ):
+    if usage.fetch_fraction is not None and usage.fetch_fraction >= MIN_FETCH_FRACTION:
         return None
-    recommended_cores = math.ceil(usage.cores * (compute + input_wait) / compute)
-    per_device = f"{usage.cores / usage.devices:.3g} → {recommended_cores / usage.devices:.3g} per device"
-    return Finding(
-        severity="info",
-        id="more_cores",
-        title="More CPU cores per device",
-        evidence=[_phase_evidence(usage, "input_wait"), _cores_evidence(usage)],
-        fix=f"About {recommended_cores} cores ({per_device}) would decode images as fast as the device needs them. "
+    cores = math.ceil(usage.cores * (compute + input_wait) / compute)
+    per_device = f"{usage.cores / usage.devices:.3g} → {cores / usage.devices:.3g} per device"
+    return _advice(
+        "more_cores",
+        "More CPU cores per device",
+        f"About {cores} cores ({per_device}) would decode images as fast as the device needs them. "
         "Alternatives: cache decoded images (--cache), or --jpeg-decoder nvjpeg",
+        _phase(usage, "input_wait"),
+        _cores(usage),
+    )
+
+
+def local_disk(usage: ResourceUsage) -> Finding | None:
+    """Reading bytes is too slow."""
+    if usage.fetch_fraction is None or usage.fetch_fraction < MIN_FETCH_FRACTION:
+        return None
+    if usage.fraction("input_wait") < INPUT_BOUND_MODERATE:
+        return None
+    storage_name = "the bucket" if usage.from_bucket else "the disk"
+    text = f"{100 * usage.fetch_fraction:.0f} % of this was reading bytes from {storage_name}"
+    cache_hint = "" if usage.cached else ", with a cache of decoded images (--cache disk)"
+    region_hint = "; at least a bucket in the region of the machine" if usage.from_bucket else ""
+    return _advice(
+        "local_disk",
+        "A local SSD",
+        f"A machine with a local NVMe SSD instead of {storage_name}{cache_hint}{region_hint}",
+        _phase(usage, "input_wait"),
+        Evidence(text=text, value=usage.fetch_fraction, source="steps.jsonl: input_wait_stages.fetch"),
     )
 
 
 def smaller_gpu(usage: ResourceUsage) -> Finding | None:
     """The device waits although all cores are busy, and most of its memory is free."""
-    if (
-        usage.cores is None
-        or usage.used_cores is None
-        or usage.gpu_memory_fraction is None
-        or usage.fraction("input_wait") < INPUT_BOUND_HIGH
-    ):
+    if not _are_cores_busy(usage) or usage.fraction("input_wait") < INPUT_BOUND_HIGH:
         return None
-    if (
-        usage.used_cores < CPU_SATURATED_FRACTION * usage.cores
-        or usage.gpu_memory_fraction > MAX_SHARED_MEMORY_FRACTION
-    ):
+    if usage.gpu_memory_fraction is None or usage.gpu_memory_fraction > MAX_SHARED_MEMORY_FRACTION:
         return None
-    return Finding(
-        severity="info",
-        id="smaller_gpu",
-        title="A smaller GPU is sufficient",
-        evidence=[
-            _phase_evidence(usage, "compute"),
-            _phase_evidence(usage, "input_wait"),
-            _cores_evidence(usage),
-            _memory_evidence(usage),
-        ],
-        fix="These cores cannot feed this GPU. One with half of its memory and speed is about as fast and costs less",
+    return _advice(
+        "smaller_gpu",
+        "A smaller GPU is sufficient",
+        "These cores cannot feed this GPU. One with half of its memory and speed is about as fast and costs less",
+        _phase(usage, "compute"),
+        _phase(usage, "input_wait"),
+        _cores(usage),
+        _gpu_memory(usage),
     )
 
 
 def shared_gpu(usage: ResourceUsage) -> Finding | None:
     """The model is too small for the GPU: use a MIG slice, or run two jobs at once."""
-    if (
-        usage.sm_active is None
-        or usage.gpu_memory_fraction is None
-        or usage.sm_active >= SM_ACTIVE_LOW
-        or usage.gpu_memory_fraction > MAX_SHARED_MEMORY_FRACTION
-    ):
+    sm_active, memory = usage.sm_active, usage.gpu_memory_fraction
+    if sm_active is None or sm_active >= SM_ACTIVE_LOW or memory is None or memory > MAX_SHARED_MEMORY_FRACTION:
         return None
     if usage.fraction("input_wait") >= INPUT_BOUND_HIGH or usage.fraction("compute") < SM_ACTIVE_LOW:
         return None  # it is idle for another reason
-    mig_profile = next(
-        (
-            name
-            for name, sms, memory in MIG_SLICES
-            if usage.sm_active <= SM_ACTIVE_HIGH * sms and usage.gpu_memory_fraction <= 0.9 * memory
-        ),
-        None,
-    )
-    can_use_mig = mig_profile is not None and _HAS_MIG.search(usage.gpu_name) is not None and not usage.mig
-    mig_text = f"a MIG slice {mig_profile} of such a GPU, or " if can_use_mig else ""
-    return Finding(
-        severity="info",
-        id="shared_gpu",
-        title="The model is too small for the GPU",
-        evidence=[_phase_evidence(usage, "compute"), _sm_active_evidence(usage), _memory_evidence(usage)],
-        fix="First try a larger --batch-size or --image-size; otherwise "
+    fits = (name for name, sms, size in MIG_SLICES if sm_active <= SM_ACTIVE_HIGH * sms and memory <= 0.9 * size)
+    mig_slice = next(fits, None) if _HAS_MIG.search(usage.gpu_name) and not usage.mig else None
+    mig_text = f"a MIG slice {mig_slice} of such a GPU, or " if mig_slice else ""
+    return _advice(
+        "shared_gpu",
+        "The model is too small for the GPU",
+        "First try a larger --batch-size or --image-size; otherwise "
         f"{mig_text}two such jobs on it at once, or a smaller GPU",
+        _phase(usage, "compute"),
+        _sm_activity(usage),
+        _gpu_memory(usage),
     )
 
 
@@ -197,87 +198,49 @@ def larger_gpu(usage: ResourceUsage) -> Finding | None:
     """The device is busy all of the time."""
     if usage.sm_active is None or usage.sm_active < SM_ACTIVE_HIGH or usage.fraction("compute") < MIN_COMPUTE_FRACTION:
         return None
-    return Finding(
-        severity="info",
-        id="larger_gpu",
-        title="Only a faster GPU, or more GPUs, make this faster",
-        evidence=[
-            _phase_evidence(usage, "compute"),
-            _sm_active_evidence(usage),
-            *([_memory_evidence(usage)] if usage.gpu_memory_fraction is not None else []),
-        ],
-        fix="The GPU is used well, nothing else limits the speed. If time matters more than cost, use a larger GPU",
-    )
-
-
-def local_disk(usage: ResourceUsage) -> Finding | None:
-    """Reading bytes is too slow."""
-    input_wait = usage.fraction("input_wait")
-    if usage.fetch_fraction is None or input_wait < INPUT_BOUND_MODERATE or usage.fetch_fraction < MIN_FETCH_FRACTION:
-        return None
-    storage_name = "the bucket" if usage.from_bucket else "the disk"
-    text = f"{100 * usage.fetch_fraction:.0f} % of this was reading bytes from {storage_name}"
-    cache_hint = "" if usage.cached else ", with a cache of decoded images (--cache disk)"
-    return Finding(
-        severity="info",
-        id="local_disk",
-        title="A local SSD",
-        evidence=[
-            _phase_evidence(usage, "input_wait"),
-            Evidence(text=text, value=usage.fetch_fraction, source="steps.jsonl: input_wait_stages.fetch"),
-        ],
-        fix=f"A machine with a local NVMe SSD instead of {storage_name}{cache_hint}"
-        + ("; at least a bucket in the region of the machine" if usage.from_bucket else ""),
+    return _advice(
+        "larger_gpu",
+        "Only a faster GPU, or more GPUs, make this faster",
+        "The GPU is used well, nothing else limits the speed. If time matters more than cost, use a larger GPU",
+        _phase(usage, "compute"),
+        _sm_activity(usage),
+        *([_gpu_memory(usage)] if usage.gpu_memory_fraction is not None else []),
     )
 
 
 def fewer_gpus(usage: ResourceUsage) -> Finding | None:
     """Devices wait for each other."""
-    fraction = usage.fraction("comm", "straggler")
-    if usage.devices < 2 or fraction < MIN_COMM_FRACTION:
+    if usage.devices < 2 or usage.fraction("comm", "straggler") < MIN_COMM_FRACTION:
         return None
-    half = usage.devices // 2
-    return Finding(
-        severity="info",
-        id="fewer_gpus",
-        title="Fewer devices",
-        evidence=[
-            _phase_evidence(usage, "comm"),
-            _phase_evidence(usage, "straggler"),
-            Evidence(text=f"{usage.devices} devices", value=float(usage.devices), source="steps.jsonl: devices"),
-        ],
-        fix=f"{fmt.plural(half, 'device')} use a larger fraction of their time; otherwise a larger --batch-size per "
-        "all-reduce, or devices on one machine with NVLink",
+    return _advice(
+        "fewer_gpus",
+        "Fewer devices",
+        f"{fmt.plural(usage.devices // 2, 'device')} use a larger fraction of their time; otherwise a larger "
+        "--batch-size per all-reduce, or devices on one machine with NVLink",
+        _phase(usage, "comm"),
+        _phase(usage, "straggler"),
+        Evidence(text=f"{usage.devices} devices", value=float(usage.devices), source="steps.jsonl: devices"),
     )
 
 
 def spot(usage: ResourceUsage) -> Finding | None:
     """A preemption would cost little, and there was none yet."""
-    if (
-        usage.attempts != 1
-        or usage.checkpoint_interval_s is None
-        or usage.startup_s is None
-        or usage.wall_s < MIN_SPOT_RUN_S
-    ):
+    interval_s, startup_s = usage.checkpoint_interval_s, usage.startup_s
+    if usage.attempts != 1 or interval_s is None or startup_s is None or usage.wall_s < MIN_SPOT_RUN_S:
         return None
-    lost_s = usage.checkpoint_interval_s / 2 + usage.startup_s
+    lost_s = interval_s / 2 + startup_s
     fraction = lost_s / SPOT_PREEMPTION_INTERVAL_S
     if fraction > MAX_SPOT_LOSS_FRACTION:
         return None
-    saves = (
-        f"a checkpoint every {fmt.duration(usage.checkpoint_interval_s)}, startup in {fmt.duration(usage.startup_s)}"
-    )
+    saves = f"a checkpoint every {fmt.duration(interval_s)}, startup in {fmt.duration(startup_s)}"
     text = f"a preemption would cost {fmt.duration(lost_s)}; one in four hours {fmt.percentage(fraction)} of the time"
-    return Finding(
-        severity="info",
-        id="spot",
-        title="A spot machine",
-        evidence=[
-            Evidence(text=saves, value=usage.checkpoint_interval_s, source="events.jsonl: checkpoint_saved"),
-            Evidence(text=text, value=fraction),
-        ],
-        fix="Restarts are cheap here, and spot machines cost 60 to 91 % less (GCP's range): use one, and start the "
+    return _advice(
+        "spot",
+        "A spot machine",
+        "Restarts are cheap here, and spot machines cost 60 to 91 % less (GCP's range): use one, and start the "
         "same command again after a preemption",
+        Evidence(text=saves, value=interval_s, source="events.jsonl: checkpoint_saved"),
+        Evidence(text=text, value=fraction),
     )
 
 
@@ -286,24 +249,26 @@ RULES: tuple[Callable[[ResourceUsage], Finding | None], ...] = (
 )  # fmt: skip
 
 
-def _phase_evidence(usage: ResourceUsage, phase: str) -> Evidence:
+def _advice(id: str, title: str, fix: str, *evidence: Evidence) -> Finding:
+    return Finding(id=id, severity="info", title=title, evidence=list(evidence), fix=fix)
+
+
+def _phase(usage: ResourceUsage, phase: str) -> Evidence:
     fraction = usage.fraction(phase)
-    return Evidence(
-        text=f"{phase} {fmt.percentage(fraction)} of the time", value=fraction, source=f"steps.jsonl: phases.{phase}"
-    )
+    text = f"{phase} {fmt.percentage(fraction)} of the time"
+    return Evidence(text=text, value=fraction, source=f"steps.jsonl: phases.{phase}")
 
 
-def _cores_evidence(usage: ResourceUsage) -> Evidence:
-    used, cores = usage.used_cores or 0.0, usage.cores or 0.0
-    text = f"the run used {used:.1f} of {cores:.3g} cores"
-    return Evidence(text=text, value=used, source="devices.jsonl: process_cpu, cpu_limit_cores")
+def _cores(usage: ResourceUsage) -> Evidence:
+    text = f"the run used {usage.used_cores or 0.0:.1f} of {usage.cores or 0.0:.3g} cores"
+    return Evidence(text=text, value=usage.used_cores, source="devices.jsonl: process_cpu, cpu_limit_cores")
 
 
-def _memory_evidence(usage: ResourceUsage) -> Evidence:
+def _gpu_memory(usage: ResourceUsage) -> Evidence:
     text = f"at most {fmt.percentage(usage.gpu_memory_fraction)} of the GPU memory was in use"
     return Evidence(text=text, value=usage.gpu_memory_fraction, source="devices.jsonl: gpus.memory_used_bytes")
 
 
-def _sm_active_evidence(usage: ResourceUsage) -> Evidence:
+def _sm_activity(usage: ResourceUsage) -> Evidence:
     text = f"{fmt.percentage(usage.sm_active)} of the SMs had work (SM activity)"
     return Evidence(text=text, value=usage.sm_active, source="devices.jsonl: gpus.sm_active")

@@ -6,6 +6,7 @@ writers created in the same second overwrite each other's file. After an error t
 same numbers are in steps.jsonl and events.jsonl.
 """
 
+import contextlib
 import io
 import queue
 import threading
@@ -28,9 +29,8 @@ FLUSH_INTERVAL_S = 5.0
 _MAX_QUEUED = 1000
 """Entries that may wait for a slow disk; more are dropped and counted."""
 
-Values = dict[str, float]
-BoardEntry = tuple[float, int, Values, tuple[ImageWithBoxes, ...], tuple[str, ...]]
-"""Unix time, step, scalars by tag, images, class names."""
+BoardEntry = Callable[["_Writer"], None]
+"""Writes scalars or images."""
 
 
 class Board:
@@ -56,17 +56,30 @@ class Board:
 
     def add_window(self, window: StepWindow) -> None:
         """Adds the scalars of a line of steps.jsonl."""
-        self._put((window.t, window.step, dict(_scalars(window)), (), ()))
+        values = dict(_scalars(window))
+        self._put(lambda writer: writer.add_scalars(window.t, window.step, values))
 
     def add_metrics(self, step: int, metrics: Metrics) -> None:
         """Adds the twelve COCO metrics, and AP of every class; an undefined metric has no point."""
-        values = {f"eval/{name}": getattr(metrics, name) for name in COCO_SUMMARY}
-        values |= {f"eval_class_ap/{row.name}": row.ap for row in metrics.per_class}
-        self._put((time.time(), step, {tag: value for tag, value in values.items() if value is not None}, (), ()))
+        t, numbers = time.time(), {f"eval/{name}": getattr(metrics, name) for name in COCO_SUMMARY}
+        numbers |= {f"eval_class_ap/{row.name}": row.ap for row in metrics.per_class}
+        values = {tag: value for tag, value in numbers.items() if value is not None}
+        self._put(lambda writer: writer.add_scalars(t, step, values))
 
     def add_images(self, step: int, images: Sequence[ImageWithBoxes], class_names: Sequence[str]) -> None:
         """Adds images with ground truth (left) and detections (right). The writing thread reads the files."""
-        self._put((time.time(), step, {}, tuple(images), tuple(class_names)))
+        t, images, class_names = time.time(), tuple(images), tuple(class_names)
+
+        def draw(writer: "_Writer") -> None:
+            for n, image in enumerate(images):
+                try:
+                    drawn = draw_comparison(image, class_names, MAX_IMAGE_SIDE)
+                except (OSError, DataError) as error:  # concerns this image only
+                    self._report_error(f"TensorBoard: {image.path} cannot be drawn: {error}")
+                else:
+                    writer.add_image(t, step, f"images/{n}", drawn)
+
+        self._put(draw)
 
     def close(self) -> None:
         """Writes the queued entries. May be called twice."""
@@ -86,38 +99,21 @@ class Board:
         entries = iter(self._queue.get, None)  # until the None of `close`
         assert self._folder is not None
         try:
-            writer = _Writer(self._folder, self._purge_step)
-            try:
-                self._write_all(writer, entries)
-            finally:
-                writer.close()
-        except PreflightError as error:  # the package is missing
-            self._give_up(entries, f"{error.what} Fix: {error.fix}")
+            with contextlib.closing(_Writer(self._folder, self._purge_step)) as writer:
+                flushed_s = time.monotonic()
+                for entry in entries:
+                    entry(writer)
+                    if time.monotonic() - flushed_s > FLUSH_INTERVAL_S:
+                        writer.flush()
+                        flushed_s = time.monotonic()
         # Any error (full disk, incompatible protobuf) is reported, and training continues.
         except Exception as error:  # noqa: BLE001
-            self._give_up(entries, f"{type(error).__name__}: {error}")
-
-    def _give_up(self, entries: Iterator[BoardEntry], reason: str) -> None:
-        self.error = reason
-        self._report_error(f"TensorBoard files are no longer written: {reason}")
-        for _ in entries:
-            pass
-
-    def _write_all(self, writer: "_Writer", entries: Iterator[BoardEntry]) -> None:
-        flushed_s = time.monotonic()
-        for t, step, values, images, class_names in entries:
-            if values:
-                writer.add_scalars(t, step, values)
-            for n, image in enumerate(images):
-                try:
-                    drawn = draw_comparison(image, class_names, MAX_IMAGE_SIDE)
-                except (OSError, DataError) as error:  # concerns this image only
-                    self._report_error(f"TensorBoard: {image.path} cannot be drawn: {error}")
-                    continue
-                writer.add_image(t, step, f"images/{n}", drawn)
-            if time.monotonic() - flushed_s > FLUSH_INTERVAL_S:
-                writer.flush()
-                flushed_s = time.monotonic()
+            self.error = f"{type(error).__name__}: {error}"
+            if isinstance(error, PreflightError):  # the package is missing
+                self.error = f"{error.what} Fix: {error.fix}"
+            self._report_error(f"TensorBoard files are no longer written: {self.error}")
+            for _ in entries:
+                pass
 
     def _report_error(self, text: str) -> None:
         if self._on_error is not None:
@@ -141,7 +137,7 @@ class _Writer:
             # TensorBoard drops points at this step and later ones; those at purge_step itself stay
             self._file.write_event(self._event(wall_time=time.time(), step=purge_step + 1, session_log=log))
 
-    def add_scalars(self, t: float, step: int, values: Values) -> None:
+    def add_scalars(self, t: float, step: int, values: dict[str, float]) -> None:
         points = [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         self._file.write_event(self._event(wall_time=t, step=step, summary=self._summary(value=points)))
 

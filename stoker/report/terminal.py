@@ -18,7 +18,6 @@ from typing import TextIO
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from stoker.evaluation.metrics import COCO_SUMMARY, Metrics
@@ -166,30 +165,28 @@ def print_settings(rows: Iterable[tuple[str, object, str | None]]) -> None:
 
 
 def _settings(rows: Iterable[tuple[str, object, str | None]]) -> RenderableType:
-    rendered = table("setting", "value", "reason")
-    for name, value, reason in rows:
+    def cells(name: str, value: object, reason: str | None) -> list[RenderableType]:
         style = "bold" if reason is None else ""
-        reason_text = plain_text("set by you" if reason is None else reason, "dim")
-        rendered.add_row(plain_text(name, style), plain_text(fmt.setting(value), style), reason_text)
-    return rendered
+        reason_text = "set by you" if reason is None else reason
+        return [plain_text(name, style), plain_text(fmt.setting(value), style), plain_text(reason_text, "dim")]
+
+    return table("setting", "value", "reason", rows=(cells(*row) for row in rows))
 
 
 def print_metrics(metrics: Metrics, file: TextIO | None = None, *, width: int | None = None) -> None:
     """Prints the twelve COCO metrics, and a table of the classes, the best first."""
-    numbers = table("", "", "", "", header=False)
-    half = len(COCO_SUMMARY) // 2
-    for pair in zip(range(half), range(half, len(COCO_SUMMARY)), strict=True):
-        numbers.add_row(
-            *(cell for n in pair for cell in (COCO_TITLES[n], fmt.metric(getattr(metrics, COCO_SUMMARY[n]))))
-        )
-    classes = table("class", "AP", "AP50", "boxes", right=(1, 2, 3))
-    for row in sorted(metrics.per_class, key=lambda c: -1.0 if c.ap is None else c.ap, reverse=True):
-        classes.add_row(plain_text(row.name), fmt.metric(row.ap), fmt.metric(row.ap50), fmt.count(row.boxes))
+    cells = [(title, fmt.metric(getattr(metrics, name))) for title, name in zip(COCO_TITLES, COCO_SUMMARY, strict=True)]
+    half = len(cells) // 2
+    pairs = ([*left, *right] for left, right in zip(cells[:half], cells[half:], strict=True))
+    ordered = sorted(metrics.per_class, key=lambda c: -1.0 if c.ap is None else c.ap, reverse=True)
+    rows = ([row.name, fmt.metric(row.ap), fmt.metric(row.ap50), fmt.count(row.boxes)] for row in ordered)
     unread = f" ({metrics.missing:,} more could not be read)" if metrics.missing else ""
     counts = (
         f"{fmt.plural(metrics.num_images, 'image')}{unread}, {fmt.plural(metrics.boxes, 'box', 'boxes')}, "
         f"{fmt.plural(metrics.detections, 'detection')}"
     )
+    numbers = table("", "", "", "", header=False, rows=pairs)
+    classes = table("class", "AP", "AP50", "boxes", right=(1, 2, 3), rows=rows)
     print_renderables([counts, "", numbers, "", classes], file, width=width)
 
 
@@ -210,14 +207,9 @@ def _details(window: StepWindow, memory: tuple[int, int] | None) -> Iterator[str
 
 
 def _live_lines(step: str, fraction_done: float, eta_s: float | None, details: str) -> RenderableType:
-    line = Table.grid(padding=(0, 2, 0, 0))
     eta = f"ETA {fmt.duration(eta_s)}" if eta_s is not None else ""
-    line.add_row(
-        Text(step, "bold"),
-        ProgressBar(total=1.0, completed=fraction_done, width=30),
-        fmt.percentage(fraction_done),
-        eta,
-    )
+    bar = ProgressBar(total=1.0, completed=fraction_done, width=30)
+    line = table("", "", "", "", header=False, rows=[[Text(step, "bold"), bar, fmt.percentage(fraction_done), eta]])
     return Group(line, plain_text(details))
 
 

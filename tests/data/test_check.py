@@ -20,7 +20,7 @@ from stoker.data.validation.check import CheckReport, check_dataset
 from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION, PROBLEM_KINDS, ProblemCollector, max_bad_images
 from stoker.errors import DataError, UsageError
 from stoker.hardware.device import select_device
-from stoker.report.data_check import print_check
+from stoker.report.dataset import print_check
 from tests.data.hostile import encoded
 from tests.drawn import draw
 
@@ -260,7 +260,7 @@ def test_every_kind_is_complete() -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    modules = "stoker.data.validation.check, stoker.report.data_check, stoker.cli.app"
+    modules = "stoker.data.validation.check, stoker.report.dataset, stoker.cli.app"
     script = f"import sys, {modules}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -14,9 +14,8 @@ from stoker.data.anchor_fit import AnchorConfig, best_image_size
 from stoker.data.index import open_index
 from stoker.data.validation.stats import GRID_SIZE, DatasetStats, ModelInput, compute_stats
 from stoker.errors import DataError, UsageError
-from stoker.report.console import render_plain
-from stoker.report.data_plot import HEIGHT, WIDTH, draw_stats, save_image
-from stoker.report.data_stats import stats_renderables
+from stoker.report.dataset import print_stats
+from stoker.report.html import write_dataset_stats
 
 PAPER = AnchorConfig((32.0, 64.0, 128.0, 256.0, 512.0), (1.0, 2 ** (1 / 3), 2 ** (2 / 3)), (0.5, 1.0, 2.0))
 
@@ -160,25 +159,28 @@ def test_sizes_missing_in_the_annotations_are_read(tmp_path):
     assert "--image-size" in found.flags  # a training does not look into the images first
 
 
-def test_split_without_boxes(tmp_path):
+def test_split_without_boxes(tmp_path, capsys):
     write(tmp_path, [[(0, 0, 10, 10)]])
     write(tmp_path, [[], []], split="test")
     found = stats_of(tmp_path, split="test")
     assert found.sqrt_box_area.median is None
     assert found.anchors[0].all == {}
-    assert "n/a" in "\n".join(render_plain(part) for part in stats_renderables(found))
-    save_image(draw_stats(found), tmp_path / "a.png")
+    print_stats(found)
+    assert "n/a" in capsys.readouterr().out
+    assert write_dataset_stats(found, tmp_path / "a.html").exists()
 
 
-def test_json_and_plot(tmp_path, capsys):
+def test_json_and_page(tmp_path, capsys):
     write(tmp_path / "set", [[(0, 0, 10, 10), (5, 5, 300, 100)]] * 4, labels=2)
-    code, out, _ = run(capsys, "data", "stats", str(tmp_path / "set"), "--json", "--out", str(tmp_path / "a.png"))
+    code, out, _ = run(capsys, "data", "stats", str(tmp_path / "set"), "--json", "--out", str(tmp_path / "a.html"))
     assert code == 0
     found = msgspec.json.decode(out, type=DatasetStats)
     assert found.classes[0].name == "class 0"
-    with Image.open(tmp_path / "a.png") as image:
-        assert image.size == (WIDTH, HEIGHT)
-        assert len(image.convert("RGB").getcolors(2**24)) > 50, "the plot is not empty"
+    page = (tmp_path / "a.html").read_text()
+    charts = json.loads(page.partition('id="charts">')[2].partition("</script>")[0])
+    assert len(charts) == 7
+    assert all(trace.get("x") or trace["z"] for chart in charts for trace in chart["data"]), "nothing is empty"
+    assert "2 classes" in page
 
 
 def test_text(tmp_path, capsys):
@@ -199,7 +201,7 @@ def test_text(tmp_path, capsys):
     ("options", "says"),
     [
         (["--image-size", "100", "100"], "multiples of 32"),
-        (["--out", "a.pdf"], ".png"),
+        (["--out", "a.png"], ".html"),
         (["--model", "nothing"], "retinanet"),
     ],
 )
@@ -214,7 +216,7 @@ def test_images_of_the_data_set_are_not_overwritten(tmp_path, capsys):
     (tmp_path / "set" / "own.png").write_bytes(b"mine")
     (tmp_path / "link.png").symlink_to(tmp_path / "set" / "own.png")
     for out in (tmp_path / "set" / "own.png", tmp_path / "link.png"):
-        code, _, error = run(capsys, "data", "stats", str(tmp_path / "set"), "--out", str(out))
+        code, _, error = run(capsys, "data", "preview", str(tmp_path / "set"), "--out", str(out))
         assert code == UsageError.exit_code
         assert "in the folder of the dataset" in error
     assert (tmp_path / "set" / "own.png").read_bytes() == b"mine"

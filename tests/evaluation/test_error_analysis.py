@@ -12,10 +12,16 @@ from hypothesis import strategies as st
 
 from stoker.errors import UsageError
 from stoker.evaluation.coco import match_detections
-from stoker.evaluation.document import ERROR_TYPES, NUM_RECALL_POINTS, Evaluation, read_evaluation
 from stoker.evaluation.error_analysis import classify_errors, compute_class_stats, worst_and_best
 from stoker.evaluation.evaluate import build_evaluation, compute_coco_result, ground_truth
-from stoker.evaluation.metrics import Detections, GroundTruth
+from stoker.evaluation.metrics import (
+    ERROR_TYPES,
+    NUM_RECALL_POINTS,
+    Detections,
+    Evaluation,
+    GroundTruth,
+    read_evaluation,
+)
 from stoker.runs.records import EVALUATION, RunFolder
 from tests.evaluation.test_evaluate import columns, detections, pycocotools, random_case
 

@@ -1,4 +1,4 @@
-"""tiles.py as geometry, and predict.py on large images with a double that finds bright rectangles."""
+"""Tiles as geometry, and predict.py on large images with a double that finds bright rectangles."""
 
 import itertools
 from pathlib import Path
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from stoker.data.images import decode
 from stoker.errors import ConfigError
 from stoker.hardware.device import Device
+from stoker.inference.image_batches import Tiling, is_cut, merge_detections
 from stoker.inference.predict import ImageResult, predict_images
-from stoker.inference.tiles import Tiling, is_cut, merge_detections
 from stoker.models import BatchDetections as InSlots
 
 CPU = Device(torch.device("cpu"))

@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from stoker.errors import UsageError
-from stoker.report.compare import Comparison, compare
-from stoker.report.compare_terminal import print_comparison
+from stoker.report.compare import Comparison, compare, print_comparison
 from stoker.report.environment import comparable
 from tests.report.runs import write_run
 

@@ -18,14 +18,14 @@ from plotly.offline import get_plotlyjs
 from stoker.cli.app import main
 from stoker.data.index import Index, open_index
 from stoker.errors import UsageError
-from stoker.evaluation.document import Evaluation
 from stoker.evaluation.evaluate import build_evaluation, compute_coco_result, ground_truth
-from stoker.evaluation.metrics import Detections
+from stoker.evaluation.metrics import Detections, Evaluation
 from stoker.report.html import SECTIONS, render, script, write_report
 from stoker.report.page import charts as charts_module
 from stoker.report.page.markup import Markup, escape, tag
 from stoker.report.run_report import RunReport, collect
 from stoker.report.series import MAX_BARS, MAX_POINTS
+from stoker.report.words import PHASE_COLORS
 from stoker.runs.records import (
     CONFIG,
     DEVICES,
@@ -287,7 +287,7 @@ def test_text_contrast_in_light_and_dark(page: str) -> None:
 
 
 def test_every_phase_has_a_color() -> None:
-    assert set(charts_module.PHASE_COLORS) == set(PHASES)
+    assert set(PHASE_COLORS) == set(PHASES)
 
 
 # --- every kind of run --------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from stoker.evaluation.document import GroundTruthBox, ImageEvaluation
+from stoker.evaluation.metrics import GroundTruthBox, ImageEvaluation
 from stoker.report.page.images import MAX_JPEG_BYTES, render_image
 
 

@@ -17,7 +17,7 @@ from stoker.report.explain import explain_run
 from stoker.report.html import render_runs_summary, write_runs_summary
 from stoker.report.page import runs_summary as summary_page
 from stoker.report.runs_summary import MAX_WORST_RUNS, RunsSummary, summarize_runs
-from stoker.report.runs_summary_terminal import print_runs_summary
+from stoker.report.runs_summary_tables import print_runs_summary
 from stoker.runs.records import EVENTS, PHASES, RANKS, STEPS, RunFolder
 from tests import browser
 from tests.report.runs import START_T, write_run

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from stoker.findings.finding import Evidence, Finding
 from stoker.report.html import write_report
-from stoker.report.series import FractionSeries, Series
-from stoker.report.timeline import TimelineMark, collect_marks, worst_stretch
+from stoker.report.series import FractionSeries, Series, TimelineMark, collect_marks, worst_stretch
 from stoker.runs.records import DEVICES, EVENTS, STEPS, RunFolder
 from stoker.runs.schemas import DeviceSample, Event, GpuSample, StepWindow
 from tests import browser

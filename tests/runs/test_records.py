@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from stoker.diagnosis.reader import read_run
 from stoker.errors import UsageError
-from stoker.evaluation import document as evaluation
+from stoker.evaluation import metrics as evaluation
 from stoker.findings.finding import Evidence, Finding
 from stoker.profiling.telemetry.environment import describe
 from stoker.runs import records, schemas
@@ -95,7 +95,7 @@ def page() -> str:
         "# Records",
         "",
         "The fields of every record of a run, generated from `stoker/runs/schemas.py`,",
-        "`stoker/findings/finding.py` and `stoker/evaluation/document.py` by",
+        "`stoker/findings/finding.py` and `stoker/evaluation/metrics.py` by",
         "`python -m tests.runs.test_records`. What the files are for, and what phases, events and errors mean:",
         "[run-folder.md](run-folder.md). A field that is not measured is absent from its line.",
     ]

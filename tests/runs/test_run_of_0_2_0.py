@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from stoker.config.settings import ADDED_SETTINGS, SECTION_OF, Config, from_run
-from stoker.evaluation.document import Evaluation
+from stoker.evaluation.metrics import Evaluation
 from stoker.models.weights.model_file import ModelMetadata
 from stoker.report.html import render
 from stoker.report.run_report import collect

@@ -2,7 +2,7 @@
 
 `check_dataset` reads the annotations as training does, then packed shards (`check_shards`) and every image
 (`check_images.py`), and returns a `CheckReport`. It writes only the index, into the cache. No
-torch. The kinds of problems are in `problems.py`; the text on the terminal is made by `stoker/report/data_check.py`.
+torch. The kinds of problems are in `problems.py`; the text on the terminal is made by `stoker/report/dataset.py`.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The charts of the page as data for plotly: training curves, time, machine, precision and recall, scores.
+"""The charts of the page as data for plotly: training curves, machine, precision and recall, scores, timeline.
 
 The script of the page (`page.js`) adds axes, fonts and colors for light mode, dark mode and print. Colors are CSS
 variables of the page, `var(--c0)` and so on. Each chart has a caption in words, and tables contain the important
@@ -6,34 +6,27 @@ numbers too.
 """
 
 import html
+from collections.abc import Sequence
 from typing import Any
 
-from stoker.evaluation.document import HISTOGRAM_BINS, NUM_RECALL_POINTS, Evaluation
+from stoker.evaluation.metrics import HISTOGRAM_BINS, NUM_RECALL_POINTS, Evaluation
 from stoker.report import format as fmt
 from stoker.report.page.markup import Markup, tag
 from stoker.report.run_report import RunReport
 from stoker.report.series import Series
+from stoker.report.words import PHASE_COLORS
+from stoker.runs.records import PHASES
 
+Trace = dict[str, Any]
+"""A curve or bars, as plotly takes it."""
 NUM_COLORS = 10
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 MAX_CLASSES = 10
 """Curves of classes in a chart; more are not distinguishable."""
-PHASE_COLORS = {
-    "compute": "var(--c0)",
-    "startup": "var(--c4)",
-    "compile": "var(--c6)",
-    "input_wait": "var(--c2)",
-    "h2d": "var(--c7)",
-    "host": "var(--c3)",
-    "sync": "var(--c9)",
-    "comm": "var(--c6)",
-    "straggler": "var(--c7)",
-    "eval": "var(--c5)",
-    "checkpoint": "var(--c1)",
-    "recovery": "var(--c3)",
-    "idle": "var(--c9)",
-    "unattributed": "var(--c8)",
-}
+MAX_RESTARTS = 30
+"""Restarts that are marked, the newest."""
+FRACTIONS: dict[str, Any] = {"range": [0, 1.02], "tickformat": ".0%"}
+FROM_ZERO: dict[str, Any] = {"rangemode": "tozero"}
 
 
 class Charts:
@@ -46,7 +39,7 @@ class Charts:
         self,
         title: str,
         description: str,
-        traces: list[dict[str, Any]],
+        traces: list[Trace],
         *,
         height: int = 260,
         x: str = "",
@@ -61,21 +54,10 @@ class Charts:
         for key, value in layout.items():
             axes[key] = axes[key] | value if key in axes else value
         self.data.append({"id": name, "height": height, "data": traces, "layout": axes})
-        chart_div = tag(
-            "div",
-            id=name,
-            class_="chart",
-            style=f"min-height:{height}px",
-            role="img",
-            aria_label=f"Chart: {title}. {description}",
-        )
-        return tag(
-            "figure", tag("figcaption", tag("b", title), " ", tag("span", description)), chart_div, class_="plot"
-        )
-
-
-def _line_style(index: int) -> dict[str, Any]:
-    return {"color": f"var(--c{index % NUM_COLORS})", "width": 2, "dash": _DASHES[index % len(_DASHES)]}
+        label, style = f"Chart: {title}. {description}", f"min-height:{height}px"
+        caption = tag("figcaption", tag("b", title), " ", tag("span", description))
+        chart = tag("div", id=name, class_="chart", style=style, role="img", aria_label=label)
+        return tag("figure", caption, chart, class_="plot")
 
 
 def escape_name(name: str) -> str:
@@ -83,51 +65,50 @@ def escape_name(name: str) -> str:
     return html.escape(name, quote=False)
 
 
+def color(index: int) -> str:
+    """The n-th color of the page; they repeat."""
+    return f"var(--c{index % NUM_COLORS})"
+
+
+def curve(name: str, x: Sequence[Any], y: Sequence[float | None], index: int, **options: Any) -> Trace:
+    """A line in the style of the index. Fewer than three points are marked."""
+    style = {"color": color(index), "width": 2, "dash": _DASHES[index % len(_DASHES)]}
+    mode = "lines+markers" if len(x) < 3 else "lines"
+    return {"x": x, "y": y, "name": escape_name(name), "mode": mode, "line": style} | options
+
+
+def bars(name: str, x: Sequence[Any], y: Sequence[Any], fill: str | list[str], **options: Any) -> Trace:
+    """Bars in a color, or in one each."""
+    return {"type": "bar", "x": x, "y": y, "name": escape_name(name), "marker": {"color": fill}} | options
+
+
 def line(
-    name: str, series: Series, color_index: int, *, band: bool = False, scale: float = 1.0, x_scale: float = 1.0
-) -> list[dict[str, Any]]:
+    name: str, series: Series, index: int, *, band: bool = False, scale: float = 1.0, x_scale: float = 1.0
+) -> list[Trace]:
     """Traces of a curve; with `band` also the range between minimum and maximum, if points are means."""
 
     def scaled(values: list[float | None]) -> list[float | None]:
         return values if scale == 1.0 else [None if value is None else round(value * scale, 6) for value in values]
 
-    color = f"var(--c{color_index % NUM_COLORS})"
     x = [float(f"{value * x_scale:.6g}") for value in series.x]
-    traces: list[dict[str, Any]] = []
+    traces: list[Trace] = []
     if band and series.low != series.high:
         common = {"x": x, "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
-        traces += [
-            common | {"y": scaled(series.low)},
-            common | {"y": scaled(series.high), "fill": "tonexty", "fillcolor": color, "opacity": 0.25, "faint": True},
-        ]
-    show_markers = len(series.x) < 3
-    traces.append(
-        {
-            "x": x,
-            "y": scaled(series.mean),
-            "name": escape_name(name),
-            "mode": "lines+markers" if show_markers else "lines",
-            "line": _line_style(color_index),
-        }
-    )
-    return traces
+        filled = {"fill": "tonexty", "fillcolor": color(index), "opacity": 0.25, "faint": True}
+        traces += [common | {"y": scaled(series.low)}, common | {"y": scaled(series.high)} | filled]
+    return [*traces, curve(name, x, scaled(series.mean), index)]
 
 
 def loss(charts: Charts, report: RunReport) -> Markup | None:
     curves = {name.removeprefix("loss/"): series for name, series in report.curves.items() if name.startswith("loss/")}
     names = sorted(curves, key=lambda name: (name != "total", name))
-    if len(names) == 2:
-        names = [name for name in names if name != "total"] if "total" in curves else names
+    if len(names) == 2 and "total" in names:  # the total is the only component
+        names.remove("total")
     traces = [trace for n, name in enumerate(names) for trace in line(name, curves[name], n, band=n == 0)]
     total = curves.get("total")
-    first, last = (total.mean[0], total.last()) if total is not None and total.mean else (None, None)
-    return charts.add(
-        "Loss",
-        f"total: {fmt.number(first)} at the start, {fmt.number(last)} at the end",
-        traces,
-        x="step",
-        **_restarts(report),
-    )
+    first, last = (total.mean[0], total.mean[-1]) if total is not None and total.mean else (None, None)
+    description = f"total: {fmt.number(first)} at the start, {fmt.number(last)} at the end"
+    return charts.add("Loss", description, traces, x="step", **_restarts(report))
 
 
 def scores(charts: Charts, report: RunReport) -> Markup | None:
@@ -136,26 +117,13 @@ def scores(charts: Charts, report: RunReport) -> Markup | None:
     for n, (title, name) in enumerate((("AP50", "ap50"), ("AP", "ap"), ("AP75", "ap75"))):
         values = [getattr(result.metrics, name) for result in report.eval_history]
         if any(value is not None for value in values):
-            traces.append(
-                {
-                    "x": steps,
-                    "y": [None if v is None else round(v, 4) for v in values],
-                    "name": title,
-                    "mode": "lines+markers",
-                    "marker": {"symbol": ("circle", "square", "diamond")[n], "size": 7},
-                    "line": _line_style(n),
-                }
-            )
+            rounded = [None if value is None else round(value, 4) for value in values]
+            marker = {"symbol": ("circle", "square", "diamond")[n], "size": 7}
+            traces.append(curve(title, steps, rounded, n, mode="lines+markers", marker=marker))
     best = report.best
     description = "" if best is None else f"best AP {fmt.metric(best.metrics.ap)} at step {best.step:,}"
-    return charts.add(
-        "AP on the validation split",
-        description,
-        traces,
-        x="step",
-        yaxis={"rangemode": "tozero"},
-        **_restarts(report),
-    )
+    title = "AP on the validation split"
+    return charts.add(title, description, traces, x="step", yaxis=FROM_ZERO, **_restarts(report))
 
 
 def step_curve(
@@ -163,30 +131,21 @@ def step_curve(
 ) -> Markup | None:
     """A chart of one curve by steps; None if it was not recorded."""
     series = report.curves.get(name)
-    if series is None:
-        return None
-    return charts.add(
-        title,
-        description,
-        line(title, series, 0, band=True, scale=scale),
-        height=200,
-        x="step",
-        showlegend=False,
-        **layout,
-        **_restarts(report),
-    )
+    traces = [] if series is None else line(title, series, 0, band=True, scale=scale)
+    options = layout | _restarts(report)
+    return charts.add(title, description, traces, height=200, x="step", showlegend=False, **options)
 
 
 def _restarts(report: RunReport) -> dict[str, Any]:
     """Layout: vertical lines at the steps at which the run resumed."""
-    restarts = report.restarts[-30:]
-    return vertical_lines([(restart.step, f"attempt {restart.attempt}") for restart in restarts])
+    return vertical_lines([(restart.step, f"attempt {restart.attempt}") for restart in report.restarts])
 
 
 def vertical_lines(positions: list[tuple[float, str]]) -> dict[str, Any]:
-    """Layout: vertical lines with texts at positions of the x axis."""
+    """Layout: vertical lines with texts at positions of the x axis, the last MAX_RESTARTS; the first six have texts."""
     if not positions:
         return {}
+    positions = positions[-MAX_RESTARTS:]
     full_height = {"type": "line", "xref": "x", "yref": "paper", "y0": 0, "y1": 1}
     dashed = {"color": "var(--muted)", "width": 1, "dash": "dash"}
     at_top = {"y": 1, "xref": "x", "yref": "paper", "showarrow": False, "xanchor": "left", "yanchor": "top"}
@@ -197,20 +156,15 @@ def vertical_lines(positions: list[tuple[float, str]]) -> dict[str, Any]:
     }
 
 
-def time_unit(span_s: float) -> tuple[str, float]:
-    """(unit for a time span, seconds per unit)."""
-    for name, seconds in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
-        if span_s > 3 * seconds:
-            return name, seconds
-    return "seconds", 1.0
-
-
-def recorded_duration_s(report: RunReport) -> float:
-    """Seconds from the start of the run to its last window or sample."""
+def time_unit(report: RunReport) -> tuple[str, float]:
+    """(unit for the time from the start of the run to its last window or sample, seconds per unit)."""
     ends = [series.x[-1] for series in report.machine.values() if series.x]
     if report.phases.x:
         ends.append(report.phases.x[-1] + report.phases.width)
-    return max(ends, default=0.0)
+    for name, seconds in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
+        if max(ends, default=0.0) > 3 * seconds:
+            return name, seconds
+    return "seconds", 1.0
 
 
 def machine(
@@ -225,7 +179,7 @@ def machine(
     **layout: Any,
 ) -> Markup | None:
     """A chart of the curves `prefix/name` of devices.jsonl that were recorded."""
-    unit, seconds = time_unit(recorded_duration_s(report))
+    unit, seconds = time_unit(report)
     traces = [
         trace
         for n, name in enumerate(names)
@@ -235,72 +189,43 @@ def machine(
     return charts.add(title, description, traces, height=200, x=f"{unit} since the start", **layout)
 
 
+_RECALLS = [n / (NUM_RECALL_POINTS - 1) for n in range(NUM_RECALL_POINTS)]
+_PRECISION_RECALL: dict[str, Any] = {
+    "x": "recall", "y": "precision", "xaxis": {"range": [0, 1]}, "yaxis": {"range": [0, 1.02]},
+}  # fmt: skip
+
+
 def precision_recall(charts: Charts, evaluation: Evaluation) -> Markup | None:
-    recalls = [n / (NUM_RECALL_POINTS - 1) for n in range(NUM_RECALL_POINTS)]
-    means = (
-        ("IoU 0.50", evaluation.curves.iou50),
-        ("IoU 0.75", evaluation.curves.iou75),
-        ("mean", evaluation.curves.mean),
-    )
-    traces = [_curve(recalls, values, name, n) for n, (name, values) in enumerate(means) if values]
-    return charts.add(
-        "Precision–recall curves, mean over the classes",
-        "mean: over IoU 0.50 … 0.95; its area is AP",
-        traces,
-        x="recall",
-        y="precision",
-        **_UNIT_AXES,
-    )
+    curves = evaluation.curves
+    means = (("IoU 0.50", curves.iou50), ("IoU 0.75", curves.iou75), ("mean", curves.mean))
+    traces = [curve(name, _RECALLS, values, n) for n, (name, values) in enumerate(means) if values]
+    title, description = "Precision–recall curves, mean over the classes", "mean: over IoU 0.50 … 0.95; its area is AP"
+    return charts.add(title, description, traces, **_PRECISION_RECALL)
 
 
 def precision_recall_by_class(charts: Charts, evaluation: Evaluation) -> Markup | None:
-    recalls = [n / (NUM_RECALL_POINTS - 1) for n in range(NUM_RECALL_POINTS)]
-    selected = [
-        class_eval for class_eval in evaluation.classes if class_eval.curves is not None and class_eval.curves.iou50
-    ]
-    selected = sorted(selected, key=lambda class_eval: -class_eval.boxes)[:MAX_CLASSES]
-    traces = [
-        _curve(recalls, class_eval.curves.iou50, class_eval.name, n)
-        for n, class_eval in enumerate(selected)
-        if class_eval.curves is not None
-    ]
-    truncated = len(evaluation.classes) > len(selected)
-    description = "at IoU 0.50" + (f", the {len(selected)} most frequent classes" if truncated else "")
-    return charts.add("Precision–recall curves by class", description, traces, x="recall", y="precision", **_UNIT_AXES)
-
-
-_UNIT_AXES: dict[str, Any] = {"xaxis": {"range": [0, 1]}, "yaxis": {"range": [0, 1.02]}}
-
-
-def _curve(x: list[float], y: list[float], name: str, color_index: int) -> dict[str, Any]:
-    return {
-        "x": x,
-        "y": y,
-        "name": escape_name(name),
-        "mode": "lines",
-        "line": _line_style(color_index),
-    }
+    known = [(row.boxes, row.name, row.curves.iou50) for row in evaluation.classes if row.curves and row.curves.iou50]
+    selected = sorted(known, key=lambda row: -row[0])[:MAX_CLASSES]
+    traces = [curve(name, _RECALLS, values, n) for n, (_, name, values) in enumerate(selected)]
+    truncated = f", the {len(selected)} most frequent classes" if len(evaluation.classes) > len(selected) else ""
+    title, description = "Precision–recall curves by class", f"at IoU 0.50{truncated}"
+    return charts.add(title, description, traces, **_PRECISION_RECALL)
 
 
 def score_histogram(charts: Charts, evaluation: Evaluation) -> Markup | None:
-    tp = [sum(class_eval.tp_scores[n] for class_eval in evaluation.classes) for n in range(HISTOGRAM_BINS)]
-    fp = [sum(class_eval.fp_scores[n] for class_eval in evaluation.classes) for n in range(HISTOGRAM_BINS)]
     bin_centers = [(n + 0.5) / HISTOGRAM_BINS for n in range(HISTOGRAM_BINS)]
-    traces = [
-        {"type": "bar", "x": bin_centers, "y": tp, "name": "TP", "marker": {"color": "var(--c0)"}},
-        {
-            "type": "bar",
-            "x": bin_centers,
-            "y": fp,
-            "name": "FP",
-            "marker": {"color": "rgba(0,0,0,0)", "line": {"color": "var(--c3)", "width": 2}},
-        },
-    ]
-    description = "of detections with score ≥ 0.05, at IoU 0.50; a good detector has its false positives at low scores"
+    tp, fp = (
+        [sum(counts) for counts in zip(*histograms, strict=True)]
+        for histograms in (
+            [class_eval.tp_scores for class_eval in evaluation.classes],
+            [class_eval.fp_scores for class_eval in evaluation.classes],
+        )
+    )
+    outline = {"color": "rgba(0,0,0,0)", "line": {"color": color(3), "width": 2}}
     return charts.add(
         "Scores of true and false positives",
-        description,
-        traces,
+        "of detections with score ≥ 0.05, at IoU 0.50; a good detector has its false positives at low scores",
+        [bars("TP", bin_centers, tp, color(0)), bars("FP", bin_centers, fp, "", marker=outline)],
         x="score",
         y="detections (log)",
         barmode="group",
@@ -308,3 +233,93 @@ def score_histogram(charts: Charts, evaluation: Evaluation) -> Markup | None:
         xaxis={"range": [0, 1]},
         yaxis={"type": "log"},
     )
+
+
+MAX_DEVICES = 8
+"""Maximum number of GPUs in the timeline; the machine section has more."""
+_SEVERITIES = {"critical": "var(--c3)", "warning": "var(--c2)", "info": "var(--c9)"}
+
+
+def timeline(charts: Charts, report: RunReport) -> Markup | None:
+    """The chart; None if no time is recorded."""
+    if not report.phases.x:
+        return None
+    unit, seconds = time_unit(report)
+    traces = _phases(report, seconds) + _counters(report, seconds) + _marks(report, seconds)
+    rows = max((mark.finding_number or 0 for mark in report.marks), default=0)
+    axis = FRACTIONS | {"fixedrange": True, "nticks": 4}
+    has_gpus = any(trace.get("yaxis") == "y2" for trace in traces)
+    axes: dict[str, Any] = {
+        "yaxis": axis | {"domain": [0.44 if has_gpus else 0.24, 0.80], "range": [0, 1], "title": {"text": "phases"}},
+        **({"yaxis2": axis | {"domain": [0.22, 0.40], "title": {"text": "device"}}} if has_gpus else {}),
+        "yaxis3": axis | {"domain": [0.0, 0.18], "title": {"text": "host"}},
+        "yaxis4": {"domain": [0.84, 1.0], "range": [-0.7, rows + 0.7], "fixedrange": True, "zeroline": False,
+                   "tickvals": list(range(rows + 1)), "ticktext": ["events", *map(str, range(1, rows + 1))]},
+    }  # fmt: skip
+    legend = "; 1, 2, … are the findings below" if rows else ""
+    return charts.add(
+        "Timeline",
+        f"drag to zoom, double-click to reset; a bar is {fmt.duration(report.phases.width)}; blank: no running process"
+        + legend,
+        traces,
+        height=(560 if has_gpus else 460) + 12 * rows,
+        legend={"traceorder": "normal"},
+        barmode="stack",
+        bargap=0,
+        zooms=True,
+        xaxis={"title": {"text": f"{unit} since the start"}, "anchor": "y3",
+               "rangeslider": {"visible": True, "thickness": 0.05}},
+        **axes,
+        **vertical_lines([(restart.after_s / seconds, f"attempt {restart.attempt}") for restart in report.restarts]),
+    )  # fmt: skip
+
+
+def _phases(report: RunReport, seconds: float) -> list[Trace]:
+    width = report.phases.width / seconds
+    x = [float(f"{start / seconds + width / 2:.6g}") for start in report.phases.x]
+    ordered = sorted(report.phases.fractions, key=lambda name: PHASES.index(name) if name in PHASES else len(PHASES))
+    return [
+        bars(name.replace("_", " "), x, report.phases.fractions[name], PHASE_COLORS.get(name, "var(--c8)"), width=width)
+        | {"hovertemplate": "%{y:.0%}"}
+        for name in ordered
+    ]
+
+
+def _counters(report: RunReport, seconds: float) -> list[Trace]:
+    gpus = sorted({name.partition("/")[0] for name in report.machine if name.startswith("gpu ")})[:MAX_DEVICES]
+    host = (("cpu/mean", "CPU utilization"), ("pressure/io", "I/O pressure"), ("pressure/memory", "memory pressure"))
+    shown = [(f"{gpu}/utilization", f"{gpu.upper()} utilization", n, "solid", "y2") for n, gpu in enumerate(gpus)]
+    shown += [(f"{gpu}/SM active", f"{gpu.upper()} SM activity", n, "dot", "y2") for n, gpu in enumerate(gpus)]
+    shown += [(name, title, n, "dash" if n else "solid", "y3") for n, (name, title) in enumerate(host)]
+    traces = []
+    for name, title, index, dash, axis in shown:
+        series = report.machine.get(name)
+        if series is not None:
+            x, style = [float(f"{t / seconds:.6g}") for t in series.x], {"color": color(index), "width": 1.5}
+            options = {"mode": "lines", "line": style | {"dash": dash}, "yaxis": axis, "hovertemplate": "%{y:.0%}"}
+            traces.append(curve(title, x, series.mean, index, **options))
+    return traces
+
+
+def _marks(report: RunReport, seconds: float) -> list[Trace]:
+    """Findings as bars, or as points if they have no duration; events as points below them."""
+    traces: list[Trace] = []
+    common = {"yaxis": "y4", "showlegend": False, "hovertemplate": "%{text}<extra></extra>"}
+    for number, finding in enumerate(report.explanation.findings, start=1):
+        marks = [mark for mark in report.marks if mark.finding_number == number]
+        fill = _SEVERITIES.get(finding.severity, "var(--c9)")
+        xs: list[float | None] = []
+        texts: list[str | None] = []
+        for mark in marks:
+            xs += [round(mark.start_s / seconds, 6), round(mark.end_s / seconds, 6), None]
+            texts += [escape_name(f"{number}. {finding.title}: {mark.text}")] * 2 + [None]
+        if marks:
+            ys = [None if x is None else number for x in xs]
+            style = {"line": {"color": fill, "width": 7}, "marker": {"color": fill, "size": 8, "symbol": "diamond"}}
+            traces.append({"x": xs, "y": ys, "text": texts, "mode": "lines+markers"} | style | common)
+    events = [mark for mark in report.marks if mark.kind == "event"]
+    if events:
+        xs, texts = [round(mark.start_s / seconds, 6) for mark in events], [escape_name(mark.text) for mark in events]
+        marker = {"color": "var(--muted)", "size": 6, "symbol": "line-ns-open"}
+        traces.append({"x": xs, "y": [0] * len(xs), "text": texts, "mode": "markers", "marker": marker} | common)
+    return traces

@@ -69,31 +69,20 @@ def table(
     """A table. caption: with `hidden` for screen readers only; right: columns of numbers; wide: columns of sentences,
     which are below the other cells of a row on a phone. The first cell of a row is its heading."""
     numbers, texts = set(right), set(wide)
-    stacks = "stack" if max(texts, default=0) > 0 else None
 
     def style(column: int) -> str | None:
         return "n" if column in numbers else "wide" if column in texts else None
 
+    def row_cell(column: int, content: Child) -> Markup:
+        scope = {"scope": "row"} if column == 0 else {}
+        return tag("td" if column else "th", content, **scope, class_=style(column))
+
     header = tag("tr", [tag("th", name, scope="col", class_=style(n)) for n, name in enumerate(head)])
-    body = [
-        tag(
-            "tr",
-            [
-                tag("th", cell, scope="row", class_=style(n)) if n == 0 else tag("td", cell, class_=style(n))
-                for n, cell in enumerate(row)
-            ],
-        )
-        for row in rows
-    ]
+    body = [tag("tr", [row_cell(n, content) for n, content in enumerate(row)]) for row in rows]
     title = tag("caption", caption, class_="hidden" if hidden else None)
-    return tag(
-        "div",
-        tag("table", title, tag("thead", header), tag("tbody", body), class_=stacks),
-        class_="scroll",
-        tabindex=0,
-        role="region",
-        aria_label=caption,
-    )
+    stacks = "stack" if max(texts, default=0) > 0 else None
+    rendered = tag("table", title, tag("thead", header), tag("tbody", body), class_=stacks)
+    return tag("div", rendered, class_="scroll", tabindex=0, role="region", aria_label=caption)
 
 
 def bar(fraction: float, *, color: str = "var(--c0)") -> Markup:
@@ -110,3 +99,24 @@ def code(command: str) -> Markup:
 def section(name: str, title: str, *children: Child) -> Markup:
     """A section of the page, with an id for the navigation."""
     return tag("section", tag("h2", title), *children, id=name)
+
+
+def absent(sentence: str) -> Markup:
+    """A sentence in place of what is not there."""
+    return tag("p", sentence, class_="absent")
+
+
+def note(*children: Child) -> Markup:
+    """A remark in small print."""
+    return tag("p", *children, class_="note")
+
+
+def bullets(items: Iterable[Child], *, class_: str | None = None) -> Markup | None:
+    """A list; None without items."""
+    listed = [tag("li", item) for item in items]
+    return tag("ul", listed, class_=class_) if listed else None
+
+
+def details(summary: str, *children: Child) -> Markup:
+    """A part of the page that is collapsed."""
+    return tag("details", tag("summary", summary), *children)

@@ -3,30 +3,34 @@
 The sections about the run (time, machine, settings, events) are in `run_sections.py`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
-from stoker.evaluation.document import ClassEvaluation, Evaluation
-from stoker.evaluation.metrics import COCO_SUMMARY
+from stoker.evaluation.metrics import COCO_SUMMARY, ClassEvaluation, Evaluation
 from stoker.findings.finding import Finding
 from stoker.report import format as fmt
-from stoker.report.advice import ERROR_TYPE_ADVICE, sum_error_types
+from stoker.report.advice import sum_error_types
 from stoker.report.environment import gpu_names
-from stoker.report.findings_terminal import format_cost
 from stoker.report.page import charts as page_charts
 from stoker.report.page.charts import Charts
 from stoker.report.page.images import gallery, legend
 from stoker.report.page.markup import (
     Child,
     Markup,
+    absent,
     bar,
+    bullets,
     code,
+    details,
     join,
+    note,
     section,
     table,
     tag,
 )
 from stoker.report.run_report import RunReport
 from stoker.report.terminal import COCO_TITLES
+from stoker.report.words import ERROR_TYPE_ADVICE
 
 STATES = {
     "running": ("●", "running"),
@@ -52,13 +56,9 @@ def head(report: RunReport) -> Markup:
     subject = [tag("b", report.model), " on ", tag("b", report.data)] if report.model and report.data else []
     if not report.is_native_run:
         subject = ["recorded by stoker watch" if report.explanation.coverage else "recorded by stoker.measure"]
-    return tag(
-        "header",
-        tag("h1", report.run.rstrip("/").rpartition("/")[2], " ", state),
-        tag(
-            "p", subject, _dataset_size(report), " · " if subject or report.best else "", _device(report), class_="what"
-        ),
-    )
+    name, separator = report.run.rstrip("/").rpartition("/")[2], " · " if subject or report.best else ""
+    about = tag("p", subject, _dataset_size(report), separator, _device(report), class_="what")
+    return tag("header", tag("h1", name, " ", state), about)
 
 
 def _dataset_size(report: RunReport) -> str:
@@ -78,37 +78,27 @@ def _device(report: RunReport) -> str:
 
 def summary(report: RunReport, time_bar: Markup | None) -> Markup:
     """Metrics, time, time by phase, advice."""
-    explanation, best = report.explanation, report.best
-    score_tiles = [
-        _tile("AP", fmt.metric(best.metrics.ap if best else None), _best_step_note(report)),
-        _tile("AP50", fmt.metric(best.metrics.ap50 if best else None), "at IoU 0.5"),
+    explanation, best, price = report.explanation, report.best, report.explanation.price_range
+    work = f"{fmt.plural(explanation.steps, 'step')}, {fmt.number(explanation.img_per_s)} img/s"
+    busy = fmt.percentage(explanation.productive_fraction)
+    tiles = []
+    if report.is_native_run:
+        tiles = [
+            ("AP", fmt.metric(best.metrics.ap if best else None), _best_step_note(report)),
+            ("AP50", fmt.metric(best.metrics.ap50 if best else None), "at IoU 0.5"),
+        ]
+    tiles.append(("time", fmt.duration(explanation.wall_s), work))
+    tiles.append(("device busy", busy, "fraction of time in optimizer steps"))
+    if price is not None:
+        listed = ", list price" if price.currency else ""
+        at_price = f"at {fmt.cost_range((price.low, price.high))} per device-hour{listed}"
+        tiles.append(("cost", fmt.cost_range(explanation.cost(explanation.device_s)), at_price))
+    drawn = [
+        tag("div", tag("dt", name), tag("dd", tag("strong", value), tag("small", remark)))
+        for name, value, remark in tiles
     ]
-    tiles = [
-        *(score_tiles if report.is_native_run else []),
-        _tile(
-            "time",
-            fmt.duration(explanation.wall_s),
-            f"{fmt.plural(explanation.steps, 'step')}, {fmt.number(explanation.img_per_s)} img/s",
-        ),
-        _tile("device busy", fmt.percentage(explanation.productive_fraction), "fraction of time in optimizer steps"),
-    ]
-    if explanation.price_range is not None:
-        price_text = format_cost((explanation.price_range.low, explanation.price_range.high))
-        listed = ", list price" if explanation.price_range.currency else ""
-        tiles.append(
-            _tile(
-                "cost", format_cost(explanation.cost(explanation.device_s)), f"at {price_text} per device-hour{listed}"
-            )
-        )
-    return tag(
-        "section",
-        tag("h2", "Summary", class_="hidden"),
-        tag("dl", tiles, class_="tiles"),
-        time_bar,
-        _verdict(report),
-        _advice(report.advice),
-        id="summary",
-    )
+    title, numbers = tag("h2", "Summary", class_="hidden"), tag("dl", drawn, class_="tiles")
+    return tag("section", title, numbers, time_bar, _verdict(report), _advice(report.advice), id="summary")
 
 
 def _best_step_note(report: RunReport) -> str:
@@ -121,24 +111,11 @@ def _best_step_note(report: RunReport) -> str:
     return f"best, at step {report.best.step:,}; at step {newest.step:,} {fmt.metric(newest.metrics.ap)}"
 
 
-def _tile(name: str, value: str, note: str) -> Markup:
-    return tag("div", tag("dt", name), tag("dd", tag("strong", value), tag("small", note)))
-
-
 def _verdict(report: RunReport) -> Markup:
-    loss = report.explanation.largest_loss
-    if loss is None:
+    sentence = report.explanation.verdict()
+    if not sentence:
         return tag("p", report.explanation.state_text, class_="verdict")
-    cost_range = report.explanation.cost(loss.device_s)
-    cost_text = f", cost {format_cost(cost_range)}" if cost_range is not None else ""
-    return tag(
-        "p",
-        "Most time was lost in ",
-        tag("b", loss.phase.replace("_", " ")),
-        f": {fmt.duration(loss.device_s)}, {fmt.percentage(loss.fraction)}{cost_text} ({loss.meaning}). ",
-        tag("a", "Time by phase", href="#time"),
-        class_="verdict",
-    )
+    return tag("p", sentence, " ", tag("a", "Time by phase", href="#time"), class_="verdict")
 
 
 def _advice(advice: list[Finding]) -> Markup:
@@ -169,7 +146,7 @@ def scores(report: RunReport, charts: Charts) -> Markup:
     """COCO metrics, classes, curves, error types."""
     best, evaluation = report.best, report.evaluation
     if best is None:
-        return section("results", "Results", _empty_note("The model was not evaluated yet."))
+        return section("results", "Results", absent("The model was not evaluated yet."))
     metrics = best.metrics
     unread = f" ({metrics.missing:,} more could not be read)" if metrics.missing else ""
     image_count = fmt.plural(metrics.num_images, "image")
@@ -177,26 +154,23 @@ def scores(report: RunReport, charts: Charts) -> Markup:
         f"Best EMA weights, at step {best.step:,}, on {image_count}{unread} with "
         f"{fmt.plural(metrics.boxes, 'box', 'boxes')} of the validation split, COCO metrics."
     )
-    numbers = [
-        [title, fmt.metric(getattr(metrics, name))] for title, name in zip(COCO_TITLES, COCO_SUMMARY, strict=True)
-    ]
-    twelve = tag("dl", [tag("div", tag("dt", title), tag("dd", value)) for title, value in numbers], class_="twelve")
-    parts: list[Child] = [tag("p", description), twelve]
+    numbers = ((title, getattr(metrics, name)) for title, name in zip(COCO_TITLES, COCO_SUMMARY, strict=True))
+    twelve = [tag("div", tag("dt", title), tag("dd", fmt.metric(value))) for title, value in numbers]
+    parts: list[Child] = [tag("p", description), tag("dl", twelve, class_="twelve")]
     if evaluation is None:
         known = sorted((row for row in metrics.per_class if row.boxes), key=lambda row: -row.boxes)
         rows = [[row.name, fmt.count(row.boxes), fmt.metric(row.ap), fmt.metric(row.ap50)] for row in known[:MAX_ROWS]]
-        parts.append(_collapsible_table("AP by class", ("class", "boxes", "AP", "AP50"), rows, right=(1, 2, 3)))
+        parts.append(_collapsible_table("AP by class", ("class", "boxes", "AP", "AP50"), rows))
         return section("results", "Results", *parts)
     if evaluation.step != best.step:  # the run was killed between writing the two files
-        parts.append(tag("p", f"Everything below is from step {evaluation.step:,}.", class_="note"))
+        parts.append(note(f"Everything below is from step {evaluation.step:,}."))
+    means, by_class = (
+        page_charts.precision_recall(charts, evaluation),
+        page_charts.precision_recall_by_class(charts, evaluation),
+    )
     parts += [
         _classes(evaluation),
-        tag(
-            "div",
-            page_charts.precision_recall(charts, evaluation),
-            page_charts.precision_recall_by_class(charts, evaluation),
-            class_="two",
-        ),
+        tag("div", means, by_class, class_="two"),
         tag("h3", "Error types"),
         _error_types(evaluation),
         tag("div", _confusions(evaluation), page_charts.score_histogram(charts, evaluation), class_="two"),
@@ -205,64 +179,50 @@ def scores(report: RunReport, charts: Charts) -> Markup:
 
 
 def _classes(evaluation: Evaluation) -> Markup:
-    classes = sorted(
-        (class_eval for class_eval in evaluation.classes if class_eval.boxes), key=lambda class_eval: -class_eval.boxes
-    )
-    absent = [class_eval.name for class_eval in evaluation.classes if not class_eval.boxes]
+    classes = sorted((row for row in evaluation.classes if row.boxes), key=lambda row: -row.boxes)
+    absent_names = [row.name for row in evaluation.classes if not row.boxes]
+
+    def ap_cell(ap: float | None) -> Child:
+        return fmt.metric(ap) if ap is None else tag("span", fmt.metric(ap), " ", bar(ap), class_="nobr")
+
     rows = [
         [
-            class_eval.name,
-            fmt.count(class_eval.boxes),
-            fmt.metric(class_eval.ap)
-            if class_eval.ap is None
-            else tag("span", fmt.metric(class_eval.ap), " ", bar(class_eval.ap), class_="nobr"),
-            fmt.metric(class_eval.ap50),
-            _number(class_eval.threshold),
-            _number(class_eval.precision),
-            _number(class_eval.recall),
-            _number(class_eval.f1),
-            _most_frequent_error(class_eval),
+            row.name,
+            fmt.count(row.boxes),
+            ap_cell(row.ap),
+            fmt.metric(row.ap50),
+            *(fmt.MISSING if x is None else f"{x:.2f}" for x in (row.threshold, row.precision, row.recall, row.f1)),
+            _most_frequent_error(row),
         ]
-        for class_eval in classes[:MAX_ROWS]
+        for row in classes[:MAX_ROWS]
     ]
     heads = ("class", "boxes", "AP", "AP50", "best score", "precision", "recall", "F1", "most frequent error")
-    note = (
+    text = (
         "Best score: the threshold with the best F1 at IoU 0.5, to use as --conf; precision, recall, F1 and errors "
         "are at this threshold."
     )
     if len(classes) > MAX_ROWS:
-        note += f" The {len(classes) - MAX_ROWS:,} rarest are only in the JSON."
-    if absent:
-        more = f" and {len(absent) - MAX_NAMED_CLASSES:,} more" if len(absent) > MAX_NAMED_CLASSES else ""
-        note += f" Without ground truth in this split: {', '.join(absent[:MAX_NAMED_CLASSES])}{more}."
-    return join(_collapsible_table("By class", heads, rows, right=range(1, 8)), tag("p", note, class_="note"))
+        text += f" The {len(classes) - MAX_ROWS:,} rarest are only in the JSON."
+    if absent_names:
+        more = f" and {len(absent_names) - MAX_NAMED_CLASSES:,} more" if len(absent_names) > MAX_NAMED_CLASSES else ""
+        text += f" Without ground truth in this split: {', '.join(absent_names[:MAX_NAMED_CLASSES])}{more}."
+    return join(_collapsible_table("By class", heads, rows), note(text))
 
 
-def _collapsible_table(
-    title: str, heads: Sequence[str], rows: Sequence[Sequence[Child]], *, right: Iterable[int]
-) -> Markup:
+def _collapsible_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[Child]]) -> Markup:
     """A table of classes; if there are many, the later ones are collapsed."""
-    right = tuple(right)
+    right = [column for column, head in enumerate(heads) if head not in ("class", "most frequent error")]
     if len(rows) <= MAX_OPEN_ROWS:
         return table(title, heads, rows, right=right, wide=(0,))
+    first = f"{title}, the {MAX_OPEN_ROWS} most frequent"
     rest = f"{title}, the next {len(rows) - MAX_OPEN_ROWS}"
-    return join(
-        table(f"{title}, the {MAX_OPEN_ROWS} most frequent", heads, rows[:MAX_OPEN_ROWS], right=right, wide=(0,)),
-        tag(
-            "details",
-            tag("summary", rest),
-            table(rest, heads, rows[MAX_OPEN_ROWS:], right=right, wide=(0,), hidden=True),
-        ),
-    )
+    rest_table = table(rest, heads, rows[MAX_OPEN_ROWS:], right=right, wide=(0,), hidden=True)
+    return join(table(first, heads, rows[:MAX_OPEN_ROWS], right=right, wide=(0,)), details(rest, rest_table))
 
 
-def _number(value: float | None) -> str:
-    return fmt.MISSING if value is None else f"{value:.2f}"
-
-
-def _most_frequent_error(class_eval: ClassEvaluation) -> str:
-    error_type = max(class_eval.error_types, key=lambda name: class_eval.error_types[name], default=None)
-    return "none" if error_type is None else f"{error_type} ({class_eval.error_types[error_type]:,})"
+def _most_frequent_error(row: ClassEvaluation) -> str:
+    name, count = max(row.error_types.items(), key=lambda item: item[1], default=("", 0))
+    return f"{name} ({count:,})" if count else "none"
 
 
 def _error_types(evaluation: Evaluation) -> Markup:
@@ -271,13 +231,8 @@ def _error_types(evaluation: Evaluation) -> Markup:
         return tag("p", "No errors at the best thresholds, at IoU 0.5.")
     max_count = max(counts.values())
     rows = [
-        [
-            error_type,
-            fmt.count(counts[error_type]),
-            bar(counts[error_type] / max_count, color="var(--c3)"),
-            *ERROR_TYPE_ADVICE[error_type],
-        ]
-        for error_type in sorted(counts, key=lambda name: -counts[name])
+        [name, fmt.count(count), bar(count / max_count, color="var(--c3)"), *ERROR_TYPE_ADVICE[name]]
+        for name, count in sorted(counts.items(), key=lambda item: -item[1])
     ]
     tp = sum(class_eval.tp for class_eval in evaluation.classes)
     title = (
@@ -289,7 +244,7 @@ def _error_types(evaluation: Evaluation) -> Markup:
 
 def _confusions(evaluation: Evaluation) -> Markup:
     if not evaluation.confusions:
-        return tag("p", "No detection has an accurate box and a wrong class.", class_="note")
+        return note("No detection has an accurate box and a wrong class.")
     names = [class_eval.name for class_eval in evaluation.classes]
     rows = [
         [names[confusion.gt_label], names[confusion.pred_label], fmt.count(confusion.count)]
@@ -302,59 +257,51 @@ def images(report: RunReport) -> Markup:
     """The worst and the best images, with boxes."""
     evaluation = report.evaluation
     if evaluation is None:
-        return section("images", "Images", _empty_note("There is no evaluation with images."))
+        return section("images", "Images", absent("There is no evaluation with images."))
     names = [class_eval.name for class_eval in evaluation.classes]
-    parts: list[Child] = [
-        tag(
-            "p",
-            "Images of the validation split. F1 is at IoU 0.5 and the best score of each class. Only errors have "
-            "labels; all boxes have tooltips.",
-        ),
-        legend(),
-    ]
+    description = (
+        "Images of the validation split. F1 is at IoU 0.5 and the best score of each class. Only errors have labels; "
+        "all boxes have tooltips."
+    )
+    parts: list[Child] = [tag("p", description), legend()]
     for title, examples in (("Worst", evaluation.worst), ("Best", evaluation.best)):
-        rendered = gallery(examples, names) if examples else tag("p", "None.", class_="note")
-        parts += [tag("h3", title), rendered]
+        parts += [tag("h3", title), gallery(examples, names) if examples else note("None.")]
     return section("images", "Images", *parts)
+
+
+_STEP_CURVES: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    ("lr", "Learning rate", "of the last step of a window", {}),
+    ("grad_norm", "Gradient norm", "before clipping", {"yaxis": {"type": "log"}}),
+    ("img_per_s", "Throughput", "images per second", {"yaxis": page_charts.FROM_ZERO}),
+    (
+        "memory_peak_bytes",
+        "Memory",
+        "peak of allocated device memory, GiB",
+        {"scale": 2.0**-30, "yaxis": page_charts.FROM_ZERO},
+    ),
+)
+"""Curve, title, description, options."""
 
 
 def curves(report: RunReport, charts: Charts) -> Markup:
     """Training curves by step."""
-    drawn: Iterable[Markup | None] = [
-        page_charts.scores(charts, report),
-        page_charts.loss(charts, report),
-        page_charts.step_curve(charts, report, "lr", "Learning rate", "of the last step of a window"),
-        page_charts.step_curve(charts, report, "grad_norm", "Gradient norm", "before clipping", yaxis={"type": "log"}),
-        page_charts.step_curve(
-            charts, report, "img_per_s", "Throughput", "images per second", yaxis={"rangemode": "tozero"}
-        ),
-        page_charts.step_curve(
-            charts,
-            report,
-            "memory_peak_bytes",
-            "Memory",
-            "peak of allocated device memory, GiB",
-            scale=1 / 2**30,
-            yaxis={"rangemode": "tozero"},
-        ),
+    drawn = [page_charts.scores(charts, report), page_charts.loss(charts, report)]
+    drawn += [
+        page_charts.step_curve(charts, report, name, title, description, **options)
+        for name, title, description, options in _STEP_CURVES
     ]
     shown = [item for item in drawn if item is not None]
     if not shown:
-        return section("training", "Training", _empty_note("No optimizer step is recorded."))
-    description = "Points are means over several records; the light band is the range from minimum to maximum."
+        return section("training", "Training", absent("No optimizer step is recorded."))
     restarts = [
-        tag(
-            "li",
-            f"attempt {item.attempt} resumed at step {item.step:,}, {fmt.duration(item.after_s)} after the start; "
-            f"the previous attempt was {item.previous_end}",
-        )
-        for item in report.restarts[-30:]
+        f"attempt {item.attempt} resumed at step {item.step:,}, {fmt.duration(item.after_s)} after the start; "
+        f"the previous attempt was {item.previous_end}"
+        for item in report.restarts[-page_charts.MAX_RESTARTS :]
     ]
-    listed = tag("ul", restarts, class_="note") if restarts else None
     return section(
-        "training", "Training", tag("p", description, class_="note"), listed, tag("div", shown, class_="two")
+        "training",
+        "Training",
+        note("Points are means over several records; the light band is the range from minimum to maximum."),
+        bullets(restarts, class_="note"),
+        tag("div", shown, class_="two"),
     )
-
-
-def _empty_note(sentence: str) -> Markup:
-    return tag("p", sentence, class_="absent")

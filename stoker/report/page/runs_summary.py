@@ -4,14 +4,12 @@ The rows come from `report/runs_summary_tables.py`, as for the terminal; the fra
 `report/html.py`.
 """
 
-from typing import Any
-
 from stoker.report import format as fmt
-from stoker.report import runs_summary_tables as tables
-from stoker.report.page.charts import PHASE_COLORS, Charts, escape_name
-from stoker.report.page.markup import Child, Markup, section, table, tag
-from stoker.report.runs_summary import Aggregate, RunsSummary
-from stoker.report.runs_summary_tables import SummaryTable
+from stoker.report.page.charts import Charts, bars, curve, escape_name
+from stoker.report.page.markup import Child, Markup, absent, note, section, table, tag
+from stoker.report.runs_summary import RunsSummary
+from stoker.report.runs_summary_tables import SummaryTable, make_tables, summary_rows
+from stoker.report.words import PHASE_COLORS
 
 SECTIONS = (
     ("summary", "Summary"),
@@ -28,44 +26,45 @@ MAX_ROWS = 50
 
 def main(summary: RunsSummary, charts: Charts) -> list[Markup]:
     """The sections of the page."""
-    runs = tag("p", fmt.plural(summary.runs, "run"), class_="what")
-    totals = table("All runs together", ("what", "value"), list(tables.summary_rows(summary)), wide=(1,), hidden=True)
-    phases, findings = tables.phase_table(summary), tables.finding_table(summary)
-    if not phases.rows and not findings.rows:
-        causes: Child = tag("p", "No time is recorded.", class_="absent")
-    else:
-        causes = [_losses(summary, charts), _table(phases), _table(findings)]
+    tables = make_tables(summary)
+    totals = table("All runs together", ("what", "value"), list(summary_rows(summary)), wide=(1,), hidden=True)
+    causes: Child = [_losses(summary, charts), _table(tables["phases"]), _table(tables["findings"])]
+    if not summary.phases and not summary.findings:
+        causes = absent("No time is recorded.")
     bodies: tuple[Child, ...] = (
         totals,
         causes,
-        [*_months(summary, charts), _table(tables.month_table(summary))],
-        _table(tables.host_table(summary)),
-        _table(tables.worst_table(summary), "No run lost any time."),
-        _table(tables.failure_table(summary), "No run ended early."),
-        _table(tables.unreadable_table(summary), "All runs could be read."),
+        [*_months(summary, charts), _table(tables["months"])],
+        _table(tables["hosts"]),
+        _table(tables["worst"]) or absent("No run lost any time."),
+        _table(tables["failures"]) or absent("No run ended early."),
+        _table(tables["unreadable"]) or absent("All runs could be read."),
     )
-    sections = [section(name, title, body) for (name, title), body in zip(SECTIONS, bodies, strict=True)]
-    return [tag("header", tag("h1", summary.folder), runs), *sections]
+    header = tag("header", tag("h1", summary.folder), tag("p", fmt.plural(summary.runs, "run"), class_="what"))
+    return [header, *(section(name, title, body) for (name, title), body in zip(SECTIONS, bodies, strict=True))]
 
 
-def _table(summary_table: SummaryTable, empty: str = "") -> list[Markup]:
-    """A table, or a sentence if it is empty."""
-    if not summary_table.rows:
-        return [tag("p", empty, class_="absent")] if empty else []
-    rows, last = summary_table.rows[:MAX_ROWS], len(summary_table.heads) - 1
-    wide = () if last in summary_table.right else (last,)
+def _table(summary_table: SummaryTable) -> list[Markup]:
+    """A table and how many more rows there are; nothing if it is empty."""
+    rows, more = summary_table.cut(MAX_ROWS)
+    if not rows:
+        return []
+    last = len(summary_table.heads) - 1
     title = summary_table.title[0].upper() + summary_table.title[1:]
-    more = max(summary_table.total, len(summary_table.rows)) - len(rows)
-    note = [tag("p", f"{fmt.plural(more, summary_table.noun)} more in the JSON.", class_="note")] if more > 0 else []
-    return [table(title, summary_table.heads, rows, right=summary_table.right, wide=wide), *note]
+    wide = () if last in summary_table.right else (last,)
+    rendered = table(title, summary_table.heads, rows, right=summary_table.right, wide=wide)
+    return [rendered, *([note(f"{more} in the JSON.")] if more else [])]
 
 
 def _losses(summary: RunsSummary, charts: Charts) -> Markup | None:
     losses = [row for row in summary.phases if row.name != "compute"]
+    hours = [_hours(row.device_s) for row in losses]
+    names = [escape_name(row.name.replace("_", " ")) for row in losses]
+    colors = [PHASE_COLORS.get(row.name, "var(--c8)") for row in losses]
     return charts.add(
         "Device-hours lost",
         "by phase, of the runs whose compute is known",
-        [_bars(losses)] if losses else [],
+        [bars("", hours, names, colors, orientation="h")] if losses else [],
         height=max(200, 60 + 30 * len(losses)),
         x="device-hours",
         showlegend=False,
@@ -73,40 +72,16 @@ def _losses(summary: RunsSummary, charts: Charts) -> Markup | None:
     )
 
 
-def _bars(rows: list[Aggregate]) -> dict[str, Any]:
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "x": [round(row.device_s / 3600, 4) for row in rows],
-        "y": [escape_name(row.name.replace("_", " ")) for row in rows],
-        "marker": {"color": [PHASE_COLORS.get(row.name, "var(--c8)") for row in rows]},
-    }
-
-
 def _months(summary: RunsSummary, charts: Charts) -> list[Markup | None]:
     known = [row for row in summary.months if row.measured_s > 0]
+
     names = [row.name for row in known]
-    stacked = (
-        ("trained", "compute", [row.compute_s for row in known]),
-        ("lost", "input_wait", [row.measured_s - row.compute_s for row in known]),
-    )
-    hours: list[dict[str, Any]] = [
-        {
-            "type": "bar",
-            "x": names,
-            "y": [round(device_s / 3600, 4) for device_s in seconds],
-            "name": name,
-            "marker": {"color": PHASE_COLORS[phase]},
-        }
-        for name, phase, seconds in stacked
+    hours = [
+        bars("trained", names, [_hours(row.compute_s) for row in known], PHASE_COLORS["compute"]),
+        bars("lost", names, [_hours(row.measured_s - row.compute_s) for row in known], PHASE_COLORS["input_wait"]),
     ]
-    trained: dict[str, Any] = {
-        "x": names,
-        "y": [round(row.productive_fraction or 0.0, 4) for row in known],
-        "name": "trained",
-        "mode": "lines+markers",
-        "line": {"color": "var(--c0)", "width": 2},
-    }
+    fractions = [round(row.productive_fraction or 0.0, 4) for row in known]
+    trend = curve("trained", names, fractions, 0, mode="lines+markers")
     return [
         charts.add(
             "Device-hours by month",
@@ -119,10 +94,14 @@ def _months(summary: RunsSummary, charts: Charts) -> list[Markup | None]:
         charts.add(
             "Fraction of the time that trained, by month",
             "the trend",
-            [trained] if known else [],
+            [trend] if known else [],
             height=200,
             showlegend=False,
             xaxis={"type": "category"},
             yaxis={"range": [0, 1], "tickformat": ".0%"},
         ),
     ]
+
+
+def _hours(device_s: float) -> float:
+    return round(device_s / 3600, 4)
