@@ -81,11 +81,11 @@ def why(
             from stoker.report.probing import run_probes
 
             run_probes(str(run), lambda text: print_text(text, file=sys.stderr))
-        from stoker.report.explain import explain_run, explanation_as_dict
+        from stoker.report.explain import explain_run
         from stoker.report.explain_terminal import print_explanation
 
         explanation = explain_run(str(run), price_per_device_hour)
-        _print(explanation_as_dict(explanation) if json else explanation, print_explanation, json=json)
+        _print(explanation, print_explanation, json=json)
 
 
 def _print(value: Any, print_text: Callable[[Any], None], *, json: bool) -> None:

@@ -4,6 +4,8 @@ The causes of lost time and their fixes come from `stoker/diagnosis/`. This modu
 error types of the model, and the size of the machine (`sizing.py`, last). Without evidence there is no advice.
 """
 
+from collections import Counter
+
 from stoker.diagnosis.endings import UNEXPLAINED
 from stoker.evaluation.metrics import Evaluation
 from stoker.findings.finding import Evidence, Finding, Severity
@@ -62,23 +64,18 @@ def _advice(id: str, severity: Severity, title: str, reason: str, fix: str, comm
 
 def _error_type_advice(evaluation: Evaluation) -> list[Finding]:
     """The most frequent error type, if it is frequent."""
-    counts = sum_error_types(evaluation)
     boxes = evaluation.metrics.boxes
-    error_type = max(counts, key=lambda name: counts[name], default=None)
-    if error_type is None or not boxes or counts[error_type] < MIN_ERROR_FRACTION * boxes:
+    ((error_type, count),) = sum_error_types(evaluation).most_common(1) or [("", 0)]
+    if not boxes or count < MIN_ERROR_FRACTION * boxes:
         return []
     meaning, fix = ERROR_TYPE_ADVICE[error_type]
-    reason = f"{counts[error_type]:,}, with {boxes:,} ground truth boxes: {meaning}"
+    reason = f"{count:,}, with {boxes:,} ground truth boxes: {meaning}"
     return [_advice("frequent_error_type", "info", f"The most frequent error type: {error_type}", reason, fix)]
 
 
-def sum_error_types(evaluation: Evaluation) -> dict[str, int]:
-    """Error type → count over all classes, without zeros."""
-    counts: dict[str, int] = {}
-    for class_eval in evaluation.classes:
-        for error_type, count in class_eval.error_types.items():
-            counts[error_type] = counts.get(error_type, 0) + count
-    return counts
+def sum_error_types(evaluation: Evaluation) -> Counter[str]:
+    """Error type → count over all classes."""
+    return sum((Counter(class_eval.error_types) for class_eval in evaluation.classes), Counter[str]())
 
 
 MIN_AP_GAIN = 0.01

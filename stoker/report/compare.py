@@ -9,12 +9,12 @@ from typing import TextIO
 import msgspec
 from rich.console import RenderableType
 
+from stoker.diagnosis.reader import Observer
 from stoker.report import format as fmt
 from stoker.report.console import facts, plain_text, print_renderables, table
 from stoker.report.environment import comparable, read_environment
 from stoker.report.explain import RunExplanation, exact_cost, explain_run, open_records
 from stoker.report.run_report import read_settings_rows
-from stoker.runs import records
 from stoker.runs.schemas import Event
 
 SAME_TOLERANCE = 0.01
@@ -70,7 +70,9 @@ class Comparison(msgspec.Struct, kw_only=True):
 
 def compare(before: str | Path, after: str | Path, price_per_device_hour: float | None = None) -> Comparison:
     """Reads both runs. price_per_device_hour: as for `explain_run`. Raises UsageError if one is not a run."""
-    first, second = explain_run(before, price_per_device_hour), explain_run(after, price_per_device_hour)
+    aps = _LastAp(), _LastAp()
+    first = explain_run(before, price_per_device_hour, observers=[aps[0]])
+    second = explain_run(after, price_per_device_hour, observers=[aps[1]])
     folders = open_records(before), open_records(after)
     unit, units = _unit(first, second)
     settings = [{row.name: row.value for row in read_settings_rows(folder)} for folder in folders]
@@ -85,7 +87,7 @@ def compare(before: str | Path, after: str | Path, price_per_device_hour: float 
         ),
         phases=_phase_changes(first, second, units) if all(units) else [],
         img_per_s=(first.img_per_s, second.img_per_s),
-        ap=(_last_ap(folders[0]), _last_ap(folders[1])),
+        ap=(aps[0].value, aps[1].value),
         settings=_changes(*settings) if all(settings) else [],
         environment=_changes(*(comparable(read_environment(folder)) for folder in folders)),
         removed_causes=[cause for cause in causes[0] if cause not in causes[1]],
@@ -137,14 +139,15 @@ def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> list[Change
     ]
 
 
-def _last_ap(folder: Path) -> float | None:
-    """AP of the last evaluation in events.jsonl."""
-    last = None
-    for event in records.read_lines(folder, records.EVENTS, Event):
+class _LastAp(Observer):
+    """AP of the last evaluation."""
+
+    value: float | None = None
+
+    def event(self, event: Event) -> None:
         metrics = event.data.get("metrics") if event.kind == "evaluated" else None
         if isinstance(metrics, dict) and isinstance(metrics.get("ap"), int | float):
-            last = float(metrics["ap"])
-    return last
+            self.value = float(metrics["ap"])
 
 
 def _sentences(comparison: Comparison) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """`stoker why RUN` as data: where the time of a run went, what it cost, the findings, and advice.
 
-`explain_run` reads a run in any state; `explain_terminal.py` prints the result; `explanation_as_dict` is its JSON.
+`explain_run` reads a run in any state; `explain_terminal.py` prints the result.
 `explain_log` reads the output of a job without a run folder, to find out what ended the job. `compare.py` compares two
 runs, `runs_summary.py` adds up many."""
 
@@ -209,12 +209,6 @@ def resolve_price(
     if price_per_device_hour is not None:
         return prices.user_price(price_per_device_hour, "--price-per-device-hour")
     return prices.user_price(recorded_price, "the run's own setting") or prices.price_from_environment(environment)
-
-
-def explanation_as_dict(explanation: RunExplanation) -> dict[str, Any]:
-    """The result in plain values, for JSON."""
-    built: dict[str, Any] = msgspec.to_builtins(explanation)
-    return built
 
 
 def _productive_fraction(totals: Totals, *, is_external: bool) -> float | None:

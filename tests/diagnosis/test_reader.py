@@ -50,7 +50,7 @@ def opened(run: Path, *arguments: str) -> Counter[str]:
 
 
 @pytest.mark.parametrize("end", ["finished", "failed", "killed"])
-def test_each_file_is_opened_once_during_why(end: str, tmp_path: Path) -> None:
+def test_each_file_is_opened_once_during_why_and_report(end: str, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", **CASES["launch_bound"][0])
     folder = RunFolder(run, 1)
     if end != "killed":
@@ -64,3 +64,5 @@ def test_each_file_is_opened_once_during_why(end: str, tmp_path: Path) -> None:
     counts = opened(run, "why", str(run), "--json")
     names = {CONFIG, ENVIRONMENT, EVENTS, STEPS, DEVICES, TRACES, STACKS, PROBES, QUARANTINE, "ranks/0001/steps.jsonl"}
     assert {name: counts[name] for name in names} == dict.fromkeys(names, 1)
+    counts = opened(run, "report", str(run), "--json")
+    assert [counts[name] for name in (EVENTS, STEPS, DEVICES, "ranks/0001/steps.jsonl")] == [1, 1, 1, 1]

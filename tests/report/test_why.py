@@ -12,7 +12,7 @@ from stoker.errors import UsageError
 from stoker.findings.finding import Evidence, Finding
 from stoker.report import format as fmt
 from stoker.report.console import print_renderables
-from stoker.report.explain import RunExplanation, explain_run, explanation_as_dict
+from stoker.report.explain import RunExplanation, explain_run
 from stoker.report.explain_terminal import print_explanation
 from stoker.report.findings_terminal import finding_lines
 from stoker.report.run_report import collect
@@ -121,7 +121,7 @@ def test_the_stages_of_input_wait(tmp_path: Path) -> None:
         "queue 16 s 8.0 % handing over the batch",
     ]
     assert table[1].startswith("  fetch")
-    waited = next(row for row in explanation_as_dict(explain_run(tmp_path))["phases"] if row["phase"] == "input_wait")
+    waited = next(row for row in msgspec.to_builtins(explain_run(tmp_path))["phases"] if row["phase"] == "input_wait")
     assert sum(part["device_s"] for part in waited["stages"]) == waited["device_s"]
     assert set(STAGE_MEANINGS) == set(INPUT_STAGES)
 
@@ -194,7 +194,7 @@ def test_reading_changes_no_file(tmp_path: Path) -> None:
 
 
 def test_the_fractions_in_the_json_add_up(tmp_path: Path) -> None:
-    explanation = explanation_as_dict(
+    explanation = msgspec.to_builtins(
         explain_run(make_run(tmp_path / "run", end="finished", attempts=2), price_per_device_hour=1.0)
     )
     assert json.loads(json.dumps(explanation)) == explanation
@@ -279,7 +279,7 @@ def test_experiments_have_a_section(tmp_path: Path) -> None:
         "more workers 10 18 1.10 0.80 … 1.90 (unclear), 1 step each",
         "no gradient all-reduce not measured: one device",
     ]
-    assert [item["probe"] for item in explanation_as_dict(explain_run(run))["probes"]] == [
+    assert [item["probe"] for item in msgspec.to_builtins(explain_run(run))["probes"]] == [
         "cached_batch",
         "more_workers",
         "no_allreduce",
@@ -313,7 +313,7 @@ def test_every_partial_run_can_be_explained(tmp_path: Path, what: str) -> None:
     text = text_of(result)
     assert result.state in ("killed", "unknown")
     assert ("No time is recorded yet" in text) == (b"wall_s" not in PARTIAL_RUNS[what].get("steps.jsonl", b""))
-    assert json.loads(json.dumps(explanation_as_dict(result)))
+    assert json.loads(msgspec.json.encode(result))
     assert collect(tmp_path).explanation.state == result.state
 
 

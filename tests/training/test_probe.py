@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -199,6 +200,6 @@ def test_experiments_on_a_real_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def stoker_why(run: Path) -> dict[str, Any]:
-    from stoker.report.explain import explain_run, explanation_as_dict
+    from stoker.report.explain import explain_run
 
-    return json.loads(json.dumps(explanation_as_dict(explain_run(run))))
+    return json.loads(msgspec.json.encode(explain_run(run)))

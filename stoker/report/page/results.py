@@ -232,7 +232,7 @@ def _error_types(evaluation: Evaluation) -> Markup:
     max_count = max(counts.values())
     rows = [
         [name, fmt.count(count), bar(count / max_count, color="var(--c3)"), *ERROR_TYPE_ADVICE[name]]
-        for name, count in sorted(counts.items(), key=lambda item: -item[1])
+        for name, count in counts.most_common()
     ]
     tp = sum(class_eval.tp for class_eval in evaluation.classes)
     title = (
