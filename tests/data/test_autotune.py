@@ -40,7 +40,6 @@ def rates(**changes):
         "read_fraction": 0.5,
         "cpu_utilization": 0.5,
         "decoded_per_s": 100.0,
-        "consumed_per_s": 100.0,
         "memory_bytes": 16 * GIB,
         "free_bytes": 8 * GIB,
     }
@@ -67,7 +66,6 @@ class LoaderModel:
             read_fraction=self.read_s / (self.read_s + self.decode_s),
             cpu_utilization=min(1.0, rate * self.decode_s / self.cores),
             decoded_per_s=rate,
-            consumed_per_s=rate,
         )
 
 

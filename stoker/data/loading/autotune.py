@@ -73,8 +73,6 @@ class LoaderRates:
     """Of the cores' time, this process and its worker processes used."""
     decoded_per_s: float
     """Images decoded per second."""
-    consumed_per_s: float
-    """Images that training took per second."""
     memory_bytes: int
     """Of the host, or its cgroup."""
     free_bytes: int
@@ -247,7 +245,6 @@ class LoaderRateMeter:
             read_fraction=read_s / busy_s if busy_s > 0 else 0.0,
             cpu_utilization=min(1.0, (cpu_s - self._cpu_s) / (duration_s * self._cores)),
             decoded_per_s=(stats.decode.num_images - last.decode.num_images) / duration_s,
-            consumed_per_s=(stats.copy.num_images - last.copy.num_images) / duration_s,
             memory_bytes=limit,
             free_bytes=max(0, limit - used),
         )

@@ -440,11 +440,8 @@ class Loader:
         if time.perf_counter() - self._rate_meter.last_poll_s < POLL_INTERVAL_S:
             return
         rates = self._rate_meter.poll(self.stats())
-        if self._fetcher is not None and self._prefetcher is not None:
-            self._fetcher.report_demand(
-                rates.consumed_per_s * self._prefetcher.requests_per_image,
-                rates.wait_fraction * rates.in_flight_fraction >= INPUT_BOUND_FRACTION,
-            )
+        if self._fetcher is not None:
+            self._fetcher.report_demand(starved=rates.wait_fraction * rates.in_flight_fraction >= INPUT_BOUND_FRACTION)
         for message in self._autotuner.update(rates):
             if self._on_tuned is not None:
                 self._on_tuned(f"loader: {message}")

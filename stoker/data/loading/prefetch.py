@@ -96,12 +96,6 @@ class Prefetcher:
             return self._samples.buffer_images  # what the order needs, derived from the memory at the start of the run
         return affordable
 
-    @property
-    def requests_per_image(self) -> float:
-        """Below 1 where images are requested together."""
-        counters = self._counters
-        return counters.requests / counters.requested if counters.requests else 1.0
-
     def top_up(self) -> None:
         """Requests images until `max_in_flight` are under way."""
         limit, target = self.max_in_flight, self._fetcher.target_in_flight
@@ -157,7 +151,6 @@ class Prefetcher:
                 read.future.set_result(part)
 
         counters.requested += len(reads)
-        counters.requests += 1
         length = max(read.end for read in reads) - first if is_range else None
         future = self._fetcher.submit(reads[0].store, reads[0].key, start=first, length=length)
         if is_range:

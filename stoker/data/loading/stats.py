@@ -65,11 +65,10 @@ def sum_counters(per_worker: Iterable[Counters]) -> tuple[Counters, dict[str, in
 
 @dataclasses.dataclass
 class PrefetchCounters:
-    """Fetches since the loader was made. The first two are written by the caller, the rest by the fetcher's thread."""
+    """Images that were fetched since the loader was made. The first is written by the caller, the rest by the fetcher's
+    thread."""
 
     requested: int = 0
-    """Images; the next counts the requests, of which one may be for many images."""
-    requests: int = 0
     completed: int = 0
     bytes: int = 0
     seconds: float = 0.0
