@@ -188,7 +188,7 @@ def test_sixteen_threads_submit_at_once(store: Store) -> None:
 def test_concurrency_grows_while_the_consumer_waits(store: Store) -> None:
     with Fetcher(max_in_flight=64) as fetcher:
         before = fetcher.target_in_flight
-        for _ in range(3):
+        for _ in range(2):  # a round, then the first growth
             for future in [fetcher.submit(store, key) for key in DATA]:
                 future.result()
             fetcher.report_demand(starved=True)
@@ -197,7 +197,7 @@ def test_concurrency_grows_while_the_consumer_waits(store: Store) -> None:
 
 
 def grow(limit: int, *, latency_s: float, link_per_s: float, rounds: int) -> tuple[int, float]:
-    """The concurrency that a store of that latency, behind a link of that many objects a second, gets where the consumer
+    """The concurrency that a store of that latency and a link of that many objects a second give to a consumer that
     always waits, and the throughput of the last round."""
     concurrency, now_s, rate = fetcher_module._Concurrency(limit), 0.0, 0.0
     for _ in range(rounds):
