@@ -7,7 +7,7 @@ by `samples.py`, `worker_pool.py` and `prefetch.py`; `loader.py` evaluates them.
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from operator import itemgetter
 
 from stoker.runs.records import INPUT_STAGES
@@ -22,8 +22,9 @@ Transitions = list[tuple[float, str]]
 Intervals = list[tuple[float, str]]
 """(end in seconds of `time.perf_counter`, stage): each begins where the one before it ends."""
 
+_OTHER_FETCH, _OTHER_DECODE = "other fetch", "other decode"
 _AWAITED_STAGES = {IN_FLIGHT: FETCH, READ: FETCH, DECODING: DECODE, QUEUED: QUEUE}
-_OTHER_STAGES = {READ: FETCH, DECODING: DECODE}  # requests in flight of other samples block no worker
+_OTHER_STAGES = {READ: _OTHER_FETCH, DECODING: _OTHER_DECODE}  # requests in flight of other samples block no worker
 
 
 def split_wait(
@@ -38,75 +39,48 @@ def split_wait(
     2. some of them wait for a worker         -> what the workers do, in the same way
     3. nothing is left to do for them         -> QUEUE: they are complete and only have to be handed out
     """
+    counts: Counter[str | None] = Counter()
+    changes = _stage_changes(awaited, _AWAITED_STAGES, start_s, end_s, counts)
+    if counts[QUEUE] or any(after == QUEUE for _, _, after in changes):
+        changes += _stage_changes(others, _OTHER_STAGES, start_s, end_s, counts)
     intervals: Intervals = []
-    segment_start_s = start_s
-    other_segments: list[tuple[float, set[str]]] | None = None
-    first = 0
-    for segment_end_s, stages in _stage_segments(awaited, start_s, end_s, _AWAITED_STAGES):
-        if stages != {QUEUE}:
-            _append_interval(intervals, segment_start_s, segment_end_s, stages)
-        else:
-            if other_segments is None:
-                other_segments = list(_stage_segments(others, start_s, end_s, _OTHER_STAGES))
-            piece_start_s = segment_start_s
-            while other_segments[first][0] <= segment_start_s < end_s:
-                first += 1
-            while True:
-                other_end_s, other_stages = other_segments[first]
-                piece_end_s = min(other_end_s, segment_end_s)
-                _append_interval(intervals, piece_start_s, piece_end_s, other_stages)
-                piece_start_s = piece_end_s
-                if other_end_s >= segment_end_s:
-                    break
-                first += 1
-        segment_start_s = segment_end_s
-    return intervals
+    for time_s, before, after in [*sorted(changes, key=itemgetter(0)), (end_s, None, None)]:
+        if time_s > start_s:
+            stages = [stage for stage in (FETCH, DECODE) if counts[stage]]
+            if not stages and counts[QUEUE]:
+                stages = [stage for stage, n in ((FETCH, counts[_OTHER_FETCH]), (DECODE, counts[_OTHER_DECODE])) if n]
+            stages = stages or [QUEUE]
+            for stage in stages:
+                start_s = time_s if stage == stages[-1] else (start_s + time_s) / 2
+                if intervals and intervals[-1][1] == stage:
+                    intervals.pop()
+                intervals.append((start_s, stage))
+        counts[before] -= 1
+        counts[after] += 1
+    return intervals or [(end_s, QUEUE)]
 
 
-def _append_interval(intervals: Intervals, start_s: float, end_s: float, stages: set[str]) -> None:
-    active_stages = sorted(stages - {QUEUE}, reverse=True) or [QUEUE]
-    for n, stage in enumerate(active_stages, start=1):
-        piece_end_s = end_s if n == len(active_stages) else start_s + (end_s - start_s) * n / len(active_stages)
-        if intervals and intervals[-1][1] == stage:
-            intervals[-1] = (piece_end_s, stage)
-        else:
-            intervals.append((piece_end_s, stage))
-
-
-def _stage_segments(
-    samples: Iterable[Transitions], start_s: float, end_s: float, stage_by_state: dict[str, str]
-) -> Iterator[tuple[float, set[str]]]:
-    """(end of a segment, the stages that samples are in during it), from start_s to end_s."""
-    counts: Counter[str] = Counter()
+def _stage_changes(
+    samples: Iterable[Transitions],
+    stage_by_state: dict[str, str],
+    start_s: float,
+    end_s: float,
+    counts: "Counter[str | None]",
+) -> list[tuple[float, str | None, str | None]]:
+    """(time, stage before, stage after) of the changes from start_s to end_s. Adds the samples to `counts` by their
+    stage at start_s."""
     changes: list[tuple[float, str | None, str | None]] = []
-    queued_stage = stage_by_state.get(QUEUED)
     for transitions in samples:
-        if not transitions and queued_stage is None:
-            continue
-        initial_stage = current_stage = queued_stage
+        initial = current = stage_by_state.get(QUEUED)
         for time_s, state in list(transitions):  # a copy, as a worker may append to it
             stage = stage_by_state.get(state)
             if time_s <= start_s:
-                initial_stage = stage
-            elif time_s < end_s:
-                changes.append((time_s, current_stage, stage))
-            current_stage = stage
-        if initial_stage is not None:
-            counts[initial_stage] += 1
-    changes.sort(key=itemgetter(0))
-    stages = {stage for stage, count in counts.items() if count}
-    for time_s, before, after in changes:
-        if time_s > start_s:
-            yield time_s, stages
-        start_s = time_s
-        if before == after:
-            continue
-        if before is not None:
-            counts[before] -= 1
-        if after is not None:
-            counts[after] += 1
-        stages = {stage for stage, count in counts.items() if count}
-    yield end_s, stages
+                initial = stage
+            elif time_s < end_s and stage != current:
+                changes.append((time_s, current, stage))
+            current = stage
+        counts[initial] += 1
+    return changes
 
 
 class WaitBreakdown:
