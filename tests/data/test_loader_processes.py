@@ -16,10 +16,8 @@ import pytest
 
 from stoker.data.images.pixel_cache import CachedImageSpec, PixelCache
 from stoker.data.loading import processes as processes_module
-from stoker.data.loading.buffers import MAX_TRANSITIONS, RingLayout, SharedTransitions
 from stoker.data.loading.process_main import load_payload
 from stoker.data.loading.processes import MIN_CORES, WorkerProcesses, choose_worker_processes, save_payload
-from stoker.data.loading.wait_breakdown import DECODING, DONE, READ
 from stoker.errors import OutOfMemoryError, PreflightError, StokerError
 from tests.data import loading
 from tests.data.loading import CPU, InMemoryIndex, LateDevice, assert_same, make, stream, take
@@ -350,25 +348,6 @@ def test_a_payload_comes_back_with_its_arrays_in_shared_memory():
     for name in "abc":
         assert np.array_equal(loaded[name], payload[name])
         assert not loaded[name].flags.owndata
-
-
-def test_transitions_are_seen_by_another_map():
-    layout = RingLayout(2, 3, (8, 8), 8, 1)
-    fd = os.memfd_create("test")
-    os.ftruncate(fd, layout.nbytes)
-    writer, reader = layout.map(fd), layout.map(fd)
-    transitions = SharedTransitions(writer.slots[1], 2)
-    transitions.append((1.0, READ))
-    transitions.append((2.0, DECODING))
-    assert reader.slots[1].read_transitions() == [[], [], [(1.0, READ), (2.0, DECODING)]]
-    for n in range(MAX_TRANSITIONS):
-        transitions.append((3.0 + n, DECODING))
-    transitions.append((99.0, DONE))
-    last = reader.slots[1].read_transitions()[2]
-    assert len(last) == MAX_TRANSITIONS
-    assert last[-1] == (99.0, DONE)
-    assert not any(reader.slots[0].read_transitions())
-    os.close(fd)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,11 @@
 """Threads and slots that come and go while a loader runs change nothing of what it hands out."""
 
-import itertools
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -198,12 +196,3 @@ print(seen[4], seen[19])
     assert done.returncode == 0, done.stderr
     fifth, last = map(float, done.stdout.split())
     assert last / fifth - 1 < 0.02, (fifth, last)
-
-
-def test_a_sample_has_few_transitions(index):
-    with make(index, prefetch_depth=1) as loader:
-        for _ in itertools.repeat(None, 20):
-            next(loader)
-            for batch_task in list(loader._pending_batches):
-                assert max(map(len, batch_task.transitions), default=0) <= 4
-    assert np.isfinite(loader.stats().wait_s)

@@ -29,17 +29,16 @@ from stoker.data.loading.prefetch import Prefetcher, iter_rank_positions
 from stoker.data.loading.processes import ProcessPool, WorkerProcesses
 from stoker.data.loading.samples import BatchTask, SampleStream
 from stoker.data.loading.spec import LoaderSpec, compute_max_boxes
-from stoker.data.loading.stats import Counters, LoaderStats, PrefetchCounters, StageStats, sum_counters
-from stoker.data.loading.wait_breakdown import (
-    COPY,
+from stoker.data.loading.stats import (
     DECODING,
-    QUEUE,
     READ,
-    Intervals,
-    Transitions,
-    WaitBreakdown,
-    split_wait,
-)  # fmt: skip
+    Counters,
+    LoaderStats,
+    PrefetchCounters,
+    StageStats,
+    sum_counters,
+)
+from stoker.data.loading.wait_breakdown import COPY, QUEUE, Intervals, WaitBreakdown, split_wait
 from stoker.data.loading.worker_pool import WorkerPool
 from stoker.errors import CheckpointError, DataError
 from stoker.hardware.device import ReadyEvent
@@ -412,18 +411,20 @@ class Loader:
                 self._reclaim_buffers()
                 self._schedule(pool)
                 self._wait_breakdown.attribute_elapsed(QUEUE)
-            wait_start_s = time.perf_counter()
-            pool.wait(self._pending_batches[0])
+            if self._pending_batches[0].num_missing:
+                self._wait_for(self._pending_batches[0], pool)
             if pool.stopped:
                 raise RuntimeError("the loader was closed while a batch was waited for")
-            batch_task = self._pending_batches.popleft()
-            others: list[Transitions] = [
-                transitions for later in self._pending_batches for transitions in later.transitions
-            ]
-            self._wait_breakdown.add(split_wait(wait_start_s, time.perf_counter(), batch_task.transitions, others))
-            return batch_task
+            return self._pending_batches.popleft()
         finally:
             self._wait_s += time.perf_counter() - start_s
+
+    def _wait_for(self, batch_task: BatchTask, pool: WorkerPool | ProcessPool) -> None:
+        start_s, before = time.perf_counter(), pool.total()[0]
+        pool.wait(batch_task)
+        end_s, after = time.perf_counter(), pool.total()[0]
+        workers, is_remote = self._autotuner.workers, self._prefetcher is not None
+        self._wait_breakdown.add(split_wait(start_s, end_s, before, after, workers=workers, is_remote=is_remote))
 
     def _copy_to_device(self, batch_task: BatchTask) -> tuple[BatchTask, list[Tensor], ReadyEvent]:
         self._wait_breakdown.attribute_elapsed(QUEUE)

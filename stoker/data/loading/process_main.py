@@ -34,7 +34,6 @@ from stoker.data.loading.buffers import (
     STOPPED,
     HostBatchBuffer,
     RingLayout,
-    SharedTransitions,
 )
 from stoker.data.loading.samples import BatchTask, SampleResult, SampleStream
 from stoker.data.loading.worker_pool import MAX_READ_AHEAD, WorkerPool
@@ -151,12 +150,11 @@ class _Stream:
         self.is_closed = True
 
     def _submit(self, pool: WorkerPool, position: int, slot_number: int, first: int, count: int) -> None:
-        slot, layout = self._ring.slots[slot_number], self._layout
-        arrays = [array[first : first + count] for array in slot.arrays]
+        layout = self._layout
+        arrays = [array[first : first + count] for array in self._ring.slots[slot_number]]
         buffer = HostBatchBuffer(None, count, layout.image_size, layout.max_boxes, arrays)
         task = _GroupTask(position, position, buffer, count)
         task.slot_number, task.first = slot_number, first
-        task.transitions = [SharedTransitions(slot, first + k) for k in range(count)]
         pool.submit_batch(task)
 
     def _finish_group(self, generation: int, task: BatchTask) -> None:

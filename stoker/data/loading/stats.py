@@ -7,7 +7,8 @@ import dataclasses
 import time
 from collections.abc import Iterable
 
-from stoker.data.loading.wait_breakdown import DECODING, READ, Transitions
+READ, DECODING = "read", "decoding"
+"""What a worker is doing."""
 
 
 @dataclasses.dataclass
@@ -35,17 +36,18 @@ class Counters:
     current_stage: tuple[str, float] | None = None
     """READ or DECODING, and since when."""
 
-    def begin(self, stage: str, transitions: Transitions) -> float:
-        """The worker begins READ or DECODING with the sample of `transitions`. Returns the time."""
+    def begin(self, stage: str) -> float:
+        """The worker begins READ or DECODING. Returns the time."""
         start_s = time.perf_counter()
         self.current_stage = stage, start_s
-        transitions.append((start_s, stage))
         return start_s
 
     def add(self, other: "Counters") -> None:
-        for field in dataclasses.fields(self):
-            if field.name != "current_stage":
-                setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+        for name in COUNTER_FIELDS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+COUNTER_FIELDS = tuple(field.name for field in dataclasses.fields(Counters) if field.name != "current_stage")
 
 
 def sum_counters(per_worker: Iterable[Counters]) -> tuple[Counters, dict[str, int]]:

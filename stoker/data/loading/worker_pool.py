@@ -19,7 +19,6 @@ from typing import NamedTuple
 from stoker.data.loading.prefetch import Prefetcher
 from stoker.data.loading.samples import BatchTask, PendingRead, SampleStream
 from stoker.data.loading.stats import Counters, sum_counters
-from stoker.data.loading.wait_breakdown import DONE
 
 JOIN_TIMEOUT_S = 10.0
 """How long `close`, or exit, waits for threads whose file system does not respond."""
@@ -115,11 +114,10 @@ class WorkerPool:
         ready_tasks = []
         for k in range(count):
             task = SampleTask(start + k, batch_task, k, None)
-            prefetched = None if self._prefetcher is None else self._prefetcher.take(start + k)
-            if prefetched is None:
+            pending_read = None if self._prefetcher is None else self._prefetcher.take(start + k)
+            if pending_read is None:
                 ready_tasks.append(task)
             else:
-                pending_read, batch_task.transitions[k] = prefetched
                 # Submitted when its bytes have arrived, so that a slow object blocks no worker.
                 self._submit_when_done(task, pending_read)
         self.submit(*ready_tasks)
@@ -185,7 +183,6 @@ class WorkerPool:
             pass
         except BaseException as error:  # noqa: BLE001  (`BatchFinalizer` raises it in the caller's thread)
             batch_task.results[task.k] = error
-        batch_task.transitions[task.k].append((time.perf_counter(), DONE))
         with self._results_lock:
             batch_task.num_loading -= 1
             if batch_task.num_loading:
