@@ -109,7 +109,7 @@ def wait_until_full(loader: Any) -> float:
     """Waits until the loader has nothing to do, so that it does not disturb the measurement of another. Returns the
     CPU-seconds that this took."""
     start_s = time.thread_time()
-    while (stats := loader.stats()).queued + stats.fetch.in_progress + stats.decode.in_progress:
+    while loader.stats().loading:
         time.sleep(0.05)
     return time.thread_time() - start_s
 

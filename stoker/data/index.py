@@ -302,7 +302,7 @@ def _with_uris(index: Index, mirror: Path, notes: tuple[str, ...]) -> Index:
     return replace(index, notes=(*replace_paths(index.notes), *notes), problems=problems)
 
 
-def open_index_of(data: "DataSettings", problems: ProblemCollector | None = None) -> Index:
+def open_index_of(data: "DataSettings") -> Index:
     """The index of the data set that settings name; see `open_index`."""
     return open_index(
         data.data,
@@ -310,7 +310,6 @@ def open_index_of(data: "DataSettings", problems: ProblemCollector | None = None
         classes=data.classes or (),
         allow_outside=data.allow_outside,
         splits=split_options(data),
-        problems=problems,
     )
 
 

@@ -160,7 +160,9 @@ def to_storage_error(
     match = _INVALID_KEY.search(failure.message)
     key = (match[1] or match[2]) if match else uri.key
     valid_key = "/".join(part for part in key.split("/") if part not in ("", ".", "..")) or "NAME"
-    permission = store.permissions.get(action, "")
+    permission = missing = store.permissions.get(action, "")
+    if permission == "s3:GetObject":
+        missing += " (without s3:ListBucket the response is the same for an object that does not exist)"
     words = {
         "action": action,
         "done": _DONE[action],
@@ -174,6 +176,7 @@ def to_storage_error(
         "identity": f"credentials: {credentials.description}",
         "response": f"response: {failure.name}" + (f", {failure.message}" if failure.message else ""),
         "permission": permission,
+        "missing": missing,
         "role": store.roles.get(action),
         "member": credentials.iam_member or "user:YOUR_ADDRESS",
         "resource": uri.bucket + ("" if action == "list" else "/*"),
@@ -182,8 +185,6 @@ def to_storage_error(
     commands = {name: getattr(store, name).format(**words) for name in ("list", "create", "move", "login", "grant")}
     if credentials.anonymous:
         commands["grant"] = commands["login"]
-    if permission == "s3:GetObject":
-        words["permission"] += " (without s3:ListBucket the response is the same for an object that does not exist)"
     message = knowledge.messages[kind]
     what, cause, fix = (text.format(**words, **commands) for text in (message.what, message.cause, message.fix))
     return _ERRORS.get(kind, StorageError)(what, location=uri, cause=cause, fix=fix or None)

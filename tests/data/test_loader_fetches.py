@@ -95,7 +95,6 @@ def test_more_is_requested_than_there_are_free_buffers(bucket):
     with make(bucket, prefetch_depth=1) as loader:
         take(loader, 1)
         assert len(MADE[0].submitted) == 3 * 4 + 16
-        assert loader.stats().max_in_flight == 16
 
 
 def test_low_memory_limits_the_requests(bucket, monkeypatch):
@@ -120,8 +119,8 @@ def test_a_slow_object_blocks_no_worker(bucket):
         while loader.stats().decode.num_images < 20 - expected.count(late):
             assert not done.is_set()
         stats = loader.stats()
-        assert stats.fetch.in_progress >= 1
-        assert (stats.decode.in_progress, stats.copy.num_images) == (0, 0)
+        assert stats.loading >= 1
+        assert stats.copy.num_images == 0
         bucket.holds[late].set()
         asking.join(60)
     assert image_indices_of(actual) == expected

@@ -20,7 +20,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from stoker.data.batch import NUM_RAND, PAD_COLOR, Batch
 from stoker.data.images.decode import Pixels
-from stoker.data.loading.stats import COUNTER_FIELDS, DECODING, READ, Counters
+from stoker.data.loading.stats import COUNTER_FIELDS, Counters
 
 if TYPE_CHECKING:  # worker processes do without torch
     from torch import Tensor
@@ -160,7 +160,7 @@ class RingLayout:
         return [((self.batch_size, *shape), dtype) for shape, dtype in batch_arrays(self.image_size, self.max_boxes)]
 
     def _all_arrays(self) -> list[tuple[tuple[int, ...], DTypeLike]]:
-        counters = (self.num_processes, len(COUNTER_FIELDS) + 3), np.float64
+        counters = (self.num_processes, len(COUNTER_FIELDS) + 1), np.float64
         return [*(self._slot_arrays() * self.num_slots), counters]
 
     @property
@@ -193,27 +193,20 @@ class Ring:
     slots: list[list[NDArray[Any]]]
     """Of each batch its arrays, for `HostBatchBuffer`."""
     _counters: NDArray[np.float64]
-    """[P, …]: the fields of `Counters`, CPU-seconds of the process, workers that READ and that are DECODING."""
+    """[P, …]: the fields of `Counters`, and CPU-seconds of the process."""
 
-    def write_counters(self, process: int, total: Counters, num_active: dict[str, int], cpu_s: float) -> None:
-        self._counters[process] = [
-            *(getattr(total, name) for name in COUNTER_FIELDS), cpu_s, num_active[READ], num_active[DECODING]
-        ]  # fmt: skip
+    def write_counters(self, process: int, total: Counters, cpu_s: float) -> None:
+        self._counters[process] = [*(getattr(total, name) for name in COUNTER_FIELDS), cpu_s]
 
-    def read_counters(self) -> tuple[Counters, dict[str, int]]:
-        """(the sum over all processes; workers READING and DECODING), as in `stats.sum_counters`."""
+    def read_counters(self) -> Counters:
+        """The sum over all processes."""
         sums = dict(zip(COUNTER_FIELDS, self._counters.sum(0).tolist(), strict=False))
-        total = Counters()
-        for name, value in sums.items():
-            setattr(total, name, type(getattr(total, name))(value))
-        reading, decoding = self._counters[:, -2:].sum(0).tolist()
-        return total, {READ: int(reading), DECODING: int(decoding)}
+        return Counters(**{name: type(getattr(Counters, name))(value) for name, value in sums.items()})
 
     @property
     def cpu_s(self) -> float:
         """CPU-seconds of the processes since the stream was opened."""
-        return float(self._counters[:, -3].sum())
+        return float(self._counters[:, -1].sum())
 
     def clear_counters(self) -> None:
-        self._counters[:, :-3] = 0
-        self._counters[:, -2:] = 0
+        self._counters[:, :-1] = 0

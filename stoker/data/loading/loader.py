@@ -29,15 +29,7 @@ from stoker.data.loading.prefetch import Prefetcher, iter_rank_positions
 from stoker.data.loading.processes import ProcessPool, WorkerProcesses
 from stoker.data.loading.samples import BatchTask, SampleStream
 from stoker.data.loading.spec import LoaderSpec, compute_max_boxes
-from stoker.data.loading.stats import (
-    DECODING,
-    READ,
-    Counters,
-    LoaderStats,
-    PrefetchCounters,
-    StageStats,
-    sum_counters,
-)
+from stoker.data.loading.stats import Counters, LoaderStats, PrefetchCounters, StageStats
 from stoker.data.loading.wait_breakdown import COPY, QUEUE, Intervals, WaitBreakdown, split_wait
 from stoker.data.loading.worker_pool import WorkerPool
 from stoker.errors import CheckpointError, DataError
@@ -206,33 +198,26 @@ class Loader:
             self._pool.collect()
         pending_batches = list(self._pending_batches)  # the thread that asks for batches may be adding to it
         num_missing = sum(min(batch_task.num_missing, self._batch_size) for batch_task in pending_batches)
-        total, num_active = self._pool.total() if self._pool else sum_counters([])
+        total = self._pool.total() if self._pool else Counters()
         total.add(self._counters)
         prefetched, buffer = self._prefetch_counters, self._buffers[0]
-        in_flight = prefetched.requested - prefetched.completed
-        num_copying = sum(not ready.done() for _, ready in list(self._handed_out))
         return LoaderStats(
             fetch=StageStats(
                 prefetched.seconds + total.read_s,
                 prefetched.completed + total.num_reads,
                 prefetched.bytes + total.read_bytes,
-                in_flight + num_active[READ],
             ),
-            decode=StageStats(
-                total.decode_s, total.num_images, total.num_images * buffer.pixels[0].nbytes, num_active[DECODING]
-            ),
+            decode=StageStats(total.decode_s, total.num_images, total.num_images * buffer.pixels[0].nbytes),
             copy=StageStats(
                 self._wait_breakdown.total_s[COPY],
                 self._batches_copied * self._batch_size,
                 self._batches_copied * buffer.nbytes,
-                num_copying * self._batch_size,
             ),
             total=total,
-            queued=self._pool.num_queued if self._pool else 0,
+            loading=num_missing,
             ready=self._batch_size * (len(pending_batches) + (self._copied_batch is not None)) - num_missing,
             workers=self._autotuner.workers,
             prefetch_depth=self._autotuner.prefetch_depth,
-            max_in_flight=self._prefetcher.max_in_flight if self._prefetcher else 0,
             wait_s=self._wait_s,
             wait_s_by_stage=dict(self._wait_breakdown.total_s),
             processes_cpu_s=self._process_pool.ring.cpu_s if self._process_pool else 0.0,
@@ -337,7 +322,7 @@ class Loader:
             self._gc_finalizer.detach()
         pool.stop()
         pool.join()
-        self._counters.add(pool.total()[0])
+        self._counters.add(pool.total())
         return pool.is_idle
 
     def _hand_out(self) -> Batch:
@@ -420,9 +405,9 @@ class Loader:
             self._wait_s += time.perf_counter() - start_s
 
     def _wait_for(self, batch_task: BatchTask, pool: WorkerPool | ProcessPool) -> None:
-        start_s, before = time.perf_counter(), pool.total()[0]
+        start_s, before = time.perf_counter(), pool.total()
         pool.wait(batch_task)
-        end_s, after = time.perf_counter(), pool.total()[0]
+        end_s, after = time.perf_counter(), pool.total()
         workers, is_remote = self._autotuner.workers, self._prefetcher is not None
         self._wait_breakdown.add(split_wait(start_s, end_s, before, after, workers=workers, is_remote=is_remote))
 

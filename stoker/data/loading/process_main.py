@@ -127,7 +127,7 @@ class _Stream:
             self._publish(pool)
 
     def _publish(self, pool: WorkerPool) -> None:
-        self._ring.write_counters(self._process, *pool.total(), time.process_time())
+        self._ring.write_counters(self._process, pool.total(), time.process_time())
 
     def _take_groups(self) -> None:
         """A thread: takes groups while few of them are in progress here, and gives them to the workers."""

@@ -316,14 +316,8 @@ class ProcessPool:
         count = self._processes.count
         return [max(1, workers // count + (process < workers % count)) for process in range(count)]
 
-    @property
-    def num_queued(self) -> int:
-        """Samples that wait for a worker."""
-        num_active = self.ring.read_counters()[1]
-        return max(0, sum(task.num_missing for task in list(self._pending.values())) - sum(num_active.values()))
-
-    def total(self) -> tuple[Counters, dict[str, int]]:
-        """`sum_counters` of all workers of all processes."""
+    def total(self) -> Counters:
+        """The sum over all workers of all processes."""
         return self.ring.read_counters()
 
     def resize(self, workers: int) -> None:

@@ -50,19 +50,18 @@ class Counters:
 COUNTER_FIELDS = tuple(field.name for field in dataclasses.fields(Counters) if field.name != "current_stage")
 
 
-def sum_counters(per_worker: Iterable[Counters]) -> tuple[Counters, dict[str, int]]:
-    """(the sum, including stages that have not ended; number of workers READING and DECODING)."""
-    total, num_active, now_s = Counters(), {READ: 0, DECODING: 0}, time.perf_counter()
+def sum_counters(per_worker: Iterable[Counters]) -> Counters:
+    """The sum, including stages that have not ended."""
+    total, now_s = Counters(), time.perf_counter()
     for counters in per_worker:
         total.add(counters)
         if (current := counters.current_stage) is not None:
             stage, start_s = current
-            num_active[stage] += 1
             if stage == READ:
                 total.read_s += now_s - start_s
             else:
                 total.decode_s += now_s - start_s
-    return total, num_active
+    return total
 
 
 @dataclasses.dataclass
@@ -86,8 +85,6 @@ class StageStats:
     num_images: int
     bytes: int
     """Of encoded images that were fetched, of pixels that were decoded or copied."""
-    in_progress: int
-    """Samples in this stage now."""
 
 
 @dataclasses.dataclass
@@ -101,15 +98,13 @@ class LoaderStats:
     """To the device; `seconds` are those of issuing the copies and of waiting for them."""
     total: Counters
     """The sum over the workers."""
-    queued: int
-    """Samples that wait for a worker."""
+    loading: int
+    """Samples of batch buffers that are not loaded yet."""
     ready: int
     """Samples that wait for the caller, including those of an incomplete batch."""
     workers: int
     prefetch_depth: int
     """Batches that may be decoded ahead."""
-    max_in_flight: int
-    """Objects of a bucket that may be requested beyond the batch buffers."""
     wait_s: float
     """The caller waiting in `__next__`: training is faster than the loader."""
     wait_s_by_stage: dict[str, float]

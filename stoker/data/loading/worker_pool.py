@@ -71,13 +71,8 @@ class WorkerPool:
             self._device_thread.start()
         _POOLS.add(self)
 
-    @property
-    def num_queued(self) -> int:
-        """Samples that wait for a worker."""
-        return len(self._tasks)
-
-    def total(self) -> tuple[Counters, dict[str, int]]:
-        """`sum_counters` of all workers, also of those that have exited."""
+    def total(self) -> Counters:
+        """The sum over all workers, also over those that have exited."""
         with self._tasks_changed:
             per_worker = [self._exited_counters, self._device_counters, *self._threads.values()]
         return sum_counters(per_worker)
