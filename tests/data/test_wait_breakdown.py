@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.data.loading.stats import Counters
-from stoker.data.loading.wait_breakdown import COPY, DECODE, FETCH, QUEUE, WaitBreakdown, split_wait
+from stoker.data.loading.stats import COPY, DECODE, FETCH, QUEUE, Counters, WaitBreakdown, split_wait
 
 seconds = st.floats(0, 100)
 

@@ -202,11 +202,9 @@ class LoaderRateMeter:
         duration_s, last = max(1e-9, now_s - self.last_poll_s), self._last_stats
         wait_s = stats.wait_s - last.wait_s
         read_s = max(0.0, stats.total.read_s - last.total.read_s)
-        # The thread of the device decoder is not one of the workers.
-        device_s = stats.total.device_decode_s - last.total.device_decode_s
-        busy_s = read_s + max(0.0, stats.decode.seconds - last.decode.seconds - device_s)
+        busy_s = read_s + max(0.0, stats.total.decode_s - last.total.decode_s)
         fetch_s = stats.wait_s_by_stage.get("fetch", 0.0) - last.wait_s_by_stage.get("fetch", 0.0)
-        in_flight_s = (stats.fetch.seconds - last.fetch.seconds) - (stats.total.read_s - last.total.read_s)
+        in_flight_s = stats.prefetched.seconds - last.prefetched.seconds
         limit, used = host_memory()
         rates = LoaderRates(
             wait_fraction=min(1.0, wait_s / duration_s),
@@ -214,7 +212,7 @@ class LoaderRateMeter:
             idle_fraction=min(1.0, max(0.0, 1 - busy_s / (duration_s * max(1, stats.workers)))),
             read_fraction=read_s / busy_s if busy_s > 0 else 0.0,
             cpu_utilization=min(1.0, (cpu_s - self._cpu_s) / (duration_s * self._cores)),
-            decoded_per_s=(stats.decode.num_images - last.decode.num_images) / duration_s,
+            decoded_per_s=(stats.total.num_images - last.total.num_images) / duration_s,
             memory_bytes=limit,
             free_bytes=max(0, limit - used),
         )

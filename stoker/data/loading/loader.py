@@ -6,9 +6,10 @@ Any number of workers takes samples in the order of the stream: threads (`worker
 processes (`processes.py`). The thread that asks for batches does everything else, in that order too: it schedules tasks
 when a buffer is free, finalizes their results (`finalize.py`), starts copies, and once a second considers other numbers
 of workers and buffers (`autotune.py`). So nothing that a run sees depends on the number of workers or on their speed.
-One sample: `samples.py`; where waiting time went: `wait_breakdown.py`; the options: `spec.py`.
+One sample: `samples.py`; where waiting time went: `stats.py`; the options: `spec.py`.
 """
 
+import dataclasses
 import functools
 import time
 import weakref
@@ -29,8 +30,16 @@ from stoker.data.loading.prefetch import Prefetcher, iter_rank_positions
 from stoker.data.loading.processes import ProcessPool, WorkerProcesses
 from stoker.data.loading.samples import BatchTask, SampleStream
 from stoker.data.loading.spec import LoaderSpec, compute_max_boxes
-from stoker.data.loading.stats import Counters, LoaderStats, PrefetchCounters, StageStats
-from stoker.data.loading.wait_breakdown import COPY, QUEUE, Intervals, WaitBreakdown, split_wait
+from stoker.data.loading.stats import (
+    COPY,
+    QUEUE,
+    Counters,
+    Intervals,
+    LoaderStats,
+    PrefetchCounters,
+    WaitBreakdown,
+    split_wait,
+)
 from stoker.data.loading.worker_pool import WorkerPool
 from stoker.errors import CheckpointError, DataError
 from stoker.hardware.device import ReadyEvent
@@ -108,7 +117,7 @@ class Loader:
         """Called in `__next__` where the training stream has to wait for the copy of the batch, before it waits."""
         self._rate_meter: LoaderRateMeter | None = None
         self._counters, self._prefetch_counters, self._wait_breakdown = Counters(), PrefetchCounters(), WaitBreakdown()
-        self._wait_s, self._batches_copied = 0.0, 0
+        self._wait_s = 0.0
         self._batch_finalizer = BatchFinalizer(self._samples, spec.max_bad_fraction, on_quarantine, self._counters)
         self._pool: WorkerPool | ProcessPool | None = None
         self._prefetcher: Prefetcher | None = None
@@ -200,20 +209,9 @@ class Loader:
         num_missing = sum(min(batch_task.num_missing, self._batch_size) for batch_task in pending_batches)
         total = self._pool.total() if self._pool else Counters()
         total.add(self._counters)
-        prefetched, buffer = self._prefetch_counters, self._buffers[0]
         return LoaderStats(
-            fetch=StageStats(
-                prefetched.seconds + total.read_s,
-                prefetched.completed + total.num_reads,
-                prefetched.bytes + total.read_bytes,
-            ),
-            decode=StageStats(total.decode_s, total.num_images, total.num_images * buffer.pixels[0].nbytes),
-            copy=StageStats(
-                self._wait_breakdown.total_s[COPY],
-                self._batches_copied * self._batch_size,
-                self._batches_copied * buffer.nbytes,
-            ),
             total=total,
+            prefetched=dataclasses.replace(self._prefetch_counters),
             loading=num_missing,
             ready=self._batch_size * (len(pending_batches) + (self._copied_batch is not None)) - num_missing,
             workers=self._autotuner.workers,
@@ -414,7 +412,6 @@ class Loader:
     def _copy_to_device(self, batch_task: BatchTask) -> tuple[BatchTask, list[Tensor], ReadyEvent]:
         self._wait_breakdown.attribute_elapsed(QUEUE)
         tensors, ready = batch_task.to_device(self._copy_stream)
-        self._batches_copied += 1
         self._wait_breakdown.attribute_elapsed(COPY)
         return batch_task, tensors, ready
 

@@ -146,7 +146,6 @@ class Prefetcher:
                 counters.bytes += len(part)
                 read.future.set_result(part)
 
-        counters.requested += len(reads)
         length = max(read.end for read in reads) - first if is_range else None
         future = self._fetcher.submit(reads[0].store, reads[0].key, start=first, length=length)
         if is_range:

@@ -207,12 +207,7 @@ class SampleStream:
             finally:
                 counters.read_s += time.perf_counter() - start_s
                 counters.current_stage = None
-            counters.num_reads += 1
-            if pixels is None:
-                counters.read_bytes += len(data)
-            else:
-                counters.cache_hits += 1
-                counters.cache_hit_bytes += pixels.nbytes
+            counters.cache_hits += pixels is not None
         path, header = self.index.path_text(image_index), None
         if isinstance(data, bytes):
             header = parse_header(data, path).as_annotated(plan.original_size)

@@ -133,13 +133,11 @@ class WorkerPool:
 
         pending_read.future.add_done_callback(submit)
 
-    def _next_task(self, counters: Counters) -> SampleTask | None:
+    def _next_task(self) -> SampleTask | None:
         """The next task; None: exit. Both are decided under one lock, so that no more workers exit than should."""
-        start_s = time.perf_counter()
         with self._tasks_changed:
             while not self._tasks and not self.stopped and len(self._threads) <= self._target_workers:
                 self._tasks_changed.wait()
-            counters.idle_s += time.perf_counter() - start_s
             if self.stopped:
                 return None
             if len(self._threads) > self._target_workers:
@@ -156,7 +154,7 @@ class WorkerPool:
             return heapq.heappop(self._tasks)
 
     def _run_worker(self, counters: Counters) -> None:
-        while (task := self._next_task(counters)) is not None:
+        while (task := self._next_task()) is not None:
             started: list[tuple[SampleTask, Iterator[None]]] = []
             while task is not None:
                 _, batch_task, k, pending_read = task
