@@ -1,6 +1,7 @@
 """What a loader has done and is doing: the work of its workers, and where the time went that training waited.
 
-Each worker counts in a `Counters` of its own, so that none waits for another; `Loader.stats` adds them up. What the stages of a wait mean for a run: docs/run-folder.md.
+Each worker counts in a `Counters` of its own, so that none waits for another; `Loader.stats` adds them up. What the
+stages of a wait mean for a run: docs/run-folder.md.
 """
 
 import dataclasses
