@@ -10,6 +10,7 @@ machines.toml, prices.toml: machines of clouds, their spot prices (`planning/mac
     (`hardware/prices.py`).
 models.toml: detector architectures (`config/architectures.py`).
 pipeline_fields.toml: fields of the TensorFlow Object Detection API (`migration/tf_other.py`).
+storage_failures.toml: failed requests to a bucket, and their messages (`storage/failures.py`).
 versions.toml: which versions belong together (`preflight/static/versions.py`).
 xids.toml: NVIDIA's Xid errors (`diagnosis/xids.py`).
 """

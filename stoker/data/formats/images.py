@@ -101,17 +101,32 @@ def repair_names(table: AnnotationTable, root: Path, problems: ProblemCollector)
                 )
 
 
-def find_missing(table: AnnotationTable, root: Path) -> NDArray[np.bool_]:
-    """[R], whether an image has no file, after `repair_names`. Images inside other files are never missing."""
-    is_missing = np.zeros(len(table.file_names), np.bool_)
-    for folder_index, indices in group_by_folder(table.folder_index, table.images_that_are_files()):
-        folder = root / table.folders[folder_index]
-        present = set(os.listdir(folder)) if folder.is_dir() else set()
-        for image_index in indices.tolist():
-            name = table.file_names[image_index]
+def find_missing(
+    root: Path,
+    folders: Sequence[str],
+    folder_index: NDArray[np.int32],
+    file_names: Sequence[str],
+    indices: NDArray[np.int64],
+) -> NDArray[np.bool_]:
+    """[R], which of the images `indices` have no file, after `repair_names`. Lists each folder once instead of a stat
+    per file: COCO's 118,287 images take a fraction of a second, also on a network file system."""
+    is_missing = np.zeros(len(file_names), np.bool_)
+    for number, in_folder in group_by_folder(folder_index, indices):
+        folder = root / folders[number]
+        present = list_files(folder)
+        for image_index in in_folder.tolist():
+            name = file_names[image_index]
             # macOS opens a name in another case or Unicode form, which a listing does not have
             is_missing[image_index] = name not in present and not (folder / name).is_file()
     return is_missing
+
+
+def list_files(folder: Path) -> set[str]:
+    """The names of the files in a folder; empty if there is none."""
+    if not folder.is_dir():
+        return set()
+    with os.scandir(folder) as entries:
+        return {entry.name for entry in entries if entry.is_file()}
 
 
 def resolve_names(folder: Path, names: Iterable[str]) -> dict[str, str]:
