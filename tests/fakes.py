@@ -41,7 +41,7 @@ from stoker.planning.trace import FLOP
 from stoker.training import optim
 from stoker.training.defaults.dry_run import PeakMemoryMode
 from stoker.training.optim import OptimizerStep
-from stoker.training.step import forward_backward, make_loss_fn
+from stoker.training.step import PlainStep, make_loss_fn
 from tests.host_sync import ForbidHostSync
 
 AUGMENTATIONS = DataSettings(hflip=0.5, brightness=0.2, contrast=0.2, saturation=0.2, hue=0.1, mosaic=0.5)
@@ -245,9 +245,9 @@ def _steps(
                 else:
                     augmented = augment_batch(batch, AUGMENTATIONS, 0.0)
                     counts.enter("forward")  # the casts of the weights, which come before the model's own
-                    losses = forward_backward(
-                        make_loss_fn(model, compile=False), stepper, augmented, 1, Autocast(trial.precision)
-                    )  # type: ignore[arg-type]
+                    losses = PlainStep(
+                        make_loss_fn(model, compile=False), stepper, None, Autocast(trial.precision)
+                    ).forward_backward(augmented)  # type: ignore[arg-type]
                 counts.enter("optimizer")
                 norm, bad = stepper.step(0.01, step)
                 meter.add(losses, norm, bad, stepper.completed_steps)

@@ -35,7 +35,7 @@ from stoker.planning.fake_accelerator import Autocast, fake_tensors, to_fake
 from stoker.training import optim
 from stoker.training.defaults.dry_run import PeakMemoryMode
 from stoker.training.optim import LossAccumulator, OptimizerStep
-from stoker.training.step import forward_backward, make_loss_fn
+from stoker.training.step import PlainStep, make_loss_fn
 
 aten = torch.ops.aten
 
@@ -144,7 +144,7 @@ class CountedStep:
         """What the training loop does with a batch, at a learning rate of 0."""
         augmented = self._augment(batch)
         self.optimizer.set_scalars(0.0, 0)
-        losses = forward_backward(self._loss_fn, self.optimizer, augmented, 1, self._autocast)
+        losses = PlainStep(self._loss_fn, self.optimizer, None, self._autocast).forward_backward(augmented)
         self._counter.is_update = True
         clipped = self.optimizer.clip()
         self.optimizer.update(clipped)

@@ -141,6 +141,7 @@ class CheckpointWriter:
         """Seconds that the last complete write of a checkpoint took, with the wait for the copies; None before one."""
         self.write_cpu_s = 0.0
         """CPU-seconds of it."""
+        self.longest_write_s = 0.0
         (run / CHECKPOINTS).mkdir(exist_ok=True)
         for leftover in (run / CHECKPOINTS).glob(".step-*"):
             shutil.rmtree(leftover)
@@ -204,6 +205,7 @@ class CheckpointWriter:
         else:
             self.saved_step, self.failure = snapshot.step, None
             self.write_s, self.write_cpu_s = time.perf_counter() - start_s, time.thread_time() - start_cpu_s
+            self.longest_write_s = max(self.longest_write_s, self.write_s)
             folders = list_checkpoints(self._run)
             rollback_targets = [folder for folder in folders if _is_healthy(folder)][:NUM_KEPT]
             for old in folders[NUM_KEPT:]:
@@ -222,7 +224,7 @@ class NoCheckpoints(CheckpointWriter):
 
     def __init__(self) -> None:
         self.saved_step, self.failure = -1, None
-        self.write_s = None
+        self.write_s, self.longest_write_s = None, 0.0
 
     def save(self, snapshot: HostSnapshot) -> None:
         """Rank 0 saves."""

@@ -22,8 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stoker.config.sync_method import DEFAULT_BUCKET_MIB, SyncMethod
 from stoker.data.batch import Batch
-from stoker.hardware.device import SideStream
-from stoker.hardware.host_arena import HostArenas
 from stoker.training.checkpoint import HostSnapshot
 from stoker.training.gradient_hooks import GradientHook, make_hook
 from stoker.training.local_steps import LocalSteps
@@ -61,11 +59,12 @@ class _Replicas(Several):
         if self.keeper is not None:
             self.keeper.load(self._sync_state)
 
-    def reserve_arenas(self, weights: dict[str, Tensor], state: dict[str, Any]) -> HostArenas | None:
-        return super().reserve_arenas(weights, state) if self.ranks.is_main else None
+    def reserve_snapshots(self, state: dict[str, Any]) -> None:
+        if self.ranks.is_main:
+            super().reserve_snapshots(state)
 
-    def snapshot(self, stream: SideStream, **content: Any) -> HostSnapshot | None:
-        return super().snapshot(stream, **content) if self.ranks.is_main else None
+    def take_snapshot(self, state: dict[str, Any], *, ap: float | None) -> HostSnapshot | None:
+        return super().take_snapshot(state, ap=ap) if self.ranks.is_main else None
 
     def warm_up(self, make_batch: Callable[[], Batch]) -> None:
         """A forward and a backward pass that change nothing.
@@ -75,18 +74,10 @@ class _Replicas(Several):
         the same step of an undisturbed one. It also compiles the step, where that was asked for; all ranks must train
         the same, so a failure of that ends the run.
         """
-        model, batch = self.setup.model, make_batch()
-        saved = {name: buffer.clone() for name, buffer in model.named_buffers()}
         try:
-            with torch.no_grad(), self.autocast:
-                model(batch.images)  # caches the anchors, which are constants of a compiled step
-            self.forward_backward(self.loss_fn, self.optimizer, batch, 1, self.autocast)
+            self.rehearse(make_batch())
         finally:
-            self.optimizer.zero_grad()
             self.signals.grad = None
-            for name, buffer in model.named_buffers():
-                if name in saved:
-                    buffer.copy_(saved[name])
 
 
 class Ddp(_Replicas):
@@ -108,16 +99,12 @@ class Ddp(_Replicas):
                 gradient_as_bucket_view=True,
                 bucket_cap_mb=None if size == DEFAULT_BUCKET_MIB else size,
             )
+        self.loss_fn = self._ddp
         if self._hook is not None:
             self._hook.register(self._ddp)
 
     def exchanging(self, is_last: bool) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if is_last else self._ddp.no_sync()
-
-    def compute_losses(self, loss_fn: LossFn, batch: Batch) -> dict[str, Tensor]:
-        del loss_fn  # it is in the wrapped module
-        losses: dict[str, Tensor] = self._ddp(batch)
-        return losses
 
     def exchange(self, own: Tensor) -> tuple[Tensor, Tensor | None]:
         if self._hook is not None:

@@ -8,11 +8,10 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from stoker.data.batch import Batch
-from stoker.hardware.device import ReadyEvent, SideStream
-from stoker.hardware.host_arena import HostArenas
+from stoker.hardware.device import ReadyEvent
 from stoker.training.checkpoint import HostSnapshot
 from stoker.training.several import Several
 
@@ -21,7 +20,6 @@ class Fsdp(Several):
     """Ranks among which a model is divided: all take part in a checkpoint, and rank 0 writes it."""
 
     saves_together = True
-    has_whole_weights = False
 
     @contextlib.contextmanager
     def whole_weights(self, model: nn.Module) -> Iterator[None]:
@@ -33,18 +31,16 @@ class Fsdp(Several):
         finally:
             sharding.reshard(model)
 
-    def reserve_arenas(self, weights: dict[str, Tensor], state: dict[str, Any]) -> HostArenas | None:
-        del weights, state  # whole tensors come from other ranks
-        return None
+    def reserve_snapshots(self, state: dict[str, Any]) -> None:
+        """Whole tensors come from other ranks, and are made on the host."""
 
-    def snapshot(self, stream: SideStream, **content: Any) -> HostSnapshot | None:
-        del stream  # whole tensors are made on the host
+    def take_snapshot(self, state: dict[str, Any], *, ap: float | None) -> HostSnapshot | None:
         sharding = self.optimizer.sharding
         assert sharding is not None
-        weights, state = sharding.gather((content["weights"], content["state"]))
+        weights, state = sharding.gather((self.optimizer.ema_model.state_dict(), state))
         if not self.ranks.is_main:
             return None
-        return HostSnapshot(content["step"], content["metadata"], weights, state, ReadyEvent(None))
+        return HostSnapshot(self.setup.state.step, self.metadata(ap), weights, state, ReadyEvent(None))
 
     def warm_up(self, make_batch: Callable[[], Batch]) -> None:
         """Divided parameters have no buckets that would be rearranged."""

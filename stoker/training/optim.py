@@ -4,7 +4,7 @@ Everything that a step decides (is the gradient finite? what is its norm?) stays
 there: torch's fused optimizers leave parameters, moments and step counts unchanged if `found_inf` is 1. So the host
 issues the same calls for any numbers. On an accelerator that holds for the learning rate, the decay of the EMA and the
 number of the step too: they are tensors that `set_scalars` fills before the step, and whatever outlives a step keeps
-its address. So a CUDA graph can replay the step (`cuda_graph.py`). The learning rate schedule is a pure function at the
+its address. So a CUDA graph can replay the step (`make_step.py`). The learning rate schedule is a pure function at the
 end of the file.
 
 Why not torch's own: `AveragedModel.update_parameters` reads its step count from the device (a host wait), and its decay

@@ -25,10 +25,9 @@ from stoker.evaluation.evaluate import in_eval_mode
 from stoker.models import Detector
 from stoker.models.detector import Backbone
 from stoker.training.fsdp import Fsdp
-from stoker.training.optim import OptimizerStep
 from stoker.training.stages import Stages
 from stoker.training.state import EventLogger, TrainSetup
-from stoker.training.step import Autocast, LossFn, split_batch
+from stoker.training.step import split_batch
 
 NO_BATCH = Batch(*[torch.empty(0)] * len(Batch._fields))
 """What a stage gets that is not the first."""
@@ -84,11 +83,8 @@ class Pipeline(Fsdp):
     def augment(self, batch: Batch) -> Batch:
         return super().augment(batch) if self.ranks.is_main else batch
 
-    def forward_backward(
-        self, loss_fn: LossFn, optimizer: OptimizerStep[Detector], batch: Batch, micro_batches: int, autocast: Autocast
-    ) -> dict[str, Tensor]:
-        del loss_fn, optimizer, autocast
-        rank = self.ranks.rank
+    def forward_backward(self, batch: Batch) -> dict[str, Tensor]:
+        rank, micro_batches = self.ranks.rank, self.micro_batches
         batch = self._share_targets(batch)
         self._micro_batches = list(split_batch(batch, micro_batches)) if rank in (0, self._last) else []
         if self._schedule is None:

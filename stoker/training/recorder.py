@@ -19,9 +19,9 @@ from stoker.profiling.ledger import TimeBreakdown
 from stoker.report.tensorboard import Board
 from stoker.runs.records import STEPS
 from stoker.runs.schemas import StepWindow
-from stoker.training.attempt import Attempt
 from stoker.training.input_probe import PrefetchedInputProbe
 from stoker.training.optim import NO_STATS, StepStats
+from stoker.training.parallel import Attempt
 from stoker.training.rank_records import RankRecords
 from stoker.training.recovery import Recovery
 from stoker.training.stability import StabilityMonitor

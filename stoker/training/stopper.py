@@ -14,10 +14,13 @@ from collections.abc import Iterator
 from types import FrameType
 
 from stoker.errors import Preempted, StokerError
-from stoker.training.attempt import Attempt
-from stoker.training.host_memory import HostMemoryGuard
 from stoker.training.notices import time_limit_s
-from stoker.training.save_interval import SaveTimes
+from stoker.training.out_of_memory import HostMemoryGuard
+from stoker.training.parallel import Attempt
+
+MIN_TIME_LIMIT_MARGIN_S = 60.0
+"""How long before a time limit the last save begins, or three of the longest saves: as in the signal that batch scripts
+usually ask Slurm for."""
 
 
 class Stopping(Exception):
@@ -92,12 +95,10 @@ def stop_on_signals() -> Iterator[StopRequest]:
 class Stopper:
     """Raises `Stopping` where a training that was asked to stop can do so."""
 
-    def __init__(
-        self, attempt: Attempt, request: StopRequest, memory_guard: HostMemoryGuard, save_times: SaveTimes
-    ) -> None:
+    def __init__(self, attempt: Attempt, request: StopRequest, memory_guard: HostMemoryGuard) -> None:
         self.request, self._parallel = request, attempt.parallel
         self._hang_detector, self._tracer = attempt.hang_detector, attempt.tracer
-        self._memory_guard, self._save_times = memory_guard, save_times
+        self._memory_guard, self._writer = memory_guard, attempt.setup.writer
         limit_s = time_limit_s()
         self._time_limit_at_s = math.inf if limit_s is None else time.perf_counter() + limit_s
 
@@ -127,7 +128,7 @@ class Stopper:
     def _look_at_requests(self) -> None:
         self._hang_detector.report()
         self._memory_guard.poll()
-        margin_s = self._save_times.time_limit_margin_s
+        margin_s = max(MIN_TIME_LIMIT_MARGIN_S, 3 * self._writer.longest_write_s)
         if time.perf_counter() > self._time_limit_at_s - margin_s:
             self.request.request("the time limit of the Slurm job", grace_s=margin_s)
         if self.request.trace_requested:

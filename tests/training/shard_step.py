@@ -24,7 +24,7 @@ from stoker.training.optim import OptimizerStep
 from stoker.training.ranks import Ranks
 from stoker.training.shard import Sharding
 from stoker.training.state import Signals
-from stoker.training.step import forward_backward, make_loss_fn
+from stoker.training.step import PlainStep, make_loss_fn
 from tests.models.samples import make_batch, settings_of
 from tests.training.parallels import ignore, make_setup, step_of
 
@@ -100,7 +100,7 @@ def run_case(ranks: Ranks, case: str) -> dict[str, float]:
     model, optimizer = make_step(case, None)
     expected_losses: dict[str, float] = {}
     for step in range(STEPS):
-        losses = forward_backward(make_loss_fn(model, compile=False), optimizer, batch, 1, autocast)
+        losses = PlainStep(make_loss_fn(model, compile=False), optimizer, None, autocast).forward_backward(batch)
         optimizer.step(1e-3, step)
         expected_losses = {name: expected_losses.get(name, 0.0) + float(loss) for name, loss in losses.items()}
     sharding = SmallParts.over(ranks, torch.device("cpu"))

@@ -19,7 +19,7 @@ from stoker.training.pipeline import Pipeline
 from stoker.training.ranks import Ranks
 from stoker.training.stages import Stages
 from stoker.training.state import Signals
-from stoker.training.step import forward_backward, make_loss_fn
+from stoker.training.step import PlainStep, make_loss_fn
 from tests.models.samples import make_batch, settings_of
 from tests.training.parallels import ignore, make_setup, step_of
 from tests.training.shard_step import CPU, difference, whole_state
@@ -74,9 +74,9 @@ def run_case(ranks: Ranks, case: str) -> dict[str, float]:
     model, optimizer = make_step(case, None)
     expected_losses: dict[str, float] = {}
     for step in range(STEPS):
-        losses = forward_backward(
-            make_loss_fn(model, compile=False), optimizer, batch, micro_batches_of(case), autocast
-        )
+        losses = PlainStep(
+            make_loss_fn(model, compile=False), optimizer, None, autocast, micro_batches_of(case)
+        ).forward_backward(batch)
         optimizer.step(1e-3, step)
         expected_losses = {name: expected_losses.get(name, 0.0) + float(loss) for name, loss in losses.items()}
     stages = Stages.of(make_step(case, None)[0], ranks, torch.device("cpu"))

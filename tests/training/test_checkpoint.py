@@ -174,7 +174,7 @@ import resource, sys
 from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_checkpoint import make_snapshot
-from stoker.training.async_eval import PendingEvaluation
+from stoker.training.evaluator import PendingEvaluation
 from stoker.training.checkpoint import CheckpointWriter
 writer = CheckpointWriter(Path({str(tmp_path)!r}), lambda kind, text: print(kind, text))
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
@@ -201,7 +201,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_checkpoint import make_snapshot
-from stoker.training.async_eval import PendingEvaluation
+from stoker.training.evaluator import PendingEvaluation
 from stoker.training.checkpoint import CheckpointWriter
 writer = CheckpointWriter(Path({str(tmp_path)!r}), lambda kind, text: print(text, flush=True))
 step = 0

@@ -29,7 +29,7 @@ from stoker.models import Detector, build
 from stoker.runs.records import EVENTS, FINAL, STEPS, read_lines
 from stoker.runs.schemas import Event, StepWindow
 from stoker.training import loop, parallel, recorder, start
-from stoker.training.cuda_graph import CudaGraphStep
+from stoker.training.make_step import CudaGraphStep
 from stoker.training.optim import LossAccumulator, OptimizerStep
 from stoker.training.run import train
 from stoker.training.step import LossFn, PlainStep, make_loss_fn, train_step
@@ -294,7 +294,7 @@ def test_a_replay_leaves_the_host_one_operator_besides_it() -> None:
 FAILING_CAPTURE = """
 import contextlib, sys
 from stoker.cli import app
-from stoker.training import cuda_graph, make_step, start
+from stoker.training import make_step, start
 
 class FailingCapture:
     warm_up = staticmethod(contextlib.nullcontext)

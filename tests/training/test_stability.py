@@ -22,7 +22,7 @@ from stoker.diagnosis.engine import diagnose
 from stoker.errors import DivergedError
 from stoker.runs.records import EVENTS, STEPS, RunFolder, read_lines
 from stoker.runs.schemas import Event, StepWindow
-from stoker.training import async_eval, checkpoint, recorder
+from stoker.training import checkpoint, evaluator, recorder
 from stoker.training.optim import OptimizerStep
 from stoker.training.run import train
 from stoker.training.stability import (
@@ -186,13 +186,13 @@ def test_a_rollback_keeps_the_best_weights_and_resets_patience(data: Path, tmp_p
     """The evaluation of step 21 is undone with its steps; its weights are in best.safetensors. Of the three before it,
     the checkpoint that training goes back to counts two against patience."""
     monkeypatch.setattr(recorder, "WINDOW_S", 0.0)
-    scored, aps = async_eval.compute_coco_result, iter([0.3, 0.1, 0.1, 0.5, *[0.2] * 20])
+    scored, aps = evaluator.compute_coco_result, iter([0.3, 0.1, 0.1, 0.5, *[0.2] * 20])
 
     def score(*args: Any) -> Any:
         found = scored(*args)
         return dataclasses.replace(found, metrics=msgspec.structs.replace(found.metrics, ap=next(aps)))
 
-    monkeypatch.setattr(async_eval, "compute_coco_result", score)
+    monkeypatch.setattr(evaluator, "compute_coco_result", score)
     make_gradients_nan(monkeypatch, lambda step, rate: step >= 22 and rate > 0.8 * RATE)
     run = train(settings(data, eval_every="6", checkpoint_every="19"), run_dir=str(tmp_path / "run")).run
     steps = [event.step for event in events_of(run, "evaluated")]

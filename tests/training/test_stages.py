@@ -1,6 +1,5 @@
 """`--stages`: ranks with a stage each train what one process trains, and their checkpoints are those of one process."""
 
-import contextlib
 import json
 import os
 import signal
@@ -182,10 +181,10 @@ def test_the_error_of_a_stage_is_not_hidden() -> None:
 
     pipeline = object.__new__(Pipeline)
     pipeline.ranks, pipeline._group = SimpleNamespace(rank=1), None  # type: ignore[assignment]
-    pipeline._last, pipeline._schedule = 2, Schedule()
+    pipeline._last, pipeline._schedule, pipeline.micro_batches = 2, Schedule(), 1
     batch = make_batch((0, 0), (64, 64), 3)
     with pytest.raises(torch.OutOfMemoryError, match="of the stage"):
-        pipeline.forward_backward(None, None, batch, 1, contextlib.nullcontext())  # type: ignore[arg-type]
+        pipeline.forward_backward(batch)
 
 
 @pytest.mark.slow
