@@ -38,7 +38,7 @@ from stoker.models.table import FAMILIES, check_image_size, check_settings
 from stoker.models.weights.hub import local_path
 from stoker.models.weights.load import PRETRAINED_NAMES, read_weights
 from stoker.training.cluster import ONE_DEVICE, Devices
-from stoker.training.defaults import auto_batch, checks, trial_cache
+from stoker.training.defaults import auto_batch, checks
 from stoker.training.defaults.model_choice import choose_image_side, choose_model, estimate_images_per_second
 
 Choice = tuple[Any, str]
@@ -161,7 +161,7 @@ class Known:
     @functools.cached_property
     def batch_trial(self) -> tuple[int, int, str]:
         """(batch size, micro-batches per step, reason): what fits the device. Raises OutOfMemoryError."""
-        return trial_cache.choose_batch_size(
+        return auto_batch.choose_batch_size(
             self.config, self.index, self.device,
             recipe_batch_size=self.recipe.run.batch_size, num_images=self.num_images, devices=self.devices,
         )  # fmt: skip
