@@ -32,7 +32,6 @@ from stoker.hardware.device import Device
 from stoker.models import build
 from stoker.planning import fake_accelerator
 from stoker.planning.fake_accelerator import Autocast, fake_tensors, to_fake
-from stoker.training import optim
 from stoker.training.defaults.dry_run import PeakMemoryMode
 from stoker.training.optim import LossAccumulator, OptimizerStep
 from stoker.training.step import PlainStep, make_loss_fn
@@ -400,7 +399,6 @@ def _requests() -> Iterator[_Request]:
 def main() -> None:
     """Answers requests until the other side closes its end."""
     fake_accelerator.install()
-    optim.FUSED_DEVICE_TYPES |= {fake_accelerator.DEVICE}
     output = sys.stdout
     sys.stdout = sys.stderr  # whatever a library prints is no answer
     tracer = _Tracer()

@@ -30,12 +30,11 @@ from stoker.training.input_probe import PrefetchedInputProbe
 from stoker.training.make_step import Step, make_parallel
 from stoker.training.out_of_memory import HostMemoryGuard
 from stoker.training.parallel import Attempt
-from stoker.training.recorder import Recorder
+from stoker.training.recorder import Recorder, log_measured_steps
 from stoker.training.recovery import Recovery
 from stoker.training.resume import collect_state, restore, send_to_other_ranks
 from stoker.training.saver import Saver
 from stoker.training.state import EventLogger, Signals, TrainSetup
-from stoker.training.step_times import log_measured_steps
 from stoker.training.stopper import Stopper, Stopping, StopRequest
 from stoker.training.watchdog import HangDetector, Watchdog, min_limit_s
 

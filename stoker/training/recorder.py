@@ -5,19 +5,22 @@ Losses and norms are summed on the device (`LossAccumulator`) and read when thei
 
 import contextlib
 import math
+import statistics
 import time
 from collections.abc import Sequence
 
 import msgspec
+import torch
 from torch import Tensor
 
 from stoker.errors import DataError
 from stoker.evaluation.metrics import Metrics
+from stoker.hardware import calibration
 from stoker.hardware.device import ReadyEvent
 from stoker.inference.draw import ImageWithBoxes
 from stoker.profiling.ledger import TimeBreakdown
 from stoker.report.tensorboard import Board
-from stoker.runs.records import STEPS
+from stoker.runs.records import STEPS, read_lines
 from stoker.runs.schemas import StepWindow
 from stoker.training.input_probe import PrefetchedInputProbe
 from stoker.training.optim import NO_STATS, StepStats
@@ -25,9 +28,12 @@ from stoker.training.parallel import Attempt
 from stoker.training.rank_records import RankRecords
 from stoker.training.recovery import Recovery
 from stoker.training.stability import StabilityMonitor
+from stoker.training.state import EventLogger, TrainSetup
 
 WINDOW_S = 1.0
 """Seconds of a line of steps.jsonl."""
+MIN_WINDOWS = 5
+"""Windows with steps, after the first, without which a run says nothing about the time of a step."""
 
 
 class Recorder:
@@ -173,3 +179,41 @@ class Recorder:
             eta_s=trained_s * (1 - done) / done if 0 < done < 1 else None,
             memory=(memory.peak, memory.total),
         )
+
+
+def log_measured_steps(setup: TrainSetup, log_event: EventLogger) -> None:
+    """Adds the steps of this attempt to the calibration file, for `stoker plan` and `stoker why`, if one device trained
+    and there were enough."""
+    if not setup.ranks.alone:
+        return
+    config, device = setup.config, setup.device
+    windows = [
+        window
+        for window in read_lines(setup.folder.path, STEPS, StepWindow)
+        if window.attempt == setup.folder.attempt and window.window_steps
+    ][1:]  # kernels are chosen and caches filled in the first
+    if len(windows) < MIN_WINDOWS:
+        return
+    measured = calibration.MeasuredStep(
+        t=time.time(),
+        model=config.model.model,
+        image_size=config.data.image_size,
+        batch_size=config.run.batch_size,
+        micro_batches=config.optim.grad_accum_steps,
+        precision=config.run.precision,
+        device=device.name,
+        threads=torch.get_num_threads() if device.is_cpu else 0,
+        compiled=config.run.compile or config.run.cuda_graph,
+        step_s=statistics.median(
+            window.phases.get("compute", 0.0) / window.window_steps / window.devices for window in windows
+        ),
+        steps=sum(window.window_steps for window in windows),
+        peak_bytes=None if device.is_cpu else device.memory().peak,
+        settings=calibration.step_settings(config.set_fields()),
+        num_classes=len(setup.index.class_names),
+        max_boxes=setup.max_boxes,
+    )
+    try:
+        calibration.append(measured)
+    except OSError as error:
+        log_event("info", f"the time of a step was not added to {calibration.path()}: {error.strerror}")

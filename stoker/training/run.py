@@ -29,7 +29,7 @@ from stoker.training.rank_records import open_folder
 from stoker.training.ranks import Ranks, joined
 from stoker.training.state import TrainSetup
 from stoker.training.stopper import StopRequest, stop_on_signals
-from stoker.training.vertex import VertexFolders, copying_results, vertex_folders
+from stoker.training.uploads import VertexFolders, copying_results, vertex_folders
 
 
 @dataclasses.dataclass(frozen=True)

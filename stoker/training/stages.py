@@ -3,7 +3,7 @@
 Rank k keeps weights, gradients, optimizer state and EMA of stage k; of the others it has the shapes alone (meta
 tensors). A model is cut between the parts of its backbone and before its heads, so that the stage with the most FLOPs
 has as few as possible. Checkpoints have the whole model, as if one process had written them. How a batch flows through
-the stages: `pipeline.py`. `Stages` has the methods of `shard.Sharding`, so the optimizer and the loop treat both alike.
+the stages: `pipeline.py`. `Stages` is an `optim.Division`, as `fsdp.Sharding` is.
 """
 
 import dataclasses
@@ -217,7 +217,6 @@ class Stages:
         return tensor
 
     def load(self, model: nn.Module, weights: dict[str, Tensor]) -> None:
-        """`model.load_state_dict` of the tensors of the whole model."""
         state = model.state_dict()
         shapes = {name: tensor.shape for name, tensor in state.items()}
         if shapes != {name: tensor.shape for name, tensor in weights.items()}:
@@ -230,8 +229,7 @@ class Stages:
         model.load_state_dict(state, strict=False)
 
     def gather(self, tree: Any) -> Any:
-        """A tree of dicts, tuples, numbers and tensors, with the host tensors of all stages, in rank 0. What is in
-        several ranks is that of the first. Called by all ranks. Waits for the device."""
+        """What is in several ranks is that of the first."""
         own = map_tensors(tree, lambda tensor: tensor if tensor.is_meta else tensor.detach().to("cpu", copy=True))
         trees = self.ranks.gather(own)
         return own if trees is None else _merge(trees)

@@ -8,7 +8,6 @@ import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,6 +23,7 @@ from stoker.data.loading.processes import WorkerProcesses, choose_worker_process
 from stoker.data.validation.problems import PROBLEM_KINDS
 from stoker.errors import CheckpointError, DataError
 from stoker.evaluation.evaluate import evaluation_loader, ground_truth, require_boxes
+from stoker.hardware import calibration
 from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import Device, configure_malloc, select_device
 from stoker.models.table import check_image_size
@@ -39,15 +39,10 @@ from stoker.training.defaults.dataset_facts import collect_facts, warn_oversized
 from stoker.training.defaults.derive import derive, total_steps
 from stoker.training.defaults.model_choice import warn_random_weights
 from stoker.training.defaults.sync_choice import choose_sync
-from stoker.training.optim import LossAccumulator, OptimizerStep
+from stoker.training.optim import Division, LossAccumulator, OptimizerStep
 from stoker.training.ranks import Ranks
 from stoker.training.resume import load_checkpoint
 from stoker.training.state import EventLogger, TrainSetup, is_staged, read_initial_ranks
-from stoker.training.step_times import log_prediction
-
-if TYPE_CHECKING:
-    from stoker.training.shard import Sharding
-    from stoker.training.stages import Stages
 
 MAX_EXAMPLES = 2
 """Examples of each kind of problem that are printed at the start; `stoker data check` prints all."""
@@ -217,6 +212,23 @@ def build(
     return setup, loaded
 
 
+def log_prediction(config: Config, device: Device, log_event: EventLogger) -> None:
+    """An event with what `stoker plan` predicted for such a training on this device, if it did."""
+    predicted = calibration.find_prediction(
+        model=config.model.model,
+        image_size=config.data.image_size,
+        batch_size=config.run.batch_size,
+        precision=config.run.precision,
+        device=device.name,
+    )
+    if predicted is not None:
+        log_event(
+            "info",
+            f"`stoker plan` predicted {predicted.step_s:.3g} s a step ± {100 * predicted.step_error:.0f} %",
+            facts={"predicted_step_s": predicted.step_s, "predicted_step_error": predicted.step_error},
+        )
+
+
 def report_preflight(resolved: ResolvedRun, folder: RunFolder, log_event: EventLogger) -> None:
     """Logs what could slow this training, as far as milliseconds show it. Raises PreflightError if it would fail."""
     if resolved.device.is_cpu and (reason := resolved.reasons.get("device")) is not None:
@@ -324,13 +336,13 @@ def build_initial_model(config: Config, index: Index, device: Device, log_event:
     return model.to(device.torch_device).train()
 
 
-def make_sharding(config: Config, model: models.Detector, ranks: Ranks, device: Device) -> "Sharding | Stages":
+def make_sharding(config: Config, model: models.Detector, ranks: Ranks, device: Device) -> Division:
     """How the parameters of a model on the host are divided among several ranks."""
     if is_staged(config, ranks):
         from stoker.training.stages import Stages  # torch.distributed, which other runs need not import
 
         return Stages.of(model, ranks, device.torch_device)
-    from stoker.training.shard import Sharding
+    from stoker.training.fsdp import Sharding
 
     return Sharding.over(ranks, device.torch_device)
 

@@ -95,7 +95,7 @@ class TrainSetup:
     """Image indices of the training split."""
     val_indices: NDArray[np.int64]
     model: models.Detector
-    optimizer: OptimizerStep[models.Detector]
+    optimizer: OptimizerStep
     loss_accumulator: LossAccumulator
     loader: Loader
     processes: WorkerProcesses | None

@@ -72,7 +72,7 @@ class PlainStep:
     def __init__(
         self,
         loss_fn: LossFn,
-        optimizer: OptimizerStep[Detector],
+        optimizer: OptimizerStep,
         accumulator: LossAccumulator | None,
         autocast: Autocast,
         micro_batches: int = 1,

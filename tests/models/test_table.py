@@ -38,7 +38,6 @@ def trial_of(name: str) -> fakes.Trial:
         image_size=image_size_of(name),
         batch=recipe.run.batch_size,
         optimizer=recipe.optim.optimizer,
-        fused=recipe.optim.optimizer == "adamw",
         average=True,
         flop=True,
     )

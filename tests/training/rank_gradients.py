@@ -44,7 +44,7 @@ def part_of(batch: Batch, rank: int, ranks: int) -> Batch:
     return Batch(*(tensor[rank * size : (rank + 1) * size] for tensor in batch))
 
 
-def make_step(name: str, changes: dict[str, Any]) -> tuple[Detector, OptimizerStep[Detector]]:
+def make_step(name: str, changes: dict[str, Any]) -> tuple[Detector, OptimizerStep]:
     torch.manual_seed(0)
     model = build(settings_of(name, **changes), 3).double().train()
     optim = OptimSettings(

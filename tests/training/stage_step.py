@@ -49,7 +49,7 @@ def size_of(case: str) -> tuple[int, int]:
     return {"ssdlite": (320, 320), "ssd": (100, 100)}.get(case, (64, 64))
 
 
-def make_step(case: str, stages: Stages | None) -> tuple[Detector, OptimizerStep[Detector]]:
+def make_step(case: str, stages: Stages | None) -> tuple[Detector, OptimizerStep]:
     name, changes, optimizer = CASES[case]
     torch.manual_seed(0)
     model = build(settings_of(name, **changes), CLASSES).double().train()
@@ -61,7 +61,7 @@ def make_step(case: str, stages: Stages | None) -> tuple[Detector, OptimizerStep
     return model, OptimizerStep(model, optim, CPU, precision="fp32", sharding=stages)
 
 
-def own_bytes(optimizer: OptimizerStep[Detector]) -> int:
+def own_bytes(optimizer: OptimizerStep) -> int:
     """Bytes of parameters, EMA parameters and moments that this rank keeps."""
     state = [*optimizer.model.parameters(), *optimizer.ema_model.parameters()]
     state += [tensor for entry in optimizer._optimizer.state.values() for tensor in entry.values()]

@@ -60,11 +60,11 @@ def make_gradients_nan(patch: pytest.MonkeyPatch, poisoned: Callable[[int, float
     set_scalars, clip = OptimizerStep.set_scalars, OptimizerStep.clip
     scalars = {}
 
-    def set_and_remember(self: OptimizerStep[Any], rate: float, done_steps: int) -> None:
+    def set_and_remember(self: OptimizerStep, rate: float, done_steps: int) -> None:
         scalars[self] = done_steps, rate
         set_scalars(self, rate, done_steps)
 
-    def poisoned_clip(self: OptimizerStep[Any], *arguments: Any) -> Any:
+    def poisoned_clip(self: OptimizerStep, *arguments: Any) -> Any:
         if poisoned(*scalars[self]):
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
