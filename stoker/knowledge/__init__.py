@@ -11,6 +11,8 @@ machines.toml, prices.toml: machines of clouds, their spot prices (`planning/mac
 models.toml: detector architectures (`config/architectures.py`).
 pipeline_fields.toml: fields of the TensorFlow Object Detection API (`migration/tf_other.py`).
 versions.toml: which versions belong together (`preflight/static/versions.py`).
+recipes.toml, settings.toml: what models of a kind are trained with (`config/recipes.py`); bounds and defaults of
+    settings (`config/settings.py`).
 xids.toml: NVIDIA's Xid errors (`diagnosis/xids.py`).
 """
 
