@@ -118,19 +118,14 @@ class _GceKey:
     def wait(self) -> Notice | None:
         """The notice that the value is; else waits until it changes, at most LONG_POLL_S. Raises OSError."""
         query = f"?wait_for_change=true&timeout_sec={LONG_POLL_S:.0f}&last_etag={self._etag}" if self._etag else ""
-        connection = http.client.HTTPConnection(self._address, timeout=LONG_POLL_S + 30 if query else 10)
-        try:
-            path = f"/computeMetadata/v1/instance/{self._key}{query}"
-            connection.request("GET", path, headers={"Metadata-Flavor": "Google"})
-            response = connection.getresponse()
-            value = response.read().decode(errors="replace").strip()
-        finally:
-            connection.close()
-        if response.status in (403, 404):
-            raise _NotOffered(f"{self._key}: status {response.status}")
-        if response.status != 200:
-            raise OSError(f"status {response.status}")
-        self._etag = response.headers.get("ETag") or "0"
+        path = f"/computeMetadata/v1/instance/{self._key}{query}"
+        timeout_s = LONG_POLL_S + 30 if query else 10
+        status, value, headers = _request(self._address, "GET", path, {"Metadata-Flavor": "Google"}, timeout_s)
+        if status in (403, 404):
+            raise _NotOffered(f"{self._key}: status {status}")
+        if status != 200:
+            raise OSError(f"status {status}")
+        self._etag = headers.get("ETag") or "0"
         if self._key == "preempted" and value == "TRUE":
             return Notice("the notice that this spot VM is preempted", GCE_GRACE_S)
         if self._key == "maintenance-event" and value.startswith("TERMINATE"):
@@ -149,12 +144,12 @@ class _AwsSpot:
         """Asks once and, if there is no notice, waits AWS_POLL_S. Raises OSError."""
         if not self._token:
             ttl = {"X-aws-ec2-metadata-token-ttl-seconds": str(AWS_TOKEN_TTL_S)}
-            status, self._token = self._request("PUT", "/latest/api/token", ttl)
+            status, token, _ = _request(self._address, "PUT", "/latest/api/token", ttl, 5)
             if status != 200:
-                self._token = ""
                 raise _NotOffered(f"token: status {status}")
+            self._token = token
         headers = {"X-aws-ec2-metadata-token": self._token}
-        status, body = self._request("GET", "/latest/meta-data/spot/instance-action", headers)
+        status, body, _ = _request(self._address, "GET", "/latest/meta-data/spot/instance-action", headers, 5)
         if status == 200:
             return Notice(f"the notice that this spot instance is interrupted ({body[:200]})", AWS_GRACE_S)
         if status == 401:  # the token has expired
@@ -165,14 +160,18 @@ class _AwsSpot:
         self._stopped.wait(AWS_POLL_S)
         return None
 
-    def _request(self, method: str, path: str, headers: dict[str, str]) -> tuple[int, str]:
-        connection = http.client.HTTPConnection(self._address, timeout=5)
-        try:
-            connection.request(method, path, headers=headers)
-            response = connection.getresponse()
-            return response.status, response.read().decode(errors="replace").strip()
-        finally:
-            connection.close()
+
+def _request(
+    address: str, method: str, path: str, headers: Mapping[str, str], timeout_s: float
+) -> tuple[int, str, http.client.HTTPMessage]:
+    """(status, text, headers) of the response."""
+    connection = http.client.HTTPConnection(address, timeout=timeout_s)
+    try:
+        connection.request(method, path, headers=dict(headers))
+        response = connection.getresponse()
+        return response.status, response.read().decode(errors="replace").strip(), response.headers
+    finally:
+        connection.close()
 
 
 def time_limit_s(env: Mapping[str, str] = os.environ, *, now: Callable[[], float] = time.time) -> float | None:

@@ -8,7 +8,6 @@ and ends with exit code 75. Several ranks stop after the same step.
 import contextlib
 import math
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
@@ -17,6 +16,7 @@ from stoker.errors import Preempted, StokerError
 from stoker.training.notices import time_limit_s
 from stoker.training.out_of_memory import HostMemoryGuard
 from stoker.training.parallel import Attempt
+from stoker.training.supervisor import handling_signals
 
 MIN_TIME_LIMIT_MARGIN_S = 60.0
 """How long before a time limit the last save begins, or three of the longest saves: as in the signal that batch scripts
@@ -69,9 +69,6 @@ def stop_on_signals() -> Iterator[StopRequest]:
     signal handlers, so the flags are never set there.
     """
     stop_request = StopRequest()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop_request
-        return
 
     def handle(signum: int, _: FrameType | None) -> None:
         if signum == signal.SIGUSR2:
@@ -81,15 +78,8 @@ def stop_on_signals() -> Iterator[StopRequest]:
             raise KeyboardInterrupt("a second time; earlier checkpoints are in the run")
         stop_request.requested_by = signal.Signals(signum).name
 
-    previous_handlers = {
-        signum: signal.signal(signum, handle)
-        for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGUSR2)
-    }
-    try:
+    with handling_signals(("SIGTERM", "SIGUSR1", "SIGINT", "SIGUSR2"), handle):
         yield stop_request
-    finally:
-        for signum, handler in previous_handlers.items():
-            signal.signal(signum, handler)
 
 
 class Stopper:
