@@ -31,7 +31,8 @@ from stoker import regular_files
 from stoker.errors import CheckpointError
 from stoker.hardware.device import Device, ReadyEvent, SideStream
 from stoker.hardware.host_arena import HostArenas, Lease
-from stoker.runs.records import CHECKPOINTS
+from stoker.runs.records import CHECKPOINTS, EVENTS, read_lines
+from stoker.runs.schemas import Event
 from stoker.storage.local_files import fsync_folder, write_atomic
 from stoker.storage.run_uri import display_path
 
@@ -332,6 +333,19 @@ def load_newest(
             fix=f"start a new run, or remove {' and '.join(locations)} to restart this one from its first step",
         )
     return None
+
+
+def load_checkpoint(run: Path, report: Callable[[str, str], None]) -> LoadedCheckpoint | None:
+    """The newest checkpoint, without those that a rollback abandoned: they are removed here if a kill left them."""
+    if rollbacks := read_rollbacks(run):
+        discard_checkpoints(run, after=rollbacks[-1].data["rollback_step"], rollback_count=rollbacks[-1].data["count"])
+    return load_newest(run, report)
+
+
+def read_rollbacks(run: Path) -> list[Event]:
+    """The rollbacks of the run. A rollback counts from the moment that this event is written: a kill before it leaves a
+    run that diverges again, a kill after it a run that continues from there."""
+    return [event for event in read_lines(run, EVENTS, Event) if event.kind == "rolled_back"]
 
 
 def is_complete(folder: Path) -> bool:

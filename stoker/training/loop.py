@@ -31,8 +31,7 @@ from stoker.training.make_step import Step, make_parallel
 from stoker.training.out_of_memory import HostMemoryGuard
 from stoker.training.parallel import Attempt
 from stoker.training.recorder import Recorder, log_measured_steps
-from stoker.training.recovery import Recovery
-from stoker.training.resume import collect_state, restore, send_to_other_ranks
+from stoker.training.resume import Recovery, collect_state, restore, send_to_other_ranks
 from stoker.training.saver import Saver
 from stoker.training.state import EventLogger, Signals, TrainSetup
 from stoker.training.stopper import Stopper, Stopping, StopRequest
@@ -191,13 +190,7 @@ class Training:
         """Continues from the last healthy state, at a lower learning rate."""
         self.evaluator.collect()
         with self.ledger.phase("recovery"):
-            self.setup.ranks.share(
-                lambda: self.recovery.roll_back(
-                    failed_at,
-                    self.evaluator.best_ap,
-                    lambda loaded, count: restore(self.setup, self.parts, loaded, self.log_event, rollback_count=count),
-                )
-            )
+            self.setup.ranks.share(lambda: self.recovery.roll_back(failed_at, self.evaluator.best_ap, self.parts))
             self.follow_main()
 
     def follow_main(self) -> None:

@@ -128,7 +128,7 @@ def make_parallel(setup: TrainSetup, log_event: EventLogger) -> One:
     if setup.ranks.alone:
         return One(setup, log_event)
     if setup.is_staged:
-        from stoker.training.pipeline import Pipeline
+        from stoker.training.stages import Pipeline
 
         return Pipeline(setup, log_event)
     if setup.config.run.shard:

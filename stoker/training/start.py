@@ -41,7 +41,6 @@ from stoker.training.defaults.model_choice import warn_random_weights
 from stoker.training.defaults.sync_choice import choose_sync
 from stoker.training.optim import Division, LossAccumulator, OptimizerStep
 from stoker.training.ranks import Ranks
-from stoker.training.resume import load_checkpoint
 from stoker.training.state import EventLogger, TrainSetup, is_staged, read_initial_ranks
 
 MAX_EXAMPLES = 2
@@ -152,7 +151,7 @@ def build(
     for kind, message in describe_data(index):
         log_event(kind, message)
     log_event("info", f"run: {folder.path}" + ("" if folder.attempt == 1 else f", attempt {folder.attempt}"))
-    loaded = load_checkpoint(folder.path, log_event) if ranks.is_main else None
+    loaded = checkpoint.load_checkpoint(folder.path, log_event) if ranks.is_main else None
     if folder.attempt == 1 and ranks.is_main:
         text, facts = collect_facts(config, index)
         folder.event("info", text, facts=facts)

@@ -15,9 +15,8 @@ from stoker.models import build
 from stoker.models.detector import Detector
 from stoker.training.cluster import find_place
 from stoker.training.optim import OptimizerStep
-from stoker.training.pipeline import Pipeline
 from stoker.training.ranks import Ranks
-from stoker.training.stages import Stages
+from stoker.training.stages import Pipeline, Stages
 from stoker.training.state import Signals
 from stoker.training.step import PlainStep, make_loss_fn
 from tests.models.samples import make_batch, settings_of

@@ -26,9 +26,8 @@ from stoker.runs.totals import compute_totals
 from stoker.training.cluster import Devices
 from stoker.training.defaults.derive import choose_micro_batches, derive
 from stoker.training.local_ranks import choose_devices, find_free_port
-from stoker.training.pipeline import Pipeline
 from stoker.training.ranks import Ranks
-from stoker.training.stages import Stages, _merge, cut, list_parts
+from stoker.training.stages import Pipeline, Stages, _merge, cut, list_parts
 from tests.drawn import draw, run_stoker, stoker
 from tests.models.samples import make_batch, settings_of
 from tests.training.stage_step import CASES
