@@ -194,7 +194,7 @@ def build(
         loader=loader,
         processes=processes,
         quarantine=quarantine,
-        writer=_make_writer(folder.path, log_event) if ranks.is_main else checkpoint.NoCheckpoints(),
+        writer=checkpoint.CheckpointWriter(folder.path, log_event, has_folder=ranks.is_main),
         metadata=ModelMetadata(
             settings=config.model,
             class_names=index.class_names,
@@ -344,19 +344,6 @@ def make_sharding(config: Config, model: models.Detector, ranks: Ranks, device: 
     from stoker.training.fsdp import Sharding
 
     return Sharding.over(ranks, device.torch_device)
-
-
-def _make_writer(run: Path, log_event: EventLogger) -> checkpoint.CheckpointWriter:
-    """Its event `checkpoint_saved` has the seconds of the write, which `stoker launch` compares with a grace period."""
-
-    def report(kind: str, text: str) -> None:
-        if kind == "checkpoint_saved" and writer.write_s is not None:
-            log_event(kind, text, write_s=round(writer.write_s, 3))
-        else:
-            log_event(kind, text)
-
-    writer = checkpoint.CheckpointWriter(run, report)
-    return writer
 
 
 def _make_quarantine_reporter(folder: RunFolder, log_event: EventLogger) -> Callable[[QuarantinedImage], None]:

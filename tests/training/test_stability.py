@@ -392,15 +392,6 @@ def test_a_loss_that_jumps_at_once_and_falls_again_raises_no_alert():
     assert alerts_of([*DEAD[:4], *[1.9 * math.exp(-n / 200) for n in range(400)]]) == []
 
 
-def test_a_gradient_that_grows_and_is_cut_is_a_rate_too_high():
-    norms = [1.0] * 40 + [30.0] * 40
-    falling = [3 - n / 200 for n in range(80)] + [2.0] * 400
-    norms += [30.0] * 400
-    assert [one.kind for one in alerts_of(falling, norms=norms)] == ["lr_too_high"]
-    assert alerts_of(falling, norms=norms, clip=0.0) == []
-    assert alerts_of(falling, norms=[n / 5 for n in norms]) == []
-
-
 def test_skipped_steps_are_said_when_they_have_doubled():
     found = alerts_of([3 - n / 200 for n in range(400)], skipped=2)
     said = [one.data["skipped"] for one in found if one.kind == "warning"]
@@ -432,11 +423,9 @@ def test_a_metric_history_is_within_its_values(values: list[float]):
     course.add(math.nan)
     course.add(None)
     if len(values) < MEDIAN_WINDOWS:
-        assert course.current is None
+        assert math.isnan(course.current)
         assert not course.has_risen(1.5)
     else:
-        assert course.lowest is not None
-        assert course.current is not None
         assert min(values) <= course.lowest <= course.current <= max(values)
 
 

@@ -511,34 +511,27 @@ def derive_jpeg_decoder(known: Known) -> Choice:
     )  # fmt: skip
 
 
-def derive_compile(known: Known) -> Choice:
-    """Yes for long runs on CUDA."""
-    if known.divided_by:
-        return False, f"compiling is not supported with {known.divided_by}"
-    return choose_compile(known.config, known.num_images, known.device, lambda: known.step_s)
-
-
 COMPILE_PAYS_FROM_S = 5 * 60.0
 """Length of a run, not compiled, from which compiling is expected to pay: a minute and a half of compiling, and three
 tenths of the time of a step gained. Both are predictions, no GPU has confirmed them (decision 8)."""
 
 
-def choose_compile(
-    config: Config, num_images: int, device: Device, measure_step_s: Callable[[], float]
-) -> tuple[bool, str]:
-    """Whether to compile, and the reason. measure_step_s: seconds of a step that is not compiled."""
-    if device.is_cpu:
+def derive_compile(known: Known) -> Choice:
+    """Yes for long runs on CUDA."""
+    if known.divided_by:
+        return False, f"compiling is not supported with {known.divided_by}"
+    if known.device.is_cpu:
         return False, "on a CPU, almost all of a step is convolutions, which compiling does not change"
-    if device.kind != "cuda":
-        return False, f"compiling is untested on {device.kind}"
+    if known.device.kind != "cuda":
+        return False, f"compiling is untested on {known.device.kind}"
     if (missing := missing_for_compile()) is not None:
         return False, f"{missing}; without it, torch.compile does not work on a GPU"
-    duration = parse_duration(config.run.max_duration)
-    steps = total_steps(duration, num_images, config.run.batch_size)
-    length_s = duration.value * 60 if steps is None else steps * measure_step_s()
-    length = f"{length_s / 60:,.0f} minutes" + (
-        "" if steps is None else f" by a trial of {length_s / steps:.3g} s a step"
-    )
+    steps = known.total_steps
+    if steps is None:
+        length_s, by = parse_duration(known.config.run.max_duration).value * 60, ""
+    else:
+        length_s, by = steps * known.step_s, f" by a trial of {known.step_s:.3g} s a step"
+    length = f"{length_s / 60:,.0f} minutes{by}"
     if length_s < COMPILE_PAYS_FROM_S:
         return False, f"the run is too short for minutes of compiling to pay ({length}); --compile does it"
     return True, f"the run is long enough for minutes of compiling to pay ({length}); not confirmed on a GPU yet"
