@@ -83,7 +83,7 @@ UNCALIBRATED = {"convolution": 0.6, "grouped": 0.1, "bandwidth": 0.7, "kernel_s"
 
 def make_spec(case: Case, *, precision: str = "fp32", on_cpu: bool = True) -> Any:
     """The step of a training with the defaults of the model."""
-    from stoker.config.recipes import RECIPES
+    from stoker.config.recipes import read_recipes
     from stoker.hardware.calibration import step_settings
     from stoker.models import MODELS
     from stoker.planning.trace import StepSpec
@@ -93,7 +93,7 @@ def make_spec(case: Case, *, precision: str = "fp32", on_cpu: bool = True) -> An
     settings = {
         **{name: row[0] for name, row in SETTINGS.items() if isinstance(row, tuple)},
         "backbone_lr_mult": 1.0,
-        **RECIPES[architecture.recipe]().set_fields(),
+        **read_recipes()[architecture.recipe].set_fields(),
         **{name: value for name, value in architecture.defaults.items() if value is not None},
         "model": case.model, "image_size": [case.side, case.side], "precision": precision, "weight_decay": 1e-4,
         "ema_decay": 0.99,

@@ -1,7 +1,7 @@
 """evaluation.json: the metrics and errors of a model, so that reports need neither model nor images.
 
 This is the schema and its reader. The file has a bounded size for any data set. `evaluate.build_evaluation` fills it
-from `error_analysis.py`; `training/async_eval.py` writes it; `report/` shows it; docs/run-folder.md describes it.
+from `error_analysis.py`; `training/evaluator.py` writes it; `report/` shows it; docs/run-folder.md describes it.
 """
 
 from pathlib import Path

@@ -12,6 +12,8 @@ models.toml: detector architectures (`config/architectures.py`).
 pipeline_fields.toml: fields of the TensorFlow Object Detection API (`migration/tf_other.py`).
 storage_failures.toml: failed requests to a bucket, and their messages (`storage/failures.py`).
 versions.toml: which versions belong together (`preflight/static/versions.py`).
+recipes.toml, settings.toml: what models of a kind are trained with (`config/recipes.py`); bounds and defaults of
+    settings (`config/settings.py`).
 xids.toml: NVIDIA's Xid errors (`diagnosis/xids.py`).
 """
 

@@ -66,7 +66,7 @@ class Vertex(GoogleCloud):
         }
         # The first pool is one machine, that of rank 0.
         others = [{**pool, "replicaCount": str(spec.max_nodes - 1)}] if spec.max_nodes > 1 else []
-        # TensorBoard files and the model are copied below the output directory (training/vertex.py).
+        # TensorBoard files and the model are copied below the output directory (training/uploads.py).
         output = {"outputUriPrefix": spec.run_dir} if spec.run_dir.startswith("gs://") else None
         job_spec = {
             "workerPoolSpecs": [pool, *others],

@@ -23,7 +23,6 @@ from stoker.planning.machines import GIB, Machine, links
 from stoker.planning.predict import LoaderDemand, StepPrediction
 from stoker.report import format as fmt
 from stoker.training.defaults import sync_choice
-from stoker.training.save_interval import best_interval_s
 
 VCPU_SPEED = Estimate(0.55, 0.8, 1.2)
 """Images that a vCPU decodes, relative to a core of this machine. A vCPU of GCP and AWS is a hardware thread; two
@@ -497,7 +496,7 @@ def _part(parts: Mapping[Case, _Parts], name: str, case: Case) -> float:
 def best_checkpoint_interval_s(step: StepPrediction) -> float:
     """Young's optimum of the interval between checkpoints on a spot machine, as expected."""
     save_s = step.parameters * STATE_BYTES_PER_PARAMETER / CHECKPOINT_BYTES_PER_S.expected
-    return best_interval_s(save_s, 0.0, PREEMPTION_INTERVAL_S.expected)
+    return min(max(math.sqrt(2 * save_s * PREEMPTION_INTERVAL_S.expected), 10.0), 1800.0)
 
 
 def _time(value: Estimate, case: Case) -> float:

@@ -125,8 +125,9 @@ def make_fit(user_config: Config) -> MemoryFit:
     from stoker.hardware.device import select_device
     from stoker.models import get_architecture
     from stoker.planning.predict import loader_demand
-    from stoker.training.defaults.auto_batch import make_dry_run, run_trials
+    from stoker.training.defaults.auto_batch import make_dry_run
     from stoker.training.defaults.derive import derive
+    from stoker.training.defaults.dry_run import try_sizes
     from stoker.training.defaults.model_choice import estimate_images_per_second
 
     device = select_device(user_config.run.device)
@@ -137,10 +138,10 @@ def make_fit(user_config: Config) -> MemoryFit:
     images_per_s = estimate_images_per_second(get_architecture(config.model.model), config.data.image_size)
     peak_bytes = None
     if not device.is_cpu:
-        trials, end = run_trials(dry_run, len(index.image_indices("train")), batch_size // micro_batches)
-        if not trials:
-            raise StokerError("The batch that fitted at first does not fit again.", cause=end)
-        peak_bytes, images_per_s = trials[0].peak_bytes, 1 / trials[0].seconds_per_image
+        trial = next(try_sizes(dry_run, [batch_size // micro_batches]))
+        if isinstance(trial, str):
+            raise StokerError("The batch that fitted at first does not fit again.", cause=trial)
+        peak_bytes, images_per_s = trial.peak_bytes, 1 / trial.seconds_per_image
     parameters = sum(parameter.numel() for parameter in dry_run.optimizer.model.parameters())
     copies = CHECKPOINT_COPIES + (config.optim.optimizer == "adamw")
     try:

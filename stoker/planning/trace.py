@@ -32,10 +32,9 @@ from stoker.hardware.device import Device
 from stoker.models import build
 from stoker.planning import fake_accelerator
 from stoker.planning.fake_accelerator import Autocast, fake_tensors, to_fake
-from stoker.training import optim
 from stoker.training.defaults.dry_run import PeakMemoryMode
 from stoker.training.optim import LossAccumulator, OptimizerStep
-from stoker.training.step import forward_backward, make_loss_fn
+from stoker.training.step import PlainStep, make_loss_fn
 
 aten = torch.ops.aten
 
@@ -144,7 +143,7 @@ class CountedStep:
         """What the training loop does with a batch, at a learning rate of 0."""
         augmented = self._augment(batch)
         self.optimizer.set_scalars(0.0, 0)
-        losses = forward_backward(self._loss_fn, self.optimizer, augmented, 1, self._autocast)
+        losses = PlainStep(self._loss_fn, self.optimizer, None, self._autocast).forward_backward(augmented)
         self._counter.is_update = True
         clipped = self.optimizer.clip()
         self.optimizer.update(clipped)
@@ -400,7 +399,6 @@ def _requests() -> Iterator[_Request]:
 def main() -> None:
     """Answers requests until the other side closes its end."""
     fake_accelerator.install()
-    optim.FUSED_DEVICE_TYPES |= {fake_accelerator.DEVICE}
     output = sys.stdout
     sys.stdout = sys.stderr  # whatever a library prints is no answer
     tracer = _Tracer()

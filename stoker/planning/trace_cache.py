@@ -15,7 +15,7 @@ import torch
 from stoker.hardware.device import block_size_for_memory
 from stoker.planning.trace import StepSpec, StepTrace
 from stoker.storage.local_files import cache_folder, write_atomic
-from stoker.training.defaults.trial_cache import PACKAGE
+from stoker.training.defaults.auto_batch import PACKAGE
 
 MAX_FILES = 256
 """The oldest beyond them are removed; a file has about 20 kB."""
