@@ -7,7 +7,7 @@ flags.toml: flags of other tools (`cli/flag_names.py`).
 gpus.toml: peaks of GPUs, by data sheets (`planning/accelerators.py`).
 machines.toml, prices.toml: machines of clouds, their spot prices (`planning/machines.py`) and list prices
     (`hardware/prices.py`).
-pipeline_fields.toml: fields of the TensorFlow Object Detection API (`migration/tf_other.py`).
+pipeline_fields.toml: fields of the TensorFlow Object Detection API (`migration/fields.py`).
 versions.toml: which versions belong together (`preflight/static/versions.py`).
 xids.toml: NVIDIA's Xid errors (`diagnosis/xids.py`).
 """

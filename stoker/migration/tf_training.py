@@ -35,9 +35,6 @@ def read_training(account: FieldAccount, train: Message, model: Message) -> None
     _read_weight_decay(account, train, model)
     if not train.has("freeze_variables") and not train.has("update_trainable_variables"):
         account.exact(train, "freeze_variables", {"trainable_backbone_layers": 5}, "every layer is trained")
-    if train.has("use_bfloat16"):
-        reason = "of TPUs; stoker chooses the precision for the device: --precision bf16"
-        account.drop(train, "use_bfloat16", reason)
     is_tf2 = train.text("fine_tune_checkpoint_version") == "V2"
     if not is_tf2 and train.number("replicas_to_aggregate", 1) > 1 and train.flag("sync_replicas", False):
         replicas = int(train.number("replicas_to_aggregate", 1))
@@ -82,8 +79,6 @@ def _read_optimizer(account: FieldAccount, optimizer: Message, steps: int) -> No
     chosen = optimizer.child(kind)
     momentum = chosen.number("momentum_optimizer_value", 0.9)
     if kind == "adam_optimizer":
-        if chosen.has("epsilon"):
-            account.drop(chosen, "epsilon", "that of torch.optim.AdamW, 1e-8")
         settings, note = {"optimizer": "adamw"}, "AdamW: weight decay is not scaled by the gradients"
     elif kind == "rms_prop_optimizer" and chosen.number("epsilon", 1.0) < 0.1:
         settings, note = {"optimizer": "adamw"}, "RMSProp does not exist here; AdamW divides by the same running mean"
@@ -109,8 +104,6 @@ def _read_optimizer(account: FieldAccount, optimizer: Message, steps: int) -> No
             account.exact(optimizer, name, {"ema_decay": decay}, "the averaged weights are evaluated and saved")
     else:
         account.exact(optimizer, "use_moving_average", {"ema_decay": 0.0})
-        if optimizer.has("moving_average_decay"):
-            account.exact(optimizer, "moving_average_decay", note="not used: use_moving_average is false")
 
 
 def _read_schedule(account: FieldAccount, schedule: Message, steps: int) -> None:
@@ -156,13 +149,6 @@ def _read_cosine(account: FieldAccount, chosen: Message, steps: int) -> None:
     if warmup:
         note = "the warm-up begins at a thousandth of the peak"
         account.substitute(chosen, "warmup_learning_rate", {}, note)
-    elif chosen.has("warmup_learning_rate"):
-        account.exact(chosen, "warmup_learning_rate", note="not used: there is no warm-up")
-    if chosen.has("hold_base_rate_steps"):
-        if hold:
-            account.drop(chosen, "hold_base_rate_steps", "the cosine begins at once")
-        else:
-            account.exact(chosen, "hold_base_rate_steps")
 
 
 def _read_warmup(account: FieldAccount, chosen: Message, name: str, warmup: int, steps: int) -> None:
@@ -205,10 +191,6 @@ def _read_exponential(account: FieldAccount, chosen: Message, steps: int) -> Non
         account.substitute(chosen, "burnin_learning_rate", {}, note)
     else:
         account.exact(chosen, "burnin_steps", {"warmup_steps": 0})
-        if chosen.has("burnin_learning_rate"):
-            account.exact(chosen, "burnin_learning_rate", note="not used: there are no such steps")
-    if chosen.has("min_learning_rate"):
-        account.drop(chosen, "min_learning_rate", "the schedule decides the lowest learning rate")
 
 
 def _read_manual_steps(account: FieldAccount, chosen: Message, steps: int) -> None:
