@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker import regular_files
+from stoker.data.formats.building import invalid_json_error
 from stoker.data.formats.folders import (
     ANNOTATION_DIRS,
     check_unannotated_splits,
@@ -45,7 +46,7 @@ from stoker.data.formats.folders import (
     split_from_name,
     unique,
 )
-from stoker.data.formats.images import MAX_NAME_BYTES, count_matching_files
+from stoker.data.formats.images import count_matching_files, is_usable_name
 from stoker.data.formats.labelme import is_labelme
 from stoker.data.formats.mds import is_mds_head
 from stoker.data.formats.others import recognize_file
@@ -350,25 +351,17 @@ def read_entries(path: Path, location: str, problems: ProblemCollector) -> tuple
                 raise _not_coco_error(path, error) from error
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 if data.find(b"NaN") < 0 and data.find(b"Infinity") < 0:
-                    raise _invalid_json_error(path, data, error) from error
-                return _decode_with_nan(path, bytes(text), location, problems)
+                    raise invalid_json_error(path, data, error) from error
+                content = bytes(text)
             except RecursionError as error:
                 raise DataError("The annotations are nested too deeply.", location=path, fix=FORMAT_HINT) from error
-
-
-def _decode_with_nan(path: Path, text: bytes, location: str, problems: ProblemCollector) -> tuple[CocoFile, list[str]]:
-    """NaN and Infinity are not JSON, but Python writes them. Only their boxes are dropped, not the file."""
+    # NaN and Infinity are not JSON, but Python writes them: only their boxes are dropped, not the file
     try:
-        data = json.loads(text)
+        untyped = msgspec.convert(json.loads(content), type=_RawFile[Any])
+    except msgspec.ValidationError as error:
+        raise _not_coco_error(path, error) from error
     except (ValueError, RecursionError) as error:
-        raise _invalid_json_error(path, text, error) from error
-    try:
-        return msgspec.convert(data, type=CocoFile), []
-    except msgspec.ValidationError:
-        try:
-            untyped = msgspec.convert(data, type=_RawFile[Any])
-        except msgspec.ValidationError as error:
-            raise _not_coco_error(path, error) from error
+        raise invalid_json_error(path, content, error) from error
     return _convert_each(path, untyped, msgspec.convert, location, problems)
 
 
@@ -441,19 +434,6 @@ def _quote(entry: Any) -> str:
     text = bytes(entry).decode(errors="replace") if isinstance(entry, msgspec.Raw) else json.dumps(entry)
     text = " ".join(text.split())
     return text if len(text) <= MAX_QUOTED_CHARS else text[:MAX_QUOTED_CHARS] + "…"
-
-
-def _invalid_json_error(path: Path, data: bytes | mmap.mmap, error: Exception) -> DataError:
-    text = str(error)
-    digits = text.rpartition("byte ")[2].rstrip(")")
-    offset = int(digits) if digits.isdigit() else len(data)
-    line = data[:offset].count(b"\n") + 1
-    return DataError(
-        "The annotation file is not valid JSON.",
-        location=f"{path}:{line}",
-        cause=f"{text} in a file of {len(data)} bytes",
-        fix="export or copy it again; a truncated file ends in the middle of an entry",
-    )
 
 
 class ClassMap(NamedTuple):
@@ -665,28 +645,12 @@ def _read_file(path: Path, location: str, problems: ProblemCollector, *, allow_e
 
 def _drop_unusable_names(images: list[ImageEntry], location: str, problems: ProblemCollector) -> list[ImageEntry]:
     """The images whose `file_name` is a possible file name."""
-
-    def is_valid(name: str) -> bool:
-        if not name or "\0" in name or name.endswith(("/", "\\")) or not _is_encodable(name):
-            return False
-        return len(name) * 4 <= MAX_NAME_BYTES or all(
-            len(part.encode()) <= MAX_NAME_BYTES for part in name.replace("\\", "/").split("/")
-        )
-
-    invalid = [i for i, image in enumerate(images) if not is_valid(image.file_name)]
-    for i in invalid:
-        quoted = f"{images[i].file_name[:60]!r}"
-        problems.add("malformed-image", f"{location}, image id {images[i].id}: {quoted} is not a file name")
-    dropped = set(invalid)
-    return [image for i, image in enumerate(images) if i not in dropped] if invalid else images
-
-
-def _is_encodable(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can contain
-        return False
-    return True
+    usable = [image for image in images if is_usable_name(image.file_name)]
+    for image in images if len(usable) < len(images) else ():
+        if not is_usable_name(image.file_name):
+            quoted = f"{image.file_name[:60]!r}"
+            problems.add("malformed-image", f"{location}, image id {image.id}: {quoted} is not a file name")
+    return usable
 
 
 def _drop_ambiguous(

@@ -190,12 +190,12 @@ MAX_NAME_BYTES = 255
 
 
 def is_usable_name(path: str) -> bool:
-    """Whether the last part of a path, with "/" or "\\", can be the name of a file."""
-    name = path.replace("\\", "/").rpartition("/")[2]
+    """Whether a path, with "/" or "\\", can be that of a file: its last part is not empty, and none is too long."""
     try:
-        return bool(name) and "\0" not in path and len(name.encode()) <= MAX_NAME_BYTES
+        parts = path.replace("\\", "/").encode().split(b"/")
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON can contain
         return False
+    return bool(parts[-1]) and "\0" not in path and max(map(len, parts)) <= MAX_NAME_BYTES
 
 
 class ImageLocator:

@@ -13,8 +13,7 @@ from typing import Any
 
 import msgspec
 
-from stoker import regular_files
-from stoker.data.formats.building import XYXY, ImageFile, TableBuilder, bound_points, usable_size
+from stoker.data.formats.building import XYXY, ImageFile, TableBuilder, bound_points, read_json, usable_size
 from stoker.data.formats.folders import (
     find_annotated_dirs,
     has_annotation_files,
@@ -25,6 +24,7 @@ from stoker.data.formats.folders import (
 from stoker.data.formats.images import ImageLocator, is_usable_name, map_in_threads
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout
 from stoker.data.validation.problems import ProblemCollector
+from stoker.errors import DataError
 
 WITHOUT_BOX = ("point", "points", "line", "linestrip", "lines")
 """Types of shapes that are not read."""
@@ -83,11 +83,9 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
 def _parse(file: Path) -> _File | str:
     """The content of a file, or the reason why it cannot be read."""
     try:
-        return msgspec.json.decode(
-            regular_files.read_bytes(file).removeprefix(b"\xef\xbb\xbf"), type=_File, strict=False
-        )
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        return f"not a file of LabelMe: {error}"
+        return read_json(file, _File, what="not a file of LabelMe")
+    except DataError as error:
+        return f"{error.what}: {error.cause}"
     except OSError as error:
         return error.strerror or str(error)
 

@@ -19,20 +19,15 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from stoker import regular_files
-from stoker.data.formats.folders import (
-    file_part,
-    list_files,
-    sort_parts,
-)
 from stoker.data.formats.shards import (
     CLASS_LIST_KEYS,
     CORNERS_KEYS,
     EXTENT_KEYS,
     LIST_KEYS,
     ShardSamples,
-    find_shards,
     make_table,
     open_shard,
+    recognize_shards,
 )
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
 from stoker.data.formats.tfrecord_bytes import MIN_FREE_BYTES, unpacked_path
@@ -42,7 +37,6 @@ from stoker.errors import DataError, StorageError
 from stoker.storage.local_files import atomic_path
 
 SUFFIXES = (".parquet",)
-SHARD_DIRS = ("data", "default")
 IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png")
 OTHER_COLUMNS = ("width", "height", "file_name", "filename")
 BATCH_ROWS = 64
@@ -51,25 +45,9 @@ BATCH_ROWS = 64
 
 def recognize(path: Path) -> DatasetLayout | None:
     """The Parquet data set in a folder or in its split folders, or of a file; None if there is none."""
-    if path.is_file():
-        parts, notes = [file_part(path)] if _has_boxes(path) else [], list[str]()
-    else:
-        parts, notes = find_shards(path, SHARD_DIRS, _list_parquet)
-    if not parts:
-        return None
-    return DatasetLayout(
-        format="parquet",
-        description=f"Parquet in {len(parts):,} files" if len(parts) > 1 else "Parquet in one file",
-        root=path.parent if path.is_file() else path,
-        parts=sort_parts(parts),
-        notes=tuple(notes),
+    return recognize_shards(
+        path, "parquet", "Parquet", dir_names=("data", "default"), suffix=".parquet", has_samples=_has_boxes
     )
-
-
-def _list_parquet(folder: Path) -> list[Path]:
-    """The files in a folder, if the first has boxes."""
-    files = list_files(folder, SUFFIXES)
-    return files if files and _has_boxes(files[0]) else []
 
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:

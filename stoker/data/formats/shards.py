@@ -17,7 +17,14 @@ import numpy as np
 
 from stoker import regular_files
 from stoker.data.formats.building import Box, ImageFile, TableBuilder, usable_size
-from stoker.data.formats.folders import check_unannotated_splits, file_part, iter_split_dirs, named_subdirs
+from stoker.data.formats.folders import (
+    check_unannotated_splits,
+    file_part,
+    iter_split_dirs,
+    list_files,
+    named_subdirs,
+    sort_parts,
+)
 from stoker.data.formats.images import Item, Result, map_in_threads
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
 from stoker.data.images import source
@@ -41,6 +48,30 @@ def find_shards(
             return [file_part(shard) for shard in shards], []
     parts = [file_part(shard, split) for split, path in iter_split_dirs(folder) for shard in list_shards(path)]
     return parts, check_unannotated_splits(folder, parts) if parts else []
+
+
+def recognize_shards(
+    path: Path, format: str, title: str, *, dir_names: Sequence[str], suffix: str, has_samples: Callable[[Path], bool]
+) -> DatasetLayout | None:
+    """The data set of a shard, or of the shards in a folder (`find_shards`); None if the first has no samples."""
+
+    def list_shards(folder: Path) -> list[Path]:
+        files = list_files(folder, suffix)
+        return files if files and has_samples(files[0]) else []
+
+    if path.is_dir():
+        parts, notes = find_shards(path, dir_names, list_shards)
+    else:
+        parts, notes = [file_part(path)] if has_samples(path) else [], []
+    return layout_of_shards(format, title, path if path.is_dir() else path.parent, parts, notes) if parts else None
+
+
+def layout_of_shards(
+    format: str, title: str, root: Path, parts: Sequence[SplitFiles], notes: Sequence[str]
+) -> DatasetLayout:
+    shards = f"{len(parts):,} shards" if len(parts) != 1 else "one shard"
+    description = f"{title} in {shards}"
+    return DatasetLayout(format=format, description=description, root=root, parts=sort_parts(parts), notes=tuple(notes))
 
 
 @contextlib.contextmanager

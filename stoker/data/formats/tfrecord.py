@@ -19,7 +19,7 @@ import os
 import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -29,13 +29,9 @@ from numpy.typing import NDArray
 
 from stoker import regular_files
 from stoker.data.formats import label_map
-from stoker.data.formats.folders import (
-    file_part,
-    list_subdirs,
-    sort_parts,
-)
+from stoker.data.formats.folders import file_part, list_subdirs
 from stoker.data.formats.label_map import BACKGROUND, LabelMap
-from stoker.data.formats.shards import find_shards
+from stoker.data.formats.shards import find_shards, layout_of_shards
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, FolderTable, SplitFiles
 from stoker.data.formats.tfrecord_bytes import (
     HEADER_BYTES,
@@ -88,14 +84,9 @@ def from_glob(data: Path) -> DatasetLayout | None:
 
 
 def _make_layout(root: Path, parts: list[SplitFiles], notes: list[str]) -> DatasetLayout:
-    shards = f"{len(parts)} files" if len(parts) > 1 else "one file"
     folders = list(dict.fromkeys(part.annotations.parent for part in parts))
-    return DatasetLayout(
-        format="tfrecord",
-        description=f"TFRecord in {shards}",
-        root=root,
-        parts=sort_parts(parts),
-        notes=tuple(notes),
+    return replace(
+        layout_of_shards("tfrecord", "TFRecord", root, parts, notes),
         # other programs use .record files too; if there is nothing else, reading them reports what is wrong
         is_certain=any(_has_tfrecord_header(part.annotations) for part in parts),
         metadata_files=tuple(_find_label_maps(folders, root)),
