@@ -251,7 +251,7 @@ NAME_KEYS = ("category_name", "category", "class_name", "class", "label", "Label
 ID_KEYS = ("category_id", "class_id", "label_id")
 CLASS_LIST_KEYS = ("labels", "categories", "category_ids", "classes", "class_ids", *NAME_KEYS, *ID_KEYS)
 NAME_OF_FILE_KEYS = ("file_name", "filename")
-OPEN_IMAGES_KEYS = ("XMin", "YMin", "XMax", "YMax")
+OPEN_IMAGES_KEYS, VOC_KEYS = ("XMin", "YMin", "XMax", "YMax"), ("xmin", "ymin", "xmax", "ymax")
 XYXY_ABS, XYWH_ABS = 0, 1
 """`bbox_mode` of detectron2 (structures/boxes.py)."""
 
@@ -332,25 +332,22 @@ def _read_object(item: Mapping[str, Any], number: int) -> ObjectBox:
     label = next((text for key in (*NAME_KEYS, *ID_KEYS) if (text := _class_text(item.get(key))) is not None), None)
     is_crowd = bool(item.get("iscrowd")) or str(item.get("IsGroupOf")) == "1"
     text = _shorten(item)
-    if all(key in item for key in OPEN_IMAGES_KEYS):
-        xyxy = _to_corners([item[key] for key in OPEN_IMAGES_KEYS], is_extent=False)
-        return ObjectBox(number, label, xyxy, True, False, is_crowd, text)
-    for key in EXTENT_KEYS:
-        if key in item:
-            mode = item.get("bbox_mode", XYWH_ABS)
-            if mode not in (XYXY_ABS, XYWH_ABS):
-                raise UnknownLayout(f"bbox_mode is {mode!r}; 0 (corners) and 1 (x, y, width, height) are read")
-            is_extent = mode == XYWH_ABS and "bbox_mode" not in item
-            xyxy = _to_corners(item[key], is_extent=mode == XYWH_ABS)
-            return ObjectBox(number, label, xyxy, False, is_extent, is_crowd, text)
-    for key in CORNERS_KEYS:
-        if key in item:
-            return ObjectBox(number, label, _to_corners(item[key], is_extent=False), False, False, is_crowd, text)
-    corner_keys = ("xmin", "ymin", "xmax", "ymax")
-    if all(key in item for key in corner_keys):
-        xyxy = _to_corners([item[key] for key in corner_keys], is_extent=False)
-        return ObjectBox(number, label, xyxy, False, False, is_crowd, text)
-    raise UnknownLayout(f"its objects have the keys {_list_keys(item)}: no box")
+    corner_keys = next((keys for keys in (OPEN_IMAGES_KEYS, VOC_KEYS) if all(key in item for key in keys)), None)
+    box_key = next((key for key in (*EXTENT_KEYS, *CORNERS_KEYS) if key in item), None)
+    is_normalized = corner_keys == OPEN_IMAGES_KEYS
+    mode = item.get("bbox_mode", XYWH_ABS)
+    if corner_keys is not None and (is_normalized or box_key is None):
+        return ObjectBox(
+            number, label, _to_corners([item[key] for key in corner_keys], is_extent=False), is_normalized, False,
+            is_crowd, text,
+        )  # fmt: skip
+    if box_key is None:
+        raise UnknownLayout(f"its objects have the keys {_list_keys(item)}: no box")
+    if box_key in EXTENT_KEYS and mode not in (XYXY_ABS, XYWH_ABS):
+        raise UnknownLayout(f"bbox_mode is {mode!r}; 0 (corners) and 1 (x, y, width, height) are read")
+    is_extent = box_key in EXTENT_KEYS and mode == XYWH_ABS
+    xyxy = _to_corners(item[box_key], is_extent=is_extent)
+    return ObjectBox(number, label, xyxy, False, is_extent and "bbox_mode" not in item, is_crowd, text)
 
 
 def _to_corners(values: Any, *, is_extent: bool) -> tuple[float, float, float, float] | None:
