@@ -8,6 +8,7 @@ here.
 import dataclasses
 import functools
 import re
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -34,10 +35,13 @@ class _Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     note: str = ""
     status: Status = "not carried"
     values: tuple[Scalar, ...] | None = None
+    models: tuple[str, ...] = ("*",)
+    settings: dict[str, str] = {}
 
-    def matches(self, path: str, values: list[Scalar]) -> bool:
+    def matches(self, path: str, values: list[Scalar], model: str) -> bool:
         has_values = self.values is None or set(values) <= set(self.values)
-        return has_values and any(fnmatchcase(path, pattern) for pattern in self.fields)
+        is_for_model = any(fnmatchcase(model, pattern) for pattern in self.models)
+        return has_values and is_for_model and any(fnmatchcase(path, pattern) for pattern in self.fields)
 
 
 class Detector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -99,11 +103,11 @@ class FieldAccount:
 
     def exact(self, message: Message, name: str, settings: dict[str, Any] | None = None, note: str = "") -> None:
         """The field means the same here. name: "" for the message itself, if it is empty."""
-        self._carry(message, name, "exact", settings or {}, note)
+        self.carry(message, name, "exact", settings or {}, note)
 
     def substitute(self, message: Message, name: str, settings: dict[str, Any], note: str) -> None:
         """The nearest that stoker has; note: what differs."""
-        self._carry(message, name, "substitute", settings, note)
+        self.carry(message, name, "substitute", settings, note)
 
     def drop(self, message: Message, name: str, reason: str, *, is_unknown: bool = False) -> None:
         """The field has no counterpart."""
@@ -116,7 +120,7 @@ class FieldAccount:
                 if status == "not carried":
                     self.drop(owner, name, note)
                 else:
-                    self._carry(owner, name, status, settings, note)
+                    self.carry(owner, name, status, settings, note)
 
     def trap(self, name: str, line: int | None, text: str) -> None:
         self.traps.append(Trap(name=name, line=line, text=text))
@@ -127,21 +131,24 @@ class FieldAccount:
             if not self.is_open(owner, name):
                 continue
             path, values = _INDEX.sub("", _path(owner, name)), owner.scalars.get(name, [])
-            rule = next((rule for rule in knowledge().rows if rule.matches(path, values)), None)
+            rule = next((rule for rule in knowledge().rows if rule.matches(path, values, self.model.name)), None)
             if rule is None:
                 self.drop(owner, name, UNKNOWN, is_unknown=True)
                 line = owner.lines.get(name, owner.line)
                 self.trap("unknown-field", line, f"{path}: {UNKNOWN}; TensorFlow would refuse the file")
-            elif rule.status == "not carried":
-                self.drop(owner, name, rule.note)
+                continue
+            note = rule.note.replace("{model}", self.model.name).replace("{value}", _written(values))
+            if rule.status == "not carried":
+                self.drop(owner, name, note)
             else:
-                self._carry(owner, name, rule.status, {}, rule.note)
+                self.carry(owner, name, rule.status, dict(rule.settings), note)
 
     def is_open(self, message: Message, name: str) -> bool:
         """Whether the field has no row yet."""
         return _path(message, name) not in self.rows
 
-    def _carry(self, message: Message, name: str, status: Status, settings: dict[str, Any], note: str) -> None:
+    def carry(self, message: Message, name: str, status: Status, settings: dict[str, Any], note: str) -> None:
+        """`exact` or `substitute`; a field of settings that the model does not have is dropped."""
         missing = [setting for setting in settings if not self._has(setting)]
         if missing and len(missing) == len(settings):
             flags = ", ".join(f"--{setting.replace('_', '-')}" for setting in missing)
@@ -169,7 +176,7 @@ def _path(message: Message, name: str) -> str:
     return message.join(name) if name else message.path
 
 
-def _written(values: list[Scalar]) -> str:
+def _written(values: Sequence[Scalar]) -> str:
     """The values as the file has them, without quotes."""
     words = [str(value).lower() if isinstance(value, bool) else str(value) for value in values]
     return words[0] if len(words) == 1 else f"[{', '.join(words)}]"

@@ -8,7 +8,7 @@ import math
 from fnmatch import fnmatchcase
 
 from stoker.errors import ConfigError
-from stoker.migration.fields import Detector, FieldAccount, knowledge
+from stoker.migration.fields import Detector, FieldAccount, Status, knowledge
 from stoker.migration.text_format import Message
 
 FAMILIES = ("ssd", "faster_rcnn", "center_net")
@@ -75,28 +75,21 @@ def _read_image_size(account: FieldAccount, resizer: Message) -> None:
         short, long = (int(shape.number(*field)) for field in (("min_dimension", 600), ("max_dimension", 1024)))
         image_size = _rounded_size(account, short, long)
         settings = {"image_size": image_size, "resize": "letterbox"}
-        if short == long == image_size[0]:
-            note = "the aspect ratio is kept, and the rest is padded"
-            account.exact(shape, "min_dimension", settings, note)
-            account.exact(shape, "max_dimension", settings, note)
-        else:
+        status: Status = "exact" if short == long == image_size[0] else "substitute"
+        note = "the aspect ratio is kept, and the rest is padded"
+        if status == "substitute":
             note = (
                 "all images are fitted into one fixed size: landscape images get the scale of the API, portrait "
                 "images a smaller one (swap the two numbers if most are portrait)"
             )
-            if image_size != (short, long):
-                note += f"; {_multiple_note(account)}"
-            account.substitute(shape, "min_dimension", settings, note)
-            account.substitute(shape, "max_dimension", settings, note)
+            note += f"; {_multiple_note(account)}" if image_size != (short, long) else ""
+        for name in ("min_dimension", "max_dimension"):
+            account.carry(shape, name, status, settings, note)
     elif kind == "conditional_shape_resizer":
         side = int(shape.number("size_threshold", 300))
         image_size = _rounded_size(account, side, side)
         account.whole(
             shape, "substitute", {"image_size": image_size, "resize": "letterbox"}, "all images get one fixed size"
-        )
-    else:
-        account.whole(
-            resizer, "not carried", {}, "input sizes are fixed here: --image-size, else derived from the data"
         )
 
 
@@ -114,11 +107,7 @@ def _read_ssd(account: FieldAccount, ssd: Message) -> None:
     _read_backbone_norm(account, ssd, "freeze_batchnorm", is_frozen=ssd.flag("freeze_batchnorm", False))
     _read_anchors(account, ssd.child("anchor_generator"))
     _read_matcher(account, ssd.child("matcher"))
-    _read_box_coder(account, ssd.child("box_coder").child("faster_rcnn_box_coder"))
-    loss = ssd.child("loss")
-    _read_classification_loss(account, loss.child("classification_loss"))
-    _read_localization_loss(account, loss.child("localization_loss"))
-    _read_hard_example_miner(account, loss.child("hard_example_miner"))
+    _read_classification_loss(account, ssd.child("loss").child("classification_loss"))
     _read_nms(account, ssd.child("post_processing"))
 
 
@@ -128,7 +117,6 @@ def _read_faster_rcnn(account: FieldAccount, rcnn: Message) -> None:
     _read_backbone_norm(account, extractor, "batch_norm_trainable", is_frozen=is_frozen)
     _read_anchors(account, rcnn.child("first_stage_anchor_generator"))
     _read_classification_loss(account, rcnn.child("second_stage_classification_loss"))
-    _read_hard_example_miner(account, rcnn.child("hard_example_miner"))
     _read_nms(account, rcnn.child("second_stage_post_processing"))
 
 
@@ -237,12 +225,6 @@ def _read_ssd_anchors(account: FieldAccount, grid: Message) -> None:
             account.exact(grid, "aspect_ratios")
         else:
             account.substitute(grid, "aspect_ratios", {}, f"fixed in {name}: 1/3, 1/2, 1, 2, 3")
-    if grid.has("reduce_boxes_in_lowest_layer"):
-        if grid.flag("reduce_boxes_in_lowest_layer", True):
-            account.drop(grid, "reduce_boxes_in_lowest_layer", f"{name} has all anchors at its finest level")
-        else:
-            account.exact(grid, "reduce_boxes_in_lowest_layer")
-    account.whole(grid, "not carried", {}, f"{name} has no such option of its anchors")
 
 
 def _read_matcher(account: FieldAccount, matcher: Message) -> None:
@@ -261,94 +243,24 @@ def _read_matcher(account: FieldAccount, matcher: Message) -> None:
         account.exact(argmax, "unmatched_threshold", {"bg_iou_thresh": background})
 
 
-def _read_box_coder(account: FieldAccount, coder: Message) -> None:
-    has_scales = account.model.name.startswith("ssd")
-    for name, scale in (("y_scale", 10.0), ("x_scale", 10.0), ("height_scale", 5.0), ("width_scale", 5.0)):
-        if not coder.has(name):
-            continue
-        if not has_scales:
-            reason = "box offsets are not scaled in RetinaNet: the box loss is weighted differently"
-            account.drop(coder, name, reason)
-        elif coder.number(name, scale) == scale:
-            account.exact(coder, name, note="box offsets times 10 and 5, as in SSD")
-        else:
-            account.drop(coder, name, "fixed in stoker: box offsets times 10 and 5, as in SSD")
-
-
 def _read_classification_loss(account: FieldAccount, loss: Message) -> None:
-    kind = loss.kind()
-    if kind is None:
+    """The parameters of a focal loss; other losses cannot be chosen."""
+    if loss.kind() != "weighted_sigmoid_focal" or "focal_alpha" not in account.model.settings:
         return
-    chosen = loss.child(kind)
-    has_focal = "focal_alpha" in account.model.settings
-    if kind == "weighted_sigmoid_focal" and has_focal:
-        gamma, alpha = chosen.number("gamma", 2.0), chosen.number("alpha", 0.25)
-        account.exact(chosen, "gamma", {"focal_gamma": gamma})
-        if chosen.has("alpha"):
-            account.exact(chosen, "alpha", {"focal_alpha": alpha})
-        else:
-            note = "without alpha, the API weighs positives and negatives equally; 0.25 is the paper's"
-            account.substitute(chosen, "alpha", {"focal_alpha": alpha}, note)
-        account.whole(loss, "exact", {})
-    elif has_focal:
-        note = "the focal loss of the model's paper"
-        account.whole(loss, "substitute", {}, note)
-    elif kind == "weighted_softmax" and chosen.number("logit_scale", 1.0) == 1:
-        account.whole(loss, "exact", {}, "cross-entropy of a softmax")
+    focal = loss.child("weighted_sigmoid_focal")
+    account.exact(focal, "gamma", {"focal_gamma": focal.number("gamma", 2.0)})
+    settings = {"focal_alpha": focal.number("alpha", 0.25)}
+    if focal.has("alpha"):
+        account.exact(focal, "alpha", settings)
     else:
-        account.whole(loss, "substitute", {}, f"{account.model.name} has the cross-entropy of a softmax")
-
-
-def _read_localization_loss(account: FieldAccount, loss: Message) -> None:
-    kind = loss.kind()
-    if kind is None:
-        return
-    chosen = loss.child(kind)
-    if "box_loss" not in account.model.settings:
-        if kind == "weighted_smooth_l1" and math.isclose(chosen.number("delta", 1.0), 1.0):
-            account.whole(loss, "exact", {}, "smooth L1")
-        else:
-            account.whole(loss, "substitute", {}, f"{account.model.name} has a smooth L1 loss")
-    elif kind == "weighted_giou":
-        account.whole(loss, "exact", {"box_loss": "giou"})
-    elif kind == "weighted_iou":
-        account.whole(loss, "substitute", {"box_loss": "giou"}, "generalized IoU has a gradient without overlap too")
-    elif kind == "l1_localization_loss":
-        account.whole(loss, "exact", {"box_loss": "l1"})
-    else:
-        account.whole(loss, "substitute", {"box_loss": "l1"}, "L1 without the quadratic part near 0")
-
-
-def _read_hard_example_miner(account: FieldAccount, miner: Message) -> None:
-    if not miner.is_present:
-        return
-    if not account.model.name.startswith("ssd"):
-        note = (
-            "the focal loss weighs easy examples down" if "focal_alpha" in account.model.settings else "random samples"
-        )
-        account.whole(miner, "not carried", {}, f"no mining of hard examples in {account.model.name}: {note}")
-        return
-    if math.isclose(miner.number("max_negatives_per_positive", 0), 3):
-        account.exact(miner, "max_negatives_per_positive", note="three hard negatives per positive anchor")
-    account.whole(miner, "not carried", {}, "fixed in stoker: three hard negatives per positive, by class loss, no NMS")
+        note = "without alpha, the API weighs positives and negatives equally; 0.25 is the paper's"
+        account.substitute(focal, "alpha", settings, note)
 
 
 def _read_nms(account: FieldAccount, post_processing: Message) -> None:
     nms = post_processing.child("batch_non_max_suppression")
-    flags = {"iou_threshold": ("--iou", 0.6), "score_threshold": ("--conf", 0.0)}
-    for name, (flag, default) in flags.items():
-        if nms.has(name):
-            value = f"{nms.number(name, default):g}"
-            note = f"not a setting of training: `stoker predict RUN IMAGES {flag} {value}`, also of `stoker export`"
-            account.substitute(nms, name, {}, note)
     if nms.has("max_detections_per_class"):
         if nms.number("max_detections_per_class", 100) >= nms.number("max_total_detections", 100):
             account.exact(nms, "max_detections_per_class", note="the limit of all classes together is not larger")
         else:
             account.drop(nms, "max_detections_per_class", "there is one limit for all classes: 100")
-    if post_processing.has("score_converter"):
-        wanted = "SIGMOID" if "focal_alpha" in account.model.settings else "SOFTMAX"
-        if post_processing.text("score_converter") == wanted:
-            account.exact(post_processing, "score_converter")
-        else:
-            account.substitute(post_processing, "score_converter", {}, f"{wanted.lower()}, as the loss has it")

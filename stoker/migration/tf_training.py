@@ -7,7 +7,7 @@ compared with them over the steps that the training really has.
 import math
 from collections.abc import Callable
 
-from stoker.migration.fields import FieldAccount
+from stoker.migration.fields import FieldAccount, Status
 from stoker.migration.text_format import Message
 
 API_MOVING_AVERAGE = 0.9999
@@ -169,16 +169,14 @@ def _read_exponential(account: FieldAccount, chosen: Message, steps: int) -> Non
     if chosen.flag("staircase", True):
         periods = math.floor(periods)
     final = factor**periods
-    if final == 1.0 and steps:
-        note = f"the first decay is after the training's {steps:,} steps"
-        for name in ("decay_steps", "decay_factor"):
-            account.exact(chosen, name, {"lr_scheduler": "constant"}, note)
-    else:
-        scheduler = "exponential" if final < math.sqrt(END_OF_SCHEDULE) else "constant"
+    scheduler = "exponential" if final < math.sqrt(END_OF_SCHEDULE) else "constant"
+    status: Status = "exact" if final == 1.0 and steps else "substitute"
+    note = f"the first decay is after the training's {steps:,} steps"
+    if status == "substitute":
         ending = "falls to 1 % of the peak over the length" if scheduler == "exponential" else "does not fall"
         note = f"there, the learning rate falls to {100 * final:.3g} % of the peak in this training; here it {ending}"
-        for name in ("decay_steps", "decay_factor"):
-            account.substitute(chosen, name, {"lr_scheduler": scheduler}, note)
+    for name in ("decay_steps", "decay_factor"):
+        account.carry(chosen, name, status, {"lr_scheduler": scheduler}, note)
     if chosen.has("staircase"):
         if final == 1.0:
             account.exact(chosen, "staircase", note="no decay within the training")
@@ -214,7 +212,8 @@ def _read_manual_steps(account: FieldAccount, chosen: Message, steps: int) -> No
         and all(abs(step - steps * part) <= 1 for step, part in zip(drops, (2 / 3, 8 / 9), strict=True))
         and all(math.isclose(lr, peak * part, rel_tol=0.01) for lr, part in zip(rates, (0.1, 0.01), strict=True))
     )
-    status, settings, note = "exact", {"lr_scheduler": "constant"}, f"no step within the training's {steps:,}"
+    status: Status = "exact"
+    settings, note = {"lr_scheduler": "constant"}, f"no step within the training's {steps:,}"
     if same_shape:
         settings, note = {"lr_scheduler": "multistep"}, "times 0.1 at 2/3 and 8/9 of the length"
     elif drops:
@@ -234,10 +233,7 @@ def _read_manual_steps(account: FieldAccount, chosen: Message, steps: int) -> No
         account.exact(chosen, "warmup", {"warmup_steps": 0})
     for entry, _, _ in entries:
         for name in ("step", "learning_rate"):
-            if status == "exact":
-                account.exact(entry, name, settings, note)
-            else:
-                account.substitute(entry, name, settings, note)
+            account.carry(entry, name, status, settings, note)
     if not entries:
         account.settings |= settings
 
