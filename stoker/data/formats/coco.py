@@ -244,51 +244,40 @@ def _choose_of_several(folder: Path, files: list[Path], split: str | None) -> tu
     return sorted(kept), notes
 
 
-def _count_probe_hits(
-    directories: Sequence[Path], names: Sequence[str], base_names: Sequence[str]
-) -> list[tuple[int, Path, bool]]:
-    """For each folder: (number of the names that are files there, folder, whether folders in the names are ignored)."""
-    hits = [(sum((directory / name).is_file() for name in names), directory, False) for directory in directories]
-    if base_names != names and not any(count for count, _, _ in hits):
-        hits += [
-            (sum((directory / name).is_file() for name in base_names), directory, True) for directory in directories
-        ]
-    return hits
-
-
 def _locate_images(
     part: SplitFiles, file_names: Sequence[str], folders: FolderTable
 ) -> tuple[NDArray[np.int32], list[str], list[str]]:
     """Index into `folders` [R] and name of each image, and notes. Finds the folder to which a file's `file_name`s [R]
-    are relative, by searching for a few of the images.
-
-    If none is found, the folders below the root are searched. If they have none either, the most likely folder is used,
-    and the check for missing images reports it. Folders inside a name are kept, unless the images exist only without
-    them (exports that contain another machine's paths).
+    are relative, by searching for a few of the images: in the usual folders, there in another case or Unicode form
+    (`images.resolve_names`), then in those below the root. If there is none, the most likely folder is used, and the
+    check for missing images reports it. Folders inside a name are kept, unless the images exist only without them
+    (exports that contain another machine's paths).
     """
     names = [name.replace("\\", "/") for name in file_names]
-    step = max(1, len(names) // MAX_PROBES)
-    probes = names[::step]
-    base_names = [name.rpartition("/")[2] for name in probes]
+    probes = names[:: max(1, len(names) // MAX_PROBES)]
     existing = [folder for folder in part.image_dirs if folder.is_dir()] or [part.image_dirs[0]]
-    near_hits = _count_probe_hits(existing, probes, base_names)
-    if not any(count for count, _, _ in near_hits):
-        # no name exists as written; it may differ in case or Unicode form (`images.resolve_names`)
-        near_hits = [
-            (count_matching_files(folder, probe_names), folder, probe_names is base_names)
-            for probe_names in (probes, base_names)
-            for folder in existing
-        ]
-    hits = (
-        near_hits
-        if any(count for count, _, _ in near_hits)
-        else near_hits + _count_probe_hits(list(iter_dirs_below(folders.root)), probes, base_names)
+
+    def find(directories: Iterable[Path], count: Callable[[Path, list[str]], int]) -> tuple[Path, bool] | None:
+        """The folder with the most of the probes, and whether their folders are ignored."""
+        for texts in (probes, [name.rpartition("/")[2] for name in probes]):
+            num_found, best = max(((count(folder, texts), folder) for folder in directories), key=lambda hit: hit[0])
+            if num_found:
+                return best, texts is not probes
+        return None
+
+    def count_files(folder: Path, texts: list[str]) -> int:
+        return sum((folder / text).is_file() for text in texts)
+
+    base, strip_dirs = (
+        find(existing, count_files)
+        or find(existing, count_matching_files)
+        or find([existing[0], *iter_dirs_below(folders.root)], count_files)
+        or (existing[0], False)
     )
-    _, base, strip_dirs = max(hits, key=lambda hit: hit[0])
     notes = []
     if base not in existing:
         notes.append(f"{part.annotations.name}: the images are in {os.path.relpath(base, folders.root)}/")
-    if strip_dirs:
+    if strip_dirs and any("/" in name for name in names):
         notes.append(
             f"{part.annotations.name}: the folders in its file names are ignored; the images are in {base.name}/"
         )
