@@ -303,8 +303,8 @@ HEADERLESS = {
     "image, x1, y1, x2, y2, class": (6, 0, 5, (1, 2, 3, 4), None),
     "AutoML's split, image, class, x1, y1, …, x2, y2": (11, 1, 2, (3, 4, 7, 8), 0),
 }
-"""Of Keras-RetinaNet, `path,x1,y1,x2,y2,class`, and of AutoML, `TRAIN,path,label,x1,y1,,,x2,y2,,`: the number of columns, and
-which are the image, the class, the box, the split."""
+"""Layouts of Keras-RetinaNet, `path,x1,y1,x2,y2,class`, and AutoML, `TRAIN,path,label,x1,y1,,,x2,y2,,`: the number of
+columns, and which are the image, the class, the box, the split."""
 
 
 def _detect_without_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | None:

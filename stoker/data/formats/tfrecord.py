@@ -18,7 +18,7 @@ import mmap
 import os
 import re
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -182,11 +182,11 @@ class _RecordColumns:
 
     xyxy: "tuple[array[float], ...]" = field(default_factory=lambda: tuple(array("f") for _ in BOX_KEYS))
     """Four columns [K], normalized by image width and height."""
-    label: "array[int]" = field(default_factory=partial(array, "q"))
-    text_index: "array[int]" = field(default_factory=partial(array, "i"))
+    pair: "array[int]" = field(default_factory=partial(array, "i"))
+    """Number of the pair of label and text."""
+    number_by_pair: dict[tuple[int, bytes], int] = field(default_factory=dict)
     crowd: "array[int]" = field(default_factory=partial(array, "b"))
     area: "array[float]" = field(default_factory=lambda: array("f"))
-    index_by_text: dict[bytes, int] = field(default_factory=dict)
     num_boxes: list[int] = field(default_factory=list)
     """[R], boxes per image."""
     byte_range: "array[int]" = field(default_factory=partial(array, "q"))
@@ -302,12 +302,11 @@ def _read_record(data: mmap.mmap, frame: Frame, shard: Path, columns: _RecordCol
         height, width = (height, width) if height and width else header_size
     for column, values in zip(columns.xyxy, xyxy, strict=True):
         column.extend(values)
-    columns.label.extend(labels or [NO_LABEL] * num_boxes)
-    index_by_text = columns.index_by_text
-    columns.text_index.extend(
-        [index_by_text.setdefault(text, len(index_by_text)) if text else NO_TEXT for text in texts]
-        or [NO_TEXT] * num_boxes
+    pairs, numbers = (
+        zip(labels or [NO_LABEL] * num_boxes, texts or [b""] * num_boxes, strict=True),
+        columns.number_by_pair,
     )
+    columns.pair.extend([numbers.setdefault(pair, len(numbers)) for pair in pairs])
     is_crowd = list(map(bool, crowd)) or [False] * num_boxes
     if any(group_of):
         columns.num_group_boxes += sum(map(bool, group_of))
@@ -346,18 +345,20 @@ def _make_table(
         record = f"record {columns.record_number[image_index]} ({columns.file_names[image_index]})"
         return f"{shard}, {record}, object {number}"
 
-    classes = assign_classes(
-        np.array(columns.label, np.int64),
-        np.array(columns.text_index, np.int32),
-        [text.decode(errors="backslashreplace") for text in columns.index_by_text],
-        label_map_paths=layout.metadata_files,
-        root=layout.root,
-        problems=problems,
-        describe_box=describe_box,
-    )
+    pair_index = np.array(columns.pair, np.int64)
+    _, first_boxes, counts = np.unique(pair_index, return_index=True, return_counts=True)
+    pairs = [
+        LabelTextPair(label, text.decode(errors="backslashreplace") or None) for label, text in columns.number_by_pair
+    ]
+    classes = _choose_classes(pairs, layout.metadata_files, layout.root)
+    for assignment, first_box, count in zip(classes.assignments, first_boxes.tolist(), counts.tolist(), strict=True):
+        if assignment.problem_kind is not None:
+            example = f"{describe_box(first_box)}: {assignment.description}"
+            problems.add(assignment.problem_kind, example, count)
+    labels = np.array([assignment.label for assignment in classes.assignments], np.int32)[pair_index]
     height, width = original_size[image_indices].T.astype(np.float64)
     x1, y1, x2, y2 = (np.array(column, np.float64) for column in columns.xyxy)
-    keep = classes.labels != NO_CLASS
+    keep = labels != NO_CLASS
     return AnnotationTable(
         class_names=classes.names,
         category_ids=classes.ids,
@@ -369,7 +370,7 @@ def _make_table(
         image_id=_image_ids(columns.source_id),
         image_index=image_indices[keep],
         boxes=np.stack((x1 * width, y1 * height, x2 * width, y2 * height), axis=1)[keep],
-        labels=classes.labels[keep],
+        labels=labels[keep],
         crowd=np.array(columns.crowd, np.bool_)[keep],
         area=np.array(columns.area, np.float64)[keep],
         box_id=(np.arange(len(image_indices)) - offsets[image_indices] + 1)[keep],
@@ -390,16 +391,7 @@ def _image_ids(source_ids: list[bytes]) -> NDArray[np.int64]:
 
 
 NO_LABEL = -(2**63)
-NO_TEXT = -1
 NO_CLASS = -1
-
-
-class ClassAssignment(NamedTuple):
-    names: list[str]
-    ids: list[int]
-    labels: NDArray[np.int32]
-    """[K], index into `names`, or NO_CLASS."""
-    notes: list[str]
 
 
 class LabelTextPair(NamedTuple):
@@ -408,9 +400,6 @@ class LabelTextPair(NamedTuple):
     label: int
     """NO_LABEL if the record has none."""
     text: str | None
-    num_boxes: int
-    first_box: int
-    """Index of the first of these boxes."""
 
 
 class _Assignment(NamedTuple):
@@ -422,70 +411,39 @@ class _Assignment(NamedTuple):
     description: str = ""
 
 
-def assign_classes(
-    label: NDArray[np.int64],
-    text_index: NDArray[np.int32],
-    texts: Sequence[str],
-    *,
-    label_map_paths: Sequence[Path],
-    root: Path,
-    problems: ProblemCollector,
-    describe_box: Callable[[int], str],
-) -> ClassAssignment:
-    """The class of each box.
+class _Classes(NamedTuple):
+    names: list[str]
+    ids: list[int]
+    assignments: list[_Assignment]
+    """Of each pair."""
+    notes: list[str]
 
-    label [K]: image/object/class/label or NO_LABEL; text_index [K]: index into `texts` or NO_TEXT; label_map_paths:
-    label maps that may belong to the records below `root`; describe_box: the location of a box, for messages. Raises
-    DataError if a label map cannot be read or if several fit.
-    """
-    pairs, pair_index = _group_pairs(label, text_index, texts)
-    chosen, notes = _choose_label_map(pairs, label_map_paths, root)
+
+def _choose_classes(pairs: list[LabelTextPair], label_maps: Sequence[Path], root: Path) -> _Classes:
+    """The classes of a data set, and of each pair. label_maps: those that may belong to the records below `root`.
+    Raises DataError if a label map cannot be read or if several fit."""
+    chosen, notes = _choose_label_map(pairs, label_maps, root)
     if chosen is not None:
-        names, ids, assignments = chosen.names, chosen.ids, _assign_by_map(pairs, chosen)
-    elif texts:
-        names = sorted(set(texts))
-        index_by_label = _labels_of_texts(pairs, names)
-        assignments = _assign(
-            pairs, index_by_label, {name: k for k, name in enumerate(names)}, "no box with a text has this label"
-        )
+        return _Classes(chosen.names, chosen.ids, _assign_by_map(pairs, chosen), notes)
+    if names := sorted({pair.text for pair in pairs if pair.text is not None}):
+        index_by_name = {name: class_index for class_index, name in enumerate(names)}
+        index_by_label = _labels_of_texts(pairs, index_by_name)
+        assignments = _assign(pairs, index_by_label, index_by_name, "no box with a text has this label")
         label_by_index = {
             class_index: label for label, class_index in index_by_label.items() if class_index is not None
         }
         is_one_to_one = len(index_by_label) == len(label_by_index) == len(names)
         ids = [label_by_index[k] if is_one_to_one else k + 1 for k in range(len(names))]
         notes.append("no label map: the classes are the texts in the records, sorted")
-    else:
-        ids = sorted({pair.label for pair in pairs if pair.label > BACKGROUND})
-        names = [f"class {class_id}" for class_id in ids]
-        assignments = _assign(pairs, {class_id: k for k, class_id in enumerate(ids)}, {}, "labels begin at 1")
-        if names:
-            notes.append(
-                "no label map and no texts in the records: the classes are named after their labels;"
-                " a label_map.pbtxt next to the records sets their names"
-            )
-    for pair, assignment in zip(pairs, assignments, strict=True):
-        if assignment.problem_kind is not None:
-            example = f"{describe_box(pair.first_box)}: {assignment.description}"
-            problems.add(assignment.problem_kind, example, pair.num_boxes)
-    labels = np.array([assignment.label for assignment in assignments], np.int32)
-    return ClassAssignment(names, ids, labels[pair_index], notes)
-
-
-def _group_pairs(
-    label: NDArray[np.int64], text_index: NDArray[np.int32], texts: Sequence[str]
-) -> tuple[list[LabelTextPair], NDArray[np.int64]]:
-    """The different pairs of label and text, and the index of each box's pair [K]."""
-    values, label_number = np.unique(label, return_inverse=True)
-    codes, first, pair_index, counts = np.unique(
-        label_number * (len(texts) + 1) + text_index + 1, return_index=True, return_inverse=True, return_counts=True
-    )
-    pairs = []
-    for code, first_box, count in zip(codes.tolist(), first.tolist(), counts.tolist(), strict=True):
-        number, text_number = divmod(code, len(texts) + 1)
-        pairs.append(
-            LabelTextPair(int(values[number]), texts[text_number - 1] if text_number else None, count, first_box)
+        return _Classes(names, ids, assignments, notes)
+    ids = sorted({pair.label for pair in pairs if pair.label > BACKGROUND})
+    assignments = _assign(pairs, {class_id: k for k, class_id in enumerate(ids)}, {}, "labels begin at 1")
+    if ids:
+        notes.append(
+            "no label map and no texts in the records: the classes are named after their labels;"
+            " a label_map.pbtxt next to the records sets their names"
         )
-    return pairs, pair_index
+    return _Classes([f"class {class_id}" for class_id in ids], ids, assignments, notes)
 
 
 def _choose_label_map(
@@ -533,12 +491,12 @@ def _assign_by_map(pairs: list[LabelTextPair], label_map: LabelMap) -> list[_Ass
     return _assign(pairs, index_by_id, label_map.index_by_name, f"not in {label_map.path.name}", label_map)
 
 
-def _labels_of_texts(pairs: list[LabelTextPair], names: list[str]) -> dict[int, int | None]:
+def _labels_of_texts(pairs: list[LabelTextPair], index_by_name: Mapping[str, int]) -> dict[int, int | None]:
     """Label → index of the name that all boxes with the label have as their text; None if they have several."""
     index_by_label: dict[int, int | None] = {}
     for pair in pairs:
         if pair.text is not None and pair.label > BACKGROUND:
-            class_index = names.index(pair.text)
+            class_index = index_by_name[pair.text]
             if index_by_label.setdefault(pair.label, class_index) != class_index:
                 index_by_label[pair.label] = None
     return index_by_label
