@@ -32,6 +32,7 @@ from stoker import regular_files
 from stoker.data.formats.building import invalid_json_error
 from stoker.data.formats.folders import (
     ANNOTATION_DIRS,
+    MAX_PROBES,
     check_unannotated_splits,
     choose_only_file,
     file_part,
@@ -95,6 +96,17 @@ class CocoFile(msgspec.Struct):
     annotations: list[Annotation] = []
 
 
+RawEntry = TypeVar("RawEntry")
+
+
+class _RawFile(msgspec.Struct, Generic[RawEntry]):
+    """The same with other entries: undecoded ones, or objects from Python's own parser."""
+
+    images: list[RawEntry]
+    categories: list[RawEntry] = []
+    annotations: list[RawEntry] = []
+
+
 SPLIT_FILE_NAMES = (
     "_annotations.coco.json",
     "annotations.coco.json",
@@ -105,8 +117,6 @@ SPLIT_FILE_NAMES = (
 """Names of the file in a split folder; FiftyOne writes labels.json and data/."""
 OTHER_TASKS = ("captions", "keypoints", "panoptic", "stuff", "image_info")
 SPLIT_ALIASES = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
-MAX_PROBES = 16
-"""Images that are searched for in each possible folder; the folder with the most of them is used."""
 
 
 def recognize(path: Path) -> DatasetLayout | None:
@@ -176,26 +186,25 @@ def _choose_per_split(folder: Path, files: list[Path]) -> tuple[list[tuple[str |
     return chosen, [*notes, *([f"not read: {', '.join(ignored)}"] if ignored else [])]
 
 
-class _ImageName(msgspec.Struct):
-    file_name: str
+class _Named(msgspec.Struct):
+    """An entry, with the name that an image or a class has."""
+
+    file_name: str = ""
+    name: str = ""
 
 
-class _ClassName(msgspec.Struct):
-    name: str
+class _Outline(NamedTuple):
+    """What tells which images and classes a file is about."""
+
+    images: frozenset[str]
+    classes: frozenset[str]
+    num_boxes: int
 
 
-class _Outline(msgspec.Struct):
-    """The parts of a COCO file that tell which images and classes it is about."""
-
-    images: list[_ImageName]
-    categories: list[_ClassName] = []
-    annotations: list[msgspec.Raw] = []
-
-    def image_names(self) -> set[str]:
-        return {image.file_name for image in self.images}
-
-    def class_names(self) -> set[str]:
-        return {category.name for category in self.categories}
+def _read_outline(path: Path) -> _Outline:
+    file = msgspec.json.decode(regular_files.read_bytes(path), type=_RawFile[_Named])
+    images, classes = (entry.file_name for entry in file.images), (entry.name for entry in file.categories)
+    return _Outline(frozenset(images), frozenset(classes), len(file.annotations))
 
 
 def _choose_of_several(folder: Path, files: list[Path], split: str | None) -> tuple[list[Path], list[str]]:
@@ -204,40 +213,31 @@ def _choose_of_several(folder: Path, files: list[Path], split: str | None) -> tu
     A file is left out if another has all of its images, the same classes, and at least as many boxes. Raises DataError
     if other files are about the same images: it is then unknown which boxes are meant.
     """
-    outlines: dict[Path, _Outline] = {}
-    for path in files:
-        try:
-            outlines[path] = msgspec.json.decode(regular_files.read_bytes(path), type=_Outline)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            choose_only_file(folder, files, split)  # raises the error that names all
+    try:
+        outlines = {path: _read_outline(path) for path in files}
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        choose_only_file(folder, files, split)  # raises the error that names all
+        raise
     kept: list[Path] = []
     notes: list[str] = []
-    for path in sorted(files, key=lambda file: (-len(outlines[file].images), -len(outlines[file].annotations), file)):
-        outline = outlines[path]
-        names, num_boxes = outline.image_names(), len(outline.annotations)
-        overlapping = [other for other in kept if names & outlines[other].image_names()]
-        larger = next(
-            (
-                other
-                for other in overlapping
-                if names <= outlines[other].image_names()
-                and outline.class_names() <= outlines[other].class_names()
-                and num_boxes <= len(outlines[other].annotations)
-            ),
-            None,
-        )
-        if larger is not None:
-            images = f"its {len(names):,} images, with {num_boxes:,} boxes"
-            notes.append(f"not read: {path.name}: {images}, are among those of {larger.name}")
-        elif overlapping:
-            raise DataError(
-                several_files(files, split),
-                location=folder,
-                cause=f"{path.name} and {overlapping[0].name} are about the same images with different boxes",
-                choices=[f"{f.name} ({len(outlines[f].images)} images)" for f in files],
-                fix="name the files: --train FILE --val FILE; or move the others away",
-            )
+    for path in sorted(files, key=lambda file: (-len(outlines[file].images), -outlines[file].num_boxes, file)):
+        images, classes, num_boxes = outlines[path]
+        overlapping = [other for other in kept if images & outlines[other].images]
+        for other in overlapping:
+            larger = outlines[other]
+            if images <= larger.images and classes <= larger.classes and num_boxes <= larger.num_boxes:
+                text = f"its {len(images):,} images, with {num_boxes:,} boxes"
+                notes.append(f"not read: {path.name}: {text}, are among those of {other.name}")
+                break
         else:
+            if overlapping:
+                raise DataError(
+                    several_files(files, split),
+                    location=folder,
+                    cause=f"{path.name} and {overlapping[0].name} are about the same images with different boxes",
+                    choices=[f"{f.name} ({len(outlines[f].images)} images)" for f in files],
+                    fix="name the files: --train FILE --val FILE; or move the others away",
+                )
             kept.append(path)
     if len(kept) > 1:
         notes.append(f"read together, as their images differ: {', '.join(path.name for path in sorted(kept))}")
@@ -301,17 +301,6 @@ def _locate_images(
 FORMAT_HINT = "https://cocodataset.org/#format-data describes the fields; correct the entry or export the file again"
 MAX_QUOTED_CHARS = 120
 """Characters of an entry that are quoted in a message."""
-
-
-RawEntry = TypeVar("RawEntry")
-
-
-class _RawFile(msgspec.Struct, Generic[RawEntry]):
-    """The same with entries that are not checked: undecoded ones, or objects from Python's own parser."""
-
-    images: list[RawEntry]
-    categories: list[RawEntry] = []
-    annotations: list[RawEntry] = []
 
 
 Entry = TypeVar("Entry", bound=msgspec.Struct)

@@ -28,6 +28,7 @@ from stoker import regular_files
 from stoker.data.formats.building import ImageFile, TableBuilder
 from stoker.data.formats.folders import (
     IMAGE_SUFFIXES,
+    MAX_PROBES,
     SPLIT_BY_NAME,
     check_unannotated_splits,
     file_part,
@@ -66,8 +67,6 @@ IMAGE_DIR_NAMES = ("images", "jpegimages")
 """The last of these in an image's path is replaced by "labels", as in Ultralytics and Darknet."""
 MAX_WALKED_DIRS = 20_000
 """Folders below one that a description names; ImageNet has 1,000 per split."""
-MAX_PROBES = 16
-"""Label files that are read to recognize a YOLO data set without a data.yaml."""
 
 
 def recognize(path: Path) -> DatasetLayout | None:
