@@ -88,9 +88,8 @@ class _FileReader:
         if not is_usable_name(name):
             self._builder.problems.add("malformed-image", f"{location}: not a file name")
             return
-        folder, file_name = self.locator.locate(f"{subset}/{name}" if subset else name)
-        if not self.locator.exists(folder, file_name):
-            folder, file_name = self.locator.locate(name)
+        found = self.locator.find(f"{subset}/{name}" if subset else "", name)
+        folder, file_name = found or self.locator.locate(name)
         split_index = self.locator.split_index(self._part.split or split_from_name(subset), folder)
         size = usable_size(image.get("height"), image.get("width"))
         image_index = self._builder.add_image(ImageFile(folder, file_name, split_index, size))

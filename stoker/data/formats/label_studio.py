@@ -64,7 +64,8 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
             elif (written := _image_of(task)) is None:
                 problems.add("malformed-image", f"{location}: its data names no image")
             else:
-                folder, name = _locate(written, locator)
+                candidates = _candidate_paths(written)
+                folder, name = locator.find(*candidates) or locator.locate(candidates[-1])
                 image = ImageFile(folder, name, locator.split_index(part.split, folder), _size_of(regions))
                 builder.add_image(image)
                 locations.append(location)
@@ -167,16 +168,6 @@ def _image_of(task: dict[str, Any]) -> str | None:
     texts = [text for text in (data.get("image"), *data.values(), task.get("file_upload")) if isinstance(text, str)]
     paths = [(text, _candidate_paths(text)[0]) for text in texts if not text.startswith("data:")]
     return next((text for text, path in paths if is_image_name(path) and is_usable_name(path)), None)
-
-
-def _locate(written: str, locator: ImageLocator) -> tuple[Path, str]:
-    """Folder and name of an image; a likely name if there is none."""
-    candidates = _candidate_paths(written)
-    for path in candidates:
-        folder, name = locator.locate(path)
-        if locator.exists(folder, name):
-            return folder, name
-    return locator.locate(candidates[-1])
 
 
 def _candidate_paths(written: str) -> list[str]:

@@ -17,7 +17,6 @@ from stoker.data.formats.building import XYXY, ImageFile, TableBuilder, bound_po
 from stoker.data.formats.folders import (
     find_annotated_dirs,
     has_annotation_files,
-    is_image_name,
     iter_annotation_files,
     searched_part,
 )
@@ -92,14 +91,9 @@ def _parse(file: Path) -> _File | str:
 
 def _locate(file: Path, image_path: str, locator: ImageLocator) -> tuple[Path, str]:
     """Folder and name of a file's image: `imagePath` may be of another machine, or of a file that was renamed."""
-    if is_usable_name(image_path):
-        folder, name = locator.locate(image_path, file.parent)
-        if locator.exists(folder, name):
-            return folder, name
-    own_folder, own_name = locator.locate(file.stem, file.parent)  # without a suffix: that of the image is found
-    if locator.exists(own_folder, own_name) or not is_usable_name(image_path):
-        return own_folder, own_name if is_image_name(own_name) else f"{own_name}.jpg"
-    return folder, name
+    text = image_path if is_usable_name(image_path) else ""
+    found = locator.find(text, file.stem, folder=file.parent)  # without a suffix: that of the image is found
+    return found or locator.locate(text or f"{file.stem}.jpg", file.parent)
 
 
 def _read_shapes(shapes: list[_Shape], location: str, builder: TableBuilder) -> None:
