@@ -11,6 +11,7 @@ machines.toml, prices.toml: machines of clouds, their spot prices (`planning/mac
 models.toml: detector architectures (`config/architectures.py`).
 pipeline_fields.toml: fields of the TensorFlow Object Detection API (`migration/tf_other.py`).
 storage_failures.toml: failed requests to a bucket, and their messages (`storage/failures.py`).
+pipeline_fields.toml: fields of the TensorFlow Object Detection API (`migration/fields.py`).
 versions.toml: which versions belong together (`preflight/static/versions.py`).
 recipes.toml, settings.toml: what models of a kind are trained with (`config/recipes.py`); bounds and defaults of
     settings (`config/settings.py`).

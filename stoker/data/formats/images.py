@@ -205,12 +205,12 @@ MAX_NAME_BYTES = 255
 
 
 def is_usable_name(path: str) -> bool:
-    """Whether the last part of a path, with "/" or "\\", can be the name of a file."""
-    name = path.replace("\\", "/").rpartition("/")[2]
+    """Whether a path, with "/" or "\\", can be that of a file: its last part is not empty, and none is too long."""
     try:
-        return bool(name) and "\0" not in path and len(name.encode()) <= MAX_NAME_BYTES
+        parts = path.replace("\\", "/").encode().split(b"/")
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON can contain
         return False
+    return bool(parts[-1]) and "\0" not in path and max(map(len, parts)) <= MAX_NAME_BYTES
 
 
 class ImageLocator:
@@ -226,16 +226,18 @@ class ImageLocator:
         self._default_dir = part.image_dirs[0]
         self._dir_by_name: dict[str, Path] = {}
         self._name_by_key: dict[str, str] = {}
-        """Case-folded name, with and without its suffix → name."""
+        """Name without its suffix, case-folded name with and without it → name."""
         self._corrected: dict[str, str] = {}
         self._duplicates: set[str] = set()
         for folder in part.image_dirs:
             for name in sorted(self._list_dir(folder)):
                 if self._dir_by_name.setdefault(name, folder) != folder and part.split is None:
                     self._duplicates.add(name)
-                if is_image_name(name):
-                    for key in (name.casefold(), os.path.splitext(name)[0].casefold()):
-                        self._name_by_key.setdefault(key, name)
+        names = [name for name in self._dir_by_name if is_image_name(name)]
+        stems = [os.path.splitext(name)[0] for name in names]
+        for keys in (stems, map(str.casefold, names), map(str.casefold, stems)):
+            for key, name in zip(keys, names, strict=True):
+                self._name_by_key.setdefault(key, name)
 
     def _list_dir(self, folder: Path) -> set[str]:
         if folder not in self._listings:
@@ -255,6 +257,11 @@ class ImageLocator:
         """Whether an image that was located is there."""
         return name in self._list_dir(folder)
 
+    def find(self, *texts: str, folder: Path | None = None) -> tuple[Path, str] | None:
+        """Folder and name of the first that is there of several texts that may mean an image; None if none is."""
+        located = (self.locate(text, folder) for text in texts if text)
+        return next((found for found in located if self.exists(*found)), None)
+
     def _search(self, text: str, own_dir: Path | None) -> tuple[Path, str]:
         head, _, name = text.rpartition("/")
         is_local = bool(head) and "://" not in text
@@ -263,7 +270,8 @@ class ImageLocator:
             folder = Path(os.path.normpath(base / head)) if is_local else base
             if name in self._list_dir(folder):
                 return folder, name
-        if name not in self._dir_by_name and (corrected := self._name_by_key.get(name.casefold())) is not None:
+        corrected = self._name_by_key.get(name) or self._name_by_key.get(name.casefold())
+        if name not in self._dir_by_name and corrected is not None:
             self._corrected.setdefault(name, corrected)
             name = corrected
         if name in self._dir_by_name:
