@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from stoker.profiling.telemetry.platform_info import detect_cloud
+from stoker.profiling.telemetry.environment import detect_cloud
 
 GCE_HOST, AWS_ENDPOINT = "169.254.169.254", "http://169.254.169.254"
 """Link-local addresses of the metadata servers: no name has to be resolved."""

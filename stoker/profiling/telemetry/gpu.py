@@ -1,4 +1,4 @@
-"""Samples the GPUs through NVIDIA's driver library (NVML). Only this module, its helpers (`nvml`, `gpm`, `xid`) and
+"""Samples the GPUs through NVIDIA's driver library (NVML). Only this module, its helpers (`nvml`, `xid`) and
 `stoker/hardware/device.py` contain CUDA's names.
 
 A machine without a driver has no GPUs and a `reason`; a counter that a GPU does not have is None, never 0; a GPU that
@@ -8,17 +8,19 @@ machine with CUDA_DEVICE_ORDER=PCI_BUS_ID. A MIG slice has its own memory, proce
 temperature, PCIe and memory errors are those of the whole GPU, and utilization is not available. Who samples, and how
 often: `sampler`."""
 
+import contextlib
+import math
 import os
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pynvml
 
-from stoker.profiling.telemetry.gpm import GpmCounters
+from stoker.profiling.telemetry.machine import read_or_none
 from stoker.profiling.telemetry.nvml import Gpu, GpuLost, query, visible_gpus
 from stoker.profiling.telemetry.processes import list_process_tree
-from stoker.profiling.telemetry.procfs import read_or_none
 from stoker.runs.schemas import GpuSample
 
 SLOW_SAMPLE_EVERY = 10
@@ -26,6 +28,20 @@ SLOW_SAMPLE_EVERY = 10
 
 INITIAL_PID_NAMESPACE_INODE = 0xEFFFFFFC
 """Inode of the initial PID namespace (PROC_PID_INIT_INO in linux/proc_ns.h)."""
+
+_PERCENT, _MIB_PER_S = 1 / 100, 2.0**20
+
+METRICS = {
+    "sm_active": (pynvml.NVML_GPM_METRIC_SM_UTIL, _PERCENT),
+    "sm_occupancy": (pynvml.NVML_GPM_METRIC_SM_OCCUPANCY, _PERCENT),
+    "tensor_active": (pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL, _PERCENT),
+    "dram_active": (pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL, _PERCENT),
+    "pcie_sent_bytes_s": (pynvml.NVML_GPM_METRIC_PCIE_TX_PER_SEC, _MIB_PER_S),
+    "pcie_received_bytes_s": (pynvml.NVML_GPM_METRIC_PCIE_RX_PER_SEC, _MIB_PER_S),
+    "nvlink_sent_bytes_s": (pynvml.NVML_GPM_METRIC_NVLINK_TOTAL_TX_PER_SEC, _MIB_PER_S),
+    "nvlink_received_bytes_s": (pynvml.NVML_GPM_METRIC_NVLINK_TOTAL_RX_PER_SEC, _MIB_PER_S),
+}
+"""Field of `schemas.GpuSample` → NVML's number of the metric, and the factor to the field's unit."""
 
 
 class GpuSampler:
@@ -193,3 +209,71 @@ def _describe_gpu(gpu: Gpu) -> dict[str, Any]:
         "gpm": None if gpm is None else bool(gpm.isSupportedDevice),
         **{name: slow[name] for name in ("mig", "vgpu", "pcie_generation_max", "pcie_width_max", "power_limit_w")},
     }
+
+
+class GpmCounters:
+    """NVIDIA's GPM counters of one GPU, or of one MIG slice: how much of it was used between two samples.
+
+    They measure more than utilization, which is 1 while a single kernel of one thread runs. GPUs before Hopper do not
+    have them. The first sample is empty. Source: nvml.h, "GPM".
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._unsupported = False
+        self._samples: list[Any] = []
+        """The driver's buffers of the older and the newer sample; they are swapped."""
+        self._num_filled = 0
+        self._request = pynvml.c_nvmlGpmMetricsGet_t()
+
+    def sample(self) -> dict[str, float]:
+        """Means since the previous sample, by field; counters that the GPU does not have are absent. Raises GpuLost."""
+        if self._unsupported or not (self._samples or self._allocate_samples()):
+            return {}
+        self._samples.reverse()
+        if not self._read_sample(self._samples[1]):
+            self._num_filled = 0
+            return {}
+        self._num_filled = min(2, self._num_filled + 1)
+        return self._compute_metrics() if self._num_filled == 2 else {}
+
+    def _allocate_samples(self) -> bool:
+        support = self._gpu.query(pynvml.nvmlGpmQueryDeviceSupport)
+        self._unsupported = support is not None and not support.isSupportedDevice
+        if support is None or self._unsupported:
+            return False
+        older, newer = query(pynvml.nvmlGpmSampleAlloc), query(pynvml.nvmlGpmSampleAlloc)
+        if older is None or newer is None:
+            return False
+        self._samples = [older, newer]
+        finalizer = weakref.finalize(self, _free_samples, older, newer)
+        finalizer.atexit = False  # a driver that hangs must not delay process exit
+        return True
+
+    def _read_sample(self, buffer: Any) -> bool:
+        if self._gpu.gpu_instance_id is None:
+            return self._gpu.query(pynvml.nvmlGpmSampleGet, buffer) is not None
+        return self._gpu.query(pynvml.nvmlGpmMigSampleGet, self._gpu.gpu_instance_id, buffer) is not None
+
+    def _compute_metrics(self) -> dict[str, float]:
+        request = self._request
+        request.version = pynvml.NVML_GPM_METRICS_GET_VERSION
+        request.numMetrics = len(METRICS)  # the length of the array depends on the version of the header
+        request.sample1, request.sample2 = self._samples
+        for i, (metric_id, _) in enumerate(METRICS.values()):
+            request.metrics[i].metricId = metric_id
+        if query(pynvml.nvmlGpmMetricsGet, request) is None:
+            return {}
+        values: dict[str, float] = {}
+        for i, (field, (_, unit)) in enumerate(METRICS.items()):
+            metric = request.metrics[i]
+            if metric.nvmlReturn == pynvml.NVML_SUCCESS and math.isfinite(metric.value):
+                value = max(0.0, metric.value * unit)
+                values[field] = min(1.0, value) if unit == _PERCENT else value
+        return values
+
+
+def _free_samples(*samples: Any) -> None:
+    with contextlib.suppress(pynvml.NVMLError):  # the GPU is lost, and its buffers with it
+        for sample in samples:
+            pynvml.nvmlGpmSampleFree(sample)

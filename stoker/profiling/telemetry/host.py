@@ -16,8 +16,12 @@ import psutil
 
 from stoker.hardware.cgroup import Cgroup, usable_cores
 from stoker.profiling.telemetry import machine
-from stoker.profiling.telemetry.other_processes import OtherProcesses
-from stoker.profiling.telemetry.processes import SLOW_SAMPLE_EVERY, ProcessTreeSample, ProcessTreeSampler
+from stoker.profiling.telemetry.processes import (
+    SLOW_SAMPLE_EVERY,
+    OtherProcesses,
+    ProcessTreeSample,
+    ProcessTreeSampler,
+)
 from stoker.profiling.telemetry.timeouts import TimeoutWorker
 from stoker.runs.schemas import DeviceSample, GpuSample
 
