@@ -9,7 +9,6 @@ import dataclasses
 import math
 
 from stoker.runs.schemas import StepWindow
-from stoker.watch.hook_reader import RankWindow
 from stoker.watch.output import Progress
 
 MAX_LOSSES = 100
@@ -65,50 +64,36 @@ class ProgressWindows:
         """Whether there was progress since the last window."""
         return bool(self._losses) or (self._window_step is not None and self.step > self._window_step)
 
-    def window(self, now_s: float, rank_window: RankWindow | None = None) -> StepWindow:
-        """The window since the last one. rank_window: rank 0 from the hook, in the same time."""
+    def window(self, now_s: float, measured: StepWindow | None = None) -> StepWindow:
+        """The window since the last one. measured: rank 0 from the hook, in the same time."""
         wall_s = max(0.0, now_s - self.start_s)
         previous_step = self.step if self._window_step is None else self._window_step
         steps = max(0, self.step - previous_step)
-        devices = self.devices if rank_window is None else rank_window.devices
-        phases = {"unattributed": wall_s * devices} if rank_window is None else dict(rank_window.phases)
+        window = measured or StepWindow(
+            t=now_s, attempt=self.attempt, step=0, window_steps=0, num_images=0, wall_s=wall_s, devices=self.devices,
+            phases={"unattributed": wall_s * self.devices},
+        )  # fmt: skip
+        window.t, window.attempt, window.wall_s, phases = now_s, self.attempt, wall_s, window.phases
+        if self._input_wait_fraction and steps and "input_wait" not in phases and "unattributed" in phases:
+            phases["input_wait"] = phases["unattributed"] * self._input_wait_fraction
+            phases["unattributed"] -= phases["input_wait"]
+        window.phases = {name: seconds for name, seconds in phases.items() if seconds > 0}
         num_images = round(self._img_per_s * wall_s) if steps and self._img_per_s else 0
-        if (
-            self._input_wait_fraction
-            and steps
-            and "input_wait" not in phases
-            and (unattributed_s := phases.get("unattributed"))
-        ):
-            phases["input_wait"] = unattributed_s * self._input_wait_fraction
-            phases["unattributed"] = unattributed_s - phases["input_wait"]
-        step, lr = self.step, self._lr
-        if rank_window is not None and rank_window.step:  # counts each step; the output may show every hundredth
+        if window.step:  # the hook counts each step; the output may show every hundredth
             if self._hook_step_offset is None and self._window_step is not None:
-                self._hook_step_offset = (
-                    self.step - rank_window.step if self.step - rank_window.step > MAX_FIRST_STEP else 0
-                )
-            step, steps = rank_window.step + (self._hook_step_offset or 0), rank_window.steps
-            num_images = rank_window.num_images or num_images
-            lr = rank_window.lr if lr is None else lr
-        step_window = StepWindow(
-            t=now_s,
-            attempt=self.attempt,
-            step=step,
-            window_steps=steps,
-            num_images=num_images,
-            wall_s=wall_s,
-            devices=devices,
-            phases={name: seconds for name, seconds in phases.items() if seconds > 0},
-            losses={name: sum(values) / len(values) for name, values in self._losses.items()},
-            lr=lr,
-            grad_norm=self._grad_norm,
-            thread_cpu_s={} if rank_window is None else rank_window.thread_cpu_s,
-            process_cpu_s=None if rank_window is None else rank_window.process_cpu_s,
-            recompiles=None if rank_window is None else rank_window.recompiles,
-        )
+                skipped = self.step - window.step
+                self._hook_step_offset = skipped if skipped > MAX_FIRST_STEP else 0
+            window.step += self._hook_step_offset or 0
+            window.num_images = window.num_images or num_images
+        else:
+            window.step, window.window_steps, window.num_images = self.step, steps, num_images
+            window.lr = None
+        window.losses = {name: sum(values) / len(values) for name, values in self._losses.items()}
+        window.lr = window.lr if self._lr is None else self._lr
+        window.grad_norm = self._grad_norm
         self.start_s, self._window_step = now_s, self.step
         self._losses, self._grad_norm, self._img_per_s = {}, None, None
-        return step_window
+        return window
 
     def _update_step(self, progress: Progress) -> None:
         # a bar during a training is one of evaluation

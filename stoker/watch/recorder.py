@@ -22,9 +22,8 @@ from stoker.profiling.telemetry.kernel_log import read_kernel_lines
 from stoker.profiling.telemetry.sampler import TelemetrySampler
 from stoker.profiling.telemetry.secrets import mask_argv
 from stoker.runs.records import ENVIRONMENT, OUTPUT, RANKS, STEPS, RunFolder, make_run, recording
-from stoker.runs.schemas import StepWindow
 from stoker.watch import stacks
-from stoker.watch.hook_reader import HookReader, RankWindow
+from stoker.watch.hook_reader import HookReader
 from stoker.watch.output import LineSplitter, ProgressParser
 from stoker.watch.processes import JobProcesses
 from stoker.watch.progress_windows import ProgressWindows
@@ -285,34 +284,17 @@ class Recorder:
                 return
 
     def _write_windows(self, windows: ProgressWindows, now_s: float, hook_reader: HookReader | None) -> None:
-        """Writes the window of rank 0, and those of the other ranks."""
-        rank_windows = (
-            [] if hook_reader is None else hook_reader.next_windows(time.monotonic(), now_s - windows.start_s)
-        )
-        window = windows.window(now_s, rank_windows[0] if rank_windows else None)
+        """Writes the window of rank 0, and those of the other ranks in the same time."""
+        by_rank = {} if hook_reader is None else hook_reader.next_windows(time.monotonic(), now_s - windows.start_s)
+        first, *others = by_rank.items() or [(0, None)]
+        window = windows.window(now_s, first[1])
         self._folder.append(STEPS, window)
-        for rank_window in rank_windows[1:]:
-            name = f"{RANKS}/{rank_window.rank:04d}"
+        for rank, other in others:
+            assert other is not None
+            other.t, other.attempt, other.wall_s = window.t, window.attempt, window.wall_s
+            name = f"{RANKS}/{rank:04d}"
             (self._folder.path / name).mkdir(parents=True, exist_ok=True)
-            self._folder.append(f"{name}/{STEPS}", _make_step_window(rank_window, window))
-
-
-def _make_step_window(rank_window: RankWindow, rank0_window: StepWindow) -> StepWindow:
-    """A window of another rank, in the same time as that of rank 0."""
-    return StepWindow(
-        t=rank0_window.t,
-        attempt=rank0_window.attempt,
-        step=rank_window.step,
-        window_steps=rank_window.steps,
-        num_images=rank_window.num_images,
-        wall_s=rank0_window.wall_s,
-        devices=rank_window.devices,
-        phases=rank_window.phases,
-        lr=rank_window.lr,
-        thread_cpu_s=rank_window.thread_cpu_s,
-        process_cpu_s=rank_window.process_cpu_s,
-        recompiles=rank_window.recompiles,
-    )
+            self._folder.append(f"{name}/{STEPS}", other)
 
 
 def _feed_lines(windows: ProgressWindows, parser: ProgressParser, lines: list[str]) -> None:

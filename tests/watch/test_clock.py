@@ -6,7 +6,7 @@ import pytest
 
 from stoker.watch.hook.stoker_hook import clock as hook
 from stoker.watch.hook.stoker_hook.clock import BatchSource, PhaseClock
-from stoker.watch.hook_state import read_hook_state
+from stoker.watch.hook_reader import read_hook_state
 
 
 class Optimizer:

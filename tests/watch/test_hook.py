@@ -13,8 +13,7 @@ import pytest
 from stoker.report.explain import RunExplanation, explain_run
 from stoker.runs.records import EVENTS, RANKS, STEPS, read_lines
 from stoker.runs.schemas import Event, StepWindow
-from stoker.watch.hook_reader import HOOK_DIR, add_hook_env
-from stoker.watch.hook_state import HookState, cpu_by_phase, phase_seconds, read_hook_state
+from stoker.watch.hook_reader import HOOK_DIR, HookState, add_hook_env, cpu_by_phase, phase_seconds, read_hook_state
 from tests.timing import undisturbed_once
 from tests.watch import hook_jobs
 

@@ -3,7 +3,7 @@
 `start` waits for the import of a framework (a finder in `sys.meta_path`); only then are the modules imported that time
 it: `torch_loop.py` (loaders, optimizers, checkpoints, compilation), `torch_comm.py` (collectives), `keras_loop.py`
 (`fit`), `tensorflow_loop.py` (loops that users write) and `tensorflow_input.py` (waits inside graphs). All of them
-report to `clock.py`, whose values are in shared memory that the watcher reads (`stoker/watch/hook_state.py`). Only the
+report to `clock.py`, whose values are in shared memory that the watcher reads (`stoker/watch/hook_reader.py`). Only the
 standard library and syntax of Python 3.8; nothing of stoker. An error here is written to a file once (`failures.py`),
 and the job goes on.
 """

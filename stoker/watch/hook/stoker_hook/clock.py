@@ -10,7 +10,7 @@ the call of `.eval()` of the model that the optimizer trains to the next `.train
 
 The state file has 1,024 bytes of JSON (process, names of the slots), then a double per slot, in a mapped file of 4,096
 bytes; it needs no thread, no write and no lock, and remains after a SIGKILL. One process trains in one thread; other
-threads are not counted. Loader workers never have a state file. Reader: `stoker/watch/hook_state.py`.
+threads are not counted. Loader workers never have a state file. Reader: `stoker/watch/hook_reader.py`.
 """
 
 import atexit
