@@ -69,6 +69,9 @@ _MAX_POLLS = 30
 _MAX_OPEN_EVENTS = 512
 """Events that are not complete. CUDA queues some 1,000 launches, and a step has hundreds."""
 
+MIN_INTERVAL_S = 20e-6
+"""Shorter intervals of `begin` are ignored: `attribute` takes as long."""
+
 _MAX_CHANGES = 4096
 """Changes of phase that are kept before they are summed, if no window is requested."""
 
@@ -238,6 +241,23 @@ class Ledger:
         self._insert_host_interval(name, start_s, end_s)
         if self._clock.on_host:
             self._insert_device_idle(start_s, end_s)
+
+    def begin(self, name: str) -> Callable[[], None]:
+        """The thread begins something in `name` that other code may interrupt it with: a collective inside the backward
+        pass, a save inside a step. Returns the function that ends it. On an accelerator, `comm` and `h2d` are as in
+        `phase`; others are attributed at the end."""
+        if name in _DEVICE_PHASES and not self._clock.on_host:
+            stack = contextlib.ExitStack()
+            stack.enter_context(self.phase(name))
+            return stack.close
+        start_s = self._now()
+
+        def end() -> None:
+            end_s = self._now()
+            if end_s - start_s >= MIN_INTERVAL_S:
+                self.attribute(name, start_s, end_s)
+
+        return end
 
     @contextlib.contextmanager
     def compute(self, *, is_redo: bool = False) -> Iterator[None]:

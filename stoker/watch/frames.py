@@ -70,7 +70,7 @@ _TABLE = msgspec.convert(read_toml("frames.toml"), _Table)
 WORKER_RULES, FRAME_RULES = _compile(_TABLE.worker), _compile(_TABLE.frame)
 _LINE_PATTERNS = [(row.kind, re.compile(row.pattern)) for row in _TABLE.line]
 
-_NOT_JOB_CODE = re.compile(r"/(site|dist)-packages/|/lib/python\d|^<|/torchinductor_|/watch/hook/")
+_NOT_JOB_CODE = re.compile(r"/(site|dist)-packages/|/lib/python\d|^<|/torchinductor_|/profiling/hook/")
 
 
 def is_job_code(frame: Frame) -> bool:

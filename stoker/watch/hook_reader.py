@@ -1,9 +1,8 @@
 """Turns the state files of a watched job's processes into phases of each rank (data source 2).
 
 The hook (`stoker/profiling/hook/`) runs inside the job and keeps a state file of sums for each process that may train
-(`stoker_hook/clock.py` writes it). It can be read at any time, also after the process was killed. The phases of a window
-are the increase of the sums. Only `HookReader.poll`, `read_hook_state` and `hook_state_dir` do I/O; `recorder.py`
-writes steps.jsonl.
+(`stoker_hook/clock.py` writes it). It can be read at any time, also after the process was killed. The phases of a
+window are the increase of the sums. `recorder.py` writes steps.jsonl.
 
 State files are in a folder in memory (/dev/shm) or in the temporary folder, not in the run folder: they are mapped, and
 a page that network storage cannot return would kill the job.
@@ -21,11 +20,12 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from stoker.profiling import hook
 from stoker.runs.schemas import StepWindow
 from stoker.watch.processes import read_status
 from stoker.watch.tensorflow_trace import input_wait_s
 
-HOOK_DIR = Path(__file__).parent / "hook"
+HOOK_DIR = Path(hook.__file__).parent
 STATE_DIR_PREFIX = "stoker-watch-"
 MIN_STALE_AGE_S = 60.0
 """A younger folder may not be locked yet."""

@@ -132,8 +132,8 @@ def test_a_training_loop_is_counted_and_every_second_is_in_a_phase(
 
 def run_patched(job: str, directory: Path) -> None:
     """Runs a script in this process with the hook, as if the frameworks were imported now."""
-    from stoker.watch.hook import stoker_hook
-    from stoker.watch.hook.stoker_hook import clock
+    from stoker.profiling.hook import stoker_hook
+    from stoker.profiling.hook.stoker_hook import clock
 
     stoker_hook.failures.STATE_DIR = clock.clock._directory = str(directory)
     clock.clock.publish()

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stoker.profiling.hook.stoker_hook import clock as hook
 from stoker.runs.records import PHASES
-from stoker.watch.hook.stoker_hook import clock as hook
 from stoker.watch.hook_reader import (
     SLOT_PHASES,
     HookReader,

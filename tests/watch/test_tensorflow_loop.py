@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from stoker.watch.hook.stoker_hook import clock as hook
-from stoker.watch.hook.stoker_hook import tensorflow_input, tensorflow_loop
+from stoker.profiling.hook.stoker_hook import clock as hook
+from stoker.profiling.hook.stoker_hook import tensorflow_input, tensorflow_loop
 from tests.watch.test_clock import Timed
 
 

@@ -19,8 +19,9 @@ from typing import Any, Generic, Self, TypeVar
 from stoker.diagnosis.engine import diagnose, write_findings
 from stoker.errors import UsageError
 from stoker.monitor.options import MonitoringOptions
+from stoker.profiling.hook.stoker_hook.instruments import count_images
 from stoker.profiling.ledger import HOST_PHASES, Ledger, TimeBreakdown
-from stoker.profiling.measure.logged_scalars import ScalarLogger, count_images
+from stoker.profiling.measure.logged_scalars import ScalarLogger
 from stoker.profiling.measure.run_writer import RankRecorder, exit_code_for, script_name
 from stoker.profiling.measure.torch_hooks import LazyDeviceClock, TorchHooks
 from stoker.profiling.telemetry.sampler import TelemetrySampler
@@ -224,11 +225,11 @@ class Measure:
             count = count_images(batch)
         else:
             count = self._num_images(batch) if callable(self._num_images) else self._num_images
-        if count is None and not self._count_warned:
+        if not count and not self._count_warned:
             self._count_warned = True
             text = "images are not counted: the batch has no tensor, array or list whose length is their number"
             self._writer.event("info", f"{text}; pass `num_images=`")
-        self._pending_images += count or 0
+        self._pending_images += count
 
     def attribute(self, name: str, start_s: float, end_s: float) -> None:
         """The thread was in a phase from start_s to end_s (`time.perf_counter`), which is known only afterwards."""

@@ -8,7 +8,7 @@ nothing is timed.
 from functools import wraps
 
 from .clock import CHECKPOINT, EVAL, SOURCE_ATTR, clock, timed_next, wrap_timed
-from .torch_loop import count_images
+from .instruments import count_images
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ One function per module of torch, called after the import of that module. Steps 
 
 from _thread import get_ident
 from functools import wraps
-from weakref import ref
 
 from .clock import CHECKPOINT, COMPILE, EVAL, MAYBE_WAIT, clock, timed_next, wrap_timed
+from .instruments import time_compilations
 from .torch_cuda import make_device_events
 
 TYPE_CHECKING = False
@@ -34,43 +34,14 @@ def patch_dataloader(module: "Any") -> None:
     def __next__(self: "Any") -> "Any":
         if not clock.is_outside_phases():
             return original_next(self)
-        return timed_next(self, original_next, count_images, num_loader_workers(self), not grad_enabled())
+        workers = getattr(self, "_num_workers", -1)
+        return timed_next(self, original_next, workers=workers, is_evaluating=not grad_enabled())
 
     __next__.__wrapped__ = original_next  # type: ignore[attr-defined]
     iterator_class.__next__ = __next__
     # starts the workers; `maybe_` because it is not known yet whether the iterator is for training
     module.DataLoader.__iter__ = wrap_timed(MAYBE_WAIT, module.DataLoader.__iter__)
     _report_torch_version()
-
-
-def num_loader_workers(iterator: "Any") -> int:
-    workers = getattr(iterator, "_num_workers", None)
-    return workers if isinstance(workers, int) else -1
-
-
-def count_images(batch: "Any") -> int:
-    """Samples in a batch, 0 if not known: the length of the first tensor; for detection batches `(images, targets)` of
-    tuples, the length of the first tuple."""
-    for _ in range(4):
-        shape = getattr(batch, "shape", None)
-        if shape is not None:
-            return int(shape[0]) if len(shape) else 0
-        if isinstance(batch, (list, tuple)) and batch:
-            first = batch[0]
-            if len(batch) > 2 and len(getattr(first, "shape", ())) == 3 and _all_images(batch):
-                return len(batch)  # a list of images of different sizes
-            if isinstance(first, (list, tuple)) and first and not isinstance(first[0], (list, tuple)):
-                return len(first)
-            batch = first
-        elif hasattr(batch, "values") and hasattr(batch, "keys") and len(batch):
-            batch = next(iter(batch.values()))
-        else:
-            return 0
-    return 0
-
-
-def _all_images(batch: "Any") -> bool:
-    return all(len(getattr(item, "shape", ())) == 3 for item in batch)
 
 
 def patch_optimizers(module: "Any") -> None:
@@ -86,59 +57,16 @@ def patch_optimizers(module: "Any") -> None:
 
 
 def patch_backward(module: "Any") -> None:
-    """torch.autograd: a backward means that the batches before it were for training; DDP waits at its end."""
+    """torch.autograd: a backward means that the batches before it were for training."""
     original = module.backward
 
     @wraps(original)
-    def wrapper(tensors: "Any", *args: "Any", **kwargs: "Any") -> "Any":
-        if get_ident() != clock.thread_id:
-            return original(tensors, *args, **kwargs)
-        clock.confirm_training()
-        on_end = None if on_backward is None else on_backward(tensors)
-        try:
-            return original(tensors, *args, **kwargs)
-        finally:
-            if on_end is not None:
-                on_end()
+    def wrapper(*args: "Any", **kwargs: "Any") -> "Any":
+        if get_ident() == clock.thread_id:
+            clock.confirm_training()
+        return original(*args, **kwargs)
 
     module.backward = wrapper
-
-
-on_backward: "Any" = None
-"""Set by `torch_comm.py` if several processes train: called with the tensors, returns a function for the end."""
-
-
-def patch_modules(module: "Any") -> None:
-    """torch.nn.modules.module: `.eval()` of the whole model after a step begins an evaluation; its `.train()`, which is
-    patched only until then because some loops call it in each step, ends it."""
-    cls = module.Module
-    original_eval, original_train = cls.eval, cls.train
-    evaluated: list[Any] = []
-
-    def train(self: "Any", mode: bool = True) -> "Any":
-        if mode and evaluated and self is evaluated[-1]():
-            stop_watching_train()
-            if clock.is_after_step():
-                clock.set_evaluating(False)
-        return original_train(self, mode)
-
-    def stop_watching_train() -> None:
-        evaluated.clear()
-        if cls.train is train:
-            cls.train = original_train
-
-    def eval(self: "Any") -> "Any":
-        try:
-            if clock.is_after_step() and clock.is_of_training(self.parameters()):
-                clock.set_evaluating(True)
-                evaluated[:] = [ref(self)]
-                cls.train = train
-        except Exception as error:  # noqa: BLE001
-            clock.disable("eval", error)
-        return original_eval(self)
-
-    train.__wrapped__, eval.__wrapped__ = original_train, original_eval  # type: ignore[attr-defined]
-    cls.eval = eval
 
 
 def patch_no_grad(module: "Any") -> None:
@@ -220,16 +148,5 @@ def patch_transformers(module: "Any") -> None:
 
 
 def patch_compilation(module: "Any") -> None:
-    """torch._dynamo.callback: from the start to the end of a compilation, including a later one of the backward."""
-    is_open = [False]
-
-    def on_start(*_: "Any") -> None:
-        is_open[0] = clock.enter(COMPILE)
-
-    def on_end(*_: "Any") -> None:
-        if is_open[0] and get_ident() == clock.thread_id:
-            is_open[0] = False
-            clock.leave()
-
-    module.callback_handler.register_start_callback(on_start)
-    module.callback_handler.register_end_callback(on_end)
+    """torch._dynamo.callback."""
+    time_compilations(module.callback_handler, lambda: clock.begin(COMPILE))

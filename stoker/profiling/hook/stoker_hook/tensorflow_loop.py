@@ -15,7 +15,6 @@ from functools import wraps
 from .clock import CHECKPOINT, COMPILE, COMPUTE, RECOMPILES, clock, timed_next, wrap_timed
 from .failures import report_failure
 from .tensorflow_input import run_graph_step
-from .torch_loop import count_images
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -64,17 +63,9 @@ def _patch_next(cls: "Any", name: str) -> None:
     def next_batch(self: "Any") -> "Any":
         if not _is_outside():
             return original(self)
-        return timed_next(self, original, _count_images)
+        return timed_next(self, original)
 
     setattr(cls, name, next_batch)
-
-
-def _count_images(batch: "Any") -> int:
-    try:
-        return count_images(batch)
-    except Exception as error:  # noqa: BLE001 (a type of batch that has no length: its images are not counted)
-        report_failure("batch size", error)
-        return 0
 
 
 def patch_functions(module: "Any") -> None:

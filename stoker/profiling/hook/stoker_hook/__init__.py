@@ -24,7 +24,6 @@ PATCHES = {
     "torch.optim.optimizer": ("torch_loop", "patch_optimizers"),
     "torch.autograd": ("torch_loop", "patch_backward"),
     "torch.autograd.grad_mode": ("torch_loop", "patch_no_grad"),
-    "torch.nn.modules.module": ("torch_loop", "patch_modules"),
     "torch.serialization": ("torch_loop", "patch_serialization"),
     "torch._dynamo.callback": ("torch_loop", "patch_compilation"),
     "safetensors.torch": ("torch_loop", "patch_safetensors"),

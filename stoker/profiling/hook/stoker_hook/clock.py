@@ -4,9 +4,8 @@ time.
 Each instant since the clock started is in exactly one slot, so the slots add up to the elapsed time. Work without an
 explicit phase is classified by what follows: work on a batch is training if a backward or an optimizer step comes
 after it, evaluation if none does (many loops do not use `no_grad`). Until that is known it is in a slot that begins
-with `maybe_`. Time after a step and before the next wait is the host's, except for an evaluation without a loader: from
-the call of `.eval()` of the model that the optimizer trains to the next `.train()`, batch or backward, and blocks of
-`no_grad` that take at least MIN_NO_GRAD_S. Time after the last step stays in `after_step`: the job ends.
+with `maybe_`. Time after a step and before the next wait is the host's, except for an evaluation without a loader:
+blocks of `no_grad` that take at least MIN_NO_GRAD_S. Time after the last step stays in `after_step`: the job ends.
 
 The state file has 1,024 bytes of JSON (process, names of the slots), then a double per slot, in a mapped file of 4,096
 bytes; it needs no thread, no write and no lock, and remains after a SIGKILL. One process trains in one thread; other
@@ -23,6 +22,7 @@ from time import monotonic, thread_time
 from weakref import ref
 
 from .failures import STATE_DIR, report_failure
+from .instruments import count_images, timed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -182,26 +182,15 @@ class PhaseClock:
         self._set_slot(slot)
         return True
 
+    def begin(self, slot: int) -> "Any":
+        """`enter` for `instruments.py`: returns `leave`, or None."""
+        return self.leave if self.enter(slot) else None
+
     def leave(self) -> None:
         self.update()
         if len(self._stack) > 1:
             self._stack.pop()
         self._set_slot(self._stack[-1])
-
-    def is_after_step(self) -> bool:
-        """Whether this is the training thread, after a step or an evaluation, and before the next batch."""
-        return self._stack[0] in (AFTER_STEP, EVAL) and self._has_stepped and self.is_outside_phases()
-
-    def is_of_training(self, parameters: "Any") -> bool:
-        """Whether at least half of the optimizer's parameters are among these: a part of the model is not enough."""
-        optimizer = None if self._optimizer is None else self._optimizer()
-        trained = {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
-        return bool(trained) and 2 * len(trained & {id(p) for p in parameters}) >= len(trained)
-
-    def set_evaluating(self, is_evaluating: bool) -> None:
-        """Between steps: the model that is trained was put into its mode for evaluation, or for training."""
-        self.update()
-        self._set_base_slot(EVAL if is_evaluating else AFTER_STEP)
 
     def begin_no_grad(self) -> "tuple[float, float, float] | None":
         """For `end_no_grad`; None if this is not between two steps."""
@@ -393,24 +382,21 @@ def _read_rank_from_env(values: "Any") -> None:
             return
 
 
+def _count(batch: "Any", count: "Any") -> int:
+    try:
+        return int(count(batch))
+    except Exception as error:  # noqa: BLE001 (a type of batch that has no length: its images are not counted)
+        report_failure("batch size", error)
+        return 0
+
+
 def wrap_timed(slot: int, original: "Call") -> "Call":
     """The function, timed as a phase."""
-    from functools import wraps
-
-    @wraps(original)
-    def wrapper(*args: "Any", **kwargs: "Any") -> "Any":
-        if not clock.enter(slot):
-            return original(*args, **kwargs)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            clock.leave()
-
-    return wrapper  # type: ignore[return-value, unused-ignore]
+    return timed(original, lambda: clock.begin(slot))
 
 
 def timed_next(
-    iterator: "Any", original_next: "Any", count: "Any", workers: int = -1, is_evaluating: bool = False
+    iterator: "Any", original_next: "Any", count: "Any" = count_images, workers: int = -1, is_evaluating: bool = False
 ) -> "Any":
     """The iterator's next batch, timed as a wait. count: batch → its number of images."""
     source = iterator.__dict__.get(SOURCE_ATTR)
@@ -423,7 +409,7 @@ def timed_next(
         is_end = isinstance(error, StopIteration) or type(error).__name__ == "OutOfRangeError"  # TensorFlow's
         clock.end_source(source, failed=not is_end)
         raise
-    clock.end_wait(source, count(batch))
+    clock.end_wait(source, _count(batch, count))
     return batch
 
 
