@@ -12,7 +12,7 @@ space, all repeats are bounded, and what can be divided in one way only is not d
 import codecs
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 MAX_LINE_LENGTH = 2048
 """The rest of a longer line is ignored."""
@@ -78,11 +78,7 @@ def parse_progress(line: str) -> Progress | None:
     line = _normalize(line)
     if _KEYWORD.search(line) is None:
         return None
-    for parser in PARSERS:
-        progress = parser(line)
-        if progress is not None:
-            return progress
-    return None
+    return next((progress for parser in PARSERS if (progress := parser(line)) is not None), None)
 
 
 def _normalize(line: str) -> str:
@@ -101,10 +97,10 @@ class ProgressParser:
         line = _normalize(line)
         if _KERAS_EPOCH.match(line):
             self._is_training = True
-        elif bar := _KERAS.match(line):
+        elif bar := _KERAS_BAR.match(line):
             if self._is_training is False:
                 return None
-            if self._is_training and bar[1] == bar[2]:
+            if self._is_training and bar["step"] == bar["total"]:
                 self._is_training = False
         return parse_progress(line)
 
@@ -112,17 +108,6 @@ class ProgressParser:
 def parse_number(text: str) -> float:
     """The value of a text that matches `_NUMBER`; a comma is the decimal point of another locale."""
     return float(text.replace(",", "."))
-
-
-_TF_STEP = re.compile(rf"\bStep (\d{{1,15}}) per-step time ({_NUMBER})s\b(.*)")
-
-
-def parse_tf_object_detection(line: str) -> Progress | None:
-    match = _TF_STEP.search(line)
-    if match is None:
-        return None
-    losses = _losses(_pairs(match[3]))
-    return Progress(step=int(match[1]), step_s=parse_number(match[2]), losses=losses)
 
 
 _DICT_START = re.compile(r"(?:\S{0,80}INFO\S{0,80}?:(?:tensorflow:)?|[IW]\d{4} .{0,200}?\] )?\s?\{?\s?(?=')")
@@ -150,96 +135,71 @@ def parse_dict(line: str) -> Progress | None:
 
 _DICT_PAIR = re.compile(rf"'([^']{{0,200}}+)'\s?:\s?'?({_NUMBER})")
 
-_KERAS = re.compile(r"^\s?(\d{1,15})/(\d{1,15}|Unknown)\s(?:\[[=>.]{0,200}+\]|━{1,200}+|(?=- \d{1,15}s -))\s?(.*)$")
-_KERAS_TIME = re.compile(rf"(?<!\d)({_NUMBER})(us|ms|s)/step")
-_KERAS_EPOCH = re.compile(r"^Epoch (\d{1,15})/(\d{1,15})\s?$")
-
-
-def parse_keras(line: str) -> Progress | None:
-    if epoch := _KERAS_EPOCH.match(line):
-        return Progress(epoch=int(epoch[1]))
-    match = _KERAS.match(line)
-    if match is None:
-        return None
-    pairs = _pairs(match[3])
-    losses = _losses(pairs)
-    if not losses:  # predict, a download
-        return None
-    step_time = _KERAS_TIME.search(match[3])
-    step_s = parse_number(step_time[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[step_time[2]] if step_time else None
-    total_steps = int(match[2]) if match[2].isdecimal() else None
-    return Progress(step=int(match[1]), total_steps=total_steps, losses=losses, step_s=step_s, lr=_find_lr(pairs))
-
-
-_METRIC_LOGGER = re.compile(r"^\s?(?:\S{1,100}:)?\s?Epoch: \[(\d{1,15})\]\s\[\s?(\d{1,15})/(\d{1,15})\]\seta: (.*)$")
-
-
-def parse_torchvision(line: str) -> Progress | None:
-    """MetricLogger's lines; `data:` is the wait for the images of a step. Steps count from 0."""
-    match = _METRIC_LOGGER.match(line)
-    if match is None:
-        return None
-    pairs = _pairs(match[4])
-    return Progress(
-        step=int(match[2]) + 1,
-        total_steps=int(match[3]),
-        epoch=int(match[1]),
-        losses=_losses(pairs),
-        lr=_find_lr(pairs),
-        img_per_s=pairs.get("img/s"),
-        step_s=pairs.get("time"),
-        input_wait_s=pairs.get("data"),
-    )
-
-
-_YOLO = re.compile(
-    rf"^\s?(\d{{1,15}})/(\d{{1,15}})\s[\d.]{{1,20}}[GMK]B?\s((?:{_NUMBER}\s){{1,20}})(\d{{1,15}})\s(\d{{1,15}}):"
-    r"\s\d{1,3}%\s?\S{0,100}\s?(\S{1,100}?\s)?(\d{1,15})/(\d{1,15})\s"
+_KERAS_EPOCH = re.compile(r"^Epoch (?P<epoch>\d{1,15})/\d{1,15}\s?$")
+_KERAS_BAR = re.compile(
+    r"^\s?(?P<step>\d{1,15})/(?P<total>\d{1,15}|Unknown)\s(?:\[[=>.]{0,200}+\]|━{1,200}+|(?=- \d{1,15}s -))\s?"
+    r"(?P<pairs_with_loss>.*)$"
 )
-_YOLO_HEADER = re.compile(r"^\s?Epoch\sGPU_mem\s((?:\w{1,40}\s){1,20})Instances\sSize\s?$")
-
-
-def parse_ultralytics(line: str) -> Progress | None:
-    if header := _YOLO_HEADER.match(line):
-        return Progress(loss_columns=tuple(header[1].split()))
-    match = _YOLO.match(line)
-    if match is None:
-        return None
-    values = [parse_number(text) for text in match[3].split()]
-    losses = {f"loss_{n}": value for n, value in enumerate(values, start=1)}
-    return Progress(step=int(match[7]), total_steps=int(match[8]), epoch=int(match[1]), losses=losses)
-
-
-_BAR = re.compile(
-    r"^\s?(?:([^|]{0,200}?):)?\s?\d{1,3}%\s?\|[^|]{0,500}+\|\s?(\d{1,15})/(\d{1,15})\s?"
-    r"\[[^\]<]{0,100}+<[^\],]{0,100}+,\s?(?:\?|\S{1,40}?)\s?(?:it/s|s/it)(.*)\]"
+_LAYOUTS = (
+    _KERAS_EPOCH,
+    _KERAS_BAR,
+    re.compile(rf"\bStep (?P<step>\d{{1,15}}) per-step time (?P<step_s>{_NUMBER})s\b(?P<pairs>.*)"),
+    re.compile(  # MetricLogger of torchvision, which counts steps from 0
+        r"^\s?(?:\S{1,100}:)?\s?Epoch: \[(?P<epoch>\d{1,15})\]\s"
+        r"\[\s?(?P<step_from_0>\d{1,15})/(?P<total>\d{1,15})\]\seta: (?P<pairs>.*)$"
+    ),
+    re.compile(  # Ultralytics: losses without names
+        rf"^\s?(?P<epoch>\d{{1,15}})/\d{{1,15}}\s[\d.]{{1,20}}[GMK]B?\s(?P<losses>(?:{_NUMBER}\s){{1,20}})\d{{1,15}}\s\d{{1,15}}:"
+        r"\s\d{1,3}%\s?\S{0,100}\s?(?:\S{1,100}?\s)?(?P<step>\d{1,15})/(?P<total>\d{1,15})\s"
+    ),
+    re.compile(r"^\s?Epoch\sGPU_mem\s(?P<columns>(?:\w{1,40}\s){1,20})Instances\sSize\s?$"),  # its header
+    re.compile(  # the rich bar of Lightning
+        r"^\s?Epoch (?P<epoch>\d{1,15})(?:/-?\d{1,15})?\s[━╸╺ ]{1,200}+(?P<step>\d{1,15})/(?P<total>\d{1,15})\s"
+        r"\S{1,40} • \S{1,40}\s\S{1,40}\s?(?P<pairs>.*)$"
+    ),
+    re.compile(  # tqdm, of Lightning and the Hugging Face Trainer
+        r"^\s?(?:(?P<title>[^|]{0,200}?):)?\s?\d{1,3}%\s?\|[^|]{0,500}+\|\s?(?P<step>\d{1,15})/(?P<total>\d{1,15})\s?"
+        r"\[[^\]<]{0,100}+<[^\],]{0,100}+,\s?(?:\?|\S{1,40}?)\s?(?:it/s|s/it)(?P<pairs>.*)\]"
+    ),
 )
-_RICH = re.compile(
-    r"^\s?Epoch (\d{1,15})(?:/-?\d{1,15})?\s[━╸╺ ]{1,200}+(\d{1,15})/(\d{1,15})\s\S{1,40} • \S{1,40}\s\S{1,40}\s?(.*)$"
-)
+"""What frameworks print, with the meaning of each part as the name of its group."""
+_STEP_TIME = re.compile(rf"(?<!\d)({_NUMBER})(us|ms|s)/step")
 _EPOCH_WORD = re.compile(r"\bepoch\b\D{0,3}(\d{1,15})", re.IGNORECASE)
 
 
-def parse_bar(line: str) -> Progress | None:
-    """A tqdm bar of Lightning (followed by its loss) or of the Hugging Face Trainer (bare); Lightning's rich bar."""
-    if rich := _RICH.match(line):
-        pairs = _pairs(rich[4])
-        return Progress(step=int(rich[2]), total_steps=int(rich[3]), epoch=int(rich[1]), losses=_losses(pairs))
-    match = _BAR.match(line)
-    if match is None:
+def parse_layout(line: str) -> Progress | None:
+    """A line in one of the layouts."""
+    match = next((match for layout in _LAYOUTS if (match := layout.search(line)) is not None), None)
+    return None if match is None else _layout_progress(match.groupdict())
+
+
+def _layout_progress(group: dict[str, str | None]) -> Progress | None:
+    text = group.get("pairs_with_loss") or group.get("pairs") or ""
+    pairs = _pairs(text)
+    losses = _losses(pairs) | {
+        f"loss_{n}": parse_number(value) for n, value in enumerate((group.get("losses") or "").split(), start=1)
+    }
+    title = (group.get("title") or "").strip()
+    epoch = group.get("epoch") or ((word := _EPOCH_WORD.search(title)) and word[1])
+    is_tqdm = "title" in group
+    if not losses and ("pairs_with_loss" in group or (title and epoch is None)):  # a download, a validation, predict
         return None
-    title, pairs = (match[1] or "").strip(), _pairs(match[4])
-    losses = _losses(pairs)
-    epoch = _EPOCH_WORD.search(title)
-    if title and epoch is None and not losses:  # a download, a validation
-        return None
+    step_time = _STEP_TIME.search(text)
+    step_s = pairs.get("time") if group.get("step_s") is None else parse_number(group["step_s"] or "")
+    if step_time is not None:
+        step_s = parse_number(step_time[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[step_time[2]]
+    step, total = group.get("step"), group.get("total") or ""
     return Progress(
-        step=int(match[2]),
-        total_steps=int(match[3]),
-        epoch=int(epoch[1]) if epoch else None,
+        step=int(step) if step else int(group["step_from_0"] or 0) + 1 if "step_from_0" in group else None,
+        total_steps=int(total) if total.isdecimal() else None,
+        epoch=int(epoch) if epoch else None,
         losses=losses,
         lr=_find_lr(pairs),
-        is_bare_bar=not losses and epoch is None,
+        img_per_s=pairs.get("img/s"),
+        step_s=step_s,
+        input_wait_s=pairs.get("data") if "step_from_0" in group else None,
+        is_bare_bar=is_tqdm and not losses and epoch is None,
+        loss_columns=tuple((group.get("columns") or "").split()),
     )
 
 
@@ -279,9 +239,7 @@ def parse_plain(line: str) -> Progress | None:
     )
 
 
-PARSERS: tuple[Callable[[str], Progress | None], ...] = (
-    parse_tf_object_detection, parse_dict, parse_keras, parse_torchvision, parse_ultralytics, parse_bar, parse_plain,
-)  # fmt: skip
+PARSERS: tuple[Callable[[str], Progress | None], ...] = (parse_layout, parse_dict, parse_plain)
 """In this order: the specific ones before the general one."""
 
 
@@ -291,15 +249,11 @@ def _pairs(text: str) -> dict[str, float]:
 
 def _losses(pairs: dict[str, float]) -> dict[str, float]:
     """The training losses among the pairs; the whole loss is named `total`."""
-    return dict(_iter_losses(pairs))
-
-
-def _iter_losses(pairs: dict[str, float]) -> Iterator[tuple[str, float]]:
-    for name, value in pairs.items():
-        if name.lower() in ("loss", "train_loss", "total_loss", "train/loss"):
-            yield "total", value
-        elif "loss" in name.lower() and not name.lower().startswith(("val", "eval", "test")):
-            yield name, value
+    return {
+        "total" if name.lower() in ("loss", "train_loss", "total_loss", "train/loss") else name: value
+        for name, value in pairs.items()
+        if "loss" in name.lower() and not name.lower().startswith(("val", "eval", "test"))
+    }
 
 
 def _find_lr(pairs: dict[str, float]) -> float | None:

@@ -158,14 +158,10 @@ class Recorder:
         stacks every few seconds."""
         thread = threading.Thread(target=self._thread_main, name="recorder", daemon=True)
         self._processes = JobProcesses(job)
-        telemetry = TelemetrySampler(self._folder, pid=job)
-        with (
-            telemetry,
-            stacks.StackSampler(
-                self._folder, job, telemetry=telemetry, on_unavailable=self._report_no_stacks,
-                training_pids=self._training_pids,
-            ),
-        ):  # fmt: skip
+        sampler = stacks.StackSampler(
+            self._folder, job, on_unavailable=self._report_no_stacks, training_pids=self._training_pids
+        )
+        with TelemetrySampler(self._folder, pid=job), sampler:
             thread.start()
             try:
                 yield
