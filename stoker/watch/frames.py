@@ -9,8 +9,6 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import msgspec
-
 from stoker.knowledge import read_toml
 
 KINDS = (
@@ -30,28 +28,8 @@ class Frame(NamedTuple):
     line: int
 
 
-class _FrameRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    kind: str
-    file: str
-    function: str = ".+"
-    covers_callees: bool = False
-
-
-class _LineRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    kind: str
-    pattern: str
-
-
-class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """frames.toml, which explains its fields."""
-
-    worker: tuple[_FrameRow, ...]
-    frame: tuple[_FrameRow, ...]
-    line: tuple[_LineRow, ...]
-
-
 class FrameRule(NamedTuple):
-    """A row of frames.toml with its compiled patterns."""
+    """A row of frames.toml, which explains the fields."""
 
     kind: str
     file: re.Pattern[str]
@@ -59,16 +37,13 @@ class FrameRule(NamedTuple):
     covers_callees: bool
 
 
-def _compile(rows: tuple[_FrameRow, ...]) -> list[FrameRule]:
-    return [
-        FrameRule(row.kind, re.compile(f"(^|/)(?:{row.file})"), re.compile(f"(?:{row.function})$"), row.covers_callees)
-        for row in rows
-    ]
+def _rule(kind: str, file: str, function: str = ".+", covers_callees: bool = False) -> FrameRule:
+    return FrameRule(kind, re.compile(f"(^|/)(?:{file})"), re.compile(f"(?:{function})$"), covers_callees)
 
 
-_TABLE = msgspec.convert(read_toml("frames.toml"), _Table)
-WORKER_RULES, FRAME_RULES = _compile(_TABLE.worker), _compile(_TABLE.frame)
-_LINE_PATTERNS = [(row.kind, re.compile(row.pattern)) for row in _TABLE.line]
+_TABLE = read_toml("frames.toml")
+WORKER_RULES, FRAME_RULES = ([_rule(**row) for row in _TABLE[name]] for name in ("worker", "frame"))
+_LINE_PATTERNS = [(row["kind"], re.compile(row["pattern"])) for row in _TABLE["line"]]
 
 _NOT_JOB_CODE = re.compile(r"/(site|dist)-packages/|/lib/python\d|^<|/torchinductor_|/profiling/hook/")
 

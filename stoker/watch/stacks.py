@@ -47,6 +47,10 @@ MAX_FAILURES = 5
 """Failed samples of a process in a row, after which it is skipped until the next poll."""
 DUMP_TIMEOUT_S = 10.0
 
+PERMISSION_HINT = (
+    "it needs the user of the job and kernel.yama.ptrace_scope 0, or root; in a container CAP_SYS_PTRACE: "
+    "docker run --cap-add SYS_PTRACE"
+)
 RECORDED = "sampled by py-spy, from outside the job"
 
 
@@ -101,23 +105,8 @@ def dump_stacks(pid: int, py_spy: str) -> list[_PySpyThread]:
         reason = result.stderr.decode(errors="replace").strip().partition("\n")[0]
         forbidden = "ermission" in reason or "not permitted" in reason
         if forbidden:
-            reason = f"reading another process is not permitted here ({_explain_forbidden(pid)})"
+            reason = f"reading another process is not permitted here ({PERMISSION_HINT})"
         raise NotReadable(reason or "py-spy printed nothing", forbidden=forbidden) from error
-
-
-def _explain_forbidden(pid: int) -> str:
-    """The rule of the kernel that applies (ptrace(2), access mode checking)."""
-    try:
-        owner = (processes.PROC / str(pid)).stat().st_uid
-    except OSError:  # it ended
-        return "the process is gone"
-    if owner != os.geteuid() != 0:
-        return "the process belongs to another user"
-    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
-    value = scope.read_text().strip() if scope.exists() else "0"
-    if value != "0":
-        return f"kernel.yama.ptrace_scope is {value}; set it to 0, or run as root or with CAP_SYS_PTRACE"
-    return "a container needs CAP_SYS_PTRACE: docker run --cap-add SYS_PTRACE"
 
 
 @dataclasses.dataclass
