@@ -5,6 +5,8 @@ that look like a secret are left out, and secrets in values and arguments are ma
 fact that is not available is None: containers often hide it. GPUs: `gpu`.
 """
 
+import contextlib
+import importlib
 import os
 import platform
 import re
@@ -57,45 +59,32 @@ def describe(
 ) -> dict[str, Any]:
     """The environment of a stoker training, as JSON types; facts that are not available are None. Takes some 0.1 s
     (driver, torch). dirs: folders whose storage is described, by name (`run`, `data`)."""
-    packages = {name: _version(name) for name in PACKAGES}
-    return _describe(env, argv, dirs, packages, platform.python_version(), _describe_torch())
+    with contextlib.suppress(ImportError):
+        importlib.import_module("torch")
+    return _describe(env, argv, dirs, PACKAGES)
 
 
-def describe_job(
-    argv: list[str], env: Mapping[str, str] = os.environ, *, dirs: Mapping[str, str | Path] = NO_DIRS
-) -> dict[str, Any]:
+def describe_job(argv: list[str], env: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """The environment of a watched job. Nothing of the job is run: its packages are those that are installed next to
     its program (None if that is not in a Python environment); details of its torch are not known."""
     packages, python = _installed_packages(argv[0])
-    return _describe(env, argv, dirs, packages, python, None) | {"cwd": os.getcwd()}
+    described = _describe(env, argv, NO_DIRS, ())
+    return described | {"packages": packages, "python": python, "torch": None, "cwd": os.getcwd()}
 
 
-def describe_loop(
-    env: Mapping[str, str] = os.environ,
-    argv: list[str] = sys.argv,
-    *,
-    dirs: Mapping[str, str | Path] = NO_DIRS,
-) -> dict[str, Any]:
-    """The environment of this process, with a training loop that stoker did not write. torch is described only if it is
-    loaded: an import takes seconds."""
-    packages = {name: _version(name) for name in ("stoker", *JOB_PACKAGES)}
-    torch = _describe_torch() if "torch" in sys.modules else None
-    return _describe(env, argv, dirs, packages, platform.python_version(), torch) | {"cwd": os.getcwd()}
+def describe_loop(*, dirs: Mapping[str, str | Path] = NO_DIRS) -> dict[str, Any]:
+    """The environment of this process, with a training loop that stoker did not write."""
+    return _describe(os.environ, sys.argv, dirs, ("stoker", *JOB_PACKAGES)) | {"cwd": os.getcwd()}
 
 
 def _describe(
-    env: Mapping[str, str],
-    argv: list[str],
-    dirs: Mapping[str, str | Path],
-    packages: dict[str, str | None],
-    python: str | None,
-    torch: dict[str, Any] | None,
+    env: Mapping[str, str], argv: list[str], dirs: Mapping[str, str | Path], packages: tuple[str, ...]
 ) -> dict[str, Any]:
     return {
-        "packages": packages,
-        "python": python,
+        "packages": {name: _version(name) for name in packages},
+        "python": platform.python_version(),
         **_describe_machine(env, dirs),
-        "torch": torch,
+        "torch": _describe_torch(),
         "variables": {name: mask_secrets(env[name]) for name in sorted(env) if _is_recorded_var(name)},
         "argv": mask_argv(argv),
     }
@@ -196,15 +185,14 @@ def _cpu_model() -> str:
 
 
 def _describe_torch() -> dict[str, Any] | None:
-    """The CUDA or ROCm version that torch was built for, and its cuDNN; None without torch."""
-    try:
-        import torch
-    except ImportError:
+    """The CUDA or ROCm version that torch was built for, and its cuDNN; None if it is not loaded."""
+    torch = sys.modules.get("torch")
+    if torch is None:
         return None
     return {
         "cuda": torch.version.cuda,
         "rocm": torch.version.hip,
-        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+        "cudnn": torch.backends.cudnn.version(),
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
     }
