@@ -17,8 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from stoker.errors import OutOfMemoryError
 from stoker.hardware.device import is_out_of_memory
 from stoker.profiling.telemetry.environment import query_with_timeout
-from stoker.profiling.telemetry.gpu import in_host_pid_namespace
-from stoker.profiling.telemetry.gpu_state import read_driver
+from stoker.profiling.telemetry.gpu import in_host_pid_namespace, read_driver
 from stoker.profiling.telemetry.processes import list_process_tree
 from stoker.training.attempt import Attempt
 from stoker.training.state import BatchSizes, count_micro_batches

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from stoker.errors import PreflightError
-from stoker.profiling.measure.measure import Measure, measure
+from stoker.profiling.measure.measure import Measure
 
 
 class Session:
@@ -25,7 +25,7 @@ class Session:
         """first_step: optimizer steps done, by the framework's count."""
         self._blocks = {}
         arguments = {"first_step": first_step} | self._settings
-        self._measure = measure(self._run, **arguments).__enter__()
+        self._measure = Measure(self._run, **arguments).__enter__()
         self._measure.is_replaceable = True
 
     @property

@@ -36,16 +36,7 @@ _active: "Measure | None" = None
 _num_entered = 0
 
 
-def measure(
-    run: str | os.PathLike[str] | None = None,
-    *,
-    name: str | None = None,
-    device: object = None,
-    price_per_device_hour: float | None = None,
-    num_images: int | Callable[[Any], int] | None = None,
-    first_step: int | None = None,
-    monitor: MonitoringOptions = MonitoringOptions(),  # noqa: B008  # frozen
-) -> "Measure":
+class Measure:
     """Measures a training loop into a run folder, for `stoker why` and `stoker report`.
 
     ```python
@@ -66,30 +57,17 @@ def measure(
     Entering raises UsageError if the folder belongs to a stoker training or a live job, or another `measure` is open;
     StorageError if it cannot be written; ConfigError if `monitor` is not valid.
     """
-    return Measure(
-        None if run is None else Path(run).expanduser(),
-        name=name,
-        device=device,
-        price_per_device_hour=price_per_device_hour,
-        num_images=num_images,
-        first_step=first_step,
-        monitor=monitor,
-    )
-
-
-class Measure:
-    """The result of `stoker.measure`: enter it once, around the whole loop."""
 
     def __init__(
         self,
-        run: Path | None,
+        run: str | os.PathLike[str] | None = None,
         *,
-        name: str | None,
-        device: object,
-        price_per_device_hour: float | None,
-        num_images: int | Callable[[Any], int] | None,
-        first_step: int | None,
-        monitor: MonitoringOptions,
+        name: str | None = None,
+        device: object = None,
+        price_per_device_hour: float | None = None,
+        num_images: int | Callable[[Any], int] | None = None,
+        first_step: int | None = None,
+        monitor: MonitoringOptions = MonitoringOptions(),  # noqa: B008  # frozen
     ) -> None:
         self.image_count = 0
         """Images of all steps so far."""
@@ -97,7 +75,7 @@ class Measure:
         """Optimizer steps so far, including earlier attempts."""
         self.is_replaceable = False
         """Whether entering another measure closes this one: a framework may not report the end of a training."""
-        self._run = run
+        self._run = None if run is None else Path(run).expanduser()
         self._name = name
         self._price_per_device_hour = price_per_device_hour
         self._first_step = first_step
@@ -359,6 +337,10 @@ class Measure:
         self._recording = False
         self._torch_hooks.abandon()
         self._writer.abandon()
+
+
+measure = Measure
+"""The name in the package: `stoker.measure`."""
 
 
 class TimedBatches(Generic[Batch]):

@@ -1,5 +1,6 @@
-"""Samples the GPUs through NVIDIA's driver library (NVML). Only this module, its helpers (`nvml`, `xid`) and
-`stoker/hardware/device.py` contain CUDA's names.
+"""Samples the GPUs through NVIDIA's driver library (NVML), and reads what `stoker check` asks it once.
+
+Only this module, its helpers (`nvml`, `xid`) and `stoker/hardware/device.py` contain CUDA's names.
 
 A machine without a driver has no GPUs and a `reason`; a counter that a GPU does not have is None, never 0; a GPU that
 is lost during the run is a sample without values, and a `reason`. Errors of the driver never raise. NVML numbers GPUs
@@ -16,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pynvml
 
 from stoker.profiling.telemetry.machine import read_or_none
@@ -25,6 +27,10 @@ from stoker.runs.schemas import GpuSample
 
 SLOW_SAMPLE_EVERY = 10
 """Slow or costly values are read in every n-th sample; the samples between repeat them."""
+
+VERSION_MISMATCH = pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH
+"""`DriverState.error` where the library and the kernel module of the driver are of different versions."""
+PROHIBITED, EXCLUSIVE = pynvml.NVML_COMPUTEMODE_PROHIBITED, pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS
 
 INITIAL_PID_NAMESPACE_INODE = 0xEFFFFFFC
 """Inode of the initial PID namespace (PROC_PID_INIT_INO in linux/proc_ns.h)."""
@@ -277,3 +283,93 @@ def _free_samples(*samples: Any) -> None:
     with contextlib.suppress(pynvml.NVMLError):  # the GPU is lost, and its buffers with it
         for sample in samples:
             pynvml.nvmlGpmSampleFree(sample)
+
+
+class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """A process with a CUDA context. pid: in the PID namespace of the host."""
+
+    pid: int
+    memory_bytes: int | None = None
+
+
+class GpuState(msgspec.Struct, frozen=True, kw_only=True):
+    """A GPU that CUDA_VISIBLE_DEVICES leaves visible."""
+
+    sample: GpuSample
+    """Without values if the GPU is lost."""
+    lost: str = ""
+    """The driver's message, if it is."""
+    name: str | None = None
+    bus_id: str | None = None
+    """0000:3b:00.0, as in /sys/bus/pci/devices."""
+    persistence: bool | None = None
+    compute_mode: int | None = None
+    rows_pending: bool | None = None
+    """Defective memory was remapped, which takes effect at the next reset."""
+    rows_failed: bool | None = None
+    """Defective memory could not be remapped."""
+    processes: list[GpuProcess] | None = None
+
+    @property
+    def title(self) -> str:
+        return f"GPU {self.sample.index}" + (f" ({self.name})" if self.name else "")
+
+
+class DriverState(msgspec.Struct, frozen=True, kw_only=True):
+    """The driver and its GPUs."""
+
+    reason: str | None = None
+    """Why there is no visible GPU, or which one does not answer."""
+    error: int | None = None
+    """NVML's code, where it does not open."""
+    version: str | None = None
+    """580.95.05."""
+    num_gpus: int | None = None
+    """Of the driver, also those that CUDA_VISIBLE_DEVICES hides."""
+    gpus: list[GpuState] = []
+
+
+def read_driver(env: Mapping[str, str] = os.environ) -> DriverState:
+    """The state of the driver. Errors of the driver never raise."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return DriverState(reason=str(error), error=error.value)
+    sampler = GpuSampler(env)
+    samples = sampler.sample()
+    try:
+        version, num_gpus = query(pynvml.nvmlSystemGetDriverVersion), query(pynvml.nvmlDeviceGetCount)
+    except GpuLost as lost:
+        return DriverState(reason=str(lost))
+    gpus = [_read_gpu(gpu, sample) for gpu, sample in zip(sampler.gpus, samples, strict=True)]
+    return DriverState(reason=sampler.reason, version=version, num_gpus=num_gpus, gpus=gpus)
+
+
+def _read_gpu(gpu: Gpu, sample: GpuSample) -> GpuState:
+    if gpu.device is None:
+        return GpuState(sample=sample, lost="it does not open")
+    try:
+        rows = gpu.query(pynvml.nvmlDeviceGetRemappedRows)
+        persistence = gpu.query(pynvml.nvmlDeviceGetPersistenceMode)
+        pci = gpu.query(pynvml.nvmlDeviceGetPciInfo)
+        processes = gpu.query(pynvml.nvmlDeviceGetComputeRunningProcesses_v3, target=gpu.handle)
+        return GpuState(
+            sample=sample,
+            name=gpu.query(pynvml.nvmlDeviceGetName, target=gpu.handle),
+            bus_id=None if pci is None else _sysfs_name(pci.busId),
+            persistence=None if persistence is None else bool(persistence),
+            compute_mode=gpu.query(pynvml.nvmlDeviceGetComputeMode),
+            rows_pending=None if rows is None else bool(rows[2]),
+            rows_failed=None if rows is None else bool(rows[3]),
+            processes=None
+            if processes is None
+            else [GpuProcess(pid=process.pid, memory_bytes=process.usedGpuMemory) for process in processes],
+        )
+    except GpuLost as lost:
+        return GpuState(sample=sample, lost=str(lost))
+
+
+def _sysfs_name(bus_id: bytes | str) -> str:
+    """NVML writes 00000000:3B:00.0, sysfs 0000:3b:00.0."""
+    text = bus_id.decode() if isinstance(bus_id, bytes) else bus_id
+    return text.lower()[-12:]

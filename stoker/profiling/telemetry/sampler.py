@@ -10,12 +10,12 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Self
 
 from stoker.profiling.telemetry.gpu import GpuSampler
 from stoker.profiling.telemetry.host import HostSampler
 from stoker.profiling.telemetry.timeouts import TimeoutWorker
-from stoker.profiling.telemetry.xid import XidEvent, XidListener
+from stoker.profiling.telemetry.xid import XidListener
 from stoker.runs.records import DEVICES, RunFolder
 from stoker.runs.schemas import DeviceSample, GpuSample
 
@@ -127,7 +127,7 @@ class DriverSampler:
         gpus = GpuSampler(pid=self._pid)
         with self._lock:
             if not self._closed:
-                self._xid_listener = XidListener(gpus.gpus, self._record_xid, self._record_listener_failure)
+                self._xid_listener = XidListener(gpus.gpus, self._run)
         self._reason = gpus.reason  # of a machine without a driver: environment.json has it
         self._indices = [gpu.index for gpu in gpus.gpus]
 
@@ -138,13 +138,6 @@ class DriverSampler:
             return samples, gpus.reason
 
         return sample
-
-    def _record_xid(self, event: XidEvent) -> None:
-        data: dict[str, Any] = {"xid": event.xid, "gpu": event.gpu, "count": event.count, "kernel": event.kernel}
-        self._run.event("gpu_fault", event.text, **{name: value for name, value in data.items() if value is not None})
-
-    def _record_listener_failure(self, reason: str) -> None:
-        self._run.event("warning", f"telemetry: {reason}")
 
 
 def next_due(due_s: float, now_s: float, interval_s: float) -> float:

@@ -5,16 +5,16 @@ written at once, because the driver may hang afterwards; the numbers are also in
 number means is in `stoker/diagnosis/`. After a run, the kernel log has them too: `kernel_log`.
 """
 
-import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pynvml
 
 from stoker.profiling.telemetry.kernel_log import read_kernel_lines
 from stoker.profiling.telemetry.nvml import Gpu, handle_pointer
+from stoker.runs.records import RunFolder
 
 POLL_TIMEOUT_MS = 200
 """A wait in the driver cannot be interrupted: stopping takes this long."""
@@ -28,32 +28,12 @@ MAX_XIDS_PER_SAMPLE = 16
 _EVENT_TYPES = pynvml.nvmlEventTypeXidCriticalError | pynvml.nvmlEventTypeDoubleBitEccError
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class XidEvent:
-    """gpu: the driver's index; xid: NVIDIA's number, None for an uncorrected memory error without one; count: how often
-    it came since the last one that was written; kernel: its line of the kernel log, if that can be read."""
-
-    gpu: int
-    xid: int | None
-    count: int
-    kernel: str | None
-
-    @property
-    def text(self) -> str:
-        description = "uncorrected memory error" if self.xid is None else f"Xid {self.xid}"
-        times = f", {self.count} times" if self.count > 1 else ""
-        return f"GPU {self.gpu}: {description}{times}" + (f" ({self.kernel})" if self.kernel else "")
-
-
 class XidListener:
-    """Receives errors of the GPUs until `stop`. on_event: is called with each error, in the listening thread;
-    on_failure: is called with the reason when listening fails. For a driver without these events (vGPU, WSL, very old
-    GPUs) there is no thread."""
+    """Receives errors of the GPUs until `stop`, and writes events. For a driver without these events (vGPU, WSL, very
+    old GPUs) there is no thread."""
 
-    def __init__(
-        self, gpus: Sequence[Gpu], on_event: Callable[[XidEvent], None], on_failure: Callable[[str], None]
-    ) -> None:
-        self._on_event, self._on_failure = on_event, on_failure
+    def __init__(self, gpus: Sequence[Gpu], run: RunFolder) -> None:
+        self._run = run
         self._lock = threading.Lock()
         self._pending_xids: dict[int, list[int]] = {}
         self._reported: dict[tuple[int, int | None], tuple[float, int]] = {}
@@ -82,7 +62,7 @@ class XidListener:
             while not self._stop.is_set():
                 self._wait_for_event()
         except pynvml.NVMLError as error:
-            self._on_failure(f"errors of the GPUs are no longer received: {error}")
+            self._run.event("warning", f"telemetry: errors of the GPUs are no longer received: {error}")
         else:
             pynvml.nvmlEventSetFree(self._events)
 
@@ -105,12 +85,21 @@ class XidListener:
         self._report(index, xid, time.monotonic())
 
     def _report(self, index: int, xid: int | None, now_s: float) -> None:
+        """xid: NVIDIA's number; None: an uncorrected memory error without one."""
         last_s, count = self._reported.get((index, xid), (-REPEAT_INTERVAL_S, 0))
         if now_s - last_s < REPEAT_INTERVAL_S:
             self._reported[index, xid] = last_s, count + 1
             return
         self._reported[index, xid] = now_s, 0
-        self._on_event(XidEvent(gpu=index, xid=xid, count=count + 1, kernel=_find_kernel_message(xid, now_s)))
+        data: dict[str, Any] = {"gpu": index, "count": count + 1}
+        text = f"GPU {index}: " + ("uncorrected memory error" if xid is None else f"Xid {xid}")
+        text += f", {count + 1} times" if count else ""
+        if xid is not None:
+            data["xid"] = xid
+            if (kernel := _find_kernel_message(xid, now_s)) is not None:
+                data["kernel"] = kernel
+                text += f" ({kernel})"
+        self._run.event("gpu_fault", text, **data)
 
 
 def _register_events(handles: list[Any]) -> Any:
@@ -133,9 +122,7 @@ def _register_events(handles: list[Any]) -> Any:
     return events if any_registered else None
 
 
-def _find_kernel_message(xid: int | None, now_s: float) -> str | None:
+def _find_kernel_message(xid: int, now_s: float) -> str | None:
     """The newest line of the kernel log with this number; the driver writes it before it reports the error."""
-    if xid is None:
-        return None
     lines = read_kernel_lines(now_s - 10.0) or []
     return next((line.text for line in reversed(lines) if line.kind == "xid" and f": {xid}," in line.text), None)

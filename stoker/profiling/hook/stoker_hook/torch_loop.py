@@ -1,4 +1,4 @@
-"""Hooks for PyTorch: batches of a DataLoader, backward passes, optimizer steps, checkpoints, compilation.
+"""Hooks for PyTorch: batches of a DataLoader, backward passes, optimizer steps, checkpoints, compilation, collectives.
 
 One function per module of torch, called after the import of that module. Steps need torch 2.0 or newer.
 """
@@ -6,7 +6,8 @@ One function per module of torch, called after the import of that module. Steps 
 from _thread import get_ident
 from functools import wraps
 
-from .clock import CHECKPOINT, COMPILE, EVAL, MAYBE_WAIT, clock, timed_next, wrap_timed
+from .clock import CHECKPOINT, COMM, COMPILE, EVAL, MAYBE_WAIT, RANK, WORLD, clock, timed_next, wrap_timed
+from .instruments import patch_collectives as time_collectives
 from .instruments import time_compilations
 from .torch_cuda import make_device_events
 
@@ -150,3 +151,35 @@ def patch_transformers(module: "Any") -> None:
 def patch_compilation(module: "Any") -> None:
     """torch._dynamo.callback."""
     time_compilations(module.callback_handler, lambda: clock.begin(COMPILE))
+
+
+def patch_collectives(module: "Any") -> None:
+    """torch.distributed.distributed_c10d, before torch.distributed imports its names."""
+    if not hasattr(module, "all_reduce"):  # a torch without distributed
+        return
+    original = module.init_process_group
+    patches: list[Any] = []
+
+    @wraps(original)
+    def init_process_group(*args: "Any", **kwargs: "Any") -> "Any":
+        result = original(*args, **kwargs)
+        try:
+            clock.values[WORLD] = float(module.get_world_size())
+            if clock.values[RANK] < 0:  # else the rank within this machine is known already
+                clock.values[RANK] = float(module.get_rank())
+            if clock.values[WORLD] > 1 and not patches:
+                patches.extend(time_collectives(lambda: clock.begin(COMM), clock.is_outside_phases, _begin_exchange))
+        except Exception as error:  # noqa: BLE001
+            clock.disable("init_process_group", error)
+        return result
+
+    module.init_process_group = init_process_group
+
+
+def _begin_exchange() -> "Any":
+    """The part of DDP's all-reduce that the backward does not hide. On a GPU, two events on the training stream measure
+    it: the stream waits for the communication."""
+    if clock.device_events is None:
+        return clock.begin(COMM)
+    clock.device_events.comm_begins()
+    return clock.device_events.comm_ends
