@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from stoker.profiling import hook
 from stoker.runs.schemas import StepWindow
@@ -166,6 +167,12 @@ def _device_phase_seconds(
     return phases
 
 
+Key = TypeVar("Key")
+Sum = tuple[str, str]
+"""What is summed up: ("phase", its name) in seconds, ("cpu", name of a phase) in CPU-seconds of the training thread,
+("count", name)."""
+
+
 class RankTimeBreakdown:
     """The processes of one rank, one after the other, and how much of their time is in windows already.
 
@@ -176,10 +183,10 @@ class RankTimeBreakdown:
     def __init__(self, start_s: float) -> None:
         self._start_s = start_s
         self._current: HookState | None = None
-        self._offset = _Sums()
+        self._offset: dict[Sum, float] = {}
         """Of the current process at the beginning of the window in which it was first seen."""
-        self._ended = _Sums()
-        self._reported = _Sums()
+        self._ended: dict[Sum, float] = {}
+        self._reported: dict[Sum, float] = {}
         self._ended_names: set[str] = set()
         self._counts_recompiles = False
         self._window_start_s = self._last_alive_s = start_s
@@ -188,10 +195,10 @@ class RankTimeBreakdown:
     @property
     def steps(self) -> int:
         current = 0.0 if self._current is None else self._current.values["steps"]
-        return round(self._ended.counts.get("steps", 0.0) + current)
+        return round(self._ended.get(("count", "steps"), 0.0) + current)
 
     def has_new_steps(self) -> bool:
-        return self.steps > self._reported.counts.get("steps", 0.0)
+        return self.steps > self._reported.get(("count", "steps"), 0.0)
 
     def update(self, living: list[HookState], ended: list[HookState], now_s: float) -> None:
         """living, ended: processes of the rank. The training process is followed until it ends, the first one of
@@ -211,9 +218,13 @@ class RankTimeBreakdown:
         if best is not None and (current is None or (not current.values["steps"] and best.values["steps"])):
             if current is not None:
                 self._end(current, now_s=self._window_start_s)
-            self._offset = _Sums()
+            self._offset = {}
             if best.values["begin"] < self._window_start_s:
-                self._offset = dataclasses.replace(_Sums.of(best, None), counts={})
+                self._offset = {
+                    (kind, name): value
+                    for (kind, name), value in _sums(best, None).items()
+                    if kind != "count" or name == "process_cpu_s"
+                }
             current = best
         self._current = current
         self._counts_recompiles |= any(state.values["recompiles"] >= 0 for state in (*living, *ended))
@@ -221,74 +232,68 @@ class RankTimeBreakdown:
             self._last_alive_s = now_s
 
     def _end(self, state: HookState, now_s: float | None = None) -> None:
-        self._ended = self._ended + (_Sums.of(state, now_s) - self._offset)
+        self._ended = _add(self._ended, _subtract(_sums(state, now_s), self._offset))
         if state.values["steps"]:
             self._trained_until_s = state.values["last_update"]
-        self._current, self._offset = None, _Sums()
+        self._current, self._offset = None, {}
         self._ended_names.add(state.name)
 
     def next_window(self, now_s: float, wall_s: float, *, devices: int) -> StepWindow:
         """The window since the last one, without its time and the values that the output has."""
         targets = self._ended
         if self._current is not None:
-            targets = targets + (_Sums.of(self._current, now_s) - self._offset)
-        missing_s = (now_s - self._start_s) - sum(targets.phases.values())
+            targets = _add(targets, _subtract(_sums(self._current, now_s), self._offset))
+        missing_s = (now_s - self._start_s) - sum(_of_kind(targets, "phase").values())
         if missing_s > 0:  # no process of this rank was running: it is starting, or has ended
-            fill = _Sums(phases={"unattributed" if self.steps else "startup": missing_s})
-            self._ended, targets = self._ended + fill, targets + fill
-        phases = _scale(_subtract(targets.phases, self._reported.phases), wall_s)
+            fill = {("phase", "unattributed" if self.steps else "startup"): missing_s}
+            self._ended, targets = _add(self._ended, fill), _add(targets, fill)
+        due = _subtract(targets, self._reported)
+        phases = _scale(_of_kind(due, "phase"), wall_s)
         if not phases and wall_s > 0:
             phases = {"unattributed": wall_s}
-        new_cpu_s = sum(targets.cpu.values()) - sum(self._reported.cpu.values())
-        cpu = _scale(_subtract(targets.cpu, self._reported.cpu), new_cpu_s)
-        due = targets - self._reported
-        counts = {name: max(0, round(count)) for name, count in due.counts.items()}
-        self._reported = dataclasses.replace(targets, phases=_add(self._reported.phases, phases),
-                                             cpu=_add(self._reported.cpu, cpu))  # fmt: skip
+        cpu = _scale(_of_kind(due, "cpu"), sum(_of_kind(due, "cpu").values()))
+        counts = {name: max(0.0, count) for name, count in _of_kind(due, "count").items()}
+        reported = {("phase", name): seconds for name, seconds in phases.items()}
+        reported |= {("cpu", name): seconds for name, seconds in cpu.items()}
+        reported |= {key: value for key, value in due.items() if key[0] == "count"}
+        self._reported = _add(self._reported, reported)
         self._window_start_s = now_s
         lr = self._current.values["lr"] if self._current is not None else -1.0
         return StepWindow(
-            t=0.0, attempt=0, step=self.steps, window_steps=counts.get("steps", 0),
-            num_images=counts.get("num_images", 0), wall_s=wall_s, devices=devices,
-            phases={name: seconds * devices for name, seconds in phases.items()}, lr=lr if lr >= 0 else None,
-            thread_cpu_s=cpu, process_cpu_s=max(0.0, due.process_cpu_s) if targets.process_cpu_s else None,
-            recompiles=counts.get("recompiles", 0) if self._counts_recompiles else None,
-        )  # fmt: skip
+            t=0.0,
+            attempt=0,
+            step=self.steps,
+            window_steps=round(counts.get("steps", 0)),
+            num_images=round(counts.get("num_images", 0)),
+            wall_s=wall_s,
+            devices=devices,
+            phases={name: seconds * devices for name, seconds in phases.items()},
+            lr=lr if lr >= 0 else None,
+            thread_cpu_s=cpu,
+            process_cpu_s=counts["process_cpu_s"] if targets.get(("count", "process_cpu_s")) else None,
+            recompiles=round(counts.get("recompiles", 0)) if self._counts_recompiles else None,
+        )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sums:
-    """Seconds by phase, CPU-seconds of the training thread by phase, counts, and CPU-seconds of the process."""
-
-    phases: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    cpu: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    counts: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    process_cpu_s: float = 0.0
-
-    @classmethod
-    def of(cls, state: HookState, now_s: float | None) -> "_Sums":
-        """now_s: as in `phase_seconds`."""
-        counts = {name: max(0.0, state.values[name]) for name in ("steps", "num_images", "recompiles")}
-        return cls(phase_seconds(state, now_s), cpu_by_phase(state), counts, state.process_cpu_s or 0.0)
-
-    def __add__(self, other: "_Sums") -> "_Sums":
-        return _Sums(
-            _add(self.phases, other.phases), _add(self.cpu, other.cpu), _add(self.counts, other.counts),
-            self.process_cpu_s + other.process_cpu_s,
-        )  # fmt: skip
-
-    def __sub__(self, other: "_Sums") -> "_Sums":
-        return _Sums(
-            _subtract(self.phases, other.phases), _subtract(self.cpu, other.cpu), _subtract(self.counts, other.counts),
-            self.process_cpu_s - other.process_cpu_s,
-        )  # fmt: skip
+def _sums(state: HookState, now_s: float | None) -> dict[Sum, float]:
+    """now_s: as in `phase_seconds`."""
+    return {
+        **{("phase", name): seconds for name, seconds in phase_seconds(state, now_s).items()},
+        **{("cpu", name): seconds for name, seconds in cpu_by_phase(state).items()},
+        **{("count", name): max(0.0, state.values[name]) for name in ("steps", "num_images", "recompiles")},
+        ("count", "process_cpu_s"): state.process_cpu_s or 0.0,
+    }
 
 
-def _subtract(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
+def _of_kind(sums: Mapping[Sum, float], kind: str) -> dict[str, float]:
+    return {name: value for (its_kind, name), value in sums.items() if its_kind == kind}
+
+
+def _subtract(a: Mapping[Key, float], b: Mapping[Key, float]) -> dict[Key, float]:
     return {name: value - b.get(name, 0.0) for name, value in a.items()}
 
 
-def _add(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
+def _add(a: Mapping[Key, float], b: Mapping[Key, float]) -> dict[Key, float]:
     return {name: a.get(name, 0.0) + b.get(name, 0.0) for name in {**a, **b}}
 
 
