@@ -2,7 +2,7 @@
 
 A thread follows output.log, which the output relay writes, so that nothing here can delay the job. Neighbors: starting
 the job and its end (`watch.py`), a running job (`attach.py`), stacks (`stacks.py`), processes (`processes.py`), parsing
-lines (`output.py`), windows (`progress_windows.py`).
+lines and windows (`output.py`).
 """
 
 import contextlib
@@ -24,9 +24,8 @@ from stoker.profiling.telemetry.secrets import mask_argv
 from stoker.runs.records import ENVIRONMENT, OUTPUT, RANKS, STEPS, RunFolder, make_run, recording
 from stoker.watch import stacks
 from stoker.watch.hook_reader import HookReader
-from stoker.watch.output import LineSplitter, ProgressParser
+from stoker.watch.output import LineSplitter, ProgressParser, ProgressWindows
 from stoker.watch.processes import JobProcesses
-from stoker.watch.progress_windows import ProgressWindows
 
 RUNS_DIR = Path("runs")
 

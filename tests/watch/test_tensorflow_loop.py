@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stoker.profiling.hook.stoker_hook import clock as hook
-from stoker.profiling.hook.stoker_hook import tensorflow_input, tensorflow_loop
+from stoker.profiling.hook.stoker_hook import tensorflow_loop
 from tests.watch.test_clock import Timed
 
 
@@ -65,10 +65,10 @@ class TensorFlow:
         self.backprop = SimpleNamespace(GradientTape=GradientTape)
         self.checkpoint = SimpleNamespace(Checkpoint=Checkpoint)
         self.state = tensorflow_loop.LoopState()
-        for module in (hook, tensorflow_loop, tensorflow_input):
+        for module in (hook, tensorflow_loop):
             monkeypatch.setattr(module, "clock", time.clock)
         monkeypatch.setattr(tensorflow_loop, "state", self.state)
-        monkeypatch.setattr(tensorflow_input.sampler, "_next_s", float("inf"))  # there is no profiler
+        monkeypatch.setattr(tensorflow_loop.sampler, "_next_s", float("inf"))  # there is no profiler
         tensorflow_loop.patch_iterators(self.iterators)
         tensorflow_loop.patch_functions(self.functions)
         tensorflow_loop.patch_tracing(self.func_graph)

@@ -1,6 +1,6 @@
 """Samples the GPUs through NVIDIA's driver library (NVML), and reads what `stoker check` asks it once.
 
-Only this module, its helpers (`nvml`, `xid`) and `stoker/hardware/device.py` contain CUDA's names.
+Only this module, its helpers (`nvml`, `sampler`) and `stoker/hardware/device.py` contain CUDA's names.
 
 A machine without a driver has no GPUs and a `reason`; a counter that a GPU does not have is None, never 0; a GPU that
 is lost during the run is a sample without values, and a `reason`. Errors of the driver never raise. NVML numbers GPUs

@@ -83,7 +83,7 @@ class PhaseClock:
     def __init__(self, directory: str) -> None:
         self._directory = directory
         self.make_device_events: Any = None
-        """Returns the events of the device in use (`torch_cuda.py`) or None; set by `torch_loop.py`."""
+        """Returns the events of the device in use or None; set by `torch_loop.py`."""
         self._reset()
         os.register_at_fork(after_in_child=self._reset)
 

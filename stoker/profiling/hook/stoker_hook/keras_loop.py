@@ -1,7 +1,7 @@
 """Hooks for Keras: `fit`, `evaluate` and checkpoints, on torch or TensorFlow.
 
 On torch the batches come from an EpochIterator, one at a time. On TensorFlow a step fetches them inside its graph: only
-TensorFlow's profiler knows the fraction of that (`tensorflow_input.py`). On JAX steps return before they are done, so
+TensorFlow's profiler knows the fraction of that (`tensorflow_loop.py`). On JAX steps return before they are done, so
 nothing is timed.
 """
 
@@ -53,8 +53,7 @@ def patch_torch_trainer(module: "Any") -> None:
 
 
 def patch_tensorflow_trainer(module: "Any") -> None:
-    from .tensorflow_input import run_graph_step
-    from .tensorflow_loop import state, wrap_fit
+    from .tensorflow_loop import run_graph_step, state, wrap_fit
 
     trainer = module.TensorFlowTrainer
     _patch_evaluation(trainer)
