@@ -328,10 +328,12 @@ class IdleTime:
 
 
 class HookReader:
-    """All processes of a job. directory: of their state files. devices: GPUs that the job may use, at least 1."""
+    """All processes of a job. directory: of their state files; None: the job has no hook. devices: GPUs that the job
+    may use, at least 1."""
 
-    def __init__(self, directory: Path, *, devices: int, now_s: float) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path | None, *, devices: int, now_s: float) -> None:
+        self._directory = directory or Path(os.devnull)
+        self.is_on = directory is not None
         self._devices = devices
         self._ranks: dict[int, RankTimeBreakdown] = {}
         self._states: dict[str, HookState] = {}

@@ -137,9 +137,9 @@ def run_patched(job: str, directory: Path) -> None:
 
     stoker_hook.failures.STATE_DIR = clock.clock._directory = str(directory)
     clock.clock.publish()
-    for name, (module, function) in stoker_hook.PATCHES.items():
+    for name, (module, function, *args) in stoker_hook.PATCHES.items():
         if name in sys.modules:
-            getattr(importlib.import_module(f"{stoker_hook.__name__}.{module}"), function)(sys.modules[name])
+            getattr(importlib.import_module(f"{stoker_hook.__name__}.{module}"), function)(sys.modules[name], *args)
     exec(compile(job, "job.py", "exec"), {"__name__": "__main__"})
     clock.clock._finish()
 

@@ -73,7 +73,7 @@ class TensorFlow:
         tensorflow_loop.patch_functions(self.functions)
         tensorflow_loop.patch_tracing(self.func_graph)
         tensorflow_loop.patch_gradients(self.backprop)
-        tensorflow_loop.patch_checkpoints(self.checkpoint)
+        hook.patch_timed(self.checkpoint, "checkpoint", "Checkpoint.save", "Checkpoint.write")
 
     def batches(self, number: int) -> Iterator[Any]:
         iterator = self.iterators.OwnedIterator(number)

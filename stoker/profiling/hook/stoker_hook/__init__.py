@@ -25,17 +25,17 @@ PATCHES = {
     "torch.autograd.grad_mode": ("torch_loop", "patch_no_grad"),
     "torch.serialization": ("torch_loop", "patch_serialization"),
     "torch._dynamo.callback": ("torch_loop", "patch_compilation"),
-    "safetensors.torch": ("torch_loop", "patch_safetensors"),
-    "torch.distributed.checkpoint.state_dict_saver": ("torch_loop", "patch_save"),
+    "safetensors.torch": ("clock", "patch_timed", "checkpoint", "save_file"),
+    "torch.distributed.checkpoint.state_dict_saver": ("clock", "patch_timed", "checkpoint", "save"),
     "torch.distributed.distributed_c10d": ("torch_loop", "patch_collectives"),
-    "pytorch_lightning.trainer.trainer": ("torch_loop", "patch_lightning"),
-    "lightning.pytorch.trainer.trainer": ("torch_loop", "patch_lightning"),
-    "pytorch_lightning.loops.evaluation_loop": ("torch_loop", "patch_lightning_evaluation"),
-    "lightning.pytorch.loops.evaluation_loop": ("torch_loop", "patch_lightning_evaluation"),
-    "ultralytics.engine.validator": ("torch_loop", "patch_ultralytics"),
+    "pytorch_lightning.trainer.trainer": ("clock", "patch_timed", "checkpoint", "Trainer.save_checkpoint"),
+    "lightning.pytorch.trainer.trainer": ("clock", "patch_timed", "checkpoint", "Trainer.save_checkpoint"),
+    "pytorch_lightning.loops.evaluation_loop": ("clock", "patch_timed", "eval", "_EvaluationLoop.run"),
+    "lightning.pytorch.loops.evaluation_loop": ("clock", "patch_timed", "eval", "_EvaluationLoop.run"),
+    "ultralytics.engine.validator": ("clock", "patch_timed", "eval", "BaseValidator.__call__"),
     "transformers.trainer": ("torch_loop", "patch_transformers"),
     "keras.src.trainers.epoch_iterator": ("keras_loop", "patch_epoch_iterator"),
-    "keras.src.models.model": ("keras_loop", "patch_save"),
+    "keras.src.models.model": ("clock", "patch_timed", "checkpoint", "Model.save", "Model.save_weights"),
     "keras.src.backend.torch.trainer": ("keras_loop", "patch_torch_trainer"),
     "keras.src.backend.tensorflow.trainer": ("keras_loop", "patch_tensorflow_trainer"),
     "keras.src.backend.tensorflow.optimizer": ("tensorflow_loop", "patch_keras_optimizer"),
@@ -46,11 +46,13 @@ PATCHES = {
     "tensorflow.python.eager.def_function": ("tensorflow_loop", "patch_functions"),
     "tensorflow.python.eager.backprop": ("tensorflow_loop", "patch_gradients"),
     "tensorflow.python.framework.func_graph": ("tensorflow_loop", "patch_tracing"),
-    "tensorflow.python.checkpoint.checkpoint": ("tensorflow_loop", "patch_checkpoints"),
-    "tensorflow.python.checkpoint.checkpoint_management": ("tensorflow_loop", "patch_checkpoint_manager"),
-    "tensorflow.python.saved_model.save": ("tensorflow_loop", "patch_saved_model"),
+    "tensorflow.python.checkpoint.checkpoint":
+        ("clock", "patch_timed", "checkpoint", "Checkpoint.save", "Checkpoint.write"),
+    "tensorflow.python.checkpoint.checkpoint_management":
+        ("clock", "patch_timed", "checkpoint", "CheckpointManager.save"),
+    "tensorflow.python.saved_model.save": ("clock", "patch_timed", "checkpoint", "save"),
 }  # fmt: skip
-"""Module of a framework → (module of the hook, function) to call after its import."""
+"""Module of a framework → (module of the hook, function, its further arguments) to call after its import."""
 
 FRAMEWORKS = ("torch", "tensorflow", "keras")
 """Their import begins the startup of a training, and may take most of it."""
@@ -87,7 +89,7 @@ def _publish_clock() -> None:
             failures.report_failure("clock", error)
 
 
-def _patch_after_import(loader: "Any", name: str, module: str, function: str) -> None:
+def _patch_after_import(loader: "Any", name: str, module: str, function: str, *args: str) -> None:
     execute: Callable[[ModuleType], None] | None = getattr(loader, "exec_module", None)
     if execute is None:
         return
@@ -96,7 +98,7 @@ def _patch_after_import(loader: "Any", name: str, module: str, function: str) ->
         del loader.exec_module  # this function replaces it only once
         execute(imported)
         try:
-            getattr(__import__(__name__ + "." + module, fromlist=["x"]), function)(imported)
+            getattr(__import__(__name__ + "." + module, fromlist=["x"]), function)(imported, *args)
         except Exception as error:  # noqa: BLE001 (the job's import succeeded: it goes on without timing)
             failures.report_failure(name, error)
 

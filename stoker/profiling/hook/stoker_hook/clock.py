@@ -399,6 +399,14 @@ def wrap_timed(slot: int, original: "Call") -> "Call":
     return timed(original, lambda: clock.begin(slot))
 
 
+def patch_timed(module: "Any", phase: str, *names: str) -> None:
+    """Times functions of a module, `name` or `Class.name`, as a phase."""
+    for name in names:
+        owner, _, attribute = name.rpartition(".")
+        target = getattr(module, owner) if owner else module
+        setattr(target, attribute, wrap_timed(SLOTS.index(phase), getattr(target, attribute)))
+
+
 def timed_next(
     iterator: "Any", original_next: "Any", count: "Any" = count_images, workers: int = -1, is_evaluating: bool = False
 ) -> "Any":

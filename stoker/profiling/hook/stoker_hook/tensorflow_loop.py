@@ -15,7 +15,7 @@ from _thread import get_ident
 from functools import wraps
 from time import monotonic
 
-from .clock import BATCHES, CHECKPOINT, COMPILE, COMPUTE, GRAPH, RECOMPILES, clock, timed_next, wrap_timed
+from .clock import BATCHES, CHECKPOINT, COMPILE, COMPUTE, GRAPH, RECOMPILES, clock, timed_next
 from .failures import STATE_DIR, report_failure
 
 TYPE_CHECKING = False
@@ -202,20 +202,6 @@ def _patch_apply(cls: "Any", name: str) -> None:
         return result
 
     setattr(cls, name, apply)
-
-
-def patch_checkpoints(module: "Any") -> None:
-    """tensorflow.python.checkpoint.checkpoint."""
-    for name in ("save", "write"):
-        setattr(module.Checkpoint, name, wrap_timed(CHECKPOINT, getattr(module.Checkpoint, name)))
-
-
-def patch_checkpoint_manager(module: "Any") -> None:
-    module.CheckpointManager.save = wrap_timed(CHECKPOINT, module.CheckpointManager.save)
-
-
-def patch_saved_model(module: "Any") -> None:
-    module.save = wrap_timed(CHECKPOINT, module.save)
 
 
 def wrap_fit(original: "Any") -> "Any":

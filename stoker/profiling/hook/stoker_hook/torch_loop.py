@@ -10,19 +10,16 @@ from sys import modules
 
 from .clock import (
     BUSY,
-    CHECKPOINT,
     COMM,
     COMPILE,
     DEVICE,
     DEVICE_COMM,
-    EVAL,
-    MAYBE_WAIT,
     RANK,
     SYNCS,
     WORLD,
     clock,
+    patch_timed,
     timed_next,
-    wrap_timed,
 )
 from .failures import report_failure
 from .instruments import patch_collectives as time_collectives
@@ -57,7 +54,7 @@ def patch_dataloader(module: "Any") -> None:
     __next__.__wrapped__ = original_next  # type: ignore[attr-defined]
     iterator_class.__next__ = __next__
     # starts the workers; `maybe_` because it is not known yet whether the iterator is for training
-    module.DataLoader.__iter__ = wrap_timed(MAYBE_WAIT, module.DataLoader.__iter__)
+    patch_timed(module, "maybe_wait", "DataLoader.__iter__")
     _report_torch_version()
 
 
@@ -111,43 +108,22 @@ def _patch_no_grad_class(cls: "Any") -> None:
     cls.__enter__, cls.__exit__ = __enter__, __exit__
 
 
-def patch_save(module: "Any") -> None:
-    module.save = wrap_timed(CHECKPOINT, module.save)
-
-
 def patch_serialization(module: "Any") -> None:
     """torch.serialization, and what saves without it: a state that is pickled into a file, and files that are brought
     to the disk by the training thread."""
     import os
     import pickle
 
-    patch_save(module)
-    pickle.dump = wrap_timed(CHECKPOINT, pickle.dump)
+    patch_timed(module, "checkpoint", "save")
+    patch_timed(pickle, "checkpoint", "dump")
     for name in ("fsync", "fdatasync"):
         if hasattr(os, name):  # Windows and macOS have no fdatasync
-            setattr(os, name, wrap_timed(CHECKPOINT, getattr(os, name)))
-
-
-def patch_safetensors(module: "Any") -> None:
-    module.save_file = wrap_timed(CHECKPOINT, module.save_file)
-
-
-def patch_lightning(module: "Any") -> None:
-    module.Trainer.save_checkpoint = wrap_timed(CHECKPOINT, module.Trainer.save_checkpoint)
-
-
-def patch_lightning_evaluation(module: "Any") -> None:
-    """The loop of validation, also in the middle of an epoch, with its callbacks."""
-    module._EvaluationLoop.run = wrap_timed(EVAL, module._EvaluationLoop.run)
-
-
-def patch_ultralytics(module: "Any") -> None:
-    module.BaseValidator.__call__ = wrap_timed(EVAL, module.BaseValidator.__call__)
+            patch_timed(os, "checkpoint", name)
 
 
 def patch_transformers(module: "Any") -> None:
-    module.Trainer._save_checkpoint = wrap_timed(CHECKPOINT, module.Trainer._save_checkpoint)
-    module.Trainer.evaluate = wrap_timed(EVAL, module.Trainer.evaluate)
+    patch_timed(module, "checkpoint", "Trainer._save_checkpoint")
+    patch_timed(module, "eval", "Trainer.evaluate")
     original = getattr(module.Trainer, "get_batch_samples", None)  # from version 4.46 on
     if original is None:
         return
