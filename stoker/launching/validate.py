@@ -13,7 +13,7 @@ from stoker.errors import ConfigError, PreflightError, UsageError
 from stoker.launching.spec import LaunchSpec, Place, PlaceOptions
 from stoker.planning.machines import Machine, choose_machines, listed_machines
 from stoker.preflight.host import CORES_PER_GPU, MIN_FREE_MEMORY_BYTES
-from stoker.profiling.telemetry.platform_info import describe_storage
+from stoker.profiling.telemetry.environment import describe_storage
 from stoker.runs.records import EVENTS, read_lines
 from stoker.runs.schemas import Event
 from stoker.storage.uri import is_uri

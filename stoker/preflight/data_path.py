@@ -31,7 +31,7 @@ from stoker.preflight.access import refusal
 from stoker.preflight.cloud import CloudMachine, read_machine
 from stoker.preflight.findings import CheckFinding, make_finding
 from stoker.preflight.regions import check_region
-from stoker.profiling.telemetry.platform_info import describe_storage
+from stoker.profiling.telemetry.environment import describe_storage
 from stoker.storage.fetcher import Fetcher
 from stoker.storage.store import Store
 from stoker.storage.uri import StorageUri, parse_uri

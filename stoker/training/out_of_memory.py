@@ -23,9 +23,8 @@ from stoker.data.loading.loader import Loader
 from stoker.errors import OutOfMemoryError
 from stoker.hardware.cgroup import HostLimit, nearest_memory_limit
 from stoker.hardware.device import is_out_of_memory
-from stoker.profiling.telemetry.gpu import in_host_pid_namespace
-from stoker.profiling.telemetry.gpu_state import read_driver
-from stoker.profiling.telemetry.platform_info import query_with_timeout
+from stoker.profiling.telemetry.environment import query_with_timeout
+from stoker.profiling.telemetry.gpu import in_host_pid_namespace, read_driver
 from stoker.profiling.telemetry.processes import list_process_tree
 from stoker.training.parallel import Attempt
 from stoker.training.state import BatchSizes, EventLogger, count_micro_batches

@@ -18,9 +18,8 @@ same step, and none waits for its device.
 
 import contextlib
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 from stoker.data.batch import Batch
 from stoker.hardware.device import ReadyEvent
 from stoker.models.layers.rank_mean import counting_over_ranks
-from stoker.profiling.collectives import patch_collectives
+from stoker.profiling.hook.stoker_hook.instruments import patch_collectives
 from stoker.profiling.ledger import Ledger
 from stoker.training.parallel import One
 from stoker.training.resume import Resumed
@@ -43,8 +42,6 @@ NUM_SIGNALS = MAX_LOSSES + 4
 ACCELERATOR_LAG = 2
 """Steps on an accelerator after which the host acts on the numbers of a step; 0 on a CPU, where they are there at
 once. Two are enough that the device never runs out of work, and a signal is heeded after three steps."""
-MIN_WAIT_S = 20e-6
-"""Shorter waits are ignored: the data was there, and `Ledger.attribute` takes as long."""
 
 
 class Several(One):
@@ -180,21 +177,15 @@ class Several(One):
 
     @contextlib.contextmanager
     def timing_waits(self, ledger: Ledger) -> Iterator[None]:
-        thread, is_cpu = threading.get_ident(), self.setup.device.is_cpu
+        thread = threading.get_ident()
 
-        def begin() -> Callable[[], None]:
-            if not is_cpu:  # events on the device say how long its stream waited
-                stack = contextlib.ExitStack()
-                stack.enter_context(ledger.phase("comm"))
-                return stack.close
-            start_s = time.perf_counter()
-            return lambda: attribute(start_s, time.perf_counter())
+        def is_training_thread() -> bool:
+            return threading.get_ident() == thread
 
-        def attribute(start_s: float, end_s: float) -> None:
-            if end_s - start_s >= MIN_WAIT_S:
-                ledger.attribute("comm", start_s, end_s)
-
-        patches = patch_collectives(begin, lambda: threading.get_ident() == thread)
+        patches = patch_collectives(
+            lambda: ledger.begin("comm") if is_training_thread() else None, is_training_thread,
+            lambda: ledger.begin("comm"),
+        )  # fmt: skip
         try:
             yield
         finally:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from stoker.errors import Preempted, StokerError
-from stoker.profiling.telemetry.platform_info import detect_cloud
+from stoker.profiling.telemetry.environment import detect_cloud
 from stoker.training.out_of_memory import HostMemoryGuard
 from stoker.training.parallel import Attempt
 from stoker.training.supervisor import handling_signals

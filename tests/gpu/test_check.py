@@ -16,7 +16,7 @@ from stoker.hardware.device import select_device  # noqa: E402
 from stoker.planning.memory_fit import MemoryFit, try_memory_fit  # noqa: E402
 from stoker.preflight.gpu import check_gpu  # noqa: E402
 from stoker.preflight.short import quick_findings  # noqa: E402
-from stoker.profiling.telemetry.gpu_state import read_driver  # noqa: E402
+from stoker.profiling.telemetry.gpu import read_driver  # noqa: E402
 from tests.drawn import draw  # noqa: E402
 
 

@@ -1,14 +1,14 @@
 """Hooks for Keras: `fit`, `evaluate` and checkpoints, on torch or TensorFlow.
 
 On torch the batches come from an EpochIterator, one at a time. On TensorFlow a step fetches them inside its graph: only
-TensorFlow's profiler knows the fraction of that (`tensorflow_input.py`). On JAX steps return before they are done, so
+TensorFlow's profiler knows the fraction of that (`tensorflow_loop.py`). On JAX steps return before they are done, so
 nothing is timed.
 """
 
 from functools import wraps
 
-from .clock import CHECKPOINT, EVAL, SOURCE_ATTR, clock, timed_next, wrap_timed
-from .torch_loop import count_images
+from .clock import SOURCE_ATTR, clock, patch_timed, timed_next
+from .instruments import count_images
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -30,14 +30,9 @@ def patch_epoch_iterator(module: "Any") -> None:
     iterator_class.__next__ = __next__
 
 
-def patch_save(module: "Any") -> None:
-    for name in ("save", "save_weights"):
-        setattr(module.Model, name, wrap_timed(CHECKPOINT, getattr(module.Model, name)))
-
-
 def patch_torch_trainer(module: "Any") -> None:
     trainer = module.TorchTrainer
-    _patch_evaluation(trainer)
+    patch_timed(module, "eval", "TorchTrainer.evaluate", "TorchTrainer.predict")
     clock.publish(_framework_name("torch"))
 
     def wrap_step(self: "Any", step: "Any") -> "Any":
@@ -53,11 +48,10 @@ def patch_torch_trainer(module: "Any") -> None:
 
 
 def patch_tensorflow_trainer(module: "Any") -> None:
-    from .tensorflow_input import run_graph_step
-    from .tensorflow_loop import state, wrap_fit
+    from .tensorflow_loop import run_graph_step, state, wrap_fit
 
     trainer = module.TensorFlowTrainer
-    _patch_evaluation(trainer)
+    patch_timed(module, "eval", "TensorFlowTrainer.evaluate", "TensorFlowTrainer.predict")
     clock.publish(_framework_name("tensorflow"))
     trainer.fit = wrap_fit(trainer.fit)
 
@@ -72,11 +66,6 @@ def patch_tensorflow_trainer(module: "Any") -> None:
         return train_function
 
     _patch_train_function(trainer, wrap_step)
-
-
-def _patch_evaluation(trainer: "Any") -> None:
-    trainer.evaluate = wrap_timed(EVAL, trainer.evaluate)
-    trainer.predict = wrap_timed(EVAL, trainer.predict)
 
 
 def _patch_train_function(trainer: "Any", wrap: "Any") -> None:

@@ -1,11 +1,10 @@
 """The part of `stoker watch` in each Python process of a job: a clock that records the phase of the training.
 
 `start` waits for the import of a framework (a finder in `sys.meta_path`); only then are the modules imported that time
-it: `torch_loop.py` (loaders, optimizers, checkpoints, compilation), `torch_comm.py` (collectives), `keras_loop.py`
-(`fit`), `tensorflow_loop.py` (loops that users write) and `tensorflow_input.py` (waits inside graphs). All of them
-report to `clock.py`, whose values are in shared memory that the watcher reads (`stoker/watch/hook_state.py`). Only the
-standard library and syntax of Python 3.8; nothing of stoker. An error here is written to a file once (`failures.py`),
-and the job goes on.
+it: `torch_loop.py`, `keras_loop.py` (`fit`) and `tensorflow_loop.py`. They report to `clock.py`, whose values are in
+shared memory that the watcher reads (`stoker/watch/hook_reader.py`). `instruments.py` is also used by stoker itself.
+Only the standard library and syntax of Python 3.8; nothing of stoker. An error here is written to a file once
+(`failures.py`), and the job goes on.
 """
 
 import os
@@ -24,20 +23,19 @@ PATCHES = {
     "torch.optim.optimizer": ("torch_loop", "patch_optimizers"),
     "torch.autograd": ("torch_loop", "patch_backward"),
     "torch.autograd.grad_mode": ("torch_loop", "patch_no_grad"),
-    "torch.nn.modules.module": ("torch_loop", "patch_modules"),
     "torch.serialization": ("torch_loop", "patch_serialization"),
     "torch._dynamo.callback": ("torch_loop", "patch_compilation"),
-    "safetensors.torch": ("torch_loop", "patch_safetensors"),
-    "torch.distributed.checkpoint.state_dict_saver": ("torch_loop", "patch_save"),
-    "torch.distributed.distributed_c10d": ("torch_comm", "patch_collectives"),
-    "pytorch_lightning.trainer.trainer": ("torch_loop", "patch_lightning"),
-    "lightning.pytorch.trainer.trainer": ("torch_loop", "patch_lightning"),
-    "pytorch_lightning.loops.evaluation_loop": ("torch_loop", "patch_lightning_evaluation"),
-    "lightning.pytorch.loops.evaluation_loop": ("torch_loop", "patch_lightning_evaluation"),
-    "ultralytics.engine.validator": ("torch_loop", "patch_ultralytics"),
+    "safetensors.torch": ("clock", "patch_timed", "checkpoint", "save_file"),
+    "torch.distributed.checkpoint.state_dict_saver": ("clock", "patch_timed", "checkpoint", "save"),
+    "torch.distributed.distributed_c10d": ("torch_loop", "patch_collectives"),
+    "pytorch_lightning.trainer.trainer": ("clock", "patch_timed", "checkpoint", "Trainer.save_checkpoint"),
+    "lightning.pytorch.trainer.trainer": ("clock", "patch_timed", "checkpoint", "Trainer.save_checkpoint"),
+    "pytorch_lightning.loops.evaluation_loop": ("clock", "patch_timed", "eval", "_EvaluationLoop.run"),
+    "lightning.pytorch.loops.evaluation_loop": ("clock", "patch_timed", "eval", "_EvaluationLoop.run"),
+    "ultralytics.engine.validator": ("clock", "patch_timed", "eval", "BaseValidator.__call__"),
     "transformers.trainer": ("torch_loop", "patch_transformers"),
     "keras.src.trainers.epoch_iterator": ("keras_loop", "patch_epoch_iterator"),
-    "keras.src.models.model": ("keras_loop", "patch_save"),
+    "keras.src.models.model": ("clock", "patch_timed", "checkpoint", "Model.save", "Model.save_weights"),
     "keras.src.backend.torch.trainer": ("keras_loop", "patch_torch_trainer"),
     "keras.src.backend.tensorflow.trainer": ("keras_loop", "patch_tensorflow_trainer"),
     "keras.src.backend.tensorflow.optimizer": ("tensorflow_loop", "patch_keras_optimizer"),
@@ -48,11 +46,13 @@ PATCHES = {
     "tensorflow.python.eager.def_function": ("tensorflow_loop", "patch_functions"),
     "tensorflow.python.eager.backprop": ("tensorflow_loop", "patch_gradients"),
     "tensorflow.python.framework.func_graph": ("tensorflow_loop", "patch_tracing"),
-    "tensorflow.python.checkpoint.checkpoint": ("tensorflow_loop", "patch_checkpoints"),
-    "tensorflow.python.checkpoint.checkpoint_management": ("tensorflow_loop", "patch_checkpoint_manager"),
-    "tensorflow.python.saved_model.save": ("tensorflow_loop", "patch_saved_model"),
+    "tensorflow.python.checkpoint.checkpoint":
+        ("clock", "patch_timed", "checkpoint", "Checkpoint.save", "Checkpoint.write"),
+    "tensorflow.python.checkpoint.checkpoint_management":
+        ("clock", "patch_timed", "checkpoint", "CheckpointManager.save"),
+    "tensorflow.python.saved_model.save": ("clock", "patch_timed", "checkpoint", "save"),
 }  # fmt: skip
-"""Module of a framework → (module of the hook, function) to call after its import."""
+"""Module of a framework → (module of the hook, function, its further arguments) to call after its import."""
 
 FRAMEWORKS = ("torch", "tensorflow", "keras")
 """Their import begins the startup of a training, and may take most of it."""
@@ -89,7 +89,7 @@ def _publish_clock() -> None:
             failures.report_failure("clock", error)
 
 
-def _patch_after_import(loader: "Any", name: str, module: str, function: str) -> None:
+def _patch_after_import(loader: "Any", name: str, module: str, function: str, *args: str) -> None:
     execute: Callable[[ModuleType], None] | None = getattr(loader, "exec_module", None)
     if execute is None:
         return
@@ -98,7 +98,7 @@ def _patch_after_import(loader: "Any", name: str, module: str, function: str) ->
         del loader.exec_module  # this function replaces it only once
         execute(imported)
         try:
-            getattr(__import__(__name__ + "." + module, fromlist=["x"]), function)(imported)
+            getattr(__import__(__name__ + "." + module, fromlist=["x"]), function)(imported, *args)
         except Exception as error:  # noqa: BLE001 (the job's import succeeded: it goes on without timing)
             failures.report_failure(name, error)
 

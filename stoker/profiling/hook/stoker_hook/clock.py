@@ -4,13 +4,12 @@ time.
 Each instant since the clock started is in exactly one slot, so the slots add up to the elapsed time. Work without an
 explicit phase is classified by what follows: work on a batch is training if a backward or an optimizer step comes
 after it, evaluation if none does (many loops do not use `no_grad`). Until that is known it is in a slot that begins
-with `maybe_`. Time after a step and before the next wait is the host's, except for an evaluation without a loader: from
-the call of `.eval()` of the model that the optimizer trains to the next `.train()`, batch or backward, and blocks of
-`no_grad` that take at least MIN_NO_GRAD_S. Time after the last step stays in `after_step`: the job ends.
+with `maybe_`. Time after a step and before the next wait is the host's, except for an evaluation without a loader:
+blocks of `no_grad` that take at least MIN_NO_GRAD_S. Time after the last step stays in `after_step`: the job ends.
 
 The state file has 1,024 bytes of JSON (process, names of the slots), then a double per slot, in a mapped file of 4,096
 bytes; it needs no thread, no write and no lock, and remains after a SIGKILL. One process trains in one thread; other
-threads are not counted. Loader workers never have a state file. Reader: `stoker/watch/hook_state.py`.
+threads are not counted. Loader workers never have a state file. Reader: `stoker/watch/hook_reader.py`.
 """
 
 import atexit
@@ -19,10 +18,12 @@ import mmap
 import os
 import sys
 from _thread import get_ident
+from functools import wraps
 from time import monotonic, thread_time
 from weakref import ref
 
 from .failures import STATE_DIR, report_failure
+from .instruments import count_images, timed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -77,13 +78,26 @@ class BatchSource:
         self.num_images = 0
 
 
+def guarded(method: "Call") -> "Call":
+    """A method of the clock that stops the clock instead of raising: wrong values would be worse than none."""
+
+    @wraps(method)
+    def wrapper(clock: "PhaseClock", *args: "Any", **kwargs: "Any") -> None:
+        try:
+            method(clock, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001
+            clock.disable(method.__name__, error)
+
+    return wrapper  # type: ignore[return-value, unused-ignore]
+
+
 class PhaseClock:
     """The clock of this process. Its methods are for the training thread and never raise. directory: of state files."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
         self.make_device_events: Any = None
-        """Returns the events of the device in use (`torch_cuda.py`) or None; set by `torch_loop.py`."""
+        """Returns the events of the device in use or None; set by `torch_loop.py`."""
         self._reset()
         os.register_at_fork(after_in_child=self._reset)
 
@@ -182,26 +196,15 @@ class PhaseClock:
         self._set_slot(slot)
         return True
 
+    def begin(self, slot: int) -> "Any":
+        """`enter` for `instruments.py`: returns `leave`, or None."""
+        return self.leave if self.enter(slot) else None
+
     def leave(self) -> None:
         self.update()
         if len(self._stack) > 1:
             self._stack.pop()
         self._set_slot(self._stack[-1])
-
-    def is_after_step(self) -> bool:
-        """Whether this is the training thread, after a step or an evaluation, and before the next batch."""
-        return self._stack[0] in (AFTER_STEP, EVAL) and self._has_stepped and self.is_outside_phases()
-
-    def is_of_training(self, parameters: "Any") -> bool:
-        """Whether at least half of the optimizer's parameters are among these: a part of the model is not enough."""
-        optimizer = None if self._optimizer is None else self._optimizer()
-        trained = {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
-        return bool(trained) and 2 * len(trained & {id(p) for p in parameters}) >= len(trained)
-
-    def set_evaluating(self, is_evaluating: bool) -> None:
-        """Between steps: the model that is trained was put into its mode for evaluation, or for training."""
-        self.update()
-        self._set_base_slot(EVAL if is_evaluating else AFTER_STEP)
 
     def begin_no_grad(self) -> "tuple[float, float, float] | None":
         """For `end_no_grad`; None if this is not between two steps."""
@@ -239,58 +242,52 @@ class PhaseClock:
         self.update()
         self.move_time(AFTER_STEP, HOST)
 
+    @guarded
     def begin_wait(self, source: BatchSource, is_evaluating: bool) -> None:
         """is_evaluating: gradients are off."""
-        try:
-            self.begin_step()
-            if source is not self._eval_source:
-                self._eval_source = None
-            if self.is_fetching_for_training:
-                source.is_training = True
-            if source.is_training is None and (is_evaluating or source.unproven_batches >= MAX_UNPROVEN_BATCHES):
-                self._mark_as_evaluation(source)
-            if self.device_events is not None:
-                self.device_events.pause()
-            wait_slot = MAYBE_WAIT if source.is_training is None else INPUT_WAIT if source.is_training else EVAL
-            self._stack.append(wait_slot)
-            self._set_slot(wait_slot)
-        except Exception as error:  # noqa: BLE001
-            self.disable("wait", error)
+        self.begin_step()
+        if source is not self._eval_source:
+            self._eval_source = None
+        if self.is_fetching_for_training:
+            source.is_training = True
+        if source.is_training is None and (is_evaluating or source.unproven_batches >= MAX_UNPROVEN_BATCHES):
+            self._mark_as_evaluation(source)
+        if self.device_events is not None:
+            self.device_events.pause()
+        wait_slot = MAYBE_WAIT if source.is_training is None else INPUT_WAIT if source.is_training else EVAL
+        self._stack.append(wait_slot)
+        self._set_slot(wait_slot)
 
+    @guarded
     def end_wait(self, source: BatchSource, num_images: int) -> None:
-        try:
-            self.leave()
-            if source.is_training is False:
-                self._eval_source = source
-                self._set_base_slot(EVAL)
-                return
-            source.unproven_batches += 1
-            source.batches += 1
-            source.num_images += num_images
-            if source not in self._open_sources:
-                self._open_sources.append(source)
-            if source.is_training:
-                self._count_batches(source)
-            self._set_base_slot(COMPUTE if source.is_training else MAYBE_WORK)
-            if self.device_events is not None:
-                self.device_events.resume()
-        except Exception as error:  # noqa: BLE001
-            self.disable("wait", error)
+        self.leave()
+        if source.is_training is False:
+            self._eval_source = source
+            self._set_base_slot(EVAL)
+            return
+        source.unproven_batches += 1
+        source.batches += 1
+        source.num_images += num_images
+        if source not in self._open_sources:
+            self._open_sources.append(source)
+        if source.is_training:
+            self._count_batches(source)
+        self._set_base_slot(COMPUTE if source.is_training else MAYBE_WORK)
+        if self.device_events is not None:
+            self.device_events.resume()
 
+    @guarded
     def end_source(self, source: BatchSource, *, failed: bool = False) -> None:
         """The iterator has no more batches, or raised."""
-        try:
-            self.leave()
-            if source.is_training is None and source.batches and not failed:
-                self._mark_as_evaluation(source)
-            if source.is_training:
-                self.values[EPOCHS] += 0 if failed else 1
-                self._set_base_slot(AFTER_STEP)
-            if source in self._open_sources:
-                self._open_sources.remove(source)
-            self._eval_source = None
-        except Exception as error:  # noqa: BLE001
-            self.disable("wait", error)
+        self.leave()
+        if source.is_training is None and source.batches and not failed:
+            self._mark_as_evaluation(source)
+        if source.is_training:
+            self.values[EPOCHS] += 0 if failed else 1
+            self._set_base_slot(AFTER_STEP)
+        if source in self._open_sources:
+            self._open_sources.remove(source)
+        self._eval_source = None
 
     def _mark_as_evaluation(self, source: BatchSource) -> None:
         source.is_training = False
@@ -307,63 +304,59 @@ class PhaseClock:
             self.values[WORKERS] = source.workers
         source.batches = source.num_images = 0
 
+    @guarded
     def confirm_training(self) -> None:
         """A backward begins, or an optimizer has stepped: the batches since the last time were for training."""
-        try:
-            if not self.enabled or get_ident() != self.thread_id:
-                return
-            if not self._is_published:  # a forked child that trains
-                self.publish()
-            if self._eval_source is not None:  # misclassified: the loop skipped its first batches
-                self._open_sources.append(self._eval_source)
-                self._eval_source = None
-            for source in self._open_sources:
-                if not source.is_training:
-                    source.is_training = True
-                    self._count_batches(source)
-                source.unproven_batches = 0
-            if self._stack[0] in (MAYBE_WORK, EVAL):
-                self.update()
-                self.move_time(MAYBE_WAIT, INPUT_WAIT)
-                self.move_time(MAYBE_WORK, COMPUTE)
-                self._set_base_slot(COMPUTE)
-            self._open_sources.clear()
-        except Exception as error:  # noqa: BLE001
-            self.disable("trains", error)
+        if not self.enabled or get_ident() != self.thread_id:
+            return
+        if not self._is_published:  # a forked child that trains
+            self.publish()
+        if self._eval_source is not None:  # misclassified: the loop skipped its first batches
+            self._open_sources.append(self._eval_source)
+            self._eval_source = None
+        for source in self._open_sources:
+            if not source.is_training:
+                source.is_training = True
+                self._count_batches(source)
+            source.unproven_batches = 0
+        if self._stack[0] in (MAYBE_WORK, EVAL):
+            self.update()
+            self.move_time(MAYBE_WAIT, INPUT_WAIT)
+            self.move_time(MAYBE_WORK, COMPUTE)
+            self._set_base_slot(COMPUTE)
+        self._open_sources.clear()
 
+    @guarded
     def count_optimizer_step(self, optimizer: "Any", lr: "Any", steps: int = 1) -> None:
         """An optimizer has stepped. Of several, only the first one counts, as long as it continues to step."""
-        try:
-            if not self.enabled:
+        if not self.enabled:
+            return
+        if get_ident() != self.thread_id:
+            if self._has_stepped or len(self._stack) > 1:
                 return
-            if get_ident() != self.thread_id:
-                if self._has_stepped or len(self._stack) > 1:
-                    return
-                self.thread_id = get_ident()
-                self._last_cpu = thread_time()  # the last value was of another thread
-            self.confirm_training()
-            self.update()
-            first = None if self._optimizer is None else self._optimizer()
-            if first is None or self._other_steps > 100:
-                self._optimizer, first = ref(optimizer), optimizer
-            self._other_steps = 0 if first is optimizer else self._other_steps + 1
-            values = self.values
-            if first is optimizer:
-                values[STEPS] += steps
-                if isinstance(lr, float):
-                    values[LR] = lr
-            self.move_time(AFTER_STEP, COMPUTE if values[BATCHES] else WORK)
-            if not self._has_stepped:
-                self._has_stepped = True
-                values[FIRST_STEP] = self._last
-                if self.make_device_events is not None:
-                    self.device_events = self.make_device_events(self)
-            self._stack[0] = AFTER_STEP
-            self._set_slot(self._stack[-1])
-            if self.device_events is not None:
-                self.device_events.pause()
-        except Exception as error:  # noqa: BLE001
-            self.disable("step", error)
+            self.thread_id = get_ident()
+            self._last_cpu = thread_time()  # the last value was of another thread
+        self.confirm_training()
+        self.update()
+        first = None if self._optimizer is None else self._optimizer()
+        if first is None or self._other_steps > 100:
+            self._optimizer, first = ref(optimizer), optimizer
+        self._other_steps = 0 if first is optimizer else self._other_steps + 1
+        values = self.values
+        if first is optimizer:
+            values[STEPS] += steps
+            if isinstance(lr, float):
+                values[LR] = lr
+        self.move_time(AFTER_STEP, COMPUTE if values[BATCHES] else WORK)
+        if not self._has_stepped:
+            self._has_stepped = True
+            values[FIRST_STEP] = self._last
+            if self.make_device_events is not None:
+                self.device_events = self.make_device_events(self)
+        self._stack[0] = AFTER_STEP
+        self._set_slot(self._stack[-1])
+        if self.device_events is not None:
+            self.device_events.pause()
 
     def _finish(self) -> None:
         """At process exit: the rest of the time is in no phase."""
@@ -376,7 +369,7 @@ class PhaseClock:
             self.values[CURRENT_SLOT] = WORK
 
     def disable(self, location: str, error: BaseException) -> None:
-        """Stops the clock: wrong values would be worse than none."""
+        """Stops the clock."""
         self.enabled = False
         self.values[ENDED] = 1.0
         report_failure(location, error)
@@ -393,24 +386,29 @@ def _read_rank_from_env(values: "Any") -> None:
             return
 
 
+def _count(batch: "Any", count: "Any") -> int:
+    try:
+        return int(count(batch))
+    except Exception as error:  # noqa: BLE001 (a type of batch that has no length: its images are not counted)
+        report_failure("batch size", error)
+        return 0
+
+
 def wrap_timed(slot: int, original: "Call") -> "Call":
     """The function, timed as a phase."""
-    from functools import wraps
+    return timed(original, lambda: clock.begin(slot))
 
-    @wraps(original)
-    def wrapper(*args: "Any", **kwargs: "Any") -> "Any":
-        if not clock.enter(slot):
-            return original(*args, **kwargs)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            clock.leave()
 
-    return wrapper  # type: ignore[return-value, unused-ignore]
+def patch_timed(module: "Any", phase: str, *names: str) -> None:
+    """Times functions of a module, `name` or `Class.name`, as a phase."""
+    for name in names:
+        owner, _, attribute = name.rpartition(".")
+        target = getattr(module, owner) if owner else module
+        setattr(target, attribute, wrap_timed(SLOTS.index(phase), getattr(target, attribute)))
 
 
 def timed_next(
-    iterator: "Any", original_next: "Any", count: "Any", workers: int = -1, is_evaluating: bool = False
+    iterator: "Any", original_next: "Any", count: "Any" = count_images, workers: int = -1, is_evaluating: bool = False
 ) -> "Any":
     """The iterator's next batch, timed as a wait. count: batch → its number of images."""
     source = iterator.__dict__.get(SOURCE_ATTR)
@@ -423,7 +421,7 @@ def timed_next(
         is_end = isinstance(error, StopIteration) or type(error).__name__ == "OutOfRangeError"  # TensorFlow's
         clock.end_source(source, failed=not is_end)
         raise
-    clock.end_wait(source, count(batch))
+    clock.end_wait(source, _count(batch, count))
     return batch
 
 

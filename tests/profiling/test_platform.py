@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stoker.profiling.telemetry import platform_info
-from stoker.profiling.telemetry.platform_info import (
+from stoker.profiling.telemetry import environment
+from stoker.profiling.telemetry.environment import (
     count_cpu_sockets,
     count_numa_nodes,
     describe_storage,
@@ -77,7 +77,7 @@ def test_this_machines_storage_shows(tmp_path: Path) -> None:
 
 def test_a_storage_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     go = threading.Event()
-    monkeypatch.setattr(platform_info, "QUERY_TIMEOUT_S", 0.001)
+    monkeypatch.setattr(environment, "QUERY_TIMEOUT_S", 0.001)
     monkeypatch.setattr(os.path, "realpath", lambda _: go.wait() and "/")
     assert describe_storage("/net/gone") == {"kind": None, "network": None, "rotational": None}
     go.set()
