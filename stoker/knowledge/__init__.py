@@ -9,6 +9,7 @@ gpus.toml: peaks of GPUs, by data sheets (`planning/accelerators.py`).
 machines.toml, prices.toml: machines of clouds, their spot prices (`planning/machines.py`) and list prices
     (`hardware/prices.py`).
 models.toml: detector architectures (`config/architectures.py`).
+mig.toml: MIG slices of GPUs (`launching/containers.py`).
 pipeline_fields.toml: fields of the TensorFlow Object Detection API (`migration/tf_other.py`).
 versions.toml: which versions belong together (`preflight/static/versions.py`).
 xids.toml: NVIDIA's Xid errors (`diagnosis/xids.py`).
