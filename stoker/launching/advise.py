@@ -485,15 +485,15 @@ def more_devices(m: Measured) -> Change | None:
 def other_machine(m: Measured) -> Change | None:
     """The machine of the table with as many GPUs on which an image is cheapest, of those that meet the deadline if the
     run does not: with more vCPUs or slower GPUs where the devices wait for decoding, else with other GPUs."""
-    cores, count = m.usage.cores, m.devices
+    cores, count, own_gpu = m.usage.cores, m.devices, m.accelerator
     if not m.is_input_bound and m.usage.fraction("compute") < MIN_COMPUTE_FRACTION:
         return None
-    if m.price is None or m.accelerator is None or count > m.on_node or (m.is_input_bound and cores is None):
+    if m.price is None or own_gpu is None or count > m.on_node or (m.is_input_bound and cores is None):
         return None
-    used_bytes = (m.usage.gpu_memory_fraction or 1.0) * m.accelerator.memory_bytes
+    used_bytes = (m.usage.gpu_memory_fraction or 1.0) * own_gpu.memory_bytes
 
     def rate(machine: Machine) -> float:
-        trained = count * m.device_rate * _speed(m.accelerator, GPUS[machine.accelerator])
+        trained = count * m.device_rate * _speed(own_gpu, GPUS[machine.accelerator])
         if not m.is_input_bound or cores is None:
             return trained
         return min(trained, m.img_per_s * (1.0 if m.storage_is_slow else machine.vcpus / cores))
@@ -503,7 +503,7 @@ def other_machine(m: Measured) -> Change | None:
         for machine in listed_machines().values()
         if machine.gpus == count and machine.price is not None and machine.vcpus >= (cores or 0.0)
         and (machine.cloud == "GCP" or m.place not in ("vertex", "gcp-batch"))
-        and (used_bytes <= 0.9 * GPUS[machine.accelerator].memory_bytes or machine.accelerator == m.accelerator.key)
+        and (used_bytes <= 0.9 * GPUS[machine.accelerator].memory_bytes or machine.accelerator == own_gpu.key)
         and (not m.is_late or m.is_in_time(rate(machine)))
     ]  # fmt: skip
     if not candidates:
@@ -515,7 +515,7 @@ def other_machine(m: Measured) -> Change | None:
         f"{best.name}: {count} × {gpu.name}, {best.vcpus:g} vCPUs",
         m.evidence(*(("input_wait", "loader") if m.is_input_bound else ("compute", "gpu_busy")), "memory"),
         img_per_s=rate(best),
-        device_speed=_speed(m.accelerator, gpu),
+        device_speed=_speed(own_gpu, gpu),
         flags={"machine-type": best.name},
         assumption="the GPU by its data sheet, a vCPU as fast as a core of this machine",
         relative_price=(best.price or 0.0) / (count * m.price),

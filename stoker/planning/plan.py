@@ -107,7 +107,8 @@ def make_plan(
             choices=sorted({machine.gpus for machine in machines}),
             fix="the GPUs of a machine, or a multiple of them for several machines",
         )
-    rows = _predict(placements, config, index, job)
+    rows, sources = _predict(placements, config, index, job)
+    notes += [f"time of a step on {', '.join(keys)}: {source}" for source, keys in sources.items()]
     epochs = job.images_seen / job.num_images
     recommendation = recommend(rows, limits, epochs=epochs, asked_spot=spot)
     height, width = config.data.image_size
@@ -225,8 +226,11 @@ def _placements(
     return result, list(dict.fromkeys(notes))
 
 
-def _predict(placements: Sequence[Placement], config: Config, index: Index, job: TrainingJob) -> list[MachinePlan]:
-    """One row for each placement. The batch size is that of all GPUs together, rounded up, as in `stoker train`."""
+def _predict(
+    placements: Sequence[Placement], config: Config, index: Index, job: TrainingJob
+) -> tuple[list[MachinePlan], dict[str, dict[str, None]]]:
+    """One row for each placement, and the accelerators by what the times of their steps rest on. The batch size is that
+    of all GPUs together, rounded up, as in `stoker train`."""
     wanted = [
         (placement.machine.accelerator, math.ceil(config.run.batch_size / placement.gpus)) for placement in placements
     ]
@@ -236,7 +240,11 @@ def _predict(placements: Sequence[Placement], config: Config, index: Index, job:
         config, index, [accelerators[key] for key, _ in distinct], batch_size=[size for _, size in distinct]
     )
     steps = dict(zip(distinct, predictions, strict=True))
-    return [plan_machine(placement, steps[key], job) for placement, key in zip(placements, wanted, strict=True)]
+    sources: dict[str, dict[str, None]] = {}
+    for prediction in predictions:
+        sources.setdefault(prediction.source, {})[prediction.accelerator] = None
+    rows = [plan_machine(placement, steps[key], job) for placement, key in zip(placements, wanted, strict=True)]
+    return rows, sources
 
 
 def train_command(user_config: Config, row: MachinePlan | None = None) -> str:
