@@ -2,9 +2,12 @@
 documents whose optional fields are None."""
 
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import yaml
 
 from stoker.errors import ConfigError, UsageError
 from stoker.knowledge import read_toml
@@ -54,8 +57,18 @@ def check_mig_slice(name: str, accelerator: str | None) -> None:
         raise UsageError(f"{owner} has {'no ' if accelerator else 'a '}MIG slice {name}.", choices=slices)
 
 
-def without_none(document: Any) -> Any:
-    """A document without the fields that are None."""
-    if isinstance(document, dict):
-        return {name: without_none(value) for name, value in document.items() if value is not None}
-    return [without_none(value) for value in document] if isinstance(document, list) else document
+def read_template(name: str) -> Any:
+    """A document of this folder with `$name` in place of values."""
+    return yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
+def fill(template: Any, values: Mapping[str, Any]) -> Any:
+    """A template with the values of its `$name`; fields that are None are left out."""
+    if isinstance(template, dict):
+        filled = {name: fill(value, values) for name, value in template.items()}
+        return {name: value for name, value in filled.items() if value is not None}
+    if isinstance(template, list):
+        return [fill(value, values) for value in template]
+    if isinstance(template, str) and template.startswith("$") and template[1:] in values:
+        return fill(values[template[1:]], {})
+    return template
