@@ -1,6 +1,7 @@
 """What is known about the world, as TOML files: a row more is a change of data. `read_toml` reads one of them; the
 schema and the code that uses it are where it is needed. No rules and no computations here.
 
+assumptions.toml: what `stoker plan` assumes (`planning/estimate.py`, `planning/roofline.py`).
 causes.toml: thresholds and fixes of the causes of lost time (`diagnosis/causes/cause.py`).
 endings.toml: the ways in which jobs end (`diagnosis/endings.py`).
 findings.toml: what findings of `check`, `report` and `launch advise` mean (`diagnosis/reference.py`).
