@@ -6,7 +6,6 @@ Opens the data, derives the training as `stoker train` would on a GPU, predicts 
 
 import math
 import os
-import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -151,18 +150,6 @@ def make_plan(
         prices=describe_prices() + ("" if prices is None else f"; {prices}"),
         notes=notes,
     )
-
-
-def parse_by(text: str) -> float:
-    """Seconds of `--by`: 90min, 6h, 2d. Raises ConfigError."""
-    choices = ("90min", "6h", "2d")
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(min|minutes?|h|hours?|d|days?)\s*", text)
-    if match is None:
-        raise ConfigError(f"--by {text!r} is not a time.", choices=choices)
-    seconds = float(match[1]) * {"m": 60, "h": 3600, "d": 86400}[match[2][0]]
-    if seconds <= 0:
-        raise ConfigError(f"--by {text!r}: the time must be above 0.", choices=choices)
-    return seconds
 
 
 def _job(config: Config, index: Index) -> TrainingJob:

@@ -16,13 +16,13 @@ import pytest
 import stoker
 from stoker.cli.app import app
 from stoker.cli.flag_names import translate
-from stoker.config.durations import join_length
+from stoker.config.durations import join_length, parse_time_s
 from stoker.config.settings import Config, from_fields
 from stoker.data.index import Index
 from stoker.errors import ConfigError, UsageError
 from stoker.planning import plan as plan_module
 from stoker.planning.accelerators import Accelerator
-from stoker.planning.plan import Plan, make_plan, parse_by, to_dict, train_command
+from stoker.planning.plan import Plan, make_plan, to_dict, train_command
 from stoker.planning.plot import html, svg, write_drawing
 from stoker.planning.predict import StepPrediction
 from stoker.planning.recommend import Limits
@@ -128,15 +128,15 @@ def test_own_prices(data: Path, tmp_path: Path) -> None:
     assert str(path) in result.prices
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("90min", 5400), ("6h", 21600), ("2d", 172800), ("1.5h", 5400)])
+@pytest.mark.parametrize(("text", "seconds"), [("90min", 5400), ("6h", 21600), ("2d", 172800), ("1.5h", 5400), ("90s", 90)])
 def test_by(text: str, seconds: float) -> None:
-    assert parse_by(text) == seconds
+    assert parse_time_s(text, "--by") == seconds
 
 
-@pytest.mark.parametrize("text", ["6", "12ep", "0h", "-1h", "soon", "", "d", "90s"])
+@pytest.mark.parametrize("text", ["6", "12ep", "0h", "-1h", "soon", "", "d"])
 def test_by_that_is_no_time(text: str) -> None:
     with pytest.raises(ConfigError, match="--by"):
-        parse_by(text)
+        parse_time_s(text, "--by")
 
 
 def test_a_length_in_minutes_cannot_be_planned(data: Path) -> None:
