@@ -69,9 +69,8 @@ def plan(
 
     with quick_imports():
         from stoker.planning.plan import make_plan, to_dict
-        from stoker.planning.plot import write_drawing
         from stoker.planning.recommend import Limits
-        from stoker.planning.terminal import print_plan
+        from stoker.planning.views import print_plan, write_drawing
     from stoker.printable import print_json, print_text
 
     user_config = config.replace(

@@ -240,9 +240,9 @@ def _user_machine(name: str, row: object, known: Machine | None, *, path: Path, 
             msgspec.convert({key: value}, _UserMachine)
         except msgspec.ValidationError as error:
             raise fail(f"{key} = {value!r} of {name!r}: {str(error).partition(' - at')[0]}.", key=key) from error
-        choices = {"accelerator": GPUS, "link": links()}.get(key)
-        if choices is not None and value not in choices:
-            raise fail(f"There is no {key} {value!r}.", key=key, choices=choices)
+        for field, choices in (("accelerator", list(GPUS)), ("link", list(links()))):
+            if key == field and value not in choices:
+                raise fail(f"There is no {key} {value!r}.", key=key, choices=choices)
     missing = [key for key in _REQUIRED if key not in row]
     if known is None and missing:
         near = nearest(name, listed_machines())

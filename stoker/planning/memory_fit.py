@@ -45,13 +45,14 @@ class MemoryFit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Measured; None: only counted."""
     budget_bytes: int
     images_per_s: float
-    measured: bool
-    """Whether `images_per_s` is."""
+    """Measured where `peak_bytes` is."""
     checkpoint_bytes: int
     decode_core_s: float | None = None
     """Core-seconds to decode and resize an image; None: could not be measured."""
-    config: str
-    """The settings, as config.toml."""
+
+    @property
+    def measured(self) -> bool:
+        return self.peak_bytes is not None
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -111,11 +112,11 @@ def make_prediction(user_config: Config) -> PredictedFit:
     accelerators = [find_accelerator(key) for key in PREDICTED_GPUS]
     predictions = predict_steps(user_config, index, accelerators, batch_size=config.run.batch_size)
     texts = []
-    for key, step in zip(PREDICTED_GPUS, predictions, strict=True):
+    for step in predictions:
         micro = "" if step.micro_batches == 1 else f" in {step.micro_batches} micro-batches"
         used = f"{fmt.size(step.peak_bytes)} ± {fmt.percentage(step.peak_error)} of {fmt.size(step.memory_bytes)}"
-        texts.append(f"{key}: {used} with batches of {step.batch_size}{micro}")
-    fitting = [key for key, step in zip(PREDICTED_GPUS, predictions, strict=True) if step.fits]
+        texts.append(f"{step.accelerator}: {used} with batches of {step.batch_size}{micro}")
+    fitting = [step.accelerator for step in predictions if step.fits]
     return PredictedFit(model=predictions[0].model, fitting=fitting, texts=texts)
 
 
@@ -159,10 +160,8 @@ def make_fit(user_config: Config) -> MemoryFit:
         peak_bytes=peak_bytes,
         budget_bytes=dry_run.budget_bytes,
         images_per_s=images_per_s,
-        measured=peak_bytes is not None,
         checkpoint_bytes=copies * parameters * PARAMETER_BYTES,
         decode_core_s=decode_core_s,
-        config=to_toml(config, reasons),
     )
 
 

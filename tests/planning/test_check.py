@@ -27,7 +27,7 @@ KERNEL = make_finding(id="kernel", severity="ok", title="a GPU computes", eviden
 FIT = MemoryFit(
     device="NVIDIA L4", is_cpu=False, model="retinanet_resnet50_fpn", image_size=(800, 800), batch_size=16,
     micro_batches=2, precision="bf16", evidence="the recipe's 16", peak_bytes=18 * 10**9, budget_bytes=21 * 10**9,
-    images_per_s=410.0, measured=True, checkpoint_bytes=4 * 10**8, decode_core_s=0.02, config="",
+    images_per_s=410.0, checkpoint_bytes=4 * 10**8, decode_core_s=0.02,
 )  # fmt: skip
 
 

@@ -23,10 +23,9 @@ from stoker.errors import ConfigError, UsageError
 from stoker.planning import plan as plan_module
 from stoker.planning.accelerators import Accelerator
 from stoker.planning.plan import Plan, make_plan, to_dict, train_command
-from stoker.planning.plot import html, svg, write_drawing
 from stoker.planning.predict import StepPrediction
 from stoker.planning.recommend import Limits
-from stoker.planning.terminal import MAX_ROWS, choose_rows, print_plan
+from stoker.planning.views import MAX_ROWS, choose_rows, html, print_plan, svg, write_drawing
 from tests.planning.jobs import demand, step
 
 SPEED = {"t4": 40.0, "l4": 80.0, "a100-40": 300.0, "cpu": 0.5}
@@ -128,7 +127,9 @@ def test_own_prices(data: Path, tmp_path: Path) -> None:
     assert str(path) in result.prices
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("90min", 5400), ("6h", 21600), ("2d", 172800), ("1.5h", 5400), ("90s", 90)])
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("90min", 5400), ("6h", 21600), ("2d", 172800), ("1.5h", 5400)]
+)
 def test_by(text: str, seconds: float) -> None:
     assert parse_time_s(text, "--by") == seconds
 

@@ -1,22 +1,34 @@
-"""Cost against time as SVG, and the HTML page of a plan: `stoker plan --svg FILE --html FILE`.
+"""Shows what `stoker plan` found: in the terminal, and cost against time as SVG and in an HTML page.
 
-Both axes are logarithmic. A machine without a price, or on which the training is impossible, is not drawn.
+Both axes of the drawing are logarithmic. A machine without a price, or on which the training is impossible, is not
+drawn.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TextIO
+
+from rich.console import RenderableType
+from rich.text import Text
 
 from stoker.errors import writing
 from stoker.planning.estimate import Estimate
+from stoker.planning.machines import THIS_MACHINE
 from stoker.planning.plan import Plan
 from stoker.planning.recommend import compact_duration, describe_cost, describe_duration, money
+from stoker.report import console
+from stoker.report import format as fmt
+from stoker.report.console import plain_text, print_renderables
 from stoker.report.page.markup import Markup, join, table, tag
 from stoker.storage.local_files import write_atomic
 
+_LIMITS = {"memory": "memory bandwidth", "launches": "kernel launches"}
+MAX_ROWS = 12
+"""Machines that are printed; `--json` and `--html` have all."""
 WIDTH, HEIGHT, MARGIN = 760, 440, 64
 MAX_LABELS = 24
-MINUTE, HOUR, DAY = 60, 3600, 86400
+MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
 TIMES = (10, 30, MINUTE, 2 * MINUTE, 5 * MINUTE, 10 * MINUTE, 20 * MINUTE, 30 * MINUTE, HOUR, 2 * HOUR, 4 * HOUR,
          8 * HOUR, DAY, 2 * DAY, 4 * DAY, 7 * DAY, 14 * DAY, 30 * DAY, 90 * DAY, 365 * DAY)  # fmt: skip
 MONEY = tuple(digit * 10.0**power for power in range(-5, 7) for digit in (1, 2, 5))
@@ -26,6 +38,91 @@ _STYLE = (
     "table{border-collapse:collapse;width:100%}th,td{padding:.25rem .6rem;text-align:left;border-bottom:1px solid #ddd}"
     ".n{text-align:right}svg{max-width:100%;height:auto}.hidden{position:absolute;left:-999rem}"
 )
+
+
+def print_plan(plan: Plan, file: TextIO | None = None, *, width: int | None = None) -> None:
+    """Prints the plan."""
+    print_renderables(_lines(plan), file, width=width)
+
+
+def choose_rows(plan: Plan) -> list[int]:
+    """The rows that are printed, in order of cost: the choice, this machine, those that no other beats in time and
+    cost, and the cheapest others."""
+    rows = plan.rows
+    order = sorted(range(len(rows)), key=lambda k: (bool(rows[k].problem), getattr(rows[k].cost, "expected", math.inf)))
+    first = [k for k in order if k == plan.recommendation.choice or rows[k].machine == THIS_MACHINE]
+    fastest_s = math.inf
+    for k in order:
+        if not rows[k].problem and rows[k].cost is not None and rows[k].duration_s.expected < fastest_s:
+            fastest_s = rows[k].duration_s.expected
+            first.append(k)
+    chosen = list(dict.fromkeys([*first, *order]))[:MAX_ROWS]
+    return [k for k in order if k in chosen]
+
+
+def _lines(plan: Plan) -> Iterator[RenderableType]:
+    yield from map(plain_text, plan.job)
+    yield ""
+    shown = choose_rows(plan)
+    yield _table(plan, shown)
+    if len(shown) < len(plan.rows):
+        yield plain_text(f"{fmt.plural(len(plan.rows) - len(shown), 'other machine')}: --json or --html FILE has all")
+    yield ""
+    yield from _recommendation(plan, shown)
+    yield ""
+    yield plain_text(plan.command)
+    band = "a band is from the good to the bad end of all that is uncertain; docs/plan.md"
+    for note in (*plan.notes, f"prices: {plan.prices}", band):
+        yield plain_text(f"- {note}")
+
+
+def _table(plan: Plan, shown: Sequence[int]) -> RenderableType:
+    sync = ("--sync",) if plan.has_sync else ()
+    columns = ("", "machine", "$/h", "memory", "img/s", "busy", "limited by", *sync, "vCPUs needed", "MB/s", "time")
+    numbers = [
+        n for n, name in enumerate(columns) if name in ("$/h", "memory", "img/s", "busy", "vCPUs needed", "MB/s")
+    ]
+    rendered = console.table(*columns, "cost", right=numbers)
+    for k in shown:
+        row = plan.rows[k]
+        gpus = f", {row.gpus} GPUs" if row.gpus > 1 else ""
+        price = fmt.MISSING if row.price_per_hour is None else fmt.cost(row.price_per_hour.expected)
+        memory = fmt.memory(row.peak_bytes.expected, row.memory_bytes)
+        cells = ["→" if k == plan.recommendation.choice else " ", f"{row.label}{gpus}", price, memory]
+        if row.fits == "no":
+            cells += ["", "", "does not fit"]
+        else:
+            cells += [
+                fmt.number(row.img_per_s.expected), fmt.percentage(row.utilization.expected),
+                _LIMITS.get(row.limited_by, row.limited_by), *([row.sync or ""] if plan.has_sync else []),
+                f"{row.required_vcpus:.1f} of {row.vcpus:g}", fmt.number(row.required_mb_per_s),
+                describe_duration(row.duration_s), describe_cost(row.cost),
+            ]  # fmt: skip
+        rendered.add_row(*map(plain_text, cells))
+    return rendered
+
+
+def _recommendation(plan: Plan, shown: Sequence[int]) -> Iterator[RenderableType]:
+    recommendation = plan.recommendation
+    is_found = recommendation.choice is not None
+    yield Text("recommended: " if is_found else "", "bold") + plain_text(recommendation.summary)
+    for sentence in recommendation.reasons:
+        yield plain_text(f"  {sentence}")
+    if recommendation.changes:
+        yield plain_text("what would change that:")
+        for change in recommendation.changes:
+            yield plain_text(f"  {change}")
+    others = [k for k in shown if k != recommendation.choice]
+    if others:
+        yield plain_text("why not:" if is_found else "machines:")
+        rendered = console.table("", "", header=False)
+        for k in others:
+            verdict = recommendation.verdicts[k]
+            rendered.add_row(plain_text(f"  {verdict.machine}"), plain_text(verdict.reason))
+        yield rendered
+
+
+# Files
 
 
 def _axis(values: Iterable[float], start: float, end: float) -> Callable[[float], float]:
