@@ -31,7 +31,9 @@ def test_a_wheel_has_them(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = {f"stoker/knowledge/{path.name}" for path in FILES}
-        names |= {f"stoker/launching/{name}" for name in ("slurm.sbatch", "kubernetes.yaml")}
+        names |= {
+            f"stoker/launching/{name}" for name in ("slurm.sbatch", "kubernetes.yaml", "gcp_batch.yaml", "vertex.yaml")
+        }
         assert names <= set(archive.namelist())
 
 

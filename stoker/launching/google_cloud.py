@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from stoker.errors import ConfigError, PreflightError, UsageError, needs_package
-from stoker.launching.containers import check_container, fill
+from stoker.launching.containers import check_container
 from stoker.launching.spec import Job, LaunchSpec, Place, PlaceOptions
 from stoker.planning.accelerators import GPUS
 from stoker.planning.machines import Machine, listed_machines
@@ -111,7 +111,7 @@ class GoogleCloud(Place):
 
 
 def to_json(job: dict[str, Any]) -> str:
-    return json.dumps(fill(job, {}), indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(job, indent=2, ensure_ascii=False) + "\n"
 
 
 def find_parent(options: PlaceOptions) -> str:
