@@ -143,8 +143,9 @@ class MachinePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 PARTS = ("startup", "training", "evaluation", "checkpoints", "rework", "wait")
+BANDS = ("step_s", "device_img_per_s", "loader_img_per_s", "first_epoch_img_per_s", "img_per_s", "utilization")
 _Case = dict[str, float]
-"""Seconds of each of PARTS, and all else that differs between the ends of the band."""
+"""Seconds of each of PARTS, each of BANDS, and the number of preemptions, at one end of the band."""
 
 
 def plan_machine(placement: Placement, step: StepPrediction, job: TrainingJob) -> MachinePlan:
@@ -174,11 +175,6 @@ def plan_machine(placement: Placement, step: StepPrediction, job: TrainingJob) -
         memory_bytes=step.memory_bytes,
         fits=fits if step.fits else "no",
         problem="" if step.fits else f"does not fit the memory: {fmt.memory(step.peak_bytes, step.memory_bytes)}",
-        step_s=band("step_s"),
-        device_img_per_s=band("device_img_per_s"),
-        loader_img_per_s=band("loader_img_per_s"),
-        first_epoch_img_per_s=band("first_epoch_img_per_s"),
-        img_per_s=band("img_per_s"),
         vcpus=machine.vcpus * placement.machines,
         required_vcpus=expected_rate / decoded_per_vcpu + placement.gpus * CPU_OF_TRAINING_THREAD,
         required_mb_per_s=expected_rate * job.demand.bytes_per_image / 1e6,
@@ -186,11 +182,11 @@ def plan_machine(placement: Placement, step: StepPrediction, job: TrainingJob) -
         sync=None if placement.gpus == 1 else str(model.sync[0]),
         sync_reason=model.sync[1],
         limited_by=model.limited_by(cases["expected"]),
-        utilization=band("utilization"),
         parts_s={name: band(name) for name in PARTS},
         preemptions=band("preemptions") if placement.spot else None,
         best_checkpoint_every_s=best_checkpoint_interval_s(step) if placement.spot else None,
         duration_s=over_cases(lambda case: sum(cases[case][name] for name in PARTS)),
+        **{name: band(name) for name in BANDS},
         cost=None
         if price is None
         else over_cases(lambda case: sum(cases[case][n] for n in PARTS if n != "wait") / 3600 * price.time(case)),

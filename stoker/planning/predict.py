@@ -24,6 +24,7 @@ from stoker.errors import DataError, StokerError
 from stoker.hardware import calibration
 from stoker.hardware.calibration import MeasuredStep, PredictedStep
 from stoker.hardware.device import Device
+from stoker.knowledge import read_toml
 from stoker.planning.accelerators import Accelerator
 from stoker.planning.roofline import Efficiency, Sample, default_efficiency, fit, step_time
 from stoker.planning.trace import StepSpec
@@ -31,20 +32,21 @@ from stoker.planning.traces import Step, Traces
 from stoker.training.defaults.derive import derive_for_plan
 from stoker.training.defaults.dry_run import MEMORY_FRACTION
 
-CONTEXT_BYTES = 500 * 2**20
-"""What CUDA's context takes: 300 MB with kernels loaded when they are first used (PyTorch issue 107667), up to 700 MB
-(issue 37250)."""
-WORKSPACE_BYTES = 256 * 2**20
-"""cuBLAS takes 8 MiB, cuBLASLt 32 MiB on Hopper (PyTorch pull request 120925); the rest is assumed for cuDNN, which
-tries algorithms with a workspace where `cudnn.benchmark` is on."""
-FRAGMENTATION = 0.11
-"""Bytes that torch's allocator holds beyond those that are allocated: 16,726 MB for 15,006 MB, 19,354 MB for 17,402 MB
-(PyTorch issue 40989)."""
-GPU_PEAK_ERROR, CPU_PEAK_ERROR = 0.10, 0.03
-"""Goals of `benchmarks/plan.py`; the first was never compared with a GPU."""
-CALIBRATED_ERROR, SAME_MODEL_ERROR = 0.25, 0.10
-"""Relative half-width of the band around a step's time, where steps of other models were measured on such a device, and
-where steps of this model were. docs/plan-calibration.md."""
+
+class _Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is added to a trace, and how wide the bands are: `assumptions.toml` has the reasons."""
+
+    context_mib: int
+    workspace_mib: int
+    fragmentation: float
+    gpu_peak_error: float
+    cpu_peak_error: float
+    calibrated_error: float
+    same_model_error: float
+
+
+ASSUMED = msgspec.convert(read_toml("assumptions.toml")["step"], _Step)
+MIB = 2**20
 MAX_SAMPLES = 2
 """Kinds of measured steps that are traced for a device, the most similar and newest: each takes some seconds."""
 
@@ -149,7 +151,7 @@ class _Job(NamedTuple):
 
     def fits(self, tensor_bytes: float) -> bool:
         """Whether automatic batch size lets a step use so many bytes of tensors (`DryRun.budget_bytes`)."""
-        context = 0 if self.accelerator.is_cpu else CONTEXT_BYTES
+        context = 0 if self.accelerator.is_cpu else MIB * ASSUMED.context_mib
         return tensor_bytes <= int(MEMORY_FRACTION * (self.accelerator.memory_bytes - context))
 
 
@@ -196,7 +198,7 @@ def _calibrate(job: _Job, traces: Traces) -> Efficiency:
     if not samples:
         return start
     models = sorted({line.model for line in lines})
-    error = SAME_MODEL_ERROR if job.config.model.model in models else CALIBRATED_ERROR
+    error = ASSUMED.same_model_error if job.config.model.model in models else ASSUMED.calibrated_error
     date = time.strftime("%Y-%m-%d", time.gmtime(max(line.t for line in lines)))
     source = f"measured on this kind of device, the newest run on {date}: {', '.join(models)}"
     return msgspec.structs.replace(fit(samples, start), error=error, source=source)
@@ -222,7 +224,9 @@ def _predict(job: _Job, traces: Traces, micro_batches: int) -> StepPrediction:
         tensor_bytes += (micro_batches - 1) * trace.batch_size * trace.image_bytes + trace.gradient_bytes
     peak_bytes = tensor_bytes
     if not accelerator.is_cpu:
-        peak_bytes = int((1 + FRAGMENTATION) * tensor_bytes) + CONTEXT_BYTES + WORKSPACE_BYTES
+        peak_bytes = (
+            int((1 + ASSUMED.fragmentation) * tensor_bytes) + MIB * ASSUMED.context_mib + MIB * ASSUMED.workspace_mib
+        )
     seconds = step_time(trace, accelerator, efficiency, precision=precision, micro_batches=micro_batches)
     return StepPrediction(
         accelerator=accelerator.key,
@@ -232,7 +236,7 @@ def _predict(job: _Job, traces: Traces, micro_batches: int) -> StepPrediction:
         micro_batches=micro_batches,
         precision=precision,
         peak_bytes=peak_bytes,
-        peak_error=CPU_PEAK_ERROR if accelerator.is_cpu else GPU_PEAK_ERROR,
+        peak_error=ASSUMED.cpu_peak_error if accelerator.is_cpu else ASSUMED.gpu_peak_error,
         memory_bytes=accelerator.memory_bytes,
         fits=job.fits(tensor_bytes),
         step_s=seconds.total_s,

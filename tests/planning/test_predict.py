@@ -14,11 +14,8 @@ from stoker.hardware.calibration import MeasuredStep
 from stoker.planning import traces
 from stoker.planning.accelerators import GPUS, measure_cpu
 from stoker.planning.predict import (
-    CALIBRATED_ERROR,
-    CONTEXT_BYTES,
-    FRAGMENTATION,
-    SAME_MODEL_ERROR,
-    WORKSPACE_BYTES,
+    ASSUMED,
+    MIB,
     _make_job,
     loader_demand,
     predict_steps,
@@ -71,7 +68,7 @@ def test_a_prediction_per_accelerator(index: Index) -> None:
         assert prediction.gradient_bytes == 4 * prediction.parameters > 10**6
         assert prediction.source
     assert t4.peak_bytes > cpu.peak_bytes > 0
-    assert t4.peak_bytes > CONTEXT_BYTES
+    assert t4.peak_bytes > MIB * ASSUMED.context_mib
     assert t4.step_s / t4.batch_size >= h100.step_s / h100.batch_size
 
 
@@ -86,7 +83,7 @@ def test_what_was_traced_once_is_not_traced_again(index: Index, monkeypatch: pyt
 @pytest.mark.slow
 def test_a_batch_that_does_not_fit_is_split(index: Index) -> None:
     room = 75 * 2**20  # the whole batch takes 86 MiB
-    tiny = msgspec.structs.replace(GPUS["t4"], key="tiny", memory_bytes=CONTEXT_BYTES + room)
+    tiny = msgspec.structs.replace(GPUS["t4"], key="tiny", memory_bytes=MIB * ASSUMED.context_mib + room)
     whole, split, none = predict_steps(
         SETTINGS, index, [GPUS["t4"], tiny, msgspec.structs.replace(tiny, memory_bytes=2**20)], batch_size=48
     )
@@ -94,7 +91,9 @@ def test_a_batch_that_does_not_fit_is_split(index: Index) -> None:
     assert split.batch_size == 48
     assert split.micro_batches > 1
     assert split.fits
-    tensor_bytes = (split.peak_bytes - CONTEXT_BYTES - WORKSPACE_BYTES) / (1 + FRAGMENTATION)
+    tensor_bytes = (split.peak_bytes - MIB * ASSUMED.context_mib - MIB * ASSUMED.workspace_mib) / (
+        1 + ASSUMED.fragmentation
+    )
     assert tensor_bytes <= MEMORY_FRACTION * room + 1
     assert split.step_s >= whole.step_s
     assert not none.fits
@@ -118,7 +117,10 @@ def test_measured_runs_move_predictions_and_a_training_finds_them(index: Index) 
     )  # fmt: skip
     calibration.append(run)
     assert predict_steps(SETTINGS, index, [l4], batch_size=16)[0].step_s == before.step_s  # it cannot be traced
-    for measured_at, model, error in ((8, "ember_n", CALIBRATED_ERROR), (16, "retinanet_tiny_fpn", SAME_MODEL_ERROR)):
+    for measured_at, model, error in (
+        (8, "ember_n", ASSUMED.calibrated_error),
+        (16, "retinanet_tiny_fpn", ASSUMED.same_model_error),
+    ):
         other = SETTINGS.replace(model=model)
         (own,) = predict_steps(other, index, [l4], batch_size=measured_at)
         spec = _make_job(other, index, l4, 16).spec
