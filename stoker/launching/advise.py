@@ -356,8 +356,10 @@ def _measure(path: Path, by_s: float | None, price_per_device_hour: float | None
 
 def _read_gpu_busy(path: Path, devices: int) -> tuple[float | None, str]:
     """(mean of SM activity, else of the driver's utilization, over the training; its field)."""
-    windows = [w for w in records.read_lines(path, records.STEPS, StepWindow) if w.window_steps]
-    first_t, last_t = min(w.t - w.wall_s for w in windows), max(w.t for w in windows)
+    first_t, last_t = math.inf, -math.inf
+    for window in records.read_lines(path, records.STEPS, StepWindow):
+        if window.window_steps:
+            first_t, last_t = min(first_t, window.t - window.wall_s), max(last_t, window.t)
     means = {"sm_active": Mean(), "utilization": Mean()}
     for sample in records.read_lines(path, records.DEVICES, DeviceSample):
         if first_t <= sample.t <= last_t and len(sample.gpus) <= devices:

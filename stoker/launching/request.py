@@ -234,40 +234,30 @@ def _check_resources(spec: LaunchSpec, machine: Machine | None) -> list[str]:
             ("--memory", spec.memory_gib, machine.memory_gib),
             ("--devices", spec.gpus, machine.gpus),
         ):
-            if wanted > available:
-                what = f"{flag} {wanted:g}: a {spec.machine_type} has {available:g}."
-                raise UsageError(what, fix=f"{flag} {available:g}, or less")
-    minimum_gib = spec.devices * MIN_FREE_MEMORY_BYTES / GIB
-    is_small = spec.shm_gib * GIB <= SHARED_MEMORY_SMALL.threshold("docker_bytes") and spec.devices > 1
-    for fails, what, fix in (
-        (
-            spec.cpus < spec.devices,
-            f"--cpus {spec.cpus}: fewer than the {spec.devices} processes that train on a node.",
-            f"--cpus {spec.devices}",
-        ),
-        (
-            spec.memory_gib < minimum_gib,
-            f"--memory {spec.memory_gib:g}: {spec.devices} processes that train need {minimum_gib:g} GiB of memory.",
-            f"--memory {minimum_gib:g}, or more",
-        ),
-        (
-            is_small,
-            f"--shm {spec.shm_gib:g}: NCCL would fail with a bus error in a /dev/shm of 64 MiB or less.",
-            "--shm 1",
-        ),
-        (
-            spec.shm_gib > spec.memory_gib,
-            f"--shm {spec.shm_gib:g} is more than --memory {spec.memory_gib:g}: /dev/shm counts as memory of the job.",
-            f"--shm {spec.memory_gib / 4:g}",
-        ),
-    ):
-        if fails:
-            raise UsageError(what, fix=fix)
+            what = f"{flag} {wanted:g}: a {spec.machine_type} has {available:g}."
+            _refuse(wanted > available, what, f"{flag} {available:g}, or less")
+    cpus, memory, shm, minimum_gib = (
+        spec.cpus,
+        spec.memory_gib,
+        spec.shm_gib,
+        spec.devices * MIN_FREE_MEMORY_BYTES / GIB,
+    )
+    what = f"--cpus {cpus}: fewer than the {spec.devices} processes that train on a node."
+    _refuse(cpus < spec.devices, what, f"--cpus {spec.devices}")
+    what = f"--memory {memory:g}: {spec.devices} processes that train need {minimum_gib:g} GiB of memory."
+    _refuse(memory < minimum_gib, what, f"--memory {minimum_gib:g}, or more")
+    what = f"--shm {shm:g}: NCCL would fail with a bus error in a /dev/shm of 64 MiB or less."
+    _refuse(shm * GIB <= SHARED_MEMORY_SMALL.threshold("docker_bytes") and spec.devices > 1, what, "--shm 1")
+    what = f"--shm {shm:g} is more than --memory {memory:g}: /dev/shm counts as memory of the job."
+    _refuse(shm > memory, what, f"--shm {memory / 4:g}")
     needed = CORES_PER_GPU * spec.gpus
-    if spec.gpus and spec.mig_slice is None and spec.cpus < needed:
-        text = f"{spec.cpus} CPUs for {spec.gpus} GPUs: `stoker check` wants {CORES_PER_GPU} for each (--cpus {needed})"
-        return [text]
-    return []
+    text = f"{cpus} CPUs for {spec.gpus} GPUs: `stoker check` wants {CORES_PER_GPU} for each (--cpus {needed})"
+    return [text] if spec.mig_slice is None and cpus < needed else []
+
+
+def _refuse(fails: bool, what: str, fix: str) -> None:
+    if fails:
+        raise UsageError(what, fix=fix)
 
 
 def _longest_save_s(run_dir: str) -> float | None:

@@ -15,15 +15,16 @@ import torch
 import stoker
 from stoker.config.settings import from_fields
 from stoker.errors import ConfigError
+from stoker.findings.finding import Finding
 from stoker.planning import check as checking
 from stoker.planning import memory_fit
 from stoker.planning.check import CheckReport, CheckRequest, Prober, check, date_urls
 from stoker.planning.memory_fit import Answer, MemoryFit, ask_memory_fit
-from stoker.preflight.findings import CheckFinding, make_finding
+from stoker.preflight.findings import make_finding
 from stoker.preflight.programs import Ended, kill_program, run_program, start_program
 from tests.drawn import draw
 
-Probe = Callable[..., list[CheckFinding]]
+Probe = Callable[..., list[Finding]]
 FINE = make_finding(id="fine", severity="ok", title="fine", evidence="")
 KERNEL = make_finding(id="kernel", severity="ok", title="a GPU computes", evidence="")
 FIT = MemoryFit(
@@ -36,11 +37,11 @@ FIT = MemoryFit(
 def test_a_probe_that_hangs_or_raises_is_unknown_and_the_others_are_asked():
     never, prober = threading.Event(), Prober(60.0)
 
-    def hang() -> list[CheckFinding]:
+    def hang() -> list[Finding]:
         never.wait()
         return []
 
-    def fail() -> list[CheckFinding]:
+    def fail() -> list[Finding]:
         raise ZeroDivisionError("of a driver")
 
     prober.ask("driver", 0.05, hang)
@@ -67,8 +68,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, object]]:
     """Which probes were asked, with their arguments: none of them looks at this machine."""
     calls: dict[str, dict[str, object]] = {}
 
-    def stand_in(name: str, *findings: CheckFinding) -> Probe:
-        def probe(*positional: object, **named: object) -> list[CheckFinding]:
+    def stand_in(name: str, *findings: Finding) -> Probe:
+        def probe(*positional: object, **named: object) -> list[Finding]:
             calls[name] = {"positional": positional, **named}
             return list(findings)
 
