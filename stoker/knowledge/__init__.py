@@ -1,6 +1,7 @@
 """What is known about the world, as TOML files: a row more is a change of data. `read_toml` reads one of them; the
 schema and the code that uses it are where it is needed. No rules and no computations here.
 
+assumptions.toml: what `stoker plan` assumes (`planning/estimate.py`, `planning/roofline.py`).
 causes.toml: thresholds and fixes of the causes of lost time (`diagnosis/causes/cause.py`).
 clouds.toml: how firmware names its cloud (`profiling/telemetry/environment.py`).
 endings.toml: the ways in which jobs end (`diagnosis/endings.py`).
@@ -14,6 +15,8 @@ models.toml: detector architectures (`config/architectures.py`).
 storage_failures.toml: failed requests to a bucket, and their messages (`storage/failures.py`).
 pipeline_fields.toml: fields of the TensorFlow Object Detection API (`migration/fields.py`).
 secrets.toml: names and forms of secrets (`profiling/telemetry/secrets.py`).
+mig.toml: MIG slices of GPUs (`launching/containers.py`).
+pipeline_fields.toml: fields of the TensorFlow Object Detection API (`migration/tf_other.py`).
 versions.toml: which versions belong together (`preflight/static/versions.py`).
 recipes.toml, settings.toml: what models of a kind are trained with (`config/recipes.py`); bounds and defaults of
     settings (`config/settings.py`).

@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 from stoker.hardware.device import block_size_for_memory
-from stoker.planning import trace_cache
+from stoker.planning import traces
 from stoker.planning.trace import StepTrace, Work
+from stoker.planning.traces import Step
 from tests.planning.samples import make_spec
 
 TRACE = StepTrace(
@@ -18,45 +19,45 @@ GIB = 2**30
 
 
 def test_what_is_kept_is_found_again() -> None:
-    key = trace_cache.key_of(make_spec(), 4, 0)
-    assert trace_cache.read(key) is None
-    trace_cache.write(key, TRACE)
-    assert trace_cache.read(key) == TRACE
+    key = Step(make_spec(), 4, 0).key()
+    assert traces.read(key) is None
+    traces.write(key, TRACE)
+    assert traces.read(key) == TRACE
 
 
 def test_a_step_is_known_by_all_that_it_depends_on() -> None:
     gpu = make_spec(on_cpu=False, precision="bf16")
     keys = [
-        trace_cache.key_of(*facts)
+        Step(*facts).key()
         for facts in (
             (make_spec(), 4, 0), (make_spec(), 8, 0), (make_spec(side=128), 4, 0), (make_spec("ember_n"), 4, 0),
             (gpu, 4, 4 * GIB), (gpu, 4, 24 * GIB), (make_spec(on_cpu=False, precision="fp16"), 4, 24 * GIB),
         )
     ]  # fmt: skip
     assert len(set(keys)) == len(keys)
-    assert trace_cache.key_of(make_spec(), 4, 0) == trace_cache.key_of(make_spec(), 4, 64 * GIB) == keys[0]
+    assert Step(make_spec(), 4, 0).key() == Step(make_spec(), 4, 64 * GIB).key() == keys[0]
     assert block_size_for_memory(500 * GIB) == block_size_for_memory(600 * GIB)
-    assert trace_cache.key_of(gpu, 4, 500 * GIB) == trace_cache.key_of(gpu, 4, 600 * GIB)
+    assert Step(gpu, 4, 500 * GIB).key() == Step(gpu, 4, 600 * GIB).key()
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"{}", b"[" * 100_000, msgspec.json.encode(TRACE)[:-9]])
 def test_a_damaged_file_is_no_trace(content: bytes) -> None:
-    trace_cache.write("key", TRACE)
-    (trace_cache.folder() / "key.json").write_bytes(content)
-    assert trace_cache.read("key") is None
-    trace_cache.write("key", TRACE)
-    assert trace_cache.read("key") == TRACE
+    traces.write("key", TRACE)
+    (traces.folder() / "key.json").write_bytes(content)
+    assert traces.read("key") is None
+    traces.write("key", TRACE)
+    assert traces.read("key") == TRACE
 
 
 def test_the_oldest_files_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_cache, "MAX_FILES", 3)
+    monkeypatch.setattr(traces, "MAX_FILES", 3)
     for number in range(5):
-        trace_cache.write(f"{number}", TRACE)
-        os.utime(trace_cache.folder() / f"{number}.json", (number, number))
-    assert {file.stem for file in trace_cache.folder().iterdir()} == {"2", "3", "4"}
+        traces.write(f"{number}", TRACE)
+        os.utime(traces.folder() / f"{number}.json", (number, number))
+    assert {file.stem for file in traces.folder().iterdir()} == {"2", "3", "4"}
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STOKER_CACHE_DIR", "/proc/nowhere")
-    trace_cache.write("key", TRACE)
-    assert trace_cache.read("key") is None
+    traces.write("key", TRACE)
+    assert traces.read("key") is None
