@@ -126,7 +126,8 @@ def plan(
     your own prices (docs/plan.md). `plan.rows` has a prediction for each machine, `plan.recommendation` the choice and
     its reasons. Raises StokerError.
     """
-    from stoker.planning.plan import make_plan, parse_by
+    from stoker.config.durations import parse_time_s
+    from stoker.planning.plan import make_plan
     from stoker.planning.recommend import Limits
 
     return make_plan(
@@ -134,6 +135,6 @@ def plan(
         on=on,
         gpus=gpus,
         spot=spot,
-        limits=Limits(by_s=None if by is None else parse_by(by), budget=budget),
+        limits=Limits(by_s=None if by is None else parse_time_s(by, "--by"), budget=budget),
         prices=None if prices is None else Path(prices),
     )

@@ -41,7 +41,7 @@ from stoker.planning.trace import FLOP
 from stoker.training import optim
 from stoker.training.defaults.dry_run import PeakMemoryMode
 from stoker.training.optim import OptimizerStep
-from stoker.training.step import forward_backward, make_loss_fn
+from stoker.training.step import PlainStep, make_loss_fn
 from tests.host_sync import ForbidHostSync
 
 AUGMENTATIONS = DataSettings(hflip=0.5, brightness=0.2, contrast=0.2, saturation=0.2, hue=0.1, mosaic=0.5)
@@ -60,8 +60,6 @@ class Trial:
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     optimizer: Literal["sgd", "adamw"] = "sgd"
-    fused: bool = True
-    """Whether the optimizer is one operator, as on CUDA, or a sequence of foreach operators."""
     steps: int = 2
     average: bool = False
     """Whether averaged weights lie on the device too, as they do in a run."""
@@ -179,10 +177,8 @@ def fake_batch(trial: Trial) -> Batch:
     )
 
 
-def make_stepper(trial: Trial, model: nn.Module) -> OptimizerStep[nn.Module]:
+def make_stepper(trial: Trial, model: nn.Module) -> OptimizerStep:
     """The project's own step, without averaged weights: their copy cannot be made of fakes."""
-    others = optim.FUSED_DEVICE_TYPES - {DEVICE}  # an earlier trial of this process may have been fused
-    optim.FUSED_DEVICE_TYPES = others | {DEVICE} if trial.fused else others
     settings = OptimSettings(
         optimizer=trial.optimizer,
         backbone_lr_mult=1.0,
@@ -227,9 +223,7 @@ def try_step(trial: Trial) -> Outcome:
     return Outcome(error, *peak, counts.by_phase, flop)
 
 
-def _steps(
-    trial: Trial, model: nn.Module, batch: Batch, stepper: OptimizerStep[nn.Module], counts: OperatorCounts
-) -> str | None:
+def _steps(trial: Trial, model: nn.Module, batch: Batch, stepper: OptimizerStep, counts: OperatorCounts) -> str | None:
     """Takes the trial's steps. Counts the operators of the last one, when the anchors and the optimizer's state are
     there."""
     meter = optim.LossAccumulator(Device(torch.device(DEVICE)), max_skipped_steps=3)
@@ -245,9 +239,9 @@ def _steps(
                 else:
                     augmented = augment_batch(batch, AUGMENTATIONS, 0.0)
                     counts.enter("forward")  # the casts of the weights, which come before the model's own
-                    losses = forward_backward(
-                        make_loss_fn(model, compile=False), stepper, augmented, 1, Autocast(trial.precision)
-                    )  # type: ignore[arg-type]
+                    losses = PlainStep(
+                        make_loss_fn(model, compile=False), stepper, None, Autocast(trial.precision)
+                    ).forward_backward(augmented)  # type: ignore[arg-type]
                 counts.enter("optimizer")
                 norm, bad = stepper.step(0.01, step)
                 meter.add(losses, norm, bad, stepper.completed_steps)

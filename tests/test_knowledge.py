@@ -30,7 +30,10 @@ def test_a_wheel_has_them(tmp_path: Path) -> None:
     subprocess.run(command, cwd=PACKAGE.parent, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        names = {f"stoker/knowledge/{path.name}" for path in FILES} | {"stoker/launching/slurm.sbatch"}
+        names = {f"stoker/knowledge/{path.name}" for path in FILES}
+        names |= {
+            f"stoker/launching/{name}" for name in ("slurm.sbatch", "kubernetes.yaml", "gcp_batch.yaml", "vertex.yaml")
+        }
         assert names <= set(archive.namelist())
 
 

@@ -28,7 +28,7 @@ import stoker
 
 if __name__ == "__main__":
     fields = {"model": "retinanet_tiny_fpn", "image_size": 64, "batch_size": 4, "device": "cpu", "workers": 1}
-    stoker.train(sys.argv[1], **fields, steps=2, run_dir=sys.argv[2])
+    stoker.train(sys.argv[1], **fields, cache="disk", steps=2, run_dir=sys.argv[2])
 """
 
 

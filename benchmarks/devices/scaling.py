@@ -129,7 +129,7 @@ def measure_method(ranks: Any, method: str, steps: int) -> dict[str, float]:
     from stoker.hardware.device import Device
     from stoker.models import build
     from stoker.profiling.ledger import Ledger
-    from stoker.training import gradient_hooks
+    from stoker.training import ddp
     from stoker.training.ddp import Ddp, Periodic
     from stoker.training.optim import OptimizerStep
     from stoker.training.parallel import One
@@ -137,7 +137,7 @@ def measure_method(ranks: Any, method: str, steps: int) -> dict[str, float]:
     from tests.models.samples import make_batch, settings_of
     from tests.training.parallels import ignore, make_setup, step_of
 
-    gradient_hooks.POWERSGD_START = 2  # so that few steps show it
+    ddp.POWERSGD_START = 2  # so that few steps show it
     cpu = Device(torch.device("cpu"))
     torch.manual_seed(0)
     torch.set_num_threads(1)

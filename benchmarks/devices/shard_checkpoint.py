@@ -32,8 +32,8 @@ def serve_rank(folder: Path, n: int) -> None:
 
     from stoker.models import build
     from stoker.training.cluster import find_place
+    from stoker.training.fsdp import Sharding
     from stoker.training.ranks import Ranks
-    from stoker.training.shard import Sharding
     from tests.models.samples import settings_of
 
     ranks = Ranks(find_place())

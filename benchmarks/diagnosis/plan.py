@@ -83,7 +83,7 @@ UNCALIBRATED = {"convolution": 0.6, "grouped": 0.1, "bandwidth": 0.7, "kernel_s"
 
 def make_spec(case: Case, *, precision: str = "fp32", on_cpu: bool = True) -> Any:
     """The step of a training with the defaults of the model."""
-    from stoker.config.recipes import RECIPES
+    from stoker.config.recipes import read_recipes
     from stoker.hardware.calibration import step_settings
     from stoker.models import MODELS
     from stoker.planning.trace import StepSpec
@@ -93,12 +93,22 @@ def make_spec(case: Case, *, precision: str = "fp32", on_cpu: bool = True) -> An
     settings = {
         **{name: row[0] for name, row in SETTINGS.items() if isinstance(row, tuple)},
         "backbone_lr_mult": 1.0,
-        **RECIPES[architecture.recipe]().set_fields(),
+        **read_recipes()[architecture.recipe].set_fields(),
         **{name: value for name, value in architecture.defaults.items() if value is not None},
         "model": case.model, "image_size": [case.side, case.side], "precision": precision, "weight_decay": 1e-4,
         "ema_decay": 0.99,
     }  # fmt: skip
     return StepSpec(settings=step_settings(settings), num_classes=CLASSES, max_boxes=BOXES, on_cpu=on_cpu)
+
+
+def trace(*steps: tuple[Any, int, int]) -> list[Any]:
+    """Traces of (spec, batch size, memory of the device)."""
+    from stoker.planning.traces import Step, trace_steps
+
+    answers = trace_steps([Step(*step) for step in steps])
+    if errors := [answer.error for answer in answers if answer.trace is None]:
+        raise RuntimeError(errors[0])
+    return [answer.trace for answer in answers]
 
 
 # Children: real steps.
@@ -192,28 +202,25 @@ def run_with(function: str, cases: Sequence[Case], *numbers: int) -> dict[str, A
 
 
 def compare_peaks(report: Report, cases: Sequence[Case]) -> None:
-    from stoker.planning.trace import TraceProcess
-
     errors = []
     counted = run_with("peaks", cases)
-    with TraceProcess() as process:
-        for case in cases:
-            spec = make_spec(case)
-            small, large, exact = (process.trace(spec, size, memory_bytes=0) for size in (2, 3, case.batch))
-            line = small.peak_bytes + (large.peak_bytes - small.peak_bytes) * (case.batch - 2)
-            measured = counted[case.label]
-            errors.append(abs(exact.peak_bytes / measured - 1))
-            report.rows.append(
-                {
-                    "what": f"peak: {case.label}",
-                    "predicted": exact.peak_bytes / 2**20,
-                    "measured": measured / 2**20,
-                    "unit": "MiB",
-                    "error %": 100 * (exact.peak_bytes / measured - 1),
-                    "on the line of two smaller batches, error %": 100 * (line / measured - 1),
-                }
-            )
-            print(json.dumps(report.rows[-1]), file=sys.stderr, flush=True)
+    for case in cases:
+        spec = make_spec(case)
+        small, large, exact = trace(*((spec, size, 0) for size in (2, 3, case.batch)))
+        line = small.peak_bytes + (large.peak_bytes - small.peak_bytes) * (case.batch - 2)
+        measured = counted[case.label]
+        errors.append(abs(exact.peak_bytes / measured - 1))
+        report.rows.append(
+            {
+                "what": f"peak: {case.label}",
+                "predicted": exact.peak_bytes / 2**20,
+                "measured": measured / 2**20,
+                "unit": "MiB",
+                "error %": 100 * (exact.peak_bytes / measured - 1),
+                "on the line of two smaller batches, error %": 100 * (line / measured - 1),
+            }
+        )
+        print(json.dumps(report.rows[-1]), file=sys.stderr, flush=True)
     report.bars.append(Bar.at_most("peak memory, largest error of the models", max(errors), PEAK_GOAL))
 
 
@@ -223,12 +230,11 @@ def compare_times(report: Report, calibration: Sequence[Case], groups: dict[str,
 
     from stoker.planning.accelerators import Accelerator
     from stoker.planning.roofline import CPU, Sample, fit, step_time
-    from stoker.planning.trace import TraceProcess
 
     cases = [*calibration, *(case for group in groups.values() for case in group)]
-    with TraceProcess() as process, concurrent.futures.ThreadPoolExecutor(1) as background:
+    with concurrent.futures.ThreadPoolExecutor(1) as background:
         measuring = background.submit(run_with, "times", cases, rounds)
-        traces = {case: process.trace(make_spec(case), case.batch, memory_bytes=0) for case in cases}
+        traces = dict(zip(cases, trace(*((make_spec(case), case.batch, 0) for case in cases)), strict=True))
         took = measuring.result()
     accelerator = Accelerator(
         key="cpu",
@@ -327,7 +333,6 @@ def compare_gpu(report: Report, cases: Sequence[Case], rounds: int) -> None:
 
     from stoker.planning.accelerators import identify
     from stoker.planning.roofline import GPU, step_time
-    from stoker.planning.trace import TraceProcess
 
     if not torch.cuda.is_available():
         report.rows.append({"what": "GPU: n/a: no GPU here"})
@@ -340,21 +345,20 @@ def compare_gpu(report: Report, cases: Sequence[Case], rounds: int) -> None:
     precision = accelerator.precision()
     _, total = torch.cuda.mem_get_info()
     errors = []
-    with TraceProcess() as process:
-        for case in cases:
-            spec = make_spec(case, precision=precision, on_cpu=False)
-            trace = process.trace(spec, case.batch, memory_bytes=total)
-            predicted = step_time(trace, accelerator, GPU, precision=precision)
-            found = run_with("gpu", [case], 3 * rounds, int(precision == "bf16"))
-            allocated, median = found["allocated"], statistics.median(found["s"])
-            errors.append(abs(trace.peak_bytes / allocated - 1))
-            report.rows += [
-                {"what": f"{name}, peak: {case.label}", "predicted": trace.peak_bytes / 2**20,
-                 "measured": allocated / 2**20, "unit": "MiB", "error %": 100 * (trace.peak_bytes / allocated - 1),
-                 "reserved": found["reserved"] / 2**20},
-                {"what": f"{name}, time: {case.label}", "predicted": predicted.total_s, "measured": median, "unit": "s",
-                 "error %": 100 * (predicted.total_s / median - 1), "limited by": predicted.limited_by},
-            ]  # fmt: skip
+    for case in cases:
+        spec = make_spec(case, precision=precision, on_cpu=False)
+        (traced,) = trace((spec, case.batch, total))
+        predicted = step_time(traced, accelerator, GPU, precision=precision)
+        found = run_with("gpu", [case], 3 * rounds, int(precision == "bf16"))
+        allocated, median = found["allocated"], statistics.median(found["s"])
+        errors.append(abs(traced.peak_bytes / allocated - 1))
+        report.rows += [
+            {"what": f"{name}, peak: {case.label}", "predicted": traced.peak_bytes / 2**20,
+             "measured": allocated / 2**20, "unit": "MiB", "error %": 100 * (traced.peak_bytes / allocated - 1),
+             "reserved": found["reserved"] / 2**20},
+            {"what": f"{name}, time: {case.label}", "predicted": predicted.total_s, "measured": median, "unit": "s",
+             "error %": 100 * (predicted.total_s / median - 1), "limited by": predicted.limited_by},
+        ]  # fmt: skip
     report.bars.append(Bar.at_most(f"peak memory on {name}, largest error", max(errors), GPU_PEAK_GOAL))
 
 

@@ -38,10 +38,10 @@ from stoker.models import MODELS, Detector, build
 from stoker.models.layers.fused_conv import use_fused_convs
 from stoker.models.retinanet.retinanet import RetinaNet
 from stoker.training import step
-from stoker.training.cuda_graph import Capture, CudaCapture, CudaGraphStep
 from stoker.training.defaults import kernel_choice
 from stoker.training.defaults.derive import AUGMENTATIONS, SETTINGS
 from stoker.training.defaults.dry_run import make_worst_case_batch
+from stoker.training.make_step import Capture, CudaCapture, CudaGraphStep
 from stoker.training.optim import LossAccumulator, OptimizerStep
 from stoker.training.step import LossFn, PlainStep, make_loss_fn, train_step
 from tests import fakes

@@ -109,7 +109,7 @@ def wait_until_full(loader: Any) -> float:
     """Waits until the loader has nothing to do, so that it does not disturb the measurement of another. Returns the
     CPU-seconds that this took."""
     start_s = time.thread_time()
-    while (stats := loader.stats()).queued + stats.fetch.in_progress + stats.decode.in_progress:
+    while loader.stats().loading:
         time.sleep(0.05)
     return time.thread_time() - start_s
 
@@ -136,7 +136,7 @@ def measure_held(folder: Path, batches: int, passes: int) -> dict[str, Any]:
         polling_s = wait_until_full(loader)
         released_ns, releases = probe.gil_released_ns() - released_ns, probe.gil_releases() - releases
         cpu_s, after = time.process_time() - cpu_s - polling_s, loader.stats()
-        images = after.decode.num_images - stats.decode.num_images
+        images = after.total.num_images - stats.total.num_images
         all_cpu_s, released_s = cpu_s + after.processes_cpu_s - stats.processes_cpu_s, released_ns / 1e9
         per_image = cpu_s - released_s, released_s, releases / 1e3, all_cpu_s
         return [1e3 * value / images for value in per_image]
@@ -180,10 +180,10 @@ def measure_limit(folder: Path, batches: int, passes: int) -> dict[str, Any]:
                 next_batch(loader)
             rates = result[case] = []
             for _ in range(passes):
-                images, start_s = loader.stats().decode.num_images, time.perf_counter()
+                images, start_s = loader.stats().total.num_images, time.perf_counter()
                 for _ in range(batches):
                     next_batch(loader)
-                rates.append((loader.stats().decode.num_images - images) / (time.perf_counter() - start_s))
+                rates.append((loader.stats().total.num_images - images) / (time.perf_counter() - start_s))
     return result
 
 

@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 
-DEMAND_PER_S = 600.0
 """Demand of the consumer: more than a link of 50 MB/s provides, like the loader of a GPU on such a link."""
 BATCH = 16
 WARM = 32
@@ -81,7 +80,7 @@ def stoker(arguments: argparse.Namespace) -> dict[str, float]:
             if any(len(future.result()) != arguments.size_bytes for future in futures):
                 raise RuntimeError("an object was too short")
             taken += len(futures)
-            fetcher.report_demand(DEMAND_PER_S, True)
+            fetcher.report_demand(starved=True)
         took_s, cpu = time.perf_counter() - began, cpu_s() - cpu
         extra = (store.counters.requests - requests) / arguments.count - 1
         concurrency = arguments.concurrency or fetcher.target_in_flight

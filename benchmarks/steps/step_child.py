@@ -94,7 +94,7 @@ def ours(backbone_name: str, side: int, image_batch: ImageBatch, precision: str)
     from stoker.models.layers.winograd import use_winograd_without_avx512
     from stoker.models.retinanet.retinanet import RetinaNet
     from stoker.training.optim import OptimizerStep
-    from stoker.training.step import forward_backward, make_loss_fn
+    from stoker.training.step import PlainStep, make_loss_fn
 
     defaults = MODELS["retinanet_resnet50_fpn"].defaults
     backbone = build_backbone_with_fpn(backbone_name, 256, norm="frozen_bn", trainable_stages=3)
@@ -122,7 +122,7 @@ def ours(backbone_name: str, side: int, image_batch: ImageBatch, precision: str)
     compute = make_loss_fn(model, compile=False)
 
     def step() -> None:
-        forward_backward(compute, stepper, batch, 1, device.autocast(precision))
+        PlainStep(compute, stepper, None, device.autocast(precision)).forward_backward(batch)
         stepper.step(1e-4, 1)
 
     return step

@@ -8,6 +8,7 @@ from cyclopts import App, Parameter
 
 from stoker.cli.flag_names import translate
 from stoker.cli.train import train
+from stoker.config.durations import parse_time_s
 from stoker.config.settings import Config
 from stoker.errors import UsageError
 from stoker.launching.spec import PLACES, LaunchRequest, PlaceOptions, open_place
@@ -46,9 +47,8 @@ def launch(
     dry_run
         Print exactly what would be submitted.
     """
-    from stoker.launching.request import make_spec
+    from stoker.launching.request import check_launch, make_spec
     from stoker.launching.submit import submit
-    from stoker.launching.validate import check_launch
 
     if where is None:
         raise UsageError("Where should it be launched?", choices=PLACES, fix="stoker launch local demo")
@@ -154,7 +154,6 @@ def advise(
     """
     from stoker.launching import advise as launch_advise
     from stoker.launching import submit
-    from stoker.launching.validate import parse_time_s
 
     by_s = None if by is None else parse_time_s(by, "--by")
     advice = launch_advise.advise(run, by_s=by_s, price_per_device_hour=price_per_device_hour)

@@ -6,7 +6,7 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 
 from stoker.cli.quick_import import quick_imports
-from stoker.config.durations import join_length
+from stoker.config.durations import join_length, parse_time_s
 from stoker.config.settings import Config, from_toml
 
 _PLAN = Group("Plan", sort_key=0)
@@ -68,10 +68,9 @@ def plan(
     from stoker.errors import ConfigError
 
     with quick_imports():
-        from stoker.planning.plan import make_plan, parse_by, to_dict
-        from stoker.planning.plot import write_drawing
+        from stoker.planning.plan import make_plan, to_dict
         from stoker.planning.recommend import Limits
-        from stoker.planning.terminal import print_plan
+        from stoker.planning.views import print_plan, write_drawing
     from stoker.printable import print_json, print_text
 
     user_config = config.replace(
@@ -82,7 +81,7 @@ def plan(
         user_config = stored.replace(**dict.fromkeys(reasons)).replace(**user_config.set_fields())
     if budget is not None and not 0 < budget < 1e9:
         raise ConfigError(f"--budget {budget:g}: wanted US dollars above 0.")
-    limits = Limits(by_s=None if by is None else parse_by(by), budget=budget)
+    limits = Limits(by_s=None if by is None else parse_time_s(by, "--by"), budget=budget)
     result = make_plan(user_config.replace(data=data), on=on, gpus=gpus, spot=spot, limits=limits, prices=prices)
     for path, as_html in ((svg, False), (html, True)):
         if path is not None:

@@ -54,7 +54,7 @@ class Architecture:
     """For 80 classes with the default settings. Frozen norms have no parameters."""
     cost: ComputeCost
     recipe: str
-    """Name in `recipes.RECIPES` of the default training settings."""
+    """Name in knowledge/recipes.toml of the default training settings."""
     default_image_size: int
     """Side of a square in pixels: the default input size has at most its area."""
     size_divisor: int = 32

@@ -1,4 +1,5 @@
-"""Lengths of training: `12ep`, `5000` steps, `30min`. What ends a run at its length is `training/loop.py`."""
+"""Lengths of training: `12ep`, `5000` steps, `30min`; and times on the clock. What ends a run at its length is
+`training/loop.py`."""
 
 import dataclasses
 import re
@@ -66,3 +67,11 @@ def join_length(fields: dict[str, Any]) -> dict[str, Any]:
         text = f"{value:g}ep" if name == "epochs" else str(value)
         parse_duration(text, name)
     return rest | {"max_duration": text}
+
+
+def parse_time_s(text: str, flag: str) -> int:
+    """Seconds of `90s`, `30min`, `6h`, `2d`: a time on the clock. Raises ConfigError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h|d)", text.strip())
+    if match is None or float(match[1]) <= 0:
+        raise ConfigError(f"{flag} {text!r} is not a time.", choices=["90s", "30min", "6h", "2d"])
+    return max(1, round(float(match[1]) * {"s": 1, "min": 60, "h": 3600, "d": 86400}[match[2]]))

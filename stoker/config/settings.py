@@ -8,6 +8,7 @@ unique over all sections: they are the flags (`--lr`), the TOML keys and the key
 """
 
 import dataclasses
+import functools
 import math
 import numbers
 import os
@@ -23,6 +24,7 @@ from stoker import regular_files
 from stoker.config.durations import join_length, parse_duration
 from stoker.config.sync_method import parse_sync
 from stoker.errors import ConfigError, nearest
+from stoker.knowledge import read_toml
 
 MAX_TOML_BYTES = 1 << 20
 """Of a config.toml, which has a few kilobytes."""
@@ -320,26 +322,31 @@ def from_toml(path: Path) -> tuple[Config, dict[str, str]]:
     return _convert(tables, path), reasons
 
 
-ADDED_SETTINGS: dict[str, tuple[Any, str]] = {
-    "allow_outside": (True, "the run was started by a version that read such files"),
-    "cuda_graph": (False, "the run was started by a version without this setting"),
-    "shard": (False, "the run was started by a version without this setting"),
-    "stages": (1, "the run was started by a version without this setting"),
-    "sync": ("plain", "the run was started by a version without this setting"),
-    "worker_processes": ("auto", "the run was started by a version without this setting; it changes no result"),
-    "shuffle_buffer": (0, "the run was started by a version that had the random order only"),
-    "split_method": ("hash", "the run was started by a version that drew the validation images so"),
-    "max_bad_boxes": (1.0, "the run was started by a version without this limit"),
-}
-"""Setting that a run of an earlier 0.2.0 may lack → the value that it trained with, and the reason to record."""
+class SettingRow(msgspec.Struct, forbid_unknown_fields=True):
+    """A setting's row in knowledge/settings.toml."""
+
+    bounds: tuple[float, float] | None = None
+    """Lowest and highest value, both allowed."""
+    default: Any = AUTO
+    """The value if the user sets none; AUTO: it is derived."""
+    reason: str = ""
+    before: Any = AUTO
+    """What a run of an earlier 0.2.0 trained with that lacks the setting; AUTO: none lacks it."""
+    before_reason: str = ""
+
+
+@functools.cache
+def setting_rows() -> dict[str, SettingRow]:
+    """Setting → its row, for those that have one."""
+    return msgspec.convert(read_toml("settings.toml"), dict[str, SettingRow])
 
 
 def from_run(path: Path) -> tuple[Config, dict[str, str]]:
     """The same of a run, with the settings that its version of stoker did not have yet."""
     config, reasons = from_toml(path)
-    for name, (value, reason) in ADDED_SETTINGS.items():
-        if name not in config.set_fields():
-            config, reasons = config.replace(**{name: value}), reasons | {name: reason}
+    for name, row in setting_rows().items():
+        if row.before is not AUTO and name not in config.set_fields():
+            config, reasons = config.replace(**{name: row.before}), reasons | {name: row.before_reason}
     return config, reasons
 
 
@@ -361,50 +368,13 @@ def _convert(tables: dict[str, dict[str, Any]], location: Path | None) -> Config
         ) from error
 
 
-# Bounds of the numbers: field → (lowest, highest), both allowed.
-_BOUNDS: dict[str, tuple[float, float]] = {
-    "val_fraction": (0.001, 0.9),
-    "max_bad_fraction": (0, 1),
-    "max_bad_boxes": (0, 1),
-    "hflip": (0, 1),
-    "scale_jitter_prob": (0, 1),
-    "min_object_covered": (0, 1),
-    "brightness": (0, 1),
-    "contrast": (0, 1),
-    "saturation": (0, 1),
-    "hue": (0, 0.5),
-    "mosaic": (0, 1),
-    "trainable_backbone_layers": (0, 5),
-    "fg_iou_thresh": (0, 1),
-    "bg_iou_thresh": (0, 1),
-    "focal_alpha": (0, 1),
-    "focal_gamma": (0, 10),
-    "lr": (1e-9, 100),
-    "backbone_lr_mult": (0, 1),
-    "momentum": (0, 0.9999),
-    "weight_decay": (0, 10),
-    "warmup_steps": (0, 10**9),
-    "clip_grad_norm": (0, 1e9),
-    "ema_decay": (0, 0.999999),
-    "grad_accum_steps": (1, 4096),
-    "max_skipped_steps": (1, 10**6),
-    "batch_size": (1, 10**6),
-    "stages": (1, 64),
-    "workers": (1, 1024),
-    "worker_processes": (0, 64),
-    "patience": (0, 10**6),
-    "shuffle_buffer": (0, 10**9),
-    "seed": (0, 2**63 - 1),
-    "price_per_device_hour": (0, 1e6),
-}
-
-
 def check(config: Config) -> None:
     """Raises ConfigError for the first field that is set to a value it cannot have. AUTO fields pass."""
+    rows = setting_rows()
     for name, value in config.set_fields().items():
-        low, high = _BOUNDS.get(name, (None, None))
-        if low is not None and high is not None and value != "auto" and not low <= value <= high:
-            choices = [f"{low:g} … {high:g}", *(["auto"] if name in ("workers", "worker_processes") else [])]
+        bounds = rows[name].bounds if name in rows else None
+        if bounds is not None and value != "auto" and not bounds[0] <= value <= bounds[1]:
+            choices = [f"{bounds[0]:g} … {bounds[1]:g}", *(["auto"] if name in ("workers", "worker_processes") else [])]
             raise ConfigError(f"--{_flag(name)} {value} is out of range.", choices=choices)
     data, model, optim, run = config.data, config.model, config.optim, config.run
     if data.image_size is not None and min(data.image_size) < 32:  # of what else it must be a multiple, its model says

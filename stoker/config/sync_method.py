@@ -1,5 +1,5 @@
-"""How several devices keep one model: the values of `--sync`. What they do is in `training/ddp.py`, and in
-`gradient_hooks.py` and `local_steps.py` next to it; what they cost in `hardware/exchange_cost.py`.
+"""How several devices keep one model: the values of `--sync`. What they do is in `training/ddp.py`; what
+they cost in `hardware/exchange_cost.py`.
 """
 
 import dataclasses

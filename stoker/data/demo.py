@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from stoker.errors import DataError
 from stoker.storage.local_files import cache_folder, fsync_folder, write_atomic
 
 VERSION = 1
@@ -56,23 +55,13 @@ class Shape(NamedTuple):
     """Visible pixels."""
 
 
-def ensure_demo(folder: Path | None = None) -> Path:
-    """The folder of the demo data set; generates it if it does not exist. Safe if killed, and in several processes.
-
-    folder: where to put it; None: the cache folder. It is generated in a temporary folder and renamed, so it is never
-    incomplete. A folder that is not a complete demo of this version is replaced in the cache; elsewhere it is a
-    DataError.
-    """
-    target = cache_folder() / f"demo-v{VERSION}" if folder is None else folder
+def ensure_demo() -> Path:
+    """The folder of the demo data set in the cache; generates it if it does not exist. Safe if killed, and in several
+    processes: it is generated in a temporary folder and renamed, so it is never incomplete. A folder that is not a
+    complete demo of this version is replaced."""
+    target = cache_folder() / f"demo-v{VERSION}"
     if _is_complete(target):
         return target
-    if folder is not None and folder.exists():
-        raise DataError(
-            "The folder is not the demo data set.",
-            location=folder,
-            cause=f"it has no {MARKER_FILE} of version {VERSION}",
-            fix="name a folder that does not exist yet",
-        )
     target.parent.mkdir(parents=True, exist_ok=True)
     staging_dir = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:

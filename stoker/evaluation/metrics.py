@@ -2,7 +2,7 @@
 model, too. No torch, so that reports can read them; they need neither model nor images.
 
 `evaluate.py` and `inference/predict.py` create them; `report/` and `inference/draw.py` show them. evaluation.json has a
-bounded size for any data set; `training/async_eval.py` writes it; docs/run-folder.md describes it.
+bounded size for any data set; `training/evaluator.py` writes it; docs/run-folder.md describes it.
 """
 
 import dataclasses

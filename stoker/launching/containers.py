@@ -2,9 +2,15 @@
 documents whose optional fields are None."""
 
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import msgspec
+import yaml
+
 from stoker.errors import ConfigError, UsageError
+from stoker.knowledge import read_toml
 from stoker.launching.spec import LaunchSpec
 
 PORT = 29500
@@ -14,16 +20,8 @@ RANK_VARIABLES = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZ
 FAILING_EXIT_CODES = (2, 3, 4, 6)
 """After which the same command would fail again: usage, pre-flight, data, divergence. All others are tried again, 75
 (preempted, state saved) without being counted where the place can tell."""
-MIG_SLICES = {
-    "a30": "1g.6gb 1g.6gb+me 2g.12gb 2g.12gb+me 4g.24gb",
-    "a100-40": "1g.5gb 1g.5gb+me 1g.10gb 2g.10gb 3g.20gb 4g.20gb 7g.40gb",
-    "a100-80": "1g.10gb 1g.10gb+me 1g.20gb 2g.20gb 3g.40gb 4g.40gb 7g.80gb",
-    "h100": "1g.10gb 1g.10gb+me 1g.20gb 2g.20gb 3g.40gb 4g.40gb 7g.80gb",
-    "h100-pcie": "1g.10gb 1g.10gb+me 1g.20gb 2g.20gb 3g.40gb 4g.40gb 7g.80gb",
-    "h200": "1g.18gb 1g.18gb+me 1g.35gb 2g.35gb 3g.71gb 4g.71gb 7g.141gb",
-    "b200": "1g.23gb 1g.23gb+me 1g.45gb 2g.45gb 3g.90gb 4g.90gb 7g.180gb",
-}
-"""By accelerator (`planning/accelerators.py`); docs.nvidia.com/datacenter/tesla/mig-user-guide, supported profiles."""
+MIG_SLICES = msgspec.convert(read_toml("mig.toml"), dict[str, tuple[str, ...]])
+"""By accelerator (`planning/accelerators.py`)."""
 _IMAGE = re.compile(
     r"(?:[A-Za-z0-9.-]+(?::\d+)?/)?[a-z0-9]+(?:[._/-]+[a-z0-9]+)*(?::[\w][\w.-]{0,127})?(?:@sha256:[0-9a-f]{64})?"
 )
@@ -53,14 +51,24 @@ def check_mig_slice(name: str, accelerator: str | None) -> None:
     if accelerator is not None and accelerator not in MIG_SLICES:
         raise UsageError(f"A {accelerator} has no MIG slices.", choices=sorted(MIG_SLICES), fix="leave out --gpu")
     gpus = [accelerator] if accelerator is not None else list(MIG_SLICES)
-    slices = list(dict.fromkeys(name for gpu in gpus for name in MIG_SLICES[gpu].split()))
+    slices = list(dict.fromkeys(name for gpu in gpus for name in MIG_SLICES[gpu]))
     if name not in slices:
         owner = f"A {accelerator}" if accelerator is not None else "No GPU"
         raise UsageError(f"{owner} has {'no ' if accelerator else 'a '}MIG slice {name}.", choices=slices)
 
 
-def without_none(document: Any) -> Any:
-    """A document without the fields that are None."""
-    if isinstance(document, dict):
-        return {name: without_none(value) for name, value in document.items() if value is not None}
-    return [without_none(value) for value in document] if isinstance(document, list) else document
+def read_template(name: str) -> Any:
+    """A document of this folder with `$name` in place of values."""
+    return yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
+def fill(template: Any, values: Mapping[str, Any]) -> Any:
+    """A template with the values of its `$name`; fields that are None are left out."""
+    if isinstance(template, dict):
+        filled = {name: fill(value, values) for name, value in template.items()}
+        return {name: value for name, value in filled.items() if value is not None}
+    if isinstance(template, list):
+        return [fill(value, values) for value in template]
+    if isinstance(template, str) and template.startswith("$") and template[1:] in values:
+        return fill(values[template[1:]], {})
+    return template

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from stoker.errors import UsageError
-from stoker.launching.containers import FAILING_EXIT_CODES, PORT
+from stoker.launching.containers import FAILING_EXIT_CODES, PORT, fill, read_template
 from stoker.launching.google_cloud import TIMEOUT_S, GoogleCloud, find_parent, to_json
 from stoker.launching.spec import Job, JobStatus, LaunchSpec, Mount, states
 
@@ -50,44 +50,29 @@ class GcpBatch(GoogleCloud):
 
     def render(self, spec: LaunchSpec) -> str:
         machine_type, accelerator, count = self.find_machine(spec)
-        policy: dict[str, Any] = {"machineType": machine_type, "provisioningModel": "SPOT" if spec.spot else "STANDARD"}
-        if accelerator is not None and machine_type.startswith("n1-"):  # other types have their GPUs
-            policy["accelerators"] = [{"type": accelerator.lower().replace("_", "-"), "count": str(count)}]
-        account = spec.options.service_account
         several = spec.max_nodes > 1
-        variables = {
-            **spec.env,
-            "WORLD_SIZE": str(spec.max_nodes) if several else None,
-            "MASTER_PORT": str(PORT) if several else None,
-        }
-        task = {
+        variables = {**spec.env, **({"WORLD_SIZE": str(spec.max_nodes), "MASTER_PORT": str(PORT)} if several else {})}
+        accelerators = None
+        if accelerator is not None and machine_type.startswith("n1-"):  # other types have their GPUs
+            accelerators = [{"type": accelerator.lower().replace("_", "-"), "count": str(count)}]
+        values = {
             "runnables": _runnables(spec),
-            "computeResource": {"cpuMilli": str(spec.cpus * 1000), "memoryMib": str(int(spec.memory_gib * 1024))},
-            "maxRetryCount": MAX_RETRIES if spec.spot else spec.restarts,
-            "lifecyclePolicies": [{"action": "FAIL_TASK", "actionCondition": {"exitCodes": list(FAILING_EXIT_CODES)}}],
+            "cpu_milli": str(spec.cpus * 1000),
+            "memory_mib": str(int(spec.memory_gib * 1024)),
+            "retries": MAX_RETRIES if spec.spot else spec.restarts,
+            "failing_exit_codes": list(FAILING_EXIT_CODES),
             "volumes": [_volume(mount, number) for number, mount in enumerate(spec.mounts)] or None,
-            "environment": {"variables": variables} if spec.env or several else None,
-            "maxRunDuration": spec.time_limit_s and f"{spec.time_limit_s}s",
+            "environment": {"variables": variables} if variables else None,
+            "time_limit": spec.time_limit_s and f"{spec.time_limit_s}s",
+            "nodes": str(spec.max_nodes),
+            "several": several or None,
+            "machine_type": machine_type,
+            "provisioning": "SPOT" if spec.spot else "STANDARD",
+            "accelerators": accelerators,
+            "has_gpus": accelerator is not None or None,
+            "service_account": spec.options.service_account and {"email": spec.options.service_account},
         }
-        group = {
-            "taskSpec": task,
-            "taskCount": str(spec.max_nodes),
-            "parallelism": str(spec.max_nodes),
-            "taskCountPerNode": "1",
-            "requireHostsFile": several or None,  # all VMs are there before a task starts
-        }
-        allocation = {
-            "instances": [{"policy": policy, "installGpuDrivers": accelerator is not None or None}],
-            "serviceAccount": {"email": account} if account else None,
-        }
-        return to_json(
-            {
-                "taskGroups": [group],
-                "allocationPolicy": allocation,
-                "logsPolicy": {"destination": "CLOUD_LOGGING"},
-                "labels": {"app": "stoker"},
-            }
-        )
+        return to_json(fill(read_template("gcp_batch.yaml"), values))
 
     def submit(self, spec: LaunchSpec) -> str:
         parent = find_parent(spec.options)

@@ -9,20 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from stoker.errors import ConfigError, PreflightError, UsageError, needs_package
-from stoker.launching.containers import check_container, without_none
+from stoker.launching.containers import check_container
 from stoker.launching.spec import Job, LaunchSpec, Place, PlaceOptions
+from stoker.planning.accelerators import GPUS
 from stoker.planning.machines import Machine, listed_machines
 
-ACCELERATORS = {
-    "p100": "NVIDIA_TESLA_P100",
-    "t4": "NVIDIA_TESLA_T4",
-    "v100-16": "NVIDIA_TESLA_V100",
-    "a100-40": "NVIDIA_TESLA_A100",
-    "a100-80": "NVIDIA_A100_80GB",
-    "l4": "NVIDIA_L4",
-    "h100": "NVIDIA_H100_80GB",
-}
-"""Key of `planning/accelerators.py` → name in Vertex AI. Compute Engine and Batch write it in lower case, with `-`."""
 MEGA = "NVIDIA_H100_MEGA_80GB"
 """The H100 of a3-megagpu-8g."""
 PROJECT_VARIABLES = ("GOOGLE_CLOUD_PROJECT", "CLOUDSDK_CORE_PROJECT")
@@ -120,7 +111,7 @@ class GoogleCloud(Place):
 
 
 def to_json(job: dict[str, Any]) -> str:
-    return json.dumps(without_none(job), indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(job, indent=2, ensure_ascii=False) + "\n"
 
 
 def find_parent(options: PlaceOptions) -> str:
@@ -137,7 +128,7 @@ def find_parent(options: PlaceOptions) -> str:
 
 
 def _accelerator(machine: Machine) -> str:
-    return MEGA if machine.name.startswith("a3-mega") else ACCELERATORS[machine.accelerator]
+    return MEGA if machine.name.startswith("a3-mega") else GPUS[machine.accelerator].google
 
 
 @contextlib.contextmanager

@@ -17,7 +17,14 @@ import msgspec
 import yaml
 
 from stoker.errors import ConfigError, PreflightError, UsageError, nearest, needs_package
-from stoker.launching.containers import FAILING_EXIT_CODES, PORT, check_container, check_mig_slice, without_none
+from stoker.launching.containers import (
+    FAILING_EXIT_CODES,
+    PORT,
+    check_container,
+    check_mig_slice,
+    fill,
+    read_template,
+)
 from stoker.launching.spec import Job, JobStatus, LaunchSpec, Mount, Place, State
 from stoker.planning.machines import Machine, listed_machines
 
@@ -84,8 +91,7 @@ class Kubernetes(Place):
         return warnings
 
     def render(self, spec: LaunchSpec) -> str:
-        documents = {"job": _render_job, "jobset": _render_jobset, "trainjob": _render_trainjob}[_kind(spec)](spec)
-        return yaml.dump_all(without_none(documents), Dumper=_Dumper, sort_keys=False, width=120)
+        return yaml.dump_all(_render(spec), Dumper=_Dumper, sort_keys=False, width=120)
 
     def submit(self, spec: LaunchSpec) -> str:
         cluster = Cluster(_kind(spec), spec.options.namespace, spec.name)
@@ -157,99 +163,34 @@ def _labels(spec: LaunchSpec) -> dict[str, Any]:
     return {"app.kubernetes.io/name": "stoker", LABEL: spec.name}
 
 
-def _object(spec: LaunchSpec, body: dict[str, Any]) -> dict[str, Any]:
-    """A job of the kind of the spec. Kueue starts one that has a queue."""
-    group, version, _, name = KINDS[_kind(spec)]
-    queue = spec.options.queue
-    labels = {**_labels(spec), "kueue.x-k8s.io/queue-name": queue}
-    return {
+def _render(spec: LaunchSpec) -> list[dict[str, Any]]:
+    """The documents: `kubernetes.yaml` with the values of the spec. Kueue starts a job that has a queue."""
+    kind, templates, values = _kind(spec), read_template("kubernetes.yaml"), _values(spec)
+    values["pod"] = fill(templates["pod"], values)
+    values["job"] = fill(templates["job"], values)
+    group, version, _, name = KINDS[kind]
+    metadata = {"name": spec.name, "namespace": spec.options.namespace}
+    queued = {**_labels(spec), "kueue.x-k8s.io/queue-name": spec.options.queue}
+    document = {
         "apiVersion": f"{group}/{version}",
         "kind": name,
-        "metadata": {"name": spec.name, "namespace": spec.options.namespace, "labels": labels},
-        "spec": {"suspend": None if queue is None else True, **body},
+        "metadata": {**metadata, "labels": queued},
+        "spec": {"suspend": None if spec.options.queue is None else True, **fill(templates[kind], values)},
     }
-
-
-def _render_job(spec: LaunchSpec) -> list[dict[str, Any]]:
-    # Each preempted node makes the others fail, once.
-    job = _object(spec, _job_spec(spec, spec.restarts * spec.max_nodes))
-    if spec.max_nodes == 1:
-        return [job]
     service = {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": {"name": spec.name, "namespace": spec.options.namespace, "labels": _labels(spec)},
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": {LABEL: spec.name},
-            "ports": [{"name": "rendezvous", "port": PORT}],
-        },
+        "metadata": {**metadata, "labels": _labels(spec)},
+        "spec": fill(templates["service"], values),
     }
-    return [service, job]
+    # JobSet and TrainJob make a Service of their own.
+    documents = [service, document] if kind == "job" and spec.max_nodes > 1 else [document]
+    return [fill(one, {}) for one in documents]
 
 
-def _render_jobset(spec: LaunchSpec) -> list[dict[str, Any]]:
-    # A failed pod fails the Job, and JobSet starts all nodes again; the first exit codes fail the JobSet.
-    rule = {"name": "wouldFailAgain", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
-    jobset_spec = {
-        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-        "failurePolicy": {"maxRestarts": spec.restarts, "rules": [rule]},
-        "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": _job_spec(spec, 0)}}],
-    }
-    return [_object(spec, jobset_spec)]
-
-
-def _render_trainjob(spec: LaunchSpec) -> list[dict[str, Any]]:
-    template = _pod(spec)
-    pod = template["spec"]
-    container = pod["containers"][0]
-    patched = ("serviceAccountName", "terminationGracePeriodSeconds", "securityContext", "nodeSelector", "affinity")
-    patch = {name: pod[name] for name in (*patched, "tolerations", "volumes")}
-    patch["containers"] = [{"name": "node", "volumeMounts": container["volumeMounts"]}]
-    node = {"name": "node", "template": {"spec": {"template": {"metadata": template["metadata"], "spec": patch}}}}
-    train_spec = {
-        "runtimeRef": {"name": RUNTIME},
-        "trainer": {
-            "image": container["image"],
-            "command": container["command"],
-            "args": container["args"],
-            "numNodes": spec.max_nodes,
-            "numProcPerNode": spec.devices,
-            "resourcesPerNode": container["resources"],
-            "env": container["env"],
-        },
-        "runtimePatches": [
-            {"manager": "stoker", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [node]}}}}
-        ],
-        "activeDeadlineSeconds": spec.time_limit_s,
-    }
-    return [_object(spec, train_spec)]
-
-
-def _job_spec(spec: LaunchSpec, backoff_limit: int) -> dict[str, Any]:
-    codes = {"containerName": "stoker", "operator": "In"}
-    rules = [
-        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        {"action": "Ignore", "onExitCodes": {**codes, "values": [75]}},
-        {"action": "FailJob", "onExitCodes": {**codes, "values": list(FAILING_EXIT_CODES)}},
-    ]
-    return {
-        "completionMode": "Indexed",
-        "completions": spec.max_nodes,
-        "parallelism": spec.max_nodes,
-        "backoffLimit": backoff_limit,
-        "podReplacementPolicy": "Failed",
-        "podFailurePolicy": {"rules": rules},
-        "activeDeadlineSeconds": spec.time_limit_s,
-        "template": _pod(spec),
-    }
-
-
-def _pod(spec: LaunchSpec) -> dict[str, Any]:
-    """The template of a pod, which is a node of the training."""
-    several = spec.max_nodes > 1
-    is_job = _kind(spec) == "job"  # JobSet and TrainJob make a Service of their own
+def _values(spec: LaunchSpec) -> dict[str, Any]:
+    """Of the template. None: the field is left out."""
+    several, is_job = spec.max_nodes > 1, _kind(spec) == "job"
     env: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in spec.env.items()]
     if several:
         master = f"{spec.name}-0.{spec.name}" if is_job else f"{spec.name}-node-0-0.{spec.name}"
@@ -266,35 +207,36 @@ def _pod(spec: LaunchSpec) -> dict[str, Any]:
     volumes = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": _mebibytes(spec.shm_gib)}}]
     volumes += [_volume(mount, number) for number, mount in enumerate(spec.mounts)]
     paths = ["/dev/shm", *(mount.path for mount in spec.mounts)]
-    container = {
-        "name": "stoker",
-        "image": spec.image,
-        "command": ["stoker"],
-        "args": list(spec.arguments),
-        "env": env,
-        "resources": {"requests": resources, "limits": resources},
-        "volumeMounts": [
-            {"name": volume["name"], "mountPath": path} for volume, path in zip(volumes, paths, strict=True)
-        ],
-        "ports": [{"name": "rendezvous", "containerPort": PORT, "protocol": "TCP"}] if several else None,
-    }
     # The user of the image may write to a new disk, which belongs to root.
     has_disk = any("persistentVolumeClaim" in volume for volume in volumes)
     has_bucket = any("csi" in volume for volume in volumes)
-    pod = {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": spec.grace_s,
-        "enableServiceLinks": False,  # a Service named stoker would set STOKER_… variables
-        "automountServiceAccountToken": False,
+    port = {"name": "rendezvous", "containerPort": PORT, "protocol": "TCP"}
+    return {
         **_placement(spec),
-        "containers": [container],
+        "labels": _labels(spec),
+        "annotations": {"gke-gcsfuse/volumes": "true"} if has_bucket else None,
+        "grace_s": spec.grace_s,
+        "image": spec.image,
+        "arguments": list(spec.arguments),
+        "env": env,
+        "resources": resources,
         "volumes": volumes,
-        "serviceAccountName": spec.options.service_account,
-        "securityContext": {"fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"} if has_disk else None,
+        "volume_mounts": [{"name": v["name"], "mountPath": path} for v, path in zip(volumes, paths, strict=True)],
+        "container_ports": [port] if several else None,
+        "service_account": spec.options.service_account,
+        "security_context": {"fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"} if has_disk else None,
         "subdomain": spec.name if several and is_job else None,
+        "selector": {LABEL: spec.name},
+        "service_ports": [{"name": "rendezvous", "port": PORT}],
+        "nodes": spec.max_nodes,
+        "devices": spec.devices,
+        # A failed pod of a JobSet fails its Job; else each preempted node makes the others fail, once.
+        "backoff_limit": spec.restarts * spec.max_nodes if is_job else 0,
+        "restarts": spec.restarts,
+        "failing_exit_codes": list(FAILING_EXIT_CODES),
+        "time_limit_s": spec.time_limit_s,
+        "runtime": RUNTIME,
     }
-    annotations = {"gke-gcsfuse/volumes": "true"} if has_bucket else None
-    return {"metadata": {"labels": _labels(spec), "annotations": annotations}, "spec": pod}
 
 
 def _schedulable(spec: LaunchSpec) -> tuple[float, float]:
@@ -334,17 +276,16 @@ def _placement(spec: LaunchSpec) -> dict[str, Any]:
         GKE_SPOT[0]: GKE_SPOT[1] if spec.spot and is_gke else None,
     }
     tolerations = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}] if spec.gpus else []
+    taints = () if not spec.spot else SPOT_TAINTS[:1] if is_gke else SPOT_TAINTS
+    tolerations += [{"key": key, "operator": "Equal", "value": value, "effect": "NoSchedule"} for key, value in taints]
     affinity = None
-    if spec.spot:
-        for key, value in SPOT_TAINTS[:1] if is_gke else SPOT_TAINTS:
-            tolerations.append({"key": key, "operator": "Equal", "value": value, "effect": "NoSchedule"})
-        if not is_gke:  # terms are alternatives
-            terms = [
-                {"matchExpressions": [{"key": key, "operator": "In", "values": [value]}]} for key, value in SPOT_LABELS
-            ]
-            required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
-            affinity = {"nodeAffinity": required}
-    return {"affinity": affinity, "nodeSelector": without_none(selector) or None, "tolerations": tolerations or None}
+    if spec.spot and not is_gke:  # terms are alternatives
+        terms = [
+            {"matchExpressions": [{"key": key, "operator": "In", "values": [value]}]} for key, value in SPOT_LABELS
+        ]
+        required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
+        affinity = {"nodeAffinity": required}
+    return {"affinity": affinity, "node_selector": fill(selector, {}) or None, "tolerations": tolerations or None}
 
 
 def _volume(mount: Mount, number: int) -> dict[str, Any]:

@@ -11,9 +11,8 @@ import msgspec
 
 from stoker.errors import UsageError
 from stoker.launching.jobs import last_job, read_jobs, remember
-from stoker.launching.request import make_spec
+from stoker.launching.request import check_launch, make_spec
 from stoker.launching.spec import Job, JobStatus, LaunchRequest, LaunchSpec, Place, PlaceOptions, open_place
-from stoker.launching.validate import check_launch
 
 if TYPE_CHECKING:
     from stoker.launching.advise import Change, LaunchAdvice

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from stoker.errors import UsageError
+from stoker.launching.containers import fill, read_template
 from stoker.launching.google_cloud import TIMEOUT_S, GoogleCloud, find_parent, to_json
 from stoker.launching.spec import Job, JobStatus, LaunchSpec, states
 
@@ -47,39 +48,28 @@ class Vertex(GoogleCloud):
 
     def render(self, spec: LaunchSpec) -> str:
         machine_type, accelerator, count = self.find_machine(spec)
-        shares = [(mount.path, mount.nfs) for mount in spec.mounts if mount.nfs is not None]
-        nfs = [{"server": server, "path": export, "mountPoint": path} for path, (server, export) in shares]
-        pool = {
-            "machineSpec": {
-                "machineType": machine_type,
-                "acceleratorType": accelerator,
-                "acceleratorCount": count or None,
-            },
-            "replicaCount": "1",
-            "containerSpec": {
-                "imageUri": spec.image,
-                "command": ["stoker"],
-                "args": list(spec.arguments),
-                "env": [{"name": name, "value": value} for name, value in spec.env.items()],
-            },
-            "nfsMounts": nfs or None,
+        nfs = [{"server": m.nfs[0], "path": m.nfs[1], "mountPoint": m.path} for m in spec.mounts if m.nfs is not None]
+        template = read_template("vertex.yaml")
+        values = {
+            "machine_type": machine_type,
+            "accelerator": accelerator,
+            "accelerators": count or None,
+            "image": spec.image,
+            "arguments": list(spec.arguments),
+            "env": [{"name": name, "value": value} for name, value in spec.env.items()],
+            "nfs": nfs or None,
+            "name": spec.name,
+            "strategy": "SPOT" if spec.spot else "STANDARD",
+            "never_restarts": spec.restarts == 0,
+            "restarts_together": spec.max_nodes > 1 and spec.restarts > 0,
+            "time_limit": spec.time_limit_s and f"{spec.time_limit_s}s",
+            "service_account": spec.options.service_account,
+            "output": {"outputUriPrefix": spec.run_dir} if spec.run_dir.startswith("gs://") else None,
         }
         # The first pool is one machine, that of rank 0.
-        others = [{**pool, "replicaCount": str(spec.max_nodes - 1)}] if spec.max_nodes > 1 else []
-        # TensorBoard files and the model are copied below the output directory (training/vertex.py).
-        output = {"outputUriPrefix": spec.run_dir} if spec.run_dir.startswith("gs://") else None
-        job_spec = {
-            "workerPoolSpecs": [pool, *others],
-            "scheduling": {
-                "strategy": "SPOT" if spec.spot else "STANDARD",
-                "disableRetries": spec.restarts == 0,
-                "restartJobOnWorkerRestart": spec.max_nodes > 1 and spec.restarts > 0,
-                "timeout": spec.time_limit_s and f"{spec.time_limit_s}s",
-            },
-            "serviceAccount": spec.options.service_account,
-            "baseOutputDirectory": output,
-        }
-        return to_json({"displayName": spec.name, "labels": {"app": "stoker"}, "jobSpec": job_spec})
+        replicas = ["1", str(spec.max_nodes - 1)] if spec.max_nodes > 1 else ["1"]
+        pools = [fill(template["pool"], {**values, "replicas": number}) for number in replicas]
+        return to_json(fill(template["job"], {**values, "pools": pools}))
 
     def submit(self, spec: LaunchSpec) -> str:
         parent = find_parent(spec.options)

@@ -1,22 +1,68 @@
 """Accounts for every field of a file that is imported: each gets exactly one row of the report.
 
 The readers (`tf_*.py`) go through the messages that they understand and call `exact`, `substitute` or `drop` for each
-field; what is left at the end is looked up in `knowledge/pipeline_fields.toml` (`tf_other.py`). What a
-field becomes is not decided here.
+field; what is left at the end is looked up in `knowledge/pipeline_fields.toml`. What a field becomes is not decided
+here.
 """
 
 import dataclasses
+import functools
+import re
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import msgspec
 
 from stoker.config.settings import SECTION_OF
+from stoker.knowledge import read_toml
 from stoker.migration.text_format import Message, Scalar
 from stoker.report.models import ModelInfo
 
 Status = Literal["exact", "substitute", "not carried"]
 MODEL_SETTINGS_OF_ALL = ("model", "weights", "backbone_norm", "trainable_backbone_layers")
 """Settings of the section `model` that every architecture has."""
+
+
+UNKNOWN = "no field of the API that stoker knows: misspelled, or newer than release 2.8"
+_INDEX = re.compile(r"\[\d+\]")
+
+
+class _Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A row of `pipeline_fields.toml`, which says what the fields mean."""
+
+    fields: tuple[str, ...]
+    note: str = ""
+    status: Status = "not carried"
+    values: tuple[Scalar, ...] | None = None
+    models: tuple[str, ...] = ("*",)
+    settings: dict[str, str] = {}
+
+    def matches(self, path: str, values: list[Scalar], model: str) -> bool:
+        has_values = self.values is None or set(values) <= set(self.values)
+        is_for_model = any(fnmatchcase(model, pattern) for pattern in self.models)
+        return has_values and is_for_model and any(fnmatchcase(path, pattern) for pattern in self.fields)
+
+
+class Detector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a feature extractor of the API becomes."""
+
+    pattern: str
+    """Of its type, without `_keras`; the first that matches counts."""
+    model: str
+    note: str
+
+
+class _Knowledge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    rows: tuple[_Rule, ...]
+    detectors: dict[str, tuple[Detector, ...]]
+    """By family."""
+
+
+@functools.cache
+def knowledge() -> _Knowledge:
+    """What is known about the fields and models of the API."""
+    return msgspec.convert(read_toml("pipeline_fields.toml"), _Knowledge)
 
 
 class FieldRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,11 +103,11 @@ class FieldAccount:
 
     def exact(self, message: Message, name: str, settings: dict[str, Any] | None = None, note: str = "") -> None:
         """The field means the same here. name: "" for the message itself, if it is empty."""
-        self._carry(message, name, "exact", settings or {}, note)
+        self.carry(message, name, "exact", settings or {}, note)
 
     def substitute(self, message: Message, name: str, settings: dict[str, Any], note: str) -> None:
         """The nearest that stoker has; note: what differs."""
-        self._carry(message, name, "substitute", settings, note)
+        self.carry(message, name, "substitute", settings, note)
 
     def drop(self, message: Message, name: str, reason: str, *, is_unknown: bool = False) -> None:
         """The field has no counterpart."""
@@ -74,16 +120,35 @@ class FieldAccount:
                 if status == "not carried":
                     self.drop(owner, name, note)
                 else:
-                    self._carry(owner, name, status, settings, note)
+                    self.carry(owner, name, status, settings, note)
 
     def trap(self, name: str, line: int | None, text: str) -> None:
         self.traps.append(Trap(name=name, line=line, text=text))
+
+    def rest(self, pipeline: Message) -> None:
+        """A row for every field that has none yet, from `pipeline_fields.toml`."""
+        for owner, name in pipeline.leaves():
+            if not self.is_open(owner, name):
+                continue
+            path, values = _INDEX.sub("", _path(owner, name)), owner.scalars.get(name, [])
+            rule = next((rule for rule in knowledge().rows if rule.matches(path, values, self.model.name)), None)
+            if rule is None:
+                self.drop(owner, name, UNKNOWN, is_unknown=True)
+                line = owner.lines.get(name, owner.line)
+                self.trap("unknown-field", line, f"{path}: {UNKNOWN}; TensorFlow would refuse the file")
+                continue
+            note = rule.note.replace("{model}", self.model.name).replace("{value}", _written(values))
+            if rule.status == "not carried":
+                self.drop(owner, name, note)
+            else:
+                self.carry(owner, name, rule.status, dict(rule.settings), note)
 
     def is_open(self, message: Message, name: str) -> bool:
         """Whether the field has no row yet."""
         return _path(message, name) not in self.rows
 
-    def _carry(self, message: Message, name: str, status: Status, settings: dict[str, Any], note: str) -> None:
+    def carry(self, message: Message, name: str, status: Status, settings: dict[str, Any], note: str) -> None:
+        """`exact` or `substitute`; a field of settings that the model does not have is dropped."""
         missing = [setting for setting in settings if not self._has(setting)]
         if missing and len(missing) == len(settings):
             flags = ", ".join(f"--{setting.replace('_', '-')}" for setting in missing)
@@ -111,7 +176,7 @@ def _path(message: Message, name: str) -> str:
     return message.join(name) if name else message.path
 
 
-def _written(values: list[Scalar]) -> str:
+def _written(values: Sequence[Scalar]) -> str:
     """The values as the file has them, without quotes."""
     words = [str(value).lower() if isinstance(value, bool) else str(value) for value in values]
     return words[0] if len(words) == 1 else f"[{', '.join(words)}]"

@@ -11,11 +11,10 @@ from stoker import regular_files
 from stoker.config.settings import Config, check, from_fields, to_toml
 from stoker.errors import UsageError, writing
 from stoker.migration.fields import FieldAccount, FieldRow, Trap
-from stoker.migration.text_format import read_message
+from stoker.migration.text_format import Message, read_message
 from stoker.migration.tf_augmentation import read_augmentation
 from stoker.migration.tf_inputs import read_inputs
 from stoker.migration.tf_model import choose_detector, read_model
-from stoker.migration.tf_other import read_eval_config, read_rest
 from stoker.migration.tf_training import read_training
 from stoker.report.models import find_model
 
@@ -49,8 +48,8 @@ def import_pipeline(path: Path, *, data: str | None = None) -> tuple[Config, Imp
     read_training(account, train, model)
     read_augmentation(account, train)
     read_inputs(account, pipeline, model, data)
-    read_eval_config(account, pipeline.child("eval_config"))
-    read_rest(account, pipeline)
+    _read_averages(account, pipeline.child("eval_config"))
+    account.rest(pipeline)
     _warn_about_tpu(account, path, uses_bfloat16=train.flag("use_bfloat16", False))
     config = from_fields(account.settings)
     check(config)
@@ -64,6 +63,18 @@ def import_pipeline(path: Path, *, data: str | None = None) -> tuple[Config, Imp
         traps=account.traps,
     )
     return config, report
+
+
+def _read_averages(account: FieldAccount, config: Message) -> None:
+    """Which weights are evaluated."""
+    if not config.has("use_moving_averages"):
+        return
+    averaged = account.settings.get("ema_decay", 0) > 0
+    if config.flag("use_moving_averages", False) is averaged:
+        account.exact(config, "use_moving_averages")
+    else:
+        what = "the averaged weights are evaluated and saved" if averaged else "there are no averaged weights"
+        account.substitute(config, "use_moving_averages", {}, what)
 
 
 def _warn_about_tpu(account: FieldAccount, path: Path, *, uses_bfloat16: bool) -> None:

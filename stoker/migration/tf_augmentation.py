@@ -12,16 +12,6 @@ from stoker.migration.text_format import Message
 
 SCALE_LIMITS = (0.05, 20.0)
 """Of `--scale-range`."""
-NEVER_HERE = {
-    "normalize_image": "models normalize their input themselves",
-    "subtract_channel_mean": "models normalize their input themselves",
-    "resize_image": "the image size is that of the model input",
-    "random_resize_method": "images are resized with one filter",
-    "scale_boxes_to_pixel_coordinates": "boxes are in pixels anyway",
-    "random_vertical_flip": "images are flipped from left to right only",
-    "random_rotation90": "images are not rotated",
-    "remap_labels": "classes are those of the data set: --classes chooses some",
-}
 DISTORT_COLOR = {"brightness": 0.125, "contrast": 0.5, "saturation": 0.5, "hue": 0.2}
 """random_distort_color: brightness 32 of 255, contrast and saturation 0.5 to 1.5, hue 0.2."""
 SSD_CROP_COVERED, SSD_CROP_AREA, SSD_CROP_SKIPPED = 0.1, 0.1, 0.15
@@ -41,18 +31,10 @@ def read_augmentation(account: FieldAccount, train: Message) -> None:
 def _read_step(account: FieldAccount, name: str, step: Message) -> None:
     if name == "random_horizontal_flip":
         account.exact(step, "probability", {"hflip": step.number("probability", 0.5)})
-        for owner, field in step.leaves():
-            if account.is_open(owner, field):
-                if field == "":
-                    account.exact(owner, field, note="see probability")
-                else:
-                    account.drop(owner, field, "there are no keypoints")
     elif name in COLOR_STEPS:
         _read_color(account, name, step)
     elif (settings := _scale_settings(name, step)) is not None:
         account.whole(step, "substitute", _merge(account, settings), SCALE_NOTE)
-    else:
-        account.whole(step, "not carried", {}, NEVER_HERE.get(name, "stoker does not have this augmentation"))
 
 
 COLOR_STEPS = {

@@ -51,7 +51,6 @@ def read_inputs(account: FieldAccount, pipeline: Message, model: Message, data: 
         _warn_about_other_records(account, train_files + eval_files, layout)
     for reader in (train, *evals):
         _read_label_map(account, reader, source, layout, num_classes=int(model.number("num_classes", 0)))
-        _read_options(account, reader, is_training=reader is train)
     _warn_about_clipping(account, pipeline.child("train_config"), train)
 
 
@@ -207,28 +206,6 @@ def _read_label_map(
     if count != num_classes:
         text = f"num_classes is {num_classes}, and {found} has {count} classes: {count} are trained"
         account.trap("number-of-classes", None, text)
-
-
-def _read_options(account: FieldAccount, reader: Message, *, is_training: bool) -> None:
-    if reader.has("sample_1_of_n_examples"):
-        if reader.number("sample_1_of_n_examples", 1) == 1:
-            account.exact(reader, "sample_1_of_n_examples")
-        else:
-            account.drop(reader, "sample_1_of_n_examples", "all images of a split are used")
-    if reader.has("shuffle"):
-        if reader.flag("shuffle", True) is is_training:
-            account.exact(reader, "shuffle", note="a new order each epoch" if is_training else "")
-        elif is_training:
-            account.drop(reader, "shuffle", "training images are always shuffled")
-        else:
-            account.exact(reader, "shuffle", note="the order does not change the metrics")
-    if reader.has("use_display_name"):
-        account.exact(reader, "use_display_name", note="a text may be the name or the display name of a class")
-    if reader.has("input_type"):
-        if reader.text("input_type") in ("INPUT_DEFAULT", "TF_EXAMPLE"):
-            account.exact(reader, "input_type")
-        else:
-            account.drop(reader, "input_type", "records are read as tf.train.Example only")
 
 
 def _warn_about_clipping(account: FieldAccount, train_config: Message, reader: Message) -> None:

@@ -6,62 +6,12 @@ stoker does not have becomes the nearest one: same family first, then similar co
 
 import math
 from fnmatch import fnmatchcase
-from typing import NamedTuple
 
 from stoker.errors import ConfigError
-from stoker.migration.fields import FieldAccount
+from stoker.migration.fields import Detector, FieldAccount, Status, knowledge
 from stoker.migration.text_format import Message
 
-SAME = "the same architecture, with torchvision's details (docs/models.md)"
 FAMILIES = ("ssd", "faster_rcnn", "center_net")
-
-
-class Detector(NamedTuple):
-    """What a feature extractor of the API becomes."""
-
-    pattern: str
-    """Of its type, without `_keras`; the first that matches counts."""
-    model: str
-    note: str
-
-
-_NO_EFFICIENTDET = "stoker has no EfficientDet; the nearest one-stage detector of similar cost"
-_NO_CENTERNET = "stoker has no CenterNet; FCOS has no anchors either, and one box per position"
-_SSDLITE = "the nearest SSD for small devices: other backbone (MobileNetV3), the same kind of head"
-_FPN_MOBILE = "the nearest mobile backbone with an FPN"
-_NO_DEEPER = "stoker has no deeper backbone for this architecture"
-_WITH_FPN = "a Faster R-CNN on the same kind of backbone, with an FPN where the API has one feature map"
-DETECTORS: dict[str, tuple[Detector, ...]] = {
-    "ssd": (
-        Detector("ssd_efficientnet-b0_bifpn", "retinanet_mobilenet_v2_fpnlite", _NO_EFFICIENTDET),
-        Detector("ssd_efficientnet-b[12]_bifpn", "retinanet_mobilenet_v3_large_fpn", _NO_EFFICIENTDET),
-        Detector("ssd_efficientnet-b[34]_bifpn", "retinanet_resnet50_fpn", _NO_EFFICIENTDET),
-        Detector("ssd_efficientnet-*", "retinanet_resnet101_fpn", _NO_EFFICIENTDET),
-        Detector("ssd_resnet50_v1_fpn", "retinanet_resnet50_fpn", f"RetinaNet: {SAME}"),
-        Detector("ssd_resnet101_v1_fpn", "retinanet_resnet101_fpn", f"RetinaNet: {SAME}"),
-        Detector("ssd_resnet152_v1_fpn", "retinanet_resnet101_fpn", f"RetinaNet; {_NO_DEEPER}"),
-        Detector("ssd_resnet*", "retinanet_resnet50_fpn", "the nearest one-stage detector on a ResNet, with an FPN"),
-        Detector("ssd_mobilenet_v1_fpn", "retinanet_mobilenet_v2_fpn", f"{_FPN_MOBILE}; a lighter head"),
-        Detector("ssd_mobilenet_v2_fpn", "retinanet_mobilenet_v2_fpn", f"{_FPN_MOBILE}; a lighter head"),
-        Detector("ssd_mobilenet_v2_mnasfpn", "retinanet_mobilenet_v2_fpnlite", _FPN_MOBILE),
-        Detector("ssd_mobilenet*_fpn", "retinanet_mobilenet_v3_large_fpn", _FPN_MOBILE),
-        Detector("ssd_inception*", "ssd300_vgg16", "the nearest SSD without an FPN; more FLOPs, similar AP on COCO"),
-        Detector("*mobile*", "ssdlite320_mobilenet_v3_large", _SSDLITE),
-        Detector("ssd_spaghettinet", "ssdlite320_mobilenet_v3_large", _SSDLITE),
-    ),
-    "faster_rcnn": (
-        Detector("faster_rcnn_resnet50_fpn", "faster_rcnn_resnet50_fpn", f"Faster R-CNN: {SAME}"),
-        Detector("faster_rcnn_resnet50", "faster_rcnn_resnet50_fpn", _WITH_FPN),
-        Detector("faster_rcnn_mobilenet*", "faster_rcnn_mobilenet_v3_large_fpn", _WITH_FPN),
-        Detector("faster_rcnn_inception_v2", "faster_rcnn_mobilenet_v3_large_fpn", "the nearest light Faster R-CNN"),
-        Detector("faster_rcnn_*", "faster_rcnn_resnet50_fpn", f"with an FPN; {_NO_DEEPER}"),
-    ),
-    "center_net": (
-        Detector("resnet_v1_18*", "fcos_resnet18_fpn", _NO_CENTERNET),
-        Detector("mobilenet*", "fcos_resnet18_fpn", _NO_CENTERNET),
-        Detector("*", "fcos_resnet50_fpn", _NO_CENTERNET),
-    ),
-}
 FALLBACK = {"ssd": "retinanet_resnet50_fpn", "faster_rcnn": "faster_rcnn_resnet50_fpn"}
 SSD_ASPECT_RATIOS = {
     "ssdlite320_mobilenet_v3_large": (1 / 3, 1 / 2, 1.0, 2.0, 3.0),
@@ -88,7 +38,7 @@ def choose_detector(model: Message) -> tuple[str, Message, Detector]:
     name = kind.removesuffix("_keras")
     if name == "ssd_mobilenet_v2_fpn" and is_lite:
         return family, message, Detector(name, "retinanet_mobilenet_v2_fpnlite", "SSD MobileNetV2 FPN-lite")
-    for detector in DETECTORS[family]:
+    for detector in knowledge().detectors[family]:
         if fnmatchcase(name, detector.pattern):
             return family, message, detector
     note = f"stoker does not know {kind!r}; the usual model of the family, so choose another where it matters"
@@ -125,38 +75,22 @@ def _read_image_size(account: FieldAccount, resizer: Message) -> None:
         short, long = (int(shape.number(*field)) for field in (("min_dimension", 600), ("max_dimension", 1024)))
         image_size = _rounded_size(account, short, long)
         settings = {"image_size": image_size, "resize": "letterbox"}
-        if short == long == image_size[0]:
-            note = "the aspect ratio is kept, and the rest is padded"
-            account.exact(shape, "min_dimension", settings, note)
-            account.exact(shape, "max_dimension", settings, note)
-        else:
+        status: Status = "exact" if short == long == image_size[0] else "substitute"
+        note = "the aspect ratio is kept, and the rest is padded"
+        if status == "substitute":
             note = (
                 "all images are fitted into one fixed size: landscape images get the scale of the API, portrait "
                 "images a smaller one (swap the two numbers if most are portrait)"
             )
-            if image_size != (short, long):
-                note += f"; {_multiple_note(account)}"
-            account.substitute(shape, "min_dimension", settings, note)
-            account.substitute(shape, "max_dimension", settings, note)
-        if shape.has("pad_to_max_dimension"):
-            account.exact(shape, "pad_to_max_dimension", note="the input size is fixed, so images are always padded")
-        if shape.has("per_channel_pad_value"):
-            account.drop(shape, "per_channel_pad_value", "padding has the ImageNet mean, which normalizes to 0")
+            note += f"; {_multiple_note(account)}" if image_size != (short, long) else ""
+        for name in ("min_dimension", "max_dimension"):
+            account.carry(shape, name, status, settings, note)
     elif kind == "conditional_shape_resizer":
         side = int(shape.number("size_threshold", 300))
         image_size = _rounded_size(account, side, side)
         account.whole(
             shape, "substitute", {"image_size": image_size, "resize": "letterbox"}, "all images get one fixed size"
         )
-    else:
-        account.whole(
-            resizer, "not carried", {}, "input sizes are fixed here: --image-size, else derived from the data"
-        )
-    if shape.has("resize_method") and account.is_open(shape, "resize_method"):
-        note = "stoker resizes with one filter of its own (docs/image-files.md)"
-        account.substitute(shape, "resize_method", {}, note)
-    if shape.has("convert_to_grayscale") and account.is_open(shape, "convert_to_grayscale"):
-        account.exact(shape, "convert_to_grayscale")
 
 
 def _rounded_size(account: FieldAccount, height: int, width: int) -> tuple[int, int]:
@@ -173,25 +107,8 @@ def _read_ssd(account: FieldAccount, ssd: Message) -> None:
     _read_backbone_norm(account, ssd, "freeze_batchnorm", is_frozen=ssd.flag("freeze_batchnorm", False))
     _read_anchors(account, ssd.child("anchor_generator"))
     _read_matcher(account, ssd.child("matcher"))
-    _read_box_coder(account, ssd.child("box_coder"))
-    loss = ssd.child("loss")
-    _read_classification_loss(account, loss.child("classification_loss"))
-    _read_localization_loss(account, loss.child("localization_loss"))
-    _read_hard_example_miner(account, loss.child("hard_example_miner"))
-    for name in ("classification_weight", "localization_weight"):
-        _read_fixed(account, loss, name, 1.0, "both losses have the weight 1")
+    _read_classification_loss(account, ssd.child("loss").child("classification_loss"))
     _read_nms(account, ssd.child("post_processing"))
-    if ssd.has("normalize_loss_by_num_matches"):
-        if ssd.flag("normalize_loss_by_num_matches", True):
-            account.exact(ssd, "normalize_loss_by_num_matches")
-        else:
-            account.drop(ssd, "normalize_loss_by_num_matches", "losses are always divided by the number of matches")
-    if ssd.has("normalize_loc_loss_by_codesize"):
-        if ssd.flag("normalize_loc_loss_by_codesize", False):
-            reason = "the box loss is not divided by 4: it weighs more against the class loss"
-            account.drop(ssd, "normalize_loc_loss_by_codesize", reason)
-        else:
-            account.exact(ssd, "normalize_loc_loss_by_codesize")
 
 
 def _read_faster_rcnn(account: FieldAccount, rcnn: Message) -> None:
@@ -200,37 +117,7 @@ def _read_faster_rcnn(account: FieldAccount, rcnn: Message) -> None:
     _read_backbone_norm(account, extractor, "batch_norm_trainable", is_frozen=is_frozen)
     _read_anchors(account, rcnn.child("first_stage_anchor_generator"))
     _read_classification_loss(account, rcnn.child("second_stage_classification_loss"))
-    _read_hard_example_miner(account, rcnn.child("hard_example_miner"))
     _read_nms(account, rcnn.child("second_stage_post_processing"))
-    for name, value, note in FIXED_IN_FASTER_RCNN:
-        _read_fixed(account, rcnn, name, value, note)
-
-
-FIXED_IN_FASTER_RCNN = (
-    ("number_of_stages", 2, "both stages are trained"),
-    ("first_stage_nms_iou_threshold", 0.7, "NMS of proposals at 0.7"),
-    ("first_stage_nms_score_threshold", 0.0, "no threshold"),
-    ("first_stage_max_proposals", 2000, "torchvision's: 2,000 proposals in training, 1,000 in evaluation"),
-    ("first_stage_minibatch_size", 256, "256 anchors of an image in the loss"),
-    ("first_stage_positive_balance_fraction", 0.5, "at most half of them are positive"),
-    ("first_stage_localization_loss_weight", 1.0, "all four losses have the weight 1"),
-    ("first_stage_objectness_loss_weight", 1.0, "all four losses have the weight 1"),
-    ("second_stage_batch_size", 512, "512 proposals of an image in the loss"),
-    ("second_stage_balance_fraction", 0.25, "at most a quarter of them are positive"),
-    ("second_stage_localization_loss_weight", 1.0, "all four losses have the weight 1"),
-    ("second_stage_classification_loss_weight", 1.0, "all four losses have the weight 1"),
-)
-"""Field, value that stoker has without a setting (`models/faster_rcnn/`), and what that is."""
-
-
-def _read_fixed(account: FieldAccount, message: Message, name: str, value: float, note: str) -> None:
-    """A field whose value is fixed in stoker."""
-    if not message.has(name) or not account.is_open(message, name):
-        return
-    if math.isclose(message.number(name, value), value):
-        account.exact(message, name, note=note)
-    else:
-        account.drop(message, name, f"fixed in stoker: {note}")
 
 
 def _read_backbone_norm(account: FieldAccount, message: Message, name: str, *, is_frozen: bool) -> None:
@@ -255,8 +142,6 @@ def _read_anchors(account: FieldAccount, generator: Message) -> None:
         _read_grid_anchors(account, grid)
     elif kind == "ssd_anchor_generator":
         _read_ssd_anchors(account, grid)
-    else:
-        account.whole(generator, "not carried", {}, "anchors of this kind do not exist here; the model's own are used")
 
 
 def _num_levels(account: FieldAccount) -> int:
@@ -285,8 +170,6 @@ def _read_multiscale_anchors(account: FieldAccount, grid: Message) -> None:
         for name in ("min_level", "max_level", "anchor_scale", "scales_per_octave"):
             account.substitute(grid, name, {}, note)
     _read_aspect_ratios(account, grid, default=(1.0,))
-    if grid.has("normalize_coordinates"):
-        account.exact(grid, "normalize_coordinates", note="anchors are in pixels here; the boxes are the same")
 
 
 def _read_aspect_ratios(account: FieldAccount, grid: Message, *, default: tuple[float, ...]) -> None:
@@ -313,9 +196,6 @@ def _read_grid_anchors(account: FieldAccount, grid: Message) -> None:
             account.substitute(grid, name, settings, note)
     if grid.has("aspect_ratios"):
         _read_aspect_ratios(account, grid, default=())
-    for name in ("height_stride", "width_stride", "height_offset", "width_offset"):
-        if grid.has(name):
-            account.drop(grid, name, "anchors are one stride of their level apart")
 
 
 def _read_ssd_anchors(account: FieldAccount, grid: Message) -> None:
@@ -345,18 +225,11 @@ def _read_ssd_anchors(account: FieldAccount, grid: Message) -> None:
             account.exact(grid, "aspect_ratios")
         else:
             account.substitute(grid, "aspect_ratios", {}, f"fixed in {name}: 1/3, 1/2, 1, 2, 3")
-    if grid.has("reduce_boxes_in_lowest_layer"):
-        if grid.flag("reduce_boxes_in_lowest_layer", True):
-            account.drop(grid, "reduce_boxes_in_lowest_layer", f"{name} has all anchors at its finest level")
-        else:
-            account.exact(grid, "reduce_boxes_in_lowest_layer")
-    account.whole(grid, "not carried", {}, f"{name} has no such option of its anchors")
 
 
 def _read_matcher(account: FieldAccount, matcher: Message) -> None:
     argmax = matcher.child("argmax_matcher")
     if not argmax.is_present:
-        account.whole(matcher, "not carried", {}, "anchors are assigned by IoU thresholds")
         return
     if argmax.flag("ignore_thresholds", False):
         account.whole(argmax, "not carried", {}, "anchors are assigned by IoU thresholds: those of the model's paper")
@@ -368,107 +241,26 @@ def _read_matcher(account: FieldAccount, matcher: Message) -> None:
         account.exact(argmax, "unmatched_threshold", note="the model has one threshold")
     else:
         account.exact(argmax, "unmatched_threshold", {"bg_iou_thresh": background})
-    for name, wanted, reason in (
-        ("negatives_lower_than_unmatched", True, "anchors below the lower threshold are background"),
-        ("force_match_for_each_row", True, "each box gets the anchor with its largest IoU"),
-        ("ignore_thresholds", False, "the thresholds count"),
-    ):
-        if argmax.has(name):
-            if argmax.flag(name, wanted) is wanted:
-                account.exact(argmax, name, note=reason)
-            else:
-                account.drop(argmax, name, f"fixed in stoker: {reason}")
-
-
-def _read_box_coder(account: FieldAccount, box_coder: Message) -> None:
-    coder = box_coder.child("faster_rcnn_box_coder")
-    has_scales = account.model.name.startswith("ssd")
-    for name, scale in (("y_scale", 10.0), ("x_scale", 10.0), ("height_scale", 5.0), ("width_scale", 5.0)):
-        if coder.has(name):
-            if has_scales:
-                _read_fixed(account, coder, name, scale, "box offsets times 10 and 5, as in SSD")
-            else:
-                account.drop(
-                    coder, name, "box offsets are not scaled in RetinaNet: the box loss is weighted differently"
-                )
-    account.whole(box_coder, "not carried", {}, "boxes are encoded as in Faster R-CNN")
 
 
 def _read_classification_loss(account: FieldAccount, loss: Message) -> None:
-    kind = loss.kind()
-    if kind is None:
+    """The parameters of a focal loss; other losses cannot be chosen."""
+    if loss.kind() != "weighted_sigmoid_focal" or "focal_alpha" not in account.model.settings:
         return
-    chosen = loss.child(kind)
-    has_focal = "focal_alpha" in account.model.settings
-    if kind == "weighted_sigmoid_focal" and has_focal:
-        gamma, alpha = chosen.number("gamma", 2.0), chosen.number("alpha", 0.25)
-        account.exact(chosen, "gamma", {"focal_gamma": gamma})
-        if chosen.has("alpha"):
-            account.exact(chosen, "alpha", {"focal_alpha": alpha})
-        else:
-            note = "without alpha, the API weighs positives and negatives equally; 0.25 is the paper's"
-            account.substitute(chosen, "alpha", {"focal_alpha": alpha}, note)
-        account.whole(loss, "exact", {})
-    elif has_focal:
-        note = "the focal loss of the model's paper"
-        account.whole(loss, "substitute", {}, note)
-    elif kind == "weighted_softmax" and chosen.number("logit_scale", 1.0) == 1:
-        account.whole(loss, "exact", {}, "cross-entropy of a softmax")
+    focal = loss.child("weighted_sigmoid_focal")
+    account.exact(focal, "gamma", {"focal_gamma": focal.number("gamma", 2.0)})
+    settings = {"focal_alpha": focal.number("alpha", 0.25)}
+    if focal.has("alpha"):
+        account.exact(focal, "alpha", settings)
     else:
-        account.whole(loss, "substitute", {}, f"{account.model.name} has the cross-entropy of a softmax")
-
-
-def _read_localization_loss(account: FieldAccount, loss: Message) -> None:
-    kind = loss.kind()
-    if kind is None:
-        return
-    chosen = loss.child(kind)
-    if "box_loss" not in account.model.settings:
-        if kind == "weighted_smooth_l1" and math.isclose(chosen.number("delta", 1.0), 1.0):
-            account.whole(loss, "exact", {}, "smooth L1")
-        else:
-            account.whole(loss, "substitute", {}, f"{account.model.name} has a smooth L1 loss")
-    elif kind == "weighted_giou":
-        account.whole(loss, "exact", {"box_loss": "giou"})
-    elif kind == "weighted_iou":
-        account.whole(loss, "substitute", {"box_loss": "giou"}, "generalized IoU has a gradient without overlap too")
-    elif kind == "l1_localization_loss":
-        account.whole(loss, "exact", {"box_loss": "l1"})
-    else:
-        account.whole(loss, "substitute", {"box_loss": "l1"}, "L1 without the quadratic part near 0")
-
-
-def _read_hard_example_miner(account: FieldAccount, miner: Message) -> None:
-    if not miner.is_present:
-        return
-    if not account.model.name.startswith("ssd"):
-        note = (
-            "the focal loss weighs easy examples down" if "focal_alpha" in account.model.settings else "random samples"
-        )
-        account.whole(miner, "not carried", {}, f"no mining of hard examples in {account.model.name}: {note}")
-        return
-    if math.isclose(miner.number("max_negatives_per_positive", 0), 3):
-        account.exact(miner, "max_negatives_per_positive", note="three hard negatives per positive anchor")
-    account.whole(miner, "not carried", {}, "fixed in stoker: three hard negatives per positive, by class loss, no NMS")
+        note = "without alpha, the API weighs positives and negatives equally; 0.25 is the paper's"
+        account.substitute(focal, "alpha", settings, note)
 
 
 def _read_nms(account: FieldAccount, post_processing: Message) -> None:
     nms = post_processing.child("batch_non_max_suppression")
-    flags = {"iou_threshold": ("--iou", 0.6), "score_threshold": ("--conf", 0.0)}
-    for name, (flag, default) in flags.items():
-        if nms.has(name):
-            value = f"{nms.number(name, default):g}"
-            note = f"not a setting of training: `stoker predict RUN IMAGES {flag} {value}`, also of `stoker export`"
-            account.substitute(nms, name, {}, note)
-    _read_fixed(account, nms, "max_total_detections", 100, "at most 100 detections of an image, as COCO counts them")
     if nms.has("max_detections_per_class"):
         if nms.number("max_detections_per_class", 100) >= nms.number("max_total_detections", 100):
             account.exact(nms, "max_detections_per_class", note="the limit of all classes together is not larger")
         else:
             account.drop(nms, "max_detections_per_class", "there is one limit for all classes: 100")
-    if post_processing.has("score_converter"):
-        wanted = "SIGMOID" if "focal_alpha" in account.model.settings else "SOFTMAX"
-        if post_processing.text("score_converter") == wanted:
-            account.exact(post_processing, "score_converter")
-        else:
-            account.substitute(post_processing, "score_converter", {}, f"{wanted.lower()}, as the loss has it")

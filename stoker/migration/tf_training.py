@@ -7,7 +7,7 @@ compared with them over the steps that the training really has.
 import math
 from collections.abc import Callable
 
-from stoker.migration.fields import FieldAccount
+from stoker.migration.fields import FieldAccount, Status
 from stoker.migration.text_format import Message
 
 API_MOVING_AVERAGE = 0.9999
@@ -35,9 +35,6 @@ def read_training(account: FieldAccount, train: Message, model: Message) -> None
     _read_weight_decay(account, train, model)
     if not train.has("freeze_variables") and not train.has("update_trainable_variables"):
         account.exact(train, "freeze_variables", {"trainable_backbone_layers": 5}, "every layer is trained")
-    if train.has("use_bfloat16"):
-        reason = "of TPUs; stoker chooses the precision for the device: --precision bf16"
-        account.drop(train, "use_bfloat16", reason)
     is_tf2 = train.text("fine_tune_checkpoint_version") == "V2"
     if not is_tf2 and train.number("replicas_to_aggregate", 1) > 1 and train.flag("sync_replicas", False):
         replicas = int(train.number("replicas_to_aggregate", 1))
@@ -82,8 +79,6 @@ def _read_optimizer(account: FieldAccount, optimizer: Message, steps: int) -> No
     chosen = optimizer.child(kind)
     momentum = chosen.number("momentum_optimizer_value", 0.9)
     if kind == "adam_optimizer":
-        if chosen.has("epsilon"):
-            account.drop(chosen, "epsilon", "that of torch.optim.AdamW, 1e-8")
         settings, note = {"optimizer": "adamw"}, "AdamW: weight decay is not scaled by the gradients"
     elif kind == "rms_prop_optimizer" and chosen.number("epsilon", 1.0) < 0.1:
         settings, note = {"optimizer": "adamw"}, "RMSProp does not exist here; AdamW divides by the same running mean"
@@ -109,8 +104,6 @@ def _read_optimizer(account: FieldAccount, optimizer: Message, steps: int) -> No
             account.exact(optimizer, name, {"ema_decay": decay}, "the averaged weights are evaluated and saved")
     else:
         account.exact(optimizer, "use_moving_average", {"ema_decay": 0.0})
-        if optimizer.has("moving_average_decay"):
-            account.exact(optimizer, "moving_average_decay", note="not used: use_moving_average is false")
 
 
 def _read_schedule(account: FieldAccount, schedule: Message, steps: int) -> None:
@@ -156,13 +149,6 @@ def _read_cosine(account: FieldAccount, chosen: Message, steps: int) -> None:
     if warmup:
         note = "the warm-up begins at a thousandth of the peak"
         account.substitute(chosen, "warmup_learning_rate", {}, note)
-    elif chosen.has("warmup_learning_rate"):
-        account.exact(chosen, "warmup_learning_rate", note="not used: there is no warm-up")
-    if chosen.has("hold_base_rate_steps"):
-        if hold:
-            account.drop(chosen, "hold_base_rate_steps", "the cosine begins at once")
-        else:
-            account.exact(chosen, "hold_base_rate_steps")
 
 
 def _read_warmup(account: FieldAccount, chosen: Message, name: str, warmup: int, steps: int) -> None:
@@ -183,16 +169,14 @@ def _read_exponential(account: FieldAccount, chosen: Message, steps: int) -> Non
     if chosen.flag("staircase", True):
         periods = math.floor(periods)
     final = factor**periods
-    if final == 1.0 and steps:
-        note = f"the first decay is after the training's {steps:,} steps"
-        for name in ("decay_steps", "decay_factor"):
-            account.exact(chosen, name, {"lr_scheduler": "constant"}, note)
-    else:
-        scheduler = "exponential" if final < math.sqrt(END_OF_SCHEDULE) else "constant"
+    scheduler = "exponential" if final < math.sqrt(END_OF_SCHEDULE) else "constant"
+    status: Status = "exact" if final == 1.0 and steps else "substitute"
+    note = f"the first decay is after the training's {steps:,} steps"
+    if status == "substitute":
         ending = "falls to 1 % of the peak over the length" if scheduler == "exponential" else "does not fall"
         note = f"there, the learning rate falls to {100 * final:.3g} % of the peak in this training; here it {ending}"
-        for name in ("decay_steps", "decay_factor"):
-            account.substitute(chosen, name, {"lr_scheduler": scheduler}, note)
+    for name in ("decay_steps", "decay_factor"):
+        account.carry(chosen, name, status, {"lr_scheduler": scheduler}, note)
     if chosen.has("staircase"):
         if final == 1.0:
             account.exact(chosen, "staircase", note="no decay within the training")
@@ -205,10 +189,6 @@ def _read_exponential(account: FieldAccount, chosen: Message, steps: int) -> Non
         account.substitute(chosen, "burnin_learning_rate", {}, note)
     else:
         account.exact(chosen, "burnin_steps", {"warmup_steps": 0})
-        if chosen.has("burnin_learning_rate"):
-            account.exact(chosen, "burnin_learning_rate", note="not used: there are no such steps")
-    if chosen.has("min_learning_rate"):
-        account.drop(chosen, "min_learning_rate", "the schedule decides the lowest learning rate")
 
 
 def _read_manual_steps(account: FieldAccount, chosen: Message, steps: int) -> None:
@@ -232,7 +212,8 @@ def _read_manual_steps(account: FieldAccount, chosen: Message, steps: int) -> No
         and all(abs(step - steps * part) <= 1 for step, part in zip(drops, (2 / 3, 8 / 9), strict=True))
         and all(math.isclose(lr, peak * part, rel_tol=0.01) for lr, part in zip(rates, (0.1, 0.01), strict=True))
     )
-    status, settings, note = "exact", {"lr_scheduler": "constant"}, f"no step within the training's {steps:,}"
+    status: Status = "exact"
+    settings, note = {"lr_scheduler": "constant"}, f"no step within the training's {steps:,}"
     if same_shape:
         settings, note = {"lr_scheduler": "multistep"}, "times 0.1 at 2/3 and 8/9 of the length"
     elif drops:
@@ -252,10 +233,7 @@ def _read_manual_steps(account: FieldAccount, chosen: Message, steps: int) -> No
         account.exact(chosen, "warmup", {"warmup_steps": 0})
     for entry, _, _ in entries:
         for name in ("step", "learning_rate"):
-            if status == "exact":
-                account.exact(entry, name, settings, note)
-            else:
-                account.substitute(entry, name, settings, note)
+            account.carry(entry, name, status, settings, note)
     if not entries:
         account.settings |= settings
 

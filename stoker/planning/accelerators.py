@@ -36,6 +36,8 @@ class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
     """Threads that a step computes with, of a CPU."""
     pattern: str = ""
     """Regular expression, all of which the name that the driver reports has to match. Empty for a CPU."""
+    google: str = ""
+    """Its name in Vertex AI; empty where it has none."""
     source: str
     """Where the figures come from."""
 
@@ -67,6 +69,7 @@ class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gb_per_s: int | float
     teraflops: dict[str, int | float]
     source: str
+    google: str = ""
 
 
 def _read_gpu(key: str, row: _Row) -> Accelerator:
@@ -78,6 +81,7 @@ def _read_gpu(key: str, row: _Row) -> Accelerator:
         memory_bytes=int(row.memory_gib * 2**30),
         pattern=row.pattern,
         source=row.source,
+        google=row.google,
     )
 
 

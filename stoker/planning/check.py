@@ -8,30 +8,22 @@ import dataclasses
 import importlib.util
 import os
 import re
-import subprocess
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
 from stoker.config.settings import Config
 from stoker.data.index import Index, open_index_of, require_images
-from stoker.errors import OutOfMemoryError, StokerError
+from stoker.errors import DataError, StokerError
+from stoker.findings.finding import Finding, worst_first
 from stoker.hardware.gpu_evidence import gpu_evidence
-from stoker.planning.memory_fit import (
-    PREDICTED_GPUS,
-    MemoryFit,
-    PredictedFit,
-    Refusal,
-    predict_memory_fit,
-    try_memory_fit,
-)
+from stoker.planning.memory_fit import MemoryFit, ask_memory_fit, refused
 from stoker.preflight.access import check_access
 from stoker.preflight.cloud import check_cloud
 from stoker.preflight.data_path import check_data_path
-from stoker.preflight.findings import CheckFinding, make_finding, worst_first
+from stoker.preflight.findings import ok, unknown
 from stoker.preflight.gpu import check_gpu
 from stoker.preflight.host import Host, check_host
 from stoker.preflight.network import check_network
@@ -85,7 +77,7 @@ class ProbeTime(msgspec.Struct, frozen=True, kw_only=True):
 class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     """What `stoker check` found."""
 
-    findings: list[CheckFinding]
+    findings: list[Finding]
     """The worst first."""
     probes: list[ProbeTime]
     seconds: float
@@ -100,7 +92,7 @@ class Prober:
     """Asks probes one after the other, so that they do not disturb each other's measurements."""
 
     def __init__(self, total_s: float, *, factor: float = 1.0, on_probe: Callable[[str], None] | None = None) -> None:
-        self.findings: list[CheckFinding] = []
+        self.findings: list[Finding] = []
         self.times: list[ProbeTime] = []
         self._end_s, self._factor = time.monotonic() + total_s, factor
         self._on_probe = on_probe
@@ -109,35 +101,26 @@ class Prober:
         """Seconds that a probe with this limit may take now."""
         return min(limit_s * self._factor, self._end_s - time.monotonic())
 
-    def ask(self, name: str, limit_s: float, probe: Callable[[], list[CheckFinding]]) -> None:
+    def ask(self, name: str, limit_s: float, probe: Callable[[], list[Finding]]) -> None:
         """Adds what the probe finds; or why it found nothing."""
         if self._on_probe is not None:
             self._on_probe(name)
         left_s, start_s = self.left_s(limit_s), time.monotonic()
-        if left_s <= 0:
-            self._add_unknown(name, "was not asked: the time was over", "`--deep` takes the time")
-            return
-        worker = TimeoutWorker(lambda: probe, name=f"check: {name}")
-        try:
-            found = worker.call(left_s)
-        except Exception as error:  # noqa: BLE001 (a probe that fails must not hide what the others find)
-            found = []
-            text = str(error).partition("\n")[0]
-            self._add_unknown(name, "could not be checked", "", f"{type(error).__name__}: {text}")
-        worker.stop()
-        self.times.append(
-            ProbeTime(probe=name, seconds=time.monotonic() - start_s, complete=found is not None)
-        )  # fmt: skip
-        if found is None:
-            self._add_unknown(name, f"did not answer within {left_s:.0f} s", "`--deep` waits longer")
-        self.findings += found or []
-
-    def _add_unknown(self, name: str, what: str, fix: str, evidence: str = "") -> None:
-        self.findings.append(
-            make_finding(
-                id=name.replace(" ", "_"), severity="unknown", title=f"{name}: {what}", evidence=evidence, fix=fix
-            )
-        )
+        found: list[Finding] | None = []
+        what, evidence, fix = "was not asked: the time was over", "", "`--deep` takes the time"
+        if left_s > 0:
+            worker = TimeoutWorker(lambda: probe, name=f"check: {name}")
+            what, fix = f"did not answer within {left_s:.0f} s", "`--deep` waits longer"
+            try:
+                found = worker.call(left_s)
+            except Exception as error:  # noqa: BLE001 (a probe that fails must not hide what the others find)
+                what, evidence, fix = "could not be checked", f"{type(error).__name__}: {error}".partition("\n")[0], ""
+            else:
+                what = "" if found is not None else what
+            worker.stop()
+            seconds = time.monotonic() - start_s
+            self.times.append(ProbeTime(probe=name, seconds=seconds, complete=found is not None))
+        self.findings += [unknown(name.replace(" ", "_"), f"{name}: {what}", evidence, fix)] if what else found or []
 
 
 def check(request: CheckRequest, *, on_probe: Callable[[str], None] | None = None) -> CheckReport:
@@ -176,10 +159,13 @@ def _check_machine_and_data(request: CheckRequest, prober: Prober) -> None:
     if data is not None and not is_refused:
         prober.ask("data", 30.0, lambda: _open_data(config, opened))
     if opened:
-        if num_gpus or device is not None:
-            prober.ask("memory fit", 36.0, lambda: _check_memory_fit(config, prober.left_s(36.0) - 1, fits))
-        else:
-            prober.ask("memory fit", 36.0, lambda: _predict_memory(config, prober.left_s(36.0) - 1))
+
+        def check_memory() -> list[Finding]:
+            answer = ask_memory_fit(config, prober.left_s(36.0) - 1, predict=not num_gpus and device is None)
+            fits.extend(filter(None, [answer.fit]))
+            return [answer.finding]
+
+        prober.ask("memory fit", 36.0, check_memory)
         fit = fits[0] if fits else None
         text = (
             "the model takes"
@@ -203,93 +189,26 @@ def _imports_tensorflow(script: Path) -> bool:
         return False
 
 
-def _open_data(config: Config, opened: list[Index]) -> list[CheckFinding]:
+def _open_data(config: Config, opened: list[Index]) -> list[Finding]:
     """Opens the data as a training does; a data set that it would refuse is a blocker."""
     try:
         index = open_index_of(config.data)
         splits = [split for split in ("train", "val") if split in index.splits]
+        if missing := {"train", "val"} - set(splits):
+            what, cause = f"The data set has no {min(missing)} split.", f"it has {', '.join(index.splits)}"
+            fix = "name a data set with images to train on and images to validate on"
+            raise DataError(what, location=index.source, cause=cause, fix=fix)
         require_images(
             index, splits, max_bad_fraction=config.data.max_bad_fraction, max_bad_boxes=config.data.max_bad_boxes
         )
     except StokerError as error:
-        return [_refused("data", error.what, error.cause, error.fix, error.location)]
-    if missing := [split for split in ("train", "val") if split not in splits]:
-        choices = ", ".join(index.splits)
-        fix = "name a data set with images to train on and images to validate on"
-        return [_refused("data", f"the data set has no {missing[0]} split", f"it has {choices}", fix, index.source)]
+        return [refused("data", error)]
     opened.append(index)
     counts = ", ".join(f"{fmt.plural(len(index.image_indices(split)), 'image')} in {split}" for split in splits)
     problems = sum(problem.count for problem in index.problems)
     title = f"the data set opens: {counts}"
     evidence = f"{index.format}, {fmt.plural(problems, 'problem')} in the annotations"
-    return [make_finding(id="data", severity="ok", title=title, evidence=evidence, place=index.source)]
-
-
-def _check_memory_fit(config: Config, timeout_s: float, fits: list[MemoryFit]) -> list[CheckFinding]:
-    """Tries the worst-case batch in a process of its own."""
-    fit = _ask_in_time(try_memory_fit, config, timeout_s)
-    if isinstance(fit, CheckFinding):
-        return [fit]
-    fits.append(fit)
-    micro = "" if fit.micro_batches == 1 else f" in {fit.micro_batches} micro-batches"
-    used = "" if fit.peak_bytes is None else f": {fmt.memory(fit.peak_bytes, fit.budget_bytes)}"
-    tried = "tried on the device" if fit.measured else "counted"
-    title = f"a batch of {fit.batch_size}{micro} fits the memory of {fit.device}{used}"
-    height, width = fit.image_size
-    evidence = f"{fit.model}, {width}x{height}, {fit.precision}, worst case {tried}; {fit.evidence}"
-    if fit.measured:
-        evidence += f"; {fit.images_per_s:,.0f} img/s"
-    return [make_finding(id="memory_fit", severity="ok", title=title, evidence=evidence)]
-
-
-def _predict_memory(config: Config, timeout_s: float) -> list[CheckFinding]:
-    """The predicted peak on common GPUs, where there is none to try the batch on."""
-    predicted = _ask_in_time(predict_memory_fit, config, timeout_s)
-    if isinstance(predicted, CheckFinding):
-        return [predicted]
-    gpus = ", ".join(predicted.fitting) or f"none of {', '.join(PREDICTED_GPUS)}"
-    return [
-        make_finding(
-            id="memory_fit",
-            severity="ok" if predicted.fitting else "warning",
-            title=f"predicted, not tried: the batch of {predicted.model} fits {gpus}",
-            evidence="; ".join(predicted.texts),
-            fix="" if predicted.fitting else "a smaller --image-size or --model, or --activation-checkpointing",
-        )
-    ]
-
-
-Answer = TypeVar("Answer", MemoryFit, PredictedFit)
-
-
-def _ask_in_time(
-    ask: Callable[[Config, float], Answer | Refusal], config: Config, timeout_s: float
-) -> Answer | CheckFinding:
-    """The answer, or the finding that there is none, or that training would be refused."""
-    title = "whether the batch fits the memory"
-    try:
-        answer = ask(config, timeout_s)
-    except subprocess.TimeoutExpired:
-        evidence, fix = f"the trial did not end within {timeout_s:.0f} s", "--deep waits longer"
-        return make_finding(id="memory_fit", severity="unknown", title=title, evidence=evidence, fix=fix)
-    except ChildProcessError as error:
-        return make_finding(id="memory_fit", severity="unknown", title=title, evidence=f"the trial failed: {error}")
-    if isinstance(answer, Refusal):
-        id = "memory_fit" if answer.exit_code == OutOfMemoryError.exit_code else "settings"
-        return _refused(id, answer.what, answer.cause, answer.fix, answer.location)
-    return answer
-
-
-def _refused(id: str, what: str, cause: str | None, fix: str | None, location: str | None) -> CheckFinding:
-    title = what.rstrip(".")
-    return make_finding(
-        id=id,
-        severity="blocker",
-        title=title[:1].lower() + title[1:] if title[1:2].islower() else title,
-        evidence=cause or "training would end with this error",
-        fix=fix or "",
-        place=location or "",
-    )
+    return [ok("data", title, evidence, index.source)]
 
 
 def _describe_host(request: CheckRequest, num_gpus: int, fit: MemoryFit | None) -> Host:

@@ -8,9 +8,9 @@ accelerators can do (`accelerators.py`).
 import functools
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import psutil
@@ -21,7 +21,7 @@ from stoker.hardware.cgroup import host_cores, host_memory
 from stoker.hardware.prices import AS_OF, CURRENCY, REGIONS, machine_price
 from stoker.knowledge import read_toml
 from stoker.planning.accelerators import GPUS, identify
-from stoker.planning.estimate import Estimate
+from stoker.planning.estimate import Estimate, exactly
 
 if TYPE_CHECKING:
     from stoker.hardware.device import Device
@@ -92,15 +92,9 @@ def describe_prices() -> str:
 @functools.cache
 def links() -> dict[str, Link]:
     """The links between GPUs, by key."""
-    return {
-        name: Link(
-            name=row["name"],
-            gb_per_s=Estimate(*map(float, row["gb_per_s"])),
-            latency_us=Estimate(*map(float, row["latency_us"])),
-            source=row["source"],
-        )
-        for name, row in _table()["links"].items()
-    }
+    rows = _table()["links"]
+    bands = {name: {key: Estimate(*row[key]) for key in ("gb_per_s", "latency_us")} for name, row in rows.items()}
+    return {name: Link(**row | bands[name]) for name, row in rows.items()}
 
 
 @functools.cache
@@ -111,25 +105,17 @@ def listed_machines() -> dict[str, Machine]:
     return {name: _listed(name, dict(zip(columns, row, strict=True)), table) for name, row in table["machines"].items()}
 
 
-def _listed(name: str, row: Mapping[str, Any], table: Mapping[str, Any]) -> Machine:
+def _listed(name: str, row: dict[str, Any], table: Mapping[str, Any]) -> Machine:
     base, _, added = name.partition("+")
     gpu = re.sub(r"^\d+x", "", added).upper() or None
     price = machine_price(base, gpu, row["gpus"])
-    spot = row["spot"]
-    return Machine(
-        name=name,
-        cloud="AWS" if "." in base else "GCP",
-        accelerator=row["accelerator"],
-        gpus=row["gpus"],
-        vcpus=row["vcpus"],
-        memory_gib=row["memory_gib"],
-        ssd_gb=row["ssd_gb"],
-        network_gbit=row["network_gbit"],
-        link=row["link"],
-        price=None if price is None else price.low * row["gpus"],
-        spot_price=Estimate(spot[0], sum(spot) / 2, spot[1]) if spot else None,
-        source=table["sources"][row["source"]],
-    )
+    spot = row.pop("spot")
+    changes = {
+        "price": None if price is None else price.low * row["gpus"],
+        "spot_price": Estimate(spot[0], sum(spot) / 2, spot[1]) if spot else None,
+        "source": table["sources"][row["source"]],
+    }
+    return Machine(name=name, cloud="AWS" if "." in base else "GCP", **row | changes)
 
 
 def choose_machines(
@@ -187,12 +173,26 @@ def this_machine(device: "Device", price_per_device_hour: float | None = None) -
     )
 
 
-_FIELDS: dict[str, type | tuple[type, ...]] = {
-    "accelerator": str, "gpus": int, "vcpus": (int, float), "memory_gib": (int, float), "ssd_gb": (int, float),
-    "network_gbit": (int, float), "link": str, "price": (int, float), "spot_price": (int, float),
-}  # fmt: skip
-_REQUIRED = ("accelerator", "gpus", "vcpus", "memory_gib", "price")
-"""Of a machine that is not in the table."""
+_Count = Annotated[int, msgspec.Meta(ge=1, lt=10**9)]
+_Size = Annotated[float, msgspec.Meta(ge=1, lt=1e9)]
+_Amount = Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
+
+
+class _UserMachine(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """A table of the user's file. The first five are required of a machine that is not in the table."""
+
+    accelerator: str | None = None
+    gpus: _Count | None = None
+    vcpus: _Size | None = None
+    memory_gib: _Size | None = None
+    price: _Amount | None = None
+    spot_price: _Amount | None = None
+    ssd_gb: _Amount | None = None
+    network_gbit: _Amount | None = None
+    link: str | None = None
+
+
+_REQUIRED = _UserMachine.__struct_fields__[:5]
 
 
 def read_prices(path: Path, machines: Mapping[str, Machine]) -> dict[str, Machine]:
@@ -217,73 +217,54 @@ def read_prices(path: Path, machines: Mapping[str, Machine]) -> dict[str, Machin
         ) from error  # fmt: skip
     result = dict(machines)
     for name, row in tables.items():
-        location = f"{path}:{_line_of(text, name)}"
-        if not isinstance(row, dict):
-            raise ConfigError(
-                f"{name!r} is not a table of a machine.", location=location, fix=f'["{name}"], and its keys below'
-            )
-        if name == THIS_MACHINE:
-            raise ConfigError(
-                "This machine has no row in a file of prices.", location=location, fix="--price-per-device-hour PRICE"
-            )
         result[name] = _user_machine(name, row, machines.get(name), path=path, text=text)
     return result
 
 
-def _user_machine(name: str, row: Mapping[str, Any], known: Machine | None, *, path: Path, text: str) -> Machine:
+def _user_machine(name: str, row: object, known: Machine | None, *, path: Path, text: str) -> Machine:
+    def fail(what: str, *, key: str = "", choices: Iterable[str] = (), fix: str | None = None) -> ConfigError:
+        return ConfigError(what, location=f"{path}:{_line_of(text, name, key)}", choices=list(choices), fix=fix)
+
+    if not isinstance(row, dict):
+        raise fail(f"{name!r} is not a table of a machine.", fix=f'["{name}"], and its keys below')
+    if name == THIS_MACHINE:
+        raise fail("This machine has no row in a file of prices.", fix="--price-per-device-hour PRICE")
     for key, value in row.items():
-        location = f"{path}:{_line_of(text, name, key)}"
         if isinstance(value, dict):
-            raise ConfigError(
-                f"{name}.{key} is read as two names.", location=location, fix=f'write it in quotes: ["{name}.{key}"]'
-            )
-        if key not in _FIELDS:
-            near = nearest(key, _FIELDS)
-            raise ConfigError(
-                f"A machine has no {key!r}" + (f"; did you mean {near!r}?" if near else "."),
-                location=location,
-                choices=_FIELDS,
-            )
-        if isinstance(value, bool) or not isinstance(value, _FIELDS[key]):
-            kind = "a text" if _FIELDS[key] is str else "a whole number" if _FIELDS[key] is int else "a number"
-            raise ConfigError(f"{key} = {value!r} of {name!r} is not {kind}.", location=location)
-        minimum = 0 if key in ("ssd_gb", "network_gbit", "price", "spot_price") else 1
-        if isinstance(value, int | float) and not minimum <= value < 1e9:
-            raise ConfigError(
-                f"{key} = {value!r} of {name!r} is out of range.", location=location, choices=[f"{minimum} …"]
-            )
-        for field, choices in (("accelerator", GPUS), ("link", links())):
+            raise fail(f"{name}.{key} is read as two names.", fix=f'write it in quotes: ["{name}.{key}"]', key=key)
+        if key not in _UserMachine.__struct_fields__:
+            near = nearest(key, _UserMachine.__struct_fields__)
+            did_you_mean = f"; did you mean {near!r}?" if near else "."
+            raise fail(f"A machine has no {key!r}{did_you_mean}", key=key, choices=_UserMachine.__struct_fields__)
+        try:
+            msgspec.convert({key: value}, _UserMachine)
+        except msgspec.ValidationError as error:
+            raise fail(f"{key} = {value!r} of {name!r}: {str(error).partition(' - at')[0]}.", key=key) from error
+        for field, choices in (("accelerator", list(GPUS)), ("link", list(links()))):
             if key == field and value not in choices:
-                raise ConfigError(f"There is no {field} {value!r}.", location=location, choices=choices)
+                raise fail(f"There is no {key} {value!r}.", key=key, choices=choices)
     missing = [key for key in _REQUIRED if key not in row]
     if known is None and missing:
-        raise ConfigError(
+        near = nearest(name, listed_machines())
+        raise fail(
             f"{name!r} is not in the table of machines, and its row lacks {', '.join(missing)}.",
-            location=f"{path}:{_line_of(text, name)}",
-            fix="add them, or correct the name" + (f": {near}?" if (near := nearest(name, listed_machines())) else ""),
+            fix="add them, or correct the name" + (f": {near}?" if near else ""),
         )
-    values = dict(row)
-    spot = values.pop("spot_price", None)
-    changes: dict[str, Any] = values | {"source": str(path)}
-    if spot is not None:
-        changes["spot_price"] = Estimate(spot, spot, spot)
+    changes: dict[str, Any] = row | {"source": str(path)}
+    if "spot_price" in row:
+        changes["spot_price"] = exactly(row["spot_price"])
     if known is not None:
         return msgspec.structs.replace(known, **changes)
-    changes.setdefault("link", "none" if row["gpus"] == 1 else "pcie4")
-    return Machine(name=name, cloud="", **changes)
+    return Machine(name=name, cloud="", **{"link": "none" if row["gpus"] == 1 else "pcie4"} | changes)
 
 
-def _line_of(text: str, machine: str, key: str | None = None) -> int:
+def _line_of(text: str, machine: str, key: str) -> int:
     """The line of a machine's table in a TOML file, or of one of its keys, counted from 1."""
-    header_line = 1
-    current = ""
+    current, found = "", 1
     for number, line in enumerate(text.splitlines(), start=1):
         if header := re.match(r"\s*\[\s*(.+?)\s*\]", line):
             current = header[1].strip("\"'")
-            if current == machine:
-                header_line = number
-        elif (name := re.match(r"\s*[\"']?([^\"'=]+?)[\"']?\s*=", line)) and (
-            (key is None and not current and name[1] == machine) or (current == machine and name[1] == key)
-        ):
+            found = number if current == machine else found
+        elif current == machine and key and re.match(rf"\s*[\"']?{re.escape(key)}[\"']?\s*=", line):
             return number
-    return header_line
+    return found

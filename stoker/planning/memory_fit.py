@@ -3,19 +3,21 @@
     python -m stoker.planning.memory_fit config.toml try
 
 Settings are derived as for a training, which tries the worst-case batch (`defaults/auto_batch.py`). On an accelerator
-its peak memory and its speed are then measured; a CPU's memory is counted, and its speed estimated. It prints a
-`MemoryFit` as JSON, or a `Refusal`. Without a device (`predict` instead of `try`) it prints a `PredictedFit`.
+its peak memory and its speed are then measured; a CPU's memory is counted, and its speed estimated. Without a device
+(`predict` instead of `try`), it is predicted for common GPUs. It prints an `Answer` as JSON.
 """
 
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from stoker.config.settings import Config, from_toml, to_toml
-from stoker.errors import StokerError
+from stoker.errors import OutOfMemoryError, StokerError
+from stoker.findings.finding import Finding
+from stoker.preflight.findings import make_finding, ok, unknown
 from stoker.preflight.programs import run_program
 from stoker.report import format as fmt
 
@@ -26,7 +28,7 @@ CHECKPOINT_COPIES = 3
 PARAMETER_BYTES = 4
 
 
-class MemoryFit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class MemoryFit(msgspec.Struct, frozen=True, kw_only=True):
     """The worst-case batch of a training on this device."""
 
     device: str
@@ -45,58 +47,62 @@ class MemoryFit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Measured; None: only counted."""
     budget_bytes: int
     images_per_s: float
-    measured: bool
-    """Whether `images_per_s` is."""
+    """Measured where `peak_bytes` is."""
     checkpoint_bytes: int
     decode_core_s: float | None = None
     """Core-seconds to decode and resize an image; None: could not be measured."""
-    config: str
-    """The settings, as config.toml."""
+
+    @property
+    def measured(self) -> bool:
+        return self.peak_bytes is not None
+
+    def finding(self) -> Finding:
+        micro = "" if self.micro_batches == 1 else f" in {self.micro_batches} micro-batches"
+        used = "" if self.peak_bytes is None else f": {fmt.memory(self.peak_bytes, self.budget_bytes)}"
+        height, width = self.image_size
+        tried = "tried on the device" if self.measured else "counted"
+        speed = f"; {self.images_per_s:,.0f} img/s" if self.measured else ""
+        return ok(
+            "memory_fit",
+            f"a batch of {self.batch_size}{micro} fits the memory of {self.device}{used}",
+            f"{self.model}, {width}x{height}, {self.precision}, worst case {tried}; {self.evidence}{speed}",
+        )
 
 
-class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The error that training would end with."""
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What the program prints. fit: None unless a batch was tried and fits."""
 
-    what: str
-    location: str | None = None
-    cause: str | None = None
-    fix: str | None = None
-    exit_code: int = 1
+    finding: Finding
+    fit: MemoryFit | None = None
 
 
-class PredictedFit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The worst-case batch of a training on GPUs that are not here."""
-
-    model: str
-    fitting: list[str]
-    """Keys of the GPUs whose memory it fits."""
-    texts: list[str]
-    """A clause for each GPU, with the figures."""
-
-
-def try_memory_fit(config: Config, timeout_s: float) -> MemoryFit | Refusal:
-    """Runs the program. Raises subprocess.TimeoutExpired; ChildProcessError if it died."""
-    return msgspec.convert(_run(config, timeout_s, "try"), MemoryFit | Refusal)
-
-
-def predict_memory_fit(config: Config, timeout_s: float) -> PredictedFit | Refusal:
-    """The same where there is no device: for PREDICTED_GPUS."""
-    return msgspec.convert(_run(config, timeout_s, "predict"), PredictedFit | Refusal)
-
-
-def _run(config: Config, timeout_s: float, mode: str) -> Any:
+def ask_memory_fit(config: Config, timeout_s: float, *, predict: bool = False) -> Answer:
+    """Runs the program. predict: for PREDICTED_GPUS, where there is no device to try it on."""
+    title = "whether the batch fits the memory"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.toml"
         path.write_text(to_toml(config, {}))
-        command = [sys.executable, "-m", "stoker.planning.memory_fit", str(path), mode]
-        ended = run_program(command, timeout_s)
+        command = [sys.executable, "-m", "stoker.planning.memory_fit", str(path), "predict" if predict else "try"]
+        try:
+            ended = run_program(command, timeout_s)
+        except subprocess.TimeoutExpired:
+            evidence = f"the trial did not end within {timeout_s:.0f} s"
+            return Answer(finding=unknown("memory_fit", title, evidence, "--deep waits longer"))
     try:
-        return msgspec.json.decode(ended.last_line)
-    except msgspec.DecodeError as error:
-        raise ChildProcessError(ended.reason) from error
+        return msgspec.json.decode(ended.last_line, type=Answer)
+    except msgspec.DecodeError:
+        return Answer(finding=unknown("memory_fit", title, f"the trial failed: {ended.reason}"))
 
 
-def make_prediction(user_config: Config) -> PredictedFit:
+def refused(id: str, error: StokerError) -> Finding:
+    """Training would end with this error."""
+    title = error.what.rstrip(".")
+    title = title[:1].lower() + title[1:] if title[1:2].islower() else title
+    evidence = error.cause or "training would end with this error"
+    return make_finding(id, "blocker", title, evidence, error.fix or "", error.location or "")
+
+
+def predict_fit(user_config: Config) -> Finding:
     """Traces the step (`predict.py`), with the batch that training would take. Raises StokerError."""
     import torch
 
@@ -111,12 +117,19 @@ def make_prediction(user_config: Config) -> PredictedFit:
     accelerators = [find_accelerator(key) for key in PREDICTED_GPUS]
     predictions = predict_steps(user_config, index, accelerators, batch_size=config.run.batch_size)
     texts = []
-    for key, step in zip(PREDICTED_GPUS, predictions, strict=True):
+    for step in predictions:
         micro = "" if step.micro_batches == 1 else f" in {step.micro_batches} micro-batches"
         used = f"{fmt.size(step.peak_bytes)} ± {fmt.percentage(step.peak_error)} of {fmt.size(step.memory_bytes)}"
-        texts.append(f"{key}: {used} with batches of {step.batch_size}{micro}")
-    fitting = [key for key, step in zip(PREDICTED_GPUS, predictions, strict=True) if step.fits]
-    return PredictedFit(model=predictions[0].model, fitting=fitting, texts=texts)
+        texts.append(f"{step.accelerator}: {used} with batches of {step.batch_size}{micro}")
+    fitting = ", ".join(step.accelerator for step in predictions if step.fits)
+    fits = fitting or f"none of {', '.join(PREDICTED_GPUS)}"
+    return make_finding(
+        "memory_fit",
+        "ok" if fitting else "warning",
+        f"predicted, not tried: the batch of {config.model.model} fits {fits}",
+        "; ".join(texts),
+        "" if fitting else "a smaller --image-size or --model, or --activation-checkpointing",
+    )
 
 
 def make_fit(user_config: Config) -> MemoryFit:
@@ -125,8 +138,9 @@ def make_fit(user_config: Config) -> MemoryFit:
     from stoker.hardware.device import select_device
     from stoker.models import get_architecture
     from stoker.planning.predict import loader_demand
-    from stoker.training.defaults.auto_batch import make_dry_run, run_trials
+    from stoker.training.defaults.auto_batch import make_dry_run
     from stoker.training.defaults.derive import derive
+    from stoker.training.defaults.dry_run import try_sizes
     from stoker.training.defaults.model_choice import estimate_images_per_second
 
     device = select_device(user_config.run.device)
@@ -137,10 +151,10 @@ def make_fit(user_config: Config) -> MemoryFit:
     images_per_s = estimate_images_per_second(get_architecture(config.model.model), config.data.image_size)
     peak_bytes = None
     if not device.is_cpu:
-        trials, end = run_trials(dry_run, len(index.image_indices("train")), batch_size // micro_batches)
-        if not trials:
-            raise StokerError("The batch that fitted at first does not fit again.", cause=end)
-        peak_bytes, images_per_s = trials[0].peak_bytes, 1 / trials[0].seconds_per_image
+        trial = next(try_sizes(dry_run, [batch_size // micro_batches]))
+        if isinstance(trial, str):
+            raise StokerError("The batch that fitted at first does not fit again.", cause=trial)
+        peak_bytes, images_per_s = trial.peak_bytes, 1 / trial.seconds_per_image
     parameters = sum(parameter.numel() for parameter in dry_run.optimizer.model.parameters())
     copies = CHECKPOINT_COPIES + (config.optim.optimizer == "adamw")
     try:
@@ -159,23 +173,21 @@ def make_fit(user_config: Config) -> MemoryFit:
         peak_bytes=peak_bytes,
         budget_bytes=dry_run.budget_bytes,
         images_per_s=images_per_s,
-        measured=peak_bytes is not None,
         checkpoint_bytes=copies * parameters * PARAMETER_BYTES,
         decode_core_s=decode_core_s,
-        config=to_toml(config, reasons),
     )
 
 
 def main(config_toml: Path, mode: str) -> None:
     """mode: try, predict."""
     config, _ = from_toml(config_toml)
-    result: MemoryFit | PredictedFit | Refusal
     try:
-        result = make_fit(config) if mode == "try" else make_prediction(config)
+        fit = make_fit(config) if mode == "try" else None
+        answer = Answer(finding=predict_fit(config) if fit is None else fit.finding(), fit=fit)
     except StokerError as error:
-        fields: dict[str, Any] = {name: getattr(error, name) for name in ("what", "location", "cause", "fix")}
-        result = Refusal(**fields, exit_code=error.exit_code)
-    print(msgspec.json.encode(result).decode())
+        id = "memory_fit" if isinstance(error, OutOfMemoryError) else "settings"
+        answer = Answer(finding=refused(id, error))
+    print(msgspec.json.encode(answer).decode())
 
 
 if __name__ == "__main__":

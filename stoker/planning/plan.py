@@ -6,7 +6,6 @@ Opens the data, derives the training as `stoker train` would on a GPU, predicts 
 
 import math
 import os
-import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -107,7 +106,8 @@ def make_plan(
             choices=sorted({machine.gpus for machine in machines}),
             fix="the GPUs of a machine, or a multiple of them for several machines",
         )
-    rows = _predict(placements, config, index, job)
+    rows, sources = _predict(placements, config, index, job)
+    notes += [f"time of a step on {', '.join(keys)}: {source}" for source, keys in sources.items()]
     epochs = job.images_seen / job.num_images
     recommendation = recommend(rows, limits, epochs=epochs, asked_spot=spot)
     height, width = config.data.image_size
@@ -150,18 +150,6 @@ def make_plan(
         prices=describe_prices() + ("" if prices is None else f"; {prices}"),
         notes=notes,
     )
-
-
-def parse_by(text: str) -> float:
-    """Seconds of `--by`: 90min, 6h, 2d. Raises ConfigError."""
-    choices = ("90min", "6h", "2d")
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(min|minutes?|h|hours?|d|days?)\s*", text)
-    if match is None:
-        raise ConfigError(f"--by {text!r} is not a time.", choices=choices)
-    seconds = float(match[1]) * {"m": 60, "h": 3600, "d": 86400}[match[2][0]]
-    if seconds <= 0:
-        raise ConfigError(f"--by {text!r}: the time must be above 0.", choices=choices)
-    return seconds
 
 
 def _job(config: Config, index: Index) -> TrainingJob:
@@ -225,8 +213,11 @@ def _placements(
     return result, list(dict.fromkeys(notes))
 
 
-def _predict(placements: Sequence[Placement], config: Config, index: Index, job: TrainingJob) -> list[MachinePlan]:
-    """One row for each placement. The batch size is that of all GPUs together, rounded up, as in `stoker train`."""
+def _predict(
+    placements: Sequence[Placement], config: Config, index: Index, job: TrainingJob
+) -> tuple[list[MachinePlan], dict[str, dict[str, None]]]:
+    """One row for each placement, and the accelerators by what the times of their steps rest on. The batch size is that
+    of all GPUs together, rounded up, as in `stoker train`."""
     wanted = [
         (placement.machine.accelerator, math.ceil(config.run.batch_size / placement.gpus)) for placement in placements
     ]
@@ -236,7 +227,11 @@ def _predict(placements: Sequence[Placement], config: Config, index: Index, job:
         config, index, [accelerators[key] for key, _ in distinct], batch_size=[size for _, size in distinct]
     )
     steps = dict(zip(distinct, predictions, strict=True))
-    return [plan_machine(placement, steps[key], job) for placement, key in zip(placements, wanted, strict=True)]
+    sources: dict[str, dict[str, None]] = {}
+    for prediction in predictions:
+        sources.setdefault(prediction.source, {})[prediction.accelerator] = None
+    rows = [plan_machine(placement, steps[key], job) for placement, key in zip(placements, wanted, strict=True)]
+    return rows, sources
 
 
 def train_command(user_config: Config, row: MachinePlan | None = None) -> str:

@@ -5,7 +5,7 @@ Works on the predictions of `duration.py` only: nothing is measured or predicted
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -68,75 +68,61 @@ def recommend(
     rows: Sequence[MachinePlan], limits: Limits, *, epochs: float, asked_spot: bool = False
 ) -> Recommendation:
     """The recommendation among these predictions. epochs: of the training; asked_spot: whether spot machines are in."""
-    possible = [k for k, row in enumerate(rows) if not row.problem and row.cost is not None]
-    levels = {k: meets(rows[k], limits) for k in possible}
-    choice = None
-    for level in ("sure", "likely"):
-        fitting = [k for k in possible if levels[k] == level or (level == "likely" and levels[k] == "sure")]
-        if fitting:
-            choice = min(fitting, key=lambda k: _rank(rows[k], limits))
-            break
+    possible = [row for row in rows if not row.problem and row.cost is not None]
+    own = next((row for row in rows if row.machine == THIS_MACHINE and row.cost is None and not row.problem), None)
+    own_is_enough = own is not None and meets(own, limits) in ("sure", "likely")
+    sure, likely = (
+        [row for row in possible if meets(row, limits) in levels] for levels in (("sure",), ("sure", "likely"))
+    )
+    by_time = limits.by_s is None and limits.budget is not None
+    choice = min(sure or likely, key=lambda row: _rank(row, by_time=by_time), default=None)
+    reasons, changes = [], []
+    if choice is not None:
+        among = f"{fmt.plural(len(likely), 'possible machine')}"
+        if limits.are_set:
+            among = f"{fmt.plural(len(likely), 'machine')} that can train this {limits}"
+        summary = f"{choice.label}: {describe_duration(choice.duration_s)}, {describe_cost(choice.cost)}; "
+        summary += f"the {'fastest' if by_time else 'cheapest'} of {among}"
+        reasons = _reasons(choice, limits)
+        if not limits.are_set:
+            reasons += _faster(possible, choice)
+        if own is not None and own_is_enough and limits.are_set:
+            reasons.append(f"This machine meets it, too: {describe_duration(own.duration_s)}, without rent.")
+    elif own is not None and own_is_enough:
+        choice, reasons = own, _reasons(own, limits)
+        summary = f"this machine: {describe_duration(own.duration_s)}, without rent"
+    else:
+        summary = f"no machine trains this {limits}".rstrip()
+        changes = _changes(rows, possible, limits, epochs=epochs, asked_spot=asked_spot)
     verdicts = [
         Suitability(
             machine=row.label,
             meets="no" if row.problem else meets(row, limits),
-            reason=_reason(row, None if choice is None else rows[choice], limits, is_choice=k == choice),
+            reason="recommended" if row is choice else _reason(row, choice, limits),
         )
-        for k, row in enumerate(rows)
+        for row in rows
     ]
-    own = next((row for row in rows if row.machine == THIS_MACHINE and row.cost is None and not row.problem), None)
-    if choice is None:
-        changes = _changes(rows, limits, epochs=epochs, asked_spot=asked_spot)
-        if own is not None and meets(own, limits) in ("sure", "likely"):
-            summary = f"this machine: {describe_duration(own.duration_s)}, without rent"
-            return Recommendation(choice=rows.index(own), summary=summary, reasons=_reasons(own, limits),
-                                  verdicts=verdicts, changes=[])  # fmt: skip
-        asked = f" {limits}" if limits.are_set else ""
-        return Recommendation(
-            choice=None, summary=f"no machine trains this{asked}", reasons=[], verdicts=verdicts, changes=changes
-        )
-    row = rows[choice]
-    criterion = "the fastest" if limits.by_s is None and limits.budget is not None else "the cheapest"
-    count = sum(levels[k] in ("sure", "likely") for k in possible)
-    among = f" of {fmt.plural(count, 'possible machine')}"
-    if limits.are_set:
-        among = f" of {fmt.plural(count, 'machine')} that can train this {limits}"
-    cost = "" if row.cost is None else f", {describe_cost(row.cost)}"
-    reasons = _reasons(row, limits)
-    if not limits.are_set:
-        reasons += _faster(rows, possible, row)
-    if own is not None and limits.are_set and meets(own, limits) in ("sure", "likely"):
-        reasons.append(f"This machine meets it, too: {describe_duration(own.duration_s)}, without rent.")
-    return Recommendation(
-        choice=choice,
-        summary=f"{row.label}: {describe_duration(row.duration_s)}{cost}; {criterion}{among}",
-        reasons=reasons,
-        verdicts=verdicts,
-        changes=[],
-    )
+    position = next((k for k, row in enumerate(rows) if row is choice), None)
+    return Recommendation(choice=position, summary=summary, reasons=reasons, verdicts=verdicts, changes=changes)
 
 
 def meets(row: MachinePlan, limits: Limits) -> Certainty:
     """How surely a row keeps all limits."""
-    levels = [_certainty(row.duration_s, limits.by_s)]
-    if limits.budget is not None and row.cost is not None:
-        levels.append(_certainty(row.cost, limits.budget))
+    levels = (_certainty(row.duration_s, limits.by_s), _certainty(row.cost, limits.budget))
     return min(levels, key=CERTAINTIES.index)
 
 
-def _certainty(value: Estimate, limit: float | None) -> Certainty:
-    if limit is None or value.high <= limit:
+def _certainty(value: Estimate | None, limit: float | None) -> Certainty:
+    if limit is None or value is None or value.high <= limit:
         return "sure"
     if value.expected <= limit:
         return "likely"
     return "possible" if value.low <= limit else "no"
 
 
-def _rank(row: MachinePlan, limits: Limits) -> tuple[float, float]:
+def _rank(row: MachinePlan, *, by_time: bool) -> tuple[float, float]:
     cost = math.inf if row.cost is None else row.cost.expected
-    if limits.by_s is None and limits.budget is not None:
-        return row.duration_s.expected, cost
-    return cost, row.duration_s.expected
+    return (row.duration_s.expected, cost) if by_time else (cost, row.duration_s.expected)
 
 
 def _reasons(row: MachinePlan, limits: Limits) -> list[str]:
@@ -158,10 +144,7 @@ def _reasons(row: MachinePlan, limits: Limits) -> list[str]:
         reasons.append("Training on several GPUs was tested on CPUs only (docs/devices.md).")
     if row.fits == "perhaps":
         reasons.append("The batch perhaps does not fit the memory; stoker then trains in more micro-batches.")
-    if row.preemptions is not None and row.preemptions.expected < 0.1:
-        probability = fmt.percentage(1 - math.exp(-row.preemptions.expected))
-        reasons.append(f"The probability of a preemption is {probability}.")
-    elif row.preemptions is not None:
+    if row.preemptions is not None:
         reasons.append(
             f"{row.preemptions.expected:.2g} preemptions are expected; they cost "
             f"{compact_duration(row.parts_s['rework'].expected)} of rework and "
@@ -172,24 +155,26 @@ def _reasons(row: MachinePlan, limits: Limits) -> list[str]:
 
 
 def _bottleneck(row: MachinePlan) -> str:
-    device = "CPU" if row.accelerator == "cpu" else "GPU"
     startup_s = row.parts_s["startup"].expected
     if startup_s > row.duration_s.expected / 2:
         return f"Most of the time is startup of machine and training: {compact_duration(startup_s)}."
-    busy = f"The {device} computes {fmt.percentage(row.utilization.expected)} of the time"
-    if row.limited_by == "decoding":
-        return f"{busy}: decoding limits; {math.ceil(row.required_vcpus)} vCPUs would keep it busy."
-    if row.limited_by in ("bucket", "disk"):
-        return f"{busy}: reading from the {row.limited_by} limits; it needs {fmt.number(row.required_mb_per_s)} MB/s."
-    if row.limited_by == "communication":
-        return f"{busy}: the exchange of gradients limits."
-    what = {"compute": "its arithmetic", "memory": "its memory bandwidth", "launches": "the launch of kernels"}
-    return f"{busy}; {what.get(row.limited_by, row.limited_by)} limits."
+    device = "CPU" if row.accelerator == "cpu" else "GPU"
+    reading = f"reading from the {row.limited_by} limits; it needs {fmt.number(row.required_mb_per_s)} MB/s"
+    limits = {
+        "decoding": f"decoding limits; {math.ceil(row.required_vcpus)} vCPUs would keep it busy",
+        "bucket": reading,
+        "disk": reading,
+        "communication": "the exchange of gradients limits",
+        "compute": "its arithmetic limits",
+        "memory": "its memory bandwidth limits",
+        "launches": "the launch of kernels limits",
+    }
+    return f"The {device} computes {fmt.percentage(row.utilization.expected)} of the time: {limits[row.limited_by]}."
 
 
-def _faster(rows: Sequence[MachinePlan], possible: Iterable[int], choice: MachinePlan) -> list[str]:
+def _faster(possible: Sequence[MachinePlan], choice: MachinePlan) -> list[str]:
     """The fastest machine, if it saves much time, with the price of an hour saved."""
-    fastest = min((rows[k] for k in possible), key=lambda row: row.duration_s.expected)
+    fastest = min(possible, key=lambda row: row.duration_s.expected)
     saved_s = choice.duration_s.expected - fastest.duration_s.expected
     if saved_s < 0.2 * choice.duration_s.expected or fastest.cost is None or choice.cost is None:
         return []
@@ -200,22 +185,18 @@ def _faster(rows: Sequence[MachinePlan], possible: Iterable[int], choice: Machin
     ]
 
 
-def _reason(row: MachinePlan, choice: MachinePlan | None, limits: Limits, *, is_choice: bool) -> str:
-    """Why a row is or is not the choice."""
-    if is_choice:
-        return "recommended"
+def _reason(row: MachinePlan, choice: MachinePlan | None, limits: Limits) -> str:
+    """Why a row is not the choice."""
     if row.problem:
         return row.problem
     loader = ""
     if row.limited_by in ("decoding", "bucket", "disk"):
-        device = f"{fmt.number(row.device_img_per_s.expected)} img/s"
-        delivered = f"{fmt.number(row.loader_img_per_s.expected)}"
-        loader = f"; its {row.limited_by} delivers {delivered} of the {device} that it can train on"
-    level = meets(row, limits)
-    if limits.by_s is not None and _certainty(row.duration_s, limits.by_s) in ("no", "possible"):
-        surely = "" if level == "possible" else ", also at the fast end of its band"
-        return f"too slow{surely}{loader}"
-    if limits.budget is not None and row.cost is not None and _certainty(row.cost, limits.budget) in ("no", "possible"):
+        trained, loaded = (fmt.number(rate.expected) for rate in (row.device_img_per_s, row.loader_img_per_s))
+        loader = f"; its {row.limited_by} delivers {loaded} of the {trained} img/s that it can train on"
+    in_time, affordable = _certainty(row.duration_s, limits.by_s), _certainty(row.cost, limits.budget)
+    if in_time in ("no", "possible"):
+        return f"too slow{', also at the fast end of its band' if in_time == 'no' else ''}{loader}"
+    if affordable in ("no", "possible"):
         return f"over the budget{loader}"
     if row.cost is None:
         return "yours already: no rent known" if row.machine == THIS_MACHINE else "its price is unknown"
@@ -223,56 +204,56 @@ def _reason(row: MachinePlan, choice: MachinePlan | None, limits: Limits, *, is_
         return loader.removeprefix("; ") or "possible"
     slower = row.duration_s.expected >= choice.duration_s.expected
     dearer = row.cost.expected >= choice.cost.expected
-    if level == "likely" and meets(choice, limits) == "sure" and not dearer:
-        if limits.by_s is not None and row.duration_s.high > limits.by_s:
+    if not dearer and meets(choice, limits) == "sure":
+        if in_time == "likely":
             return f"cheaper, but it takes {compact_duration(row.duration_s.high)} at the slow end of its band{loader}"
-        return f"cheaper, but it costs {money(row.cost.high)} at the dear end of its band{loader}"
+        if affordable == "likely":
+            return f"cheaper, but it costs {money(row.cost.high)} at the dear end of its band{loader}"
     words = ("slower" if slower else "faster") + (" and " if slower == dearer else ", but ")
     return f"{words}{'dearer' if dearer else 'cheaper'}{loader}"
 
 
-def _changes(rows: Sequence[MachinePlan], limits: Limits, *, epochs: float, asked_spot: bool) -> list[str]:
+def _changes(
+    rows: Sequence[MachinePlan], possible: Sequence[MachinePlan], limits: Limits, *, epochs: float, asked_spot: bool
+) -> list[str]:
     """What would make one of the rows meet the limits."""
-    priced = [row for row in rows if row.cost is not None]
-    possible = [row for row in priced if not row.problem]
-    changes = []
+    smaller = "a smaller --image-size or --model"
     if not possible:
-        if any(row.fits == "no" for row in rows):
-            changes.append("a smaller --image-size or --model, or --activation-checkpointing: the memory is too small")
-        return changes
+        too_large = any(row.fits == "no" for row in rows)
+        return [f"{smaller}, or --activation-checkpointing: the memory is too small"] if too_large else []
+    changes = []
+    in_time, affordable = (
+        [row for row in possible if meets(row, one) in ("sure", "likely")]
+        for one in (Limits(by_s=limits.by_s), Limits(budget=limits.budget))
+    )
     if limits.by_s is not None:
-        affordable = [row for row in possible if _certainty(row.cost, limits.budget) in ("sure", "likely")]  # type: ignore[arg-type]
         fastest = min(affordable or possible, key=lambda row: row.duration_s.expected)
         longer = math.ceil(fastest.duration_s.expected / 60)
         if longer * 60 > limits.by_s:
             changes.append(f"--by {longer}min: {fastest.label} is then in time, as expected")
             fixed_s = fastest.parts_s["startup"].expected
             fraction = (limits.by_s - fixed_s) / max(1e-9, fastest.duration_s.expected - fixed_s)
-            if MIN_SHORTENED <= fraction < 1:
-                changes.append(f"--epochs {_floor(epochs * fraction)}: so many fit on {fastest.label}, as expected")
-        if fastest.limited_by in ("decoding", "bucket", "disk"):
-            changes.append(f"a smaller --image-size, or --cache disk: {_bottleneck(fastest)}")
-        else:
-            changes.append("a smaller --image-size or --model: the GPU itself is the limit")
+            changes += _shorter(epochs * fraction, epochs, f"so many fit on {fastest.label}, as expected")
+        changes.append(f"{smaller}: {_bottleneck(fastest)}")
         if all(row.gpus == 1 for row in rows):
             changes.append("--gpus 2 4 8: machines with several GPUs")
     if limits.budget is not None:
-        in_time = [row for row in possible if _certainty(row.duration_s, limits.by_s) in ("sure", "likely")]
-        cheapest = min(in_time or possible, key=lambda row: row.cost.expected if row.cost else math.inf)
-        assert cheapest.cost is not None
-        if cheapest.cost.expected > limits.budget:
-            needed = math.ceil(100 * cheapest.cost.expected) / 100
-            changes.append(f"--budget {needed:.2f}: enough for {cheapest.label}, as expected")
-            fraction = limits.budget / cheapest.cost.expected
-            if MIN_SHORTENED <= fraction < 1:
-                changes.append(f"--epochs {_floor(epochs * fraction)}: so many the budget pays on {cheapest.label}")
+        cheapest = min(in_time or possible, key=lambda row: _rank(row, by_time=False))
+        cost = cheapest.cost.expected if cheapest.cost is not None else 0.0
+        if cost > limits.budget:
+            changes.append(f"--budget {math.ceil(100 * cost) / 100:.2f}: enough for {cheapest.label}, as expected")
+            affordable_epochs = epochs * limits.budget / cost
+            changes += _shorter(affordable_epochs, epochs, f"so many the budget pays on {cheapest.label}")
             if not asked_spot:
                 changes.append("--spot: spot machines cost 60 to 91 % less (GCP's range), with preemptions")
     return changes
 
 
-def _floor(epochs: float) -> str:
-    return f"{math.floor(epochs) if epochs >= 3 else math.floor(10 * epochs) / 10:g}"
+def _shorter(possible_epochs: float, epochs: float, why: str) -> list[str]:
+    if not MIN_SHORTENED * epochs <= possible_epochs < epochs:
+        return []
+    rounded = math.floor(possible_epochs) if possible_epochs >= 3 else math.floor(10 * possible_epochs) / 10
+    return [f"--epochs {rounded:g}: {why}"]
 
 
 # Texts

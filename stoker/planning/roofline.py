@@ -13,50 +13,26 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from stoker.knowledge import read_toml
 from stoker.planning.accelerators import Accelerator
 from stoker.planning.trace import OperatorKind, StepTrace
 
 
-class Efficiency(msgspec.Struct, frozen=True, kw_only=True):
-    """What a device reaches of its peaks, and what an operator costs besides."""
+class Efficiency(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a device reaches of its peaks, and what an operator costs besides; `assumptions.toml` says what each is."""
 
     convolution: float
-    """Fraction of the peak of arithmetic, as the next two."""
     grouped: float
     matmul: float
     bandwidth: float
-    """Fraction of the peak of the memory; above 1 where tensors stay in a cache."""
     kernel_s: float
-    """Seconds of the device that an operator takes, however small."""
     issue_s: float
-    """Seconds of the host that issuing an operator takes, while the device computes; 0: the device is the host."""
     error: float
-    """Relative half-width of the band around a step's time."""
     source: str
 
 
-CPU = Efficiency(
-    convolution=0.88,
-    grouped=0.1,
-    matmul=0.95,
-    bandwidth=0.33,
-    kernel_s=12e-6,
-    issue_s=0.0,
-    error=0.45,
-    source="fitted to two models on one thread of one CPU",
-)
-"""Of a CPU whose peak is that of a matrix product, which is why matrix products reach nearly all of it."""
-GPU = Efficiency(
-    convolution=0.5,
-    grouped=0.1,
-    matmul=0.5,
-    bandwidth=0.75,
-    kernel_s=3e-6,
-    issue_s=10e-6,
-    error=0.5,
-    source="assumed fractions, never compared with a measured step",
-)
-"""A GPU's before any measurement: rough assumptions, which the user's first run replaces."""
+_EFFICIENCIES = msgspec.convert(read_toml("assumptions.toml")["efficiency"], dict[str, Efficiency])
+CPU, GPU = _EFFICIENCIES["cpu"], _EFFICIENCIES["gpu"]
 
 
 def default_efficiency(accelerator: Accelerator) -> Efficiency:
@@ -100,14 +76,8 @@ def step_time(
 
 
 def _reached_flops(accelerator: Accelerator, efficiency: Efficiency, precision: str, kind: OperatorKind) -> float:
-    is_convolution = kind in ("convolution", "grouped")
-    fraction = {
-        "convolution": efficiency.convolution,
-        "grouped": efficiency.grouped,
-        "matmul": efficiency.matmul,
-        "other": efficiency.matmul,
-    }[kind]
-    return fraction * accelerator.peak_flops(precision, is_convolution=is_convolution)
+    fraction: float = getattr(efficiency, "matmul" if kind == "other" else kind)
+    return fraction * accelerator.peak_flops(precision, is_convolution=kind in ("convolution", "grouped"))
 
 
 class Sample(NamedTuple):
@@ -136,22 +106,15 @@ def fit(samples: Sequence[Sample], start: Efficiency, *, prior_spread: float = P
     origin = np.log([getattr(start, name) for name in names])
     measured = np.log([sample.step_s for sample in samples])
 
+    def efficiency(logarithms: NDArray[np.float64]) -> Efficiency:
+        return msgspec.structs.replace(start, **dict(zip(names, map(float, np.exp(logarithms)), strict=True)))
+
     def predicted(logarithms: NDArray[np.float64]) -> NDArray[np.float64]:
-        efficiency = msgspec.structs.replace(
-            start, **dict(zip(names, (float(x) for x in np.exp(logarithms)), strict=True))
-        )
-        return np.log(
-            [
-                step_time(
-                    sample.trace,
-                    sample.accelerator,
-                    efficiency,
-                    precision=sample.precision,
-                    micro_batches=sample.micro_batches,
-                ).total_s
-                for sample in samples
-            ]
-        )
+        reached = efficiency(logarithms)
+        return np.log([
+            step_time(s.trace, s.accelerator, reached, precision=s.precision, micro_batches=s.micro_batches).total_s
+            for s in samples
+        ])  # fmt: skip
 
     current = origin.copy()
     prior_weight, step_size = (MEASUREMENT_SPREAD / prior_spread) ** 2, 1e-3
@@ -165,4 +128,4 @@ def fit(samples: Sequence[Sample], start: Efficiency, *, prior_spread: float = P
         current -= np.clip(change, -0.5, 0.5)
         if np.abs(change).max() < 1e-4:
             break
-    return msgspec.structs.replace(start, **dict(zip(names, (float(x) for x in np.exp(current)), strict=True)))
+    return efficiency(current)

@@ -2,8 +2,8 @@
 
 The step is the loop's own: augmentation, forward, losses, backward, optimizer, EMA, the sums for the log. It runs on
 tensors without memory, on the fake accelerator or as those of a CPU, while a dispatch mode counts. That changes the
-whole process, so it is one of its own, which `TraceProcess` talks to. `CountedStep` also counts a step on real tensors:
-`benchmarks/plan.py` compares both. How long a step takes is computed from the counts in `roofline.py`.
+whole process, so it is one of its own (`main`), which `traces.py` starts. `CountedStep` also counts a step on real
+tensors: `benchmarks/plan.py` compares both. How long a step takes is computed from the counts in `roofline.py`.
 """
 
 import contextlib
@@ -11,13 +11,8 @@ import dataclasses
 import functools
 import gc
 import math
-import os
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
-from types import TracebackType
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -27,15 +22,13 @@ from torch.utils import _pytree
 from stoker.config.settings import Config
 from stoker.data.augment.device import MOSAIC_GROUP_SIZE, augment_batch, clear_cached_constants
 from stoker.data.batch import NUM_RAND, Batch
-from stoker.errors import StokerError
 from stoker.hardware.device import Device
 from stoker.models import build
 from stoker.planning import fake_accelerator
 from stoker.planning.fake_accelerator import Autocast, fake_tensors, to_fake
-from stoker.training import optim
 from stoker.training.defaults.dry_run import PeakMemoryMode
 from stoker.training.optim import LossAccumulator, OptimizerStep
-from stoker.training.step import forward_backward, make_loss_fn
+from stoker.training.step import PlainStep, make_loss_fn
 
 aten = torch.ops.aten
 
@@ -144,7 +137,7 @@ class CountedStep:
         """What the training loop does with a batch, at a learning rate of 0."""
         augmented = self._augment(batch)
         self.optimizer.set_scalars(0.0, 0)
-        losses = forward_backward(self._loss_fn, self.optimizer, augmented, 1, self._autocast)
+        losses = PlainStep(self._loss_fn, self.optimizer, None, self._autocast).forward_backward(augmented)
         self._counter.is_update = True
         clipped = self.optimizer.clip()
         self.optimizer.update(clipped)
@@ -306,106 +299,35 @@ def _touched_bytes(tensor: Tensor) -> float:
 # The process.
 
 
-class _Request(msgspec.Struct, frozen=True, kw_only=True):
-    spec: StepSpec
-    batch_size: int
-    memory_bytes: int
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """A trace, or why there is none."""
 
-
-class _Answer(msgspec.Struct, frozen=True, kw_only=True):
     trace: StepTrace | None = None
     error: str = ""
 
 
-class TraceProcess:
-    """A process that traces steps, one after the other; it keeps the model of the last one."""
-
-    def __init__(self) -> None:
-        self._messages: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `__exit__`)
-        self._process = subprocess.Popen(
-            # Without garbage collection, torch is imported a second sooner.
-            [sys.executable, "-c", "import gc; gc.disable(); from stoker.planning.trace import main; main()"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._messages,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        )
-
-    def trace(self, spec: StepSpec, batch_size: int, *, memory_bytes: int) -> StepTrace:
-        """The counts of a step of `batch_size` images. memory_bytes: of the accelerator, by which losses and matchers
-        choose the size of their blocks.
-
-        Raises StokerError where the step cannot be traced.
-        """
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        request = _Request(spec=spec, batch_size=batch_size, memory_bytes=memory_bytes)
-        line = b""
-        with contextlib.suppress(BrokenPipeError):  # it has ended; what it wrote tells why
-            self._process.stdin.write(msgspec.json.encode(request) + b"\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        if not line:
-            raise StokerError("A training step could not be traced.", cause=self._last_message())
-        answer = msgspec.json.decode(line, type=_Answer)
-        if answer.trace is None:
-            raise StokerError("A training step could not be traced.", cause=answer.error)
-        return answer.trace
-
-    def _last_message(self) -> str:
-        code = self._process.wait()
-        self._messages.seek(0)
-        lines = self._messages.read().decode(errors="replace").split("\n")
-        return next((line for line in reversed(lines) if line.strip()), f"the process ended with exit code {code}")
-
-    def __enter__(self) -> "TraceProcess":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._process.kill()
-        self._process.communicate()
-        self._messages.close()
-
-
-class _Tracer:
-    """The other side: keeps the model of the last request."""
-
-    def __init__(self) -> None:
-        self._spec: StepSpec | None = None
-        self._step: CountedStep | None = None
-
-    def answer(self, request: _Request) -> _Answer:
-        try:
-            if request.spec != self._spec or self._step is None:
-                if self._step is not None:
-                    self._step.close()
-                self._spec, self._step = request.spec, None
-                kind = "cpu" if request.spec.on_cpu else fake_accelerator.DEVICE
-                self._step = CountedStep(request.spec, Device(torch.device(kind)), is_fake=True)
-            if not request.spec.on_cpu:
-                fake_accelerator.set_memory(request.memory_bytes)
-            return _Answer(trace=self._step.count(self._step.empty_batch(request.batch_size)))
-        except Exception as error:  # noqa: BLE001 (fake tensors, and settings of another version, raise anything)
-            self._spec = None
-            return _Answer(error=f"{type(error).__name__}: {error}")
-
-
-def _requests() -> Iterator[_Request]:
-    for line in sys.stdin.buffer:
-        yield msgspec.json.decode(line, type=_Request)
-
-
 def main() -> None:
-    """Answers requests until the other side closes its end."""
+    """Traces the steps of stdin (`traces.Step`), and writes an `Answer` for each in a line."""
     fake_accelerator.install()
-    optim.FUSED_DEVICE_TYPES |= {fake_accelerator.DEVICE}
     output = sys.stdout
     sys.stdout = sys.stderr  # whatever a library prints is no answer
-    tracer = _Tracer()
+    steps = msgspec.json.decode(sys.stdin.buffer.read(), type=list[tuple[StepSpec, int, int]])
     gc.freeze()  # what was imported stays, and every count collects
     gc.enable()
-    for request in _requests():
-        output.write(msgspec.json.encode(tracer.answer(request)).decode() + "\n")
+    model: CountedStep | None = None
+    for spec, batch_size, memory_bytes in steps:
+        try:
+            if model is None or spec != model.spec:
+                if model is not None:
+                    model.close()
+                kind = "cpu" if spec.on_cpu else fake_accelerator.DEVICE
+                model = None
+                model = CountedStep(spec, Device(torch.device(kind)), is_fake=True)
+            if not spec.on_cpu:
+                fake_accelerator.set_memory(memory_bytes)
+            answer = Answer(trace=model.count(model.empty_batch(batch_size)))
+        except Exception as error:  # noqa: BLE001 (fake tensors, and settings of another version, raise anything)
+            model = None
+            answer = Answer(error=f"{type(error).__name__}: {error}")
+        output.write(msgspec.json.encode(answer).decode() + "\n")
         output.flush()

@@ -2,7 +2,7 @@
 
 Asks the metadata services of Google Cloud (cloud.google.com/compute/docs/metadata) and of AWS (IMDSv2,
 docs.aws.amazon.com/AWSEC2/latest/UserGuide/instancedata-data-categories.html), which are on the same host and need no
-credentials. Not here: the region of a bucket (`regions.py`); the firmware's name of the cloud (`platform_info`).
+credentials. Not here: the region of a bucket (`regions.py`); the firmware's name of the cloud (`environment.py`).
 """
 
 import http.client
@@ -18,8 +18,7 @@ from typing import Literal
 import msgspec
 
 from stoker.preflight.findings import CheckFinding, make_finding
-from stoker.profiling.telemetry.environment import detect_machine_type
-from stoker.profiling.telemetry.platform_info import describe_storage, detect_cloud
+from stoker.profiling.telemetry.environment import describe_storage, detect_cloud, detect_machine_type
 
 TIMEOUT_S, KNOWN_TIMEOUT_S = 0.5, 5.0
 """Of one request: to a service of which nothing is known, and to one that has answered, or which the firmware or a

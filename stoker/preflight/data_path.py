@@ -31,7 +31,7 @@ from stoker.preflight.access import refusal
 from stoker.preflight.cloud import CloudMachine, read_machine
 from stoker.preflight.findings import CheckFinding, make_finding
 from stoker.preflight.regions import check_region
-from stoker.profiling.telemetry.platform_info import describe_storage
+from stoker.profiling.telemetry.environment import describe_storage
 from stoker.storage.fetcher import Fetcher
 from stoker.storage.store import Store
 from stoker.storage.uri import StorageUri, parse_uri
@@ -48,11 +48,9 @@ LATENCY_FRACTION = 0.6
 """Of the rate that the latency without a queue allows. A rate above is limited by latency: each of the concurrent reads
 takes about as long as one alone. Below it reads wait for each other: bandwidth, or the store's limit of requests."""
 MARGIN = 1.1
-"""The loader needs some more than the mean rate, because reads and decoding vary (`concurrency.HEADROOM`)."""
+"""The loader needs some more than the mean rate, because reads and decoding vary."""
 REPORT_INTERVAL_S = 0.25
 """Between two reports of the demand to the fetcher."""
-MAX_DEMAND_PER_S = 1e6
-"""The demand that the fetcher is told where it is not known."""
 NO_ANSWER = "no image arrived in the time of this check"
 MIN_COUNTED = 16
 """Images in the second half of the time, or all of it counts."""
@@ -109,7 +107,7 @@ def check_data_path(
     try:
         index = index_or_data if isinstance(index_or_data, Index) else open_index(index_or_data)
         images = _sample_order(index)
-        rate, encoded = _measure_reads(index, images, seconds, demand_images_per_s)
+        rate, encoded = _measure_reads(index, images, seconds)
         decode_s = _measure_decoding(index, encoded, max_side)
     except StokerError as error:
         return [refusal("data_rate", location, error)]
@@ -243,12 +241,10 @@ def _sample_order(index: Index) -> list[int]:
     return order
 
 
-def _measure_reads(
-    index: Index, images: list[int], seconds: float, demand_images_per_s: float | None
-) -> tuple[ReadRate, list[tuple[int, bytes]]]:
+def _measure_reads(index: Index, images: list[int], seconds: float) -> tuple[ReadRate, list[tuple[int, bytes]]]:
     """The rate, and the first images that were read. Raises what a read raises."""
     if index.remote_object(images[0]) is not None:
-        return _measure_fetcher(index, images, seconds, demand_images_per_s)
+        return _measure_fetcher(index, images, seconds)
     return _measure_files(index, images, seconds)
 
 
@@ -380,14 +376,11 @@ def drop_pages(index: Index, image: int) -> bool | None:
         os.close(fd)
 
 
-def _measure_fetcher(
-    index: Index, images: list[int], seconds: float, demand_images_per_s: float | None
-) -> tuple[ReadRate, list[tuple[int, bytes]]]:
+def _measure_fetcher(index: Index, images: list[int], seconds: float) -> tuple[ReadRate, list[tuple[int, bytes]]]:
     """The loader's fetcher, which chooses by itself how many requests are in flight. The rate is that of the second
     half of the time, when it has chosen. Raises StorageError for a bucket that cannot be read."""
     store = _remote(index, images[0])[0]
     throttled_before = _throttled(store)
-    demand_per_s = MAX_DEMAND_PER_S if demand_images_per_s is None else demand_images_per_s
     latencies: list[float] = []
     with Fetcher() as fetcher:
         alone = _Reads(images[:PROBE_READS], seconds)
@@ -417,7 +410,7 @@ def _measure_fetcher(
             for future in finished:
                 _take(reads, pending.pop(future), future, timeout_s=0.0)
             if time.perf_counter() - reported_s >= REPORT_INTERVAL_S:
-                fetcher.report_demand(demand_per_s, starved=True)
+                fetcher.report_demand(starved=True)
                 reported_s = time.perf_counter()
         end_s = time.perf_counter()
     reads.require_one()

@@ -1,7 +1,7 @@
 """Whether the GPU can be used, and whether anything about it would slow a training down.
 
 Three sources are compared: what shows that a GPU is there (`hardware/gpu_evidence.py`), what the driver says
-(`telemetry/gpu_state.py`), and a trial in a process of its own, which really multiplies and convolves
+(`telemetry/gpu.py`), and a trial in a process of its own, which really multiplies and convolves
 (`hardware/cuda_trial.py`). `check_gpu` collects them as `GpuFacts`, from which each rule makes its findings: those
 about versions are in `gpu_versions.py`, those about each GPU in `gpu_condition.py`. Whether the model fits the memory
 is tried in `planning/memory_fit.py`.
@@ -33,7 +33,7 @@ from stoker.preflight.gpu_facts import DRIVER_TIMEOUT_S, GpuFacts, Trial, fix_fo
 from stoker.preflight.gpu_versions import driver_fix, driver_is_too_old, version_findings
 from stoker.preflight.programs import kill_program, start_program
 from stoker.profiling.telemetry.environment import detect_container
-from stoker.profiling.telemetry.gpu_state import VERSION_MISMATCH, DriverState, read_driver
+from stoker.profiling.telemetry.gpu import VERSION_MISMATCH, DriverState, read_driver
 from stoker.profiling.telemetry.kernel_log import read_kernel_lines
 from stoker.profiling.telemetry.timeouts import TimeoutWorker
 from stoker.report import format as fmt

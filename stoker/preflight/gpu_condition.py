@@ -11,8 +11,8 @@ from stoker.diagnosis.causes.gpu import PCIE_DEGRADED
 from stoker.diagnosis.xids import find_xid
 from stoker.preflight.findings import CheckFinding, make_finding, ok, unknown
 from stoker.preflight.gpu_facts import DRIVER_TIMEOUT_S, GpuFacts
-from stoker.profiling.telemetry.gpu_state import EXCLUSIVE, PROHIBITED, GpuState
-from stoker.profiling.telemetry.procfs import read_text_or_none
+from stoker.profiling.telemetry.gpu import EXCLUSIVE, PROHIBITED, GpuState
+from stoker.profiling.telemetry.machine import read_text_or_none
 from stoker.report import format as fmt
 
 MAX_USED_FRACTION = 0.05

@@ -17,8 +17,8 @@ from stoker.diagnosis.causes.memory import FD_LIMIT_NEAR, HOST_MEMORY_NEAR_LIMIT
 from stoker.hardware.cgroup import Cgroup
 from stoker.hardware.gpu_evidence import pci_gpus
 from stoker.preflight.findings import CheckFinding, Severity, make_finding
-from stoker.profiling.telemetry import machine, platform_info
-from stoker.profiling.telemetry.procfs import read_text_or_none
+from stoker.profiling.telemetry import environment, machine
+from stoker.profiling.telemetry.machine import read_text_or_none
 from stoker.report import format as fmt
 
 CORES_PER_GPU = 4
@@ -292,7 +292,7 @@ def clock_skew_s(url: str) -> float | None:
 
 def numa(host: Host) -> Iterator[CheckFinding]:
     """GPUs whose memory controller is on a CPU that this process may not use."""
-    nodes, gpus = platform_info.count_numa_nodes(host.root), pci_gpus(host.root)
+    nodes, gpus = environment.count_numa_nodes(host.root), pci_gpus(host.root)
     if nodes is None or nodes < 2 or not gpus:
         return
     far = []

@@ -14,8 +14,7 @@ from stoker.preflight.gpu import silent_cpu
 from stoker.preflight.gpu_condition import gpu_findings, xid_findings
 from stoker.preflight.gpu_facts import GpuFacts, Trial
 from stoker.preflight.gpu_versions import version_findings
-from stoker.profiling.telemetry.gpu import in_host_pid_namespace
-from stoker.profiling.telemetry.gpu_state import DriverState, read_driver
+from stoker.profiling.telemetry.gpu import DriverState, in_host_pid_namespace, read_driver
 from stoker.profiling.telemetry.kernel_log import read_kernel_lines
 from stoker.profiling.telemetry.processes import list_process_tree
 from stoker.profiling.telemetry.timeouts import TimeoutWorker

@@ -69,6 +69,9 @@ _MAX_POLLS = 30
 _MAX_OPEN_EVENTS = 512
 """Events that are not complete. CUDA queues some 1,000 launches, and a step has hundreds."""
 
+MIN_INTERVAL_S = 20e-6
+"""Shorter intervals of `begin` are ignored: `attribute` takes as long."""
+
 _MAX_CHANGES = 4096
 """Changes of phase that are kept before they are summed, if no window is requested."""
 
@@ -98,20 +101,14 @@ class ProfilerRanges(Protocol):
     def pop(self) -> None: ...
 
 
-class _HostInterval(msgspec.Struct, frozen=True, gc=False):  # 7 × cheaper than a NamedTuple; 8 per step
-    """What the thread is in from start_s on; stage: of `input_wait`."""
-
-    start_s: float
-    label: str
-    stage: str
-
-
-class _DeviceInterval(msgspec.Struct, frozen=True, gc=False):
-    """What the device does from start_s on (None: no phase); steps: how many end there."""
+class _Interval(msgspec.Struct, frozen=True, gc=False):  # 7 × cheaper than a NamedTuple; 8 per step
+    """What the thread is in, or what the device does (None: no phase), from start_s on. steps: of the device that end
+    there; stage: of the thread's `input_wait`."""
 
     start_s: float
     label: str | None
-    steps: int
+    steps: int = 0
+    stage: str = _QUEUE_STAGE
 
 
 class _PendingEvent(msgspec.Struct, frozen=True):
@@ -164,8 +161,8 @@ class Ledger:
         self._in_step = False
         self._device_phase: str | None = None
 
-        self._host_changes: deque[_HostInterval] = deque()
-        self._device_changes: deque[_DeviceInterval] = deque()
+        self._host_changes: deque[_Interval] = deque()
+        self._device_changes: deque[_Interval] = deque()
         self._pending: deque[_PendingEvent] = deque()
         self._dropped_steps = 0
         self._skew_s = 0.0
@@ -174,8 +171,9 @@ class Ledger:
 
         self._window_start_s = start_s
         self._accounted_until_s = start_s
-        self._host_label, self._host_stage = "startup", _QUEUE_STAGE
-        self._device_label: str | None = None
+        self._host = _Interval(start_s, "startup")
+        self._device = _Interval(start_s, None)
+        """In which the time until `_accounted_until_s` ended."""
         self._phase_s: dict[str, float] = {}
         self._input_stage_s: dict[str, float] = {}
         self._steps = self._host_bound_steps = 0
@@ -220,9 +218,9 @@ class Ledger:
             if stage not in INPUT_STAGES:
                 raise ValueError(f"{stage!r} is not a stage; valid: {', '.join(INPUT_STAGES)}")
             if end_s > start_s:
-                self._host_changes.append(_HostInterval(start_s, _INPUT_WAIT, stage))
+                self._host_changes.append(_Interval(start_s, _INPUT_WAIT, stage=stage))
                 start_s = min(end_s, now_s)
-        self._host_changes.append(_HostInterval(start_s, _INPUT_WAIT, _QUEUE_STAGE))
+        self._host_changes.append(_Interval(start_s, _INPUT_WAIT))
 
     def attribute(self, name: str, start_s: float, end_s: float) -> None:
         """Assigns an interval afterwards: the thread was in `name`, one of HOST_PHASES, from start_s to end_s (seconds
@@ -235,9 +233,26 @@ class Ledger:
         start_s, end_s = max(start_s, self._accounted_until_s), min(end_s, self._now())
         if end_s <= start_s:
             return
-        self._insert_host_interval(name, start_s, end_s)
+        _insert_interval(self._host_changes, self._host, name, start_s, end_s)
         if self._clock.on_host:
-            self._insert_device_idle(start_s, end_s)
+            _insert_interval(self._device_changes, self._device, None, start_s, end_s)
+
+    def begin(self, name: str) -> Callable[[], None]:
+        """The thread begins something in `name` that other code may interrupt it with: a collective inside the backward
+        pass, a save inside a step. Returns the function that ends it. On an accelerator, `comm` and `h2d` are as in
+        `phase`; others are attributed at the end."""
+        if name in _DEVICE_PHASES and not self._clock.on_host:
+            stack = contextlib.ExitStack()
+            stack.enter_context(self.phase(name))
+            return stack.close
+        start_s = self._now()
+
+        def end() -> None:
+            end_s = self._now()
+            if end_s - start_s >= MIN_INTERVAL_S:
+                self.attribute(name, start_s, end_s)
+
+        return end
 
     @contextlib.contextmanager
     def compute(self, *, is_redo: bool = False) -> Iterator[None]:
@@ -305,7 +320,7 @@ class Ledger:
         self._set_host_phase(self._stack[-1])
 
     def _set_host_phase(self, label: str) -> None:
-        self._host_changes.append(_HostInterval(self._now(), label, _QUEUE_STAGE))
+        self._host_changes.append(_Interval(self._now(), label))
         if len(self._host_changes) >= _MAX_CHANGES:
             self._account_until_now()
 
@@ -314,32 +329,6 @@ class Ledger:
         cpu_s = self._thread_now()
         self._cpu_by_phase[self._stack[-1]] += cpu_s - self._last_cpu_s
         self._last_cpu_s = cpu_s
-
-    def _insert_host_interval(self, label: str, start_s: float, end_s: float) -> None:
-        """Replaces the thread's phases in [start_s, end_s]."""
-        changes, later = self._host_changes, []
-        while changes and changes[-1].start_s >= start_s:
-            later.append(changes.pop())
-        resumed = changes[-1] if changes else _HostInterval(start_s, self._host_label, self._host_stage)
-        changes.append(_HostInterval(start_s, label, _QUEUE_STAGE))
-        while later and later[-1].start_s <= end_s:
-            resumed = later.pop()
-        changes.append(_HostInterval(end_s, resumed.label, resumed.stage))
-        changes.extend(reversed(later))
-
-    def _insert_device_idle(self, start_s: float, end_s: float) -> None:
-        """Makes the device idle in [start_s, end_s]; steps that ended in it still end there."""
-        changes, later = self._device_changes, []
-        while changes and changes[-1].start_s >= start_s:
-            later.append(changes.pop())
-        resumed = changes[-1] if changes else _DeviceInterval(start_s, self._device_label, 0)
-        changes.append(_DeviceInterval(start_s, None, 0))
-        while later and later[-1].start_s <= end_s:
-            resumed = later.pop()
-            if resumed.steps:
-                changes.append(_DeviceInterval(resumed.start_s, None, resumed.steps))
-        changes.append(_DeviceInterval(end_s, resumed.label, 0))
-        changes.extend(reversed(later))
 
     def _set_device_phase(self, label: str | None) -> str | None:
         """The device is in `label` from here on; returns its previous label."""
@@ -351,7 +340,7 @@ class Ledger:
     def _record_event(self, label: str | None, *, steps: int = 0) -> None:
         issued_s = self._now()
         if self._clock.on_host:
-            self._device_changes.append(_DeviceInterval(issued_s, label, steps))
+            self._device_changes.append(_Interval(issued_s, label, steps))
             return
         if len(self._pending) >= _MAX_OPEN_EVENTS:
             self._resolve_events(issued_s)
@@ -395,7 +384,7 @@ class Ledger:
             earliest_s, latest_s = max(first.issued_s, self._not_before_s), self._now()
             time_s = min(max(device_s + self._skew_s, earliest_s), latest_s)
             self._skew_s = time_s - device_s
-            self._device_changes.append(_DeviceInterval(time_s, first.label, first.steps))
+            self._device_changes.append(_Interval(time_s, first.label, first.steps))
 
     def _account_until_now(self) -> None:
         """Assigns all time until now. Intervals of the device after that are kept for the next call."""
@@ -406,25 +395,43 @@ class Ledger:
             if device and (not host or device[0].start_s <= host[0].start_s):
                 if device[0].start_s > end_s:
                     break
-                device_change = device.popleft()
-                self._account_until(device_change.start_s)
-                self._device_label = device_change.label
-                self._steps += device_change.steps
+                self._account_until(device[0].start_s)
+                self._device = device.popleft()
+                self._steps += self._device.steps
             else:
-                host_change = host.popleft()
-                self._account_until(host_change.start_s)
-                self._host_label, self._host_stage = host_change.label, host_change.stage
+                self._account_until(host[0].start_s)
+                self._host = host.popleft()
         self._account_until(end_s)
 
     def _account_until(self, end_s: float) -> None:
         """Assigns the time up to `end_s`, in which neither line changes."""
         duration_s = end_s - self._accounted_until_s
         if duration_s > 0:
-            label = self._device_label or self._host_label
+            label = self._device.label or self._host.label
+            assert label is not None
             self._phase_s[label] = self._phase_s.get(label, 0.0) + duration_s
             if label == _INPUT_WAIT:
-                self._input_stage_s[self._host_stage] = self._input_stage_s.get(self._host_stage, 0.0) + duration_s
+                stage = self._host.stage
+                self._input_stage_s[stage] = self._input_stage_s.get(stage, 0.0) + duration_s
             self._accounted_until_s = end_s
+
+
+def _insert_interval(
+    changes: deque[_Interval], before: _Interval, label: str | None, start_s: float, end_s: float
+) -> None:
+    """Replaces what was in [start_s, end_s]; steps that ended in it still end there. before: the interval before the
+    first change."""
+    later = []
+    while changes and changes[-1].start_s >= start_s:
+        later.append(changes.pop())
+    resumed = changes[-1] if changes else before
+    changes.append(_Interval(start_s, label))
+    while later and later[-1].start_s <= end_s:
+        resumed = later.pop()
+        if resumed.steps:
+            changes.append(_Interval(resumed.start_s, label, resumed.steps))
+    changes.append(_Interval(end_s, resumed.label, stage=resumed.stage))
+    changes.extend(reversed(later))
 
 
 def _check_phase(name: str) -> None:

@@ -81,14 +81,15 @@ class Tracer:
         self._steps = 0
         self._step_ends_s: deque[float] = deque(maxlen=WINDOW_STEPS + 2)
         """Ends of the newest steps outside windows."""
-        self._active: _ActiveWindow | None = None
-        self._writer: _TraceWriter | None = None
+        self._active: _Window | None = None
+        self._written: _Window | None = None
+        self._writer: threading.Thread | None = None
+        """Writes `_written`."""
 
     @property
     def cost_s(self) -> float:
         """Seconds of training that the windows have cost so far; without those of a thread that still runs."""
-        writer = self._writer
-        return self._cost_s + (0.0 if writer is None or writer.is_alive() else writer.cost_s)
+        return self._cost_s + (0.0 if self._written is None else self._written.cost_s)
 
     def request(self) -> None:
         """Takes a window at the next step and keeps it as a Chrome trace."""
@@ -126,13 +127,13 @@ class Tracer:
     def _is_due(self) -> bool:
         if not self._requested and (not self._enabled or self._steps < FIRST_STEP or self._now() < self._next_window_s):
             return False
-        if self._writer is None:
+        if self._writer is None or self._written is None:
             return True
         if self._writer.is_alive():
             return False
-        self._cost_s += self._writer.cost_s
-        self._enabled &= not self._writer.failed
-        self._writer = None
+        self._cost_s += self._written.cost_s
+        self._enabled &= not self._written.failed
+        self._writer = self._written = None
         self._schedule_next()
         return self._requested or (self._enabled and self._now() >= self._next_window_s)
 
@@ -149,7 +150,7 @@ class Tracer:
             return
         now_s = self._now()
         self._cost_s += now_s - start_s
-        self._active = _ActiveWindow(profiler, now_s, chrome)
+        self._active = _Window(profiler, now_s, chrome, self._folder, self._log_event)
 
     def _end_window(self, step: int) -> None:
         assert self._active is not None
@@ -161,17 +162,16 @@ class Tracer:
             active.slowdown = window_s / (mean_step_s * active.steps) if mean_step_s > 0 else None
         self._step_ends_s.clear()
         if self._stop_profiler(active):
-            self._writer = _TraceWriter(
-                active, self._folder, step, has_device_trace=not self._device.is_cpu, log_event=self._log_event
-            )
-            self._writer.start()
+            self._written = active
+            self._writer = active.start_writing(step, has_device_trace=not self._device.is_cpu)
         self._schedule_next()
 
-    def _stop_profiler(self, active: "_ActiveWindow") -> bool:
+    def _stop_profiler(self, active: "_Window") -> bool:
         """Ends the recording. It waits for the device, which has at most the work of one step left."""
         start_s = self._now()
         try:
             with self._ledger.phase("idle"):
+                assert active.profiler is not None
                 active.profiler.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         except Exception as error:  # noqa: BLE001  # as above
             self._disable(f"the profiler did not stop: {error}")
@@ -192,80 +192,74 @@ class Tracer:
         self._log_event("warning", f"{NO_WINDOWS}: {text}")
 
 
-class _ActiveWindow:
-    """A window while it is recorded."""
+class _Window:
+    """A window while it is recorded, and the thread that writes its line, and its Chrome trace if requested. cost_s:
+    CPU-seconds that this took; failed: it could not be written, so further windows are pointless."""
 
-    def __init__(self, profiler: profile, start_s: float, chrome: bool) -> None:
-        self.profiler = profiler
+    def __init__(self, profiler: profile, start_s: float, chrome: bool, folder: RunFolder, log: EventLogger) -> None:
+        self.profiler: profile | None = profiler
         self.start_s = start_s
         self.chrome = chrome
         self.steps = 0
         self.start_ns = 0
         self.slowdown: float | None = None
         """Duration of its steps over that of the steps before it; None until it ends, or if there were none."""
-
-
-class _TraceWriter(threading.Thread):
-    """Writes a window's line, and its Chrome trace if requested. cost_s: CPU-seconds that it took; failed: the window
-    could not be written, so further windows are pointless."""
-
-    def __init__(
-        self, active: _ActiveWindow, folder: RunFolder, step: int, *, has_device_trace: bool, log_event: EventLogger
-    ) -> None:
-        super().__init__(name="stoker-trace", daemon=True)
-        self._active = active
-        self._folder = folder
-        self._step = step
-        self._has_device_trace = has_device_trace
-        self._log_event = log_event
         self.cost_s = 0.0
         self.failed = False
+        self._folder, self._log_event = folder, log
 
-    def run(self) -> None:
+    def start_writing(self, step: int, *, has_device_trace: bool) -> threading.Thread:
+        """step: the last one."""
+        thread = threading.Thread(target=self._write, args=(step, has_device_trace), name="stoker-trace", daemon=True)
+        thread.start()
+        return thread
+
+    def _write(self, step: int, has_device_trace: bool) -> None:
         try:
-            if self._has_device_trace:
-                self._append_trace_window()
-            if self._active.chrome:
-                self._write_chrome()
+            if has_device_trace:
+                self._append_trace_window(step)
+            if self.chrome:
+                self._write_chrome(step)
         except Exception as error:  # noqa: BLE001  # a sample is lost, not the run
             self._fail(f"a window could not be written: {type(error).__name__}: {error}")
         finally:
-            del self._active  # the recorded events may have a hundred megabytes
+            self.profiler = None  # the recorded events may have a hundred megabytes
             self.cost_s = time.thread_time()
 
-    def _append_trace_window(self) -> None:
-        base_ns = self._active.start_ns
+    def _append_trace_window(self, step: int) -> None:
+        assert self.profiler is not None
         trace_window = summarize_window(
-            read_events(self._active.profiler, base_ns),
+            read_events(self.profiler, self.start_ns),
             issue_start_s=0.0,
-            unix_time_zero=base_ns / 1e9,
+            unix_time_zero=self.start_ns / 1e9,
             attempt=self._folder.attempt,
-            step=self._step,
-            steps=self._active.steps - 1,
+            step=step,
+            steps=self.steps - 1,
         )
         if trace_window is None:
             self._fail("the profiler saw no work of the device (CUPTI is missing or not permitted?)")
         else:
-            trace_window.slowdown = self._active.slowdown
+            trace_window.slowdown = self.slowdown
             self._folder.append(TRACES, trace_window)
 
     def _fail(self, text: str) -> None:
         self.failed = True
         self._log_event("warning", f"{NO_WINDOWS}: {text}")
 
-    def _write_chrome(self) -> None:
+    def _write_chrome(self, step: int) -> None:
+        assert self.profiler is not None
         trace_dir = self._folder.path / TRACE_FILES
         trace_dir.mkdir(exist_ok=True)
-        path = trace_dir / f"attempt-{self._folder.attempt}-step-{self._step:08d}.json.gz"
+        path = trace_dir / f"attempt-{self._folder.attempt}-step-{step:08d}.json.gz"
         raw_path = trace_dir / f".{path.stem}"
         try:
-            self._active.profiler.export_chrome_trace(str(raw_path))  # type: ignore[no-untyped-call]
+            self.profiler.export_chrome_trace(str(raw_path))  # type: ignore[no-untyped-call]
             write_atomic(path, gzip.compress(raw_path.read_bytes(), 6))
         finally:
             raw_path.unlink(missing_ok=True)
         _keep_newest(trace_dir)
-        first = self._step - self._active.steps + 1
-        self._log_event("info", f"{TRACE_FILES}/{path.name}: steps {first:,} to {self._step:,}, for ui.perfetto.dev")
+        first = step - self.steps + 1
+        self._log_event("info", f"{TRACE_FILES}/{path.name}: steps {first:,} to {step:,}, for ui.perfetto.dev")
 
 
 def _keep_newest(trace_dir: Path) -> None:

@@ -5,6 +5,7 @@
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, TextIO
 
 from rich.console import RenderableType
@@ -206,7 +207,7 @@ def print_converted(index: Index, converted: "ConversionResult", file: TextIO | 
 
 def print_packed(packed: "PackResult", file: TextIO | None = None) -> None:
     """Prints what is there, its size before and after, the quality, and what was left out."""
-    shards = plural(packed.num_shards, "shard")
+    shards = plural(len(packed.info.shards), "shard")
     if packed.was_packed:
         lines = [f"already packed: {packed.destination}; nothing was written"]
     else:
@@ -214,11 +215,12 @@ def print_packed(packed: "PackResult", file: TextIO | None = None) -> None:
         if packed.num_kept:
             lines.append(f"{packed.num_kept:,} of {shards} were finished by an earlier start, and kept")
     lines.append(f"{_images(packed.num_images)} in {shards}")
-    lines.append(f"size of the images before {size(packed.source_bytes)}, of the shards {size(packed.size_bytes)}")
-    if packed.num_encoded and packed.mean_psnr_db is not None:
+    before, after = packed.info.source_bytes, sum(shard.size_bytes for shard in packed.info.shards)
+    lines.append(f"size of the images before {size(before)}, of the shards {size(after)}")
+    if packed.psnr_db:
         lines.append(
-            f"{packed.num_encoded:,} images were encoded again: mean PSNR {packed.mean_psnr_db:.1f} dB"
-            f" ({plural(packed.num_measured, 'image')} measured, against the resized image)"
+            f"{packed.num_encoded:,} images were encoded again: mean PSNR {fmean(packed.psnr_db):.1f} dB"
+            f" ({plural(len(packed.psnr_db), 'image')} measured, against the resized image)"
         )
     lines += [*_left_out(packed.skipped), f"train from it: stoker train {packed.destination}"]
     print_renderables(lines, file)

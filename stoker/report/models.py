@@ -8,7 +8,7 @@ from typing import Any, TextIO
 import msgspec
 
 from stoker.config.architectures import read_architectures
-from stoker.config.recipes import RECIPES
+from stoker.config.recipes import read_recipes
 from stoker.errors import ConfigError, nearest
 from stoker.report import format as fmt
 from stoker.report.console import facts, plain_text, print_renderables, table
@@ -46,7 +46,7 @@ def read_models() -> list[ModelInfo]:
                 image_size=(side, side),
                 **msgspec.structs.asdict(arch.cost),
                 recipe=arch.recipe,
-                batch_size=RECIPES[arch.recipe]().run.batch_size,
+                batch_size=read_recipes()[arch.recipe].run.batch_size,
                 weights=dict(arch.urls),
                 settings={field: (value, arch.reasons[field]) for field, value in arch.defaults.items()},
             )

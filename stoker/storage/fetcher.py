@@ -1,22 +1,20 @@
 """Many concurrent reads: one thread with an event loop, on which obstore's requests run.
 
-A read is one asyncio task, and a second one if the first is late (`concurrency.HedgingPolicy`); the first complete
-response is used. Retries and checks are in `store.Store.read_async`. The thread has no reference to the `Fetcher` of
-the caller, so an unused `Fetcher` is garbage collected and its thread ends, as at the end of the interpreter.
+A read is one asyncio task, and a second one if the first is late (`_Hedging`); the first complete response is used. How
+many reads the caller should have in flight is measured (`_Concurrency`). Retries and checks are in
+`store.Store.read_async`. The thread refers to its `Fetcher`, so whoever makes one closes it.
 """
 
 import asyncio
-import os
+import atexit
+import math
 import sys
 import threading
 import time
-import weakref
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
 
 from stoker.errors import StorageError
-from stoker.storage.concurrency import ConcurrencyController, HedgingPolicy
 from stoker.storage.store import Store
 
 MAX_IN_FLIGHT = 256
@@ -28,28 +26,42 @@ JOIN_TIMEOUT_S = 10.0
 RELEASE_TIMEOUT_S, CANCEL_GRACE_S = 1.0, 0.05
 """Time for obstore's threads to leave Python: maximum for those with a response; for those of a cancelled read."""
 
+INITIAL_CONCURRENCY, GROWTH_FACTOR = 16, 2.0
+MIN_GAIN = 1.05
+"""Growth that raises the throughput by less is undone: the network or the store is the limit."""
+COOLDOWN_ROUNDS = 8
+"""Rounds until growth is tried again after it did not help."""
 
-@dataclass
-class FetchStats:
-    """Totals since the start."""
-
-    finished: int = 0
-    failed: int = 0
-    read_bytes: int = 0
-    hedged: int = 0
-    """Reads with a second request because the first was late."""
-    hedges_won: int = 0
-    peak_in_flight: int = 0
+HEDGE_QUANTILE, HEDGE_FACTOR, HEDGE_MIN_S = 0.95, 1.5, 0.01
+"""A read is late after this factor times this quantile of the recent latencies: when the network is the limit all
+requests are equally late, and a second one adds load."""
+HEDGE_FRACTION, HEDGE_BURST = 0.05, 4.0
+HEDGE_MIN_SAMPLES, HEDGE_WINDOW = 32, 256
+"""Responses that a quantile needs, and after which it is computed again; recent responses that count."""
 
 
 class Fetcher:
-    """max_in_flight: reads in flight; budget_bytes: their bytes. Thread-safe; `with` closes it."""
+    """max_in_flight: reads in flight; budget_bytes: their bytes. Thread-safe; `with` closes it.
+
+    All methods run on the thread of the loop, except the public ones.
+    """
 
     def __init__(
         self, max_in_flight: int = MAX_IN_FLIGHT, *, budget_bytes: int = BUDGET_BYTES, hedge: bool = True
     ) -> None:
-        self._engine = _Engine(max_in_flight, budget_bytes, hedge)
-        self._finalizer = weakref.finalize(self, self._engine.stop)
+        self._concurrency = _Concurrency(max_in_flight)
+        self._hedging = _Hedging() if hedge else None
+        self._max_in_flight, self._budget_bytes = max_in_flight, budget_bytes
+        self._submitted: deque[_Read] = deque()
+        self._queued: deque[_Read] = deque()
+        self._in_flight: set[_Read] = set()
+        self._bytes_in_flight = self._num_finished = self._finished_bytes = 0
+        self._wakeup_pending = self._closed = False
+        self._lock = threading.Lock()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="stoker-fetcher", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
 
     def submit(self, store: Store, key: str, *, start: int = 0, length: int | None = None) -> "Future[bytes]":
         """The object's bytes, or `length` of them from `start`: as `Store.read`, with its errors.
@@ -57,103 +69,44 @@ class Fetcher:
         Callbacks of the future run on the thread of the event loop and must be fast. The future can be cancelled until
         its read has started.
         """
-        future: Future[bytes] = Future()
-        self._engine.submit(_ReadRequest(store, key, start, length, future))
-        return future
+        read = _Read(store, key, start, length)
+        with self._lock:
+            if self._closed:
+                raise read.closed_error()
+            self._submitted.append(read)
+            if not self._wakeup_pending:
+                self._wakeup_pending = True  # one wake-up for all requests that come before the loop runs
+                self._loop.call_soon_threadsafe(self._drain_submitted)
+        return read.future
 
-    def report_demand(self, demand_per_s: float, starved: bool) -> None:
-        """The objects per second that the consumer takes, and whether it has waited for one since the last report."""
-        self._engine.report_demand(demand_per_s, starved)
+    def report_demand(self, *, starved: bool) -> None:
+        """Whether the consumer has waited for an object since the last report."""
+        with self._lock:
+            if not self._closed:
+                self._loop.call_soon_threadsafe(lambda: self._concurrency.update(starved, self._loop.time()))
 
     @property
     def target_in_flight(self) -> int:
         """How many objects the caller should keep in flight."""
-        return max(1, min(self._engine.concurrency.value, self._engine.max_affordable()))
-
-    def stats(self) -> FetchStats:
-        return replace(self._engine.stats)
+        return max(1, min(self._concurrency.value, self._budget_bytes // self._mean_bytes()))
 
     def close(self) -> None:
         """Cancels all reads: their futures fail. Waits for the thread."""
-        self._finalizer()
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        atexit.unregister(self.close)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        if threading.current_thread() is not self._thread:  # garbage collection runs on any thread
+            self._thread.join(JOIN_TIMEOUT_S)
+            _wait_for_obstore_threads(cancelled=bool(self._in_flight))
 
     def __enter__(self) -> "Fetcher":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class _ReadRequest:
-    """One read and its tasks."""
-
-    __slots__ = ("future", "key", "length", "size_bytes", "start", "started_s", "store", "tasks", "timer")
-
-    def __init__(self, store: Store, key: str, start: int, length: int | None, future: "Future[bytes]") -> None:
-        self.store, self.key, self.start, self.length, self.future = store, key, start, length, future
-        self.tasks: list[asyncio.Task[None]] = []
-        self.timer: asyncio.TimerHandle | None = None
-        self.started_s = 0.0
-        self.size_bytes = 0
-        """Counts against the byte budget while it is in flight."""
-
-
-class _Engine:
-    """Runs on the thread of the loop, except `submit`, `report_demand`, `max_affordable` and `stop`."""
-
-    def __init__(self, max_in_flight: int, budget_bytes: int, hedge: bool) -> None:
-        self.concurrency = ConcurrencyController(max_in_flight)
-        self._hedging = HedgingPolicy() if hedge else None
-        self._max_in_flight, self._budget_bytes = max_in_flight, budget_bytes
-        self._submitted: deque[_ReadRequest] = deque()
-        self._queued: deque[_ReadRequest] = deque()
-        self._in_flight: set[_ReadRequest] = set()
-        self._bytes_in_flight = 0
-        self.stats = FetchStats()
-        self._wakeup_pending = self._closed = False
-        self._lock = threading.Lock()
-        self._pid = os.getpid()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="stoker-fetcher", daemon=True)
-        self._thread.start()
-
-    def submit(self, read: _ReadRequest) -> None:
-        if os.getpid() != self._pid:
-            raise StorageError(
-                "This fetcher belongs to the parent process.",
-                fix="Make a Fetcher after the fork, or start processes with the method spawn.",
-            )
-        with self._lock:
-            if self._closed:
-                raise _closed_error(read)
-            self._submitted.append(read)
-            if self._wakeup_pending:
-                return
-            self._wakeup_pending = True  # one wake-up for all requests that come before the loop runs
-            self._loop.call_soon_threadsafe(self._drain_submitted)
-
-    def report_demand(self, demand_per_s: float, starved: bool) -> None:
-        with self._lock:
-            if not self._closed:
-                self._loop.call_soon_threadsafe(
-                    lambda: self.concurrency.update(demand_per_s, starved, self._loop.time())
-                )
-
-    def max_affordable(self) -> int:
-        """Number of objects of the mean size that fit the byte budget."""
-        return max(1, self._budget_bytes // self._mean_bytes())
-
-    def stop(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        if os.getpid() != self._pid:
-            return  # the thread is in the other process
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        if threading.current_thread() is not self._thread:  # garbage collection runs on any thread
-            self._thread.join(JOIN_TIMEOUT_S)
-            _wait_for_obstore_threads(cancelled=bool(self._in_flight))
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -166,12 +119,12 @@ class _Engine:
             if tasks:
                 self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
             for read in [*self._in_flight, *self._queued, *self._submitted]:
-                if not read.future.cancelled() and not read.future.done():
-                    read.future.set_exception(_closed_error(read))
+                if not read.future.done():
+                    read.future.set_exception(read.closed_error())
             self._loop.close()
 
     def _mean_bytes(self) -> int:
-        return max(1, self.stats.read_bytes // self.stats.finished) if self.stats.finished else TYPICAL_BYTES
+        return max(1, self._finished_bytes // self._num_finished) if self._num_finished else TYPICAL_BYTES
 
     def _drain_submitted(self) -> None:
         with self._lock:
@@ -191,56 +144,129 @@ class _Engine:
             if read.future.set_running_or_notify_cancel():
                 self._start_read(read, size_bytes)
 
-    def _start_read(self, read: _ReadRequest, size_bytes: int) -> None:
-        read.size_bytes = size_bytes
-        read.started_s = self._loop.time()
+    def _start_read(self, read: "_Read", size_bytes: int) -> None:
+        read.size_bytes, read.started_s = size_bytes, self._loop.time()
         self._in_flight.add(read)
         self._bytes_in_flight += size_bytes
-        self.stats.peak_in_flight = max(self.stats.peak_in_flight, len(self._in_flight))
         read.tasks.append(self._loop.create_task(self._fetch(read)))
-        if self._hedging is not None:
+        if self._hedging is not None and (delay_s := self._hedging.delay_s) is not None:
             self._hedging.record_request()
-            delay_s = self._hedging.hedge_delay_s(size_bytes)
-            if delay_s is not None:
-                read.timer = self._loop.call_later(delay_s, self._hedge, read)
+            read.timer = self._loop.call_later(delay_s, self._hedge, read)
 
-    def _hedge(self, read: _ReadRequest) -> None:
+    def _hedge(self, read: "_Read") -> None:
         if self._hedging is not None and self._hedging.try_spend():
-            self.stats.hedged += 1
             read.tasks.append(self._loop.create_task(self._fetch(read)))
 
-    async def _fetch(self, read: _ReadRequest) -> None:
-        task_number = len(read.tasks)  # this task is in the list when it first runs: 1, or 2 for the hedge
-        this_task = read.tasks[task_number - 1]
+    async def _fetch(self, read: "_Read") -> None:
+        this_task = read.tasks[-1]  # when it first runs
         try:
             data = await read.store.read_async(read.key, start=read.start, length=read.length)
         except Exception as error:  # noqa: BLE001  (passed on in the future)
             if read in self._in_flight and all(task.done() or task is this_task for task in read.tasks):
                 self._finish_read(read)
-                self.stats.failed += 1
                 read.future.set_exception(error)
             return
         if read not in self._in_flight:
             return
+        self._num_finished += 1
+        self._finished_bytes += len(data)
         self._finish_read(read)
-        latency_s = self._loop.time() - read.started_s
-        self.stats.finished += 1
-        self.stats.read_bytes += len(data)
-        self.stats.hedges_won += task_number > 1
-        self.concurrency.record_response(latency_s, len(data))
+        self._concurrency.record_response(len(data))
         if self._hedging is not None:
-            self._hedging.record_response(latency_s, len(data))
+            self._hedging.record_response(self._loop.time() - read.started_s)
         for task in read.tasks:
             if task is not this_task:
                 task.cancel()
         read.future.set_result(data)
 
-    def _finish_read(self, read: _ReadRequest) -> None:
+    def _finish_read(self, read: "_Read") -> None:
         self._in_flight.discard(read)
         self._bytes_in_flight -= read.size_bytes
         if read.timer is not None:
             read.timer.cancel()
         self._start_queued()
+
+
+class _Read:
+    """One read and its tasks."""
+
+    __slots__ = ("future", "key", "length", "size_bytes", "start", "started_s", "store", "tasks", "timer")
+
+    def __init__(self, store: Store, key: str, start: int, length: int | None) -> None:
+        self.store, self.key, self.start, self.length = store, key, start, length
+        self.future: Future[bytes] = Future()
+        self.tasks: list[asyncio.Task[None]] = []
+        self.timer: asyncio.TimerHandle | None = None
+        self.started_s = 0.0
+        self.size_bytes = 0
+        """Counts against the byte budget while it is in flight."""
+
+    def closed_error(self) -> StorageError:
+        location = self.store.uri.child(self.key)
+        return StorageError("The object was not read: its fetcher is closed.", location=location)
+
+
+class _Concurrency:
+    """How many requests should be in flight: twice as many as long as the consumer waits and that raises the
+    throughput. limit: the maximum."""
+
+    def __init__(self, limit: int) -> None:
+        self.value, self._limit = min(INITIAL_CONCURRENCY, limit), limit
+        self._num_completed = self._completed_bytes = self._cooldown_rounds = 0
+        self._round_start_s: float | None = None
+        self._before_growth: tuple[int, float] | None = None
+        """Concurrency and bytes per second before the newest growth, until it is known whether it helped."""
+
+    def record_response(self, size_bytes: int) -> None:
+        self._num_completed += 1
+        self._completed_bytes += size_bytes
+
+    def update(self, starved: bool, now_s: float) -> None:
+        """starved: the consumer has waited. A round is over when as many requests ended as are in flight."""
+        if starved and self._round_start_s is not None:
+            if self._num_completed < self.value or now_s <= self._round_start_s:
+                return
+            self._adapt(self._completed_bytes / (now_s - self._round_start_s))
+        self._round_start_s = now_s if starved else None
+        self._num_completed = self._completed_bytes = 0
+
+    def _adapt(self, bytes_per_s: float) -> None:
+        before, self._before_growth = self._before_growth, None
+        if before is not None and bytes_per_s < before[1] * MIN_GAIN:
+            self.value, self._cooldown_rounds = before[0], COOLDOWN_ROUNDS
+        elif self._cooldown_rounds:
+            self._cooldown_rounds -= 1
+        elif self.value < self._limit:
+            self._before_growth = self.value, bytes_per_s
+            self.value = min(self._limit, math.ceil(self.value * GROWTH_FACTOR))
+
+
+class _Hedging:
+    """When a request is late enough for a second one, and whether the budget allows it: the hedged request of Dean and
+    Barroso, "The Tail at Scale" (CACM 56(2), 2013)."""
+
+    def __init__(self) -> None:
+        self.delay_s: float | None = None
+        """How long to wait for the first response. None: too few responses yet."""
+        self._latencies_s: deque[float] = deque(maxlen=HEDGE_WINDOW)
+        self._responses, self._credit = 0, 1.0
+
+    def record_request(self) -> None:
+        self._credit = min(HEDGE_BURST, self._credit + HEDGE_FRACTION)
+
+    def record_response(self, latency_s: float) -> None:
+        self._latencies_s.append(latency_s)
+        self._responses += 1
+        if self._responses % HEDGE_MIN_SAMPLES == 0:  # sorting at each would cost more than the rest
+            quantile_s = sorted(self._latencies_s)[int(HEDGE_QUANTILE * len(self._latencies_s))]
+            self.delay_s = max(HEDGE_MIN_S, HEDGE_FACTOR * quantile_s)
+
+    def try_spend(self) -> bool:
+        """Whether a second request may be sent; if so, takes it from the budget."""
+        if self._credit < 1.0:
+            return False
+        self._credit -= 1.0
+        return True
 
 
 def _wait_for_obstore_threads(*, cancelled: bool) -> None:
@@ -254,7 +280,3 @@ def _wait_for_obstore_threads(*, cancelled: bool) -> None:
         if not sys._current_frames().keys() - python_threads:
             return
         time.sleep(0.001)
-
-
-def _closed_error(read: _ReadRequest) -> StorageError:
-    return StorageError("The object was not read: its fetcher is closed.", location=read.store.uri.child(read.key))

@@ -64,7 +64,6 @@ class RequestCounters:
     requests: int = 0
     retries: int = 0
     read_bytes: int = 0
-    written_bytes: int = 0
     failures: dict[str, int] = field(default_factory=dict)
     """By name: "503 SlowDown", "timeout", …; includes failures that a retry solved."""
 
@@ -80,20 +79,21 @@ class RetryBudget:
         self._tokens = BUDGET_BURST
         self._refilled_s = time.monotonic()
 
-    def count_request(self) -> None:
+    def count_request(self, *, is_retry: bool = False) -> None:
         with self._lock:
             self.counters.requests += 1
+            self.counters.retries += is_retry
             self._tokens = min(BUDGET_BURST, self._tokens + BUDGET_FRACTION)
 
-    def count_bytes(self, *, read: int = 0, written: int = 0) -> None:
+    def count_response(self, read_bytes: int = 0) -> None:
         with self._lock:
             self.has_responded = True
-            self.counters.read_bytes += read
-            self.counters.written_bytes += written
+            self.counters.read_bytes += read_bytes
 
-    def count_failure(self, name: str) -> None:
+    def count_failure(self, failure: Failure) -> None:
         with self._lock:
-            self.counters.failures[name] = self.counters.failures.get(name, 0) + 1
+            self.has_responded = self.has_responded or failure.status is not None
+            self.counters.failures[failure.name] = self.counters.failures.get(failure.name, 0) + 1
 
     def take_retry(self, now_s: float) -> float:
         """Takes a retry from the budget; returns the seconds until it is available."""
@@ -101,10 +101,6 @@ class RetryBudget:
             self._tokens = min(BUDGET_BURST, self._tokens + (now_s - self._refilled_s) * BUDGET_PER_S) - 1.0
             self._refilled_s = now_s
             return max(0.0, -self._tokens / BUDGET_PER_S)
-
-    def count_retry(self) -> None:
-        with self._lock:
-            self.counters.retries += 1
 
 
 class RetryState:
@@ -120,9 +116,7 @@ class RetryState:
         """Seconds to wait before the next attempt; None: give up."""
         self.failures.append(failure)
         budget = self._budget
-        budget.count_failure(failure.name)
-        if failure.status is not None:
-            budget.has_responded = True
+        budget.count_failure(failure)
         if not failure.is_retryable:
             return None
         now_s = time.monotonic()
@@ -137,8 +131,7 @@ class RetryState:
         wait_s = max(jitter, budget.take_retry(now_s))
         if wait_s >= remaining_s:
             return None
-        budget.count_retry()
-        budget.count_request()
+        budget.count_request(is_retry=True)
         return wait_s
 
     def describe(self) -> str:

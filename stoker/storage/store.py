@@ -105,7 +105,7 @@ class Store:
             return data
 
         data = self._with_retries("read", key, attempt)
-        self.budget.count_bytes(read=len(data))
+        self.budget.count_response(len(data))
         return data
 
     async def read_async(self, key: str, *, start: int = 0, length: int | None = None) -> bytes:
@@ -119,7 +119,7 @@ class Store:
             except _request_exceptions() as error:
                 await asyncio.sleep(self._retry_wait_s(retry_state, error, "read", key))
             else:
-                self.budget.count_bytes(read=len(data))
+                self.budget.count_response(len(data))
                 return data
 
     async def _attempt_async(self, key: str, start: int, length: int | None) -> bytes:
@@ -191,7 +191,7 @@ class Store:
                         yield self._object_info(meta)
                         last_key = meta["path"]
                     retry_state = RetryState(self.timeouts, self.budget)
-                self.budget.count_bytes()
+                self.budget.count_response()
                 return
             except _request_exceptions() as error:
                 time.sleep(self._retry_wait_s(retry_state, error, "list", prefix))
@@ -203,7 +203,7 @@ class Store:
         listing = self._with_retries(
             "list", prefix, lambda: obstore.list_with_delimiter(self._clients.reads, prefix or None)
         )
-        self.budget.count_bytes()
+        self.budget.count_response()
         return tuple(sorted(path.rpartition("/")[2] for path in listing["common_prefixes"]))
 
     def write(
@@ -247,7 +247,7 @@ class Store:
                 raise
 
         result = self._with_retries("write", key, attempt)
-        self.budget.count_bytes(written=size)
+        self.budget.count_response()
         etag = result["version"] if self.uri.scheme == "gs" else result["e_tag"]
         return ObjectInfo(key, size, etag, time.time())
 
@@ -262,7 +262,7 @@ class Store:
                 return
 
         self._with_retries("delete", key, attempt)
-        self.budget.count_bytes()
+        self.budget.count_response()
 
     def _own_write_result(self, key: str, data: bytes | Path) -> "PutResult | None":
         """After an attempt without a response, a conflict may be with our own write: then the object has our bytes."""

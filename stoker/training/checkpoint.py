@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -31,7 +31,8 @@ from stoker import regular_files
 from stoker.errors import CheckpointError
 from stoker.hardware.device import Device, ReadyEvent, SideStream
 from stoker.hardware.host_arena import HostArenas, Lease
-from stoker.runs.records import CHECKPOINTS
+from stoker.runs.records import CHECKPOINTS, EVENTS, read_lines
+from stoker.runs.schemas import Event
 from stoker.storage.local_files import fsync_folder, write_atomic
 from stoker.storage.run_uri import display_path
 
@@ -125,10 +126,17 @@ def map_tensors(tree: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     return tree
 
 
-class CheckpointWriter:
-    """Writes snapshots on its own thread, one at a time. `report(kind, text)` is called from that thread."""
+class Report(Protocol):
+    """Takes an event."""
 
-    def __init__(self, run: Path, report: Callable[[str, str], None]) -> None:
+    def __call__(self, kind: str, text: str, /, **data: Any) -> None: ...
+
+
+class CheckpointWriter:
+    """Writes snapshots on its own thread, one at a time; `report` is called from that thread. has_folder: the run's
+    folder is this rank's; the others save nothing."""
+
+    def __init__(self, run: Path, report: Report, *, has_folder: bool = True) -> None:
         self._run = run
         self._report = report
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stoker-checkpoint")
@@ -141,6 +149,9 @@ class CheckpointWriter:
         """Seconds that the last complete write of a checkpoint took, with the wait for the copies; None before one."""
         self.write_cpu_s = 0.0
         """CPU-seconds of it."""
+        self.longest_write_s = 0.0
+        if not has_folder:
+            return
         (run / CHECKPOINTS).mkdir(exist_ok=True)
         for leftover in (run / CHECKPOINTS).glob(".step-*"):
             shutil.rmtree(leftover)
@@ -204,34 +215,20 @@ class CheckpointWriter:
         else:
             self.saved_step, self.failure = snapshot.step, None
             self.write_s, self.write_cpu_s = time.perf_counter() - start_s, time.thread_time() - start_cpu_s
+            self.longest_write_s = max(self.longest_write_s, self.write_s)
             folders = list_checkpoints(self._run)
             rollback_targets = [folder for folder in folders if _is_healthy(folder)][:NUM_KEPT]
             for old in folders[NUM_KEPT:]:
                 if old not in rollback_targets:
                     shutil.rmtree(old, ignore_errors=True)  # if it fails, the next save tries again
-            self._report("checkpoint_saved", f"saved {final_dir.relative_to(self._run)}")
+            text = f"saved {final_dir.relative_to(self._run)}"
+            # `stoker launch` compares the seconds with a grace period.
+            self._report("checkpoint_saved", text, write_s=round(self.write_s, 3))
 
     def _report_failure(self, error: OSError, step: int) -> None:
         self.failure = str(error)
         text = f"could not save at step {step}: {error}; training continues; the previous checkpoint is kept"
         self._report("checkpoint_failed", text)
-
-
-class NoCheckpoints(CheckpointWriter):
-    """The writer of a rank other than 0, which saves nothing."""
-
-    def __init__(self) -> None:
-        self.saved_step, self.failure = -1, None
-        self.write_s = None
-
-    def save(self, snapshot: HostSnapshot) -> None:
-        """Rank 0 saves."""
-
-    def save_weights(self, snapshot: HostSnapshot, names: list[str]) -> None:
-        """Rank 0 saves."""
-
-    def wait(self) -> None:
-        """There is nothing to wait for."""
 
 
 def _serialize_weights(snapshot: HostSnapshot) -> bytes:
@@ -330,6 +327,19 @@ def load_newest(
             fix=f"start a new run, or remove {' and '.join(locations)} to restart this one from its first step",
         )
     return None
+
+
+def load_checkpoint(run: Path, report: Callable[[str, str], None]) -> LoadedCheckpoint | None:
+    """The newest checkpoint, without those that a rollback abandoned: they are removed here if a kill left them."""
+    if rollbacks := read_rollbacks(run):
+        discard_checkpoints(run, after=rollbacks[-1].data["rollback_step"], rollback_count=rollbacks[-1].data["count"])
+    return load_newest(run, report)
+
+
+def read_rollbacks(run: Path) -> list[Event]:
+    """The rollbacks of the run. A rollback counts from the moment that this event is written: a kill before it leaves a
+    run that diverges again, a kill after it a run that continues from there."""
+    return [event for event in read_lines(run, EVENTS, Event) if event.kind == "rolled_back"]
 
 
 def is_complete(folder: Path) -> bool:

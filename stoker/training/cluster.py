@@ -17,10 +17,10 @@ import msgspec
 from stoker.errors import ConfigError, UsageError
 
 VARIABLES = ("TF_CONFIG", "CLUSTER_SPEC")
-"""The first that names processes counts: Vertex AI sets both."""
 TRAINING_TASKS = ("chief", "master", "worker", "workerpool0", "workerpool1")
 """Tasks that train, in the order of their ranks. Vertex AI's pool 0 is the chief, pool 1 the other workers, pools 2 and
 3 are parameter servers and evaluators (cloud.google.com/vertex-ai/docs/training/distributed-training)."""
+EXAMPLE = '{"cluster": {"worker": ["host:port"]}, "task": {"type": "worker", "index": 0}}'
 DEFAULT_PORT = 29500
 """torchrun's, for a cluster whose addresses have no port."""
 
@@ -35,19 +35,6 @@ class Devices:
 
 
 ONE_DEVICE = Devices()
-
-
-@dataclasses.dataclass(frozen=True)
-class Rendezvous:
-    """A job's processes that train, and the place of this one."""
-
-    variable: str
-    addresses: tuple[str, ...]
-    """host:port of each; the first is that of rank 0, where the others meet."""
-    rank: int | None
-    """None: this process does not train (an evaluator, a parameter server)."""
-    task: str
-    """worker 2."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,34 +78,6 @@ def find_place(env: Mapping[str, str] = os.environ) -> RankPlace | None:
     return None
 
 
-def read_rendezvous(env: Mapping[str, str] = os.environ) -> Rendezvous | None:
-    """The rendezvous of this process; None if no variable names one. Raises ConfigError for malformed JSON."""
-    for variable in VARIABLES:
-        if not env.get(variable, "").strip():
-            continue
-        try:
-            spec = msgspec.json.decode(env[variable], type=dict[str, Any])
-            cluster = msgspec.convert(spec.get("cluster") or {}, dict[str, list[str] | dict[str, str]])
-            task = msgspec.convert(spec.get("task") or {}, dict[str, Any])
-            task_type, task_index = str(task.get("type", "worker")), int(task.get("index", 0))
-        except (msgspec.DecodeError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"The environment variable {variable} is not the description of a cluster.",
-                cause=str(error),
-                fix=f"unset {variable}, or correct the JSON: {EXAMPLE}",
-            ) from error
-        lists = {name: list(hosts.values() if isinstance(hosts, dict) else hosts) for name, hosts in cluster.items()}
-        members = [(name, k, host) for name in TRAINING_TASKS for k, host in enumerate(lists.get(name, []))]
-        if not members:
-            continue
-        rank = next((r for r, (name, k, _) in enumerate(members) if (name, k) == (task_type, task_index)), None)
-        return Rendezvous(variable, tuple(host for _, _, host in members), rank, f"{task_type} {task_index}")
-    return None
-
-
-EXAMPLE = '{"cluster": {"worker": ["host:port"]}, "task": {"type": "worker", "index": 0}}'
-
-
 def _read_torchrun(env: Mapping[str, str]) -> RankPlace | None:
     if not (env.get("RANK") and env.get("WORLD_SIZE")):
         return None
@@ -144,33 +103,50 @@ def _read_torchrun(env: Mapping[str, str]) -> RankPlace | None:
 
 
 def _read_cluster(env: Mapping[str, str]) -> RankPlace | None:
-    rendezvous = read_rendezvous(env)
-    if rendezvous is None:
-        return None
-    if rendezvous.rank is None:
-        raise UsageError(
-            f"{rendezvous.variable} makes this process the task {rendezvous.task}, which does not train.",
-            cause="stoker has no parameter servers, and evaluates in the training processes",
-            fix=f"only workers in the cluster, or `unset {rendezvous.variable}`",
+    """Of the first of VARIABLES that names processes which train: Vertex AI sets both."""
+    for variable in VARIABLES:
+        if not env.get(variable, "").strip():
+            continue
+        try:
+            spec = msgspec.json.decode(env[variable], type=dict[str, Any])
+            cluster = msgspec.convert(spec.get("cluster") or {}, dict[str, list[str] | dict[str, str]])
+            task = msgspec.convert(spec.get("task") or {}, dict[str, Any])
+            own = str(task.get("type", "worker")), int(task.get("index", 0))
+        except (msgspec.DecodeError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"The environment variable {variable} is not the description of a cluster.",
+                cause=str(error),
+                fix=f"unset {variable}, or correct the JSON: {EXAMPLE}",
+            ) from error
+        lists = {name: list(hosts.values() if isinstance(hosts, dict) else hosts) for name, hosts in cluster.items()}
+        addresses = {(name, k): host for name in TRAINING_TASKS for k, host in enumerate(lists.get(name, []))}
+        if not addresses:
+            continue
+        if own not in addresses:
+            raise UsageError(
+                f"{variable} makes this process the task {own[0]} {own[1]}, which does not train.",
+                cause="stoker has no parameter servers, and evaluates in the training processes",
+                fix=f"only workers in the cluster, or `unset {variable}`",
+            )
+        rank = list(addresses).index(own)
+        hosts = [address.rpartition(":")[0] or address for address in addresses.values()]
+        port = next(iter(addresses.values())).rpartition(":")[2]
+        return RankPlace(
+            rank=rank,
+            world_size=len(hosts),
+            local_rank=hosts[:rank].count(hosts[rank]),
+            local_world_size=hosts.count(hosts[rank]),
+            host=hosts[0],
+            port=int(port) if port.isdigit() else DEFAULT_PORT,
+            source=variable,
         )
-    hosts = [address.rpartition(":")[0] or address for address in rendezvous.addresses]
-    port = rendezvous.addresses[0].rpartition(":")[2]
-    return RankPlace(
-        rank=rendezvous.rank,
-        world_size=len(hosts),
-        local_rank=hosts[: rendezvous.rank].count(hosts[rendezvous.rank]),
-        local_world_size=hosts.count(hosts[rendezvous.rank]),
-        host=hosts[0],
-        port=int(port) if port.isdigit() else DEFAULT_PORT,
-        source=rendezvous.variable,
-    )
+    return None
 
 
 def _read_slurm(env: Mapping[str, str]) -> RankPlace | None:
     """A task of `srun`. The batch script itself has no SLURM_STEP_NUM_TASKS: it is one process, whatever --ntasks."""
     if not env.get("SLURM_STEP_NUM_TASKS"):
         return None
-    nodes = expand_node_list(env.get("SLURM_STEP_NODELIST", ""))
     counts = _expand_task_counts(env.get("SLURM_STEP_TASKS_PER_NODE", ""))
     node = _read_int(env, "SLURM_NODEID", 0)
     # Steps of a job may run at the same time: each its own port, above those that services use.
@@ -180,24 +156,17 @@ def _read_slurm(env: Mapping[str, str]) -> RankPlace | None:
         world_size=_read_int(env, "SLURM_STEP_NUM_TASKS"),
         local_rank=_read_int(env, "SLURM_LOCALID", 0),
         local_world_size=counts[node] if node < len(counts) else 1,
-        host=env.get("MASTER_ADDR") or (nodes[0] if nodes else "127.0.0.1"),
+        host=env.get("MASTER_ADDR") or first_node(env.get("SLURM_STEP_NODELIST", "")) or "127.0.0.1",
         port=_read_int(env, "MASTER_PORT", port),
         source="Slurm",
     )
 
 
-def expand_node_list(text: str) -> list[str]:
-    """The hosts of Slurm's short form: `a,gpu[01-03,7]` is a, gpu01, gpu02, gpu03, gpu7."""
-    hosts: list[str] = []
-    for prefix, ranges, suffix in re.findall(r"([^,\[\]]+)(?:\[([^\]]*)\]([^,\[]*))?", text):
-        if not ranges:
-            hosts.append(prefix)
-            continue
-        for part in ranges.split(","):
-            first, _, last = part.partition("-")
-            numbers = range(int(first), int(last or first) + 1)
-            hosts += [f"{prefix}{number:0{len(first)}d}{suffix}" for number in numbers]
-    return hosts
+def first_node(text: str) -> str:
+    """The first host of Slurm's short form: of `gpu[01-03,7]-ib,a` it is gpu01-ib."""
+    match = re.match(r"([^,\[]*)(?:\[([^\],-]*)[^\]]*\]([^,]*))?", text)
+    assert match is not None
+    return "".join(part or "" for part in match.groups())
 
 
 def _expand_task_counts(text: str) -> list[int]:

@@ -3,11 +3,20 @@
 `Ddp` averages the gradients of each step: torch's DistributedDataParallel exchanges them in buckets while the backward
 pass still runs, once per step, also with accumulation, and the signals of the step (`several.py`) in one of them. A
 compiled step does so too: compiled at its first call inside of DistributedDataParallel, it is cut at the borders of the
-buckets (torch's DDPOptimizer). With `--sync bf16` and `powersgd`, the buckets are compressed (`gradient_hooks.py`), and
-the signals have an exchange of their own, in full precision.
+buckets (torch's DDPOptimizer).
 
-`Periodic` averages weights instead, after every N steps (`--sync every:N`, `local_steps.py`). If the gradient is not
-finite in one rank, all skip the step; each clips its gradient by its own norm, and reports that.
+With `--sync bf16` and `powersgd`, a `GradientHook` compresses the buckets, by torch's own
+`torch.distributed.algorithms.ddp_comm_hooks`. Added is what these leave to the user: PowerSGD's state survives a
+checkpoint and a step with gradients that are not finite, which would otherwise stay in its error feedback for ever, and
+its first steps, also the one before a continued run, are not compressed. The signals have an exchange of their own, in
+full precision.
+
+`Periodic` averages weights instead, after every N steps (`--sync every:N`). If the gradient is not finite in one rank,
+all skip the step; each clips its gradient by its own norm, and reports that. `LocalSteps` is DiLoCo (Douillard et al.
+2023): the mean of what the ranks have changed is the gradient of an outer optimizer, SGD with Nesterov's momentum,
+whose weights all ranks continue from. Weights, moments and EMA differ between two averages; before an evaluation and
+before a checkpoint they are replaced by their means (`equalize`), so a checkpoint is that of one model, for any number
+of ranks, and rank 0 can write it alone. Why not torch's `model_averaging`: docs/decisions/0016-sync-methods.md.
 """
 
 import contextlib
@@ -17,20 +26,183 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from stoker.config.sync_method import DEFAULT_BUCKET_MIB, SyncMethod
 from stoker.data.batch import Batch
-from stoker.hardware.device import SideStream
-from stoker.hardware.host_arena import HostArenas
 from stoker.training.checkpoint import HostSnapshot
-from stoker.training.gradient_hooks import GradientHook, make_hook
-from stoker.training.local_steps import LocalSteps
+from stoker.training.optim import OptimizerStep
+from stoker.training.ranks import Ranks
 from stoker.training.resume import Resumed
 from stoker.training.several import Several
 from stoker.training.state import EventLogger, TrainSetup
 from stoker.training.step import LossFn
+
+POWERSGD_START = 10
+"""Steps before the first compressed one. torch's guide takes a tenth of the training, which on a slow link would cost
+more than all others; 2 is the smallest number that DistributedDataParallel allows."""
+ONE_BUCKET_MIB = 1 << 20
+
+
+class GradientHook:
+    """The exchange of a method. Every method of it is called by all ranks at the same step.
+
+    powersgd: Vogels et al. 2019, each matrix of gradients as a product of two with few columns; the error is added to
+    the next step's gradients. bf16 keeps nothing from step to step.
+    """
+
+    def __init__(self, method: SyncMethod, ranks: Ranks) -> None:
+        self._method, self._ranks = method, ranks
+        self.keeps_state = method.kind == "powersgd"
+        self.is_paused = False
+        """Whether the exchanges leave no trace in the state."""
+        self._good_factors: dict[int, Tensor] = {}
+        self.load(None)
+
+    def bucket_mib(self, *, is_cpu: bool) -> int | None:
+        """MiB of a bucket of gradients; None: DistributedDataParallel's default. With gloo, what PowerSGD does after
+        its first exchange runs in threads, whose order ranks would not share with several buckets."""
+        if not self.keeps_state:
+            return self._method.number
+        return ONE_BUCKET_MIB if is_cpu else None
+
+    def finish_step(self, found_inf: Tensor) -> None:
+        """After the update of the weights, which was skipped if `found_inf` is 1."""
+        for bucket, factor in self._powersgd.q_memory_dict.items():
+            good = self._good_factors.get(bucket)
+            if good is None or good.shape != factor.shape:
+                good = self._good_factors[bucket] = torch.ones_like(factor)  # is made orthogonal before it is used
+            torch.where(found_inf > 0, good, factor, out=good)
+            factor.copy_(good)
+            error = self._powersgd.error_dict[bucket]
+            error.copy_(torch.where(found_inf > 0, 0.0, error))
+
+    def equalize(self) -> None:
+        """The errors become their mean: together, the ranks still add what was left out so far."""
+        for bucket in sorted(self._powersgd.error_dict):
+            error = self._powersgd.error_dict[bucket]
+            dist.all_reduce(error)
+            error.div_(self._ranks.world_size)
+
+    def state(self) -> dict[str, Any] | None:
+        """What a checkpoint keeps, after `equalize`; None: nothing. torch's `PowerSGDState.__getstate__` has NumPy's
+        random generator, which a file of tensors cannot have, and which nothing draws from once the factors are
+        there."""
+        kept = self._powersgd
+        if not self.keeps_state:
+            return None
+        return {
+            "steps": kept.iter,
+            "errors": dict(kept.error_dict),
+            "p": dict(kept.p_memory_dict),
+            "q": dict(kept.q_memory_dict),
+        }
+
+    def load(self, state: dict[str, Any] | None) -> None:
+        """Restores what `state` returned; None: the state before the first step."""
+        self._good_factors.clear()
+        self._powersgd = powerSGD_hook.PowerSGDState(
+            process_group=None,
+            matrix_approximation_rank=self._method.number,
+            start_powerSGD_iter=POWERSGD_START,
+            compression_stats_logging_frequency=1 << 60,
+        )
+        if state is not None and "errors" in state:
+            self._powersgd.iter = state["steps"]
+            self._powersgd.error_dict = dict(state["errors"])
+            self._powersgd.p_memory_dict = dict(state["p"])
+            self._powersgd.q_memory_dict = dict(state["q"])
+
+    def exchange(self, _: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+        if self.is_paused:
+            return default_hooks.allreduce_hook(None, bucket)  # type: ignore[arg-type]
+        if not self.keeps_state:
+            return default_hooks.bf16_compress_hook(None, bucket)  # type: ignore[arg-type]
+        self._fit(bucket)
+        return powerSGD_hook.powerSGD_hook(self._powersgd, bucket)
+
+    def _fit(self, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
+        """Moves restored tensors to the device; forgets those of another arrangement of buckets."""
+        kept, number, buffer = self._powersgd, bucket.index(), bucket.buffer()
+        error = kept.error_dict.get(number)
+        if error is None or (error.shape == buffer.shape and error.device == buffer.device):
+            return
+        for table in (kept.error_dict, kept.p_memory_dict, kept.q_memory_dict):
+            if error.shape != buffer.shape:
+                table.pop(number, None)
+            else:
+                table[number] = table[number].to(buffer.device)
+
+
+OUTER_LR, OUTER_MOMENTUM = 0.7, 0.5
+"""DiLoCo's 0.7, and less than its momentum of 0.9, which it found for rounds of 500 steps: with 8 steps, the changes of
+rounds are so much alike that it would add up to seven times a step (AP 0.010 instead of 0.151 on BCCD after 150 steps,
+docs/scaling.md). 0.5 is the momentum of MuLoCo for rounds of 30 (Therien et al. 2025, arXiv 2505.23725)."""
+
+
+class LocalSteps:
+    """Every method is called by all ranks at the same step."""
+
+    def __init__(self, optimizer: OptimizerStep, ranks: Ranks, every: int) -> None:
+        self._optimizer, self._ranks, self._every = optimizer, ranks, every
+        self.load(None)
+
+    def finish_step(self, step: int) -> None:
+        """After the update of the weights. step: steps with it."""
+        if step % self._every:
+            return
+        weights, stats = self._optimizer.weights(), self._optimizer.norm_stats
+        means = self._mean(torch.cat([self._anchor - flatten(weights), stats]))
+        outer_step(self._anchor, self._momentum, means[: self._anchor.numel()])
+        write_flat(weights, self._anchor)
+        stats.copy_(means[self._anchor.numel() :])
+        self._optimizer.keep_running_stats()
+
+    def equalize(self) -> None:
+        """Makes weights, moments, EMA and running statistics their means over the ranks."""
+        for tensors in self._optimizer.replicated():
+            write_flat(tensors, self._mean(flatten(tensors)))
+        self._optimizer.keep_running_stats()
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps besides."""
+        return {"anchor": self._anchor, "momentum": self._momentum}
+
+    def load(self, state: dict[str, Any] | None) -> None:
+        """Restores what `state` returned; None: starts from the weights."""
+        weights = flatten(self._optimizer.weights())
+        if state is None or "anchor" not in state or state["anchor"].shape != weights.shape:
+            self._anchor, self._momentum = weights, torch.zeros_like(weights)
+        else:
+            self._anchor = state["anchor"].to(weights, copy=True)
+            self._momentum = state["momentum"].to(weights, copy=True)
+
+    def _mean(self, own: Tensor) -> Tensor:
+        """Over the ranks, in place."""
+        dist.all_reduce(own)
+        return own.div_(self._ranks.world_size)
+
+
+def outer_step(anchor: Tensor, momentum: Tensor, gradient: Tensor) -> None:
+    """A step of SGD with Nesterov's momentum, as torch.optim.SGD defines it, in place."""
+    momentum.mul_(OUTER_MOMENTUM).add_(gradient)
+    anchor.sub_(gradient.add(momentum, alpha=OUTER_MOMENTUM), alpha=OUTER_LR)
+
+
+def flatten(tensors: list[Tensor]) -> Tensor:
+    """Copies of all, one after the other [N]."""
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+@torch.no_grad()
+def write_flat(tensors: list[Tensor], flat: Tensor) -> None:
+    """The reverse of `flatten`, in place."""
+    for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view(tensor.shape))
 
 
 class _Replicas(Several):
@@ -61,11 +233,12 @@ class _Replicas(Several):
         if self.keeper is not None:
             self.keeper.load(self._sync_state)
 
-    def reserve_arenas(self, weights: dict[str, Tensor], state: dict[str, Any]) -> HostArenas | None:
-        return super().reserve_arenas(weights, state) if self.ranks.is_main else None
+    def reserve_snapshots(self, state: dict[str, Any]) -> None:
+        if self.ranks.is_main:
+            super().reserve_snapshots(state)
 
-    def snapshot(self, stream: SideStream, **content: Any) -> HostSnapshot | None:
-        return super().snapshot(stream, **content) if self.ranks.is_main else None
+    def take_snapshot(self, state: dict[str, Any], *, ap: float | None) -> HostSnapshot | None:
+        return super().take_snapshot(state, ap=ap) if self.ranks.is_main else None
 
     def warm_up(self, make_batch: Callable[[], Batch]) -> None:
         """A forward and a backward pass that change nothing.
@@ -75,25 +248,17 @@ class _Replicas(Several):
         the same step of an undisturbed one. It also compiles the step, where that was asked for; all ranks must train
         the same, so a failure of that ends the run.
         """
-        model, batch = self.setup.model, make_batch()
-        saved = {name: buffer.clone() for name, buffer in model.named_buffers()}
         try:
-            with torch.no_grad(), self.autocast:
-                model(batch.images)  # caches the anchors, which are constants of a compiled step
-            self.forward_backward(self.loss_fn, self.optimizer, batch, 1, self.autocast)
+            self.rehearse(make_batch())
         finally:
-            self.optimizer.zero_grad()
             self.signals.grad = None
-            for name, buffer in model.named_buffers():
-                if name in saved:
-                    buffer.copy_(saved[name])
 
 
 class Ddp(_Replicas):
     """Ranks whose gradients are averaged in each step."""
 
     def __init__(self, setup: TrainSetup, log_event: EventLogger, sync: SyncMethod) -> None:
-        self._hook = make_hook(sync, setup.ranks)
+        self._hook = GradientHook(sync, setup.ranks) if sync.kind in ("bf16", "powersgd") else None
         if self._hook is not None and self._hook.keeps_state:
             self.keeper, self.saves_together = self._hook, True
         super().__init__(setup, log_event)
@@ -108,16 +273,12 @@ class Ddp(_Replicas):
                 gradient_as_bucket_view=True,
                 bucket_cap_mb=None if size == DEFAULT_BUCKET_MIB else size,
             )
+        self.loss_fn = self._ddp
         if self._hook is not None:
-            self._hook.register(self._ddp)
+            self._ddp.register_comm_hook(None, self._hook.exchange)
 
     def exchanging(self, is_last: bool) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if is_last else self._ddp.no_sync()
-
-    def compute_losses(self, loss_fn: LossFn, batch: Batch) -> dict[str, Tensor]:
-        del loss_fn  # it is in the wrapped module
-        losses: dict[str, Tensor] = self._ddp(batch)
-        return losses
 
     def exchange(self, own: Tensor) -> tuple[Tensor, Tensor | None]:
         if self._hook is not None:
@@ -133,11 +294,11 @@ class Ddp(_Replicas):
         if self._hook is None:
             super().warm_up(make_batch)
             return
-        self._hook.pause(True)
+        self._hook.is_paused = True
         try:
             super().warm_up(make_batch)
         finally:
-            self._hook.pause(False)
+            self._hook.is_paused = False
 
 
 class Periodic(_Replicas):

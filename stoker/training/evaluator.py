@@ -1,34 +1,198 @@
 """Evaluates at intervals, and decides what follows: which weights are the best, and whether training goes on.
 
-The metrics are computed in the background (`async_eval.py`). They are taken into account at fixed points of the stream:
-before the next evaluation, a checkpoint or a rollback, at the end, and at once if they could end the run (`patience`).
-If need be, the training waits for them there. So nothing that a run decides depends on how long the metrics take.
+The training thread runs the EMA weights on the validation split, copies the detections to the host and continues with
+its steps. A thread computes the metrics (`AsyncEvaluator`), writes evaluation.json and best.safetensors if this is the
+best so far, and reports to the run's events, the screen and TensorBoard.
+
+The metrics are taken into account at fixed points of the stream: before the next evaluation, a checkpoint or a
+rollback, at the end, and at once if they could end the run (`patience`). If need be, the training waits for them there.
+So nothing that a run decides depends on how long the metrics take.
 
 A signal does not wait: an evaluation without metrics goes into the checkpoint with its detections and weights, and the
 continued run computes its metrics first.
 """
 
-from typing import Any
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from typing import Any, Self
+
+import msgspec
+import torch
 
 from stoker.config.durations import parse_duration
+from stoker.data.batch import Batch
+from stoker.data.loading.loader import Loader
+from stoker.evaluation.evaluate import build_evaluation, compute_coco_result, detect, ground_truth, sample_images
 from stoker.evaluation.metrics import Detections, Metrics
-from stoker.training.async_eval import AsyncEvaluator, PendingEvaluation
-from stoker.training.attempt import Attempt
+from stoker.hardware.cgroup import host_memory
+from stoker.hardware.device import ReadyEvent
+from stoker.runs.records import BEST, EVALUATION
+from stoker.training import checkpoint
 from stoker.training.out_of_memory import retry_in_smaller_batches
+from stoker.training.parallel import Attempt
 from stoker.training.recorder import Recorder
 from stoker.training.resume import Resumed
-from stoker.training.snapshots import Snapshots
+from stoker.training.start import make_validation_loader
+from stoker.training.state import IntervalTrigger
 from stoker.training.stopper import Stopper
-from stoker.training.triggers import IntervalTrigger
+
+BASE_BYTES, BYTES_PER_DETECTION = 2**25, 400
+"""Host memory at the peak of computing metrics. Measured: 232 bytes per detection with 7 ground truth boxes per image,
+372 with 60; plus some 10 MB for curves and temporary blocks."""
+SIGNAL_POLL_S = 0.1
+"""Longest delay until a signal is handled while metrics are awaited."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PendingEvaluation:
+    """The detections of an evaluation whose metrics are not known yet."""
+
+    step: int
+    detections: Detections
+    weights: checkpoint.HostSnapshot
+    """The EMA weights that made them; their metadata is not written yet."""
+
+    def to_state(self) -> dict[str, Any]:
+        """A part of a checkpoint's state. Waits for the copy of the weights."""
+        self.weights.ready.synchronize()
+        columns = {field.name: getattr(self.detections, field.name) for field in dataclasses.fields(Detections)}
+        detections = {name: torch.from_numpy(column) for name, column in columns.items()}
+        return {"step": self.step, "detections": detections, "weights": self.weights.weights}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Self:
+        detections = Detections(**{name: column.numpy() for name, column in state["detections"].items()})
+        weights = checkpoint.HostSnapshot(state["step"], {}, state["weights"], {}, ReadyEvent(None))
+        return cls(state["step"], detections, weights)
+
+
+class _EvalTask:
+    """An evaluation whose metrics are being computed."""
+
+    def __init__(self, pending: PendingEvaluation, best_ap: float) -> None:
+        self.pending, self.best_ap = pending, best_ap
+        self.publishing = threading.Lock()
+        """Held while its results are written, and while it is canceled."""
+        self.is_canceled = self.is_published = False
+        self.metrics: Future[Metrics | None] = Future()
+
+
+class AsyncEvaluator:
+    """Runs one evaluation at a time. Called by the training thread only."""
+
+    def __init__(self, attempt: Attempt, recorder: Recorder) -> None:
+        setup = attempt.setup
+        self._setup, self._log_event, self._recorder = setup, attempt.log_event, recorder
+        self._memory_note_logged = False
+        self._ground_truth = ground_truth(setup.index, setup.val_indices)
+        self._num_workers = 0
+        """Loader threads at the end of the last evaluation."""
+        self._task: _EvalTask | None = None
+
+    def run_inference(self, poll: Callable[[], None]) -> Detections:
+        """Detections of the EMA weights on the validation split. poll: called between batches; it may raise."""
+        setup = self._setup
+
+        def poll_between_batches(loader: Loader) -> Iterator[Batch]:
+            for batch in loader:
+                poll()
+                yield batch
+
+        initial_workers = max(self._num_workers, setup.loader.stats().workers)
+        with contextlib.closing(make_validation_loader(setup, initial_workers=initial_workers)) as loader:
+            batches, precision = poll_between_batches(loader), setup.config.run.precision
+            detections = detect(setup.optimizer.ema_model, batches, setup.device, precision=precision)
+            self._num_workers = loader.stats().workers
+        return detections
+
+    def start(self, pending: PendingEvaluation, best_ap: float) -> None:
+        """Starts computing metrics; the task before has been collected. best_ap: of the evaluations before."""
+        assert self._task is None
+        task = self._task = _EvalTask(pending, best_ap)
+        # A daemon: if the process ends without waiting for it, its unwritten results are not needed.
+        threading.Thread(target=self._run, args=(task,), name="stoker-scorer", daemon=True).start()
+
+    def has_memory(self, detections: Detections) -> bool:
+        """Whether the host's memory allows computing metrics while training. Logs a note once if not."""
+        limit_bytes, used_bytes = host_memory()
+        needed_bytes, free_bytes = BASE_BYTES + BYTES_PER_DETECTION * len(detections), limit_bytes - used_bytes
+        if needed_bytes > free_bytes and not self._memory_note_logged:
+            self._log_event(
+                "info",
+                "training waits for the metrics of each evaluation: they take "
+                f"{needed_bytes / 2**20:,.0f} MiB of host memory, {free_bytes / 2**20:,.0f} MiB are free",
+            )
+            self._memory_note_logged = True
+        return needed_bytes <= free_bytes
+
+    def collect(self, poll: Callable[[], None]) -> Metrics | None:
+        """Waits for the metrics of the running task and returns them; None without a task. Raises the task's error.
+
+        poll: called while it waits; it may raise.
+        """
+        task = self._task
+        if task is None:
+            return None
+        while not wait([task.metrics], SIGNAL_POLL_S).done:
+            poll()
+        self._task = None
+        return task.metrics.result()
+
+    def cancel(self) -> PendingEvaluation | None:
+        """Cancels the running task and returns its evaluation; None if there is none or its metrics are published.
+
+        Nothing of a canceled task is written afterwards.
+        """
+        task = self._task
+        if task is None:
+            return None
+        with task.publishing:
+            task.is_canceled = not task.is_published
+        if not task.is_canceled:
+            wait([task.metrics])
+            return None
+        self._task = None
+        return task.pending
+
+    def _run(self, task: _EvalTask) -> None:
+        try:
+            task.metrics.set_result(self._compute_metrics(task))
+        except BaseException as error:  # noqa: BLE001  # carried to the training thread by `collect`
+            task.metrics.set_exception(error)
+
+    def _compute_metrics(self, task: _EvalTask) -> Metrics | None:
+        """None: it was canceled, and nothing is written."""
+        setup, step, detections = self._setup, task.pending.step, task.pending.detections
+        result = compute_coco_result(self._ground_truth, detections)
+        metrics = result.metrics
+        is_best = (metrics.ap or 0.0) > task.best_ap
+        evaluation = (
+            build_evaluation(result, self._ground_truth, detections, setup.index, step=step) if is_best else None
+        )
+        images = sample_images(setup.index, setup.val_indices, detections)
+        with task.publishing:
+            if task.is_canceled:
+                return None
+            if evaluation is not None:
+                setup.folder.replace(EVALUATION, evaluation)
+                metadata = msgspec.structs.replace(setup.metadata, step=step, ap=metrics.ap)
+                setup.writer.save_weights(dataclasses.replace(task.pending.weights, metadata=metadata.header()), [BEST])
+            setup.folder.event("evaluated", step=step, metrics=msgspec.to_builtins(metrics))
+            self._recorder.add_evaluation(step, metrics, images)
+            task.is_published = True
+        return metrics
 
 
 class Evaluator:
     """The evaluations of a training."""
 
-    def __init__(self, attempt: Attempt, recorder: Recorder, snapshots: Snapshots, stopper: Stopper) -> None:
+    def __init__(self, attempt: Attempt, recorder: Recorder, stopper: Stopper) -> None:
         setup, run = attempt.setup, attempt.setup.config.run
         self._attempt, self._setup, self._parallel, self._ledger = attempt, setup, attempt.parallel, attempt.ledger
-        self._recorder, self._snapshots, self._stopper = recorder, snapshots, stopper
+        self._recorder, self._stopper = recorder, stopper
         self.trigger = IntervalTrigger(
             parse_duration(run.eval_every, "eval-every"), len(setup.train_indices), run.batch_size
         )
@@ -103,7 +267,7 @@ class Evaluator:
         self.trigger.reset()
         parallel.after_evaluation()
         with self._ledger.phase("checkpoint"):
-            ema_weights = self._snapshots.take({}, ap=None)
+            ema_weights = parallel.take_snapshot({}, ap=None)
         self.evaluated_step = step
         if parts is None or ema_weights is None:  # rank 0 has those of all, and computes the metrics
             self._attempt.hang_detector.allow_silence()  # it may have to wait for those of the evaluation before

@@ -8,7 +8,7 @@ tried after the run, by a separate program: `probe.py`.
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 
 from stoker.profiling.ledger import Ledger
 from stoker.runs.records import PROBES
@@ -46,11 +46,8 @@ class PrefetchedInputProbe:
         self._has_new_window = False
         """Whether there was a window since the last check whether the experiment is worth it."""
         self._wall_s = self._wait_s = 0.0
-        self._pairs: list[tuple[float, float]] = []
-        self._before_s: float | None = None
-        self._timing_start: tuple[float, int] | None = None
-        """Time and step at which the steps being timed began."""
-        self._last_interruption: object = None
+        self._rounds: Iterator[None] | None = None
+        """The experiment, once it has begun."""
         self._paused_s = self._allowed_s = 0.0
 
     def observe(self, window: StepWindow) -> None:
@@ -62,35 +59,39 @@ class PrefetchedInputProbe:
 
     def before_step(self, progress: float) -> None:
         """progress: fraction of the length that is done, 0 … 1."""
-        has_begun = bool(self._pairs) or self._timing_start is not None
-        if self._done or self._wall_s < WARMUP_S or not (has_begun or self._has_new_window):
+        if self._done or self._wall_s < WARMUP_S:
             return
-        self._has_new_window = False
-        if not has_begun and not self._is_worth_it(progress):
-            return
-        if self._last_interruption != (interruption := self._interruptions()):  # discard the steps being timed
-            self._last_interruption, self._timing_start, self._before_s = interruption, None, None
-        depth = self._setup.loader.stats().prefetch_depth
-        if self._timing_start is None:
-            self._timing_start = self._sync_and_read()
-            return
-        start_s, start_step = self._timing_start
-        if self._state.step - start_step < depth:
-            return
-        now_s, step = self._sync_and_read()
-        seconds_per_image = (now_s - start_s) / (step - start_step) / self._batch_size
-        if self._before_s is None:
-            if self._paused_s >= self._allowed_s:
-                self._finish(depth)
+        if self._rounds is None:
+            has_new_window, self._has_new_window = self._has_new_window, False
+            if not has_new_window or not self._is_worth_it(progress):
                 return
-            self._before_s = seconds_per_image
+            self._rounds = self._measure()
+        self._done = next(self._rounds, self) is self
+
+    def _measure(self) -> Iterator[None]:
+        """Yields before each step, until there are MAX_PAIRS, or interrupted rounds have used up the budget."""
+        pairs: list[tuple[float, float]] = []
+        while len(pairs) < MAX_PAIRS:
+            depth = self._setup.loader.stats().prefetch_depth
+            before_s = yield from self._time_steps(depth)
+            if before_s is None:
+                continue
+            if self._paused_s >= self._allowed_s:
+                break
             self._pause(depth)
-            self._timing_start = self._sync_and_read()
-            return
-        self._pairs.append((self._before_s, seconds_per_image))
-        self._before_s, self._timing_start = None, (now_s, step)
-        if len(self._pairs) == MAX_PAIRS:
-            self._finish(depth)
+            after_s = yield from self._time_steps(depth)
+            if after_s is not None:
+                pairs.append((before_s, after_s))
+        self._finish(pairs, depth)
+
+    def _time_steps(self, count: int) -> Generator[None, None, float | None]:
+        """Seconds per image of the next steps; None if something else took time meanwhile."""
+        interruption, start_s = self._interruptions(), self._synchronize()
+        for _ in range(count):
+            yield
+            if self._interruptions() != interruption:
+                return None
+        return (self._synchronize() - start_s) / count / self._batch_size
 
     def _is_worth_it(self, progress: float) -> bool:
         """Whether the run waits for images and the pauses fit the budget of its expected length."""
@@ -100,10 +101,11 @@ class PrefetchedInputProbe:
         self._allowed_s = MAX_PAUSE_FRACTION * self._state.trained_s / progress
         return MAX_PAIRS * self._setup.loader.stats().prefetch_depth * step_s <= self._allowed_s
 
-    def _sync_and_read(self) -> tuple[float, int]:
+    def _synchronize(self) -> float:
+        """The time at which the device has done all steps so far."""
         with self._ledger.phase("idle"):
             self._setup.device.synchronize()
-        return time.perf_counter(), self._state.step
+        return time.perf_counter()
 
     def _pause(self, depth: int) -> None:
         """Waits until every prefetch buffer is ready, or until the time allowed is over."""
@@ -114,15 +116,13 @@ class PrefetchedInputProbe:
                 time.sleep(_POLL_INTERVAL_S)
         self._paused_s += time.perf_counter() - start_s
 
-    def _finish(self, depth: int) -> None:
-        """After MAX_PAIRS, or when interrupted rounds have used up the budget."""
-        self._done = True
-        if len(self._pairs) < MIN_PAIRS:
+    def _finish(self, pairs: list[tuple[float, float]], depth: int) -> None:
+        if len(pairs) < MIN_PAIRS:
             text = "could not measure steps with their images ready: each round was interrupted"
             self._log_event("info", f"{text}; it took {self._paused_s:.1f} s")
             return
-        steps, attempt = len(self._pairs) * depth, self._setup.folder.attempt
-        probe = summarize_pairs("cached_batch", self._pairs, steps=steps, attempt=attempt, automatic=True)
+        steps, attempt = len(pairs) * depth, self._setup.folder.attempt
+        probe = summarize_pairs("cached_batch", pairs, steps=steps, attempt=attempt, automatic=True)
         self._setup.folder.append(PROBES, probe)
         self._log_event(
             "info",

@@ -17,9 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -31,6 +29,7 @@ from stoker.evaluation.metrics import Metrics
 from stoker.monitor.options import MonitoringOptions
 from stoker.training.cluster import RankPlace, find_place
 from stoker.training.rank_failure import REPORTS_VARIABLE, first_failure, read_reports
+from stoker.training.supervisor import handling_signals
 
 RESULT, ERROR_OUTPUT = "result.json", "rank-{}.log"
 END_GRACE_S = 8.0
@@ -94,7 +93,7 @@ def run_ranks(devices: int, request: RankRequest) -> RankResult:
     """Trains on so many devices of this machine, each in a process of its own. Raises the error that ended the job."""
     with tempfile.TemporaryDirectory(prefix="stoker-ranks-") as folder:
         starter = _Starter(devices, request, Path(folder))
-        with _forwarding_signals(starter), contextlib.ExitStack() as stack:
+        with handling_signals(_FORWARDED, starter.forward), contextlib.ExitStack() as stack:
             stack.callback(starter.kill)
             starter.start()
             starter.wait()
@@ -127,7 +126,7 @@ class _Starter:
                 process.stdin.write(data)
                 process.stdin.flush()  # left open: its end tells the rank that this process has gone
 
-    def forward(self, signum: int) -> None:
+    def forward(self, signum: int, _: FrameType | None) -> None:
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signum)
@@ -224,23 +223,3 @@ def find_free_port() -> int:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
     return port
-
-
-@contextlib.contextmanager
-def _forwarding_signals(starter: _Starter) -> Iterator[None]:
-    """Forwards the signals that `stoker train` handles. Python allows handlers in the main thread only."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def forward(signum: int, _: FrameType | None) -> None:
-        starter.forward(signum)
-
-    previous: dict[int, Any] = {
-        number: signal.signal(number, forward) for number in (getattr(signal, name) for name in _FORWARDED)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

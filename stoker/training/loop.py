@@ -17,7 +17,6 @@ from typing import NoReturn
 
 import msgspec
 
-from stoker.config.durations import parse_duration
 from stoker.errors import CaptureFailed
 from stoker.evaluation.metrics import Metrics
 from stoker.profiling.ledger import Ledger
@@ -25,20 +24,16 @@ from stoker.profiling.telemetry.sampler import TelemetrySampler
 from stoker.profiling.trace import Tracer
 from stoker.report.terminal import Screen
 from stoker.runs.records import BEST
-from stoker.training.attempt import Attempt
 from stoker.training.checkpoint import LoadedCheckpoint
 from stoker.training.evaluator import Evaluator
-from stoker.training.host_memory import HostMemoryGuard
 from stoker.training.input_probe import PrefetchedInputProbe
 from stoker.training.make_step import Step, make_parallel
-from stoker.training.recorder import Recorder
-from stoker.training.recovery import Recovery
-from stoker.training.resume import collect_state, restore, send_to_other_ranks
-from stoker.training.save_interval import SaveTimes, mean_time_between_failures_s
+from stoker.training.out_of_memory import HostMemoryGuard
+from stoker.training.parallel import Attempt
+from stoker.training.recorder import Recorder, log_measured_steps
+from stoker.training.resume import Recovery, collect_state, restore, send_to_other_ranks
 from stoker.training.saver import Saver
-from stoker.training.snapshots import Snapshots
 from stoker.training.state import EventLogger, Signals, TrainSetup
-from stoker.training.step_times import log_measured_steps
 from stoker.training.stopper import Stopper, Stopping, StopRequest
 from stoker.training.watchdog import HangDetector, Watchdog, min_limit_s
 
@@ -71,7 +66,7 @@ class Training:
         options: Options = Options(),  # frozen
     ) -> None:
         """loaded: in rank 0, the checkpoint to continue from; started_s: from when on the ledger counts."""
-        device, run = setup.device, setup.config.run
+        device = setup.device
         self.setup, self.state, self.log_event, self.options = setup, setup.state, log_event, options
         self.ledger = Ledger(device.make_clock(), start_s=started_s, ranges=device.make_nvtx_ranges())
         self.tracer = Tracer(device, setup.folder, self.ledger, log_event, chrome=options.trace)
@@ -81,19 +76,19 @@ class Training:
         self.attempt = Attempt(setup, self.parallel, self.ledger, self.tracer, self.hang_detector, screen, log_event)
         self.input_probe = PrefetchedInputProbe(setup, self.ledger, log_event, self.interruptions)
         self.train = Step(self.attempt)
-        self.save_times = SaveTimes(
-            60 * parse_duration(run.checkpoint_every).value if options.adapt_checkpoint_interval else None,
-            mean_time_between_failures_s(setup.folder.path),
-            grace_s=options.notice_grace_s,
-        )
-        self.snapshots = Snapshots(self.attempt)
         self.recovery = Recovery(setup, log_event)
         self.recorder = Recorder(self.attempt, self.recovery, self.input_probe)
         memory_guard = HostMemoryGuard(setup.loader, log_event)
-        self.stopper = Stopper(self.attempt, stop_request, memory_guard, self.save_times)
-        self.evaluator = Evaluator(self.attempt, self.recorder, self.snapshots, self.stopper)
+        self.stopper = Stopper(self.attempt, stop_request, memory_guard)
+        self.evaluator = Evaluator(self.attempt, self.recorder, self.stopper)
         self.parts = (self.parallel, self.recovery, self.evaluator)
-        self.saver = Saver(self.attempt, self.parts, self.snapshots, self.evaluator, self.save_times)
+        self.saver = Saver(
+            self.attempt,
+            self.parts,
+            self.evaluator,
+            is_interval_fixed=not options.adapt_checkpoint_interval,
+            grace_s=options.notice_grace_s,
+        )
         self.services = (self.recorder, self.stopper, self.saver, self.evaluator)
         setup.loader.on_copy_awaited = self.ledger.begin_h2d_wait
         setup.ranks.share(lambda: restore(setup, self.parts, loaded, log_event))
@@ -123,7 +118,7 @@ class Training:
         """All steps, with rollbacks, the last evaluation and the final weights; None if it is asked to stop."""
         state = self.state
         try:
-            self.snapshots.reserve(collect_state(self.setup, self.parts) | {"pending_eval": None})
+            self.parallel.reserve_snapshots(collect_state(self.setup, self.parts) | {"pending_eval": None})
             self.train.prepare()
             self.recorder.end_window()
             self.run_steps()
@@ -169,7 +164,7 @@ class Training:
             batch = self.parallel.next_batch(self.setup.loader)
             self.ledger.split_input_wait(self.setup.loader.last_wait)
         with self.ledger.compute(is_redo=state.step < state.redo_until):
-            self.snapshots.wait_before_update()
+            self.parallel.wait_for_snapshot()
             state.lr = self.recovery.lr()
             self.train(batch, self.own_signals())
         state.step += 1
@@ -195,13 +190,7 @@ class Training:
         """Continues from the last healthy state, at a lower learning rate."""
         self.evaluator.collect()
         with self.ledger.phase("recovery"):
-            self.setup.ranks.share(
-                lambda: self.recovery.roll_back(
-                    failed_at,
-                    self.evaluator.best_ap,
-                    lambda loaded, count: restore(self.setup, self.parts, loaded, self.log_event, rollback_count=count),
-                )
-            )
+            self.setup.ranks.share(lambda: self.recovery.roll_back(failed_at, self.evaluator.best_ap, self.parts))
             self.follow_main()
 
     def follow_main(self) -> None:
@@ -212,13 +201,13 @@ class Training:
 
     def save_and_stop(self) -> NoReturn:
         """Saves and ends with exit code 75; without saving if another process has taken over the run."""
-        request, save_times = self.stopper.request, self.save_times
+        request, longest_s = self.stopper.request, self.setup.writer.longest_write_s
         if request.error is not None:
             raise request.error
         request.request("a signal to another rank")  # unless this one was asked, too
         notice = ""
         if request.grace_s is not None:
-            notice = f", in {request.grace_s:.0f} s; the longest save so far took {save_times.longest_write_s:.2g} s"
+            notice = f", in {request.grace_s:.0f} s; the longest save so far took {longest_s:.2g} s"
         self.log_event("info", f"{request.requested_by}: saving{notice}")
         self.evaluator.cancel()
         self.saver.save()

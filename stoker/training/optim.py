@@ -4,7 +4,7 @@ Everything that a step decides (is the gradient finite? what is its norm?) stays
 there: torch's fused optimizers leave parameters, moments and step counts unchanged if `found_inf` is 1. So the host
 issues the same calls for any numbers. On an accelerator that holds for the learning rate, the decay of the EMA and the
 number of the step too: they are tensors that `set_scalars` fills before the step, and whatever outlives a step keeps
-its address. So a CUDA graph can replay the step (`cuda_graph.py`). The learning rate schedule is a pure function at the
+its address. So a CUDA graph can replay the step (`make_step.py`). The learning rate schedule is a pure function at the
 end of the file.
 
 Why not torch's own: `AveragedModel.update_parameters` reads its step count from the device (a host wait), and its decay
@@ -16,7 +16,7 @@ import copy
 import inspect
 import itertools
 import math
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +25,6 @@ from stoker.config.settings import OptimSettings
 from stoker.hardware.device import Device
 from stoker.models import Detector
 
-if TYPE_CHECKING:
-    from stoker.training.shard import Sharding
-    from stoker.training.stages import Stages
-
-Model = TypeVar("Model", bound=nn.Module)
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 
 
@@ -47,7 +42,37 @@ class Clipped(NamedTuple):
 NORM_TYPES = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm, nn.LayerNorm)
 
 
-class OptimizerStep(Generic[Model]):
+class Division(Protocol):
+    """How the tensors of a model are divided among ranks: `fsdp.Sharding` by rows, `stages.Stages` by parts of the
+    model."""
+
+    def shard(self, model: nn.Module) -> None:
+        """Divides the tensors of a model, in place, and moves what is this rank's to the device."""
+
+    def collect(self, model: nn.Module) -> None:
+        """Before an evaluation: the model can compute outputs until `reshard`."""
+
+    def reshard(self, model: nn.Module) -> None:
+        """Frees what is not this rank's."""
+
+    def rows(self, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor of the model or the optimizer, of which it has a part."""
+
+    def distributed(self, rows: Tensor, like: Any) -> Tensor:
+        """The reverse, as `gather` takes it; like: the parameter of the model."""
+
+    def load(self, model: nn.Module, weights: dict[str, Tensor]) -> None:
+        """`model.load_state_dict` of whole tensors."""
+
+    def gather(self, tree: Any) -> Any:
+        """A tree of dicts, lists, numbers and tensors, with whole host tensors, in rank 0. Called by all ranks. Waits
+        for the device."""
+
+    def describe(self) -> list[str]:
+        """What is worth saying of the division, in sentences."""
+
+
+class OptimizerStep:
     """The optimizer of a model, and its EMA weights.
 
     model: on the device and initialized. ema_model: the weights to evaluate and save; `model` itself if
@@ -57,12 +82,12 @@ class OptimizerStep(Generic[Model]):
 
     def __init__(
         self,
-        model: Model,
+        model: Detector,
         settings: OptimSettings,
         device: Device,
         *,
         precision: str,
-        sharding: "Sharding | Stages | None" = None,
+        sharding: Division | None = None,
     ) -> None:
         self.model = model
         self.settings = settings
@@ -87,12 +112,11 @@ class OptimizerStep(Generic[Model]):
         self._ema_params: list[Tensor] = [_own_part(by_name[name]) for name in names]
         self.is_updated = False
         """Whether weights may have changed since `set_scalars`: a step that fails then is half-applied."""
-        self.fused = device.kind in FUSED_DEVICE_TYPES
-        self._optimizer, self._lr_mults, self._numbers = _make_optimizer(model, settings, parts, fused=self.fused)
+        self._optimizer, self._lr_mults, self._numbers = _make_optimizer(model, settings, parts)
         self.completed_steps: int | Tensor = 0
         """Optimizer steps before the next one. On an accelerator a tensor [] of int64."""
         self._ema_weight: float | Tensor = 0.0
-        if self.fused and not device.is_cpu:  # without fused kernels, SGD reads a tensor on the host
+        if not device.is_cpu:
             self.completed_steps = torch.zeros((), dtype=torch.int64, device=device.torch_device)
             self._ema_weight = torch.zeros((), device=device.torch_device)
             for group in self._optimizer.param_groups:
@@ -135,7 +159,7 @@ class OptimizerStep(Generic[Model]):
             return torch.zeros((), device=self.norm_stats.device)
         return torch.nn.utils.get_total_norm(gradients)
 
-    def clip(self, grad_norm: Tensor | None = None) -> "Clipped":
+    def clip(self, grad_norm: Tensor | None = None) -> Clipped:
         """How the gradients are to be scaled. grad_norm: of all rows, times the loss scale, if ranks have a part."""
         grad_norm = (torch.nn.utils.get_total_norm(self._gradients()) if grad_norm is None else grad_norm).float()
         if self.loss_scale is not None:
@@ -147,10 +171,14 @@ class OptimizerStep(Generic[Model]):
             divisor = clip_divisor if divisor is None else clip_divisor * divisor
         return Clipped(grad_norm, found_inf, divisor)
 
-    def update(self, clipped: "Clipped") -> None:
+    def update(self, clipped: Clipped) -> None:
         """Updates the weights, unless a gradient is not finite; clears the gradients."""
         self.is_updated = True
-        self._update_params(clipped.found_inf, self._gradients(), clipped.divisor)
+        if self._gradients():
+            # The fused kernels read these, so dividing and skipping need no pass of their own.
+            self._optimizer.grad_scale = clipped.divisor  # type: ignore[attr-defined]
+            self._optimizer.found_inf = clipped.found_inf  # type: ignore[attr-defined]
+            self._optimizer.step()
         if self.loss_scale is not None and self._growth_tracker is not None:
             torch._amp_update_scale_(self.loss_scale, self._growth_tracker, clipped.found_inf, 2.0, 0.5, 2000)
         # A forward pass that overflowed has spoiled the running statistics too: restore those of the last good step.
@@ -160,10 +188,16 @@ class OptimizerStep(Generic[Model]):
 
     def update_ema(self) -> None:
         """Moves the EMA weights towards the weights."""
-        if self.ema_model is not self.model:
-            with torch.no_grad():  # else autograd would keep the history of all steps
-                self._update_ema()
-            self._ema_norm_stats.copy_(self.norm_stats)
+        if self.ema_model is self.model:
+            return
+        with torch.no_grad():  # else autograd would keep the history of all steps
+            if not isinstance(self._ema_weight, Tensor) and self._ema_params:
+                torch._foreach_lerp_(self._ema_params, self._trainable_params, self._ema_weight)
+            elif self._ema_params:
+                difference = torch._foreach_sub(self._trainable_params, self._ema_params)
+                torch._foreach_mul_(difference, self._ema_weight)
+                torch._foreach_add_(self._ema_params, difference)
+        self._ema_norm_stats.copy_(self.norm_stats)
 
     def discard_gradients(self) -> None:
         """Undoes what `backward` and its forward passes left since the last update, after an error in them."""
@@ -197,37 +231,6 @@ class OptimizerStep(Generic[Model]):
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self._trainable_params if p.grad is not None]
 
-    def _update_ema(self) -> None:
-        if not self._ema_params:
-            return
-        if not isinstance(self._ema_weight, Tensor):
-            torch._foreach_lerp_(self._ema_params, self._trainable_params, self._ema_weight)
-            return
-        difference = torch._foreach_sub(self._trainable_params, self._ema_params)
-        torch._foreach_mul_(difference, self._ema_weight)
-        torch._foreach_add_(self._ema_params, difference)
-
-    def _update_params(self, found_inf: Tensor, gradients: list[Tensor], grad_divisor: Tensor | None) -> None:
-        """grad_divisor: divides the gradients, to clip them and to undo the loss scale."""
-        if not gradients:
-            return
-        if self.fused:
-            # The fused kernels read these, so dividing and skipping need no pass of their own.
-            self._optimizer.grad_scale = grad_divisor  # type: ignore[attr-defined]
-            self._optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-            self._optimizer.step()
-            return
-        if grad_divisor is not None:
-            torch._foreach_div_(gradients, grad_divisor)
-        # Without a fused kernel the weights of a skipped step are restored; only the moments decay by one step.
-        for gradient in gradients:
-            gradient.copy_(torch.where(found_inf > 0, 0.0, gradient))
-        previous_params = [weight.detach().clone() for weight in self._trainable_params]
-        self._optimizer.step()
-        with torch.no_grad():
-            for weight, old in zip(self._trainable_params, previous_params, strict=True):
-                weight.copy_(torch.where(found_inf > 0, old, weight))
-
     def state_dict(self) -> dict[str, Any]:
         """Tensors on the device and plain numbers; of the model too, since files of weights hold `ema_model`. Those of
         a divided model are DTensors, which `Sharding.gather` makes whole."""
@@ -248,10 +251,27 @@ class OptimizerStep(Generic[Model]):
         self._good_norm_stats.copy_(self.norm_stats)
         if self.ema_model is not self.model:
             self._load_model(self.ema_model, ema_weights)
-        _load_optimizer_state(self._optimizer, state["optimizer"], self.sharding, self._own_numbers())
+        self._load_optimizer_state(state["optimizer"])
         if self.loss_scale is not None and self._growth_tracker is not None:
             self.loss_scale.copy_(state["scale"][0])
             self._growth_tracker.copy_(state["scale"][1])
+
+    def _load_optimizer_state(self, saved: dict[str, Any]) -> None:
+        """Copies moments and step counts, in place; what was not saved (before a first step) is zero.
+
+        The optimizer's `load_state_dict` would replace the tensors, and the learning rates and flags of another device
+        with them.
+        """
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        ids = [saved_id for group in saved["param_groups"] for saved_id in group["params"]]
+        for parameter, number in zip(parameters, self._own_numbers(), strict=True):
+            saved_state = saved["state"].get(ids[number], {})
+            for name, tensor in self._optimizer.state[parameter].items():
+                if name not in saved_state:
+                    tensor.zero_()
+                else:
+                    whole = saved_state[name]
+                    tensor.copy_(whole if self.sharding is None or not tensor.dim() else self.sharding.rows(whole))
 
     def take_restored(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
         """(state, EMA weights) with whole tensors, to send to other ranks; None for the first step of a divided model,
@@ -271,7 +291,7 @@ class OptimizerStep(Generic[Model]):
         """Numbers among the parameters of the whole model, in the optimizer's order."""
         return [number for numbers in self._numbers for number, is_own in numbers.items() if is_own]
 
-    def _distributed_state(self, sharding: "Sharding | Stages") -> dict[int, dict[str, Tensor]]:
+    def _distributed_state(self, sharding: Division) -> dict[int, dict[str, Tensor]]:
         """The optimizer's state, by the number of the parameter in the whole model; what has the shape of its rows as a
         DTensor."""
         divided: dict[Tensor, Any] = dict(zip(self._trainable_params, self._parameters, strict=True))
@@ -304,12 +324,8 @@ def _set_scalar(current: Any, value: float) -> Any:
     return current.fill_(value) if isinstance(current, Tensor) else value
 
 
-FUSED_DEVICE_TYPES = frozenset({"cpu", "cuda", "mps", "xpu"})
-"""Device types for which torch has fused optimizers (torch.optim, `_get_fused_kernels_supported_devices`)."""
-
-
 def _make_optimizer(
-    model: nn.Module, settings: OptimSettings, parts: dict[nn.Parameter, nn.Parameter], *, fused: bool
+    model: nn.Module, settings: OptimSettings, parts: dict[nn.Parameter, nn.Parameter]
 ) -> tuple[torch.optim.Optimizer, list[float], list[dict[int, bool]]]:
     """(optimizer, factor of the learning rate of each of its groups, number of each parameter of the group in the whole
     model → whether this rank has it). parts: parameter of the model → what is optimized: itself, or this rank's rows;
@@ -338,16 +354,15 @@ def _make_optimizer(
         {"params": [parts[parameter] for parameter in group if parameter in parts], "weight_decay": decay}
         for (_, decay), group in groups.items()
     ]
-    kwargs: dict[str, Any] = {"fused": True} if fused else {"foreach": True}
     if settings.optimizer == "adamw":
         # The step count stays on the device. Fused kernels are the same without, but then refuse a CUDA graph.
         optimizer: torch.optim.Optimizer = _without_dynamo(torch.optim.AdamW)(
-            param_groups, lr=0.0, betas=(settings.momentum, 0.999), capturable=True, **kwargs
+            param_groups, lr=0.0, betas=(settings.momentum, 0.999), capturable=True, fused=True
         )
         optimizer._warned_capturable_if_run_uncaptured = True  # most runs have no graph
         moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     else:
-        optimizer = _without_dynamo(torch.optim.SGD)(param_groups, lr=0.0, momentum=settings.momentum, **kwargs)
+        optimizer = _without_dynamo(torch.optim.SGD)(param_groups, lr=0.0, momentum=settings.momentum, fused=True)
         moments = ("momentum_buffer",) if settings.momentum else ()
     # The state exists before the first step: a fused SGD whose first step is skipped would leave its buffers
     # uninitialized, and a CUDA graph must not create what outlives a step.
@@ -369,30 +384,6 @@ def _without_dynamo(optimizer: type[Opt]) -> type[Opt]:
     methods: dict[str, Any] = {name: inspect.unwrap(getattr(optimizer, name)) for name in names}
     methods["step"] = torch.no_grad()(inspect.unwrap(optimizer.step))
     return type(optimizer.__name__, (optimizer,), methods)
-
-
-def _load_optimizer_state(
-    optimizer: torch.optim.Optimizer,
-    saved: dict[str, Any],
-    sharding: "Sharding | Stages | None",
-    numbers: list[int],
-) -> None:
-    """Copies moments and step counts into those of `optimizer`; what was not saved (before a first step) is zero.
-    numbers: of its parameters, in the whole model.
-
-    Its `load_state_dict` would replace the tensors, and the learning rates and flags of another device with them.
-    """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    ids = [saved_id for group in saved["param_groups"] for saved_id in group["params"]]
-    for parameter, number in zip(parameters, numbers, strict=True):
-        saved_id = ids[number]
-        saved_state = saved["state"].get(saved_id, {})
-        for name, tensor in optimizer.state[parameter].items():
-            if name not in saved_state:
-                tensor.zero_()
-            else:
-                whole = saved_state[name]
-                tensor.copy_(whole if sharding is None or not tensor.dim() else sharding.rows(whole))
 
 
 def _flatten_norm_stats(model: nn.Module) -> Tensor:

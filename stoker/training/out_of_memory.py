@@ -4,9 +4,14 @@ A step is repeated in micro-batches of half the size, an evaluation in batches o
 `out_of_memory` has the new sizes, and every later attempt of the run takes them from there. What fits is measured
 before the start (`defaults/auto_batch.py`); this is for what comes later: another process on the GPU, fragmentation, an
 unusual batch. A CPU that cannot allocate is treated in the same way.
+
+Memory of the host is given back before the kernel kills the run (`HostMemoryGuard`): prefetched batches first, then the
+cache of decoded images. The training thread looks at it once a second. Near the limit means that less than LOW_FRACTION
+of it, or LOW_BYTES, is free of what the kernel cannot reclaim. What was given back is not taken again in this attempt.
 """
 
 import os
+import time
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
@@ -14,17 +19,23 @@ import psutil
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from stoker.data.loading.loader import Loader
 from stoker.errors import OutOfMemoryError
+from stoker.hardware.cgroup import HostLimit, nearest_memory_limit
 from stoker.hardware.device import is_out_of_memory
-from stoker.profiling.telemetry.gpu import in_host_pid_namespace
-from stoker.profiling.telemetry.gpu_state import read_driver
-from stoker.profiling.telemetry.platform_info import query_with_timeout
+from stoker.profiling.telemetry.environment import query_with_timeout
+from stoker.profiling.telemetry.gpu import in_host_pid_namespace, read_driver
 from stoker.profiling.telemetry.processes import list_process_tree
-from stoker.training.attempt import Attempt
-from stoker.training.state import BatchSizes, count_micro_batches
+from stoker.training.parallel import Attempt
+from stoker.training.state import BatchSizes, EventLogger, count_micro_batches
 
 Result = TypeVar("Result")
 Activity = Literal["training", "evaluation"]
+
+LOW_FRACTION, LOW_BYTES = 0.05, 2**30
+POLL_S = 1.0
+SETTLE_POLLS = 3
+"""Polls after giving something back, in which buffers in use become free."""
 
 
 def retry_in_smaller_batches(attempt: Attempt, activity: Activity, work: Callable[[], Result]) -> Result:
@@ -138,3 +149,42 @@ def _describe_owner(pid: int) -> str:
         return "it has ended, but the driver has not freed its memory (`nvidia-smi --gpu-reset`, or reboot)"
     except psutil.AccessDenied:
         return "a process of another user"
+
+
+class HostMemoryGuard:
+    """Watches the memory of one loader's process. read: the nearest limit; clock: seconds."""
+
+    def __init__(
+        self,
+        loader: Loader,
+        log_event: EventLogger,
+        *,
+        read: Callable[[], HostLimit] = nearest_memory_limit,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._releases = [loader.release_batches, loader.release_cache]
+        self._log_event, self._read, self._clock = log_event, read, clock
+        self._next_poll_s = clock()
+
+    def poll(self) -> None:
+        """Frees memory if little is left, at most once a second."""
+        if not self._releases or self._clock() < self._next_poll_s:
+            return
+        self._next_poll_s = self._clock() + POLL_S
+        memory = self._read()
+        free_bytes = memory.limit_bytes - memory.used_bytes
+        if free_bytes >= min(LOW_FRACTION * memory.limit_bytes, LOW_BYTES):
+            return
+        released = None
+        while self._releases and released is None:
+            released = self._releases.pop(0)()
+        self._next_poll_s += SETTLE_POLLS * POLL_S
+        self._log_event(
+            "low_host_memory",
+            f"host memory is nearly used up: {memory.used_bytes / 2**20:,.0f} of {memory.limit_bytes / 2**20:,.0f} MiB "
+            f"of {memory.name}; " + (released or "nothing is left to give back"),
+            used_bytes=memory.used_bytes,
+            limit_bytes=memory.limit_bytes,
+            limit=memory.name,
+            released=released is not None,
+        )

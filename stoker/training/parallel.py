@@ -7,26 +7,27 @@ never ask which it is. All processes call each method at the same step.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import msgspec
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from stoker.data.augment.device import augment_batch
 from stoker.data.batch import Batch
 from stoker.data.loading.loader import Loader
-from stoker.hardware.device import SideStream
+from stoker.hardware.device import ReadyEvent
 from stoker.hardware.host_arena import HostArenas
+from stoker.profiling.ledger import Ledger
+from stoker.profiling.trace import Tracer
+from stoker.report.terminal import Screen
 from stoker.training import checkpoint
-from stoker.training.cuda_graph import describe_error
-from stoker.training.ranks import Ranks
 from stoker.training.resume import Resumed
-from stoker.training.state import EventLogger, Signals, TrainSetup
-from stoker.training.step import PlainStep, compile_forward_backward, make_loss_fn
-
-if TYPE_CHECKING:
-    from stoker.profiling.ledger import Ledger
+from stoker.training.state import EventLogger, Signals, TrainSetup, TrainState
+from stoker.training.step import PlainStep, describe_error, make_loss_fn
+from stoker.training.watchdog import HangDetector
 
 
 class One(PlainStep):
@@ -36,18 +37,18 @@ class One(PlainStep):
     """Whether a CUDA graph can replay its step: nothing in it depends on what the host does in each step."""
     takes_part_in_saves = True
     """Whether this process has something to do when a checkpoint is saved."""
-    has_whole_weights = True
-    """Whether the weights of the model are whole in this process at all times."""
 
     def __init__(self, setup: TrainSetup, log_event: EventLogger) -> None:
         run = setup.config.run
         self.setup, self.log_event = setup, log_event
-        loss_fn = make_loss_fn(setup.model, compile=self.compiles, cast_together=self.has_whole_weights)
+        is_whole = setup.optimizer.sharding is None
+        loss_fn = make_loss_fn(setup.model, compile=self.compiles, cast_together=is_whole)
         super().__init__(loss_fn, setup.optimizer, setup.loss_accumulator, setup.device.autocast(run.precision))
-        self.savers = Ranks()
-        """The processes that save a checkpoint together."""
         self.agreed = Signals()
         """What all know, of the newest step."""
+        self._copy_stream = setup.device.make_stream()
+        self._arenas: HostArenas | None = None
+        self._newest_copy: ReadyEvent | None = None
 
     @property
     def compiles(self) -> bool:
@@ -90,6 +91,10 @@ class One(PlainStep):
         """Whether all stop between two batches of an evaluation; is_last: after the last batch."""
         return is_asked and not is_last
 
+    def has_saved(self, is_saved: bool) -> bool:
+        """Whether there is a checkpoint of this step, for all that take part. is_saved: this process has written it."""
+        return is_saved
+
     def after_evaluation(self) -> None:
         """What is on its way and says that an evaluation or a checkpoint is due, is too old now."""
 
@@ -104,29 +109,49 @@ class One(PlainStep):
         del model
         return contextlib.nullcontext()
 
-    def reserve_arenas(self, weights: dict[str, Tensor], state: dict[str, Any]) -> HostArenas | None:
-        """Memory of the host for `snapshot`; None: it allocates its own."""
-        return checkpoint.reserve_arenas(self.setup.device, weights, state)
+    def reserve_snapshots(self, state: dict[str, Any]) -> None:
+        """Allocates host memory for snapshots of the weights and a state like this one, so that no save does."""
+        weights = self.optimizer.ema_model.state_dict()
+        self._arenas = checkpoint.reserve_arenas(self.setup.device, weights, state)
 
-    def snapshot(self, stream: SideStream, **content: Any) -> checkpoint.HostSnapshot | None:
-        """`checkpoint.snapshot`, with whole tensors; None where there is nothing to write."""
-        return checkpoint.snapshot(stream, **content)
+    def take_snapshot(self, state: dict[str, Any], *, ap: float | None) -> checkpoint.HostSnapshot | None:
+        """The EMA weights with their metadata, and a state (empty for a file of weights alone), with whole tensors on
+        the host. Called by all processes that take part in it; None where there is nothing to write.
+
+        The copies are made on a stream of their own while the training goes on; only the next update of the weights has
+        to wait for them (`wait_for_snapshot`)."""
+        metadata, weights = self.metadata(ap), self.optimizer.ema_model.state_dict()
+        step, arenas = self.setup.state.step, self._arenas
+        taken = checkpoint.snapshot(
+            self._copy_stream, step=step, metadata=metadata, weights=weights, state=state, arenas=arenas
+        )
+        self._newest_copy = taken.ready
+        return taken
+
+    def metadata(self, ap: float | None) -> dict[str, str]:
+        """Of a file with the present weights."""
+        return msgspec.structs.replace(self.setup.metadata, step=self.setup.state.step, ap=ap).header()
+
+    def wait_for_snapshot(self) -> None:
+        """Makes the device wait until all copies are made: the weights may change only then."""
+        if self._newest_copy is not None:
+            self._newest_copy.block_main_stream()
+            self._newest_copy = None
 
     def warm_up(self, make_batch: Callable[[], Batch]) -> None:
         """Does once what the first step would do besides, without a change of the training: compiles the step.
         make_batch: makes a micro-batch of the shapes of training."""
-        setup = self.setup
         if not self.compiles:
             return
         try:
-            compile_forward_backward(setup.model, self.loss_fn, setup.optimizer, make_batch(), self.autocast)
+            self.rehearse(make_batch())
         except (torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:  # noqa: BLE001 (compilers raise anything; the run can do without)
             self.log_event("warning", f"compiling failed, training without: {describe_error(error)}")
-            self.loss_fn = make_loss_fn(setup.model, compile=False)
+            self.loss_fn = make_loss_fn(self.setup.model, compile=False)
 
-    def timing_waits(self, ledger: "Ledger") -> contextlib.AbstractContextManager[object]:
+    def timing_waits(self, ledger: Ledger) -> contextlib.AbstractContextManager[object]:
         """In the block, the time that this process waits for others is `comm` in the ledger."""
         del ledger
         return contextlib.nullcontext()
@@ -140,3 +165,21 @@ class One(PlainStep):
         del resumed
         self.micro_batches = self.setup.micro_batches
         self.agreed = Signals(trained_s=self.setup.state.trained_s)
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """What the loop of one attempt of a run and its services share. Only the training thread uses it, except where a
+    class says otherwise."""
+
+    setup: TrainSetup
+    parallel: One
+    ledger: Ledger
+    tracer: Tracer
+    hang_detector: HangDetector
+    screen: Screen
+    log_event: EventLogger
+
+    @property
+    def state(self) -> TrainState:
+        return self.setup.state

@@ -34,7 +34,7 @@ from stoker.runs.schemas import PROBE_KINDS, Probe
 from stoker.training.input_probe import MAX_PAIRS, MIN_PAIRS, summarize_pairs
 from stoker.training.optim import OptimizerStep
 from stoker.training.start import make_training_loader, start_worker_processes
-from stoker.training.step import LossFn, forward_backward, make_loss_fn
+from stoker.training.step import LossFn, PlainStep, make_loss_fn
 
 MIN_ROUND_S = 0.5
 """Minimum length of a round, which has at least two steps: clocks and waits are then below one percent."""
@@ -74,7 +74,7 @@ class ProbeHarness:
         batch = augment_batch(batch, self.config.data, 0.0)
         micro_batches = self.config.optim.grad_accum_steps
         autocast = self.device.autocast(self.config.run.precision)
-        forward_backward(loss_fn or self.loss_fn, self.optimizer, batch, micro_batches, autocast)
+        PlainStep(loss_fn or self.loss_fn, self.optimizer, None, autocast, micro_batches).forward_backward(batch)
         self.optimizer.step(0.0, 0)
 
     def measure_with_loader(self, loader: Loader) -> MeasureFn:

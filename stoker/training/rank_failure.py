@@ -1,8 +1,6 @@
 """Why a rank ended, as it tells the other ranks and the process that started it. No torch."""
 
-import base64
 import os
-import pickle
 import time
 import traceback
 from collections.abc import Iterable
@@ -10,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from stoker import errors
 from stoker.errors import Preempted, RankError, StokerError
 
 REPORTS_VARIABLE = "STOKER_RANK_REPORTS"
@@ -29,30 +28,33 @@ class Failure(msgspec.Struct, kw_only=True):
     trace: str = ""
     """The traceback, if it is a bug."""
     error: str = ""
-    """The StokerError, pickled, in base64."""
+    """The class of a StokerError in `errors.py`; its arguments follow. Empty for other errors."""
+    what: str = ""
+    location: str | None = None
+    cause: str | None = None
+    choices: tuple[str, ...] = ()
+    fix: str | None = None
 
     @classmethod
     def of(cls, rank: int, error: BaseException, *, is_consequence: bool = False) -> "Failure":
-        is_named = isinstance(error, StokerError)
-        return cls(
-            rank=rank,
-            t=time.time(),
-            text=str(error) if is_named else f"{type(error).__name__}: {error}",
-            exit_code=error.exit_code if isinstance(error, StokerError) else 1,
-            is_consequence=is_consequence,
-            trace="" if is_named else "".join(traceback.format_exception(error)),
-            error=base64.b64encode(pickle.dumps(error)).decode() if is_named else "",
-        )
+        own = cls(rank=rank, t=time.time(), text=str(error), exit_code=1, is_consequence=is_consequence)
+        if not isinstance(error, StokerError):
+            own.text = f"{type(error).__name__}: {error}"
+            own.trace = "".join(traceback.format_exception(error))
+            return own
+        own.error = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
+        own.exit_code, own.what, own.location = error.exit_code, error.what, error.location
+        own.cause, own.choices, own.fix = error.cause, error.choices, error.fix
+        return own
 
     def as_error(self) -> StokerError:
         """The error, in the name of its rank where that is not rank 0."""
         if not self.error:
             cause = self.trace.rstrip() or self.text
             return RankError(f"Rank {self.rank} ended with an error, which is a bug in stoker.", cause=cause)
-        error: StokerError = pickle.loads(base64.b64decode(self.error))  # of a rank of this job
-        if self.rank and not error.what.startswith("Rank "):
-            error.what = f"Rank {self.rank}: {error.what}"
-        return error
+        what = f"Rank {self.rank}: {self.what}" if self.rank and not self.what.startswith("Rank ") else self.what
+        kind: type[StokerError] = getattr(errors, self.error)
+        return kind(what, location=self.location, cause=self.cause, choices=self.choices, fix=self.fix)
 
 
 def write_report(failure: Failure, folder: str | None = None) -> None:

@@ -1,33 +1,144 @@
 """Records a training: a line of steps.jsonl a second, the screen, TensorBoard, and what the other ranks send.
 
 Losses and norms are summed on the device (`LossAccumulator`) and read when their copy has arrived, so no step waits.
+
+Of several ranks, rank 0 alone writes the run folder; the others send it what is theirs (`RankFolder`), through the
+store of the process group, when it suits them: no exchange waits for it, and their machines need not see the folder.
+Rank 0 writes the windows and the telemetry of rank n to `ranks/000n/`, its warnings to events.jsonl, and the images
+that it could not use to quarantine.jsonl (`RankRecords`).
 """
 
 import contextlib
+import itertools
 import math
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import msgspec
+import torch
 from torch import Tensor
 
+from stoker.data.loading.loader import QuarantinedImage
 from stoker.errors import DataError
 from stoker.evaluation.metrics import Metrics
+from stoker.hardware import calibration
 from stoker.hardware.device import ReadyEvent
 from stoker.inference.draw import ImageWithBoxes
 from stoker.profiling.ledger import TimeBreakdown
 from stoker.report.tensorboard import Board
-from stoker.runs.records import STEPS
-from stoker.runs.schemas import StepWindow
-from stoker.training.attempt import Attempt
+from stoker.runs.records import DEVICES, EVENTS, QUARANTINE, RANKS, STEPS, WARNING_KINDS, RunFolder, read_lines
+from stoker.runs.schemas import DeviceSample, Event, Quarantined, StepWindow
 from stoker.training.input_probe import PrefetchedInputProbe
 from stoker.training.optim import NO_STATS, StepStats
-from stoker.training.rank_records import RankRecords
-from stoker.training.recovery import Recovery
+from stoker.training.parallel import Attempt
+from stoker.training.ranks import Ranks
+from stoker.training.resume import Recovery
 from stoker.training.stability import StabilityMonitor
+from stoker.training.state import EventLogger, TrainSetup
+
+SENT: dict[str, type[msgspec.Struct]] = {STEPS: StepWindow, DEVICES: DeviceSample, QUARANTINE: Quarantined}
+"""Files of records whose lines are sent to rank 0."""
+MAX_WARNINGS = 20
+"""Warnings that a rank sends per attempt: eight ranks with the same trouble must not fill the screen."""
+
+
+class _Message(msgspec.Struct, kw_only=True):
+    """A line of records, or a warning if `name` is empty."""
+
+    name: str
+    line: msgspec.Raw = msgspec.Raw(b"null")
+    text: str = ""
+
+
+class RankFolder(RunFolder):
+    """The run folder as a rank other than 0 sees it: what it writes is sent to rank 0."""
+
+    def __init__(self, path: Path, attempt: int, ranks: Ranks) -> None:
+        super().__init__(path, attempt)
+        self._ranks = ranks
+        self._num_warnings = itertools.count(1)
+
+    def append(self, name: str, line: msgspec.Struct) -> None:
+        """Sends a line of SENT; other records are those of rank 0."""
+        if name in SENT:
+            self._post(_Message(name=name, line=msgspec.Raw(msgspec.json.encode(line))))
+
+    def event(self, kind: str, text: str = "", *, step: int | None = None, **data: Any) -> None:
+        """Sends the text of a warning, and `out_of_memory` whole: the next attempt reads its sizes. Other events
+        happen in all ranks: rank 0 writes them."""
+        if kind == "out_of_memory":
+            event = Event(t=time.time(), attempt=self.attempt, kind=kind, step=step, text=text, data=data)
+            self._post(_Message(name=EVENTS, line=msgspec.Raw(msgspec.json.encode(event))))
+            return
+        if kind in WARNING_KINDS and next(self._num_warnings) <= MAX_WARNINGS:
+            self._post(_Message(name="", text=text))
+
+    def replace(self, name: str, value: msgspec.Struct) -> None:
+        """Rank 0 writes the files."""
+
+    def _post(self, message: _Message) -> None:
+        self._ranks.post(msgspec.json.encode(message))
+
+
+class RankRecords:
+    """Writes in rank 0 what the other ranks send."""
+
+    def __init__(self, setup: TrainSetup, log_event: EventLogger) -> None:
+        self._folder, self._ranks, self._loader = setup.folder, setup.ranks, setup.loader
+        self._quarantine, self._log_event = setup.quarantine, log_event
+
+    def finish(self) -> None:
+        """Writes the rest: every rank has sent its last line. Called by all ranks."""
+        if not self._ranks.alone:
+            self._ranks.barrier()
+            self.write()
+
+    def write(self) -> None:
+        """Writes what has arrived. Raises DataError if too many images of all ranks cannot be used."""
+        if not self._ranks.is_main:
+            return
+        for rank, data in self._ranks.collect():
+            message = msgspec.json.decode(data, type=_Message)
+            if not message.name:
+                self._log_event("warning", f"rank {rank}: {message.text}", rank=rank)
+                continue
+            if message.name == EVENTS:
+                event = msgspec.json.decode(message.line, type=Event)
+                self._log_event(event.kind, f"rank {rank}: {event.text}", **event.data, rank=rank)
+                continue
+            line: Any = msgspec.json.decode(message.line, type=SENT[message.name])
+            if message.name == QUARANTINE:
+                bad = QuarantinedImage(line.image_index, line.path, line.error, line.sample_position, line.replaced_by)
+                self._quarantine(bad)
+                if bad.replaced_by >= 0:
+                    self._loader.quarantine_elsewhere(bad)
+                continue
+            name = f"{RANKS}/{rank:04d}/{message.name}"
+            (self._folder.path / name).parent.mkdir(parents=True, exist_ok=True)
+            self._folder.append(name, line)
+
+
+def open_folder(ranks: Ranks, open_in_main: Callable[[], RunFolder]) -> RunFolder:
+    """The run folder: rank 0 opens it, the others send to it."""
+    if ranks.alone:
+        return open_in_main()
+    opened: list[RunFolder] = []
+
+    def open_and_describe() -> tuple[Path, int]:
+        opened.append(open_in_main())
+        return opened[0].path, opened[0].attempt
+
+    path, attempt = ranks.share(open_and_describe)
+    return opened[0] if opened else RankFolder(path, attempt, ranks)
+
 
 WINDOW_S = 1.0
 """Seconds of a line of steps.jsonl."""
+MIN_WINDOWS = 5
+"""Windows with steps, after the first, without which a run says nothing about the time of a step."""
 
 
 class Recorder:
@@ -173,3 +284,41 @@ class Recorder:
             eta_s=trained_s * (1 - done) / done if 0 < done < 1 else None,
             memory=(memory.peak, memory.total),
         )
+
+
+def log_measured_steps(setup: TrainSetup, log_event: EventLogger) -> None:
+    """Adds the steps of this attempt to the calibration file, for `stoker plan` and `stoker why`, if one device trained
+    and there were enough."""
+    if not setup.ranks.alone:
+        return
+    config, device = setup.config, setup.device
+    windows = [
+        window
+        for window in read_lines(setup.folder.path, STEPS, StepWindow)
+        if window.attempt == setup.folder.attempt and window.window_steps
+    ][1:]  # kernels are chosen and caches filled in the first
+    if len(windows) < MIN_WINDOWS:
+        return
+    measured = calibration.MeasuredStep(
+        t=time.time(),
+        model=config.model.model,
+        image_size=config.data.image_size,
+        batch_size=config.run.batch_size,
+        micro_batches=config.optim.grad_accum_steps,
+        precision=config.run.precision,
+        device=device.name,
+        threads=torch.get_num_threads() if device.is_cpu else 0,
+        compiled=config.run.compile or config.run.cuda_graph,
+        step_s=statistics.median(
+            window.phases.get("compute", 0.0) / window.window_steps / window.devices for window in windows
+        ),
+        steps=sum(window.window_steps for window in windows),
+        peak_bytes=None if device.is_cpu else device.memory().peak,
+        settings=calibration.step_settings(config.set_fields()),
+        num_classes=len(setup.index.class_names),
+        max_boxes=setup.max_boxes,
+    )
+    try:
+        calibration.append(measured)
+    except OSError as error:
+        log_event("info", f"the time of a step was not added to {calibration.path()}: {error.strerror}")

@@ -1,9 +1,16 @@
-"""How a training continues: a checkpoint's state, collected from its owners and given back to them.
+"""How a training continues, after a kill or a rollback: a checkpoint's state, collected from its owners and given back
+to them; and when it rolls back.
 
 A checkpoint is the sum of what its owners put into it: the optimizer, the loader, the sums of the losses, and the
-services of the loop (`Part`), each under names of its own. Where a run continues, after a kill or a rollback, rank 0
-reads the checkpoint and hands each its part; the other ranks get theirs from rank 0 and need not see the run's folder.
-The files are written and read by `checkpoint.py`.
+services of the loop (`Part`), each under names of its own. Where a run continues, rank 0 reads the checkpoint and hands
+each its part; the other ranks get theirs from rank 0 and need not see the run's folder. The files are written and read
+by `checkpoint.py`.
+
+If gradients stay non-finite, the run rolls back (`Recovery`): to the last healthy checkpoint, at a third of the
+learning rate. After two rollbacks it ends with exit code 6 and names the images of the step. A rollback is the event
+`rolled_back`, written before anything is undone. So a run that is killed at any moment either diverges again at the
+same step, or continues from the checkpoint that the event names. `stability.py` judges losses and rates; it only
+reports.
 """
 
 import dataclasses
@@ -15,11 +22,15 @@ from typing import Any, Protocol
 import torch
 
 from stoker.data.index_digest import describe_changes
-from stoker.errors import CheckpointError
-from stoker.runs.records import EVENTS, QUARANTINE, STEPS, read_lines
-from stoker.runs.schemas import Event, Quarantined, StepWindow
+from stoker.errors import CheckpointError, DivergedError
+from stoker.hardware.device import Device
+from stoker.runs.records import QUARANTINE, STEPS, read_lines
+from stoker.runs.schemas import Quarantined, StepWindow
 from stoker.storage.run_uri import display_path
 from stoker.training import checkpoint
+from stoker.training.checkpoint import read_rollbacks
+from stoker.training.optim import OptimizerStep, lr_at
+from stoker.training.start import build_initial_model
 from stoker.training.state import EventLogger, TrainSetup, TrainState, read_sizes
 
 
@@ -162,21 +173,6 @@ def send_to_other_ranks(setup: TrainSetup, parts: Sequence[Part]) -> None:
         part.resume(Resumed(saved, saved["rollbacks"]))
 
 
-def load_checkpoint(run: Path, log_event: EventLogger) -> checkpoint.LoadedCheckpoint | None:
-    """The newest checkpoint, without those that a rollback abandoned: they are removed here if a kill left them."""
-    if rollbacks := read_rollbacks(run):
-        checkpoint.discard_checkpoints(
-            run, after=rollbacks[-1].data["rollback_step"], rollback_count=rollbacks[-1].data["count"]
-        )
-    return checkpoint.load_newest(run, log_event)
-
-
-def read_rollbacks(run: Path) -> list[Event]:
-    """The rollbacks of the run. A rollback counts from the moment that this event is written: a kill before it leaves a
-    run that diverges again, a kill after it a run that continues from there."""
-    return [event for event in read_lines(run, EVENTS, Event) if event.kind == "rolled_back"]
-
-
 def dataset_fingerprint(setup: TrainSetup) -> dict[str, Any]:
     """What must be unchanged for a checkpoint to continue: a part of its state."""
     return {
@@ -233,3 +229,101 @@ def _known_bad_images(setup: TrainSetup) -> dict[int, int]:
         and 0 <= line.image_index < len(index)
         and index.path(line.image_index).name == line.path.rpartition("/")[2]
     }
+
+
+MAX_NAMED_IMAGES = 8
+"""Images that an error names at most."""
+
+MAX_ROLLBACKS = 2
+"""If training diverges at a third and at a ninth of the learning rate too, a lower one does not help. A heuristic."""
+
+ROLLBACK_LR_DIVISOR = 3.0
+"""Divides the learning rate at each rollback: about half a decade, the usual grid of learning rates. A heuristic."""
+
+
+class Recovery:
+    """The rollbacks of a run, and the learning rate after them."""
+
+    def __init__(self, setup: TrainSetup, log_event: EventLogger) -> None:
+        self._setup, self._log_event = setup, log_event
+        self.rollback_count = 0
+
+    @property
+    def peak_lr(self) -> float:
+        """Peak learning rate after the rollbacks so far."""
+        return self._setup.config.optim.lr / ROLLBACK_LR_DIVISOR**self.rollback_count
+
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+        setup = self._setup
+        return lr_at(setup.config.optim, setup.state.step, setup.progress) / ROLLBACK_LR_DIVISOR**self.rollback_count
+
+    def state(self) -> dict[str, Any]:
+        """Its part of a checkpoint."""
+        return {"rollbacks": self.rollback_count}
+
+    def resume(self, resumed: Resumed) -> None:
+        self.rollback_count = resumed.rollback_count
+
+    def roll_back(self, failed_at: int, best_ap: float, parts: Sequence[Part]) -> None:
+        """Restores the last healthy state; from there the learning rate is a third. In rank 0.
+
+        failed_at: the step, counted from 0, at which the limit of skipped steps was reached. Without a checkpoint it
+        restores the state of step 0. If the run diverged twice from the same checkpoint, it takes the one before: the
+        weights may have been damaged before a gradient showed it. Raises DivergedError after MAX_ROLLBACKS.
+        """
+        setup, config, run = self._setup, self._setup.config, self._setup.folder.path
+        if self.rollback_count >= MAX_ROLLBACKS:
+            raise self.make_error(failed_at)
+        setup.writer.wait()
+        rollback_step, count = _choose_rollback_step(run), self.rollback_count + 1
+        lower_lr = self.peak_lr / ROLLBACK_LR_DIVISOR
+        self._log_event(
+            "rolled_back",
+            f"{config.optim.max_skipped_steps} steps in a row had gradients that are not finite (step "
+            f"{failed_at + 1:,}): rolled back to step {rollback_step:,}, continuing at a third of the learning rate "
+            f"({lower_lr:.3g})",
+            failed_at=failed_at,
+            rollback_step=rollback_step,
+            count=count,
+            lr=lower_lr,
+            best_ap=best_ap,
+        )
+        checkpoint.discard_checkpoints(run, after=rollback_step, rollback_count=count)
+        loaded = checkpoint.load_newest(run, self._log_event)
+        if loaded is None:
+            device = setup.device if setup.optimizer.sharding is None else Device(torch.device("cpu"))
+            model = build_initial_model(config, setup.index, device, self._log_event)
+            initial = OptimizerStep(model, config.optim, device, precision=config.run.precision)
+            setup.optimizer.load_state_dict(initial.state_dict(), initial.ema_model.state_dict())
+        restore(setup, parts, loaded, self._log_event, rollback_count=count)
+        setup.writer.saved_step = -1 if loaded is None else loaded.step
+
+    def make_error(self, step: int) -> DivergedError:
+        """The error of a run whose gradients stayed non-finite up to `step`."""
+        setup, lr = self._setup, self._setup.state.lr
+        batch_size, limit = setup.config.run.batch_size, setup.config.optim.max_skipped_steps
+        image_names = [
+            setup.index.display_source(image_index)
+            for image_index in setup.loader.image_indices_at(step * batch_size, batch_size)
+        ]
+        more = f" and {len(image_names) - MAX_NAMED_IMAGES} more" if len(image_names) > MAX_NAMED_IMAGES else ""
+        healthy_weights = checkpoint.newest_healthy_weights(setup.folder.path)
+        healthy = f"; it can start from --weights {healthy_weights}, which are healthy" if healthy_weights else ""
+        fraction = "third" if self.rollback_count == 1 else "ninth"
+        tried = f", also at a {fraction} of the learning rate" if self.rollback_count else ""
+        return DivergedError(
+            f"{limit} steps in a row had gradients that are not finite (step {step + 1:,}){tried}.",
+            location=f"the images of that step: {', '.join(image_names[:MAX_NAMED_IMAGES])}{more}",
+            cause=f"broken boxes in these images, or a learning rate that is too high (it was {lr:.3g})",
+            fix=f"`stoker data check` for the boxes; a new run with --lr {self.peak_lr / ROLLBACK_LR_DIVISOR:.2g}, "
+            f"--clip-grad-norm 1 or --precision fp32{healthy}",
+        )
+
+
+def _choose_rollback_step(run: Path) -> int:
+    steps = checkpoint.healthy_steps(run)
+    used_steps = [event.data["rollback_step"] for event in read_rollbacks(run)]
+    if len(steps) > 1 and used_steps[-1:] == steps[:1]:
+        return steps[1]
+    return steps[0] if steps else 0

@@ -24,12 +24,11 @@ from stoker.runs.records import WARNING_KINDS
 from stoker.training import bucket_run, run_selection, start
 from stoker.training.cluster import find_place
 from stoker.training.loop import Options, Training
-from stoker.training.notices import NoticeWatcher
-from stoker.training.rank_records import open_folder
 from stoker.training.ranks import Ranks, joined
+from stoker.training.recorder import open_folder
 from stoker.training.state import TrainSetup
-from stoker.training.stopper import StopRequest, stop_on_signals
-from stoker.training.vertex import VertexFolders, copying_results, vertex_folders
+from stoker.training.stopper import NoticeWatcher, StopRequest, stop_on_signals
+from stoker.training.uploads import VertexFolders, copying_results, vertex_folders
 
 
 @dataclasses.dataclass(frozen=True)

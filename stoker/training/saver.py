@@ -1,4 +1,8 @@
-"""Saves checkpoints: at intervals, before a stop, and at the end; and the final weights."""
+"""Saves checkpoints: at intervals, before a stop, and at the end; and the final weights.
+
+Where the user set no interval, a save may cost MAX_COST of the time: a large model on a slow disk is saved less often
+than every two minutes.
+"""
 
 import time
 from collections.abc import Sequence
@@ -7,13 +11,20 @@ from stoker.config.durations import parse_duration
 from stoker.errors import CaptureFailed, Preempted, StokerError, StorageError
 from stoker.evaluation.metrics import Metrics
 from stoker.runs.records import FINAL
-from stoker.training.attempt import Attempt
-from stoker.training.cuda_graph import describe_error
 from stoker.training.evaluator import Evaluator
+from stoker.training.parallel import Attempt
 from stoker.training.resume import Part, collect_state
-from stoker.training.save_interval import SaveTimes
-from stoker.training.snapshots import Snapshots
-from stoker.training.triggers import IntervalTrigger
+from stoker.training.state import IntervalTrigger
+from stoker.training.step import describe_error
+
+MAX_COST = 0.01
+"""Fraction of the time that saves may cost where the user set no interval."""
+WRITE_FACTOR = 2.0
+"""The interval is then at least so many times as long as a write in the background."""
+MAX_INTERVAL_S = 1800.0
+MIN_CHANGE = 1.2
+GRACE_FRACTION = 0.5
+"""Of the notice of a machine that goes, for the write; the rest is for the end of a step, and for an upload."""
 
 
 class Saver:
@@ -23,14 +34,18 @@ class Saver:
         self,
         attempt: Attempt,
         parts: Sequence[Part],
-        snapshots: Snapshots,
         evaluator: Evaluator,
-        save_times: SaveTimes,
+        *,
+        is_interval_fixed: bool,
+        grace_s: float | None,
     ) -> None:
+        """is_interval_fixed: the user set it. grace_s: the shortest notice before the machine goes; None: unknown."""
         setup, run = attempt.setup, attempt.setup.config.run
         self._setup, self._parallel, self._ledger = setup, attempt.parallel, attempt.ledger
         self._log_event, self._parts = attempt.log_event, parts
-        self._snapshots, self._evaluator, self._save_times = snapshots, evaluator, save_times
+        self._evaluator = evaluator
+        self._is_interval_fixed, self._grace_s = is_interval_fixed, grace_s
+        self._is_warned = False
         self.trigger = IntervalTrigger(
             parse_duration(run.checkpoint_every, "checkpoint-every"), len(setup.train_indices), run.batch_size
         )
@@ -49,20 +64,33 @@ class Saver:
         start_s = time.perf_counter()
         with self._ledger.phase("checkpoint"):
             writer.wait()
-            if parallel.savers.share_value(writer.saved_step == setup.state.step):
+            if parallel.has_saved(writer.saved_step == setup.state.step):
                 return
             parallel.equalize()
-            snapshot = self._snapshots.take(collect_state(setup, self._parts), ap=None)
+            snapshot = parallel.take_snapshot(collect_state(setup, self._parts), ap=None)
             if snapshot is not None:
                 writer.save(snapshot)
         parallel.after_save()
         if writer.write_s is not None:  # of the save before
             cost_s = time.perf_counter() - start_s + (writer.write_cpu_s if setup.device.is_cpu else 0.0)
-            for kind, text in self._save_times.update(cost_s, writer.write_s):
-                self._log_event(kind, text)
-            if self._save_times.interval_s is not None:
-                self.trigger.set_seconds(self._save_times.interval_s)
+            self._follow_cost(cost_s, writer.write_s)
         self.trigger.reset()
+
+    def _follow_cost(self, cost_s: float, write_s: float) -> None:
+        """cost_s: seconds that training lost by a save; write_s: of the write in the background."""
+        if not self._is_warned and self._grace_s is not None and write_s > GRACE_FRACTION * self._grace_s:
+            self._is_warned = True
+            text = f"a checkpoint takes {write_s:.3g} s to write; the machine gives {self._grace_s:.0f} s of notice"
+            self._log_event("warning", f"{text}: a preemption may lose the steps since the last checkpoint")
+        before_s = self.trigger.interval_s
+        interval_s = min(MAX_INTERVAL_S, max(cost_s / MAX_COST, WRITE_FACTOR * write_s))
+        if not self._is_interval_fixed and interval_s > MIN_CHANGE * before_s:
+            self.trigger.interval_s = interval_s
+            self._log_event(
+                "info",
+                f"checkpoint-every: {before_s:.0f} s → {interval_s:.0f} s: a save costs {cost_s:.2g} s of training and "
+                f"is written in {write_s:.2g} s",
+            )
 
     def save_before_restart(self, error: CaptureFailed) -> None:
         """Saves the state after the last step, for an attempt that does not try what failed in the next one."""
@@ -81,7 +109,7 @@ class Saver:
     def save_final(self, metrics: Metrics) -> None:
         """Writes the final weights."""
         with self._ledger.phase("checkpoint"):
-            snapshot = self._snapshots.take({}, ap=metrics.ap)
+            snapshot = self._parallel.take_snapshot({}, ap=metrics.ap)
             if snapshot is not None:
                 self._setup.writer.save_weights(snapshot, [FINAL])
 

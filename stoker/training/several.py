@@ -18,24 +18,21 @@ same step, and none waits for its device.
 
 import contextlib
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from stoker.data.batch import Batch
 from stoker.hardware.device import ReadyEvent
-from stoker.models import Detector
 from stoker.models.layers.rank_mean import counting_over_ranks
-from stoker.profiling.collectives import patch_collectives
+from stoker.profiling.hook.stoker_hook.instruments import patch_collectives
 from stoker.profiling.ledger import Ledger
-from stoker.training.optim import OptimizerStep
 from stoker.training.parallel import One
 from stoker.training.resume import Resumed
 from stoker.training.state import EventLogger, Signals, TrainSetup
-from stoker.training.step import Autocast, LossFn, split_batch
+from stoker.training.step import split_batch
 
 MAX_LOSSES = 16
 """Places for losses in the vector; a model has up to six."""
@@ -45,8 +42,6 @@ NUM_SIGNALS = MAX_LOSSES + 4
 ACCELERATOR_LAG = 2
 """Steps on an accelerator after which the host acts on the numbers of a step; 0 on a CPU, where they are there at
 once. Two are enough that the device never runs out of work, and a signal is heeded after three steps."""
-MIN_WAIT_S = 20e-6
-"""Shorter waits are ignored: the data was there, and `Ledger.attribute` takes as long."""
 
 
 class Several(One):
@@ -62,8 +57,6 @@ class Several(One):
     def __init__(self, setup: TrainSetup, log_event: EventLogger) -> None:
         super().__init__(setup, log_event)
         self.ranks = setup.ranks
-        if self.saves_together:
-            self.savers = setup.ranks
         self.takes_part_in_saves = self.saves_together or setup.ranks.is_main
         device = setup.device.torch_device
         self.norm_stats = self.optimizer.norm_stats if self.has_whole_model else torch.zeros(0, device=device)
@@ -81,17 +74,15 @@ class Several(One):
             self._own[EVALUATE], self._own[SAVE] = float(signals.evaluate), float(signals.save)
             self._own[TRAINED_S] = signals.trained_s * self.ranks.world_size
 
-    def forward_backward(
-        self, loss_fn: LossFn, optimizer: OptimizerStep[Detector], batch: Batch, micro_batches: int, autocast: Autocast
-    ) -> dict[str, Tensor]:
+    def forward_backward(self, batch: Batch) -> dict[str, Tensor]:
         """Gradients of this rank's part of a batch, and of the signals; the losses are its own."""
-        for number, part in enumerate(split_batch(batch, micro_batches)):
-            is_last = number == micro_batches - 1
+        for number, part in enumerate(split_batch(batch, self.micro_batches)):
+            is_last = number == self.micro_batches - 1
             with self.exchanging(is_last):
-                with autocast, counting_over_ranks(self.ranks.world_size):
-                    losses = self.compute_losses(loss_fn, part)
-                    if micro_batches > 1:
-                        losses = {name: loss / micro_batches for name, loss in losses.items()}
+                with self.autocast, counting_over_ranks(self.ranks.world_size):
+                    losses = self.loss_fn(part)
+                    if self.micro_batches > 1:
+                        losses = {name: loss / self.micro_batches for name, loss in losses.items()}
                 stacked = torch.stack(list(losses.values()))
                 own = self._own if is_last else torch.zeros(NUM_SIGNALS)
                 values = own.to(self.signals.device, non_blocking=True, copy=True)
@@ -100,12 +91,8 @@ class Several(One):
                 # The gradient of `signals` is what it is multiplied by.
                 carried = (self.signals * torch.cat([values, stats])).sum()
                 with counting_over_ranks(self.ranks.world_size):
-                    optimizer.backward(stacked.sum() + carried)
+                    self.optimizer.backward(stacked.sum() + carried)
         return losses
-
-    def compute_losses(self, loss_fn: LossFn, batch: Batch) -> dict[str, Tensor]:
-        """The forward pass and the losses of a micro-batch."""
-        return loss_fn(batch)
 
     def exchanging(self, is_last: bool) -> contextlib.AbstractContextManager[object]:
         """Around a micro-batch; is_last: of the step."""
@@ -139,7 +126,7 @@ class Several(One):
 
     def agree(self, own: Signals) -> Signals:
         if self._means is not None:
-            tensors = [self._means, self.accumulator.skipped_streak()[1]]
+            tensors = [self._means, self.setup.loss_accumulator.skipped_streak()[1]]
             self._issued.append(self._stream.to_host(tensors))
             self._means = None
         while len(self._issued) > self._lag:
@@ -172,6 +159,9 @@ class Several(One):
             self.ranks.begin_vote(is_asked)
         return stops
 
+    def has_saved(self, is_saved: bool) -> bool:
+        return bool(self.ranks.share_value(is_saved)) if self.saves_together else is_saved
+
     def after_evaluation(self) -> None:
         self.agree_on_all()
         self.agreed = self.agreed._replace(evaluate=False, save=False)
@@ -187,21 +177,15 @@ class Several(One):
 
     @contextlib.contextmanager
     def timing_waits(self, ledger: Ledger) -> Iterator[None]:
-        thread, is_cpu = threading.get_ident(), self.setup.device.is_cpu
+        thread = threading.get_ident()
 
-        def begin() -> Callable[[], None]:
-            if not is_cpu:  # events on the device say how long its stream waited
-                stack = contextlib.ExitStack()
-                stack.enter_context(ledger.phase("comm"))
-                return stack.close
-            start_s = time.perf_counter()
-            return lambda: attribute(start_s, time.perf_counter())
+        def is_training_thread() -> bool:
+            return threading.get_ident() == thread
 
-        def attribute(start_s: float, end_s: float) -> None:
-            if end_s - start_s >= MIN_WAIT_S:
-                ledger.attribute("comm", start_s, end_s)
-
-        patches = patch_collectives(begin, lambda: threading.get_ident() == thread)
+        patches = patch_collectives(
+            lambda: ledger.begin("comm") if is_training_thread() else None, is_training_thread,
+            lambda: ledger.begin("comm"),
+        )  # fmt: skip
         try:
             yield
         finally:

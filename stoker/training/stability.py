@@ -31,8 +31,6 @@ MEDIAN_WINDOWS = 16
 """Windows in a running median."""
 LOSS_RISE_FACTOR = 1.5
 """Largest acceptable rise of the loss above its minimum: a healthy loss falls just after the warm-up."""
-GRAD_NORM_RISE_FACTOR = 10.0
-"""The same for the gradient norm if it is clipped too; it may grow in a healthy run while the heads are learned."""
 EARLY_FRACTION = 0.3
 """Fraction of the length in which too high a learning rate shows; later most schedules have lowered it."""
 MAX_SKIPPED_FRACTION, MIN_SKIPPED_STEPS = 0.10, 10
@@ -77,15 +75,12 @@ def estimate_log_std(values: Iterable[float]) -> float:
 
 
 class MetricHistory:
-    """The running median of a positive number over MEDIAN_WINDOWS: its first value, its extremes and its newest."""
+    """The running median of a positive number over MEDIAN_WINDOWS: its first value, its extremes and its newest; all
+    NaN until there are so many values."""
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=MEDIAN_WINDOWS)
-        self.first: float | None = None
-        self.lowest: float | None = None
-        self.highest: float | None = None
-        self.current: float | None = None
-        """All None until there are MEDIAN_WINDOWS values."""
+        self.first = self.lowest = self.highest = self.current = math.nan
         self.num_values = 0
 
     def add(self, value: float | None) -> None:
@@ -94,21 +89,21 @@ class MetricHistory:
             return
         self._recent.append(value)
         self.num_values += 1
-        if len(self._recent) == MEDIAN_WINDOWS:
-            self.current = median(self._recent)
-            self.first = self.current if self.first is None else self.first
-            self.lowest = self.current if self.lowest is None else min(self.current, self.lowest)
-            self.highest = self.current if self.highest is None else max(self.current, self.highest)
+        if self.num_values < MEDIAN_WINDOWS:
+            return
+        self.current = median(self._recent)
+        if self.num_values == MEDIAN_WINDOWS:
+            self.first = self.lowest = self.highest = self.current
+        self.lowest, self.highest = min(self.current, self.lowest), max(self.current, self.highest)
 
     def stays_within(self, ratio: float) -> bool:
         """Whether it was always within `ratio` of its first value, which is no longer in the running median."""
-        if self.first is None or self.lowest is None or self.highest is None or self.num_values < 2 * MEDIAN_WINDOWS:
-            return False
-        return ratio * self.first < self.lowest and self.highest < self.first / ratio
+        is_past_first = self.num_values >= 2 * MEDIAN_WINDOWS
+        return is_past_first and ratio * self.first < self.lowest and self.highest < self.first / ratio
 
     def has_risen(self, factor: float) -> bool:
         """Whether it is `factor` times its minimum, and further above than noise."""
-        if self.current is None or self.lowest is None or self.current <= factor * self.lowest:
+        if not self.current > factor * self.lowest:
             return False
         # The standard deviation of the median of n normal values is 1.25 times that of their mean.
         median_log_std = 1.25 * estimate_log_std(self._recent) / math.sqrt(MEDIAN_WINDOWS)
@@ -123,7 +118,7 @@ class StabilityMonitor:
     """
 
     def __init__(self, settings: OptimSettings, *, peak_lr: float, fp16: bool = False) -> None:
-        self._warmup_steps, self._clip_grad_norm = settings.warmup_steps, settings.clip_grad_norm
+        self._warmup_steps = settings.warmup_steps
         self._peak_lr = peak_lr
         self._tolerated_skips = 1 if fp16 else 0
         self._recent_losses: deque[float] = deque(maxlen=SPIKE_WINDOWS)
@@ -197,7 +192,7 @@ class StabilityMonitor:
             return None
         data: dict[str, Any] = {"at": window.step, "lr": window.lr, "suggested_lr": _round_lr(self._peak_lr / 3)}
         steps, skipped = (sum(counts) for counts in zip(*self._step_counts, strict=True))
-        loss, norm = self._loss_history, self._norm_history
+        loss = self._loss_history
         is_early = window.step > self._warmup_steps and progress <= EARLY_FRACTION
         if skipped >= max(MIN_SKIPPED_STEPS, MAX_SKIPPED_FRACTION * steps):
             description = f"{skipped:,} of the last {steps:,} steps were skipped"
@@ -205,19 +200,7 @@ class StabilityMonitor:
         elif is_early and loss.has_risen(LOSS_RISE_FACTOR):
             description = f"the loss has risen from {loss.lowest:.3g} to {loss.current:.3g}"
             data |= {"loss_from": loss.lowest, "loss": loss.current}
-        elif (
-            is_early
-            and self._clip_grad_norm
-            and norm.current is not None
-            and norm.current > self._clip_grad_norm
-            and norm.has_risen(GRAD_NORM_RISE_FACTOR)
-        ):
-            description = (
-                f"the gradient norm has grown from {norm.lowest:.3g} to {norm.current:.3g} and is clipped at "
-                f"{self._clip_grad_norm:g}"
-            )
-            data |= {"norm_from": norm.lowest, "norm": norm.current, "clip": self._clip_grad_norm}
-        elif is_early and loss.current is not None and self._is_above_initial_loss(loss.current):
+        elif is_early and self._is_above_initial_loss(loss.current):
             description = f"the loss is {loss.current:.3g} and was {self._initial_loss:.3g} at the start"
             data |= {"loss_from": self._initial_loss, "loss": loss.current}
         elif self._is_stuck_after_jump(window, progress):
@@ -241,14 +224,9 @@ class StabilityMonitor:
 
     def _is_stuck_after_jump(self, window: StepWindow, progress: float) -> bool:
         """Whether it jumped in the first MEDIAN_WINDOWS and has not fallen since."""
-        lowest = self._loss_history.lowest
-        if (
-            lowest is None
-            or lowest <= STALL_LOSS_RATIO * self._initial_loss
-            or not self._is_past_stall_point(window, progress)
-        ):
-            return False
-        return self._is_above_initial_loss(self._max_initial_loss)
+        has_stalled = self._loss_history.lowest > STALL_LOSS_RATIO * self._initial_loss
+        is_late = self._is_past_stall_point(window, progress)
+        return has_stalled and is_late and self._is_above_initial_loss(self._max_initial_loss)
 
     def _is_past_stall_point(self, window: StepWindow, progress: float) -> bool:
         """Whether a loss that falls at all has fallen by now."""
@@ -257,8 +235,6 @@ class StabilityMonitor:
     def _check_lr_too_low(self, window: StepWindow, progress: float) -> StabilityAlert | None:
         loss, norm = self._loss_history, self._norm_history
         if self._reported or not self._saw_start or window.lr is None:
-            return None
-        if loss.current is None or loss.first is None or norm.current is None or norm.first is None:
             return None
         is_late = self._is_past_stall_point(window, progress) and window.lr >= self._peak_lr / 2
         is_gradient_unchanged = 1 / STALL_GRAD_NORM_RATIO < norm.current / norm.first < STALL_GRAD_NORM_RATIO

@@ -8,13 +8,15 @@ import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+import numpy as np
 import torch
 
 from stoker import models
 from stoker.config.durations import parse_duration
 from stoker.config.settings import Config, check, from_run
+from stoker.data.anchor_fit import AnchorConfig, best_iou, box_dimensions, recommend_anchors
 from stoker.data.images.cache_policy import open_cache
 from stoker.data.images.pixel_cache import CachedImageSpec
 from stoker.data.index import Index, open_index_of, require_images
@@ -22,8 +24,10 @@ from stoker.data.index_digest import digest_images
 from stoker.data.loading.loader import Loader, LoaderSpec, QuarantinedImage, compute_max_boxes
 from stoker.data.loading.processes import WorkerProcesses, choose_worker_processes
 from stoker.data.validation.problems import PROBLEM_KINDS
+from stoker.diagnosis.causes.recipe import ANCHORS_MISS_BOXES
 from stoker.errors import CheckpointError, DataError
 from stoker.evaluation.evaluate import evaluation_loader, ground_truth, require_boxes
+from stoker.hardware import calibration
 from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import Device, configure_malloc, select_device
 from stoker.models.table import check_image_size
@@ -34,21 +38,18 @@ from stoker.runs.records import BEST, CONFIG, QUARANTINE, RunFolder
 from stoker.runs.schemas import Quarantined
 from stoker.training import checkpoint
 from stoker.training.cluster import Devices
-from stoker.training.defaults.checks import check_devices
-from stoker.training.defaults.dataset_facts import collect_facts, warn_oversized_boxes
+from stoker.training.defaults.checks import check_devices, warn_oversized_boxes, warn_random_weights
 from stoker.training.defaults.derive import derive, total_steps
-from stoker.training.defaults.model_choice import warn_random_weights
 from stoker.training.defaults.sync_choice import choose_sync
-from stoker.training.optim import LossAccumulator, OptimizerStep
+from stoker.training.optim import Division, LossAccumulator, OptimizerStep
 from stoker.training.ranks import Ranks
-from stoker.training.resume import load_checkpoint
 from stoker.training.state import EventLogger, TrainSetup, is_staged, read_initial_ranks
-from stoker.training.step_times import log_prediction
 
-if TYPE_CHECKING:
-    from stoker.training.shard import Sharding
-    from stoker.training.stages import Stages
-
+COVERED_IOU = 0.5
+"""IoU from which an anchor covers a box: the lowest threshold for a positive anchor of all models (PASCAL VOC's)."""
+MAX_BOXES = 4_000
+"""Boxes that are compared with the anchors: a fraction of them is known to 1.6 points (two standard errors) at
+worst."""
 MAX_EXAMPLES = 2
 """Examples of each kind of problem that are printed at the start; `stoker data check` prints all."""
 
@@ -157,7 +158,7 @@ def build(
     for kind, message in describe_data(index):
         log_event(kind, message)
     log_event("info", f"run: {folder.path}" + ("" if folder.attempt == 1 else f", attempt {folder.attempt}"))
-    loaded = load_checkpoint(folder.path, log_event) if ranks.is_main else None
+    loaded = checkpoint.load_checkpoint(folder.path, log_event) if ranks.is_main else None
     if folder.attempt == 1 and ranks.is_main:
         text, facts = collect_facts(config, index)
         folder.event("info", text, facts=facts)
@@ -200,7 +201,7 @@ def build(
         loader=loader,
         processes=processes,
         quarantine=quarantine,
-        writer=_make_writer(folder.path, log_event) if ranks.is_main else checkpoint.NoCheckpoints(),
+        writer=checkpoint.CheckpointWriter(folder.path, log_event, has_folder=ranks.is_main),
         metadata=ModelMetadata(
             settings=config.model,
             class_names=index.class_names,
@@ -215,6 +216,55 @@ def build(
         initial_ranks=ranks.share(lambda: read_initial_ranks(folder.path)),
     )
     return setup, loaded
+
+
+def collect_facts(config: Config, index: Index) -> tuple[str, dict[str, Any]]:
+    """Facts about the data that the diagnosis needs and cannot measure afterwards, as a sentence and by name.
+
+    `num_images` and `boxes` of the training split; `median_pixels` of its images, if their sizes are known;
+    `pretrained`: weights that exist for the model. For models with anchors `anchor_coverage`, the fraction of boxes
+    that an anchor at their center covers with COVERED_IOU, and, if that is low, better `anchor_sizes`."""
+    train_indices = index.image_indices("train")
+    facts: dict[str, Any] = {
+        "num_images": len(train_indices),
+        "boxes": int((index.offsets[train_indices + 1] - index.offsets[train_indices]).sum()),
+        "pretrained": sorted(models.get_architecture(config.model.model).urls),
+    }
+    areas = index.original_size[train_indices].astype(np.float64).prod(1)
+    if (areas > 0).any():
+        facts["median_pixels"] = float(np.median(areas[areas > 0]))
+    text = f"data: {facts['num_images']:,} training images with {facts['boxes']:,} boxes"
+    model = config.model
+    if model.anchor_sizes and model.anchor_scales and model.aspect_ratios:
+        box_sizes = box_dimensions(index, train_indices, config.data.image_size, config.data.resize).resized_wh
+        box_sizes = box_sizes[(box_sizes > 0).all(1)]
+        if len(box_sizes):
+            box_sizes = box_sizes[np.linspace(0, len(box_sizes) - 1, min(len(box_sizes), MAX_BOXES)).astype(np.int64)]
+            anchors = AnchorConfig(tuple(model.anchor_sizes), tuple(model.anchor_scales), tuple(model.aspect_ratios))
+            coverage = float((best_iou(box_sizes, anchors.anchor_wh()) >= COVERED_IOU).mean())
+            facts["anchor_coverage"] = coverage
+            text += f"; anchors cover {100 * coverage:.0f} % of them"
+            if ANCHORS_MISS_BOXES.severity(coverage) is not None:
+                better = recommend_anchors(box_sizes, config.data.image_size, anchors, iou_threshold=COVERED_IOU)[0]
+                facts["anchor_sizes"] = list(better.sizes)
+    return text, facts
+
+
+def log_prediction(config: Config, device: Device, log_event: EventLogger) -> None:
+    """An event with what `stoker plan` predicted for such a training on this device, if it did."""
+    predicted = calibration.find_prediction(
+        model=config.model.model,
+        image_size=config.data.image_size,
+        batch_size=config.run.batch_size,
+        precision=config.run.precision,
+        device=device.name,
+    )
+    if predicted is not None:
+        log_event(
+            "info",
+            f"`stoker plan` predicted {predicted.step_s:.3g} s a step ± {100 * predicted.step_error:.0f} %",
+            facts={"predicted_step_s": predicted.step_s, "predicted_step_error": predicted.step_error},
+        )
 
 
 def report_preflight(resolved: ResolvedRun, folder: RunFolder, log_event: EventLogger) -> None:
@@ -324,28 +374,15 @@ def build_initial_model(config: Config, index: Index, device: Device, log_event:
     return model.to(device.torch_device).train()
 
 
-def make_sharding(config: Config, model: models.Detector, ranks: Ranks, device: Device) -> "Sharding | Stages":
+def make_sharding(config: Config, model: models.Detector, ranks: Ranks, device: Device) -> Division:
     """How the parameters of a model on the host are divided among several ranks."""
     if is_staged(config, ranks):
         from stoker.training.stages import Stages  # torch.distributed, which other runs need not import
 
         return Stages.of(model, ranks, device.torch_device)
-    from stoker.training.shard import Sharding
+    from stoker.training.fsdp import Sharding
 
     return Sharding.over(ranks, device.torch_device)
-
-
-def _make_writer(run: Path, log_event: EventLogger) -> checkpoint.CheckpointWriter:
-    """Its event `checkpoint_saved` has the seconds of the write, which `stoker launch` compares with a grace period."""
-
-    def report(kind: str, text: str) -> None:
-        if kind == "checkpoint_saved" and writer.write_s is not None:
-            log_event(kind, text, write_s=round(writer.write_s, 3))
-        else:
-            log_event(kind, text)
-
-    writer = checkpoint.CheckpointWriter(run, report)
-    return writer
 
 
 def _make_quarantine_reporter(folder: RunFolder, log_event: EventLogger) -> Callable[[QuarantinedImage], None]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -10,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker import models
-from stoker.config.durations import parse_duration
+from stoker.config.durations import Duration, parse_duration
 from stoker.config.settings import Config
 from stoker.data.index import Index
 from stoker.data.loading.loader import Loader, QuarantinedImage
@@ -94,7 +95,7 @@ class TrainSetup:
     """Image indices of the training split."""
     val_indices: NDArray[np.int64]
     model: models.Detector
-    optimizer: OptimizerStep[models.Detector]
+    optimizer: OptimizerStep
     loss_accumulator: LossAccumulator
     loader: Loader
     processes: WorkerProcesses | None
@@ -178,3 +179,26 @@ def read_initial_ranks(run: Path) -> int:
 def count_micro_batches(batch_size: int, max_size: int) -> int:
     """The smallest number of equal micro-batches of at most `max_size` images."""
     return next(n for n in range(1, batch_size + 1) if batch_size % n == 0 and batch_size // n <= max_size)
+
+
+class IntervalTrigger:
+    """An interval of 0 is never due. Minutes count from the last `reset`, or from the start."""
+
+    def __init__(self, interval: Duration, num_images: int, batch_size: int) -> None:
+        self.interval_s = interval.value * 60 if interval.unit == "minutes" else 0.0
+        steps = {"steps": interval.value, "epochs": interval.value * num_images / batch_size, "minutes": 0.0}[
+            interval.unit
+        ]
+        self._interval_steps = max(1, round(steps)) if steps else 0
+        self._last_s = time.perf_counter()
+
+    def is_due_at(self, step: int) -> bool:
+        """Whether it is due by the number of optimizer steps done."""
+        return self._interval_steps > 0 and step > 0 and step % self._interval_steps == 0
+
+    def is_due_by_clock(self) -> bool:
+        """Whether it is due by the clock, which ranks read at other times."""
+        return self.interval_s > 0 and time.perf_counter() - self._last_s >= self.interval_s
+
+    def reset(self) -> None:
+        self._last_s = time.perf_counter()

@@ -25,6 +25,7 @@ COMPILE_BACKEND = "inductor"
 
 LossFn = Callable[[Batch], dict[str, Tensor]]
 """The losses of a batch, scalars by name. Called under autocast."""
+Autocast = contextlib.AbstractContextManager[Any]
 
 
 def make_loss_fn(model: Detector, *, compile: bool, cast_together: bool = True) -> LossFn:
@@ -51,44 +52,6 @@ def make_loss_fn(model: Detector, *, compile: bool, cast_together: bool = True) 
     return compiled
 
 
-def compile_forward_backward(
-    model: Detector, loss_fn: LossFn, optimizer: OptimizerStep[Detector], batch: Batch, autocast: "Autocast"
-) -> None:
-    """Compiles forward and backward on a batch of the shapes of training.
-
-    The model is unchanged afterwards, also after an error: running statistics are restored, and no gradient is left.
-    """
-    saved_buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    try:
-        with torch.no_grad(), autocast:
-            model(batch.images)  # caches the anchors of this image size, which are constants of the compiled step
-        forward_backward(loss_fn, optimizer, batch, 1, autocast)
-    finally:
-        optimizer.zero_grad()
-        for name, buffer in model.named_buffers():
-            if name in saved_buffers:
-                buffer.copy_(saved_buffers[name])
-
-
-Autocast = contextlib.AbstractContextManager[Any]
-
-
-def forward_backward(
-    loss_fn: LossFn, optimizer: OptimizerStep[Detector], batch: Batch, micro_batches: int, autocast: Autocast
-) -> dict[str, Tensor]:
-    """Adds the gradients of a batch, split into micro-batches. Returns the losses, summed over them, as scalars."""
-    totals: dict[str, Tensor] = {}
-    for micro_batch in split_batch(batch, micro_batches):
-        with autocast:
-            losses = loss_fn(micro_batch)
-            if micro_batches > 1:
-                losses = {name: loss / micro_batches for name, loss in losses.items()}
-        optimizer.backward(torch.stack(list(losses.values())).sum())
-        for name, loss in losses.items():
-            totals[name] = totals[name] + loss.detach() if name in totals else loss.detach()
-    return totals
-
-
 def split_batch(batch: Batch, micro_batches: int) -> Iterator[Batch]:
     """Equal parts of a batch, as views."""
     if micro_batches == 1:
@@ -102,21 +65,51 @@ def split_batch(batch: Batch, micro_batches: int) -> Iterator[Batch]:
 class PlainStep:
     """What `train_step` needs, where nothing is exchanged with other processes. `parallel.One` is it in a training.
 
-    micro_batches: equal parts of a batch, which the model gets one after the other.
+    accumulator: records the losses; None: nothing does. micro_batches: equal parts of a batch, which the model gets one
+    after the other.
     """
 
     def __init__(
         self,
         loss_fn: LossFn,
-        optimizer: OptimizerStep[Detector],
-        accumulator: LossAccumulator,
+        optimizer: OptimizerStep,
+        accumulator: LossAccumulator | None,
         autocast: Autocast,
         micro_batches: int = 1,
     ) -> None:
         self.loss_fn, self.optimizer, self.accumulator = loss_fn, optimizer, accumulator
         self.autocast, self.micro_batches = autocast, micro_batches
 
-    forward_backward = staticmethod(forward_backward)
+    def forward_backward(self, batch: Batch) -> dict[str, Tensor]:
+        """Adds the gradients of a batch. Returns the losses, summed over its micro-batches, as scalars."""
+        totals: dict[str, Tensor] = {}
+        for micro_batch in split_batch(batch, self.micro_batches):
+            with self.autocast:
+                losses = self.loss_fn(micro_batch)
+                if self.micro_batches > 1:
+                    losses = {name: loss / self.micro_batches for name, loss in losses.items()}
+            self.optimizer.backward(torch.stack(list(losses.values())).sum())
+            for name, loss in losses.items():
+                totals[name] = totals[name] + loss.detach() if name in totals else loss.detach()
+        return totals
+
+    def rehearse(self, batch: Batch) -> None:
+        """A forward and a backward pass on a micro-batch of the shapes of training, which compiles a step that is to be
+        compiled. Everything is as before afterwards, also after an error: running statistics are restored, and no
+        gradient is left."""
+        model, micro_batches = self.optimizer.model, self.micro_batches
+        saved_buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        self.micro_batches = 1
+        try:
+            with torch.no_grad(), self.autocast:
+                model(batch.images)  # caches the anchors of this image size, which are constants of the compiled step
+            self.forward_backward(batch)
+        finally:
+            self.micro_batches = micro_batches
+            self.optimizer.zero_grad()
+            for name, buffer in model.named_buffers():
+                if name in saved_buffers:
+                    buffer.copy_(saved_buffers[name])
 
     def augment(self, batch: Batch) -> Batch:
         """The batch as it is trained on."""
@@ -138,10 +131,16 @@ def train_step(parallel: PlainStep, batch: Batch) -> None:
     """
     optimizer = parallel.optimizer
     batch = parallel.augment(batch)
-    losses = parallel.forward_backward(parallel.loss_fn, optimizer, batch, parallel.micro_batches, parallel.autocast)
-    losses, grad_norm = parallel.average(losses)
+    losses, grad_norm = parallel.average(parallel.forward_backward(batch))
     clipped = optimizer.clip(grad_norm)
     optimizer.update(clipped)  # on the device: not if a gradient is not finite
     optimizer.update_ema()
     parallel.after_update(clipped.found_inf)
-    parallel.accumulator.add(losses, clipped.grad_norm, clipped.found_inf, optimizer.completed_steps)
+    if parallel.accumulator is not None:
+        parallel.accumulator.add(losses, clipped.grad_norm, clipped.found_inf, optimizer.completed_steps)
+
+
+def describe_error(error: Exception) -> str:
+    """Type and first lines of an error, in one line; those of compilers have pages."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join([f"{type(error).__name__}:", *lines[:2]])

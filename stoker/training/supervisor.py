@@ -13,8 +13,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 
 import msgspec
@@ -139,12 +140,8 @@ class Supervisor:
 
     def run(self) -> int:
         """Returns the exit code. In the main thread only, because it handles signals."""
-        handlers = {number: signal.signal(number, self._forward) for number in map(_number, FORWARDED)}
-        try:
+        with handling_signals(FORWARDED, self._forward):
             return self._run()
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
 
     def _run(self) -> int:
         restart: Restart | None = None
@@ -201,8 +198,16 @@ class Supervisor:
             self._child.send_signal(number)
 
 
-def _number(name: str) -> signal.Signals:
-    return signal.Signals[name]
+@contextlib.contextmanager
+def handling_signals(names: Iterable[str], handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handles these signals in the block, where Python allows it: in the main thread."""
+    is_main = threading.current_thread() is threading.main_thread()
+    previous = {signal.Signals[name]: signal.signal(signal.Signals[name], handle) for name in names if is_main}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def die_with_parent() -> Callable[[], None] | None:

@@ -4,14 +4,24 @@ The thread looks at the folder about once a second and uploads what has changed.
 checkpoint's steps are uploaded first, then its files, then its manifest: a checkpoint that is complete in the bucket
 can be resumed. Object stores cannot append, so a file that grows is written whole each time: at most every
 RECORDS_INTERVAL_S, and less often in proportion to its size.
+
+A custom job of Vertex AI wants its results in the folders of `AIP_CHECKPOINT_DIR`, `AIP_MODEL_DIR` and
+`AIP_TENSORBOARD_LOG_DIR` (cloud.google.com/vertex-ai/docs/training/code-requirements), which are URIs or paths. The run
+itself is in the folder for checkpoints, unless --run-dir names another: a restarted job continues it. The files of
+TensorBoard are copied while it trains, the trained model when it is finished (`copying_results`).
 """
 
+import contextlib
+import dataclasses
+import os
+import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from stoker.errors import ObjectMissing, StorageError
+from stoker.report.tensorboard import FOLDER as TENSORBOARD
 from stoker.runs.records import (
     BEST,
     CHECKPOINTS,
@@ -26,10 +36,11 @@ from stoker.runs.records import (
     REPORT,
     STEPS,
     TRACE_FILES,
+    is_finished,
 )
 from stoker.storage.lease import Lease, LeaseLost
-from stoker.storage.store import Store
-from stoker.storage.uri import StorageUri
+from stoker.storage.store import Store, open_store
+from stoker.storage.uri import StorageUri, is_uri, parse_uri
 from stoker.training.checkpoint import MANIFEST, STATE, WEIGHTS, list_checkpoints
 
 POLL_INTERVAL_S = 1.0
@@ -44,6 +55,8 @@ REPLACED_FILES = (CONFIG, ENVIRONMENT, EVALUATION, FINDINGS, REPORT, HANG, BEST,
 """Files that are replaced, not appended to; and the stacks of a hang."""
 CHECKPOINT_RECORDS = (EVENTS, STEPS, QUARANTINE)
 """Records of the steps that a checkpoint contains: uploaded with it, unless they are large and not due."""
+MODEL_FILES = (BEST, FINAL, CONFIG, EVALUATION)
+"""What is copied to the folder for models of Vertex AI."""
 
 
 class BackgroundUploader:
@@ -267,3 +280,79 @@ def _parse_step(name: str) -> int:
 def _format_error(error: StorageError | OSError) -> str:
     """An error on one line."""
     return f"{error.what} {error.cause or ''}".strip() if isinstance(error, StorageError) else str(error)
+
+
+@dataclasses.dataclass(frozen=True)
+class VertexFolders:
+    """The folders that are set, without a slash at the end."""
+
+    checkpoints: str | None = None
+    model: str | None = None
+    tensorboard: str | None = None
+
+
+def vertex_folders(env: Mapping[str, str] = os.environ) -> VertexFolders:
+    names = ("AIP_CHECKPOINT_DIR", "AIP_MODEL_DIR", "AIP_TENSORBOARD_LOG_DIR")
+    return VertexFolders(*(env.get(name, "").rstrip("/") or None for name in names))
+
+
+@contextlib.contextmanager
+def copying_results(run: Path, folders: VertexFolders, report: Callable[[str, str], None]) -> Iterator[None]:
+    """Copies what the block writes into the run's folder, about every RECORDS_INTERVAL_S and at the end.
+
+    A folder that cannot be written is reported as a warning, once: training goes on, and the run has everything.
+    """
+    if folders.tensorboard is None and folders.model is None:
+        yield
+        return
+    copier = _Copier(run, folders, report)
+    thread = threading.Thread(target=copier.run_until_stopped, name="stoker-vertex", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        copier.stopped.set()
+        thread.join()
+        copier.copy(with_model=is_finished(run))
+
+
+class _Copier:
+    def __init__(self, run: Path, folders: VertexFolders, report: Callable[[str, str], None]) -> None:
+        self._run, self._folders, self._report = run, folders, report
+        self._copied: dict[Path, tuple[int, int]] = {}
+        self._failed = False
+        self.stopped = threading.Event()
+
+    def run_until_stopped(self) -> None:
+        while not self.stopped.wait(RECORDS_INTERVAL_S):
+            self.copy(with_model=False)
+
+    def copy(self, *, with_model: bool) -> None:
+        """Copies the files that changed."""
+        try:
+            if self._folders.tensorboard is not None:
+                for path in sorted((self._run / TENSORBOARD).rglob("*")):
+                    self._copy_file(path, self._folders.tensorboard, path.relative_to(self._run / TENSORBOARD))
+            if self._folders.model is not None and with_model:
+                for name in MODEL_FILES:
+                    self._copy_file(self._run / name, self._folders.model, Path(name))
+        except (StorageError, OSError) as error:
+            if not self._failed:
+                self._failed = True
+                self._report("warning", f"results are not copied to Vertex AI's folders: {error}")
+
+    def _copy_file(self, path: Path, folder: str, name: Path) -> None:
+        if not path.is_file():
+            return
+        status = path.stat()
+        state = (status.st_size, status.st_mtime_ns)
+        if self._copied.get(path) == state:
+            return
+        if is_uri(folder):
+            uri = parse_uri(folder)
+            open_store(uri).write(uri.child(name.as_posix()).key, path)
+        else:
+            target = Path(folder) / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+        self._copied[path] = state

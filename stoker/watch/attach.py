@@ -9,7 +9,6 @@ import dataclasses
 import fcntl
 import math
 import os
-import pwd
 import select
 import shutil
 import signal
@@ -19,6 +18,8 @@ import sys
 import time
 from collections.abc import Iterator
 from typing import Any, BinaryIO
+
+import psutil
 
 from stoker.diagnosis.alive import boot_id
 from stoker.errors import UsageError
@@ -165,27 +166,20 @@ def _open_process(pid: int) -> AttachedProcess:
     except OSError:  # the ID of a thread, or it has just ended
         pidfd = -1
     if process_status is None or pidfd < 0:
-        leader = _thread_group_leader(pid)
-        cause = f"it is a thread of process {leader}" if leader not in (None, pid) else None
-        raise UsageError(f"There is no process {pid}.", cause=cause, choices=_candidates(), fix="stoker watch --pid N")
-    try:
+        raise UsageError(f"There is no process {pid}.", choices=_candidates(), fix="stoker watch --pid N")
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, pidfd)
         _check_watchable(pid, process_status)
-        cwd = os.readlink(PROC / str(pid) / "cwd")
-    except PermissionError as error:
-        os.close(pidfd)
-        raise UsageError(
-            f"Process {pid} may not be read.", location=error.filename, cause=error.strerror,
-            fix="run stoker as root, or with CAP_SYS_PTRACE; in a container, inside the same one",
-        ) from error  # fmt: skip
-    except OSError as error:
-        os.close(pidfd)
-        raise UsageError(f"Process {pid} has just ended.") from error
-    except UsageError:
-        os.close(pidfd)
-        raise
-    return AttachedProcess(
-        Process(pid, process_status.start_ticks), pidfd, processes.read_command(pid) or [f"pid-{pid}"], cwd
-    )
+        try:
+            cwd = os.readlink(PROC / str(pid) / "cwd")
+        except OSError as error:
+            raise UsageError(
+                f"Process {pid} may not be read.", location=error.filename, cause=error.strerror,
+                fix="run stoker as its user or as root; in a container, inside the same one, with CAP_SYS_PTRACE",
+            ) from error  # fmt: skip
+        stack.pop_all()
+    command = processes.read_command(pid) or [f"pid-{pid}"]
+    return AttachedProcess(Process(pid, process_status.start_ticks), pidfd, command, cwd)
 
 
 def _check_watchable(pid: int, process_status: processes.Status) -> None:
@@ -196,42 +190,19 @@ def _check_watchable(pid: int, process_status: processes.Status) -> None:
         raise UsageError(f"Process {pid} is {description}.", choices=_candidates(), fix="give the PID of the job")
     owner = (PROC / str(pid)).stat().st_uid
     if owner != os.geteuid() != 0:
-        fix = f"run stoker as {_user_name(owner)} or as root"
-        raise UsageError(
-            f"Process {pid} belongs to {_user_name(owner)}.", cause="only that user and root may read it", fix=fix
-        )
-    if not processes.read_command(pid) and process_status.parent_pid in (0, 2):
-        raise UsageError(f"Process {pid} is a kernel thread.", choices=_candidates())
-
-
-def _thread_group_leader(pid: int) -> int | None:
-    try:
-        lines = (PROC / str(pid) / "status").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) for line in lines if line.startswith("Tgid:")), None)
-
-
-def _user_name(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:  # a user of a container, or a directory service that does not answer
-        return f"user {uid}"
+        cause, fix = "only that user and root may read it", "run stoker as that user or as root"
+        raise UsageError(f"Process {pid} belongs to user {owner}.", cause=cause, fix=fix)
 
 
 def _candidates() -> list[str]:
     """Python processes of this user, the busiest first: `PID (script)`."""
-    ancestors, candidates = set(processes.list_ancestors(os.getpid())), []
-    for entry in PROC.iterdir():
-        if not entry.name.isdecimal() or int(entry.name) in ancestors:
-            continue
-        with contextlib.suppress(OSError):  # it ended
-            pid = int(entry.name)
-            process_status = processes.read_status(pid)
-            if process_status is not None and entry.stat().st_uid == os.geteuid() and processes.is_python(pid):
-                name = job_name(processes.read_command(pid) or ["?"])
-                if name not in _OWN_PROGRAMS:
-                    candidates.append((process_status.cpu_ticks, f"{pid} ({name})"))
+    ancestors, candidates = processes.list_ancestors(os.getpid()), []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it ended, or may not be read
+            if process.pid not in ancestors and process.uids().effective == os.geteuid():
+                name = job_name(process.cmdline() or ["?"])
+                if processes.is_python(process.pid) and name not in _OWN_PROGRAMS:
+                    candidates.append((sum(process.cpu_times()[:2]), f"{process.pid} ({name})"))
     return [text for _, text in sorted(candidates, reverse=True)[:MAX_CANDIDATES]]
 
 

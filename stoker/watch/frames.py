@@ -1,14 +1,15 @@
 """Classifies Python stacks of a training job's main thread: pure functions over py-spy's frames.
 
-The table `FRAME_RULES` knows functions of frameworks by file and name; other frames are the job's own code. A Python
-stack does not show C functions, so the source line of the job's innermost frame decides whether it calls one that waits
-for the device or decodes an image. `stacks.py` samples the stacks.
+`knowledge/frames.toml` has functions of frameworks by file and name; other frames are the job's own code. `stacks.py`
+samples the stacks.
 """
 
 import linecache
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from stoker.knowledge import read_toml
 
 KINDS = (
     "input_wait", "decode", "compute", "sync", "comm", "checkpoint", "compile", "python", "other", "idle",
@@ -28,7 +29,7 @@ class Frame(NamedTuple):
 
 
 class FrameRule(NamedTuple):
-    """kind: one of KINDS, or HELPER. covers_callees: everything that the frame calls has its kind too."""
+    """A row of frames.toml, which explains the fields."""
 
     kind: str
     file: re.Pattern[str]
@@ -36,107 +37,15 @@ class FrameRule(NamedTuple):
     covers_callees: bool
 
 
-def _rule(kind: str, file: str, function: str = ".+") -> FrameRule:
-    return FrameRule(kind, re.compile(rf"(^|/)(?:{file})"), re.compile(rf"(?:{function})$"), covers_callees=False)
+def _rule(kind: str, file: str, function: str = ".+", covers_callees: bool = False) -> FrameRule:
+    return FrameRule(kind, re.compile(f"(^|/)(?:{file})"), re.compile(f"(?:{function})$"), covers_callees)
 
 
-def _subtree(kind: str, file: str, function: str = ".+") -> FrameRule:
-    return _rule(kind, file, function)._replace(covers_callees=True)
+_TABLE = read_toml("frames.toml")
+WORKER_RULES, FRAME_RULES = ([_rule(**row) for row in _TABLE[name]] for name in ("worker", "frame"))
+_LINE_PATTERNS = [(row["kind"], re.compile(row["pattern"])) for row in _TABLE["line"]]
 
-
-WORKER_RULES = (
-    _rule(HELPER, r"torch/utils/data/_utils/worker\.py", "_worker_loop"),
-    _rule(HELPER, r"multiprocessing/(pool|forkserver|resource_tracker)\.py", "worker|main"),
-    _rule(HELPER, r"concurrent/futures/process\.py", "_process_worker"),
-    _rule(HELPER, r"joblib/externals/loky/|torch/_inductor/compile_worker/|billiard/pool\.py"),
-)
-"""Workers. The stack of a forked one contains that of its parent, so these rules are checked first."""
-
-FRAME_RULES = (
-    _subtree("checkpoint", r"torch/serialization\.py", "save|_save|_legacy_save"),
-    _subtree("checkpoint", r"torch/distributed/checkpoint/"),
-    _subtree("checkpoint", r"safetensors/(torch|numpy|flax|tensorflow)\.py", "save|save_file|save_model"),
-    _subtree("checkpoint", r"keras/(src/)?(saving|legacy/saving)/", r"save\w*|_save\w*"),
-    _subtree("checkpoint", r"keras/(src/)?callbacks/(model_checkpoint|backup_and_restore)\.py", r"_?save\w*"),
-    _subtree("checkpoint", r"tensorflow/python/(checkpoint/|training/saver|saved_model/save)", r"_?save\w*|write"),
-    _subtree("checkpoint", r"(pytorch_lightning|lightning/pytorch)/callbacks/model_checkpoint\.py", r"_save\w*"),
-    _subtree("checkpoint", r"transformers/trainer\.py", "_save_checkpoint|save_model"),
-    _subtree("checkpoint", r"ultralytics/engine/trainer\.py", "save_model"),
-    _subtree("checkpoint", r"orbax/checkpoint/"),
-    _subtree("compile", r"torch/_dynamo/convert_frame\.py"),
-    _subtree("compile", r"torch/_inductor/(compile_fx|graph|async_compile)\.py", r"\w*(compile|codegen)\w*|wait"),
-    _subtree("compile", r"torch/jit/_(trace|script)\.py", "trace|trace_module|script|create_script_module"),
-    _subtree(
-        "compile",
-        r"tensorflow/python/(framework/func_graph|eager/polymorphic_function/(tracing_compilation|"
-        r"concrete_function))\.py",
-        r"func_graph_from_py_func|trace_function|_?create_concrete_function",
-    ),
-    _subtree("compile", r"jax/_src/(compiler|interpreters/partial_eval)\.py", r"\w*compile\w*|trace_to_jaxpr\w*"),
-    _subtree("input_wait", r"torch/utils/data/(dataloader\.py|_utils/fetch\.py)"),
-    _subtree("input_wait", r"(torchdata|webdataset|litdata|streaming|nvidia/dali|ffcv)/", r"__next__|next|__iter__"),
-    _subtree("input_wait", r"(pytorch_lightning|lightning/pytorch)/loops/fetchers\.py"),
-    _subtree("input_wait", r"accelerate/data_loader\.py", "__iter__|__next__|_fetch_batches"),
-    _subtree("input_wait", r"keras/(src/)?trainers/(epoch_iterator|data_adapters/\w+)\.py"),
-    _subtree("input_wait", r"keras/(src/)?(engine/data_adapter|utils/data_utils)\.py", r"get|__next__|__iter__|steps"),
-    _subtree(
-        "input_wait",
-        r"tensorflow/python/data/ops/(iterator_ops|multi_device_iterator_ops|dataset_ops)\.py",
-        r"__next__|_next_internal|get_next\w*|next|__iter__",
-    ),
-    _subtree("input_wait", r"tensorflow/python/distribute/input_lib\.py", r"get_next\w*|__next__"),
-    _subtree("input_wait", r"tensorflow_datasets/core/dataset_utils\.py"),
-    _subtree("input_wait", r"detectron2/data/|mmdet/datasets/|ultralytics/data/", r"__next__|__iter__|__getitem__"),
-    _subtree("input_wait", r"stoker/data/loading/loader\.py", "__next__|next"),
-    _subtree(HELPER, r"torch/distributed/(run|launcher|elastic)\b"),
-    _subtree(HELPER, r"torch/multiprocessing/spawn\.py", "join|start_processes|spawn"),
-    _rule(
-        HELPER,
-        r"(subprocess|multiprocessing/process|multiprocessing/popen_\w+)\.py",
-        r"wait|_wait|join|communicate|poll|call|run|_try_wait",
-    ),
-    _rule("decode", r"PIL/|imageio(/|\.py)|skimage/io/|cv2/|tifffile/|simplejpeg/|turbojpeg\.py|pydicom/|rasterio/"),
-    _rule("decode", r"torchvision/(io|transforms|datasets)/|albumentations/|imgaug/|kornia_rs/"),
-    _rule(
-        "input_wait",
-        r"(s3fs|gcsfs|fsspec|botocore|boto3|obstore|smart_open|google/cloud/storage|h5py|lmdb|zipfile)(/|\.py)",
-    ),
-    _rule("comm", r"torch/distributed/(distributed_c10d|_functional_collectives|rendezvous|algorithms/\w+)\b"),
-    _rule("comm", r"torch/nn/parallel/distributed\.py", r"_sync\w*|_verify\w*|_all\w*|_ddp_init_helper"),
-    _rule("comm", r"horovod/|mpi4py/|jax/experimental/multihost_utils\.py|tensorflow/python/distribute/cross_device"),
-    _rule("sync", r"torch/(cuda|accelerator|xpu|mps|hip|_C)/", "synchronize|wait|wait_event|query|empty_cache"),
-    _rule("sync", r"torch/amp/grad_scaler\.py", "_maybe_opt_step"),
-    _rule("sync", r"torch/_tensor\.py", r"__array__|tolist|__format__|__repr__|__iter__|__contains__"),
-    _rule("sync", r"torch/_tensor_str\.py"),
-    _rule("sync", r"tensorflow/python/framework/ops\.py", r"_?numpy|__array__|__float__|__int__|__bool__"),
-    _rule("sync", r"jax/_src/(array|api)\.py", r"_value|__array__|__float__|item|tolist|block_until_ready"),
-    _rule("other", r"tensorflow/python/eager/(execute|context)\.py", "quick_execute|call_function|execute"),
-    _rule(
-        "compute", r"torch/(autograd|optim|amp|nn|func|_functorch|_refs|_decomp|sparse|fft|linalg|utils/checkpoint)\b"
-    ),
-    _rule(
-        "compute",
-        r"torch/(_tensor|functional|_ops|_compile|_dynamo/eval_frame|_inductor/(output_code|compile_fx|utils))\.py",
-    ),
-    _rule("compute", r"torch/_inductor/runtime/|torchinductor_\w+/|torchvision/(models|ops)/|timm/"),
-    _rule("compute", r"keras/(src/)?(layers|ops|models|optimizers|losses|backend/(torch|jax|numpy|common))/"),
-    _rule("compute", r"jax/_src/(pjit|core|lax|numpy|interpreters)\b|optax/|flax/"),
-    _rule("other", r"<frozen importlib|importlib/"),
-)
-"""The first rule that matches a frame applies. A TensorFlow function runs a step and waits for its input in one call,
-so its frame is `other`."""
-
-_SYNC_LINE = re.compile(
-    r"\.(item|cpu|tolist|numpy|nonzero|block_until_ready)\(|\.synchronize\(|\.to\(\s*(device\s*=\s*)?['\"]cpu"
-)
-_DECODE_LINE = re.compile(
-    r"\b(cv2|Image|imageio|simplejpeg|jpeg|turbojpeg)\w*\.(im)?(read|decode|open|resize)\w*\(|decode_(jpeg|png|image)\("
-)
-_COMPUTE_LINE = re.compile(r"\.(backward|matmul|mm|bmm|conv2d|sgd|step)\(|\s@\s")
-_LINE_PATTERNS = (("sync", _SYNC_LINE), ("decode", _DECODE_LINE), ("compute", _COMPUTE_LINE))
-"""Kind → pattern of a source line of the job that calls a C function of that kind."""
-
-_NOT_JOB_CODE = re.compile(r"/(site|dist)-packages/|/lib/python\d|^<|/torchinductor_|/watch/hook/")
+_NOT_JOB_CODE = re.compile(r"/(site|dist)-packages/|/lib/python\d|^<|/torchinductor_|/profiling/hook/")
 
 
 def is_job_code(frame: Frame) -> bool:

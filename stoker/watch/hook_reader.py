@@ -1,8 +1,8 @@
 """Turns the state files of a watched job's processes into phases of each rank (data source 2).
 
-The hook (`hook/`) runs inside the job and keeps a state file of sums for each process that may train. It can be read at
-any time (`hook_state.py`), also after the process was killed. The phases of a window are the increase of the sums. Only
-`HookReader.poll` and `hook_state_dir` do I/O; `recorder.py` writes steps.jsonl.
+The hook (`stoker/profiling/hook/`) runs inside the job and keeps a state file of sums for each process that may train
+(`stoker_hook/clock.py` writes it). It can be read at any time, also after the process was killed. The phases of a
+window are the increase of the sums. `recorder.py` writes steps.jsonl.
 
 State files are in a folder in memory (/dev/shm) or in the temporary folder, not in the run folder: they are mapped, and
 a page that network storage cannot return would kill the job.
@@ -11,18 +11,22 @@ a page that network storage cannot return would kill the job.
 import contextlib
 import dataclasses
 import fcntl
+import json
 import os
 import shutil
+import struct
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
-from stoker.watch.hook_state import WORKING_SLOTS, HookState, cpu_by_phase, phase_seconds, read_hook_state
+from stoker.profiling import hook
+from stoker.runs.schemas import StepWindow
 from stoker.watch.processes import read_status
 from stoker.watch.tensorflow_trace import input_wait_s
 
-HOOK_DIR = Path(__file__).parent / "hook"
+HOOK_DIR = Path(hook.__file__).parent
 STATE_DIR_PREFIX = "stoker-watch-"
 MIN_STALE_AGE_S = 60.0
 """A younger folder may not be locked yet."""
@@ -31,24 +35,142 @@ MIN_IDLE_S, MAX_IDLE_CORES = 5.0, 0.15
 cores are those of a hang (`diagnosis/causes/hung.py`); the time is longer than a wait for a lock or a device in a
 healthy step (heuristic)."""
 
+HEADER_BYTES = 1024
+
+SLOT_PHASES = {
+    "startup": "startup", "input_wait": "input_wait", "maybe_wait": "input_wait", "compute": "compute",
+    "maybe_work": "compute", "work": "unattributed", "after_step": "unattributed", "host": "host", "comm": "comm",
+    "checkpoint": "checkpoint", "eval": "eval", "compile": "compile",
+}  # fmt: skip
+"""Slot of the hook's clock → phase. `maybe_`: not known yet whether for training. `after_step`: the next batch moves it
+to `host`; after the last step the job ends. `_sum_slots_by_phase` splits `graph`."""
+
+WORKING_SLOTS = ("compute", "maybe_work", "graph")
+"""Slots in which the process should compute: time in which it does nothing is `unattributed`."""
+
+HOST_ONLY_PHASES = ("startup", "eval", "checkpoint", "compile")
+"""Phases that the host measures also if the device has events, since these are only around steps."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RankWindow:
-    """One rank in one window. phases: device-seconds, they add up to the window's length × devices. thread_cpu_s:
-    CPU-seconds of the training thread. step: optimizer steps since the start of the job."""
+class HookState:
+    """A process of the job at the time of the read. values: seconds and counts by slot of
+    `hook/stoker_hook/clock.py`."""
 
-    rank: int
-    devices: int
-    phases: dict[str, float]
-    thread_cpu_s: dict[str, float]
-    step: int
-    steps: int
-    num_images: int
-    lr: float | None
-    process_cpu_s: float | None
-    """CPU-seconds of the process, all its threads."""
-    recompiles: int | None = None
-    """As in `StepWindow`."""
+    name: str
+    pid: int
+    frameworks: tuple[str, ...]
+    slots: tuple[str, ...]
+    values: Mapping[str, float]
+    cpu: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """CPU-seconds of the training thread by slot, until the last update."""
+    input_fraction: float | None = None
+    """The fraction of `graph` that waits for input."""
+    idle: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Seconds of WORKING_SLOTS in which the process did nothing, as the watcher saw it."""
+    process_cpu_s: float | None = None
+    """CPU-seconds of the process so far: all its threads, without its children."""
+
+    @property
+    def current_slot(self) -> str:
+        return self.slots[int(self.values["current_slot"])]
+
+    @property
+    def rank(self) -> int:
+        """Within this machine; 0 if there is only one, as far as known."""
+        return max(0, round(self.values["rank"]))
+
+
+def read_hook_state(path: Path) -> HookState | None:
+    """None while the file is being created."""
+    try:
+        data = path.read_bytes()
+        header = json.loads(data[:HEADER_BYTES])
+        slots = tuple(header["slots"])
+        time_slots = slots[slots.index("startup") :]
+        numbers = struct.unpack_from(f"{len(slots) + len(time_slots)}d", data, HEADER_BYTES)
+        values = dict(zip(slots, numbers[: len(slots)], strict=True))
+        cpu = dict(zip(time_slots, numbers[len(slots) :], strict=True))
+    except (ValueError, KeyError, struct.error, FileNotFoundError):
+        return None
+    frameworks = tuple(header["frameworks"])
+    return HookState(name=path.name, pid=header["pid"], frameworks=frameworks, slots=slots, values=values, cpu=cpu)
+
+
+def phase_seconds(state: HookState, now_s: float | None) -> dict[str, float]:
+    """Seconds of each phase since the clock started. now_s: CLOCK_MONOTONIC of a live process, whose current slot goes
+    on since the last update: the phases add up to now_s − begin. None: until the last update."""
+    values = state.values
+    seconds = {slot: values[slot] for slot in (*SLOT_PHASES, "graph")}
+    if now_s is not None and state.current_slot in seconds:
+        seconds[state.current_slot] += max(0.0, now_s - values["last_update"])
+    idle_s = {slot: min(state.idle.get(slot, 0.0), seconds[slot]) for slot in WORKING_SLOTS}
+    unseen_s = sum(idle_s.values()) + seconds["after_step"]
+    for slot in WORKING_SLOTS:
+        seconds[slot] -= idle_s[slot]
+        seconds["work"] += idle_s[slot]
+    phases = _sum_slots_by_phase(state, seconds)
+    if values["device"]:
+        return _device_phase_seconds(
+            phases, busy_s=values["busy"], comm_s=values["device_comm"], syncs=values["syncs"], steps=values["steps"],
+            unseen_s=unseen_s,
+        )  # fmt: skip
+    return phases
+
+
+def cpu_by_phase(state: HookState) -> dict[str, float]:
+    """CPU-seconds of the training thread by phase, since the clock started and until its last update: those of a
+    current wait are added at its end. If a device computes, the thread issues steps: `host`."""
+    phases = _sum_slots_by_phase(state, dict(state.cpu)) if state.cpu else {}
+    if state.values["device"] and phases:
+        phases["host"] += phases.pop("compute")
+    return phases
+
+
+def _sum_slots_by_phase(state: HookState, seconds: dict[str, float]) -> dict[str, float]:
+    """Seconds of the training thread by phase, from seconds by slot; removes `graph` from them."""
+    graph_s, fraction = seconds.pop("graph"), state.input_fraction
+    if fraction is None:
+        seconds["work"] += graph_s
+    else:
+        seconds["input_wait"] += graph_s * fraction
+        seconds["compute"] += graph_s * (1 - fraction)
+    phases: dict[str, float] = {}
+    for slot, phase in SLOT_PHASES.items():
+        phases[phase] = phases.get(phase, 0.0) + seconds[slot]
+    return phases
+
+
+def _device_phase_seconds(
+    host: Mapping[str, float], *, busy_s: float, comm_s: float, syncs: float, steps: float, unseen_s: float
+) -> dict[str, float]:
+    """Phases of a device that worked on steps for busy_s by its own clock, comm_s of it waiting for communication.
+
+    When the device is idle, it waits for the host's waits, up to their length: a wait that is shorter than the device's
+    queue costs nothing. The rest is `host`, or `sync` if the host waits for the device in each step, except for
+    `unseen_s` in which the host did nothing or had done its last step.
+    """
+    phases = {name: host[name] for name in HOST_ONLY_PHASES}
+    loop_s = sum(host.values()) - sum(phases.values())
+    busy_s = min(busy_s, loop_s)
+    comm_s = min(comm_s, busy_s)
+    idle_s = loop_s - busy_s
+    waits = {name: host[name] for name in ("input_wait", "comm")}
+    waited_s = sum(waits.values())
+    fraction = min(1.0, idle_s / waited_s) if waited_s > 0 else 0.0
+    phases |= {name: seconds * fraction for name, seconds in waits.items()}
+    phases["comm"] += comm_s
+    phases["compute"] = busy_s - comm_s
+    rest_s = max(0.0, idle_s - waited_s)
+    phases["unattributed"] = min(unseen_s, rest_s)
+    phases["sync" if syncs >= steps > 0 else "host"] = rest_s - phases["unattributed"]
+    return phases
+
+
+Key = TypeVar("Key")
+Sum = tuple[str, str]
+"""What is summed up: ("phase", its name) in seconds, ("cpu", name of a phase) in CPU-seconds of the training thread,
+("count", name)."""
 
 
 class RankTimeBreakdown:
@@ -60,27 +182,23 @@ class RankTimeBreakdown:
 
     def __init__(self, start_s: float) -> None:
         self._start_s = start_s
-        self._ended_phases: dict[str, float] = {}
-        self._ended_cpu: dict[str, float] = {}
-        self._ended_counts = {"steps": 0.0, "num_images": 0.0, "recompiles": 0.0}
         self._current: HookState | None = None
+        self._offset: dict[Sum, float] = {}
+        """Of the current process at the beginning of the window in which it was first seen."""
+        self._ended: dict[Sum, float] = {}
+        self._reported: dict[Sum, float] = {}
         self._ended_names: set[str] = set()
-        self._offset: dict[str, float] = {}
-        self._offset_cpu: dict[str, float] = {}
-        self._reported_phases: dict[str, float] = {}
-        self._reported_cpu: dict[str, float] = {}
-        self._ended_process_cpu_s = self._offset_process_cpu_s = self._reported_process_cpu_s = 0.0
-        self._reported_counts = {"steps": 0, "num_images": 0, "recompiles": 0}
         self._counts_recompiles = False
         self._window_start_s = self._last_alive_s = start_s
         self._trained_until_s = 0.0
 
     @property
     def steps(self) -> int:
-        return self._total("steps")
+        current = 0.0 if self._current is None else self._current.values["steps"]
+        return round(self._ended.get(("count", "steps"), 0.0) + current)
 
     def has_new_steps(self) -> bool:
-        return self.steps > self._reported_counts["steps"]
+        return self.steps > self._reported.get(("count", "steps"), 0.0)
 
     def update(self, living: list[HookState], ended: list[HookState], now_s: float) -> None:
         """living, ended: processes of the rank. The training process is followed until it ends, the first one of
@@ -100,10 +218,13 @@ class RankTimeBreakdown:
         if best is not None and (current is None or (not current.values["steps"] and best.values["steps"])):
             if current is not None:
                 self._end(current, now_s=self._window_start_s)
-            start_s = best.values["begin"]
-            is_late = start_s < self._window_start_s
-            self._offset, self._offset_cpu = (phase_seconds(best, None), cpu_by_phase(best)) if is_late else ({}, {})
-            self._offset_process_cpu_s = (best.process_cpu_s or 0.0) if is_late else 0.0
+            self._offset = {}
+            if best.values["begin"] < self._window_start_s:
+                self._offset = {
+                    (kind, name): value
+                    for (kind, name), value in _sums(best, None).items()
+                    if kind != "count" or name == "process_cpu_s"
+                }
             current = best
         self._current = current
         self._counts_recompiles |= any(state.values["recompiles"] >= 0 for state in (*living, *ended))
@@ -111,82 +232,77 @@ class RankTimeBreakdown:
             self._last_alive_s = now_s
 
     def _end(self, state: HookState, now_s: float | None = None) -> None:
-        self._ended_phases = _add(self._ended_phases, self._observed_phases(state, now_s))
-        self._ended_cpu = _add(self._ended_cpu, _subtract(cpu_by_phase(state), self._offset_cpu))
-        self._ended_process_cpu_s += (state.process_cpu_s or 0.0) - self._offset_process_cpu_s
-        self._ended_counts = {name: count + max(0.0, state.values[name]) for name, count in self._ended_counts.items()}
+        self._ended = _add(self._ended, _subtract(_sums(state, now_s), self._offset))
         if state.values["steps"]:
             self._trained_until_s = state.values["last_update"]
-        self._current, self._offset, self._offset_cpu, self._offset_process_cpu_s = None, {}, {}, 0.0
+        self._current, self._offset = None, {}
         self._ended_names.add(state.name)
 
-    def _observed_phases(self, state: HookState, now_s: float | None) -> dict[str, float]:
-        """The process's time since it was followed."""
-        return _subtract(phase_seconds(state, now_s), self._offset)
-
-    def _total(self, name: str) -> int:
-        current = 0.0 if self._current is None else max(0.0, self._current.values[name])
-        return round(self._ended_counts[name] + current)
-
-    def next_window(self, now_s: float, wall_s: float, *, rank: int, devices: int) -> RankWindow:
-        """The window since the last one."""
-        targets = (
-            self._ended_phases
-            if self._current is None
-            else _add(self._ended_phases, self._observed_phases(self._current, now_s))
-        )
-        missing_s = (now_s - self._start_s) - sum(targets.values())
+    def next_window(self, now_s: float, wall_s: float, *, devices: int) -> StepWindow:
+        """The window since the last one, without its time and the values that the output has."""
+        targets = self._ended
+        if self._current is not None:
+            targets = _add(targets, _subtract(_sums(self._current, now_s), self._offset))
+        missing_s = (now_s - self._start_s) - sum(_of_kind(targets, "phase").values())
         if missing_s > 0:  # no process of this rank was running: it is starting, or has ended
-            fill = {"unattributed" if self.steps else "startup": missing_s}
-            self._ended_phases, targets = _add(self._ended_phases, fill), _add(targets, fill)
-        due = {name: max(0.0, seconds) for name, seconds in _subtract(targets, self._reported_phases).items()}
-        due_s = sum(due.values())
-        phases = {name: seconds * wall_s / due_s for name, seconds in due.items() if seconds > 0}
+            fill = {("phase", "unattributed" if self.steps else "startup"): missing_s}
+            self._ended, targets = _add(self._ended, fill), _add(targets, fill)
+        due = _subtract(targets, self._reported)
+        phases = _scale(_of_kind(due, "phase"), wall_s)
         if not phases and wall_s > 0:
             phases = {"unattributed": wall_s}
-        self._reported_phases = _add(self._reported_phases, phases)
-        cpu = self._next_cpu()
-        previous = self._reported_counts
-        self._reported_counts = {name: self._total(name) for name in previous}
+        cpu = _scale(_of_kind(due, "cpu"), sum(_of_kind(due, "cpu").values()))
+        counts = {name: max(0.0, count) for name, count in _of_kind(due, "count").items()}
+        reported = {("phase", name): seconds for name, seconds in phases.items()}
+        reported |= {("cpu", name): seconds for name, seconds in cpu.items()}
+        reported |= {key: value for key, value in due.items() if key[0] == "count"}
+        self._reported = _add(self._reported, reported)
         self._window_start_s = now_s
         lr = self._current.values["lr"] if self._current is not None else -1.0
-        return RankWindow(
-            rank=rank, devices=devices, phases={name: seconds * devices for name, seconds in phases.items()},
-            thread_cpu_s=cpu, step=self.steps, steps=max(0, self._reported_counts["steps"] - previous["steps"]),
-            num_images=max(0, self._reported_counts["num_images"] - previous["num_images"]), lr=lr if lr >= 0 else None,
-            process_cpu_s=self._next_process_cpu_s(),
-            recompiles=max(0, self._reported_counts["recompiles"] - previous["recompiles"])
-            if self._counts_recompiles else None,
-        )  # fmt: skip
-
-    def _next_process_cpu_s(self) -> float | None:
-        """None if no process was seen alive so far."""
-        total_s = self._ended_process_cpu_s
-        if self._current is not None:
-            total_s += (self._current.process_cpu_s or 0.0) - self._offset_process_cpu_s
-        due_s, self._reported_process_cpu_s = max(0.0, total_s - self._reported_process_cpu_s), total_s
-        return due_s if total_s else None
-
-    def _next_cpu(self) -> dict[str, float]:
-        """As for phases: less than is due if earlier time was assigned to a phase that turned out to be wrong."""
-        targets = self._ended_cpu
-        if self._current is not None:
-            targets = _add(targets, _subtract(cpu_by_phase(self._current), self._offset_cpu))
-        due = {name: max(0.0, seconds) for name, seconds in _subtract(targets, self._reported_cpu).items()}
-        new_s, due_s = sum(targets.values()) - sum(self._reported_cpu.values()), sum(due.values())
-        if new_s <= 0 or due_s <= 0:
-            return {}
-        cpu = {name: seconds * new_s / due_s for name, seconds in due.items() if seconds > 0}
-        self._reported_cpu = _add(self._reported_cpu, cpu)
-        return cpu
+        return StepWindow(
+            t=0.0,
+            attempt=0,
+            step=self.steps,
+            window_steps=round(counts.get("steps", 0)),
+            num_images=round(counts.get("num_images", 0)),
+            wall_s=wall_s,
+            devices=devices,
+            phases={name: seconds * devices for name, seconds in phases.items()},
+            lr=lr if lr >= 0 else None,
+            thread_cpu_s=cpu,
+            process_cpu_s=counts["process_cpu_s"] if targets.get(("count", "process_cpu_s")) else None,
+            recompiles=round(counts.get("recompiles", 0)) if self._counts_recompiles else None,
+        )
 
 
-def _subtract(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
-    return {name: seconds - b.get(name, 0.0) for name, seconds in a.items()}
+def _sums(state: HookState, now_s: float | None) -> dict[Sum, float]:
+    """now_s: as in `phase_seconds`."""
+    return {
+        **{("phase", name): seconds for name, seconds in phase_seconds(state, now_s).items()},
+        **{("cpu", name): seconds for name, seconds in cpu_by_phase(state).items()},
+        **{("count", name): max(0.0, state.values[name]) for name in ("steps", "num_images", "recompiles")},
+        ("count", "process_cpu_s"): state.process_cpu_s or 0.0,
+    }
 
 
-def _add(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
-    return {name: a.get(name, 0.0) + b.get(name, 0.0) for name in (*a, *(name for name in b if name not in a))}
+def _of_kind(sums: Mapping[Sum, float], kind: str) -> dict[str, float]:
+    return {name: value for (its_kind, name), value in sums.items() if its_kind == kind}
+
+
+def _subtract(a: Mapping[Key, float], b: Mapping[Key, float]) -> dict[Key, float]:
+    return {name: value - b.get(name, 0.0) for name, value in a.items()}
+
+
+def _add(a: Mapping[Key, float], b: Mapping[Key, float]) -> dict[Key, float]:
+    return {name: a.get(name, 0.0) + b.get(name, 0.0) for name in {**a, **b}}
+
+
+def _scale(due: Mapping[str, float], total: float) -> dict[str, float]:
+    """The positive values, scaled so that they add up to the total: less than is due of some if earlier time was
+    assigned to a phase that turned out to be wrong."""
+    due = {name: value for name, value in due.items() if value > 0}
+    factor = max(0.0, total) / sum(due.values()) if due else 0.0
+    return {name: value * factor for name, value in due.items()} if factor else {}
 
 
 @dataclasses.dataclass
@@ -212,10 +328,12 @@ class IdleTime:
 
 
 class HookReader:
-    """All processes of a job. directory: of their state files. devices: GPUs that the job may use, at least 1."""
+    """All processes of a job. directory: of their state files; None: the job has no hook. devices: GPUs that the job
+    may use, at least 1."""
 
-    def __init__(self, directory: Path, *, devices: int, now_s: float) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path | None, *, devices: int, now_s: float) -> None:
+        self._directory = directory or Path(os.devnull)
+        self.is_on = directory is not None
         self._devices = devices
         self._ranks: dict[int, RankTimeBreakdown] = {}
         self._states: dict[str, HookState] = {}
@@ -283,18 +401,17 @@ class HookReader:
         counts = (state.values["workers"] for state in self._states.values() if state.values["steps"])
         return next((round(workers) for workers in counts if workers >= 0), None)
 
-    def next_windows(self, now_s: float, wall_s: float) -> list[RankWindow]:
+    def next_windows(self, now_s: float, wall_s: float) -> dict[int, StepWindow]:
         """The window since the last one, for each rank that trains, the lowest first; before the first step, for the
         lowest rank with all devices. Empty if the job has no state file. now_s: CLOCK_MONOTONIC; wall_s: length of the
         window."""
-        training = [rank for rank, breakdown in self._ranks.items() if breakdown.steps]
+        training = sorted(rank for rank, breakdown in self._ranks.items() if breakdown.steps)
         devices = max(1, self._devices // max(1, len(training)))
         windows = {
-            rank: breakdown.next_window(now_s, wall_s, rank=rank, devices=devices)
-            for rank, breakdown in self._ranks.items()
+            rank: breakdown.next_window(now_s, wall_s, devices=devices) for rank, breakdown in self._ranks.items()
         }
         self._window_start_s = now_s
-        return [windows[rank] for rank in sorted(training or list(windows)[:1])]
+        return {rank: windows[rank] for rank in training or list(windows)[:1]}
 
     def status(self) -> str:
         """The status of this data source as text; begins with `not` if nothing was recorded."""

@@ -1,9 +1,9 @@
-"""Parses progress from single lines of a training job's output: pure functions, a line in, `Progress` or None out.
+"""Progress from a training job's output: pure functions, a line in, `Progress` or None out; and windows of them.
 
 Supported are the TF Object Detection API, Keras, torchvision's MetricLogger, Ultralytics, Lightning, the Hugging Face
 Trainer, and plain `loss=` or `loss:`; the patterns follow lines that these print. None of them matches prose: a loss
 counts only as a number after its name, in a line that also has a step counter, or has only such pairs. `LineSplitter`
-makes lines from bytes. `progress_windows.py` adds the values up.
+makes lines from bytes, `ProgressWindows` adds the values up.
 
 Any bytes may come, so the time is proportional to their number: patterns are for lines whose runs of spaces are one
 space, all repeats are bounded, and what can be divided in one way only is not divided again (possessive repeats).
@@ -11,13 +11,21 @@ space, all repeats are bounded, and what can be divided in one way only is not d
 
 import codecs
 import dataclasses
+import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+
+from stoker.runs.schemas import StepWindow
 
 MAX_LINE_LENGTH = 2048
 """The rest of a longer line is ignored."""
 _MAX_PENDING_LENGTH = 4 * MAX_LINE_LENGTH
 """The same with colors and cursor movements, before the end of the line has come."""
+MAX_LOSSES = 100
+"""Losses of a window; a job with more names prints something else."""
+MAX_FIRST_STEP = 100
+"""A first counter above this is of a job that was resumed: the steps before it were not watched. The TF Object
+Detection API prints its first line at step 100."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,11 +86,7 @@ def parse_progress(line: str) -> Progress | None:
     line = _normalize(line)
     if _KEYWORD.search(line) is None:
         return None
-    for parser in PARSERS:
-        progress = parser(line)
-        if progress is not None:
-            return progress
-    return None
+    return next((progress for parser in PARSERS if (progress := parser(line)) is not None), None)
 
 
 def _normalize(line: str) -> str:
@@ -101,10 +105,10 @@ class ProgressParser:
         line = _normalize(line)
         if _KERAS_EPOCH.match(line):
             self._is_training = True
-        elif bar := _KERAS.match(line):
+        elif bar := _KERAS_BAR.match(line):
             if self._is_training is False:
                 return None
-            if self._is_training and bar[1] == bar[2]:
+            if self._is_training and bar["step"] == bar["total"]:
                 self._is_training = False
         return parse_progress(line)
 
@@ -112,17 +116,6 @@ class ProgressParser:
 def parse_number(text: str) -> float:
     """The value of a text that matches `_NUMBER`; a comma is the decimal point of another locale."""
     return float(text.replace(",", "."))
-
-
-_TF_STEP = re.compile(rf"\bStep (\d{{1,15}}) per-step time ({_NUMBER})s\b(.*)")
-
-
-def parse_tf_object_detection(line: str) -> Progress | None:
-    match = _TF_STEP.search(line)
-    if match is None:
-        return None
-    losses = _losses(_pairs(match[3]))
-    return Progress(step=int(match[1]), step_s=parse_number(match[2]), losses=losses)
 
 
 _DICT_START = re.compile(r"(?:\S{0,80}INFO\S{0,80}?:(?:tensorflow:)?|[IW]\d{4} .{0,200}?\] )?\s?\{?\s?(?=')")
@@ -150,96 +143,71 @@ def parse_dict(line: str) -> Progress | None:
 
 _DICT_PAIR = re.compile(rf"'([^']{{0,200}}+)'\s?:\s?'?({_NUMBER})")
 
-_KERAS = re.compile(r"^\s?(\d{1,15})/(\d{1,15}|Unknown)\s(?:\[[=>.]{0,200}+\]|━{1,200}+|(?=- \d{1,15}s -))\s?(.*)$")
-_KERAS_TIME = re.compile(rf"(?<!\d)({_NUMBER})(us|ms|s)/step")
-_KERAS_EPOCH = re.compile(r"^Epoch (\d{1,15})/(\d{1,15})\s?$")
-
-
-def parse_keras(line: str) -> Progress | None:
-    if epoch := _KERAS_EPOCH.match(line):
-        return Progress(epoch=int(epoch[1]))
-    match = _KERAS.match(line)
-    if match is None:
-        return None
-    pairs = _pairs(match[3])
-    losses = _losses(pairs)
-    if not losses:  # predict, a download
-        return None
-    step_time = _KERAS_TIME.search(match[3])
-    step_s = parse_number(step_time[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[step_time[2]] if step_time else None
-    total_steps = int(match[2]) if match[2].isdecimal() else None
-    return Progress(step=int(match[1]), total_steps=total_steps, losses=losses, step_s=step_s, lr=_find_lr(pairs))
-
-
-_METRIC_LOGGER = re.compile(r"^\s?(?:\S{1,100}:)?\s?Epoch: \[(\d{1,15})\]\s\[\s?(\d{1,15})/(\d{1,15})\]\seta: (.*)$")
-
-
-def parse_torchvision(line: str) -> Progress | None:
-    """MetricLogger's lines; `data:` is the wait for the images of a step. Steps count from 0."""
-    match = _METRIC_LOGGER.match(line)
-    if match is None:
-        return None
-    pairs = _pairs(match[4])
-    return Progress(
-        step=int(match[2]) + 1,
-        total_steps=int(match[3]),
-        epoch=int(match[1]),
-        losses=_losses(pairs),
-        lr=_find_lr(pairs),
-        img_per_s=pairs.get("img/s"),
-        step_s=pairs.get("time"),
-        input_wait_s=pairs.get("data"),
-    )
-
-
-_YOLO = re.compile(
-    rf"^\s?(\d{{1,15}})/(\d{{1,15}})\s[\d.]{{1,20}}[GMK]B?\s((?:{_NUMBER}\s){{1,20}})(\d{{1,15}})\s(\d{{1,15}}):"
-    r"\s\d{1,3}%\s?\S{0,100}\s?(\S{1,100}?\s)?(\d{1,15})/(\d{1,15})\s"
+_KERAS_EPOCH = re.compile(r"^Epoch (?P<epoch>\d{1,15})/\d{1,15}\s?$")
+_KERAS_BAR = re.compile(
+    r"^\s?(?P<step>\d{1,15})/(?P<total>\d{1,15}|Unknown)\s(?:\[[=>.]{0,200}+\]|━{1,200}+|(?=- \d{1,15}s -))\s?"
+    r"(?P<pairs_with_loss>.*)$"
 )
-_YOLO_HEADER = re.compile(r"^\s?Epoch\sGPU_mem\s((?:\w{1,40}\s){1,20})Instances\sSize\s?$")
-
-
-def parse_ultralytics(line: str) -> Progress | None:
-    if header := _YOLO_HEADER.match(line):
-        return Progress(loss_columns=tuple(header[1].split()))
-    match = _YOLO.match(line)
-    if match is None:
-        return None
-    values = [parse_number(text) for text in match[3].split()]
-    losses = {f"loss_{n}": value for n, value in enumerate(values, start=1)}
-    return Progress(step=int(match[7]), total_steps=int(match[8]), epoch=int(match[1]), losses=losses)
-
-
-_BAR = re.compile(
-    r"^\s?(?:([^|]{0,200}?):)?\s?\d{1,3}%\s?\|[^|]{0,500}+\|\s?(\d{1,15})/(\d{1,15})\s?"
-    r"\[[^\]<]{0,100}+<[^\],]{0,100}+,\s?(?:\?|\S{1,40}?)\s?(?:it/s|s/it)(.*)\]"
+_LAYOUTS = (
+    _KERAS_EPOCH,
+    _KERAS_BAR,
+    re.compile(rf"\bStep (?P<step>\d{{1,15}}) per-step time (?P<step_s>{_NUMBER})s\b(?P<pairs>.*)"),
+    re.compile(  # MetricLogger of torchvision, which counts steps from 0
+        r"^\s?(?:\S{1,100}:)?\s?Epoch: \[(?P<epoch>\d{1,15})\]\s"
+        r"\[\s?(?P<step_from_0>\d{1,15})/(?P<total>\d{1,15})\]\seta: (?P<pairs>.*)$"
+    ),
+    re.compile(  # Ultralytics: losses without names
+        rf"^\s?(?P<epoch>\d{{1,15}})/\d{{1,15}}\s[\d.]{{1,20}}[GMK]B?\s(?P<losses>(?:{_NUMBER}\s){{1,20}})\d{{1,15}}\s\d{{1,15}}:"
+        r"\s\d{1,3}%\s?\S{0,100}\s?(?:\S{1,100}?\s)?(?P<step>\d{1,15})/(?P<total>\d{1,15})\s"
+    ),
+    re.compile(r"^\s?Epoch\sGPU_mem\s(?P<columns>(?:\w{1,40}\s){1,20})Instances\sSize\s?$"),  # its header
+    re.compile(  # the rich bar of Lightning
+        r"^\s?Epoch (?P<epoch>\d{1,15})(?:/-?\d{1,15})?\s[━╸╺ ]{1,200}+(?P<step>\d{1,15})/(?P<total>\d{1,15})\s"
+        r"\S{1,40} • \S{1,40}\s\S{1,40}\s?(?P<pairs>.*)$"
+    ),
+    re.compile(  # tqdm, of Lightning and the Hugging Face Trainer
+        r"^\s?(?:(?P<title>[^|]{0,200}?):)?\s?\d{1,3}%\s?\|[^|]{0,500}+\|\s?(?P<step>\d{1,15})/(?P<total>\d{1,15})\s?"
+        r"\[[^\]<]{0,100}+<[^\],]{0,100}+,\s?(?:\?|\S{1,40}?)\s?(?:it/s|s/it)(?P<pairs>.*)\]"
+    ),
 )
-_RICH = re.compile(
-    r"^\s?Epoch (\d{1,15})(?:/-?\d{1,15})?\s[━╸╺ ]{1,200}+(\d{1,15})/(\d{1,15})\s\S{1,40} • \S{1,40}\s\S{1,40}\s?(.*)$"
-)
+"""What frameworks print, with the meaning of each part as the name of its group."""
+_STEP_TIME = re.compile(rf"(?<!\d)({_NUMBER})(us|ms|s)/step")
 _EPOCH_WORD = re.compile(r"\bepoch\b\D{0,3}(\d{1,15})", re.IGNORECASE)
 
 
-def parse_bar(line: str) -> Progress | None:
-    """A tqdm bar of Lightning (followed by its loss) or of the Hugging Face Trainer (bare); Lightning's rich bar."""
-    if rich := _RICH.match(line):
-        pairs = _pairs(rich[4])
-        return Progress(step=int(rich[2]), total_steps=int(rich[3]), epoch=int(rich[1]), losses=_losses(pairs))
-    match = _BAR.match(line)
-    if match is None:
+def parse_layout(line: str) -> Progress | None:
+    """A line in one of the layouts."""
+    match = next((match for layout in _LAYOUTS if (match := layout.search(line)) is not None), None)
+    return None if match is None else _layout_progress(match.groupdict())
+
+
+def _layout_progress(group: dict[str, str | None]) -> Progress | None:
+    text = group.get("pairs_with_loss") or group.get("pairs") or ""
+    pairs = _pairs(text)
+    losses = _losses(pairs) | {
+        f"loss_{n}": parse_number(value) for n, value in enumerate((group.get("losses") or "").split(), start=1)
+    }
+    title = (group.get("title") or "").strip()
+    epoch = group.get("epoch") or ((word := _EPOCH_WORD.search(title)) and word[1])
+    is_tqdm = "title" in group
+    if not losses and ("pairs_with_loss" in group or (title and epoch is None)):  # a download, a validation, predict
         return None
-    title, pairs = (match[1] or "").strip(), _pairs(match[4])
-    losses = _losses(pairs)
-    epoch = _EPOCH_WORD.search(title)
-    if title and epoch is None and not losses:  # a download, a validation
-        return None
+    step_time = _STEP_TIME.search(text)
+    step_s = pairs.get("time") if group.get("step_s") is None else parse_number(group["step_s"] or "")
+    if step_time is not None:
+        step_s = parse_number(step_time[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[step_time[2]]
+    step, total = group.get("step"), group.get("total") or ""
     return Progress(
-        step=int(match[2]),
-        total_steps=int(match[3]),
-        epoch=int(epoch[1]) if epoch else None,
+        step=int(step) if step else int(group["step_from_0"] or 0) + 1 if "step_from_0" in group else None,
+        total_steps=int(total) if total.isdecimal() else None,
+        epoch=int(epoch) if epoch else None,
         losses=losses,
         lr=_find_lr(pairs),
-        is_bare_bar=not losses and epoch is None,
+        img_per_s=pairs.get("img/s"),
+        step_s=step_s,
+        input_wait_s=pairs.get("data") if "step_from_0" in group else None,
+        is_bare_bar=is_tqdm and not losses and epoch is None,
+        loss_columns=tuple((group.get("columns") or "").split()),
     )
 
 
@@ -279,9 +247,7 @@ def parse_plain(line: str) -> Progress | None:
     )
 
 
-PARSERS: tuple[Callable[[str], Progress | None], ...] = (
-    parse_tf_object_detection, parse_dict, parse_keras, parse_torchvision, parse_ultralytics, parse_bar, parse_plain,
-)  # fmt: skip
+PARSERS: tuple[Callable[[str], Progress | None], ...] = (parse_layout, parse_dict, parse_plain)
 """In this order: the specific ones before the general one."""
 
 
@@ -291,16 +257,139 @@ def _pairs(text: str) -> dict[str, float]:
 
 def _losses(pairs: dict[str, float]) -> dict[str, float]:
     """The training losses among the pairs; the whole loss is named `total`."""
-    return dict(_iter_losses(pairs))
-
-
-def _iter_losses(pairs: dict[str, float]) -> Iterator[tuple[str, float]]:
-    for name, value in pairs.items():
-        if name.lower() in ("loss", "train_loss", "total_loss", "train/loss"):
-            yield "total", value
-        elif "loss" in name.lower() and not name.lower().startswith(("val", "eval", "test")):
-            yield name, value
+    return {
+        "total" if name.lower() in ("loss", "train_loss", "total_loss", "train/loss") else name: value
+        for name, value in pairs.items()
+        if "loss" in name.lower() and not name.lower().startswith(("val", "eval", "test"))
+    }
 
 
 def _find_lr(pairs: dict[str, float]) -> float | None:
     return next((pairs[name] for name in ("learning_rate", "lr", "LR") if name in pairs), None)
+
+
+@dataclasses.dataclass(kw_only=True)
+class ProgressWindows:
+    """Adds up progress into windows of steps.jsonl: steps since the job's start, mean losses, speed.
+
+    Jobs count differently: since the start of the run, or from 0 in each epoch; a line may also come twice. Here a
+    counter that falls, or a new epoch, continues where the previous one ended. Wall time is measured by the watcher.
+    Phases come from the hook if it was loaded (`hook_reader.py`), else only from values of the job itself
+    (torchvision's `data:` is `input_wait`); the rest is `unattributed`.
+
+    start_s: Unix time of the job's start; devices: GPUs that it may use, at least
+    1."""
+
+    attempt: int
+    devices: int
+    start_s: float
+    step: int = 0
+    """Steps since the start of the job's own count."""
+    non_finite_loss: str | None = None
+    """The first loss that was NaN or infinite."""
+    _step_offset: int = 0
+    _shown_step: int = 0
+    _total_steps: int | None = None
+    _epoch: int | None = None
+    _bar: Progress | None = None
+    _bar_total_steps: int | None = None
+    _loss_columns: tuple[str, ...] = ()
+    _window_step: int | None = None
+    _losses: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    _lr: float | None = None
+    _grad_norm: float | None = None
+    _img_per_s: float | None = None
+    _input_wait_fraction: float = 0.0
+    _hook_step_offset: int | None = None
+
+    def add(self, progress: Progress) -> None:
+        if progress.is_bare_bar and progress.total_steps != self._bar_total_steps:
+            self._bar = progress  # the losses that follow decide what it belongs to
+            return
+        if progress.loss_columns:
+            self._loss_columns = progress.loss_columns
+            return
+        self._update_step(progress)
+        self._add_losses(progress.losses)
+        self._lr = self._lr if progress.lr is None else progress.lr
+        self._grad_norm = self._grad_norm if progress.grad_norm is None else progress.grad_norm
+        self._img_per_s = self._img_per_s if progress.img_per_s is None else progress.img_per_s
+        if progress.input_wait_s is not None and progress.step_s:
+            self._input_wait_fraction = min(1.0, progress.input_wait_s / progress.step_s)
+
+    def has_new_progress(self) -> bool:
+        """Whether there was progress since the last window."""
+        return bool(self._losses) or (self._window_step is not None and self.step > self._window_step)
+
+    def window(self, now_s: float, measured: StepWindow | None = None) -> StepWindow:
+        """The window since the last one. measured: rank 0 from the hook, in the same time."""
+        wall_s = max(0.0, now_s - self.start_s)
+        previous_step = self.step if self._window_step is None else self._window_step
+        steps = max(0, self.step - previous_step)
+        window = measured or StepWindow(
+            t=now_s, attempt=self.attempt, step=0, window_steps=0, num_images=0, wall_s=wall_s, devices=self.devices,
+            phases={"unattributed": wall_s * self.devices},
+        )  # fmt: skip
+        window.t, window.attempt, window.wall_s, phases = now_s, self.attempt, wall_s, window.phases
+        if self._input_wait_fraction and steps and "input_wait" not in phases and "unattributed" in phases:
+            phases["input_wait"] = phases["unattributed"] * self._input_wait_fraction
+            phases["unattributed"] -= phases["input_wait"]
+        window.phases = {name: seconds for name, seconds in phases.items() if seconds > 0}
+        num_images = round(self._img_per_s * wall_s) if steps and self._img_per_s else 0
+        if window.step:  # the hook counts each step; the output may show every hundredth
+            if self._hook_step_offset is None and self._window_step is not None:
+                skipped = self.step - window.step
+                self._hook_step_offset = skipped if skipped > MAX_FIRST_STEP else 0
+            window.step += self._hook_step_offset or 0
+            window.num_images = window.num_images or num_images
+        else:
+            window.step, window.window_steps, window.num_images = self.step, steps, num_images
+            window.lr = None
+        window.losses = {name: sum(values) / len(values) for name, values in self._losses.items()}
+        window.lr = window.lr if self._lr is None else self._lr
+        window.grad_norm = self._grad_norm
+        self.start_s, self._window_step = now_s, self.step
+        self._losses, self._grad_norm, self._img_per_s = {}, None, None
+        return window
+
+    def _update_step(self, progress: Progress) -> None:
+        # a bar during a training is one of evaluation
+        bar_done = self._bar_total_steps is None or self._shown_step == self._total_steps
+        if progress.losses and self._bar is not None and progress.step is None and bar_done:
+            # a dict with a loss after a bare bar: it is training
+            progress = dataclasses.replace(progress, step=self._bar.step, total_steps=self._bar.total_steps)
+            self._bar_total_steps, self._bar = progress.total_steps, None
+        epoch, shown_step = progress.epoch, progress.step
+        if epoch is not None and self._epoch is not None and epoch == self._epoch - 1:
+            return  # a slower process of the job is still in the previous epoch
+        restarts = epoch is not None and self._epoch is not None and epoch != self._epoch
+        self._epoch = self._epoch if epoch is None else epoch
+        if shown_step is not None and not restarts:
+            # without an epoch, a counter that was full or falls far has restarted; a slower process falls by little
+            restarts = (
+                epoch is None
+                and shown_step < self._shown_step
+                and (self._shown_step == self._total_steps or shown_step * 2 < self._shown_step)
+            )
+        # a larger counter in a new epoch: the count continues through the epochs
+        if restarts and (shown_step is None or shown_step <= self._shown_step):
+            self._step_offset += max(self._shown_step, self._total_steps or 0) if self._shown_step else 0
+            self._shown_step = 0
+        if shown_step is None:
+            return
+        if self._window_step is None:
+            self._window_step = 0 if shown_step <= MAX_FIRST_STEP else shown_step - 1
+        self._total_steps = progress.total_steps
+        self._shown_step = max(self._shown_step, shown_step)
+        self.step = self._step_offset + self._shown_step
+
+    def _add_losses(self, losses: dict[str, float]) -> None:
+        if losses and len(self._loss_columns) == len(losses) and all(name.startswith("loss_") for name in losses):
+            losses = dict(zip(self._loss_columns, losses.values(), strict=True))
+            losses["total"] = sum(losses.values())
+        for name, value in losses.items():
+            if math.isfinite(value):
+                if name in self._losses or len(self._losses) < MAX_LOSSES:
+                    self._losses.setdefault(name, []).append(value)
+            elif self.non_finite_loss is None:
+                self.non_finite_loss = f"{name} is {value}"

@@ -11,6 +11,8 @@ import re
 import stat
 from pathlib import Path
 
+import psutil
+
 from stoker.hardware.cgroup import Cgroup
 from stoker.profiling.telemetry.processes import list_process_tree
 
@@ -62,10 +64,10 @@ def read_status(pid: int) -> Status | None:
 
 def list_ancestors(pid: int) -> list[int]:
     """The process and its ancestors."""
-    pids = [pid]
-    while (current := read_status(pids[-1])) is not None and current.parent_pid > 0:
-        pids.append(current.parent_pid)
-    return pids
+    try:
+        return [pid, *(parent.pid for parent in psutil.Process(pid).parents())]
+    except psutil.Error:  # it ended
+        return [pid]
 
 
 def is_python(pid: int) -> bool:
@@ -81,11 +83,9 @@ def is_python(pid: int) -> bool:
 def read_environ(pid: int) -> dict[str, str]:
     """Its initial environment; empty if it may not be read."""
     try:
-        data = (PROC / str(pid) / "environ").read_bytes()
-    except OSError:
+        return psutil.Process(pid).environ()
+    except psutil.Error:
         return {}
-    pairs = (word.decode(errors="replace").partition("=") for word in data.split(b"\0"))
-    return {name: value for name, separator, value in pairs if separator}
 
 
 def read_rank(pid: int) -> int:
@@ -97,10 +97,17 @@ def read_rank(pid: int) -> int:
 def read_command(pid: int) -> list[str]:
     """Its command line; empty for a kernel thread, or if it may not be read."""
     try:
-        args = (PROC / str(pid) / "cmdline").read_bytes().split(b"\0")
-    except OSError:
+        return psutil.Process(pid).cmdline()
+    except psutil.Error:
         return []
-    return [arg.decode(errors="replace") for arg in args[:-1]]
+
+
+def read_cwd(pid: int) -> str:
+    """Its working directory; empty if it may not be read."""
+    try:
+        return psutil.Process(pid).cwd()
+    except psutil.Error:
+        return ""
 
 
 class JobProcesses:
@@ -171,12 +178,8 @@ class _OomKillCounter:
 
 def _command_line_files(pid: int) -> list[str]:
     """Files that are arguments of the command line, also after `--option=`."""
-    try:
-        cwd = os.readlink(PROC / str(pid) / "cwd")
-    except OSError:  # it ended, or may not be read
-        return []
     args = [arg.rpartition("=")[2] for arg in read_command(pid)[1:]]
-    paths = [os.path.join(cwd, arg) for arg in args if arg]
+    paths = [os.path.join(read_cwd(pid), arg) for arg in args if arg]
     return [path for path in paths if not _NOT_INPUT.search(path)]
 
 

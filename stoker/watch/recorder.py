@@ -2,7 +2,7 @@
 
 A thread follows output.log, which the output relay writes, so that nothing here can delay the job. Neighbors: starting
 the job and its end (`watch.py`), a running job (`attach.py`), stacks (`stacks.py`), processes (`processes.py`), parsing
-lines (`output.py`), windows (`progress_windows.py`).
+lines and windows (`output.py`).
 """
 
 import contextlib
@@ -22,12 +22,10 @@ from stoker.profiling.telemetry.kernel_log import read_kernel_lines
 from stoker.profiling.telemetry.sampler import TelemetrySampler
 from stoker.profiling.telemetry.secrets import mask_argv
 from stoker.runs.records import ENVIRONMENT, OUTPUT, RANKS, STEPS, RunFolder, make_run, recording
-from stoker.runs.schemas import StepWindow
 from stoker.watch import stacks
-from stoker.watch.hook_reader import HookReader, RankWindow
-from stoker.watch.output import LineSplitter, ProgressParser
+from stoker.watch.hook_reader import HookReader
+from stoker.watch.output import LineSplitter, ProgressParser, ProgressWindows
 from stoker.watch.processes import JobProcesses
-from stoker.watch.progress_windows import ProgressWindows
 
 RUNS_DIR = Path("runs")
 
@@ -148,8 +146,10 @@ class Recorder:
         self._coverage_lock = threading.Lock()
         self._start_s = time.monotonic()
         self._processes: JobProcesses | None = None
-        self._hook_reader: HookReader | None = None
-        self._hook_dir = hook_dir
+        self._devices = max(1, len(json.loads((folder.path / ENVIRONMENT).read_bytes())["gpu"]["gpus"]))
+        self._hook_reader = HookReader(hook_dir, devices=self._devices, now_s=self._start_s)
+        self._windows = ProgressWindows(attempt=folder.attempt, devices=self._devices, start_s=time.time())
+        self._events_written: set[str] = set()
         log = folder.path / OUTPUT
         self._output = output or LogTail(log, log.stat().st_size if log.exists() else 0)  # earlier attempts wrote that
 
@@ -159,14 +159,13 @@ class Recorder:
         stacks every few seconds."""
         thread = threading.Thread(target=self._thread_main, name="recorder", daemon=True)
         self._processes = JobProcesses(job)
-        telemetry = TelemetrySampler(self._folder, pid=job)
-        with (
-            telemetry,
-            stacks.StackSampler(
-                self._folder, job, telemetry=telemetry, on_unavailable=self._report_no_stacks,
-                training_pids=self._training_pids,
-            ),
-        ):  # fmt: skip
+        sampler = stacks.StackSampler(
+            self._folder,
+            job,
+            on_unavailable=lambda reason: self.set_coverage(STACKS_SOURCE, reason),
+            training_pids=lambda: self._hook_reader.training_pids,
+        )
+        with TelemetrySampler(self._folder, pid=job), sampler:
             thread.start()
             try:
                 yield
@@ -200,12 +199,6 @@ class Recorder:
     def write_start_failure(self, error: OSError, exit_code: int) -> None:
         self._folder.event("failed", f"{self._name} did not start: {error.strerror}", exit_code=exit_code)
 
-    def _training_pids(self) -> frozenset[int]:
-        return frozenset() if self._hook_reader is None else self._hook_reader.training_pids
-
-    def _report_no_stacks(self, reason: str) -> None:
-        self.set_coverage(STACKS_SOURCE, reason)
-
     def _termination_context(self) -> dict[str, Any]:
         """Facts of its processes and lines of the kernel log; what is not available is absent."""
         if self._processes is None:
@@ -229,14 +222,8 @@ class Recorder:
             self._folder.event("warning", f"steps.jsonl ends here: {type(error).__name__}: {error}")
 
     def _record_until_stopped(self) -> None:
-        environment = json.loads((self._folder.path / ENVIRONMENT).read_bytes())
-        devices = max(1, len(environment["gpu"]["gpus"]))
-        windows = ProgressWindows(attempt=self._folder.attempt, devices=devices, start_s=time.time())
-        if self._hook_dir is not None:
-            self._hook_reader = HookReader(self._hook_dir, devices=devices, now_s=time.monotonic())
-        hook_reader = self._hook_reader
+        windows, hook_reader = self._windows, self._hook_reader
         lines, parser = LineSplitter(), ProgressParser()
-        non_finite_reported = empty_input_reported = workers_reported = False
         next_process_poll_s = last_output_s = time.monotonic()
         is_behind = False
         while True:
@@ -253,66 +240,48 @@ class Recorder:
                 unread_bytes = self._output.skipped_bytes + (self._output.unread_bytes() if is_behind else 0)
                 if unread_bytes:
                     text = f"{unread_bytes:,} bytes of the job's output were not read: steps in them are not recorded"
-                    self._folder.event("warning", text, unread_bytes=unread_bytes)
-            if windows.non_finite_loss is not None and not non_finite_reported:
-                non_finite_reported = True
+                    self._write_once("warning", text, unread_bytes=unread_bytes)
+            if windows.non_finite_loss is not None:
                 text = f"the job printed that {windows.non_finite_loss}"
-                self._folder.event("warning", text, step=windows.step, not_finite=windows.non_finite_loss)
+                self._write_once("warning", text, not_finite=windows.non_finite_loss)
             if self._processes is not None and time.monotonic() >= next_process_poll_s and not stopping:
                 self._processes.poll()
                 next_process_poll_s = time.monotonic() + PROCESS_POLL_S
                 empty = self._processes.empty_inputs()
-                if empty and not empty_input_reported and time.monotonic() - last_output_s > EMPTY_INPUT_WARNING_S:
-                    empty_input_reported = True
-                    text = (
-                        f"no output for {EMPTY_INPUT_WARNING_S:.0f} s; the job reads {empty[0]}, a file of zero bytes"
-                    )
-                    self._folder.event("warning", text, empty_inputs=empty)
-            if hook_reader is not None:
-                hook_reader.poll()
-            now_s = time.time()
-            window_s = now_s - windows.start_s
-            has_news = windows.has_new_progress() or (hook_reader is not None and hook_reader.has_new_steps())
+                if empty and time.monotonic() - last_output_s > EMPTY_INPUT_WARNING_S:
+                    text = f"no output for {EMPTY_INPUT_WARNING_S:.0f} s; the job reads {empty[0]}, which is empty"
+                    self._write_once("warning", text, empty_inputs=empty)
+            hook_reader.poll()
+            window_s = time.time() - windows.start_s
+            has_news = windows.has_new_progress() or hook_reader.has_new_steps()
             if stopping or (window_s >= MIN_WINDOW_S and has_news) or window_s >= MAX_IDLE_WINDOW_S:
-                self._write_windows(windows, now_s, hook_reader)
-            if hook_reader is not None and (stopping or hook_reader.has_trained()):
+                self._write_windows(time.time())
+            if hook_reader.is_on and (stopping or hook_reader.has_trained()):
                 self.set_coverage(HOOK_SOURCE, hook_reader.status())
-                if not workers_reported and (workers := hook_reader.num_loader_workers()) is not None:
-                    workers_reported = True
-                    text = f"the job's loader has {workers} worker processes"
-                    self._folder.event("info", text, workers=workers)
+                if (workers := hook_reader.num_loader_workers()) is not None:
+                    self._write_once("info", f"the job's loader has {workers} worker processes", workers=workers)
             if stopping:
                 return
 
-    def _write_windows(self, windows: ProgressWindows, now_s: float, hook_reader: HookReader | None) -> None:
-        """Writes the window of rank 0, and those of the other ranks."""
-        rank_windows = (
-            [] if hook_reader is None else hook_reader.next_windows(time.monotonic(), now_s - windows.start_s)
-        )
-        window = windows.window(now_s, rank_windows[0] if rank_windows else None)
+    def _write_once(self, kind: str, text: str, **data: Any) -> None:
+        """Writes an event with one fact, unless there was one with this fact."""
+        (name,) = data
+        if name not in self._events_written:
+            self._events_written.add(name)
+            step = self._windows.step if name == "not_finite" else None
+            self._folder.event(kind, text, step=step, **data)
+
+    def _write_windows(self, now_s: float) -> None:
+        """Writes the window of rank 0, and those of the other ranks in the same time."""
+        by_rank = self._hook_reader.next_windows(time.monotonic(), now_s - self._windows.start_s)
+        first = next(iter(by_rank), 0)
+        window = self._windows.window(now_s, by_rank.pop(first, None))
         self._folder.append(STEPS, window)
-        for rank_window in rank_windows[1:]:
-            name = f"{RANKS}/{rank_window.rank:04d}"
+        for rank, other in by_rank.items():
+            other.t, other.attempt, other.wall_s = window.t, window.attempt, window.wall_s
+            name = f"{RANKS}/{rank:04d}"
             (self._folder.path / name).mkdir(parents=True, exist_ok=True)
-            self._folder.append(f"{name}/{STEPS}", _make_step_window(rank_window, window))
-
-
-def _make_step_window(rank_window: RankWindow, rank0_window: StepWindow) -> StepWindow:
-    """A window of another rank, in the same time as that of rank 0."""
-    return StepWindow(
-        t=rank0_window.t,
-        attempt=rank0_window.attempt,
-        step=rank_window.step,
-        window_steps=rank_window.steps,
-        num_images=rank_window.num_images,
-        wall_s=rank0_window.wall_s,
-        devices=rank_window.devices,
-        phases=rank_window.phases,
-        lr=rank_window.lr,
-        thread_cpu_s=rank_window.thread_cpu_s,
-        process_cpu_s=rank_window.process_cpu_s,
-        recompiles=rank_window.recompiles,
-    )
+            self._folder.append(f"{name}/{STEPS}", other)
 
 
 def _feed_lines(windows: ProgressWindows, parser: ProgressParser, lines: list[str]) -> None:

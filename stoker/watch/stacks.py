@@ -21,7 +21,6 @@ from typing import Self
 import msgspec
 
 from stoker.profiling.telemetry.processes import list_process_tree
-from stoker.profiling.telemetry.sampler import TelemetrySampler
 from stoker.runs.records import RANKS, STACKS, RunFolder
 from stoker.runs.schemas import StackWindow
 from stoker.watch import processes
@@ -29,14 +28,11 @@ from stoker.watch.frames import HELPER, Frame, classify, innermost_job_frame
 
 WINDOW_S = 10.0
 """Time of a line."""
-SAMPLE_INTERVAL_S, IDLE_SAMPLE_INTERVAL_S, STARTUP_SAMPLE_INTERVAL_S = 2.0, 1.0, 0.8
-"""Time between samples of a process: normally, while the GPUs are idle (there is something to explain), and in the
-first STARTUP_S (there are few samples). Busy times are sampled too, because fractions are of all the time."""
+SAMPLE_INTERVAL_S, STARTUP_SAMPLE_INTERVAL_S = 2.0, 0.8
+"""Time between samples of a process: normally, and in the first STARTUP_S (there are few samples)."""
 STARTUP_S = 120.0
 STARTUP_CPU_S = 0.3
 """CPU-seconds for samples besides MAX_CPU_FRACTION: some twenty in the first seconds of a job."""
-IDLE_UTILIZATION = 0.5
-"""GPUs with a lower mean utilization, by the driver, count as idle."""
 MAX_CPU_FRACTION = 0.01
 """Fraction of a core that sampling may take since its start: with more processes, or slower samples, the intervals are
 longer. Half of the 2 % of a job that watching may cost (benchmarks/watch_overhead.py)."""
@@ -51,6 +47,10 @@ MAX_FAILURES = 5
 """Failed samples of a process in a row, after which it is skipped until the next poll."""
 DUMP_TIMEOUT_S = 10.0
 
+PERMISSION_HINT = (
+    "it needs the user of the job and kernel.yama.ptrace_scope 0, or root; in a container CAP_SYS_PTRACE: "
+    "docker run --cap-add SYS_PTRACE"
+)
 RECORDED = "sampled by py-spy, from outside the job"
 
 
@@ -105,23 +105,8 @@ def dump_stacks(pid: int, py_spy: str) -> list[_PySpyThread]:
         reason = result.stderr.decode(errors="replace").strip().partition("\n")[0]
         forbidden = "ermission" in reason or "not permitted" in reason
         if forbidden:
-            reason = f"reading another process is not permitted here ({_explain_forbidden(pid)})"
+            reason = f"reading another process is not permitted here ({PERMISSION_HINT})"
         raise NotReadable(reason or "py-spy printed nothing", forbidden=forbidden) from error
-
-
-def _explain_forbidden(pid: int) -> str:
-    """The rule of the kernel that applies (ptrace(2), access mode checking)."""
-    try:
-        owner = (processes.PROC / str(pid)).stat().st_uid
-    except OSError:  # it ended
-        return "the process is gone"
-    if owner != os.geteuid() != 0:
-        return "the process belongs to another user"
-    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
-    value = scope.read_text().strip() if scope.exists() else "0"
-    if value != "0":
-        return f"kernel.yama.ptrace_scope is {value}; set it to 0, or run as root or with CAP_SYS_PTRACE"
-    return "a container needs CAP_SYS_PTRACE: docker run --cap-add SYS_PTRACE"
 
 
 @dataclasses.dataclass
@@ -183,9 +168,9 @@ class _StackSamples:
 class StackSampler:
     """Samples a job's Python processes inside a `with` block, in a thread.
 
-    pid: the root of the job; on_unavailable: called once, with the reason, if stacks are not recorded; telemetry: for
-    the utilization of the GPUs; training_pids: the live processes that train, as far as the hook knows them; then only
-    these are sampled, and not a launcher that waits for them.
+    pid: the root of the job; on_unavailable: called once, with the reason, if stacks are not recorded; training_pids:
+    the live processes that train, as far as the hook knows them; then only these are sampled, and not a launcher that
+    waits for them.
     """
 
     def __init__(
@@ -193,13 +178,11 @@ class StackSampler:
         folder: RunFolder,
         pid: int,
         *,
-        telemetry: TelemetrySampler,
         on_unavailable: Callable[[str], None],
         training_pids: Callable[[], Set[int]] = frozenset,
     ) -> None:
         self._folder = folder
         self._pid = pid
-        self._telemetry = telemetry
         self._on_unavailable = on_unavailable
         self._training_pids = training_pids
         self._windows: dict[processes.Process, _StackSamples] = {}
@@ -264,8 +247,7 @@ class StackSampler:
             sample_cpu_s = _children_cpu_s() - cpu_before_s
             spent_s += sample_cpu_s
             cost_s = max(cost_s * 0.9, sample_cpu_s)  # decreases slowly after a costly sample
-            interval_s = IDLE_SAMPLE_INTERVAL_S if self._gpus_are_idle() else SAMPLE_INTERVAL_S
-            interval_s = min(interval_s, STARTUP_SAMPLE_INTERVAL_S) if now_s - start_s < STARTUP_S else interval_s
+            interval_s = STARTUP_SAMPLE_INTERVAL_S if now_s - start_s < STARTUP_S else SAMPLE_INTERVAL_S
             wait_s = max(interval_s / max(1, len(queue)), _affordable_after_s(spent_s + cost_s, now_s - start_s))
         self._write_windows(time.time(), min_s=0.0)
         if not self._any_sampled:
@@ -300,7 +282,7 @@ class StackSampler:
         for process in busiest:
             if process not in self._windows:
                 self._windows[process] = _StackSamples(
-                    process.pid, processes.read_rank(process.pid), _read_cwd(process.pid), time.time(),
+                    process.pid, processes.read_rank(process.pid), processes.read_cwd(process.pid), time.time(),
                     cpu_ticks[process],
                 )  # fmt: skip
         return busiest
@@ -323,26 +305,11 @@ class StackSampler:
                 status = processes.read_status(process.pid)
                 window.start_s, window.start_ticks = now_s, 0 if status is None else status.cpu_ticks
 
-    def _gpus_are_idle(self) -> bool:
-        """Whether the driver reports low utilization; False without a GPU."""
-        sample = self._telemetry.last
-        utilizations = (
-            [gpu.utilization for gpu in sample.gpus if gpu.utilization is not None] if sample is not None else []
-        )
-        return bool(utilizations) and sum(utilizations) / len(utilizations) < IDLE_UTILIZATION
-
 
 def _affordable_after_s(cost_s: float, elapsed_s: float) -> float:
     """Seconds until the samples so far and the next one, of cost_s CPU-seconds in total, are within the budget; at most
     a minute, because one costly sample must not end the sampling."""
     return min(60.0, (cost_s - STARTUP_CPU_S) / MAX_CPU_FRACTION - elapsed_s)
-
-
-def _read_cwd(pid: int) -> str:
-    try:
-        return os.readlink(processes.PROC / str(pid) / "cwd")
-    except OSError:  # it ended, or may not be read
-        return ""
 
 
 def _children_cpu_s() -> float:

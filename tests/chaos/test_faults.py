@@ -22,7 +22,7 @@ from tests.training.metadata_server import metadata_server
 
 pytestmark = pytest.mark.slow
 
-EVALUATOR, LOADER = "stoker.training.async_eval", "stoker.data.loading.loader"
+EVALUATOR, LOADER = "stoker.training.evaluator", "stoker.data.loading.loader"
 STEP, EVALUATION = "stoker.training.make_step:train_step", f"{EVALUATOR}:detect"
 RESTARTS = ("--restarts", "3")
 

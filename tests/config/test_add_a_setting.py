@@ -33,18 +33,16 @@ else:
 
 @pytest.mark.slow
 def test_a_setting_is_added_as_the_page_says(tmp_path: Path) -> None:
-    field, bounds, default = re.findall(r"```python\n(.*?)```", (ROOT / "docs/add-a-setting.md").read_text(), re.DOTALL)
+    field, row = re.findall(r"```(?:python|toml)\n(.*?)```", (ROOT / "docs/add-a-setting.md").read_text(), re.DOTALL)
     for folder in ("stoker", "tests"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "docs").mkdir()
     settings = tmp_path / "stoker/config/settings.py"
     text = settings.read_text()
     text = text.replace("    box_loss: Literal", field + "    box_loss: Literal", 1)
-    text = text.replace('    "focal_alpha": (0, 1),\n', '    "focal_alpha": (0, 1),\n' + bounds, 1)
     settings.write_text(text)
-    derive = tmp_path / "stoker/training/defaults/derive.py"
-    text = derive.read_text()
-    derive.write_text(text.replace('    "seed": (', default + '    "seed": (', 1))
+    with (tmp_path / "stoker/knowledge/settings.toml").open("a") as file:
+        file.write(row)
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     run = {"cwd": tmp_path, "env": environment, "check": True}
     subprocess.run([sys.executable, "-c", CHECK], **run)

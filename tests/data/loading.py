@@ -55,7 +55,7 @@ def take(loader, count):
 
 def wait_until_full(loader, num_images=4 * (PREFETCH_DEPTH + BUFFERS_IN_USE)):
     """Until the workers have filled every place of the initial buffers."""
-    while loader.stats().decode.num_images < num_images:
+    while loader.stats().total.num_images < num_images:
         assert loader_threads()
 
 

@@ -11,8 +11,7 @@ from stoker.data.loading.autotune import (
     INPUT_BOUND_FRACTION,
     MAX_PREFETCH_DEPTH,
     MAX_WORKERS,
-    SHRINK_AFTER,
-    TARGET_IDLE_FRACTION,
+    RETRY_AFTER,
     LoaderAutotuner,
     LoaderRates,
     MachineLimits,
@@ -40,7 +39,6 @@ def rates(**changes):
         "read_fraction": 0.5,
         "cpu_utilization": 0.5,
         "decoded_per_s": 100.0,
-        "consumed_per_s": 100.0,
         "memory_bytes": 16 * GIB,
         "free_bytes": 8 * GIB,
     }
@@ -67,7 +65,6 @@ class LoaderModel:
             read_fraction=self.read_s / (self.read_s + self.decode_s),
             cpu_utilization=min(1.0, rate * self.decode_s / self.cores),
             decoded_per_s=rate,
-            consumed_per_s=rate,
         )
 
 
@@ -148,11 +145,9 @@ def test_workers_that_do_not_help_are_removed_again():
     assert autotuner.workers == 4
 
 
-def test_idle_workers_are_removed_slowly():
+def test_idle_workers_stay():
     autotuner = make_tuner(16)
-    idle_fraction = {"wait_fraction": 0.0, "idle_fraction": 0.9}
-    messages = [message for _ in range(SHRINK_AFTER) for message in autotuner.update(rates(**idle_fraction))]
-    assert messages == ["16 → 3 workers: they are idle 90 % of the time"]
+    assert [message for _ in range(100) for message in autotuner.update(rates(idle_fraction=0.9))] == []
 
 
 def test_uneven_loading_times_increase_the_prefetch_depth_while_that_helps():
@@ -217,39 +212,14 @@ def test_any_polls_keep_the_limits(course, cores):
         before = autotuner.workers
 
 
-def test_a_load_that_never_settles_is_followed_ever_less_often():
-    """Idle just as long as it takes to let workers go, then starved as long as it takes to get them back."""
-    autotuner, course, rate = make_tuner(8), [], 100.0
-    for _ in range(100):
-        for load, count in (({"idle_fraction": 0.95}, SHRINK_AFTER), (STARVED, GROW_AFTER)):
-            for _ in range(count):
-                rate *= 1.01
-                autotuner.update(rates(**load | {"decoded_per_s": rate}))
-                course.append(autotuner.workers)
-    assert reversals(course) <= 2
-
-
-kinds = st.sampled_from(["served", "starved", "idle", "between"])
-
-
-@settings(max_examples=40)
-@given(st.lists(st.tuples(kinds, st.integers(1, 40)), max_size=40))
-def test_a_load_that_goes_up_and_down_is_followed_ever_less_often(course):
-    loads = {
-        "served": {"idle_fraction": 0.2},
-        "starved": STARVED,
-        "idle": {"idle_fraction": 0.95},
-        "between": {"wait_fraction": 0.03, "idle_fraction": 0.3},
-    }
-    autotuner = make_tuner(8)
-    workers, rate = [], 100.0
-    for kind, count in course:
-        for _ in range(count):
-            rate *= 1.05  # so that growth always seems to help: the worst case for flapping
-            autotuner.update(rates(**loads[kind] | {"decoded_per_s": rate}))
-            workers.append(autotuner.workers)
-    doublings = max(1, len(workers) // SHRINK_AFTER).bit_length()
-    assert reversals(workers) <= 2 * doublings
+def test_growth_that_does_not_help_is_tried_again_after_a_while():
+    autotuner = make_tuner(4)
+    history = []
+    for _ in range(4 * RETRY_AFTER):
+        autotuner.update(rates(**STARVED))
+        history.append(autotuner.workers)
+    assert set(history) == {4, 6}
+    assert reversals(history) <= 2 * 4
 
 
 @settings(max_examples=30)
@@ -274,13 +244,3 @@ def test_the_number_of_workers_settles_after_each_step_of_the_load(read_s, decod
         load_workers = demand * (read_s + decode_s)
         if load_workers < 0.9 * max_workers and demand < 0.9 * min(storage, cores / decode_s):
             assert load.rates_at(autotuner.workers).wait_fraction < 0.2
-
-
-@settings(max_examples=40)
-@given(st.integers(1, 32), st.floats(0.5, 1.0))
-def test_after_workers_are_removed_the_rest_suffices(workers, idle_fraction):
-    autotuner = make_tuner(32, workers=workers)
-    busy = workers * (1 - idle_fraction)
-    for _ in range(50):
-        autotuner.update(rates(wait_fraction=0.0, idle_fraction=max(0.0, 1 - busy / autotuner.workers)))
-    assert busy / autotuner.workers <= 1 - TARGET_IDLE_FRACTION + 1e-9 or autotuner.workers == workers

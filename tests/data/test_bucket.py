@@ -326,10 +326,6 @@ def test_invalid_names(name: str) -> None:
     assert mirror.invalid_name_reason("fine/ö b.jpg") is None
 
 
-def test_names_that_differ_in_case_only() -> None:
-    assert list(mirror.case_clashes(["a/B.jpg", "a/c.jpg", "A/b.jpg"])) == [("a/B.jpg", "A/b.jpg")]
-
-
 def test_disk_full(s3: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(s3, tmp_path / "set", WRITE["tfrecord"])
     monkeypatch.setattr(mirror, "MIN_FREE_BYTES", 2**62)

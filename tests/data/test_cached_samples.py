@@ -79,9 +79,8 @@ def test_hits_and_misses_are_counted(index: Index) -> None:
             next(loader)
     stats = loader.stats()  # of threads that have ended: they count one thing after the other
     assert stats.total.cache_misses >= 12
-    assert stats.total.cache_hits + stats.total.cache_misses == stats.decode.num_images >= 36
+    assert stats.total.cache_hits + stats.total.cache_misses == stats.total.num_images >= 36
     assert stats.total.cache_hits >= 12
-    assert stats.total.cache_hit_bytes >= stats.total.cache_hits * 40 * 50 * 3
     with make(index, cache_of(index)) as loader:
         next(loader)
         assert loader.stats().total.cache_misses == 0

@@ -1,6 +1,5 @@
 """Decoding on the device, by the same code on a CPU: what a run sees is as with the host, but for a few levels."""
 
-import dataclasses
 import itertools
 import threading
 from pathlib import Path
@@ -16,7 +15,6 @@ from stoker.data.images import decode_device
 from stoker.data.images.decode_device import is_device_decodable
 from stoker.data.images.headers import parse_header
 from stoker.data.loading import device_batches
-from stoker.data.loading.autotune import LoaderRateMeter
 from stoker.errors import DataError, PreflightError
 from stoker.hardware.device import Device, ReadyEvent, SideStream
 from tests.data.loading import InMemoryIndex, assert_same, image_indices_of, make, take, wait_until_full
@@ -348,32 +346,15 @@ def test_it_can_be_closed_in_the_middle(index: SmoothIndex, taken: int) -> None:
     loader.close()
 
 
-def test_its_time_is_part_of_decoding(index: SmoothIndex) -> None:
+def test_its_time_is_counted(index: SmoothIndex) -> None:
     with make(index, jpeg_decoder="nvjpeg") as loader:
         take(loader, 2)
         wait_until_full(loader)
         seen = loader.stats()
-    assert 0 < seen.total.device_decode_s < seen.decode.seconds
+    assert seen.total.device_decode_s > 0
     with make(index) as loader:
         take(loader, 2)
         assert loader.stats().total.device_decode_s == 0
-
-
-def test_the_autotuner_does_not_count_its_time_as_that_of_the_workers(index: SmoothIndex) -> None:
-    with make(index, jpeg_decoder="nvjpeg") as loader:
-        before = loader.stats()
-    gauge = LoaderRateMeter(before)
-    decode = dataclasses.replace(before.decode, seconds=before.decode.seconds + 1e6)
-    assert (
-        gauge.poll(
-            dataclasses.replace(
-                before,
-                decode=decode,
-                total=dataclasses.replace(before.total, device_decode_s=before.total.device_decode_s + 1e6),
-            )
-        ).idle_fraction
-        == 1
-    )
 
 
 def test_a_device_that_cannot_decode_is_refused_at_the_start(

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import unicodedata
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -215,14 +216,20 @@ def test_the_hash_of_a_name_is_the_same_everywhere() -> None:
     assert hash_to_unit_interval(decomposed) == hash_to_unit_interval("Zürich 1.png")
 
 
+def hold_out(names: list[str], fraction: float, boxed: np.ndarray, method: Literal["hash", "stratified"]) -> np.ndarray:
+    """boxed: whether each image has a box, all of one class."""
+    images = np.flatnonzero(boxed)
+    options = SplitOptions(val_fraction=fraction, method=method)
+    return clean._hold_out(names, images, np.zeros(len(images), np.int32), options)
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.sets(st.integers(0, 10**6), min_size=2, max_size=300), st.floats(0.05, 0.9))
 def test_each_image_keeps_its_split_when_others_are_added(numbers: set[int], fraction: float) -> None:
     names = [f"{number}.jpg" for number in sorted(numbers)]
-    boxed = np.ones(len(names), np.bool_)
-    held = clean._choose_by_hash(names, fraction, boxed)
+    held = hold_out(names, fraction, np.ones(len(names), np.bool_), "hash")
     assert 0 < held.sum() < len(names)
-    fewer = clean._choose_by_hash(names[::2], fraction, boxed[::2])
+    fewer = hold_out(names[::2], fraction, np.ones(len(names[::2]), np.bool_), "hash")
     # only the two that keep both splits from being empty may differ
     assert (held[::2] != fewer).sum() <= 2
     alone = np.array([hash_to_unit_interval(name) < fraction for name in names])
@@ -234,8 +241,7 @@ def test_each_image_keeps_its_split_when_others_are_added(numbers: set[int], fra
 def test_both_splits_have_boxes(boxes: list[bool], fraction: float) -> None:
     boxed = np.array(boxes, np.bool_)
     names = [f"{n}.jpg" for n in range(len(boxes))]
-    stratified = clean._choose_stratified(names, fraction, np.flatnonzero(boxed), np.zeros(sum(boxes), np.int32))
-    for held in (clean._choose_by_hash(names, fraction, boxed), stratified):
+    for held in (hold_out(names, fraction, boxed, "hash"), hold_out(names, fraction, boxed, "stratified")):
         if sum(boxes) > 1:
             assert 0 < np.count_nonzero(held & boxed) < sum(boxes)
         else:

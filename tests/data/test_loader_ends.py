@@ -86,7 +86,7 @@ def test_close_joins_workers_that_wait_for_a_free_buffer(index):
     wait_until_full(loader)
     loader.close()
     assert not loader_threads()
-    assert loader.stats().decode.num_images == 4 * (PREFETCH_DEPTH + BUFFERS_IN_USE)
+    assert loader.stats().total.num_images == 4 * (PREFETCH_DEPTH + BUFFERS_IN_USE)
 
 
 def test_close_from_another_thread_ends_a_wait(index, monkeypatch):

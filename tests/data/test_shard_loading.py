@@ -96,12 +96,10 @@ def read_all(
     )
     images = []
     for position in own:
-        request = prefetcher.take(position)
-        assert request is not None
-        pending, transitions = request
+        pending = prefetcher.take(position)
+        assert pending is not None
         name, start, length = samples.index.location(pending.image_index)  # type: ignore[attr-defined]
         assert pending.future.result() == samples.index.shards[name][start : start + length]  # type: ignore[attr-defined]
-        assert len(transitions) == 2
         images.append(pending.image_index)
     return images
 
@@ -175,7 +173,7 @@ def test_bytes_are_freed_when_they_are_used(index: ShardIndex, monkeypatch: pyte
     def recorded(self: Prefetcher, position: int) -> Any:
         request = take_request(self, position)
         assert request is not None
-        read.append(weakref.ref(request[0].future))
+        read.append(weakref.ref(request.future))
         return request
 
     monkeypatch.setattr(Prefetcher, "take", recorded)

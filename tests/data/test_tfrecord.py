@@ -1,5 +1,6 @@
 """TFRecord: records are read as written, all damage is detected, the correct label map is chosen."""
 
+import contextlib
 import gzip
 import shutil
 from pathlib import Path
@@ -89,48 +90,33 @@ def test_every_example_is_read_back(features: dict[str, list[object]], packed: b
         record = b"\x1d\0\0\0\0" + field(1, b"".join(field(1, entry) + b"\x29" + bytes(8) for entry in entries))
     else:
         record = example(features, packed=packed)
-    content = b"before" + record + b"behind"
-    byte_ranges = tfrecord_bytes.parse_features(content, 6, 6 + len(record))
-    assert {key.decode() for key in byte_ranges} == set(features)
+    read = tfrecord_bytes.Example(record)
+    kinds = {bytes: "bytes_list", float: "float_list", int: "int64_list"}
     for key, values in features.items():
-        byte_range = byte_ranges[key.encode()]
-        if isinstance(values[0], bytes):
-            assert [content[a:b] for a, b in tfrecord_bytes.find_byte_values(content, byte_range)] == values
-        elif isinstance(values[0], float):
-            assert tfrecord_bytes.read_floats(content, byte_range) == b"".join(
-                feature([value])[-4:] for value in values
-            )
-        else:
-            assert tfrecord_bytes.read_integers(content, byte_range) == values
+        assert list(read.values(key.encode(), kinds[type(values[0])])) == values
 
 
 def test_unusual_layouts_of_entries_are_read() -> None:
     key, value = field(1, b"k"), field(2, feature([5]))
-    usual = feature([5])
     for entry in (
-        key + value, value + key, key + value + b"\x18\x07", key + field(2, feature([4])) + value,
-        field(3, b"x") + key + value, field(1, b"j") + key + value,
+        key + value, value + key, key + value + b"\x18\x07", field(3, b"x") + key + value,
+        field(1, b"j") + key + value,
     ):  # fmt: skip
         record = field(1, field(1, entry))
-        ((name, (start, stop)),) = tfrecord_bytes.parse_features(record, 0, len(record)).items()
-        assert (name, record[start:stop]) == (b"k", usual)
+        assert list(tfrecord_bytes.Example(record).values(b"k", "int64_list")) == [5]
     in_pieces = field(3, field(1, b"\x05")) + field(3, b"\x08\x06")
-    assert tfrecord_bytes.read_integers(in_pieces, tfrecord_bytes.ByteRange(0, len(in_pieces))) == [5, 6]
     replaced = field(1, field(1, b"x")) + feature([7])  # of a oneof the last one counts
-    assert tfrecord_bytes.read_integers(replaced, tfrecord_bytes.ByteRange(0, len(replaced))) == [7]
-    with pytest.raises(tfrecord_bytes.MalformedExample, match="contains integers, not floats"):
-        tfrecord_bytes.read_floats(replaced, tfrecord_bytes.ByteRange(0, len(replaced)))
+    for content, values in ((in_pieces, [5, 6]), (replaced, [7])):
+        example = tfrecord_bytes.Example(field(1, field(1, key + field(2, content))))
+        assert list(example.values(b"k", "int64_list")) == values
+        with pytest.raises(tfrecord_bytes.MalformedExample, match="contains integers, not floats"):
+            example.values(b"k", "float_list")
 
 
 @property_test(st.binary(max_size=60), few=60, many=1000)
-def test_random_bytes_are_refused_or_read_within_bounds(data: bytes) -> None:
-    try:
-        byte_ranges = tfrecord_bytes.parse_features(data, 0, len(data))
-        for byte_range in byte_ranges.values():
-            assert 0 <= byte_range.start <= byte_range.stop <= len(data)
-            tfrecord_bytes.read_integers(data, byte_range)
-    except tfrecord_bytes.MalformedExample:
-        pass
+def test_random_bytes_are_refused_or_read(data: bytes) -> None:
+    with contextlib.suppress(tfrecord_bytes.MalformedExample):
+        tfrecord_bytes.Example(data).values(b"", "int64_list")
 
 
 def test_the_index_has_the_content_of_the_records(tmp_path: Path) -> None:

@@ -1,91 +1,45 @@
-"""Where a wait went: against an oracle that looks at each second by itself."""
+"""Where a wait went: the parts add up to it, in the proportion of the work that was done meanwhile."""
 
-from collections import Counter
-from fractions import Fraction
-from itertools import pairwise
-
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.data.loading.wait_breakdown import (
-    COPY,
-    DECODE,
-    DECODING,
-    DONE,
-    FETCH,
-    IN_FLIGHT,
-    QUEUE,
-    QUEUED,
-    READ,
-    WaitBreakdown,
-    split_wait,
-)
+from stoker.data.loading.stats import COPY, DECODE, FETCH, QUEUE, Counters, WaitBreakdown, split_wait
 
-STATES = (IN_FLIGHT, READ, DECODING, QUEUED, DONE)
-marks = st.lists(st.tuples(st.integers(0, 12), st.sampled_from(STATES)), max_size=5).map(
-    lambda actual: [(float(at), state) for at, state in sorted(actual, key=lambda mark: mark[0])]
-)
+seconds = st.floats(0, 100)
 
 
-def sums(start_s, intervals):
-    total = Counter()
+def stages(start_s, intervals):
+    total = {}
     for end_s, stage in intervals:
         assert end_s >= start_s
-        total[stage] += end_s - start_s
+        total[stage] = end_s - start_s
         start_s = end_s
     return total
 
 
-def state_at(second, sample):
-    return next((state for at_s, state in reversed(sample) if at_s <= second), QUEUED)
+@given(seconds, seconds, st.lists(seconds, min_size=4, max_size=4), st.integers(1, 32), st.booleans())
+def test_the_parts_add_up_to_the_wait(start, length, work, workers, is_remote):
+    before, after = Counters(read_s=work[0], decode_s=work[1]), Counters(read_s=work[2], decode_s=work[3])
+    intervals = split_wait(start, start + length, before, after, workers=workers, is_remote=is_remote)
+    assert sum(stages(start, intervals).values()) == pytest.approx(length, abs=1e-9)
+    assert set(stages(start, intervals)) <= {FETCH, DECODE, QUEUE}
 
 
-def working(states, kinds):
-    actual = {kinds[state] for state in states if state in kinds}
-    return {stage: Fraction(1, len(actual)) for stage in actual}
-
-
-def oracle(second, awaited, others):
-    now = [state_at(second, sample) for sample in awaited]
-    own = working(now, {IN_FLIGHT: FETCH, READ: FETCH, DECODING: DECODE})
-    if own:
-        return own
-    if QUEUED in now:
-        return working([state_at(second, s) for s in others], {READ: FETCH, DECODING: DECODE}) or {QUEUE: 1}
-    return {QUEUE: 1}
-
-
-@given(st.lists(marks, max_size=4), st.lists(marks, max_size=4), st.integers(0, 12), st.integers(0, 12))
-def test_a_split_is_what_an_oracle_says_second_by_second(awaited, others, start, length):
-    end = start + length
-    actual = split_wait(float(start), float(end), awaited, others)
-    expected = Counter()
-    for second in range(start, end):
-        expected.update(oracle(second, awaited, others))
-    got = sums(start, actual)
-    assert {stage: round(share, 6) for stage, share in got.items() if share} == {
-        stage: round(float(share), 6) for stage, share in expected.items()
-    }
-    assert actual[-1][0] == end
-    assert all(a[1] != b[1] for a, b in pairwise(actual))
-
-
-@given(st.lists(marks, max_size=3), st.lists(marks, max_size=3), st.floats(0, 12), st.floats(0, 12))
-def test_the_parts_add_up_to_the_wait(awaited, others, start, length):
-    got = sums(start, split_wait(start, start + length, awaited, others))
-    assert abs(sum(got.values()) - length) < 1e-9
-    assert set(got) <= {FETCH, DECODE, QUEUE}
-
-
-def test_what_other_samples_do_counts_only_while_some_wait_for_a_thread():
-    done = [[(0.0, READ), (1.0, DECODING), (3.0, DONE)]]
-    assert split_wait(0.5, 5.0, done, [[(0.0, READ)]]) == [(1.0, FETCH), (3.0, DECODE), (5.0, QUEUE)]
-
-
-def test_a_sample_behind_the_others_is_charged_to_what_they_do_and_not_to_their_flights():
-    behind = [[(0.0, IN_FLIGHT), (1.0, QUEUED), (6.0, DECODING), (7.0, DONE)]]
-    others = [[(0.0, IN_FLIGHT), (9.0, QUEUED)], [(0.0, DECODING), (4.0, DONE)]]
-    assert split_wait(0.0, 7.0, behind, others) == [(1.0, FETCH), (4.0, DECODE), (6.0, QUEUE), (7.0, DECODE)]
+@pytest.mark.parametrize(
+    ("read_s", "decode_s", "is_remote", "expected"),
+    [
+        (3.0, 1.0, False, {FETCH: 1.5, DECODE: 0.5}),
+        (0.0, 4.0, False, {FETCH: 0.0, DECODE: 2.0}),
+        (0.0, 0.0, False, {QUEUE: 2.0}),
+        (0.0, 0.0, True, {FETCH: 2.0, DECODE: 0.0}),  # all four workers wait for bytes
+        (0.0, 2.0, True, {FETCH: 1.5, DECODE: 0.5}),
+        (0.0, 8.0, True, {FETCH: 0.0, DECODE: 2.0}),
+    ],
+)
+def test_a_wait_of_two_seconds_with_four_workers(read_s, decode_s, is_remote, expected):
+    before, after = Counters(read_s=7.0, decode_s=5.0), Counters(read_s=7.0 + read_s, decode_s=5.0 + decode_s)
+    assert stages(1.0, split_wait(1.0, 3.0, before, after, workers=4, is_remote=is_remote)) == expected
 
 
 def test_waits_are_summed_and_the_newest_one_is_kept():

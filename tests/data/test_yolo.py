@@ -342,13 +342,13 @@ def test_classes(tmp_path: Path) -> None:
     ("text", "fragment"),
     [
         ("train: images\nnames: {0: cat, 2: dog}\n", "none with the number 1"),
-        ("train: images\nnames: {0: cat, dog: 1}\n", "'dog', which is not a whole number"),
-        ("train: images\nnames: [cat, [dog]]\n", "class 1 has no name"),
+        ("train: images\nnames: {0: cat, dog: 1}\n", "Expected `int`, got `str` - at `key` in `$.names`"),
+        ("train: images\nnames: [cat, [dog]]\n", "got `array` - at `$.names[1]`"),
         ("train: images\nnames: [cat\n", "data.yaml:3"),
         ("train: photos\nnames: [cat]\n", "train: photos"),
         ("train: images\nval: gone\nnames: [cat]\n", "delete it to split validation images off"),
         ("train: labels\nnames: [cat]\n", "no file in it ends in .jpg"),
-        ("train: {a: 1}\nnames: [cat]\n", "train is neither a path nor a list"),
+        ("train: {a: 1}\nnames: [cat]\n", "got `object` - at `$.train`"),
     ],
 )
 def test_a_description_that_cannot_be_used(tmp_path: Path, text: str, fragment: str) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from stoker.hardware.device import select_device
-from stoker.training.cuda_graph import CudaCapture, CudaGraphStep
+from stoker.training.make_step import CudaCapture, CudaGraphStep
 from tests.training.test_cuda_graph import Work, run_steps
 
 pytestmark = [

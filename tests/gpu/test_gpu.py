@@ -18,7 +18,7 @@ from stoker.runs.schemas import DeviceSample, StepWindow
 from stoker.training.defaults.dry_run import make_worst_case_batch
 from stoker.training.optim import LossAccumulator, OptimizerStep
 from stoker.training.run import train
-from stoker.training.step import forward_backward, make_loss_fn
+from stoker.training.step import PlainStep, make_loss_fn
 from tests.drawn import draw
 from tests.models.samples import settings_of
 
@@ -57,7 +57,9 @@ def test_the_whole_step_never_synchronizes(device: Device, optimizer: str, preci
     for step in range(3):
         torch.cuda.set_sync_debug_mode("error" if step else "default")
         try:
-            losses = forward_backward(make_loss_fn(model, compile=False), stepper, batch, 1, device.autocast(precision))
+            losses = PlainStep(
+                make_loss_fn(model, compile=False), stepper, None, device.autocast(precision)
+            ).forward_backward(batch)
             norm, bad = stepper.step(1e-3, step)
             meter.add(losses, norm, bad, step)
         finally:

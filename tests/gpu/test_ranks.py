@@ -14,12 +14,11 @@ from stoker.hardware.device import Device, select_device
 from stoker.models import Detector, build
 from stoker.training.cluster import RankPlace
 from stoker.training.ddp import Ddp
-from stoker.training.fsdp import Fsdp
+from stoker.training.fsdp import Fsdp, Sharding
 from stoker.training.local_ranks import find_free_port
 from stoker.training.optim import LossAccumulator, OptimizerStep
 from stoker.training.ranks import joined
 from stoker.training.several import ACCELERATOR_LAG
-from stoker.training.shard import Sharding
 from stoker.training.state import Signals
 from stoker.training.step import PlainStep, make_loss_fn, train_step
 from tests.drawn import draw, run_stoker
@@ -36,7 +35,7 @@ OPTIM = OptimSettings(
 )  # fmt: skip
 
 
-def make_step(device: Device) -> tuple[Detector, OptimizerStep[Detector], LossAccumulator]:
+def make_step(device: Device) -> tuple[Detector, OptimizerStep, LossAccumulator]:
     torch.manual_seed(0)
     model = build(settings_of("retinanet_tiny_fpn", backbone_norm="sync_bn"), 3).to(device.torch_device).train()
     optimizer = OptimizerStep(model, OPTIM, device, precision="fp32")

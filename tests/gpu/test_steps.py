@@ -10,7 +10,7 @@ from stoker.hardware.device import Device, select_device
 from stoker.models import MODELS, build
 from stoker.training.defaults.dry_run import make_worst_case_batch
 from stoker.training.optim import LossAccumulator, OptimizerStep
-from stoker.training.step import forward_backward, make_loss_fn
+from stoker.training.step import PlainStep, make_loss_fn
 from tests import fakes
 from tests.models.samples import settings_of
 
@@ -63,7 +63,7 @@ def steps(name: str, device: Device, *, eager: bool) -> None:
     for step in range(4):
         torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
         try:
-            losses = forward_backward(compute, stepper, batch, 1, device.autocast("bf16"))
+            losses = PlainStep(compute, stepper, None, device.autocast("bf16")).forward_backward(batch)
             meter.add(losses, *stepper.step(1e-4, step), step)
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -87,7 +87,9 @@ def test_compiled_losses_and_gradients_are_those_of_the_eager_model(device: Devi
     stepper = make_stepper(model, device)
     found = []
     for eager in (True, False):
-        losses = forward_backward(make_loss_fn(model, compile=not eager), stepper, batch, 1, device.autocast("fp32"))
+        losses = PlainStep(
+            make_loss_fn(model, compile=not eager), stepper, None, device.autocast("fp32")
+        ).forward_backward(batch)
         gradients = {name: weight.grad.clone() for name, weight in model.named_parameters()}
         model.zero_grad(set_to_none=True)
         found.append((losses, gradients))
@@ -113,7 +115,9 @@ def test_the_peak_of_memory_is_the_predicted_one(name: str, device: Device) -> N
     device.reset_peak_memory()
     for step in range(trial.steps):
         augmented = augment_batch(batch, fakes.AUGMENTATIONS, 0.0)
-        forward_backward(make_loss_fn(model, compile=False), stepper, augmented, 1, device.autocast(trial.precision))
+        PlainStep(make_loss_fn(model, compile=False), stepper, None, device.autocast(trial.precision)).forward_backward(
+            augmented
+        )
         stepper.step(1e-4, step)
     device.synchronize()
     measured = device.memory().peak - before

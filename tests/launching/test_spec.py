@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.cli.app import main
+from stoker.config.durations import parse_time_s
 from stoker.errors import ConfigError, StokerError
 from stoker.launching.jobs import last_job, read_jobs, remember
-from stoker.launching.request import make_spec
+from stoker.launching.request import check_launch, make_spec, parse_nodes
 from stoker.launching.spec import PLACES, Job, JobStatus, LaunchRequest, LaunchSpec, Place, PlaceOptions, open_place
-from stoker.launching.validate import check_launch, parse_nodes, parse_time_s
 from stoker.runs.records import LAUNCH, RunFolder
 from stoker.runs.schemas import Event
 
@@ -224,7 +224,7 @@ def test_launching_works_where_torch_is_absent() -> None:
         "for path in PLACES.values():\n"
         "    try: importlib.import_module(path.partition(':')[0])\n"
         "    except ModuleNotFoundError as error: assert 'stoker.launching' in str(error), error\n"
-        "import stoker.launching.validate, stoker.launching.request, stoker.launching.jobs\n"
+        "import stoker.launching.request, stoker.launching.jobs\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -302,7 +302,8 @@ def test_the_command_prints_and_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
-    Path("pipeline.config").write_text(make(optimizer=momentum(cosine(300_000)), records="d/t.record"))
+    dropped = "keep_checkpoint_every_n_hours: 2"
+    Path("pipeline.config").write_text(make(optimizer=momentum(cosine(300_000)), records="d/t.record", train=dropped))
     with pytest.raises(SystemExit) as end:
         app(["import", "pipeline.config"])
     assert end.value.code == 0

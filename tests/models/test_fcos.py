@@ -248,7 +248,7 @@ def test_a_batch_without_any_positive_has_a_finite_loss_and_makes_no_host_sync()
 def test_mixed_precision_steps_on_a_fake_accelerator_and_their_peak() -> None:
     # bf16, stem and layer1 frozen, 80 classes, 800 × 800, 16 images.
     large = fakes.Trial(model="fcos_resnet50_fpn", batch=16, slots=100, image_size=(800, 800))
-    light = fakes.Trial(model="fcos_resnet18_fpn", optimizer="adamw", fused=True, precision="fp16")
+    light = fakes.Trial(model="fcos_resnet18_fpn", optimizer="adamw", precision="fp16")
     of_large, of_light = fakes.run(large, light)
     for outcome in (of_large, of_light):
         assert outcome.error is None

@@ -103,7 +103,7 @@ def test_anchors_made_in_inference_can_be_trained_with() -> None:
 
 
 TRIALS = {
-    "lite": fakes.Trial(model="retinanet_mobilenet_v2_fpnlite", optimizer="adamw", fused=True),
+    "lite": fakes.Trial(model="retinanet_mobilenet_v2_fpnlite", optimizer="adamw"),
     "tiny": fakes.Trial(model="retinanet_tiny_fpn", batch=16, optimizer="adamw", precision="fp16"),
 }
 LARGE_TRIALS = {

@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.config.architectures import ComputeCost, make_architecture
-from stoker.config.recipes import RECIPES
+from stoker.config.recipes import read_recipes
 from stoker.knowledge import read_toml
 from stoker.models import MODELS, build
 from stoker.models.layers.winograd import without_winograd
@@ -30,7 +30,7 @@ def image_size_of(name: str) -> tuple[int, int]:
 
 def trial_of(name: str) -> fakes.Trial:
     """A training step as the recipe has it on a GPU."""
-    recipe = RECIPES[MODELS[name].recipe]()
+    recipe = read_recipes()[MODELS[name].recipe]
     return fakes.Trial(
         model=name,
         classes=CLASSES,
@@ -38,7 +38,6 @@ def trial_of(name: str) -> fakes.Trial:
         image_size=image_size_of(name),
         batch=recipe.run.batch_size,
         optimizer=recipe.optim.optimizer,
-        fused=recipe.optim.optimizer == "adamw",
         average=True,
         flop=True,
     )

@@ -8,37 +8,40 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 import stoker
 from stoker.config.settings import from_fields
 from stoker.errors import ConfigError
+from stoker.findings.finding import Finding
 from stoker.planning import check as checking
+from stoker.planning import memory_fit
 from stoker.planning.check import CheckReport, CheckRequest, Prober, check, date_urls
-from stoker.planning.memory_fit import MemoryFit, PredictedFit, Refusal, predict_memory_fit, try_memory_fit
-from stoker.preflight.findings import CheckFinding, make_finding
-from stoker.preflight.programs import kill_program, run_program, start_program
+from stoker.planning.memory_fit import Answer, MemoryFit, ask_memory_fit
+from stoker.preflight.findings import make_finding
+from stoker.preflight.programs import Ended, kill_program, run_program, start_program
 from tests.drawn import draw
 
-Probe = Callable[..., list[CheckFinding]]
+Probe = Callable[..., list[Finding]]
 FINE = make_finding(id="fine", severity="ok", title="fine", evidence="")
 KERNEL = make_finding(id="kernel", severity="ok", title="a GPU computes", evidence="")
 FIT = MemoryFit(
     device="NVIDIA L4", is_cpu=False, model="retinanet_resnet50_fpn", image_size=(800, 800), batch_size=16,
     micro_batches=2, precision="bf16", evidence="the recipe's 16", peak_bytes=18 * 10**9, budget_bytes=21 * 10**9,
-    images_per_s=410.0, measured=True, checkpoint_bytes=4 * 10**8, decode_core_s=0.02, config="",
+    images_per_s=410.0, checkpoint_bytes=4 * 10**8, decode_core_s=0.02,
 )  # fmt: skip
 
 
 def test_a_probe_that_hangs_or_raises_is_unknown_and_the_others_are_asked():
     never, prober = threading.Event(), Prober(60.0)
 
-    def hang() -> list[CheckFinding]:
+    def hang() -> list[Finding]:
         never.wait()
         return []
 
-    def fail() -> list[CheckFinding]:
+    def fail() -> list[Finding]:
         raise ZeroDivisionError("of a driver")
 
     prober.ask("driver", 0.05, hang)
@@ -65,8 +68,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, object]]:
     """Which probes were asked, with their arguments: none of them looks at this machine."""
     calls: dict[str, dict[str, object]] = {}
 
-    def stand_in(name: str, *findings: CheckFinding) -> Probe:
-        def probe(*positional: object, **named: object) -> list[CheckFinding]:
+    def stand_in(name: str, *findings: Finding) -> Probe:
+        def probe(*positional: object, **named: object) -> list[Finding]:
             calls[name] = {"positional": positional, **named}
             return list(findings)
 
@@ -77,7 +80,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, object]]:
     monkeypatch.setattr(checking, "check_access", stand_in("check_access", FINE))
     monkeypatch.setattr(checking, "check_gpu", stand_in("check_gpu", KERNEL))
     monkeypatch.setattr(checking.importlib.util, "find_spec", lambda _: None)
-    monkeypatch.setattr(checking, "try_memory_fit", lambda *_: FIT)
+    monkeypatch.setattr(checking, "ask_memory_fit", lambda *_, **__: Answer(fit=FIT, finding=FIT.finding()))
     return calls
 
 
@@ -113,53 +116,44 @@ def test_the_speed_that_was_measured_is_what_loader_and_cores_are_compared_with(
     assert "410 img/s" in found["memory_fit"].evidence_text
 
 
-@pytest.mark.parametrize(
-    ("result", "id", "severity"),
-    [
-        (Refusal(what="Not even one image fits.", fix="--image-size 640 640", exit_code=5), "memory_fit", "blocker"),
-        (Refusal(what="--lr -1 is out of range.", exit_code=2), "settings", "blocker"),
-        (ChildProcessError("exit code -9: Killed"), "memory_fit", "unknown"),
-        (subprocess.TimeoutExpired("python", 24), "memory_fit", "unknown"),
-        (FIT, "memory_fit", "ok"),
-    ],
-)
+REFUSED = make_finding("settings", "blocker", "--lr -1 is out of range", "training would end with this error")
+
+
+@pytest.mark.parametrize(("predict", "answer", "id", "severity"), [
+    (False, Answer(finding=REFUSED), "settings", "blocker"),
+    (False, Answer(fit=FIT, finding=FIT.finding()), "memory_fit", "ok"),
+    (True, Answer(finding=make_finding("memory_fit", "warning", "predicted: fits none of l4", "l4: 30 of 22 GiB")),
+     "memory_fit", "warning"),
+    (False, Ended(code=-9, output="", errors="Killed"), "memory_fit", "unknown"),
+    (False, subprocess.TimeoutExpired("python", 24), "memory_fit", "unknown"),
+])  # fmt: skip
 def test_a_batch_that_does_not_fit(
     asked: dict[str, dict[str, object]],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-    result: object,
+    predict: bool,
+    answer: object,
     id: str,
     severity: str,
 ):
-    def stand_in(*_: object) -> object:
-        if isinstance(result, Exception):
-            raise result
-        return result
+    def stand_in(command: list[str], _limit_s: float) -> object:
+        assert command[-1] == ("predict" if predict else "try")
+        if isinstance(answer, Exception):
+            raise answer
+        is_answer = isinstance(answer, Answer)
+        return Ended(code=0, output=msgspec.json.encode(answer).decode(), errors="") if is_answer else answer
 
-    monkeypatch.setattr(checking, "try_memory_fit", stand_in)
+    monkeypatch.setattr(checking, "ask_memory_fit", ask_memory_fit)
+    monkeypatch.setattr(memory_fit, "run_program", stand_in)
+    if predict:
+        monkeypatch.setattr(checking, "check_gpu", lambda **_: [])
     report = check(CheckRequest(config=from_fields({"data": draw(tmp_path / "drawn", train=4, val=2)})))
     found = {finding.id: finding for finding in report.findings}
     assert found[id].severity == severity
     assert report.blocked is (severity == "blocker")
     assert "check_data_path" in asked, "the other probes are asked"
-
-
-@pytest.mark.parametrize(("fitting", "severity"), [(["l4"], "ok"), ([], "warning")])
-def test_without_a_gpu_the_memory_is_predicted(
-    asked: dict[str, dict[str, object]],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    fitting: list[str],
-    severity: str,
-):
-    predicted = PredictedFit(model="ember_n", fitting=fitting, texts=["l4: 2 GiB ± 10 % of 22 GiB"])
-    monkeypatch.setattr(checking, "check_gpu", lambda **_: [])
-    monkeypatch.setattr(checking, "predict_memory_fit", lambda *_: predicted)
-    report = check(CheckRequest(config=from_fields({"data": draw(tmp_path / "drawn", train=4, val=2)})))
-    found = {finding.id: finding for finding in report.findings}
-    assert found["memory_fit"].severity == severity
-    assert "predicted" in found["memory_fit"].title
-    assert asked["check_data_path"]["demand_images_per_s"] is None
+    has_speed = isinstance(answer, Answer) and answer.fit is not None
+    assert asked["check_data_path"]["demand_images_per_s"] == (410.0 if has_speed else None)
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits for a process that is not its child")
@@ -230,17 +224,16 @@ SMALL = {"model": "retinanet_tiny_fpn", "weights": "none", "device": "cpu", "bat
 @pytest.mark.slow
 def test_the_memory_of_a_real_batch(tmp_path: Path):
     small = {**SMALL, "data": draw(tmp_path / "drawn", train=8, val=2)}
-    fit = try_memory_fit(from_fields(small), 240.0)
-    assert isinstance(fit, MemoryFit)
+    fit = ask_memory_fit(from_fields(small), 240.0).fit
+    assert fit is not None
     assert (fit.model, fit.batch_size, fit.is_cpu) == ("retinanet_tiny_fpn", 4, True)
     assert fit.checkpoint_bytes > 0
     assert fit.decode_core_s is not None
-    predicted = predict_memory_fit(from_fields({**small, "device": None}), 240.0)
-    assert isinstance(predicted, PredictedFit)
-    assert predicted.fitting == ["l4", "a100-40"]
-    refused = try_memory_fit(from_fields({**small, "device": "cuda:7"}), 240.0)
-    assert isinstance(refused, Refusal)
-    assert refused.exit_code == 3
+    predicted = ask_memory_fit(from_fields({**small, "device": None}), 240.0, predict=True).finding
+    assert predicted.severity == "ok"
+    assert predicted.title.endswith("the batch of retinanet_tiny_fpn fits l4, a100-40")
+    refused = ask_memory_fit(from_fields({**small, "device": "cuda:7"}), 240.0)
+    assert (refused.fit, refused.finding.severity, refused.finding.id) == (None, "blocker", "settings")
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from stoker.planning.duration import (
     best_checkpoint_interval_s,
     plan_machine,
 )
-from stoker.planning.estimate import Estimate, around
+from stoker.planning.estimate import UNCERTAIN, Estimate, around
 from stoker.planning.machines import Machine, links
 from stoker.planning.predict import StepPrediction
 from tests.planning.jobs import demand, job, machine, step
@@ -131,7 +131,7 @@ def test_time_by_hand_when_the_gpu_is_the_limit() -> None:
     assert row.device_img_per_s.expected == pytest.approx(160)
     assert row.parts_s["training"].expected == pytest.approx(750)
     assert row.parts_s["evaluation"].expected == pytest.approx(30)
-    startup = duration.STARTUP_S.expected + duration.MACHINE_START_S.expected
+    startup = UNCERTAIN.startup_s.expected + UNCERTAIN.machine_start_s.expected
     assert row.parts_s["startup"].expected == pytest.approx(startup)
     assert row.limited_by == "compute"
     assert row.required_mb_per_s == pytest.approx(16)
@@ -166,7 +166,7 @@ def test_ring_all_reduce_by_hand() -> None:
     assert total == pytest.approx(1.75 * 136e6 / 200e9 + 6 * 14 * 8e-6)
     assert model.exposed_s(0.1, "expected") == last, "the backward pass hides all but the last bucket"
     assert model.exposed_s(0.1, "high") > total
-    assert model.step_s("expected", "expected") == pytest.approx(0.1 * 1.03 + last, rel=1e-3)
+    assert model.step_s("expected") == pytest.approx(0.1 * 1.03 + last, rel=1e-3)
 
 
 def test_several_machines_exchange_over_the_network() -> None:

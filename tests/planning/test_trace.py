@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from stoker.errors import StokerError
 from stoker.hardware.device import select_device
-from stoker.planning.trace import FLOP, CountedStep, StepTrace, TraceProcess
+from stoker.planning.trace import FLOP, Answer, CountedStep, StepTrace
+from stoker.planning.traces import Step, trace_steps
 from stoker.training.defaults.dry_run import make_worst_case_batch
 from tests.planning.samples import make_spec
 
@@ -101,23 +101,24 @@ def test_bytes_are_counted_once_for_each_tensor_that_is_read_or_written() -> Non
 
 @pytest.mark.slow
 def test_the_process_traces_steps_of_both_kinds() -> None:
-    with TraceProcess() as process:
-        cpu = process.trace(make_spec(), 4, memory_bytes=0)
-        gpu = process.trace(make_spec(on_cpu=False, precision="bf16"), 4, memory_bytes=16 * 2**30)
-        again = process.trace(make_spec(on_cpu=False, precision="bf16"), 8, memory_bytes=16 * 2**30)
-        with pytest.raises(StokerError, match="could not be traced"):
-            process.trace(make_spec(precision="of another version"), 4, memory_bytes=0)
-        assert process.trace(make_spec(), 4, memory_bytes=0) == cpu
-    assert cpu.peak_bytes == count(is_fake=True).peak_bytes
-    assert gpu.flops == pytest.approx(cpu.flops, rel=0.2)  # the first convolution has more channels
-    assert gpu.gradient_bytes == cpu.gradient_bytes
-    assert gpu.peak_bytes < again.peak_bytes < 2 * gpu.peak_bytes
-    assert again.launches == gpu.launches
+    on_gpu = make_spec(on_cpu=False, precision="bf16")
+    cpu, gpu, again, broken, cpu_again = trace_steps([
+        Step(make_spec(), 4, 0), Step(on_gpu, 4, 16 * 2**30), Step(on_gpu, 8, 16 * 2**30),
+        Step(make_spec(precision="of another version"), 4, 0), Step(make_spec(), 4, 0),
+    ])  # fmt: skip
+    assert cpu == cpu_again
+    assert broken.trace is None
+    assert "of another version" in broken.error
+    assert cpu.trace is not None
+    assert gpu.trace is not None
+    assert again.trace is not None
+    assert cpu.trace.peak_bytes == count(is_fake=True).peak_bytes
+    assert gpu.trace.flops == pytest.approx(cpu.trace.flops, rel=0.2)  # the first convolution has more channels
+    assert gpu.trace.gradient_bytes == cpu.trace.gradient_bytes
+    assert gpu.trace.peak_bytes < again.trace.peak_bytes < 2 * gpu.trace.peak_bytes
+    assert sum(work.count for work in again.trace.works) == sum(work.count for work in gpu.trace.works)
 
 
-@pytest.mark.slow
 def test_a_process_that_dies_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", "/nonexistent")
     monkeypatch.setattr("sys.executable", "/bin/false")
-    with TraceProcess() as process, pytest.raises(StokerError, match="could not be traced"):
-        process.trace(make_spec(), 4, memory_bytes=0)
+    assert trace_steps([Step(make_spec(), 4, 0)] * 2) == 2 * [Answer(error="the process ended with exit code 1")]

@@ -1,4 +1,4 @@
-// A libnvidia-ml.so.1 without a GPU: the functions that stoker/profiling/telemetry/{gpu,gpu_state,nvml,gpm,xid}.py call, with
+// A libnvidia-ml.so.1 without a GPU: the functions that stoker/profiling/telemetry/{gpu,nvml,sampler}.py call, with
 // NVML's own signatures. `tests/nvml.py` compiles it and writes its scenes; `benchmarks/diagnosis/diagnose_driver.py` uses it too,
 // so its keys must keep their meaning. Its answers were never compared with a real driver.
 //

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stoker.profiling.collectives import patch_collectives
+from stoker.profiling.hook.stoker_hook.instruments import patch_collectives
 
 SLOW_S = 0.02
 
@@ -45,7 +45,7 @@ class Waits:
 def waits(group: None) -> Iterator[Waits]:  # noqa: ARG001
     waits = Waits()
     before = (dist.Work.wait, dist._broadcast_coalesced, torch.autograd.backward)
-    replaced = patch_collectives(waits.begins, lambda: waits.ours)
+    replaced = patch_collectives(lambda: waits.begins() if waits.ours else None, lambda: waits.ours, waits.begins)
     yield waits
     for one in reversed(replaced):
         one.restore()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stoker.profiling.telemetry import environment, platform_info
+from stoker.profiling.telemetry import environment
 from stoker.profiling.telemetry.environment import (
     describe,
     detect_container,
@@ -43,7 +43,7 @@ def test_a_driver_that_hangs_does_not_hold_up_the_start(monkeypatch: pytest.Monk
             go.wait()
 
     monkeypatch.setattr(environment, "GpuSampler", Hanging)
-    monkeypatch.setattr(platform_info, "QUERY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(environment, "QUERY_TIMEOUT_S", 0.01)
     told = describe()["gpu"]
     go.set()
     assert told["gpus"] == []

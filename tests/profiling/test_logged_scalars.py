@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.profiling.measure.logged_scalars import ScalarLogger, count_images
+from stoker.profiling.hook.stoker_hook.instruments import count_images
+from stoker.profiling.measure.logged_scalars import ScalarLogger
 
 
 class SlowStream:
@@ -119,12 +120,14 @@ Pair = namedtuple("Pair", "images boxes")
         ({"name": "a", "pixels": torch.zeros(6, 1)}, 6),
         (UserDict(pixels=torch.zeros(6, 1)), 6),
         (Pair(torch.zeros(2, 3), torch.zeros(2, 4)), 2),
-        (torch.tensor(1.0), None),
-        ("text", None),
-        ([], None),
-        (7, None),
-        (None, None),
+        (torch.tensor(1.0), 0),
+        ("text", 0),
+        ([], 0),
+        (7, 0),
+        (None, 0),
+        (((torch.zeros(3, 8, 8),), ({},)), 1),
+        ([torch.zeros(3, 8, 8)] * 5, 5),
     ],
 )
-def test_a_batch_is_as_long_as_its_first_column(batch: object, images: int | None) -> None:
+def test_a_batch_is_as_long_as_its_first_column(batch: object, images: int) -> None:
     assert count_images(batch) == images

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from stoker.profiling.telemetry.platform_info import describe_storage
+from stoker.profiling.telemetry.environment import describe_storage
+from stoker.profiling.telemetry.machine import read
 from stoker.profiling.telemetry.processes import (
     THREADS_PER_SAMPLE,
     ProcessTreeSampler,
     list_process_tree,
     tree_rss_by_psutil,
 )
-from stoker.profiling.telemetry.procfs import read
 
 linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="this system has no /proc")
 

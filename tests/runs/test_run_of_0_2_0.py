@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stoker.config.settings import ADDED_SETTINGS, SECTION_OF, Config, from_run
+from stoker.config.settings import AUTO, SECTION_OF, Config, from_run, setting_rows
 from stoker.evaluation.metrics import Evaluation
 from stoker.models.weights.model_file import ModelMetadata
 from stoker.report.html import render
@@ -64,13 +64,13 @@ def test_its_settings_and_reasons_are_read() -> None:
     assert (config.data.image_size, config.run.max_duration, config.optim.lr) == ((128, 128), "200", 0.0021)
 
 
-@pytest.mark.parametrize("name", ADDED_SETTINGS)
+@pytest.mark.parametrize("name", [name for name, row in setting_rows().items() if row.before is not AUTO])
 def test_a_setting_that_it_lacks_has_the_value_that_it_trained_with(name: str, tmp_path: Path) -> None:
     lines = (RUN / records.CONFIG).read_text().splitlines(keepends=True)
     (tmp_path / records.CONFIG).write_text("".join(line for line in lines if not line.startswith(f"{name} =")))
     config, reasons = from_run(tmp_path / records.CONFIG)
-    assert _value(config, name) == ADDED_SETTINGS[name][0]
-    assert reasons[name] == ADDED_SETTINGS[name][1]
+    assert _value(config, name) == setting_rows()[name].before
+    assert reasons[name] == setting_rows()[name].before_reason
 
 
 def _value(config: Config, name: str) -> object:

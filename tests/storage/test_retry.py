@@ -59,7 +59,7 @@ def test_store_that_is_down_gets_retries_at_the_minimum_rate() -> None:
 def test_connection_failures_of_an_unknown_endpoint_end_early() -> None:
     lost = Failure("retryable", "no connection", "", connection_failed=True)
     new, proved = RetryBudget(), RetryBudget()
-    proved.count_bytes()
+    proved.count_response()
     patience = {}
     for name, budget in (("new", new), ("proved", proved)):
         tries = RetryState(Timeouts(total_s=60.0), budget)

@@ -15,7 +15,7 @@ from stoker.training.step import train_step
 
 def make_setup(
     model: Detector,
-    optimizer: OptimizerStep[Detector],
+    optimizer: OptimizerStep,
     ranks: Ranks,
     device: Device,
     *,

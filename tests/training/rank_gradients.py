@@ -23,7 +23,7 @@ from stoker.training.ddp import Ddp
 from stoker.training.optim import OptimizerStep
 from stoker.training.ranks import Ranks
 from stoker.training.state import Signals
-from stoker.training.step import forward_backward, make_loss_fn
+from stoker.training.step import PlainStep, make_loss_fn
 from tests.models.samples import make_batch, settings_of
 from tests.training.parallels import ignore, make_setup, step_of
 
@@ -44,7 +44,7 @@ def part_of(batch: Batch, rank: int, ranks: int) -> Batch:
     return Batch(*(tensor[rank * size : (rank + 1) * size] for tensor in batch))
 
 
-def make_step(name: str, changes: dict[str, Any]) -> tuple[Detector, OptimizerStep[Detector]]:
+def make_step(name: str, changes: dict[str, Any]) -> tuple[Detector, OptimizerStep]:
     torch.manual_seed(0)
     model = build(settings_of(name, **changes), 3).double().train()
     optim = OptimSettings(
@@ -66,7 +66,7 @@ def largest_difference(ranks: Ranks, name: str, changes: dict[str, Any], micro_b
     model, optimizer = make_step(name, changes)
     autocast = CPU.autocast("fp32")
     if micro_batches == 1:
-        losses = forward_backward(make_loss_fn(model, compile=False), optimizer, batch, 1, autocast)
+        losses = PlainStep(make_loss_fn(model, compile=False), optimizer, None, autocast).forward_backward(batch)
         optimizer.step(0.1, 0)
     else:  # the parts that the ranks process at the same time
         losses = {}

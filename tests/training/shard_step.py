@@ -19,12 +19,11 @@ from stoker.hardware.device import Device
 from stoker.models import build
 from stoker.models.detector import Detector
 from stoker.training.cluster import find_place
-from stoker.training.fsdp import Fsdp
+from stoker.training.fsdp import Fsdp, Sharding
 from stoker.training.optim import OptimizerStep
 from stoker.training.ranks import Ranks
-from stoker.training.shard import Sharding
 from stoker.training.state import Signals
-from stoker.training.step import forward_backward, make_loss_fn
+from stoker.training.step import PlainStep, make_loss_fn
 from tests.models.samples import make_batch, settings_of
 from tests.training.parallels import ignore, make_setup, step_of
 
@@ -54,7 +53,7 @@ class SmallParts(Sharding):
         super().shard(model, max_part_bytes=max_part_bytes)
 
 
-def make_step(case: str, sharding: Sharding | None) -> tuple[Detector, OptimizerStep[Detector]]:
+def make_step(case: str, sharding: Sharding | None) -> tuple[Detector, OptimizerStep]:
     name, changes, optimizer = CASES[case]
     torch.manual_seed(0)
     model = build(settings_of(name, **changes), 3).double().train()
@@ -84,11 +83,11 @@ def difference(one: Any, other: Any) -> float:
     return max(float((a - b).abs().max()) for a, b in pairs if a.numel())
 
 
-def whole_state(optimizer: OptimizerStep[Detector]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def whole_state(optimizer: OptimizerStep) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return optimizer.state_dict(), optimizer.ema_model.state_dict()
 
 
-def own_bytes(optimizer: OptimizerStep[Detector]) -> int:
+def own_bytes(optimizer: OptimizerStep) -> int:
     """Bytes of parameters, EMA parameters and moments that this rank keeps."""
     state = [*optimizer.model.parameters(), *optimizer.ema_model.parameters()]
     state += [tensor for entry in optimizer._optimizer.state.values() for tensor in entry.values()]
@@ -100,7 +99,7 @@ def run_case(ranks: Ranks, case: str) -> dict[str, float]:
     model, optimizer = make_step(case, None)
     expected_losses: dict[str, float] = {}
     for step in range(STEPS):
-        losses = forward_backward(make_loss_fn(model, compile=False), optimizer, batch, 1, autocast)
+        losses = PlainStep(make_loss_fn(model, compile=False), optimizer, None, autocast).forward_backward(batch)
         optimizer.step(1e-3, step)
         expected_losses = {name: expected_losses.get(name, 0.0) + float(loss) for name, loss in losses.items()}
     sharding = SmallParts.over(ranks, torch.device("cpu"))

@@ -15,11 +15,10 @@ from stoker.models import build
 from stoker.models.detector import Detector
 from stoker.training.cluster import find_place
 from stoker.training.optim import OptimizerStep
-from stoker.training.pipeline import Pipeline
 from stoker.training.ranks import Ranks
-from stoker.training.stages import Stages
+from stoker.training.stages import Pipeline, Stages
 from stoker.training.state import Signals
-from stoker.training.step import forward_backward, make_loss_fn
+from stoker.training.step import PlainStep, make_loss_fn
 from tests.models.samples import make_batch, settings_of
 from tests.training.parallels import ignore, make_setup, step_of
 from tests.training.shard_step import CPU, difference, whole_state
@@ -49,7 +48,7 @@ def size_of(case: str) -> tuple[int, int]:
     return {"ssdlite": (320, 320), "ssd": (100, 100)}.get(case, (64, 64))
 
 
-def make_step(case: str, stages: Stages | None) -> tuple[Detector, OptimizerStep[Detector]]:
+def make_step(case: str, stages: Stages | None) -> tuple[Detector, OptimizerStep]:
     name, changes, optimizer = CASES[case]
     torch.manual_seed(0)
     model = build(settings_of(name, **changes), CLASSES).double().train()
@@ -61,7 +60,7 @@ def make_step(case: str, stages: Stages | None) -> tuple[Detector, OptimizerStep
     return model, OptimizerStep(model, optim, CPU, precision="fp32", sharding=stages)
 
 
-def own_bytes(optimizer: OptimizerStep[Detector]) -> int:
+def own_bytes(optimizer: OptimizerStep) -> int:
     """Bytes of parameters, EMA parameters and moments that this rank keeps."""
     state = [*optimizer.model.parameters(), *optimizer.ema_model.parameters()]
     state += [tensor for entry in optimizer._optimizer.state.values() for tensor in entry.values()]
@@ -74,9 +73,9 @@ def run_case(ranks: Ranks, case: str) -> dict[str, float]:
     model, optimizer = make_step(case, None)
     expected_losses: dict[str, float] = {}
     for step in range(STEPS):
-        losses = forward_backward(
-            make_loss_fn(model, compile=False), optimizer, batch, micro_batches_of(case), autocast
-        )
+        losses = PlainStep(
+            make_loss_fn(model, compile=False), optimizer, None, autocast, micro_batches_of(case)
+        ).forward_backward(batch)
         optimizer.step(1e-3, step)
         expected_losses = {name: expected_losses.get(name, 0.0) + float(loss) for name, loss in losses.items()}
     stages = Stages.of(make_step(case, None)[0], ranks, torch.device("cpu"))

@@ -19,8 +19,7 @@ from stoker.data.batch import Batch
 from stoker.hardware.device import Device
 from stoker.models import build
 from stoker.training.cluster import find_place
-from stoker.training.ddp import Ddp, Periodic
-from stoker.training.local_steps import flatten
+from stoker.training.ddp import Ddp, Periodic, flatten
 from stoker.training.optim import OptimizerStep
 from stoker.training.ranks import Ranks
 from stoker.training.resume import Resumed

@@ -25,7 +25,7 @@ from stoker.runs.records import (
     read_lines,
 )
 from stoker.runs.schemas import Event
-from stoker.training import async_eval, loop, recorder, start
+from stoker.training import evaluator, loop, recorder, start
 from stoker.training.evaluator import Evaluator
 from stoker.training.run import train
 from tests.drawn import draw
@@ -56,13 +56,13 @@ class Gate:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.opened = threading.Event()
-        score = async_eval.compute_coco_result
+        score = evaluator.compute_coco_result
 
         def held(*arguments: Any) -> Any:
             self.opened.wait()
             return score(*arguments)
 
-        patch.setattr(async_eval, "compute_coco_result", held)
+        patch.setattr(evaluator, "compute_coco_result", held)
 
 
 def after_step(patch: pytest.MonkeyPatch, at: int, act: Callable[[loop.Training], None]) -> None:
@@ -79,32 +79,32 @@ def after_step(patch: pytest.MonkeyPatch, at: int, act: Callable[[loop.Training]
 def make_metrics_late(patch: pytest.MonkeyPatch) -> None:
     """Metrics are computed when the training thread waits for them."""
     asked = threading.Event()
-    score, collect = async_eval.compute_coco_result, async_eval.AsyncEvaluator.collect
+    score, collect = evaluator.compute_coco_result, evaluator.AsyncEvaluator.collect
 
     def held(*arguments: Any) -> Any:
         asked.wait()
         asked.clear()
         return score(*arguments)
 
-    def ask(self: async_eval.AsyncEvaluator, poll: Callable[[], None]) -> Metrics | None:
+    def ask(self: evaluator.AsyncEvaluator, poll: Callable[[], None]) -> Metrics | None:
         if self._task is not None:
             asked.set()
         return collect(self, poll)
 
-    patch.setattr(async_eval, "compute_coco_result", held)
-    patch.setattr(async_eval.AsyncEvaluator, "collect", ask)
+    patch.setattr(evaluator, "compute_coco_result", held)
+    patch.setattr(evaluator.AsyncEvaluator, "collect", ask)
 
 
 def make_metrics_early(patch: pytest.MonkeyPatch) -> None:
     """Metrics are complete before the training thread does anything else."""
-    start = async_eval.AsyncEvaluator.start
+    start = evaluator.AsyncEvaluator.start
 
-    def start_and_wait(self: async_eval.AsyncEvaluator, *arguments: Any) -> None:
+    def start_and_wait(self: evaluator.AsyncEvaluator, *arguments: Any) -> None:
         start(self, *arguments)
         assert self._task is not None
         self._task.done.wait()
 
-    patch.setattr(async_eval.AsyncEvaluator, "start", start_and_wait)
+    patch.setattr(evaluator.AsyncEvaluator, "start", start_and_wait)
 
 
 def evaluation_state(run: Path) -> dict[str, dict[str, Any]]:
@@ -180,7 +180,7 @@ def test_a_signal_saves_a_pending_evaluation_and_the_resumed_run_computes_it(
     assert not (tmp_path / "run" / BEST).exists()
     assert evaluation_state(tmp_path / "run")["step-00000007"]["pending_eval"]["step"] == 6
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(async_eval, "detect", only_steps_12_and_16(async_eval.detect))
+        patch.setattr(evaluator, "detect", only_steps_12_and_16(evaluator.detect))
         run = train(settings(data), run_dir=str(tmp_path / "run")).run
     assert_same(undisturbed, run)
 
@@ -247,14 +247,14 @@ def only_steps_12_and_16(detect: Callable[..., Any]) -> Callable[..., Any]:
 def test_a_signal_while_the_final_metrics_are_awaited(undisturbed: Path, data: Path, tmp_path: Path):
     with pytest.MonkeyPatch.context() as patch:
         Gate(patch)
-        collect = async_eval.AsyncEvaluator.collect
+        collect = evaluator.AsyncEvaluator.collect
 
-        def stopped(self: async_eval.AsyncEvaluator, poll: Callable[[], None]) -> Metrics | None:
+        def stopped(self: evaluator.AsyncEvaluator, poll: Callable[[], None]) -> Metrics | None:
             if self._task is not None and self._task.pending.step == 16:
                 os.kill(os.getpid(), signal.SIGTERM)
             return collect(self, poll)
 
-        patch.setattr(async_eval.AsyncEvaluator, "collect", stopped)
+        patch.setattr(evaluator.AsyncEvaluator, "collect", stopped)
         with pytest.raises(Preempted, match="at step 16"):
             train(settings(data, eval_every="0"), run_dir=str(tmp_path / "run"))
     result = train(settings(data, eval_every="0"), run_dir=str(tmp_path / "run"))
@@ -265,7 +265,7 @@ def test_a_signal_while_the_final_metrics_are_awaited(undisturbed: Path, data: P
 KILLED = """
 import os, signal, sys, threading
 from pathlib import Path
-from stoker.training import async_eval as scoring, loop
+from stoker.training import evaluator as scoring, loop
 from stoker.training.run import train
 from tests.training.test_async_eval import settings
 
@@ -298,7 +298,7 @@ def test_a_kill_between_an_evaluation_and_its_metrics(undisturbed: Path, data: P
 def test_with_little_memory_training_waits_for_metrics_and_logs_it(
     undisturbed: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(async_eval, "host_memory", lambda: (2**30, 2**30 - 1))
+    monkeypatch.setattr(evaluator, "host_memory", lambda: (2**30, 2**30 - 1))
     late: list[bool] = []
     after_step(monkeypatch, 7, lambda training: late.append(training.evaluator.scorer._task is not None))
     run = train(settings(data), run_dir=str(tmp_path / "run")).run
@@ -313,7 +313,7 @@ def test_an_error_in_computing_metrics_ends_the_run(data: Path, tmp_path: Path, 
     def fail(*_: object) -> None:
         raise ArithmeticError("no metrics today")
 
-    monkeypatch.setattr(async_eval, "compute_coco_result", fail)
+    monkeypatch.setattr(evaluator, "compute_coco_result", fail)
     with pytest.raises(ArithmeticError, match="no metrics today"):
         train(settings(data), run_dir=str(tmp_path / "run"))
     last = list(read_lines(tmp_path / "run", EVENTS, Event))[-1]

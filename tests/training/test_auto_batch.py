@@ -1,9 +1,6 @@
 """Which batch is chosen: the one that fits, and with --auto-batch the fastest; by real steps on a CPU, and by a device
 whose memory and time are what a test says."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,6 @@ from stoker.config.settings import Config, from_fields
 from stoker.data.index import Index, open_index
 from stoker.errors import ConfigError, OutOfMemoryError
 from stoker.hardware.device import Device, DeviceMemory
-from stoker.training import batch_trials
 from stoker.training.defaults import auto_batch, dry_run
 from stoker.training.defaults.derive import derive
 from stoker.training.defaults.dry_run import BatchTrial, DryRun, PeakMemoryMode
@@ -96,7 +92,7 @@ def test_a_batch_that_does_not_fit_is_split(
     tried = fake_costs(monkeypatch, gib=lambda n: fixed_gib + image_gib * n)
     for config in (derived, derived.replace(batch_size=batch)):
         tried.clear()
-        chosen = auto_batch.choose_batch_size(config, index, SMALL, recipe_batch_size=batch, num_images=60)
+        chosen = auto_batch.find_batch_size(config, index, SMALL, recipe_batch_size=batch, num_images=60)
         assert chosen[:2] == (batch, batch // tries[-1])
         assert tried == tries
 
@@ -105,7 +101,7 @@ def test_a_batch_that_does_not_fit_is_split(
 def test_not_even_one_image_fits(index: Index, derived: Config, monkeypatch: pytest.MonkeyPatch, less: bool):
     fake_costs(monkeypatch, gib=lambda _: 11.0)
     with pytest.raises(OutOfMemoryError) as caught:
-        auto_batch.choose_batch_size(
+        auto_batch.find_batch_size(
             derived.replace(activation_checkpointing=less), index, SMALL, recipe_batch_size=16, num_images=60
         )
     assert caught.value.exit_code == 5
@@ -133,7 +129,7 @@ def test_auto_batch_takes_the_smallest_batch_near_the_best_time(
     words: list[str],
 ):  # fmt: skip
     fake_costs(monkeypatch, gib=gib, seconds=seconds)
-    chosen, parts, reason = auto_batch.choose_batch_size(
+    chosen, parts, reason = auto_batch.find_batch_size(
         derived.replace(auto_batch=True), index, SMALL, recipe_batch_size=16, num_images=60
     )
     assert (chosen, parts) == (batch, 1)
@@ -145,7 +141,7 @@ def test_the_reason_says_that_trials_are_not_compiled(index: Index, derived: Con
     """Compiling for every size would take longer than --auto-batch may."""
     fake_costs(monkeypatch, gib=lambda n: 0.1 * n, seconds=saturating)
     reasons = [
-        auto_batch.choose_batch_size(
+        auto_batch.find_batch_size(
             derived.replace(auto_batch=True, compile=compiled), index, SMALL, recipe_batch_size=16, num_images=60
         )[2]
         for compiled in (True, False)
@@ -155,7 +151,7 @@ def test_the_reason_says_that_trials_are_not_compiled(index: Index, derived: Con
 
 def test_sizes_that_cannot_fit_are_not_tried(index: Index, derived: Config, monkeypatch: pytest.MonkeyPatch):
     tried = fake_costs(monkeypatch, gib=lambda n: 1.0 + n)
-    auto_batch.choose_batch_size(derived.replace(auto_batch=True), index, SMALL, recipe_batch_size=16, num_images=60)
+    auto_batch.find_batch_size(derived.replace(auto_batch=True), index, SMALL, recipe_batch_size=16, num_images=60)
     assert max(tried) == 8
 
 
@@ -169,7 +165,7 @@ def test_trials_end_in_time(index: Index, derived: Config, monkeypatch: pytest.M
 
     fake_costs(monkeypatch, gib=lambda n: 0.1 * n, seconds=seconds)
     monkeypatch.setattr(dry_run.time, "perf_counter", lambda: now[0])
-    _, _, reason = auto_batch.choose_batch_size(
+    _, _, reason = auto_batch.find_batch_size(
         derived.replace(auto_batch=True), index, SMALL, recipe_batch_size=16, num_images=60
     )
     assert now[0] == 7 + 14 + 28
@@ -289,42 +285,3 @@ def test_pick_fastest():
     tried = [BatchTrial(1, 0, 2.0), BatchTrial(2, 0, 1.029), BatchTrial(4, 0, 1.0), BatchTrial(8, 0, 1.1)]
     assert auto_batch.pick_fastest(tried).micro_batch_size == 2
     assert auto_batch.pick_fastest(tried[2:]).micro_batch_size == 4
-
-
-def as_program(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "stoker.training.batch_trials", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
-
-
-def test_the_program_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]):
-    asked = from_fields({"device": "cpu", "image_size": (32, 32), "batch_size": 4})
-    batch_trials.program(str(folder), config=asked)
-    found = json.loads(capsys.readouterr().out)
-    assert found["model"] == "retinanet_tiny_fpn"
-    assert found["image_size"] == [32, 32]
-    (tried,) = found["trials"]
-    assert tried["micro_batch_size"] == found["fastest_batch"] == 4
-    assert tried["peak_bytes"] > 0
-    assert tried["seconds_per_image"] > 0
-
-
-@pytest.mark.slow
-def test_the_program_reads_the_settings_of_a_run(folder: Path, tmp_path: Path):
-    from stoker.config.settings import to_toml
-
-    asked = from_fields(
-        {"data": str(folder), "device": "cpu", "image_size": (64, 32), "batch_size": 8, "grad_accum_steps": 2}
-    )
-    (tmp_path / "config.toml").write_text(to_toml(asked, {}))
-    done = as_program("--config", tmp_path / "config.toml")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["image_size"] == [64, 32]
-    assert [some["micro_batch_size"] for some in found["trials"]][:3] == [2, 4, 8]  # norms that learn want two
-
-
-@pytest.mark.slow
-def test_the_program_reports_errors(tmp_path: Path):
-    done = as_program(tmp_path / "nowhere")
-    assert done.returncode == 4
-    assert "nowhere" in done.stderr

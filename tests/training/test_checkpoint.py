@@ -38,13 +38,13 @@ def make_snapshot(step: int, size: int = 1000) -> HostSnapshot:
     return snapshot(STREAM, step=step, metadata={"model": "m"}, weights=weights, state=state)
 
 
-def ignore(*_: str) -> None:
+def ignore(*_: object, **__: object) -> None:
     """Drops the message."""
 
 
 def save(run: Path, *steps: int) -> list[tuple[str, str]]:
     said: list[tuple[str, str]] = []
-    writer = CheckpointWriter(run, lambda kind, text: said.append((kind, text)))
+    writer = CheckpointWriter(run, lambda kind, text, **_: said.append((kind, text)))
     for step in steps:
         writer.save(make_snapshot(step))
     writer.wait()
@@ -53,7 +53,7 @@ def save(run: Path, *steps: int) -> list[tuple[str, str]]:
 
 def newest(run: Path) -> tuple[LoadedCheckpoint | None, list[tuple[str, str]]]:
     said: list[tuple[str, str]] = []
-    return load_newest(run, lambda kind, text: said.append((kind, text))), said
+    return load_newest(run, lambda kind, text, **_: said.append((kind, text))), said
 
 
 def test_the_newest_two_are_kept_and_the_newest_is_loaded(tmp_path: Path):
@@ -174,9 +174,9 @@ import resource, sys
 from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_checkpoint import make_snapshot
-from stoker.training.async_eval import PendingEvaluation
+from stoker.training.evaluator import PendingEvaluation
 from stoker.training.checkpoint import CheckpointWriter
-writer = CheckpointWriter(Path({str(tmp_path)!r}), lambda kind, text: print(kind, text))
+writer = CheckpointWriter(Path({str(tmp_path)!r}), lambda kind, text, **_: print(kind, text))
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 writer.save(make_snapshot(2, size=1_000_000))
 writer.save_weights(make_snapshot(2, size=1_000_000), ["best.safetensors"])
@@ -201,9 +201,9 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_checkpoint import make_snapshot
-from stoker.training.async_eval import PendingEvaluation
+from stoker.training.evaluator import PendingEvaluation
 from stoker.training.checkpoint import CheckpointWriter
-writer = CheckpointWriter(Path({str(tmp_path)!r}), lambda kind, text: print(text, flush=True))
+writer = CheckpointWriter(Path({str(tmp_path)!r}), lambda kind, text, **_: print(text, flush=True))
 step = 0
 while True:
     step += 1

@@ -13,7 +13,7 @@ from stoker.runs.schemas import StepWindow
 from stoker.training import recorder, step
 from stoker.training.optim import OptimizerStep
 from stoker.training.run import train
-from stoker.training.step import compile_forward_backward, forward_backward, make_loss_fn
+from stoker.training.step import PlainStep, make_loss_fn
 from tests.drawn import draw
 from tests.models.samples import make_batch, settings_of
 from tests.models.test_no_waits import make_stepper
@@ -100,7 +100,7 @@ def test_compiling_does_not_change_the_model(monkeypatch: pytest.MonkeyPatch):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     case = make_batch((3, 1), (64, 64), 3)
     compute = make_loss_fn(model, compile=True)
-    compile_forward_backward(model, compute, stepper, case, select_device("cpu").autocast("fp32"))
+    PlainStep(compute, stepper, None, select_device("cpu").autocast("fp32")).rehearse(case)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -122,9 +122,9 @@ def test_the_inductor_step_equals_the_eager_one_and_is_cached(tmp_path: Path, mo
         torch._dynamo.utils.counters.clear()
         compute = make_loss_fn(model, compile=is_compiled)
         if is_compiled:
-            compile_forward_backward(model, compute, stepper, make_batch((2, 2), (64, 64), 3, seed=4), autocast)
+            PlainStep(compute, stepper, None, autocast).rehearse(make_batch((2, 2), (64, 64), 3, seed=4))
             hits.append(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
-        losses = forward_backward(compute, stepper, batch, 1, autocast)
+        losses = PlainStep(compute, stepper, None, autocast).forward_backward(batch)
         gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         stepper.zero_grad()
         found.append(losses | gradients)

@@ -29,7 +29,7 @@ from stoker.models import Detector, build
 from stoker.runs.records import EVENTS, FINAL, STEPS, read_lines
 from stoker.runs.schemas import Event, StepWindow
 from stoker.training import loop, parallel, recorder, start
-from stoker.training.cuda_graph import CudaGraphStep
+from stoker.training.make_step import CudaGraphStep
 from stoker.training.optim import LossAccumulator, OptimizerStep
 from stoker.training.run import train
 from stoker.training.step import LossFn, PlainStep, make_loss_fn, train_step
@@ -155,7 +155,7 @@ def test_steps_issue_the_same_operators_on_the_same_addresses(name: str, optimiz
     assert addresses[1] == addresses[2] == addresses[3]
 
 
-def saved_state(optimizer: OptimizerStep[Detector]) -> dict[str, Any]:
+def saved_state(optimizer: OptimizerStep) -> dict[str, Any]:
     """The state as a checkpoint's file gives it back."""
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
@@ -294,7 +294,7 @@ def test_a_replay_leaves_the_host_one_operator_besides_it() -> None:
 FAILING_CAPTURE = """
 import contextlib, sys
 from stoker.cli import app
-from stoker.training import cuda_graph, make_step, start
+from stoker.training import make_step, start
 
 class FailingCapture:
     warm_up = staticmethod(contextlib.nullcontext)
@@ -371,7 +371,7 @@ def test_a_run_with_a_graph_and_a_rollback_equals_one_without(tmp_path: Path, mo
     """The loop itself, from the first step over an evaluation and a rollback to the final weights."""
     data = draw(tmp_path / "shapes")
 
-    def make_step(model: Detector, chosen: OptimSettings, device: Device, **named: Any) -> OptimizerStep[Detector]:
+    def make_step(model: Detector, chosen: OptimSettings, device: Device, **named: Any) -> OptimizerStep:
         return OptimizerStep(model, chosen, Accelerator(device.torch_device), **named)
 
     monkeypatch.setattr(start, "OptimizerStep", make_step)
@@ -413,7 +413,7 @@ def poison_batches(patch: pytest.MonkeyPatch, poisoned: Callable[[int, int], boo
 def check_on_fake_accelerator(name: str) -> None:
     """Steps at full size in bf16, with fused AdamW, issue the same operators. Changes the process: `tests.fakes`."""
     fakes.install()
-    trial = fakes.Trial(model=name, optimizer="adamw", fused=True, batch=32, slots=100, image_size=(640, 640))
+    trial = fakes.Trial(model=name, optimizer="adamw", batch=32, slots=100, image_size=(640, 640))
     model, records = build(settings_of(name), trial.classes), []
     with fakes.fake_tensors():
         fakes.to_fake(model).train()

@@ -21,9 +21,10 @@ from stoker.models import MODELS, build, load_weights, unset_fields
 from stoker.training.defaults import auto_batch, dry_run
 from stoker.training.defaults.derive import (
     AUGMENTATIONS,
-    choose_compile,
+    Known,
     choose_warmup_steps,
     derive,
+    derive_compile,
     derive_data,
     derive_for_plan,
     missing_for_compile,
@@ -115,7 +116,9 @@ def test_a_long_run_on_cuda_is_compiled(
 ):
     monkeypatch.setattr("stoker.training.defaults.derive.missing_for_compile", lambda: missing)
     config = from_fields({"max_duration": length, "batch_size": 8})
-    chosen, reason = choose_compile(config, 60, Device(torch.device(kind)), lambda: step_s)
+    known = object.__new__(Known)
+    known.config, known.num_images, known.device, known.step_s = config, 60, Device(torch.device(kind)), step_s
+    chosen, reason = derive_compile(known)
     assert chosen is compiled
     assert why in reason
 

@@ -13,8 +13,8 @@ from stoker.hardware import cgroup
 from stoker.hardware.cgroup import HostLimit, nearest_memory_limit
 from stoker.runs.records import EVENTS, read_lines
 from stoker.runs.schemas import Event
-from stoker.training import host_memory, loop
-from stoker.training.host_memory import HostMemoryGuard
+from stoker.training import loop, out_of_memory
+from stoker.training.out_of_memory import HostMemoryGuard
 from stoker.training.run import train
 from tests.drawn import draw
 from tests.training.test_out_of_memory import settings
@@ -67,7 +67,7 @@ def test_a_run_gives_back_batches_and_a_cache_and_sees_the_same_images(
 ) -> None:
     data = draw(tmp_path / "data")
     whole = train(settings(data, max_duration="20", cache="ram"), run_dir=str(tmp_path / "whole")).run
-    monkeypatch.setattr(host_memory, "POLL_S", 0.0)
+    monkeypatch.setattr(out_of_memory, "POLL_S", 0.0)
     monkeypatch.setattr(
         loop, "HostMemoryGuard", lambda *rest: HostMemoryGuard(*rest, read=lambda: HostLimit("the cgroup", GIB, GIB))
     )

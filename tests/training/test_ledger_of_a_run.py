@@ -22,7 +22,7 @@ from stoker.diagnosis.reader import read_run
 from stoker.profiling import trace
 from stoker.runs.records import EVENTS, STEPS, TRACE_FILES, TRACES, read_lines
 from stoker.runs.schemas import Event, StepWindow
-from stoker.training import async_eval, checkpoint, loop, parallel, recorder, start
+from stoker.training import checkpoint, evaluator, loop, parallel, recorder, start
 from stoker.training.run import train
 from tests.drawn import draw
 from tests.timing import undisturbed_once
@@ -78,10 +78,10 @@ def test_known_delays_are_attributed_to_their_phase(tmp_path: Path, monkeypatch:
     slow_next = delayed(spent, "input_wait", next_batch)
     # only of training: evaluation has a loader of its own
     monkeypatch.setattr(Loader, "__next__", lambda self: (slow_next if self._samples.train else next_batch)(self))
-    monkeypatch.setattr(async_eval, "detect", delayed(spent, "eval", async_eval.detect))
+    monkeypatch.setattr(evaluator, "detect", delayed(spent, "eval", evaluator.detect))
     # the rest of an evaluation, where training waits for it
     monkeypatch.setattr(
-        async_eval.AsyncEvaluator, "collect", delayed(spent, "eval", async_eval.AsyncEvaluator.collect, by=0.0)
+        evaluator.AsyncEvaluator, "collect", delayed(spent, "eval", evaluator.AsyncEvaluator.collect, by=0.0)
     )
     monkeypatch.setattr(checkpoint, "snapshot", delayed(spent, "checkpoint", checkpoint.snapshot))
     monkeypatch.setattr(
@@ -124,7 +124,7 @@ def test_slow_metrics_do_not_delay_training(tmp_path: Path, monkeypatch: pytest.
     """A score in the middle takes as long as five steps, whichever those are: the thread that trains waits for none."""
     data = draw(tmp_path / "data")
     gate = threading.Event()
-    score, step = async_eval.compute_coco_result, loop.Training.step
+    score, step = evaluator.compute_coco_result, loop.Training.step
 
     def after_five_steps(*args: Any) -> Any:
         gate.wait()
@@ -135,7 +135,7 @@ def test_slow_metrics_do_not_delay_training(tmp_path: Path, monkeypatch: pytest.
         if self.state.step == 15:
             gate.set()
 
-    monkeypatch.setattr(async_eval, "compute_coco_result", after_five_steps)
+    monkeypatch.setattr(evaluator, "compute_coco_result", after_five_steps)
     monkeypatch.setattr(loop.Training, "step", step_and_open)
     monkeypatch.setattr(recorder, "WINDOW_S", 0.0)
     config = settings(data).replace(checkpoint_every="0", eval_every="10", max_duration="18")
@@ -173,7 +173,7 @@ def test_known_delays_of_startup_compile_profiler_and_redone_steps(tmp_path: Pat
 
     monkeypatch.setattr(trace, "profile", SlowProfile)
     monkeypatch.setattr(start, "build", delayed(spent, "startup", start.build))
-    monkeypatch.setattr(parallel, "compile_forward_backward", delayed(spent, "compile", lambda *_: None))
+    monkeypatch.setattr(parallel.One, "rehearse", delayed(spent, "compile", lambda *_: None))
     make_loss_fn = parallel.make_loss_fn
     monkeypatch.setattr(parallel, "make_loss_fn", lambda model, **_: make_loss_fn(model, compile=False))
     monkeypatch.setattr(loop.Training, "step", dying)

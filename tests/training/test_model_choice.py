@@ -12,12 +12,12 @@ from stoker.data.index import open_index
 from stoker.errors import WeightsError
 from stoker.hardware.device import Device
 from stoker.models import MODELS
+from stoker.training.defaults.checks import warn_random_weights
 from stoker.training.defaults.derive import derive_data
 from stoker.training.defaults.model_choice import (
     SMALL_IMAGE_SIDE,
     choose_image_side,
     choose_model,
-    warn_random_weights,
 )
 from tests.drawn import draw
 

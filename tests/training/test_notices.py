@@ -9,9 +9,9 @@ import pytest
 from stoker.errors import Preempted
 from stoker.runs.records import EVENTS, read_lines
 from stoker.runs.schemas import Event
-from stoker.training import loop, notices, stopper
-from stoker.training.notices import Notice, NoticeWatcher, time_limit_s
+from stoker.training import loop, stopper
 from stoker.training.run import train
+from stoker.training.stopper import Notice, NoticeWatcher, time_limit_s
 from tests.drawn import draw
 from tests.training.metadata_server import MetadataServer, metadata_server
 from tests.training.test_out_of_memory import settings
@@ -75,7 +75,7 @@ def test_a_server_without_these_keys_is_asked_once(server: MetadataServer) -> No
 
 
 def test_a_server_that_fails_for_a_while(server: MetadataServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notices, "RETRY_S", 0.01)
+    monkeypatch.setattr(stopper, "RETRY_S", 0.01)
     server.failures = 4
     listener = Listener({"GCE_METADATA_HOST": server.address})
     server.set("preempted", "TRUE")
@@ -84,7 +84,7 @@ def test_a_server_that_fails_for_a_while(server: MetadataServer, monkeypatch: py
 
 
 def test_a_server_that_stays_away_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notices, "RETRY_S", 0.01)
+    monkeypatch.setattr(stopper, "RETRY_S", 0.01)
     listener = Listener({"GCE_METADATA_HOST": "127.0.0.1:9"})
     kind, text = listener.events.get(timeout=30)
     assert kind == "warning"
@@ -92,7 +92,7 @@ def test_a_server_that_stays_away_is_reported(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_aws(server: MetadataServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notices, "AWS_POLL_S", 0.01)
+    monkeypatch.setattr(stopper, "AWS_POLL_S", 0.01)
     server.expired_tokens = 1
     listener = Listener({"AWS_EC2_METADATA_SERVICE_ENDPOINT": f"http://{server.address}"})
     assert listener.watcher.grace_s == 120

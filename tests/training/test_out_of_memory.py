@@ -20,7 +20,7 @@ from stoker.errors import OutOfMemoryError, Preempted
 from stoker.hardware.device import is_out_of_memory
 from stoker.runs.records import EVENTS, STEPS, read_lines
 from stoker.runs.schemas import Event, StepWindow
-from stoker.training import async_eval, loop, make_step, out_of_memory, parallel
+from stoker.training import evaluator, loop, make_step, out_of_memory, parallel
 from stoker.training.optim import OptimizerStep
 from stoker.training.out_of_memory import halve
 from stoker.training.parallel import One
@@ -141,7 +141,7 @@ def test_an_evaluation_is_repeated_and_training_keeps_its_size(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = train(settings(data), run_dir=str(tmp_path / "whole"))
-    monkeypatch.setattr(async_eval, "detect", fail(async_eval.detect, 0, times=2))
+    monkeypatch.setattr(evaluator, "detect", fail(evaluator.detect, 0, times=2))
     result = train(settings(data), run_dir=str(tmp_path / "run"))
     assert result.metrics.ap == whole.metrics.ap
     assert (result.run / "final.safetensors").read_bytes() == (whole.run / "final.safetensors").read_bytes()
@@ -158,7 +158,7 @@ def test_where_nothing_smaller_is_left_the_error_names_who_holds_memory(
     monkeypatch.setattr(
         out_of_memory, "list_memory_holders", lambda: ["pid 7 holds 3.0 GiB of GPU 0: python of user eve"]
     )
-    target, name = (OptimizerStep, "backward") if activity == "training" else (async_eval, "detect")
+    target, name = (OptimizerStep, "backward") if activity == "training" else (evaluator, "detect")
     monkeypatch.setattr(target, name, fail(getattr(target, name), 0, times=100))
     with pytest.raises(OutOfMemoryError, match=f"Out of memory in {activity}, also with") as caught:
         train(settings(data), run_dir=str(tmp_path / "run"))

@@ -39,7 +39,7 @@ from stoker.runs.records import (
     read_lines,
 )
 from stoker.runs.schemas import Event, Quarantined, StepWindow
-from stoker.training import async_eval, checkpoint, loop, make_step, recorder, start
+from stoker.training import checkpoint, evaluator, loop, make_step, recorder, start
 from stoker.training.evaluator import Evaluator
 from stoker.training.run import train
 from stoker.training.run_selection import with_absolute_paths
@@ -310,7 +310,7 @@ def test_an_evaluation_interrupted_by_a_signal_is_repeated(data: Path, tmp_path:
     config = settings(data, eval_every="6")
     whole = train(config, run_dir=str(tmp_path / "whole"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(async_eval, "detect", stopping(async_eval.detect, 0))
+        patch.setattr(evaluator, "detect", stopping(evaluator.detect, 0))
         with pytest.raises(Preempted, match="at step 6"):
             train(config, run_dir=str(tmp_path / "run"))
     result = train(config, run_dir=str(tmp_path / "run"))
@@ -349,14 +349,14 @@ def test_names_of_weights_are_not_paths(tmp_path: Path, monkeypatch: pytest.Monk
 
 def patch_ap(monkeypatch: pytest.MonkeyPatch, *values: float | None) -> None:
     """Evaluations find these APs, the last one from then on."""
-    scored, left = async_eval.compute_coco_result, list(values)
+    scored, left = evaluator.compute_coco_result, list(values)
 
     def score(*args: Any) -> Any:
         found = scored(*args)
         ap = left.pop(0) if len(left) > 1 else left[0]
         return dataclasses.replace(found, metrics=msgspec.structs.replace(found.metrics, ap=ap))
 
-    monkeypatch.setattr(async_eval, "compute_coco_result", score)
+    monkeypatch.setattr(evaluator, "compute_coco_result", score)
 
 
 @pytest.mark.slow

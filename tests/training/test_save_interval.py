@@ -1,123 +1,87 @@
-"""The interval of checkpoints: Young's optimum against a simulation, and when the default stays."""
+"""The interval of checkpoints: two minutes, longer where a save costs much; and a save too long for a notice."""
 
-import math
-import random
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from stoker.config.durations import Duration, parse_duration
-from stoker.runs.records import EVENTS, STEPS, RunFolder, read_lines
-from stoker.runs.schemas import Event, StepWindow
+from stoker.config.durations import Duration
+from stoker.runs.records import EVENTS, read_lines
+from stoker.runs.schemas import Event
+from stoker.training import saver
 from stoker.training.run import train
-from stoker.training.save_interval import (
-    MAX_INTERVAL_S,
-    PRIOR_MTBF_S,
-    SaveTimes,
-    best_interval_s,
-    lost_fraction,
-    mean_time_between_failures_s,
-)
+from stoker.training.saver import MAX_INTERVAL_S, Saver
+from stoker.training.state import IntervalTrigger
 from tests.drawn import draw
 from tests.training.test_out_of_memory import settings
 
 
-@given(st.floats(0.01, 20), st.floats(300, 1e6), st.floats(11, MAX_INTERVAL_S))
-def test_no_other_interval_loses_less(cost_s: float, mtbf_s: float, other_s: float) -> None:
-    best_s = best_interval_s(cost_s, 0.0, mtbf_s)
-    assert lost_fraction(best_s, cost_s, mtbf_s) <= lost_fraction(other_s, cost_s, mtbf_s) * (1 + 1e-9)
-
-
-def simulate(interval_s: float, cost_s: float, mtbf_s: float, work_s: float) -> float:
-    """Fraction of the time that is lost, with failures at random and instant restarts."""
-    rng, saved_s, clock_s = random.Random(0), 0.0, 0.0
-    failure_s = rng.expovariate(1 / mtbf_s)
-    while saved_s < work_s:
-        if clock_s + interval_s + cost_s > failure_s:
-            clock_s, failure_s = failure_s, failure_s + rng.expovariate(1 / mtbf_s)
-        else:
-            clock_s, saved_s = clock_s + interval_s + cost_s, saved_s + interval_s
-    return 1 - saved_s / clock_s
-
-
-@pytest.mark.parametrize(("cost_s", "mtbf_s"), [(5.0, 3600.0), (0.5, 1200.0)])
-def test_the_formula_agrees_with_a_simulation(cost_s: float, mtbf_s: float) -> None:
-    best_s = best_interval_s(cost_s, 0.0, mtbf_s)
-    lost = {factor: simulate(factor * best_s, cost_s, mtbf_s, 4000 * mtbf_s) for factor in (0.3, 1.0, 3.0)}
-    assert lost[1.0] < min(lost[0.3], lost[3.0])
-    assert lost[1.0] == pytest.approx(lost_fraction(best_s, cost_s, mtbf_s), rel=0.1)
+def make_saver(*, is_interval_fixed: bool = False, grace_s: float | None = None) -> tuple[Saver, list[tuple[str, str]]]:
+    """A saver that was given its interval, and its events."""
+    events: list[tuple[str, str]] = []
+    made: Any = object.__new__(Saver)
+    made._is_interval_fixed, made._grace_s, made._is_warned = is_interval_fixed, grace_s, False
+    made._log_event = lambda kind, text: events.append((kind, text))
+    made.trigger = IntervalTrigger(Duration(2, "minutes"), 10, 1)
+    return made, events
 
 
 @pytest.mark.parametrize(
-    ("cost_s", "write_s", "mtbf_s", "expected_s"),
+    ("cost_s", "write_s", "expected_s"),
     [
-        (0.05, 0.5, PRIOR_MTBF_S, None),  # the default is nearly the optimum
-        (5.0, 20.0, PRIOR_MTBF_S, math.sqrt(2 * 5 * PRIOR_MTBF_S)),  # a large model on a slow disk
-        (0.1, 0.5, 3600.0, math.sqrt(2 * 0.1 * 3600)),  # a machine that is taken away every hour
-        (0.1, 30.0, 3600.0, 60.0),  # as often as writes allow
-        (60.0, 60.0, 1e6, MAX_INTERVAL_S),
+        (0.05, 0.5, 120.0),
+        (1.25, 1.0, 120.0),  # hardly more than the cost that is allowed
+        (5.0, 20.0, 500.0),  # a large model
+        (0.1, 100.0, 200.0),  # a slow disk
+        (60.0, 60.0, MAX_INTERVAL_S),
     ],
 )
-def test_two_minutes_stay_unless_another_interval_gains(
-    cost_s: float, write_s: float, mtbf_s: float, expected_s: float | None
-) -> None:
-    times = SaveTimes(120.0, mtbf_s)
-    messages = times.update(cost_s, write_s)
-    assert times.interval_s == pytest.approx(expected_s or 120.0)
-    assert [kind for kind, _ in messages] == ([] if expected_s is None else ["info"])
-    assert times.update(cost_s, write_s) == [], "it settles"
-    user = SaveTimes(None, mtbf_s)
-    assert user.update(cost_s, write_s) == []
-    assert user.interval_s is None
+def test_two_minutes_stay_unless_saves_cost_too_much(cost_s: float, write_s: float, expected_s: float) -> None:
+    made, events = make_saver()
+    made._follow_cost(cost_s, write_s)
+    assert made.trigger.interval_s == pytest.approx(expected_s)
+    assert [kind for kind, _ in events] == ([] if expected_s == 120 else ["info"])
+    made._follow_cost(cost_s, write_s)
+    assert len(events) <= 1, "it settles"
+    by_user, events = make_saver(is_interval_fixed=True)
+    by_user._follow_cost(cost_s, write_s)
+    assert (by_user.trigger.interval_s, events) == (120.0, [])
 
 
 def test_a_save_that_is_too_long_for_the_notice_is_a_warning_once() -> None:
-    times = SaveTimes(None, PRIOR_MTBF_S, grace_s=30.0)
-    assert times.update(0.1, 14.0) == []
-    ((kind, text),) = times.update(0.1, 41.0)
+    made, events = make_saver(is_interval_fixed=True, grace_s=30.0)
+    for write_s in (14.0, 41.0, 41.0):
+        made._follow_cost(0.1, write_s)
+    ((kind, text),) = events
     assert kind == "warning"
     assert "41 s" in text
     assert "30 s of notice" in text
-    assert times.update(0.1, 41.0) == []
-    assert times.time_limit_margin_s == 123
-
-
-def test_failures_are_counted_from_the_run(tmp_path: Path) -> None:
-    assert mean_time_between_failures_s(tmp_path) == pytest.approx(PRIOR_MTBF_S)
-    for attempt, end in enumerate(("preempted", "failed", None, None), start=1):  # the last one is running
-        folder = RunFolder(tmp_path, attempt)
-        folder.event("started" if attempt == 1 else "resumed")
-        folder.append(
-            STEPS,
-            StepWindow(
-                t=0.0, attempt=attempt, step=1, window_steps=1, num_images=1, wall_s=900.0, devices=1, phases={}
-            ),
-        )
-        if end is not None:
-            folder.event(end)
-        folder.close()
-    assert mean_time_between_failures_s(tmp_path) == pytest.approx((3600 + 8640) / 2.1)
 
 
 @pytest.mark.parametrize("is_set_by_user", [False, True])
 def test_a_run_changes_its_own_interval_only_if_the_user_set_none(
     is_set_by_user: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prior of a failure a minute makes it save at the lower limit."""
-    monkeypatch.setattr("stoker.training.save_interval.PRIOR_MTBF_S", 60.0)
-    monkeypatch.setattr("stoker.training.save_interval.MIN_INTERVAL_S", 0.05)
-    for module in ("loop", "saver"):
-        monkeypatch.setattr(f"stoker.training.{module}.parse_duration", _in_milliseconds)
+    monkeypatch.setattr(saver, "MAX_COST", 1e-6)
+    monkeypatch.setattr(saver, "parse_duration", lambda *_: Duration(1e-4, "minutes"))
     changes = {"checkpoint_every": "2min"} if is_set_by_user else {}
     run = train(settings(draw(tmp_path / "data"), max_duration="12", **changes), run_dir=str(tmp_path / "run")).run
     texts = [event.text for event in read_lines(run, EVENTS, Event) if event.text.startswith("checkpoint-every:")]
-    assert bool(texts) is not is_set_by_user
-    assert all("Young" in text for text in texts)
+    assert len(texts) == (0 if is_set_by_user else 1)
 
 
-def _in_milliseconds(text: str, flag: str = "max-duration") -> Duration:
-    """Two minutes become 120 ms."""
-    duration = parse_duration(text, flag)
-    return Duration(duration.value / 1000, "minutes") if duration.unit == "minutes" else duration
+def test_the_margin_before_a_time_limit_covers_a_long_save() -> None:
+    from stoker.training import stopper
+
+    made: Any = object.__new__(stopper.Stopper)
+    requests: list[float] = []
+    made.request = SimpleNamespace(
+        request=lambda _, grace_s: requests.append(grace_s), trace_requested=False, requested_by=None
+    )
+    made._hang_detector, made._memory_guard = SimpleNamespace(report=lambda: None), SimpleNamespace(poll=lambda: None)
+    made._time_limit_at_s = -1.0
+    for longest_s in (1.0, 41.0):
+        made._writer = SimpleNamespace(longest_write_s=longest_s)
+        made._look_at_requests()
+    assert requests == [60.0, 123.0]

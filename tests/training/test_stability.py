@@ -22,7 +22,7 @@ from stoker.diagnosis.engine import diagnose
 from stoker.errors import DivergedError
 from stoker.runs.records import EVENTS, STEPS, RunFolder, read_lines
 from stoker.runs.schemas import Event, StepWindow
-from stoker.training import async_eval, checkpoint, recorder
+from stoker.training import checkpoint, evaluator, recorder
 from stoker.training.optim import OptimizerStep
 from stoker.training.run import train
 from stoker.training.stability import (
@@ -60,11 +60,11 @@ def make_gradients_nan(patch: pytest.MonkeyPatch, poisoned: Callable[[int, float
     set_scalars, clip = OptimizerStep.set_scalars, OptimizerStep.clip
     scalars = {}
 
-    def set_and_remember(self: OptimizerStep[Any], rate: float, done_steps: int) -> None:
+    def set_and_remember(self: OptimizerStep, rate: float, done_steps: int) -> None:
         scalars[self] = done_steps, rate
         set_scalars(self, rate, done_steps)
 
-    def poisoned_clip(self: OptimizerStep[Any], *arguments: Any) -> Any:
+    def poisoned_clip(self: OptimizerStep, *arguments: Any) -> Any:
         if poisoned(*scalars[self]):
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
@@ -186,13 +186,13 @@ def test_a_rollback_keeps_the_best_weights_and_resets_patience(data: Path, tmp_p
     """The evaluation of step 21 is undone with its steps; its weights are in best.safetensors. Of the three before it,
     the checkpoint that training goes back to counts two against patience."""
     monkeypatch.setattr(recorder, "WINDOW_S", 0.0)
-    scored, aps = async_eval.compute_coco_result, iter([0.3, 0.1, 0.1, 0.5, *[0.2] * 20])
+    scored, aps = evaluator.compute_coco_result, iter([0.3, 0.1, 0.1, 0.5, *[0.2] * 20])
 
     def score(*args: Any) -> Any:
         found = scored(*args)
         return dataclasses.replace(found, metrics=msgspec.structs.replace(found.metrics, ap=next(aps)))
 
-    monkeypatch.setattr(async_eval, "compute_coco_result", score)
+    monkeypatch.setattr(evaluator, "compute_coco_result", score)
     make_gradients_nan(monkeypatch, lambda step, rate: step >= 22 and rate > 0.8 * RATE)
     run = train(settings(data, eval_every="6", checkpoint_every="19"), run_dir=str(tmp_path / "run")).run
     steps = [event.step for event in events_of(run, "evaluated")]
@@ -392,15 +392,6 @@ def test_a_loss_that_jumps_at_once_and_falls_again_raises_no_alert():
     assert alerts_of([*DEAD[:4], *[1.9 * math.exp(-n / 200) for n in range(400)]]) == []
 
 
-def test_a_gradient_that_grows_and_is_cut_is_a_rate_too_high():
-    norms = [1.0] * 40 + [30.0] * 40
-    falling = [3 - n / 200 for n in range(80)] + [2.0] * 400
-    norms += [30.0] * 400
-    assert [one.kind for one in alerts_of(falling, norms=norms)] == ["lr_too_high"]
-    assert alerts_of(falling, norms=norms, clip=0.0) == []
-    assert alerts_of(falling, norms=[n / 5 for n in norms]) == []
-
-
 def test_skipped_steps_are_said_when_they_have_doubled():
     found = alerts_of([3 - n / 200 for n in range(400)], skipped=2)
     said = [one.data["skipped"] for one in found if one.kind == "warning"]
@@ -432,11 +423,9 @@ def test_a_metric_history_is_within_its_values(values: list[float]):
     course.add(math.nan)
     course.add(None)
     if len(values) < MEDIAN_WINDOWS:
-        assert course.current is None
+        assert math.isnan(course.current)
         assert not course.has_risen(1.5)
     else:
-        assert course.lowest is not None
-        assert course.current is not None
         assert min(values) <= course.lowest <= course.current <= max(values)
 
 

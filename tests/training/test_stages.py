@@ -1,6 +1,5 @@
 """`--stages`: ranks with a stage each train what one process trains, and their checkpoints are those of one process."""
 
-import contextlib
 import json
 import os
 import signal
@@ -27,9 +26,8 @@ from stoker.runs.schemas import Event, StepWindow
 from stoker.training.cluster import Devices
 from stoker.training.defaults.derive import choose_micro_batches, derive
 from stoker.training.local_ranks import choose_devices, find_free_port
-from stoker.training.pipeline import Pipeline
 from stoker.training.ranks import Ranks
-from stoker.training.stages import Stages, _merge, cut, list_parts
+from stoker.training.stages import Pipeline, Stages, _merge, cut, list_parts
 from tests.drawn import draw, run_stoker, stoker
 from tests.models.samples import make_batch, settings_of
 from tests.training.stage_step import CASES
@@ -182,10 +180,10 @@ def test_the_error_of_a_stage_is_not_hidden() -> None:
 
     pipeline = object.__new__(Pipeline)
     pipeline.ranks, pipeline._group = SimpleNamespace(rank=1), None  # type: ignore[assignment]
-    pipeline._last, pipeline._schedule = 2, Schedule()
+    pipeline._last, pipeline._schedule, pipeline.micro_batches = 2, Schedule(), 1
     batch = make_batch((0, 0), (64, 64), 3)
     with pytest.raises(torch.OutOfMemoryError, match="of the stage"):
-        pipeline.forward_backward(None, None, batch, 1, contextlib.nullcontext())  # type: ignore[arg-type]
+        pipeline.forward_backward(batch)
 
 
 @pytest.mark.slow

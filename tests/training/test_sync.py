@@ -31,10 +31,10 @@ from stoker.hardware.exchange_cost import (
 from stoker.runs.records import EVENTS, read_lines
 from stoker.runs.schemas import Event
 from stoker.training.cluster import Devices
+from stoker.training.ddp import flatten, outer_step, write_flat
 from stoker.training.defaults.derive import derive
 from stoker.training.defaults.sync_choice import Measured, decide
 from stoker.training.local_ranks import find_free_port
-from stoker.training.local_steps import flatten, outer_step, write_flat
 from tests.drawn import draw
 from tests.training.test_ranks import (
     assert_same_training,

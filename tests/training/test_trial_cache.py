@@ -10,7 +10,7 @@ import torch
 from stoker.config.settings import Config, from_fields
 from stoker.data.index import Index, open_index
 from stoker.hardware.device import Device, DeviceMemory
-from stoker.training.defaults import auto_batch, trial_cache
+from stoker.training.defaults import auto_batch
 from tests.drawn import draw
 
 
@@ -46,7 +46,7 @@ def trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Config]:
         made.append(config)
         return 2 ** len(made), 1, "tried"
 
-    monkeypatch.setattr(auto_batch, "choose_batch_size", choose)
+    monkeypatch.setattr(auto_batch, "find_batch_size", choose)
     return made
 
 
@@ -54,13 +54,13 @@ SETTINGS = from_fields({"model": "ember_n", "image_size": (64, 64), "mosaic": 0.
 
 
 def choose(config: Config, index: Index, device: Device, num_images: int = 8) -> int:
-    return trial_cache.choose_batch_size(config, index, device, recipe_batch_size=16, num_images=num_images)[0]
+    return auto_batch.choose_batch_size(config, index, device, recipe_batch_size=16, num_images=num_images)[0]
 
 
 def test_the_same_command_does_not_repeat_the_trials(index: Index, trials: list[Config]) -> None:
     assert choose(SETTINGS, index, GPU) == 2
     same = SETTINGS.replace(seed=7)
-    assert trial_cache.choose_batch_size(same, index, GPU, recipe_batch_size=16, num_images=8) == (
+    assert auto_batch.choose_batch_size(same, index, GPU, recipe_batch_size=16, num_images=8) == (
         2, 1, "tried; found by an earlier run",
     )  # fmt: skip
     assert len(trials) == 1
@@ -92,7 +92,7 @@ def test_a_new_version_of_torch_or_stoker_tries_again(
     monkeypatch.setattr(torch, "__version__", "9.9")
     assert choose(SETTINGS, index, GPU) == 4
     (tmp_path / "__init__.py").touch()
-    monkeypatch.setattr(trial_cache, "PACKAGE", tmp_path)
+    monkeypatch.setattr(auto_batch, "PACKAGE", tmp_path)
     assert choose(SETTINGS, index, GPU) == 8
 
 

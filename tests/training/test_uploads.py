@@ -62,7 +62,7 @@ class Run:
             open_store(address), address, folder, lease, {}, report=self.hear, on_lease_lost=self.lose
         )
 
-    def hear(self, kind: str, text: str) -> None:
+    def hear(self, kind: str, text: str, **_: object) -> None:
         with self.heard:
             self.said.append((kind, text))
             self.heard.notify_all()

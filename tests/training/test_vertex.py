@@ -12,7 +12,7 @@ from stoker.storage.download import list_keys
 from stoker.storage.store import open_store
 from stoker.storage.uri import parse_uri
 from stoker.training.run import train
-from stoker.training.vertex import VertexFolders, copying_results, vertex_folders
+from stoker.training.uploads import VertexFolders, copying_results, vertex_folders
 from tests.drawn import draw
 from tests.storage.servers import Server, apply, google_server
 

@@ -236,9 +236,6 @@ def test_processes_that_are_refused() -> None:
         assert pid is not None
         with pytest.raises(UsageError, match=what):
             attach(pid)
-    with pytest.raises(UsageError) as thrown:
-        attach(thread.native_id or 0)
-    assert thrown.value.cause == f"it is a thread of process {os.getpid()}"
     child.wait()
 
 
@@ -247,11 +244,10 @@ def test_a_process_of_another_user_is_refused(tmp_path: Path) -> None:
     parent, pid = foreign_process("exit 0", tmp_path)
     os.seteuid(65534)
     try:
-        with pytest.raises(UsageError, match=f"Process {pid} belongs to root") as thrown:
+        with pytest.raises(UsageError, match=f"Process {pid} belongs to user 0"):
             attach(pid, str(tmp_path / "run"))
     finally:
         os.seteuid(0)
-    assert thrown.value.fix == "run stoker as root or as root"
     parent.communicate()
 
 

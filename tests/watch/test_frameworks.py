@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from stoker.runs.schemas import StepWindow
-from stoker.watch.output import LineSplitter, ProgressParser
-from stoker.watch.progress_windows import ProgressWindows
+from stoker.watch.output import LineSplitter, ProgressParser, ProgressWindows
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,7 @@ import pytest
 from stoker.report.explain import RunExplanation, explain_run
 from stoker.runs.records import EVENTS, RANKS, STEPS, read_lines
 from stoker.runs.schemas import Event, StepWindow
-from stoker.watch.hook_reader import HOOK_DIR, add_hook_env
-from stoker.watch.hook_state import HookState, cpu_by_phase, phase_seconds, read_hook_state
+from stoker.watch.hook_reader import HOOK_DIR, HookState, add_hook_env, cpu_by_phase, phase_seconds, read_hook_state
 from tests.timing import undisturbed_once
 from tests.watch import hook_jobs
 
@@ -133,14 +132,14 @@ def test_a_training_loop_is_counted_and_every_second_is_in_a_phase(
 
 def run_patched(job: str, directory: Path) -> None:
     """Runs a script in this process with the hook, as if the frameworks were imported now."""
-    from stoker.watch.hook import stoker_hook
-    from stoker.watch.hook.stoker_hook import clock
+    from stoker.profiling.hook import stoker_hook
+    from stoker.profiling.hook.stoker_hook import clock
 
     stoker_hook.failures.STATE_DIR = clock.clock._directory = str(directory)
     clock.clock.publish()
-    for name, (module, function) in stoker_hook.PATCHES.items():
+    for name, (module, function, *args) in stoker_hook.PATCHES.items():
         if name in sys.modules:
-            getattr(importlib.import_module(f"{stoker_hook.__name__}.{module}"), function)(sys.modules[name])
+            getattr(importlib.import_module(f"{stoker_hook.__name__}.{module}"), function)(sys.modules[name], *args)
     exec(compile(job, "job.py", "exec"), {"__name__": "__main__"})
     clock.clock._finish()
 

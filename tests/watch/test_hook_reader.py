@@ -11,10 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stoker.profiling.hook.stoker_hook import clock as hook
 from stoker.runs.records import PHASES
-from stoker.watch.hook.stoker_hook import clock as hook
-from stoker.watch.hook_reader import HookReader, IdleTime, RankTimeBreakdown, add_hook_env, hook_state_dir
-from stoker.watch.hook_state import SLOT_PHASES, HookState, cpu_by_phase, phase_seconds, read_hook_state
+from stoker.watch.hook_reader import (
+    SLOT_PHASES,
+    HookReader,
+    HookState,
+    IdleTime,
+    RankTimeBreakdown,
+    add_hook_env,
+    cpu_by_phase,
+    hook_state_dir,
+    phase_seconds,
+    read_hook_state,
+)
 
 BEGIN_S = 1000.0
 
@@ -75,7 +85,7 @@ def test_recompilations_are_counted_by_window_and_absent_if_not_measured() -> No
     found = []
     for at_s, recompiles in ((1.0, -1.0), (2.0, 0.0), (3.0, 3.0), (4.0, 4.0)):
         breakdown.update([make_state(compute=at_s, steps=at_s, recompiles=recompiles)], [], BEGIN_S + at_s)
-        found.append(breakdown.next_window(BEGIN_S + at_s, 1.0, rank=0, devices=1).recompiles)
+        found.append(breakdown.next_window(BEGIN_S + at_s, 1.0, devices=1).recompiles)
     assert found == [None, 0, 3, 1]
 
 
@@ -113,14 +123,14 @@ def test_cpu_time_of_the_process_is_that_of_the_window() -> None:
     def window(cpu_s: float, at_s: float) -> float | None:
         state = dataclasses.replace(make_state(compute=at_s, steps=1.0), process_cpu_s=cpu_s)
         breakdown.update([state], [], BEGIN_S + at_s)
-        return breakdown.next_window(BEGIN_S + at_s, 1.0, rank=0, devices=2).process_cpu_s
+        return breakdown.next_window(BEGIN_S + at_s, 1.0, devices=2).process_cpu_s
 
     breakdown = RankTimeBreakdown(BEGIN_S)
-    assert breakdown.next_window(BEGIN_S, 1.0, rank=0, devices=2).process_cpu_s is None
+    assert breakdown.next_window(BEGIN_S, 1.0, devices=2).process_cpu_s is None
     assert [window(cpu_s, at_s) for cpu_s, at_s in ((3.0, 2.0), (4.5, 3.0))] == [3.0, 1.5]
     ended = dataclasses.replace(make_state(compute=3.0, steps=1.0), process_cpu_s=5.0)
     breakdown.update([], [ended], BEGIN_S + 4.0)
-    assert breakdown.next_window(BEGIN_S + 4.0, 1.0, rank=0, devices=2).process_cpu_s == 0.5
+    assert breakdown.next_window(BEGIN_S + 4.0, 1.0, devices=2).process_cpu_s == 0.5
 
 
 def test_the_processes_that_train_are_known_while_they_live(tmp_path: Path) -> None:
@@ -224,7 +234,7 @@ def test_windows_add_up_also_after_a_correction(done: list[tuple[str, float, boo
         total_s += took_s
         cpu = {slot: seconds / 2 for slot, seconds in values.items() if slot in SLOT_PHASES}
         breakdown.update([make_state(cpu=cpu, **values)], [], BEGIN_S + total_s)
-        seen = breakdown.next_window(BEGIN_S + total_s, took_s, rank=0, devices=2)
+        seen = breakdown.next_window(BEGIN_S + total_s, took_s, devices=2)
         assert min(seen.thread_cpu_s.values(), default=0.0) >= 0
         computed_s += sum(seen.thread_cpu_s.values())
         assert computed_s == pytest.approx(total_s / 2)
@@ -242,12 +252,12 @@ def test_a_second_training_is_followed_and_a_helper_is_not() -> None:
     first = make_state("a", compute=4.0, batches=1.0, steps=4.0, num_images=8.0)
     helper = make_state("h", startup=9.0, begin_s=BEGIN_S - 5.0)
     breakdown.update([helper, first], [], BEGIN_S + 4.0)
-    assert breakdown.next_window(BEGIN_S + 4.0, 4.0, rank=0, devices=1).phases == {"compute": 4.0}
+    assert breakdown.next_window(BEGIN_S + 4.0, 4.0, devices=1).phases == {"compute": 4.0}
     breakdown.update([helper], [first], BEGIN_S + 5.0)
-    assert breakdown.next_window(BEGIN_S + 6.0, 2.0, rank=0, devices=1).phases == {"unattributed": 2.0}
+    assert breakdown.next_window(BEGIN_S + 6.0, 2.0, devices=1).phases == {"unattributed": 2.0}
     second = make_state("b", begin_s=BEGIN_S + 6.0, running="startup", startup=1.0)
     breakdown.update([helper, second], [first], BEGIN_S + 7.0)
-    assert breakdown.next_window(BEGIN_S + 7.0, 1.0, rank=0, devices=1).phases == pytest.approx({"startup": 1.0})
+    assert breakdown.next_window(BEGIN_S + 7.0, 1.0, devices=1).phases == pytest.approx({"startup": 1.0})
     assert breakdown.steps == 4
 
 
@@ -256,7 +266,7 @@ def test_a_process_that_was_killed_was_in_its_last_phase_until_then() -> None:
     hung = make_state(running="comm", compute=1.0, comm=1.0, batches=1.0, steps=1.0)
     breakdown.update([hung], [], BEGIN_S + 9.0)
     breakdown.update([], [hung], BEGIN_S + 10.0)
-    assert breakdown.next_window(BEGIN_S + 10.0, 10.0, rank=0, devices=1).phases == pytest.approx(
+    assert breakdown.next_window(BEGIN_S + 10.0, 10.0, devices=1).phases == pytest.approx(
         {"compute": 1.0, "comm": 8.0, "unattributed": 1.0}
     )
 
@@ -268,15 +278,15 @@ def test_ranks_share_the_devices_from_their_first_step_on(tmp_path: Path) -> Non
         starts = make_state(f"{rank}.state", running="startup", begin_s=now_s, rank=float(rank), world=2.0)
         write_state(tmp_path, starts, pid=os.getpid())
     reader.poll()
-    (alone,) = reader.next_windows(now_s + 2.0, 2.0)
-    assert (alone.rank, alone.devices, alone.phases) == (0, 4, {"startup": 8.0})
+    alone = reader.next_windows(now_s + 2.0, 2.0)
+    assert [(rank, one.devices, one.phases) for rank, one in alone.items()] == [(0, 4, {"startup": 8.0})]
     for rank in (0, 1):
         steps = make_state(
             f"{rank}.state", begin_s=now_s, startup=2.0, compute=1.0, rank=float(rank), steps=3.0, batches=3.0
         )
         write_state(tmp_path, steps, pid=os.getpid())
     reader.poll()
-    assert [(one.rank, one.devices, one.steps) for one in reader.next_windows(now_s + 3.0, 1.0)] == [
+    assert [(rank, one.devices, one.window_steps) for rank, one in reader.next_windows(now_s + 3.0, 1.0).items()] == [
         (0, 2, 3),
         (1, 2, 3),
     ]

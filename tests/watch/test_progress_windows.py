@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.watch.output import Progress, parse_progress
-from stoker.watch.progress_windows import MAX_FIRST_STEP, ProgressWindows
+from stoker.watch.output import MAX_FIRST_STEP, Progress, ProgressWindows, parse_progress
 
 
 def after(*lines: str) -> ProgressWindows:

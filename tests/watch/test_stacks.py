@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from stoker.profiling.telemetry.sampler import TelemetrySampler
 from stoker.runs.records import STACKS, RunFolder, read_lines
 from stoker.runs.schemas import StackWindow
 from stoker.watch import stacks
@@ -55,7 +54,7 @@ def until(what: Iterator[bool]) -> None:
 def sampled(pid: int, run: Path, name: str = STACKS) -> tuple[list[StackWindow], list[str]]:
     """(the lines of at least one window, what was said)"""
     folder, reasons = RunFolder(run, 4), []
-    with stacks.StackSampler(folder, pid, telemetry=TelemetrySampler(folder), on_unavailable=reasons.append):
+    with stacks.StackSampler(folder, pid, on_unavailable=reasons.append):
         until(bool(reasons) or (run / name).exists() for _ in range(3000))
     folder.close()
     return list(read_lines(run, name, StackWindow)), reasons
@@ -78,7 +77,7 @@ def test_a_python_job_has_windows(rank: str, name: str, tmp_path: Path) -> None:
 def test_a_job_without_python_has_a_reason(tmp_path: Path) -> None:
     folder, reasons = RunFolder(tmp_path, 1), []
     process = subprocess.Popen(["sleep", "60"])
-    with stacks.StackSampler(folder, process.pid, telemetry=TelemetrySampler(folder), on_unavailable=reasons.append):
+    with stacks.StackSampler(folder, process.pid, on_unavailable=reasons.append):
         pass
     process.kill()
     process.wait()
@@ -156,8 +155,7 @@ def test_of_a_job_with_the_hook_only_processes_that_train_are_sampled(tmp_path: 
     children = [job(WAITS, folder) for folder in folders]
     trainers: set[int] = set()
     sampler = stacks.StackSampler(
-        RunFolder(tmp_path, 1), os.getpid(), telemetry=TelemetrySampler(RunFolder(tmp_path, 1)),
-        on_unavailable=print, training_pids=lambda: trainers,
+        RunFolder(tmp_path, 1), os.getpid(), on_unavailable=print, training_pids=lambda: trainers,
     )  # fmt: skip
     pids = {child.pid for child in children}
     assert {process.pid for process in sampler._busiest_processes()} >= {os.getpid(), *pids}

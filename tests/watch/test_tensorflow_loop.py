@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from stoker.watch.hook.stoker_hook import clock as hook
-from stoker.watch.hook.stoker_hook import tensorflow_input, tensorflow_loop
+from stoker.profiling.hook.stoker_hook import clock as hook
+from stoker.profiling.hook.stoker_hook import tensorflow_loop
 from tests.watch.test_clock import Timed
 
 
@@ -65,15 +65,15 @@ class TensorFlow:
         self.backprop = SimpleNamespace(GradientTape=GradientTape)
         self.checkpoint = SimpleNamespace(Checkpoint=Checkpoint)
         self.state = tensorflow_loop.LoopState()
-        for module in (hook, tensorflow_loop, tensorflow_input):
+        for module in (hook, tensorflow_loop):
             monkeypatch.setattr(module, "clock", time.clock)
         monkeypatch.setattr(tensorflow_loop, "state", self.state)
-        monkeypatch.setattr(tensorflow_input.sampler, "_next_s", float("inf"))  # there is no profiler
+        monkeypatch.setattr(tensorflow_loop.sampler, "_next_s", float("inf"))  # there is no profiler
         tensorflow_loop.patch_iterators(self.iterators)
         tensorflow_loop.patch_functions(self.functions)
         tensorflow_loop.patch_tracing(self.func_graph)
         tensorflow_loop.patch_gradients(self.backprop)
-        tensorflow_loop.patch_checkpoints(self.checkpoint)
+        hook.patch_timed(self.checkpoint, "checkpoint", "Checkpoint.save", "Checkpoint.write")
 
     def batches(self, number: int) -> Iterator[Any]:
         iterator = self.iterators.OwnedIterator(number)

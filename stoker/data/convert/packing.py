@@ -88,10 +88,7 @@ class PackedRow(msgspec.Struct, frozen=True, array_like=True):
 class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What is in a finished shard."""
 
-    name: str
-    split: str
-    size_bytes: int
-    sha256: str
+    shard: Shard
     images: tuple[PackedRow, ...]
     skipped: tuple[tuple[int, str], ...]
     """(row, reason)."""
@@ -107,19 +104,20 @@ class PackResult:
     """Everything was there already, and nothing was written."""
     num_kept: int
     """Shards that an earlier start had finished."""
-    num_images: dict[str, int]
-    """Per split."""
-    num_shards: int
-    source_bytes: int
-    """Of the images, in the source."""
-    size_bytes: int
-    """Of all shards."""
-    num_encoded: int
-    mean_psnr_db: float | None
+    info: PackedInfo
+    num_encoded: int = 0
+    psnr_db: tuple[float, ...] = ()
     """Of a sample of the images that were encoded again."""
-    num_measured: int
-    skipped: tuple[tuple[str, str], ...]
+    skipped: tuple[tuple[str, str], ...] = ()
     """(image, reason)."""
+
+    @property
+    def num_images(self) -> dict[str, int]:
+        """Per split."""
+        counts: dict[str, int] = {}
+        for shard in self.info.shards:
+            counts[shard.split] = counts.get(shard.split, 0) + shard.num_images
+        return counts
 
 
 RunShards = Callable[[Index, Plan, Sequence[PlannedShard], Destination], Iterator[ShardRecord]]
@@ -150,17 +148,25 @@ def pack(
         destination.write(PLAN_FILE, msgspec.json.encode({"id": plan.id, "shards": len(plan.shards)}))
         _delete_temporary_files(destination, plan, sizes)
         records = _finished_records(destination, plan, sizes)
-        num_kept, num_done = len(records), sum(_num_rows(record) for record in records.values())
+        num_kept, num_done = len(records), sum(len(r.images) + len(r.skipped) for r in records.values())
         progress(num_done, len(index))
         for record in run_shards(index, plan, [s for s in plan.shards if s.name not in records], destination):
-            records[record.name] = record
-            num_done += _num_rows(record)
+            records[record.shard.name] = record
+            num_done += len(record.images) + len(record.skipped)
             progress(num_done, len(index))
         ordered = [records[shard.name] for shard in plan.shards]
-        _write_index(index, destination, plan, ordered)
+        info = _write_index(index, destination, plan, ordered)
         for name in [*(_record_name(shard.name) for shard in plan.shards), PLAN_FILE]:
             destination.delete(name)
-    return _summarize(index, destination, ordered, num_kept)
+    return PackResult(
+        destination=destination.text,
+        was_packed=False,
+        num_kept=num_kept,
+        info=info,
+        num_encoded=sum(record.num_encoded for record in ordered),
+        psnr_db=tuple(value for record in ordered for value in record.psnr_db),
+        skipped=tuple((index.display_source(row), reason) for r in ordered for row, reason in r.skipped),
+    )
 
 
 def in_threads(workers: int) -> RunShards:
@@ -253,11 +259,9 @@ def make_shard(index: Index, plan: Plan, shard: PlannedShard) -> tuple[bytes, Sh
         _append_file(content, f"{row:09d}{suffix}", data)
         _append_file(content, f"{row:09d}.json", _annotations(index, packed, shard.split, data, category_ids))
     content += END
+    sha256 = hashlib.sha256(content).hexdigest()
     return bytes(content), ShardRecord(
-        name=shard.name,
-        split=shard.split,
-        size_bytes=len(content),
-        sha256=hashlib.sha256(content).hexdigest(),
+        shard=Shard(name=shard.name, split=shard.split, num_images=len(images), size_bytes=len(content), sha256=sha256),
         images=tuple(images),
         skipped=tuple(skipped),
         num_encoded=num_encoded,
@@ -306,7 +310,7 @@ def _scale(
     return (boxes.astype(np.float64) * (x, y, x, y)).astype(np.float32), area * (x * y)
 
 
-def _write_index(index: Index, destination: Destination, plan: Plan, records: Sequence[ShardRecord]) -> None:
+def _write_index(index: Index, destination: Destination, plan: Plan, records: Sequence[ShardRecord]) -> PackedInfo:
     by_row = sorted((packed.row, number, packed) for number, r in enumerate(records) for packed in r.images)
     if not by_row:
         row, reason = records[0].skipped[0]
@@ -322,7 +326,7 @@ def _write_index(index: Index, destination: Destination, plan: Plan, records: Se
     ]
     images = PackedImages(
         names=[os.path.basename(index.path_text(row)).encode("utf-8", "replace").decode() for row in rows.tolist()],
-        split=np.array([SPLITS.index(records[number].split) for _, number, _ in by_row], np.int8),
+        split=np.array([SPLITS.index(records[number].shard.split) for _, number, _ in by_row], np.int8),
         image_id=index.image_id[rows],
         shard=np.array([number for _, number, _ in by_row], np.int32),
         byte_range=np.array([(packed.offset, packed.length) for _, _, packed in by_row], np.int64),
@@ -338,36 +342,12 @@ def _write_index(index: Index, destination: Destination, plan: Plan, records: Se
         plan=plan.id,
         class_names=index.class_names,
         category_ids=index.category_ids,
-        shards=tuple(
-            Shard(
-                name=r.name, split=r.split, num_images=len(r.images), size_bytes=r.size_bytes, sha256=r.sha256
-            )
-            for r in records
-        ),
+        shards=tuple(record.shard for record in records),
         num_skipped=sum(len(r.skipped) for r in records),
         source_bytes=sum(r.source_bytes for r in records),
-    )  # fmt: skip
-    destination.write(INDEX_FILE, shard_index.encode(info, images))
-
-
-def _summarize(index: Index, destination: Destination, records: Sequence[ShardRecord], num_kept: int) -> PackResult:
-    num_images: dict[str, int] = {}
-    for record in records:
-        num_images[record.split] = num_images.get(record.split, 0) + len(record.images)
-    psnr_db = [value for record in records for value in record.psnr_db]
-    return PackResult(
-        destination=destination.text,
-        was_packed=False,
-        num_kept=num_kept,
-        num_images=num_images,
-        num_shards=len(records),
-        source_bytes=sum(record.source_bytes for record in records),
-        size_bytes=sum(record.size_bytes for record in records),
-        num_encoded=sum(record.num_encoded for record in records),
-        mean_psnr_db=sum(psnr_db) / len(psnr_db) if psnr_db else None,
-        num_measured=len(psnr_db),
-        skipped=tuple((index.display_source(row), reason) for r in records for row, reason in r.skipped),
     )
+    destination.write(INDEX_FILE, shard_index.encode(info, images))
+    return info
 
 
 def _complete(
@@ -391,29 +371,16 @@ def _complete(
         with destination.locked():
             _delete_temporary_files(destination, plan, sizes)
             for record in run_shards(index, plan, planned, destination):
-                destination.delete(_record_name(record.name))
-                if record.sha256 != shards[record.name].sha256:
-                    destination.delete(record.name)  # the index has the places of images in other bytes
-                    raise _other_bytes(destination, record.name)
+                name = record.shard.name
+                destination.delete(_record_name(name))
+                if record.shard.sha256 != shards[name].sha256:
+                    destination.delete(name)  # the index has the places of images in other bytes
+                    raise _other_bytes(destination, name)
     for name in sizes:
         if name.startswith(f"{WORK_DIR}/"):  # a kill came after the index was written
             destination.delete(name)
-    num_images: dict[str, int] = {}
-    for shard in info.shards:
-        num_images[shard.split] = num_images.get(shard.split, 0) + shard.num_images
-    return PackResult(
-        destination=destination.text,
-        was_packed=not lost,
-        num_kept=len(info.shards) - len(lost),
-        num_images=num_images,
-        num_shards=len(info.shards),
-        source_bytes=info.source_bytes,
-        size_bytes=sum(shard.size_bytes for shard in info.shards),
-        num_encoded=0,
-        mean_psnr_db=None,
-        num_measured=0,
-        skipped=(),
-    )
+    num_kept = len(info.shards) - len(lost)
+    return PackResult(destination=destination.text, was_packed=not lost, num_kept=num_kept, info=info)
 
 
 def _other_bytes(destination: Destination, name: str) -> DataError:
@@ -467,11 +434,11 @@ def _finished_records(destination: Destination, plan: Plan, sizes: dict[str, int
             record = msgspec.json.decode(destination.read(_record_name(shard.name)), type=ShardRecord)
         except (msgspec.MsgspecError, ValueError, StokerError, OSError):
             return None  # the shard is made again
-        return record if sizes.get(shard.name) == record.size_bytes else None
+        return record if sizes.get(shard.name) == record.shard.size_bytes else None
 
     candidates = [shard for shard in plan.shards if _record_name(shard.name) in sizes and shard.name in sizes]
     records = map_in_threads(read_record, candidates, chunk_size=1)
-    return {record.name: record for record in records if record is not None}
+    return {record.shard.name: record for record in records if record is not None}
 
 
 def _delete_temporary_files(destination: Destination, plan: Plan, sizes: dict[str, int]) -> None:
@@ -485,10 +452,6 @@ def _delete_temporary_files(destination: Destination, plan: Plan, sizes: dict[st
 
 def _record_name(shard_name: str) -> str:
     return f"{WORK_DIR}/{shard_name}.json"
-
-
-def _num_rows(record: ShardRecord) -> int:
-    return len(record.images) + len(record.skipped)
 
 
 def _source_bytes(index: Index) -> NDArray[np.int64]:

@@ -5,19 +5,23 @@ Used by all formats except COCO and TFRecord, which build arrays directly, for s
 """
 
 import math
+import mmap
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 
+from stoker import regular_files
 from stoker.data.formats.images import read_sizes
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, FolderTable, display_path
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
 
 XYXY = tuple[float, float, float, float]
+Content = TypeVar("Content")
 
 
 class ImageFile(NamedTuple):
@@ -212,3 +216,27 @@ def usable_size(height: object, width: object) -> tuple[int, int]:
         return 0, 0
     is_valid = len(sides) == 2 and all(1 <= side < 2**31 for side in sides)
     return (int(sides[0]), int(sides[1])) if is_valid else (0, 0)
+
+
+def read_json(path: Path, type: type[Content], *, what: str, fix: str = "export it again") -> Content:
+    """The content of a JSON file, numbers also if they are text. Raises OSError, and DataError for a file that is not
+    JSON or has another content. what: says so in the error: "The file is not an export of Label Studio."."""
+    data = regular_files.read_bytes(path).removeprefix(b"\xef\xbb\xbf")
+    try:
+        return msgspec.json.decode(data, type=type, strict=False)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise DataError(what, location=path, cause=str(error), fix=fix) from error
+
+
+def invalid_json_error(path: Path, data: bytes | mmap.mmap, error: Exception) -> DataError:
+    """The error for a file that is not JSON, with the line."""
+    text = str(error)
+    digits = text.rpartition("byte ")[2].rstrip(")")
+    offset = int(digits) if digits.isdigit() else len(data)
+    line = data[:offset].count(b"\n") + 1
+    return DataError(
+        "The annotation file is not valid JSON.",
+        location=f"{path}:{line}",
+        cause=f"{text} in a file of {len(data)} bytes",
+        fix="export or copy it again; a truncated file ends in the middle of an entry",
+    )

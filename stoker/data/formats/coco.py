@@ -29,8 +29,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker import regular_files
+from stoker.data.formats.building import invalid_json_error
 from stoker.data.formats.folders import (
     ANNOTATION_DIRS,
+    MAX_PROBES,
     check_unannotated_splits,
     choose_only_file,
     file_part,
@@ -45,7 +47,7 @@ from stoker.data.formats.folders import (
     split_from_name,
     unique,
 )
-from stoker.data.formats.images import MAX_NAME_BYTES, count_matching_files
+from stoker.data.formats.images import count_matching_files, is_usable_name
 from stoker.data.formats.labelme import is_labelme
 from stoker.data.formats.mds import is_mds_head
 from stoker.data.formats.others import recognize_file
@@ -94,6 +96,17 @@ class CocoFile(msgspec.Struct):
     annotations: list[Annotation] = []
 
 
+RawEntry = TypeVar("RawEntry")
+
+
+class _RawFile(msgspec.Struct, Generic[RawEntry]):
+    """The same with other entries: undecoded ones, or objects from Python's own parser."""
+
+    images: list[RawEntry]
+    categories: list[RawEntry] = []
+    annotations: list[RawEntry] = []
+
+
 SPLIT_FILE_NAMES = (
     "_annotations.coco.json",
     "annotations.coco.json",
@@ -104,8 +117,6 @@ SPLIT_FILE_NAMES = (
 """Names of the file in a split folder; FiftyOne writes labels.json and data/."""
 OTHER_TASKS = ("captions", "keypoints", "panoptic", "stuff", "image_info")
 SPLIT_ALIASES = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
-MAX_PROBES = 16
-"""Images that are searched for in each possible folder; the folder with the most of them is used."""
 
 
 def recognize(path: Path) -> DatasetLayout | None:
@@ -175,26 +186,25 @@ def _choose_per_split(folder: Path, files: list[Path]) -> tuple[list[tuple[str |
     return chosen, [*notes, *([f"not read: {', '.join(ignored)}"] if ignored else [])]
 
 
-class _ImageName(msgspec.Struct):
-    file_name: str
+class _Named(msgspec.Struct):
+    """An entry, with the name that an image or a class has."""
+
+    file_name: str = ""
+    name: str = ""
 
 
-class _ClassName(msgspec.Struct):
-    name: str
+class _Outline(NamedTuple):
+    """What tells which images and classes a file is about."""
+
+    images: frozenset[str]
+    classes: frozenset[str]
+    num_boxes: int
 
 
-class _Outline(msgspec.Struct):
-    """The parts of a COCO file that tell which images and classes it is about."""
-
-    images: list[_ImageName]
-    categories: list[_ClassName] = []
-    annotations: list[msgspec.Raw] = []
-
-    def image_names(self) -> set[str]:
-        return {image.file_name for image in self.images}
-
-    def class_names(self) -> set[str]:
-        return {category.name for category in self.categories}
+def _read_outline(path: Path) -> _Outline:
+    file = msgspec.json.decode(regular_files.read_bytes(path), type=_RawFile[_Named])
+    images, classes = (entry.file_name for entry in file.images), (entry.name for entry in file.categories)
+    return _Outline(frozenset(images), frozenset(classes), len(file.annotations))
 
 
 def _choose_of_several(folder: Path, files: list[Path], split: str | None) -> tuple[list[Path], list[str]]:
@@ -203,91 +213,71 @@ def _choose_of_several(folder: Path, files: list[Path], split: str | None) -> tu
     A file is left out if another has all of its images, the same classes, and at least as many boxes. Raises DataError
     if other files are about the same images: it is then unknown which boxes are meant.
     """
-    outlines: dict[Path, _Outline] = {}
-    for path in files:
-        try:
-            outlines[path] = msgspec.json.decode(regular_files.read_bytes(path), type=_Outline)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            choose_only_file(folder, files, split)  # raises the error that names all
+    try:
+        outlines = {path: _read_outline(path) for path in files}
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        choose_only_file(folder, files, split)  # raises the error that names all
+        raise
     kept: list[Path] = []
     notes: list[str] = []
-    for path in sorted(files, key=lambda file: (-len(outlines[file].images), -len(outlines[file].annotations), file)):
-        outline = outlines[path]
-        names, num_boxes = outline.image_names(), len(outline.annotations)
-        overlapping = [other for other in kept if names & outlines[other].image_names()]
-        larger = next(
-            (
-                other
-                for other in overlapping
-                if names <= outlines[other].image_names()
-                and outline.class_names() <= outlines[other].class_names()
-                and num_boxes <= len(outlines[other].annotations)
-            ),
-            None,
-        )
-        if larger is not None:
-            images = f"its {len(names):,} images, with {num_boxes:,} boxes"
-            notes.append(f"not read: {path.name}: {images}, are among those of {larger.name}")
-        elif overlapping:
-            raise DataError(
-                several_files(files, split),
-                location=folder,
-                cause=f"{path.name} and {overlapping[0].name} are about the same images with different boxes",
-                choices=[f"{f.name} ({len(outlines[f].images)} images)" for f in files],
-                fix="name the files: --train FILE --val FILE; or move the others away",
-            )
+    for path in sorted(files, key=lambda file: (-len(outlines[file].images), -outlines[file].num_boxes, file)):
+        images, classes, num_boxes = outlines[path]
+        overlapping = [other for other in kept if images & outlines[other].images]
+        for other in overlapping:
+            larger = outlines[other]
+            if images <= larger.images and classes <= larger.classes and num_boxes <= larger.num_boxes:
+                text = f"its {len(images):,} images, with {num_boxes:,} boxes"
+                notes.append(f"not read: {path.name}: {text}, are among those of {other.name}")
+                break
         else:
+            if overlapping:
+                raise DataError(
+                    several_files(files, split),
+                    location=folder,
+                    cause=f"{path.name} and {overlapping[0].name} are about the same images with different boxes",
+                    choices=[f"{f.name} ({len(outlines[f].images)} images)" for f in files],
+                    fix="name the files: --train FILE --val FILE; or move the others away",
+                )
             kept.append(path)
     if len(kept) > 1:
         notes.append(f"read together, as their images differ: {', '.join(path.name for path in sorted(kept))}")
     return sorted(kept), notes
 
 
-def _count_probe_hits(
-    directories: Sequence[Path], names: Sequence[str], base_names: Sequence[str]
-) -> list[tuple[int, Path, bool]]:
-    """For each folder: (number of the names that are files there, folder, whether folders in the names are ignored)."""
-    hits = [(sum((directory / name).is_file() for name in names), directory, False) for directory in directories]
-    if base_names != names and not any(count for count, _, _ in hits):
-        hits += [
-            (sum((directory / name).is_file() for name in base_names), directory, True) for directory in directories
-        ]
-    return hits
-
-
 def _locate_images(
     part: SplitFiles, file_names: Sequence[str], folders: FolderTable
 ) -> tuple[NDArray[np.int32], list[str], list[str]]:
     """Index into `folders` [R] and name of each image, and notes. Finds the folder to which a file's `file_name`s [R]
-    are relative, by searching for a few of the images.
-
-    If none is found, the folders below the root are searched. If they have none either, the most likely folder is used,
-    and the check for missing images reports it. Folders inside a name are kept, unless the images exist only without
-    them (exports that contain another machine's paths).
+    are relative, by searching for a few of the images: in the usual folders, there in another case or Unicode form
+    (`images.resolve_names`), then in those below the root. If there is none, the most likely folder is used, and the
+    check for missing images reports it. Folders inside a name are kept, unless the images exist only without them
+    (exports that contain another machine's paths).
     """
     names = [name.replace("\\", "/") for name in file_names]
-    step = max(1, len(names) // MAX_PROBES)
-    probes = names[::step]
-    base_names = [name.rpartition("/")[2] for name in probes]
+    probes = names[:: max(1, len(names) // MAX_PROBES)]
     existing = [folder for folder in part.image_dirs if folder.is_dir()] or [part.image_dirs[0]]
-    near_hits = _count_probe_hits(existing, probes, base_names)
-    if not any(count for count, _, _ in near_hits):
-        # no name exists as written; it may differ in case or Unicode form (`images.resolve_names`)
-        near_hits = [
-            (count_matching_files(folder, probe_names), folder, probe_names is base_names)
-            for probe_names in (probes, base_names)
-            for folder in existing
-        ]
-    hits = (
-        near_hits
-        if any(count for count, _, _ in near_hits)
-        else near_hits + _count_probe_hits(list(iter_dirs_below(folders.root)), probes, base_names)
+
+    def find(directories: Iterable[Path], count: Callable[[Path, list[str]], int]) -> tuple[Path, bool] | None:
+        """The folder with the most of the probes, and whether their folders are ignored."""
+        for texts in (probes, [name.rpartition("/")[2] for name in probes]):
+            num_found, best = max(((count(folder, texts), folder) for folder in directories), key=lambda hit: hit[0])
+            if num_found:
+                return best, texts is not probes
+        return None
+
+    def count_files(folder: Path, texts: list[str]) -> int:
+        return sum((folder / text).is_file() for text in texts)
+
+    base, strip_dirs = (
+        find(existing, count_files)
+        or find(existing, count_matching_files)
+        or find([existing[0], *iter_dirs_below(folders.root)], count_files)
+        or (existing[0], False)
     )
-    _, base, strip_dirs = max(hits, key=lambda hit: hit[0])
     notes = []
     if base not in existing:
         notes.append(f"{part.annotations.name}: the images are in {os.path.relpath(base, folders.root)}/")
-    if strip_dirs:
+    if strip_dirs and any("/" in name for name in names):
         notes.append(
             f"{part.annotations.name}: the folders in its file names are ignored; the images are in {base.name}/"
         )
@@ -311,17 +301,6 @@ def _locate_images(
 FORMAT_HINT = "https://cocodataset.org/#format-data describes the fields; correct the entry or export the file again"
 MAX_QUOTED_CHARS = 120
 """Characters of an entry that are quoted in a message."""
-
-
-RawEntry = TypeVar("RawEntry")
-
-
-class _RawFile(msgspec.Struct, Generic[RawEntry]):
-    """The same with entries that are not checked: undecoded ones, or objects from Python's own parser."""
-
-    images: list[RawEntry]
-    categories: list[RawEntry] = []
-    annotations: list[RawEntry] = []
 
 
 Entry = TypeVar("Entry", bound=msgspec.Struct)
@@ -350,25 +329,17 @@ def read_entries(path: Path, location: str, problems: ProblemCollector) -> tuple
                 raise _not_coco_error(path, error) from error
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 if data.find(b"NaN") < 0 and data.find(b"Infinity") < 0:
-                    raise _invalid_json_error(path, data, error) from error
-                return _decode_with_nan(path, bytes(text), location, problems)
+                    raise invalid_json_error(path, data, error) from error
+                content = bytes(text)
             except RecursionError as error:
                 raise DataError("The annotations are nested too deeply.", location=path, fix=FORMAT_HINT) from error
-
-
-def _decode_with_nan(path: Path, text: bytes, location: str, problems: ProblemCollector) -> tuple[CocoFile, list[str]]:
-    """NaN and Infinity are not JSON, but Python writes them. Only their boxes are dropped, not the file."""
+    # NaN and Infinity are not JSON, but Python writes them: only their boxes are dropped, not the file
     try:
-        data = json.loads(text)
+        untyped = msgspec.convert(json.loads(content), type=_RawFile[Any])
+    except msgspec.ValidationError as error:
+        raise _not_coco_error(path, error) from error
     except (ValueError, RecursionError) as error:
-        raise _invalid_json_error(path, text, error) from error
-    try:
-        return msgspec.convert(data, type=CocoFile), []
-    except msgspec.ValidationError:
-        try:
-            untyped = msgspec.convert(data, type=_RawFile[Any])
-        except msgspec.ValidationError as error:
-            raise _not_coco_error(path, error) from error
+        raise invalid_json_error(path, content, error) from error
     return _convert_each(path, untyped, msgspec.convert, location, problems)
 
 
@@ -441,19 +412,6 @@ def _quote(entry: Any) -> str:
     text = bytes(entry).decode(errors="replace") if isinstance(entry, msgspec.Raw) else json.dumps(entry)
     text = " ".join(text.split())
     return text if len(text) <= MAX_QUOTED_CHARS else text[:MAX_QUOTED_CHARS] + "…"
-
-
-def _invalid_json_error(path: Path, data: bytes | mmap.mmap, error: Exception) -> DataError:
-    text = str(error)
-    digits = text.rpartition("byte ")[2].rstrip(")")
-    offset = int(digits) if digits.isdigit() else len(data)
-    line = data[:offset].count(b"\n") + 1
-    return DataError(
-        "The annotation file is not valid JSON.",
-        location=f"{path}:{line}",
-        cause=f"{text} in a file of {len(data)} bytes",
-        fix="export or copy it again; a truncated file ends in the middle of an entry",
-    )
 
 
 class ClassMap(NamedTuple):
@@ -665,28 +623,12 @@ def _read_file(path: Path, location: str, problems: ProblemCollector, *, allow_e
 
 def _drop_unusable_names(images: list[ImageEntry], location: str, problems: ProblemCollector) -> list[ImageEntry]:
     """The images whose `file_name` is a possible file name."""
-
-    def is_valid(name: str) -> bool:
-        if not name or "\0" in name or name.endswith(("/", "\\")) or not _is_encodable(name):
-            return False
-        return len(name) * 4 <= MAX_NAME_BYTES or all(
-            len(part.encode()) <= MAX_NAME_BYTES for part in name.replace("\\", "/").split("/")
-        )
-
-    invalid = [i for i, image in enumerate(images) if not is_valid(image.file_name)]
-    for i in invalid:
-        quoted = f"{images[i].file_name[:60]!r}"
-        problems.add("malformed-image", f"{location}, image id {images[i].id}: {quoted} is not a file name")
-    dropped = set(invalid)
-    return [image for i, image in enumerate(images) if i not in dropped] if invalid else images
-
-
-def _is_encodable(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can contain
-        return False
-    return True
+    usable = [image for image in images if is_usable_name(image.file_name)]
+    for image in images if len(usable) < len(images) else ():
+        if not is_usable_name(image.file_name):
+            quoted = f"{image.file_name[:60]!r}"
+            problems.add("malformed-image", f"{location}, image id {image.id}: {quoted} is not a file name")
+    return usable
 
 
 def _drop_ambiguous(

@@ -10,6 +10,7 @@ Boxes are in pixels or normalized by image width and height; this is decided per
 an image without objects. A row that cannot be read is dropped and reported; its image stays if another row names it.
 """
 
+import codecs
 import csv
 import io
 import os
@@ -221,16 +222,14 @@ def _read_text(path: Path, max_bytes: int | None) -> str:
     with regular_files.open_file(path, max_bytes=regular_files.MAX_ANNOTATION_BYTES) as file:
         data = file.read() if max_bytes is None else file.read(max_bytes)
     is_whole = max_bytes is None or len(data) < max_bytes
-    is_utf_16 = data.startswith((b"\xff\xfe", b"\xfe\xff"))
-    if not is_whole:
-        data = data[: len(data) // 2 * 2] if is_utf_16 else data[: data.rfind(b"\n") + 1]
+    encoding = "utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig"
     try:
-        text = data.decode("utf-16" if is_utf_16 else "utf-8-sig")
+        text = codecs.getincrementaldecoder(encoding)().decode(data, final=is_whole)
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         fix = "save it as UTF-8"
         raise DataError("A table is not UTF-8.", location=f"{path}:{line}", cause=str(error), fix=fix) from error
-    return text if is_whole or not is_utf_16 else text[: text.rfind("\n") + 1]
+    return text if is_whole else text[: text.rfind("\n") + 1]
 
 
 def _normalize_column(name: str) -> str:
@@ -300,29 +299,32 @@ def _detect_with_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | No
     )
 
 
+HEADERLESS = {
+    "image, x1, y1, x2, y2, class": (6, 0, 5, (1, 2, 3, 4), None),
+    "AutoML's split, image, class, x1, y1, …, x2, y2": (11, 1, 2, (3, 4, 7, 8), 0),
+}
+"""Layouts of Keras-RetinaNet, `path,x1,y1,x2,y2,class`, and AutoML, `TRAIN,path,label,x1,y1,,,x2,y2,,`: the number of
+columns, and which are the image, the class, the box, the split."""
+
+
 def _detect_without_header(delimiter: str, rows: list[list[str]]) -> CsvLayout | None:
-    """Keras-RetinaNet's `path,x1,y1,x2,y2,class`, and AutoML's `TRAIN,path,label,x1,y1,,,x2,y2,,`."""
     first = rows[0]
-    is_retinanet = len(first) == 6 and is_image_name(first[0]) and _are_numbers(first[1:5])
-    is_automl = (
-        len(first) == 11
-        and first[0].lower() in (*SPLIT_BY_NAME, "unassigned", "validate")
-        and is_image_name(first[1])
-        and _are_numbers([first[column] for column in (3, 4, 7, 8)])
-    )
-    if not is_retinanet and not is_automl:
-        return None
-    columns = "image, x1, y1, x2, y2, class" if is_retinanet else "AutoML's split, image, class, x1, y1, …, x2, y2"
-    return CsvLayout(
-        delimiter=delimiter,
-        header=(),
-        file_column=0 if is_retinanet else 1,
-        label_column=5 if is_retinanet else 2,
-        box_columns=(1, 2, 3, 4) if is_retinanet else (3, 4, 7, 8),
-        box_format="xyxy",
-        split_column=None if is_retinanet else 0,
-        notes=(f"no header: the columns are read as {columns}",),
-    )
+    for columns, (count, file_column, label_column, box_columns, split_column) in HEADERLESS.items():
+        if len(first) != count or not is_image_name(first[file_column]):
+            continue
+        has_split = split_column is None or first[split_column].lower() in (*SPLIT_BY_NAME, "unassigned")
+        if has_split and _are_numbers([first[column] for column in box_columns]):
+            return CsvLayout(
+                delimiter=delimiter,
+                header=(),
+                file_column=file_column,
+                label_column=label_column,
+                box_columns=box_columns,
+                box_format="xyxy",
+                split_column=split_column,
+                notes=(f"no header: the columns are read as {columns}",),
+            )
+    return None
 
 
 def _are_numbers(values: Sequence[str]) -> bool:

@@ -13,14 +13,7 @@ from xml.etree.ElementTree import Element
 
 from stoker import regular_files
 from stoker.data.formats.building import XYXY, ImageFile, TableBuilder, bound_points, bound_rotated, usable_size
-from stoker.data.formats.folders import (
-    find_annotation_files,
-    list_subdirs,
-    read_head,
-    root_of,
-    searched_part,
-    split_from_name,
-)
+from stoker.data.formats.folders import layout_of_files, list_subdirs, read_head, recognize_files, split_from_name
 from stoker.data.formats.images import ImageLocator, is_usable_name
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
 from stoker.data.validation.problems import ProblemCollector
@@ -39,19 +32,12 @@ def is_cvat(head: bytes) -> bool:
 
 def recognize(path: Path) -> DatasetLayout | None:
     """The CVAT data set of a file, or of a folder, also in several subfolders with a task each; None if it is none."""
-    if path.is_file():
-        root, files = root_of(path), [(split_from_name(path.stem), path)] if is_cvat(read_head(path)) else []
-    else:
-        root, files = path, find_annotation_files(path, ".xml", is_cvat)
-        if not files:
-            tasks = [folder / "annotations.xml" for folder in list_subdirs(path).values()]
-            files = [(None, file) for file in tasks if is_cvat(read_head(file))]
-            files = files if len(files) > 1 else []
-    if not files:
-        return None
-    parts = tuple(searched_part(split, file, root) for split, file in files)
-    description = f"CVAT XML ({parts[0].annotations.name})" if len(parts) == 1 else f"CVAT XML, {len(parts)} files"
-    return DatasetLayout(format="cvat", description=description, root=root, parts=parts)
+    layout = recognize_files(path, "cvat", "CVAT XML", ".xml", is_cvat)
+    if layout is not None or path.is_file():
+        return layout
+    tasks = [(None, folder / "annotations.xml") for folder in list_subdirs(path).values()]
+    tasks = [(split, file) for split, file in tasks if is_cvat(read_head(file))]
+    return layout_of_files("cvat", "CVAT XML", path, tasks) if len(tasks) > 1 else None
 
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
@@ -102,9 +88,8 @@ class _FileReader:
         if not is_usable_name(name):
             self._builder.problems.add("malformed-image", f"{location}: not a file name")
             return
-        folder, file_name = self.locator.locate(f"{subset}/{name}" if subset else name)
-        if not self.locator.exists(folder, file_name):
-            folder, file_name = self.locator.locate(name)
+        found = self.locator.find(f"{subset}/{name}" if subset else "", name)
+        folder, file_name = found or self.locator.locate(name)
         split_index = self.locator.split_index(self._part.split or split_from_name(subset), folder)
         size = usable_size(image.get("height"), image.get("width"))
         image_index = self._builder.add_image(ImageFile(folder, file_name, split_index, size))

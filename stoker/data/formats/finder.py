@@ -310,18 +310,18 @@ def _path_not_found(data: Path) -> DataError:
 
 
 def _no_annotations_found(data: Path, format: str | None) -> DataError:
-    if not _is_inside_dataset(data):
+    is_inside = _is_inside_dataset(data)
+    if not is_inside:
         _refuse_other_format(data)
     specs = [spec for name, spec in FORMATS.items() if format in (None, name)]
     expected = "; ".join(spec.expected_files for spec in specs)
     near_misses = [text for spec in specs for text in spec.problems(data)]
+    fix = "name the folder or the file with the annotations"
     return DataError(
         "No annotations found" + (f" in the format {format!r}." if format else "."),
         location=data,
         cause="; ".join([_describe_contents(data), *near_misses, f"expected, there or one folder below: {expected}"]),
-        fix=f"name the parent folder, {data.parent}, which has annotations"
-        if _is_inside_dataset(data)
-        else "name the folder or the file with the annotations",
+        fix=f"name the parent folder, {data.parent}, which has annotations" if is_inside else fix,
     )
 
 
@@ -343,18 +343,16 @@ def _is_inside_dataset(data: Path) -> bool:
 
 
 def _describe_contents(folder: Path) -> str:
-    entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    if not entries:
-        return "the folder is empty"
-    num_images = sum(is_image_name(entry.name) for entry in entries)
-    names = [entry.name + ("/" if entry.is_dir() else "") for entry in entries]
-    names = [name for name in names if not is_image_name(name)]
-    listed = [
-        *names[:MAX_LISTED_NAMES],
-        *([f"{len(names) - MAX_LISTED_NAMES} more"] if len(names) > MAX_LISTED_NAMES else []),
-    ]
-    listed += [f"{num_images:,} images" if num_images > 1 else "one image"] if num_images else []
-    return f"it contains {', '.join(listed)}" if names else f"it contains only {listed[0]}"
+    with os.scandir(folder) as entries:
+        names = sorted(entry.name + "/" * entry.is_dir() for entry in entries)
+    others = [name for name in names if not is_image_name(name)]
+    listed = others[:MAX_LISTED_NAMES]
+    if len(others) > MAX_LISTED_NAMES:
+        listed.append(f"{len(others) - MAX_LISTED_NAMES} more")
+    if len(names) > len(others):
+        listed.append(_plural(len(names) - len(others), "image"))
+    only = "" if others else "only "
+    return f"it contains {only}{', '.join(listed)}" if listed else "the folder is empty"
 
 
 MAX_DEPTH = 3
@@ -375,22 +373,22 @@ def describe_unused(layout: DatasetLayout, table: AnnotationTable, *, num_unlist
     for folder_index, name in zip(table.folder_index.tolist(), table.file_names, strict=True):
         names_by_dir.setdefault(real_dirs[folder_index], set()).add(name)
     annotation_dirs = {os.path.realpath(part.annotations) for part in layout.parts}
-    counts: dict[str, str] = {}
+    texts = []
     num_unnamed = 0
     for folder, files in _walk(layout.root):
-        is_used = os.path.realpath(folder) in names_by_dir
-        images = {name for name in files if is_image_name(name)} - names_by_dir.get(os.path.realpath(folder), set())
-        if is_used:
-            num_unnamed += len(images)
+        real_dir = os.path.realpath(folder)
+        num_images = len({name for name in files if is_image_name(name)} - names_by_dir.get(real_dir, set()))
+        if real_dir in names_by_dir:
+            num_unnamed += num_images
             continue
-        labels = 0
-        has_labels = bool(images) or folder.name.lower() in ANNOTATION_DIRS
+        num_labels = 0
+        has_labels = num_images > 0 or folder.name.lower() in ANNOTATION_DIRS
         if has_labels and folder != layout.root and not _is_below(folder, annotation_dirs):
-            labels = sum(name.lower().endswith((".xml", ".txt")) for name in files)
-        parts = [_plural(len(images), "image")] * bool(images) + [_plural(labels, "annotation file")] * bool(labels)
-        if parts:
-            counts[os.path.relpath(folder, layout.root)] = " and ".join(parts)
-    texts = [f"{text} in {'the folder' if name == '.' else name + '/'}" for name, text in counts.items()]
+            num_labels = sum(name.lower().endswith((".xml", ".txt")) for name in files)
+        counts = ((num_images, "image"), (num_labels, "annotation file"))
+        if parts := [_plural(count, noun) for count, noun in counts if count]:
+            place = "the folder" if folder == layout.root else f"{os.path.relpath(folder, layout.root)}/"
+            texts.append(f"{' and '.join(parts)} in {place}")
     if len(texts) > MAX_LISTED_DIRS:
         texts = [*texts[:MAX_LISTED_DIRS], f"data in {len(texts) - MAX_LISTED_DIRS} other folders"]
     if num_unnamed > num_unlisted:

@@ -6,12 +6,12 @@ name (`images.py`).
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
 from stoker import regular_files
-from stoker.data.formats.tables import SPLITS, SplitFiles
+from stoker.data.formats.tables import SPLITS, DatasetLayout, SplitFiles
 from stoker.errors import DataError
 
 SPLIT_BY_NAME = {
@@ -282,3 +282,22 @@ def searched_part(split: str | None, annotations: Path, root: Path) -> SplitFile
     own_dir = annotations if annotations.is_dir() else annotations.parent
     image_dirs = unique([*iter_nearby_dirs(own_dir, root, split), *iter_dirs_below(root)])
     return SplitFiles(split=split, annotations=annotations, image_dirs=image_dirs)
+
+
+def layout_of_files(
+    format: str, title: str, root: Path, files: Sequence[tuple[str | None, Path]]
+) -> DatasetLayout | None:
+    """The data set of some annotation files (split, file) whose images may be in any folder; None without files."""
+    parts = tuple(searched_part(split, file, root) for split, file in files)
+    if not parts:
+        return None
+    names = parts[0].annotations.name if len(parts) == 1 else f"{len(parts)} files"
+    return DatasetLayout(format=format, description=f"{title} ({names})", root=root, parts=parts)
+
+
+def recognize_files(path: Path, format: str, title: str, suffix: str, has_format: HasFormat) -> DatasetLayout | None:
+    """The data set of a file with a format that prescribes no names, or of all such files in a folder; else None."""
+    if path.is_file():
+        files = [(split_from_name(path.stem), path)] if has_format(read_head(path)) else []
+        return layout_of_files(format, title, root_of(path), files)
+    return layout_of_files(format, title, path, find_annotation_files(path, suffix, has_format))

@@ -101,17 +101,32 @@ def repair_names(table: AnnotationTable, root: Path, problems: ProblemCollector)
                 )
 
 
-def find_missing(table: AnnotationTable, root: Path) -> NDArray[np.bool_]:
-    """[R], whether an image has no file, after `repair_names`. Images inside other files are never missing."""
-    is_missing = np.zeros(len(table.file_names), np.bool_)
-    for folder_index, indices in group_by_folder(table.folder_index, table.images_that_are_files()):
-        folder = root / table.folders[folder_index]
-        present = set(os.listdir(folder)) if folder.is_dir() else set()
-        for image_index in indices.tolist():
-            name = table.file_names[image_index]
+def find_missing(
+    root: Path,
+    folders: Sequence[str],
+    folder_index: NDArray[np.int32],
+    file_names: Sequence[str],
+    indices: NDArray[np.int64],
+) -> NDArray[np.bool_]:
+    """[R], which of the images `indices` have no file, after `repair_names`. Lists each folder once instead of a stat
+    per file: COCO's 118,287 images take a fraction of a second, also on a network file system."""
+    is_missing = np.zeros(len(file_names), np.bool_)
+    for number, in_folder in group_by_folder(folder_index, indices):
+        folder = root / folders[number]
+        present = list_files(folder)
+        for image_index in in_folder.tolist():
+            name = file_names[image_index]
             # macOS opens a name in another case or Unicode form, which a listing does not have
             is_missing[image_index] = name not in present and not (folder / name).is_file()
     return is_missing
+
+
+def list_files(folder: Path) -> set[str]:
+    """The names of the files in a folder; empty if there is none."""
+    if not folder.is_dir():
+        return set()
+    with os.scandir(folder) as entries:
+        return {entry.name for entry in entries if entry.is_file()}
 
 
 def resolve_names(folder: Path, names: Iterable[str]) -> dict[str, str]:
@@ -190,12 +205,12 @@ MAX_NAME_BYTES = 255
 
 
 def is_usable_name(path: str) -> bool:
-    """Whether the last part of a path, with "/" or "\\", can be the name of a file."""
-    name = path.replace("\\", "/").rpartition("/")[2]
+    """Whether a path, with "/" or "\\", can be that of a file: its last part is not empty, and none is too long."""
     try:
-        return bool(name) and "\0" not in path and len(name.encode()) <= MAX_NAME_BYTES
+        parts = path.replace("\\", "/").encode().split(b"/")
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON can contain
         return False
+    return bool(parts[-1]) and "\0" not in path and max(map(len, parts)) <= MAX_NAME_BYTES
 
 
 class ImageLocator:
@@ -211,16 +226,18 @@ class ImageLocator:
         self._default_dir = part.image_dirs[0]
         self._dir_by_name: dict[str, Path] = {}
         self._name_by_key: dict[str, str] = {}
-        """Case-folded name, with and without its suffix → name."""
+        """Name without its suffix, case-folded name with and without it → name."""
         self._corrected: dict[str, str] = {}
         self._duplicates: set[str] = set()
         for folder in part.image_dirs:
             for name in sorted(self._list_dir(folder)):
                 if self._dir_by_name.setdefault(name, folder) != folder and part.split is None:
                     self._duplicates.add(name)
-                if is_image_name(name):
-                    for key in (name.casefold(), os.path.splitext(name)[0].casefold()):
-                        self._name_by_key.setdefault(key, name)
+        names = [name for name in self._dir_by_name if is_image_name(name)]
+        stems = [os.path.splitext(name)[0] for name in names]
+        for keys in (stems, map(str.casefold, names), map(str.casefold, stems)):
+            for key, name in zip(keys, names, strict=True):
+                self._name_by_key.setdefault(key, name)
 
     def _list_dir(self, folder: Path) -> set[str]:
         if folder not in self._listings:
@@ -240,6 +257,11 @@ class ImageLocator:
         """Whether an image that was located is there."""
         return name in self._list_dir(folder)
 
+    def find(self, *texts: str, folder: Path | None = None) -> tuple[Path, str] | None:
+        """Folder and name of the first that is there of several texts that may mean an image; None if none is."""
+        located = (self.locate(text, folder) for text in texts if text)
+        return next((found for found in located if self.exists(*found)), None)
+
     def _search(self, text: str, own_dir: Path | None) -> tuple[Path, str]:
         head, _, name = text.rpartition("/")
         is_local = bool(head) and "://" not in text
@@ -248,7 +270,8 @@ class ImageLocator:
             folder = Path(os.path.normpath(base / head)) if is_local else base
             if name in self._list_dir(folder):
                 return folder, name
-        if name not in self._dir_by_name and (corrected := self._name_by_key.get(name.casefold())) is not None:
+        corrected = self._name_by_key.get(name) or self._name_by_key.get(name.casefold())
+        if name not in self._dir_by_name and corrected is not None:
             self._corrected.setdefault(name, corrected)
             name = corrected
         if name in self._dir_by_name:

@@ -5,17 +5,17 @@
 
 It is protobuf's text format, read by protobuf. Of the message (object_detection/protos/string_int_label_map.proto) id,
 name and display_name are read, all other fields are skipped. Not here: which label map belongs to which records
-(`tfrecord_files.py`, `tfrecord_classes.py`).
+(`tfrecord.py`).
 """
 
 import re
 from collections.abc import Sequence
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from stoker import regular_files
+from stoker.data.formats.tfrecord_bytes import message_class
 from stoker.errors import DataError
 
 BACKGROUND = 0
@@ -58,29 +58,6 @@ def _item_lines(text: str) -> list[int]:
     return [text.count("\n", 0, match.start()) + 1 for match in _ITEM.finditer(text) if match["item"]]
 
 
-@cache
-def _message_class() -> Any:
-    """The message StringIntLabelMap with the fields that are read."""
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory  # takes 0.1 s
-
-    field = descriptor_pb2.FieldDescriptorProto
-    file = descriptor_pb2.FileDescriptorProto(name="label_map.proto", package="stoker", syntax="proto2")
-    item = file.message_type.add(name="Item")
-    for number, (name, type) in enumerate(
-        (("name", field.TYPE_STRING), ("id", field.TYPE_INT32), ("display_name", field.TYPE_STRING)), 1
-    ):
-        item.field.add(name=name, number=number, type=type, label=field.LABEL_OPTIONAL)
-    label_map = file.message_type.add(name="LabelMap")
-    label_map.field.add(
-        name="item", number=1, type=field.TYPE_MESSAGE, type_name=".stoker.Item", label=field.LABEL_REPEATED
-    )
-    for message in (item, label_map):
-        message.extension_range.add(start=100, end=1 << 29)  # without it, protobuf refuses unknown extensions
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName("stoker.LabelMap"))
-
-
 def _parse_items(path: Path) -> list[_Item]:
     from google.protobuf import text_format
 
@@ -88,7 +65,7 @@ def _parse_items(path: Path) -> list[_Item]:
         text = regular_files.read_text(path, encoding="utf-8-sig", max_bytes=MAX_BYTES)
     except UnicodeDecodeError as error:
         raise DataError("A label map is not UTF-8.", location=path, cause=str(error), fix="save it as UTF-8") from error
-    message = _message_class()()
+    message = message_class("LabelMap")()
     try:
         text_format.Parse(text, message, allow_unknown_field=True, allow_unknown_extension=True)
     except text_format.ParseError as error:

@@ -15,22 +15,19 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-import msgspec
-
-from stoker import regular_files
-from stoker.data.formats.building import XYXY, ImageFile, TableBuilder, bound_points, bound_rotated, usable_size
-from stoker.data.formats.folders import (
-    find_annotation_files,
-    is_image_name,
-    read_head,
-    root_of,
-    searched_part,
-    split_from_name,
+from stoker.data.formats.building import (
+    XYXY,
+    ImageFile,
+    TableBuilder,
+    bound_points,
+    bound_rotated,
+    read_json,
+    usable_size,
 )
+from stoker.data.formats.folders import is_image_name, recognize_files
 from stoker.data.formats.images import ImageLocator, is_usable_name
-from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
+from stoker.data.formats.tables import AnnotationTable, DatasetLayout
 from stoker.data.validation.problems import ProblemCollector
-from stoker.errors import DataError
 
 LABEL_KEYS = ("rectanglelabels", "polygonlabels", "ellipselabels", "labels")
 """Keys of a region's classes, where it has a box."""
@@ -48,15 +45,7 @@ def is_label_studio(head: bytes) -> bool:
 
 def recognize(path: Path) -> DatasetLayout | None:
     """The Label Studio data set of a file, or of a folder (not in subfolders); None if it is none."""
-    if path.is_file():
-        root, files = root_of(path), [(split_from_name(path.stem), path)] if is_label_studio(read_head(path)) else []
-    else:
-        root, files = path, find_annotation_files(path, ".json", is_label_studio)
-    if not files:
-        return None
-    names = ", ".join(file.name for _, file in files[:3]) + (", …" if len(files) > 3 else "")
-    parts = tuple(searched_part(split, file, root) for split, file in files)
-    return DatasetLayout(format="label-studio", description=f"Label Studio JSON ({names})", root=root, parts=parts)
+    return recognize_files(path, "label-studio", "Label Studio JSON", ".json", is_label_studio)
 
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
@@ -65,7 +54,9 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
     for part in layout.parts:
         locator = ImageLocator(layout.root, part)
         file = os.path.relpath(part.annotations, layout.root)
-        for number, task in enumerate(_read_tasks(part), 1):
+        what = "The file is not an export of Label Studio."
+        tasks = read_json(part.annotations, list[dict[str, Any]], what=what, fix='export it again, as "JSON"')
+        for number, task in enumerate(tasks, 1):
             location = f"{file}, task {task.get('id', number)}"
             regions = _choose_regions(task, builder.counts)
             if regions is None:
@@ -73,7 +64,8 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
             elif (written := _image_of(task)) is None:
                 problems.add("malformed-image", f"{location}: its data names no image")
             else:
-                folder, name = _locate(written, locator)
+                candidates = _candidate_paths(written)
+                folder, name = locator.find(*candidates) or locator.locate(candidates[-1])
                 image = ImageFile(folder, name, locator.split_index(part.split, folder), _size_of(regions))
                 builder.add_image(image)
                 locations.append(location)
@@ -81,19 +73,6 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
         builder.notes += locator.notes()
     builder.drop_ambiguous_images(locations)
     return builder.build()
-
-
-def _read_tasks(part: SplitFiles) -> list[dict[str, Any]]:
-    try:
-        text = regular_files.read_bytes(part.annotations).removeprefix(b"\xef\xbb\xbf")
-        return msgspec.json.decode(text, type=list[dict[str, Any]])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise DataError(
-            "The file is not an export of Label Studio.",
-            location=part.annotations,
-            cause=str(error),
-            fix='export it again, as "JSON"',
-        ) from error
 
 
 def _read_regions(regions: list[dict[str, Any]], size: tuple[int, int], location: str, builder: TableBuilder) -> None:
@@ -189,16 +168,6 @@ def _image_of(task: dict[str, Any]) -> str | None:
     texts = [text for text in (data.get("image"), *data.values(), task.get("file_upload")) if isinstance(text, str)]
     paths = [(text, _candidate_paths(text)[0]) for text in texts if not text.startswith("data:")]
     return next((text for text, path in paths if is_image_name(path) and is_usable_name(path)), None)
-
-
-def _locate(written: str, locator: ImageLocator) -> tuple[Path, str]:
-    """Folder and name of an image; a likely name if there is none."""
-    candidates = _candidate_paths(written)
-    for path in candidates:
-        folder, name = locator.locate(path)
-        if locator.exists(folder, name):
-            return folder, name
-    return locator.locate(candidates[-1])
 
 
 def _candidate_paths(written: str) -> list[str]:

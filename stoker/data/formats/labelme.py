@@ -13,18 +13,17 @@ from typing import Any
 
 import msgspec
 
-from stoker import regular_files
-from stoker.data.formats.building import XYXY, ImageFile, TableBuilder, bound_points, usable_size
+from stoker.data.formats.building import XYXY, ImageFile, TableBuilder, bound_points, read_json, usable_size
 from stoker.data.formats.folders import (
     find_annotated_dirs,
     has_annotation_files,
-    is_image_name,
     iter_annotation_files,
     searched_part,
 )
 from stoker.data.formats.images import ImageLocator, is_usable_name, map_in_threads
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout
 from stoker.data.validation.problems import ProblemCollector
+from stoker.errors import DataError
 
 WITHOUT_BOX = ("point", "points", "line", "linestrip", "lines")
 """Types of shapes that are not read."""
@@ -83,25 +82,18 @@ def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
 def _parse(file: Path) -> _File | str:
     """The content of a file, or the reason why it cannot be read."""
     try:
-        return msgspec.json.decode(
-            regular_files.read_bytes(file).removeprefix(b"\xef\xbb\xbf"), type=_File, strict=False
-        )
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        return f"not a file of LabelMe: {error}"
+        return read_json(file, _File, what="not a file of LabelMe")
+    except DataError as error:
+        return f"{error.what}: {error.cause}"
     except OSError as error:
         return error.strerror or str(error)
 
 
 def _locate(file: Path, image_path: str, locator: ImageLocator) -> tuple[Path, str]:
     """Folder and name of a file's image: `imagePath` may be of another machine, or of a file that was renamed."""
-    if is_usable_name(image_path):
-        folder, name = locator.locate(image_path, file.parent)
-        if locator.exists(folder, name):
-            return folder, name
-    own_folder, own_name = locator.locate(file.stem, file.parent)  # without a suffix: that of the image is found
-    if locator.exists(own_folder, own_name) or not is_usable_name(image_path):
-        return own_folder, own_name if is_image_name(own_name) else f"{own_name}.jpg"
-    return folder, name
+    text = image_path if is_usable_name(image_path) else ""
+    found = locator.find(text, file.stem, folder=file.parent)  # without a suffix: that of the image is found
+    return found or locator.locate(text or f"{file.stem}.jpg", file.parent)
 
 
 def _read_shapes(shapes: list[_Shape], location: str, builder: TableBuilder) -> None:

@@ -17,8 +17,14 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from stoker import regular_files
-from stoker.data.formats.folders import check_unannotated_splits, file_part, iter_split_dirs, split_from_name
+from stoker.data.formats.building import read_json
+from stoker.data.formats.folders import (
+    check_unannotated_splits,
+    file_part,
+    iter_split_dirs,
+    read_head,
+    split_from_name,
+)
 from stoker.data.formats.shards import (
     CLASS_LIST_KEYS,
     CORNERS_KEYS,
@@ -44,18 +50,12 @@ SIZE_COLUMNS = {"height": "height", "htot": "height", "width": "width", "wtot": 
 ANNOTATION_COLUMNS = (*LIST_KEYS, "annotation", "target", "targets")
 """Columns of JSON that have boxes and classes together."""
 MAX_SAMPLES = 1 << 27
-_DTYPES = {
-    8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 18: "<f2", 32: "<u4", 33: "<i4", 34: "<f4", 64: "<u8", 65: "<i8",
-    66: "<f8",
+ARRAY_TYPES = {
+    8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
+    64: "uint64", 65: "int64", 66: "float64",
 }  # fmt: skip
 """The number of a value type in an array (streaming/base/format/mds/encodings.py)."""
-_DTYPE_NAMES = {
-    "uint8": 8, "int8": 9, "uint16": 16, "int16": 17, "float16": 18, "uint32": 32, "int32": 33, "float32": 34,
-    "uint64": 64, "int64": 65, "float64": 66,
-}  # fmt: skip
-_SCALARS = {"int": "<i8", **{name: _DTYPES[number] for name, number in _DTYPE_NAMES.items()}}
-
-
+SCALARS = {"int": "int64", **{name: name for name in ARRAY_TYPES.values()}}
 _FORMAT = re.compile(rb'"format"\s*:\s*"mds"')
 
 
@@ -124,27 +124,11 @@ def is_mds_head(path: Path, head: bytes) -> bool:
 
 
 def _is_mds(path: Path) -> bool:
-    if path.name != INDEX_FILE or not path.is_file():
-        return False
-    try:
-        content = msgspec.json.decode(regular_files.read_bytes(path))
-    except (OSError, ValueError, msgspec.MsgspecError, RecursionError):
-        return False
-    shards = content.get("shards") if isinstance(content, dict) else None
-    return (
-        isinstance(shards, list)
-        and all(isinstance(s, dict) and s.get("format") == "mds" for s in shards)
-        and bool(shards)
-    )
+    return path.is_file() and is_mds_head(path, read_head(path))
 
 
 def _read_index(path: Path) -> MdsIndex:
-    try:
-        index = msgspec.json.decode(regular_files.read_bytes(path), type=MdsIndex)
-    except (ValueError, msgspec.MsgspecError) as error:
-        raise DataError(
-            "The index of the MDS shards cannot be read.", location=path, cause=str(error), fix="write it again"
-        ) from error
+    index = read_json(path, MdsIndex, what="The index of the MDS shards cannot be read.", fix="write it again")
     for shard in index.shards:
         name = shard.raw_data.basename
         if shard.compression or shard.zip_data is not None:
@@ -156,60 +140,38 @@ def _read_index(path: Path) -> MdsIndex:
             )
         if name != Path(name).name or name in ("", ".", ".."):
             raise DataError("An MDS shard is outside its folder.", location=path, cause=f"its name is {name!r}")
-        lengths = {len(shard.column_names), len(shard.column_encodings), len(shard.column_sizes)}
-        if len(lengths) > 1 or index.version != 2:
-            cause = (
-                f"its version is {index.version}; 2 is read" if index.version != 2 else "its columns differ in number"
-            )
-            raise DataError(
-                "The index of the MDS shards cannot be read.", location=path, cause=cause, fix="write it again"
-            )
+        if not len(shard.column_names) == len(shard.column_encodings) == len(shard.column_sizes) or index.version != 2:
+            cause = f"its version is {index.version}, and 2 is read; or its columns differ in number"
+            raise DataError("The index of the MDS shards cannot be read.", location=path, cause=cause)
     return index
 
 
 def _choose_columns(info: ShardInfo, path: Path) -> _Columns:
     """Raises DataError if there is no image, or no boxes with classes."""
-    by_name = {name: k for k, name in enumerate(info.column_names)}
-    encodings = [encoding.partition(":")[0] for encoding in info.column_encodings]
-    listed = ", ".join(
-        f"{name}: {encoding}" for name, encoding in zip(info.column_names, info.column_encodings, strict=True)
-    )
-    image = next((by_name[n] for n in IMAGE_COLUMNS if n in by_name and encodings[by_name[n]] in IMAGE_ENCODINGS), None)
+    columns = list(zip(info.column_names, info.column_encodings, strict=True))
+    encodings = {name: text.partition(":")[0] for name, text in columns}
+    image = next((name for name in IMAGE_COLUMNS if encodings.get(name) in IMAGE_ENCODINGS), None)
+    known = {*ANNOTATION_COLUMNS, *CORNERS_KEYS, *EXTENT_KEYS, *CLASS_LIST_KEYS}
+    wanted = [name for name in encodings if name != image and (_plain(name) in known or name in SIZE_COLUMNS)]
+    pickled = [name for name in wanted if encodings[name] == "pkl"]
+    usable = [name for name in wanted if encodings[name] in ("json", "ndarray", *SCALARS)]
+    usable += [name for name in encodings if name in NAME_OF_FILE_KEYS and encodings[name] == "str"]
+    lists = {_plain(name) for name in usable if encodings[name] in ("json", "ndarray")}
+    has_boxes = lists & {*ANNOTATION_COLUMNS} or (lists & {*CORNERS_KEYS, *EXTENT_KEYS} and lists & {*CLASS_LIST_KEYS})
+    if image is not None and has_boxes and not pickled:
+        return _Columns(info.column_names.index(image), tuple(map(info.column_names.index, usable)))
+    listed = ", ".join(f"{name}: {text}" for name, text in columns)
     if image is None:
-        raise DataError(
-            "The MDS shards have no column of encoded images.",
-            location=path,
-            cause=f"the columns are {listed}",
-            choices=[f"{name}: {encoding}" for name in IMAGE_COLUMNS[:2] for encoding in IMAGE_ENCODINGS],
-            fix="write the encoded image; raw pixels (pil, ndarray) are not read",
-        )
-    wanted = [
-        k
-        for name, k in by_name.items()
-        if _plain(name) in (*ANNOTATION_COLUMNS, *CORNERS_KEYS, *EXTENT_KEYS, *CLASS_LIST_KEYS) or name in SIZE_COLUMNS
-    ]
-    if pickled := [info.column_names[k] for k in wanted if encodings[k] == "pkl"]:
-        raise DataError(
-            "The boxes in the MDS shards are pickled.",
-            location=path,
-            cause=f"reading a pickle runs code of others: {', '.join(pickled)}",
-            fix="write them as json, or as ndarray:float32 and ndarray:int64",
-        )
-    usable = tuple(
-        [k for k in wanted if k != image and (encodings[k] in ("json", "ndarray") or encodings[k] in _SCALARS)]
-        + [k for name, k in by_name.items() if name in NAME_OF_FILE_KEYS and encodings[k] == "str"]
-    )
-    names = {_plain(info.column_names[k]) for k in usable if encodings[k] in ("json", "ndarray")}
-    has_boxes = names & {*ANNOTATION_COLUMNS} or (names & {*CORNERS_KEYS, *EXTENT_KEYS} and names & {*CLASS_LIST_KEYS})
-    if not has_boxes:
-        raise DataError(
-            "The MDS shards have no boxes that are understood.",
-            location=path,
-            cause=f"the columns are {listed}",
-            choices=["boxes and labels (x1, y1, x2, y2)", "bboxes and labels (x, y, width, height)", "annotations"],
-            fix="write such columns as json or ndarray, in pixels",
-        )
-    return _Columns(image, usable)
+        what = "The MDS shards have no column of encoded images."
+        choices = [f"{name}: {encoding}" for name in IMAGE_COLUMNS[:2] for encoding in IMAGE_ENCODINGS]
+        fix = "write the encoded image; raw pixels (pil, ndarray) are not read"
+    else:
+        what = "The MDS shards have no boxes that are understood."
+        choices = ["boxes and labels (x1, y1, x2, y2)", "bboxes and labels (x, y, width, height)", "annotations"]
+        fix = "write such columns as json or ndarray:float32 and ndarray:int64, in pixels"
+        if pickled:
+            what = "The boxes in the MDS shards are pickled, and reading a pickle runs code of others."
+    raise DataError(what, location=path, cause=f"the columns are {listed}", choices=choices, fix=fix)
 
 
 def _plain(name: str) -> str:
@@ -297,29 +259,32 @@ def _decode(encoding: str, data: bytes) -> Any:
         return msgspec.json.decode(data)
     if kind == "str":
         return data.decode()
-    if kind in _SCALARS:
-        values = np.frombuffer(data, _SCALARS[kind])
+    if kind in SCALARS:
+        values = np.frombuffer(data, _little_endian(SCALARS[kind]))
         if len(values) != 1:
             raise _MalformedSample(f"a value of encoding {encoding} has {len(data):,} bytes")
         return values[0].item()
     return _decode_array(arguments, data)
 
 
+def _little_endian(type_name: str) -> np.dtype[Any]:
+    return np.dtype(type_name).newbyteorder("<")
+
+
 def _decode_array(arguments: str, data: bytes) -> list[Any]:
     """ndarray[:dtype[:shape]]: what is not in the encoding precedes the values, as one byte for the type, and one for
     the number of axes and the width of the lengths, which follow."""
     dtype_name, _, shape_text = arguments.partition(":")
-    number = _DTYPE_NAMES.get(dtype_name, -1)
     try:
         if not dtype_name:
-            number, data = data[0], data[1:]
+            dtype_name, data = ARRAY_TYPES[data[0]], data[1:]
         if shape_text:
             shape = tuple(int(side) for side in shape_text.split(","))
         else:
             axes, width = data[0] >> 2, 1 << (data[0] & 3)
             shape = tuple(np.frombuffer(data[1 : 1 + axes * width], f"<u{width}").tolist())
             data = data[1 + axes * width :]
-        values = np.frombuffer(data, _DTYPES[number])
+        values = np.frombuffer(data, _little_endian(SCALARS[dtype_name]))
     except (IndexError, KeyError) as error:
         raise _MalformedSample(f"an array of encoding ndarray:{arguments} that cannot be read") from error
     if math.prod(shape) != len(values):

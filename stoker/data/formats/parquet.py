@@ -19,20 +19,15 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from stoker import regular_files
-from stoker.data.formats.folders import (
-    file_part,
-    list_files,
-    sort_parts,
-)
 from stoker.data.formats.shards import (
     CLASS_LIST_KEYS,
     CORNERS_KEYS,
     EXTENT_KEYS,
     LIST_KEYS,
     ShardSamples,
-    find_shards,
     make_table,
     open_shard,
+    recognize_shards,
 )
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
 from stoker.data.formats.tfrecord_bytes import MIN_FREE_BYTES, unpacked_path
@@ -42,7 +37,6 @@ from stoker.errors import DataError, StorageError
 from stoker.storage.local_files import atomic_path
 
 SUFFIXES = (".parquet",)
-SHARD_DIRS = ("data", "default")
 IMAGE_COLUMNS = ("image", "img", "jpg", "jpeg", "png")
 OTHER_COLUMNS = ("width", "height", "file_name", "filename")
 BATCH_ROWS = 64
@@ -51,25 +45,9 @@ BATCH_ROWS = 64
 
 def recognize(path: Path) -> DatasetLayout | None:
     """The Parquet data set in a folder or in its split folders, or of a file; None if there is none."""
-    if path.is_file():
-        parts, notes = [file_part(path)] if _has_boxes(path) else [], list[str]()
-    else:
-        parts, notes = find_shards(path, SHARD_DIRS, _list_parquet)
-    if not parts:
-        return None
-    return DatasetLayout(
-        format="parquet",
-        description=f"Parquet in {len(parts):,} files" if len(parts) > 1 else "Parquet in one file",
-        root=path.parent if path.is_file() else path,
-        parts=sort_parts(parts),
-        notes=tuple(notes),
+    return recognize_shards(
+        path, "parquet", "Parquet", dir_names=("data", "default"), suffix=".parquet", has_samples=_has_boxes
     )
-
-
-def _list_parquet(folder: Path) -> list[Path]:
-    """The files in a folder, if the first has boxes."""
-    files = list_files(folder, SUFFIXES)
-    return files if files and _has_boxes(files[0]) else []
 
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:
@@ -147,15 +125,10 @@ def _class_names(schema: pa.Schema) -> list[str]:
 
 
 def _iter_class_labels(feature: Any, depth: int = 0) -> Iterator[list[str]]:
-    if isinstance(feature, list) and depth < 8:
-        for inner in feature:
-            yield from _iter_class_labels(inner, depth + 1)
-    if not isinstance(feature, Mapping) or depth >= 8:
-        return
-    names = feature.get("names")
-    if feature.get("_type") == "ClassLabel" and isinstance(names, list):
-        yield [str(name) for name in names]
-    for inner in feature.values():
+    if isinstance(feature, Mapping) and feature.get("_type") == "ClassLabel" and isinstance(feature.get("names"), list):
+        yield [str(name) for name in feature["names"]]
+    inside = feature.values() if isinstance(feature, Mapping) else feature if isinstance(feature, list) else ()
+    for inner in inside if depth < 8 else ():
         yield from _iter_class_labels(inner, depth + 1)
 
 
@@ -180,7 +153,7 @@ def _read_file(part: SplitFiles, target: Path, class_names: list[str]) -> ShardS
                 for length, row, file_name in zip(lengths, batch.select(columns).to_pylist(), names, strict=True):
                     name, row = f"row {number}", {"file_name": file_name, **row}
                     if length:
-                        samples.add(name, read, start, length, _with_names(row, columns[0], class_names))
+                        samples.add(name, read, start, length, _with_names(row, class_names) if class_names else row)
                     else:
                         samples.problems.append(("record-without-image", f"{path.name}: {name} has no bytes"))
                     start, number = start + length, number + 1
@@ -228,22 +201,13 @@ def _file_names(images: pa.Array) -> list[str | None]:
     return names
 
 
-def _with_names(row: dict[str, Any], column: str, class_names: list[str]) -> dict[str, Any]:
-    """The row with names in place of the numbers of classes."""
-    if not class_names:
-        return row
-    content = row[column] if isinstance(row[column], dict) else row
-
-    def to_name(value: Any) -> Any:
-        is_number = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(class_names)
-        return class_names[value] if is_number else None
-
-    if isinstance(row[column], list) and row[column] and isinstance(row[column][0], dict):
-        named = [{**item, **{k: to_name(v) for k, v in item.items() if k in CLASS_LIST_KEYS}} for item in row[column]]
-        return {**row, column: named}
-    named_lists = {
-        key: [to_name(value) for value in values]
-        for key, values in content.items()
-        if key in CLASS_LIST_KEYS and isinstance(values, list)
-    }
-    return {**row, column: {**content, **named_lists}} if content is row[column] else {**row, **named_lists}
+def _with_names(value: Any, class_names: list[str], *, is_class: bool = False) -> Any:
+    """A row, or a part of it, with names in place of the numbers of classes."""
+    if isinstance(value, dict):
+        return {key: _with_names(v, class_names, is_class=key in CLASS_LIST_KEYS) for key, v in value.items()}
+    if isinstance(value, list):
+        return [_with_names(item, class_names, is_class=is_class) for item in value]
+    if not is_class:
+        return value
+    is_number = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(class_names)
+    return class_names[value] if is_number else None

@@ -16,15 +16,11 @@ from numpy.typing import NDArray
 
 from stoker import regular_files
 from stoker.data.formats.tables import SPLITS, AnnotationTable, DatasetLayout, SplitFiles
-from stoker.data.images.source import SHARD_INDEX as INDEX_FILE
+from stoker.data.images import source
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
 
-__all__ = [
-    "INDEX_FILE", "PLAN_FILE", "WORK_DIR", "PackedImages", "PackedInfo", "Shard", "encode", "layout_of", "lost_shards",
-    "parse_info", "read", "read_info", "refuse_unfinished",
-]  # fmt: skip
-
+INDEX_FILE = source.SHARD_INDEX
 VERSION = 1
 WORK_DIR = ".stoker-pack"
 """The folder of plan and records next to the shards, while they are made."""
@@ -98,23 +94,15 @@ def encode(info: PackedInfo, images: PackedImages) -> bytes:
     def per_image(values: pa.Array) -> pa.Array:
         return pa.LargeListArray.from_arrays(offsets, values)
 
-    record_batch = pa.record_batch(
-        [
-            pa.array(images.names, pa.large_string()),
-            pa.array(images.split),
-            pa.array(images.image_id),
-            pa.array(images.shard),
-            pa.array(np.ascontiguousarray(images.byte_range[:, 0])),
-            pa.array(np.ascontiguousarray(images.byte_range[:, 1])),
-            pa.array(np.ascontiguousarray(images.size[:, 0])),
-            pa.array(np.ascontiguousarray(images.size[:, 1])),
-            per_image(pa.FixedSizeListArray.from_arrays(pa.array(images.boxes.reshape(-1)), 4)),
-            per_image(pa.array(images.labels)),
-            per_image(pa.array(images.crowd.view(np.uint8))),
-            per_image(pa.array(images.area)),
-        ],
-        schema=SCHEMA.with_metadata({METADATA_KEY: msgspec.json.encode(info)}),
-    )
+    columns = [
+        pa.array(images.names, pa.large_string()),
+        *map(pa.array, (images.split, images.image_id, images.shard)),
+        *(pa.array(np.ascontiguousarray(column)) for column in (*images.byte_range.T, *images.size.T)),
+        per_image(pa.FixedSizeListArray.from_arrays(pa.array(images.boxes.reshape(-1)), 4)),
+        *(per_image(pa.array(values)) for values in (images.labels, images.crowd.view(np.uint8), images.area)),
+    ]
+    metadata = {METADATA_KEY: msgspec.json.encode(info)}
+    record_batch = pa.record_batch(columns, schema=SCHEMA.with_metadata(metadata))
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, record_batch.schema) as writer:
         writer.write_batch(record_batch)

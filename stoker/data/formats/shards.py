@@ -17,7 +17,14 @@ import numpy as np
 
 from stoker import regular_files
 from stoker.data.formats.building import Box, ImageFile, TableBuilder, usable_size
-from stoker.data.formats.folders import check_unannotated_splits, file_part, iter_split_dirs, named_subdirs
+from stoker.data.formats.folders import (
+    check_unannotated_splits,
+    file_part,
+    iter_split_dirs,
+    list_files,
+    named_subdirs,
+    sort_parts,
+)
 from stoker.data.formats.images import Item, Result, map_in_threads
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
 from stoker.data.images import source
@@ -41,6 +48,30 @@ def find_shards(
             return [file_part(shard) for shard in shards], []
     parts = [file_part(shard, split) for split, path in iter_split_dirs(folder) for shard in list_shards(path)]
     return parts, check_unannotated_splits(folder, parts) if parts else []
+
+
+def recognize_shards(
+    path: Path, format: str, title: str, *, dir_names: Sequence[str], suffix: str, has_samples: Callable[[Path], bool]
+) -> DatasetLayout | None:
+    """The data set of a shard, or of the shards in a folder (`find_shards`); None if the first has no samples."""
+
+    def list_shards(folder: Path) -> list[Path]:
+        files = list_files(folder, suffix)
+        return files if files and has_samples(files[0]) else []
+
+    if path.is_dir():
+        parts, notes = find_shards(path, dir_names, list_shards)
+    else:
+        parts, notes = [file_part(path)] if has_samples(path) else [], []
+    return layout_of_shards(format, title, path if path.is_dir() else path.parent, parts, notes) if parts else None
+
+
+def layout_of_shards(
+    format: str, title: str, root: Path, parts: Sequence[SplitFiles], notes: Sequence[str]
+) -> DatasetLayout:
+    shards = f"{len(parts):,} shards" if len(parts) != 1 else "one shard"
+    description = f"{title} in {shards}"
+    return DatasetLayout(format=format, description=description, root=root, parts=sort_parts(parts), notes=tuple(notes))
 
 
 @contextlib.contextmanager
@@ -220,7 +251,7 @@ NAME_KEYS = ("category_name", "category", "class_name", "class", "label", "Label
 ID_KEYS = ("category_id", "class_id", "label_id")
 CLASS_LIST_KEYS = ("labels", "categories", "category_ids", "classes", "class_ids", *NAME_KEYS, *ID_KEYS)
 NAME_OF_FILE_KEYS = ("file_name", "filename")
-OPEN_IMAGES_KEYS = ("XMin", "YMin", "XMax", "YMax")
+OPEN_IMAGES_KEYS, VOC_KEYS = ("XMin", "YMin", "XMax", "YMax"), ("xmin", "ymin", "xmax", "ymax")
 XYXY_ABS, XYWH_ABS = 0, 1
 """`bbox_mode` of detectron2 (structures/boxes.py)."""
 
@@ -301,25 +332,22 @@ def _read_object(item: Mapping[str, Any], number: int) -> ObjectBox:
     label = next((text for key in (*NAME_KEYS, *ID_KEYS) if (text := _class_text(item.get(key))) is not None), None)
     is_crowd = bool(item.get("iscrowd")) or str(item.get("IsGroupOf")) == "1"
     text = _shorten(item)
-    if all(key in item for key in OPEN_IMAGES_KEYS):
-        xyxy = _to_corners([item[key] for key in OPEN_IMAGES_KEYS], is_extent=False)
-        return ObjectBox(number, label, xyxy, True, False, is_crowd, text)
-    for key in EXTENT_KEYS:
-        if key in item:
-            mode = item.get("bbox_mode", XYWH_ABS)
-            if mode not in (XYXY_ABS, XYWH_ABS):
-                raise UnknownLayout(f"bbox_mode is {mode!r}; 0 (corners) and 1 (x, y, width, height) are read")
-            is_extent = mode == XYWH_ABS and "bbox_mode" not in item
-            xyxy = _to_corners(item[key], is_extent=mode == XYWH_ABS)
-            return ObjectBox(number, label, xyxy, False, is_extent, is_crowd, text)
-    for key in CORNERS_KEYS:
-        if key in item:
-            return ObjectBox(number, label, _to_corners(item[key], is_extent=False), False, False, is_crowd, text)
-    corner_keys = ("xmin", "ymin", "xmax", "ymax")
-    if all(key in item for key in corner_keys):
-        xyxy = _to_corners([item[key] for key in corner_keys], is_extent=False)
-        return ObjectBox(number, label, xyxy, False, False, is_crowd, text)
-    raise UnknownLayout(f"its objects have the keys {_list_keys(item)}: no box")
+    corner_keys = next((keys for keys in (OPEN_IMAGES_KEYS, VOC_KEYS) if all(key in item for key in keys)), None)
+    box_key = next((key for key in (*EXTENT_KEYS, *CORNERS_KEYS) if key in item), None)
+    is_normalized = corner_keys == OPEN_IMAGES_KEYS
+    mode = item.get("bbox_mode", XYWH_ABS)
+    if corner_keys is not None and (is_normalized or box_key is None):
+        return ObjectBox(
+            number, label, _to_corners([item[key] for key in corner_keys], is_extent=False), is_normalized, False,
+            is_crowd, text,
+        )  # fmt: skip
+    if box_key is None:
+        raise UnknownLayout(f"its objects have the keys {_list_keys(item)}: no box")
+    if box_key in EXTENT_KEYS and mode not in (XYXY_ABS, XYWH_ABS):
+        raise UnknownLayout(f"bbox_mode is {mode!r}; 0 (corners) and 1 (x, y, width, height) are read")
+    is_extent = box_key in EXTENT_KEYS and mode == XYWH_ABS
+    xyxy = _to_corners(item[box_key], is_extent=is_extent)
+    return ObjectBox(number, label, xyxy, False, is_extent and "bbox_mode" not in item, is_crowd, text)
 
 
 def _to_corners(values: Any, *, is_extent: bool) -> tuple[float, float, float, float] | None:

@@ -18,8 +18,9 @@ import mmap
 import os
 import re
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -27,21 +28,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker import regular_files
-from stoker.data.formats import label_map, tfrecord_bytes
-from stoker.data.formats.folders import (
-    file_part,
-    list_subdirs,
-    sort_parts,
-)
+from stoker.data.formats import label_map
+from stoker.data.formats.folders import file_part, list_subdirs
 from stoker.data.formats.label_map import BACKGROUND, LabelMap
-from stoker.data.formats.shards import find_shards
+from stoker.data.formats.shards import find_shards, layout_of_shards
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, FolderTable, SplitFiles
 from stoker.data.formats.tfrecord_bytes import (
     HEADER_BYTES,
-    ByteRange,
+    Example,
     Frame,
     MalformedExample,
     Values,
+    encode_example,
     is_record_header,
     iter_frames,
     unpack,
@@ -86,14 +84,9 @@ def from_glob(data: Path) -> DatasetLayout | None:
 
 
 def _make_layout(root: Path, parts: list[SplitFiles], notes: list[str]) -> DatasetLayout:
-    shards = f"{len(parts)} files" if len(parts) > 1 else "one file"
     folders = list(dict.fromkeys(part.annotations.parent for part in parts))
-    return DatasetLayout(
-        format="tfrecord",
-        description=f"TFRecord in {shards}",
-        root=root,
-        parts=sort_parts(parts),
-        notes=tuple(notes),
+    return replace(
+        layout_of_shards("tfrecord", "TFRecord", root, parts, notes),
         # other programs use .record files too; if there is nothing else, reading them reports what is wrong
         is_certain=any(_has_tfrecord_header(part.annotations) for part in parts),
         metadata_files=tuple(_find_label_maps(folders, root)),
@@ -166,13 +159,17 @@ def is_in_sibling_dir(path: Path, root: Path) -> bool:
 
 
 BOX_KEYS = (b"image/object/bbox/xmin", b"image/object/bbox/ymin", b"image/object/bbox/xmax", b"image/object/bbox/ymax")
-LABEL_KEY, TEXT_KEY = b"image/object/class/label", b"image/object/class/text"
-CROWD_KEY, GROUP_KEY, AREA_KEY = b"image/object/is_crowd", b"image/object/group_of", b"image/object/area"
-ENCODED_KEY, FILENAME_KEY, SOURCE_ID_KEY = b"image/encoded", b"image/filename", b"image/source_id"
+AREA_KEY = b"image/object/area"
+OBJECT_KEYS = {
+    **dict.fromkeys((*BOX_KEYS, AREA_KEY), "float_list"),
+    b"image/object/class/label": "int64_list",
+    b"image/object/class/text": "bytes_list",
+    b"image/object/is_crowd": "int64_list",
+    b"image/object/group_of": "int64_list",
+}
+"""Lists with a value per box, and their kinds."""
 MAGIC_BYTES = (b"\xff\xd8\xff", b"\x89PN")
 """The first bytes of JPEG and PNG, the usual formats in records. The headers of other images are parsed."""
-_NAN = np.array(math.nan, "<f4").tobytes()
-HEIGHT_KEY, WIDTH_KEY = b"image/height", b"image/width"
 
 
 class _UnusableRecord(Exception):
@@ -183,17 +180,17 @@ class _UnusableRecord(Exception):
 class _RecordColumns:
     """Columns that grow by one record at a time. A box takes 40 bytes."""
 
-    xyxy: tuple[bytearray, ...] = field(default_factory=lambda: tuple(bytearray() for _ in BOX_KEYS))
-    """Four columns [K] of float32, normalized by image width and height."""
-    label: "array[int]" = field(default_factory=lambda: array("q"))
-    text_index: "array[int]" = field(default_factory=lambda: array("i"))
-    crowd: bytearray = field(default_factory=bytearray)
-    area: bytearray = field(default_factory=bytearray)
-    index_by_text: dict[bytes, int] = field(default_factory=dict)
+    xyxy: "tuple[array[float], ...]" = field(default_factory=lambda: tuple(array("f") for _ in BOX_KEYS))
+    """Four columns [K], normalized by image width and height."""
+    pair: "array[int]" = field(default_factory=partial(array, "i"))
+    """Number of the pair of label and text."""
+    number_by_pair: dict[tuple[int, bytes], int] = field(default_factory=dict)
+    crowd: "array[int]" = field(default_factory=partial(array, "b"))
+    area: "array[float]" = field(default_factory=lambda: array("f"))
     num_boxes: list[int] = field(default_factory=list)
     """[R], boxes per image."""
-    byte_range: "array[int]" = field(default_factory=lambda: array("q"))
-    original_size: "array[int]" = field(default_factory=lambda: array("q"))
+    byte_range: "array[int]" = field(default_factory=partial(array, "q"))
+    original_size: "array[int]" = field(default_factory=partial(array, "q"))
     file_names: list[str] = field(default_factory=list)
     source_id: list[bytes] = field(default_factory=list)
     folder_index: list[int] = field(default_factory=list)
@@ -273,80 +270,54 @@ def _read_shard(
 
 def _read_record(data: mmap.mmap, frame: Frame, shard: Path, columns: _RecordColumns, used_names: set[str]) -> str:
     """Adds the image and the boxes of a record; returns the image's name. Raises _UnusableRecord."""
+    record = data[frame.start : frame.stop]
     try:
-        features = tfrecord_bytes.parse_features(data, frame.start, frame.stop)
-        encoded = tfrecord_bytes.find_byte_values(data, features.get(ENCODED_KEY))
-        xyxy = [tfrecord_bytes.read_floats(data, features.get(key)) for key in BOX_KEYS]
-        labels = tfrecord_bytes.read_integers(data, features.get(LABEL_KEY))
-        texts = [data[begin:end] for begin, end in tfrecord_bytes.find_byte_values(data, features.get(TEXT_KEY))]
-        crowd = tfrecord_bytes.read_integers(data, features.get(CROWD_KEY))
-        group_of = tfrecord_bytes.read_integers(data, features.get(GROUP_KEY))
-        area = tfrecord_bytes.read_floats(data, features.get(AREA_KEY))
-        hw = [tfrecord_bytes.read_integers(data, features.get(key)) for key in (HEIGHT_KEY, WIDTH_KEY)]
-        filename, source_id = (
-            data[ranges[0].start : ranges[0].stop] if ranges else b""
-            for ranges in (
-                tfrecord_bytes.find_byte_values(data, features.get(key)) for key in (FILENAME_KEY, SOURCE_ID_KEY)
-            )
+        example = Example(record)
+        *xyxy, area, labels, texts, crowd, group_of = (example.values(key, kind) for key, kind in OBJECT_KEYS.items())
+        sides = [example.values(key, "int64_list") for key in (b"image/height", b"image/width")]
+        encoded, filename, source_id = (
+            next(iter(example.values(key, "bytes_list")), b"")
+            for key in (b"image/encoded", b"image/filename", b"image/source_id")
         )
     except MalformedExample as error:
         raise _UnusableRecord("not-an-example", str(error)) from error
-    num_boxes = len(xyxy[0]) // 4
-    _check_lengths(num_boxes, xyxy, labels, texts, crowd, group_of, area)
-    height, width = (values[0] if len(values) == 1 and 0 < values[0] < 2**31 else 0 for values in hw)
-    if not encoded or encoded[0].start == encoded[0].stop:
+    num_boxes = len(xyxy[0])
+    counts = {
+        key: len(values) for key, values in zip(OBJECT_KEYS, (*xyxy, area, labels, texts, crowd, group_of), strict=True)
+    }
+    if any(count != num_boxes and (count or key in BOX_KEYS) for key, count in counts.items()):
+        listed = [f"{key.decode()} has {n}" for key, n in counts.items() if n or key in BOX_KEYS]
+        raise _UnusableRecord("unequal-lists", ", ".join(listed))
+    if not encoded:
         raise _UnusableRecord("record-without-image", "it has no image/encoded")
-    byte_range = encoded[0]
-    if not (height and width and data[byte_range.start : byte_range.start + 3] in MAGIC_BYTES):
-        header_size = _read_header_size(data, byte_range, shard)
+    start = record.find(encoded[:64])  # searching for all of it takes as long as all the rest
+    if not record.startswith(encoded, start):
+        start = record.find(encoded)
+    height, width = (values[0] if len(values) == 1 and 0 < values[0] < 2**31 else 0 for values in sides)
+    if not (height and width and encoded[:3] in MAGIC_BYTES):
+        try:
+            header_size = parse_header(encoded, shard).size
+        except DataError as error:
+            raise _UnusableRecord("record-without-image", error.cause or error.what) from error
         height, width = (height, width) if height and width else header_size
     for column, values in zip(columns.xyxy, xyxy, strict=True):
-        column += values
-    columns.label.extend(labels or [NO_LABEL] * num_boxes)
-    index_by_text = columns.index_by_text
-    columns.text_index.extend(
-        [index_by_text.setdefault(text, len(index_by_text)) if text else NO_TEXT for text in texts]
-        or [NO_TEXT] * num_boxes
+        column.extend(values)
+    pairs, numbers = (
+        zip(labels or [NO_LABEL] * num_boxes, texts or [b""] * num_boxes, strict=True),
+        columns.number_by_pair,
     )
-    columns.crowd += bytes(map(bool, crowd)) or bytes(num_boxes)
+    columns.pair.extend([numbers.setdefault(pair, len(numbers)) for pair in pairs])
+    is_crowd = list(map(bool, crowd)) or [False] * num_boxes
     if any(group_of):
         columns.num_group_boxes += sum(map(bool, group_of))
-        columns.crowd[len(columns.crowd) - num_boxes :] = bytes(
-            a or bool(b) for a, b in zip(columns.crowd[-num_boxes:], group_of, strict=True)
-        )
-    columns.area += area or _NAN * num_boxes
+        is_crowd = [bool(a or b) for a, b in zip(is_crowd, group_of, strict=True)]
+    columns.crowd.extend(is_crowd)
+    columns.area.extend(area or [math.nan] * num_boxes)
     columns.num_boxes.append(num_boxes)
-    columns.byte_range.extend((byte_range.start, byte_range.stop - byte_range.start))
+    columns.byte_range.extend((frame.start + start, len(encoded)))
     columns.original_size.extend((height, width))
     columns.source_id.append(source_id)
     return _unique_name(filename, frame.number, used_names)
-
-
-def _read_header_size(data: mmap.mmap, byte_range: ByteRange, shard: Path) -> tuple[int, int]:
-    """Height and width of an image, from its header."""
-    try:
-        return parse_header(data[byte_range.start : byte_range.stop], shard).size
-    except DataError as error:
-        raise _UnusableRecord("record-without-image", error.cause or error.what) from error
-
-
-def _check_lengths(
-    num_boxes: int,
-    xyxy: list[bytes],
-    labels: list[int],
-    texts: list[bytes],
-    crowd: list[int],
-    group_of: list[int],
-    area: bytes,
-) -> None:
-    optional = len(labels), len(texts), len(crowd), len(group_of), len(area) // 4
-    if all(len(values) == 4 * num_boxes for values in xyxy) and all(length in (0, num_boxes) for length in optional):
-        return
-    lengths = {key: len(values) // 4 for key, values in zip(BOX_KEYS, xyxy, strict=True)}
-    lengths |= {
-        key: n for key, n in zip((LABEL_KEY, TEXT_KEY, CROWD_KEY, GROUP_KEY, AREA_KEY), optional, strict=True) if n
-    }
-    raise _UnusableRecord("unequal-lists", ", ".join(f"{key.decode()} has {n}" for key, n in lengths.items()))
 
 
 def _unique_name(filename: bytes, record_number: int, used_names: set[str]) -> str:
@@ -374,18 +345,20 @@ def _make_table(
         record = f"record {columns.record_number[image_index]} ({columns.file_names[image_index]})"
         return f"{shard}, {record}, object {number}"
 
-    classes = assign_classes(
-        np.array(columns.label, np.int64),
-        np.array(columns.text_index, np.int32),
-        [text.decode(errors="backslashreplace") for text in columns.index_by_text],
-        label_map_paths=layout.metadata_files,
-        root=layout.root,
-        problems=problems,
-        describe_box=describe_box,
-    )
+    pair_index = np.array(columns.pair, np.int64)
+    _, first_boxes, counts = np.unique(pair_index, return_index=True, return_counts=True)
+    pairs = [
+        LabelTextPair(label, text.decode(errors="backslashreplace") or None) for label, text in columns.number_by_pair
+    ]
+    classes = _choose_classes(pairs, layout.metadata_files, layout.root)
+    for assignment, first_box, count in zip(classes.assignments, first_boxes.tolist(), counts.tolist(), strict=True):
+        if assignment.problem_kind is not None:
+            example = f"{describe_box(first_box)}: {assignment.description}"
+            problems.add(assignment.problem_kind, example, count)
+    labels = np.array([assignment.label for assignment in classes.assignments], np.int32)[pair_index]
     height, width = original_size[image_indices].T.astype(np.float64)
-    x1, y1, x2, y2 = (np.frombuffer(column, "<f4").astype(np.float64) for column in columns.xyxy)
-    keep = classes.labels != NO_CLASS
+    x1, y1, x2, y2 = (np.array(column, np.float64) for column in columns.xyxy)
+    keep = labels != NO_CLASS
     return AnnotationTable(
         class_names=classes.names,
         category_ids=classes.ids,
@@ -397,9 +370,9 @@ def _make_table(
         image_id=_image_ids(columns.source_id),
         image_index=image_indices[keep],
         boxes=np.stack((x1 * width, y1 * height, x2 * width, y2 * height), axis=1)[keep],
-        labels=classes.labels[keep],
-        crowd=np.frombuffer(columns.crowd, np.bool_)[keep],
-        area=np.frombuffer(columns.area, "<f4").astype(np.float64)[keep],
+        labels=labels[keep],
+        crowd=np.array(columns.crowd, np.bool_)[keep],
+        area=np.array(columns.area, np.float64)[keep],
         box_id=(np.arange(len(image_indices)) - offsets[image_indices] + 1)[keep],
         box_id_kind="object",
         byte_range=np.array(columns.byte_range, np.int64).reshape(-1, 2),
@@ -418,16 +391,7 @@ def _image_ids(source_ids: list[bytes]) -> NDArray[np.int64]:
 
 
 NO_LABEL = -(2**63)
-NO_TEXT = -1
 NO_CLASS = -1
-
-
-class ClassAssignment(NamedTuple):
-    names: list[str]
-    ids: list[int]
-    labels: NDArray[np.int32]
-    """[K], index into `names`, or NO_CLASS."""
-    notes: list[str]
 
 
 class LabelTextPair(NamedTuple):
@@ -436,9 +400,6 @@ class LabelTextPair(NamedTuple):
     label: int
     """NO_LABEL if the record has none."""
     text: str | None
-    num_boxes: int
-    first_box: int
-    """Index of the first of these boxes."""
 
 
 class _Assignment(NamedTuple):
@@ -450,59 +411,39 @@ class _Assignment(NamedTuple):
     description: str = ""
 
 
-def assign_classes(
-    label: NDArray[np.int64],
-    text_index: NDArray[np.int32],
-    texts: Sequence[str],
-    *,
-    label_map_paths: Sequence[Path],
-    root: Path,
-    problems: ProblemCollector,
-    describe_box: Callable[[int], str],
-) -> ClassAssignment:
-    """The class of each box.
+class _Classes(NamedTuple):
+    names: list[str]
+    ids: list[int]
+    assignments: list[_Assignment]
+    """Of each pair."""
+    notes: list[str]
 
-    label [K]: image/object/class/label or NO_LABEL; text_index [K]: index into `texts` or NO_TEXT; label_map_paths:
-    label maps that may belong to the records below `root`; describe_box: the location of a box, for messages. Raises
-    DataError if a label map cannot be read or if several fit.
-    """
-    pairs, pair_index = _group_pairs(label, text_index, texts)
-    chosen, notes = _choose_label_map(pairs, label_map_paths, root)
+
+def _choose_classes(pairs: list[LabelTextPair], label_maps: Sequence[Path], root: Path) -> _Classes:
+    """The classes of a data set, and of each pair. label_maps: those that may belong to the records below `root`.
+    Raises DataError if a label map cannot be read or if several fit."""
+    chosen, notes = _choose_label_map(pairs, label_maps, root)
     if chosen is not None:
-        names, ids, assignments = chosen.names, chosen.ids, _assign_by_map(pairs, chosen)
-    elif texts:
-        names, ids, assignments = _assign_by_text(pairs, sorted(set(texts)))
+        return _Classes(chosen.names, chosen.ids, _assign_by_map(pairs, chosen), notes)
+    if names := sorted({pair.text for pair in pairs if pair.text is not None}):
+        index_by_name = {name: class_index for class_index, name in enumerate(names)}
+        index_by_label = _labels_of_texts(pairs, index_by_name)
+        assignments = _assign(pairs, index_by_label, index_by_name, "no box with a text has this label")
+        label_by_index = {
+            class_index: label for label, class_index in index_by_label.items() if class_index is not None
+        }
+        is_one_to_one = len(index_by_label) == len(label_by_index) == len(names)
+        ids = [label_by_index[k] if is_one_to_one else k + 1 for k in range(len(names))]
         notes.append("no label map: the classes are the texts in the records, sorted")
-    else:
-        names, ids, assignments = _assign_by_label(pairs)
-        if names:
-            notes.append(
-                "no label map and no texts in the records: the classes are named after their labels;"
-                " a label_map.pbtxt next to the records sets their names"
-            )
-    for pair, assignment in zip(pairs, assignments, strict=True):
-        if assignment.problem_kind is not None:
-            example = f"{describe_box(pair.first_box)}: {assignment.description}"
-            problems.add(assignment.problem_kind, example, pair.num_boxes)
-    labels = np.array([assignment.label for assignment in assignments], np.int32)
-    return ClassAssignment(names, ids, labels[pair_index], notes)
-
-
-def _group_pairs(
-    label: NDArray[np.int64], text_index: NDArray[np.int32], texts: Sequence[str]
-) -> tuple[list[LabelTextPair], NDArray[np.int64]]:
-    """The different pairs of label and text, and the index of each box's pair [K]."""
-    values, label_number = np.unique(label, return_inverse=True)
-    codes, first, pair_index, counts = np.unique(
-        label_number * (len(texts) + 1) + text_index + 1, return_index=True, return_inverse=True, return_counts=True
-    )
-    pairs = []
-    for code, first_box, count in zip(codes.tolist(), first.tolist(), counts.tolist(), strict=True):
-        number, text_number = divmod(code, len(texts) + 1)
-        pairs.append(
-            LabelTextPair(int(values[number]), texts[text_number - 1] if text_number else None, count, first_box)
+        return _Classes(names, ids, assignments, notes)
+    ids = sorted({pair.label for pair in pairs if pair.label > BACKGROUND})
+    assignments = _assign(pairs, {class_id: k for k, class_id in enumerate(ids)}, {}, "labels begin at 1")
+    if ids:
+        notes.append(
+            "no label map and no texts in the records: the classes are named after their labels;"
+            " a label_map.pbtxt next to the records sets their names"
         )
-    return pairs, pair_index
+    return _Classes([f"class {class_id}" for class_id in ids], ids, assignments, notes)
 
 
 def _choose_label_map(
@@ -547,60 +488,44 @@ def _choose_label_map(
 
 def _assign_by_map(pairs: list[LabelTextPair], label_map: LabelMap) -> list[_Assignment]:
     index_by_id = {class_id: class_index for class_index, class_id in enumerate(label_map.ids)}
-    assignments = []
-    for pair in pairs:
-        by_label = index_by_id.get(pair.label)
-        by_text = None if pair.text is None else label_map.index_by_name.get(pair.text)
-        described = f"label {pair.label}"
-        if by_label is not None:
-            described += f" is {label_map.names[by_label]!r} in {label_map.path.name}"
-        if by_text is not None and by_label != by_text and pair.label != NO_LABEL:
-            described += f", its text is {pair.text!r}"
-            assignments.append(_Assignment(by_text, "label-disagrees", described))
-        elif by_text is not None:
-            assignments.append(_Assignment(by_text))
-        elif by_label is not None and pair.text is not None:
-            described += f", its text {pair.text!r} is not in the map"
-            assignments.append(_Assignment(by_label, "label-disagrees", described))
-        elif by_label is not None:
-            assignments.append(_Assignment(by_label))
-        else:
-            assignments.append(_unassigned(pair, f"not in {label_map.path.name}"))
-    return assignments
+    return _assign(pairs, index_by_id, label_map.index_by_name, f"not in {label_map.path.name}", label_map)
 
 
-def _assign_by_text(pairs: list[LabelTextPair], names: list[str]) -> tuple[list[str], list[int], list[_Assignment]]:
-    """Without a label map. A box without a text gets the class of the boxes with the same label."""
-    index_by_name = {name: class_index for class_index, name in enumerate(names)}
-    indices_by_label: dict[int, set[int]] = {}
+def _labels_of_texts(pairs: list[LabelTextPair], index_by_name: Mapping[str, int]) -> dict[int, int | None]:
+    """Label → index of the name that all boxes with the label have as their text; None if they have several."""
+    index_by_label: dict[int, int | None] = {}
     for pair in pairs:
         if pair.text is not None and pair.label > BACKGROUND:
-            indices_by_label.setdefault(pair.label, set()).add(index_by_name[pair.text])
-    index_by_label = {label: next(iter(indices)) for label, indices in indices_by_label.items() if len(indices) == 1}
+            class_index = index_by_name[pair.text]
+            if index_by_label.setdefault(pair.label, class_index) != class_index:
+                index_by_label[pair.label] = None
+    return index_by_label
+
+
+def _assign(
+    pairs: list[LabelTextPair],
+    index_by_label: Mapping[int, int | None],
+    index_by_name: Mapping[str, int],
+    reason: str,
+    label_map: LabelMap | None = None,
+) -> list[_Assignment]:
+    """The class of each pair: that of its text if it has one, else that of its label. reason: why it has none.
+    label_map: the source of both; a label and a text that do not belong together are then a problem."""
     assignments = []
     for pair in pairs:
-        class_index = index_by_label.get(pair.label) if pair.text is None else index_by_name[pair.text]
-        if class_index is None:
-            assignments.append(_unassigned(pair, "no box with a text has this label"))
+        by_label = index_by_label.get(pair.label)
+        by_text = None if pair.text is None else index_by_name.get(pair.text)
+        chosen = by_label if by_text is None else by_text
+        if chosen is None:
+            assignments.append(_unassigned(pair, reason))
+        elif label_map is None or pair.text is None or pair.label == NO_LABEL or by_label == by_text:
+            assignments.append(_Assignment(chosen))
         else:
-            assignments.append(_Assignment(class_index))
-    ids = {class_index: label for label, class_index in index_by_label.items()}
-    one_to_one = len(index_by_label) == len(indices_by_label) == len(ids) == len(names)
-    return (
-        names,
-        [ids[class_index] if one_to_one else class_index + 1 for class_index in range(len(names))],
-        assignments,
-    )
-
-
-def _assign_by_label(pairs: list[LabelTextPair]) -> tuple[list[str], list[int], list[_Assignment]]:
-    ids = sorted({pair.label for pair in pairs if pair.label > BACKGROUND})
-    index_by_id = {class_id: class_index for class_index, class_id in enumerate(ids)}
-    assignments = [
-        _Assignment(index_by_id[pair.label]) if pair.label in index_by_id else _unassigned(pair, "labels begin at 1")
-        for pair in pairs
-    ]
-    return [f"class {class_id}" for class_id in ids], ids, assignments
+            of_label = "" if by_label is None else f" is {label_map.names[by_label]!r} in {label_map.path.name}"
+            of_text = "" if by_text is not None else ", which is not in the map"
+            text = f"label {pair.label}{of_label}, its text is {pair.text!r}{of_text}"
+            assignments.append(_Assignment(chosen, "label-disagrees", text))
+    return assignments
 
 
 def _unassigned(pair: LabelTextPair, reason: str) -> _Assignment:
@@ -664,7 +589,7 @@ class TfRecordWriter(DatasetWriter):
         }
         for name, column in zip(("xmin", "ymin", "xmax", "ymax"), xyxy, strict=True):
             values[f"image/object/bbox/{name}"] = column
-        write_record(self._shard_file(image.split), tfrecord_bytes.encode_example(values))
+        write_record(self._shard_file(image.split), encode_example(values))
         self._num_written[image.split] += 1
 
     def _shard_file(self, split: str) -> BinaryIO:

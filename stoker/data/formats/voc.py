@@ -12,7 +12,7 @@ Format: http://host.robots.ox.ac.uk/pascal/VOC/voc2012/htmldoc/devkit_doc.html#S
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -41,6 +41,7 @@ from stoker.data.formats.folders import (
     named_subdirs,
     read_head,
 )
+from stoker.data.formats.images import ImageLocator
 from stoker.data.formats.tables import SPLITS, AnnotationTable, DatasetLayout, SplitFiles
 from stoker.data.formats.writer import AnnotatedImage, DatasetWriter, Target, shortest_decimal
 from stoker.data.validation.problems import ProblemCollector
@@ -145,73 +146,43 @@ def _parts_from_lists(folder: Path, annotations: Path) -> tuple[list[SplitFiles]
     return parts or [SplitFiles(split=None, annotations=annotations, image_dirs=image_dirs)], notes
 
 
-class _ImageListing:
-    """The images of some folders by name and stem."""
-
-    def __init__(self, folders: Iterable[Path]) -> None:
-        folders = list(folders)
-        self._default_dir = folders[0]
-        self._dir_by_name: dict[str, Path] = {}
-        self._names_by_stem: dict[str, list[str]] = {}
-        for folder in folders:
-            with os.scandir(folder) as entries:
-                for name in sorted(entry.name for entry in entries if is_image_name(entry.name)):
-                    if name not in self._dir_by_name:
-                        self._dir_by_name[name] = folder
-                        self._names_by_stem.setdefault(os.path.splitext(name)[0].casefold(), []).append(name)
-
-    def has_stem(self, stem: str) -> bool:
-        return stem.casefold() in self._names_by_stem
-
-    def find_folder(self, name: str) -> Path:
-        """The folder of an image; the most likely one if there is no image of that name."""
-        return self._dir_by_name.get(name, self._default_dir)
-
-    def choose_name(self, stem: str, annotated_name: str) -> str | None:
-        """The image with a stem. Of several, the one in the same case and with the name in <filename>."""
-        candidates = self._names_by_stem.get(stem.casefold(), [])
-        best = sorted(candidates, key=lambda name: (os.path.splitext(name)[0] != stem, name != annotated_name, name))
-        return best[0] if best else None
-
-
 class _ImageLocator:
-    """The images of a part. Lists each folder once."""
+    """The images of a part: in the same subfolder of an image folder as their annotations, or in the image folders."""
 
     def __init__(self, part: SplitFiles, root: Path, files: list[Path]) -> None:
         """files: the part's XML files. If the usual folders have none of their images, the folders below `root` are
         searched, and a note tells it."""
         self.notes: list[str] = []
-        self._annotation_dir, self._image_dirs = part.annotations, part.image_dirs
-        self._listing_by_subdir: dict[Path, _ImageListing] = {}
+        self._part, self._root = part, root
+        self._locators: dict[Path, ImageLocator] = {}
         probes = files[:MAX_PROBES]
-        if probes and not any(self._listing_for(file).has_stem(file.stem) for file in probes):
+        if probes and not any(self._locator_for(file).find(file.stem) for file in probes):
             other_dirs = tuple(
                 directory
                 for directory in iter_dirs_below(root)
-                if any(map(_ImageListing([directory]).has_stem, (file.stem for file in probes)))
+                if any(map(ImageLocator(root, replace(part, image_dirs=(directory,))).find, [f.stem for f in probes]))
             )
             if other_dirs:
                 listed = ", ".join(str(directory.relative_to(root)) for directory in other_dirs[:3])
                 self.notes.append(f"the images of {os.path.relpath(part.annotations, root)}/ are in {listed}")
-                self._image_dirs, self._listing_by_subdir = (*other_dirs, *part.image_dirs), {}
+                self._part, self._locators = replace(part, image_dirs=(*other_dirs, *part.image_dirs)), {}
 
     def locate(self, file: Path, filename: str) -> tuple[Path, str]:
         """Folder and name of an XML file's image; a likely name if there is none. filename: its <filename>."""
-        listing = self._listing_for(file)
-        annotated_name = filename.replace("\\", "/").rpartition("/")[2]
-        name = listing.choose_name(file.stem, annotated_name) or (
-            listing.choose_name(os.path.splitext(annotated_name)[0], annotated_name) if annotated_name else None
-        )
-        if name is None:
-            name = annotated_name if is_image_name(annotated_name) else f"{file.stem}.jpg"
-        return listing.find_folder(name), name
+        locator = self._locator_for(file)
+        written_name = filename.replace("\\", "/").rpartition("/")[2]
+        written_stem = os.path.splitext(written_name)[0]
+        own_name = written_name if written_stem == file.stem else ""  # of several with the stem
+        found = locator.find(own_name, file.stem, written_stem)
+        return found or locator.locate(written_name if is_image_name(written_name) else f"{file.stem}.jpg")
 
-    def _listing_for(self, file: Path) -> "_ImageListing":
-        subdir = file.parent.relative_to(self._annotation_dir)
-        if subdir not in self._listing_by_subdir:
-            subdirs = [folder / subdir for folder in self._image_dirs if (folder / subdir).is_dir()]
-            self._listing_by_subdir[subdir] = _ImageListing(subdirs or self._image_dirs)
-        return self._listing_by_subdir[subdir]
+    def _locator_for(self, file: Path) -> ImageLocator:
+        subdir = file.parent.relative_to(self._part.annotations)
+        if subdir not in self._locators:
+            subdirs = tuple(folder / subdir for folder in self._part.image_dirs if (folder / subdir).is_dir())
+            part = replace(self._part, image_dirs=subdirs or self._part.image_dirs)
+            self._locators[subdir] = ImageLocator(self._root, part)
+        return self._locators[subdir]
 
 
 def _split_lists(folder: Path) -> dict[str, Path]:

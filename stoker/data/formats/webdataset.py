@@ -15,20 +15,15 @@ from typing import NamedTuple
 import msgspec
 
 from stoker.data.formats import shard_index
-from stoker.data.formats.folders import (
-    IMAGE_SUFFIXES,
-    file_part,
-    list_files,
-    sort_parts,
-)
+from stoker.data.formats.folders import IMAGE_SUFFIXES
 from stoker.data.formats.shards import (
     LAYOUTS,
     MAX_ANNOTATION_BYTES,
     ShardSamples,
-    find_shards,
     make_table,
     map_shards,
     open_shard,
+    recognize_shards,
 )
 from stoker.data.formats.tables import AnnotationTable, DatasetLayout, SplitFiles
 from stoker.data.images.headers import ReadAt
@@ -43,7 +38,6 @@ class Member(NamedTuple):
 
 
 SUFFIXES = (".tar",)
-SHARD_DIRS = ("shards", "data")
 ANNOTATION_SUFFIXES = ("json", "instances.json", "annotations.json", "annotation.json", "bbox.json", "boxes.json")
 """Of a sample, the most likely first: `instances.json` is that of WebDataset's own COCO example."""
 PROBED_FILES = 8
@@ -58,24 +52,9 @@ def recognize(path: Path) -> DatasetLayout | None:
         return shard_index.layout_of(folder)
     if path == folder:
         shard_index.refuse_unfinished(folder)
-        parts, notes = find_shards(folder, SHARD_DIRS, _list_archives)
-    else:
-        parts, notes = [file_part(path)] if _has_samples(path) else [], []
-    if not parts:
-        return None
-    return DatasetLayout(
-        format="webdataset",
-        description=f"WebDataset in {len(parts):,} shards" if len(parts) > 1 else "WebDataset in one shard",
-        root=folder,
-        parts=sort_parts(parts),
-        notes=tuple(notes),
+    return recognize_shards(
+        path, "webdataset", "WebDataset", dir_names=("shards", "data"), suffix=".tar", has_samples=_has_samples
     )
-
-
-def _list_archives(folder: Path) -> list[Path]:
-    """The archives in a folder, if the first has samples."""
-    files = list_files(folder, SUFFIXES)
-    return files if files and _has_samples(files[0]) else []
 
 
 def read(layout: DatasetLayout, problems: ProblemCollector) -> AnnotationTable:

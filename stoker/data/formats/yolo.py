@@ -19,14 +19,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import yaml
 
 from stoker import regular_files
 from stoker.data.formats.building import ImageFile, TableBuilder
 from stoker.data.formats.folders import (
     IMAGE_SUFFIXES,
+    MAX_PROBES,
     SPLIT_BY_NAME,
     check_unannotated_splits,
     file_part,
@@ -65,8 +67,6 @@ IMAGE_DIR_NAMES = ("images", "jpegimages")
 """The last of these in an image's path is replaced by "labels", as in Ultralytics and Darknet."""
 MAX_WALKED_DIRS = 20_000
 """Folders below one that a description names; ImageNet has 1,000 per split."""
-MAX_PROBES = 16
-"""Label files that are read to recognize a YOLO data set without a data.yaml."""
 
 
 def recognize(path: Path) -> DatasetLayout | None:
@@ -417,112 +417,93 @@ def _looks_like_definition(path: Path) -> bool:
     return bool(splits) and ("names" in keys or "nc" in keys or has_usual_name)
 
 
+Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_CLASSES)]
+
+
+class _Description(msgspec.Struct):
+    """The keys of a data.yaml that are read, as written. Those of an obj.data have other names."""
+
+    train: str | list[str] = ""
+    val: str | list[str] = ""
+    valid: str | list[str] = ""
+    validation: str | list[str] = ""
+    test: str | list[str] = ""
+    path: str | None = None
+    names: str | list[str] | dict[Number, str] = ""
+    nc: Number | None = None
+    kpt_shape: list[Number] = []
+
+
 def _read_definition(file: Path) -> DatasetDefinition:
     """Reads a data.yaml or obj.data. Raises DataError that names the file and the key."""
-    if file.suffix.lower() == ".data":
-        data: Any = _parse_assignments(file)
-    else:
-        try:
-            text = regular_files.read_text(file, encoding="utf-8-sig", max_bytes=MAX_BYTES)
-            data = yaml.load(text, Loader=yaml.BaseLoader)  # reads all values as text
-        except yaml.YAMLError as error:
-            mark = getattr(error, "problem_mark", None)
-            raise DataError(
-                "The description of the data set is not valid YAML.",
-                location=file if mark is None else f"{file}:{mark.line + 1}",
-                cause=str(getattr(error, "problem", None) or error),
-                fix="correct the line; names with special characters need quotes",
-            ) from error
-        except UnicodeDecodeError as error:
-            raise DataError(
-                "A text file is not UTF-8.", location=file, cause=str(error), fix="save it as UTF-8"
-            ) from error
-        except RecursionError as error:
-            raise _definition_error(file, "its lists are nested too deeply", "write the file again") from error
-    if not isinstance(data, dict):
-        raise _definition_error(file, "it has no keys", "see https://docs.ultralytics.com/datasets/detect/")
+    data = _parse_assignments(file) if file.suffix.lower() == ".data" else _parse_yaml(file)
+    if isinstance(data, dict):  # all values are text
+        data = {k: v for k, v in data.items() if not (isinstance(v, str) and v.strip().lower() in _NULL_VALUES)}
+    try:
+        written = msgspec.convert(data, _Description, strict=False, str_keys=True)
+    except msgspec.ValidationError as error:
+        fix = "see https://docs.ultralytics.com/datasets/detect/"
+        raise _definition_error(file, str(error), fix) from error
     splits: dict[str, tuple[str, ...]] = {}
-    for split_name in ("train", "val", "valid", "validation", "test"):
-        entries = _parse_entries(file, split_name, data.get(split_name, ""))
-        if entries and SPLIT_BY_NAME[split_name] not in splits:
-            splits[SPLIT_BY_NAME[split_name]] = entries
+    for name in ("train", "val", "valid", "validation", "test"):
+        value = getattr(written, name)
+        entries = [entry.strip() for entry in ([value] if isinstance(value, str) else value)]
+        if used := tuple(entry for entry in entries if entry.lower() not in _NULL_VALUES):
+            splits.setdefault(SPLIT_BY_NAME[name], used)
     if not splits:
         raise _definition_error(
             file, "it names no images: there is no train, val or test", "add lines such as `train: images/train`"
         )
-    path = data.get("path", "")
-    if not isinstance(path, str):
-        raise _definition_error(file, "path is not one folder", "name one folder, and the splits relative to it")
-    kpt_shape = data.get("kpt_shape", ["0", "0"])
-    kpt_dims = [_parse_int(file, "kpt_shape", value) for value in kpt_shape] if isinstance(kpt_shape, list) else []
-    num_classes = data.get("nc", data.get("classes", "") if file.suffix.lower() == ".data" else "")
     return DatasetDefinition(
         file=file,
         splits=splits,
-        path=None if path.lower() in _NULL_VALUES else path,
-        class_names=_parse_names(file, data.get("names", "")),
-        num_classes=_parse_int(file, "nc", num_classes)
-        if isinstance(num_classes, str) and num_classes.lower() not in _NULL_VALUES
-        else None,
-        num_keypoint_values=kpt_dims[0] * kpt_dims[1] if len(kpt_dims) == 2 else 0,
+        path=written.path,
+        class_names=_choose_names(file, written.names),
+        num_classes=written.nc,
+        num_keypoint_values=math.prod(written.kpt_shape) if len(written.kpt_shape) == 2 else 0,
     )
 
 
+def _parse_yaml(file: Path) -> Any:
+    """The content of a YAML file, with all values as text. Raises DataError."""
+    try:
+        return yaml.load(regular_files.read_text(file, encoding="utf-8-sig", max_bytes=MAX_BYTES), yaml.BaseLoader)
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        is_deep = isinstance(error, RecursionError)
+        raise DataError(
+            "The description of the data set is not valid YAML.",
+            location=file if mark is None else f"{file}:{mark.line + 1}",
+            cause="its lists are nested too deeply" if is_deep else str(getattr(error, "problem", None) or error),
+            fix="correct the line; names with special characters need quotes, and the file must be UTF-8",
+        ) from error
+
+
 def _parse_assignments(file: Path) -> dict[str, str]:
-    """The `key = value` lines of Darknet's obj.data."""
+    """The `key = value` lines of Darknet's obj.data, with the keys of a data.yaml."""
     lines = regular_files.read_text(file, encoding="utf-8-sig", errors="replace", max_bytes=MAX_BYTES).splitlines()
     pairs = (line.partition("=") for line in lines if "=" in line and not line.lstrip().startswith("#"))
-    return {key.strip(): value.strip() for key, _, value in pairs}
+    values = {key.strip(): value.strip() for key, _, value in pairs}
+    return {"nc": values["classes"], **values} if "classes" in values else values
 
 
-def _parse_entries(file: Path, key: str, value: Any) -> tuple[str, ...]:
-    entries = value if isinstance(value, list) else [value]
-    if not all(isinstance(entry, str) for entry in entries):
-        raise _definition_error(file, f"{key} is neither a path nor a list of paths", f"write `{key}: images/{key}`")
-    return tuple(entry.strip() for entry in entries if entry.strip().lower() not in _NULL_VALUES)
-
-
-def _parse_int(file: Path, key: str, value: Any) -> int:
-    if not (isinstance(value, str) and value.strip().isascii() and value.strip().isdigit()):
-        raise _definition_error(
-            file, f"{key} has {str(value)[:60]!r}, which is not a whole number", f"correct {key}, or delete it"
-        )
-    if len(value.strip()) > len(str(MAX_CLASSES)) or int(value) > MAX_CLASSES:
-        raise _definition_error(
-            file, f"{key} has the number {value.strip()[:60]}; at most {MAX_CLASSES:,} is possible", f"correct {key}"
-        )
-    return int(value)
-
-
-def _parse_names(file: Path, value: Any) -> tuple[str, ...] | None:
+def _choose_names(file: Path, written: str | list[str] | dict[int, str]) -> tuple[str, ...] | None:
     """The class names, from a list, a mapping from numbers, or the path of a file of names."""
-    if isinstance(value, str):
-        if value.lower() in _NULL_VALUES:
+    if isinstance(written, str):
+        if not written:
             return None
-        relative_path = value.replace("\\", "/")
+        relative_path = written.replace("\\", "/")
         for candidate in (file.parent / relative_path, file.parent / relative_path.rpartition("/")[2]):
             if candidate.is_file():
                 return _read_names(candidate)
-        raise _definition_error(
-            file, f"names is {value!r}, neither a list nor an existing file", "write `names: [first, second]`"
-        )
-    if isinstance(value, list):
-        values = dict(enumerate(value))
-    else:
-        values = {_parse_int(file, "names", key): name for key, name in value.items()}
-    unnamed = [number for number, name in values.items() if not isinstance(name, str) or not name.strip()]
-    if unnamed:
-        raise _definition_error(
-            file, f"class {unnamed[0]} has no name, or one that is not text", "give every class a name"
-        )
-    gaps = sorted(set(range(max(values, default=-1) + 1)) - values.keys())
-    if gaps:
-        raise _definition_error(
-            file,
-            f"names has {len(values)} classes up to number {max(values)}, but none with the number {gaps[0]}",
-            f"give class {gaps[0]} a name; numbers begin at 0 and have no gaps",
-        )
-    return tuple(values[number].strip() for number in range(len(values))) or None
+        cause = f"names is {written!r}, neither a list nor an existing file"
+        raise _definition_error(file, cause, "write `names: [first, second]`")
+    names = dict(enumerate(written)) if isinstance(written, list) else written
+    for number in range(max(names, default=-1) + 1):
+        if not names.get(number, "").strip():
+            cause = f"names has {len(names)} classes up to number {max(names)}, but none with the number {number}"
+            raise _definition_error(file, cause, f"give class {number} a name; numbers begin at 0 and have no gaps")
+    return tuple(names[number].strip() for number in range(len(names))) or None
 
 
 def _definition_error(file: Path, cause: str, fix: str) -> DataError:

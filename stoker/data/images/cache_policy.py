@@ -82,14 +82,10 @@ class CachePolicyInputs:
     """The file system of the cache folder, if it is a network file system."""
     has_memfd: bool = hasattr(os, "memfd_create")
     """Whether this system has files in memory."""
-    has_crc32c: bool = True
-    """Whether google-crc32c, whose checksums the entries have, is installed."""
 
 
 def choose_cache(inputs: CachePolicyInputs) -> tuple[CacheKind, str]:
     """Where decoded images are kept, and the reason."""
-    if not inputs.has_crc32c:
-        return "none", NO_CRC32C
     if not inputs.num_images:
         return "none", "the annotations have no image sizes"
     if inputs.epochs is not None and inputs.epochs < MIN_EPOCHS:
@@ -103,12 +99,10 @@ def choose_cache(inputs: CachePolicyInputs) -> tuple[CacheKind, str]:
         return "none", f"decoding takes only about {inputs.decode_s * 1e3:.2g} ms per image"
     size_text = f"the decoded images take {_format_bytes(inputs.cached_bytes)}"
     half_text = f"half of the free memory is {_format_bytes(inputs.free_memory_bytes // 2)}"
-    disk_problem = (
-        f"the cache folder is on a network file system ({inputs.network_file_system})"
-        if inputs.network_file_system
-        else ""
-    )
-    if not disk_problem and inputs.cached_bytes > inputs.free_disk_bytes:
+    disk_problem = ""
+    if inputs.network_file_system:
+        disk_problem = f"the cache folder is on a network file system ({inputs.network_file_system})"
+    elif inputs.cached_bytes > inputs.free_disk_bytes:
         disk_problem = f"the cache may take {_format_bytes(inputs.free_disk_bytes)} of the disk"
     if 2 * inputs.cached_bytes <= inputs.free_memory_bytes:
         if not disk_problem:
@@ -164,7 +158,6 @@ def collect_cache_inputs(
         free_memory_bytes=max(0, limit - used),
         free_disk_bytes=compute_free_disk_bytes(path),
         network_file_system=find_network_file_system(path),
-        has_crc32c=has_crc32c(),
     )
 
 
@@ -181,7 +174,7 @@ def open_cache(
     """
     if kind == "none":
         return None
-    if not has_crc32c():
+    if importlib.util.find_spec("google_crc32c") is None:
         log_event("warning", f"decoded images are not cached: {NO_CRC32C}")
         return PixelCache(index, spec, None)
     on_error = functools.partial(log_event, "warning")
@@ -219,10 +212,6 @@ def open_cache(
     return PixelCache(index, spec, fd, max_bytes=max_bytes, reserve_bytes=reserve, on_error=on_error)
 
 
-def has_crc32c() -> bool:
-    return importlib.util.find_spec("google_crc32c") is not None
-
-
 def cache_file_path(index: "Index", spec: CachedImageSpec) -> Path:
     """The cache file of an index and a spec."""
     return cache_folder() / "decoded-images" / f"{index.root.name[:40]}-{cache_digest(index, spec)}.pixels"
@@ -248,11 +237,9 @@ def evict_cache_files(path: Path, required_bytes: int) -> list[Path]:
     """Removes cache files that no process uses, the least recently used first, until `path` may take so many bytes."""
     others, removed = _other_cache_files(path), []
     excess_bytes = required_bytes - _free_bytes(path, others)
-    for other in sorted(others, key=_last_used_ns):
-        if excess_bytes <= 0:
-            break
-        disk_bytes = _disk_bytes(other)
-        if is_unused(other, remove=True):
+    for other in sorted(others, key=lambda file: _stat_cache_file(file)[1]):
+        disk_bytes = _stat_cache_file(other)[0]
+        if excess_bytes > 0 and is_unused(other, remove=True):
             excess_bytes -= disk_bytes
             removed.append(other)
     return removed
@@ -268,7 +255,7 @@ def _free_bytes(path: Path, others: list[Path]) -> int:
     directory = path.parent
     while not directory.exists():
         directory = directory.parent
-    return _cache_limit_bytes(directory) - sum(map(_disk_bytes, others))
+    return _cache_limit_bytes(directory) - sum(_stat_cache_file(file)[0] for file in others)
 
 
 def find_network_file_system(path: Path) -> str | None:
@@ -286,25 +273,21 @@ def _cache_limit_bytes(directory: Path) -> int:
             if 0 <= (limit_gib := float(value)) < 2**40:
                 return int(limit_gib * 2**30)
         raise ConfigError(f"{LIMIT_ENV_VAR}={value!r} is not a number of GiB.", fix="set it to 0 or more, or unset it")
-    return (shutil.disk_usage(directory).free + sum(map(_disk_bytes, directory.glob("*.pixels")))) // 2
+    taken = sum(_stat_cache_file(file)[0] for file in directory.glob("*.pixels"))
+    return (shutil.disk_usage(directory).free + taken) // 2
 
 
 def _other_cache_files(path: Path) -> list[Path]:
     return [file for file in path.parent.glob("*.pixels") if file != path]
 
 
-def _disk_bytes(file: Path) -> int:
+def _stat_cache_file(file: Path) -> tuple[int, int]:
+    """Bytes on the disk, and the time of its last use (ns); zeros if another process removed it."""
     try:
-        return file.stat().st_blocks * 512
-    except FileNotFoundError:  # another process removed it
-        return 0
-
-
-def _last_used_ns(file: Path) -> int:
-    try:
-        return file.stat().st_mtime_ns
+        stat = file.stat()
     except FileNotFoundError:
-        return 0
+        return 0, 0
+    return stat.st_blocks * 512, stat.st_mtime_ns
 
 
 def is_unused(file: Path, *, remove: bool = False) -> bool:

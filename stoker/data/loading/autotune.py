@@ -2,7 +2,7 @@
 
 `LoaderAutotuner` is a pure function of the rates it gets; `LoaderRateMeter` derives rates from two snapshots of
 `LoaderStats`. Nothing that a run sees depends on either number. A change needs several polls in a row that ask for it,
-and undoing one makes the next change in that direction twice as slow, so the numbers settle.
+and growth that does not help is undone. Idle workers cost nothing and stay.
 """
 
 import dataclasses
@@ -16,18 +16,14 @@ POLL_INTERVAL_S = 1.0
 """Seconds of training between two polls."""
 INPUT_BOUND_FRACTION, GROW_IDLE_FRACTION = 0.05, 0.15
 """More workers are started where training waits at least this fraction of the time (TensorFlow Profiler's "moderately
-input-bound") while the workers are idle at most this fraction of theirs. With half as many workers more they are idle
-up to 43 %, which is no reason to shrink."""
-SHRINK_IDLE_FRACTION, TARGET_IDLE_FRACTION = 0.5, 0.3
-"""Workers that are idle more than the first while training never waits are stopped, until the others would be idle the
-second."""
+input-bound") while the workers are idle at most this fraction of theirs."""
 BURSTY_IDLE_FRACTION = 0.3
 """If training waits though the workers are idle at least this fraction, loading times vary, and more prefetched batches
 even them out."""
 MIN_SPEEDUP = 1.03
 """More workers have to load this many times as much, or they are stopped again."""
-GROW_AFTER, SHRINK_AFTER, RETRY_AFTER = 2, 10, 60
-"""Polls in a row that ask for more or fewer workers; polls until growth that did not help is tried again."""
+GROW_AFTER, RETRY_AFTER = 2, 60
+"""Polls in a row that ask for more workers or buffers; polls until growth that did not help is tried again."""
 CPU_SATURATED_FRACTION = 0.95
 """CPU utilization from which on no worker can add anything."""
 MAX_WORKERS, WORKERS_PER_CORE = 32, 4
@@ -48,8 +44,6 @@ class MachineLimits:
     """Training runs on the same cores."""
     buffer_bytes: int
     """Host memory of a batch."""
-    min_workers: int = 1
-    """One for each worker process."""
 
 
 def default_num_workers(cores: int, *, is_cpu: bool) -> int:
@@ -73,8 +67,6 @@ class LoaderRates:
     """Of the cores' time, this process and its worker processes used."""
     decoded_per_s: float
     """Images decoded per second."""
-    consumed_per_s: float
-    """Images that training took per second."""
     memory_bytes: int
     """Of the host, or its cgroup."""
     free_bytes: int
@@ -94,9 +86,7 @@ class LoaderAutotuner:
     ) -> None:
         self.workers, self.prefetch_depth = workers, prefetch_depth
         self._limits, self._tunes_workers, self._tunes_depth = limits, tunes_workers, tunes_depth
-        self._starved_polls = self._idle_polls = self._bursty_polls = 0
-        self._shrink_after, self._retry_after = SHRINK_AFTER, RETRY_AFTER
-        self._shrank = False
+        self._starved_polls = self._bursty_polls = 0
         self._before_growth: tuple[int, float] | None = None
         """Workers and images per second before the newest growth, until it is known whether it helped."""
         self._growth_cooldown = 0
@@ -107,14 +97,11 @@ class LoaderAutotuner:
 
     def update(self, rates: LoaderRates) -> list[str]:
         """Takes one poll into account. Returns a sentence for each change, and once for a limit that is reached."""
-        waits, idle = rates.wait_fraction, rates.idle_fraction
-        waiting = waits >= INPUT_BOUND_FRACTION
+        waiting, idle = rates.wait_fraction >= INPUT_BOUND_FRACTION, rates.idle_fraction
         is_starved = waiting and idle <= GROW_IDLE_FRACTION
-        is_idle = waits < INPUT_BOUND_FRACTION / 5 and idle >= SHRINK_IDLE_FRACTION
         is_bursty = waiting and idle >= BURSTY_IDLE_FRACTION and rates.in_flight_fraction < 0.5
         self._growth_cooldown = max(0, self._growth_cooldown - 1)
         self._starved_polls = self._starved_polls + 1 if is_starved else 0
-        self._idle_polls = self._idle_polls + 1 if is_idle else 0
         self._bursty_polls = self._bursty_polls + 1 if is_bursty else 0
         messages: list[str] = []
         if not is_starved:
@@ -122,9 +109,6 @@ class LoaderAutotuner:
         if self._starved_polls >= GROW_AFTER:
             self._starved_polls = 0
             messages += self._add_workers(rates)
-        elif self._idle_polls >= self._shrink_after:
-            self._idle_polls = 0
-            messages += self._remove_workers(rates)
         if self._bursty_polls >= GROW_AFTER:
             self._bursty_polls = 0
             messages += self._increase_depth(rates)
@@ -145,7 +129,7 @@ class LoaderAutotuner:
         before = self.workers
         if self._before_growth is not None and rates.decoded_per_s < MIN_SPEEDUP * self._before_growth[1]:
             self.workers, self._before_growth = self._before_growth[0], None
-            self._growth_cooldown, self._retry_after = self._retry_after, 2 * self._retry_after
+            self._growth_cooldown = RETRY_AFTER
             return [f"{before} → {self.workers} workers: more of them did not load more"]
         limits = self._limits
         max_workers = max(1, min(MAX_WORKERS, WORKERS_PER_CORE * limits.cores))
@@ -155,8 +139,6 @@ class LoaderAutotuner:
             return []
         self.workers = min(max_workers, before + max(1, before // 2))
         self._before_growth = before, rates.decoded_per_s
-        if self._shrank:
-            self._shrank, self._shrink_after = False, 2 * self._shrink_after
         return [
             f"{before} → {self.workers} workers: training waits {_percent(rates.wait_fraction)} of the time, "
             f"workers read {_percent(rates.read_fraction)} of theirs"
@@ -171,14 +153,6 @@ class LoaderAutotuner:
             f"all {self._limits.cores} cores {activity}, and training waits {_percent(rates.wait_fraction)} of the "
             "time; more cores per GPU, a cache or smaller images would help"
         ]
-
-    def _remove_workers(self, rates: LoaderRates) -> list[str]:
-        before = self.workers
-        needed = max(self._limits.min_workers, -int(-before * (1 - rates.idle_fraction) // (1 - TARGET_IDLE_FRACTION)))
-        if not self._tunes_workers or needed >= before:
-            return []
-        self.workers, self._shrank = needed, True
-        return [f"{before} → {needed} workers: they are idle {_percent(rates.idle_fraction)} of the time"]
 
     def _increase_depth(self, rates: LoaderRates) -> list[str]:
         before = self.prefetch_depth
@@ -202,18 +176,12 @@ def _percent(fraction: float) -> str:
 
 def make_autotuner(spec: LoaderSpec, *, prefetch_depth: int, buffer_bytes: int, num_processes: int) -> LoaderAutotuner:
     """An autotuner for a loader on this machine. buffer_bytes: of a batch. num_processes: worker processes, or 0."""
-    cores, is_cpu, min_workers = host_cores(), spec.device.is_cpu, max(1, num_processes)
+    cores, is_cpu = host_cores(), spec.device.is_cpu
     default_workers = default_num_workers(cores, is_cpu=is_cpu)
     workers = max(default_workers, spec.initial_workers) if spec.workers == "auto" else spec.workers
     return LoaderAutotuner(
-        MachineLimits(
-            cores=cores,
-            decode_workers=default_workers,
-            is_cpu=is_cpu,
-            buffer_bytes=buffer_bytes,
-            min_workers=min_workers,
-        ),
-        workers=max(min_workers, workers),
+        MachineLimits(cores=cores, decode_workers=default_workers, is_cpu=is_cpu, buffer_bytes=buffer_bytes),
+        workers=max(1, num_processes, workers),
         prefetch_depth=prefetch_depth,
         tunes_workers=spec.workers == "auto",
         tunes_depth=spec.prefetch_depth is None and not num_processes,  # shared memory has a fixed size
@@ -234,11 +202,9 @@ class LoaderRateMeter:
         duration_s, last = max(1e-9, now_s - self.last_poll_s), self._last_stats
         wait_s = stats.wait_s - last.wait_s
         read_s = max(0.0, stats.total.read_s - last.total.read_s)
-        # The thread of the device decoder is not one of the workers.
-        device_s = stats.total.device_decode_s - last.total.device_decode_s
-        busy_s = read_s + max(0.0, stats.decode.seconds - last.decode.seconds - device_s)
+        busy_s = read_s + max(0.0, stats.total.decode_s - last.total.decode_s)
         fetch_s = stats.wait_s_by_stage.get("fetch", 0.0) - last.wait_s_by_stage.get("fetch", 0.0)
-        in_flight_s = (stats.fetch.seconds - last.fetch.seconds) - (stats.total.read_s - last.total.read_s)
+        in_flight_s = stats.prefetched.seconds - last.prefetched.seconds
         limit, used = host_memory()
         rates = LoaderRates(
             wait_fraction=min(1.0, wait_s / duration_s),
@@ -246,8 +212,7 @@ class LoaderRateMeter:
             idle_fraction=min(1.0, max(0.0, 1 - busy_s / (duration_s * max(1, stats.workers)))),
             read_fraction=read_s / busy_s if busy_s > 0 else 0.0,
             cpu_utilization=min(1.0, (cpu_s - self._cpu_s) / (duration_s * self._cores)),
-            decoded_per_s=(stats.decode.num_images - last.decode.num_images) / duration_s,
-            consumed_per_s=(stats.copy.num_images - last.copy.num_images) / duration_s,
+            decoded_per_s=(stats.total.num_images - last.total.num_images) / duration_s,
             memory_bytes=limit,
             free_bytes=max(0, limit - used),
         )

@@ -20,8 +20,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from stoker.data.batch import NUM_RAND, PAD_COLOR, Batch
 from stoker.data.images.decode import Pixels
-from stoker.data.loading.stats import Counters
-from stoker.data.loading.wait_breakdown import DECODING, DONE, IN_FLIGHT, QUEUED, READ, Transitions
+from stoker.data.loading.stats import COUNTER_FIELDS, Counters
 
 if TYPE_CHECKING:  # worker processes do without torch
     from torch import Tensor
@@ -35,12 +34,6 @@ processes read, never splits it; and it is at most PIPE_BUF, so that writing it 
 GROUP_LOADED, STOPPED, CACHE_FULL, FAILED = range(4)
 """What a process reports."""
 
-_STATES = (IN_FLIGHT, READ, DECODING, QUEUED, DONE)
-_CODES = {state: code for code, state in enumerate(_STATES)}
-MAX_TRANSITIONS = 8
-"""Transitions of a sample that are kept. An image takes four; where more of them fail, the last one overwrites the one
-before it, so the sample is at least seen to be DONE."""
-_COUNTER_FIELDS = [field.name for field in dataclasses.fields(Counters) if field.name != "current_stage"]
 _ALIGNMENT = 4096
 """Slots and images begin on page boundaries; two arrays never share a cache line."""
 
@@ -164,16 +157,10 @@ class RingLayout:
     num_processes: int
 
     def _slot_arrays(self) -> list[tuple[tuple[int, ...], DTypeLike]]:
-        batch = [((self.batch_size, *shape), dtype) for shape, dtype in batch_arrays(self.image_size, self.max_boxes)]
-        transitions: list[tuple[tuple[int, ...], DTypeLike]] = [
-            ((self.batch_size, MAX_TRANSITIONS), np.float64),
-            ((self.batch_size, MAX_TRANSITIONS), np.uint8),
-            ((self.batch_size,), np.uint8),
-        ]
-        return batch + transitions
+        return [((self.batch_size, *shape), dtype) for shape, dtype in batch_arrays(self.image_size, self.max_boxes)]
 
     def _all_arrays(self) -> list[tuple[tuple[int, ...], DTypeLike]]:
-        counters = (self.num_processes, len(_COUNTER_FIELDS) + 3), np.float64
+        counters = (self.num_processes, len(COUNTER_FIELDS) + 1), np.float64
         return [*(self._slot_arrays() * self.num_slots), counters]
 
     @property
@@ -191,7 +178,7 @@ class RingLayout:
             offset += _aligned_bytes(shape, dtype)
         per_slot = len(self._slot_arrays())
         slots = [arrays[first : first + per_slot] for first in range(0, len(arrays) - 1, per_slot)]
-        return Ring(memory, [SharedSlot(slot[:-3], *slot[-3:]) for slot in slots], arrays[-1])
+        return Ring(memory, slots, arrays[-1])
 
 
 def _aligned_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
@@ -199,68 +186,27 @@ def _aligned_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
 
 
 @dataclasses.dataclass
-class SharedSlot:
-    """The memory of one batch."""
-
-    arrays: list[NDArray[Any]]
-    """For `HostBatchBuffer`."""
-    times: NDArray[np.float64]
-    """[B, MAX_TRANSITIONS] with the next two: the transitions of each sample."""
-    codes: NDArray[np.uint8]
-    counts: NDArray[np.uint8]
-
-    def read_transitions(self) -> list[Transitions]:
-        """Of each sample, so far."""
-        counts, times, codes = self.counts.tolist(), self.times.tolist(), self.codes.tolist()
-        return [
-            [(row_times[n], _STATES[row_codes[n]]) for n in range(count)]
-            for count, row_times, row_codes in zip(counts, times, codes, strict=True)
-        ]
-
-
-class SharedTransitions(Transitions):
-    """The transitions of a sample that a worker process is loading, written where the training process sees them."""
-
-    def __init__(self, slot: SharedSlot, k: int) -> None:
-        super().__init__()
-        self._times, self._codes, self._counts, self._k = slot.times[k], slot.codes[k], slot.counts, k
-        self._count = 0
-
-    def append(self, transition: tuple[float, str]) -> None:
-        n = min(self._count, MAX_TRANSITIONS - 1)
-        self._times[n], self._codes[n] = transition[0], _CODES[transition[1]]
-        self._count = n + 1
-        self._counts[self._k] = n + 1
-
-
-@dataclasses.dataclass
 class Ring:
     """The memory of a stream as one process sees it."""
 
     memory: NDArray[np.uint8]
-    slots: list[SharedSlot]
+    slots: list[list[NDArray[Any]]]
+    """Of each batch its arrays, for `HostBatchBuffer`."""
     _counters: NDArray[np.float64]
-    """[P, …]: the fields of `Counters`, CPU-seconds of the process, workers that READ and that are DECODING."""
+    """[P, …]: the fields of `Counters`, and CPU-seconds of the process."""
 
-    def write_counters(self, process: int, total: Counters, num_active: dict[str, int], cpu_s: float) -> None:
-        self._counters[process] = [
-            *(getattr(total, name) for name in _COUNTER_FIELDS), cpu_s, num_active[READ], num_active[DECODING]
-        ]  # fmt: skip
+    def write_counters(self, process: int, total: Counters, cpu_s: float) -> None:
+        self._counters[process] = [*(getattr(total, name) for name in COUNTER_FIELDS), cpu_s]
 
-    def read_counters(self) -> tuple[Counters, dict[str, int]]:
-        """(the sum over all processes; workers READING and DECODING), as in `stats.sum_counters`."""
-        sums = dict(zip(_COUNTER_FIELDS, self._counters.sum(0).tolist(), strict=False))
-        total = Counters()
-        for name, value in sums.items():
-            setattr(total, name, type(getattr(total, name))(value))
-        reading, decoding = self._counters[:, -2:].sum(0).tolist()
-        return total, {READ: int(reading), DECODING: int(decoding)}
+    def read_counters(self) -> Counters:
+        """The sum over all processes."""
+        sums = dict(zip(COUNTER_FIELDS, self._counters.sum(0).tolist(), strict=False))
+        return Counters(**{name: type(getattr(Counters, name))(value) for name, value in sums.items()})
 
     @property
     def cpu_s(self) -> float:
         """CPU-seconds of the processes since the stream was opened."""
-        return float(self._counters[:, -3].sum())
+        return float(self._counters[:, -1].sum())
 
     def clear_counters(self) -> None:
-        self._counters[:, :-3] = 0
-        self._counters[:, -2:] = 0
+        self._counters[:, :-1] = 0

@@ -161,7 +161,7 @@ def _sample_images(
     samples, images = SampleStream(index, chosen, spec), []
     for plan in filter(None, samples.plan(0, count)):
         try:
-            image = samples.read(plan, Counters(), [])
+            image = samples.read(plan, Counters())
         except (DataError, ObjectMissing, OSError):
             continue
         assert isinstance(image.data, bytes)

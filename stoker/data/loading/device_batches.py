@@ -15,7 +15,6 @@ from stoker.data.batch import PAD_COLOR
 from stoker.data.images.decode_device import decode_into_batch, require_device_decoder
 from stoker.data.loading.samples import BatchTask, SampleResult, SampleStream
 from stoker.data.loading.stats import Counters
-from stoker.data.loading.wait_breakdown import DECODING, DONE
 from stoker.hardware.device import Device
 
 
@@ -37,8 +36,6 @@ class DeviceBatchDecoder:
         """Sets `batch_task.device_images`. All samples of the batch are loaded; no other thread uses it meanwhile."""
         start_s = time.perf_counter()
         encoded, batch_task.encoded = batch_task.encoded or {}, None  # what is loaded again, the host decodes
-        for k in encoded:
-            batch_task.transitions[k].append((start_s, DECODING))
         host_images = batch_task.buffer.tensors[0]
         with self._stream.activate():
             images = self._padding.expand(host_images.shape).contiguous()
@@ -53,11 +50,7 @@ class DeviceBatchDecoder:
                 if k not in encoded or k in refused:
                     images[k].copy_(host_images[k], non_blocking=True)
         batch_task.device_images = images, self._stream.record_ready()
-        end_s = time.perf_counter()
-        for k in encoded:
-            batch_task.transitions[k].append((end_s, DONE))
-        counters.decode_s += end_s - start_s
-        counters.device_decode_s += end_s - start_s
+        counters.device_decode_s += time.perf_counter() - start_s
 
     def _report_refusal(self, image_index: int, reason: str) -> None:
         on_message, self._on_message = self._on_message, None

@@ -6,9 +6,10 @@ Any number of workers takes samples in the order of the stream: threads (`worker
 processes (`processes.py`). The thread that asks for batches does everything else, in that order too: it schedules tasks
 when a buffer is free, finalizes their results (`finalize.py`), starts copies, and once a second considers other numbers
 of workers and buffers (`autotune.py`). So nothing that a run sees depends on the number of workers or on their speed.
-One sample: `samples.py`; where waiting time went: `wait_breakdown.py`; the options: `spec.py`.
+One sample: `samples.py`; where waiting time went: `stats.py`; the options: `spec.py`.
 """
 
+import dataclasses
 import functools
 import time
 import weakref
@@ -29,17 +30,16 @@ from stoker.data.loading.prefetch import Prefetcher, iter_rank_positions
 from stoker.data.loading.processes import ProcessPool, WorkerProcesses
 from stoker.data.loading.samples import BatchTask, SampleStream
 from stoker.data.loading.spec import LoaderSpec, compute_max_boxes
-from stoker.data.loading.stats import Counters, LoaderStats, PrefetchCounters, StageStats, sum_counters
-from stoker.data.loading.wait_breakdown import (
+from stoker.data.loading.stats import (
     COPY,
-    DECODING,
     QUEUE,
-    READ,
+    Counters,
     Intervals,
-    Transitions,
+    LoaderStats,
+    PrefetchCounters,
     WaitBreakdown,
     split_wait,
-)  # fmt: skip
+)
 from stoker.data.loading.worker_pool import WorkerPool
 from stoker.errors import CheckpointError, DataError
 from stoker.hardware.device import ReadyEvent
@@ -117,7 +117,7 @@ class Loader:
         """Called in `__next__` where the training stream has to wait for the copy of the batch, before it waits."""
         self._rate_meter: LoaderRateMeter | None = None
         self._counters, self._prefetch_counters, self._wait_breakdown = Counters(), PrefetchCounters(), WaitBreakdown()
-        self._wait_s, self._batches_copied = 0.0, 0
+        self._wait_s = 0.0
         self._batch_finalizer = BatchFinalizer(self._samples, spec.max_bad_fraction, on_quarantine, self._counters)
         self._pool: WorkerPool | ProcessPool | None = None
         self._prefetcher: Prefetcher | None = None
@@ -207,33 +207,15 @@ class Loader:
             self._pool.collect()
         pending_batches = list(self._pending_batches)  # the thread that asks for batches may be adding to it
         num_missing = sum(min(batch_task.num_missing, self._batch_size) for batch_task in pending_batches)
-        total, num_active = self._pool.total() if self._pool else sum_counters([])
+        total = self._pool.total() if self._pool else Counters()
         total.add(self._counters)
-        prefetched, buffer = self._prefetch_counters, self._buffers[0]
-        in_flight = prefetched.requested - prefetched.completed
-        num_copying = sum(not ready.done() for _, ready in list(self._handed_out))
         return LoaderStats(
-            fetch=StageStats(
-                prefetched.seconds + total.read_s,
-                prefetched.completed + total.num_reads,
-                prefetched.bytes + total.read_bytes,
-                in_flight + num_active[READ],
-            ),
-            decode=StageStats(
-                total.decode_s, total.num_images, total.num_images * buffer.pixels[0].nbytes, num_active[DECODING]
-            ),
-            copy=StageStats(
-                self._wait_breakdown.total_s[COPY],
-                self._batches_copied * self._batch_size,
-                self._batches_copied * buffer.nbytes,
-                num_copying * self._batch_size,
-            ),
             total=total,
-            queued=self._pool.num_queued if self._pool else 0,
+            prefetched=dataclasses.replace(self._prefetch_counters),
+            loading=num_missing,
             ready=self._batch_size * (len(pending_batches) + (self._copied_batch is not None)) - num_missing,
             workers=self._autotuner.workers,
             prefetch_depth=self._autotuner.prefetch_depth,
-            max_in_flight=self._prefetcher.max_in_flight if self._prefetcher else 0,
             wait_s=self._wait_s,
             wait_s_by_stage=dict(self._wait_breakdown.total_s),
             processes_cpu_s=self._process_pool.ring.cpu_s if self._process_pool else 0.0,
@@ -338,7 +320,7 @@ class Loader:
             self._gc_finalizer.detach()
         pool.stop()
         pool.join()
-        self._counters.add(pool.total()[0])
+        self._counters.add(pool.total())
         return pool.is_idle
 
     def _hand_out(self) -> Batch:
@@ -412,23 +394,24 @@ class Loader:
                 self._reclaim_buffers()
                 self._schedule(pool)
                 self._wait_breakdown.attribute_elapsed(QUEUE)
-            wait_start_s = time.perf_counter()
-            pool.wait(self._pending_batches[0])
+            if self._pending_batches[0].num_missing:
+                self._wait_for(self._pending_batches[0], pool)
             if pool.stopped:
                 raise RuntimeError("the loader was closed while a batch was waited for")
-            batch_task = self._pending_batches.popleft()
-            others: list[Transitions] = [
-                transitions for later in self._pending_batches for transitions in later.transitions
-            ]
-            self._wait_breakdown.add(split_wait(wait_start_s, time.perf_counter(), batch_task.transitions, others))
-            return batch_task
+            return self._pending_batches.popleft()
         finally:
             self._wait_s += time.perf_counter() - start_s
+
+    def _wait_for(self, batch_task: BatchTask, pool: WorkerPool | ProcessPool) -> None:
+        start_s, before = time.perf_counter(), pool.total()
+        pool.wait(batch_task)
+        end_s, after = time.perf_counter(), pool.total()
+        workers, is_remote = self._autotuner.workers, self._prefetcher is not None
+        self._wait_breakdown.add(split_wait(start_s, end_s, before, after, workers=workers, is_remote=is_remote))
 
     def _copy_to_device(self, batch_task: BatchTask) -> tuple[BatchTask, list[Tensor], ReadyEvent]:
         self._wait_breakdown.attribute_elapsed(QUEUE)
         tensors, ready = batch_task.to_device(self._copy_stream)
-        self._batches_copied += 1
         self._wait_breakdown.attribute_elapsed(COPY)
         return batch_task, tensors, ready
 
@@ -440,11 +423,8 @@ class Loader:
         if time.perf_counter() - self._rate_meter.last_poll_s < POLL_INTERVAL_S:
             return
         rates = self._rate_meter.poll(self.stats())
-        if self._fetcher is not None and self._prefetcher is not None:
-            self._fetcher.report_demand(
-                rates.consumed_per_s * self._prefetcher.requests_per_image,
-                rates.wait_fraction * rates.in_flight_fraction >= INPUT_BOUND_FRACTION,
-            )
+        if self._fetcher is not None:
+            self._fetcher.report_demand(starved=rates.wait_fraction * rates.in_flight_fraction >= INPUT_BOUND_FRACTION)
         for message in self._autotuner.update(rates):
             if self._on_tuned is not None:
                 self._on_tuned(f"loader: {message}")

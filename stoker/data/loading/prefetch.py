@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from stoker.data.loading.samples import PendingRead, SampleStream
 from stoker.data.loading.shard_order import MAX_BLOCK_BYTES, MAX_GAP_BYTES
 from stoker.data.loading.stats import PrefetchCounters
-from stoker.data.loading.wait_breakdown import IN_FLIGHT, QUEUED, Transitions
 from stoker.hardware.cgroup import host_memory
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ def iter_rank_positions(first: int, batch_size: int, stride: int) -> Iterator[in
 
 
 class _Read(NamedTuple):
-    """An image that is to be read, and where its sample waits for it."""
+    """An image that is to be read."""
 
     store: "Store"
     key: str
@@ -45,7 +44,6 @@ class _Read(NamedTuple):
     length: int | None
     """None: the whole object."""
     future: "Future[bytes] | Future[memoryview]"
-    transitions: Transitions
 
     @property
     def end(self) -> int:
@@ -61,7 +59,7 @@ class Prefetcher:
         """positions: those that this rank loads, in order, endless."""
         self._samples, self._fetcher, self._counters, self._positions = samples, fetcher, counters, positions
         self._next_position = next(positions)
-        self._requests: dict[int, tuple[PendingRead, Transitions] | None] = {}
+        self._requests: dict[int, PendingRead | None] = {}
         """Position → its request; None where there is nothing to request."""
         self._in_flight: set[Future[bytes]] = set()
         """Requests for images of shards."""
@@ -74,12 +72,12 @@ class Prefetcher:
         self._memory_budget_bytes *= RELEASED_FRACTION
         self._is_released = True
 
-    def take(self, position: int) -> tuple[PendingRead, Transitions] | None:
-        """The request for a position's image, and the transitions of the sample; None where its bytes are local."""
+    def take(self, position: int) -> PendingRead | None:
+        """The request for a position's image; None where its bytes are local."""
         while self._next_position <= position:
             self._request_next()
         request = self._requests.pop(position, None)
-        if request is not None and request[0].image_index != self._samples.image_index_at(position):
+        if request is not None and request.image_index != self._samples.image_index_at(position):
             self._request([position])
             request = self._requests.pop(position)
         return request
@@ -95,12 +93,6 @@ class Prefetcher:
         if self._samples.train and not self._is_released:
             return self._samples.buffer_images  # what the order needs, derived from the memory at the start of the run
         return affordable
-
-    @property
-    def requests_per_image(self) -> float:
-        """Below 1 where images are requested together."""
-        counters = self._counters
-        return counters.requests / counters.requested if counters.requests else 1.0
 
     def top_up(self) -> None:
         """Requests images until `max_in_flight` are under way."""
@@ -128,8 +120,8 @@ class Prefetcher:
                 continue
             location = self._samples.index.remote_object(image_index)
             if location is not None:
-                read = _Read(*location, Future(), [(time.perf_counter(), IN_FLIGHT)])
-                self._requests[position] = PendingRead(image_index, read.future), read.transitions
+                read = _Read(*location, Future())
+                self._requests[position] = PendingRead(image_index, read.future)
                 reads.append(read)
         for nearby in _merge_ranges(reads):
             self._request_range(nearby)
@@ -140,14 +132,12 @@ class Prefetcher:
         first, is_range = reads[0].start, reads[0].length is not None
 
         def on_done(future: "Future[bytes]") -> None:
-            now_s = time.perf_counter()
-            counters.seconds += now_s - start_s
+            counters.seconds += time.perf_counter() - start_s
             counters.completed += len(reads)
             in_flight.discard(future)
             error = CancelledError() if future.cancelled() else future.exception()
             data = b"" if error is not None else future.result()
             for read in reads:
-                read.transitions.append((now_s, QUEUED))
                 if error is not None:
                     read.future.set_exception(error)
                     continue
@@ -156,8 +146,6 @@ class Prefetcher:
                 counters.bytes += len(part)
                 read.future.set_result(part)
 
-        counters.requested += len(reads)
-        counters.requests += 1
         length = max(read.end for read in reads) - first if is_range else None
         future = self._fetcher.submit(reads[0].store, reads[0].key, start=first, length=length)
         if is_range:

@@ -34,7 +34,6 @@ from stoker.data.loading.buffers import (
     STOPPED,
     HostBatchBuffer,
     RingLayout,
-    SharedTransitions,
 )
 from stoker.data.loading.samples import BatchTask, SampleResult, SampleStream
 from stoker.data.loading.worker_pool import MAX_READ_AHEAD, WorkerPool
@@ -128,7 +127,7 @@ class _Stream:
             self._publish(pool)
 
     def _publish(self, pool: WorkerPool) -> None:
-        self._ring.write_counters(self._process, *pool.total(), time.process_time())
+        self._ring.write_counters(self._process, pool.total(), time.process_time())
 
     def _take_groups(self) -> None:
         """A thread: takes groups while few of them are in progress here, and gives them to the workers."""
@@ -151,12 +150,11 @@ class _Stream:
         self.is_closed = True
 
     def _submit(self, pool: WorkerPool, position: int, slot_number: int, first: int, count: int) -> None:
-        slot, layout = self._ring.slots[slot_number], self._layout
-        arrays = [array[first : first + count] for array in slot.arrays]
+        layout = self._layout
+        arrays = [array[first : first + count] for array in self._ring.slots[slot_number]]
         buffer = HostBatchBuffer(None, count, layout.image_size, layout.max_boxes, arrays)
         task = _GroupTask(position, position, buffer, count)
         task.slot_number, task.first = slot_number, first
-        task.transitions = [SharedTransitions(slot, first + k) for k in range(count)]
         pool.submit_batch(task)
 
     def _finish_group(self, generation: int, task: BatchTask) -> None:

@@ -258,7 +258,7 @@ class ProcessPool:
         self._fair_share = -(-layout.num_slots * spec.batch_size // processes.count)
         """Samples that a process has at most, so that the others have some."""
         self.buffers = [
-            HostBatchBuffer(spec.device, spec.batch_size, spec.image_size, spec.max_boxes, slot.arrays)
+            HostBatchBuffer(spec.device, spec.batch_size, spec.image_size, spec.max_boxes, slot)
             for slot in self.ring.slots
         ]
         self._slot_numbers = {id(buffer): n for n, buffer in enumerate(self.buffers)}
@@ -316,14 +316,8 @@ class ProcessPool:
         count = self._processes.count
         return [max(1, workers // count + (process < workers % count)) for process in range(count)]
 
-    @property
-    def num_queued(self) -> int:
-        """Samples that wait for a worker."""
-        num_active = self.ring.read_counters()[1]
-        return max(0, sum(task.num_missing for task in list(self._pending.values())) - sum(num_active.values()))
-
-    def total(self) -> tuple[Counters, dict[str, int]]:
-        """`sum_counters` of all workers of all processes."""
+    def total(self) -> Counters:
+        """The sum over all workers of all processes."""
         return self.ring.read_counters()
 
     def resize(self, workers: int) -> None:
@@ -337,7 +331,6 @@ class ProcessPool:
         """Gives the samples of a batch, whose buffer is one of the stream's, to the processes."""
         slot, batch_size = self._slot_numbers[id(batch_task.buffer)], len(batch_task.results)
         self._exclude_new()
-        self.ring.slots[slot].counts[:] = 0
         self._pending[slot] = batch_task
         for first in range(0, batch_size, self._group_size):
             count = min(self._group_size, batch_size - first)
@@ -378,11 +371,8 @@ class ProcessPool:
 
     def wait(self, batch_task: BatchTask) -> None:
         """Returns when a batch is loaded or the pool was stopped. Raises StokerError where a process has died."""
-        if batch_task.num_missing:
-            while batch_task.num_missing and not self.stopped:
-                self._apply(self._poll(POLL_INTERVAL_MS))
-            for slot, task in [(self._slot_numbers[id(batch_task.buffer)], batch_task), *self._pending.items()]:
-                task.transitions = self.ring.slots[slot].read_transitions()
+        while batch_task.num_missing and not self.stopped:
+            self._apply(self._poll(POLL_INTERVAL_MS))
 
     def _apply(self, events: list[tuple[int, int]]) -> None:
         reports_fd = self._reports.fileno()

@@ -30,8 +30,7 @@ from stoker.data.images.headers import Header, parse_header
 from stoker.data.loading.buffers import HostBatchBuffer
 from stoker.data.loading.shard_order import EpochOrder, ShardOrder
 from stoker.data.loading.spec import LoaderSpec
-from stoker.data.loading.stats import Counters
-from stoker.data.loading.wait_breakdown import DECODING, QUEUED, READ, Transitions
+from stoker.data.loading.stats import DECODING, READ, Counters
 from stoker.errors import DataError, ObjectMissing, OutOfMemoryError, StorageError
 
 if TYPE_CHECKING:  # worker processes do without torch
@@ -109,7 +108,6 @@ class BatchTask:
         self.plans: list[Plan | None] = [None] * batch_size
         """What is to be loaded; after `load`, what was loaded. None: a filler."""
         self.results: list[SampleResult | BaseException | None] = [None] * batch_size
-        self.transitions: list[Transitions] = [[] for _ in range(batch_size)]
         self.num_loading = batch_size
         """Samples whose pixels are not loaded yet."""
         self.num_missing = batch_size
@@ -190,9 +188,7 @@ class SampleStream:
             )
         return plans
 
-    def read(
-        self, plan: Plan, counters: Counters, transitions: Transitions, pending_read: PendingRead | None = None
-    ) -> ReadImage:
+    def read(self, plan: Plan, counters: Counters, pending_read: PendingRead | None = None) -> ReadImage:
         """Reads the planned image, or its pixels from the cache. pending_read: prefetched bytes that have arrived; used
         where they are of this image.
 
@@ -204,21 +200,14 @@ class SampleStream:
         if pending_read is not None and pending_read.image_index == image_index:
             data = bytes(pending_read.future.result())  # bytes are not copied
         else:
-            start_s = counters.begin(READ, transitions)
+            start_s = counters.begin(READ)
             try:
                 pixels = None if self._cache is None else self._cache.get(image_index)
                 data = self.index.read(image_index) if pixels is None else pixels
             finally:
-                end_s = time.perf_counter()
-                counters.read_s += end_s - start_s
-                transitions.append((end_s, QUEUED))
+                counters.read_s += time.perf_counter() - start_s
                 counters.current_stage = None
-            counters.num_reads += 1
-            if pixels is None:
-                counters.read_bytes += len(data)
-            else:
-                counters.cache_hits += 1
-                counters.cache_hit_bytes += pixels.nbytes
+            counters.cache_hits += pixels is not None
         path, header = self.index.path_text(image_index), None
         if isinstance(data, bytes):
             header = parse_header(data, path).as_annotated(plan.original_size)
@@ -229,10 +218,10 @@ class SampleStream:
             plan = self._fit(image_index, plan.original_size, plan.rand, plan.crop_rand)
         return ReadImage(plan, data, path, header)
 
-    def decode(self, image: ReadImage, out: decode.Pixels, counters: Counters, transitions: Transitions) -> None:
+    def decode(self, image: ReadImage, out: decode.Pixels, counters: Counters) -> None:
         """Decodes the shown part of an image into `out`, which has its resized size. Raises DataError."""
         plan, data, path, header = image
-        start_s = counters.begin(DECODING, transitions)
+        start_s = counters.begin(DECODING)
         try:
             if not plan.is_cached and isinstance(data, bytes):
                 decode.decode_into(data, path, region=plan.geom.region, out=out, header=header)
@@ -305,18 +294,17 @@ class SampleStream:
         from the exception itself.
         """
         planned, task.plans[k] = task.plans[k], None
-        transitions = task.transitions[k]
         failures: list[tuple[int, Exception]] = []
         for plan in () if planned is None else self._candidates(planned, task.start + k):
             image_index = plan.image_index
             try:
-                image = self.read(plan, counters, transitions, pending_read)
+                image = self.read(plan, counters, pending_read)
                 if task.encoded is None or not _leave_to_device(image, task.encoded, k):
                     height, width = image.plan.geom.resized_size
                     task.buffer.pad(k, (height, width))
                     out = task.buffer.pixels[k, :height, :width]
                     yield
-                    self.decode(image, out, counters, transitions)
+                    self.decode(image, out, counters)
                 counters.num_images += 1
                 task.plans[k], task.results[k] = image.plan, SampleResult(image_index, failures)
                 return

@@ -19,7 +19,6 @@ from typing import NamedTuple
 from stoker.data.loading.prefetch import Prefetcher
 from stoker.data.loading.samples import BatchTask, PendingRead, SampleStream
 from stoker.data.loading.stats import Counters, sum_counters
-from stoker.data.loading.wait_breakdown import DONE
 
 JOIN_TIMEOUT_S = 10.0
 """How long `close`, or exit, waits for threads whose file system does not respond."""
@@ -72,13 +71,8 @@ class WorkerPool:
             self._device_thread.start()
         _POOLS.add(self)
 
-    @property
-    def num_queued(self) -> int:
-        """Samples that wait for a worker."""
-        return len(self._tasks)
-
-    def total(self) -> tuple[Counters, dict[str, int]]:
-        """`sum_counters` of all workers, also of those that have exited."""
+    def total(self) -> Counters:
+        """The sum over all workers, also over those that have exited."""
         with self._tasks_changed:
             per_worker = [self._exited_counters, self._device_counters, *self._threads.values()]
         return sum_counters(per_worker)
@@ -115,11 +109,10 @@ class WorkerPool:
         ready_tasks = []
         for k in range(count):
             task = SampleTask(start + k, batch_task, k, None)
-            prefetched = None if self._prefetcher is None else self._prefetcher.take(start + k)
-            if prefetched is None:
+            pending_read = None if self._prefetcher is None else self._prefetcher.take(start + k)
+            if pending_read is None:
                 ready_tasks.append(task)
             else:
-                pending_read, batch_task.transitions[k] = prefetched
                 # Submitted when its bytes have arrived, so that a slow object blocks no worker.
                 self._submit_when_done(task, pending_read)
         self.submit(*ready_tasks)
@@ -140,13 +133,11 @@ class WorkerPool:
 
         pending_read.future.add_done_callback(submit)
 
-    def _next_task(self, counters: Counters) -> SampleTask | None:
+    def _next_task(self) -> SampleTask | None:
         """The next task; None: exit. Both are decided under one lock, so that no more workers exit than should."""
-        start_s = time.perf_counter()
         with self._tasks_changed:
             while not self._tasks and not self.stopped and len(self._threads) <= self._target_workers:
                 self._tasks_changed.wait()
-            counters.idle_s += time.perf_counter() - start_s
             if self.stopped:
                 return None
             if len(self._threads) > self._target_workers:
@@ -163,7 +154,7 @@ class WorkerPool:
             return heapq.heappop(self._tasks)
 
     def _run_worker(self, counters: Counters) -> None:
-        while (task := self._next_task(counters)) is not None:
+        while (task := self._next_task()) is not None:
             started: list[tuple[SampleTask, Iterator[None]]] = []
             while task is not None:
                 _, batch_task, k, pending_read = task
@@ -185,7 +176,6 @@ class WorkerPool:
             pass
         except BaseException as error:  # noqa: BLE001  (`BatchFinalizer` raises it in the caller's thread)
             batch_task.results[task.k] = error
-        batch_task.transitions[task.k].append((time.perf_counter(), DONE))
         with self._results_lock:
             batch_task.num_loading -= 1
             if batch_task.num_loading:

@@ -2,7 +2,7 @@
 
 Annotation files and TFRecord shards are copied. Images are placeholders, sparse files of the object's size, and are
 read from the bucket (`images/source.py`). Here: where the mirror of a URI is, and its lock. Its content is updated by
-`mirror.py`; a file on a web server, which lists nothing, is mirrored by `web.py`; `resolve.py` chooses.
+`mirror.py`; `resolve.py` mirrors files on a web server, and chooses.
 """
 
 import contextlib
@@ -23,7 +23,6 @@ from stoker.data.remote.mirror import (
     format_bytes,
     invalid_name_reason,
     plan_mirror,
-    require_distinct_names,
     update_mirror,
 )
 from stoker.errors import DataError, StorageError, nearest, writing
@@ -63,7 +62,6 @@ def sync_mirror(uri: StorageUri) -> Mirror:
         files, notes = plan_mirror(_list_objects(store, uri), uri)
         if not files:
             raise _no_dataset_error(store, uri)
-        require_distinct_names(files, root)
         update_mirror(store, root, files, uri)
         notes += _shard_notes(files, uri)
         write_atomic(notes_file, json.dumps(notes).encode())
@@ -155,16 +153,11 @@ def _no_dataset_error(store: "Store", uri: StorageUri) -> DataError:
             fix=f"name the folder that has annotations and images, e.g. {uri.parent}",
         )
     parent = uri.parent
-    while not (folder_names := store.list_folders(parent.key)) and parent.key:
+    while not (names := store.list_folders(parent.key)) and parent.key:
         parent = parent.parent
-    closest = nearest(uri.name, folder_names) if parent == uri.parent else None
-    sibling = None if parent == uri.parent else next(store.list(uri.parent.key), None)
-    if sibling is not None:
-        cause = f"{uri.parent} has other objects, e.g. {sibling.key.rpartition('/')[2]}"
-    elif folder_names:
-        more = ", …" if len(folder_names) > MAX_FOLDERS_SHOWN else ""
-        cause = f"the folders in {parent} are {', '.join(folder_names[:MAX_FOLDERS_SHOWN])}{more}"
-    else:
-        cause = f"there is no folder in {parent}"
+    closest = nearest(uri.name, names) if parent == uri.parent else None
+    more = ", …" if len(names) > MAX_FOLDERS_SHOWN else ""
+    listed = ", ".join(names[:MAX_FOLDERS_SHOWN]) + more
+    cause = f"the folders in {parent} are {listed}" if names else f"there is no folder in {parent}"
     fix = f"did you mean {parent.child(closest)}?" if closest else "correct the address"
     return DataError("There is no object below that address.", location=uri, cause=cause, fix=fix)

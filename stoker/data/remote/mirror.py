@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from stoker.data.images.source import is_copied, print_status
-from stoker.errors import DataError, StorageError
+from stoker.errors import StorageError
 from stoker.storage.download import download
 from stoker.storage.local_files import atomic_path
 from stoker.storage.uri import StorageUri
@@ -90,28 +90,6 @@ def _version_mtime_ns(info: "ObjectInfo") -> int:
     """The object's time in whole seconds (S3 lists no fractions), plus a hash of its version in the microseconds."""
     version = f"{info.etag}\0{info.modified_s!r}".encode()
     return int(info.modified_s) * 10**9 + int.from_bytes(blake2b(version, digest_size=8).digest()) % 10**6 * 1000
-
-
-def require_distinct_names(files: dict[str, MirrorFile], folder: Path) -> None:
-    """Raises DataError for names that differ in case only, on a disk that does not distinguish case."""
-    folder.mkdir(exist_ok=True)
-    if folder.with_name(folder.name.swapcase()).exists() and folder.name.swapcase() != folder.name:
-        for first, second in case_clashes(files):
-            raise DataError(
-                "Two objects have the same file name on this disk.",
-                location=folder,
-                cause=f"{first!r} and {second!r} differ in case only",
-                fix="rename one of them, or set STOKER_CACHE_DIR to a disk that distinguishes upper and lower case",
-            )
-
-
-def case_clashes(names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Pairs of names that differ in case only."""
-    first: dict[str, str] = {}
-    for name in names:
-        other = first.setdefault(name.casefold(), name)
-        if other != name:
-            yield other, name
 
 
 def update_mirror(store: "Store", folder: Path, files: dict[str, MirrorFile], uri: StorageUri) -> None:

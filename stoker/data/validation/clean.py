@@ -72,17 +72,17 @@ def keep_classes(table: AnnotationTable, classes: tuple[str, ...]) -> Annotation
         f" {np.count_nonzero(had_box & ~has_kept_box):,} images that have only others are background"
     )
     return replace(
-        table,
+        _keep_boxes(replace(table, labels=labels), keep),
         class_names=list(classes),
         category_ids=[table.category_ids[table.class_names.index(name)] for name in classes],
-        image_index=table.image_index[keep],
-        boxes=table.boxes[keep],
-        labels=labels[keep],
-        crowd=table.crowd[keep],
-        area=table.area[keep],
-        box_id=table.box_id[keep],
         notes=[*table.notes, note],
     )
+
+
+def _keep_boxes(table: AnnotationTable, keep: NDArray[np.bool_]) -> AnnotationTable:
+    """The table with some of its boxes. keep: [K]."""
+    columns = ("image_index", "boxes", "labels", "crowd", "area", "box_id")
+    return replace(table, **{name: getattr(table, name)[keep] for name in columns})
 
 
 def drop_degenerate_boxes(table: AnnotationTable, problems: ProblemCollector) -> AnnotationTable:
@@ -114,17 +114,11 @@ def drop_degenerate_boxes(table: AnnotationTable, problems: ProblemCollector) ->
     num_bad_boxes = np.bincount(table.image_index[bad_boxes], minlength=len(table.file_names))
     for kind, test in zip(REPORTED_BOX_KINDS, (reaches_outside, tiny), strict=True):
         _report_boxes(table, np.where(keep & test, 0, -1), (kind,), problems)
-    boxes = table.boxes[keep]
-    area = table.area[keep]
-    box_area = np.prod(boxes[:, 2:] - boxes[:, :2], axis=1)
+    kept = _keep_boxes(table, keep)
+    box_area = np.prod(kept.boxes[:, 2:] - kept.boxes[:, :2], axis=1)
     return replace(
-        table,
-        image_index=table.image_index[keep],
-        boxes=boxes,
-        labels=table.labels[keep],
-        crowd=table.crowd[keep],
-        area=np.where(np.isfinite(area) & (area >= 0), area, box_area),
-        box_id=table.box_id[keep],
+        kept,
+        area=np.where(np.isfinite(kept.area) & (kept.area >= 0), kept.area, box_area),
         num_bad_boxes=num_bad_boxes + (0 if table.num_bad_boxes is None else table.num_bad_boxes),
     )
 
@@ -160,7 +154,7 @@ def drop_images(table: AnnotationTable, is_dropped: NDArray[np.bool_]) -> Annota
         return table
     keep = ~is_dropped
     new_index = np.cumsum(keep) - 1
-    keep_box = keep[table.image_index]
+    table = _keep_boxes(table, keep[table.image_index])
     return replace(
         table,
         folder_index=table.folder_index[keep],
@@ -170,12 +164,7 @@ def drop_images(table: AnnotationTable, is_dropped: NDArray[np.bool_]) -> Annota
         image_id=table.image_id[keep],
         byte_range=None if table.byte_range is None else table.byte_range[keep],
         num_bad_boxes=None if table.num_bad_boxes is None else table.num_bad_boxes[keep],
-        image_index=new_index[table.image_index[keep_box]],
-        boxes=table.boxes[keep_box],
-        labels=table.labels[keep_box],
-        crowd=table.crowd[keep_box],
-        area=table.area[keep_box],
-        box_id=table.box_id[keep_box],
+        image_index=new_index[table.image_index],
     )
 
 
@@ -278,40 +267,28 @@ def _choose_val_images(
     position[image_indices] = np.arange(len(image_indices))
     box_position = position[table.image_index]
     used = (box_position >= 0) & ~table.crowd
-    box_position, labels = box_position[used], table.labels[used]
-    has_boxes = np.bincount(box_position, minlength=len(names)) > 0
-    if options.method == "hash":
-        return _choose_by_hash(names, options.val_fraction, has_boxes)
-    return _choose_stratified(names, options.val_fraction, box_position, labels)
+    return _hold_out(names, box_position[used], table.labels[used], options)
 
 
-def _choose_stratified(
-    names: list[str], fraction: float, box_position: NDArray[np.int64], labels: NDArray[np.int32]
+def _hold_out(
+    names: list[str], box_position: NDArray[np.int64], labels: NDArray[np.int32], options: SplitOptions
 ) -> NDArray[np.bool_]:
-    """[N], with the fraction of every class; with at least one image with boxes in both parts if there are two.
-    box_position, labels: [K], image and class of each box."""
-    is_val: NDArray[np.bool_] = stratify(box_position, labels, names, (1 - fraction, fraction)) == 1
-    candidates = np.unique(box_position) if len(np.unique(box_position)) > 1 else np.arange(len(names))
-    if candidates.size > 1:
-        hashes = np.array([hash_to_unit_interval(names[i]) for i in candidates.tolist()])
-        if not is_val[candidates].any():
-            is_val[candidates[hashes.argmin()]] = True
-        if is_val[candidates].all():
-            is_val[candidates[hashes.argmax()]] = False
-    if len(np.unique(box_position)) == 1:
-        is_val[box_position] = False
-    return is_val
-
-
-def _choose_by_hash(names: list[str], fraction: float, has_boxes: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """[N]: at least one and not all, counted among the images with boxes if at least two have boxes (a split without
-    boxes is useless), else among all. An image stays in its part when others are added."""
+    boxes is useless), else among all. box_position, labels: [K], image and class of each box."""
+    has_boxes = np.bincount(box_position, minlength=len(names)) > 0
     hash_values = np.array([hash_to_unit_interval(name) for name in names])
-    is_val = hash_values < fraction
-    candidates = np.flatnonzero(has_boxes) if np.count_nonzero(has_boxes) > 1 else np.arange(is_val.size)
+    is_val: NDArray[np.bool_]
+    if options.method == "hash":
+        is_val = hash_values < options.val_fraction
+    else:
+        fractions = (1 - options.val_fraction, options.val_fraction)
+        is_val = stratify(box_position, labels, names, fractions) == 1
+    candidates = np.flatnonzero(has_boxes) if np.count_nonzero(has_boxes) > 1 else np.arange(len(names))
     if candidates.size > 1:
-        is_val[candidates[hash_values[candidates].argmin()]] = True
-        is_val[candidates[hash_values[candidates].argmax()]] = False
+        if not is_val[candidates].any():
+            is_val[candidates[hash_values[candidates].argmin()]] = True
+        if is_val[candidates].all():
+            is_val[candidates[hash_values[candidates].argmax()]] = False
     if np.count_nonzero(has_boxes) == 1:
         is_val &= ~has_boxes
     return is_val

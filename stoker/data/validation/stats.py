@@ -198,15 +198,15 @@ def compute_stats(index: Index, model_input: ModelInput, *, data: str, split: st
         ],
         num_image_sizes=len(unique_sizes),
         num_unknown_sizes=len(image_indices) - len(known_sizes),
-        sqrt_image_area=_make_distribution(np.sqrt(known_sizes.astype(np.float64).prod(1)), _log_bins(32, 8192, 4)),
+        sqrt_image_area=_make_distribution(np.sqrt(known_sizes.astype(np.float64).prod(1)), _log_bins(32, 8192)),
         boxes_per_image=_make_distribution(boxes_per_image.astype(np.float64), _count_bins(boxes_per_image)),
-        sqrt_box_area=_make_distribution(sqrt_areas, _log_bins(2, 2048, 4)),
-        sqrt_box_area_resized=_make_distribution(resized_sqrt_areas, _log_bins(2, 2048, 4)),
+        sqrt_box_area=_make_distribution(sqrt_areas, _log_bins(2, 2048)),
+        sqrt_box_area_resized=_make_distribution(resized_sqrt_areas, _log_bins(2, 2048)),
         fraction_by_area=_fraction_by_area(sqrt_areas),
         fraction_by_area_resized=_fraction_by_area(resized_sqrt_areas),
         # Squares are in the middle of a bin.
         aspect_ratios=_make_distribution(
-            dims.original_wh[has_area, 1] / dims.original_wh[has_area, 0], _log_bins(2**-4.125, 2**4.125, 4)
+            dims.original_wh[has_area, 1] / dims.original_wh[has_area, 0], _log_bins(2**-4.125, 2**4.125)
         ),
         box_heatmap=_box_heatmap(index, dims, sizes),
         resize=resize,
@@ -304,9 +304,9 @@ def _make_distribution(values: FloatArray, edges: FloatArray) -> Distribution:
     )
 
 
-def _log_bins(low: float, high: float, bins_per_octave: int) -> FloatArray:
-    """Edges from low to high, `bins_per_octave` per factor of two."""
-    return low * 2.0 ** (np.arange(round(np.log2(high / low)) * bins_per_octave + 1) / bins_per_octave)
+def _log_bins(low: float, high: float) -> FloatArray:
+    """Edges from low to high, four bins per factor of two."""
+    return low * 2.0 ** (np.arange(round(np.log2(high / low)) * 4 + 1) / 4)
 
 
 def _count_bins(counts: NDArray[np.int64]) -> FloatArray:

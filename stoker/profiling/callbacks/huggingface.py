@@ -12,14 +12,13 @@ errors: a training that raised is recorded as failed by the next one, at process
 import time
 from typing import Any
 
-from stoker.profiling.callbacks.session import Session, define_callback
+from stoker.profiling.callbacks import Session, load_class
 
-_BASE_CLASSES = {"transformers": "TrainerCallback"}
 _LOG_NAMES = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}
 """Name in the Trainer's logs → name in `Measure.log`. Logs of an evaluation have other names."""
 
 
-class _Hooks:
+class StokerCallback(load_class("TrainerCallback", "transformers", install="transformers accelerate")):  # type: ignore[misc]
     """run, settings: arguments of `stoker.measure`. The images of a step are counted as the batch size, also for a
     smaller last batch."""
 
@@ -72,14 +71,3 @@ class _Hooks:
         if self._session.measure is not None:
             self._session.measure.attribute(phase, self._accounted_until_s, now_s)
         self._accounted_until_s = now_s
-
-
-def __getattr__(name: str) -> Any:
-    return define_callback(
-        globals(),
-        name,
-        _Hooks,
-        _BASE_CLASSES,
-        framework="Hugging Face's transformers",
-        install="transformers accelerate",
-    )

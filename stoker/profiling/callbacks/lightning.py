@@ -11,14 +11,13 @@ kind, is wrapped during the fit. With several ranks each one has its own callbac
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.profiling.callbacks.session import Session, define_callback
+from stoker.profiling.callbacks import Session, load_class
 
-_BASE_CLASSES = {"lightning.pytorch": "Callback", "pytorch_lightning": "Callback"}
 _ACTIONS = {".train_dataloader_next": "input_wait", ".batch_to_device": "h2d", "save_checkpoint": "checkpoint"}
 """End of the profiler's name of an action → phase."""
 
 
-class _Hooks:
+class StokerCallback(load_class("Callback", "lightning.pytorch", "pytorch_lightning", install="lightning")):  # type: ignore[misc]
     """run, settings: arguments of `stoker.measure`. For one fit at a time; another fit with the same folder is another
     attempt."""
 
@@ -94,7 +93,3 @@ class _Hooks:
 
 def _find_phase(action: str) -> str | None:
     return next((phase for suffix, phase in _ACTIONS.items() if action.endswith(suffix)), None)
-
-
-def __getattr__(name: str) -> Any:
-    return define_callback(globals(), name, _Hooks, _BASE_CLASSES, framework="Lightning", install="lightning")

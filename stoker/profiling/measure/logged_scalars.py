@@ -133,23 +133,3 @@ def _is_on_device(value: Any) -> bool:
 
 def _not_a_number_error(name: str, value: Any) -> UsageError:
     return UsageError(f"m.log({name}=…) needs a number, or a tensor of one number; it is a {type(value).__name__}.")
-
-
-def count_images(batch: Any) -> int | None:
-    """The number of samples in a batch: the length of its first tensor, array or list; None if there is none.
-
-    A tuple or list holds columns (images, targets), or samples if its first entry is a tuple or a mapping.
-    """
-    if isinstance(batch, (tuple, list)):
-        if batch and isinstance(batch[0], (tuple, Mapping)):
-            return len(batch)
-        return next((count for value in batch if (count := _leading_dim(value)) is not None), None)
-    if isinstance(batch, Mapping):
-        return next((count for value in batch.values() if (count := _leading_dim(value)) is not None), None)
-    return _leading_dim(batch)
-
-
-def _leading_dim(value: Any) -> int | None:
-    if (shape := getattr(value, "shape", None)) is not None:
-        return int(shape[0]) if len(shape) else None
-    return len(value) if isinstance(value, (list, tuple)) else None

@@ -19,8 +19,9 @@ from typing import Any, Generic, Self, TypeVar
 from stoker.diagnosis.engine import diagnose, write_findings
 from stoker.errors import UsageError
 from stoker.monitor.options import MonitoringOptions
+from stoker.profiling.hook.stoker_hook.instruments import count_images
 from stoker.profiling.ledger import HOST_PHASES, Ledger, TimeBreakdown
-from stoker.profiling.measure.logged_scalars import ScalarLogger, count_images
+from stoker.profiling.measure.logged_scalars import ScalarLogger
 from stoker.profiling.measure.run_writer import RankRecorder, exit_code_for, script_name
 from stoker.profiling.measure.torch_hooks import LazyDeviceClock, TorchHooks
 from stoker.profiling.telemetry.sampler import TelemetrySampler
@@ -35,16 +36,7 @@ _active: "Measure | None" = None
 _num_entered = 0
 
 
-def measure(
-    run: str | os.PathLike[str] | None = None,
-    *,
-    name: str | None = None,
-    device: object = None,
-    price_per_device_hour: float | None = None,
-    num_images: int | Callable[[Any], int] | None = None,
-    first_step: int | None = None,
-    monitor: MonitoringOptions = MonitoringOptions(),  # noqa: B008  # frozen
-) -> "Measure":
+class Measure:
     """Measures a training loop into a run folder, for `stoker why` and `stoker report`.
 
     ```python
@@ -65,30 +57,17 @@ def measure(
     Entering raises UsageError if the folder belongs to a stoker training or a live job, or another `measure` is open;
     StorageError if it cannot be written; ConfigError if `monitor` is not valid.
     """
-    return Measure(
-        None if run is None else Path(run).expanduser(),
-        name=name,
-        device=device,
-        price_per_device_hour=price_per_device_hour,
-        num_images=num_images,
-        first_step=first_step,
-        monitor=monitor,
-    )
-
-
-class Measure:
-    """The result of `stoker.measure`: enter it once, around the whole loop."""
 
     def __init__(
         self,
-        run: Path | None,
+        run: str | os.PathLike[str] | None = None,
         *,
-        name: str | None,
-        device: object,
-        price_per_device_hour: float | None,
-        num_images: int | Callable[[Any], int] | None,
-        first_step: int | None,
-        monitor: MonitoringOptions,
+        name: str | None = None,
+        device: object = None,
+        price_per_device_hour: float | None = None,
+        num_images: int | Callable[[Any], int] | None = None,
+        first_step: int | None = None,
+        monitor: MonitoringOptions = MonitoringOptions(),  # noqa: B008  # frozen
     ) -> None:
         self.image_count = 0
         """Images of all steps so far."""
@@ -96,7 +75,7 @@ class Measure:
         """Optimizer steps so far, including earlier attempts."""
         self.is_replaceable = False
         """Whether entering another measure closes this one: a framework may not report the end of a training."""
-        self._run = run
+        self._run = None if run is None else Path(run).expanduser()
         self._name = name
         self._price_per_device_hour = price_per_device_hour
         self._first_step = first_step
@@ -224,11 +203,11 @@ class Measure:
             count = count_images(batch)
         else:
             count = self._num_images(batch) if callable(self._num_images) else self._num_images
-        if count is None and not self._count_warned:
+        if not count and not self._count_warned:
             self._count_warned = True
             text = "images are not counted: the batch has no tensor, array or list whose length is their number"
             self._writer.event("info", f"{text}; pass `num_images=`")
-        self._pending_images += count or 0
+        self._pending_images += count
 
     def attribute(self, name: str, start_s: float, end_s: float) -> None:
         """The thread was in a phase from start_s to end_s (`time.perf_counter`), which is known only afterwards."""
@@ -358,6 +337,10 @@ class Measure:
         self._recording = False
         self._torch_hooks.abandon()
         self._writer.abandon()
+
+
+measure = Measure
+"""The name in the package: `stoker.measure`."""
 
 
 class TimedBatches(Generic[Batch]):

@@ -5,8 +5,6 @@ script may import torch, choose its GPU and join its process group at any time. 
 does not use: that would take GPU memory.
 """
 
-import contextlib
-import functools
 import sys
 import threading
 import time
@@ -16,17 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from stoker.profiling.collectives import OnEnd, Patch, patch_collectives
+from stoker.profiling.hook.stoker_hook.instruments import Patch, patch_collectives, time_compilations, timed
 from stoker.profiling.ledger import Ledger
 
 if TYPE_CHECKING:
     from stoker.hardware.device import Device
-
-MIN_WAIT_S = 20e-6
-"""Shorter waits for other ranks are ignored: the data was there, and `Ledger.attribute` takes as long."""
-
-OnCall = Callable[[float, float], None]
-"""Takes start and end of a call in seconds of `time.perf_counter`."""
 
 
 class LazyDeviceClock:
@@ -71,9 +63,8 @@ class TorchHooks:
         self._is_device_initialized: Callable[[], bool] | None = None
         self._patches: list[Patch] = []
         self._save_patched = self._collectives_patched = False
-        self._compile_callbacks: Any = None
-        self._compile_start_s: float | None = None
-        self._pending_intervals: deque[tuple[str, float, float]] = deque()
+        self._unhook_compiler: Callable[[], None] | None = None
+        self._compilations: deque[tuple[float, float]] = deque()
         self._is_active = True
 
     def poll(self) -> None:
@@ -85,19 +76,21 @@ class TorchHooks:
             self._find_device(torch)
         if not self._save_patched:
             self._save_patched = True
-            self._patches.append(time_calls(torch, "save", self._make_on_call("checkpoint")))
-        if self._compile_callbacks is None:
-            self._hook_compiler()
+            self._patches.append(Patch(torch, "save", lambda save: timed(save, lambda: self._begin("checkpoint"))))
+        if self._unhook_compiler is None and (module := sys.modules.get("torch._dynamo.callback")) is not None:
+            self._unhook_compiler = time_compilations(module.callback_handler, self._begin_compilation)
         if not self._collectives_patched:
             dist = sys.modules.get("torch.distributed")
             if dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
                 self._collectives_patched = True
-                self._patches += patch_collectives(self._on_collective_begin, self._is_training_thread)
+                self._patches += patch_collectives(
+                    lambda: self._begin("comm"), self._is_training_thread, lambda: self._ledger.begin("comm")
+                )
 
     def flush(self) -> None:
-        """Adds the intervals since the last call to the ledger; call it before a window is requested."""
-        while self._pending_intervals:
-            self._ledger.attribute(*self._pending_intervals.popleft())
+        """Adds the compilations since the last call to the ledger; call it before a window is requested."""
+        while self._compilations:
+            self._ledger.attribute("compile", *self._compilations.popleft())
 
     def wait(self) -> None:
         """Waits until the device has finished. Raises RuntimeError if it failed."""
@@ -114,14 +107,8 @@ class TorchHooks:
         for patch in reversed(self._patches):
             patch.restore()
         self._patches.clear()
-        if self._compile_callbacks is not None:
-            for callbacks, callback in (
-                (self._compile_callbacks.start_callbacks, self._on_compile_start),
-                (self._compile_callbacks.end_callbacks, self._on_compile_end),
-            ):
-                if callback in callbacks:  # torch._dynamo.reset() may have dropped it
-                    callbacks.remove(callback)
-            self._compile_callbacks = None
+        if self._unhook_compiler is not None:
+            self._unhook_compiler()
 
     def abandon(self) -> None:
         """In a forked process: records nothing any more."""
@@ -131,27 +118,19 @@ class TorchHooks:
         """False also in a forked process, which records nothing."""
         return self._is_active and threading.get_ident() == self._thread
 
-    def _make_on_call(self, phase: str) -> OnCall:
-        def on_call(start_s: float, end_s: float) -> None:
-            if self._is_training_thread():
-                self._pending_intervals.append((phase, start_s, end_s))
+    def _begin(self, phase: str) -> Callable[[], None] | None:
+        return self._ledger.begin(phase) if self._is_training_thread() else None
 
-        return on_call
-
-    def _on_collective_begin(self) -> OnEnd:
-        """On a device, its events measure the wait; on a CPU, the interval is added when it has ended."""
-        if self.device is not None:
-            stack = contextlib.ExitStack()
-            stack.enter_context(self._ledger.phase("comm"))
-            return stack.close
+    def _begin_compilation(self) -> Callable[[], None]:
+        """Any thread may compile: a backward pass does so in a thread of autograd, and the training thread waits for
+        it. So the interval is kept for the training thread."""
         start_s = time.perf_counter()
 
-        def on_end() -> None:
-            end_s = time.perf_counter()
-            if end_s - start_s >= MIN_WAIT_S:
-                self._pending_intervals.append(("comm", start_s, end_s))
+        def end() -> None:
+            if self._is_active:
+                self._compilations.append((start_s, time.perf_counter()))
 
-        return on_end
+        return end
 
     def _find_device(self, torch: Any) -> None:
         if self._is_device_initialized is None:
@@ -177,37 +156,3 @@ class TorchHooks:
         self._device_pending = False
         self.device = Device(device)
         self._clock.use_device(self.device)
-
-    def _hook_compiler(self) -> None:
-        """Registers at the handler of torch._dynamo, which torch.compile loads. Any thread may compile: a backward pass
-        does so in a thread of autograd, and the training thread waits for it."""
-        module = sys.modules.get("torch._dynamo.callback")
-        self._compile_callbacks = getattr(module, "callback_handler", None)
-        if self._compile_callbacks is not None:
-            self._compile_callbacks.register_start_callback(self._on_compile_start)
-            self._compile_callbacks.register_end_callback(self._on_compile_end)
-
-    def _on_compile_start(self, *_: Any) -> None:
-        self._compile_start_s = time.perf_counter()
-
-    def _on_compile_end(self, *_: Any) -> None:
-        if self._compile_start_s is not None and self._is_active:
-            self._pending_intervals.append(("compile", self._compile_start_s, time.perf_counter()))
-        self._compile_start_s = None
-
-
-def time_calls(owner: Any, name: str, on_call: OnCall) -> Patch:
-    """Calls `on_call` after each call of `owner.name`, also if that raises."""
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            start_s = time.perf_counter()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                on_call(start_s, time.perf_counter())
-
-        return wrapper
-
-    return Patch(owner, name, wrap)

@@ -1,5 +1,6 @@
-"""Samples the GPUs through NVIDIA's driver library (NVML). Only this module, its helpers (`nvml`, `gpm`, `xid`) and
-`stoker/hardware/device.py` contain CUDA's names.
+"""Samples the GPUs through NVIDIA's driver library (NVML), and reads what `stoker check` asks it once.
+
+Only this module, its helpers (`nvml`, `sampler`) and `stoker/hardware/device.py` contain CUDA's names.
 
 A machine without a driver has no GPUs and a `reason`; a counter that a GPU does not have is None, never 0; a GPU that
 is lost during the run is a sample without values, and a `reason`. Errors of the driver never raise. NVML numbers GPUs
@@ -8,24 +9,45 @@ machine with CUDA_DEVICE_ORDER=PCI_BUS_ID. A MIG slice has its own memory, proce
 temperature, PCIe and memory errors are those of the whole GPU, and utilization is not available. Who samples, and how
 often: `sampler`."""
 
+import contextlib
+import math
 import os
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pynvml
 
-from stoker.profiling.telemetry.gpm import GpmCounters
+from stoker.profiling.telemetry.machine import read_or_none
 from stoker.profiling.telemetry.nvml import Gpu, GpuLost, query, visible_gpus
 from stoker.profiling.telemetry.processes import list_process_tree
-from stoker.profiling.telemetry.procfs import read_or_none
 from stoker.runs.schemas import GpuSample
 
 SLOW_SAMPLE_EVERY = 10
 """Slow or costly values are read in every n-th sample; the samples between repeat them."""
 
+VERSION_MISMATCH = pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH
+"""`DriverState.error` where the library and the kernel module of the driver are of different versions."""
+PROHIBITED, EXCLUSIVE = pynvml.NVML_COMPUTEMODE_PROHIBITED, pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS
+
 INITIAL_PID_NAMESPACE_INODE = 0xEFFFFFFC
 """Inode of the initial PID namespace (PROC_PID_INIT_INO in linux/proc_ns.h)."""
+
+_PERCENT, _MIB_PER_S = 1 / 100, 2.0**20
+
+METRICS = {
+    "sm_active": (pynvml.NVML_GPM_METRIC_SM_UTIL, _PERCENT),
+    "sm_occupancy": (pynvml.NVML_GPM_METRIC_SM_OCCUPANCY, _PERCENT),
+    "tensor_active": (pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL, _PERCENT),
+    "dram_active": (pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL, _PERCENT),
+    "pcie_sent_bytes_s": (pynvml.NVML_GPM_METRIC_PCIE_TX_PER_SEC, _MIB_PER_S),
+    "pcie_received_bytes_s": (pynvml.NVML_GPM_METRIC_PCIE_RX_PER_SEC, _MIB_PER_S),
+    "nvlink_sent_bytes_s": (pynvml.NVML_GPM_METRIC_NVLINK_TOTAL_TX_PER_SEC, _MIB_PER_S),
+    "nvlink_received_bytes_s": (pynvml.NVML_GPM_METRIC_NVLINK_TOTAL_RX_PER_SEC, _MIB_PER_S),
+}
+"""Field of `schemas.GpuSample` → NVML's number of the metric, and the factor to the field's unit."""
 
 
 class GpuSampler:
@@ -193,3 +215,161 @@ def _describe_gpu(gpu: Gpu) -> dict[str, Any]:
         "gpm": None if gpm is None else bool(gpm.isSupportedDevice),
         **{name: slow[name] for name in ("mig", "vgpu", "pcie_generation_max", "pcie_width_max", "power_limit_w")},
     }
+
+
+class GpmCounters:
+    """NVIDIA's GPM counters of one GPU, or of one MIG slice: how much of it was used between two samples.
+
+    They measure more than utilization, which is 1 while a single kernel of one thread runs. GPUs before Hopper do not
+    have them. The first sample is empty. Source: nvml.h, "GPM".
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._unsupported = False
+        self._samples: list[Any] = []
+        """The driver's buffers of the older and the newer sample; they are swapped."""
+        self._num_filled = 0
+        self._request = pynvml.c_nvmlGpmMetricsGet_t()
+
+    def sample(self) -> dict[str, float]:
+        """Means since the previous sample, by field; counters that the GPU does not have are absent. Raises GpuLost."""
+        if self._unsupported or not (self._samples or self._allocate_samples()):
+            return {}
+        self._samples.reverse()
+        if not self._read_sample(self._samples[1]):
+            self._num_filled = 0
+            return {}
+        self._num_filled = min(2, self._num_filled + 1)
+        return self._compute_metrics() if self._num_filled == 2 else {}
+
+    def _allocate_samples(self) -> bool:
+        support = self._gpu.query(pynvml.nvmlGpmQueryDeviceSupport)
+        self._unsupported = support is not None and not support.isSupportedDevice
+        if support is None or self._unsupported:
+            return False
+        older, newer = query(pynvml.nvmlGpmSampleAlloc), query(pynvml.nvmlGpmSampleAlloc)
+        if older is None or newer is None:
+            return False
+        self._samples = [older, newer]
+        finalizer = weakref.finalize(self, _free_samples, older, newer)
+        finalizer.atexit = False  # a driver that hangs must not delay process exit
+        return True
+
+    def _read_sample(self, buffer: Any) -> bool:
+        if self._gpu.gpu_instance_id is None:
+            return self._gpu.query(pynvml.nvmlGpmSampleGet, buffer) is not None
+        return self._gpu.query(pynvml.nvmlGpmMigSampleGet, self._gpu.gpu_instance_id, buffer) is not None
+
+    def _compute_metrics(self) -> dict[str, float]:
+        request = self._request
+        request.version = pynvml.NVML_GPM_METRICS_GET_VERSION
+        request.numMetrics = len(METRICS)  # the length of the array depends on the version of the header
+        request.sample1, request.sample2 = self._samples
+        for i, (metric_id, _) in enumerate(METRICS.values()):
+            request.metrics[i].metricId = metric_id
+        if query(pynvml.nvmlGpmMetricsGet, request) is None:
+            return {}
+        values: dict[str, float] = {}
+        for i, (field, (_, unit)) in enumerate(METRICS.items()):
+            metric = request.metrics[i]
+            if metric.nvmlReturn == pynvml.NVML_SUCCESS and math.isfinite(metric.value):
+                value = max(0.0, metric.value * unit)
+                values[field] = min(1.0, value) if unit == _PERCENT else value
+        return values
+
+
+def _free_samples(*samples: Any) -> None:
+    with contextlib.suppress(pynvml.NVMLError):  # the GPU is lost, and its buffers with it
+        for sample in samples:
+            pynvml.nvmlGpmSampleFree(sample)
+
+
+class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """A process with a CUDA context. pid: in the PID namespace of the host."""
+
+    pid: int
+    memory_bytes: int | None = None
+
+
+class GpuState(msgspec.Struct, frozen=True, kw_only=True):
+    """A GPU that CUDA_VISIBLE_DEVICES leaves visible."""
+
+    sample: GpuSample
+    """Without values if the GPU is lost."""
+    lost: str = ""
+    """The driver's message, if it is."""
+    name: str | None = None
+    bus_id: str | None = None
+    """0000:3b:00.0, as in /sys/bus/pci/devices."""
+    persistence: bool | None = None
+    compute_mode: int | None = None
+    rows_pending: bool | None = None
+    """Defective memory was remapped, which takes effect at the next reset."""
+    rows_failed: bool | None = None
+    """Defective memory could not be remapped."""
+    processes: list[GpuProcess] | None = None
+
+    @property
+    def title(self) -> str:
+        return f"GPU {self.sample.index}" + (f" ({self.name})" if self.name else "")
+
+
+class DriverState(msgspec.Struct, frozen=True, kw_only=True):
+    """The driver and its GPUs."""
+
+    reason: str | None = None
+    """Why there is no visible GPU, or which one does not answer."""
+    error: int | None = None
+    """NVML's code, where it does not open."""
+    version: str | None = None
+    """580.95.05."""
+    num_gpus: int | None = None
+    """Of the driver, also those that CUDA_VISIBLE_DEVICES hides."""
+    gpus: list[GpuState] = []
+
+
+def read_driver(env: Mapping[str, str] = os.environ) -> DriverState:
+    """The state of the driver. Errors of the driver never raise."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return DriverState(reason=str(error), error=error.value)
+    sampler = GpuSampler(env)
+    samples = sampler.sample()
+    try:
+        version, num_gpus = query(pynvml.nvmlSystemGetDriverVersion), query(pynvml.nvmlDeviceGetCount)
+    except GpuLost as lost:
+        return DriverState(reason=str(lost))
+    gpus = [_read_gpu(gpu, sample) for gpu, sample in zip(sampler.gpus, samples, strict=True)]
+    return DriverState(reason=sampler.reason, version=version, num_gpus=num_gpus, gpus=gpus)
+
+
+def _read_gpu(gpu: Gpu, sample: GpuSample) -> GpuState:
+    if gpu.device is None:
+        return GpuState(sample=sample, lost="it does not open")
+    try:
+        rows = gpu.query(pynvml.nvmlDeviceGetRemappedRows)
+        persistence = gpu.query(pynvml.nvmlDeviceGetPersistenceMode)
+        pci = gpu.query(pynvml.nvmlDeviceGetPciInfo)
+        processes = gpu.query(pynvml.nvmlDeviceGetComputeRunningProcesses_v3, target=gpu.handle)
+        return GpuState(
+            sample=sample,
+            name=gpu.query(pynvml.nvmlDeviceGetName, target=gpu.handle),
+            bus_id=None if pci is None else _sysfs_name(pci.busId),
+            persistence=None if persistence is None else bool(persistence),
+            compute_mode=gpu.query(pynvml.nvmlDeviceGetComputeMode),
+            rows_pending=None if rows is None else bool(rows[2]),
+            rows_failed=None if rows is None else bool(rows[3]),
+            processes=None
+            if processes is None
+            else [GpuProcess(pid=process.pid, memory_bytes=process.usedGpuMemory) for process in processes],
+        )
+    except GpuLost as lost:
+        return GpuState(sample=sample, lost=str(lost))
+
+
+def _sysfs_name(bus_id: bytes | str) -> str:
+    """NVML writes 00000000:3B:00.0, sysfs 0000:3b:00.0."""
+    text = bus_id.decode() if isinstance(bus_id, bytes) else bus_id
+    return text.lower()[-12:]

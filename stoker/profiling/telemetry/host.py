@@ -11,13 +11,18 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from stoker.hardware.cgroup import Cgroup, usable_cores
 from stoker.profiling.telemetry import machine
-from stoker.profiling.telemetry.other_processes import OtherProcesses
-from stoker.profiling.telemetry.processes import SLOW_SAMPLE_EVERY, ProcessTreeSample, ProcessTreeSampler
+from stoker.profiling.telemetry.processes import (
+    SLOW_SAMPLE_EVERY,
+    OtherProcesses,
+    ProcessTreeSample,
+    ProcessTreeSampler,
+)
 from stoker.profiling.telemetry.timeouts import TimeoutWorker
 from stoker.runs.schemas import DeviceSample, GpuSample
 
@@ -25,29 +30,20 @@ FREE_BYTES_TIMEOUT_S = 0.2
 """Timeout of the query for free bytes: a folder on NFS whose server is gone never answers."""
 
 
+PRESSURE = {"psi_cpu": "cpu", "psi_memory": "memory", "psi_io": "io"}
+"""Field of a sample → name of the kernel's pressure file."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _CumulativeCounters:
-    """Counters at one moment, in seconds and bytes. cores: (busy, total) of each core."""
+class _Counters:
+    """Counters at one moment, in seconds and bytes. per_second, increases: by the field of the sample that has their
+    rate, or their increase. cores_s: (busy, total) of each core."""
 
     time_s: float
     cores_s: list[tuple[float, float]]
-    process_cpu_s: float | None
-    psi_s: dict[str, float | None]
-    throttled_s: float | None
+    per_second: dict[str, float | None]
+    increases: dict[str, float | None]
     tree: ProcessTreeSample
-    disk_bytes: tuple[int, int] | None
-    network_bytes: tuple[int, int] | None
-    oom_kills: int | None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Memory:
-    """Of the cgroup if its limit is lower, else of the machine. Page cache does not count as used."""
-
-    limit_bytes: int
-    used_bytes: int
-    page_cache_bytes: int | None
-    swap_used_bytes: int | None
 
 
 class HostSampler:
@@ -89,9 +85,13 @@ class HostSampler:
         before, after = self._previous, self._read_counters()
         self._previous = after
         duration_s = after.time_s - before.time_s
-        pressure = {
-            resource: _fraction_of_time(before.psi_s[resource], after.psi_s[resource], duration_s)
-            for resource in after.psi_s
+        rates: dict[str, Any] = {
+            name: _per_second(before.per_second[name], value, duration_s) for name, value in after.per_second.items()
+        }
+        for name in PRESSURE:
+            rates[name] = None if rates[name] is None else min(1.0, rates[name])
+        increases: dict[str, Any] = {
+            name: _increase(before.increases[name], value) for name, value in after.increases.items()
         }
         if self._sample_count % SLOW_SAMPLE_EVERY == 0:
             self._cpu_limit_cores = self._usable_cores()
@@ -99,44 +99,28 @@ class HostSampler:
                 None if self._free_bytes_worker is None else self._free_bytes_worker.call(FREE_BYTES_TIMEOUT_S)
             )
         self._sample_count += 1
-        memory, shm, tree = self._read_memory(), machine.disk_usage(self._shm), after.tree
-        disk_read, disk_written = _per_second_pair(before.disk_bytes, after.disk_bytes, duration_s)
-        received, sent = _per_second_pair(before.network_bytes, after.network_bytes, duration_s)
-        oom_kills = _increase(before.oom_kills, after.oom_kills)
         utilization = _core_utilization(before.cores_s, after.cores_s)
-        process_cpu = _per_second(before.process_cpu_s, after.process_cpu_s, duration_s)
+        process_cpu = rates["process_cpu"]
         other_cores = 0.0 if process_cpu is None else sum(utilization) - process_cpu
+        shm, tree = machine.disk_usage(self._shm), after.tree
         return DeviceSample(
             t=unix_time,
             attempt=attempt,
             gpus=list(gpus),
             cpu_core_utilization=utilization,
-            process_cpu=process_cpu,
             busiest_processes=self._other_processes.sample(after.time_s, other_cores),
             rss_bytes=tree.rss_bytes,
-            memory_used_bytes=memory.used_bytes,
-            memory_limit_bytes=memory.limit_bytes,
-            psi_cpu=pressure["cpu"],
-            psi_memory=pressure["memory"],
-            psi_io=pressure["io"],
-            throttled_s=_increase(before.throttled_s, after.throttled_s),
             cpu_limit_cores=self._cpu_limit_cores,
             threads=tree.threads,
             threads_running=tree.threads_running,
-            page_cache_bytes=memory.page_cache_bytes,
-            swap_used_bytes=memory.swap_used_bytes,
-            read_bytes_s=_per_second(before.tree.read_bytes, tree.read_bytes, duration_s),
-            written_bytes_s=_per_second(before.tree.written_bytes, tree.written_bytes, duration_s),
-            disk_read_bytes_s=disk_read,
-            disk_written_bytes_s=disk_written,
             disk_free_bytes=self._free_bytes,
-            net_received_bytes_s=received,
-            net_sent_bytes_s=sent,
             shm_used_bytes=None if shm is None else shm[0],
             shm_total_bytes=None if shm is None else shm[1],
             open_fds=tree.open_fds,
             max_fds=tree.max_fds,
-            oom_kills=None if oom_kills is None else int(oom_kills),
+            **rates,
+            **increases,
+            **self._read_memory(),
         )
 
     def close(self) -> None:
@@ -144,24 +128,31 @@ class HostSampler:
         if self._free_bytes_worker is not None:
             self._free_bytes_worker.stop()
 
-    def _read_counters(self) -> _CumulativeCounters:
+    def _read_counters(self) -> _Counters:
         time_s = self._now()
         tree = self._processes.sample(time_s)
-        return _CumulativeCounters(
+        disk_read, disk_written = machine.disk_bytes(self._proc) or (None, None)
+        received, sent = machine.network_bytes(f"{self._proc}/{self._root_pid}") or (None, None)
+        own_cpu_s = time.process_time() if tree.cpu_s is None and self._pid is None else tree.cpu_s
+        return _Counters(
             time_s=time_s,
             cores_s=machine.core_times(),
-            process_cpu_s=time.process_time() if tree.cpu_s is None and self._pid is None else tree.cpu_s,
-            psi_s={
-                resource: machine.pressure_s(self._proc / "pressure" / resource) for resource in ("cpu", "memory", "io")
+            per_second={
+                "process_cpu": own_cpu_s,
+                "read_bytes_s": tree.read_bytes,
+                "written_bytes_s": tree.written_bytes,
+                "disk_read_bytes_s": disk_read,
+                "disk_written_bytes_s": disk_written,
+                "net_received_bytes_s": received,
+                "net_sent_bytes_s": sent,
+                **{name: machine.pressure_s(self._proc / "pressure" / file) for name, file in PRESSURE.items()},
             },
-            throttled_s=self._cgroup.throttled_s(),
+            increases={"throttled_s": self._cgroup.throttled_s(), "oom_kills": self._cgroup.oom_kills()},
             tree=tree,
-            disk_bytes=machine.disk_bytes(self._proc),
-            network_bytes=machine.network_bytes(f"{self._proc}/{self._root_pid}"),
-            oom_kills=self._cgroup.oom_kills(),
         )
 
-    def _read_memory(self) -> _Memory:
+    def _read_memory(self) -> dict[str, Any]:
+        """Of the cgroup if its limit is lower, else of the machine. Page cache does not count as used."""
         meminfo = machine.read_meminfo(self._proc)
         if not meminfo:
             virtual = psutil.virtual_memory()
@@ -171,15 +162,15 @@ class HostSampler:
             total, free = meminfo["MemTotal"], meminfo.get("MemAvailable", meminfo["MemFree"])
             cache = meminfo.get("Cached", 0) + meminfo.get("Buffers", 0) - meminfo.get("Shmem", 0)
             swap = meminfo.get("SwapTotal", 0) - meminfo.get("SwapFree", 0)
-        cgroup_memory = self._cgroup.memory_state()
-        if cgroup_memory is not None and cgroup_memory.limit < total:
-            return _Memory(
-                limit_bytes=cgroup_memory.limit,
-                used_bytes=cgroup_memory.used,
-                page_cache_bytes=cgroup_memory.page_cache,
-                swap_used_bytes=cgroup_memory.swap,
-            )
-        return _Memory(limit_bytes=total, used_bytes=total - free, page_cache_bytes=cache, swap_used_bytes=swap)
+        used, group = total - free, self._cgroup.memory_state()
+        if group is not None and group.limit < total:
+            total, used, cache, swap = group.limit, group.used, group.page_cache, group.swap
+        return {
+            "memory_limit_bytes": total,
+            "memory_used_bytes": used,
+            "page_cache_bytes": cache,
+            "swap_used_bytes": swap,
+        }
 
     def _usable_cores(self) -> float | None:
         try:
@@ -197,25 +188,13 @@ def _core_utilization(before: list[tuple[float, float]], after: list[tuple[float
 
 
 def _increase(before: float | None, after: float | None) -> float | None:
-    return None if before is None or after is None else max(0.0, after - before)
+    """Integers stay integers."""
+    return None if before is None or after is None else max(type(after)(0), after - before)
 
 
 def _per_second(before: float | None, after: float | None, duration_s: float) -> float | None:
     increase = _increase(before, after)
     return None if increase is None or duration_s <= 0 else increase / duration_s
-
-
-def _per_second_pair(
-    before: tuple[int, int] | None, after: tuple[int, int] | None, duration_s: float
-) -> tuple[float | None, float | None]:
-    if before is None or after is None:
-        return None, None
-    return _per_second(before[0], after[0], duration_s), _per_second(before[1], after[1], duration_s)
-
-
-def _fraction_of_time(before: float | None, after: float | None, duration_s: float) -> float | None:
-    fraction = _per_second(before, after, duration_s)
-    return None if fraction is None else min(1.0, fraction)
 
 
 def process_start_s() -> float:

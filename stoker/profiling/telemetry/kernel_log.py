@@ -2,7 +2,7 @@
 
 Read once, after a run or a watched job has ended, for the postmortem. The log covers the whole machine, so a line is
 evidence only together with a PID or a time; `stoker/diagnosis/` decides. Ordinary users and most containers may not
-read it. Counters that every user may read: `Cgroup.oom_kills`; GPU errors during a run: `xid`.
+read it. Counters that every user may read: `Cgroup.oom_kills`; GPU errors during a run: `sampler`.
 """
 
 import dataclasses

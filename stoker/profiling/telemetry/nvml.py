@@ -1,4 +1,4 @@
-"""Helpers around NVML for `gpu`, `gpm` and `xid`: which GPUs are visible, and what a missing value means.
+"""Helpers around NVML for `gpu` and `sampler`: which GPUs are visible, and what a missing value means.
 
 A query that a GPU does not support or permit is not repeated for a while: a driver may take milliseconds to refuse. An
 error which means that the GPU or the driver is gone raises `GpuLost`.

@@ -1,27 +1,32 @@
 """Masks secrets in commands and variables before they are recorded.
 
 Names decide (`--token X`, `DB_PASSWORD=X`, `"apiKey": "X"`, `?sig=X`), then forms that show by themselves that they are
-secret: users and passwords in URLs, `Bearer X`, addresses of webhooks, keys with the prefix of their provider. The
-lists follow detect-secrets, gitleaks and Sentry. What is doubtful is masked: a record with too little is read, one with
-a password has to be deleted. The time is proportional to the length of the text.
+secret: users and passwords in URLs, `Bearer X`, keys with the prefix of their provider. The lists are in
+`knowledge/secrets.toml`. What is doubtful is masked: a record with too little is read, one with a password has to be
+deleted. The time is proportional to the length of the text.
 """
 
 import re
 from collections.abc import Iterable
 
+import msgspec
+
+from stoker.knowledge import read_toml
+
 MASK = "***"
 
-_WORDS = frozenset({
-    "pass", "passin", "passout", "passcode", "passw", "pwd", "pw", "secret", "secrets", "token", "auth", "oauth",
-    "authorization", "credential", "credentials", "cred", "creds", "cookie", "cookies", "signature", "sig", "jwt",
-    "webhook", "webhooks", "passwords", "userpwd",
-})  # fmt: skip
-"""Words of a name that make it secret. Not `tokens`: `--max-tokens`."""
-_PARTS = ("password", "passwd", "passphrase", "secret", "credential")
-"""The same as parts of a word: `PGPASSWORD`."""
-_ENDS = ("token", "apikey", "accesskey", "secretkey", "privatekey", "accountkey", "authkey", "signingkey", "pwd",
-         "dbpass", "sshpass", "userpass", "keypass", "storepass")  # fmt: skip
-"""The same as ends of a name, written without separators: `GITHUBTOKEN`."""
+
+class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """secrets.toml, which explains its fields."""
+
+    words: frozenset[str]
+    parts: tuple[str, ...]
+    ends: tuple[str, ...]
+    forms: tuple[str, ...]
+
+
+_TABLE = msgspec.convert(read_toml("secrets.toml"), _Table)
+_FORMS = [re.compile(form) for form in _TABLE.forms]
 _NOT_SECRET = re.compile(
     r"(?:OLD)?PWD|(?:\w+[-_.])?(?:num|n|max|min|by|first|second|forward|backward|single|multi)[-_]?pass"
 )
@@ -36,33 +41,6 @@ _QUOTED = re.compile(r"\\{0,4}\"(?:[^\"\\\0]|\\[^\0])*\"?|'[^'\0]*'?")
 _WORD, _QUERY_VALUE = re.compile(r"[^\s\0]*"), re.compile(r"[^\s\0&#\"']*")
 _ARGUMENT, _HEADER_VALUE = re.compile(r"[^\0]*"), re.compile(r"[^\0\n\"']*")
 
-_FORMS = (
-    (re.compile(r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----[^\0]*?(?:-----END [A-Z ]{0,30}-----|(?=\0)|\Z)"), MASK),
-    (re.compile(r"(?<=://)[^/?#\s\0]{1,500}(?=@)"), MASK),
-    (re.compile(r"(?<![\w.:/-])([\w.-]{1,64}:)[^\s:/@\0]{1,256}(?=@[\w(])"), rf"\1{MASK}"),
-    (
-        re.compile(r"(https?://[^\s'\"\0]{0,200}?(?:\bhooks?\.|webhook)[^\s/'\"\0]{0,200}/)[^\s'\"\0]+", re.IGNORECASE),
-        rf"\1{MASK}",
-    ),  # the address of a webhook is its password: hooks.slack.com/…, discord.com/api/webhooks/…
-    (re.compile(r"(/bot\d{1,20}:)[\w-]+"), rf"\1{MASK}"),
-    (re.compile(r"\b(bearer[\s\0]{1,8})[^\s\0\"']+", re.IGNORECASE), rf"\1{MASK}"),
-    (
-        re.compile(r"(?<![^\s\0])((?:-u|--user|--proxy-user)[\s\0=]?[^\s\0:\"'=/-][^\s\0:\"'/]{0,99}:)[^\s\0\"']+"),
-        rf"\1{MASK}",
-    ),  # curl
-    (re.compile(r"((?<![\w.-])(?:mysql\w{0,20}|mariadb[\w-]{0,20}|sshpass)[\s\0](?:[^|;&]{0,300}?[\s\0])?-p)[^\s\0]+"),
-     rf"\1{MASK}"),
-    (
-        re.compile(
-            r"\b(?:gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|hf_\w{20,}|xox[abeoprs]-[\w-]{10,}|"
-            r"(?:A3T[A-Z0-9]|AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16}\b|AIza[\w-]{30,}|ya29\.[\w-]{10,}|sk-[\w-]{20,}|"
-            r"[rs]k_(?:live|test)_\w{10,}|SG\.[\w-]{16,}\.[\w-]{16,}|npm_\w{30,}|pypi-[\w-]{30,}|do[opr]_v1_\w{40,}|"
-            r"dapi[0-9a-f]{32}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)"
-        ),
-        MASK,
-    ),  # keys with the prefix of their provider, as in gitleaks.toml
-)  # fmt: skip
-
 
 def is_secret_name(name: str) -> bool:
     """Whether a variable, flag or field of this name holds a secret: `HF_TOKEN`, `dbPassword`, `sig`."""
@@ -71,20 +49,20 @@ def is_secret_name(name: str) -> bool:
     words = [word.lower() for word in _NAME_WORD.findall(name)]
     joined = "".join(words)
     return (
-        not _WORDS.isdisjoint(words)
+        not _TABLE.words.isdisjoint(words)
         or words[-1:] == ["key"]
         or words[-2:] == ["key", "id"]
         or name.endswith("_PAT")
-        or joined.endswith(_ENDS)
-        or any(part in joined for part in _PARTS)
+        or joined.endswith(_TABLE.ends)
+        or any(part in joined for part in _TABLE.parts)
     )
 
 
 def mask_secrets(text: str) -> str:
     """The text without secrets: `s3://***@host/…`, `…?sig=***`, `password=***`."""
     masked = _mask_named_values(text)
-    for pattern, replacement in _FORMS:
-        masked = pattern.sub(replacement, masked)
+    for form in _FORMS:
+        masked = form.sub(rf"\1{MASK}" if form.groups else MASK, masked)
     return masked
 
 

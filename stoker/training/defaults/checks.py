@@ -1,18 +1,22 @@
 """Refuses settings of the user that exclude each other on these devices, before anything is derived or tried.
 
-Only for new runs: one that was started with `--shard` or `--sync` continues on one device, too.
+Only for new runs: one that was started with `--shard` or `--sync` continues on one device, too. And warns of what
+derived settings cannot do well.
 """
 
 from collections.abc import Mapping
 
 from stoker.config.settings import Config, ModelSettings
 from stoker.config.sync_method import parse_sync
+from stoker.data.anchor_fit import box_dimensions
 from stoker.data.augment.device import MOSAIC_GROUP_SIZE
 from stoker.data.index import Index
 from stoker.errors import ConfigError
 from stoker.hardware.device import Device
+from stoker.models import get_architecture
 from stoker.training.cluster import Devices
 from stoker.training.defaults.auto_batch import NO_TRIAL_OF_SHARDS
+from stoker.training.defaults.model_choice import FROM_SCRATCH, NOT_DOWNLOADED
 
 
 def check_user_settings(config: Config, index: Index, device: Device, devices: Devices) -> None:
@@ -110,3 +114,31 @@ def check_options(settings: ModelSettings, options_of_weights: Mapping[str, bool
                 cause=f"it was trained {'with' if value else 'without'} --{flag}",
                 fix=f"--{'' if value else 'no-'}{flag}, or other weights",
             )
+
+
+def warn_oversized_boxes(config: Config, index: Index) -> str | None:
+    """A warning if boxes are longer than the model can predict, else None.
+
+    The model then predicts a part of such a box, which counts as a miss from 1.05 times the longest length for IoU
+    0.95, to twice for IoU 0.5.
+    """
+    tuning = get_architecture(config.model.model).tuning
+    if tuning is None:
+        return None
+    box_sizes = box_dimensions(index, index.image_indices("train"), config.data.image_size, config.data.resize)
+    longer_sides = box_sizes.resized_wh.max(1, initial=0.0)
+    count = int((longer_sides > tuning.max_box_px).sum())
+    if not count:
+        return None
+    height, width = config.data.image_size
+    return (
+        f"{count:,} of {len(longer_sides):,} boxes are longer than {tuning.max_box_px} pixels at the image size "
+        f"{height}×{width} (up to {longer_sides.max():.0f}): {config.model.model} cannot predict them whole; take a "
+        "smaller --image-size or another model"
+    )
+
+
+def warn_random_weights(reasons: Mapping[str, str]) -> str | None:
+    """A warning if the model was chosen because pretrained weights could not be downloaded. reasons: of `derive`."""
+    reason = reasons.get("model", "")
+    return f"model: {FROM_SCRATCH}: {reason}" if reason.startswith(NOT_DOWNLOADED) else None

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.config.durations import Duration, parse_duration
-from stoker.config.recipes import RECIPES
-from stoker.config.settings import SECTION_OF, Config, check
+from stoker.config.recipes import read_recipes
+from stoker.config.settings import SECTION_OF, Config, check, setting_rows
 from stoker.data.anchor_fit import AnchorConfig, best_image_size, box_dimensions, percentile_anchor_sizes
 from stoker.data.images import cache_policy
 from stoker.data.images.pixel_cache import CachedImageSpec
@@ -38,7 +38,7 @@ from stoker.models.table import FAMILIES, check_image_size, check_settings
 from stoker.models.weights.hub import local_path
 from stoker.models.weights.load import PRETRAINED_NAMES, read_weights
 from stoker.training.cluster import ONE_DEVICE, Devices
-from stoker.training.defaults import auto_batch, checks, trial_cache
+from stoker.training.defaults import auto_batch, checks
 from stoker.training.defaults.model_choice import choose_image_side, choose_model, estimate_images_per_second
 
 Choice = tuple[Any, str]
@@ -136,7 +136,7 @@ class Known:
 
     @property
     def recipe(self) -> Config:
-        return RECIPES[self.arch.recipe]()
+        return read_recipes()[self.arch.recipe]
 
     @property
     def recipe_settings(self) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class Known:
     @functools.cached_property
     def batch_trial(self) -> tuple[int, int, str]:
         """(batch size, micro-batches per step, reason): what fits the device. Raises OutOfMemoryError."""
-        return trial_cache.choose_batch_size(
+        return auto_batch.choose_batch_size(
             self.config, self.index, self.device,
             recipe_batch_size=self.recipe.run.batch_size, num_images=self.num_images, devices=self.devices,
         )  # fmt: skip
@@ -511,34 +511,27 @@ def derive_jpeg_decoder(known: Known) -> Choice:
     )  # fmt: skip
 
 
-def derive_compile(known: Known) -> Choice:
-    """Yes for long runs on CUDA."""
-    if known.divided_by:
-        return False, f"compiling is not supported with {known.divided_by}"
-    return choose_compile(known.config, known.num_images, known.device, lambda: known.step_s)
-
-
 COMPILE_PAYS_FROM_S = 5 * 60.0
 """Length of a run, not compiled, from which compiling is expected to pay: a minute and a half of compiling, and three
 tenths of the time of a step gained. Both are predictions, no GPU has confirmed them (decision 8)."""
 
 
-def choose_compile(
-    config: Config, num_images: int, device: Device, measure_step_s: Callable[[], float]
-) -> tuple[bool, str]:
-    """Whether to compile, and the reason. measure_step_s: seconds of a step that is not compiled."""
-    if device.is_cpu:
+def derive_compile(known: Known) -> Choice:
+    """Yes for long runs on CUDA."""
+    if known.divided_by:
+        return False, f"compiling is not supported with {known.divided_by}"
+    if known.device.is_cpu:
         return False, "on a CPU, almost all of a step is convolutions, which compiling does not change"
-    if device.kind != "cuda":
-        return False, f"compiling is untested on {device.kind}"
+    if known.device.kind != "cuda":
+        return False, f"compiling is untested on {known.device.kind}"
     if (missing := missing_for_compile()) is not None:
         return False, f"{missing}; without it, torch.compile does not work on a GPU"
-    duration = parse_duration(config.run.max_duration)
-    steps = total_steps(duration, num_images, config.run.batch_size)
-    length_s = duration.value * 60 if steps is None else steps * measure_step_s()
-    length = f"{length_s / 60:,.0f} minutes" + (
-        "" if steps is None else f" by a trial of {length_s / steps:.3g} s a step"
-    )
+    steps = known.total_steps
+    if steps is None:
+        length_s, by = parse_duration(known.config.run.max_duration).value * 60, ""
+    else:
+        length_s, by = steps * known.step_s, f" by a trial of {known.step_s:.3g} s a step"
+    length = f"{length_s / 60:,.0f} minutes{by}"
     if length_s < COMPILE_PAYS_FROM_S:
         return False, f"the run is too short for minutes of compiling to pay ({length}); --compile does it"
     return True, f"the run is long enough for minutes of compiling to pay ({length}); not confirmed on a GPU yet"
@@ -555,29 +548,26 @@ def missing_for_compile() -> str | None:
     return None
 
 
+def _defaults(*sections: str) -> dict[str, Row]:
+    """The settings that have a default, in the order of knowledge/settings.toml."""
+    rows = {name: row for name, row in setting_rows().items() if SECTION_OF[name] in sections and row.reason}
+    return {
+        name: (tuple(row.default) if isinstance(row.default, list) else row.default, row.reason)
+        for name, row in rows.items()
+    }
+
+
 SETTINGS: dict[str, Row] = {
     # The model and its input.
     "model": derive_model,
     "weights": derive_weights,
+    **_defaults("data"),
     "format": derive_format,
-    "classes": ((), "every class of the data set"),
-    "val_fraction": (0.1, "a tenth, if the data set has no validation split"),
-    "split_method": ("stratified", "every class has its fraction in the validation split"),
     "max_bad_fraction": (DEFAULT_MAX_BAD_FRACTION, "more bad files mean a wrong path or a broken copy"),
     "max_bad_boxes": (DEFAULT_MAX_BAD_BOXES, "more bad boxes mean a wrong list of classes or wrong coordinates"),
-    "allow_outside": (False, "the files of others should not name yours"),
-    "resize": ("letterbox", "keeps the aspect ratio of the images"),
     "image_size": derive_image_size,
-    "augment": ("default", "varies the images against overfitting"),
-    "hflip": (0.5, "as torchvision's detection references"),
     "scale_jitter_prob": derive_scale_jitter_prob,
     "scale_range": derive_scale_range,
-    "min_object_covered": (0.5, "a crop shows at least half of one object (SSD: 0.1 to 0.9)"),
-    "brightness": (0.125, "as SSD: 32 of 255"),
-    "contrast": (0.125, "a quarter of SSD's: mild; more was not measured"),
-    "saturation": (0.125, "a quarter of SSD's: mild; more was not measured"),
-    "hue": (0.0, "classes may differ by color alone"),
-    "mosaic": (0.0, "helps in long training only: objects at half their size, next to seams"),
     "backbone_norm": derive_backbone_norm,
     "trainable_backbone_layers": derive_trainable_backbone_layers,
     "anchor_sizes": derive_anchor_sizes,
@@ -585,21 +575,13 @@ SETTINGS: dict[str, Row] = {
         ("anchor_scales", "aspect_ratios", "fg_iou_thresh", "bg_iou_thresh", "focal_alpha", "focal_gamma", "box_loss",
          "reduced_tail", "nms_free", "depthwise")
     ),
-    "activation_checkpointing": (False, "the batch fits without"),
     # The device and the batch.
+    **_defaults("model", "optim", "run"),
     "device": derive_device,
     "precision": derive_precision,
     "workers": derive_workers,
-    "worker_processes": ("auto", "processes on 8 or more cores that feed a GPU, else threads"),
-    "seed": (0, "the same command gives the same run"),
-    "sync": ("plain", "gradients are averaged exactly, in every step"),
-    "shard": (False, "each device has the whole model"),
-    "stages": (1, "each device has the whole model"),
-    "cuda_graph": (False, "no GPU has shown yet that it pays; --cuda-graph tries it"),
     **dict.fromkeys(("optimizer", "lr_scheduler", "weight_decay", "momentum")),
     "backbone_lr_mult": derive_backbone_lr_mult,
-    "clip_grad_norm": (10.0, "clips outliers only; a typical norm is 1 to 5"),
-    "auto_batch": (False, "the recipe's batch size, or smaller micro-batches if it does not fit"),
     "batch_size": derive_batch_size,
     "grad_accum_steps": derive_grad_accum_steps,
     # The learning rate and the length.
@@ -607,11 +589,7 @@ SETTINGS: dict[str, Row] = {
     "max_duration": derive_max_duration,
     "warmup_steps": derive_warmup_steps,
     "eval_every": derive_eval_every,
-    "patience": (0, "the learning rate schedule is for the whole length"),
     "ema_decay": derive_ema_decay,
-    "max_skipped_steps": (20, "twenty skipped steps in a row are not an accident"),
-    "checkpoint_every": ("2min", "a killed run loses at most two minutes; saving is in the background"),
-    "price_per_device_hour": (0.0, "unknown"),
     # Loading and compiling.
     "shuffle_buffer": derive_shuffle_buffer,
     "cache": derive_cache,
@@ -619,7 +597,7 @@ SETTINGS: dict[str, Row] = {
     "compile": derive_compile,
 }  # fmt: skip
 """Setting → its value and reason, or the function that derives them from what is above it. None: the recipe has it
-(`config/recipes.py`), or the model's row of MODELS (`knowledge/models.toml`), or the run goes without."""
+(knowledge/recipes.toml), or the model's row (knowledge/models.toml), or the run goes without."""
 MODEL_INPUT = [name for name in SETTINGS if name in ("model", "weights") or SECTION_OF[name] == "data"]
 """Settings that decide what images a model gets."""
 TRIED = (

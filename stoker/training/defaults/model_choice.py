@@ -4,7 +4,7 @@ What was measured, and what was not, is in docs/which-model.md.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -69,12 +69,6 @@ def choose_model(
     except WeightsError as error:
         return FROM_SCRATCH, f"{NOT_DOWNLOADED} ({error.cause}): {COST_OF_RANDOM_WEIGHTS}"
     return PRETRAINED, "from ImageNet weights, the highest accuracy per CPU time on most data sets"
-
-
-def warn_random_weights(reasons: Mapping[str, str]) -> str | None:
-    """A warning if the model was chosen because pretrained weights could not be downloaded. reasons: of `derive`."""
-    reason = reasons.get("model", "")
-    return f"model: {FROM_SCRATCH}: {reason}" if reason.startswith(NOT_DOWNLOADED) else None
 
 
 def estimate_images_per_second(arch: Architecture, image_size: tuple[int, int]) -> float:

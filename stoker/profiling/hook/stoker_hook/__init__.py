@@ -1,0 +1,120 @@
+"""The part of `stoker watch` in each Python process of a job: a clock that records the phase of the training.
+
+`start` waits for the import of a framework (a finder in `sys.meta_path`); only then are the modules imported that time
+it: `torch_loop.py`, `keras_loop.py` (`fit`) and `tensorflow_loop.py`. They report to `clock.py`, whose values are in
+shared memory that the watcher reads (`stoker/watch/hook_reader.py`). `instruments.py` is also used by stoker itself.
+Only the standard library and syntax of Python 3.8; nothing of stoker. An error here is written to a file once
+(`failures.py`), and the job goes on.
+"""
+
+import os
+import sys
+
+from . import failures
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+    from typing import Any
+
+PATCHES = {
+    "torch.utils.data.dataloader": ("torch_loop", "patch_dataloader"),
+    "torch.optim.optimizer": ("torch_loop", "patch_optimizers"),
+    "torch.autograd": ("torch_loop", "patch_backward"),
+    "torch.autograd.grad_mode": ("torch_loop", "patch_no_grad"),
+    "torch.serialization": ("torch_loop", "patch_serialization"),
+    "torch._dynamo.callback": ("torch_loop", "patch_compilation"),
+    "safetensors.torch": ("clock", "patch_timed", "checkpoint", "save_file"),
+    "torch.distributed.checkpoint.state_dict_saver": ("clock", "patch_timed", "checkpoint", "save"),
+    "torch.distributed.distributed_c10d": ("torch_loop", "patch_collectives"),
+    "pytorch_lightning.trainer.trainer": ("clock", "patch_timed", "checkpoint", "Trainer.save_checkpoint"),
+    "lightning.pytorch.trainer.trainer": ("clock", "patch_timed", "checkpoint", "Trainer.save_checkpoint"),
+    "pytorch_lightning.loops.evaluation_loop": ("clock", "patch_timed", "eval", "_EvaluationLoop.run"),
+    "lightning.pytorch.loops.evaluation_loop": ("clock", "patch_timed", "eval", "_EvaluationLoop.run"),
+    "ultralytics.engine.validator": ("clock", "patch_timed", "eval", "BaseValidator.__call__"),
+    "transformers.trainer": ("torch_loop", "patch_transformers"),
+    "keras.src.trainers.epoch_iterator": ("keras_loop", "patch_epoch_iterator"),
+    "keras.src.models.model": ("clock", "patch_timed", "checkpoint", "Model.save", "Model.save_weights"),
+    "keras.src.backend.torch.trainer": ("keras_loop", "patch_torch_trainer"),
+    "keras.src.backend.tensorflow.trainer": ("keras_loop", "patch_tensorflow_trainer"),
+    "keras.src.backend.tensorflow.optimizer": ("tensorflow_loop", "patch_keras_optimizer"),
+    "keras.src.optimizers.optimizer": ("tensorflow_loop", "patch_old_keras_optimizer"),
+    "tensorflow.python.data.ops.iterator_ops": ("tensorflow_loop", "patch_iterators"),
+    "tensorflow.python.distribute.input_lib": ("tensorflow_loop", "patch_distributed_iterators"),
+    "tensorflow.python.eager.polymorphic_function.polymorphic_function": ("tensorflow_loop", "patch_functions"),
+    "tensorflow.python.eager.def_function": ("tensorflow_loop", "patch_functions"),
+    "tensorflow.python.eager.backprop": ("tensorflow_loop", "patch_gradients"),
+    "tensorflow.python.framework.func_graph": ("tensorflow_loop", "patch_tracing"),
+    "tensorflow.python.checkpoint.checkpoint":
+        ("clock", "patch_timed", "checkpoint", "Checkpoint.save", "Checkpoint.write"),
+    "tensorflow.python.checkpoint.checkpoint_management":
+        ("clock", "patch_timed", "checkpoint", "CheckpointManager.save"),
+    "tensorflow.python.saved_model.save": ("clock", "patch_timed", "checkpoint", "save"),
+}  # fmt: skip
+"""Module of a framework → (module of the hook, function, its further arguments) to call after its import."""
+
+FRAMEWORKS = ("torch", "tensorflow", "keras")
+"""Their import begins the startup of a training, and may take most of it."""
+
+
+class PatchingFinder:
+    """Finds modules by the other finders, and patches the modules in PATCHES after their import."""
+
+    def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
+        patch = PATCHES.get(name)
+        if patch is None:
+            if name in FRAMEWORKS:
+                _publish_clock()
+            return None
+        for finder in sys.meta_path:
+            find = None if finder is self else getattr(finder, "find_spec", None)
+            spec = find(name, path, target) if find is not None else None
+            if spec is not None:
+                _patch_after_import(spec.loader, name, *patch)
+                return spec
+        return None
+
+
+def _publish_clock() -> None:
+    """Publishes the clock, except in children of multiprocessing, which are mostly loader workers: those publish it
+    when they train."""
+    process = sys.modules.get("multiprocessing.process")
+    if process is None or process.parent_process() is None:
+        try:
+            from .clock import clock
+
+            clock.publish()
+        except Exception as error:  # noqa: BLE001 (the job goes on without timing)
+            failures.report_failure("clock", error)
+
+
+def _patch_after_import(loader: "Any", name: str, module: str, function: str, *args: str) -> None:
+    execute: Callable[[ModuleType], None] | None = getattr(loader, "exec_module", None)
+    if execute is None:
+        return
+
+    def exec_module(imported: "ModuleType") -> None:
+        del loader.exec_module  # this function replaces it only once
+        execute(imported)
+        try:
+            getattr(__import__(__name__ + "." + module, fromlist=["x"]), function)(imported, *args)
+        except Exception as error:  # noqa: BLE001 (the job's import succeeded: it goes on without timing)
+            failures.report_failure(name, error)
+
+    try:
+        loader.exec_module = exec_module
+    except AttributeError:  # a loader without own attributes (of a frozen or built-in module): not timed
+        return
+
+
+def start(directory: str) -> None:
+    """Marks that a Python process has loaded the hook, and waits for a framework."""
+    failures.STATE_DIR = directory
+    try:
+        os.close(os.open(os.path.join(directory, "loaded"), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+    except FileExistsError:
+        pass
+    except OSError:  # the watcher is gone, or this is another machine
+        return
+    sys.meta_path.insert(0, PatchingFinder())  # type: ignore[arg-type, unused-ignore]

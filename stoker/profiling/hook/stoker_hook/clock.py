@@ -1,0 +1,428 @@
+"""The phase of a process's training thread, as sums of seconds by slot, in memory that the watcher can read at any
+time.
+
+Each instant since the clock started is in exactly one slot, so the slots add up to the elapsed time. Work without an
+explicit phase is classified by what follows: work on a batch is training if a backward or an optimizer step comes
+after it, evaluation if none does (many loops do not use `no_grad`). Until that is known it is in a slot that begins
+with `maybe_`. Time after a step and before the next wait is the host's, except for an evaluation without a loader:
+blocks of `no_grad` that take at least MIN_NO_GRAD_S. Time after the last step stays in `after_step`: the job ends.
+
+The state file has 1,024 bytes of JSON (process, names of the slots), then a double per slot, in a mapped file of 4,096
+bytes; it needs no thread, no write and no lock, and remains after a SIGKILL. One process trains in one thread; other
+threads are not counted. Loader workers never have a state file. Reader: `stoker/watch/hook_reader.py`.
+"""
+
+import atexit
+import json
+import mmap
+import os
+import sys
+from _thread import get_ident
+from functools import wraps
+from time import monotonic, thread_time
+from weakref import ref
+
+from .failures import STATE_DIR, report_failure
+from .instruments import count_images, timed
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any, TypeVar
+
+    Call = TypeVar("Call", bound=Callable[..., Any])
+
+SLOTS = (
+    "begin", "last_update", "current_slot", "ended", "rank", "world", "steps", "batches", "num_images", "epochs", "lr",
+    "first_step", "device", "busy", "device_comm", "syncs", "workers", "recompiles",
+    "startup", "input_wait", "compute", "work", "after_step", "host", "comm", "checkpoint", "eval", "compile",
+    "maybe_wait", "maybe_work", "graph",
+)  # fmt: skip
+"""The last thirteen are seconds that add up to last_update − begin (CLOCK_MONOTONIC, the same in all processes of a
+machine). The CPU-seconds of the training thread in each of them follow, in the same order. `workers`: processes of the
+newest training loader, −1 if not known. `recompiles`: traces of functions that had been traced before, −1 if not
+known. `current_slot`: index of the running slot. `device`: 1 if `busy` and
+`device_comm` are seconds of the device's clock. `graph`: steps of TensorFlow that fetch their batches themselves."""
+
+(BEGIN, LAST_UPDATE, CURRENT_SLOT, ENDED, RANK, WORLD, STEPS, BATCHES, IMAGES, EPOCHS, LR,
+ FIRST_STEP, DEVICE, BUSY, DEVICE_COMM, SYNCS, WORKERS, RECOMPILES,
+ STARTUP, INPUT_WAIT, COMPUTE, WORK, AFTER_STEP, HOST, COMM, CHECKPOINT, EVAL, COMPILE,
+ MAYBE_WAIT, MAYBE_WORK, GRAPH) = range(len(SLOTS))  # fmt: skip
+
+CPU_OFFSET = len(SLOTS) - STARTUP
+"""Offset from a slot of seconds to the slot of its CPU-seconds."""
+
+HEADER_BYTES, STATE_BYTES = 1024, 4096
+MIN_NO_GRAD_S = 0.25
+"""A block without gradients between two steps that takes this long is an evaluation; an average of the weights or a
+metric takes milliseconds (heuristic)."""
+MAX_UNPROVEN_BATCHES = 3
+"""An iterator with this many batches and no backward is one of evaluation; some loops prefetch one or two."""
+
+
+SOURCE_ATTR = "_stoker_source"
+"""Attribute of an iterator that holds its `BatchSource`."""
+
+
+class BatchSource:
+    """An iterator of batches. workers: processes that load them, −1 if not known. is_training: None until it is
+    known."""
+
+    __slots__ = ("batches", "is_training", "num_images", "unproven_batches", "workers")
+
+    def __init__(self, workers: int = -1) -> None:
+        self.workers = workers
+        self.is_training: bool | None = None
+        self.unproven_batches = 0
+        self.batches = 0
+        self.num_images = 0
+
+
+def guarded(method: "Call") -> "Call":
+    """A method of the clock that stops the clock instead of raising: wrong values would be worse than none."""
+
+    @wraps(method)
+    def wrapper(clock: "PhaseClock", *args: "Any", **kwargs: "Any") -> None:
+        try:
+            method(clock, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001
+            clock.disable(method.__name__, error)
+
+    return wrapper  # type: ignore[return-value, unused-ignore]
+
+
+class PhaseClock:
+    """The clock of this process. Its methods are for the training thread and never raise. directory: of state files."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self.make_device_events: Any = None
+        """Returns the events of the device in use or None; set by `torch_loop.py`."""
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset)
+
+    def _reset(self) -> None:
+        """Also called in a forked child, which must not write into its parent's state file."""
+        self.values: Any = [0.0] * (len(SLOTS) + CPU_OFFSET)
+        self.thread_id = get_ident()
+        self.enabled = True
+        self._is_published = False
+        self._mapping: Any = None
+        self._frameworks: list[str] = []
+        self._current_slot = STARTUP
+        self._stack = [STARTUP]
+        self._has_stepped = False
+        self._open_sources: list[BatchSource] = []
+        self.is_fetching_for_training = False
+        """Set while a framework fetches batches of which it says that they are for training."""
+        self._eval_source: BatchSource | None = None
+        self._optimizer: Any = None
+        self._other_steps = 0
+        self.device_events: Any = None
+        """Events of the device, if there is one."""
+        for unknown in (RANK, WORLD, LR, WORKERS, RECOMPILES):
+            self.values[unknown] = -1.0
+        self.values[BEGIN] = self.values[LAST_UPDATE] = self._last = monotonic()
+        self._last_cpu = thread_time()
+        self.values[CURRENT_SLOT] = STARTUP
+        _read_rank_from_env(self.values)
+
+    def publish(self, framework: str = "") -> None:
+        """Creates the state file and adds the framework to it."""
+        if not self.enabled or (self._is_published and framework in self._frameworks):
+            return
+        if framework:
+            self._frameworks.append(framework)
+        try:
+            if self._mapping is not None:
+                self._mapping[:HEADER_BYTES] = self._header()
+                return
+            self._is_published = True
+            path = os.path.join(self._directory, f"{os.getpid()}-{self.values[BEGIN]:.6f}.state")
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                os.write(fd, self._header() + bytes(STATE_BYTES - HEADER_BYTES))  # not sparse: no SIGBUS later
+                self._mapping = mmap.mmap(fd, STATE_BYTES)
+            finally:
+                os.close(fd)
+            array = memoryview(self._mapping)[HEADER_BYTES : HEADER_BYTES + 8 * len(self.values)].cast("d")
+            for i, value in enumerate(self.values):
+                array[i] = value
+            self.values = array
+            atexit.register(self._finish)
+        except Exception as error:  # noqa: BLE001 (no space or no folder: this process is not timed)
+            self.enabled = False
+            report_failure("state file", error)
+
+    def is_published(self) -> bool:
+        return self._is_published
+
+    def _header(self) -> bytes:
+        header = {"pid": os.getpid(), "frameworks": self._frameworks, "python": sys.version.split()[0], "slots": SLOTS}
+        return json.dumps(header).encode().ljust(HEADER_BYTES)
+
+    def update(self) -> None:
+        """Adds the time since the last update to the current slot."""
+        now, cpu = monotonic(), thread_time()
+        values, slot = self.values, self._current_slot
+        values[slot] += now - self._last
+        values[slot + CPU_OFFSET] += cpu - self._last_cpu
+        values[LAST_UPDATE] = self._last = now
+        self._last_cpu = cpu
+
+    def _set_slot(self, slot: int) -> None:
+        """The time from the last update on is in this slot; before the first step, all but evaluation is startup."""
+        self._current_slot = slot if self._has_stepped or slot == EVAL else STARTUP
+        self.values[CURRENT_SLOT] = self._current_slot
+
+    def _set_base_slot(self, slot: int) -> None:
+        """Sets the slot of time without an explicit phase."""
+        self._stack[0] = slot
+        if len(self._stack) == 1:
+            self._set_slot(slot)
+
+    def move_time(self, source: int, target: int) -> None:
+        values = self.values
+        for src, dst in ((source, target), (source + CPU_OFFSET, target + CPU_OFFSET)):
+            values[dst] += values[src]
+            values[src] = 0.0
+
+    def enter(self, slot: int) -> bool:
+        """Begins an explicit phase. False, without a `leave`: in another thread, or inside the same phase."""
+        if not self.enabled or get_ident() != self.thread_id or self._stack[-1] == slot or EVAL in self._stack[1:]:
+            return False
+        self.update()
+        self._stack.append(slot)
+        self._set_slot(slot)
+        return True
+
+    def begin(self, slot: int) -> "Any":
+        """`enter` for `instruments.py`: returns `leave`, or None."""
+        return self.leave if self.enter(slot) else None
+
+    def leave(self) -> None:
+        self.update()
+        if len(self._stack) > 1:
+            self._stack.pop()
+        self._set_slot(self._stack[-1])
+
+    def begin_no_grad(self) -> "tuple[float, float, float] | None":
+        """For `end_no_grad`; None if this is not between two steps."""
+        if self._stack[0] != AFTER_STEP or not self.is_outside_phases():
+            return None
+        self.update()
+        return self._last, self.values[AFTER_STEP], self.values[AFTER_STEP + CPU_OFFSET]
+
+    def end_no_grad(self, begun: "tuple[float, float, float]") -> None:
+        if self._stack != [AFTER_STEP] or monotonic() - begun[0] < MIN_NO_GRAD_S:
+            return
+        self.update()
+        values = self.values
+        for slot, target, before in (
+            (AFTER_STEP, EVAL, begun[1]), (AFTER_STEP + CPU_OFFSET, EVAL + CPU_OFFSET, begun[2])
+        ):  # fmt: skip
+            inside = max(0.0, values[slot] - before)  # 0 if there was a batch inside
+            values[slot] -= inside
+            values[target] += inside
+
+    def is_outside_phases(self) -> bool:
+        """Whether this is the training thread, outside of explicit phases."""
+        return self.enabled and len(self._stack) == 1 and get_ident() == self.thread_id
+
+    def is_in(self, slot: int) -> bool:
+        """Whether the training thread is in this explicit phase."""
+        return self._stack[-1] == slot
+
+    def has_batch(self) -> bool:
+        """Whether there was a batch since the last step."""
+        return self._stack[0] in (COMPUTE, MAYBE_WORK)
+
+    def begin_step(self) -> None:
+        """The time since the last step was the host's."""
+        self.update()
+        self.move_time(AFTER_STEP, HOST)
+
+    @guarded
+    def begin_wait(self, source: BatchSource, is_evaluating: bool) -> None:
+        """is_evaluating: gradients are off."""
+        self.begin_step()
+        if source is not self._eval_source:
+            self._eval_source = None
+        if self.is_fetching_for_training:
+            source.is_training = True
+        if source.is_training is None and (is_evaluating or source.unproven_batches >= MAX_UNPROVEN_BATCHES):
+            self._mark_as_evaluation(source)
+        if self.device_events is not None:
+            self.device_events.pause()
+        wait_slot = MAYBE_WAIT if source.is_training is None else INPUT_WAIT if source.is_training else EVAL
+        self._stack.append(wait_slot)
+        self._set_slot(wait_slot)
+
+    @guarded
+    def end_wait(self, source: BatchSource, num_images: int) -> None:
+        self.leave()
+        if source.is_training is False:
+            self._eval_source = source
+            self._set_base_slot(EVAL)
+            return
+        source.unproven_batches += 1
+        source.batches += 1
+        source.num_images += num_images
+        if source not in self._open_sources:
+            self._open_sources.append(source)
+        if source.is_training:
+            self._count_batches(source)
+        self._set_base_slot(COMPUTE if source.is_training else MAYBE_WORK)
+        if self.device_events is not None:
+            self.device_events.resume()
+
+    @guarded
+    def end_source(self, source: BatchSource, *, failed: bool = False) -> None:
+        """The iterator has no more batches, or raised."""
+        self.leave()
+        if source.is_training is None and source.batches and not failed:
+            self._mark_as_evaluation(source)
+        if source.is_training:
+            self.values[EPOCHS] += 0 if failed else 1
+            self._set_base_slot(AFTER_STEP)
+        if source in self._open_sources:
+            self._open_sources.remove(source)
+        self._eval_source = None
+
+    def _mark_as_evaluation(self, source: BatchSource) -> None:
+        source.is_training = False
+        if source in self._open_sources:
+            self._open_sources.remove(source)
+        self.move_time(MAYBE_WAIT, EVAL)
+        self.move_time(MAYBE_WORK, EVAL)
+        self._set_base_slot(EVAL)
+
+    def _count_batches(self, source: BatchSource) -> None:
+        self.values[BATCHES] += source.batches
+        self.values[IMAGES] += source.num_images
+        if source.workers >= 0:
+            self.values[WORKERS] = source.workers
+        source.batches = source.num_images = 0
+
+    @guarded
+    def confirm_training(self) -> None:
+        """A backward begins, or an optimizer has stepped: the batches since the last time were for training."""
+        if not self.enabled or get_ident() != self.thread_id:
+            return
+        if not self._is_published:  # a forked child that trains
+            self.publish()
+        if self._eval_source is not None:  # misclassified: the loop skipped its first batches
+            self._open_sources.append(self._eval_source)
+            self._eval_source = None
+        for source in self._open_sources:
+            if not source.is_training:
+                source.is_training = True
+                self._count_batches(source)
+            source.unproven_batches = 0
+        if self._stack[0] in (MAYBE_WORK, EVAL):
+            self.update()
+            self.move_time(MAYBE_WAIT, INPUT_WAIT)
+            self.move_time(MAYBE_WORK, COMPUTE)
+            self._set_base_slot(COMPUTE)
+        self._open_sources.clear()
+
+    @guarded
+    def count_optimizer_step(self, optimizer: "Any", lr: "Any", steps: int = 1) -> None:
+        """An optimizer has stepped. Of several, only the first one counts, as long as it continues to step."""
+        if not self.enabled:
+            return
+        if get_ident() != self.thread_id:
+            if self._has_stepped or len(self._stack) > 1:
+                return
+            self.thread_id = get_ident()
+            self._last_cpu = thread_time()  # the last value was of another thread
+        self.confirm_training()
+        self.update()
+        first = None if self._optimizer is None else self._optimizer()
+        if first is None or self._other_steps > 100:
+            self._optimizer, first = ref(optimizer), optimizer
+        self._other_steps = 0 if first is optimizer else self._other_steps + 1
+        values = self.values
+        if first is optimizer:
+            values[STEPS] += steps
+            if isinstance(lr, float):
+                values[LR] = lr
+        self.move_time(AFTER_STEP, COMPUTE if values[BATCHES] else WORK)
+        if not self._has_stepped:
+            self._has_stepped = True
+            values[FIRST_STEP] = self._last
+            if self.make_device_events is not None:
+                self.device_events = self.make_device_events(self)
+        self._stack[0] = AFTER_STEP
+        self._set_slot(self._stack[-1])
+        if self.device_events is not None:
+            self.device_events.pause()
+
+    def _finish(self) -> None:
+        """At process exit: the rest of the time is in no phase."""
+        if self.enabled:
+            self._stack = [WORK]
+            if get_ident() != self.thread_id:
+                self._last_cpu = thread_time()
+            self.update()
+            self._current_slot = WORK
+            self.values[CURRENT_SLOT] = WORK
+
+    def disable(self, location: str, error: BaseException) -> None:
+        """Stops the clock."""
+        self.enabled = False
+        self.values[ENDED] = 1.0
+        report_failure(location, error)
+
+
+def _read_rank_from_env(values: "Any") -> None:
+    names = (
+        ("LOCAL_RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
+        ("SLURM_LOCALID", "SLURM_NTASKS"), ("RANK", "WORLD_SIZE"),
+    )  # fmt: skip
+    for rank, world in names:
+        if os.environ.get(rank, "").isdigit() and os.environ.get(world, "").isdigit():
+            values[RANK], values[WORLD] = float(os.environ[rank]), float(os.environ[world])
+            return
+
+
+def _count(batch: "Any", count: "Any") -> int:
+    try:
+        return int(count(batch))
+    except Exception as error:  # noqa: BLE001 (a type of batch that has no length: its images are not counted)
+        report_failure("batch size", error)
+        return 0
+
+
+def wrap_timed(slot: int, original: "Call") -> "Call":
+    """The function, timed as a phase."""
+    return timed(original, lambda: clock.begin(slot))
+
+
+def patch_timed(module: "Any", phase: str, *names: str) -> None:
+    """Times functions of a module, `name` or `Class.name`, as a phase."""
+    for name in names:
+        owner, _, attribute = name.rpartition(".")
+        target = getattr(module, owner) if owner else module
+        setattr(target, attribute, wrap_timed(SLOTS.index(phase), getattr(target, attribute)))
+
+
+def timed_next(
+    iterator: "Any", original_next: "Any", count: "Any" = count_images, workers: int = -1, is_evaluating: bool = False
+) -> "Any":
+    """The iterator's next batch, timed as a wait. count: batch → its number of images."""
+    source = iterator.__dict__.get(SOURCE_ATTR)
+    if source is None:
+        source = iterator.__dict__[SOURCE_ATTR] = BatchSource(workers)
+    clock.begin_wait(source, is_evaluating)
+    try:
+        batch = original_next(iterator)
+    except BaseException as error:
+        is_end = isinstance(error, StopIteration) or type(error).__name__ == "OutOfRangeError"  # TensorFlow's
+        clock.end_source(source, failed=not is_end)
+        raise
+    clock.end_wait(source, _count(batch, count))
+    return batch
+
+
+clock = PhaseClock(STATE_DIR)

@@ -1,0 +1,312 @@
+"""Hooks for training loops of TensorFlow that users write: batches of eager iterators, calls of a `tf.function`,
+tracing, checkpoints.
+
+A step is a call of a `tf.function` whose trace took a gradient (`GradientTape.gradient`, as the backward of torch), or
+an optimizer's update outside of graphs. A call that traces is `compile` as a whole: the first run of a new graph
+optimizes and compiles it in C++. A trace is a recompilation if the same Python function was traced in an earlier call.
+A step that is given an iterator fetches its batches inside its graph, as in Keras' `fit` (`keras_loop.py`), where
+TensorFlow's profiler is sampled; inside of `fit` only traces are timed here. One function per module of TensorFlow,
+called after its import. Not timed: calls of a ConcreteFunction, sessions of TensorFlow 1.
+"""
+
+import os
+import sys
+from _thread import get_ident
+from functools import wraps
+from time import monotonic
+
+from .clock import BATCHES, CHECKPOINT, COMPILE, COMPUTE, GRAPH, RECOMPILES, clock, timed_next
+from .failures import STATE_DIR, report_failure
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+FIRST_INTERVAL_S, LONGEST_INTERVAL_S, WARMUP_STEPS = 4.0, 60.0, 3
+"""Seconds from the first trace to the second, twice as long to each one after it, up to the longest; steps before the
+first one, in which the graph is built."""
+MAX_STEPS, MIN_TRACE_S, MIN_STEPS, MAX_TRACE_S = 50, 1.5, 3, 20.0
+"""A trace ends after MAX_STEPS, after MIN_TRACE_S if it has MIN_STEPS, or after MAX_TRACE_S."""
+OPTIONS = {"host_tracer_level": 2, "python_tracer_level": 0, "device_tracer_level": 0}
+TRAINS_ATTR = "_stoker_trains"
+"""Attribute of a `tf.function` whose trace took a gradient."""
+
+
+class LoopState:
+    """The outermost `tf.function` that the training thread is in."""
+
+    def __init__(self) -> None:
+        self.function: Any = None
+        self.has_traced = False
+        self.is_compiling = False
+        """A trace has begun the phase `compile`, which ends with the call."""
+        self.in_fit = False
+        """Keras runs the loop."""
+        self.traced_code: set[Any] = set()
+        self.is_published = False
+
+
+state = LoopState()
+
+
+def _is_outside() -> bool:
+    """Whether this is the user's loop, in the training thread."""
+    return state.function is None and not state.in_fit and clock.is_outside_phases()
+
+
+def patch_iterators(module: "Any") -> None:
+    """tensorflow.python.data.ops.iterator_ops: `next` of the iterator of a dataset, outside of graphs."""
+    _patch_next(module.OwnedIterator, "_next_internal")
+
+
+def patch_distributed_iterators(module: "Any") -> None:
+    """tensorflow.python.distribute.input_lib: iterators of tf.distribute, which call those of their datasets."""
+    _patch_next(module.DistributedIteratorBase, "__next__")
+
+
+def _patch_next(cls: "Any", name: str) -> None:
+    original = getattr(cls, name)
+
+    @wraps(original)
+    def next_batch(self: "Any") -> "Any":
+        if not _is_outside():
+            return original(self)
+        return timed_next(self, original)
+
+    setattr(cls, name, next_batch)
+
+
+def patch_functions(module: "Any") -> None:
+    """tensorflow.python.eager.polymorphic_function.polymorphic_function (up to 2.9 `def_function`): each call of a
+    `tf.function`."""
+    cls = module.Function
+    if cls.__module__ != module.__name__:  # the old name of the module
+        return
+    original = cls.__call__
+
+    @wraps(original)
+    def __call__(self: "Any", *args: "Any", **kwargs: "Any") -> "Any":
+        if state.function is not None or not clock.enabled or get_ident() != clock.thread_id:
+            return original(self, *args, **kwargs)
+        if not _is_outside():
+            return _call(original, self, args, kwargs)
+        trains = TRAINS_ATTR in self.__dict__
+        if trains and any(type(arg).__name__.endswith("Iterator") for arg in args):
+            return run_graph_step(self, lambda: _call(original, self, args, kwargs))
+        is_entered = False
+        if trains:
+            clock.confirm_training()
+            # without a batch since the last step: a second function of the step, or batches from elsewhere
+            is_entered = not clock.has_batch() and clock.enter(COMPUTE)
+        try:
+            result = _call(original, self, args, kwargs)
+        finally:
+            if is_entered:
+                clock.leave()
+        if TRAINS_ATTR in self.__dict__:
+            _count_step(self)
+        return result
+
+    cls.__call__ = __call__
+
+
+def _call(original: "Any", function: "Any", args: "Any", kwargs: "Any") -> "Any":
+    """Calls the outermost `tf.function`, and counts a recompilation."""
+    state.function, state.has_traced, state.is_compiling = function, False, False
+    try:
+        return original(function, *args, **kwargs)
+    finally:
+        state.function = None
+        if state.is_compiling:
+            clock.leave()
+        if state.has_traced:
+            _count_trace(function)
+
+
+def _count_trace(function: "Any") -> None:
+    """By code: a `tf.function` that is created again for each step is traced again, too."""
+    try:
+        python_function = function.python_function
+        while hasattr(python_function, "__wrapped__"):
+            python_function = python_function.__wrapped__
+        code = getattr(python_function, "__code__", None) or id(function)
+        clock.values[RECOMPILES] = max(0.0, clock.values[RECOMPILES]) + (code in state.traced_code)
+        state.traced_code.add(code)
+    except Exception as error:  # noqa: BLE001
+        report_failure("recompilations", error)
+
+
+def _count_step(stepper: "Any") -> None:
+    """stepper: a function or an optimizer."""
+    if not state.is_published:
+        state.is_published = True
+        clock.publish(f"TensorFlow {getattr(sys.modules.get('tensorflow'), '__version__', '')}".rstrip())
+    clock.count_optimizer_step(stepper, None)
+
+
+def patch_tracing(module: "Any") -> None:
+    """tensorflow.python.framework.func_graph: from Python code to a graph; nested traces count once."""
+    original = module.func_graph_from_py_func
+
+    @wraps(original)
+    def func_graph_from_py_func(*args: "Any", **kwargs: "Any") -> "Any":
+        if get_ident() != clock.thread_id:
+            return original(*args, **kwargs)
+        state.has_traced = True
+        if clock.is_in(CHECKPOINT) or not clock.enter(COMPILE):
+            return original(*args, **kwargs)
+        state.is_compiling = state.function is not None
+        try:
+            return original(*args, **kwargs)
+        finally:
+            if state.function is None:
+                clock.leave()
+
+    module.func_graph_from_py_func = func_graph_from_py_func
+
+
+def patch_gradients(module: "Any") -> None:
+    """tensorflow.python.eager.backprop: a gradient means that the batches before it were for training."""
+    original = module.GradientTape.gradient
+
+    @wraps(original)
+    def gradient(*args: "Any", **kwargs: "Any") -> "Any":
+        if state.function is not None:  # replicas of tf.distribute are traced in threads of their own
+            state.function.__dict__[TRAINS_ATTR] = True
+        elif _is_outside():
+            clock.confirm_training()
+        return original(*args, **kwargs)
+
+    module.GradientTape.gradient = gradient
+
+
+def patch_keras_optimizer(module: "Any") -> None:
+    """keras.src.backend.tensorflow.optimizer: `apply`, which `apply_gradients` calls."""
+    _patch_apply(module.TFOptimizer, "apply")
+
+
+def patch_old_keras_optimizer(module: "Any") -> None:
+    """keras.src.optimizers.optimizer of Keras 2; in Keras 3 it inherits from that of the backend."""
+    if "apply_gradients" in vars(module.Optimizer):
+        _patch_apply(module.Optimizer, "apply_gradients")
+
+
+def _patch_apply(cls: "Any", name: str) -> None:
+    original = getattr(cls, name)
+
+    @wraps(original)
+    def apply(self: "Any", *args: "Any", **kwargs: "Any") -> "Any":
+        result = original(self, *args, **kwargs)
+        if _is_outside():
+            _count_step(self)
+        return result
+
+    setattr(cls, name, apply)
+
+
+def wrap_fit(original: "Any") -> "Any":
+    """Keras' `fit`: its waits and steps are timed by `keras_loop.py`."""
+
+    @wraps(original)
+    def fit(*args: "Any", **kwargs: "Any") -> "Any":
+        was_in_fit, state.in_fit = state.in_fit, True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            state.in_fit = was_in_fit
+
+    return fit
+
+
+class ProfilerSampler:
+    """The fraction of a step that waits for its input, where the step fetches its batches inside its graph and Python
+    cannot time it. So a few steps run under TensorFlow's profiler, in the first minute several times, then once a
+    minute, and the trace is written next to the state file for the watcher (`stoker/watch/tensorflow_trace.py`). At
+    other times the profiler is off, and a profiler session of the user has priority. In the training thread."""
+
+    def __init__(self) -> None:
+        self._session: Any = None
+        self._session_class: Any = None
+        self._next_s, self._interval_s = 0.0, FIRST_INTERVAL_S
+        self._start_s = 0.0
+        self._steps = 0
+        self._graph_s = 0.0
+        self._traces = 0
+
+    def before_step(self, steps: float) -> None:
+        now = monotonic()
+        if self._session is not None or steps < WARMUP_STEPS or now < self._next_s:
+            return
+        self._next_s = now + self._interval_s
+        self._interval_s = min(2 * self._interval_s, LONGEST_INTERVAL_S)
+        try:
+            if self._session_class is None:
+                self._session_class = self._patch_session_class()
+            session = self._session_class()
+            session.start("", OPTIONS)
+        except Exception as error:  # noqa: BLE001
+            if type(error).__name__ == "AlreadyExistsError":  # the user's profiler runs: try again in a minute
+                return
+            self._next_s = float("inf")
+            report_failure("profiler", error)
+            return
+        self._session, self._start_s, self._steps, self._graph_s = session, now, 0, 0.0
+
+    def after_step(self, duration_s: float) -> None:
+        if self._session is None:
+            return
+        self._steps += 1
+        self._graph_s += duration_s
+        elapsed_s = monotonic() - self._start_s
+        if (
+            self._steps >= MAX_STEPS
+            or elapsed_s >= MAX_TRACE_S
+            or (elapsed_s >= MIN_TRACE_S and self._steps >= MIN_STEPS)
+        ):
+            self._stop()
+
+    def _stop(self) -> None:
+        session, self._session = self._session, None
+        try:
+            data = session.stop()
+            self._traces += 1
+            name = os.path.join(STATE_DIR, f"{os.getpid()}-{self._traces}")
+            with open(name + ".part", "wb") as file:
+                file.write(f"{self._graph_s:.9f}\n".encode() + data)
+            os.rename(name + ".part", name + ".trace")
+        except Exception as error:  # noqa: BLE001 (no space or no watcher: the fraction stays unknown)
+            report_failure("profiler", error)
+
+    def _patch_session_class(self) -> "Any":
+        """Patches TensorFlow's session class to end our session before it creates another: only one can exist."""
+        internal = sys.modules["tensorflow.python.profiler.profiler_v2"]._pywrap_profiler
+        original = internal.ProfilerSession
+
+        def session(*args: "Any") -> "Any":
+            if self._session is not None:
+                self._session.stop()
+                self._session = None
+            return original(*args)
+
+        internal.ProfilerSession = session
+        return original
+
+
+sampler = ProfilerSampler()
+
+
+def run_graph_step(owner: "Any", call: "Any", steps: int = 1) -> "Any":
+    """Calls a step that fetches its batches inside its graph. owner: its model or function; steps: in one call."""
+    clock.begin_step()
+    sampler.before_step(clock.values[BATCHES])
+    if not clock.enter(GRAPH):
+        return call()
+    start_s = monotonic()
+    try:
+        result = call()
+    finally:
+        clock.leave()
+        sampler.after_step(monotonic() - start_s)
+    clock.values[BATCHES] += steps
+    clock.count_optimizer_step(owner, None, steps)
+    return result

@@ -1,0 +1,258 @@
+"""Hooks for PyTorch: batches of a DataLoader, backward passes, optimizer steps, checkpoints, compilation, collectives.
+
+One function per module of torch, called after the import of that module. Steps need torch 2.0 or newer.
+"""
+
+from _thread import get_ident
+from collections import deque
+from functools import wraps
+from sys import modules
+
+from .clock import (
+    BUSY,
+    COMM,
+    COMPILE,
+    DEVICE,
+    DEVICE_COMM,
+    RANK,
+    SYNCS,
+    WORLD,
+    clock,
+    patch_timed,
+    timed_next,
+)
+from .failures import report_failure
+from .instruments import patch_collectives as time_collectives
+from .instruments import time_compilations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+MAX_PENDING = 256
+"""Pairs of events that are not complete; if the device lags by more, its time is not measured."""
+
+
+def _report_torch_version() -> None:
+    """Adds the version of torch to the state file, if there is one."""
+    if clock.is_published():
+        clock.publish(f"torch {getattr(modules.get('torch'), '__version__', '')}".rstrip())
+
+
+def patch_dataloader(module: "Any") -> None:
+    """torch.utils.data.dataloader: the training thread's time in iterators is `input_wait`."""
+    iterator_class = module._BaseDataLoaderIter
+    original_next = iterator_class.__next__
+    grad_enabled = modules["torch"].is_grad_enabled
+
+    def __next__(self: "Any") -> "Any":
+        if not clock.is_outside_phases():
+            return original_next(self)
+        workers = getattr(self, "_num_workers", -1)
+        return timed_next(self, original_next, workers=workers, is_evaluating=not grad_enabled())
+
+    __next__.__wrapped__ = original_next  # type: ignore[attr-defined]
+    iterator_class.__next__ = __next__
+    # starts the workers; `maybe_` because it is not known yet whether the iterator is for training
+    patch_timed(module, "maybe_wait", "DataLoader.__iter__")
+    _report_torch_version()
+
+
+def patch_optimizers(module: "Any") -> None:
+    """torch.optim.optimizer: optimizer steps; steps that a GradScaler skips do not count."""
+
+    def after_step(optimizer: "Any", *_: "Any") -> None:
+        groups = optimizer.param_groups
+        clock.count_optimizer_step(optimizer, groups[0].get("lr") if groups else None)
+
+    module.register_optimizer_step_post_hook(after_step)
+    clock.make_device_events = make_device_events
+    _report_torch_version()
+
+
+def patch_backward(module: "Any") -> None:
+    """torch.autograd: a backward means that the batches before it were for training."""
+    original = module.backward
+
+    @wraps(original)
+    def wrapper(*args: "Any", **kwargs: "Any") -> "Any":
+        if get_ident() == clock.thread_id:
+            clock.confirm_training()
+        return original(*args, **kwargs)
+
+    module.backward = wrapper
+
+
+def patch_no_grad(module: "Any") -> None:
+    """torch.autograd.grad_mode: a long block without gradients between two steps is an evaluation."""
+    for name in ("no_grad", "inference_mode"):
+        _patch_no_grad_class(getattr(module, name))
+
+
+def _patch_no_grad_class(cls: "Any") -> None:
+    original_enter, original_exit = cls.__enter__, cls.__exit__
+
+    def __enter__(self: "Any") -> "Any":
+        self._stoker_begun = clock.begin_no_grad()
+        return original_enter(self)
+
+    def __exit__(self: "Any", *error: "Any") -> "Any":
+        result = original_exit(self, *error)
+        begun = getattr(self, "_stoker_begun", None)
+        if begun is not None:
+            clock.end_no_grad(begun)
+        return result
+
+    # torch.jit.script compiles this class from the source of its methods: that of the original
+    __enter__.__wrapped__, __exit__.__wrapped__ = original_enter, original_exit  # type: ignore[attr-defined]
+    cls.__enter__, cls.__exit__ = __enter__, __exit__
+
+
+def patch_serialization(module: "Any") -> None:
+    """torch.serialization, and what saves without it: a state that is pickled into a file, and files that are brought
+    to the disk by the training thread."""
+    import os
+    import pickle
+
+    patch_timed(module, "checkpoint", "save")
+    patch_timed(pickle, "checkpoint", "dump")
+    for name in ("fsync", "fdatasync"):
+        if hasattr(os, name):  # Windows and macOS have no fdatasync
+            patch_timed(os, "checkpoint", name)
+
+
+def patch_transformers(module: "Any") -> None:
+    patch_timed(module, "checkpoint", "Trainer._save_checkpoint")
+    patch_timed(module, "eval", "Trainer.evaluate")
+    original = getattr(module.Trainer, "get_batch_samples", None)  # from version 4.46 on
+    if original is None:
+        return
+
+    @wraps(original)
+    def get_batch_samples(*args: "Any", **kwargs: "Any") -> "Any":
+        """All batches of a step before its first backward, which would look like an evaluation."""
+        clock.is_fetching_for_training = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            clock.is_fetching_for_training = False
+
+    module.Trainer.get_batch_samples = get_batch_samples
+
+
+def patch_compilation(module: "Any") -> None:
+    """torch._dynamo.callback."""
+    time_compilations(module.callback_handler, lambda: clock.begin(COMPILE))
+
+
+def patch_collectives(module: "Any") -> None:
+    """torch.distributed.distributed_c10d, before torch.distributed imports its names."""
+    if not hasattr(module, "all_reduce"):  # a torch without distributed
+        return
+    original = module.init_process_group
+    patches: list[Any] = []
+
+    @wraps(original)
+    def init_process_group(*args: "Any", **kwargs: "Any") -> "Any":
+        result = original(*args, **kwargs)
+        try:
+            clock.values[WORLD] = float(module.get_world_size())
+            if clock.values[RANK] < 0:  # else the rank within this machine is known already
+                clock.values[RANK] = float(module.get_rank())
+            if clock.values[WORLD] > 1 and not patches:
+                patches.extend(time_collectives(lambda: clock.begin(COMM), clock.is_outside_phases, _begin_exchange))
+        except Exception as error:  # noqa: BLE001
+            clock.disable("init_process_group", error)
+        return result
+
+    module.init_process_group = init_process_group
+
+
+def _begin_exchange() -> "Any":
+    """The part of DDP's all-reduce that the backward does not hide. On a GPU, two events on the training stream measure
+    it: the stream waits for the communication."""
+    if clock.device_events is None:
+        return clock.begin(COMM)
+    clock.device_events.comm_begins()
+    return clock.device_events.comm_ends
+
+
+def make_device_events(phase_clock: "Any") -> "Any":
+    """Events of this process, or None if torch does not use a CUDA device (ROCm is named CUDA too)."""
+    torch = modules["torch"]
+    cuda = getattr(torch, "cuda", None)
+    if cuda is None or not cuda.is_available() or not cuda.is_initialized():
+        return None
+    phase_clock.values[DEVICE] = 1.0
+    _count_syncs(torch)
+    return DeviceEvents(lambda: cuda.Event(enable_timing=True))
+
+
+class DeviceEvents:
+    """The time in which the device worked, by two events on the training stream from a batch to its step, read later by
+    `query()`; the job never waits for one. Not for CPUs, where the training thread does the work.
+
+    new_event: creates an event with record(), query(), elapsed_time(other) in milliseconds. Untested on a GPU
+    (docs/gpu-status.md).
+    """
+
+    def __init__(self, new_event: "Any") -> None:
+        self._new_event = new_event
+        self._free_events: list[Any] = []
+        self._start_event: Any = None
+        self._comm_start_event: Any = None
+        self._pending: deque[Any] = deque()
+
+    def resume(self) -> None:
+        """A batch has arrived: work of the device begins."""
+        if self._start_event is None:
+            self._start_event = self._record()
+
+    def pause(self) -> None:
+        """The work on the batch has been issued."""
+        if self._start_event is not None:
+            self._add_interval(BUSY, self._start_event)
+            self._start_event = None
+        self._resolve()
+
+    def comm_begins(self) -> None:
+        self._comm_start_event = self._record()
+
+    def comm_ends(self) -> None:
+        if self._comm_start_event is not None:
+            self._add_interval(DEVICE_COMM, self._comm_start_event)
+            self._comm_start_event = None
+
+    def _record(self) -> "Any":
+        event = self._free_events.pop() if self._free_events else self._new_event()
+        event.record()
+        return event
+
+    def _add_interval(self, slot: int, start: "Any") -> None:
+        if len(self._pending) < MAX_PENDING:
+            self._pending.append((slot, start, self._record()))
+        else:
+            self._free_events.append(start)
+            report_failure("events", RuntimeError("the device lags too far behind: a part of its time is not measured"))
+
+    def _resolve(self) -> None:
+        while self._pending and self._pending[0][2].query():
+            slot, start, end = self._pending.popleft()
+            clock.values[slot] += start.elapsed_time(end) / 1e3
+            self._free_events += (start, end)
+
+
+def _count_syncs(torch: "Any") -> None:
+    """Counts `.item()` and `synchronize()`: after these the device is idle until the host issues new work."""
+    item, synchronize = torch.Tensor.item, torch.cuda.synchronize
+
+    def counted_item(self: "Any") -> "Any":
+        if self.is_cuda:
+            clock.values[SYNCS] += 1.0
+        return item(self)
+
+    def counted_synchronize(*args: "Any", **kwargs: "Any") -> "Any":
+        clock.values[SYNCS] += 1.0
+        return synchronize(*args, **kwargs)
+
+    torch.Tensor.item, torch.cuda.synchronize = counted_item, counted_synchronize
