@@ -17,7 +17,7 @@ from stoker.errors import writing
 from stoker.evaluation.metrics import Detections
 from stoker.storage.local_files import write_atomic
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 """Suffixes of images that `save_image` writes."""
 MIN_DRAW_SIDE = 320
 """Images with a shorter long side are enlarged by an integer factor, so that text of 10 pixels fits."""
