@@ -386,3 +386,12 @@ def test_headers_of_other_formats(s3: Bucket, tmp_path: Path, chunk: int) -> Non
         assert read_header(index.path(image_index)) == expected
         assert (expected.image_format, expected.orientation, expected.size) == (kind, 6, (150, 200))
         assert len(s3.got()) <= MAX_RANGES + 2
+
+
+def test_names_that_differ_in_case_only(tmp_path: Path) -> None:
+    names = ["a/B.jpg", "a/c.jpg", "A/b.jpg"]
+    mirror.require_distinct_names(names, tmp_path / "mirror")  # this disk distinguishes case
+    (tmp_path / "MIRROR").mkdir()  # what a disk that does not would show
+    with pytest.raises(DataError, match=r"'a/B.jpg' and 'A/b.jpg' differ in case only"):
+        mirror.require_distinct_names(names, tmp_path / "mirror")
+    mirror.require_distinct_names(names[:2], tmp_path / "mirror")

@@ -23,6 +23,7 @@ from stoker.data.remote.mirror import (
     format_bytes,
     invalid_name_reason,
     plan_mirror,
+    require_distinct_names,
     update_mirror,
 )
 from stoker.errors import DataError, StorageError, nearest, writing
@@ -62,6 +63,7 @@ def sync_mirror(uri: StorageUri) -> Mirror:
         files, notes = plan_mirror(_list_objects(store, uri), uri)
         if not files:
             raise _no_dataset_error(store, uri)
+        require_distinct_names(files, root)
         update_mirror(store, root, files, uri)
         notes += _shard_notes(files, uri)
         write_atomic(notes_file, json.dumps(notes).encode())

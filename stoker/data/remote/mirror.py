@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from stoker.data.images.source import is_copied, print_status
-from stoker.errors import StorageError
+from stoker.errors import DataError, StorageError
 from stoker.storage.download import download
 from stoker.storage.local_files import atomic_path
 from stoker.storage.uri import StorageUri
@@ -90,6 +90,24 @@ def _version_mtime_ns(info: "ObjectInfo") -> int:
     """The object's time in whole seconds (S3 lists no fractions), plus a hash of its version in the microseconds."""
     version = f"{info.etag}\0{info.modified_s!r}".encode()
     return int(info.modified_s) * 10**9 + int.from_bytes(blake2b(version, digest_size=8).digest()) % 10**6 * 1000
+
+
+def require_distinct_names(files: Iterable[str], folder: Path) -> None:
+    """Raises DataError for names that differ in case only, on a disk that does not distinguish case: the later file
+    would silently replace the other."""
+    folder.mkdir(exist_ok=True)
+    other_case = folder.with_name(folder.name.swapcase())
+    if other_case == folder or not other_case.exists():
+        return
+    by_folded: dict[str, str] = {}
+    for name in files:
+        if (first := by_folded.setdefault(name.casefold(), name)) != name:
+            raise DataError(
+                "Two objects have the same file name on this disk.",
+                location=folder,
+                cause=f"{first!r} and {name!r} differ in case only",
+                fix="rename one of them, or set STOKER_CACHE_DIR to a disk that distinguishes upper and lower case",
+            )
 
 
 def update_mirror(store: "Store", folder: Path, files: dict[str, MirrorFile], uri: StorageUri) -> None:
