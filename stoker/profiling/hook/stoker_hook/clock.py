@@ -18,7 +18,6 @@ import mmap
 import os
 import sys
 from _thread import get_ident
-from functools import wraps
 from time import monotonic, thread_time
 from weakref import ref
 
@@ -76,19 +75,6 @@ class BatchSource:
         self.unproven_batches = 0
         self.batches = 0
         self.num_images = 0
-
-
-def guarded(method: "Call") -> "Call":
-    """A method of the clock that stops the clock instead of raising: wrong values would be worse than none."""
-
-    @wraps(method)
-    def wrapper(clock: "PhaseClock", *args: "Any", **kwargs: "Any") -> None:
-        try:
-            method(clock, *args, **kwargs)
-        except Exception as error:  # noqa: BLE001
-            clock.disable(method.__name__, error)
-
-    return wrapper  # type: ignore[return-value, unused-ignore]
 
 
 class PhaseClock:
@@ -242,52 +228,58 @@ class PhaseClock:
         self.update()
         self.move_time(AFTER_STEP, HOST)
 
-    @guarded
     def begin_wait(self, source: BatchSource, is_evaluating: bool) -> None:
         """is_evaluating: gradients are off."""
-        self.begin_step()
-        if source is not self._eval_source:
-            self._eval_source = None
-        if self.is_fetching_for_training:
-            source.is_training = True
-        if source.is_training is None and (is_evaluating or source.unproven_batches >= MAX_UNPROVEN_BATCHES):
-            self._mark_as_evaluation(source)
-        if self.device_events is not None:
-            self.device_events.pause()
-        wait_slot = MAYBE_WAIT if source.is_training is None else INPUT_WAIT if source.is_training else EVAL
-        self._stack.append(wait_slot)
-        self._set_slot(wait_slot)
+        try:
+            self.begin_step()
+            if source is not self._eval_source:
+                self._eval_source = None
+            if self.is_fetching_for_training:
+                source.is_training = True
+            if source.is_training is None and (is_evaluating or source.unproven_batches >= MAX_UNPROVEN_BATCHES):
+                self._mark_as_evaluation(source)
+            if self.device_events is not None:
+                self.device_events.pause()
+            wait_slot = MAYBE_WAIT if source.is_training is None else INPUT_WAIT if source.is_training else EVAL
+            self._stack.append(wait_slot)
+            self._set_slot(wait_slot)
+        except Exception as error:  # noqa: BLE001
+            self.disable("wait", error)
 
-    @guarded
     def end_wait(self, source: BatchSource, num_images: int) -> None:
-        self.leave()
-        if source.is_training is False:
-            self._eval_source = source
-            self._set_base_slot(EVAL)
-            return
-        source.unproven_batches += 1
-        source.batches += 1
-        source.num_images += num_images
-        if source not in self._open_sources:
-            self._open_sources.append(source)
-        if source.is_training:
-            self._count_batches(source)
-        self._set_base_slot(COMPUTE if source.is_training else MAYBE_WORK)
-        if self.device_events is not None:
-            self.device_events.resume()
+        try:
+            self.leave()
+            if source.is_training is False:
+                self._eval_source = source
+                self._set_base_slot(EVAL)
+                return
+            source.unproven_batches += 1
+            source.batches += 1
+            source.num_images += num_images
+            if source not in self._open_sources:
+                self._open_sources.append(source)
+            if source.is_training:
+                self._count_batches(source)
+            self._set_base_slot(COMPUTE if source.is_training else MAYBE_WORK)
+            if self.device_events is not None:
+                self.device_events.resume()
+        except Exception as error:  # noqa: BLE001
+            self.disable("wait", error)
 
-    @guarded
     def end_source(self, source: BatchSource, *, failed: bool = False) -> None:
         """The iterator has no more batches, or raised."""
-        self.leave()
-        if source.is_training is None and source.batches and not failed:
-            self._mark_as_evaluation(source)
-        if source.is_training:
-            self.values[EPOCHS] += 0 if failed else 1
-            self._set_base_slot(AFTER_STEP)
-        if source in self._open_sources:
-            self._open_sources.remove(source)
-        self._eval_source = None
+        try:
+            self.leave()
+            if source.is_training is None and source.batches and not failed:
+                self._mark_as_evaluation(source)
+            if source.is_training:
+                self.values[EPOCHS] += 0 if failed else 1
+                self._set_base_slot(AFTER_STEP)
+            if source in self._open_sources:
+                self._open_sources.remove(source)
+            self._eval_source = None
+        except Exception as error:  # noqa: BLE001
+            self.disable("wait", error)
 
     def _mark_as_evaluation(self, source: BatchSource) -> None:
         source.is_training = False
@@ -304,59 +296,63 @@ class PhaseClock:
             self.values[WORKERS] = source.workers
         source.batches = source.num_images = 0
 
-    @guarded
     def confirm_training(self) -> None:
         """A backward begins, or an optimizer has stepped: the batches since the last time were for training."""
-        if not self.enabled or get_ident() != self.thread_id:
-            return
-        if not self._is_published:  # a forked child that trains
-            self.publish()
-        if self._eval_source is not None:  # misclassified: the loop skipped its first batches
-            self._open_sources.append(self._eval_source)
-            self._eval_source = None
-        for source in self._open_sources:
-            if not source.is_training:
-                source.is_training = True
-                self._count_batches(source)
-            source.unproven_batches = 0
-        if self._stack[0] in (MAYBE_WORK, EVAL):
-            self.update()
-            self.move_time(MAYBE_WAIT, INPUT_WAIT)
-            self.move_time(MAYBE_WORK, COMPUTE)
-            self._set_base_slot(COMPUTE)
-        self._open_sources.clear()
+        try:
+            if not self.enabled or get_ident() != self.thread_id:
+                return
+            if not self._is_published:  # a forked child that trains
+                self.publish()
+            if self._eval_source is not None:  # misclassified: the loop skipped its first batches
+                self._open_sources.append(self._eval_source)
+                self._eval_source = None
+            for source in self._open_sources:
+                if not source.is_training:
+                    source.is_training = True
+                    self._count_batches(source)
+                source.unproven_batches = 0
+            if self._stack[0] in (MAYBE_WORK, EVAL):
+                self.update()
+                self.move_time(MAYBE_WAIT, INPUT_WAIT)
+                self.move_time(MAYBE_WORK, COMPUTE)
+                self._set_base_slot(COMPUTE)
+            self._open_sources.clear()
+        except Exception as error:  # noqa: BLE001
+            self.disable("trains", error)
 
-    @guarded
     def count_optimizer_step(self, optimizer: "Any", lr: "Any", steps: int = 1) -> None:
         """An optimizer has stepped. Of several, only the first one counts, as long as it continues to step."""
-        if not self.enabled:
-            return
-        if get_ident() != self.thread_id:
-            if self._has_stepped or len(self._stack) > 1:
+        try:
+            if not self.enabled:
                 return
-            self.thread_id = get_ident()
-            self._last_cpu = thread_time()  # the last value was of another thread
-        self.confirm_training()
-        self.update()
-        first = None if self._optimizer is None else self._optimizer()
-        if first is None or self._other_steps > 100:
-            self._optimizer, first = ref(optimizer), optimizer
-        self._other_steps = 0 if first is optimizer else self._other_steps + 1
-        values = self.values
-        if first is optimizer:
-            values[STEPS] += steps
-            if isinstance(lr, float):
-                values[LR] = lr
-        self.move_time(AFTER_STEP, COMPUTE if values[BATCHES] else WORK)
-        if not self._has_stepped:
-            self._has_stepped = True
-            values[FIRST_STEP] = self._last
-            if self.make_device_events is not None:
-                self.device_events = self.make_device_events(self)
-        self._stack[0] = AFTER_STEP
-        self._set_slot(self._stack[-1])
-        if self.device_events is not None:
-            self.device_events.pause()
+            if get_ident() != self.thread_id:
+                if self._has_stepped or len(self._stack) > 1:
+                    return
+                self.thread_id = get_ident()
+                self._last_cpu = thread_time()  # the last value was of another thread
+            self.confirm_training()
+            self.update()
+            first = None if self._optimizer is None else self._optimizer()
+            if first is None or self._other_steps > 100:
+                self._optimizer, first = ref(optimizer), optimizer
+            self._other_steps = 0 if first is optimizer else self._other_steps + 1
+            values = self.values
+            if first is optimizer:
+                values[STEPS] += steps
+                if isinstance(lr, float):
+                    values[LR] = lr
+            self.move_time(AFTER_STEP, COMPUTE if values[BATCHES] else WORK)
+            if not self._has_stepped:
+                self._has_stepped = True
+                values[FIRST_STEP] = self._last
+                if self.make_device_events is not None:
+                    self.device_events = self.make_device_events(self)
+            self._stack[0] = AFTER_STEP
+            self._set_slot(self._stack[-1])
+            if self.device_events is not None:
+                self.device_events.pause()
+        except Exception as error:  # noqa: BLE001
+            self.disable("step", error)
 
     def _finish(self) -> None:
         """At process exit: the rest of the time is in no phase."""
@@ -369,7 +365,7 @@ class PhaseClock:
             self.values[CURRENT_SLOT] = WORK
 
     def disable(self, location: str, error: BaseException) -> None:
-        """Stops the clock."""
+        """Stops the clock: wrong values would be worse than none."""
         self.enabled = False
         self.values[ENDED] = 1.0
         report_failure(location, error)
