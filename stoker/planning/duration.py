@@ -104,6 +104,8 @@ class MachinePlan(msgspec.Struct, frozen=True, kw_only=True):
     """Why `--sync auto` takes it; empty if the user set it."""
     step_s: Estimate
     """With communication, without waiting for data."""
+    step_source: str
+    """What the time of computing rests on: measured runs, or assumptions."""
     device_img_per_s: Estimate
     """Images per second that the GPUs can train on."""
     loader_img_per_s: Estimate
@@ -174,6 +176,7 @@ def plan_machine(placement: Placement, step: StepPrediction, job: TrainingJob) -
         memory_bytes=step.memory_bytes,
         fits=fits if step.fits else "no",
         problem="" if step.fits else f"does not fit the memory: {fmt.memory(step.peak_bytes, step.memory_bytes)}",
+        step_source=step.source,
         vcpus=machine.vcpus * placement.machines,
         required_vcpus=expected_rate / decoded_per_vcpu + placement.gpus * CPU_OF_TRAINING_THREAD,
         required_mb_per_s=expected_rate * job.demand.bytes_per_image / 1e6,

@@ -106,8 +106,10 @@ def make_plan(
             choices=sorted({machine.gpus for machine in machines}),
             fix="the GPUs of a machine, or a multiple of them for several machines",
         )
-    rows, sources = _predict(placements, config, index, job)
-    notes += [f"time of a step on {', '.join(keys)}: {source}" for source, keys in sources.items()]
+    rows = _predict(placements, config, index, job)
+    for source in dict.fromkeys(row.step_source for row in rows):
+        accelerators = dict.fromkeys(row.accelerator for row in rows if row.step_source == source)
+        notes.append(f"time of a step on {', '.join(accelerators)}: {source}")
     epochs = job.images_seen / job.num_images
     recommendation = recommend(rows, limits, epochs=epochs, asked_spot=spot)
     height, width = config.data.image_size
@@ -213,11 +215,8 @@ def _placements(
     return result, list(dict.fromkeys(notes))
 
 
-def _predict(
-    placements: Sequence[Placement], config: Config, index: Index, job: TrainingJob
-) -> tuple[list[MachinePlan], dict[str, dict[str, None]]]:
-    """One row for each placement, and the accelerators by what the times of their steps rest on. The batch size is that
-    of all GPUs together, rounded up, as in `stoker train`."""
+def _predict(placements: Sequence[Placement], config: Config, index: Index, job: TrainingJob) -> list[MachinePlan]:
+    """One row for each placement. The batch size is that of all GPUs together, rounded up, as in `stoker train`."""
     wanted = [
         (placement.machine.accelerator, math.ceil(config.run.batch_size / placement.gpus)) for placement in placements
     ]
@@ -227,11 +226,7 @@ def _predict(
         config, index, [accelerators[key] for key, _ in distinct], batch_size=[size for _, size in distinct]
     )
     steps = dict(zip(distinct, predictions, strict=True))
-    sources: dict[str, dict[str, None]] = {}
-    for prediction in predictions:
-        sources.setdefault(prediction.source, {})[prediction.accelerator] = None
-    rows = [plan_machine(placement, steps[key], job) for placement, key in zip(placements, wanted, strict=True)]
-    return rows, sources
+    return [plan_machine(placement, steps[key], job) for placement, key in zip(placements, wanted, strict=True)]
 
 
 def train_command(user_config: Config, row: MachinePlan | None = None) -> str:

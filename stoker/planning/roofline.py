@@ -96,11 +96,11 @@ MEASUREMENT_SPREAD, PRIOR_SPREAD = 0.05, 0.5
 ITERATIONS = 30
 
 
-def fit(samples: Sequence[Sample], start: Efficiency, *, prior_spread: float = PRIOR_SPREAD) -> Efficiency:
+def fit(samples: Sequence[Sample], start: Efficiency) -> Efficiency:
     """The efficiency that explains measured steps, near `start` where they do not tell.
 
     Least squares of relative errors (Gauss-Newton on logarithms), with `start` as a measurement of each fraction whose
-    relative standard deviation is `prior_spread`.
+    relative standard deviation is PRIOR_SPREAD.
     """
     names = [name for name in FITTED if getattr(start, name) > 0]
     origin = np.log([getattr(start, name) for name in names])
@@ -117,7 +117,7 @@ def fit(samples: Sequence[Sample], start: Efficiency, *, prior_spread: float = P
         ])  # fmt: skip
 
     current = origin.copy()
-    prior_weight, step_size = (MEASUREMENT_SPREAD / prior_spread) ** 2, 1e-3
+    prior_weight, step_size = (MEASUREMENT_SPREAD / PRIOR_SPREAD) ** 2, 1e-3
     for _ in range(ITERATIONS):
         at_current = predicted(current)
         slopes = np.stack(

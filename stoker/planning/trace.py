@@ -89,14 +89,6 @@ class StepTrace(msgspec.Struct, frozen=True, kw_only=True):
     def flops(self) -> float:
         return sum(work.flops * work.count for work in self.works)
 
-    @property
-    def moved_bytes(self) -> float:
-        return sum(work.moved_bytes * work.count for work in self.works)
-
-    @property
-    def launches(self) -> int:
-        return sum(work.count for work in self.works)
-
 
 class CountedStep:
     """A model with all that its steps need, and a count of what they need."""

@@ -173,6 +173,7 @@ def test_terminal(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "p4d.24xlarge, 8 GPUs" in text
     assert f"stoker train {data} --epochs 1000" in text
     assert "list prices of" in text
+    assert "time of a step on a100-40, l4: a test" in text
 
 
 def test_sync_is_planned_and_the_method_of_auto_is_named(data: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,7 +37,9 @@ def test_a_step_takes_as_long_as_its_parts_and_no_less_than_its_bounds(works: li
     for accelerator, efficiency in ((HOST, CPU), (GPUS["l4"], GPU)):
         time = step_time(trace, accelerator, efficiency, precision="fp32")
         assert time.total_s == pytest.approx(time.compute_s + time.memory_s + time.launch_s)
-        assert time.total_s >= trace.moved_bytes / (accelerator.bandwidth * efficiency.bandwidth) * (1 - 1e-9)
+        assert time.total_s >= sum(work.moved_bytes * work.count for work in works) / (
+            accelerator.bandwidth * efficiency.bandwidth
+        ) * (1 - 1e-9)
         peak = max(accelerator.peak_flops("fp32", is_convolution=kind) for kind in (True, False))
         best = max(efficiency.convolution, efficiency.grouped, efficiency.matmul)
         assert time.total_s >= trace.flops / (peak * best) * (1 - 1e-9)
