@@ -2,6 +2,7 @@
 schema and the code that uses it are where it is needed. No rules and no computations here.
 
 assumptions.toml: what `stoker plan` assumes (`planning/estimate.py`, `planning/roofline.py`).
+check_files.toml, check_machine.toml: what the findings of `stoker check` say (`preflight/catalog.py`).
 causes.toml: thresholds and fixes of the causes of lost time (`diagnosis/causes/cause.py`).
 clouds.toml: how firmware names its cloud (`profiling/telemetry/environment.py`).
 endings.toml: the ways in which jobs end (`diagnosis/endings.py`).
