@@ -17,8 +17,10 @@ from typing import Literal
 
 import msgspec
 
-from stoker.preflight.findings import CheckFinding, make_finding
-from stoker.profiling.telemetry.environment import describe_storage, detect_cloud, detect_machine_type
+from stoker.preflight.catalog import describe
+from stoker.preflight.findings import CheckFinding
+from stoker.profiling.telemetry.environment import detect_machine_type
+from stoker.profiling.telemetry.platform_info import describe_storage, detect_cloud
 
 TIMEOUT_S, KNOWN_TIMEOUT_S = 0.5, 5.0
 """Of one request: to a service of which nothing is known, and to one that has answered, or which the firmware or a
@@ -76,123 +78,51 @@ def check_cloud(
         return [_without_service(detect_cloud(root), reasons)]
     place = f"{machine.zone or machine.region or 'unknown zone'} ({machine.provider})"
     spot = {True: ", spot", False: ", on demand", None: ""}[machine.spot]
-    name = machine.machine_type or "machine of unknown type"
+    name = f"{machine.machine_type or 'machine of unknown type'} in {place}{spot}"
     service = "metadata server" if machine.provider == "gcp" else "instance metadata service (IMDSv2)"
-    findings = [
-        make_finding(
-            id="cloud_machine",
-            severity="ok",
-            title=f"{name} in {place}{spot}",
-            evidence=f"{service}; maintenance and preemption notices can be read",
-        )
-    ]
+    evidence = f"{service}; maintenance and preemption notices can be read"
+    findings = [describe("cloud_machine", machine=name, evidence=evidence)]
     if machine.ending is not None:
-        findings.append(
-            make_finding(
-                id="machine_ending",
-                severity="blocker",
-                title="the cloud is taking this machine back",
-                evidence=f"{service}: {machine.ending}",
-                fix="start the training on another machine",
-            )
-        )
+        findings.append(describe("machine_ending", service=service, notice=machine.ending))
     if machine.warned is not None:
-        findings.append(
-            make_finding(
-                id="machine_notice",
-                severity="warning",
-                title=f"a notice for this machine is pending: {machine.warned}",
-                evidence=f"{service}: {machine.warned}",
-                fix="start on another machine, or after the event; a run with --run-dir in a bucket can be resumed",
-            )
-        )
-    findings += _check_host_maintenance(machine)
+        findings.append(describe("machine_notice", service=service, notice=machine.warned))
     if machine.spot:
         findings.append(_check_spot(machine, run_dir or env.get("AIP_CHECKPOINT_DIR") or "runs", root))
+    elif machine.host_maintenance is not None:
+        findings.append(_check_host_maintenance(machine))
     return findings
 
 
 def _without_service(cloud: str | None, reasons: Mapping[str, str]) -> CheckFinding:
     if cloud in ("gcp", "aws"):
-        fix = "allow requests to 169.254.169.254 (firewall, network policy, proxy), or start the container with the "
-        fix += "host's network"
-        if cloud == "aws":
-            fix = (
-                "in a container the answer is lost at the default hop limit of 1: aws ec2 modify-instance-metadata-"
-                "options --instance-id ID --http-put-response-hop-limit 2"
-            )
-        return make_finding(
-            id="metadata_unreachable",
-            severity="unknown",
-            title="the metadata service does not answer: no notice of maintenance or preemption can be read",
-            evidence=f"the firmware says {cloud}; {reasons.get(cloud, 'not asked')}",
-            fix=fix,
-        )
+        return describe(f"metadata_unreachable/{cloud}", reason=reasons.get(cloud, "not asked"))
     if cloud is not None:
-        return make_finding(
-            id="cloud_machine",
-            severity="unknown",
-            title=f"notices of {cloud} are not read",
-            evidence=f"the firmware says {cloud}; stoker asks Google Cloud and AWS only",
-        )
+        return describe("cloud_machine/other", cloud=cloud)
     asked = "; ".join(f"{provider}: {reason}" for provider, reason in reasons.items()) or "none was asked"
-    return make_finding(
-        id="cloud_machine",
-        severity="ok",
-        title="not a machine of Google Cloud or AWS",
-        evidence=f"no metadata service answers ({asked})",
-    )
+    evidence = f"no metadata service answers ({asked})"
+    return describe("cloud_machine", machine="not a machine of Google Cloud or AWS", evidence=evidence)
 
 
-def _check_host_maintenance(machine: CloudMachine) -> list[CheckFinding]:
+def _check_host_maintenance(machine: CloudMachine) -> CheckFinding:
     """A GPU machine of Google's is always stopped for maintenance (cloud.google.com/compute/docs/gpus/gpu-host-
     maintenance), so what matters is whether it starts again; a spot machine never does."""
-    if machine.host_maintenance is None or machine.spot:
-        return []
-    stops = machine.host_maintenance == "TERMINATE"
     restarts = machine.automatic_restart is not False
     evidence = f"on-host-maintenance {machine.host_maintenance}, automatic-restart {'TRUE' if restarts else 'FALSE'}"
-    if stops and not restarts:
-        return [
-            make_finding(
-                id="host_maintenance",
-                severity="warning",
-                title="host maintenance stops this machine, and it is not started again",
-                evidence=evidence,
-                fix="gcloud compute instances set-scheduling NAME --restart-on-failure; start the training from a "
-                "startup script or a service: the same command resumes the run",
-            )
-        ]
-    title = "host maintenance stops and restarts this machine" if stops else "the machine is moved for host maintenance"
-    return [make_finding(id="host_maintenance", severity="ok", title=title, evidence=evidence)]
+    if machine.host_maintenance != "TERMINATE":
+        return describe("host_maintenance/moves", evidence=evidence)
+    return describe("host_maintenance/restarts" if restarts else "host_maintenance", evidence=evidence)
 
 
 def _check_spot(machine: CloudMachine, run_dir: str, root: Path) -> CheckFinding:
     storage = describe_storage(run_dir, root)
-    notice = f"a {machine.provider} spot machine ends {NOTICE[machine.provider]} after its notice"
-    if storage["network"]:
-        return make_finding(
-            id="spot_run_folder",
-            severity="ok",
-            title="the run folder outlives this spot machine",
-            evidence=f"{run_dir} is on {storage['kind']}; {notice}",
-        )
-    scheme = "gs" if machine.provider == "gcp" else "s3"
-    if storage["network"] is None:
-        return make_finding(
-            id="spot_run_folder",
-            severity="unknown",
-            title="it is not known whether the run folder outlives this spot machine",
-            evidence=f"the file system of {run_dir} could not be read; {notice}",
-            fix=f"stoker train DATA --run-dir {scheme}://BUCKET/RUN",
-        )
-    return make_finding(
-        id="spot_run_folder",
-        severity="warning",
-        title="spot machine, and the run folder is on its own disk: a preemption can lose the whole run",
-        evidence=f"{run_dir} is on {storage['kind']}; {notice}",
-        fix=f"stoker train DATA --run-dir {scheme}://BUCKET/RUN, or a folder on a shared disk; the same command "
-        "resumes the run on the next machine",
+    ids = {True: "spot_run_folder/network", False: "spot_run_folder", None: "spot_run_folder/unknown"}
+    return describe(
+        ids[storage["network"]],
+        run_dir=run_dir,
+        kind=storage["kind"],
+        provider=machine.provider,
+        notice=NOTICE[machine.provider],
+        scheme="gs" if machine.provider == "gcp" else "s3",
     )
 
 

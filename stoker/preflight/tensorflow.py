@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from stoker.preflight.findings import CheckFinding, make_finding, ok, unknown
+from stoker.preflight.catalog import describe
+from stoker.preflight.findings import CheckFinding, Severity
 from stoker.preflight.programs import run_program
 from stoker.report import format as fmt
 
@@ -32,17 +33,11 @@ def check_tensorflow(
             ended.last_line, type=tuple[str, bool, int, str, str]
         )
     except subprocess.TimeoutExpired:
-        return [unknown("tensorflow", "TensorFlow did not start in time", f"no answer within {timeout_s:.0f} s")]
+        return [describe("tensorflow/slow", seconds=timeout_s)]
     except msgspec.DecodeError:
-        return [unknown("tensorflow", "TensorFlow cannot be imported", ended.reason)]
+        return [describe("tensorflow/fails", reason=ended.reason)]
     if num_gpus or not gpu_is_there:
-        return [ok("tensorflow", f"TensorFlow {version} sees {fmt.plural(num_gpus, 'GPU')}", f"CUDA {cuda}")]
-    return [
-        make_finding(
-            id="tensorflow_no_gpu",
-            severity="blocker" if needed else "warning",
-            title=f"TensorFlow {version} sees no GPU: its jobs would run on the CPU",
-            evidence=f"it was built for CUDA {cuda} and cuDNN {cudnn}" if with_cuda else "it is a CPU build",
-            fix="pip install 'tensorflow[and-cuda]'" + (f"=={version}" if with_cuda else ""),
-        )
-    ]
+        return [describe("tensorflow", version=version, gpus=fmt.plural(num_gpus, "GPU"), cuda=cuda)]
+    id = "tensorflow_no_gpu/cuda" if with_cuda else "tensorflow_no_gpu/cpu"
+    severity: Severity = "blocker" if needed else "warning"
+    return [describe(id, severity=severity, version=version, cuda=cuda, cudnn=cudnn)]

@@ -278,9 +278,9 @@ def _replicas(source: Source) -> Iterator[CheckFinding]:
         is_fit = isinstance(call.func, ast.Attribute) and call.func.attr == "fit"
         data = argument(call, 0, "x" if is_fit else "dataset")
         sizes = [(source.integer(keyword(call, "batch_size")), call)] if is_fit else []
-        for step in _pipeline(source, data).steps if data is not None else ():
-            if step.method in ("batch", "padded_batch") and step.call:
-                sizes.append((source.integer(argument(step.call, 0, "batch_size")), step.call))
+        steps = _pipeline(source, data).steps if data is not None else ()
+        batches = [step.call for step in steps if step.method in ("batch", "padded_batch") and step.call]
+        sizes += [(source.integer(argument(batch, 0, "batch_size")), batch) for batch in batches]
         for size, at in sizes:
             if size is not None and 0 < size < (count or 2):
                 replicas = f"{count} replicas" if count else "two or more GPUs"

@@ -257,9 +257,15 @@ def _parallel(source: Source) -> Iterator[CheckFinding]:
 
 def _switches(source: Source) -> Iterator[CheckFinding]:
     for node in source.nodes:
-        if isinstance(node, ast.Assign) and source.dotted(node.targets[0]).endswith("backends.cudnn.enabled"):
-            if is_constant(node.value, False) and source.runs_always(node):
+        if isinstance(node, ast.Assign):
+            is_off = is_constant(node.value, False)
+            if (
+                is_off
+                and source.dotted(node.targets[0]).endswith("backends.cudnn.enabled")
+                and source.runs_always(node)
+            ):
                 yield describe_file("cudnn_disabled", source.place(node))
-        elif isinstance(node, ast.Call) and source.called(node) == "torch.autograd.set_detect_anomaly":
-            if node.args and is_constant(node.args[0], True) and source.runs_always(node):
+        elif source.called(node) == "torch.autograd.set_detect_anomaly" and isinstance(node, ast.Call):
+            is_on = bool(node.args) and is_constant(node.args[0], True)
+            if is_on and source.runs_always(node):
                 yield describe_file("anomaly_detection", source.place(node))
