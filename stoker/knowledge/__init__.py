@@ -20,6 +20,7 @@ secrets.toml: names and forms of secrets (`profiling/telemetry/secrets.py`).
 mig.toml: MIG slices of GPUs (`launching/containers.py`).
 pipeline_fields.toml: fields of the TensorFlow Object Detection API (`migration/tf_other.py`).
 report_words.toml: meanings of phases, stages, experiments and error types (`report/words.py`).
+variables.toml: environment variables (`preflight/variables.py`).
 versions.toml: which versions belong together (`preflight/static/versions.py`).
 recipes.toml, settings.toml: what models of a kind are trained with (`config/recipes.py`); bounds and defaults of
     settings (`config/settings.py`).

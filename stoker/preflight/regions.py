@@ -61,7 +61,7 @@ def check_region(
         if find_endpoint(uri.scheme) is not None:  # MinIO, R2, …: what their traffic costs is not known
             return []
         return [describe("bucket_region/cloud", bucket, bucket=bucket, region=region, provider=machine.provider)]
-    location = _google_location(uri.bucket, machine, env) if is_google else bucket_region(uri.bucket)
+    location = _google_location(uri.bucket, env) if is_google else bucket_region(uri.bucket)
     if location is None:
         command = f"aws s3api get-bucket-location --bucket {uri.bucket}"
         if is_google:
@@ -109,7 +109,7 @@ def _continent(location: str) -> str:
     return PRICES.gcp.continents.get(name, name)
 
 
-def _google_location(bucket: str, machine: CloudMachine, env: Mapping[str, str]) -> str | None:
+def _google_location(bucket: str, env: Mapping[str, str]) -> str | None:
     """The location of a bucket by the JSON API's storageLayout, which who may list the bucket may read. The token is
     the machine's service account's; other credentials are not tried here."""
     endpoint = find_endpoint("gs")
