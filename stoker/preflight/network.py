@@ -19,7 +19,8 @@ import psutil
 
 from stoker.errors import ConfigError, StokerError
 from stoker.preflight.all_reduce import Measurement
-from stoker.preflight.findings import CheckFinding, Severity, make_finding
+from stoker.preflight.catalog import describe
+from stoker.preflight.findings import CheckFinding, Severity
 
 JOIN_S = 15.0
 """For the other ranks to come: they are started by the same launcher, some seconds apart."""
@@ -101,11 +102,10 @@ def check_network(
     except StokerError as error:
         what = error.what.removesuffix(".")
         if isinstance(error, ConfigError) and re.search(r"TF_CONFIG|CLUSTER_SPEC", what):
-            return [make_finding("ranks", "unknown", "the ranks of this job", f"{what} (see the finding about it)")]
-        return [make_finding("ranks", "blocker", what, error.cause or "environment variables", error.fix or "")]
+            return [describe("ranks/unknown", what=what)]
+        return [describe("ranks", what=what, cause=error.cause or "environment variables", fix=error.fix or "")]
     if place is None or place.world_size == 1:
-        evidence = "no variable describes a job of several ranks (torchrun, Slurm, TF_CONFIG, CLUSTER_SPEC)"
-        return [make_finding("ranks", "ok", "one process: no network between ranks", evidence)]
+        return [describe("ranks/one")]
     present = list_interfaces() if interfaces is None else list(interfaces)
     local = place.local_world_size == place.world_size
     address = resolve(place.host)
@@ -135,18 +135,17 @@ def judge_speed(measured: Measurement, interface: Interface | None, *, local: bo
             fix = "unset NCCL_P2P_DISABLE and NCCL_SHM_DISABLE; nvidia-smi topo -m and nvlink -s show the links"
         elif local:
             fix = "free the cores of other processes, or give the container more CPU"
-        title = f"all-reduce between ranks: {bus / 1e9:.3g} GB/s, where {link} gives at least {floor / 1e9:.3g}"
-        findings.append(make_finding("all_reduce_bandwidth", "warning", title, evidence, fix))
+        speed = f"{bus / 1e9:.3g} GB/s"
+        findings.append(
+            describe("all_reduce_bandwidth", speed=speed, link=link, floor=floor / 1e9, evidence=evidence, fix=fix)
+        )
     if latency_ms > limit_ms:
-        title = f"an all-reduce of one number takes {latency_ms:.3g} ms; at most {limit_ms:g} ms is usual"
         fix = "free the cores of other processes"
         if not local:
             fix = "place the machines in one zone (compact placement policy, cluster placement group)"
-        findings.append(make_finding("all_reduce_latency", "warning", title, evidence, fix))
-    if not findings:
-        evidence += "" if floor is not None else "; no floor is known for this link"
-        findings.append(make_finding("all_reduce_bandwidth", "ok", f"all-reduce between ranks: {figures}", evidence))
-    return findings
+        findings.append(describe("all_reduce_latency", latency=latency_ms, limit=limit_ms, evidence=evidence, fix=fix))
+    evidence += "" if floor is not None else "; no floor is known for this link"
+    return findings or [describe("all_reduce_bandwidth/ok", figures=figures, evidence=evidence)]
 
 
 def link_floor(measured: Measurement, interface: Interface | None, *, local: bool) -> tuple[str, float | None]:
@@ -178,36 +177,36 @@ def check_interfaces(
     present = ", ".join(f"{interface.name} {interface.address}" for interface in interfaces)
     choice, gloo = env.get("NCCL_SOCKET_IFNAME", ""), env.get("GLOO_SOCKET_IFNAME", "")
     chosen = nccl_interfaces(names, choice)
+    dead_ends = [name for name in chosen if name == "lo" or _VIRTUAL.match(name)]
     if choice and not chosen:
-        title, fix = (
-            f"NCCL_SOCKET_IFNAME={choice} matches no interface",
-            f"export NCCL_SOCKET_IFNAME={good}, or unset it",
+        findings.append(
+            describe("rank_interface/none", "NCCL_SOCKET_IFNAME", choice=choice, present=present, good=good)
         )
-        findings.append(make_finding("rank_interface", "blocker", title, present, fix, "NCCL_SOCKET_IFNAME"))
-    elif chosen and not local:
-        dead_ends = [name for name in chosen if name == "lo" or _VIRTUAL.match(name)]
-        if dead_ends or (routed is not None and routed not in chosen):
-            wrong = dead_ends[0] if dead_ends else chosen[0]
-            only = "" if len(chosen) == 1 or not dead_ends else "also "
-            title = f"NCCL {only}takes {wrong}; the other ranks are reached over {routed or 'no known interface'}"
-            evidence = f"{present}; NCCL_SOCKET_IFNAME={choice or '(unset)'}"
-            severity: Severity = "blocker" if chosen == ["lo"] else "warning"
-            fix = f"export NCCL_SOCKET_IFNAME={good}"
-            findings.append(make_finding("rank_interface", severity, title, evidence, fix, "NCCL_SOCKET_IFNAME"))
+    elif chosen and not local and (dead_ends or (routed is not None and routed not in chosen)):
+        severity: Severity = "blocker" if chosen == ["lo"] else "warning"
+        findings.append(
+            describe(
+                "rank_interface/nccl",
+                "NCCL_SOCKET_IFNAME",
+                severity=severity,
+                only="also " if dead_ends and len(chosen) > 1 else "",
+                wrong=(dead_ends or chosen)[0],
+                routed=routed or "no known interface",
+                present=present,
+                choice=choice or "(unset)",
+                good=good,
+            )
+        )
     if any(name and name not in names for name in gloo.split(",")):
-        title = f"GLOO_SOCKET_IFNAME={gloo} names no interface of this machine"
-        evidence = present + (
-            "; unlike NCCL's it takes whole names, no ^ and no =" if re.search(r"[\^=]", gloo) else ""
+        more = "; unlike NCCL's it takes whole names, no ^ and no =" if re.search(r"[\^=]", gloo) else ""
+        findings.append(
+            describe("rank_interface/gloo", "GLOO_SOCKET_IFNAME", gloo=gloo, present=present, more=more, good=good)
         )
-        fix = f"export GLOO_SOCKET_IFNAME={good}"
-        findings.append(make_finding("rank_interface", "blocker", title, evidence, fix, "GLOO_SOCKET_IFNAME"))
     elif not gloo and not local and (own := resolve(socket.gethostname())) is not None and own.startswith("127."):
-        title = f"the name of this machine resolves to {own}: gloo tells the other ranks to connect there"
-        fix = f"export GLOO_SOCKET_IFNAME={good}"
-        findings.append(make_finding("rank_interface", "warning", title, f"{socket.gethostname()} in /etc/hosts", fix))
+        findings.append(describe("rank_interface/loopback", own=own, name=socket.gethostname(), good=good))
     if not findings and not local and routed is not None:
-        evidence = f"{present}; NCCL_SOCKET_IFNAME={choice or '(unset)'}, GLOO_SOCKET_IFNAME={gloo or '(unset)'}"
-        findings.append(make_finding("rank_interface", "ok", f"the ranks are reached over {routed}", evidence))
+        choice, gloo = choice or "(unset)", gloo or "(unset)"
+        findings.append(describe("rank_interface", routed=routed, present=present, choice=choice, gloo=gloo))
     return findings
 
 
@@ -291,39 +290,18 @@ def _search_reason(place: Place, address: str | None, message: str) -> CheckFind
     where = f"{place.host}:{place.port}"
     name = f"rank {place.rank} of {place.world_size} ({place.source})"
     if address is None:
-        title = f"the host of rank 0, {place.host}, does not resolve"
-        fix = "write its IP address into MASTER_ADDR, or add it to DNS or /etc/hosts"
-        return make_finding("rank_address", "blocker", title, f"{name}; {message}", fix, where)
+        return describe("rank_address", where, host=place.host, evidence=f"{name}; {message}")
     if place.rank == 0:
         if "EADDRINUSE" in message or "address already in use" in message.lower():
-            fix = "end the job that listens there (ss -ltnp), or choose another MASTER_PORT"
-            return make_finding(
-                "rank_port", "blocker", f"port {place.port} of this machine is in use", message, fix, where
-            )
-        return _not_met(f"{name}: {message}", where)
+            return describe("rank_port", where, port=place.port, evidence=message)
+        return describe("ranks_not_met", where, evidence=f"{name}: {message}")
     try:
         socket.create_connection((address, place.port), CONNECT_S).close()
+        found = f"{where} is reachable"
     except ConnectionRefusedError:
-        return _not_met(
-            f"{name}: {address} refuses connections to port {place.port}, rank 0 does not listen; {message}", where
-        )
+        found = f"{address} refuses connections to port {place.port}, rank 0 does not listen"
     except OSError as error:
         reason = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
-        fix = (
-            f"open port {place.port} and the ports above 1024 between the machines (firewall rule, security group, "
-            "network policy), and check MASTER_ADDR"
-        )
-        title = f"rank 0 cannot be reached at {where}"
-        return make_finding(
-            "rank_unreachable", "blocker", title, f"{name}: {reason} ({address}); {message}", fix, where
-        )
-    return _not_met(f"{name}: {where} is reachable; {message}", where)
-
-
-def _not_met(evidence: str, where: str) -> CheckFinding:
-    title = "the ranks did not meet, so the network between them was not measured"
-    fix = (
-        "start the check on all ranks at the same time, as the training: srun stoker check …, or torchrun … -m stoker "
-        "check …; open all ports above 1024 between the machines"
-    )
-    return make_finding("ranks_not_met", "unknown", title, evidence, fix, where)
+        evidence = f"{name}: {reason} ({address}); {message}"
+        return describe("rank_unreachable", where, where=where, port=place.port, evidence=evidence)
+    return describe("ranks_not_met", where, evidence=f"{name}: {found}; {message}")
