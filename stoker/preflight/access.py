@@ -14,7 +14,8 @@ from glob import has_magic
 from pathlib import Path
 
 from stoker.errors import Conflict, StokerError, StorageError, Unsupported
-from stoker.preflight.findings import CheckFinding, Severity, make_finding
+from stoker.preflight.catalog import describe
+from stoker.preflight.findings import CheckFinding, Severity
 from stoker.storage.failures import caused_by
 from stoker.storage.retry import Timeouts
 from stoker.storage.run_uri import WRITABLE_SCHEMES
@@ -25,11 +26,6 @@ TIMEOUT_S = 4.0
 """Of a request with its retries; a store that never responded is given up after a sixth of it."""
 PROBE_NAME = ".stoker-check-"
 """Start of the name of what is written."""
-
-_LABELS = {
-    "read": "the data can be read",
-    "write": "the run folder can be written",
-}
 
 
 def check_access(data: str | None, run_dir: str | None, *, env: Mapping[str, str] = os.environ) -> list[CheckFinding]:
@@ -62,15 +58,7 @@ def _tried(id: str, location: str, place: str, attempt: Callable[[], CheckFindin
     except StokerError as error:
         return [refusal(id, location, error, place=place)]
     except Exception as error:  # noqa: BLE001  (a probe reports what it could not find out)
-        return [
-            make_finding(
-                id=id,
-                severity="unknown",
-                title="access could not be tried",
-                evidence=f"{type(error).__name__}: {error}",
-                place=place or location,
-            )
-        ]
+        return [describe(f"{id}/unknown", place or location, error=f"{type(error).__name__}: {error}")]
 
 
 def refusal(id: str, location: str, error: StokerError, *, place: str = "") -> CheckFinding:
@@ -100,13 +88,10 @@ def refusal(id: str, location: str, error: StokerError, *, place: str = "") -> C
         fix = f"{_renewal(scheme, cause)}; {fix}" if _renewal(scheme, cause) else fix
     elif kind == "retryable" and "no connection" not in cause and "timeout" not in cause:
         severity = "warning"  # the store answers, and may answer better in a minute
-    return make_finding(
-        id=id,
-        severity=severity,
-        title=error.what if error.what.endswith("..") else error.what.removesuffix("."),
-        evidence=cause or f"location: {error.location}",
-        fix=fix,
-        place=place or error.location or location,
+    what = error.what if error.what.endswith("..") else error.what.removesuffix(".")
+    cause = cause or f"location: {error.location}"
+    return describe(
+        f"{id}/refused", place or error.location or location, severity=severity, what=what, cause=cause, fix=fix
     )
 
 
@@ -136,7 +121,7 @@ def _read(location: str) -> CheckFinding:
             raise StorageError(
                 "The data cannot be read.", location=path, cause=_owner(path), fix=f"chmod -R a+rX {path}"
             )
-        return _fine("data_access", "read", location, f"{'folder' if path.is_dir() else 'file'} on this machine")
+        return describe("data_access", location, evidence=f"{'folder' if path.is_dir() else 'file'} on this machine")
     uri = parse_uri(text)
     store = Store(uri, timeouts=Timeouts(TIMEOUT_S))
     identity = store.credentials.description
@@ -155,7 +140,7 @@ def _read(location: str) -> CheckFinding:
         )
     if info.size_bytes:
         store.read(info.key, start=0, length=1)
-    return _fine("data_access", "read", location, f"read {info.key}; credentials: {identity}")
+    return describe("data_access", location, evidence=f"read {info.key}; credentials: {identity}")
 
 
 def _write(location: str) -> CheckFinding:
@@ -186,7 +171,7 @@ def _write_file(location: str, folder: Path) -> CheckFinding:
             cause=f"{error.strerror or error}; {_owner(existing)}",
             fix=f"name another --run-dir, or: sudo chown $(id -u) {existing}",
         ) from error
-    return _fine("run_access", "write", location, f"wrote and deleted a file in {existing}")
+    return describe("run_access", location, evidence=f"wrote and deleted a file in {existing}")
 
 
 def _write_object(location: str, uri: StorageUri) -> CheckFinding:
@@ -208,28 +193,12 @@ def _write_object(location: str, uri: StorageUri) -> CheckFinding:
         store.delete(key)
     except StorageError as error:
         refused = refusal("run_access", location, error)
-        return make_finding(
-            id="run_access",
-            severity="warning",
-            title="the run folder can be written, but nothing in it be deleted: old checkpoints pile up",
-            evidence=f"{refused.evidence_text}; the object {uri.child(key.rpartition('/')[2])} stays",
-            fix=refused.fix,
-            place=location,
-        )
+        left = uri.child(key.rpartition("/")[2])
+        return describe("run_access/not_deleted", location, cause=refused.evidence, object=left, fix=refused.fix)
     if notes:
-        return make_finding(
-            id="run_access",
-            severity="warning",
-            title="the run folder can be written, with a reservation",
-            evidence=f"{'; '.join(notes)}; credentials: {identity}",
-            fix="start one training per run folder",
-            place=location,
-        )
-    return _fine("run_access", "write", location, f"wrote, read and deleted an object; credentials: {identity}")
-
-
-def _fine(id: str, label: str, location: str, evidence: str) -> CheckFinding:
-    return make_finding(id=id, severity="ok", title=_LABELS[label], evidence=evidence, place=location)
+        evidence = f"{'; '.join(notes)}; credentials: {identity}"
+        return describe("run_access/reservation", location, evidence=evidence)
+    return describe("run_access", location, evidence=f"wrote, read and deleted an object; credentials: {identity}")
 
 
 def _owner(path: Path) -> str:

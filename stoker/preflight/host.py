@@ -163,8 +163,8 @@ def shared_memory(host: Host) -> Iterator[CheckFinding]:
     if total <= SHARED_MEMORY_SMALL.threshold("docker_bytes"):
         yield describe("shm/small", "/dev/shm", total=fmt.size(total), fix=SHARED_MEMORY_SMALL.fix)
     elif used / total >= (SHARED_MEMORY_SMALL.warning_threshold or 1.0):
-        texts = {"fraction": fmt.percentage(used / total), "used": fmt.size(used), "total": fmt.size(total)}
-        yield describe("shm/full", "/dev/shm", **texts)
+        fraction = fmt.percentage(used / total)
+        yield describe("shm/full", "/dev/shm", fraction=fraction, used=fmt.size(used), total=fmt.size(total))
     else:
         yield describe("shm", total=fmt.size(total))
 
