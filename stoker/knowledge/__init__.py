@@ -11,6 +11,7 @@ findings.toml: what findings of `check`, `report` and `launch advise` mean (`dia
 flags.toml: flags of other tools (`cli/flag_names.py`).
 frames.toml: functions of frameworks in stacks (`watch/frames.py`).
 gpus.toml: peaks of GPUs, by data sheets (`planning/accelerators.py`).
+links.toml: what links between ranks must carry (`preflight/network.py`).
 machines.toml, prices.toml: machines of clouds, their spot prices (`planning/machines.py`) and list prices
     (`hardware/prices.py`).
 models.toml: detector architectures (`config/architectures.py`).
@@ -20,6 +21,7 @@ secrets.toml: names and forms of secrets (`profiling/telemetry/secrets.py`).
 mig.toml: MIG slices of GPUs (`launching/containers.py`).
 pipeline_fields.toml: fields of the TensorFlow Object Detection API (`migration/tf_other.py`).
 report_words.toml: meanings of phases, stages, experiments and error types (`report/words.py`).
+refusals.toml: how refusals of a store are repaired (`preflight/access.py`).
 variables.toml: environment variables (`preflight/variables.py`).
 versions.toml: which versions belong together (`preflight/static/versions.py`).
 recipes.toml, settings.toml: what models of a kind are trained with (`config/recipes.py`); bounds and defaults of

@@ -28,7 +28,7 @@ from stoker.preflight.gpu import check_gpu
 from stoker.preflight.host import Host, check_host
 from stoker.preflight.network import check_network
 from stoker.preflight.static import check_sources
-from stoker.preflight.tensorflow import check_tensorflow
+from stoker.preflight.gpu_versions import check_tensorflow
 from stoker.preflight.variables import check_variables
 from stoker.profiling.telemetry.timeouts import TimeoutWorker
 from stoker.report import format as fmt

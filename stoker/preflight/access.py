@@ -6,6 +6,7 @@ nothing else is written or deleted, and nothing at all into the data. The messag
 """
 
 import os
+import re
 import tempfile
 import uuid
 from collections.abc import Callable, Mapping
@@ -13,7 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from glob import has_magic
 from pathlib import Path
 
+import msgspec
+
 from stoker.errors import Conflict, StokerError, StorageError, Unsupported
+from stoker.knowledge import read_toml
 from stoker.preflight.catalog import describe
 from stoker.preflight.findings import CheckFinding, Severity
 from stoker.storage.failures import caused_by
@@ -26,6 +30,18 @@ TIMEOUT_S = 4.0
 """Of a request with its retries; a store that never responded is given up after a sixth of it."""
 PROBE_NAME = ".stoker-check-"
 """Start of the name of what is written."""
+
+
+class _Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    fix: str
+    pattern: str = ""
+    scheme: str = ""
+    kind: str = ""
+    id: str = ""
+    unless: str = ""
+
+
+REFUSALS = msgspec.convert(read_toml("refusals.toml")["refusals"], list[_Refusal])
 
 
 def check_access(data: str | None, run_dir: str | None, *, env: Mapping[str, str] = os.environ) -> list[CheckFinding]:
@@ -64,50 +80,26 @@ def _tried(id: str, location: str, place: str, attempt: Callable[[], CheckFindin
 def refusal(id: str, location: str, error: StokerError, *, place: str = "") -> CheckFinding:
     """The finding for an error of the storage layer: what it says, and the fix, sharpened where the response tells more
     than the status."""
-    cause = error.cause or ""
-    fix = error.fix or ""
+    cause, fix = error.cause or "", error.fix or ""
     kind = caused_by(error) if isinstance(error, StorageError) else None
-    lower = f"{error.what} {cause}".lower()
-    scheme = location.partition("://")[0]
+    scheme, _, path = location.partition("://")
     severity: Severity = "blocker"
-    if "requester pays" in lower or "userprojectmissing" in lower:
-        fix = (
-            "stoker does not send a project to bill: copy the data into a bucket of your own, or let its owner run "
-            f"gcloud storage buckets update gs://{_bucket(location)} --no-requester-pays"
-        )
-    elif "InvalidObjectState" in cause:
-        fix = "the objects are archived (Glacier): restore them, aws s3api restore-object, or copy them to STANDARD"
-    elif kind == "denied" and scheme == "gs" and "scope" in lower:
-        fix = (
-            "the machine was started with too narrow access scopes: stop it, then gcloud compute instances "
-            "set-service-account NAME --scopes=cloud-platform"
-        )
-    elif kind == "denied" and scheme == "s3" and id == "data_access" and "AWS_REQUEST_PAYER" not in os.environ:
-        fix += "; for a bucket whose readers pay: export AWS_REQUEST_PAYER=true"
-    elif kind == "credentials":
-        fix = f"{_renewal(scheme, cause)}; {fix}" if _renewal(scheme, cause) else fix
-    elif kind == "retryable" and "no connection" not in cause and "timeout" not in cause:
+    if kind == "retryable" and "no connection" not in cause and "timeout" not in cause:
         severity = "warning"  # the store answers, and may answer better in a minute
+    profile = os.environ.get("AWS_PROFILE")
+    login = f"aws sso login --profile {profile}" if profile else "aws sso login, or fetch new temporary keys"
+    for row in REFUSALS:
+        is_case = all(
+            wanted in ("", found) for wanted, found in ((row.scheme, scheme), (row.kind, kind), (row.id, id))
+        ) and not (row.unless and row.unless in os.environ)
+        if is_case and re.search(row.pattern, f"{error.what} {cause}", re.IGNORECASE):
+            fix = row.fix.format(fix=fix, login=login, bucket=path.partition("/")[0])
+            break
     what = error.what if error.what.endswith("..") else error.what.removesuffix(".")
     cause = cause or f"location: {error.location}"
     return describe(
         f"{id}/refused", place or error.location or location, severity=severity, what=what, cause=cause, fix=fix
     )
-
-
-def _renewal(scheme: str, cause: str) -> str:
-    """How credentials that have run out are renewed."""
-    profile = os.environ.get("AWS_PROFILE")
-    if scheme == "s3" and ("ExpiredToken" in cause or "TokenRefreshRequired" in cause):
-        login = f"aws sso login --profile {profile}" if profile else "aws sso login, or fetch new temporary keys"
-        return f"the session has expired: {login}"
-    if scheme == "s3" and "InvalidToken" in cause:
-        return "AWS_SESSION_TOKEN belongs to other keys: unset it for permanent keys, or export all three again"
-    if scheme == "s3" and "SignatureDoesNotMatch" in cause:
-        return "AWS_SECRET_ACCESS_KEY is wrong or has a space at an end"
-    if scheme == "gs" and ("invalid_grant" in cause or "401" in cause):
-        return "the login has expired or was revoked"
-    return ""
 
 
 def _read(location: str) -> CheckFinding:
@@ -205,7 +197,3 @@ def _owner(path: Path) -> str:
     status = path.stat()
     user = f", this process is user {os.getuid()}" if hasattr(os, "getuid") else ""
     return f"its mode is {status.st_mode & 0o7777:o}, its owner user {status.st_uid}{user}"
-
-
-def _bucket(location: str) -> str:
-    return location.partition("://")[2].partition("/")[0]

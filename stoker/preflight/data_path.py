@@ -331,8 +331,9 @@ def _measure(
     probed = len(done)
     end_s = start_s + seconds
     while now_s < end_s:
-        is_enough = total_bytes >= MAX_BYTES or (started >= len(rest) and now_s - start_s >= MIN_S)
-        while not is_enough and len(pending) < target():
+        while len(pending) < target() and total_bytes < MAX_BYTES:
+            if started >= len(rest) and now_s - start_s >= MIN_S:
+                break
             image = next(order)
             pending[submit(image)] = image
             started += 1

@@ -10,15 +10,15 @@ is tried in `planning/memory_fit.py`.
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
+from stoker.hardware import cuda_trial
 from stoker.hardware.cuda_trial import STAGE, TorchDevice, TorchFacts
+from stoker.hardware.device import Device
 from stoker.hardware.gpu_evidence import (
     WSL_LIBRARY,
     device_files,
@@ -32,10 +32,12 @@ from stoker.preflight.findings import CheckFinding
 from stoker.preflight.gpu_condition import gpu_findings, xid_findings
 from stoker.preflight.gpu_facts import DRIVER_TIMEOUT_S, GpuFacts, Trial, fix_for
 from stoker.preflight.gpu_versions import driver_fix, driver_is_too_old, version_findings
-from stoker.preflight.programs import kill_program, start_program
+from stoker.preflight.programs import run_program
 from stoker.profiling.telemetry.environment import detect_container
-from stoker.profiling.telemetry.gpu import VERSION_MISMATCH, DriverState, read_driver
+from stoker.profiling.telemetry.gpu import in_host_pid_namespace
+from stoker.profiling.telemetry.gpu_state import VERSION_MISMATCH, DriverState, read_driver
 from stoker.profiling.telemetry.kernel_log import read_kernel_lines
+from stoker.profiling.telemetry.processes import list_process_tree
 from stoker.profiling.telemetry.timeouts import TimeoutWorker
 from stoker.report import format as fmt
 
@@ -45,6 +47,7 @@ CUDA's first start takes 5 s, with many GPUs that are not in persistence mode 20
 IMPORTING = "importing torch"
 TRIAL_SECONDS, DEEP_TRIAL_SECONDS = 0.3, 20.0
 """Of timed matrix products on each GPU. A clock that heat lowers needs longer to show."""
+SHORT_DRIVER_TIMEOUT_S = 1.5
 CONTAINER_FIXES = {
     "kubernetes": "request one: resources.limits nvidia.com/gpu: 1, on a node with NVIDIA's device plugin",
     "singularity": "start it with --nv",
@@ -116,41 +119,33 @@ def run_trial(
 ) -> Trial:
     """Runs the trial program, which is killed if one stage of it takes longer than `stage_timeout_s`, or all of them
     take longer than `timeout_s`. watch: called several times a second meanwhile."""
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        process = start_program(command, output.fileno(), errors.fileno())
-        timed_out, start_s, stage = False, time.monotonic(), ""
-        stage_start_s = start_s
-        try:
-            while True:
-                try:
-                    process.wait(0.1)
-                    break
-                except subprocess.TimeoutExpired:
-                    now_s = time.monotonic()
-                    if stage != (reached := _last_stage(errors)):
-                        stage, stage_start_s = reached, now_s
-                    if timed_out := now_s - stage_start_s > stage_timeout_s or now_s - start_s > timeout_s:
-                        break
-                    watch()
-        finally:
-            kill_program(process)
-        stage, took_s = _last_stage(errors), time.monotonic() - stage_start_s
-        if timed_out:
-            return Trial(facts=None, stage=stage, error=f"was still {stage} after {took_s:.0f} s", timed_out=True)
-        output.seek(0)
-        errors.seek(0)
-        lines = errors.read().decode(errors="replace").splitlines()
-        try:
-            return Trial(facts=msgspec.json.decode(output.read().splitlines()[-1], type=TorchFacts), stage=stage)
-        except (IndexError, msgspec.DecodeError):
-            last = next((line for line in reversed(lines) if line.strip() and not line.startswith(STAGE)), "no output")
-            return Trial(facts=None, stage=stage, error=f"exit code {process.returncode}: {last.strip()}")
+    stage, stage_start_s = "", time.monotonic()
+
+    def goes_on(errors: str) -> bool:
+        nonlocal stage, stage_start_s
+        if stage != (reached := _last_stage(errors)):
+            stage, stage_start_s = reached, time.monotonic()
+        if time.monotonic() - stage_start_s > stage_timeout_s:
+            return False
+        watch()
+        return True
+
+    try:
+        ended = run_program(command, timeout_s, watch=goes_on)
+    except subprocess.TimeoutExpired:
+        error = f"was still {stage} after {time.monotonic() - stage_start_s:.0f} s"
+        return Trial(facts=None, stage=stage, error=error, timed_out=True)
+    stage = _last_stage(ended.errors)
+    try:
+        return Trial(facts=msgspec.json.decode(ended.last_line, type=TorchFacts), stage=stage)
+    except msgspec.DecodeError:
+        lines = [line.strip() for line in ended.errors.splitlines() if line.strip() and not line.startswith(STAGE)]
+        error = f"exit code {ended.code}: {lines[-1] if lines else 'no output'}"
+        return Trial(facts=None, stage=stage, error=error)
 
 
-def _last_stage(errors: IO[bytes]) -> str:
-    size = os.fstat(errors.fileno()).st_size
-    text = os.pread(errors.fileno(), size, 0).decode(errors="replace")  # the process writes at its own position
-    return next((line.removeprefix(STAGE) for line in reversed(text.splitlines()) if line.startswith(STAGE)), "")
+def _last_stage(errors: str) -> str:
+    return next((line.removeprefix(STAGE) for line in reversed(errors.splitlines()) if line.startswith(STAGE)), "")
 
 
 def device_findings(facts: GpuFacts) -> Iterator[CheckFinding]:
@@ -234,3 +229,51 @@ RULES: tuple[Callable[[GpuFacts], Iterator[CheckFinding]], ...] = (
     gpu_findings,
     xid_findings,
 )
+
+
+# The part of the short form in `stoker train` (`short.py`): without a process, on the device that training has.
+
+
+def find_reason(env: Mapping[str, str], root: Path) -> CheckFinding | None:
+    """Why torch does not use the GPU of this machine; None: it has another accelerator, which is used by name."""
+    found = msgspec.convert(cuda_trial.describe_torch() | {"error": cuda_trial.cuda_error()}, TorchFacts)
+    return None if found.accelerator not in (None, "cuda") else silent_cpu(found, ask_driver(env), env=env, root=root)
+
+
+def quick_gpu_findings(device: Device, env: Mapping[str, str], root: Path) -> list[CheckFinding]:
+    """Versions, condition and other users of the GPU that training uses."""
+    facts = _facts_of(device, env, root)
+    return [*version_findings(facts), *gpu_findings(facts), *xid_findings(facts)]
+
+
+def _facts_of(device: Device, env: Mapping[str, str], root: Path) -> GpuFacts:
+    present = cuda_trial.present_device(device.torch_device)
+    found = msgspec.convert(cuda_trial.describe_torch() | {"devices": [present]}, TorchFacts)
+    driver = ask_driver(env)
+    return GpuFacts(
+        device=str(device.torch_device),
+        env=env,
+        root=root,
+        driver=None if driver is None else without_own(driver, present.index),
+        trial=Trial(facts=found),
+        kernel_lines=read_kernel_lines(),
+    )
+
+
+def without_own(driver: DriverState, index: int) -> DriverState:
+    """Only the GPU of the training, with the processes that are not part of it. In a container with PIDs of its own,
+    they cannot be told apart: none is kept."""
+    own = set(list_process_tree(os.getpid())) if in_host_pid_namespace() else None
+    gpus = []
+    for state in driver.gpus[index : index + 1]:
+        others = [] if own is None else [process for process in state.processes or [] if process.pid not in own]
+        sample = state.sample if others else msgspec.structs.replace(state.sample, memory_used_bytes=None)
+        gpus.append(msgspec.structs.replace(state, processes=others, sample=sample))
+    return msgspec.structs.replace(driver, gpus=gpus)
+
+
+def ask_driver(env: Mapping[str, str]) -> DriverState | None:
+    worker = TimeoutWorker(lambda: lambda: read_driver(env), name="driver")
+    state = worker.call(SHORT_DRIVER_TIMEOUT_S)
+    worker.stop()
+    return state

@@ -18,45 +18,35 @@ import msgspec
 import psutil
 
 from stoker.errors import ConfigError, StokerError
+from stoker.knowledge import read_toml
 from stoker.preflight.all_reduce import Measurement
 from stoker.preflight.catalog import describe
 from stoker.preflight.findings import CheckFinding, Severity
+from stoker.preflight.programs import run_program
 
 JOIN_S = 15.0
 """For the other ranks to come: they are started by the same launcher, some seconds apart."""
 START_S = 15.0
 """To import torch, on a slow disk."""
 CONNECT_S = 3.0
-MAX_LATENCY_S = {True: 0.005, False: 0.01}
-"""Of an all-reduce of one number, on one machine and between machines. gloo takes 0.2 ms on one machine
-(github.com/meta-pytorch/torchft/pull/199), 0.35 ms between two over TCP (github.com/pytorch/gloo/issues/158). A round
-trip between zones of a region is usually below 1 ms (cloud.google.com/compute/docs/regions-zones), between regions
-above 10 ms."""
 
-GLOO_LOOPBACK_FLOOR = 0.15e9
-"""Bytes per second of gloo on one machine, over TCP on loopback: 2.4 GB/s on a fast one (torchft/pull/199); 0.06
-between two ranks on two cores with a load of 12 (`LOG.md`). Less than the floor says that the cores are busy."""
-ETHERNET_FRACTION = 0.5
-"""Of the speed of the interface. NCCL over TCP or RoCE reaches 65 to 90 % (github.com/NVIDIA/nccl/issues/700, where
-65 % was reported as a fault). gloo reaches 90 % of 1 Gbit/s (github.com/pytorch/gloo/issues/21)."""
-GLOO_FLOOR_CAP = 0.5e9
-"""Half of what gloo reaches on 40 Gbit/s, 1.07 GB/s, where its one core per rank is the limit (gloo/issues/248)."""
-GPU_LINKS = (
-    (r"H100.*(?:HBM3|SXM)|H200|H800", "NVLink 4", 450e9),
-    (r"A100.*SXM|A800.*SXM", "NVLink 3", 230e9),
-    (r"V100.*SXM", "NVLink 2", 130e9),
-    (r"H100.*NVL", "NVLink bridge", 115e9),
-    (r"H100|A100|L40|A10|L4|RTX", "PCIe 4", 18e9),
-    (r"T4|V100|P100|P4", "PCIe 3", 9e9),
-)
-"""Name of the GPU, link between the GPUs of a machine, bus bandwidth in bytes per second of an all-reduce of 64 MiB and
-more: docs.alayanew.com "NCCL-tests in practice" (8 × H100 460–480, 8 × A100 230–250, PCIe 5 35–45 GB/s),
-github.com/NVIDIA/nccl-tests/issues/149 (8 × A100 about 200), github.com/NVIDIA/nccl/issues/1161 (bridge 115)."""
-GPU_LINK_FRACTION = 0.5
-"""Below half of it a link is down, peer access is disabled (NCCL_P2P_DISABLE), or the traffic takes another way."""
 
-_VIRTUAL = re.compile(r"docker|br-|veth|virbr|cni|flannel|cali|tailscale|wg|tun|tap|vmnet|podman|ifb|dummy")
-"""Interfaces that exist on every machine with the same address, or lead elsewhere."""
+class _Latency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    local: float
+    remote: float
+
+
+class _Links(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    max_latency_s: _Latency
+    gloo_loopback: float
+    ethernet_fraction: float
+    gloo_cap: float
+    gpu_fraction: float
+    virtual: str
+    gpus: list[tuple[str, str, float]]
+
+
+LINKS = msgspec.convert(read_toml("links.toml"), _Links)
 
 
 class Place(Protocol):
@@ -122,7 +112,11 @@ def judge_speed(measured: Measurement, interface: Interface | None, *, local: bo
     """Bandwidth and latency against the floor of the link. interface: over which the other ranks are reached; local:
     all are on this machine."""
     link, floor = link_floor(measured, interface, local=local)
-    bus, latency_ms, limit_ms = measured.bus_bytes_per_s, measured.latency_s * 1e3, MAX_LATENCY_S[local] * 1e3
+    bus, latency_ms, limit_ms = (
+        measured.bus_bytes_per_s,
+        measured.latency_s * 1e3,
+        1e3 * (LINKS.max_latency_s.local if local else LINKS.max_latency_s.remote),
+    )
     figures = f"{bus / 1e9:.3g} GB/s, latency {latency_ms:.2g} ms"
     evidence = (
         f"{measured.count} all-reduces of {measured.size_bytes / 1e6:.1f} MB between {measured.world_size} ranks with "
@@ -151,19 +145,19 @@ def judge_speed(measured: Measurement, interface: Interface | None, *, local: bo
 def link_floor(measured: Measurement, interface: Interface | None, *, local: bool) -> tuple[str, float | None]:
     """(the link in words, bytes per second that it must carry; None: not known)."""
     if local and measured.device == "cpu":
-        return "loopback", GLOO_LOOPBACK_FLOOR
+        return "loopback", LINKS.gloo_loopback
     if local:
-        for pattern, name, speed in GPU_LINKS:
+        for pattern, name, speed in LINKS.gpus:
             if re.search(pattern, measured.device):
-                return f"{name} ({measured.device})", GPU_LINK_FRACTION * speed
+                return f"{name} ({measured.device})", LINKS.gpu_fraction * speed
         return measured.device, None
     if interface is None:
         return "an interface that is not known", None
     if interface.speed_bits is None:
         return f"{interface.name} (of unknown speed)", None
-    floor = ETHERNET_FRACTION * interface.speed_bits / 8
+    floor = LINKS.ethernet_fraction * interface.speed_bits / 8
     link = f"{interface.name} ({interface.speed_bits / 1e9:g} Gbit/s)"
-    return link, min(floor, GLOO_FLOOR_CAP) if measured.backend == "gloo" else floor
+    return link, min(floor, LINKS.gloo_cap) if measured.backend == "gloo" else floor
 
 
 def check_interfaces(
@@ -177,7 +171,7 @@ def check_interfaces(
     present = ", ".join(f"{interface.name} {interface.address}" for interface in interfaces)
     choice, gloo = env.get("NCCL_SOCKET_IFNAME", ""), env.get("GLOO_SOCKET_IFNAME", "")
     chosen = nccl_interfaces(names, choice)
-    dead_ends = [name for name in chosen if name == "lo" or _VIRTUAL.match(name)]
+    dead_ends = [name for name in chosen if name == "lo" or re.match(LINKS.virtual, name)]
     if choice and not chosen:
         findings.append(
             describe("rank_interface/none", "NCCL_SOCKET_IFNAME", choice=choice, present=present, good=good)
@@ -266,23 +260,13 @@ def _measure(place: Place, seconds: float, join_s: float, env: Mapping[str, str]
     """The measurement of this rank, or the last message of its process."""
     command = [sys.executable, "-m", "stoker.preflight.all_reduce", str(seconds), str(join_s)]
     try:
-        done = subprocess.run(
-            command,
-            env={**env, **place.variables()},
-            capture_output=True,
-            text=True,
-            timeout=START_S + join_s + 1.5 * seconds,
-            check=False,
-        )
+        ended = run_program(command, START_S + join_s + 1.5 * seconds, env={**env, **place.variables()})
     except subprocess.TimeoutExpired:
         return f"the ranks did not meet within {START_S + join_s:.0f} s"
-    except OSError as error:
-        return str(error)
     try:
-        return msgspec.json.decode(done.stdout.strip().rpartition("\n")[2], type=Measurement)
+        return msgspec.json.decode(ended.last_line, type=Measurement)
     except msgspec.DecodeError:
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        return lines[-1][:400] if lines else f"the process of the check ended with exit code {done.returncode}"
+        return ended.reason[:400]
 
 
 def _search_reason(place: Place, address: str | None, message: str) -> CheckFinding:

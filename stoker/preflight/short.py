@@ -1,7 +1,7 @@
 """The short form of `stoker check` in `stoker train`: what costs milliseconds, before the first step.
 
 On a GPU it asks the driver, for at most two seconds, and uses the CUDA context that training has: no process is
-started (`short_gpu.py`, which a training on a CPU does not import). Nothing is measured; `stoker check` does that.
+started (`gpu.py`, which a training on a CPU does not import). Nothing is measured; `stoker check` does that.
 """
 
 import os
@@ -26,7 +26,7 @@ def require_meant_device(
     requested: the setting `--device`; None leaves the choice to stoker."""
     if requested is not None or not device.is_cpu or not gpu_evidence(env, root):
         return
-    from stoker.preflight.short_gpu import find_reason
+    from stoker.preflight.gpu import find_reason
 
     reason = find_reason(env, root)
     if reason is not None:
@@ -46,7 +46,7 @@ def quick_findings(
     machine = host.Host(run_dir=run_dir, num_gpus=0 if device.is_cpu else 1, env=env, root=root, write_bytes=0)
     findings = [finding for rule in QUICK_HOST_RULES for finding in rule(machine)]
     if device.kind == "cuda":
-        from stoker.preflight.short_gpu import quick_gpu_findings
+        from stoker.preflight.gpu import quick_gpu_findings
 
         findings += quick_gpu_findings(device, env, root)
     return worst_first(finding for finding in findings if finding.severity in ("blocker", "warning"))

@@ -9,9 +9,8 @@ import re
 import tomllib
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import msgspec
 import yaml
 from packaging.markers import UndefinedComparison, UndefinedEnvironmentName
 from packaging.requirements import InvalidRequirement, Requirement
@@ -21,6 +20,7 @@ from packaging.utils import canonicalize_name
 from stoker import regular_files
 from stoker.preflight.static.versions import Minor, minor
 
+Value = TypeVar("Value")
 MAX_BYTES = 1 << 20
 MAX_YAML_BYTES = 1 << 18
 """PyYAML reads about 100 KB a second."""
@@ -256,47 +256,12 @@ def _items(node: yaml.Node | None, key: str) -> list[yaml.Node]:
     ]
 
 
-class _ProjectTable(msgspec.Struct, rename="kebab"):
-    dependencies: list[str] = []
-    requires_python: str = ""
-
-
-class _Index(msgspec.Struct):
-    name: str = ""
-    url: str = ""
-
-
-class _Source(msgspec.Struct):
-    index: str = ""
-
-
-class _Uv(msgspec.Struct):
-    index: list[_Index] = []
-    sources: dict[str, _Source | list[_Source]] = {}
-
-
-class _Poetry(msgspec.Struct):
-    dependencies: dict[str, Any] = {}
-
-
-class _Tool(msgspec.Struct):
-    uv: _Uv = msgspec.field(default_factory=_Uv)
-    poetry: _Poetry = msgspec.field(default_factory=_Poetry)
-
-
-class _Project(msgspec.Struct):
-    """What is read of pyproject.toml."""
-
-    project: _ProjectTable = msgspec.field(default_factory=_ProjectTable)
-    tool: _Tool = msgspec.field(default_factory=_Tool)
-
-
 def _read_project(path: Path, name: str) -> Requested:
     """pyproject.toml: [project] dependencies, [tool.poetry.dependencies], and the indices of uv."""
     text = read_text(path, MAX_BYTES)
     try:
-        project = msgspec.convert(tomllib.loads(text), _Project, strict=False)
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError, RecursionError) as error:
+        tables = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ValueError(str(error) or "is nested too deeply") from error
     lines = text.split("\n")
 
@@ -304,19 +269,20 @@ def _read_project(path: Path, name: str) -> Requested:
         return f"{name}:{next((number for number, line in enumerate(lines, start=1) if part in line), 1)}"
 
     requested = Requested()
-    indices = {row.name: wheel_index(row.url) for row in project.tool.uv.index}
-    for requirement in project.project.dependencies[:MAX_PACKAGES]:
-        package = read_package(requirement, place=place_of(requirement))
+    uv_indices = [row for row in _at(tables, "tool.uv.index", list) if isinstance(row, dict)]
+    indices = {row.get("name"): wheel_index(str(row.get("url"))) for row in uv_indices}
+    for requirement in _at(tables, "project.dependencies", list)[:MAX_PACKAGES]:
+        package = read_package(requirement, place=place_of(requirement)) if isinstance(requirement, str) else None
         if package is None:
             continue
-        sources = project.tool.uv.sources.get(package.name, [])
-        names = [row.index for row in (sources if isinstance(sources, list) else [sources])]
-        if index := next((indices.get(given, "") for given in names), ""):
+        sources = _at(tables, "tool.uv.sources", dict).get(package.name, {})
+        rows = [row for row in (sources if isinstance(sources, list) else [sources]) if isinstance(row, dict)]
+        if index := next((indices.get(row.get("index"), "") for row in rows), ""):
             options = Options(index=index, index_alone=True, index_place=package.place)
             package = dataclasses.replace(package, options=options)
         requested.packages.append(package)
-    requested.python = _only_python(project.project.requires_python)
-    for key, value in project.tool.poetry.dependencies.items():
+    requested.python = _only_python(_at(tables, "project.requires-python", str))
+    for key, value in _at(tables, "tool.poetry.dependencies", dict).items():
         version = value.get("version", "") if isinstance(value, dict) else value
         if not isinstance(version, str):
             continue
@@ -325,6 +291,13 @@ def _read_project(path: Path, name: str) -> Requested:
         elif package := read_package(f"{key}{_from_poetry(version)}", place=place_of(key)):
             requested.packages.append(package)
     return requested
+
+
+def _at(table: Any, path: str, kind: type[Value]) -> Value:
+    """The value at a dotted path of nested tables; an empty one where there is none of this kind."""
+    for key in path.split("."):
+        table = table.get(key) if isinstance(table, dict) else None
+    return table if isinstance(table, kind) else kind()
 
 
 def _only_python(specifier: str) -> Minor | None:
