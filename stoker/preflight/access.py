@@ -17,9 +17,9 @@ from pathlib import Path
 import msgspec
 
 from stoker.errors import Conflict, StokerError, StorageError, Unsupported
+from stoker.findings.finding import Finding, Severity
 from stoker.knowledge import read_toml
 from stoker.preflight.catalog import describe
-from stoker.preflight.findings import CheckFinding, Severity
 from stoker.storage.failures import caused_by
 from stoker.storage.retry import Timeouts
 from stoker.storage.run_uri import WRITABLE_SCHEMES
@@ -44,7 +44,7 @@ class _Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 REFUSALS = msgspec.convert(read_toml("refusals.toml")["refusals"], list[_Refusal])
 
 
-def check_access(data: str | None, run_dir: str | None, *, env: Mapping[str, str] = os.environ) -> list[CheckFinding]:
+def check_access(data: str | None, run_dir: str | None, *, env: Mapping[str, str] = os.environ) -> list[Finding]:
     """Reads from the data, writes into the run folder.
 
     data: a path, a URI, "demo" (which has no files) or None. run_dir: a path, a URI or None: Vertex AI's folder for
@@ -57,17 +57,17 @@ def check_access(data: str | None, run_dir: str | None, *, env: Mapping[str, str
         return [*(readable.result() if readable else []), *written]
 
 
-def check_readable(location: str, *, place: str = "") -> list[CheckFinding]:
+def check_readable(location: str, *, place: str = "") -> list[Finding]:
     """Whether a path exists and can be read, or a URI be listed and an object of it be read."""
     return _tried("data_access", location, place, lambda: _read(location))
 
 
-def check_writable(location: str, *, place: str = "") -> list[CheckFinding]:
+def check_writable(location: str, *, place: str = "") -> list[Finding]:
     """Whether a folder or a URI can be written, and what was written be deleted."""
     return _tried("run_access", location, place, lambda: _write(location))
 
 
-def _tried(id: str, location: str, place: str, attempt: Callable[[], CheckFinding]) -> list[CheckFinding]:
+def _tried(id: str, location: str, place: str, attempt: Callable[[], Finding]) -> list[Finding]:
     """The finding of an attempt; an error is a finding, too."""
     try:
         return [attempt()]
@@ -77,7 +77,7 @@ def _tried(id: str, location: str, place: str, attempt: Callable[[], CheckFindin
         return [describe(f"{id}/unknown", place or location, error=f"{type(error).__name__}: {error}")]
 
 
-def refusal(id: str, location: str, error: StokerError, *, place: str = "") -> CheckFinding:
+def refusal(id: str, location: str, error: StokerError, *, place: str = "") -> Finding:
     """The finding for an error of the storage layer: what it says, and the fix, sharpened where the response tells more
     than the status."""
     cause, fix = error.cause or "", error.fix or ""
@@ -102,7 +102,7 @@ def refusal(id: str, location: str, error: StokerError, *, place: str = "") -> C
     )
 
 
-def _read(location: str) -> CheckFinding:
+def _read(location: str) -> Finding:
     text = expand_variables(location)
     if not is_uri(text):
         path = Path(text)
@@ -135,7 +135,7 @@ def _read(location: str) -> CheckFinding:
     return describe("data_access", location, evidence=f"read {info.key}; credentials: {identity}")
 
 
-def _write(location: str) -> CheckFinding:
+def _write(location: str) -> Finding:
     text = expand_variables(location)
     if not is_uri(text):
         return _write_file(location, Path(text))
@@ -145,7 +145,7 @@ def _write(location: str) -> CheckFinding:
     return _write_object(location, uri)
 
 
-def _write_file(location: str, folder: Path) -> CheckFinding:
+def _write_file(location: str, folder: Path) -> Finding:
     existing = folder.absolute()
     while not existing.exists() and existing.parent != existing:
         existing = existing.parent
@@ -166,7 +166,7 @@ def _write_file(location: str, folder: Path) -> CheckFinding:
     return describe("run_access", location, evidence=f"wrote and deleted a file in {existing}")
 
 
-def _write_object(location: str, uri: StorageUri) -> CheckFinding:
+def _write_object(location: str, uri: StorageUri) -> Finding:
     store = Store(uri, timeouts=Timeouts(TIMEOUT_S))
     key, content = uri.child(f"{PROBE_NAME}{uuid.uuid4().hex}").key, b"stoker check"
     store.write(key, content)
@@ -186,7 +186,7 @@ def _write_object(location: str, uri: StorageUri) -> CheckFinding:
     except StorageError as error:
         refused = refusal("run_access", location, error)
         left = uri.child(key.rpartition("/")[2])
-        return describe("run_access/not_deleted", location, cause=refused.evidence, object=left, fix=refused.fix)
+        return describe("run_access/not_deleted", location, cause=refused.evidence_text, object=left, fix=refused.fix)
     if notes:
         evidence = f"{'; '.join(notes)}; credentials: {identity}"
         return describe("run_access/reservation", location, evidence=evidence)

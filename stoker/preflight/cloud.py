@@ -17,8 +17,8 @@ from typing import Literal
 
 import msgspec
 
+from stoker.findings.finding import Finding
 from stoker.preflight.catalog import describe
-from stoker.preflight.findings import CheckFinding
 from stoker.profiling.telemetry.environment import detect_machine_type
 from stoker.profiling.telemetry.platform_info import describe_storage, detect_cloud
 
@@ -70,7 +70,7 @@ def read_machine(env: Mapping[str, str] = os.environ, *, root: Path = Path("/"))
 
 def check_cloud(
     env: Mapping[str, str] = os.environ, *, run_dir: str | None = None, root: Path = Path("/")
-) -> list[CheckFinding]:
+) -> list[Finding]:
     """Type of the machine, spot or not, host maintenance, notices that are pending. run_dir: folder or URI of the run;
     None: `runs/` in the current folder, or Vertex AI's folder for checkpoints."""
     machine, reasons = _ask_services(env, root)
@@ -93,7 +93,7 @@ def check_cloud(
     return findings
 
 
-def _without_service(cloud: str | None, reasons: Mapping[str, str]) -> CheckFinding:
+def _without_service(cloud: str | None, reasons: Mapping[str, str]) -> Finding:
     if cloud in ("gcp", "aws"):
         return describe(f"metadata_unreachable/{cloud}", reason=reasons.get(cloud, "not asked"))
     if cloud is not None:
@@ -103,7 +103,7 @@ def _without_service(cloud: str | None, reasons: Mapping[str, str]) -> CheckFind
     return describe("cloud_machine", machine="not a machine of Google Cloud or AWS", evidence=evidence)
 
 
-def _check_host_maintenance(machine: CloudMachine) -> CheckFinding:
+def _check_host_maintenance(machine: CloudMachine) -> Finding:
     """A GPU machine of Google's is always stopped for maintenance (cloud.google.com/compute/docs/gpus/gpu-host-
     maintenance), so what matters is whether it starts again; a spot machine never does."""
     restarts = machine.automatic_restart is not False
@@ -113,7 +113,7 @@ def _check_host_maintenance(machine: CloudMachine) -> CheckFinding:
     return describe("host_maintenance/restarts" if restarts else "host_maintenance", evidence=evidence)
 
 
-def _check_spot(machine: CloudMachine, run_dir: str, root: Path) -> CheckFinding:
+def _check_spot(machine: CloudMachine, run_dir: str, root: Path) -> Finding:
     storage = describe_storage(run_dir, root)
     ids = {True: "spot_run_folder/network", False: "spot_run_folder", None: "spot_run_folder/unknown"}
     return describe(

@@ -28,11 +28,11 @@ from stoker.data.images.decode import thumbnail
 from stoker.data.index import Index, open_index
 from stoker.data.loading.autotune import MAX_WORKERS, WORKERS_PER_CORE
 from stoker.errors import DataError, ObjectMissing, StokerError
+from stoker.findings.finding import Finding
 from stoker.hardware.cgroup import host_cores
 from stoker.preflight.access import refusal
 from stoker.preflight.catalog import describe
 from stoker.preflight.cloud import read_machine
-from stoker.preflight.findings import CheckFinding
 from stoker.preflight.regions import check_region
 from stoker.profiling.telemetry.environment import describe_storage
 from stoker.storage.fetcher import Fetcher
@@ -98,7 +98,7 @@ def check_data_path(
     seconds: float = 10.0,
     max_side: int = MAX_SIDE,
     env: Mapping[str, str] = os.environ,
-) -> list[CheckFinding]:
+) -> list[Finding]:
     """Images per second from where the data is, against the demand, and the region of its bucket.
 
     demand_images_per_s: what the device takes; None: not known. demand_text: the clause before that number, "the GPU
@@ -128,7 +128,7 @@ def check_data_path(
 
 def judge(
     index: Index, rate: ReadRate, decode_s: float | None, demand_images_per_s: float | None, demand_text: str
-) -> CheckFinding:
+) -> Finding:
     """The finding from the measurements. decode_s: CPU-seconds per image; None: nothing could be decoded."""
     place = _Place.of(index)
     cores = host_cores()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from stoker.findings.finding import Finding
 from stoker.hardware import cuda_trial
 from stoker.hardware.cuda_trial import STAGE, TorchDevice, TorchFacts
 from stoker.hardware.device import Device
@@ -28,7 +29,6 @@ from stoker.hardware.gpu_evidence import (
     promised_by,
 )
 from stoker.preflight.catalog import describe
-from stoker.preflight.findings import CheckFinding
 from stoker.preflight.gpu_condition import gpu_findings, xid_findings
 from stoker.preflight.gpu_facts import DRIVER_TIMEOUT_S, GpuFacts, Trial, fix_for
 from stoker.preflight.gpu_versions import driver_fix, driver_is_too_old, version_findings
@@ -66,7 +66,7 @@ def check_gpu(
     trial_command: Sequence[str] = (sys.executable, "-m", "stoker.hardware.cuda_trial"),
     stage_timeout_s: float = STAGE_TIMEOUT_S,
     kernel_log: Path = Path("/dev/kmsg"),
-) -> list[CheckFinding]:
+) -> list[Finding]:
     """device: as `--device`; root: with /sys, /proc, /dev; the other arguments stand for the machine in tests."""
     if device == "cpu":
         text, evidence = "training on the CPU was asked for", "--device cpu: GPUs are not looked at"
@@ -148,7 +148,7 @@ def _last_stage(errors: str) -> str:
     return next((line.removeprefix(STAGE) for line in reversed(errors.splitlines()) if line.startswith(STAGE)), "")
 
 
-def device_findings(facts: GpuFacts) -> Iterator[CheckFinding]:
+def device_findings(facts: GpuFacts) -> Iterator[Finding]:
     """Training silently on the CPU, with the exact reason; or the GPUs that torch has used."""
     trial, found = facts.trial, facts.trial.facts
     is_early = trial.stage in ("", IMPORTING)
@@ -175,7 +175,7 @@ def device_findings(facts: GpuFacts) -> Iterator[CheckFinding]:
         yield finding
 
 
-def _used_device(device: TorchDevice) -> CheckFinding:
+def _used_device(device: TorchDevice) -> Finding:
     place = f"cuda:{device.index}"
     if device.wrong:
         return describe("gpu_wrong_results", place, name=device.name, error=device.error)
@@ -188,7 +188,7 @@ def _used_device(device: TorchDevice) -> CheckFinding:
 
 def silent_cpu(
     found: TorchFacts, driver: DriverState | None, *, env: Mapping[str, str] = os.environ, root: Path = Path("/")
-) -> CheckFinding:
+) -> Finding:
     """Why torch has no GPU to use, a blocker, with the exact fix. Also for the short form in `stoker train`."""
     shown = gpu_evidence(env, root)
     evidence = "; ".join([f"torch {found.torch} finds no GPU", *shown])
@@ -223,7 +223,7 @@ def silent_cpu(
     return describe("gpu_not_usable/torch", evidence=evidence, fix=fix)
 
 
-RULES: tuple[Callable[[GpuFacts], Iterator[CheckFinding]], ...] = (
+RULES: tuple[Callable[[GpuFacts], Iterator[Finding]], ...] = (
     device_findings,
     version_findings,
     gpu_findings,
@@ -234,13 +234,13 @@ RULES: tuple[Callable[[GpuFacts], Iterator[CheckFinding]], ...] = (
 # The part of the short form in `stoker train` (`short.py`): without a process, on the device that training has.
 
 
-def find_reason(env: Mapping[str, str], root: Path) -> CheckFinding | None:
+def find_reason(env: Mapping[str, str], root: Path) -> Finding | None:
     """Why torch does not use the GPU of this machine; None: it has another accelerator, which is used by name."""
     found = msgspec.convert(cuda_trial.describe_torch() | {"error": cuda_trial.cuda_error()}, TorchFacts)
     return None if found.accelerator not in (None, "cuda") else silent_cpu(found, ask_driver(env), env=env, root=root)
 
 
-def quick_gpu_findings(device: Device, env: Mapping[str, str], root: Path) -> list[CheckFinding]:
+def quick_gpu_findings(device: Device, env: Mapping[str, str], root: Path) -> list[Finding]:
     """Versions, condition and other users of the GPU that training uses."""
     facts = _facts_of(device, env, root)
     return [*version_findings(facts), *gpu_findings(facts), *xid_findings(facts)]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from stoker.diagnosis.causes.gpu import PCIE_DEGRADED
 from stoker.diagnosis.xids import find_xid
+from stoker.findings.finding import Finding, Severity
 from stoker.preflight.catalog import describe
-from stoker.preflight.findings import CheckFinding, Severity
 from stoker.preflight.gpu_facts import DRIVER_TIMEOUT_S, GpuFacts
 from stoker.profiling.telemetry.gpu import EXCLUSIVE, PROHIBITED, GpuState
 from stoker.profiling.telemetry.machine import read_text_or_none
@@ -24,7 +24,7 @@ SLOWDOWNS = {"throttled_heat": 0x08 | 0x20 | 0x40, "throttled_power": 0x80, "clo
 """Finding → bits of NVML's clocks event reasons. The software power cap (0x04) is how large GPUs work."""
 
 
-def gpu_findings(facts: GpuFacts) -> Iterator[CheckFinding]:
+def gpu_findings(facts: GpuFacts) -> Iterator[Finding]:
     """Defects, modes and other users of each GPU."""
     if facts.driver is None:
         severity: Severity = "blocker" if facts.trial.timed_out else "warning"
@@ -39,7 +39,7 @@ def gpu_findings(facts: GpuFacts) -> Iterator[CheckFinding]:
         yield from findings or [describe("gpu_state", place, gpu=gpu.title)]
 
 
-def _memory_errors(gpu: GpuState, _: GpuFacts, place: str) -> Iterator[CheckFinding]:
+def _memory_errors(gpu: GpuState, _: GpuFacts, place: str) -> Iterator[Finding]:
     if gpu.rows_failed:
         yield describe("ecc_errors/failed", place, gpu=gpu.title)
     elif gpu.sample.ecc_uncorrected:
@@ -49,7 +49,7 @@ def _memory_errors(gpu: GpuState, _: GpuFacts, place: str) -> Iterator[CheckFind
         yield describe("ecc_errors/pending", place, gpu=gpu.title)
 
 
-def _clocks(gpu: GpuState, _: GpuFacts, place: str) -> Iterator[CheckFinding]:
+def _clocks(gpu: GpuState, _: GpuFacts, place: str) -> Iterator[Finding]:
     sample, reasons = gpu.sample, gpu.sample.throttle_reasons or 0
     clocks = (
         f"clocks event reasons {reasons:#x}, SM clock {fmt.count(sample.sm_clock_mhz)} of "
@@ -60,7 +60,7 @@ def _clocks(gpu: GpuState, _: GpuFacts, place: str) -> Iterator[CheckFinding]:
             yield describe(id, place, gpu=gpu.title, clocks=clocks)
 
 
-def _pcie(gpu: GpuState, _: GpuFacts, place: str) -> Iterator[CheckFinding]:
+def _pcie(gpu: GpuState, _: GpuFacts, place: str) -> Iterator[Finding]:
     sample = gpu.sample
     if not (sample.pcie_width and sample.pcie_width_max):
         return
@@ -82,7 +82,7 @@ def _pcie(gpu: GpuState, _: GpuFacts, place: str) -> Iterator[CheckFinding]:
         )
 
 
-def _modes(gpu: GpuState, facts: GpuFacts, place: str) -> Iterator[CheckFinding]:
+def _modes(gpu: GpuState, facts: GpuFacts, place: str) -> Iterator[Finding]:
     if gpu.compute_mode == PROHIBITED:
         yield describe("compute_mode", place, gpu=gpu.title)
     if gpu.sample.mig:
@@ -100,7 +100,7 @@ def _mps_server(gpu: GpuState, facts: GpuFacts) -> int | None:
     return next((pid for pid, name in names if name.startswith("nvidia-cuda-mps")), None)
 
 
-def _other_users(gpu: GpuState, facts: GpuFacts, place: str) -> Iterator[CheckFinding]:
+def _other_users(gpu: GpuState, facts: GpuFacts, place: str) -> Iterator[Finding]:
     sample, mps = gpu.sample, _mps_server(gpu, facts)
     processes = [process for process in gpu.processes or () if process.pid != mps]
     used, total = sample.memory_used_bytes, sample.memory_total_bytes
@@ -132,7 +132,7 @@ def _command(pid: int, root: Path) -> str:
     return text[:120] or read_text_or_none(f"{root}/proc/{pid}/comm") or "unknown command"
 
 
-def xid_findings(facts: GpuFacts) -> Iterator[CheckFinding]:
+def xid_findings(facts: GpuFacts) -> Iterator[Finding]:
     if not facts.gpus:
         return
     if facts.kernel_lines is None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 
+from stoker.findings.finding import Finding, Severity
 from stoker.hardware.cuda_trial import TorchFacts
 from stoker.preflight.catalog import describe
-from stoker.preflight.findings import CheckFinding, Severity
 from stoker.preflight.gpu_facts import GpuFacts
 from stoker.preflight.programs import run_program
 from stoker.preflight.static.versions import DRIVERS_BY_MAJOR
@@ -25,7 +25,7 @@ TENSORFLOW_PROGRAM = (
 )
 
 
-def version_findings(facts: GpuFacts) -> Iterator[CheckFinding]:
+def version_findings(facts: GpuFacts) -> Iterator[Finding]:
     """Driver against runtime, architectures, cuDNN: of a torch that has used a GPU."""
     found = facts.trial.facts
     if found is None or not found.num_gpus or found.cuda is None:
@@ -105,7 +105,7 @@ def runs_on(arch_list: Sequence[str], capability: tuple[int, int]) -> bool:
     return not arch_list  # not known
 
 
-def _cudnn(facts: GpuFacts, found: TorchFacts) -> Iterator[CheckFinding]:
+def _cudnn(facts: GpuFacts, found: TorchFacts) -> Iterator[Finding]:
     folders = sorted({path.rpartition("/")[0] for path in found.libraries if "/libcudnn" in path})
     search_path = [folder.lstrip("/") for folder in facts.env.get("LD_LIBRARY_PATH", "").split(":") if folder]
     others = [path for folder in search_path for path in sorted((facts.root / folder).glob("libcudnn.so*"))]
@@ -155,7 +155,7 @@ def check_tensorflow(
     gpu_is_there: bool,
     command: Sequence[str] = (sys.executable, "-c", TENSORFLOW_PROGRAM),
     timeout_s: float = TENSORFLOW_TIMEOUT_S,
-) -> list[CheckFinding]:
+) -> list[Finding]:
     """Whether TensorFlow sees the GPU, for jobs that use it. needed: such a job is to run, so it is a blocker."""
     try:
         ended = run_program(command, timeout_s)

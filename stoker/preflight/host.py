@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from stoker.diagnosis.causes.memory import FD_LIMIT_NEAR, HOST_MEMORY_NEAR_LIMIT, SHARED_MEMORY_SMALL
+from stoker.findings.finding import Finding, Severity
 from stoker.hardware.cgroup import Cgroup
 from stoker.hardware.gpu_evidence import pci_gpus
 from stoker.preflight.catalog import describe
-from stoker.preflight.findings import CheckFinding, Severity
 from stoker.profiling.telemetry import machine, platform_info
 from stoker.profiling.telemetry.procfs import read_text_or_none
 from stoker.report import format as fmt
@@ -82,11 +82,11 @@ class Host:
         return float(len(self.cpus)) if quota is None else min(float(len(self.cpus)), quota)
 
 
-def check_host(host: Host) -> list[CheckFinding]:
+def check_host(host: Host) -> list[Finding]:
     return [finding for rule in RULES for finding in rule(host)]
 
 
-def cores(host: Host) -> Iterator[CheckFinding]:
+def cores(host: Host) -> Iterator[Finding]:
     """vCPUs per GPU against the loader's need."""
     evidence = f"{host.cores:g} cores by affinity and cgroup"
     if not host.num_gpus:
@@ -103,7 +103,7 @@ def cores(host: Host) -> Iterator[CheckFinding]:
         yield describe("cpu_cores/few", cores=per_gpu, need=need, evidence=evidence)
 
 
-def cpu_quota(host: Host) -> Iterator[CheckFinding]:
+def cpu_quota(host: Host) -> Iterator[Finding]:
     quota, visible = host.cgroup.cpu_limit_cores(), len(host.cpus)
     if quota is None or quota >= visible:
         return
@@ -118,7 +118,7 @@ def cpu_quota(host: Host) -> Iterator[CheckFinding]:
         yield describe("cpu_quota", "OMP_NUM_THREADS", quota=quota, visible=visible, threads=threads, evidence=evidence)
 
 
-def threads(host: Host) -> Iterator[CheckFinding]:
+def threads(host: Host) -> Iterator[Finding]:
     """Variables that ask for more threads than there are cores."""
     for name in THREAD_VARIABLES:
         value = host.env.get(name, "").split(",")[0].strip()
@@ -129,7 +129,7 @@ def threads(host: Host) -> Iterator[CheckFinding]:
     yield describe("threads/ok", names=", ".join(THREAD_VARIABLES))
 
 
-def memory(host: Host) -> Iterator[CheckFinding]:
+def memory(host: Host) -> Iterator[Finding]:
     """Free memory, of the machine or of the container."""
     meminfo = machine.read_meminfo(host.root / "proc")
     state = host.cgroup.memory_state()
@@ -155,7 +155,7 @@ def memory(host: Host) -> Iterator[CheckFinding]:
         yield describe("swap" if is_swapping else "swap/ok", swap=fmt.size(swap))
 
 
-def shared_memory(host: Host) -> Iterator[CheckFinding]:
+def shared_memory(host: Host) -> Iterator[Finding]:
     usage = machine.disk_usage(f"{host.root}/dev/shm")
     if usage is None:
         return
@@ -169,7 +169,7 @@ def shared_memory(host: Host) -> Iterator[CheckFinding]:
         yield describe("shm", total=fmt.size(total))
 
 
-def file_handles(host: Host) -> Iterator[CheckFinding]:
+def file_handles(host: Host) -> Iterator[Finding]:
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if host.max_files is None else host.max_files
     if soft != resource.RLIM_INFINITY and soft < MIN_FILES:
         yield describe("file_handles", limit=soft, fix=FD_LIMIT_NEAR.command or "")
@@ -177,7 +177,7 @@ def file_handles(host: Host) -> Iterator[CheckFinding]:
         yield describe("file_handles/ok", limit="any number of" if soft == resource.RLIM_INFINITY else f"{soft:,}")
 
 
-def disk(host: Host) -> Iterator[CheckFinding]:
+def disk(host: Host) -> Iterator[Finding]:
     """Room and write speed for checkpoints where the run will be."""
     if host.run_dir is None:
         return
@@ -223,7 +223,7 @@ def measure_write_speed(folder: Path, size_bytes: int) -> float:
         return max(size_bytes, len(block)) / (time.perf_counter() - start_s)
 
 
-def clock(host: Host) -> Iterator[CheckFinding]:
+def clock(host: Host) -> Iterator[Finding]:
     """The clock against a server's, which decides whether buckets accept signed requests."""
     skews = ((url, skew) for url in host.date_urls if (skew := clock_skew_s(url)) is not None)
     url, skew = next(skews, ("", 0.0))
@@ -269,7 +269,7 @@ def clock_skew_s(url: str) -> float | None:
         return None
 
 
-def numa(host: Host) -> Iterator[CheckFinding]:
+def numa(host: Host) -> Iterator[Finding]:
     """GPUs whose memory controller is on a CPU that this process may not use."""
     nodes, gpus = environment.count_numa_nodes(host.root), pci_gpus(host.root)
     if nodes is None or nodes < 2 or not gpus:
@@ -296,6 +296,6 @@ def parse_cpu_list(text: str) -> frozenset[int]:
     return frozenset(cpus)
 
 
-RULES: tuple[Callable[[Host], Iterator[CheckFinding]], ...] = (
+RULES: tuple[Callable[[Host], Iterator[Finding]], ...] = (
     cores, cpu_quota, threads, memory, shared_memory, file_handles, disk, clock, numa,
 )  # fmt: skip

@@ -18,10 +18,10 @@ import msgspec
 import psutil
 
 from stoker.errors import ConfigError, StokerError
+from stoker.findings.finding import Finding, Severity
 from stoker.knowledge import read_toml
 from stoker.preflight.all_reduce import Measurement
 from stoker.preflight.catalog import describe
-from stoker.preflight.findings import CheckFinding, Severity
 from stoker.preflight.programs import run_program
 
 JOIN_S = 15.0
@@ -84,7 +84,7 @@ def check_network(
     env: Mapping[str, str] = os.environ,
     interfaces: Sequence[Interface] | None = None,
     join_s: float = JOIN_S,
-) -> list[CheckFinding]:
+) -> list[Finding]:
     """The network of this process's job. seconds: for the all-reduces. find_place: reads the job from the environment.
     interfaces: those of this machine; None: found out. Takes up to `join_s` + START_S + 1.5 × `seconds`."""
     try:
@@ -108,7 +108,7 @@ def check_network(
     return [*findings, _search_reason(place, address, measured)]
 
 
-def judge_speed(measured: Measurement, interface: Interface | None, *, local: bool) -> list[CheckFinding]:
+def judge_speed(measured: Measurement, interface: Interface | None, *, local: bool) -> list[Finding]:
     """Bandwidth and latency against the floor of the link. interface: over which the other ranks are reached; local:
     all are on this machine."""
     link, floor = link_floor(measured, interface, local=local)
@@ -122,7 +122,7 @@ def judge_speed(measured: Measurement, interface: Interface | None, *, local: bo
         f"{measured.count} all-reduces of {measured.size_bytes / 1e6:.1f} MB between {measured.world_size} ranks with "
         f"{measured.backend} over {link}: {figures}; 100 MB of gradients take {1e11 / measured.bytes_per_s:.3g} ms"
     )
-    findings: list[CheckFinding] = []
+    findings: list[Finding] = []
     if floor is not None and bus < floor:
         fix = "choose the fastest interface (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), or machines with more network"
         if local and measured.device != "cpu":
@@ -162,9 +162,9 @@ def link_floor(measured: Measurement, interface: Interface | None, *, local: boo
 
 def check_interfaces(
     interfaces: Sequence[Interface], route: str | None, env: Mapping[str, str], *, local: bool
-) -> list[CheckFinding]:
+) -> list[Finding]:
     """Which interfaces NCCL and gloo would take, against the one that leads to the other ranks. route: its address."""
-    findings: list[CheckFinding] = []
+    findings: list[Finding] = []
     names = [interface.name for interface in interfaces]
     routed = next((interface.name for interface in interfaces if interface.address == route), None)
     good = routed or "eth0"
@@ -269,7 +269,7 @@ def _measure(place: Place, seconds: float, join_s: float, env: Mapping[str, str]
         return ended.reason[:400]
 
 
-def _search_reason(place: Place, address: str | None, message: str) -> CheckFinding:
+def _search_reason(place: Place, address: str | None, message: str) -> Finding:
     """Why the ranks did not meet."""
     where = f"{place.host}:{place.port}"
     name = f"rank {place.rank} of {place.world_size} ({place.source})"

@@ -13,10 +13,10 @@ from urllib.parse import quote
 
 import msgspec
 
+from stoker.findings.finding import Finding
 from stoker.knowledge import read_toml
 from stoker.preflight.catalog import describe
 from stoker.preflight.cloud import GOOGLE_HOST, TIMEOUT_S, CloudMachine
-from stoker.preflight.findings import CheckFinding, make_finding
 from stoker.storage.clients import bucket_region, find_endpoint
 from stoker.storage.uri import StorageUri
 
@@ -51,7 +51,7 @@ PRICES = msgspec.convert(read_toml("egress.toml"), _Prices)
 
 def check_region(
     uri: StorageUri, machine: CloudMachine | None, *, epoch_bytes: float | None, env: Mapping[str, str] = os.environ
-) -> list[CheckFinding]:
+) -> list[Finding]:
     """Whether the bucket is in the machine's region. epoch_bytes: what one pass over the data reads; None: unknown.
     Empty for a web server, for a store of no cloud, and where the machine is none of a cloud's."""
     if uri.scheme not in ("gs", "s3") or machine is None or machine.region is None:

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from stoker.errors import PreflightError
+from stoker.findings.finding import Finding, worst_first
 from stoker.hardware.device import Device
 from stoker.hardware.gpu_evidence import gpu_evidence
 from stoker.preflight import host
-from stoker.preflight.findings import CheckFinding, worst_first
 
 QUICK_HOST_RULES = (host.cores, host.cpu_quota, host.threads, host.memory, host.file_handles, host.disk)
 """They read some small files."""
@@ -33,7 +33,7 @@ def require_meant_device(
         raise as_error(reason)
 
 
-def as_error(finding: CheckFinding) -> PreflightError:
+def as_error(finding: Finding) -> PreflightError:
     """A blocker as an error."""
     what = finding.title[:1].upper() + finding.title[1:] + "."
     return PreflightError(what, location=finding.place or None, cause=finding.evidence_text, fix=finding.fix or None)
@@ -41,7 +41,7 @@ def as_error(finding: CheckFinding) -> PreflightError:
 
 def quick_findings(
     device: Device, run_dir: Path, *, env: Mapping[str, str] = os.environ, root: Path = Path("/")
-) -> list[CheckFinding]:
+) -> list[Finding]:
     """What could stop or slow this training: blockers and warnings only. run_dir: a local folder."""
     machine = host.Host(run_dir=run_dir, num_gpus=0 if device.is_cpu else 1, env=env, root=root, write_bytes=0)
     findings = [finding for rule in QUICK_HOST_RULES for finding in rule(machine)]

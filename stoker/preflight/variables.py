@@ -20,10 +20,10 @@ import msgspec
 
 from stoker import regular_files
 from stoker.errors import ConfigError, nearest
+from stoker.findings.finding import Finding, Severity
 from stoker.knowledge import read_toml
 from stoker.preflight.access import check_readable, check_writable
 from stoker.preflight.catalog import describe
-from stoker.preflight.findings import CheckFinding, Severity
 from stoker.profiling.telemetry.secrets import mask_secrets
 from stoker.storage.run_uri import WRITABLE_SCHEMES
 from stoker.storage.uri import is_uri, parse_uri
@@ -67,7 +67,7 @@ class _ClusterSpec(msgspec.Struct):
     task: _Task = msgspec.field(default_factory=_Task)
 
 
-def check_variables(env: Mapping[str, str] = os.environ, *, contact_stores: bool = True) -> list[CheckFinding]:
+def check_variables(env: Mapping[str, str] = os.environ, *, contact_stores: bool = True) -> list[Finding]:
     """Every variable that names data, output, credentials or a cluster, and all of stoker's own; those in order are one
     finding. contact_stores: also list or write the buckets that they name."""
     findings = [
@@ -83,15 +83,15 @@ def check_variables(env: Mapping[str, str] = os.environ, *, contact_stores: bool
     evidence = "the environment of this process"
     if fine:
         title = f"{len(fine)} variables are well formed and point somewhere" if len(fine) > 1 else fine[0].title
-        evidence = "; ".join(f"{finding.place}: {finding.evidence}" for finding in fine)
+        evidence = "; ".join(f"{finding.place}: {finding.evidence_text}" for finding in fine)
     return [*others, describe("variables", title=title, evidence=evidence)]
 
 
-def _fine(name: str, title: str, evidence: str) -> CheckFinding:
+def _fine(name: str, title: str, evidence: str) -> Finding:
     return describe("variables", name, title=f"{name} {title}", evidence=evidence)
 
 
-def _check_names(env: Mapping[str, str]) -> Iterator[CheckFinding]:
+def _check_names(env: Mapping[str, str]) -> Iterator[Finding]:
     """Stoker's own variables: typing errors, numbers."""
     for name in sorted(env):
         if name.upper().startswith("STOKER_") and name not in (*TABLE.stoker, *TABLE.internal):
@@ -108,7 +108,7 @@ def _check_names(env: Mapping[str, str]) -> Iterator[CheckFinding]:
             yield describe("variable_number", name, name=name, value=_shown(text), high=high)
 
 
-def _check_json(env: Mapping[str, str]) -> Iterator[CheckFinding]:
+def _check_json(env: Mapping[str, str]) -> Iterator[Finding]:
     for name, severity in TABLE.json.items():
         text = env.get(name, "")
         if not text.strip():
@@ -142,7 +142,7 @@ def _cluster_problem(text: str) -> str:
     return "" if 0 <= index < count else f"`task` is {kind} {index}, but `cluster` has {count} of them"
 
 
-def _check_files(env: Mapping[str, str]) -> Iterator[CheckFinding]:
+def _check_files(env: Mapping[str, str]) -> Iterator[Finding]:
     for name, row in TABLE.files.items():
         value = env.get(name, "")
         if not value or value == os.devnull:
@@ -195,7 +195,7 @@ def _google_key_problem(text: str) -> str:
     return f"type {kind}, without {', '.join(missing)}" if missing else ""
 
 
-def _check_aws_keys(env: Mapping[str, str]) -> Iterator[CheckFinding]:
+def _check_aws_keys(env: Mapping[str, str]) -> Iterator[Finding]:
     pair = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
     (key, secret), token = (env.get(name, "") for name in pair), env.get("AWS_SESSION_TOKEN")
     if bool(key) != bool(secret):
@@ -220,7 +220,7 @@ def _check_aws_keys(env: Mapping[str, str]) -> Iterator[CheckFinding]:
         yield describe("variable_aws_keys/ends", place, hours=hours)
 
 
-def _check_locations(env: Mapping[str, str], *, contact_stores: bool) -> Iterator[CheckFinding]:
+def _check_locations(env: Mapping[str, str], *, contact_stores: bool) -> Iterator[Finding]:
     """All of them at the same time: a store may not answer."""
     locations = [(name, env[name]) for name in sorted(env) if _names_location(name, env[name])]
     with ThreadPoolExecutor(max_workers=max(1, len(locations))) as pool:
@@ -238,7 +238,7 @@ def _names_location(name: str, value: str) -> bool:
     return is_path and re.fullmatch(f"{TABLE.input}|{TABLE.output}", name) is not None
 
 
-def _check_location(name: str, value: str, *, contact: bool) -> CheckFinding:
+def _check_location(name: str, value: str, *, contact: bool) -> Finding:
     is_used = re.fullmatch(TABLE.used_output, name) is not None
     if odd := _odd_value(name, value):
         return odd
@@ -259,10 +259,10 @@ def _check_location(name: str, value: str, *, contact: bool) -> CheckFinding:
     fix = f"{tried.fix}; or unset {name}" if tried.severity != "ok" and tried.fix else tried.fix
     title = f"{name}: {tried.title[0].lower()}{tried.title[1:]}"
     id = "variable_output" if is_output else "variable_input"
-    return describe(id, name, severity=severity, title=title, evidence=tried.evidence, fix=fix)
+    return describe(id, name, severity=severity, title=title, evidence=tried.evidence_text, fix=fix)
 
 
-def _odd_value(name: str, value: str) -> CheckFinding | None:
+def _odd_value(name: str, value: str) -> Finding | None:
     """A value that no shell would give: quotes of docker's --env-file, a line end, a variable that was not expanded."""
     if value[0] in "'\"" and value[-1] == value[0] and len(value) > 1:
         kind = "quotes"

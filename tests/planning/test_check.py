@@ -20,7 +20,7 @@ from stoker.planning import check as checking
 from stoker.planning import memory_fit
 from stoker.planning.check import CheckReport, CheckRequest, Prober, check, date_urls
 from stoker.planning.memory_fit import MemoryFit, PredictedFit, Refusal, predict_memory_fit, try_memory_fit
-from stoker.preflight.findings import CheckFinding
+from stoker.preflight.findings import CheckFinding, make_finding
 from stoker.preflight.programs import run_program
 from tests.drawn import draw
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stoker.findings.finding import SEVERITIES
 from stoker.preflight.catalog import file_rows
-from stoker.preflight.findings import SEVERITIES, CheckFinding
+from stoker.preflight.findings import CheckFinding
 from stoker.preflight.static import check_sources
 from stoker.preflight.static.dockerfile import read_instructions, read_stages
 from stoker.preflight.static.requirements import read_conda_package, read_package

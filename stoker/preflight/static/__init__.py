@@ -8,8 +8,8 @@ Versions and their sources are in `versions.py`, the rules in `version_rules.py`
 
 from pathlib import Path
 
+from stoker.findings.finding import Finding, Severity, worst_first
 from stoker.preflight.catalog import describe_file
-from stoker.preflight.findings import CheckFinding, Severity, worst_first
 from stoker.preflight.static.image import Image, read_image
 from stoker.preflight.static.requirements import read_requested, reason_of
 from stoker.preflight.static.source import read_source
@@ -18,10 +18,10 @@ from stoker.preflight.static.torch_rules import check_torch
 from stoker.preflight.static.version_rules import check_image
 
 
-def check_sources(*, dockerfile: Path | None, requirements: Path | None, script: Path | None) -> list[CheckFinding]:
+def check_sources(*, dockerfile: Path | None, requirements: Path | None, script: Path | None) -> list[Finding]:
     """Findings of the files given, worst first, each with FILE:LINE. requirements: requirements.txt, environment.yml or
     pyproject.toml. A file that cannot be read or understood is a finding; nothing is raised."""
-    found: list[CheckFinding] = []
+    found: list[Finding] = []
     if dockerfile is not None or requirements is not None:
         found += _check_packages(dockerfile, requirements)
     if script is not None:
@@ -34,9 +34,9 @@ def check_sources(*, dockerfile: Path | None, requirements: Path | None, script:
     return worst_first(found)
 
 
-def _check_packages(dockerfile: Path | None, given: Path | None) -> list[CheckFinding]:
+def _check_packages(dockerfile: Path | None, given: Path | None) -> list[Finding]:
     image = Image()
-    found: list[CheckFinding] = []
+    found: list[Finding] = []
     if dockerfile is not None:
         try:
             image = read_image(dockerfile, given=given)
@@ -56,7 +56,7 @@ def _check_packages(dockerfile: Path | None, given: Path | None) -> list[CheckFi
     return [*found, *check_image(image)]
 
 
-def _unreadable(path: Path, error: OSError | ValueError) -> CheckFinding:
+def _unreadable(path: Path, error: OSError | ValueError) -> Finding:
     """A file that was named and is not there stops a check in CI; one that is not understood does not."""
     severity: Severity = "blocker" if isinstance(error, OSError) else "unknown"
     return describe_file("source_unreadable", str(path), severity=severity, name=path.name, reason=reason_of(error))

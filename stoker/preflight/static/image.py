@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
+from stoker.findings.finding import Finding
 from stoker.preflight.catalog import describe_file
-from stoker.preflight.findings import CheckFinding
 from stoker.preflight.static import requirements
 from stoker.preflight.static.dockerfile import Stage, Word, read_stages
 from stoker.preflight.static.requirements import Options, Package, read_package, read_text
@@ -106,7 +106,7 @@ class Image:
     stubs: list[tuple[str, str]] = field(default_factory=list)
     conda_forge: list[Package] = field(default_factory=list)
     """Frameworks that conda installs during the build, from a channel that has builds with and without CUDA."""
-    findings: list[CheckFinding] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
     read_files: set[Path] = field(default_factory=set)
 
     def get(self, name: str) -> Package | None:

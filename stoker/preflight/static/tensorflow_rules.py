@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from stoker.findings.finding import Finding
 from stoker.preflight.catalog import describe_file
-from stoker.preflight.findings import CheckFinding
 from stoker.preflight.static.source import Source, argument, is_constant, keyword
 
 MAX_STEPS = 100
@@ -70,7 +70,7 @@ class Pipeline:
     """The dotted name of its source; empty if unknown."""
 
 
-def check_tensorflow(source: Source) -> list[CheckFinding]:
+def check_tensorflow(source: Source) -> list[Finding]:
     """All findings of a script that imports TensorFlow or Keras."""
     if not source.imports("tensorflow", "keras", "tensorflow_datasets"):
         return []
@@ -188,7 +188,7 @@ def _layers_of(source: Source, node: ast.AST | None) -> list[str]:
     return found
 
 
-def _check_pipeline(source: Source, pipeline: Pipeline) -> Iterator[CheckFinding]:
+def _check_pipeline(source: Source, pipeline: Pipeline) -> Iterator[Finding]:
     batched: Step | None = None
     random: tuple[Step, str] | None = None
     shuffled: Step | None = None
@@ -217,7 +217,7 @@ def _method_line(call: ast.Call) -> int:
     return (call.func.end_lineno or call.lineno) if isinstance(call.func, ast.Attribute) else call.lineno
 
 
-def _check_map(source: Source, step: Step, call: ast.Call, batched: Step | None, place: str) -> Iterator[CheckFinding]:
+def _check_map(source: Source, step: Step, call: ast.Call, batched: Step | None, place: str) -> Iterator[Finding]:
     if python := _work(source, step, _PYTHON):
         yield describe_file("python_in_pipeline", place, name=python)
     heavy = _work(source, step, _HEAVY)
@@ -234,7 +234,7 @@ def _check_map(source: Source, step: Step, call: ast.Call, batched: Step | None,
 
 def _check_shuffle(
     source: Source, step: Step, batched: Step | None, shuffled: Step | None, place: str
-) -> Iterator[CheckFinding]:
+) -> Iterator[Finding]:
     if step.call is None:
         return
     size = source.integer(argument(step.call, 0, "buffer_size"))
@@ -252,7 +252,7 @@ def _cached(what: str, later: Sequence[Step]) -> str:
     return "shuffle repeats the first epoch's order"
 
 
-def _no_prefetch(source: Source) -> Iterator[CheckFinding]:
+def _no_prefetch(source: Source) -> Iterator[Finding]:
     """A pipeline that is seen from its source to the `fit` that reads it, and is never prefetched."""
     if source.names & {"prefetch", "prefetch_to_device", "MirroredStrategy"} or source.imports("torch", "jax"):
         return
@@ -267,7 +267,7 @@ def _no_prefetch(source: Source) -> Iterator[CheckFinding]:
             yield describe_file("no_prefetch", source.place(last))
 
 
-def _replicas(source: Source) -> Iterator[CheckFinding]:
+def _replicas(source: Source) -> Iterator[Finding]:
     """A constant global batch that is smaller than the number of devices of MirroredStrategy."""
     strategies = [call for call in source.calls if source.called(call).endswith("distribute.MirroredStrategy")]
     devices = argument(strategies[0], 0, "devices") if strategies else None
@@ -288,7 +288,7 @@ def _replicas(source: Source) -> Iterator[CheckFinding]:
                 yield describe_file("batch_smaller_than_replicas", place, size=size, replicas=replicas)
 
 
-def _switches(source: Source) -> Iterator[CheckFinding]:
+def _switches(source: Source) -> Iterator[Finding]:
     for call in source.calls:
         if not source.runs_always(call):
             continue

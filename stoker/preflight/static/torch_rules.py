@@ -8,8 +8,8 @@ imports nothing but known libraries. The texts are in `knowledge/check_files.tom
 import ast
 from collections.abc import Iterator
 
+from stoker.findings.finding import Finding
 from stoker.preflight.catalog import describe_file
-from stoker.preflight.findings import CheckFinding
 from stoker.preflight.static.source import Source, is_constant, keyword
 
 _SYNCS = frozenset(("item", "cpu", "numpy", "tolist"))
@@ -23,7 +23,7 @@ _SHAPES = frozenset(("shape", "ndim", "size", "numel", "dim", "dtype"))
 """Attributes that are known without the GPU."""
 
 
-def check_torch(source: Source) -> list[CheckFinding]:
+def check_torch(source: Source) -> list[Finding]:
     """All findings of a script that imports torch."""
     found = list(_visible_devices(source))
     if source.imports("torch"):
@@ -32,7 +32,7 @@ def check_torch(source: Source) -> list[CheckFinding]:
     return found
 
 
-def _visible_devices(source: Source) -> Iterator[CheckFinding]:
+def _visible_devices(source: Source) -> Iterator[Finding]:
     """CUDA_VISIBLE_DEVICES, for every framework."""
     settings: list[tuple[ast.AST, ast.AST]] = []
     for node in source.nodes:
@@ -54,7 +54,7 @@ def _backwards(source: Source) -> list[ast.Call]:
     return source.methods("backward")
 
 
-def _on_cpu(source: Source) -> Iterator[CheckFinding]:
+def _on_cpu(source: Source) -> Iterator[Finding]:
     """A training that is seen whole and never names a device, or names the CPU only."""
     backwards = _backwards(source)
     if not backwards or not source.is_self_contained or source.names & (_MANAGED | {"accelerator"}):
@@ -77,7 +77,7 @@ def _is_cpu(source: Source, value: ast.expr) -> bool:
     return (source.text_of(value) or "").startswith("cpu")
 
 
-def _loaders(source: Source) -> Iterator[CheckFinding]:
+def _loaders(source: Source) -> Iterator[Finding]:
     alone, unpinned = [], []
     for call in source.calls:
         if source.called(call) != "torch.utils.data.DataLoader" or not _is_plain(source, call):
@@ -112,7 +112,7 @@ def _lines(calls: list[ast.Call], what: str) -> str:
     return f"{what} in line{'s' if len(lines) > 1 else ''} {', '.join(map(str, lines[:10]))}"
 
 
-def _host_syncs(source: Source) -> Iterator[CheckFinding]:
+def _host_syncs(source: Source) -> Iterator[Finding]:
     """Calls in a training loop, on every step, that wait until the GPU has computed a value."""
     loops: dict[ast.AST, list[ast.Call]] = {}
     for call in _backwards(source):
@@ -217,7 +217,7 @@ def _names_of_values(node: ast.AST) -> set[str]:
     return found
 
 
-def _gradients(source: Source) -> Iterator[CheckFinding]:
+def _gradients(source: Source) -> Iterator[Finding]:
     optimizers = {
         name
         for name, values in source.assigned.items()
@@ -236,7 +236,7 @@ def _gradients(source: Source) -> Iterator[CheckFinding]:
         yield describe_file("gradients_not_zeroed", source.place(steps[0]))
 
 
-def _parallel(source: Source) -> Iterator[CheckFinding]:
+def _parallel(source: Source) -> Iterator[Finding]:
     names = {source.called(call): call for call in reversed(source.calls)}
     if call := names.get("torch.nn.DataParallel") or names.get("torch.nn.parallel.DataParallel"):
         yield describe_file("data_parallel", source.place(call))
@@ -255,7 +255,7 @@ def _parallel(source: Source) -> Iterator[CheckFinding]:
         yield describe_file("sampler_epoch_missing", source.place(sampler))
 
 
-def _switches(source: Source) -> Iterator[CheckFinding]:
+def _switches(source: Source) -> Iterator[Finding]:
     for node in source.nodes:
         if isinstance(node, ast.Assign):
             is_off = is_constant(node.value, False)

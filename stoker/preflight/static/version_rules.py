@@ -7,8 +7,8 @@ the tables makes it silent, or the finding `unknown`. The texts are in `knowledg
 import re
 from collections.abc import Callable, Iterator, Mapping
 
+from stoker.findings.finding import Finding, Severity
 from stoker.preflight.catalog import describe_file
-from stoker.preflight.findings import CheckFinding, Severity
 from stoker.preflight.static.image import Cuda, Image
 from stoker.preflight.static.requirements import Package
 from stoker.preflight.static.versions import (
@@ -36,7 +36,7 @@ _HIDING = {"CUDA_VISIBLE_DEVICES": ("", "-1", "none"), "NVIDIA_VISIBLE_DEVICES":
 """Variable → its values that hide all GPUs."""
 
 
-def check_image(image: Image) -> list[CheckFinding]:
+def check_image(image: Image) -> list[Finding]:
     """All findings of an image, or of requirements without one."""
     return [*image.findings, *(finding for rule in _RULES for finding in rule(image))]
 
@@ -59,7 +59,7 @@ def _torch_cuda(package: Package, number: Minor) -> Minor | None:
     return built or (TORCH[number].index_cuda if number in TORCH else None)
 
 
-def _cpu_only(image: Image) -> Iterator[CheckFinding]:
+def _cpu_only(image: Image) -> Iterator[Finding]:
     torch, cpuonly, tensorflow = image.get("torch"), image.get("cpuonly"), image.get("tensorflow")
     named, gpu_package = image.has(*_CPU_NAMES), image.get("tensorflow-gpu")
     if image.cpu_only and (tensorflow is None or tensorflow.source == "image") and not gpu_package:
@@ -86,7 +86,7 @@ def _is_old_cpu_build(tensorflow: Package) -> bool:
     return tensorflow.source == "pip" and number is not None and number <= (2, 0) and number != (1, 15)
 
 
-def _tensorflow_cuda(image: Image) -> Iterator[CheckFinding]:
+def _tensorflow_cuda(image: Image) -> Iterator[Finding]:
     package = image.has(*_TENSORFLOW_NAMES)
     if package is None or package.source == "conda" or any(_tensorflow_gpu(image)):
         return
@@ -117,7 +117,7 @@ def _tensorflow_cuda(image: Image) -> Iterator[CheckFinding]:
         yield from _cuda_mismatch(image, package, number, build)
 
 
-def _cuda_mismatch(image: Image, package: Package, number: Minor, build: TensorFlowBuild) -> Iterator[CheckFinding]:
+def _cuda_mismatch(image: Image, package: Package, number: Minor, build: TensorFlowBuild) -> Iterator[Finding]:
     """One finding for each CUDA that TensorFlow was not built with, or one for its cuDNN."""
     cuda, cudnn = build.cuda, build.cudnn
     text = f"TensorFlow {package.version or number}"
@@ -180,7 +180,7 @@ def _cuda_fix(image: Image, package: Package, number: Minor, build: TensorFlowBu
     return f"FROM tensorflow/tensorflow:{tag} (CUDA {cuda}, cuDNN {build.cudnn}){instead}"
 
 
-def _replaced(image: Image) -> Iterator[CheckFinding]:
+def _replaced(image: Image) -> Iterator[Finding]:
     """pip would take the framework out of the image that was chosen for it."""
     for name, names in (("tensorflow", _TENSORFLOW_NAMES), ("torch", ("torch",))):
         base = next((package for package in image.packages if package.name == name and package.source == "image"), None)
@@ -204,7 +204,7 @@ def _replaced(image: Image) -> Iterator[CheckFinding]:
             )
 
 
-def _tensorflow_gpu(image: Image) -> Iterator[CheckFinding]:
+def _tensorflow_gpu(image: Image) -> Iterator[Finding]:
     package, removed = image.get("tensorflow-gpu"), SINCE.tensorflow_gpu_removed
     if package is None or package.source == "conda":
         return
@@ -212,7 +212,7 @@ def _tensorflow_gpu(image: Image) -> Iterator[CheckFinding]:
         yield describe_file("tensorflow_gpu_removed", package.place, text=package.text, since=removed)
 
 
-def _python(image: Image) -> Iterator[CheckFinding]:
+def _python(image: Image) -> Iterator[Finding]:
     for name, found, table in (("TensorFlow", _tensorflow(image), TENSORFLOW), ("torch", _torch(image), TORCH)):
         if image.python is None or found is None or found[1] not in table:
             continue
@@ -236,7 +236,7 @@ def _releases_for(table: Mapping[Minor, TensorFlowBuild | TorchBuild], python: M
     return f" ({min(fitting)} … {max(fitting)})" if fitting else ""
 
 
-def _torchvision(image: Image) -> Iterator[CheckFinding]:
+def _torchvision(image: Image) -> Iterator[Finding]:
     torch, vision = image.get("torch"), image.get("torchvision")
     if torch is None or vision is None or torch.minor not in TORCH or vision.minor is None:
         return
@@ -248,7 +248,7 @@ def _torchvision(image: Image) -> Iterator[CheckFinding]:
     yield describe_file("torchvision_mismatch", vision.place, number=torch.minor, wanted=wanted, found=found, text=text)
 
 
-def _wheel_index(image: Image) -> Iterator[CheckFinding]:
+def _wheel_index(image: Image) -> Iterator[Finding]:
     torch = image.get("torch")
     if torch is None or torch.minor not in TORCH or torch.source == "image":
         return
@@ -260,7 +260,7 @@ def _wheel_index(image: Image) -> Iterator[CheckFinding]:
         )
 
 
-def _numpy(image: Image) -> Iterator[CheckFinding]:
+def _numpy(image: Image) -> Iterator[Finding]:
     numpy = image.get("numpy")
     if numpy and not numpy.allows_minor((2, 0)) and not numpy.allows_minor((2, 2)):
         return
@@ -283,13 +283,13 @@ def _may_get_numpy_2(image: Image, package: Package) -> bool:
     return package.source != "image" and image.python is not None and image.python >= (3, 9)
 
 
-def _numpy_finding(name: str, package: Package, number: Minor, numpy: Package | None, effect: str) -> CheckFinding:
+def _numpy_finding(name: str, package: Package, number: Minor, numpy: Package | None, effect: str) -> Finding:
     if numpy is None:
         return describe_file("numpy_too_new/open", package.place, name=name, number=number, effect=effect)
     return describe_file("numpy_too_new/asked", numpy.place, name=name, number=number, effect=effect, text=numpy.text)
 
 
-def _protobuf(image: Image) -> Iterator[CheckFinding]:
+def _protobuf(image: Image) -> Iterator[Finding]:
     found, protobuf = _tensorflow(image), image.get("protobuf")
     if found is None or found[0].source != "pip" or not (1, 15) <= found[1] <= (2, 9):
         return
@@ -307,7 +307,7 @@ def _protobuf(image: Image) -> Iterator[CheckFinding]:
     yield describe_file("protobuf_too_new", (protobuf or package).place, number=number, text=text)
 
 
-def _keras(image: Image) -> Iterator[CheckFinding]:
+def _keras(image: Image) -> Iterator[Finding]:
     found, keras = _tensorflow(image), image.get("keras")
     if found is None or keras is None or keras.minor is None or found[1] < (2, 6):
         return
@@ -319,7 +319,7 @@ def _keras(image: Image) -> Iterator[CheckFinding]:
         yield describe_file("keras_mismatch/three", keras.place, number=number, keras=keras.minor, text=text)
 
 
-def _extensions(image: Image) -> Iterator[CheckFinding]:
+def _extensions(image: Image) -> Iterator[Finding]:
     torch = _torch(image)
     if torch is None or not image.extensions or torch[0].source == "conda":
         return
@@ -333,7 +333,7 @@ def _extensions(image: Image) -> Iterator[CheckFinding]:
     yield describe_file("extension_cuda_mismatch", place, name=name, nvcc=nvcc, built=built, tag=tag)
 
 
-def _conda(image: Image) -> Iterator[CheckFinding]:
+def _conda(image: Image) -> Iterator[Finding]:
     chosen = image.has("cuda-version", "pytorch-cuda", "cudatoolkit", "pytorch-gpu")
     if chosen or "CONDA_OVERRIDE_CUDA" in image.environment:
         return
@@ -342,14 +342,14 @@ def _conda(image: Image) -> Iterator[CheckFinding]:
             yield describe_file("conda_picks_cpu", package.place, text=package.text)
 
 
-def _opencv(image: Image) -> Iterator[CheckFinding]:
+def _opencv(image: Image) -> Iterator[Finding]:
     found = [package for name in _OPENCVS if (package := image.get(name))]
     if len(found) > 1:
         names = " and ".join(sorted(package.name for package in found))
         yield describe_file("two_opencvs", max(found, key=image.packages.index).place, names=names)
 
 
-def _unpinned(image: Image) -> Iterator[CheckFinding]:
+def _unpinned(image: Image) -> Iterator[Finding]:
     if image.is_unpinned:
         yield describe_file("unpinned_framework/image", image.place, base=image.base)
     packages = [
@@ -365,7 +365,7 @@ def _unpinned(image: Image) -> Iterator[CheckFinding]:
         yield describe_file("unpinned_framework/package", packages[0].place, texts=texts, name=packages[0].name)
 
 
-def _variables(image: Image) -> Iterator[CheckFinding]:
+def _variables(image: Image) -> Iterator[Finding]:
     for name, hidden in _HIDING.items():
         word = image.environment.get(name)
         if word and word.text.strip().lower() in hidden:
@@ -379,13 +379,13 @@ def _variables(image: Image) -> Iterator[CheckFinding]:
         yield describe_file("stub_driver", place, text=text)
 
 
-def _drivers(image: Image) -> Iterator[CheckFinding]:
+def _drivers(image: Image) -> Iterator[Finding]:
     for text, place in image.drivers[:1]:
         is_cuda = text.startswith("cuda")
         yield describe_file("driver_in_image/cuda" if is_cuda else "driver_in_image/driver", place, text=text)
 
 
-def _newer_than_tables(image: Image) -> Iterator[CheckFinding]:
+def _newer_than_tables(image: Image) -> Iterator[Finding]:
     for name, names, newest in (
         ("TensorFlow", _TENSORFLOW_NAMES, max(TENSORFLOW)),
         ("torch", ("torch",), max(TORCH)),
@@ -397,7 +397,7 @@ def _newer_than_tables(image: Image) -> Iterator[CheckFinding]:
             )
 
 
-def _driver_minimum(image: Image) -> Iterator[CheckFinding]:
+def _driver_minimum(image: Image) -> Iterator[Finding]:
     cuda, place = image.driver_cuda, image.place
     tensorflow, torch = _tensorflow(image), _torch(image)
     if tensorflow and tensorflow[1] in TENSORFLOW:
@@ -410,7 +410,7 @@ def _driver_minimum(image: Image) -> Iterator[CheckFinding]:
         yield describe_file("driver_minimum", place, driver=driver, cuda=version)
 
 
-_RULES: tuple[Callable[[Image], Iterator[CheckFinding]], ...] = (
+_RULES: tuple[Callable[[Image], Iterator[Finding]], ...] = (
     _cpu_only, _tensorflow_cuda, _replaced, _tensorflow_gpu, _python, _torchvision, _wheel_index, _numpy, _protobuf,
     _keras, _extensions, _conda, _opencv, _unpinned, _variables, _drivers, _newer_than_tables, _driver_minimum,
 )  # fmt: skip
