@@ -22,6 +22,7 @@ mig.toml: MIG slices of GPUs (`launching/containers.py`).
 pipeline_fields.toml: fields of the TensorFlow Object Detection API (`migration/tf_other.py`).
 report_words.toml: meanings of phases, stages, experiments and error types (`report/words.py`).
 refusals.toml: how refusals of a store are repaired (`preflight/access.py`).
+source_names.toml: images, packages and calls in files of others (`preflight/static/names.py`).
 variables.toml: environment variables (`preflight/variables.py`).
 versions.toml: which versions belong together (`preflight/static/versions.py`).
 recipes.toml, settings.toml: what models of a kind are trained with (`config/recipes.py`); bounds and defaults of

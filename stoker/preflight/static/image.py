@@ -15,53 +15,17 @@ from stoker.findings.finding import Finding
 from stoker.preflight.catalog import describe_file
 from stoker.preflight.static import requirements
 from stoker.preflight.static.dockerfile import Stage, Word, read_stages
+from stoker.preflight.static.names import IMAGES, PACKAGES
 from stoker.preflight.static.requirements import Options, Package, read_package, read_text
 from stoker.preflight.static.versions import TABLES, TENSORFLOW, UBUNTU, Minor, cuda_of_tag, minor
 
 MAX_BYTES = 1 << 18
 MAX_CONTEXT_LEVELS = 3
 """How far above the Dockerfile the folder may be that `docker build` is given."""
-_NO_CUDA = re.compile(
-    r"(?:docker\.io/)?(?:library/)?(?:python|ubuntu|debian|alpine|buildpack-deps|fedora|centos|rockylinux|almalinux)(?::|@|$)"
-    r"|(?:docker\.io/)?(?:continuumio/(?:mini|ana)conda3|condaforge/\S+|mambaorg/micromamba)(?::|@|$)"
-    r"|ghcr\.io/astral-sh/uv:python|(?:public\.ecr\.aws/)?(?:docker/library/)?python:"
-)
-"""Images that are known to come without CUDA."""
-_CUDA_IMAGE = re.compile(r"(?:^|/)nvidia/cuda(?:-\w+)?:(\d+\.\d+)(?:\.\d+)?((?:-[\w.]+)*)")
-_TF_IMAGE = re.compile(r"(?:^|/)tensorflow/tensorflow(?::([\w.-]+))?$")
-_TORCH_IMAGE = re.compile(r"(?:^|/)pytorch/pytorch:(\d+\.\d+(?:\.\d+)?)-cuda(\d+\.\d+)-cudnn(\d+)")
-_NGC_IMAGE = re.compile(r"nvcr\.io/nvidia/(pytorch|tensorflow):(\d\d\.\d\d)")
-_AWS_IMAGE = re.compile(
-    r"(?:^|/)(tensorflow|pytorch)-training:(\d+\.\d+(?:\.\d+)?)-(gpu|cpu)-py(\d)(\d+)(?:-(cu\d\d\d))?"
-)
-_GOOGLE_IMAGE = re.compile(r"(?:^|/)(tf2?|pytorch)-(gpu|cpu|cu\d+)\.(\d)-(\d+)")
 _UBUNTU_TAG = re.compile(r"ubuntu[:-]?(\d\d\.\d\d|" + "|".join(row.name for row in UBUNTU.values()) + r")")
-_APT_CUDA = re.compile(r"cuda(?:-toolkit|-runtime|-libraries|-cudart|-libraries-dev|-demo-suite)?-(\d+-\d+)(?:=.*)?")
-_APT_CUDNN = re.compile(r"(?:libcudnn|cudnn)(\d+)(?:-dev|-cuda-\d+|-dev-cuda-\d+)?(?:=(\d+\.\d+).*)?")
-_RUNFILE = re.compile(r"cuda_(\d+\.\d+)(?:\.\d+)?_(?:[\d.]+_)?linux(?:\.run|-run)?")
-_PIP_CUDA = re.compile(r"nvidia-cuda-runtime-cu(\d+)")
-_PIP_CUDNN = re.compile(r"nvidia-cudnn-cu\d+")
-_DRIVER = re.compile(
-    r"(?:nvidia-driver-\d+\S*|nvidia-\d{3}\S*|nvidia-utils-\d+\S*|cuda-drivers\S*|libnvidia-compute-\d+\S*"
-    r"|cuda|cuda-\d+-\d+)"
-)
-"""apt packages that bring a driver. `cuda` and `cuda-12-4`, unlike `cuda-toolkit`, depend on it."""
-_EXTENSIONS = ("detectron2", "apex", "flash-attn", "pytorch3d", "mmcv-full", "deformable", "xformers", "torch-scatter")
 _INDEX_OPTIONS = ("-i", "--index-url", "--default-index", "--extra-index-url", "-f", "--find-links", "--index")
 """The first three ask no other index."""
-_PIP_VALUES = frozenset((
-    *_INDEX_OPTIONS, "-r", "--requirement", "-e", "--editable", "--torch-backend",
-    "-c", "--constraint", "--cache-dir", "--timeout", "--retries", "--prefix", "--root", "--target", "-t",
-    "--trusted-host", "--progress-bar", "--python", "--python-version", "--platform", "--no-binary", "--only-binary",
-    "--src", "--log", "--proxy", "--config-settings", "-C", "--upgrade-strategy", "--exists-action",
-    "--index-strategy", "--keyring-provider", "-p", "--report",
-))  # fmt: skip
-_CONDA_VALUES = frozenset(("-f", "--file", "-c", "--channel", "-n", "--name", "-p", "--prefix"))
 _CONDA_VERBS = ("install", "create", "update", "env")
-_CARRIED = re.compile(
-    r"site-packages|dist-packages|venv|virtualenv|conda|/usr/local/?$|/usr/?$|/opt/?$|/\.local|/install|^/$"
-)
-"""Folders whose copy from another stage brings its Python packages."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +88,7 @@ class Image:
         """A package, and the CUDA or cuDNN that it is."""
         self.packages.append(package)
         name, number = package.name, package.minor
-        if match := _PIP_CUDA.fullmatch(name):
+        if match := re.fullmatch(PACKAGES.pip_cuda, name):
             cuda = Cuda(number or minor(match[1]), package.place, package.text, exact=number is not None)
             self.cudas.append(cuda)
             self.without_cuda = False
@@ -132,7 +96,7 @@ class Image:
             self.without_cuda = False
             if number is not None and name != "pytorch-cuda":
                 self.cudas.append(Cuda(number, package.place, package.text))
-        elif (package.source == "conda" and name == "cudnn") or _PIP_CUDNN.fullmatch(name):
+        elif (package.source == "conda" and name == "cudnn") or re.fullmatch(PACKAGES.pip_cudnn, name):
             self.without_cuda = self.without_cudnn = False
             if number is not None:
                 self.cudnns.append(Cuda(number, package.place, package.text))
@@ -192,7 +156,7 @@ class _Reader:
         _read_base(image)
         for origin, sources, _ in self.stage.copies:
             other = next((stage for stage in self.stages if stage is not self.stage and stage.name == origin), None)
-            if other is None or not any(_CARRIED.search(source.rstrip("/") or "/") for source in sources):
+            if other is None or not any(re.search(IMAGES.carried, source.rstrip("/") or "/") for source in sources):
                 continue
             carried = _Reader(self.path, [*self.stages[: self.stages.index(other)], other], self.given).read()
             image.packages += carried.packages
@@ -226,7 +190,7 @@ class _Reader:
             return
         program = PurePosixPath(texts[0]).name
         for word in words if program in ("sh", "bash") else words[:1]:
-            if match := _RUNFILE.search(word.text):
+            if match := re.search(PACKAGES.runfile, word.text):
                 self.add_cuda(minor(match[1]), word, match[0])
         target = texts[-1].rpartition("/stubs/")
         if "stubs/libcuda.so" in " ".join(texts[1:-1]) and texts[-1].endswith("libcuda.so.1"):
@@ -253,13 +217,13 @@ class _Reader:
         ubuntu = UBUNTU.get(image.ubuntu)
         for word in words:
             text = word.text
-            if match := _APT_CUDA.fullmatch(text):
+            if match := re.fullmatch(PACKAGES.apt_cuda, text):
                 self.add_cuda(minor(match[1]), word, text)
             elif text == "nvidia-cuda-toolkit" and ubuntu and ubuntu.cuda_toolkit:
                 self.add_cuda(ubuntu.cuda_toolkit, word, text)
-            elif match := _APT_CUDNN.fullmatch(text):
+            elif match := re.fullmatch(PACKAGES.apt_cudnn, text):
                 image.cudnns.append(Cuda(minor(match[2] or match[1]), self.place(word), text, exact=bool(match[2])))
-            if _DRIVER.fullmatch(text.partition("=")[0]):
+            if re.fullmatch(PACKAGES.driver, text.partition("=")[0]):
                 image.drivers.append((text, self.place(word)))
             if match := re.fullmatch(r"python(3\.\d+)(?:-\w+)?", text):
                 self.python.append((1, minor(match[1])))
@@ -269,7 +233,7 @@ class _Reader:
     def conda(self, words: tuple[Word, ...]) -> None:
         if not any(word.text in _CONDA_VERBS for word in words):
             return
-        arguments = list(_arguments(words, _CONDA_VALUES))
+        arguments = list(_arguments(words, PACKAGES.conda_values))
         channels = {value.text for option, value in arguments if option in ("-c", "--channel")}
         for option, word in arguments:
             if option in ("-f", "--file") and word.text:
@@ -289,7 +253,7 @@ class _Reader:
         texts = [word.text for word in words]
         if texts[:1] == ["pip"]:
             self.pip(words[1:])
-        named = [value.text for option, value in _arguments(words, _PIP_VALUES) if option in ("--python", "-p")]
+        named = [value.text for option, value in _arguments(words, PACKAGES.pip_values) if option in ("--python", "-p")]
         if texts[:2] == ["python", "install"]:
             named += texts[2:]
         for text in named:
@@ -305,7 +269,7 @@ class _Reader:
             gone = {word.text.lower().replace("_", "-") for word in rest}
             self.image.packages = [package for package in self.image.packages if package.name not in gone]
             return
-        arguments = list(_arguments(rest, _PIP_VALUES))
+        arguments = list(_arguments(rest, PACKAGES.pip_values))
         options, files = Options(), []
         for option, word in arguments:
             if option in ("-r", "--requirement"):
@@ -326,7 +290,7 @@ class _Reader:
         names = [word for option, word in arguments if not option]
         for word in (*names, *(word for option, word in arguments if option in ("-e", "--editable"))):
             lowered = word.text.lower()
-            if any(f"/{name}" in lowered or lowered.startswith(f"{name}_repo") for name in _EXTENSIONS):
+            if any(f"/{name}" in lowered or lowered.startswith(f"{name}_repo") for name in PACKAGES.extensions):
                 self.image.extensions.append((word.text, self.place(word)))
         for word in names:
             if package := read_package(word.text, place=self.place(word), options=options):
@@ -386,18 +350,18 @@ def _read_base(image: Image) -> None:
     """What is known of the base image by its name."""
     name = image.base.partition("@")[0]
     tag = name.rpartition(":")[2] if ":" in name.rpartition("/")[2] else ""
-    image.without_cuda = bool(_NO_CUDA.match(name)) or name.startswith("ubuntu")
+    image.without_cuda = bool(re.match("|".join(IMAGES.without_cuda), name))
     if match := _UBUNTU_TAG.search(name):
         image.ubuntu = next((release for release, row in UBUNTU.items() if row.name == match[1]), match[1])
     if match := re.search(r"(?:^|/|uv:)python:?(3\.\d+)", name):
         image.python = minor(match[1])
-    if match := _CUDA_IMAGE.search(name):
+    if match := re.search(IMAGES.cuda, name):
         image.cudas.append(Cuda(minor(match[1]), image.place, name, is_base=True))
         cudnn = re.search(r"-cudnn(\d*)", match[2])
         image.without_cudnn = cudnn is None
         if cudnn:
             image.cudnns.append(Cuda(minor(cudnn[1] or "9"), image.place, name, is_base=True, exact=False))
-    elif match := _TF_IMAGE.search(name):
+    elif match := re.search(IMAGES.tensorflow, name):
         image.is_unpinned = tag == "" or tag.startswith(("latest", "nightly", "devel"))
         number = re.match(r"(\d+\.\d+)(?:\.\d+)?(?:rc\d+)?", tag)
         _add_framework(image, "tensorflow", number[0] if number else "")
@@ -406,22 +370,22 @@ def _read_base(image: Image) -> None:
         elif number and (build := TENSORFLOW.get(minor(number[1]))):
             image.cudas.append(Cuda(build.cuda, image.place, image.base, is_base=True))
             image.cudnns.append(Cuda(build.cudnn, image.place, image.base, is_base=True))
-    elif match := _TORCH_IMAGE.search(name):
+    elif match := re.search(IMAGES.torch, name):
         image.driver_cuda = minor(match[2])
         image.cudas.append(Cuda(image.driver_cuda, image.place, name, is_base=True))
         _add_framework(image, "torch", match[1], index=f"cu{match[2].replace('.', '')}")
-    elif match := _NGC_IMAGE.search(name):
+    elif match := re.search(IMAGES.ngc, name):
         released = minor(match[2])
         major = next((major for first, major in TABLES.ngc_cuda_major.items() if released >= minor(first)), None)
         image.driver_cuda = Minor((major, 0)) if major else None
         _add_framework(image, match[1], "")
-    elif match := _AWS_IMAGE.search(name):
+    elif match := re.search(IMAGES.aws, name):
         image.python = Minor((int(match[4]), int(match[5])))
         _add_framework(image, match[1], match[2])
         _set_container(image, match[1], minor(match[2]), is_cpu=match[3] == "cpu")
         if cuda := cuda_of_tag(match[6] or ""):
             image.cudas.append(Cuda(cuda, image.place, name, is_base=True))
-    elif match := _GOOGLE_IMAGE.search(name):
+    elif match := re.search(IMAGES.google, name):
         framework = "pytorch" if match[1] == "pytorch" else "tensorflow"
         _add_framework(image, framework, f"{match[3]}.{match[4]}")
         _set_container(image, framework, minor(f"{match[3]}.{match[4]}"), is_cpu=match[2] == "cpu")

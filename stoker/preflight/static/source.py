@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+from stoker.preflight.static.names import SCRIPTS
 from stoker.preflight.static.requirements import read_text
 
 MAX_BYTES = 1 << 20
@@ -17,13 +18,6 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _IFS = (ast.If, ast.IfExp)
 _SCOPES = (*_FUNCTIONS, ast.ClassDef, ast.Module)
-_KNOWN_MODULES = frozenset((
-    "torch", "torchvision", "torchaudio", "numpy", "pandas", "PIL", "cv2", "matplotlib", "seaborn", "sklearn",
-    "scipy", "skimage", "albumentations", "imgaug", "pycocotools", "tqdm", "yaml", "tensorboard", "tensorboardX",
-    "wandb", "timm", "einops", "h5py", "requests", "torchmetrics", "torchsummary", "torchinfo", "rich", "click",
-    "plotly", "imageio", "kornia", "segmentation_models_pytorch", "tensorflow", "keras", "tensorflow_datasets",
-))  # fmt: skip
-"""Libraries of which it is known that importing them moves no model to a device."""
 
 
 class Source:
@@ -211,7 +205,7 @@ def _parameters(function: Function) -> set[str]:
 
 def _is_known(module: str) -> bool:
     top = module.partition(".")[0]
-    return top in sys.stdlib_module_names or top in _KNOWN_MODULES
+    return top in sys.stdlib_module_names or top in SCRIPTS.known_modules
 
 
 def _is_main(test: ast.expr) -> bool:

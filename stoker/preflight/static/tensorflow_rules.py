@@ -14,40 +14,12 @@ from dataclasses import dataclass
 
 from stoker.findings.finding import Finding
 from stoker.preflight.catalog import describe_file
+from stoker.preflight.static.names import SCRIPTS
 from stoker.preflight.static.source import Source, argument, is_constant, keyword
 
 MAX_STEPS = 100
 """Methods of one pipeline that are followed back to its source."""
-_ROOT = re.compile(
-    r"(?:tensorflow(?:\.compat\.v[12])?\.data\.\w+(?:\.\w+)*|tensorflow_datasets\.load|"
-    r"(?:tensorflow\.)?keras(?:\.preprocessing)?(?:\.utils)?\.(?:image|text|timeseries|audio)_dataset_from_\w+|"
-    r".*\.utils\.image_dataset_from_directory)"
-)
-_BATCHED_ROOT = re.compile(r".*_dataset_from_directory")
-_ONLY_TF_DATA = frozenset(("prefetch", "padded_batch", "interleave", "ragged_batch", "unbatch", "group_by_window"))
-"""Methods by which a value is known to be a tf.data.Dataset."""
-_METHODS = frozenset((
-    "map", "batch", "padded_batch", "ragged_batch", "unbatch", "shuffle", "cache", "prefetch", "repeat", "take",
-    "skip", "filter", "interleave", "flat_map", "apply", "zip", "with_options", "shard", "concatenate", "enumerate",
-    "window", "take_while", "snapshot", "rejection_resample", "bucket_by_sequence_length",
-))  # fmt: skip
-_BATCHES = frozenset(("batch", "padded_batch", "ragged_batch", "bucket_by_sequence_length"))
-_ONE_IMAGE = re.compile(
-    r"tensorflow\.(?:(?:io|image)\.decode_(?:jpeg|png|image|bmp|gif|and_crop_jpeg)|io\.read_file|io\.parse_single_example|map_fn)"
-)
-"""Functions that take one image, file or example; map_fn calls one for each."""
-_HEAVY = re.compile(
-    _ONE_IMAGE.pattern + r"|tensorflow\.image\.(?:resize\w*|random_\w+|stateless_random_\w+|rot90|adjust_\w+)"
-    r"|tensorflow\.io\.(?:parse_\w+|decode_\w+)"
-    r"|(?:tensorflow\.)?(?:keras\.)?(?:.*\.)?layers\.(?:\w+\.)*Random\w+|tensorflow\.(?:py_function|numpy_function)"
-)
-_RANDOM = re.compile(
-    r"tensorflow\.(?:image\.(?:random_|stateless_random_)\w+|random\.(?!set_seed|Generator)\w+)|(?:numpy\.)?random\.\w+"
-    r"|(?:.*\.)?layers\.(?:\w+\.)*Random\w+"
-)
-_ONE_DRAW = re.compile(r"tensorflow\.image\.random_(?:brightness|contrast|hue|saturation|crop)")
-"""These draw one number, whether they get one image or a batch."""
-_PYTHON = re.compile(r"tensorflow\.(?:py_function|numpy_function|compat\.v1\.py_func|py_func)")
+_HEAVY = f"{SCRIPTS.one_image}|{SCRIPTS.heavy}"
 
 
 @dataclass(frozen=True)
@@ -84,11 +56,15 @@ def _pipelines(source: Source) -> Iterator[Pipeline]:
     """Each longest chain of dataset methods, with the chains of the variables that it begins with."""
     seen: set[ast.AST | None] = set()
     for call in sorted(source.calls, key=lambda call: (call.end_lineno or 0, call.end_col_offset or 0), reverse=True):
-        if isinstance(call.func, ast.Attribute) and call.func.attr in _METHODS and call not in seen:
+        if isinstance(call.func, ast.Attribute) and call.func.attr in SCRIPTS.methods and call not in seen:
             pipeline = _pipeline(source, call)
             seen.update(step.call for step in pipeline.steps)
             methods = {step.method for step in pipeline.steps}
-            if pipeline.root or methods & _ONLY_TF_DATA or any(_is_parallel(step.call) for step in pipeline.steps):
+            if (
+                pipeline.root
+                or methods & SCRIPTS.only_dataset
+                or any(_is_parallel(step.call) for step in pipeline.steps)
+            ):
                 yield pipeline
 
 
@@ -103,9 +79,9 @@ def _pipeline(source: Source, end: ast.expr) -> Pipeline:
     root = ""
     while node not in seen and len(steps) < MAX_STEPS:
         seen.add(node)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in SCRIPTS.methods:
             root = source.called(node)
-            if _ROOT.fullmatch(root):
+            if re.fullmatch(SCRIPTS.dataset, root):
                 break
             root = ""
             steps.append(Step(node.func.attr, node, source.conditions(node)))
@@ -121,11 +97,11 @@ def _pipeline(source: Source, end: ast.expr) -> Pipeline:
             node = node.value
         else:
             root = source.called(node)
-            root = root if _ROOT.fullmatch(root) else ""
+            root = root if re.fullmatch(SCRIPTS.dataset, root) else ""
             break
     if (
         isinstance(node, ast.Call)
-        and _BATCHED_ROOT.fullmatch(root)
+        and re.fullmatch(SCRIPTS.batched_dataset, root)
         and not is_constant(keyword(node, "batch_size"), None)
     ):
         steps.append(Step("batch", None, {}))
@@ -160,7 +136,7 @@ def _is_annotated(source: Source, name: ast.Name) -> bool:
     )
 
 
-def _work(source: Source, step: Step, pattern: re.Pattern[str]) -> str:
+def _work(source: Source, step: Step, pattern: str) -> str:
     """What the function of a map calls that matches; empty if nothing, or if the function is not in this script."""
     if step.call is None or step.method != "map":
         return ""
@@ -169,9 +145,9 @@ def _work(source: Source, step: Step, pattern: re.Pattern[str]) -> str:
     calls = source.reached_calls(function) if function is not None else []
     for call in calls:
         for name in (source.called(call), *_layers_of(source, call.func)):
-            if name and pattern.fullmatch(name):
+            if name and re.fullmatch(pattern, name):
                 return name.replace("tensorflow.", "tf.", 1).replace("tf.keras.layers.", "layers.")
-    return next((name for name in _layers_of(source, mapped) if pattern.fullmatch(name)), "")
+    return next((name for name in _layers_of(source, mapped) if re.fullmatch(pattern, name)), "")
 
 
 def _layers_of(source: Source, node: ast.AST | None) -> list[str]:
@@ -194,7 +170,7 @@ def _check_pipeline(source: Source, pipeline: Pipeline) -> Iterator[Finding]:
     shuffled: Step | None = None
     for index, step in enumerate(pipeline.steps):
         place = f"{source.file}:{_method_line(step.call)}" if step.call else ""
-        if step.method in _BATCHES:
+        if step.method in SCRIPTS.batches:
             batched = step
         elif step.method == "unbatch":
             batched = None
@@ -208,7 +184,7 @@ def _check_pipeline(source: Source, pipeline: Pipeline) -> Iterator[Finding]:
             yield describe_file("cache_freezes_randomness", place, what=what)
         elif step.method == "map" and step.call is not None:
             yield from _check_map(source, step, step.call, batched, place)
-            if name := _work(source, step, _RANDOM):
+            if name := _work(source, step, SCRIPTS.random):
                 random = (step, name) if random is None or random[1] == "shuffle" else random
 
 
@@ -218,7 +194,7 @@ def _method_line(call: ast.Call) -> int:
 
 
 def _check_map(source: Source, step: Step, call: ast.Call, batched: Step | None, place: str) -> Iterator[Finding]:
-    if python := _work(source, step, _PYTHON):
+    if python := _work(source, step, SCRIPTS.python):
         yield describe_file("python_in_pipeline", place, name=python)
     heavy = _work(source, step, _HEAVY)
     starred = any(value.arg is None for value in call.keywords)
@@ -226,9 +202,9 @@ def _check_map(source: Source, step: Step, call: ast.Call, batched: Step | None,
         yield describe_file("map_on_one_thread", place, name=heavy)
     if batched is None or batched.conditions:
         return
-    if single := _work(source, step, _ONE_IMAGE):
+    if single := _work(source, step, SCRIPTS.one_image):
         yield describe_file("per_image_work_after_batch", place, name=single)
-    if draw := _work(source, step, _ONE_DRAW):
+    if draw := _work(source, step, SCRIPTS.one_draw):
         yield describe_file("one_draw_per_batch", place, name=draw)
 
 
@@ -262,7 +238,7 @@ def _no_prefetch(source: Source) -> Iterator[Finding]:
         if pipeline is None or not pipeline.root.startswith("tensorflow"):
             continue
         maps = any(_work(source, step, _HEAVY) for step in pipeline.steps)
-        if maps and any(step.method in _BATCHES for step in pipeline.steps):
+        if maps and any(step.method in SCRIPTS.batches for step in pipeline.steps):
             last = next((step.call for step in reversed(pipeline.steps) if step.call), call)
             yield describe_file("no_prefetch", source.place(last))
 

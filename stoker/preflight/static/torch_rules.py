@@ -10,14 +10,11 @@ from collections.abc import Iterator
 
 from stoker.findings.finding import Finding
 from stoker.preflight.catalog import describe_file
+from stoker.preflight.static.names import SCRIPTS
 from stoker.preflight.static.source import Source, is_constant, keyword
 
 _SYNCS = frozenset(("item", "cpu", "numpy", "tolist"))
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
-_MANAGED = frozenset(("Trainer", "Accelerator", "Fabric", "LightningModule", "deepspeed", "xm", "ray"))
-"""Libraries that move the model themselves."""
-_DIVIDED = ("sampler", "shard", "split_", "iterable", "subset", "webdataset", "dali")
-"""Words of a script that divides its samples between the ranks."""
 _BUILT_IN = frozenset(("list", "tuple", "dict", "len", "enumerate", "zip", "map"))
 _SHAPES = frozenset(("shape", "ndim", "size", "numel", "dim", "dtype"))
 """Attributes that are known without the GPU."""
@@ -57,7 +54,7 @@ def _backwards(source: Source) -> list[ast.Call]:
 def _on_cpu(source: Source) -> Iterator[Finding]:
     """A training that is seen whole and never names a device, or names the CPU only."""
     backwards = _backwards(source)
-    if not backwards or not source.is_self_contained or source.names & (_MANAGED | {"accelerator"}):
+    if not backwards or not source.is_self_contained or source.names & SCRIPTS.managed:
         return
     if any("cuda" in text.lower() or text in ("mps", "xpu", "auto") for text in (*source.strings, *source.names)):
         return
@@ -245,7 +242,7 @@ def _parallel(source: Source) -> Iterator[Finding]:
     texts = " ".join((*source.names, *source.aliases.values())).lower()
     loader = names.get("torch.utils.data.DataLoader")
     hidden = loader is None or any(value.arg is None for value in loader.keywords)
-    if loader and not hidden and not any(word in texts for word in _DIVIDED):
+    if loader and not hidden and not any(word in texts for word in SCRIPTS.divided):
         yield describe_file("sampler_missing", source.place(loader))
     sampler = names.get("torch.utils.data.distributed.DistributedSampler") or names.get(
         "torch.utils.data.DistributedSampler"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from stoker.findings.finding import Finding, Severity
 from stoker.preflight.catalog import describe_file
 from stoker.preflight.static.image import Cuda, Image
+from stoker.preflight.static.names import PACKAGES
 from stoker.preflight.static.requirements import Package
 from stoker.preflight.static.versions import (
     SINCE,
@@ -24,14 +25,6 @@ from stoker.preflight.static.versions import (
     library_family,
 )
 
-_TENSORFLOW_NAMES = ("tensorflow", "tensorflow-gpu")
-_CPU_NAMES = ("tensorflow-cpu", "intel-tensorflow", "tensorflow-intel")
-_OPENCVS = ("opencv-python", "opencv-python-headless", "opencv-contrib-python", "opencv-contrib-python-headless")
-_NEEDS_NUMPY = (
-    "torchvision", "transformers", "accelerate", "ultralytics", "opencv-python", "opencv-python-headless",
-    "scikit-image", "albumentations", "pycocotools", "timm",
-)  # fmt: skip
-"""Packages that install the newest NumPy which they allow, and allow 2."""
 _HIDING = {"CUDA_VISIBLE_DEVICES": ("", "-1", "none"), "NVIDIA_VISIBLE_DEVICES": ("", "void", "none")}
 """Variable → its values that hide all GPUs."""
 
@@ -42,7 +35,7 @@ def check_image(image: Image) -> list[Finding]:
 
 
 def _tensorflow(image: Image) -> tuple[Package, Minor] | None:
-    package = image.has(*_TENSORFLOW_NAMES)
+    package = image.has(*PACKAGES.tensorflow)
     number = package.newest(TENSORFLOW) if package else None
     return (package, number) if package and number else None
 
@@ -61,7 +54,7 @@ def _torch_cuda(package: Package, number: Minor) -> Minor | None:
 
 def _cpu_only(image: Image) -> Iterator[Finding]:
     torch, cpuonly, tensorflow = image.get("torch"), image.get("cpuonly"), image.get("tensorflow")
-    named, gpu_package = image.has(*_CPU_NAMES), image.get("tensorflow-gpu")
+    named, gpu_package = image.has(*PACKAGES.tensorflow_cpu), image.get("tensorflow-gpu")
     if image.cpu_only and (tensorflow is None or tensorflow.source == "image") and not gpu_package:
         has_tag = ":" in image.base and "-cpu" not in image.base.rpartition(":")[2]
         fix = f"FROM {image.base}-gpu" if has_tag else "take the -gpu tag of this image"
@@ -87,7 +80,7 @@ def _is_old_cpu_build(tensorflow: Package) -> bool:
 
 
 def _tensorflow_cuda(image: Image) -> Iterator[Finding]:
-    package = image.has(*_TENSORFLOW_NAMES)
+    package = image.has(*PACKAGES.tensorflow)
     if package is None or package.source == "conda" or any(_tensorflow_gpu(image)):
         return
     text, place, number = package.text, package.place, package.newest(TENSORFLOW)
@@ -182,7 +175,7 @@ def _cuda_fix(image: Image, package: Package, number: Minor, build: TensorFlowBu
 
 def _replaced(image: Image) -> Iterator[Finding]:
     """pip would take the framework out of the image that was chosen for it."""
-    for name, names in (("tensorflow", _TENSORFLOW_NAMES), ("torch", ("torch",))):
+    for name, names in (("tensorflow", PACKAGES.tensorflow), ("torch", ("torch",))):
         base = next((package for package in image.packages if package.name == name and package.source == "image"), None)
         if base is None or image.cpu_only:
             continue
@@ -272,7 +265,7 @@ def _numpy(image: Image) -> Iterator[Finding]:
         if asked or is_open:
             yield _numpy_finding("TensorFlow", *tensorflow, numpy if asked else None, "import fails")
     if torch and torch[1] < SINCE.torch_numpy_2 and torch[0].source != "conda":
-        is_needed = numpy is not None or image.has(*_NEEDS_NUMPY) is not None
+        is_needed = numpy is not None or image.has(*PACKAGES.needs_numpy) is not None
         is_open = is_needed and _may_get_numpy_2(image, torch[0])
         if asked or is_open:
             effect = 'tensor.numpy() raises "Numpy is not available"'
@@ -343,7 +336,7 @@ def _conda(image: Image) -> Iterator[Finding]:
 
 
 def _opencv(image: Image) -> Iterator[Finding]:
-    found = [package for name in _OPENCVS if (package := image.get(name))]
+    found = [package for name in PACKAGES.opencv if (package := image.get(name))]
     if len(found) > 1:
         names = " and ".join(sorted(package.name for package in found))
         yield describe_file("two_opencvs", max(found, key=image.packages.index).place, names=names)
@@ -387,7 +380,7 @@ def _drivers(image: Image) -> Iterator[Finding]:
 
 def _newer_than_tables(image: Image) -> Iterator[Finding]:
     for name, names, newest in (
-        ("TensorFlow", _TENSORFLOW_NAMES, max(TENSORFLOW)),
+        ("TensorFlow", PACKAGES.tensorflow, max(TENSORFLOW)),
         ("torch", ("torch",), max(TORCH)),
     ):
         package = image.has(*names)
