@@ -60,6 +60,9 @@ MIN_COUNTED = 16
 MIN_S = 1.0
 """Shortest measurement: the images of a small data set are read several times."""
 
+BUCKET_PROGRAMS = ("gcsfuse", "s3", "goofys", "rclone", "geesefs")
+"""Parts of the names of programs that show a bucket as a folder."""
+
 Limit = Literal["latency", "bandwidth", "decoding"]
 
 
@@ -130,7 +133,7 @@ def judge(
     index: Index, rate: ReadRate, decode_s: float | None, demand_images_per_s: float | None, demand_text: str
 ) -> Finding:
     """The finding from the measurements. decode_s: CPU-seconds per image; None: nothing could be decoded."""
-    place = _Place.of(index)
+    kind, label = _describe_place(index)
     cores = host_cores()
     decode_per_s = cores / decode_s if decode_s else float("inf")
     supply = min(rate.per_s, decode_per_s)
@@ -150,7 +153,7 @@ def judge(
         evidence += "; the page cache could not be dropped, so the storage may be slower"
     elif rate.cold is None:
         evidence += "; whether the page cache was dropped is not known"
-    texts: dict[str, Any] = {"label": place.label, "rate": _rate(supply), "evidence": evidence}
+    texts: dict[str, Any] = {"label": label, "rate": _rate(supply), "evidence": evidence}
     if demand_images_per_s is None:
         return describe("data_rate", index.source, **texts, compared="")
     compared = f"{demand_text} {_rate(demand_images_per_s)}"
@@ -160,8 +163,11 @@ def judge(
         return describe("data_rate", index.source, **texts, compared=f", {compared}")
     idle = max(0.0, 1 - supply / demand_images_per_s)
     outcome = f"{100 * idle:.0f} % idle" if idle >= 0.005 else "no reserve"
-    fix = place.fix(limit, cores, rate)
-    return describe("data_rate/slow", index.source, **texts, compared=compared, outcome=outcome, limit=limit, fix=fix)
+    cause = "decoding" if limit == "decoding" else kind
+    if cause == "remote":
+        cause = "throttled" if rate.throttled else limit
+    texts |= {"cores": cores, "uri": mounted_bucket(index.root) or "gs://… or s3://…"}
+    return describe(f"data_rate/{cause}", index.source, **texts, compared=compared, outcome=outcome, limit=limit)
 
 
 def _limit(rate: ReadRate, decode_per_s: float) -> Limit:
@@ -171,50 +177,18 @@ def _limit(rate: ReadRate, decode_per_s: float) -> Limit:
     return "latency" if rate.per_s >= LATENCY_FRACTION * by_latency else "bandwidth"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Place:
-    """Where the images are."""
-
-    kind: Literal["bucket", "web", "mount", "disk"]
-    """mount: a network file system, or a program that shows a bucket as a folder (FUSE)."""
-    label: str
-    """bucket, gcsfuse mount, disk: the subject of the finding. Not "hard disk": virtual disks say that they are one."""
-    uri: str
-    """Of a bucket that is mounted, as far as its path tells."""
-
-    @classmethod
-    def of(cls, index: Index) -> "_Place":
-        remote = index.remote_object(int(index.image_indices(index.splits[0])[0]))
-        if remote is not None:
-            is_web = remote[0].uri.scheme in ("https", "http")
-            return cls(kind="web" if is_web else "bucket", label="web server" if is_web else "bucket", uri="")
-        storage = describe_storage(index.root)
-        if not storage["network"]:
-            return cls(kind="disk", label="disk", uri="")
-        program = str(storage["kind"]).removeprefix("fuse.")
-        return cls(kind="mount", label=f"{program} mount", uri=mounted_bucket(index.root))
-
-    def fix(self, limit: Limit, cores: int, rate: ReadRate) -> str:
-        if limit == "decoding":
-            return (
-                f"more vCPUs per GPU than {cores}, --cache ram or --cache disk (decoded once), --jpeg-decoder nvjpeg, "
-                "or images stored at about the size of the model input"
-            )
-        if self.kind == "mount":
-            direct = f"train from the bucket itself: stoker train {self.uri or 'gs://… or s3://…'}"
-            is_bucket = any(name in self.label for name in ("gcsfuse", "s3", "goofys", "rclone", "geesefs"))
-            return f"{direct if is_bucket else 'copy the images to a local SSD'}, or --cache disk on a local SSD"
-        if self.kind == "disk":
-            return "move the data to an NVMe SSD, or --cache ram if it fits into memory"
-        near = "a bucket in the machine's region"
-        if rate.throttled:
-            return f"spread the objects over more prefixes, pack them into shards (stoker data pack), or {near}"
-        if limit == "latency":
-            return (
-                f"{near}, --cache disk (each image is read once), or shards (stoker data pack), where many images are "
-                "one request"
-            )
-        return f"a machine with a faster network, {near}, smaller images, or --cache disk (each image is read once)"
+def _describe_place(index: Index) -> tuple[str, str]:
+    """(kind, label) of where the images are. Kind: remote, bucket (shown as a folder by a program), mount (another
+    network file system), disk. Label: the subject of the finding; not "hard disk", as virtual disks say that they are
+    one."""
+    remote = index.remote_object(int(index.image_indices(index.splits[0])[0]))
+    if remote is not None:
+        return "remote", "web server" if remote[0].uri.scheme in ("https", "http") else "bucket"
+    storage = describe_storage(index.root)
+    if not storage["network"]:
+        return "disk", "disk"
+    program = str(storage["kind"]).removeprefix("fuse.")
+    return "bucket" if any(name in program for name in BUCKET_PROGRAMS) else "mount", f"{program} mount"
 
 
 def mounted_bucket(path: Path) -> str:
@@ -347,18 +321,19 @@ def _measure(
         if now_s - reported_s >= REPORT_INTERVAL_S:
             report()
             reported_s = now_s
-    if not done:
+    if len(done) == probed:
         raise errors[0] if errors else TimeoutError(errno.ETIMEDOUT, NO_ANSWER)
     begin_s = (start_s + now_s) / 2
     if sum(time_s > begin_s for time_s, _ in done) < MIN_COUNTED:
         begin_s = start_s
     sizes = [size for time_s, size in done[probed:] if time_s > begin_s]
+    counts = [count for time_s, count in in_flight if time_s >= begin_s] or [count for _, count in in_flight]
     rate = ReadRate(
         images=len(sizes),
         total_bytes=sum(sizes),
         seconds=max(1e-6, now_s - begin_s),
         latency_s=statistics.median(latencies),
-        concurrency=max(1.0, statistics.fmean(count for time_s, count in in_flight if time_s >= begin_s)),
+        concurrency=max(1.0, statistics.fmean(counts)),
         cold=True,
         missing=len(errors),
     )

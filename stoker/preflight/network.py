@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -222,19 +221,15 @@ def nccl_interfaces(names: Sequence[str], choice: str) -> list[str]:
     return [name for name in names if matches(name) != excluded]
 
 
-def list_interfaces(sysfs: Path = Path("/sys/class/net")) -> list[Interface]:
+def list_interfaces() -> list[Interface]:
     """The interfaces that are up and have an IPv4 address, in the order of the kernel."""
     addresses, states = psutil.net_if_addrs(), psutil.net_if_stats()
     interfaces: list[Interface] = []
     for _, name in socket.if_nameindex():
         address = next((a.address for a in addresses.get(name, []) if a.family == socket.AF_INET), None)
-        if address is None or not (name in states and states[name].isup):
-            continue
-        try:
-            speed_mbit = int((sysfs / name / "speed").read_text())
-        except (OSError, ValueError):  # loopback, and many virtual interfaces
-            speed_mbit = -1
-        interfaces.append(Interface(name, address, speed_mbit * 1e6 if speed_mbit > 0 else None))
+        if address is not None and name in states and states[name].isup:
+            speed_mbit = states[name].speed  # 0 for loopback, and many virtual interfaces
+            interfaces.append(Interface(name, address, speed_mbit * 1e6 if speed_mbit > 0 else None))
     return interfaces
 
 
