@@ -6,6 +6,7 @@ check_files.toml, check_machine.toml: what the findings of `stoker check` say (`
 causes.toml: thresholds and fixes of the causes of lost time (`diagnosis/causes/cause.py`).
 clouds.toml: how firmware names its cloud (`profiling/telemetry/environment.py`).
 egress.toml: prices of traffic between regions (`preflight/regions.py`).
+egress.toml: prices of traffic between regions (`preflight/cloud.py`).
 endings.toml: the ways in which jobs end (`diagnosis/endings.py`).
 findings.toml: what findings of `check`, `report` and `launch advise` mean (`diagnosis/reference.py`).
 flags.toml: flags of other tools (`cli/flag_names.py`).

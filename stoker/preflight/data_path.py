@@ -32,9 +32,8 @@ from stoker.findings.finding import Finding
 from stoker.hardware.cgroup import host_cores
 from stoker.preflight.access import refusal
 from stoker.preflight.catalog import describe
-from stoker.preflight.cloud import read_machine
-from stoker.preflight.regions import check_region
-from stoker.profiling.telemetry.environment import describe_storage
+from stoker.preflight.cloud import check_region, read_machine
+from stoker.profiling.telemetry.platform_info import describe_storage
 from stoker.storage.fetcher import Fetcher
 from stoker.storage.store import Store
 from stoker.storage.uri import parse_uri
