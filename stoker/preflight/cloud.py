@@ -3,7 +3,7 @@
 Asks the metadata services of Google Cloud (cloud.google.com/compute/docs/metadata) and of AWS (IMDSv2,
 docs.aws.amazon.com/AWSEC2/latest/UserGuide/instancedata-data-categories.html), which are on the same host and need no
 credentials. Where a bucket is, against the machine, and what the traffic between the two costs, is here too, by the
-prices of `knowledge/egress.toml`. Not here: the firmware's name of the cloud (`platform_info`); the speed of a bucket
+prices of `knowledge/egress.toml`. Not here: the firmware's name of the cloud (`environment.py`); the speed of a bucket
 (`data_path.py`).
 """
 
@@ -23,8 +23,7 @@ import msgspec
 from stoker.findings.finding import Finding
 from stoker.knowledge import read_toml
 from stoker.preflight.catalog import describe
-from stoker.profiling.telemetry.environment import detect_machine_type
-from stoker.profiling.telemetry.platform_info import describe_storage, detect_cloud
+from stoker.profiling.telemetry.environment import describe_storage, detect_cloud, detect_machine_type
 from stoker.storage.clients import bucket_region, find_endpoint
 from stoker.storage.uri import StorageUri
 

@@ -33,7 +33,7 @@ from stoker.hardware.cgroup import host_cores
 from stoker.preflight.access import refusal
 from stoker.preflight.catalog import describe
 from stoker.preflight.cloud import check_region, read_machine
-from stoker.profiling.telemetry.platform_info import describe_storage
+from stoker.profiling.telemetry.environment import describe_storage
 from stoker.storage.fetcher import Fetcher
 from stoker.storage.store import Store
 from stoker.storage.uri import parse_uri
@@ -215,7 +215,6 @@ def _measure_reads(index: Index, images: list[int], seconds: float) -> tuple[Rea
         return dataclasses.replace(rate, cold=_all_cold(index, files.cold)), encoded
     store = remote[0]
     throttled = _throttled(store)
-    demand_per_s = MAX_DEMAND_PER_S if demand_images_per_s is None else demand_images_per_s
     with Fetcher() as fetcher:  # the loader's, which chooses by itself how many requests are in flight
 
         def submit(image: int) -> "Future[bytes]":
@@ -225,7 +224,7 @@ def _measure_reads(index: Index, images: list[int], seconds: float) -> tuple[Rea
             return fetcher.submit(of_image, key, start=start, length=length)
 
         def report() -> None:
-            fetcher.report_demand(demand_per_s, starved=True)
+            fetcher.report_demand(starved=True)
 
         rate, encoded = _measure(images, seconds, submit, lambda: fetcher.target_in_flight, report)
     return dataclasses.replace(rate, throttled=_throttled(store) - throttled), encoded

@@ -34,8 +34,7 @@ from stoker.preflight.gpu_facts import DRIVER_TIMEOUT_S, GpuFacts, Trial, fix_fo
 from stoker.preflight.gpu_versions import driver_fix, driver_is_too_old, version_findings
 from stoker.preflight.programs import run_program
 from stoker.profiling.telemetry.environment import detect_container
-from stoker.profiling.telemetry.gpu import in_host_pid_namespace
-from stoker.profiling.telemetry.gpu_state import VERSION_MISMATCH, DriverState, read_driver
+from stoker.profiling.telemetry.gpu import VERSION_MISMATCH, DriverState, in_host_pid_namespace, read_driver
 from stoker.profiling.telemetry.kernel_log import read_kernel_lines
 from stoker.profiling.telemetry.processes import list_process_tree
 from stoker.profiling.telemetry.timeouts import TimeoutWorker

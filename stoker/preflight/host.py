@@ -18,8 +18,8 @@ from stoker.findings.finding import Finding, Severity
 from stoker.hardware.cgroup import Cgroup
 from stoker.hardware.gpu_evidence import pci_gpus
 from stoker.preflight.catalog import describe
-from stoker.profiling.telemetry import machine, platform_info
-from stoker.profiling.telemetry.procfs import read_text_or_none
+from stoker.profiling.telemetry import environment, machine
+from stoker.profiling.telemetry.machine import read_text_or_none
 from stoker.report import format as fmt
 
 CORES_PER_GPU = 4

@@ -14,7 +14,7 @@ from stoker.hardware.device import Device
 from stoker.preflight import gpu as probes
 from stoker.preflight.gpu import without_own
 from stoker.preflight.short import quick_findings, require_meant_device
-from stoker.profiling.telemetry.gpu_state import DriverState, GpuProcess, GpuState
+from stoker.profiling.telemetry.gpu import DriverState, GpuProcess, GpuState
 from stoker.runs.schemas import GpuSample
 from stoker.training import start
 
