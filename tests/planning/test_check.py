@@ -19,9 +19,9 @@ from stoker.findings.finding import Finding
 from stoker.planning import check as checking
 from stoker.planning import memory_fit
 from stoker.planning.check import CheckReport, CheckRequest, Prober, check, date_urls
-from stoker.planning.memory_fit import MemoryFit, PredictedFit, Refusal, predict_memory_fit, try_memory_fit
-from stoker.preflight.findings import CheckFinding, make_finding
-from stoker.preflight.programs import run_program
+from stoker.planning.memory_fit import Answer, MemoryFit, ask_memory_fit
+from stoker.preflight.findings import make_finding
+from stoker.preflight.programs import Ended, run_program
 from tests.drawn import draw
 
 Probe = Callable[..., list[Finding]]
