@@ -42,11 +42,8 @@ class _PriceList(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 _LIST = msgspec.convert(read_toml("prices.toml"), _PriceList)
 AS_OF, CURRENCY, REGIONS = _LIST.as_of, _LIST.currency, _LIST.regions
-_GPU_BY_WORD = (
-    ("H100", "H100"), ("L40S", "L40S"), ("A10G", "A10G"), ("V100", "V100"), ("P100", "P100"),
-    ("L4", "L4"), ("T4", "T4"), ("P4", "P4"),
-)  # fmt: skip
-"""(word in the driver's name of a GPU, name in this table)."""
+_GPUS = {machine.gpu for machines in _LIST.machines.values() for machine in machines.values()} | _LIST.n1.gpus.keys()
+"""Names in this table. Except for the two A100, each is a word in the driver's name of the GPU."""
 _CLOUD_BY_FIRMWARE = (("Google", "GCP"), ("HVM domU", "AWS"), ("Amazon", "AWS"))
 """Firmware strings that name the cloud but not the machine type; older AWS machines are Xen."""
 
@@ -134,7 +131,7 @@ def match_gpu_name(name: str, memory_bytes: int | None = None) -> str | None:
     words = re.split(r"[^A-Za-z0-9]+", name.upper())
     if "A100" in words:
         return "A100-80" if "80GB" in words or (memory_bytes or 0) > 60 * 2**30 else "A100-40"
-    return next((gpu for word, gpu in _GPU_BY_WORD if word in words), None)
+    return next((gpu for gpu in _GPUS if gpu in words), None)
 
 
 def _list_price(cloud: str, machine_type: str, price: float) -> Price:

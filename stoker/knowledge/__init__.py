@@ -2,13 +2,17 @@
 schema and the code that uses it are where it is needed. No rules and no computations here.
 
 assumptions.toml: what `stoker plan` assumes (`planning/estimate.py`, `planning/roofline.py`).
+check_files.toml, check_machine.toml: what the findings of `stoker check` say (`preflight/catalog.py`).
 causes.toml: thresholds and fixes of the causes of lost time (`diagnosis/causes/cause.py`).
 clouds.toml: how firmware names its cloud (`profiling/telemetry/environment.py`).
+egress.toml: prices of traffic between regions (`preflight/regions.py`).
+egress.toml: prices of traffic between regions (`preflight/cloud.py`).
 endings.toml: the ways in which jobs end (`diagnosis/endings.py`).
 findings.toml: what findings of `check`, `report` and `launch advise` mean (`diagnosis/reference.py`).
 flags.toml: flags of other tools (`cli/flag_names.py`).
 frames.toml: functions of frameworks in stacks (`watch/frames.py`).
 gpus.toml: peaks of GPUs, by data sheets (`planning/accelerators.py`).
+links.toml: what links between ranks must carry (`preflight/network.py`).
 machines.toml, prices.toml: machines of clouds, their spot prices (`planning/machines.py`) and list prices
     (`hardware/prices.py`).
 models.toml: detector architectures (`config/architectures.py`).
@@ -18,6 +22,9 @@ secrets.toml: names and forms of secrets (`profiling/telemetry/secrets.py`).
 mig.toml: MIG slices of GPUs (`launching/containers.py`).
 pipeline_fields.toml: fields of the TensorFlow Object Detection API (`migration/tf_other.py`).
 report_words.toml: meanings of phases, stages, experiments and error types (`report/words.py`).
+refusals.toml: how refusals of a store are repaired (`preflight/access.py`).
+source_names.toml: images, packages and calls in files of others (`preflight/static/names.py`).
+variables.toml: environment variables (`preflight/variables.py`).
 versions.toml: which versions belong together (`preflight/static/versions.py`).
 recipes.toml, settings.toml: what models of a kind are trained with (`config/recipes.py`); bounds and defaults of
     settings (`config/settings.py`).

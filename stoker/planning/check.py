@@ -25,10 +25,10 @@ from stoker.preflight.cloud import check_cloud
 from stoker.preflight.data_path import check_data_path
 from stoker.preflight.findings import ok, unknown
 from stoker.preflight.gpu import check_gpu
+from stoker.preflight.gpu_versions import check_tensorflow
 from stoker.preflight.host import Host, check_host
 from stoker.preflight.network import check_network
 from stoker.preflight.static import check_sources
-from stoker.preflight.tensorflow import check_tensorflow
 from stoker.preflight.variables import check_variables
 from stoker.profiling.telemetry.timeouts import TimeoutWorker
 from stoker.report import format as fmt

@@ -6,6 +6,7 @@ nothing else is written or deleted, and nothing at all into the data. The messag
 """
 
 import os
+import re
 import tempfile
 import uuid
 from collections.abc import Callable, Mapping
@@ -13,8 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from glob import has_magic
 from pathlib import Path
 
+import msgspec
+
 from stoker.errors import Conflict, StokerError, StorageError, Unsupported
-from stoker.preflight.findings import CheckFinding, Severity, make_finding
+from stoker.findings.finding import Finding, Severity
+from stoker.knowledge import read_toml
+from stoker.preflight.catalog import describe
 from stoker.storage.failures import caused_by
 from stoker.storage.retry import Timeouts
 from stoker.storage.run_uri import WRITABLE_SCHEMES
@@ -26,13 +31,20 @@ TIMEOUT_S = 4.0
 PROBE_NAME = ".stoker-check-"
 """Start of the name of what is written."""
 
-_LABELS = {
-    "read": "the data can be read",
-    "write": "the run folder can be written",
-}
+
+class _Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    fix: str
+    pattern: str = ""
+    scheme: str = ""
+    kind: str = ""
+    id: str = ""
+    unless: str = ""
 
 
-def check_access(data: str | None, run_dir: str | None, *, env: Mapping[str, str] = os.environ) -> list[CheckFinding]:
+REFUSALS = msgspec.convert(read_toml("refusals.toml")["refusals"], list[_Refusal])
+
+
+def check_access(data: str | None, run_dir: str | None, *, env: Mapping[str, str] = os.environ) -> list[Finding]:
     """Reads from the data, writes into the run folder.
 
     data: a path, a URI, "demo" (which has no files) or None. run_dir: a path, a URI or None: Vertex AI's folder for
@@ -45,87 +57,52 @@ def check_access(data: str | None, run_dir: str | None, *, env: Mapping[str, str
         return [*(readable.result() if readable else []), *written]
 
 
-def check_readable(location: str, *, place: str = "") -> list[CheckFinding]:
+def check_readable(location: str, *, place: str = "") -> list[Finding]:
     """Whether a path exists and can be read, or a URI be listed and an object of it be read."""
     return _tried("data_access", location, place, lambda: _read(location))
 
 
-def check_writable(location: str, *, place: str = "") -> list[CheckFinding]:
+def check_writable(location: str, *, place: str = "") -> list[Finding]:
     """Whether a folder or a URI can be written, and what was written be deleted."""
     return _tried("run_access", location, place, lambda: _write(location))
 
 
-def _tried(id: str, location: str, place: str, attempt: Callable[[], CheckFinding]) -> list[CheckFinding]:
+def _tried(id: str, location: str, place: str, attempt: Callable[[], Finding]) -> list[Finding]:
     """The finding of an attempt; an error is a finding, too."""
     try:
         return [attempt()]
     except StokerError as error:
         return [refusal(id, location, error, place=place)]
     except Exception as error:  # noqa: BLE001  (a probe reports what it could not find out)
-        return [
-            make_finding(
-                id=id,
-                severity="unknown",
-                title="access could not be tried",
-                evidence=f"{type(error).__name__}: {error}",
-                place=place or location,
-            )
-        ]
+        return [describe(f"{id}/unknown", place or location, error=f"{type(error).__name__}: {error}")]
 
 
-def refusal(id: str, location: str, error: StokerError, *, place: str = "") -> CheckFinding:
+def refusal(id: str, location: str, error: StokerError, *, place: str = "") -> Finding:
     """The finding for an error of the storage layer: what it says, and the fix, sharpened where the response tells more
     than the status."""
-    cause = error.cause or ""
-    fix = error.fix or ""
+    cause, fix = error.cause or "", error.fix or ""
     kind = caused_by(error) if isinstance(error, StorageError) else None
-    lower = f"{error.what} {cause}".lower()
-    scheme = location.partition("://")[0]
+    scheme, _, path = location.partition("://")
     severity: Severity = "blocker"
-    if "requester pays" in lower or "userprojectmissing" in lower:
-        fix = (
-            "stoker does not send a project to bill: copy the data into a bucket of your own, or let its owner run "
-            f"gcloud storage buckets update gs://{_bucket(location)} --no-requester-pays"
-        )
-    elif "InvalidObjectState" in cause:
-        fix = "the objects are archived (Glacier): restore them, aws s3api restore-object, or copy them to STANDARD"
-    elif kind == "denied" and scheme == "gs" and "scope" in lower:
-        fix = (
-            "the machine was started with too narrow access scopes: stop it, then gcloud compute instances "
-            "set-service-account NAME --scopes=cloud-platform"
-        )
-    elif kind == "denied" and scheme == "s3" and id == "data_access" and "AWS_REQUEST_PAYER" not in os.environ:
-        fix += "; for a bucket whose readers pay: export AWS_REQUEST_PAYER=true"
-    elif kind == "credentials":
-        fix = f"{_renewal(scheme, cause)}; {fix}" if _renewal(scheme, cause) else fix
-    elif kind == "retryable" and "no connection" not in cause and "timeout" not in cause:
+    if kind == "retryable" and "no connection" not in cause and "timeout" not in cause:
         severity = "warning"  # the store answers, and may answer better in a minute
-    return make_finding(
-        id=id,
-        severity=severity,
-        title=error.what if error.what.endswith("..") else error.what.removesuffix("."),
-        evidence=cause or f"location: {error.location}",
-        fix=fix,
-        place=place or error.location or location,
+    profile = os.environ.get("AWS_PROFILE")
+    login = f"aws sso login --profile {profile}" if profile else "aws sso login, or fetch new temporary keys"
+    for row in REFUSALS:
+        is_case = all(
+            wanted in ("", found) for wanted, found in ((row.scheme, scheme), (row.kind, kind), (row.id, id))
+        ) and not (row.unless and row.unless in os.environ)
+        if is_case and re.search(row.pattern, f"{error.what} {cause}", re.IGNORECASE):
+            fix = row.fix.format(fix=fix, login=login, bucket=path.partition("/")[0])
+            break
+    what = error.what if error.what.endswith("..") else error.what.removesuffix(".")
+    cause = cause or f"location: {error.location}"
+    return describe(
+        f"{id}/refused", place or error.location or location, severity=severity, what=what, cause=cause, fix=fix
     )
 
 
-def _renewal(scheme: str, cause: str) -> str:
-    """How credentials that have run out are renewed."""
-    profile = os.environ.get("AWS_PROFILE")
-    if scheme == "s3" and ("ExpiredToken" in cause or "TokenRefreshRequired" in cause):
-        login = f"aws sso login --profile {profile}" if profile else "aws sso login, or fetch new temporary keys"
-        return f"the session has expired: {login}"
-    if scheme == "s3" and "InvalidToken" in cause:
-        return "AWS_SESSION_TOKEN belongs to other keys: unset it for permanent keys, or export all three again"
-    if scheme == "s3" and "SignatureDoesNotMatch" in cause:
-        return "AWS_SECRET_ACCESS_KEY is wrong or has a space at an end"
-    if scheme == "gs" and ("invalid_grant" in cause or "401" in cause):
-        return "the login has expired or was revoked"
-    return ""
-
-
-def _read(location: str) -> CheckFinding:
+def _read(location: str) -> Finding:
     text = expand_variables(location)
     if not is_uri(text):
         path = Path(text)
@@ -136,7 +113,7 @@ def _read(location: str) -> CheckFinding:
             raise StorageError(
                 "The data cannot be read.", location=path, cause=_owner(path), fix=f"chmod -R a+rX {path}"
             )
-        return _fine("data_access", "read", location, f"{'folder' if path.is_dir() else 'file'} on this machine")
+        return describe("data_access", location, evidence=f"{'folder' if path.is_dir() else 'file'} on this machine")
     uri = parse_uri(text)
     store = Store(uri, timeouts=Timeouts(TIMEOUT_S))
     identity = store.credentials.description
@@ -155,10 +132,10 @@ def _read(location: str) -> CheckFinding:
         )
     if info.size_bytes:
         store.read(info.key, start=0, length=1)
-    return _fine("data_access", "read", location, f"read {info.key}; credentials: {identity}")
+    return describe("data_access", location, evidence=f"read {info.key}; credentials: {identity}")
 
 
-def _write(location: str) -> CheckFinding:
+def _write(location: str) -> Finding:
     text = expand_variables(location)
     if not is_uri(text):
         return _write_file(location, Path(text))
@@ -168,7 +145,7 @@ def _write(location: str) -> CheckFinding:
     return _write_object(location, uri)
 
 
-def _write_file(location: str, folder: Path) -> CheckFinding:
+def _write_file(location: str, folder: Path) -> Finding:
     existing = folder.absolute()
     while not existing.exists() and existing.parent != existing:
         existing = existing.parent
@@ -186,10 +163,10 @@ def _write_file(location: str, folder: Path) -> CheckFinding:
             cause=f"{error.strerror or error}; {_owner(existing)}",
             fix=f"name another --run-dir, or: sudo chown $(id -u) {existing}",
         ) from error
-    return _fine("run_access", "write", location, f"wrote and deleted a file in {existing}")
+    return describe("run_access", location, evidence=f"wrote and deleted a file in {existing}")
 
 
-def _write_object(location: str, uri: StorageUri) -> CheckFinding:
+def _write_object(location: str, uri: StorageUri) -> Finding:
     store = Store(uri, timeouts=Timeouts(TIMEOUT_S))
     key, content = uri.child(f"{PROBE_NAME}{uuid.uuid4().hex}").key, b"stoker check"
     store.write(key, content)
@@ -208,35 +185,15 @@ def _write_object(location: str, uri: StorageUri) -> CheckFinding:
         store.delete(key)
     except StorageError as error:
         refused = refusal("run_access", location, error)
-        return make_finding(
-            id="run_access",
-            severity="warning",
-            title="the run folder can be written, but nothing in it be deleted: old checkpoints pile up",
-            evidence=f"{refused.evidence_text}; the object {uri.child(key.rpartition('/')[2])} stays",
-            fix=refused.fix,
-            place=location,
-        )
+        left = uri.child(key.rpartition("/")[2])
+        return describe("run_access/not_deleted", location, cause=refused.evidence_text, object=left, fix=refused.fix)
     if notes:
-        return make_finding(
-            id="run_access",
-            severity="warning",
-            title="the run folder can be written, with a reservation",
-            evidence=f"{'; '.join(notes)}; credentials: {identity}",
-            fix="start one training per run folder",
-            place=location,
-        )
-    return _fine("run_access", "write", location, f"wrote, read and deleted an object; credentials: {identity}")
-
-
-def _fine(id: str, label: str, location: str, evidence: str) -> CheckFinding:
-    return make_finding(id=id, severity="ok", title=_LABELS[label], evidence=evidence, place=location)
+        evidence = f"{'; '.join(notes)}; credentials: {identity}"
+        return describe("run_access/reservation", location, evidence=evidence)
+    return describe("run_access", location, evidence=f"wrote, read and deleted an object; credentials: {identity}")
 
 
 def _owner(path: Path) -> str:
     status = path.stat()
     user = f", this process is user {os.getuid()}" if hasattr(os, "getuid") else ""
     return f"its mode is {status.st_mode & 0o7777:o}, its owner user {status.st_uid}{user}"
-
-
-def _bucket(location: str) -> str:
-    return location.partition("://")[2].partition("/")[0]

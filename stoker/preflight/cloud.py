@@ -2,7 +2,9 @@
 
 Asks the metadata services of Google Cloud (cloud.google.com/compute/docs/metadata) and of AWS (IMDSv2,
 docs.aws.amazon.com/AWSEC2/latest/UserGuide/instancedata-data-categories.html), which are on the same host and need no
-credentials. Not here: the region of a bucket (`regions.py`); the firmware's name of the cloud (`environment.py`).
+credentials. Where a bucket is, against the machine, and what the traffic between the two costs, is here too, by the
+prices of `knowledge/egress.toml`. Not here: the firmware's name of the cloud (`environment.py`); the speed of a bucket
+(`data_path.py`).
 """
 
 import http.client
@@ -13,26 +15,32 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+from urllib.parse import quote
 
 import msgspec
 
-from stoker.preflight.findings import CheckFinding, make_finding
+from stoker.findings.finding import Finding
+from stoker.knowledge import read_toml
+from stoker.preflight.catalog import describe
 from stoker.profiling.telemetry.environment import describe_storage, detect_cloud, detect_machine_type
+from stoker.storage.clients import bucket_region, find_endpoint
+from stoker.storage.uri import StorageUri
 
 TIMEOUT_S, KNOWN_TIMEOUT_S = 0.5, 5.0
 """Of one request: to a service of which nothing is known, and to one that has answered, or which the firmware or a
 variable names. A metadata service answers in milliseconds, unless the machine is overloaded."""
 MAX_ANSWER_BYTES = 65536
 GOOGLE_HOST, AMAZON_ENDPOINT = "169.254.169.254", "http://169.254.169.254"
+LOCATION_TIMEOUT_S = 5.0
+GIB = 2**30
+MIN_SHOWN_USD = 0.01
+"""A cost of "0.00 USD" would say that it is free."""
 _TRUE = ("1", "true", "yes", "on")
 
 NOTICE = {"gcp": "30 s", "aws": "2 min"}
 """Between the notice and the end of a spot machine: cloud.google.com/compute/docs/instances/spot,
 docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html."""
-
-Ask = Callable[[str], str | None]
-"""The value of a metadata key; None: there is no such key."""
 
 
 class CloudMachine(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +76,7 @@ def read_machine(env: Mapping[str, str] = os.environ, *, root: Path = Path("/"))
 
 def check_cloud(
     env: Mapping[str, str] = os.environ, *, run_dir: str | None = None, root: Path = Path("/")
-) -> list[CheckFinding]:
+) -> list[Finding]:
     """Type of the machine, spot or not, host maintenance, notices that are pending. run_dir: folder or URI of the run;
     None: `runs/` in the current folder, or Vertex AI's folder for checkpoints."""
     machine, reasons = _ask_services(env, root)
@@ -76,123 +84,51 @@ def check_cloud(
         return [_without_service(detect_cloud(root), reasons)]
     place = f"{machine.zone or machine.region or 'unknown zone'} ({machine.provider})"
     spot = {True: ", spot", False: ", on demand", None: ""}[machine.spot]
-    name = machine.machine_type or "machine of unknown type"
+    name = f"{machine.machine_type or 'machine of unknown type'} in {place}{spot}"
     service = "metadata server" if machine.provider == "gcp" else "instance metadata service (IMDSv2)"
-    findings = [
-        make_finding(
-            id="cloud_machine",
-            severity="ok",
-            title=f"{name} in {place}{spot}",
-            evidence=f"{service}; maintenance and preemption notices can be read",
-        )
-    ]
+    evidence = f"{service}; maintenance and preemption notices can be read"
+    findings = [describe("cloud_machine", machine=name, evidence=evidence)]
     if machine.ending is not None:
-        findings.append(
-            make_finding(
-                id="machine_ending",
-                severity="blocker",
-                title="the cloud is taking this machine back",
-                evidence=f"{service}: {machine.ending}",
-                fix="start the training on another machine",
-            )
-        )
+        findings.append(describe("machine_ending", service=service, notice=machine.ending))
     if machine.warned is not None:
-        findings.append(
-            make_finding(
-                id="machine_notice",
-                severity="warning",
-                title=f"a notice for this machine is pending: {machine.warned}",
-                evidence=f"{service}: {machine.warned}",
-                fix="start on another machine, or after the event; a run with --run-dir in a bucket can be resumed",
-            )
-        )
-    findings += _check_host_maintenance(machine)
+        findings.append(describe("machine_notice", service=service, notice=machine.warned))
     if machine.spot:
         findings.append(_check_spot(machine, run_dir or env.get("AIP_CHECKPOINT_DIR") or "runs", root))
+    elif machine.host_maintenance is not None:
+        findings.append(_check_host_maintenance(machine))
     return findings
 
 
-def _without_service(cloud: str | None, reasons: Mapping[str, str]) -> CheckFinding:
+def _without_service(cloud: str | None, reasons: Mapping[str, str]) -> Finding:
     if cloud in ("gcp", "aws"):
-        fix = "allow requests to 169.254.169.254 (firewall, network policy, proxy), or start the container with the "
-        fix += "host's network"
-        if cloud == "aws":
-            fix = (
-                "in a container the answer is lost at the default hop limit of 1: aws ec2 modify-instance-metadata-"
-                "options --instance-id ID --http-put-response-hop-limit 2"
-            )
-        return make_finding(
-            id="metadata_unreachable",
-            severity="unknown",
-            title="the metadata service does not answer: no notice of maintenance or preemption can be read",
-            evidence=f"the firmware says {cloud}; {reasons.get(cloud, 'not asked')}",
-            fix=fix,
-        )
+        return describe(f"metadata_unreachable/{cloud}", reason=reasons.get(cloud, "not asked"))
     if cloud is not None:
-        return make_finding(
-            id="cloud_machine",
-            severity="unknown",
-            title=f"notices of {cloud} are not read",
-            evidence=f"the firmware says {cloud}; stoker asks Google Cloud and AWS only",
-        )
+        return describe("cloud_machine/other", cloud=cloud)
     asked = "; ".join(f"{provider}: {reason}" for provider, reason in reasons.items()) or "none was asked"
-    return make_finding(
-        id="cloud_machine",
-        severity="ok",
-        title="not a machine of Google Cloud or AWS",
-        evidence=f"no metadata service answers ({asked})",
-    )
+    evidence = f"no metadata service answers ({asked})"
+    return describe("cloud_machine", machine="not a machine of Google Cloud or AWS", evidence=evidence)
 
 
-def _check_host_maintenance(machine: CloudMachine) -> list[CheckFinding]:
+def _check_host_maintenance(machine: CloudMachine) -> Finding:
     """A GPU machine of Google's is always stopped for maintenance (cloud.google.com/compute/docs/gpus/gpu-host-
     maintenance), so what matters is whether it starts again; a spot machine never does."""
-    if machine.host_maintenance is None or machine.spot:
-        return []
-    stops = machine.host_maintenance == "TERMINATE"
     restarts = machine.automatic_restart is not False
     evidence = f"on-host-maintenance {machine.host_maintenance}, automatic-restart {'TRUE' if restarts else 'FALSE'}"
-    if stops and not restarts:
-        return [
-            make_finding(
-                id="host_maintenance",
-                severity="warning",
-                title="host maintenance stops this machine, and it is not started again",
-                evidence=evidence,
-                fix="gcloud compute instances set-scheduling NAME --restart-on-failure; start the training from a "
-                "startup script or a service: the same command resumes the run",
-            )
-        ]
-    title = "host maintenance stops and restarts this machine" if stops else "the machine is moved for host maintenance"
-    return [make_finding(id="host_maintenance", severity="ok", title=title, evidence=evidence)]
+    if machine.host_maintenance != "TERMINATE":
+        return describe("host_maintenance/moves", evidence=evidence)
+    return describe("host_maintenance/restarts" if restarts else "host_maintenance", evidence=evidence)
 
 
-def _check_spot(machine: CloudMachine, run_dir: str, root: Path) -> CheckFinding:
+def _check_spot(machine: CloudMachine, run_dir: str, root: Path) -> Finding:
     storage = describe_storage(run_dir, root)
-    notice = f"a {machine.provider} spot machine ends {NOTICE[machine.provider]} after its notice"
-    if storage["network"]:
-        return make_finding(
-            id="spot_run_folder",
-            severity="ok",
-            title="the run folder outlives this spot machine",
-            evidence=f"{run_dir} is on {storage['kind']}; {notice}",
-        )
-    scheme = "gs" if machine.provider == "gcp" else "s3"
-    if storage["network"] is None:
-        return make_finding(
-            id="spot_run_folder",
-            severity="unknown",
-            title="it is not known whether the run folder outlives this spot machine",
-            evidence=f"the file system of {run_dir} could not be read; {notice}",
-            fix=f"stoker train DATA --run-dir {scheme}://BUCKET/RUN",
-        )
-    return make_finding(
-        id="spot_run_folder",
-        severity="warning",
-        title="spot machine, and the run folder is on its own disk: a preemption can lose the whole run",
-        evidence=f"{run_dir} is on {storage['kind']}; {notice}",
-        fix=f"stoker train DATA --run-dir {scheme}://BUCKET/RUN, or a folder on a shared disk; the same command "
-        "resumes the run on the next machine",
+    ids = {True: "spot_run_folder/network", False: "spot_run_folder", None: "spot_run_folder/unknown"}
+    return describe(
+        ids[storage["network"]],
+        run_dir=run_dir,
+        kind=storage["kind"],
+        provider=machine.provider,
+        notice=NOTICE[machine.provider],
+        scheme="gs" if machine.provider == "gcp" else "s3",
     )
 
 
@@ -329,3 +265,114 @@ def _last_part(text: str | None) -> str | None:
 
 def _is_true(text: str | None) -> bool:
     return (text or "").upper() == "TRUE"
+
+
+class _Amazon(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    as_of: str
+    virginia_ohio: float
+    prices: dict[str, float]
+
+
+class _Google(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    as_of: str
+    near: float
+    atlantic: float
+    far: dict[str, float]
+    continents: dict[str, str]
+    dual_regions: dict[str, tuple[str, str]]
+
+
+class _Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    aws: _Amazon
+    gcp: _Google
+
+
+PRICES = msgspec.convert(read_toml("egress.toml"), _Prices)
+
+
+def check_region(
+    uri: StorageUri, machine: CloudMachine | None, *, epoch_bytes: float | None, env: Mapping[str, str] = os.environ
+) -> list[Finding]:
+    """Whether the bucket is in the machine's region. epoch_bytes: what one pass over the data reads; None: unknown.
+    Empty for a web server, for a store of no cloud, and where the machine is none of a cloud's."""
+    if uri.scheme not in ("gs", "s3") or machine is None or machine.region is None:
+        return []
+    is_google, bucket, region = uri.scheme == "gs", f"{uri.scheme}://{uri.bucket}", machine.region
+    if is_google != (machine.provider == "gcp"):
+        if find_endpoint(uri.scheme) is not None:  # MinIO, R2, …: what their traffic costs is not known
+            return []
+        return [describe("bucket_region/cloud", bucket, bucket=bucket, region=region, provider=machine.provider)]
+    location = _google_location(uri.bucket, env) if is_google else bucket_region(uri.bucket)
+    if location is None:
+        command = f"aws s3api get-bucket-location --bucket {uri.bucket}"
+        if is_google:
+            command = f"gcloud storage buckets describe {bucket} --format='value(location)'"
+        return [describe("bucket_region/unknown", bucket, bucket=bucket, region=region, command=command)]
+    location = location.lower()
+    if region in (location, *PRICES.gcp.dual_regions.get(location, ())):
+        return [describe("bucket_region/same", bucket, bucket=bucket, region=region, location=location)]
+    price = egress_price(uri.scheme, location, region)
+    cost = price * (epoch_bytes or 0) / GIB
+    per_pass = f", {cost:.2f} USD per pass over {(epoch_bytes or 0) / GIB:.1f} GiB" if cost >= MIN_SHOWN_USD else ""
+    program = "gcloud storage cp -r" if is_google else "aws s3 sync"
+    return [
+        describe(
+            "bucket_region/other",
+            bucket,
+            bucket=bucket,
+            location=location,
+            region=region,
+            price=price,
+            as_of=PRICES.gcp.as_of if is_google else PRICES.aws.as_of,
+            per_pass=per_pass,
+            rent=f"rent the machine in {location}, or " if "-" in location else "",  # not in a multi-region
+            copy=f"{program} {uri} {uri.scheme}://BUCKET-IN-{region.upper()}",
+        )
+    ]
+
+
+def egress_price(scheme: str, location: str, region: str) -> float:
+    """US dollars per GB from a bucket's location to a machine's region of the same cloud."""
+    if scheme == "s3":
+        if {location, region} == {"us-east-1", "us-east-2"}:
+            return PRICES.aws.virginia_ohio
+        prices = PRICES.aws.prices
+        matching = [name for name in prices if location.startswith(name)]
+        return prices[max(matching, key=len)] if matching else max(prices.values())
+    ends = {_continent(location), _continent(region)}
+    near = PRICES.gcp.near if len(ends) == 1 else PRICES.gcp.atlantic
+    return max((PRICES.gcp.far[end] for end in ends if end in PRICES.gcp.far), default=near)
+
+
+def _continent(location: str) -> str:
+    """us-central1, us, nam4 → us"""
+    name = location.partition("-")[0].rstrip("0123456789")
+    return PRICES.gcp.continents.get(name, name)
+
+
+def _google_location(bucket: str, env: Mapping[str, str]) -> str | None:
+    """The location of a bucket by the JSON API's storageLayout, which who may list the bucket may read. The token is
+    the machine's service account's; other credentials are not tried here."""
+    endpoint = find_endpoint("gs")
+    headers: dict[str, str] = {}
+    if endpoint is None:
+        host = env.get("GCE_METADATA_HOST") or GOOGLE_HOST
+        url = f"http://{host}/computeMetadata/v1/instance/service-accounts/default/token"
+        token = _read_json(url, {"Metadata-Flavor": "Google"}, TIMEOUT_S).get("access_token")
+        if not token:
+            return None
+        headers = {"Authorization": f"Bearer {token}"}
+    base = endpoint[0] if endpoint else "https://storage.googleapis.com"
+    url = f"{base if '://' in base else f'http://{base}'}/storage/v1/b/{quote(bucket, safe='')}/storageLayout"
+    location = _read_json(url, headers, LOCATION_TIMEOUT_S).get("location")
+    return location if isinstance(location, str) else None
+
+
+def _read_json(url: str, headers: dict[str, str], timeout_s: float) -> dict[str, Any]:
+    """The object at a URL; empty when it cannot be read, which the caller reports as unknown."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout_s) as response:
+            answer = json.loads(response.read(1 << 16))
+    except (OSError, ValueError, http.client.HTTPException):
+        return {}
+    return answer if isinstance(answer, dict) else {}

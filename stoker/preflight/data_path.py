@@ -7,17 +7,19 @@ and objects are only read. Each image is read once, in an order that differs fro
 check does not measure the caches that the first one filled.
 """
 
+import dataclasses
 import errno
 import itertools
 import os
+import queue
 import statistics
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -26,15 +28,15 @@ from stoker.data.images.decode import thumbnail
 from stoker.data.index import Index, open_index
 from stoker.data.loading.autotune import MAX_WORKERS, WORKERS_PER_CORE
 from stoker.errors import DataError, ObjectMissing, StokerError
+from stoker.findings.finding import Finding
 from stoker.hardware.cgroup import host_cores
 from stoker.preflight.access import refusal
-from stoker.preflight.cloud import CloudMachine, read_machine
-from stoker.preflight.findings import CheckFinding, make_finding
-from stoker.preflight.regions import check_region
+from stoker.preflight.catalog import describe
+from stoker.preflight.cloud import check_region, read_machine
 from stoker.profiling.telemetry.environment import describe_storage
 from stoker.storage.fetcher import Fetcher
 from stoker.storage.store import Store
-from stoker.storage.uri import StorageUri, parse_uri
+from stoker.storage.uri import parse_uri
 
 MAX_BYTES = 2**30
 """Read at most, per check: traffic between regions is billed."""
@@ -56,8 +58,9 @@ MIN_COUNTED = 16
 """Images in the second half of the time, or all of it counts."""
 MIN_S = 1.0
 """Shortest measurement: the images of a small data set are read several times."""
-GRACE_S = 2.0
-"""For reads that are under way at the end."""
+
+BUCKET_PROGRAMS = ("gcsfuse", "s3", "goofys", "rclone", "geesefs")
+"""Parts of the names of programs that show a bucket as a folder."""
 
 Limit = Literal["latency", "bandwidth", "decoding"]
 
@@ -97,7 +100,7 @@ def check_data_path(
     seconds: float = 10.0,
     max_side: int = MAX_SIDE,
     env: Mapping[str, str] = os.environ,
-) -> list[CheckFinding]:
+) -> list[Finding]:
     """Images per second from where the data is, against the demand, and the region of its bucket.
 
     demand_images_per_s: what the device takes; None: not known. demand_text: the clause before that number, "the GPU
@@ -113,18 +116,23 @@ def check_data_path(
         return [refusal("data_rate", location, error)]
     except OSError as error:
         reason = error.strerror or str(error)
-        return [_unknown(location, f"{error.filename}: {reason}" if error.filename else reason)]
+        reason = f"{error.filename}: {reason}" if error.filename else reason
+        return [describe("data_rate/unknown", location, reason=reason)]
     except Exception as error:  # noqa: BLE001  (a probe reports what it could not find out)
-        return [_unknown(location, f"{type(error).__name__}: {error}")]
+        return [describe("data_rate/unknown", location, reason=f"{type(error).__name__}: {error}")]
     findings = [judge(index, rate, decode_s, demand_images_per_s, demand_text)]
-    return findings + _region_findings(index, rate, len(images), read_machine(env), env)
+    source = index.source if "://" in index.source else mounted_bucket(index.root)
+    if source:
+        epoch_bytes = rate.mean_bytes * len(images)
+        findings += check_region(parse_uri(source), read_machine(env), epoch_bytes=epoch_bytes, env=env)
+    return findings
 
 
 def judge(
     index: Index, rate: ReadRate, decode_s: float | None, demand_images_per_s: float | None, demand_text: str
-) -> CheckFinding:
+) -> Finding:
     """The finding from the measurements. decode_s: CPU-seconds per image; None: nothing could be decoded."""
-    place = _Place.of(index)
+    kind, label = _describe_place(index)
     cores = host_cores()
     decode_per_s = cores / decode_s if decode_s else float("inf")
     supply = min(rate.per_s, decode_per_s)
@@ -144,32 +152,21 @@ def judge(
         evidence += "; the page cache could not be dropped, so the storage may be slower"
     elif rate.cold is None:
         evidence += "; whether the page cache was dropped is not known"
+    texts: dict[str, Any] = {"label": label, "rate": _rate(supply), "evidence": evidence}
     if demand_images_per_s is None:
-        title = f"{place.label} delivers {_rate(supply)} img/s"
-        return make_finding(id="data_rate", severity="ok", title=title, evidence=evidence, place=index.source)
+        return describe("data_rate", index.source, **texts, compared="")
     compared = f"{demand_text} {_rate(demand_images_per_s)}"
-    if supply >= demand_images_per_s * MARGIN and rate.cold is not False:
-        title = f"{place.label} delivers {_rate(supply)} img/s, {compared}"
-        return make_finding(id="data_rate", severity="ok", title=title, evidence=evidence, place=index.source)
+    if supply >= demand_images_per_s * MARGIN and rate.cold is False:
+        return describe("data_rate/cached", index.source, **texts, compared=compared)
     if supply >= demand_images_per_s * MARGIN:
-        return make_finding(
-            id="data_rate",
-            severity="unknown",
-            title=f"images in memory come at {_rate(supply)} img/s, {compared}; the storage could not be measured",
-            evidence=evidence,
-            fix="check again on the machine itself, without a container, or after a restart",
-            place=index.source,
-        )
+        return describe("data_rate", index.source, **texts, compared=f", {compared}")
     idle = max(0.0, 1 - supply / demand_images_per_s)
     outcome = f"{100 * idle:.0f} % idle" if idle >= 0.005 else "no reserve"
-    return make_finding(
-        id="data_rate",
-        severity="warning",
-        title=f"{place.label} delivers {_rate(supply)} img/s, {compared}: {outcome}",
-        evidence=f"limited by {limit}: {evidence}",
-        fix=place.fix(limit, cores, rate),
-        place=index.source,
-    )
+    cause = "decoding" if limit == "decoding" else kind
+    if cause == "remote":
+        cause = "throttled" if rate.throttled else limit
+    texts |= {"cores": cores, "uri": mounted_bucket(index.root) or "gs://… or s3://…"}
+    return describe(f"data_rate/{cause}", index.source, **texts, compared=compared, outcome=outcome, limit=limit)
 
 
 def _limit(rate: ReadRate, decode_per_s: float) -> Limit:
@@ -179,50 +176,18 @@ def _limit(rate: ReadRate, decode_per_s: float) -> Limit:
     return "latency" if rate.per_s >= LATENCY_FRACTION * by_latency else "bandwidth"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Place:
-    """Where the images are."""
-
-    kind: Literal["bucket", "web", "mount", "disk"]
-    """mount: a network file system, or a program that shows a bucket as a folder (FUSE)."""
-    label: str
-    """bucket, gcsfuse mount, disk: the subject of the finding. Not "hard disk": virtual disks say that they are one."""
-    uri: str
-    """Of a bucket that is mounted, as far as its path tells."""
-
-    @classmethod
-    def of(cls, index: Index) -> "_Place":
-        remote = index.remote_object(int(index.image_indices(index.splits[0])[0]))
-        if remote is not None:
-            is_web = remote[0].uri.scheme in ("https", "http")
-            return cls(kind="web" if is_web else "bucket", label="web server" if is_web else "bucket", uri="")
-        storage = describe_storage(index.root)
-        if not storage["network"]:
-            return cls(kind="disk", label="disk", uri="")
-        program = str(storage["kind"]).removeprefix("fuse.")
-        return cls(kind="mount", label=f"{program} mount", uri=mounted_bucket(index.root))
-
-    def fix(self, limit: Limit, cores: int, rate: ReadRate) -> str:
-        if limit == "decoding":
-            return (
-                f"more vCPUs per GPU than {cores}, --cache ram or --cache disk (decoded once), --jpeg-decoder nvjpeg, "
-                "or images stored at about the size of the model input"
-            )
-        if self.kind == "mount":
-            direct = f"train from the bucket itself: stoker train {self.uri or 'gs://… or s3://…'}"
-            is_bucket = any(name in self.label for name in ("gcsfuse", "s3", "goofys", "rclone", "geesefs"))
-            return f"{direct if is_bucket else 'copy the images to a local SSD'}, or --cache disk on a local SSD"
-        if self.kind == "disk":
-            return "move the data to an NVMe SSD, or --cache ram if it fits into memory"
-        near = "a bucket in the machine's region"
-        if rate.throttled:
-            return f"spread the objects over more prefixes, pack them into shards (stoker data pack), or {near}"
-        if limit == "latency":
-            return (
-                f"{near}, --cache disk (each image is read once), or shards (stoker data pack), where many images are "
-                "one request"
-            )
-        return f"a machine with a faster network, {near}, smaller images, or --cache disk (each image is read once)"
+def _describe_place(index: Index) -> tuple[str, str]:
+    """(kind, label) of where the images are. Kind: remote, bucket (shown as a folder by a program), mount (another
+    network file system), disk. Label: the subject of the finding; not "hard disk", as virtual disks say that they are
+    one."""
+    remote = index.remote_object(int(index.image_indices(index.splits[0])[0]))
+    if remote is not None:
+        return "remote", "web server" if remote[0].uri.scheme in ("https", "http") else "bucket"
+    storage = describe_storage(index.root)
+    if not storage["network"]:
+        return "disk", "disk"
+    program = str(storage["kind"]).removeprefix("fuse.")
+    return "bucket" if any(name in program for name in BUCKET_PROGRAMS) else "mount", f"{program} mount"
 
 
 def mounted_bucket(path: Path) -> str:
@@ -243,105 +208,134 @@ def _sample_order(index: Index) -> list[int]:
 
 def _measure_reads(index: Index, images: list[int], seconds: float) -> tuple[ReadRate, list[tuple[int, bytes]]]:
     """The rate, and the first images that were read. Raises what a read raises."""
-    if index.remote_object(images[0]) is not None:
-        return _measure_fetcher(index, images, seconds)
-    return _measure_files(index, images, seconds)
+    remote = index.remote_object(images[0])
+    if remote is None:
+        files = _FileReader(index)
+        rate, encoded = _measure(images, seconds, files.submit, lambda: files.num_threads, lambda: None)
+        return dataclasses.replace(rate, cold=_all_cold(index, files.cold)), encoded
+    store = remote[0]
+    throttled = _throttled(store)
+    with Fetcher() as fetcher:  # the loader's, which chooses by itself how many requests are in flight
+
+        def submit(image: int) -> "Future[bytes]":
+            location = index.remote_object(image)
+            assert location is not None
+            of_image, key, start, length = location
+            return fetcher.submit(of_image, key, start=start, length=length)
+
+        def report() -> None:
+            fetcher.report_demand(starved=True)
+
+        rate, encoded = _measure(images, seconds, submit, lambda: fetcher.target_in_flight, report)
+    return dataclasses.replace(rate, throttled=_throttled(store) - throttled), encoded
 
 
-class _Reads:
-    """The reads of a measurement and what ends it: time, bytes, or every image once (in MIN_S at least). Not locked."""
+class _FileReader:
+    """Reads files in threads, as many as the loader comes to where its workers mostly read. The threads are daemons: a
+    storage that hangs is left behind."""
 
-    def __init__(self, images: list[int], seconds: float) -> None:
-        self._images, self._num_started = itertools.cycle(images), 0
-        self._num_images, self.start_s = len(images), time.perf_counter()
-        self._end_s = self.start_s + seconds
-        self.done: list[tuple[float, int]] = []
-        """(end of the read, bytes)."""
-        self.total_bytes = 0
-        self.encoded: list[tuple[int, bytes]] = []
-        self.errors: list[Exception] = []
-        """Of images that are missing or cannot be read; training would replace them."""
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._requests: queue.SimpleQueue[tuple[int, Future[bytes]]] = queue.SimpleQueue()
+        self.num_threads = min(MAX_WORKERS, WORKERS_PER_CORE * host_cores())
+        self.cold: list[bool | None] = []
+        for _ in range(self.num_threads):
+            threading.Thread(target=self._work, daemon=True).start()
 
-    @property
-    def left_s(self) -> float:
-        return max(0.0, self._end_s - time.perf_counter())
+    def submit(self, image: int) -> "Future[bytes]":
+        future: Future[bytes] = Future()
+        self._requests.put((image, future))
+        return future
 
-    def next_image(self) -> int | None:
-        """None: no more."""
-        all_read = self._num_started >= self._num_images and time.perf_counter() - self.start_s >= MIN_S
-        if self.left_s == 0 or self.total_bytes >= MAX_BYTES or all_read:
-            return None
-        self._num_started += 1
-        return next(self._images)
-
-    def add(self, image: int, data: bytes) -> None:
-        self.done.append((time.perf_counter(), len(data)))
-        self.total_bytes += len(data)
-        if len(self.encoded) < MAX_DECODED:
-            self.encoded.append((image, data))
-
-    def require_one(self) -> None:
-        """Raises the error of a read if all failed."""
-        if not self.done:
-            raise self.errors[0] if self.errors else TimeoutError(errno.ETIMEDOUT, NO_ANSWER)
-
-
-def _measure_files(index: Index, images: list[int], seconds: float) -> tuple[ReadRate, list[tuple[int, bytes]]]:
-    """Threads, as many as the loader comes to where its workers mostly read."""
-    lock = threading.Lock()
-    cold: list[bool | None] = []
-    busy_s = 0.0
-
-    def read_into(reads: _Reads, image: int) -> float:
-        """Returns the time of the read in seconds; 0 for one that failed."""
-        was_cold = drop_pages(index, image)
-        start_s = time.perf_counter()
-        try:
-            data = index.read(image)
-        except OSError as error:
-            reads.errors.append(error)
-            return 0.0
-        took_s = time.perf_counter() - start_s
-        with lock:
-            cold.append(was_cold)
-            reads.add(image, data)
-        return took_s
-
-    alone = _Reads(images[:PROBE_READS], seconds)
-    latencies = [read_into(alone, image) for image in images[:PROBE_READS]]
-    reads = _Reads(images[PROBE_READS:] or images, seconds)
-
-    def work() -> None:
-        nonlocal busy_s
+    def _work(self) -> None:
         while True:
-            with lock:
-                image = reads.next_image()
-            if image is None:
-                return
-            took_s = read_into(reads, image)
-            with lock:
-                busy_s += took_s
+            image, future = self._requests.get()
+            self.cold.append(drop_pages(self._index, image))
+            try:
+                future.set_result(self._index.read(image))
+            except Exception as error:  # noqa: BLE001  (raised where the result is read)
+                future.set_exception(error)
 
-    num_threads = min(MAX_WORKERS, WORKERS_PER_CORE * host_cores())
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(num_threads)]
-    for thread in threads:
-        thread.start()
-    give_up_s = time.perf_counter() + reads.left_s + GRACE_S
-    for thread in threads:
-        thread.join(max(0.0, give_up_s - time.perf_counter()))  # a storage that hangs is left behind
-    with lock:
-        elapsed_s = time.perf_counter() - reads.start_s
-        reads.require_one()
-        rate = ReadRate(
-            images=len(reads.done),
-            total_bytes=reads.total_bytes,
-            seconds=elapsed_s,
-            latency_s=statistics.median([took_s for took_s in latencies if took_s] or [busy_s / len(reads.done)]),
-            concurrency=max(1.0, busy_s / elapsed_s),
-            cold=_all_cold(index, cold),
-            missing=len(reads.errors) + len(alone.errors),
-        )
-        return rate, alone.encoded + reads.encoded
+
+def _measure(
+    images: list[int],
+    seconds: float,
+    submit: Callable[[int], "Future[bytes]"],
+    target: Callable[[], int],
+    report: Callable[[], None],
+) -> tuple[ReadRate, list[tuple[int, bytes]]]:
+    """Some reads one by one, then `target()` at a time, until time or bytes are spent, or every image was read once (in
+    MIN_S at least). The rate is that of the second half of the time, when the target has settled. report: called
+    several times a second. Raises the error of a read that training would not survive, or if all fail."""
+    encoded: list[tuple[int, bytes]] = []
+    errors: list[Exception] = []
+    latencies: list[float] = []
+    done: list[tuple[float, int]] = []  # (end of the read, bytes)
+    total_bytes = 0
+
+    def take(image: int, future: "Future[bytes]", timeout_s: float) -> None:
+        nonlocal total_bytes
+        try:
+            data = future.result(timeout_s)
+        except TimeoutError:
+            errors.append(TimeoutError(errno.ETIMEDOUT, NO_ANSWER))
+        except (ObjectMissing, OSError) as error:
+            errors.append(error)
+        else:
+            done.append((time.perf_counter(), len(data)))
+            total_bytes += len(data)
+            if len(encoded) < 2 * MAX_DECODED:
+                encoded.append((image, data))
+
+    end_s = time.perf_counter() + seconds
+    for image in images[:PROBE_READS]:
+        start_s = time.perf_counter()
+        take(image, submit(image), max(0.0, end_s - start_s))
+        latencies.append(time.perf_counter() - start_s)
+        if time.perf_counter() >= end_s and not done:  # a store that does not answer is not asked for more
+            raise errors[0]
+    rest = images[PROBE_READS:] or images
+    order = itertools.cycle(rest)
+    started, reported_s = 0, 0.0
+    pending: dict[Future[bytes], int] = {}
+    in_flight: list[tuple[float, int]] = []
+    start_s = now_s = time.perf_counter()
+    probed = len(done)
+    end_s = start_s + seconds
+    while now_s < end_s:
+        while len(pending) < target() and total_bytes < MAX_BYTES:
+            if started >= len(rest) and now_s - start_s >= MIN_S:
+                break
+            image = next(order)
+            pending[submit(image)] = image
+            started += 1
+        if not pending:
+            break
+        in_flight.append((now_s, len(pending)))
+        finished, _ = wait(pending, min(REPORT_INTERVAL_S, end_s - now_s), return_when=FIRST_COMPLETED)
+        for future in finished:
+            take(pending.pop(future), future, 0.0)
+        now_s = time.perf_counter()
+        if now_s - reported_s >= REPORT_INTERVAL_S:
+            report()
+            reported_s = now_s
+    if len(done) == probed:
+        raise errors[0] if errors else TimeoutError(errno.ETIMEDOUT, NO_ANSWER)
+    begin_s = (start_s + now_s) / 2
+    if sum(time_s > begin_s for time_s, _ in done) < MIN_COUNTED:
+        begin_s = start_s
+    sizes = [size for time_s, size in done[probed:] if time_s > begin_s]
+    counts = [count for time_s, count in in_flight if time_s >= begin_s] or [count for _, count in in_flight]
+    rate = ReadRate(
+        images=len(sizes),
+        total_bytes=sum(sizes),
+        seconds=max(1e-6, now_s - begin_s),
+        latency_s=statistics.median(latencies),
+        concurrency=max(1.0, statistics.fmean(counts)),
+        cold=True,
+        missing=len(errors),
+    )
+    return rate, encoded
 
 
 def _all_cold(index: Index, cold: list[bool | None]) -> bool | None:
@@ -376,81 +370,6 @@ def drop_pages(index: Index, image: int) -> bool | None:
         os.close(fd)
 
 
-def _measure_fetcher(index: Index, images: list[int], seconds: float) -> tuple[ReadRate, list[tuple[int, bytes]]]:
-    """The loader's fetcher, which chooses by itself how many requests are in flight. The rate is that of the second
-    half of the time, when it has chosen. Raises StorageError for a bucket that cannot be read."""
-    store = _remote(index, images[0])[0]
-    throttled_before = _throttled(store)
-    latencies: list[float] = []
-    with Fetcher() as fetcher:
-        alone = _Reads(images[:PROBE_READS], seconds)
-        for image in images[:PROBE_READS]:
-            start_s = time.perf_counter()
-            future = _request(fetcher, index, image)
-            _take(alone, image, future, timeout_s=alone.left_s)
-            latencies.append(time.perf_counter() - start_s)
-            if alone.left_s == 0:  # a store that does not answer is not asked for more
-                alone.require_one()
-                break
-        reads = _Reads(images[PROBE_READS:] or images, seconds)
-        pending: dict[Future[bytes], int] = {}
-        in_flight: list[tuple[float, int]] = []
-        reported_s = reads.start_s
-        more = True
-        while reads.left_s > 0:
-            while more and len(pending) < fetcher.target_in_flight:
-                next_image = reads.next_image()
-                more = next_image is not None
-                if next_image is not None:
-                    pending[_request(fetcher, index, next_image)] = next_image
-            if not pending:
-                break
-            in_flight.append((time.perf_counter(), len(pending)))
-            finished, _ = wait(pending, min(REPORT_INTERVAL_S, reads.left_s), return_when=FIRST_COMPLETED)
-            for future in finished:
-                _take(reads, pending.pop(future), future, timeout_s=0.0)
-            if time.perf_counter() - reported_s >= REPORT_INTERVAL_S:
-                fetcher.report_demand(starved=True)
-                reported_s = time.perf_counter()
-        end_s = time.perf_counter()
-    reads.require_one()
-    begin_s = (reads.start_s + end_s) / 2
-    if sum(time_s > begin_s for time_s, _ in reads.done) < MIN_COUNTED:
-        begin_s = reads.start_s
-    sizes = [size for time_s, size in reads.done if time_s > begin_s]
-    rate = ReadRate(
-        images=len(sizes),
-        total_bytes=sum(sizes),
-        seconds=max(1e-6, end_s - begin_s),
-        latency_s=statistics.median(latencies),
-        concurrency=max(1.0, statistics.fmean(count for time_s, count in in_flight if time_s >= begin_s)),
-        cold=True,
-        throttled=_throttled(store) - throttled_before,
-        missing=len(alone.errors) + len(reads.errors),
-    )
-    return rate, alone.encoded + reads.encoded
-
-
-def _take(reads: _Reads, image: int, future: "Future[bytes]", *, timeout_s: float) -> None:
-    try:
-        reads.add(image, future.result(timeout_s))
-    except ObjectMissing as error:
-        reads.errors.append(error)
-    except TimeoutError:
-        reads.errors.append(TimeoutError(errno.ETIMEDOUT, NO_ANSWER))
-
-
-def _request(fetcher: Fetcher, index: Index, image: int) -> "Future[bytes]":
-    store, key, start, length = _remote(index, image)
-    return fetcher.submit(store, key, start=start, length=length)
-
-
-def _remote(index: Index, image: int) -> tuple[Store, str, int, int | None]:
-    remote = index.remote_object(image)
-    assert remote is not None
-    return remote
-
-
 def _throttled(store: Store) -> int:
     return sum(count for name, count in store.counters.failures.items() if name.startswith(("503", "429")))
 
@@ -470,29 +389,6 @@ def _measure_decoding(index: Index, encoded: list[tuple[int, bytes]], max_side: 
         if time.perf_counter() > end_s:
             break
     return statistics.fmean(spent) if spent else None
-
-
-def _region_findings(
-    index: Index, rate: ReadRate, num_images: int, machine: CloudMachine | None, env: Mapping[str, str]
-) -> list[CheckFinding]:
-    source = index.source
-    if "://" not in source:
-        if not (mounted := mounted_bucket(index.root)):
-            return []
-        source = mounted
-    uri: StorageUri = parse_uri(source)
-    return check_region(uri, machine, epoch_bytes=rate.mean_bytes * num_images, env=env)
-
-
-def _unknown(location: str, reason: str) -> CheckFinding:
-    return make_finding(
-        id="data_rate",
-        severity="unknown",
-        title="the speed of reading the data could not be measured",
-        evidence=reason,
-        fix="stoker data check DATA names files that cannot be read",
-        place=location,
-    )
 
 
 def _rate(per_s: float) -> str:

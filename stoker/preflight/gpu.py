@@ -10,15 +10,16 @@ is tried in `planning/memory_fit.py`.
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
-from stoker.hardware.cuda_trial import STAGE, TorchFacts
+from stoker.findings.finding import Finding
+from stoker.hardware import cuda_trial
+from stoker.hardware.cuda_trial import STAGE, TorchDevice, TorchFacts
+from stoker.hardware.device import Device
 from stoker.hardware.gpu_evidence import (
     WSL_LIBRARY,
     device_files,
@@ -27,14 +28,15 @@ from stoker.hardware.gpu_evidence import (
     pci_gpus,
     promised_by,
 )
-from stoker.preflight.findings import CheckFinding, make_finding, ok, unknown
+from stoker.preflight.catalog import describe
 from stoker.preflight.gpu_condition import gpu_findings, xid_findings
 from stoker.preflight.gpu_facts import DRIVER_TIMEOUT_S, GpuFacts, Trial, fix_for
 from stoker.preflight.gpu_versions import driver_fix, driver_is_too_old, version_findings
-from stoker.preflight.programs import kill_program, start_program
+from stoker.preflight.programs import run_program
 from stoker.profiling.telemetry.environment import detect_container
-from stoker.profiling.telemetry.gpu import VERSION_MISMATCH, DriverState, read_driver
+from stoker.profiling.telemetry.gpu import VERSION_MISMATCH, DriverState, in_host_pid_namespace, read_driver
 from stoker.profiling.telemetry.kernel_log import read_kernel_lines
+from stoker.profiling.telemetry.processes import list_process_tree
 from stoker.profiling.telemetry.timeouts import TimeoutWorker
 from stoker.report import format as fmt
 
@@ -44,8 +46,13 @@ CUDA's first start takes 5 s, with many GPUs that are not in persistence mode 20
 IMPORTING = "importing torch"
 TRIAL_SECONDS, DEEP_TRIAL_SECONDS = 0.3, 20.0
 """Of timed matrix products on each GPU. A clock that heat lowers needs longer to show."""
-NO_GPU_FIX = "use a machine with a GPU; or `--device cpu`, if training on the CPU is meant"
-CPU_INSTEAD = "; or `--device cpu`, if training on the CPU is meant"
+SHORT_DRIVER_TIMEOUT_S = 1.5
+CONTAINER_FIXES = {
+    "kubernetes": "request one: resources.limits nvidia.com/gpu: 1, on a node with NVIDIA's device plugin",
+    "singularity": "start it with --nv",
+    "podman": "start it with --device nvidia.com/gpu=all",
+}
+"""Container → how it gets a GPU."""
 
 
 def check_gpu(
@@ -58,10 +65,11 @@ def check_gpu(
     trial_command: Sequence[str] = (sys.executable, "-m", "stoker.hardware.cuda_trial"),
     stage_timeout_s: float = STAGE_TIMEOUT_S,
     kernel_log: Path = Path("/dev/kmsg"),
-) -> list[CheckFinding]:
+) -> list[Finding]:
     """device: as `--device`; root: with /sys, /proc, /dev; the other arguments stand for the machine in tests."""
     if device == "cpu":
-        return [ok("device", "training on the CPU was asked for", "--device cpu: GPUs are not looked at")]
+        text, evidence = "training on the CPU was asked for", "--device cpu: GPUs are not looked at"
+        return [describe("device", text=text, evidence=evidence)]
     seconds = DEEP_TRIAL_SECONDS if deep else TRIAL_SECONDS
     command = [*trial_command, str(seconds), *([device] if device else [])]
     longer_s = 10 * DEEP_TRIAL_SECONDS if deep else 0.0
@@ -110,84 +118,54 @@ def run_trial(
 ) -> Trial:
     """Runs the trial program, which is killed if one stage of it takes longer than `stage_timeout_s`, or all of them
     take longer than `timeout_s`. watch: called several times a second meanwhile."""
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        process = start_program(command, output.fileno(), errors.fileno())
-        timed_out, start_s, stage = False, time.monotonic(), ""
-        stage_start_s = start_s
-        try:
-            while True:
-                try:
-                    process.wait(0.1)
-                    break
-                except subprocess.TimeoutExpired:
-                    now_s = time.monotonic()
-                    if stage != (reached := _last_stage(errors)):
-                        stage, stage_start_s = reached, now_s
-                    if timed_out := now_s - stage_start_s > stage_timeout_s or now_s - start_s > timeout_s:
-                        break
-                    watch()
-        finally:
-            kill_program(process)
-        stage, took_s = _last_stage(errors), time.monotonic() - stage_start_s
-        if timed_out:
-            return Trial(facts=None, stage=stage, error=f"was still {stage} after {took_s:.0f} s", timed_out=True)
-        output.seek(0)
-        errors.seek(0)
-        lines = errors.read().decode(errors="replace").splitlines()
-        try:
-            return Trial(facts=msgspec.json.decode(output.read().splitlines()[-1], type=TorchFacts), stage=stage)
-        except (IndexError, msgspec.DecodeError):
-            last = next((line for line in reversed(lines) if line.strip() and not line.startswith(STAGE)), "no output")
-            return Trial(facts=None, stage=stage, error=f"exit code {process.returncode}: {last.strip()}")
+    stage, stage_start_s = "", time.monotonic()
+
+    def goes_on(errors: str) -> bool:
+        nonlocal stage, stage_start_s
+        if stage != (reached := _last_stage(errors)):
+            stage, stage_start_s = reached, time.monotonic()
+        if time.monotonic() - stage_start_s > stage_timeout_s:
+            return False
+        watch()
+        return True
+
+    try:
+        ended = run_program(command, timeout_s, watch=goes_on)
+    except subprocess.TimeoutExpired:
+        error = f"was still {stage} after {time.monotonic() - stage_start_s:.0f} s"
+        return Trial(facts=None, stage=stage, error=error, timed_out=True)
+    stage = _last_stage(ended.errors)
+    try:
+        return Trial(facts=msgspec.json.decode(ended.last_line, type=TorchFacts), stage=stage)
+    except msgspec.DecodeError:
+        lines = [line.strip() for line in ended.errors.splitlines() if line.strip() and not line.startswith(STAGE)]
+        error = f"exit code {ended.code}: {lines[-1] if lines else 'no output'}"
+        return Trial(facts=None, stage=stage, error=error)
 
 
-def _last_stage(errors: IO[bytes]) -> str:
-    size = os.fstat(errors.fileno()).st_size
-    text = os.pread(errors.fileno(), size, 0).decode(errors="replace")  # the process writes at its own position
-    return next((line.removeprefix(STAGE) for line in reversed(text.splitlines()) if line.startswith(STAGE)), "")
+def _last_stage(errors: str) -> str:
+    return next((line.removeprefix(STAGE) for line in reversed(errors.splitlines()) if line.startswith(STAGE)), "")
 
 
-def device_findings(facts: GpuFacts) -> Iterator[CheckFinding]:
+def device_findings(facts: GpuFacts) -> Iterator[Finding]:
     """Training silently on the CPU, with the exact reason; or the GPUs that torch has used."""
     trial, found = facts.trial, facts.trial.facts
+    is_early = trial.stage in ("", IMPORTING)
     if trial.timed_out and not gpu_evidence(facts.env, facts.root):
-        yield _no_gpu(f"torch did not answer in time: a process {trial.error}")
-    elif trial.timed_out and trial.stage in ("", IMPORTING):
-        yield unknown(
-            "torch_slow", "whether the GPU can be used: torch did not start in time", f"a process {trial.error}",
-            "check again when the machine is less busy; `--deep` waits longer",
-        )  # fmt: skip
+        yield describe("no_gpu", evidence=f"torch did not answer in time: a process {trial.error}")
     elif trial.timed_out:
-        yield make_finding(
-            id="gpu_hangs",
-            severity="blocker",
-            title=f"the GPU does not answer: {trial.stage} did not end",
-            evidence=f"a process that uses it {trial.error}",
-            fix="restart the machine or reset the GPU (`nvidia-smi --gpu-reset`); if it comes again, use another "
-            "machine" + CPU_INSTEAD,
-        )
+        yield describe("torch_slow" if is_early else "gpu_hangs", stage=trial.stage, error=trial.error)
     elif found is None:
-        fails_early = trial.stage in ("", IMPORTING)
-        title = "torch does not start" if fails_early else f"{trial.stage} ended the process"
-        yield make_finding(
-            id="torch_fails" if fails_early else "kernel_fails",
-            severity="blocker",
-            title=title,
-            evidence=trial.error,
-            fix=fix_for(trial.error) or f"{sys.executable} -m stoker.hardware.cuda_trial 0.3 shows the whole output",
-        )
+        fix = fix_for(trial.error) or f"{sys.executable} -m stoker.hardware.cuda_trial 0.3 shows the whole output"
+        id = "torch_fails" if is_early else "kernel_fails/process"
+        yield describe(id, stage=trial.stage, error=trial.error, fix=fix)
     elif found.devices:
-        yield from _used_devices(found)
+        yield from map(_used_device, found.devices)
     elif found.num_gpus:
-        yield make_finding(
-            id="gpu_index_invalid",
-            severity="blocker",
-            title=f"there is no device {facts.device}",
-            evidence=f"torch finds {fmt.plural(found.num_gpus, 'GPU')}, numbered from 0",
-            fix=f"--device cuda:0 … cuda:{found.num_gpus - 1}",
-        )
+        gpus = fmt.plural(found.num_gpus, "GPU")
+        yield describe("gpu_index_invalid", device=facts.device, gpus=gpus, last=found.num_gpus - 1)
     elif found.accelerator == (facts.device or "").partition(":")[0] != "":
-        yield ok("device", f"torch uses {found.accelerator}", f"torch {found.torch}")
+        yield describe("device", text=f"torch uses {found.accelerator}", evidence=f"torch {found.torch}")
     else:
         finding = silent_cpu(found, facts.driver, env=facts.env, root=facts.root)
         if facts.device is not None:  # training would not fall back to the CPU, but end
@@ -196,101 +174,105 @@ def device_findings(facts: GpuFacts) -> Iterator[CheckFinding]:
         yield finding
 
 
-def _used_devices(found: TorchFacts) -> Iterator[CheckFinding]:
-    for device in found.devices:
-        where = f"cuda:{device.index}"
-        if device.wrong:
-            yield make_finding(
-                id="gpu_wrong_results",
-                severity="blocker",
-                title=f"{device.name} computes wrong results",
-                evidence=f"compared with the CPU: {device.error}",
-                fix="use another machine, and report this one (nvidia-bug-report.sh)",
-                place=where,
-            )
-        elif device.error:
-            yield make_finding(
-                id="kernel_fails",
-                severity="blocker",
-                title=f"{device.name or 'the GPU'} does not compute",
-                evidence=device.error,
-                fix=fix_for(device.error) or "update the driver and torch together",
-                place=where,
-            )
-        else:
-            speed = "" if device.tflops is None else f"; {device.tflops:,.0f} TFLOP/s in 16-bit matrix products"
-            evidence = f"a matrix product and a convolution agree with the CPU's{speed}"
-            yield ok("kernel", f"{device.name} computes", evidence, where)
+def _used_device(device: TorchDevice) -> Finding:
+    place = f"cuda:{device.index}"
+    if device.wrong:
+        return describe("gpu_wrong_results", place, name=device.name, error=device.error)
+    if device.error:
+        fix = fix_for(device.error) or "update the driver and torch together"
+        return describe("kernel_fails/device", place, name=device.name or "the GPU", error=device.error, fix=fix)
+    speed = "" if device.tflops is None else f"; {device.tflops:,.0f} TFLOP/s in 16-bit matrix products"
+    return describe("kernel", place, name=device.name, speed=speed)
 
 
 def silent_cpu(
     found: TorchFacts, driver: DriverState | None, *, env: Mapping[str, str] = os.environ, root: Path = Path("/")
-) -> CheckFinding:
+) -> Finding:
     """Why torch has no GPU to use, a blocker, with the exact fix. Also for the short form in `stoker train`."""
-    evidence = "; ".join([f"torch {found.torch} finds no GPU", *gpu_evidence(env, root)])
+    shown = gpu_evidence(env, root)
+    evidence = "; ".join([f"torch {found.torch} finds no GPU", *shown])
     visible = env.get("CUDA_VISIBLE_DEVICES")
     files, module, container = device_files(root), kernel_driver(root), detect_container(env, root)
-
-    def blocker(id: str, title: str, fix: str, place: str = "", more: str = "") -> CheckFinding:
-        text = evidence if not more else f"{evidence}; {more}"
-        return make_finding(
-            id=id, severity="blocker", title=title, evidence=text, fix=fix + CPU_INSTEAD, place=place
-        )  # fmt: skip
-
     if found.accelerator not in (None, "cuda"):
-        name = found.accelerator
-        fix = f"`--device {name}` trains on it, untested; `--device cpu` says that the CPU is meant"
-        title = f"training would run on the CPU: {name} is used only if it is named"
-        return make_finding(id="accelerator_untested", severity="blocker", title=title, evidence=evidence, fix=fix)
-    if not gpu_evidence(env, root):
-        return _no_gpu(evidence)
+        return describe("accelerator_untested", name=found.accelerator, evidence=evidence)
+    if not shown:
+        return describe("no_gpu", evidence=evidence)
     if found.cuda is None and found.rocm is None:
-        fix = "install torch and torchvision built for CUDA: pytorch.org/get-started/locally has the command"
-        return blocker("cpu_only_build", "training would run on the CPU: torch is a CPU build", fix)
+        return describe("cpu_only_build", evidence=evidence)
     if visible is not None and driver is not None and driver.num_gpus and not driver.gpus:
-        title = f"training would run on the CPU: CUDA_VISIBLE_DEVICES={visible!r} hides the GPUs"
-        fix, more = "unset CUDA_VISIBLE_DEVICES", f"the driver has {fmt.plural(driver.num_gpus, 'GPU')}"
-        return blocker("gpus_hidden", title, fix, "CUDA_VISIBLE_DEVICES", more)
+        evidence += f"; the driver has {fmt.plural(driver.num_gpus, 'GPU')}"
+        return describe("gpus_hidden", "CUDA_VISIBLE_DEVICES", visible=visible, evidence=evidence)
     if visible is not None and visible.strip() in ("", "-1"):
-        title = f"training would run on the CPU: CUDA_VISIBLE_DEVICES={visible!r} hides the GPUs"
-        return blocker("gpus_hidden", title, "unset CUDA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+        return describe("gpus_hidden", "CUDA_VISIBLE_DEVICES", visible=visible, evidence=evidence)
     if driver is not None and driver.error == VERSION_MISMATCH:
-        title = "the driver was updated, and the old one is still loaded"
-        return blocker("driver_mismatch", title, "restart the machine", more=str(driver.reason))
+        return describe("driver_mismatch", evidence=f"{evidence}; {driver.reason}")
     if container is not None and not files and not (root / WSL_LIBRARY).exists():
-        title = f"training would run on the CPU: this {container} container has no GPU"
-        fix = {
-            "kubernetes": "request one: resources.limits nvidia.com/gpu: 1, on a node with NVIDIA's device plugin",
-            "singularity": "start it with --nv",
-            "podman": "start it with --device nvidia.com/gpu=all",
-        }.get(container, "start it with `docker run --gpus all` (NVIDIA Container Toolkit)")
-        return blocker("container_without_gpu", title, fix)
+        fix = CONTAINER_FIXES.get(container, "start it with `docker run --gpus all` (NVIDIA Container Toolkit)")
+        return describe("container_without_gpu", container=container, evidence=evidence, fix=fix)
     if module is None and pci_gpus(root):
-        title = "training would run on the CPU: the GPU has no driver"
-        fix = "install NVIDIA's driver (Ubuntu: `sudo ubuntu-drivers install`); on a cloud, take an image that has it"
-        return blocker("driver_missing", title, fix)
+        return describe("driver_missing", evidence=evidence)
     version = (None if driver is None else driver.version) or module
     if old := driver_is_too_old(found, version):
-        title = f"training would run on the CPU: {old}"
-        return blocker("driver_old", title, driver_fix(found, root), more=found.error)
-    title = "training would run on the CPU: torch cannot use the GPU"
-    fix = fix_for(found.error) or "`nvidia-smi` says what the driver finds"
+        evidence = "; ".join(filter(None, (evidence, found.error)))
+        return describe("driver_old/cpu", old=old, evidence=evidence, fix=driver_fix(found, root))
+    evidence = "; ".join(filter(None, (evidence, found.error or (driver.reason if driver else None))))
     if module is None and not files and (promised := promised_by(env)):
-        title = f"training would run on the CPU: {promised} promises a GPU, and there is none"
-        fix = "start the container with `--gpus all`, or the job on a node with a GPU"
-    reason = found.error or ("" if driver is None else driver.reason or "")
-    return blocker("gpu_not_usable", title, fix, more=reason)
+        return describe("gpu_not_usable/promised", promised=promised, evidence=evidence)
+    fix = fix_for(found.error) or "`nvidia-smi` says what the driver finds"
+    return describe("gpu_not_usable/torch", evidence=evidence, fix=fix)
 
 
-def _no_gpu(evidence: str) -> CheckFinding:
-    title = "training would run on the CPU: this machine shows no GPU"
-    evidence += "; there is no GPU of NVIDIA on the PCI bus, no /dev/nvidia0, no driver"
-    return make_finding(id="no_gpu", severity="blocker", title=title, evidence=evidence, fix=NO_GPU_FIX)
-
-
-RULES: tuple[Callable[[GpuFacts], Iterator[CheckFinding]], ...] = (
+RULES: tuple[Callable[[GpuFacts], Iterator[Finding]], ...] = (
     device_findings,
     version_findings,
     gpu_findings,
     xid_findings,
 )
+
+
+# The part of the short form in `stoker train` (`short.py`): without a process, on the device that training has.
+
+
+def find_reason(env: Mapping[str, str], root: Path) -> Finding | None:
+    """Why torch does not use the GPU of this machine; None: it has another accelerator, which is used by name."""
+    found = msgspec.convert(cuda_trial.describe_torch() | {"error": cuda_trial.cuda_error()}, TorchFacts)
+    return None if found.accelerator not in (None, "cuda") else silent_cpu(found, ask_driver(env), env=env, root=root)
+
+
+def quick_gpu_findings(device: Device, env: Mapping[str, str], root: Path) -> list[Finding]:
+    """Versions, condition and other users of the GPU that training uses."""
+    facts = _facts_of(device, env, root)
+    return [*version_findings(facts), *gpu_findings(facts), *xid_findings(facts)]
+
+
+def _facts_of(device: Device, env: Mapping[str, str], root: Path) -> GpuFacts:
+    present = cuda_trial.present_device(device.torch_device)
+    found = msgspec.convert(cuda_trial.describe_torch() | {"devices": [present]}, TorchFacts)
+    driver = ask_driver(env)
+    return GpuFacts(
+        device=str(device.torch_device),
+        env=env,
+        root=root,
+        driver=None if driver is None else without_own(driver, present.index),
+        trial=Trial(facts=found),
+        kernel_lines=read_kernel_lines(),
+    )
+
+
+def without_own(driver: DriverState, index: int) -> DriverState:
+    """Only the GPU of the training, with the processes that are not part of it. In a container with PIDs of its own,
+    they cannot be told apart: none is kept."""
+    own = set(list_process_tree(os.getpid())) if in_host_pid_namespace() else None
+    gpus = []
+    for state in driver.gpus[index : index + 1]:
+        others = [] if own is None else [process for process in state.processes or [] if process.pid not in own]
+        sample = state.sample if others else msgspec.structs.replace(state.sample, memory_used_bytes=None)
+        gpus.append(msgspec.structs.replace(state, processes=others, sample=sample))
+    return msgspec.structs.replace(driver, gpus=gpus)
+
+
+def ask_driver(env: Mapping[str, str]) -> DriverState | None:
+    worker = TimeoutWorker(lambda: lambda: read_driver(env), name="driver")
+    state = worker.call(SHORT_DRIVER_TIMEOUT_S)
+    worker.stop()
+    return state

@@ -1,54 +1,67 @@
-"""Whether driver, CUDA runtime, compiled architectures and cuDNN fit together, of the torch that has used a GPU."""
+"""Whether driver, CUDA runtime, compiled architectures and cuDNN fit together, of the torch that has used a GPU;
+and whether an installed TensorFlow sees it, for jobs that use it."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
+
+from stoker.findings.finding import Finding, Severity
 from stoker.hardware.cuda_trial import TorchFacts
-from stoker.preflight.findings import CheckFinding, make_finding, ok, unknown
+from stoker.preflight.catalog import describe
 from stoker.preflight.gpu_facts import GpuFacts
+from stoker.preflight.programs import run_program
 from stoker.preflight.static.versions import DRIVERS_BY_MAJOR
+from stoker.report import format as fmt
+
+TENSORFLOW_TIMEOUT_S = 20.0
+TENSORFLOW_PROGRAM = (
+    "import json, tensorflow as tf; info = tf.sysconfig.get_build_info(); "
+    "print(json.dumps([tf.__version__, bool(tf.test.is_built_with_cuda()), len(tf.config.list_physical_devices('GPU')),"
+    " str(info.get('cuda_version')), str(info.get('cudnn_version'))]))"
+)
 
 
-def version_findings(facts: GpuFacts) -> Iterator[CheckFinding]:
+def version_findings(facts: GpuFacts) -> Iterator[Finding]:
     """Driver against runtime, architectures, cuDNN: of a torch that has used a GPU."""
     found = facts.trial.facts
     if found is None or not found.num_gpus or found.cuda is None:
         return
     version = facts.driver_version
-    old, compat = driver_is_too_old(found, version), _compat_in_use(found)
+    old = driver_is_too_old(found, version)
+    compat = next((path for path in found.libraries if "/compat/" in path and "libcuda.so" in path), None)
     if version is None:
-        yield unknown("driver", "the driver's version is not known", "neither NVML nor /proc/driver/nvidia has it")
+        yield describe("driver/unknown")
     elif old and compat is None:
-        yield make_finding(
-            id="driver_old",
-            severity="blocker" if any(device.error for device in found.devices) else "warning",
-            title=old,
-            evidence=f"driver {version}; torch {found.torch}; "
-            + ("; ".join(device.error for device in found.devices if device.error) or "simple operations run"),
-            fix=driver_fix(found, facts.root),
+        errors = "; ".join(device.error for device in found.devices if device.error)
+        severity: Severity = "blocker" if errors else "warning"
+        fix = driver_fix(found, facts.root)
+        errors = errors or "simple operations run"
+        yield describe(
+            "driver_old", severity=severity, old=old, version=version, torch=found.torch, errors=errors, fix=fix
         )
     else:
         used = "" if compat is None else f", through the forward-compatibility package {compat}"
-        yield ok("driver", f"driver {version} runs CUDA {found.cuda}{used}", f"torch {found.torch}")
+        yield describe("driver", version=version, cuda=found.cuda, used=used, torch=found.torch)
     for device in found.devices:
         if device.capability == (0, 0):
             continue
-        text = f"sm_{device.capability[0]}{device.capability[1]}"
-        arches = " ".join(found.arch_list)
+        place, arches = f"cuda:{device.index}", " ".join(found.arch_list)
+        arch = f"sm_{device.capability[0]}{device.capability[1]}"
         if runs_on(found.arch_list, device.capability):
-            yield ok("architecture", f"torch has kernels for {text}", arches, f"cuda:{device.index}")
-        else:
-            yield make_finding(
-                id="arch_missing",
-                severity="blocker",
-                title=f"torch {found.torch} has no kernels for {device.name or text} ({text})",
-                evidence=f"it was built for {arches}",
-                fix="install the torch build for a newer CUDA (pytorch.org/get-started/locally)"
-                if device.capability > _newest(found.arch_list)
-                else "install an older torch, whose builds still have this architecture, or use a newer GPU",
-                place=f"cuda:{device.index}",
-            )
+            yield describe("architecture", place, arch=arch, arches=arches)
+            continue
+        newest = max((built for _, built, _ in _built_for(found.arch_list)), default=(0, 0))
+        fix = (
+            "install the torch build for a newer CUDA (pytorch.org/get-started/locally)"
+            if device.capability > newest
+            else "install an older torch, whose builds still have this architecture, or use a newer GPU"
+        )
+        name = device.name or arch
+        yield describe("arch_missing", place, torch=found.torch, name=name, arch=arch, arches=arches, fix=fix)
     yield from _cudnn(facts, found)
 
 
@@ -62,11 +75,6 @@ def driver_is_too_old(found: TorchFacts, version: str | None) -> str | None:
     return f"driver {version} is older than CUDA {found.cuda} needs ({minimum} or newer)"
 
 
-def _compat_in_use(found: TorchFacts) -> str | None:
-    """The loaded libcuda, if it is that of a forward-compatibility package (cuda-compat-13-0)."""
-    return next((path for path in found.libraries if "/compat/" in path and "libcuda.so" in path), None)
-
-
 def driver_fix(found: TorchFacts, root: Path) -> str:
     cuda = int((found.cuda or "0").partition(".")[0])
     installed = sorted(root.glob("usr/local/cuda*/compat/libcuda.so.1"))
@@ -78,76 +86,51 @@ def driver_fix(found: TorchFacts, root: Path) -> str:
     return f"install driver {DRIVERS_BY_MAJOR.get(cuda, DRIVERS_BY_MAJOR[13])} or newer{instead}"
 
 
+def _built_for(arch_list: Sequence[str]) -> list[tuple[str, tuple[int, int], str]]:
+    """(kind of code, architecture, suffix): ("sm", (9, 0), "a") of sm_90a."""
+    matches = [re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch) for arch in arch_list]
+    return [(match[1], (int(match[2]), int(match[3])), match[4]) for match in matches if match]
+
+
 def runs_on(arch_list: Sequence[str], capability: tuple[int, int]) -> bool:
     """Whether code for these architectures runs on a GPU: code for the same major and at most its minor version, or PTX
     of at most its version. sm_90a runs on exactly one (CUDA C++ programming guide, "Compute capability")."""
-    for arch in arch_list:
-        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
-        if match is None:
-            continue
-        built = int(match[2]), int(match[3])
-        if match[4] == "a":
-            runs = match[1] == "sm" and built == capability
-        elif match[1] == "sm":
-            runs = built[0] == capability[0] and built <= capability
+    for kind, built, suffix in _built_for(arch_list):
+        if suffix == "a":
+            runs = kind == "sm" and built == capability
         else:
-            runs = built <= capability
+            runs = built <= capability and (kind == "compute" or built[0] == capability[0])
         if runs:
             return True
     return not arch_list  # not known
 
 
-def _newest(arch_list: Sequence[str]) -> tuple[int, int]:
-    return max(((int(arch[1]), int(arch[2])) for arch in (re.fullmatch(r"\w+_(\d+)(\d)[af]?", a) for a in arch_list)
-                if arch), default=(0, 0))  # fmt: skip
-
-
-def _cudnn(facts: GpuFacts, found: TorchFacts) -> Iterator[CheckFinding]:
+def _cudnn(facts: GpuFacts, found: TorchFacts) -> Iterator[Finding]:
     folders = sorted({path.rpartition("/")[0] for path in found.libraries if "/libcudnn" in path})
-    search_path = facts.env.get("LD_LIBRARY_PATH", "").split(":")
-    folders_of_user = [facts.root / folder.lstrip("/") for folder in search_path if folder]
-    others = [path for folder in folders_of_user for path in sorted(folder.glob("libcudnn.so*"))]
+    search_path = [folder.lstrip("/") for folder in facts.env.get("LD_LIBRARY_PATH", "").split(":") if folder]
+    others = [path for folder in search_path for path in sorted((facts.root / folder).glob("libcudnn.so*"))]
     outside = ["/" + path.relative_to(facts.root).as_posix() for path in others]
     if found.cudnn_error:
-        yield make_finding(
-            id="cudnn_mismatch",
-            severity="blocker",
-            title="the cuDNN that is loaded is not the one that torch was built for",
-            evidence=" ".join([found.cudnn_error, *outside]),
-            fix="take the folder with the other libcudnn out of LD_LIBRARY_PATH: torch brings its own",
-            place="LD_LIBRARY_PATH" if outside else "",
-        )
+        place = "LD_LIBRARY_PATH" if outside else ""
+        yield describe("cudnn_mismatch", place, evidence=" ".join([found.cudnn_error, *outside]))
         return
-    required = None if found.cudnn_required is None else _version_tuple(found.cudnn_required)
+    required = None if found.cudnn_required is None else _version_tuple(found.cudnn_required)[:3]
     loaded = _cudnn_tuple(found.cudnn)
     if len(folders) > 1:
-        yield make_finding(
-            id="cudnn_twice",
-            severity="warning",
-            title="cuDNN is loaded twice",
-            evidence=", ".join(folders),
-            fix="keep one: uninstall the system's, or take its folder out of LD_LIBRARY_PATH",
-        )
-    if loaded is not None and required is not None and loaded < required[:3]:
-        yield make_finding(
-            id="cudnn_old",
-            severity="warning",
-            title=f"cuDNN {_dotted(loaded)} is older than the {_dotted(required[:3])} that torch was built for",
+        yield describe("cudnn_twice/loaded", folders=", ".join(folders))
+    if loaded is not None and required is not None and loaded < required:
+        yield describe(
+            "cudnn_old",
+            version=_dotted(loaded),
+            required=_dotted(required),
             evidence=", ".join([f"torch {found.torch}", *(folders or outside)]),
-            fix=f"pip install nvidia-cudnn-cu{(found.cuda or '').partition('.')[0]}=={found.cudnn_required}; take "
-            "other folders with libcudnn out of LD_LIBRARY_PATH",
+            cuda=(found.cuda or "").partition(".")[0],
+            package=found.cudnn_required,
         )
-    elif outside and not any(folder == path.rpartition("/")[0] for folder in folders for path in outside):
-        yield make_finding(
-            id="cudnn_twice",
-            severity="warning",
-            title="LD_LIBRARY_PATH names a second cuDNN",
-            evidence=", ".join([*outside, *folders]),
-            fix="take that folder out of LD_LIBRARY_PATH: torch brings its own",
-            place="LD_LIBRARY_PATH",
-        )
+    elif outside and not any(path.rpartition("/")[0] in folders for path in outside):
+        yield describe("cudnn_twice/path", "LD_LIBRARY_PATH", folders=", ".join([*outside, *folders]))
     elif loaded is not None and len(folders) <= 1:
-        yield ok("cudnn", f"cuDNN {_dotted(loaded)}", ", ".join(folders) or "loaded by torch")
+        yield describe("cudnn", version=_dotted(loaded), folders=", ".join(folders) or "loaded by torch")
 
 
 def _cudnn_tuple(version: int | None) -> tuple[int, ...] | None:
@@ -164,3 +147,27 @@ def _version_tuple(version: str) -> tuple[int, ...]:
 
 def _dotted(version: Sequence[int]) -> str:
     return ".".join(map(str, version))
+
+
+def check_tensorflow(
+    *,
+    needed: bool,
+    gpu_is_there: bool,
+    command: Sequence[str] = (sys.executable, "-c", TENSORFLOW_PROGRAM),
+    timeout_s: float = TENSORFLOW_TIMEOUT_S,
+) -> list[Finding]:
+    """Whether TensorFlow sees the GPU, for jobs that use it. needed: such a job is to run, so it is a blocker."""
+    try:
+        ended = run_program(command, timeout_s)
+        version, with_cuda, num_gpus, cuda, cudnn = msgspec.json.decode(
+            ended.last_line, type=tuple[str, bool, int, str, str]
+        )
+    except subprocess.TimeoutExpired:
+        return [describe("tensorflow/slow", seconds=timeout_s)]
+    except msgspec.DecodeError:
+        return [describe("tensorflow/fails", reason=ended.reason)]
+    if num_gpus or not gpu_is_there:
+        return [describe("tensorflow", version=version, gpus=fmt.plural(num_gpus, "GPU"), cuda=cuda)]
+    id = "tensorflow_no_gpu/cuda" if with_cuda else "tensorflow_no_gpu/cpu"
+    severity: Severity = "blocker" if needed else "warning"
+    return [describe(id, severity=severity, version=version, cuda=cuda, cudnn=cudnn)]

@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from stoker.diagnosis.causes.memory import FD_LIMIT_NEAR, HOST_MEMORY_NEAR_LIMIT, SHARED_MEMORY_SMALL
+from stoker.findings.finding import Finding, Severity
 from stoker.hardware.cgroup import Cgroup
 from stoker.hardware.gpu_evidence import pci_gpus
-from stoker.preflight.findings import CheckFinding, Severity, make_finding
+from stoker.preflight.catalog import describe
 from stoker.profiling.telemetry import environment, machine
 from stoker.profiling.telemetry.machine import read_text_or_none
 from stoker.report import format as fmt
@@ -81,58 +82,54 @@ class Host:
         return float(len(self.cpus)) if quota is None else min(float(len(self.cpus)), quota)
 
 
-def check_host(host: Host) -> list[CheckFinding]:
+def check_host(host: Host) -> list[Finding]:
     return [finding for rule in RULES for finding in rule(host)]
 
 
-def cores(host: Host) -> Iterator[CheckFinding]:
+def cores(host: Host) -> Iterator[Finding]:
     """vCPUs per GPU against the loader's need."""
-    text = f"{host.cores:g} cores by affinity and cgroup"
+    evidence = f"{host.cores:g} cores by affinity and cgroup"
     if not host.num_gpus:
-        yield make_finding("cpu_cores", "ok", f"{host.cores:g} cores", text)
+        yield describe("cpu_cores", cores=host.cores, per_gpu="", evidence=evidence)
         return
     per_gpu = host.cores / host.num_gpus
     need, reason = host.demand_cores, host.demand_text
     if need is None:
         need, reason = CORES_PER_GPU, "the smallest GPU machines of the clouds have 4 vCPUs per GPU"
+    evidence += f"; {reason}"
     if per_gpu >= need:
-        yield make_finding("cpu_cores", "ok", f"{per_gpu:.3g} cores per GPU", f"{text}; {reason}")
-        return
-    fix = "a machine with more vCPUs per GPU, a higher CPU limit of the container; --cache ram or disk needs fewer"
-    title = f"{per_gpu:.3g} cores per GPU, and the loader needs {need:.2g}: the GPU would wait for images"
-    yield make_finding("cpu_cores", "warning", title, f"{text}; {reason}", fix)
+        yield describe("cpu_cores", cores=float(f"{per_gpu:.3g}"), per_gpu=" per GPU", evidence=evidence)
+    else:
+        yield describe("cpu_cores/few", cores=per_gpu, need=need, evidence=evidence)
 
 
-def cpu_quota(host: Host) -> Iterator[CheckFinding]:
+def cpu_quota(host: Host) -> Iterator[Finding]:
     quota, visible = host.cgroup.cpu_limit_cores(), len(host.cpus)
     if quota is None or quota >= visible:
         return
-    throttled = host.cgroup.throttled_s()
     evidence = f"the cgroup's quota is {quota:g} cores, the affinity {visible}"
-    if throttled:
+    if throttled := host.cgroup.throttled_s():
         evidence += f"; threads were throttled for {fmt.duration(throttled)} so far"
-    variables = [name for name in THREAD_VARIABLES if host.env.get(name, "").isdecimal()]
-    if any(int(host.env[name]) <= max(1, quota) for name in variables):
-        yield make_finding("cpu_quota", "ok", f"a CPU quota of {quota:g} cores", evidence)
-        return
-    title = f"a CPU quota of {quota:g} cores, and OpenMP starts {visible} threads: they would be throttled in turns"
-    fix = f"export OMP_NUM_THREADS={max(1, int(quota))}, or raise the CPU limit of the container"
-    yield make_finding("cpu_quota", "warning", title, evidence, fix, "OMP_NUM_THREADS")
+    chosen = [int(host.env[name]) for name in THREAD_VARIABLES if host.env.get(name, "").isdecimal()]
+    if any(number <= max(1, quota) for number in chosen):
+        yield describe("cpu_quota/ok", quota=quota, evidence=evidence)
+    else:
+        threads = max(1, int(quota))
+        yield describe("cpu_quota", "OMP_NUM_THREADS", quota=quota, visible=visible, threads=threads, evidence=evidence)
 
 
-def threads(host: Host) -> Iterator[CheckFinding]:
+def threads(host: Host) -> Iterator[Finding]:
     """Variables that ask for more threads than there are cores."""
     for name in THREAD_VARIABLES:
         value = host.env.get(name, "").split(",")[0].strip()
         if value.isdecimal() and int(value) > max(1.0, host.cores):
-            title = f"{name}={value} starts more threads than the {host.cores:g} cores can run"
-            fix = f"export {name}={max(1, int(host.cores))}, or unset it"
-            yield make_finding("threads", "warning", title, "the environment, against affinity and cgroup", fix, name)
+            number = max(1, int(host.cores))
+            yield describe("threads", name, name=name, value=value, cores=host.cores, threads=number)
             return
-    yield make_finding("threads", "ok", "no variable asks for more threads than cores", ", ".join(THREAD_VARIABLES))
+    yield describe("threads/ok", names=", ".join(THREAD_VARIABLES))
 
 
-def memory(host: Host) -> Iterator[CheckFinding]:
+def memory(host: Host) -> Iterator[Finding]:
     """Free memory, of the machine or of the container."""
     meminfo = machine.read_meminfo(host.root / "proc")
     state = host.cgroup.memory_state()
@@ -142,57 +139,45 @@ def memory(host: Host) -> Iterator[CheckFinding]:
         limit, where = meminfo["MemTotal"], "of the machine"
         used = limit - meminfo.get("MemAvailable", meminfo.get("MemFree", 0))
     else:
-        yield make_finding("memory", "unknown", "free memory is not known", "neither /proc/meminfo nor a cgroup has it")
+        yield describe("memory/unknown")
         return
     free = limit - used
-    evidence = f"{fmt.memory(used, limit)} {where} are in use, without page cache"
-    fix = f"end other processes, or raise the memory limit ({'container' if state else 'machine'})"
+    id = "memory"
     if free < MIN_FREE_MEMORY_BYTES / 4:
-        title = f"{fmt.size(free)} of memory are free: the kernel would kill the training"
-        yield make_finding("memory", "blocker", title, evidence, fix)
+        id = "memory/none"
     elif free < MIN_FREE_MEMORY_BYTES or used / limit >= (HOST_MEMORY_NEAR_LIMIT.warning_threshold or 1.0):
-        yield make_finding("memory", "warning", f"only {fmt.size(free)} of memory are free", evidence, fix)
-    else:
-        yield make_finding("memory", "ok", f"{fmt.size(free)} of memory are free", evidence)
-    swap = meminfo.get("SwapTotal", 0) - meminfo.get("SwapFree", 0)
-    if swap >= HOST_MEMORY_NEAR_LIMIT.threshold("swap_bytes"):
-        title = f"{fmt.size(swap)} are swapped out: the machine is short of memory"
-        fix = "end other processes, or take a machine with more memory"
-        yield make_finding("swap", "warning", title, "/proc/meminfo", fix)
-    elif meminfo:
-        yield make_finding("swap", "ok", "no swapping", f"{fmt.size(swap)} of swap in use")
+        id = "memory/low"
+    evidence = f"{fmt.memory(used, limit)} {where} are in use, without page cache"
+    yield describe(id, free=fmt.size(free), evidence=evidence, whose="container" if state else "machine")
+    if meminfo:
+        swap = meminfo.get("SwapTotal", 0) - meminfo.get("SwapFree", 0)
+        is_swapping = swap >= HOST_MEMORY_NEAR_LIMIT.threshold("swap_bytes")
+        yield describe("swap" if is_swapping else "swap/ok", swap=fmt.size(swap))
 
 
-def shared_memory(host: Host) -> Iterator[CheckFinding]:
+def shared_memory(host: Host) -> Iterator[Finding]:
     usage = machine.disk_usage(f"{host.root}/dev/shm")
     if usage is None:
         return
     used, total = usage
     if total <= SHARED_MEMORY_SMALL.threshold("docker_bytes"):
-        title = f"/dev/shm has {fmt.size(total)}: loader processes and NCCL would fail with a bus error"
-        evidence = "statvfs; docker's default. stoker's own loader does not use it, DataLoader's workers and NCCL do"
-        yield make_finding("shm", "warning", title, evidence, SHARED_MEMORY_SMALL.fix, "/dev/shm")
+        yield describe("shm/small", "/dev/shm", total=fmt.size(total), fix=SHARED_MEMORY_SMALL.fix)
     elif used / total >= (SHARED_MEMORY_SMALL.warning_threshold or 1.0):
-        title = f"/dev/shm is {fmt.percentage(used / total)} full"
-        fix = "`ls -l /dev/shm`: delete what ended jobs have left"
-        yield make_finding("shm", "warning", title, f"{fmt.size(used)} of {fmt.size(total)}", fix, "/dev/shm")
+        fraction = fmt.percentage(used / total)
+        yield describe("shm/full", "/dev/shm", fraction=fraction, used=fmt.size(used), total=fmt.size(total))
     else:
-        yield make_finding("shm", "ok", f"/dev/shm has {fmt.size(total)}", "statvfs")
+        yield describe("shm", total=fmt.size(total))
 
 
-def file_handles(host: Host) -> Iterator[CheckFinding]:
-    soft = host.max_files
-    if soft is None:
-        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+def file_handles(host: Host) -> Iterator[Finding]:
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if host.max_files is None else host.max_files
     if soft != resource.RLIM_INFINITY and soft < MIN_FILES:
-        title = f"a process may open {soft} files: `Too many open files` would end the training"
-        yield make_finding("file_handles", "warning", title, "RLIMIT_NOFILE (ulimit -n)", FD_LIMIT_NEAR.command or "")
+        yield describe("file_handles", limit=soft, fix=FD_LIMIT_NEAR.command or "")
     else:
-        limit = "any number of" if soft == resource.RLIM_INFINITY else f"{soft:,}"
-        yield make_finding("file_handles", "ok", f"a process may open {limit} files", "RLIMIT_NOFILE (ulimit -n)")
+        yield describe("file_handles/ok", limit="any number of" if soft == resource.RLIM_INFINITY else f"{soft:,}")
 
 
-def disk(host: Host) -> Iterator[CheckFinding]:
+def disk(host: Host) -> Iterator[Finding]:
     """Room and write speed for checkpoints where the run will be."""
     if host.run_dir is None:
         return
@@ -204,29 +189,27 @@ def disk(host: Host) -> Iterator[CheckFinding]:
         return  # `access.py` reports that
     free = machine.free_bytes(folder)
     need_text = f"checkpoints of {fmt.size(size)}, of which up to {CHECKPOINTS_KEPT} exist at a time"
-    fix = "make room, or `--run-dir` on another disk or in a bucket"
     if free is not None and free < need:
-        surely_full = host.checkpoint_bytes is not None and free < size
-        severity: Severity = "blocker" if surely_full else "warning"
-        title = f"{fmt.size(free)} are free for the run, which needs {fmt.size(need)}"
-        yield make_finding("disk", severity, title, need_text, fix, place)
+        severity: Severity = "blocker" if host.checkpoint_bytes is not None and free < size else "warning"
+        yield describe(
+            "disk/full", place, severity=severity, free=fmt.size(free), need=fmt.size(need), need_text=need_text
+        )
         return
     if not host.write_bytes:
         return
     try:
         speed = measure_write_speed(folder, host.write_bytes)
     except OSError as error:
-        title = "the run's folder cannot be written"
-        yield make_finding("disk", "blocker", title, error.strerror or str(error), fix, place)
+        yield describe("disk/unwritable", place, reason=error.strerror or error)
         return
-    seconds = size / speed
-    evidence = f"wrote and synced {fmt.size(host.write_bytes)}; {need_text}"
-    text = f"{fmt.size(speed)}/s, {fmt.size(free)} free"
-    if seconds > MAX_SAVE_S:
-        title = f"the run's disk takes {fmt.duration(seconds)} for a checkpoint ({text})"
-        yield make_finding("disk", "warning", title, evidence, "a faster disk; or a longer --checkpoint-every", place)
-    else:
-        yield make_finding("disk", "ok", f"the run's disk: {text}", evidence, place=place)
+    yield describe(
+        "disk/slow" if size / speed > MAX_SAVE_S else "disk",
+        place,
+        duration=fmt.duration(size / speed),
+        text=f"{fmt.size(speed)}/s, {fmt.size(free)} free",
+        written=fmt.size(host.write_bytes),
+        need_text=need_text,
+    )
 
 
 def measure_write_speed(folder: Path, size_bytes: int) -> float:
@@ -240,27 +223,23 @@ def measure_write_speed(folder: Path, size_bytes: int) -> float:
         return max(size_bytes, len(block)) / (time.perf_counter() - start_s)
 
 
-def clock(host: Host) -> Iterator[CheckFinding]:
+def clock(host: Host) -> Iterator[Finding]:
     """The clock against a server's, which decides whether buckets accept signed requests."""
-    for url in host.date_urls:
-        skew = clock_skew_s(url)
-        if skew is None:
-            continue
-        evidence = f"the Date header of {url}"
-        fix = "`sudo timedatectl set-ntp true`, or set the clock of the host"
-        if abs(skew) > WARN_CLOCK_SKEW_S:
-            severity: Severity = "blocker" if abs(skew) > MAX_CLOCK_SKEW_S else "warning"
-            title = f"the clock is {fmt.duration(abs(skew))} {'ahead' if skew > 0 else 'behind'}"
-            title += ": buckets refuse its requests" if severity == "blocker" else ""
-            yield make_finding("clock", severity, title, evidence, fix)
-        else:
-            yield make_finding("clock", "ok", f"the clock is right to {fmt.duration(max(1.0, abs(skew)))}", evidence)
-        return
-    if kernel_clock_is_synchronized():
-        yield make_finding("clock", "ok", "the clock is synchronized", "the kernel (adjtimex)")
+    skews = ((url, skew) for url in host.date_urls if (skew := clock_skew_s(url)) is not None)
+    url, skew = next(skews, ("", 0.0))
+    text = fmt.duration(max(1.0, abs(skew)))
+    if abs(skew) > WARN_CLOCK_SKEW_S:
+        severity: Severity = "blocker" if abs(skew) > MAX_CLOCK_SKEW_S else "warning"
+        effect = ": buckets refuse its requests" if severity == "blocker" else ""
+        direction = "ahead" if skew > 0 else "behind"
+        yield describe("clock", severity=severity, skew=text, direction=direction, effect=effect, url=url)
+    elif url:
+        yield describe("clock/ok", text=f"right to {text}", evidence=f"the Date header of {url}")
+    elif kernel_clock_is_synchronized():
+        yield describe("clock/ok", text="synchronized", evidence="the kernel (adjtimex)")
     else:
-        evidence = "no server to compare it with answered" if host.date_urls else "no server to compare it with"
-        yield make_finding("clock", "unknown", "whether the clock is right", evidence, "`timedatectl` on the host")
+        answered = " answered" if host.date_urls else ""
+        yield describe("clock/unknown", evidence=f"no server to compare it with{answered}")
 
 
 def kernel_clock_is_synchronized() -> bool:
@@ -290,7 +269,7 @@ def clock_skew_s(url: str) -> float | None:
         return None
 
 
-def numa(host: Host) -> Iterator[CheckFinding]:
+def numa(host: Host) -> Iterator[Finding]:
     """GPUs whose memory controller is on a CPU that this process may not use."""
     nodes, gpus = environment.count_numa_nodes(host.root), pci_gpus(host.root)
     if nodes is None or nodes < 2 or not gpus:
@@ -302,11 +281,9 @@ def numa(host: Host) -> Iterator[CheckFinding]:
         if node is not None and int(node) >= 0 and cpus is not None and not host.cpus & parse_cpu_list(cpus):
             far.append(f"{address} on node {node} (CPUs {cpus})")
     if far:
-        title = "this process may use no core next to its GPU: copies cross the link between the CPUs"
-        fix = "numactl --cpunodebind=N --membind=N stoker train …, with the node of the GPU"
-        yield make_finding("numa", "warning", title, "; ".join(far), fix)
+        yield describe("numa", evidence="; ".join(far))
     else:
-        yield make_finding("numa", "ok", f"{nodes} NUMA nodes, with cores next to the GPUs", "/sys/bus/pci, affinity")
+        yield describe("numa/ok", nodes=nodes)
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
@@ -319,6 +296,6 @@ def parse_cpu_list(text: str) -> frozenset[int]:
     return frozenset(cpus)
 
 
-RULES: tuple[Callable[[Host], Iterator[CheckFinding]], ...] = (
+RULES: tuple[Callable[[Host], Iterator[Finding]], ...] = (
     cores, cpu_quota, threads, memory, shared_memory, file_handles, disk, clock, numa,
 )  # fmt: skip

@@ -1,11 +1,13 @@
 """Runs a program of a probe for a limited time: what it started ends with it, whatever hangs."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Sequence
-from typing import NamedTuple
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, NamedTuple
 
 
 class Ended(NamedTuple):
@@ -26,29 +28,33 @@ class Ended(NamedTuple):
         return f"exit code {self.code}: {next(iter(self.errors.strip().splitlines()[-1:]), 'no output')}"
 
 
-def run_program(command: Sequence[str], timeout_s: float) -> Ended:
-    """Waits for the end. Raises subprocess.TimeoutExpired after it has killed the program and what it started."""
+def run_program(
+    command: Sequence[str],
+    timeout_s: float,
+    *,
+    env: Mapping[str, str] | None = None,
+    watch: Callable[[str], bool] = lambda _: True,
+) -> Ended:
+    """Waits for the end, in a process group of its own. watch: called ten times a second with the errors so far; False
+    ends the program. Raises subprocess.TimeoutExpired, with the errors as `stderr`, after it has killed the program and
+    what it started. A process that hangs in a driver is left behind."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:  # pipes would wait for grandchildren
-        process = start_program(command, output.fileno(), errors.fileno())
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, env=env, start_new_session=True
+        )
+        end_s = time.monotonic() + timeout_s
         try:
-            code = process.wait(timeout_s)
+            while process.poll() is None:
+                if time.monotonic() >= end_s or not watch(_text(errors)):
+                    raise subprocess.TimeoutExpired(command, timeout_s, stderr=_text(errors).encode())
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(min(0.1, max(0.0, end_s - time.monotonic())))
         finally:
-            kill_program(process)
-        texts = []
-        for file in (output, errors):
-            file.seek(0)
-            texts.append(file.read().decode(errors="replace"))
-        return Ended(code, *texts)
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        return Ended(process.returncode, _text(output), _text(errors))
 
 
-def start_program(command: Sequence[str], output_fd: int, errors_fd: int) -> "subprocess.Popen[bytes]":
-    """A program in a process group of its own."""
-    return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=output_fd, stderr=errors_fd, start_new_session=True
-    )  # fmt: skip
-
-
-def kill_program(process: "subprocess.Popen[bytes]") -> None:
-    """Kills a program and what it started, unless it has ended. A process that hangs in a driver is left behind."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
+def _text(file: IO[bytes]) -> str:
+    """All that was written; the process writes at its own position."""
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")

@@ -1,7 +1,7 @@
 """The short form of `stoker check` in `stoker train`: what costs milliseconds, before the first step.
 
 On a GPU it asks the driver, for at most two seconds, and uses the CUDA context that training has: no process is
-started (`short_gpu.py`, which a training on a CPU does not import). Nothing is measured; `stoker check` does that.
+started (`gpu.py`, which a training on a CPU does not import). Nothing is measured; `stoker check` does that.
 """
 
 import os
@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from stoker.errors import PreflightError
+from stoker.findings.finding import Finding, worst_first
 from stoker.hardware.device import Device
 from stoker.hardware.gpu_evidence import gpu_evidence
 from stoker.preflight import host
-from stoker.preflight.findings import CheckFinding, worst_first
 
 QUICK_HOST_RULES = (host.cores, host.cpu_quota, host.threads, host.memory, host.file_handles, host.disk)
 """They read some small files."""
@@ -26,14 +26,14 @@ def require_meant_device(
     requested: the setting `--device`; None leaves the choice to stoker."""
     if requested is not None or not device.is_cpu or not gpu_evidence(env, root):
         return
-    from stoker.preflight.short_gpu import find_reason
+    from stoker.preflight.gpu import find_reason
 
     reason = find_reason(env, root)
     if reason is not None:
         raise as_error(reason)
 
 
-def as_error(finding: CheckFinding) -> PreflightError:
+def as_error(finding: Finding) -> PreflightError:
     """A blocker as an error."""
     what = finding.title[:1].upper() + finding.title[1:] + "."
     return PreflightError(what, location=finding.place or None, cause=finding.evidence_text, fix=finding.fix or None)
@@ -41,12 +41,12 @@ def as_error(finding: CheckFinding) -> PreflightError:
 
 def quick_findings(
     device: Device, run_dir: Path, *, env: Mapping[str, str] = os.environ, root: Path = Path("/")
-) -> list[CheckFinding]:
+) -> list[Finding]:
     """What could stop or slow this training: blockers and warnings only. run_dir: a local folder."""
     machine = host.Host(run_dir=run_dir, num_gpus=0 if device.is_cpu else 1, env=env, root=root, write_bytes=0)
     findings = [finding for rule in QUICK_HOST_RULES for finding in rule(machine)]
     if device.kind == "cuda":
-        from stoker.preflight.short_gpu import quick_gpu_findings
+        from stoker.preflight.gpu import quick_gpu_findings
 
         findings += quick_gpu_findings(device, env, root)
     return worst_first(finding for finding in findings if finding.severity in ("blocker", "warning"))

@@ -18,6 +18,7 @@ from stoker.diagnosis.reference import all_entries, explain_id, render_page
 from stoker.diagnosis.xids import find_xid
 from stoker.errors import UsageError
 from stoker.knowledge import read_toml
+from stoker.preflight.catalog import file_rows, machine_rows
 from stoker.report import sizing
 from stoker.runs.schemas import PROBE_KINDS
 
@@ -64,6 +65,7 @@ def test_every_id_of_every_command_is_explained() -> None:
     """Ids that are written in calls which make findings."""
     known = {entry.id for entry in all_entries()}
     ids = {rule.__name__ for rule in sizing.RULES}
+    ids |= {name.partition("/")[0] for rows in (machine_rows(), file_rows()) for name in rows}
     for file in STOKER.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if not isinstance(node, ast.Call):

@@ -21,7 +21,7 @@ from stoker.planning import memory_fit
 from stoker.planning.check import CheckReport, CheckRequest, Prober, check, date_urls
 from stoker.planning.memory_fit import Answer, MemoryFit, ask_memory_fit
 from stoker.preflight.findings import make_finding
-from stoker.preflight.programs import Ended, kill_program, run_program, start_program
+from stoker.preflight.programs import Ended, run_program
 from tests.drawn import draw
 
 Probe = Callable[..., list[Finding]]
@@ -165,11 +165,15 @@ def test_a_program_that_hangs_ends_with_what_it_started(tmp_path: Path):
         "child = subprocess.Popen([sys.executable, '-S', '-c', 'import signal; signal.pause()'])\n"
         f"pathlib.Path({str(told)!r}).write_text(str(child.pid)); signal.pause()\n"
     )
-    with (tmp_path / "out").open("w") as output:
-        process = start_program([sys.executable, "-c", program], output.fileno(), output.fileno())
-    grandchild = os.pidfd_open(int(told.read_text()))
-    kill_program(process)
-    assert process.wait(60) == -9
+    grandchild = -1
+
+    def watch(_: str) -> bool:
+        nonlocal grandchild
+        grandchild = os.pidfd_open(int(told.read_text()))
+        return False
+
+    with pytest.raises(subprocess.TimeoutExpired):
+        run_program([sys.executable, "-c", program], 60.0, watch=watch)
     assert select.select([grandchild], [], [], 60)[0], "it ends, too"
     os.close(grandchild)
 

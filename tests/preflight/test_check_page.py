@@ -1,32 +1,57 @@
-"""docs/check.md and its neighbors name every finding that a probe can make."""
+"""The findings of `stoker check`: each is on a page of docs/, and its texts fit what the probes put into them."""
 
 import ast
+import string
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from stoker.preflight.catalog import Row, file_rows, machine_rows
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted([*ROOT.glob("stoker/preflight/**/*.py"), ROOT / "stoker/planning/check.py"])
 PAGES = "".join(path.read_text() for path in sorted(ROOT.glob("docs/check*.md")))
-MAKERS = {"ok", "unknown", "blocker", "warning", "finding", "_finding", "_fine", "_refused"}
-"""Functions whose first argument is the id of a finding."""
+ROWS = {"describe": machine_rows(), "describe_file": file_rows()}
 
 
-def ids(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call):
-            continue
-        name = node.func.id if isinstance(node.func, ast.Name) else ""
-        given = [keyword.value for keyword in node.keywords if keyword.arg == "id"]
-        given += node.args[:1] if name in MAKERS else node.args[1:2] if name == "_rated" else []
-        for value in given:
-            if isinstance(value, ast.Constant) and isinstance(value.value, str) and value.value.isidentifier():
-                yield value.value
+def calls(*names: str) -> Iterator[ast.Call]:
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
+                yield node
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
-def test_every_finding_is_on_a_page(path: Path):
-    absent = {id for id in ids(ast.parse(path.read_text())) if f"`{id}`" not in PAGES}
-    documented_by_prefix = {id for id in absent if f"`{id.partition('_')[0]}_…`" in PAGES}
-    assert absent - documented_by_prefix == set()
+def words(path: Path) -> set[str]:
+    return {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+
+
+def placeholders(row: Row) -> set[str]:
+    fields = [field for text in (row.title, row.evidence, row.fix) for _, field, _, _ in string.Formatter().parse(text)]
+    return {field.partition("[")[0] for field in fields if field}
+
+
+def test_every_finding_is_on_a_page():
+    ids = {name.partition("/")[0] for rows in ROWS.values() for name in rows}
+    for call in calls("CheckFinding", "make_finding", "ok", "unknown"):
+        given = [*call.args[:1], *(keyword.value for keyword in call.keywords if keyword.arg == "id")]
+        ids |= {value.value for value in given if isinstance(value, ast.Constant)}
+    absent = {id for id in ids if f"`{id}`" not in PAGES and f"`{id.partition('_')[0]}_…`" not in PAGES}
+    assert absent == set()
+
+
+@pytest.mark.parametrize("maker", ROWS)
+def test_what_a_probe_tells_is_what_the_row_asks_for(maker: str):
+    for call in calls(maker):
+        name = call.args[0]
+        if not isinstance(name, ast.Constant) or any(keyword.arg is None for keyword in call.keywords):
+            continue  # several rows, or all values in a dict: tests of the probes
+        row = ROWS[maker][name.value]
+        assert placeholders(row) <= {keyword.arg for keyword in call.keywords}, name.value
+
+
+@pytest.mark.parametrize("maker", ROWS)
+def test_every_row_is_used(maker: str):
+    used = set.union(*map(words, SOURCES))
+    dynamic = ("/refused", "/unknown", "metadata_unreachable/", "variable_value/", "data_rate/")
+    assert {name for name in ROWS[maker] if name not in used and not any(part in name for part in dynamic)} == set()

@@ -20,8 +20,7 @@ from stoker.preflight.findings import CheckFinding
 from stoker.preflight.gpu import check_gpu, silent_cpu
 from stoker.preflight.gpu_condition import xid_findings
 from stoker.preflight.gpu_facts import GpuFacts, Trial
-from stoker.preflight.gpu_versions import runs_on, version_findings
-from stoker.preflight.tensorflow import check_tensorflow
+from stoker.preflight.gpu_versions import check_tensorflow, runs_on, version_findings
 from stoker.profiling.telemetry.gpu import VERSION_MISMATCH, DriverState, GpuState
 from stoker.profiling.telemetry.kernel_log import KernelLine
 from stoker.runs.schemas import GpuSample

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 import boto3
 import pytest
 
-from stoker.preflight.cloud import CloudMachine
-from stoker.preflight.regions import check_region, egress_price
+from stoker.preflight.cloud import CloudMachine, check_region, egress_price
 from stoker.storage.uri import parse_uri
 from tests.storage.object_server import GoogleXml, ObjectServer
 from tests.storage.servers import KEYS, NO_CREDENTIALS, apply, s3_server

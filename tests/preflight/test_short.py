@@ -11,9 +11,9 @@ from stoker.config.settings import from_fields
 from stoker.errors import PreflightError
 from stoker.hardware import cuda_trial
 from stoker.hardware.device import Device
-from stoker.preflight import short_gpu
+from stoker.preflight import gpu as probes
+from stoker.preflight.gpu import without_own
 from stoker.preflight.short import quick_findings, require_meant_device
-from stoker.preflight.short_gpu import without_own
 from stoker.profiling.telemetry.gpu import DriverState, GpuProcess, GpuState
 from stoker.runs.schemas import GpuSample
 from stoker.training import start
@@ -62,7 +62,7 @@ def test_a_training_on_a_gpu_asks_the_driver(tmp_path: Path, monkeypatch: pytest
     state = DriverState(version="535.1", num_gpus=1, gpus=[GpuState(sample=GpuSample(index=0, throttle_reasons=0x40))])
     monkeypatch.setattr(cuda_trial, "present_device", lambda _: present)
     monkeypatch.setattr(cuda_trial, "describe_torch", lambda: facts)
-    monkeypatch.setattr(short_gpu, "_ask_driver", lambda _: state)
+    monkeypatch.setattr(probes, "ask_driver", lambda _: state)
     found = {
         finding.id: finding.severity for finding in quick_findings(Device(torch.device("cuda", 0)), tmp_path, env={})
     }
@@ -77,10 +77,10 @@ def test_the_trainings_own_context_is_not_another_user(monkeypatch: pytest.Monke
     sample = GpuSample(index=0, memory_used_bytes=2 * 10**9, memory_total_bytes=16 * 10**9)
     states = [GpuState(sample=sample, processes=processes), GpuState(sample=msgspec.structs.replace(sample, index=1))]
     driver = DriverState(gpus=states)
-    monkeypatch.setattr(short_gpu, "in_host_pid_namespace", lambda: True)
+    monkeypatch.setattr(probes, "in_host_pid_namespace", lambda: True)
     (gpu,) = without_own(driver, 0).gpus
     assert [process.pid for process in gpu.processes or []] == [1]
-    monkeypatch.setattr(short_gpu, "in_host_pid_namespace", lambda: False)
+    monkeypatch.setattr(probes, "in_host_pid_namespace", lambda: False)
     (gpu,) = without_own(driver, 0).gpus
     assert gpu.processes == []
     assert gpu.sample.memory_used_bytes is None

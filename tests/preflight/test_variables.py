@@ -9,7 +9,7 @@ import pytest
 
 from stoker.preflight import variables
 from stoker.preflight.findings import CheckFinding
-from stoker.preflight.variables import STOKER_VARIABLES, check_variables
+from stoker.preflight.variables import TABLE, check_variables
 from tests.storage.servers import NO_CREDENTIALS, apply, google_server
 
 CLUSTER = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}
@@ -155,5 +155,5 @@ def test_all_of_stokers_variables_are_known() -> None:
     package = Path(variables.__file__).parents[1]
     texts = [path.read_text() for path in package.rglob("*.py") if path != Path(variables.__file__)]
     named = {name for text in texts for name in re.findall(r"\bSTOKER_[A-Z][A-Z_]*[A-Z]\b", text)}
-    assert named - {*STOKER_VARIABLES, *variables._INTERNAL_VARIABLES} == set()
-    assert set(STOKER_VARIABLES) <= named
+    assert named - {*TABLE.stoker, *TABLE.internal} == set()
+    assert set(TABLE.stoker) <= named

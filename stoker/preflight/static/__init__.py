@@ -8,8 +8,9 @@ Versions and their sources are in `versions.py`, the rules in `version_rules.py`
 
 from pathlib import Path
 
-from stoker.preflight.findings import CheckFinding, make_finding, worst_first
-from stoker.preflight.static.image import Image, add_package, missing_file, read_image
+from stoker.findings.finding import Finding, Severity, worst_first
+from stoker.preflight.catalog import describe_file
+from stoker.preflight.static.image import Image, read_image
 from stoker.preflight.static.requirements import read_requested, reason_of
 from stoker.preflight.static.source import read_source
 from stoker.preflight.static.tensorflow_rules import check_tensorflow
@@ -17,10 +18,10 @@ from stoker.preflight.static.torch_rules import check_torch
 from stoker.preflight.static.version_rules import check_image
 
 
-def check_sources(*, dockerfile: Path | None, requirements: Path | None, script: Path | None) -> list[CheckFinding]:
+def check_sources(*, dockerfile: Path | None, requirements: Path | None, script: Path | None) -> list[Finding]:
     """Findings of the files given, worst first, each with FILE:LINE. requirements: requirements.txt, environment.yml or
     pyproject.toml. A file that cannot be read or understood is a finding; nothing is raised."""
-    found: list[CheckFinding] = []
+    found: list[Finding] = []
     if dockerfile is not None or requirements is not None:
         found += _check_packages(dockerfile, requirements)
     if script is not None:
@@ -33,9 +34,9 @@ def check_sources(*, dockerfile: Path | None, requirements: Path | None, script:
     return worst_first(found)
 
 
-def _check_packages(dockerfile: Path | None, given: Path | None) -> list[CheckFinding]:
+def _check_packages(dockerfile: Path | None, given: Path | None) -> list[Finding]:
     image = Image()
-    found: list[CheckFinding] = []
+    found: list[Finding] = []
     if dockerfile is not None:
         try:
             image = read_image(dockerfile, given=given)
@@ -48,19 +49,14 @@ def _check_packages(dockerfile: Path | None, given: Path | None) -> list[CheckFi
             found.append(_unreadable(given, error))
         else:
             for package in requested.packages:
-                add_package(image, package)
+                image.add(package)
             image.python = image.python or requested.python
-            image.findings += [missing_file(*row) for row in requested.missing]
+            for missing in requested.missing:
+                image.add_missing(*missing)
     return [*found, *check_image(image)]
 
 
-def _unreadable(path: Path, error: OSError | ValueError) -> CheckFinding:
+def _unreadable(path: Path, error: OSError | ValueError) -> Finding:
     """A file that was named and is not there stops a check in CI; one that is not understood does not."""
-    return make_finding(
-        id="source_unreadable",
-        severity="blocker" if isinstance(error, OSError) else "unknown",
-        title=f"{path.name} could not be checked",
-        evidence=reason_of(error),
-        fix="name a readable file",
-        place=str(path),
-    )
+    severity: Severity = "blocker" if isinstance(error, OSError) else "unknown"
+    return describe_file("source_unreadable", str(path), severity=severity, name=path.name, reason=reason_of(error))

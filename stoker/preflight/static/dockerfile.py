@@ -6,27 +6,45 @@ image is never built and no command is run. Time is linear in the size of the fi
 """
 
 import bisect
+import copy
 import itertools
 import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 _DIRECTIVE = re.compile(r"#\s*escape\s*=\s*([\\`])\s*", re.IGNORECASE)
 _INSTRUCTION = re.compile(r"\s*([A-Za-z]+)\s*")
 _FLAG = re.compile(r"--[a-z-]+(?:=\S*)?\s+")
-_HEREDOC = re.compile(r"(?<!<)<<(?!<)-?[ \t]*(?:'([A-Za-z_]\w*)'|\"([A-Za-z_]\w*)\"|([A-Za-z_]\w*))")
+_HEREDOC = re.compile(r"(?<!<)<<(?!<)-?[ \t]*(['\"]?)([A-Za-z_]\w*)\1")
 _SHELL_HEREDOC = re.compile(r"\s*(?:--\S+\s+)*(?:(?:/bin/)?(?:ba)?sh\b[^<]*)?<<")
 """A heredoc that a shell runs; every other one is the input of another program."""
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _VARIABLE = re.compile(r"\\\$|\$(?:\{(\w+)(?:(:?[-+])([^{}$]*))?\}|(\w+))")
-_SEPARATORS = frozenset(";&|\n()")
+_QUOTED = r"""'[^']*+'?|"(?:\\.|[^"\\])*+"?|\\."""
+_WORD = re.compile(rf"(?P<word>(?:{_QUOTED}|[^\s'\"])++)", re.DOTALL)
+_SHELL_TOKEN = re.compile(
+    r"(?P<end>[;&|\n()])|(?P<redirection>\d*[<>][<>&-]*[ \t]*[^\s;&|()]*)|(?P<comment>\#[^\n]*)"
+    rf"|(?P<word>(?:{_QUOTED}|\$\(|[^\s'\";&|()<>])++)",
+    re.DOTALL,
+)
+"""Words, and what is between them: ends of commands, redirections with their target, comments."""
+_QUOTES = re.compile(r"""'([^']*)'?|"((?:\\.|[^"\\])*)"?|\\(.)""", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class Word:
+class Word(NamedTuple):
     text: str
     line: int
+
+
+class Copy(NamedTuple):
+    """A COPY or ADD."""
+
+    origin: str | None
+    """Of `--from`."""
+    sources: tuple[str, ...]
+    target: str
 
 
 @dataclass(frozen=True)
@@ -44,8 +62,35 @@ class Instruction:
     def line(self) -> int:
         return self.lines[0]
 
-    def line_at(self, offset: int) -> int:
-        return self.lines[max(0, bisect.bisect_right(self.starts, offset) - 1)]
+    def words(self) -> list[Word]:
+        """The words of the first line, or of the exec form `["pip", "install"]`, without their quotes."""
+        return self.exec_form() or self._tokens(_WORD, len(self.text.partition("\n")[0]))
+
+    def shell_words(self) -> list[Word]:
+        """Those that a shell sees: without comments and redirections, with the word "\n" at each end of a command. Of
+        heredocs only those that a shell runs."""
+        head, _, body = self.text.partition("\n")
+        return self._tokens(_SHELL_TOKEN, len(self.text) if body and _SHELL_HEREDOC.match(head) else len(head))
+
+    def _tokens(self, pattern: re.Pattern[str], end: int) -> list[Word]:
+        found = []
+        for match in pattern.finditer(self.text, 0, end):
+            line = self.lines[max(0, bisect.bisect_right(self.starts, match.start()) - 1)]
+            if match.lastgroup == "word":
+                found.append(Word(_QUOTES.sub(lambda part: part[1] or part[2] or part[3] or "", match[0]), line))
+            elif match.lastgroup == "end":
+                found.append(Word("\n", line))
+        return found
+
+    def exec_form(self) -> list[Word]:
+        """Empty for every other form."""
+        if not self.text.lstrip().startswith("["):
+            return []
+        try:
+            words = json.loads(self.text)
+        except (ValueError, RecursionError):
+            return []
+        return [Word(word, self.line) for word in words] if all(isinstance(word, str) for word in words) else []
 
 
 @dataclass
@@ -56,15 +101,17 @@ class Stage:
     """As it is after substitution; it still has a `$` where a value is unknown."""
     name: str
     line: int
-    variables: dict[str, str]
+    variables: dict[str, str] = field(default_factory=dict)
     """ARG and ENV of the stage, as far as they are known at its end."""
     environment: dict[str, Word] = field(default_factory=dict)
     """ENV alone, with lines."""
     commands: list[tuple[Word, ...]] = field(default_factory=list)
     """The simple commands of RUN, in order: words without operators and redirections."""
-    copies: list[tuple[str | None, tuple[str, ...], str, int]] = field(default_factory=list)
-    """COPY and ADD: (--from, sources, target, line)."""
+    copies: list[Copy] = field(default_factory=list)
     workdir: str = "/"
+
+    def absolute(self, path: str) -> str:
+        return path if path.startswith("/") else f"{self.workdir.rstrip('/')}/{path}"
 
 
 def read_instructions(text: str) -> Iterator[Instruction]:
@@ -96,23 +143,16 @@ def read_instructions(text: str) -> Iterator[Instruction]:
         name, head[0] = match[1].upper(), head[0][match.end() :]
         words = "".join(head)
         body: list[str] = []
-        if name in ("RUN", "COPY", "ADD"):
-            for groups in _HEREDOC.findall(words):
-                delimiter = "".join(groups)
-                while last_line_of.get(delimiter, -1) >= index:
-                    index += 1
-                    if lines[index - 1].strip() == delimiter:
-                        break
-                    body.append(lines[index - 1])
-                    numbers.append(index)
-        starts = list(itertools.accumulate((len(part) for part in head[:-1]), initial=0))
-        starts += [len(words) + 1 + offset for offset in _offsets(body)]
+        for heredoc in _HEREDOC.finditer(words) if name in ("RUN", "COPY", "ADD") else ():
+            while last_line_of.get(heredoc[2], -1) >= index:
+                index += 1
+                if lines[index - 1].strip() == heredoc[2]:
+                    break
+                body.append(lines[index - 1])
+                numbers.append(index)
+        lengths = [*map(len, head[:-1]), len(head[-1]) + 1, *(len(line) + 1 for line in body)]
+        starts = itertools.accumulate(lengths[:-1], initial=0)
         yield Instruction(name, "\n".join([words, *body]), tuple(starts), tuple(numbers))
-
-
-def _offsets(lines: list[str]) -> list[int]:
-    """At which character each line begins."""
-    return list(itertools.accumulate((len(line) + 1 for line in lines[:-1]), initial=0)) if lines else []
 
 
 def read_stages(text: str) -> list[Stage]:
@@ -124,27 +164,23 @@ def read_stages(text: str) -> list[Stage]:
         name = instruction.name
         if name == "FROM":
             stages.append(_stage(instruction, before, stages))
-            continue
-        if not stages:
+        elif not stages:
             if name == "ARG":
                 before |= {key: word.text for key, word in _assignments(instruction, before)}
-            continue
-        stage = stages[-1]
-        if name == "ARG":
-            for key, word in _assignments(instruction, stage.variables):
+        elif name == "ARG":
+            for key, word in _assignments(instruction, stages[-1].variables):
                 if word.text or key in before:
-                    stage.variables.setdefault(key, word.text or before[key])
+                    stages[-1].variables.setdefault(key, word.text or before[key])
         elif name == "ENV":
-            for key, word in _assignments(instruction, stage.variables):
-                stage.environment[key] = word
-                stage.variables[key] = word.text
+            for key, word in _assignments(instruction, stages[-1].variables):
+                stages[-1].environment[key] = word
+                stages[-1].variables[key] = word.text
         elif name == "WORKDIR":
-            target = substitute(instruction.text.strip(), stage.variables)
-            stage.workdir = target if target.startswith("/") else f"{stage.workdir.rstrip('/')}/{target}"
+            stages[-1].workdir = stages[-1].absolute(substitute(instruction.text.strip(), stages[-1].variables))
         elif name == "RUN":
-            stage.commands += run_commands(instruction, stage.variables)
+            stages[-1].commands += run_commands(instruction, stages[-1].variables)
         elif name in ("COPY", "ADD"):
-            _copy(instruction, stage)
+            _copy(instruction, stages[-1])
     return stages
 
 
@@ -154,23 +190,16 @@ def _stage(instruction: Instruction, before: dict[str, str], stages: list[Stage]
     name = words[2] if len(words) > 2 and words[1].lower() == "as" else str(len(stages))
     base = next((stage for stage in stages if stage.name.lower() == image.lower()), None)
     if base is None:
-        return Stage(image, name, instruction.line, {})
-    return Stage(
-        base.image,
-        name,
-        base.line,
-        dict(base.variables),
-        dict(base.environment),
-        list(base.commands),
-        list(base.copies),
-        base.workdir,
-    )
+        return Stage(image, name, instruction.line)
+    stage = copy.deepcopy(base)
+    stage.name = name
+    return stage
 
 
 def _assignments(instruction: Instruction, variables: dict[str, str]) -> list[tuple[str, Word]]:
     """The names and values of ARG and ENV. An ARG without a value has an empty one. `ENV NAME a value` is the
     old form."""
-    words = list(_words(instruction, 0, len(instruction.text)))
+    words = instruction.words()
     if instruction.name == "ENV" and words and "=" not in words[0].text:
         value = instruction.text.split(maxsplit=1)[1:]
         text = substitute(value[0].strip().strip("\"'") if value else "", variables)
@@ -186,51 +215,43 @@ def _assignments(instruction: Instruction, variables: dict[str, str]) -> list[tu
 
 
 def _copy(instruction: Instruction, stage: Stage) -> None:
+    words = [word.text for word in instruction.words()]
     origin = None
-    words = [
-        word.text for word in _exec_form(instruction) or _words(instruction, 0, len(instruction.text.split("\n")[0]))
-    ]
     while words and words[0].startswith("--"):
-        if words[0].startswith("--from="):
-            origin = words[0].removeprefix("--from=")
-        words.pop(0)
-    words = [substitute(word, stage.variables) for word in words]
-    if len(words) > 1:
-        target = words[-1] if words[-1].startswith("/") else f"{stage.workdir.rstrip('/')}/{words[-1]}"
-        stage.copies.append((origin, tuple(words[:-1]), target, instruction.line))
+        option, _, value = words.pop(0).partition("=")
+        origin = value if option == "--from" else origin
+    *sources, target = [substitute(word, stage.variables) for word in words] or [""]
+    if sources:
+        stage.copies.append(Copy(origin, tuple(sources), stage.absolute(target)))
 
 
 def substitute(text: str, variables: dict[str, str]) -> str:
     """The text with $NAME, ${NAME}, ${NAME:-default} and ${NAME:+other} replaced. What is unknown stays as it is."""
-    if "$" not in text:
-        return text
 
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[4]
         if name is None:
             return match[0]
         known = variables.get(name)
-        if match[2] and match[2][-1] == "-":
-            return known if known or (known == "" and match[2] == "-") else match[3]
+        is_set = known is not None if match[2] in ("-", "+") else bool(known)
         if match[2]:
-            return match[3] if known or (known == "" and match[2] == "+") else ""
+            default = match[3] if match[2][-1] == "-" else ""
+            other = match[3] if match[2][-1] == "+" else known or ""
+            return other if is_set else default
         return match[0] if known is None else known
 
     return _VARIABLE.sub(value, text)
 
 
 def run_commands(instruction: Instruction, variables: dict[str, str]) -> list[tuple[Word, ...]]:
-    """The simple commands of a RUN, with the values of ARG, ENV and the shell's own variables. A `#` begins a comment,
-    `>` drops its target; words in quotes stay whole, a variable alone is split into its words."""
-    words = _exec_form(instruction)
-    if words:
+    """The simple commands of a RUN, with the values of ARG, ENV and the shell's own variables. Words in quotes stay
+    whole, a variable alone is split into its words."""
+    if words := instruction.exec_form():
         return [tuple(Word(substitute(word.text, variables), word.line) for word in words)]
     commands: list[tuple[Word, ...]] = []
     current: list[Word] = []
     known = dict(variables)
-    head, _, body = instruction.text.partition("\n")
-    end = len(instruction.text) if body and _SHELL_HEREDOC.match(head) else len(head)
-    for word in (*_words(instruction, 0, end, shell=True), Word("\n", 0)):
+    for word in (*instruction.shell_words(), Word("\n", 0)):
         if word.text == "\n":
             if current and all(_ASSIGNMENT.match(part.text) for part in current):
                 known |= dict(part.text.split("=", 1) for part in current)
@@ -241,82 +262,3 @@ def run_commands(instruction: Instruction, variables: dict[str, str]) -> list[tu
             whole = re.fullmatch(r"\$(?:\w+|\{\w+\})", word.text) and text != word.text
             current += [Word(part, word.line) for part in (text.split() if whole else [text])]
     return [command for command in commands if command]
-
-
-def _exec_form(instruction: Instruction) -> list[Word]:
-    """The words of `RUN ["pip", "install"]`; empty for every other form."""
-    text = instruction.text.strip()
-    if not text.startswith("["):
-        return []
-    try:
-        words = json.loads(text)
-    except (ValueError, RecursionError):
-        return []
-    return [Word(word, instruction.line) for word in words] if all(isinstance(word, str) for word in words) else []
-
-
-def _words(instruction: Instruction, start: int, end: int, *, shell: bool = False) -> Iterator[Word]:
-    """The words of a text, without their quotes. shell: also ends of commands, as the word "\n"; without comments and
-    redirections."""
-    text = instruction.text
-    index = start
-    while index < end:
-        character = text[index]
-        if shell and character in _SEPARATORS:
-            yield Word("\n", instruction.line_at(index))
-            index += 1
-        elif character.isspace():
-            index += 1
-        elif shell and character == "#":
-            found = text.find("\n", index, end)
-            index = end if found < 0 else found
-        else:
-            first = index
-            parts: list[str] = []
-            redirected = False
-            while index < end and not text[index].isspace():
-                character = text[index]
-                if character in "\"'":
-                    close = _closing_quote(text, index, end)
-                    parts.append(text[index + 1 : close])
-                    index = close + 1
-                elif character == "\\" and index + 1 < end:
-                    parts.append(text[index + 1])
-                    index += 2
-                elif shell and character in "<>":
-                    redirected = True
-                    break
-                elif shell and character in _SEPARATORS and not text.startswith("$(", index - 1):
-                    break
-                else:
-                    parts.append(character)
-                    index += 1
-            word = "".join(parts)
-            if redirected:
-                if word and not word.isdigit():
-                    yield Word(word, instruction.line_at(first))
-                index = _after_redirection(text, index, end)
-            else:
-                yield Word(word, instruction.line_at(first))
-
-
-def _closing_quote(text: str, start: int, end: int) -> int:
-    """The offset of the quote that closes the one at `start`, or the end."""
-    if text[start] == "'":
-        found = text.find("'", start + 1, end)
-        return end if found < 0 else found
-    index = start + 1
-    while index < end and text[index] != '"':
-        index += 2 if text[index] == "\\" else 1
-    return min(index, end)
-
-
-def _after_redirection(text: str, index: int, end: int) -> int:
-    """The offset behind `>target`, `>&2`, `<<EOF` and the like."""
-    while index < end and text[index] in "<>&-":
-        index += 1
-    while index < end and text[index] in " \t":
-        index += 1
-    while index < end and not text[index].isspace() and text[index] not in _SEPARATORS:
-        index += 1
-    return index

@@ -7,9 +7,9 @@ belong together is in `versions.py`, what follows from it in `version_rules.py`.
 import dataclasses
 import re
 import tomllib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from packaging.markers import UndefinedComparison, UndefinedEnvironmentName
@@ -20,6 +20,7 @@ from packaging.utils import canonicalize_name
 from stoker import regular_files
 from stoker.preflight.static.versions import Minor, minor
 
+Value = TypeVar("Value")
 MAX_BYTES = 1 << 20
 MAX_YAML_BYTES = 1 << 18
 """PyYAML reads about 100 KB a second."""
@@ -39,6 +40,19 @@ _EXACT = re.compile(r"===?\s*v?(\d+(?:\.\d+)*)[^,]*")
 
 
 @dataclasses.dataclass(frozen=True)
+class Options:
+    """What the options of pip or of a requirements file say about all its packages."""
+
+    index: str = ""
+    """cpu, cu118, …: which wheels the only, or an additional, index of PyTorch has; empty: the package index."""
+    index_alone: bool = False
+    """No other index is asked."""
+    index_place: str = ""
+    upgrade: bool = False
+    no_deps: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Package:
     """One request for a package."""
 
@@ -53,15 +67,9 @@ class Package:
     extras: frozenset[str] = frozenset()
     source: str = "pip"
     """pip, conda, or image: it was there before."""
-    index: str = ""
-    """cpu, cu118, …: which wheels the only, or an additional, index of PyTorch has; empty: the package index."""
-    index_alone: bool = False
-    """No other index is asked."""
-    index_place: str = ""
-    upgrade: bool = False
-    no_deps: bool = False
     build: str = ""
     """Conda's build string."""
+    options: Options = Options()
 
     @property
     def minor(self) -> Minor | None:
@@ -83,7 +91,7 @@ class Package:
     def allows(self, version: str) -> bool:
         return SpecifierSet(self.specifier).contains(version, prereleases=True)
 
-    def allows_minor(self, number: Minor) -> bool:
+    def allows_minor(self, number: tuple[int, int]) -> bool:
         return any(self.allows(f"{number[0]}.{number[1]}.{patch}") for patch in range(10))
 
     def newest(self, known: Collection[Minor]) -> Minor | None:
@@ -96,24 +104,12 @@ class Package:
         return max((number for number in known if self.allows_minor(number)), default=None)
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What the options of pip or of a requirements file say about all its packages."""
-
-    index: str = ""
-    index_alone: bool = False
-    index_place: str = ""
-    upgrade: bool = False
-    no_deps: bool = False
-
-
 @dataclasses.dataclass
 class Requested:
     """What a file asks for."""
 
     packages: list[Package] = dataclasses.field(default_factory=list)
     python: Minor | None = None
-    python_place: str = ""
     missing: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
     """Files that could not be read: (name, place that names it, reason)."""
 
@@ -124,40 +120,24 @@ def wheel_index(url: str) -> str:
     return match[1] if match else ""
 
 
-def read_package(text: str, *, place: str, options: Options | None = None) -> Package | None:
+def read_package(text: str, *, place: str, options: Options = Options()) -> Package | None:
     """A requirement of pip; None for what is none, for a path, and for another platform than Linux on x86-64."""
-    options = options or Options()
     text = text.strip()
     if len(text) > MAX_REQUIREMENT:
         return None
+    extras: frozenset[str] = frozenset()
     if match := _WHEEL_FILE.search(text.replace("%2B", "+").replace("%2b", "+")):
-        name, specifier, extras = match[1], f"=={match[2]}", frozenset[str]()
+        name, specifier = match[1], f"=={match[2]}"
     else:
         try:
             requirement = Requirement(text)
-        except InvalidRequirement:
-            return None
-        if requirement.url is not None:
-            name, specifier, extras = requirement.name, "", frozenset(requirement.extras)
-        else:
-            name, specifier, extras = requirement.name, str(requirement.specifier), frozenset(requirement.extras)
-        try:
             if requirement.marker is not None and not requirement.marker.evaluate({**_LINUX, "extra": ""}):
                 return None
-        except (UndefinedComparison, UndefinedEnvironmentName):
+        except (InvalidRequirement, UndefinedComparison, UndefinedEnvironmentName):
             return None
-    return Package(
-        canonicalize_name(name),
-        specifier,
-        place,
-        text,
-        extras,
-        index=options.index,
-        index_alone=options.index_alone,
-        index_place=options.index_place,
-        upgrade=options.upgrade,
-        no_deps=options.no_deps,
-    )
+        name, extras = requirement.name, frozenset(requirement.extras)
+        specifier = str(requirement.specifier)  # empty for one with an address
+    return Package(canonicalize_name(name), specifier, place, text, extras, options=options)
 
 
 def read_conda_package(text: str, *, place: str) -> Package | None:
@@ -179,7 +159,7 @@ def read_conda_package(text: str, *, place: str) -> Package | None:
     return Package(_CONDA_NAMES.get(name, canonicalize_name(name)), version, place, text, source="conda", build=build)
 
 
-def read_requested(path: Path, *, options: Options | None = None, name: str | None = None) -> Requested:
+def read_requested(path: Path, *, options: Options = Options(), name: str | None = None) -> Requested:
     """What a file asks for. Raises OSError, and ValueError with line and reason for one that cannot be understood.
     name: how its places call it."""
     name = name or str(path)
@@ -188,43 +168,40 @@ def read_requested(path: Path, *, options: Options | None = None, name: str | No
     if path.suffix.lower() == ".toml":
         return _read_project(path, name)
     requested = Requested()
-    _read_lines(path, name, options or Options(), requested, set())
+    _read_lines(path, name, options, requested, set())
     return requested
 
 
 def _read_lines(path: Path, name: str, options: Options, requested: Requested, seen: set[Path]) -> None:
     seen.add(path.resolve())
-    text = _read(path, MAX_BYTES)
-    lines = list(_logical_lines(text))
-    for number, line in lines:
-        options = _option(line, f"{name}:{number}", options)
-    for number, line in lines:
-        place = f"{name}:{number}"
-        option, _, value = line.replace("=", " ", 1).partition(" ") if line.startswith("--") else line.partition(" ")
-        if option.startswith("-r") and option != "-r" and not option.startswith("--"):
-            option, value = "-r", option[2:]
-        if option in ("-r", "--requirement"):
-            other = path.parent / value.strip()
+    lines = [(f"{name}:{number}", line) for number, line in _logical_lines(read_text(path, MAX_BYTES))]
+    _add_lines(lines, path, name, options, requested, seen)
+
+
+def _add_lines(
+    lines: Sequence[tuple[str, str]], path: Path, name: str, options: Options, requested: Requested, seen: set[Path]
+) -> None:
+    """lines: (place, line of pip's format), of the file `path`. An index counts for all lines."""
+    for place, line in lines:
+        match = re.match(r"(-i|--index-url|--pypi-url|--extra-index-url|-f|--find-links)(?:\s+|=)(\S+)", line)
+        if match and (index := wheel_index(match[2])):
+            alone = match[1] in ("-i", "--index-url", "--pypi-url")
+            options = dataclasses.replace(options, index=index, index_alone=alone, index_place=place)
+    for place, line in lines:
+        if match := re.match(r"(?:--requirement[\s=]|-r)\s*(.+)", line):
+            other = path.parent / match[1]
             if other.resolve() in seen or len(seen) >= MAX_FILES:
                 continue
             try:
-                _read_lines(other, str(Path(name).parent / value.strip()), options, requested, seen)
+                _read_lines(other, str(Path(name).parent / match[1]), options, requested, seen)
             except (OSError, ValueError) as error:
-                requested.missing.append((value.strip(), place, reason_of(error)))
+                requested.missing.append((match[1], place, reason_of(error)))
         elif not line.startswith("-"):
             bare = re.split(r"\s--(?:hash|config-settings|global-option)", line)[0]
             if package := read_package(bare, place=place, options=options):
                 requested.packages.append(package)
             if len(requested.packages) > MAX_PACKAGES:
                 raise ValueError(f"asks for more than {MAX_PACKAGES} packages")
-
-
-def _option(line: str, place: str, options: Options) -> Options:
-    match = re.match(r"(-i|--index-url|--pypi-url|--extra-index-url|-f|--find-links)(?:\s+|=)(\S+)", line)
-    if match is None or not (index := wheel_index(match[2])):
-        return options
-    alone = match[1] in ("-i", "--index-url", "--pypi-url")
-    return dataclasses.replace(options, index=index, index_alone=alone, index_place=place)
 
 
 def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
@@ -234,18 +211,15 @@ def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
     for number, line in enumerate(text.split("\n"), start=1):
         line = re.sub(r"(^|\s)#.*$", "", line.rstrip("\r"))
         first = first if parts else number
-        if line.endswith("\\"):
-            parts.append(line[:-1])
-            continue
-        whole = "".join([*parts, line]).strip()
-        parts = []
-        if whole:
-            yield first, whole
+        parts.append(line.removesuffix("\\"))
+        if not line.endswith("\\"):
+            yield first, "".join(parts).strip()
+            parts = []
 
 
 def _read_environment(path: Path, name: str) -> Requested:
     """environment.yml. Only the list `dependencies`, and `pip` in it, is looked at."""
-    text = _read(path, MAX_YAML_BYTES)
+    text = read_text(path, MAX_YAML_BYTES)
     if text.count("[") + text.count("{") > MAX_YAML_BRACKETS:
         raise ValueError(f"has more than {MAX_YAML_BRACKETS} brackets: is it an environment of conda?")
     try:
@@ -255,84 +229,75 @@ def _read_environment(path: Path, name: str) -> Requested:
         where = f"line {mark.line + 1}: " if mark else ""
         raise ValueError(f"{where}{getattr(error, 'problem', None) or 'is nested too deeply'}") from error
     requested = Requested()
-    for key, value in _pairs(root):
-        if key != "dependencies" or not isinstance(value, yaml.SequenceNode):
-            continue
-        for item in value.value:
+    for item in _items(root, "dependencies"):
+        if isinstance(item, yaml.ScalarNode):
             place = f"{name}:{item.start_mark.line + 1}"
-            if isinstance(item, yaml.ScalarNode):
-                _add_conda(str(item.value), place, requested)
-            for inner, values in _pairs(item):
-                if inner == "pip" and isinstance(values, yaml.SequenceNode):
-                    _add_pip_section(values, path, name, requested)
+            package = read_conda_package(str(item.value), place=place)
+            if package and package.name == "python":
+                requested.python = package.minor
+            requested.packages += [package] if package else []
+        lines = [
+            (f"{name}:{line.start_mark.line + 1}", str(line.value))
+            for line in _items(item, "pip")
+            if isinstance(line, yaml.ScalarNode)
+        ]
+        _add_lines(lines, path, name, Options(), requested, set())
     return requested
 
 
-def _add_conda(text: str, place: str, requested: Requested) -> None:
-    package = read_conda_package(text, place=place)
-    if package is None:
-        return
-    if package.name == "python":
-        requested.python, requested.python_place = package.minor, place
-    requested.packages.append(package)
-
-
-def _add_pip_section(values: yaml.SequenceNode, path: Path, name: str, requested: Requested) -> None:
-    lines = [
-        (f"{name}:{item.start_mark.line + 1}", str(item.value))
-        for item in values.value
-        if isinstance(item, yaml.ScalarNode)
+def _items(node: yaml.Node | None, key: str) -> list[yaml.Node]:
+    """The list that a mapping has under a key."""
+    pairs = node.value if isinstance(node, yaml.MappingNode) else []
+    return [
+        item
+        for name, value in pairs
+        if name.value == key and isinstance(value, yaml.SequenceNode)
+        for item in value.value
     ]
-    options = Options()
-    for place, text in lines:
-        options = _option(text, place, options)
-    for place, text in lines:
-        if match := re.match(r"(?:-r|--requirement)[\s=]+(\S+)", text):
-            try:
-                _read_lines(path.parent / match[1], match[1], options, requested, set())
-            except (OSError, ValueError) as error:
-                requested.missing.append((match[1], place, reason_of(error)))
-        elif package := read_package(text, place=place, options=options):
-            requested.packages.append(package)
-
-
-def _pairs(node: yaml.Node | None) -> list[tuple[str, yaml.Node]]:
-    return [(str(key.value), value) for key, value in node.value] if isinstance(node, yaml.MappingNode) else []
 
 
 def _read_project(path: Path, name: str) -> Requested:
     """pyproject.toml: [project] dependencies, [tool.poetry.dependencies], and the indices of uv."""
-    text = _read(path, MAX_BYTES)
+    text = read_text(path, MAX_BYTES)
     try:
         tables = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ValueError(str(error) or "is nested too deeply") from error
     lines = text.split("\n")
+
+    def place_of(part: str) -> str:
+        return f"{name}:{next((number for number, line in enumerate(lines, start=1) if part in line), 1)}"
+
     requested = Requested()
-    project = _table(tables, "project")
-    uv = _table(tables, "tool", "uv")
-    indices = {str(row.get("name")): wheel_index(str(row.get("url"))) for row in _rows(uv.get("index"))}
-    sources = _table(uv, "sources")
-    for text in _strings(project.get("dependencies"))[:MAX_PACKAGES]:
-        package = read_package(text, place=f"{name}:{_line_of(text, lines)}")
+    uv_indices = [row for row in _at(tables, "tool.uv.index", list) if isinstance(row, dict)]
+    indices = {row.get("name"): wheel_index(str(row.get("url"))) for row in uv_indices}
+    for requirement in _at(tables, "project.dependencies", list)[:MAX_PACKAGES]:
+        package = read_package(requirement, place=place_of(requirement)) if isinstance(requirement, str) else None
         if package is None:
             continue
-        index = next((indices.get(str(row.get("index")), "") for row in _rows(sources.get(package.name))), "")
-        if index:
-            package = dataclasses.replace(package, index=index, index_alone=True, index_place=package.place)
+        sources = _at(tables, "tool.uv.sources", dict).get(package.name, {})
+        rows = [row for row in (sources if isinstance(sources, list) else [sources]) if isinstance(row, dict)]
+        if index := next((indices.get(row.get("index"), "") for row in rows), ""):
+            options = Options(index=index, index_alone=True, index_place=package.place)
+            package = dataclasses.replace(package, options=options)
         requested.packages.append(package)
-    if isinstance(python := project.get("requires-python"), str):
-        requested.python, requested.python_place = _only_python(python), f"{name}:{_line_of(python, lines)}"
-    for key, value in _table(tables, "tool", "poetry", "dependencies").items():
+    requested.python = _only_python(_at(tables, "project.requires-python", str))
+    for key, value in _at(tables, "tool.poetry.dependencies", dict).items():
         version = value.get("version", "") if isinstance(value, dict) else value
         if not isinstance(version, str):
             continue
-        place = f"{name}:{_line_of(key, lines)}"
         if key == "python":
-            requested.python, requested.python_place = _only_python(_from_poetry(version)), place
-        elif package := read_package(f"{key}{_from_poetry(version)}", place=place):
+            requested.python = _only_python(_from_poetry(version))
+        elif package := read_package(f"{key}{_from_poetry(version)}", place=place_of(key)):
             requested.packages.append(package)
     return requested
+
+
+def _at(table: Any, path: str, kind: type[Value]) -> Value:
+    """The value at a dotted path of nested tables; an empty one where there is none of this kind."""
+    for key in path.split("."):
+        table = table.get(key) if isinstance(table, dict) else None
+    return table if isinstance(table, kind) else kind()
 
 
 def _only_python(specifier: str) -> Minor | None:
@@ -341,7 +306,7 @@ def _only_python(specifier: str) -> Minor | None:
         allowed = SpecifierSet(specifier)
     except InvalidSpecifier:
         return None
-    found = [(3, number) for number in range(5, 20) if allowed.contains(f"3.{number}.5")]
+    found = [Minor((3, number)) for number in range(5, 20) if allowed.contains(f"3.{number}.5")]
     return found[0] if len(found) == 1 else None
 
 
@@ -357,26 +322,8 @@ def _from_poetry(version: str) -> str:
     return f"=={version}" if version[:1].isdigit() else version
 
 
-def _line_of(text: str, lines: list[str]) -> int:
-    return next((number for number, line in enumerate(lines, start=1) if text in line), 1)
-
-
-def _table(value: Any, *keys: str) -> dict[str, Any]:
-    for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value if isinstance(value, dict) else {}
-
-
-def _rows(value: Any) -> list[dict[str, Any]]:
-    values = value if isinstance(value, list) else [value]
-    return [row for row in values if isinstance(row, dict)]
-
-
-def _strings(value: Any) -> list[str]:
-    return [text for text in value if isinstance(text, str)] if isinstance(value, list) else []
-
-
-def _read(path: Path, max_bytes: int) -> str:
+def read_text(path: Path, max_bytes: int) -> str:
+    """Raises OSError, and ValueError for what is not text."""
     text = regular_files.read_text(path, encoding="utf-8-sig", errors="replace", max_bytes=max_bytes)
     if "\0" in text:
         raise ValueError("is not a text file")

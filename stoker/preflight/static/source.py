@@ -10,20 +10,14 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from stoker import regular_files
+from stoker.preflight.static.names import SCRIPTS
+from stoker.preflight.static.requirements import read_text
 
 MAX_BYTES = 1 << 20
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _IFS = (ast.If, ast.IfExp)
 _SCOPES = (*_FUNCTIONS, ast.ClassDef, ast.Module)
-_KNOWN_MODULES = frozenset((
-    "torch", "torchvision", "torchaudio", "numpy", "pandas", "PIL", "cv2", "matplotlib", "seaborn", "sklearn",
-    "scipy", "skimage", "albumentations", "imgaug", "pycocotools", "tqdm", "yaml", "tensorboard", "tensorboardX",
-    "wandb", "timm", "einops", "h5py", "requests", "torchmetrics", "torchsummary", "torchinfo", "rich", "click",
-    "plotly", "imageio", "kornia", "segmentation_models_pytorch", "tensorflow", "keras", "tensorflow_datasets",
-))  # fmt: skip
-"""Libraries of which it is known that importing them moves no model to a device."""
 
 
 class Source:
@@ -80,10 +74,8 @@ class Source:
         for node in self.nodes:
             if isinstance(node, ast.Import):
                 for alias in node.names:
-                    yield (
-                        alias.asname or alias.name.partition(".")[0],
-                        alias.name if alias.asname else alias.name.partition(".")[0],
-                    )
+                    top = alias.name.partition(".")[0]
+                    yield (alias.asname, alias.name) if alias.asname else (top, top)
             elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
                 for alias in node.names:
                     yield alias.asname or alias.name, f"{node.module}.{alias.name}"
@@ -121,6 +113,10 @@ class Source:
         if not isinstance(node, ast.Name):
             return ""
         return ".".join([self.aliases.get(node.id, node.id), *reversed(parts)])
+
+    def methods(self, *names: str) -> list[ast.Call]:
+        """The calls of methods of these names, on whatever."""
+        return [call for call in self.calls if isinstance(call.func, ast.Attribute) and call.func.attr in names]
 
     def called(self, node: ast.AST) -> str:
         return self.dotted(node.func) if isinstance(node, ast.Call) else ""
@@ -209,7 +205,7 @@ def _parameters(function: Function) -> set[str]:
 
 def _is_known(module: str) -> bool:
     top = module.partition(".")[0]
-    return top in sys.stdlib_module_names or top in _KNOWN_MODULES
+    return top in sys.stdlib_module_names or top in SCRIPTS.known_modules
 
 
 def _is_main(test: ast.expr) -> bool:
@@ -233,7 +229,4 @@ def is_constant(node: ast.AST | None, value: object) -> bool:
 
 def read_source(path: Path) -> Source:
     """Raises OSError, ValueError."""
-    data = regular_files.read_bytes(path, max_bytes=MAX_BYTES)
-    if b"\0" in data:
-        raise ValueError("is not a text file")
-    return Source(data.decode("utf-8-sig", errors="replace"), str(path))
+    return Source(read_text(path, MAX_BYTES), str(path))

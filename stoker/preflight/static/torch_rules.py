@@ -2,22 +2,25 @@
 
 Sources: PyTorch's performance tuning guide (pytorch.org/tutorials/recipes/recipes/tuning_guide.html), the API pages of
 DataLoader, DataParallel and DistributedSampler. A rule that needs the whole program speaks only of a script that
-imports nothing but known libraries.
+imports nothing but known libraries. The texts are in `knowledge/check_files.toml`.
 """
 
 import ast
 from collections.abc import Iterator
 
-from stoker.preflight.findings import CheckFinding, make_finding
+from stoker.findings.finding import Finding
+from stoker.preflight.catalog import describe_file
+from stoker.preflight.static.names import SCRIPTS
 from stoker.preflight.static.source import Source, is_constant, keyword
 
 _SYNCS = frozenset(("item", "cpu", "numpy", "tolist"))
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
-_MANAGED = frozenset(("Trainer", "Accelerator", "Fabric", "LightningModule", "deepspeed", "xm", "ray"))
-"""Libraries that move the model themselves."""
+_BUILT_IN = frozenset(("list", "tuple", "dict", "len", "enumerate", "zip", "map"))
+_SHAPES = frozenset(("shape", "ndim", "size", "numel", "dim", "dtype"))
+"""Attributes that are known without the GPU."""
 
 
-def check_torch(source: Source) -> list[CheckFinding]:
+def check_torch(source: Source) -> list[Finding]:
     """All findings of a script that imports torch."""
     found = list(_visible_devices(source))
     if source.imports("torch"):
@@ -26,7 +29,7 @@ def check_torch(source: Source) -> list[CheckFinding]:
     return found
 
 
-def _visible_devices(source: Source) -> Iterator[CheckFinding]:
+def _visible_devices(source: Source) -> Iterator[Finding]:
     """CUDA_VISIBLE_DEVICES, for every framework."""
     settings: list[tuple[ast.AST, ast.AST]] = []
     for node in source.nodes:
@@ -37,65 +40,32 @@ def _visible_devices(source: Source) -> Iterator[CheckFinding]:
         elif isinstance(node, ast.Call) and source.called(node) in ("os.environ.setdefault", "os.putenv"):
             settings += zip(node.args[:1], node.args[1:2], strict=False)
     chosen = [(key, value) for key, value in settings if source.text_of(key) == "CUDA_VISIBLE_DEVICES"]
-    if len(chosen) != 1:
-        return
-    key, value = chosen[0]
-    text = source.text_of(value)
-    if text is not None and text.strip() in ("", "-1") and source.runs_always(key):
-        yield make_finding(
-            id="gpu_hidden",
-            severity="blocker",
-            title=f'CUDA_VISIBLE_DEVICES="{text}" hides all GPUs',
-            evidence="the script sets it on every run",
-            fix="remove the line",
-            place=source.place(key),
-        )
+    if len(chosen) == 1:
+        key, value = chosen[0]
+        text = source.text_of(value)
+        if text is not None and text.strip() in ("", "-1") and source.runs_always(key):
+            yield describe_file("gpu_hidden/environ", source.place(key), value=text)
 
 
 def _backwards(source: Source) -> list[ast.Call]:
-    return [call for call in source.calls if isinstance(call.func, ast.Attribute) and call.func.attr == "backward"]
+    return source.methods("backward")
 
 
-def _on_cpu(source: Source) -> Iterator[CheckFinding]:
+def _on_cpu(source: Source) -> Iterator[Finding]:
     """A training that is seen whole and never names a device, or names the CPU only."""
     backwards = _backwards(source)
-    if not backwards or not source.is_self_contained or source.names & _MANAGED:
+    if not backwards or not source.is_self_contained or source.names & SCRIPTS.managed:
         return
-    mentions = any(
-        "cuda" in text.lower() or text in ("mps", "xpu", "auto") for text in (*source.strings, *source.names)
-    )
-    moves = [
-        call
-        for call in source.calls
-        if isinstance(call.func, ast.Attribute)
-        and call.func.attr in ("to", "to_empty")
-        and (call.args or call.keywords)
-    ]
-    if mentions or "accelerator" in source.names:
+    if any("cuda" in text.lower() or text in ("mps", "xpu", "auto") for text in (*source.strings, *source.names)):
         return
-    devices = {node.id for call in moves for node in ast.walk(call) if isinstance(node, ast.Name)}
-    for name in sorted(devices):
+    moves = [call for call in source.methods("to", "to_empty") if call.args or call.keywords]
+    for name in sorted({node.id for call in moves for node in ast.walk(call) if isinstance(node, ast.Name)}):
         values = source.assigned.get(name, [])
         if len(values) == 1 and _is_cpu(source, values[0][1]) and not source.conditions(values[0][0]):
-            yield make_finding(
-                id="trains_on_cpu",
-                severity="blocker",
-                title="The model is put on the CPU",
-                place=source.place(values[0][0]),
-                evidence=f"{name} is always the CPU, and the script names no other device",
-                fix=f'{name} = torch.device("cuda")',
-            )
+            yield describe_file("trains_on_cpu/device", source.place(values[0][0]), name=name)
             return
-    has_device = any("device" in name.lower() or name == "gpu" for name in source.names)
-    if not moves and not has_device:
-        yield make_finding(
-            id="trains_on_cpu",
-            severity="blocker",
-            title="The model is never moved to a GPU: it trains on the CPU",
-            evidence="the script has a training loop, and neither .to(…) nor .cuda() nor a default device",
-            fix='device = torch.device("cuda"); model.to(device), and each batch too',
-            place=source.place(backwards[0]),
-        )
+    if not moves and not any("device" in name.lower() or name == "gpu" for name in source.names):
+        yield describe_file("trains_on_cpu/never_moved", source.place(backwards[0]))
 
 
 def _is_cpu(source: Source, value: ast.expr) -> bool:
@@ -104,7 +74,7 @@ def _is_cpu(source: Source, value: ast.expr) -> bool:
     return (source.text_of(value) or "").startswith("cpu")
 
 
-def _loaders(source: Source) -> Iterator[CheckFinding]:
+def _loaders(source: Source) -> Iterator[Finding]:
     alone, unpinned = [], []
     for call in source.calls:
         if source.called(call) != "torch.utils.data.DataLoader" or not _is_plain(source, call):
@@ -115,23 +85,10 @@ def _loaders(source: Source) -> Iterator[CheckFinding]:
         elif len(call.args) < 8 and (pinned is None or is_constant(pinned, False)):
             unpinned.append(call)
     if alone:
-        yield make_finding(
-            id="loader_without_workers",
-            severity="warning",
-            title="num_workers is 0: the process that feeds the GPU also loads and decodes the samples",
-            evidence=_lines(alone, "DataLoader"),
-            place=source.place(alone[0]),
-            fix="num_workers=4 (about the cores for each GPU), pin_memory=True, persistent_workers=True",
-        )
+        yield describe_file("loader_without_workers", source.place(alone[0]), lines=_lines(alone, "DataLoader"))
     if unpinned and _backwards(source) and any("cuda" in text for text in (*source.strings, *source.names)):
-        yield make_finding(
-            id="loader_without_pinned_memory",
-            severity="warning",
-            title="Batches are copied to the GPU from pageable memory, so the copy cannot overlap with computing",
-            evidence=_lines(unpinned, "DataLoader"),
-            place=source.place(unpinned[0]),
-            fix="pin_memory=True, and batch.to(device, non_blocking=True)",
-        )
+        lines = _lines(unpinned, "DataLoader")
+        yield describe_file("loader_without_pinned_memory", source.place(unpinned[0]), lines=lines)
 
 
 def _is_plain(source: Source, call: ast.Call) -> bool:
@@ -143,12 +100,8 @@ def _is_plain(source: Source, call: ast.Call) -> bool:
     if isinstance(node, ast.Name):
         node = next((value for _, value in source.assigned.get(node.id, [])), None)
     maker = source.function(node.func) if isinstance(node, ast.Call) else None
-    calls = [*(source.reached_calls(maker) if maker else []), *([] if node is None else _calls(node))]
+    calls = [*(source.reached_calls(maker) if maker else []), *([] if node is None else ast.walk(node))]
     return not any(source.called(inner).rpartition(".")[2] == "TensorDataset" for inner in calls)
-
-
-def _calls(node: ast.AST) -> list[ast.Call]:
-    return [inner for inner in ast.walk(node) if isinstance(inner, ast.Call)]
 
 
 def _lines(calls: list[ast.Call], what: str) -> str:
@@ -156,12 +109,11 @@ def _lines(calls: list[ast.Call], what: str) -> str:
     return f"{what} in line{'s' if len(lines) > 1 else ''} {', '.join(map(str, lines[:10]))}"
 
 
-def _host_syncs(source: Source) -> Iterator[CheckFinding]:
+def _host_syncs(source: Source) -> Iterator[Finding]:
     """Calls in a training loop, on every step, that wait until the GPU has computed a value."""
     loops: dict[ast.AST, list[ast.Call]] = {}
     for call in _backwards(source):
-        loop = _loop_of(source, call)
-        if loop is not None:
+        if (loop := _loop_of(source, call)) is not None:
             loops.setdefault(loop, []).append(call)
     for loop, backwards in loops.items():
         results = _results(source, loop, backwards)
@@ -175,15 +127,9 @@ def _host_syncs(source: Source) -> Iterator[CheckFinding]:
         ]
         if found:
             first = min(found, key=lambda call: (call.lineno, call.col_offset))
-            how = ast.unparse(first)
-            yield make_finding(
-                id="host_sync_each_step",
-                severity="warning",
-                title=f"{how if len(how) < 60 else how[:57] + '…'} waits for the GPU in every step",
-                evidence=f"the next step is not queued until the value is there; {_lines(found, 'waits')}",
-                fix="total += loss.detach() in the loop, and .item() every 50 steps or after the epoch",
-                place=source.place(first),
-            )
+            text = ast.unparse(first)
+            text = text if len(text) < 60 else text[:57] + "…"
+            yield describe_file("host_sync_each_step", source.place(first), call=text, lines=_lines(found, "waits"))
 
 
 def _loop_of(source: Source, node: ast.AST) -> ast.AST | None:
@@ -198,46 +144,30 @@ def _loop_of(source: Source, node: ast.AST) -> ast.AST | None:
 
 def _results(source: Source, loop: ast.AST, backwards: list[ast.Call]) -> set[str]:
     """Names in a loop for what the model computed: those that the loss is made of, and what is made of them."""
-    assigned = [
-        node for node in ast.walk(loop) if isinstance(node, ast.Assign | ast.AugAssign) and node.value is not None
-    ]
-    inputs = _names(loop.target) if isinstance(loop, ast.For) else set()
+    assigned = [node for node in ast.walk(loop) if isinstance(node, ast.Assign | ast.AugAssign)]
     modules = {
-        root.id for node in ast.walk(loop) if isinstance(node, ast.Call) and isinstance(root := node.func, ast.Name)
+        node.func.id for node in ast.walk(loop) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
-    losses = {name for call in backwards for name in _names(call)} - {"scaler", "accelerator"}
-    results = set(losses)
-    moved = set(inputs)
+    inputs = _names(loop.target) if isinstance(loop, ast.For) else set()
     for node in assigned:
-        if (
-            not any(isinstance(part, ast.Call) and _calls_model(part) for part in ast.walk(node.value))
-            and _names(node.value) & moved
-        ):
-            moved |= _targets(node)
-    for _ in range(8):
-        before = len(results)
+        if _names(node.value) & inputs and not any(map(_calls_model, ast.walk(node.value))):
+            inputs |= _targets(node)
+    others = inputs | modules | set(source.aliases) | {"scaler", "accelerator"}
+    losses = {name for call in backwards for name in _names(call)} - others
+    results, size = set(losses), 0
+    while size != len(results):
+        size = len(results)
         for node in assigned:
-            targets = _targets(node)
+            targets = _targets(node) - others
             if targets & losses:
-                losses |= _names(node.value) - moved - modules - set(source.aliases)
+                losses |= _names(node.value) - others
             if targets & losses or (_names(node.value) & results and not _is_synced(node.value)):
-                results |= targets - moved
-        results |= losses - moved
-        if len(results) == before:
-            break
-    return results - moved - modules - set(source.aliases)
+                results |= targets | losses
+    return results
 
 
-def _calls_model(call: ast.Call) -> bool:
-    return isinstance(call.func, ast.Name) and call.func.id not in (
-        "list",
-        "tuple",
-        "dict",
-        "len",
-        "enumerate",
-        "zip",
-        "map",
-    )
+def _calls_model(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id not in _BUILT_IN
 
 
 def _is_synced(value: ast.AST) -> bool:
@@ -277,15 +207,14 @@ def _names_of_values(node: ast.AST) -> set[str]:
         node = pending.pop()
         if isinstance(node, ast.Name):
             found.add(node.id)
-        is_shape = isinstance(node, ast.Attribute) and node.attr in ("shape", "ndim", "size", "numel", "dim", "dtype")
+        is_shape = isinstance(node, ast.Attribute) and node.attr in _SHAPES
         is_length = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "len"
         if not is_shape and not is_length:
             pending += ast.iter_child_nodes(node)
     return found
 
 
-def _gradients(source: Source) -> Iterator[CheckFinding]:
-    backwards = _backwards(source)
+def _gradients(source: Source) -> Iterator[Finding]:
     optimizers = {
         name
         for name, values in source.assigned.items()
@@ -296,90 +225,44 @@ def _gradients(source: Source) -> Iterator[CheckFinding]:
     }
     steps = [
         call
-        for call in source.calls
-        if isinstance(call.func, ast.Attribute)
-        and call.func.attr == "step"
-        and source.dotted(call.func.value) in optimizers
+        for call in source.methods("step")
+        if isinstance(call.func, ast.Attribute) and source.dotted(call.func.value) in optimizers
     ]
-    if (
-        backwards
-        and steps
-        and "zero_grad" not in source.names
-        and "grad" not in source.names
-        and source.is_self_contained
-    ):
-        yield make_finding(
-            id="gradients_not_zeroed",
-            severity="blocker",
-            title="Gradients are never set to zero: each step adds to all before it",
-            evidence="the script calls backward() and step(), and zero_grad() nowhere",
-            fix="optimizer.zero_grad(set_to_none=True) before backward()",
-            place=source.place(steps[0]),
-        )
+    is_zeroed = source.names & {"zero_grad", "grad"}
+    if _backwards(source) and steps and not is_zeroed and source.is_self_contained:
+        yield describe_file("gradients_not_zeroed", source.place(steps[0]))
 
 
-def _parallel(source: Source) -> Iterator[CheckFinding]:
+def _parallel(source: Source) -> Iterator[Finding]:
     names = {source.called(call): call for call in reversed(source.calls)}
     if call := names.get("torch.nn.DataParallel") or names.get("torch.nn.parallel.DataParallel"):
-        yield make_finding(
-            id="data_parallel",
-            severity="warning",
-            title="DataParallel drives all GPUs from one Python process and copies the model in every step",
-            evidence="PyTorch recommends DistributedDataParallel, also on one machine",
-            fix="torch.nn.parallel.DistributedDataParallel, started with torchrun --nproc-per-node=gpu",
-            place=source.place(call),
-        )
-    if "torch.nn.parallel.DistributedDataParallel" not in names:
+        yield describe_file("data_parallel", source.place(call))
+    if "torch.nn.parallel.DistributedDataParallel" not in names or not source.is_self_contained:
         return
     texts = " ".join((*source.names, *source.aliases.values())).lower()
     loader = names.get("torch.utils.data.DataLoader")
-    divided = any(word in texts for word in ("sampler", "shard", "split_", "iterable", "subset", "webdataset", "dali"))
-    hidden = loader is None or any(value.arg is None for value in loader.keywords) or not source.is_self_contained
-    if loader and not divided and not hidden:
-        yield make_finding(
-            id="sampler_missing",
-            severity="blocker",
-            title="Every rank trains on the same samples",
-            evidence="DistributedDataParallel with a DataLoader that has no DistributedSampler",
-            place=source.place(loader),
-            fix="sampler=torch.utils.data.distributed.DistributedSampler(dataset), and sampler.set_epoch(epoch)",
-        )
+    hidden = loader is None or any(value.arg is None for value in loader.keywords)
+    if loader and not hidden and not any(word in texts for word in SCRIPTS.divided):
+        yield describe_file("sampler_missing", source.place(loader))
     sampler = names.get("torch.utils.data.distributed.DistributedSampler") or names.get(
         "torch.utils.data.DistributedSampler"
     )
     shuffles = sampler is not None and not is_constant(keyword(sampler, "shuffle"), False)
-    if sampler and shuffles and "set_epoch" not in source.names and source.is_self_contained and _backwards(source):
-        yield make_finding(
-            id="sampler_epoch_missing",
-            severity="warning",
-            title="Every epoch has the same order",
-            evidence="DistributedSampler shuffles by the epoch that set_epoch tells it",
-            place=source.place(sampler),
-            fix="sampler.set_epoch(epoch) at the start of each epoch",
-        )
+    if sampler and shuffles and "set_epoch" not in source.names and _backwards(source):
+        yield describe_file("sampler_epoch_missing", source.place(sampler))
 
 
-def _switches(source: Source) -> Iterator[CheckFinding]:
+def _switches(source: Source) -> Iterator[Finding]:
     for node in source.nodes:
         if isinstance(node, ast.Assign):
-            off = is_constant(node.value, False) and source.dotted(node.targets[0]).endswith("backends.cudnn.enabled")
-            if off and source.runs_always(node):
-                yield make_finding(
-                    id="cudnn_disabled",
-                    severity="warning",
-                    title="cuDNN is switched off: convolutions are several times slower",
-                    evidence="torch.backends.cudnn.enabled = False",
-                    fix="remove the line",
-                    place=source.place(node),
-                )
+            is_off = is_constant(node.value, False)
+            if (
+                is_off
+                and source.dotted(node.targets[0]).endswith("backends.cudnn.enabled")
+                and source.runs_always(node)
+            ):
+                yield describe_file("cudnn_disabled", source.place(node))
         elif source.called(node) == "torch.autograd.set_detect_anomaly" and isinstance(node, ast.Call):
-            on = bool(node.args) and is_constant(node.args[0], True)
-            if on and source.runs_always(node):
-                yield make_finding(
-                    id="anomaly_detection",
-                    severity="warning",
-                    title="Anomaly detection is on: each operation records a stack trace",
-                    evidence="torch.autograd.set_detect_anomaly(True) is for debugging",
-                    fix="remove the line",
-                    place=source.place(node),
-                )
+            is_on = bool(node.args) and is_constant(node.args[0], True)
+            if is_on and source.runs_always(node):
+                yield describe_file("anomaly_detection", source.place(node))
