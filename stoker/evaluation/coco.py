@@ -5,7 +5,7 @@ The rules are those of pycocotools' cocoeval.py, the oracle in the tests (equal 
 regions and boxes outside the area range, which are ignored. The computation is vectorized. The only loop has one step
 for the n-th pair of boxes of all images and classes at once, at all thresholds (a bit each) and areas. So scoring a
 data set of COCO's size takes about a second, mostly inside NumPy without the interpreter lock, which the training
-thread needs (decision 9). `benchmarks/evaluate.py` measures both.
+thread needs (decision 9). `benchmarks/steps/evaluate.py` measures both.
 
 `error_analysis.py` classifies the errors; no torch here.
 """

@@ -39,7 +39,7 @@ issued; on a CPU device the step's own `compute` or `recovery`. Intervals that a
 move time but no CPU time, because that clock was not read at their ends. `startup` has CPU time from the creation of
 the ledger on.
 
-Cost: `benchmarks/ledger.py`. Not thread-safe: only the training thread may call it. The device's clock is
+Cost: `benchmarks/steps/ledger.py`. Not thread-safe: only the training thread may call it. The device's clock is
 `stoker/hardware/device.py`.
 """
 

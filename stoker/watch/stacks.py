@@ -35,7 +35,7 @@ STARTUP_CPU_S = 0.3
 """CPU-seconds for samples besides MAX_CPU_FRACTION: some twenty in the first seconds of a job."""
 MAX_CPU_FRACTION = 0.01
 """Fraction of a core that sampling may take since its start: with more processes, or slower samples, the intervals are
-longer. Half of the 2 % of a job that watching may cost (benchmarks/watch_overhead.py)."""
+longer. Half of the 2 % of a job that watching may cost (benchmarks/diagnosis/watch_overhead.py)."""
 MAX_PROCESSES = 8
 """The busiest Python processes are sampled. Of a loader worker or a launcher one sample is enough."""
 HELPER_RECHECK_POLLS = 12

@@ -8,7 +8,7 @@ Each file is memory-mapped and decoded once, all entries at once if all are vali
 then reported and dropped, numbers written as text are read, and image ids that are text, such as "a/001", are replaced
 by numbers below -2**62. Polygons are skipped without creating objects, and the annotations become numpy arrays
 directly. A file of COCO's size (118,287 images, 860,001 boxes, 401 MB) takes about a seventh of pycocotools' time and a
-third of its memory: `benchmarks/index.py`. Format: https://cocodataset.org/#format-data.
+third of its memory: `benchmarks/loading/index.py`. Format: https://cocodataset.org/#format-data.
 """
 
 import contextlib

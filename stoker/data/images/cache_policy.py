@@ -38,7 +38,7 @@ MIN_DECODE_S = 2e-4
 """Faster decoding is not worth a cache: reading from it takes 0.05 ms and more per image."""
 DECODE_S_PER_PIXEL, OUTPUT_S_PER_PIXEL = 1.3e-9, 2.0e-9
 """libjpeg-turbo's time per pixel of the file (entropy decoding) and per pixel after DCT scaling: 1.0 ms for 640 × 480,
-17 ms for 4,000 × 3,000 at a quarter of the size (`benchmarks/cache.py`)."""
+17 ms for 4,000 × 3,000 at a quarter of the size (`benchmarks/loading/cache.py`)."""
 DISK_BYTES_PER_S = 500e6
 """Throughput of an ordinary disk of a cloud machine. Where caching does not pay at this rate, and the images exceed
 memory, they are decoded each time."""

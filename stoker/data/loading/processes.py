@@ -1,10 +1,10 @@
 """The loader's worker processes, as the training process sees them.
 
-With threads alone, the loader holds the interpreter's lock for about 0.46 ms per sample (`benchmarks/gil.py`), so one
-process cannot feed a device that trains 2,000 images per second. Worker processes run the same worker threads on the
-same code (`process_main.py`) and write pixels and boxes into memory that the training process shares with them
-(`buffers.py`); between processes there is one short message per group of samples. A batch is the same, bit for
-bit: what a sample is depends on its position only, and results are applied in the order of the stream (`finalize.py`).
+With threads alone, the loader holds the interpreter's lock for about 0.46 ms per sample (`benchmarks/loading/gil.py`),
+so one process cannot feed a device that trains 2,000 images per second. Worker processes run the same worker threads on
+the same code (`process_main.py`) and write pixels and boxes into memory that the training process shares with them
+(`buffers.py`); between processes there is one short message per group of samples. A batch is the same, bit for bit:
+what a sample is depends on its position only, and results are applied in the order of the stream (`finalize.py`).
 
 Not for images in a bucket, whose bytes the training process requests ahead, nor for JPEGs that the device decodes.
 """

@@ -8,7 +8,7 @@ threads and the worker processes (`worker_pool.py`) call the four, and so does `
 or the device decoder needs once more. Batches and the device: `loader.py`.
 
 While Python runs, the other threads do not (the GIL), so `plan` and `annotate` do for many samples at once what can be
-done so. `benchmarks/gil.py` measures it.
+done so. `benchmarks/loading/gil.py` measures it.
 """
 
 import errno
