@@ -207,10 +207,10 @@ def preview(
     from stoker.config.settings import Config, settings_table
     from stoker.config.settings import check as check_settings
     from stoker.data.index import open_index_of, require_images
-    from stoker.data.preview import make_preview
+    from stoker.evaluation.draw import IMAGE_SUFFIXES, save_image
     from stoker.hardware.cgroup import host_cores
     from stoker.hardware.device import select_device
-    from stoker.inference.draw import IMAGE_SUFFIXES, save_image
+    from stoker.inference.preview import make_preview
     from stoker.report.dataset import check_output_path
     from stoker.report.format import plural
     from stoker.report.terminal import print_settings

@@ -29,6 +29,7 @@ from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
 from stoker.errors import DataError
 from stoker.evaluation import coco
 from stoker.evaluation.coco import CocoResult
+from stoker.evaluation.draw import ImageWithBoxes
 from stoker.evaluation.error_analysis import (
     TRUE_POSITIVE,
     ErrorAnalysis,
@@ -52,7 +53,6 @@ from stoker.evaluation.metrics import (
 )
 from stoker.hardware.device import Device, ReadyEvent
 from stoker.hardware.host_sync import allow_host_sync
-from stoker.inference.draw import ImageWithBoxes
 from stoker.models.layers.postprocess import DetectorProtocol, ExactnessCheck
 
 SCORE_THRESHOLD = 0.05

@@ -1,8 +1,8 @@
 """Detections and ground truth as columns, the metrics of an evaluation, and evaluation.json, which has the errors of a
 model, too. No torch, so that reports can read them; they need neither model nor images.
 
-`evaluate.py` and `inference/predict.py` create them; `report/` and `inference/draw.py` show them. evaluation.json has a
-bounded size for any data set; `training/evaluator.py` writes it; docs/run-folder.md describes it.
+`evaluate.py` and `inference/predict.py` create them; `report/` and `evaluation/draw.py` show them. evaluation.json has
+a bounded size for any data set; `training/evaluator.py` writes it; docs/run-folder.md describes it.
 """
 
 import dataclasses

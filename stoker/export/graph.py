@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from stoker import models
 from stoker.errors import ConfigError
-from stoker.export.runtime import require_package
+from stoker.inference.runtime import require_package
 from stoker.models.layers.postprocess import MAX_DETECTIONS
 from stoker.models.weights import model_file
 

@@ -30,11 +30,11 @@ from stoker.errors import (
 )
 from stoker.evaluation.evaluate import SCORE_THRESHOLD
 from stoker.export import graph, parity
-from stoker.export.runtime import ONNX_SUFFIX, OnnxModel, require_package
 from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import Device
 from stoker.inference.image_batches import decode_into_buffer, read_image
 from stoker.inference.predict import find_images
+from stoker.inference.runtime import ONNX_SUFFIX, OnnxModel, require_package
 from stoker.models.layers.postprocess import MAX_DETECTIONS
 from stoker.models.weights import model_file
 from stoker.runs.records import CONFIG

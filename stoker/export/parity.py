@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from stoker import models
 from stoker.errors import ParityError
-from stoker.export.runtime import OnnxModel
+from stoker.inference.runtime import OnnxModel
 
 MAX_BOX_DIFF_PX, MAX_SCORE_DIFF = 0.1, 1e-3
 """Largest allowed differences of a box's coordinates, in pixels of the model input, and of its score."""

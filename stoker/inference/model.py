@@ -19,14 +19,14 @@ from stoker.data.images import decode
 from stoker.data.index import Index, open_index_of, require_images
 from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
 from stoker.errors import DataError, UsageError
+from stoker.evaluation.draw import draw_boxes
 from stoker.evaluation.evaluate import evaluate, evaluation_loader
 from stoker.evaluation.metrics import Detections, Metrics
-from stoker.export.runtime import ONNX_SUFFIX, OnnxModel
 from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import Device, select_device
-from stoker.inference.draw import draw_boxes
 from stoker.inference.image_batches import TILE_OVERLAP, ImageSource, Tiling, read_image
 from stoker.inference.predict import DEFAULT_BATCH_SIZE, local_path, predict_images, predict_to_dir
+from stoker.inference.runtime import ONNX_SUFFIX, OnnxModel
 from stoker.models.layers.postprocess import DetectorProtocol
 from stoker.models.weights import model_file
 from stoker.runs.records import CONFIG

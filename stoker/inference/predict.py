@@ -21,12 +21,12 @@ from stoker.data.images import decode
 from stoker.data.images.source import display_path
 from stoker.data.remote.resolve import resolve_images
 from stoker.errors import DataError, UsageError, writing
+from stoker.evaluation.draw import IMAGE_SUFFIXES as OUTPUT_SUFFIXES
+from stoker.evaluation.draw import draw_boxes, save_image
 from stoker.evaluation.evaluate import detect_batches
 from stoker.evaluation.metrics import Detections, empty_detections
 from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import Device
-from stoker.inference.draw import IMAGE_SUFFIXES as OUTPUT_SUFFIXES
-from stoker.inference.draw import draw_boxes, save_image
 from stoker.inference.image_batches import (
     MERGE_IOU,
     ImageSource,

@@ -18,7 +18,7 @@ machines.toml, prices.toml: machines of clouds, their spot prices (`planning/mac
 models.toml: detector architectures (`config/architectures.py`).
 storage_failures.toml: failed requests to a bucket, and their messages (`storage/failures.py`).
 pipeline_fields.toml: fields of the TensorFlow Object Detection API (`migration/fields.py`).
-secrets.toml: names and forms of secrets (`profiling/telemetry/secrets.py`).
+secrets.toml: names and forms of secrets (`secrets.py`).
 mig.toml: MIG slices of GPUs (`launching/containers.py`).
 pipeline_fields.toml: fields of the TensorFlow Object Detection API (`migration/tf_other.py`).
 report_words.toml: meanings of phases, stages, experiments and error types (`report/words.py`).

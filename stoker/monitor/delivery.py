@@ -20,8 +20,8 @@ from collections.abc import Callable
 from stoker.findings.finding import Finding
 from stoker.monitor.alerts import ALERT_DELIVERY
 from stoker.monitor.options import MonitoringOptions
-from stoker.profiling.telemetry.secrets import mask_secrets
 from stoker.runs.records import RunFolder
+from stoker.secrets import mask_secrets
 
 COMMAND_TIMEOUT_S, WEBHOOK_TIMEOUT_S = 60.0, 10.0
 """Timeouts of a command, and of one attempt of a webhook."""

@@ -3,7 +3,8 @@
 The step is the loop's own: augmentation, forward, losses, backward, optimizer, EMA, the sums for the log. It runs on
 tensors without memory, on the fake accelerator or as those of a CPU, while a dispatch mode counts. That changes the
 whole process, so it is one of its own (`main`), which `traces.py` starts. `CountedStep` also counts a step on real
-tensors: `benchmarks/diagnosis/plan.py` compares both. How long a step takes is computed from the counts in `roofline.py`.
+tensors: `benchmarks/diagnosis/plan.py` compares both. How long a step takes is computed from the counts in
+`roofline.py`.
 """
 
 import contextlib

@@ -24,7 +24,7 @@ from stoker.findings.finding import Finding, Severity
 from stoker.knowledge import read_toml
 from stoker.preflight.access import check_readable, check_writable
 from stoker.preflight.catalog import describe
-from stoker.profiling.telemetry.secrets import mask_secrets
+from stoker.secrets import mask_secrets
 from stoker.storage.run_uri import WRITABLE_SCHEMES
 from stoker.storage.uri import is_uri, parse_uri
 

@@ -14,7 +14,6 @@ import msgspec
 from stoker.errors import UsageError
 from stoker.evaluation.metrics import Evaluation, Metrics, read_evaluation
 from stoker.findings.finding import Finding
-from stoker.profiling.telemetry.secrets import mask_secrets
 from stoker.report import format as fmt
 from stoker.report.advice import advise
 from stoker.report.environment import read_environment
@@ -28,6 +27,7 @@ from stoker.report.series import (
 )
 from stoker.runs import records
 from stoker.runs.schemas import Event, Quarantined
+from stoker.secrets import mask_secrets
 from stoker.storage.run_uri import display_path
 
 MAX_EVENTS, MAX_QUARANTINED = 300, 100

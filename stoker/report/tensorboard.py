@@ -18,8 +18,8 @@ from typing import Any
 from PIL import Image
 
 from stoker.errors import DataError, PreflightError, needs_package
+from stoker.evaluation.draw import ImageWithBoxes, draw_comparison
 from stoker.evaluation.metrics import COCO_SUMMARY, Metrics
-from stoker.inference.draw import ImageWithBoxes, draw_comparison
 from stoker.runs.schemas import StepWindow
 
 FOLDER = "tensorboard"

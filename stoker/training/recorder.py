@@ -23,10 +23,10 @@ from torch import Tensor
 
 from stoker.data.loading.loader import QuarantinedImage
 from stoker.errors import DataError
+from stoker.evaluation.draw import ImageWithBoxes
 from stoker.evaluation.metrics import Metrics
 from stoker.hardware import calibration
 from stoker.hardware.device import ReadyEvent
-from stoker.inference.draw import ImageWithBoxes
 from stoker.profiling.ledger import TimeBreakdown
 from stoker.report.tensorboard import Board
 from stoker.runs.records import DEVICES, EVENTS, QUARANTINE, RANKS, STEPS, WARNING_KINDS, RunFolder, read_lines

@@ -28,8 +28,8 @@ from stoker.monitor.monitor import monitoring
 from stoker.monitor.options import MonitoringOptions
 from stoker.printable import print_text
 from stoker.profiling.telemetry.environment import describe_job
-from stoker.profiling.telemetry.secrets import mask_argv
 from stoker.runs.records import OUTPUT
+from stoker.secrets import mask_argv
 from stoker.watch import processes, stacks
 from stoker.watch.output_relay import RotatingLog
 from stoker.watch.processes import PROC, Process

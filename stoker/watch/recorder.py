@@ -20,8 +20,8 @@ from stoker.errors import writing
 from stoker.profiling.telemetry.environment import describe_job
 from stoker.profiling.telemetry.kernel_log import read_kernel_lines
 from stoker.profiling.telemetry.sampler import TelemetrySampler
-from stoker.profiling.telemetry.secrets import mask_argv
 from stoker.runs.records import ENVIRONMENT, OUTPUT, RANKS, STEPS, RunFolder, make_run, recording
+from stoker.secrets import mask_argv
 from stoker.watch import stacks
 from stoker.watch.hook_reader import HookReader
 from stoker.watch.output import LineSplitter, ProgressParser, ProgressWindows

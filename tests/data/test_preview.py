@@ -14,8 +14,8 @@ from stoker.cli.app import main
 from stoker.config.settings import DataSettings
 from stoker.data.batch import NUM_RAND, RandSlot
 from stoker.data.index import Index, open_index
-from stoker.data.preview import _FRAME_COLOR, CELL_SIZE, PAIRS_PER_ROW, describe_augmentation, make_preview
 from stoker.errors import UsageError
+from stoker.inference.preview import _FRAME_COLOR, CELL_SIZE, PAIRS_PER_ROW, describe_augmentation, make_preview
 from tests.batches import batch_of
 from tests.drawn import draw
 

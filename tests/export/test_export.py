@@ -28,7 +28,7 @@ from stoker.cli import app
 from stoker.config.settings import Config, to_toml
 from stoker.errors import ParityError
 from stoker.export import graph, parity
-from stoker.export.runtime import OnnxModel
+from stoker.inference.runtime import OnnxModel
 from stoker.models.table import MODELS
 from stoker.models.weights import model_file
 from tests.drawn import CLASSES, draw

@@ -15,7 +15,7 @@ from torchvision.ops import generalized_box_iou_loss
 
 from stoker.errors import ConfigError
 from stoker.export import graph, parity
-from stoker.export.runtime import OnnxModel
+from stoker.inference.runtime import OnnxModel
 from stoker.models import Detector, build
 from stoker.models.ember.ember import (
     Ember,

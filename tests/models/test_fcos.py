@@ -18,7 +18,7 @@ from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 from stoker.data.batch import Batch
 from stoker.errors import WeightsError
 from stoker.export import graph, parity
-from stoker.export.runtime import OnnxModel
+from stoker.inference.runtime import OnnxModel
 from stoker.models import MODELS, Detector, build, detect_architecture, load_weights
 from stoker.models.fcos.fcos import assign_points, grid_points
 from stoker.models.weights import model_file

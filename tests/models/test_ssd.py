@@ -20,8 +20,8 @@ from stoker.data.batch import Batch
 from stoker.data.index import Index, open_index
 from stoker.errors import ConfigError
 from stoker.export import graph, parity
-from stoker.export.runtime import OnnxModel
 from stoker.hardware.device import Device
+from stoker.inference.runtime import OnnxModel
 from stoker.models import MODELS, build, detect_architecture, load_weights
 from stoker.models.backbones import StridedConv2d
 from stoker.models.layers.matching import BACKGROUND

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from stoker.profiling.telemetry.environment import describe
-from stoker.profiling.telemetry.secrets import mask_argv, mask_secrets
+from stoker.secrets import mask_argv, mask_secrets
 
 S = "hunter2Xk9"
 """The secret of all cases. It must not be left, and neither may any part of it."""

@@ -14,8 +14,8 @@ from tensorboardX.crc32c import crc32c
 from tensorboardX.proto import event_pb2
 
 from stoker.data.images.decode import thumbnail
+from stoker.evaluation.draw import ImageWithBoxes
 from stoker.evaluation.metrics import COCO_SUMMARY, ClassMetrics, Detections, Metrics, empty_detections
-from stoker.inference.draw import ImageWithBoxes
 from stoker.report.tensorboard import FOLDER, MAX_IMAGE_SIDE, Board
 from stoker.runs.schemas import StepWindow
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from stoker.inference.draw import save_image
+from stoker.evaluation.draw import save_image
 from stoker.runs.records import EVENTS, RunFolder
 from stoker.storage.local_files import write_atomic
 

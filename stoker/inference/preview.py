@@ -19,9 +19,9 @@ from stoker.data.augment.device import MOSAIC_GROUP_SIZE, augment_batch, jitter_
 from stoker.data.batch import Batch, RandSlot
 from stoker.data.loading.loader import Loader, LoaderSpec, QuarantinedImage, compute_max_boxes
 from stoker.errors import UsageError
+from stoker.evaluation.draw import draw_boxes, fit_text
 from stoker.evaluation.metrics import Detections
 from stoker.hardware.device import Device
-from stoker.inference.draw import draw_boxes, fit_text
 
 if TYPE_CHECKING:
     from stoker.data.index import Index
