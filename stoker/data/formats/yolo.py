@@ -1,8 +1,6 @@
 """YOLO: a text file of boxes per image.
 
-Recognized: a data.yaml (Ultralytics) or obj.data (Darknet, CVAT) with folders or lists of images; without one, lists of
-images (train.txt), `images/train` with `labels/train`, `train/images` with `train/labels`, `images/` with `labels/`,
-and label files next to the images. A part is one folder of images with the folder of their labels.
+A part is one folder of images with the folder of their labels.
 
 A row is `class x y width height`, normalized by width and height of the upright image; x and y are the center. Rows of
 a segmentation data set (`class x1 y1 x2 y2 x3 y3 …`) and of oriented boxes become the box around their points. A sixth
