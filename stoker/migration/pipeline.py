@@ -12,7 +12,6 @@ from stoker.config.settings import Config, check, from_fields, to_toml
 from stoker.errors import UsageError, writing
 from stoker.migration.fields import FieldAccount, FieldRow, Trap
 from stoker.migration.text_format import Message, read_message
-from stoker.migration.tf_augmentation import read_augmentation
 from stoker.migration.tf_inputs import read_inputs
 from stoker.migration.tf_model import choose_detector, read_model
 from stoker.migration.tf_training import read_training
@@ -46,7 +45,6 @@ def import_pipeline(path: Path, *, data: str | None = None) -> tuple[Config, Imp
     read_model(account, family, model, detector)
     train = pipeline.child("train_config")
     read_training(account, train, model)
-    read_augmentation(account, train)
     read_inputs(account, pipeline, model, data)
     _read_averages(account, pipeline.child("eval_config"))
     account.rest(pipeline)

@@ -1,9 +1,5 @@
 """COCO JSON.
 
-Recognized: `train/_annotations.coco.json` per split (Roboflow) and similar names; the official
-`annotations/instances_train2017.json` with `train2017/`; JSON files in the folder itself, with `images/` or the images
-next to them; one JSON file.
-
 Each file is memory-mapped and decoded once, all entries at once if all are valid, else one by one: an invalid entry is
 then reported and dropped, numbers written as text are read, and image ids that are text, such as "a/001", are replaced
 by numbers below -2**62. Polygons are skipped without creating objects, and the annotations become numpy arrays
@@ -579,7 +575,7 @@ def _read_file(path: Path, location: str, problems: ProblemCollector, *, allow_e
             cause=f'"categories" is empty or absent, and there are {len(entries.annotations):,} annotations',
             fix="export the file again, with its categories",
         )
-    annotations = _drop_without_box(location, entries.annotations, problems)
+    annotations, ids_without_box = _drop_without_box(location, entries.annotations, problems)
 
     def column(name: str, dtype: type[np.generic]) -> NDArray[Any]:
         return np.fromiter(map(attrgetter(name), annotations), dtype, len(annotations))
@@ -598,9 +594,8 @@ def _read_file(path: Path, location: str, problems: ProblemCollector, *, allow_e
     order = np.argsort(np.where(is_listed, image_index, -1), kind="stable")
     order = order[is_listed[order] & is_known[order]]
     bad_image_index = image_index[is_listed & ~is_known]
-    if len(annotations) < len(entries.annotations):
-        without_box = [a.image_id for a in entries.annotations if a.bbox is None or len(a.bbox) != 4]
-        more, has_image = _find_images(np.array(without_box, np.int64), image_id)
+    if ids_without_box:
+        more, has_image = _find_images(np.array(ids_without_box, np.int64), image_id)
         bad_image_index = np.concatenate([bad_image_index, more[has_image]])
     coordinates = chain.from_iterable(map(attrgetter("bbox"), annotations))
     boxes = np.fromiter(coordinates, np.float64, 4 * len(annotations)).reshape(-1, 4)
@@ -682,20 +677,24 @@ def _sizes(images: list[ImageEntry], location: str, problems: ProblemCollector) 
     return np.where(is_valid.all(1, keepdims=True), annotated_size, 0).astype(np.int32)
 
 
-def _drop_without_box(location: str, annotations: list[Annotation], problems: ProblemCollector) -> list[Annotation]:
-    """The annotations that have a box."""
+def _drop_without_box(
+    location: str, annotations: list[Annotation], problems: ProblemCollector
+) -> tuple[list[Annotation], list[int]]:
+    """The annotations that have a box, and the image ids of the others."""
     if {0 if a.bbox is None else len(a.bbox) for a in annotations} <= {4}:
-        return annotations
-    invalid = [i for i, annotation in enumerate(annotations) if annotation.bbox is None or len(annotation.bbox) != 4]
-    for i in invalid:
-        box = annotations[i].bbox
-        entry_location = f"{location}, annotation {annotations[i].id}"
+        return annotations, []
+    kept, image_ids = [], []
+    for annotation in annotations:
+        box, place = annotation.bbox, f"{location}, annotation {annotation.id}"
+        if box is not None and len(box) == 4:
+            kept.append(annotation)
+            continue
+        image_ids.append(annotation.image_id)
         if box:
-            problems.add("malformed-box", f"{entry_location}: {len(box)} numbers, not x, y, width and height")
+            problems.add("malformed-box", f"{place}: {len(box)} numbers, not x, y, width and height")
         else:
-            problems.add("no-box", entry_location)
-    dropped = set(invalid)
-    return [annotation for i, annotation in enumerate(annotations) if i not in dropped]
+            problems.add("no-box", place)
+    return kept, image_ids
 
 
 def _find_images(

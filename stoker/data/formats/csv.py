@@ -1,8 +1,6 @@
 """CSV tables with one row per box.
 
-Recognized: tables of boxes in the folder, in `annotations/`, `labels/`, `data/` or `csv/`, or one in each of `train/`,
-`valid/`, `test/`. A table whose images are not in the folders near it is found, but not certain: another data set is
-preferred.
+A table whose images are not in the folders near it is found, but not certain: another data set is preferred.
 
 There is no standard: TensorFlow's tutorials, Keras-RetinaNet, Roboflow, Kaggle's competitions and Google's AutoML have
 different columns. They are recognized by their names, in any order and case; a table without a header by its values.

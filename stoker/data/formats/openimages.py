@@ -2,8 +2,7 @@
 
 The tables list up to 1.7 million images, of which most users have a part, so rows of other images are left out, and a
 note counts them. Class names are read from `class-descriptions-boxable.csv`. Group boxes are crowd boxes.
-Recognized: `*-annotations-bbox.csv` with the images anywhere below the folder (also of OIDv4_ToolKit), and FiftyOne's
-`train/labels/detections.csv`. Format: https://storage.googleapis.com/openimages/web/download_v7.html#data-formats.
+Format: https://storage.googleapis.com/openimages/web/download_v7.html#data-formats.
 """
 
 import csv

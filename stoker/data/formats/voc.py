@@ -1,9 +1,5 @@
 """Pascal VOC: an XML file per image.
 
-Recognized: `Annotations/` (or `xml/`, `labels/` …) next to `JPEGImages/` (or `images/` …), with or without
-`ImageSets/Main`, also with subfolders in both; `annotations/train/` with `images/train/`; XML files and images in one
-folder; any of these in `train/`, `valid/`, `test/`.
-
 Boxes are taken as written: the 1-based corners of the original VOC are not shifted, because most files today come from
 tools that write 0-based ones. `difficult` objects are ordinary boxes; boxes of an object's <part>s are not read. The
 image of an XML file has its stem. <filename> is often wrong, so it is used only if there is no such image.

@@ -1,8 +1,6 @@
 """YOLO: a text file of boxes per image.
 
-Recognized: a data.yaml (Ultralytics) or obj.data (Darknet, CVAT) with folders or lists of images; without one, lists of
-images (train.txt), `images/train` with `labels/train`, `train/images` with `train/labels`, `images/` with `labels/`,
-and label files next to the images. A part is one folder of images with the folder of their labels.
+A part is one folder of images with the folder of their labels.
 
 A row is `class x y width height`, normalized by width and height of the upright image; x and y are the center. Rows of
 a segmentation data set (`class x1 y1 x2 y2 x3 y3 …`) and of oriented boxes become the box around their points. A sixth
@@ -94,35 +92,28 @@ def _layout_of_definition(file: Path) -> DatasetLayout:
     parts: list[SplitFiles] = []
     substitutions: list[str] = []
     errors: list[DataError] = []
-    for split in SPLITS:
-        for entry in definition.splits.get(split, ()):
-            path = _resolve_path(entry, base_dirs)
-            if path is None and split == "test":
-                notes.append(f"the test split is left out: {entry!r} in {file.name} does not exist")
-                continue
-            if path is None:
-                errors.append(
-                    DataError(
-                        f"The images of the {split} split do not exist.",
-                        location=f"{file}: {split}: {entry}",
-                        cause=f"{entry!r}, also without its first folders, is not in {', '.join(map(str, base_dirs))}",
-                        fix="correct the line; delete it to split validation images off the training set"
-                        if split == "val"
-                        else "correct the line, or `path`, to which it is relative",
-                    )
-                )
-                continue
+    entries = [(split, entry) for split in SPLITS for entry in definition.splits.get(split, ())]
+    for split, entry in entries:
+        path = _resolve_path(entry, base_dirs)
+        if path is None and split == "test":
+            notes.append(f"the test split is left out: {entry!r} in {file.name} does not exist")
+        elif path is None:
+            cause = f"{entry!r}, also without its first folders, is not in {', '.join(map(str, base_dirs))}"
+            fix = "correct the line, or `path`, to which it is relative"
+            if split == "val":
+                fix = "correct the line; delete it to split validation images off the training set"
+            what, location = f"The images of the {split} split do not exist.", f"{file}: {split}: {entry}"
+            errors.append(DataError(what, location=location, cause=cause, fix=fix))
+        else:
             if path != _join(base_dirs[0], entry) or not path.is_relative_to(base_dirs[0]):
                 substitutions.append(f"{entry!r} is read from {path}")
-            if path.suffix.lower() == ".txt":
-                parts += _parts_from_list(split, path, base_dirs)
-                continue
-            found_parts = list(_iter_parts_below(split, path))
-            if not found_parts and split != "test":
+            is_list = path.suffix.lower() == ".txt"
+            found = list(_parts_from_list(split, path, base_dirs) if is_list else _iter_parts_below(split, path))
+            if not found and split != "test":
                 cause = f"{file} names this folder; no file in it ends in {', '.join(IMAGE_SUFFIXES)}"
                 fix = "correct the line, or put the images there"
                 errors.append(DataError(f"The {split} split has no images.", location=path, cause=cause, fix=fix))
-            parts += found_parts
+            parts += found
     if errors:
         raise DataErrors(errors)
     if substitutions:
