@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from stoker.diagnosis.causes.cause import Threshold
-from stoker.diagnosis.causes.input_bound import COLD_CACHE, cold_cache_fraction
+from stoker.diagnosis.causes.input import COLD_CACHE, cold_cache_fraction
 from stoker.diagnosis.causes.shared import driver_utilization, fraction_of_phase, is_long_enough, percent
 from stoker.diagnosis.run_data import RunRecords
 from stoker.findings.finding import Finding
