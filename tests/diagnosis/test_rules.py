@@ -36,7 +36,7 @@ def test_a_native_run_is_judged_by_its_own_events_from_the_number_of_windows_the
 
 def test_every_cause_and_every_note_has_a_case() -> None:
     assert {case.partition(":")[0] for case in CASES} == set(CATALOG)
-    assert set(NOTE_CASES) == {kind.id for kind in NOTES}
+    assert set(NOTE_CASES) == {kind.id for kind, _ in NOTES}
 
 
 @pytest.mark.parametrize("case", CASES)

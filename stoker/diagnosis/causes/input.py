@@ -3,7 +3,7 @@ or workers, copies to the device."""
 
 from typing import Any
 
-from stoker.diagnosis.causes.cause import Cause, Threshold, find_cause
+from stoker.diagnosis.causes.cause import Cause, find_cause, find_note
 from stoker.diagnosis.causes.host import (
     contended_fraction,
     cpu_demand,
@@ -26,12 +26,6 @@ from stoker.diagnosis.causes.shared import (
 )
 from stoker.diagnosis.run_data import RunRecords
 from stoker.findings.finding import Evidence, Finding
-
-COLD_CACHE = {
-    "min_first_epoch_fraction": Threshold(0.8, "fraction of all fetching that is in the first epoch (heuristic)"),
-    "min_lost_fraction": Threshold(0.02, "fetch in the first epoch, fraction of all device time (heuristic)"),
-}
-"""When slow storage was only a cold cache, which needs no fix: it is a note."""
 
 INPUT_BOUND = find_cause("input_bound")
 MIN_STAGE_FRACTION = find_cause("slow_storage").threshold("min_stage_fraction")
@@ -125,8 +119,9 @@ def cold_cache_fraction(run: RunRecords) -> float | None:
         return None
     if not run.totals.num_images >= 2 * num_images > 0:
         return None
-    is_notable = first_epoch_s / run.totals.device_s >= COLD_CACHE["min_lost_fraction"].value
-    is_cold = first_epoch_s / fetch_s >= COLD_CACHE["min_first_epoch_fraction"].value
+    kind = find_note("cold_cache")  # slow storage that was only a cold cache needs no fix
+    is_notable = first_epoch_s / run.totals.device_s >= kind.threshold("min_lost_fraction")
+    is_cold = first_epoch_s / fetch_s >= kind.threshold("min_first_epoch_fraction")
     return first_epoch_s / fetch_s if is_cold and is_notable else None
 
 
