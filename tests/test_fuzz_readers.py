@@ -24,6 +24,7 @@ from stoker.data.convert.writing import TARGET_FORMATS, convert
 from stoker.data.formats.tfrecord_bytes import write_record
 from stoker.data.index import open_index
 from stoker.data.validation.check import check_dataset
+from stoker.diagnosis import reader
 from stoker.errors import StokerError
 from stoker.evaluation.metrics import read_evaluation
 from stoker.models import build
@@ -145,11 +146,11 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Reader]]
             list(records.read_lines(run, name, kind))
         records.is_finished(run)
         records.last_attempt(run)
-        records.recorded_price(run)
+        reader.read_run(run)
 
     def read_config() -> None:
         from_toml(run / records.CONFIG)
-        records.recorded_price(run)
+        reader.read_run(run)
 
     save(folder / "saved", 1, 2) if (folder / "saved").mkdir() is None else None
     model = {"settings": settings_of("retinanet_tiny_fpn", weights="none"), "class_names": ("a", "b")}

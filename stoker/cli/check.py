@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from stoker.config.durations import join_length
+from stoker.cli.train import join_settings
 from stoker.config.settings import Config
 from stoker.printable import print_json
 
@@ -67,19 +67,12 @@ def check(
 
     with quick_imports():
         from stoker.config.settings import check as check_settings
-        from stoker.config.settings import from_toml
         from stoker.planning.check import CheckRequest
         from stoker.planning.check import check as run_checks
         from stoker.report.findings_terminal import print_findings
         from stoker.training.run_selection import with_absolute_paths
 
-    length = {"epochs": epochs, "steps": steps, "max_time": max_time, "max_duration": config.run.max_duration}
-    config = config.replace(**join_length(length))
-    if config_file is not None:
-        stored, reasons = from_toml(config_file)
-        config = stored.replace(**dict.fromkeys(reasons)).replace(**config.set_fields())
-    if data is not None:
-        config = config.replace(data=data)
+    config = join_settings(config, config_file, data, epochs=epochs, steps=steps, max_time=max_time)
     check_settings(config)
     request = CheckRequest(
         config=with_absolute_paths(config),

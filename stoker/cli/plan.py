@@ -6,8 +6,9 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 
 from stoker.cli.quick_import import quick_imports
-from stoker.config.durations import join_length, parse_time_s
-from stoker.config.settings import Config, from_toml
+from stoker.cli.train import join_settings
+from stoker.config.durations import parse_time_s
+from stoker.config.settings import Config
 
 _PLAN = Group("Plan", sort_key=0)
 """Before the settings of a training."""
@@ -73,16 +74,11 @@ def plan(
         from stoker.planning.views import print_plan, write_drawing
     from stoker.printable import print_json, print_text
 
-    user_config = config.replace(
-        **join_length({"epochs": epochs, "steps": steps, "max_duration": config.run.max_duration})
-    )
-    if config_file is not None:
-        stored, reasons = from_toml(config_file)
-        user_config = stored.replace(**dict.fromkeys(reasons)).replace(**user_config.set_fields())
+    user_config = join_settings(config, config_file, data, epochs=epochs, steps=steps)
     if budget is not None and not 0 < budget < 1e9:
         raise ConfigError(f"--budget {budget:g}: wanted US dollars above 0.")
     limits = Limits(by_s=None if by is None else parse_time_s(by, "--by"), budget=budget)
-    result = make_plan(user_config.replace(data=data), on=on, gpus=gpus, spot=spot, limits=limits, prices=prices)
+    result = make_plan(user_config, on=on, gpus=gpus, spot=spot, limits=limits, prices=prices)
     for path, as_html in ((svg, False), (html, True)):
         if path is not None:
             write_drawing(result, path, as_html=as_html)

@@ -108,13 +108,7 @@ def train(
             from stoker.training.run import train as train_loop
             from stoker.training.supervisor import read_restart, replace_process
 
-    length = {"epochs": epochs, "steps": steps, "max_time": max_time, "max_duration": config.run.max_duration}
-    user_config = config.replace(**join_length(length))
-    if config_file is not None:
-        stored, reasons = from_toml(config_file)  # a value with a reason was derived, and is derived again
-        user_config = stored.replace(**dict.fromkeys(reasons)).replace(**user_config.set_fields())
-    if data is not None:
-        user_config = user_config.replace(data=data)
+    user_config = join_settings(config, config_file, data, epochs=epochs, steps=steps, max_time=max_time)
     if dry_run:
         from stoker.training.plan import make_plan, print_plan
 
@@ -155,6 +149,15 @@ def train(
     print_text(f"results: {run} (`stoker why {run}` shows where the time went)")
     print_text(f"`stoker report {run}` makes one page of everything")
     print(f"AP50 {0.0 if result.metrics.ap50 is None else result.metrics.ap50:.3f}")
+
+
+def join_settings(config: Config, config_file: Path | None, data: str | None, **length: float | str | None) -> Config:
+    """The settings of the command line, with those of a file that it does not set. length: the flags for it."""
+    config = config.replace(**join_length({**length, "max_duration": config.run.max_duration}))
+    if config_file is not None:
+        stored, reasons = from_toml(config_file)  # a value with a reason was derived, and is derived again
+        config = stored.replace(**dict.fromkeys(reasons)).replace(**config.set_fields())
+    return config if data is None else config.replace(data=data)
 
 
 def train_help(app: App) -> str:

@@ -8,63 +8,49 @@ from collections.abc import Callable
 
 import msgspec
 
-from stoker.diagnosis.causes import (
-    batch_too_small,
-    communication,
-    cpu,
-    gpu,
-    host_bound_steps,
-    hung,
-    input_bound,
-    learning,
-    memory,
-    overhead,
-    python_bound,
-    recipe,
-    slow_input,
-    storage,
-)
+from stoker.diagnosis.causes import communication, gpu, host, input, learning, overhead, steps
 from stoker.diagnosis.causes.cause import COMMON_THRESHOLDS, Cause, find_cause
 from stoker.diagnosis.run_data import RunRecords
 from stoker.findings.finding import Finding
 
-Rule = Callable[[RunRecords], Finding | None]
-"""A pure function: a run's records in, a finding out. None: the cause is not there, or a record it needs is missing."""
+Rule = Callable[[RunRecords, Cause], Finding | None]
+"""A pure function: a run's records and the row of the cause in, a finding out. None: the cause is not there, or a
+record that the rule needs is missing."""
 
 _RULES: tuple[Rule, ...] = (
     # data loading
-    input_bound.input_bound,
-    slow_input.slow_storage,
-    slow_input.slow_decode,
-    slow_input.too_few_cores,
-    slow_input.too_few_workers,
-    slow_input.exposed_h2d_copies,
+    input.input_bound,
+    input.slow_storage,
+    input.slow_decode,
+    input.too_few_cores,
+    input.too_few_workers,
+    input.exposed_h2d_copies,
     # GPU under-utilized
-    python_bound.python_bound,
-    python_bound.host_device_syncs,
-    host_bound_steps.launch_bound,
-    host_bound_steps.host_bound_steps,
-    batch_too_small.batch_too_small,
-    batch_too_small.gpu_oversized,
-    python_bound.recompiles,
+    steps.python_bound,
+    steps.host_device_syncs,
+    steps.launch_bound,
+    steps.host_bound_steps,
+    steps.batch_too_small,
+    steps.gpu_oversized,
+    steps.recompiles,
     # architecture and hyper-parameters, divergence
     overhead.evaluation_heavy,
     learning.lr_too_high,
     learning.lr_too_low,
     learning.overfitting,
-    recipe.augmentation_heavy,
-    recipe.anchors_miss_boxes,
-    recipe.training_from_scratch,
+    learning.augmentation_heavy,
+    learning.anchors_miss_boxes,
+    learning.training_from_scratch,
     gpu.tensor_cores_unused,
     learning.non_finite_loss,
     learning.unstable_training,
     # memory and other limits
-    memory.gpu_memory_near_limit,
-    memory.gpu_memory_leak,
-    memory.host_memory_near_limit,
-    memory.host_memory_leak,
-    memory.shared_memory_small,
-    memory.fd_limit_near,
+    host.gpu_memory_near_limit,
+    host.gpu_memory_leak,
+    host.host_memory_near_limit,
+    host.host_memory_leak,
+    host.shared_memory_small,
+    host.fd_limit_near,
     # communication
     communication.straggler,
     communication.communication_bound,
@@ -72,9 +58,9 @@ _RULES: tuple[Rule, ...] = (
     # allocation and scheduling
     overhead.startup_heavy,
     overhead.checkpoint_heavy,
-    cpu.cpu_quota,
-    cpu.cpu_contention,
-    cpu.threads_oversubscribed,
+    host.cpu_quota,
+    host.cpu_contention,
+    host.threads_oversubscribed,
     overhead.costly_restarts,
     # GPUs
     gpu.gpu_clocks_low,
@@ -83,11 +69,11 @@ _RULES: tuple[Rule, ...] = (
     gpu.gpu_not_used,
     gpu.gpu_errors,
     # about to fail
-    hung.hung,
-    hung.empty_input,
-    storage.storage_errors,
-    storage.disk_nearly_full,
-    recipe.bad_images,
+    host.hung,
+    host.empty_input,
+    host.storage_errors,
+    host.disk_nearly_full,
+    learning.bad_images,
 )
 RULES = tuple((find_cause(rule.__name__), rule) for rule in _RULES)
 

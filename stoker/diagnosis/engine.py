@@ -11,7 +11,7 @@ import msgspec
 from stoker.diagnosis import postmortem
 from stoker.diagnosis.catalog import CATALOG, RULES
 from stoker.diagnosis.causes.cause import common_threshold
-from stoker.diagnosis.causes.cpu import CPU_CONTENTION
+from stoker.diagnosis.causes.host import CPU_CONTENTION
 from stoker.diagnosis.endings import UNEXPLAINED, endings
 from stoker.diagnosis.reader import read_run
 from stoker.diagnosis.run_data import RunRecords
@@ -35,7 +35,9 @@ def diagnose(run_dir: Path) -> list[Finding]:
 
 def run_rules(run: RunRecords) -> list[Finding]:
     """`diagnose` on records that are read already."""
-    findings = [apply_probe_result(finding, run.probes) for _, rule in RULES if (finding := rule(run)) is not None]
+    findings = [
+        apply_probe_result(finding, run.probes) for cause, rule in RULES if (finding := rule(run, cause)) is not None
+    ]
     superseded = {
         other for finding in findings if finding.severity != "info" for other in CATALOG[finding.id].supersedes
     }

@@ -20,6 +20,7 @@ storage_failures.toml: failed requests to a bucket, and their messages (`storage
 pipeline_fields.toml: fields of the TensorFlow Object Detection API (`migration/fields.py`).
 secrets.toml: names and forms of secrets (`secrets.py`).
 mig.toml: MIG slices of GPUs (`launching/containers.py`).
+notes.toml: notes of `stoker why` (`diagnosis/notes.py`).
 pipeline_fields.toml: fields of the TensorFlow Object Detection API (`migration/tf_other.py`).
 report_words.toml: meanings of phases, stages, experiments and error types (`report/words.py`).
 refusals.toml: how refusals of a store are repaired (`preflight/access.py`).

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 from stoker.config.durations import parse_time_s
-from stoker.diagnosis.causes.memory import SHARED_MEMORY_SMALL
+from stoker.diagnosis.causes.host import SHARED_MEMORY_SMALL
 from stoker.errors import ConfigError, PreflightError, UsageError
 from stoker.launching.spec import LaunchRequest, LaunchSpec, Mount, Place, PlaceOptions
 from stoker.planning.machines import Machine, choose_machines, listed_machines

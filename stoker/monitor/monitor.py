@@ -5,6 +5,8 @@ event; the run continues.
 """
 
 import contextlib
+import datetime
+import json
 import os
 import platform
 import sys
@@ -13,16 +15,19 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Literal, TextIO
 
+import msgspec
+
 from stoker.errors import ConfigError
 from stoker.monitor.alerts import Alerts
 from stoker.monitor.delivery import Delivery
-from stoker.monitor.follow import Follower, RecordLine
-from stoker.monitor.log import JsonLog
+from stoker.monitor.follow import Follower, RecordLine, describe_event
 from stoker.monitor.options import MonitoringOptions
-from stoker.runs.records import EVENTS, RunFolder, read_lines, read_settings
+from stoker.runs.records import EVENTS, WARNING_KINDS, RunFolder, read_lines, read_settings
 from stoker.runs.schemas import Event, StepWindow
 
 POLL_INTERVAL_S = 1.0
+PROGRESS_EVERY_S = 60.0
+"""Between the lines of progress of `--log-format json`."""
 
 
 @contextlib.contextmanager
@@ -161,3 +166,34 @@ class _MonitorThread:
                 self._folder.event(
                     "warning", f"monitoring ({name}) is disabled after an error: {type(error).__name__}: {error}"
                 )
+
+
+class JsonLog:
+    """`--log-format json`: writes all events, and a line of progress every PROGRESS_EVERY_S, as one JSON object each.
+
+    `severity`, `message` and `time` are the names that the collectors of Google, Amazon and most others recognize;
+    `data` is the record as in the run folder.
+    """
+
+    def __init__(self, file: TextIO, *, run: str) -> None:
+        self._file = file
+        self._run = run
+        self._next_progress_t = 0.0
+
+    def observe(self, line: RecordLine) -> None:
+        """Raises OSError if the stream cannot be written."""
+        if isinstance(line, Event):
+            severity = "ERROR" if line.kind == "failed" else "WARNING" if line.kind in WARNING_KINDS else "INFO"
+            self._write(line, "event", severity, line.text or describe_event(line))
+        elif isinstance(line, StepWindow) and line.window_steps and line.t >= self._next_progress_t:
+            self._next_progress_t = line.t + PROGRESS_EVERY_S
+            loss = line.losses.get("total")
+            speed = f", {line.num_images / line.wall_s:.1f} img/s" if line.num_images else ""
+            text = f"step {line.step:,}{speed}" + ("" if loss is None else f", loss {loss:.4g}")
+            self._write(line, "steps", "INFO", text)
+
+    def _write(self, line: RecordLine, kind: str, severity: str, message: str) -> None:
+        time = datetime.datetime.fromtimestamp(line.t, datetime.UTC).isoformat(timespec="milliseconds")
+        entry = {"severity": severity, "message": message, "time": time, "run": self._run, "record": kind}
+        self._file.write(json.dumps(entry | {"data": msgspec.to_builtins(line)}) + "\n")
+        self._file.flush()

@@ -6,9 +6,7 @@ A probe is a function that returns findings, worst or not. What it could not fin
 
 from stoker.findings.finding import Evidence, Finding, Severity, worst_first
 
-__all__ = ["CheckFinding", "Severity", "make_finding", "ok", "unknown", "worst_first"]
-
-CheckFinding = Finding
+__all__ = ["Finding", "Severity", "make_finding", "ok", "unknown", "worst_first"]
 
 
 def make_finding(id: str, severity: Severity, title: str, evidence: str, fix: str = "", place: str = "") -> Finding:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from stoker.diagnosis.causes.memory import FD_LIMIT_NEAR, HOST_MEMORY_NEAR_LIMIT, SHARED_MEMORY_SMALL
+from stoker.diagnosis.causes.host import FD_LIMIT_NEAR, HOST_MEMORY_NEAR_LIMIT, SHARED_MEMORY_SMALL
 from stoker.findings.finding import Finding, Severity
 from stoker.hardware.cgroup import Cgroup
 from stoker.hardware.gpu_evidence import pci_gpus

@@ -264,16 +264,6 @@ def read_settings(run: Path) -> dict[str, Any] | None:
         raise UsageError("The run's settings are damaged.", location=path, cause=str(error), fix=fix) from error
 
 
-def recorded_price(run: Path) -> float:
-    """Price of a device-hour as given by the user: in the settings of a training, in the first event of a measured job.
-    0: unknown. Raises UsageError like `read_settings`."""
-    price = (read_settings(run) or {}).get("run", {}).get("price_per_device_hour", 0.0)
-    for event in read_lines(run, EVENTS, Event):
-        if event.kind in ("started", "resumed"):
-            price = event.data.get("price_per_device_hour", price)
-    return float(price)
-
-
 def open_run(text: str | Path) -> Path:
     """The folder of an existing run, for reading; for a run in a bucket, a copy of its records.
 

@@ -24,7 +24,7 @@ from stoker.data.index_digest import digest_images
 from stoker.data.loading.loader import Loader, LoaderSpec, QuarantinedImage, compute_max_boxes
 from stoker.data.loading.processes import WorkerProcesses, choose_worker_processes
 from stoker.data.validation.problems import PROBLEM_KINDS
-from stoker.diagnosis.causes.recipe import ANCHORS_MISS_BOXES
+from stoker.diagnosis.causes.learning import ANCHORS_MISS_BOXES
 from stoker.errors import CheckpointError, DataError
 from stoker.evaluation.evaluate import evaluation_loader, ground_truth, require_boxes
 from stoker.hardware import calibration

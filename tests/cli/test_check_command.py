@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from stoker.cli.app import main
+from stoker.findings.finding import Finding
 from stoker.planning import check as checking
 from stoker.planning.check import CheckReport, CheckRequest, ProbeTime
-from stoker.preflight.findings import CheckFinding, make_finding
+from stoker.preflight.findings import make_finding
 from stoker.report.findings_terminal import print_findings
 
 FINDINGS = [
@@ -42,7 +43,7 @@ ok       cpu cores, memory
 """
 
 
-def printed(findings: list[CheckFinding], *, show_all: bool = False) -> str:
+def printed(findings: list[Finding], *, show_all: bool = False) -> str:
     file = io.StringIO()
     print_findings(findings, seconds=4.2, show_all=show_all, file=file)
     return file.getvalue()

@@ -37,7 +37,7 @@ def test_every_reason_has_a_cause_or_a_failure() -> None:
 
 def test_every_cause_is_listed_once_with_the_rule_of_its_name() -> None:
     assert len(CATALOG) == len(RULES)
-    assert not CATALOG.keys() & (endings().keys() | {kind.id for kind in NOTES})
+    assert not CATALOG.keys() & (endings().keys() | {kind.id for kind, _ in NOTES})
     assert read_toml("causes.toml").keys() - {"common_thresholds"} == CATALOG.keys()
 
 
@@ -174,7 +174,7 @@ def test_the_hash_changes_with_any_threshold(monkeypatch: pytest.MonkeyPatch) ->
 def test_all_thresholds_are_in_the_rows() -> None:
     """A rule compares with thresholds of its row; its own numbers are 0, 1, and counts of a few."""
     files = sorted(set(CAUSES_FOLDER.glob("*.py")) - {CAUSES_FOLDER / "shared.py"})  # which formats numbers
-    assert len(files) >= 12
+    assert len(files) >= 7
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Compare):

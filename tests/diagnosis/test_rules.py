@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from stoker.diagnosis.catalog import CATALOG
-from stoker.diagnosis.causes.input_bound import input_bound
+from stoker.diagnosis.causes.cause import find_cause
+from stoker.diagnosis.causes.input import input_bound
 from stoker.diagnosis.engine import read_run, run_rules
 from stoker.diagnosis.notes import NOTES, collect_notes
 from stoker.findings.finding import Finding
@@ -35,7 +36,7 @@ def test_a_native_run_is_judged_by_its_own_events_from_the_number_of_windows_the
 
 def test_every_cause_and_every_note_has_a_case() -> None:
     assert {case.partition(":")[0] for case in CASES} == set(CATALOG)
-    assert set(NOTE_CASES) == {kind.id for kind in NOTES}
+    assert set(NOTE_CASES) == {kind.id for kind, _ in NOTES}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -380,7 +381,7 @@ def test_a_slow_rank_in_a_watched_job_must_be_slower_than_noise(tmp_path: Path) 
 def test_a_cache_in_use_is_not_advised(cache: str, advice: str, tmp_path: Path) -> None:
     config = NATIVE_CONFIG.replace('cache = "none"', f'cache = "{cache}"')
     run = read_run(make_run(tmp_path / "run", config=config, fractions={"input_wait": 0.2}, stages=FETCHING))
-    finding = input_bound(run)
+    finding = input_bound(run, find_cause("input_bound"))
     assert finding is not None
     assert advice in finding.fix
 

@@ -8,9 +8,9 @@ from urllib.parse import unquote
 
 import pytest
 
+from stoker.findings.finding import Finding
 from stoker.preflight import access
 from stoker.preflight.access import check_access, check_readable, check_writable
-from stoker.preflight.findings import CheckFinding
 from tests.storage.object_server import Files, GoogleXml, ObjectServer
 from tests.storage.servers import KEYS, NO_CREDENTIALS, Server, apply, google_server, s3_server
 
@@ -34,7 +34,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(access, "TIMEOUT_S", 0.6)
 
 
-def only(findings: list[CheckFinding]) -> CheckFinding:
+def only(findings: list[Finding]) -> Finding:
     [finding] = findings
     return finding
 
@@ -69,7 +69,7 @@ def test_permission_that_is_missing(
     servers: dict[str, Server],
     monkeypatch: pytest.MonkeyPatch,
     denied: str,
-    check: Callable[[str], list[CheckFinding]],
+    check: Callable[[str], list[Finding]],
     severity: str,
     says: str,
     fix: str,

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from stoker.data.index import Index, open_index
+from stoker.findings.finding import Finding
 from stoker.preflight import data_path
 from stoker.preflight.data_path import ReadRate, check_data_path, drop_pages, judge, mounted_bucket
-from stoker.preflight.findings import CheckFinding
 from stoker.storage.fetcher import MAX_IN_FLIGHT
 from stoker.storage.store import open_store
 from stoker.storage.uri import parse_uri
@@ -41,11 +41,11 @@ def index(folder: Path) -> Index:
     return open_index(folder)
 
 
-def rate_of(findings: list[CheckFinding]) -> CheckFinding:
+def rate_of(findings: list[Finding]) -> Finding:
     return next(finding for finding in findings if finding.id == "data_rate")
 
 
-def rate_in_time(index: Index, *, demand_images_per_s: float | None) -> CheckFinding:
+def rate_in_time(index: Index, *, demand_images_per_s: float | None) -> Finding:
     """The rate; measured for longer where this machine is too busy for an image to arrive."""
     for seconds in (SECONDS, 2.0, 10.0):
         finding = rate_of(check_data_path(index, demand_images_per_s=demand_images_per_s, seconds=seconds, env=NOWHERE))

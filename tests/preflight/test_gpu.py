@@ -13,10 +13,10 @@ import psutil
 import pytest
 import torch
 
+from stoker.findings.finding import Finding
 from stoker.hardware import cuda_trial
 from stoker.hardware.cuda_trial import TorchDevice, TorchFacts
 from stoker.hardware.gpu_evidence import gpu_evidence
-from stoker.preflight.findings import CheckFinding
 from stoker.preflight.gpu import check_gpu, silent_cpu
 from stoker.preflight.gpu_condition import xid_findings
 from stoker.preflight.gpu_facts import GpuFacts, Trial
@@ -68,7 +68,7 @@ def write(folder: Path, **texts: str) -> None:
         (folder / name).write_text(text)
 
 
-def by_id(findings: list[CheckFinding]) -> dict[str, CheckFinding]:
+def by_id(findings: list[Finding]) -> dict[str, Finding]:
     return {finding.id: finding for finding in findings}
 
 
@@ -127,7 +127,7 @@ def test_what_promises_a_gpu(tmp_path: Path, env: dict[str, str], shown: bool):
 # --- the trial process
 
 
-def trial(tmp_path: Path, program: str, *, device: str | None = None, **options: Any) -> list[CheckFinding]:
+def trial(tmp_path: Path, program: str, *, device: str | None = None, **options: Any) -> list[Finding]:
     options = {"read_state": lambda _: ONE_GPU, "env": {}, "kernel_log": tmp_path / "absent"} | options
     root = machine(tmp_path, pci=True, files=True, module="580.95.05")
     return check_gpu(device=device, root=root, trial_command=[sys.executable, "-c", program], **options)
@@ -201,7 +201,7 @@ def test_what_this_torch_says_without_a_gpu():
 
 def versions(
     tmp_path: Path, torch: TorchFacts, *, driver: str | None = "580.95.05", env: dict[str, str] | None = None
-) -> dict[str, CheckFinding]:
+) -> dict[str, Finding]:
     state = DriverState(version=driver, num_gpus=1)
     facts = GpuFacts(
         device=None, env=env or {}, root=tmp_path, driver=state, trial=Trial(facts=torch), kernel_lines=None
@@ -346,7 +346,7 @@ print(json.dumps(answers))
 
 
 @pytest.fixture(scope="module")
-def scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, CheckFinding]]:
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Finding]]:
     """The findings in each of SCENES: one process asks in all of them."""
     library = driver_library(tmp_path_factory.mktemp("driver"))
     if library is None:
@@ -371,11 +371,11 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Chec
     )
     assert done.returncode == 0, done.stderr
     answers = json.loads(done.stdout)
-    return {name: by_id(msgspec.convert(found, list[CheckFinding])) for name, found in answers.items()}
+    return {name: by_id(msgspec.convert(found, list[Finding])) for name, found in answers.items()}
 
 
 @pytest.mark.parametrize("name", SCENES)
-def test_what_the_driver_says_of_a_gpu(scenes: dict[str, dict[str, CheckFinding]], name: str):
+def test_what_the_driver_says_of_a_gpu(scenes: dict[str, dict[str, Finding]], name: str):
     _, id, severity, words = SCENES[name]
     finding = scenes[name][id]
     assert finding.severity == severity
@@ -386,7 +386,7 @@ def test_what_the_driver_says_of_a_gpu(scenes: dict[str, dict[str, CheckFinding]
     assert "kernel" in scenes[name] or name in ("mismatch", "hangs")
 
 
-def test_a_process_on_the_gpu_is_named_with_its_owner(scenes: dict[str, dict[str, CheckFinding]]):
+def test_a_process_on_the_gpu_is_named_with_its_owner(scenes: dict[str, dict[str, Finding]]):
     evidence = scenes["in_use"]["gpu_in_use"].evidence_text
     assert "holds 8.4 GiB" in evidence
     assert psutil.Process().cmdline()[0] in evidence
@@ -394,7 +394,7 @@ def test_a_process_on_the_gpu_is_named_with_its_owner(scenes: dict[str, dict[str
 
 
 def test_errors_of_the_gpu_in_the_kernels_log(tmp_path: Path):
-    def found(lines: list[KernelLine] | None) -> dict[str, CheckFinding]:
+    def found(lines: list[KernelLine] | None) -> dict[str, Finding]:
         facts = GpuFacts(
             device=None, env={}, root=tmp_path, driver=ONE_GPU, trial=Trial(facts=TORCH), kernel_lines=lines
         )

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from stoker.findings.finding import Finding
 from stoker.hardware.cgroup import Cgroup
 from stoker.preflight import host as probes
-from stoker.preflight.findings import CheckFinding
 from stoker.preflight.host import Host, check_host, clock_skew_s, parse_cpu_list
 
 GIB = 2**30
@@ -55,7 +55,7 @@ def write(root: Path, files: dict[str, str]) -> None:
         (root / name).write_text(text)
 
 
-def found(host: Host, **changes: Any) -> dict[str, CheckFinding]:
+def found(host: Host, **changes: Any) -> dict[str, Finding]:
     return {finding.id: finding for finding in check_host(dataclasses.replace(host, **changes))}
 
 

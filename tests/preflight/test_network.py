@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import pytest
 
 from stoker.errors import ConfigError, StokerError, UsageError
+from stoker.findings.finding import Finding
 from stoker.preflight import network
 from stoker.preflight.all_reduce import Measurement
-from stoker.preflight.findings import CheckFinding
 from stoker.preflight.network import Interface, check_interfaces, check_network, judge_speed, nccl_interfaces
 
 ETH0 = Interface("eth0", "10.0.0.5", 10e9)
@@ -48,7 +48,7 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def check(place: Place | None, env: Mapping[str, str] = os.environ, **options: object) -> list[CheckFinding]:
+def check(place: Place | None, env: Mapping[str, str] = os.environ, **options: object) -> list[Finding]:
     return check_network(0.2, find_place=lambda _: place, env=env, **options)  # type: ignore[arg-type]
 
 

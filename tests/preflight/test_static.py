@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.findings.finding import SEVERITIES
+from stoker.findings.finding import SEVERITIES, Finding
 from stoker.preflight.catalog import file_rows
-from stoker.preflight.findings import CheckFinding
 from stoker.preflight.static import check_sources
 from stoker.preflight.static.dockerfile import read_instructions, read_stages
 from stoker.preflight.static.requirements import read_conda_package, read_package
@@ -22,7 +21,7 @@ CASES = (*DOCKERFILES, *REQUIREMENTS, *SCRIPTS)
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "check-static.md"
 
 
-def check_files(folder: Path, files: dict[str, str], given: tuple[str, ...] = ()) -> list[CheckFinding]:
+def check_files(folder: Path, files: dict[str, str], given: tuple[str, ...] = ()) -> list[Finding]:
     for name, text in files.items():
         (folder / name).write_text(text)
     named = {name: folder / name for name in given or files}
@@ -33,7 +32,7 @@ def check_files(folder: Path, files: dict[str, str], given: tuple[str, ...] = ()
     )
 
 
-def ids(findings: list[CheckFinding]) -> list[str]:
+def ids(findings: list[Finding]) -> list[str]:
     return [finding.id for finding in findings if finding.id != "driver_minimum"]
 
 

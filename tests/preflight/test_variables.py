@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from stoker.findings.finding import Finding
 from stoker.preflight import variables
-from stoker.preflight.findings import CheckFinding
 from stoker.preflight.variables import TABLE, check_variables
 from tests.storage.servers import NO_CREDENTIALS, apply, google_server
 
@@ -20,7 +20,7 @@ def found(env: dict[str, str]) -> list[tuple[str, str]]:
     return [(finding.id, finding.severity) for finding in check_variables(env, contact_stores=False)]
 
 
-def only(env: dict[str, str]) -> CheckFinding:
+def only(env: dict[str, str]) -> Finding:
     """The one finding besides what is in order."""
     *wrong, fine = check_variables(env, contact_stores=False)
     assert fine.severity == "ok"

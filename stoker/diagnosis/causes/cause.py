@@ -94,6 +94,25 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return None
 
 
+class NoteKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A row of `knowledge/notes.toml`, whose head explains the fields."""
+
+    id: str
+    title: str
+    record: str
+    thresholds: dict[str, Threshold] = {}
+    omitted_with: tuple[str, ...] = ()
+
+    def threshold(self, name: str) -> float:
+        return self.thresholds[name].value
+
+
+@functools.cache
+def find_note(id: str) -> NoteKind:
+    """The row of a note. Raises KeyError if there is none, ValidationError for a row of another form."""
+    return msgspec.convert({**read_toml("notes.toml")[id], "id": id}, NoteKind)
+
+
 @functools.cache
 def _tables() -> dict[str, Any]:
     return read_toml("causes.toml")

@@ -1,7 +1,7 @@
 """Devices wait for each other: one slow rank, or collectives that computing does not hide."""
 
-from stoker.diagnosis.causes.cause import find_cause
-from stoker.diagnosis.causes.cpu import contended_fraction
+from stoker.diagnosis.causes.cause import Cause, find_cause
+from stoker.diagnosis.causes.host import contended_fraction
 from stoker.diagnosis.causes.shared import (
     fraction_of_phase,
     make_evidence,
@@ -16,10 +16,8 @@ from stoker.findings.finding import Finding
 
 STRAGGLER = find_cause("straggler")
 
-COMMUNICATION_BOUND = find_cause("communication_bound")
 
-
-def straggler(run: RunRecords) -> Finding | None:
+def straggler(run: RunRecords, cause: Cause) -> Finding | None:
     """Only if most of the waiting is for one rank: ranks that are late in turn have another cause."""
     waits = run.totals.straggler_s
     waited_s, fraction = run.phase_seconds("straggler"), fraction_of_phase(run, "straggler")
@@ -28,7 +26,7 @@ def straggler(run: RunRecords) -> Finding | None:
     slowest_evidence = None
     if waits:
         rank = max(waits, key=lambda name: waits[name])
-        if waits[rank] / sum(waits.values()) < STRAGGLER.threshold("min_slowest_fraction"):
+        if waits[rank] / sum(waits.values()) < cause.threshold("min_slowest_fraction"):
             return None
         text = f"rank {rank} is the slow one: the others waited {waits[rank]:,.1f} device-seconds for it"
         slowest_evidence = make_evidence(text, rank, "ranks/*/steps.jsonl: phases.comm")
@@ -37,7 +35,7 @@ def straggler(run: RunRecords) -> Finding | None:
     confidence = None if slowest_evidence else 0.6
     return make_finding(
         run,
-        STRAGGLER,
+        cause,
         waiting_fraction,
         evidence,
         lost_s=waited_s,
@@ -54,18 +52,18 @@ def _min_fraction(run: RunRecords) -> float | None:
     )
 
 
-def communication_bound(run: RunRecords) -> Finding | None:
+def communication_bound(run: RunRecords, cause: Cause) -> Finding | None:
     min_measured = _min_fraction(run)
     if run.phase_seconds("comm") > 0:
-        return make_phase_finding(run, COMMUNICATION_BOUND, "comm", min_measured=min_measured)
+        return make_phase_finding(run, cause, "comm", min_measured=min_measured)
     traces = run.traces
     if traces.wall_s <= 0 or traces.comm_s <= 0:
-        return make_stack_finding(run, COMMUNICATION_BOUND, "a collective", "comm", min_measured=min_measured)
+        return make_stack_finding(run, cause, "a collective", "comm", min_measured=min_measured)
     fraction = traces.comm_s / traces.wall_s
     text = f"only collectives ran in {percent(fraction)} of {traces.steps} traced steps"
     return make_finding(
         run,
-        COMMUNICATION_BOUND,
+        cause,
         fraction,
         [make_evidence(text, fraction, "traces.jsonl: comm_s")],
         lost_s=fraction * run.phase_seconds("compute"),

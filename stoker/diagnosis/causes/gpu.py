@@ -1,6 +1,6 @@
 """The GPU itself: its clock, errors, link, tensor cores; who else computes on it, and whether the job uses it."""
 
-from stoker.diagnosis.causes.cause import find_cause, worst
+from stoker.diagnosis.causes.cause import Cause, find_cause, worst
 from stoker.diagnosis.causes.shared import make_evidence, make_finding, percent, sample_evidence
 from stoker.diagnosis.run_data import GpuStats, RunRecords
 from stoker.diagnosis.xids import find_xid
@@ -21,11 +21,11 @@ _BY_REASON = (
 GPU_CLOCKS_LOW = find_cause("gpu_clocks_low")
 
 
-def gpu_clocks_low(run: RunRecords) -> Finding | None:
+def gpu_clocks_low(run: RunRecords, cause: Cause) -> Finding | None:
     """The GPU with the highest severity; at the same severity heat comes before power, and power before a set clock."""
     candidates = []
     for index, gpu in run.gpus.items():
-        if gpu.busy_samples < GPU_CLOCKS_LOW.threshold("min_samples"):
+        if gpu.busy_samples < cause.threshold("min_samples"):
             continue
         for order, (severity, value, evidence) in enumerate((_hot(gpu, index), _capped(gpu, index), _low(gpu, index))):
             if severity is not None:
@@ -38,7 +38,7 @@ def gpu_clocks_low(run: RunRecords) -> Finding | None:
     confidence, fix, command = _BY_REASON[order]
     return make_finding(
         run,
-        GPU_CLOCKS_LOW,
+        cause,
         -negative_value,
         [evidence, _clock_evidence(run.gpus[index], index)],
         severity=SEVERITIES[severity_index],
@@ -94,10 +94,7 @@ def _clock_evidence(gpu: GpuStats, index: int) -> Evidence | None:
     return make_evidence(text, 1 - deficit, "devices.jsonl: gpus.sm_clock_mhz, sm_clock_max_mhz")
 
 
-GPU_SHARED = find_cause("gpu_shared")
-
-
-def gpu_shared(run: RunRecords) -> Finding | None:
+def gpu_shared(run: RunRecords, cause: Cause) -> Finding | None:
     fractions = [
         (gpu.other_processes.value, index) for index, gpu in run.gpus.items() if gpu.other_processes.value is not None
     ]
@@ -105,19 +102,11 @@ def gpu_shared(run: RunRecords) -> Finding | None:
         return None
     fraction, index = max(fractions)
     text = f"another process was on GPU {index} in {percent(fraction)} of the samples"
-    return make_finding(
-        run, GPU_SHARED, fraction, [make_evidence(text, fraction, "devices.jsonl: gpus.other_processes")]
-    )
+    return make_finding(run, cause, fraction, [make_evidence(text, fraction, "devices.jsonl: gpus.other_processes")])
 
 
-IDLE_GPUS = find_cause("idle_gpus")
-
-GPU_NOT_USED = find_cause("gpu_not_used")
-
-
-def idle_gpus(run: RunRecords) -> Finding | None:
+def idle_gpus(run: RunRecords, cause: Cause) -> Finding | None:
     """Idle GPUs are lost device time only if the ledger counts them."""
-    cause = IDLE_GPUS
     utilization = {
         index: gpu.utilization.value
         for index, gpu in run.gpus.items()
@@ -133,8 +122,7 @@ def idle_gpus(run: RunRecords) -> Finding | None:
     )
 
 
-def gpu_not_used(run: RunRecords) -> Finding | None:
-    cause = GPU_NOT_USED
+def gpu_not_used(run: RunRecords, cause: Cause) -> Finding | None:
     means = [gpu.utilization for gpu in run.gpus.values() if gpu.utilization.value is not None]
     if not means or len(means) != len(run.gpus) or run.steady.steps == 0:
         return None
@@ -157,14 +145,14 @@ _MAX_XID_LINES = 5
 GPU_ERRORS = find_cause("gpu_errors")
 
 
-def gpu_errors(run: RunRecords) -> Finding | None:
+def gpu_errors(run: RunRecords, cause: Cause) -> Finding | None:
     xid_severity, xid_evidence = _judge_xids(run)
     ecc_severity, ecc_evidence = _judge_ecc(run)
     severity = worst([xid_severity, ecc_severity])
     if severity is None:
         return None
     command = None if xid_severity is not None else "nvidia-smi -q -d ECC,ROW_REMAPPER"
-    return make_finding(run, GPU_ERRORS, 1, [*xid_evidence, *ecc_evidence], severity=severity, command=command)
+    return make_finding(run, cause, 1, [*xid_evidence, *ecc_evidence], severity=severity, command=command)
 
 
 def _judge_xids(run: RunRecords) -> tuple[Severity | None, list[Evidence]]:
@@ -206,25 +194,22 @@ def _judge_ecc(run: RunRecords) -> tuple[Severity | None, list[Evidence]]:
 PCIE_DEGRADED = find_cause("pcie_degraded")
 
 
-def pcie_degraded(run: RunRecords) -> Finding | None:
+def pcie_degraded(run: RunRecords, cause: Cause) -> Finding | None:
     deficits = [
         (gpu.link_deficit.value, index, gpu.link_description)
         for index, gpu in run.gpus.items()
-        if gpu.link_deficit.value is not None and gpu.link_deficit.count >= PCIE_DEGRADED.threshold("min_samples")
+        if gpu.link_deficit.value is not None and gpu.link_deficit.count >= cause.threshold("min_samples")
     ]
     if not deficits:
         return None
     deficit, index, link = max(deficits)
     text = f"the link of GPU {index} is {link} while it works"
     evidence = [make_evidence(text, deficit, "devices.jsonl: gpus.pcie_generation, pcie_width")]
-    return make_finding(run, PCIE_DEGRADED, deficit, evidence)
+    return make_finding(run, cause, deficit, evidence)
 
 
-TENSOR_CORES_UNUSED = find_cause("tensor_cores_unused")
-
-
-def tensor_cores_unused(run: RunRecords) -> Finding | None:
-    cause, precision = TENSOR_CORES_UNUSED, run.settings.get("precision")
+def tensor_cores_unused(run: RunRecords, cause: Cause) -> Finding | None:
+    precision = run.settings.get("precision")
     precision_evidence = (
         None if precision is None else make_evidence(f"precision {precision}", source="config.toml: run.precision")
     )

@@ -1,4 +1,4 @@
-"""What the run learns: a learning rate that is too high or too low, overfitting, divergence."""
+"""What the run learns of what: learning rate, overfitting, divergence; augmentation, anchors, weights, images."""
 
 import itertools
 import math
@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+from stoker.config.durations import parse_duration
 from stoker.diagnosis.causes.cause import Cause, find_cause, worst
-from stoker.diagnosis.causes.shared import is_long_enough, make_evidence, make_finding
+from stoker.diagnosis.causes.shared import is_long_enough, make_evidence, make_finding, percent
 from stoker.diagnosis.run_data import MAX_EXAMPLES, RunRecords
 from stoker.diagnosis.series import TimeSeries
+from stoker.errors import ConfigError
 from stoker.findings.finding import Evidence, Finding, Severity
 from stoker.runs.schemas import Event
 
@@ -27,10 +29,10 @@ class _Divergence(NamedTuple):
     estimate_basis: str
 
 
-def lr_too_high(run: RunRecords) -> Finding | None:
+def lr_too_high(run: RunRecords, cause: Cause) -> Finding | None:
     lost_s = device_s_since_lowest_loss(run)
-    event_finding = finding_from_events(run, LR_TOO_HIGH, run.learning.events.get("lr_too_high", []), lost_s)
-    judges_itself = run.is_native_run and len(run.learning.loss.points) >= LR_TOO_HIGH.threshold("native_windows")
+    event_finding = finding_from_events(run, cause, run.learning.events.get("lr_too_high", []), lost_s)
+    judges_itself = run.is_native_run and len(run.learning.loss.points) >= cause.threshold("native_windows")
     if event_finding is not None or judges_itself:
         return event_finding
     divergence = _find_divergence(run)
@@ -38,7 +40,7 @@ def lr_too_high(run: RunRecords) -> Finding | None:
         return None
     return make_finding(
         run,
-        LR_TOO_HIGH,
+        cause,
         1,
         [make_evidence(divergence.text, divergence.ratio, "steps.jsonl: losses"), lr_evidence(run)],
         lost_s=divergence.lost_s,
@@ -105,10 +107,10 @@ def _find_blow_up(run: RunRecords, values: Sequence[float]) -> _Divergence | Non
     return _Divergence(text, max(values) / values[0], steps_s, basis)
 
 
-def lr_too_low(run: RunRecords) -> Finding | None:
+def lr_too_low(run: RunRecords, cause: Cause) -> Finding | None:
     """By the run's own event, unless the loss has fallen since; else by a loss that does not change at a tiny learning
     rate."""
-    cause, learning = LR_TOO_LOW, run.learning
+    learning = run.learning
     steps_s, basis = run.phase_seconds("compute", "unattributed"), _ALL_STEPS_LOST.format("little")
     loss = _median_thirds(learning.loss)
     if events := learning.events.get("lr_too_low"):
@@ -211,11 +213,8 @@ def _log_loss_noise(run: RunRecords) -> float:
     return 1.4826 * changes[len(changes) // 2] / math.sqrt(2) if changes else 0.0
 
 
-OVERFITTING = find_cause("overfitting")
-
-
-def overfitting(run: RunRecords) -> Finding | None:
-    cause, learning = OVERFITTING, run.learning
+def overfitting(run: RunRecords, cause: Cause) -> Finding | None:
+    learning = run.learning
     if learning.best is None or learning.newest_ap is None or learning.best[1] <= 0:
         return None
     best_t, best_ap, _ = learning.best
@@ -247,15 +246,13 @@ def overfitting(run: RunRecords) -> Finding | None:
     )
 
 
-NON_FINITE_LOSS = find_cause("non_finite_loss")
-
 UNSTABLE_TRAINING = find_cause("unstable_training")
 
 
-def non_finite_loss(run: RunRecords) -> Finding | None:
+def non_finite_loss(run: RunRecords, cause: Cause) -> Finding | None:
     learning, points = run.learning, run.learning.loss.points
     event, num_windows = learning.non_finite_event, learning.windows_without_loss
-    has_lost_loss = bool(points) and num_windows >= NON_FINITE_LOSS.threshold("windows")
+    has_lost_loss = bool(points) and num_windows >= cause.threshold("windows")
     if event is None and (run.is_external or not has_lost_loss):
         return None
     if event is not None and not num_windows and points and points[-1][0] > event.t + 1.0:
@@ -268,7 +265,7 @@ def non_finite_loss(run: RunRecords) -> Finding | None:
     evidence += [lr_evidence(run), *(event_evidence(rollback) for rollback in rollbacks[-MAX_EXAMPLES:])]
     return make_finding(
         run,
-        NON_FINITE_LOSS,
+        cause,
         1,
         evidence,
         lost_s=learning.device_s_without_loss or None,
@@ -277,8 +274,8 @@ def non_finite_loss(run: RunRecords) -> Finding | None:
     )
 
 
-def unstable_training(run: RunRecords) -> Finding | None:
-    cause, learning = UNSTABLE_TRAINING, run.learning
+def unstable_training(run: RunRecords, cause: Cause) -> Finding | None:
+    learning = run.learning
     rollbacks, spikes = learning.events.get("rolled_back", []), learning.events.get("loss_spike", [])
     fraction = learning.skipped_steps / run.totals.steps if run.totals.steps else 0.0
     skip_severity = cause.severity(fraction)
@@ -306,3 +303,93 @@ def _count_severity(count: int, name: str) -> Severity | None:
     if count >= UNSTABLE_TRAINING.threshold(f"{name}_critical"):
         return "critical"
     return "warning" if count >= UNSTABLE_TRAINING.threshold(f"{name}_warning") else None
+
+
+def augmentation_heavy(run: RunRecords, cause: Cause) -> Finding | None:
+    settings = run.settings
+    excessive: dict[str, str] = {}
+    for name in ("brightness", "contrast", "saturation", "hue"):
+        value = settings.get(name)
+        if isinstance(value, int | float) and value > cause.threshold(name):
+            excessive[name] = f"{name} {value:g}"
+    scales = settings.get("scale_range")
+    if isinstance(scales, list | tuple) and len(scales) == 2 and scales[0] > 0:
+        low, high = scales
+        if high / low > cause.threshold("scale_range"):
+            excessive["scale_range"] = f"scale_range {low:g} to {high:g}"
+    mosaic, epochs = settings.get("mosaic"), _planned_epochs(run)
+    is_short = epochs is not None and epochs < cause.threshold("mosaic_epochs")
+    if isinstance(mosaic, int | float) and mosaic >= cause.threshold("mosaic") and is_short:
+        excessive["mosaic"] = f"mosaic {mosaic:g} in {epochs:.3g} epochs"
+    evidence = [
+        make_evidence(f"{text}: {cause.thresholds[name].description}", source=f"config.toml: data.{name}")
+        for name, text in excessive.items()
+    ]
+    return make_finding(run, cause, len(excessive), evidence)
+
+
+def _planned_epochs(run: RunRecords) -> float | None:
+    num_images, batch_size = run.facts.get("num_images"), run.settings.get("batch_size")
+    try:
+        duration = parse_duration(str(run.settings.get("max_duration", "")))
+    except (ConfigError, ValueError):
+        return None
+    if duration.unit == "epochs":
+        return float(duration.value)
+    if duration.unit == "steps" and isinstance(num_images, int) and num_images > 0 and isinstance(batch_size, int):
+        return duration.value * batch_size / num_images
+    return None
+
+
+ANCHORS_MISS_BOXES = find_cause("anchors_miss_boxes")
+
+
+def anchors_miss_boxes(run: RunRecords, cause: Cause) -> Finding | None:
+    fraction, boxes = run.facts.get("anchor_coverage"), run.facts.get("boxes")
+    if not isinstance(fraction, int | float) or not isinstance(boxes, int):
+        return None
+    if boxes < cause.threshold("boxes"):
+        return None
+    text = f"{percent(fraction)} of {boxes:,} boxes overlap an anchor at their center with an IoU of 0.5 or more"
+    evidence = [make_evidence(text, fraction, "events.jsonl: info, data.facts.anchor_coverage")]
+    sizes = run.facts.get("anchor_sizes")
+    if not isinstance(sizes, list) or not sizes:
+        return make_finding(run, cause, fraction, evidence)
+    command = "--anchor-sizes " + " ".join(f"{size:g}" for size in sizes)
+    return make_finding(run, cause, fraction, evidence, command=command, config_patch={"anchor_sizes": sizes})
+
+
+def training_from_scratch(run: RunRecords, cause: Cause) -> Finding | None:
+    settings = run.settings
+    if settings.get("weights") != "none":
+        return None
+    evidence, command, patch = [], None, None
+    layers, stages = settings.get("trainable_backbone_layers"), int(cause.threshold("stages"))
+    if isinstance(layers, int) and layers < stages:
+        text = f"{stages - layers} of {stages} stages are random and are not trained"
+        evidence.append(make_evidence(text, layers, "config.toml: model.trainable_backbone_layers"))
+    if settings.get("backbone_norm") == "frozen_bn":
+        text = "the statistics of random layers are frozen"
+        evidence.append(make_evidence(text, source="config.toml: model.backbone_norm"))
+    if evidence:
+        command = "--backbone-norm bn --trainable-backbone-layers 5"
+        patch = {"backbone_norm": "bn", "trainable_backbone_layers": 5}
+    num_images, available = run.facts.get("num_images"), run.facts.get("pretrained")
+    is_few = isinstance(num_images, int) and num_images <= cause.threshold("min_images")
+    if is_few and "weights" not in run.auto_settings and isinstance(available, list) and available:
+        best = "coco" if "coco" in available else str(available[0])
+        evidence.append(make_evidence(f"{num_images:,} training images", num_images, "events.jsonl: info, data.facts"))
+        text = f"--weights none was requested; there are {', '.join(available)}"
+        evidence.append(make_evidence(text, source="config.toml: model.weights"))
+        command, patch = f"--weights {best}", {"weights": best}
+    confidence = None if patch is None or "weights" not in patch else 0.7
+    return make_finding(run, cause, len(evidence), evidence, command=command, config_patch=patch, confidence=confidence)
+
+
+def bad_images(run: RunRecords, cause: Cause) -> Finding | None:
+    count = run.num_quarantined
+    evidence = [make_evidence(f"{count:,} images", count, "quarantine.jsonl")]
+    evidence += [
+        make_evidence(f"{path}: {error}", source="quarantine.jsonl") for path, error in run.quarantined.items()
+    ]
+    return make_finding(run, cause, count, evidence)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from stoker.diagnosis.causes.cause import Cause, find_cause, worst
-from stoker.diagnosis.causes.cpu import CPU_CONTENTION, busiest_processes_evidence
+from stoker.diagnosis.causes.host import CPU_CONTENTION, busiest_processes_evidence
 from stoker.diagnosis.causes.shared import (
     attempts_evidence,
     is_short,
@@ -24,28 +24,26 @@ _COMPILE_FIX = (
 
 EVALUATION_HEAVY = find_cause("evaluation_heavy")
 
-CHECKPOINT_HEAVY = find_cause("checkpoint_heavy")
-
 STARTUP_HEAVY = find_cause("startup_heavy")
 
 
-def evaluation_heavy(run: RunRecords) -> Finding | None:
+def evaluation_heavy(run: RunRecords, cause: Cause) -> Finding | None:
     count = run.learning.num_evaluations
     count_evidence = make_evidence(f"{count} evaluations", count, "events.jsonl: evaluated")
-    options = _short_run_options(run, EVALUATION_HEAVY, count)
-    return make_repeated_phase_finding(run, EVALUATION_HEAVY, "eval", count, count_evidence, **options)
+    options = _short_run_options(run, cause, count)
+    return make_repeated_phase_finding(run, cause, "eval", count, count_evidence, **options)
 
 
-def checkpoint_heavy(run: RunRecords) -> Finding | None:
+def checkpoint_heavy(run: RunRecords, cause: Cause) -> Finding | None:
     count, waiting = run.num_checkpoints, run.host.psi_io.value
     count_evidence = make_evidence(f"{count} checkpoints", count, "events.jsonl: checkpoint_saved")
-    options = _short_run_options(run, CHECKPOINT_HEAVY, count)
-    if waiting is None or waiting < CHECKPOINT_HEAVY.threshold("psi_io"):
-        return make_repeated_phase_finding(run, CHECKPOINT_HEAVY, "checkpoint", count, count_evidence, **options)
+    options = _short_run_options(run, cause, count)
+    if waiting is None or waiting < cause.threshold("psi_io"):
+        return make_repeated_phase_finding(run, cause, "checkpoint", count, count_evidence, **options)
     text = "the disk is slow: some task waited for storage {} of the time"
     return make_repeated_phase_finding(
         run,
-        CHECKPOINT_HEAVY,
+        cause,
         "checkpoint",
         count,
         count_evidence,
@@ -66,12 +64,12 @@ def _short_run_options(run: RunRecords, cause: Cause, count: int) -> dict[str, A
     return {"min_measured": cause.threshold("short_run"), "severity": "info" if is_info else None}
 
 
-def startup_heavy(run: RunRecords) -> Finding | None:
+def startup_heavy(run: RunRecords, cause: Cause) -> Finding | None:
     """`compile` counts as far as it belongs to the start; later compilation is `recompiles`. The fix is that of what
     delayed the start: other processes, or a compiler."""
     compile_s = max(0.0, run.phase_seconds("compile") - run.steady.phases.get("compile", 0.0))
     seconds = run.phase_seconds("startup") + compile_s
-    if seconds < STARTUP_HEAVY.threshold("min_duration_s") or not run.totals.steps:  # it may still be starting
+    if seconds < cause.threshold("min_duration_s") or not run.totals.steps:  # it may still be starting
         return None
     evidence = [
         phase_evidence(run, "startup"),
@@ -83,11 +81,11 @@ def startup_heavy(run: RunRecords) -> Finding | None:
     cause_evidence, fix = _startup_cause(run, compile_s / seconds)
     return make_finding(
         run,
-        STARTUP_HEAVY,
+        cause,
         fraction,
         [*evidence, *cause_evidence],
         severity=severity,
-        min_measured=STARTUP_HEAVY.warning_threshold,
+        min_measured=cause.warning_threshold,
         lost_s=seconds,
         fix=fix,
     )
@@ -108,11 +106,8 @@ def _startup_cause(run: RunRecords, compile_fraction: float) -> tuple[list[Evide
     return [contention, busiest_processes_evidence(host)], CPU_CONTENTION.fix
 
 
-COSTLY_RESTARTS = find_cause("costly_restarts")
-
-
-def costly_restarts(run: RunRecords) -> Finding | None:
-    cause, count = COSTLY_RESTARTS, run.totals.attempts
+def costly_restarts(run: RunRecords, cause: Cause) -> Finding | None:
+    count = run.totals.attempts
     fraction = run.phase_fraction("recovery")
     lost_severity = cause.severity(fraction)
     evidence: list[Evidence] = [phase_evidence(run, "recovery")] if lost_severity is not None else []

@@ -1,22 +1,25 @@
-"""The training thread delays the device: it computes in Python between steps, it waits, or the model is recompiled."""
+"""The device is idle in or between steps: the host issues work too late or waits, or the batch is too small."""
 
-from stoker.diagnosis.causes.cause import Cause, find_cause
-from stoker.diagnosis.causes.cpu import cpu_demand, cpu_demand_ratio, thread_cpu_utilization
+from stoker.diagnosis.causes.cause import Cause, find_cause, worst
+from stoker.diagnosis.causes.host import cpu_demand, cpu_demand_ratio, thread_cpu_utilization
 from stoker.diagnosis.causes.shared import (
+    driver_utilization,
     fraction_of_phase,
     is_long_enough,
     make_evidence,
     make_finding,
     make_phase_finding,
     make_stack_finding,
+    max_gpu_memory_fraction,
     percent,
     phase_evidence,
     process_cpu_evidence,
+    sample_evidence,
     samples_contradict,
     stack_evidence,
 )
 from stoker.diagnosis.run_data import RunRecords
-from stoker.findings.finding import Finding
+from stoker.findings.finding import Evidence, Finding, Severity
 
 _WAIT_KINDS = ("sync", "idle", "comm", "input_wait", "other", "checkpoint", "python")
 """Kinds of stacks in which the training thread can wait without a core: all but computing, decoding, compiling."""
@@ -28,29 +31,29 @@ HOST_DEVICE_SYNCS = find_cause("host_device_syncs")
 RECOMPILES = find_cause("recompiles")
 
 
-def python_bound(run: RunRecords) -> Finding | None:
+def python_bound(run: RunRecords, cause: Cause) -> Finding | None:
     """The thread computes between steps: by its stack samples, or the process uses a core meanwhile. If nothing tells
     computing from waiting, only `host` counts, with a low confidence."""
     phases = _between_step_phases(run)
     fraction = fraction_of_phase(run, *phases)
     thread_is_idle = None if fraction is None else _is_thread_idle(run, fraction)
-    from_stacks = _finding_from_stacks(run, PYTHON_BOUND, "Python", "python")
+    from_stacks = _finding_from_stacks(run, cause, "Python", "python")
     if fraction is not None and _is_loop_overhead(run, phases):
         in_steps = run.stacks.fraction("python") - fraction
-        return from_stacks if PYTHON_BOUND.severity(in_steps) is not None else None
+        return from_stacks if cause.severity(in_steps) is not None else None
     if fraction is not None and not _recurs(run, phases):
         return from_stacks
     if thread_is_idle is None:
         phases = tuple(name for name in phases if name == "host")
         duration_s = sum(run.steady.phases.get(name, 0.0) for name in phases)
         thread_cpu_s = sum(run.steady.thread_cpu_s.get(name, 0.0) for name in phases)
-        if run.steady.thread_cpu_s and thread_cpu_s < PYTHON_BOUND.threshold("busy") * duration_s:
+        if run.steady.thread_cpu_s and thread_cpu_s < cause.threshold("busy") * duration_s:
             return from_stacks  # it waited, or got no core
     if not phases or thread_is_idle is True or (thread_is_idle is None and from_stacks is not None):
         return from_stacks
     evidence = [process_cpu_evidence(run), stack_evidence(run, "Python", "python")]
     confidence = 0.5 if thread_is_idle is None else None
-    from_phases = make_phase_finding(run, PYTHON_BOUND, *phases, extra_evidence=evidence, confidence=confidence)
+    from_phases = make_phase_finding(run, cause, *phases, extra_evidence=evidence, confidence=confidence)
     return from_phases or from_stacks
 
 
@@ -69,7 +72,7 @@ def _is_loop_overhead(run: RunRecords, phases: tuple[str, ...]) -> bool:
     return cpu_s / run.steady.steps < PYTHON_BOUND.threshold("min_step_cpu_s")
 
 
-def host_device_syncs(run: RunRecords) -> Finding | None:
+def host_device_syncs(run: RunRecords, cause: Cause) -> Finding | None:
     """The phase `sync`; the time between steps while the process uses little of a core; or, in a job that trains on the
     CPU, the time in steps in which it computes less than that."""
     phases = ("sync",) if run.phase_seconds("sync") > 0 else ()
@@ -78,14 +81,14 @@ def host_device_syncs(run: RunRecords) -> Finding | None:
     if fraction is not None and _is_thread_idle(run, fraction) is True and not _computes_elsewhere(run):
         phases = (*phases, *between_phases)
     evidence = [process_cpu_evidence(run), stack_evidence(run, "a wait", "sync", "idle")]
-    from_phases = make_phase_finding(run, HOST_DEVICE_SYNCS, *phases, extra_evidence=evidence) if phases else None
+    from_phases = make_phase_finding(run, cause, *phases, extra_evidence=evidence) if phases else None
     from_clock = from_phases or _idle_in_steps_finding(run)
     is_unknown = run.is_external and run.on_cpu and cpu_demand(run) is None
     if from_clock is not None or is_unknown or _computes_elsewhere(run):
         return from_clock
     idle_fraction = _thread_idle_fraction(run)
     max_fraction = 1.0 if idle_fraction is None else idle_fraction
-    return _finding_from_stacks(run, HOST_DEVICE_SYNCS, "a wait", "sync", "idle", max_fraction=max_fraction)
+    return _finding_from_stacks(run, cause, "a wait", "sync", "idle", max_fraction=max_fraction)
 
 
 def _computes_elsewhere(run: RunRecords) -> bool:
@@ -170,19 +173,148 @@ def _is_thread_idle(run: RunRecords, fraction: float) -> bool | None:
     return max(0.0, process_cpu - (1 - fraction)) / fraction < PYTHON_BOUND.threshold("busy")
 
 
-def recompiles(run: RunRecords) -> Finding | None:
+def recompiles(run: RunRecords, cause: Cause) -> Finding | None:
     """By the count of repeated compilations; without it, by windows or stack samples with any compilation."""
     recompile_windows = run.steady.recompile_windows
-    if recompile_windows is not None and recompile_windows < RECOMPILES.threshold("min_windows"):
+    if recompile_windows is not None and recompile_windows < cause.threshold("min_windows"):
         return None
     compile_s = run.steady.phases.get("compile", 0.0)
     if compile_s > 0 and is_long_enough(run):
-        if run.steady.compile_windows < RECOMPILES.threshold("min_windows"):
+        if run.steady.compile_windows < cause.threshold("min_windows"):
             return None
         fraction = run.steady_phase_fraction("compile")
-        return make_finding(run, RECOMPILES, fraction, [phase_evidence(run, "compile")], lost_s=compile_s)
-    if run.stacks.compile_windows < RECOMPILES.threshold("min_stack_windows"):
+        return make_finding(run, cause, fraction, [phase_evidence(run, "compile")], lost_s=compile_s)
+    if run.stacks.compile_windows < cause.threshold("min_stack_windows"):
         return None
-    if run.stacks.fraction("compile") < RECOMPILES.threshold("min_stack_fraction"):
+    if run.stacks.fraction("compile") < cause.threshold("min_stack_fraction"):
         return None
-    return _finding_from_stacks(run, RECOMPILES, "compiling", "compile")
+    return _finding_from_stacks(run, cause, "compiling", "compile")
+
+
+_TRACE_ESTIMATE = "the fraction of the traced time without work, times the time in steps; tracing slows the host"
+
+
+def launch_bound(run: RunRecords, cause: Cause) -> Finding | None:
+    traces, idle_fraction = run.traces, run.traces.idle_fraction
+    kernel_s = traces.median_kernel_s.value
+    if idle_fraction is None or kernel_s is None or kernel_s > cause.threshold("kernel_s"):
+        return None
+    launches = traces.launches / max(1, traces.steps)
+    text = f"the median kernel takes {1e6 * kernel_s:.1f} µs, and a step has {launches:,.0f}"
+    kernel_evidence = make_evidence(text, kernel_s, "traces.jsonl: kernel_median_s")
+    return _finding_from_traces(run, cause, idle_fraction, kernel_evidence)
+
+
+def host_bound_steps(run: RunRecords, cause: Cause) -> Finding | None:
+    """By traces if there are any, else by the driver's utilization."""
+    if run.traces.idle_fraction is not None:
+        return _finding_from_traces(run, cause, run.traces.idle_fraction, None)
+    utilization, compute_fraction = driver_utilization(run), fraction_of_phase(run, "compute")
+    if utilization is None or compute_fraction is None:
+        return None
+    text = f"the driver saw kernels {100 * utilization:.0f} % of the time"
+    driver_evidence = sample_evidence(text, utilization, "gpus.utilization")
+    idle_fraction = compute_fraction - utilization
+    return make_finding(
+        run,
+        cause,
+        idle_fraction,
+        [phase_evidence(run, "compute"), driver_evidence, _host_bound_evidence(run)],
+        lost_s=idle_fraction * run.steady.device_s,
+        estimate_basis="the driver's utilization is a coarse sample",
+    )
+
+
+def _finding_from_traces(
+    run: RunRecords, cause: Cause, idle_fraction: float, kernel_evidence: Evidence | None
+) -> Finding | None:
+    traces = run.traces
+    text = f"no kernel and no copy ran in {percent(idle_fraction)} of {traces.steps} traced steps"
+    if traces.longest_gap is not None:
+        duration_s, host_op = traces.longest_gap
+        text += f"; the longest gap was {1e3 * duration_s:.1f} ms, with the host in {host_op or 'Python'}"
+    idle_evidence = make_evidence(text, idle_fraction, "traces.jsonl: busy_s, wall_s, gaps")
+    return make_finding(
+        run,
+        cause,
+        idle_fraction,
+        [idle_evidence, kernel_evidence, _host_bound_evidence(run)],
+        lost_s=idle_fraction * run.phase_seconds("compute"),
+        estimate_basis=_TRACE_ESTIMATE,
+    )
+
+
+def _host_bound_evidence(run: RunRecords) -> Evidence | None:
+    if not run.host_bound_checked_steps:
+        return None
+    fraction = run.host_bound_steps / run.host_bound_checked_steps
+    text = f"in {percent(fraction)} of the steps the device had finished its work before the host issued the last of it"
+    return make_evidence(text, fraction, "steps.jsonl: host_bound_steps")
+
+
+def batch_too_small(run: RunRecords, cause: Cause) -> Finding | None:
+    steady = run.steady
+    evidence = [_batch_size_evidence(run), _step_rate_evidence(run)]
+    probe = run.probes.get("double_batch")
+    if probe is not None and probe.ratio > 1:
+        saved_fraction = 1 - 1 / probe.ratio
+        return make_finding(
+            run,
+            cause,
+            saved_fraction,
+            evidence,
+            lost_s=saved_fraction * run.phase_seconds("compute"),
+            estimate_basis="what twice the batch saved in the experiment",
+            confidence=0.8,
+        )
+    if not is_long_enough(run) or not steady.steps_with_image_count or "batch_size" in run.auto_settings:
+        return None
+    if steady.num_images / steady.steps_with_image_count > cause.threshold("batch_size"):
+        return None
+    gpu_fraction = None if run.on_cpu else max_gpu_memory_fraction(run)
+    memory_fraction = run.host.memory_fraction.max_value if gpu_fraction is None else gpu_fraction
+    if memory_fraction is not None and memory_fraction > cause.threshold("memory"):
+        return None
+    worked_fraction = fraction_of_phase(run, "compute", "host", "unattributed")
+    if not worked_fraction or not steady.steps:
+        return None
+    step_s = worked_fraction * steady.device_s / steady.steps / run.num_devices
+    overhead_fraction = min(1.0, cause.threshold("overhead_s") / step_s) if step_s > 0 else None
+    return make_finding(run, cause, overhead_fraction, evidence)
+
+
+def gpu_oversized(run: RunRecords, cause: Cause) -> Finding | None:
+    """Free memory alone is info: a larger batch need not be faster."""
+    active = [gpu.sm_active.value for gpu in run.gpus.values() if gpu.sm_active.value is not None]
+    sm_idle = 1 - max(active) if active else None
+    used = None if run.on_cpu or not is_long_enough(run) else max_gpu_memory_fraction(run)
+    sm_severity = None if sm_idle is None else cause.severity(sm_idle)
+    is_unused = used is not None and cause.severity(1 - used) is not None
+    memory_severity: Severity | None = "info" if is_unused else None
+    evidence: list[Evidence | None] = []
+    if sm_severity is not None and sm_idle is not None:
+        text = "at most {} of the multiprocessors had work while the GPU was busy"
+        evidence.append(sample_evidence(text, 1 - sm_idle, "gpus.sm_active"))
+    if memory_severity is not None:
+        evidence.append(sample_evidence("at most {} of the memory was in use", used, "gpus.memory_used_bytes"))
+    severity = worst([sm_severity, memory_severity])
+    if severity is None:
+        return None
+    confidence = 0.6 if sm_severity is None else None
+    return make_finding(run, cause, 1.0, evidence, severity=severity, confidence=confidence)
+
+
+def _batch_size_evidence(run: RunRecords) -> Evidence | None:
+    steady = run.steady
+    if not steady.steps_with_image_count:
+        return None
+    batch_size = steady.num_images / steady.steps_with_image_count
+    return make_evidence(f"{batch_size:g} images per step", batch_size, "steps.jsonl: num_images, window_steps")
+
+
+def _step_rate_evidence(run: RunRecords) -> Evidence | None:
+    steady = run.steady
+    if not steady.steps or steady.wall_s <= 0:
+        return None
+    steps_per_s = steady.steps / steady.wall_s
+    return make_evidence(f"{steps_per_s:,.1f} steps per second", steps_per_s, "steps.jsonl: window_steps, wall_s")

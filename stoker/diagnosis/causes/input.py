@@ -1,31 +1,31 @@
-"""The device waits for images, without a more exact reason; and the arithmetic of that wait, which its reasons share.
-
-The reasons: `slow_input.py`.
-"""
+"""The device waits for images: the arithmetic of that wait, and its reasons, which are storage, decoding, too few cores
+or workers, copies to the device."""
 
 from typing import Any
 
-from stoker.diagnosis.causes.cause import Cause, Threshold, find_cause
-from stoker.diagnosis.causes.cpu import contended_fraction, cpu_demand, cpu_demand_ratio, thread_cpu_utilization
-from stoker.diagnosis.causes.memory import is_under_memory_pressure
+from stoker.diagnosis.causes.cause import Cause, find_cause, find_note
+from stoker.diagnosis.causes.host import (
+    contended_fraction,
+    cpu_demand,
+    cpu_demand_ratio,
+    is_under_memory_pressure,
+    thread_cpu_utilization,
+)
 from stoker.diagnosis.causes.shared import (
     cpu_utilization_evidence,
     fraction_of_phase,
     has_enough_stacks,
     is_long_enough,
     make_evidence,
+    make_finding,
     make_phase_finding,
     make_stack_finding,
     percent,
+    samples_contradict,
+    stack_evidence,
 )
 from stoker.diagnosis.run_data import RunRecords
 from stoker.findings.finding import Evidence, Finding
-
-COLD_CACHE = {
-    "min_first_epoch_fraction": Threshold(0.8, "fraction of all fetching that is in the first epoch (heuristic)"),
-    "min_lost_fraction": Threshold(0.02, "fetch in the first epoch, fraction of all device time (heuristic)"),
-}
-"""When slow storage was only a cold cache, which needs no fix: it is a note."""
 
 INPUT_BOUND = find_cause("input_bound")
 MIN_STAGE_FRACTION = find_cause("slow_storage").threshold("min_stage_fraction")
@@ -33,7 +33,7 @@ BUSY_CORES = find_cause("too_few_cores").threshold("max_core_utilization")
 MAX_IDLE_CPU = find_cause("slow_storage").threshold("cpu_while_waiting")
 
 
-def input_bound(run: RunRecords) -> Finding | None:
+def input_bound(run: RunRecords, cause: Cause) -> Finding | None:
     stage, stage_fraction = largest_stage(run)
     utilization = run.cpu_utilization
     hint = ""
@@ -48,7 +48,7 @@ def input_bound(run: RunRecords) -> Finding | None:
     if is_under_memory_pressure(run) or cold_cache_fraction(run) is not None:
         return None  # the wait is for memory: `host_memory_near_limit`; or it is over: the note `cold_cache`
     evidence = [stage_evidence(run, stage, stage_fraction), cpu_utilization_evidence(run)]
-    return make_input_wait_finding(run, INPUT_BOUND, evidence, is_computing=True, fix_suffix=hint)
+    return make_input_wait_finding(run, cause, evidence, is_computing=True, fix_suffix=hint)
 
 
 def make_input_wait_finding(
@@ -119,8 +119,9 @@ def cold_cache_fraction(run: RunRecords) -> float | None:
         return None
     if not run.totals.num_images >= 2 * num_images > 0:
         return None
-    is_notable = first_epoch_s / run.totals.device_s >= COLD_CACHE["min_lost_fraction"].value
-    is_cold = first_epoch_s / fetch_s >= COLD_CACHE["min_first_epoch_fraction"].value
+    kind = find_note("cold_cache")  # slow storage that was only a cold cache needs no fix
+    is_notable = first_epoch_s / run.totals.device_s >= kind.threshold("min_lost_fraction")
+    is_cold = first_epoch_s / fetch_s >= kind.threshold("min_first_epoch_fraction")
     return first_epoch_s / fetch_s if is_cold and is_notable else None
 
 
@@ -222,3 +223,160 @@ def _training_thread_cpu(run: RunRecords, wait_fraction: float) -> float:
     other_phases = [name for name in run.steady.phases if name != "input_wait"]
     utilization = thread_cpu_utilization(run, *other_phases)
     return (1 - wait_fraction) * (1.0 if utilization is None else min(1.0, utilization))
+
+
+SLOW_STORAGE = find_cause("slow_storage")
+_SATURATED_FIX = "; the network is saturated, so fewer bytes help: images stored at no more than twice the image size"
+
+
+def slow_storage(run: RunRecords, cause: Cause) -> Finding | None:
+    """By the loader's stages; in a loop without stages, by a process that is idle while it waits for images."""
+    if cold_cache_fraction(run) is not None:
+        return None  # the wait is over: the note `cold_cache`
+    stage, stage_fraction = largest_stage(run)
+    if stage is not None:
+        if not is_mostly(run, "fetch"):
+            return None
+        network_evidence = _network_evidence(run)
+        evidence = [stage_evidence(run, stage, stage_fraction), network_evidence, cpu_utilization_evidence(run)]
+        suffix = _SATURATED_FIX if _network_is_saturated(run) else ""
+        return make_input_wait_finding(run, cause, evidence, fix_suffix=suffix)
+    idle_evidence = idle_while_waiting_evidence(run)
+    if idle_evidence is None or decodes_in_training_thread(run):
+        return None
+    # CPU time of the training thread in the wait is decoding, which faster storage does not save.
+    computed_s = run.totals.thread_cpu_s.get("input_wait", 0.0)
+    evidence = [idle_evidence, stack_evidence(run, "a wait for images", "input_wait")]
+    return make_input_wait_finding(run, cause, evidence, confidence=0.65, excluded_s=computed_s)
+
+
+def _network_is_saturated(run: RunRecords) -> bool:
+    cause, received = SLOW_STORAGE, run.host.net_received_bytes_s
+    if received.value is None or not received.max_value or received.count < cause.threshold("min_samples"):
+        return False
+    is_constant = received.value / received.max_value >= cause.threshold("saturated")
+    return is_constant and received.value >= cause.threshold("min_bytes_s")
+
+
+def _network_evidence(run: RunRecords) -> Evidence | None:
+    value, max_received = run.host.net_received_bytes_s.value, run.host.net_received_bytes_s.max_value
+    if value is None or max_received is None:
+        return None
+    text = f"{value / 1e6:,.0f} MB/s were received, at most {max_received / 1e6:,.0f}"
+    if _network_is_saturated(run):
+        text += ": the network is saturated"
+    return make_evidence(text, value, "devices.jsonl: net_received_bytes_s")
+
+
+SLOW_DECODE = find_cause("slow_decode")
+
+
+def slow_decode(run: RunRecords, cause: Cause) -> Finding | None:
+    """By the loader's stages; in a loop without stages, by its stack samples, or by processes that compute during the
+    wait."""
+    if is_under_memory_pressure(run):
+        return None  # decoding is slow for want of memory: `host_memory_near_limit`
+    stage, stage_fraction = largest_stage(run)
+    if stage is not None:
+        if not is_mostly(run, "decode"):
+            return None
+        evidence = [stage_evidence(run, stage, stage_fraction), cpu_utilization_evidence(run), _size_evidence(run)]
+        return make_input_wait_finding(run, cause, evidence)
+    if decodes_in_training_thread(run):
+        samples = stack_evidence(run, "the preparation of batches", "decode", "input_wait")
+        evidence = [preparing_evidence(run), samples, cpu_utilization_evidence(run)]
+        contradicted = samples_contradict(run, fraction_of_phase(run, "input_wait") or 0.0, "decode", "input_wait")
+        confidence = cause.confidence / 2 if contradicted else None
+        return make_input_wait_finding(run, cause, evidence, confidence=confidence)
+    cores = loader_cpu(run)
+    if cores is None or idle_while_waiting_evidence(run) is not None:
+        return None
+    evidence = [loader_cpu_evidence(cores), cpu_utilization_evidence(run)]
+    return make_input_wait_finding(run, cause, evidence, confidence=0.65, is_computing=True)
+
+
+def too_few_cores(run: RunRecords, cause: Cause) -> Finding | None:
+    stage, stage_fraction = largest_stage(run)
+    utilization = run.cpu_utilization
+    if not run.gpus or utilization is None or utilization < BUSY_CORES or not is_mostly(run, "decode"):
+        return None
+    cores_evidence = None
+    if run.host.cores is not None:
+        cores_per_gpu = run.host.cores / len(run.gpus)
+        cores_evidence = make_evidence(
+            f"{cores_per_gpu:g} cores for each GPU", cores_per_gpu, "devices.jsonl: cpu_limit_cores"
+        )
+    evidence = [
+        stage_evidence(run, stage, stage_fraction),
+        cpu_utilization_evidence(run),
+        cores_evidence,
+        _size_evidence(run),
+    ]
+    return make_input_wait_finding(run, cause, evidence)
+
+
+def _size_evidence(run: RunRecords) -> Evidence | None:
+    """The images are far larger than the model's input."""
+    median_pixels, image_size = run.facts.get("median_pixels"), run.settings.get("image_size")
+    if not isinstance(median_pixels, int | float) or not isinstance(image_size, list | tuple) or len(image_size) != 2:
+        return None
+    input_pixels = max(1, image_size[0] * image_size[1])
+    ratio = median_pixels / input_pixels
+    if ratio < SLOW_DECODE.threshold("large"):
+        return None
+    text = (
+        f"the median image has {median_pixels / 1e6:.1f} megapixels, the model's input {input_pixels / 1e6:.2f}: "
+        "smaller files decode faster"
+    )
+    return make_evidence(text, ratio, "events.jsonl: info, data.facts.median_pixels; config.toml: data.image_size")
+
+
+def too_few_workers(run: RunRecords, cause: Cause) -> Finding | None:
+    cores, utilization = run.host.cores, run.cpu_utilization
+    if cores is None or cores < 2 or utilization is None or utilization >= BUSY_CORES:
+        return None
+    stage, stage_fraction = largest_stage(run)
+    if stage is not None and not is_mostly(run, "decode"):
+        return None
+    if stage is None and idle_while_waiting_evidence(run) is not None:
+        return None
+    num_workers = _num_workers(run)
+    if num_workers is not None:
+        if num_workers > 1 and (num_workers > cause.threshold("max_workers") or num_workers >= cores / 2):
+            return None
+        text = f"{num_workers} threads or processes load images, {cores:g} cores are available"
+        source = "config.toml: run.workers" if run.is_native_run else "events.jsonl: data.workers"
+        workers_evidence = make_evidence(text, num_workers, source)
+        evidence = [stage_evidence(run, stage, stage_fraction), workers_evidence, cpu_utilization_evidence(run)]
+        return make_input_wait_finding(run, cause, evidence, is_computing=True)
+    loader_cores = loader_cpu(run)
+    if loader_cores is None or loader_cores > cause.threshold("max_loader_cores"):
+        return None
+    evidence = [loader_cpu_evidence(loader_cores), cpu_utilization_evidence(run)]
+    return make_input_wait_finding(run, cause, evidence, confidence=0.6, is_computing=True)
+
+
+def _num_workers(run: RunRecords) -> int | None:
+    """Workers that load images; None if not recorded, or if the loader finds the number by itself."""
+    num_workers = run.settings.get("workers") if run.is_native_run else run.facts.get("workers")
+    if num_workers is None and not run.is_native_run and decodes_in_training_thread(run):
+        return 0
+    return num_workers if isinstance(num_workers, int) else None
+
+
+def exposed_h2d_copies(run: RunRecords, cause: Cause) -> Finding | None:
+    if run.phase_seconds("h2d") > 0:
+        return make_phase_finding(run, cause, "h2d")
+    traces = run.traces
+    if not traces.wall_s:
+        return None
+    fraction = traces.copy_s / traces.wall_s
+    text = f"only copies ran in {percent(fraction)} of {traces.steps} traced steps"
+    return make_finding(
+        run,
+        cause,
+        fraction,
+        [make_evidence(text, fraction, "traces.jsonl: copy_s")],
+        lost_s=fraction * run.phase_seconds("compute"),
+        estimate_basis="the traced fraction of the time in steps",
+    )
