@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from stoker.evaluation.metrics import Metrics
     from stoker.inference.model import Model, Prediction, load
     from stoker.profiling.measure.measure import measure
-    from stoker.training.run import Result
+    from stoker.training.local_ranks import Result
 
 set_spin_count()  # before torch loads OpenMP
 
@@ -37,7 +37,7 @@ _HOME = {
     "Metrics": "stoker.evaluation.metrics",
     "Model": "stoker.inference.model",
     "Prediction": "stoker.inference.model",
-    "Result": "stoker.training.run",
+    "Result": "stoker.training.local_ranks",
     "Settings": "stoker.config.keywords",
     "StokerError": "stoker.errors",
     "check": "stoker.api",

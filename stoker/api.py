@@ -13,7 +13,7 @@ from stoker.config.keywords import Settings
 from stoker.config.settings import from_fields
 from stoker.monitor.options import MonitoringOptions
 from stoker.training import run as training_run
-from stoker.training.local_ranks import RankRequest, choose_devices, must_start_ranks, run_ranks
+from stoker.training.local_ranks import RankRequest, Result, choose_devices, must_start_ranks, run_ranks
 
 if TYPE_CHECKING:
     from stoker.planning.check import CheckReport
@@ -31,7 +31,7 @@ def train(
     log_format: Literal["text", "json"] = "text",
     monitor: MonitoringOptions = MonitoringOptions(),  # noqa: B008  # frozen
     **settings: Unpack[Settings],
-) -> training_run.Result:
+) -> Result:
     """Trains a detector, as `stoker train` does; returns the run folder, the steps and the final metrics.
 
     data: folder or file with labeled images, a URI, or "demo", a small data set that stoker draws.
@@ -60,8 +60,7 @@ def train(
             monitor=monitor,
             log_format=log_format,
         )
-        result = run_ranks(devices, request)
-        return training_run.Result(Path(result.run), result.steps, result.metrics)
+        return run_ranks(devices, request)
     return training_run.train(
         user_config,
         run_dir=paths[0],

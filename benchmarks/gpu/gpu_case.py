@@ -437,7 +437,7 @@ def measure_choice(work: Work) -> None:
 
 
 def measure_graph(work: Work, *, compiled: bool = True) -> None:
-    """The step with its augmentation as a CUDA graph (`training.cuda_graph`). A capture that fails ends the process."""
+    """The step with its augmentation as a CUDA graph (`training.make_step`). A capture that fails ends the process."""
     if compiled:
         compile_now(work)
     train, work.augments = work.compiled if compiled else work.eagerly, False

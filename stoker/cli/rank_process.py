@@ -16,7 +16,7 @@ import msgspec
 from stoker.cli.quick_import import quick_imports
 from stoker.config.settings import from_fields
 from stoker.errors import Preempted, StokerError
-from stoker.training.local_ranks import RESULT, RankRequest, RankResult
+from stoker.training.local_ranks import RankRequest
 from stoker.training.rank_failure import REPORTS_VARIABLE, Failure, write_report
 
 ORPHAN_GRACE_S = 60.0
@@ -52,8 +52,7 @@ def main() -> int:
         _report(error)
         return 1
     if os.environ["RANK"] == "0":
-        result_data = RankResult(run=str(result.run), steps=result.steps, metrics=result.metrics)
-        Path(os.environ[REPORTS_VARIABLE], RESULT).write_bytes(msgspec.json.encode(result_data))
+        result.write(Path(os.environ[REPORTS_VARIABLE]))
     return 0
 
 

@@ -18,8 +18,7 @@ from stoker.errors import CaptureFailed
 from stoker.monitor.options import MonitoringOptions
 
 if TYPE_CHECKING:
-    from stoker.training.local_ranks import RankResult
-    from stoker.training.run import Result
+    from stoker.training.local_ranks import Result
 
 COMMON_FLAGS = (
     "epochs", "steps", "max-time", "model", "weights", "image-size", "batch-size", "lr", "classes", "augment", "device",
@@ -116,7 +115,7 @@ def train(
             make_plan(user_config, run_dir=run_dir, resume=resume, all_settings=all_settings, num_devices=devices or 1)
         )
         return
-    result: Result | RankResult
+    result: Result
     if starts_ranks:
         request = RankRequest(
             settings=user_config.set_fields(), run_dir=run_dir, resume=resume, accept_changed_data=accept_changed_data,
@@ -145,7 +144,7 @@ def train(
     from stoker.storage.run_uri import display_path
 
     print_metrics(result.metrics)
-    run = display_path(Path(result.run))
+    run = display_path(result.run)
     print_text(f"results: {run} (`stoker why {run}` shows where the time went)")
     print_text(f"`stoker report {run}` makes one page of everything")
     print(f"AP50 {0.0 if result.metrics.ap50 is None else result.metrics.ap50:.3f}")

@@ -11,6 +11,7 @@ With several machines the user's launcher starts one of this, or one rank per de
 """
 
 import contextlib
+import dataclasses
 import os
 import signal
 import socket
@@ -53,12 +54,17 @@ class RankRequest(msgspec.Struct, kw_only=True):
     monitor: MonitoringOptions = MonitoringOptions()
 
 
-class RankResult(msgspec.Struct, kw_only=True):
-    """What a finished training leaves: the fields of `loop.Result`."""
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a finished training returns. run: its folder; metrics: of the final weights, on the validation split."""
 
-    run: str
+    run: Path
     steps: int
     metrics: Metrics
+
+    def write(self, folder: Path) -> None:
+        """Leaves it for the process that started the ranks."""
+        (folder / RESULT).write_bytes(msgspec.json.encode(self, enc_hook=str))
 
 
 def choose_devices(devices: int | None, stages: int | None) -> int | None:
@@ -89,7 +95,7 @@ def must_start_ranks(devices: int | None) -> bool:
     return False
 
 
-def run_ranks(devices: int, request: RankRequest) -> RankResult:
+def run_ranks(devices: int, request: RankRequest) -> Result:
     """Trains on so many devices of this machine, each in a process of its own. Raises the error that ended the job."""
     with tempfile.TemporaryDirectory(prefix="stoker-ranks-") as folder:
         starter = _Starter(devices, request, Path(folder))
@@ -156,7 +162,7 @@ class _Starter:
                 with contextlib.suppress(BrokenPipeError):
                     process.stdin.close()
 
-    def read_result(self) -> RankResult:
+    def read_result(self) -> Result:
         """What rank 0 left. Raises the error of the rank that ended first."""
         codes = [process.returncode for process in self._processes]
         if not any(codes):
@@ -173,10 +179,10 @@ class _Starter:
             raise failure.as_error()
         raise Preempted("The training was stopped.", fix="the same command continues what is saved")
 
-    def _read_own_result(self) -> RankResult:
+    def _read_own_result(self) -> Result:
         path = self._reports / RESULT
         if path.exists():
-            return msgspec.json.decode(path.read_bytes(), type=RankResult)
+            return msgspec.json.decode(path.read_bytes(), type=Result, dec_hook=lambda kind, text: kind(text))
         if (failure := first_failure(read_reports(self._reports))) is not None:
             raise failure.as_error()  # RunFinished
         raise RankError("The ranks ended without a result.", fix="the run folder has the records")

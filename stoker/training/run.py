@@ -5,7 +5,6 @@ What is chosen is in `run_selection.py`, what is built in `start.py`. Errors end
 """
 
 import contextlib
-import dataclasses
 import functools
 import os
 import sys
@@ -15,7 +14,6 @@ from typing import Any, Literal
 
 from stoker.config.settings import Config, settings_table
 from stoker.errors import Preempted, StokerError
-from stoker.evaluation.metrics import Metrics
 from stoker.hardware.device import out_of_memory_as_error
 from stoker.monitor.monitor import monitoring
 from stoker.monitor.options import MonitoringOptions
@@ -23,21 +21,13 @@ from stoker.report.terminal import Screen
 from stoker.runs.records import WARNING_KINDS
 from stoker.training import bucket_run, run_selection, start
 from stoker.training.cluster import find_place
+from stoker.training.local_ranks import Result
 from stoker.training.loop import Options, Training
 from stoker.training.ranks import Ranks, joined
 from stoker.training.recorder import open_folder
 from stoker.training.state import TrainSetup
 from stoker.training.stopper import NoticeWatcher, StopRequest, stop_on_signals
 from stoker.training.uploads import VertexFolders, copying_results, vertex_folders
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """What a finished training returns. run: its folder; metrics: of the final weights, on the validation split."""
-
-    run: Path
-    steps: int
-    metrics: Metrics
 
 
 def train(

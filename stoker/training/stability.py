@@ -1,6 +1,6 @@
 """Whether training is stable and its learning rate suitable, from its windows: arithmetic only, windows in, alerts out.
 
-An alert is a line on the screen and in events.jsonl, with its numbers; nothing here acts on it. `recovery.py` acts when
+An alert is a line on the screen and in events.jsonl, with its numbers; nothing here acts on it. `resume.py` acts when
 gradients stay non-finite. `diagnosis/causes/` judges the records after the run.
 
 All tests compare logarithms of positive numbers, so the unit of the loss does not matter, and medians, so that single
