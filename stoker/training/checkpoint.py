@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -126,17 +126,11 @@ def map_tensors(tree: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     return tree
 
 
-class Report(Protocol):
-    """Takes an event."""
-
-    def __call__(self, kind: str, text: str, /, **data: Any) -> None: ...
-
-
 class CheckpointWriter:
-    """Writes snapshots on its own thread, one at a time; `report` is called from that thread. has_folder: the run's
-    folder is this rank's; the others save nothing."""
+    """Writes snapshots on its own thread, one at a time; `report(kind, text, **data)` is called from that thread.
+    has_folder: the run's folder is this rank's; the others save nothing."""
 
-    def __init__(self, run: Path, report: Report, *, has_folder: bool = True) -> None:
+    def __init__(self, run: Path, report: Callable[..., object], *, has_folder: bool = True) -> None:
         self._run = run
         self._report = report
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stoker-checkpoint")
