@@ -30,7 +30,6 @@ from stoker.storage.run_uri import display_path
 from stoker.training import checkpoint
 from stoker.training.checkpoint import read_rollbacks
 from stoker.training.optim import OptimizerStep, lr_at
-from stoker.training.start import build_initial_model
 from stoker.training.state import EventLogger, TrainSetup, TrainState, read_sizes
 
 
@@ -293,7 +292,7 @@ class Recovery:
         loaded = checkpoint.load_newest(run, self._log_event)
         if loaded is None:
             device = setup.device if setup.optimizer.sharding is None else Device(torch.device("cpu"))
-            model = build_initial_model(config, setup.index, device, self._log_event)
+            model = setup.make_initial_model(device, self._log_event)
             initial = OptimizerStep(model, config.optim, device, precision=config.run.precision)
             setup.optimizer.load_state_dict(initial.state_dict(), initial.ema_model.state_dict())
         restore(setup, parts, loaded, self._log_event, rollback_count=count)

@@ -5,6 +5,7 @@ A continued run takes every setting from its own config.toml: nothing is derived
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -209,6 +210,7 @@ def build(
             resize=config.data.resize,
         ),
         data_digest=digest_images(index, ("train", "val")),
+        make_initial_model=functools.partial(build_initial_model, config, index),
         accept_changed_data=accept_changed_data,
         total_steps=total_steps(parse_duration(config.run.max_duration), len(train_indices), config.run.batch_size),
         max_boxes=max_boxes,

@@ -106,6 +106,8 @@ class TrainSetup:
     metadata: ModelMetadata
     data_digest: str
     """The images and boxes for training and validation (`data/index_digest.py`)."""
+    make_initial_model: Callable[[Device, EventLogger], models.Detector]
+    """Makes the model with the weights that the run started from."""
     accept_changed_data: bool
     """Continue from a checkpoint of another state of the data set."""
     total_steps: int | None
