@@ -98,7 +98,7 @@ def test_a_step_is_repeated_as_if_it_had_begun_in_halves(
 
 def test_a_half_applied_update_is_never_saved(data: Path, halves: Path, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OptimizerStep, "_update_ema", fail(OptimizerStep._update_ema, 1))
+        patch.setattr(OptimizerStep, "update_ema", fail(OptimizerStep.update_ema, 1))
         with pytest.raises(OutOfMemoryError, match="while the weights were updated") as caught:
             train(settings(data), run_dir=str(tmp_path / "run"))
     assert caught.value.exit_code == 5
