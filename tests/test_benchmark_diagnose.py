@@ -16,7 +16,7 @@ import pytest
 
 from stoker.diagnosis.catalog import CATALOG
 from stoker.diagnosis.endings import endings
-from tests.test_benchmarks import run_quick
+from tests.fixtures.benchmarks import run_quick
 
 needs_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root")
 

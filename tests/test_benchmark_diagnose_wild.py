@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from stoker.diagnosis.reference import all_entries
-from tests.test_benchmarks import FOLDER
+from tests.fixtures.benchmarks import FOLDER
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 import importlib
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,26 +11,7 @@ import pytest
 import torch
 
 from stoker.hardware.device import SideStream, select_device
-
-FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
-
-
-def run_quick(script: str, result: Path, *arguments: str, timeout_s: float = 280, **variables: str) -> dict[str, Any]:
-    """The results file of a quick run."""
-    command = [sys.executable, "-m", "benchmarks", script, "--quick", "--json", str(result), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parent), "OMP_NUM_THREADS": "1", **variables}
-    completed = subprocess.run(
-        command, env=environment, cwd=result.parent, capture_output=True, text=True, timeout=timeout_s
-    )
-    assert completed.returncode == 0, completed.stderr
-    content: dict[str, Any] = json.loads(result.read_text())
-    assert list(content) == ["what", "command", "machine", "versions", "n", "rows", "bars"]
-    assert content["command"].startswith(f"python -m benchmarks {script} --quick")
-    assert content["rows"]
-    assert all("what" in row for row in content["rows"])
-    for bar in content["bars"]:
-        assert list(bar) == ["name", "value", "goal", "ok"]
-    return content
+from tests.fixtures.benchmarks import FOLDER, run_quick
 
 
 @pytest.mark.slow

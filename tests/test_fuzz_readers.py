@@ -31,12 +31,12 @@ from stoker.models import build
 from stoker.models.weights.model_file import ModelMetadata, load_model
 from stoker.runs import records, schemas
 from tests.bounded import bounded
-from tests.data.test_same_index import DAMAGED as EXPORTS
-from tests.data.test_same_index import DRAWN, WRITE
 from tests.data.tfrecords import unframe
 from tests.drawn import draw
+from tests.fixtures.data_same_index import DAMAGED as EXPORTS
+from tests.fixtures.data_same_index import DRAWN, WRITE
+from tests.fixtures.training_checkpoint import newest, save
 from tests.models.samples import settings_of
-from tests.training.test_checkpoint import newest, save
 
 RECORDS = {
     records.EVENTS: schemas.Event,

@@ -18,6 +18,7 @@ from stoker.runs.records import HANG, QUARANTINE
 from stoker.training.checkpoint import is_complete, list_checkpoints
 from tests.chaos.harness import Ended, assert_same_weights, processes_of, start, train
 from tests.drawn import draw
+from tests.fixtures.chaos_faults import wait_for_checkpoint
 from tests.training.metadata_server import metadata_server
 
 pytestmark = pytest.mark.slow
@@ -99,11 +100,6 @@ def test_a_killed_supervisor_leaves_no_process_and_a_saved_run(data: Path, undis
     again = train(data, tmp_path)
     assert again.code == 0, again.output
     assert_same_weights(again.run, undisturbed)
-
-
-def wait_for_checkpoint(process: subprocess.Popen[str], run: Path) -> None:
-    while process.poll() is None and not list_checkpoints(run):
-        time.sleep(0.002)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 
 from stoker.runs.records import EVENTS, HANG, RANKS
 from tests.chaos.harness import assert_same_weights, processes_of, start, train
-from tests.chaos.test_faults import wait_for_checkpoint
 from tests.drawn import draw
+from tests.fixtures.chaos_faults import wait_for_checkpoint
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from stoker.data.index import Index
 from stoker.storage.store import Store
-from tests.data.test_same_index import Drawn, content
+from tests.fixtures.data_same_index import Drawn, content
 from tests.storage.servers import Proxy, ServedBucket
 
 DRAWN = [

@@ -25,8 +25,8 @@ from stoker.errors import ConfigError, DataError, StorageError
 from stoker.storage.store import open_store
 from stoker.storage.uri import parse_uri
 from tests.data.buckets import DRAWN, Bucket, filled, put_folder, same
-from tests.data.test_same_index import WRITE
 from tests.drawn import run_stoker
+from tests.fixtures.data_same_index import WRITE
 from tests.storage.servers import Conditions, Server, apply, google_server, s3_server
 
 

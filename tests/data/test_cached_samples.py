@@ -17,8 +17,8 @@ from stoker.storage.store import open_store
 from stoker.storage.uri import parse_uri
 from tests.data import loading, tfrecords
 from tests.data.loading import assert_same, take
-from tests.data.test_pixel_cache import draw
-from tests.data.test_upright import red_where, write
+from tests.fixtures.data_pixel_cache import draw
+from tests.fixtures.data_upright import red_where, write
 from tests.storage.servers import apply, google_server
 
 CPU = Device(torch.device("cpu"))

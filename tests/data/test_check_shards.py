@@ -14,9 +14,9 @@ from stoker.data.index import Index, open_index
 from stoker.data.validation.check import CheckReport, check_dataset
 from stoker.storage.store import open_store
 from stoker.storage.uri import parse_uri
-from tests.data.test_convert import annotated, coco
-from tests.data.test_pack import small_shards
 from tests.data.tfrecords import jpeg
+from tests.fixtures.data_convert import annotated, coco
+from tests.fixtures.data_pack import small_shards
 from tests.storage.servers import Server, apply, google_server, s3_server
 
 CHANGED, LOST, CUT = "train-00000.tar", "train-00001.tar", "train-00002.tar"

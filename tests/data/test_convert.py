@@ -20,36 +20,9 @@ from stoker.data.index import Index, open_index
 from stoker.errors import DataError, StorageError, UsageError
 from tests.data.examples import property_test
 from tests.data.tfrecords import features_of, image_features, jpeg, unframe, write
+from tests.fixtures.data_convert import CLASSES, annotated, coco, data_sets, two_splits
 
 TARGETS: tuple[TargetFormat, ...] = get_args(TargetFormat)
-CLASSES = ("zebra", "a b", 'ümlaut\'s "x": #1')
-
-
-def annotated(box: list[float], label: int = 1, **more: object) -> dict[str, object]:
-    return {"category_id": label, "bbox": box, "iscrowd": 0, "area": box[2] * box[3]} | more
-
-
-def coco(root: Path, content: dict[str, tuple[bytes, list[dict[str, object]]]], split: str = "train") -> Path:
-    """A split of a COCO data set: names → encoded images and their annotations."""
-    folder = root / split
-    folder.mkdir(parents=True)
-    images, annotations = [], []
-    for number, (name, (data, boxes)) in enumerate(content.items(), 10):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(data)
-        with Image.open(io.BytesIO(data)) as opened:
-            width, height = opened.size
-        images.append({"id": number, "file_name": name, "width": width, "height": height})
-        annotations += [{"id": len(annotations) + k, "image_id": number} | box for k, box in enumerate(boxes)]
-    categories = [{"id": number, "name": name} for number, name in enumerate(CLASSES, 1)]
-    document = {"images": images, "annotations": annotations, "categories": categories}
-    (folder / "_annotations.coco.json").write_text(json.dumps(document))
-    return root
-
-
-def two_splits(root: Path) -> Path:
-    coco(root, {f"{n}.jpg": (jpeg(40, 30, n), [annotated([1, 2, 10.5, 20], 1 + n % 3)]) for n in range(4)})
-    return coco(root, {"0.jpg": (jpeg(40, 30, 9), [annotated([0, 0, 40, 30])]), "e.jpg": (jpeg(), [])}, "valid")
 
 
 def image_order(index: Index) -> list[int]:
@@ -60,27 +33,6 @@ def boxes_of(index: Index, row: int) -> tuple[np.ndarray[Any, Any], list[str], l
     own = slice(index.offsets[row], index.offsets[row + 1])
     names = [index.class_names[label] for label in index.labels[own]]
     return index.boxes[own], names, index.crowd[own].tolist(), index.area[own]
-
-
-@st.composite
-def data_sets(draw: st.DrawFn) -> dict[str, dict[str, tuple[bytes, list[dict[str, object]]]]]:
-    """Two splits of images with boxes anywhere within them, some none, some crowd."""
-    drawn = {}
-    for split in ("train", "valid"):
-        images = {}
-        for number in range(draw(st.integers(1, 3))):
-            width, height = draw(st.integers(8, 500)), draw(st.integers(8, 500))
-            boxes = []
-            for k in range(1 if number == 0 else draw(st.integers(0, 4))):
-                is_whole = draw(st.booleans())
-                kind = st.integers if is_whole else st.floats
-                x, y = draw(kind(0, width - 4)), draw(kind(0, height - 4))
-                w, h = draw(kind(2, int(width - x))), draw(kind(2, int(height - y)))
-                crowd = int(k > 0 and draw(st.booleans()))
-                boxes.append(annotated([x, y, w, h], draw(st.integers(1, 3)), iscrowd=crowd, area=w * h / 2))
-            images[f"{number} {split}.jpg"] = jpeg(width, height, number), boxes
-        drawn[split] = images
-    return drawn
 
 
 @property_test(data_sets(), st.integers(1, 3), few=3, many=30)

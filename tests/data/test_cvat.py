@@ -4,25 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from stoker.data.index import Index, open_index, require_images
+from stoker.data.index import open_index, require_images
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
 from tests.data.exports import cvat_box, cvat_file, cvat_image, save_images
-
-
-def boxes_by_image(index: Index) -> dict[str, list[tuple[str, list[float]]]]:
-    """Path below the root → (class, box) of each box."""
-    return {
-        str(index.path(i).relative_to(index.root)): [
-            (index.class_names[index.labels[k]], [round(v, 2) for v in index.boxes[k].tolist()])
-            for k in range(index.offsets[i], index.offsets[i + 1])
-        ]
-        for i in range(len(index))
-    }
-
-
-def split_of(index: Index) -> dict[str, str]:
-    return {index.path(i).name: split for split in index.splits for i in index.image_indices(split).tolist()}
+from tests.fixtures.data_cvat import boxes_by_image, split_of
 
 
 def test_an_export_with_subfolders_and_shapes_of_all_kinds(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stoker.data.loading import decoder_choice
 from stoker.data.loading.decoder_choice import DecoderTimings, choose_decoder, measure_and_choose_decoder
 from stoker.hardware.device import Device
-from tests.data.test_device_batches import CMYK, COUNT, PNG, PROGRESSIVE, SmoothIndex
+from tests.fixtures.data_device_batches import CMYK, COUNT, PNG, PROGRESSIVE, SmoothIndex
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
 

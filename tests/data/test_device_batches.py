@@ -18,69 +18,12 @@ from stoker.data.loading import device_batches
 from stoker.errors import DataError, PreflightError
 from stoker.hardware.device import Device, ReadyEvent, SideStream
 from tests.data.loading import InMemoryIndex, assert_same, image_indices_of, make, take, wait_until_full
+from tests.fixtures.data_device_batches import CMYK, COUNT, PNG, PROGRESSIVE, SmoothIndex, smooth_image
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning")
 
-COUNT = 16
-GRAY, PNG, CMYK, PROGRESSIVE, TURNED = 1, 2, 3, 4, (5, 6, 7, 8, 9, 10, 11)
-"""Rows that are unlike the others; EXIF's orientations 2 … 8 are those of the last."""
 NEAR = 3.0
 """Mean levels of 255 between the two, on smooth images. The host decodes at 1/2 … 1/8 and rounds regions to that."""
-
-
-def smooth_image(height: int, width: int, seed: int) -> np.ndarray:
-    """Waves that no resize blurs, with no symmetry."""
-    y, x = np.mgrid[:height, :width] / 32.0
-    rng = np.random.default_rng(seed)
-    waves = [np.sin(y * a + x * b + c) for a, b, c in rng.uniform(0.3, 1.0, (3, 3))]
-    return (127 + 60 * np.stack(waves, -1) + 30 * (x / x.max() - y / y.max())[..., None]).astype(np.uint8)
-
-
-class SmoothIndex(InMemoryIndex):
-    """Smooth JPEGs of all sorts; boxes are drawn on the images as they are shown."""
-
-    def __init__(self, root: Path, count: int = COUNT) -> None:
-        super().__init__(root, count)
-        rng = np.random.default_rng(0)
-        for image_index in range(count):
-            self.path(image_index).unlink()
-            height, width = (int(side) for side in rng.integers(40, 160, 2))
-            image = Image.fromarray(smooth_image(height, width, image_index))
-            options = {"quality": 95, "subsampling": image_index % 3}
-            if image_index == GRAY:
-                image = image.convert("L")
-            if image_index == CMYK:
-                image = image.convert("CMYK")
-            if image_index == PROGRESSIVE:
-                options["progressive"] = True
-            turn = image_index - TURNED[0] + 2 if image_index in TURNED else 1
-            exif = Image.Exif()
-            exif[0x0112] = turn
-            image.save(self.path(image_index), "PNG" if image_index == PNG else "JPEG", exif=exif, **options)
-            self.original_size[image_index] = (width, height) if turn >= 5 else (height, width)
-            of_row = slice(self.offsets[image_index], self.offsets[image_index + 1])
-            corners = np.sort(rng.random((self.offsets[image_index + 1] - self.offsets[image_index], 2, 2)), axis=1)
-            self.boxes[of_row] = (corners * self.original_size[image_index, ::-1]).reshape(-1, 4)
-
-    def path(self, image_index: int) -> Path:
-        return self.root / f"{image_index:03}.jpg"
-
-    def damage(self, image_index: int, how: str) -> None:
-        data = bytearray(self.path(image_index).read_bytes())
-        if how == "truncated":
-            data = data[: len(data) * 2 // 3]
-        elif how == "no end":
-            data = data[:-2]
-        elif how == "table":  # a Huffman table with more codes of a length than there can be: libjpeg refuses it
-            data[data.index(b"\xff\xc4") + 5] = 200
-        elif how == "a block of zeros":
-            data[-200:-100] = bytes(100)
-        elif how == "empty":
-            data = bytearray()
-        elif how == "another size":
-            Image.new("RGB", (33, 44)).save(self.path(image_index), "JPEG")
-            return
-        self.path(image_index).write_bytes(data)
 
 
 @pytest.fixture

@@ -15,26 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.data.formats.finder import FORMATS
 from stoker.data.index import Index, missing_images, open_index, require_images
 from stoker.data.validation import clean
 from stoker.data.validation.clean import SplitOptions
 from stoker.data.validation.stratify import hash_to_unit_interval
 from stoker.errors import ConfigError, DataError, PreflightError, StokerError, UsageError
+from tests.fixtures.data_index import content, refuse_reading
 
 HASHES = (0.3741817284737937, 0.8564542239357997)
-
-
-def content(names: list[str], label: int = 1) -> str:
-    return json.dumps(
-        {
-            "images": [{"id": i, "file_name": name} for i, name in enumerate(names)],
-            "annotations": [
-                {"id": i, "image_id": i, "category_id": label, "bbox": [1, 2, 3, 4]} for i in range(len(names))
-            ],
-            "categories": [{"id": 1, "name": "cat"}, {"id": 2, "name": "dog"}],
-        }
-    )
 
 
 def numbered(count: int) -> list[str]:
@@ -51,14 +39,6 @@ def dataset(folder: Path, names: list[str], *, exist: bool = True) -> Path:
 
 def names_of(index: Index, split: str) -> set[str]:
     return {index.path(image_index).name for image_index in index.image_indices(split)}
-
-
-def refuse_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(*_: object) -> None:
-        raise AssertionError("the annotations were read again")
-
-    for name, format in FORMATS.items():
-        monkeypatch.setitem(FORMATS, name, format._replace(read=read))
 
 
 def test_an_unchanged_source_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

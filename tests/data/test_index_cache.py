@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from stoker.data.index import open_index
-from tests.data.test_index import content, refuse_reading
+from tests.fixtures.data_index import content, refuse_reading
 
 
 def test_renamed_image_in_a_subfolder_is_found(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from stoker.data.index import open_index, require_images
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
 from tests.data.exports import region, save_images, task
-from tests.data.test_cvat import boxes_by_image, split_of
+from tests.fixtures.data_cvat import boxes_by_image, split_of
 
 CAR = region("car", 10, 20, 25, 50)
 GEOMETRY = region(None, 10, 20, 25, 50)["value"]

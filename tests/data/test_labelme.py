@@ -9,7 +9,7 @@ from stoker.data.index import open_index, require_images
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
 from tests.data.exports import labelme_file, labelme_shape, save_images
-from tests.data.test_cvat import boxes_by_image, split_of
+from tests.fixtures.data_cvat import boxes_by_image, split_of
 
 CAR = labelme_shape("car", [[60.5, 50], [10, 20]])
 """Drawn from the lower right corner."""

@@ -22,7 +22,7 @@ from stoker.errors import OutOfMemoryError, PreflightError, StokerError
 from tests.data import loading
 from tests.data.loading import CPU, InMemoryIndex, LateDevice, assert_same, make, stream, take
 from tests.data.memory_index import SlowIndex
-from tests.data.test_loader import (  # noqa: F401
+from tests.fixtures.data_loader import (  # noqa: F401
     test_a_batch_keeps_the_contract,
     test_a_batch_larger_than_the_data_set,
     test_a_batch_on_the_cpu_stays_until_the_next_but_one,
@@ -38,14 +38,14 @@ from tests.data.test_loader import (  # noqa: F401
     test_stats_tell_reading_from_decoding_and_waiting,
     test_the_stream_does_not_depend_on_batch_depth_or_ranks,
 )
-from tests.data.test_loader_quarantine import (  # noqa: F401
+from tests.fixtures.data_loader_quarantine import (  # noqa: F401
     test_a_bad_image_is_quarantined_by_name_and_replaced,
     test_a_missing_dataset_stops_the_run,
     test_a_resumed_run_repeats_a_replacement_though_the_file_is_back,
     test_an_image_is_used_up_to_the_position_from_which_it_is_quarantined,
     test_evaluation_leaves_a_bad_image_out_and_reports_it,
 )
-from tests.data.test_pixel_cache import draw
+from tests.fixtures.data_pixel_cache import draw
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="worker processes need Linux")
 

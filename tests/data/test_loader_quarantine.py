@@ -2,10 +2,8 @@
 
 import itertools
 
-import cv2
 import numpy as np
 import pytest
-import torch
 
 from stoker.data.loading import samples
 from stoker.errors import DataError
@@ -19,52 +17,21 @@ from tests.data.loading import (
     take,
     wait_until_full,
 )
-
-
-@pytest.fixture
-def index(tmp_path):
-    return InMemoryIndex(tmp_path, 13)
+from tests.fixtures.data_loader_quarantine import (  # noqa: F401
+    DAMAGE,
+    index,
+    test_a_bad_image_is_quarantined_by_name_and_replaced,
+    test_a_missing_dataset_stops_the_run,
+    test_a_resumed_run_repeats_a_replacement_though_the_file_is_back,
+    test_an_image_is_used_up_to_the_position_from_which_it_is_quarantined,
+    test_evaluation_leaves_a_bad_image_out_and_reports_it,
+)
 
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left():
     yield
     assert not loader_threads()
-
-
-DAMAGE = {
-    "missing": lambda path: path.unlink(),
-    "empty": lambda path: path.write_bytes(b""),
-    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-30]),
-    "no image": lambda path: path.write_bytes(b"<html>" * 30),
-    "a folder": lambda path: (path.unlink(), path.mkdir()),
-    "another size": lambda path: cv2.imwrite(str(path), np.zeros((70, 71, 3), np.uint8)),
-}
-
-
-@pytest.mark.parametrize("image_index", [4, 5])
-@pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("workers", [1, 3])
-def test_a_bad_image_is_quarantined_by_name_and_replaced(index, image_index, damage, workers):
-    healthy = stream(index, 12)
-    DAMAGE[damage](index.path(image_index))
-    reported = []
-    with make(index, workers=workers, on_quarantine=reported.append) as loader:
-        actual = take(loader, 12)
-        state = loader.state_dict()
-    assert image_index not in image_indices_of(actual)
-    assert len(reported) == 1  # once, though the image comes four times
-    first = image_indices_of(healthy).index(image_index)
-    assert reported[0].image_index == image_index
-    assert reported[0].source == str(index.path(image_index))
-    assert reported[0].sample_position == first
-    assert reported[0].replaced_by == image_indices_of(actual)[first]
-    assert reported[0].error
-    assert state["quarantined"] == {image_index: first}
-    # All other samples are what they were.
-    for k, expected in enumerate(image_indices_of(healthy)):
-        if expected != image_index:
-            assert torch.equal(actual[k // 4].images[k % 4], healthy[k // 4].images[k % 4])
 
 
 def test_the_sizes_that_disagree_are_both_named(index):
@@ -81,35 +48,6 @@ def test_a_size_that_the_source_does_not_say_is_read_from_the_file(index):
     index.original_size[:] = 0
     assert_same(stream(index, 4), expected)
     assert expected[0].original_size[0].tolist() == sizes[expected[0].image_index[0]].tolist()
-
-
-@pytest.mark.parametrize("stop", [1, 3, 6])
-def test_a_resumed_run_repeats_a_replacement_though_the_file_is_back(index, stop):
-    path, hidden = index.path(4), index.root / "hidden"
-    path.rename(hidden)
-    with make(index, on_quarantine=lambda _: hidden.rename(path)) as loader:  # it fails once, then never again
-        before = take(loader, 4)  # an epoch and a bit: the image has failed
-        assert path.exists()
-        state_at = {4: loader.state_dict()}
-        after = take(loader, 8)
-    assert 4 not in image_indices_of(after)
-    with make(index) as loader:
-        loader.load_state_dict(state_at[4])
-        assert_same(take(loader, 8), after)
-    # From an earlier state, with what quarantine.jsonl knows of the time after it.
-    with make(index) as loader:
-        loader.load_state_dict({"position": 4 * stop, "quarantined": state_at[4]["quarantined"]})
-        assert_same(take(loader, 12 - stop), (before + after)[stop:])
-
-
-def test_an_image_is_used_up_to_the_position_from_which_it_is_quarantined(index):
-    healthy = stream(index, 13, batch_size=4)
-    with make(index) as loader:
-        loader.load_state_dict({"position": 0, "quarantined": {4: 26}})
-        actual = take(loader, 13)
-    assert image_indices_of(actual)[:26] == image_indices_of(healthy)[:26]
-    assert 4 in image_indices_of(actual)[:26]
-    assert 4 not in image_indices_of(actual)[26:]
 
 
 def test_an_image_read_ahead_before_it_failed_is_not_used(tmp_path, monkeypatch):
@@ -189,27 +127,11 @@ def test_where_it_stops_does_not_depend_on_the_threads(tmp_path):
     assert len(ends) == 1
 
 
-def test_a_missing_dataset_stops_the_run(index):
-    for image_index in range(13):
-        index.path(image_index).unlink()
-    with make(index) as loader, pytest.raises(DataError, match=r"None of the \d+ images tried"):
-        next(loader)
-
-
 def test_the_only_image_is_bad(tmp_path):
     index = InMemoryIndex(tmp_path, 1)
     index.path(0).unlink()
     with make(index) as loader, pytest.raises(DataError, match="None of the 1 images tried"):
         next(loader)
-
-
-def test_evaluation_leaves_a_bad_image_out_and_reports_it(index):
-    index.path(4).unlink()
-    reported = []
-    with make(index, train=False, on_quarantine=reported.append) as loader:
-        for _ in range(2):
-            assert image_indices_of(take(loader, 99)) == [0, 1, 2, 3, -1, 5, 6, 7, 8, 9, 10, 11, 12, -1, -1, -1]
-    assert [(one.image_index, one.sample_position, one.replaced_by) for one in reported] == [(4, 4, -1)]
 
 
 def test_no_images_at_all(index):

@@ -8,7 +8,7 @@ from stoker.data.index import open_index
 from stoker.data.validation.problems import ProblemCollector
 from stoker.errors import DataError
 from tests.data.exports import open_images_row, open_images_table, save_images
-from tests.data.test_cvat import boxes_by_image, split_of
+from tests.fixtures.data_cvat import boxes_by_image, split_of
 
 CAR, GROUP = "/m/0k4j", "/m/01yrx"
 DESCRIPTIONS = f"{CAR},Car\n{GROUP},Cat\n/m/011k07,Tortoise\n"

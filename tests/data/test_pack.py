@@ -33,9 +33,10 @@ from stoker.storage.store import open_store
 from stoker.storage.uri import parse_uri
 from tests.data.buckets import Bucket
 from tests.data.examples import property_test
-from tests.data.test_convert import annotated, coco, data_sets, two_splits
-from tests.data.test_same_index import WRITE, Drawn, content, drawings
 from tests.data.tfrecords import jpeg
+from tests.fixtures.data_convert import annotated, coco, data_sets, two_splits
+from tests.fixtures.data_pack import small_shards
+from tests.fixtures.data_same_index import WRITE, Drawn, content, drawings
 from tests.storage.servers import Server, apply, google_server, s3_server
 
 COLUMNS = ("boxes", "labels", "crowd", "area", "offsets", "original_size", "image_id")
@@ -220,16 +221,6 @@ def test_a_start_that_failed_is_continued(stop_after: int, tmp_path: Path, monke
     assert result.num_kept == stop_after
     assert tree(out) == tree(tmp_path / "whole")
     assert all((out / name).stat().st_mtime_ns == time_ns for name, time_ns in finished.items())
-
-
-def small_shards(plan: packing.Plan) -> packing.Plan:
-    """The plan with three images to a shard."""
-    shards = []
-    for shard in plan.shards:
-        for number in range(0, len(shard.rows), 3):
-            name = f"{shard.split}-{number // 3:05d}.tar"
-            shards.append(packing.PlannedShard(name=name, split=shard.split, rows=shard.rows[number : number + 3]))
-    return packing.Plan(id=plan.id, options=plan.options, shards=tuple(shards), measured=plan.measured)
 
 
 def test_other_data_in_the_destination_is_refused_and_kept(source: Index, tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ import pytest
 
 from stoker.data.convert.packing import PackOptions, in_threads, pack
 from stoker.data.index import Index, open_index
-from tests.data.test_convert import annotated, coco
 from tests.data.tfrecords import jpeg
+from tests.fixtures.data_convert import annotated, coco
 
 ROOT = Path(__file__).resolve().parents[2]
 CANDIDATES = (os.environ.get("STOKER_PEERS_PYTHON", ""), str(ROOT / ".peers/bin/python"))

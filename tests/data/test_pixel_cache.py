@@ -6,7 +6,6 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import cv2
@@ -19,60 +18,10 @@ from stoker.data.augment import geometry
 from stoker.data.images import pixel_cache
 from stoker.data.images.cache_policy import cache_file_path, open_cache, open_cache_file
 from stoker.data.images.decode import decode
-from stoker.data.images.headers import parse_header
 from stoker.data.images.pixel_cache import BLOCK_BYTES, HEADER_BYTES, CachedImageSpec, PixelCache, compute_entry_offsets
 from stoker.data.index import Index, open_index
 from tests.data import tfrecords
-
-SPEC = CachedImageSpec((64, 96), "letterbox", 1.5)
-SIDES = (150, 200)
-PLENTY = 1 << 40
-
-
-def draw(folder: Path, count: int = 6, *, sized: bool = True, sides: tuple[int, int] = SIDES) -> Index:
-    """A COCO data set of smooth images; every third is smaller than it would be kept."""
-    folder.mkdir(parents=True)
-    images = []
-    for n in range(count):
-        height, width = sides if n % 3 else (40, 50)
-        rng = np.random.default_rng(n)
-        coarse = cv2.resize(rng.integers(0, 256, (6, 8, 3), np.uint8), (width, height), interpolation=cv2.INTER_CUBIC)
-        cv2.imwrite(str(folder / f"{n}.jpg"), coarse)
-        images.append({"id": n, "file_name": f"{n}.jpg"} | ({"height": height, "width": width} if sized else {}))
-    boxes = [{"id": n, "image_id": n, "category_id": 1, "bbox": [3, 3, 20, 20]} for n in range(count)]
-    resized_size = {"images": images, "annotations": boxes, "categories": [{"id": 1, "name": "thing"}]}
-    (folder / "_annotations.coco.json").write_text(json.dumps(resized_size))
-    return open_index(folder)
-
-
-def cache_of(
-    index: Index,
-    spec: CachedImageSpec = SPEC,
-    *,
-    max_bytes: int = PLENTY,
-    messages: Callable[[str], None] | None = None,
-) -> PixelCache:
-    """What a new process has: nothing is remembered of the sources."""
-    return PixelCache(
-        index, spec, open_cache_file(cache_file_path(index, spec)), max_bytes=max_bytes, on_error=messages
-    )
-
-
-def make(cache: PixelCache, index: Index, image_index: int) -> np.ndarray:
-    data, path = index.read(image_index), index.path(image_index)
-    return cache.decode(image_index, data, path, parse_header(data, path))
-
-
-def fill(cache: PixelCache, index: Index) -> list[np.ndarray]:
-    """Fills the cache as the loader does; returns the images."""
-    actual = []
-    for image_index in range(len(index)):
-        pixels = cache.get(image_index)
-        if pixels is None:
-            pixels = make(cache, index, image_index)
-            cache.put(image_index, pixels)
-        actual.append(pixels)
-    return actual
+from tests.fixtures.data_pixel_cache import PLENTY, SIDES, SPEC, cache_of, draw, fill, make
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import pytest
 from stoker.data.images import cache_policy
 from stoker.data.images.cache_policy import (
     CachePolicyInputs,
+    cache_file_path,
     choose_cache,
     compute_free_disk_bytes,
     estimate_decode_s,
@@ -22,7 +23,7 @@ from stoker.data.images.cache_policy import (
 )
 from stoker.data.images.pixel_cache import CachedImageSpec
 from stoker.errors import ConfigError
-from tests.data.test_pixel_cache import SPEC, cache_file_path, cache_of, draw, fill
+from tests.fixtures.data_pixel_cache import SPEC, cache_of, draw, fill
 
 GB = 10**9
 USUAL = CachePolicyInputs(

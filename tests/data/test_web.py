@@ -12,7 +12,7 @@ from stoker.data.remote.resolve import resolve_dataset
 from stoker.errors import DataError, StokerError
 from stoker.storage.uri import parse_uri
 from tests.data.buckets import DRAWN, same
-from tests.data.test_same_index import WRITE
+from tests.fixtures.data_same_index import WRITE
 from tests.storage.servers import Server, apply, web_server
 
 

@@ -11,38 +11,9 @@ from PIL import Image
 from stoker.data.index import Index, open_index, require_images
 from stoker.errors import DataError
 from tests.data.examples import property_test
+from tests.fixtures.data_yolo import ROW, flat, kinds, label, make_image
 
-ROW = "1 0.5 0.5 0.25 0.5\n"
 NAMES = "names: [cat, dog]\n"
-
-
-def make_image(path: Path, width: int = 40, height: int = 20, **options: object) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("RGB", (width, height)).save(path, **options)
-    return path
-
-
-def label(path: Path, text: str = ROW) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    return path
-
-
-def flat(root: Path, text: str = ROW, names: str | None = "cat\ndog\n") -> Path:
-    """Two images, the second without objects, and a list of classes."""
-    make_image(root / "images" / "a.jpg")
-    make_image(root / "images" / "b.png")
-    label(root / "labels" / "a.txt", text)
-    label(root / "labels" / "b.txt", "")
-    if names is not None:
-        (root / "classes.txt").write_text(names)
-    return root
-
-
-def kinds(index: Index) -> dict[str, str]:
-    return {
-        problem.kind: " ".join(problem.examples) for problem in index.problems if problem.kind != "class-not-in-split"
-    }
 
 
 def content(index: Index) -> dict[str, dict[str, list[list[float]]]]:

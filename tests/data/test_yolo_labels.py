@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from stoker.data.formats.yolo import match_labels
 from stoker.data.index import open_index
 from tests.data.examples import property_test
-from tests.data.test_yolo import flat, kinds, label, make_image
+from tests.fixtures.data_yolo import flat, kinds, label, make_image
 
 STEMS = st.text("aAbBéÉ", min_size=1, max_size=2)
 

@@ -23,7 +23,7 @@ from stoker.evaluation.metrics import (
     read_evaluation,
 )
 from stoker.runs.records import EVALUATION, RunFolder
-from tests.evaluation.test_evaluate import columns, detections, pycocotools, random_case
+from tests.fixtures.evaluation_evaluate import columns, detections, pycocotools, random_case
 
 DOCUMENT = (Path(__file__).parents[2] / "docs/run-folder.md").read_text()
 

@@ -2,17 +2,14 @@
 
 import contextlib
 import dataclasses
-import io
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pycocotools.coco import COCO
-from pycocotools.cocoeval import COCOeval
 from torch import Tensor, nn
 
 from stoker.config.settings import ModelSettings
@@ -35,93 +32,10 @@ from stoker.evaluation.metrics import COCO_SUMMARY, Detections, Metrics, empty_d
 from stoker.hardware.device import Device
 from stoker.models import BatchDetections, build, get_architecture
 from tests.drawn import draw
+from tests.fixtures.evaluation_evaluate import columns, detections, pycocotools, random_case
 from tests.host_sync import ForbidHostSync, HostSyncError
 
 CPU = Device(torch.device("cpu"))
-
-
-class Columns(NamedTuple):
-    """A double of the index: only the columns that the evaluation reads."""
-
-    class_names: tuple[str, ...]
-    offsets: np.ndarray
-    boxes: np.ndarray
-    labels: np.ndarray
-    crowd: np.ndarray
-    area: np.ndarray
-
-    def path(self, image_index: int) -> Path:
-        return Path(f"{image_index}.jpg")
-
-    def display_source(self, image_index: int) -> str:
-        return f"{image_index}.jpg"
-
-    def byte_range(self, image_index: int) -> tuple[int, int] | None:
-        return (image_index * 100, 50) if image_index % 2 else None
-
-    @property
-    def original_size(self) -> np.ndarray:
-        return np.full((len(self.offsets) - 1, 2), (480, 640))
-
-
-def columns(boxes_of_image: list[list[tuple[float, ...]]], class_count: int) -> Columns:
-    """Images as lists of (x1, y1, x2, y2, label, crowd, area factor)."""
-    flat = np.array([box for boxes in boxes_of_image for box in boxes], np.float64).reshape(-1, 7)
-    corners = flat[:, :4].astype(np.float32)
-    return Columns(
-        class_names=tuple(f"class {n}" for n in range(class_count)),
-        offsets=np.cumsum([0] + [len(boxes) for boxes in boxes_of_image]).astype(np.int64),
-        boxes=corners,
-        labels=flat[:, 4].astype(np.int32),
-        crowd=flat[:, 5].astype(bool),
-        area=(corners[:, 2] - corners[:, 0]).astype(np.float64) * (corners[:, 3] - corners[:, 1]) * flat[:, 6],
-    )
-
-
-def detections(rows: list[int], boxes: Any, scores: Any, labels: Any, images: Any) -> Detections:
-    return Detections(
-        image_index=np.array(rows, np.int64),
-        boxes=np.array(boxes, np.float32).reshape(-1, 4),
-        score=np.array(scores, np.float32),
-        label=np.array(labels, np.int64),
-        image_indices=np.array(images, np.int64),
-    )
-
-
-def pycocotools(truth: GroundTruth, found: Detections) -> COCOeval:
-    """pycocotools after its evaluation; ids of boxes are their places from 1."""
-
-    def xywh(boxes: np.ndarray) -> list[list[float]]:
-        b = boxes.astype(np.float64)
-        return np.stack([b[:, 0], b[:, 1], b[:, 2] - b[:, 0], b[:, 3] - b[:, 1]], axis=1).tolist()
-
-    with contextlib.redirect_stdout(io.StringIO()):
-        gt, dt = COCO(), COCO()
-        frame = {
-            "images": [{"id": int(row)} for row in truth.image_indices],
-            "categories": [{"id": n, "name": name} for n, name in enumerate(truth.class_names)],
-        }
-        gt.dataset = frame | {
-            "annotations": [
-                {"id": n + 1, "image_id": int(truth.image_index[n]), "bbox": box, "category_id": int(truth.label[n]),
-                 "area": float(truth.area[n]), "iscrowd": int(truth.crowd[n])}
-                for n, box in enumerate(xywh(truth.boxes))
-            ]
-        }  # fmt: skip
-        dt.dataset = frame | {
-            "annotations": [
-                {"id": n + 1, "image_id": int(found.image_index[n]), "bbox": box, "category_id": int(found.label[n]),
-                 "area": box[2] * box[3], "iscrowd": 0, "score": float(found.score[n])}
-                for n, box in enumerate(xywh(found.boxes))
-            ]
-        }  # fmt: skip
-        gt.createIndex()
-        dt.createIndex()
-        run = COCOeval(gt, dt, "bbox")
-        run.evaluate()
-        run.accumulate()
-        run.summarize()
-    return run
 
 
 def oracle(truth: GroundTruth, found: Detections) -> tuple[list[float], list[float], list[float]]:
@@ -145,42 +59,6 @@ def assert_equals_oracle(truth: GroundTruth, found: Detections) -> Metrics:
     assert [-1.0 if c.ap is None else c.ap for c in metrics.per_class] == pytest.approx(ap, abs=1e-9)
     assert [-1.0 if c.ap50 is None else c.ap50 for c in metrics.per_class] == pytest.approx(ap50, abs=1e-9)
     return metrics
-
-
-def random_case(seed: int, images: int, class_count: int, *, max_found: int = 30) -> tuple[GroundTruth, Detections]:
-    """Boxes of all sizes, crowds, empty images, empty classes, and detections near, doubled, tied and wrong."""
-    draw = np.random.default_rng(seed)
-    gt_rows: list[list[tuple[float, ...]]] = []
-    rows: list[int] = []
-    found: list[np.ndarray] = []
-    scores: list[float] = []
-    labels: list[int] = []
-    for image in range(images):
-        mine = []
-        for _ in range(int(draw.integers(0, 8))):
-            x, y = draw.uniform(0, 300, 2)
-            w, h = np.exp(draw.uniform(np.log(3), np.log(300), 2))
-            label = int(draw.integers(0, max(1, class_count - 1)))  # the last class has no ground truth box
-            mine.append((x, y, x + w, y + h, label, float(draw.random() < 0.15), draw.uniform(0.5, 1.0)))
-        gt_rows.append(mine)
-        for _ in range(int(draw.integers(0, max_found))):
-            if mine and draw.random() < 0.7:
-                near = mine[int(draw.integers(len(mine)))]
-                size = np.array([near[2] - near[0], near[3] - near[1]] * 2)
-                box = np.array(near[:4]) + draw.normal(0, 0.08, 4) * size
-                label = int(near[4]) if draw.random() < 0.9 else int(draw.integers(class_count))
-            else:
-                corner = draw.uniform(0, 300, 2)
-                box = np.concatenate([corner, corner + draw.uniform(2, 200, 2)])
-                label = int(draw.integers(class_count))
-            box[2:] = np.maximum(box[2:], box[:2] + 1)
-            rows.append(image)
-            found.append(box)
-            labels.append(label)
-            scores.append(round(float(draw.random()), 1))  # one digit: many ties
-    index = columns([[(9, 9, 50, 50, 0, 0, 1.0)], *gt_rows], class_count)
-    every = np.arange(images + 1)
-    return ground_truth(index, every), detections([r + 1 for r in rows], found, scores, labels, every)
 
 
 @pytest.mark.slow

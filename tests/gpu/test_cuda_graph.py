@@ -5,7 +5,7 @@ import torch
 
 from stoker.hardware.device import select_device
 from stoker.training.make_step import CudaCapture, CudaGraphStep
-from tests.training.test_cuda_graph import Work, run_steps
+from tests.fixtures.training_cuda_graph import Work, run_steps
 
 pytestmark = [
     pytest.mark.gpu,

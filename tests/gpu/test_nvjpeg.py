@@ -16,8 +16,8 @@ from stoker.runs.records import STEPS, read_lines
 from stoker.runs.schemas import StepWindow
 from stoker.training.run import train
 from tests.data.loading import loader_threads, make
-from tests.data.test_device_batches import CMYK, COUNT, PNG, PROGRESSIVE, SmoothIndex
 from tests.drawn import draw
+from tests.fixtures.data_device_batches import CMYK, COUNT, PNG, PROGRESSIVE, SmoothIndex
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,7 +1,6 @@
 """Pinned memory of snapshots is allocated once and used again only when nothing refers to it."""
 
 import contextlib
-from collections.abc import Iterable
 
 import pytest
 import torch
@@ -11,27 +10,7 @@ from stoker.data.loading.buffers import HostBatchBuffer
 from stoker.hardware import host_arena
 from stoker.hardware.device import Device, SideStream, pinned_bytes
 from stoker.hardware.host_arena import HostArenas
-
-
-class PinningDevice(Device):
-    """An accelerator whose pinned memory is ordinary memory, and counted."""
-
-    allocated: list[int]
-
-    @property
-    def is_cpu(self) -> bool:
-        return False
-
-    def empty_host(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
-        made = torch.empty(tuple(shape), dtype=dtype)
-        self.allocated.append(made.nbytes)
-        return made
-
-
-def pinning_device() -> PinningDevice:
-    device = PinningDevice(torch.device("cpu"))
-    object.__setattr__(device, "allocated", [])
-    return device
+from tests.fixtures.hardware_host_arena import pinning_device
 
 
 def like(*sizes: int) -> list[Tensor]:

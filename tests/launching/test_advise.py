@@ -14,43 +14,8 @@ from stoker.errors import UsageError
 from stoker.launching.advise import MAX_CHANGES, LaunchAdvice, advise, print_advice
 from stoker.launching.jobs import remember
 from stoker.launching.spec import PLACES, Job
-from tests.report.runs import GIB, write_run
-
-A100, L4 = "NVIDIA A100-SXM4-40GB", "NVIDIA L4"
-GPUS_GIB = {A100: 40, L4: 24}
-
-
-def make_run(
-    path: Path,
-    phases: dict[str, float],
-    *,
-    devices: int = 1,
-    gpus: int | None = None,
-    gpu: str = A100,
-    busy: float = 0.9,
-    memory: float = 0.5,
-    used_cores: float = 2.0,
-    cores: float = 12.0,
-    samples: int = 60,
-    settings: str = "",
-    **others: Any,
-) -> Path:
-    """Two windows of 100 s at 40 img/s. phases: fractions of the time; memory: of the GPU's."""
-    total = GPUS_GIB.get(gpu, 40) * GIB
-    return write_run(
-        path,
-        phases={name: 100.0 * devices * fraction for name, fraction in phases.items()},
-        devices=devices,
-        num_images=4000,
-        end=None,
-        samples=samples,
-        sample={"process_cpu": used_cores, "cpu_limit_cores": cores},
-        gpu={"utilization": busy, "memory_used_bytes": int(memory * total), "memory_total_bytes": total},
-        environment={"gpu": {"gpus": [{"name": gpu}] * (gpus or devices)}, "cores": int(cores)},
-        settings='[data]\ndata = "images"\n'
-        f'[run]\nbatch_size = 16\nmax_duration = "10000steps"\nprice_per_device_hour = 3.0\n{settings}',
-        **others,
-    )
+from tests.fixtures.launching_advise import A100, L4, make_run
+from tests.report.runs import write_run
 
 
 def by_kind(advice: LaunchAdvice) -> dict[str, Any]:

@@ -23,9 +23,9 @@ from stoker.launching.kubernetes import Kubernetes
 from stoker.launching.spec import Job, LaunchRequest, LaunchSpec, Mount, PlaceOptions
 from stoker.launching.submit import apply
 from stoker.training.cluster import find_place
+from tests.fixtures.launching_advise import make_run
 from tests.launching.cloud import IMAGE, FakeApi, make_spec, serving
 from tests.launching.kubernetes_rules import problems
-from tests.launching.test_advise import make_run
 
 VERSIONS = ("1.29", "1.31", "1.34", "1.37")
 KINDS = ("job", "jobset", "trainjob")

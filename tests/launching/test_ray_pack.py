@@ -22,7 +22,7 @@ from PIL import Image
 from stoker.data.formats.shard_index import INDEX_FILE, read_info
 from stoker.storage.store import open_store
 from stoker.storage.uri import parse_uri
-from tests.data.test_convert import annotated, coco
+from tests.fixtures.data_convert import annotated, coco
 from tests.storage.servers import Server, apply, s3_server
 
 ray = pytest.importorskip("ray", reason="uv pip install 'stoker[ray]'")

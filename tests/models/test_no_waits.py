@@ -7,36 +7,22 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torchvision.ops import nms
 
-from stoker.config.settings import OptimSettings
 from stoker.data.augment.device import augment_batch
-from stoker.hardware.device import select_device
 from stoker.hardware.host_sync import allow_host_sync, allowed_host_syncs
 from stoker.models import MODELS, build
 from stoker.models.layers import postprocess
 from stoker.training.optim import OptimizerStep
 from tests import fakes
+from tests.fixtures.models_no_waits import make_stepper
 from tests.host_sync import ForbidHostSync, HostSyncError
 from tests.models.oracle import SMALL_MODELS, oracle_losses, oracle_of
 from tests.models.samples import make_batch, settings_of
 
 CANVAS, CLASSES = (64, 96), 5
-
-
-def make_stepper(model: nn.Module, optimizer: str) -> OptimizerStep:
-    settings = OptimSettings(
-        optimizer=optimizer,  # type: ignore[arg-type]
-        lr=0.01,
-        backbone_lr_mult=1.0,
-        momentum=0.9,
-        weight_decay=0.01,
-        clip_grad_norm=1.0,
-        ema_decay=0.99,
-    )
-    return OptimizerStep(model, settings, select_device("cpu"), precision="fp32")
 
 
 def train_step(losses: Callable[[], dict[str, Tensor]], stepper: OptimizerStep, done: int = 0) -> None:

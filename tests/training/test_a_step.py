@@ -15,7 +15,7 @@ from stoker.models import Detector
 from stoker.training import loop
 from stoker.training.run import train
 from tests.drawn import draw
-from tests.training.test_run import settings
+from tests.fixtures.training_run import settings
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/a-step.md"
 

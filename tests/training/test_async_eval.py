@@ -29,8 +29,8 @@ from stoker.training import evaluator, loop, recorder, start
 from stoker.training.evaluator import Evaluator
 from stoker.training.run import train
 from tests.drawn import draw
-from tests.training.test_run import patch_ap
-from tests.training.test_stability import RATE, make_gradients_nan
+from tests.fixtures.training_run import patch_ap
+from tests.fixtures.training_stability import RATE, make_gradients_nan
 
 
 def settings(data: Path, **changes: object) -> Config:

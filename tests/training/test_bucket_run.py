@@ -38,8 +38,8 @@ from stoker.training.bucket_run import BucketRun, join_bucket_run
 from stoker.training.run import train
 from stoker.training.stopper import StopRequest
 from tests.drawn import draw, run_stoker, stoker
+from tests.fixtures.training_uploads import LIMIT_S, name_of
 from tests.storage.servers import Conditions, Proxy, ServedBucket, Server, apply, google_server, s3_server
-from tests.training.test_uploads import LIMIT_S, name_of
 
 FLAGS = {
     "model": "retinanet_tiny_fpn", "image_size": (64, 64), "batch_size": 4, "max_duration": "24", "eval_every": "9",

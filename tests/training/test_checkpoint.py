@@ -10,50 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from torch import Tensor
 
 from stoker.errors import CheckpointError
 from stoker.hardware.device import Device, SideStream
 from stoker.training.checkpoint import (
     CheckpointWriter,
-    HostSnapshot,
-    LoadedCheckpoint,
-    load_newest,
     reserve_arenas,
     snapshot,
 )
-from tests.hardware.test_host_arena import pinning_device
-
-STREAM = Device(torch.device("cpu")).make_stream()
-
-
-def make_snapshot(step: int, size: int = 1000) -> HostSnapshot:
-    weights: dict[str, Tensor] = {"w": torch.full((size,), float(step))}
-    state = {
-        "moments": [torch.full((3,), float(-step))],
-        "nested": {"n": step, "text": "x"},
-        "pair": (1, 2),
-        "skipped_streak": (0, -1),
-    }
-    return snapshot(STREAM, step=step, metadata={"model": "m"}, weights=weights, state=state)
+from tests.fixtures.hardware_host_arena import pinning_device
+from tests.fixtures.training_checkpoint import STREAM, make_snapshot, newest, save
 
 
 def ignore(*_: object, **__: object) -> None:
     """Drops the message."""
-
-
-def save(run: Path, *steps: int) -> list[tuple[str, str]]:
-    said: list[tuple[str, str]] = []
-    writer = CheckpointWriter(run, lambda kind, text, **_: said.append((kind, text)))
-    for step in steps:
-        writer.save(make_snapshot(step))
-    writer.wait()
-    return said
-
-
-def newest(run: Path) -> tuple[LoadedCheckpoint | None, list[tuple[str, str]]]:
-    said: list[tuple[str, str]] = []
-    return load_newest(run, lambda kind, text, **_: said.append((kind, text))), said
 
 
 def test_the_newest_two_are_kept_and_the_newest_is_loaded(tmp_path: Path):

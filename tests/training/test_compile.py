@@ -15,11 +15,11 @@ from stoker.training.optim import OptimizerStep
 from stoker.training.run import train
 from stoker.training.step import PlainStep, make_loss_fn
 from tests.drawn import draw
+from tests.fixtures.models_no_waits import make_stepper
+from tests.fixtures.training_run import settings
+from tests.fixtures.training_stability import RATE, events_of, make_gradients_nan
+from tests.fixtures.training_stability import settings as unstable
 from tests.models.samples import make_batch, settings_of
-from tests.models.test_no_waits import make_stepper
-from tests.training.test_run import settings
-from tests.training.test_stability import RATE, events_of, make_gradients_nan
-from tests.training.test_stability import settings as unstable
 
 
 @pytest.fixture(scope="module")

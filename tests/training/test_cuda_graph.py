@@ -5,8 +5,6 @@ address. A graph is emulated: the operators that were recorded once are called a
 """
 
 import contextlib
-import copy
-import io
 import os
 import subprocess
 import sys
@@ -22,8 +20,6 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.config.settings import OptimSettings
-from stoker.data.augment.device import augment_batch, makes_mosaics
-from stoker.data.batch import Batch
 from stoker.hardware.device import Device
 from stoker.models import Detector, build
 from stoker.runs.records import EVENTS, FINAL, STEPS, read_lines
@@ -32,19 +28,27 @@ from stoker.training import loop, parallel, recorder, start
 from stoker.training.make_step import CudaGraphStep
 from stoker.training.optim import LossAccumulator, OptimizerStep
 from stoker.training.run import train
-from stoker.training.step import LossFn, PlainStep, make_loss_fn, train_step
+from stoker.training.step import PlainStep, make_loss_fn, train_step
 from tests import fakes
 from tests.drawn import draw, run_stoker
+from tests.fixtures.training_cuda_graph import (
+    CPU,
+    Accelerator,
+    Work,
+    batch_of,
+    make_bad,
+    poisonable,
+    run_steps,
+    saved_state,
+)
+from tests.fixtures.training_optim import make_images, make_model
+from tests.fixtures.training_optim import settings as optim_settings
+from tests.fixtures.training_stability import events_of
+from tests.fixtures.training_stability import settings as unstable
 from tests.host_sync import ForbidHostSync, RecordOperators
 from tests.models.oracle import SMALL_MODELS
-from tests.models.samples import make_batch, settings_of
-from tests.training.test_optim import make_images, make_model
-from tests.training.test_optim import settings as optim_settings
-from tests.training.test_stability import events_of
-from tests.training.test_stability import settings as unstable
+from tests.models.samples import settings_of
 
-CPU = torch.device("cpu")
-AUGMENTATIONS = fakes.AUGMENTATIONS
 CASES = [("retinanet_tiny_fpn", "sgd", 2), ("retinanet_tiny_fpn", "adamw", 1)]
 SLOW_CASES = [(name, "adamw", 1) for name in SMALL_MODELS if name != "retinanet_tiny_fpn"]
 
@@ -53,83 +57,6 @@ def marked(default: int) -> list[object]:
     """Parameters of a test: the first `default` cases; all others in the slow suite."""
     cases = [*CASES, *SLOW_CASES]
     return [*cases[:default], *(pytest.param(*case, marks=pytest.mark.slow) for case in cases[default:])]
-
-
-class Accelerator(Device):
-    is_cpu = False  # but for this a CPU
-
-
-ACCELERATOR = Accelerator(CPU)
-
-
-class Work:
-    """A training step with all that it keeps."""
-
-    def __init__(
-        self,
-        name: str,
-        optimizer: str,
-        micro_batches: int,
-        *,
-        device: Device = ACCELERATOR,
-        precision: str = "fp16",
-    ) -> None:
-        torch.manual_seed(0)
-        self.device = device
-        self.model: Detector = build(settings_of(name), 3).to(device.torch_device).train()
-        chosen = OptimSettings(
-            optimizer=optimizer,  # type: ignore[arg-type]
-            backbone_lr_mult=0.5,
-            momentum=0.9,
-            weight_decay=0.01,
-            clip_grad_norm=1.0,
-            ema_decay=0.9,
-        )
-        self.optimizer = OptimizerStep(self.model, chosen, device, precision=precision)
-        self.accumulator = LossAccumulator(device, max_skipped_steps=3)
-        self.loss_fn, self.micro_batches = poisonable(make_loss_fn(self.model, compile=False)), micro_batches
-        self.progress = 0.0
-
-    def makes_mosaics(self) -> bool:
-        return makes_mosaics(AUGMENTATIONS, self.progress)
-
-    def step(self, batch: Batch) -> None:
-        no_autocast: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        batch = augment_batch(batch, AUGMENTATIONS, self.progress)
-        train_step(PlainStep(self.loss_fn, self.optimizer, self.accumulator, no_autocast, self.micro_batches), batch)
-
-    def persistent(self) -> dict[str, Tensor]:
-        """Everything that a later step reads."""
-        optimizer, accumulator = self.optimizer, self.accumulator
-        tensors = {f"model.{name}": tensor for name, tensor in self.model.named_parameters()}
-        tensors |= {f"buffer.{name}": tensor for name, tensor in self.model.named_buffers()}
-        tensors |= {f"ema.{name}": tensor for name, tensor in optimizer.ema_model.state_dict().items()}
-        for number, (_, state) in enumerate(optimizer._optimizer.state.items()):
-            tensors |= {f"state.{number}.{name}": tensor for name, tensor in state.items()}
-        if optimizer.loss_scale is not None and optimizer._growth_tracker is not None:
-            tensors |= {"scale": optimizer.loss_scale, "growth": optimizer._growth_tracker}
-        tensors |= {"good": optimizer._good_norm_stats, "sums": accumulator._sums}
-        return tensors | dict(zip(("streak", "diverged"), accumulator.skipped_streak(), strict=True))
-
-    def addresses(self) -> dict[str, int]:
-        return {name: tensor.data_ptr() for name, tensor in self.persistent().items()}
-
-
-def batch_of(step: int) -> Batch:
-    return make_batch((3, 0, 1, 2), (64, 64), 3, seed=step)
-
-
-def make_bad(batch: Batch) -> Batch:
-    """Marks a batch whose losses `poisonable` makes infinite."""
-    return batch._replace(image_index=torch.full_like(batch.image_index, -1))
-
-
-def poisonable(loss_fn: LossFn) -> LossFn:
-    def compute(batch: Batch) -> dict[str, Tensor]:
-        factor = torch.where(batch.image_index[0] < 0, float("inf"), 1.0)
-        return {name: loss * factor for name, loss in loss_fn(batch).items()}
-
-    return compute
 
 
 @pytest.mark.parametrize(("name", "optimizer", "micro_batches"), marked(2))
@@ -153,15 +80,6 @@ def test_steps_issue_the_same_operators_on_the_same_addresses(name: str, optimiz
         assert one == other
     assert addresses[0] == {name: address for name, address in addresses[1].items() if name != "sums"}
     assert addresses[1] == addresses[2] == addresses[3]
-
-
-def saved_state(optimizer: OptimizerStep) -> dict[str, Any]:
-    """The state as a checkpoint's file gives it back."""
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    state: dict[str, Any] = torch.load(file, weights_only=True)
-    return state
 
 
 class EmulatedCapture(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -219,25 +137,6 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def run_steps(work: Work, step: Callable[[Batch], None]) -> list[Any]:
-    """Eight steps, the first and another of them bad, with a checkpoint after four that is loaded after six. The last
-    two make no mosaics."""
-    found: list[Any] = []
-    for done in range(8):
-        work.progress = done / 6
-        work.optimizer.set_scalars(0.05 / (1 + done), done)
-        batch = make_bad(batch_of(done)) if done in (0, 4) else batch_of(done)
-        step(Batch(*(tensor.to(work.device.torch_device) for tensor in batch)))
-        if done == 3:
-            state = saved_state(work.optimizer), copy.deepcopy(work.optimizer.ema_model.state_dict())
-        if done in (2, 5):
-            found.append(work.accumulator.read(work.accumulator.take(), 3))
-        if done == 5:
-            work.optimizer.load_state_dict(*state)
-            work.accumulator.reset()
-    return [*found, work.accumulator.read(work.accumulator.take(), 2)]
 
 
 @pytest.mark.parametrize(("name", "optimizer", "micro_batches"), marked(1))

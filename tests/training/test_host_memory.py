@@ -17,7 +17,7 @@ from stoker.training import loop, out_of_memory
 from stoker.training.out_of_memory import HostMemoryGuard
 from stoker.training.run import train
 from tests.drawn import draw
-from tests.training.test_out_of_memory import settings
+from tests.fixtures.training_out_of_memory import settings
 
 GIB = 2**30
 

@@ -22,8 +22,8 @@ from stoker.training.optim import OptimizerStep
 from stoker.training.run import train
 from tests.bounded import bounded
 from tests.drawn import draw
-from tests.training.test_checkpoint import newest, save
-from tests.training.test_stability import Killed, killing
+from tests.fixtures.training_checkpoint import newest, save
+from tests.fixtures.training_stability import Killed, killing
 
 SETTINGS: dict[str, Any] = {
     "model": "retinanet_tiny_fpn", "image_size": (64, 64), "batch_size": 4, "max_duration": "10", "precision": "fp32",

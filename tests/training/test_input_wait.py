@@ -13,7 +13,7 @@ from stoker.runs.records import STEPS, read_lines
 from stoker.runs.schemas import StepWindow
 from stoker.training.run import train
 from tests.drawn import draw
-from tests.training.test_ledger_of_a_run import settings
+from tests.fixtures.training_ledger_of_a_run import settings
 
 DELAY_S = 0.3
 """One worker: 1.2 s per batch, long compared with a training step on any machine."""

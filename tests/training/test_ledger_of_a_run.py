@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from stoker.config.settings import Config, from_fields
 from stoker.data.loading.loader import Loader
 from stoker.diagnosis.reader import read_run
 from stoker.profiling import trace
@@ -25,6 +24,7 @@ from stoker.runs.schemas import Event, StepWindow
 from stoker.training import checkpoint, evaluator, loop, parallel, recorder, start
 from stoker.training.run import train
 from tests.drawn import draw
+from tests.fixtures.training_ledger_of_a_run import settings
 from tests.timing import undisturbed_once
 
 DELAYS = {
@@ -52,21 +52,6 @@ def delayed(
             spent[phase] = spent.get(phase, 0.0) + time.perf_counter() - began
 
     return wrapper
-
-
-def settings(data: Path) -> Config:
-    return from_fields(
-        {
-            "data": str(data),
-            "model": "retinanet_tiny_fpn",
-            "image_size": (64, 64),
-            "batch_size": 4,
-            "max_duration": "60",
-            "eval_every": "25",
-            "checkpoint_every": "20",
-            "precision": "fp32",
-        }
-    )
 
 
 @pytest.mark.slow

@@ -13,8 +13,8 @@ from stoker.training import loop, stopper
 from stoker.training.run import train
 from stoker.training.stopper import Notice, NoticeWatcher, time_limit_s
 from tests.drawn import draw
+from tests.fixtures.training_out_of_memory import settings
 from tests.training.metadata_server import MetadataServer, metadata_server
-from tests.training.test_out_of_memory import settings
 
 
 @pytest.fixture

@@ -9,32 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stoker.config.settings import OptimSettings
 from stoker.hardware.device import Device
 from stoker.models import Detector, build
 from stoker.training.optim import LossAccumulator, OptimizerStep, lr_at
+from tests.fixtures.training_optim import make_images, make_model, settings
 from tests.host_sync import ForbidHostSync
 from tests.models.samples import make_batch, settings_of
 
 CPU = Device(torch.device("cpu"))
-
-
-def make_model() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
-
-
-def settings(**changes: object) -> OptimSettings:
-    usual: dict[str, object] = {
-        "optimizer": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "clip_grad_norm": 1.0, "ema_decay": 0.0,
-        "max_skipped_steps": 3, "lr_scheduler": "cosine", "warmup_steps": 10,
-    }  # fmt: skip
-    return OptimSettings(**(usual | changes))  # type: ignore[arg-type]
-
-
-def make_images(step: int, *, bad: bool) -> Tensor:
-    x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(step))
-    return torch.full_like(x, float("nan")) if bad else x
 
 
 @pytest.mark.parametrize(

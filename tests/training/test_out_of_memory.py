@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from stoker.config.settings import Config, from_fields
 from stoker.data.batch import Batch
 from stoker.errors import OutOfMemoryError, Preempted
 from stoker.hardware.device import is_out_of_memory
@@ -27,15 +26,8 @@ from stoker.training.parallel import One
 from stoker.training.run import train
 from stoker.training.state import BatchSizes, count_micro_batches
 from tests.drawn import draw
+from tests.fixtures.training_out_of_memory import settings
 from tests.nvml import Scene, driver_library
-
-
-def settings(data: Path, **changes: object) -> Config:
-    usual: dict[str, object] = {
-        "data": str(data), "model": "retinanet_tiny_fpn", "image_size": (64, 64), "batch_size": 4, "max_duration": "5",
-        "precision": "fp32", "eval_every": "0", "workers": 1, "ema_decay": 0.9, "mosaic": 0.4,
-    }  # fmt: skip
-    return from_fields(usual | changes)
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from stoker.config.settings import Config, from_fields
 from stoker.diagnosis.reader import read_run
@@ -25,7 +23,19 @@ from stoker.training.defaults.checks import check_devices
 from stoker.training.local_ranks import find_free_port
 from stoker.training.rank_failure import Failure, first_failure
 from stoker.training.ranks import Ranks
-from tests.drawn import draw, run_stoker, stoker
+from tests.drawn import draw, run_stoker
+from tests.fixtures.training_ranks import (  # noqa: F401
+    FLAGS,
+    aps,
+    arguments,
+    assert_same_training,
+    few_threads,
+    mean_loss,
+    rank_processes,
+    start,
+    train,
+    wait_for_checkpoint,
+)
 
 
 def test_alone_nothing_is_exchanged():
@@ -77,65 +87,9 @@ def test_the_first_failure_is_the_one_that_is_not_a_consequence():
     assert str(first_failure(everywhere).as_error()) == "No images."  # type: ignore[union-attr]
 
 
-FLAGS = [
-    "--device", "cpu", "--model", "retinanet_tiny_fpn", "--image-size", "64", "64", "--batch-size", "12",
-    "--precision", "fp32", "--optimizer", "sgd", "--lr", "1e-5", "--ema-decay", "0.5", "--workers", "1",
-    "--hflip", "0.5", "--scale-jitter-prob", "0.5", "--eval-every", "10", "--checkpoint-every", "4",
-    "--backbone-norm", "sync_bn",
-]  # fmt: skip
-"""At this rate rounding is not amplified: at 1e-3 the gradients of one process with one thread and with two differ by a
-thousandth after one step. That weights change as they should is tested in float64."""
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return draw(tmp_path_factory.mktemp("drawn"), train=30)
-
-
-@pytest.fixture(autouse=True)
-def few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS"):
-        monkeypatch.delenv(name, raising=False)
-
-
-def arguments(data: Path, devices: int, *flags: str) -> list[str | Path]:
-    """FLAGS, of which `flags` replace those of the same names."""
-    values: dict[str, list[str]] = {}
-    for word in (*FLAGS, *flags):
-        if word.startswith("--"):
-            values.pop(word, None)  # so that its values follow it as the newest
-            values[word] = []
-        else:
-            values[next(reversed(values))].append(word)
-    return ["train", data, *(word for flag, words in values.items() for word in (flag, *words)), "--run-dir", "run",
-            "--devices", str(devices)]  # fmt: skip
-
-
-def train(data: Path, folder: Path, devices: int, *flags: str) -> Path:
-    """The run of a training that finishes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    code, output = run_stoker(*arguments(data, devices, *flags), cwd=folder)
-    assert code == 0, output
-    return folder / "run"
-
-
-def mean_loss(run: Path) -> float:
-    windows = [window for window in read_lines(run, STEPS, StepWindow) if window.window_steps]
-    return sum(w.losses["total"] * w.window_steps for w in windows) / sum(w.window_steps for w in windows)
-
-
-def aps(run: Path) -> dict[int | None, float]:
-    return {e.step: e.data["metrics"]["ap"] for e in read_lines(run, EVENTS, Event) if e.kind == "evaluated"}
-
-
-def assert_same_training(one: Path, other: Path) -> None:
-    """Up to rounding: sums of several ranks are added in another order."""
-    first, second = load_file(one / "final.safetensors"), load_file(other / "final.safetensors")
-    for name, tensor in first.items():
-        atol = 1e-4 if "running_" in name else 1e-5  # statistics of 40 steps, which travel in fp32
-        torch.testing.assert_close(second[name], tensor, rtol=1e-4, atol=atol, msg=name)
-    assert mean_loss(other) == pytest.approx(mean_loss(one), rel=1e-4)
-    assert aps(other) == pytest.approx(aps(one), abs=1e-4)
 
 
 def test_two_ranks_write_one_run(data: Path, tmp_path: Path):
@@ -217,22 +171,6 @@ STEPS_IN_ALL = "40"
 def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One process, from start to end."""
     return train(data, tmp_path_factory.mktemp("whole"), 1, "--steps", STEPS_IN_ALL)
-
-
-def wait_for_checkpoint(process: subprocess.Popen[str], run: Path) -> None:
-    seen = {path.name for path in run.glob("checkpoints/step-*")}
-    while process.poll() is None and not {path.name for path in run.glob("checkpoints/step-*")} - seen:
-        time.sleep(0.005)
-
-
-def rank_processes(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The ranks that a command has started, in their order."""
-    return sorted(psutil.Process(process.pid).children(), key=lambda child: int(child.environ()["RANK"]))
-
-
-def start(data: Path, folder: Path, devices: int, *flags: str) -> subprocess.Popen[str]:
-    folder.mkdir(exist_ok=True)
-    return stoker(*arguments(data, devices, *flags), cwd=folder)
 
 
 @pytest.mark.slow

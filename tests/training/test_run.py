@@ -1,6 +1,5 @@
 """A whole training in one process: its run folder, and how it ends on errors."""
 
-import dataclasses
 import errno
 import json
 import os
@@ -10,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -44,14 +42,7 @@ from stoker.training.evaluator import Evaluator
 from stoker.training.run import train
 from stoker.training.run_selection import with_absolute_paths
 from tests.drawn import CLASSES, draw
-
-
-def settings(data: Path, **changes: object) -> Config:
-    usual: dict[str, object] = {
-        "data": str(data), "model": "retinanet_tiny_fpn", "image_size": (64, 64), "batch_size": 4, "max_duration": "12",
-        "precision": "fp32", "eval_every": "0",
-    }  # fmt: skip
-    return from_fields(usual | changes)
+from tests.fixtures.training_run import patch_ap, settings
 
 
 @pytest.fixture(scope="module")
@@ -345,18 +336,6 @@ def test_names_of_weights_are_not_paths(tmp_path: Path, monkeypatch: pytest.Monk
     assert with_absolute_paths(asked).set_fields() == {"data": str(tmp_path / "coco"), "weights": "coco"}
     assert with_absolute_paths(from_fields({"weights": "w.pth"})).model.weights == str(tmp_path / "w.pth")
     assert with_absolute_paths(from_fields({"data": "demo"})).data.data == "demo"
-
-
-def patch_ap(monkeypatch: pytest.MonkeyPatch, *values: float | None) -> None:
-    """Evaluations find these APs, the last one from then on."""
-    scored, left = evaluator.compute_coco_result, list(values)
-
-    def score(*args: Any) -> Any:
-        found = scored(*args)
-        ap = left.pop(0) if len(left) > 1 else left[0]
-        return dataclasses.replace(found, metrics=msgspec.structs.replace(found.metrics, ap=ap))
-
-    monkeypatch.setattr(evaluator, "compute_coco_result", score)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from stoker.training.run import train
 from stoker.training.saver import MAX_INTERVAL_S, Saver
 from stoker.training.state import IntervalTrigger
 from tests.drawn import draw
-from tests.training.test_out_of_memory import settings
+from tests.fixtures.training_out_of_memory import settings
 
 
 def make_saver(*, is_interval_fixed: bool = False, grace_s: float | None = None) -> tuple[Saver, list[tuple[str, str]]]:

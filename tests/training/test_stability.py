@@ -7,7 +7,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import settings as example_settings
 from hypothesis import strategies as st
 
-from stoker.config.settings import Config, OptimSettings, from_fields
+from stoker.config.settings import OptimSettings
 from stoker.diagnosis.engine import diagnose
 from stoker.errors import DivergedError
 from stoker.runs.records import EVENTS, STEPS, RunFolder, read_lines
@@ -36,43 +36,12 @@ from stoker.training.stability import (
     is_spike,
 )
 from tests.drawn import draw
-
-RATE, LENGTH = 0.003, 48
-
-
-def settings(data: Path, **changes: object) -> Config:
-    usual: dict[str, object] = {
-        "data": str(data), "model": "retinanet_tiny_fpn", "image_size": (64, 64), "batch_size": 4,
-        "max_duration": str(LENGTH),
-        "precision": "fp32", "eval_every": "12", "checkpoint_every": "6", "lr": RATE, "warmup_steps": 0, "hflip": 0.5,
-        "lr_scheduler": "constant", "ema_decay": 0.9, "max_skipped_steps": 5, "workers": 1,
-    }  # fmt: skip
-    return from_fields(usual | changes)
+from tests.fixtures.training_stability import LENGTH, RATE, Killed, events_of, killing, make_gradients_nan, settings
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return draw(tmp_path_factory.mktemp("drawn") / "shapes")
-
-
-def make_gradients_nan(patch: pytest.MonkeyPatch, poisoned: Callable[[int, float], bool]) -> None:
-    """Gradients are NaN at the steps, counted from 0, and rates for which `poisoned` says so."""
-    set_scalars, clip = OptimizerStep.set_scalars, OptimizerStep.clip
-    scalars = {}
-
-    def set_and_remember(self: OptimizerStep, rate: float, done_steps: int) -> None:
-        scalars[self] = done_steps, rate
-        set_scalars(self, rate, done_steps)
-
-    def poisoned_clip(self: OptimizerStep, *arguments: Any) -> Any:
-        if poisoned(*scalars[self]):
-            for parameter in self.model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.fill_(math.nan)
-        return clip(self, *arguments)
-
-    patch.setattr(OptimizerStep, "set_scalars", set_and_remember)
-    patch.setattr(OptimizerStep, "clip", poisoned_clip)
 
 
 def diverges_at_the_full_lr(step: int, rate: float) -> bool:
@@ -83,10 +52,6 @@ def diverges_at_the_full_lr(step: int, rate: float) -> bool:
 def diverges_above_a_ninth_of_the_lr(step: int, rate: float) -> bool:
     """It diverges again, before a checkpoint is saved."""
     return 20 <= step < 40 and rate > 0.2 * RATE
-
-
-def events_of(run: Path, kind: str) -> list[Event]:
-    return [event for event in read_lines(run, EVENTS, Event) if event.kind == kind]
 
 
 def assert_same_end(one: Path, two: Path) -> None:
@@ -202,22 +167,6 @@ def test_a_rollback_keeps_the_best_weights_and_resets_patience(data: Path, tmp_p
     assert state is not None
     assert state.state["best_ap"] == 0.5
     assert state.state["evals_since_best"] == len(steps[4:-1])  # the last is of the final weights, after the checkpoint
-
-
-class Killed(BaseException):
-    """Nothing of the run's own code runs after it but what closes files."""
-
-
-def killing(call: Callable[..., Any], at: int) -> Callable[..., Any]:
-    """`call`, at whose n-th use the process dies instead."""
-    calls = iter(range(at + 1))
-
-    def wrapper(*arguments: Any, **named: Any) -> Any:
-        if next(calls, None) == at:
-            raise Killed
-        return call(*arguments, **named)
-
-    return wrapper
 
 
 @pytest.mark.slow

@@ -29,9 +29,9 @@ from stoker.training.local_ranks import choose_devices, find_free_port
 from stoker.training.ranks import Ranks
 from stoker.training.stages import Pipeline, Stages, _merge, cut, list_parts
 from tests.drawn import draw, run_stoker, stoker
+from tests.fixtures.training_ranks import arguments, mean_loss, start, train, wait_for_checkpoint
 from tests.models.samples import make_batch, settings_of
 from tests.training.stage_step import CASES
-from tests.training.test_ranks import arguments, mean_loss, start, train, wait_for_checkpoint
 
 FAST = ["--steps", "30", "--backbone-norm", "bn", "--grad-accum-steps", "3"]
 

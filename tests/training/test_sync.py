@@ -36,7 +36,7 @@ from stoker.training.defaults.derive import derive
 from stoker.training.defaults.sync_choice import Measured, decide
 from stoker.training.local_ranks import find_free_port
 from tests.drawn import draw
-from tests.training.test_ranks import (
+from tests.fixtures.training_ranks import (
     assert_same_training,
     few_threads,
     rank_processes,

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from urllib.parse import unquote
 
 import pytest
 import torch
@@ -16,9 +15,9 @@ from stoker.storage.store import open_store
 from stoker.storage.uri import StorageUri, parse_uri
 from stoker.training.checkpoint import MANIFEST, CheckpointWriter, snapshot
 from stoker.training.uploads import BackgroundUploader
+from tests.fixtures.training_uploads import LIMIT_S, name_of
 from tests.storage.servers import Conditions, Proxy, ServedBucket, Server, apply, google_server, s3_server
 
-LIMIT_S = 30.0
 STREAM = Device(torch.device("cpu")).make_stream()
 
 
@@ -99,11 +98,6 @@ def run(place: tuple[ServedBucket, Proxy], tmp_path: Path) -> Iterator[Run]:
     run = Run(tmp_path / "run", parse_uri(f"{place[0].uri}/runs/x"))
     yield run
     run.uploads.stop()
-
-
-def name_of(path: str) -> str:
-    """The object's own name, of a request's path."""
-    return unquote(path.partition("?")[0]).rpartition("/")[2]
 
 
 def steps_in(names: dict[str, bytes]) -> list[str]:

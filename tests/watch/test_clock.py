@@ -5,73 +5,9 @@ from pathlib import Path
 import pytest
 
 from stoker.profiling.hook.stoker_hook import clock as hook
-from stoker.profiling.hook.stoker_hook.clock import BatchSource, PhaseClock
+from stoker.profiling.hook.stoker_hook.clock import BatchSource
 from stoker.watch.hook_reader import read_hook_state
-
-
-class Optimizer:
-    """Any object that can be referred to weakly. parameters: that it trains."""
-
-    def __init__(self, *parameters: object) -> None:
-        self.param_groups = [{"params": list(parameters)}]
-
-
-class Timed:
-    """A clock of a job that says how long everything takes."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-        self._folder = folder
-        self._now_s = self._cpu_s = 0.0
-        monkeypatch.setattr(hook, "thread_time", lambda: self._cpu_s)
-        monkeypatch.setattr(hook, "monotonic", lambda: self._now_s)
-        self.clock = PhaseClock(str(folder))
-        self.optimizer = Optimizer()
-
-    def takes(self, seconds: float) -> None:
-        self._now_s += seconds
-
-    def computes(self, seconds: float) -> None:
-        self.takes(seconds)
-        self._cpu_s += seconds
-
-    def batch(
-        self, source: BatchSource, *, waits: float = 1.0, works: float = 0.0, is_evaluating: bool = False
-    ) -> None:
-        self.clock.begin_wait(source, is_evaluating)
-        self.takes(waits)
-        self.clock.end_wait(source, 8)
-        self.takes(works)
-
-    def end(self, source: BatchSource) -> None:
-        self.clock.begin_wait(source, False)
-        self.clock.end_source(source)
-
-    def step(self, *, works: float = 2.0, optimizer: object = None) -> None:
-        self.clock.confirm_training()
-        self.takes(works)
-        self.clock.count_optimizer_step(optimizer or self.optimizer, 0.1)
-
-    def seconds(self) -> dict[str, float]:
-        """All that are not zero, as the watcher reads them; they add up to the time."""
-        self.clock.update()
-        (path,) = self._folder.glob("*.state")
-        state = read_hook_state(path)
-        assert state is not None
-        found = {slot: state.values[slot] for slot in hook.SLOTS[hook.STARTUP :]}
-        assert sum(found.values()) == pytest.approx(self._now_s)
-        return {slot: value for slot, value in found.items() if value}
-
-    def computed(self) -> dict[str, float]:
-        """The CPU time of the thread by slot."""
-        self.clock.update()
-        (path,) = self._folder.glob("*.state")
-        state = read_hook_state(path)
-        assert state is not None
-        assert sum(state.cpu.values()) == pytest.approx(self._cpu_s)
-        return {slot: value for slot, value in state.cpu.items() if value}
-
-    def count(self, slot: int) -> float:
-        return float(self.clock.values[slot])
+from tests.fixtures.watch_clock import Optimizer, Timed
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from stoker.profiling.hook.stoker_hook import clock as hook
 from stoker.profiling.hook.stoker_hook import tensorflow_loop
-from tests.watch.test_clock import Timed
+from tests.fixtures.watch_clock import Timed
 
 
 class OutOfRangeError(Exception):
