@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from stoker.data.loading import loader as loader_module
@@ -68,6 +68,7 @@ def test_an_autotuned_loader_begins_with_initial_workers(index):
 
 
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example([(1, 3), (1, 3), (1, 1)], True)  # every buffer is handed out when there are to be fewer
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 8)), min_size=1, max_size=8), st.booleans())
 def test_the_stream_stays_whatever_is_tuned(index, course, on_device):
     """(threads, depth) after each batch; a late device besides shows that no slot is given up that is still read."""

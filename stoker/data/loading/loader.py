@@ -386,10 +386,10 @@ class Loader:
         """The next batch of the stream, once all its samples are loaded. Raises StopIteration after the last."""
         start_s = time.perf_counter()
         try:
-            if not self._pending_batches:
+            while not self._pending_batches:  # every buffer is still being copied from, and some are to be dropped
                 if not self._samples.train and self._scheduled_position >= len(self._samples):
                     raise StopIteration
-                self._handed_out[0][1].synchronize()  # every buffer is still being copied from
+                self._handed_out[0][1].synchronize()
                 self._wait_breakdown.attribute_elapsed(COPY)
                 self._reclaim_buffers()
                 self._schedule(pool)
