@@ -129,7 +129,7 @@ def _cause_entry(cause: Cause) -> Entry:
         ("fix", cause.fix),
         ("fix in other jobs", cause.external_fix),
         ("command", cause.command or ""),
-        ("settings", ", ".join(settings)),
+        ("settings", settings),
     )
     return Entry(id=cause.id, title=cause.title, section=cause.reason, rows=rows)
 

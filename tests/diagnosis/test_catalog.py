@@ -48,6 +48,11 @@ def test_the_page_has_all_of_them() -> None:
     assert len({(entry.id, entry.section) for entry in all_entries()}) == len(all_entries())
 
 
+def test_the_settings_that_fix_a_cause_are_explained() -> None:
+    (entry,) = explain_id("slow_storage")
+    assert dict(entry.rows)["settings"] == 'cache = "disk"'
+
+
 def test_an_id_is_explained_with_its_threshold_source_and_fix(capsys: pytest.CaptureFixture[str]) -> None:
     app(["why", "--explain", "input_bound"], result_action="return_value")
     printed = capsys.readouterr().out
