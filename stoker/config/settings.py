@@ -325,7 +325,7 @@ def from_toml(path: Path) -> tuple[Config, dict[str, str]]:
 class SettingRow(msgspec.Struct, forbid_unknown_fields=True):
     """A setting's row in knowledge/settings.toml."""
 
-    bounds: tuple[float, float] | None = None
+    bounds: tuple[int | float, int | float] | None = None
     """Lowest and highest value, both allowed."""
     default: Any = AUTO
     """The value if the user sets none; AUTO: it is derived."""

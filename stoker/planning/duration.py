@@ -144,7 +144,7 @@ class MachinePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 PARTS = ("startup", "training", "evaluation", "checkpoints", "rework", "wait")
-BANDS = ("step_s", "device_img_per_s", "loader_img_per_s", "first_epoch_img_per_s", "img_per_s", "utilization")
+BANDS = ("step_s", "device_img_per_s", "loader_img_per_s", "first_epoch_img_per_s", "img_per_s")
 _Case = dict[str, float]
 """Seconds of each of PARTS, each of BANDS, and the number of preemptions, at one end of the band."""
 
@@ -153,6 +153,8 @@ def plan_machine(placement: Placement, step: StepPrediction, job: TrainingJob) -
     """The prediction for one placement. step: of one of its GPUs."""
     model, machine, price = _Model(placement, step, job), placement.machine, placement.price
     cases = {case: model.run(case) for case in CASES}
+    # A GPU is busiest with slow steps where all else is fast, and idles most the other way round.
+    busy = {"low": model.run("high", "low"), "expected": cases["expected"], "high": model.run("low", "high")}
 
     def band(name: str) -> Estimate:
         return over_cases(lambda case: cases[case][name])
@@ -189,6 +191,7 @@ def plan_machine(placement: Placement, step: StepPrediction, job: TrainingJob) -
         best_checkpoint_every_s=best_checkpoint_interval_s(step) if placement.spot else None,
         duration_s=over_cases(lambda case: sum(cases[case][name] for name in PARTS)),
         **{name: band(name) for name in BANDS},
+        utilization=over_cases(lambda case: busy[case]["utilization"]),
         cost=None
         if price is None
         else over_cases(lambda case: sum(cases[case][n] for n in PARTS if n != "wait") / 3600 * price.time(case)),
@@ -201,10 +204,10 @@ class _Model:
     step: StepPrediction
     job: TrainingJob
 
-    def run(self, case: Case) -> _Case:
-        """The whole run, with every uncertain input at one end of its band."""
-        job, gpus = self.job, self.placement.gpus
-        step_s = self.step_s(case)
+    def run(self, case: Case, step_case: Case | None = None) -> _Case:
+        """The whole run, with every uncertain input at one end of its band; step_case: that of the step."""
+        job, gpus, step_case = self.job, self.placement.gpus, step_case or case
+        step_s = self.step_s(step_case)
         device_rate = self.step.batch_size * gpus / step_s
         first_loader, later_loader = (self.loader_rate(case, is_first=is_first)[0] for is_first in (True, False))
         first_images = min(job.images_seen, job.num_images)
@@ -226,7 +229,7 @@ class _Model:
         }
         work_s = training + evaluation + found["checkpoints"]
         found |= self.interruptions(case, work_s, interval, found["startup"])
-        computing_s = job.images_seen / (self.step.batch_size * gpus) * self.compute_s(case) + evaluation / 2
+        computing_s = job.images_seen / (self.step.batch_size * gpus) * self.compute_s(step_case) + evaluation / 2
         found["utilization"] = min(1.0, computing_s / sum(found[name] for name in PARTS))
         return found
 

@@ -10,6 +10,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -239,7 +240,14 @@ def _user_machine(name: str, row: object, known: Machine | None, *, path: Path, 
         try:
             msgspec.convert({key: value}, _UserMachine)
         except msgspec.ValidationError as error:
-            raise fail(f"{key} = {value!r} of {name!r}: {str(error).partition(' - at')[0]}.", key=key) from error
+            kind: tuple[type | UnionType, str] = (int | float, "a number")
+            if key in ("accelerator", "link", "gpus"):
+                kind = (int, "a whole number") if key == "gpus" else (str, "a text")
+            what = f"{key} = {value!r} of {name!r}"
+            if isinstance(value, bool) or not isinstance(value, kind[0]):
+                raise fail(f"{what} is not {kind[1]}.", key=key) from error
+            minimum = 1 if key in ("gpus", "vcpus", "memory_gib") else 0
+            raise fail(f"{what} is out of range.", key=key, choices=[f"{minimum} …"]) from error
         for field, choices in (("accelerator", list(GPUS)), ("link", list(links()))):
             if key == field and value not in choices:
                 raise fail(f"There is no {key} {value!r}.", key=key, choices=choices)

@@ -37,14 +37,17 @@ class Failure(msgspec.Struct, kw_only=True):
 
     @classmethod
     def of(cls, rank: int, error: BaseException, *, is_consequence: bool = False) -> "Failure":
-        own = cls(rank=rank, t=time.time(), text=str(error), exit_code=1, is_consequence=is_consequence)
+        own = cls(rank=rank, t=time.time(), text=_encodable(str(error)), exit_code=1, is_consequence=is_consequence)
         if not isinstance(error, StokerError):
-            own.text = f"{type(error).__name__}: {error}"
-            own.trace = "".join(traceback.format_exception(error))
+            own.text = f"{type(error).__name__}: {own.text}"
+            own.trace = _encodable("".join(traceback.format_exception(error)))
             return own
         own.error = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
-        own.exit_code, own.what, own.location = error.exit_code, error.what, error.location
-        own.cause, own.choices, own.fix = error.cause, error.choices, error.fix
+        own.exit_code, own.what = error.exit_code, _encodable(error.what)
+        own.location, own.cause, own.fix = (
+            None if text is None else _encodable(text) for text in (error.location, error.cause, error.fix)
+        )
+        own.choices = tuple(map(_encodable, error.choices))
         return own
 
     def as_error(self) -> StokerError:
@@ -55,6 +58,11 @@ class Failure(msgspec.Struct, kw_only=True):
         what = f"Rank {self.rank}: {self.what}" if self.rank and not self.what.startswith("Rank ") else self.what
         kind: type[StokerError] = getattr(errors, self.error)
         return kind(what, location=self.location, cause=self.cause, choices=self.choices, fix=self.fix)
+
+
+def _encodable(text: str) -> str:
+    """With escapes for what is no UTF-8: bytes in the names of files, which Python keeps as lone surrogates."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def write_report(failure: Failure, folder: str | None = None) -> None:

@@ -4,7 +4,9 @@ Where the user set no interval, a save may cost MAX_COST of the time: a large mo
 than every two minutes.
 """
 
+import statistics
 import time
+from collections import deque
 from collections.abc import Sequence
 
 from stoker.config.durations import parse_duration
@@ -23,6 +25,8 @@ WRITE_FACTOR = 2.0
 """The interval is then at least so many times as long as a write in the background."""
 MAX_INTERVAL_S = 1800.0
 MIN_CHANGE = 1.2
+KEPT_SAVES = 5
+"""The medians of so many saves count, so that a disk that hangs once changes nothing for long."""
 GRACE_FRACTION = 0.5
 """Of the notice of a machine that goes, for the write; the rest is for the end of a step, and for an upload."""
 
@@ -46,9 +50,11 @@ class Saver:
         self._evaluator = evaluator
         self._is_interval_fixed, self._grace_s = is_interval_fixed, grace_s
         self._is_warned = False
+        self._costs: deque[tuple[float, float]] = deque(maxlen=KEPT_SAVES)
         self.trigger = IntervalTrigger(
             parse_duration(run.checkpoint_every, "checkpoint-every"), len(setup.train_indices), run.batch_size
         )
+        self._shortest_s = self.trigger.interval_s
 
     def after_step(self) -> None:
         """Saves if it is due."""
@@ -82,9 +88,11 @@ class Saver:
             self._is_warned = True
             text = f"a checkpoint takes {write_s:.3g} s to write; the machine gives {self._grace_s:.0f} s of notice"
             self._log_event("warning", f"{text}: a preemption may lose the steps since the last checkpoint")
+        self._costs.append((cost_s, write_s))
+        cost_s, write_s = map(statistics.median, zip(*self._costs, strict=True))
         before_s = self.trigger.interval_s
-        interval_s = min(MAX_INTERVAL_S, max(cost_s / MAX_COST, WRITE_FACTOR * write_s))
-        if not self._is_interval_fixed and interval_s > MIN_CHANGE * before_s:
+        interval_s = max(self._shortest_s, min(MAX_INTERVAL_S, max(cost_s / MAX_COST, WRITE_FACTOR * write_s)))
+        if not self._is_interval_fixed and not before_s / MIN_CHANGE <= interval_s <= MIN_CHANGE * before_s:
             self.trigger.interval_s = interval_s
             self._log_event(
                 "info",

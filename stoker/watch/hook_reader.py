@@ -32,7 +32,7 @@ MIN_STALE_AGE_S = 60.0
 """A younger folder may not be locked yet."""
 MIN_IDLE_S, MAX_IDLE_CORES = 5.0, 0.15
 """A process is idle if it used fewer cores for this time, with its main thread asleep and its clock in one slot. The
-cores are those of a hang (`diagnosis/causes/hung.py`); the time is longer than a wait for a lock or a device in a
+cores are those of a hang (`diagnosis/causes/`); the time is longer than a wait for a lock or a device in a
 healthy step (heuristic)."""
 
 HEADER_BYTES = 1024

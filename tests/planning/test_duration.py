@@ -282,3 +282,11 @@ def test_what_does_not_fit() -> None:
 
 def test_around() -> None:
     assert around(10.0, 0.25) == Estimate(8.0, 10.0, 12.5)
+
+
+def test_a_gpu_may_be_busier_and_idler_than_in_a_wholly_slow_or_fast_run() -> None:
+    """A slow step on a machine where all else is fast keeps the GPU busiest."""
+    row = plan(machine(), step(step_s=0.1, step_error=0.5), job())
+    model = duration._Model(Placement(machine=machine(), gpus=1), step(step_s=0.1, step_error=0.5), job())
+    ends = [model.run(case)["utilization"] for case in ("low", "high")]
+    assert row.utilization.low < min(ends) <= max(ends) < row.utilization.high

@@ -21,7 +21,7 @@ from stoker.runs.schemas import Event, Quarantined, StepWindow
 from stoker.training.cluster import ONE_DEVICE
 from stoker.training.defaults.checks import check_devices
 from stoker.training.local_ranks import find_free_port
-from stoker.training.rank_failure import Failure, first_failure
+from stoker.training.rank_failure import Failure, first_failure, read_reports, write_report
 from stoker.training.ranks import Ranks
 from tests.drawn import draw, run_stoker
 from tests.fixtures.training_ranks import (  # noqa: F401
@@ -85,6 +85,17 @@ def test_the_first_failure_is_the_one_that_is_not_a_consequence():
     assert first_failure([*stopped, cause]) is cause, "rank 0 could not save"
     everywhere = [Failure.of(rank, DataError("No images.")) for rank in (1, 0)]
     assert str(first_failure(everywhere).as_error()) == "No images."  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("error", [
+    DataError("No annotations in \udce9.", location="/caf\udce9", cause="\udce9", choices=("\udce9",), fix="\udce9"),
+    ValueError("caf\udce9"),
+])  # fmt: skip
+def test_a_failure_that_names_a_file_whose_name_is_no_utf_8_is_told(error: Exception, tmp_path: Path) -> None:
+    write_report(Failure.of(1, error), str(tmp_path))
+    (told,) = read_reports(tmp_path)
+    assert "\\udce9" in str(told.as_error())
+    assert told.exit_code == getattr(error, "exit_code", 1)
 
 
 @pytest.fixture(scope="module")

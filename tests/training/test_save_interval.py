@@ -1,5 +1,6 @@
 """The interval of checkpoints: two minutes, longer where a save costs much; and a save too long for a notice."""
 
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +23,10 @@ def make_saver(*, is_interval_fixed: bool = False, grace_s: float | None = None)
     events: list[tuple[str, str]] = []
     made: Any = object.__new__(Saver)
     made._is_interval_fixed, made._grace_s, made._is_warned = is_interval_fixed, grace_s, False
+    made._costs = deque(maxlen=saver.KEPT_SAVES)
     made._log_event = lambda kind, text: events.append((kind, text))
     made.trigger = IntervalTrigger(Duration(2, "minutes"), 10, 1)
+    made._shortest_s = made.trigger.interval_s
     return made, events
 
 
@@ -47,6 +50,18 @@ def test_two_minutes_stay_unless_saves_cost_too_much(cost_s: float, write_s: flo
     by_user, events = make_saver(is_interval_fixed=True)
     by_user._follow_cost(cost_s, write_s)
     assert (by_user.trigger.interval_s, events) == (120.0, [])
+
+
+def test_a_disk_that_hangs_once_changes_the_interval_for_no_longer_than_it_must() -> None:
+    made, events = make_saver()
+    for cost_s in (0.05, 0.05, 12.0, 0.05, 0.05):
+        made._follow_cost(cost_s, 1.0)
+    assert (made.trigger.interval_s, events) == (120.0, [])
+    first_is_slow, events = make_saver()
+    for cost_s in (12.0, 0.05, 0.05):
+        first_is_slow._follow_cost(cost_s, 1.0)
+    assert first_is_slow.trigger.interval_s == 120.0
+    assert [kind for kind, _ in events] == ["info"] * len(events) != []
 
 
 def test_a_save_that_is_too_long_for_the_notice_is_a_warning_once() -> None:
