@@ -14,13 +14,13 @@ from stoker.profiling.telemetry.processes import MAX_BASELINE_AGE_S, PROCESSES_P
 HZ = os.sysconf("SC_CLK_TCK")
 
 
-def put(proc: Path, pid: int, *, cpu_s: float, parent: int = 1, command: str = "cc1plus",
+def put(proc: Path, pid: int, *, cpu_s: float, children_s: float = 0, parent: int = 1, command: str = "cc1plus",
         start_ticks: int = 99) -> None:  # fmt: skip
     """A process as /proc shows it; command: its words."""
     (proc / str(pid)).mkdir(exist_ok=True)
     name = Path(command.split()[0]).name[:15]
     (proc / str(pid) / "stat").write_text(
-        f"{pid} ({name}) R {parent} 1 1 0 -1 4194304 9 9 9 9 {int(cpu_s * HZ)} 0 0 0 20 0 1 0 "
+        f"{pid} ({name}) R {parent} 1 1 0 -1 4194304 9 9 9 9 {int(cpu_s * HZ)} 0 {int(children_s * HZ)} 0 20 0 1 0 "
         f"{start_ticks} 5000000 5 184467\n"
     )
     (proc / str(pid) / "cmdline").write_bytes("\0".join([*command.split(), ""]).encode())
@@ -42,6 +42,19 @@ def test_the_busiest_are_named_with_their_script_and_those_of_the_run_are_not(tm
     cores = others.sample(2.0, other_cores=2.0)
     assert list(cores) == ["python3 other.py", "cc1plus", "python3 pytest"]
     assert list(cores.values()) == pytest.approx([1.0, 0.9, 0.4])
+
+
+def test_children_that_ended_count_for_the_time_since_the_last_reading(tmp_path: Path) -> None:
+    """`make` starts compilers of a second each; one of them ran for 50 s before, by a driver that also ended."""
+    others = OtherProcesses({10}, tmp_path)
+    put(tmp_path, 20, cpu_s=1, children_s=5, command="make")
+    put(tmp_path, 21, cpu_s=2, parent=20, command="gcc")
+    put(tmp_path, 22, cpu_s=50, parent=21)
+    others.sample(0.0, other_cores=1.0)
+    (tmp_path / "21/stat").unlink()
+    (tmp_path / "22/stat").unlink()
+    put(tmp_path, 20, cpu_s=1, children_s=5 + 52 + 0.9, command="make")
+    assert others.sample(1.0, other_cores=1.0) == pytest.approx({"make": 0.9})
 
 
 def test_a_pid_that_was_used_again_is_another_process(tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def tree_rss_by_psutil(pid: int) -> int | None:
 
 
 class _CpuTime(NamedTuple):
-    """Of a process; ticks: so far."""
+    """Of a process. ticks: so far, including children that ended and were waited for."""
 
     ticks: int
     parent: int
@@ -226,6 +226,12 @@ class OtherProcesses:
             pid: now.ticks - (before[pid].ticks if pid in before and before[pid].start_ticks == now.start_ticks else 0)
             for pid, now in self._before.items()
         }
+        for pid, ended in before.items():  # what it used before is now in the children of an ancestor
+            parent = ended.parent
+            while parent not in ticks and parent in before:
+                parent = before[parent].parent
+            if pid not in self._before and parent in ticks:
+                ticks[parent] -= ended.ticks
         cores: dict[str, float] = {}
         for pid, increase in ticks.items():
             used = increase / os.sysconf("SC_CLK_TCK") / duration_s
@@ -260,7 +266,7 @@ class OtherProcesses:
                     head, _, tail = text.rpartition(b")")  # a name may contain blanks and brackets
                     fields = tail.split(None, 20)
                     times[int(entry)] = _CpuTime(
-                        ticks=sum(map(int, fields[11:13])),
+                        ticks=sum(map(int, fields[11:15])),
                         parent=int(fields[1]),
                         start_ticks=int(fields[19]),
                         name=head.partition(b"(")[2].decode(errors="replace"),
