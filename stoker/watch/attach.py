@@ -169,9 +169,11 @@ def _open_process(pid: int) -> AttachedProcess:
         raise UsageError(f"There is no process {pid}.", choices=_candidates(), fix="stoker watch --pid N")
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, pidfd)
-        _check_watchable(pid, process_status)
         try:
+            _check_watchable(pid, process_status)
             cwd = os.readlink(PROC / str(pid) / "cwd")
+        except (FileNotFoundError, ProcessLookupError) as error:
+            raise UsageError(f"Process {pid} has just ended.") from error
         except OSError as error:
             raise UsageError(
                 f"Process {pid} may not be read.", location=error.filename, cause=error.strerror,

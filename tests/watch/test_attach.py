@@ -1,6 +1,7 @@
 """`stoker watch --pid N` on real processes: how they end, what is read of them, whom it refuses."""
 
 import contextlib
+import errno
 import os
 import platform
 import re
@@ -237,6 +238,22 @@ def test_processes_that_are_refused() -> None:
         with pytest.raises(UsageError, match=what):
             attach(pid)
     child.wait()
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.ESRCH])
+def test_a_process_that_ends_during_the_check(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def readlink(path: Path) -> str:
+        raise OSError(number, os.strerror(number), str(path))
+
+    parent, pid = foreign_process("exit 0", tmp_path)
+    monkeypatch.setattr(attach_module.os, "readlink", readlink)
+    with pytest.raises(UsageError, match=rf"^Process {pid} has just ended\.$"):
+        attach(pid)
+    monkeypatch.undo()
+    monkeypatch.setattr(attach_module, "PROC", tmp_path)
+    with pytest.raises(UsageError, match=rf"^Process {pid} has just ended\.$"):
+        attach(pid)
+    parent.communicate()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
