@@ -166,7 +166,9 @@ def _open_process(pid: int) -> AttachedProcess:
     except OSError:  # the ID of a thread, or it has just ended
         pidfd = -1
     if process_status is None or pidfd < 0:
-        raise UsageError(f"There is no process {pid}.", choices=_candidates(), fix="stoker watch --pid N")
+        leader = _thread_group_leader(pid)
+        cause = f"it is a thread of process {leader}" if leader not in (None, pid) else None
+        raise UsageError(f"There is no process {pid}.", cause=cause, choices=_candidates(), fix="stoker watch --pid N")
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, pidfd)
         try:
@@ -194,6 +196,16 @@ def _check_watchable(pid: int, process_status: processes.Status) -> None:
     if owner != os.geteuid() != 0:
         cause, fix = "only that user and root may read it", "run stoker as that user or as root"
         raise UsageError(f"Process {pid} belongs to user {owner}.", cause=cause, fix=fix)
+    if not processes.read_command(pid) and process_status.parent_pid in (0, 2):
+        raise UsageError(f"Process {pid} is a kernel thread.", choices=_candidates())
+
+
+def _thread_group_leader(pid: int) -> int | None:
+    try:
+        lines = (PROC / str(pid) / "status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("Tgid:")), None)
 
 
 def _candidates() -> list[str]:

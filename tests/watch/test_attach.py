@@ -1,6 +1,7 @@
 """`stoker watch --pid N` on real processes: how they end, what is read of them, whom it refuses."""
 
 import contextlib
+import dataclasses
 import errno
 import os
 import platform
@@ -30,7 +31,7 @@ from stoker.runs.records import (
 )
 from stoker.runs.schemas import DeviceSample, Event, StepWindow
 from stoker.watch import attach as attach_module
-from stoker.watch import recorder
+from stoker.watch import processes, recorder
 from stoker.watch.attach import FileOutput, attach, read_exit_code
 from stoker.watch.output_relay import RotatingLog
 from stoker.watch.processes import Process, read_status
@@ -238,6 +239,22 @@ def test_processes_that_are_refused() -> None:
         with pytest.raises(UsageError, match=what):
             attach(pid)
     child.wait()
+    with pytest.raises(UsageError) as thrown:
+        attach(thread.native_id or 0)
+    assert thrown.value.cause == f"it is a thread of process {os.getpid()}"
+
+
+def test_a_kernel_thread_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that /proc shows as a child of kthreadd, without a command line."""
+    parent, pid = foreign_process("exit 0", tmp_path)
+    status = read_status(pid)
+    assert status is not None
+    kernels = dataclasses.replace(status, parent_pid=2)
+    monkeypatch.setattr(processes, "read_status", lambda _: kernels)
+    monkeypatch.setattr(processes, "read_command", lambda _: [])
+    with pytest.raises(UsageError, match=f"Process {pid} is a kernel thread."):
+        attach(pid)
+    parent.communicate()
 
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.ESRCH])
