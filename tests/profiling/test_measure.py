@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -127,6 +128,21 @@ def test_batches_come_through_as_they_are(run: Path) -> None:
         with m.step():
             pass
     assert read_run(run).totals.num_images == 7
+
+
+@pytest.mark.parametrize(
+    ("num_images", "infos"),
+    [(None, 1), (lambda _: None, 1), (lambda _: 0, 0)],
+    ids=["a batch without a length", "not known", "none"],
+)
+def test_batches_whose_images_are_not_known_are_reported_once(run: Path, num_images: Any, infos: int) -> None:
+    with stoker.measure(run, num_images=num_images) as m:
+        for _ in m.data(["a", "b", "c"]):
+            with m.step():
+                pass
+    found = [event for event in read_lines(run, EVENTS, Event) if "images are not counted" in event.text]
+    assert len(found) == infos
+    assert read_run(run).totals.num_images == 0
 
 
 def test_exceptions_of_the_loop_and_its_data_propagate(run: Path) -> None:

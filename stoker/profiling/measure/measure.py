@@ -200,14 +200,14 @@ class Measure:
     def count_batch(self, batch: Any) -> None:
         """Counts the images of a batch that did not come through `data`."""
         if self._num_images is None:
-            count = count_images(batch)
+            count = count_images(batch) or None
         else:
             count = self._num_images(batch) if callable(self._num_images) else self._num_images
-        if not count and not self._count_warned:
+        if count is None and not self._count_warned:
             self._count_warned = True
             text = "images are not counted: the batch has no tensor, array or list whose length is their number"
             self._writer.event("info", f"{text}; pass `num_images=`")
-        self._pending_images += count
+        self._pending_images += count or 0
 
     def attribute(self, name: str, start_s: float, end_s: float) -> None:
         """The thread was in a phase from start_s to end_s (`time.perf_counter`), which is known only afterwards."""
