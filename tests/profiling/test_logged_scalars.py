@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from stoker.profiling.hook.stoker_hook.instruments import count_images
 from stoker.profiling.measure.logged_scalars import ScalarLogger
@@ -105,6 +106,9 @@ def test_means_are_over_the_finite_values(values: list[float]) -> None:
 
 
 Pair = namedtuple("Pair", "images boxes")
+T, SEQUENCES, VOLUME, GRAY, PIL = (
+    torch.zeros(6, 3, 8, 8), torch.zeros(16, 24, 24), torch.zeros(1, 9, 9, 9), torch.zeros(9, 8), Image.new("L", (8, 8))
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -127,6 +131,35 @@ Pair = namedtuple("Pair", "images boxes")
         (None, 0),
         (((torch.zeros(3, 8, 8),), ({},)), 1),
         ([torch.zeros(3, 8, 8)] * 5, 5),
+        ((torch.zeros(32, 20, 4),) * 4, 32),
+        ([torch.zeros(32, 5, 3), torch.zeros(32, 20, 8), torch.zeros(32, 20, 1), torch.zeros(32, 1, 1)], 32),
+        ([SEQUENCES, SEQUENCES, SEQUENCES], 16),
+        ([torch.zeros(32, 128)] * 5, 32),
+        ([torch.zeros(3, 8, 8), torch.zeros(3, 9, 9), torch.zeros(3, 7, 8)], 3),
+        ([np.zeros((64, 80, 3))] * 5, 5),
+        ([torch.zeros(8, 9), torch.zeros(9, 9), torch.zeros(7, 8), torch.zeros(8, 8)], 4),
+        ({"epoch": 3, "image": T}, 6),
+        ({"mask": None, "image": T}, 6),
+        ({"epoch": torch.tensor(3), "image": T}, 6),
+        ({"inputs": {"image": T}, "labels": torch.zeros(6)}, 6),
+        (("a name", T), 6),
+        ((3, T), 6),
+        ([None, T], 6),
+        ([("a.png", "b.png"), T[:2]], 2),
+        (({"image": T, "size": T}, torch.zeros(6)), 6),
+        ([{"image": T}, torch.zeros(6)], 6),
+        (({"image": T}, {"boxes": [{}] * 6}), 6),
+        ([{"image": T[0]}, {"image": T[0]}], 2),
+        (tuple(zip(*[(VOLUME, 1)] * 7, strict=True)), 7),
+        (tuple(zip(*[(GRAY, 1)] * 7, strict=True)), 7),
+        (tuple(zip(*[(PIL, 1)] * 7, strict=True)), 7),
+        (tuple(zip(*[(T[0], {})] * 7, strict=True)), 7),
+        (tuple(zip(*[(T[0], T[0])] * 7, strict=True)), 7),
+        ([(T[0], T[0])] * 7, 7),
+        ([[T[0], 1]] * 7, 7),
+        (([PIL] * 5, [1] * 5), 5),
+        (([GRAY] * 5, [1] * 5), 5),
+        ([PIL] * 5, 5),
     ],
 )
 def test_a_batch_is_as_long_as_its_first_column(batch: object, images: int) -> None:

@@ -137,28 +137,43 @@ def time_compilations(handler: "Any", begin: "Begin") -> "OnEnd":
 def count_images(batch: "Any") -> int:
     """Samples in a batch, 0 if not known: the length of its first tensor, array or list.
 
-    A tuple or list holds columns (images, targets), or samples if its first entry is a mapping or a tuple that is not a
-    column of images, or if all entries are images.
+    A tuple, list or mapping holds columns (images, targets); a tuple or list may also hold samples (`_are_samples`).
     """
-    for _ in range(4):
-        shape = getattr(batch, "shape", None)
-        if shape is not None:
-            return int(shape[0]) if len(shape) else 0
-        if hasattr(batch, "values") and hasattr(batch, "keys"):
-            batch = next((value for value in batch.values() if not isinstance(value, str)), None)
-        elif isinstance(batch, (list, tuple)) and batch:
-            first = batch[0]
-            if hasattr(first, "keys") or (len(batch) > 2 and _are_images(batch)):
-                return len(batch)
-            if isinstance(first, tuple) and not _are_images(first):
-                return len(batch)
-            if isinstance(first, (list, tuple)) and first and not isinstance(first[0], (list, tuple)):
-                return len(first)
-            batch = first
-        else:
-            return 0
+    shape = getattr(batch, "shape", None)
+    if shape is not None:
+        return int(shape[0]) if len(shape) else 0
+    if hasattr(batch, "values") and hasattr(batch, "keys"):
+        return _first_length(batch.values())
+    if isinstance(batch, (list, tuple)) and batch:
+        return len(batch) if _are_samples(batch) else _first_length(batch)
     return 0
 
 
-def _are_images(values: "Any") -> bool:
-    return all(len(getattr(value, "shape", ())) == 3 for value in values)
+def _first_length(columns: "Any") -> int:
+    lengths = (len(column) if isinstance(column, (list, tuple)) else count_images(column) for column in columns)
+    return next((length for length in lengths if length), 0)
+
+
+def _are_samples(batch: "Any") -> bool:
+    """Whether the entries are samples: mappings alike, tuples of different things, or images (heuristic)."""
+    first = batch[0]
+    if all(hasattr(entry, "keys") for entry in batch):  # two without a common key: inputs and targets
+        return len(batch) != 2 or not set(first).isdisjoint(batch[1])
+    if all(isinstance(entry, (list, tuple)) for entry in batch):
+        kinds = set(map(_kind, first))
+        if len(kinds) > 1:  # a column holds things of one kind
+            return True
+        return isinstance(batch, list) and isinstance(first, tuple) and kinds == set(map(_kind, batch[-1]))
+    shapes: list[Any] = [getattr(entry, "shape", None) or () for entry in batch]
+    dims = set(map(len, shapes))
+    if len(batch) < 3 or dims not in ({2}, {3}):
+        return all(_kind(entry) == "PIL" for entry in batch)
+    if len({shape[0] for shape in shapes}) > 1:  # columns are of one length
+        return True
+    channels_last = {shape[-1] for shape in shapes} in ({1}, {3}, {4}) and min(shapes[0][:2]) >= 64
+    return dims == {3} and (shapes[0][0] in (1, 3, 4) or channels_last)
+
+
+def _kind(value: "Any") -> "Any":
+    shape = getattr(value, "shape", None)
+    return len(shape) if shape is not None else "PIL" if hasattr(value, "getbands") else type(value)
