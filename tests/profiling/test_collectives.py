@@ -103,6 +103,7 @@ def test_each_collective_that_is_called(waits: Waits) -> None:
         lambda: dist.all_gather([torch.zeros(2)], tensor),
         lambda: dist.all_gather_object([None], "a"),
         dist.barrier,
+        dist.monitored_barrier,
     ):
         waits.took_s.clear()
         call()

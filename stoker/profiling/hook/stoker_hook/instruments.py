@@ -8,6 +8,7 @@ Waits for other ranks (torch 2.0 to 2.15):
 
 * `Work.wait`: every collective, send and receive that is called from Python passes here, also `barrier`, collectives of
   objects and `async_op` ones. With gloo the thread waits in it; with NCCL it returns at once and the stream waits.
+* `ProcessGroup.monitored_barrier`, which waits in C++.
 * `_broadcast_coalesced`: DistributedDataParallel copies its buffers (of batch norm) in C++ before each forward pass.
 * `torch.autograd.backward`: DistributedDataParallel waits for its buckets in a callback of the autograd engine. Such
   callbacks run in the order in which they were queued, on the streams of the caller of backward. So a callback that is
@@ -73,6 +74,7 @@ def patch_collectives(
     begin_exchange = begin_exchange or begin_wait
     return [
         Patch(dist.Work, "wait", lambda original: timed(original, begin_wait)),
+        Patch(dist.ProcessGroup, "monitored_barrier", lambda original: timed(original, begin_wait)),
         Patch(dist, "_broadcast_coalesced", lambda original: timed(original, begin_wait)),
         Patch(
             modules["torch.autograd"], "backward",
