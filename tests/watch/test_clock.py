@@ -180,6 +180,52 @@ def test_a_job_that_only_evaluates_is_not_starting_for_ever(timed: Timed) -> Non
     assert timed.seconds() == {"startup": 1.0, "eval": 2.0}
 
 
+def test_an_evaluation_without_a_loader_lasts_from_eval_to_the_next_train(timed: Timed) -> None:
+    source = started(timed)
+    timed.takes(0.5)
+    assert timed.clock.is_after_step()
+    timed.clock.set_evaluating(True)
+    timed.takes(3.0)
+    timed.batch(BatchSource(), works=1.0, is_evaluating=True)  # some of it has a loader
+    timed.clock.set_evaluating(False)
+    timed.takes(0.25)
+    timed.batch(source)
+    timed.step()
+    assert timed.seconds() == {"startup": 8.0, "host": 0.75, "eval": 5.0, "input_wait": 1.0, "compute": 2.0}
+
+
+def test_a_batch_of_the_open_loader_ends_an_evaluation_without_train(timed: Timed) -> None:
+    """Fine-tuning with norms in their mode for evaluation: `.eval()` once, `.train()` never."""
+    source = started(timed)
+    timed.clock.set_evaluating(True)
+    timed.takes(3.0)
+    for _ in range(2):
+        timed.batch(source, works=1.0)
+        timed.clock.confirm_training()
+    timed.step()
+    assert timed.seconds() == {"startup": 8.0, "eval": 3.0, "input_wait": 2.0, "compute": 4.0}
+
+
+def test_only_between_steps_a_mode_of_the_model_means_something(timed: Timed) -> None:
+    assert not timed.clock.is_after_step(), "before the first step"
+    source = started(timed)
+    timed.batch(source)
+    assert not timed.clock.is_after_step(), "in a step: a frozen part, a teacher"
+    timed.step()
+    assert timed.clock.enter(hook.CHECKPOINT)
+    assert not timed.clock.is_after_step(), "in a phase"
+
+
+def test_a_part_of_the_model_is_not_the_model(timed: Timed) -> None:
+    parameters = [object() for _ in range(5)]
+    timed.optimizer = Optimizer(*parameters)
+    assert not timed.clock.is_of_training(parameters), "no optimizer has stepped"
+    started(timed)
+    assert timed.clock.is_of_training(parameters[:3])
+    assert not timed.clock.is_of_training(parameters[:2])
+    assert not timed.clock.is_of_training([object() for _ in range(9)]), "frozen, or another model"
+
+
 def no_grad(timed: Timed, seconds: float) -> None:
     begun = timed.clock.begin_no_grad()
     timed.computes(seconds)

@@ -23,6 +23,7 @@ PATCHES = {
     "torch.optim.optimizer": ("torch_loop", "patch_optimizers"),
     "torch.autograd": ("torch_loop", "patch_backward"),
     "torch.autograd.grad_mode": ("torch_loop", "patch_no_grad"),
+    "torch.nn.modules.module": ("torch_loop", "patch_modules"),
     "torch.serialization": ("torch_loop", "patch_serialization"),
     "torch._dynamo.callback": ("torch_loop", "patch_compilation"),
     "safetensors.torch": ("clock", "patch_timed", "checkpoint", "save_file"),

@@ -4,8 +4,9 @@ time.
 Each instant since the clock started is in exactly one slot, so the slots add up to the elapsed time. Work without an
 explicit phase is classified by what follows: work on a batch is training if a backward or an optimizer step comes
 after it, evaluation if none does (many loops do not use `no_grad`). Until that is known it is in a slot that begins
-with `maybe_`. Time after a step and before the next wait is the host's, except for an evaluation without a loader:
-blocks of `no_grad` that take at least MIN_NO_GRAD_S. Time after the last step stays in `after_step`: the job ends.
+with `maybe_`. Time after a step and before the next wait is the host's, except for an evaluation without a loader: from
+the call of `.eval()` of the model that the optimizer trains to the next `.train()`, batch or backward, and blocks of
+`no_grad` that take at least MIN_NO_GRAD_S. Time after the last step stays in `after_step`: the job ends.
 
 The state file has 1,024 bytes of JSON (process, names of the slots), then a double per slot, in a mapped file of 4,096
 bytes; it needs no thread, no write and no lock, and remains after a SIGKILL. One process trains in one thread; other
@@ -191,6 +192,21 @@ class PhaseClock:
         if len(self._stack) > 1:
             self._stack.pop()
         self._set_slot(self._stack[-1])
+
+    def is_after_step(self) -> bool:
+        """Whether this is the training thread, after a step or an evaluation, and before the next batch."""
+        return self._stack[0] in (AFTER_STEP, EVAL) and self._has_stepped and self.is_outside_phases()
+
+    def is_of_training(self, parameters: "Any") -> bool:
+        """Whether at least half of the optimizer's parameters are among these: a part of the model is not enough."""
+        optimizer = None if self._optimizer is None else self._optimizer()
+        trained = {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
+        return bool(trained) and 2 * len(trained & {id(p) for p in parameters}) >= len(trained)
+
+    def set_evaluating(self, is_evaluating: bool) -> None:
+        """Between steps: the model that is trained was put into its mode for evaluation, or for training."""
+        self.update()
+        self._set_base_slot(EVAL if is_evaluating else AFTER_STEP)
 
     def begin_no_grad(self) -> "tuple[float, float, float] | None":
         """For `end_no_grad`; None if this is not between two steps."""

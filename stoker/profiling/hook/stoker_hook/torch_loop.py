@@ -7,6 +7,7 @@ from _thread import get_ident
 from collections import deque
 from functools import wraps
 from sys import modules
+from weakref import ref
 
 from .clock import (
     BUSY,
@@ -81,6 +82,39 @@ def patch_backward(module: "Any") -> None:
         return original(*args, **kwargs)
 
     module.backward = wrapper
+
+
+def patch_modules(module: "Any") -> None:
+    """torch.nn.modules.module: `.eval()` of the whole model after a step begins an evaluation; its `.train()`, which is
+    patched only until then because some loops call it in each step, ends it."""
+    cls = module.Module
+    original_eval, original_train = cls.eval, cls.train
+    evaluated: list[Any] = []
+
+    def train(self: "Any", mode: bool = True) -> "Any":
+        if mode and evaluated and self is evaluated[-1]():
+            stop_watching_train()
+            if clock.is_after_step():
+                clock.set_evaluating(False)
+        return original_train(self, mode)
+
+    def stop_watching_train() -> None:
+        evaluated.clear()
+        if cls.train is train:
+            cls.train = original_train
+
+    def eval(self: "Any") -> "Any":
+        try:
+            if clock.is_after_step() and clock.is_of_training(self.parameters()):
+                clock.set_evaluating(True)
+                evaluated[:] = [ref(self)]
+                cls.train = train
+        except Exception as error:  # noqa: BLE001
+            clock.disable("eval", error)
+        return original_eval(self)
+
+    train.__wrapped__, eval.__wrapped__ = original_train, original_eval  # type: ignore[attr-defined]
+    cls.eval = eval
 
 
 def patch_no_grad(module: "Any") -> None:
