@@ -222,12 +222,15 @@ class _Concurrency:
         self._completed_bytes += size_bytes
 
     def update(self, starved: bool, now_s: float) -> None:
-        """starved: the consumer has waited. A round is over when as many requests ended as are in flight."""
-        if starved and self._round_start_s is not None:
+        """starved: the consumer has waited. A round ends when as many requests ended as are in flight."""
+        if not starved:  # it may wait again in this round; how much is read says little about the newest growth
+            self._before_growth = None
+            return
+        if self._round_start_s is not None:
             if self._num_completed < self.value or now_s <= self._round_start_s:
                 return
             self._adapt(self._completed_bytes / (now_s - self._round_start_s))
-        self._round_start_s = now_s if starved else None
+        self._round_start_s = now_s
         self._num_completed = self._completed_bytes = 0
 
     def _adapt(self, bytes_per_s: float) -> None:

@@ -224,6 +224,15 @@ def test_a_saturated_link_is_filled_without_excess_concurrency(latency_s: float,
     assert value <= max(fetcher_module.INITIAL_CONCURRENCY, latency_s * link_per_s) * growth + 1
 
 
+def test_concurrency_grows_while_the_consumer_waits_now_and_then() -> None:
+    concurrency = fetcher_module._Concurrency(256)
+    for poll in range(200):
+        for _ in range(concurrency.value // 2):
+            concurrency.record_response(1000)
+        concurrency.update(poll % 2 == 0, float(poll))
+    assert concurrency.value == 256
+
+
 @given(st.integers(1, 4000))
 def test_hedges_are_a_small_fraction(requests: int) -> None:
     hedging, second = fetcher_module._Hedging(), 0
