@@ -2,6 +2,7 @@
 
 import _thread
 import asyncio
+import multiprocessing
 import random
 import subprocess
 import sys
@@ -167,6 +168,31 @@ def test_close_waits_for_foreign_threads_in_python(store: Store) -> None:
         begun.wait()
         threading.Timer(0.05, gate.release).start()
     assert left
+
+
+def _use_in_a_fork(fetcher: Fetcher, store: Store, queue: "multiprocessing.SimpleQueue[str]") -> None:
+    try:
+        fetcher.submit(store, "k0")
+    except StorageError as error:
+        fetcher.close()
+        queue.put(error.what)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_use_after_fork_is_an_error(store: Store) -> None:
+    context = multiprocessing.get_context("fork")
+    with Fetcher() as fetcher:
+        queue = context.SimpleQueue()
+        with fetcher._lock:  # held by a thread that the child does not have
+            child = context.Process(target=_use_in_a_fork, args=(fetcher, store, queue))
+            child.start()
+            child.join(30)
+        try:
+            assert child.exitcode == 0
+        finally:
+            child.kill()
+        assert queue.get() == "This fetcher belongs to the parent process."
+        assert fetcher.submit(store, "k0").result() == DATA["k0"]
 
 
 def test_sixteen_threads_submit_at_once(store: Store) -> None:
