@@ -134,7 +134,7 @@ def export_onnx(
 def _default_out(run: str | Path, weights: Path, source: Path) -> Path:
     """RUN/best.onnx, or RUN/step-00001200.onnx for a run with only checkpoints, whose folders stay unchanged; for a URI
     its name, in the current folder."""
-    text = expand_variables(str(run))
+    text = expand_variables(run) if isinstance(run, str) else str(run)
     if is_uri(text):
         return Path(parse_uri(text).name.removesuffix(".safetensors") + ONNX_SUFFIX)
     if not source.is_dir():

@@ -7,8 +7,10 @@ and objects are only read. Each image is read once, in an order that differs fro
 check does not measure the caches that the first one filled.
 """
 
+import contextlib
 import dataclasses
 import errno
+import functools
 import itertools
 import os
 import queue
@@ -16,7 +18,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -210,8 +212,8 @@ def _measure_reads(index: Index, images: list[int], seconds: float) -> tuple[Rea
     """The rate, and the first images that were read. Raises what a read raises."""
     remote = index.remote_object(images[0])
     if remote is None:
-        files = _FileReader(index)
-        rate, encoded = _measure(images, seconds, files.submit, lambda: files.num_threads, lambda: None)
+        with contextlib.closing(_FileReader(index)) as files:
+            rate, encoded = _measure(images, seconds, files.submit, lambda: files.num_threads, lambda: None)
         return dataclasses.replace(rate, cold=_all_cold(index, files.cold)), encoded
     store = remote[0]
     throttled = _throttled(store)
@@ -236,7 +238,7 @@ class _FileReader:
 
     def __init__(self, index: Index) -> None:
         self._index = index
-        self._requests: queue.SimpleQueue[tuple[int, Future[bytes]]] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[int, Future[bytes]] | None] = queue.SimpleQueue()
         self.num_threads = min(MAX_WORKERS, WORKERS_PER_CORE * host_cores())
         self.cold: list[bool | None] = []
         for _ in range(self.num_threads):
@@ -247,9 +249,14 @@ class _FileReader:
         self._requests.put((image, future))
         return future
 
+    def close(self) -> None:
+        """Ends the threads, each after its read; does not wait."""
+        for _ in range(self.num_threads):
+            self._requests.put(None)
+
     def _work(self) -> None:
-        while True:
-            image, future = self._requests.get()
+        while (request := self._requests.get()) is not None:
+            image, future = request
             self.cold.append(drop_pages(self._index, image))
             try:
                 future.set_result(self._index.read(image))
@@ -296,25 +303,31 @@ def _measure(
             raise errors[0]
     rest = images[PROBE_READS:] or images
     order = itertools.cycle(rest)
-    started, reported_s = 0, 0.0
-    pending: dict[Future[bytes], int] = {}
+    started = pending = 0
+    reported_s = 0.0
+    results: queue.SimpleQueue[tuple[int, Future[bytes]]] = queue.SimpleQueue()
     in_flight: list[tuple[float, int]] = []
+
+    def finish(image: int, future: "Future[bytes]") -> None:
+        results.put((image, future))
+
     start_s = now_s = time.perf_counter()
     probed = len(done)
     end_s = start_s + seconds
     while now_s < end_s:
-        while len(pending) < target() and total_bytes < MAX_BYTES:
+        while pending < target() and total_bytes < MAX_BYTES:
             if started >= len(rest) and now_s - start_s >= MIN_S:
                 break
             image = next(order)
-            pending[submit(image)] = image
-            started += 1
+            submit(image).add_done_callback(functools.partial(finish, image))
+            started, pending = started + 1, pending + 1
         if not pending:
             break
-        in_flight.append((now_s, len(pending)))
-        finished, _ = wait(pending, min(REPORT_INTERVAL_S, end_s - now_s), return_when=FIRST_COMPLETED)
-        for future in finished:
-            take(pending.pop(future), future, 0.0)
+        in_flight.append((now_s, pending))
+        with contextlib.suppress(queue.Empty):
+            image, future = results.get(timeout=min(REPORT_INTERVAL_S, end_s - now_s))
+            pending -= 1
+            take(image, future, 0.0)
         now_s = time.perf_counter()
         if now_s - reported_s >= REPORT_INTERVAL_S:
             report()

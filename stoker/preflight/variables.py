@@ -55,18 +55,6 @@ class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 TABLE = msgspec.convert(read_toml("variables.toml"), _Table)
 
 
-class _Task(msgspec.Struct):
-    type: str = "worker"
-    index: int = 0
-
-
-class _ClusterSpec(msgspec.Struct):
-    """TF_CONFIG and CLUSTER_SPEC: the hosts of each kind of task, and which of them this process is."""
-
-    cluster: dict[str, list[Any] | dict[str, Any]] | None = None
-    task: _Task = msgspec.field(default_factory=_Task)
-
-
 def check_variables(env: Mapping[str, str] = os.environ, *, contact_stores: bool = True) -> list[Finding]:
     """Every variable that names data, output, credentials or a cluster, and all of stoker's own; those in order are one
     finding. contact_stores: also list or write the buckets that they name."""
@@ -114,31 +102,45 @@ def _check_json(env: Mapping[str, str]) -> Iterator[Finding]:
         if not text.strip():
             continue
         try:
-            json.loads(text)
+            value = json.loads(text)
         except (ValueError, RecursionError) as error:
             is_quoted = text.strip()[:1] in "'\"" or '\\"' in text
             fix = "write the JSON without quotes around it and without backslashes" if is_quoted else "correct the JSON"
             yield describe("variable_json", name, severity=severity, name=name, error=error, fix=fix)
             continue
-        if name in ("TF_CONFIG", "CLUSTER_SPEC") and (problem := _cluster_problem(text)):
+        if name in ("TF_CONFIG", "CLUSTER_SPEC") and (problem := _cluster_problem(value)):
             yield describe("variable_cluster", name, name=name, problem=problem)
         else:
             yield _fine(name, "is well formed", "JSON")
 
 
-def _cluster_problem(text: str) -> str:
-    """What is wrong with the description of a cluster; empty: nothing. Who is reachable: `network.py`."""
-    try:
-        spec = msgspec.json.decode(text, type=_ClusterSpec, strict=False)
-    except msgspec.ValidationError as error:
-        return f"it does not describe a cluster: {error}"
-    if not spec.cluster:  # an empty TF_CONFIG of a single process
+def _cluster_problem(spec: object) -> str:
+    """What is wrong with TF_CONFIG or CLUSTER_SPEC, the hosts of each kind of task and which of them this process is;
+    empty: nothing. Who is reachable: `network.py`."""
+    if not isinstance(spec, dict):
+        return f"it is {_quoted(spec)}, not a JSON object"
+    cluster, task = spec.get("cluster"), spec.get("task") or {}
+    if not cluster:  # an empty TF_CONFIG of a single process
         return ""
-    kind, index = spec.task.type, spec.task.index
-    if kind not in spec.cluster:  # the evaluator is not part of the cluster, in TensorFlow's own words
-        choices = ", ".join(spec.cluster)
-        return "" if kind == "evaluator" else f"`task` is of type {kind!r}, which `cluster` does not have ({choices})"
-    count = len(spec.cluster[kind])
+    if not isinstance(cluster, dict):
+        return f"`cluster` is {_quoted(cluster)}, which does not name lists of host:port"
+    for name, hosts in cluster.items():
+        if not isinstance(hosts, list | dict):
+            return f"{_quoted(name)} of `cluster` is {_quoted(hosts)}, not a list of host:port"
+    if not isinstance(task, dict):
+        return f"`task` is {_quoted(task)}, not an object with type and index"
+    kind = task.get("type", "worker")
+    if not isinstance(kind, str):
+        return f"the type of `task` is {_quoted(kind)}"
+    try:
+        index = int(task.get("index", 0))
+    except (TypeError, ValueError, OverflowError):
+        return f"the index of `task` is {_quoted(task['index'])}"
+    if kind not in cluster:  # the evaluator is not part of the cluster, in TensorFlow's own words
+        choices = ", ".join(map(_quoted, cluster))
+        problem = f"`task` is of type {_quoted(kind)}, which `cluster` does not have ({choices})"
+        return "" if kind == "evaluator" else problem
+    count = len(cluster[kind])
     return "" if 0 <= index < count else f"`task` is {kind} {index}, but `cluster` has {count} of them"
 
 
@@ -273,6 +275,11 @@ def _odd_value(name: str, value: str) -> Finding | None:
     else:
         return None
     return describe(f"variable_value/{kind}", name, name=name, value=_shown(value))
+
+
+def _quoted(value: object) -> str:
+    """A value of JSON, with lone surrogates escaped."""
+    return _shown(repr(value))
 
 
 def _shown(value: str) -> str:

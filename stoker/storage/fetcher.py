@@ -8,6 +8,7 @@ many reads the caller should have in flight is measured (`_Concurrency`). Retrie
 import asyncio
 import atexit
 import math
+import os
 import sys
 import threading
 import time
@@ -57,7 +58,7 @@ class Fetcher:
         self._in_flight: set[_Read] = set()
         self._bytes_in_flight = self._num_finished = self._finished_bytes = 0
         self._wakeup_pending = self._closed = False
-        self._lock = threading.Lock()
+        self._lock, self._pid = threading.Lock(), os.getpid()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="stoker-fetcher", daemon=True)
         self._thread.start()
@@ -69,6 +70,9 @@ class Fetcher:
         Callbacks of the future run on the thread of the event loop and must be fast. The future can be cancelled until
         its read has started.
         """
+        if os.getpid() != self._pid:
+            fix = "Make a Fetcher after the fork, or start processes with the method spawn."
+            raise StorageError("This fetcher belongs to the parent process.", fix=fix)
         read = _Read(store, key, start, length)
         with self._lock:
             if self._closed:
@@ -92,6 +96,8 @@ class Fetcher:
 
     def close(self) -> None:
         """Cancels all reads: their futures fail. Waits for the thread."""
+        if os.getpid() != self._pid:
+            return  # the thread is in the parent process
         with self._lock:
             if self._closed:
                 return
@@ -222,12 +228,15 @@ class _Concurrency:
         self._completed_bytes += size_bytes
 
     def update(self, starved: bool, now_s: float) -> None:
-        """starved: the consumer has waited. A round is over when as many requests ended as are in flight."""
-        if starved and self._round_start_s is not None:
+        """starved: the consumer has waited. A round ends when as many requests ended as are in flight."""
+        if not starved:  # it may wait again in this round; how much is read says little about the newest growth
+            self._before_growth = None
+            return
+        if self._round_start_s is not None:
             if self._num_completed < self.value or now_s <= self._round_start_s:
                 return
             self._adapt(self._completed_bytes / (now_s - self._round_start_s))
-        self._round_start_s = now_s if starved else None
+        self._round_start_s = now_s
         self._num_completed = self._completed_bytes = 0
 
     def _adapt(self, bytes_per_s: float) -> None:

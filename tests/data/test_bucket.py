@@ -262,6 +262,9 @@ def test_missing_folder_bucket_and_file(bucket: Bucket, tmp_path: Path) -> None:
     assert nothing.value.location == f"{bucket.served.uri}/some/sett"
     assert nothing.value.cause == f"the folders in {bucket.served.uri}/some are set"
     assert nothing.value.fix == f"did you mean {bucket.data}?"
+    with pytest.raises(DataError) as only_files:
+        open_index(f"{bucket.data}/train/trian-0.jpg")
+    assert str(only_files.value.cause).startswith(f"{bucket.data}/train has other objects, e.g. ")
     with pytest.raises(DataError, match="is an object, but not an annotation file"):
         open_index(f"{bucket.data}/train/train-0.jpg")
     with pytest.raises(StorageError, match="no bucket") as no_bucket:

@@ -395,6 +395,19 @@ def test_two_files_for_one_split(tmp_path: Path) -> None:
     assert raised.value.choices == ("instances_train2014.json", "instances_train2017.json")
 
 
+def test_of_two_files_only_the_names_matter_to_the_choice(tmp_path: Path) -> None:
+    """Names of other entries may be anything."""
+    content = json.loads(json.dumps(GOOD))
+    content["images"][0]["name"] = None
+    content["annotations"][0] |= {"name": 5, "file_name": []}
+    content["categories"][0]["file_name"] = 1
+    for year in (2014, 2017):
+        write(tmp_path / f"annotations/instances_train{year}.json", content)
+    index = open_index(tmp_path)
+    assert len(index) == len(content["images"])
+    assert any("not read: instances_train2017.json: its" in note for note in index.notes)
+
+
 def test_files_of_splits_are_preferred_to_a_file_of_all(tmp_path: Path) -> None:
     for name in ("all", "train", "val"):
         write(tmp_path / f"annotations/{name}.json", GOOD)

@@ -28,6 +28,7 @@ from stoker.cli import app
 from stoker.config.settings import Config, to_toml
 from stoker.errors import ParityError
 from stoker.export import graph, parity
+from stoker.export import onnx as export_onnx_module
 from stoker.inference.runtime import OnnxModel
 from stoker.models.table import MODELS
 from stoker.models.weights import model_file
@@ -71,6 +72,16 @@ def lively(seed: int = 0) -> tuple[models.Detector, model_file.ModelMetadata]:
     return model, model_file.ModelMetadata(
         settings=config.model, class_names=CLASSES, image_size=IMAGE_SIZE, resize="letterbox", step=7
     )
+
+
+def test_a_path_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for the weights: only in a text `$` and `~` are replaced."""
+    monkeypatch.setenv("BUCKET", "gs://bucket/run")
+    monkeypatch.chdir(tmp_path)
+    for run in (Path("$UNSET-by-anyone"), Path("$BUCKET")):
+        run.mkdir()
+        assert export_onnx_module._default_out(run, run / "best.safetensors", run) == run / "best.onnx"
+    assert export_onnx_module._default_out("$BUCKET", tmp_path / "best.safetensors", tmp_path) == Path("run.onnx")
 
 
 @pytest.fixture(scope="module")

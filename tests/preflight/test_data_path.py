@@ -2,8 +2,11 @@
 
 import dataclasses
 import os
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +73,39 @@ def test_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unknown_demand = rate_of(check_data_path(str(folder), demand_images_per_s=None, seconds=SECONDS, env=NOWHERE))
     assert unknown_demand.severity == "ok"
     assert contents(folder) == before
+
+
+def test_threads_end_with_the_measurement(index: Index) -> None:
+    before = set(threading.enumerate())
+    data_path._measure_reads(index, data_path._sample_order(index), 0.1)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_result_costs_the_same_with_many_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The measurement is not slower than what it measures: to take a result, no other is looked at."""
+    monkeypatch.setattr(data_path, "MIN_S", 0.0)
+    touched = submitted = 0
+    waiting: deque[Future[bytes]] = deque()
+
+    class Watched(Future[bytes]):
+        def __getattribute__(self, name: str) -> object:
+            nonlocal touched
+            touched += name == "_condition"
+            return super().__getattribute__(name)
+
+    def submit(_: int) -> Future[bytes]:
+        nonlocal submitted
+        submitted += 1
+        waiting.append(future := Watched())
+        if submitted <= data_path.PROBE_READS or len(waiting) == 100:
+            waiting.popleft().set_result(b"x")
+        return future
+
+    data_path._measure(list(range(2000)), 0.3, submit, lambda: 100, lambda: None)
+    assert submitted > 200
+    assert touched < 20 * submitted
 
 
 @pytest.fixture

@@ -37,6 +37,8 @@ def only(env: dict[str, str]) -> Finding:
         {"TF_CONFIG": json.dumps(CLUSTER)},
         {"TF_CONFIG": json.dumps({**CLUSTER, "task": {"type": "evaluator", "index": 0}})},
         {"TF_CONFIG": '{"cluster": {}}', "CLUSTER_SPEC": " "},
+        {"TF_CONFIG": '{"task": null}', "CLUSTER_SPEC": '{"cluster": "", "task": {}}'},
+        {"TF_CONFIG": json.dumps(CLUSTER | {"task": None, "rate": float("nan"), "\ud800": "\ud800"})},
         {
             "CLUSTER_SPEC": json.dumps(
                 {"cluster": {"workerpool0": ["a:1"]}, "task": {"type": "workerpool0", "index": 0}}
@@ -105,6 +107,27 @@ def test_wrong_value(env: dict[str, str], id: str, severity: str, says: str) -> 
     assert says in finding.fix
     assert finding.place in env
     assert "hunter2" not in repr(finding)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "says"),
+    [
+        (CLUSTER | {"task": {"index": "x"}}, "the index of `task` is 'x'"),
+        (CLUSTER | {"task": {"index": float("nan")}}, "the index of `task` is nan"),
+        (CLUSTER | {"task": {"index": float("inf")}}, "the index of `task` is inf"),
+        (CLUSTER | {"task": {"type": ["x"]}}, "the type of `task` is ['x']"),
+        (CLUSTER | {"task": {"type": "\ud800"}}, "type '\\ud800', which `cluster` does not have ('worker')"),
+        (CLUSTER | {"task": 3}, "`task` is 3, not an object"),
+        ({"cluster": ["a:1"]}, "`cluster` is ['a:1'], which"),
+        ({"cluster": {"worker": "\ud800"}}, "'worker' of `cluster` is '\\ud800', not a list of host:port"),
+        (float("nan"), "it is nan, not a JSON object"),
+    ],
+)
+def test_problem_of_a_cluster_names_key_and_value(cluster: object, says: str) -> None:
+    finding = only({"TF_CONFIG": json.dumps(cluster)})
+    assert (finding.id, finding.severity) == ("variable_cluster", "blocker")
+    assert says in finding.title + finding.evidence_text
+    (finding.title + finding.evidence_text).encode()
 
 
 def test_session_that_ends() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from stoker.errors import Conflict, ObjectMissing, StorageError
 from stoker.storage.credentials import Credentials
-from stoker.storage.failures import Failure, to_storage_error
+from stoker.storage.failures import Failure, FailureKind, to_storage_error
 from stoker.storage.retry import Timeouts
 from stoker.storage.store import Store
 from stoker.storage.uri import parse_uri
@@ -55,6 +55,19 @@ def refusing(status: int, body: str, headers: dict[str, str] | None = None) -> I
 def error(code: str, message: str = "", details: str = "") -> str:
     text = f"<Message>{message}</Message>" + (f"<Details>{details}</Details>" if details else "")
     return f"<Error><Code>{code}</Code>{text}</Error>"
+
+
+@pytest.mark.parametrize("kind", ["name", "bucket"])
+def test_the_fix_without_a_command(kind: FailureKind) -> None:
+    uri = parse_uri("https://host/sets/a")
+    found = to_storage_error(
+        Failure(kind, "x", "x"),
+        uri=uri,
+        credentials=Credentials("none", anonymous=True),
+        action="read",
+        attempts_text="",
+    )
+    assert "on its server" in str(found.fix)
 
 
 def read(store: Store) -> None:

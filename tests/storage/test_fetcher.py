@@ -2,6 +2,7 @@
 
 import _thread
 import asyncio
+import multiprocessing
 import random
 import subprocess
 import sys
@@ -169,6 +170,31 @@ def test_close_waits_for_foreign_threads_in_python(store: Store) -> None:
     assert left
 
 
+def _use_in_a_fork(fetcher: Fetcher, store: Store, queue: "multiprocessing.SimpleQueue[str]") -> None:
+    try:
+        fetcher.submit(store, "k0")
+    except StorageError as error:
+        fetcher.close()
+        queue.put(error.what)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_use_after_fork_is_an_error(store: Store) -> None:
+    context = multiprocessing.get_context("fork")
+    with Fetcher() as fetcher:
+        queue = context.SimpleQueue()
+        with fetcher._lock:  # held by a thread that the child does not have
+            child = context.Process(target=_use_in_a_fork, args=(fetcher, store, queue))
+            child.start()
+            child.join(30)
+        try:
+            assert child.exitcode == 0
+        finally:
+            child.kill()
+        assert queue.get() == "This fetcher belongs to the parent process."
+        assert fetcher.submit(store, "k0").result() == DATA["k0"]
+
+
 def test_sixteen_threads_submit_at_once(store: Store) -> None:
     wrong: list[str] = []
     with Fetcher(max_in_flight=8) as fetcher:
@@ -222,6 +248,15 @@ def test_a_saturated_link_is_filled_without_excess_concurrency(latency_s: float,
     assert rate >= 0.95 * link_per_s
     growth = fetcher_module.GROWTH_FACTOR**2  # one that overshot, and a trial of one round
     assert value <= max(fetcher_module.INITIAL_CONCURRENCY, latency_s * link_per_s) * growth + 1
+
+
+def test_concurrency_grows_while_the_consumer_waits_now_and_then() -> None:
+    concurrency = fetcher_module._Concurrency(256)
+    for poll in range(200):
+        for _ in range(concurrency.value // 2):
+            concurrency.record_response(1000)
+        concurrency.update(poll % 2 == 0, float(poll))
+    assert concurrency.value == 256
 
 
 @given(st.integers(1, 4000))

@@ -182,11 +182,20 @@ def _choose_per_split(folder: Path, files: list[Path]) -> tuple[list[tuple[str |
     return chosen, [*notes, *([f"not read: {', '.join(ignored)}"] if ignored else [])]
 
 
-class _Named(msgspec.Struct):
-    """An entry, with the name that an image or a class has."""
+class _ImageName(msgspec.Struct, gc=False):
+    file_name: str
 
-    file_name: str = ""
-    name: str = ""
+
+class _ClassName(msgspec.Struct, gc=False):
+    name: str
+
+
+class _OutlineFile(msgspec.Struct):
+    """The parts of a COCO file that an outline needs; a wrong value elsewhere is reported when the file is read."""
+
+    images: list[_ImageName]
+    categories: list[_ClassName] = []
+    annotations: list[msgspec.Raw] = []
 
 
 class _Outline(NamedTuple):
@@ -198,7 +207,7 @@ class _Outline(NamedTuple):
 
 
 def _read_outline(path: Path) -> _Outline:
-    file = msgspec.json.decode(regular_files.read_bytes(path), type=_RawFile[_Named])
+    file = msgspec.json.decode(regular_files.read_bytes(path), type=_OutlineFile)
     images, classes = (entry.file_name for entry in file.images), (entry.name for entry in file.categories)
     return _Outline(frozenset(images), frozenset(classes), len(file.annotations))
 

@@ -17,9 +17,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 import yaml
 
 from stoker import regular_files
@@ -372,6 +371,8 @@ MAX_BYTES = 1 << 20
 """A data.yaml has a few kilobytes; a larger file is something else."""
 MAX_CLASSES = 100_000
 """Largest number of classes; the published set with the most, V3Det, has 13,204."""
+MAX_DIGITS = 20
+"""Of a number, with zeros at the front."""
 _NULL_VALUES = ("", "~", "null", "none")
 
 
@@ -408,51 +409,54 @@ def _looks_like_definition(path: Path) -> bool:
     return bool(splits) and ("names" in keys or "nc" in keys or has_usual_name)
 
 
-Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_CLASSES)]
-
-
-class _Description(msgspec.Struct):
-    """The keys of a data.yaml that are read, as written. Those of an obj.data have other names."""
-
-    train: str | list[str] = ""
-    val: str | list[str] = ""
-    valid: str | list[str] = ""
-    validation: str | list[str] = ""
-    test: str | list[str] = ""
-    path: str | None = None
-    names: str | list[str] | dict[Number, str] = ""
-    nc: Number | None = None
-    kpt_shape: list[Number] = []
-
-
 def _read_definition(file: Path) -> DatasetDefinition:
     """Reads a data.yaml or obj.data. Raises DataError that names the file and the key."""
     data = _parse_assignments(file) if file.suffix.lower() == ".data" else _parse_yaml(file)
-    if isinstance(data, dict):  # all values are text
-        data = {k: v for k, v in data.items() if not (isinstance(v, str) and v.strip().lower() in _NULL_VALUES)}
-    try:
-        written = msgspec.convert(data, _Description, strict=False, str_keys=True)
-    except msgspec.ValidationError as error:
-        fix = "see https://docs.ultralytics.com/datasets/detect/"
-        raise _definition_error(file, str(error), fix) from error
+    if not isinstance(data, dict):
+        raise _definition_error(file, "it has no keys", "see https://docs.ultralytics.com/datasets/detect/")
+    data = {k: v for k, v in data.items() if not (isinstance(v, str) and v.strip().lower() in _NULL_VALUES)}
     splits: dict[str, tuple[str, ...]] = {}
     for name in ("train", "val", "valid", "validation", "test"):
-        value = getattr(written, name)
-        entries = [entry.strip() for entry in ([value] if isinstance(value, str) else value)]
-        if used := tuple(entry for entry in entries if entry.lower() not in _NULL_VALUES):
+        value: Any = data.get(name, [])
+        entries = value if isinstance(value, list) else [value]
+        if not all(isinstance(entry, str) for entry in entries):
+            cause = f"{name} has {_quote_value(value)}, which is neither a path nor a list of paths"
+            raise _definition_error(file, cause, f"write `{name}: images/{name}`")
+        if used := tuple(entry.strip() for entry in entries if entry.strip().lower() not in _NULL_VALUES):
             splits.setdefault(SPLIT_BY_NAME[name], used)
     if not splits:
         raise _definition_error(
             file, "it names no images: there is no train, val or test", "add lines such as `train: images/train`"
         )
+    path = data.get("path")
+    if not isinstance(path, str | None):
+        cause = f"path has {_quote_value(path)}, which is not one folder"
+        raise _definition_error(file, cause, "name one folder, and the splits relative to it")
+    kpt_shape = data.get("kpt_shape")
+    kpt_dims = [_parse_int(file, "kpt_shape", value) for value in kpt_shape] if isinstance(kpt_shape, list) else []
     return DatasetDefinition(
         file=file,
         splits=splits,
-        path=written.path,
-        class_names=_choose_names(file, written.names),
-        num_classes=written.nc,
-        num_keypoint_values=math.prod(written.kpt_shape) if len(written.kpt_shape) == 2 else 0,
+        path=path,
+        class_names=_choose_names(file, data.get("names", "")),
+        num_classes=_parse_int(file, "nc", data["nc"]) if "nc" in data else None,
+        num_keypoint_values=math.prod(kpt_dims) if len(kpt_dims) == 2 else 0,
     )
+
+
+def _parse_int(file: Path, key: str, value: Any) -> int:
+    text = value.strip() if isinstance(value, str) else ""
+    if not (text.isascii() and text.isdigit()):
+        cause = f"{key} has {_quote_value(value)}, which is not a whole number"
+        raise _definition_error(file, cause, f"correct {key}, or delete it")
+    if len(text) > MAX_DIGITS or int(text) > MAX_CLASSES:
+        cause = f"{key} has the number {text[:60]}; at most {MAX_CLASSES:,} is possible"
+        raise _definition_error(file, cause, f"correct {key}")
+    return int(text)
+
+
+def _quote_value(value: Any) -> str:
+    return repr(str(value)[:60])
 
 
 def _parse_yaml(file: Path) -> Any:
@@ -478,7 +482,7 @@ def _parse_assignments(file: Path) -> dict[str, str]:
     return {"nc": values["classes"], **values} if "classes" in values else values
 
 
-def _choose_names(file: Path, written: str | list[str] | dict[int, str]) -> tuple[str, ...] | None:
+def _choose_names(file: Path, written: Any) -> tuple[str, ...] | None:
     """The class names, from a list, a mapping from numbers, or the path of a file of names."""
     if isinstance(written, str):
         if not written:
@@ -489,9 +493,14 @@ def _choose_names(file: Path, written: str | list[str] | dict[int, str]) -> tupl
                 return _read_names(candidate)
         cause = f"names is {written!r}, neither a list nor an existing file"
         raise _definition_error(file, cause, "write `names: [first, second]`")
-    names = dict(enumerate(written)) if isinstance(written, list) else written
+    pairs = enumerate(written) if isinstance(written, list) else written.items()
+    names = {_parse_int(file, "names", str(number)): name for number, name in pairs}
+    for number, name in names.items():
+        if not (isinstance(name, str) and name.strip()):
+            text = f", but {_quote_value(name)}" if name else ""
+            raise _definition_error(file, f"names: class {number} has no name{text}", "give every class a name")
     for number in range(max(names, default=-1) + 1):
-        if not names.get(number, "").strip():
+        if number not in names:
             cause = f"names has {len(names)} classes up to number {max(names)}, but none with the number {number}"
             raise _definition_error(file, cause, f"give class {number} a name; numbers begin at 0 and have no gaps")
     return tuple(names[number].strip() for number in range(len(names))) or None

@@ -161,5 +161,7 @@ def _no_dataset_error(store: "Store", uri: StorageUri) -> DataError:
     more = ", …" if len(names) > MAX_FOLDERS_SHOWN else ""
     listed = ", ".join(names[:MAX_FOLDERS_SHOWN]) + more
     cause = f"the folders in {parent} are {listed}" if names else f"there is no folder in {parent}"
+    if (parent != uri.parent or not names) and (sibling := next(store.list(uri.parent.key), None)):
+        cause = f"{uri.parent} has other objects, e.g. {sibling.key.rpartition('/')[2]}"
     fix = f"did you mean {parent.child(closest)}?" if closest else "correct the address"
     return DataError("There is no object below that address.", location=uri, cause=cause, fix=fix)
