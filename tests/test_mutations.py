@@ -25,7 +25,8 @@ class Mutation(NamedTuple):
 
 MUTATIONS = {
     "focal alpha": Mutation(
-        "models/retinanet/retinanet.py", '"focal_alpha": (0.25,', '"focal_alpha": (0.5,',
+        "knowledge/models.toml", 'focal_alpha = { value = 0.25, reason = "Ret',
+        'focal_alpha = { value = 0.5, reason = "Ret',
         "models/test_retinanets.py::test_numbers_are_those_of_torchvision[retinanet_tiny_fpn]",
     ),
     "focal loss of negatives": Mutation(

@@ -80,7 +80,7 @@ class Case:
     goal: float | None = None
 
     def trial(self) -> fakes.Trial:
-        """The same step on the fake accelerator. Fused SGD does not run there."""
+        """The same step on the fake accelerator."""
         return fakes.Trial(
             model=self.model,
             classes=self.classes,
@@ -89,7 +89,6 @@ class Case:
             image_size=self.image_size,
             precision=self.precision,
             optimizer=self.optimizer,
-            fused=self.optimizer == "adamw",
             average=True,
         )
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def make_metrics_early(patch: pytest.MonkeyPatch) -> None:
     def start_and_wait(self: evaluator.AsyncEvaluator, *arguments: Any) -> None:
         start(self, *arguments)
         assert self._task is not None
-        self._task.done.wait()
+        wait([self._task.metrics])
 
     patch.setattr(evaluator.AsyncEvaluator, "start", start_and_wait)
 
