@@ -3,7 +3,6 @@
 The networks themselves are in `stoker/models/`; its `MODELS` are these rows.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,13 +40,12 @@ class Tuning(msgspec.Struct, frozen=True, kw_only=True):
     """Longest box side in pixels of the model input that the family can predict."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Architecture:
+class Architecture(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An architecture, by its row."""
 
     family: str
     """Its row in `FAMILIES` of `models/table.py`."""
-    network: Mapping[str, Any]
+    network: Mapping[str, Any] = {}
     """Arguments of the family's builder."""
     description: str
     num_params: int
@@ -71,56 +69,35 @@ class Architecture:
     """Epsilon of the norms of the pretrained classifier, if it differs from the detector's."""
     tuning: Tuning | None = None
     """None: the general defaults apply."""
-    pretrained_options: Mapping[str, Mapping[str, bool]] = dataclasses.field(default_factory=dict)
+    pretrained_options: Mapping[str, Mapping[str, bool]] = {}
     """Settings that pretrained weights decide, by their name (`coco`, `imagenet`)."""
-
-
-class _Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A row as in the file."""
-
-    family: str
-    network: dict[str, Any] = {}
-    description: str
-    num_params: int
-    cost: ComputeCost
-    recipe: str
-    default_image_size: int
-    size_divisor: int = 32
-    anchors_scale_with_image_size: bool = False
-    pretrained_norm_eps: float | None = None
-    weights: dict[str, str] = {}
-    """Name of pretrained weights → file below the table's `url`."""
-    pretrained_options: dict[str, dict[str, bool]] = {}
-    defaults: dict[str, Any]
-    """Setting → value and reason; `inherits`: groups of the table `defaults`."""
 
 
 def read_architectures() -> dict[str, Architecture]:
     """Value of `--model` → architecture, in the order of the file."""
     tables = read_toml("models.toml")
-    tuning = msgspec.convert(tables["tuning"], dict[str, Tuning])
     return {
-        name: make_architecture(row, tables["defaults"], url=tables["url"], tuning=tuning)
+        name: make_architecture(row, tables["defaults"], url=tables["url"], tuning=tables["tuning"])
         for name, row in tables["models"].items()
     }
 
 
 def make_architecture(
-    row: dict[str, Any], groups: dict[str, Any], *, url: str = "", tuning: Mapping[str, Tuning] | None = None
+    row: dict[str, Any], groups: dict[str, Any], *, url: str = "", tuning: Mapping[str, Any] | None = None
 ) -> Architecture:
     """The architecture of a row. groups: tables of defaults by name; tuning: by family.
 
     Raises msgspec.ValidationError for a row of another form.
     """
-    fields = msgspec.structs.asdict(msgspec.convert(row, _Row))
-    defaults = _inherit(fields.pop("defaults"), groups)
-    return Architecture(
-        **{name: value for name, value in fields.items() if name != "weights"},
-        defaults={name: _as_tuple(default["value"]) for name, default in defaults.items()},
-        reasons={name: default["reason"] for name, default in defaults.items()},
-        urls={name: f"{url}/{file}" for name, file in fields["weights"].items()},
-        tuning=(tuning or {}).get(fields["family"]),
-    )
+    fields = dict(row)
+    defaults, files = _inherit(fields.pop("defaults", {}), groups), fields.pop("weights", {})
+    fields |= {
+        "defaults": {name: _as_tuple(default["value"]) for name, default in defaults.items()},
+        "reasons": {name: default["reason"] for name, default in defaults.items()},
+        "urls": {name: f"{url}/{file}" for name, file in files.items()},
+        "tuning": (tuning or {}).get(row.get("family", "")),
+    }
+    return msgspec.convert(fields, Architecture)
 
 
 def _inherit(table: dict[str, Any], groups: dict[str, Any]) -> dict[str, Any]:

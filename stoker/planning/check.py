@@ -21,9 +21,9 @@ from stoker.findings.finding import Finding, worst_first
 from stoker.hardware.gpu_evidence import gpu_evidence
 from stoker.planning.memory_fit import MemoryFit, ask_memory_fit, refused
 from stoker.preflight.access import check_access
+from stoker.preflight.catalog import ok, unknown
 from stoker.preflight.cloud import check_cloud
 from stoker.preflight.data_path import check_data_path
-from stoker.preflight.findings import ok, unknown
 from stoker.preflight.gpu import check_gpu
 from stoker.preflight.gpu_versions import check_tensorflow
 from stoker.preflight.host import Host, check_host

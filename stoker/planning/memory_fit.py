@@ -17,7 +17,7 @@ import msgspec
 from stoker.config.settings import Config, from_toml, to_toml
 from stoker.errors import OutOfMemoryError, StokerError
 from stoker.findings.finding import Finding
-from stoker.preflight.findings import make_finding, ok, unknown
+from stoker.preflight.catalog import make_finding, ok, unknown
 from stoker.preflight.programs import run_program
 from stoker.report import format as fmt
 

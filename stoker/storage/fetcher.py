@@ -2,7 +2,7 @@
 
 A read is one asyncio task, and a second one if the first is late (`_Hedging`); the first complete response is used. How
 many reads the caller should have in flight is measured (`_Concurrency`). Retries and checks are in
-`store.Store.read_async`. The thread refers to its `Fetcher`, so whoever makes one closes it.
+`store.Store.read_async`. The thread keeps its `Fetcher` alive, so a fetcher has to be closed.
 """
 
 import asyncio

@@ -279,8 +279,8 @@ def test_corrupt_images_above_the_limit(data: Path, tmp_path: Path) -> None:
 
 
 def test_host_memory_near_the_limit_of_a_real_cgroup(data: Path, tmp_path: Path) -> None:
-    """Version 1 or 2. The limit is lowered, while the run trains, to what it uses beside the page cache
-    and a little more."""
+    """Version 1 or 2. The limit is lowered, while the run trains, to a little more than what it
+    uses without the page cache."""
     version_1, version_2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
     root = version_1 if version_1.exists() else version_2
     group = root / f"stoker-chaos-{os.getpid()}"

@@ -11,7 +11,7 @@ from stoker.cli.app import main
 from stoker.findings.finding import Finding
 from stoker.planning import check as checking
 from stoker.planning.check import CheckReport, CheckRequest, ProbeTime
-from stoker.preflight.findings import make_finding
+from stoker.preflight.catalog import make_finding
 from stoker.report.findings_terminal import print_findings
 
 FINDINGS = [

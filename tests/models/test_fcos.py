@@ -1,8 +1,8 @@
 """FCOS, with torchvision's as the oracle: same weights, same batch, same losses, gradients and detections."""
 
-import dataclasses
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -296,7 +296,9 @@ def test_torchvisions_coco_weights_are_recognized_and_loaded(tmp_path: Path, fpn
 
 @pytest.mark.slow
 def test_the_onnx_file_finds_what_the_model_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = dataclasses.replace(MODELS["fcos_resnet18_fpn"], network={"backbone": "tiny", "channels": 64, "num_convs": 1})
+    row = msgspec.structs.replace(
+        MODELS["fcos_resnet18_fpn"], network={"backbone": "tiny", "channels": 64, "num_convs": 1}
+    )
     monkeypatch.setitem(MODELS, "fcos_resnet18_fpn", row)
     image_size = (64, 96)
     model = calibrated_model(settings_of("fcos_resnet18_fpn", backbone_norm="bn"), CLASSES, image_size).eval()
