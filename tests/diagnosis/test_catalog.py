@@ -201,7 +201,24 @@ def test_the_severity_that_an_id_is_explained_with_is_that_of_its_findings() -> 
     of_rows: dict[str, set[str]] = {}
     for name, row in (machine_rows() | file_rows()).items():
         of_rows.setdefault(name.partition("/")[0], set()).add(row.severity)
-    chosen = {"driver_old","gpu_in_use","bundled_cuda_not_found","framework_replaced","numpy_too_new","cuda_mismatch","source_unreadable","tensorflow_no_gpu","variable_json","variable_credentials","variable_uri","variable_input","variable_output","disk","clock","rank_interface"}
+    chosen = {
+        "driver_old",
+        "gpu_in_use",
+        "bundled_cuda_not_found",
+        "framework_replaced",
+        "numpy_too_new",
+        "cuda_mismatch",
+        "source_unreadable",
+        "tensorflow_no_gpu",
+        "variable_json",
+        "variable_credentials",
+        "variable_uri",
+        "variable_input",
+        "variable_output",
+        "disk",
+        "clock",
+        "rank_interface",
+    }
     for id, severities in of_rows.items():
         texts = {dict(entry.rows)["severity"] for entry in explain_id(id) if "`stoker check`" in entry.section}
         assert texts, id
