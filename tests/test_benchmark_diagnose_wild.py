@@ -22,7 +22,7 @@ def wild() -> ModuleType:
 
 def an_outcome(wild: ModuleType, *findings: tuple[str, str, float | None], **changes: Any) -> Any:
     fields: dict[str, Any] = {
-        "half": "first", "program": "loop", "fault": "slow storage", "way": "a", "accepted": ("slow_storage",),
+        "program": "loop", "fault": "slow storage", "way": "a", "accepted": ("slow_storage",),
         "findings": tuple(wild.NamedCause(cause=c, severity=s, lost_s=lost) for c, s, lost in findings),
     }  # fmt: skip
     return wild.Outcome(**(fields | changes))
@@ -70,7 +70,7 @@ def test_the_lost_time_of_the_accepted_finding_is_compared_with_the_clock_of_the
     assert [wild.loss_is_right(o) for o in outcomes[:4]] == [True, False, False, False]
 
 
-def test_the_report_has_a_row_per_program_and_fault_the_confusion_and_the_bars_of_each_half(wild: ModuleType) -> None:
+def test_the_report_has_a_row_per_program_and_fault_the_confusion_and_the_and_the_bars(wild: ModuleType) -> None:
     hit, other = ("slow_storage", "warning", 4.0), ("slow_decode", "critical", 9.0)
     healthy = {"fault": wild.HEALTHY, "accepted": ()}
     outcomes = [
@@ -78,24 +78,19 @@ def test_the_report_has_a_row_per_program_and_fault_the_confusion_and_the_bars_o
         an_outcome(wild, other, hit, way="b"),
         an_outcome(wild, way="c", findings=None, reason="install X"),
         an_outcome(wild, **healthy),
-        an_outcome(wild, other, half="second"),
-        an_outcome(wild, other, half="second", **healthy),
     ]
     report = wild.conclude(outcomes, "what")
     row = report.rows[0]
-    assert (row["what"], row["right"], row["within two"]) == ("first, loop: slow storage", "1 of 2", "2 of 2")
+    assert (row["what"], row["right"], row["within two"]) == ("loop: slow storage", "1 of 2", "2 of 2")
     assert row["found instead"] == "b: slow_decode, slow_storage"
     assert (row["loss off by"], row["n/a"]) == ("+0 %", "c: install X")
     mixed = next(row for row in report.rows if row["what"] == "fault: slow storage")
-    assert (mixed["right"], mixed["found first"]) == ("1 of 3", "slow_decode 2, slow_storage 1")
+    assert (mixed["right"], mixed["found first"]) == ("1 of 2", "slow_storage 1, slow_decode 1")
     assert {bar.name: (bar.value, bar.ok) for bar in report.bars} == {
-        "first half: first finding right, share": (0.5, False),
-        "first half: right within two, share": (1.0, True),
-        "first half: healthy without warning or critical, share": (1.0, True),
-        "first half: lost time within 15 %, share": (1.0, True),
-        "second half: first finding right, share": (0.0, False),
-        "second half: right within two, share": (0.0, False),
-        "second half: healthy without warning or critical, share": (0.0, False),
+        "first finding right, share": (0.5, False),
+        "right within two, share": (1.0, True),
+        "healthy without warning or critical, share": (1.0, True),
+        "lost time within 15 %, share": (1.0, True),
     }
 
 
@@ -103,16 +98,11 @@ def test_a_finished_job_is_not_repeated_unless_what_it_accepts_changed(wild: Mod
     job = wild.Job(program="loop", fault="slow storage", way="a", command=("loop.py",), accepted=("slow_storage",))
     kept = tmp_path / "partial.jsonl"
     outcome = an_outcome(wild, ("slow_storage", "warning", 4.0), known_s=4.0)
-    kept.write_text(json.dumps(wild.asdict(outcome)) + "\n" + '{"half": "first", "prog')
-    assert wild.finished(kept, [("first", job)]) == [outcome], "a line cut by a kill is left out"
-    assert wild.finished(kept, [("second", job)]) == []
-    with kept.open("w") as file:
-        file.write(json.dumps(wild.asdict(dataclasses.replace(outcome, others_cores=1.2))) + "\n")
-    assert len(wild.finished(kept, [("first", job)])) == 1
-    assert wild.finished(kept, [("first", job)], disturbed=False) == []
-    kept.write_text(json.dumps(wild.asdict(outcome)) + "\n")
+    kept.write_text(json.dumps(wild.asdict(outcome)) + "\n" + '{"prog')
+    assert wild.finished(kept, {job.key: job}) == [outcome], "a line cut by a kill is left out"
+    assert wild.finished(kept, {}) == []
     changed = dataclasses.replace(job, accepted=("slow_storage", "slow_decode"))
-    assert wild.finished(kept, [("first", changed)]) == []
+    assert wild.finished(kept, {job.key: changed}) == []
 
 
 def test_a_kept_job_is_read_again_also_if_nothing_was_found(
@@ -128,66 +118,36 @@ def test_a_kept_job_is_read_again_also_if_nothing_was_found(
     assert bench.read_again(without_reading, tmp_path, kept.accepted).findings is None
 
 
-def test_jobs_run_alone_but_for_those_that_need_not(wild: ModuleType) -> None:
-    jobs = [
-        ("first", wild.Job(program=str(n), fault="f", way="w", command=("loop.py",), alone=n % 3 == 0))
-        for n in range(9)
-    ]
-    running: set[str] = set()
-    most = 0
-
-    def run_one(half: str, job: Any) -> Any:
-        nonlocal most
-        running.add(job.program)
-        most = max(most, len(running))
-        assert len(running) == 1 or all(int(name) % 3 for name in running)
-        running.discard(job.program)
-        return an_outcome(wild, half=half, program=job.program)
-
-    kept: list[Any] = []
-    done = wild.run_all(jobs, run_one, 2, kept.append)
-    assert sorted(o.program for o in done) == [str(n) for n in range(9)]
-    assert kept == done
-    assert most <= 2
-
-
 def test_a_script_and_the_places_of_a_job_become_its_command(wild: ModuleType, tmp_path: Path) -> None:
     bench = wild.Bench(tmp_path, tmp_path, keep=False)
-    job = wild.Job(program="p", fault="f", way="w", command=("loop.py", "{images}", "{folder}/x", "{server}/y"))
+    job = wild.Job(program="p", fault="f", way="w", command=("loop.py", "{folder}/x", "{server}/y"))
     assert bench._words(job, tmp_path / "job", "http://s") == [
-        str(FOLDER / "diagnosis" / "wild" / "loop.py"), str(tmp_path / "images"), str(tmp_path / "job" / "x"), "http://s/y",
+        str(FOLDER / "diagnosis" / "wild" / "loop.py"), str(tmp_path / "job" / "x"), "http://s/y",
     ]  # fmt: skip
 
 
 def test_the_options_choose_jobs(wild: ModuleType) -> None:
-    chosen = argparse.Namespace(half="first", only=["slow storage", "ddp"], healthy_only=False)
-    names = [job.name for _, job in wild.chosen_jobs(chosen)]
+    chosen = argparse.Namespace(only=["slow storage", "ddp"], healthy_only=False)
+    names = [job.name for job in wild.chosen_jobs(chosen).values()]
     assert names
     assert all("DDP" in name and "slow storage" in name for name in names)
-    chosen = argparse.Namespace(half="first", only=None, healthy_only=True)
-    assert {job.fault for _, job in wild.chosen_jobs(chosen)} == {wild.HEALTHY}
+    chosen = argparse.Namespace(only=None, healthy_only=True)
+    assert {job.fault for job in wild.chosen_jobs(chosen).values()} == {wild.HEALTHY}
 
 
 def test_the_jobs_are_well_formed_and_many_enough(wild: ModuleType) -> None:
-    listed = wild.all_jobs()
     known = {entry.id for entry in all_entries()}
-    keys = [(half, job.program, job.fault, job.way) for half, job in listed]
-    assert len(set(keys)) == len(keys)
+    assert len({job.key for job in wild.JOBS}) == len(wild.JOBS)
     ways: dict[tuple[str, str], set[str]] = defaultdict(set)
-    for half, job in listed:
+    for job in wild.JOBS:
         assert set(job.accepted) <= known, f"{job.name}: {set(job.accepted) - known} is no cause"
         assert bool(job.accepted) == (job.fault != wild.HEALTHY), job.name
         assert job.python in ("venv", "peers", "ultralytics"), job.name
         script = next(word for word in job.command if word.endswith(".py")).removeprefix("{wild}/")
-        assert (FOLDER / "diagnosis" / "wild" / script).is_file(), job.name
-        assert script.startswith("second_") == (half == "second"), job.name
         text = (FOLDER / "diagnosis" / "wild" / script).read_text(encoding="utf-8")
         assert "stoker" not in text, f"{script} knows of stoker"
         ways[job.program, job.fault].add(job.way)
     alone = [pair for pair, found in ways.items() if len(found) < 2 and pair[1] != wild.HEALTHY]
     assert not alone, f"in one way only: {alone}"
-    for half, faults, healthy in (("first", 15, 15), ("second", 15, 15)):
-        mine = [job for name, job in listed if name == half]
-        if mine:
-            assert len({(job.program, job.fault) for job in mine if job.fault != wild.HEALTHY}) >= faults
-            assert sum(job.fault == wild.HEALTHY for job in mine) >= healthy
+    assert len([pair for pair in ways if pair[1] != wild.HEALTHY]) >= 15
+    assert sum(job.fault == wild.HEALTHY for job in wild.JOBS) >= 15

@@ -1,34 +1,29 @@
 """Whether `stoker why` finds the right cause in programs on which its rules were not written.
 
-    python -m benchmarks diagnose_wild [--half first|second|all] [--only WORD …] [--healthy-only] [--jobs N]
-                                       [--quiet] [--stoker DIR] [--partial FILE] [--json FILE]
-    python -m benchmarks diagnose_wild --read FOLDER [--half …] [--only …] [--stoker DIR] [--json FILE]
+    python -m benchmarks diagnose_wild [--only WORD …] [--healthy-only] [--stoker DIR] [--partial FILE] [--json FILE]
+    python -m benchmarks diagnose_wild --read FOLDER [--only …] [--stoker DIR] [--json FILE]
 
 Each job is a real program that knows nothing of stoker, run as `stoker watch -- python SCRIPT …` in a folder of its
 own; then `stoker why RUN --json` is read. A job with a fault is right if its first finding above "info" (of all
 findings, where none is above) is one that the job accepts; a healthy job is right without a finding above "info". A job
 may write known.json {"lost_s": seconds} into its folder, by clocks of its own: the lost device time of the accepted
 finding is compared with it. Where processes besides this benchmark used the cores, `cpu_contention` is true and is
-passed over. The jobs of the first half were written before the rules were changed on their account, those of the second
-half afterwards and unseen: only the second half says how well the rules do on jobs of others. `--stoker DIR` measures
-another checkout with the same jobs; with `--read` nothing runs, and its rules read the runs that `--keep` has kept.
-Jobs that this machine does not permit, that lack a package, or that failed by
-themselves are n/a, with the reason. Finished jobs are kept in a file (`--partial`) and not repeated. `--quiet` is for a
-machine with other users: it waits for them, and repeats what they disturbed.
+passed over. The jobs were written without a look at the rules; after fixes for what they found, they no longer say how
+well the rules do on jobs of others: new ones do. `--stoker DIR` measures another checkout with the same jobs; with
+`--read` nothing runs, and its rules read the runs that `--keep` has kept. Jobs that this machine does not permit, that
+lack a package, or that failed by themselves are n/a, with the reason. Finished jobs are kept in a file (`--partial`)
+and not repeated.
 
-To add a job: write a program into `wild/`, parameterized by its arguments or variables, with the parameters
-of the fault among them and without a word of stoker, and add a `Job` (`wild/job.py`) to `JOBS` in
-`wild/first_jobs.py` or `wild/second_jobs.py`; scripts of the second half are `wild/second_*.py`. Faults from outside
-(slow disks, servers, limits, neighbors, signals) are in `wild/around.py` and `diagnose_outside.py`. A fault of a
-program has at least two jobs, each in another way. A job takes 20 to 35 s, of which loading the packages is a part;
-some healthy ones 10 s, some 70 s. `make docs` lists the ids of causes. Try one job with `--only WORDS --keep`,
-whose folder is then printed: it has `output`, `run/` and `why.json`.
+To add a job: write a program into `wild/`, parameterized by its arguments or variables, with the parameters of the
+fault among them and without a word of stoker, and add a `Job` (`wild/job.py`) to `JOBS` in `wild/jobs.py`. Faults from
+outside (slow disks, servers, limits, neighbors, signals) are in `wild/around.py` and `diagnose_outside.py`. A fault of
+a program has at least two jobs, each in another way. A job takes 20 to 35 s, of which loading the packages is a part;
+some healthy ones 10 s, some 70 s. `make docs` lists the ids of causes. Try one job with `--only WORDS --keep`, whose
+folder is then printed: it has `output`, `run/` and `why.json`.
 """
 
 import argparse
 import contextlib
-import importlib
-import importlib.util
 import json
 import os
 import shutil
@@ -39,8 +34,6 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,10 +42,9 @@ import msgspec
 
 from benchmarks.diagnosis import diagnose_outside as outside
 from benchmarks.diagnosis.diagnose_score import NO_ANSWER, NONE, wilson
-from benchmarks.diagnosis.wild import first_jobs
 from benchmarks.diagnosis.wild.around import descendants, tree
-from benchmarks.diagnosis.wild.draw import draw
 from benchmarks.diagnosis.wild.job import HEALTHY, Job
+from benchmarks.diagnosis.wild.jobs import JOBS
 from benchmarks.report import Bar, Report, options, publish
 
 HERE = Path(__file__).resolve().parent
@@ -62,7 +54,6 @@ DISTURBED_CORES = 0.3
 """Below, a job has the machine to itself: the neighbors of `around.busy_neighbors` are not counted."""
 OUTCOME = "outcome.json"
 """In the folder of a kept job."""
-QUIET_S, QUIET_LIMIT_S = 3.0, 600.0
 FIRST_GOAL, TWO_GOAL, HEALTHY_GOAL, LOSS_GOAL = 0.85, 0.95, 0.95, 0.15
 
 
@@ -77,7 +68,6 @@ class NamedCause:
 class Outcome:
     """One job. findings: None if there is no reading; see reason."""
 
-    half: str
     program: str
     fault: str
     way: str
@@ -92,8 +82,8 @@ class Outcome:
     """Cores that processes besides this benchmark used meanwhile."""
 
     @property
-    def key(self) -> tuple[str, str, str, str]:
-        return self.half, self.program, self.fault, self.way
+    def key(self) -> tuple[str, str, str]:
+        return self.program, self.fault, self.way
 
     @property
     def disturbed(self) -> bool:
@@ -131,25 +121,13 @@ class Outcome:
         return (found.lost_s or 0.0) / self.known_s - 1
 
 
-Listed = tuple[str, Job]
-"""The half, and the job."""
-
-
-def all_jobs(half: str = "all") -> list[Listed]:
-    listed = [("first", job) for job in first_jobs.JOBS] if half != "second" else []
-    if half != "first" and importlib.util.find_spec("benchmarks.diagnosis.wild.second_jobs") is not None:
-        second = importlib.import_module("benchmarks.diagnosis.wild.second_jobs")
-        listed += [("second", job) for job in second.JOBS]
-    return listed
-
-
-def chosen_jobs(arguments: argparse.Namespace) -> list[Listed]:
-    return [
-        (half, job)
-        for half, job in all_jobs(arguments.half)
+def chosen_jobs(arguments: argparse.Namespace) -> dict[tuple[str, str, str], Job]:
+    return {
+        job.key: job
+        for job in JOBS
         if (not arguments.healthy_only or job.fault == HEALTHY)
         and all(word.lower() in job.name.lower() for word in arguments.only or ())
-    ]
+    }
 
 
 def interpreter(name: str) -> str:
@@ -179,31 +157,17 @@ def cpu_seconds() -> tuple[float, float]:
     return (user + nice + system + irq + soft) / tick, own_s
 
 
-def wait_for_quiet() -> None:
-    """Returns when other processes leave the cores alone, or after QUIET_LIMIT_S."""
-    ends = time.monotonic() + QUIET_LIMIT_S
-    while time.monotonic() < ends:
-        began, (busy_s, own_s) = time.monotonic(), cpu_seconds()
-        time.sleep(QUIET_S)
-        busy_after_s, own_after_s = cpu_seconds()
-        if busy_after_s - busy_s - (own_after_s - own_s) < DISTURBED_CORES * (time.monotonic() - began):
-            return
-
-
 class Bench:
     """Runs jobs in folders of their own below `base`, which has the data."""
 
-    def __init__(self, base: Path, stoker: Path, *, keep: bool, quiet: bool = False) -> None:
-        self.base, self.stoker, self.keep, self.quiet = base, stoker, keep, quiet
-        self._count, self._lock = 0, threading.Lock()
+    def __init__(self, base: Path, stoker: Path, *, keep: bool) -> None:
+        self.base, self.stoker, self.keep = base, stoker, keep
+        self._count = 0
 
-    def outcome(self, half: str, job: Job) -> Outcome:
-        with self._lock:
-            self._count += 1
-            folder = self.base / f"job-{self._count:03d}"
+    def outcome(self, job: Job) -> Outcome:
+        self._count += 1
+        folder = self.base / f"job-{self._count:03d}"
         folder.mkdir()
-        if self.quiet:
-            wait_for_quiet()
         began = time.monotonic()
         read: dict[str, Any] = {"findings": None}
         busy_s, own_s = cpu_seconds()
@@ -223,7 +187,7 @@ class Bench:
         busy_after_s, own_after_s = cpu_seconds()
         read["others_cores"] = round(max(0.0, busy_after_s - busy_s - (own_after_s - own_s)) / took_s, 2)
         outcome = Outcome(
-            half=half, program=job.program, fault=job.fault, way=job.way, accepted=job.accepted,
+            program=job.program, fault=job.fault, way=job.way, accepted=job.accepted,
             took_s=round(took_s, 1), **read,
         )  # fmt: skip
         if self.keep:
@@ -265,8 +229,7 @@ class Bench:
         return {"findings": findings, "known_s": known_s, "exit_code": code}
 
     def _words(self, job: Job, folder: Path, server: str) -> list[str]:
-        places = {name: str(self.base / name) for name in ("images", "photos")}
-        places |= {"wild": str(HERE / "wild"), "folder": str(folder), "server": server}
+        places = {"wild": str(HERE / "wild"), "folder": str(folder), "server": server}
         words = [word.format(**places) for word in job.command]
         return [str(HERE / "wild" / words[0]), *words[1:]] if words[0].endswith(".py") else words
 
@@ -292,39 +255,16 @@ class Bench:
         )
 
 
-def run_all(
-    todo: list[Listed], run_one: Callable[[str, Job], Outcome], at_once: int, keep: Callable[[Outcome], None]
-) -> list[Outcome]:
-    """One after the other; up to `at_once` at a time of those that need not be alone."""
-    done: list[Outcome] = []
-    waiting, running = list(todo), dict[Future[Outcome], Job]()
-    with ThreadPoolExecutor(at_once) as pool:
-        while waiting or running:
-            quiet = not any(job.alone for job in running.values())
-            fits = next((one for one in waiting if not running or (quiet and not one[1].alone)), None)
-            if fits is not None and len(running) < at_once:
-                waiting.remove(fits)
-                running[pool.submit(run_one, *fits)] = fits[1]
-                continue
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                del running[future]
-                done.append(future.result())
-                keep(done[-1])
-    return done
-
-
-def finished(path: Path | None, asked: list[Listed], *, disturbed: bool = True) -> list[Outcome]:
-    """The last reading of each job in an interrupted benchmark, as far as it is asked for. disturbed: also of jobs
-    during which other processes used the cores."""
+def finished(path: Path | None, asked: dict[tuple[str, str, str], Job]) -> list[Outcome]:
+    """The last reading of each job in an interrupted benchmark, as far as it is asked for."""
     if path is None or not path.exists():
         return []
-    wanted = {(half, job.program, job.fault, job.way): job for half, job in asked}
     lines = path.read_text(encoding="utf-8").splitlines()
     found = [msgspec.convert(json.loads(line), Outcome) for line in lines if line.endswith("}")]
     return [
         o
         for o in {o.key: o for o in found if o.findings is not None}.values()
-        if o.key in wanted and o.accepted == wanted[o.key].accepted and (disturbed or not o.disturbed)
+        if o.key in asked and o.accepted == asked[o.key].accepted
     ]
 
 
@@ -335,7 +275,7 @@ def show(outcome: Outcome, count: int, of: int) -> None:
     off = "" if outcome.loss_error is None else f", loss {100 * outcome.loss_error:+.0f} %"
     named = ", ".join(f"{f.cause}{' (info)' if f.severity == 'info' else ''}" for f in outcome.findings or ())
     print(
-        f"{count}/{of} {verdict} {outcome.half} {outcome.program}: {outcome.fault} ({outcome.way}): "
+        f"{count}/{of} {verdict} {outcome.program}: {outcome.fault} ({outcome.way}): "
         f"{outcome.reason or named or NONE}{off} ({outcome.took_s:.0f} s"
         f"{'' if outcome.others_cores is None else f', others {outcome.others_cores:.1f} cores'})",
         file=sys.stderr, flush=True,
@@ -350,10 +290,10 @@ def share(name: str, right: int, count: int) -> dict[str, Any]:
 def rows_of(outcomes: list[Outcome]) -> list[dict[str, Any]]:
     """A row for each program and fault, then one for each job that was not answered right."""
     rows = []
-    for half, program, fault in dict.fromkeys(o.key[:3] for o in outcomes):
-        of_cell = [o for o in outcomes if o.key[:3] == (half, program, fault)]
+    for program, fault in dict.fromkeys(o.key[:2] for o in outcomes):
+        of_cell = [o for o in outcomes if o.key[:2] == (program, fault)]
         made = [o for o in of_cell if o.findings is not None]
-        row: dict[str, Any] = {"what": f"{half}, {program}: {fault}"}
+        row: dict[str, Any] = {"what": f"{program}: {fault}"}
         row["right"] = f"{sum(o.right for o in made)} of {len(made)}" if made else None
         if fault != HEALTHY and made:
             row["within two"] = f"{sum(o.within_two for o in made)} of {len(made)}"
@@ -386,19 +326,18 @@ def conclude(outcomes: list[Outcome], what: str) -> Report:
     disturbed = sum(o.disturbed for o in outcomes)
     what = f"jobs during which other processes used {DISTURBED_CORES} cores or more"
     report.rows.append({"what": what, "right": f"{disturbed} of {len(outcomes)}"})
-    for half in dict.fromkeys(o.half for o in outcomes):
-        made = [o for o in outcomes if o.half == half and o.findings is not None]
-        faults, healthy = [o for o in made if o.fault != HEALTHY], [o for o in made if o.fault == HEALTHY]
-        timed = [o for o in faults if o.known_s is not None]
-        for name, right, count, goal in (
-            ("first finding right", sum(o.right for o in faults), len(faults), FIRST_GOAL),
-            ("right within two", sum(o.within_two for o in faults), len(faults), TWO_GOAL),
-            ("healthy without warning or critical", sum(o.right for o in healthy), len(healthy), HEALTHY_GOAL),
-            ("lost time within 15 %", sum(loss_is_right(o) for o in timed), len(timed), 1.0),
-        ):
-            if count:
-                report.rows.append(share(f"{half} half: {name}", right, count))
-                report.bars.append(Bar.at_least(f"{half} half: {name}, share", right / count, goal))
+    made = [o for o in outcomes if o.findings is not None]
+    faults, healthy = [o for o in made if o.fault != HEALTHY], [o for o in made if o.fault == HEALTHY]
+    timed = [o for o in faults if o.known_s is not None]
+    for name, right, count, goal in (
+        ("first finding right", sum(o.right for o in faults), len(faults), FIRST_GOAL),
+        ("right within two", sum(o.within_two for o in faults), len(faults), TWO_GOAL),
+        ("healthy without warning or critical", sum(o.right for o in healthy), len(healthy), HEALTHY_GOAL),
+        ("lost time within 15 %", sum(loss_is_right(o) for o in timed), len(timed), 1.0),
+    ):
+        if count:
+            report.rows.append(share(name, right, count))
+            report.bars.append(Bar.at_least(f"{name}, share", right / count, goal))
     return report
 
 
@@ -415,15 +354,14 @@ def catalog_of(stoker: Path) -> str:
     return done.stdout.strip()
 
 
-def read_kept(base: Path, asked: list[Listed], stoker: Path) -> list[Outcome]:
+def read_kept(base: Path, jobs: dict[tuple[str, str, str], Job], stoker: Path) -> list[Outcome]:
     bench = Bench(base, stoker, keep=True)
-    jobs = {(half, job.program, job.fault, job.way): job for half, job in asked}
     done: list[Outcome] = []
     for path in sorted(base.glob(f"job-*/{OUTCOME}")):
         kept = msgspec.convert(json.loads(path.read_text()), Outcome)
         if kept.key in jobs:
             done.append(bench.read_again(kept, path.parent, jobs[kept.key].accepted))
-            show(done[-1], len(done), len(asked))
+            show(done[-1], len(done), len(jobs))
     return done
 
 
@@ -441,47 +379,33 @@ def measure(arguments: argparse.Namespace, stoker: Path) -> list[Outcome]:
     outside.own_mounts()
     partial = arguments.partial or (arguments.json.with_suffix(".partial.jsonl") if arguments.json else None)
     asked = chosen_jobs(arguments)
-    done = finished(partial, asked, disturbed=not arguments.quiet)
-    keys = {outcome.key for outcome in done}
-    todo = [(half, job) for half, job in asked if (half, job.program, job.fault, job.way) not in keys]
+    done = finished(partial, asked)
     folder = Path(tempfile.mkdtemp(prefix="stoker-wild-"))
-    count = len(done)
-
-    def keep(outcome: Outcome) -> None:
-        nonlocal count
-        count += 1
-        show(outcome, count, len(asked))
-        if partial is not None:
-            partial.parent.mkdir(parents=True, exist_ok=True)
-            with partial.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(outcome)) + "\n")
-
     try:
-        draw(folder)
-        bench = Bench(folder, stoker, keep=arguments.keep, quiet=arguments.quiet)
-        done += run_all(todo, bench.outcome, arguments.jobs, keep)
+        bench = Bench(folder, stoker, keep=arguments.keep)
+        for job in [job for key, job in asked.items() if key not in {outcome.key for outcome in done}]:
+            done.append(bench.outcome(job))
+            show(done[-1], len(done), len(asked))
+            if partial is not None:
+                partial.parent.mkdir(parents=True, exist_ok=True)
+                with partial.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(asdict(done[-1])) + "\n")
     finally:
         if not arguments.keep:
             shutil.rmtree(folder, ignore_errors=True)
-    order = [(half, job.program, job.fault, job.way) for half, job in asked]
+    order = list(asked)
     done.sort(key=lambda outcome: order.index(outcome.key))
     return done
 
 
 def parser() -> argparse.ArgumentParser:
     made = options(__doc__)
-    made.add_argument("--half", choices=("first", "second", "all"), default="all")
     made.add_argument("--only", nargs="+", metavar="WORD", help="jobs with all these words in PROGRAM: FAULT (WAY)")
     made.add_argument("--healthy-only", action="store_true")
-    made.add_argument("--jobs", type=int, default=1, help="at a time, of those that need not be alone")
     made.add_argument("--stoker", type=Path, default=ROOT, metavar="DIR", help="another checkout to measure")
     made.add_argument(
         "--partial", type=Path, metavar="FILE", help="finished jobs, to continue after an interruption; default: next "
         "to the result"
-    )  # fmt: skip
-    made.add_argument(
-        "--quiet", action="store_true", help="wait until other processes leave the cores alone, before each job; and "
-        "repeat finished jobs that they disturbed"
     )  # fmt: skip
     made.add_argument("--keep", action="store_true", help="keep the folders of the jobs")
     made.add_argument("--read", type=Path, metavar="FOLDER", help="of kept jobs, to be read instead of running any")

@@ -1,4 +1,4 @@
-"""Faults around the jobs of `diagnose_wild.py`, besides those of `diagnose_outside.py`: throttled disks and servers.
+"""What is around the jobs of `diagnose_wild.py`: drawn data, servers, signals, besides `diagnose_outside.py`.
 
 Each function returns a function of the job's folder, for `Job.around`.
 """
@@ -6,19 +6,21 @@ Each function returns a function of the job's folder, for `Job.around`.
 import contextlib
 import os
 import random
-import shutil
 import signal
 import socket
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 from benchmarks.diagnosis import diagnose_outside as outside
-from benchmarks.diagnosis.diagnose_outside import Around
+from benchmarks.diagnosis.diagnose_outside import Around, NotPermitted
 
 HERE = Path(__file__).resolve().parent
+_drawing = threading.Lock()
 Fault = Callable[[Path], AbstractContextManager[Around]]
 
 
@@ -39,49 +41,9 @@ def memory_limit(size_bytes: int) -> Fault:
     return lambda _: outside.memory_limit(size_bytes)
 
 
-def small_shm(size_bytes: int) -> Fault:
-    return lambda _: outside.small_shm(size_bytes)
-
-
 def small_disk(name: str, size_bytes: int) -> Fault:
     """A file system of that size at {folder}/NAME."""
     return lambda folder: outside.small_disk(folder / name, size_bytes)
-
-
-def few_files(count: int) -> Fault:
-    """A limit of open files (ulimit -n) for the job."""
-
-    @contextlib.contextmanager
-    def around(folder: Path) -> Iterator[Around]:  # noqa: ARG001
-        yield Around(["sh", "-c", f'ulimit -n {count} && exec "$@"', "sh"])
-
-    return around
-
-
-def slow_disk(source: str, *, read_bytes_per_s: int = 0, write_bytes_per_s: int = 0) -> Fault:
-    """{folder}/data: a copy of `source` (a folder or file next to the job's, such as "photos") outside the page cache,
-    on a disk limited by a cgroup. Empty source: the limit only."""
-
-    @contextlib.contextmanager
-    def around(folder: Path) -> Iterator[Around]:
-        if source:
-            shutil.copytree(folder.parent / source, folder / "data")
-        os.sync()
-        device = os.stat(folder).st_dev
-        number = f"{os.major(device)}:{os.minor(device)}"
-        limits = {
-            f"blkio.throttle.{what}_bps_device": f"{number} {limit}"
-            for what, limit in (("read", read_bytes_per_s), ("write", write_bytes_per_s))
-            if limit
-        }
-        with outside._cgroup("blkio", limits) as group:
-            for path in (folder / "data").rglob("*"):
-                if path.is_file():
-                    with path.open("rb") as file:
-                        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            yield Around(["sh", "-c", outside.INTO_GROUP, str(group / "tasks")])
-
-    return around
 
 
 def http_server(source: str, *, bytes_per_s: float = 0.0, delay_s: float = 0.0) -> Fault:
@@ -106,6 +68,44 @@ def port_in_use(port: int) -> Fault:
             yield Around()
 
     return around
+
+
+def data(*kinds: str, then: Fault | None = None) -> Fault:
+    """Draws data sets of `data.py` next to the job's folder, {folder}/../data/KIND, and adds another fault."""
+
+    @contextlib.contextmanager
+    def around(folder: Path) -> Iterator[Around]:
+        python = HERE.parents[2] / ".peers" / "bin" / "python" if "records" in kinds else Path(sys.executable)
+        if not python.exists():
+            raise NotPermitted("install the peers: make peers")
+        with _drawing:
+            command = [str(python), str(HERE / "data.py"), str(folder.parent / "data"), *kinds]
+            subprocess.run(command, check=True, capture_output=True)
+        if then is None:
+            yield Around()
+        else:
+            with then(folder) as other:
+                yield other
+
+    return around
+
+
+def slow_files(path: str, *, open_s: float = 0.0, write_s: float = 0.0) -> Fault:
+    """Opening a file with `path` in its path takes so much longer, and each write to it (LD_PRELOAD)."""
+
+    @contextlib.contextmanager
+    def around(folder: Path) -> Iterator[Around]:
+        library = outside._compiled(HERE / "slow.c", folder.parent / "slow.so", "-ldl")
+        yield Around(variables={
+            "LD_PRELOAD": str(library), "SLOW_PATH": path, "SLOW_OPEN_NS": str(int(open_s * 1e9)),
+            "SLOW_WRITE_NS": str(int(write_s * 1e9)),
+        })  # fmt: skip
+
+    return around
+
+
+MATRICES = "import numpy as n; a = n.random.rand(900, 900)\nwhile True: a = a @ a; a /= abs(a).max()"
+"""A program for `busy_neighbors` that multiplies matrices on all cores."""
 
 
 def send(number: signal.Signals, *, after_s: float, to: str = "job") -> Callable[[int], None]:

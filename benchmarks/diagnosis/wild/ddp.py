@@ -1,160 +1,132 @@
-"""DistributedDataParallel training on CPU with gloo: `torchrun --nproc-per-node 2 ddp.py DATA`."""
+"""A classifier under DistributedDataParallel (gloo), started by torchrun with three ranks."""
 
 import argparse
 import datetime
-import io
-import logging
 import os
 import random
 import threading
 import time
-import urllib.request
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from known import write_known
-from PIL import Image
+from clock import Lost
+from PIL import Image, ImageFilter
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Dataset
-from torch.utils.data.distributed import DistributedSampler
-from torchvision.transforms.functional import pil_to_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torchvision.transforms.v2 import functional as tf
 
-logger = logging.getLogger("train")
-
-
-class FolderDataset(Dataset):
-    def __init__(self, where: str, side: int):
-        self.where, self.side = where, side
-        if where.startswith("http"):
-            self.paths = urllib.request.urlopen(where + "/").read().decode().split()
-        else:
-            self.paths = sorted(str(p.relative_to(where)) for p in Path(where).rglob("*.jpg"))
-
-    def __len__(self):
-        return len(self.paths)
-
-    def __getitem__(self, index):
-        path = self.paths[index]
-        if self.where.startswith("http"):
-            data = urllib.request.urlopen(f"{self.where}/{path}").read()
-        else:
-            data = (Path(self.where) / path).read_bytes()
-        img = Image.open(io.BytesIO(data)).convert("RGB").resize((self.side, self.side))
-        return pil_to_tensor(img).float().div(255), int(Path(path).stem) % 3
+lost = Lost()
 
 
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.conv = nn.Conv2d(width, width, 3, padding=1)
-        self.norm = nn.BatchNorm2d(width)
+class Shapes(Dataset):
+    def __init__(self, folder: Path, size: int, blur: int = 0) -> None:
+        folders = sorted(path for path in folder.iterdir() if path.is_dir())
+        self.items = [(path, n) for n, folder in enumerate(folders) for path in sorted(folder.glob("*.jpg"))]
+        random.Random(0).shuffle(self.items)
+        self.size, self.blur = size, blur
 
-    def forward(self, x):
-        return x + torch.relu(self.norm(self.conv(x)))
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, n: int) -> tuple[torch.Tensor, int]:
+        path, label = self.items[n]
+        image = Image.open(path).convert("RGB").resize((self.size, self.size))
+        for _ in range(self.blur):
+            image = image.filter(ImageFilter.MedianFilter(5))
+        return tf.pil_to_tensor(image).float() / 127.5 - 1, label
 
 
 class Net(nn.Module):
-    def __init__(self, width, depth, aux, drop_path):
+    def __init__(self, width: int, classes: int, hidden: int, extra_head: bool, sometimes: bool) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(3, width, 4, stride=4)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
-        self.aux = nn.Linear(width, 3) if aux else None
-        self.head = nn.Linear(width, 3)
-        self.drop_path = drop_path
+        layers: list[nn.Module] = []
+        for a, b in ((3, width), (width, 2 * width), (2 * width, 4 * width)):
+            layers += [nn.Conv2d(a, b, 3, 2, 1, bias=False), nn.BatchNorm2d(b), nn.ReLU()]
+        self.body = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(4), nn.Flatten())
+        self.neck = nn.Sequential(nn.Linear(64 * width, hidden), nn.ReLU())
+        self.head = nn.Linear(hidden, classes)
+        self.auxiliary = nn.Linear(hidden, 4) if extra_head else None
+        self.adapter = nn.Linear(hidden, hidden) if sometimes else None
 
-    def forward(self, x):
-        x = self.stem(x)
-        for block in self.blocks:
-            if self.training and random.random() < self.drop_path:
-                continue
-            x = block(x)
-        return self.head(x.mean((2, 3)))
-
-
-def mine_hard_examples(losses, seconds):
-    """Sorts and ranks in Python, for `seconds` of work."""
-    began = time.thread_time()
-    while time.thread_time() - began < seconds:
-        sorted(losses * 50, key=lambda v: -v)
+    def forward(self, images: torch.Tensor, difficult: bool = False) -> torch.Tensor:
+        x = self.neck(self.body(images))
+        if self.adapter is not None and difficult:
+            x = x + self.adapter(x)
+        return self.head(x)
 
 
-def main():
-    p = argparse.ArgumentParser()
-    p.add_argument("data")
-    p.add_argument("--side", type=int, default=96)
-    p.add_argument("--batch", type=int, default=16)
-    p.add_argument("--workers", type=int, default=0)
-    p.add_argument("--width", type=int, default=48)
-    p.add_argument("--depth", type=int, default=8)
-    p.add_argument("--lr", type=float, default=0.01)
-    p.add_argument("--duration", type=float, default=18)
-    p.add_argument("--aux-head", action="store_true")
-    p.add_argument("--drop-path", type=float, default=0.0)
-    p.add_argument("--mining", type=float, default=0.0, help="seconds of hard example mining on the last rank")
-    p.add_argument("--multi-scale", type=int, default=0, help="side of the images of the last rank")
-    p.add_argument("--wait-lock", type=int, default=0, help="step of the last rank")
-    p.add_argument("--wait-file", type=int, default=0, help="step of the first rank")
-    p.add_argument("--bad-shape", type=int, default=0, help="step of the last rank")
-    p.add_argument("--bad-key", type=int, default=0, help="step of the last rank")
-    p.add_argument("--timeout", type=float, default=1800)
-    p.add_argument("--save-every", type=int, default=0)
-    args = p.parse_args()
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--data-of-rank-1", type=Path)
+    parser.add_argument("--blur-of-rank-2", type=int, default=0)
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--size", type=int, default=96)
+    parser.add_argument("--width", type=int, default=16)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--lr", type=float, default=0.02)
+    parser.add_argument("--timeout", type=float, default=600)
+    parser.add_argument("--uneven", action="store_true", help="the last rank has fewer images")
+    parser.add_argument("--locked", action="store_true", help="rank 1 writes its log under a lock")
+    parser.add_argument("--extra-head", action="store_true")
+    parser.add_argument("--adapter", action="store_true")
+    parser.add_argument("--evaluate", action="store_true")
+    args = parser.parse_args()
 
+    torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=args.timeout))
     rank, world = dist.get_rank(), dist.get_world_size()
-    last = rank == world - 1
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s [rank {rank}] %(message)s")
-    torch.manual_seed(1)
-    side = args.multi_scale if args.multi_scale and last else args.side
-    dataset = FolderDataset(args.data, side)
-    sampler = DistributedSampler(dataset, shuffle=True)
-    loader = DataLoader(dataset, args.batch, sampler=sampler, num_workers=args.workers, drop_last=True)
-    model = DDP(Net(args.width, args.depth, args.aux_head, args.drop_path))
-    opt = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
-    criterion = nn.CrossEntropyLoss(reduction="none")
-
-    step, mined, waited = 0, 0.0, 0.0
-    start = time.monotonic()
-    running = torch.tensor(1.0)
-    for epoch in range(10**6):
-        sampler.set_epoch(epoch)
-        before = time.monotonic()
-        for images, target in loader:
-            waited += time.monotonic() - before if step else 0.0
-            if args.bad_shape == step + 1 and last:
-                images = images[:, :1]
-            losses = criterion(model(images), target)
-            if args.mining and last:
-                t = time.monotonic()
-                mine_hard_examples(losses.tolist(), args.mining)
-                mined += time.monotonic() - t
-            loss = losses.mean()
-            opt.zero_grad()
+    torch.manual_seed(3)
+    folder = args.data_of_rank_1 if rank == 1 and args.data_of_rank_1 else args.data
+    data = Shapes(folder, args.size, args.blur_of_rank_2 if rank == 2 else 0)
+    if args.uneven:
+        data.items = data.items[rank::world][: 72 - 24 * (rank == 2)]
+        sampler = None
+    else:
+        sampler = DistributedSampler(data, world, rank)
+    loader = DataLoader(data, args.batch, sampler=sampler, drop_last=True)
+    model = DistributedDataParallel(Net(args.width, 3, args.hidden, args.extra_head, args.adapter))
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
+    criterion = nn.CrossEntropyLoss()
+    log_lock = threading.Lock()
+    step = 0
+    for epoch in range(args.epochs):
+        if sampler is not None:
+            sampler.set_epoch(epoch)
+        model.train()
+        batches = iter(loader)
+        while True:
+            asked = time.perf_counter()
+            batch = next(batches, None)
+            if batch is None:
+                break
+            slow_rank = 1 if args.data_of_rank_1 else 2 if args.blur_of_rank_2 else -1
+            if rank == slow_rank:
+                lost.add(time.perf_counter() - asked)
+            images, labels = batch
+            difficult = args.adapter and rank == 0 and step % 2 == 1
+            loss = criterion(model(images, difficult), labels)
+            optimizer.zero_grad()
             loss.backward()
-            opt.step()
+            optimizer.step()
             step += 1
+            if args.locked and rank == 1 and step >= 40:
+                log_lock.acquire()  # a second time: the flush below never released it
             if rank == 0 and step % 5 == 0:
-                logger.info("Epoch %d step %d loss: %.4f lr: %g", epoch, step, loss.item(), args.lr)
-            if args.wait_lock == step and last:
-                gate = threading.Lock()
-                gate.acquire()
-                gate.acquire()
-            if args.wait_file == step and rank == 0:
-                while not os.path.exists("resume.flag"):
-                    time.sleep(1)
-            if args.bad_key == step and last:
-                logger.info("best %s", {"loss": loss.item()}["accuracy"])
-            if args.save_every and step % args.save_every == 0 and rank == 0:
-                torch.save(model.module.state_dict(), "model.pt")
-            before = time.monotonic()
-        running.fill_(float(time.monotonic() - start < args.duration))
-        dist.broadcast(running, 0)
-        if not running.item():
-            break
-    if last:
-        write_known(mined=mined, waited=waited * world)
+                print(f"epoch {epoch} step {step} loss {loss.item():.4f}", flush=True)
+        if args.evaluate and rank == 0:
+            model.eval()
+            with torch.no_grad():
+                chosen = [data[n] for n in range(24)]
+                right = sum(int(model.module(image[None]).argmax() == label) for image, label in chosen)
+            print(f"epoch {epoch}: val accuracy {right / 24:.3f}", flush=True)
+    dist.barrier()
+    if rank == 0:
+        torch.save(model.module.state_dict(), "model.pt")
+        print(f"done, process {os.getpid()}", flush=True)
     dist.destroy_process_group()
 
 

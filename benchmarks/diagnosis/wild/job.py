@@ -23,10 +23,9 @@ class Job:
     way: str
     """How it is brought about, e.g. "LD_PRELOAD delay"; for a healthy job, what is special about it."""
     command: tuple[str, ...]
-    """What follows the interpreter: a script of this folder ("loop.py", or "-m", "torch.distributed.run", …) and its
-    arguments. {wild}: this folder; {images}: 240 small JPEGs in three folders; {photos}: 48 JPEGs of 1600 × 1200
-    pixels; {folder}: the job's own, empty folder, where it also starts;
-    {server}: the address of `around.http_server`."""
+    """What follows the interpreter: a script of this folder ("engine.py", or "-m", "torch.distributed.run", …) and its
+    arguments. {wild}: this folder; {folder}: the job's own, empty folder, where it also starts; {server}: the address
+    of `around.http_server`."""
     accepted: tuple[str, ...] = ()
     """Ids of causes that are a correct first finding; several where they are equally true. Empty: healthy."""
     python: str = "venv"
@@ -40,9 +39,11 @@ class Job:
     """`stoker why` reads the job while it lives, after so many seconds; then it is killed. For jobs that hang."""
     exits: int | None = 0
     """Exit code of the job as intended; another one means that the job itself is wrong: n/a. None: any."""
-    alone: bool = True
-    """False: the job mostly sleeps or ends by itself, so that another one may run at the same time."""
     limit_s: float = 150.0
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.program, self.fault, self.way
 
     @property
     def name(self) -> str:

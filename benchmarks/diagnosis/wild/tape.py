@@ -14,8 +14,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import numpy as np
 import tensorflow as tf
+from clock import Lost
 from PIL import Image, ImageFilter
-from second_clock import Lost
 
 lost = Lost()
 

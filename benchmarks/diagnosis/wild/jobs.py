@@ -1,21 +1,23 @@
-"""The second half of the jobs of `diagnose_wild.py`: written without a look at the rules, and not adapted to them."""
+"""The jobs of `diagnose_wild.py`: written without a look at the rules, which were not adapted to them."""
 
 import signal
 from collections.abc import Callable
 from typing import Any
 
 from benchmarks.diagnosis.wild.around import (
+    MATRICES,
     busy_neighbors,
     cpu_quota,
+    data,
     http_server,
     memory_limit,
     port_in_use,
     send,
+    slow_files,
     slow_reads,
     small_disk,
 )
 from benchmarks.diagnosis.wild.job import HEALTHY, Job
-from benchmarks.diagnosis.wild.second_around import MATRICES, data, slow_files
 
 DIVERGES = ("lr_too_high", "diverged", "non_finite_loss", "unstable_training")
 NAN = ("non_finite_loss", "diverged")
@@ -23,26 +25,26 @@ INPUT = ("slow_decode", "too_few_workers", "input_bound")
 """One process or none prepares the images, too slowly: the three say the same."""
 HANGS = ("hung", "hang")
 MEMORY = ("host_memory_leak", "host_memory_near_limit")
-SECOND = "{folder}/../second"
+DATA = "{folder}/../data"
 
 
 def of(program: str, python: str, *command: str) -> Callable[..., Job]:
     """Returns a function that makes a job of the program from the fault, the way and the words of its arguments."""
 
     def job(fault: str, way: str, words: str, **others: Any) -> Job:
-        words = words.replace("@", SECOND + "/")
+        words = words.replace("@", DATA + "/")
         return Job(program=program, fault=fault, way=way, command=(*command, *words.split()), python=python, **others)
 
     return job
 
 
-keras = of("Keras on TensorFlow", "peers", "second_keras.py", "--out", "{folder}/out")
-tape = of("tf.data with GradientTape", "peers", "second_tape.py")
-yolo = of("Ultralytics", "ultralytics", "second_yolo.py")
-detr = of("HF Trainer, RT-DETR", "ultralytics", "second_detr.py")
-engine = of("engine with hooks", "venv", "second_engine.py")
+keras = of("Keras on TensorFlow", "peers", "keras_fit.py", "--out", "{folder}/out")
+tape = of("tf.data with GradientTape", "peers", "tape.py")
+yolo = of("Ultralytics", "ultralytics", "yolo.py")
+detr = of("HF Trainer, RT-DETR", "ultralytics", "detr.py")
+engine = of("engine with hooks", "venv", "engine.py")
 RUN3 = ("-m", "torch.distributed.run", "--nproc-per-node", "3")
-ddp = of("DDP with 3 ranks", "venv", *RUN3, "--standalone", "{wild}/second_ddp.py")
+ddp = of("DDP with 3 ranks", "venv", *RUN3, "--standalone", "{wild}/ddp.py")
 launched = of("DDP with 3 ranks", "venv", *RUN3)
 
 SHAPES = data("shapes")
@@ -52,9 +54,9 @@ TRAIN = "--records @records/train-*.tfrecord"
 
 KERAS = (
     keras("slow storage", "LD_PRELOAD delay per read", "--data @shapes --epochs 3",
-          around=data("shapes", then=slow_reads("second/shapes", 0.06)), accepted=("slow_storage",)),
+          around=data("shapes", then=slow_reads("data/shapes", 0.06)), accepted=("slow_storage",)),
     keras("slow storage", "HTTP server, a request per image", "--data @shapes --epochs 4 --remote",
-          around=data("shapes", then=http_server("second/shapes", delay_s=0.02)), accepted=("slow_storage",)),
+          around=data("shapes", then=http_server("data/shapes", delay_s=0.02)), accepted=("slow_storage",)),
     keras("slow preprocessing", "Pillow in a PyDataset", "--data @shapes --epochs 3 --input pillow",
           around=SHAPES, accepted=INPUT),
     keras("slow preprocessing", "tf.numpy_function in map", "--data @shapes --epochs 5 --input numpy --width 8",
@@ -84,9 +86,9 @@ KERAS = (
 
 TAPE = (
     tape("slow storage", "LD_PRELOAD delay per read", f"{TRAIN} --steps 60 --read-buffer 65536 --measure-waits "
-         "--shuffle 32", around=data("records", then=slow_reads("second/records", 0.15)), accepted=("slow_storage",)),
+         "--shuffle 32", around=data("records", then=slow_reads("data/records", 0.15)), accepted=("slow_storage",)),
     tape("slow storage", "HTTP server behind from_generator", "--folder @shapes --reader server --steps 50 "
-         "--measure-waits --shuffle 0", around=data("shapes", then=http_server("second/shapes", delay_s=0.02)),
+         "--measure-waits --shuffle 0", around=data("shapes", then=http_server("data/shapes", delay_s=0.02)),
          accepted=("slow_storage",)),
     tape("slow preprocessing", "large JPEGs, one decoder, no prefetch", "--folder @scans --reader files --parallel 1 "
          "--no-prefetch --steps 30 --shuffle 0 --measure-waits --eval-batches 0", around=data("scans"), accepted=INPUT),
@@ -115,7 +117,7 @@ YOLOS = (
     yolo("slow storage", "LD_PRELOAD delay per open", "--data @yolo/data.yaml --imgsz 96 --epochs 2 --no-val",
          around=data("yolo", then=slow_files("yolo/images", open_s=0.15)), accepted=("slow_storage",)),
     yolo("slow storage", "HTTP server", "--data @yolo/data.yaml --imgsz 96 --epochs 2 --no-val --images served",
-         around=data("yolo", then=http_server("second/yolo/images", delay_s=0.1)), accepted=("slow_storage",)),
+         around=data("yolo", then=http_server("data/yolo/images", delay_s=0.1)), accepted=("slow_storage",)),
     yolo("slow preprocessing", "large JPEGs", "--data @yolo_large/data.yaml --imgsz 96 --epochs 4 --no-val",
          around=data("yolo_large"), accepted=INPUT),
     yolo("slow preprocessing", "Pillow in the dataset", "--data @yolo/data.yaml --imgsz 96 --epochs 2 --no-val "
@@ -174,10 +176,10 @@ DDP = (
         around=SHAPES, exits=1, accepted=("collective_timeout", *HANGS)),
     ddp("rank waits in vain", "one rank in a lock, no timeout", "--data @shapes --epochs 10 --locked", around=SHAPES,
         read_after_s=70, accepted=HANGS),
-    launched("rendezvous", "port in use", "--master-addr 127.0.0.1 --master-port 29588 {wild}/second_ddp.py --data "
+    launched("rendezvous", "port in use", "--master-addr 127.0.0.1 --master-port 29588 {wild}/ddp.py --data "
              "@shapes", around=data("shapes", then=port_in_use(29588)), exits=1,
              accepted=("rendezvous_failed", "port_in_use")),
-    launched("rendezvous", "second node missing", f"{NODES} {{wild}}/second_ddp.py --data @shapes", around=SHAPES,
+    launched("rendezvous", "second node missing", f"{NODES} {{wild}}/ddp.py --data @shapes", around=SHAPES,
              exits=1, accepted=("rendezvous_failed",)),
     ddp("unused parameters", "a head without a loss", "--data @shapes --extra-head", around=SHAPES, exits=1,
         accepted=("ddp_unused_parameters",)),
@@ -194,7 +196,7 @@ DDP = (
 
 ENGINE = (
     engine("waits in each step", "POST to a slow server", "--data @shapes --epochs 2 --hook post",
-           around=data("shapes", then=http_server("second/shapes", delay_s=0.5)), accepted=("host_device_syncs",)),
+           around=data("shapes", then=http_server("data/shapes", delay_s=0.5)), accepted=("host_device_syncs",)),
     engine("waits in each step", "a limit of steps per second", "--data @shapes --epochs 2 --hook limit",
            around=SHAPES, accepted=("host_device_syncs",)),
     engine("other processes", "four busy loops", "--data @shapes --epochs 3",

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from clock import Lost
 from PIL import Image
-from second_clock import Lost
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 

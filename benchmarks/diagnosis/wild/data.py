@@ -1,4 +1,4 @@
-"""The drawn data sets of the second half: `python second_data.py FOLDER KIND …`, kinds as in `KINDS`.
+"""The drawn data sets of the jobs: `python data.py FOLDER KIND …`, kinds as in `KINDS`.
 
 Each kind is a folder below FOLDER, and is made once. `records` needs TensorFlow; all others need numpy and Pillow.
 """

@@ -11,8 +11,8 @@ os.environ.setdefault("YOLO_CONFIG_DIR", str(Path("settings").resolve()))
 os.environ.setdefault("YOLO_OFFLINE", "true")
 
 import numpy as np
+from clock import Lost
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
-from second_clock import Lost
 from ultralytics import YOLO
 from ultralytics.data.dataset import YOLODataset
 from ultralytics.models.yolo.detect import DetectionTrainer

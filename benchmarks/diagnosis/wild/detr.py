@@ -11,8 +11,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
 import torch
+from clock import Lost
 from PIL import Image, ImageFilter
-from second_clock import Lost
 from torch.utils.data import Dataset
 from transformers import (
     RTDetrConfig,

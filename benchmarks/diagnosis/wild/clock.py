@@ -1,4 +1,4 @@
-"""The clock of a job of the second half: what it lost, in seconds, in `known.json` of the working directory."""
+"""The clock of a job: what it lost, in seconds, in `known.json` of the working directory."""
 
 import json
 import time
