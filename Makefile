@@ -84,7 +84,7 @@ bench-diagnose: setup  ## 45 minutes, on an idle machine
 bench-diagnose-quick: setup  ## 5 minutes
 	$(BIN)/python -m benchmarks diagnose --quick $(if $(SEED),--seed $(SEED)) --json diagnose-quick.json
 
-bench-diagnose-wild: setup  ## 90 minutes, on an idle machine; TensorFlow from `make peers`, Ultralytics see benchmarks/diagnosis/wild/job.py
+bench-diagnose-wild: setup  ## 50 minutes, on an idle machine; TensorFlow from `make peers`, Ultralytics see benchmarks/diagnosis/wild/job.py
 	$(BIN)/python -m benchmarks diagnose_wild --json benchmarks/results/diagnose-wild-cpu.json
 
 bench-gpu:  ## about an hour; uses the system Python where there is no .venv

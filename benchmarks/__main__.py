@@ -14,10 +14,10 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 ALL: dict[str, tuple[str, ...]] = {
-    **{name: () for name in ("index", "check", "ledger", "evaluate", "step", "step_bytes", "startup")},
+    **{name: () for name in ("index", "ledger", "evaluate", "step", "startup")},
     "plan": ("--second",),
     **{name: () for name in ("loader", "end_to_end", "storage", "cache", "gil", "ranks", "stages")},
-    **{name: () for name in ("shard_checkpoint", "shards", "shard_loading")},
+    "shard_loading": (),
 }
 """What `all` measures, about 45 minutes: name → options. Each result is written to results/NAME-cpu.json."""
 

@@ -17,7 +17,7 @@ from tests.fixtures.benchmarks import FOLDER, run_quick
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "script",
-    ["index", "check", "ledger", "measure", "cache", "evaluate", "storage", "gil", "plan", "shards", "step_bytes"],
+    ["index", "ledger", "cache", "evaluate", "storage", "gil", "plan"],
 )
 def test_a_quick_run_writes_its_results(script: str, tmp_path: Path) -> None:
     assert run_quick(script, tmp_path / "result.json")["bars"]

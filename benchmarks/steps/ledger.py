@@ -1,9 +1,10 @@
-"""What the accounting costs: the ledger per step, the telemetry sampler per second, a profiler window every five
-minutes.
+"""What the accounting costs: the ledger per step, `stoker.measure` per step of a loop, the telemetry sampler per
+second, a profiler window every five minutes.
 
 A small convolutional training step runs with the ledger and without, in turn; what the ledger adds is too small to show
 in that difference on a machine that does anything else, so its calls are also timed around steps that do nothing. With
 it runs what decides whether a profiler window is due; windows themselves are timed apart, by what they say they cost.
+`stoker.measure` is timed around a step that is empty, in CPU time of the thread: wait for a batch, step, log a loss.
 Runs on the accelerator where there is one, else on the CPU, where windows are taken only when asked for.
 """
 
@@ -11,6 +12,8 @@ import contextlib
 import statistics
 import tempfile
 import time
+import warnings
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -18,9 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import stoker
 from benchmarks.report import Bar, Report, options, publish, spread
 from stoker.hardware import device
 from stoker.profiling.ledger import Ledger
+from stoker.profiling.measure.measure import Measure
 from stoker.profiling.telemetry.gpu import GpuSampler
 from stoker.profiling.telemetry.host import HostSampler
 from stoker.profiling.trace import EVERY_S, WINDOW_STEPS, Tracer
@@ -28,7 +33,7 @@ from stoker.runs.records import RunFolder
 
 
 class Off:
-    """The ledger's calls, doing nothing."""
+    """The calls of the ledger, the tracer and `stoker.measure`, doing nothing."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         del name
@@ -42,6 +47,15 @@ class Off:
 
     def after_step(self, step: int) -> None:
         del step
+
+    def data(self, batches: Iterable[Any]) -> Iterable[Any]:
+        return batches
+
+    def step(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def log(self, **values: Any) -> None:
+        del values
 
 
 def silent(kind: str, text: str, /, **data: Any) -> None:
@@ -108,6 +122,28 @@ def windows_s(where: device.Device, ledger: Ledger, work: Step, count: int, fold
     return costs
 
 
+def measured_cpu_s(m: Measure | Off, batches: list[Any], loss: Tensor) -> float:
+    """CPU-seconds of an empty step in the calls of `stoker.measure`, the mean over all batches."""
+    began = time.thread_time()
+    for _ in m.data(batches):
+        with m.step():
+            pass
+        m.log(loss=loss)
+    return (time.thread_time() - began) / len(batches)
+
+
+def cost_of_measure(rounds: int, count: int) -> tuple[list[float], list[float]]:
+    """Seconds of a step without and with `stoker.measure`, in turn."""
+    warnings.simplefilter("error")
+    batches, loss = [(torch.zeros(2, 3), torch.zeros(2))] * count, torch.zeros(())
+    took: dict[bool, list[float]] = {False: [], True: []}
+    with tempfile.TemporaryDirectory() as folder, stoker.measure(Path(folder) / "run") as m:
+        for number in range(rounds):
+            for on in (True, False) if number % 2 else (False, True):
+                took[on].append(measured_cpu_s(m if on else Off(), batches, loss))
+    return took[False], took[True]
+
+
 def row(what: str, seconds: list[float]) -> dict[str, object]:
     return {"what": what, **{f"{name} µs": value * 1e6 for name, value in spread(seconds).items()}}
 
@@ -137,6 +173,7 @@ def run(quick: bool) -> Report:
     tracer.close()
     window_s = windows_s(where, ledger, work, 4 if quick else 10, Path(kept.name))
     kept.cleanup()
+    without_s, with_s = cost_of_measure(*((20, 2000) if quick else (60, 10_000)))
 
     report = Report(f"Cost of the accounting on {where.name}; an empty step is a mean of {empty:,}", rounds)
     report.packages = ("stoker", "torch", "psutil", "nvidia-ml-py")
@@ -148,6 +185,8 @@ def run(quick: bool) -> Report:
         row("telemetry sample, CPU time", sample_s),
         row("profiler window, the first", window_s[:1]),
         row("profiler window, later ones", window_s[1:]),
+        row("empty step without stoker.measure, CPU time", without_s),
+        row("empty step with stoker.measure, CPU time", with_s),
     ]
     added_s = statistics.median(empty_on_s) - statistics.median(empty_off_s)
     report.bars = [
@@ -158,6 +197,8 @@ def run(quick: bool) -> Report:
         ),
         Bar.at_most("CPU time of the telemetry sampler / a second of one core", statistics.median(sample_s), 0.01),
     ]
+    added_us = 1e6 * (statistics.median(with_s) - statistics.median(without_s))
+    report.bars.append(Bar.at_most("µs that stoker.measure adds to a step", added_us, 15.0))
     return report
 
 
