@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.diagnosis.check import generate_jpegs
+from benchmarks.generated import generate_jpegs
 from benchmarks.processes import run_child, serve_child
 from benchmarks.report import Bar, Report, options, publish, spread
 

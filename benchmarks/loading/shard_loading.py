@@ -21,16 +21,17 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks import peers
+from benchmarks.loading.object_server import running_server
 from benchmarks.processes import child_environment
 from benchmarks.report import Bar, Report, options, publish
 
 FOLDER = Path(__file__).resolve().parent
 LATENCY_MS, MB_PER_S = 20.0, 200.0
+LINK = ("--latency-ms", str(LATENCY_MS), "--mb-per-s", str(MB_PER_S))
 SHARD_MIB = 32
 PACKED = 100_000
 DISTINCT = 64
@@ -84,19 +85,6 @@ def pack(folder: Path, out: Path) -> int:
     return len(list(out.glob("train-*.tar")))
 
 
-@contextlib.contextmanager
-def server(folder: Path) -> Iterator[tuple[int, int]]:
-    """Its port and its process."""
-    link = ("--latency-ms", str(LATENCY_MS), "--mb-per-s", str(MB_PER_S))
-    command = [sys.executable, str(FOLDER / "shard_loading_server.py"), str(folder), *link]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield int(process.stdout.readline()), process.pid
-        finally:
-            process.kill()
-
-
 def one_run(python: str, cache: Path, who: str, port: int, what: str, *arguments: object) -> dict[str, float]:
     command = [python, str(FOLDER / "shard_loading_child.py"), who, str(port), what, *map(str, arguments)]
     environment = child_environment() | {
@@ -133,7 +121,7 @@ def run(arguments: argparse.Namespace) -> Report:
                 subprocess.run([*command, str(root / kind / "train"), str(out)], check=True, capture_output=True)
         draw(root / "many", PACKED // (10 if arguments.quick else 1), (48, 64), ".jpg")
         pack(root / "many", packed / "many")
-        port, server_pid = stack.enter_context(server(packed))
+        port, server_pid = stack.enter_context(running_server(str(packed), *LINK))
 
         def measure(what: str, who: str, at: int, data: str, *more: object, python: str) -> None:
             found = one_run(python, cache, who, at, data, *more, "--server", server_pid if at else 0)

@@ -1,6 +1,6 @@
 """Reads of objects of 110 KB from a bucket, without decoding: bandwidth used, CPU cost, tail latency.
 
-The server (`storage_server.py`) and each run of a client (`storage_child.py`) are separate processes. The rows without
+The server (`object_server.py`) and each run of a client (`storage_child.py`) are separate processes. The rows without
 a link show that the server is many times faster than the link. Bars: the fraction of a link of 50 MB/s with 20 ms of
 latency, at the concurrency that the fetcher finds; CPU per object on that link, where each response arrives alone and
 wakes its reader, which costs more than at full speed; p99 when 2 % of the requests take 500 ms, without and with
@@ -14,11 +14,11 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks import peers
+from benchmarks.loading.object_server import running_server
 from benchmarks.report import Bar, Report, options, publish
 
 SIZE_BYTES = 110_000
@@ -42,18 +42,6 @@ CASES = {
 """Row: (client, server, number of objects, options)."""
 
 
-@contextlib.contextmanager
-def server(arguments: tuple[str, ...]) -> Iterator[int]:
-    """Its port."""
-    command = [sys.executable, str(FOLDER / "storage_server.py"), "--size-bytes", str(SIZE_BYTES), *arguments]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield int(process.stdout.readline())
-        finally:
-            process.kill()
-
-
 def one_run(python: str, who: str, port: int, count: int, how: tuple[str, ...]) -> dict[str, float]:
     command = [python, str(FOLDER / "storage_child.py"), who, str(port), str(count), str(SIZE_BYTES), *how]
     environment = {**os.environ, "PYTHONPATH": str(FOLDER.parents[1]), "OMP_NUM_THREADS": "1", "NO_PROXY": "127.0.0.1"}
@@ -75,7 +63,8 @@ def run(arguments: argparse.Namespace) -> Report:
     }
     results: dict[str, list[dict[str, float]]] = {what: [] for what in CASES}
     with contextlib.ExitStack() as stack:
-        ports = {name: stack.enter_context(server(settings)) for name, settings in SERVERS.items()}
+        size = ("--size-bytes", str(SIZE_BYTES))
+        ports = {name: stack.enter_context(running_server(*size, *link))[0] for name, link in SERVERS.items()}
         for _ in range(n):
             for what, (who, where, count, how) in CASES.items():
                 if python := pythons[who]:

@@ -6,20 +6,13 @@ distance. Every measurement is a fresh process, the tools in turn; the clock sta
 accumulation" is what comes after the boxes are in memory, in the form that each tool wants: columns for stoker, dicts
 and indices for the others. "From files" begins with COCO JSON of the ground truth boxes and of the detections. All
 twelve numbers must agree within 1e-9.
-
-The last rows are of a thread that trains while a score runs beside it: a loop of small torch operations, each of which
-lets go of the interpreter. `lost` is what fraction of its speed such a thread loses meanwhile, with the score in a
-thread of the same process, as in training, and in a process of its own, which shows what the processors' own limits
-take.
 """
 
 import contextlib
 import io
 import json
-import multiprocessing
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +26,6 @@ from benchmarks.report import Bar, Report, options, publish, spread
 
 PICTURES, BOXES, CLASSES, DETECTIONS = 5_000, 36_781, 80, 100
 HEIGHT, WIDTH = 480, 640
-ALONE_S = 0.5
 Measured = tuple[dict[str, np.ndarray], dict[str, np.ndarray]]
 
 
@@ -216,66 +208,12 @@ def numbers(metrics: Any) -> list[float]:
     return [-1.0 if value is None else value for value in values]
 
 
-def measure_telemetry(folder: Path) -> dict[str, Any]:
-    """What a thread that trains loses: {what: [share lost, longest stop in s, seconds that the score took]}."""
-    import torch
-
-    from stoker.evaluation import coco
-
-    gt, found = arrays(folder)
-    torch.set_num_threads(1)
-    square = torch.ones(64, 64)
-
-    def turn() -> None:
-        for _ in range(10):
-            torch.mm(square, square)
-
-    def score() -> None:
-        coco.compute_metrics(gt, found)
-
-    beside = threading.Thread(target=score)
-    process = multiprocessing.get_context("fork").Process(target=score)
-    return {
-        "score in a thread": lost(turn, beside.start, beside.is_alive),
-        "score in a process": lost(turn, process.start, process.is_alive),
-    }
-
-
-def lost(turn: Callable[[], None], start: Callable[[], None], alive: Callable[[], bool]) -> dict[str, float]:
-    """How much slower turns are taken while something runs than before and after it."""
-
-    def rate(going: Callable[[], bool]) -> tuple[float, float, float]:
-        began, turns, longest = time.perf_counter(), 0, 0.0
-        while going():
-            turn_began = time.perf_counter()
-            turn()
-            longest = max(longest, time.perf_counter() - turn_began)
-            turns += 1
-        took = time.perf_counter() - began
-        return turns / took, longest, took
-
-    def alone() -> float:
-        end = time.perf_counter() + ALONE_S
-        return rate(lambda: time.perf_counter() < end)[0]
-
-    before = alone()
-    start()
-    meanwhile, longest, took = rate(alive)
-    usual = statistics.mean([before, alone()])
-    return {
-        "lost": 1 - meanwhile / usual,
-        "lost_s": took * (1 - meanwhile / usual),
-        "stop_ms": 1e3 * longest,
-        "s": took,
-    }
-
-
 # The report.
 
 
 def run(quick: bool) -> Report:
     images, boxes = (PICTURES // 10, BOXES // 10) if quick else (PICTURES, BOXES)
-    turns = {"stoker": 5, "stoker_files": 5, "pycocotools": 1 if quick else 3, "faster": 1, "witness": 3}
+    turns = {"stoker": 5, "stoker_files": 5, "pycocotools": 1 if quick else 3, "faster": 1}
     runs: dict[str, list[dict[str, Any]]] = {what: [] for what in turns}
     with tempfile.TemporaryDirectory(prefix="stoker-bench-") as temporary:
         folder = Path(temporary)
@@ -304,8 +242,6 @@ def run(quick: bool) -> Report:
             of = [result["arrays" if what.startswith("matching") else "files"] for result in runs[key]]
             medians[what, tool] = statistics.median(one["s"] for one in of)
             report.rows.append(row(f"{what}, {tool}", of))
-    for what in runs["witness"][0]:
-        report.rows.append(telemetry_row(what, [result[what] for result in runs["witness"]]))
     report.bars = [
         Bar.at_most(f"{what} / pycocotools", medians[what, "stoker"] / medians[what, "pycocotools"], goal)
         for what, goal in (("matching and accumulation", 1 / 8), ("from files", 1 / 5))
@@ -326,20 +262,6 @@ def row(what: str, results: list[dict[str, float]]) -> dict[str, Any]:
     }
 
 
-def telemetry_row(what: str, results: list[dict[str, float]]) -> dict[str, Any]:
-    seconds = spread([result["s"] for result in results])
-    return {
-        "what": f"training thread: {what}",
-        "n": len(results),
-        "s": seconds["median"],
-        "s min": seconds["min"],
-        "s max": seconds["max"],
-        "lost share": statistics.median(result["lost"] for result in results),
-        "lost s": statistics.median(result["lost_s"] for result in results),
-        "longest stop ms": statistics.median(result["stop_ms"] for result in results),
-    }
-
-
 if __name__ == "__main__":
     serve_child(
         {
@@ -348,7 +270,6 @@ if __name__ == "__main__":
             "stoker_files": measure_stoker_files,
             "pycocotools": measure_pycocotools,
             "faster": measure_faster,
-            "witness": measure_telemetry,
         }
     )
     publish(lambda arguments: run(arguments.quick), options(__doc__))

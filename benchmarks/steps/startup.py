@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.diagnosis.check import generate_jpegs
+from benchmarks.generated import generate_jpegs
 from benchmarks.processes import run_child, serve_child
 from benchmarks.report import Bar, Report, options, publish, spread
 

@@ -1,14 +1,22 @@
-"""The server of `shard_loading.py`, a separate process: the files of a folder as objects, over a simulated link.
+"""The server of `storage.py` and `shard_loading.py`, a separate process: objects over a simulated link.
 
-`python shard_loading_server.py FOLDER [--latency-ms 20] [--mb-per-s 200]` prints its port, answers GET and HEAD of
-/bucket/KEY (with ranges) and lists of objects as S3 does, and ends with its standard input. All files are in memory. A
-response comes in pieces, for which all connections take turns; a client that reads slowly gets no more of them.
+    python object_server.py {FOLDER | --size-bytes 110000} [--latency-ms 20] [--mb-per-s 200]
+                            [--slow-fraction 0.02 --slow-ms 500]
+
+It prints its port, answers GET and HEAD of /bucket/KEY (with ranges) and lists of objects as S3 does, and ends with its
+standard input. The objects are the files of the folder, or any key is one of that size; all are in memory. A response
+comes in pieces, for which all connections take turns; a client that reads slowly gets no more of them.
 """
 
 import argparse
 import asyncio
+import contextlib
+import random
 import re
+import subprocess
 import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
@@ -21,8 +29,15 @@ _RANGE = re.compile(rb"\r\n[Rr]ange: bytes=(\d+)-(\d*)")
 
 
 class Link:
-    def __init__(self, latency_s: float, bytes_per_s: float) -> None:
-        self.latency_s, self._bytes_per_s, self._free_at = latency_s, bytes_per_s, 0.0
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._latency_s, self._bytes_per_s = arguments.latency_ms / 1000, arguments.mb_per_s * 1e6
+        self._slow_fraction, self._slow_s = arguments.slow_fraction, arguments.slow_ms / 1000
+        self._random, self._free_at = random.Random(0), 0.0
+
+    def latency_s(self) -> float:
+        """Seconds to the first byte of a response."""
+        is_slow = self._slow_fraction and self._random.random() < self._slow_fraction
+        return self._latency_s + (self._slow_s if is_slow else 0.0)
 
     def reserve(self, now: float, size_bytes: int) -> float:
         """Seconds until a piece that is sent next has arrived."""
@@ -33,7 +48,7 @@ class Link:
 
 
 class Connection(asyncio.Protocol):
-    def __init__(self, objects: dict[str, bytes], link: Link) -> None:
+    def __init__(self, objects: Mapping[str, bytes], link: Link) -> None:
         self._objects, self._link, self._loop = objects, link, asyncio.get_running_loop()
         self._received = b""
         self._can_write = asyncio.Event()
@@ -65,7 +80,7 @@ class Connection(asyncio.Protocol):
         while True:
             request = await self._requests.get()
             head, body = self._answer(request)
-            await asyncio.sleep(self._link.latency_s)
+            await asyncio.sleep(self._link.latency_s())
             self._transport.write(head)
             for at in range(0, len(body), PIECE):
                 piece = body[at : at + PIECE]
@@ -84,7 +99,7 @@ class Connection(asyncio.Protocol):
         status, extra, body = "200 OK", "", memoryview(b"")
         if not key:
             body = memoryview(self._list(parse_qs(address.query).get("prefix", [""])[0]))
-        elif (content := self._objects.get(key)) is None:
+        elif (content := self._find(key)) is None:
             status, body = "404 Not Found", memoryview(b"<Error><Code>NoSuchKey</Code></Error>")
         else:
             body, size = memoryview(content), len(content)
@@ -98,6 +113,12 @@ class Connection(asyncio.Protocol):
         )
         return head.encode(), memoryview(b"") if method == "HEAD" else body
 
+    def _find(self, key: str) -> bytes | None:
+        try:
+            return self._objects[key]
+        except KeyError:
+            return None
+
     def _list(self, prefix: str) -> bytes:
         entries = "".join(
             f"<Contents><Key>{escape(key)}</Key><Size>{len(content)}</Size><ETag>x</ETag>"
@@ -110,19 +131,37 @@ class Connection(asyncio.Protocol):
 
 async def serve(arguments: argparse.Namespace) -> None:
     loop = asyncio.get_running_loop()
-    link = Link(arguments.latency_ms / 1000, arguments.mb_per_s * 1e6)
-    files = (path for path in sorted(arguments.folder.rglob("*")) if path.is_file())
-    objects = {path.relative_to(arguments.folder).as_posix(): path.read_bytes() for path in files}
+    link = Link(arguments)
+    objects: Mapping[str, bytes]
+    if arguments.folder is None:
+        body = random.Random(0).randbytes(arguments.size_bytes)
+        objects = defaultdict(lambda: body)
+    else:
+        files = (path for path in sorted(arguments.folder.rglob("*")) if path.is_file())
+        objects = {path.relative_to(arguments.folder).as_posix(): path.read_bytes() for path in files}
     server = await loop.create_server(lambda: Connection(objects, link), "127.0.0.1", 0, backlog=1024)
     print(server.sockets[0].getsockname()[1], flush=True)
     await loop.run_in_executor(None, sys.stdin.read)
 
 
+@contextlib.contextmanager
+def running_server(*arguments: str) -> Iterator[tuple[int, int]]:
+    """Port and process id of a server with these arguments, which ends with the block."""
+    command = [sys.executable, str(Path(__file__).resolve()), *arguments]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield int(process.stdout.readline()), process.pid
+        finally:
+            process.kill()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--latency-ms", type=float, default=0.0)
-    parser.add_argument("--mb-per-s", type=float, default=0.0)
+    parser.add_argument("folder", type=Path, nargs="?")
+    parser.add_argument("--size-bytes", type=int, default=0)
+    for name in ("latency-ms", "mb-per-s", "slow-fraction", "slow-ms"):
+        parser.add_argument(f"--{name}", type=float, default=0.0)
     asyncio.run(serve(parser.parse_args()))
 
 
