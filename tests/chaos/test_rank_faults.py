@@ -31,9 +31,7 @@ def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return ended.run
 
 
-@pytest.mark.parametrize(
-    ("rank", "target"), [(0, STEP), (1, "stoker.training.evaluator:AsyncEvaluator.run_inference")]
-)
+@pytest.mark.parametrize(("rank", "target"), [(0, STEP), (1, "stoker.training.evaluator:AsyncEvaluator.run_inference")])
 def test_an_error_of_a_rank_ends_all_and_is_shown_with_its_rank(
     rank: int, target: str, data: Path, tmp_path: Path
 ) -> None:
