@@ -21,7 +21,7 @@ pipeline_fields.toml: fields of the TensorFlow Object Detection API (`migration/
 recipes.toml, settings.toml: what models of a kind are trained with (`config/recipes.py`); bounds and defaults of
     settings (`config/settings.py`).
 refusals.toml: how refusals of a store are repaired (`preflight/access.py`).
-report_words.toml: meanings of phases, stages, experiments and error types (`report/words.py`).
+report_words.toml: meanings of phases, stages, experiments and error types (`report/explain.py`).
 secrets.toml: names and forms of secrets (`secrets.py`).
 source_names.toml: images, packages and calls in files of others (`preflight/static/names.py`).
 storage_failures.toml: failed requests to a bucket, and their messages (`storage/failures.py`).

@@ -33,7 +33,6 @@ from stoker.planning.accelerators import GPUS, Accelerator, identify
 from stoker.planning.machines import Machine, listed_machines
 from stoker.report import format as fmt
 from stoker.report.console import plain_text, print_renderables, table
-from stoker.report.environment import gpu_names, read_environment
 from stoker.report.explain import open_records, resolve_price
 from stoker.report.findings_terminal import explain_line, finding_lines
 from stoker.report.sizing import (
@@ -46,6 +45,8 @@ from stoker.report.sizing import (
     MIN_SAMPLES,
     SM_ACTIVE_HIGH,
     ResourceUsage,
+    gpu_names,
+    read_environment,
     resource_usage,
 )
 from stoker.runs import records

@@ -12,9 +12,9 @@ from rich.console import RenderableType
 from stoker.diagnosis.reader import Observer
 from stoker.report import format as fmt
 from stoker.report.console import facts, plain_text, print_renderables, table
-from stoker.report.environment import comparable, read_environment
 from stoker.report.explain import RunExplanation, exact_cost, explain_run, open_records
 from stoker.report.run_report import read_settings_rows
+from stoker.report.sizing import comparable, read_environment
 from stoker.runs.schemas import Event
 
 SAME_TOLERANCE = 0.01

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from stoker.diagnosis.catalog import CATALOG
 from stoker.diagnosis.engine import apply_probe_result, diagnose, read_run, run_rules, write_findings
 from stoker.findings.finding import Evidence, Finding
-from stoker.report.explain import explain_run
-from stoker.report.explain_terminal import print_explanation
+from stoker.report.explain import explain_run, print_explanation
 from stoker.runs.records import (
     CONFIG,
     DEVICES,

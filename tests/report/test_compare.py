@@ -9,7 +9,7 @@ import pytest
 
 from stoker.errors import UsageError
 from stoker.report.compare import Comparison, compare, print_comparison
-from stoker.report.environment import comparable
+from stoker.report.sizing import comparable
 from tests.report.runs import write_run
 
 MACHINE = {"hostname": "one", "packages": {"torch": "2.14.0", "numpy": None}, "cores": 8, "memory_limit_bytes": 2**34,

@@ -7,9 +7,8 @@ import msgspec
 import pytest
 
 from stoker.findings.finding import Evidence, Finding
-from stoker.report.advice import advise
 from stoker.report.html import NATIVE_RUN_SECTIONS, SECTIONS, render
-from stoker.report.run_report import RunReport, collect
+from stoker.report.run_report import RunReport, advise, collect
 from stoker.runs.records import PROBES, RunFolder
 from stoker.runs.schemas import Probe
 from tests.report.runs import write_run

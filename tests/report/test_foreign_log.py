@@ -8,8 +8,7 @@ import pytest
 
 from stoker.diagnosis.output import MAX_OUTPUT_BYTES
 from stoker.errors import UsageError
-from stoker.report.explain import LogExplanation, explain_log
-from stoker.report.explain_terminal import print_log_explanation
+from stoker.report.explain import LogExplanation, explain_log, print_log_explanation
 
 
 def printed(explanation: LogExplanation) -> str:

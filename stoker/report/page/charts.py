@@ -1,4 +1,5 @@
-"""The charts of the page as data for plotly: training curves, machine, precision and recall, scores, timeline.
+"""The charts of the pages as data for plotly: of a run (training curves, machine, precision and recall, scores,
+timeline) and of many. `dataset.py` has those of a data set.
 
 The script of the page (`page.js`) adds axes, fonts and colors for light mode, dark mode and print. Colors are CSS
 variables of the page, `var(--c0)` and so on. Each chart has a caption in words, and tables contain the important
@@ -6,16 +7,18 @@ numbers too.
 """
 
 import html
+import json
 from collections.abc import Sequence
 from typing import Any
 
 from stoker.evaluation.metrics import HISTOGRAM_BINS, NUM_RECALL_POINTS, Evaluation
 from stoker.report import format as fmt
+from stoker.report.explain import PHASE_COLORS
 from stoker.report.page.markup import Markup, tag
 from stoker.report.run_report import RunReport
+from stoker.report.runs_summary import RunsSummary
 from stoker.report.series import Series
-from stoker.report.words import PHASE_COLORS
-from stoker.runs.records import PHASES
+from stoker.runs.records import PHASES, WARNING_KINDS
 
 Trace = dict[str, Any]
 """A curve or bars, as plotly takes it."""
@@ -59,6 +62,11 @@ class Charts:
         chart = tag("div", id=name, class_="chart", style=style, role="img", aria_label=label)
         return tag("figure", caption, chart, class_="plot")
 
+    def as_json(self) -> Markup:
+        """The data. Without < no text can end the script element that contains it."""
+        text = json.dumps(self.data, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+        return Markup(text.replace("<", "\\u003c"))
+
 
 def escape_name(name: str) -> str:
     """A name for plotly, which interprets some HTML in texts."""
@@ -99,7 +107,27 @@ def line(
     return [*traces, curve(name, x, scaled(series.mean), index)]
 
 
-def loss(charts: Charts, report: RunReport) -> Markup | None:
+_STEP_CURVES: tuple[tuple[str, str, str, float, dict[str, Any]], ...] = (
+    ("lr", "Learning rate", "of the last step of a window", 1.0, {}),
+    ("grad_norm", "Gradient norm", "before clipping", 1.0, {"type": "log"}),
+    ("img_per_s", "Throughput", "images per second", 1.0, FROM_ZERO),
+    ("memory_peak_bytes", "Memory", "peak of allocated device memory, GiB", 2.0**-30, FROM_ZERO),
+)
+"""Curve, title, description, scale, y axis."""
+
+
+def training(charts: Charts, report: RunReport) -> list[Markup]:
+    """AP, loss and the other curves by step that were recorded."""
+    figures = [_scores(charts, report), _loss(charts, report)]
+    for name, title, description, scale, axis in _STEP_CURVES:
+        series = report.curves.get(name)
+        traces = [] if series is None else line(title, series, 0, band=True, scale=scale)
+        options: dict[str, Any] = {"yaxis": axis, "showlegend": False} | _restarts(report)
+        figures.append(charts.add(title, description, traces, height=200, x="step", **options))
+    return [figure for figure in figures if figure is not None]
+
+
+def _loss(charts: Charts, report: RunReport) -> Markup | None:
     curves = {name.removeprefix("loss/"): series for name, series in report.curves.items() if name.startswith("loss/")}
     names = sorted(curves, key=lambda name: (name != "total", name))
     if len(names) == 2 and "total" in names:  # the total is the only component
@@ -111,29 +139,20 @@ def loss(charts: Charts, report: RunReport) -> Markup | None:
     return charts.add("Loss", description, traces, x="step", **_restarts(report))
 
 
-def scores(charts: Charts, report: RunReport) -> Markup | None:
+def _scores(charts: Charts, report: RunReport) -> Markup | None:
+    best = report.best
+    if best is None:
+        return None
     steps = [result.step for result in report.eval_history]
     traces = []
     for n, (title, name) in enumerate((("AP50", "ap50"), ("AP", "ap"), ("AP75", "ap75"))):
         values = [getattr(result.metrics, name) for result in report.eval_history]
-        if any(value is not None for value in values):
-            rounded = [None if value is None else round(value, 4) for value in values]
-            marker = {"symbol": ("circle", "square", "diamond")[n], "size": 7}
-            traces.append(curve(title, steps, rounded, n, mode="lines+markers", marker=marker))
-    best = report.best
-    description = "" if best is None else f"best AP {fmt.metric(best.metrics.ap)} at step {best.step:,}"
+        rounded = [None if value is None else round(value, 4) for value in values]
+        marker = {"symbol": ("circle", "square", "diamond")[n], "size": 7}
+        traces.append(curve(title, steps, rounded, n, mode="lines+markers", marker=marker))
+    description = f"best AP {fmt.metric(best.metrics.ap)} at step {best.step:,}"
     title = "AP on the validation split"
     return charts.add(title, description, traces, x="step", yaxis=FROM_ZERO, **_restarts(report))
-
-
-def step_curve(
-    charts: Charts, report: RunReport, name: str, title: str, description: str, *, scale: float = 1.0, **layout: Any
-) -> Markup | None:
-    """A chart of one curve by steps; None if it was not recorded."""
-    series = report.curves.get(name)
-    traces = [] if series is None else line(title, series, 0, band=True, scale=scale)
-    options = layout | _restarts(report)
-    return charts.add(title, description, traces, height=200, x="step", showlegend=False, **options)
 
 
 def _restarts(report: RunReport) -> dict[str, Any]:
@@ -167,26 +186,52 @@ def time_unit(report: RunReport) -> tuple[str, float]:
     return "seconds", 1.0
 
 
-def machine(
-    charts: Charts,
-    report: RunReport,
-    prefix: str,
-    title: str,
-    description: str,
-    names: tuple[str, ...],
-    *,
-    scale: float = 1.0,
-    **layout: Any,
-) -> Markup | None:
-    """A chart of the curves `prefix/name` of devices.jsonl that were recorded."""
+MAX_DEVICES = 8
+"""GPUs that are drawn; the JSON has all."""
+_GIB: dict[str, Any] = {"scale": 2.0**-30, "yaxis": FROM_ZERO}
+_ONE_CURVE: dict[str, Any] = {"showlegend": False}
+_GPU_CHARTS: tuple[tuple[str, str, tuple[str, ...], dict[str, Any]], ...] = (
+    ("utilization", "fraction of time in which a kernel ran", ("utilization",), {"yaxis": FRACTIONS} | _ONE_CURVE),
+    ("memory", "GiB", ("memory", "memory of the GPU"), _GIB),
+    ("power", "watts", ("power, W", "power limit, W"), {"yaxis": FROM_ZERO}),
+    ("temperature", "°C", ("temperature, °C",), _ONE_CURVE),
+)
+"""Title, description, curves, options."""
+_PRESSURE, _THROTTLED = "fraction of time in which a task had to wait", "CPU-seconds per second, by the CPU quota"
+_HOST_CHARTS: tuple[tuple[str, str, str, tuple[str, ...], dict[str, Any]], ...] = (
+    ("cpu", "CPU", "utilization", ("mean", "busiest core"), {"yaxis": FRACTIONS}),
+    ("memory", "Host memory", "GiB", ("process", "used", "limit"), _GIB),
+    ("pressure", "Pressure (PSI)", _PRESSURE, ("cpu", "memory", "io"), {"yaxis": FROM_ZERO | {"tickformat": ".0%"}}),
+    ("pressure", "CPU throttling", _THROTTLED, ("throttled, s",), {"yaxis": FROM_ZERO} | _ONE_CURVE),
+)
+"""Prefix of the curves, title, description, curves, options."""
+
+
+def gpus(report: RunReport) -> list[str]:
+    """Prefixes of the curves of GPUs: `gpu 0` and so on."""
+    return sorted({name.partition("/")[0] for name in report.machine if name.startswith("gpu ")})
+
+
+def machine(charts: Charts, report: RunReport) -> list[Markup]:
+    """Telemetry of GPUs and host: the curves of devices.jsonl that were recorded."""
     unit, seconds = time_unit(report)
-    traces = [
-        trace
-        for n, name in enumerate(names)
-        if (series := report.machine.get(f"{prefix}/{name}")) is not None
-        for trace in line(name, series, n, band=n == 0, scale=scale, x_scale=1 / seconds)
+    specs = [
+        (gpu, f"{gpu.upper()}: {title}", description, names, options)
+        for gpu in gpus(report)[:MAX_DEVICES]
+        for title, description, names, options in _GPU_CHARTS
     ]
-    return charts.add(title, description, traces, height=200, x=f"{unit} since the start", **layout)
+    figures = []
+    for prefix, title, description, names, options in (*specs, *_HOST_CHARTS):
+        layout = dict(options)
+        scale = layout.pop("scale", 1.0)
+        traces = [
+            trace
+            for n, name in enumerate(names)
+            if (series := report.machine.get(f"{prefix}/{name}")) is not None
+            for trace in line(name, series, n, band=n == 0, scale=scale, x_scale=1 / seconds)
+        ]
+        figures.append(charts.add(title, description, traces, height=200, x=f"{unit} since the start", **layout))
+    return [figure for figure in figures if figure is not None]
 
 
 _RECALLS = [n / (NUM_RECALL_POINTS - 1) for n in range(NUM_RECALL_POINTS)]
@@ -235,9 +280,7 @@ def score_histogram(charts: Charts, evaluation: Evaluation) -> Markup | None:
     )
 
 
-MAX_DEVICES = 8
-"""Maximum number of GPUs in the timeline; the machine section has more."""
-_SEVERITIES = {"critical": "var(--c3)", "warning": "var(--c2)", "info": "var(--c9)"}
+_TIMELINE_KINDS = WARNING_KINDS | {"checkpoint_saved", "resumed", "preempted", "failed", "finished"}
 
 
 def timeline(charts: Charts, report: RunReport) -> Markup | None:
@@ -245,24 +288,26 @@ def timeline(charts: Charts, report: RunReport) -> Markup | None:
     if not report.phases.x:
         return None
     unit, seconds = time_unit(report)
-    traces = _phases(report, seconds) + _counters(report, seconds) + _marks(report, seconds)
-    rows = max((mark.finding_number or 0 for mark in report.marks), default=0)
+    traces = _phases(report, seconds) + _counters(report, seconds) + _events(report, seconds)
     axis = FRACTIONS | {"fixedrange": True, "nticks": 4}
     has_gpus = any(trace.get("yaxis") == "y2" for trace in traces)
     axes: dict[str, Any] = {
         "yaxis": axis | {"domain": [0.44 if has_gpus else 0.24, 0.80], "range": [0, 1], "title": {"text": "phases"}},
         **({"yaxis2": axis | {"domain": [0.22, 0.40], "title": {"text": "device"}}} if has_gpus else {}),
         "yaxis3": axis | {"domain": [0.0, 0.18], "title": {"text": "host"}},
-        "yaxis4": {"domain": [0.84, 1.0], "range": [-0.7, rows + 0.7], "fixedrange": True, "zeroline": False,
-                   "tickvals": list(range(rows + 1)), "ticktext": ["events", *map(str, range(1, rows + 1))]},
-    }  # fmt: skip
-    legend = "; 1, 2, … are the findings below" if rows else ""
+        "yaxis4": {
+            "domain": [0.84, 1.0],
+            "fixedrange": True,
+            "zeroline": False,
+            "tickvals": [0],
+            "ticktext": ["events"],
+        },
+    }
     return charts.add(
         "Timeline",
-        f"drag to zoom, double-click to reset; a bar is {fmt.duration(report.phases.width)}; blank: no running process"
-        + legend,
+        f"drag to zoom, double-click to reset; a bar is {fmt.duration(report.phases.width)}; blank: no running process",
         traces,
-        height=(560 if has_gpus else 460) + 12 * rows,
+        height=560 if has_gpus else 460,
         legend={"traceorder": "normal"},
         barmode="stack",
         bargap=0,
@@ -286,10 +331,10 @@ def _phases(report: RunReport, seconds: float) -> list[Trace]:
 
 
 def _counters(report: RunReport, seconds: float) -> list[Trace]:
-    gpus = sorted({name.partition("/")[0] for name in report.machine if name.startswith("gpu ")})[:MAX_DEVICES]
+    drawn = gpus(report)[:MAX_DEVICES]
     host = (("cpu/mean", "CPU utilization"), ("pressure/io", "I/O pressure"), ("pressure/memory", "memory pressure"))
-    shown = [(f"{gpu}/utilization", f"{gpu.upper()} utilization", n, "solid", "y2") for n, gpu in enumerate(gpus)]
-    shown += [(f"{gpu}/SM active", f"{gpu.upper()} SM activity", n, "dot", "y2") for n, gpu in enumerate(gpus)]
+    shown = [(f"{gpu}/utilization", f"{gpu.upper()} utilization", n, "solid", "y2") for n, gpu in enumerate(drawn)]
+    shown += [(f"{gpu}/SM active", f"{gpu.upper()} SM activity", n, "dot", "y2") for n, gpu in enumerate(drawn)]
     shown += [(name, title, n, "dash" if n else "solid", "y3") for n, (name, title) in enumerate(host)]
     traces = []
     for name, title, index, dash, axis in shown:
@@ -301,25 +346,53 @@ def _counters(report: RunReport, seconds: float) -> list[Trace]:
     return traces
 
 
-def _marks(report: RunReport, seconds: float) -> list[Trace]:
-    """Findings as bars, or as points if they have no duration; events as points below them."""
-    traces: list[Trace] = []
-    common = {"yaxis": "y4", "showlegend": False, "hovertemplate": "%{text}<extra></extra>"}
-    for number, finding in enumerate(report.explanation.findings, start=1):
-        marks = [mark for mark in report.marks if mark.finding_number == number]
-        fill = _SEVERITIES.get(finding.severity, "var(--c9)")
-        xs: list[float | None] = []
-        texts: list[str | None] = []
-        for mark in marks:
-            xs += [round(mark.start_s / seconds, 6), round(mark.end_s / seconds, 6), None]
-            texts += [escape_name(f"{number}. {finding.title}: {mark.text}")] * 2 + [None]
-        if marks:
-            ys = [None if x is None else number for x in xs]
-            style = {"line": {"color": fill, "width": 7}, "marker": {"color": fill, "size": 8, "symbol": "diamond"}}
-            traces.append({"x": xs, "y": ys, "text": texts, "mode": "lines+markers"} | style | common)
-    events = [mark for mark in report.marks if mark.kind == "event"]
-    if events:
-        xs, texts = [round(mark.start_s / seconds, 6) for mark in events], [escape_name(mark.text) for mark in events]
-        marker = {"color": "var(--muted)", "size": 6, "symbol": "line-ns-open"}
-        traces.append({"x": xs, "y": [0] * len(xs), "text": texts, "mode": "markers", "marker": marker} | common)
-    return traces
+def _events(report: RunReport, seconds: float) -> list[Trace]:
+    """Events as points; their texts appear below the cursor."""
+    shown = [event for event in report.events if event.kind in _TIMELINE_KINDS]
+    x = [round(max(0.0, event.t - (report.start_t or 0.0)) / seconds, 6) for event in shown]
+    texts = [escape_name(f"{event.kind}: {event.text.partition(chr(10))[0]}"[:200]) for event in shown]
+    style = {"mode": "markers", "marker": {"color": "var(--muted)", "size": 8, "symbol": "line-ns-open"}}
+    hover = {"showlegend": False, "hovertemplate": "%{text}<extra></extra>"}
+    return [{"x": x, "y": [0] * len(x), "text": texts, "yaxis": "y4"} | style | hover] if shown else []
+
+
+# Many runs
+
+
+def losses(charts: Charts, summary: RunsSummary) -> Markup | None:
+    """Device-hours lost, by phase."""
+    rows = [row for row in summary.phases if row.name != "compute"]
+    names = [escape_name(row.name.replace("_", " ")) for row in rows]
+    colors = [PHASE_COLORS.get(row.name, "var(--c8)") for row in rows]
+    return charts.add(
+        "Device-hours lost",
+        "by phase, of the runs whose compute is known",
+        [bars("", [_hours(row.device_s) for row in rows], names, colors, orientation="h")] if rows else [],
+        height=max(200, 60 + 30 * len(rows)),
+        x="device-hours",
+        showlegend=False,
+        yaxis={"automargin": True, "autorange": "reversed"},
+    )
+
+
+def months(charts: Charts, summary: RunsSummary) -> Markup | None:
+    """Device-hours by month, trained and lost."""
+    known = [row for row in summary.months if row.measured_s > 0]
+    names = [row.name for row in known]
+    lost = [_hours(row.measured_s - row.compute_s) for row in known]
+    traces = [
+        bars("trained", names, [_hours(row.compute_s) for row in known], PHASE_COLORS["compute"]),
+        bars("lost", names, lost, PHASE_COLORS["input_wait"]),
+    ]
+    return charts.add(
+        "Device-hours by month",
+        "of the runs whose compute is known",
+        traces if known else [],
+        y="device-hours",
+        barmode="stack",
+        xaxis={"type": "category"},
+    )
+
+
+def _hours(device_s: float) -> float:
+    return round(device_s / 3600, 4)
