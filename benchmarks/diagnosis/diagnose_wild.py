@@ -409,7 +409,7 @@ def loss_is_right(outcome: Outcome) -> bool:
 
 def catalog_of(stoker: Path) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", "from stoker.diagnosis.catalog import catalog_hash; print(catalog_hash())"],
+        [sys.executable, "-c", "from stoker.diagnosis.reference import catalog_hash; print(catalog_hash())"],
         env={**os.environ, "PYTHONPATH": str(stoker)}, capture_output=True, text=True, check=True, cwd="/",
     )  # fmt: skip
     return done.stdout.strip()

@@ -13,18 +13,21 @@ import re
 import signal
 
 from stoker.diagnosis.causes.shared import make_evidence
-from stoker.diagnosis.endings import UNEXPLAINED, Ending, LinePattern, endings, line_patterns
-from stoker.diagnosis.output import (
-    LogLine,
+from stoker.diagnosis.endings import (
+    UNEXPLAINED,
+    Ending,
+    LinePattern,
     drop_ignored_exceptions,
+    endings,
     find_nan_losses,
     find_normal_end,
     find_progress,
     find_thread_exceptions,
     find_tracebacks,
+    line_patterns,
     strip_rank_prefix,
 )
-from stoker.diagnosis.termination import Termination
+from stoker.diagnosis.run_data import LogLine, Termination
 from stoker.findings.finding import Evidence, Finding, Severity
 
 NEARLY_FULL_FRACTION = 0.95

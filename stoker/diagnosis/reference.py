@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from stoker.data.validation.problems import PROBLEM_KINDS, ProblemKind
-from stoker.diagnosis.catalog import CATALOG, catalog_hash
 from stoker.diagnosis.causes.cause import COMMON_THRESHOLDS, REASONS, Cause, NoteKind, Threshold
 from stoker.diagnosis.endings import Ending, endings, line_patterns
+from stoker.diagnosis.engine import CATALOG, catalog_hash
 from stoker.diagnosis.notes import NOTES
 from stoker.errors import UsageError
 from stoker.knowledge import read_toml

@@ -27,7 +27,7 @@ source_names.toml: images, packages and calls in files of others (`preflight/sta
 storage_failures.toml: failed requests to a bucket, and their messages (`storage/failures.py`).
 variables.toml: environment variables (`preflight/variables.py`).
 versions.toml: which versions belong together (`preflight/static/versions.py`).
-xids.toml: NVIDIA's Xid errors (`diagnosis/xids.py`).
+xids.toml: NVIDIA's Xid errors (`diagnosis/causes/gpu.py`).
 """
 
 import tomllib

@@ -19,12 +19,11 @@ import msgspec
 from rich.console import RenderableType
 
 from stoker.diagnosis import engine
-from stoker.diagnosis.alive import is_held, lease_holder
 from stoker.diagnosis.notes import collect_notes
-from stoker.diagnosis.output import MAX_OUTPUT_BYTES, read_output
 from stoker.diagnosis.postmortem import explain
-from stoker.diagnosis.reader import Observer
-from stoker.diagnosis.termination import EventSummary, Termination
+from stoker.diagnosis.reader import Observer, read_run
+from stoker.diagnosis.run_data import EventSummary, Termination
+from stoker.diagnosis.termination import MAX_OUTPUT_BYTES, is_held, lease_holder, read_output
 from stoker.errors import StokerError, UsageError
 from stoker.findings.finding import Finding
 from stoker.hardware import prices
@@ -164,7 +163,7 @@ def explain_run(
     Raises UsageError if the run does not exist or cannot be read by this version.
     """
     path = open_records(run)
-    run_records = engine.read_run(path, observers=observers)
+    run_records = read_run(path, observers=observers)
     environment = read_environment(path)
     price_range = resolve_price(run_records.recorded_price, price_per_device_hour, environment)
     exact_price = price_range.low if price_range is not None and price_range.is_exact else 0.0

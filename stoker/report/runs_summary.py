@@ -14,7 +14,7 @@ from typing import TextIO
 import msgspec
 from rich.console import RenderableType
 
-from stoker.diagnosis.catalog import CATALOG
+from stoker.diagnosis.engine import CATALOG
 from stoker.diagnosis.reader import Observer
 from stoker.errors import StokerError, UsageError
 from stoker.hardware.prices import CURRENCY, Price

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stoker.diagnosis.run_data import RunRecords
-from stoker.diagnosis.series import Mean
+from stoker.diagnosis.run_data import Mean, RunRecords
 from stoker.findings.finding import Evidence, Finding
 from stoker.report import format as fmt
 from stoker.runs.records import ENVIRONMENT

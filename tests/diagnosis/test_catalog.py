@@ -10,12 +10,12 @@ import pytest
 from stoker.cli.app import app
 from stoker.config.settings import SECTION_OF
 from stoker.diagnosis import causes
-from stoker.diagnosis.catalog import CATALOG, RULES, catalog_hash
 from stoker.diagnosis.causes.cause import COMMON_THRESHOLDS, REASONS, Cause, Threshold
+from stoker.diagnosis.causes.gpu import find_xid
 from stoker.diagnosis.endings import endings
+from stoker.diagnosis.engine import CATALOG, RULES, catalog_hash
 from stoker.diagnosis.notes import NOTES
 from stoker.diagnosis.reference import all_entries, explain_id, render_page
-from stoker.diagnosis.xids import find_xid
 from stoker.errors import UsageError
 from stoker.knowledge import read_toml
 from stoker.preflight.catalog import file_rows, machine_rows

@@ -14,11 +14,11 @@ import pytest
 
 from stoker.diagnosis import endings as module
 from stoker.diagnosis import postmortem
-from stoker.diagnosis.catalog import CATALOG
 from stoker.diagnosis.endings import UNEXPLAINED, endings, line_patterns, required_literal
-from stoker.diagnosis.output import split_log_lines
+from stoker.diagnosis.engine import CATALOG
 from stoker.diagnosis.postmortem import explain
-from stoker.diagnosis.termination import Termination
+from stoker.diagnosis.run_data import Termination
+from stoker.diagnosis.termination import split_log_lines
 from stoker.findings.finding import Finding
 from stoker.knowledge import read_toml
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stoker.diagnosis.catalog import CATALOG
-from stoker.diagnosis.engine import apply_probe_result, diagnose, read_run, run_rules, write_findings
+from stoker.diagnosis.engine import CATALOG, apply_probe_result, diagnose, run_rules, write_findings
+from stoker.diagnosis.reader import read_run
 from stoker.findings.finding import Evidence, Finding
 from stoker.report.explain import explain_run, print_explanation
 from stoker.runs.records import (

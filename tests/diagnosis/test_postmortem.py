@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.diagnosis.endings import UNEXPLAINED, endings, line_patterns
+from stoker.diagnosis.endings import UNEXPLAINED, endings, line_patterns, strip_rank_prefix
 from stoker.diagnosis.engine import diagnose
-from stoker.diagnosis.output import MAX_OUTPUT_BYTES, read_output, split_log_lines, strip_rank_prefix
 from stoker.diagnosis.postmortem import _find_matches, explain
 from stoker.diagnosis.reader import read_run
-from stoker.diagnosis.termination import HangInfo, Termination
+from stoker.diagnosis.run_data import HangInfo, Termination
+from stoker.diagnosis.termination import MAX_OUTPUT_BYTES, read_output, split_log_lines
 from stoker.findings.finding import Finding
 from stoker.runs.records import (
     DEVICES,

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from stoker.diagnosis.catalog import CATALOG
 from stoker.diagnosis.causes.cause import find_cause
 from stoker.diagnosis.causes.input import input_bound
-from stoker.diagnosis.engine import read_run, run_rules
+from stoker.diagnosis.engine import CATALOG, run_rules
 from stoker.diagnosis.notes import NOTES, collect_notes
+from stoker.diagnosis.reader import read_run
 from stoker.findings.finding import Finding
 from stoker.runs.records import DEVICES
 from stoker.training.stability import MEDIAN_WINDOWS

@@ -5,7 +5,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.diagnosis.series import MAX_POINTS, Mean, TimeSeries
+from stoker.diagnosis.run_data import MAX_POINTS, Mean, TimeSeries
 
 LEAK = {"min_r_squared": 0.9, "min_slope_ratio": 0.5, "min_span_s": 5.0, "min_points": 6}
 

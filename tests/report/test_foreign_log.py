@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stoker.diagnosis.output import MAX_OUTPUT_BYTES
+from stoker.diagnosis.termination import MAX_OUTPUT_BYTES
 from stoker.errors import UsageError
 from stoker.report.explain import LogExplanation, explain_log, print_log_explanation
 

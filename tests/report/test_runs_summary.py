@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.diagnosis import engine
-from stoker.diagnosis.engine import RunRecords
+from stoker.diagnosis.run_data import RunRecords
 from stoker.errors import UsageError
 from stoker.findings.finding import Finding
 from stoker.report import runs_summary as summary_module

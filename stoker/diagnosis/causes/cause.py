@@ -118,6 +118,11 @@ def _tables() -> dict[str, Any]:
     return read_toml("causes.toml")
 
 
+def cause_ids() -> list[str]:
+    """The ids of all rows, in the order of the file."""
+    return [id for id in _tables() if id != "common_thresholds"]
+
+
 @functools.cache
 def find_cause(id: str) -> Cause:
     """The row of a cause. Raises KeyError if there is none, ValidationError for a row of another form."""

@@ -1,10 +1,15 @@
 """The GPU itself: its clock, errors, link, tensor cores; who else computes on it, and whether the job uses it."""
 
+import functools
+from typing import Literal
+
+import msgspec
+
 from stoker.diagnosis.causes.cause import Cause, find_cause, worst
 from stoker.diagnosis.causes.shared import make_evidence, make_finding, percent, sample_evidence
 from stoker.diagnosis.run_data import GpuStats, RunRecords
-from stoker.diagnosis.xids import find_xid
 from stoker.findings.finding import SEVERITIES, Evidence, Finding, Severity
+from stoker.knowledge import read_toml
 
 _HEAT_FIX = "Check the cooling: fans, dust, the neighboring slot; in a cloud use another machine, and report this one"
 _POWER_FIX = (
@@ -138,6 +143,24 @@ def gpu_not_used(run: RunRecords, cause: Cause) -> Finding | None:
     ]
     basis = "the GPU was available all the time"
     return make_finding(run, cause, 1, evidence, lost_s=run.totals.device_s, estimate_basis=basis)
+
+
+class Xid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One of NVIDIA's Xid errors, a row of `knowledge/xids.toml`. origin: where the error mostly comes from."""
+
+    meaning: str
+    origin: Literal["program", "machine", "either"]
+    fix: str
+
+
+@functools.cache
+def _xids() -> dict[str, Xid]:
+    return msgspec.convert(read_toml("xids.toml"), dict[str, Xid])
+
+
+def find_xid(number: int) -> Xid:
+    """What is known of the number; of one that is not in the file, where to look."""
+    return _xids().get(str(number), _xids()["unknown"])
 
 
 _MAX_XID_LINES = 5

@@ -9,8 +9,7 @@ from stoker.diagnosis.causes.shared import (
     percent,
     sample_evidence,
 )
-from stoker.diagnosis.run_data import MAX_EXAMPLES, HostStats, RunRecords
-from stoker.diagnosis.series import LinearFit, TimeSeries
+from stoker.diagnosis.run_data import MAX_EXAMPLES, HostStats, LinearFit, RunRecords, TimeSeries
 from stoker.findings.finding import Evidence, Finding, Severity
 
 _ESTIMATE = "this fraction of the CPU time, of the phases that wait for the CPU"

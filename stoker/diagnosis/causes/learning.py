@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from stoker.config.durations import parse_duration
 from stoker.diagnosis.causes.cause import Cause, find_cause, worst
 from stoker.diagnosis.causes.shared import is_long_enough, make_evidence, make_finding, percent
-from stoker.diagnosis.run_data import MAX_EXAMPLES, RunRecords
-from stoker.diagnosis.series import TimeSeries
+from stoker.diagnosis.run_data import MAX_EXAMPLES, RunRecords, TimeSeries
 from stoker.errors import ConfigError
 from stoker.findings.finding import Evidence, Finding, Severity
 from stoker.runs.schemas import Event

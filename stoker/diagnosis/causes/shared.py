@@ -5,8 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from stoker.diagnosis.causes.cause import Cause, common_threshold, find_cause
-from stoker.diagnosis.run_data import RunRecords
-from stoker.diagnosis.series import LinearFit, TimeSeries
+from stoker.diagnosis.run_data import LinearFit, RunRecords, TimeSeries
 from stoker.findings.finding import Evidence, Finding, Severity
 
 _GROWTH_THRESHOLDS = ("min_span_s", "min_points", "min_r_squared", "min_slope_ratio")
