@@ -256,7 +256,7 @@ def _phases(totals: Totals, price_per_device_hour: float) -> list[PhaseTime]:
                 phase=name,
                 device_s=duration_s,
                 fraction=duration_s / totals.device_s,
-                cost=exact_cost(duration_s, price_per_device_hour),
+                cost=duration_s * price_per_device_hour / 3600 if price_per_device_hour > 0 else None,
                 meaning=meanings.get(name, ""),
                 stages=rows(totals.input_wait_stages, STAGE_MEANINGS) if name == "input_wait" else [],
             )
@@ -265,11 +265,6 @@ def _phases(totals: Totals, price_per_device_hour: float) -> list[PhaseTime]:
         ]
 
     return rows(totals.phases, PHASE_MEANINGS | {HANG: "nothing ran after the last step"})
-
-
-def exact_cost(device_s: float, price_per_device_hour: float) -> float | None:
-    """Cost of a time; None without a price."""
-    return device_s * price_per_device_hour / 3600 if price_per_device_hour > 0 else None
 
 
 def _last_record_time(path: Path) -> float | None:
@@ -295,7 +290,7 @@ def _read_state(path: Path, events: EventSummary, last_record_t: float | None) -
     if events.end is not None:
         saved = f"stopped by a signal, state saved{resume}"
         message = saved if events.end.kind == "preempted" else events.end.text.partition("\n")[0]
-        return _END_STATES[events.end.kind], f"{events.end.kind}: {message}"
+        return msgspec.convert(events.end.kind, State), f"{events.end.kind}: {message}"
     if lock_held is None:
         return "unknown", "unknown: no end is recorded, and the lock cannot be checked from here"
     if is_external:
@@ -303,9 +298,6 @@ def _read_state(path: Path, events: EventSummary, last_record_t: float | None) -
         return "killed", text
     last_t = "never" if last_record_t is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last_record_t))
     return "killed", f"killed: the process ended without a final event; last record: {last_t}{resume}"
-
-
-_END_STATES: dict[str, State] = {"finished": "finished", "preempted": "preempted", "failed": "failed"}
 
 
 IGNORED_CAUSE = "ended_without_record"

@@ -5,6 +5,7 @@ nothing is written. A run that cannot be read is listed and left out. Terminal a
 tables."""
 
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -49,13 +50,16 @@ class Cost(msgspec.Struct, kw_only=True):
             low, high = price_range.cost(device_s)
             self.low, self.high, self.runs = self.low + low, self.high + high, self.runs + 1
 
+    def __str__(self) -> str:
+        return fmt.cost_range((self.low, self.high) if self.runs else None)
+
 
 class Sums(msgspec.Struct, kw_only=True):
-    """Sums over runs."""
+    """Sums over runs. device_s: the time in a phase or lost by a cause; of a month, a host or all runs all device
+    time."""
 
     runs: int = 0
     device_s: float = 0.0
-    """Device time."""
     measured_s: float = 0.0
     """The part of it in runs whose compute is known; the others were not timed from inside."""
     compute_s: float = 0.0
@@ -75,8 +79,7 @@ class Sums(msgspec.Struct, kw_only=True):
 
 
 class Aggregate(Sums, kw_only=True):
-    """Sums of a phase, a cause, a month or a host. device_s: the time in a phase or lost by a cause; of a month or
-    a host all device time."""
+    """Sums of a phase, a cause, a month or a host."""
 
     name: str
     meaning: str = ""
@@ -209,15 +212,18 @@ class _Months(Observer):
 
     def __init__(self) -> None:
         self.by_month: dict[str, tuple[float, float]] = {}
-        self._month_by_day: dict[int, str] = {}
 
     def window(self, rank: int, window: StepWindow) -> None:  # noqa: ARG002 (all ranks count)
-        day = int(window.t // 86400)
-        if day not in self._month_by_day:
-            self._month_by_day[day] = time.strftime("%Y-%m", time.gmtime(window.t))
-        device_s, compute_s = self.by_month.get(self._month_by_day[day], (0.0, 0.0))
+        month = _month(int(window.t // 86400))
+        device_s, compute_s = self.by_month.get(month, (0.0, 0.0))
         compute_s += window.phases.get("compute", 0.0)
-        self.by_month[self._month_by_day[day]] = (device_s + window.wall_s * window.devices, compute_s)
+        self.by_month[month] = (device_s + window.wall_s * window.devices, compute_s)
+
+
+@functools.cache
+def _month(day: int) -> str:
+    """The month of a day, which is counted from 1970 on."""
+    return time.strftime("%Y-%m", time.gmtime(86400 * day))
 
 
 def _add_run(
@@ -330,7 +336,7 @@ def summary_rows(summary: RunsSummary) -> Iterator[tuple[str, str]]:
         listed = f", {summary.list_priced_runs:,} of them with a list price" if summary.list_priced_runs else ""
         currency = f" {CURRENCY}" if summary.list_priced_runs == summary.cost.runs else ""
         priced_runs = fmt.plural(summary.cost.runs, "run")
-        yield "cost", f"{_cost(summary.cost)}{currency}, of {priced_runs} with a price{listed}"
+        yield "cost", f"{summary.cost}{currency}, of {priced_runs} with a price{listed}"
     if summary.productive_fraction is None:
         yield "trained", "not known: no job was timed from inside"
         return
@@ -351,7 +357,7 @@ def make_tables(summary: RunsSummary) -> dict[str, SummaryTable]:
         phases.rows.append(["total", _hours(summary.measured_s), "100 %", "", "", ""])
     overlap = "findings (they overlap with the phases and with each other)"
     worst = [
-        [run.run, _hours(run.lost_s), _hours(run.device_s), _cost(run.lost_cost), run.largest_loss, run.finding]
+        [run.run, _hours(run.lost_s), _hours(run.device_s), str(run.lost_cost), run.largest_loss, run.finding]
         for run in summary.worst_runs
     ]
     worst_heads = ("run", "lost hours", "of", "cost", "largest loss", "first finding")
@@ -381,7 +387,7 @@ def _time_table(noun: str, title: str, aggregates: list[Aggregate], total_s: flo
     rows = []
     for row in aggregates:
         fraction = fmt.percentage(row.device_s / total_s if total_s > 0 else None)
-        times = [_hours(row.device_s), fraction, _cost(row.cost)] if row.device_s > 0 else ["", "", ""]
+        times = [_hours(row.device_s), fraction, str(row.cost)] if row.device_s > 0 else ["", "", ""]
         rows.append([row.name, *times, fmt.count(row.runs), row.meaning])
     heads = (noun, "device-hours", "fraction", "cost", "runs", "meaning")
     return SummaryTable(title=title, heads=heads, rows=rows, right=range(1, 5), noun=noun)
@@ -389,7 +395,7 @@ def _time_table(noun: str, title: str, aggregates: list[Aggregate], total_s: flo
 
 def _aggregate_table(title: str, noun: str, aggregates: list[Aggregate]) -> SummaryTable:
     rows = [
-        [row.name, _hours(row.device_s), fmt.percentage(row.productive_fraction), _cost(row.cost), fmt.count(row.runs)]
+        [row.name, _hours(row.device_s), fmt.percentage(row.productive_fraction), str(row.cost), fmt.count(row.runs)]
         for row in aggregates
     ]
     heads = (noun, "device-hours", "trained", "cost", "runs")
@@ -399,8 +405,3 @@ def _aggregate_table(title: str, noun: str, aggregates: list[Aggregate]) -> Summ
 def _hours(device_s: float) -> str:
     """Device-hours: 0.31, 12.5, 3,210."""
     return fmt.number(device_s / 3600)
-
-
-def _cost(total: Cost) -> str:
-    """Cost of the runs with a known price; `n/a` if there are none."""
-    return fmt.cost_range((total.low, total.high) if total.runs else None)
