@@ -73,7 +73,6 @@ packages.torch        2.14.0  2.15.0
 variables.NCCL_DEBUG  n/a     INFO
 """
     )
-    comparison = compare("a", "b")
     backwards = compare("b", "a")
     assert (backwards.added_causes, backwards.removed_causes) == (["input_bound"], [])
     assert backwards.statement[0] == "The second took 1.61 times as much time per step: 6.2 s → 10 s."
