@@ -108,17 +108,6 @@ class TimeSeries:
             return None
         return LinearFit(tv / tt, tv * tv / (tt * vv) if vv > 0 else 0.0)
 
-    def fit_steady_growth(
-        self, *, min_r_squared: float, min_slope_ratio: float, min_span_s: float, min_points: float
-    ) -> LinearFit | None:
-        """The line of growth that is straight and does not slow down; None if there is no such growth."""
-        if self.span_s < min_span_s or len(self.points) < min_points:
-            return None
-        whole, early, late = self.fit_line(), self.fit_line(0.0, 0.5), self.fit_line(0.5, 1.0)
-        if whole is None or early is None or late is None or whole.slope <= 0 or whole.r_squared < min_r_squared:
-            return None
-        return late if late.slope > 0 and late.slope >= min_slope_ratio * early.slope else None
-
     def running_medians(self, window_size: int) -> list[float]:
         """Medians of `window_size` consecutive values; empty if there are fewer."""
         values = self.values

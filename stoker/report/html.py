@@ -6,7 +6,6 @@ plotly.js, which draws the charts. Its content security policy forbids all reque
 
 import functools
 import time
-from collections.abc import Sequence
 from importlib import metadata, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,40 +31,6 @@ if TYPE_CHECKING:
     from stoker.data.validation.stats import DatasetStats
 
 RUNS_REPORT = "runs-report.html"
-SECTIONS = (
-    ("summary", "Summary"),
-    ("results", "Results"),
-    ("images", "Images"),
-    ("training", "Training"),
-    ("time", "Time"),
-    ("machine", "Machine"),
-    ("data", "Warnings"),
-    ("settings", "Settings"),
-    ("environment", "Environment"),
-    ("events", "Events"),
-)
-NATIVE_RUN_SECTIONS = frozenset({"results", "images", "settings"})
-"""Sections for which external jobs have no records."""
-RUNS_SECTIONS = (
-    ("summary", "Summary"),
-    ("causes", "Causes"),
-    ("months", "Months"),
-    ("hosts", "Hosts"),
-    ("worst", "Worst runs"),
-    ("ends", "Ended early"),
-    ("unread", "Unreadable"),
-)
-DATASET_SECTIONS = (("summary", "Summary"), ("boxes", "Boxes"), ("images", "Images"), ("classes", "Classes"))
-STATES = {
-    "running": ("●", "running"),
-    "finished": ("✓", "finished"),
-    "preempted": ("❚❚", "stopped by a signal"),
-    "failed": ("✕", "failed"),
-    "killed": ("✕", "killed"),
-    "unknown": ("?", "state unknown"),
-}
-"""State → symbol and text: color is never the only difference."""
-SEVERITY_LABELS = {"critical": "✕ critical", "warning": "▲ warning", "info": "● info"}
 MAX_CLASS_ROWS = 100
 """Classes in a table, the most frequent first; the JSON has all."""
 MAX_NAMED_CLASSES = 8
@@ -102,7 +67,7 @@ def write_dataset_stats(stats: "DatasetStats", out: Path) -> Path:
     charts = draw.Charts()
     values = dataset.page_values(stats, charts)
     command = f"stoker data stats {stats.data} --json"
-    return _write(_render("dataset.html", stats.data, DATASET_SECTIONS, charts, command, **values), out)
+    return _write(_render("dataset.html", stats.data, command, charts=charts, **values), out)
 
 
 def _write(page: str, path: Path) -> Path:
@@ -114,13 +79,10 @@ def _write(page: str, path: Path) -> Path:
 
 def render(report: RunReport) -> str:
     """The page. An external job has no sections for metrics, images and settings."""
-    sections = [(name, title) for name, title in SECTIONS if report.is_native_run or name not in NATIVE_RUN_SECTIONS]
     argv = report.environment.get("argv")
     return _render(
         "run.html",
         report.run,
-        sections,
-        draw.Charts(),
         f"stoker report {report.run} --json",
         report=report,
         run_name=report.run.rstrip("/").rpartition("/")[2],
@@ -137,27 +99,19 @@ def render_runs_summary(runs_summary: RunsSummary) -> str:
     """The page of many runs."""
     folder = runs_summary.folder
     values = {"summary": runs_summary, "tables": make_tables(runs_summary), "totals": list(summary_rows(runs_summary))}
-    return _render("runs.html", folder, RUNS_SECTIONS, draw.Charts(), f"stoker why --all {folder} --json", **values)
+    return _render("runs.html", folder, f"stoker why --all {folder} --json", **values)
 
 
-def _render(
-    template: str,
-    source: str,
-    sections: Sequence[tuple[str, str]],
-    charts: draw.Charts,
-    json_command: str,
-    **values: Any,
-) -> str:
-    """source: what the page is about; sections: id, title."""
-    return _templates().get_template(template).render(
-        source=source,
-        sections=sections,
-        charts=charts,
-        json_command=json_command,
-        version=metadata.version("stoker"),
-        generated_at=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        **values,
-    )  # fmt: skip
+def _render(template: str, source: str, json_command: str, **values: Any) -> str:
+    """source: what the page is about."""
+    common = {
+        "charts": draw.Charts(),
+        "source": source,
+        "json_command": json_command,
+        "version": metadata.version("stoker"),
+        "generated_at": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+    }
+    return _templates().get_template(template).render(common | values)
 
 
 @functools.cache
@@ -176,8 +130,13 @@ def _templates() -> jinja2.Environment:
         setting_rows, table,
     )  # fmt: skip
     environment.globals |= {function.__name__: function for function in functions}
-    environment.globals |= {"asset": _read_asset, "plotly": _plotly, "fmt": fmt, "draw": draw, "states": STATES}
-    environment.globals |= {"severity_labels": SEVERITY_LABELS, "probe_heads": PROBE_HEADS}
+    environment.globals |= {
+        "asset": _read_asset,
+        "plotly": _plotly,
+        "fmt": fmt,
+        "draw": draw,
+        "probe_heads": PROBE_HEADS,
+    }
     return environment
 
 

@@ -14,7 +14,7 @@ from stoker.errors import UsageError
 from stoker.findings.finding import Finding
 from stoker.report import runs_summary as summary_module
 from stoker.report.explain import explain_run
-from stoker.report.html import RUNS_SECTIONS, render_runs_summary, write_runs_summary
+from stoker.report.html import render_runs_summary, write_runs_summary
 from stoker.report.runs_summary import MAX_WORST_RUNS, RunsSummary, print_runs_summary, summarize_runs
 from stoker.runs.records import EVENTS, PHASES, RANKS, STEPS, RunFolder
 from tests import browser
@@ -262,8 +262,9 @@ def test_the_page_has_the_same_content_escaped(tmp_path: Path) -> None:
     assert "&lt;script&gt;alert" in page
     assert "<b></td>" not in page
     assert "input_wait" in page
-    for name, _ in RUNS_SECTIONS:
-        assert f'id="{name}"' in page
+    for name in ("summary", "causes", "months", "hosts", "worst", "ends", "unread"):
+        assert f'<section id="{name}"' in page
+        assert f'<a href="#{name}">' in page
     assert "with a list price" in page
     path = write_runs_summary(summary)
     assert path == tmp_path / "runs-report.html"
@@ -291,7 +292,6 @@ def test_a_browser_shows_the_page_without_error_request_or_overflow(tmp_path: Pa
     with browser.browser() as tab:
         for width, dark in ((1280, False), (390, True)):
             tab.open(path, width=width, dark=dark, mobile=width < 600)
-            assert tab.value("document.querySelectorAll('.chart .plot-container').length") == 2
             assert tab.value("document.documentElement.scrollWidth") == width
         assert tab.errors == []
         assert {url for url in tab.requests if not url.startswith("data:")} == {path.as_uri()}

@@ -99,6 +99,7 @@ class NoteKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     id: str
     title: str
+    text: str
     record: str
     thresholds: dict[str, Threshold] = {}
     omitted_with: tuple[str, ...] = ()

@@ -8,9 +8,6 @@ from stoker.diagnosis.causes.cause import Cause, common_threshold, find_cause
 from stoker.diagnosis.run_data import LinearFit, RunRecords, TimeSeries
 from stoker.findings.finding import Evidence, Finding, Severity
 
-_GROWTH_THRESHOLDS = ("min_span_s", "min_points", "min_r_squared", "min_slope_ratio")
-"""When growth is a leak: it is straight, and it continues. All causes of this kind have the same."""
-
 
 def make_finding(
     run: RunRecords,
@@ -275,10 +272,17 @@ def max_gpu_memory_fraction(run: RunRecords) -> float | None:
 
 
 def fit_steady_growth(series: TimeSeries) -> LinearFit | None:
-    """The line of growth that looks like a leak."""
-    return series.fit_steady_growth(
-        **{name: find_cause("gpu_memory_leak").threshold(name) for name in _GROWTH_THRESHOLDS}
-    )
+    """The line of growth that looks like a leak: it is straight, and it does not slow down. All causes of this kind
+    have the same thresholds."""
+    threshold = find_cause("gpu_memory_leak").threshold
+    if series.span_s < threshold("min_span_s") or len(series.points) < threshold("min_points"):
+        return None
+    whole, early, late = series.fit_line(), series.fit_line(0.0, 0.5), series.fit_line(0.5, 1.0)
+    if whole is None or early is None or late is None or whole.slope <= 0:
+        return None
+    if whole.r_squared < threshold("min_r_squared") or late.slope < threshold("min_slope_ratio") * early.slope:
+        return None
+    return late if late.slope > 0 else None
 
 
 def format_duration(seconds: float) -> str:

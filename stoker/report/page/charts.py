@@ -1,5 +1,5 @@
-"""The charts of the pages as data for plotly: of a run (training curves, machine, precision and recall, scores,
-timeline) and of many. `dataset.py` has those of a data set.
+"""The charts of the page of a run as data for plotly: training curves, machine, precision and recall, scores, timeline.
+`dataset.py` has those of a data set.
 
 The script of the page (`page.js`) adds axes, fonts and colors for light mode, dark mode and print. Colors are CSS
 variables of the page, `var(--c0)` and so on. Each chart has a caption in words, and tables contain the important
@@ -16,7 +16,6 @@ from stoker.report import format as fmt
 from stoker.report.explain import PHASE_COLORS
 from stoker.report.page.markup import Markup, tag
 from stoker.report.run_report import RunReport
-from stoker.report.runs_summary import RunsSummary
 from stoker.report.series import Series
 from stoker.runs.records import PHASES, WARNING_KINDS
 
@@ -354,45 +353,3 @@ def _events(report: RunReport, seconds: float) -> list[Trace]:
     style = {"mode": "markers", "marker": {"color": "var(--muted)", "size": 8, "symbol": "line-ns-open"}}
     hover = {"showlegend": False, "hovertemplate": "%{text}<extra></extra>"}
     return [{"x": x, "y": [0] * len(x), "text": texts, "yaxis": "y4"} | style | hover] if shown else []
-
-
-# Many runs
-
-
-def losses(charts: Charts, summary: RunsSummary) -> Markup | None:
-    """Device-hours lost, by phase."""
-    rows = [row for row in summary.phases if row.name != "compute"]
-    names = [escape_name(row.name.replace("_", " ")) for row in rows]
-    colors = [PHASE_COLORS.get(row.name, "var(--c8)") for row in rows]
-    return charts.add(
-        "Device-hours lost",
-        "by phase, of the runs whose compute is known",
-        [bars("", [_hours(row.device_s) for row in rows], names, colors, orientation="h")] if rows else [],
-        height=max(200, 60 + 30 * len(rows)),
-        x="device-hours",
-        showlegend=False,
-        yaxis={"automargin": True, "autorange": "reversed"},
-    )
-
-
-def months(charts: Charts, summary: RunsSummary) -> Markup | None:
-    """Device-hours by month, trained and lost."""
-    known = [row for row in summary.months if row.measured_s > 0]
-    names = [row.name for row in known]
-    lost = [_hours(row.measured_s - row.compute_s) for row in known]
-    traces = [
-        bars("trained", names, [_hours(row.compute_s) for row in known], PHASE_COLORS["compute"]),
-        bars("lost", names, lost, PHASE_COLORS["input_wait"]),
-    ]
-    return charts.add(
-        "Device-hours by month",
-        "of the runs whose compute is known",
-        traces if known else [],
-        y="device-hours",
-        barmode="stack",
-        xaxis={"type": "category"},
-    )
-
-
-def _hours(device_s: float) -> float:
-    return round(device_s / 3600, 4)
