@@ -125,7 +125,7 @@ def _templates() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     functions = (
-        class_names, class_remarks, class_rows, coco_metrics, confusion_rows, environment_rows, error_rows, event_rows,
+        class_names, class_remarks, class_rows, coco_metrics, confusion_rows, flatten, error_rows, event_rows,
         join, ledger_order, metric_rows, phase_color, phase_name, phase_rows, probe_rows, quarantine_rows, render_image,
         setting_rows, table,
     )  # fmt: skip
@@ -256,10 +256,6 @@ def setting_rows(report: RunReport) -> dict[str, list[list[Child]]]:
         reason = tag("b", "set by you") if row.reason is None else row.reason
         rows.setdefault(row.section, []).append([row.name, row.value, reason])
     return rows
-
-
-def environment_rows(environment: dict[str, Any]) -> list[tuple[str, str]]:
-    return list(flatten(environment))
 
 
 def event_rows(report: RunReport) -> list[list[Child]]:

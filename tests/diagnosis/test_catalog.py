@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from scripts.write_causes import render_page
 from stoker.cli.app import app
 from stoker.config.settings import SECTION_OF
 from stoker.diagnosis import causes
@@ -15,7 +16,7 @@ from stoker.diagnosis.causes.gpu import find_xid
 from stoker.diagnosis.endings import endings
 from stoker.diagnosis.engine import CATALOG, RULES, catalog_hash
 from stoker.diagnosis.notes import NOTES
-from stoker.diagnosis.reference import all_entries, explain_id, render_page
+from stoker.diagnosis.reference import all_entries, explain_id
 from stoker.errors import UsageError
 from stoker.knowledge import read_toml
 from stoker.preflight.catalog import file_rows, machine_rows
