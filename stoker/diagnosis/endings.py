@@ -201,11 +201,10 @@ def find_nan_losses(lines: tuple[LogLine, ...]) -> list[LogLine]:
     return list(dict.fromkeys(line for line, is_nan in latest.values() if is_nan))
 
 
-_PROGRESS_PATTERN = re.compile(
-    r"(?i)(?<!\*\* )(?<!job )\b(epoch|step|iter(ation)?s?)\b[^a-z\n]{0,4}\d|"
-    r"\d ?(it|img|images|samples|examples|steps)/s(ec)?\b|\ds/it\b|"
-    r"\bloss\w{0,20}['\"]?\s{0,8}[:=]\s{0,8}['\"]?\d|\bETA:|\beta: \d"
-)
+_LINES = msgspec.convert(read_toml("output_lines.toml"), dict[str, tuple[str, ...]])
+_PROGRESS_PATTERN = re.compile("|".join(_LINES["progress"]), re.IGNORECASE)
+_NORMAL_END_PATTERN = re.compile("|".join(_LINES["normal_end"]), re.IGNORECASE)
+SECONDARY_ERROR = re.compile("|".join(_LINES["secondary_error"]))
 
 
 def find_progress(lines: tuple[LogLine, ...]) -> list[int]:
@@ -213,21 +212,6 @@ def find_progress(lines: tuple[LogLine, ...]) -> list[int]:
     return [index for index, line in enumerate(lines) if _PROGRESS_PATTERN.search(line.text)]
 
 
-_NORMAL_END_PATTERN = re.compile(
-    r"(?i)results saved to|\d epochs completed in|`Trainer\.\w+` stopped: `max_\w+=|"
-    r"['\"]?train_runtime['\"]?\s{0,8}[:=]|"
-    r"Training completed\. Do not forget|Total training time: |Overall training speed: |^\s*Training time:? \d|"
-    r"Loss for final step: |Reporting training SUCCESS|Training job completed|Billable seconds: |"
-    r"job (run )?(has )?(completed|finished|succeeded)\b|JOB_STATE_SUCCEEDED|"
-    r"\btrain(ing)? (is |was |has )?(successfully )?(complete[d]?|finished|done|ended)\b|"
-    r"\b(finished|done) training\b|(exited|ended|finished) with (exit )?(code|status) 0\b|"
-    r"^[\W\d]*(all )?(done|finished|complete[d]?|success|saved)[.! ]*$|^done, |"
-    r"\bCOMPLETED\s{1,40}0:0\b|On normal program exit|"
-    r"\b(epoch|step|iter(ation)?)\W{1,3}(?P<of>\d{1,15}) ?(/|of) ?(?P=of)\b.{0,200}(loss|time|100%)|"
-    r"\b(step|epoch) (?P<total>\d{1,15}) of (?P=total)\b"
-)
-"""The last lines of Ultralytics, Lightning, transformers, detectron2, torchvision's references, TensorFlow's
-estimators, SageMaker, Vertex, and of many scripts."""
 _NUM_END_LINES = 40
 """Lines after that of a normal end, at most (heuristic): summaries of the run, of the tracker, of the platform."""
 
@@ -252,14 +236,6 @@ def find_normal_end(lines: tuple[LogLine, ...]) -> int | None:
     last_epoch_end = _find_last_epoch_end(lines)
     if last_epoch_end is not None:
         return last_epoch_end
-    remaining = _NUM_END_LINES
-    for index in range(len(lines) - 1, -1, -1):
-        text = lines[index].text
-        if not text.strip():
-            continue
-        if _NORMAL_END_PATTERN.search(text):
-            return index
-        remaining -= 1
-        if not remaining:
-            return None
-    return None
+    nonempty = [index for index, line in enumerate(lines) if line.text.strip()]
+    last = reversed(nonempty[-_NUM_END_LINES:])
+    return next((index for index in last if _NORMAL_END_PATTERN.search(lines[index].text)), None)

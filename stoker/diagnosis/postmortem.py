@@ -14,6 +14,7 @@ import signal
 
 from stoker.diagnosis.causes.shared import make_evidence
 from stoker.diagnosis.endings import (
+    SECONDARY_ERROR,
     UNEXPLAINED,
     Ending,
     LinePattern,
@@ -54,12 +55,6 @@ _GPU_REMARKS = ("trained_on_cpu", "no_gpu_driver")
 _MIN_PROGRESS_LINES = 3
 """Lines of progress after a failure from which on the job had continued. Heuristic: other ranks print one or two more
 before they wait for the one that failed."""
-_SECONDARY_ERRORS = re.compile(
-    r"ChildFailedError|CalledProcessError|Connection (reset|closed) by peer|ConnectionResetError|BrokenPipeError|"
-    r"DistBackendError|NCCL (error|communicator)|exited unexpectedly|EOFError|^SystemExit|^KeyboardInterrupt|"
-    r"Process(Raised|Exited)Exception|SignalException"
-)
-"""Errors of a process about the end of another one or of itself: the messages before them decide (heuristic)."""
 _INFO_LEVEL = re.compile(r"\b(INFO|DEBUG)\b|:\d+: \w+Warning: ")
 _RETRIED = re.compile(r"(?i)\bretrying\b|\bwill be (automatically )?retried\b")
 _MAX_LEVEL_CHARS = 80
@@ -278,7 +273,7 @@ def _find_fault(
         if any(above < match.line_index and not match.ending.about_another_process for match in decisive):
             return None
         is_secondary = any(start <= match.line_index <= last for match in decisive)
-        if not is_secondary and not _SECONDARY_ERRORS.search(strip_rank_prefix(lines[last].text)):
+        if not is_secondary and not SECONDARY_ERROR.search(strip_rank_prefix(lines[last].text)):
             evidence = [_quote(lines[last]), *_end_evidence(termination), *_unknown_evidence(termination, matches)]
             return _make_finding("ended_by_error", evidence)
         end = start
@@ -316,8 +311,6 @@ def _finding_from_matches(termination: Termination, ending_matches: list[_Match]
     newest_lines = [match.line for match in reversed(ending_matches) if match.ending is ending]
     lines = list(dict.fromkeys([*newest_lines, *(match.line for match in matches if match.ending is ending)]))
     evidence = _quote_lines(lines)
-    if ending.id == "collective_timeout":
-        evidence += _rank_evidence(lines)
     return _make_finding(ending.id, evidence + _end_evidence(termination))
 
 
@@ -427,16 +420,6 @@ def _find_candidates(stripped_lines: list[str]) -> dict[int, set[int]]:
             candidates.setdefault(index, set()).update(numbers)
             position = joined.find(literal, line_ends[index])
     return candidates
-
-
-_RANK_PATTERN = re.compile(r"\brank\s?(\d{1,9})\b", re.IGNORECASE)
-
-
-def _rank_evidence(lines: list[LogLine]) -> list[Evidence]:
-    ranks = sorted({int(match[1]) for line in lines if (match := _RANK_PATTERN.search(line.text))})
-    if not ranks:
-        return [make_evidence("not known: which rank waited")]
-    return [make_evidence(f"reported by rank {', '.join(map(str, ranks))}, which waited for another one")]
 
 
 def _killed_pid(text: str) -> int | None:

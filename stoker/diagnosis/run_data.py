@@ -249,7 +249,6 @@ class LearningStats:
     """Losses and learning rates, and the events about them."""
 
     loss: TimeSeries = dataclasses.field(default_factory=TimeSeries)
-    grad_norm: TimeSeries = dataclasses.field(default_factory=TimeSeries)
     lr: Mean = dataclasses.field(default_factory=Mean)
     newest_lr: float | None = None
     skipped_steps: int = 0

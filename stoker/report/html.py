@@ -86,8 +86,7 @@ def render(report: RunReport) -> str:
         f"stoker report {report.run} --json",
         report=report,
         run_name=report.run.rstrip("/").rpartition("/")[2],
-        device=_device(report),
-        best_step=_best_step(report),
+        gpu_names=gpu_names(report.environment),
         gpus=draw.gpus(report),
         warnings=[event.text for event in report.events if event.kind in WARNING_KINDS],
         argv=" ".join(map(str, argv)) if isinstance(argv, list) else "",
@@ -161,23 +160,6 @@ def phase_color(phase: str) -> str:
 
 def ledger_order(rows: list[PhaseTime]) -> list[PhaseTime]:
     return sorted(rows, key=lambda row: PHASES.index(row.phase) if row.phase in PHASES else len(PHASES))
-
-
-def _device(report: RunReport) -> str:
-    if names := gpu_names(report.environment):
-        return f"{len(names)} × {names[0]}" if len(names) > 1 else names[0]
-    cores = report.environment.get("cores")
-    return f"{report.environment.get('cpu') or 'device unknown'}" + (f", {cores} cores" if cores else "")
-
-
-def _best_step(report: RunReport) -> str:
-    """The step of the best AP, and the newest AP if it differs."""
-    if report.best is None:
-        return "not evaluated yet"
-    newest = report.eval_history[-1]
-    if newest.step == report.best.step:
-        return f"at step {newest.step:,}"
-    return f"best, at step {report.best.step:,}; at step {newest.step:,} {fmt.metric(newest.metrics.ap)}"
 
 
 # Rows of tables

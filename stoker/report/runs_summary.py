@@ -344,10 +344,6 @@ def summary_rows(summary: RunsSummary) -> Iterator[tuple[str, str]]:
     external = f"; {_hours(external_s)} more device-hours were not timed from inside" if external_s > 0 else ""
     trained = fmt.percentage(summary.productive_fraction)
     yield "trained", f"{trained} of {_hours(summary.measured_s)} device-hours{external}"
-    months = [month for month in summary.months if month.productive_fraction is not None]
-    if len(months) > 1:
-        first, last = (f"{fmt.percentage(m.productive_fraction)} in {m.name}" for m in (months[0], months[-1]))
-        yield "trend", f"{first} → {last}"
 
 
 def make_tables(summary: RunsSummary) -> dict[str, SummaryTable]:

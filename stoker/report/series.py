@@ -9,10 +9,12 @@ a run of weeks is as large as that of an hour. `page/charts.py` draws the curves
 import statistics
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any, Literal
 
 import msgspec
 
 from stoker.diagnosis.reader import Observer
+from stoker.knowledge import read_toml
 from stoker.runs.schemas import DeviceSample, Event, StepWindow
 
 MAX_POINTS = 2000
@@ -21,28 +23,27 @@ MAX_BARS = 1000
 """Bars of the phases over time."""
 MAX_SAMPLE_GAP_S = 10.0
 """A curve of telemetry has a gap where samples are further apart."""
-HOST_CURVES = {
-    "cpu/this process, cores": "process_cpu",
-    "memory/process": "rss_bytes",
-    "memory/used": "memory_used_bytes",
-    "memory/limit": "memory_limit_bytes",
-    "pressure/cpu": "psi_cpu",
-    "pressure/memory": "psi_memory",
-    "pressure/io": "psi_io",
-    "pressure/throttled, s": "throttled_s",
-}
-"""Curve → field of a line of devices.jsonl; `cpu/mean` and `cpu/busiest core` are computed from the cores."""
-GPU_CURVES = {
-    "utilization": "utilization",
-    "SM active": "sm_active",
-    "memory": "memory_used_bytes",
-    "memory of the GPU": "memory_total_bytes",
-    "power, W": "power_w",
-    "power limit, W": "power_limit_w",
-    "temperature, °C": "temperature_c",
-    "clock, MHz": "sm_clock_mhz",
-}
-"""Curve of a GPU, named `gpu 0/utilization` and so on → field of its sample."""
+
+
+class Chart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A chart of the page; curves.toml explains the fields."""
+
+    title: str
+    description: str
+    curves: tuple[str, ...]
+    prefix: str = ""
+    scale: float = 1.0
+    axis: dict[str, Any] = {}
+
+
+class _Curves(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    host: dict[str, str]
+    gpu: dict[str, str]
+    charts: dict[Literal["step", "gpu", "host"], list[Chart]]
+
+
+CURVES = msgspec.convert(read_toml("curves.toml"), _Curves)
+"""Which curves there are, and the charts of the page."""
 
 
 class Series(msgspec.Struct, kw_only=True):
@@ -190,9 +191,9 @@ class RunCurves(Observer):
         values: dict[str, float | None] = (
             {"cpu/mean": statistics.fmean(cores), "cpu/busiest core": max(cores)} if cores else {}
         )
-        values |= {name: getattr(sample, field) for name, field in HOST_CURVES.items()}
+        values |= {name: getattr(sample, field) for name, field in CURVES.host.items()}
         for gpu in sample.gpus:
-            values |= {f"gpu {gpu.index}/{name}": getattr(gpu, field) for name, field in GPU_CURVES.items()}
+            values |= {f"gpu {gpu.index}/{name}": getattr(gpu, field) for name, field in CURVES.gpu.items()}
         _add_values(self._machine, max(0.0, sample.t - (self.start_t or 0.0)), values)
 
     def steps(self) -> dict[str, Series]:

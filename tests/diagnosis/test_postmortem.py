@@ -237,14 +237,6 @@ def test_an_xid_belongs_to_the_job_if_it_names_it(pid: int, severity: str) -> No
     assert (fault.id, fault.severity, quoted(fault)[0]) == ("gpu_fault", severity, (XID, "dmesg:1"))
 
 
-def test_waiting_ranks_are_listed_and_no_rank_is_blamed() -> None:
-    line = LINES["collective_timeout"][0]
-    (finding,) = died(
-        "\n".join(line.replace("[rank3]", f"[rank{rank}]").replace("ank 3", f"ank {rank}") for rank in (5, 3, 0))
-    )
-    assert "reported by rank 0, 3, 5, which waited for another one" in texts(finding)
-
-
 @pytest.mark.parametrize(("text", "nan"), [
     ("{'loss': 'nan', 'rate': '0.1'}", True),
     ("Step 100: loss=nan", True),

@@ -63,7 +63,6 @@ runs     4: 1 failed, 2 finished, 1 killed; 1 run could not be read
 time     3 device-hours
 cost     2.53, of 2 runs with a price, 1 of them with a list price
 trained  75 % of 3 device-hours
-trend    62 % in 2026-05 → 100 % in 2026-07
 
 device time by phase
 phase       device-hours  fraction  cost  runs  meaning

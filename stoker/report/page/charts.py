@@ -8,15 +8,17 @@ numbers too.
 
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from stoker.evaluation.metrics import HISTOGRAM_BINS, NUM_RECALL_POINTS, Evaluation
 from stoker.report import format as fmt
 from stoker.report.explain import PHASE_COLORS
 from stoker.report.page.markup import Markup, tag
 from stoker.report.run_report import RunReport
-from stoker.report.series import Series
+from stoker.report.series import CURVES, Chart, Series
 from stoker.runs.records import PHASES, WARNING_KINDS
 
 Trace = dict[str, Any]
@@ -106,24 +108,26 @@ def line(
     return [*traces, curve(name, x, scaled(series.mean), index)]
 
 
-_STEP_CURVES: tuple[tuple[str, str, str, float, dict[str, Any]], ...] = (
-    ("lr", "Learning rate", "of the last step of a window", 1.0, {}),
-    ("grad_norm", "Gradient norm", "before clipping", 1.0, {"type": "log"}),
-    ("img_per_s", "Throughput", "images per second", 1.0, FROM_ZERO),
-    ("memory_peak_bytes", "Memory", "peak of allocated device memory, GiB", 2.0**-30, FROM_ZERO),
-)
-"""Curve, title, description, scale, y axis."""
-
-
 def training(charts: Charts, report: RunReport) -> list[Markup]:
     """AP, loss and the other curves by step that were recorded."""
     figures = [_scores(charts, report), _loss(charts, report)]
-    for name, title, description, scale, axis in _STEP_CURVES:
-        series = report.curves.get(name)
-        traces = [] if series is None else line(title, series, 0, band=True, scale=scale)
-        options: dict[str, Any] = {"yaxis": axis, "showlegend": False} | _restarts(report)
-        figures.append(charts.add(title, description, traces, height=200, x="step", **options))
+    figures += [_chart(charts, chart, report.curves, "step", **_restarts(report)) for chart in CURVES.charts["step"]]
     return [figure for figure in figures if figure is not None]
+
+
+def _chart(
+    charts: Charts, chart: Chart, curves: Mapping[str, Series], x: str, *, x_scale: float = 1.0, **layout: Any
+) -> Markup | None:
+    """The curves of a chart that were recorded; None if there is none."""
+    prefix = f"{chart.prefix}/" if chart.prefix else ""
+    traces = [
+        trace
+        for n, name in enumerate(chart.curves)
+        if (series := curves.get(prefix + name)) is not None
+        for trace in line(name, series, n, band=n == 0, scale=chart.scale, x_scale=x_scale)
+    ]
+    options: dict[str, Any] = {"yaxis": chart.axis, "showlegend": len(chart.curves) > 1} | layout
+    return charts.add(chart.title, chart.description, traces, height=200, x=x, **options)
 
 
 def _loss(charts: Charts, report: RunReport) -> Markup | None:
@@ -187,23 +191,6 @@ def time_unit(report: RunReport) -> tuple[str, float]:
 
 MAX_DEVICES = 8
 """GPUs that are drawn; the JSON has all."""
-_GIB: dict[str, Any] = {"scale": 2.0**-30, "yaxis": FROM_ZERO}
-_ONE_CURVE: dict[str, Any] = {"showlegend": False}
-_GPU_CHARTS: tuple[tuple[str, str, tuple[str, ...], dict[str, Any]], ...] = (
-    ("utilization", "fraction of time in which a kernel ran", ("utilization",), {"yaxis": FRACTIONS} | _ONE_CURVE),
-    ("memory", "GiB", ("memory", "memory of the GPU"), _GIB),
-    ("power", "watts", ("power, W", "power limit, W"), {"yaxis": FROM_ZERO}),
-    ("temperature", "°C", ("temperature, °C",), _ONE_CURVE),
-)
-"""Title, description, curves, options."""
-_PRESSURE, _THROTTLED = "fraction of time in which a task had to wait", "CPU-seconds per second, by the CPU quota"
-_HOST_CHARTS: tuple[tuple[str, str, str, tuple[str, ...], dict[str, Any]], ...] = (
-    ("cpu", "CPU", "utilization", ("mean", "busiest core"), {"yaxis": FRACTIONS}),
-    ("memory", "Host memory", "GiB", ("process", "used", "limit"), _GIB),
-    ("pressure", "Pressure (PSI)", _PRESSURE, ("cpu", "memory", "io"), {"yaxis": FROM_ZERO | {"tickformat": ".0%"}}),
-    ("pressure", "CPU throttling", _THROTTLED, ("throttled, s",), {"yaxis": FROM_ZERO} | _ONE_CURVE),
-)
-"""Prefix of the curves, title, description, curves, options."""
 
 
 def gpus(report: RunReport) -> list[str]:
@@ -214,22 +201,13 @@ def gpus(report: RunReport) -> list[str]:
 def machine(charts: Charts, report: RunReport) -> list[Markup]:
     """Telemetry of GPUs and host: the curves of devices.jsonl that were recorded."""
     unit, seconds = time_unit(report)
-    specs = [
-        (gpu, f"{gpu.upper()}: {title}", description, names, options)
+    shown = [
+        msgspec.structs.replace(chart, prefix=gpu, title=f"{gpu.upper()}: {chart.title}")
         for gpu in gpus(report)[:MAX_DEVICES]
-        for title, description, names, options in _GPU_CHARTS
+        for chart in CURVES.charts["gpu"]
     ]
-    figures = []
-    for prefix, title, description, names, options in (*specs, *_HOST_CHARTS):
-        layout = dict(options)
-        scale = layout.pop("scale", 1.0)
-        traces = [
-            trace
-            for n, name in enumerate(names)
-            if (series := report.machine.get(f"{prefix}/{name}")) is not None
-            for trace in line(name, series, n, band=n == 0, scale=scale, x_scale=1 / seconds)
-        ]
-        figures.append(charts.add(title, description, traces, height=200, x=f"{unit} since the start", **layout))
+    x, x_scale = f"{unit} since the start", 1 / seconds
+    figures = [_chart(charts, chart, report.machine, x, x_scale=x_scale) for chart in (*shown, *CURVES.charts["host"])]
     return [figure for figure in figures if figure is not None]
 
 
