@@ -7,8 +7,6 @@ proof the finding describes how the job ended and what is not known. Causes of l
 
 import bisect
 import dataclasses
-import functools
-import itertools
 import re
 import signal
 
@@ -367,13 +365,16 @@ def _other_findings(termination: Termination, matches: list[_Match], reported_id
 
 
 def _find_matches(lines: tuple[LogLine, ...]) -> list[_Match]:
-    """Each line counts for the most specific failure with a matching pattern."""
+    """Each line counts for the most specific failure with a matching pattern. Most patterns have a text that is nowhere
+    in the output, and are not tried."""
     stripped_lines = [strip_rank_prefix(line.text) for line in lines]
+    lowered = [text.lower() for text in stripped_lines]
+    joined = "\n".join(lowered)
+    possible = [pattern for pattern in line_patterns() if pattern.literal in joined]
     matches = []
-    for index, numbers in sorted(_find_candidates(stripped_lines).items()):
-        candidates = (line_patterns()[number] for number in sorted(numbers))
-        pattern = next((pattern for pattern in candidates if pattern.regex.search(stripped_lines[index])), None)
-        if pattern is not None:
+    for index, (line, text) in enumerate(zip(stripped_lines, lowered, strict=True)):
+        candidates = (pattern for pattern in possible if pattern.literal in text and pattern.regex.search(line))
+        if (pattern := next(candidates, None)) is not None:
             matches.append(_Match(pattern, lines[index], index))
     has_ends = any(match.pattern.traceback_end is not None for match in matches)
     return _check_traceback_ends(matches, lines) if has_ends else matches
@@ -395,31 +396,6 @@ def _check_traceback_ends(matches: list[_Match], lines: tuple[LogLine, ...]) -> 
     ]
     retained += [dataclasses.replace(match, line=lines[last], line_index=last) for last, match in confirmed.items()]
     return sorted(retained, key=lambda match: match.line_index)
-
-
-@functools.cache
-def _patterns_of_literals() -> dict[str, list[int]]:
-    """Literal → indices of the patterns that need it."""
-    numbers: dict[str, list[int]] = {}
-    for number, pattern in enumerate(line_patterns()):
-        numbers.setdefault(pattern.literal, []).append(number)
-    return numbers
-
-
-def _find_candidates(stripped_lines: list[str]) -> dict[int, set[int]]:
-    """Index of a line → patterns with a literal that it contains. Each literal is searched in all lines as one text:
-    most are not in it."""
-    lowered = [text.lower() for text in stripped_lines]
-    joined = "\n".join(lowered)
-    line_ends = list(itertools.accumulate(len(text) + 1 for text in lowered))
-    candidates: dict[int, set[int]] = {}
-    for literal, numbers in _patterns_of_literals().items():
-        position = joined.find(literal)
-        while position >= 0:
-            index = bisect.bisect_right(line_ends, position)
-            candidates.setdefault(index, set()).update(numbers)
-            position = joined.find(literal, line_ends[index])
-    return candidates
 
 
 def _killed_pid(text: str) -> int | None:

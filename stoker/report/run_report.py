@@ -139,7 +139,7 @@ def collect(run: str | Path, price_per_device_hour: float | None = None) -> RunR
         start_t=start_t,
         explanation=explanation,
         missing=missing,
-        advice=advise(explanation, [entry.metrics.ap for entry in eval_history], evaluation, events),
+        advice=advise(explanation, evaluation, events),
         eval_history=eval_history,
         evaluation=evaluation,
         restarts=_restarts(events, start_t or 0.0),
@@ -241,16 +241,11 @@ REPORTED_BY_LAST_EVENT = UNEXPLAINED | {"preempted", "interrupted"}
 """Findings that repeat the last event of the run, which the advice begins with."""
 
 
-def advise(
-    explanation: RunExplanation, aps: list[float | None], evaluation: Evaluation | None, events: list[Event]
-) -> list[Finding]:
-    """aps: AP of each evaluation, in order of steps."""
+def advise(explanation: RunExplanation, evaluation: Evaluation | None, events: list[Event]) -> list[Finding]:
     advice = _termination_advice(explanation, events)
     advice += [finding for finding in explanation.findings if finding.id not in REPORTED_BY_LAST_EVENT]
     if evaluation is not None:
         advice += _error_type_advice(evaluation)
-    if explanation.state == "finished":
-        advice += _rising_ap_advice(aps)
     return advice + explanation.sizing_advice
 
 
@@ -299,15 +294,3 @@ def _error_type_advice(evaluation: Evaluation) -> list[Finding]:
 def sum_error_types(evaluation: Evaluation) -> Counter[str]:
     """Error type → count over all classes."""
     return sum((Counter(class_eval.error_types) for class_eval in evaluation.classes), Counter[str]())
-
-
-MIN_AP_GAIN = 0.01
-"""Minimum AP gain between the last two evaluations that suggests longer training. Heuristic."""
-
-
-def _rising_ap_advice(aps: list[float | None]) -> list[Finding]:
-    known = [value for value in aps if value is not None]
-    if len(known) < 2 or known[-1] - known[-2] < MIN_AP_GAIN:
-        return []
-    reason = f"AP rose from {fmt.metric(known[-2])} to {fmt.metric(known[-1])} between the last two evaluations"
-    return [_advice("ap_rising", "info", "AP was still rising at the end", reason, "train longer", "--epochs")]

@@ -23,7 +23,7 @@ def finding(severity: str, command: str) -> Finding:
 def with_findings(run: Path, *findings: Finding) -> RunReport:
     report = collect(run)
     report.explanation = msgspec.structs.replace(report.explanation, findings=list(findings))
-    report.advice = advise(report.explanation, [], None, [])
+    report.advice = advise(report.explanation, None, [])
     return report
 
 

@@ -19,7 +19,6 @@ def make_finding(
     lost_s: float | None = None,
     estimate_basis: str = "",
     min_measured: float | None = None,
-    fix_suffix: str = "",
     fix: str | None = None,
     command: str | None = None,
     config_patch: dict[str, Any] | None = None,
@@ -29,7 +28,7 @@ def make_finding(
 
     severity: instead of the one from `measured`. lost_s: device-seconds that were lost, at most those of the run.
     estimate_basis: how they were estimated; empty: measured by a clock. min_measured: an additional minimum of
-    `measured`. fix_suffix: added to the fix of a run of `stoker train`. fix, command, config_patch, confidence: instead
+    `measured`. fix, command, config_patch, confidence: instead
     of the row's.
     """
     if measured is None:
@@ -39,7 +38,7 @@ def make_finding(
         return None
     evidence_lines = [item for item in evidence if item is not None]
     if fix is None:
-        fix = cause.fix + fix_suffix if run.is_native_run else cause.external_fix or cause.fix
+        fix = cause.fix if run.is_native_run else cause.external_fix or cause.fix
     fix, command, config_patch = _resolve_fix(run, fix, command or cause.command, config_patch, cause.config_patch)
     lost_cost = None
     if lost_s is not None:
