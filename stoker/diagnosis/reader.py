@@ -372,12 +372,8 @@ def _add_host(host: HostStats, sample: DeviceSample) -> None:
             )
     for name, cores in sample.busiest_processes.items():
         host.busiest_processes[name] = host.busiest_processes.get(name, 0.0) + cores
-    host.process_cpu.add(sample.process_cpu)
-    host.threads_running.add(sample.threads_running)
-    host.psi_cpu.add(sample.psi_cpu)
-    host.psi_memory.add(sample.psi_memory)
-    host.psi_io.add(sample.psi_io)
-    host.net_received_bytes_s.add(sample.net_received_bytes_s)
+    for name in ("process_cpu", "threads_running", "psi_cpu", "psi_memory", "psi_io", "net_received_bytes_s"):
+        getattr(host, name).add(getattr(sample, name))
     host.swap.add(sample.swap_used_bytes)
     host.rss.add(sample.t, sample.rss_bytes)
     host.open_fds.add(sample.t, sample.open_fds)

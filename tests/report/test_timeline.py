@@ -44,12 +44,12 @@ def run(tmp_path: Path) -> Path:
 def test_the_timeline_is_drawn_and_zooms_at_two_widths(run: Path, tmp_path: Path) -> None:
     page = write_report(run, tmp_path / "report.html")
     charts = json.loads(page.read_text().partition('id="charts">')[2].partition("</script>")[0])
-    (name,) = [chart["id"] for chart in charts if "yaxis4" in chart["layout"]]
+    (name,) = [chart["id"] for chart in charts if "yaxis2" in chart["layout"]]
     span = f"document.getElementById('{name}')._fullLayout.xaxis.range"
     with browser.browser() as tab:
         for width in (1280, 390):
             tab.open(page, width=width, mobile=width < 600)
-            assert tab.value(f"document.querySelectorAll('#{name} > div .cartesianlayer > .subplot').length") == 4
+            assert tab.value(f"document.querySelectorAll('#{name} > div .cartesianlayer > .subplot').length") == 2
             whole = tab.value(span)
             handle = ".nsewdrag" if width > 600 else ".rangeslider-grabber-min"  # a phone has only the slider
             box = tab.value(

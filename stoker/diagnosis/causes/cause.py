@@ -72,6 +72,8 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     fix: str
     external_fix: str = ""
     """The fix for a job that `stoker train` did not run, without stoker's flags; empty: the same as `fix`."""
+    other_fixes: dict[str, str] = {}
+    """The fix in some cases that the rule distinguishes, by the rule's name for the case."""
     command: str | None = None
     """A command to run, or flags to add to the command line."""
     config_patch: dict[str, Any] = {}

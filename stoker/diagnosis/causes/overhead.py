@@ -17,11 +17,6 @@ from stoker.diagnosis.causes.shared import (
 from stoker.diagnosis.run_data import RunRecords
 from stoker.findings.finding import Evidence, Finding, Severity
 
-_COMPILE_FIX = (
-    "Keep compiled code on a disk that survives the machine (TORCHINDUCTOR_CACHE_DIR, jax_compilation_cache_dir), or "
-    "compile less: fixed shapes, torch.compile only where it pays"
-)
-
 EVALUATION_HEAVY = find_cause("evaluation_heavy")
 
 STARTUP_HEAVY = find_cause("startup_heavy")
@@ -96,7 +91,7 @@ def _startup_cause(run: RunRecords, compile_fraction: float) -> tuple[list[Evide
     host, cause = run.startup_host, STARTUP_HEAVY
     others, utilization = host.other_processes_cpu.value, host.cpu_utilization.value
     if compile_fraction >= cause.threshold("compile"):
-        return [], _COMPILE_FIX
+        return [], cause.other_fixes["compile"]
     if others is None or utilization is None or others < cause.threshold("contention"):
         return [], None
     if utilization < cause.threshold("busy"):

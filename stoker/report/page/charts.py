@@ -261,39 +261,25 @@ _TIMELINE_KINDS = WARNING_KINDS | {"checkpoint_saved", "resumed", "preempted", "
 
 
 def timeline(charts: Charts, report: RunReport) -> Markup | None:
-    """The chart; None if no time is recorded."""
+    """The phases over time, with the events above them; None if no time is recorded."""
     if not report.phases.x:
         return None
     unit, seconds = time_unit(report)
-    traces = _phases(report, seconds) + _counters(report, seconds) + _events(report, seconds)
-    axis = FRACTIONS | {"fixedrange": True, "nticks": 4}
-    has_gpus = any(trace.get("yaxis") == "y2" for trace in traces)
-    axes: dict[str, Any] = {
-        "yaxis": axis | {"domain": [0.44 if has_gpus else 0.24, 0.80], "range": [0, 1], "title": {"text": "phases"}},
-        **({"yaxis2": axis | {"domain": [0.22, 0.40], "title": {"text": "device"}}} if has_gpus else {}),
-        "yaxis3": axis | {"domain": [0.0, 0.18], "title": {"text": "host"}},
-        "yaxis4": {
-            "domain": [0.84, 1.0],
-            "fixedrange": True,
-            "zeroline": False,
-            "tickvals": [0],
-            "ticktext": ["events"],
-        },
-    }
+    axis = {"fixedrange": True, "zeroline": False}
     return charts.add(
         "Timeline",
         f"drag to zoom, double-click to reset; a bar is {fmt.duration(report.phases.width)}; blank: no running process",
-        traces,
-        height=560 if has_gpus else 460,
+        _phases(report, seconds) + _events(report, seconds),
+        height=360,
         legend={"traceorder": "normal"},
         barmode="stack",
         bargap=0,
         zooms=True,
-        xaxis={"title": {"text": f"{unit} since the start"}, "anchor": "y3",
-               "rangeslider": {"visible": True, "thickness": 0.05}},
-        **axes,
+        xaxis={"title": {"text": f"{unit} since the start"}, "rangeslider": {"visible": True, "thickness": 0.08}},
+        yaxis=FRACTIONS | axis | {"domain": [0.0, 0.86], "range": [0, 1], "nticks": 4, "title": {"text": "phases"}},
+        yaxis2=axis | {"domain": [0.9, 1.0], "tickvals": [0], "ticktext": ["events"]},
         **vertical_lines([(restart.after_s / seconds, f"attempt {restart.attempt}") for restart in report.restarts]),
-    )  # fmt: skip
+    )
 
 
 def _phases(report: RunReport, seconds: float) -> list[Trace]:
@@ -307,22 +293,6 @@ def _phases(report: RunReport, seconds: float) -> list[Trace]:
     ]
 
 
-def _counters(report: RunReport, seconds: float) -> list[Trace]:
-    drawn = gpus(report)[:MAX_DEVICES]
-    host = (("cpu/mean", "CPU utilization"), ("pressure/io", "I/O pressure"), ("pressure/memory", "memory pressure"))
-    shown = [(f"{gpu}/utilization", f"{gpu.upper()} utilization", n, "solid", "y2") for n, gpu in enumerate(drawn)]
-    shown += [(f"{gpu}/SM active", f"{gpu.upper()} SM activity", n, "dot", "y2") for n, gpu in enumerate(drawn)]
-    shown += [(name, title, n, "dash" if n else "solid", "y3") for n, (name, title) in enumerate(host)]
-    traces = []
-    for name, title, index, dash, axis in shown:
-        series = report.machine.get(name)
-        if series is not None:
-            x, style = [float(f"{t / seconds:.6g}") for t in series.x], {"color": color(index), "width": 1.5}
-            options = {"mode": "lines", "line": style | {"dash": dash}, "yaxis": axis, "hovertemplate": "%{y:.0%}"}
-            traces.append(curve(title, x, series.mean, index, **options))
-    return traces
-
-
 def _events(report: RunReport, seconds: float) -> list[Trace]:
     """Events as points; their texts appear below the cursor."""
     shown = [event for event in report.events if event.kind in _TIMELINE_KINDS]
@@ -330,4 +300,4 @@ def _events(report: RunReport, seconds: float) -> list[Trace]:
     texts = [escape_name(f"{event.kind}: {event.text.partition(chr(10))[0]}"[:200]) for event in shown]
     style = {"mode": "markers", "marker": {"color": "var(--muted)", "size": 8, "symbol": "line-ns-open"}}
     hover = {"showlegend": False, "hovertemplate": "%{text}<extra></extra>"}
-    return [{"x": x, "y": [0] * len(x), "text": texts, "yaxis": "y4"} | style | hover] if shown else []
+    return [{"x": x, "y": [0] * len(x), "text": texts, "yaxis": "y2"} | style | hover] if shown else []
