@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 RUNS_REPORT = "runs-report.html"
 MAX_CLASS_ROWS = 100
 """Classes in a table, the most frequent first; the JSON has all."""
-MAX_NAMED_CLASSES = 8
-"""Classes in a sentence."""
 
 
 def write_report(run: str | Path, out: Path | None = None, *, price_per_device_hour: float | None = None) -> Path:
@@ -124,7 +122,7 @@ def _templates() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     functions = (
-        class_names, class_remarks, class_rows, coco_metrics, confusion_rows, flatten, error_rows, event_rows,
+        class_names, class_rows, coco_metrics, confusion_rows, flatten, error_rows, event_rows,
         join, ledger_order, metric_rows, phase_color, phase_name, phase_rows, probe_rows, quarantine_rows, render_image,
         setting_rows, table,
     )  # fmt: skip
@@ -135,6 +133,7 @@ def _templates() -> jinja2.Environment:
         "fmt": fmt,
         "draw": draw,
         "probe_heads": PROBE_HEADS,
+        "max_class_rows": MAX_CLASS_ROWS,
     }
     return environment
 
@@ -200,17 +199,6 @@ def class_rows(evaluation: Evaluation) -> list[list[Child]]:
         most_frequent = f"{error} ({count:,})" if count else "none"
         rows.append([row.name, fmt.count(row.boxes), ap, fmt.metric(row.ap50), *at_best, most_frequent])
     return rows
-
-
-def class_remarks(evaluation: Evaluation) -> str:
-    """Classes that are not in the table."""
-    num_known = sum(row.boxes > 0 for row in evaluation.classes)
-    absent = [row.name for row in evaluation.classes if not row.boxes]
-    text = f" The {num_known - MAX_CLASS_ROWS:,} rarest are only in the JSON." if num_known > MAX_CLASS_ROWS else ""
-    if absent:
-        more = f" and {len(absent) - MAX_NAMED_CLASSES:,} more" if len(absent) > MAX_NAMED_CLASSES else ""
-        text += f" Without ground truth in this split: {', '.join(absent[:MAX_NAMED_CLASSES])}{more}."
-    return text
 
 
 def error_rows(evaluation: Evaluation) -> list[list[Child]]:

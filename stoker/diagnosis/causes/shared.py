@@ -116,19 +116,6 @@ def make_phase_finding(
     return make_finding(run, cause, fraction_of_phase(run, *phases), evidence, lost_s=lost_s, **options)
 
 
-def make_repeated_phase_finding(
-    run: RunRecords, cause: Cause, phase: str, count: int, count_evidence: Evidence, **options: Any
-) -> Finding | None:
-    """As `make_phase_finding`, of a phase that `count` events made. The last event does not count: the run needs it."""
-    fraction = fraction_of_phase(run, phase)
-    if fraction is None or run.phase_seconds(phase) < cause.threshold("min_duration_s"):
-        return None
-    if count and fraction * (count - 1) / count < (cause.warning_threshold or 0.0):
-        return None
-    extra_evidence = [count_evidence if count else None, *options.pop("extra_evidence", ())]
-    return make_phase_finding(run, cause, phase, extra_evidence=extra_evidence, **options)
-
-
 # Stack samples
 
 
