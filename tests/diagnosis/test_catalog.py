@@ -138,7 +138,7 @@ def test_commands_that_rules_choose_are_flags_that_exist() -> None:
     """A rule may have another command than its row."""
     chosen = set()
     for file in CAUSES_FOLDER.glob("*.py"):
-        chosen |= set(re.findall(r'command="(--[a-z-]+)', file.read_text()))
+        chosen |= set(re.findall(r'command"?(?:=|: )"(--[a-z-]+)', file.read_text()))
     assert chosen <= _flags_of_train()
     assert "--run-dir" in chosen
 
