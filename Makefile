@@ -64,7 +64,7 @@ soak: setup  ## 20 minutes of random faults; MINUTES=5 is shorter
 	$(BIN)/python -m tests.chaos.soak --minutes $(or $(MINUTES),20)
 
 docs: setup  ## docs/causes.md: all findings of all commands, with thresholds, sources and fixes
-	$(BIN)/python -m stoker.diagnosis.reference > docs/causes.md
+	$(BIN)/python scripts/write_causes.py > docs/causes.md
 
 check: setup
 	$(BIN)/ruff check .

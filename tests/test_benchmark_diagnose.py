@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from stoker.diagnosis.catalog import CATALOG
 from stoker.diagnosis.endings import endings
+from stoker.diagnosis.engine import CATALOG
 from tests.fixtures.benchmarks import run_quick
 
 needs_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root")

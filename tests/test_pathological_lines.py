@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stoker.diagnosis.endings import line_patterns
-from stoker.diagnosis.output import MAX_LINE_CHARS, MAX_OUTPUT_BYTES
+from stoker.diagnosis.termination import MAX_LINE_CHARS, MAX_OUTPUT_BYTES
 from stoker.report.explain import explain_log
 from stoker.watch.output import MAX_LINE_LENGTH, LineSplitter, ProgressParser, ProgressWindows
 from stoker.watch.recorder import _feed_lines

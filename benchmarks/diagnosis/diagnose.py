@@ -41,7 +41,7 @@ from benchmarks.diagnosis.diagnose_data import data_set, draw_all
 from benchmarks.diagnosis.diagnose_plans import BATCH, Case, Machine, Plan
 from benchmarks.diagnosis.diagnose_score import NO_ANSWER, NONE, Outcome, cells, confusion, fraction_correct, wilson
 from benchmarks.report import Bar, Report, options, publish
-from stoker.diagnosis.catalog import catalog_hash
+from stoker.diagnosis.engine import catalog_hash
 from stoker.diagnosis.reader import read_run
 
 HERE = Path(__file__).resolve().parent

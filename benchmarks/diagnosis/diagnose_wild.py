@@ -347,8 +347,13 @@ def loss_is_right(outcome: Outcome) -> bool:
 
 
 def catalog_of(stoker: Path) -> str:
+    program = (
+        "try:\n    from stoker.diagnosis.engine import catalog_hash\n"
+        "except ImportError:\n    from stoker.diagnosis.catalog import catalog_hash  # an older version\n"
+        "print(catalog_hash())"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", "from stoker.diagnosis.catalog import catalog_hash; print(catalog_hash())"],
+        [sys.executable, "-c", program],
         env={**os.environ, "PYTHONPATH": str(stoker)}, capture_output=True, text=True, check=True, cwd="/",
     )  # fmt: skip
     return done.stdout.strip()

@@ -72,17 +72,15 @@ def why(
 
         _print(compare_runs(str(run), compare, price_per_device_hour), print_comparison, json=json)
     elif Path(str(run)).is_file():
-        from stoker.report.explain import explain_log
-        from stoker.report.explain_terminal import print_log_explanation
+        from stoker.report.explain import explain_log, print_log_explanation
 
         _print(explain_log(Path(str(run))), print_log_explanation, json=json)
     else:
         if probe:
-            from stoker.report.probing import run_probes
+            from stoker.report.explain import run_probes
 
             run_probes(str(run), lambda text: print_text(text, file=sys.stderr))
-        from stoker.report.explain import explain_run
-        from stoker.report.explain_terminal import print_explanation
+        from stoker.report.explain import explain_run, print_explanation
 
         explanation = explain_run(str(run), price_per_device_hour)
         _print(explanation, print_explanation, json=json)
@@ -110,7 +108,7 @@ def _summarize_runs(runs_dir: str, price_per_device_hour: float | None) -> "Runs
 
 
 def _print_summary(summary: "RunsSummary", *, json: bool) -> None:
-    from stoker.report.runs_summary_tables import print_runs_summary
+    from stoker.report.runs_summary import print_runs_summary
 
     _print(summary, print_runs_summary, json=json)
 

@@ -1,5 +1,6 @@
-"""The ways in which jobs end, from `knowledge/endings.toml`: its schema, and patterns of lines that are compiled when a
-line may match. `postmortem.py` has the rules that use them.
+"""What lines of a job's output mean: the ways in which jobs end, from `knowledge/endings.toml`, whose patterns are
+compiled when a line may match; and what the lines of any program show: tracebacks, losses that are NaN, progress, and
+the line of a normal end. `postmortem.py` has the rules that use them.
 """
 
 import dataclasses
@@ -10,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from stoker.diagnosis.causes.cause import Reason
+from stoker.diagnosis.run_data import LogLine
 from stoker.findings.finding import Severity
 from stoker.knowledge import read_toml
 
@@ -125,3 +127,115 @@ def required_literal(pattern: str) -> str:
     if len(longest) < _MIN_LITERAL_CHARS:
         raise ValueError(f"Without a text of {_MIN_LITERAL_CHARS} characters outside its groups: {pattern}")
     return longest
+
+
+# The output of any program
+
+_RANK_PREFIX = re.compile(r"^\s*(\[rank\d{1,9}\]:\s?)?")
+
+
+def strip_rank_prefix(text: str) -> str:
+    """A line without the prefix that torch adds for a rank."""
+    return _RANK_PREFIX.sub("", text, count=1)
+
+
+def find_tracebacks(lines: tuple[LogLine, ...]) -> list[tuple[int, int]]:
+    """(first, last) line index of each; chained ones ("during handling of …") are one. The last line is that of the
+    exception: the first that is not indented more than the header."""
+    spans: list[tuple[int, int]] = []
+    start: int | None = None
+    header_indent, is_chained = 0, False
+    for index, line in enumerate(lines):
+        text = strip_rank_prefix(line.text)
+        if text.startswith("Traceback (most recent call last)"):
+            start = spans.pop()[0] if is_chained and spans else index
+            header_indent, is_chained = _indent(line.text), False
+        elif text.startswith(("During handling of the above", "The above exception was the direct")):
+            is_chained = True
+        elif start is not None and text and _indent(line.text) <= header_indent:
+            spans.append((start, index))
+            start = None
+    return spans
+
+
+_IGNORED_EXCEPTION = re.compile(r"Exception ignored (in|on|while)\b|Retry attempt failed:")
+_THREAD_EXCEPTION = re.compile(r"Exception in thread ")
+
+
+def drop_ignored_exceptions(lines: tuple[LogLine, ...]) -> tuple[LogLine, ...]:
+    """The lines without the tracebacks that Python prints for an exception in a finalizer, and wandb for one after
+    which it tries again: neither ends a job."""
+    ignored: set[int] = set()
+    for start, last in find_tracebacks(lines):
+        if start and _IGNORED_EXCEPTION.match(lines[start - 1].text):
+            ignored.update(range(start - 1, last + 1))
+    return tuple(line for index, line in enumerate(lines) if index not in ignored) if ignored else lines
+
+
+def find_thread_exceptions(lines: tuple[LogLine, ...]) -> list[tuple[int, int]]:
+    """(first, last) line index of the tracebacks of threads other than the main one. They do not end the process."""
+    return [
+        (start, last)
+        for start, last in find_tracebacks(lines)
+        if start and _THREAD_EXCEPTION.match(strip_rank_prefix(lines[start - 1].text))
+    ]
+
+
+def _indent(text: str) -> int:
+    text = re.sub(r"^\[rank\d{1,9}\]: ?", "", text)
+    return len(text) - len(text.lstrip())
+
+
+_LOSS_PATTERN = re.compile(
+    r"(?<![\w/])([\w/]{0,60}loss\w{0,40})['\"]?\s{0,8}[:=]\s{0,8}['\"]?(nan\b|[-+]?inf\b|[-+]?\d)", re.IGNORECASE
+)
+
+
+def find_nan_losses(lines: tuple[LogLine, ...]) -> list[LogLine]:
+    """The last line of each loss that was NaN at the end; a loss that became finite again does not count. Such jobs
+    also end with exit code 0."""
+    latest: dict[str, tuple[LogLine, bool]] = {}
+    for line in lines:
+        for match in _LOSS_PATTERN.finditer(line.text):
+            latest[match[1]] = (line, match[2].lower() == "nan")
+    return list(dict.fromkeys(line for line, is_nan in latest.values() if is_nan))
+
+
+_LINES = msgspec.convert(read_toml("output_lines.toml"), dict[str, tuple[str, ...]])
+_PROGRESS_PATTERN = re.compile("|".join(_LINES["progress"]), re.IGNORECASE)
+_NORMAL_END_PATTERN = re.compile("|".join(_LINES["normal_end"]), re.IGNORECASE)
+SECONDARY_ERROR = re.compile("|".join(_LINES["secondary_error"]))
+
+
+def find_progress(lines: tuple[LogLine, ...]) -> list[int]:
+    """Indices of the lines that report the progress of a training, in order."""
+    return [index for index, line in enumerate(lines) if _PROGRESS_PATTERN.search(line.text)]
+
+
+_NUM_END_LINES = 40
+"""Lines after that of a normal end, at most (heuristic): summaries of the run, of the tracker, of the platform."""
+
+
+_EPOCH_OF_PATTERN = re.compile(r"(?i)^\W*epoch\W{1,2}(\d{1,15}) ?/ ?(\d{1,15})\b")
+_FULL_BAR_PATTERN = re.compile(r"\b(\d{1,15})/\1\b.{0,200}\d(ms|s)\b")
+
+
+def _find_last_epoch_end(lines: tuple[LogLine, ...]) -> int | None:
+    """Index of the full progress bar of the last epoch, as Keras prints it; None: there is none."""
+    headers = ((index, match) for index, line in reversed(list(enumerate(lines)))
+               if (match := _EPOCH_OF_PATTERN.search(line.text)))  # fmt: skip
+    header = next(headers, None)
+    if header is None or header[1][1] != header[1][2]:
+        return None
+    following = range(header[0] + 1, len(lines))
+    return next((index for index in reversed(following) if _FULL_BAR_PATTERN.search(lines[index].text)), None)
+
+
+def find_normal_end(lines: tuple[LogLine, ...]) -> int | None:
+    """Index of the line that reports the end of a whole training, if it is one of the last; else None."""
+    last_epoch_end = _find_last_epoch_end(lines)
+    if last_epoch_end is not None:
+        return last_epoch_end
+    nonempty = [index for index, line in enumerate(lines) if line.text.strip()]
+    last = reversed(nonempty[-_NUM_END_LINES:])
+    return next((index for index in last if _NORMAL_END_PATTERN.search(lines[index].text)), None)

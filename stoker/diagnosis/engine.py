@@ -1,17 +1,19 @@
-"""Runs all rules on a run's records: weighs experiments, leaves out superseded causes, sorts the findings.
+"""All causes with their rules; runs them on a run's records, weighs experiments, leaves out superseded causes, and
+sorts the findings.
 
-The rules are in `causes/`, listed by `catalog.py`, their thresholds in `knowledge/causes.toml`; `reader.py` reads the
-records; `postmortem.py` explains an end.
+The rules are in `causes/`, functions with the id of a row of `knowledge/causes.toml`; `notes.py` has what needs no
+action; `reader.py` reads the records; `postmortem.py` explains an end.
 """
 
+import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from stoker.diagnosis import postmortem
-from stoker.diagnosis.catalog import CATALOG, RULES
-from stoker.diagnosis.causes.cause import common_threshold
-from stoker.diagnosis.causes.host import CPU_CONTENTION
+from stoker.diagnosis.causes import gpu, host, input, learning, overhead, steps
+from stoker.diagnosis.causes.cause import COMMON_THRESHOLDS, Cause, cause_ids, common_threshold, find_cause
 from stoker.diagnosis.endings import UNEXPLAINED, endings
 from stoker.diagnosis.reader import read_run
 from stoker.diagnosis.run_data import RunRecords
@@ -20,7 +22,15 @@ from stoker.runs import records
 from stoker.runs.schemas import Probe
 from stoker.storage.local_files import write_atomic
 
-__all__ = ["RunRecords", "diagnose", "read_run", "run_rules", "write_findings"]
+Rule = Callable[[RunRecords, Cause], Finding | None]
+"""A pure function: a run's records and the row of the cause in, a finding out. None: the cause is not there, or a
+record that the rule needs is missing."""
+
+_RULES_BY_NAME = {
+    name: rule for topic in (input, steps, learning, host, overhead, gpu) for name, rule in vars(topic).items()
+}
+RULES: tuple[tuple[Cause, Rule], ...] = tuple((find_cause(id), _RULES_BY_NAME[id]) for id in cause_ids())
+CATALOG: dict[str, Cause] = {cause.id: cause for cause, _ in RULES}
 
 _COVERED_CAUSES = {"disk_full": ("disk_nearly_full",)}
 """Failure id → causes that it includes."""
@@ -46,7 +56,7 @@ def run_rules(run: RunRecords) -> list[Finding]:
     if not end_findings:
         return remaining
     if endings()[end_findings[0].id].role == "stop" or end_findings[0].severity == "info":
-        faults = [finding for finding in remaining if finding.severity != "info" and finding.id != CPU_CONTENTION.id]
+        faults = [finding for finding in remaining if finding.severity != "info" and finding.id != "cpu_contention"]
         return [*faults, *end_findings, *(finding for finding in remaining if finding not in faults)]
     if end_findings[0].id in UNEXPLAINED:
         hung = [finding for finding in remaining if finding.id == "hung"]
@@ -62,7 +72,7 @@ def _sort_key(finding: Finding) -> tuple[int, bool, bool, float, str]:
     severity."""
     severity = SEVERITIES.index(finding.severity)
     is_imminent = finding.severity == "critical" and not finding.lost_device_s
-    delays_all = finding.id == CPU_CONTENTION.id
+    delays_all = finding.id == "cpu_contention"
     return severity, not is_imminent, delays_all, -(finding.lost_device_s or 0.0), finding.id
 
 
@@ -98,3 +108,9 @@ def apply_probe_result(finding: Finding, probes: dict[str, Probe]) -> Finding:
 def write_findings(run_dir: Path, findings: list[Finding]) -> None:
     """Replaces findings.json of the run."""
     write_atomic(run_dir / records.FINDINGS, msgspec.json.format(msgspec.json.encode(findings), indent=2) + b"\n")
+
+
+def catalog_hash() -> str:
+    """12 hex digits of the SHA-256 of all causes and common thresholds: equal hashes mean equal thresholds."""
+    data = {"causes": sorted(CATALOG.values(), key=lambda cause: cause.id), "common": COMMON_THRESHOLDS}
+    return hashlib.sha256(msgspec.json.encode(data, order="deterministic")).hexdigest()[:12]

@@ -7,24 +7,26 @@ proof the finding describes how the job ended and what is not known. Causes of l
 
 import bisect
 import dataclasses
-import functools
-import itertools
 import re
 import signal
 
 from stoker.diagnosis.causes.shared import make_evidence
-from stoker.diagnosis.endings import UNEXPLAINED, Ending, LinePattern, endings, line_patterns
-from stoker.diagnosis.output import (
-    LogLine,
+from stoker.diagnosis.endings import (
+    SECONDARY_ERROR,
+    UNEXPLAINED,
+    Ending,
+    LinePattern,
     drop_ignored_exceptions,
+    endings,
     find_nan_losses,
     find_normal_end,
     find_progress,
     find_thread_exceptions,
     find_tracebacks,
+    line_patterns,
     strip_rank_prefix,
 )
-from stoker.diagnosis.termination import Termination
+from stoker.diagnosis.run_data import LogLine, Termination
 from stoker.findings.finding import Evidence, Finding, Severity
 
 NEARLY_FULL_FRACTION = 0.95
@@ -51,12 +53,6 @@ _GPU_REMARKS = ("trained_on_cpu", "no_gpu_driver")
 _MIN_PROGRESS_LINES = 3
 """Lines of progress after a failure from which on the job had continued. Heuristic: other ranks print one or two more
 before they wait for the one that failed."""
-_SECONDARY_ERRORS = re.compile(
-    r"ChildFailedError|CalledProcessError|Connection (reset|closed) by peer|ConnectionResetError|BrokenPipeError|"
-    r"DistBackendError|NCCL (error|communicator)|exited unexpectedly|EOFError|^SystemExit|^KeyboardInterrupt|"
-    r"Process(Raised|Exited)Exception|SignalException"
-)
-"""Errors of a process about the end of another one or of itself: the messages before them decide (heuristic)."""
 _INFO_LEVEL = re.compile(r"\b(INFO|DEBUG)\b|:\d+: \w+Warning: ")
 _RETRIED = re.compile(r"(?i)\bretrying\b|\bwill be (automatically )?retried\b")
 _MAX_LEVEL_CHARS = 80
@@ -275,7 +271,7 @@ def _find_fault(
         if any(above < match.line_index and not match.ending.about_another_process for match in decisive):
             return None
         is_secondary = any(start <= match.line_index <= last for match in decisive)
-        if not is_secondary and not _SECONDARY_ERRORS.search(strip_rank_prefix(lines[last].text)):
+        if not is_secondary and not SECONDARY_ERROR.search(strip_rank_prefix(lines[last].text)):
             evidence = [_quote(lines[last]), *_end_evidence(termination), *_unknown_evidence(termination, matches)]
             return _make_finding("ended_by_error", evidence)
         end = start
@@ -313,8 +309,6 @@ def _finding_from_matches(termination: Termination, ending_matches: list[_Match]
     newest_lines = [match.line for match in reversed(ending_matches) if match.ending is ending]
     lines = list(dict.fromkeys([*newest_lines, *(match.line for match in matches if match.ending is ending)]))
     evidence = _quote_lines(lines)
-    if ending.id == "collective_timeout":
-        evidence += _rank_evidence(lines)
     return _make_finding(ending.id, evidence + _end_evidence(termination))
 
 
@@ -371,13 +365,16 @@ def _other_findings(termination: Termination, matches: list[_Match], reported_id
 
 
 def _find_matches(lines: tuple[LogLine, ...]) -> list[_Match]:
-    """Each line counts for the most specific failure with a matching pattern."""
+    """Each line counts for the most specific failure with a matching pattern. Most patterns have a text that is nowhere
+    in the output, and are not tried."""
     stripped_lines = [strip_rank_prefix(line.text) for line in lines]
+    lowered = [text.lower() for text in stripped_lines]
+    joined = "\n".join(lowered)
+    possible = [pattern for pattern in line_patterns() if pattern.literal in joined]
     matches = []
-    for index, numbers in sorted(_find_candidates(stripped_lines).items()):
-        candidates = (line_patterns()[number] for number in sorted(numbers))
-        pattern = next((pattern for pattern in candidates if pattern.regex.search(stripped_lines[index])), None)
-        if pattern is not None:
+    for index, (line, text) in enumerate(zip(stripped_lines, lowered, strict=True)):
+        candidates = (pattern for pattern in possible if pattern.literal in text and pattern.regex.search(line))
+        if (pattern := next(candidates, None)) is not None:
             matches.append(_Match(pattern, lines[index], index))
     has_ends = any(match.pattern.traceback_end is not None for match in matches)
     return _check_traceback_ends(matches, lines) if has_ends else matches
@@ -399,41 +396,6 @@ def _check_traceback_ends(matches: list[_Match], lines: tuple[LogLine, ...]) -> 
     ]
     retained += [dataclasses.replace(match, line=lines[last], line_index=last) for last, match in confirmed.items()]
     return sorted(retained, key=lambda match: match.line_index)
-
-
-@functools.cache
-def _patterns_of_literals() -> dict[str, list[int]]:
-    """Literal → indices of the patterns that need it."""
-    numbers: dict[str, list[int]] = {}
-    for number, pattern in enumerate(line_patterns()):
-        numbers.setdefault(pattern.literal, []).append(number)
-    return numbers
-
-
-def _find_candidates(stripped_lines: list[str]) -> dict[int, set[int]]:
-    """Index of a line → patterns with a literal that it contains. Each literal is searched in all lines as one text:
-    most are not in it."""
-    lowered = [text.lower() for text in stripped_lines]
-    joined = "\n".join(lowered)
-    line_ends = list(itertools.accumulate(len(text) + 1 for text in lowered))
-    candidates: dict[int, set[int]] = {}
-    for literal, numbers in _patterns_of_literals().items():
-        position = joined.find(literal)
-        while position >= 0:
-            index = bisect.bisect_right(line_ends, position)
-            candidates.setdefault(index, set()).update(numbers)
-            position = joined.find(literal, line_ends[index])
-    return candidates
-
-
-_RANK_PATTERN = re.compile(r"\brank\s?(\d{1,9})\b", re.IGNORECASE)
-
-
-def _rank_evidence(lines: list[LogLine]) -> list[Evidence]:
-    ranks = sorted({int(match[1]) for line in lines if (match := _RANK_PATTERN.search(line.text))})
-    if not ranks:
-        return [make_evidence("not known: which rank waited")]
-    return [make_evidence(f"reported by rank {', '.join(map(str, ranks))}, which waited for another one")]
 
 
 def _killed_pid(text: str) -> int | None:

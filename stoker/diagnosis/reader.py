@@ -52,22 +52,18 @@ _LAUNCHER_KINDS = frozenset({"idle", "other"})
 
 
 class Observer:
-    """Gets each record while `read_run` reads it, for what only one command needs: first all events, then profiler
-    windows, then steps, then samples. Each method may be overridden."""
+    """Gets each record while `read_run` reads it, for what only one command needs: first all events, then steps,
+    then samples. Each method may be overridden."""
 
     def event(self, event: Event) -> None: ...
-
-    def trace(self, rank: int, trace: TraceWindow) -> None: ...
 
     def window(self, rank: int, window: StepWindow) -> None: ...
 
     def sample(self, sample: DeviceSample) -> None: ...
 
 
-def read_run(
-    run_dir: Path, price_per_device_hour: float | None = None, *, observers: Iterable[Observer] = ()
-) -> RunRecords:
-    """The records of a run; each file is read once. price_per_device_hour: None: as recorded in the run."""
+def read_run(run_dir: Path, *, observers: Iterable[Observer] = ()) -> RunRecords:
+    """The records of a run; each file is read once."""
     observers = list(observers)
     tables = records.read_settings(run_dir) or {}
     settings: dict[str, Any] = {}
@@ -85,12 +81,8 @@ def read_run(
     run_records.num_ranks = len(ranks)
     _read_events(run_dir, run_records, observers)
     end = EndReader(run_dir, run_records.events)
-    for rank, folder in ranks.items():
-        for trace in records.read_lines(folder, records.TRACES, TraceWindow):
-            if rank == 0:
-                _add_trace(run_records, trace)
-            for observer in observers:
-                observer.trace(rank, trace)
+    for trace in records.read_lines(run_dir, records.TRACES, TraceWindow):
+        _add_trace(run_records, trace)
     steady_spans = _read_steps(ranks, run_records, end, observers)
     _read_devices(run_dir, run_records, steady_spans, end, observers)
     paths: set[str] = set()
@@ -105,9 +97,7 @@ def read_run(
         probe.probe: probe for probe in run_records.all_probes if not probe.reason and probe.ratio > 0
     }
     run_records.termination = end.termination()
-    run_records.price_per_device_hour = (
-        run_records.recorded_price if price_per_device_hour is None else price_per_device_hour
-    )
+    run_records.price_per_device_hour = run_records.recorded_price
     return run_records
 
 
@@ -309,7 +299,6 @@ def _add_learning(run_records: RunRecords, window: StepWindow) -> None:
     learning.skipped_steps += window.skipped_steps
     learning.lr.add(window.lr)
     learning.newest_lr = learning.newest_lr if window.lr is None else window.lr
-    learning.grad_norm.add(window.t, window.grad_norm)
     loss = window.losses.get("total", next(iter(window.losses.values()), None))
     if loss is not None:
         learning.loss.add(window.t, loss)
@@ -383,12 +372,8 @@ def _add_host(host: HostStats, sample: DeviceSample) -> None:
             )
     for name, cores in sample.busiest_processes.items():
         host.busiest_processes[name] = host.busiest_processes.get(name, 0.0) + cores
-    host.process_cpu.add(sample.process_cpu)
-    host.threads_running.add(sample.threads_running)
-    host.psi_cpu.add(sample.psi_cpu)
-    host.psi_memory.add(sample.psi_memory)
-    host.psi_io.add(sample.psi_io)
-    host.net_received_bytes_s.add(sample.net_received_bytes_s)
+    for name in ("process_cpu", "threads_running", "psi_cpu", "psi_memory", "psi_io", "net_received_bytes_s"):
+        getattr(host, name).add(getattr(sample, name))
     host.swap.add(sample.swap_used_bytes)
     host.rss.add(sample.t, sample.rss_bytes)
     host.open_fds.add(sample.t, sample.open_fds)

@@ -1,20 +1,224 @@
-"""What the rules use: a run's records as sums, means, maxima and time series, in bounded memory.
+"""What the rules use: a run's records as sums, means, maxima and time series, in bounded memory; and what is known of a
+job that has ended.
 
-`reader.py` fills it in one pass over each file, the rules in `causes/` judge it. What was not recorded is None or
-empty, never zero. "Steady" is the time after the start: see `reader.py`.
+`reader.py` fills it in one pass over each file, `termination.py` reads the end, the rules in `causes/` and
+`postmortem.py` judge it. What was not recorded is None or empty, never zero. "Steady" is the time after the start: see
+`reader.py`. Plain arithmetic without numpy, so that `stoker why` starts fast.
 """
 
 import dataclasses
 import math
+import signal
+from statistics import median
 from typing import Any
 
-from stoker.diagnosis.series import Mean, TimeSeries
-from stoker.diagnosis.termination import EventSummary, Termination
 from stoker.runs.schemas import DeviceSample, Event, Probe
 from stoker.runs.totals import Totals, TotalsSum
 
 MAX_EXAMPLES = 3
 """Number of names and lines that are kept as examples."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Mean:
+    """The mean and the extremes of the values that are not None; all None if there are none."""
+
+    total: float = 0.0
+    count: int = 0
+    min_value: float | None = None
+    max_value: float | None = None
+
+    def add(self, value: float | None) -> None:
+        if value is None:
+            return
+        self.total += value
+        self.count += 1
+        self.min_value = value if self.min_value is None else min(self.min_value, value)
+        self.max_value = value if self.max_value is None else max(self.max_value, value)
+
+    @property
+    def value(self) -> float | None:
+        return self.total / self.count if self.count else None
+
+
+MAX_POINTS = 256
+"""Of a time series, at most: when there are more, neighboring points are averaged, so a run of weeks has as many."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearFit:
+    """A straight line through some points. slope: per second; r_squared: the fraction of the variance that it
+    explains."""
+
+    slope: float
+    r_squared: float
+
+
+class TimeSeries:
+    """Values over time, at most MAX_POINTS, each the mean of the same number of consecutive values."""
+
+    def __init__(self) -> None:
+        self._points: list[tuple[float, float]] = []
+        self._points_per_bin = 1
+        self._pending: list[tuple[float, float]] = []
+
+    def add(self, t: float, value: float | None) -> None:
+        """Ignores None and values that are not finite."""
+        if value is None or not math.isfinite(value):
+            return
+        self._pending.append((t, float(value)))
+        if len(self._pending) < self._points_per_bin:
+            return
+        self._points.append(_centroid(self._pending))
+        self._pending = []
+        if len(self._points) >= MAX_POINTS:
+            self._points = [_centroid(self._points[n : n + 2]) for n in range(0, MAX_POINTS, 2)]
+            self._points_per_bin *= 2
+
+    @property
+    def points(self) -> list[tuple[float, float]]:
+        """(t, value), in the order in which they were added."""
+        return self._points + ([_centroid(self._pending)] if self._pending else [])
+
+    @property
+    def values(self) -> list[float]:
+        return [value for _, value in self.points]
+
+    @property
+    def span_s(self) -> float:
+        points = self.points
+        return points[-1][0] - points[0][0] if points else 0.0
+
+    @property
+    def growth(self) -> float:
+        values = self.values
+        return values[-1] - values[0] if values else 0.0
+
+    def fit_line(self, start_fraction: float = 0.0, end_fraction: float = 1.0) -> LinearFit | None:
+        """Least squares through a part of the points, given as fractions of them; None with fewer than three."""
+        points = self.points
+        selected = points[int(start_fraction * len(points)) : math.ceil(end_fraction * len(points))]
+        if len(selected) < 3:
+            return None
+        t_mean, v_mean = _centroid(selected)
+        tt = sum((t - t_mean) ** 2 for t, _ in selected)
+        vv = sum((v - v_mean) ** 2 for _, v in selected)
+        tv = sum((t - t_mean) * (v - v_mean) for t, v in selected)
+        if tt <= 0:
+            return None
+        return LinearFit(tv / tt, tv * tv / (tt * vv) if vv > 0 else 0.0)
+
+    def running_medians(self, window_size: int) -> list[float]:
+        """Medians of `window_size` consecutive values; empty if there are fewer."""
+        values = self.values
+        return [median(values[n : n + window_size]) for n in range(len(values) - window_size + 1)]
+
+
+def _centroid(points: list[tuple[float, float]]) -> tuple[float, float]:
+    return sum(t for t, _ in points) / len(points), sum(v for _, v in points) / len(points)
+
+
+# A job that has ended
+
+END_KINDS = ("finished", "failed", "preempted")
+"""Events that say how an attempt ended."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LogLine:
+    """A line of an output or a log. source: `file:number`."""
+
+    text: str
+    source: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Termination:
+    """What is known of a job that has ended. None: not known. Fractions are 0 … 1, of the newest sample.
+
+    exit_code: as in `subprocess`, a signal is its negative number; a shell's 128 + signal counts as that signal.
+    oom_kills: kills by the kernel in the job's cgroup while it ran (memory.events: oom_kill, after - before).
+    kernel_log: lines of the kernel's log of that time; pids: the job's processes. xids: Xid errors of its GPUs.
+    empty_inputs: input files of zero bytes. memory_growth: growth of memory_fraction between the last two samples.
+    """
+
+    exit_code: int | None = None
+    source: str = ""
+    """Where its end is recorded; empty: it is not."""
+    output: tuple[LogLine, ...] = ()
+    kernel_log: tuple[LogLine, ...] = ()
+    pids: frozenset[int] = frozenset()
+    xids: tuple[LogLine, ...] = ()
+    oom_kills: int | None = None
+    memory_fraction: float | None = None
+    memory_growth: float = 0.0
+    gpu_memory_fraction: float | None = None
+    gpu_used: bool | None = None
+    """Whether a kernel ran on any GPU."""
+    shm_fraction: float | None = None
+    samples_source: str = ""
+    empty_inputs: tuple[str, ...] = ()
+    hang: "HangInfo | None" = None
+
+    @property
+    def signal(self) -> int | None:
+        code = self.exit_code
+        if code is None:
+            return None
+        if code < 0:
+            return -code
+        return code - 128 if 128 < code <= 128 + signal.NSIG else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HangInfo:
+    """The time before an end without a step and without a line of output."""
+
+    duration_s: float
+    source: str
+    """Record of the newest step."""
+    cpu_cores: float | None = None
+    """CPU-seconds per second of the job's processes in it."""
+    main_thread_state: str | None = None
+    """The key of `StackWindow.main_thread` of nearly all samples in it."""
+    frame: str | None = None
+    """The most frequent frame in the job's own files."""
+    stacks_source: str = ""
+
+
+@dataclasses.dataclass(kw_only=True)
+class EventSummary:
+    """What the events say of a run, and of its newest attempt."""
+
+    last: Event | None = None
+    attempts: int = 0
+    """Number of the newest attempt; 0: the run never started."""
+    end: Event | None = None
+    """How the newest attempt ended; None: no event says so."""
+    end_line: int = 0
+    """Line of events.jsonl in which it stands."""
+    output_start: dict[str, Any] | None = None
+    """Data of the first event of the newest attempt that says where its output begins."""
+    job: dict[str, Any] | None = None
+    """The job that `stoker watch --pid` was attached to."""
+    coverage: dict[str, str] = dataclasses.field(default_factory=dict)
+    """For an external job: data source → what was recorded, or why it was not. Else empty."""
+
+    def add(self, line_number: int, event: Event) -> None:
+        self.last = event
+        if event.attempt > self.attempts:
+            self.attempts, self.end, self.end_line, self.output_start = event.attempt, None, 0, None
+        if event.attempt == self.attempts:
+            if event.kind in END_KINDS:
+                self.end, self.end_line = event, line_number
+            if self.output_start is None and "output_offset" in event.data:
+                self.output_start = event.data
+        if event.kind in ("started", "resumed"):
+            self.job = event.data.get("job", self.job)
+        self.coverage = event.data.get("coverage", self.coverage)
+
+
+# A run
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -45,7 +249,6 @@ class LearningStats:
     """Losses and learning rates, and the events about them."""
 
     loss: TimeSeries = dataclasses.field(default_factory=TimeSeries)
-    grad_norm: TimeSeries = dataclasses.field(default_factory=TimeSeries)
     lr: Mean = dataclasses.field(default_factory=Mean)
     newest_lr: float | None = None
     skipped_steps: int = 0

@@ -1,24 +1,31 @@
-"""What is known of a job that has ended, read from its run's records: the input of `postmortem.explain`.
+"""Reads from a run's records what is known of a job that has ended: the input of `postmortem.explain`.
 
-Only of the newest attempt: each has its own end, and its own part of the output. What was not recorded is None. Whether
-a run is alive is in `alive.py`; the lines of an output are in `output.py`.
+Only of the newest attempt: each has its own end, and its own part of the output. Whether a run still has a process is
+known by the lock of its folder, which the kernel releases; by its lease in a bucket; or, for a job that `stoker watch
+--pid` was attached to, by its process id. What the lines of an output mean is in `endings.py`.
 """
 
-import dataclasses
+import contextlib
 import functools
-import signal
+import re
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from stoker.diagnosis.alive import is_held, lease_holder
-from stoker.diagnosis.output import MAX_LINE_CHARS, LogLine, read_output
-from stoker.diagnosis.series import Mean
-from stoker.runs.records import DEVICES, EVENTS, OUTPUT, STACKS, STEPS
+from stoker.diagnosis.run_data import EventSummary, HangInfo, LogLine, Mean, Termination
+from stoker.runs.records import DEVICES, EVENTS, OUTPUT, STACKS, STEPS, locked
 from stoker.runs.schemas import DeviceSample, Event, StackWindow, StepWindow
+from stoker.storage.run_uri import LEASE_FILE
 
-END_KINDS = ("finished", "failed", "preempted")
-"""Events that say how an attempt ended."""
+if TYPE_CHECKING:
+    from stoker.storage.lease import LeaseHolder
+
+MAX_OUTPUT_BYTES = 2**20
+"""Bytes at the end of an output that are read: the last messages are there (heuristic)."""
+MAX_LINE_CHARS = 2000
+"""Characters of a line that are read. The patterns have bounded repeats (`endings.py` sets the
+bounds of those in its catalog), so the time is proportional to the length of the output."""
 _EXIT_CODES = {"finished": 0, "preempted": 75}
 """Event of stoker's own runs → exit code, as in stoker/errors.py."""
 _HEAD_BYTES = 4096
@@ -27,90 +34,46 @@ _DOMINANT_FRACTION = 0.9
 """Fraction of the samples from which on the main thread counts as being in one state."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Termination:
-    """What is known of a job that has ended. None: not known. Fractions are 0 … 1, of the newest sample.
-
-    exit_code: as in `subprocess`, a signal is its negative number; a shell's 128 + signal counts as that signal.
-    oom_kills: kills by the kernel in the job's cgroup while it ran (memory.events: oom_kill, after - before).
-    kernel_log: lines of the kernel's log of that time; pids: the job's processes. xids: Xid errors of its GPUs.
-    empty_inputs: input files of zero bytes. memory_growth: growth of memory_fraction between the last two samples.
-    """
-
-    exit_code: int | None = None
-    source: str = ""
-    """Where its end is recorded; empty: it is not."""
-    output: tuple[LogLine, ...] = ()
-    kernel_log: tuple[LogLine, ...] = ()
-    pids: frozenset[int] = frozenset()
-    xids: tuple[LogLine, ...] = ()
-    oom_kills: int | None = None
-    memory_fraction: float | None = None
-    memory_growth: float = 0.0
-    gpu_memory_fraction: float | None = None
-    gpu_used: bool | None = None
-    """Whether a kernel ran on any GPU."""
-    shm_fraction: float | None = None
-    samples_source: str = ""
-    empty_inputs: tuple[str, ...] = ()
-    hang: "HangInfo | None" = None
-
-    @property
-    def signal(self) -> int | None:
-        code = self.exit_code
-        if code is None:
-            return None
-        if code < 0:
-            return -code
-        return code - 128 if 128 < code <= 128 + signal.NSIG else None
+def is_held(run_dir: Path, job: Mapping[str, Any] | None = None) -> bool | None:
+    """Whether a process of this machine trains the run; None if the lock cannot be tried. job: that `stoker watch
+    --pid` was attached to, as its newest event of a start has it."""
+    if not (run_dir / ".lock").exists():
+        return False
+    with (
+        contextlib.suppress(OSError),
+        locked(run_dir) as acquired,
+    ):  # a read-only copy of a run, or a file system without locks
+        return not acquired or (job is not None and _is_running(job))
+    return None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HangInfo:
-    """The time before an end without a step and without a line of output."""
+def lease_holder(run_dir: Path) -> "LeaseHolder | None":
+    """Who trains a run in a bucket, or did so within the duration of a lease; from the copy of its lease."""
+    if not (run_dir / LEASE_FILE).exists():
+        return None
+    from stoker.storage.lease import read_lease_file  # loads obstore, which folders do not need
 
-    duration_s: float
-    source: str
-    """Record of the newest step."""
-    cpu_cores: float | None = None
-    """CPU-seconds per second of the job's processes in it."""
-    main_thread_state: str | None = None
-    """The key of `StackWindow.main_thread` of nearly all samples in it."""
-    frame: str | None = None
-    """The most frequent frame in the job's own files."""
-    stacks_source: str = ""
+    holder = read_lease_file(run_dir / LEASE_FILE)
+    return holder if holder is not None and holder.remaining_s() > 0 else None
 
 
-@dataclasses.dataclass(kw_only=True)
-class EventSummary:
-    """What the events say of a run, and of its newest attempt."""
+def boot_id() -> str:
+    """The id of this boot of this machine; empty if the kernel has none."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else ""
 
-    last: Event | None = None
-    attempts: int = 0
-    """Number of the newest attempt; 0: the run never started."""
-    end: Event | None = None
-    """How the newest attempt ended; None: no event says so."""
-    end_line: int = 0
-    """Line of events.jsonl in which it stands."""
-    output_start: dict[str, Any] | None = None
-    """Data of the first event of the newest attempt that says where its output begins."""
-    job: dict[str, Any] | None = None
-    """The job that `stoker watch --pid` was attached to."""
-    coverage: dict[str, str] = dataclasses.field(default_factory=dict)
-    """For an external job: data source → what was recorded, or why it was not. Else empty."""
 
-    def add(self, line_number: int, event: Event) -> None:
-        self.last = event
-        if event.attempt > self.attempts:
-            self.attempts, self.end, self.end_line, self.output_start = event.attempt, None, 0, None
-        if event.attempt == self.attempts:
-            if event.kind in END_KINDS:
-                self.end, self.end_line = event, line_number
-            if self.output_start is None and "output_offset" in event.data:
-                self.output_start = event.data
-        if event.kind in ("started", "resumed"):
-            self.job = event.data.get("job", self.job)
-        self.coverage = event.data.get("coverage", self.coverage)
+def _is_running(job: Mapping[str, Any]) -> bool:
+    """Whether a process still runs, without being watched. It is identified by its pid, its start and the boot, since
+    pids are reused."""
+    if job.get("boot") != boot_id():
+        return False
+    try:
+        stat_line = Path(f"/proc/{job['pid']}/stat").read_text(errors="replace")
+    except OSError:  # it ended
+        return False
+    fields = stat_line.rpartition(")")[2].split()
+    return fields[0] not in "ZX" and int(fields[19]) == job["start_ticks"]
 
 
 class EndReader:
@@ -281,3 +244,36 @@ def _head_checksum(path: Path, offset: int) -> int | None:
 def _python_exit_code(error: str) -> int:
     """Python's exit code after an error that is not stoker's."""
     return 130 if error.startswith("KeyboardInterrupt") else 1
+
+
+# The output
+
+_CONTROL_CHARS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Colors and other control characters: torch prints a NUL before the traceback of a worker that was killed."""
+
+
+def split_log_lines(data: bytes, file_name: str, *, first_number: int = 1) -> tuple[LogLine, ...]:
+    """The lines of an output, numbered from `first_number`. Of a line that was overwritten (`\\r`) the last text
+    remains; colors are removed."""
+    lines = []
+    for number, raw in enumerate(data.split(b"\n"), start=first_number):
+        segments = [segment for segment in raw.decode(errors="replace").split("\r") if segment.strip()]
+        text = _CONTROL_CHARS.sub("", segments[-1] if segments else "")[:MAX_LINE_CHARS]
+        lines.append(LogLine(text.rstrip(), f"{file_name}:{number}"))
+    return tuple(lines)
+
+
+def read_output(path: Path, *, min_offset: int = 0) -> tuple[LogLine, ...]:
+    """The last MAX_OUTPUT_BYTES of an output, from the first complete line on, numbered as in the file. min_offset:
+    byte before which nothing is read; a line begins there. Raises OSError."""
+    with path.open("rb") as file:
+        offset = max(min_offset, path.stat().st_size - MAX_OUTPUT_BYTES)
+        remaining, first_number = offset, 1
+        while remaining and (block := file.read(min(remaining, MAX_OUTPUT_BYTES))):
+            remaining -= len(block)
+            first_number += block.count(b"\n")
+        data = file.read()
+    if offset > min_offset:
+        _, _, data = data.partition(b"\n")
+        first_number += 1
+    return split_log_lines(data, path.name, first_number=first_number)

@@ -5,6 +5,7 @@ assumptions.toml: what `stoker plan` assumes (`planning/estimate.py`, `planning/
 causes.toml: thresholds and fixes of the causes of lost time (`diagnosis/causes/cause.py`).
 check_files.toml, check_machine.toml: what the findings of `stoker check` say (`preflight/catalog.py`).
 clouds.toml: how firmware names its cloud (`profiling/telemetry/environment.py`).
+curves.toml: curves and charts of the report (`report/series.py`).
 egress.toml: prices of traffic between regions (`preflight/cloud.py`).
 endings.toml: the ways in which jobs end (`diagnosis/endings.py`).
 findings.toml: what findings of `check`, `report` and `launch advise` mean (`diagnosis/reference.py`).
@@ -16,18 +17,19 @@ machines.toml, prices.toml: machines of clouds, their spot prices (`planning/mac
     (`hardware/prices.py`).
 mig.toml: MIG slices of GPUs (`launching/containers.py`).
 models.toml: detector architectures (`config/architectures.py`).
+output_lines.toml: lines of progress and of a normal end in the output of any program (`diagnosis/endings.py`).
 notes.toml: notes of `stoker why` (`diagnosis/notes.py`).
 pipeline_fields.toml: fields of the TensorFlow Object Detection API (`migration/fields.py`).
 recipes.toml, settings.toml: what models of a kind are trained with (`config/recipes.py`); bounds and defaults of
     settings (`config/settings.py`).
 refusals.toml: how refusals of a store are repaired (`preflight/access.py`).
-report_words.toml: meanings of phases, stages, experiments and error types (`report/words.py`).
+report_words.toml: meanings of phases, stages, experiments and error types (`report/explain.py`).
 secrets.toml: names and forms of secrets (`secrets.py`).
 source_names.toml: images, packages and calls in files of others (`preflight/static/names.py`).
 storage_failures.toml: failed requests to a bucket, and their messages (`storage/failures.py`).
 variables.toml: environment variables (`preflight/variables.py`).
 versions.toml: which versions belong together (`preflight/static/versions.py`).
-xids.toml: NVIDIA's Xid errors (`diagnosis/xids.py`).
+xids.toml: NVIDIA's Xid errors (`diagnosis/causes/gpu.py`).
 """
 
 import tomllib

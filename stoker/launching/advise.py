@@ -33,19 +33,19 @@ from stoker.planning.accelerators import GPUS, Accelerator, identify
 from stoker.planning.machines import Machine, listed_machines
 from stoker.report import format as fmt
 from stoker.report.console import plain_text, print_renderables, table
-from stoker.report.environment import gpu_names, read_environment
 from stoker.report.explain import open_records, resolve_price
 from stoker.report.findings_terminal import explain_line, finding_lines
 from stoker.report.sizing import (
     CPU_SATURATED_FRACTION,
     INPUT_BOUND_HIGH,
-    MAX_SHARED_MEMORY_FRACTION,
     MIN_COMM_FRACTION,
     MIN_COMPUTE_FRACTION,
     MIN_FETCH_FRACTION,
     MIN_SAMPLES,
     SM_ACTIVE_HIGH,
     ResourceUsage,
+    gpu_names,
+    read_environment,
     resource_usage,
 )
 from stoker.runs import records
@@ -166,15 +166,10 @@ class Measured:
         return waits and (self.has_cores_for(1) is False or self.storage_is_slow)
 
     @property
-    def has_half_the_memory(self) -> bool:
-        used = self.usage.gpu_memory_fraction
-        return used is not None and used <= MAX_SHARED_MEMORY_FRACTION
-
-    @property
     def is_small(self) -> bool:
         """Whether the job is too small for its GPU, and not because it waits for input."""
         is_alone = self.devices == 1 and not self.usage.mig and self.usage.fraction("input_wait") < INPUT_BOUND_HIGH
-        return is_alone and self.gpu_busy < MAX_SHARED_BUSY and self.has_half_the_memory
+        return is_alone and self.gpu_busy < MAX_SHARED_BUSY and self.usage.has_half_the_memory
 
     @property
     def is_late(self) -> bool:
@@ -402,7 +397,7 @@ def larger_batch(m: Measured) -> Change | None:
     """Twice the images per step on the same devices: where the exchange of gradients takes at least 25 % of the time
     and twice the peak fits the memory. It changes the training: the learning rate follows."""
     comm = m.usage.fraction("comm")
-    if m.devices < 2 or comm < MIN_COMM_FRACTION or m.batch_size is None or not m.has_half_the_memory:
+    if m.devices < 2 or comm < MIN_COMM_FRACTION or m.batch_size is None or not m.usage.has_half_the_memory:
         return None
     return m.change(
         "larger_batch",

@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from stoker.diagnosis.causes.gpu import PCIE_DEGRADED
-from stoker.diagnosis.xids import find_xid
+from stoker.diagnosis.causes.gpu import PCIE_DEGRADED, find_xid
 from stoker.findings.finding import Finding, Severity
 from stoker.preflight.catalog import describe
 from stoker.preflight.gpu_facts import DRIVER_TIMEOUT_S, GpuFacts

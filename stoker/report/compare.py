@@ -9,13 +9,11 @@ from typing import TextIO
 import msgspec
 from rich.console import RenderableType
 
-from stoker.diagnosis.reader import Observer
 from stoker.report import format as fmt
 from stoker.report.console import facts, plain_text, print_renderables, table
-from stoker.report.environment import comparable, read_environment
-from stoker.report.explain import RunExplanation, exact_cost, explain_run, open_records
+from stoker.report.explain import RunExplanation, explain_run, open_records
 from stoker.report.run_report import read_settings_rows
-from stoker.runs.schemas import Event
+from stoker.report.sizing import comparable, read_environment
 
 SAME_TOLERANCE = 0.01
 """Relative difference of times below which they count as equal. Heuristic: repeated runs differ by more than this."""
@@ -64,39 +62,29 @@ class Comparison(msgspec.Struct, kw_only=True):
     added_causes: list[str]
     """Causes of findings that only the second run has."""
     states: tuple[str, str]
-    costs: tuple[float | None, float | None]
-    """Cost of each run, if its price is known."""
 
 
 def compare(before: str | Path, after: str | Path, price_per_device_hour: float | None = None) -> Comparison:
     """Reads both runs. price_per_device_hour: as for `explain_run`. Raises UsageError if one is not a run."""
-    aps = _LastAp(), _LastAp()
-    first = explain_run(before, price_per_device_hour, observers=[aps[0]])
-    second = explain_run(after, price_per_device_hour, observers=[aps[1]])
-    folders = open_records(before), open_records(after)
-    unit, units = _unit(first, second)
+    first, second = (explain_run(run, price_per_device_hour) for run in (before, after))
+    folders = [open_records(run) for run in (before, after)]
     settings = [{row.name: row.value for row in read_settings_rows(folder)} for folder in folders]
-    causes = [[finding.id for finding in explanation.findings] for explanation in (first, second)]
+    environments = [comparable(read_environment(folder)) for folder in folders]
+    causes = [[finding.id for finding in run.findings] for run in (first, second)]
+    unit, units = _unit(first, second)
     comparison = Comparison(
         before=first.run,
         after=second.run,
         unit=unit,
-        total_s=(
-            first.device_s / units[0] if units[0] else None,
-            second.device_s / units[1] if units[1] else None,
-        ),
+        total_s=(first.device_s / units[0] if units[0] else None, second.device_s / units[1] if units[1] else None),
         phases=_phase_changes(first, second, units) if all(units) else [],
         img_per_s=(first.img_per_s, second.img_per_s),
-        ap=(aps[0].value, aps[1].value),
+        ap=(first.ap, second.ap),
         settings=_changes(*settings) if all(settings) else [],
-        environment=_changes(*(comparable(read_environment(folder)) for folder in folders)),
+        environment=_changes(*environments),
         removed_causes=[cause for cause in causes[0] if cause not in causes[1]],
         added_causes=[cause for cause in causes[1] if cause not in causes[0]],
         states=(first.state, second.state),
-        costs=(
-            exact_cost(first.device_s, first.price_per_device_hour),
-            exact_cost(second.device_s, second.price_per_device_hour),
-        ),
     )
     comparison.statement = list(_sentences(comparison)) or ["The records do not differ."]
     if bool(settings[0]) != bool(settings[1]):
@@ -107,7 +95,7 @@ def compare(before: str | Path, after: str | Path, price_per_device_hour: float 
 
 def _unit(first: RunExplanation, second: RunExplanation) -> tuple[str, tuple[float, float]]:
     """(unit of the times, how many of them each run did)."""
-    steps = [explanation.steps + explanation.lost_steps for explanation in (first, second)]
+    steps = [run.steps + run.lost_steps for run in (first, second)]
     if all(steps) and first.num_images and second.num_images:
         batches = first.num_images / steps[0], second.num_images / steps[1]
         if abs(batches[0] - batches[1]) > SAME_TOLERANCE * max(batches):
@@ -139,35 +127,17 @@ def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> list[Change
     ]
 
 
-class _LastAp(Observer):
-    """AP of the last evaluation."""
-
-    value: float | None = None
-
-    def event(self, event: Event) -> None:
-        metrics = event.data.get("metrics") if event.kind == "evaluated" else None
-        if isinstance(metrics, dict) and isinstance(metrics.get("ap"), int | float):
-            self.value = float(metrics["ap"])
-
-
 def _sentences(comparison: Comparison) -> Iterator[str]:
     """The differences, that of the time first."""
     unit, (before_s, after_s) = comparison.unit, comparison.total_s
     if before_s and after_s:
-        change = after_s / before_s
-        largest = comparison.phases[0] if comparison.phases else None
-        is_same = abs(change - 1) <= SAME_TOLERANCE
-        if not is_same:
+        change, largest = after_s / before_s, comparison.phases[0]
+        if abs(change - 1) > SAME_TOLERANCE:
             relative = f"{fmt.percentage(1 - change)} less" if change < 1 else f"{fmt.number(change)} times as much"
             yield f"The second took {relative} time per {unit}: {_seconds(before_s)} → {_seconds(after_s)}."
-        if largest is not None and abs(largest.after_s - largest.before_s) > SAME_TOLERANCE * before_s:
-            if is_same:
-                yield f"Both took the same time per {unit}, {_seconds(before_s)}, but in different phases."
+        if abs(largest.after_s - largest.before_s) > SAME_TOLERANCE * before_s:
             seconds = f"{_seconds(largest.before_s)} → {_seconds(largest.after_s)} per {unit}"
             yield f"The largest difference is {largest.phase}: {seconds}."
-        elif before_s != after_s:
-            tolerance = fmt.percentage(SAME_TOLERANCE)
-            yield f"Both took the same time per {unit}, within {tolerance}: {_seconds(after_s)}."
     elif before_s or after_s:
         yield f"Only the {'first' if before_s else 'second'} did a step; times cannot be compared."
     if comparison.ap[0] != comparison.ap[1]:

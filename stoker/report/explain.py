@@ -1,39 +1,63 @@
-"""`stoker why RUN` as data: where the time of a run went, what it cost, the findings, and advice.
+"""`stoker why RUN`: where the time of a run went, what it cost, the findings, and advice; as data, and printed.
 
-`explain_run` reads a run in any state; `explain_terminal.py` prints the result.
-`explain_log` reads the output of a job without a run folder, to find out what ended the job. `compare.py` compares two
-runs, `runs_summary.py` adds up many."""
+`explain_run` reads a run in any state. `explain_log` reads the output of a job without a run folder, to find out what
+ended the job. `run_probes` (`why --probe`) repeats steps of a run that has ended with one thing changed at a time, in a
+separate process (`stoker/training/probe.py`), so nothing here imports torch. The page shows the same data (`html.py`);
+`compare.py` compares two runs, `runs_summary.py` adds up many.
+"""
 
 import dataclasses
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import msgspec
+from rich.console import RenderableType
 
 from stoker.diagnosis import engine
-from stoker.diagnosis.alive import is_held, lease_holder
 from stoker.diagnosis.notes import collect_notes
-from stoker.diagnosis.output import MAX_OUTPUT_BYTES, read_output
 from stoker.diagnosis.postmortem import explain
-from stoker.diagnosis.reader import Observer
-from stoker.diagnosis.termination import EventSummary, Termination
-from stoker.errors import UsageError
+from stoker.diagnosis.reader import Observer, read_run
+from stoker.diagnosis.run_data import EventSummary, Termination
+from stoker.diagnosis.termination import MAX_OUTPUT_BYTES, is_held, lease_holder, read_output
+from stoker.errors import StokerError, UsageError
 from stoker.findings.finding import Finding
 from stoker.hardware import prices
 from stoker.hardware.prices import Price
+from stoker.knowledge import read_toml
 from stoker.report import format as fmt
-from stoker.report.environment import read_environment
-from stoker.report.idle_estimate import DeviceIdleEstimate, IdleEstimator
-from stoker.report.sizing import advise_sizing, resource_usage
-from stoker.report.words import PHASE_MEANINGS, STAGE_MEANINGS
+from stoker.report.console import facts, plain_text, print_renderables, table
+from stoker.report.findings_terminal import explain_line, finding_lines
+from stoker.report.sizing import advise_sizing, read_environment, resource_usage
 from stoker.runs import records
 from stoker.runs.schemas import Event, Probe
 from stoker.runs.totals import Totals
 from stoker.storage.run_uri import display_path
+from stoker.storage.uri import is_uri
 
 State = Literal["running", "finished", "preempted", "failed", "killed", "unknown"]
+
+
+class _Words(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    phases: dict[str, tuple[str, str]]
+    stages: dict[str, str]
+    probes: dict[str, str]
+    error_types: dict[str, tuple[str, str]]
+
+
+_WORDS = msgspec.convert(read_toml("report_words.toml"), _Words)
+PHASE_MEANINGS = {name: meaning for name, (meaning, _) in _WORDS.phases.items()}
+PHASE_COLORS = {name: f"var({color})" for name, (_, color) in _WORDS.phases.items()}
+STAGE_MEANINGS = _WORDS.stages
+"""Stage of `input_wait` → its meaning."""
+PROBE_LABELS = _WORDS.probes
+"""Kind of experiment → what it changes."""
+ERROR_TYPE_ADVICE = _WORDS.error_types
+"""TIDE error type → its meaning, and what to check."""
 
 HANG = "hang"
 """Row of the time after the last step of a job that hung; records have it as `unattributed`."""
@@ -93,32 +117,19 @@ class RunExplanation(msgspec.Struct, frozen=True, kw_only=True):
     """File of the run folder → its path, for those that exist."""
     coverage: dict[str, str] = {}
     """For an external job: data source → what was recorded, or why it was not. Else empty."""
-    idle_estimate: DeviceIdleEstimate | None = None
-    """Estimate of the time inside `compute` in which the device was idle; not added to any sum."""
     sizing_advice: list[Finding] = []
     """Advice on the size of the machine."""
     probes: list[Probe] = []
     """Experiments done with the run."""
+    ap: float | None = None
+    """AP of the newest evaluation."""
 
     def rows(self) -> Iterator[tuple[str, PhaseTime]]:
-        """Rows of a table: each phase, and indented below it its stages or, for `compute`, the idle estimate."""
+        """Rows of a table: each phase, and indented below it its stages."""
         for row in self.phases:
             yield row.phase, row
-            if row.phase == "compute" and self.idle_estimate is not None:
-                yield "  idle, estimated", self._idle_row(self.idle_estimate)
             for stage in row.stages:
                 yield f"  {stage.phase}", stage
-
-    def _idle_row(self, idle: DeviceIdleEstimate) -> PhaseTime:
-        windows, steps = fmt.plural(idle.windows, "profiler window"), fmt.plural(idle.steps, "step")
-        slower = "" if idle.slowdown is None else f" ({idle.slowdown:.2f} times as long as others)"
-        return PhaseTime(
-            phase="compute",
-            device_s=idle.device_s,
-            fraction=idle.fraction,
-            cost=exact_cost(idle.device_s, self.price_per_device_hour),
-            meaning=f"idle inside steps, estimated from {windows}, {steps}{slower}; not added to any sum",
-        )
 
     def cost(self, device_s: float | None) -> tuple[float, float] | None:
         """Minimum and maximum cost of a time; None without a price."""
@@ -152,8 +163,7 @@ def explain_run(
     Raises UsageError if the run does not exist or cannot be read by this version.
     """
     path = open_records(run)
-    idle = IdleEstimator()
-    run_records = engine.read_run(path, observers=(idle, *observers))
+    run_records = read_run(path, observers=observers)
     environment = read_environment(path)
     price_range = resolve_price(run_records.recorded_price, price_per_device_hour, environment)
     exact_price = price_range.low if price_range is not None and price_range.is_exact else 0.0
@@ -188,9 +198,9 @@ def explain_run(
         notes=collect_notes(run_records, findings),
         evidence_paths={name: str(path / name) for name in EVIDENCE_FILES if (path / name).exists()},
         coverage=coverage,
-        idle_estimate=idle.estimate(totals),
         sizing_advice=advise_sizing(resource_usage(run_records, environment)),
         probes=run_records.all_probes,
+        ap=run_records.learning.newest_ap,
     )
 
 
@@ -246,7 +256,7 @@ def _phases(totals: Totals, price_per_device_hour: float) -> list[PhaseTime]:
                 phase=name,
                 device_s=duration_s,
                 fraction=duration_s / totals.device_s,
-                cost=exact_cost(duration_s, price_per_device_hour),
+                cost=duration_s * price_per_device_hour / 3600 if price_per_device_hour > 0 else None,
                 meaning=meanings.get(name, ""),
                 stages=rows(totals.input_wait_stages, STAGE_MEANINGS) if name == "input_wait" else [],
             )
@@ -255,11 +265,6 @@ def _phases(totals: Totals, price_per_device_hour: float) -> list[PhaseTime]:
         ]
 
     return rows(totals.phases, PHASE_MEANINGS | {HANG: "nothing ran after the last step"})
-
-
-def exact_cost(device_s: float, price_per_device_hour: float) -> float | None:
-    """Cost of a time; None without a price."""
-    return device_s * price_per_device_hour / 3600 if price_per_device_hour > 0 else None
 
 
 def _last_record_time(path: Path) -> float | None:
@@ -285,7 +290,7 @@ def _read_state(path: Path, events: EventSummary, last_record_t: float | None) -
     if events.end is not None:
         saved = f"stopped by a signal, state saved{resume}"
         message = saved if events.end.kind == "preempted" else events.end.text.partition("\n")[0]
-        return _END_STATES[events.end.kind], f"{events.end.kind}: {message}"
+        return msgspec.convert(events.end.kind, State), f"{events.end.kind}: {message}"
     if lock_held is None:
         return "unknown", "unknown: no end is recorded, and the lock cannot be checked from here"
     if is_external:
@@ -293,9 +298,6 @@ def _read_state(path: Path, events: EventSummary, last_record_t: float | None) -
         return "killed", text
     last_t = "never" if last_record_t is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last_record_t))
     return "killed", f"killed: the process ended without a final event; last record: {last_t}{resume}"
-
-
-_END_STATES: dict[str, State] = {"finished": "finished", "preempted": "preempted", "failed": "failed"}
 
 
 IGNORED_CAUSE = "ended_without_record"
@@ -330,3 +332,170 @@ def explain_log(path: Path) -> LogExplanation:
         not_known.append(f"the log before its last {fmt.size(MAX_OUTPUT_BYTES)}")
     lines = sum(bool(line.text.strip()) for line in output)
     return LogExplanation(log=str(path), size_bytes=size_bytes, lines=lines, findings=findings, not_known=not_known)
+
+
+# Terminal
+
+MAX_FINDINGS = 5
+"""Findings that are printed; `--json` has all."""
+PROBE_HEADS = ("changed", "img/s before", "after", "ratio", "90 % interval")
+
+
+def print_explanation(explanation: RunExplanation, file: TextIO | None = None, *, width: int | None = None) -> None:
+    """Prints to `file`, default stdout."""
+    renderables: list[RenderableType] = [facts(_facts(explanation)), ""]
+    if explanation.phases:
+        renderables += [_phase_table(explanation), "", _verdict(explanation)]
+    else:
+        renderables.append("No time is recorded yet: the run has not reached its first step.")
+    if explanation.phases or explanation.findings or explanation.sizing_advice or explanation.probes:
+        renderables += _details(explanation)
+    print_renderables(renderables, file, width=width)
+
+
+def _facts(explanation: RunExplanation) -> Iterator[tuple[str, str]]:
+    yield "run", explanation.run
+    yield "state", explanation.state_text
+    lost = f", {fmt.plural(explanation.lost_steps, 'step')} repeated" if explanation.lost_steps else ""
+    restarts = fmt.plural(max(0, explanation.attempts - 1), "restart")
+    yield "time", f"{fmt.duration(explanation.wall_s)} on {fmt.plural(explanation.devices, 'device')}, {restarts}{lost}"
+    speed = f", {fmt.plural(explanation.num_images, 'image')}, {fmt.number(explanation.img_per_s)} img/s on average"
+    unknown = explanation.coverage and not explanation.num_images
+    yield "work", f"{fmt.plural(explanation.steps, 'step')}{' according to its output' if unknown else speed}"
+    price = explanation.price_range
+    if price is not None and price.currency:  # a list price; the user knows a price that they set
+        yield "price", f"{fmt.cost_range((price.low, price.high))} {price.currency} per device-hour: {price.source}"
+    for tier, status in explanation.coverage.items():
+        yield "recorded", f"{tier}: {status}"
+
+
+def _phase_table(explanation: RunExplanation) -> RenderableType:
+    rows: list[list[RenderableType]] = [
+        [name, *explanation.time_cells(row.device_s, row.fraction), plain_text(row.meaning, "dim")]
+        for name, row in explanation.rows()
+    ]
+    rows.append(["total", *explanation.time_cells(explanation.device_s, 1.0)])
+    heads = ("phase", "device time", "fraction", *(["cost"] if explanation.price_range is not None else []), "")
+    return table(*heads, right=range(1, len(heads) - 1), rows=rows)
+
+
+def _verdict(explanation: RunExplanation) -> str:
+    if explanation.productive_fraction is None:
+        has_clock = any(status.startswith("recorded: ") for status in explanation.coverage.values())
+        reason = "its clock saw no step of training" if has_clock else "the job was not timed from inside"
+        return f"The fraction of time that the device trained is not known: {reason}."
+    trained = f"The device trained {fmt.percentage(explanation.productive_fraction)} of the time."
+    return f"{trained} {explanation.verdict()}".rstrip()
+
+
+def _details(explanation: RunExplanation) -> Iterator[RenderableType]:
+    """Findings, notes, advice, experiments, sources."""
+    findings, advice = explanation.findings[:MAX_FINDINGS], explanation.sizing_advice
+    if not findings:
+        yield "The diagnosis found nothing else."
+    for finding in findings:
+        yield ""
+        yield from finding_lines(finding, explanation.cost(finding.lost_device_s))
+    if len(explanation.findings) > MAX_FINDINGS:
+        yield ""
+        yield f"{len(explanation.findings) - MAX_FINDINGS} more: stoker why {explanation.run} --json"
+    for title, others in (("", explanation.notes), ("Advice on the size of the machine", advice)):
+        if others:
+            yield ""
+        if others and title:
+            yield plain_text(title, "bold")
+        for finding in others:
+            yield from finding_lines(finding)
+    if explanation.probes:
+        yield ""
+        yield plain_text("Experiments", "bold")
+        yield table(*PROBE_HEADS, right=(1, 2, 3), rows=probe_rows(explanation.probes))
+    yield ""
+    yield plain_text(f"evidence: {', '.join(explanation.evidence_paths)} in {explanation.run}", "dim")
+    yield from explain_line([*findings, *explanation.notes, *advice])
+
+
+def probe_rows(probes: list[Probe]) -> Iterator[tuple[str, str, str, str, str]]:
+    """Rows: the change, img/s before and after, their ratio, its interval or the reason why there is none."""
+    for probe in probes:
+        label = PROBE_LABELS.get(probe.probe, probe.probe)
+        if probe.reason:
+            yield label, "", "", "", f"not measured: {probe.reason}"
+            continue
+        unclear = " (unclear)" if probe.ratio_low < 1 < probe.ratio_high else ""
+        interval = f"{probe.ratio_low:.2f} … {probe.ratio_high:.2f}{unclear}, {fmt.plural(probe.steps, 'step')} each"
+        yield (label, fmt.number(probe.before_img_per_s), fmt.number(probe.after_img_per_s), f"{probe.ratio:.2f}",
+               interval + (", automatic" if probe.automatic else ""))  # fmt: skip
+
+
+def print_log_explanation(explanation: LogExplanation, file: TextIO | None = None, *, width: int | None = None) -> None:
+    """Prints each finding with its evidence, then what is not known."""
+    size = f"{fmt.plural(explanation.lines, 'line')}, {fmt.size(explanation.size_bytes)}"
+    findings = explanation.findings[:MAX_FINDINGS]
+    renderables: list[RenderableType] = [f"{explanation.log}: a log, not a recorded run; {size}"]
+    if not findings:
+        renderables += ["", "It contains no known reason for the end of a job."]
+    for finding in findings:
+        renderables += ["", *finding_lines(finding)]
+    if len(explanation.findings) > MAX_FINDINGS:
+        renderables += ["", f"{len(explanation.findings) - MAX_FINDINGS} more: stoker why {explanation.log} --json"]
+    renderables += ["", "Not known from the log alone:", *(f"  {text}" for text in explanation.not_known)]
+    renderables += explain_line(findings)
+    renderables.append("Next time, record the job with `stoker watch -- COMMAND` to get numbers.")
+    print_renderables(renderables, file, width=width)
+
+
+# Experiments
+
+
+def run_probes(run: str, on_progress: Callable[[str], None]) -> None:
+    """Does all experiments and adds them to the records of the run. on_progress: called with a line after each one.
+
+    Raises UsageError for a run that is still running, is in a bucket, or was not trained by `stoker train`; StokerError
+    with the message of the process if it fails.
+    """
+    if is_uri(run):
+        raise UsageError(
+            "Experiments need a local run folder.", location=run, fix="copy the run to a local folder first"
+        )
+    path = records.open_run(run)
+    if not (path / records.CONFIG).exists():
+        cause = f"it has no {records.CONFIG}: the steps of an external job cannot be repeated"
+        raise UsageError("Experiments need a run of `stoker train`.", location=path, cause=cause)
+    if is_held(path) or lease_holder(path) is not None:
+        fix = "wait for its end; an input-bound run does one experiment automatically"
+        raise UsageError("The run is still running: experiments would use its device.", location=path, fix=fix)
+    folder = records.RunFolder(path, records.last_attempt(path))
+    try:
+        for result in _run_experiments(path):
+            folder.append(records.PROBES, result)
+            on_progress(describe_probe(result))
+    finally:
+        folder.close()
+
+
+def describe_probe(result: Probe) -> str:
+    """An experiment in one line."""
+    ((label, before, after, ratio, interval),) = probe_rows([result])
+    return f"{label}: {interval if result.reason else f'{ratio} × as fast ({interval}), {before} → {after} img/s'}"
+
+
+def _run_experiments(path: Path) -> Iterator[Probe]:
+    """Yields each experiment as soon as it is done."""
+    command = [sys.executable, "-m", "stoker.training.probe", str(path)]
+    with (
+        tempfile.TemporaryFile() as stderr_file,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr_file) as process,
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            yield msgspec.json.decode(line, type=Probe)
+        if process.wait() != 0:
+            stderr_file.seek(0)
+            last_line = stderr_file.read().decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
+            raise StokerError(
+                "The experiments failed.",
+                location=path,
+                cause=f"exit code {process.returncode}: {last_line[0]}",
+                fix=f"see the full output: {sys.executable} -m stoker.training.probe {path}",
+            )

@@ -6,16 +6,18 @@ warning  /dev/shm has 64 MiB [/dev/shm]
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from stoker.diagnosis.reference import Entry
 from stoker.findings.finding import SEVERITIES, Finding, Severity
 from stoker.report import format as fmt
 from stoker.report.console import facts, plain_text, print_renderables
+
+if TYPE_CHECKING:
+    from stoker.diagnosis.reference import Entry
 
 STYLES: dict[Severity, str] = {
     "blocker": "bold red", "critical": "bold red", "warning": "bold yellow", "info": "bold", "unknown": "bold",
@@ -78,7 +80,7 @@ def explain_line(findings: Iterable[Finding]) -> list[Text]:
     return [plain_text(f"`stoker why --explain ID` explains: {ids}", "dim")] if ids else []
 
 
-def print_entries(entries: Iterable[Entry], file: TextIO | None = None) -> None:
+def print_entries(entries: "Iterable[Entry]", file: TextIO | None = None) -> None:
     """Prints what `stoker why --explain ID` says."""
     for entry in entries:
         title = plain_text(f"{entry.id}: {entry.title}", "bold")

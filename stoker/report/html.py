@@ -1,49 +1,38 @@
 """`stoker report RUN`: one HTML file per run, without network or server, and readable without JavaScript.
 
 The data comes from `run_report.collect`; with `--all`, from `runs_summary.summarize_runs`; `stoker data stats --out`
-makes a page in the same frame. The sections are in `page/`. The file contains plotly.js, which draws the charts. Its
-content security policy forbids all requests."""
+makes a page in the same frame. The pages are templates in `page/`; here are the rows of their tables. The file contains
+plotly.js, which draws the charts. Its content security policy forbids all requests."""
 
-import json
+import functools
 import time
-from collections.abc import Sequence
 from importlib import metadata, resources
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import jinja2
 
 from stoker.errors import needs_package, writing
-from stoker.report.page import results, run_sections
-from stoker.report.page import runs_summary as summary_page
-from stoker.report.page.charts import Charts
-from stoker.report.page.markup import Markup, code, join, tag
-from stoker.report.run_report import RunReport, collect
-from stoker.report.runs_summary import RunsSummary
-from stoker.runs.records import REPORT
+from stoker.evaluation.metrics import COCO_SUMMARY, Evaluation, Metrics
+from stoker.report import format as fmt
+from stoker.report.explain import ERROR_TYPE_ADVICE, PHASE_COLORS, PROBE_HEADS, PhaseTime, RunExplanation, probe_rows
+from stoker.report.page import charts as draw
+from stoker.report.page.images import render_image
+from stoker.report.page.markup import Child, Markup, bar, clean, join, table, tag
+from stoker.report.run_report import RunReport, collect, sum_error_types
+from stoker.report.runs_summary import RunsSummary, make_tables, summary_rows
+from stoker.report.sizing import flatten, gpu_names
+from stoker.report.terminal import COCO_TITLES
+from stoker.runs.records import PHASES, REPORT, WARNING_KINDS
 from stoker.storage.local_files import write_atomic
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
 if TYPE_CHECKING:
     from stoker.data.validation.stats import DatasetStats
 
-_POLICY = (
-    "default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'; "
-    "form-action 'none'"
-)
 RUNS_REPORT = "runs-report.html"
-SECTIONS = (
-    ("summary", "Summary"),
-    ("results", "Results"),
-    ("images", "Images"),
-    ("training", "Training"),
-    ("time", "Time"),
-    ("machine", "Machine"),
-    ("data", "Warnings"),
-    ("settings", "Settings"),
-    ("environment", "Environment"),
-    ("events", "Events"),
-)
-NATIVE_RUN_SECTIONS = frozenset({"results", "images", "settings"})
-"""Sections for which external jobs have no records."""
+MAX_CLASS_ROWS = 100
+"""Classes in a table, the most frequent first; the JSON has all."""
 
 
 def write_report(run: str | Path, out: Path | None = None, *, price_per_device_hour: float | None = None) -> Path:
@@ -73,10 +62,10 @@ def write_dataset_stats(stats: "DatasetStats", out: Path) -> Path:
     """Writes the page of `stoker data stats`. Raises StorageError if it cannot be written."""
     from stoker.report.page import dataset  # NumPy, which a report of runs does not need
 
-    charts = Charts()
-    footer = _footer(stats.data, time.time(), f"stoker data stats {stats.data} --json")
-    main = tag("main", dataset.main(stats, charts), footer)
-    return _write(_document(stats.data, dataset.SECTIONS, main, charts), out)
+    charts = draw.Charts()
+    values = dataset.page_values(stats, charts)
+    command = f"stoker data stats {stats.data} --json"
+    return _write(_render("dataset.html", stats.data, command, charts=charts, **values), out)
 
 
 def _write(page: str, path: Path) -> Path:
@@ -88,89 +77,164 @@ def _write(page: str, path: Path) -> Path:
 
 def render(report: RunReport) -> str:
     """The page. An external job has no sections for metrics, images and settings."""
-    charts = Charts()
-    sections = [(name, title) for name, title in SECTIONS if report.is_native_run or name not in NATIVE_RUN_SECTIONS]
-    main = tag(
-        "main",
-        results.head(report),
-        results.summary(report, run_sections.time_bar(report)),
-        _missing(report.missing),
-        [results.scores(report, charts), results.images(report)] if report.is_native_run else None,
-        results.curves(report, charts),
-        run_sections.times(report, charts),
-        run_sections.machine(report, charts),
-        run_sections.data(report),
-        run_sections.settings(report) if report.is_native_run else None,
-        run_sections.environment(report),
-        run_sections.events(report),
-        _footer(report.run, report.generated_t, f"stoker report {report.run} --json"),
+    argv = report.environment.get("argv")
+    return _render(
+        "run.html",
+        report.run,
+        f"stoker report {report.run} --json",
+        report=report,
+        run_name=report.run.rstrip("/").rpartition("/")[2],
+        gpu_names=gpu_names(report.environment),
+        gpus=draw.gpus(report),
+        warnings=[event.text for event in report.events if event.kind in WARNING_KINDS],
+        argv=" ".join(map(str, argv)) if isinstance(argv, list) else "",
+        started_at=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(report.start_t or 0.0)),
     )
-    return _document(report.run, sections, main, charts)
 
 
 def render_runs_summary(runs_summary: RunsSummary) -> str:
     """The page of many runs."""
-    charts = Charts()
     folder = runs_summary.folder
-    footer = _footer(folder, time.time(), f"stoker why --all {folder} --json")
-    main = tag("main", summary_page.main(runs_summary, charts), footer)
-    return _document(folder, summary_page.SECTIONS, main, charts)
+    values = {"summary": runs_summary, "tables": make_tables(runs_summary), "totals": list(summary_rows(runs_summary))}
+    return _render("runs.html", folder, f"stoker why --all {folder} --json", **values)
 
 
-def _document(name: str, sections: Sequence[tuple[str, str]], main: Markup, charts: Charts) -> str:
-    """A page with navigation, content and script. name: of what it is about; sections: id, title."""
-    second_id, second_title = sections[1]
-    title = tag("title", f"{name.rstrip('/').rpartition('/')[2]} · stoker report")
-    skip = tag("a", f"Skip to {second_title.lower()}", href=f"#{second_id}", class_="skip")
-    navigation = tag("nav", [tag("a", title, href=f"#{name}") for name, title in sections], aria_label="Sections")
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-{title}
-<style>
-{_read_asset("style.css")}</style>
-</head>
-<body>
-{join(skip, navigation, main)}
-{script(charts)}
-</body>
-</html>
-"""
+def _render(template: str, source: str, json_command: str, **values: Any) -> str:
+    """source: what the page is about."""
+    common = {
+        "charts": draw.Charts(),
+        "source": source,
+        "json_command": json_command,
+        "version": metadata.version("stoker"),
+        "generated_at": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+    }
+    return _templates().get_template(template).render(common | values)
 
 
-def _missing(sentences: list[str]) -> Markup | None:
-    if not sentences:
-        return None
-    items = tag("ul", [tag("li", sentence) for sentence in sentences])
-    return tag("aside", tag("b", "Missing in this report"), items, class_="missing")
+@functools.cache
+def _templates() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("stoker.report", "page"),
+        autoescape=True,
+        finalize=clean,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    functions = (
+        class_names, class_rows, coco_metrics, confusion_rows, flatten, error_rows, event_rows,
+        join, ledger_order, metric_rows, phase_color, phase_name, phase_rows, probe_rows, quarantine_rows, render_image,
+        setting_rows, table,
+    )  # fmt: skip
+    environment.globals |= {function.__name__: function for function in functions}
+    environment.globals |= {
+        "asset": _read_asset,
+        "plotly": _plotly,
+        "fmt": fmt,
+        "draw": draw,
+        "probe_heads": PROBE_HEADS,
+        "max_class_rows": MAX_CLASS_ROWS,
+    }
+    return environment
 
 
-def _footer(source: str, generated_t: float, json_command: str) -> Markup:
-    generated_at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(generated_t))
-    made_by = f"Generated by stoker {metadata.version('stoker')} at {generated_at} from "
-    return tag("footer", made_by, code(source), ". As JSON: ", code(json_command), ".")
+def _read_asset(name: str) -> Markup:
+    return Markup((resources.files("stoker.report.page") / name).read_text(encoding="utf-8"))
 
 
-def script(charts: Charts) -> str:
-    """The data of the charts, plotly and the script that draws them; empty without charts."""
-    if not charts.data:
-        return ""
+def _plotly() -> Markup:
+    """A test checks that plotly contains no </script."""
     with needs_package("plotly", "The HTML report"):
         from plotly.offline import get_plotlyjs
-
-    # without < no text can end the script element; a test checks that plotly contains no </script
-    data = json.dumps(charts.data, separators=(",", ":"), allow_nan=False, ensure_ascii=False).replace("<", "\\u003c")
-    noscript = tag("noscript", tag("p", "The charts need JavaScript; everything else does not.", class_="missing"))
-    return f"""{noscript}
-<script type="application/json" id="charts">{data}</script>
-<script>{get_plotlyjs()}</script>
-<script>
-{_read_asset("page.js")}</script>"""
+    return Markup(get_plotlyjs())
 
 
-def _read_asset(name: str) -> str:
-    return (resources.files("stoker.report.page") / name).read_text(encoding="utf-8")
+def phase_name(phase: str) -> str:
+    return phase.replace("_", " ")
+
+
+def phase_color(phase: str) -> str:
+    return PHASE_COLORS.get(phase, "var(--c8)")
+
+
+def ledger_order(rows: list[PhaseTime]) -> list[PhaseTime]:
+    return sorted(rows, key=lambda row: PHASES.index(row.phase) if row.phase in PHASES else len(PHASES))
+
+
+# Rows of tables
+
+
+def phase_rows(explanation: RunExplanation) -> list[list[Child]]:
+    rows: list[list[Child]] = []
+    for name, row in explanation.rows():
+        swatch = tag("span", class_="key", style=f"background:{phase_color(row.phase)}", aria_hidden="true")
+        is_part = name.startswith(" ")
+        label = f"of this {name.strip()}" if is_part else tag("span", swatch, phase_name(name), class_="nobr")
+        rows.append([label, *explanation.time_cells(row.device_s, row.fraction), row.meaning])
+    return [*rows, ["total", *explanation.time_cells(explanation.device_s, 1.0), ""]]
+
+
+def coco_metrics(metrics: Metrics) -> list[tuple[str, float | None]]:
+    return [(title, getattr(metrics, name)) for title, name in zip(COCO_TITLES, COCO_SUMMARY, strict=True)]
+
+
+def metric_rows(metrics: Metrics) -> list[list[Child]]:
+    known = sorted((row for row in metrics.per_class if row.boxes), key=lambda row: -row.boxes)
+    return [
+        [row.name, fmt.count(row.boxes), fmt.metric(row.ap), fmt.metric(row.ap50)] for row in known[:MAX_CLASS_ROWS]
+    ]
+
+
+def class_names(evaluation: Evaluation) -> list[str]:
+    return [row.name for row in evaluation.classes]
+
+
+def class_rows(evaluation: Evaluation) -> list[list[Child]]:
+    rows: list[list[Child]] = []
+    known = sorted((row for row in evaluation.classes if row.boxes), key=lambda row: -row.boxes)
+    for row in known[:MAX_CLASS_ROWS]:
+        ap = tag("span", fmt.metric(row.ap), None if row.ap is None else [" ", bar(row.ap)], class_="nobr")
+        at_best = [fmt.MISSING if x is None else f"{x:.2f}" for x in (row.threshold, row.precision, row.recall, row.f1)]
+        error, count = max(row.error_types.items(), key=lambda item: item[1], default=("", 0))
+        most_frequent = f"{error} ({count:,})" if count else "none"
+        rows.append([row.name, fmt.count(row.boxes), ap, fmt.metric(row.ap50), *at_best, most_frequent])
+    return rows
+
+
+def error_rows(evaluation: Evaluation) -> list[list[Child]]:
+    counts = sum_error_types(evaluation)
+    highest = max(counts.values(), default=0)
+    return [
+        [name, fmt.count(count), bar(count / highest, color="var(--c3)"), *ERROR_TYPE_ADVICE[name]]
+        for name, count in counts.most_common()
+    ]
+
+
+def confusion_rows(evaluation: Evaluation) -> list[list[Child]]:
+    names = class_names(evaluation)
+    return [[names[row.gt_label], names[row.pred_label], fmt.count(row.count)] for row in evaluation.confusions[:10]]
+
+
+def quarantine_rows(report: RunReport) -> list[list[Child]]:
+    return [[row.path, row.error.partition("\n")[0], fmt.count(row.image_index)] for row in report.quarantined]
+
+
+def setting_rows(report: RunReport) -> dict[str, list[list[Child]]]:
+    """Section → its rows."""
+    rows: dict[str, list[list[Child]]] = {}
+    for row in report.settings:
+        reason = tag("b", "set by you") if row.reason is None else row.reason
+        rows.setdefault(row.section, []).append([row.name, row.value, reason])
+    return rows
+
+
+def event_rows(report: RunReport) -> list[list[Child]]:
+    return [
+        [
+            fmt.duration(max(0.0, event.t - (report.start_t or 0.0))),
+            event.kind.replace("_", " "),
+            fmt.count(event.step) if event.step is not None else "",
+            tag("span", event.text, class_="message"),
+        ]
+        for event in report.events
+    ]

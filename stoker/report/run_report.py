@@ -1,30 +1,26 @@
 """All data of a run report: `stoker report` renders it as a page or prints it as JSON.
 
 `collect` reads a run in any state and lists in `missing` what is not available. Time, cost and findings come from
-`explain.py`, metrics from events.jsonl and evaluation.json. The page is made by `html.py` and `page/`.
+`explain.py`, metrics from events.jsonl and evaluation.json. `advise` says what to do next, the most urgent first: how
+the run ended, the findings, the error types of the model, and the size of the machine. The page is made by `html.py`.
 """
 
 import time
+from collections import Counter
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
+from stoker.diagnosis.endings import UNEXPLAINED
 from stoker.errors import UsageError
 from stoker.evaluation.metrics import Evaluation, Metrics, read_evaluation
-from stoker.findings.finding import Finding
+from stoker.findings.finding import Evidence, Finding, Severity
 from stoker.report import format as fmt
-from stoker.report.advice import advise
-from stoker.report.environment import read_environment
-from stoker.report.explain import RunExplanation, explain_run, open_records
-from stoker.report.series import (
-    FractionSeries,
-    RunCurves,
-    Series,
-    TimelineMark,
-    collect_marks,
-)
+from stoker.report.explain import ERROR_TYPE_ADVICE, RunExplanation, explain_run, open_records
+from stoker.report.series import FractionSeries, RunCurves, Series
+from stoker.report.sizing import read_environment
 from stoker.runs import records
 from stoker.runs.schemas import Event, Quarantined
 from stoker.secrets import mask_secrets
@@ -89,8 +85,6 @@ class RunReport(msgspec.Struct, kw_only=True):
     curves: dict[str, Series]
     """By step: `loss/…` for each component, `lr`, `grad_norm`, `img_per_s`, `memory_peak_bytes`."""
     phases: FractionSeries
-    marks: list[TimelineMark]
-    """Findings and events on the timeline."""
     machine: dict[str, Series]
     """By time: `gpu 0/utilization`, `cpu/mean`, `memory/process` and so on."""
     settings: list[Setting]
@@ -145,13 +139,12 @@ def collect(run: str | Path, price_per_device_hour: float | None = None) -> RunR
         start_t=start_t,
         explanation=explanation,
         missing=missing,
-        advice=advise(explanation, [entry.metrics.ap for entry in eval_history], evaluation, events),
+        advice=advise(explanation, evaluation, events),
         eval_history=eval_history,
         evaluation=evaluation,
         restarts=_restarts(events, start_t or 0.0),
         curves=curves,
         phases=phases,
-        marks=collect_marks(explanation.findings, events, phases, machine, start_t or 0.0),
         machine=machine,
         settings=settings,
         environment=environment,
@@ -237,3 +230,67 @@ def _cut_middle(items: list[Item], max_items: int) -> tuple[list[Item], int]:
     if len(items) <= max_items:
         return items, 0
     return items[: max_items // 2] + items[-(max_items - max_items // 2) :], len(items) - max_items
+
+
+# Advice
+
+MIN_ERROR_FRACTION = 0.15
+"""Number of errors of one type, relative to the ground truth boxes, that makes the type worth mentioning. Heuristic."""
+
+REPORTED_BY_LAST_EVENT = UNEXPLAINED | {"preempted", "interrupted"}
+"""Findings that repeat the last event of the run, which the advice begins with."""
+
+
+def advise(explanation: RunExplanation, evaluation: Evaluation | None, events: list[Event]) -> list[Finding]:
+    advice = _termination_advice(explanation, events)
+    advice += [finding for finding in explanation.findings if finding.id not in REPORTED_BY_LAST_EVENT]
+    if evaluation is not None:
+        advice += _error_type_advice(evaluation)
+    return advice + explanation.sizing_advice
+
+
+def _termination_advice(explanation: RunExplanation, events: list[Event]) -> list[Finding]:
+    """For a run that did not finish."""
+    resume = f"stoker train --resume {explanation.run}"
+    if explanation.state == "failed":
+        message = next((event.text for event in reversed(events) if event.kind == "failed"), "")
+        first_line, _, rest = message.partition("\n")
+        lines = [line.strip() for line in rest.splitlines()]
+        fix = next((line.removeprefix("fix:").strip() for line in lines if line.startswith("fix:")), "")
+        reason = " · ".join(" ".join(line.split()) for line in lines if not line.startswith("fix:"))
+        fix = fix or "fix the reported problem, then resume the run"
+        return [_advice("run_failed", "critical", f"The run failed: {first_line}", reason, fix, resume)]
+    if explanation.state == "killed":
+        fix = (
+            "resume it from its last checkpoint"
+            if records.CHECKPOINTS in explanation.evidence_paths
+            else "start it again"
+        )
+        command = resume if records.CONFIG in explanation.evidence_paths else None
+        return [_advice("run_killed", "critical", "The run was killed", explanation.state_text, fix, command)]
+    if explanation.state == "preempted":
+        fix = "resume it exactly where it stopped"
+        title = "The run was stopped by a signal"
+        return [_advice("run_preempted", "warning", title, "its state was saved", fix, resume)]
+    return []
+
+
+def _advice(id: str, severity: Severity, title: str, reason: str, fix: str, command: str | None = None) -> Finding:
+    evidence = [Evidence(text=reason)] if reason else []
+    return Finding(id=id, severity=severity, title=title, evidence=evidence, fix=fix, command=command)
+
+
+def _error_type_advice(evaluation: Evaluation) -> list[Finding]:
+    """The most frequent error type, if it is frequent."""
+    boxes = evaluation.metrics.boxes
+    ((error_type, count),) = sum_error_types(evaluation).most_common(1) or [("", 0)]
+    if not boxes or count < MIN_ERROR_FRACTION * boxes:
+        return []
+    meaning, fix = ERROR_TYPE_ADVICE[error_type]
+    reason = f"{count:,}, with {boxes:,} ground truth boxes: {meaning}"
+    return [_advice("frequent_error_type", "info", f"The most frequent error type: {error_type}", reason, fix)]
+
+
+def sum_error_types(evaluation: Evaluation) -> Counter[str]:
+    """Error type → count over all classes."""
+    return sum((Counter(class_eval.error_types) for class_eval in evaluation.classes), Counter[str]())

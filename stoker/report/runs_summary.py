@@ -1,21 +1,28 @@
 """`stoker why --all FOLDER`: many runs added up, as data: device time and cost by cause, month and host; failures.
 
 Each run is read as `stoker why` reads it (`explain.py`), one after the other; only sums and short lists are kept, and
-nothing is written. A run that cannot be read is listed and left out. `runs_summary_tables.py` makes tables of it."""
+nothing is written. A run that cannot be read is listed and left out. Terminal and page (`html.py`) show the same
+tables."""
 
+import dataclasses
+import functools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TextIO
 
 import msgspec
+from rich.console import RenderableType
 
-from stoker.diagnosis.catalog import CATALOG
+from stoker.diagnosis.engine import CATALOG
 from stoker.diagnosis.reader import Observer
 from stoker.errors import StokerError, UsageError
-from stoker.hardware.prices import Price
-from stoker.report.environment import read_environment
+from stoker.hardware.prices import CURRENCY, Price
+from stoker.report import format as fmt
+from stoker.report.console import facts, plain_text, print_renderables, table
 from stoker.report.explain import RunExplanation, explain_run, open_records
+from stoker.report.sizing import read_environment
 from stoker.runs import records
 from stoker.runs.schemas import StepWindow
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
@@ -43,13 +50,16 @@ class Cost(msgspec.Struct, kw_only=True):
             low, high = price_range.cost(device_s)
             self.low, self.high, self.runs = self.low + low, self.high + high, self.runs + 1
 
+    def __str__(self) -> str:
+        return fmt.cost_range((self.low, self.high) if self.runs else None)
+
 
 class Sums(msgspec.Struct, kw_only=True):
-    """Sums over runs."""
+    """Sums over runs. device_s: the time in a phase or lost by a cause; of a month, a host or all runs all device
+    time."""
 
     runs: int = 0
     device_s: float = 0.0
-    """Device time."""
     measured_s: float = 0.0
     """The part of it in runs whose compute is known; the others were not timed from inside."""
     compute_s: float = 0.0
@@ -69,8 +79,7 @@ class Sums(msgspec.Struct, kw_only=True):
 
 
 class Aggregate(Sums, kw_only=True):
-    """Sums of a phase, a cause, a month or a host. device_s: the time in a phase or lost by a cause; of a month or
-    a host all device time."""
+    """Sums of a phase, a cause, a month or a host."""
 
     name: str
     meaning: str = ""
@@ -203,15 +212,18 @@ class _Months(Observer):
 
     def __init__(self) -> None:
         self.by_month: dict[str, tuple[float, float]] = {}
-        self._month_by_day: dict[int, str] = {}
 
     def window(self, rank: int, window: StepWindow) -> None:  # noqa: ARG002 (all ranks count)
-        day = int(window.t // 86400)
-        if day not in self._month_by_day:
-            self._month_by_day[day] = time.strftime("%Y-%m", time.gmtime(window.t))
-        device_s, compute_s = self.by_month.get(self._month_by_day[day], (0.0, 0.0))
+        month = _month(int(window.t // 86400))
+        device_s, compute_s = self.by_month.get(month, (0.0, 0.0))
         compute_s += window.phases.get("compute", 0.0)
-        self.by_month[self._month_by_day[day]] = (device_s + window.wall_s * window.devices, compute_s)
+        self.by_month[month] = (device_s + window.wall_s * window.devices, compute_s)
+
+
+@functools.cache
+def _month(day: int) -> str:
+    """The month of a day, which is counted from 1970 on."""
+    return time.strftime("%Y-%m", time.gmtime(86400 * day))
 
 
 def _add_run(
@@ -270,3 +282,122 @@ def _row(rows: list[Aggregate], name: str, meaning: str = "") -> Aggregate:
         row = Aggregate(name=name, meaning=meaning)
         rows.append(row)
     return row
+
+
+# Tables
+
+MAX_ROWS = 10
+"""Rows of a table on the terminal; `--json` has all."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SummaryTable:
+    """A table whose first column is a name. Columns of `right` are numbers; the last column may be a sentence."""
+
+    title: str
+    heads: Sequence[str]
+    rows: list[list[str]]
+    right: Sequence[int] = ()
+    noun: str = "row"
+    """What a row is about."""
+    total: int = 0
+    """Number of rows, if some are left out already."""
+
+    def cut(self, max_rows: int) -> tuple[list[list[str]], str]:
+        """(the first rows, how many more there are in words; empty if there are no more)."""
+        more = max(self.total, len(self.rows)) - max_rows
+        return self.rows[:max_rows], f"{fmt.plural(more, self.noun)} more" if more > 0 else ""
+
+
+def print_runs_summary(summary: RunsSummary, file: TextIO | None = None, *, width: int | None = None) -> None:
+    """Prints totals, then tables: phases, findings, months, hosts, the worst runs, failures, unreadable runs."""
+    renderables: list[RenderableType] = [facts(summary_rows(summary))]
+    tables = make_tables(summary)
+    for name, summary_table in tables.items():
+        is_long = name in ("findings", "hosts", "unreadable")
+        rows, more = summary_table.cut(MAX_ROWS if is_long else len(summary_table.rows))
+        if rows:
+            cells: list[list[RenderableType]] = [[*others, plain_text(last, "dim")] for *others, last in rows]
+            renderables += ["", plain_text(summary_table.title, "bold")]
+            renderables.append(table(*summary_table.heads, right=summary_table.right, rows=cells))
+        if more:
+            renderables.append(plain_text(f"{more}: --json", "dim"))
+    print_renderables(renderables, file, width=width)
+
+
+def summary_rows(summary: RunsSummary) -> Iterator[tuple[str, str]]:
+    """The totals as rows: name, text."""
+    yield "folder", summary.folder
+    states = ", ".join(f"{count:,} {state}" for state, count in sorted(summary.states.items()))
+    unread = f"; {fmt.plural(summary.num_unreadable, 'run')} could not be read" if summary.num_unreadable else ""
+    yield "runs", f"{summary.runs:,}" + (f": {states}" if states else "") + unread
+    yield "time", f"{_hours(summary.device_s)} device-hours"
+    if summary.cost.runs:
+        listed = f", {summary.list_priced_runs:,} of them with a list price" if summary.list_priced_runs else ""
+        currency = f" {CURRENCY}" if summary.list_priced_runs == summary.cost.runs else ""
+        priced_runs = fmt.plural(summary.cost.runs, "run")
+        yield "cost", f"{summary.cost}{currency}, of {priced_runs} with a price{listed}"
+    if summary.productive_fraction is None:
+        yield "trained", "not known: no job was timed from inside"
+        return
+    external_s = summary.device_s - summary.measured_s
+    external = f"; {_hours(external_s)} more device-hours were not timed from inside" if external_s > 0 else ""
+    trained = fmt.percentage(summary.productive_fraction)
+    yield "trained", f"{trained} of {_hours(summary.measured_s)} device-hours{external}"
+
+
+def make_tables(summary: RunsSummary) -> dict[str, SummaryTable]:
+    """The tables by name, in order; some may be empty. The phases are those of the runs whose compute is known."""
+    phases = _time_table("phase", "device time by phase", summary.phases, summary.measured_s)
+    if phases.rows:
+        phases.rows.append(["total", _hours(summary.measured_s), "100 %", "", "", ""])
+    overlap = "findings (they overlap with the phases and with each other)"
+    worst = [
+        [run.run, _hours(run.lost_s), _hours(run.device_s), str(run.lost_cost), run.largest_loss, run.finding]
+        for run in summary.worst_runs
+    ]
+    worst_heads = ("run", "lost hours", "of", "cost", "largest loss", "first finding")
+    failures = [[row.cause, fmt.count(row.runs), row.title, ", ".join(row.examples)] for row in summary.failures]
+    unreadable = [[row.run, row.error] for row in summary.unreadable]
+    return {
+        "phases": phases,
+        "findings": _time_table("cause", overlap, summary.findings, summary.device_s),
+        "months": _aggregate_table("by month, UTC", "month", summary.months),
+        "hosts": _aggregate_table("by host", "host", summary.hosts),
+        "worst": SummaryTable(title="most device time lost", heads=worst_heads, rows=worst, right=(1, 2, 3)),
+        "failures": SummaryTable(
+            title="ended early", heads=("cause", "runs", "what", "for example"), rows=failures, right=(1,)
+        ),
+        "unreadable": SummaryTable(
+            title="could not be read",
+            heads=("run", "error"),
+            rows=unreadable,
+            noun="run",
+            total=summary.num_unreadable,
+        ),
+    }
+
+
+def _time_table(noun: str, title: str, aggregates: list[Aggregate], total_s: float) -> SummaryTable:
+    """A finding that is not about time has no numbers besides its runs."""
+    rows = []
+    for row in aggregates:
+        fraction = fmt.percentage(row.device_s / total_s if total_s > 0 else None)
+        times = [_hours(row.device_s), fraction, str(row.cost)] if row.device_s > 0 else ["", "", ""]
+        rows.append([row.name, *times, fmt.count(row.runs), row.meaning])
+    heads = (noun, "device-hours", "fraction", "cost", "runs", "meaning")
+    return SummaryTable(title=title, heads=heads, rows=rows, right=range(1, 5), noun=noun)
+
+
+def _aggregate_table(title: str, noun: str, aggregates: list[Aggregate]) -> SummaryTable:
+    rows = [
+        [row.name, _hours(row.device_s), fmt.percentage(row.productive_fraction), str(row.cost), fmt.count(row.runs)]
+        for row in aggregates
+    ]
+    heads = (noun, "device-hours", "trained", "cost", "runs")
+    return SummaryTable(title=title, heads=heads, rows=rows, right=range(1, 5), noun=noun)
+
+
+def _hours(device_s: float) -> str:
+    """Device-hours: 0.31, 12.5, 3,210."""
+    return fmt.number(device_s / 3600)

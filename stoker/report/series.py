@@ -1,26 +1,20 @@
-"""Curves of a run for the report, and marks of its findings and events on the timeline, as data.
+"""Curves of a run for the report, as data.
 
 Any number of values in, a bounded number of points out, in one pass and bounded memory.
 
 A point is a bin with its mean, minimum and maximum. The bin width doubles when there are too many bins, so the page of
 a run of weeks is as large as that of an hour. `page/charts.py` draws the curves.
-
-The evidence of a finding names a record and a field, or a line. This gives a mark its time: for a phase, the stretch
-above its mean in which it took most; for a counter, the time of its extreme; for an event, its own time. Other evidence
-gives no mark.
 """
 
-import re
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import msgspec
 
 from stoker.diagnosis.reader import Observer
-from stoker.findings.finding import Finding
-from stoker.runs.records import WARNING_KINDS
+from stoker.knowledge import read_toml
 from stoker.runs.schemas import DeviceSample, Event, StepWindow
 
 MAX_POINTS = 2000
@@ -29,28 +23,27 @@ MAX_BARS = 1000
 """Bars of the phases over time."""
 MAX_SAMPLE_GAP_S = 10.0
 """A curve of telemetry has a gap where samples are further apart."""
-HOST_CURVES = {
-    "cpu/this process, cores": "process_cpu",
-    "memory/process": "rss_bytes",
-    "memory/used": "memory_used_bytes",
-    "memory/limit": "memory_limit_bytes",
-    "pressure/cpu": "psi_cpu",
-    "pressure/memory": "psi_memory",
-    "pressure/io": "psi_io",
-    "pressure/throttled, s": "throttled_s",
-}
-"""Curve → field of a line of devices.jsonl; `cpu/mean` and `cpu/busiest core` are computed from the cores."""
-GPU_CURVES = {
-    "utilization": "utilization",
-    "SM active": "sm_active",
-    "memory": "memory_used_bytes",
-    "memory of the GPU": "memory_total_bytes",
-    "power, W": "power_w",
-    "power limit, W": "power_limit_w",
-    "temperature, °C": "temperature_c",
-    "clock, MHz": "sm_clock_mhz",
-}
-"""Curve of a GPU, named `gpu 0/utilization` and so on → field of its sample."""
+
+
+class Chart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A chart of the page; curves.toml explains the fields."""
+
+    title: str
+    description: str
+    curves: tuple[str, ...]
+    prefix: str = ""
+    scale: float = 1.0
+    axis: dict[str, Any] = {}
+
+
+class _Curves(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    host: dict[str, str]
+    gpu: dict[str, str]
+    charts: dict[Literal["step", "gpu", "host"], list[Chart]]
+
+
+CURVES = msgspec.convert(read_toml("curves.toml"), _Curves)
+"""Which curves there are, and the charts of the page."""
 
 
 class Series(msgspec.Struct, kw_only=True):
@@ -198,9 +191,9 @@ class RunCurves(Observer):
         values: dict[str, float | None] = (
             {"cpu/mean": statistics.fmean(cores), "cpu/busiest core": max(cores)} if cores else {}
         )
-        values |= {name: getattr(sample, field) for name, field in HOST_CURVES.items()}
+        values |= {name: getattr(sample, field) for name, field in CURVES.host.items()}
         for gpu in sample.gpus:
-            values |= {f"gpu {gpu.index}/{name}": getattr(gpu, field) for name, field in GPU_CURVES.items()}
+            values |= {f"gpu {gpu.index}/{name}": getattr(gpu, field) for name, field in CURVES.gpu.items()}
         _add_values(self._machine, max(0.0, sample.t - (self.start_t or 0.0)), values)
 
     def steps(self) -> dict[str, Series]:
@@ -217,99 +210,3 @@ def _add_values(curves: dict[str, Bins], x: float, values: Mapping[str, float | 
     for name, value in values.items():
         if value is not None:
             curves.setdefault(name, Bins()).add(x, value)
-
-
-MAX_MARKS_PER_FINDING, MAX_EVENTS = 20, 300
-"""Maximum number of marks of one finding, and of events."""
-
-_LOW_IS_BAD = frozenset({"utilization", "clock, MHz"})
-_SHOWN_EVENTS = WARNING_KINDS | {"evaluated", "checkpoint_saved", "resumed", "preempted", "failed", "finished"}
-
-
-class TimelineMark(msgspec.Struct, frozen=True, kw_only=True):
-    """A time span, in seconds since the start of the run."""
-
-    kind: Literal["finding", "event"]
-    name: str
-    """The finding's cause, or the event's kind."""
-    start_s: float
-    end_s: float
-    text: str
-    finding_number: int | None = None
-    """Number of the finding in the report, from 1."""
-
-
-def collect_marks(
-    findings: Iterable[Finding], events: list[Event], phases: FractionSeries, machine: dict[str, Series], start_t: float
-) -> list[TimelineMark]:
-    """All marks. events: all events of the run, in order; phases, machine: in seconds since `start_t`."""
-    result: list[TimelineMark] = []
-    for number, finding in enumerate(findings, start=1):
-        marks = [
-            TimelineMark(kind="finding", name=finding.id, start_s=start_s, end_s=end_s, text=evidence.text,
-                         finding_number=number)
-            for evidence in finding.evidence
-            for start_s, end_s in _spans(evidence.source, events, phases, machine, start_t)
-        ]  # fmt: skip
-        result += list(dict.fromkeys(marks))[:MAX_MARKS_PER_FINDING]
-    listed = [event for event in events if event.kind in _SHOWN_EVENTS]
-    for event in listed[: MAX_EVENTS // 2] + listed[max(MAX_EVENTS // 2, len(listed) - MAX_EVENTS // 2) :]:
-        at_s = max(0.0, event.t - start_t)
-        text = f"{event.kind}: {event.text.partition(chr(10))[0]}"[:200]
-        result.append(TimelineMark(kind="event", name=event.kind, start_s=at_s, end_s=at_s, text=text))
-    return result
-
-
-def _spans(
-    source: str, events: list[Event], phases: FractionSeries, machine: dict[str, Series], start_t: float
-) -> Iterator[tuple[float, float]]:
-    """The time spans of a source in the records."""
-    if (phase_match := re.match(r"steps\.jsonl: (?:phases\.)?(\w+)", source)) is not None:
-        name = "input_wait" if phase_match[1] in ("input", "input_wait_stages") else phase_match[1]
-        if (span := worst_stretch(phases, name)) is not None:
-            yield span
-    elif (line_match := re.match(r"events\.jsonl:(\d+)", source)) is not None:
-        if 0 < int(line_match[1]) <= len(events):
-            yield _instant(events[int(line_match[1]) - 1].t - start_t)
-    elif (kind_match := re.match(r"events\.jsonl: (\w+)", source)) is not None:
-        yield from (_instant(event.t - start_t) for event in events if event.kind == kind_match[1])
-    elif (fields_match := re.match(r"devices\.jsonl: ([\w., ]+)", source)) is not None:
-        for field in re.split(r",\s*", fields_match[1]):
-            for name, series in machine.items():
-                if (worst_s := _extreme(field, name, series)) is not None:
-                    yield _instant(worst_s)
-
-
-def _instant(s: float) -> tuple[float, float]:
-    return max(0.0, s), max(0.0, s)
-
-
-def worst_stretch(phases: FractionSeries, name: str) -> tuple[float, float] | None:
-    """(start, end) of the stretch with at least the mean fraction of a phase in which the phase took most time. None if
-    the phase took no time."""
-    fractions = phases.fractions.get(name, [])
-    if not any(fractions):
-        return None
-    mean = sum(fractions) / len(fractions) * (1 - 1e-9)  # rounding: the mean of equal numbers may be above them
-    best, best_amount, begin, amount = (0, 0), 0.0, 0, 0.0
-    for n, fraction in enumerate([*fractions, -1.0]):
-        is_adjacent = n == 0 or n == len(fractions) or phases.x[n] - phases.x[n - 1] < 1.5 * phases.width
-        if fraction >= mean and is_adjacent:
-            amount += fraction
-            continue
-        if amount > best_amount:
-            best, best_amount = (begin, n - 1), amount
-        begin, amount = (n, fraction) if fraction >= mean else (n + 1, 0.0)
-    return phases.x[best[0]], phases.x[best[1]] + phases.width
-
-
-def _extreme(field: str, name: str, series: Series) -> float | None:
-    """Time at which a counter was at its worst; None if the curve does not belong to the field."""
-    device, _, curve = name.partition("/")
-    fields = {"cpu/mean": "cpu_core_utilization", **HOST_CURVES}
-    if field != (f"gpus.{GPU_CURVES.get(curve)}" if device.startswith("gpu ") else fields.get(name)):
-        return None
-    values = series.low if curve in _LOW_IS_BAD and device.startswith("gpu ") else series.high
-    known = [(value, x) for value, x in zip(values, series.x, strict=True) if value is not None]
-    worst = min(known, default=None) if values is series.low else max(known, default=None)
-    return None if worst is None else worst[1]

@@ -1,4 +1,4 @@
-"""Terminal output of a training: progress while it runs, and metrics afterwards. `explain_terminal.py` prints `stoker
+"""Terminal output of a training: progress while it runs, and metrics afterwards. `explain.py` prints `stoker
 why`.
 
 On a terminal the last lines are updated in place (rich). To a file, a pipe, or with TERM=dumb, complete lines are

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 import psutil
 
-from stoker.diagnosis.alive import boot_id
+from stoker.diagnosis.termination import boot_id
 from stoker.errors import UsageError
 from stoker.hardware.cgroup import Cgroup, usable_cores
 from stoker.monitor.monitor import monitoring

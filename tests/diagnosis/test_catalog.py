@@ -7,15 +7,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from scripts.write_causes import render_page
 from stoker.cli.app import app
 from stoker.config.settings import SECTION_OF
 from stoker.diagnosis import causes
-from stoker.diagnosis.catalog import CATALOG, RULES, catalog_hash
 from stoker.diagnosis.causes.cause import COMMON_THRESHOLDS, REASONS, Cause, Threshold
+from stoker.diagnosis.causes.gpu import find_xid
 from stoker.diagnosis.endings import endings
+from stoker.diagnosis.engine import CATALOG, RULES, catalog_hash
 from stoker.diagnosis.notes import NOTES
-from stoker.diagnosis.reference import all_entries, explain_id, render_page
-from stoker.diagnosis.xids import find_xid
+from stoker.diagnosis.reference import all_entries, explain_id
 from stoker.errors import UsageError
 from stoker.knowledge import read_toml
 from stoker.preflight.catalog import file_rows, machine_rows
@@ -137,7 +138,7 @@ def test_commands_that_rules_choose_are_flags_that_exist() -> None:
     """A rule may have another command than its row."""
     chosen = set()
     for file in CAUSES_FOLDER.glob("*.py"):
-        chosen |= set(re.findall(r'command="(--[a-z-]+)', file.read_text()))
+        chosen |= set(re.findall(r'command"?(?:=|: )"(--[a-z-]+)', file.read_text()))
     assert chosen <= _flags_of_train()
     assert "--run-dir" in chosen
 

@@ -13,12 +13,11 @@ import msgspec
 import pytest
 
 from stoker.diagnosis import endings as module
-from stoker.diagnosis import postmortem
-from stoker.diagnosis.catalog import CATALOG
 from stoker.diagnosis.endings import UNEXPLAINED, endings, line_patterns, required_literal
-from stoker.diagnosis.output import split_log_lines
+from stoker.diagnosis.engine import CATALOG
 from stoker.diagnosis.postmortem import explain
-from stoker.diagnosis.termination import Termination
+from stoker.diagnosis.run_data import Termination
+from stoker.diagnosis.termination import split_log_lines
 from stoker.findings.finding import Finding
 from stoker.knowledge import read_toml
 
@@ -104,12 +103,11 @@ GUIDE = Path(__file__).parents[2] / "docs/add-a-cause.md"
 def rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """The table that endings() reads, which a test may change."""
     table = read_toml("endings.toml")
-    caches = (endings, line_patterns, postmortem._patterns_of_literals)
-    for cache in caches:
+    for cache in (endings, line_patterns):
         cache.cache_clear()
     monkeypatch.setattr(module, "read_toml", lambda _: table)
     yield table
-    for cache in caches:
+    for cache in (endings, line_patterns):
         cache.cache_clear()
 
 

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stoker.diagnosis.catalog import CATALOG
-from stoker.diagnosis.engine import apply_probe_result, diagnose, read_run, run_rules, write_findings
+from stoker.diagnosis.engine import CATALOG, apply_probe_result, diagnose, run_rules, write_findings
+from stoker.diagnosis.reader import read_run
 from stoker.findings.finding import Evidence, Finding
-from stoker.report.explain import explain_run
-from stoker.report.explain_terminal import print_explanation
+from stoker.report.explain import explain_run, print_explanation
 from stoker.runs.records import (
     CONFIG,
     DEVICES,
@@ -143,7 +142,6 @@ def test_the_price_of_a_measured_run_comes_from_its_first_event(tmp_path: Path) 
     (finding, *_) = diagnose(run)
     assert finding.lost_device_s is not None
     assert finding.lost_cost == pytest.approx(finding.lost_device_s * 7.2 / 3600)
-    assert read_run(run, price_per_device_hour=1.0).price_per_device_hour == 1.0
 
 
 def test_a_full_disk_is_reported_once(tmp_path: Path) -> None:
@@ -196,7 +194,9 @@ def test_a_double_batch_probe_proves_a_batch_too_small(tmp_path: Path) -> None:
 def test_a_cost_needs_a_price_and_an_explicit_price_replaces_the_runs_own(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", fractions={"sync": 0.25}, price=90.0)
     assert diagnose(run)[0].lost_cost == pytest.approx(10 * 90 / 3600)
-    assert run_rules(read_run(run, price_per_device_hour=360.0))[0].lost_cost == pytest.approx(1.0)
+    records = read_run(run)
+    records.price_per_device_hour = 360.0
+    assert run_rules(records)[0].lost_cost == pytest.approx(1.0)
     assert diagnose(make_run(tmp_path / "none", fractions={"sync": 0.25}))[0].lost_cost is None
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from stoker.diagnosis.endings import UNEXPLAINED, endings
-from stoker.diagnosis.output import LogLine, find_normal_end, find_progress, find_tracebacks, split_log_lines
+from stoker.diagnosis.endings import UNEXPLAINED, endings, find_normal_end, find_progress, find_tracebacks
 from stoker.diagnosis.postmortem import explain
-from stoker.diagnosis.termination import Termination
+from stoker.diagnosis.run_data import LogLine, Termination
+from stoker.diagnosis.termination import split_log_lines
 from stoker.findings.finding import Finding
 
 FOLDER = Path(__file__).parent / "log_samples"

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.diagnosis.endings import UNEXPLAINED, endings, line_patterns
+from stoker.diagnosis.endings import UNEXPLAINED, endings, line_patterns, strip_rank_prefix
 from stoker.diagnosis.engine import diagnose
-from stoker.diagnosis.output import MAX_OUTPUT_BYTES, read_output, split_log_lines, strip_rank_prefix
 from stoker.diagnosis.postmortem import _find_matches, explain
 from stoker.diagnosis.reader import read_run
-from stoker.diagnosis.termination import HangInfo, Termination
+from stoker.diagnosis.run_data import HangInfo, Termination
+from stoker.diagnosis.termination import MAX_OUTPUT_BYTES, read_output, split_log_lines
 from stoker.findings.finding import Finding
 from stoker.runs.records import (
     DEVICES,
@@ -235,14 +235,6 @@ def test_an_xid_belongs_to_the_job_if_it_names_it(pid: int, severity: str) -> No
     kernel = split_log_lines(XID.encode(), "dmesg")
     _, fault = died(TRACEBACK + "RuntimeError: lost\n", kernel_log=kernel, pids=frozenset({pid}))
     assert (fault.id, fault.severity, quoted(fault)[0]) == ("gpu_fault", severity, (XID, "dmesg:1"))
-
-
-def test_waiting_ranks_are_listed_and_no_rank_is_blamed() -> None:
-    line = LINES["collective_timeout"][0]
-    (finding,) = died(
-        "\n".join(line.replace("[rank3]", f"[rank{rank}]").replace("ank 3", f"ank {rank}") for rank in (5, 3, 0))
-    )
-    assert "reported by rank 0, 3, 5, which waited for another one" in texts(finding)
 
 
 @pytest.mark.parametrize(("text", "nan"), [

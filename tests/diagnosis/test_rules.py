@@ -4,16 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from stoker.diagnosis.catalog import CATALOG
-from stoker.diagnosis.causes.cause import find_cause
-from stoker.diagnosis.causes.input import input_bound
-from stoker.diagnosis.engine import read_run, run_rules
+from stoker.diagnosis.engine import CATALOG, run_rules
 from stoker.diagnosis.notes import NOTES, collect_notes
+from stoker.diagnosis.reader import read_run
 from stoker.findings.finding import Finding
 from stoker.runs.records import DEVICES
 from stoker.training.stability import MEDIAN_WINDOWS
-from tests.diagnosis.built import FACTS, HEALTHY_HOST, NATIVE_CONFIG, make_run
-from tests.diagnosis.cases import ALSO_FOUND, CASES, FETCHING, HEALTHY, NOTE_CASES, Case
+from tests.diagnosis.built import FACTS, HEALTHY_HOST, make_run
+from tests.diagnosis.cases import ALSO_FOUND, CASES, HEALTHY, NOTE_CASES, Case
 
 
 def findings(path: Path, case: Case) -> list[Finding]:
@@ -375,15 +373,6 @@ def test_a_slow_rank_in_a_watched_job_must_be_slower_than_noise(tmp_path: Path) 
     assert noise == []
     slow = findings(tmp_path / "slow", job | {"fractions": {"comm": 0.4}, "ranks": [{"comm": 0.02}]})
     assert [f.id for f in slow] == ["straggler"]
-
-
-@pytest.mark.parametrize(("cache", "advice"), [("none", "a faster disk or --cache"), ("disk", "a faster disk first")])
-def test_a_cache_in_use_is_not_advised(cache: str, advice: str, tmp_path: Path) -> None:
-    config = NATIVE_CONFIG.replace('cache = "none"', f'cache = "{cache}"')
-    run = read_run(make_run(tmp_path / "run", config=config, fractions={"input_wait": 0.2}, stages=FETCHING))
-    finding = input_bound(run, find_cause("input_bound"))
-    assert finding is not None
-    assert advice in finding.fix
 
 
 @pytest.mark.parametrize("cause", ["unstable_training: rollback", "unstable_training: loss spikes", "lr_too_high"])

@@ -5,9 +5,8 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.diagnosis.series import MAX_POINTS, Mean, TimeSeries
-
-LEAK = {"min_r_squared": 0.9, "min_slope_ratio": 0.5, "min_span_s": 5.0, "min_points": 6}
+from stoker.diagnosis.causes.shared import fit_steady_growth
+from stoker.diagnosis.run_data import MAX_POINTS, Mean, TimeSeries
 
 
 def make_series(values: list[float]) -> TimeSeries:
@@ -40,7 +39,7 @@ def test_only_finite_values_count(values: list[float | None]) -> None:
 
 def test_steady_growth_is_a_leak_and_growth_that_slows_down_is_not() -> None:
     leak = make_series([100.0 + 2 * t for t in range(60)])
-    line = leak.fit_steady_growth(**LEAK)
+    line = fit_steady_growth(leak)
     assert line is not None
     assert math.isclose(line.slope, 2)
     for values in (
@@ -51,7 +50,7 @@ def test_steady_growth_is_a_leak_and_growth_that_slows_down_is_not() -> None:
         [100.0 - t for t in range(60)],
         [100.0, 200.0],
     ):
-        assert make_series(values).fit_steady_growth(**LEAK) is None
+        assert fit_steady_growth(make_series(values)) is None
 
 
 def test_a_mean_of_nothing_is_none() -> None:

@@ -83,4 +83,4 @@ def test_the_page_of_a_run_has_its_list_price_and_the_advice(stoker: Command) ->
     assert code == 0
     page = Path("x.html").read_text()
     assert "list price of p3.2xlarge" in page
-    assert "A local SSD" in page
+    assert "a machine with a local NVMe SSD" in page

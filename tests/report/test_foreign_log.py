@@ -6,10 +6,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stoker.diagnosis.output import MAX_OUTPUT_BYTES
+from stoker.diagnosis.termination import MAX_OUTPUT_BYTES
 from stoker.errors import UsageError
-from stoker.report.explain import LogExplanation, explain_log
-from stoker.report.explain_terminal import print_log_explanation
+from stoker.report.explain import LogExplanation, explain_log, print_log_explanation
 
 
 def printed(explanation: LogExplanation) -> str:

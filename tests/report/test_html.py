@@ -20,12 +20,12 @@ from stoker.data.index import Index, open_index
 from stoker.errors import UsageError
 from stoker.evaluation.evaluate import build_evaluation, compute_coco_result, ground_truth
 from stoker.evaluation.metrics import Detections, Evaluation
-from stoker.report.html import SECTIONS, render, script, write_report
+from stoker.report.explain import PHASE_COLORS
+from stoker.report.html import render, write_report
 from stoker.report.page import charts as charts_module
 from stoker.report.page.markup import Markup, escape, tag
 from stoker.report.run_report import RunReport, collect
 from stoker.report.series import MAX_BARS, MAX_POINTS
-from stoker.report.words import PHASE_COLORS
 from stoker.runs.records import (
     CONFIG,
     DEVICES,
@@ -190,10 +190,9 @@ def test_the_summary_has_metrics_time_phases_and_advice(page: str, evaluation: E
 
 
 def test_every_section_is_there_in_the_order_of_the_navigation(page: str) -> None:
-    assert re.findall(r'<section id="(\w+)"', page) == [name for name, _ in SECTIONS]
-    assert re.findall(r'<a href="#(\w+)">', page.partition("<nav")[2].partition("</nav>")[0]) == [
-        n for n, _ in SECTIONS
-    ]
+    sections = re.findall(r'<section id="(\w+)"', page)
+    assert len(sections) == 10
+    assert re.findall(r'<a href="#(\w+)">', page.partition("<nav")[2].partition("</nav>")[0]) == sections
 
 
 @pytest.mark.parametrize("kind", sorted(WARNING_KINDS))
@@ -239,7 +238,7 @@ def test_no_text_opens_or_closes_an_element(value: str) -> None:
 def test_no_text_of_a_chart_ends_the_script() -> None:
     charts = charts_module.Charts()
     charts.add("x", "y", [{"name": EVIL + "</script><!--"}])
-    data = script(charts).partition('id="charts">')[2].partition("</script>")[0]
+    data = charts.as_json()
     assert json.loads(data)[0]["data"][0]["name"] == EVIL + "</script><!--"
     assert "<" not in data
 

@@ -12,14 +12,12 @@ from stoker.runs.records import DEVICES, RunFolder
 from stoker.runs.schemas import DeviceSample, GpuSample
 from tests.report.runs import GIB, START_T, write_run
 
-BASE = ResourceUsage(devices=1, phase_fractions={"compute": 0.95, "input_wait": 0.01}, wall_s=36000.0)
+BASE = ResourceUsage(devices=1, phase_fractions={"compute": 0.95, "input_wait": 0.01})
 APPLIES: dict[str, ResourceUsage] = {
     "more_cores": dataclasses.replace(
         BASE, phase_fractions={"compute": 0.5, "input_wait": 0.5}, cores=4.0, used_cores=3.9, fetch_fraction=0.1
     ),
-    "local_disk": dataclasses.replace(
-        BASE, phase_fractions={"compute": 0.5, "input_wait": 0.5}, fetch_fraction=0.9, from_bucket=True
-    ),
+    "local_disk": dataclasses.replace(BASE, phase_fractions={"compute": 0.5, "input_wait": 0.5}, fetch_fraction=0.9),
     "smaller_gpu": dataclasses.replace(
         BASE,
         phase_fractions={"compute": 0.4, "input_wait": 0.6},
@@ -28,10 +26,9 @@ APPLIES: dict[str, ResourceUsage] = {
         gpu_memory_fraction=0.2,
         fetch_fraction=0.9,
     ),
-    "shared_gpu": dataclasses.replace(BASE, sm_active=0.1, gpu_memory_fraction=0.1, gpu_name="NVIDIA A100-SXM4-40GB"),
+    "shared_gpu": dataclasses.replace(BASE, sm_active=0.1, gpu_memory_fraction=0.1),
     "larger_gpu": dataclasses.replace(BASE, sm_active=0.9),
     "fewer_gpus": dataclasses.replace(BASE, devices=8, phase_fractions={"compute": 0.6, "comm": 0.2, "straggler": 0.2}),
-    "spot": dataclasses.replace(BASE, checkpoint_interval_s=300.0, startup_s=60.0),
 }
 """Kind → usage for which its rule applies."""
 
@@ -55,7 +52,7 @@ def test_a_rule_gives_evidence_with_sources(kind: str) -> None:
 @pytest.mark.parametrize("kind", APPLIES)
 @pytest.mark.parametrize(
     "field",
-    ["cores", "used_cores", "fetch_fraction", "gpu_memory_fraction", "sm_active", "checkpoint_interval_s", "startup_s"],
+    ["cores", "used_cores", "fetch_fraction", "gpu_memory_fraction", "sm_active"],
 )
 def test_a_rule_abstains_without_a_number_that_it_needs(kind: str, field: str) -> None:
     usage = APPLIES[kind]
@@ -84,18 +81,7 @@ def test_contradicting_advice_is_never_given() -> None:
 def test_the_recommended_cores_match_the_wait() -> None:
     """Half of the time is waiting, so twice the cores are as fast as the device."""
     (advice,) = (item for item in advise_sizing(APPLIES["more_cores"]) if item.id == "more_cores")
-    assert "About 8 cores (4 → 8 per device)" in advice.fix
-
-
-@pytest.mark.parametrize(("gpu", "sm", "memory", "slice_"), [
-    ("NVIDIA A100-SXM4-40GB", 0.1, 0.1, "MIG slice 1g"), ("NVIDIA H100 80GB HBM3", 0.2, 0.1, "MIG slice 2g"),
-    ("NVIDIA H100 80GB HBM3", 0.1, 0.4, "MIG slice 3g"), ("Tesla T4", 0.1, 0.1, "First try a larger --batch-size"),
-])  # fmt: skip
-def test_the_smallest_sufficient_mig_slice(gpu: str, sm: float, memory: float, slice_: str) -> None:
-    usage = dataclasses.replace(APPLIES["shared_gpu"], gpu_name=gpu, sm_active=sm, gpu_memory_fraction=memory)
-    (advice,) = advise_sizing(usage)
-    assert slice_ in advice.fix
-    assert ("MIG" in advice.fix) == ("MIG" in slice_)
+    assert "about 8 cores (4 → 8 per device)" in advice.evidence_text
 
 
 def test_usage_is_read_from_the_time_of_the_steps(tmp_path: Path) -> None:
@@ -109,7 +95,7 @@ def test_usage_is_read_from_the_time_of_the_steps(tmp_path: Path) -> None:
     folder.close()
     usage = resource_usage(read_run(run), {"gpu": {"gpus": [{"name": "Tesla T4"}]}})
     assert (usage.used_cores, usage.cores, usage.sm_active) == pytest.approx((3.9, 4.0, 0.3))
-    assert (usage.gpu_memory_fraction, usage.fetch_fraction, usage.gpu_name) == (0.2, 0.0, "Tesla T4")
+    assert (usage.gpu_memory_fraction, usage.fetch_fraction) == (0.2, 0.0)
     assert [item.id for item in explain_run(run).sizing_advice] == ["more_cores", "smaller_gpu"]
 
 

@@ -12,12 +12,17 @@ from stoker.errors import UsageError
 from stoker.findings.finding import Evidence, Finding
 from stoker.report import format as fmt
 from stoker.report.console import print_renderables
-from stoker.report.explain import RunExplanation, explain_run
-from stoker.report.explain_terminal import print_explanation
+from stoker.report.explain import (
+    PHASE_MEANINGS,
+    PROBE_LABELS,
+    STAGE_MEANINGS,
+    RunExplanation,
+    explain_run,
+    print_explanation,
+)
 from stoker.report.findings_terminal import finding_lines
 from stoker.report.run_report import collect
 from stoker.report.runs_summary import summarize_runs
-from stoker.report.words import PHASE_MEANINGS, PROBE_LABELS, STAGE_MEANINGS
 from stoker.runs.records import (
     CONFIG,
     ENVIRONMENT,

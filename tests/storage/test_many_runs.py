@@ -36,5 +36,5 @@ def test_all_runs_of_a_bucket(s3: Server, monkeypatch: pytest.MonkeyPatch, tmp_p
     assert fleet.worst_runs[0].run == str(top.child("team/x/b"))
     assert [info.key for info in store.list(top.key)] == before
     found = explain_run(str(top.child("a")))
-    assert found.idle_estimate is not None
+    assert "traces.jsonl" in found.evidence_paths
     assert [probe.probe for probe in found.probes] == ["compiled"]

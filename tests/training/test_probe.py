@@ -16,7 +16,7 @@ import stoker
 from stoker.data.images import decode
 from stoker.errors import UsageError
 from stoker.profiling.ledger import Ledger
-from stoker.report.probing import describe_probe, run_probes
+from stoker.report.explain import describe_probe, run_probes
 from stoker.runs.records import EVENTS, PROBES, RunFolder, locked, read_lines
 from stoker.runs.schemas import PROBE_KINDS, Event, Probe, StepWindow
 from stoker.training import input_probe

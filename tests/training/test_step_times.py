@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from stoker.config.settings import Config, from_fields
-from stoker.diagnosis.engine import read_run
 from stoker.diagnosis.notes import collect_notes
+from stoker.diagnosis.reader import read_run
 from stoker.hardware import calibration
 from stoker.hardware.calibration import MeasuredStep, PredictedStep
 from stoker.hardware.device import select_device

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from stoker.diagnosis.alive import boot_id, is_held
 from stoker.diagnosis.postmortem import explain
 from stoker.diagnosis.reader import read_run
+from stoker.diagnosis.termination import boot_id, is_held
 from stoker.errors import UsageError
 from stoker.report.explain import explain_run
 from stoker.runs.records import (

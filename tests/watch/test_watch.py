@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from stoker.diagnosis.engine import read_run
 from stoker.diagnosis.notes import collect_notes
+from stoker.diagnosis.reader import read_run
 from stoker.report.run_report import collect
 from stoker.runs.records import (
     DEVICES,

@@ -72,6 +72,8 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     fix: str
     external_fix: str = ""
     """The fix for a job that `stoker train` did not run, without stoker's flags; empty: the same as `fix`."""
+    other_fixes: dict[str, str] = {}
+    """The fix in some cases that the rule distinguishes, by the rule's name for the case."""
     command: str | None = None
     """A command to run, or flags to add to the command line."""
     config_patch: dict[str, Any] = {}
@@ -99,6 +101,7 @@ class NoteKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     id: str
     title: str
+    text: str
     record: str
     thresholds: dict[str, Threshold] = {}
     omitted_with: tuple[str, ...] = ()
@@ -116,6 +119,11 @@ def find_note(id: str) -> NoteKind:
 @functools.cache
 def _tables() -> dict[str, Any]:
     return read_toml("causes.toml")
+
+
+def cause_ids() -> list[str]:
+    """The ids of all rows, in the order of the file."""
+    return [id for id in _tables() if id != "common_thresholds"]
 
 
 @functools.cache

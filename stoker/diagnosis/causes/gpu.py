@@ -1,22 +1,22 @@
 """The GPU itself: its clock, errors, link, tensor cores; who else computes on it, and whether the job uses it."""
 
+import functools
+from typing import Literal
+
+import msgspec
+
 from stoker.diagnosis.causes.cause import Cause, find_cause, worst
 from stoker.diagnosis.causes.shared import make_evidence, make_finding, percent, sample_evidence
 from stoker.diagnosis.run_data import GpuStats, RunRecords
-from stoker.diagnosis.xids import find_xid
 from stoker.findings.finding import SEVERITIES, Evidence, Finding, Severity
+from stoker.knowledge import read_toml
 
-_HEAT_FIX = "Check the cooling: fans, dust, the neighboring slot; in a cloud use another machine, and report this one"
-_POWER_FIX = (
-    "`nvidia-smi -pl` up to the board's own limit, if you may; a better power supply; else this is the GPU's speed"
-)
-_SET_CLOCK_FIX = "`nvidia-smi -rgc` and `nvidia-smi -rac` remove clocks that someone set"
 _BY_REASON = (
-    (0.9, _HEAT_FIX, "nvidia-smi -q -d TEMPERATURE"),
-    (0.8, _POWER_FIX, "nvidia-smi -q -d POWER"),
-    (0.7, _SET_CLOCK_FIX, "nvidia-smi -rgc"),
+    (0.9, "heat", "nvidia-smi -q -d TEMPERATURE"),
+    (0.8, "power", "nvidia-smi -q -d POWER"),
+    (0.7, "set_clock", "nvidia-smi -rgc"),
 )
-"""Confidence, fix, command: of heat, of the power limit, of a set clock."""
+"""Confidence, name of the fix, command."""
 
 GPU_CLOCKS_LOW = find_cause("gpu_clocks_low")
 
@@ -33,19 +33,22 @@ def gpu_clocks_low(run: RunRecords, cause: Cause) -> Finding | None:
     if not candidates:
         return None
     severity_index, order, negative_value, index, evidence = min(candidates, key=lambda candidate: candidate[:4])
-    deficit = run.gpus[index].clock_deficit.value
-    compute_s = run.phase_seconds("compute")
-    confidence, fix, command = _BY_REASON[order]
+    deficit, compute_s = run.gpus[index].clock_deficit.value, run.phase_seconds("compute")
+    clock_evidence = None
+    if deficit is not None:
+        text = f"the clock of GPU {index} was at {percent(1 - deficit)} of its maximum under load"
+        clock_evidence = make_evidence(text, 1 - deficit, "devices.jsonl: gpus.sm_clock_mhz, sm_clock_max_mhz")
+    confidence, reason, command = _BY_REASON[order]
     return make_finding(
         run,
         cause,
         -negative_value,
-        [evidence, _clock_evidence(run.gpus[index], index)],
+        [evidence, clock_evidence],
         severity=SEVERITIES[severity_index],
         lost_s=deficit * compute_s if deficit is not None and compute_s else None,
         estimate_basis="the missing fraction of the clock, of the time in which the device computed",
         confidence=confidence,
-        fix=fix,
+        fix=cause.other_fixes[reason],
         command=command,
     )
 
@@ -84,14 +87,6 @@ def _low(gpu: GpuStats, index: int) -> _Judged:
         text = f"someone has set the clock of GPU {index}, as the driver reports in {percent(fraction)} of the samples"
         evidence = make_evidence(text, fraction, "devices.jsonl: gpus.throttle_reasons")
     return GPU_CLOCKS_LOW.severity(deficit), deficit, evidence
-
-
-def _clock_evidence(gpu: GpuStats, index: int) -> Evidence | None:
-    deficit = gpu.clock_deficit.value
-    if deficit is None:
-        return None
-    text = f"the clock of GPU {index} was at {percent(1 - deficit)} of its maximum under load"
-    return make_evidence(text, 1 - deficit, "devices.jsonl: gpus.sm_clock_mhz, sm_clock_max_mhz")
 
 
 def gpu_shared(run: RunRecords, cause: Cause) -> Finding | None:
@@ -138,6 +133,24 @@ def gpu_not_used(run: RunRecords, cause: Cause) -> Finding | None:
     ]
     basis = "the GPU was available all the time"
     return make_finding(run, cause, 1, evidence, lost_s=run.totals.device_s, estimate_basis=basis)
+
+
+class Xid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One of NVIDIA's Xid errors, a row of `knowledge/xids.toml`. origin: where the error mostly comes from."""
+
+    meaning: str
+    origin: Literal["program", "machine", "either"]
+    fix: str
+
+
+@functools.cache
+def _xids() -> dict[str, Xid]:
+    return msgspec.convert(read_toml("xids.toml"), dict[str, Xid])
+
+
+def find_xid(number: int) -> Xid:
+    """What is known of the number; of one that is not in the file, where to look."""
+    return _xids().get(str(number), _xids()["unknown"])
 
 
 _MAX_XID_LINES = 5

@@ -1,5 +1,7 @@
 """The machine: its cores, memory, disks and open files; and a job that makes no progress on it."""
 
+from typing import Any
+
 from stoker.diagnosis.causes.cause import Cause, common_threshold, find_cause, worst
 from stoker.diagnosis.causes.shared import (
     fit_steady_growth,
@@ -9,8 +11,7 @@ from stoker.diagnosis.causes.shared import (
     percent,
     sample_evidence,
 )
-from stoker.diagnosis.run_data import MAX_EXAMPLES, HostStats, RunRecords
-from stoker.diagnosis.series import LinearFit, TimeSeries
+from stoker.diagnosis.run_data import MAX_EXAMPLES, HostStats, LinearFit, RunRecords, TimeSeries
 from stoker.findings.finding import Evidence, Finding, Severity
 
 _ESTIMATE = "this fraction of the CPU time, of the phases that wait for the CPU"
@@ -185,18 +186,10 @@ def host_memory_near_limit(run: RunRecords, cause: Cause) -> Finding | None:
     severity = worst([kill_severity, used_severity, pressure_severity])
     if severity is None:
         return None
-    confidence = 0.95 if kill_severity else None if used_severity else 0.7
-    only_pressure = not kill_severity and not used_severity
-    return make_finding(
-        run,
-        cause,
-        1.0,
-        evidence,
-        severity=severity,
-        confidence=confidence,
-        command="--cache disk" if only_pressure else None,
-        config_patch={"cache": "disk"} if only_pressure else None,
-    )
+    options: dict[str, Any] = {"confidence": 0.95} if kill_severity else {}
+    if not kill_severity and not used_severity:  # only pressure
+        options = {"confidence": 0.7, "command": "--cache disk", "config_patch": {"cache": "disk"}}
+    return make_finding(run, cause, 1.0, evidence, severity=severity, **options)
 
 
 def is_under_memory_pressure(run: RunRecords) -> bool:

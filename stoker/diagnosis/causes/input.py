@@ -35,20 +35,10 @@ MAX_IDLE_CPU = find_cause("slow_storage").threshold("cpu_while_waiting")
 
 def input_bound(run: RunRecords, cause: Cause) -> Finding | None:
     stage, stage_fraction = largest_stage(run)
-    utilization = run.cpu_utilization
-    hint = ""
-    if stage == "fetch":
-        advice = "a bucket in the machine's own region" if run.from_bucket else "a faster disk"
-        advice += " or --cache" if run.settings.get("cache", "none") == "none" else ""
-        hint = f"; most of the wait is for bytes here, so try {advice} first"
-    elif utilization is not None and utilization >= BUSY_CORES:
-        hint = "; the cores are busy here, so more --workers do not help"
-    elif utilization is not None and run.settings.get("workers") != "auto":
-        hint = "; cores are idle here, so try more --workers first, or --workers auto, which finds the number"
     if is_under_memory_pressure(run) or cold_cache_fraction(run) is not None:
         return None  # the wait is for memory: `host_memory_near_limit`; or it is over: the note `cold_cache`
     evidence = [stage_evidence(run, stage, stage_fraction), cpu_utilization_evidence(run)]
-    return make_input_wait_finding(run, cause, evidence, is_computing=True, fix_suffix=hint)
+    return make_input_wait_finding(run, cause, evidence, is_computing=True)
 
 
 def make_input_wait_finding(
@@ -226,7 +216,6 @@ def _training_thread_cpu(run: RunRecords, wait_fraction: float) -> float:
 
 
 SLOW_STORAGE = find_cause("slow_storage")
-_SATURATED_FIX = "; the network is saturated, so fewer bytes help: images stored at no more than twice the image size"
 
 
 def slow_storage(run: RunRecords, cause: Cause) -> Finding | None:
@@ -239,8 +228,7 @@ def slow_storage(run: RunRecords, cause: Cause) -> Finding | None:
             return None
         network_evidence = _network_evidence(run)
         evidence = [stage_evidence(run, stage, stage_fraction), network_evidence, cpu_utilization_evidence(run)]
-        suffix = _SATURATED_FIX if _network_is_saturated(run) else ""
-        return make_input_wait_finding(run, cause, evidence, fix_suffix=suffix)
+        return make_input_wait_finding(run, cause, evidence)
     idle_evidence = idle_while_waiting_evidence(run)
     if idle_evidence is None or decodes_in_training_thread(run):
         return None
@@ -264,7 +252,7 @@ def _network_evidence(run: RunRecords) -> Evidence | None:
         return None
     text = f"{value / 1e6:,.0f} MB/s were received, at most {max_received / 1e6:,.0f}"
     if _network_is_saturated(run):
-        text += ": the network is saturated"
+        text += ": the network is saturated, so fewer bytes help: images stored at no more than twice the image size"
     return make_evidence(text, value, "devices.jsonl: net_received_bytes_s")
 
 

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from stoker.config.durations import parse_duration
 from stoker.diagnosis.causes.cause import Cause, find_cause, worst
 from stoker.diagnosis.causes.shared import is_long_enough, make_evidence, make_finding, percent
-from stoker.diagnosis.run_data import MAX_EXAMPLES, RunRecords
-from stoker.diagnosis.series import TimeSeries
+from stoker.diagnosis.run_data import MAX_EXAMPLES, RunRecords, TimeSeries
 from stoker.errors import ConfigError
 from stoker.findings.finding import Evidence, Finding, Severity
 from stoker.runs.schemas import Event
@@ -31,10 +30,10 @@ class _Divergence(NamedTuple):
 
 def lr_too_high(run: RunRecords, cause: Cause) -> Finding | None:
     lost_s = device_s_since_lowest_loss(run)
-    event_finding = finding_from_events(run, cause, run.learning.events.get("lr_too_high", []), lost_s)
-    judges_itself = run.is_native_run and len(run.learning.loss.points) >= cause.threshold("native_windows")
-    if event_finding is not None or judges_itself:
-        return event_finding
+    if events := run.learning.events.get("lr_too_high"):
+        return finding_from_events(run, cause, events, lost_s, "the time since the loss was lowest")
+    if run.is_native_run and len(run.learning.loss.points) >= cause.threshold("native_windows"):
+        return None  # it judges itself
     divergence = _find_divergence(run)
     if divergence is None:
         return None
@@ -114,17 +113,8 @@ def lr_too_low(run: RunRecords, cause: Cause) -> Finding | None:
     steps_s, basis = run.phase_seconds("compute", "unattributed"), _ALL_STEPS_LOST.format("little")
     loss = _median_thirds(learning.loss)
     if events := learning.events.get("lr_too_low"):
-        if loss is not None and loss[-1] < cause.threshold("learned") * loss[0]:
-            return None
-        return make_finding(
-            run,
-            cause,
-            2,
-            [event_evidence(event) for event in events[-MAX_EXAMPLES:]],
-            command=lr_command(events[-1].data.get("suggested_lr")),
-            lost_s=steps_s,
-            estimate_basis=basis,
-        )
+        has_learned = loss is not None and loss[-1] < cause.threshold("learned") * loss[0]
+        return None if has_learned else finding_from_events(run, cause, events, steps_s, basis)
     if run.totals.attempts > 1:
         return None  # after a restart, the loss is again what it was
     if len(learning.loss.points) < cause.threshold("min_windows") or run.steady.steps < cause.threshold("min_steps"):
@@ -156,19 +146,13 @@ def _is_warming_up(run: RunRecords) -> bool:
     return lr.min_value < LR_TOO_LOW.threshold("rising_lr") * lr.max_value <= newest_lr
 
 
-def finding_from_events(run: RunRecords, cause: Cause, events: list[Event], lost_s: float | None) -> Finding | None:
+def finding_from_events(
+    run: RunRecords, cause: Cause, events: list[Event], lost_s: float | None, estimate_basis: str
+) -> Finding | None:
     """The finding of a cause that the run itself reported; the newest event has the learning rate to try."""
-    if not events:
-        return None
-    return make_finding(
-        run,
-        cause,
-        len(events),
-        [event_evidence(event) for event in events[-MAX_EXAMPLES:]],
-        command=lr_command(events[-1].data.get("suggested_lr")),
-        lost_s=lost_s,
-        estimate_basis="" if lost_s is None else "the time since the loss was lowest",
-    )
+    evidence = [event_evidence(event) for event in events[-MAX_EXAMPLES:]]
+    command = lr_command(events[-1].data.get("suggested_lr"))
+    return make_finding(run, cause, 2, evidence, command=command, lost_s=lost_s, estimate_basis=estimate_basis)
 
 
 def event_evidence(event: Event) -> Evidence:

@@ -6,21 +6,17 @@ from stoker.diagnosis.causes.cause import Cause, find_cause, worst
 from stoker.diagnosis.causes.host import CPU_CONTENTION, busiest_processes_evidence
 from stoker.diagnosis.causes.shared import (
     attempts_evidence,
+    fraction_of_phase,
     is_short,
     is_very_short,
     make_evidence,
     make_finding,
-    make_repeated_phase_finding,
+    make_phase_finding,
     phase_evidence,
     sample_evidence,
 )
 from stoker.diagnosis.run_data import RunRecords
 from stoker.findings.finding import Evidence, Finding, Severity
-
-_COMPILE_FIX = (
-    "Keep compiled code on a disk that survives the machine (TORCHINDUCTOR_CACHE_DIR, jax_compilation_cache_dir), or "
-    "compile less: fixed shapes, torch.compile only where it pays"
-)
 
 EVALUATION_HEAVY = find_cause("evaluation_heavy")
 
@@ -28,40 +24,34 @@ STARTUP_HEAVY = find_cause("startup_heavy")
 
 
 def evaluation_heavy(run: RunRecords, cause: Cause) -> Finding | None:
-    count = run.learning.num_evaluations
-    count_evidence = make_evidence(f"{count} evaluations", count, "events.jsonl: evaluated")
-    options = _short_run_options(run, cause, count)
-    return make_repeated_phase_finding(run, cause, "eval", count, count_evidence, **options)
+    return _repeated_phase_finding(run, cause, "eval", run.learning.num_evaluations, "evaluations", "evaluated")
 
 
 def checkpoint_heavy(run: RunRecords, cause: Cause) -> Finding | None:
-    count, waiting = run.num_checkpoints, run.host.psi_io.value
-    count_evidence = make_evidence(f"{count} checkpoints", count, "events.jsonl: checkpoint_saved")
-    options = _short_run_options(run, cause, count)
-    if waiting is None or waiting < cause.threshold("psi_io"):
-        return make_repeated_phase_finding(run, cause, "checkpoint", count, count_evidence, **options)
-    text = "the disk is slow: some task waited for storage {} of the time"
-    return make_repeated_phase_finding(
-        run,
-        cause,
-        "checkpoint",
-        count,
-        count_evidence,
-        extra_evidence=[sample_evidence(text, waiting, "psi_io")],
-        command="--run-dir",
-        config_patch={},
-        confidence=0.7,
-        **options,
-    )
+    waiting, options = run.host.psi_io.value, {}
+    if waiting is not None and waiting >= cause.threshold("psi_io"):
+        evidence = sample_evidence("the disk is slow: some task waited for storage {} of the time", waiting, "psi_io")
+        options = {"extra_evidence": [evidence], "command": "--run-dir", "config_patch": {}, "confidence": 0.7}
+    count = run.num_checkpoints
+    return _repeated_phase_finding(run, cause, "checkpoint", count, "checkpoints", "checkpoint_saved", **options)
 
 
-def _short_run_options(run: RunRecords, cause: Cause, count: int) -> dict[str, Any]:
-    """Options of a finding: in a short run whose evaluations or checkpoints were not counted, a higher threshold; info
-    in a very short one."""
-    if not is_short(run) or count:
-        return {}
-    is_info = cause is EVALUATION_HEAVY and is_very_short(run)
-    return {"min_measured": cause.threshold("short_run"), "severity": "info" if is_info else None}
+def _repeated_phase_finding(
+    run: RunRecords, cause: Cause, phase: str, count: int, noun: str, event_kind: str, **options: Any
+) -> Finding | None:
+    """As `make_phase_finding`, of a phase that `count` events made. The last event does not count: the run needs it. In
+    a short run whose events were not counted, the threshold is higher, and evaluations in a very short one are info."""
+    fraction = fraction_of_phase(run, phase)
+    if fraction is None or run.phase_seconds(phase) < cause.threshold("min_duration_s"):
+        return None
+    if count and fraction * (count - 1) / count < (cause.warning_threshold or 0.0):
+        return None
+    if is_short(run) and not count:
+        is_info = cause is EVALUATION_HEAVY and is_very_short(run)
+        options |= {"min_measured": cause.threshold("short_run"), "severity": "info" if is_info else None}
+    counted = make_evidence(f"{count} {noun}", count, f"events.jsonl: {event_kind}") if count else None
+    extra_evidence = [counted, *options.pop("extra_evidence", ())]
+    return make_phase_finding(run, cause, phase, extra_evidence=extra_evidence, **options)
 
 
 def startup_heavy(run: RunRecords, cause: Cause) -> Finding | None:
@@ -96,7 +86,7 @@ def _startup_cause(run: RunRecords, compile_fraction: float) -> tuple[list[Evide
     host, cause = run.startup_host, STARTUP_HEAVY
     others, utilization = host.other_processes_cpu.value, host.cpu_utilization.value
     if compile_fraction >= cause.threshold("compile"):
-        return [], _COMPILE_FIX
+        return [], cause.other_fixes["compile"]
     if others is None or utilization is None or others < cause.threshold("contention"):
         return [], None
     if utilization < cause.threshold("busy"):

@@ -5,12 +5,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from stoker.diagnosis.causes.cause import Cause, common_threshold, find_cause
-from stoker.diagnosis.run_data import RunRecords
-from stoker.diagnosis.series import LinearFit, TimeSeries
+from stoker.diagnosis.run_data import LinearFit, RunRecords, TimeSeries
 from stoker.findings.finding import Evidence, Finding, Severity
-
-_GROWTH_THRESHOLDS = ("min_span_s", "min_points", "min_r_squared", "min_slope_ratio")
-"""When growth is a leak: it is straight, and it continues. All causes of this kind have the same."""
 
 
 def make_finding(
@@ -23,7 +19,6 @@ def make_finding(
     lost_s: float | None = None,
     estimate_basis: str = "",
     min_measured: float | None = None,
-    fix_suffix: str = "",
     fix: str | None = None,
     command: str | None = None,
     config_patch: dict[str, Any] | None = None,
@@ -33,7 +28,7 @@ def make_finding(
 
     severity: instead of the one from `measured`. lost_s: device-seconds that were lost, at most those of the run.
     estimate_basis: how they were estimated; empty: measured by a clock. min_measured: an additional minimum of
-    `measured`. fix_suffix: added to the fix of a run of `stoker train`. fix, command, config_patch, confidence: instead
+    `measured`. fix, command, config_patch, confidence: instead
     of the row's.
     """
     if measured is None:
@@ -43,7 +38,7 @@ def make_finding(
         return None
     evidence_lines = [item for item in evidence if item is not None]
     if fix is None:
-        fix = cause.fix + fix_suffix if run.is_native_run else cause.external_fix or cause.fix
+        fix = cause.fix if run.is_native_run else cause.external_fix or cause.fix
     fix, command, config_patch = _resolve_fix(run, fix, command or cause.command, config_patch, cause.config_patch)
     lost_cost = None
     if lost_s is not None:
@@ -119,19 +114,6 @@ def make_phase_finding(
     evidence = [*(phase_evidence(run, name) for name in phases if run.phase_seconds(name) > 0), *extra_evidence]
     lost_s = run.phase_seconds(*phases) - excluded_s
     return make_finding(run, cause, fraction_of_phase(run, *phases), evidence, lost_s=lost_s, **options)
-
-
-def make_repeated_phase_finding(
-    run: RunRecords, cause: Cause, phase: str, count: int, count_evidence: Evidence, **options: Any
-) -> Finding | None:
-    """As `make_phase_finding`, of a phase that `count` events made. The last event does not count: the run needs it."""
-    fraction = fraction_of_phase(run, phase)
-    if fraction is None or run.phase_seconds(phase) < cause.threshold("min_duration_s"):
-        return None
-    if count and fraction * (count - 1) / count < (cause.warning_threshold or 0.0):
-        return None
-    extra_evidence = [count_evidence if count else None, *options.pop("extra_evidence", ())]
-    return make_phase_finding(run, cause, phase, extra_evidence=extra_evidence, **options)
 
 
 # Stack samples
@@ -276,10 +258,17 @@ def max_gpu_memory_fraction(run: RunRecords) -> float | None:
 
 
 def fit_steady_growth(series: TimeSeries) -> LinearFit | None:
-    """The line of growth that looks like a leak."""
-    return series.fit_steady_growth(
-        **{name: find_cause("gpu_memory_leak").threshold(name) for name in _GROWTH_THRESHOLDS}
-    )
+    """The line of growth that looks like a leak: it is straight, and it does not slow down. All causes of this kind
+    have the same thresholds."""
+    threshold = find_cause("gpu_memory_leak").threshold
+    if series.span_s < threshold("min_span_s") or len(series.points) < threshold("min_points"):
+        return None
+    whole, early, late = series.fit_line(), series.fit_line(0.0, 0.5), series.fit_line(0.5, 1.0)
+    if whole is None or early is None or late is None or whole.slope <= 0:
+        return None
+    if whole.r_squared < threshold("min_r_squared") or late.slope < threshold("min_slope_ratio") * early.slope:
+        return None
+    return late if late.slope > 0 else None
 
 
 def format_duration(seconds: float) -> str:

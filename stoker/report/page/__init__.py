@@ -1,2 +1,2 @@
-"""Parts of the page of `stoker report`: HTML elements (`markup.py`), charts as data (`charts.py`), images with boxes
-(`images.py`), and the sections. `report/html.py` puts them together. No torch, no network."""
+"""The pages of `stoker report` as templates, and what they show besides text: charts as data (`charts.py`,
+`dataset.py`), images with boxes (`images.py`). `report/html.py` fills the templates. No torch, no network."""

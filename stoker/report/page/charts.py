@@ -1,4 +1,5 @@
-"""The charts of the page as data for plotly: training curves, machine, precision and recall, scores, timeline.
+"""The charts of the page of a run as data for plotly: training curves, machine, precision and recall, scores, timeline.
+`dataset.py` has those of a data set.
 
 The script of the page (`page.js`) adds axes, fonts and colors for light mode, dark mode and print. Colors are CSS
 variables of the page, `var(--c0)` and so on. Each chart has a caption in words, and tables contain the important
@@ -6,16 +7,19 @@ numbers too.
 """
 
 import html
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from stoker.evaluation.metrics import HISTOGRAM_BINS, NUM_RECALL_POINTS, Evaluation
 from stoker.report import format as fmt
+from stoker.report.explain import PHASE_COLORS
 from stoker.report.page.markup import Markup, tag
 from stoker.report.run_report import RunReport
-from stoker.report.series import Series
-from stoker.report.words import PHASE_COLORS
-from stoker.runs.records import PHASES
+from stoker.report.series import CURVES, Chart, Series
+from stoker.runs.records import PHASES, WARNING_KINDS
 
 Trace = dict[str, Any]
 """A curve or bars, as plotly takes it."""
@@ -59,6 +63,11 @@ class Charts:
         chart = tag("div", id=name, class_="chart", style=style, role="img", aria_label=label)
         return tag("figure", caption, chart, class_="plot")
 
+    def as_json(self) -> Markup:
+        """The data. Without < no text can end the script element that contains it."""
+        text = json.dumps(self.data, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+        return Markup(text.replace("<", "\\u003c"))
+
 
 def escape_name(name: str) -> str:
     """A name for plotly, which interprets some HTML in texts."""
@@ -99,7 +108,29 @@ def line(
     return [*traces, curve(name, x, scaled(series.mean), index)]
 
 
-def loss(charts: Charts, report: RunReport) -> Markup | None:
+def training(charts: Charts, report: RunReport) -> list[Markup]:
+    """AP, loss and the other curves by step that were recorded."""
+    figures = [_scores(charts, report), _loss(charts, report)]
+    figures += [_chart(charts, chart, report.curves, "step", **_restarts(report)) for chart in CURVES.charts["step"]]
+    return [figure for figure in figures if figure is not None]
+
+
+def _chart(
+    charts: Charts, chart: Chart, curves: Mapping[str, Series], x: str, *, x_scale: float = 1.0, **layout: Any
+) -> Markup | None:
+    """The curves of a chart that were recorded; None if there is none."""
+    prefix = f"{chart.prefix}/" if chart.prefix else ""
+    traces = [
+        trace
+        for n, name in enumerate(chart.curves)
+        if (series := curves.get(prefix + name)) is not None
+        for trace in line(name, series, n, band=n == 0, scale=chart.scale, x_scale=x_scale)
+    ]
+    options: dict[str, Any] = {"yaxis": chart.axis, "showlegend": len(chart.curves) > 1} | layout
+    return charts.add(chart.title, chart.description, traces, height=200, x=x, **options)
+
+
+def _loss(charts: Charts, report: RunReport) -> Markup | None:
     curves = {name.removeprefix("loss/"): series for name, series in report.curves.items() if name.startswith("loss/")}
     names = sorted(curves, key=lambda name: (name != "total", name))
     if len(names) == 2 and "total" in names:  # the total is the only component
@@ -111,29 +142,20 @@ def loss(charts: Charts, report: RunReport) -> Markup | None:
     return charts.add("Loss", description, traces, x="step", **_restarts(report))
 
 
-def scores(charts: Charts, report: RunReport) -> Markup | None:
+def _scores(charts: Charts, report: RunReport) -> Markup | None:
+    best = report.best
+    if best is None:
+        return None
     steps = [result.step for result in report.eval_history]
     traces = []
     for n, (title, name) in enumerate((("AP50", "ap50"), ("AP", "ap"), ("AP75", "ap75"))):
         values = [getattr(result.metrics, name) for result in report.eval_history]
-        if any(value is not None for value in values):
-            rounded = [None if value is None else round(value, 4) for value in values]
-            marker = {"symbol": ("circle", "square", "diamond")[n], "size": 7}
-            traces.append(curve(title, steps, rounded, n, mode="lines+markers", marker=marker))
-    best = report.best
-    description = "" if best is None else f"best AP {fmt.metric(best.metrics.ap)} at step {best.step:,}"
+        rounded = [None if value is None else round(value, 4) for value in values]
+        marker = {"symbol": ("circle", "square", "diamond")[n], "size": 7}
+        traces.append(curve(title, steps, rounded, n, mode="lines+markers", marker=marker))
+    description = f"best AP {fmt.metric(best.metrics.ap)} at step {best.step:,}"
     title = "AP on the validation split"
     return charts.add(title, description, traces, x="step", yaxis=FROM_ZERO, **_restarts(report))
-
-
-def step_curve(
-    charts: Charts, report: RunReport, name: str, title: str, description: str, *, scale: float = 1.0, **layout: Any
-) -> Markup | None:
-    """A chart of one curve by steps; None if it was not recorded."""
-    series = report.curves.get(name)
-    traces = [] if series is None else line(title, series, 0, band=True, scale=scale)
-    options = layout | _restarts(report)
-    return charts.add(title, description, traces, height=200, x="step", showlegend=False, **options)
 
 
 def _restarts(report: RunReport) -> dict[str, Any]:
@@ -167,26 +189,26 @@ def time_unit(report: RunReport) -> tuple[str, float]:
     return "seconds", 1.0
 
 
-def machine(
-    charts: Charts,
-    report: RunReport,
-    prefix: str,
-    title: str,
-    description: str,
-    names: tuple[str, ...],
-    *,
-    scale: float = 1.0,
-    **layout: Any,
-) -> Markup | None:
-    """A chart of the curves `prefix/name` of devices.jsonl that were recorded."""
+MAX_DEVICES = 8
+"""GPUs that are drawn; the JSON has all."""
+
+
+def gpus(report: RunReport) -> list[str]:
+    """Prefixes of the curves of GPUs: `gpu 0` and so on."""
+    return sorted({name.partition("/")[0] for name in report.machine if name.startswith("gpu ")})
+
+
+def machine(charts: Charts, report: RunReport) -> list[Markup]:
+    """Telemetry of GPUs and host: the curves of devices.jsonl that were recorded."""
     unit, seconds = time_unit(report)
-    traces = [
-        trace
-        for n, name in enumerate(names)
-        if (series := report.machine.get(f"{prefix}/{name}")) is not None
-        for trace in line(name, series, n, band=n == 0, scale=scale, x_scale=1 / seconds)
+    shown = [
+        msgspec.structs.replace(chart, prefix=gpu, title=f"{gpu.upper()}: {chart.title}")
+        for gpu in gpus(report)[:MAX_DEVICES]
+        for chart in CURVES.charts["gpu"]
     ]
-    return charts.add(title, description, traces, height=200, x=f"{unit} since the start", **layout)
+    x, x_scale = f"{unit} since the start", 1 / seconds
+    figures = [_chart(charts, chart, report.machine, x, x_scale=x_scale) for chart in (*shown, *CURVES.charts["host"])]
+    return [figure for figure in figures if figure is not None]
 
 
 _RECALLS = [n / (NUM_RECALL_POINTS - 1) for n in range(NUM_RECALL_POINTS)]
@@ -235,43 +257,29 @@ def score_histogram(charts: Charts, evaluation: Evaluation) -> Markup | None:
     )
 
 
-MAX_DEVICES = 8
-"""Maximum number of GPUs in the timeline; the machine section has more."""
-_SEVERITIES = {"critical": "var(--c3)", "warning": "var(--c2)", "info": "var(--c9)"}
+_TIMELINE_KINDS = WARNING_KINDS | {"checkpoint_saved", "resumed", "preempted", "failed", "finished"}
 
 
 def timeline(charts: Charts, report: RunReport) -> Markup | None:
-    """The chart; None if no time is recorded."""
+    """The phases over time, with the events above them; None if no time is recorded."""
     if not report.phases.x:
         return None
     unit, seconds = time_unit(report)
-    traces = _phases(report, seconds) + _counters(report, seconds) + _marks(report, seconds)
-    rows = max((mark.finding_number or 0 for mark in report.marks), default=0)
-    axis = FRACTIONS | {"fixedrange": True, "nticks": 4}
-    has_gpus = any(trace.get("yaxis") == "y2" for trace in traces)
-    axes: dict[str, Any] = {
-        "yaxis": axis | {"domain": [0.44 if has_gpus else 0.24, 0.80], "range": [0, 1], "title": {"text": "phases"}},
-        **({"yaxis2": axis | {"domain": [0.22, 0.40], "title": {"text": "device"}}} if has_gpus else {}),
-        "yaxis3": axis | {"domain": [0.0, 0.18], "title": {"text": "host"}},
-        "yaxis4": {"domain": [0.84, 1.0], "range": [-0.7, rows + 0.7], "fixedrange": True, "zeroline": False,
-                   "tickvals": list(range(rows + 1)), "ticktext": ["events", *map(str, range(1, rows + 1))]},
-    }  # fmt: skip
-    legend = "; 1, 2, … are the findings below" if rows else ""
+    axis = {"fixedrange": True, "zeroline": False}
     return charts.add(
         "Timeline",
-        f"drag to zoom, double-click to reset; a bar is {fmt.duration(report.phases.width)}; blank: no running process"
-        + legend,
-        traces,
-        height=(560 if has_gpus else 460) + 12 * rows,
+        f"drag to zoom, double-click to reset; a bar is {fmt.duration(report.phases.width)}; blank: no running process",
+        _phases(report, seconds) + _events(report, seconds),
+        height=360,
         legend={"traceorder": "normal"},
         barmode="stack",
         bargap=0,
         zooms=True,
-        xaxis={"title": {"text": f"{unit} since the start"}, "anchor": "y3",
-               "rangeslider": {"visible": True, "thickness": 0.05}},
-        **axes,
+        xaxis={"title": {"text": f"{unit} since the start"}, "rangeslider": {"visible": True, "thickness": 0.08}},
+        yaxis=FRACTIONS | axis | {"domain": [0.0, 0.86], "range": [0, 1], "nticks": 4, "title": {"text": "phases"}},
+        yaxis2=axis | {"domain": [0.9, 1.0], "tickvals": [0], "ticktext": ["events"]},
         **vertical_lines([(restart.after_s / seconds, f"attempt {restart.attempt}") for restart in report.restarts]),
-    )  # fmt: skip
+    )
 
 
 def _phases(report: RunReport, seconds: float) -> list[Trace]:
@@ -285,41 +293,11 @@ def _phases(report: RunReport, seconds: float) -> list[Trace]:
     ]
 
 
-def _counters(report: RunReport, seconds: float) -> list[Trace]:
-    gpus = sorted({name.partition("/")[0] for name in report.machine if name.startswith("gpu ")})[:MAX_DEVICES]
-    host = (("cpu/mean", "CPU utilization"), ("pressure/io", "I/O pressure"), ("pressure/memory", "memory pressure"))
-    shown = [(f"{gpu}/utilization", f"{gpu.upper()} utilization", n, "solid", "y2") for n, gpu in enumerate(gpus)]
-    shown += [(f"{gpu}/SM active", f"{gpu.upper()} SM activity", n, "dot", "y2") for n, gpu in enumerate(gpus)]
-    shown += [(name, title, n, "dash" if n else "solid", "y3") for n, (name, title) in enumerate(host)]
-    traces = []
-    for name, title, index, dash, axis in shown:
-        series = report.machine.get(name)
-        if series is not None:
-            x, style = [float(f"{t / seconds:.6g}") for t in series.x], {"color": color(index), "width": 1.5}
-            options = {"mode": "lines", "line": style | {"dash": dash}, "yaxis": axis, "hovertemplate": "%{y:.0%}"}
-            traces.append(curve(title, x, series.mean, index, **options))
-    return traces
-
-
-def _marks(report: RunReport, seconds: float) -> list[Trace]:
-    """Findings as bars, or as points if they have no duration; events as points below them."""
-    traces: list[Trace] = []
-    common = {"yaxis": "y4", "showlegend": False, "hovertemplate": "%{text}<extra></extra>"}
-    for number, finding in enumerate(report.explanation.findings, start=1):
-        marks = [mark for mark in report.marks if mark.finding_number == number]
-        fill = _SEVERITIES.get(finding.severity, "var(--c9)")
-        xs: list[float | None] = []
-        texts: list[str | None] = []
-        for mark in marks:
-            xs += [round(mark.start_s / seconds, 6), round(mark.end_s / seconds, 6), None]
-            texts += [escape_name(f"{number}. {finding.title}: {mark.text}")] * 2 + [None]
-        if marks:
-            ys = [None if x is None else number for x in xs]
-            style = {"line": {"color": fill, "width": 7}, "marker": {"color": fill, "size": 8, "symbol": "diamond"}}
-            traces.append({"x": xs, "y": ys, "text": texts, "mode": "lines+markers"} | style | common)
-    events = [mark for mark in report.marks if mark.kind == "event"]
-    if events:
-        xs, texts = [round(mark.start_s / seconds, 6) for mark in events], [escape_name(mark.text) for mark in events]
-        marker = {"color": "var(--muted)", "size": 6, "symbol": "line-ns-open"}
-        traces.append({"x": xs, "y": [0] * len(xs), "text": texts, "mode": "markers", "marker": marker} | common)
-    return traces
+def _events(report: RunReport, seconds: float) -> list[Trace]:
+    """Events as points; their texts appear below the cursor."""
+    shown = [event for event in report.events if event.kind in _TIMELINE_KINDS]
+    x = [round(max(0.0, event.t - (report.start_t or 0.0)) / seconds, 6) for event in shown]
+    texts = [escape_name(f"{event.kind}: {event.text.partition(chr(10))[0]}"[:200]) for event in shown]
+    style = {"mode": "markers", "marker": {"color": "var(--muted)", "size": 8, "symbol": "line-ns-open"}}
+    hover = {"showlegend": False, "hovertemplate": "%{text}<extra></extra>"}
+    return [{"x": x, "y": [0] * len(x), "text": texts, "yaxis": "y2"} | style | hover] if shown else []

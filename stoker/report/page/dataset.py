@@ -1,44 +1,48 @@
-"""The page of `stoker data stats --out`: the statistics of a data set (`data/validation/stats.py`) as charts.
-
-`report/dataset.py` prints the same numbers; the frame around the page is in `report/html.py`.
-"""
+"""The statistics of a data set (`data/validation/stats.py`) as charts and rows, for the page of `stoker data stats
+--out`: the template `dataset.html`. `report/dataset.py` prints the same numbers."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from stoker.data.validation.stats import AREA_RANGES, IOU_THRESHOLDS, LARGE, SMALL, DatasetStats, Distribution
+from stoker.data.validation.stats import (
+    AREA_RANGES,
+    IOU_THRESHOLDS,
+    LARGE,
+    SMALL,
+    ClassStats,
+    DatasetStats,
+    Distribution,
+)
 from stoker.report.format import count, number, percentage
 from stoker.report.page.charts import FRACTIONS, Charts, Trace, bars, color, curve, escape_name
-from stoker.report.page.markup import Child, Markup, details, note, section, table, tag
+from stoker.report.page.markup import Markup
 
-SECTIONS = (("summary", "Summary"), ("boxes", "Boxes"), ("images", "Images"), ("classes", "Classes"))
 MAX_CLASSES = 30
 """Bars of classes; the table has all."""
 
 
-def main(stats: DatasetStats, charts: Charts) -> list[Markup]:
-    """The sections of the page."""
-    images, boxes = (
-        sum(split.num_images for split in stats.splits),
-        sum(split.num_boxes for split in stats.splits),
-    )
-    sizes = f"{count(images)} images · {count(boxes)} boxes · {count(len(stats.classes))} classes · {stats.format}"
+def page_values(stats: DatasetStats, charts: Charts) -> dict[str, Any]:
+    """What the template shows. The charts are added in the order of the page."""
+    images, boxes = sum(split.num_images for split in stats.splits), sum(split.num_boxes for split in stats.splits)
     height, width = stats.image_size
     resized = ", ".join(f"{name} {percentage(stats.fraction_by_area_resized[name])}" for name in AREA_RANGES)
-    rows = [
-        ["image size", f"{width}x{height}, {stats.resize}: {stats.image_size_reason}"],
-        ["boxes after resizing", resized],
-        *([f"anchors, {anchors.name}", " ".join(f"{size:g}" for size in anchors.sizes)] for anchors in stats.anchors),
-        ["recommended", stats.flags or "the defaults"],
-    ]
-    bodies: tuple[Child, ...] = (
-        [table("Key values", ("what", "value"), rows, wide=(1,), hidden=True), note(stats.anchors_note)],
-        tag("div", [draw(charts, stats) for draw in (_box_sizes, _aspect_ratios, _heatmap, _anchors)], class_="two"),
-        tag("div", [draw(charts, stats) for draw in (_splits, _boxes_per_image, _image_sizes)], class_="two"),
-        _classes(charts, stats),
-    )
-    header = tag("header", tag("h1", stats.data), tag("p", sizes, class_="what"))
-    return [header, *(section(name, title, body) for (name, title), body in zip(SECTIONS, bodies, strict=True))]
+    ordered = sorted(stats.classes, key=lambda row: -row.num_boxes)
+    return {
+        "stats": stats,
+        "sizes": f"{count(images)} images · {count(boxes)} boxes · {count(len(ordered))} classes · {stats.format}",
+        "key_values": [
+            ("image size", f"{width}x{height}, {stats.resize}: {stats.image_size_reason}"),
+            ("boxes after resizing", resized),
+            *((f"anchors, {one.name}", " ".join(f"{size:g}" for size in one.sizes)) for one in stats.anchors),
+            ("recommended", stats.flags or "the defaults"),
+        ],
+        "box_charts": [draw(charts, stats) for draw in (_box_sizes, _aspect_ratios, _heatmap, _anchors)],
+        "image_charts": [draw(charts, stats) for draw in (_splits, _boxes_per_image, _image_sizes)],
+        "class_chart": _classes(charts, ordered),
+        "class_rows": [
+            (row.name, count(row.num_boxes), percentage(row.box_fraction), count(row.num_images)) for row in ordered
+        ],
+    }
 
 
 def _splits(charts: Charts, stats: DatasetStats) -> Markup | None:
@@ -49,21 +53,12 @@ def _splits(charts: Charts, stats: DatasetStats) -> Markup | None:
     return charts.add("Images by split", "with and without boxes", traces, y="images", barmode="stack")
 
 
-def _classes(charts: Charts, stats: DatasetStats) -> list[Child]:
-    ordered = sorted(stats.classes, key=lambda row: -row.num_boxes)
+def _classes(charts: Charts, ordered: Sequence[ClassStats]) -> Markup | None:
     shown = ordered[:MAX_CLASSES]
     names, numbers = [escape_name(row.name) for row in shown], [row.num_boxes for row in shown]
-    figure = charts.add(
-        "Boxes by class",
-        f"the {len(shown)} most frequent of {len(ordered)}",
-        [bars("boxes", names, numbers, color(0))],
-        y="boxes",
-        showlegend=False,
-        xaxis={"type": "category"},
-    )
-    rows = [[row.name, count(row.num_boxes), percentage(row.box_fraction), count(row.num_images)] for row in ordered]
-    all_classes = table("Classes", ("class", "boxes", "fraction", "images"), rows, right=(1, 2, 3), hidden=True)
-    return [figure, details(f"all classes ({len(rows)})", all_classes)]
+    description = f"the {len(shown)} most frequent of {len(ordered)}"
+    traces = [bars("boxes", names, numbers, color(0))]
+    return charts.add("Boxes by class", description, traces, y="boxes", showlegend=False, xaxis={"type": "category"})
 
 
 def _heatmap(charts: Charts, stats: DatasetStats) -> Markup | None:

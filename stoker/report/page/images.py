@@ -22,35 +22,9 @@ MAX_IMAGE_SIDE = 480
 """Longest side of an image in pixels, and of the overlay; it is shown at about 350. The browser enlarges smaller
 images, but not the lines and labels of the overlay."""
 MAX_JPEG_BYTES = 40_000
-LETTER_WIDTH, CAPITAL_WIDTH, LINE_HEIGHT = 7.2, 2.0, 15
-"""Estimated size of a label in overlay pixels, to avoid overlaps: per letter, extra per capital, per line. The font is
-`.name` in style.css."""
+LINE_HEIGHT = 15
+"""Of a label in overlay pixels; the font is `.name` in style.css."""
 Xyxy = tuple[float, float, float, float]
-
-
-def gallery(images: Sequence[ImageEvaluation], class_names: Sequence[str]) -> Markup:
-    """A grid of images."""
-    return tag("div", [render_image(image_eval, class_names) for image_eval in images], class_="images")
-
-
-def legend() -> Markup:
-    """The meaning of the lines, with switches to hide them."""
-    kinds = (
-        ("gt", "ground truth"),
-        ("fn", "missed ground truth (FN)"),
-        ("tp", "correct detection (TP)"),
-        ("fp", "wrong detection (FP)"),
-    )
-    switches = [
-        tag(
-            "label",
-            tag("input", type="checkbox", checked=True, id=f"show-{name}"),
-            tag("span", class_=f"sample {name}", aria_hidden="true"),
-            title,
-        )
-        for name, title in kinds
-    ]
-    return tag("div", switches, class_="legend", role="group", aria_label="boxes to show")
 
 
 def render_image(image_eval: ImageEvaluation, class_names: Sequence[str]) -> Markup:
@@ -69,7 +43,7 @@ def render_image(image_eval: ImageEvaluation, class_names: Sequence[str]) -> Mar
     ground_truth = ", ".join(f"{count} {name}" for name, count in numbers.items()) or "nothing"
     alt = f"{name}: {counts}; ground truth: {ground_truth}"
     image = tag("img", src=f"data:image/jpeg;base64,{data}", width=width, height=height, alt=alt)
-    boxes = _Overlay((width, height), (width / original[1], height / original[0])).draw(image_eval, class_names)
+    boxes = _draw(image_eval, class_names, (width, height), (width / original[1], height / original[0]))
     namespace = "http://www.w3.org/2000/svg"
     overlay = tag("svg", boxes, viewBox=f"0 0 {width} {height}", xmlns=namespace, aria_hidden="true")
     return tag("figure", tag("div", image, overlay, class_="frame"), caption, class_="image")
@@ -93,63 +67,42 @@ def _encode_jpeg(image_eval: ImageEvaluation) -> tuple[str, tuple[int, int], tup
     return base64.b64encode(buffer.getvalue()).decode(), shown_size, original
 
 
-class _Overlay:
-    """The boxes of an image. size: width and height of the overlay; scale: overlay pixels per pixel of the image."""
+def _draw(
+    image_eval: ImageEvaluation, class_names: Sequence[str], size: tuple[int, int], scale: tuple[float, float]
+) -> list[Markup]:
+    """All boxes, then the labels of errors above them: above a wrong detection, below missed ground truth. size: width
+    and height of the overlay; scale: overlay pixels per pixel of the image."""
 
-    def __init__(self, size: tuple[int, int], scale: tuple[float, float]) -> None:
-        self._size = size
-        self._scale = scale
-        self._labels: list[Xyxy] = []
-        """Places of the labels."""
-
-    def draw(self, image_eval: ImageEvaluation, class_names: Sequence[str]) -> list[Markup]:
-        """All boxes, then the labels of errors, so that labels are above boxes: wrong detections, the best first, then
-        missed boxes, the largest first."""
-        shapes: list[Markup] = []
-        errors: list[tuple[Xyxy, str, str]] = []
-        missed: list[tuple[Xyxy, str, str]] = []
-        for box in image_eval.gt_boxes:
-            xyxy, name = self._scaled(box.box), _class_name(class_names, box.label)
-            kind = "gt" if box.detected or box.crowd else "fn"
-            status = ", crowd" if box.crowd else ", missed" if kind == "fn" else ""
-            shapes += _rectangle(xyxy, kind, f"ground truth: {name}{status}")
-            if kind == "fn":
-                missed.append((xyxy, kind, name))
-        rectangles = []
-        for detection in image_eval.detections:
-            name = f"{_class_name(class_names, detection.label)} {detection.score:.2f}"
-            xyxy, kind = self._scaled(detection.box), "tp" if detection.error_type in ("", "crowd") else "fp"
-            rectangles.append(_rectangle(xyxy, kind, f"{name}: {detection.error_type or 'correct'}"))
-            if kind == "fp":
-                errors.append((xyxy, kind, f"{name} · {detection.error_type}"))
-        missed.sort(key=lambda label: -(label[0][2] - label[0][0]) * (label[0][3] - label[0][1]))
-        shapes += [shape for rectangle in reversed(rectangles) for shape in rectangle]
-        return shapes + [shape for label in errors + missed for shape in self._label(*label)]
-
-    def _scaled(self, box: Xyxy) -> Xyxy:
+    def scaled(box: Xyxy) -> Xyxy:
         """xyxy in overlay pixels, clipped to the image."""
-        x0, x1 = (min(max(value * self._scale[0], 1.0), self._size[0] - 1.0) for value in (box[0], box[2]))
-        y0, y1 = (min(max(value * self._scale[1], 1.0), self._size[1] - 1.0) for value in (box[1], box[3]))
+        x0, x1 = (min(max(value * scale[0], 1.0), size[0] - 1.0) for value in (box[0], box[2]))
+        y0, y1 = (min(max(value * scale[1], 1.0), size[1] - 1.0) for value in (box[1], box[3]))
         return x0, y0, max(x0, x1), max(y0, y1)
 
-    def _label(self, xyxy: Xyxy, kind: str, caption: str) -> list[Markup]:
-        """The label of a box: above a detection, below missed ground truth. No label if it would overlap another."""
-        x0, y0, x1, y1 = xyxy
-        width = LETTER_WIDTH * len(caption) + CAPITAL_WIDTH * sum(letter.isupper() for letter in caption)
-        left = max(0.0, x1 - width) if x0 + width > self._size[0] else x0
-        above = y0 - 4 if y0 >= LINE_HEIGHT else y0 + LINE_HEIGHT - 2
-        baseline = min(y1 + LINE_HEIGHT - 2, self._size[1] - 4) if kind == "fn" else above
-        x_range, y_range = (left, left + width), (baseline - LINE_HEIGHT, baseline)
-        for a0, b0, a1, b1 in self._labels:
-            if x_range[0] < a1 and a0 < x_range[1] and y_range[0] < b1 and b0 < y_range[1]:
-                return []
-        self._labels.append((x_range[0], y_range[0], x_range[1], y_range[1]))
-        chip = {"x": round(left, 1), "y": round(baseline - LINE_HEIGHT + 3, 1), "width": round(width, 1)}
-        place = {"x": round(left + 2, 1), "y": round(baseline, 1), "textLength": round(width - 4, 1)}
-        return [
-            tag("rect", **chip, height=LINE_HEIGHT, class_=f"chip {kind}"),
-            tag("text", caption, **place, lengthAdjust="spacingAndGlyphs", class_=f"name {kind}"),
-        ]
+    shapes: list[Markup] = []
+    labels: list[Markup] = []
+    for box in image_eval.gt_boxes:
+        xyxy, name = scaled(box.box), _class_name(class_names, box.label)
+        kind = "gt" if box.detected or box.crowd else "fn"
+        status = ", crowd" if box.crowd else ", missed" if kind == "fn" else ""
+        shapes += _rectangle(xyxy, kind, f"ground truth: {name}{status}")
+        if kind == "fn":
+            labels.append(_label(xyxy, min(xyxy[3] + LINE_HEIGHT - 2, size[1] - 4), kind, name, size[0]))
+    for detection in reversed(image_eval.detections):  # the best on top
+        name = f"{_class_name(class_names, detection.label)} {detection.score:.2f}"
+        xyxy, kind = scaled(detection.box), "tp" if detection.error_type in ("", "crowd") else "fp"
+        shapes += _rectangle(xyxy, kind, f"{name}: {detection.error_type or 'correct'}")
+        if kind == "fp":
+            above = xyxy[1] - 4 if xyxy[1] >= LINE_HEIGHT else xyxy[1] + LINE_HEIGHT - 2
+            labels.append(_label(xyxy, above, kind, f"{name} · {detection.error_type}", size[0]))
+    return shapes + labels
+
+
+def _label(xyxy: Xyxy, y: float, kind: str, caption: str, image_width: float) -> Markup:
+    """Begins at the left edge of the box; in the right half of the image it ends at its right edge."""
+    is_right = xyxy[0] > image_width / 2
+    x, anchor = (xyxy[2], "end") if is_right else (xyxy[0], None)
+    return tag("text", caption, x=round(x, 1), y=round(y, 1), text_anchor=anchor, class_=f"name {kind}")
 
 
 def _rectangle(xyxy: Xyxy, kind: str, title: str) -> list[Markup]:
