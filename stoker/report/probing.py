@@ -1,8 +1,7 @@
 """`stoker why RUN --probe`: runs experiments on a run that has ended.
 
 A separate process (`stoker/training/probe.py`) does the experiments, so nothing here imports torch. Its output becomes
-lines of probes.jsonl, which the diagnosis reads. Runs do one experiment automatically:
-`stoker/training/input_probe.py`.
+lines of probes.jsonl, which the diagnosis reads.
 """
 
 import subprocess
@@ -37,8 +36,8 @@ def run_probes(run: str, on_progress: Callable[[str], None]) -> None:
         cause = f"it has no {records.CONFIG}: the steps of an external job cannot be repeated"
         raise UsageError("Experiments need a run of `stoker train`.", location=path, cause=cause)
     if is_held(path) or lease_holder(path) is not None:
-        fix = "wait for its end; an input-bound run does one experiment automatically"
-        raise UsageError("The run is still running: experiments would use its device.", location=path, fix=fix)
+        message = "The run is still running: experiments would use its device."
+        raise UsageError(message, location=path, fix="wait for its end")
     folder = RunFolder(path, records.last_attempt(path))
     try:
         for result in _run_experiments(path):

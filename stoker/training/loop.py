@@ -26,7 +26,6 @@ from stoker.report.terminal import Screen
 from stoker.runs.records import BEST
 from stoker.training.checkpoint import LoadedCheckpoint
 from stoker.training.evaluator import Evaluator
-from stoker.training.input_probe import PrefetchedInputProbe
 from stoker.training.make_step import Step, make_parallel
 from stoker.training.out_of_memory import HostMemoryGuard
 from stoker.training.parallel import Attempt
@@ -74,10 +73,9 @@ class Training:
         limit_s = min_limit_s(is_remote=setup.index.remote_object(int(setup.train_indices[0])) is not None)
         self.hang_detector = HangDetector(limit_s or math.inf)
         self.attempt = Attempt(setup, self.parallel, self.ledger, self.tracer, self.hang_detector, screen, log_event)
-        self.input_probe = PrefetchedInputProbe(setup, self.ledger, log_event, self.interruptions)
         self.train = Step(self.attempt)
         self.recovery = Recovery(setup, log_event)
-        self.recorder = Recorder(self.attempt, self.recovery, self.input_probe)
+        self.recorder = Recorder(self.attempt, self.recovery)
         memory_guard = HostMemoryGuard(setup.loader, log_event)
         self.stopper = Stopper(self.attempt, stop_request, memory_guard)
         self.evaluator = Evaluator(self.attempt, self.recorder, self.stopper)
@@ -145,7 +143,6 @@ class Training:
         state = self.state
         self.evaluator.before_steps()
         while state.diverged_step is None and self.setup.progress < 1 and not self.evaluator.is_out_of_patience:
-            self.input_probe.before_step(self.setup.progress)
             self.step()
             for service in self.services:
                 service.after_step()
@@ -181,10 +178,6 @@ class Training:
             save=self.saver.trigger.is_due_by_clock(),
             trained_s=self.trained_s,
         )
-
-    def interruptions(self) -> object:
-        """Changes when something else than steps took time."""
-        return self.setup.writer.saved_step, self.evaluator.evaluated_step, self.recovery.rollback_count
 
     def roll_back(self, failed_at: int) -> None:
         """Continues from the last healthy state, at a lower learning rate."""

@@ -6,36 +6,39 @@ A separate program, so that the run is not touched and `stoker why RUN --probe` 
 
 It prints a `schemas.Probe` as a JSON line for each experiment. Steps use the data, settings and loader of the run on
 random weights: speed does not depend on them. Rounds before and after the change alternate, and the ratio is a median
-of pairs. The experiment that a run does by itself while it trains is in `input_probe.py`.
+of pairs.
 """
 
 import contextlib
 import math
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 import torch
-from cyclopts import App, Parameter
 
 from stoker.config.settings import Config, from_run
 from stoker.data.augment.device import augment_batch
 from stoker.data.batch import Batch
 from stoker.data.index import Index, open_index_of
 from stoker.data.loading.loader import Loader, compute_max_boxes
-from stoker.errors import ConfigError, StokerError
+from stoker.errors import StokerError
 from stoker.hardware.device import Device, select_device
 from stoker.models import build
 from stoker.runs.records import CONFIG, last_attempt
 from stoker.runs.schemas import PROBE_KINDS, Probe
-from stoker.training.input_probe import MAX_PAIRS, MIN_PAIRS, summarize_pairs
 from stoker.training.optim import OptimizerStep
 from stoker.training.start import make_training_loader, start_worker_processes
 from stoker.training.step import LossFn, PlainStep, make_loss_fn
 
+MAX_PAIRS = 8
+"""Pairs of rounds of an experiment. With eight, the second smallest and second largest ratio bound the median with 93 %
+confidence (order statistics of a binomial)."""
+MIN_PAIRS = 3
+"""Fewer are no result."""
 MIN_ROUND_S = 0.5
 """Minimum length of a round, which has at least two steps: clocks and waits are then below one percent."""
 MAX_EXPERIMENT_S = 40.0
@@ -106,8 +109,8 @@ class ProbeHarness:
         return (time.perf_counter() - start_s) / (steps * num_images)
 
 
-def run_experiments(harness: ProbeHarness, kinds: tuple[str, ...], attempt: int) -> Iterator[Probe]:
-    """The experiments of `kinds`, in the order of PROBE_KINDS."""
+def run_experiments(harness: ProbeHarness, attempt: int) -> Iterator[Probe]:
+    """All experiments, in the order of PROBE_KINDS."""
     workers = harness.config.run.num_workers
     with contextlib.ExitStack() as stack:
         loader = stack.enter_context(contextlib.closing(harness.make_loader(workers)))
@@ -116,8 +119,6 @@ def run_experiments(harness: ProbeHarness, kinds: tuple[str, ...], attempt: int)
         steps = _steps_per_round(baseline, harness.config.run.batch_size)
         used_workers = loader.stats().workers
         for kind in PROBE_KINDS:
-            if kind not in kinds:
-                continue
             try:
                 with contextlib.ExitStack() as inner:
                     before, after = _make_before_and_after(harness, kind, baseline, cached_batch, used_workers, inner)
@@ -155,18 +156,14 @@ def _make_before_and_after(
         if harness.device.is_cpu:
             raise _NotApplicable("on a CPU compiling takes minutes")
         other_loss_fn = make_loss_fn(harness.optimizer.model, compile=not harness.config.run.compile)
-        eager, compiled = (
-            harness.measure_with_batch(cached_batch),
-            harness.measure_with_batch(cached_batch, other_loss_fn),
-        )
-        return (eager, compiled) if not harness.config.run.compile else (compiled, eager)
-    is_more = kind == "more_workers"
-    num_workers = used_workers + 1 if is_more else used_workers - 1
+        own, other = (harness.measure_with_batch(cached_batch, loss_fn) for loss_fn in (None, other_loss_fn))
+        return (other, own) if harness.config.run.compile else (own, other)
+    num_workers = used_workers + (1 if kind == "more_workers" else -1)
     if num_workers < 1:
         raise _NotApplicable("the loader has one worker")
-    loaders = [
-        stack.enter_context(contextlib.closing(harness.make_loader(workers))) for workers in (used_workers, num_workers)
-    ]
+    loaders = [harness.make_loader(workers) for workers in (used_workers, num_workers)]
+    for loader in loaders:
+        stack.enter_context(contextlib.closing(loader))
     return harness.measure_with_loader(loaders[0]), harness.measure_with_loader(loaders[1])
 
 
@@ -187,34 +184,38 @@ def _measure_pairs(kind: str, before: MeasureFn, after: MeasureFn, steps: int, a
     return summarize_pairs(kind, pairs, steps=steps * len(pairs), attempt=attempt)
 
 
+def summarize_pairs(kind: str, pairs: list[tuple[float, float]], *, steps: int, attempt: int) -> Probe:
+    """An experiment as a line of the records. pairs: seconds per image before and after."""
+    ratios = sorted(a / b for a, b in pairs)
+    trim = 1 if len(ratios) >= MAX_PAIRS else 0
+    return Probe(
+        t=time.time(),
+        attempt=attempt,
+        probe=kind,
+        steps=steps,
+        before_img_per_s=1 / statistics.median(a for a, _ in pairs),
+        after_img_per_s=1 / statistics.median(b for _, b in pairs),
+        ratio=statistics.median(ratios),
+        ratio_low=ratios[trim],
+        ratio_high=ratios[-1 - trim],
+    )
+
+
 def _ignore_event(_kind: str, _text: str, /, **_: object) -> None:
     """The loader's messages were printed when the run trained."""
 
 
-def program(run: Path, /, *, kinds: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = PROBE_KINDS) -> None:
-    """Repeats steps of a run with one thing changed at a time, and prints a JSON line for each experiment.
-
-    Parameters
-    ----------
-    run
-        Folder of a run of `stoker train` that is not live.
-    kinds
-        The experiments; default: all.
-    """
-    unknown = [name for name in kinds if name not in PROBE_KINDS]
-    if unknown:
-        raise ConfigError(f"{unknown[0]!r} is not an experiment.", choices=PROBE_KINDS)
+def main(run: Path) -> None:
+    """Repeats steps of a run that is not live with one thing changed at a time; a JSON line for each experiment."""
     config = from_run(run / CONFIG)[0]
     device = select_device(config.run.device)
-    for result in run_experiments(ProbeHarness(config, open_index_of(config.data), device), kinds, last_attempt(run)):
+    for result in run_experiments(ProbeHarness(config, open_index_of(config.data), device), last_attempt(run)):
         print(msgspec.json.encode(result).decode(), flush=True)
 
 
 if __name__ == "__main__":
-    app = App(name="python -m stoker.training.probe", default_parameter=Parameter(negative=()))
-    app.default(program)
     try:
-        app()
+        main(Path(sys.argv[1]))
     except StokerError as error:
         print(f"stoker: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -31,7 +31,6 @@ from stoker.profiling.ledger import TimeBreakdown
 from stoker.report.tensorboard import Board
 from stoker.runs.records import DEVICES, EVENTS, QUARANTINE, RANKS, STEPS, WARNING_KINDS, RunFolder, read_lines
 from stoker.runs.schemas import DeviceSample, Event, Quarantined, StepWindow
-from stoker.training.input_probe import PrefetchedInputProbe
 from stoker.training.optim import NO_STATS, StepStats
 from stoker.training.parallel import Attempt
 from stoker.training.ranks import Ranks
@@ -144,9 +143,9 @@ MIN_WINDOWS = 5
 class Recorder:
     """The records of this attempt of a run, from `begin` on."""
 
-    def __init__(self, attempt: Attempt, recovery: Recovery, input_probe: PrefetchedInputProbe) -> None:
+    def __init__(self, attempt: Attempt, recovery: Recovery) -> None:
         self._attempt, self._setup, self._parallel = attempt, attempt.setup, attempt.parallel
-        self._ledger, self._recovery, self._input_probe = attempt.ledger, recovery, input_probe
+        self._ledger, self._recovery = attempt.ledger, recovery
         self._board: Board | None = None
         """TensorBoard's files; in rank 0."""
         self._rank_records = RankRecords(attempt.setup, attempt.log_event)
@@ -268,7 +267,6 @@ class Recorder:
         window = msgspec.structs.replace(window, num_images=steps * setup.config.run.batch_size)  # shown is that of all
         if self._board is not None:
             self._board.add_window(window)
-        self._input_probe.observe(window)
         if steps and setup.ranks.is_main:
             self._show_progress(window)
             for alert in self._stability.update(window, setup.progress):
