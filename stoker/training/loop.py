@@ -47,8 +47,6 @@ class Options:
     """Ends the process with this exit code if the training hangs; None: it is only recorded."""
     notice_grace_s: float | None = None
     """The shortest notice that this machine gives before it goes."""
-    adapt_checkpoint_interval: bool = False
-    """The user set none."""
 
 
 class Training:
@@ -80,13 +78,7 @@ class Training:
         self.stopper = Stopper(self.attempt, stop_request, memory_guard)
         self.evaluator = Evaluator(self.attempt, self.recorder, self.stopper)
         self.parts = (self.parallel, self.recovery, self.evaluator)
-        self.saver = Saver(
-            self.attempt,
-            self.parts,
-            self.evaluator,
-            is_interval_fixed=not options.adapt_checkpoint_interval,
-            grace_s=options.notice_grace_s,
-        )
+        self.saver = Saver(self.attempt, self.parts, self.evaluator, grace_s=options.notice_grace_s)
         self.services = (self.recorder, self.stopper, self.saver, self.evaluator)
         setup.loader.on_copy_awaited = self.ledger.begin_h2d_wait
         setup.ranks.share(lambda: restore(setup, self.parts, loaded, log_event))

@@ -129,7 +129,6 @@ def train(
                     trace=trace,
                     on_hang=os._exit if exit_when_hung else None,
                     notice_grace_s=notices.grace_s,
-                    adapt_checkpoint_interval="checkpoint_every" in resolved.reasons,
                 )
                 training = Training(setup, loaded, screen, stop_request, started_s, log_event, options)
                 loaded = None  # its memory is free from here on

@@ -1,12 +1,7 @@
-"""Saves checkpoints: at intervals, before a stop, and at the end; and the final weights.
-
-Where the user set no interval, a save may cost MAX_COST of the time: a large model on a slow disk is saved less often
-than every two minutes.
+"""Saves checkpoints: at intervals, before a stop, and at the end; and the final weights. What they contain is in
+`resume.py`, how they are written in `checkpoint.py`.
 """
 
-import statistics
-import time
-from collections import deque
 from collections.abc import Sequence
 
 from stoker.config.durations import parse_duration
@@ -19,14 +14,6 @@ from stoker.training.resume import Part, collect_state
 from stoker.training.state import IntervalTrigger
 from stoker.training.step import describe_error
 
-MAX_COST = 0.01
-"""Fraction of the time that saves may cost where the user set no interval."""
-WRITE_FACTOR = 2.0
-"""The interval is then at least so many times as long as a write in the background."""
-MAX_INTERVAL_S = 1800.0
-MIN_CHANGE = 1.2
-KEPT_SAVES = 5
-"""The medians of so many saves count, so that a disk that hangs once changes nothing for long."""
 GRACE_FRACTION = 0.5
 """Of the notice of a machine that goes, for the write; the rest is for the end of a step, and for an upload."""
 
@@ -34,27 +21,16 @@ GRACE_FRACTION = 0.5
 class Saver:
     """The checkpoints of a training. parts: whose state they have."""
 
-    def __init__(
-        self,
-        attempt: Attempt,
-        parts: Sequence[Part],
-        evaluator: Evaluator,
-        *,
-        is_interval_fixed: bool,
-        grace_s: float | None,
-    ) -> None:
-        """is_interval_fixed: the user set it. grace_s: the shortest notice before the machine goes; None: unknown."""
+    def __init__(self, attempt: Attempt, parts: Sequence[Part], evaluator: Evaluator, *, grace_s: float | None) -> None:
+        """grace_s: the shortest notice before the machine goes; None: unknown."""
         setup, run = attempt.setup, attempt.setup.config.run
         self._setup, self._parallel, self._ledger = setup, attempt.parallel, attempt.ledger
         self._log_event, self._parts = attempt.log_event, parts
-        self._evaluator = evaluator
-        self._is_interval_fixed, self._grace_s = is_interval_fixed, grace_s
+        self._evaluator, self._grace_s = evaluator, grace_s
         self._is_warned = False
-        self._costs: deque[tuple[float, float]] = deque(maxlen=KEPT_SAVES)
         self.trigger = IntervalTrigger(
             parse_duration(run.checkpoint_every, "checkpoint-every"), len(setup.train_indices), run.batch_size
         )
-        self._shortest_s = self.trigger.interval_s
 
     def after_step(self) -> None:
         """Saves if it is due."""
@@ -67,7 +43,6 @@ class Saver:
         if not parallel.takes_part_in_saves:
             return
         self._evaluator.collect()
-        start_s = time.perf_counter()
         with self._ledger.phase("checkpoint"):
             writer.wait()
             if parallel.has_saved(writer.saved_step == setup.state.step):
@@ -77,28 +52,15 @@ class Saver:
             if snapshot is not None:
                 writer.save(snapshot)
         parallel.after_save()
-        if writer.write_s is not None:  # of the save before
-            cost_s = time.perf_counter() - start_s + (writer.write_cpu_s if setup.device.is_cpu else 0.0)
-            self._follow_cost(cost_s, writer.write_s)
+        self._warn_of_short_notice(writer.longest_write_s)
         self.trigger.reset()
 
-    def _follow_cost(self, cost_s: float, write_s: float) -> None:
-        """cost_s: seconds that training lost by a save; write_s: of the write in the background."""
+    def _warn_of_short_notice(self, write_s: float) -> None:
+        """Says once that a checkpoint may not be written in the time that the machine's notice gives."""
         if not self._is_warned and self._grace_s is not None and write_s > GRACE_FRACTION * self._grace_s:
             self._is_warned = True
             text = f"a checkpoint takes {write_s:.3g} s to write; the machine gives {self._grace_s:.0f} s of notice"
             self._log_event("warning", f"{text}: a preemption may lose the steps since the last checkpoint")
-        self._costs.append((cost_s, write_s))
-        cost_s, write_s = map(statistics.median, zip(*self._costs, strict=True))
-        before_s = self.trigger.interval_s
-        interval_s = max(self._shortest_s, min(MAX_INTERVAL_S, max(cost_s / MAX_COST, WRITE_FACTOR * write_s)))
-        if not self._is_interval_fixed and not before_s / MIN_CHANGE <= interval_s <= MIN_CHANGE * before_s:
-            self.trigger.interval_s = interval_s
-            self._log_event(
-                "info",
-                f"checkpoint-every: {before_s:.0f} s → {interval_s:.0f} s: a save costs {cost_s:.2g} s of training and "
-                f"is written in {write_s:.2g} s",
-            )
 
     def save_before_restart(self, error: CaptureFailed) -> None:
         """Saves the state after the last step, for an attempt that does not try what failed in the next one."""
