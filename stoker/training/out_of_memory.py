@@ -2,7 +2,7 @@
 
 A step is repeated in micro-batches of half the size, an evaluation in batches of half the size. The event
 `out_of_memory` has the new sizes, and every later attempt of the run takes them from there. What fits is measured
-before the start (`defaults/auto_batch.py`); this is for what comes later: another process on the GPU, fragmentation, an
+before the start (`defaults/dry_run.py`); this is for what comes later: another process on the GPU, fragmentation, an
 unusual batch. A CPU that cannot allocate is treated in the same way.
 
 Memory of the host is given back before the kernel kills the run (`HostMemoryGuard`): prefetched batches first, then the

@@ -32,7 +32,7 @@ def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("target", [STEP, "stoker.training.evaluator:AsyncEvaluator.run_inference"])
+@pytest.mark.parametrize("target", [STEP, "stoker.training.evaluator:Evaluator.run_inference"])
 def test_an_error_of_a_rank_ends_all_and_is_shown_with_its_rank(
     rank: int, target: str, data: Path, tmp_path: Path
 ) -> None:

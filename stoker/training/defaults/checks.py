@@ -15,7 +15,7 @@ from stoker.errors import ConfigError
 from stoker.hardware.device import Device
 from stoker.models import get_architecture
 from stoker.training.cluster import Devices
-from stoker.training.defaults.auto_batch import NO_TRIAL_OF_SHARDS
+from stoker.training.defaults.dry_run import NO_TRIAL_OF_SHARDS
 from stoker.training.defaults.model_choice import FROM_SCRATCH, NOT_DOWNLOADED
 
 

@@ -18,7 +18,7 @@ from stoker.config.sync_method import parse_sync
 from stoker.data.index import Index
 from stoker.hardware.device import Device
 from stoker.hardware.exchange_cost import Link, Workload, low_rank_fraction, step_cost
-from stoker.training.defaults.auto_batch import make_dry_run
+from stoker.training.defaults.dry_run import make_dry_run
 from stoker.training.ranks import Ranks
 
 CANDIDATES = ("plain", "plain:1", "plain:5", "bf16", "every:8", "powersgd:4")
