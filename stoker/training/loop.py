@@ -121,13 +121,8 @@ class Training:
         except Stopping:
             return None
         except CaptureFailed as error:
-            self.evaluator.cancel()
-            self.saver.save_before_restart(error)
-            with contextlib.suppress(RuntimeError):  # of the device, which the capture may have spoiled
-                self.recorder.flush()
-            if not self.stopper.is_asked:
-                raise
-            return None
+            self.log_event("cuda_graph_failed", f"{error.what} {error.cause}; later attempts train without a graph")
+            raise  # without a save: the capture may have spoiled the device
         return metrics
 
     def run_steps(self) -> None:

@@ -5,14 +5,13 @@
 from collections.abc import Sequence
 
 from stoker.config.durations import parse_duration
-from stoker.errors import CaptureFailed, Preempted, StokerError, StorageError
+from stoker.errors import Preempted, StokerError, StorageError
 from stoker.evaluation.metrics import Metrics
 from stoker.runs.records import FINAL
 from stoker.training.evaluator import Evaluator
 from stoker.training.parallel import Attempt
 from stoker.training.resume import Part, collect_state
 from stoker.training.state import IntervalTrigger
-from stoker.training.step import describe_error
 
 GRACE_FRACTION = 0.5
 """Of the notice of a machine that goes, for the write; the rest is for the end of a step, and for an upload."""
@@ -61,20 +60,6 @@ class Saver:
             self._is_warned = True
             text = f"a checkpoint takes {write_s:.3g} s to write; the machine gives {self._grace_s:.0f} s of notice"
             self._log_event("warning", f"{text}: a preemption may lose the steps since the last checkpoint")
-
-    def save_before_restart(self, error: CaptureFailed) -> None:
-        """Saves the state after the last step, for an attempt that does not try what failed in the next one."""
-        setup, loader = self._setup, self._setup.loader
-        self._log_event("cuda_graph_failed", f"{error.what} {error.cause}; training restarts without a graph")
-        try:
-            # The step that failed has not run, so its batch comes again.
-            position = loader.state_dict()["position"] - setup.config.run.batch_size
-            loader.load_state_dict(loader.state_dict() | {"position": position})
-            self.save()
-            with self._ledger.phase("checkpoint"):
-                setup.writer.wait()
-        except RuntimeError as save_error:  # of the device; the next attempt continues from the checkpoint before
-            self._log_event("checkpoint_failed", f"the state could not be saved: {describe_error(save_error)}")
 
     def save_final(self, metrics: Metrics) -> None:
         """Writes the final weights."""
