@@ -106,11 +106,9 @@ def train(
 
     user_config = join_settings(config, config_file, data, epochs=epochs, steps=steps, max_time=max_time)
     if dry_run:
-        from stoker.training.plan import make_plan, print_plan
+        from stoker.training.run import print_plan
 
-        print_plan(
-            make_plan(user_config, run_dir=run_dir, resume=resume, all_settings=all_settings, num_devices=devices or 1)
-        )
+        print_plan(user_config, run_dir=run_dir, resume=resume, all_settings=all_settings, num_devices=devices or 1)
         return
     result: Result
     if starts_ranks:

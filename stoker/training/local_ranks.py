@@ -29,7 +29,7 @@ from stoker.errors import ConfigError, Preempted, RankError, StokerError
 from stoker.evaluation.metrics import Metrics
 from stoker.monitor.options import MonitoringOptions
 from stoker.training.cluster import RankPlace, find_place
-from stoker.training.rank_failure import REPORTS_VARIABLE, first_failure, read_reports
+from stoker.training.ranks import REPORTS_VARIABLE, first_failure, read_reports
 from stoker.training.supervisor import handling_signals
 
 RESULT, ERROR_OUTPUT = "result.json", "rank-{}.log"

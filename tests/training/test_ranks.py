@@ -21,8 +21,7 @@ from stoker.runs.schemas import Event, Quarantined, StepWindow
 from stoker.training.cluster import ONE_DEVICE
 from stoker.training.defaults.checks import check_devices
 from stoker.training.local_ranks import find_free_port
-from stoker.training.rank_failure import Failure, first_failure, read_reports, write_report
-from stoker.training.ranks import Ranks
+from stoker.training.ranks import Failure, Ranks, first_failure, read_reports, write_report
 from tests.drawn import draw, run_stoker
 from tests.fixtures.training_ranks import (  # noqa: F401
     FLAGS,
