@@ -6,6 +6,9 @@ Of several ranks, rank 0 alone writes the run folder; the others send it what is
 store of the process group, when it suits them: no exchange waits for it, and their machines need not see the folder.
 Rank 0 writes the windows and the telemetry of rank n to `ranks/000n/`, its warnings to events.jsonl, and the images
 that it could not use to quarantine.jsonl (`RankRecords`).
+
+A loss that jumps and steps that are skipped are reported at once (`StabilityAlerts`); nothing here acts on them.
+`resume.py` acts when gradients stay non-finite; the diagnosis judges the learning rate by the records.
 """
 
 import contextlib
@@ -13,6 +16,7 @@ import itertools
 import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +39,6 @@ from stoker.training.optim import NO_STATS, StepStats
 from stoker.training.parallel import Attempt
 from stoker.training.ranks import Ranks
 from stoker.training.resume import Recovery
-from stoker.training.stability import StabilityMonitor
 from stoker.training.state import EventLogger, TrainSetup
 
 SENT: dict[str, type[msgspec.Struct]] = {STEPS: StepWindow, DEVICES: DeviceSample, QUARANTINE: Quarantined}
@@ -134,6 +137,68 @@ def open_folder(ranks: Ranks, open_in_main: Callable[[], RunFolder]) -> RunFolde
     return opened[0] if opened else RankFolder(path, attempt, ranks)
 
 
+SPIKE_WINDOWS, MIN_SPIKE_WINDOWS = 64, 16
+"""Windows that a spike is compared with (about a minute), and their minimum number."""
+SPIKE_SIGMAS, SPIKE_RATIO = 8.0, 2.0
+"""A spike is this many standard deviations of the log-loss above the median, and this many times the median. Eight,
+since losses of single detection batches are far from normally distributed; twice, since long windows vary so little
+that 5 % would be a spike otherwise. Heuristics."""
+SPIKE_COOLDOWN_WINDOWS = 16
+"""Windows without a spike after which the next one is reported."""
+
+
+def is_spike(loss: float, previous: Sequence[float]) -> bool:
+    """Whether `loss` is far above the losses of the previous windows; all positive. False if there are too few.
+
+    It compares logarithms, so the unit of the loss does not matter. The noise of windows, which are one step or
+    hundreds, differs by a factor of ten between models; it is measured, as the median absolute deviation.
+    """
+    if len(previous) < MIN_SPIKE_WINDOWS:
+        return False
+    baseline = statistics.median(previous)
+    log_std = 1.4826 * statistics.median(abs(math.log(value / baseline)) for value in previous)
+    return loss > SPIKE_RATIO * baseline and math.log(loss / baseline) > SPIKE_SIGMAS * log_std
+
+
+class StabilityAlerts:
+    """Looks at the windows of a training in order. peak_lr: the peak learning rate since the last rollback."""
+
+    def __init__(self, log_event: EventLogger, peak_lr: float) -> None:
+        self._log_event, self._suggested_lr = log_event, float(f"{peak_lr / 3:.2g}")
+        self._recent_losses: deque[float] = deque(maxlen=SPIKE_WINDOWS)
+        self._windows_since_spike = SPIKE_COOLDOWN_WINDOWS
+        self._skipped_steps, self._next_skip_report = 0, 1
+
+    def check(self, window: StepWindow, *, tolerated_skips: int) -> None:
+        """Logs what is new in this window. tolerated_skips: loss scaling of fp16 finds its limit by overflowing, so a
+        single skipped step is normal."""
+        self._skipped_steps += window.skipped_steps
+        if window.skipped_steps > tolerated_skips and self._skipped_steps >= self._next_skip_report:
+            self._next_skip_report = 2 * self._skipped_steps  # a run that keeps skipping must not fill the screen
+            text = f"{self._skipped_steps:,} steps skipped so far: their gradients were not finite"
+            self._log_event("warning", text, skipped=self._skipped_steps)
+        loss, previous = window.losses.get("total"), list(self._recent_losses)
+        if loss is None or not 0 < loss < math.inf:
+            return
+        self._recent_losses.append(loss)
+        if not is_spike(loss, previous):
+            self._windows_since_spike += 1
+            return
+        if self._windows_since_spike >= SPIKE_COOLDOWN_WINDOWS:
+            baseline = statistics.median(previous)
+            self._log_event(
+                "loss_spike",
+                f"the loss jumped to {loss:.3g} at step {window.step:,}, {loss / baseline:.1f} times its median of "
+                f"{baseline:.3g}; if it does not fall again: --lr {self._suggested_lr:g}",
+                at=window.step,
+                loss=loss,
+                baseline=baseline,
+                windows=len(previous),
+                suggested_lr=self._suggested_lr,
+            )
+        self._windows_since_spike = 0
+
+
 WINDOW_S = 1.0
 """Seconds of a line of steps.jsonl."""
 MIN_WINDOWS = 5
@@ -165,9 +230,7 @@ class Recorder:
                 on_error=lambda text: self._attempt.log_event("warning", text),
             )
         self._last_read_step = setup.state.step
-        self._stability = StabilityMonitor(
-            setup.config.optim, peak_lr=self._recovery.peak_lr, fp16=setup.config.run.precision == "fp16"
-        )
+        self._alerts = StabilityAlerts(self._attempt.log_event, self._recovery.peak_lr)
 
     def after_step(self) -> None:
         """Writes the line of a window once a second; rank 0 also takes profiler windows."""
@@ -269,8 +332,7 @@ class Recorder:
             self._board.add_window(window)
         if steps and setup.ranks.is_main:
             self._show_progress(window)
-            for alert in self._stability.update(window, setup.progress):
-                self._attempt.log_event(alert.kind, alert.text, **alert.data)
+            self._alerts.check(window, tolerated_skips=1 if setup.config.run.precision == "fp16" else 0)
 
     def _show_progress(self, window: StepWindow) -> None:
         setup, memory = self._setup, self._setup.device.memory()

@@ -32,8 +32,7 @@ class _Divergence(NamedTuple):
 def lr_too_high(run: RunRecords, cause: Cause) -> Finding | None:
     lost_s = device_s_since_lowest_loss(run)
     event_finding = finding_from_events(run, cause, run.learning.events.get("lr_too_high", []), lost_s)
-    judges_itself = run.is_native_run and len(run.learning.loss.points) >= cause.threshold("native_windows")
-    if event_finding is not None or judges_itself:
+    if event_finding is not None:
         return event_finding
     divergence = _find_divergence(run)
     if divergence is None:
