@@ -1,5 +1,5 @@
 """Operators of a training step and the bytes that they move, without a GPU: eager and compiled, with separate operators
-and with the fused kernels of `training/defaults/kernel_choice.py`.
+and with the fused kernels of `training/make_step.py`.
 
 eager: a dispatch mode counts what each operator reads and writes while the step runs on the fake accelerator
 (`planning/fake_accelerator.py`). A convolution's bias, and its gradient, are passes of their own, as in ATen
