@@ -27,10 +27,9 @@ from stoker.data.index import Index, open_index_of
 from stoker.data.loading.loader import Loader, compute_max_boxes
 from stoker.errors import StokerError
 from stoker.hardware.device import Device, select_device
-from stoker.models import build
 from stoker.runs.records import CONFIG, last_attempt
 from stoker.runs.schemas import PROBE_KINDS, Probe
-from stoker.training.optim import OptimizerStep
+from stoker.training.defaults.dry_run import DryRun
 from stoker.training.start import make_training_loader, start_worker_processes
 from stoker.training.step import LossFn, PlainStep, make_loss_fn
 
@@ -48,23 +47,21 @@ MeasureFn = Callable[[int], float]
 """Does so many steps, waits for the device, returns seconds per image."""
 
 
-class ProbeHarness:
+class ProbeHarness(DryRun):
     """The run's steps on a model of random weights."""
 
     def __init__(self, config: Config, index: Index, device: Device) -> None:
-        self.config, self.index, self.device = config, index, device
         torch.manual_seed(config.run.seed)
-        model = build(config.model, len(index.class_names)).to(device.torch_device).train()
-        self.optimizer = OptimizerStep(model, config.optim, device, precision=config.run.precision)
-        self.loss_fn = make_loss_fn(model, compile=config.run.compile)
+        max_boxes = compute_max_boxes(index, index.image_indices("train"), mosaic=config.data.mosaic)
+        super().__init__(config, device, num_classes=len(index.class_names), max_boxes=max_boxes)
+        self.index = index
+        self.loss_fn = make_loss_fn(self.optimizer.model, compile=config.run.compile)
         self._processes = start_worker_processes(config, index, device, _ignore_event)
-        self.max_boxes = compute_max_boxes(index, index.image_indices("train"), mosaic=config.data.mosaic)
 
     def make_loader(self, workers: int) -> Loader:
         """A loader as in the run; workers: 0 tunes their number."""
-        config = self.config.replace(workers=workers or "auto", max_bad_fraction=1.0)
         return make_training_loader(
-            config,
+            self.config.replace(workers=workers or "auto", max_bad_fraction=1.0),
             self.index,
             self.device,
             max_boxes=self.max_boxes,
@@ -72,41 +69,39 @@ class ProbeHarness:
             processes=self._processes,
         )
 
-    def step(self, batch: Batch, loss_fn: LossFn | None = None) -> None:
-        """A whole step at a learning rate of 0."""
-        batch = augment_batch(batch, self.config.data, 0.0)
-        micro_batches = self.config.optim.grad_accum_steps
-        autocast = self.device.autocast(self.config.run.precision)
-        PlainStep(loss_fn or self.loss_fn, self.optimizer, None, autocast, micro_batches).forward_backward(batch)
-        self.optimizer.step(0.0, 0)
+    def measure(
+        self, next_batch: Callable[[], Batch], loss_fn: LossFn | None = None, *, warm_up: Callable[[], int] = lambda: 1
+    ) -> MeasureFn:
+        """Whole steps at a learning rate of 0 with these batches, after as many unmeasured ones as `warm_up` says."""
+        micro_batches, autocast = self.config.optim.grad_accum_steps, self.device.autocast(self.config.run.precision)
+        step = PlainStep(loss_fn or self.loss_fn, self.optimizer, None, autocast, micro_batches)
+
+        def do_steps(count: int) -> int:
+            num_images = 0
+            for _ in range(count):
+                batch = augment_batch(next_batch(), self.config.data, 0.0)
+                num_images += len(batch.images)
+                step.forward_backward(batch)
+                self.optimizer.step(0.0, 0)
+            self.device.synchronize()
+            return num_images
+
+        def measure(count: int) -> float:
+            do_steps(warm_up())
+            start_s = time.perf_counter()
+            num_images = do_steps(count)
+            return (time.perf_counter() - start_s) / num_images
+
+        return measure
 
     def measure_with_loader(self, loader: Loader) -> MeasureFn:
         """Steps with loaded images, after as many unmeasured steps as there are prefetch buffers: they are full
         then."""
-
-        def measure(steps: int) -> float:
-            for _ in range(loader.stats().prefetch_depth + 1):
-                self.step(next(loader))
-            return self._time_steps(lambda: self.step(next(loader)), steps, self.config.run.batch_size)
-
-        return measure
+        return self.measure(lambda: next(loader), warm_up=lambda: loader.stats().prefetch_depth + 1)
 
     def measure_with_batch(self, batch: Batch, loss_fn: LossFn | None = None) -> MeasureFn:
         """Steps on a batch that is already on the device."""
-
-        def measure(steps: int) -> float:
-            self.step(batch, loss_fn)
-            return self._time_steps(lambda: self.step(batch, loss_fn), steps, len(batch.images))
-
-        return measure
-
-    def _time_steps(self, step: Callable[[], None], steps: int, num_images: int) -> float:
-        self.device.synchronize()
-        start_s = time.perf_counter()
-        for _ in range(steps):
-            step()
-        self.device.synchronize()
-        return (time.perf_counter() - start_s) / (steps * num_images)
+        return self.measure(lambda: batch, loss_fn)
 
 
 def run_experiments(harness: ProbeHarness, attempt: int) -> Iterator[Probe]:
