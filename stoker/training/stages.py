@@ -30,7 +30,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stoker import models
 from stoker.config.settings import Config
-from stoker.config.sync_method import parse_sync
 from stoker.data.batch import Batch
 from stoker.data.loading.loader import Loader
 from stoker.errors import ConfigError
@@ -114,7 +113,7 @@ def cut(costs: Sequence[float], count: int) -> tuple[int, ...]:
 
 def check_stages(config: Config, num_devices: int) -> None:
     """Raises ConfigError for what `--stages` cannot be combined with, on several devices."""
-    run, count = config.run, config.run.stages
+    count = config.run.stages
     if count != num_devices:
         raise ConfigError(
             f"--stages {count} needs as many devices, and the run has {num_devices}.",
@@ -126,18 +125,6 @@ def check_stages(config: Config, num_devices: int) -> None:
     if count > num_parts:
         raise ConfigError(
             f"--stages {count}: {config.model.model} has {num_parts} parts.", choices=[f"2 … {num_parts}"]
-        )
-    if run.shard:
-        raise ConfigError(
-            "--stages and --shard exclude each other.",
-            cause="both divide the model among the devices",
-            fix="leave out one of them",
-        )
-    if run.sync is not None and parse_sync(run.sync).kind not in ("plain", "auto"):
-        raise ConfigError(
-            f"--stages and --sync {run.sync} exclude each other.",
-            cause="stages exchange activations, and no gradients of weights",
-            fix="leave out one of them",
         )
 
 
