@@ -3,38 +3,41 @@
 A step loads a batch and trains on it (`step.py`: augmentation, forward, losses, backward, update). `parallel` exchanges
 gradients and signals between processes, and does nothing where one process trains. The services own their state and put
 it into the checkpoints themselves: `recorder` (records, screen, TensorBoard), `stopper` (signals, notices, time
-limits), `saver` (checkpoints), `evaluator` (evaluations, patience), `recovery` (rollbacks). No step waits for the
-device. The training thread sets the phase of the ledger. How a run is opened and closed is in `run.py`, how it is built
-in `start.py`, how it continues in `resume.py`.
+limits), `saver` (checkpoints; at the end of this file), `evaluator` (evaluations, patience), `recovery` (rollbacks). No
+step waits for the device. The training thread sets the phase of the ledger. How a run is opened and closed is in
+`run.py`, how it is built in `start.py`, how it continues in `resume.py`.
 """
 
 import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import msgspec
 
-from stoker.errors import CaptureFailed
+from stoker.config.durations import parse_duration
+from stoker.errors import CaptureFailed, Preempted, StokerError, StorageError
 from stoker.evaluation.metrics import Metrics
 from stoker.profiling.ledger import Ledger
 from stoker.profiling.telemetry.sampler import TelemetrySampler
 from stoker.profiling.trace import Tracer
 from stoker.report.terminal import Screen
-from stoker.runs.records import BEST
+from stoker.runs.records import BEST, FINAL
 from stoker.training.checkpoint import LoadedCheckpoint
 from stoker.training.evaluator import Evaluator
 from stoker.training.make_step import Step, make_parallel
 from stoker.training.out_of_memory import HostMemoryGuard
 from stoker.training.parallel import Attempt
 from stoker.training.recorder import Recorder, log_measured_steps
-from stoker.training.resume import Recovery, collect_state, restore, send_to_other_ranks
-from stoker.training.saver import Saver
-from stoker.training.state import EventLogger, Signals, TrainSetup
+from stoker.training.resume import Part, Recovery, collect_state, restore, send_to_other_ranks
+from stoker.training.state import EventLogger, IntervalTrigger, Signals, TrainSetup
 from stoker.training.stopper import Stopper, Stopping, StopRequest
 from stoker.training.watchdog import HangDetector, Watchdog, min_limit_s
+
+GRACE_FRACTION = 0.5
+"""Of the notice of a machine that goes, for the write; the rest is for the end of a step, and for an upload."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +81,7 @@ class Training:
         self.stopper = Stopper(self.attempt, stop_request, memory_guard)
         self.evaluator = Evaluator(self.attempt, self.recorder, self.stopper)
         self.parts = (self.parallel, self.recovery, self.evaluator)
-        self.saver = Saver(self.attempt, self.parts, self.evaluator, grace_s=options.notice_grace_s)
+        self.saver = Saver(self.attempt, self.parts, self.evaluator, options.notice_grace_s)
         self.services = (self.recorder, self.stopper, self.saver, self.evaluator)
         setup.loader.on_copy_awaited = self.ledger.begin_h2d_wait
         setup.ranks.share(lambda: restore(setup, self.parts, loaded, log_event))
@@ -220,3 +223,84 @@ class Training:
         self.evaluator.cancel()
         self.tracer.close()
         self.setup.writer.wait()
+
+
+class Saver:
+    """The checkpoints of a training. parts: whose state they have."""
+
+    def __init__(self, attempt: Attempt, parts: Sequence[Part], evaluator: Evaluator, grace_s: float | None) -> None:
+        """grace_s: the shortest notice before the machine goes; None: unknown."""
+        setup, run = attempt.setup, attempt.setup.config.run
+        self._setup, self._parallel, self._ledger = setup, attempt.parallel, attempt.ledger
+        self._log_event, self._parts = attempt.log_event, parts
+        self._evaluator, self._grace_s = evaluator, grace_s
+        self._is_warned = False
+        self.trigger = IntervalTrigger(
+            parse_duration(run.checkpoint_every, "checkpoint-every"), len(setup.train_indices), run.batch_size
+        )
+
+    def after_step(self) -> None:
+        """Saves if it is due."""
+        if self._parallel.agreed.save or self.trigger.is_due_at(self._setup.state.step):
+            self.save()
+
+    def save(self) -> None:
+        """Starts saving a checkpoint, unless this step has one; the files are written in the background."""
+        setup, parallel, writer = self._setup, self._parallel, self._setup.writer
+        if not parallel.takes_part_in_saves:
+            return
+        self._evaluator.collect()
+        with self._ledger.phase("checkpoint"):
+            writer.wait()
+            if parallel.has_saved(writer.saved_step == setup.state.step):
+                return
+            parallel.equalize()
+            snapshot = parallel.take_snapshot(collect_state(setup, self._parts), ap=None)
+            if snapshot is not None:
+                writer.save(snapshot)
+        parallel.after_save()
+        self._warn_of_short_notice(writer.longest_write_s)
+        self.trigger.reset()
+
+    def _warn_of_short_notice(self, write_s: float) -> None:
+        """Says once that a checkpoint may not be written in the time that the machine's notice gives."""
+        if not self._is_warned and self._grace_s is not None and write_s > GRACE_FRACTION * self._grace_s:
+            self._is_warned = True
+            text = f"a checkpoint takes {write_s:.3g} s to write; the machine gives {self._grace_s:.0f} s of notice"
+            self._log_event("warning", f"{text}: a preemption may lose the steps since the last checkpoint")
+
+    def save_final(self, metrics: Metrics) -> None:
+        """Writes the final weights."""
+        with self._ledger.phase("checkpoint"):
+            snapshot = self._parallel.take_snapshot({}, ap=metrics.ap)
+            if snapshot is not None:
+                self._setup.writer.save_weights(snapshot, [FINAL])
+
+    def raise_failure(self) -> None:
+        """Raises StorageError if the final weights could not be written."""
+        failure, run = self._setup.writer.failure, self._setup.folder.path
+        if failure is not None:
+            raise StorageError(
+                "The final weights could not be saved.",
+                location=run,
+                cause=failure,
+                fix=f"make room; then `stoker train --resume {run}` finishes the run",
+            )
+
+    def make_stop_error(self, requested_by: str | None) -> StokerError:
+        """The error of a run that was stopped: Preempted, or StorageError if its state could not be saved."""
+        if not self._setup.ranks.is_main:
+            return Preempted(f"Stopped by {requested_by}; rank 0 has saved the state.")
+        step, run, writer = self._setup.state.step, self._setup.folder.path, self._setup.writer
+        if writer.saved_step != step:
+            return StorageError(
+                f"Stopped by {requested_by} at step {step:,}, and the state could not be saved.",
+                location=run,
+                cause=writer.failure,
+                fix="make room; the same command continues from the checkpoint before",
+            )
+        return Preempted(
+            f"Stopped by {requested_by} at step {step:,}; everything is saved.",
+            location=run,
+            fix=f"the same command, or `stoker train --resume {run}`, continues",
+        )

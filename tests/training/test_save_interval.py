@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from stoker.training import stopper
-from stoker.training.saver import Saver
+from stoker.training.loop import Saver
 
 
 def test_a_save_that_is_too_long_for_the_notice_is_a_warning_once() -> None:
