@@ -36,9 +36,6 @@ from stoker.training.state import EventLogger, IntervalTrigger, Signals, TrainSe
 from stoker.training.stopper import Stopper, Stopping, StopRequest
 from stoker.training.watchdog import HangDetector, Watchdog, min_limit_s
 
-GRACE_FRACTION = 0.5
-"""Of the notice of a machine that goes, for the write; the rest is for the end of a step, and for an upload."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -48,8 +45,6 @@ class Options:
     """Keep Chrome traces of some steps."""
     on_hang: Callable[[int], object] | None = None
     """Ends the process with this exit code if the training hangs; None: it is only recorded."""
-    notice_grace_s: float | None = None
-    """The shortest notice that this machine gives before it goes."""
 
 
 class Training:
@@ -81,7 +76,7 @@ class Training:
         self.stopper = Stopper(self.attempt, stop_request, memory_guard)
         self.evaluator = Evaluator(self.attempt, self.recorder, self.stopper)
         self.parts = (self.parallel, self.recovery, self.evaluator)
-        self.saver = Saver(self.attempt, self.parts, self.evaluator, options.notice_grace_s)
+        self.saver = Saver(self.attempt, self.parts, self.evaluator)
         self.services = (self.recorder, self.stopper, self.saver, self.evaluator)
         setup.loader.on_copy_awaited = self.ledger.begin_h2d_wait
         setup.ranks.share(lambda: restore(setup, self.parts, loaded, log_event))
@@ -228,13 +223,10 @@ class Training:
 class Saver:
     """The checkpoints of a training. parts: whose state they have."""
 
-    def __init__(self, attempt: Attempt, parts: Sequence[Part], evaluator: Evaluator, grace_s: float | None) -> None:
-        """grace_s: the shortest notice before the machine goes; None: unknown."""
+    def __init__(self, attempt: Attempt, parts: Sequence[Part], evaluator: Evaluator) -> None:
         setup, run = attempt.setup, attempt.setup.config.run
         self._setup, self._parallel, self._ledger = setup, attempt.parallel, attempt.ledger
-        self._log_event, self._parts = attempt.log_event, parts
-        self._evaluator, self._grace_s = evaluator, grace_s
-        self._is_warned = False
+        self._parts, self._evaluator = parts, evaluator
         self.trigger = IntervalTrigger(
             parse_duration(run.checkpoint_every, "checkpoint-every"), len(setup.train_indices), run.batch_size
         )
@@ -259,15 +251,7 @@ class Saver:
             if snapshot is not None:
                 writer.save(snapshot)
         parallel.after_save()
-        self._warn_of_short_notice(writer.longest_write_s)
         self.trigger.reset()
-
-    def _warn_of_short_notice(self, write_s: float) -> None:
-        """Says once that a checkpoint may not be written in the time that the machine's notice gives."""
-        if not self._is_warned and self._grace_s is not None and write_s > GRACE_FRACTION * self._grace_s:
-            self._is_warned = True
-            text = f"a checkpoint takes {write_s:.3g} s to write; the machine gives {self._grace_s:.0f} s of notice"
-            self._log_event("warning", f"{text}: a preemption may lose the steps since the last checkpoint")
 
     def save_final(self, metrics: Metrics) -> None:
         """Writes the final weights."""

@@ -145,7 +145,6 @@ def train(
                 options = Options(
                     trace=trace,
                     on_hang=os._exit if exit_when_hung else None,
-                    notice_grace_s=notices.grace_s,
                 )
                 training = Training(setup, loaded, screen, stop_request, started_s, log_event, options)
                 loaded = None  # its memory is free from here on
