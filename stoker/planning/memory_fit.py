@@ -139,13 +139,13 @@ def make_fit(user_config: Config) -> MemoryFit:
     from stoker.models import get_architecture
     from stoker.planning.predict import loader_demand
     from stoker.training.defaults.derive import derive
-    from stoker.training.defaults.dry_run import make_dry_run, try_sizes
+    from stoker.training.defaults.dry_run import DryRun, try_sizes
     from stoker.training.defaults.model_choice import estimate_images_per_second
 
     device = select_device(user_config.run.device)
     index = open_index_of(user_config.data)
     config, reasons = derive(user_config.replace(jpeg_decoder="cpu", compile=False), index, device)
-    dry_run = make_dry_run(config, index, device)
+    dry_run = DryRun(config, index, device)
     batch_size, micro_batches = config.run.batch_size, config.optim.grad_accum_steps
     images_per_s = estimate_images_per_second(get_architecture(config.model.model), config.data.image_size)
     peak_bytes = None

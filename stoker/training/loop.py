@@ -9,7 +9,6 @@ step waits for the device. The training thread sets the phase of the ledger. How
 """
 
 import contextlib
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -37,16 +36,6 @@ from stoker.training.stopper import Stopper, Stopping, StopRequest
 from stoker.training.watchdog import HangDetector, Watchdog, min_limit_s
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What does not belong to a run's settings."""
-
-    trace: bool = False
-    """Keep Chrome traces of some steps."""
-    on_hang: Callable[[int], object] | None = None
-    """Ends the process with this exit code if the training hangs; None: it is only recorded."""
-
-
 class Training:
     """The loop of one attempt, and its services: `run` goes through it from start to end."""
 
@@ -58,13 +47,17 @@ class Training:
         stop_request: StopRequest,
         started_s: float,
         log_event: EventLogger,
-        options: Options = Options(),  # frozen
+        *,
+        trace: bool = False,
+        on_hang: Callable[[int], object] | None = None,
     ) -> None:
-        """loaded: in rank 0, the checkpoint to continue from; started_s: from when on the ledger counts."""
+        """loaded: in rank 0, the checkpoint to continue from; started_s: from when on the ledger counts; trace: keep
+        Chrome traces of some steps; on_hang: ends the process with this exit code if the training hangs, None: it is
+        only recorded."""
         device = setup.device
-        self.setup, self.state, self.log_event, self.options = setup, setup.state, log_event, options
+        self.setup, self.state, self.log_event, self.on_hang = setup, setup.state, log_event, on_hang
         self.ledger = Ledger(device.make_clock(), start_s=started_s, ranges=device.make_nvtx_ranges())
-        self.tracer = Tracer(device, setup.folder, self.ledger, log_event, chrome=options.trace)
+        self.tracer = Tracer(device, setup.folder, self.ledger, log_event, chrome=trace)
         self.parallel = make_parallel(setup, log_event)
         limit_s = min_limit_s(is_remote=setup.index.remote_object(int(setup.train_indices[0])) is not None)
         self.hang_detector = HangDetector(limit_s or math.inf)
@@ -209,7 +202,7 @@ class Training:
             self.hang_detector,
             phase=lambda: self.ledger.thread_phase,
             step=lambda: self.state.step,
-            on_hang=self.options.on_hang,
+            on_hang=self.on_hang,
             ranks=self.setup.ranks,
         )
 

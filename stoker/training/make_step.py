@@ -206,9 +206,6 @@ class Step:
             self._make()
 
 
-Compare = Callable[[TrainSetup, Batch], tuple[float, float, float] | None]
-
-
 def choose_kernels(setup: TrainSetup, log_event: EventLogger) -> None:
     """Sets the switches of the model. Called by all ranks; rank 0 measures."""
     if setup.device.kind != "cuda" or setup.optimizer.sharding is not None:
@@ -226,12 +223,13 @@ def _read_choice(setup: TrainSetup) -> dict[str, bool] | None:
 
 
 def _measure_kernels(setup: TrainSetup, log_event: EventLogger) -> dict[str, bool]:
-    def attempt(compare: Compare) -> tuple[float, float, float] | None:
-        return compare(setup, make_worst_case(setup))
-
+    trials = {
+        "convs": lambda: compare_convs(setup, make_worst_case(setup)),
+        "loss": lambda: compare_losses(setup, make_worst_case(setup)),
+    }
     chosen, sentences = {}, []
-    for name, compare in (("convs", compare_convs), ("loss", compare_losses)):
-        chosen[name], reason = try_kernel(functools.partial(attempt, compare))
+    for name, trial in trials.items():
+        chosen[name], reason = try_kernel(trial)
         sentences.append(f"{name}: {'fused' if chosen[name] else 'separate'}, {reason}")
     setup.device.empty_cache()
     log_event("info", "kernels: " + "; ".join(sentences), kernels=chosen)

@@ -24,7 +24,7 @@ from stoker.config.settings import Config, from_run
 from stoker.data.augment.device import augment_batch
 from stoker.data.batch import Batch
 from stoker.data.index import Index, open_index_of
-from stoker.data.loading.loader import Loader, compute_max_boxes
+from stoker.data.loading.loader import Loader
 from stoker.errors import StokerError
 from stoker.hardware.device import Device, select_device
 from stoker.runs.records import CONFIG, last_attempt
@@ -52,9 +52,7 @@ class ProbeHarness(DryRun):
 
     def __init__(self, config: Config, index: Index, device: Device) -> None:
         torch.manual_seed(config.run.seed)
-        max_boxes = compute_max_boxes(index, index.image_indices("train"), mosaic=config.data.mosaic)
-        super().__init__(config, device, num_classes=len(index.class_names), max_boxes=max_boxes)
-        self.index = index
+        super().__init__(config, index, device)
         self.loss_fn = make_loss_fn(self.optimizer.model, compile=config.run.compile)
         self._processes = start_worker_processes(config, index, device, _ignore_event)
 

@@ -41,18 +41,15 @@ from stoker.training.ranks import Ranks
 from stoker.training.resume import Recovery
 from stoker.training.state import EventLogger, TrainSetup
 
-SENT: dict[str, type[msgspec.Struct]] = {STEPS: StepWindow, DEVICES: DeviceSample, QUARANTINE: Quarantined}
-"""Files of records whose lines are sent to rank 0."""
+SENT: dict[str, type[msgspec.Struct]] = {
+    STEPS: StepWindow,
+    DEVICES: DeviceSample,
+    QUARANTINE: Quarantined,
+    EVENTS: Event,
+}
+"""Files of records whose lines are sent to rank 0, as [name, line]."""
 MAX_WARNINGS = 20
 """Warnings that a rank sends per attempt: eight ranks with the same trouble must not fill the screen."""
-
-
-class _Message(msgspec.Struct, kw_only=True):
-    """A line of records, or a warning if `name` is empty."""
-
-    name: str
-    line: msgspec.Raw = msgspec.Raw(b"null")
-    text: str = ""
 
 
 class RankFolder(RunFolder):
@@ -66,23 +63,19 @@ class RankFolder(RunFolder):
     def append(self, name: str, line: msgspec.Struct) -> None:
         """Sends a line of SENT; other records are those of rank 0."""
         if name in SENT:
-            self._post(_Message(name=name, line=msgspec.Raw(msgspec.json.encode(line))))
+            self._ranks.post(msgspec.json.encode((name, line)))
 
     def event(self, kind: str, text: str = "", *, step: int | None = None, **data: Any) -> None:
         """Sends the text of a warning, and `out_of_memory` whole: the next attempt reads its sizes. Other events
         happen in all ranks: rank 0 writes them."""
-        if kind == "out_of_memory":
-            event = Event(t=time.time(), attempt=self.attempt, kind=kind, step=step, text=text, data=data)
-            self._post(_Message(name=EVENTS, line=msgspec.Raw(msgspec.json.encode(event))))
-            return
-        if kind in WARNING_KINDS and next(self._num_warnings) <= MAX_WARNINGS:
-            self._post(_Message(name="", text=text))
+        if kind != "out_of_memory":
+            if kind not in WARNING_KINDS or next(self._num_warnings) > MAX_WARNINGS:
+                return
+            kind, data = "warning", {}
+        self.append(EVENTS, Event(t=time.time(), attempt=self.attempt, kind=kind, step=step, text=text, data=data))
 
     def replace(self, name: str, value: msgspec.Struct) -> None:
         """Rank 0 writes the files."""
-
-    def _post(self, message: _Message) -> None:
-        self._ranks.post(msgspec.json.encode(message))
 
 
 class RankRecords:
@@ -103,22 +96,18 @@ class RankRecords:
         if not self._ranks.is_main:
             return
         for rank, data in self._ranks.collect():
-            message = msgspec.json.decode(data, type=_Message)
-            if not message.name:
-                self._log_event("warning", f"rank {rank}: {message.text}", rank=rank)
+            file, raw = msgspec.json.decode(data, type=tuple[str, msgspec.Raw])
+            line: Any = msgspec.json.decode(raw, type=SENT[file])
+            if file == EVENTS:
+                self._log_event(line.kind, f"rank {rank}: {line.text}", **line.data, rank=rank)
                 continue
-            if message.name == EVENTS:
-                event = msgspec.json.decode(message.line, type=Event)
-                self._log_event(event.kind, f"rank {rank}: {event.text}", **event.data, rank=rank)
-                continue
-            line: Any = msgspec.json.decode(message.line, type=SENT[message.name])
-            if message.name == QUARANTINE:
+            if file == QUARANTINE:
                 bad = QuarantinedImage(line.image_index, line.path, line.error, line.sample_position, line.replaced_by)
                 self._quarantine(bad)
                 if bad.replaced_by >= 0:
                     self._loader.quarantine_elsewhere(bad)
                 continue
-            name = f"{RANKS}/{rank:04d}/{message.name}"
+            name = f"{RANKS}/{rank:04d}/{file}"
             (self._folder.path / name).parent.mkdir(parents=True, exist_ok=True)
             self._folder.append(name, line)
 

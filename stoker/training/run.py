@@ -32,7 +32,7 @@ from stoker.training.cluster import Devices, find_place
 from stoker.training.defaults.derive import total_steps
 from stoker.training.defaults.model_choice import estimate_images_per_second
 from stoker.training.local_ranks import Result
-from stoker.training.loop import Options, Training
+from stoker.training.loop import Training
 from stoker.training.ranks import Ranks, joined
 from stoker.training.recorder import open_folder
 from stoker.training.state import TrainSetup
@@ -142,11 +142,10 @@ def train(
                 stack.callback(notices.stop)
                 notices.start()
                 check_stop(stop_request, ranks)
-                options = Options(
-                    trace=trace,
-                    on_hang=os._exit if exit_when_hung else None,
+                on_hang = os._exit if exit_when_hung else None
+                training = Training(
+                    setup, loaded, screen, stop_request, started_s, log_event, trace=trace, on_hang=on_hang
                 )
-                training = Training(setup, loaded, screen, stop_request, started_s, log_event, options)
                 loaded = None  # its memory is free from here on
                 metrics = training.run()
         except BaseException as error:

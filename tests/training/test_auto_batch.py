@@ -178,7 +178,7 @@ def test_trials_end_in_time(index: Index, derived: Config, monkeypatch: pytest.M
 )
 def test_sizes_are_powers_of_two_in_whole_groups(index: Index, derived: Config, changes: dict[str, Any], least: int):
     """least: images of the smallest batch."""
-    trial_run = dry_run.make_dry_run(derived.replace(**changes), index, CPU)
+    trial_run = DryRun(derived.replace(**changes), index, CPU)
     parts = changes.get("grad_accum_steps", 1)
     found = [size * parts for size in dry_run.candidate_sizes(trial_run, 60)]
     assert found == [n for n in (1, 2, 4, 8, 16, 32) if n >= least]
@@ -217,7 +217,7 @@ def test_auto_batch_on_a_cpu(index: Index, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_trial_run_moves_no_weight_and_counts_its_memory(index: Index, derived: Config):
-    trial_run = dry_run.make_dry_run(derived, index, CPU)
+    trial_run = DryRun(derived, index, CPU)
     before = [parameter.clone() for parameter in trial_run.optimizer.model.parameters()]
     trial_run.measure_peak_bytes(1)  # makes the optimizer's state
     two, four = trial_run.measure_peak_bytes(2), trial_run.measure_peak_bytes(4)
@@ -233,7 +233,7 @@ def test_a_trial_run_moves_no_weight_and_counts_its_memory(index: Index, derived
 def test_trials_are_of_random_images_with_augmentation(
     index: Index, derived: Config, monkeypatch: pytest.MonkeyPatch, mosaic: float, count: int, is_mosaic: bool
 ):
-    trial_run = dry_run.make_dry_run(derived.replace(hflip=1.0, mosaic=mosaic), index, CPU)
+    trial_run = DryRun(derived.replace(hflip=1.0, mosaic=mosaic), index, CPU)
     torch.manual_seed(3)
     batch, again = trial_run.make_batch(count), trial_run.make_batch(count)
     assert torch.equal(batch.images, again.images), "the same in each trial"
@@ -261,9 +261,7 @@ def test_trials_are_of_random_images_with_augmentation(
 def test_activation_checkpointing_fits_more_images_on_a_cpu(index: Index, derived: Config):
     kept = []
     for less in (False, True):
-        trial_run = dry_run.make_dry_run(
-            derived.replace(activation_checkpointing=less, image_size=(256, 256)), index, CPU
-        )
+        trial_run = DryRun(derived.replace(activation_checkpointing=less, image_size=(256, 256)), index, CPU)
         kept.append(dry_run._max_size_on_cpu(trial_run, 1)[0])
     assert kept[1] > 1.2 * kept[0]
 

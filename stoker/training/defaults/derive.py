@@ -39,7 +39,7 @@ from stoker.models.weights.hub import local_path
 from stoker.models.weights.load import PRETRAINED_NAMES, read_weights
 from stoker.training.cluster import ONE_DEVICE, Devices
 from stoker.training.defaults import checks
-from stoker.training.defaults.dry_run import NO_TRIAL_OF_SHARDS, find_batch_size, make_dry_run
+from stoker.training.defaults.dry_run import NO_TRIAL_OF_SHARDS, DryRun, find_batch_size
 from stoker.training.defaults.model_choice import choose_image_side, choose_model, estimate_images_per_second
 
 Choice = tuple[Any, str]
@@ -171,7 +171,7 @@ class Known:
     def step_s(self) -> float:
         """Seconds of an optimizer step of the chosen batch size, not compiled; tried on the device."""
         micro_batches = self.config.optim.grad_accum_steps
-        dry_run = make_dry_run(self.config, self.index, self.device)
+        dry_run = DryRun(self.config, self.index, self.device)
         count = self.config.run.batch_size // (micro_batches * self.devices.count)
         return dry_run.measure_step_s(count) * micro_batches
 

@@ -67,11 +67,13 @@ class DryRun:
     `config` needs the image size, precision, the optimizer and the model's settings.
     """
 
-    def __init__(self, config: Config, device: Device, *, num_classes: int, max_boxes: int) -> None:
-        self.config, self.device, self.num_classes, self.max_boxes = config, device, num_classes, max_boxes
+    def __init__(self, config: Config, index: Index, device: Device) -> None:
+        self.config, self.index, self.device = config, index, device
+        self.num_classes = len(index.class_names)
+        self.max_boxes = compute_max_boxes(index, index.image_indices("train"), mosaic=config.data.mosaic)
         self.budget_bytes = int(MEMORY_FRACTION * device.memory().free)
         """Bytes that steps may use, weights included."""
-        model = build(config.model, num_classes).to(device.torch_device).train()
+        model = build(config.model, self.num_classes).to(device.torch_device).train()
         optim = (
             config.optim if config.optim.ema_decay is not None else dataclasses.replace(config.optim, ema_decay=0.99)
         )
@@ -308,7 +310,7 @@ def find_batch_size(
     if (config.run.shard or config.run.num_stages > 1) and not device.is_cpu:
         source += f", {target_size} on each of {devices.count} devices"
         return target_size * devices.count, 1, f"{source}; not tried: {NO_TRIAL_OF_SHARDS}"
-    dry_run = make_dry_run(config, index, device)
+    dry_run = DryRun(config, index, device)
     if device.is_cpu:
         dry_run.budget_bytes //= devices.on_host
     if config.run.auto_batch:
@@ -332,11 +334,6 @@ def find_batch_size(
     if devices.count > 1:
         source += f", {target_size} on each of {devices.count} devices"
     return target_size * devices.count, micro_batches, f"{source}; {evidence}{split}"
-
-
-def make_dry_run(config: Config, index: Index, device: Device) -> DryRun:
-    max_boxes = compute_max_boxes(index, index.image_indices("train"), mosaic=config.data.mosaic)
-    return DryRun(config, device, num_classes=len(index.class_names), max_boxes=max_boxes)
 
 
 def candidate_sizes(dry_run: DryRun, num_images: int) -> Iterator[int]:
