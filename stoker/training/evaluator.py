@@ -87,8 +87,6 @@ class Evaluator:
             parse_duration(run.eval_every, "eval-every"), len(setup.train_indices), run.batch_size
         )
         self._ground_truth = ground_truth(setup.index, setup.val_indices)
-        self._num_workers = 0
-        """Loader threads at the end of the last evaluation."""
         self._task: _EvalTask | None = None
         self.best_ap, self.evals_since_best, self.evaluated_step = -1.0, 0, -1
         self._pending: PendingEvaluation | None = None
@@ -270,15 +268,12 @@ class Evaluator:
                 self._stopper.check_in_evaluation()
                 yield batch
 
-        initial_workers = max(self._num_workers, setup.loader.stats().workers)
         with (
             self._parallel.whole_weights(model),
-            contextlib.closing(make_validation_loader(setup, initial_workers=initial_workers)) as loader,
+            contextlib.closing(make_validation_loader(setup)) as loader,
         ):
             batches, precision = poll_between_batches(loader), setup.config.run.precision
-            detections = detect(model, batches, setup.device, precision=precision)
-            self._num_workers = loader.stats().workers
-        return detections
+            return detect(model, batches, setup.device, precision=precision)
 
     def _log_training_warning(self) -> None:
         """The evaluation has waited for the device, so the model may read its warning from it."""

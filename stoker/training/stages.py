@@ -57,7 +57,6 @@ class StagePart:
     name: str
     prefixes: tuple[str, ...]
     """Beginnings of the names of its tensors; of the heads, which have the rest, none."""
-    num_params: int
     flop: float
     """Of a training step with one image of COUNTED_SIDE."""
 
@@ -90,7 +89,7 @@ def list_parts(model: Detector) -> list[StagePart]:
                 else:
                     model.predict(flow, (COUNTED_SIDE, COUNTED_SIDE))
             flop = float(counter.get_total_flops()) * (TRAINING_FACTOR if is_trained else 1)
-        found.append(StagePart(name, full, sum(tensors[key].numel() for key in own), flop))
+        found.append(StagePart(name, full, flop))
     return found
 
 
@@ -156,20 +155,6 @@ class Stages:
     def own(self) -> range:
         """Numbers of the parts of this rank's stage."""
         return range(self.cuts[self.ranks.rank], self.cuts[self.ranks.rank + 1])
-
-    def describe(self) -> list[str]:
-        """A sentence for each stage."""
-        total = sum(part.flop for part in self.parts) or 1.0
-        lines = []
-        for rank, (start, stop) in enumerate(zip(self.cuts, self.cuts[1:], strict=False)):
-            held = self.parts[start:stop]
-            names = held[0].name if len(held) == 1 else f"{held[0].name} … {held[-1].name}"
-            size, share = sum(part.num_params for part in held), sum(part.flop for part in held) / total
-            lines.append(
-                f"stage {rank + 1} of {self.ranks.world_size}: {names}, {size / 1e6:.3g} M parameters, "
-                f"{100 * share:.0f} % of the FLOPs"
-            )
-        return lines
 
     def owner(self, name: str) -> int:
         """The rank whose stage has the tensor `name` of the model."""

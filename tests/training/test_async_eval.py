@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from stoker.config.settings import Config, from_fields
-from stoker.data.loading.loader import Loader
 from stoker.errors import Preempted
 from stoker.runs.records import (
     BEST,
@@ -25,7 +24,7 @@ from stoker.runs.records import (
     read_lines,
 )
 from stoker.runs.schemas import Event
-from stoker.training import evaluator, loop, recorder, start
+from stoker.training import evaluator, loop, recorder
 from stoker.training.evaluator import Evaluator
 from stoker.training.run import train
 from tests.drawn import draw
@@ -206,24 +205,6 @@ def test_a_rollback_does_not_count_a_pending_evaluation_twice(data: Path, tmp_pa
     assert events[:2] == [("evaluated", 6), ("rolled_back", 11)]
     assert ("evaluated", 6) not in events[2:]
     assert ("evaluated", 12) in events
-
-
-@pytest.mark.slow
-def test_an_evaluation_starts_with_the_workers_of_the_last_one(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    begun: list[int] = []
-    real = start.evaluation_loader
-
-    def remembered(*arguments: Any, **named: Any) -> Loader:
-        begun.append(named["initial_workers"])
-        loader = real(*arguments, **named)
-        loader._autotuner.workers += 3
-        return loader
-
-    monkeypatch.setattr(start, "evaluation_loader", remembered)
-    train(settings(data, workers="auto"), run_dir=str(tmp_path / "run"))
-    assert begun == [begun[0], begun[0] + 3, begun[0] + 6]
 
 
 def join_scorer_threads() -> None:
