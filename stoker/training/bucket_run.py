@@ -292,8 +292,10 @@ class BucketRun:
     _log_event: EventLogger | None = None
     _uploader: BackgroundUploader | None = None
 
-    def start(self, stop_request: StopRequest, log_event: EventLogger) -> None:
-        """Starts uploading. If another process takes the run, `stop_request` ends the training."""
+    @contextlib.contextmanager
+    def uploading(self, stop_request: StopRequest, log_event: EventLogger) -> Iterator[None]:
+        """Uploads while the block trains; after a signal waits for the state to be uploaded. If another process takes
+        the run, `stop_request` ends the training."""
         self._log_event = log_event
         self._uploader = BackgroundUploader(
             self._store,
@@ -307,20 +309,20 @@ class BucketRun:
         if self._lease is not None:
             self._lease.start_renewing(stop_request.fail)
         self._uploader.start()
-
-    def make_preempted_error(self, error: Preempted) -> StorageError | Preempted:
-        """The error of a run that a signal stopped, after waiting for its state to reach the bucket."""
-        failure = self._flush(PREEMPTED_TIMEOUT_S)
-        if failure is None:
-            fix = f"the same command, here or on another machine, or `stoker train --resume {self.uri}`, continues"
-            return Preempted(error.what, location=self.uri, fix=fix)
-        what = error.what.partition(";")[0]
-        return StorageError(
-            f"{what}; the state is saved on this machine but did not reach the bucket.",
-            location=self.uri,
-            cause=failure,
-            fix="the same command on this machine continues; on another, from an earlier checkpoint",
-        )
+        try:
+            yield
+        except Preempted as error:
+            failure = self._flush(PREEMPTED_TIMEOUT_S)
+            if failure is None:
+                fix = f"the same command, here or on another machine, or `stoker train --resume {self.uri}`, continues"
+                raise Preempted(error.what, location=self.uri, fix=fix) from error
+            what = error.what.partition(";")[0]
+            raise StorageError(
+                f"{what}; the state is saved on this machine but did not reach the bucket.",
+                location=self.uri,
+                cause=failure,
+                fix="the same command on this machine continues; on another, from an earlier checkpoint",
+            ) from error
 
     def finish(
         self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
@@ -348,19 +350,6 @@ class BucketRun:
             return None
         self._log_event("info", f"uploading to {self.uri}, at most {timeout_s:.0f} s; Ctrl-C twice ends the wait")
         return self._uploader.flush(timeout_s)
-
-
-@contextlib.contextmanager
-def uploading(run: BucketRun | None, stop_request: StopRequest, log_event: EventLogger) -> Iterator[None]:
-    """Uploads while the block trains; after a signal waits for the state to be uploaded. None: no bucket."""
-    if run is not None:
-        run.start(stop_request, log_event)
-    try:
-        yield
-    except Preempted as error:
-        if run is None:
-            raise
-        raise run.make_preempted_error(error) from error
 
 
 def join_bucket_run(
@@ -461,16 +450,16 @@ def _upload_remaining(
     if _read_object(store, uri.child(EVENTS).key) == (local_dir / EVENTS).read_bytes():
         return
     note(f"uploading the rest of the finished run to {uri}, at most {FINISHED_TIMEOUT_S:.0f} s")
-    uploader = BackgroundUploader(store, uri, local_dir, lease, manifests, report=_ignore, on_lease_lost=_ignore)
+
+    def ignore(*_: object) -> None:
+        """`flush` returns the same failure."""
+
+    uploader = BackgroundUploader(store, uri, local_dir, lease, manifests, report=ignore, on_lease_lost=ignore)
     uploader.start()
     failure = uploader.flush(FINISHED_TIMEOUT_S)
     uploader.stop()
     if failure is not None:
         raise _make_incomplete_upload_error(uri, local_dir, failure)
-
-
-def _ignore(*_: object) -> None:
-    """Not needed here: `flush` returns the same failure."""
 
 
 def _make_incomplete_upload_error(uri: StorageUri, local_dir: Path, failure: str) -> StorageError:

@@ -123,7 +123,7 @@ def train(
             with (
                 ranks.explaining(),
                 out_of_memory_as_error("training"),
-                bucket_run.uploading(remote, stop_request, log_event),
+                contextlib.nullcontext() if remote is None else remote.uploading(stop_request, log_event),
                 copying_results(folder.path, vertex if ranks.is_main else VertexFolders(), log_event),
             ):
                 screen.settings(settings_table(resolved.config, resolved.reasons))
