@@ -172,13 +172,11 @@ class Training:
 
     def save_and_stop(self) -> NoReturn:
         """Saves and ends with exit code 75; without saving if another process has taken over the run."""
-        request, longest_s = self.stopper.request, self.setup.writer.longest_write_s
+        request = self.stopper.request
         if request.error is not None:
             raise request.error
         request.request("a signal to another rank")  # unless this one was asked, too
-        notice = ""
-        if request.grace_s is not None:
-            notice = f", in {request.grace_s:.0f} s; the longest save so far took {longest_s:.2g} s"
+        notice = "" if request.grace_s is None else f", in {request.grace_s:.0f} s"
         self.log_event("info", f"{request.requested_by}: saving{notice}")
         self.evaluator.cancel()
         self.saver.save()

@@ -82,11 +82,9 @@ def shrink_batches(attempt: Attempt, activity: Activity, message: str) -> None:
             "or --model, or a device with more memory",
         )
     if activity == "training":
-        devices = setup.ranks.world_size
-        each, total = ("", "") if devices == 1 else (f" on each of {devices} devices", " in total")
         what = (
-            f"a step runs as {setup.micro_batches} micro-batches of {state.sizes.train} images{each} instead of "
-            f"{before.train}; its batch stays {setup.config.run.batch_size}{total}"
+            f"a step runs as {setup.micro_batches} micro-batches of {state.sizes.train} images instead of "
+            f"{before.train}; its batch stays {setup.config.run.batch_size}"
         )
     else:
         what = f"evaluations run with {state.sizes.eval} images at a time instead of {before.eval}"

@@ -87,18 +87,13 @@ def check_devices(config: Config, count: int) -> None:
         others = {"shard": bool(config.run.shard), "sync": has_sync(config)}
         refuse_conflicts({"stages"} | {name for name, is_set in others.items() if is_set}, config)
         return
-    batch_size, group_size = config.run.batch_size, MOSAIC_GROUP_SIZE if (config.data.mosaic or 0) > 0 else 1
-    unit = count * group_size
+    batch_size, unit = config.run.batch_size, count * (MOSAIC_GROUP_SIZE if (config.data.mosaic or 0) > 0 else 1)
     if count == 1 or batch_size is None or batch_size % unit == 0:
         return
-    near = sorted({max(unit, batch_size // unit * unit), -(-batch_size // unit) * unit})
-    fitting = [n for n in range(1, batch_size + 1) if batch_size % (n * group_size) == 0]
-    cause = "all devices get as many images, so that all steps have one shape and no device waits for another"
     raise ConfigError(
         f"--batch-size {batch_size} is the total, and cannot be divided equally among {count} devices.",
-        cause=cause if group_size == 1 else f"{cause}; a mosaic is made of four images of one device",
-        fix=f"--batch-size {' or '.join(map(str, near))}"
-        + (f", or --devices {' or '.join(map(str, fitting[-4:]))}" if fitting else ""),
+        cause="all devices get as many images, and with --mosaic a multiple of four",
+        fix=f"--batch-size {-(-batch_size // unit) * unit}",
     )
 
 
