@@ -150,8 +150,7 @@ class Preempted(StokerError):
 
 
 class CaptureFailed(Preempted):
-    """The run ends because a CUDA graph could not be captured; the same command continues it without one, and
-    `stoker train` does so by itself."""
+    """The run ends because a CUDA graph could not be captured; the same command continues it without one."""
 
 
 @contextlib.contextmanager

@@ -37,8 +37,7 @@ from stoker.hardware.device import Device, ReadyEvent, select_device
 from stoker.models import MODELS, Detector, build
 from stoker.models.layers.fused_conv import use_fused_convs
 from stoker.models.retinanet.retinanet import RetinaNet
-from stoker.training import step
-from stoker.training.defaults import kernel_choice
+from stoker.training import make_step, step
 from stoker.training.defaults.derive import AUGMENTATIONS, SETTINGS
 from stoker.training.defaults.dry_run import make_worst_case_batch
 from stoker.training.make_step import Capture, CudaCapture, CudaGraphStep
@@ -415,7 +414,7 @@ def measure_choice(work: Work) -> None:
     """Which kernels a compiled training of this case would choose at its start, and the times of each side, which are
     those of each switch alone."""
     if work.tiny:
-        kernel_choice.ROUNDS = kernel_choice.CALLS = 1
+        make_step.ROUNDS = make_step.CALLS = 1
     case = work.case
     setup: Any = SimpleNamespace(
         model=work.model,
@@ -431,7 +430,7 @@ def measure_choice(work: Work) -> None:
         index=SimpleNamespace(class_names=tuple(map(str, range(case.classes)))),
     )
     began = time.perf_counter()
-    kernel_choice._measure(setup, lambda _, text, **data: say(choice=text.removeprefix("kernels: "), **data))
+    make_step._measure_kernels(setup, lambda _, text, **data: say(choice=text.removeprefix("kernels: "), **data))
     say(choice_s=time.perf_counter() - began)
 
 

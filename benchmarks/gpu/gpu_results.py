@@ -21,7 +21,7 @@ HEADLINE = "retinanet_resnet50_fpn"
 CONVOLUTIONS_MS = (51, 71)
 """Predicted for the convolutions of a step of HEADLINE: 27.1 TFLOP at 530 and 380 TFLOP/s."""
 KERNELS = {(False, False): "", (True, True): " fused", (True, False): " fused convs", (False, True): " fused loss"}
-"""What follows the name of a way to compute, by the switches of `stoker/training/defaults/kernel_choice.py`: fused
+"""What follows the name of a way to compute, by the switches of `stoker/training/make_step.py`: fused
 convolutions, and Triton kernels for matching and loss (RetinaNet only)."""
 RESULTS = Path(__file__).parents[1] / "results"
 

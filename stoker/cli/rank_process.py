@@ -17,7 +17,7 @@ from stoker.cli.quick_import import quick_imports
 from stoker.config.settings import from_fields
 from stoker.errors import Preempted, StokerError
 from stoker.training.local_ranks import RankRequest
-from stoker.training.rank_failure import REPORTS_VARIABLE, Failure, write_report
+from stoker.training.ranks import REPORTS_VARIABLE, Failure, write_report
 
 ORPHAN_GRACE_S = 60.0
 """How long a rank may save its state after the process that started it has gone."""

@@ -5,7 +5,6 @@ import re
 import shutil
 import sys
 import textwrap
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,7 +13,6 @@ from cyclopts import App, Parameter
 from stoker.cli.quick_import import quick_imports
 from stoker.config.durations import join_length
 from stoker.config.settings import Config, from_toml
-from stoker.errors import CaptureFailed
 from stoker.monitor.options import MonitoringOptions
 
 if TYPE_CHECKING:
@@ -105,15 +103,12 @@ def train(
         with quick_imports():
             from stoker.profiling.telemetry.host import process_start_s
             from stoker.training.run import train as train_loop
-            from stoker.training.supervisor import read_restart, replace_process
 
     user_config = join_settings(config, config_file, data, epochs=epochs, steps=steps, max_time=max_time)
     if dry_run:
-        from stoker.training.plan import make_plan, print_plan
+        from stoker.training.run import print_plan
 
-        print_plan(
-            make_plan(user_config, run_dir=run_dir, resume=resume, all_settings=all_settings, num_devices=devices or 1)
-        )
+        print_plan(user_config, run_dir=run_dir, resume=resume, all_settings=all_settings, num_devices=devices or 1)
         return
     result: Result
     if starts_ranks:
@@ -123,17 +118,10 @@ def train(
         )  # fmt: skip
         result = run_ranks(devices or 1, request)
     else:
-        started_s, restart = process_start_s(), read_restart()
-        if restart is not None and restart.replaced_at is not None:
-            started_s = max(started_s, time.perf_counter() - (time.time() - restart.replaced_at))
-        try:
-            result = train_loop(
-                user_config, run_dir=run_dir, resume=resume, accept_changed_data=accept_changed_data,
-                started_s=started_s, trace=trace, monitor=monitor, log_format=log_format, exit_when_hung=True,
-            )  # fmt: skip
-        except CaptureFailed:
-            replace_process("the capture of a CUDA graph failed")
-            raise
+        result = train_loop(
+            user_config, run_dir=run_dir, resume=resume, accept_changed_data=accept_changed_data,
+            started_s=process_start_s(), trace=trace, monitor=monitor, log_format=log_format, exit_when_hung=True,
+        )  # fmt: skip
         if os.environ.get("RANK", "0") != "0":
             return  # of the ranks that torchrun or srun started, the first one prints
     if log_format == "json":

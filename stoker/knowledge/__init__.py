@@ -4,6 +4,7 @@ schema and the code that uses it are where it is needed. No rules and no computa
 assumptions.toml: what `stoker plan` assumes (`planning/estimate.py`, `planning/roofline.py`).
 causes.toml: thresholds and fixes of the causes of lost time (`diagnosis/causes/cause.py`).
 check_files.toml, check_machine.toml: what the findings of `stoker check` say (`preflight/catalog.py`).
+conflicts.toml: settings that exclude each other (`training/defaults/checks.py`).
 clouds.toml: how firmware names its cloud (`profiling/telemetry/environment.py`).
 curves.toml: curves and charts of the report (`report/series.py`).
 egress.toml: prices of traffic between regions (`preflight/cloud.py`).

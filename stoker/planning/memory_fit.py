@@ -2,7 +2,7 @@
 
     python -m stoker.planning.memory_fit config.toml try
 
-Settings are derived as for a training, which tries the worst-case batch (`defaults/auto_batch.py`). On an accelerator
+Settings are derived as for a training, which tries the worst-case batch (`defaults/dry_run.py`). On an accelerator
 its peak memory and its speed are then measured; a CPU's memory is counted, and its speed estimated. Without a device
 (`predict` instead of `try`), it is predicted for common GPUs. It prints an `Answer` as JSON.
 """
@@ -138,15 +138,14 @@ def make_fit(user_config: Config) -> MemoryFit:
     from stoker.hardware.device import select_device
     from stoker.models import get_architecture
     from stoker.planning.predict import loader_demand
-    from stoker.training.defaults.auto_batch import make_dry_run
     from stoker.training.defaults.derive import derive
-    from stoker.training.defaults.dry_run import try_sizes
+    from stoker.training.defaults.dry_run import DryRun, try_sizes
     from stoker.training.defaults.model_choice import estimate_images_per_second
 
     device = select_device(user_config.run.device)
     index = open_index_of(user_config.data)
     config, reasons = derive(user_config.replace(jpeg_decoder="cpu", compile=False), index, device)
-    dry_run = make_dry_run(config, index, device)
+    dry_run = DryRun(config, index, device)
     batch_size, micro_batches = config.run.batch_size, config.optim.grad_accum_steps
     images_per_s = estimate_images_per_second(get_architecture(config.model.model), config.data.image_size)
     peak_bytes = None

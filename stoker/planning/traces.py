@@ -23,8 +23,8 @@ from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import block_size_for_memory
 from stoker.planning.trace import Answer, StepSpec, StepTrace
 from stoker.storage.local_files import cache_folder, write_atomic
-from stoker.training.defaults.auto_batch import PACKAGE
 
+PACKAGE = Path(__file__).resolve().parents[1]
 MAX_FILES = 256
 """The oldest beyond them are removed; a file has about 20 kB."""
 

@@ -463,8 +463,8 @@ def run_probes(run: str, on_progress: Callable[[str], None]) -> None:
         cause = f"it has no {records.CONFIG}: the steps of an external job cannot be repeated"
         raise UsageError("Experiments need a run of `stoker train`.", location=path, cause=cause)
     if is_held(path) or lease_holder(path) is not None:
-        fix = "wait for its end; an input-bound run does one experiment automatically"
-        raise UsageError("The run is still running: experiments would use its device.", location=path, fix=fix)
+        message = "The run is still running: experiments would use its device."
+        raise UsageError(message, location=path, fix="wait for its end")
     folder = records.RunFolder(path, records.last_attempt(path))
     try:
         for result in _run_experiments(path):

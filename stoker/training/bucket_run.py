@@ -1,31 +1,49 @@
 """A run whose folder is in a bucket: `stoker train DATA --run-dir gs://bucket/runs/x`.
 
-Training writes into a local working copy, as into any run's folder, and `uploads.py` uploads it in the background. So
-the same command continues on another machine: `join_bucket_run` takes the run's lease, brings the working copy up to
-date, and training continues as from any folder. Commands that only read a run use `records.fetch_run`.
+Training writes into a local working copy, as into any run's folder, and a background thread uploads it
+(`BackgroundUploader`): no step waits for it. So the same command continues on another machine: `join_bucket_run` takes
+the run's lease, brings the working copy up to date, and training continues as from any folder. Commands that only read
+a run use `records.fetch_run`.
+
+The thread looks at the folder about once a second and uploads what has changed. The best weights and the records of a
+checkpoint's steps are uploaded first, then its files, then its manifest: a checkpoint that is complete in the bucket
+can be resumed. Object stores cannot append, so a file that grows is written whole each time: at most every
+RECORDS_INTERVAL_S, and less often in proportion to its size.
+
+A custom job of Vertex AI wants its results in the folders of `AIP_CHECKPOINT_DIR`, `AIP_MODEL_DIR` and
+`AIP_TENSORBOARD_LOG_DIR` (cloud.google.com/vertex-ai/docs/training/code-requirements), which are URIs or paths. The run
+itself is in the folder for checkpoints, unless --run-dir names another: a restarted job continues it. The rest is
+copied (`copying_results`).
 """
 
 import contextlib
 import dataclasses
+import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
 from stoker.config.settings import Config
-from stoker.errors import (
-    ConfigError,
-    ObjectMissing,
-    Preempted,
-    StorageError,
-    UsageError,
-    writing,
-)
+from stoker.errors import ConfigError, ObjectMissing, Preempted, StorageError, UsageError, writing
+from stoker.report.tensorboard import FOLDER as TENSORBOARD
 from stoker.runs.records import (
+    BEST,
     CHECKPOINTS,
+    CONFIG,
+    ENVIRONMENT,
+    EVALUATION,
     EVENTS,
+    FINAL,
+    FINDINGS,
+    HANG,
+    QUARANTINE,
     REPORT,
+    STEPS,
+    TRACE_FILES,
     fetch_run,
     is_finished,
     locked,
@@ -35,12 +53,11 @@ from stoker.storage.lease import Lease, LeaseLost, acquire
 from stoker.storage.local_files import write_atomic
 from stoker.storage.run_uri import LEASE_FILE, URI_FILE, WRITABLE_SCHEMES, to_run_uri, working_copy
 from stoker.storage.store import Store, open_store
-from stoker.storage.uri import StorageUri
-from stoker.training.checkpoint import MANIFEST, is_complete, list_checkpoints
+from stoker.storage.uri import StorageUri, is_uri, parse_uri
+from stoker.training.checkpoint import MANIFEST, STATE, WEIGHTS, is_complete, list_checkpoints
 from stoker.training.run_selection import refuse_finished
 from stoker.training.state import EventLogger
 from stoker.training.stopper import StopRequest
-from stoker.training.uploads import BackgroundUploader
 
 PREEMPTED_TIMEOUT_S = 120.0
 """Longest notice before a cloud preempts a machine (AWS); a shorter notice ends the wait."""
@@ -52,6 +69,212 @@ QUIET_UPLOAD_S = 1.0
 """A shorter upload is not reported."""
 NO_LEASE_NOTE = "this bucket has no conditional writes: a second process could train the same run"
 _CHECKPOINT_FILE = re.compile(rf"{CHECKPOINTS}/(step-\d{{8,}})/([^/]+)$")
+POLL_INTERVAL_S = 1.0
+RECORDS_INTERVAL_S = 30.0
+RECORDS_BYTES = 4_000_000
+"""A file of this size is written every RECORDS_INTERVAL_S, one of twice the size half as often: 0.13 MB/s each."""
+MIN_STREAMED_BYTES = 16_000_000
+"""Records from this size on are streamed from the disk; smaller ones are read at once, so they are consistent."""
+RETRY_DELAY_S = 30.0
+"""Delay after a failure."""
+REPLACED_FILES = (CONFIG, ENVIRONMENT, EVALUATION, FINDINGS, REPORT, HANG, BEST, FINAL)
+"""Files that are replaced, not appended to; and the stacks of a hang."""
+CHECKPOINT_RECORDS = (EVENTS, STEPS, QUARANTINE)
+"""Records of the steps that a checkpoint contains: uploaded with it, unless they are large and not due."""
+MODEL_FILES = (BEST, FINAL, CONFIG, EVALUATION)
+"""What is copied to the folder for models of Vertex AI."""
+
+
+class BackgroundUploader:
+    """Keeps a bucket in sync with a run's folder, from `start` to `stop`.
+
+    report(kind, text) writes an event, on_lease_lost(error) is called if another process took the lease; both are
+    called from the thread.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        uri: StorageUri,
+        run_dir: Path,
+        lease: Lease | None,
+        uploaded_manifests: dict[str, bytes],
+        *,
+        report: Callable[[str, str], None],
+        on_lease_lost: Callable[[LeaseLost], None],
+    ) -> None:
+        """uploaded_manifests: the manifest of each checkpoint folder in the bucket; empty for an incomplete one."""
+        self._store, self._uri, self._run_dir, self._lease = store, uri, run_dir, lease
+        self._uploaded_manifests = dict(uploaded_manifests)
+        self._report, self._on_lease_lost = report, on_lease_lost
+        self._uploaded_states: dict[str, tuple[int, ...]] = {}
+        """Name → state of the file that is in the bucket."""
+        self._next_upload_s: dict[str, float] = {}
+        self._retry_at_s = 0.0
+        self._failure: str | None = None
+        self._error: BaseException | None = None
+        self._requested_passes = self._completed_passes = 0
+        self._is_stopping = self._has_stopped = False
+        self._condition = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="stoker-uploads", daemon=True)
+        """A daemon: a store that hangs must not keep the process alive after the timeout."""
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def flush(self, timeout_s: float) -> str | None:
+        """Waits until the bucket has everything that is in the folder now, at most `timeout_s`; None, or why it has
+        not.
+
+        Raises errors of the thread other than failures of the store."""
+        with self._condition:
+            self._requested_passes += 1
+            target_pass = self._requested_passes
+            self._condition.notify_all()
+            is_complete = self._condition.wait_for(
+                lambda: self._completed_passes >= target_pass or self._has_stopped, timeout_s
+            )
+        if self._error is not None:
+            raise self._error
+        if not is_complete:
+            return f"the upload was not done within {timeout_s:.0f} s" + (f": {self._failure}" if self._failure else "")
+        return self._failure
+
+    def stop(self) -> None:
+        """Ends the thread after the current upload; the rest is not uploaded."""
+        with self._condition:
+            self._is_stopping = True
+            self._condition.notify_all()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._condition:
+                    requested = self._requested_passes
+                    if self._is_stopping:
+                        return
+                is_requested = requested > self._completed_passes
+                if is_requested or time.monotonic() >= self._retry_at_s:
+                    self._try_pass(upload_all=is_requested)
+                with self._condition:
+                    self._completed_passes = requested
+                    self._condition.notify_all()
+                    self._condition.wait_for(
+                        lambda: self._is_stopping or self._requested_passes > self._completed_passes, POLL_INTERVAL_S
+                    )
+        except LeaseLost as error:
+            self._failure = str(error)
+            self._on_lease_lost(error)
+        except BaseException as error:  # noqa: BLE001  # carried to the training thread by `flush`
+            self._error = error
+        finally:
+            with self._condition:
+                self._has_stopped = True
+                self._condition.notify_all()
+
+    def _try_pass(self, *, upload_all: bool) -> None:
+        """One pass; the first failure in a row and the recovery from it are reported once."""
+        try:
+            self._upload_changes(upload_all=upload_all)
+        except LeaseLost:
+            raise
+        except (StorageError, OSError) as error:
+            self._retry_at_s = time.monotonic() + RETRY_DELAY_S
+            failed_before, self._failure = self._failure is not None, _format_error(error)
+            if not failed_before:
+                text = f"{self._uri} cannot be written: {self._failure}; training continues, and stoker tries again"
+                self._report("warning", text)
+        else:
+            if self._failure is not None:
+                self._failure, self._retry_at_s = None, 0.0
+                self._report("info", f"{self._uri} can be written again, and is up to date")
+
+    def _upload_changes(self, *, upload_all: bool) -> None:
+        """Uploads what has changed. upload_all: also records whose interval is not over."""
+        for name in REPLACED_FILES:
+            self._upload_file(name)
+        for checkpoint_dir in list_checkpoints(self._run_dir):
+            self._upload_checkpoint(checkpoint_dir)
+        self._delete_dropped_checkpoints()
+        patterns = ("*.jsonl", "tensorboard/**/*", f"{TRACE_FILES}/*.json.gz")
+        files = [path for pattern in patterns for path in self._run_dir.glob(pattern)]
+        names = {str(path.relative_to(self._run_dir)) for path in files if path.is_file()}
+        # The events come last: an end in the bucket's events means that the rest is complete.
+        for name in [*sorted(names - {EVENTS}), EVENTS]:
+            if upload_all or self._is_due(name):
+                self._upload_file(name)
+
+    def _is_due(self, name: str) -> bool:
+        return time.monotonic() >= self._next_upload_s.get(name, 0.0)
+
+    def _upload_file(self, name: str) -> None:
+        """Uploads a file unless the bucket has this state of it."""
+        path = self._run_dir / name
+        try:
+            stat = path.stat()
+            state = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+            if self._uploaded_states.get(name) == state:
+                return
+            is_streamed = path.suffix == ".safetensors" or (stat.st_size > MIN_STREAMED_BYTES and name != EVENTS)
+            self._write(name, path if is_streamed else path.read_bytes())
+        except FileNotFoundError:
+            return
+        self._uploaded_states[name] = state
+        self._next_upload_s[name] = time.monotonic() + RECORDS_INTERVAL_S * max(1.0, stat.st_size / RECORDS_BYTES)
+
+    def _upload_checkpoint(self, checkpoint_dir: Path) -> None:
+        """Uploads a checkpoint unless the bucket has it, its manifest last. One that is deleted here meanwhile stays
+        without a manifest in the bucket."""
+        name = f"{CHECKPOINTS}/{checkpoint_dir.name}"
+        try:
+            manifest = (checkpoint_dir / MANIFEST).read_bytes()
+            uploaded = self._uploaded_manifests.get(checkpoint_dir.name)
+            if uploaded == manifest:
+                return
+            if uploaded:  # other files under the same name: incomplete from now on
+                self._delete(f"{name}/{MANIFEST}")
+            self._uploaded_manifests[checkpoint_dir.name] = b""
+            for file in (STATE, WEIGHTS):
+                self._write(f"{name}/{file}", checkpoint_dir / file)
+            for record in CHECKPOINT_RECORDS:
+                if self._is_due(record) or (self._run_dir / record).stat().st_size <= RECORDS_BYTES:
+                    self._upload_file(record)
+            if self._lease is not None:
+                self._lease.renew()  # another process may have taken it during the upload
+            self._write(f"{name}/{MANIFEST}", manifest)
+        except FileNotFoundError:
+            return
+        self._uploaded_manifests[checkpoint_dir.name] = manifest
+
+    def _delete_dropped_checkpoints(self) -> None:
+        """Deletes the checkpoints that are no longer in the folder, once the bucket has the newest."""
+        local_checkpoints = [checkpoint_dir.name for checkpoint_dir in list_checkpoints(self._run_dir)]
+        if not local_checkpoints or not self._uploaded_manifests.get(local_checkpoints[0]):
+            return
+        for name in sorted(set(self._uploaded_manifests) - set(local_checkpoints)):
+            for file in (MANIFEST, STATE, WEIGHTS):
+                self._delete(f"{CHECKPOINTS}/{name}/{file}")
+            del self._uploaded_manifests[name]
+
+    def _write(self, name: str, data: bytes | Path) -> None:
+        if self._lease is not None:
+            self._lease.ensure_held()
+        try:
+            self._store.write(self._uri.child(name).key, data)
+        except ObjectMissing:
+            if isinstance(data, Path) and not data.exists():  # the local file is missing, not the object
+                raise FileNotFoundError(data) from None
+            raise
+
+    def _delete(self, name: str) -> None:
+        if self._lease is not None:
+            self._lease.ensure_held()
+        self._store.delete(self._uri.child(name).key)
+
+
+def _format_error(error: StorageError | OSError) -> str:
+    """An error on one line."""
+    return f"{error.what} {error.cause or ''}".strip() if isinstance(error, StorageError) else str(error)
 
 
 @dataclasses.dataclass
@@ -69,8 +292,10 @@ class BucketRun:
     _log_event: EventLogger | None = None
     _uploader: BackgroundUploader | None = None
 
-    def start(self, stop_request: StopRequest, log_event: EventLogger) -> None:
-        """Starts uploading. If another process takes the run, `stop_request` ends the training."""
+    @contextlib.contextmanager
+    def uploading(self, stop_request: StopRequest, log_event: EventLogger) -> Iterator[None]:
+        """Uploads while the block trains; after a signal waits for the state to be uploaded. If another process takes
+        the run, `stop_request` ends the training."""
         self._log_event = log_event
         self._uploader = BackgroundUploader(
             self._store,
@@ -84,22 +309,20 @@ class BucketRun:
         if self._lease is not None:
             self._lease.start_renewing(stop_request.fail)
         self._uploader.start()
-
-    def make_preempted_error(self, error: Preempted) -> StorageError | Preempted:
-        """The error of a run that a signal stopped, after waiting for its state to reach the bucket."""
-        failure = self._flush(PREEMPTED_TIMEOUT_S)
-        if failure is None:
-            fix = f"the same command, here or on another machine, or `stoker train --resume {self.uri}`, continues"
-            return Preempted(error.what, location=self.uri, fix=fix)
-        newest = self._uploader.newest_checkpoint() if self._uploader is not None else None
-        in_bucket = "no checkpoint" if newest is None else newest
-        what = error.what.partition(";")[0]
-        return StorageError(
-            f"{what}; the state is saved on this machine but did not reach the bucket.",
-            location=self.uri,
-            cause=failure,
-            fix=f"the same command on this machine continues; the bucket has {in_bucket}",
-        )
+        try:
+            yield
+        except Preempted as error:
+            failure = self._flush(PREEMPTED_TIMEOUT_S)
+            if failure is None:
+                fix = f"the same command, here or on another machine, or `stoker train --resume {self.uri}`, continues"
+                raise Preempted(error.what, location=self.uri, fix=fix) from error
+            what = error.what.partition(";")[0]
+            raise StorageError(
+                f"{what}; the state is saved on this machine but did not reach the bucket.",
+                location=self.uri,
+                cause=failure,
+                fix="the same command on this machine continues; on another, from an earlier checkpoint",
+            ) from error
 
     def finish(
         self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
@@ -127,19 +350,6 @@ class BucketRun:
             return None
         self._log_event("info", f"uploading to {self.uri}, at most {timeout_s:.0f} s; Ctrl-C twice ends the wait")
         return self._uploader.flush(timeout_s)
-
-
-@contextlib.contextmanager
-def uploading(run: BucketRun | None, stop_request: StopRequest, log_event: EventLogger) -> Iterator[None]:
-    """Uploads while the block trains; after a signal waits for the state to be uploaded. None: no bucket."""
-    if run is not None:
-        run.start(stop_request, log_event)
-    try:
-        yield
-    except Preempted as error:
-        if run is None:
-            raise
-        raise run.make_preempted_error(error) from error
 
 
 def join_bucket_run(
@@ -240,16 +450,16 @@ def _upload_remaining(
     if _read_object(store, uri.child(EVENTS).key) == (local_dir / EVENTS).read_bytes():
         return
     note(f"uploading the rest of the finished run to {uri}, at most {FINISHED_TIMEOUT_S:.0f} s")
-    uploader = BackgroundUploader(store, uri, local_dir, lease, manifests, report=_ignore, on_lease_lost=_ignore)
+
+    def ignore(*_: object) -> None:
+        """`flush` returns the same failure."""
+
+    uploader = BackgroundUploader(store, uri, local_dir, lease, manifests, report=ignore, on_lease_lost=ignore)
     uploader.start()
     failure = uploader.flush(FINISHED_TIMEOUT_S)
     uploader.stop()
     if failure is not None:
         raise _make_incomplete_upload_error(uri, local_dir, failure)
-
-
-def _ignore(*_: object) -> None:
-    """Not needed here: `flush` returns the same failure."""
 
 
 def _make_incomplete_upload_error(uri: StorageUri, local_dir: Path, failure: str) -> StorageError:
@@ -294,3 +504,75 @@ def _clear_working_copy(local_dir: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
+
+
+@dataclasses.dataclass(frozen=True)
+class VertexFolders:
+    """The folders that are set, without a slash at the end."""
+
+    checkpoints: str | None = None
+    model: str | None = None
+    tensorboard: str | None = None
+
+
+def vertex_folders(env: Mapping[str, str] = os.environ) -> VertexFolders:
+    names = ("AIP_CHECKPOINT_DIR", "AIP_MODEL_DIR", "AIP_TENSORBOARD_LOG_DIR")
+    return VertexFolders(*(env.get(name, "").rstrip("/") or None for name in names))
+
+
+@contextlib.contextmanager
+def copying_results(run: Path, folders: VertexFolders, report: Callable[[str, str], None]) -> Iterator[None]:
+    """Copies what the block writes into the run's folder: TensorBoard's files about every RECORDS_INTERVAL_S and at the
+    end, the trained model when it is finished.
+
+    A folder that cannot be written is reported as a warning, once: training goes on, and the run has everything.
+    """
+    if folders.tensorboard is None and folders.model is None:
+        yield
+        return
+    copied: dict[Path, tuple[int, int]] = {}
+    stopped, failed = threading.Event(), threading.Event()
+
+    def copy_changed_files() -> None:
+        copies: list[tuple[Path, str, Path]] = []
+        if folders.tensorboard is not None:
+            files = sorted((run / TENSORBOARD).rglob("*"))
+            copies += [(file, folders.tensorboard, file.relative_to(run / TENSORBOARD)) for file in files]
+        if folders.model is not None and is_finished(run):
+            copies += [(run / name, folders.model, Path(name)) for name in MODEL_FILES]
+        try:
+            for file, folder, name in copies:
+                if not file.is_file():
+                    continue
+                status = file.stat()
+                if copied.get(file) != (state := (status.st_size, status.st_mtime_ns)):
+                    _copy_file(file, folder, name)
+                    copied[file] = state
+        except (StorageError, OSError) as error:
+            if not failed.is_set():
+                failed.set()
+                report("warning", f"results are not copied to Vertex AI's folders: {error}")
+
+    def copy_until_stopped() -> None:
+        while not stopped.wait(RECORDS_INTERVAL_S):
+            copy_changed_files()
+
+    thread = threading.Thread(target=copy_until_stopped, name="stoker-vertex", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()
+        copy_changed_files()
+
+
+def _copy_file(file: Path, folder: str, name: Path) -> None:
+    """folder: a URI or a path."""
+    if is_uri(folder):
+        uri = parse_uri(folder)
+        open_store(uri).write(uri.child(name.as_posix()).key, file)
+        return
+    target = Path(folder) / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(file, target)

@@ -1,8 +1,8 @@
 """Evaluates at intervals, and decides what follows: which weights are the best, and whether training goes on.
 
 The training thread runs the EMA weights on the validation split, copies the detections to the host and continues with
-its steps. A thread computes the metrics (`AsyncEvaluator`), writes evaluation.json and best.safetensors if this is the
-best so far, and reports to the run's events, the screen and TensorBoard.
+its steps. Another thread computes the metrics, writes evaluation.json and best.safetensors if this is the best so far,
+and reports to the run's events, the screen and TensorBoard.
 
 The metrics are taken into account at fixed points of the stream: before the next evaluation, a checkpoint or a
 rollback, at the end, and at once if they could end the run (`patience`). If need be, the training waits for them there.
@@ -15,7 +15,7 @@ continued run computes its metrics first.
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from typing import Any, Self
 
@@ -27,7 +27,6 @@ from stoker.data.batch import Batch
 from stoker.data.loading.loader import Loader
 from stoker.evaluation.evaluate import build_evaluation, compute_coco_result, detect, ground_truth, sample_images
 from stoker.evaluation.metrics import Detections, Metrics
-from stoker.hardware.cgroup import host_memory
 from stoker.hardware.device import ReadyEvent
 from stoker.runs.records import BEST, EVALUATION
 from stoker.training import checkpoint
@@ -39,9 +38,6 @@ from stoker.training.start import make_validation_loader
 from stoker.training.state import IntervalTrigger
 from stoker.training.stopper import Stopper
 
-BASE_BYTES, BYTES_PER_DETECTION = 2**25, 400
-"""Host memory at the peak of computing metrics. Measured: 232 bytes per detection with 7 ground truth boxes per image,
-372 with 60; plus some 10 MB for curves and temporary blocks."""
 SIGNAL_POLL_S = 0.1
 """Longest delay until a signal is handled while metrics are awaited."""
 
@@ -80,114 +76,8 @@ class _EvalTask:
         self.metrics: Future[Metrics | None] = Future()
 
 
-class AsyncEvaluator:
-    """Runs one evaluation at a time. Called by the training thread only."""
-
-    def __init__(self, attempt: Attempt, recorder: Recorder) -> None:
-        setup = attempt.setup
-        self._setup, self._log_event, self._recorder = setup, attempt.log_event, recorder
-        self._memory_note_logged = False
-        self._ground_truth = ground_truth(setup.index, setup.val_indices)
-        self._num_workers = 0
-        """Loader threads at the end of the last evaluation."""
-        self._task: _EvalTask | None = None
-
-    def run_inference(self, poll: Callable[[], None]) -> Detections:
-        """Detections of the EMA weights on the validation split. poll: called between batches; it may raise."""
-        setup = self._setup
-
-        def poll_between_batches(loader: Loader) -> Iterator[Batch]:
-            for batch in loader:
-                poll()
-                yield batch
-
-        initial_workers = max(self._num_workers, setup.loader.stats().workers)
-        with contextlib.closing(make_validation_loader(setup, initial_workers=initial_workers)) as loader:
-            batches, precision = poll_between_batches(loader), setup.config.run.precision
-            detections = detect(setup.optimizer.ema_model, batches, setup.device, precision=precision)
-            self._num_workers = loader.stats().workers
-        return detections
-
-    def start(self, pending: PendingEvaluation, best_ap: float) -> None:
-        """Starts computing metrics; the task before has been collected. best_ap: of the evaluations before."""
-        assert self._task is None
-        task = self._task = _EvalTask(pending, best_ap)
-        # A daemon: if the process ends without waiting for it, its unwritten results are not needed.
-        threading.Thread(target=self._run, args=(task,), name="stoker-scorer", daemon=True).start()
-
-    def has_memory(self, detections: Detections) -> bool:
-        """Whether the host's memory allows computing metrics while training. Logs a note once if not."""
-        limit_bytes, used_bytes = host_memory()
-        needed_bytes, free_bytes = BASE_BYTES + BYTES_PER_DETECTION * len(detections), limit_bytes - used_bytes
-        if needed_bytes > free_bytes and not self._memory_note_logged:
-            self._log_event(
-                "info",
-                "training waits for the metrics of each evaluation: they take "
-                f"{needed_bytes / 2**20:,.0f} MiB of host memory, {free_bytes / 2**20:,.0f} MiB are free",
-            )
-            self._memory_note_logged = True
-        return needed_bytes <= free_bytes
-
-    def collect(self, poll: Callable[[], None]) -> Metrics | None:
-        """Waits for the metrics of the running task and returns them; None without a task. Raises the task's error.
-
-        poll: called while it waits; it may raise.
-        """
-        task = self._task
-        if task is None:
-            return None
-        while not wait([task.metrics], SIGNAL_POLL_S).done:
-            poll()
-        self._task = None
-        return task.metrics.result()
-
-    def cancel(self) -> PendingEvaluation | None:
-        """Cancels the running task and returns its evaluation; None if there is none or its metrics are published.
-
-        Nothing of a canceled task is written afterwards.
-        """
-        task = self._task
-        if task is None:
-            return None
-        with task.publishing:
-            task.is_canceled = not task.is_published
-        if not task.is_canceled:
-            wait([task.metrics])
-            return None
-        self._task = None
-        return task.pending
-
-    def _run(self, task: _EvalTask) -> None:
-        try:
-            task.metrics.set_result(self._compute_metrics(task))
-        except BaseException as error:  # noqa: BLE001  # carried to the training thread by `collect`
-            task.metrics.set_exception(error)
-
-    def _compute_metrics(self, task: _EvalTask) -> Metrics | None:
-        """None: it was canceled, and nothing is written."""
-        setup, step, detections = self._setup, task.pending.step, task.pending.detections
-        result = compute_coco_result(self._ground_truth, detections)
-        metrics = result.metrics
-        is_best = (metrics.ap or 0.0) > task.best_ap
-        evaluation = (
-            build_evaluation(result, self._ground_truth, detections, setup.index, step=step) if is_best else None
-        )
-        images = sample_images(setup.index, setup.val_indices, detections)
-        with task.publishing:
-            if task.is_canceled:
-                return None
-            if evaluation is not None:
-                setup.folder.replace(EVALUATION, evaluation)
-                metadata = msgspec.structs.replace(setup.metadata, step=step, ap=metrics.ap)
-                setup.writer.save_weights(dataclasses.replace(task.pending.weights, metadata=metadata.header()), [BEST])
-            setup.folder.event("evaluated", step=step, metrics=msgspec.to_builtins(metrics))
-            self._recorder.add_evaluation(step, metrics, images)
-            task.is_published = True
-        return metrics
-
-
 class Evaluator:
-    """The evaluations of a training."""
+    """The evaluations of a training. Called by the training thread only."""
 
     def __init__(self, attempt: Attempt, recorder: Recorder, stopper: Stopper) -> None:
         setup, run = attempt.setup, attempt.setup.config.run
@@ -196,7 +86,8 @@ class Evaluator:
         self.trigger = IntervalTrigger(
             parse_duration(run.eval_every, "eval-every"), len(setup.train_indices), run.batch_size
         )
-        self.scorer = AsyncEvaluator(attempt, recorder)
+        self._ground_truth = ground_truth(setup.index, setup.val_indices)
+        self._task: _EvalTask | None = None
         self.best_ap, self.evals_since_best, self.evaluated_step = -1.0, 0, -1
         self._pending: PendingEvaluation | None = None
         """The last evaluation, if its metrics were not known when the state was saved."""
@@ -236,7 +127,7 @@ class Evaluator:
         was due at the step of the checkpoint."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
-            self.scorer.start(pending, self.best_ap)
+            self.start(pending)
         self.collect()
         self._share_patience()
         if self.evaluated_step != self._setup.state.step:
@@ -255,7 +146,7 @@ class Evaluator:
     def evaluate(self, *, wait: bool = False) -> None:
         """Runs the EMA weights on the validation split and starts computing the metrics in the background.
 
-        Waits for the metrics if `wait`, if they could end the run (`patience`), or if the host lacks the memory.
+        Waits for the metrics if `wait`, or if they could end the run (`patience`).
         """
         setup, parallel, step = self._setup, self._parallel, self._setup.state.step
         self.collect()
@@ -273,10 +164,9 @@ class Evaluator:
             self._attempt.hang_detector.allow_silence()  # it may have to wait for those of the evaluation before
         else:
             detections = parts[0] if len(parts) == 1 else Detections.concatenate(parts)
-            self.scorer.start(PendingEvaluation(step, detections, ema_weights), self.best_ap)
+            self.start(PendingEvaluation(step, detections, ema_weights))
             self._log_training_warning()
-            could_end_run = 0 < setup.config.run.patience <= self.evals_since_best + 1
-            if wait or could_end_run or not self.scorer.has_memory(detections):
+            if wait or 0 < setup.config.run.patience <= self.evals_since_best + 1:
                 self.collect()
         self._share_patience()
         self._recorder.end_window()
@@ -292,13 +182,18 @@ class Evaluator:
         return metrics
 
     def collect(self) -> None:
-        """Takes the metrics of the last evaluation into account, before anything else than steps. May raise
-        `Stopping` while it waits."""
+        """Takes the metrics of the last evaluation into account, before anything else than steps. Raises what ended
+        their computation, and `Stopping` while it waits."""
         self._attempt.tracer.abandon()
-        with self._ledger.phase("eval"):
-            metrics = self.scorer.collect(self._stopper.check)
-        if metrics is None:
+        task = self._task
+        if task is None:
             return
+        with self._ledger.phase("eval"):
+            while not wait([task.metrics], SIGNAL_POLL_S).done:
+                self._stopper.check()
+        self._task = None
+        metrics = task.metrics.result()
+        assert metrics is not None, "it was not canceled"
         self._metrics, ap = metrics, metrics.ap or 0.0
         if ap > self.best_ap:
             self.best_ap, self.evals_since_best = ap, 0
@@ -311,19 +206,74 @@ class Evaluator:
             self.evals_since_best = self._setup.ranks.share_value(self.evals_since_best)
 
     def cancel(self) -> None:
-        """Nothing of a running evaluation is written any longer; the next checkpoint has it."""
-        self._pending = self.scorer.cancel()
+        """Nothing of an evaluation without metrics is written any longer; the next checkpoint has it."""
+        task, self._pending = self._task, None
+        if task is None:
+            return
+        with task.publishing:
+            task.is_canceled = not task.is_published
+        if task.is_canceled:
+            self._task, self._pending = None, task.pending
+        else:
+            wait([task.metrics])
+
+    def start(self, pending: PendingEvaluation) -> None:
+        """Starts computing metrics; those of the evaluation before have been collected."""
+        assert self._task is None
+        task = self._task = _EvalTask(pending, self.best_ap)
+
+        def run() -> None:
+            try:
+                task.metrics.set_result(self._compute_metrics(task))
+            except BaseException as error:  # noqa: BLE001  # carried to the training thread by `collect`
+                task.metrics.set_exception(error)
+
+        # A daemon: if the process ends without waiting for it, its unwritten results are not needed.
+        threading.Thread(target=run, name="stoker-scorer", daemon=True).start()
+
+    def _compute_metrics(self, task: _EvalTask) -> Metrics | None:
+        """None: it was canceled, and nothing is written. Called by the thread of the task."""
+        setup, step, detections = self._setup, task.pending.step, task.pending.detections
+        result = compute_coco_result(self._ground_truth, detections)
+        metrics = result.metrics
+        is_best = (metrics.ap or 0.0) > task.best_ap
+        evaluation = (
+            build_evaluation(result, self._ground_truth, detections, setup.index, step=step) if is_best else None
+        )
+        images = sample_images(setup.index, setup.val_indices, detections)
+        with task.publishing:
+            if task.is_canceled:
+                return None
+            if evaluation is not None:
+                setup.folder.replace(EVALUATION, evaluation)
+                metadata = msgspec.structs.replace(setup.metadata, step=step, ap=metrics.ap)
+                setup.writer.save_weights(dataclasses.replace(task.pending.weights, metadata=metadata.header()), [BEST])
+            setup.folder.event("evaluated", step=step, metrics=msgspec.to_builtins(metrics))
+            self._recorder.add_evaluation(step, metrics, images)
+            task.is_published = True
+        return metrics
 
     def _detect(self) -> Detections:
-        setup = self._setup
-
-        def run_inference() -> Detections:
-            with self._parallel.whole_weights(setup.optimizer.ema_model):
-                return self.scorer.run_inference(self._stopper.check_in_evaluation)
-
-        detections = retry_in_smaller_batches(self._attempt, "evaluation", run_inference)
+        """Detections of the EMA weights on the validation split."""
+        detections = retry_in_smaller_batches(self._attempt, "evaluation", self.run_inference)
         self._stopper.check_in_evaluation(is_last=True)
         return detections
+
+    def run_inference(self) -> Detections:
+        """The same with the present batch size."""
+        setup, model = self._setup, self._setup.optimizer.ema_model
+
+        def poll_between_batches(loader: Loader) -> Iterator[Batch]:
+            for batch in loader:
+                self._stopper.check_in_evaluation()
+                yield batch
+
+        with (
+            self._parallel.whole_weights(model),
+            contextlib.closing(make_validation_loader(setup)) as loader,
+        ):
+            batches, precision = poll_between_batches(loader), setup.config.run.precision
+            return detect(model, batches, setup.device, precision=precision)
 
     def _log_training_warning(self) -> None:
         """The evaluation has waited for the device, so the model may read its warning from it."""

@@ -75,10 +75,6 @@ class Sharding:
         }
         model.load_state_dict(own)
 
-    def describe(self) -> list[str]:
-        """What is worth saying of each rank: all have the same."""
-        return []
-
     def collect(self, model: nn.Module) -> None:
         """FSDP collects the parameters of each part when it computes with them."""
 

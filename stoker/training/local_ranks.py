@@ -29,7 +29,7 @@ from stoker.errors import ConfigError, Preempted, RankError, StokerError
 from stoker.evaluation.metrics import Metrics
 from stoker.monitor.options import MonitoringOptions
 from stoker.training.cluster import RankPlace, find_place
-from stoker.training.rank_failure import REPORTS_VARIABLE, first_failure, read_reports
+from stoker.training.ranks import REPORTS_VARIABLE, first_failure, read_reports
 from stoker.training.supervisor import handling_signals
 
 RESULT, ERROR_OUTPUT = "result.json", "rank-{}.log"
@@ -164,34 +164,22 @@ class _Starter:
 
     def read_result(self) -> Result:
         """What rank 0 left. Raises the error of the rank that ended first."""
-        codes = [process.returncode for process in self._processes]
-        if not any(codes):
-            return self._read_own_result()
-        failure = first_failure(read_reports(self._reports))
-        killed = [
-            (number, code)
-            for number, code in enumerate(codes)
-            if code not in (0, Preempted.exit_code) and not self._has_report(number)
-        ]
-        if killed and (failure is None or failure.is_consequence):
-            raise self._make_killed_error(*killed[0])
+        codes, path = [process.returncode for process in self._processes], self._reports / RESULT
+        if not any(codes) and path.exists():
+            return msgspec.json.decode(path.read_bytes(), type=Result, dec_hook=lambda kind, text: kind(text))
+        failures = read_reports(self._reports)
+        failure, reported = first_failure(failures), {failure.rank for failure in failures}
+        if failure is None or failure.is_consequence:
+            for place, code in zip(self._places, codes, strict=True):
+                if code not in (0, Preempted.exit_code) and place.rank not in reported:
+                    raise self._make_killed_error(place.rank, code)
         if failure is not None:
             raise failure.as_error()
-        raise Preempted("The training was stopped.", fix="the same command continues what is saved")
-
-    def _read_own_result(self) -> Result:
-        path = self._reports / RESULT
-        if path.exists():
-            return msgspec.json.decode(path.read_bytes(), type=Result, dec_hook=lambda kind, text: kind(text))
-        if (failure := first_failure(read_reports(self._reports))) is not None:
-            raise failure.as_error()  # RunFinished
+        if any(codes):
+            raise Preempted("The training was stopped.", fix="the same command continues what is saved")
         raise RankError("The ranks ended without a result.", fix="the run folder has the records")
 
-    def _has_report(self, number: int) -> bool:
-        return (self._reports / f"failure-{self._places[number].rank}.json").exists()
-
-    def _make_killed_error(self, number: int, code: int) -> StokerError:
-        rank = self._places[number].rank
+    def _make_killed_error(self, rank: int, code: int) -> StokerError:
         log = self._reports / ERROR_OUTPUT.format(rank)
         lines = log.read_text(errors="replace").splitlines()[-MAX_OUTPUT_LINES:]
         if code < 0:

@@ -3,53 +3,37 @@
 A step loads a batch and trains on it (`step.py`: augmentation, forward, losses, backward, update). `parallel` exchanges
 gradients and signals between processes, and does nothing where one process trains. The services own their state and put
 it into the checkpoints themselves: `recorder` (records, screen, TensorBoard), `stopper` (signals, notices, time
-limits), `saver` (checkpoints), `evaluator` (evaluations, patience), `recovery` (rollbacks). No step waits for the
-device. The training thread sets the phase of the ledger. How a run is opened and closed is in `run.py`, how it is built
-in `start.py`, how it continues in `resume.py`.
+limits), `saver` (checkpoints; at the end of this file), `evaluator` (evaluations, patience), `recovery` (rollbacks). No
+step waits for the device. The training thread sets the phase of the ledger. How a run is opened and closed is in
+`run.py`, how it is built in `start.py`, how it continues in `resume.py`.
 """
 
 import contextlib
-import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import msgspec
 
-from stoker.errors import CaptureFailed
+from stoker.config.durations import parse_duration
+from stoker.errors import CaptureFailed, Preempted, StokerError, StorageError
 from stoker.evaluation.metrics import Metrics
 from stoker.profiling.ledger import Ledger
 from stoker.profiling.telemetry.sampler import TelemetrySampler
 from stoker.profiling.trace import Tracer
 from stoker.report.terminal import Screen
-from stoker.runs.records import BEST
+from stoker.runs.records import BEST, FINAL
 from stoker.training.checkpoint import LoadedCheckpoint
 from stoker.training.evaluator import Evaluator
-from stoker.training.input_probe import PrefetchedInputProbe
 from stoker.training.make_step import Step, make_parallel
 from stoker.training.out_of_memory import HostMemoryGuard
 from stoker.training.parallel import Attempt
 from stoker.training.recorder import Recorder, log_measured_steps
-from stoker.training.resume import Recovery, collect_state, restore, send_to_other_ranks
-from stoker.training.saver import Saver
-from stoker.training.state import EventLogger, Signals, TrainSetup
+from stoker.training.resume import Part, Recovery, collect_state, restore, send_to_other_ranks
+from stoker.training.state import EventLogger, IntervalTrigger, Signals, TrainSetup
 from stoker.training.stopper import Stopper, Stopping, StopRequest
 from stoker.training.watchdog import HangDetector, Watchdog, min_limit_s
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What does not belong to a run's settings."""
-
-    trace: bool = False
-    """Keep Chrome traces of some steps."""
-    on_hang: Callable[[int], object] | None = None
-    """Ends the process with this exit code if the training hangs; None: it is only recorded."""
-    notice_grace_s: float | None = None
-    """The shortest notice that this machine gives before it goes."""
-    adapt_checkpoint_interval: bool = False
-    """The user set none."""
 
 
 class Training:
@@ -63,32 +47,29 @@ class Training:
         stop_request: StopRequest,
         started_s: float,
         log_event: EventLogger,
-        options: Options = Options(),  # frozen
+        *,
+        trace: bool = False,
+        on_hang: Callable[[int], object] | None = None,
     ) -> None:
-        """loaded: in rank 0, the checkpoint to continue from; started_s: from when on the ledger counts."""
+        """loaded: in rank 0, the checkpoint to continue from; started_s: from when on the ledger counts; trace: keep
+        Chrome traces of some steps; on_hang: ends the process with this exit code if the training hangs, None: it is
+        only recorded."""
         device = setup.device
-        self.setup, self.state, self.log_event, self.options = setup, setup.state, log_event, options
+        self.setup, self.state, self.log_event, self.on_hang = setup, setup.state, log_event, on_hang
         self.ledger = Ledger(device.make_clock(), start_s=started_s, ranges=device.make_nvtx_ranges())
-        self.tracer = Tracer(device, setup.folder, self.ledger, log_event, chrome=options.trace)
+        self.tracer = Tracer(device, setup.folder, self.ledger, log_event, chrome=trace)
         self.parallel = make_parallel(setup, log_event)
         limit_s = min_limit_s(is_remote=setup.index.remote_object(int(setup.train_indices[0])) is not None)
         self.hang_detector = HangDetector(limit_s or math.inf)
         self.attempt = Attempt(setup, self.parallel, self.ledger, self.tracer, self.hang_detector, screen, log_event)
-        self.input_probe = PrefetchedInputProbe(setup, self.ledger, log_event, self.interruptions)
         self.train = Step(self.attempt)
         self.recovery = Recovery(setup, log_event)
-        self.recorder = Recorder(self.attempt, self.recovery, self.input_probe)
+        self.recorder = Recorder(self.attempt, self.recovery)
         memory_guard = HostMemoryGuard(setup.loader, log_event)
         self.stopper = Stopper(self.attempt, stop_request, memory_guard)
         self.evaluator = Evaluator(self.attempt, self.recorder, self.stopper)
         self.parts = (self.parallel, self.recovery, self.evaluator)
-        self.saver = Saver(
-            self.attempt,
-            self.parts,
-            self.evaluator,
-            is_interval_fixed=not options.adapt_checkpoint_interval,
-            grace_s=options.notice_grace_s,
-        )
+        self.saver = Saver(self.attempt, self.parts, self.evaluator)
         self.services = (self.recorder, self.stopper, self.saver, self.evaluator)
         setup.loader.on_copy_awaited = self.ledger.begin_h2d_wait
         setup.ranks.share(lambda: restore(setup, self.parts, loaded, log_event))
@@ -131,13 +112,8 @@ class Training:
         except Stopping:
             return None
         except CaptureFailed as error:
-            self.evaluator.cancel()
-            self.saver.save_before_restart(error)
-            with contextlib.suppress(RuntimeError):  # of the device, which the capture may have spoiled
-                self.recorder.flush()
-            if not self.stopper.is_asked:
-                raise
-            return None
+            self.log_event("cuda_graph_failed", f"{error.what} {error.cause}; later attempts train without a graph")
+            raise  # without a save: the capture may have spoiled the device
         return metrics
 
     def run_steps(self) -> None:
@@ -145,7 +121,6 @@ class Training:
         state = self.state
         self.evaluator.before_steps()
         while state.diverged_step is None and self.setup.progress < 1 and not self.evaluator.is_out_of_patience:
-            self.input_probe.before_step(self.setup.progress)
             self.step()
             for service in self.services:
                 service.after_step()
@@ -182,10 +157,6 @@ class Training:
             trained_s=self.trained_s,
         )
 
-    def interruptions(self) -> object:
-        """Changes when something else than steps took time."""
-        return self.setup.writer.saved_step, self.evaluator.evaluated_step, self.recovery.rollback_count
-
     def roll_back(self, failed_at: int) -> None:
         """Continues from the last healthy state, at a lower learning rate."""
         self.evaluator.collect()
@@ -201,13 +172,11 @@ class Training:
 
     def save_and_stop(self) -> NoReturn:
         """Saves and ends with exit code 75; without saving if another process has taken over the run."""
-        request, longest_s = self.stopper.request, self.setup.writer.longest_write_s
+        request = self.stopper.request
         if request.error is not None:
             raise request.error
         request.request("a signal to another rank")  # unless this one was asked, too
-        notice = ""
-        if request.grace_s is not None:
-            notice = f", in {request.grace_s:.0f} s; the longest save so far took {longest_s:.2g} s"
+        notice = "" if request.grace_s is None else f", in {request.grace_s:.0f} s"
         self.log_event("info", f"{request.requested_by}: saving{notice}")
         self.evaluator.cancel()
         self.saver.save()
@@ -231,7 +200,7 @@ class Training:
             self.hang_detector,
             phase=lambda: self.ledger.thread_phase,
             step=lambda: self.state.step,
-            on_hang=self.options.on_hang,
+            on_hang=self.on_hang,
             ranks=self.setup.ranks,
         )
 
@@ -240,3 +209,73 @@ class Training:
         self.evaluator.cancel()
         self.tracer.close()
         self.setup.writer.wait()
+
+
+class Saver:
+    """The checkpoints of a training. parts: whose state they have."""
+
+    def __init__(self, attempt: Attempt, parts: Sequence[Part], evaluator: Evaluator) -> None:
+        setup, run = attempt.setup, attempt.setup.config.run
+        self._setup, self._parallel, self._ledger = setup, attempt.parallel, attempt.ledger
+        self._parts, self._evaluator = parts, evaluator
+        self.trigger = IntervalTrigger(
+            parse_duration(run.checkpoint_every, "checkpoint-every"), len(setup.train_indices), run.batch_size
+        )
+
+    def after_step(self) -> None:
+        """Saves if it is due."""
+        if self._parallel.agreed.save or self.trigger.is_due_at(self._setup.state.step):
+            self.save()
+
+    def save(self) -> None:
+        """Starts saving a checkpoint, unless this step has one; the files are written in the background."""
+        setup, parallel, writer = self._setup, self._parallel, self._setup.writer
+        if not parallel.takes_part_in_saves:
+            return
+        self._evaluator.collect()
+        with self._ledger.phase("checkpoint"):
+            writer.wait()
+            if parallel.has_saved(writer.saved_step == setup.state.step):
+                return
+            parallel.equalize()
+            snapshot = parallel.take_snapshot(collect_state(setup, self._parts), ap=None)
+            if snapshot is not None:
+                writer.save(snapshot)
+        parallel.after_save()
+        self.trigger.reset()
+
+    def save_final(self, metrics: Metrics) -> None:
+        """Writes the final weights."""
+        with self._ledger.phase("checkpoint"):
+            snapshot = self._parallel.take_snapshot({}, ap=metrics.ap)
+            if snapshot is not None:
+                self._setup.writer.save_weights(snapshot, [FINAL])
+
+    def raise_failure(self) -> None:
+        """Raises StorageError if the final weights could not be written."""
+        failure, run = self._setup.writer.failure, self._setup.folder.path
+        if failure is not None:
+            raise StorageError(
+                "The final weights could not be saved.",
+                location=run,
+                cause=failure,
+                fix=f"make room; then `stoker train --resume {run}` finishes the run",
+            )
+
+    def make_stop_error(self, requested_by: str | None) -> StokerError:
+        """The error of a run that was stopped: Preempted, or StorageError if its state could not be saved."""
+        if not self._setup.ranks.is_main:
+            return Preempted(f"Stopped by {requested_by}; rank 0 has saved the state.")
+        step, run, writer = self._setup.state.step, self._setup.folder.path, self._setup.writer
+        if writer.saved_step != step:
+            return StorageError(
+                f"Stopped by {requested_by} at step {step:,}, and the state could not be saved.",
+                location=run,
+                cause=writer.failure,
+                fix="make room; the same command continues from the checkpoint before",
+            )
+        return Preempted(
+            f"Stopped by {requested_by} at step {step:,}; everything is saved.",
+            location=run,
+            fix=f"the same command, or `stoker train --resume {run}`, continues",
+        )

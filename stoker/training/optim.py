@@ -68,9 +68,6 @@ class Division(Protocol):
         """A tree of dicts, lists, numbers and tensors, with whole host tensors, in rank 0. Called by all ranks. Waits
         for the device."""
 
-    def describe(self) -> list[str]:
-        """What is worth saying of the division, in sentences."""
-
 
 class OptimizerStep:
     """The optimizer of a model, and its EMA weights.

@@ -2,7 +2,7 @@
 
 A step is repeated in micro-batches of half the size, an evaluation in batches of half the size. The event
 `out_of_memory` has the new sizes, and every later attempt of the run takes them from there. What fits is measured
-before the start (`defaults/auto_batch.py`); this is for what comes later: another process on the GPU, fragmentation, an
+before the start (`defaults/dry_run.py`); this is for what comes later: another process on the GPU, fragmentation, an
 unusual batch. A CPU that cannot allocate is treated in the same way.
 
 Memory of the host is given back before the kernel kills the run (`HostMemoryGuard`): prefetched batches first, then the
@@ -10,12 +10,10 @@ cache of decoded images. The training thread looks at it once a second. Near the
 of it, or LOW_BYTES, is free of what the kernel cannot reclaim. What was given back is not taken again in this attempt.
 """
 
-import os
 import time
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
-import psutil
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -23,9 +21,6 @@ from stoker.data.loading.loader import Loader
 from stoker.errors import OutOfMemoryError
 from stoker.hardware.cgroup import HostLimit, nearest_memory_limit
 from stoker.hardware.device import is_out_of_memory
-from stoker.profiling.telemetry.environment import query_with_timeout
-from stoker.profiling.telemetry.gpu import in_host_pid_namespace, read_driver
-from stoker.profiling.telemetry.processes import list_process_tree
 from stoker.training.parallel import Attempt
 from stoker.training.state import BatchSizes, EventLogger, count_micro_batches
 
@@ -79,25 +74,27 @@ def shrink_batches(attempt: Attempt, activity: Activity, message: str) -> None:
     setup.device.empty_cache()
     state.sizes = halve(before, activity, batch_size=setup.rank_batch_size, model=setup.model)
     if state.sizes == before:
-        raise make_memory_error(activity, message, before.train if activity == "training" else before.eval)
+        images = before.train if activity == "training" else before.eval
+        raise OutOfMemoryError(
+            f"Out of memory in {activity}, also with {images} {'image' if images == 1 else 'images'} at a time.",
+            cause=message,
+            fix="end what else uses the GPU (`nvidia-smi`), or use --activation-checkpointing, a smaller --image-size "
+            "or --model, or a device with more memory",
+        )
     if activity == "training":
-        devices = setup.ranks.world_size
-        each, total = ("", "") if devices == 1 else (f" on each of {devices} devices", " in total")
         what = (
-            f"a step runs as {setup.micro_batches} micro-batches of {state.sizes.train} images{each} instead of "
-            f"{before.train}; its batch stays {setup.config.run.batch_size}{total}"
+            f"a step runs as {setup.micro_batches} micro-batches of {state.sizes.train} images instead of "
+            f"{before.train}; its batch stays {setup.config.run.batch_size}"
         )
     else:
         what = f"evaluations run with {state.sizes.eval} images at a time instead of {before.eval}"
     attempt.parallel.micro_batches = setup.micro_batches
-    holders = list_memory_holders()
     attempt.log_event(
         "out_of_memory",
-        "; ".join([f"out of memory in {activity}: {message}", what, *holders]),
+        f"out of memory in {activity}: {message}; {what}",
         activity=activity,
         micro_batch_size=state.sizes.train,
         eval_batch_size=state.sizes.eval,
-        holders=holders,
     )
     is_half_applied = activity == "training" and setup.optimizer.is_updated
     if is_half_applied or not setup.ranks.alone:
@@ -108,47 +105,6 @@ def shrink_batches(attempt: Attempt, activity: Activity, message: str) -> None:
             cause=message,
             fix="the same command continues from the last checkpoint, in smaller micro-batches",
         )
-
-
-def make_memory_error(activity: Activity, message: str, images: int) -> OutOfMemoryError:
-    """The error where nothing smaller can be tried."""
-    holders = list_memory_holders()
-    return OutOfMemoryError(
-        f"Out of memory in {activity}, also with {images} {'image' if images == 1 else 'images'} at a time.",
-        cause="\n          ".join([message, *holders]),
-        fix=("end the processes named above, or " if holders else "")
-        + "use --activation-checkpointing, a smaller --image-size or --model, or a device with more memory",
-    )
-
-
-def list_memory_holders() -> list[str]:
-    """A sentence for each process outside the run that holds memory of its GPUs; nothing without a driver."""
-    try:
-        driver = query_with_timeout(read_driver, None)
-    except RuntimeError:  # where the host's memory is exhausted, no thread can be started
-        driver = None
-    if driver is None:
-        return []
-    own_pids, is_host = set(list_process_tree(os.getpid())), in_host_pid_namespace()
-    sentences = []
-    for gpu in driver.gpus:
-        for process in gpu.processes or ():
-            if process.pid not in own_pids:
-                used = "memory" if process.memory_bytes is None else f"{process.memory_bytes / 2**30:.1f} GiB"
-                owner = _describe_owner(process.pid) if is_host else "a process of the host, outside this container"
-                sentences.append(f"pid {process.pid} holds {used} of GPU {gpu.sample.index}: {owner}")
-    return sentences
-
-
-def _describe_owner(pid: int) -> str:
-    try:
-        process = psutil.Process(pid)
-        state = ", a zombie: end its parent" if process.status() == psutil.STATUS_ZOMBIE else ""
-        return f"{process.name()} of user {process.username()}{state}"
-    except psutil.NoSuchProcess:
-        return "it has ended, but the driver has not freed its memory (`nvidia-smi --gpu-reset`, or reboot)"
-    except psutil.AccessDenied:
-        return "a process of another user"
 
 
 class HostMemoryGuard:

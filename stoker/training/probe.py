@@ -6,36 +6,38 @@ A separate program, so that the run is not touched and `stoker why RUN --probe` 
 
 It prints a `schemas.Probe` as a JSON line for each experiment. Steps use the data, settings and loader of the run on
 random weights: speed does not depend on them. Rounds before and after the change alternate, and the ratio is a median
-of pairs. The experiment that a run does by itself while it trains is in `input_probe.py`.
+of pairs.
 """
 
 import contextlib
 import math
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 import torch
-from cyclopts import App, Parameter
 
 from stoker.config.settings import Config, from_run
 from stoker.data.augment.device import augment_batch
 from stoker.data.batch import Batch
 from stoker.data.index import Index, open_index_of
-from stoker.data.loading.loader import Loader, compute_max_boxes
-from stoker.errors import ConfigError, StokerError
+from stoker.data.loading.loader import Loader
+from stoker.errors import StokerError
 from stoker.hardware.device import Device, select_device
-from stoker.models import build
 from stoker.runs.records import CONFIG, last_attempt
 from stoker.runs.schemas import PROBE_KINDS, Probe
-from stoker.training.input_probe import MAX_PAIRS, MIN_PAIRS, summarize_pairs
-from stoker.training.optim import OptimizerStep
+from stoker.training.defaults.dry_run import DryRun
 from stoker.training.start import make_training_loader, start_worker_processes
 from stoker.training.step import LossFn, PlainStep, make_loss_fn
 
+MAX_PAIRS = 8
+"""Pairs of rounds of an experiment. With eight, the second smallest and second largest ratio bound the median with 93 %
+confidence (order statistics of a binomial)."""
+MIN_PAIRS = 3
+"""Fewer are no result."""
 MIN_ROUND_S = 0.5
 """Minimum length of a round, which has at least two steps: clocks and waits are then below one percent."""
 MAX_EXPERIMENT_S = 40.0
@@ -45,23 +47,19 @@ MeasureFn = Callable[[int], float]
 """Does so many steps, waits for the device, returns seconds per image."""
 
 
-class ProbeHarness:
+class ProbeHarness(DryRun):
     """The run's steps on a model of random weights."""
 
     def __init__(self, config: Config, index: Index, device: Device) -> None:
-        self.config, self.index, self.device = config, index, device
         torch.manual_seed(config.run.seed)
-        model = build(config.model, len(index.class_names)).to(device.torch_device).train()
-        self.optimizer = OptimizerStep(model, config.optim, device, precision=config.run.precision)
-        self.loss_fn = make_loss_fn(model, compile=config.run.compile)
+        super().__init__(config, index, device)
+        self.loss_fn = make_loss_fn(self.optimizer.model, compile=config.run.compile)
         self._processes = start_worker_processes(config, index, device, _ignore_event)
-        self.max_boxes = compute_max_boxes(index, index.image_indices("train"), mosaic=config.data.mosaic)
 
     def make_loader(self, workers: int) -> Loader:
         """A loader as in the run; workers: 0 tunes their number."""
-        config = self.config.replace(workers=workers or "auto", max_bad_fraction=1.0)
         return make_training_loader(
-            config,
+            self.config.replace(workers=workers or "auto", max_bad_fraction=1.0),
             self.index,
             self.device,
             max_boxes=self.max_boxes,
@@ -69,45 +67,43 @@ class ProbeHarness:
             processes=self._processes,
         )
 
-    def step(self, batch: Batch, loss_fn: LossFn | None = None) -> None:
-        """A whole step at a learning rate of 0."""
-        batch = augment_batch(batch, self.config.data, 0.0)
-        micro_batches = self.config.optim.grad_accum_steps
-        autocast = self.device.autocast(self.config.run.precision)
-        PlainStep(loss_fn or self.loss_fn, self.optimizer, None, autocast, micro_batches).forward_backward(batch)
-        self.optimizer.step(0.0, 0)
+    def measure(
+        self, next_batch: Callable[[], Batch], loss_fn: LossFn | None = None, *, warm_up: Callable[[], int] = lambda: 1
+    ) -> MeasureFn:
+        """Whole steps at a learning rate of 0 with these batches, after as many unmeasured ones as `warm_up` says."""
+        micro_batches, autocast = self.config.optim.grad_accum_steps, self.device.autocast(self.config.run.precision)
+        step = PlainStep(loss_fn or self.loss_fn, self.optimizer, None, autocast, micro_batches)
+
+        def do_steps(count: int) -> int:
+            num_images = 0
+            for _ in range(count):
+                batch = augment_batch(next_batch(), self.config.data, 0.0)
+                num_images += len(batch.images)
+                step.forward_backward(batch)
+                self.optimizer.step(0.0, 0)
+            self.device.synchronize()
+            return num_images
+
+        def measure(count: int) -> float:
+            do_steps(warm_up())
+            start_s = time.perf_counter()
+            num_images = do_steps(count)
+            return (time.perf_counter() - start_s) / num_images
+
+        return measure
 
     def measure_with_loader(self, loader: Loader) -> MeasureFn:
         """Steps with loaded images, after as many unmeasured steps as there are prefetch buffers: they are full
         then."""
-
-        def measure(steps: int) -> float:
-            for _ in range(loader.stats().prefetch_depth + 1):
-                self.step(next(loader))
-            return self._time_steps(lambda: self.step(next(loader)), steps, self.config.run.batch_size)
-
-        return measure
+        return self.measure(lambda: next(loader), warm_up=lambda: loader.stats().prefetch_depth + 1)
 
     def measure_with_batch(self, batch: Batch, loss_fn: LossFn | None = None) -> MeasureFn:
         """Steps on a batch that is already on the device."""
-
-        def measure(steps: int) -> float:
-            self.step(batch, loss_fn)
-            return self._time_steps(lambda: self.step(batch, loss_fn), steps, len(batch.images))
-
-        return measure
-
-    def _time_steps(self, step: Callable[[], None], steps: int, num_images: int) -> float:
-        self.device.synchronize()
-        start_s = time.perf_counter()
-        for _ in range(steps):
-            step()
-        self.device.synchronize()
-        return (time.perf_counter() - start_s) / (steps * num_images)
+        return self.measure(lambda: batch, loss_fn)
 
 
-def run_experiments(harness: ProbeHarness, kinds: tuple[str, ...], attempt: int) -> Iterator[Probe]:
-    """The experiments of `kinds`, in the order of PROBE_KINDS."""
+def run_experiments(harness: ProbeHarness, attempt: int) -> Iterator[Probe]:
+    """All experiments, in the order of PROBE_KINDS."""
     workers = harness.config.run.num_workers
     with contextlib.ExitStack() as stack:
         loader = stack.enter_context(contextlib.closing(harness.make_loader(workers)))
@@ -116,8 +112,6 @@ def run_experiments(harness: ProbeHarness, kinds: tuple[str, ...], attempt: int)
         steps = _steps_per_round(baseline, harness.config.run.batch_size)
         used_workers = loader.stats().workers
         for kind in PROBE_KINDS:
-            if kind not in kinds:
-                continue
             try:
                 with contextlib.ExitStack() as inner:
                     before, after = _make_before_and_after(harness, kind, baseline, cached_batch, used_workers, inner)
@@ -155,18 +149,14 @@ def _make_before_and_after(
         if harness.device.is_cpu:
             raise _NotApplicable("on a CPU compiling takes minutes")
         other_loss_fn = make_loss_fn(harness.optimizer.model, compile=not harness.config.run.compile)
-        eager, compiled = (
-            harness.measure_with_batch(cached_batch),
-            harness.measure_with_batch(cached_batch, other_loss_fn),
-        )
-        return (eager, compiled) if not harness.config.run.compile else (compiled, eager)
-    is_more = kind == "more_workers"
-    num_workers = used_workers + 1 if is_more else used_workers - 1
+        own, other = (harness.measure_with_batch(cached_batch, loss_fn) for loss_fn in (None, other_loss_fn))
+        return (other, own) if harness.config.run.compile else (own, other)
+    num_workers = used_workers + (1 if kind == "more_workers" else -1)
     if num_workers < 1:
         raise _NotApplicable("the loader has one worker")
-    loaders = [
-        stack.enter_context(contextlib.closing(harness.make_loader(workers))) for workers in (used_workers, num_workers)
-    ]
+    loaders = [harness.make_loader(workers) for workers in (used_workers, num_workers)]
+    for loader in loaders:
+        stack.enter_context(contextlib.closing(loader))
     return harness.measure_with_loader(loaders[0]), harness.measure_with_loader(loaders[1])
 
 
@@ -187,34 +177,38 @@ def _measure_pairs(kind: str, before: MeasureFn, after: MeasureFn, steps: int, a
     return summarize_pairs(kind, pairs, steps=steps * len(pairs), attempt=attempt)
 
 
+def summarize_pairs(kind: str, pairs: list[tuple[float, float]], *, steps: int, attempt: int) -> Probe:
+    """An experiment as a line of the records. pairs: seconds per image before and after."""
+    ratios = sorted(a / b for a, b in pairs)
+    trim = 1 if len(ratios) >= MAX_PAIRS else 0
+    return Probe(
+        t=time.time(),
+        attempt=attempt,
+        probe=kind,
+        steps=steps,
+        before_img_per_s=1 / statistics.median(a for a, _ in pairs),
+        after_img_per_s=1 / statistics.median(b for _, b in pairs),
+        ratio=statistics.median(ratios),
+        ratio_low=ratios[trim],
+        ratio_high=ratios[-1 - trim],
+    )
+
+
 def _ignore_event(_kind: str, _text: str, /, **_: object) -> None:
     """The loader's messages were printed when the run trained."""
 
 
-def program(run: Path, /, *, kinds: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = PROBE_KINDS) -> None:
-    """Repeats steps of a run with one thing changed at a time, and prints a JSON line for each experiment.
-
-    Parameters
-    ----------
-    run
-        Folder of a run of `stoker train` that is not live.
-    kinds
-        The experiments; default: all.
-    """
-    unknown = [name for name in kinds if name not in PROBE_KINDS]
-    if unknown:
-        raise ConfigError(f"{unknown[0]!r} is not an experiment.", choices=PROBE_KINDS)
+def main(run: Path) -> None:
+    """Repeats steps of a run that is not live with one thing changed at a time; a JSON line for each experiment."""
     config = from_run(run / CONFIG)[0]
     device = select_device(config.run.device)
-    for result in run_experiments(ProbeHarness(config, open_index_of(config.data), device), kinds, last_attempt(run)):
+    for result in run_experiments(ProbeHarness(config, open_index_of(config.data), device), last_attempt(run)):
         print(msgspec.json.encode(result).decode(), flush=True)
 
 
 if __name__ == "__main__":
-    app = App(name="python -m stoker.training.probe", default_parameter=Parameter(negative=()))
-    app.default(program)
     try:
-        app()
+        main(Path(sys.argv[1]))
     except StokerError as error:
         print(f"stoker: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

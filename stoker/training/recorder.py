@@ -6,6 +6,9 @@ Of several ranks, rank 0 alone writes the run folder; the others send it what is
 store of the process group, when it suits them: no exchange waits for it, and their machines need not see the folder.
 Rank 0 writes the windows and the telemetry of rank n to `ranks/000n/`, its warnings to events.jsonl, and the images
 that it could not use to quarantine.jsonl (`RankRecords`).
+
+A loss that jumps and steps that are skipped are reported at once (`StabilityAlerts`); nothing here acts on them.
+`resume.py` acts when gradients stay non-finite; the diagnosis judges the learning rate by the records.
 """
 
 import contextlib
@@ -13,6 +16,7 @@ import itertools
 import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,26 +35,21 @@ from stoker.profiling.ledger import TimeBreakdown
 from stoker.report.tensorboard import Board
 from stoker.runs.records import DEVICES, EVENTS, QUARANTINE, RANKS, STEPS, WARNING_KINDS, RunFolder, read_lines
 from stoker.runs.schemas import DeviceSample, Event, Quarantined, StepWindow
-from stoker.training.input_probe import PrefetchedInputProbe
 from stoker.training.optim import NO_STATS, StepStats
 from stoker.training.parallel import Attempt
 from stoker.training.ranks import Ranks
 from stoker.training.resume import Recovery
-from stoker.training.stability import StabilityMonitor
 from stoker.training.state import EventLogger, TrainSetup
 
-SENT: dict[str, type[msgspec.Struct]] = {STEPS: StepWindow, DEVICES: DeviceSample, QUARANTINE: Quarantined}
-"""Files of records whose lines are sent to rank 0."""
+SENT: dict[str, type[msgspec.Struct]] = {
+    STEPS: StepWindow,
+    DEVICES: DeviceSample,
+    QUARANTINE: Quarantined,
+    EVENTS: Event,
+}
+"""Files of records whose lines are sent to rank 0, as [name, line]."""
 MAX_WARNINGS = 20
 """Warnings that a rank sends per attempt: eight ranks with the same trouble must not fill the screen."""
-
-
-class _Message(msgspec.Struct, kw_only=True):
-    """A line of records, or a warning if `name` is empty."""
-
-    name: str
-    line: msgspec.Raw = msgspec.Raw(b"null")
-    text: str = ""
 
 
 class RankFolder(RunFolder):
@@ -64,23 +63,19 @@ class RankFolder(RunFolder):
     def append(self, name: str, line: msgspec.Struct) -> None:
         """Sends a line of SENT; other records are those of rank 0."""
         if name in SENT:
-            self._post(_Message(name=name, line=msgspec.Raw(msgspec.json.encode(line))))
+            self._ranks.post(msgspec.json.encode((name, line)))
 
     def event(self, kind: str, text: str = "", *, step: int | None = None, **data: Any) -> None:
         """Sends the text of a warning, and `out_of_memory` whole: the next attempt reads its sizes. Other events
         happen in all ranks: rank 0 writes them."""
-        if kind == "out_of_memory":
-            event = Event(t=time.time(), attempt=self.attempt, kind=kind, step=step, text=text, data=data)
-            self._post(_Message(name=EVENTS, line=msgspec.Raw(msgspec.json.encode(event))))
-            return
-        if kind in WARNING_KINDS and next(self._num_warnings) <= MAX_WARNINGS:
-            self._post(_Message(name="", text=text))
+        if kind != "out_of_memory":
+            if kind not in WARNING_KINDS or next(self._num_warnings) > MAX_WARNINGS:
+                return
+            kind, data = "warning", {}
+        self.append(EVENTS, Event(t=time.time(), attempt=self.attempt, kind=kind, step=step, text=text, data=data))
 
     def replace(self, name: str, value: msgspec.Struct) -> None:
         """Rank 0 writes the files."""
-
-    def _post(self, message: _Message) -> None:
-        self._ranks.post(msgspec.json.encode(message))
 
 
 class RankRecords:
@@ -101,22 +96,18 @@ class RankRecords:
         if not self._ranks.is_main:
             return
         for rank, data in self._ranks.collect():
-            message = msgspec.json.decode(data, type=_Message)
-            if not message.name:
-                self._log_event("warning", f"rank {rank}: {message.text}", rank=rank)
+            file, raw = msgspec.json.decode(data, type=tuple[str, msgspec.Raw])
+            line: Any = msgspec.json.decode(raw, type=SENT[file])
+            if file == EVENTS:
+                self._log_event(line.kind, f"rank {rank}: {line.text}", **line.data, rank=rank)
                 continue
-            if message.name == EVENTS:
-                event = msgspec.json.decode(message.line, type=Event)
-                self._log_event(event.kind, f"rank {rank}: {event.text}", **event.data, rank=rank)
-                continue
-            line: Any = msgspec.json.decode(message.line, type=SENT[message.name])
-            if message.name == QUARANTINE:
+            if file == QUARANTINE:
                 bad = QuarantinedImage(line.image_index, line.path, line.error, line.sample_position, line.replaced_by)
                 self._quarantine(bad)
                 if bad.replaced_by >= 0:
                     self._loader.quarantine_elsewhere(bad)
                 continue
-            name = f"{RANKS}/{rank:04d}/{message.name}"
+            name = f"{RANKS}/{rank:04d}/{file}"
             (self._folder.path / name).parent.mkdir(parents=True, exist_ok=True)
             self._folder.append(name, line)
 
@@ -135,6 +126,68 @@ def open_folder(ranks: Ranks, open_in_main: Callable[[], RunFolder]) -> RunFolde
     return opened[0] if opened else RankFolder(path, attempt, ranks)
 
 
+SPIKE_WINDOWS, MIN_SPIKE_WINDOWS = 64, 16
+"""Windows that a spike is compared with (about a minute), and their minimum number."""
+SPIKE_SIGMAS, SPIKE_RATIO = 8.0, 2.0
+"""A spike is this many standard deviations of the log-loss above the median, and this many times the median. Eight,
+since losses of single detection batches are far from normally distributed; twice, since long windows vary so little
+that 5 % would be a spike otherwise. Heuristics."""
+SPIKE_COOLDOWN_WINDOWS = 16
+"""Windows without a spike after which the next one is reported."""
+
+
+def is_spike(loss: float, previous: Sequence[float]) -> bool:
+    """Whether `loss` is far above the losses of the previous windows; all positive. False if there are too few.
+
+    It compares logarithms, so the unit of the loss does not matter. The noise of windows, which are one step or
+    hundreds, differs by a factor of ten between models; it is measured, as the median absolute deviation.
+    """
+    if len(previous) < MIN_SPIKE_WINDOWS:
+        return False
+    baseline = statistics.median(previous)
+    log_std = 1.4826 * statistics.median(abs(math.log(value / baseline)) for value in previous)
+    return loss > SPIKE_RATIO * baseline and math.log(loss / baseline) > SPIKE_SIGMAS * log_std
+
+
+class StabilityAlerts:
+    """Looks at the windows of a training in order. peak_lr: the peak learning rate since the last rollback."""
+
+    def __init__(self, log_event: EventLogger, peak_lr: float) -> None:
+        self._log_event, self._suggested_lr = log_event, float(f"{peak_lr / 3:.2g}")
+        self._recent_losses: deque[float] = deque(maxlen=SPIKE_WINDOWS)
+        self._windows_since_spike = SPIKE_COOLDOWN_WINDOWS
+        self._skipped_steps, self._next_skip_report = 0, 1
+
+    def check(self, window: StepWindow, *, tolerated_skips: int) -> None:
+        """Logs what is new in this window. tolerated_skips: loss scaling of fp16 finds its limit by overflowing, so a
+        single skipped step is normal."""
+        self._skipped_steps += window.skipped_steps
+        if window.skipped_steps > tolerated_skips and self._skipped_steps >= self._next_skip_report:
+            self._next_skip_report = 2 * self._skipped_steps  # a run that keeps skipping must not fill the screen
+            text = f"{self._skipped_steps:,} steps skipped so far: their gradients were not finite"
+            self._log_event("warning", text, skipped=self._skipped_steps)
+        loss, previous = window.losses.get("total"), list(self._recent_losses)
+        if loss is None or not 0 < loss < math.inf:
+            return
+        self._recent_losses.append(loss)
+        if not is_spike(loss, previous):
+            self._windows_since_spike += 1
+            return
+        if self._windows_since_spike >= SPIKE_COOLDOWN_WINDOWS:
+            baseline = statistics.median(previous)
+            self._log_event(
+                "loss_spike",
+                f"the loss jumped to {loss:.3g} at step {window.step:,}, {loss / baseline:.1f} times its median of "
+                f"{baseline:.3g}; if it does not fall again: --lr {self._suggested_lr:g}",
+                at=window.step,
+                loss=loss,
+                baseline=baseline,
+                windows=len(previous),
+                suggested_lr=self._suggested_lr,
+            )
+        self._windows_since_spike = 0
+
+
 WINDOW_S = 1.0
 """Seconds of a line of steps.jsonl."""
 MIN_WINDOWS = 5
@@ -144,9 +197,9 @@ MIN_WINDOWS = 5
 class Recorder:
     """The records of this attempt of a run, from `begin` on."""
 
-    def __init__(self, attempt: Attempt, recovery: Recovery, input_probe: PrefetchedInputProbe) -> None:
+    def __init__(self, attempt: Attempt, recovery: Recovery) -> None:
         self._attempt, self._setup, self._parallel = attempt, attempt.setup, attempt.parallel
-        self._ledger, self._recovery, self._input_probe = attempt.ledger, recovery, input_probe
+        self._ledger, self._recovery = attempt.ledger, recovery
         self._board: Board | None = None
         """TensorBoard's files; in rank 0."""
         self._rank_records = RankRecords(attempt.setup, attempt.log_event)
@@ -166,9 +219,7 @@ class Recorder:
                 on_error=lambda text: self._attempt.log_event("warning", text),
             )
         self._last_read_step = setup.state.step
-        self._stability = StabilityMonitor(
-            setup.config.optim, peak_lr=self._recovery.peak_lr, fp16=setup.config.run.precision == "fp16"
-        )
+        self._alerts = StabilityAlerts(self._attempt.log_event, self._recovery.peak_lr)
 
     def after_step(self) -> None:
         """Writes the line of a window once a second; rank 0 also takes profiler windows."""
@@ -268,11 +319,9 @@ class Recorder:
         window = msgspec.structs.replace(window, num_images=steps * setup.config.run.batch_size)  # shown is that of all
         if self._board is not None:
             self._board.add_window(window)
-        self._input_probe.observe(window)
         if steps and setup.ranks.is_main:
             self._show_progress(window)
-            for alert in self._stability.update(window, setup.progress):
-                self._attempt.log_event(alert.kind, alert.text, **alert.data)
+            self._alerts.check(window, tolerated_skips=1 if setup.config.run.precision == "fp16" else 0)
 
     def _show_progress(self, window: StepWindow) -> None:
         setup, memory = self._setup, self._setup.device.memory()

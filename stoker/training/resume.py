@@ -9,8 +9,7 @@ by `checkpoint.py`.
 If gradients stay non-finite, the run rolls back (`Recovery`): to the last healthy checkpoint, at a third of the
 learning rate. After two rollbacks it ends with exit code 6 and names the images of the step. A rollback is the event
 `rolled_back`, written before anything is undone. So a run that is killed at any moment either diverges again at the
-same step, or continues from the checkpoint that the event names. `stability.py` judges losses and rates; it only
-reports.
+same step, or continues from the checkpoint that the event names. `recorder.py` only reports jumps of the loss.
 """
 
 import dataclasses

@@ -1,7 +1,8 @@
 """A training from its first line to its last: chooses or opens the run, builds it, trains (`loop.py`), records its end.
 
 What is chosen is in `run_selection.py`, what is built in `start.py`. Errors end the run with the exit codes of
-`errors.py`, each as an event; after a signal the state is saved, and the exit code is 75.
+`errors.py`, each as an event; after a signal the state is saved, and the exit code is 75. `--dry-run` only says what a
+training would do (`print_plan`); its settings are derived as for a training, with the trials of the batch size.
 """
 
 import contextlib
@@ -12,22 +13,38 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
+from stoker.config.durations import parse_duration
 from stoker.config.settings import Config, settings_table
+from stoker.data.index import Index
 from stoker.errors import Preempted, StokerError
 from stoker.hardware.device import out_of_memory_as_error
+from stoker.models import get_architecture
 from stoker.monitor.monitor import monitoring
 from stoker.monitor.options import MonitoringOptions
+from stoker.report.format import count, duration, plural
 from stoker.report.terminal import Screen
 from stoker.runs.records import WARNING_KINDS
+from stoker.storage.run_uri import display_path
+from stoker.storage.uri import is_uri
 from stoker.training import bucket_run, run_selection, start
-from stoker.training.cluster import find_place
+from stoker.training.bucket_run import VertexFolders, copying_results, vertex_folders
+from stoker.training.cluster import Devices, find_place
+from stoker.training.defaults.derive import total_steps
+from stoker.training.defaults.model_choice import estimate_images_per_second
 from stoker.training.local_ranks import Result
-from stoker.training.loop import Options, Training
+from stoker.training.loop import Training
 from stoker.training.ranks import Ranks, joined
 from stoker.training.recorder import open_folder
 from stoker.training.state import TrainSetup
 from stoker.training.stopper import NoticeWatcher, StopRequest, stop_on_signals
-from stoker.training.uploads import VertexFolders, copying_results, vertex_folders
+
+IMPORTANT_SETTINGS = frozenset(
+    {
+        "data", "model", "weights", "image-size", "augment", "max-duration", "batch-size", "grad-accum-steps", "lr",
+        "optimizer", "precision", "device", "eval-every", "checkpoint-every", "classes",
+    }
+)  # fmt: skip
+"""Those that `--dry-run` always shows; others only if the user set them."""
 
 
 def train(
@@ -106,7 +123,7 @@ def train(
             with (
                 ranks.explaining(),
                 out_of_memory_as_error("training"),
-                bucket_run.uploading(remote, stop_request, log_event),
+                contextlib.nullcontext() if remote is None else remote.uploading(stop_request, log_event),
                 copying_results(folder.path, vertex if ranks.is_main else VertexFolders(), log_event),
             ):
                 screen.settings(settings_table(resolved.config, resolved.reasons))
@@ -125,13 +142,10 @@ def train(
                 stack.callback(notices.stop)
                 notices.start()
                 check_stop(stop_request, ranks)
-                options = Options(
-                    trace=trace,
-                    on_hang=os._exit if exit_when_hung else None,
-                    notice_grace_s=notices.grace_s,
-                    adapt_checkpoint_interval="checkpoint_every" in resolved.reasons,
+                on_hang = os._exit if exit_when_hung else None
+                training = Training(
+                    setup, loaded, screen, stop_request, started_s, log_event, trace=trace, on_hang=on_hang
                 )
-                training = Training(setup, loaded, screen, stop_request, started_s, log_event, options)
                 loaded = None  # its memory is free from here on
                 metrics = training.run()
         except BaseException as error:
@@ -158,3 +172,69 @@ def check_stop(stop_request: StopRequest, ranks: Ranks) -> None:
     if ranks.any(stop_request.requested_by is not None):
         stop_request.request("a signal to another rank")
         stop_request.check()
+
+
+def print_plan(
+    user_config: Config, *, run_dir: str | None, resume: str | None, all_settings: bool, num_devices: int
+) -> None:
+    """Derives everything that `train` would, and prints data warnings, the settings that matter, and the plan. Writes
+    nothing but caches. Raises StokerError where `train` would before its first step.
+
+    num_devices: how many devices of this machine train together.
+    """
+    with contextlib.ExitStack() as stack, Screen() as screen:  # the stack holds the lock of a run to be continued
+        user_config = run_selection.with_absolute_paths(user_config)
+        path: Path | None = None
+        messages: list[str] = []
+        if not is_uri(run_dir or resume or ""):
+            path, user_config, messages = run_selection.choose_run(user_config, run_dir, resume, stack)
+        resolved = start.resolve_run(user_config, path, devices=Devices(num_devices, num_devices))
+        data_messages = start.describe_data(resolved.index)
+        for text in start.warn_about_settings(resolved):
+            data_messages.append(("warning", text))
+        for kind, text in sorted(data_messages, key=lambda message: message[0] != "warning"):
+            (screen.warning if kind == "warning" else screen.note)(text)
+        rows = settings_table(resolved.config, resolved.reasons)
+        shown = [row for row in rows if all_settings or row[2] is None or row[0] in IMPORTANT_SETTINGS]
+        screen.settings(shown)
+        if len(shown) < len(rows):
+            screen.note(
+                f"{plural(len(rows) - len(shown), 'other setting')} have their defaults: --all-settings shows them"
+            )
+        where = (
+            f"writes into {run_dir or 'a new folder below runs/'}"
+            if path is None
+            else f"continues {display_path(path)}"
+        )
+        screen.note("plan:")
+        for line in [*messages, *_describe_training(resolved.config, resolved.index, resolved.device.is_cpu), where]:
+            screen.note(f"- {line}")
+        screen.note("nothing was trained or written (--dry-run)")
+
+
+def _describe_training(config: Config, index: Index, is_cpu: bool) -> list[str]:
+    run, lines = config.run, []
+    for split, verb in (("train", "trains on"), ("val", "is evaluated on")):
+        indices = index.image_indices(split)
+        num_boxes = int((index.offsets[indices + 1] - index.offsets[indices]).sum())
+        lines.append(f"{verb} {plural(len(indices), 'image')} with {plural(num_boxes, 'box', 'boxes')}")
+    lines[0] += f" of {plural(len(index.class_names), 'class', 'classes')}"
+    num_images, length = len(index.image_indices("train")), parse_duration(run.max_duration)
+    steps = total_steps(length, num_images, run.batch_size)
+    if steps is None:
+        lines.append(f"for {length.value:g} minutes, in batches of {run.batch_size}")
+    else:
+        epochs = steps * run.batch_size / num_images
+        lines.append(f"{count(steps)} steps of {run.batch_size} images: each image is seen {epochs:.3g} times")
+    for name, text, verb in (
+        ("eval-every", run.eval_every, "evaluates"),
+        ("checkpoint-every", run.checkpoint_every, "saves"),
+    ):
+        interval = parse_duration(text, name)
+        lines.append(
+            f"{verb} every {interval.value:g} {interval.unit}" if interval.value else f"{verb} at the end only"
+        )
+    if is_cpu and steps is not None:
+        speed = estimate_images_per_second(get_architecture(config.model.model), config.data.image_size)
+        lines.append(f"takes very roughly {duration(steps * run.batch_size / speed)} on this CPU, without evaluations")
+    return lines

@@ -30,7 +30,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stoker import models
 from stoker.config.settings import Config
-from stoker.config.sync_method import parse_sync
 from stoker.data.batch import Batch
 from stoker.data.loading.loader import Loader
 from stoker.errors import ConfigError
@@ -58,7 +57,6 @@ class StagePart:
     name: str
     prefixes: tuple[str, ...]
     """Beginnings of the names of its tensors; of the heads, which have the rest, none."""
-    num_params: int
     flop: float
     """Of a training step with one image of COUNTED_SIDE."""
 
@@ -91,7 +89,7 @@ def list_parts(model: Detector) -> list[StagePart]:
                 else:
                     model.predict(flow, (COUNTED_SIDE, COUNTED_SIDE))
             flop = float(counter.get_total_flops()) * (TRAINING_FACTOR if is_trained else 1)
-        found.append(StagePart(name, full, sum(tensors[key].numel() for key in own), flop))
+        found.append(StagePart(name, full, flop))
     return found
 
 
@@ -114,7 +112,7 @@ def cut(costs: Sequence[float], count: int) -> tuple[int, ...]:
 
 def check_stages(config: Config, num_devices: int) -> None:
     """Raises ConfigError for what `--stages` cannot be combined with, on several devices."""
-    run, count = config.run, config.run.stages
+    count = config.run.stages
     if count != num_devices:
         raise ConfigError(
             f"--stages {count} needs as many devices, and the run has {num_devices}.",
@@ -126,18 +124,6 @@ def check_stages(config: Config, num_devices: int) -> None:
     if count > num_parts:
         raise ConfigError(
             f"--stages {count}: {config.model.model} has {num_parts} parts.", choices=[f"2 … {num_parts}"]
-        )
-    if run.shard:
-        raise ConfigError(
-            "--stages and --shard exclude each other.",
-            cause="both divide the model among the devices",
-            fix="leave out one of them",
-        )
-    if run.sync is not None and parse_sync(run.sync).kind not in ("plain", "auto"):
-        raise ConfigError(
-            f"--stages and --sync {run.sync} exclude each other.",
-            cause="stages exchange activations, and no gradients of weights",
-            fix="leave out one of them",
         )
 
 
@@ -169,20 +155,6 @@ class Stages:
     def own(self) -> range:
         """Numbers of the parts of this rank's stage."""
         return range(self.cuts[self.ranks.rank], self.cuts[self.ranks.rank + 1])
-
-    def describe(self) -> list[str]:
-        """A sentence for each stage."""
-        total = sum(part.flop for part in self.parts) or 1.0
-        lines = []
-        for rank, (start, stop) in enumerate(zip(self.cuts, self.cuts[1:], strict=False)):
-            held = self.parts[start:stop]
-            names = held[0].name if len(held) == 1 else f"{held[0].name} … {held[-1].name}"
-            size, share = sum(part.num_params for part in held), sum(part.flop for part in held) / total
-            lines.append(
-                f"stage {rank + 1} of {self.ranks.world_size}: {names}, {size / 1e6:.3g} M parameters, "
-                f"{100 * share:.0f} % of the FLOPs"
-            )
-        return lines
 
     def owner(self, name: str) -> int:
         """The rank whose stage has the tensor `name` of the model."""

@@ -89,12 +89,6 @@ def resolve_run(
     require_meant_device(device, requested.run.device)
     device.prepare_for_fixed_shapes()
     index = ranks.locally_first(lambda: open_index_of(requested.data))  # one rank writes its cache, the others read it
-    require_images(
-        index,
-        [split for split in ("train", "val") if split in index.splits],
-        max_bad_fraction=requested.data.max_bad_fraction,
-        max_bad_boxes=requested.data.max_bad_boxes,
-    )
     for split in ("train", "val"):
         if split not in index.splits:
             raise DataError(
@@ -103,6 +97,8 @@ def resolve_run(
                 choices=index.splits,
                 fix="name a data set with images to train on and images to validate on",
             )
+    limits = requested.data.max_bad_fraction, requested.data.max_bad_boxes
+    require_images(index, ["train", "val"], max_bad_fraction=limits[0], max_bad_boxes=limits[1])
     require_boxes(ground_truth(index, index.image_indices("val")))
     if stored is None:
         config, reasons = ranks.share(lambda: derive(user_config, index, device, devices))
@@ -187,8 +183,6 @@ def build(
         on_quarantine=quarantine,
         ranks=ranks,
     )
-    for line in [] if sharding is None else sharding.describe():
-        log_event("info", line)
     setup = TrainSetup(
         folder=folder,
         config=config,
@@ -346,7 +340,7 @@ def make_training_loader(
     )
 
 
-def make_validation_loader(setup: TrainSetup, *, initial_workers: int) -> Loader:
+def make_validation_loader(setup: TrainSetup) -> Loader:
     """One pass over the validation split, in batches of the size of a micro-batch of training, or smaller."""
     run, data = setup.config.run, setup.config.data
     return evaluation_loader(
@@ -357,7 +351,7 @@ def make_validation_loader(setup: TrainSetup, *, initial_workers: int) -> Loader
         image_size=data.image_size,
         resize=data.resize,
         workers=run.workers,
-        initial_workers=initial_workers,
+        initial_workers=setup.loader.stats().workers,
         max_bad_fraction=data.max_bad_fraction,
         rank=setup.ranks.rank,
         world_size=setup.ranks.world_size,

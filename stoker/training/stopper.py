@@ -69,21 +69,17 @@ class NoticeWatcher:
         cloud = detect_cloud() if cloud is None else cloud
         self._sources: list[tuple[str, Callable[[], Notice | None]]] = []
         """Name of what is asked, and the function that waits for an answer."""
-        self.grace_s: float | None = None
-        """The shortest notice that may come; None: none is watched for."""
         if "GCE_METADATA_HOST" in env or cloud == "gcp":
             address = env.get("GCE_METADATA_HOST") or GCE_HOST
             self._sources = [
                 ("the metadata server of Google Cloud", _GceKey(address, "preempted").wait),
                 ("the metadata server of Google Cloud", _GceKey(address, "maintenance-event").wait),
             ]
-            self.grace_s = GCE_GRACE_S
         elif env.get("AWS_EC2_METADATA_DISABLED", "").lower() != "true" and (
             "AWS_EC2_METADATA_SERVICE_ENDPOINT" in env or cloud == "aws"
         ):
             spot = _AwsSpot(env.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or AWS_ENDPOINT, self._stopped)
             self._sources = [("the metadata service of AWS", spot.wait)]
-            self.grace_s = AWS_GRACE_S
 
     def start(self) -> None:
         for name, wait in self._sources:

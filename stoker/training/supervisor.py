@@ -49,8 +49,6 @@ class Restart(msgspec.Struct, frozen=True, kw_only=True):
     """Of the attempt before; negative: the signal that killed it."""
     since: float
     """Unix time of the first attempt, seconds."""
-    replaced_at: float | None = None
-    """Unix time at which this process became that of the attempt (`replace_process`); None: it was started for it."""
 
 
 def read_restart(env: Mapping[str, str] = os.environ) -> Restart | None:
@@ -63,30 +61,6 @@ def read_restart(env: Mapping[str, str] = os.environ) -> Restart | None:
         raise ConfigError(
             f"{VARIABLE} is not what stoker writes.", cause=str(error), fix=f"unset {VARIABLE}"
         ) from error
-
-
-def replace_process(reason: str) -> None:
-    """Starts `stoker` again with the same arguments, in place of this process. Returns if this has been done before
-    for the same reason: that attempt was to avoid it."""
-    before, now = read_restart(), time.time()
-    if before is not None and before.reason == reason:
-        return
-    restart = Restart(
-        number=1 if before is None else before.number,
-        limit=1 if before is None else before.limit,
-        reason=reason,
-        exit_code=75,
-        since=now if before is None else before.since,
-        replaced_at=now,
-    )
-    _say(f"{reason}: starting again")
-    os.environ[VARIABLE] = msgspec.json.encode(restart).decode()
-    sys.stdout.flush()
-    for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
-        if int(name) > 2:
-            with contextlib.suppress(OSError):  # that of the listing is closed
-                os.set_inheritable(int(name), False)  # a driver's file that stays open would keep its GPU memory
-    os.execv(sys.executable, [sys.executable, "-m", "stoker", *sys.argv[1:]])
 
 
 def without_restarts(arguments: Sequence[str]) -> list[str]:

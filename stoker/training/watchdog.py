@@ -26,8 +26,7 @@ from typing import Literal, Self
 from stoker.errors import ConfigError, HungError
 from stoker.runs.records import HANG, RANKS, RunFolder
 from stoker.storage.retry import Timeouts
-from stoker.training.rank_failure import Failure, write_report
-from stoker.training.ranks import Ranks
+from stoker.training.ranks import Failure, Ranks, write_report
 
 MIN_LIMIT_S = 60.0
 STEP_FACTOR = 20.0

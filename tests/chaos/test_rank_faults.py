@@ -31,7 +31,7 @@ def undisturbed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return ended.run
 
 
-@pytest.mark.parametrize(("rank", "target"), [(0, STEP), (1, "stoker.training.evaluator:AsyncEvaluator.run_inference")])
+@pytest.mark.parametrize(("rank", "target"), [(0, STEP), (1, "stoker.training.evaluator:Evaluator.run_inference")])
 def test_an_error_of_a_rank_ends_all_and_is_shown_with_its_rank(
     rank: int, target: str, data: Path, tmp_path: Path
 ) -> None:
@@ -78,7 +78,7 @@ def test_out_of_memory_in_one_rank(data: Path, tmp_path: Path) -> None:
     (event,) = [event for event in ended.events if event.kind == "out_of_memory"]
     assert event.data["micro_batch_size"] == 2
     assert event.data["rank"] == 1
-    assert "micro-batches of 2 images on each of 2 devices instead of 4; its batch stays 8 in total" in event.text
+    assert "micro-batches of 2 images instead of 4; its batch stays 8" in event.text
     assert "exit code 5 (out of memory)" in ended.output
     assert processes_of(tmp_path) == []
 

@@ -12,7 +12,7 @@ from stoker.hardware.device import Device, select_device
 from stoker.models import build
 from stoker.models.layers import losses, matching
 from stoker.models.layers.fused_conv import use_fused_convs
-from stoker.training.defaults import kernel_choice
+from stoker.training import make_step
 from stoker.training.defaults.dry_run import make_worst_case_batch
 from stoker.training.ranks import Ranks
 from stoker.training.step import make_loss_fn
@@ -149,13 +149,13 @@ def test_the_kernels_are_chosen_by_measurement(device: Device, tmp_path: object)
         index=types.SimpleNamespace(class_names=tuple(map(str, range(CLASSES)))),
     )
     batch = make_worst_case_batch(8, image_size=(512, 512), max_boxes=50, num_classes=CLASSES, device=device)
-    for compare in (kernel_choice.compare_convs, kernel_choice.compare_losses):
+    for compare in (make_step.compare_convs, make_step.compare_losses):
         found = compare(setup, batch)  # type: ignore[arg-type]  # raises where a kernel does not run
         assert found is not None
         separate_s, fused_s, difference = found
         print(f"{compare.__name__}: separate {1e3 * separate_s:.3f} ms, fused {1e3 * fused_s:.3f} ms, {difference:.2g}")
-        assert difference <= kernel_choice.TOLERANCE
+        assert difference <= make_step.TOLERANCE
     messages: list[str] = []
     (setup.folder.path / "events.jsonl").touch()
-    kernel_choice.choose_kernels(setup, lambda _kind, text, **_data: messages.append(text))  # type: ignore[arg-type]
+    make_step.choose_kernels(setup, lambda _kind, text, **_data: messages.append(text))  # type: ignore[arg-type]
     assert messages[0].startswith("kernels: convs: ")

@@ -1,4 +1,4 @@
-"""Vertex AI: what is rendered means to `training/cluster.py` and `training/uploads.py` what it should; its protobuf
+"""Vertex AI: what is rendered means to `training/cluster.py` and `training/bucket_run.py` what it should; its protobuf
 client against a local gRPC server (slow: the client takes seconds to import)."""
 
 import contextlib
@@ -14,8 +14,8 @@ import pytest
 from stoker.errors import PreflightError, StokerError, UsageError
 from stoker.launching.spec import Job, LaunchSpec, Mount, PlaceOptions
 from stoker.launching.vertex import Vertex
+from stoker.training.bucket_run import vertex_folders
 from stoker.training.cluster import find_place
-from stoker.training.uploads import vertex_folders
 from tests.launching.cloud import IMAGE, make_spec
 
 PLACE = PlaceOptions(project="vision", region="europe-west4")

@@ -16,7 +16,7 @@ from stoker.config.settings import Config
 from stoker.hardware.device import select_device
 from stoker.models import build
 from stoker.models.layers import losses, matching, triton_kernels
-from stoker.training.defaults import kernel_choice
+from stoker.training import make_step
 from tests.models.samples import make_batch, settings_of
 
 
@@ -103,13 +103,13 @@ def detector() -> dict[str, float]:
 
 def trial() -> dict[str, float]:
     """What the trial at the start of a run finds."""
-    kernel_choice.ROUNDS = kernel_choice.CALLS = 1
+    make_step.ROUNDS = make_step.CALLS = 1
     setup: Any = types.SimpleNamespace(
         model=build(settings_of("retinanet_tiny_fpn"), 5).train(),
         device=select_device("cpu"),
         config=Config().replace(precision="bf16", compile=False),
     )
-    found = kernel_choice.compare_losses(setup, make_batch((3, 0), (64, 96), 5))
+    found = make_step.compare_losses(setup, make_batch((3, 0), (64, 96), 5))
     assert found is not None
     assert not setup.model.fused_loss
     return dict(zip(("separate", "fused", "difference"), found, strict=True))

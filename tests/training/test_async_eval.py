@@ -14,9 +14,7 @@ import pytest
 import torch
 
 from stoker.config.settings import Config, from_fields
-from stoker.data.loading.loader import Loader
 from stoker.errors import Preempted
-from stoker.evaluation.metrics import Metrics
 from stoker.runs.records import (
     BEST,
     CHECKPOINTS,
@@ -26,7 +24,7 @@ from stoker.runs.records import (
     read_lines,
 )
 from stoker.runs.schemas import Event
-from stoker.training import evaluator, loop, recorder, start
+from stoker.training import evaluator, loop, recorder
 from stoker.training.evaluator import Evaluator
 from stoker.training.run import train
 from tests.drawn import draw
@@ -80,32 +78,32 @@ def after_step(patch: pytest.MonkeyPatch, at: int, act: Callable[[loop.Training]
 def make_metrics_late(patch: pytest.MonkeyPatch) -> None:
     """Metrics are computed when the training thread waits for them."""
     asked = threading.Event()
-    score, collect = evaluator.compute_coco_result, evaluator.AsyncEvaluator.collect
+    score, collect = evaluator.compute_coco_result, Evaluator.collect
 
     def held(*arguments: Any) -> Any:
         asked.wait()
         asked.clear()
         return score(*arguments)
 
-    def ask(self: evaluator.AsyncEvaluator, poll: Callable[[], None]) -> Metrics | None:
+    def ask(self: Evaluator) -> None:
         if self._task is not None:
             asked.set()
-        return collect(self, poll)
+        collect(self)
 
     patch.setattr(evaluator, "compute_coco_result", held)
-    patch.setattr(evaluator.AsyncEvaluator, "collect", ask)
+    patch.setattr(Evaluator, "collect", ask)
 
 
 def make_metrics_early(patch: pytest.MonkeyPatch) -> None:
     """Metrics are complete before the training thread does anything else."""
-    start = evaluator.AsyncEvaluator.start
+    start = Evaluator.start
 
-    def start_and_wait(self: evaluator.AsyncEvaluator, *arguments: Any) -> None:
+    def start_and_wait(self: Evaluator, *arguments: Any) -> None:
         start(self, *arguments)
         assert self._task is not None
         wait([self._task.metrics])
 
-    patch.setattr(evaluator.AsyncEvaluator, "start", start_and_wait)
+    patch.setattr(Evaluator, "start", start_and_wait)
 
 
 def evaluation_state(run: Path) -> dict[str, dict[str, Any]]:
@@ -209,24 +207,6 @@ def test_a_rollback_does_not_count_a_pending_evaluation_twice(data: Path, tmp_pa
     assert ("evaluated", 12) in events
 
 
-@pytest.mark.slow
-def test_an_evaluation_starts_with_the_workers_of_the_last_one(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    begun: list[int] = []
-    real = start.evaluation_loader
-
-    def remembered(*arguments: Any, **named: Any) -> Loader:
-        begun.append(named["initial_workers"])
-        loader = real(*arguments, **named)
-        loader._autotuner.workers += 3
-        return loader
-
-    monkeypatch.setattr(start, "evaluation_loader", remembered)
-    train(settings(data, workers="auto"), run_dir=str(tmp_path / "run"))
-    assert begun == [begun[0], begun[0] + 3, begun[0] + 6]
-
-
 def join_scorer_threads() -> None:
     for thread in threading.enumerate():
         if thread.name == "stoker-scorer":
@@ -248,14 +228,14 @@ def only_steps_12_and_16(detect: Callable[..., Any]) -> Callable[..., Any]:
 def test_a_signal_while_the_final_metrics_are_awaited(undisturbed: Path, data: Path, tmp_path: Path):
     with pytest.MonkeyPatch.context() as patch:
         Gate(patch)
-        collect = evaluator.AsyncEvaluator.collect
+        collect = Evaluator.collect
 
-        def stopped(self: evaluator.AsyncEvaluator, poll: Callable[[], None]) -> Metrics | None:
+        def stopped(self: Evaluator) -> None:
             if self._task is not None and self._task.pending.step == 16:
                 os.kill(os.getpid(), signal.SIGTERM)
-            return collect(self, poll)
+            collect(self)
 
-        patch.setattr(evaluator.AsyncEvaluator, "collect", stopped)
+        patch.setattr(Evaluator, "collect", stopped)
         with pytest.raises(Preempted, match="at step 16"):
             train(settings(data, eval_every="0"), run_dir=str(tmp_path / "run"))
     result = train(settings(data, eval_every="0"), run_dir=str(tmp_path / "run"))
@@ -293,21 +273,6 @@ def test_a_kill_between_an_evaluation_and_its_metrics(undisturbed: Path, data: P
     assert list(evaluation_state(tmp_path / "run")) == ["step-00000004"]
     assert scores(tmp_path / "run") == {}
     assert_same(undisturbed, train(settings(data), run_dir=str(tmp_path / "run")).run)
-
-
-@pytest.mark.slow
-def test_with_little_memory_training_waits_for_metrics_and_logs_it(
-    undisturbed: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(evaluator, "host_memory", lambda: (2**30, 2**30 - 1))
-    late: list[bool] = []
-    after_step(monkeypatch, 7, lambda training: late.append(training.evaluator.scorer._task is not None))
-    run = train(settings(data), run_dir=str(tmp_path / "run")).run
-    assert late == [False]
-    said = [e.text for e in read_lines(run, EVENTS, Event) if "waits for the metrics" in e.text]
-    assert len(said) == 1
-    assert "of host memory, 0 MiB are free" in said[0]
-    assert_same(undisturbed, run)
 
 
 def test_an_error_in_computing_metrics_ends_the_run(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

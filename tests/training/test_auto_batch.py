@@ -12,7 +12,7 @@ from stoker.config.settings import Config, from_fields
 from stoker.data.index import Index, open_index
 from stoker.errors import ConfigError, OutOfMemoryError
 from stoker.hardware.device import Device, DeviceMemory
-from stoker.training.defaults import auto_batch, dry_run
+from stoker.training.defaults import dry_run
 from stoker.training.defaults.derive import derive
 from stoker.training.defaults.dry_run import BatchTrial, DryRun, PeakMemoryMode
 from tests.drawn import draw
@@ -92,7 +92,7 @@ def test_a_batch_that_does_not_fit_is_split(
     tried = fake_costs(monkeypatch, gib=lambda n: fixed_gib + image_gib * n)
     for config in (derived, derived.replace(batch_size=batch)):
         tried.clear()
-        chosen = auto_batch.find_batch_size(config, index, SMALL, recipe_batch_size=batch, num_images=60)
+        chosen = dry_run.find_batch_size(config, index, SMALL, recipe_batch_size=batch, num_images=60)
         assert chosen[:2] == (batch, batch // tries[-1])
         assert tried == tries
 
@@ -101,7 +101,7 @@ def test_a_batch_that_does_not_fit_is_split(
 def test_not_even_one_image_fits(index: Index, derived: Config, monkeypatch: pytest.MonkeyPatch, less: bool):
     fake_costs(monkeypatch, gib=lambda _: 11.0)
     with pytest.raises(OutOfMemoryError) as caught:
-        auto_batch.find_batch_size(
+        dry_run.find_batch_size(
             derived.replace(activation_checkpointing=less), index, SMALL, recipe_batch_size=16, num_images=60
         )
     assert caught.value.exit_code == 5
@@ -129,7 +129,7 @@ def test_auto_batch_takes_the_smallest_batch_near_the_best_time(
     words: list[str],
 ):  # fmt: skip
     fake_costs(monkeypatch, gib=gib, seconds=seconds)
-    chosen, parts, reason = auto_batch.find_batch_size(
+    chosen, parts, reason = dry_run.find_batch_size(
         derived.replace(auto_batch=True), index, SMALL, recipe_batch_size=16, num_images=60
     )
     assert (chosen, parts) == (batch, 1)
@@ -141,7 +141,7 @@ def test_the_reason_says_that_trials_are_not_compiled(index: Index, derived: Con
     """Compiling for every size would take longer than --auto-batch may."""
     fake_costs(monkeypatch, gib=lambda n: 0.1 * n, seconds=saturating)
     reasons = [
-        auto_batch.find_batch_size(
+        dry_run.find_batch_size(
             derived.replace(auto_batch=True, compile=compiled), index, SMALL, recipe_batch_size=16, num_images=60
         )[2]
         for compiled in (True, False)
@@ -151,7 +151,7 @@ def test_the_reason_says_that_trials_are_not_compiled(index: Index, derived: Con
 
 def test_sizes_that_cannot_fit_are_not_tried(index: Index, derived: Config, monkeypatch: pytest.MonkeyPatch):
     tried = fake_costs(monkeypatch, gib=lambda n: 1.0 + n)
-    auto_batch.find_batch_size(derived.replace(auto_batch=True), index, SMALL, recipe_batch_size=16, num_images=60)
+    dry_run.find_batch_size(derived.replace(auto_batch=True), index, SMALL, recipe_batch_size=16, num_images=60)
     assert max(tried) == 8
 
 
@@ -165,7 +165,7 @@ def test_trials_end_in_time(index: Index, derived: Config, monkeypatch: pytest.M
 
     fake_costs(monkeypatch, gib=lambda n: 0.1 * n, seconds=seconds)
     monkeypatch.setattr(dry_run.time, "perf_counter", lambda: now[0])
-    _, _, reason = auto_batch.find_batch_size(
+    _, _, reason = dry_run.find_batch_size(
         derived.replace(auto_batch=True), index, SMALL, recipe_batch_size=16, num_images=60
     )
     assert now[0] == 7 + 14 + 28
@@ -178,9 +178,9 @@ def test_trials_end_in_time(index: Index, derived: Config, monkeypatch: pytest.M
 )
 def test_sizes_are_powers_of_two_in_whole_groups(index: Index, derived: Config, changes: dict[str, Any], least: int):
     """least: images of the smallest batch."""
-    trial_run = auto_batch.make_dry_run(derived.replace(**changes), index, CPU)
+    trial_run = DryRun(derived.replace(**changes), index, CPU)
     parts = changes.get("grad_accum_steps", 1)
-    found = [size * parts for size in auto_batch.candidate_sizes(trial_run, 60)]
+    found = [size * parts for size in dry_run.candidate_sizes(trial_run, 60)]
     assert found == [n for n in (1, 2, 4, 8, 16, 32) if n >= least]
 
 
@@ -217,7 +217,7 @@ def test_auto_batch_on_a_cpu(index: Index, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_trial_run_moves_no_weight_and_counts_its_memory(index: Index, derived: Config):
-    trial_run = auto_batch.make_dry_run(derived, index, CPU)
+    trial_run = DryRun(derived, index, CPU)
     before = [parameter.clone() for parameter in trial_run.optimizer.model.parameters()]
     trial_run.measure_peak_bytes(1)  # makes the optimizer's state
     two, four = trial_run.measure_peak_bytes(2), trial_run.measure_peak_bytes(4)
@@ -233,7 +233,7 @@ def test_a_trial_run_moves_no_weight_and_counts_its_memory(index: Index, derived
 def test_trials_are_of_random_images_with_augmentation(
     index: Index, derived: Config, monkeypatch: pytest.MonkeyPatch, mosaic: float, count: int, is_mosaic: bool
 ):
-    trial_run = auto_batch.make_dry_run(derived.replace(hflip=1.0, mosaic=mosaic), index, CPU)
+    trial_run = DryRun(derived.replace(hflip=1.0, mosaic=mosaic), index, CPU)
     torch.manual_seed(3)
     batch, again = trial_run.make_batch(count), trial_run.make_batch(count)
     assert torch.equal(batch.images, again.images), "the same in each trial"
@@ -261,10 +261,8 @@ def test_trials_are_of_random_images_with_augmentation(
 def test_activation_checkpointing_fits_more_images_on_a_cpu(index: Index, derived: Config):
     kept = []
     for less in (False, True):
-        trial_run = auto_batch.make_dry_run(
-            derived.replace(activation_checkpointing=less, image_size=(256, 256)), index, CPU
-        )
-        kept.append(auto_batch._max_size_on_cpu(trial_run, 1)[0])
+        trial_run = DryRun(derived.replace(activation_checkpointing=less, image_size=(256, 256)), index, CPU)
+        kept.append(dry_run._max_size_on_cpu(trial_run, 1)[0])
     assert kept[1] > 1.2 * kept[0]
 
 
@@ -283,5 +281,5 @@ def test_live_bytes_are_counted_per_storage():
 
 def test_pick_fastest():
     tried = [BatchTrial(1, 0, 2.0), BatchTrial(2, 0, 1.029), BatchTrial(4, 0, 1.0), BatchTrial(8, 0, 1.1)]
-    assert auto_batch.pick_fastest(tried).micro_batch_size == 2
-    assert auto_batch.pick_fastest(tried[2:]).micro_batch_size == 4
+    assert dry_run.pick_fastest(tried).micro_batch_size == 2
+    assert dry_run.pick_fastest(tried[2:]).micro_batch_size == 4

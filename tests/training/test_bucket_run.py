@@ -189,7 +189,7 @@ def test_a_state_that_does_not_reach_the_bucket_is_not_exit_75(
         train(from_fields({"data": str(data), **LONG}), run_dir=str(address))
     assert "did not reach the bucket" in caught.value.what
     assert caught.value.exit_code == 3
-    assert f"the bucket has {checkpoints(address)[-1]}" in str(caught.value)
+    assert "from an earlier checkpoint" in str(caught.value)
     assert explain_run(str(address)).state == "failed"
 
 

@@ -18,7 +18,8 @@ from stoker.data.loading import decoder_choice
 from stoker.errors import ConfigError, WeightsError
 from stoker.hardware.device import Device, DeviceMemory
 from stoker.models import MODELS, build, load_weights, unset_fields
-from stoker.training.defaults import auto_batch, dry_run
+from stoker.training.defaults import derive as deriving
+from stoker.training.defaults import dry_run
 from stoker.training.defaults.derive import (
     AUGMENTATIONS,
     Known,
@@ -215,7 +216,7 @@ def test_a_larger_batch_has_a_higher_lr_and_a_longer_warm_up_with_reasons(index:
 
 
 def test_a_tried_batch_size_scales_the_lr_but_not_the_users(index: Index, monkeypatch):
-    monkeypatch.setattr(auto_batch, "choose_batch_size", lambda *_, **__: (64, 1, "tried"))
+    monkeypatch.setattr(deriving, "find_batch_size", lambda *_, **__: (64, 1, "tried"))
     assert derive(Config(), index, CPU)[0].optim.lr == pytest.approx(8**0.5 * 2.1e-3, rel=1e-2)
     config, reasons = derive(from_fields({"lr": 0.123, "warmup_steps": 7}), index, CPU)
     assert (config.optim.lr, config.optim.warmup_steps) == (0.123, 7)
@@ -282,8 +283,8 @@ def derive_with_trial(asked: Config, index: Index, device: Device) -> tuple[Conf
     """`derive` on a CPU that passes for another device: its memory is not that of one, so no batch is tried."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            auto_batch,
-            "choose_batch_size",
+            deriving,
+            "find_batch_size",
             lambda config, *_, **__: (config.run.batch_size or 4, config.optim.grad_accum_steps or 1, ""),
         )
         patch.setattr(dry_run, "STEPS_PER_ROUND", 1)

@@ -19,8 +19,8 @@ from stoker.models import Detector, build
 from stoker.models.resnet import BasicBlock
 from stoker.runs.records import EVENTS, RunFolder, read_lines
 from stoker.runs.schemas import Event
-from stoker.training.defaults import kernel_choice
-from stoker.training.defaults.kernel_choice import choose_kernels, compare_convs, measure_in_turn, try_kernel
+from stoker.training import make_step
+from stoker.training.make_step import choose_kernels, compare_convs, measure_in_turn, try_kernel
 from stoker.training.ranks import Ranks
 from tests.models.samples import make_batch, settings_of
 
@@ -98,8 +98,8 @@ def test_a_kernel_that_fails_is_not_taken(error: Exception) -> None:
 def test_the_choice_is_recorded_and_the_next_attempt_takes_it(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_choice, "compare_convs", lambda *_: (2.0, 1.0, 0.0))
-    monkeypatch.setattr(kernel_choice, "compare_losses", lambda *_: (1.0, 2.0, 0.0))
+    monkeypatch.setattr(make_step, "compare_convs", lambda *_: (2.0, 1.0, 0.0))
+    monkeypatch.setattr(make_step, "compare_losses", lambda *_: (1.0, 2.0, 0.0))
     setup = make_setup(folder)
     assert not any(fused(setup.model))
     choose_kernels(setup, folder.event)
@@ -109,7 +109,7 @@ def test_the_choice_is_recorded_and_the_next_attempt_takes_it(
     assert event.data["kernels"] == {"convs": True, "loss": False}
     assert "2e+03 ms separate, 1e+03 ms fused" in event.text
 
-    monkeypatch.setattr(kernel_choice, "compare_convs", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(make_step, "compare_convs", lambda *_: pytest.fail("measured again"))
     resumed = make_setup(folder)
     choose_kernels(resumed, folder.event)
     assert all(fused(resumed.model))
@@ -142,7 +142,7 @@ def test_the_trial_measures_every_convolution_and_leaves_the_model_as_it_was(fol
 
 def test_every_shape_is_counted_as_often_as_it_occurs(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """ResNet-18 has 8 blocks of two convolutions, and two heads have four convolutions at each of five levels."""
-    monkeypatch.setattr(kernel_choice, "measure_in_turn", lambda *_: (1.0, 2.0))
+    monkeypatch.setattr(make_step, "measure_in_turn", lambda *_: (1.0, 2.0))
     found = compare_convs(make_setup(folder), make_batch((1, 2), (64, 64), CLASSES, slots=8))
     assert found is not None
     num_convs = 8 * 2 + 2 * 4 * 5
@@ -150,13 +150,13 @@ def test_every_shape_is_counted_as_often_as_it_occurs(folder: RunFolder, monkeyp
 
 
 def test_a_wrong_result_is_seen(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = kernel_choice._plain
+    right = make_step._plain
 
     def wrong(*args: Any) -> Any:
         return lambda: right(*args)() + 0.1
 
-    monkeypatch.setattr(kernel_choice, "_plain", wrong)
-    monkeypatch.setattr(kernel_choice, "measure_in_turn", lambda *_: (2.0, 1.0))
+    monkeypatch.setattr(make_step, "_plain", wrong)
+    monkeypatch.setattr(make_step, "measure_in_turn", lambda *_: (2.0, 1.0))
     taken, reason = try_kernel(
         lambda: compare_convs(make_setup(folder), make_batch((1, 2), (64, 64), CLASSES, slots=8))
     )
@@ -167,7 +167,7 @@ def test_a_wrong_result_is_seen(folder: RunFolder, monkeypatch: pytest.MonkeyPat
 def test_a_model_without_such_parts_is_not_for_it(folder: RunFolder) -> None:
     setup = make_setup(folder, "fcos_resnet18_fpn")
     batch = make_batch((1, 2), (64, 64), CLASSES, slots=8)
-    assert kernel_choice.compare_losses(setup, batch) is None
+    assert make_step.compare_losses(setup, batch) is None
 
 
 def test_a_loss_that_cannot_run_is_not_taken_and_leaves_the_model_as_it_was(folder: RunFolder) -> None:
@@ -189,9 +189,9 @@ def test_a_loss_that_cannot_run_is_not_taken_and_leaves_the_model_as_it_was(fold
 def test_measurements_take_turns_and_the_shortest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     clock = itertools.count()
-    monkeypatch.setattr(kernel_choice.time, "perf_counter", lambda: float(next(clock)) ** 2)
+    monkeypatch.setattr(make_step.time, "perf_counter", lambda: float(next(clock)) ** 2)
     device = PretendedGPU(torch.device("cpu"))
     separate_s, fused_s = measure_in_turn(lambda: calls.append("s"), lambda: calls.append("f"), device)
-    assert "".join(calls) == ("s" * kernel_choice.CALLS + "f" * kernel_choice.CALLS) * (kernel_choice.ROUNDS + 1)
+    assert "".join(calls) == ("s" * make_step.CALLS + "f" * make_step.CALLS) * (make_step.ROUNDS + 1)
     # Readings 0 and 1 of the squared clock begin the warm-up; then 2, 3 and 4, 5 are the shortest round.
-    assert (separate_s, fused_s) == ((9 - 4) / kernel_choice.CALLS, (25 - 16) / kernel_choice.CALLS)
+    assert (separate_s, fused_s) == ((9 - 4) / make_step.CALLS, (25 - 16) / make_step.CALLS)

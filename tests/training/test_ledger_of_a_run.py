@@ -65,9 +65,7 @@ def test_known_delays_are_attributed_to_their_phase(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(Loader, "__next__", lambda self: (slow_next if self._samples.train else next_batch)(self))
     monkeypatch.setattr(evaluator, "detect", delayed(spent, "eval", evaluator.detect))
     # the rest of an evaluation, where training waits for it
-    monkeypatch.setattr(
-        evaluator.AsyncEvaluator, "collect", delayed(spent, "eval", evaluator.AsyncEvaluator.collect, by=0.0)
-    )
+    monkeypatch.setattr(evaluator.Evaluator, "collect", delayed(spent, "eval", evaluator.Evaluator.collect, by=0.0))
     monkeypatch.setattr(checkpoint, "snapshot", delayed(spent, "checkpoint", checkpoint.snapshot))
     monkeypatch.setattr(
         checkpoint.CheckpointWriter, "wait", delayed(spent, "checkpoint", checkpoint.CheckpointWriter.wait, by=0.0)

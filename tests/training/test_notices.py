@@ -3,6 +3,8 @@
 import queue
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -46,7 +48,6 @@ def test_google_tells_before_or_while_it_is_asked(
     if is_early:
         server.set(key, value)
     listener = Listener({"GCE_METADATA_HOST": server.address})
-    assert listener.watcher.grace_s == 30
     if not is_early:
         server.wait_for_requests(4)  # both keys are being waited for
         server.set(key, value)
@@ -95,7 +96,6 @@ def test_aws(server: MetadataServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stopper, "AWS_POLL_S", 0.01)
     server.expired_tokens = 1
     listener = Listener({"AWS_EC2_METADATA_SERVICE_ENDPOINT": f"http://{server.address}"})
-    assert listener.watcher.grace_s == 120
     server.wait_for_requests(6)
     assert sum("token" in request for request in server.requests) >= 2, "a new one after it has expired"
     server.spot_action = '{"action": "terminate", "time": "2026-11-22T08:22:00Z"}'
@@ -107,7 +107,6 @@ def test_aws(server: MetadataServer, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_elsewhere_nothing_is_asked(env: dict[str, str]) -> None:
     watcher = Listener(env).watcher
-    assert watcher.grace_s is None
     assert not watcher._sources
 
 
@@ -152,3 +151,17 @@ def test_a_time_limit_that_is_near_saves(data: Path, tmp_path: Path, monkeypatch
     monkeypatch.setattr(stopper, "time_limit_s", lambda: 30.0)
     with pytest.raises(Preempted, match="the time limit of the Slurm job at step 1"):
         train(settings(data), run_dir=str(tmp_path / "run"))
+
+
+def test_the_margin_before_a_time_limit_covers_a_long_save() -> None:
+    made: Any = object.__new__(stopper.Stopper)
+    requests: list[float] = []
+    made.request = SimpleNamespace(
+        request=lambda _, grace_s: requests.append(grace_s), trace_requested=False, requested_by=None
+    )
+    made._hang_detector, made._memory_guard = SimpleNamespace(report=lambda: None), SimpleNamespace(poll=lambda: None)
+    made._time_limit_at_s = -1.0
+    for longest_s in (1.0, 41.0):
+        made._writer = SimpleNamespace(longest_write_s=longest_s)
+        made._look_at_requests()
+    assert requests == [60.0, 123.0]

@@ -11,8 +11,8 @@ from stoker.runs.records import BEST, CONFIG, EVENTS
 from stoker.storage.download import list_keys
 from stoker.storage.store import open_store
 from stoker.storage.uri import parse_uri
+from stoker.training.bucket_run import VertexFolders, copying_results, vertex_folders
 from stoker.training.run import train
-from stoker.training.uploads import VertexFolders, copying_results, vertex_folders
 from tests.drawn import draw
 from tests.storage.servers import Server, apply, google_server
 

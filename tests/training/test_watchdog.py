@@ -12,8 +12,7 @@ from stoker.errors import ConfigError, DataError
 from stoker.runs.records import EVENTS, HANG, RunFolder, read_lines
 from stoker.runs.schemas import Event
 from stoker.training import watchdog
-from stoker.training.rank_failure import Failure
-from stoker.training.ranks import Ranks
+from stoker.training.ranks import Failure, Ranks
 from stoker.training.watchdog import (
     NCCL_TRACE,
     STEP_FACTOR,

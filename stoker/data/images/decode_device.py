@@ -29,7 +29,7 @@ from stoker.hardware.device import Device, SideStream
 MAX_PIXELS = 2**25
 """Limit for an image that the device decodes: its RGB floats take 400 MiB while it is resized."""
 MAX_PIXELS_PER_CALL = 2**26
-"""Limit for the images of one call, 192 MiB: they must fit into what `training/defaults/auto_batch.py` leaves free."""
+"""Limit for the images of one call, 192 MiB: they must fit into what `training/defaults/dry_run.py` leaves free."""
 CHROMA_SUBSAMPLINGS = {0x11, 0x21, 0x12, 0x22, 0x41, 0x42, 0x14, 0x24}
 """Supported luma samples per chroma sample, across and down (nvJPEG's nvjpegChromaSubsampling_t)."""
 

@@ -32,8 +32,6 @@ def lr_too_high(run: RunRecords, cause: Cause) -> Finding | None:
     lost_s = device_s_since_lowest_loss(run)
     if events := run.learning.events.get("lr_too_high"):
         return finding_from_events(run, cause, events, lost_s, "the time since the loss was lowest")
-    if run.is_native_run and len(run.learning.loss.points) >= cause.threshold("native_windows"):
-        return None  # it judges itself
     divergence = _find_divergence(run)
     if divergence is None:
         return None

@@ -1,7 +1,7 @@
 """Convolution, bias, residual and ReLU as one operator (cuDNN's fused epilogue), for training on NVIDIA GPUs.
 
 Without it each of them reads and writes the whole map: four passes in eager mode, one of them left by a compiler. The
-backward pass is that of the separate operators. `use_fused_convs` switches it; `training/defaults/kernel_choice.py`
+backward pass is that of the separate operators. `use_fused_convs` switches it; `training/make_step.py`
 decides by measurement. On a CPU the operator computes the separate ones, which is how its gradients are tested.
 """
 

@@ -3,7 +3,7 @@
 `match_anchors` equals `matching.match_anchors`; no IoU is stored, both passes compute all of them. `focal_loss` equals
 `losses.focal_loss` and reads the logits of each pyramid level where the convolution left them; the backward pass
 computes the gradients from the logits, so nothing is kept but these. Imported only where Triton is installed (the CUDA
-build of torch on Linux); `training/defaults/kernel_choice.py` decides whether they are used. TRITON_INTERPRET=1 runs
+build of torch on Linux); `training/make_step.py` decides whether they are used. TRITON_INTERPRET=1 runs
 them on CPU tensors.
 """
 

@@ -1,10 +1,13 @@
-"""Refuses settings of the user that exclude each other on these devices, before anything is derived or tried.
+"""Refuses settings of the user that exclude each other on these devices (knowledge/conflicts.toml), before anything is
+derived or tried.
 
 Only for new runs: one that was started with `--shard` or `--sync` continues on one device, too. And warns of what
 derived settings cannot do well.
 """
 
 from collections.abc import Mapping
+
+import msgspec
 
 from stoker.config.settings import Config, ModelSettings
 from stoker.config.sync_method import parse_sync
@@ -13,61 +16,65 @@ from stoker.data.augment.device import MOSAIC_GROUP_SIZE
 from stoker.data.index import Index
 from stoker.errors import ConfigError
 from stoker.hardware.device import Device
+from stoker.knowledge import read_toml
 from stoker.models import get_architecture
-from stoker.training.cluster import Devices
-from stoker.training.defaults.auto_batch import NO_TRIAL_OF_SHARDS
+from stoker.training.cluster import ONE_DEVICE, Devices
 from stoker.training.defaults.model_choice import FROM_SCRATCH, NOT_DOWNLOADED
+
+
+class Conflict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A row of knowledge/conflicts.toml."""
+
+    conditions: tuple[str, ...]
+    message: str
+    fix: str
+    cause: str | None = None
+
+
+def refuse_conflicts(
+    conditions: set[str], config: Config, device: object = None, devices: Devices = ONE_DEVICE
+) -> None:
+    """Raises ConfigError for the first row whose conditions all hold."""
+    run = config.run
+    values = {"sync": run.sync, "stages": run.stages, "cache": run.cache, "device": device}
+    for row in msgspec.convert(read_toml("conflicts.toml")["conflict"], tuple[Conflict, ...]):
+        if conditions.issuperset(row.conditions):
+            message, fix = (
+                text.format(**values, count=devices.count, on_host=devices.on_host) for text in (row.message, row.fix)
+            )
+            raise ConfigError(message, cause=row.cause, fix=fix)
+
+
+def has_sync(config: Config) -> bool:
+    """Whether the ranks are to exchange their gradients in another way than the plain one."""
+    return config.run.sync is not None and parse_sync(config.run.sync).kind not in ("plain", "auto")
 
 
 def check_user_settings(config: Config, index: Index, device: Device, devices: Devices) -> None:
     """Raises ConfigError for what cannot be combined with each other, the data or the devices."""
-    run, method, stages = config.run, f"--sync {config.run.sync}", f"--stages {config.run.stages}"
-    has_sync = run.sync is not None and parse_sync(run.sync).kind not in ("plain", "auto")
-    has_stages = run.num_stages > 1
-    for flag, is_set, what, count in (
-        (method, has_sync, "is an exchange between devices", "N"),
-        ("--shard", run.shard, "divides the model among devices", "N"),
-        (stages, has_stages, "needs as many devices", run.stages),
-    ):
-        if is_set and devices.count == 1:
-            fix = f"--devices {count}, or leave out {flag.partition(' ')[0]}"
-            raise ConfigError(f"{flag} {what}, and the run is on one.", fix=fix)
-    own_way = "a divided model exchanges its weights too, in its own way"
-    whole_model = "a compiled step would need the whole model at once"
-    for first, second, are_set, cause, fix in (
-        ("--shard", method, run.shard and has_sync, own_way, "leave out one of them"),
-        ("--shard", "--compile", run.shard and run.compile, whole_model, "leave out --compile"),
-        ("--shard", "--auto-batch", run.shard and run.auto_batch, NO_TRIAL_OF_SHARDS,
-         "--batch-size N, with --grad-accum-steps M if it does not fit"),
-        ("--stages", "--compile", has_stages and run.compile, whole_model, "leave out --compile"),
-        ("--stages", "--auto-batch", has_stages and run.auto_batch, NO_TRIAL_OF_SHARDS, "leave out --auto-batch"),
-        ("--stages", "--cuda-graph", has_stages and run.cuda_graph, "a step has exchanges in its middle",
-         "leave out --cuda-graph"),
-    ):  # fmt: skip
-        if are_set:
-            raise ConfigError(f"{first} and {second} exclude each other.", cause=cause, fix=fix)
+    run, has_stages = config.run, config.run.num_stages > 1
+    conditions = {
+        "sync": has_sync(config),
+        "shard": run.shard,
+        "stages": has_stages,
+        "compile": run.compile,
+        "auto_batch": run.auto_batch,
+        "cuda_graph": run.cuda_graph,
+        "nvjpeg": run.jpeg_decoder == "nvjpeg",
+        "cache": run.cache not in (None, "none"),
+        "ram_cache": run.cache == "ram" and not has_stages,
+        "cpu": device.is_cpu,
+        "no_nvidia_gpu": device.kind != "cuda",
+        "one_device": devices.count == 1,
+        "several_devices": devices.count > 1,
+        "several_on_host": devices.on_host > 1,
+    }
+    holding = {name for name, holds in conditions.items() if holds}
+    refuse_conflicts(holding, config, run.device or device.torch_device, devices)
     if run.shuffle_buffer and not index.image_ranges(index.image_indices("train")).length.all():
         raise ConfigError(
             f"--shuffle-buffer {run.shuffle_buffer} is for shards, and images of the data set are files.",
             fix="leave it out: the order of files is random; `stoker data pack` makes shards",
-        )
-    if run.jpeg_decoder == "nvjpeg" and device.is_cpu:
-        raise ConfigError("--jpeg-decoder nvjpeg needs a GPU, and the run is on a CPU.", choices=("cpu",))
-    if run.jpeg_decoder == "nvjpeg" and run.cache not in (None, "none"):
-        raise ConfigError(
-            f"--jpeg-decoder nvjpeg cannot be combined with --cache {run.cache}.",
-            cause="the cache holds images that the CPU decoded, and then nothing is decoded any more",
-            fix="leave one of them out",
-        )
-    if run.cuda_graph and device.kind != "cuda":
-        raise ConfigError(f"--cuda-graph needs an NVIDIA GPU, and the run is on {run.device or device.torch_device}.")
-    if run.cuda_graph and devices.count > 1:
-        raise ConfigError(
-            f"--cuda-graph is for one device, and the run is on {devices.count}.", fix="leave out --cuda-graph"
-        )
-    if run.cache == "ram" and devices.on_host > 1 and not has_stages:
-        raise ConfigError(
-            f"--cache ram keeps all images once for each of the {devices.on_host} devices.", choices=("none", "disk")
         )
 
 
@@ -77,19 +84,16 @@ def check_devices(config: Config, count: int) -> None:
         from stoker.training.stages import check_stages  # torch.distributed
 
         check_stages(config, count)
+        others = {"shard": bool(config.run.shard), "sync": has_sync(config)}
+        refuse_conflicts({"stages"} | {name for name, is_set in others.items() if is_set}, config)
         return
-    batch_size, group_size = config.run.batch_size, MOSAIC_GROUP_SIZE if (config.data.mosaic or 0) > 0 else 1
-    unit = count * group_size
+    batch_size, unit = config.run.batch_size, count * (MOSAIC_GROUP_SIZE if (config.data.mosaic or 0) > 0 else 1)
     if count == 1 or batch_size is None or batch_size % unit == 0:
         return
-    near = sorted({max(unit, batch_size // unit * unit), -(-batch_size // unit) * unit})
-    fitting = [n for n in range(1, batch_size + 1) if batch_size % (n * group_size) == 0]
-    cause = "all devices get as many images, so that all steps have one shape and no device waits for another"
     raise ConfigError(
         f"--batch-size {batch_size} is the total, and cannot be divided equally among {count} devices.",
-        cause=cause if group_size == 1 else f"{cause}; a mosaic is made of four images of one device",
-        fix=f"--batch-size {' or '.join(map(str, near))}"
-        + (f", or --devices {' or '.join(map(str, fitting[-4:]))}" if fitting else ""),
+        cause="all devices get as many images, and with --mosaic a multiple of four",
+        fix=f"--batch-size {-(-batch_size // unit) * unit}",
     )
 
 

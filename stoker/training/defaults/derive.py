@@ -38,7 +38,8 @@ from stoker.models.table import FAMILIES, check_image_size, check_settings
 from stoker.models.weights.hub import local_path
 from stoker.models.weights.load import PRETRAINED_NAMES, read_weights
 from stoker.training.cluster import ONE_DEVICE, Devices
-from stoker.training.defaults import auto_batch, checks
+from stoker.training.defaults import checks
+from stoker.training.defaults.dry_run import NO_TRIAL_OF_SHARDS, DryRun, find_batch_size
 from stoker.training.defaults.model_choice import choose_image_side, choose_model, estimate_images_per_second
 
 Choice = tuple[Any, str]
@@ -161,7 +162,7 @@ class Known:
     @functools.cached_property
     def batch_trial(self) -> tuple[int, int, str]:
         """(batch size, micro-batches per step, reason): what fits the device. Raises OutOfMemoryError."""
-        return auto_batch.choose_batch_size(
+        return find_batch_size(
             self.config, self.index, self.device,
             recipe_batch_size=self.recipe.run.batch_size, num_images=self.num_images, devices=self.devices,
         )  # fmt: skip
@@ -170,7 +171,7 @@ class Known:
     def step_s(self) -> float:
         """Seconds of an optimizer step of the chosen batch size, not compiled; tried on the device."""
         micro_batches = self.config.optim.grad_accum_steps
-        dry_run = auto_batch.make_dry_run(self.config, self.index, self.device)
+        dry_run = DryRun(self.config, self.index, self.device)
         count = self.config.run.batch_size // (micro_batches * self.devices.count)
         return dry_run.measure_step_s(count) * micro_batches
 
@@ -502,7 +503,7 @@ def derive_jpeg_decoder(known: Known) -> Choice:
     """The faster one; on a GPU both are tried, with a step of the chosen batch size."""
     data, device_batch_size = known.config.data, known.config.run.batch_size // known.devices.count
     if known.divided_by:
-        return "cpu", f"not tried: {auto_batch.NO_TRIAL_OF_SHARDS}"
+        return "cpu", f"not tried: {NO_TRIAL_OF_SHARDS}"
     if known.config.run.cache != "none":
         return "cpu", "decoded images are cached; the CPU decodes each once"
     return decoder_choice.measure_and_choose_decoder(

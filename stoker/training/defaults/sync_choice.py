@@ -18,7 +18,7 @@ from stoker.config.sync_method import parse_sync
 from stoker.data.index import Index
 from stoker.hardware.device import Device
 from stoker.hardware.exchange_cost import Link, Workload, low_rank_fraction, step_cost
-from stoker.training.defaults.auto_batch import make_dry_run
+from stoker.training.defaults.dry_run import DryRun
 from stoker.training.ranks import Ranks
 
 CANDIDATES = ("plain", "plain:1", "plain:5", "bf16", "every:8", "powersgd:4")
@@ -74,7 +74,7 @@ def decide(measured: Measured) -> tuple[str, str]:
 
 def measure(config: Config, index: Index, device: Device, ranks: Ranks) -> Measured:
     """The slowest of the ranks, in all of them."""
-    dry_run = make_dry_run(config, index, device)
+    dry_run = DryRun(config, index, device)
     micro_batches = config.optim.grad_accum_steps
     ranks.barrier()
     step_s = micro_batches * dry_run.measure_step_s(config.run.batch_size // (micro_batches * ranks.world_size))
