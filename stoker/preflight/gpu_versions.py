@@ -14,7 +14,7 @@ from stoker.hardware.cuda_trial import TorchFacts
 from stoker.preflight.catalog import describe
 from stoker.preflight.gpu_facts import GpuFacts
 from stoker.preflight.programs import run_program
-from stoker.preflight.static.versions import DRIVERS_BY_MAJOR
+from stoker.preflight.static.tables import DRIVERS_BY_MAJOR
 from stoker.report import format as fmt
 
 TENSORFLOW_TIMEOUT_S = 20.0

@@ -13,7 +13,7 @@ from stoker.preflight.catalog import file_rows
 from stoker.preflight.static import check_sources
 from stoker.preflight.static.dockerfile import read_instructions, read_stages
 from stoker.preflight.static.requirements import read_conda_package, read_package
-from stoker.preflight.static.versions import DRIVERS_BY_MAJOR, TENSORFLOW, TORCH, driver_for, library_family, minor
+from stoker.preflight.static.tables import DRIVERS_BY_MAJOR, TENSORFLOW, TORCH, driver_for, library_family, minor
 from tests.bounded import bounded
 from tests.preflight.static_cases import DOCKERFILES, REQUIREMENTS, SCRIPTS, Case
 
@@ -389,11 +389,6 @@ def test_the_mismatch_of_the_report_names_both_versions_and_the_line(tmp_path: P
             'FROM nvidia/cuda:12.1.1-cudnn8-devel-ubuntu22.04\nRUN ["pip", "install", "tensorflow==2.13.0"]',
             ["cuda_mismatch"],
             id="exec_form",
-        ),
-        pytest.param(
-            "# escape=`\nFROM nvidia/cuda:12.1.1-cudnn8-devel-ubuntu22.04\nRUN pip install `\n  tensorflow==2.13.0",
-            ["cuda_mismatch"],
-            id="escape",
         ),
         pytest.param(
             "FROM nvidia/cuda:12.1.1-cudnn8-devel-ubuntu22.04\nRUN pip install \\\n# a comment\n\n  tensorflow==2.13.0",

@@ -1,8 +1,8 @@
 """Reads a Dockerfile into stages and the commands of their shells, each word with its line.
 
-Line continuations, comments between them, heredocs, the exec form and the values of ARG and ENV are understood. The
-image is never built and no command is run. Time is linear in the size of the file. What the commands mean is read in
-`image.py`.
+Line continuations with a backslash, comments between them, heredocs, the exec form and the values of ARG and ENV are
+understood. The image is never built and no command is run. Time is linear in the size of the file. What the commands
+mean is read in `image.py`.
 """
 
 import bisect
@@ -11,17 +11,16 @@ import itertools
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-_DIRECTIVE = re.compile(r"#\s*escape\s*=\s*([\\`])\s*", re.IGNORECASE)
 _INSTRUCTION = re.compile(r"\s*([A-Za-z]+)\s*")
 _FLAG = re.compile(r"--[a-z-]+(?:=\S*)?\s+")
 _HEREDOC = re.compile(r"(?<!<)<<(?!<)-?[ \t]*(['\"]?)([A-Za-z_]\w*)\1")
 _SHELL_HEREDOC = re.compile(r"\s*(?:--\S+\s+)*(?:(?:/bin/)?(?:ba)?sh\b[^<]*)?<<")
 """A heredoc that a shell runs; every other one is the input of another program."""
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
-_VARIABLE = re.compile(r"\\\$|\$(?:\{(\w+)(?:(:?[-+])([^{}$]*))?\}|(\w+))")
+_VARIABLE = re.compile(r"\\\$|\$(?:\{(\w+)(?::?-([^{}$]*))?\}|(\w+))")
 _QUOTED = r"""'[^']*+'?|"(?:\\.|[^"\\])*+"?|\\."""
 _WORD = re.compile(rf"(?P<word>(?:{_QUOTED}|[^\s'\"])++)", re.DOTALL)
 _SHELL_TOKEN = re.compile(
@@ -84,10 +83,8 @@ class Instruction:
 
     def exec_form(self) -> list[Word]:
         """Empty for every other form."""
-        if not self.text.lstrip().startswith("["):
-            return []
         try:
-            words = json.loads(self.text)
+            words = json.loads(self.text) if self.text.lstrip().startswith("[") else []
         except (ValueError, RecursionError):
             return []
         return [Word(word, self.line) for word in words] if all(isinstance(word, str) for word in words) else []
@@ -108,22 +105,13 @@ class Stage:
     commands: list[tuple[Word, ...]] = field(default_factory=list)
     """The simple commands of RUN, in order: words without operators and redirections."""
     copies: list[Copy] = field(default_factory=list)
-    workdir: str = "/"
-
-    def absolute(self, path: str) -> str:
-        return path if path.startswith("/") else f"{self.workdir.rstrip('/')}/{path}"
 
 
 def read_instructions(text: str) -> Iterator[Instruction]:
     """Raises nothing: what is no instruction is left out."""
     lines = [line.rstrip() for line in text.removeprefix("\ufeff").split("\n")]
     last_line_of = {line.strip(): index for index, line in enumerate(lines)}
-    escape = "\\"
     index = 0
-    while index < len(lines) and lines[index].startswith("#"):
-        if match := _DIRECTIVE.fullmatch(lines[index]):
-            escape = match[1]
-        index += 1
     while index < len(lines):
         head: list[str] = []
         numbers: list[int] = []
@@ -132,8 +120,8 @@ def read_instructions(text: str) -> Iterator[Instruction]:
             line = lines[index]
             index += 1
             if line and not line.lstrip().startswith("#"):
-                continued = line.endswith(escape)
-                head.append(line.removesuffix(escape))
+                continued = line.endswith("\\")
+                head.append(line.removesuffix("\\"))
                 numbers.append(index)
             elif not head:
                 break
@@ -172,15 +160,15 @@ def read_stages(text: str) -> list[Stage]:
                 if word.text or key in before:
                     stages[-1].variables.setdefault(key, word.text or before[key])
         elif name == "ENV":
-            for key, word in _assignments(instruction, stages[-1].variables):
-                stages[-1].environment[key] = word
-                stages[-1].variables[key] = word.text
-        elif name == "WORKDIR":
-            stages[-1].workdir = stages[-1].absolute(substitute(instruction.text.strip(), stages[-1].variables))
+            stages[-1].environment |= dict(_assignments(instruction, stages[-1].variables))
+            stages[-1].variables |= {key: word.text for key, word in stages[-1].environment.items()}
         elif name == "RUN":
             stages[-1].commands += run_commands(instruction, stages[-1].variables)
         elif name in ("COPY", "ADD"):
-            _copy(instruction, stages[-1])
+            words = [substitute(word.text, stages[-1].variables) for word in instruction.words()]
+            origin = next((word.removeprefix("--from=") for word in words if word.startswith("--from=")), None)
+            *sources, target = [word for word in words if not word.startswith("--")] or [""]
+            stages[-1].copies.append(Copy(origin, tuple(sources), target))
     return stages
 
 
@@ -189,11 +177,7 @@ def _stage(instruction: Instruction, before: dict[str, str], stages: list[Stage]
     image = words[0] if words else ""
     name = words[2] if len(words) > 2 and words[1].lower() == "as" else str(len(stages))
     base = next((stage for stage in stages if stage.name.lower() == image.lower()), None)
-    if base is None:
-        return Stage(image, name, instruction.line)
-    stage = copy.deepcopy(base)
-    stage.name = name
-    return stage
+    return Stage(image, name, instruction.line) if base is None else replace(copy.deepcopy(base), name=name)
 
 
 def _assignments(instruction: Instruction, variables: dict[str, str]) -> list[tuple[str, Word]]:
@@ -201,44 +185,18 @@ def _assignments(instruction: Instruction, variables: dict[str, str]) -> list[tu
     old form."""
     words = instruction.words()
     if instruction.name == "ENV" and words and "=" not in words[0].text:
-        value = instruction.text.split(maxsplit=1)[1:]
-        text = substitute(value[0].strip().strip("\"'") if value else "", variables)
-        return [(words[0].text, Word(text, words[0].line))]
-    known = dict(variables)
-    found = []
-    for word in words:
-        key, _, value_text = word.text.partition("=")
-        value_text = substitute(value_text, variables if instruction.name == "ENV" else known)
-        known[key] = value_text
-        found.append((key, Word(value_text, word.line)))
-    return found
-
-
-def _copy(instruction: Instruction, stage: Stage) -> None:
-    words = [word.text for word in instruction.words()]
-    origin = None
-    while words and words[0].startswith("--"):
-        option, _, value = words.pop(0).partition("=")
-        origin = value if option == "--from" else origin
-    *sources, target = [substitute(word, stage.variables) for word in words] or [""]
-    if sources:
-        stage.copies.append(Copy(origin, tuple(sources), stage.absolute(target)))
+        value = " ".join(instruction.text.split(maxsplit=1)[1:]).strip().strip("\"'")
+        return [(words[0].text, Word(substitute(value, variables), words[0].line))]
+    pairs = ((word.text.partition("="), word.line) for word in words)
+    return [(key, Word(substitute(value, variables), line)) for (key, _, value), line in pairs]
 
 
 def substitute(text: str, variables: dict[str, str]) -> str:
-    """The text with $NAME, ${NAME}, ${NAME:-default} and ${NAME:+other} replaced. What is unknown stays as it is."""
+    """The text with $NAME, ${NAME} and ${NAME:-default} replaced. What is unknown stays as it is."""
 
     def value(match: re.Match[str]) -> str:
-        name = match[1] or match[4]
-        if name is None:
-            return match[0]
-        known = variables.get(name)
-        is_set = known is not None if match[2] in ("-", "+") else bool(known)
-        if match[2]:
-            default = match[3] if match[2][-1] == "-" else ""
-            other = match[3] if match[2][-1] == "+" else known or ""
-            return other if is_set else default
-        return match[0] if known is None else known
+        name = match[1] or match[3]
+        return variables.get(name) or match[2] or variables.get(name, match[0])
 
     return _VARIABLE.sub(value, text)
 

@@ -1,7 +1,7 @@
 """A Python script as a syntax tree, with what the rules ask of it. The script is never imported or executed.
 
 All walks are iterative, so a script that is nested too deeply for the parser is an error and one that is not costs
-linear time. The rules are in `tensorflow_rules.py` and `torch_rules.py`.
+linear time. The rules are in `script_rules.py`.
 """
 
 import ast
@@ -9,15 +9,23 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-from stoker.preflight.static.names import SCRIPTS
 from stoker.preflight.static.requirements import read_text
+from stoker.preflight.static.tables import SCRIPTS
 
 MAX_BYTES = 1 << 20
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _IFS = (ast.If, ast.IfExp)
-_SCOPES = (*_FUNCTIONS, ast.ClassDef, ast.Module)
+
+
+class Assignment(NamedTuple):
+    statement: ast.stmt
+    value: ast.expr
+    """That of a tuple target is the one of the tuple."""
+    scope: ast.AST
+    """The function, class or module that it is in."""
 
 
 class Source:
@@ -35,7 +43,6 @@ class Source:
         except (RecursionError, MemoryError) as error:
             raise ValueError("is nested too deeply") from error
         self.parents: dict[ast.AST, ast.AST] = {}
-        self._scopes: dict[ast.AST, ast.AST] = {}
         self.nodes: list[ast.AST] = []
         pending: list[ast.AST] = [self.tree]
         while pending:
@@ -44,65 +51,63 @@ class Source:
             children = list(ast.iter_child_nodes(node))
             for child in children:
                 self.parents.setdefault(child, node)
-                self._scopes.setdefault(child, node if isinstance(node, _SCOPES) else self._scopes.get(node, self.tree))
             pending += reversed(children)
-        self.aliases = dict(self._imports())
-        self.calls = [node for node in self.nodes if isinstance(node, ast.Call)]
+        self.aliases: dict[str, str] = {}
+        self.modules: set[str] = set()
+        """Top-level modules that are imported; `.` for one of the same package."""
+        self.calls: list[ast.Call] = []
         self.functions: dict[str, list[Function]] = {}
-        self.assigned: dict[str, list[tuple[ast.stmt, ast.expr]]] = {}
-        """Name → (statement, value) of all its assignments; the value of a tuple target is that of the tuple."""
-        self.assigned_in: dict[tuple[str, ast.AST], list[tuple[ast.stmt, ast.expr]]] = {}
-        """The same for each function, class or module, in the order of the lines."""
+        self.assigned: dict[str, list[Assignment]] = {}
+        """Name → its assignments, in the order of the lines."""
         for node in self.nodes:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if isinstance(node, ast.Call):
+                self.calls.append(node)
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 self.functions.setdefault(node.name, []).append(node)
-            elif isinstance(node, ast.Assign):
-                for target in node.targets:
-                    self._assign(target, node, node.value)
-            elif isinstance(node, ast.AnnAssign) and node.value is not None:
-                self._assign(node.target, node, node.value)
-        for statements in self.assigned_in.values():
-            statements.sort(key=lambda pair: pair[0].lineno)
-        self.names = frozenset(node.id for node in self.nodes if isinstance(node, ast.Name)) | frozenset(
-            node.attr for node in self.nodes if isinstance(node, ast.Attribute)
-        )
-        self.strings = tuple(
+            elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                self._assign(node, node.value)
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                self._import(node)
+        for assignments in self.assigned.values():
+            assignments.sort(key=lambda assignment: assignment.statement.lineno)
+        self.parameters = {node.arg for node in self.nodes if isinstance(node, ast.arg)}
+        self.names = {node.id for node in self.nodes if isinstance(node, ast.Name)}
+        self.names |= {node.attr for node in self.nodes if isinstance(node, ast.Attribute)}
+        self.strings = [
             node.value for node in self.nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        )
+        ]
 
-    def _imports(self) -> Iterator[tuple[str, str]]:
-        for node in self.nodes:
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    top = alias.name.partition(".")[0]
-                    yield (alias.asname, alias.name) if alias.asname else (top, top)
-            elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-                for alias in node.names:
-                    yield alias.asname or alias.name, f"{node.module}.{alias.name}"
+    def _import(self, node: ast.Import | ast.ImportFrom) -> None:
+        for alias in node.names:
+            path = alias.name
+            if isinstance(node, ast.ImportFrom):
+                path = "." if node.level or not node.module else f"{node.module}.{alias.name}"
+            top = path.partition(".")[0] or "."
+            self.modules.add(top)
+            if isinstance(node, ast.ImportFrom) or alias.asname:
+                self.aliases[alias.asname or alias.name] = path if top != "." else alias.name
+            else:
+                self.aliases[top] = top
 
-    def _assign(self, target: ast.expr, statement: ast.stmt, value: ast.expr) -> None:
-        for node in ast.walk(target):
-            if isinstance(node, ast.Name):
-                self.assigned.setdefault(node.id, []).append((statement, value))
-                self.assigned_in.setdefault((node.id, self.scope(statement)), []).append((statement, value))
+    def _assign(self, node: ast.Assign | ast.AnnAssign, value: ast.expr) -> None:
+        scope = self.scope(node)
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            for part in ast.walk(target):
+                if isinstance(part, ast.Name):
+                    self.assigned.setdefault(part.id, []).append(Assignment(node, value, scope))
 
     def place(self, node: ast.AST) -> str:
-        return f"{self.file}:{getattr(node, 'lineno', 1)}"
-
-    def imports(self, *modules: str) -> bool:
-        """Whether one of these top-level modules is imported."""
-        return any(path.partition(".")[0] in modules for path in self.aliases.values())
+        """FILE:LINE. Of a method that is called in a chain over several lines, the line of its name."""
+        line = getattr(node, "lineno", 1)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            line = node.func.end_lineno
+        return f"{self.file}:{line}"
 
     @property
     def is_self_contained(self) -> bool:
         """Whether it imports only known libraries: no code of its own project, and none that may take over
         the training."""
-        for node in self.nodes:
-            if isinstance(node, ast.ImportFrom) and (node.level or not _is_known(node.module or "")):
-                return False
-            if isinstance(node, ast.Import) and not all(_is_known(alias.name) for alias in node.names):
-                return False
-        return True
+        return self.modules <= sys.stdlib_module_names | SCRIPTS.known_modules
 
     def dotted(self, node: ast.AST) -> str:
         """`tensorflow.io.decode_jpeg` of `tf.io.decode_jpeg`; empty for what is no name with attributes."""
@@ -129,7 +134,8 @@ class Source:
 
     def scope(self, node: ast.AST) -> ast.AST:
         """The function, class or module that a node is in."""
-        return self._scopes.get(node, self.tree)
+        scopes = (*_FUNCTIONS, ast.ClassDef)
+        return next((parent for parent, _ in self.ancestors(node) if isinstance(parent, scopes)), self.tree)
 
     def conditions(self, node: ast.AST, *, within: ast.AST | None = None) -> dict[ast.AST, bool]:
         """The `if`s, inside the function (or `within`), on which a node depends: node of the `if` → whether it is in
@@ -141,9 +147,7 @@ class Source:
             if isinstance(parent, _IFS) and child is not parent.test:
                 if not (isinstance(parent, ast.If) and _is_main(parent.test)):
                     found[parent] = child in parent.body if isinstance(parent, ast.If) else child is parent.body
-            elif isinstance(parent, ast.ExceptHandler | ast.match_case) or (
-                isinstance(parent, ast.BoolOp) and child is not parent.values[0]
-            ):
+            elif isinstance(parent, ast.ExceptHandler):
                 found[parent] = True
         return found
 
@@ -154,58 +158,41 @@ class Source:
         called = isinstance(scope, ast.Module) or getattr(scope, "name", "") in ("main", "train", "run")
         return called and not self.conditions(node)
 
-    def integer(self, node: ast.AST | None) -> int | None:
-        """The value of a literal, or of a name that is assigned once, to a literal."""
-        if isinstance(node, ast.Name):
-            values = self.assigned.get(node.id, [])
-            parameters = any(node.id in _parameters(f) for fs in self.functions.values() for f in fs)
-            node = values[0][1] if len(values) == 1 and not parameters else None
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            inner = self.integer(node.operand)
-            return None if inner is None else -inner
-        if isinstance(node, ast.Constant) and isinstance(node.value, int) and not isinstance(node.value, bool):
-            return node.value
-        return None
+    def only_value(self, node: ast.AST | None) -> ast.AST | None:
+        """The value of a name that is assigned once and is no parameter; every other expression itself."""
+        if not isinstance(node, ast.Name):
+            return node
+        values = self.assigned.get(node.id, [])
+        return values[0].value if len(values) == 1 and node.id not in self.parameters else None
 
-    def text_of(self, node: ast.AST | None) -> str | None:
-        return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+    def integer(self, node: ast.AST | None) -> int | None:
+        """The value of a literal, or of a name that stands for one."""
+        value = getattr(self.only_value(node), "value", None)
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
 
     def function(self, node: ast.AST | None) -> Function | None:
         """The function that an expression names, if this script defines exactly one of that name."""
         if isinstance(node, ast.Lambda):
             return node
         if isinstance(node, ast.Call) and self.called(node).endswith("partial") and node.args:
-            return self.function(node.args[0])
+            node = node.args[0]
         name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
         found = self.functions.get(name, [])
         return found[0] if len(found) == 1 else None
 
-    def reached_calls(self, function: Function) -> list[ast.Call]:
-        """The calls of a function, and of the functions of this script that it calls."""
+    def reached_calls(self, *roots: ast.AST) -> list[ast.Call]:
+        """The calls in functions or expressions, and in the functions of this script that they call."""
         found: list[ast.Call] = []
         seen: set[ast.AST] = set()
-        pending: list[ast.AST] = [function]
+        pending = list(roots)
         while pending:
             current = pending.pop()
-            if current in seen:
-                continue
-            seen.add(current)
-            for node in ast.walk(current):
-                if isinstance(node, ast.Call):
-                    found.append(node)
-                    if (inner := self.function(node.func)) is not None:
-                        pending.append(inner)
+            if current not in seen:
+                seen.add(current)
+                calls = [node for node in ast.walk(current) if isinstance(node, ast.Call)]
+                found += calls
+                pending += filter(None, (self.function(call.func) for call in calls))
         return found
-
-
-def _parameters(function: Function) -> set[str]:
-    arguments = function.args
-    return {argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
-
-
-def _is_known(module: str) -> bool:
-    top = module.partition(".")[0]
-    return top in sys.stdlib_module_names or top in SCRIPTS.known_modules
 
 
 def _is_main(test: ast.expr) -> bool:
