@@ -16,7 +16,7 @@ from pathlib import Path
 from stoker.diagnosis.causes.host import FD_LIMIT_NEAR, HOST_MEMORY_NEAR_LIMIT, SHARED_MEMORY_SMALL
 from stoker.findings.finding import Finding, Severity
 from stoker.hardware.cgroup import Cgroup
-from stoker.hardware.gpu_evidence import pci_gpus
+from stoker.hardware.cuda_trial import pci_gpus
 from stoker.preflight.catalog import describe
 from stoker.profiling.telemetry import environment, machine
 from stoker.profiling.telemetry.machine import read_text_or_none

@@ -20,8 +20,7 @@ from stoker.errors import ConfigError, StokerError
 from stoker.findings.finding import Finding, Severity
 from stoker.knowledge import read_toml
 from stoker.preflight.all_reduce import Measurement
-from stoker.preflight.catalog import describe
-from stoker.preflight.programs import run_program
+from stoker.preflight.catalog import describe, run_program
 
 JOIN_S = 15.0
 """For the other ranks to come: they are started by the same launcher, some seconds apart."""
