@@ -47,7 +47,7 @@ def test_machine_of_google(root: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "id", "severity", "says"),
     [
-        ({"on_host_maintenance": "MIGRATE"}, "host_maintenance", "ok", "moved"),
+        ({"on_host_maintenance": "MIGRATE"}, "host_maintenance", "ok", "moves or restarts"),
         ({"automatic_restart": "FALSE"}, "host_maintenance", "warning", "not started again"),
         ({"maintenance_event": "TERMINATE_ON_HOST_MAINTENANCE"}, "machine_notice", "warning", "TERMINATE_ON_HOST"),
         ({"preempted": "TRUE"}, "machine_ending", "blocker", "taking this machine back"),
