@@ -5,7 +5,7 @@ assumptions.toml: what `stoker plan` assumes (`planning/estimate.py`, `planning/
 causes.toml: thresholds and fixes of the causes of lost time (`diagnosis/causes/cause.py`).
 check_files.toml, check_machine.toml: what the findings of `stoker check` say (`preflight/catalog.py`).
 clouds.toml: how firmware names its cloud (`profiling/telemetry/environment.py`).
-egress.toml: prices of traffic between regions (`preflight/cloud.py`).
+dual_regions.toml: locations of buckets that are two regions (`preflight/cloud.py`).
 endings.toml: the ways in which jobs end (`diagnosis/endings.py`).
 findings.toml: what findings of `check`, `report` and `launch advise` mean (`diagnosis/reference.py`).
 flags.toml: flags of other tools (`cli/flag_names.py`).
@@ -23,10 +23,10 @@ recipes.toml, settings.toml: what models of a kind are trained with (`config/rec
 refusals.toml: how refusals of a store are repaired (`preflight/access.py`).
 report_words.toml: meanings of phases, stages, experiments and error types (`report/words.py`).
 secrets.toml: names and forms of secrets (`secrets.py`).
-source_names.toml: images, packages and calls in files of others (`preflight/static/names.py`).
+source_names.toml: images, packages and calls in files of others (`preflight/static/tables.py`).
 storage_failures.toml: failed requests to a bucket, and their messages (`storage/failures.py`).
 variables.toml: environment variables (`preflight/variables.py`).
-versions.toml: which versions belong together (`preflight/static/versions.py`).
+versions.toml: which versions belong together (`preflight/static/tables.py`).
 xids.toml: NVIDIA's Xid errors (`diagnosis/xids.py`).
 """
 

@@ -121,7 +121,7 @@ def _check_host_maintenance(machine: CloudMachine) -> Finding:
 def _check_spot(machine: CloudMachine, run_dir: str, root: Path) -> Finding:
     storage = describe_storage(run_dir, root)
     ids = {True: "spot_run_folder/network", False: "spot_run_folder", None: "spot_run_folder/unknown"}
-    texts = {"run_dir": run_dir, "kind": storage["kind"], "provider": machine.provider}
+    texts: dict[str, Any] = {"run_dir": run_dir, "kind": storage["kind"], "provider": machine.provider}
     scheme = "gs" if machine.provider == "gcp" else "s3"
     return describe(ids[storage["network"]], notice=NOTICE[machine.provider], scheme=scheme, **texts)
 
@@ -273,7 +273,7 @@ def check_region(
     per_pass = f"; a pass over the data reads {epoch_bytes / GIB:.1f} GiB" if epoch_bytes else ""
     rent = f"rent the machine in {location}, or " if "-" in location else ""  # not in a multi-region
     copy = f"{program} {uri} {uri.scheme}://BUCKET-IN-{region.upper()}"
-    texts = {"bucket": bucket, "location": location, "region": region, "per_pass": per_pass}
+    texts: dict[str, Any] = {"bucket": bucket, "location": location, "region": region, "per_pass": per_pass}
     return [describe("bucket_region/other", bucket, **texts, rent=rent, copy=copy)]
 
 

@@ -10,6 +10,7 @@ import pwd
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from stoker.diagnosis.causes.gpu import PCIE_DEGRADED
 from stoker.diagnosis.xids import find_xid
@@ -73,7 +74,7 @@ def version_findings(facts: GpuFacts) -> Iterator[Finding]:
     elif old and compat is None:
         errors = "; ".join(device.error for device in found.devices if device.error)
         severity: Severity = "blocker" if errors else "warning"
-        texts = {"version": version, "torch": found.torch, "errors": errors or "simple operations run"}
+        texts: dict[str, Any] = {"version": version, "torch": found.torch, "errors": errors or "simple operations run"}
         yield describe("driver_old", old=old, severity=severity, fix=driver_fix(found), **texts)
     else:
         used = "" if compat is None else f", through the forward-compatibility package {compat}"

@@ -11,12 +11,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import psutil
 
-from stoker.errors import ConfigError, StokerError
+from stoker.errors import StokerError
 from stoker.findings.finding import Finding, Severity
 from stoker.knowledge import read_toml
 from stoker.preflight.all_reduce import Measurement
@@ -41,6 +41,7 @@ class _Links(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gloo_cap: float
     gpu_fraction: float
     virtual: str
+    fixes: dict[str, str]
     gpus: list[tuple[str, str, float]]
 
 
@@ -89,8 +90,6 @@ def check_network(
         place = find_place(env)
     except StokerError as error:
         what = error.what.removesuffix(".")
-        if isinstance(error, ConfigError) and re.search(r"TF_CONFIG|CLUSTER_SPEC", what):
-            return [describe("ranks/unknown", what=what)]
         return [describe("ranks", what=what, cause=error.cause or "environment variables", fix=error.fix or "")]
     if place is None or place.world_size == 1:
         return [describe("ranks/one")]
@@ -110,33 +109,21 @@ def judge_speed(measured: Measurement, interface: Interface | None, *, local: bo
     """Bandwidth and latency against the floor of the link. interface: over which the other ranks are reached; local:
     all are on this machine."""
     link, floor = link_floor(measured, interface, local=local)
-    bus, latency_ms, limit_ms = (
-        measured.bus_bytes_per_s,
-        measured.latency_s * 1e3,
-        1e3 * (LINKS.max_latency_s.local if local else LINKS.max_latency_s.remote),
-    )
+    bus, latency_ms = measured.bus_bytes_per_s, measured.latency_s * 1e3
+    limit_ms = 1e3 * (LINKS.max_latency_s.local if local else LINKS.max_latency_s.remote)
     figures = f"{bus / 1e9:.3g} GB/s, latency {latency_ms:.2g} ms"
     evidence = (
         f"{measured.count} all-reduces of {measured.size_bytes / 1e6:.1f} MB between {measured.world_size} ranks with "
         f"{measured.backend} over {link}: {figures}; 100 MB of gradients take {1e11 / measured.bytes_per_s:.3g} ms"
     )
+    kind = "remote" if not local else "cpu" if measured.device == "cpu" else "gpu"
+    texts: dict[str, Any] = {"fix": LINKS.fixes[kind], "evidence": evidence}
     findings: list[Finding] = []
     if floor is not None and bus < floor:
-        fix = "choose the fastest interface (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), or machines with more network"
-        if local and measured.device != "cpu":
-            fix = "unset NCCL_P2P_DISABLE and NCCL_SHM_DISABLE; nvidia-smi topo -m and nvlink -s show the links"
-        elif local:
-            fix = "free the cores of other processes, or give the container more CPU"
         speed = f"{bus / 1e9:.3g} GB/s"
-        findings.append(
-            describe("all_reduce_bandwidth", speed=speed, link=link, floor=floor / 1e9, evidence=evidence, fix=fix)
-        )
+        findings.append(describe("all_reduce_bandwidth", speed=speed, link=link, floor=floor / 1e9, **texts))
     if latency_ms > limit_ms:
-        fix = "free the cores of other processes"
-        if not local:
-            fix = "place the machines in one zone (compact placement policy, cluster placement group)"
-        findings.append(describe("all_reduce_latency", latency=latency_ms, limit=limit_ms, evidence=evidence, fix=fix))
-    evidence += "" if floor is not None else "; no floor is known for this link"
+        findings.append(describe("all_reduce_latency", latency=latency_ms, limit=limit_ms, **texts))
     return findings or [describe("all_reduce_bandwidth/ok", figures=figures, evidence=evidence)]
 
 
@@ -162,43 +149,29 @@ def check_interfaces(
     interfaces: Sequence[Interface], route: str | None, env: Mapping[str, str], *, local: bool
 ) -> list[Finding]:
     """Which interfaces NCCL and gloo would take, against the one that leads to the other ranks. route: its address."""
-    findings: list[Finding] = []
     names = [interface.name for interface in interfaces]
     routed = next((interface.name for interface in interfaces if interface.address == route), None)
-    good = routed or "eth0"
-    present = ", ".join(f"{interface.name} {interface.address}" for interface in interfaces)
     choice, gloo = env.get("NCCL_SOCKET_IFNAME", ""), env.get("GLOO_SOCKET_IFNAME", "")
+    texts: dict[str, Any] = {
+        "good": routed or "eth0", "routed": routed or "no known interface", "choice": choice or "(unset)",
+        "gloo": gloo or "(unset)",
+        "present": ", ".join(f"{interface.name} {interface.address}" for interface in interfaces),
+    }  # fmt: skip
+    findings: list[Finding] = []
     chosen = nccl_interfaces(names, choice)
     dead_ends = [name for name in chosen if name == "lo" or re.match(LINKS.virtual, name)]
     if choice and not chosen:
-        findings.append(
-            describe("rank_interface/none", "NCCL_SOCKET_IFNAME", choice=choice, present=present, good=good)
-        )
+        findings.append(describe("rank_interface/none", "NCCL_SOCKET_IFNAME", **texts))
     elif chosen and not local and (dead_ends or (routed is not None and routed not in chosen)):
         severity: Severity = "blocker" if chosen == ["lo"] else "warning"
-        findings.append(
-            describe(
-                "rank_interface/nccl",
-                "NCCL_SOCKET_IFNAME",
-                severity=severity,
-                only="also " if dead_ends and len(chosen) > 1 else "",
-                wrong=(dead_ends or chosen)[0],
-                routed=routed or "no known interface",
-                present=present,
-                choice=choice or "(unset)",
-                good=good,
-            )
-        )
+        wrong = (dead_ends or chosen)[0]
+        findings.append(describe("rank_interface/nccl", "NCCL_SOCKET_IFNAME", severity=severity, wrong=wrong, **texts))
     if any(name and name not in names for name in gloo.split(",")):
-        more = "; unlike NCCL's it takes whole names, no ^ and no =" if re.search(r"[\^=]", gloo) else ""
-        findings.append(
-            describe("rank_interface/gloo", "GLOO_SOCKET_IFNAME", gloo=gloo, present=present, more=more, good=good)
-        )
+        findings.append(describe("rank_interface/gloo", "GLOO_SOCKET_IFNAME", **texts))
     elif not gloo and not local and (own := resolve(socket.gethostname())) is not None and own.startswith("127."):
-        findings.append(describe("rank_interface/loopback", own=own, name=socket.gethostname(), good=good))
+        findings.append(describe("rank_interface/loopback", own=own, name=socket.gethostname(), **texts))
     if not findings and not local and routed is not None:
-        choice, gloo = choice or "(unset)", gloo or "(unset)"
-        findings.append(describe("rank_interface", routed=routed, present=present, choice=choice, gloo=gloo))
+        findings.append(describe("rank_interface", **texts))
     return findings
 
 

@@ -61,8 +61,6 @@ def found(host: Host, **changes: Any) -> dict[str, Finding]:
 
 def test_a_machine_without_faults_is_in_order(host: Host):
     findings = found(host)
-    clock = findings.pop("clock")
-    assert clock.severity == ("ok" if probes.kernel_clock_is_synchronized() else "unknown")
     assert {finding.severity for finding in findings.values()} == {"ok"}
     assert set(findings) == {"cpu_cores", "threads", "memory", "swap", "shm", "file_handles", "disk", "numa"}
     assert not list((host.root / "runs").glob("tmp*")), "the file that was written is gone"
@@ -156,11 +154,9 @@ def test_the_clock_against_a_server(host: Host, clock_server: tuple[str, list[fl
     assert "behind" in found(host, date_urls=[url])["clock"].title
 
 
-def test_a_clock_that_is_compared_with_no_server(host: Host, monkeypatch: pytest.MonkeyPatch):
-    for synchronized, severity in ((True, "ok"), (False, "unknown")):
-        monkeypatch.setattr(probes, "kernel_clock_is_synchronized", lambda synchronized=synchronized: synchronized)
-        assert found(host)["clock"].severity == severity
-        assert found(host, date_urls=["http://127.0.0.1:9/"])["clock"].severity == severity
+def test_a_clock_that_is_compared_with_no_server(host: Host):
+    assert "clock" not in found(host)
+    assert "clock" not in found(host, date_urls=["http://127.0.0.1:9/"])
 
 
 def test_lists_of_cpus():
