@@ -11,8 +11,14 @@ import pytest
 from stoker.errors import ConfigError, StokerError, UsageError
 from stoker.findings.finding import Finding
 from stoker.preflight import network
-from stoker.preflight.all_reduce import Measurement
-from stoker.preflight.network import Interface, check_interfaces, check_network, judge_speed, nccl_interfaces
+from stoker.preflight.network import (
+    Interface,
+    Measurement,
+    check_interfaces,
+    check_network,
+    judge_speed,
+    nccl_interfaces,
+)
 
 ETH0 = Interface("eth0", "10.0.0.5", 10e9)
 FAST_ETH = Interface("eth0", "10.0.0.5", 100e9)

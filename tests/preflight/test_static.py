@@ -500,6 +500,7 @@ def test_a_file_that_cannot_be_read_or_understood_is_a_finding_with_the_reason(t
 NASTY = {
     "deep_parentheses": "x = " + "(" * 100_000,
     "deep_attributes": "x = a" + ".b" * 20_000,
+    "deep_operators": "import torch\nx = f(" + "-" * 2_000 + "1)\nfor a in b:\n    l.backward()\n    l.item()\n",
     "deep_chain": "import tensorflow as tf\nds = tf.data.Dataset.range(1)" + ".map(f)" * 3_000 + "\nmodel.fit(ds)\n",
     "many_assignments": "import tensorflow as tf\nds = tf.data.Dataset.range(1)\n"
     + "ds = ds.map(f)\n" * 2_000

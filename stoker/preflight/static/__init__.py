@@ -1,9 +1,9 @@
 """What a Dockerfile, a list of requirements and a training script say about a job before it starts: `stoker check
 --dockerfile --requirements --script`. Files are read, never run; nothing is installed or downloaded.
 
-Dockerfiles are read by `dockerfile.py` and `image.py`, requirements by `requirements.py`, scripts by `source.py`.
-Versions and names are in `tables.py`, the rules in `version_rules.py` and `script_rules.py`. All of them are listed in
-docs/check-static.md.
+Dockerfiles are read by `image.py`, requirements by `requirements.py`; what does not belong together in them is in
+`version_rules.py`. Scripts are read and judged by `script_rules.py`. Versions and names are in `tables.py`. All rules
+are listed in docs/check-static.md.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,6 @@ from stoker.preflight.catalog import describe_file
 from stoker.preflight.static.image import Image, read_image
 from stoker.preflight.static.requirements import Options, reason_of
 from stoker.preflight.static.script_rules import check_script
-from stoker.preflight.static.source import read_source
 from stoker.preflight.static.version_rules import check_image
 
 
@@ -46,5 +45,5 @@ def check_sources(*, dockerfile: Path | None, requirements: Path | None, script:
         attempt(requirements, lambda path: image.add_requested(path, name=str(path), options=Options()))
     found += check_image(image)
     if script is not None:
-        attempt(script, lambda path: found.extend(check_script(read_source(path))))
+        attempt(script, lambda path: found.extend(check_script(path)))
     return worst_first(found)

@@ -4,20 +4,31 @@ Sources: tensorflow.org/guide/data_performance (parallel mapping, prefetching, v
 tensorflow.org/tutorials/distribute/input (global batch), PyTorch's performance tuning guide
 (pytorch.org/tutorials/recipes/recipes/tuning_guide.html), the API pages of the functions named. A map after `batch` is
 what TensorFlow's guide advises for cheap, vectorized work; only work that is done for one image at a time is reported
-there. A rule that needs the whole program speaks only of a script that imports nothing but known libraries. The texts
-are in `knowledge/check_files.toml`, names and switches in `knowledge/source_names.toml`.
+there. A rule that needs the whole program speaks only of a script that imports nothing but known libraries. The script
+is never imported or executed: `Source` is its syntax tree, with what the rules ask of it. All walks are iterative, so a
+script that is nested too deeply for the parser is an error and one that is not costs linear time. The texts are in
+`knowledge/check_files.toml`, names and switches in `knowledge/source_names.toml`.
 """
 
 import ast
 import re
+import sys
+import warnings
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 from stoker.findings.finding import Finding
 from stoker.preflight.catalog import describe_file
-from stoker.preflight.static.source import Source, argument, is_constant, keyword
+from stoker.preflight.static.requirements import read_text
 from stoker.preflight.static.tables import SCRIPTS
 
+MAX_BYTES = 1 << 20
+Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_IFS = (ast.If, ast.IfExp)
 MAX_STEPS = 100
 """Methods of one pipeline that are followed back to its source."""
 _HEAVY = f"{SCRIPTS.one_image}|{SCRIPTS.heavy}"
@@ -28,11 +39,214 @@ _SHAPES = frozenset(("shape", "ndim", "size", "numel", "dim", "dtype"))
 """Attributes that are known without the GPU."""
 
 
-def check_script(source: Source) -> list[Finding]:
-    """All findings of a script."""
+class Assignment(NamedTuple):
+    statement: ast.stmt
+    value: ast.expr
+    """That of a tuple target is the one of the tuple."""
+    scope: ast.AST
+    """The function, class or module that it is in."""
+
+
+class Source:
+    """The tree of a script."""
+
+    def __init__(self, text: str, place: str) -> None:
+        """place: how places call the file. Raises ValueError with line and reason for what is not Python."""
+        self.file = place
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self.tree = ast.parse(text)
+        except SyntaxError as error:
+            raise ValueError(f"line {error.lineno}: {error.msg}") from error
+        except (RecursionError, MemoryError) as error:
+            raise ValueError("is nested too deeply") from error
+        self.parents: dict[ast.AST, ast.AST] = {}
+        self.nodes: list[ast.AST] = []
+        pending: list[ast.AST] = [self.tree]
+        while pending:
+            node = pending.pop()
+            self.nodes.append(node)
+            children = list(ast.iter_child_nodes(node))
+            for child in children:
+                self.parents.setdefault(child, node)
+            pending += reversed(children)
+        self.aliases: dict[str, str] = {}
+        self.modules: set[str] = set()
+        """Top-level modules that are imported; `.` for one of the same package."""
+        self.calls: list[ast.Call] = []
+        self.functions: dict[str, list[Function]] = {}
+        self.assigned: dict[str, list[Assignment]] = {}
+        """Name → its assignments, in the order of the lines."""
+        for node in self.nodes:
+            if isinstance(node, ast.Call):
+                self.calls.append(node)
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                self.functions.setdefault(node.name, []).append(node)
+            elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                self._assign(node, node.value)
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                self._import(node)
+        for assignments in self.assigned.values():
+            assignments.sort(key=lambda assignment: assignment.statement.lineno)
+        self.parameters = {node.arg for node in self.nodes if isinstance(node, ast.arg)}
+        self.names = {node.id for node in self.nodes if isinstance(node, ast.Name)}
+        self.names |= {node.attr for node in self.nodes if isinstance(node, ast.Attribute)}
+        self.strings = [
+            node.value for node in self.nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        ]
+
+    def _import(self, node: ast.Import | ast.ImportFrom) -> None:
+        for alias in node.names:
+            path = alias.name
+            if isinstance(node, ast.ImportFrom):
+                path = "." if node.level or not node.module else f"{node.module}.{alias.name}"
+            top = path.partition(".")[0] or "."
+            self.modules.add(top)
+            if isinstance(node, ast.ImportFrom) or alias.asname:
+                self.aliases[alias.asname or alias.name] = path if top != "." else alias.name
+            else:
+                self.aliases[top] = top
+
+    def _assign(self, node: ast.Assign | ast.AnnAssign, value: ast.expr) -> None:
+        scope = self.scope(node)
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            for part in ast.walk(target):
+                if isinstance(part, ast.Name):
+                    self.assigned.setdefault(part.id, []).append(Assignment(node, value, scope))
+
+    def place(self, node: ast.AST) -> str:
+        """FILE:LINE. Of a method that is called in a chain over several lines, the line of its name."""
+        line = getattr(node, "lineno", 1)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            line = node.func.end_lineno
+        return f"{self.file}:{line}"
+
+    @property
+    def is_self_contained(self) -> bool:
+        """Whether it imports only known libraries: no code of its own project, and none that may take over
+        the training."""
+        return self.modules <= sys.stdlib_module_names | SCRIPTS.known_modules
+
+    def dotted(self, node: ast.AST) -> str:
+        """`tensorflow.io.decode_jpeg` of `tf.io.decode_jpeg`; empty for what is no name with attributes."""
+        parts: list[str] = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        if not isinstance(node, ast.Name):
+            return ""
+        return ".".join([self.aliases.get(node.id, node.id), *reversed(parts)])
+
+    def methods(self, *names: str) -> list[ast.Call]:
+        """The calls of methods of these names, on whatever."""
+        return [call for call in self.calls if isinstance(call.func, ast.Attribute) and call.func.attr in names]
+
+    def called(self, node: ast.AST) -> str:
+        return self.dotted(node.func) if isinstance(node, ast.Call) else ""
+
+    def ancestors(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+        """(ancestor, its child on the way), from the inside out."""
+        while (parent := self.parents.get(node)) is not None:
+            yield parent, node
+            node = parent
+
+    def scope(self, node: ast.AST) -> ast.AST:
+        """The function, class or module that a node is in."""
+        scopes = (*_FUNCTIONS, ast.ClassDef)
+        return next((parent for parent, _ in self.ancestors(node) if isinstance(parent, scopes)), self.tree)
+
+    def conditions(self, node: ast.AST, *, within: ast.AST | None = None) -> dict[ast.AST, bool]:
+        """The `if`s, inside the function (or `within`), on which a node depends: node of the `if` → whether it is in
+        its body. `if __name__ == "__main__"` is none."""
+        found: dict[ast.AST, bool] = {}
+        for parent, child in self.ancestors(node):
+            if parent is within or isinstance(parent, _FUNCTIONS):
+                break
+            if isinstance(parent, _IFS) and child is not parent.test:
+                if not (isinstance(parent, ast.If) and _is_main(parent.test)):
+                    found[parent] = child in parent.body if isinstance(parent, ast.If) else child is parent.body
+            elif isinstance(parent, ast.ExceptHandler):
+                found[parent] = True
+        return found
+
+    def runs_always(self, node: ast.AST) -> bool:
+        """Whether a statement is part of every run: under no `if`, and in the module or a function that every
+        run calls."""
+        scope = self.scope(node)
+        called = isinstance(scope, ast.Module) or getattr(scope, "name", "") in ("main", "train", "run")
+        return called and not self.conditions(node)
+
+    def only_value(self, node: ast.AST | None) -> ast.AST | None:
+        """The value of a name that is assigned once and is no parameter; every other expression itself."""
+        if not isinstance(node, ast.Name):
+            return node
+        values = self.assigned.get(node.id, [])
+        return values[0].value if len(values) == 1 and node.id not in self.parameters else None
+
+    def integer(self, node: ast.AST | None) -> int | None:
+        """The value of a literal, or of a name that stands for one."""
+        value = getattr(self.only_value(node), "value", None)
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    def function(self, node: ast.AST | None) -> Function | None:
+        """The function that an expression names, if this script defines exactly one of that name."""
+        if isinstance(node, ast.Lambda):
+            return node
+        if isinstance(node, ast.Call) and self.called(node).endswith("partial") and node.args:
+            node = node.args[0]
+        name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+        found = self.functions.get(name, [])
+        return found[0] if len(found) == 1 else None
+
+    def reached_calls(self, *roots: ast.AST) -> list[ast.Call]:
+        """The calls in functions or expressions, and in the functions of this script that they call."""
+        found: list[ast.Call] = []
+        seen: set[ast.AST] = set()
+        pending = list(roots)
+        while pending:
+            current = pending.pop()
+            if current not in seen:
+                seen.add(current)
+                calls = [node for node in ast.walk(current) if isinstance(node, ast.Call)]
+                found += calls
+                pending += filter(None, (self.function(call.func) for call in calls))
+        return found
+
+
+def _is_main(test: ast.expr) -> bool:
+    return isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and test.left.id == "__name__"
+
+
+def keyword(call: ast.Call, name: str) -> ast.expr | None:
+    return next((argument.value for argument in call.keywords if argument.arg == name), None)
+
+
+def argument(call: ast.Call, position: int, name: str) -> ast.expr | None:
+    """An argument by its position or name."""
+    if len(call.args) > position and not any(isinstance(value, ast.Starred) for value in call.args[: position + 1]):
+        return call.args[position]
+    return keyword(call, name)
+
+
+def _text(node: ast.AST) -> str:
+    """The source of a node; … for one that is nested too deeply."""
+    try:
+        return ast.unparse(node)
+    except RecursionError:
+        return "…"
+
+
+def is_constant(node: ast.AST | None, value: object) -> bool:
+    return isinstance(node, ast.Constant) and node.value is value
+
+
+def check_script(path: Path) -> list[Finding]:
+    """All findings of a script. Raises OSError, ValueError."""
+    source = Source(read_text(path, MAX_BYTES), str(path))
     found = list(_switches(source))
     if source.modules & {"tensorflow", "keras", "tensorflow_datasets"}:
-        found += [finding for pipeline in _pipelines(source) for finding in _check_pipeline(source, pipeline)]
+        found += [finding for steps in _pipelines(source) for finding in _check_pipeline(source, steps)]
         found += [*_no_prefetch(source), *_replicas(source)]
     if "torch" in source.modules:
         found += [finding for rule in _TORCH_RULES for finding in rule(source)]
@@ -42,25 +256,20 @@ def check_script(source: Source) -> list[Finding]:
 
 def _switches(source: Source) -> Iterator[Finding]:
     """A call or an assignment that hides the GPU or is for debugging, on every run."""
+    statements: list[tuple[ast.AST, str, str]] = []
     for node in source.nodes:
-        if isinstance(node, ast.Call):
-            arguments = [ast.unparse(part) for part in (*node.args, *node.keywords)] if source.called(node) else []
-            text = f"{source.called(node)}({', '.join(arguments)})"
+        if isinstance(node, ast.Call) and (name := source.called(node)):
+            arguments = ", ".join(_text(part) for part in (*node.args, *node.keywords))
+            statements.append((node, "", f"{name}({arguments})"))
         elif isinstance(node, ast.Assign):
-            target = source.dotted(node.targets[0]) or ast.unparse(node.targets[0])
-            text = f"{target} = {ast.unparse(node.value)}"
-        else:
-            continue
+            target = source.dotted(node.targets[0]) or _text(node.targets[0])
+            statements.append((node, target, f"{target} = {_text(node.value)}"))
+    times = Counter(target for _, target, _ in statements)
+    for node, target, text in statements:
         for row in SCRIPTS.switches:
-            if re.match(row.pattern, text) and not source.modules & row.unless and source.runs_always(node):
-                is_set_again = isinstance(node, ast.Assign) and _times_set(source, node.targets[0]) > 1
-                if not is_set_again:
-                    yield describe_file(row.id, source.place(node), text=text)
-
-
-def _times_set(source: Source, target: ast.expr) -> int:
-    text = ast.unparse(target)
-    return sum(isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == text for node in source.nodes)
+            is_meant = source.runs_always(node) and (not target or times[target] == 1)  # else it may be undone
+            if re.match(row.pattern, text) and not source.modules & row.unless and is_meant:
+                yield describe_file(row.id, source.place(node), text=text)
 
 
 # tf.data
@@ -79,65 +288,50 @@ class Step:
         return not earlier.conditions or not self.conditions or earlier.conditions == self.conditions
 
 
-@dataclass(frozen=True)
-class Pipeline:
-    steps: tuple[Step, ...]
-    root: str
-    """The dotted name of its source; empty if unknown."""
-
-
-def _pipelines(source: Source) -> Iterator[Pipeline]:
+def _pipelines(source: Source) -> Iterator[list[Step]]:
     """Each longest chain of dataset methods, with the chains of the variables that it begins with."""
     seen: set[ast.AST | None] = set()
     for call in sorted(source.calls, key=lambda call: (call.end_lineno or 0, call.end_col_offset or 0), reverse=True):
         if isinstance(call.func, ast.Attribute) and call.func.attr in SCRIPTS.methods and call not in seen:
-            pipeline = _pipeline(source, call)
-            seen.update(step.call for step in pipeline.steps)
-            is_dataset = any(step.method in SCRIPTS.only_dataset or _is_parallel(step.call) for step in pipeline.steps)
-            if pipeline.root or is_dataset:
-                yield pipeline
+            root, steps = _pipeline(source, call)
+            seen.update(step.call for step in steps)
+            if root or any(step.method in SCRIPTS.only_dataset or _is_parallel(step.call) for step in steps):
+                yield steps
 
 
 def _is_parallel(call: ast.Call | None) -> bool:
     return call is not None and keyword(call, "num_parallel_calls") is not None
 
 
-def _pipeline(source: Source, end: ast.expr) -> Pipeline:
+def _pipeline(source: Source, end: ast.AST | None) -> tuple[str, list[Step]]:
+    """(dotted name of the source, empty if unknown; the steps from there) of a chain."""
     steps: list[Step] = []
-    node: ast.AST | None = end
-    seen: set[ast.AST] = set()
-    while node is not None and node not in seen and len(steps) < MAX_STEPS:
+    node, seen, root = end, set[ast.AST](), ""
+    while node is not None and node not in seen and len(steps) < MAX_STEPS and not root:
         seen.add(node)
-        if re.fullmatch(SCRIPTS.dataset, source.called(node)):
-            break
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in SCRIPTS.methods:
+        if re.fullmatch(SCRIPTS.dataset, name := source.called(node)):
+            root = name
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in SCRIPTS.methods:
             steps.append(Step(node.func.attr, node, source.conditions(node)))
             node = node.func.value
         elif isinstance(node, ast.Subscript):
             node = node.value
         else:
             node = _definition(source, node) if isinstance(node, ast.Name) else None
-    root = source.called(node) if node is not None else ""
-    root = root if re.fullmatch(SCRIPTS.dataset, root) else ""
-    is_batched = re.fullmatch(SCRIPTS.batched_dataset, root) and isinstance(node, ast.Call)
-    if is_batched and isinstance(node, ast.Call) and not is_constant(keyword(node, "batch_size"), None):
+    is_batched = isinstance(node, ast.Call) and not is_constant(keyword(node, "batch_size"), None)
+    if is_batched and re.fullmatch(SCRIPTS.batched_dataset, root):
         steps += [Step("batch", None, {}), Step("shuffle", None, {})]
-    return Pipeline(tuple(reversed(steps)), root)
+    return root, steps[::-1]
 
 
 def _definition(source: Source, name: ast.Name) -> ast.expr | None:
     """The value of the last assignment before a use, in the same function or, for a constant, in the module."""
-    use = next((parent for parent, _ in source.ancestors(name) if isinstance(parent, ast.stmt)), None)
-    scope, uses, steps = source.scope(name), source.conditions(name), 0
-    for assignment in reversed(source.assigned.get(name.id, [])):
-        if use is None or assignment.scope is not scope or assignment.statement.lineno >= use.lineno:
-            continue
-        conditions = source.conditions(assignment.statement)
-        if all(uses.get(condition, branch) == branch for condition, branch in conditions.items()):
-            return assignment.value
-        steps += 1
-        if steps >= MAX_STEPS:
-            break
+    line = next((parent.lineno for parent, _ in source.ancestors(name) if isinstance(parent, ast.stmt)), 0)
+    scope, uses = source.scope(name), source.conditions(name)
+    rows = [row for row in source.assigned.get(name.id, []) if row.scope is scope and row.statement.lineno < line]
+    for row in rows[: -MAX_STEPS - 1 : -1]:
+        if all(uses.get(test, branch) == branch for test, branch in source.conditions(row.statement).items()):
+            return row.value
     return None
 
 
@@ -161,11 +355,11 @@ def _layers_of(source: Source, node: ast.AST | None) -> list[str]:
     return [f"layers.{name}" for name in names if re.fullmatch(r"Random[A-Z]\w*", name)]
 
 
-def _check_pipeline(source: Source, pipeline: Pipeline) -> Iterator[Finding]:
+def _check_pipeline(source: Source, steps: list[Step]) -> Iterator[Finding]:
     batched: Step | None = None
     random: tuple[Step, str] | None = None
     is_shuffled = False
-    for step in pipeline.steps:
+    for step in steps:
         place = source.place(step.call) if step.call else ""
         if step.method in SCRIPTS.batches:
             batched = step
@@ -208,11 +402,10 @@ def _no_prefetch(source: Source) -> Iterator[Finding]:
     if source.names & {"prefetch", "prefetch_to_device", "MirroredStrategy"} or source.modules & {"torch", "jax"}:
         return
     for call in source.methods("fit"):
-        data = argument(call, 0, "x")
-        pipeline = _pipeline(source, data) if data is not None else Pipeline((), "")
-        maps = any(_work(source, step, _HEAVY) for step in pipeline.steps)
-        last = next((step.call for step in reversed(pipeline.steps) if step.call), call)
-        if maps and pipeline.root and any(step.method in SCRIPTS.batches for step in pipeline.steps):
+        root, steps = _pipeline(source, argument(call, 0, "x"))
+        maps = any(_work(source, step, _HEAVY) for step in steps)
+        if maps and root and any(step.method in SCRIPTS.batches for step in steps):
+            last = next((step.call for step in reversed(steps) if step.call), call)
             yield describe_file("no_prefetch", source.place(last))
 
 
@@ -222,8 +415,7 @@ def _replicas(source: Source) -> Iterator[Finding]:
     devices = argument(strategies[0], 0, "devices") if strategies else None
     count = len(devices.elts) if isinstance(devices, ast.List | ast.Tuple) else 2
     for call in source.methods("fit", "experimental_distribute_dataset") if strategies and count > 1 else ():
-        data = argument(call, 0, "x") or keyword(call, "dataset")
-        steps = _pipeline(source, data).steps if data is not None else ()
+        _, steps = _pipeline(source, argument(call, 0, "x") or keyword(call, "dataset"))
         batches = [step.call for step in steps if step.method in ("batch", "padded_batch") and step.call]
         sizes = [(argument(batch, 0, "batch_size"), batch) for batch in batches]
         for node, at in (*sizes, (keyword(call, "batch_size"), call)):
@@ -298,7 +490,7 @@ def _host_syncs(source: Source) -> Iterator[Finding]:
         ]
         if found:
             first = min(found, key=lambda call: (call.lineno, call.col_offset))
-            text = ast.unparse(first)[:60]
+            text = _text(first)[:60]
             yield describe_file("host_sync_each_step", source.place(first), call=text, lines=_lines(found, "waits"))
 
 
