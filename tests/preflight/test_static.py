@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from stoker.findings.finding import SEVERITIES, Finding
 from stoker.preflight.catalog import file_rows
 from stoker.preflight.static import check_sources
-from stoker.preflight.static.dockerfile import read_instructions, read_stages
+from stoker.preflight.static.image import read_instructions, read_stages
 from stoker.preflight.static.requirements import read_conda_package, read_package
 from stoker.preflight.static.tables import DRIVERS_BY_MAJOR, TENSORFLOW, TORCH, driver_for, library_family, minor
 from tests.bounded import bounded
