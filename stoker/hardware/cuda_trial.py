@@ -103,8 +103,6 @@ class TorchDevice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     name: str = ""
     capability: tuple[int, int] = (0, 0)
-    free_bytes: int = 0
-    total_bytes: int = 0
     error: str = ""
     wrong: bool = False
     tflops: float | None = None
@@ -221,7 +219,6 @@ def _try_device(index: int, seconds: float) -> TorchDevice:
         _enter(f"opening cuda:{index}")
         properties = torch.cuda.get_device_properties(device)
         values |= {"name": properties.name, "capability": (properties.major, properties.minor)}
-        values["free_bytes"], values["total_bytes"] = torch.cuda.mem_get_info(device)
         generator = torch.Generator().manual_seed(0)
         _enter(f"matrix product on cuda:{index}")
         a, b = torch.randn(2, 256, 256, generator=generator)

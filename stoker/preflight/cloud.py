@@ -57,10 +57,8 @@ class CloudMachine(msgspec.Struct, frozen=True, kw_only=True):
     """gcp: MIGRATE or TERMINATE, what happens to the machine while its host is maintained."""
     automatic_restart: bool | None = None
     """gcp: whether it is started again after the host was maintained or failed."""
-    ending: str | None = None
-    """The machine is being taken back: the notice, in words."""
-    warned: str | None = None
-    """A maintenance event or a raised risk of preemption: the notice, in words."""
+    notices: tuple[str, ...] = ()
+    """A preemption, a maintenance event or a raised risk of preemption, in words."""
 
 
 class _NoService(Exception):
@@ -85,13 +83,9 @@ def check_cloud(
     place = f"{machine.zone or machine.region or 'unknown zone'} ({machine.provider})"
     spot = {True: ", spot", False: ", on demand", None: ""}[machine.spot]
     name = f"{machine.machine_type or 'machine of unknown type'} in {place}{spot}"
-    service = "metadata server" if machine.provider == "gcp" else "instance metadata service (IMDSv2)"
-    evidence = f"{service}; maintenance and preemption notices can be read"
+    evidence = "metadata service; maintenance and preemption notices can be read"
     findings = [describe("cloud_machine", machine=name, evidence=evidence)]
-    if machine.ending is not None:
-        findings.append(describe("machine_ending", service=service, notice=machine.ending))
-    if machine.warned is not None:
-        findings.append(describe("machine_notice", service=service, notice=machine.warned))
+    findings += [describe("machine_notice", notice=notice) for notice in machine.notices]
     if machine.spot:
         findings.append(_check_spot(machine, run_dir or env.get("AIP_CHECKPOINT_DIR") or "runs", root))
     elif machine.host_maintenance is not None:
@@ -172,8 +166,10 @@ def _read_google(env: Mapping[str, str], timeout_s: float) -> CloudMachine:
         spot=spot,
         host_maintenance=policy,
         automatic_restart=None if restart is None else _is_true(restart),
-        ending="instance/preempted is TRUE" if _is_true(preempted) else None,
-        warned=None if event in (None, "NONE") else f"maintenance-event is {event}",
+        notices=(
+            *(["instance/preempted is TRUE"] if _is_true(preempted) else []),
+            *([] if event in (None, "NONE") else [f"maintenance-event is {event}"]),
+        ),
     )
 
 
@@ -191,25 +187,23 @@ def _read_amazon(env: Mapping[str, str], timeout_s: float) -> CloudMachine:
     zone, life_cycle = ask("placement/availability-zone"), ask("instance-life-cycle")
     if zone is None:
         raise _NoService("it does not know the availability zone")
-    action, rebalance = ask("spot/instance-action"), ask("events/recommendations/rebalance")
-    scheduled = _scheduled_events(ask("events/maintenance/scheduled"))
-    warned = scheduled or (None if rebalance is None else f"raised risk of preemption (rebalance, {rebalance})")
+    keys = ("spot/instance-action", "events/recommendations/rebalance", "events/maintenance/scheduled")
+    answers = [(key, answer) for key in keys if (answer := ask(key)) and not _is_over(answer)]
     return CloudMachine(
         provider="aws",
         machine_type=_machine_type(env, ask("instance-type")),
         zone=zone,
         region=ask("placement/region") or zone.rstrip("abcdefghijklmnopqrstuvwxyz"),
         spot=None if life_cycle is None else life_cycle == "spot",
-        ending=None if action is None else f"spot/instance-action is {action}",
-        warned=warned,
+        notices=tuple(f"{key} is {answer}" for key, answer in answers),
     )
 
 
-def _scheduled_events(text: str | None) -> str | None:
-    """Events that are not completed or canceled: [{"Code": "system-reboot", "NotBefore": "21 Jan 2019 09:00:43 GMT",
-    "State": "active"}]."""
-    is_over = all(state in ("completed", "canceled") for state in re.findall(r'"State"\s*:\s*"(\w+)"', text or ""))
-    return None if not text or text == "[]" or ('"State"' in text and is_over) else f"scheduled maintenance: {text}"
+def _is_over(events: str) -> bool:
+    """Whether all scheduled events are completed or canceled: [{"Code": "system-reboot", "NotBefore": "21 Jan 2019
+    09:00:43 GMT", "State": "active"}]."""
+    states = re.findall(r'"State"\s*:\s*"(\w+)"', events)
+    return events == "[]" or (bool(states) and all(state in ("completed", "canceled") for state in states))
 
 
 def _request(url: str, headers: dict[str, str], *, timeout_s: float, method: str = "GET") -> str | None:

@@ -145,16 +145,12 @@ def read_conda_package(text: str, *, place: str) -> Package | None:
     match = _CONDA_SPEC.fullmatch(text.strip())
     if match is None:
         return None
-    name, version, build = match[1].lower(), match[2].strip(), match[3] or ""
-    if not version and match[4]:
-        version = f"={match[4]}"
-    if match := re.fullmatch(r"(=?)(\d[\w.]*)(\.\*|\*)?", version):
-        version = f"=={match[2].rstrip('.')}.*"
-    elif version in ("=", "=*", "*"):
-        version = ""
+    name, version, build = match[1].lower(), match[2].strip() or match[4] or "", match[3] or ""
+    if plain := re.fullmatch(r"(=?)(\d[\w.]*)(\.\*|\*)?", version):
+        version = f"=={plain[2].rstrip('.')}.*"
     try:
         SpecifierSet(version)
-    except InvalidSpecifier:
+    except InvalidSpecifier:  # also `=*`: any version
         version = ""
     return Package(_CONDA_NAMES.get(name, canonicalize_name(name)), version, place, text, source="conda", build=build)
 
@@ -226,34 +222,29 @@ def _read_environment(path: Path, name: str) -> Requested:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}: " if mark else ""
-        raise ValueError(f"{where}{getattr(error, 'problem', None) or 'is nested too deeply'}") from error
+        raise ValueError(f"line {mark.line + 1}: {error}" if mark else "is nested too deeply") from error
     requested = Requested()
     for item in _items(root, "dependencies"):
-        if isinstance(item, yaml.ScalarNode):
-            place = f"{name}:{item.start_mark.line + 1}"
-            package = read_conda_package(str(item.value), place=place)
+        for place, text in _scalars([item], name):
+            package = read_conda_package(text, place=place)
             if package and package.name == "python":
                 requested.python = package.minor
             requested.packages += [package] if package else []
-        lines = [
-            (f"{name}:{line.start_mark.line + 1}", str(line.value))
-            for line in _items(item, "pip")
-            if isinstance(line, yaml.ScalarNode)
-        ]
-        _add_lines(lines, path, name, Options(), requested, set())
+        _add_lines(_scalars(_items(item, "pip"), name), path, name, Options(), requested, set())
     return requested
 
 
 def _items(node: yaml.Node | None, key: str) -> list[yaml.Node]:
     """The list that a mapping has under a key."""
     pairs = node.value if isinstance(node, yaml.MappingNode) else []
-    return [
-        item
-        for name, value in pairs
-        if name.value == key and isinstance(value, yaml.SequenceNode)
-        for item in value.value
-    ]
+    lists = [value for name, value in pairs if name.value == key and isinstance(value, yaml.SequenceNode)]
+    return [item for value in lists for item in value.value]
+
+
+def _scalars(nodes: Sequence[yaml.Node], name: str) -> list[tuple[str, str]]:
+    """(place, text) of the nodes that are plain values."""
+    plain = [node for node in nodes if isinstance(node, yaml.ScalarNode)]
+    return [(f"{name}:{node.start_mark.line + 1}", str(node.value)) for node in plain]
 
 
 def _read_project(path: Path, name: str) -> Requested:
