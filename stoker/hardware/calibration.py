@@ -33,49 +33,45 @@ STEP_FIELDS = frozenset(
 """Settings that decide which operators a step consists of."""
 
 
-class MeasuredStep(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="measured"):
-    """The steps of a training on one device."""
-
+class _Step(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
     t: float
     """Unix time."""
     model: str
     image_size: tuple[int, int]
     batch_size: int
     """Images per device and step."""
-    micro_batches: int
     precision: str
+    step_s: float
+    """Measured: median over the windows of steps.jsonl of the seconds of `compute` a step."""
+    peak_bytes: int | None = None
+    """Measured: what torch had allocated on the device; None on a CPU."""
+
+
+class MeasuredStep(_Step, frozen=True, kw_only=True, tag="measured"):
+    """The steps of a training on one device."""
+
+    micro_batches: int
     device: str
     """Its name, as the driver reports it."""
     threads: int = 0
     """Threads that a CPU computed with; 0: not a CPU."""
     compiled: bool = False
     """Whether by torch.compile or as a CUDA graph."""
-    step_s: float
-    """Median over the windows of steps.jsonl of the seconds of `compute` a step."""
     steps: int
-    peak_bytes: int | None = None
-    """That torch had allocated on the device. None: a CPU."""
     settings: dict[str, Any]
     """Those of STEP_FIELDS."""
     num_classes: int
     max_boxes: int
 
 
-class PredictedStep(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="predicted"):
+class PredictedStep(_Step, frozen=True, kw_only=True, tag="predicted"):
     """What `stoker plan` predicted for a step."""
 
-    t: float
-    model: str
-    image_size: tuple[int, int]
-    batch_size: int
-    precision: str
     accelerator: str
     device_pattern: str
     """Regular expression for the name of the device."""
-    step_s: float
     step_error: float
     """Relative half-width of the band."""
-    peak_bytes: int
 
 
 Line = MeasuredStep | PredictedStep

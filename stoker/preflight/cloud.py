@@ -53,10 +53,6 @@ class CloudMachine(msgspec.Struct, frozen=True, kw_only=True):
     """us-central1-a, us-east-1b."""
     region: str | None = None
     spot: bool | None = None
-    host_maintenance: str | None = None
-    """gcp: MIGRATE or TERMINATE, what happens to the machine while its host is maintained."""
-    automatic_restart: bool | None = None
-    """gcp: whether it is started again after the host was maintained or failed."""
     notices: tuple[str, ...] = ()
     """A preemption, a maintenance event or a raised risk of preemption, in words."""
 
@@ -75,7 +71,7 @@ def read_machine(env: Mapping[str, str] = os.environ, *, root: Path = Path("/"))
 def check_cloud(
     env: Mapping[str, str] = os.environ, *, run_dir: str | None = None, root: Path = Path("/")
 ) -> list[Finding]:
-    """Type of the machine, spot or not, host maintenance, notices that are pending. run_dir: folder or URI of the run;
+    """Type of the machine, spot or not, notices that are pending. run_dir: folder or URI of the run;
     None: `runs/` in the current folder, or Vertex AI's folder for checkpoints."""
     machine, reasons = _ask_services(env, root)
     if machine is None:
@@ -88,8 +84,6 @@ def check_cloud(
     findings += [describe("machine_notice", notice=notice) for notice in machine.notices]
     if machine.spot:
         findings.append(_check_spot(machine, run_dir or env.get("AIP_CHECKPOINT_DIR") or "runs", root))
-    elif machine.host_maintenance is not None:
-        findings.append(_check_host_maintenance(machine))
     return findings
 
 
@@ -101,15 +95,6 @@ def _without_service(cloud: str | None, reasons: Mapping[str, str]) -> Finding:
     asked = "; ".join(f"{provider}: {reason}" for provider, reason in reasons.items()) or "none was asked"
     evidence = f"no metadata service answers ({asked})"
     return describe("cloud_machine", machine="not a machine of Google Cloud or AWS", evidence=evidence)
-
-
-def _check_host_maintenance(machine: CloudMachine) -> Finding:
-    """A GPU machine of Google's is always stopped for maintenance (cloud.google.com/compute/docs/gpus/gpu-host-
-    maintenance), so what matters is whether it starts again; a spot machine never does."""
-    restarts = machine.automatic_restart is not False
-    evidence = f"on-host-maintenance {machine.host_maintenance}, automatic-restart {restarts}"
-    is_fine = restarts or machine.host_maintenance != "TERMINATE"
-    return describe("host_maintenance/ok" if is_fine else "host_maintenance", evidence=evidence)
 
 
 def _check_spot(machine: CloudMachine, run_dir: str, root: Path) -> Finding:
@@ -154,8 +139,7 @@ def _read_google(env: Mapping[str, str], timeout_s: float) -> CloudMachine:
     zone = _last_part(ask("zone", timeout_s))
     if zone is None:
         raise _NoService("the metadata server does not know the zone")
-    policy, model = ask("scheduling/on-host-maintenance"), ask("scheduling/provisioning-model")
-    restart, preemptible = ask("scheduling/automatic-restart"), ask("scheduling/preemptible")
+    model, preemptible = ask("scheduling/provisioning-model"), ask("scheduling/preemptible")
     preempted, event = ask("preempted"), ask("maintenance-event")
     spot = None if model is None and preemptible is None else model == "SPOT" or _is_true(preemptible)
     return CloudMachine(
@@ -164,8 +148,6 @@ def _read_google(env: Mapping[str, str], timeout_s: float) -> CloudMachine:
         zone=zone,
         region=zone.rpartition("-")[0],
         spot=spot,
-        host_maintenance=policy,
-        automatic_restart=None if restart is None else _is_true(restart),
         notices=(
             *(["instance/preempted is TRUE"] if _is_true(preempted) else []),
             *([] if event in (None, "NONE") else [f"maintenance-event is {event}"]),

@@ -17,10 +17,8 @@ from typing import Any
 from stoker.diagnosis.causes.host import FD_LIMIT_NEAR, HOST_MEMORY_NEAR_LIMIT, SHARED_MEMORY_SMALL
 from stoker.findings.finding import Finding, Severity
 from stoker.hardware.cgroup import Cgroup
-from stoker.hardware.cuda_trial import pci_gpus
 from stoker.preflight.catalog import describe
-from stoker.profiling.telemetry import environment, machine
-from stoker.profiling.telemetry.machine import read_text_or_none
+from stoker.profiling.telemetry import machine
 from stoker.report import format as fmt
 
 CORES_PER_GPU = 4
@@ -243,30 +241,6 @@ def clock_skew_s(url: str) -> float | None:
         return None
 
 
-def numa(host: Host) -> Iterator[Finding]:
-    """GPUs whose memory controller is on a CPU that this process may not use."""
-    nodes, gpus = environment.count_numa_nodes(host.root), pci_gpus(host.root)
-    if nodes is None or nodes < 2 or not gpus:
-        return
-    far = []
-    for address in gpus:
-        node = read_text_or_none(f"{host.root}/sys/bus/pci/devices/{address}/numa_node")
-        cpus = read_text_or_none(f"{host.root}/sys/devices/system/node/node{node}/cpulist")
-        if cpus is not None and not host.cpus & parse_cpu_list(cpus):  # there is no node -1
-            far.append(f"{address} on node {node} (CPUs {cpus})")
-    yield describe("numa" if far else "numa/ok", evidence="; ".join(far), nodes=nodes)
-
-
-def parse_cpu_list(text: str) -> frozenset[int]:
-    """0-3,8 → 0, 1, 2, 3, 8."""
-    cpus: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.strip().partition("-")
-        if first:
-            cpus |= set(range(int(first), int(last or first) + 1))
-    return frozenset(cpus)
-
-
 RULES: tuple[Callable[[Host], Iterator[Finding]], ...] = (
-    cores, cpu_quota, threads, memory, shared_memory, file_handles, disk, clock, numa,
+    cores, cpu_quota, threads, memory, shared_memory, file_handles, disk, clock,
 )  # fmt: skip

@@ -35,10 +35,8 @@ def test_machine_of_google(root: Path) -> None:
             zone="us-central1-a",
             region="us-central1",
             spot=False,
-            host_maintenance="TERMINATE",
-            automatic_restart=True,
         )
-        assert found(server.google_env, root) == {"cloud_machine": "ok", "host_maintenance": "ok"}
+        assert found(server.google_env, root) == {"cloud_machine": "ok"}
         named = read_machine({**server.google_env, "STOKER_MACHINE_TYPE": "a2-ultragpu-1g"}, root=root)
         assert named is not None
         assert named.machine_type == "a2-ultragpu-1g"
@@ -47,8 +45,6 @@ def test_machine_of_google(root: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "id", "severity", "says"),
     [
-        ({"on_host_maintenance": "MIGRATE"}, "host_maintenance", "ok", "moves or restarts"),
-        ({"automatic_restart": "FALSE"}, "host_maintenance", "warning", "not started again"),
         ({"maintenance_event": "TERMINATE_ON_HOST_MAINTENANCE"}, "machine_notice", "warning", "TERMINATE_ON_HOST"),
         ({"preempted": "TRUE"}, "machine_notice", "warning", "preempted is TRUE"),
         ({"provisioning_model": "SPOT", "preemptible": "TRUE"}, "spot_run_folder", "warning", "preemption can lose"),
