@@ -34,26 +34,14 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @cache
-def machine_rows() -> dict[str, Row]:
-    return msgspec.convert(read_toml("check_machine.toml"), dict[str, Row])
-
-
-@cache
-def file_rows() -> dict[str, Row]:
-    return msgspec.convert(read_toml("check_files.toml"), dict[str, Row])
+def rows() -> dict[str, Row]:
+    """All texts by name: id, or id/variant."""
+    return msgspec.convert(read_toml("check_machine.toml") | read_toml("check_files.toml"), dict[str, Row])
 
 
 def describe(name: str, place: str = "", /, *, severity: Severity | None = None, **values: object) -> Finding:
-    """The finding of a row about the machine. name: id, or id/variant; severity: where it is not the row's own."""
-    return _fill(machine_rows()[name], name, place, severity, values)
-
-
-def describe_file(name: str, place: str = "", /, *, severity: Severity | None = None, **values: object) -> Finding:
-    """The finding of a row about a Dockerfile, requirements or a script."""
-    return _fill(file_rows()[name], name, place, severity, values)
-
-
-def _fill(row: Row, name: str, place: str, severity: Severity | None, values: dict[str, object]) -> Finding:
+    """The finding of a row. name: id, or id/variant; severity: where it is not the row's own."""
+    row = rows()[name]
     title, evidence, fix = (text.format(**values) for text in (row.title, row.evidence, row.fix))
     return make_finding(name.partition("/")[0], severity or row.severity, title, evidence, fix, place)
 

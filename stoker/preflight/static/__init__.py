@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stoker.findings.finding import Finding, Severity, worst_first
-from stoker.preflight.catalog import describe_file
+from stoker.preflight.catalog import describe
 from stoker.preflight.static.image import Image, read_image
 from stoker.preflight.static.requirements import Options, reason_of
 from stoker.preflight.static.script_rules import check_script
@@ -29,9 +29,7 @@ def check_sources(*, dockerfile: Path | None, requirements: Path | None, script:
             # A file that was named and is not there stops a check in CI; one that is not understood does not.
             severity: Severity = "blocker" if isinstance(error, OSError) else "unknown"
             reason = reason_of(error)
-            found.append(
-                describe_file("source_unreadable", str(path), severity=severity, name=path.name, reason=reason)
-            )
+            found.append(describe("source_unreadable", str(path), severity=severity, name=path.name, reason=reason))
 
     image = Image()
 

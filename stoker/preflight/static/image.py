@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from stoker.findings.finding import Finding
-from stoker.preflight.catalog import describe_file
+from stoker.preflight.catalog import describe
 from stoker.preflight.static import requirements
 from stoker.preflight.static.requirements import Options, Package, read_package, read_text
 from stoker.preflight.static.tables import IMAGES, PACKAGES, TENSORFLOW, UBUNTU, Minor, cuda_of_tag, minor
@@ -322,7 +322,7 @@ class Image:
 
     def add_missing(self, name: str, place: str, reason: str) -> None:
         """A file of requirements that could not be read."""
-        self.findings.append(describe_file("requirements_not_found", place, name=name, reason=reason))
+        self.findings.append(describe("requirements_not_found", place, name=name, reason=reason))
 
 
 def _keeps(current: Package, later: Package) -> bool:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stoker.findings.finding import Finding
-from stoker.preflight.catalog import describe_file
+from stoker.preflight.catalog import describe
 from stoker.preflight.static.requirements import read_text
 from stoker.preflight.static.tables import SCRIPTS
 
@@ -269,7 +269,7 @@ def _switches(source: Source) -> Iterator[Finding]:
         for row in SCRIPTS.switches:
             is_meant = source.runs_always(node) and (not target or times[target] == 1)  # else it may be undone
             if re.match(row.pattern, text) and not source.modules & row.unless and is_meant:
-                yield describe_file(row.id, source.place(node), text=text)
+                yield describe(row.id, source.place(node), text=text)
 
 
 # tf.data
@@ -368,14 +368,14 @@ def _check_pipeline(source: Source, steps: list[Step]) -> Iterator[Finding]:
         elif step.method == "shuffle":
             size = source.integer(argument(step.call, 0, "buffer_size")) if step.call else None
             if size in (0, 1):
-                yield describe_file("shuffle_ineffective/buffer", place, size=size)
+                yield describe("shuffle_ineffective/buffer", place, size=size)
             elif step.call and batched is not None and not is_shuffled and step.follows_always(batched):
-                yield describe_file("shuffle_ineffective/batches", place)
+                yield describe("shuffle_ineffective/batches", place)
             is_shuffled, random = True, random or (step, "shuffle")
         elif step.method == "take":
             random = None  # a few elements that are cached are meant to be the same ones
         elif step.method == "cache" and random and step.follows_always(random[0]):
-            yield describe_file("cache_freezes_randomness", place, what=random[1])
+            yield describe("cache_freezes_randomness", place, what=random[1])
         elif step.method == "map" and step.call is not None:
             yield from _check_map(source, step, step.call, batched, place)
             if name := _work(source, step, SCRIPTS.random):
@@ -384,17 +384,17 @@ def _check_pipeline(source: Source, steps: list[Step]) -> Iterator[Finding]:
 
 def _check_map(source: Source, step: Step, call: ast.Call, batched: Step | None, place: str) -> Iterator[Finding]:
     if python := _work(source, step, SCRIPTS.python):
-        yield describe_file("python_in_pipeline", place, name=python)
+        yield describe("python_in_pipeline", place, name=python)
     heavy = _work(source, step, _HEAVY)
     starred = any(value.arg is None for value in call.keywords)
     if heavy and not python and len(call.args) < 2 and not _is_parallel(call) and not starred:
-        yield describe_file("map_on_one_thread", place, name=heavy)
+        yield describe("map_on_one_thread", place, name=heavy)
     if batched is None or batched.conditions:
         return
     if single := _work(source, step, SCRIPTS.one_image):
-        yield describe_file("per_image_work_after_batch", place, name=single)
+        yield describe("per_image_work_after_batch", place, name=single)
     if draw := _work(source, step, SCRIPTS.one_draw):
-        yield describe_file("one_draw_per_batch", place, name=draw)
+        yield describe("one_draw_per_batch", place, name=draw)
 
 
 def _no_prefetch(source: Source) -> Iterator[Finding]:
@@ -406,7 +406,7 @@ def _no_prefetch(source: Source) -> Iterator[Finding]:
         maps = any(_work(source, step, _HEAVY) for step in steps)
         if maps and root and any(step.method in SCRIPTS.batches for step in steps):
             last = next((step.call for step in reversed(steps) if step.call), call)
-            yield describe_file("no_prefetch", source.place(last))
+            yield describe("no_prefetch", source.place(last))
 
 
 def _replicas(source: Source) -> Iterator[Finding]:
@@ -421,7 +421,7 @@ def _replicas(source: Source) -> Iterator[Finding]:
         for node, at in (*sizes, (keyword(call, "batch_size"), call)):
             size = source.integer(node)
             if size is not None and 0 < size < count:
-                yield describe_file("batch_smaller_than_replicas", source.place(at), size=size, count=count)
+                yield describe("batch_smaller_than_replicas", source.place(at), size=size, count=count)
 
 
 # PyTorch
@@ -442,10 +442,10 @@ def _on_cpu(source: Source) -> Iterator[Finding]:
         if isinstance(value, ast.Constant) and str(value.value).startswith("cpu"):
             at = source.assigned[name][0].statement
             if not source.conditions(at):
-                yield describe_file("trains_on_cpu/device", source.place(at), name=name)
+                yield describe("trains_on_cpu/device", source.place(at), name=name)
                 return
     if not moves and not any("device" in name.lower() or name == "gpu" for name in source.names):
-        yield describe_file("trains_on_cpu/never_moved", source.place(backwards[0]))
+        yield describe("trains_on_cpu/never_moved", source.place(backwards[0]))
 
 
 def _loaders(source: Source) -> Iterator[Finding]:
@@ -462,10 +462,10 @@ def _loaders(source: Source) -> Iterator[Finding]:
         elif len(call.args) < 8 and (pinned is None or is_constant(pinned, False)):
             unpinned.append(call)
     if alone:
-        yield describe_file("loader_without_workers", source.place(alone[0]), lines=_lines(alone, "DataLoader"))
+        yield describe("loader_without_workers", source.place(alone[0]), lines=_lines(alone, "DataLoader"))
     if unpinned and source.methods("backward") and any("cuda" in text for text in (*source.strings, *source.names)):
         lines = _lines(unpinned, "DataLoader")
-        yield describe_file("loader_without_pinned_memory", source.place(unpinned[0]), lines=lines)
+        yield describe("loader_without_pinned_memory", source.place(unpinned[0]), lines=lines)
 
 
 def _lines(calls: list[ast.Call], what: str) -> str:
@@ -491,7 +491,7 @@ def _host_syncs(source: Source) -> Iterator[Finding]:
         if found:
             first = min(found, key=lambda call: (call.lineno, call.col_offset))
             text = _text(first)[:60]
-            yield describe_file("host_sync_each_step", source.place(first), call=text, lines=_lines(found, "waits"))
+            yield describe("host_sync_each_step", source.place(first), call=text, lines=_lines(found, "waits"))
 
 
 def _loop_of(source: Source, node: ast.AST) -> ast.AST | None:
@@ -567,23 +567,23 @@ def _gradients(source: Source) -> Iterator[Finding]:
     steps = [call for call in source.methods("step") if _names(call.func) & optimizers]
     is_zeroed = source.names & {"zero_grad", "grad"}
     if source.methods("backward") and steps and not is_zeroed and source.is_self_contained:
-        yield describe_file("gradients_not_zeroed", source.place(steps[0]))
+        yield describe("gradients_not_zeroed", source.place(steps[0]))
 
 
 def _parallel(source: Source) -> Iterator[Finding]:
     names = {source.called(call).rpartition(".")[2]: call for call in reversed(source.calls)}
     if call := names.get("DataParallel"):
-        yield describe_file("data_parallel", source.place(call))
+        yield describe("data_parallel", source.place(call))
     if "DistributedDataParallel" not in names or not source.is_self_contained:
         return
     texts = " ".join((*source.names, *source.aliases.values())).lower()
     loader, sampler = names.get("DataLoader"), names.get("DistributedSampler")
     is_seen = loader is not None and all(value.arg is not None for value in loader.keywords)
     if loader and is_seen and not any(word in texts for word in SCRIPTS.divided):
-        yield describe_file("sampler_missing", source.place(loader))
+        yield describe("sampler_missing", source.place(loader))
     shuffles = sampler is not None and not is_constant(keyword(sampler, "shuffle"), False)
     if sampler and shuffles and "set_epoch" not in source.names and source.methods("backward"):
-        yield describe_file("sampler_epoch_missing", source.place(sampler))
+        yield describe("sampler_epoch_missing", source.place(sampler))
 
 
 _TORCH_RULES = (_on_cpu, _loaders, _host_syncs, _gradients, _parallel)

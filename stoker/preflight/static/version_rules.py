@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from stoker.findings.finding import Finding, Severity
-from stoker.preflight.catalog import describe_file
+from stoker.preflight.catalog import describe
 from stoker.preflight.static.image import Cuda, Image
 from stoker.preflight.static.requirements import Package
 from stoker.preflight.static.tables import (
@@ -71,19 +71,19 @@ def _cpu_only(image: Image) -> Iterator[Finding]:
     torch, cpuonly, tensorflow = image.get("torch"), image.get("cpuonly"), image.get("tensorflow")
     named, gpu_package = image.get(*PACKAGES.tensorflow_cpu), image.get("tensorflow-gpu")
     if image.cpu_only and (tensorflow is None or tensorflow.source == "image") and not gpu_package:
-        yield describe_file("cpu_only_build/image", image.place, image=image.base)
+        yield describe("cpu_only_build/image", image.place, image=image.base)
     elif torch and (torch.local == "cpu" or torch.build.startswith("cpu") or "pytorch-cpu" in torch.text):
         wanted = torch.text.replace("+cpu", "")
-        yield describe_file("cpu_only_build/torch", torch.place, text=torch.text, wanted=wanted)
+        yield describe("cpu_only_build/torch", torch.place, text=torch.text, wanted=wanted)
     elif cpuonly:
-        yield describe_file("cpu_only_build/cpuonly", cpuonly.place)
+        yield describe("cpu_only_build/cpuonly", cpuonly.place)
     elif torch and torch.options.index == "cpu" and not torch.local.startswith("cu"):
-        yield describe_file("cpu_only_build/index", torch.options.index_place)
+        yield describe("cpu_only_build/index", torch.options.index_place)
     elif named and not gpu_package:
-        yield describe_file("cpu_only_build/package", named.place, name=named.name)
+        yield describe("cpu_only_build/package", named.place, name=named.name)
     elif tensorflow and _is_old_cpu_build(tensorflow) and not gpu_package:
         wanted = tensorflow.text.replace("tensorflow", "tensorflow-gpu", 1)
-        yield describe_file("cpu_only_build/old", tensorflow.place, text=tensorflow.text, wanted=wanted)
+        yield describe("cpu_only_build/old", tensorflow.place, text=tensorflow.text, wanted=wanted)
 
 
 def _is_old_cpu_build(tensorflow: Package) -> bool:
@@ -99,12 +99,12 @@ def _tensorflow_cuda(image: Image) -> Iterator[Finding]:
     text, place, number = package.text, package.place, package.newest(TENSORFLOW)
     is_asked = "and-cuda" in package.extras
     if is_asked and number is not None and number < SINCE.tensorflow_and_cuda:
-        yield describe_file("extra_ignored", place, number=number, text=text, since=SINCE.tensorflow_and_cuda)
+        yield describe("extra_ignored", place, number=number, text=text, since=SINCE.tensorflow_and_cuda)
     elif is_asked:
         broken = TABLES.tensorflow_without_own_cuda
         if package.version == broken and not image.sets_library_path:
             severity: Severity = "blocker" if image.base else "warning"
-            yield describe_file("bundled_cuda_not_found", place, severity=severity, version=broken)
+            yield describe("bundled_cuda_not_found", place, severity=severity, version=broken)
         return
     torch = image.get("torch")
     by_torch = torch is not None and "cpu" not in (torch.local, torch.options.index)  # its CUDA may be found
@@ -112,11 +112,11 @@ def _tensorflow_cuda(image: Image) -> Iterator[Finding]:
         fix = 'pip install "tensorflow[and-cuda]"'
         if number and number < SINCE.tensorflow_and_cuda:
             fix = f"FROM tensorflow/tensorflow:{package.version or f'{number}.0'}-gpu"
-        yield describe_file("tensorflow_without_cuda/cuda", place, text=text, base=image.base, fix=fix)
+        yield describe("tensorflow_without_cuda/cuda", place, text=text, base=image.base, fix=fix)
     build = TENSORFLOW.get(number) if number else None
     if image.without_cudnn and not _is_old_cpu_build(package):
         wanted = f" {build.cudnn}" if build else ""
-        yield describe_file("tensorflow_without_cuda/cudnn", place, text=text, base=image.base, wanted=wanted)
+        yield describe("tensorflow_without_cuda/cudnn", place, text=text, base=image.base, wanted=wanted)
     if number and build:
         yield from _cuda_mismatch(image, package, number, build)
 
@@ -142,7 +142,7 @@ def _cuda_mismatch(image: Image, package: Package, number: Minor, build: TensorF
     for found in wrong:
         is_extra = not found.is_base and any(other.version == cuda for other in image.cudas)
         remove = f"remove {found.text}; if nvcc is needed: apt-get install cuda-nvcc-{cuda[0]}-{cuda[1]}"
-        yield describe_file(
+        yield describe(
             "cuda_mismatch/cuda",
             package.place if found.is_base and package.source != "image" else found.place,
             severity="blocker" if missing or too_old else "warning",
@@ -153,7 +153,7 @@ def _cuda_mismatch(image: Image, package: Package, number: Minor, build: TensorF
             fix=remove if is_extra else fix,
         )
     if too_old and not wrong:
-        yield describe_file("cuda_mismatch/cudnn", too_old.place, **values, effect=effects[1])
+        yield describe("cuda_mismatch/cudnn", too_old.place, **values, effect=effects[1])
 
 
 def _cudnn_fits(found: Cuda, wanted: Minor) -> bool:
@@ -170,7 +170,7 @@ def _replaced(image: Image) -> Iterator[Finding]:
         later = next((found for other in names if (found := image.get(other)) and found.source != "image"), None)
         has = f"{name} {base.specifier.lstrip('=').removesuffix('.*')}".strip()
         if later and (later.minor != base.minor or later.minor is None):
-            yield describe_file("framework_replaced/package", later.place, later=later.text, has=has, base=image.base)
+            yield describe("framework_replaced/package", later.place, later=later.text, has=has, base=image.base)
         models = image.get("tf-models-official") if name == "tensorflow" else None
         if models and models.minor != base.minor and not models.options.no_deps:
             severity: Severity = "blocker" if base.minor and not models.specifier else "warning"
@@ -180,7 +180,7 @@ def _replaced(image: Image) -> Iterator[Finding]:
                 "base": image.base,
                 "version": f"{base.minor or 'X.Y'}.0",
             }
-            yield describe_file("framework_replaced/models", models.place, severity=severity, **texts)
+            yield describe("framework_replaced/models", models.place, severity=severity, **texts)
 
 
 def _tensorflow_gpu(image: Image) -> Iterator[Finding]:
@@ -188,7 +188,7 @@ def _tensorflow_gpu(image: Image) -> Iterator[Finding]:
     if package is None or package.source == "conda":
         return
     if package.allows_minor(removed) or (package.minor and package.minor >= removed):
-        yield describe_file("tensorflow_gpu_removed", package.place, text=package.text, since=removed)
+        yield describe("tensorflow_gpu_removed", package.place, text=package.text, since=removed)
 
 
 def _python(image: Image) -> Iterator[Finding]:
@@ -199,7 +199,7 @@ def _python(image: Image) -> Iterator[Finding]:
         oldest, newest = found.table[number].python
         if not oldest <= image.python <= newest:
             values: dict[str, Any] = {"number": number, "python": image.python, "oldest": oldest, "newest": newest}
-            yield describe_file("python_unsupported", package.place, name=found.name, **values)
+            yield describe("python_unsupported", package.place, name=found.name, **values)
 
 
 def _torchvision(image: Image) -> Iterator[Finding]:
@@ -209,7 +209,7 @@ def _torchvision(image: Image) -> Iterator[Finding]:
     wanted, found = TORCH[torch.minor].torchvision, vision.minor
     if found != wanted and min(found, wanted) < SINCE.torchvision_free:
         values: dict[str, Any] = {"number": torch.minor, "wanted": wanted, "found": found, "text": vision.text}
-        yield describe_file("torchvision_mismatch", vision.place, **values)
+        yield describe("torchvision_mismatch", vision.place, **values)
 
 
 def _wheel_index(image: Image) -> Iterator[Finding]:
@@ -220,7 +220,7 @@ def _wheel_index(image: Image) -> Iterator[Finding]:
     tag = torch.local or (torch.options.index if torch.options.index_alone else "")
     if tag.startswith("cu") and tag not in tags:
         values: dict[str, Any] = {"number": torch.minor, "tag": tag, "tags": ", ".join(tags), "newest": tags[-1]}
-        yield describe_file("wheel_missing", torch.place, **values)
+        yield describe("wheel_missing", torch.place, **values)
 
 
 def _numpy(image: Image) -> Iterator[Finding]:
@@ -240,9 +240,9 @@ def _numpy(image: Image) -> Iterator[Finding]:
         package, python = found.package, image.python
         texts: dict[str, Any] = {"name": found.name, "number": found.number, "effect": effect}
         if asked and numpy and package.source != "conda":
-            yield describe_file("numpy_too_new/asked", numpy.place, **texts, text=numpy.text)
+            yield describe("numpy_too_new/asked", numpy.place, **texts, text=numpy.text)
         elif may_come and package.source == "pip" and python is not None and python >= (3, 9):
-            yield describe_file("numpy_too_new/open", package.place, **texts)
+            yield describe("numpy_too_new/open", package.place, **texts)
 
 
 def _protobuf(image: Image) -> Iterator[Finding]:
@@ -258,7 +258,7 @@ def _protobuf(image: Image) -> Iterator[Finding]:
         return
     if "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION" not in image.environment:
         text = f"{protobuf.text} allows it" if protobuf else f"{package.text} does not limit it"
-        yield describe_file("protobuf_too_new", (protobuf or package).place, number=number, text=text)
+        yield describe("protobuf_too_new", (protobuf or package).place, number=number, text=text)
 
 
 def _keras(image: Image) -> Iterator[Finding]:
@@ -268,9 +268,9 @@ def _keras(image: Image) -> Iterator[Finding]:
     since, text = SINCE.tensorflow_keras_3, f"{keras.text} with {found.package.text}"
     values: dict[str, Any] = {"number": found.number, "keras": keras.minor, "text": text, "since": since}
     if found.number < since and keras.minor != found.number and keras.minor >= (2, 6):
-        yield describe_file("keras_mismatch/own", keras.place, **values)
+        yield describe("keras_mismatch/own", keras.place, **values)
     elif found.number >= since and keras.minor < (3, 0):
-        yield describe_file("keras_mismatch/three", keras.place, **values)
+        yield describe("keras_mismatch/three", keras.place, **values)
 
 
 def _extensions(image: Image) -> Iterator[Finding]:
@@ -279,7 +279,7 @@ def _extensions(image: Image) -> Iterator[Finding]:
     nvcc = next((cuda.version for cuda in image.cudas if "devel" in cuda.text or not cuda.is_base), None)
     if image.extensions and built is not None and nvcc is not None and nvcc[0] != built[0]:
         name, place = image.extensions[0]
-        yield describe_file("extension_cuda_mismatch", place, name=name, nvcc=nvcc, built=built)
+        yield describe("extension_cuda_mismatch", place, name=name, nvcc=nvcc, built=built)
 
 
 def _conda(image: Image) -> Iterator[Finding]:
@@ -288,22 +288,22 @@ def _conda(image: Image) -> Iterator[Finding]:
         return
     for package in image.conda_forge[:1]:
         if "gpu" not in package.text and "cuda" not in package.text:
-            yield describe_file("conda_picks_cpu", package.place, text=package.text)
+            yield describe("conda_picks_cpu", package.place, text=package.text)
 
 
 def _opencv(image: Image) -> Iterator[Finding]:
     found = [package for name in PACKAGES.opencv if (package := image.get(name))]
     if len(found) > 1:
         names = " and ".join(sorted(package.name for package in found))
-        yield describe_file("two_opencvs", max(found, key=image.packages.index).place, names=names)
+        yield describe("two_opencvs", max(found, key=image.packages.index).place, names=names)
 
 
 def _unpinned(image: Image) -> Iterator[Finding]:
     if image.is_unpinned:
-        yield describe_file("unpinned_framework/image", image.place, base=image.base)
+        yield describe("unpinned_framework/image", image.place, base=image.base)
     for package in filter(None, map(image.get, ("torch", "tensorflow", "tensorflow-cpu"))):
         if not package.specifier and package.source != "image" and package.options.index != "cpu":
-            yield describe_file("unpinned_framework/package", package.place, text=package.text, name=package.name)
+            yield describe("unpinned_framework/package", package.place, text=package.text, name=package.name)
             return
 
 
@@ -311,25 +311,25 @@ def _variables(image: Image) -> Iterator[Finding]:
     for name, hidden in _HIDING.items():
         word = image.environment.get(name)
         if word and word.text.strip().lower() in hidden:
-            yield describe_file("gpu_hidden/variable", f"{image.file}:{word.line}", name=name, value=word.text)
+            yield describe("gpu_hidden/variable", f"{image.file}:{word.line}", name=name, value=word.text)
     word = image.environment.get("NVIDIA_DRIVER_CAPABILITIES")
     if word and not {"compute", "all"} & set(re.split(r"[,\s]+", word.text)) and "$" not in word.text:
-        yield describe_file("gpu_hidden/capabilities", f"{image.file}:{word.line}", value=word.text)
+        yield describe("gpu_hidden/capabilities", f"{image.file}:{word.line}", value=word.text)
 
 
 def _drivers(image: Image) -> Iterator[Finding]:
     for text, place in image.stubs[:1]:
-        yield describe_file("stub_driver", place, text=text)
+        yield describe("stub_driver", place, text=text)
     for text, place in image.drivers[:1]:
         id = "driver_in_image/cuda" if text.startswith("cuda") else "driver_in_image/driver"
-        yield describe_file(id, place, text=text)
+        yield describe(id, place, text=text)
 
 
 def _newer_than_tables(image: Image) -> Iterator[Finding]:
     for found in filter(None, (_tensorflow(image), _torch(image))):
         if found.number > (newest := max(found.table)):
             values: dict[str, Any] = {"number": found.number, "as_of": TABLES.as_of, "newest": newest}
-            yield describe_file("version_unknown", found.package.place, name=found.name, **values)
+            yield describe("version_unknown", found.package.place, name=found.name, **values)
 
 
 def _driver_minimum(image: Image) -> Iterator[Finding]:
@@ -342,7 +342,7 @@ def _driver_minimum(image: Image) -> Iterator[Finding]:
     driver = driver_for(cuda) if cuda else None
     if cuda and driver and not any(_cpu_only(image)):
         version = cuda[0] if cuda[0] >= 11 else cuda
-        yield describe_file("driver_minimum", place, driver=driver, cuda=version)
+        yield describe("driver_minimum", place, driver=driver, cuda=version)
 
 
 _RULES: tuple[Callable[[Image], Iterator[Finding]], ...] = (
