@@ -6,11 +6,12 @@ other users. The texts are in `knowledge/check_machine.toml`.
 """
 
 import dataclasses
-import pwd
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from stoker.diagnosis.causes.gpu import PCIE_DEGRADED
 from stoker.diagnosis.xids import find_xid
@@ -20,7 +21,6 @@ from stoker.preflight.catalog import describe
 from stoker.preflight.static.tables import DRIVERS_BY_MAJOR
 from stoker.profiling.telemetry.gpu import EXCLUSIVE, PROHIBITED, DriverState, GpuState
 from stoker.profiling.telemetry.kernel_log import KernelLine
-from stoker.profiling.telemetry.machine import read_text_or_none
 from stoker.report import format as fmt
 
 DRIVER_TIMEOUT_S = 5.0
@@ -157,21 +157,19 @@ def gpu_findings(facts: GpuFacts) -> Iterator[Finding]:
             yield describe("gpu_lost", place, gpu=gpu.title, reason=gpu.lost)
             continue
         rules = (_memory_errors, _clocks, _pcie, _modes, _other_users)
-        findings = [finding for rule in rules for finding in rule(gpu, facts, place)]
+        findings = [finding for rule in rules for finding in rule(gpu, place)]
         yield from findings or [describe("gpu_state", place, gpu=gpu.title)]
 
 
-def _memory_errors(gpu: GpuState, _: GpuFacts, place: str) -> Iterator[Finding]:
-    if gpu.rows_failed:
-        yield describe("ecc_errors/failed", place, gpu=gpu.title)
-    elif gpu.sample.ecc_uncorrected:
-        count = fmt.plural(gpu.sample.ecc_uncorrected, "uncorrected memory error")
-        yield describe("ecc_errors/uncorrected", place, gpu=gpu.title, count=count)
-    elif gpu.rows_pending:
-        yield describe("ecc_errors/pending", place, gpu=gpu.title)
+def _memory_errors(gpu: GpuState, place: str) -> Iterator[Finding]:
+    errors = gpu.sample.ecc_uncorrected
+    kind = "failed" if gpu.rows_failed else "uncorrected" if errors else "pending" if gpu.rows_pending else ""
+    if kind:
+        count = fmt.plural(errors or 0, "uncorrected memory error")
+        yield describe(f"ecc_errors/{kind}", place, gpu=gpu.title, count=count)
 
 
-def _clocks(gpu: GpuState, _: GpuFacts, place: str) -> Iterator[Finding]:
+def _clocks(gpu: GpuState, place: str) -> Iterator[Finding]:
     sample, reasons = gpu.sample, gpu.sample.throttle_reasons or 0
     clocks = (
         f"clocks event reasons {reasons:#x}, SM clock {fmt.count(sample.sm_clock_mhz)} of "
@@ -182,7 +180,7 @@ def _clocks(gpu: GpuState, _: GpuFacts, place: str) -> Iterator[Finding]:
             yield describe(id, place, gpu=gpu.title, clocks=clocks)
 
 
-def _pcie(gpu: GpuState, _: GpuFacts, place: str) -> Iterator[Finding]:
+def _pcie(gpu: GpuState, place: str) -> Iterator[Finding]:
     sample = gpu.sample
     if not (sample.pcie_width and sample.pcie_width_max):
         return
@@ -191,21 +189,17 @@ def _pcie(gpu: GpuState, _: GpuFacts, place: str) -> Iterator[Finding]:
     if is_busy and sample.pcie_generation and sample.pcie_generation_max:  # an idle GPU lowers it by itself
         fraction *= 2.0 ** (sample.pcie_generation - sample.pcie_generation_max)
     if 1 - fraction >= (PCIE_DEGRADED.info_threshold or 1.0):
-        yield describe(
-            "pcie_degraded",
-            place,
-            gpu=gpu.title,
-            fraction=fmt.percentage(fraction),
-            lanes=sample.pcie_width,
-            max_lanes=sample.pcie_width_max,
-            generation=fmt.count(sample.pcie_generation),
-            max_generation=fmt.count(sample.pcie_generation_max),
-            fix=PCIE_DEGRADED.fix,
-        )
+        texts: dict[str, Any] = {"fraction": fmt.percentage(fraction), "fix": PCIE_DEGRADED.fix}
+        texts |= {"lanes": sample.pcie_width, "max_lanes": sample.pcie_width_max}
+        texts |= {
+            "generation": fmt.count(sample.pcie_generation),
+            "max_generation": fmt.count(sample.pcie_generation_max),
+        }
+        yield describe("pcie_degraded", place, gpu=gpu.title, **texts)
 
 
-def _modes(gpu: GpuState, facts: GpuFacts, place: str) -> Iterator[Finding]:
-    mps = _mps_server(gpu, facts)
+def _modes(gpu: GpuState, place: str) -> Iterator[Finding]:
+    mps = _mps_server(gpu)
     modes = {
         "compute_mode": gpu.compute_mode == PROHIBITED, "mig": gpu.sample.mig, "vgpu": gpu.sample.vgpu,
         "mps": mps is not None, "persistence": gpu.persistence is False,
@@ -215,41 +209,34 @@ def _modes(gpu: GpuState, facts: GpuFacts, place: str) -> Iterator[Finding]:
             yield describe(id, place, gpu=gpu.title, memory=fmt.size(gpu.sample.memory_total_bytes), pid=mps)
 
 
-def _mps_server(gpu: GpuState, facts: GpuFacts) -> int | None:
-    names = ((process.pid, _command(process.pid, facts.root)) for process in gpu.processes or ())
-    return next((pid for pid, name in names if name.startswith("nvidia-cuda-mps")), None)
+def _mps_server(gpu: GpuState) -> int | None:
+    return next((row.pid for row in gpu.processes or () if _command(row.pid).startswith("nvidia-cuda-mps")), None)
 
 
-def _other_users(gpu: GpuState, facts: GpuFacts, place: str) -> Iterator[Finding]:
-    sample, mps = gpu.sample, _mps_server(gpu, facts)
+def _other_users(gpu: GpuState, place: str) -> Iterator[Finding]:
+    mps = _mps_server(gpu)
     processes = [process for process in gpu.processes or () if process.pid != mps]
-    used, total = sample.memory_used_bytes, sample.memory_total_bytes
+    used, total = gpu.sample.memory_used_bytes, gpu.sample.memory_total_bytes
     if not processes and (not used or not total or used / total <= MAX_USED_FRACTION):
         return
     free = "" if used is None or total is None else f": {fmt.size(total - used)} of {fmt.size(total)} are free"
-    is_exclusive = gpu.compute_mode == EXCLUSIVE and bool(processes)
-    texts = [_describe_process(process.pid, process.memory_bytes, facts.root) for process in processes]
+    id = "gpu_in_use/exclusive" if gpu.compute_mode == EXCLUSIVE and processes else "gpu_in_use"
+    texts = []
+    for process in processes:
+        memory = f" holds {fmt.size(process.memory_bytes)}" if process.memory_bytes else ""
+        command = _command(process.pid) or "not visible from here: another container's, or another user's"
+        texts.append(f"PID {process.pid}{memory}, {command}")
     none_named = "no process is named: it is outside this container, or a defunct one"
-    id = "gpu_in_use/exclusive" if is_exclusive else "gpu_in_use"
     yield describe(id, place, gpu=gpu.title, free=free, processes="; ".join(texts) or none_named)
 
 
-def _describe_process(pid: int, memory_bytes: int | None, root: Path) -> str:
-    memory = "" if not memory_bytes else f" holds {fmt.size(memory_bytes)}"
-    status = read_text_or_none(f"{root}/proc/{pid}/status")
-    uid = re.search(r"^Uid:\s+(\d+)", status or "", re.MULTILINE)
-    if uid is None:
-        return f"PID {pid}{memory}, not visible from here: another container's, or another user's"
+def _command(pid: int) -> str:
+    """The command line of a process and its user; empty for one that is not visible."""
     try:
-        owner = pwd.getpwuid(int(uid[1])).pw_name
-    except KeyError:
-        owner = f"user {uid[1]}"
-    return f"PID {pid} of {owner}{memory}: {_command(pid, root)}"
-
-
-def _command(pid: int, root: Path) -> str:
-    text = (read_text_or_none(f"{root}/proc/{pid}/cmdline") or "").replace("\0", " ").strip()
-    return text[:120] or read_text_or_none(f"{root}/proc/{pid}/comm") or "unknown command"
+        process = psutil.Process(pid)
+        return f"{' '.join(process.cmdline())[:120] or process.name()} (user {process.username()})"
+    except psutil.Error:
+        return ""
 
 
 def xid_findings(facts: GpuFacts) -> Iterator[Finding]:

@@ -285,7 +285,7 @@ SCENES = {
     "healthy": ("", "gpu_state", "ok", ""),
     "lost": ("0 fail.nvmlDeviceGetHandleByIndex 15", "gpu_lost", "blocker", "does not answer"),
     "in_use": (f"0 processes {os.getpid()}:9000000000,999999\n0 memory_used 140000000000", "gpu_in_use", "warning",
-               f"PID {os.getpid()} of "),
+               f"PID {os.getpid()} holds 8.4 GiB, "),
     "defunct": ("0 memory_used 140000000000", "gpu_in_use", "warning", "no process is named"),
     "exclusive": (f"0 processes {os.getpid()}\n0 compute_mode 3", "gpu_in_use", "blocker", "one process only"),
     "prohibited": ("0 compute_mode 2", "compute_mode", "blocker", "forbids"),
