@@ -189,13 +189,12 @@ def _pcie(gpu: GpuState, place: str) -> Iterator[Finding]:
     if is_busy and sample.pcie_generation and sample.pcie_generation_max:  # an idle GPU lowers it by itself
         fraction *= 2.0 ** (sample.pcie_generation - sample.pcie_generation_max)
     if 1 - fraction >= (PCIE_DEGRADED.info_threshold or 1.0):
-        texts: dict[str, Any] = {"fraction": fmt.percentage(fraction), "fix": PCIE_DEGRADED.fix}
-        texts |= {"lanes": sample.pcie_width, "max_lanes": sample.pcie_width_max}
-        texts |= {
-            "generation": fmt.count(sample.pcie_generation),
-            "max_generation": fmt.count(sample.pcie_generation_max),
-        }
-        yield describe("pcie_degraded", place, gpu=gpu.title, **texts)
+        link = (
+            f"{sample.pcie_width} of {sample.pcie_width_max} lanes, generation {fmt.count(sample.pcie_generation)} of "
+        )
+        link += fmt.count(sample.pcie_generation_max)
+        speed = fmt.percentage(fraction)
+        yield describe("pcie_degraded", place, gpu=gpu.title, fraction=speed, link=link, fix=PCIE_DEGRADED.fix)
 
 
 def _modes(gpu: GpuState, place: str) -> Iterator[Finding]:
