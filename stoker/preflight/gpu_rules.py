@@ -189,10 +189,8 @@ def _pcie(gpu: GpuState, place: str) -> Iterator[Finding]:
     if is_busy and sample.pcie_generation and sample.pcie_generation_max:  # an idle GPU lowers it by itself
         fraction *= 2.0 ** (sample.pcie_generation - sample.pcie_generation_max)
     if 1 - fraction >= (PCIE_DEGRADED.info_threshold or 1.0):
-        link = (
-            f"{sample.pcie_width} of {sample.pcie_width_max} lanes, generation {fmt.count(sample.pcie_generation)} of "
-        )
-        link += fmt.count(sample.pcie_generation_max)
+        generations = f"{fmt.count(sample.pcie_generation)} of {fmt.count(sample.pcie_generation_max)}"
+        link = f"{sample.pcie_width} of {sample.pcie_width_max} lanes, generation {generations}"
         speed = fmt.percentage(fraction)
         yield describe("pcie_degraded", place, gpu=gpu.title, fraction=speed, link=link, fix=PCIE_DEGRADED.fix)
 
