@@ -20,7 +20,7 @@ Names are imported when they are first used, so that `import stoker` is fast and
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from stoker.hardware.spinning import set_spin_count
+from stoker.hardware.cgroup import set_spin_count
 
 if TYPE_CHECKING:
     from stoker.api import check, plan, train

@@ -223,9 +223,9 @@ def serve_rank() -> None:
             import torch
 
             from stoker.hardware.device import Device
-            from stoker.preflight import all_reduce
+            from stoker.preflight import network
 
-            found = all_reduce.measure(Device(torch.device("cpu")), 2.0)
+            found = network.measure(Device(torch.device("cpu")), 2.0)
             answer: dict[str, Any] = {"latency_s": found.latency_s, "bytes_per_s": found.bytes_per_s}
         elif asked["method"] == "auto":
             chosen, reason = choose(ranks)

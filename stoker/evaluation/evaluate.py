@@ -51,8 +51,7 @@ from stoker.evaluation.metrics import (
     ImageEvaluation,
     Metrics,
 )
-from stoker.hardware.device import Device, ReadyEvent
-from stoker.hardware.host_sync import allow_host_sync
+from stoker.hardware.device import Device, ReadyEvent, allow_host_sync
 from stoker.models.layers.postprocess import DetectorProtocol, ExactnessCheck
 
 SCORE_THRESHOLD = 0.05

@@ -1,2 +1,2 @@
-"""Devices (`device`), allowed host syncs (`host_sync`), cgroup limits (`cgroup`), how long threads of the CPU spin
-(`spinning`), and list prices (`prices`)."""
+"""Devices (`device`), whether there is a GPU and it works (`cuda_trial`), limits of the CPU and memory (`cgroup`),
+measured steps (`calibration`), what exchanges between devices cost (`exchange_cost`), and list prices (`prices`)."""

@@ -10,7 +10,6 @@ import fcntl
 import math
 import os
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ FILE = "calibration.jsonl"
 MAX_FILE_BYTES = 512 * 1024
 """From this size on, the oldest half of the lines is dropped; a line has about 700 bytes."""
 MAX_LINE_BYTES = 16 * 1024
-LOCK_ATTEMPTS, LOCK_WAIT_S = 100, 0.01
 
 STEP_FIELDS = frozenset(
     {"model", "backbone_norm", "trainable_backbone_layers", "anchor_sizes", "anchor_scales", "aspect_ratios",
@@ -35,49 +33,45 @@ STEP_FIELDS = frozenset(
 """Settings that decide which operators a step consists of."""
 
 
-class MeasuredStep(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="measured"):
-    """The steps of a training on one device."""
-
+class _Step(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
     t: float
     """Unix time."""
     model: str
     image_size: tuple[int, int]
     batch_size: int
     """Images per device and step."""
-    micro_batches: int
     precision: str
+    step_s: float
+    """Measured: median over the windows of steps.jsonl of the seconds of `compute` a step."""
+    peak_bytes: int | None = None
+    """Measured: what torch had allocated on the device; None on a CPU."""
+
+
+class MeasuredStep(_Step, frozen=True, kw_only=True, tag="measured"):
+    """The steps of a training on one device."""
+
+    micro_batches: int
     device: str
     """Its name, as the driver reports it."""
     threads: int = 0
     """Threads that a CPU computed with; 0: not a CPU."""
     compiled: bool = False
     """Whether by torch.compile or as a CUDA graph."""
-    step_s: float
-    """Median over the windows of steps.jsonl of the seconds of `compute` a step."""
     steps: int
-    peak_bytes: int | None = None
-    """That torch had allocated on the device. None: a CPU."""
     settings: dict[str, Any]
     """Those of STEP_FIELDS."""
     num_classes: int
     max_boxes: int
 
 
-class PredictedStep(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="predicted"):
+class PredictedStep(_Step, frozen=True, kw_only=True, tag="predicted"):
     """What `stoker plan` predicted for a step."""
 
-    t: float
-    model: str
-    image_size: tuple[int, int]
-    batch_size: int
-    precision: str
     accelerator: str
     device_pattern: str
     """Regular expression for the name of the device."""
-    step_s: float
     step_error: float
     """Relative half-width of the band."""
-    peak_bytes: int
 
 
 Line = MeasuredStep | PredictedStep
@@ -89,37 +83,35 @@ def path() -> Path:
 
 
 def append(*lines: Line) -> None:
-    """Adds lines. Raises OSError where the cache folder cannot be written.
-
-    They are one write to a file opened for appending, so those of other processes are never mixed with them; a file
-    that has grown too large loses its oldest lines.
-    """
+    """Adds lines; a file that has grown too large loses its oldest half. Raises OSError where the cache folder cannot
+    be written, or has no locks."""
     data = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
     file = path()
     file.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(file.with_name(f".{FILE}.lock")) as is_held:
-        if is_held:
-            _shorten(file)
-        handle = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            size = os.fstat(handle).st_size
-            if size and os.pread(handle, 1, size - 1) != b"\n":  # a line that a kill or a full disk cut off
-                data = b"\n" + data
-            os.write(handle, data)
-        finally:
-            os.close(handle)
+    with file.with_name(f".{FILE}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other writers need a millisecond each
+        content = _content()
+        if content and not content.endswith(b"\n"):  # a line that a kill or a full disk cut off
+            content += b"\n"
+        if len(content) > MAX_FILE_BYTES:
+            content = content[-MAX_FILE_BYTES // 2 :].partition(b"\n")[2]
+        write_atomic(file, content + data)
 
 
-def read() -> list[Line]:
-    """All lines that can be read, the newest last; of a file that is too large, the last MAX_FILE_BYTES."""
+def _content() -> bytes:
+    """The file, or the end of one that is too large; empty where it cannot be read."""
     try:
         with path().open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(max(0, size - 2 * MAX_FILE_BYTES))
-            content = file.read(2 * MAX_FILE_BYTES)
-    except OSError:  # there is none, or it cannot be read: nothing is known about this device
-        return []
-    return list(_decode(content))
+            return file.read(2 * MAX_FILE_BYTES)
+    except OSError:  # there is none: nothing is known about this device
+        return b""
+
+
+def read() -> list[Line]:
+    """All lines that can be read, the newest last."""
+    return list(_decode(_content()))
 
 
 def _decode(content: bytes) -> Iterator[Line]:
@@ -161,35 +153,3 @@ def find_prediction(
 def step_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Those of STEP_FIELDS."""
     return {name: value for name, value in sorted(settings.items()) if name in STEP_FIELDS}
-
-
-def _shorten(file: Path) -> None:
-    """Drops the oldest lines of a file that is too large."""
-    try:
-        size = file.stat().st_size
-    except FileNotFoundError:
-        return
-    if size <= MAX_FILE_BYTES:
-        return
-    with file.open("rb") as old:
-        old.seek(size - MAX_FILE_BYTES // 2)
-        kept = old.read(MAX_FILE_BYTES // 2).partition(b"\n")[2]
-    write_atomic(file, kept)
-
-
-@contextlib.contextmanager
-def _locked(file: Path) -> Iterator[bool]:
-    """Waits for other writers, which need a millisecond each. False: one of them does not end, or the file system has
-    no locks; then a line could be lost if the file were shortened."""
-    with file.open("a") as lock:
-        for _ in range(LOCK_ATTEMPTS):
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                time.sleep(LOCK_WAIT_S)
-            except OSError:
-                break
-            else:
-                yield True
-                return
-        yield False

@@ -1,17 +1,23 @@
 """CPU and memory limits of a process: those of its cgroup, version 1 or 2, and those of the machine.
 
 Containers, Slurm steps, Kubernetes pods and systemd units set limits on the cgroup of the process or on a parent of it;
-the lowest limit counts. A value that is not set or cannot be read is None. No torch: external jobs are watched too.
+the lowest limit counts. A value that is not set or cannot be read is None. No torch: external jobs are watched too. How
+long threads spin, which follows from the cores, is at the end.
 """
 
 import dataclasses
 import math
 import os
+import time
 from pathlib import Path
 from typing import Self
 
 CORES_VARIABLE = "STOKER_CORES"
 """How many of the cores a process may use. Each rank of a machine gets its part."""
+LONG_SPIN, SHORT_SPIN = 100_000, 2_000
+"""Iterations for which OpenMP's threads spin at a barrier before they sleep: about 5 and 0.1 ms on an Intel Xeon."""
+SPIN_VARIABLE = "GOMP_SPINCOUNT"
+NUM_SAMPLES, INTERVAL_S = 10, 0.001
 _NO_LIMIT = 2**60
 """Version 1 has a number near 2^63 where there is no limit."""
 
@@ -213,3 +219,42 @@ def _read_throttled_s(folder: Path) -> float | None:
     if "throttled_usec" in stat:
         return stat["throttled_usec"] / 1e6
     return stat["throttled_time"] / 1e9 if "throttled_time" in stat else None
+
+
+_set_here = False
+
+
+def set_spin_count() -> None:
+    """Sets GOMP_SPINCOUNT for this process and those that it starts, unless the user has set it."""
+    global _set_here
+    if SPIN_VARIABLE not in os.environ:
+        os.environ[SPIN_VARIABLE] = str(choose_spin_count())
+        _set_here = True
+
+
+def users_environment() -> dict[str, str]:
+    """The environment as the user set it, for jobs of others."""
+    return {name: value for name, value in os.environ.items() if not (_set_here and name == SPIN_VARIABLE)}
+
+
+def choose_spin_count(loadavg: Path = Path("/proc/loadavg"), *, cores: float | None = None) -> int:
+    """A value for GOMP_SPINCOUNT, by the number of tasks that run on this machine now, during 10 ms. `cores`: those
+    that this process may use; OpenMP has a thread for each of the affinity mask and knows no quota.
+
+    torch's own work on a CPU waits at thousands of barriers a second. A thread that spins takes a core from others:
+    next to a busy process, a training whose threads spin is several times slower. A thread that sleeps has to be woken,
+    which in a virtual machine can take so long that two threads are slower than one. So they spin long on a machine
+    that is otherwise idle, and briefly elsewhere (LOG.md, "Spinning, again").
+    """
+    usable = usable_cores(0, Cgroup()) if cores is None else cores
+    if not hasattr(os, "sched_getaffinity") or usable < len(os.sched_getaffinity(0)):
+        return SHORT_SPIN
+    others = []
+    for _ in range(NUM_SAMPLES):
+        try:
+            running = loadavg.read_text().split()[3].partition("/")[0]
+            others.append(int(running) - 1)  # this task is one of them
+        except (OSError, IndexError, ValueError):
+            return SHORT_SPIN
+        time.sleep(INTERVAL_S)
+    return SHORT_SPIN if sorted(others)[NUM_SAMPLES // 2] > 0 else LONG_SPIN

@@ -1,4 +1,8 @@
-"""Uses each GPU for real, in a process of its own: a matrix product and a convolution, compared with the CPU's.
+"""Whether there is a GPU of NVIDIA, whatever torch says, and whether torch can use it.
+
+What shows a GPU, or promises one, needs neither torch nor the driver's library: a training that runs on the CPU
+because torch does not find its GPU costs hours before anyone notices. The trial uses each GPU for real, in a process of
+its own: a matrix product and a convolution, compared with the CPU's.
 
     python -m stoker.hardware.cuda_trial 0.3 cuda:0
 
@@ -6,9 +10,11 @@ It prints `TorchFacts` as JSON, and on stderr the stage that it is in, because a
 the caller (`preflight/gpu.py`) waits for a limited time. torch is imported here only when the program runs.
 """
 
+import os
 import re
 import sys
 import time
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,6 +28,74 @@ MAX_RELATIVE_ERROR = 0.02
 SIDE = 4096
 """Of the matrices whose product is timed: 137 GFLOP, large enough to be at full speed."""
 
+NVIDIA_VENDOR = "0x10de"
+DISPLAY_CLASSES = ("0x0300", "0x0302")
+"""PCI classes of VGA and 3D controllers (pci.ids)."""
+WSL_LIBRARY = "usr/lib/wsl/lib/libcuda.so.1"
+"""Where Windows puts NVIDIA's driver for WSL, which has no /dev/nvidia0."""
+NO_GPUS_GIVEN = {
+    "SLURM_JOB_GPUS": ("",),
+    "SLURM_STEP_GPUS": ("",),
+    "SLURM_GPUS_ON_NODE": ("", "0"),
+    "NVIDIA_VISIBLE_DEVICES": ("", "void", "none"),
+}
+"""Variable with which a scheduler or a container runtime gives GPUs to a job → its values that give none. NVIDIA's
+images set the last one themselves: they expect a GPU."""
+
+
+def pci_gpus(root: Path = Path("/")) -> list[str]:
+    """PCI addresses of NVIDIA's GPUs: 0000:3b:00.0. A container sees those of its host."""
+    return [
+        device.name
+        for device in sorted(root.glob("sys/bus/pci/devices/*"))
+        if _read(device / "vendor") == NVIDIA_VENDOR and _read(device / "class").startswith(DISPLAY_CLASSES)
+    ]
+
+
+def device_files(root: Path = Path("/")) -> list[str]:
+    """/dev/nvidia0 …, which a process needs to use a GPU."""
+    return [f"/dev/{path.name}" for path in sorted(root.glob("dev/nvidia[0-9]*"))]
+
+
+def kernel_driver(root: Path = Path("/")) -> str | None:
+    """Version of the loaded kernel module, 580.95.05. A container sees that of its host."""
+    match = re.search(
+        r"Kernel Module\s+(?:for \S+\s+)?(\d+\.\d+(?:\.\d+)?)", _read(root / "proc/driver/nvidia/version")
+    )
+    return match[1] if match else None
+
+
+def promised_by(env: Mapping[str, str] = os.environ) -> str | None:
+    """NAME=VALUE of the first variable with which a scheduler or a container runtime promises GPUs."""
+    for name, none_given in NO_GPUS_GIVEN.items():
+        value = env.get(name, "").strip()
+        if value.lower() not in none_given:
+            return f"{name}={value}"
+    return None
+
+
+def gpu_evidence(env: Mapping[str, str] = os.environ, root: Path = Path("/")) -> list[str]:
+    """What shows that this machine has a GPU, or should have one; empty if nothing does."""
+    evidence = []
+    if files := device_files(root):
+        evidence.append(f"there is {files[0]}")
+    if (root / "dev/dxg").exists() and (root / WSL_LIBRARY).exists():
+        evidence.append(f"Windows gives its GPU to WSL: there is /{WSL_LIBRARY}")
+    if version := kernel_driver(root):
+        evidence.append(f"the driver {version} is loaded")
+    if addresses := pci_gpus(root):
+        evidence.append(f"PCI device {addresses[0]} is a GPU of NVIDIA")
+    if promised := promised_by(env):
+        evidence.append(f"{promised} is set")
+    return evidence
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # absent, or hidden by a container
+        return ""
+
 
 class TorchDevice(msgspec.Struct, frozen=True, kw_only=True):
     """A GPU that torch has used. error: what it raised, or which result was wrong."""
@@ -29,8 +103,6 @@ class TorchDevice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     name: str = ""
     capability: tuple[int, int] = (0, 0)
-    free_bytes: int = 0
-    total_bytes: int = 0
     error: str = ""
     wrong: bool = False
     tflops: float | None = None
@@ -147,7 +219,6 @@ def _try_device(index: int, seconds: float) -> TorchDevice:
         _enter(f"opening cuda:{index}")
         properties = torch.cuda.get_device_properties(device)
         values |= {"name": properties.name, "capability": (properties.major, properties.minor)}
-        values["free_bytes"], values["total_bytes"] = torch.cuda.mem_get_info(device)
         generator = torch.Generator().manual_seed(0)
         _enter(f"matrix product on cuda:{index}")
         a, b = torch.randn(2, 256, 256, generator=generator)

@@ -2,16 +2,19 @@
 
 All other modules use `Device`. A CPU has no streams: the same calls copy and record at once. Accelerators are used
 through `torch.accelerator`, `torch.Stream` and `torch.Event`, and through `torch.cuda` only for what these do not have.
+Pinned memory for snapshots (`HostArenas`) and the places in which the host may wait (`allow_host_sync`) are here, too.
 Telemetry from the driver is in `profiling/telemetry/gpu.py`.
 """
 
 import contextlib
+import contextvars
 import ctypes
 import dataclasses
 import os
 import platform
 import time
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,11 @@ BLOCK_MEMORY_FRACTION = 1 / 8
 """Fraction of an accelerator's memory that the temporaries of a block may take."""
 BLOCK_BYTES_PER_ELEMENT = 24
 """Bytes of temporaries per element of a block: at most six fp32 tensors of its size live at once."""
+
+CHUNK_BYTES = 2**26
+"""Of pinned memory (`HostArenas`). A larger tensor has a chunk of its own."""
+ALIGNMENT_BYTES = 64
+"""Of every tensor in it: more than any data type needs."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -136,6 +144,81 @@ def pinned_bytes(nbytes: int) -> int:
     """Bytes that pinned memory of `nbytes` takes from the host: torch's allocator rounds every block up to a power of
     two (c10's CachingHostAllocator.h)."""
     return 1 << (nbytes - 1).bit_length() if nbytes else 0
+
+
+class Lease:
+    """Keeps the views of an arena from being given out again for as long as it is referenced."""
+
+
+class HostArenas:
+    """Pinned host memory that is allocated once and used for every snapshot of the same tensors.
+
+    Pinning memory takes a call of the driver for each block, which waits for the device and for other threads. torch's
+    allocator keeps freed blocks, but rounds each of them up to a power of two (`pinned_bytes`). So an arena has a few
+    chunks of at most CHUNK_BYTES, a power of two, and all tensors are views of them. Called by one thread; leases may
+    end on any.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._arenas: list[_HostArena] = []
+
+    def reserve(self, tensors: Sequence[Tensor]) -> None:
+        """Allocates memory for copies of `tensors` now."""
+        self.take(tensors)
+
+    def take(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Lease]:
+        """Host tensors to copy `tensors` into, contiguous. Nothing else uses their memory until the lease is no longer
+        referenced. Allocates an arena if none that is free has room."""
+        for arena in self._arenas:
+            if arena.is_free and (views := arena.views(tensors)) is not None:
+                return views, arena.lease()
+        arena = _HostArena(self._device, tensors)
+        self._arenas.append(arena)
+        views = arena.views(tensors)
+        assert views is not None
+        return views, arena.lease()
+
+
+class _HostArena:
+    def __init__(self, device: Device, tensors: Sequence[Tensor]) -> None:
+        sizes: list[int] = []
+        start = 0
+        for tensor in tensors:
+            if not sizes or (start and start + tensor.nbytes > CHUNK_BYTES):
+                sizes.append(0)
+                start = 0
+            sizes[-1] = start + tensor.nbytes
+            start = _aligned(sizes[-1])
+        self._chunks = [device.empty_host((size,), torch.uint8) for size in sizes]
+        self._lease: weakref.ref[Lease] | None = None
+
+    @property
+    def is_free(self) -> bool:
+        return self._lease is None or self._lease() is None
+
+    def lease(self) -> Lease:
+        lease = Lease()
+        self._lease = weakref.ref(lease)
+        return lease
+
+    def views(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+        """Parts of the chunks with the shapes and types of `tensors`; None if they do not fit."""
+        views = []
+        chunk = start = 0
+        for tensor in tensors:
+            while chunk < len(self._chunks) and start + tensor.nbytes > self._chunks[chunk].numel():
+                chunk, start = chunk + 1, 0
+            if chunk == len(self._chunks):
+                return None
+            part = self._chunks[chunk][start : start + tensor.nbytes]
+            views.append(part.view(tensor.dtype).view(tensor.shape))
+            start = _aligned(start + tensor.nbytes)
+        return views
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -468,3 +551,25 @@ def _cpuinfo(key: str) -> str | None:
         if name.strip() == key:
             return value.strip()
     return None
+
+
+_allowed: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("allowed_host_syncs", default=())
+
+
+@contextlib.contextmanager
+def allow_host_sync(name: str) -> Iterator[None]:
+    """A block in which the host may wait for the device. `name` is the purpose of the sync.
+
+    A step is fast when the host only issues work and never reads a result. `tests/host_sync.py` proves it: there every
+    operator that needs a value on the host raises, except in such a block. Not needed for correctness.
+    """
+    token = _allowed.set((*_allowed.get(), name))
+    try:
+        yield
+    finally:
+        _allowed.reset(token)
+
+
+def allowed_host_syncs() -> tuple[str, ...]:
+    """Names of the `allow_host_sync` contexts around the caller, the outermost first."""
+    return _allowed.get()

@@ -8,6 +8,7 @@ conflicts.toml: settings that exclude each other (`training/defaults/checks.py`)
 clouds.toml: how firmware names its cloud (`profiling/telemetry/environment.py`).
 curves.toml: curves and charts of the report (`report/series.py`).
 egress.toml: prices of traffic between regions (`preflight/cloud.py`).
+dual_regions.toml: locations of buckets that are two regions (`preflight/cloud.py`).
 endings.toml: the ways in which jobs end (`diagnosis/endings.py`).
 findings.toml: what findings of `check`, `report` and `launch advise` mean (`diagnosis/reference.py`).
 flags.toml: flags of other tools (`cli/flag_names.py`).
@@ -21,16 +22,19 @@ models.toml: detector architectures (`config/architectures.py`).
 output_lines.toml: lines of progress and of a normal end in the output of any program (`diagnosis/endings.py`).
 notes.toml: notes of `stoker why` (`diagnosis/notes.py`).
 pipeline_fields.toml: fields of the TensorFlow Object Detection API (`migration/fields.py`).
+quantities.toml: what alerts and Prometheus read of a running job (`monitor/alerts.py`).
 recipes.toml, settings.toml: what models of a kind are trained with (`config/recipes.py`); bounds and defaults of
     settings (`config/settings.py`).
 refusals.toml: how refusals of a store are repaired (`preflight/access.py`).
 report_words.toml: meanings of phases, stages, experiments and error types (`report/explain.py`).
 secrets.toml: names and forms of secrets (`secrets.py`).
-source_names.toml: images, packages and calls in files of others (`preflight/static/names.py`).
+source_names.toml: images, packages and calls in files of others (`preflight/static/tables.py`).
 storage_failures.toml: failed requests to a bucket, and their messages (`storage/failures.py`).
 variables.toml: environment variables (`preflight/variables.py`).
 versions.toml: which versions belong together (`preflight/static/versions.py`).
 xids.toml: NVIDIA's Xid errors (`diagnosis/causes/gpu.py`).
+versions.toml: which versions belong together (`preflight/static/tables.py`).
+xids.toml: NVIDIA's Xid errors (`diagnosis/xids.py`).
 """
 
 import tomllib

@@ -2,22 +2,29 @@
 
 A rule with a duration uses the time-weighted mean over it, because training is bursty and few conditions hold in every
 single second. Such a rule is evaluated only after most of its duration was measured. A rule whose quantity is not
-measured never fires. An alert fires when its condition becomes true, and again only after the condition was false.
-Delivery of alerts is in `delivery.py`.
+measured never fires. An alert fires when its condition becomes true, and again only after the condition was false. The
+quantities are in `knowledge/quantities.toml`. Delivery of alerts is in `delivery.py`.
 """
 
 import dataclasses
 import math
 import operator
 import re
+import statistics
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import msgspec
 
 from stoker.errors import ConfigError
 from stoker.findings.finding import Evidence, Finding
-from stoker.monitor.follow import RecordLine, describe_event
+from stoker.knowledge import read_toml
+from stoker.printable import printable
 from stoker.runs.records import EVENT_KINDS, PHASES
-from stoker.runs.schemas import DeviceSample, Event, GpuSample, StepWindow
+from stoker.runs.schemas import DeviceSample, Event, StepWindow
+
+RecordLine = StepWindow | DeviceSample | Event
 
 MIN_COVERAGE = 0.9
 """Fraction of a rule's duration that must be measured before the rule is evaluated: a line may be late."""
@@ -38,69 +45,57 @@ _QUANTITY_RULE = re.compile(
 _EVENT_RULE = re.compile(r"\s*on\s+(?P<kind>[a-z_]+)\s*")
 
 
-def _fraction(used: float | None, total: float | None) -> float | None:
-    return used / total if used is not None and total else None
+class Quantity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is read from a line of records."""
+
+    meaning: str
+    field: str
+    per: str = ""
+    """The field to divide by."""
+    gpus: Literal["", "mean", "max"] = ""
+    """How the readings of several GPUs are joined; empty: the field is one of the line itself."""
+
+    def read(self, line: Any) -> float | None:
+        """None: not measured."""
+        if self.gpus:
+            readings = [reading for gpu in line.gpus if (reading := self._read(gpu)) is not None]
+            join = max if self.gpus == "max" else statistics.fmean
+            return join(readings) if readings else None
+        return self._read(line)
+
+    def _read(self, record: Any) -> float | None:
+        value = getattr(record, self.field)
+        if isinstance(value, list):
+            return statistics.fmean(value) if value else None
+        total = getattr(record, self.per) if self.per else 1.0
+        return value / total if value is not None and total else None
 
 
-def _max_over_gpus(gpus: Iterable[GpuSample], value: Callable[[GpuSample], float | None]) -> float | None:
-    return max((reading for gpu in gpus if (reading := value(gpu)) is not None), default=None)
+class _Quantities(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    sample: dict[str, Quantity]
+    window: dict[str, Quantity]
+    prometheus: dict[str, dict[str, Quantity]]
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
-
-
-def _gpu_utilization(sample: DeviceSample) -> float | None:
-    return _mean(gpu.utilization for gpu in sample.gpus)
-
-
-_SAMPLE_QUANTITIES: dict[str, tuple[str, Callable[[DeviceSample], float | None]]] = {
-    "gpu_utilization": ("fraction of time in which a kernel ran, mean over the GPUs", _gpu_utilization),
-    "gpu_memory": (
-        "used fraction of GPU memory, maximum over the GPUs",
-        lambda s: _max_over_gpus(s.gpus, lambda gpu: _fraction(gpu.memory_used_bytes, gpu.memory_total_bytes)),
-    ),
-    "gpu_temperature": ("°C, maximum over the GPUs", lambda s: _max_over_gpus(s.gpus, lambda gpu: gpu.temperature_c)),
-    "gpu_power": ("W, maximum over the GPUs", lambda s: _max_over_gpus(s.gpus, lambda gpu: gpu.power_w)),
-    "host_memory": (
-        "used fraction of the memory limit",
-        lambda s: _fraction(s.memory_used_bytes, s.memory_limit_bytes),
-    ),
-    "cpu": ("CPU utilization, mean over the cores", lambda s: _mean(s.cpu_core_utilization)),
-    "cpu_throttled": ("CPU-seconds per second in which the CPU quota throttled the job", lambda s: s.throttled_s),
-    "cpu_pressure": ("fraction of time in which a task waited for a core (PSI)", lambda s: s.psi_cpu),
-    "io_pressure": ("fraction of time in which a task waited for I/O (PSI)", lambda s: s.psi_io),
-    "memory_pressure": ("fraction of time in which a task waited for memory (PSI)", lambda s: s.psi_memory),
-    "disk_free": ("free bytes on the file system of the run folder", lambda s: s.disk_free_bytes),
-    "shm": ("used fraction of /dev/shm", lambda s: _fraction(s.shm_used_bytes, s.shm_total_bytes)),
-    "open_fds": ("open file descriptors, fraction of the limit", lambda s: _fraction(s.open_fds, s.max_fds)),
-    "swap": ("bytes of swap in use", lambda s: s.swap_used_bytes),
-}  # fmt: skip
-
-_WINDOW_QUANTITIES: dict[str, tuple[str, Callable[[StepWindow], float | None]]] = {
-    "img_per_s": (
-        "images per second",
-        lambda w: w.num_images / w.wall_s if w.window_steps and w.num_images else None,
-    ),
-    "steps_per_s": ("optimizer steps per second", lambda w: w.window_steps / w.wall_s),
-    "loss": ("total loss", lambda w: w.losses.get("total", w.losses.get("loss"))),
-    "grad_norm": ("gradient norm before clipping", lambda w: w.grad_norm),
-    "lr": ("learning rate", lambda w: w.lr),
-    "skipped_steps": (
-        "fraction of steps that were skipped (gradients not finite)",
-        lambda w: w.skipped_steps / w.window_steps if w.window_steps else None,
-    ),
-}
-
+MEASURED = msgspec.convert(read_toml("quantities.toml"), _Quantities)
 QUANTITIES: dict[str, str] = {
     "idle": "fraction of time without work: from GPU utilization if there are GPUs, else from the ledger",
     "seconds_since_step": "seconds since the last step",
-    **{name: meaning for name, (meaning, _) in _WINDOW_QUANTITIES.items()},
-    **{name: meaning for name, (meaning, _) in _SAMPLE_QUANTITIES.items()},
+    "loss": "total loss",
+    **{name: row.meaning for name, row in (MEASURED.window | MEASURED.sample).items()},
     **{phase: f"fraction of device time in the phase {phase}" for phase in PHASES if phase != "idle"},
 }
 """Quantity → its meaning. Fractions are 0 … 1, so 30% is 0.3."""
+
+
+def describe_event(event: Event) -> str:
+    """An event in one line."""
+    scores = event.data.get("metrics") if event.kind == "evaluated" else None
+    if isinstance(scores, dict):
+        found = [f"{name.upper()} {scores[name]:.3f}" for name in ("ap", "ap50") if isinstance(scores.get(name), float)]
+        return f"evaluated at step {event.step:,}: {', '.join(found)}"
+    first_line = printable(event.text.partition("\n")[0])
+    return f"{event.kind}: {first_line}" if first_line else event.kind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -175,7 +170,7 @@ class Alerts:
             duration_s, values = line.wall_s, self._window_values(line)
         else:
             duration_s = 1.0
-            values = {name: value(line) for name, (_, value) in _SAMPLE_QUANTITIES.items()}
+            values = {name: row.read(line) for name, row in MEASURED.sample.items()}
             gpu_utilization = values["gpu_utilization"]
             self._has_gpu_utilization |= gpu_utilization is not None
             values["idle"] = None if gpu_utilization is None else 1 - gpu_utilization
@@ -193,7 +188,9 @@ class Alerts:
 
     def _window_values(self, window: StepWindow) -> dict[str, float | None]:
         device_s = window.wall_s * window.devices
-        values = {name: value(window) for name, (_, value) in _WINDOW_QUANTITIES.items()}
+        values = {name: row.read(window) for name, row in MEASURED.window.items()}
+        values["img_per_s"] = values["img_per_s"] or None  # a job that does not count its images
+        values["loss"] = window.losses.get("total", window.losses.get("loss"))
         values |= {phase: window.phases.get(phase, 0.0) / device_s for phase in PHASES if phase != "idle"}
         if self._has_compute_time and not self._has_gpu_utilization:
             values["idle"] = 1 - window.phases.get("compute", 0.0) / device_s

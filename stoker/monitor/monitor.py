@@ -1,11 +1,15 @@
-"""The thread that follows the records of a running job and passes each new line to the enabled sinks.
+"""The thread that follows the records of a running job and passes each new line to the enabled sinks: alerts, metrics,
+the log in JSON, experiment trackers.
 
 Used as a block around a run: `with monitoring(folder, options, stop=…)`. A sink that fails is disabled with a warning
-event; the run continues.
+event; the run continues. Trackers (Weights & Biases, MLflow) are optional extras of the package: each reads its own
+variables (WANDB_PROJECT, WANDB_MODE; MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME) and credentials. A later attempt of a
+run continues the same tracked run: its id depends on the run folder and the time of its first line.
 """
 
 import contextlib
 import datetime
+import hashlib
 import json
 import os
 import platform
@@ -13,21 +17,27 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Literal, TextIO
+from pathlib import Path
+from typing import Any, Literal, TextIO
 
 import msgspec
 
 from stoker.errors import ConfigError
-from stoker.monitor.alerts import Alerts
+from stoker.monitor.alerts import Alerts, RecordLine, describe_event
 from stoker.monitor.delivery import Delivery
-from stoker.monitor.follow import Follower, RecordLine, describe_event
 from stoker.monitor.options import MonitoringOptions
-from stoker.runs.records import EVENTS, WARNING_KINDS, RunFolder, read_lines, read_settings
-from stoker.runs.schemas import Event, StepWindow
+from stoker.runs.records import DEVICES, EVENTS, STEPS, WARNING_KINDS, RunFolder, read_lines, read_settings
+from stoker.runs.schemas import DeviceSample, Event, StepWindow
 
 POLL_INTERVAL_S = 1.0
 PROGRESS_EVERY_S = 60.0
 """Between the lines of progress of `--log-format json`."""
+_DECODERS: dict[str, msgspec.json.Decoder[Any]] = {
+    name: msgspec.json.Decoder(kind) for name, kind in ((STEPS, StepWindow), (DEVICES, DeviceSample), (EVENTS, Event))
+}
+_TAIL_BYTES = 65536
+"""How much of the end of an existing file is read, to find the first lines of this attempt behind those of earlier
+ones."""
 
 
 @contextlib.contextmanager
@@ -91,8 +101,6 @@ def _serve_metrics(
 
 
 def _start_tracker(folder: RunFolder, name: str, stack: contextlib.ExitStack) -> Callable[[RecordLine], None]:
-    from stoker.monitor.trackers import TRACKERS, tracker_metrics, tracker_run_id
-
     first_event = next(read_lines(folder.path, EVENTS, Event), None)
     tables = read_settings(folder.path) or {}
     settings = {
@@ -124,6 +132,114 @@ def _start_tracker(folder: RunFolder, name: str, stack: contextlib.ExitStack) ->
 
     stack.callback(close)
     return observe
+
+
+class WandbTracker:
+    """A run of Weights & Biases. Raises ImportError, and the exceptions of wandb."""
+
+    def __init__(self, *, name: str, run_id: str, settings: dict[str, Any]) -> None:
+        import wandb
+
+        self._run: Any = wandb.init(name=name, id=run_id, resume="allow", config=settings)
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self._run.log(values, step=step)
+
+    def close(self, *, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+class MlflowTracker:
+    """A run of MLflow, in the experiment MLFLOW_EXPERIMENT_NAME. Raises ImportError, and the exceptions of MLflow."""
+
+    def __init__(self, *, name: str, run_id: str, settings: dict[str, Any]) -> None:
+        from mlflow.tracking import MlflowClient
+
+        self._client: Any = MlflowClient()
+        experiment_name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
+        experiment = self._client.get_experiment_by_name(experiment_name)
+        experiment_id = (
+            self._client.create_experiment(experiment_name) if experiment is None else experiment.experiment_id
+        )
+        existing_runs = self._client.search_runs(
+            [experiment_id], filter_string=f"tags.`stoker.id` = '{run_id}'", max_results=1
+        )
+        if existing_runs:
+            self._run_id = existing_runs[0].info.run_id
+            self._client.update_run(self._run_id, status="RUNNING")
+        else:
+            self._run_id = self._client.create_run(experiment_id, run_name=name, tags={"stoker.id": run_id}).info.run_id
+            for key, value in settings.items():
+                self._client.log_param(self._run_id, key, value)
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        """Sends all values in one request: each second has dozens of values."""
+        from mlflow.entities import Metric
+
+        now_ms = int(time.time() * 1000)
+        metrics = [Metric(name, value, now_ms, step) for name, value in values.items()]
+        self._client.log_batch(self._run_id, metrics=metrics)
+
+    def close(self, *, failed: bool) -> None:
+        self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
+
+
+TRACKERS: dict[str, type[WandbTracker] | type[MlflowTracker]] = {"wandb": WandbTracker, "mlflow": MlflowTracker}
+
+
+def tracker_run_id(run: Path, start_t: float) -> str:
+    """The same id for all attempts of a run."""
+    return hashlib.sha256(f"{run.absolute()} {start_t}".encode()).hexdigest()[:16]
+
+
+def tracker_metrics(line: RecordLine) -> dict[str, float]:
+    """Metrics of a line of records, by name."""
+    if isinstance(line, StepWindow):
+        if not line.window_steps or line.wall_s <= 0:
+            return {}
+        device_s = line.wall_s * line.devices
+        values = {f"loss/{name}": value for name, value in line.losses.items()}
+        values |= {f"time/{phase}": duration_s / device_s for phase, duration_s in line.phases.items()}
+        values |= {"img_per_s": line.num_images / line.wall_s} if line.num_images else {}
+        values |= {} if line.lr is None else {"lr": line.lr}
+        return values | ({} if line.grad_norm is None else {"grad_norm": line.grad_norm})
+    if isinstance(line, DeviceSample):
+        return {
+            f"gpu/{gpu.index}/{name}": float(value) for gpu in line.gpus
+            for name, value in (("utilization", gpu.utilization), ("memory_bytes", gpu.memory_used_bytes))
+            if value is not None
+        }  # fmt: skip
+    scores = line.data.get("metrics", {}) if isinstance(line, Event) and line.kind == "evaluated" else {}
+    return {f"score/{name}": float(value) for name, value in scores.items() if isinstance(value, int | float)}
+
+
+class Follower:
+    """Reads the lines that one attempt of a run appends. Skips lines of other attempts and incomplete lines."""
+
+    def __init__(self, run: Path, attempt: int) -> None:
+        self._run = run
+        self._attempt = attempt
+        sizes = {name: (run / name).stat().st_size if (run / name).exists() else 0 for name in _DECODERS}
+        self._offsets = {name: max(0, size - _TAIL_BYTES) for name, size in sizes.items()}
+        self._partial_lines = dict.fromkeys(_DECODERS, b"")
+
+    def read(self) -> list[RecordLine]:
+        """Lines since the previous call. Raises OSError if an existing file cannot be read."""
+        return sorted((line for name in _DECODERS for line in self._read(name)), key=lambda line: line.t)
+
+    def _read(self, name: str) -> Iterator[RecordLine]:
+        if not (self._run / name).exists():
+            return
+        with (self._run / name).open("rb") as file:
+            file.seek(self._offsets[name])
+            data = file.read()
+        self._offsets[name] += len(data)
+        *lines, self._partial_lines[name] = (self._partial_lines[name] + data).split(b"\n")
+        for line in lines:
+            with contextlib.suppress(msgspec.MsgspecError):  # incomplete after a kill, or where reading began
+                decoded = _DECODERS[name].decode(line)
+                if decoded.attempt == self._attempt:
+                    yield decoded
 
 
 class _MonitorThread:

@@ -4,7 +4,6 @@ Counters start at the beginning of this attempt. A quantity that is not measured
 conventions of Prometheus: base units, `_total` for counters, `_ratio` for fractions.
 """
 
-import statistics
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,39 +13,8 @@ from prometheus_client.exposition import start_http_server
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from stoker.errors import ConfigError
-from stoker.monitor.follow import RecordLine
-from stoker.runs.schemas import DeviceSample, GpuSample, StepWindow
-
-
-def _mean_cpu_utilization(sample: DeviceSample) -> float | None:
-    return statistics.fmean(sample.cpu_core_utilization) if sample.cpu_core_utilization else None
-
-
-_GPU_METRICS: dict[str, tuple[str, Callable[[GpuSample], float | None]]] = {
-    "utilization_ratio": ("fraction of the driver's sample period in which a kernel ran", lambda g: g.utilization),
-    "memory_used_bytes": ("memory in use by all processes", lambda g: g.memory_used_bytes),
-    "memory_total_bytes": ("total memory", lambda g: g.memory_total_bytes),
-    "power_watts": ("power draw", lambda g: g.power_w),
-    "temperature_celsius": ("GPU temperature", lambda g: g.temperature_c),
-    "sm_clock_megahertz": ("SM clock", lambda g: g.sm_clock_mhz),
-    "sm_active_ratio": ("fraction of SMs with work (GPM)", lambda g: g.sm_active),
-    "tensor_active_ratio": ("fraction of time in which the tensor cores were active (GPM)", lambda g: g.tensor_active),
-    "dram_active_ratio": ("used fraction of the memory bandwidth (GPM)", lambda g: g.dram_active),
-}  # fmt: skip
-_HOST_METRICS: dict[str, tuple[str, Callable[[DeviceSample], float | None]]] = {
-    "cpu_utilization_ratio": ("CPU utilization, mean over the cores", _mean_cpu_utilization),
-    "memory_used_bytes": ("memory in use", lambda s: s.memory_used_bytes),
-    "memory_limit_bytes": ("memory limit", lambda s: s.memory_limit_bytes),
-    "resident_memory_bytes": ("resident memory of the processes of the run", lambda s: s.rss_bytes),
-    "shm_used_bytes": ("used bytes of /dev/shm", lambda s: s.shm_used_bytes),
-    "disk_free_bytes": ("free bytes on the file system of the run folder", lambda s: s.disk_free_bytes),
-    "open_fds": ("open file descriptors of the process with the most", lambda s: s.open_fds),
-}  # fmt: skip
-_STEP_METRICS: dict[str, tuple[str, Callable[[StepWindow], float | None]]] = {
-    "learning_rate": ("learning rate of the last step", lambda w: w.lr),
-    "gradient_norm": ("mean gradient norm before clipping", lambda w: w.grad_norm),
-    "device_memory_peak_bytes": ("peak of allocated device memory", lambda w: w.memory_peak_bytes),
-}  # fmt: skip
+from stoker.monitor.alerts import MEASURED, RecordLine
+from stoker.runs.schemas import DeviceSample, StepWindow
 
 
 class Exporter(Collector):
@@ -91,35 +59,22 @@ class Exporter(Collector):
             if self._window is not None:
                 yield self._gauge("step", "optimizer steps since the start of the run", {"": self._window.step})
             if self._last_step_window is not None:
-                last = self._last_step_window
-                yield self._gauge(
-                    "last_step_timestamp_seconds", "Unix time at which the last step was recorded", {"": last.t}
-                )
-                yield self._gauge(
-                    "images_per_second", "throughput of the newest window", {"": last.num_images / last.wall_s}
-                )
-                yield self._gauge("loss", "loss components", last.losses, "part")
-                yield from self._gauges("", _STEP_METRICS, last)
+                yield self._gauge("loss", "loss components", self._last_step_window.losses, "part")
+                yield from self._gauges("", "step", {"": self._last_step_window})
             if self._scores:
                 yield self._gauge("score", "COCO metrics of the newest evaluation", self._scores, "metric")
             if self._sample is not None:
-                yield from self._gauges("host_", _HOST_METRICS, self._sample)
-                for name, (help_text, value) in _GPU_METRICS.items():
-                    values = {
-                        str(gpu.index): reading for gpu in self._sample.gpus if (reading := value(gpu)) is not None
-                    }
-                    if values:
-                        yield self._gauge(f"gpu_{name}", help_text, values, "gpu")
-        firing = self._firing()
-        if firing:
+                yield from self._gauges("host_", "host", {"": self._sample})
+                yield from self._gauges("gpu_", "gpu", {str(gpu.index): gpu for gpu in self._sample.gpus}, "gpu")
+        if firing := self._firing():
             yield self._gauge("alert_firing", "1 while the condition of an --alert rule is true", firing, "rule")
 
-    def _gauges(
-        self, prefix: str, metrics: dict[str, tuple[str, Callable[[Any], float | None]]], line: RecordLine
-    ) -> Iterator[Metric]:
-        for name, (help_text, value) in metrics.items():
-            if (reading := value(line)) is not None:
-                yield self._gauge(prefix + name, help_text, {"": reading})
+    def _gauges(self, prefix: str, table: str, records: dict[str, Any], label: str = "") -> Iterator[Metric]:
+        """The metrics of a table of `knowledge/quantities.toml` that are measured."""
+        for name, row in MEASURED.prometheus[table].items():
+            values = {key: value for key, record in records.items() if (value := row.read(record)) is not None}
+            if values:
+                yield self._gauge(prefix + name, row.meaning, values, label)
 
     def _counter(self, name: str, help_text: str, values: dict[str, Any], label: str = "") -> Metric:
         return self._make_metric(CounterMetricFamily, name, help_text, values, label)

@@ -18,14 +18,13 @@ from stoker.config.settings import Config
 from stoker.data.index import Index, open_index_of, require_images
 from stoker.errors import DataError, StokerError
 from stoker.findings.finding import Finding, worst_first
-from stoker.hardware.gpu_evidence import gpu_evidence
+from stoker.hardware.cuda_trial import gpu_evidence
 from stoker.planning.memory_fit import MemoryFit, ask_memory_fit, refused
 from stoker.preflight.access import check_access
 from stoker.preflight.catalog import ok, unknown
 from stoker.preflight.cloud import check_cloud
 from stoker.preflight.data_path import check_data_path
-from stoker.preflight.gpu import check_gpu
-from stoker.preflight.gpu_versions import check_tensorflow
+from stoker.preflight.gpu import check_gpu, check_tensorflow
 from stoker.preflight.host import Host, check_host
 from stoker.preflight.network import check_network
 from stoker.preflight.static import check_sources

@@ -17,8 +17,7 @@ import msgspec
 from stoker.config.settings import Config, from_toml, to_toml
 from stoker.errors import OutOfMemoryError, StokerError
 from stoker.findings.finding import Finding
-from stoker.preflight.catalog import make_finding, ok, unknown
-from stoker.preflight.programs import run_program
+from stoker.preflight.catalog import make_finding, ok, run_program, unknown
 from stoker.report import format as fmt
 
 PREDICTED_GPUS = ("l4", "a100-40")

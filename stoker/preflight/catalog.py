@@ -1,4 +1,5 @@
-"""How probes of `stoker check` make findings: from the texts of `knowledge/check_machine.toml` and `check_files.toml`.
+"""What probes of `stoker check` share: findings from the texts of `knowledge/check_machine.toml` and
+`check_files.toml`, and programs that run for a limited time.
 
 A probe is a function that returns findings, worst or not. What it could not find out is a finding of severity
 `unknown`, with the reason: never an exception, never silence.
@@ -7,7 +8,15 @@ A row has the severity and the texts of one finding, with {names} for what the p
 has several texts, its rows are called id/variant. What is measured and when a finding is made is in the probes.
 """
 
+import contextlib
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from typing import IO, NamedTuple
 
 import msgspec
 
@@ -25,26 +34,14 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @cache
-def machine_rows() -> dict[str, Row]:
-    return msgspec.convert(read_toml("check_machine.toml"), dict[str, Row])
-
-
-@cache
-def file_rows() -> dict[str, Row]:
-    return msgspec.convert(read_toml("check_files.toml"), dict[str, Row])
+def rows() -> dict[str, Row]:
+    """All texts by name: id, or id/variant."""
+    return msgspec.convert(read_toml("check_machine.toml") | read_toml("check_files.toml"), dict[str, Row])
 
 
 def describe(name: str, place: str = "", /, *, severity: Severity | None = None, **values: object) -> Finding:
-    """The finding of a row about the machine. name: id, or id/variant; severity: where it is not the row's own."""
-    return _fill(machine_rows()[name], name, place, severity, values)
-
-
-def describe_file(name: str, place: str = "", /, *, severity: Severity | None = None, **values: object) -> Finding:
-    """The finding of a row about a Dockerfile, requirements or a script."""
-    return _fill(file_rows()[name], name, place, severity, values)
-
-
-def _fill(row: Row, name: str, place: str, severity: Severity | None, values: dict[str, object]) -> Finding:
+    """The finding of a row. name: id, or id/variant; severity: where it is not the row's own."""
+    row = rows()[name]
     title, evidence, fix = (text.format(**values) for text in (row.title, row.evidence, row.fix))
     return make_finding(name.partition("/")[0], severity or row.severity, title, evidence, fix, place)
 
@@ -61,3 +58,53 @@ def ok(id: str, title: str, evidence: str, place: str = "") -> Finding:
 
 def unknown(id: str, title: str, evidence: str, fix: str = "") -> Finding:
     return make_finding(id, "unknown", title, evidence, fix)
+
+
+class Ended(NamedTuple):
+    """How a program ended."""
+
+    code: int
+    output: str
+    errors: str
+
+    @property
+    def last_line(self) -> str:
+        """Of the output, which is JSON if all went well."""
+        return next(iter(self.output.strip().splitlines()[-1:]), "")
+
+    @property
+    def reason(self) -> str:
+        """Of a failure: the exit code and the last line of the errors."""
+        return f"exit code {self.code}: {next(iter(self.errors.strip().splitlines()[-1:]), 'no output')}"
+
+
+def run_program(
+    command: Sequence[str],
+    timeout_s: float,
+    *,
+    env: Mapping[str, str] | None = None,
+    watch: Callable[[str], bool] = lambda _: True,
+) -> Ended:
+    """Waits for the end, in a process group of its own. watch: called ten times a second with the errors so far; False
+    ends the program. Raises subprocess.TimeoutExpired, with the errors as `stderr`, after it has killed the program and
+    what it started. A process that hangs in a driver is left behind."""
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:  # pipes would wait for grandchildren
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, env=env, start_new_session=True
+        )
+        end_s = time.monotonic() + timeout_s
+        try:
+            while process.poll() is None:
+                if time.monotonic() >= end_s or not watch(_text(errors)):
+                    raise subprocess.TimeoutExpired(command, timeout_s, stderr=_text(errors).encode())
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(min(0.1, max(0.0, end_s - time.monotonic())))
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        return Ended(process.returncode, _text(output), _text(errors))
+
+
+def _text(file: IO[bytes]) -> str:
+    """All that was written; the process writes at its own position."""
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")

@@ -2,14 +2,14 @@
 
 Asks the metadata services of Google Cloud (cloud.google.com/compute/docs/metadata) and of AWS (IMDSv2,
 docs.aws.amazon.com/AWSEC2/latest/UserGuide/instancedata-data-categories.html), which are on the same host and need no
-credentials. Where a bucket is, against the machine, and what the traffic between the two costs, is here too, by the
-prices of `knowledge/egress.toml`. Not here: the firmware's name of the cloud (`environment.py`); the speed of a bucket
-(`data_path.py`).
+credentials. Where a bucket is, against the machine, is here too. Not here: the firmware's name of the cloud
+(`environment.py`); the speed of a bucket (`data_path.py`).
 """
 
 import http.client
 import json
 import os
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -32,10 +32,10 @@ TIMEOUT_S, KNOWN_TIMEOUT_S = 0.5, 5.0
 variable names. A metadata service answers in milliseconds, unless the machine is overloaded."""
 MAX_ANSWER_BYTES = 65536
 GOOGLE_HOST, AMAZON_ENDPOINT = "169.254.169.254", "http://169.254.169.254"
-LOCATION_TIMEOUT_S = 5.0
+FLAVOR = "Metadata-Flavor"
 GIB = 2**30
-MIN_SHOWN_USD = 0.01
-"""A cost of "0.00 USD" would say that it is free."""
+DUAL_REGIONS: dict[str, list[str]] = read_toml("dual_regions.toml")
+"""Location of a bucket of Google → the regions that it is in."""
 _TRUE = ("1", "true", "yes", "on")
 
 NOTICE = {"gcp": "30 s", "aws": "2 min"}
@@ -53,14 +53,8 @@ class CloudMachine(msgspec.Struct, frozen=True, kw_only=True):
     """us-central1-a, us-east-1b."""
     region: str | None = None
     spot: bool | None = None
-    host_maintenance: str | None = None
-    """gcp: MIGRATE or TERMINATE, what happens to the machine while its host is maintained."""
-    automatic_restart: bool | None = None
-    """gcp: whether it is started again after the host was maintained or failed."""
-    ending: str | None = None
-    """The machine is being taken back: the notice, in words."""
-    warned: str | None = None
-    """A maintenance event or a raised risk of preemption: the notice, in words."""
+    notices: tuple[str, ...] = ()
+    """A preemption, a maintenance event or a raised risk of preemption, in words."""
 
 
 class _NoService(Exception):
@@ -77,7 +71,7 @@ def read_machine(env: Mapping[str, str] = os.environ, *, root: Path = Path("/"))
 def check_cloud(
     env: Mapping[str, str] = os.environ, *, run_dir: str | None = None, root: Path = Path("/")
 ) -> list[Finding]:
-    """Type of the machine, spot or not, host maintenance, notices that are pending. run_dir: folder or URI of the run;
+    """Type of the machine, spot or not, notices that are pending. run_dir: folder or URI of the run;
     None: `runs/` in the current folder, or Vertex AI's folder for checkpoints."""
     machine, reasons = _ask_services(env, root)
     if machine is None:
@@ -85,17 +79,11 @@ def check_cloud(
     place = f"{machine.zone or machine.region or 'unknown zone'} ({machine.provider})"
     spot = {True: ", spot", False: ", on demand", None: ""}[machine.spot]
     name = f"{machine.machine_type or 'machine of unknown type'} in {place}{spot}"
-    service = "metadata server" if machine.provider == "gcp" else "instance metadata service (IMDSv2)"
-    evidence = f"{service}; maintenance and preemption notices can be read"
+    evidence = "metadata service; maintenance and preemption notices can be read"
     findings = [describe("cloud_machine", machine=name, evidence=evidence)]
-    if machine.ending is not None:
-        findings.append(describe("machine_ending", service=service, notice=machine.ending))
-    if machine.warned is not None:
-        findings.append(describe("machine_notice", service=service, notice=machine.warned))
+    findings += [describe("machine_notice", notice=notice) for notice in machine.notices]
     if machine.spot:
         findings.append(_check_spot(machine, run_dir or env.get("AIP_CHECKPOINT_DIR") or "runs", root))
-    elif machine.host_maintenance is not None:
-        findings.append(_check_host_maintenance(machine))
     return findings
 
 
@@ -109,27 +97,12 @@ def _without_service(cloud: str | None, reasons: Mapping[str, str]) -> Finding:
     return describe("cloud_machine", machine="not a machine of Google Cloud or AWS", evidence=evidence)
 
 
-def _check_host_maintenance(machine: CloudMachine) -> Finding:
-    """A GPU machine of Google's is always stopped for maintenance (cloud.google.com/compute/docs/gpus/gpu-host-
-    maintenance), so what matters is whether it starts again; a spot machine never does."""
-    restarts = machine.automatic_restart is not False
-    evidence = f"on-host-maintenance {machine.host_maintenance}, automatic-restart {'TRUE' if restarts else 'FALSE'}"
-    if machine.host_maintenance != "TERMINATE":
-        return describe("host_maintenance/moves", evidence=evidence)
-    return describe("host_maintenance/restarts" if restarts else "host_maintenance", evidence=evidence)
-
-
 def _check_spot(machine: CloudMachine, run_dir: str, root: Path) -> Finding:
     storage = describe_storage(run_dir, root)
     ids = {True: "spot_run_folder/network", False: "spot_run_folder", None: "spot_run_folder/unknown"}
-    return describe(
-        ids[storage["network"]],
-        run_dir=run_dir,
-        kind=storage["kind"],
-        provider=machine.provider,
-        notice=NOTICE[machine.provider],
-        scheme="gs" if machine.provider == "gcp" else "s3",
-    )
+    texts: dict[str, Any] = {"run_dir": run_dir, "kind": storage["kind"], "provider": machine.provider}
+    scheme = "gs" if machine.provider == "gcp" else "s3"
+    return describe(ids[storage["network"]], notice=NOTICE[machine.provider], scheme=scheme, **texts)
 
 
 def _ask_services(env: Mapping[str, str], root: Path) -> tuple[CloudMachine | None, dict[str, str]]:
@@ -159,17 +132,14 @@ def _ask_services(env: Mapping[str, str], root: Path) -> tuple[CloudMachine | No
 
 def _read_google(env: Mapping[str, str], timeout_s: float) -> CloudMachine:
     host = env.get("GCE_METADATA_HOST") or GOOGLE_HOST
-    headers = {"Metadata-Flavor": "Google"}
 
     def ask(key: str, timeout_s: float = KNOWN_TIMEOUT_S) -> str | None:
-        url = f"http://{host}/computeMetadata/v1/instance/{key}"
-        return _request(url, headers, timeout_s=timeout_s, must_return=headers)
+        return _request(f"http://{host}/computeMetadata/v1/instance/{key}", {FLAVOR: "Google"}, timeout_s=timeout_s)
 
     zone = _last_part(ask("zone", timeout_s))
     if zone is None:
         raise _NoService("the metadata server does not know the zone")
-    policy, model = ask("scheduling/on-host-maintenance"), ask("scheduling/provisioning-model")
-    restart, preemptible = ask("scheduling/automatic-restart"), ask("scheduling/preemptible")
+    model, preemptible = ask("scheduling/provisioning-model"), ask("scheduling/preemptible")
     preempted, event = ask("preempted"), ask("maintenance-event")
     spot = None if model is None and preemptible is None else model == "SPOT" or _is_true(preemptible)
     return CloudMachine(
@@ -178,10 +148,10 @@ def _read_google(env: Mapping[str, str], timeout_s: float) -> CloudMachine:
         zone=zone,
         region=zone.rpartition("-")[0],
         spot=spot,
-        host_maintenance=policy,
-        automatic_restart=None if restart is None else _is_true(restart),
-        ending="instance/preempted is TRUE" if _is_true(preempted) else None,
-        warned=None if event in (None, "NONE") else f"maintenance-event is {event}",
+        notices=(
+            *(["instance/preempted is TRUE"] if _is_true(preempted) else []),
+            *([] if event in (None, "NONE") else [f"maintenance-event is {event}"]),
+        ),
     )
 
 
@@ -199,45 +169,32 @@ def _read_amazon(env: Mapping[str, str], timeout_s: float) -> CloudMachine:
     zone, life_cycle = ask("placement/availability-zone"), ask("instance-life-cycle")
     if zone is None:
         raise _NoService("it does not know the availability zone")
-    action, rebalance = ask("spot/instance-action"), ask("events/recommendations/rebalance")
-    scheduled = _scheduled_events(ask("events/maintenance/scheduled"))
-    warned = scheduled or (None if rebalance is None else f"raised risk of preemption (rebalance, {rebalance})")
+    keys = ("spot/instance-action", "events/recommendations/rebalance", "events/maintenance/scheduled")
+    answers = [(key, answer) for key in keys if (answer := ask(key)) and not _is_over(answer)]
     return CloudMachine(
         provider="aws",
         machine_type=_machine_type(env, ask("instance-type")),
         zone=zone,
         region=ask("placement/region") or zone.rstrip("abcdefghijklmnopqrstuvwxyz"),
         spot=None if life_cycle is None else life_cycle == "spot",
-        ending=None if action is None else f"spot/instance-action is {action}",
-        warned=warned,
+        notices=tuple(f"{key} is {answer}" for key, answer in answers),
     )
 
 
-def _scheduled_events(text: str | None) -> str | None:
-    """Events that are not completed or canceled: [{"Code": "system-reboot", "NotBefore": "21 Jan 2019 09:00:43 GMT",
-    "State": "active"}]."""
-    try:
-        events = json.loads(text or "[]")
-        active = [event for event in events if event.get("State", "active") == "active"]
-    except (ValueError, AttributeError, TypeError):
-        return f"scheduled maintenance: {text}"
-    return "; ".join(f"{event.get('Code')} not before {event.get('NotBefore')}" for event in active) or None
+def _is_over(events: str) -> bool:
+    """Whether all scheduled events are completed or canceled: [{"Code": "system-reboot", "NotBefore": "21 Jan 2019
+    09:00:43 GMT", "State": "active"}]."""
+    states = re.findall(r'"State"\s*:\s*"(\w+)"', events)
+    return events == "[]" or (bool(states) and all(state in ("completed", "canceled") for state in states))
 
 
-def _request(
-    url: str,
-    headers: dict[str, str],
-    *,
-    timeout_s: float,
-    method: str = "GET",
-    must_return: Mapping[str, str] | None = None,
-) -> str | None:
-    """The text at a URL; None where it is missing or concealed. Raises _NoService. must_return: headers of the
-    response, which a captive portal or another program at this address does not send."""
+def _request(url: str, headers: dict[str, str], *, timeout_s: float, method: str = "GET") -> str | None:
+    """The text at a URL; None where it is missing or concealed. Raises _NoService."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(urllib.request.Request(url, headers=headers, method=method), timeout=timeout_s) as response:
-            if any(response.headers.get(name) != value for name, value in (must_return or {}).items()):
+            flavor = headers.get(FLAVOR)
+            if flavor and response.headers.get(FLAVOR) != flavor:  # a captive portal, or another program
                 raise _NoService(f"{url} is not a metadata service")
             return str(response.read(MAX_ANSWER_BYTES), "utf-8", "replace").strip()
     except urllib.error.HTTPError as error:
@@ -267,29 +224,6 @@ def _is_true(text: str | None) -> bool:
     return (text or "").upper() == "TRUE"
 
 
-class _Amazon(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    as_of: str
-    virginia_ohio: float
-    prices: dict[str, float]
-
-
-class _Google(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    as_of: str
-    near: float
-    atlantic: float
-    far: dict[str, float]
-    continents: dict[str, str]
-    dual_regions: dict[str, tuple[str, str]]
-
-
-class _Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    aws: _Amazon
-    gcp: _Google
-
-
-PRICES = msgspec.convert(read_toml("egress.toml"), _Prices)
-
-
 def check_region(
     uri: StorageUri, machine: CloudMachine | None, *, epoch_bytes: float | None, env: Mapping[str, str] = os.environ
 ) -> list[Finding]:
@@ -309,45 +243,14 @@ def check_region(
             command = f"gcloud storage buckets describe {bucket} --format='value(location)'"
         return [describe("bucket_region/unknown", bucket, bucket=bucket, region=region, command=command)]
     location = location.lower()
-    if region in (location, *PRICES.gcp.dual_regions.get(location, ())):
+    if region in (location, *DUAL_REGIONS.get(location, ())):
         return [describe("bucket_region/same", bucket, bucket=bucket, region=region, location=location)]
-    price = egress_price(uri.scheme, location, region)
-    cost = price * (epoch_bytes or 0) / GIB
-    per_pass = f", {cost:.2f} USD per pass over {(epoch_bytes or 0) / GIB:.1f} GiB" if cost >= MIN_SHOWN_USD else ""
     program = "gcloud storage cp -r" if is_google else "aws s3 sync"
-    return [
-        describe(
-            "bucket_region/other",
-            bucket,
-            bucket=bucket,
-            location=location,
-            region=region,
-            price=price,
-            as_of=PRICES.gcp.as_of if is_google else PRICES.aws.as_of,
-            per_pass=per_pass,
-            rent=f"rent the machine in {location}, or " if "-" in location else "",  # not in a multi-region
-            copy=f"{program} {uri} {uri.scheme}://BUCKET-IN-{region.upper()}",
-        )
-    ]
-
-
-def egress_price(scheme: str, location: str, region: str) -> float:
-    """US dollars per GB from a bucket's location to a machine's region of the same cloud."""
-    if scheme == "s3":
-        if {location, region} == {"us-east-1", "us-east-2"}:
-            return PRICES.aws.virginia_ohio
-        prices = PRICES.aws.prices
-        matching = [name for name in prices if location.startswith(name)]
-        return prices[max(matching, key=len)] if matching else max(prices.values())
-    ends = {_continent(location), _continent(region)}
-    near = PRICES.gcp.near if len(ends) == 1 else PRICES.gcp.atlantic
-    return max((PRICES.gcp.far[end] for end in ends if end in PRICES.gcp.far), default=near)
-
-
-def _continent(location: str) -> str:
-    """us-central1, us, nam4 → us"""
-    name = location.partition("-")[0].rstrip("0123456789")
-    return PRICES.gcp.continents.get(name, name)
+    per_pass = f"; a pass over the data reads {epoch_bytes / GIB:.1f} GiB" if epoch_bytes else ""
+    rent = f"rent the machine in {location}, or " if "-" in location else ""  # not in a multi-region
+    copy = f"{program} {uri} {uri.scheme}://BUCKET-IN-{region.upper()}"
+    texts: dict[str, Any] = {"bucket": bucket, "location": location, "region": region, "per_pass": per_pass}
+    return [describe("bucket_region/other", bucket, **texts, rent=rent, copy=copy)]
 
 
 def _google_location(bucket: str, env: Mapping[str, str]) -> str | None:
@@ -358,13 +261,13 @@ def _google_location(bucket: str, env: Mapping[str, str]) -> str | None:
     if endpoint is None:
         host = env.get("GCE_METADATA_HOST") or GOOGLE_HOST
         url = f"http://{host}/computeMetadata/v1/instance/service-accounts/default/token"
-        token = _read_json(url, {"Metadata-Flavor": "Google"}, TIMEOUT_S).get("access_token")
+        token = _read_json(url, {FLAVOR: "Google"}, TIMEOUT_S).get("access_token")
         if not token:
             return None
         headers = {"Authorization": f"Bearer {token}"}
     base = endpoint[0] if endpoint else "https://storage.googleapis.com"
     url = f"{base if '://' in base else f'http://{base}'}/storage/v1/b/{quote(bucket, safe='')}/storageLayout"
-    location = _read_json(url, headers, LOCATION_TIMEOUT_S).get("location")
+    location = _read_json(url, headers, KNOWN_TIMEOUT_S).get("location")
     return location if isinstance(location, str) else None
 
 

@@ -2,7 +2,7 @@
 
 A few seconds of the loader's own reads, with as many at once as the loader would come to use: threads that read local
 files (whose pages are dropped from the page cache before), or requests of the fetcher to a bucket. Decoding is measured
-on the images that were read. The result names the limit (latency, bandwidth or decoding) and what to do about it. Files
+on the images that were read. The result names the limit (reading or decoding) and what to do about it. Files
 and objects are only read. Each image is read once, in an order that differs from check to check, so that the second
 check does not measure the caches that the first one filled.
 """
@@ -21,13 +21,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from stoker import regular_files
 from stoker.data.images.decode import thumbnail
-from stoker.data.index import Index, open_index
+from stoker.data.index import Index
 from stoker.data.loading.autotune import MAX_WORKERS, WORKERS_PER_CORE
 from stoker.errors import DataError, ObjectMissing, StokerError
 from stoker.findings.finding import Finding
@@ -42,15 +42,10 @@ from stoker.storage.uri import parse_uri
 
 MAX_BYTES = 2**30
 """Read at most, per check: traffic between regions is billed."""
-PROBE_READS = 5
-"""Reads one by one, before the others: the latency without a queue."""
 MAX_DECODED, DECODE_S = 24, 2.0
 """Images that are decoded to measure it, and the time for that, in seconds."""
 MAX_SIDE = 800
 """Longer side of the decoded images, if the caller does not tell: the usual model input."""
-LATENCY_FRACTION = 0.6
-"""Of the rate that the latency without a queue allows. A rate above is limited by latency: each of the concurrent reads
-takes about as long as one alone. Below it reads wait for each other: bandwidth, or the store's limit of requests."""
 MARGIN = 1.1
 """The loader needs some more than the mean rate, because reads and decoding vary."""
 REPORT_INTERVAL_S = 0.25
@@ -64,8 +59,6 @@ MIN_S = 1.0
 BUCKET_PROGRAMS = ("gcsfuse", "s3", "goofys", "rclone", "geesefs")
 """Parts of the names of programs that show a bucket as a folder."""
 
-Limit = Literal["latency", "bandwidth", "decoding"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReadRate:
@@ -74,10 +67,8 @@ class ReadRate:
     images: int
     total_bytes: int
     seconds: float
-    latency_s: float
-    """Median of one read without a queue."""
-    concurrency: float
-    """Mean number of reads at a time."""
+    concurrency: int
+    """Reads at a time, at the end."""
     cold: bool | None
     """Whether the bytes came from the storage. False: the page cache could not be dropped; None: not known."""
     throttled: int = 0
@@ -95,7 +86,7 @@ class ReadRate:
 
 
 def check_data_path(
-    index_or_data: Index | str | Path,
+    index: Index,
     *,
     demand_images_per_s: float | None,
     demand_text: str = "the GPU takes",
@@ -106,22 +97,18 @@ def check_data_path(
     """Images per second from where the data is, against the demand, and the region of its bucket.
 
     demand_images_per_s: what the device takes; None: not known. demand_text: the clause before that number, "the GPU
-    takes". seconds: for reading; opening an index that is not in the cache takes longer. max_side: of the model input.
+    takes". seconds: for reading. max_side: of the model input.
     """
-    location = index_or_data.source if isinstance(index_or_data, Index) else str(index_or_data)
     try:
-        index = index_or_data if isinstance(index_or_data, Index) else open_index(index_or_data)
         images = _sample_order(index)
         rate, encoded = _measure_reads(index, images, seconds)
         decode_s = _measure_decoding(index, encoded, max_side)
     except StokerError as error:
-        return [refusal("data_rate", location, error)]
-    except OSError as error:
-        reason = error.strerror or str(error)
-        reason = f"{error.filename}: {reason}" if error.filename else reason
-        return [describe("data_rate/unknown", location, reason=reason)]
+        return [refusal("data_rate", index.source, error)]
     except Exception as error:  # noqa: BLE001  (a probe reports what it could not find out)
-        return [describe("data_rate/unknown", location, reason=f"{type(error).__name__}: {error}")]
+        name = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
+        reason = f"{name}{getattr(error, 'strerror', None) or f'{type(error).__name__}: {error}'}"
+        return [describe("data_rate/unknown", index.source, reason=reason)]
     findings = [judge(index, rate, decode_s, demand_images_per_s, demand_text)]
     source = index.source if "://" in index.source else mounted_bucket(index.root)
     if source:
@@ -138,23 +125,19 @@ def judge(
     cores = host_cores()
     decode_per_s = cores / decode_s if decode_s else float("inf")
     supply = min(rate.per_s, decode_per_s)
-    limit = _limit(rate, decode_per_s)
-    evidence = (
-        f"read {rate.images} images of {_bytes(rate.mean_bytes)} in {rate.seconds:.1f} s, {rate.concurrency:.0f} at a "
-        f"time: {_rate(rate.per_s)} img/s, {_bytes(rate.per_s * rate.mean_bytes)}/s; one alone takes "
-        f"{rate.latency_s * 1e3:.1f} ms"
-    )
-    if rate.missing:
-        evidence += f"; {rate.missing} are missing or cannot be read"
-    if decode_s:
-        evidence += f"; {cores} cores decode {_rate(decode_per_s)} img/s"
-    if rate.throttled:
-        evidence += f"; the store refused {rate.throttled} requests (too many)"
-    if rate.cold is False:
-        evidence += "; the page cache could not be dropped, so the storage may be slower"
-    elif rate.cold is None:
-        evidence += "; whether the page cache was dropped is not known"
-    texts: dict[str, Any] = {"label": label, "rate": _rate(supply), "evidence": evidence}
+    parts = [
+        f"read {rate.images} images of {_bytes(rate.mean_bytes)} in {rate.seconds:.1f} s, {rate.concurrency} at a "
+        f"time: {_rate(rate.per_s)} img/s, {_bytes(rate.per_s * rate.mean_bytes)}/s",
+        f"{rate.missing} are missing or cannot be read" if rate.missing else "",
+        f"{cores} cores decode {_rate(decode_per_s)} img/s" if decode_s else "",
+        f"the store refused {rate.throttled} requests (too many)" if rate.throttled else "",
+        {
+            True: "",
+            False: "the page cache could not be dropped, so the storage may be slower",
+            None: "whether the page cache was dropped is not known",
+        }[rate.cold],
+    ]
+    texts: dict[str, Any] = {"label": label, "rate": _rate(supply), "evidence": "; ".join(filter(None, parts))}
     if demand_images_per_s is None:
         return describe("data_rate", index.source, **texts, compared="")
     compared = f"{demand_text} {_rate(demand_images_per_s)}"
@@ -164,18 +147,13 @@ def judge(
         return describe("data_rate", index.source, **texts, compared=f", {compared}")
     idle = max(0.0, 1 - supply / demand_images_per_s)
     outcome = f"{100 * idle:.0f} % idle" if idle >= 0.005 else "no reserve"
-    cause = "decoding" if limit == "decoding" else kind
-    if cause == "remote":
-        cause = "throttled" if rate.throttled else limit
+    limit = "decoding" if decode_per_s < rate.per_s else "reading"
+    if limit == "decoding":
+        kind = limit
+    elif rate.throttled:
+        kind = "throttled"
     texts |= {"cores": cores, "uri": mounted_bucket(index.root) or "gs://… or s3://…"}
-    return describe(f"data_rate/{cause}", index.source, **texts, compared=compared, outcome=outcome, limit=limit)
-
-
-def _limit(rate: ReadRate, decode_per_s: float) -> Limit:
-    if decode_per_s < rate.per_s:
-        return "decoding"
-    by_latency = rate.concurrency / rate.latency_s if rate.latency_s > 0 else float("inf")
-    return "latency" if rate.per_s >= LATENCY_FRACTION * by_latency else "bandwidth"
+    return describe(f"data_rate/{kind}", index.source, **texts, compared=compared, outcome=outcome, limit=limit)
 
 
 def _describe_place(index: Index) -> tuple[str, str]:
@@ -271,80 +249,56 @@ def _measure(
     target: Callable[[], int],
     report: Callable[[], None],
 ) -> tuple[ReadRate, list[tuple[int, bytes]]]:
-    """Some reads one by one, then `target()` at a time, until time or bytes are spent, or every image was read once (in
-    MIN_S at least). The rate is that of the second half of the time, when the target has settled. report: called
-    several times a second. Raises the error of a read that training would not survive, or if all fail."""
+    """Reads, `target()` at a time, until time or bytes are spent, or every image was read once (in MIN_S at least). The
+    rate is that of the second half of the time, when the target has settled. report: called several times a second.
+    Raises the error of a read that training would not survive, or if all fail."""
     encoded: list[tuple[int, bytes]] = []
     errors: list[Exception] = []
-    latencies: list[float] = []
     done: list[tuple[float, int]] = []  # (end of the read, bytes)
-    total_bytes = 0
-
-    def take(image: int, future: "Future[bytes]", timeout_s: float) -> None:
-        nonlocal total_bytes
-        try:
-            data = future.result(timeout_s)
-        except TimeoutError:
-            errors.append(TimeoutError(errno.ETIMEDOUT, NO_ANSWER))
-        except (ObjectMissing, OSError) as error:
-            errors.append(error)
-        else:
-            done.append((time.perf_counter(), len(data)))
-            total_bytes += len(data)
-            if len(encoded) < 2 * MAX_DECODED:
-                encoded.append((image, data))
-
-    end_s = time.perf_counter() + seconds
-    for image in images[:PROBE_READS]:
-        start_s = time.perf_counter()
-        take(image, submit(image), max(0.0, end_s - start_s))
-        latencies.append(time.perf_counter() - start_s)
-        if time.perf_counter() >= end_s and not done:  # a store that does not answer is not asked for more
-            raise errors[0]
-    rest = images[PROBE_READS:] or images
-    order = itertools.cycle(rest)
-    started = pending = 0
-    reported_s = 0.0
+    order = itertools.cycle(images)
+    started = pending = total_bytes = 0
     results: queue.SimpleQueue[tuple[int, Future[bytes]]] = queue.SimpleQueue()
-    in_flight: list[tuple[float, int]] = []
 
     def finish(image: int, future: "Future[bytes]") -> None:
         results.put((image, future))
 
     start_s = now_s = time.perf_counter()
-    probed = len(done)
-    end_s = start_s + seconds
-    while now_s < end_s:
-        while pending < target() and total_bytes < MAX_BYTES:
-            if started >= len(rest) and now_s - start_s >= MIN_S:
-                break
+    reported_s = 0.0
+    while now_s < start_s + seconds:
+        is_complete = started >= len(images) and now_s - start_s >= MIN_S
+        while pending < (target() if done else 1) and total_bytes < MAX_BYTES and not is_complete:
             image = next(order)
-            submit(image).add_done_callback(functools.partial(finish, image))
             started, pending = started + 1, pending + 1
+            submit(image).add_done_callback(functools.partial(finish, image))
         if not pending:
             break
-        in_flight.append((now_s, pending))
         with contextlib.suppress(queue.Empty):
-            image, future = results.get(timeout=min(REPORT_INTERVAL_S, end_s - now_s))
+            image, future = results.get(timeout=min(REPORT_INTERVAL_S, start_s + seconds - now_s))
             pending -= 1
-            take(image, future, 0.0)
+            try:
+                data = future.result()
+            except (ObjectMissing, OSError) as error:
+                errors.append(error)
+            else:
+                done.append((time.perf_counter(), len(data)))
+                total_bytes += len(data)
+                if len(encoded) < 2 * MAX_DECODED:
+                    encoded.append((image, data))
         now_s = time.perf_counter()
         if now_s - reported_s >= REPORT_INTERVAL_S:
             report()
             reported_s = now_s
-    if len(done) == probed:
+    if not done:
         raise errors[0] if errors else TimeoutError(errno.ETIMEDOUT, NO_ANSWER)
     begin_s = (start_s + now_s) / 2
     if sum(time_s > begin_s for time_s, _ in done) < MIN_COUNTED:
         begin_s = start_s
-    sizes = [size for time_s, size in done[probed:] if time_s > begin_s]
-    counts = [count for time_s, count in in_flight if time_s >= begin_s] or [count for _, count in in_flight]
+    sizes = [size for time_s, size in done if time_s > begin_s]
     rate = ReadRate(
         images=len(sizes),
         total_bytes=sum(sizes),
         seconds=max(1e-6, now_s - begin_s),
-        latency_s=statistics.median(latencies),
-        concurrency=max(1.0, statistics.fmean(counts)),
+        concurrency=target(),
         cold=True,
         missing=len(errors),
     )

@@ -1,38 +1,45 @@
 """Whether the GPU can be used, and whether anything about it would slow a training down.
 
-Three sources are compared: what shows that a GPU is there (`hardware/gpu_evidence.py`), what the driver says
-(`telemetry/gpu.py`), and a trial in a process of its own, which really multiplies and convolves
-(`hardware/cuda_trial.py`). `check_gpu` collects them as `GpuFacts`, from which each rule makes its findings: those
-about versions are in `gpu_versions.py`, those about each GPU in `gpu_condition.py`. Whether the model fits the memory
-is tried in `planning/memory_fit.py`.
+Three sources are compared: what shows that a GPU is there, what the driver says (`telemetry/gpu.py`), and a trial in a
+process of its own, which really multiplies and convolves (`hardware/cuda_trial.py`). `check_gpu` collects them as
+`GpuFacts`, from which each rule makes its findings; those about versions and about each GPU are in `gpu_rules.py`.
+Whether the model fits the memory is tried in `planning/memory_fit.py`.
 """
 
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from stoker.findings.finding import Finding
+from stoker.diagnosis.endings import line_patterns
+from stoker.findings.finding import Finding, Severity
 from stoker.hardware import cuda_trial
-from stoker.hardware.cuda_trial import STAGE, TorchDevice, TorchFacts
-from stoker.hardware.device import Device
-from stoker.hardware.gpu_evidence import (
+from stoker.hardware.cuda_trial import (
+    STAGE,
     WSL_LIBRARY,
+    TorchDevice,
+    TorchFacts,
     device_files,
     gpu_evidence,
     kernel_driver,
     pci_gpus,
     promised_by,
 )
-from stoker.preflight.catalog import describe
-from stoker.preflight.gpu_condition import gpu_findings, xid_findings
-from stoker.preflight.gpu_facts import DRIVER_TIMEOUT_S, GpuFacts, Trial, fix_for
-from stoker.preflight.gpu_versions import driver_fix, driver_is_too_old, version_findings
-from stoker.preflight.programs import run_program
+from stoker.hardware.device import Device
+from stoker.preflight.catalog import describe, run_program
+from stoker.preflight.gpu_rules import (
+    DRIVER_TIMEOUT_S,
+    GpuFacts,
+    Trial,
+    driver_fix,
+    driver_is_too_old,
+    gpu_findings,
+    version_findings,
+    xid_findings,
+)
 from stoker.profiling.telemetry.environment import detect_container
 from stoker.profiling.telemetry.gpu import VERSION_MISMATCH, DriverState, in_host_pid_namespace, read_driver
 from stoker.profiling.telemetry.kernel_log import read_kernel_lines
@@ -40,13 +47,19 @@ from stoker.profiling.telemetry.processes import list_process_tree
 from stoker.profiling.telemetry.timeouts import TimeoutWorker
 from stoker.report import format as fmt
 
-STAGE_TIMEOUT_S, TRIAL_TIMEOUT_S = 20.0, 32.0
-"""Of one stage of the trial, and of all. Importing torch takes 3 s, on a busy machine with a cold disk 20 s and more;
-CUDA's first start takes 5 s, with many GPUs that are not in persistence mode 20 s."""
+TRIAL_TIMEOUT_S = 30.0
+"""Importing torch takes 3 s, on a busy machine with a cold disk 20 s and more; CUDA's first start takes 5 s, with many
+GPUs that are not in persistence mode 20 s."""
 IMPORTING = "importing torch"
 TRIAL_SECONDS, DEEP_TRIAL_SECONDS = 0.3, 20.0
 """Of timed matrix products on each GPU. A clock that heat lowers needs longer to show."""
 SHORT_DRIVER_TIMEOUT_S = 1.5
+TENSORFLOW_TIMEOUT_S = 20.0
+TENSORFLOW_PROGRAM = (
+    "import json, tensorflow as tf; info = tf.sysconfig.get_build_info(); "
+    "print(json.dumps([tf.__version__, bool(tf.test.is_built_with_cuda()), len(tf.config.list_physical_devices('GPU')),"
+    " str(info.get('cuda_version')), str(info.get('cudnn_version'))]))"
+)
 CONTAINER_FIXES = {
     "kubernetes": "request one: resources.limits nvidia.com/gpu: 1, on a node with NVIDIA's device plugin",
     "singularity": "start it with --nv",
@@ -63,7 +76,7 @@ def check_gpu(
     deep: bool = False,
     read_state: Callable[[Mapping[str, str]], DriverState] = read_driver,
     trial_command: Sequence[str] = (sys.executable, "-m", "stoker.hardware.cuda_trial"),
-    stage_timeout_s: float = STAGE_TIMEOUT_S,
+    timeout_s: float = TRIAL_TIMEOUT_S,
     kernel_log: Path = Path("/dev/kmsg"),
 ) -> list[Finding]:
     """device: as `--device`; root: with /sys, /proc, /dev; the other arguments stand for the machine in tests."""
@@ -72,17 +85,16 @@ def check_gpu(
         return [describe("device", text=text, evidence=evidence)]
     seconds = DEEP_TRIAL_SECONDS if deep else TRIAL_SECONDS
     command = [*trial_command, str(seconds), *([device] if device else [])]
-    longer_s = 10 * DEEP_TRIAL_SECONDS if deep else 0.0
-    timeouts_s = (stage_timeout_s + longer_s, TRIAL_TIMEOUT_S + longer_s)
-    driver, trial = _observe(command, timeouts_s, env, read_state)
+    driver, trial = _observe(command, timeout_s + (10 * DEEP_TRIAL_SECONDS if deep else 0.0), env, read_state)
     lines = None if driver is None or not driver.num_gpus else read_kernel_lines(log=kernel_log)
     facts = GpuFacts(device=device, env=env, root=root, driver=driver, trial=trial, kernel_lines=lines)
-    return [finding for rule in RULES for finding in rule(facts)]
+    rules = (device_findings, version_findings, gpu_findings, xid_findings)
+    return [finding for rule in rules for finding in rule(facts)]
 
 
 def _observe(
     command: Sequence[str],
-    timeouts_s: tuple[float, float],
+    timeout_s: float,
     env: Mapping[str, str],
     read_state: Callable[[Mapping[str, str]], DriverState],
 ) -> tuple[DriverState | None, Trial]:
@@ -96,16 +108,14 @@ def _observe(
         if state is not None and state.gpus and (now := worker.call(1.0)) is not None:
             busiest = max(busiest or now, now, key=_utilization)
 
-    trial = run_trial(command, *timeouts_s, watch)
+    trial = run_trial(command, timeout_s, watch)
     worker.stop()
     if state is None or busiest is None or len(busiest.gpus) != len(state.gpus):
         return state, trial
-    gpus = [
-        msgspec.structs.replace(
-            gpu, sample=msgspec.structs.replace(under_load.sample, memory_used_bytes=gpu.sample.memory_used_bytes)
-        )
-        for gpu, under_load in zip(state.gpus, busiest.gpus, strict=True)
-    ]  # memory and processes: before the trial
+    gpus = []
+    for gpu, under_load in zip(state.gpus, busiest.gpus, strict=True):  # memory and processes: before the trial
+        under_load.sample.memory_used_bytes = gpu.sample.memory_used_bytes
+        gpus.append(msgspec.structs.replace(gpu, sample=under_load.sample))
     return msgspec.structs.replace(state, gpus=gpus), trial
 
 
@@ -113,38 +123,37 @@ def _utilization(state: DriverState) -> float:
     return sum(gpu.sample.utilization or 0.0 for gpu in state.gpus)
 
 
-def run_trial(
-    command: Sequence[str], stage_timeout_s: float, timeout_s: float, watch: Callable[[], None] = lambda: None
-) -> Trial:
-    """Runs the trial program, which is killed if one stage of it takes longer than `stage_timeout_s`, or all of them
-    take longer than `timeout_s`. watch: called several times a second meanwhile."""
-    stage, stage_start_s = "", time.monotonic()
+def run_trial(command: Sequence[str], timeout_s: float, watch: Callable[[], None]) -> Trial:
+    """Runs the trial program, and kills it after a time. watch: called several times a second meanwhile."""
 
-    def goes_on(errors: str) -> bool:
-        nonlocal stage, stage_start_s
-        if stage != (reached := _last_stage(errors)):
-            stage, stage_start_s = reached, time.monotonic()
-        if time.monotonic() - stage_start_s > stage_timeout_s:
-            return False
+    def go_on(_errors: str) -> bool:
         watch()
         return True
 
     try:
-        ended = run_program(command, timeout_s, watch=goes_on)
-    except subprocess.TimeoutExpired:
-        error = f"was still {stage} after {time.monotonic() - stage_start_s:.0f} s"
-        return Trial(facts=None, stage=stage, error=error, timed_out=True)
+        ended = run_program(command, timeout_s, watch=go_on)
+    except subprocess.TimeoutExpired as expired:
+        stage = _last_stage((expired.stderr or b"").decode(errors="replace"))
+        return Trial(facts=None, stage=stage, error=f"was still {stage} after {timeout_s:.0f} s", timed_out=True)
     stage = _last_stage(ended.errors)
     try:
         return Trial(facts=msgspec.json.decode(ended.last_line, type=TorchFacts), stage=stage)
     except msgspec.DecodeError:
-        lines = [line.strip() for line in ended.errors.splitlines() if line.strip() and not line.startswith(STAGE)]
-        error = f"exit code {ended.code}: {lines[-1] if lines else 'no output'}"
-        return Trial(facts=None, stage=stage, error=error)
+        return Trial(facts=None, stage=stage, error=ended.reason)
 
 
 def _last_stage(errors: str) -> str:
     return next((line.removeprefix(STAGE) for line in reversed(errors.splitlines()) if line.startswith(STAGE)), "")
+
+
+def fix_for(error: str) -> str | None:
+    """What the diagnosis of dead jobs advises for such a message."""
+    lowered = error.lower()
+    for pattern in line_patterns():
+        is_decisive = not pattern.harmless and pattern.traceback_end is None
+        if is_decisive and pattern.literal in lowered and pattern.regex.search(error):
+            return pattern.ending.fix
+    return None
 
 
 def device_findings(facts: GpuFacts) -> Iterator[Finding]:
@@ -214,7 +223,7 @@ def silent_cpu(
     version = (None if driver is None else driver.version) or module
     if old := driver_is_too_old(found, version):
         evidence = "; ".join(filter(None, (evidence, found.error)))
-        return describe("driver_old/cpu", old=old, evidence=evidence, fix=driver_fix(found, root))
+        return describe("driver_old/cpu", old=old, evidence=evidence, fix=driver_fix(found))
     evidence = "; ".join(filter(None, (evidence, found.error or (driver.reason if driver else None))))
     if module is None and not files and (promised := promised_by(env)):
         return describe("gpu_not_usable/promised", promised=promised, evidence=evidence)
@@ -222,12 +231,28 @@ def silent_cpu(
     return describe("gpu_not_usable/torch", evidence=evidence, fix=fix)
 
 
-RULES: tuple[Callable[[GpuFacts], Iterator[Finding]], ...] = (
-    device_findings,
-    version_findings,
-    gpu_findings,
-    xid_findings,
-)
+def check_tensorflow(
+    *,
+    needed: bool,
+    gpu_is_there: bool,
+    command: Sequence[str] = (sys.executable, "-c", TENSORFLOW_PROGRAM),
+    timeout_s: float = TENSORFLOW_TIMEOUT_S,
+) -> list[Finding]:
+    """Whether TensorFlow sees the GPU, for jobs that use it. needed: such a job is to run, so it is a blocker."""
+    try:
+        ended = run_program(command, timeout_s)
+        version, with_cuda, num_gpus, cuda, cudnn = msgspec.json.decode(
+            ended.last_line, type=tuple[str, bool, int, str, str]
+        )
+    except subprocess.TimeoutExpired:
+        return [describe("tensorflow/slow", seconds=timeout_s)]
+    except msgspec.DecodeError:
+        return [describe("tensorflow/fails", reason=ended.reason)]
+    if num_gpus or not gpu_is_there:
+        return [describe("tensorflow", version=version, gpus=fmt.plural(num_gpus, "GPU"), cuda=cuda)]
+    id = "tensorflow_no_gpu/cuda" if with_cuda else "tensorflow_no_gpu/cpu"
+    severity: Severity = "blocker" if needed else "warning"
+    return [describe(id, severity=severity, version=version, cuda=cuda, cudnn=cudnn)]
 
 
 # The part of the short form in `stoker train` (`short.py`): without a process, on the device that training has.
@@ -241,15 +266,10 @@ def find_reason(env: Mapping[str, str], root: Path) -> Finding | None:
 
 def quick_gpu_findings(device: Device, env: Mapping[str, str], root: Path) -> list[Finding]:
     """Versions, condition and other users of the GPU that training uses."""
-    facts = _facts_of(device, env, root)
-    return [*version_findings(facts), *gpu_findings(facts), *xid_findings(facts)]
-
-
-def _facts_of(device: Device, env: Mapping[str, str], root: Path) -> GpuFacts:
     present = cuda_trial.present_device(device.torch_device)
     found = msgspec.convert(cuda_trial.describe_torch() | {"devices": [present]}, TorchFacts)
     driver = ask_driver(env)
-    return GpuFacts(
+    facts = GpuFacts(
         device=str(device.torch_device),
         env=env,
         root=root,
@@ -257,6 +277,7 @@ def _facts_of(device: Device, env: Mapping[str, str], root: Path) -> GpuFacts:
         trial=Trial(facts=found),
         kernel_lines=read_kernel_lines(),
     )
+    return [*version_findings(facts), *gpu_findings(facts), *xid_findings(facts)]
 
 
 def without_own(driver: DriverState, index: int) -> DriverState:

@@ -4,22 +4,21 @@ Each rule is a function of `Host`, which names where the kernel's files are: tes
 data path delivers is measured in `data_path.py`; the GPU is in `gpu.py`.
 """
 
-import ctypes
 import dataclasses
+import itertools
 import os
 import resource
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from stoker.diagnosis.causes.host import FD_LIMIT_NEAR, HOST_MEMORY_NEAR_LIMIT, SHARED_MEMORY_SMALL
 from stoker.findings.finding import Finding, Severity
 from stoker.hardware.cgroup import Cgroup
-from stoker.hardware.gpu_evidence import pci_gpus
 from stoker.preflight.catalog import describe
-from stoker.profiling.telemetry import environment, machine
-from stoker.profiling.telemetry.machine import read_text_or_none
+from stoker.profiling.telemetry import machine
 from stoker.report import format as fmt
 
 CORES_PER_GPU = 4
@@ -41,9 +40,6 @@ MAX_CLOCK_SKEW_S = 240.0
 """S3 refuses requests with 15 minutes (RequestTimeTooSkewed), Google tokens that are 5 minutes from the future."""
 WARN_CLOCK_SKEW_S = 30.0
 _HTTP_TIMEOUT_S = 2.0
-_TIMEX_BYTES, _TIME_ERROR = 256, 5
-"""adjtimex(2): more than the size of its struct, whose zeros ask without a change; its result for a clock that is not
-synchronized."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,8 +119,8 @@ def threads(host: Host) -> Iterator[Finding]:
     for name in THREAD_VARIABLES:
         value = host.env.get(name, "").split(",")[0].strip()
         if value.isdecimal() and int(value) > max(1.0, host.cores):
-            number = max(1, int(host.cores))
-            yield describe("threads", name, name=name, value=value, cores=host.cores, threads=number)
+            threads = max(1, int(host.cores))
+            yield describe("threads", name, name=name, value=value, cores=host.cores, threads=threads)
             return
     yield describe("threads/ok", names=", ".join(THREAD_VARIABLES))
 
@@ -134,9 +130,9 @@ def memory(host: Host) -> Iterator[Finding]:
     meminfo = machine.read_meminfo(host.root / "proc")
     state = host.cgroup.memory_state()
     if state is not None and (not meminfo or state.limit < meminfo["MemTotal"]):
-        limit, used, where = state.limit, state.used, "of the cgroup"
+        limit, used, whose = state.limit, state.used, "cgroup"
     elif meminfo:
-        limit, where = meminfo["MemTotal"], "of the machine"
+        limit, whose = meminfo["MemTotal"], "machine"
         used = limit - meminfo.get("MemAvailable", meminfo.get("MemFree", 0))
     else:
         yield describe("memory/unknown")
@@ -147,12 +143,13 @@ def memory(host: Host) -> Iterator[Finding]:
         id = "memory/none"
     elif free < MIN_FREE_MEMORY_BYTES or used / limit >= (HOST_MEMORY_NEAR_LIMIT.warning_threshold or 1.0):
         id = "memory/low"
-    evidence = f"{fmt.memory(used, limit)} {where} are in use, without page cache"
-    yield describe(id, free=fmt.size(free), evidence=evidence, whose="container" if state else "machine")
-    if meminfo:
-        swap = meminfo.get("SwapTotal", 0) - meminfo.get("SwapFree", 0)
-        is_swapping = swap >= HOST_MEMORY_NEAR_LIMIT.threshold("swap_bytes")
-        yield describe("swap" if is_swapping else "swap/ok", swap=fmt.size(swap))
+    evidence = f"{fmt.memory(used, limit)} of the {whose} are in use, without page cache"
+    yield describe(id, free=fmt.size(free), evidence=evidence, whose=whose)
+    if not meminfo:
+        return
+    swap = meminfo.get("SwapTotal", 0) - meminfo.get("SwapFree", 0)
+    is_swapping = swap >= HOST_MEMORY_NEAR_LIMIT.threshold("swap_bytes")
+    yield describe("swap" if is_swapping else "swap/ok", swap=fmt.size(swap))
 
 
 def shared_memory(host: Host) -> Iterator[Finding]:
@@ -179,37 +176,24 @@ def file_handles(host: Host) -> Iterator[Finding]:
 
 def disk(host: Host) -> Iterator[Finding]:
     """Room and write speed for checkpoints where the run will be."""
-    if host.run_dir is None:
-        return
-    wanted = host.run_dir.expanduser().absolute()
+    wanted = (host.run_dir or Path()).expanduser().absolute()
     folder = next(path for path in (wanted, *wanted.parents) if path.exists())
+    if host.run_dir is None or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        return  # in a bucket, or `access.py` reports it
     place, size = str(wanted), host.checkpoint_bytes or CHECKPOINT_BYTES
-    need = CHECKPOINTS_KEPT * size
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        return  # `access.py` reports that
-    free = machine.free_bytes(folder)
-    need_text = f"checkpoints of {fmt.size(size)}, of which up to {CHECKPOINTS_KEPT} exist at a time"
+    free, need = machine.free_bytes(folder), CHECKPOINTS_KEPT * size
+    texts: dict[str, Any] = {"free": fmt.size(free), "size": fmt.size(size), "kept": CHECKPOINTS_KEPT}
     if free is not None and free < need:
         severity: Severity = "blocker" if host.checkpoint_bytes is not None and free < size else "warning"
-        yield describe(
-            "disk/full", place, severity=severity, free=fmt.size(free), need=fmt.size(need), need_text=need_text
-        )
-        return
-    if not host.write_bytes:
-        return
-    try:
-        speed = measure_write_speed(folder, host.write_bytes)
-    except OSError as error:
-        yield describe("disk/unwritable", place, reason=error.strerror or error)
-        return
-    yield describe(
-        "disk/slow" if size / speed > MAX_SAVE_S else "disk",
-        place,
-        duration=fmt.duration(size / speed),
-        text=f"{fmt.size(speed)}/s, {fmt.size(free)} free",
-        written=fmt.size(host.write_bytes),
-        need_text=need_text,
-    )
+        yield describe("disk/full", place, severity=severity, need=fmt.size(need), **texts)
+    elif host.write_bytes:
+        try:
+            speed = measure_write_speed(folder, host.write_bytes)
+        except OSError as error:
+            yield describe("disk/unwritable", place, reason=error.strerror or error)
+            return
+        id = "disk/slow" if size / speed > MAX_SAVE_S else "disk"
+        yield describe(id, place, duration=fmt.duration(size / speed), speed=f"{fmt.size(speed)}/s", **texts)
 
 
 def measure_write_speed(folder: Path, size_bytes: int) -> float:
@@ -226,33 +210,21 @@ def measure_write_speed(folder: Path, size_bytes: int) -> float:
 def clock(host: Host) -> Iterator[Finding]:
     """The clock against a server's, which decides whether buckets accept signed requests."""
     skews = ((url, skew) for url in host.date_urls if (skew := clock_skew_s(url)) is not None)
-    url, skew = next(skews, ("", 0.0))
-    text = fmt.duration(max(1.0, abs(skew)))
-    if abs(skew) > WARN_CLOCK_SKEW_S:
+    for url, skew in itertools.islice(skews, 1):
+        text = fmt.duration(max(1.0, abs(skew)))
+        if abs(skew) <= WARN_CLOCK_SKEW_S:
+            yield describe("clock/ok", text=text, url=url)
+            return
         severity: Severity = "blocker" if abs(skew) > MAX_CLOCK_SKEW_S else "warning"
         effect = ": buckets refuse its requests" if severity == "blocker" else ""
         direction = "ahead" if skew > 0 else "behind"
         yield describe("clock", severity=severity, skew=text, direction=direction, effect=effect, url=url)
-    elif url:
-        yield describe("clock/ok", text=f"right to {text}", evidence=f"the Date header of {url}")
-    elif kernel_clock_is_synchronized():
-        yield describe("clock/ok", text="synchronized", evidence="the kernel (adjtimex)")
-    else:
-        answered = " answered" if host.date_urls else ""
-        yield describe("clock/unknown", evidence=f"no server to compare it with{answered}")
-
-
-def kernel_clock_is_synchronized() -> bool:
-    """Whether something keeps the clock of this machine right (NTP, the host of a VM), as far as the kernel knows."""
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "adjtimex"):  # not Linux
-        return False
-    return libc.adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES)) in range(_TIME_ERROR)
 
 
 def clock_skew_s(url: str) -> float | None:
-    """Seconds that this clock is ahead of a server's; None if it does not answer with a date."""
-    import email.utils  # not at the top: with http, a tenth of a second at every start of a training
+    """Seconds by which this clock is ahead of a web server's. None: it does not tell."""
+    # Not at the top: they cost a tenth of a second at every start of a training.
+    import email.utils
     import urllib.error
     import urllib.request
 
@@ -269,33 +241,6 @@ def clock_skew_s(url: str) -> float | None:
         return None
 
 
-def numa(host: Host) -> Iterator[Finding]:
-    """GPUs whose memory controller is on a CPU that this process may not use."""
-    nodes, gpus = environment.count_numa_nodes(host.root), pci_gpus(host.root)
-    if nodes is None or nodes < 2 or not gpus:
-        return
-    far = []
-    for address in gpus:
-        node = read_text_or_none(f"{host.root}/sys/bus/pci/devices/{address}/numa_node")
-        cpus = read_text_or_none(f"{host.root}/sys/devices/system/node/node{node}/cpulist")
-        if node is not None and int(node) >= 0 and cpus is not None and not host.cpus & parse_cpu_list(cpus):
-            far.append(f"{address} on node {node} (CPUs {cpus})")
-    if far:
-        yield describe("numa", evidence="; ".join(far))
-    else:
-        yield describe("numa/ok", nodes=nodes)
-
-
-def parse_cpu_list(text: str) -> frozenset[int]:
-    """0-3,8 → 0, 1, 2, 3, 8."""
-    cpus: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.strip().partition("-")
-        if first:
-            cpus |= set(range(int(first), int(last or first) + 1))
-    return frozenset(cpus)
-
-
 RULES: tuple[Callable[[Host], Iterator[Finding]], ...] = (
-    cores, cpu_quota, threads, memory, shared_memory, file_handles, disk, clock, numa,
+    cores, cpu_quota, threads, memory, shared_memory, file_handles, disk, clock,
 )  # fmt: skip

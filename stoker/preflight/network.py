@@ -1,33 +1,47 @@
 """The network between the ranks of a job: whether they reach each other, over which interface, and how fast.
 
-The ranks check together: each starts an `all_reduce` process, as the launcher started the ranks. Where the processes do
-not meet, the reason is searched: a name that does not resolve, a port that nothing answers on, a wrong interface. The
-description of the job comes from the caller (`training/cluster.py`); a process alone has nothing to check.
+The ranks check together: each starts a process of this module, as the launcher started the ranks, which measures an
+all-reduce between them:
+
+    RANK=0 WORLD_SIZE=2 MASTER_ADDR=node-0 MASTER_PORT=29500 python -m stoker.preflight.network SECONDS JOIN_SECONDS
+
+Where the processes do not meet, the reason is searched: a name that does not resolve, a port that nothing answers on,
+a wrong interface. The description of the job comes from the caller (`training/cluster.py`); a process alone has nothing
+to check.
 """
 
+import datetime
 import os
 import re
 import socket
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 import psutil
 
-from stoker.errors import ConfigError, StokerError
+from stoker.errors import StokerError
 from stoker.findings.finding import Finding, Severity
 from stoker.knowledge import read_toml
-from stoker.preflight.all_reduce import Measurement
-from stoker.preflight.catalog import describe
-from stoker.preflight.programs import run_program
+from stoker.preflight.catalog import describe, run_program
+
+if TYPE_CHECKING:
+    from stoker.hardware.device import Device
 
 JOIN_S = 15.0
 """For the other ranks to come: they are started by the same launcher, some seconds apart."""
 START_S = 15.0
 """To import torch, on a slow disk."""
 CONNECT_S = 3.0
+MAX_BYTES = 64 * 2**20
+"""Per all-reduce: between DistributedDataParallel's buckets (25 MB) and all gradients of RetinaNet-R50 (136 MB)."""
+FIRST_BYTES, MIN_BYTES = 2**20, 2**16
+NUM_SMALL = 50
+"""All-reduces of one number, for the latency."""
 
 
 class _Latency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,6 +56,7 @@ class _Links(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gloo_cap: float
     gpu_fraction: float
     virtual: str
+    fixes: dict[str, str]
     gpus: list[tuple[str, str, float]]
 
 
@@ -64,6 +79,32 @@ class Place(Protocol):
     @property
     def source(self) -> str: ...
     def variables(self) -> dict[str, str]: ...
+
+
+class Measurement(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank measured."""
+
+    backend: str
+    device: str
+    """For users: NVIDIA A100-SXM4-40GB, or cpu."""
+    world_size: int
+    latency_s: float
+    """Median time of an all-reduce of one number."""
+    size_bytes: int
+    """Of each large all-reduce."""
+    count: int
+    seconds: float
+    """Of all large ones together."""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Gradients that are all-reduced per second."""
+        return self.size_bytes * self.count / self.seconds
+
+    @property
+    def bus_bytes_per_s(self) -> float:
+        """What each link carries: 2 (n-1) / n times as much (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md)."""
+        return self.bytes_per_s * 2 * (self.world_size - 1) / self.world_size
 
 
 class Interface(NamedTuple):
@@ -90,8 +131,6 @@ def check_network(
         place = find_place(env)
     except StokerError as error:
         what = error.what.removesuffix(".")
-        if isinstance(error, ConfigError) and re.search(r"TF_CONFIG|CLUSTER_SPEC", what):
-            return [describe("ranks/unknown", what=what)]
         return [describe("ranks", what=what, cause=error.cause or "environment variables", fix=error.fix or "")]
     if place is None or place.world_size == 1:
         return [describe("ranks/one")]
@@ -111,33 +150,21 @@ def judge_speed(measured: Measurement, interface: Interface | None, *, local: bo
     """Bandwidth and latency against the floor of the link. interface: over which the other ranks are reached; local:
     all are on this machine."""
     link, floor = link_floor(measured, interface, local=local)
-    bus, latency_ms, limit_ms = (
-        measured.bus_bytes_per_s,
-        measured.latency_s * 1e3,
-        1e3 * (LINKS.max_latency_s.local if local else LINKS.max_latency_s.remote),
-    )
+    bus, latency_ms = measured.bus_bytes_per_s, measured.latency_s * 1e3
+    limit_ms = 1e3 * (LINKS.max_latency_s.local if local else LINKS.max_latency_s.remote)
     figures = f"{bus / 1e9:.3g} GB/s, latency {latency_ms:.2g} ms"
     evidence = (
         f"{measured.count} all-reduces of {measured.size_bytes / 1e6:.1f} MB between {measured.world_size} ranks with "
         f"{measured.backend} over {link}: {figures}; 100 MB of gradients take {1e11 / measured.bytes_per_s:.3g} ms"
     )
+    kind = "remote" if not local else "cpu" if measured.device == "cpu" else "gpu"
+    texts: dict[str, Any] = {"fix": LINKS.fixes[kind], "evidence": evidence}
     findings: list[Finding] = []
     if floor is not None and bus < floor:
-        fix = "choose the fastest interface (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), or machines with more network"
-        if local and measured.device != "cpu":
-            fix = "unset NCCL_P2P_DISABLE and NCCL_SHM_DISABLE; nvidia-smi topo -m and nvlink -s show the links"
-        elif local:
-            fix = "free the cores of other processes, or give the container more CPU"
         speed = f"{bus / 1e9:.3g} GB/s"
-        findings.append(
-            describe("all_reduce_bandwidth", speed=speed, link=link, floor=floor / 1e9, evidence=evidence, fix=fix)
-        )
+        findings.append(describe("all_reduce_bandwidth", speed=speed, link=link, floor=floor / 1e9, **texts))
     if latency_ms > limit_ms:
-        fix = "free the cores of other processes"
-        if not local:
-            fix = "place the machines in one zone (compact placement policy, cluster placement group)"
-        findings.append(describe("all_reduce_latency", latency=latency_ms, limit=limit_ms, evidence=evidence, fix=fix))
-    evidence += "" if floor is not None else "; no floor is known for this link"
+        findings.append(describe("all_reduce_latency", latency=latency_ms, limit=limit_ms, **texts))
     return findings or [describe("all_reduce_bandwidth/ok", figures=figures, evidence=evidence)]
 
 
@@ -163,43 +190,29 @@ def check_interfaces(
     interfaces: Sequence[Interface], route: str | None, env: Mapping[str, str], *, local: bool
 ) -> list[Finding]:
     """Which interfaces NCCL and gloo would take, against the one that leads to the other ranks. route: its address."""
-    findings: list[Finding] = []
     names = [interface.name for interface in interfaces]
     routed = next((interface.name for interface in interfaces if interface.address == route), None)
-    good = routed or "eth0"
-    present = ", ".join(f"{interface.name} {interface.address}" for interface in interfaces)
     choice, gloo = env.get("NCCL_SOCKET_IFNAME", ""), env.get("GLOO_SOCKET_IFNAME", "")
+    texts: dict[str, Any] = {
+        "good": routed or "eth0", "routed": routed or "no known interface", "choice": choice or "(unset)",
+        "gloo": gloo or "(unset)",
+        "present": ", ".join(f"{interface.name} {interface.address}" for interface in interfaces),
+    }  # fmt: skip
+    findings: list[Finding] = []
     chosen = nccl_interfaces(names, choice)
     dead_ends = [name for name in chosen if name == "lo" or re.match(LINKS.virtual, name)]
     if choice and not chosen:
-        findings.append(
-            describe("rank_interface/none", "NCCL_SOCKET_IFNAME", choice=choice, present=present, good=good)
-        )
+        findings.append(describe("rank_interface/none", "NCCL_SOCKET_IFNAME", **texts))
     elif chosen and not local and (dead_ends or (routed is not None and routed not in chosen)):
         severity: Severity = "blocker" if chosen == ["lo"] else "warning"
-        findings.append(
-            describe(
-                "rank_interface/nccl",
-                "NCCL_SOCKET_IFNAME",
-                severity=severity,
-                only="also " if dead_ends and len(chosen) > 1 else "",
-                wrong=(dead_ends or chosen)[0],
-                routed=routed or "no known interface",
-                present=present,
-                choice=choice or "(unset)",
-                good=good,
-            )
-        )
+        wrong = (dead_ends or chosen)[0]
+        findings.append(describe("rank_interface/nccl", "NCCL_SOCKET_IFNAME", severity=severity, wrong=wrong, **texts))
     if any(name and name not in names for name in gloo.split(",")):
-        more = "; unlike NCCL's it takes whole names, no ^ and no =" if re.search(r"[\^=]", gloo) else ""
-        findings.append(
-            describe("rank_interface/gloo", "GLOO_SOCKET_IFNAME", gloo=gloo, present=present, more=more, good=good)
-        )
+        findings.append(describe("rank_interface/gloo", "GLOO_SOCKET_IFNAME", **texts))
     elif not gloo and not local and (own := resolve(socket.gethostname())) is not None and own.startswith("127."):
-        findings.append(describe("rank_interface/loopback", own=own, name=socket.gethostname(), good=good))
+        findings.append(describe("rank_interface/loopback", own=own, name=socket.gethostname(), **texts))
     if not findings and not local and routed is not None:
-        choice, gloo = choice or "(unset)", gloo or "(unset)"
-        findings.append(describe("rank_interface", routed=routed, present=present, choice=choice, gloo=gloo))
+        findings.append(describe("rank_interface", **texts))
     return findings
 
 
@@ -253,7 +266,7 @@ def route_to(address: str) -> str | None:
 
 def _measure(place: Place, seconds: float, join_s: float, env: Mapping[str, str]) -> Measurement | str:
     """The measurement of this rank, or the last message of its process."""
-    command = [sys.executable, "-m", "stoker.preflight.all_reduce", str(seconds), str(join_s)]
+    command = [sys.executable, "-m", "stoker.preflight.network", str(seconds), str(join_s)]
     try:
         ended = run_program(command, START_S + join_s + 1.5 * seconds, env={**env, **place.variables()})
     except subprocess.TimeoutExpired:
@@ -284,3 +297,78 @@ def _search_reason(place: Place, address: str | None, message: str) -> Finding:
         evidence = f"{name}: {reason} ({address}); {message}"
         return describe("rank_unreachable", where, where=where, port=place.port, evidence=evidence)
     return describe("ranks_not_met", where, evidence=f"{name}: {found}; {message}")
+
+
+# The process of a rank, and what training measures (`training/defaults/sync_choice.py`).
+
+
+def main(seconds: float, join_s: float) -> None:
+    """Prints one line of JSON, a `Measurement`: with NCCL where every rank has a GPU of its own (untested on GPU), else
+    with gloo on tensors of the CPU. In a process of its own, because a process group that does not form cannot be given
+    up from inside, and because it leaves no state of torch.distributed in the caller."""
+    import torch
+    import torch.distributed as dist
+
+    from stoker.hardware.device import Device
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if accelerator is not None and torch.accelerator.device_count() >= local_size:
+        torch.accelerator.set_device_index(local_rank)
+        device = Device(torch.device(accelerator.type, local_rank))
+    else:
+        device = Device(torch.device("cpu"))
+    backend = dist.get_default_backend_for_device(device.torch_device)
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=join_s))
+    measurement = measure(device, seconds)
+    dist.barrier()
+    dist.destroy_process_group()
+    print(msgspec.json.encode(measurement).decode(), flush=True)
+
+
+def measure(device: "Device", seconds: float) -> Measurement:
+    """What this rank measures in about so many seconds, in the process group that it is in; all ranks call it."""
+    import torch
+    import torch.distributed as dist
+
+    def agreed(value: float) -> int:
+        """The value of rank 0."""
+        tensor = torch.tensor([value], dtype=torch.float32, device=device.torch_device)
+        dist.broadcast(tensor, src=0)
+        return int(tensor.item())
+
+    latency_s = statistics.median(timed(device, 4, 1) for _ in range(NUM_SMALL))
+    per_byte_s = timed(device, FIRST_BYTES, 2) / (2 * FIRST_BYTES)
+    size_bytes = agreed(min(MAX_BYTES, max(MIN_BYTES, seconds / 10 / per_byte_s)))
+    count = agreed(min(1000.0, max(2.0, seconds / timed(device, size_bytes, 1))))
+    elapsed_s = timed(device, size_bytes, count)
+    return Measurement(
+        backend=dist.get_default_backend_for_device(device.torch_device),
+        device="cpu" if device.is_cpu else device.name,
+        world_size=dist.get_world_size(),
+        latency_s=latency_s,
+        size_bytes=size_bytes,
+        count=count,
+        seconds=elapsed_s,
+    )
+
+
+def timed(device: "Device", size_bytes: int, count: int, *, half: bool = False) -> float:
+    """Seconds of `count` all-reduces of so many bytes, after one more; the same numbers on all ranks. half: of bf16
+    numbers instead of fp32."""
+    import torch
+    import torch.distributed as dist
+
+    dtype = torch.bfloat16 if half else torch.float32
+    tensor = torch.zeros(max(1, size_bytes // dtype.itemsize), dtype=dtype, device=device.torch_device)
+    dist.all_reduce(tensor)
+    device.synchronize()
+    start_s = time.perf_counter()
+    for _ in range(count):
+        dist.all_reduce(tensor)
+    device.synchronize()
+    return time.perf_counter() - start_s
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), float(sys.argv[2]))

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from stoker.errors import PreflightError
 from stoker.findings.finding import Finding, worst_first
+from stoker.hardware.cuda_trial import gpu_evidence
 from stoker.hardware.device import Device
-from stoker.hardware.gpu_evidence import gpu_evidence
 from stoker.preflight import host
 
 QUICK_HOST_RULES = (host.cores, host.cpu_quota, host.threads, host.memory, host.file_handles, host.disk)

@@ -32,6 +32,7 @@ MAX_SHOWN = 200
 """Characters of a value."""
 MAX_KEY_BYTES = 2**22
 """Of a file with keys or certificates; a bundle of all authorities has 0.3 MB."""
+AWS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,12 +68,9 @@ def check_variables(env: Mapping[str, str] = os.environ, *, contact_stores: bool
     ]
     fine = [finding for finding in findings if finding.severity == "ok"]
     others = [finding for finding in findings if finding.severity != "ok"]
-    title = f"{'no other variable' if others else 'no variable'} names data, output or credentials"
-    evidence = "the environment of this process"
-    if fine:
-        title = f"{len(fine)} variables are well formed and point somewhere" if len(fine) > 1 else fine[0].title
-        evidence = "; ".join(f"{finding.place}: {finding.evidence_text}" for finding in fine)
-    return [*others, describe("variables", title=title, evidence=evidence)]
+    title = f"variables in order: {len(fine)}" if fine else "no other variable names data, output or credentials"
+    evidence = "; ".join(f"{finding.title} ({finding.evidence_text})" for finding in fine)
+    return [*others, describe("variables", title=title, evidence=evidence or "the environment of this process")]
 
 
 def _fine(name: str, title: str, evidence: str) -> Finding:
@@ -102,46 +100,13 @@ def _check_json(env: Mapping[str, str]) -> Iterator[Finding]:
         if not text.strip():
             continue
         try:
-            value = json.loads(text)
+            json.loads(text)
         except (ValueError, RecursionError) as error:
             is_quoted = text.strip()[:1] in "'\"" or '\\"' in text
             fix = "write the JSON without quotes around it and without backslashes" if is_quoted else "correct the JSON"
             yield describe("variable_json", name, severity=severity, name=name, error=error, fix=fix)
-            continue
-        if name in ("TF_CONFIG", "CLUSTER_SPEC") and (problem := _cluster_problem(value)):
-            yield describe("variable_cluster", name, name=name, problem=problem)
         else:
             yield _fine(name, "is well formed", "JSON")
-
-
-def _cluster_problem(spec: object) -> str:
-    """What is wrong with TF_CONFIG or CLUSTER_SPEC, the hosts of each kind of task and which of them this process is;
-    empty: nothing. Who is reachable: `network.py`."""
-    if not isinstance(spec, dict):
-        return f"it is {_quoted(spec)}, not a JSON object"
-    cluster, task = spec.get("cluster"), spec.get("task") or {}
-    if not cluster:  # an empty TF_CONFIG of a single process
-        return ""
-    if not isinstance(cluster, dict):
-        return f"`cluster` is {_quoted(cluster)}, which does not name lists of host:port"
-    for name, hosts in cluster.items():
-        if not isinstance(hosts, list | dict):
-            return f"{_quoted(name)} of `cluster` is {_quoted(hosts)}, not a list of host:port"
-    if not isinstance(task, dict):
-        return f"`task` is {_quoted(task)}, not an object with type and index"
-    kind = task.get("type", "worker")
-    if not isinstance(kind, str):
-        return f"the type of `task` is {_quoted(kind)}"
-    try:
-        index = int(task.get("index", 0))
-    except (TypeError, ValueError, OverflowError):
-        return f"the index of `task` is {_quoted(task['index'])}"
-    if kind not in cluster:  # the evaluator is not part of the cluster, in TensorFlow's own words
-        choices = ", ".join(map(_quoted, cluster))
-        problem = f"`task` is of type {_quoted(kind)}, which `cluster` does not have ({choices})"
-        return "" if kind == "evaluator" else problem
-    count = len(cluster[kind])
-    return "" if 0 <= index < count else f"`task` is {kind} {index}, but `cluster` has {count} of them"
 
 
 def _check_files(env: Mapping[str, str]) -> Iterator[Finding]:
@@ -152,39 +117,17 @@ def _check_files(env: Mapping[str, str]) -> Iterator[Finding]:
         if odd := _odd_value(name, value):
             yield odd
             continue
-        path = Path(value)
         try:
-            path = path.expanduser()
-            text = regular_files.read_text(path, errors="replace", max_bytes=MAX_KEY_BYTES)
+            text = regular_files.read_text(Path(value).expanduser(), errors="replace", max_bytes=MAX_KEY_BYTES)
+            problem = _google_key_problem(text) if row.google else "" if text.strip() else "it is empty"
         except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
-            more = " and run: gcloud auth application-default login" if row.google else ""
-            more += "" if path.is_absolute() else f"; it is relative to {Path.cwd()}"
-            reason = getattr(error, "strerror", None) or error
-            yield describe(
-                "variable_credentials/unreadable",
-                name,
-                severity=row.severity,
-                name=name,
-                value=_shown(value),
-                reason=reason,
-                more=more,
-            )
+            problem = f"it cannot be read: {getattr(error, 'strerror', None) or error}"
+        if not problem:
+            yield _fine(name, "points to a readable file", value)
             continue
-        problem = _google_key_problem(text) if row.google else "" if text.strip() else "it is empty"
-        if problem:
-            create = "gcloud iam service-accounts keys create KEY_FILE --iam-account=ACCOUNT"
-            fix = create if row.google else f"unset {name}"
-            yield describe(
-                "variable_credentials/empty",
-                name,
-                severity=row.severity,
-                name=name,
-                path=path,
-                problem=problem,
-                fix=fix,
-            )
-        else:
-            yield _fine(name, "points to a readable file", str(path))
+        login = ", and run: gcloud auth application-default login" if row.google else ""
+        texts: dict[str, Any] = {"name": name, "value": _shown(value), "problem": problem, "login": login}
+        yield describe("variable_credentials", name, severity=row.severity, **texts)
 
 
 def _google_key_problem(text: str) -> str:
@@ -198,28 +141,24 @@ def _google_key_problem(text: str) -> str:
 
 
 def _check_aws_keys(env: Mapping[str, str]) -> Iterator[Finding]:
-    pair = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
-    (key, secret), token = (env.get(name, "") for name in pair), env.get("AWS_SESSION_TOKEN")
+    key, secret, token = (env.get(name, "") for name in AWS_KEYS)
     if bool(key) != bool(secret):
-        have, lack = pair if key else pair[::-1]
+        have, lack = AWS_KEYS[:2] if key else AWS_KEYS[1::-1]
         yield describe("variable_aws_keys/one", have, have=have, lack=lack)
     elif key != key.strip() or secret != secret.strip():
-        yield describe("variable_aws_keys/space", pair[0])
+        yield describe("variable_aws_keys/space", AWS_KEYS[0])
     elif key.startswith("ASIA") and not token:
-        yield describe("variable_aws_keys/temporary", pair[0])
+        yield describe("variable_aws_keys/temporary", AWS_KEYS[0])
     elif key.startswith("AKIA") and token:
-        yield describe("variable_aws_keys/permanent", "AWS_SESSION_TOKEN")
+        yield describe("variable_aws_keys/permanent", AWS_KEYS[2])
     expiration, place = env.get("AWS_CREDENTIAL_EXPIRATION", ""), "AWS_CREDENTIAL_EXPIRATION"
     try:
         expires = datetime.fromisoformat(expiration)
     except ValueError:
         return
-    now = datetime.now(UTC)
-    hours = ((expires if expires.tzinfo else expires.replace(tzinfo=UTC)) - now).total_seconds() / 3600
-    if hours <= 0:
-        yield describe("variable_aws_keys/expired", place, expiration=expiration)
-    else:
-        yield describe("variable_aws_keys/ends", place, hours=hours)
+    hours = ((expires if expires.tzinfo else expires.replace(tzinfo=UTC)) - datetime.now(UTC)).total_seconds() / 3600
+    id = "variable_aws_keys/expired" if hours <= 0 else "variable_aws_keys/ends"
+    yield describe(id, place, expiration=expiration, hours=hours)
 
 
 def _check_locations(env: Mapping[str, str], *, contact_stores: bool) -> Iterator[Finding]:
@@ -241,23 +180,24 @@ def _names_location(name: str, value: str) -> bool:
 
 
 def _check_location(name: str, value: str, *, contact: bool) -> Finding:
-    is_used = re.fullmatch(TABLE.used_output, name) is not None
+    worst: Severity = "blocker" if re.fullmatch(TABLE.used_output, name) else "warning"
     if odd := _odd_value(name, value):
         return odd
     if is_uri(value):
         try:
             uri = parse_uri(value)
         except ConfigError as error:
-            severity: Severity = "blocker" if is_used else "warning"
-            problem, fix = error.what.removesuffix("."), error.fix or ""
-            return describe(
-                "variable_uri", name, severity=severity, name=name, problem=problem, value=_shown(value), fix=fix
-            )
+            texts: dict[str, Any] = {
+                "problem": error.what.removesuffix("."),
+                "value": _shown(value),
+                "fix": error.fix or "",
+            }
+            return describe("variable_uri", name, severity=worst, name=name, **texts)
         if not contact or uri.scheme not in WRITABLE_SCHEMES:
             return _fine(name, "is a well-formed URI", f"{_shown(value)}; it was not requested")
     is_output = re.fullmatch(TABLE.output, name) is not None
     [tried] = check_writable(value, place=name) if is_output else check_readable(value, place=name)
-    severity = "warning" if tried.severity == "blocker" and not is_used else tried.severity
+    severity = worst if tried.severity == "blocker" else tried.severity
     fix = f"{tried.fix}; or unset {name}" if tried.severity != "ok" and tried.fix else tried.fix
     title = f"{name}: {tried.title[0].lower()}{tried.title[1:]}"
     id = "variable_output" if is_output else "variable_input"
@@ -275,11 +215,6 @@ def _odd_value(name: str, value: str) -> Finding | None:
     else:
         return None
     return describe(f"variable_value/{kind}", name, name=name, value=_shown(value))
-
-
-def _quoted(value: object) -> str:
-    """A value of JSON, with lone surrogates escaped."""
-    return _shown(repr(value))
 
 
 def _shown(value: str) -> str:

@@ -29,8 +29,7 @@ from torch import Tensor
 
 from stoker import regular_files
 from stoker.errors import CheckpointError
-from stoker.hardware.device import Device, ReadyEvent, SideStream
-from stoker.hardware.host_arena import HostArenas, Lease
+from stoker.hardware.device import Device, HostArenas, Lease, ReadyEvent, SideStream
 from stoker.runs.records import CHECKPOINTS, EVENTS, read_lines
 from stoker.runs.schemas import Event
 from stoker.storage.local_files import fsync_folder, write_atomic

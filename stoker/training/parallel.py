@@ -18,8 +18,7 @@ from torch import nn
 from stoker.data.augment.device import augment_batch
 from stoker.data.batch import Batch
 from stoker.data.loading.loader import Loader
-from stoker.hardware.device import ReadyEvent
-from stoker.hardware.host_arena import HostArenas
+from stoker.hardware.device import HostArenas, ReadyEvent
 from stoker.profiling.ledger import Ledger
 from stoker.profiling.trace import Tracer
 from stoker.report.terminal import Screen

@@ -18,7 +18,7 @@ import termios
 from pathlib import Path
 
 from stoker.errors import StorageError, UsageError
-from stoker.hardware.spinning import users_environment
+from stoker.hardware.cgroup import users_environment
 from stoker.monitor.monitor import monitoring
 from stoker.monitor.options import MonitoringOptions
 from stoker.printable import print_text

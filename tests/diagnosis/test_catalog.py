@@ -19,7 +19,7 @@ from stoker.diagnosis.notes import NOTES
 from stoker.diagnosis.reference import all_entries, explain_id
 from stoker.errors import UsageError
 from stoker.knowledge import read_toml
-from stoker.preflight.catalog import file_rows, machine_rows
+from stoker.preflight.catalog import rows as check_rows
 from stoker.report import sizing
 from stoker.runs.schemas import PROBE_KINDS
 
@@ -71,7 +71,7 @@ def test_every_id_of_every_command_is_explained() -> None:
     """Ids that are written in calls which make findings."""
     known = {entry.id for entry in all_entries()}
     ids = {rule.__name__ for rule in sizing.RULES}
-    ids |= {name.partition("/")[0] for rows in (machine_rows(), file_rows()) for name in rows}
+    ids |= {name.partition("/")[0] for name in check_rows()}
     for file in STOKER.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if not isinstance(node, ast.Call):
@@ -200,7 +200,7 @@ def test_xids_have_a_meaning_and_a_fix() -> None:
 def test_the_severity_that_an_id_is_explained_with_is_that_of_its_findings() -> None:
     """Of `stoker check`: those of its rows, and others only where a probe chooses the severity."""
     of_rows: dict[str, set[str]] = {}
-    for name, row in (machine_rows() | file_rows()).items():
+    for name, row in check_rows().items():
         of_rows.setdefault(name.partition("/")[0], set()).add(row.severity)
     chosen = {
         "driver_old",

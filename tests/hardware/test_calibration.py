@@ -2,7 +2,6 @@
 
 import json
 import multiprocessing
-import time
 from pathlib import Path
 from typing import Any
 
@@ -129,12 +128,3 @@ def test_the_file_stays_small_and_keeps_the_newest() -> None:
     steps = [line.steps for line in calibration.read() if isinstance(line, MeasuredStep)]
     assert steps == list(range(steps[0], 300))
     assert len(steps) > 50
-
-
-def test_a_writer_that_does_not_end_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "sleep", lambda _: None)
-    calibration.append(measured())
-    with calibration._locked(calibration.path().with_name(f".{calibration.FILE}.lock")) as is_held:
-        assert is_held
-        calibration.append(measured(step_s=0.7))
-    assert [line.step_s for line in calibration.measured_steps(is_l4)] == [0.7, 0.2]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from stoker.errors import ConfigError
 from stoker.findings.finding import Finding
-from stoker.monitor.alerts import QUANTITIES, Alerts, parse_rule
+from stoker.monitor.alerts import MEASURED, QUANTITIES, Alerts, parse_rule
 from stoker.runs.records import PHASES
 from stoker.runs.schemas import DeviceSample, Event, GpuSample, StepWindow
 
@@ -112,3 +112,11 @@ def test_every_quantity_is_documented() -> None:
     page = (Path(__file__).parents[2] / "docs/monitoring.md").read_text()
     rows = re.findall(r"^\| `([a-z_0-9]+)` \|", page.partition("| quantity | meaning |")[2], re.MULTILINE)
     assert rows == [name for name in QUANTITIES if name not in PHASES or name == "idle"]
+
+
+def test_every_quantity_is_a_field_of_the_records() -> None:
+    records = {"gpu": GpuSample, "host": DeviceSample, "step": StepWindow, "sample": DeviceSample, "window": StepWindow}
+    for table, rows in {"sample": MEASURED.sample, "window": MEASURED.window, **MEASURED.prometheus}.items():
+        for row in rows.values():
+            fields = (GpuSample if row.gpus else records[table]).__struct_fields__
+            assert {row.field, row.per or row.field} <= set(fields)

@@ -19,9 +19,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from stoker.errors import ConfigError
-from stoker.monitor import delivery, prometheus, trackers
-from stoker.monitor.follow import Follower
-from stoker.monitor.monitor import monitoring
+from stoker.monitor import delivery, monitor
+from stoker.monitor.alerts import MEASURED
+from stoker.monitor.monitor import Follower, monitoring
 from stoker.monitor.options import MonitoringOptions
 from stoker.runs.records import DEVICES, EVENTS, STEPS, RunFolder, read_lines
 from stoker.runs.schemas import DeviceSample, Event, GpuSample, StepWindow
@@ -231,9 +231,8 @@ def test_prometheus_scrapes_the_metrics(folder: RunFolder) -> None:
 def test_the_dashboard_uses_only_served_metrics() -> None:
     known = {
         "phase_seconds_total", "steps_total", "images_total", "skipped_steps_total", "events_total", "step", "loss",
-        "last_step_timestamp_seconds", "images_per_second", "score", "alert_firing",
-        *prometheus._STEP_METRICS, *(f"host_{name}" for name in prometheus._HOST_METRICS),
-        *(f"gpu_{name}" for name in prometheus._GPU_METRICS),
+        "score", "alert_firing", *MEASURED.prometheus["step"],
+        *(f"{table}_{name}" for table in ("host", "gpu") for name in MEASURED.prometheus[table]),
     }  # fmt: skip
     dashboard = json.loads((Path(__file__).parents[2] / "docs/grafana-dashboard.json").read_text())
     used = {name for panel in dashboard["panels"] for target in panel.get("targets", ())
@@ -344,7 +343,7 @@ def test_a_failing_tracker_does_not_stop_the_run(folder: RunFolder, monkeypatch:
         def close(self, *, failed: bool) -> None:
             raise ConnectionError(f"failed={failed}")
 
-    monkeypatch.setitem(trackers.TRACKERS, "wandb", Broken)
+    monkeypatch.setitem(monitor.TRACKERS, "wandb", Broken)
     with monitoring(folder, MonitoringOptions(track=("wandb",)), stop=must_not_stop):
         folder.append(STEPS, window(1.0))
         folder.event("failed")

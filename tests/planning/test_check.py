@@ -20,8 +20,7 @@ from stoker.planning import check as checking
 from stoker.planning import memory_fit
 from stoker.planning.check import CheckReport, CheckRequest, Prober, check, date_urls
 from stoker.planning.memory_fit import Answer, MemoryFit, ask_memory_fit
-from stoker.preflight.catalog import make_finding
-from stoker.preflight.programs import Ended, run_program
+from stoker.preflight.catalog import Ended, make_finding, run_program
 from tests.drawn import draw
 
 Probe = Callable[..., list[Finding]]

@@ -35,10 +35,8 @@ def test_machine_of_google(root: Path) -> None:
             zone="us-central1-a",
             region="us-central1",
             spot=False,
-            host_maintenance="TERMINATE",
-            automatic_restart=True,
         )
-        assert found(server.google_env, root) == {"cloud_machine": "ok", "host_maintenance": "ok"}
+        assert found(server.google_env, root) == {"cloud_machine": "ok"}
         named = read_machine({**server.google_env, "STOKER_MACHINE_TYPE": "a2-ultragpu-1g"}, root=root)
         assert named is not None
         assert named.machine_type == "a2-ultragpu-1g"
@@ -47,10 +45,8 @@ def test_machine_of_google(root: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "id", "severity", "says"),
     [
-        ({"on_host_maintenance": "MIGRATE"}, "host_maintenance", "ok", "moved"),
-        ({"automatic_restart": "FALSE"}, "host_maintenance", "warning", "not started again"),
         ({"maintenance_event": "TERMINATE_ON_HOST_MAINTENANCE"}, "machine_notice", "warning", "TERMINATE_ON_HOST"),
-        ({"preempted": "TRUE"}, "machine_ending", "blocker", "taking this machine back"),
+        ({"preempted": "TRUE"}, "machine_notice", "warning", "preempted is TRUE"),
         ({"provisioning_model": "SPOT", "preemptible": "TRUE"}, "spot_run_folder", "warning", "preemption can lose"),
         ({"preemptible": "TRUE"}, "spot_run_folder", "warning", "preemption can lose"),
     ],
@@ -68,7 +64,7 @@ def test_notices_of_google(root: Path, changes: dict[str, str], id: str, severit
     [
         ({}, "cloud_machine", "ok"),
         ({"life_cycle": "spot"}, "spot_run_folder", "warning"),
-        ({"action": '{"action": "terminate", "time": "2026-11-22T08:22:00Z"}'}, "machine_ending", "blocker"),
+        ({"action": '{"action": "terminate", "time": "2026-11-22T08:22:00Z"}'}, "machine_notice", "warning"),
         ({"rebalance": '{"noticeTime": "2026-11-22T08:22:00Z"}'}, "machine_notice", "warning"),
         ({"scheduled": '[{"Code": "instance-retirement", "NotBefore": "21 Jan 2027", "State": "active"}]'},
          "machine_notice", "warning"),

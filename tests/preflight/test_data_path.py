@@ -24,8 +24,8 @@ from tests.preflight.metadata_server import NOWHERE, MetadataServer, google
 from tests.storage.servers import Conditions, Proxy, Server, apply, google_server
 
 SECONDS = 0.4
-RATE = ReadRate(images=1000, total_bytes=100_000_000, seconds=4.0, latency_s=0.03, concurrency=8.0, cold=True)
-"""250 img/s of 100 kB; 8 at a time, each alone 30 ms: limited by latency."""
+RATE = ReadRate(images=1000, total_bytes=100_000_000, seconds=4.0, concurrency=8, cold=True)
+"""250 img/s of 100 kB."""
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +64,13 @@ def contents(folder: Path) -> dict[Path, tuple[bytes, int]]:
 def test_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_path, "MIN_S", 0.0)
     before = contents(folder)
-    fast = rate_of(check_data_path(str(folder), demand_images_per_s=0.001, seconds=SECONDS, env=NOWHERE))
+    fast = rate_of(check_data_path(open_index(folder), demand_images_per_s=0.001, seconds=SECONDS, env=NOWHERE))
     assert fast.severity in ("ok", "unknown"), fast  # unknown where the kernel keeps the pages
-    slow = rate_of(check_data_path(str(folder), demand_images_per_s=1e9, seconds=SECONDS, env=NOWHERE))
+    slow = rate_of(check_data_path(open_index(folder), demand_images_per_s=1e9, seconds=SECONDS, env=NOWHERE))
     assert slow.severity == "warning"
     assert slow.title.endswith("the GPU takes 1000000000: 100 % idle")
     assert slow.fix
-    unknown_demand = rate_of(check_data_path(str(folder), demand_images_per_s=None, seconds=SECONDS, env=NOWHERE))
+    unknown_demand = rate_in_time(open_index(folder), demand_images_per_s=None)
     assert unknown_demand.severity == "ok"
     assert contents(folder) == before
 
@@ -99,7 +99,7 @@ def test_a_result_costs_the_same_with_many_in_flight(monkeypatch: pytest.MonkeyP
         nonlocal submitted
         submitted += 1
         waiting.append(future := Watched())
-        if submitted <= data_path.PROBE_READS or len(waiting) == 100:
+        if submitted == 1 or len(waiting) == 100:
             waiting.popleft().set_result(b"x")
         return future
 
@@ -191,22 +191,20 @@ def test_missing_images_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     none = rate_of(check_data_path(index, demand_images_per_s=None, seconds=SECONDS, env=NOWHERE))
     assert none.severity == "unknown"
     assert "No such file" in none.evidence_text
-    assert rate_of(check_data_path(tmp_path / "absent", demand_images_per_s=1.0, env=NOWHERE)).severity == "blocker"
 
 
 @pytest.mark.parametrize(
     ("changes", "decode_s", "demand", "severity", "says"),
     [
         ({}, 1e-6, 100.0, "ok", ""),
-        ({}, 1e-6, 410.0, "warning", "limited by latency"),
-        ({"latency_s": 0.001}, 1e-6, 410.0, "warning", "limited by bandwidth"),
+        ({}, 1e-6, 410.0, "warning", "limited by reading"),
         ({}, 1.0, 410.0, "warning", "limited by decoding"),
         ({"throttled": 7}, 1e-6, 410.0, "warning", "refused 7 requests"),
         ({"cold": False}, 1e-6, 100.0, "unknown", "page cache could not be dropped"),
         ({"cold": False}, 1e-6, 410.0, "warning", "page cache could not be dropped"),
         ({"cold": None}, 1e-6, 100.0, "ok", "not known"),
         ({}, None, 100.0, "ok", ""),
-        ({}, 1e-6, 240.0, "warning", "limited by latency"),
+        ({}, 1e-6, 240.0, "warning", "limited by reading"),
     ],
 )
 def test_verdict(

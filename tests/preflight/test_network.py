@@ -11,8 +11,14 @@ import pytest
 from stoker.errors import ConfigError, StokerError, UsageError
 from stoker.findings.finding import Finding
 from stoker.preflight import network
-from stoker.preflight.all_reduce import Measurement
-from stoker.preflight.network import Interface, check_interfaces, check_network, judge_speed, nccl_interfaces
+from stoker.preflight.network import (
+    Interface,
+    Measurement,
+    check_interfaces,
+    check_network,
+    judge_speed,
+    nccl_interfaces,
+)
 
 ETH0 = Interface("eth0", "10.0.0.5", 10e9)
 FAST_ETH = Interface("eth0", "10.0.0.5", 100e9)
@@ -67,7 +73,7 @@ def test_malformed_variables() -> None:
 
     assert found(ConfigError("RANK is 'x'.", fix="start with torchrun")) == ("blocker", "start with torchrun")
     assert found(UsageError("TF_CONFIG makes this process the task ps 0.", fix="only workers"))[0] == "blocker"
-    assert found(ConfigError("TF_CONFIG is not the description of a cluster."))[0] == "unknown"  # `variables` says why
+    assert found(ConfigError("TF_CONFIG is not the description of a cluster."))[0] == "blocker"
 
 
 @pytest.mark.slow
@@ -147,7 +153,7 @@ def test_interfaces_of_nccl(choice: str, names: list[str], expected: list[str]) 
         ({"NCCL_SOCKET_IFNAME": "lo"}, LOCAL, "blocker", "takes lo"),
         ({"NCCL_SOCKET_IFNAME": "^eth"}, LOCAL, "warning", "takes lo"),
         ({"NCCL_SOCKET_IFNAME": "docker0"}, LOCAL, "warning", "takes docker0"),
-        ({}, [*LOCAL, Interface("br-4f1", "172.18.0.1", None)], "warning", "also takes br-4f1"),
+        ({}, [*LOCAL, Interface("br-4f1", "172.18.0.1", None)], "warning", "takes br-4f1"),
         ({"NCCL_SOCKET_IFNAME": "eth1"}, [*LOCAL, Interface("eth1", "10.1.0.5", None)], "warning", "takes eth1"),
         ({"GLOO_SOCKET_IFNAME": "^lo,docker"}, LOCAL, "blocker", "names no interface"),
         ({"GLOO_SOCKET_IFNAME": "eth0"}, LOCAL, "ok", "over eth0"),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import boto3
 import pytest
 
-from stoker.preflight.cloud import CloudMachine, check_region, egress_price
+from stoker.preflight.cloud import CloudMachine, check_region
 from stoker.storage.uri import parse_uri
 from tests.storage.object_server import GoogleXml, ObjectServer
 from tests.storage.servers import KEYS, NO_CREDENTIALS, apply, s3_server
@@ -38,10 +38,8 @@ def google_url() -> Iterator[str]:
     [
         ("us-central1", "ok", "in the machine's region"),
         ("nam4", "ok", "in the machine's region"),
-        ("us", "warning", "0.02 USD per GB"),
-        ("us-east1", "warning", "0.02 USD per GB"),
-        ("europe-west4", "warning", "0.05 USD per GB"),
-        ("asia-east1", "warning", "0.08 USD per GB"),
+        ("us", "warning", "slower and billed"),
+        ("europe-west4", "warning", "slower and billed"),
         ("secret", "unknown", "could not be read"),
     ],
 )
@@ -53,8 +51,7 @@ def test_bucket_of_google(
     assert (finding.id, finding.severity) == ("bucket_region", severity)
     assert says in finding.title
     if severity == "warning":
-        price = egress_price("gs", location, "us-central1")
-        assert f"{100 * price:.2f} USD per pass over 100.0 GiB" in finding.evidence_text
+        assert "a pass over the data reads 100.0 GiB" in finding.evidence_text
         assert ("rent the machine in" in finding.fix) == ("-" in location)
 
 
@@ -91,15 +88,3 @@ def test_bucket_of_another_cloud(monkeypatch: pytest.MonkeyPatch, uri: str, mach
 def test_nothing_to_compare() -> None:
     assert check_region(parse_uri("https://host/x"), GPU_MACHINE, epoch_bytes=None) == []
     assert check_region(parse_uri("gs://b/x"), None, epoch_bytes=None) == []
-
-
-def test_prices() -> None:
-    """Rows of the providers' lists."""
-    assert egress_price("s3", "us-east-1", "us-east-2") == 0.01
-    assert egress_price("s3", "us-east-1", "eu-west-1") == 0.02
-    assert egress_price("s3", "ap-northeast-1", "us-east-1") == 0.09
-    assert egress_price("s3", "ap-northeast-2", "us-east-1") == 0.08
-    assert egress_price("s3", "af-south-1", "eu-west-1") == 0.147
-    assert egress_price("s3", "xx-new-1", "us-east-1") == 0.147
-    assert egress_price("gs", "eu", "europe-west4") == egress_price("gs", "northamerica-northeast1", "us-east4") == 0.02
-    assert egress_price("gs", "southamerica-east1", "asia-east1") == 0.14

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch, RandSlot
-from stoker.hardware.host_sync import allow_host_sync
+from stoker.hardware.device import allow_host_sync
 from stoker.models.backbones import BackboneWithFPN, build_backbone_with_fpn
 from stoker.models.detector import ClassHeadSpec, Detector
 from stoker.models.faster_rcnn.roi_heads import RoIHead, decode_class_boxes, roi_loss, sample_rois

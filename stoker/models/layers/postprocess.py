@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stoker.hardware.host_sync import allow_host_sync
+from stoker.hardware.device import allow_host_sync
 from stoker.models.layers.boxes import clip, decode
 from stoker.models.layers.losses import at_least_fp32
 from stoker.models.layers.nms import MAX_PAIRS, fixed_point_nms, largest_float32, torchvision_nms

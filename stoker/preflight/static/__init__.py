@@ -1,20 +1,19 @@
 """What a Dockerfile, a list of requirements and a training script say about a job before it starts: `stoker check
 --dockerfile --requirements --script`. Files are read, never run; nothing is installed or downloaded.
 
-Dockerfiles are read by `dockerfile.py` and `image.py`, requirements by `requirements.py`, scripts by `source.py`.
-Versions and their sources are in `versions.py`, the rules in `version_rules.py`, `tensorflow_rules.py` and
-`torch_rules.py`. All of them are listed in docs/check-static.md.
+Dockerfiles are read by `image.py`, requirements by `requirements.py`; what does not belong together in them is in
+`version_rules.py`. Scripts are read and judged by `script_rules.py`. Versions and names are in `tables.py`. All rules
+are listed in docs/check-static.md.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 from stoker.findings.finding import Finding, Severity, worst_first
-from stoker.preflight.catalog import describe_file
+from stoker.preflight.catalog import describe
 from stoker.preflight.static.image import Image, read_image
-from stoker.preflight.static.requirements import read_requested, reason_of
-from stoker.preflight.static.source import read_source
-from stoker.preflight.static.tensorflow_rules import check_tensorflow
-from stoker.preflight.static.torch_rules import check_torch
+from stoker.preflight.static.requirements import Options, reason_of
+from stoker.preflight.static.script_rules import check_script
 from stoker.preflight.static.version_rules import check_image
 
 
@@ -22,41 +21,27 @@ def check_sources(*, dockerfile: Path | None, requirements: Path | None, script:
     """Findings of the files given, worst first, each with FILE:LINE. requirements: requirements.txt, environment.yml or
     pyproject.toml. A file that cannot be read or understood is a finding; nothing is raised."""
     found: list[Finding] = []
-    if dockerfile is not None or requirements is not None:
-        found += _check_packages(dockerfile, requirements)
-    if script is not None:
+
+    def attempt(path: Path, read: Callable[[Path], None]) -> None:
         try:
-            source = read_source(script)
+            read(path)
         except (OSError, ValueError) as error:
-            found.append(_unreadable(script, error))
-        else:
-            found += [*check_tensorflow(source), *check_torch(source)]
-    return worst_first(found)
+            # A file that was named and is not there stops a check in CI; one that is not understood does not.
+            severity: Severity = "blocker" if isinstance(error, OSError) else "unknown"
+            reason = reason_of(error)
+            found.append(describe("source_unreadable", str(path), severity=severity, name=path.name, reason=reason))
 
-
-def _check_packages(dockerfile: Path | None, given: Path | None) -> list[Finding]:
     image = Image()
-    found: list[Finding] = []
+
+    def read_dockerfile(path: Path) -> None:
+        nonlocal image
+        image = read_image(path, given=requirements)
+
     if dockerfile is not None:
-        try:
-            image = read_image(dockerfile, given=given)
-        except (OSError, ValueError) as error:
-            found.append(_unreadable(dockerfile, error))
-    if given is not None and given.resolve() not in image.read_files:
-        try:
-            requested = read_requested(given)
-        except (OSError, ValueError) as error:
-            found.append(_unreadable(given, error))
-        else:
-            for package in requested.packages:
-                image.add(package)
-            image.python = image.python or requested.python
-            for missing in requested.missing:
-                image.add_missing(*missing)
-    return [*found, *check_image(image)]
-
-
-def _unreadable(path: Path, error: OSError | ValueError) -> Finding:
-    """A file that was named and is not there stops a check in CI; one that is not understood does not."""
-    severity: Severity = "blocker" if isinstance(error, OSError) else "unknown"
-    return describe_file("source_unreadable", str(path), severity=severity, name=path.name, reason=reason_of(error))
+        attempt(dockerfile, read_dockerfile)
+    if requirements is not None and requirements.resolve() not in image.read_files:
+        attempt(requirements, lambda path: image.add_requested(path, name=str(path), options=Options()))
+    found += check_image(image)
+    if script is not None:
+        attempt(script, lambda path: found.extend(check_script(path)))
+    return worst_first(found)

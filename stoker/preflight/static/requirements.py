@@ -1,7 +1,7 @@
 """Reads what is to be installed: requirements.txt, environment.yml of conda, pyproject.toml.
 
 Each package has its version specifier and the line that asks for it. Nothing is resolved or downloaded. Which versions
-belong together is in `versions.py`, what follows from it in `version_rules.py`.
+belong together is in `tables.py`, what follows from it in `version_rules.py`.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 
 from stoker import regular_files
-from stoker.preflight.static.versions import Minor, minor
+from stoker.preflight.static.tables import Minor, minor
 
 Value = TypeVar("Value")
 MAX_BYTES = 1 << 20
@@ -145,16 +145,12 @@ def read_conda_package(text: str, *, place: str) -> Package | None:
     match = _CONDA_SPEC.fullmatch(text.strip())
     if match is None:
         return None
-    name, version, build = match[1].lower(), match[2].strip(), match[3] or ""
-    if not version and match[4]:
-        version = f"={match[4]}"
-    if match := re.fullmatch(r"(=?)(\d[\w.]*)(\.\*|\*)?", version):
-        version = f"=={match[2].rstrip('.')}.*"
-    elif version in ("=", "=*", "*"):
-        version = ""
+    name, version, build = match[1].lower(), match[2].strip() or match[4] or "", match[3] or ""
+    if plain := re.fullmatch(r"(=?)(\d[\w.]*)(\.\*|\*)?", version):
+        version = f"=={plain[2].rstrip('.')}.*"
     try:
         SpecifierSet(version)
-    except InvalidSpecifier:
+    except InvalidSpecifier:  # also `=*`: any version
         version = ""
     return Package(_CONDA_NAMES.get(name, canonicalize_name(name)), version, place, text, source="conda", build=build)
 
@@ -226,70 +222,52 @@ def _read_environment(path: Path, name: str) -> Requested:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}: " if mark else ""
-        raise ValueError(f"{where}{getattr(error, 'problem', None) or 'is nested too deeply'}") from error
+        raise ValueError(f"line {mark.line + 1}: {error}" if mark else "is nested too deeply") from error
     requested = Requested()
     for item in _items(root, "dependencies"):
-        if isinstance(item, yaml.ScalarNode):
-            place = f"{name}:{item.start_mark.line + 1}"
-            package = read_conda_package(str(item.value), place=place)
+        for place, text in _scalars([item], name):
+            package = read_conda_package(text, place=place)
             if package and package.name == "python":
                 requested.python = package.minor
             requested.packages += [package] if package else []
-        lines = [
-            (f"{name}:{line.start_mark.line + 1}", str(line.value))
-            for line in _items(item, "pip")
-            if isinstance(line, yaml.ScalarNode)
-        ]
-        _add_lines(lines, path, name, Options(), requested, set())
+        _add_lines(_scalars(_items(item, "pip"), name), path, name, Options(), requested, set())
     return requested
 
 
 def _items(node: yaml.Node | None, key: str) -> list[yaml.Node]:
     """The list that a mapping has under a key."""
     pairs = node.value if isinstance(node, yaml.MappingNode) else []
-    return [
-        item
-        for name, value in pairs
-        if name.value == key and isinstance(value, yaml.SequenceNode)
-        for item in value.value
-    ]
+    lists = [value for name, value in pairs if name.value == key and isinstance(value, yaml.SequenceNode)]
+    return [item for value in lists for item in value.value]
+
+
+def _scalars(nodes: Sequence[yaml.Node], name: str) -> list[tuple[str, str]]:
+    """(place, text) of the nodes that are plain values."""
+    plain = [node for node in nodes if isinstance(node, yaml.ScalarNode)]
+    return [(f"{name}:{node.start_mark.line + 1}", str(node.value)) for node in plain]
 
 
 def _read_project(path: Path, name: str) -> Requested:
-    """pyproject.toml: [project] dependencies, [tool.poetry.dependencies], and the indices of uv."""
+    """pyproject.toml: [project] dependencies, and the indices of uv."""
     text = read_text(path, MAX_BYTES)
     try:
         tables = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ValueError(str(error) or "is nested too deeply") from error
     lines = text.split("\n")
-
-    def place_of(part: str) -> str:
-        return f"{name}:{next((number for number, line in enumerate(lines, start=1) if part in line), 1)}"
-
-    requested = Requested()
-    uv_indices = [row for row in _at(tables, "tool.uv.index", list) if isinstance(row, dict)]
-    indices = {row.get("name"): wheel_index(str(row.get("url"))) for row in uv_indices}
-    for requirement in _at(tables, "project.dependencies", list)[:MAX_PACKAGES]:
-        package = read_package(requirement, place=place_of(requirement)) if isinstance(requirement, str) else None
-        if package is None:
-            continue
-        sources = _at(tables, "tool.uv.sources", dict).get(package.name, {})
-        rows = [row for row in (sources if isinstance(sources, list) else [sources]) if isinstance(row, dict)]
-        if index := next((indices.get(row.get("index"), "") for row in rows), ""):
-            options = Options(index=index, index_alone=True, index_place=package.place)
-            package = dataclasses.replace(package, options=options)
-        requested.packages.append(package)
-    requested.python = _only_python(_at(tables, "project.requires-python", str))
-    for key, value in _at(tables, "tool.poetry.dependencies", dict).items():
-        version = value.get("version", "") if isinstance(value, dict) else value
-        if not isinstance(version, str):
-            continue
-        if key == "python":
-            requested.python = _only_python(_from_poetry(version))
-        elif package := read_package(f"{key}{_from_poetry(version)}", place=place_of(key)):
-            requested.packages.append(package)
+    dependencies = [row for row in _at(tables, "project.dependencies", list) if isinstance(row, str)]
+    if not dependencies:
+        raise ValueError("has no dependencies in [project]; Poetry's own tables are not read")
+    requested = Requested(python=_only_python(_at(tables, "project.requires-python", str)))
+    indices = {_at(row, "name", str): wheel_index(_at(row, "url", str)) for row in _at(tables, "tool.uv.index", list)}
+    for requirement in dependencies[:MAX_PACKAGES]:
+        number = next((number for number, line in enumerate(lines, start=1) if requirement in line), 1)
+        if package := read_package(requirement, place=f"{name}:{number}"):
+            sources = _at(tables, "tool.uv.sources", dict).get(package.name)
+            named = [_at(row, "index", str) for row in (sources if isinstance(sources, list) else [sources])]
+            index = next((indices[name] for name in named if indices.get(name)), "")
+            options = Options(index=index, index_alone=bool(index), index_place=package.place)
+            requested.packages.append(dataclasses.replace(package, options=options))
     return requested
 
 
@@ -308,18 +286,6 @@ def _only_python(specifier: str) -> Minor | None:
         return None
     found = [Minor((3, number)) for number in range(5, 20) if allowed.contains(f"3.{number}.5")]
     return found[0] if len(found) == 1 else None
-
-
-def _from_poetry(version: str) -> str:
-    """`>=2.10,<3` of `^2.10`, `==2.10` of `2.10`."""
-    version = version.strip()
-    if match := re.fullmatch(r"([\^~])\s*(\d+)(?:\.(\d+))?(?:\.\d+)*", version):
-        major, second = int(match[2]), int(match[3] or 0)
-        by_major = (match[1] == "^" and major > 0) or match[3] is None
-        return f">={version[1:].strip()},<{major + 1}" if by_major else f">={version[1:].strip()},<{major}.{second + 1}"
-    if version == "*":
-        return ""
-    return f"=={version}" if version[:1].isdigit() else version
 
 
 def read_text(path: Path, max_bytes: int) -> str:

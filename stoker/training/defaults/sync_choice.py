@@ -83,12 +83,12 @@ def measure(config: Config, index: Index, device: Device, ranks: Ranks) -> Measu
 
 def measure_exchange(weights: Sequence[Tensor], step_s: float, device: Device, ranks: Ranks) -> Measured:
     """The same for a step of `step_s` seconds that changes these weights."""
-    from stoker.preflight import all_reduce
+    from stoker.preflight import network
 
     ranks.barrier()
-    found = all_reduce.measure(device, MEASURE_S)
+    found = network.measure(device, MEASURE_S)
     large_s = found.seconds / found.count
-    half_s = all_reduce.timed(device, found.size_bytes, 2, half=True) / 2
+    half_s = network.timed(device, found.size_bytes, 2, half=True) / 2
     gradients = [torch.randn_like(weight).detach() for weight in weights]
     size_bytes = sum(gradient.nbytes for gradient in gradients)
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])

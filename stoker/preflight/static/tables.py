@@ -1,7 +1,8 @@
-"""Which versions belong together: TensorFlow, PyTorch, CUDA, cuDNN, Python, drivers. Facts, no rules.
+"""Which versions belong together, and by which names images, packages and calls are recognized. Facts, no rules.
 
-The tables are in `knowledge/versions.toml`, with their sources. A release that is newer than the tables is reported as
-unknown, never as wrong.
+Versions of TensorFlow, PyTorch, CUDA, cuDNN, Python and drivers are in `knowledge/versions.toml`, with their sources; a
+release that is newer than these tables is reported as unknown, never as wrong. Names are in
+`knowledge/source_names.toml`.
 """
 
 import re
@@ -73,7 +74,6 @@ class _Tables(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensorflow: dict[str, TensorFlowBuild]
     torch: dict[str, TorchBuild]
     drivers: dict[str, str]
-    ngc_cuda_major: dict[str, int]
     ubuntu: dict[str, UbuntuRelease]
 
 
@@ -83,6 +83,77 @@ TENSORFLOW = {minor(name): build for name, build in TABLES.tensorflow.items()}
 TORCH = {minor(name): build for name, build in TABLES.torch.items()}
 DRIVERS_BY_MAJOR = {int(cuda): driver for cuda, driver in TABLES.drivers.items() if "." not in cuda}
 """Major version of CUDA → oldest NVIDIA driver on Linux."""
+
+
+class KnownImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Images that have CUDA or a framework."""
+
+    pattern: str
+    """Its groups say what the name has: framework, version, flavor (cpu, gpu), python, cuda, cudnn."""
+    framework: str = ""
+    """Where there is no such group."""
+    plain_is_cpu: bool = False
+    """Without a flavor it has no CUDA."""
+    floating_tag: str = ""
+    """Pattern of tags that are another image next month."""
+
+
+class _Images(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    without_cuda: str
+    carried: str
+    known: list[KnownImage]
+
+
+class _Packages(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    apt_cuda: str
+    apt_cudnn: str
+    runfile: str
+    pip_cuda: str
+    pip_cudnn: str
+    driver: str
+    extension: str
+    pip_values: frozenset[str]
+    conda_values: frozenset[str]
+    tensorflow: list[str]
+    tensorflow_cpu: list[str]
+    opencv: list[str]
+    needs_numpy: list[str]
+
+
+class Switch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A call or an assignment, as text."""
+
+    id: str
+    pattern: str
+    unless: frozenset[str] = frozenset()
+    """Modules of another framework, which keeps the GPU."""
+
+
+class _Scripts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    known_modules: frozenset[str]
+    managed: frozenset[str]
+    divided: list[str]
+    dataset: str
+    batched_dataset: str
+    methods: frozenset[str]
+    only_dataset: frozenset[str]
+    batches: frozenset[str]
+    one_image: str
+    heavy: str
+    random: str
+    one_draw: str
+    python: str
+    switches: list[Switch]
+
+
+class _Names(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    images: _Images
+    packages: _Packages
+    scripts: _Scripts
+
+
+_NAMES = msgspec.convert(read_toml("source_names.toml"), _Names)
+IMAGES, PACKAGES, SCRIPTS = _NAMES.images, _NAMES.packages, _NAMES.scripts
 
 
 def driver_for(cuda: Minor) -> str | None:
