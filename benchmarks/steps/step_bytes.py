@@ -128,7 +128,7 @@ def trace(spec: dict[str, Any]) -> list[tuple[Any, list[Any]]]:
 
     from stoker.config.settings import ModelSettings
     from stoker.models import MODELS, build
-    from stoker.models.layers.fused_conv import use_fused_convs
+    from stoker.models.layers.convolutions import use_fused_convs
     from stoker.planning.fake_accelerator import Autocast, fake_tensors, to_fake
     from tests import fakes
 

@@ -18,8 +18,8 @@ mig.toml: MIG slices of GPUs (`launching/containers.py`).
 models.toml: detector architectures (`config/architectures.py`).
 notes.toml: notes of `stoker why` (`diagnosis/notes.py`).
 pipeline_fields.toml: fields of the TensorFlow Object Detection API (`migration/fields.py`).
-recipes.toml, settings.toml: what models of a kind are trained with (`config/recipes.py`); bounds and defaults of
-    settings (`config/settings.py`).
+recipes.toml, settings.toml: what models of a kind are trained with; bounds and defaults of settings
+    (`config/settings.py`).
 refusals.toml: how refusals of a store are repaired (`preflight/access.py`).
 report_words.toml: meanings of phases, stages, experiments and error types (`report/words.py`).
 secrets.toml: names and forms of secrets (`secrets.py`).

@@ -2,7 +2,7 @@
 
 The table `BACKBONES` has ResNets and MobileNets, ember's networks and `TinyBackbone`. Parameters have the names of
 torchvision's detectors (`body.`, `fpn.`). Every backbone has five stages, each at half the resolution of the one before
-it; stages are frozen by their number. SSD's backbones are in `ssd/backbones.py`; `weights/load.py` loads weights.
+it; stages are frozen by their number. SSD's backbones are in `ssd.py`; `weights/load.py` loads weights.
 """
 
 import itertools
@@ -16,12 +16,9 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from stoker.models.detector import Backbone, Part
-from stoker.models.ember.csp_pafpn import CSPBackbone
-from stoker.models.layers.convolutions import StridedConv2d, conv_norm_relu
-from stoker.models.layers.norms import NORMS, Norm, NormKind, fold_frozen_norms
-from stoker.models.layers.padded_conv import pad_image_conv
-from stoker.models.mobilenet import mobilenet_v2, mobilenet_v3_large
-from stoker.models.resnet import BasicBlock, Bottleneck, resnet
+from stoker.models.layers.convolutions import StridedConv2d, conv_norm_relu, fold_frozen_norms, pad_image_conv
+from stoker.models.layers.norms import NORMS, Norm, NormKind
+from stoker.models.networks import BasicBlock, Bottleneck, CSPBackbone, mobilenet_v2, mobilenet_v3_large, resnet
 
 ExtraBlocks = Literal["p6p7", "pool"] | None
 """Levels above the FPN: two convolutions (RetinaNet), a subsampled copy (Faster R-CNN), or none."""

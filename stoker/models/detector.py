@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch
-from stoker.models.layers.padded_conv import is_on_accelerator
+from stoker.models.layers.convolutions import is_on_accelerator
 from stoker.models.layers.postprocess import (
     MAX_DETECTIONS,
     BatchDetections,
@@ -106,7 +106,7 @@ class Detector(nn.Module):
         self._update_shift_and_scale()
 
     def _update_shift_and_scale(self) -> None:
-        if self.pixel_mean.is_meta:  # no values (`weights/shapes_only.py`)
+        if self.pixel_mean.is_meta:  # no values (`weights/load.py`)
             return
         self.pixel_shift.copy_(-self.pixel_mean / self.pixel_std)
         self.pixel_scale.copy_(1 / (255 * self.pixel_std))

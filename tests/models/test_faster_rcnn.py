@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stoker.models import build
-from stoker.models.faster_rcnn import roi_heads, rpn
-from stoker.models.faster_rcnn.faster_rcnn import FasterRCNN
+from stoker.models import build, faster_rcnn
+from stoker.models.faster_rcnn import FasterRCNN
 from tests.host_sync import ForbidHostSync
 from tests.models.samples import make_batch, settings_of
 from tests.models.two_stages import ROI_SAMPLES, calibrated, oracle_detections, oracle_losses, oracle_of
@@ -20,9 +19,9 @@ SETUPS = {"resnet18": (R18, (64, 96)), "mobilenet": (MOBILENET, (128, 64)), "res
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer regions and a narrower second stage, whose products are nearly all of the time on a CPU."""
-    monkeypatch.setattr(roi_heads, "HIDDEN", 16)
-    monkeypatch.setattr(roi_heads, "SAMPLES_PER_IMAGE", ROI_SAMPLES[0])
-    monkeypatch.setattr(roi_heads, "MAX_POSITIVES_PER_IMAGE", ROI_SAMPLES[1])
+    monkeypatch.setattr(faster_rcnn, "HIDDEN", 16)
+    monkeypatch.setattr(faster_rcnn, "ROI_SAMPLES", ROI_SAMPLES[0])
+    monkeypatch.setattr(faster_rcnn, "ROI_MAX_POSITIVES", ROI_SAMPLES[1])
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:
@@ -172,8 +171,8 @@ def test_the_sample_follows_the_draw_alone() -> None:
 def test_images_whose_nms_ran_out_of_rounds_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     model = calibrated(R18, CLASSES, (64, 96)).train()
     batch = make_batch((3, 7), (64, 96), CLASSES)
-    survivors = rpn.fixed_point_nms
-    monkeypatch.setattr(rpn, "fixed_point_nms", lambda *a, **named: survivors(*a, **named, num_rounds=1))
+    survivors = faster_rcnn.fixed_point_nms
+    monkeypatch.setattr(faster_rcnn, "fixed_point_nms", lambda *a, **named: survivors(*a, **named, num_rounds=1))
     assert model.training_warning() is None
     for _ in range(2):
         model.loss(model(batch.images), batch)

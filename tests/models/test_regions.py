@@ -8,14 +8,12 @@ from torch import Tensor
 from torchvision.models.detection import faster_rcnn as torchvision_faster_rcnn
 from torchvision.ops import MultiScaleRoIAlign, nms
 
-from stoker.models.faster_rcnn import roi_heads, rpn
-from stoker.models.faster_rcnn.faster_rcnn import FasterRCNN
-from stoker.models.faster_rcnn.roi_heads import sample_rois
-from stoker.models.faster_rcnn.rpn import Proposals, RPNOutputs, propose
+from stoker.models import faster_rcnn
+from stoker.models.faster_rcnn import FasterRCNN, Proposals, RPNOutputs, propose, sample_rois
 from stoker.models.layers import postprocess
-from stoker.models.layers.nms import NMS_ROUNDS, fixed_point_nms
+from stoker.models.layers.matching import KEY_RANGE, random_keys, sample_balanced
+from stoker.models.layers.postprocess import NMS_ROUNDS, fixed_point_nms
 from stoker.models.layers.roi_align import assign_fpn_level, multiscale_roi_align, roi_align_each_level
-from stoker.models.layers.sampling import KEY_RANGE, random_keys, sample_balanced
 
 
 def clustered(count: int, seed: int) -> Tensor:
@@ -197,13 +195,13 @@ def test_constants_are_torchvisions_defaults() -> None:
     defaults = {name: p.default for name, p in inspect.signature(torchvision_faster_rcnn.FasterRCNN).parameters.items()}
     rpn_samples, roi_samples = defaults["rpn_batch_size_per_image"], defaults["box_batch_size_per_image"]
     assert (rpn_samples, rpn_samples * defaults["rpn_positive_fraction"]) == (
-        rpn.SAMPLES_PER_IMAGE, rpn.MAX_POSITIVES_PER_IMAGE,
+        faster_rcnn.RPN_SAMPLES, faster_rcnn.RPN_MAX_POSITIVES,
     )  # fmt: skip
     assert (roi_samples, roi_samples * defaults["box_positive_fraction"]) == (
-        roi_heads.SAMPLES_PER_IMAGE, roi_heads.MAX_POSITIVES_PER_IMAGE,
+        faster_rcnn.ROI_SAMPLES, faster_rcnn.ROI_MAX_POSITIVES,
     )  # fmt: skip
-    assert defaults["box_fg_iou_thresh"] == defaults["box_bg_iou_thresh"] == roi_heads.FG_IOU_THRESH
-    assert defaults["rpn_nms_thresh"] == rpn.NMS_THRESH
+    assert defaults["box_fg_iou_thresh"] == defaults["box_bg_iou_thresh"] == faster_rcnn.FG_IOU_THRESH
+    assert defaults["rpn_nms_thresh"] == faster_rcnn.NMS_THRESH
     assert defaults["rpn_post_nms_top_n_train"] == FasterRCNN.num_train_proposals
     assert defaults["rpn_post_nms_top_n_test"] == FasterRCNN.num_test_proposals
     assert (defaults["box_nms_thresh"], defaults["box_detections_per_img"]) == (

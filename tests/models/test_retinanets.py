@@ -15,7 +15,7 @@ from stoker.errors import WeightsError
 from stoker.evaluation.evaluate import SCORE_THRESHOLD
 from stoker.models import MODELS, build, detect_architecture, load_weights
 from stoker.models.layers.postprocess import MAX_DETECTIONS
-from stoker.models.retinanet.retinanet import RetinaNet
+from stoker.models.retinanet import RetinaNet
 from tests.models.oracle import PARTS, SMALL_MODELS, check_detections, check_losses_and_gradients, oracle_of
 from tests.models.samples import calibrated_model, make_batch, settings_of
 

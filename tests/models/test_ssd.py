@@ -25,9 +25,7 @@ from stoker.inference.runtime import OnnxModel
 from stoker.models import MODELS, build, detect_architecture, load_weights
 from stoker.models.backbones import StridedConv2d
 from stoker.models.layers.matching import BACKGROUND
-from stoker.models.ssd.backbones import detect_reduced_tail
-from stoker.models.ssd.loss import hard_negative_cross_entropy, match_ssd_anchors
-from stoker.models.ssd.ssd import SSD, SSDOutputs
+from stoker.models.ssd import SSD, SSDOutputs, detect_reduced_tail, hard_negative_cross_entropy, match_ssd_anchors
 from stoker.models.table import check_image_size
 from stoker.models.weights.load import read_weights
 from stoker.models.weights.model_file import ModelMetadata

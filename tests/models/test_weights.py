@@ -102,7 +102,7 @@ from stoker.cli.quick_import import quick_imports
 with quick_imports():
     from stoker.config.settings import ModelSettings
     from stoker.models import MODELS, build, detect_architecture
-    from stoker.models.weights.shapes_only import shapes_only
+    from stoker.models.weights.load import shapes_only
 for name, arch in MODELS.items():
     with shapes_only():
         model = build(ModelSettings(**{{**arch.defaults, "model": name}}), 3)

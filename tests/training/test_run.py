@@ -24,7 +24,7 @@ from stoker.errors import (
 )
 from stoker.hardware.device import Device, ReadyEvent, SideStream
 from stoker.models import unset_fields
-from stoker.models.retinanet.retinanet import RetinaNet
+from stoker.models.retinanet import RetinaNet
 from stoker.models.weights import model_file
 from stoker.models.weights.load import detect_architecture
 from stoker.runs.records import (

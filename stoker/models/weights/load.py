@@ -4,26 +4,31 @@ Supported are state_dicts of torchvision's detectors that are in MODELS (also wi
 classifiers with the same backbones, and stoker's own files, as .pth/.pt (bare or under "model") or .safetensors. A file
 is recognized by the names and shapes of its tensors. `hub.py` finds files; `model_file.py` loads a whole model that
 stoker saved.
+
+The class head of a file is converted to the user's classes: matched by name if possible, else left random.
+`detector.ClassHeadSpec` describes the channels of such a layer. Files by stoker have one channel per class, after a
+background channel if the model has one. Files by torchvision always have a background channel; in its RetinaNet and
+FCOS, which have sigmoids, it is unused.
 """
 
 import re
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from stoker.config.settings import ModelSettings
 from stoker.errors import WeightsError, nearest
-from stoker.models.detector import Detector
+from stoker.models.detector import ClassHeadSpec, Detector
 from stoker.models.table import FAMILIES, MODELS, build, get_architecture
-from stoker.models.weights.class_head import class_tensors, fit_class_head
 from stoker.models.weights.hub import fetch_weights, local_path
-from stoker.models.weights.shapes_only import shapes_only
 
 PRETRAINED_NAMES = ("coco", "imagenet")
 """Names that `--weights` accepts, besides `none` and files."""
@@ -280,3 +285,100 @@ def _wrong_architecture(path: Path, weights: WeightsFile, model_name: str) -> We
         cause=f"names of its tensors: {', '.join(list(weights.tensors)[:3])} …",
         choices=["torchvision's detectors that `stoker models` lists", "its classifiers", "a file by stoker"],
     )
+
+
+COCO_CHANNELS = (
+    "__background__", "person", "bicycle", "car", "motorcycle", "airplane", "bus", "train", "truck", "boat",
+    "traffic light", "fire hydrant", "N/A", "stop sign", "parking meter", "bench", "bird", "cat", "dog", "horse",
+    "sheep", "cow", "elephant", "bear", "zebra", "giraffe", "N/A", "backpack", "umbrella", "N/A", "N/A", "handbag",
+    "tie", "suitcase", "frisbee", "skis", "snowboard", "sports ball", "kite", "baseball bat", "baseball glove",
+    "skateboard", "surfboard", "tennis racket", "bottle", "N/A", "wine glass", "cup", "fork", "knife", "spoon",
+    "bowl", "banana", "apple", "sandwich", "orange", "broccoli", "carrot", "hot dog", "pizza", "donut", "cake",
+    "chair", "couch", "potted plant", "bed", "N/A", "dining table", "N/A", "N/A", "toilet", "N/A", "tv", "laptop",
+    "mouse", "remote", "keyboard", "cell phone", "microwave", "oven", "toaster", "sink", "refrigerator", "N/A",
+    "book", "clock", "vase", "scissors", "teddy bear", "hair drier", "toothbrush",
+)  # fmt: skip
+"""Classes of the channels of torchvision's COCO weights: by category id, with ids that have no category."""
+
+
+def class_tensors(class_heads: Iterable[ClassHeadSpec]) -> dict[str, ClassHeadSpec]:
+    """Name of each tensor of the class heads → its layer."""
+    return {f"{head.name}.{kind}": head for head in class_heads for kind in ("weight", "bias")}
+
+
+def fit_class_head(
+    tensors: Mapping[str, Tensor],
+    class_heads: Sequence[ClassHeadSpec],
+    file_classes: Sequence[str] | None,
+    class_names: Sequence[str],
+) -> tuple[dict[str, Tensor], str]:
+    """(`tensors` with class heads for `class_names`, or without them; a sentence about the result).
+
+    class_heads: the model's; file_classes: class names in the file, None if it has none. The heads are kept if every
+    class is one of the file's, or if the file has no names and as many classes. A file with 91 channels without names
+    has torchvision's COCO classes.
+    """
+    first = class_heads[0]
+    head_by_tensor = class_tensors(class_heads)
+    sizes = {name: (*tensors[name].shape, 0)[0] if name in tensors else 0 for name in head_by_tensor}
+    channels = sizes[f"{first.name}.weight"] // (first.num_anchors * first.outputs_per_class)
+    channel_indices, reason = _match_channels(channels, file_classes, class_names, has_background=first.has_background)
+    if any(
+        sizes[name] != head.num_anchors * channels * head.outputs_per_class for name, head in head_by_tensor.items()
+    ):
+        channel_indices, reason = None, "its layers have other numbers of channels than those of the model"
+    fitted = {name: tensor for name, tensor in tensors.items() if name not in head_by_tensor}
+    num_channels = len(class_names) + first.has_background
+    if channel_indices is None:
+        return fitted, f"class head replaced: {channels} -> {num_channels} channels, random; {reason}"
+    for name, head in head_by_tensor.items():
+        by_class = tensors[name].unflatten(0, (head.num_anchors, channels, head.outputs_per_class))  # type: ignore[no-untyped-call]
+        fitted[name] = by_class[:, channel_indices].flatten(0, 2)
+    return fitted, f"class head kept, {channels} -> {num_channels} channels; {reason}"
+
+
+def _match_channels(
+    channels: int, file_classes: Sequence[str] | None, class_names: Sequence[str], *, has_background: bool
+) -> tuple[list[int] | None, str]:
+    """(the file's channel for each channel of the model, or None; the reason)."""
+    first = [0] if has_background else []
+    if file_classes is None and channels == len(COCO_CHANNELS):
+        file_classes = COCO_CHANNELS
+    elif file_classes is not None and has_background:
+        file_classes = ["", *file_classes]  # a file by stoker has no name for the background
+    if file_classes is None:
+        if channels in (len(class_names) + 1, len(class_names) + has_background):
+            return [*first, *range(channels - len(class_names), channels)], (
+                "the file has as many classes, without names"
+            )
+        return None, "the file has no class names and another number of classes"
+    channel_by_name = {name.casefold(): channel for channel, name in enumerate(file_classes)}
+    missing = [name for name in class_names if name.casefold() not in channel_by_name]
+    if missing:
+        listed = ", ".join(missing[:3]) + (" …" if len(missing) > 3 else "")
+        return None, f"not among the file's classes: {listed}"
+    return [
+        *first,
+        *(channel_by_name[name.casefold()] for name in class_names),
+    ], "every class is one of the file's, matched by name"
+
+
+class _NoValues(TorchFunctionMode):
+    """Leaves out what fills or changes tensors in place: `normal_`, `zero_`, `copy_`. On meta tensors it would change
+    nothing, and torch imports its compiler for it, which takes more than a second."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name: str = getattr(func, "__name__", "")
+        is_in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+        kwargs = kwargs or {}
+        target = args[0] if args else kwargs.get("tensor")  # torch.nn.init passes it by name
+        if is_in_place and isinstance(target, Tensor) and target.is_meta:
+            return target
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """In the block, tensors are made on the meta device. A model must not compute with them when it is built."""
+    with torch.device("meta"), _NoValues():
+        yield

@@ -1,9 +1,9 @@
 """Chooses the kernels of a training on a GPU by measurement, once, before its first step.
 
-Two switches: convolutions with fused bias, residual and ReLU (`models/layers/fused_conv.py`), and RetinaNet's matching
-and classification loss as Triton kernels (`models/layers/triton_kernels.py`). Each is timed against the separate
-operators on the shapes of the run, and must give the same result. An event has the choice, and every later attempt of
-the run takes it from there. A CPU, and a model divided among devices, keep the separate operators.
+Two switches: convolutions with fused bias, residual and ReLU (`models/layers/convolutions.py`), and RetinaNet's
+matching and classification loss as Triton kernels (`models/layers/triton_kernels.py`). Each is timed against the
+separate operators on the shapes of the run, and must give the same result. An event has the choice, and every later
+attempt of the run takes it from there. A CPU, and a model divided among devices, keep the separate operators.
 """
 
 import functools
@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.data.batch import Batch
 from stoker.hardware.device import Device, is_out_of_memory
-from stoker.models.layers.fused_conv import use_fused_convs
-from stoker.models.retinanet.retinanet import RetinaNet
+from stoker.models.layers.convolutions import use_fused_convs
+from stoker.models.retinanet import RetinaNet
 from stoker.runs.records import EVENTS, read_lines
 from stoker.runs.schemas import Event
 from stoker.training.defaults.dry_run import make_worst_case

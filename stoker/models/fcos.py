@@ -24,7 +24,7 @@ from stoker.models.layers.losses import at_least_fp32, focal_loss
 from stoker.models.layers.matching import BACKGROUND, map_blocks
 from stoker.models.layers.postprocess import PRE_NMS_TOP_N, Candidates, clip_and_filter, topk_per_level
 from stoker.models.layers.rank_mean import loss_divisor
-from stoker.models.retinanet.retinanet import PRIOR_PROBABILITY
+from stoker.models.retinanet import PRIOR_PROBABILITY
 
 MIN_STRIDE = 8
 """Stride of the finest level in pixels. Each further level has twice the stride of the one before it."""

@@ -33,9 +33,8 @@ from stoker.models.backbones import (
     separable_conv,
 )
 from stoker.models.detector import ClassHeadSpec, Detector
-from stoker.models.layers.anchors import AnchorGenerator
-from stoker.models.layers.boxes import cell_anchors
-from stoker.models.layers.fused_conv import ConvReLU
+from stoker.models.layers.boxes import AnchorGenerator, cell_anchors
+from stoker.models.layers.convolutions import ConvReLU
 from stoker.models.layers.losses import at_least_fp32, box_loss, focal_loss
 from stoker.models.layers.matching import match_anchors
 from stoker.models.layers.norms import NORMS, Norm, lite_norm, trainable_norm
