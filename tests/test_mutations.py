@@ -54,7 +54,7 @@ MUTATIONS = {
         "models/test_fcos.py::test_positives_are_within_one_and_a_half_strides_of_the_center",
     ),
     "box encoding weights": Mutation(
-        "models/ssd.py", "BOX_CODER_WEIGHTS = (10.0, 10.0, 5.0, 5.0)", "BOX_CODER_WEIGHTS = (10.0, 10.0, 4.0, 4.0)",
+        "models/layers/boxes.py", "(10.0, 10.0, 5.0, 5.0)", "(10.0, 10.0, 4.0, 4.0)",
         "models/test_ssd.py::test_losses_and_gradients_are_those_of_torchvision",
     ),
     "size clamp of decoded boxes": Mutation(

@@ -70,8 +70,8 @@ class Backbone(nn.Module):
 class Detector(nn.Module):
     """Base of all detectors. settings: no field that the architecture uses is AUTO; num_classes: C, without background.
 
-    Only `training_warning` and, on a CPU, the NMS in `decode` may synchronize host and device. `forward`, `loss` and
-    `decode` run under autocast; the last two switch it off where they need fp32.
+    Only, on a CPU, the NMS in `decode` may synchronize host and device. `forward`, `loss` and `decode` run under
+    autocast; the last two switch it off where they need fp32.
     """
 
     iou_threshold: float = 0.5
@@ -141,10 +141,6 @@ class Detector(nn.Module):
     def candidates(self, outputs: Any, resized_size: Tensor, *, score_threshold: float | Tensor) -> Candidates:
         """A fixed number of boxes before NMS; resized_size: int32 [B, 2] as in `Batch`. Runs without gradients."""
         raise NotImplementedError
-
-    def training_warning(self) -> str | None:
-        """A warning about the training so far, or None. Synchronizes, as "training_warning"."""
-        return None
 
     def class_heads(self) -> tuple[ClassHeadSpec, ...]:
         """The layers whose shapes depend on the classes. Weights of other classes are converted with them."""

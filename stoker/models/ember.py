@@ -15,7 +15,6 @@ With `nms_free` there is a second, one-to-one head, trained to detect each box a
 2024, arXiv 2405.14458), so its boxes need no NMS. Its gradient does not reach the features.
 """
 
-import math
 from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
@@ -28,15 +27,15 @@ from stoker.data.batch import Batch
 from stoker.models.backbones import BackboneWithNeck, build_backbone_with_neck
 from stoker.models.detector import ClassHeadSpec, Detector
 from stoker.models.fcos import MIN_STRIDE, PointGenerator, Points, ltrb_to_boxes
-from stoker.models.layers.boxes import giou, iou
-from stoker.models.layers.convolutions import conv_norm_relu, separable_conv_norm_relu
+from stoker.models.layers.boxes import batched_gather, giou, iou
+from stoker.models.layers.convolutions import conv_norm, flatten_map, separable_conv_norm
 from stoker.models.layers.losses import at_least_fp32, soft_binary_cross_entropy
 from stoker.models.layers.matching import BACKGROUND, plan_blocks
 from stoker.models.layers.norms import NORMS, Norm, trainable_norm
 from stoker.models.layers.postprocess import PRE_NMS_TOP_N, Candidates, clip_and_filter, topk_per_level
 from stoker.models.layers.rank_mean import loss_divisor
 from stoker.models.networks import PAFPN
-from stoker.models.retinanet import PRIOR_PROBABILITY
+from stoker.models.retinanet import PRIOR_LOGIT
 
 REG_MAX = 16
 """Number of distances of a distribution: 0 … 15 strides, up to 480 pixels from the point at stride 32."""
@@ -78,42 +77,33 @@ class DecoupledHead(nn.Module):
 
     def __init__(self, channels: list[int], num_classes: int, norm: Norm) -> None:
         super().__init__()
+        self.num_classes = num_classes
         # The width does not depend on the number of classes, so weights of other classes can be loaded.
         box_channels, class_channels = 4 * REG_MAX, channels[0]
         self.sides = nn.ModuleList(
             nn.Sequential(
-                conv_norm_relu(width, box_channels, norm),
-                conv_norm_relu(box_channels, box_channels, norm),
+                conv_norm(width, box_channels, norm),
+                conv_norm(box_channels, box_channels, norm),
                 nn.Conv2d(box_channels, 4 * REG_MAX, 1),
             )
             for width in channels
         )
         self.classes = nn.ModuleList(
             nn.Sequential(
-                separable_conv_norm_relu(width, class_channels, norm),
-                separable_conv_norm_relu(class_channels, class_channels, norm),
+                separable_conv_norm(width, class_channels, norm),
+                separable_conv_norm(class_channels, class_channels, norm),
                 nn.Conv2d(class_channels, num_classes, 1),
             )
             for width in channels
         )
         for level_head in self.classes:
-            nn.init.constant_(
-                level_head.get_parameter(f"{CLASS_LAYER_INDEX}.bias"),
-                -math.log((1 - PRIOR_PROBABILITY) / PRIOR_PROBABILITY),
-            )
+            nn.init.constant_(level_head.get_parameter(f"{CLASS_LAYER_INDEX}.bias"), PRIOR_LOGIT)
 
     def forward(self, levels: list[Tensor]) -> HeadOutputs:
         """levels: each [B, channels, h, w], finest first."""
         logits, ltrb_logits = (
-            # In channels-last memory the permutation and the flattening are views.
-            torch.cat(
-                [
-                    level_head(x).permute(0, 2, 3, 1).flatten(1, 2)
-                    for level_head, x in zip(level_heads, levels, strict=True)
-                ],
-                1,
-            )
-            for level_heads in (self.classes, self.sides)
+            torch.cat([flatten_map(head(x), outputs) for head, x in zip(heads, levels, strict=True)], 1)
+            for heads, outputs in ((self.classes, self.num_classes), (self.sides, 4 * REG_MAX))
         )
         return HeadOutputs(logits, ltrb_logits)
 
@@ -190,12 +180,10 @@ class Ember(Detector):
             )
             unassigned = gt_index < 0
             center, stride = points.center[point_index], points.stride[point_index]
-            positive_logits = at_least_fp32(
-                ltrb_logits.gather(1, point_index[..., None].expand(-1, -1, ltrb_logits.shape[2]))
-            )
+            positive_logits = at_least_fp32(batched_gather(ltrb_logits, point_index))
             pred_boxes = self.decode_boxes(positive_logits, center, stride)
             # Points without a box get their own prediction, so that the masked losses are finite.
-            gt_boxes = batch.boxes.gather(1, gt_index.clamp(min=0)[..., None].expand(-1, -1, 4))
+            gt_boxes = batched_gather(batch.boxes, gt_index.clamp(min=0))
             gt_boxes = torch.where(unassigned[..., None], pred_boxes.detach(), gt_boxes)
             gious = giou(pred_boxes, gt_boxes)
             dfl = distribution_focal_loss(positive_logits, boxes_to_ltrb(gt_boxes, center, stride))
@@ -213,9 +201,7 @@ class Ember(Detector):
             logits, point_index, label = topk_per_level(
                 predicted.logits, outputs.num_points_per_level, self.pre_nms_top_n
             )
-            ltrb_logits = predicted.ltrb_logits.gather(
-                1, point_index[..., None].expand(-1, -1, predicted.ltrb_logits.shape[2])
-            )
+            ltrb_logits = batched_gather(predicted.ltrb_logits, point_index)
             scores = at_least_fp32(logits).sigmoid()
             boxes = self.decode_boxes(ltrb_logits, *outputs.points.at(point_index))
             return clip_and_filter(resized_size, boxes, scores, label, score_threshold=score_threshold)

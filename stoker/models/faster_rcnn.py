@@ -17,13 +17,23 @@ from torch.nn import functional
 from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch, RandSlot
 from stoker.hardware.device import block_size
-from stoker.hardware.host_sync import allow_host_sync
-from stoker.models.backbones import BackboneWithFPN, build_backbone_with_fpn
+from stoker.models.backbones import BackboneWithNeck, build_backbone_with_fpn
 from stoker.models.detector import ClassHeadSpec, Detector
-from stoker.models.layers.boxes import AnchorGenerator, cell_anchors, clip, decode, encode, iou
+from stoker.models.layers.boxes import (
+    AnchorGenerator,
+    batched_gather,
+    cell_anchors,
+    clip,
+    coder_weights_like,
+    decode,
+    encode,
+    iou,
+    rows_at,
+)
+from stoker.models.layers.convolutions import flatten_map
 from stoker.models.layers.losses import at_least_fp32
-from stoker.models.layers.matching import BACKGROUND, batched_gather, match_anchors, random_keys, sample_balanced
-from stoker.models.layers.postprocess import MAX_PAIRS, NMS_ROUNDS, Candidates, fixed_point_nms
+from stoker.models.layers.matching import BACKGROUND, match_anchors, random_keys, sample_balanced
+from stoker.models.layers.postprocess import MAX_PAIRS, Candidates, fixed_point_nms, topk_per_level
 from stoker.models.layers.rank_mean import loss_divisor
 from stoker.models.layers.roi_align import OUTPUT_SIZE, multiscale_roi_align
 
@@ -57,8 +67,6 @@ class Proposals(NamedTuple):
     """float32 [B, K, 4], in pixels of the model input, inside `resized_size`; zeros where not valid."""
     valid: Tensor
     """bool [B, K]."""
-    unconverged: Tensor
-    """bool [B]: NMS did not converge, so some overlapping boxes may have stayed."""
 
 
 class RPNHead(nn.Module):
@@ -80,11 +88,9 @@ class RPNHead(nn.Module):
 
     def forward(self, levels: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         hidden = [self.conv(level) for level in levels]
-        # In channels-last memory the permutation and the flattening are views.
-        logits = [self.cls_logits(features).permute(0, 2, 3, 1).flatten(1) for features in hidden]
-        deltas = [self.bbox_pred(features).permute(0, 2, 3, 1).flatten(1) for features in hidden]
-        joined = torch.cat(deltas, dim=1)
-        return torch.cat(logits, dim=1), joined.view(joined.shape[0], -1, 4)
+        logits = [flatten_map(self.cls_logits(features), 1)[..., 0] for features in hidden]
+        deltas = [flatten_map(self.bbox_pred(features), 4) for features in hidden]
+        return torch.cat(logits, dim=1), torch.cat(deltas, dim=1)
 
 
 class RegionProposalNetwork(nn.Module):
@@ -118,41 +124,28 @@ def propose(
     rpn_outputs: at least fp32; score_threshold: minimum objectness.
     """
     counts = [min(pre_nms_top_n, num_anchors) for num_anchors in rpn_outputs.num_anchors_per_level]
-    best_logits, indices, start = [], [], 0
-    for count, num_anchors in zip(counts, rpn_outputs.num_anchors_per_level, strict=True):
-        level_logits, level_index = rpn_outputs.logits[:, start : start + num_anchors].topk(count, dim=1)
-        best_logits.append(level_logits)
-        indices.append(level_index + start)
-        start += num_anchors
-    logits, index = torch.cat(best_logits, dim=1), torch.cat(indices, dim=1)
-    anchors = rpn_outputs.anchors.index_select(0, index.flatten()).view(*index.shape, 4)
-    boxes = clip(decode(batched_gather(rpn_outputs.deltas, index), anchors), resized_size)
+    logits, index, _ = topk_per_level(rpn_outputs.logits[..., None], rpn_outputs.num_anchors_per_level, pre_nms_top_n)
+    deltas, anchors = batched_gather(rpn_outputs.deltas, index), rows_at(rpn_outputs.anchors, index)
+    boxes = clip(decode(deltas, anchors), resized_size)
     eligible = ((boxes[..., 2:] - boxes[..., :2]) >= MIN_PROPOSAL_PX).all(-1)  # false for NaN
     if score_threshold > 0:
         eligible = eligible & (logits.sigmoid() >= score_threshold)
     nms = _nms_of_levels if boxes.device.type == "cpu" else _nms_of_padded_levels
-    keep, converged = nms(boxes, eligible, counts)
-    score, index = torch.where(keep, logits, -torch.inf).topk(min(post_nms_top_n, logits.shape[1]), dim=1)
-    valid = score > -torch.inf
-    return Proposals(torch.where(valid[..., None], batched_gather(boxes, index), 0.0), valid, ~converged)
-
-
-def _nms_of_levels(boxes: Tensor, eligible: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
-    """NMS within each level: (kept: bool [B, K], converged: bool [B]). boxes: [B, K, 4], the levels one after the
-    other, `counts` boxes each; eligible: bool [B, K]."""
-    keep, converged = zip(
-        *(
-            fixed_point_nms(level_boxes, level_eligible, iou_threshold=NMS_THRESH)
-            for level_boxes, level_eligible in zip(
-                torch.split(boxes, counts, 1), torch.split(eligible, counts, 1), strict=True
-            )
-        ),
-        strict=True,
+    score, index = torch.where(nms(boxes, eligible, counts), logits, -torch.inf).topk(
+        min(post_nms_top_n, logits.shape[1]), dim=1
     )
-    return torch.cat(keep, dim=1), torch.stack(converged).all(0)
+    valid = score > -torch.inf
+    return Proposals(torch.where(valid[..., None], batched_gather(boxes, index), 0.0), valid)
 
 
-def _nms_of_padded_levels(boxes: Tensor, eligible: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
+def _nms_of_levels(boxes: Tensor, eligible: Tensor, counts: list[int]) -> Tensor:
+    """NMS within each level: kept, bool [B, K]. boxes: [B, K, 4], the levels one after the other, `counts` boxes each;
+    eligible: bool [B, K]. Without convergence a few overlapping boxes too many are kept."""
+    levels = zip(torch.split(boxes, counts, 1), torch.split(eligible, counts, 1), strict=True)
+    return torch.cat([fixed_point_nms(*level, iou_threshold=NMS_THRESH)[0] for level in levels], dim=1)
+
+
+def _nms_of_padded_levels(boxes: Tensor, eligible: Tensor, counts: list[int]) -> Tensor:
     """The same with all levels at once, for accelerators: a fifth of the launches, for some IoUs of padding."""
     longest = max(counts)
 
@@ -164,12 +157,9 @@ def _nms_of_padded_levels(boxes: Tensor, eligible: Tensor, counts: list[int]) ->
         ]  # fmt: skip
         return torch.stack(levels, dim=1).flatten(0, 1)
 
-    keep, converged = fixed_point_nms(padded(boxes), padded(eligible), iou_threshold=NMS_THRESH)
+    keep, _ = fixed_point_nms(padded(boxes), padded(eligible), iou_threshold=NMS_THRESH)
     by_level = keep.view(boxes.shape[0], len(counts), longest).unbind(1)
-    return (
-        torch.cat([level[:, :count] for level, count in zip(by_level, counts, strict=True)], dim=1),
-        converged.view(boxes.shape[0], len(counts)).all(1),
-    )
+    return torch.cat([level[:, :count] for level, count in zip(by_level, counts, strict=True)], dim=1)
 
 
 def propose_in_groups(
@@ -183,6 +173,7 @@ def propose_in_groups(
     else:
         pairs = len(rpn_outputs.num_anchors_per_level) * pre_nms_top_n**2
         images_per_group = max(1, block_size(logits) // pairs)
+    starts = range(0, resized_size.shape[0], images_per_group)
     groups = [
         propose(
             rpn_outputs._replace(logits=logits[image_slice], deltas=rpn_outputs.deltas[image_slice]),
@@ -191,9 +182,7 @@ def propose_in_groups(
             post_nms_top_n=post_nms_top_n,
             score_threshold=score_threshold,
         )
-        for image_slice in (
-            slice(first, first + images_per_group) for first in range(0, resized_size.shape[0], images_per_group)
-        )
+        for image_slice in (slice(start, start + images_per_group) for start in starts)
     ]
     return Proposals(*(torch.cat(field) for field in zip(*groups, strict=True)))
 
@@ -226,7 +215,7 @@ def rpn_loss(
     objectness = functional.binary_cross_entropy_with_logits(
         logits, sampled.positive.to(logits.dtype), reduction="none"
     )
-    anchors = rpn_outputs.anchors.index_select(0, sampled.indices.flatten()).view(*sampled.indices.shape, 4)
+    anchors = rows_at(rpn_outputs.anchors, sampled.indices)
     target = encode(batched_gather(boxes, sampled.gather(gt_index).clamp(min=0)), anchors)
     offset_sum = smooth_l1_box_loss(sampled.gather(rpn_outputs.deltas), target, sampled.positive)
     return torch.where(sampled.valid, objectness, 0.0).sum() / num_sampled, offset_sum / num_sampled
@@ -246,9 +235,6 @@ FG_IOU_THRESH = 0.5
 """A RoI with a smaller IoU with all boxes is background (Fast R-CNN, arXiv 1504.08083, section 2.3)."""
 ROI_SAMPLES, ROI_MAX_POSITIVES = 512, 128
 """RoIs of an image in the loss, and at most so many positive ones (torchvision, Detectron)."""
-BOX_CODER_WEIGHTS = (10.0, 10.0, 5.0, 5.0)
-"""Factors of the encoded offsets x, y, log w, log h: the inverse of their usual standard deviation (torchvision,
-Detectron)."""
 
 
 class SampledRois(NamedTuple):
@@ -323,7 +309,7 @@ def sample_rois(proposals: Proposals, boxes: Tensor, labels: Tensor, valid: Tens
     )
     sampled_gt_index = sampled.gather(gt_index)
     sampled_boxes = sampled.gather(rois)
-    offsets = encode(batched_gather(boxes, sampled_gt_index), sampled_boxes) * _coder_weights_like(sampled_boxes)
+    offsets = encode(batched_gather(boxes, sampled_gt_index), sampled_boxes) * coder_weights_like(sampled_boxes)
     target = torch.where(sampled.positive, batched_gather(labels, sampled_gt_index) + 1, 0)
     return SampledRois(sampled_boxes, target, offsets, sampled.positive, sampled.valid)
 
@@ -341,20 +327,6 @@ def roi_loss(logits: Tensor, deltas: Tensor, rois: SampledRois) -> tuple[Tensor,
     return torch.where(rois.valid, class_losses, 0.0).sum() / num_sampled, offset_sum / num_sampled
 
 
-def decode_class_boxes(deltas: Tensor, rois: Tensor) -> Tensor:
-    """Boxes [..., 4] from deltas [..., 4] relative to RoIs [..., 4]."""
-    return decode(deltas / _coder_weights_like(rois), rois)
-
-
-def _coder_weights_like(boxes: Tensor) -> Tensor:
-    """BOX_CODER_WEIGHTS [4], created on the device and with the dtype of `boxes`."""
-    x, _, w, _ = BOX_CODER_WEIGHTS
-    coordinate = torch.arange(4, device=boxes.device)
-    return torch.where(coordinate < 2, x, w).to(boxes.dtype)
-
-
-MAX_UNCONVERGED_FRACTION = 0.01
-"""Above this fraction of images whose NMS of proposals did not converge, the user is warned. Heuristic."""
 MIN_BOX_PX = 1e-2
 """Detections with a shorter side are dropped (torchvision)."""
 
@@ -381,14 +353,9 @@ class FasterRCNN(Detector):
     """Best (RoI, class) scores of an image. torchvision has no limit; above the usual threshold of 0.05 a trained model
     has fewer."""
 
-    nms_images: Tensor
-    """int64 []: images with proposals in all losses since the model was built."""
-    nms_unconverged: Tensor
-    """int64 []: those of them whose NMS did not converge."""
-
     def __init__(
         self,
-        backbone: BackboneWithFPN,
+        backbone: BackboneWithNeck,
         settings: ModelSettings,
         num_classes: int,
         *,
@@ -403,8 +370,6 @@ class FasterRCNN(Detector):
             channels, sizes=settings.anchor_sizes, scales=settings.anchor_scales, aspect_ratios=settings.aspect_ratios
         )
         self.roi_heads = RoIHead(channels, num_classes)
-        self.register_buffer("nms_images", torch.zeros((), dtype=torch.int64), persistent=False)
-        self.register_buffer("nms_unconverged", torch.zeros((), dtype=torch.int64), persistent=False)
 
     def predict(self, levels: list[Tensor], image_size: tuple[int, int]) -> FasterRCNNOutputs:
         """The first stage; the second one runs in `loss` and `candidates`. image_size: multiples of 32."""
@@ -444,8 +409,6 @@ class FasterRCNN(Detector):
                     post_nms_top_n=self.num_train_proposals,
                     score_threshold=self.rpn_score_thresh,
                 )
-                self.nms_images += proposals.valid.shape[0]
-                self.nms_unconverged += proposals.unconverged.sum()
                 rois = sample_rois(proposals, boxes, batch.labels, batch.valid, rand)
             features = multiscale_roi_align(outputs.features, outputs.strides, rois.boxes)
         logits, deltas = self.roi_heads(features)
@@ -482,24 +445,10 @@ class FasterRCNN(Detector):
             selected_deltas = batched_gather(
                 at_least_fp32(deltas)[:, 1:].reshape(-1, num_proposals * num_classes, 4), indices
             )
-            boxes = clip(
-                decode_class_boxes(selected_deltas, batched_gather(proposals.boxes, indices // num_classes)),
-                resized_size,
-            )
+            rois = batched_gather(proposals.boxes, indices // num_classes)
+            boxes = clip(decode(selected_deltas / coder_weights_like(rois), rois), resized_size)
             is_box = ((boxes[..., 2:] - boxes[..., :2]) >= MIN_BOX_PX).all(-1)
             return Candidates(boxes, torch.where((score > score_threshold) & is_box, score, 0.0), indices % num_classes)
-
-    def training_warning(self) -> str | None:
-        """A warning if NMS in the first stage did not converge on more than MAX_UNCONVERGED_FRACTION of the images."""
-        with allow_host_sync("training_warning"):
-            num_images, num_unconverged = int(self.nms_images), int(self.nms_unconverged)
-        if num_unconverged <= MAX_UNCONVERGED_FRACTION * num_images:
-            return None
-        return (
-            f"NMS of proposals did not converge in {NMS_ROUNDS} rounds for {num_unconverged:,} of {num_images:,} "
-            f"images: the second stage was also trained on some overlapping proposals. This is harmless in the first "
-            f"steps; if the fraction stays above {100 * MAX_UNCONVERGED_FRACTION:.0f} %, detections may be worse"
-        )
 
     def class_heads(self) -> tuple[ClassHeadSpec, ...]:
         predictor = "roi_heads.box_predictor."

@@ -17,14 +17,15 @@ from torch.nn import functional
 
 from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch
-from stoker.models.backbones import BackboneWithFPN, build_backbone_with_fpn
+from stoker.models.backbones import BackboneWithNeck, build_backbone_with_fpn
 from stoker.models.detector import ClassHeadSpec, Detector
-from stoker.models.layers.boxes import area, giou
+from stoker.models.layers.boxes import area, batched_gather, giou, rows_at
+from stoker.models.layers.convolutions import flatten_map
 from stoker.models.layers.losses import at_least_fp32, focal_loss
 from stoker.models.layers.matching import BACKGROUND, map_blocks
 from stoker.models.layers.postprocess import PRE_NMS_TOP_N, Candidates, clip_and_filter, topk_per_level
 from stoker.models.layers.rank_mean import loss_divisor
-from stoker.models.retinanet import PRIOR_PROBABILITY
+from stoker.models.retinanet import PRIOR_LOGIT
 
 MIN_STRIDE = 8
 """Stride of the finest level in pixels. Each further level has twice the stride of the one before it."""
@@ -51,8 +52,7 @@ class Points(NamedTuple):
 
     def at(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """(center [..., 2], stride [...]) of the points `index` [...]."""
-        center = self.center.index_select(0, index.flatten()).view(*index.shape, 2)
-        return center, self.stride.index_select(0, index.flatten()).view(index.shape)
+        return rows_at(self.center, index), rows_at(self.stride, index)
 
 
 class FCOSOutputs(NamedTuple):
@@ -85,7 +85,7 @@ class ConvHead(nn.Module):
 
     def __init__(self, channels: int, num_convs: int, outputs: Mapping[str, int]) -> None:
         super().__init__()
-        self.output_names = tuple(outputs)
+        self.outputs = dict(outputs)
         layers: list[nn.Module] = []
         for _ in range(num_convs):
             layers += [_conv(channels, channels), LowPrecisionGroupNorm(NUM_GROUPS, channels), nn.ReLU(inplace=True)]
@@ -96,11 +96,8 @@ class ConvHead(nn.Module):
     def forward(self, levels: list[Tensor]) -> list[Tensor]:
         shared = [self.conv(level) for level in levels]
         return [
-            # In channels-last memory the permutation and the flattening are views.
-            torch.cat(
-                [self.get_submodule(name)(features).permute(0, 2, 3, 1).flatten(1, 2) for features in shared], dim=1
-            )
-            for name in self.output_names
+            torch.cat([flatten_map(self.get_submodule(name)(features), channels) for features in shared], dim=1)
+            for name, channels in self.outputs.items()
         ]
 
 
@@ -120,14 +117,12 @@ class FCOS(Detector):
     """Boxes of a pyramid level before NMS."""
 
     def __init__(
-        self, backbone: BackboneWithFPN, settings: ModelSettings, num_classes: int, *, channels: int, num_convs: int
+        self, backbone: BackboneWithNeck, settings: ModelSettings, num_classes: int, *, channels: int, num_convs: int
     ) -> None:
         super().__init__(settings, num_classes)
         self.backbone = backbone
         class_head = ConvHead(channels, num_convs, {"cls_logits": num_classes})
-        nn.init.constant_(
-            class_head.get_parameter("cls_logits.bias"), -math.log((1 - PRIOR_PROBABILITY) / PRIOR_PROBABILITY)
-        )
+        nn.init.constant_(class_head.get_parameter("cls_logits.bias"), PRIOR_LOGIT)
         box_head = ConvHead(channels, num_convs, {"bbox_reg": 4, "bbox_ctrness": 1})
         self.head = nn.ModuleDict({"classification_head": class_head, "regression_head": box_head})
         self.points = PointGenerator()
@@ -158,7 +153,7 @@ class FCOS(Detector):
             # Points without a box get one of two strides, so that the masked losses and gradients are finite.
             mask = positive[..., None]
             distances = torch.where(mask, at_least_fp32(outputs.distances), 1.0)
-            boxes = batch.boxes.gather(1, index[..., None].expand(-1, -1, 4))
+            boxes = batched_gather(batch.boxes, index)
             stride = points.stride[:, None]
             dummy_boxes = torch.cat((points.center - stride, points.center + stride), dim=-1)
             boxes = torch.where(mask, boxes, dummy_boxes)
@@ -180,7 +175,7 @@ class FCOS(Detector):
             scores, point_index, label = topk_per_level(
                 combined_scores, outputs.num_points_per_level, self.pre_nms_top_n
             )
-            distances = at_least_fp32(outputs.distances.gather(1, point_index[..., None].expand(-1, -1, 4)))
+            distances = at_least_fp32(batched_gather(outputs.distances, point_index))
             boxes = ltrb_to_boxes(distances, *outputs.points.at(point_index))
             return clip_and_filter(resized_size, boxes, scores, label, score_threshold=score_threshold)
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stoker.models.layers.convolutions import FoldedConv2d, conv_norm_relu, conv_relu, separable_conv_norm_relu
+from stoker.models.layers.convolutions import FoldedConv2d, conv_norm, conv_relu, separable_conv_norm
 from stoker.models.layers.norms import Norm
 
 NUM_IMAGENET_CLASSES = 1000
@@ -134,13 +134,13 @@ MobileNetV3 paper, without the last three blocks, whose width depends on `reduce
 
 def mobilenet_v2(norm: Norm) -> nn.Sequential:
     """Images [B, 3, H, W] → [B, 1280, ⌈H / 32⌉, ⌈W / 32⌉]: 19 children, named by their numbers."""
-    layers: list[nn.Module] = [_conv_norm(3, 32, norm, nn.ReLU6, stride=2)]
+    layers: list[nn.Module] = [conv_norm(3, 32, norm, activation=nn.ReLU6, stride=2)]
     in_channels = 32
     for factor, channels, count, first_stride in V2_STAGES:
         for number in range(count):
             layers.append(InvertedResidualV2(in_channels, channels, first_stride if number == 0 else 1, factor, norm))
             in_channels = channels
-    layers.append(_conv_norm(in_channels, 1280, norm, nn.ReLU6, kernel_size=1))
+    layers.append(conv_norm(in_channels, 1280, norm, activation=nn.ReLU6, kernel_size=1))
     return _initialized(layers, [nn.Linear(1280, NUM_IMAGENET_CLASSES)])
 
 
@@ -156,7 +156,7 @@ def mobilenet_v3_large(norm: Norm, *, reduced_tail: bool = False) -> nn.Sequenti
         (5, expanded, width, expanded // 4, nn.Hardswish, 1),
         (5, expanded, width, expanded // 4, nn.Hardswish, 1),
     )
-    layers: list[nn.Module] = [_conv_norm(3, 16, norm, nn.Hardswish, stride=2)]
+    layers: list[nn.Module] = [conv_norm(3, 16, norm, activation=nn.Hardswish, stride=2)]
     in_channels = 16
     for kernel_size, expanded_channels, channels, squeezed_channels, activation, stride in V3_BLOCKS + tail:
         layers.append(
@@ -166,7 +166,7 @@ def mobilenet_v3_large(norm: Norm, *, reduced_tail: bool = False) -> nn.Sequenti
             )
         )  # fmt: skip
         in_channels = channels
-    layers.append(_conv_norm(in_channels, 6 * in_channels, norm, nn.Hardswish, kernel_size=1))
+    layers.append(conv_norm(in_channels, 6 * in_channels, norm, activation=nn.Hardswish, kernel_size=1))
     hidden_channels = 1280 // divisor
     classifier = [nn.Linear(6 * in_channels, hidden_channels), nn.Linear(hidden_channels, NUM_IMAGENET_CLASSES)]
     return _initialized(layers, classifier)
@@ -181,8 +181,8 @@ class InvertedResidualV2(nn.Module):
         width = in_channels * factor
         layers: list[nn.Module] = []
         if factor != 1:
-            layers.append(_conv_norm(in_channels, width, norm, nn.ReLU6, kernel_size=1))
-        layers.append(_conv_norm(width, width, norm, nn.ReLU6, stride=stride, groups=width))
+            layers.append(conv_norm(in_channels, width, norm, activation=nn.ReLU6, kernel_size=1))
+        layers.append(conv_norm(width, width, norm, activation=nn.ReLU6, stride=stride, groups=width))
         layers += [nn.Conv2d(width, out_channels, 1, bias=False), norm(out_channels)]
         self.conv = nn.Sequential(*layers)
         self.has_shortcut = stride == 1 and in_channels == out_channels
@@ -211,16 +211,16 @@ class InvertedResidualV3(nn.Module):
         super().__init__()
         layers: list[nn.Module] = []
         if expanded_channels != in_channels:
-            layers.append(_conv_norm(in_channels, expanded_channels, norm, activation, kernel_size=1))
+            layers.append(conv_norm(in_channels, expanded_channels, norm, activation=activation, kernel_size=1))
         layers.append(
-            _conv_norm(
-                expanded_channels, expanded_channels, norm, activation,
+            conv_norm(
+                expanded_channels, expanded_channels, norm, activation=activation,
                 kernel_size=kernel_size, stride=stride, groups=expanded_channels,
             )
         )  # fmt: skip
         if squeezed_channels:
             layers.append(SqueezeExcitation(expanded_channels, squeezed_channels))
-        layers.append(_conv_norm(expanded_channels, out_channels, norm, None, kernel_size=1))
+        layers.append(conv_norm(expanded_channels, out_channels, norm, activation=None, kernel_size=1))
         self.block = nn.Sequential(*layers)
         self.has_shortcut = stride == 1 and in_channels == out_channels
 
@@ -248,23 +248,6 @@ class SqueezeExcitation(nn.Module):
         return scale * x
 
 
-def _conv_norm(
-    in_channels: int,
-    out_channels: int,
-    norm: Norm,
-    activation: type[nn.ReLU | nn.ReLU6 | nn.Hardswish] | None,
-    *,
-    kernel_size: int = 3,
-    stride: int = 1,
-    groups: int = 1,
-) -> nn.Sequential:
-    conv = nn.Conv2d(
-        in_channels, out_channels, kernel_size, stride, padding=kernel_size // 2, groups=groups, bias=False
-    )
-    layers = [conv, norm(out_channels)]
-    return nn.Sequential(*layers) if activation is None else nn.Sequential(*layers, activation(inplace=True))
-
-
 def _initialized(layers: Sequence[nn.Module], classifier: Sequence[nn.Linear]) -> nn.Sequential:
     """`layers` with torchvision's random weights; classifier: draws the random numbers that it does there."""
     network = nn.Sequential(*layers)
@@ -279,7 +262,7 @@ def _initialized(layers: Sequence[nn.Module], classifier: Sequence[nn.Linear]) -
 
 
 ConvFactory = Callable[..., nn.Sequential]
-"""`conv_norm_relu` or `separable_conv_norm_relu`."""
+"""`conv_norm` or `separable_conv_norm`."""
 POOL_SIZE = 5
 """Window of the three poolings in sequence of `SPPF`, which cover 5, 9 and 13 positions (SPP, arXiv 1406.4729, with
 YOLOv4's windows, arXiv 2004.10934)."""
@@ -303,14 +286,14 @@ class CSPLayer(nn.Module):
     """Half of the channels skip the `num_blocks` residual blocks; the outputs of all blocks are concatenated."""
 
     def __init__(
-        self, in_channels: int, out_channels: int, num_blocks: int, norm: Norm, make_conv: ConvFactory = conv_norm_relu
+        self, in_channels: int, out_channels: int, num_blocks: int, norm: Norm, make_conv: ConvFactory = conv_norm
     ) -> None:
         super().__init__()
         half = out_channels // 2
-        self.beside = conv_norm_relu(in_channels, half, norm, kernel_size=1)
-        self.through = conv_norm_relu(in_channels, half, norm, kernel_size=1)
+        self.beside = conv_norm(in_channels, half, norm, kernel_size=1)
+        self.through = conv_norm(in_channels, half, norm, kernel_size=1)
         self.blocks = nn.ModuleList(Residual(half, norm, make_conv) for _ in range(num_blocks))
-        self.join = conv_norm_relu((2 + num_blocks) * half, out_channels, norm, kernel_size=1)
+        self.join = conv_norm((2 + num_blocks) * half, out_channels, norm, kernel_size=1)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, in, H, W] → [B, out, H, W]."""
@@ -326,8 +309,8 @@ class SPPF(nn.Module):
 
     def __init__(self, channels: int, norm: Norm) -> None:
         super().__init__()
-        self.narrow = conv_norm_relu(channels, channels // 2, norm, kernel_size=1)
-        self.join = conv_norm_relu(2 * channels, channels, norm, kernel_size=1)
+        self.narrow = conv_norm(channels, channels // 2, norm, kernel_size=1)
+        self.join = conv_norm(2 * channels, channels, norm, kernel_size=1)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, channels, H, W] → the same shape."""
@@ -343,11 +326,11 @@ class CSPBackbone(nn.Sequential):
 
     def __init__(self, width: int, depths: Sequence[int], norm: Norm) -> None:
         super().__init__()
-        self.add_module("stem", conv_norm_relu(3, width, norm, stride=2))
+        self.add_module("stem", conv_norm(3, width, norm, stride=2))
         for stage_number, num_blocks in enumerate(depths, start=1):
             channels = width * 2**stage_number
             stage = [
-                conv_norm_relu(channels // 2, channels, norm, stride=2),
+                conv_norm(channels // 2, channels, norm, stride=2),
                 CSPLayer(channels, channels, num_blocks, norm),
             ]
             if stage_number == len(depths):
@@ -366,11 +349,11 @@ class PAFPN(nn.Module):
         self, in_channels: Sequence[int], channels: Sequence[int], num_blocks: int, norm: Norm, *, depthwise: bool
     ) -> None:
         super().__init__()
-        make_conv: ConvFactory = separable_conv_norm_relu if depthwise else conv_norm_relu
+        make_conv: ConvFactory = separable_conv_norm if depthwise else conv_norm
         num_levels = len(in_channels)
         # Maps wider than the neck are narrowed first, which saves FLOPs in the layers after it.
         self.narrow = nn.ModuleList(
-            conv_norm_relu(in_width, out_width, norm, kernel_size=1) if in_width > out_width else nn.Identity()
+            conv_norm(in_width, out_width, norm, kernel_size=1) if in_width > out_width else nn.Identity()
             for in_width, out_width in zip(in_channels, channels, strict=True)
         )
         widths = [min(in_width, out_width) for in_width, out_width in zip(in_channels, channels, strict=True)]

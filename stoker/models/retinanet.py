@@ -26,15 +26,15 @@ from torch.nn import functional
 from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch
 from stoker.models.backbones import (
-    BackboneWithFPN,
+    BackboneWithNeck,
     ExtraBlocks,
     build_backbone_with_fpn,
     depthwise_conv,
     separable_conv,
 )
 from stoker.models.detector import ClassHeadSpec, Detector
-from stoker.models.layers.boxes import AnchorGenerator, cell_anchors
-from stoker.models.layers.convolutions import ConvReLU
+from stoker.models.layers.boxes import AnchorGenerator, batched_gather, cell_anchors
+from stoker.models.layers.convolutions import ConvReLU, conv_norm, flatten_map
 from stoker.models.layers.losses import at_least_fp32, box_loss, focal_loss
 from stoker.models.layers.matching import match_anchors
 from stoker.models.layers.norms import NORMS, Norm, lite_norm, trainable_norm
@@ -42,6 +42,7 @@ from stoker.models.layers.postprocess import PRE_NMS_TOP_N, Candidates, select_c
 
 PRIOR_PROBABILITY = 0.01
 """Initial score of every class, so that the many negatives do not dominate the first steps (section 4.1)."""
+PRIOR_LOGIT = -math.log((1 - PRIOR_PROBABILITY) / PRIOR_PROBABILITY)
 
 
 class RetinaNetOutputs(NamedTuple):
@@ -86,16 +87,12 @@ class ConvHead(nn.Module):
 
     def forward(self, levels: list[Tensor]) -> list[Tensor]:
         predictor = self.get_submodule(self.predictor_name)
-        # In channels-last memory the permutation and the flattening are views.
-        flat = [predictor(self.conv(level)).permute(0, 2, 3, 1).flatten(1) for level in levels]
-        return [level.unflatten(1, (-1, self.outputs_per_anchor)) for level in flat]
+        return [flatten_map(predictor(self.conv(level)), self.outputs_per_anchor) for level in levels]
 
 
 def _conv_block(channels: int, norm: Norm | None) -> nn.Sequential:
     if norm is not None:
-        return nn.Sequential(
-            nn.Conv2d(channels, channels, 3, padding=1, bias=False), norm(channels), nn.ReLU(inplace=True)
-        )
+        return conv_norm(channels, channels, norm)
     conv = nn.Conv2d(channels, channels, 3, padding=1)
     nn.init.normal_(conv.weight, std=0.01)
     assert conv.bias is not None
@@ -129,7 +126,7 @@ class RetinaNet(Detector):
 
     def __init__(
         self,
-        backbone: BackboneWithFPN,
+        backbone: BackboneWithNeck,
         settings: ModelSettings,
         num_classes: int,
         *,
@@ -141,14 +138,13 @@ class RetinaNet(Detector):
         super().__init__(settings, num_classes)
         num_anchors = len(settings.anchor_scales) * len(settings.aspect_ratios)
         self.backbone = backbone
-        prior_logit = -math.log((1 - PRIOR_PROBABILITY) / PRIOR_PROBABILITY)
         self.head = nn.ModuleDict()
         if lite:
             assert norm is not None
             levels = len(settings.anchor_sizes)
             self.head["tower"] = nn.Sequential(*(SharedConvLayer(channels, levels, norm) for _ in range(num_convs)))
         for child, predictor_name, outputs_per_anchor, bias in (
-            ("classification_head", "cls_logits", num_classes, prior_logit),
+            ("classification_head", "cls_logits", num_classes, PRIOR_LOGIT),
             ("regression_head", "bbox_reg", 4, 0.0),
         ):
             # The last layer of the lite variant is separable, too: a depthwise convolution before the 1 × 1 predictor.
@@ -203,7 +199,7 @@ class RetinaNet(Detector):
             positive, index = gt_index >= 0, gt_index.clamp(min=0)
             num_positive = positive.sum(1).clamp(min=1)
             target = torch.where(positive, batch.labels.gather(1, index), gt_index)
-            boxes = batch.boxes.gather(1, index[..., None].expand(-1, -1, 4))
+            boxes = batched_gather(batch.boxes, index)
             class_loss = compute_class_loss(
                 outputs.logits, target, alpha=settings.focal_alpha, gamma=settings.focal_gamma
             )

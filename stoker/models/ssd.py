@@ -11,7 +11,6 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -22,10 +21,19 @@ from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch
 from stoker.models.backbones import BACKBONES, freeze_stages
 from stoker.models.detector import Backbone, ClassHeadSpec, Detector, Part
-from stoker.models.layers.boxes import AnchorGenerator, GridSize, decode, encode, grid_anchors, iou
-from stoker.models.layers.convolutions import StridedConv2d, fold_frozen_norms, pad_image_conv
+from stoker.models.layers.boxes import (
+    AnchorGenerator,
+    GridSize,
+    batched_gather,
+    coder_weights_like,
+    decode,
+    encode,
+    grid_anchors,
+    rows_at,
+)
+from stoker.models.layers.convolutions import StridedConv2d, conv_norm, flatten_map, fold_frozen_norms, pad_image_conv
 from stoker.models.layers.losses import at_least_fp32
-from stoker.models.layers.matching import BACKGROUND, map_blocks
+from stoker.models.layers.matching import match_anchors
 from stoker.models.layers.norms import Norm, NormKind, lite_norm, trainable_norm
 from stoker.models.layers.postprocess import Candidates, clip_and_filter
 from stoker.models.layers.rank_mean import loss_divisor
@@ -217,20 +225,16 @@ def mobilenet_key(name: str) -> str:
 def _separable_downsampling_block(in_channels: int, out_channels: int, norm: Norm) -> nn.Sequential:
     hidden_channels = out_channels // 2
     return nn.Sequential(
-        _conv_norm_relu6(nn.Conv2d(in_channels, hidden_channels, 1, bias=False), norm),
-        _conv_norm_relu6(StridedConv2d(hidden_channels, hidden_channels, groups=hidden_channels, bias=False), norm),
-        _conv_norm_relu6(nn.Conv2d(hidden_channels, out_channels, 1, bias=False), norm),
+        conv_norm(in_channels, hidden_channels, norm, kernel_size=1, activation=nn.ReLU6),
+        conv_norm(hidden_channels, hidden_channels, norm, stride=2, groups=hidden_channels, activation=nn.ReLU6),
+        conv_norm(hidden_channels, out_channels, norm, kernel_size=1, activation=nn.ReLU6),
     )
-
-
-def _conv_norm_relu6(conv: nn.Conv2d, norm: Norm) -> nn.Sequential:
-    return nn.Sequential(conv, norm(conv.out_channels), nn.ReLU6(inplace=True))
 
 
 def separable_predictor(in_channels: int, out_channels: int, norm: Norm) -> nn.Sequential:
     """SSDlite's predictor: a depthwise 3 × 3 convolution, then a 1 × 1 one."""
     return nn.Sequential(
-        _conv_norm_relu6(nn.Conv2d(in_channels, in_channels, 3, padding=1, groups=in_channels, bias=False), norm),
+        conv_norm(in_channels, in_channels, norm, groups=in_channels, activation=nn.ReLU6),
         nn.Conv2d(in_channels, out_channels, 1),
     )
 
@@ -261,46 +265,8 @@ class SSDScoringHead(nn.Module):
         self.module_list, self.outputs_per_anchor = nn.ModuleList(layers), out_channels
 
     def forward(self, maps: list[Tensor]) -> Tensor:
-        # In channels-last memory the permutation and the flattening are views.
-        flat = [layer(x).permute(0, 2, 3, 1).flatten(1) for layer, x in zip(self.module_list, maps, strict=True)]
-        joined = torch.cat(flat, dim=1)
-        return joined.view(joined.shape[0], -1, self.outputs_per_anchor)
-
-
-def match_ssd_anchors(
-    boxes: Tensor, valid: Tensor, anchors: Tensor, *, fg_iou_thresh: float, block: int | None = None
-) -> Tensor:
-    """Index of each anchor's box, or `BACKGROUND`: int64 [B, A]. The rule of torchvision's `SSDMatcher`.
-
-    An anchor is assigned to the box with the largest IoU (the first among equals) if that is at least `fg_iou_thresh`.
-    In addition, each box gets the anchor with its largest IoU, even if that was assigned to another box; if two boxes
-    have the same best anchor, the last one gets it. One difference: a box that overlaps no anchor gets none, where
-    torchvision gives it the first anchor.
-
-    boxes: float [B, M, 4] xyxy; valid: bool [B, M]; anchors: float [A, 4]; block: as in `matching.match_anchors`.
-    """
-    match = partial(_match, anchors=anchors, fg_iou_thresh=fg_iou_thresh)
-    return map_blocks(match, boxes, valid, anchors.shape[0], block)
-
-
-def _match(boxes: Tensor, valid: Tensor, boxes_per_block: int, *, anchors: Tensor, fg_iou_thresh: float) -> Tensor:
-    shape = (boxes.shape[0], anchors.shape[0])
-    best_iou = boxes.new_full(shape, -1.0)
-    best_gt = torch.zeros(shape, dtype=torch.int64, device=boxes.device)
-    forced_gt = torch.full(shape, BACKGROUND, dtype=torch.int64, device=boxes.device)
-    gt_indices = torch.arange(boxes.shape[1], device=boxes.device)
-    for start in range(0, boxes.shape[1], boxes_per_block):
-        overlap = iou(boxes[:, start : start + boxes_per_block], anchors)
-        overlap = overlap.masked_fill(~valid[:, start : start + boxes_per_block, None], -1.0)
-        best_overlap, gt_index = overlap.max(dim=1)
-        better = best_overlap > best_iou  # strictly, so that the first of equal boxes keeps the anchor
-        best_gt = torch.where(better, gt_index + start, best_gt)
-        best_iou = torch.where(better, best_overlap, best_iou)
-        max_overlap, best_anchor = overlap.max(dim=2)
-        forced = torch.where(max_overlap > 0, gt_indices[start : start + boxes_per_block], BACKGROUND)
-        forced_gt = forced_gt.scatter_reduce(1, best_anchor, forced, "amax")
-    by_threshold = torch.where(best_iou >= fg_iou_thresh, best_gt, BACKGROUND)
-    return torch.where(forced_gt >= 0, forced_gt, by_threshold)
+        flat = [flatten_map(layer(x), self.outputs_per_anchor) for layer, x in zip(self.module_list, maps, strict=True)]
+        return torch.cat(flat, dim=1)
 
 
 def hard_negative_cross_entropy(logits: Tensor, target: Tensor, *, neg_to_pos_ratio: int = 3) -> Tensor:
@@ -318,18 +284,13 @@ def hard_negative_cross_entropy(logits: Tensor, target: Tensor, *, neg_to_pos_ra
     return torch.where(positive, loss, 0.0).sum() + torch.where(is_hard, ranked_negatives, 0.0).sum()
 
 
-BOX_CODER_WEIGHTS = (10.0, 10.0, 5.0, 5.0)
-"""Factors of the encoded offsets: the inverse of the "variances" of the original's prior boxes; torchvision's
-BoxCoder."""
-
-
 class SSDOutputs(NamedTuple):
     """Predictions for B images at A anchors, in the dtype the network computed in."""
 
     logits: Tensor
     """[B, A, 1 + C], softmax logits, the background's first."""
     deltas: Tensor
-    """[B, A, 4], boxes encoded relative to their anchors, times BOX_CODER_WEIGHTS."""
+    """[B, A, 4], boxes encoded relative to their anchors, times `boxes.BOX_CODER_WEIGHTS`."""
     anchors: Tensor
     """float32 [A, 4], xyxy in pixels of the model input."""
 
@@ -367,8 +328,6 @@ class SSD(Detector):
     """Boxes of a class before NMS."""
     class_layer_key: ClassVar[str] = "head.classification_head.module_list.{}"
 
-    box_coder_weights: Tensor
-
     def __init__(
         self,
         backbone: VGG | MobileNet,
@@ -399,7 +358,6 @@ class SSD(Detector):
                 for name, outputs in heads.items()
             }
         )
-        self.register_buffer("box_coder_weights", torch.tensor(BOX_CODER_WEIGHTS), persistent=False)
         self.anchors = SSDAnchorGenerator((torch.tensor(map_shapes) for map_shapes in shapes), self.steps)
 
     def predict(self, levels: list[Tensor], image_size: tuple[int, int]) -> SSDOutputs:
@@ -412,17 +370,21 @@ class SSD(Detector):
         scalars, both divided by the number of positive anchors of the batch (at least 1), as in torchvision. So the
         losses of two half batches average to that of the whole batch only if both have equally many positives."""
         with torch.autocast(outputs.logits.device.type, enabled=False):
-            gt_index = match_ssd_anchors(
-                batch.boxes, batch.valid, outputs.anchors, fg_iou_thresh=self.settings.fg_iou_thresh
+            gt_index = match_anchors(
+                batch.boxes,
+                batch.valid,
+                outputs.anchors,
+                fg_iou_thresh=self.settings.fg_iou_thresh,
+                bg_iou_thresh=self.settings.fg_iou_thresh,
+                single_best=True,
             )
             positive, index = gt_index >= 0, gt_index.clamp(min=0)
             num_positive = loss_divisor(positive.sum())
             target = torch.where(positive, batch.labels.gather(1, index) + 1, 0)
-            boxes = batch.boxes.gather(1, index[..., None].expand(-1, -1, 4))
+            boxes = batched_gather(batch.boxes, index)
             # Masked before the arithmetic: the encoded box of a padding entry is infinite.
-            target_deltas = torch.where(
-                positive[..., None], encode(boxes, outputs.anchors) * self.box_coder_weights, 0.0
-            )
+            offsets = encode(boxes, outputs.anchors) * coder_weights_like(boxes)
+            target_deltas = torch.where(positive[..., None], offsets, 0.0)
             deltas = torch.where(positive[..., None], at_least_fp32(outputs.deltas), 0.0)
             offset_loss = functional.smooth_l1_loss(deltas, target_deltas, reduction="sum")
             class_loss = hard_negative_cross_entropy(at_least_fp32(outputs.logits), target)
@@ -435,13 +397,10 @@ class SSD(Detector):
             best_scores, indices = scores.topk(min(self.pre_nms_top_n_per_class, scores.shape[2]), dim=2)
             labels = torch.arange(self.num_classes, device=indices.device)[:, None].expand_as(indices).flatten(1)
             indices = indices.flatten(1)
-            deltas = (
-                at_least_fp32(outputs.deltas.gather(1, indices[..., None].expand(-1, -1, 4))) / self.box_coder_weights
-            )
-            anchors = outputs.anchors.index_select(0, indices.flatten()).view(*indices.shape, 4)
-            return clip_and_filter(
-                resized_size, decode(deltas, anchors), best_scores.flatten(1), labels, score_threshold=score_threshold
-            )
+            deltas = at_least_fp32(batched_gather(outputs.deltas, indices))
+            anchors = rows_at(outputs.anchors, indices)
+            boxes = decode(deltas / coder_weights_like(anchors), anchors)
+            return clip_and_filter(resized_size, boxes, best_scores.flatten(1), labels, score_threshold=score_threshold)
 
     def class_heads(self) -> tuple[ClassHeadSpec, ...]:
         return tuple(

@@ -202,7 +202,6 @@ class Evaluator:
         """The last evaluation, if its metrics were not known when the state was saved."""
         self._metrics: Metrics | None = None
         """Of the newest evaluation of this attempt whose metrics are known."""
-        self._is_warning_logged = False
 
     def state(self) -> dict[str, Any]:
         """Its part of a checkpoint."""
@@ -274,7 +273,6 @@ class Evaluator:
         else:
             detections = parts[0] if len(parts) == 1 else Detections.concatenate(parts)
             self.scorer.start(PendingEvaluation(step, detections, ema_weights), self.best_ap)
-            self._log_training_warning()
             could_end_run = 0 < setup.config.run.patience <= self.evals_since_best + 1
             if wait or could_end_run or not self.scorer.has_memory(detections):
                 self.collect()
@@ -324,9 +322,3 @@ class Evaluator:
         detections = retry_in_smaller_batches(self._attempt, "evaluation", run_inference)
         self._stopper.check_in_evaluation(is_last=True)
         return detections
-
-    def _log_training_warning(self) -> None:
-        """The evaluation has waited for the device, so the model may read its warning from it."""
-        if not self._is_warning_logged and (warning := self._setup.model.training_warning()) is not None:
-            self._attempt.log_event("warning", warning)
-            self._is_warning_logged = True

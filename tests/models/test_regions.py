@@ -79,7 +79,7 @@ def test_a_chain_that_the_rounds_suffice_for_is_settled() -> None:
     assert stay[1].nonzero()[:, 0].tolist() == greedy(boxes[1], 0.5)
 
 
-def test_proposals_say_which_images_ran_out_of_rounds() -> None:
+def test_there_are_proposals_of_images_that_ran_out_of_rounds() -> None:
     count = 200
     anchors = torch.cat((chain(count, 1.5), clustered(count, 2) + 1000))
     rising = torch.linspace(5, -5, count)
@@ -88,7 +88,6 @@ def test_proposals_say_which_images_ran_out_of_rounds() -> None:
     resized_size = torch.tensor([[2000, 2000]] * 2, dtype=torch.int32)
     predicted = RPNOutputs(logits, torch.zeros(2, 2 * count, 4), anchors, (count, count))
     found = propose(predicted, resized_size, pre_nms_top_n=count, post_nms_top_n=300)
-    assert found.unconverged.tolist() == [True, False]
     assert found.boxes.shape == (2, 300, 4)
     assert not found.boxes[~found.valid].any()
 
@@ -139,7 +138,7 @@ def test_a_sample_has_no_more_skeys_than_candidates() -> None:
 
 def test_a_box_without_an_area_is_no_region() -> None:
     boxes = torch.tensor([[[10.0, 10, 30, 40], [20, 20, 20, 50]]])
-    none = Proposals(torch.zeros(1, 4, 4), torch.zeros(1, 4) > 0, torch.zeros(1) > 0)
+    none = Proposals(torch.zeros(1, 4, 4), torch.zeros(1, 4) > 0)
     found = sample_rois(none, boxes, torch.tensor([[3, 4]]), torch.ones(1, 2) > 0, torch.zeros(1))
     assert found.valid.sum() == 1
     assert found.boxes[found.valid].tolist() == [[10, 10, 30, 40]]

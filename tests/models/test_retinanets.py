@@ -91,7 +91,7 @@ def test_a_classifier_is_recognized_and_fills_the_backbone(
     assert sentences == [f"backbone from {path.name}", "neck and heads are random"]
     with torch.no_grad():
         pixels = model.normalize(make_batch((0,), CANVAS, CLASSES).images)
-        ours = list(model.backbone.body(pixels).values())
+        ours = model.backbone.body(pixels)
         theirs = _maps(network, pixels, list(PARTS[name].stages))
     for mine, other in zip(ours, theirs, strict=True):
         assert (mine - other).norm() < 1e-4 * other.norm()

@@ -14,6 +14,10 @@ from torch import Tensor, nn
 MAX_LOG_SCALE = math.log(1000 / 16)
 """Maximum of the predicted log sizes before exp, as in Detectron and torchvision: a box grows at most 62.5 times."""
 
+BOX_CODER_WEIGHTS = (10.0, 10.0, 5.0, 5.0)
+"""Factors of the encoded offsets x, y, log w, log h in SSD and in the second stage of Faster R-CNN: the inverse of
+their usual standard deviation (torchvision's BoxCoder, Detectron), of the "variances" of SSD's prior boxes."""
+
 
 def cell_anchors(size: float, scales: Sequence[float], aspect_ratios: Sequence[float]) -> Tensor:
     """Anchors of one pyramid level around the origin: float32 [len(ratios) · len(scales), 4], on the CPU.
@@ -40,6 +44,25 @@ def grid_anchors(base_anchors: Tensor, grid: tuple[int, int], stride: tuple[floa
     y, x = y[:, None].expand(grid), x[None, :].expand(grid)
     shifts = torch.stack((x, y, x, y), dim=2).reshape(-1, 1, 4)
     return (shifts + base_anchors).reshape(-1, 4)
+
+
+def batched_gather(values: Tensor, index: Tensor) -> Tensor:
+    """The rows `index` [B, S] of `values` [B, N] or [B, N, D]: [B, S] or [B, S, D]."""
+    if values.dim() == 2:
+        return values.gather(1, index)
+    return values.gather(1, index[..., None].expand(-1, -1, values.shape[2]))
+
+
+def rows_at(table: Tensor, index: Tensor) -> Tensor:
+    """The rows `index` [B, S] of one table [A] or [A, D] for all images: [B, S] or [B, S, D]."""
+    return table.index_select(0, index.flatten()).view(*index.shape, *table.shape[1:])
+
+
+def coder_weights_like(boxes: Tensor) -> Tensor:
+    """BOX_CODER_WEIGHTS [4], created on the device and with the dtype of `boxes`."""
+    x, _, w, _ = BOX_CODER_WEIGHTS
+    coordinate = torch.arange(4, device=boxes.device)
+    return torch.where(coordinate < 2, x, w).to(boxes.dtype)
 
 
 def encode(boxes: Tensor, anchors: Tensor) -> Tensor:

@@ -46,22 +46,36 @@ class StridedConv2d(nn.Conv2d):
         return functional.conv2d(padded, self.weight, self.bias, self.stride, groups=self.groups)
 
 
-def conv_norm_relu(
-    in_channels: int, out_channels: int, norm: Norm, *, kernel_size: int = 3, stride: int = 1, groups: int = 1
+def conv_norm(
+    in_channels: int,
+    out_channels: int,
+    norm: Norm,
+    *,
+    kernel_size: int = 3,
+    stride: int = 1,
+    groups: int = 1,
+    activation: type[nn.ReLU | nn.ReLU6 | nn.Hardswish] | None = nn.ReLU,
 ) -> nn.Sequential:
-    """Convolution without bias, norm, ReLU: [B, in, H, W] → [B, out, H / stride, W / stride]."""
-    if stride == 2:
-        layer: nn.Conv2d = StridedConv2d(in_channels, out_channels, groups=groups, bias=False)
+    """Convolution without bias, norm, activation (None for none): [B, in, H, W] → [B, out, H / stride, W / stride]."""
+    if (kernel_size, stride) == (3, 2):
+        conv: nn.Conv2d = StridedConv2d(in_channels, out_channels, groups=groups, bias=False)
     else:
-        layer = nn.Conv2d(in_channels, out_channels, kernel_size, padding=kernel_size // 2, groups=groups, bias=False)
-    return nn.Sequential(layer, norm(out_channels), nn.ReLU(inplace=True))
+        padding = kernel_size // 2
+        conv = nn.Conv2d(in_channels, out_channels, kernel_size, stride, padding, groups=groups, bias=False)
+    layers = [conv, norm(out_channels)]
+    return nn.Sequential(*layers) if activation is None else nn.Sequential(*layers, activation(inplace=True))
 
 
-def separable_conv_norm_relu(in_channels: int, out_channels: int, norm: Norm, *, stride: int = 1) -> nn.Sequential:
+def flatten_map(x: Tensor, outputs: int) -> Tensor:
+    """Predictions [B, anchors · outputs, h, w] → [B, h · w · anchors, outputs]: a view in channels-last memory."""
+    return x.permute(0, 2, 3, 1).reshape(x.shape[0], -1, outputs)
+
+
+def separable_conv_norm(in_channels: int, out_channels: int, norm: Norm, *, stride: int = 1) -> nn.Sequential:
     """Depthwise 3 × 3, then 1 × 1, each with norm and ReLU (MobileNets, arXiv 1704.04861)."""
     return nn.Sequential(
-        conv_norm_relu(in_channels, in_channels, norm, stride=stride, groups=in_channels),
-        conv_norm_relu(in_channels, out_channels, norm, kernel_size=1),
+        conv_norm(in_channels, in_channels, norm, stride=stride, groups=in_channels),
+        conv_norm(in_channels, out_channels, norm, kernel_size=1),
     )
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from stoker.hardware.device import block_size
-from stoker.models.layers.boxes import iou
+from stoker.models.layers.boxes import batched_gather, iou
 
 BACKGROUND = -1
 IGNORED = -2
@@ -31,15 +31,20 @@ def match_anchors(
     *,
     fg_iou_thresh: float,
     bg_iou_thresh: float,
+    single_best: bool = False,
     block: int | None = None,
 ) -> Tensor:
     """Index of each anchor's box, `BACKGROUND` or `IGNORED`: int64 [B, A].
 
     boxes: float [B, M, 4] xyxy; valid: bool [B, M]; anchors: float [A, 4]. Among boxes with equal IoU, an anchor gets
-    the first. block: maximum number of IoUs computed at once; default: `device.block_size`. All IoUs of a batch (32
-    images, 100 boxes, 120,087 anchors at 800 × 800) would take 1.4 GiB, and about six such tensors exist at once.
+    the first. single_best: the rule of torchvision's `SSDMatcher`, a box gets only the first anchor with its largest
+    IoU, and the last of several boxes with the same best anchor gets it. block: maximum number of IoUs computed at
+    once; default: `device.block_size`. All IoUs of a batch (32 images, 100 boxes, 120,087 anchors at 800 × 800) would
+    take 1.4 GiB, and about six such tensors exist at once.
     """
-    match = partial(_match, anchors=anchors, fg_iou_thresh=fg_iou_thresh, bg_iou_thresh=bg_iou_thresh)
+    match = partial(
+        _match, anchors=anchors, fg_iou_thresh=fg_iou_thresh, bg_iou_thresh=bg_iou_thresh, single_best=single_best
+    )
     return map_blocks(match, boxes, valid, anchors.shape[0], block)
 
 
@@ -64,12 +69,20 @@ def plan_blocks(boxes: Tensor, num_anchors: int, block: int | None) -> tuple[lis
 
 
 def _match(
-    boxes: Tensor, valid: Tensor, boxes_per_block: int, *, anchors: Tensor, fg_iou_thresh: float, bg_iou_thresh: float
+    boxes: Tensor,
+    valid: Tensor,
+    boxes_per_block: int,
+    *,
+    anchors: Tensor,
+    fg_iou_thresh: float,
+    bg_iou_thresh: float,
+    single_best: bool,
 ) -> Tensor:
     shape = (boxes.shape[0], anchors.shape[0])
     best_iou = boxes.new_full(shape, -1.0)
     best_gt = torch.zeros(shape, dtype=torch.int64, device=boxes.device)
     is_best_for_gt = torch.zeros(shape, dtype=torch.bool, device=boxes.device)
+    forced_gt = torch.full(shape, BACKGROUND, dtype=torch.int64, device=boxes.device) if single_best else None
     for start in range(0, boxes.shape[1], boxes_per_block):
         block_valid = valid[:, start : start + boxes_per_block, None]
         overlap = iou(boxes[:, start : start + boxes_per_block], anchors).masked_fill_(~block_valid, -1.0)
@@ -77,11 +90,19 @@ def _match(
         better = best_overlap > best_iou  # strictly, so that the first of equal boxes keeps the anchor
         best_gt = torch.where(better, gt_index + start, best_gt)
         best_iou = torch.where(better, best_overlap, best_iou)
-        max_overlap = overlap.amax(dim=2, keepdim=True)
-        max_overlap = max_overlap.masked_fill(max_overlap <= 0, torch.inf)  # no anchor is the best for this box
-        is_best_for_gt |= (overlap == max_overlap).any(dim=1)
+        if forced_gt is not None:
+            max_overlap, best_anchor = overlap.max(dim=2)
+            indices = torch.arange(start, start + overlap.shape[1], device=boxes.device)
+            forced = torch.where(max_overlap > 0, indices, BACKGROUND)  # else no anchor is the best for this box
+            forced_gt = forced_gt.scatter_reduce(1, best_anchor, forced, "amax")
+        else:
+            max_overlap = overlap.amax(dim=2, keepdim=True)
+            max_overlap = max_overlap.masked_fill(max_overlap <= 0, torch.inf)
+            is_best_for_gt |= (overlap == max_overlap).any(dim=1)
     by_threshold = torch.where(best_iou < fg_iou_thresh, IGNORED, best_gt)
     by_threshold = torch.where(best_iou < bg_iou_thresh, BACKGROUND, by_threshold)
+    if forced_gt is not None:
+        return torch.where(forced_gt >= 0, forced_gt, by_threshold)
     return torch.where(is_best_for_gt, best_gt, by_threshold)
 
 
@@ -102,13 +123,6 @@ class SampledIndices(NamedTuple):
     def gather(self, values: Tensor) -> Tensor:
         """The samples of `values` [B, N] or [B, N, D]: [B, S] or [B, S, D]."""
         return batched_gather(values, self.indices)
-
-
-def batched_gather(values: Tensor, index: Tensor) -> Tensor:
-    """The rows `index` [B, S] of `values` [B, N] or [B, N, D]: [B, S] or [B, S, D]."""
-    if values.dim() == 2:
-        return values.gather(1, index)
-    return values.gather(1, index[..., None].expand(-1, -1, values.shape[2]))
 
 
 def random_keys(rand: Tensor, count: int, *, stream: int) -> Tensor:

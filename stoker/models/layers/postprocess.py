@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stoker.hardware.host_sync import allow_host_sync
-from stoker.models.layers.boxes import clip, decode, iou
+from stoker.models.layers.boxes import batched_gather, clip, decode, iou, rows_at
 from stoker.models.layers.losses import at_least_fp32
 
 NMS_ROUNDS = 32
@@ -170,8 +170,8 @@ def select_candidates(
     are ranked, not the scores: the sigmoid keeps their order, and no fp32 copy of all of them is needed.
     """
     values, indices, labels = topk_per_level(logits, num_anchors_per_level, pre_nms_top_n)
-    chosen_deltas = at_least_fp32(deltas.gather(1, indices[..., None].expand(-1, -1, 4)))
-    boxes = decode(chosen_deltas, anchors.index_select(0, indices.flatten()).view(*indices.shape, 4))
+    chosen_deltas = at_least_fp32(batched_gather(deltas, indices))
+    boxes = decode(chosen_deltas, rows_at(anchors, indices))
     return clip_and_filter(
         resized_size, boxes, at_least_fp32(values).sigmoid(), labels, score_threshold=score_threshold
     )
@@ -299,8 +299,7 @@ def _best_first(candidates: Candidates, count: int) -> Candidates:
 
 def _select(candidates: Candidates, indices: Tensor) -> Candidates:
     """The candidates at `indices`, int64 [B, K]."""
-    boxes = candidates.boxes.gather(1, indices[..., None].expand(-1, -1, 4))
-    return Candidates(boxes, candidates.scores.gather(1, indices), candidates.labels.gather(1, indices))
+    return Candidates(*(batched_gather(column, indices) for column in candidates))
 
 
 def _as_detections(best: Candidates, max_detections: int) -> BatchDetections:
