@@ -16,6 +16,7 @@ TIDE weights error types by the AP that they cost; here they are counted at the 
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,9 +31,8 @@ TRUE_POSITIVE, CROWD = "", "crowd"
 """`error_type` of detections that are not errors."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ClassErrorStats:
-    """The threshold of a class and its statistics; the fields are those of `document.ClassEvaluation`."""
+class ClassStats(NamedTuple):
+    """The threshold of a class and its statistics; the fields are those of `metrics.ClassEvaluation`."""
 
     threshold: float | None
     f1: float | None
@@ -60,7 +60,7 @@ class ErrorAnalysis:
     """[K], whether it has neither a true positive nor a localization or class error."""
 
 
-def compute_class_stats(gt: GroundTruth, detections: Detections, matches: CocoMatches) -> list[ClassErrorStats]:
+def compute_class_stats(gt: GroundTruth, detections: Detections, matches: CocoMatches) -> list[ClassStats]:
     """The threshold with the best F1 of each class, and its histograms of scores."""
     best_first = matches.by_class[matches.gt_index[matches.by_class] != -2]
     label, score = detections.label[matches.order[best_first]], detections.score[matches.order[best_first]]
@@ -80,26 +80,15 @@ def compute_class_stats(gt: GroundTruth, detections: Detections, matches: CocoMa
             best = int(f1s.argmax())
             threshold, f1 = float(scores[best]), float(f1s[best])
             precision, recall = float(hits[best] / (best + 1)), float(hits[best] / counts[class_index])
-        stats.append(
-            ClassErrorStats(
-                threshold=threshold,
-                f1=f1,
-                precision=precision,
-                recall=recall,
-                tp_scores=histograms[0],
-                fp_scores=histograms[1],
-            )
-        )
+        stats.append(ClassStats(threshold, f1, precision, recall, *histograms))
     return stats
 
 
 def classify_errors(
-    gt: GroundTruth, detections: Detections, matches: CocoMatches, classes: list[ClassErrorStats]
+    gt: GroundTruth, detections: Detections, matches: CocoMatches, classes: list[ClassStats]
 ) -> ErrorAnalysis:
     """Classifies the detections above the thresholds. A class without a threshold has none."""
-    thresholds = np.array(
-        [np.inf if class_stats.threshold is None else class_stats.threshold for class_stats in classes], np.float64
-    )
+    thresholds = np.array([np.inf if stats.threshold is None else stats.threshold for stats in classes], np.float64)
     score, label = detections.score[matches.order], detections.label[matches.order]
     above = np.flatnonzero(score.astype(np.float64) >= thresholds[label])
     positions = above[np.argsort(-score[above], kind="stable")]
@@ -162,8 +151,7 @@ def count_error_types(gt: GroundTruth, detections: Detections, analysis: ErrorAn
     return counts
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ImageF1:
+class ImageF1(NamedTuple):
     """Counts and F1 of an image."""
 
     image_index: int
@@ -180,17 +168,17 @@ def worst_and_best(
 
     No image is in both. Images without errors are not among the worst, and those without a true positive not among the
     best; an image without ground truth boxes and detections is in neither."""
-    position = {image_index: n for n, image_index in enumerate(image_indices.tolist())}
-    tp, fp, fn = (np.zeros(len(image_indices), np.int64) for _ in range(3))
-    det_images = detections.image_index[analysis.detection_index].tolist()
-    for image_index, error_type in zip(det_images, analysis.error_type, strict=True):
-        if error_type == TRUE_POSITIVE:
-            tp[position[image_index]] += 1
-        elif error_type != CROWD:
-            fp[position[image_index]] += 1
-    for image_index in gt.image_index[~analysis.is_detected & ~gt.crowd].tolist():
-        if image_index in position:
-            fn[position[image_index]] += 1
+    order = np.argsort(image_indices)
+    det_images, error_type = detections.image_index[analysis.detection_index], np.array(analysis.error_type, object)
+    missed_images = gt.image_index[~analysis.is_detected & ~gt.crowd]
+    tp, fp, fn = (
+        np.bincount(order[np.searchsorted(image_indices, images, sorter=order)], minlength=len(image_indices))
+        for images in (
+            det_images[error_type == TRUE_POSITIVE],
+            det_images[np.isin(error_type, ERROR_TYPES)],
+            missed_images[np.isin(missed_images, image_indices)],
+        )
+    )
     num_errors = fp + fn
     f1 = np.divide(2 * tp, 2 * tp + num_errors, out=np.ones(len(image_indices)), where=tp + num_errors > 0)
     lowest = [n for n in np.lexsort((-num_errors, f1)).tolist() if num_errors[n]][:max_images]
@@ -199,7 +187,7 @@ def worst_and_best(
     lowest = [n for n in lowest if n not in in_both or f1[n] < 0.5]
     highest = [n for n in highest if n not in in_both or f1[n] >= 0.5]
     scores = [
-        ImageF1(image_index=image_index, f1=round(float(f1[n]), 4), tp=int(tp[n]), fp=int(fp[n]), fn=int(fn[n]))
-        for image_index, n in position.items()
+        ImageF1(image_index, round(float(f1[n]), 4), int(tp[n]), int(fp[n]), int(fn[n]))
+        for n, image_index in enumerate(image_indices.tolist())
     ]
     return [scores[n] for n in lowest], [scores[n] for n in highest]

@@ -1,11 +1,11 @@
 """Evaluation with COCO metrics: runs a model over annotated images and scores its detections.
 
-`detect` runs the model, `compute_metrics` scores (`coco.py`), `evaluate` does both; `build_evaluation` adds the error
-analysis (`error_analysis.py`) for evaluation.json. Detections are copied by a side stream and read one batch later, so
-the host does not wait for the batch that it has just issued. Named host syncs: "detections", and "nms": on a CPU in the
-model's `decode`, on an accelerator for images whose NMS in rounds was not exact. With several ranks, each evaluates its
-part of the images (`Loader`'s rank and world_size); the concatenated detections, in any order, give the same score.
-Images without annotations: `inference/predict.py`.
+`detect` runs the model, `compute_metrics` scores (`coco.py`); `build_evaluation` adds the error analysis
+(`error_analysis.py`) for evaluation.json. Detections are copied by a side stream and read one batch later, so the host
+does not wait for the batch that it has just issued. Named host syncs: "detections", and "nms": on a CPU in the model's
+`decode`, on an accelerator for images whose NMS in rounds was not exact. With several ranks, each evaluates its part of
+the images (`Loader`'s rank and world_size); the concatenated detections, in any order, give the same score. Images
+without annotations: `inference/predict.py`.
 """
 
 import contextlib
@@ -111,29 +111,6 @@ def evaluation_loader(
         world_size=world_size,
     )
     return Loader(index, image_indices, spec, processes=processes, on_quarantine=on_quarantine)
-
-
-def evaluate(
-    model: DetectorProtocol,
-    batches: Iterable[Batch],
-    index: Index,
-    image_indices: NDArray[np.int64],
-    device: Device,
-    *,
-    precision: str,
-    score_threshold: float = SCORE_THRESHOLD,
-    iou_threshold: float | None = None,
-) -> Metrics:
-    """Runs the model over `batches`, an evaluation loader of `image_indices`, and scores the detections.
-
-    Raises DataError if the images have no ground truth boxes.
-    """
-    gt = ground_truth(index, image_indices)
-    require_boxes(gt)  # before any work on the device
-    detections = detect(
-        model, batches, device, precision=precision, score_threshold=score_threshold, iou_threshold=iou_threshold
-    )
-    return compute_metrics(gt, detections)
 
 
 def detect(
@@ -289,7 +266,7 @@ def build_evaluation(
                 tp=num_tp[label],
                 error_types=error_counts[label],
                 curves=_curves(result.precision[:, :, label : label + 1]) if label in with_curves else None,
-                **vars(stats),
+                **stats._asdict(),
             )
             for label, (metrics, stats) in enumerate(zip(result.metrics.per_class, class_stats, strict=True))
         ],
@@ -329,19 +306,8 @@ def _image_evaluation(
     det_images = detections.image_index[analysis.detection_index]
     det_positions = np.flatnonzero(det_images == image_f1.image_index).tolist()
     height, width = index.original_size[image_f1.image_index].tolist()
-    detection_boxes = []
-    for n in det_positions[:MAX_BOXES]:
-        det_index = analysis.detection_index[n]
-        detection_boxes.append(
-            DetectionBox(
-                box=_rounded_xyxy(detections.boxes[det_index]),
-                label=int(detections.label[det_index]),
-                score=round(float(detections.score[det_index]), 4),
-                error_type=analysis.error_type[n],
-            )
-        )
     return ImageEvaluation(
-        **dataclasses.asdict(image_f1),
+        **image_f1._asdict(),
         path=index.display_source(image_f1.image_index),
         byte_range=index.byte_range(image_f1.image_index),
         size=(height, width) if height and width else None,
@@ -354,7 +320,15 @@ def _image_evaluation(
             )
             for n in gt_positions[:MAX_BOXES]
         ],
-        detections=detection_boxes,
+        detections=[
+            DetectionBox(
+                box=_rounded_xyxy(detections.boxes[det_index]),
+                label=int(detections.label[det_index]),
+                score=round(float(detections.score[det_index]), 4),
+                error_type=analysis.error_type[n],
+            )
+            for n, det_index in ((n, analysis.detection_index[n]) for n in det_positions[:MAX_BOXES])
+        ],
         truncated_boxes=max(0, len(gt_positions) - MAX_BOXES) + max(0, len(det_positions) - MAX_BOXES),
     )
 

@@ -20,7 +20,7 @@ from stoker.data.index import Index, open_index_of, require_images
 from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
 from stoker.errors import DataError, UsageError
 from stoker.evaluation.draw import draw_boxes
-from stoker.evaluation.evaluate import evaluate, evaluation_loader
+from stoker.evaluation.evaluate import compute_metrics, detect, evaluation_loader, ground_truth, require_boxes
 from stoker.evaluation.metrics import Detections, Metrics
 from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import Device, select_device
@@ -203,6 +203,8 @@ class Model:
         max_bad_fraction = DEFAULT_MAX_BAD_FRACTION if run_data.max_bad_fraction is None else run_data.max_bad_fraction
         require_images(index, (split,), max_bad_fraction=max_bad_fraction, max_bad_boxes=run_data.max_bad_boxes)
         _require_same_classes(index, self.class_names, self.weights)
+        gt = ground_truth(index, image_indices)
+        require_boxes(gt)  # before any work on the device
         batches = evaluation_loader(
             index,
             image_indices,
@@ -214,7 +216,7 @@ class Model:
             max_bad_fraction=max_bad_fraction,
         )
         with contextlib.closing(batches):
-            return evaluate(self._detector, batches, index, image_indices, self._device, precision=self._precision)
+            return compute_metrics(gt, detect(self._detector, batches, self._device, precision=self._precision))
 
 
 def load(run: str | os.PathLike[str], *, device: str | None = None) -> Model:
