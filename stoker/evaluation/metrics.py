@@ -126,20 +126,7 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     """Images of the split that could not be read."""
 
 
-COCO_SUMMARY = (
-    "ap",
-    "ap50",
-    "ap75",
-    "ap_small",
-    "ap_medium",
-    "ap_large",
-    "ar1",
-    "ar10",
-    "ar100",
-    "ar_small",
-    "ar_medium",
-    "ar_large",
-)
+COCO_SUMMARY = Metrics.__struct_fields__[:12]
 """The fields of Metrics in COCO's order."""
 NUM_RECALL_POINTS = 101
 """Values of a precision-recall curve, at the recalls 0, 0.01, …, 1, as in COCO."""

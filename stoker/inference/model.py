@@ -131,18 +131,8 @@ class Model:
                 raise result.error
             detections = result.detections
             names = [self.class_names[label] for label in detections.label.tolist()]
-            predictions.append(
-                Prediction(
-                    result.path,
-                    result.original_size,
-                    detections.boxes,
-                    detections.score,
-                    detections.label,
-                    names,
-                    source,
-                    self.class_names,
-                )
-            )
+            columns = detections.boxes, detections.score, detections.label, names
+            predictions.append(Prediction(result.path, result.original_size, *columns, source, self.class_names))
         return predictions
 
     def predict_to_dir(
@@ -237,13 +227,12 @@ def load(run: str | os.PathLike[str], *, device: str | None = None) -> Model:
                 fix="name the run or the .safetensors file that it was exported from",
             )
         exported = OnnxModel(weights, num_threads=host_cores())
-        metadata = exported.metadata
-        return Model(
-            source, weights, metadata.class_names, metadata.image_size, metadata, exported, select_device("cpu"), "fp32"
-        )
-    target_device = select_device(device)
-    model, metadata = model_file.load_model(weights)
-    detector, precision = model.to(target_device.torch_device), target_device.best_precision()[0]
+        detector: DetectorProtocol = exported
+        metadata, target_device, precision = exported.metadata, select_device("cpu"), "fp32"
+    else:
+        target_device = select_device(device)
+        model, metadata = model_file.load_model(weights)
+        detector, precision = model.to(target_device.torch_device), target_device.best_precision()[0]
     return Model(
         source, weights, metadata.class_names, metadata.image_size, metadata, detector, target_device, precision
     )

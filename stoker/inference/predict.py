@@ -88,7 +88,7 @@ def find_images(inputs: Iterable[str | Path], *, exclude_dir: Path | None = None
             raise UsageError(message, location=exclude_dir, fix="name another folder with --out")
         if not image_paths:
             raise UsageError(
-                _not_found(path),
+                f"There are no images at {display_path(path)!r}.",
                 location=display_path(Path.cwd() / path),
                 choices=IMAGE_SUFFIXES,
                 fix="name image files, a folder with such files, or a pattern in quotes",
@@ -102,15 +102,6 @@ def local_path(location: str | os.PathLike[str]) -> Path:
     """The path of `location` with variables expanded; for a URI, the path in its local mirror."""
     expanded = expand_variables(os.fspath(location))
     return resolve_images(parse_uri(expanded)) if is_uri(expanded) else Path(expanded)
-
-
-def _not_found(path: Path) -> str:
-    name = repr(display_path(path))
-    if path.is_dir():
-        return f"There are no images in the folder {name}."
-    if glob.has_magic(str(path)):
-        return f"No image matches the pattern {name}."
-    return f"There is no file or folder {name}."
 
 
 def predict_images(

@@ -76,16 +76,12 @@ def _find_source(train_files: list[str], eval_files: list[str], label_maps: list
 def _common_folder(paths: list[str]) -> str | None:
     """The folder of all paths; None if they have none in common."""
     folders = [posixpath.dirname(path) or "." for path in paths]
-    schemes = {folder.partition("://")[0] if is_uri(folder) else "" for folder in folders}
-    if len(schemes) > 1:
-        return None
-    scheme = schemes.pop()
     try:
-        common = posixpath.commonpath([folder.partition("://")[2] if scheme else folder for folder in folders])
+        common = posixpath.commonpath(folders)
     except ValueError:  # absolute and relative ones
         return None
-    if scheme:
-        return f"{scheme}://{common}" if common else None
+    if any(map(is_uri, folders)):
+        return common.replace(":/", "://", 1) if ":/" in common else None  # commonpath joins by single slashes
     return None if common == "/" else common or "."
 
 

@@ -69,45 +69,38 @@ class Proposals(NamedTuple):
     """bool [B, K]."""
 
 
-class RPNHead(nn.Module):
-    """A convolution, then objectness and box per anchor, shared by all levels; with torchvision's names.
-
-    Levels, each [B, channels, h, w] → (logits [B, A], deltas [B, A, 4]).
-    """
-
-    def __init__(self, channels: int, num_anchors: int) -> None:
-        super().__init__()
-        self.conv = nn.Sequential(nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU(inplace=True)))
-        self.cls_logits = nn.Conv2d(channels, num_anchors, 1)
-        self.bbox_pred = nn.Conv2d(channels, num_anchors * 4, 1)
-        for layer in self.modules():
-            if isinstance(layer, nn.Conv2d):
-                assert layer.bias is not None
-                nn.init.normal_(layer.weight, std=0.01)
-                nn.init.zeros_(layer.bias)
-
-    def forward(self, levels: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        hidden = [self.conv(level) for level in levels]
-        logits = [flatten_map(self.cls_logits(features), 1)[..., 0] for features in hidden]
-        deltas = [flatten_map(self.bbox_pred(features), 4) for features in hidden]
-        return torch.cat(logits, dim=1), torch.cat(deltas, dim=1)
-
-
 class RegionProposalNetwork(nn.Module):
-    """The network with its anchors. sizes: one per level, finest first, as `anchor_sizes` of `ModelSettings`."""
+    """A convolution, then objectness and box per anchor, shared by all levels, with torchvision's names; its anchors.
+    sizes: one per level, finest first, as `anchor_sizes` of `ModelSettings`."""
 
     def __init__(
         self, channels: int, *, sizes: Sequence[float], scales: Sequence[float], aspect_ratios: Sequence[float]
     ) -> None:
         super().__init__()
-        self.head = RPNHead(channels, len(scales) * len(aspect_ratios))
+        num_anchors = len(scales) * len(aspect_ratios)
+        conv = nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU(inplace=True))
+        self.head = nn.ModuleDict(
+            {
+                "conv": nn.Sequential(conv),
+                "cls_logits": nn.Conv2d(channels, num_anchors, 1),
+                "bbox_pred": nn.Conv2d(channels, num_anchors * 4, 1),
+            }
+        )
+        for layer in self.head.modules():
+            if isinstance(layer, nn.Conv2d):
+                assert layer.bias is not None
+                nn.init.normal_(layer.weight, std=0.01)
+                nn.init.zeros_(layer.bias)
         self.anchors = AnchorGenerator(cell_anchors(size, scales, aspect_ratios) for size in sizes)
 
     def forward(self, levels: Sequence[Tensor], image_size: tuple[int, int]) -> RPNOutputs:
         """levels: finest first, each [B, C, h, w]; image_size: height and width of the model input."""
         grids = [(level.shape[2], level.shape[3]) for level in levels]
-        logits, deltas = self.head(levels)
-        return RPNOutputs(logits, deltas, self.anchors(image_size, grids), self.anchors.num_anchors_per_level(grids))
+        hidden = [self.head["conv"](level) for level in levels]
+        logits = torch.cat([flatten_map(self.head["cls_logits"](features), 1) for features in hidden], dim=1)
+        deltas = torch.cat([flatten_map(self.head["bbox_pred"](features), 4) for features in hidden], dim=1)
+        anchors = self.anchors(image_size, grids)
+        return RPNOutputs(logits[..., 0], deltas, anchors, self.anchors.num_anchors_per_level(grids))
 
 
 def propose(
@@ -252,40 +245,23 @@ class SampledRois(NamedTuple):
     """bool [B, S]."""
 
 
-class BoxHead(nn.Module):
-    """Two hidden layers, with torchvision's names: [N, C, OUTPUT_SIZE, OUTPUT_SIZE] → [N, HIDDEN]."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.fc6 = nn.Linear(channels * OUTPUT_SIZE**2, HIDDEN)
-        self.fc7 = nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, features: Tensor) -> Tensor:
-        return functional.relu(self.fc7(functional.relu(self.fc6(features.flatten(1)))))
-
-
-class BoxPredictor(nn.Module):
-    """Classes and, for each class, a box: [N, HIDDEN] → ([N, 1 + C], [N, (1 + C) · 4])."""
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__()
-        self.cls_score = nn.Linear(HIDDEN, 1 + num_classes)
-        self.bbox_pred = nn.Linear(HIDDEN, (1 + num_classes) * 4)
-
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        return self.cls_score(hidden), self.bbox_pred(hidden)
-
-
 class RoIHead(nn.Module):
-    """Pooled features [B · S, C, OUTPUT_SIZE, OUTPUT_SIZE] → (logits [B · S, 1 + C], deltas [B · S, 1 + C, 4])."""
+    """Two hidden layers, then classes and, for each class, a box, with torchvision's names: pooled features
+    [B · S, C, OUTPUT_SIZE, OUTPUT_SIZE] → (logits [B · S, 1 + C], deltas [B · S, 1 + C, 4])."""
 
     def __init__(self, channels: int, num_classes: int) -> None:
         super().__init__()
-        self.box_head = BoxHead(channels)
-        self.box_predictor = BoxPredictor(num_classes)
+        self.box_head = nn.ModuleDict(
+            {"fc6": nn.Linear(channels * OUTPUT_SIZE**2, HIDDEN), "fc7": nn.Linear(HIDDEN, HIDDEN)}
+        )
+        self.box_predictor = nn.ModuleDict(
+            {"cls_score": nn.Linear(HIDDEN, 1 + num_classes), "bbox_pred": nn.Linear(HIDDEN, (1 + num_classes) * 4)}
+        )
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        logits, deltas = self.box_predictor(self.box_head(features))
+        hidden = functional.relu(self.box_head["fc6"](features.flatten(1)))
+        hidden = functional.relu(self.box_head["fc7"](hidden))
+        logits, deltas = self.box_predictor["cls_score"](hidden), self.box_predictor["bbox_pred"](hidden)
         return logits, deltas.unflatten(1, (-1, 4))
 
 

@@ -7,7 +7,6 @@ paper shifts them by half a stride). Classes are as in `retinanet.py`.
 """
 
 import math
-from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -20,12 +19,11 @@ from stoker.data.batch import Batch
 from stoker.models.backbones import BackboneWithNeck, build_backbone_with_fpn
 from stoker.models.detector import ClassHeadSpec, Detector
 from stoker.models.layers.boxes import area, batched_gather, giou, rows_at
-from stoker.models.layers.convolutions import flatten_map
 from stoker.models.layers.losses import at_least_fp32, focal_loss
 from stoker.models.layers.matching import BACKGROUND, map_blocks
 from stoker.models.layers.postprocess import PRE_NMS_TOP_N, Candidates, clip_and_filter, topk_per_level
 from stoker.models.layers.rank_mean import loss_divisor
-from stoker.models.retinanet import PRIOR_LOGIT
+from stoker.models.retinanet import PRIOR_LOGIT, ConvHead, head_conv
 
 MIN_STRIDE = 8
 """Stride of the finest level in pixels. Each further level has twice the stride of the one before it."""
@@ -79,34 +77,15 @@ class LowPrecisionGroupNorm(nn.GroupNorm):
             return functional.group_norm(x, self.num_groups, weight, bias, self.eps)
 
 
-class ConvHead(nn.Module):
-    """`num_convs` convolutions with norms, then one convolution per entry of `outputs` (name of the child → channels),
-    shared by all levels. Levels, each [B, channels, h, w] → [B, A, output channels] per output."""
-
-    def __init__(self, channels: int, num_convs: int, outputs: Mapping[str, int]) -> None:
-        super().__init__()
-        self.outputs = dict(outputs)
-        layers: list[nn.Module] = []
-        for _ in range(num_convs):
-            layers += [_conv(channels, channels), LowPrecisionGroupNorm(NUM_GROUPS, channels), nn.ReLU(inplace=True)]
-        self.conv = nn.Sequential(*layers)
-        for name, out_channels in outputs.items():
-            self.add_module(name, _conv(channels, out_channels))
-
-    def forward(self, levels: list[Tensor]) -> list[Tensor]:
-        shared = [self.conv(level) for level in levels]
-        return [
-            torch.cat([flatten_map(self.get_submodule(name)(features), channels) for features in shared], dim=1)
-            for name, channels in self.outputs.items()
-        ]
-
-
-def _conv(in_channels: int, out_channels: int) -> nn.Conv2d:
-    conv = nn.Conv2d(in_channels, out_channels, 3, padding=1)
-    nn.init.normal_(conv.weight, std=0.01)
-    assert conv.bias is not None
-    nn.init.zeros_(conv.bias)
-    return conv
+def _head_blocks(channels: int, num_convs: int) -> list[nn.Module]:
+    """The convolutions of a head, each with norm and ReLU, as one list."""
+    return [
+        layer
+        for _ in range(num_convs)
+        for layer in (
+            head_conv(channels, channels), LowPrecisionGroupNorm(NUM_GROUPS, channels), nn.ReLU(inplace=True)
+        )
+    ]  # fmt: skip
 
 
 class FCOS(Detector):
@@ -121,16 +100,25 @@ class FCOS(Detector):
     ) -> None:
         super().__init__(settings, num_classes)
         self.backbone = backbone
-        class_head = ConvHead(channels, num_convs, {"cls_logits": num_classes})
-        nn.init.constant_(class_head.get_parameter("cls_logits.bias"), PRIOR_LOGIT)
-        box_head = ConvHead(channels, num_convs, {"bbox_reg": 4, "bbox_ctrness": 1})
+        class_head = ConvHead(
+            _head_blocks(channels, num_convs),
+            cls_logits=(head_conv(channels, num_classes, bias=PRIOR_LOGIT), num_classes),
+        )
+        box_head = ConvHead(
+            _head_blocks(channels, num_convs),
+            bbox_reg=(head_conv(channels, 4), 4),
+            bbox_ctrness=(head_conv(channels, 1), 1),
+        )
         self.head = nn.ModuleDict({"classification_head": class_head, "regression_head": box_head})
         self.points = PointGenerator()
 
     def predict(self, levels: list[Tensor], image_size: tuple[int, int]) -> FCOSOutputs:
         """image_size: multiples of 32."""
-        (logits,) = self.head["classification_head"](levels)
-        distances, centerness = self.head["regression_head"](levels)
+        logits, distances, centerness = (
+            torch.cat(output, dim=1)
+            for head in ("classification_head", "regression_head")
+            for output in self.head[head](levels)
+        )
         grids = [(level.shape[2], level.shape[3]) for level in levels]
         points = self.points(image_size, grids, logits.device)
         counts = tuple(height * width for height, width in grids)

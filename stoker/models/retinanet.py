@@ -16,7 +16,7 @@ unless `--backbone-norm` changes that, TF trains them.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -59,45 +59,34 @@ class RetinaNetOutputs(NamedTuple):
 
 
 class ConvHead(nn.Module):
-    """Convolution blocks and a predictor, shared by all levels.
+    """Convolution blocks, then predictors, shared by all levels, which are [B, C, h, w] each → for each predictor, of
+    each level [B, its anchors, outputs per anchor].
 
-    predictor_name: name of the last convolution, of `kernel_size`, as in torchvision; bias: its initial bias.
-    Levels, each [B, channels, h, w] → of each level [B, its anchors, outputs_per_anchor].
+    predictors: name, as in torchvision → (last convolution, outputs per anchor).
     """
 
-    def __init__(
-        self,
-        predictor_name: str,
-        blocks: Iterable[nn.Module],
-        channels: int,
-        num_anchors: int,
-        outputs_per_anchor: int,
-        *,
-        kernel_size: int,
-        bias: float,
-    ) -> None:
+    def __init__(self, blocks: list[nn.Module], **predictors: tuple[nn.Conv2d, int]) -> None:
         super().__init__()
-        self.outputs_per_anchor, self.predictor_name = outputs_per_anchor, predictor_name
         self.conv = nn.Sequential(*blocks)
-        predictor = nn.Conv2d(channels, num_anchors * outputs_per_anchor, kernel_size, padding=kernel_size // 2)
-        nn.init.normal_(predictor.weight, std=0.01)
-        assert predictor.bias is not None
-        nn.init.constant_(predictor.bias, bias)
-        self.add_module(predictor_name, predictor)
+        self.outputs_per_anchor = {name: outputs for name, (_, outputs) in predictors.items()}
+        for name, (predictor, _) in predictors.items():
+            self.add_module(name, predictor)
 
-    def forward(self, levels: list[Tensor]) -> list[Tensor]:
-        predictor = self.get_submodule(self.predictor_name)
-        return [flatten_map(predictor(self.conv(level)), self.outputs_per_anchor) for level in levels]
+    def forward(self, levels: list[Tensor]) -> list[list[Tensor]]:
+        shared = [self.conv(level) for level in levels]
+        return [
+            [flatten_map(self.get_submodule(name)(features), outputs) for features in shared]
+            for name, outputs in self.outputs_per_anchor.items()
+        ]
 
 
-def _conv_block(channels: int, norm: Norm | None) -> nn.Sequential:
-    if norm is not None:
-        return conv_norm(channels, channels, norm)
-    conv = nn.Conv2d(channels, channels, 3, padding=1)
+def head_conv(in_channels: int, out_channels: int, *, kernel_size: int = 3, bias: float = 0.0) -> nn.Conv2d:
+    """A convolution of a head, with small random weights (section 4.1) and a constant bias."""
+    conv = nn.Conv2d(in_channels, out_channels, kernel_size, padding=kernel_size // 2)
     nn.init.normal_(conv.weight, std=0.01)
     assert conv.bias is not None
-    nn.init.zeros_(conv.bias)
-    return ConvReLU(conv)
+    nn.init.constant_(conv.bias, bias)
+    return conv
 
 
 class SharedConvLayer(nn.Module):
@@ -148,18 +137,16 @@ class RetinaNet(Detector):
             ("regression_head", "bbox_reg", 4, 0.0),
         ):
             # The last layer of the lite variant is separable, too: a depthwise convolution before the 1 × 1 predictor.
-            blocks: Iterable[nn.Module] = (
-                [depthwise_conv(channels)] if lite else (_conv_block(channels, norm) for _ in range(num_convs))
+            blocks: list[nn.Module] = (
+                [depthwise_conv(channels)]
+                if lite
+                else [
+                    ConvReLU(head_conv(channels, channels)) if norm is None else conv_norm(channels, channels, norm)
+                    for _ in range(num_convs)
+                ]
             )
-            self.head[child] = ConvHead(
-                predictor_name,
-                blocks,
-                channels,
-                num_anchors,
-                outputs_per_anchor,
-                kernel_size=1 if lite else 3,
-                bias=bias,
-            )
+            predictor = head_conv(channels, num_anchors * outputs_per_anchor, kernel_size=1 if lite else 3, bias=bias)
+            self.head[child] = ConvHead(blocks, **{predictor_name: (predictor, outputs_per_anchor)})
         self.anchors = AnchorGenerator(
             cell_anchors(size, settings.anchor_scales, settings.aspect_ratios) for size in settings.anchor_sizes
         )
@@ -170,12 +157,10 @@ class RetinaNet(Detector):
         anchors = self.anchors(image_size, grids)
         if "tower" in self.head:
             levels = self.head["tower"](levels)
-        logits, deltas = (
-            self.head["classification_head"](levels),
-            torch.cat(self.head["regression_head"](levels), dim=1),
-        )
+        (logits,) = self.head["classification_head"](levels)
+        (deltas,) = self.head["regression_head"](levels)
         logits = tuple(logits) if self.fused_loss and self.training else torch.cat(logits, dim=1)
-        return RetinaNetOutputs(logits, deltas, anchors, self.anchors.num_anchors_per_level(grids))
+        return RetinaNetOutputs(logits, torch.cat(deltas, dim=1), anchors, self.anchors.num_anchors_per_level(grids))
 
     def loss(self, outputs: RetinaNetOutputs, batch: Batch) -> dict[str, Tensor]:
         """`classification` (focal) and `bbox_regression`, fp32 scalars: summed over an image's anchors, divided by its
