@@ -21,7 +21,7 @@ from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
 from stoker.errors import DataError, UsageError
 from stoker.evaluation.draw import draw_boxes
 from stoker.evaluation.evaluate import compute_metrics, detect, evaluation_loader, ground_truth, require_boxes
-from stoker.evaluation.metrics import Detections, Metrics
+from stoker.evaluation.metrics import Metrics, boxes_in_image
 from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import Device, select_device
 from stoker.inference.image_batches import TILE_OVERLAP, ImageSource, Tiling, read_image
@@ -61,13 +61,7 @@ class Prediction:
         pixels = self._source
         if isinstance(pixels, Path):
             pixels = decode.decode(read_image(pixels), pixels)
-        detections = Detections(
-            image_index=np.zeros(len(self.labels), np.int64),
-            boxes=self.boxes,
-            score=self.scores,
-            label=self.labels,
-            image_indices=np.zeros(1, np.int64),
-        )
+        detections = boxes_in_image(self.boxes, self.labels, self.scores)
         return draw_boxes(Image.fromarray(pixels), detections, self._class_names)
 
 

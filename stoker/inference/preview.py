@@ -19,7 +19,7 @@ from stoker.data.batch import Batch
 from stoker.data.loading.loader import Loader, LoaderSpec, QuarantinedImage, compute_max_boxes
 from stoker.errors import UsageError
 from stoker.evaluation.draw import draw_boxes, fit_text
-from stoker.evaluation.metrics import Detections
+from stoker.evaluation.metrics import boxes_in_image
 from stoker.hardware.device import Device
 
 if TYPE_CHECKING:
@@ -110,13 +110,7 @@ def _render_image(batch: Batch, k: int, class_names: tuple[str, ...]) -> Image.I
     resized = max(1, round(image.width * scale)), max(1, round(image.height * scale))
     xyxy_scale = torch.tensor([resized[0] / image.width, resized[1] / image.height] * 2)
     valid = batch.valid[k]
-    detections = Detections(
-        image_index=np.zeros(int(valid.sum()), np.int64),
-        boxes=(batch.boxes[k][valid] * xyxy_scale).numpy(),
-        score=np.ones(int(valid.sum()), np.float32),
-        label=batch.labels[k][valid].numpy(),
-        image_indices=np.zeros(1, np.int64),
-    )
+    detections = boxes_in_image((batch.boxes[k][valid] * xyxy_scale).numpy(), batch.labels[k][valid].numpy())
     resample = Image.Resampling.NEAREST if scale >= 2 else Image.Resampling.BILINEAR
     return draw_boxes(image.resize(resized, resample), detections, class_names, scores=False)
 

@@ -33,12 +33,12 @@ from stoker.models.backbones import (
     separable_conv,
 )
 from stoker.models.detector import ClassHeadSpec, Detector
-from stoker.models.layers.boxes import AnchorGenerator, batched_gather, cell_anchors
+from stoker.models.layers.boxes import AnchorGenerator, batched_gather, cell_anchors, decode, rows_at
 from stoker.models.layers.convolutions import ConvReLU, conv_norm, flatten_map
 from stoker.models.layers.losses import at_least_fp32, box_loss, focal_loss
 from stoker.models.layers.matching import match_anchors
 from stoker.models.layers.norms import NORMS, Norm, lite_norm, trainable_norm
-from stoker.models.layers.postprocess import PRE_NMS_TOP_N, Candidates, select_candidates
+from stoker.models.layers.postprocess import PRE_NMS_TOP_N, Candidates, clip_and_filter, topk_per_level
 
 PRIOR_PROBABILITY = 0.01
 """Initial score of every class, so that the many negatives do not dominate the first steps (section 4.1)."""
@@ -197,16 +197,15 @@ class RetinaNet(Detector):
     def candidates(
         self, outputs: RetinaNetOutputs, resized_size: Tensor, *, score_threshold: float | Tensor
     ) -> Candidates:
-        """The `pre_nms_top_n` best of each pyramid level."""
+        """The `pre_nms_top_n` best of each pyramid level. The logits are ranked, not the scores: the sigmoid keeps
+        their order, and no fp32 copy of all of them is needed."""
         assert isinstance(outputs.logits, Tensor)
         with torch.autocast(outputs.deltas.device.type, enabled=False):
-            return select_candidates(
-                outputs.logits,
-                *outputs[1:],
-                resized_size,
-                score_threshold=score_threshold,
-                pre_nms_top_n=self.pre_nms_top_n,
-            )
+            logits, indices, labels = topk_per_level(outputs.logits, outputs.num_anchors_per_level, self.pre_nms_top_n)
+            deltas = at_least_fp32(batched_gather(outputs.deltas, indices))
+            boxes = decode(deltas, rows_at(outputs.anchors, indices))
+            scores = at_least_fp32(logits).sigmoid()
+            return clip_and_filter(resized_size, boxes, scores, labels, score_threshold=score_threshold)
 
     def class_heads(self) -> tuple[ClassHeadSpec, ...]:
         num_anchors = len(self.settings.anchor_scales) * len(self.settings.aspect_ratios)

@@ -11,6 +11,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -452,11 +453,7 @@ class SSDLite(SSD):
 
     def __init__(self, settings: ModelSettings, num_classes: int) -> None:
         backbone = MobileNet(settings.backbone_norm, settings.trainable_backbone_layers, settings.reduced_tail)
-        norm = lite_norm(trainable_norm(settings.backbone_norm))
-
-        def make_layer(in_channels: int, out_channels: int) -> nn.Sequential:
-            return separable_predictor(in_channels, out_channels, norm)
-
+        make_layer = partial(separable_predictor, norm=lite_norm(trainable_norm(settings.backbone_norm)))
         half = (0.5, 0.5, 0.5)
         super().__init__(backbone, settings, num_classes, make_layer=make_layer, mean=half, std=half)
         init_weights(self)

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stoker.hardware.host_sync import allow_host_sync
-from stoker.models.layers.boxes import batched_gather, clip, decode, iou, rows_at
-from stoker.models.layers.losses import at_least_fp32
+from stoker.models.layers.boxes import batched_gather, clip, iou
 
 NMS_ROUNDS = 32
 """Rounds of `fixed_point_nms`. It needs one per link of the longest chain of boxes in which each decides about the next
@@ -152,29 +151,6 @@ class Candidates(NamedTuple):
     """float32 [B, N]; zero if the score is not above the threshold, or the box has no area inside `resized_size`."""
     labels: Tensor
     """int64 [B, N]."""
-
-
-def select_candidates(
-    logits: Tensor,
-    deltas: Tensor,
-    anchors: Tensor,
-    num_anchors_per_level: tuple[int, ...],
-    resized_size: Tensor,
-    *,
-    score_threshold: float | Tensor,
-    pre_nms_top_n: int = PRE_NMS_TOP_N,
-) -> Candidates:
-    """The `pre_nms_top_n` best scores of each pyramid level, decoded and clipped to `resized_size` [B, 2].
-
-    logits: [B, A, C] sigmoid logits; deltas: [B, A, 4]; anchors: [A, 4]; num_anchors_per_level: sums to A. The logits
-    are ranked, not the scores: the sigmoid keeps their order, and no fp32 copy of all of them is needed.
-    """
-    values, indices, labels = topk_per_level(logits, num_anchors_per_level, pre_nms_top_n)
-    chosen_deltas = at_least_fp32(batched_gather(deltas, indices))
-    boxes = decode(chosen_deltas, rows_at(anchors, indices))
-    return clip_and_filter(
-        resized_size, boxes, at_least_fp32(values).sigmoid(), labels, score_threshold=score_threshold
-    )
 
 
 def topk_per_level(

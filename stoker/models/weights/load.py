@@ -42,8 +42,6 @@ class WeightsFile(NamedTuple):
 
     tensors: dict[str, Tensor]
     """By the file's own names, without prefixes of wrappers."""
-    model: str | None
-    """Its architecture in MODELS, if the file has it in its header."""
     class_names: tuple[str, ...] | None
     """The classes of its class head, if the file has them in its header."""
 
@@ -62,7 +60,7 @@ class WeightsMatch(NamedTuple):
 def detect_architecture(path: str | Path) -> str | None:
     """Name in MODELS of the architecture of a weights file (for a classifier: the first with this backbone); None if
     there is none. Raises WeightsError if the file is missing or cannot be read."""
-    return _detect_model(read_weights(local_path(str(path))))
+    return _detect_model(read_weights(local_path(str(path))).tensors)
 
 
 def load_weights(model: Detector, settings: ModelSettings, *, class_names: Sequence[str]) -> list[str]:
@@ -85,8 +83,17 @@ def load_weights(model: Detector, settings: ModelSettings, *, class_names: Seque
     path, source = fetch_weights(arch.urls[choice]) if choice in arch.urls else (local_path(choice), "")
     weights = read_weights(path, choices=(*arch.urls, "none"))
     matched = _match_weights(weights.tensors, model)
-    if matched.match_fraction < MIN_MATCH_FRACTION or weights.model not in (None, settings.model):
-        raise _wrong_architecture(path, weights, settings.model)
+    if matched.match_fraction < MIN_MATCH_FRACTION:
+        actual_name = _detect_model(weights.tensors)
+        if actual_name is not None:
+            message = f"The weights file belongs to {actual_name}, not to {settings.model}."
+            raise WeightsError(message, location=path, fix=f"--model {actual_name}, or other weights")
+        raise WeightsError(
+            f"The weights file does not belong to {settings.model}, nor to another model of stoker's.",
+            location=path,
+            cause=f"names of its tensors: {', '.join(list(weights.tensors)[:3])} …",
+            choices=["torchvision's detectors that `stoker models` lists", "its classifiers", "a file by stoker"],
+        )
     tensors, sentences = matched.tensors, []
     heads = class_tensors(model.class_heads())
     own_tensors = {name: tensor for name, tensor in tensors.items() if name not in heads}
@@ -110,9 +117,8 @@ def read_weights(path: Path, *, choices: Sequence[str] = (*PRETRAINED_NAMES, "no
     """The weights in a file. Raises WeightsError if it is missing, damaged or has other content; choices: the values
     that the caller accepts instead of a file, for the message."""
     if not path.is_file():
-        closest = nearest(str(path), choices) or (
-            nearest(path.name, [p.name for p in path.parent.iterdir()]) if path.parent.is_dir() else None
-        )
+        files = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        closest = nearest(str(path), choices) or nearest(path.name, files)
         raise WeightsError(
             "The weights file does not exist" + (f"; did you mean {closest}?" if closest else "."),
             location=path,
@@ -140,8 +146,7 @@ def read_weights(path: Path, *, choices: Sequence[str] = (*PRETRAINED_NAMES, "no
         names = msgspec.json.decode(header["stoker"], type=_Metadata).class_names if "stoker" in header else None
     except (msgspec.DecodeError, RecursionError) as error:
         raise WeightsError("The metadata of the weights cannot be read.", location=path, cause=str(error)) from error
-    model_name = header.get("model")
-    return WeightsFile(tensors, model_name if model_name in MODELS else None, names)
+    return WeightsFile(tensors, names)
 
 
 class _Metadata(msgspec.Struct):
@@ -204,27 +209,25 @@ def _match_weights(tensors: Mapping[str, Tensor], model: Detector) -> WeightsMat
         num_same = sum(name in tensors_by_name and tensors_by_name[name].shape == own_shapes[name] for name in names)
         return num_same / max(1, len(names | (tensors_by_name.keys() - head_by_tensor.keys())))
 
-    variants = (tensors, _update_old_names(tensors))
+    own_names = own_shapes.keys() - head_by_tensor.keys()
     matches = [
-        WeightsMatch(matched_fraction(variant, own_shapes.keys() - head_by_tensor.keys()), dict(variant), True)
-        for variant in variants
+        WeightsMatch(matched_fraction(variant, own_names), dict(variant), True)
+        for variant in (tensors, _update_old_names(tensors))
     ]
     matches.append(WeightsMatch(matched_fraction(backbone_tensors, backbone_names), backbone_tensors, False))
     return max(matches, key=lambda candidate: candidate.match_fraction)
 
 
-def _detect_model(weights: WeightsFile) -> str | None:
-    """The architecture in MODELS of a weights file, or None."""
-    if weights.model is not None:
-        return weights.model
+def _detect_model(tensors: Mapping[str, Tensor]) -> str | None:
+    """The architecture in MODELS of a file's tensors, or None."""
     best_fraction, best_name = MIN_MATCH_FRACTION, None
     for name, arch in MODELS.items():
         options_from_weights = FAMILIES[arch.family].options_from_weights
-        options = {} if options_from_weights is None else options_from_weights(weights.tensors)
+        options = {} if options_from_weights is None else options_from_weights(tensors)
         settings = {"backbone_norm": "bn", "trainable_backbone_layers": 5, **arch.defaults, **options, "model": name}
         with shapes_only():
             model = build(ModelSettings(**settings), 1)
-        match_fraction = _match_weights(weights.tensors, model).match_fraction
+        match_fraction = _match_weights(tensors, model).match_fraction
         if match_fraction == 1:
             return name
         if match_fraction > best_fraction or (match_fraction == best_fraction and best_name is None):
@@ -269,22 +272,6 @@ def _check_fits(model: Detector, tensors: Mapping[str, Tensor], path: Path, *, i
                 if name.startswith(model.backbone_prefixes)
                 else "the --anchor-scales and --aspect-ratios that the file was trained with",
             )
-
-
-def _wrong_architecture(path: Path, weights: WeightsFile, model_name: str) -> WeightsError:
-    actual_name = _detect_model(weights)
-    if actual_name is not None:
-        return WeightsError(
-            f"The weights file belongs to {actual_name}, not to {model_name}.",
-            location=path,
-            fix=f"--model {actual_name}, or other weights",
-        )
-    return WeightsError(
-        f"The weights file does not belong to {model_name}, nor to another model of stoker's.",
-        location=path,
-        cause=f"names of its tensors: {', '.join(list(weights.tensors)[:3])} …",
-        choices=["torchvision's detectors that `stoker models` lists", "its classifiers", "a file by stoker"],
-    )
 
 
 COCO_CHANNELS = (
