@@ -1,4 +1,4 @@
-"""Error analysis: error types of detections at IoU 0.5, the worst and best images.
+"""Error analysis: error types of detections at IoU 0.5, the worst and best images, the content of evaluation.json.
 
 Matching is COCO's (`coco.py`): per class, the best score first, each to the free ground truth box with the highest IoU
 of at least 0.5; detections in a crowd region are ignored. Each class gets the score threshold with the best F1, and
@@ -21,12 +21,28 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.evaluation.coco import CocoMatches
-from stoker.evaluation.metrics import ERROR_TYPES, HISTOGRAM_BINS, Detections, GroundTruth
+from stoker.data.index import Index
+from stoker.evaluation.coco import CocoMatches, CocoResult, only_evaluated
+from stoker.evaluation.metrics import (
+    ERROR_TYPES,
+    HISTOGRAM_BINS,
+    ClassEvaluation,
+    ConfusionPair,
+    Curves,
+    DetectionBox,
+    Detections,
+    Evaluation,
+    GroundTruth,
+    GroundTruthBox,
+    ImageEvaluation,
+)
 
 FOREGROUND_IOU = 0.5
 """TIDE's t_f."""
 
+MAX_CURVES, MAX_CONFUSIONS, MAX_IMAGES, MAX_BOXES = 100, 50, 12, 100
+"""Limits of evaluation.json: classes with curves of their own, confused pairs, images per list, ground truth boxes and
+detections per image. About 600 kB if all limits are reached."""
 TRUE_POSITIVE, CROWD = "", "crowd"
 """`error_type` of detections that are not errors."""
 
@@ -191,3 +207,101 @@ def worst_and_best(
         for n, image_index in enumerate(image_indices.tolist())
     ]
     return [scores[n] for n in lowest], [scores[n] for n in highest]
+
+
+def build_evaluation(
+    result: CocoResult, gt: GroundTruth, detections: Detections, index: Index, *, step: int
+) -> Evaluation:
+    """The content of evaluation.json: metrics, curves, error types, and the worst and best images.
+
+    result: `compute_coco_result` of the same ground truth and detections.
+    """
+    gt, detections = only_evaluated(gt, detections)
+    matches = result.matches
+    class_stats = compute_class_stats(gt, detections, matches)
+    analysis = classify_errors(gt, detections, matches, class_stats)
+    error_counts = count_error_types(gt, detections, analysis)
+    num_gt = [stats.boxes for stats in result.metrics.per_class]
+    with_curves = set(np.argsort([-count for count in num_gt], kind="stable")[:MAX_CURVES].tolist())
+    error_types, labels = np.array(analysis.error_type, object), detections.label[analysis.detection_index]
+    num_tp = np.bincount(labels[error_types == TRUE_POSITIVE], minlength=len(class_stats)).tolist()
+    confused_positions = np.flatnonzero(error_types == "class")
+    pairs, pair_counts = np.unique(
+        np.stack([gt.label[analysis.related_gt[confused_positions]], labels[confused_positions]], axis=1),
+        axis=0,
+        return_counts=True,
+    )
+    worst, best = worst_and_best(gt, detections, analysis, gt.image_indices, MAX_IMAGES)
+    return Evaluation(
+        step=step,
+        split="val",
+        metrics=result.metrics,
+        curves=_curves(result.precision),
+        classes=[
+            ClassEvaluation(
+                name=metrics.name,
+                boxes=metrics.boxes,
+                ap=metrics.ap,
+                ap50=metrics.ap50,
+                tp=num_tp[label],
+                error_types=error_counts[label],
+                curves=_curves(result.precision[:, :, label : label + 1]) if label in with_curves else None,
+                **stats._asdict(),
+            )
+            for label, (metrics, stats) in enumerate(zip(result.metrics.per_class, class_stats, strict=True))
+        ],
+        confusions=[
+            ConfusionPair(gt_label=int(pairs[n, 0]), pred_label=int(pairs[n, 1]), count=int(pair_counts[n]))
+            for n in np.argsort(-pair_counts, kind="stable")[:MAX_CONFUSIONS].tolist()
+        ],
+        worst=[_image_evaluation(image_f1, gt, detections, analysis, index) for image_f1 in worst],
+        best=[_image_evaluation(image_f1, gt, detections, analysis, index) for image_f1 in best],
+    )
+
+
+def _curves(precision: NDArray[np.float64]) -> Curves:
+    """Means of precision [10, 101, C] over the classes with ground truth boxes."""
+    defined = precision[:, :, precision[0, 0] > -1]
+    if not defined.shape[2]:
+        return Curves(iou50=[], iou75=[], mean=[])
+    mean = defined.mean(axis=2).round(4)
+    return Curves(iou50=mean[0].tolist(), iou75=mean[5].tolist(), mean=defined.mean(axis=(0, 2)).round(4).tolist())
+
+
+def _image_evaluation(
+    image_f1: ImageF1, gt: GroundTruth, detections: Detections, analysis: ErrorAnalysis, index: Index
+) -> ImageEvaluation:
+    gt_positions = np.flatnonzero(gt.image_index == image_f1.image_index).tolist()
+    det_images = detections.image_index[analysis.detection_index]
+    det_positions = np.flatnonzero(det_images == image_f1.image_index).tolist()
+    height, width = index.original_size[image_f1.image_index].tolist()
+    return ImageEvaluation(
+        **image_f1._asdict(),
+        path=index.display_source(image_f1.image_index),
+        byte_range=index.byte_range(image_f1.image_index),
+        size=(height, width) if height and width else None,
+        gt_boxes=[
+            GroundTruthBox(
+                box=_rounded_xyxy(gt.boxes[n]),
+                label=int(gt.label[n]),
+                crowd=bool(gt.crowd[n]),
+                detected=bool(analysis.is_detected[n]),
+            )
+            for n in gt_positions[:MAX_BOXES]
+        ],
+        detections=[
+            DetectionBox(
+                box=_rounded_xyxy(detections.boxes[det_index]),
+                label=int(detections.label[det_index]),
+                score=round(float(detections.score[det_index]), 4),
+                error_type=analysis.error_type[n],
+            )
+            for n, det_index in ((n, analysis.detection_index[n]) for n in det_positions[:MAX_BOXES])
+        ],
+        truncated_boxes=max(0, len(gt_positions) - MAX_BOXES) + max(0, len(det_positions) - MAX_BOXES),
+    )
+
+
+def _rounded_xyxy(box: NDArray[np.float32]) -> tuple[float, float, float, float]:
+    x0, y0, x1, y1 = (round(coordinate, 1) for coordinate in box.tolist())
+    return x0, y0, x1, y1

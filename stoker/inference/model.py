@@ -25,7 +25,7 @@ from stoker.evaluation.metrics import Metrics, boxes_in_image
 from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import Device, select_device
 from stoker.inference.image_batches import TILE_OVERLAP, ImageSource, Tiling, read_image
-from stoker.inference.predict import DEFAULT_BATCH_SIZE, local_path, predict_images, predict_to_dir
+from stoker.inference.predict import DEFAULT_BATCH_SIZE, ImageResult, local_path, predict_images, predict_to_dir
 from stoker.inference.runtime import ONNX_SUFFIX, OnnxModel
 from stoker.models.layers.postprocess import DetectorProtocol
 from stoker.models.weights import model_file
@@ -106,19 +106,7 @@ class Model:
             raise UsageError(f"batch_size={batch_size} is out of range.", choices=["1 or more"])
         inputs = images if isinstance(images, Sequence) and not isinstance(images, str | bytes) else [images]
         sources = [_to_source(image) for image in inputs]
-        tiling = _make_tiling(conf, iou, tile, tile_overlap)
-        results = predict_images(
-            self._detector,
-            sources,
-            self._device,
-            image_size=self._metadata.image_size,
-            resize=self._metadata.resize,
-            score_threshold=conf,
-            iou_threshold=iou,
-            precision=self._precision,
-            batch_size=max(1, min(batch_size, len(sources))),
-            tiling=tiling,
-        )
+        results = self._detect(sources, conf, iou, _make_tiling(conf, iou, tile, tile_overlap), batch_size)
         predictions = []
         for source, result in zip(sources, results, strict=True):
             if result.error is not None:
@@ -143,16 +131,27 @@ class Model:
 
         Yields a line for each image, also for an unreadable one, which raises DataError at the end.
         """
-        yield from predict_to_dir(
+        tiling = _make_tiling(conf, iou, tile, tile_overlap)
+
+        def detect_all(paths: Sequence[ImageSource]) -> Iterator[ImageResult]:
+            return self._detect(paths, conf, iou, tiling, DEFAULT_BATCH_SIZE)
+
+        yield from predict_to_dir(detect_all, images, self.class_names, out)
+
+    def _detect(
+        self, sources: Sequence[ImageSource], conf: float, iou: float | None, tiling: Tiling | None, batch_size: int
+    ) -> Iterator[ImageResult]:
+        return predict_images(
             self._detector,
-            self._metadata,
-            images,
+            sources,
             self._device,
-            conf=conf,
-            iou=iou,
-            out=out,
-            tiling=_make_tiling(conf, iou, tile, tile_overlap),
+            image_size=self._metadata.image_size,
+            resize=self._metadata.resize,
+            score_threshold=conf,
+            iou_threshold=iou,
             precision=self._precision,
+            batch_size=max(1, min(batch_size, len(sources))),
+            tiling=tiling,
         )
 
     def evaluate(

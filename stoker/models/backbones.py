@@ -201,34 +201,23 @@ class BackboneSpec(NamedTuple):
     """An entry of BACKBONES."""
 
     build: Callable[[Norm], nn.Module]
-    stages: Sequence[Sequence[str]]
-    """Names of the children of each of the five stages."""
     stage_outputs: Sequence[tuple[str, int]]
-    """(last child, its channels) of the maps C1 … C5, at strides 2, 4, 8, 16, 32."""
+    """(last child, its channels) of each of the five stages: of the maps C1 … C5, at strides 2, 4, 8, 16, 32."""
+
+
+STAGES = ("stem", "layer1", "layer2", "layer3", "layer4")
 
 
 def _resnet(block: Callable[..., BasicBlock | Bottleneck], num_blocks: tuple[int, ...]) -> BackboneSpec:
-    layers = [f"layer{n}" for n in range(1, 5)]
-    stages = [["conv1", "bn1"], *([layer] for layer in layers)]
     expansion = 1 if block is BasicBlock else 4
-    stage_outputs = [("relu", 64), *((layer, 64 * 2**n * expansion) for n, layer in enumerate(layers))]
-    return BackboneSpec(partial(resnet, block=block, num_blocks=num_blocks), stages, stage_outputs)
+    stage_outputs = [("relu", 64), *((name, 64 * 2**n * expansion) for n, name in enumerate(STAGES[1:]))]
+    return BackboneSpec(partial(resnet, block=block, num_blocks=num_blocks), stage_outputs)
 
 
 def _csp(width: int, depths: tuple[int, ...]) -> BackboneSpec:
-    layers = [f"layer{n}" for n in range(1, 5)]
-    stage_outputs = [(name, width * 2**n) for n, name in enumerate(["stem", *layers])]
     return BackboneSpec(
-        lambda norm: CSPBackbone(width, depths, norm), [["stem"], *([layer] for layer in layers)], stage_outputs
+        lambda norm: CSPBackbone(width, depths, norm), [(name, width * 2**n) for n, name in enumerate(STAGES)]
     )
-
-
-def _mobilenet(
-    build: Callable[[Norm], nn.Module], stage_starts: tuple[int, ...], channels: tuple[int, ...]
-) -> BackboneSpec:
-    """stage_starts: number of each stage's first child, and one past the last child."""
-    stages = [[str(i) for i in range(a, b)] for a, b in itertools.pairwise(stage_starts)]
-    return BackboneSpec(build, stages, [(stage[-1], width) for stage, width in zip(stages, channels, strict=True)])
 
 
 BACKBONES: dict[str, BackboneSpec] = {
@@ -237,15 +226,13 @@ BACKBONES: dict[str, BackboneSpec] = {
     "resnet50": _resnet(Bottleneck, (3, 4, 6, 3)),
     "resnet101": _resnet(Bottleneck, (3, 4, 23, 3)),
     "resnext50_32x4d": _resnet(partial(Bottleneck, groups=32, group_width=4), (3, 4, 6, 3)),
-    "mobilenet_v2": _mobilenet(mobilenet_v2, (0, 2, 4, 7, 14, 19), (16, 24, 32, 96, 1280)),
-    "mobilenet_v3_large": _mobilenet(mobilenet_v3_large, (0, 2, 4, 7, 13, 17), (16, 24, 40, 112, 960)),
+    "mobilenet_v2": BackboneSpec(mobilenet_v2, [("1", 16), ("3", 24), ("6", 32), ("13", 96), ("18", 1280)]),
+    "mobilenet_v3_large": BackboneSpec(mobilenet_v3_large, [("1", 16), ("3", 24), ("6", 40), ("12", 112), ("16", 960)]),
     "csp16": _csp(16, (1, 1, 1, 1)),
     "csp32": _csp(32, (1, 1, 1, 1)),
     "csp48": _csp(48, (1, 2, 2, 1)),
     "tiny": BackboneSpec(
-        lambda norm: TinyBackbone(width=16, norm=norm),
-        [["stem"], ["layer1"], ["layer2"], ["layer3"], ["layer4"]],
-        [("stem", 16), ("layer1", 32), ("layer2", 48), ("layer3", 64), ("layer4", 96)],
+        lambda norm: TinyBackbone(width=16, norm=norm), list(zip(STAGES, (16, 32, 48, 64, 96), strict=True))
     ),
 }
 """Every backbone by its name; those of torchvision have torchvision's names."""
@@ -291,15 +278,18 @@ def _build_backbone(spec: BackboneSpec, norm: NormKind, trainable_stages: int) -
     pad_image_conv(network)
     if norm == "frozen_bn":
         fold_frozen_norms(network)
-    freeze_stages(network, spec.stages, trainable_stages)
+    freeze_stages(network, [name for name, _ in spec.stage_outputs], trainable_stages)
     return network
 
 
-def freeze_stages(network: nn.Module, stages: Sequence[Sequence[str]], trainable_stages: int) -> None:
-    """Freezes all stages except the last `trainable_stages` (0 … 5). A stage is a list of names of children."""
-    for stage in stages[: len(stages) - trainable_stages]:
-        for name in stage:
-            network.get_submodule(name).requires_grad_(False)
+def freeze_stages(network: nn.Module, last_children: Sequence[str], trainable_stages: int) -> None:
+    """Freezes all stages except the last `trainable_stages` (0 … 5). last_children: the name of each stage's last
+    child."""
+    num_frozen = len(last_children) - trainable_stages
+    for name, child in network.named_children() if num_frozen > 0 else ():
+        child.requires_grad_(False)
+        if name == last_children[num_frozen - 1]:
+            return
 
 
 class TinyBackbone(nn.Sequential):

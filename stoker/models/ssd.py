@@ -57,21 +57,20 @@ class VGG(Backbone):
     def __init__(self, trainable_stages: int) -> None:
         super().__init__()
         layers: list[nn.Module] = []
-        stages: list[list[str]] = []
+        stage_ends: list[str] = []
         in_channels = 3
         for stage, widths in enumerate(VGG_STAGES):
-            first = len(layers)
             if stage:
                 # The third rounds up: 300 pixels are 38 positions at stride 8, as in the paper.
                 layers.append(nn.MaxPool2d(2, ceil_mode=stage == 3))
             for width in widths:
                 layers += [_conv(in_channels, width, 3, padding=1), nn.ReLU(inplace=True)]
                 in_channels = width
-            stages.append([str(n) for n in range(first, len(layers))])
+            stage_ends.append(str(len(layers) - 1))
         network = nn.Sequential(*layers)
         pad_image_conv(network)
         layers = list(network)
-        freeze_stages(network, stages, trainable_stages)
+        freeze_stages(network, stage_ends, trainable_stages)
         with torch.no_grad():  # so that random weights get pixels of about 1; the pretrained ones expect 0 … 255
             network.get_parameter("0.weight").div_(PIXEL_STD_255)
         fully_connected = nn.Sequential(
@@ -167,7 +166,8 @@ class MobileNet(Backbone):
         pad_image_conv(network)
         if norm == "frozen_bn":
             fold_frozen_norms(network)
-        freeze_stages(network, BACKBONES["mobilenet_v3_large"].stages, trainable_stages)
+        stage_ends = [name for name, _ in BACKBONES["mobilenet_v3_large"].stage_outputs]
+        freeze_stages(network, stage_ends, trainable_stages)
         blocks = list(network.children())
         split_block = network.get_submodule("13.block")
         assert isinstance(split_block, nn.Sequential)

@@ -25,7 +25,8 @@ import torch
 from stoker.config.durations import parse_duration
 from stoker.data.batch import Batch
 from stoker.data.loading.loader import Loader
-from stoker.evaluation.evaluate import build_evaluation, compute_coco_result, detect, ground_truth, sample_images
+from stoker.evaluation.error_analysis import build_evaluation
+from stoker.evaluation.evaluate import compute_coco_result, detect, ground_truth, sample_images
 from stoker.evaluation.metrics import Detections, Metrics
 from stoker.hardware.cgroup import host_memory
 from stoker.hardware.device import ReadyEvent

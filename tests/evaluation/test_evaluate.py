@@ -17,9 +17,9 @@ from stoker.data.batch import NUM_RAND, Batch
 from stoker.data.index import open_index
 from stoker.errors import DataError
 from stoker.evaluation import coco
+from stoker.evaluation.error_analysis import build_evaluation
 from stoker.evaluation.evaluate import (
     GroundTruth,
-    build_evaluation,
     compute_coco_result,
     compute_metrics,
     detect,

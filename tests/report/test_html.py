@@ -18,7 +18,8 @@ from plotly.offline import get_plotlyjs
 from stoker.cli.app import main
 from stoker.data.index import Index, open_index
 from stoker.errors import UsageError
-from stoker.evaluation.evaluate import build_evaluation, compute_coco_result, ground_truth
+from stoker.evaluation.error_analysis import build_evaluation
+from stoker.evaluation.evaluate import compute_coco_result, ground_truth
 from stoker.evaluation.metrics import Detections, Evaluation
 from stoker.report.html import SECTIONS, render, script, write_report
 from stoker.report.page import charts as charts_module
