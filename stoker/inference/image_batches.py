@@ -132,11 +132,7 @@ class InputImage:
                 raise self.error
             if self._pixels is None:
                 assert self.path is not None, "given pixels are kept until the last window is read"
-                try:
-                    self._pixels = decode.decode(read_image(self.path), self.path)
-                except DataError as error:
-                    self.error = error
-                    raise
+                self._pixels = decode.decode(read_image(self.path), self.path)
             return self._pixels
 
 

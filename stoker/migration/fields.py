@@ -60,6 +60,11 @@ class _Knowledge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rows: tuple[_Rule, ...]
     detectors: dict[str, tuple[Detector, ...]]
     """By family."""
+    colors: dict[str, dict[str, tuple[float, float, dict[str, float]]]]
+    """Augmentation → setting → (center, limit, its fields and their defaults): the setting is their largest distance
+    from the center, up to the limit."""
+    scales: dict[str, tuple[tuple[str, float], tuple[str, float]]]
+    """Augmentation → (field, its default) of the smallest and of the largest scale; without a field the default."""
 
 
 @functools.cache

@@ -9,7 +9,7 @@ object_detection/protos/preprocessor.proto and core/preprocessor.py.
 import math
 from typing import Any
 
-from stoker.migration.fields import FieldAccount, Status
+from stoker.migration.fields import FieldAccount, Status, knowledge
 from stoker.migration.text_format import Message
 
 API_MOVING_AVERAGE = 0.9999
@@ -21,25 +21,6 @@ SCALE_LIMITS = (0.05, 20.0)
 """Of `--scale-range`."""
 SSD_CROP_COVERED, SSD_CROP_AREA, SSD_CROP_SKIPPED = 0.1, 0.1, 0.15
 """ssd_random_crop without operations: the lowest coverage above 0, the smallest area, probability to skip the crop."""
-COLOR_STEPS: dict[str, dict[str, tuple[float, dict[str, float]]]] = {
-    "random_adjust_brightness": {"brightness": (0, {"max_delta": 0.2})},
-    "random_adjust_contrast": {"contrast": (1, {"min_delta": 0.8, "max_delta": 1.25})},
-    "random_adjust_saturation": {"saturation": (1, {"min_delta": 0.8, "max_delta": 1.25})},
-    "random_adjust_hue": {"hue": (0, {"max_delta": 0.02})},
-    "random_pixel_value_scale": {"brightness": (1, {"minval": 0.9, "maxval": 1.1})},
-    "random_distort_color": {
-        "brightness": (0, {"": 0.125}), "contrast": (0, {"": 0.5}), "saturation": (0, {"": 0.5}), "hue": (0, {"": 0.2})
-    },
-}  # fmt: skip
-"""Step → setting → (center, the step's fields and their defaults): the setting is the largest distance from the center.
-random_distort_color has no fields: brightness 32 of 255, contrast and saturation 0.5 to 1.5, hue 0.2."""
-SCALE_STEPS: dict[str, tuple[tuple[str, float], tuple[str, float]]] = {
-    "random_scale_crop_and_pad_to_square": (("scale_min", 0.1), ("scale_max", 2.0)),
-    "random_image_scale": (("min_scale_ratio", 0.5), ("max_scale_ratio", 2.0)),
-    "random_pad_image": (("", 0.5), ("", 1.0)),
-    "random_absolute_pad_image": (("", 0.5), ("", 1.0)),
-}
-"""Step → (field, default) of the smallest and of the largest scale."""
 
 
 def read_training(account: FieldAccount, train: Message, model: Message) -> None:
@@ -221,13 +202,11 @@ def _read_augmentation(account: FieldAccount, train: Message) -> None:
     for option in train.children("data_augmentation_options"):
         for name, steps in option.messages.items():
             for step in steps:
-                if name in COLOR_STEPS:
-                    settings = {
-                        key: max(abs(step.number(field, value) - center) for field, value in fields.items())
-                        for key, (center, fields) in COLOR_STEPS[name].items()
-                    }
-                    limits = {"hue": 0.5}
-                    settings = {key: float(f"{min(limits.get(key, 1.0), v):.4g}") for key, v in settings.items()}
+                if name in knowledge().colors:
+                    settings = {}
+                    for setting, (center, limit, fields) in knowledge().colors[name].items():
+                        distance = max(abs(step.number(field, value) - center) for field, value in fields.items())
+                        settings[setting] = float(f"{min(limit, distance):.4g}")
                     account.whole(step, settings, "stoker changes colors once, in a fixed order, by factors around 1")
                 elif (scales := _scale_settings(name, step)) is not None:
                     note = "one scale per image, with its aspect ratio kept, instead of a window of random shape"
@@ -262,8 +241,9 @@ def _scale_settings(name: str, step: Message) -> dict[str, Any] | None:
         }
     if name == "random_square_crop_by_scale":
         scales = 1 / step.number("scale_max", 1.3), 1 / step.number("scale_min", 0.6)
-    elif name in SCALE_STEPS:
-        scales = step.number(*SCALE_STEPS[name][0]), step.number(*SCALE_STEPS[name][1])
+    elif name in knowledge().scales:
+        low_field, high_field = knowledge().scales[name]
+        scales = step.number(*low_field), step.number(*high_field)
     else:
         return None
     return {"scale_jitter_prob": 1.0, "scale_range": scales}

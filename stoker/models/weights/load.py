@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from stoker.config.settings import ModelSettings
 from stoker.errors import WeightsError, nearest
+from stoker.knowledge import read_toml
 from stoker.models.detector import ClassHeadSpec, Detector
 from stoker.models.table import FAMILIES, MODELS, build, get_architecture
 from stoker.models.weights.hub import fetch_weights, local_path
@@ -274,17 +275,7 @@ def _check_fits(model: Detector, tensors: Mapping[str, Tensor], path: Path, *, i
             )
 
 
-COCO_CHANNELS = (
-    "__background__", "person", "bicycle", "car", "motorcycle", "airplane", "bus", "train", "truck", "boat",
-    "traffic light", "fire hydrant", "N/A", "stop sign", "parking meter", "bench", "bird", "cat", "dog", "horse",
-    "sheep", "cow", "elephant", "bear", "zebra", "giraffe", "N/A", "backpack", "umbrella", "N/A", "N/A", "handbag",
-    "tie", "suitcase", "frisbee", "skis", "snowboard", "sports ball", "kite", "baseball bat", "baseball glove",
-    "skateboard", "surfboard", "tennis racket", "bottle", "N/A", "wine glass", "cup", "fork", "knife", "spoon",
-    "bowl", "banana", "apple", "sandwich", "orange", "broccoli", "carrot", "hot dog", "pizza", "donut", "cake",
-    "chair", "couch", "potted plant", "bed", "N/A", "dining table", "N/A", "N/A", "toilet", "N/A", "tv", "laptop",
-    "mouse", "remote", "keyboard", "cell phone", "microwave", "oven", "toaster", "sink", "refrigerator", "N/A",
-    "book", "clock", "vase", "scissors", "teddy bear", "hair drier", "toothbrush",
-)  # fmt: skip
+COCO_CHANNELS: tuple[str, ...] = tuple(read_toml("models.toml")["coco_channels"])
 """Classes of the channels of torchvision's COCO weights: by category id, with ids that have no category."""
 
 
