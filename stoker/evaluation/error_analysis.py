@@ -16,6 +16,7 @@ TIDE weights error types by the AP that they cost; here they are counted at the 
 """
 
 import dataclasses
+from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -155,16 +156,13 @@ def _nearest(
 
 def count_error_types(gt: GroundTruth, detections: Detections, analysis: ErrorAnalysis) -> list[dict[str, int]]:
     """Error type → count, of each class: that of a detection, or of a missed box."""
-    counts: list[dict[str, int]] = [{} for _ in gt.class_names]
     labels = detections.label[analysis.detection_index].tolist()
-    label_and_type = [
-        *zip(labels, analysis.error_type, strict=True),
-        *((n, "missed") for n in gt.label[analysis.is_missed].tolist()),
+    counts = Counter(zip(labels, analysis.error_type, strict=True))
+    counts.update((label, "missed") for label in gt.label[analysis.is_missed].tolist())
+    return [
+        {kind: counts[label, kind] for kind in ERROR_TYPES if counts[label, kind]}
+        for label in range(len(gt.class_names))
     ]
-    for label, error_type in label_and_type:
-        if error_type in ERROR_TYPES:
-            counts[label][error_type] = counts[label].get(error_type, 0) + 1
-    return counts
 
 
 class ImageF1(NamedTuple):

@@ -147,13 +147,9 @@ def compare_outputs(
     total, durations_s = Parity(0, 0, 0.0, 0.0, 0, ()), []
     onnx_model.run(images[:1], resized_size[:1], **thresholds)  # warm-up
     for start in range(0, len(images), BATCH_SIZE):
-        image_range = range(start, min(start + BATCH_SIZE, len(images)))
-        batched = onnx_model.run(
-            images[image_range.start : image_range.stop],
-            resized_size[image_range.start : image_range.stop],
-            **thresholds,
-        )
-        for k, i in enumerate(image_range):
+        stop = min(start + BATCH_SIZE, len(images))
+        batched = onnx_model.run(images[start:stop], resized_size[start:stop], **thresholds)
+        for k, i in enumerate(range(start, stop)):
             model_detections = _run_model(
                 model, images[i], resized_size[i], max_detections=max_detections, **thresholds
             )
@@ -161,12 +157,10 @@ def compare_outputs(
             single = onnx_model.run(images[i : i + 1], resized_size[i : i + 1], **thresholds)
             durations_s.append(time.perf_counter() - start_s)
             for output, position in ((single, 0), (batched, k)):
-                count = int(output.count[position])
-                file_detections = ImageDetections(
-                    output.boxes[position, :count], output.scores[position, :count], output.labels[position, :count]
-                )
+                found = slice(int(output.count[position]))
+                columns = (column[position, found] for column in (output.boxes, output.scores, output.labels))
                 result = compare_detections(
-                    names[i], model_detections, file_detections, max_detections=max_detections, **thresholds
+                    names[i], model_detections, ImageDetections(*columns), max_detections=max_detections, **thresholds
                 )
                 if output is batched:  # counted already
                     result = result._replace(num_images=0, num_boxes=0, num_ties=0)

@@ -14,7 +14,7 @@ from stoker import regular_files
 from stoker.config.settings import Config, check, from_fields, to_toml
 from stoker.errors import UsageError, writing
 from stoker.migration.fields import FieldAccount, FieldRow, Trap
-from stoker.migration.text_format import Message, read_message
+from stoker.migration.text_format import read_message
 from stoker.migration.tf_inputs import read_inputs
 from stoker.migration.tf_model import choose_detector, read_model
 from stoker.migration.tf_training import read_training
@@ -51,7 +51,6 @@ def import_pipeline(path: Path, *, data: str | None = None) -> tuple[Config, Imp
     train = pipeline.child("train_config")
     read_training(account, train, model)
     read_inputs(account, pipeline, data)
-    _read_averages(account, pipeline.child("eval_config"))
     account.rest(pipeline)
     _warn_about_tpu(account, path, uses_bfloat16=train.flag("use_bfloat16", False))
     config = from_fields(account.settings)
@@ -66,18 +65,6 @@ def import_pipeline(path: Path, *, data: str | None = None) -> tuple[Config, Imp
         traps=account.traps,
     )
     return config, report
-
-
-def _read_averages(account: FieldAccount, config: Message) -> None:
-    """Which weights are evaluated."""
-    if not config.has("use_moving_averages"):
-        return
-    averaged = account.settings.get("ema_decay", 0) > 0
-    if config.flag("use_moving_averages", False) is averaged:
-        account.carry(config, "use_moving_averages", "exact", {}, "")
-    else:
-        what = "the averaged weights are evaluated and saved" if averaged else "there are no averaged weights"
-        account.carry(config, "use_moving_averages", "substitute", {}, what)
 
 
 def _warn_about_tpu(account: FieldAccount, path: Path, *, uses_bfloat16: bool) -> None:

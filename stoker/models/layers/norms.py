@@ -73,7 +73,10 @@ class SafeBatchNorm2d(nn.BatchNorm2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, C, H, W] → the same shape."""
-        return _normalize_by_running_stats(self, x) if _is_single_value(self, x) else super().forward(x)
+        if not self.training or x.numel() > x.shape[1]:
+            return super().forward(x)
+        stats = self.running_mean, self.running_var
+        return functional.batch_norm(x, *stats, self.weight, self.bias, False, 0.0, self.eps)
 
 
 class SafeSyncBatchNorm(SafeBatchNorm2d):
@@ -155,14 +158,6 @@ class _DeferredCount:
 
     def add_(self, number: int) -> None:
         self.value += number
-
-
-def _is_single_value(norm: nn.modules.batchnorm._BatchNorm, x: Tensor) -> bool:
-    return norm.training and x.numel() == x.shape[1]
-
-
-def _normalize_by_running_stats(norm: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
-    return functional.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.0, norm.eps)
 
 
 NORMS: dict[NormKind, Norm] = {"frozen_bn": FrozenBatchNorm2d, "bn": SafeBatchNorm2d, "sync_bn": SafeSyncBatchNorm}
