@@ -158,9 +158,11 @@ def compare_outputs(
             durations_s.append(time.perf_counter() - start_s)
             for output, position in ((single, 0), (batched, k)):
                 found = slice(int(output.count[position]))
-                columns = (column[position, found] for column in (output.boxes, output.scores, output.labels))
+                file_detections = ImageDetections(
+                    output.boxes[position, found], output.scores[position, found], output.labels[position, found]
+                )
                 result = compare_detections(
-                    names[i], model_detections, ImageDetections(*columns), max_detections=max_detections, **thresholds
+                    names[i], model_detections, file_detections, max_detections=max_detections, **thresholds
                 )
                 if output is batched:  # counted already
                     result = result._replace(num_images=0, num_boxes=0, num_ties=0)
