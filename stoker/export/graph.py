@@ -111,15 +111,15 @@ def build_onnx(
 def _check(
     score_threshold: float, iou_threshold: float, max_detections: int, opset: int, batch_size: int | None
 ) -> None:
-    for name, value in (("conf", score_threshold), ("iou", iou_threshold)):
-        if not 0 <= value <= 1:
-            raise ConfigError(f"--{name} {value} is out of range.", choices=["0 … 1"])
-    if max_detections < 1:
-        raise ConfigError(f"--max-detections {max_detections} is out of range.", choices=["1 or more"])
-    if not OPSETS[0] <= opset <= OPSETS[1]:
-        raise ConfigError(f"--opset {opset} is out of range.", choices=[f"{OPSETS[0]} … {OPSETS[1]}"])
-    if batch_size is not None and batch_size < 1:
-        raise ConfigError(f"--batch-size {batch_size} is out of range.", choices=["dynamic", "1 or more"])
+    for name, value, is_valid, choices in (
+        ("conf", score_threshold, 0 <= score_threshold <= 1, "0 … 1"),
+        ("iou", iou_threshold, 0 <= iou_threshold <= 1, "0 … 1"),
+        ("max-detections", max_detections, max_detections >= 1, "1 or more"),
+        ("opset", opset, OPSETS[0] <= opset <= OPSETS[1], f"{OPSETS[0]} … {OPSETS[1]}"),
+        ("batch-size", batch_size, batch_size is None or batch_size >= 1, "dynamic, 1 or more"),
+    ):
+        if not is_valid:
+            raise ConfigError(f"--{name} {value} is out of range.", choices=choices.split(", "))
 
 
 def _export_network(model: "models.Detector", image_size: tuple[int, int], opset: int) -> Any:
