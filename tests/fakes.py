@@ -27,7 +27,7 @@ from stoker.data.augment.device import augment_batch, clear_cached_constants
 from stoker.data.batch import NUM_RAND, Batch
 from stoker.hardware.device import Device
 from stoker.models import MODELS, build
-from stoker.models.layers.fused_conv import use_fused_convs
+from stoker.models.layers.convolutions import use_fused_convs
 from stoker.planning.fake_accelerator import (
     DEVICE,
     GRANULE,

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.hardware.device import Device
-from stoker.models.layers.fused_conv import ConvReLU
+from stoker.models.layers.convolutions import ConvReLU
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPORT = f"import os, signal, sys, threading, time\nsys.path.insert(0, {str(ROOT)!r})\n"

@@ -34,15 +34,15 @@ MUTATIONS = {
         "models/test_losses.py::test_focal_loss_and_gradient_are_those_of_torchvision",
     ),
     "assigner alpha": Mutation(
-        "models/ember/task_aligned_assigner.py", "ALPHA, BETA = 1.0, 6.0", "ALPHA, BETA = 0.5, 6.0",
+        "models/ember.py", "ALPHA, BETA = 1.0, 6.0", "ALPHA, BETA = 0.5, 6.0",
         "models/test_aligned.py::test_it_is_what_the_paper_says",
     ),
     "assigner beta": Mutation(
-        "models/ember/task_aligned_assigner.py", "ALPHA, BETA = 1.0, 6.0", "ALPHA, BETA = 1.0, 5.0",
+        "models/ember.py", "ALPHA, BETA = 1.0, 6.0", "ALPHA, BETA = 1.0, 5.0",
         "models/test_aligned.py::test_it_is_what_the_paper_says",
     ),
     "assigner top k": Mutation(
-        "models/ember/ember.py", "TAL_TOPK = 10", "TAL_TOPK = 13",
+        "models/ember.py", "TAL_TOPK = 10", "TAL_TOPK = 13",
         "models/test_ember.py::test_the_loss_is_that_of_the_points_with_boxes_taken_one_by_one",
     ),
     "IoU of a negative anchor": Mutation(
@@ -50,11 +50,11 @@ MUTATIONS = {
         "models/test_matching.py::test_thresholds_are_exact",
     ),
     "FCOS center sampling": Mutation(
-        "models/fcos/fcos.py", "CENTER_SAMPLING_RADIUS = 1.5", "CENTER_SAMPLING_RADIUS = 2.0",
+        "models/fcos.py", "CENTER_SAMPLING_RADIUS = 1.5", "CENTER_SAMPLING_RADIUS = 2.0",
         "models/test_fcos.py::test_positives_are_within_one_and_a_half_strides_of_the_center",
     ),
     "box encoding weights": Mutation(
-        "models/ssd/ssd.py", "BOX_CODER_WEIGHTS = (10.0, 10.0, 5.0, 5.0)", "BOX_CODER_WEIGHTS = (10.0, 10.0, 4.0, 4.0)",
+        "models/layers/boxes.py", "(10.0, 10.0, 5.0, 5.0)", "(10.0, 10.0, 4.0, 4.0)",
         "models/test_ssd.py::test_losses_and_gradients_are_those_of_torchvision",
     ),
     "size clamp of decoded boxes": Mutation(
@@ -62,11 +62,11 @@ MUTATIONS = {
         "models/test_boxes.py",
     ),
     "hard negatives": Mutation(
-        "models/ssd/loss.py", "neg_to_pos_ratio: int = 3", "neg_to_pos_ratio: int = 2",
+        "models/ssd.py", "neg_to_pos_ratio: int = 3", "neg_to_pos_ratio: int = 2",
         "models/test_ssd.py::test_losses_and_gradients_are_those_of_torchvision",
     ),
     "smooth L1 beta": Mutation(
-        "models/faster_rcnn/rpn.py", "SMOOTH_L1_BETA = 1 / 9", "SMOOTH_L1_BETA = 1 / 8",
+        "models/faster_rcnn.py", "SMOOTH_L1_BETA = 1 / 9", "SMOOTH_L1_BETA = 1 / 8",
         "models/test_faster_rcnn.py::test_losses_and_gradients_are_those_of_torchvision",
     ),
     "NMS threshold": Mutation(

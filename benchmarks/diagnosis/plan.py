@@ -83,7 +83,7 @@ UNCALIBRATED = {"convolution": 0.6, "grouped": 0.1, "bandwidth": 0.7, "kernel_s"
 
 def make_spec(case: Case, *, precision: str = "fp32", on_cpu: bool = True) -> Any:
     """The step of a training with the defaults of the model."""
-    from stoker.config.recipes import read_recipes
+    from stoker.config.settings import read_recipes
     from stoker.hardware.calibration import step_settings
     from stoker.models import MODELS
     from stoker.planning.trace import StepSpec

@@ -35,8 +35,8 @@ from stoker.data.augment.device import augment_batch
 from stoker.data.batch import NUM_RAND, Batch
 from stoker.hardware.device import Device, ReadyEvent, select_device
 from stoker.models import MODELS, Detector, build
-from stoker.models.layers.fused_conv import use_fused_convs
-from stoker.models.retinanet.retinanet import RetinaNet
+from stoker.models.layers.convolutions import use_fused_convs
+from stoker.models.retinanet import RetinaNet
 from stoker.training import make_step, step
 from stoker.training.defaults.derive import AUGMENTATIONS, SETTINGS
 from stoker.training.defaults.dry_run import make_worst_case_batch

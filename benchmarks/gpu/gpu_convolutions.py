@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import stoker.models.layers.convolutions  # noqa: F401 (registers conv_relu)
 from stoker.hardware.device import Device
-from stoker.models.layers import fused_conv  # noqa: F401 (registers conv_relu)
 
 LARGEST = 20
 MOST_S = 20.0

@@ -92,7 +92,7 @@ def ours(backbone_name: str, side: int, image_batch: ImageBatch, precision: str)
     from stoker.models import MODELS
     from stoker.models.backbones import build_backbone_with_fpn
     from stoker.models.layers.winograd import use_winograd_without_avx512
-    from stoker.models.retinanet.retinanet import RetinaNet
+    from stoker.models.retinanet import RetinaNet
     from stoker.training.optim import OptimizerStep
     from stoker.training.step import PlainStep, make_loss_fn
 

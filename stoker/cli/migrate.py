@@ -35,8 +35,7 @@ def import_pipeline(
     """
     from stoker.errors import UsageError
     from stoker.migration.pipeline import import_pipeline as read_pipeline
-    from stoker.migration.pipeline import write_config
-    from stoker.migration.terminal import print_import
+    from stoker.migration.pipeline import print_import, write_config
     from stoker.printable import print_json, print_text
 
     config, report = read_pipeline(pipeline, data=data)

@@ -92,7 +92,10 @@ def make_architecture(
     fields = dict(row)
     defaults, files = _inherit(fields.pop("defaults", {}), groups), fields.pop("weights", {})
     fields |= {
-        "defaults": {name: _as_tuple(default["value"]) for name, default in defaults.items()},
+        "defaults": {
+            name: tuple(value) if isinstance(value := default["value"], list) else value
+            for name, default in defaults.items()
+        },
         "reasons": {name: default["reason"] for name, default in defaults.items()},
         "urls": {name: f"{url}/{file}" for name, file in files.items()},
         "tuning": (tuning or {}).get(row.get("family", "")),
@@ -106,7 +109,3 @@ def _inherit(table: dict[str, Any], groups: dict[str, Any]) -> dict[str, Any]:
     for group in table.get("inherits", ()):
         merged |= _inherit(groups[group], groups)
     return merged | {name: default for name, default in table.items() if name != "inherits"}
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

@@ -341,6 +341,16 @@ def setting_rows() -> dict[str, SettingRow]:
     return msgspec.convert(read_toml("settings.toml"), dict[str, SettingRow])
 
 
+@functools.cache
+def read_recipes() -> dict[str, Config]:
+    """Name in knowledge/recipes.toml → the settings that models of a kind are trained with, a partial config.
+
+    The row of a model in MODELS names its recipe. A setting of the user overrides it; `training/defaults/derive.py`
+    records the name of the recipe as the reason of each value.
+    """
+    return {name: from_fields(fields) for name, fields in read_toml("recipes.toml").items()}
+
+
 def from_run(path: Path) -> tuple[Config, dict[str, str]]:
     """The same of a run, with the settings that its version of stoker did not have yet."""
     config, reasons = from_toml(path)

@@ -32,7 +32,7 @@ class RandSlot(enum.IntEnum):
     TILE_SCALES = 8
     """8 … 11: the scales of the four tiles of a mosaic, row by row."""
     SAMPLE = 12
-    """Which anchors and RoIs the losses of a two-stage detector sample (`models/layers/sampling.py`)."""
+    """Which anchors and RoIs the losses of a two-stage detector sample (`models/layers/matching.py`)."""
 
 
 class Batch(NamedTuple):

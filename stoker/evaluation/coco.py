@@ -305,3 +305,14 @@ def _mean(part: NDArray[np.float64]) -> float | None:
     """Mean of the defined values; None if there are none."""
     defined = part[part > -1]
     return float(defined.mean()) if len(defined) else None
+
+
+def only_evaluated(gt: GroundTruth, detections: Detections) -> tuple[GroundTruth, Detections]:
+    """Both without the images that are in only one of them."""
+    image_indices = gt.image_indices[np.isin(gt.image_indices, detections.image_indices)]
+    mask = np.isin(gt.image_index, image_indices)
+    columns = {name: getattr(gt, name)[mask] for name in ("image_index", "boxes", "label", "crowd", "area")}
+    evaluated_gt = GroundTruth(image_indices=image_indices, class_names=gt.class_names, **columns)
+    return evaluated_gt, dataclasses.replace(
+        detections.select(np.isin(detections.image_index, image_indices)), image_indices=image_indices
+    )

@@ -1,4 +1,4 @@
-"""Error analysis: error types of detections at IoU 0.5, the worst and best images.
+"""Error analysis: error types of detections at IoU 0.5, the worst and best images, the content of evaluation.json.
 
 Matching is COCO's (`coco.py`): per class, the best score first, each to the free ground truth box with the highest IoU
 of at least 0.5; detections in a crowd region are ignored. Each class gets the score threshold with the best F1, and
@@ -16,23 +16,40 @@ TIDE weights error types by the AP that they cost; here they are counted at the 
 """
 
 import dataclasses
+from collections import Counter
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stoker.evaluation.coco import CocoMatches
-from stoker.evaluation.metrics import ERROR_TYPES, HISTOGRAM_BINS, Detections, GroundTruth
+from stoker.data.index import Index
+from stoker.evaluation.coco import CocoMatches, CocoResult, only_evaluated
+from stoker.evaluation.metrics import (
+    ERROR_TYPES,
+    HISTOGRAM_BINS,
+    ClassEvaluation,
+    ConfusionPair,
+    Curves,
+    DetectionBox,
+    Detections,
+    Evaluation,
+    GroundTruth,
+    GroundTruthBox,
+    ImageEvaluation,
+)
 
 FOREGROUND_IOU = 0.5
 """TIDE's t_f."""
 
+MAX_CURVES, MAX_CONFUSIONS, MAX_IMAGES, MAX_BOXES = 100, 50, 12, 100
+"""Limits of evaluation.json: classes with curves of their own, confused pairs, images per list, ground truth boxes and
+detections per image. About 600 kB if all limits are reached."""
 TRUE_POSITIVE, CROWD = "", "crowd"
 """`error_type` of detections that are not errors."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ClassErrorStats:
-    """The threshold of a class and its statistics; the fields are those of `document.ClassEvaluation`."""
+class ClassStats(NamedTuple):
+    """The threshold of a class and its statistics; the fields are those of `metrics.ClassEvaluation`."""
 
     threshold: float | None
     f1: float | None
@@ -60,7 +77,7 @@ class ErrorAnalysis:
     """[K], whether it has neither a true positive nor a localization or class error."""
 
 
-def compute_class_stats(gt: GroundTruth, detections: Detections, matches: CocoMatches) -> list[ClassErrorStats]:
+def compute_class_stats(gt: GroundTruth, detections: Detections, matches: CocoMatches) -> list[ClassStats]:
     """The threshold with the best F1 of each class, and its histograms of scores."""
     best_first = matches.by_class[matches.gt_index[matches.by_class] != -2]
     label, score = detections.label[matches.order[best_first]], detections.score[matches.order[best_first]]
@@ -80,26 +97,15 @@ def compute_class_stats(gt: GroundTruth, detections: Detections, matches: CocoMa
             best = int(f1s.argmax())
             threshold, f1 = float(scores[best]), float(f1s[best])
             precision, recall = float(hits[best] / (best + 1)), float(hits[best] / counts[class_index])
-        stats.append(
-            ClassErrorStats(
-                threshold=threshold,
-                f1=f1,
-                precision=precision,
-                recall=recall,
-                tp_scores=histograms[0],
-                fp_scores=histograms[1],
-            )
-        )
+        stats.append(ClassStats(threshold, f1, precision, recall, *histograms))
     return stats
 
 
 def classify_errors(
-    gt: GroundTruth, detections: Detections, matches: CocoMatches, classes: list[ClassErrorStats]
+    gt: GroundTruth, detections: Detections, matches: CocoMatches, classes: list[ClassStats]
 ) -> ErrorAnalysis:
     """Classifies the detections above the thresholds. A class without a threshold has none."""
-    thresholds = np.array(
-        [np.inf if class_stats.threshold is None else class_stats.threshold for class_stats in classes], np.float64
-    )
+    thresholds = np.array([np.inf if stats.threshold is None else stats.threshold for stats in classes], np.float64)
     score, label = detections.score[matches.order], detections.label[matches.order]
     above = np.flatnonzero(score.astype(np.float64) >= thresholds[label])
     positions = above[np.argsort(-score[above], kind="stable")]
@@ -150,20 +156,16 @@ def _nearest(
 
 def count_error_types(gt: GroundTruth, detections: Detections, analysis: ErrorAnalysis) -> list[dict[str, int]]:
     """Error type → count, of each class: that of a detection, or of a missed box."""
-    counts: list[dict[str, int]] = [{} for _ in gt.class_names]
     labels = detections.label[analysis.detection_index].tolist()
-    label_and_type = [
-        *zip(labels, analysis.error_type, strict=True),
-        *((n, "missed") for n in gt.label[analysis.is_missed].tolist()),
+    counts = Counter(zip(labels, analysis.error_type, strict=True))
+    counts.update((label, "missed") for label in gt.label[analysis.is_missed].tolist())
+    return [
+        {kind: counts[label, kind] for kind in ERROR_TYPES if counts[label, kind]}
+        for label in range(len(gt.class_names))
     ]
-    for label, error_type in label_and_type:
-        if error_type in ERROR_TYPES:
-            counts[label][error_type] = counts[label].get(error_type, 0) + 1
-    return counts
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ImageF1:
+class ImageF1(NamedTuple):
     """Counts and F1 of an image."""
 
     image_index: int
@@ -180,17 +182,17 @@ def worst_and_best(
 
     No image is in both. Images without errors are not among the worst, and those without a true positive not among the
     best; an image without ground truth boxes and detections is in neither."""
-    position = {image_index: n for n, image_index in enumerate(image_indices.tolist())}
-    tp, fp, fn = (np.zeros(len(image_indices), np.int64) for _ in range(3))
-    det_images = detections.image_index[analysis.detection_index].tolist()
-    for image_index, error_type in zip(det_images, analysis.error_type, strict=True):
-        if error_type == TRUE_POSITIVE:
-            tp[position[image_index]] += 1
-        elif error_type != CROWD:
-            fp[position[image_index]] += 1
-    for image_index in gt.image_index[~analysis.is_detected & ~gt.crowd].tolist():
-        if image_index in position:
-            fn[position[image_index]] += 1
+    order = np.argsort(image_indices)
+    det_images, error_type = detections.image_index[analysis.detection_index], np.array(analysis.error_type, object)
+    missed_images = gt.image_index[~analysis.is_detected & ~gt.crowd]
+    tp, fp, fn = (
+        np.bincount(order[np.searchsorted(image_indices, images, sorter=order)], minlength=len(image_indices))
+        for images in (
+            det_images[error_type == TRUE_POSITIVE],
+            det_images[np.isin(error_type, ERROR_TYPES)],
+            missed_images[np.isin(missed_images, image_indices)],
+        )
+    )
     num_errors = fp + fn
     f1 = np.divide(2 * tp, 2 * tp + num_errors, out=np.ones(len(image_indices)), where=tp + num_errors > 0)
     lowest = [n for n in np.lexsort((-num_errors, f1)).tolist() if num_errors[n]][:max_images]
@@ -199,7 +201,105 @@ def worst_and_best(
     lowest = [n for n in lowest if n not in in_both or f1[n] < 0.5]
     highest = [n for n in highest if n not in in_both or f1[n] >= 0.5]
     scores = [
-        ImageF1(image_index=image_index, f1=round(float(f1[n]), 4), tp=int(tp[n]), fp=int(fp[n]), fn=int(fn[n]))
-        for image_index, n in position.items()
+        ImageF1(image_index, round(float(f1[n]), 4), int(tp[n]), int(fp[n]), int(fn[n]))
+        for n, image_index in enumerate(image_indices.tolist())
     ]
     return [scores[n] for n in lowest], [scores[n] for n in highest]
+
+
+def build_evaluation(
+    result: CocoResult, gt: GroundTruth, detections: Detections, index: Index, *, step: int
+) -> Evaluation:
+    """The content of evaluation.json: metrics, curves, error types, and the worst and best images.
+
+    result: `compute_coco_result` of the same ground truth and detections.
+    """
+    gt, detections = only_evaluated(gt, detections)
+    matches = result.matches
+    class_stats = compute_class_stats(gt, detections, matches)
+    analysis = classify_errors(gt, detections, matches, class_stats)
+    error_counts = count_error_types(gt, detections, analysis)
+    num_gt = [stats.boxes for stats in result.metrics.per_class]
+    with_curves = set(np.argsort([-count for count in num_gt], kind="stable")[:MAX_CURVES].tolist())
+    error_types, labels = np.array(analysis.error_type, object), detections.label[analysis.detection_index]
+    num_tp = np.bincount(labels[error_types == TRUE_POSITIVE], minlength=len(class_stats)).tolist()
+    confused_positions = np.flatnonzero(error_types == "class")
+    pairs, pair_counts = np.unique(
+        np.stack([gt.label[analysis.related_gt[confused_positions]], labels[confused_positions]], axis=1),
+        axis=0,
+        return_counts=True,
+    )
+    worst, best = worst_and_best(gt, detections, analysis, gt.image_indices, MAX_IMAGES)
+    return Evaluation(
+        step=step,
+        split="val",
+        metrics=result.metrics,
+        curves=_curves(result.precision),
+        classes=[
+            ClassEvaluation(
+                name=metrics.name,
+                boxes=metrics.boxes,
+                ap=metrics.ap,
+                ap50=metrics.ap50,
+                tp=num_tp[label],
+                error_types=error_counts[label],
+                curves=_curves(result.precision[:, :, label : label + 1]) if label in with_curves else None,
+                **stats._asdict(),
+            )
+            for label, (metrics, stats) in enumerate(zip(result.metrics.per_class, class_stats, strict=True))
+        ],
+        confusions=[
+            ConfusionPair(gt_label=int(pairs[n, 0]), pred_label=int(pairs[n, 1]), count=int(pair_counts[n]))
+            for n in np.argsort(-pair_counts, kind="stable")[:MAX_CONFUSIONS].tolist()
+        ],
+        worst=[_image_evaluation(image_f1, gt, detections, analysis, index) for image_f1 in worst],
+        best=[_image_evaluation(image_f1, gt, detections, analysis, index) for image_f1 in best],
+    )
+
+
+def _curves(precision: NDArray[np.float64]) -> Curves:
+    """Means of precision [10, 101, C] over the classes with ground truth boxes."""
+    defined = precision[:, :, precision[0, 0] > -1]
+    if not defined.shape[2]:
+        return Curves(iou50=[], iou75=[], mean=[])
+    mean = defined.mean(axis=2).round(4)
+    return Curves(iou50=mean[0].tolist(), iou75=mean[5].tolist(), mean=defined.mean(axis=(0, 2)).round(4).tolist())
+
+
+def _image_evaluation(
+    image_f1: ImageF1, gt: GroundTruth, detections: Detections, analysis: ErrorAnalysis, index: Index
+) -> ImageEvaluation:
+    gt_positions = np.flatnonzero(gt.image_index == image_f1.image_index).tolist()
+    det_images = detections.image_index[analysis.detection_index]
+    det_positions = np.flatnonzero(det_images == image_f1.image_index).tolist()
+    height, width = index.original_size[image_f1.image_index].tolist()
+    return ImageEvaluation(
+        **image_f1._asdict(),
+        path=index.display_source(image_f1.image_index),
+        byte_range=index.byte_range(image_f1.image_index),
+        size=(height, width) if height and width else None,
+        gt_boxes=[
+            GroundTruthBox(
+                box=_rounded_xyxy(gt.boxes[n]),
+                label=int(gt.label[n]),
+                crowd=bool(gt.crowd[n]),
+                detected=bool(analysis.is_detected[n]),
+            )
+            for n in gt_positions[:MAX_BOXES]
+        ],
+        detections=[
+            DetectionBox(
+                box=_rounded_xyxy(detections.boxes[det_index]),
+                label=int(detections.label[det_index]),
+                score=round(float(detections.score[det_index]), 4),
+                error_type=analysis.error_type[n],
+            )
+            for n, det_index in ((n, analysis.detection_index[n]) for n in det_positions[:MAX_BOXES])
+        ],
+        truncated_boxes=max(0, len(gt_positions) - MAX_BOXES) + max(0, len(det_positions) - MAX_BOXES),
+    )
+
+
+def _rounded_xyxy(box: NDArray[np.float32]) -> tuple[float, float, float, float]:
+    x0, y0, x1, y1 = (round(coordinate, 1) for coordinate in box.tolist())
+    return x0, y0, x1, y1

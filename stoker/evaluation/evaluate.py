@@ -1,11 +1,11 @@
 """Evaluation with COCO metrics: runs a model over annotated images and scores its detections.
 
-`detect` runs the model, `compute_metrics` scores (`coco.py`), `evaluate` does both; `build_evaluation` adds the error
-analysis (`error_analysis.py`) for evaluation.json. Detections are copied by a side stream and read one batch later, so
-the host does not wait for the batch that it has just issued. Named host syncs: "detections", and "nms": on a CPU in the
-model's `decode`, on an accelerator for images whose NMS in rounds was not exact. With several ranks, each evaluates its
-part of the images (`Loader`'s rank and world_size); the concatenated detections, in any order, give the same score.
-Images without annotations: `inference/predict.py`.
+`detect` runs the model, `compute_metrics` scores (`coco.py`); `error_analysis.py` makes evaluation.json of both.
+Detections are copied by a side stream and read one batch later, so the host does not wait for the batch that it has
+just issued. Named host syncs: "detections", and "nms": on a CPU in the model's `decode`, on an accelerator for images
+whose NMS in rounds was not exact. With several ranks, each evaluates its part of the images (`Loader`'s rank and
+world_size); the concatenated detections, in any order, give the same score. Images without annotations:
+`inference/predict.py`.
 """
 
 import contextlib
@@ -28,27 +28,11 @@ from stoker.data.loading.processes import WorkerProcesses
 from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
 from stoker.errors import DataError
 from stoker.evaluation import coco
-from stoker.evaluation.coco import CocoResult
+from stoker.evaluation.coco import CocoResult, only_evaluated
 from stoker.evaluation.draw import ImageWithBoxes
-from stoker.evaluation.error_analysis import (
-    TRUE_POSITIVE,
-    ErrorAnalysis,
-    ImageF1,
-    classify_errors,
-    compute_class_stats,
-    count_error_types,
-    worst_and_best,
-)
 from stoker.evaluation.metrics import (
-    ClassEvaluation,
-    ConfusionPair,
-    Curves,
-    DetectionBox,
     Detections,
-    Evaluation,
     GroundTruth,
-    GroundTruthBox,
-    ImageEvaluation,
     Metrics,
 )
 from stoker.hardware.device import Device, ReadyEvent, allow_host_sync
@@ -56,9 +40,6 @@ from stoker.models.layers.postprocess import DetectorProtocol, ExactnessCheck
 
 SCORE_THRESHOLD = 0.05
 """Minimum score of a detection: torchvision's default (RetinaNet.score_thresh), also of its published COCO metrics."""
-MAX_CURVES, MAX_CONFUSIONS, MAX_IMAGES, MAX_BOXES = 100, 50, 12, 100
-"""Limits of evaluation.json: classes with curves of their own, confused pairs, images per list, ground truth boxes and
-detections per image. About 600 kB if all limits are reached."""
 
 
 def ground_truth(index: Index, image_indices: NDArray[np.int64]) -> GroundTruth:
@@ -110,29 +91,6 @@ def evaluation_loader(
         world_size=world_size,
     )
     return Loader(index, image_indices, spec, processes=processes, on_quarantine=on_quarantine)
-
-
-def evaluate(
-    model: DetectorProtocol,
-    batches: Iterable[Batch],
-    index: Index,
-    image_indices: NDArray[np.int64],
-    device: Device,
-    *,
-    precision: str,
-    score_threshold: float = SCORE_THRESHOLD,
-    iou_threshold: float | None = None,
-) -> Metrics:
-    """Runs the model over `batches`, an evaluation loader of `image_indices`, and scores the detections.
-
-    Raises DataError if the images have no ground truth boxes.
-    """
-    gt = ground_truth(index, image_indices)
-    require_boxes(gt)  # before any work on the device
-    detections = detect(
-        model, batches, device, precision=precision, score_threshold=score_threshold, iou_threshold=iou_threshold
-    )
-    return compute_metrics(gt, detections)
 
 
 def detect(
@@ -245,122 +203,10 @@ def compute_metrics(gt: GroundTruth, detections: Detections) -> Metrics:
 def compute_coco_result(gt: GroundTruth, detections: Detections) -> CocoResult:
     """As `compute_metrics`, with the precision-recall curves and the matches."""
     require_boxes(gt)
-    evaluated_gt, evaluated_detections = _only_evaluated(gt, detections)
+    evaluated_gt, evaluated_detections = only_evaluated(gt, detections)
     result = coco.compute_metrics(evaluated_gt, evaluated_detections)
     num_missing = len(gt.image_indices) - len(evaluated_gt.image_indices)
     return dataclasses.replace(result, metrics=msgspec.structs.replace(result.metrics, missing=num_missing))
-
-
-def build_evaluation(
-    result: CocoResult, gt: GroundTruth, detections: Detections, index: Index, *, step: int
-) -> Evaluation:
-    """The content of evaluation.json: metrics, curves, error types, and the worst and best images.
-
-    result: `compute_coco_result` of the same ground truth and detections.
-    """
-    gt, detections = _only_evaluated(gt, detections)
-    matches = result.matches
-    class_stats = compute_class_stats(gt, detections, matches)
-    analysis = classify_errors(gt, detections, matches, class_stats)
-    error_counts = count_error_types(gt, detections, analysis)
-    num_gt = [stats.boxes for stats in result.metrics.per_class]
-    with_curves = set(np.argsort([-count for count in num_gt], kind="stable")[:MAX_CURVES].tolist())
-    error_types, labels = np.array(analysis.error_type, object), detections.label[analysis.detection_index]
-    num_tp = np.bincount(labels[error_types == TRUE_POSITIVE], minlength=len(class_stats)).tolist()
-    confused_positions = np.flatnonzero(error_types == "class")
-    pairs, pair_counts = np.unique(
-        np.stack([gt.label[analysis.related_gt[confused_positions]], labels[confused_positions]], axis=1),
-        axis=0,
-        return_counts=True,
-    )
-    worst, best = worst_and_best(gt, detections, analysis, gt.image_indices, MAX_IMAGES)
-    return Evaluation(
-        step=step,
-        split="val",
-        metrics=result.metrics,
-        curves=_curves(result.precision),
-        classes=[
-            ClassEvaluation(
-                name=metrics.name,
-                boxes=metrics.boxes,
-                ap=metrics.ap,
-                ap50=metrics.ap50,
-                tp=num_tp[label],
-                error_types=error_counts[label],
-                curves=_curves(result.precision[:, :, label : label + 1]) if label in with_curves else None,
-                **vars(stats),
-            )
-            for label, (metrics, stats) in enumerate(zip(result.metrics.per_class, class_stats, strict=True))
-        ],
-        confusions=[
-            ConfusionPair(gt_label=int(pairs[n, 0]), pred_label=int(pairs[n, 1]), count=int(pair_counts[n]))
-            for n in np.argsort(-pair_counts, kind="stable")[:MAX_CONFUSIONS].tolist()
-        ],
-        worst=[_image_evaluation(image_f1, gt, detections, analysis, index) for image_f1 in worst],
-        best=[_image_evaluation(image_f1, gt, detections, analysis, index) for image_f1 in best],
-    )
-
-
-def _only_evaluated(gt: GroundTruth, detections: Detections) -> tuple[GroundTruth, Detections]:
-    """Both without the images that are in only one of them."""
-    image_indices = gt.image_indices[np.isin(gt.image_indices, detections.image_indices)]
-    mask = np.isin(gt.image_index, image_indices)
-    columns = {name: getattr(gt, name)[mask] for name in ("image_index", "boxes", "label", "crowd", "area")}
-    evaluated_gt = GroundTruth(image_indices=image_indices, class_names=gt.class_names, **columns)
-    return evaluated_gt, dataclasses.replace(
-        detections.select(np.isin(detections.image_index, image_indices)), image_indices=image_indices
-    )
-
-
-def _curves(precision: NDArray[np.float64]) -> Curves:
-    """Means of precision [10, 101, C] over the classes with ground truth boxes."""
-    defined = precision[:, :, precision[0, 0] > -1]
-    if not defined.shape[2]:
-        return Curves(iou50=[], iou75=[], mean=[])
-    mean = defined.mean(axis=2).round(4)
-    return Curves(iou50=mean[0].tolist(), iou75=mean[5].tolist(), mean=defined.mean(axis=(0, 2)).round(4).tolist())
-
-
-def _image_evaluation(
-    image_f1: ImageF1, gt: GroundTruth, detections: Detections, analysis: ErrorAnalysis, index: Index
-) -> ImageEvaluation:
-    gt_positions = np.flatnonzero(gt.image_index == image_f1.image_index).tolist()
-    det_images = detections.image_index[analysis.detection_index]
-    det_positions = np.flatnonzero(det_images == image_f1.image_index).tolist()
-    height, width = index.original_size[image_f1.image_index].tolist()
-    detection_boxes = []
-    for n in det_positions[:MAX_BOXES]:
-        det_index = analysis.detection_index[n]
-        detection_boxes.append(
-            DetectionBox(
-                box=_rounded_xyxy(detections.boxes[det_index]),
-                label=int(detections.label[det_index]),
-                score=round(float(detections.score[det_index]), 4),
-                error_type=analysis.error_type[n],
-            )
-        )
-    return ImageEvaluation(
-        **dataclasses.asdict(image_f1),
-        path=index.display_source(image_f1.image_index),
-        byte_range=index.byte_range(image_f1.image_index),
-        size=(height, width) if height and width else None,
-        gt_boxes=[
-            GroundTruthBox(
-                box=_rounded_xyxy(gt.boxes[n]),
-                label=int(gt.label[n]),
-                crowd=bool(gt.crowd[n]),
-                detected=bool(analysis.is_detected[n]),
-            )
-            for n in gt_positions[:MAX_BOXES]
-        ],
-        detections=detection_boxes,
-        truncated_boxes=max(0, len(gt_positions) - MAX_BOXES) + max(0, len(det_positions) - MAX_BOXES),
-    )
-
-
-def _rounded_xyxy(box: NDArray[np.float32]) -> tuple[float, float, float, float]:
-    x0, y0, x1, y1 = (round(coordinate, 1) for coordinate in box.tolist())
-    return x0, y0, x1, y1
 
 
 def sample_images(

@@ -75,15 +75,23 @@ class GroundTruth:
     class_names: tuple[str, ...]
 
 
+def boxes_in_image(
+    boxes: NDArray[np.float32], label: NDArray[np.int64], score: NDArray[np.float32] | None = None
+) -> Detections:
+    """N boxes of one image, as detections in the image 0; without scores, these are 1."""
+    return Detections(
+        image_index=np.zeros(len(boxes), np.int64),
+        boxes=boxes,
+        score=np.ones(len(boxes), np.float32) if score is None else score,
+        label=label,
+        image_indices=np.zeros(1, np.int64),
+    )
+
+
 def empty_detections(image_indices: Sequence[int] = ()) -> Detections:
     """No detections in `image_indices`."""
-    return Detections(
-        image_index=np.zeros(0, np.int64),
-        boxes=np.zeros((0, 4), np.float32),
-        score=np.zeros(0, np.float32),
-        label=np.zeros(0, np.int64),
-        image_indices=np.asarray(image_indices, np.int64),
-    )
+    nothing = boxes_in_image(np.zeros((0, 4), np.float32), np.zeros(0, np.int64))
+    return dataclasses.replace(nothing, image_indices=np.asarray(image_indices, np.int64))
 
 
 class ClassMetrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,20 +134,7 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     """Images of the split that could not be read."""
 
 
-COCO_SUMMARY = (
-    "ap",
-    "ap50",
-    "ap75",
-    "ap_small",
-    "ap_medium",
-    "ap_large",
-    "ar1",
-    "ar10",
-    "ar100",
-    "ar_small",
-    "ar_medium",
-    "ar_large",
-)
+COCO_SUMMARY = Metrics.__struct_fields__[:12]
 """The fields of Metrics in COCO's order."""
 NUM_RECALL_POINTS = 101
 """Values of a precision-recall curve, at the recalls 0, 0.01, …, 1, as in COCO."""

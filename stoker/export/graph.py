@@ -10,6 +10,7 @@ import importlib.metadata
 import logging
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,57 +30,14 @@ IR_VERSION = 10
 CANDIDATE_OUTPUTS = ("nms_boxes", "nms_scores", "nms_labels")
 """Outputs of the exported network, and inputs of NMS."""
 
-NMS_GRAPH = """
-nms (float[batch,{num_candidates},4] nms_boxes, float[batch,{num_candidates}] nms_scores,
-     int64[batch,{num_candidates}] nms_labels{threshold_input})
-    => (float[batch,{max_detections},4] boxes, float[batch,{max_detections}] scores,
-        int64[batch,{max_detections}] labels, int64[batch] count)
-{{
-    nms_zero = Constant <value_float = 0.0> ()
-    nms_none = Constant <value_int = -1> ()
-    nms_axis = Constant <value_ints = [1]> ()
-    nms_last = Constant <value_ints = [-1]> ()
-    nms_most = Constant <value_ints = [{max_detections}]> ()
-    nms_side = Constant <value_ints = [1, 1, 4]> ()
-{nms_nodes}
-    scores, nms_index = TopK <axis = 1> (nms_left, nms_most)
-    nms_valid = Greater (scores, nms_zero)
-    nms_chosen = GatherElements <axis = 1> (nms_labels, nms_index)
-    labels = Where (nms_valid, nms_chosen, nms_none)
-    nms_column = Unsqueeze (nms_index, nms_last)
-    nms_corner = Expand (nms_column, nms_side)
-    nms_best = GatherElements <axis = 1> (nms_boxes, nms_corner)
-    nms_shown = Unsqueeze (nms_valid, nms_last)
-    boxes = Where (nms_shown, nms_best, nms_zero)
-    nms_ones = Cast <to = 7> (nms_valid)
-    count = ReduceSum <keepdims = 0> (nms_ones, nms_axis)
-}}
-"""
-"""The best `max_detections` boxes after NMS, as `postprocess.topk_detections`."""
-NMS_NODES = """
-    nms_columns = Constant <value_ints = [0, 2]> ()
-    nms_above = Constant <value_floats = [0.0]> ()
-    nms_iou = Reshape (iou_threshold, nms_axis)
-
-    nms_label = Unsqueeze (nms_labels, nms_axis)
-    nms_of_class = Equal (nms_label, nms_classes)
-    nms_score = Unsqueeze (nms_scores, nms_axis)
-    nms_by_class = Where (nms_of_class, nms_score, nms_zero)
-    nms_kept = NonMaxSuppression (nms_boxes, nms_by_class, nms_most, nms_iou, nms_above)
-
-    nms_place = Gather <axis = 1> (nms_kept, nms_columns)
-    nms_found = GatherND (nms_scores, nms_place)
-    nms_shape = Shape (nms_scores)
-    nms_empty = Expand (nms_zero, nms_shape)
-    nms_left = ScatterND (nms_empty, nms_place, nms_found)
-"""
-"""`postprocess.nms_per_class` without a loop: the scores are expanded to one row per class, so the operator works
-within classes and exactly (the usual trick, an offset per class, costs the last digits of the coordinates). The scores
-of the kept boxes are scattered back to their candidates. No class needs more than `max_detections` boxes, the
-operator's limit per class."""
-NO_NMS_NODES = """
-    nms_left = Identity (nms_scores)
-"""
+NMS_GRAPH, NMS_NODES = (
+    Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("nms.onnxtxt", "nms_nodes.onnxtxt")
+)
+"""The best `max_detections` boxes after NMS, as `postprocess.topk_detections`, and in it `postprocess.nms_per_class`
+without a loop: the scores are expanded to one row per class, so the operator works within classes and exactly (the
+usual trick, an offset per class, costs the last digits of the coordinates). The scores of the kept boxes are scattered
+back to their candidates. No class needs more than `max_detections` boxes, the operator's limit per class."""
+NO_NMS_NODES = "    nms_left = Identity (nms_scores)\n"
 """For a threshold of 1: no NMS."""
 
 
@@ -153,15 +111,15 @@ def build_onnx(
 def _check(
     score_threshold: float, iou_threshold: float, max_detections: int, opset: int, batch_size: int | None
 ) -> None:
-    for name, value in (("conf", score_threshold), ("iou", iou_threshold)):
-        if not 0 <= value <= 1:
-            raise ConfigError(f"--{name} {value} is out of range.", choices=["0 … 1"])
-    if max_detections < 1:
-        raise ConfigError(f"--max-detections {max_detections} is out of range.", choices=["1 or more"])
-    if not OPSETS[0] <= opset <= OPSETS[1]:
-        raise ConfigError(f"--opset {opset} is out of range.", choices=[f"{OPSETS[0]} … {OPSETS[1]}"])
-    if batch_size is not None and batch_size < 1:
-        raise ConfigError(f"--batch-size {batch_size} is out of range.", choices=["dynamic", "1 or more"])
+    for name, value, is_valid, choices in (
+        ("conf", score_threshold, 0 <= score_threshold <= 1, "0 … 1"),
+        ("iou", iou_threshold, 0 <= iou_threshold <= 1, "0 … 1"),
+        ("max-detections", max_detections, max_detections >= 1, "1 or more"),
+        ("opset", opset, OPSETS[0] <= opset <= OPSETS[1], f"{OPSETS[0]} … {OPSETS[1]}"),
+        ("batch-size", batch_size, batch_size is None or batch_size >= 1, "dynamic, 1 or more"),
+    ):
+        if not is_valid:
+            raise ConfigError(f"--{name} {value} is out of range.", choices=choices.split(", "))
 
 
 def _export_network(model: "models.Detector", image_size: tuple[int, int], opset: int) -> Any:

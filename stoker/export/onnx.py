@@ -35,6 +35,7 @@ from stoker.hardware.device import Device
 from stoker.inference.image_batches import decode_into_buffer, read_image
 from stoker.inference.predict import find_images
 from stoker.inference.runtime import ONNX_SUFFIX, OnnxModel, require_package
+from stoker.models.detector import Detector
 from stoker.models.layers.postprocess import MAX_DETECTIONS
 from stoker.models.weights import model_file
 from stoker.runs.records import CONFIG
@@ -43,13 +44,6 @@ from stoker.storage.uri import expand_variables, is_uri, parse_uri
 
 NUM_PARITY_IMAGES = 32
 """Number of images on which file and model are compared."""
-
-
-class ImageRef(NamedTuple):
-    """An image and a function that reads its bytes: some images are inside larger files."""
-
-    path: Path
-    read: Callable[[], bytes]
 
 
 class ParityInputs(NamedTuple):
@@ -103,32 +97,42 @@ def export_onnx(
         metadata=_metadata(metadata, weights),
     )
 
-    def check_parity(temp_path: Path) -> str:
-        threads = host_cores()
-        compare = partial(
-            parity.compare_outputs,
-            model,
-            OnnxModel(temp_path, num_threads=threads),
-            *inputs,
-            iou_threshold=nms_threshold,
-            max_detections=max_detections,
-        )
-        result, duration_s = compare(score_threshold=conf)
-        is_too_few = result.num_boxes < len(inputs.names)
-        if is_too_few:
-            result = result.merge(compare(score_threshold=0.0)[0]._replace(num_images=0))
-        parity.require_parity(result, out_path)
-        note = " (of any score: few are above the threshold)" if is_too_few else ""
-        ties = f", {result.num_ties} boxes in only one of the two, at a threshold or tie" if result.num_ties else ""
-        return (
-            f"parity on {result.num_images} images, {result.num_boxes:,} boxes{note}: "
-            f"boxes within {result.max_box_diff_px:.2g} px, scores within {result.max_score_diff:.1g}"
-            f"{ties}; {1e3 * duration_s:.3g} ms/image in onnxruntime ({threads} threads)"
-        )
-
-    summary = _write_verified(onnx_bytes, out_path, check_parity)
+    temp_path = out_path.with_name(f".{out_path.name}.{os.getpid()}.tmp")
+    try:
+        temp_path.unlink(missing_ok=True)  # it may be a link
+        with writing("The exported file cannot be written.", out_path, fix="--out FILE"), temp_path.open("xb") as file:
+            file.write(onnx_bytes)
+            file.flush()
+            os.fsync(file.fileno())
+        summary = _check_parity(model, temp_path, out_path, inputs, conf, nms_threshold, max_detections)
+        with writing("The exported file cannot be written.", out_path, fix="--out FILE"):
+            temp_path.replace(out_path)
+            fsync_folder(out_path.parent)
+    finally:
+        temp_path.unlink(missing_ok=True)
     yield f"{out_path} ({len(onnx_bytes) / 1e6:.1f} MB, opset {opset}, from {weights})"
     yield summary
+
+
+def _check_parity(
+    model: Detector, temp_path: Path, out_path: Path, inputs: ParityInputs, conf: float, iou: float, max_detections: int
+) -> str:
+    """A line about the comparison. Raises ParityError."""
+    threads = host_cores()
+    file = OnnxModel(temp_path, num_threads=threads)
+    compare = partial(parity.compare_outputs, model, file, *inputs, iou_threshold=iou, max_detections=max_detections)
+    result, duration_s = compare(score_threshold=conf)
+    is_too_few = result.num_boxes < len(inputs.names)
+    if is_too_few:
+        result = result.merge(compare(score_threshold=0.0)[0]._replace(num_images=0))
+    parity.require_parity(result, out_path)
+    note = " (of any score: few are above the threshold)" if is_too_few else ""
+    ties = f", {result.num_ties} boxes in only one of the two, at a threshold or tie" if result.num_ties else ""
+    return (
+        f"parity on {result.num_images} images, {result.num_boxes:,} boxes{note}: "
+        f"boxes within {result.max_box_diff_px:.2g} px, scores within {result.max_score_diff:.1g}"
+        f"{ties}; {1e3 * duration_s:.3g} ms/image in onnxruntime ({threads} threads)"
+    )
 
 
 def _default_out(run: str | Path, weights: Path, source: Path) -> Path:
@@ -179,63 +183,40 @@ def _load_images(
     run: Path, weights: Path, metadata: model_file.ModelMetadata, image_inputs: Sequence[str]
 ) -> ParityInputs:
     """Up to NUM_PARITY_IMAGES of `image_inputs`, else of the run's validation split, at equal intervals. Unreadable
-    ones are skipped. Raises UsageError if there are none."""
-    sources = [ImageRef(path, partial(read_image, path)) for path in find_images(image_inputs)] if image_inputs else []
-    sources = sources or _val_images(run if run.is_dir() else weights.parent)
-    chosen_indices = np.unique(
-        np.linspace(0, len(sources) - 1, min(NUM_PARITY_IMAGES, len(sources))).round().astype(np.int64)
-    )
+    ones are skipped. Raises UsageError if there are none, or the data set is unknown or cannot be opened."""
+    fix = "--images with files, folders or patterns"
+    sources: list[tuple[Path, Callable[[], bytes]]] = [
+        (path, partial(read_image, path)) for path in (find_images(image_inputs) if image_inputs else ())
+    ]
+    if not sources:
+        folder = run if run.is_dir() else weights.parent
+        message = "There are no images to compare the exported file with the model on."
+        if not (folder / CONFIG).exists():
+            raise UsageError(message, location=folder, cause=f"no {CONFIG} there names a data set", fix=fix)
+        data = from_run(folder / CONFIG)[0].data
+        try:
+            index = open_index_of(data)
+            rows = index.image_indices("val").tolist()
+        except StokerError as error:
+            cause = f"the run's data set cannot be opened: {error.what}"
+            raise UsageError(message, location=data.data, cause=cause, fix=fix) from error
+        sources = [(index.path(row), partial(index.read, row)) for row in rows]
+    count = min(NUM_PARITY_IMAGES, len(sources))
+    chosen_indices = np.unique(np.linspace(0, len(sources) - 1, count).round().astype(np.int64))
     buffer = HostBatchBuffer(Device(torch.device("cpu")), len(chosen_indices), metadata.image_size, 1)
     names: list[str] = []
     last_error: Exception | None = None
-    for source in (sources[n] for n in chosen_indices.tolist()):
+    for path, read in (sources[n] for n in chosen_indices.tolist()):
         try:
-            decode_into_buffer(buffer, len(names), source.read(), source.path, metadata.resize)
-            names.append(str(source.path))
+            decode_into_buffer(buffer, len(names), read(), path, metadata.resize)
+            names.append(str(path))
         except (DataError, OSError) as error:
             last_error = error
     if not names:
         raise UsageError(
             "None of the images to compare on can be read.",
-            location=sources[0].path,
+            location=sources[0][0],
             cause=str(last_error),
-            fix="--images with files, folders or patterns",
+            fix=fix,
         ) from last_error
     return ParityInputs(buffer.pixels[: len(names)].transpose(0, 3, 1, 2), buffer.resized_size[: len(names)], names)
-
-
-def _val_images(run: Path) -> list[ImageRef]:
-    """The images of a run's validation split. Raises UsageError if its data set is unknown or cannot be opened."""
-    fix = "--images with files, folders or patterns"
-    message = "There are no images to compare the exported file with the model on."
-    if not (run / CONFIG).exists():
-        raise UsageError(message, location=run, cause=f"no {CONFIG} there names a data set", fix=fix)
-    data = from_run(run / CONFIG)[0].data
-    try:
-        index = open_index_of(data)
-        image_indices = index.image_indices("val").tolist()
-    except StokerError as error:
-        cause = f"the run's data set cannot be opened: {error.what}"
-        raise UsageError(message, location=data.data, cause=cause, fix=fix) from error
-    return [ImageRef(index.path(image_index), partial(index.read, image_index)) for image_index in image_indices]
-
-
-def _write_verified(onnx_bytes: bytes, target: Path, check: Callable[[Path], str]) -> str:
-    """Writes the file under a temporary name, runs `check` on it, then renames it. Returns the result of `check`.
-
-    Raises what `check` raises, and StorageError; then the target is unchanged.
-    """
-    temp_path = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        temp_path.unlink(missing_ok=True)  # it may be a link
-        with writing("The exported file cannot be written.", target, fix="--out FILE"), temp_path.open("xb") as file:
-            file.write(onnx_bytes)
-            file.flush()
-            os.fsync(file.fileno())
-        summary = check(temp_path)
-        with writing("The exported file cannot be written.", target, fix="--out FILE"):
-            temp_path.replace(target)
-            fsync_folder(target.parent)
-        return summary
-    finally:
-        temp_path.unlink(missing_ok=True)

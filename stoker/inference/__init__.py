@@ -1,3 +1,3 @@
-"""A trained detector at work: load it (`model`), run it over images (`predict`) or tiles of large ones (`tiles`), and
-draw what it detects (`draw`).
+"""A trained detector at work: load it (`model`), run it over images or tiles of large ones (`image_batches`,
+`predict`), or run its exported file (`runtime`). `preview` shows images as training gets them.
 """

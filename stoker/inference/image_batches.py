@@ -9,6 +9,7 @@ is also processed in overlapping tiles, which contain every object smaller than 
 The whole image has the larger objects. `merge_detections` removes duplicates. The idea is SAHI's (arXiv 2202.06934).
 """
 
+import contextlib
 import dataclasses
 import threading
 from collections import deque
@@ -132,11 +133,7 @@ class InputImage:
                 raise self.error
             if self._pixels is None:
                 assert self.path is not None, "given pixels are kept until the last window is read"
-                try:
-                    self._pixels = decode.decode(read_image(self.path), self.path)
-                except DataError as error:
-                    self.error = error
-                    raise
+                self._pixels = decode.decode(read_image(self.path), self.path)
             return self._pixels
 
 
@@ -158,23 +155,16 @@ def iter_windows(sources: Sequence[ImageSource], tiling: Tiling | None) -> Itera
     for image_index, source in enumerate(sources):
         image = InputImage(image_index, source)
         regions: list[Region | None] = [None]
-        tile_regions = [] if tiling is None else _tile_regions(image, tiling)
-        if tile_regions:
-            height, width = image.size
-            regions = [(0, 0, width, height), *tile_regions]
+        if tiling is not None:
+            if image.path is not None:
+                with contextlib.suppress(DataError):  # reading the image later raises the same error
+                    image.size = read_header(image.path).size
+            if tile_regions := tiling.regions(image.size):
+                regions = [(0, 0, image.size[1], image.size[0]), *tile_regions]
         image.pending_windows = len(regions)
         for n, region in enumerate(regions):
             yield InferenceWindow(window_index, image, region, n == len(regions) - 1)
             window_index += 1
-
-
-def _tile_regions(image: InputImage, tiling: Tiling) -> list[Region]:
-    if image.path is not None:
-        try:
-            image.size = read_header(image.path).size
-        except DataError:
-            return []  # reading the image later raises the same error
-    return tiling.regions(image.size)
 
 
 def iter_batches(
@@ -212,13 +202,8 @@ def iter_batches(
     with ThreadPoolExecutor(workers, "stoker-predict") as pool:
         while batch_windows := list(islice(windows, batch_size)):
             buffer = HostBatchBuffer(device, batch_size, image_size, 1)
-            pending.append(
-                (
-                    buffer,
-                    batch_windows,
-                    [pool.submit(_read_window, buffer, k, window, resize) for k, window in enumerate(batch_windows)],
-                )
-            )
+            futures = [pool.submit(_read_window, buffer, k, window, resize) for k, window in enumerate(batch_windows)]
+            pending.append((buffer, batch_windows, futures))
             if len(pending) > PREFETCH_BATCHES:
                 yield finish(*pending.popleft())
         while pending:

@@ -20,12 +20,12 @@ from stoker.data.index import Index, open_index_of, require_images
 from stoker.data.validation.problems import DEFAULT_MAX_BAD_FRACTION
 from stoker.errors import DataError, UsageError
 from stoker.evaluation.draw import draw_boxes
-from stoker.evaluation.evaluate import evaluate, evaluation_loader
-from stoker.evaluation.metrics import Detections, Metrics
+from stoker.evaluation.evaluate import compute_metrics, detect, evaluation_loader, ground_truth, require_boxes
+from stoker.evaluation.metrics import Metrics, boxes_in_image
 from stoker.hardware.cgroup import host_cores
 from stoker.hardware.device import Device, select_device
 from stoker.inference.image_batches import TILE_OVERLAP, ImageSource, Tiling, read_image
-from stoker.inference.predict import DEFAULT_BATCH_SIZE, local_path, predict_images, predict_to_dir
+from stoker.inference.predict import DEFAULT_BATCH_SIZE, ImageResult, local_path, predict_images, predict_to_dir
 from stoker.inference.runtime import ONNX_SUFFIX, OnnxModel
 from stoker.models.layers.postprocess import DetectorProtocol
 from stoker.models.weights import model_file
@@ -61,13 +61,7 @@ class Prediction:
         pixels = self._source
         if isinstance(pixels, Path):
             pixels = decode.decode(read_image(pixels), pixels)
-        detections = Detections(
-            image_index=np.zeros(len(self.labels), np.int64),
-            boxes=self.boxes,
-            score=self.scores,
-            label=self.labels,
-            image_indices=np.zeros(1, np.int64),
-        )
+        detections = boxes_in_image(self.boxes, self.labels, self.scores)
         return draw_boxes(Image.fromarray(pixels), detections, self._class_names)
 
 
@@ -112,37 +106,15 @@ class Model:
             raise UsageError(f"batch_size={batch_size} is out of range.", choices=["1 or more"])
         inputs = images if isinstance(images, Sequence) and not isinstance(images, str | bytes) else [images]
         sources = [_to_source(image) for image in inputs]
-        tiling = _make_tiling(conf, iou, tile, tile_overlap)
-        results = predict_images(
-            self._detector,
-            sources,
-            self._device,
-            image_size=self._metadata.image_size,
-            resize=self._metadata.resize,
-            score_threshold=conf,
-            iou_threshold=iou,
-            precision=self._precision,
-            batch_size=max(1, min(batch_size, len(sources))),
-            tiling=tiling,
-        )
+        results = self._detect(sources, conf, iou, _make_tiling(conf, iou, tile, tile_overlap), batch_size)
         predictions = []
         for source, result in zip(sources, results, strict=True):
             if result.error is not None:
                 raise result.error
             detections = result.detections
             names = [self.class_names[label] for label in detections.label.tolist()]
-            predictions.append(
-                Prediction(
-                    result.path,
-                    result.original_size,
-                    detections.boxes,
-                    detections.score,
-                    detections.label,
-                    names,
-                    source,
-                    self.class_names,
-                )
-            )
+            columns = detections.boxes, detections.score, detections.label, names
+            predictions.append(Prediction(result.path, result.original_size, *columns, source, self.class_names))
         return predictions
 
     def predict_to_dir(
@@ -159,16 +131,27 @@ class Model:
 
         Yields a line for each image, also for an unreadable one, which raises DataError at the end.
         """
-        yield from predict_to_dir(
+        tiling = _make_tiling(conf, iou, tile, tile_overlap)
+
+        def detect_all(paths: Sequence[ImageSource]) -> Iterator[ImageResult]:
+            return self._detect(paths, conf, iou, tiling, DEFAULT_BATCH_SIZE)
+
+        yield from predict_to_dir(detect_all, images, self.class_names, out)
+
+    def _detect(
+        self, sources: Sequence[ImageSource], conf: float, iou: float | None, tiling: Tiling | None, batch_size: int
+    ) -> Iterator[ImageResult]:
+        return predict_images(
             self._detector,
-            self._metadata,
-            images,
+            sources,
             self._device,
-            conf=conf,
-            iou=iou,
-            out=out,
-            tiling=_make_tiling(conf, iou, tile, tile_overlap),
+            image_size=self._metadata.image_size,
+            resize=self._metadata.resize,
+            score_threshold=conf,
+            iou_threshold=iou,
             precision=self._precision,
+            batch_size=max(1, min(batch_size, len(sources))),
+            tiling=tiling,
         )
 
     def evaluate(
@@ -203,6 +186,8 @@ class Model:
         max_bad_fraction = DEFAULT_MAX_BAD_FRACTION if run_data.max_bad_fraction is None else run_data.max_bad_fraction
         require_images(index, (split,), max_bad_fraction=max_bad_fraction, max_bad_boxes=run_data.max_bad_boxes)
         _require_same_classes(index, self.class_names, self.weights)
+        gt = ground_truth(index, image_indices)
+        require_boxes(gt)  # before any work on the device
         batches = evaluation_loader(
             index,
             image_indices,
@@ -214,7 +199,7 @@ class Model:
             max_bad_fraction=max_bad_fraction,
         )
         with contextlib.closing(batches):
-            return evaluate(self._detector, batches, index, image_indices, self._device, precision=self._precision)
+            return compute_metrics(gt, detect(self._detector, batches, self._device, precision=self._precision))
 
 
 def load(run: str | os.PathLike[str], *, device: str | None = None) -> Model:
@@ -235,13 +220,12 @@ def load(run: str | os.PathLike[str], *, device: str | None = None) -> Model:
                 fix="name the run or the .safetensors file that it was exported from",
             )
         exported = OnnxModel(weights, num_threads=host_cores())
-        metadata = exported.metadata
-        return Model(
-            source, weights, metadata.class_names, metadata.image_size, metadata, exported, select_device("cpu"), "fp32"
-        )
-    target_device = select_device(device)
-    model, metadata = model_file.load_model(weights)
-    detector, precision = model.to(target_device.torch_device), target_device.best_precision()[0]
+        detector: DetectorProtocol = exported
+        metadata, target_device, precision = exported.metadata, select_device("cpu"), "fp32"
+    else:
+        target_device = select_device(device)
+        model, metadata = model_file.load_model(weights)
+        detector, precision = model.to(target_device.torch_device), target_device.best_precision()[0]
     return Model(
         source, weights, metadata.class_names, metadata.image_size, metadata, detector, target_device, precision
     )

@@ -8,7 +8,7 @@ import dataclasses
 import glob
 import os
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +40,6 @@ from stoker.inference.image_batches import (
     read_image,
 )
 from stoker.models.layers.postprocess import DetectorProtocol
-from stoker.models.weights.model_file import ModelMetadata
 from stoker.printable import encode_json
 from stoker.storage.local_files import write_atomic
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
@@ -88,7 +87,7 @@ def find_images(inputs: Iterable[str | Path], *, exclude_dir: Path | None = None
             raise UsageError(message, location=exclude_dir, fix="name another folder with --out")
         if not image_paths:
             raise UsageError(
-                _not_found(path),
+                f"There are no images at {display_path(path)!r}.",
                 location=display_path(Path.cwd() / path),
                 choices=IMAGE_SUFFIXES,
                 fix="name image files, a folder with such files, or a pattern in quotes",
@@ -102,15 +101,6 @@ def local_path(location: str | os.PathLike[str]) -> Path:
     """The path of `location` with variables expanded; for a URI, the path in its local mirror."""
     expanded = expand_variables(os.fspath(location))
     return resolve_images(parse_uri(expanded)) if is_uri(expanded) else Path(expanded)
-
-
-def _not_found(path: Path) -> str:
-    name = repr(display_path(path))
-    if path.is_dir():
-        return f"There are no images in the folder {name}."
-    if glob.has_magic(str(path)):
-        return f"No image matches the pattern {name}."
-    return f"There is no file or folder {name}."
 
 
 def predict_images(
@@ -180,16 +170,10 @@ def _merge_windows(window_detections: list[tuple[InferenceWindow, Detections]], 
 
 
 def predict_to_dir(
-    model: DetectorProtocol,
-    metadata: ModelMetadata,
+    predict: Callable[[list[Path]], Iterator[ImageResult]],
     inputs: Sequence[str | Path],
-    device: Device,
-    *,
-    conf: float,
-    iou: float | None,
+    class_names: Sequence[str],
     out: Path,
-    tiling: Tiling | None = None,
-    precision: str | None = None,
 ) -> Iterator[str]:
     """Writes every image with its boxes, and predictions.json, into `out`; yields a line for each image.
 
@@ -199,34 +183,21 @@ def predict_to_dir(
     paths = find_images(inputs, exclude_dir=out)
     _require_output_dir(out)
     _write_results(out, [])  # marks the folder as an output folder, also if this run is interrupted
-    image_results = predict_images(
-        model,
-        paths,
-        device,
-        image_size=metadata.image_size,
-        resize=metadata.resize,
-        score_threshold=conf,
-        iou_threshold=iou,
-        precision=precision or device.best_precision()[0],
-        tiling=tiling,
-    )
     results: list[dict[str, Any]] = []
     failed: list[DataError] = []
     try:
         with ThreadPoolExecutor(host_cores(), "stoker-draw") as pool:
             pending_draws: deque[Future[None]] = deque()
-            for result, path, name in zip(image_results, paths, output_names(paths), strict=True):
-                results.append(to_json_dict(result, metadata.class_names))
+            for result, path, name in zip(predict(paths), paths, output_names(paths), strict=True):
+                results.append(to_json_dict(result, class_names))
                 if result.error is not None:
                     failed.append(result.error)
                     yield f"{display_path(path)}: not read: {result.error.cause or result.error.what}"
                     continue
-                pending_draws.append(
-                    pool.submit(_save_annotated, path, result.detections, metadata.class_names, out / name)
-                )
+                pending_draws.append(pool.submit(_save_annotated, path, result.detections, class_names, out / name))
                 while len(pending_draws) > 2 * DEFAULT_BATCH_SIZE:
                     pending_draws.popleft().result()
-                yield f"{display_path(path)}: {_summary(result.detections, metadata.class_names)}"
+                yield f"{display_path(path)}: {_summary(result.detections, class_names)}"
             for future in pending_draws:
                 future.result()
     finally:

@@ -12,22 +12,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
-from torch import Tensor
 
 from stoker.config.settings import DataSettings
-from stoker.data.augment.device import MOSAIC_GROUP_SIZE, augment_batch, jitter_factor
-from stoker.data.batch import Batch, RandSlot
+from stoker.data.augment.device import MOSAIC_GROUP_SIZE, augment_batch
+from stoker.data.batch import Batch
 from stoker.data.loading.loader import Loader, LoaderSpec, QuarantinedImage, compute_max_boxes
 from stoker.errors import UsageError
 from stoker.evaluation.draw import draw_boxes, fit_text
-from stoker.evaluation.metrics import Detections
+from stoker.evaluation.metrics import boxes_in_image
 from stoker.hardware.device import Device
 
 if TYPE_CHECKING:
     from stoker.data.index import Index
 
 NO_LABELS = "no labels: used as background"
-"""Below an image without boxes, which also has a frame."""
+"""After the name of an image without boxes, which also has a frame."""
 _FRAME_COLOR, _FRAME_WIDTH = (214, 69, 65), 4
 CELL_SIZE = 320
 """Longer side of an image on the sheet, pixels."""
@@ -61,16 +60,12 @@ def make_preview(
         _make_loader(index, image_indices, settings, seed, workers, on_quarantine) as augmented_loader,
     ):
         while len(pairs) < num_images:
-            plain_batch, loaded_batch = next(plain_loader), next(augmented_loader)
-            augmented = augment_batch(loaded_batch, settings, 0.0)
-            without_mosaic = augment_batch(loaded_batch, dataclasses.replace(settings, mosaic=0.0), 0.0)
-            has_mosaic = (augmented.images != without_mosaic.images).flatten(1).any(1)
+            batches = next(plain_loader), augment_batch(next(augmented_loader), settings, 0.0)
             for k in range(min(MOSAIC_GROUP_SIZE, num_images - len(pairs))):
-                image_index = int(plain_batch.image_index[k])
+                image_index = int(batches[0].image_index[k])
                 has_labels = bool(index.offsets[image_index + 1] > index.offsets[image_index])
-                name = [index.path(image_index).name, *([] if has_labels else [NO_LABELS])]
-                description = describe_augmentation(plain_batch, loaded_batch, k, settings, mosaic=bool(has_mosaic[k]))
-                pairs.append(_make_pair(plain_batch, augmented, k, index.class_names, name, description))
+                images = [_render_image(batch, k, index.class_names) for batch in batches]
+                pairs.append(_make_pair(images, index.path(image_index).name, has_labels=has_labels))
     return _make_sheet(pairs)
 
 
@@ -94,58 +89,17 @@ def _make_loader(
     return Loader(index, image_indices, spec, on_quarantine=on_quarantine)
 
 
-def describe_augmentation(
-    plain_batch: Batch, loaded_batch: Batch, k: int, settings: DataSettings, *, mosaic: bool
-) -> list[str]:
-    """The random augmentation of image k in words: a line about geometry, a line about color.
-
-    plain_batch, loaded_batch: the images without and with scale jitter, both before `augment_batch`.
-    """
-    rand = loaded_batch.rand[k]
-    geometry_changes = []
-    if float(rand[RandSlot.FLIP]) < settings.hflip:
-        geometry_changes.append("flip")
-    zoom = float(loaded_batch.scale[k, 0] / plain_batch.scale[k, 0])
-    if abs(zoom - 1) > 0.01:
-        geometry_changes.append(f"zoom {zoom:.2f}")
-    if mosaic:
-        geometry_changes.append("mosaic")
-    color_changes = [
-        f"{name} {float(jitter_factor(rand[rand_slot], strength)):.2f}"
-        for name, rand_slot, strength in (
-            ("brightness", RandSlot.BRIGHTNESS, settings.brightness),
-            ("contrast", RandSlot.CONTRAST, settings.contrast),
-            ("saturation", RandSlot.SATURATION, settings.saturation),
-        )
-        if strength > 0
-    ]
-    if settings.hue > 0:
-        color_changes.append(f"hue {360 * settings.hue * (2 * float(rand[RandSlot.HUE]) - 1):+.0f}°")
-    lines = [", ".join(words) for words in (geometry_changes, color_changes) if words]
-    return lines or ["not augmented"]
-
-
-def _make_pair(
-    plain_batch: Batch,
-    augmented: Batch,
-    k: int,
-    class_names: tuple[str, ...],
-    left_lines: list[str],
-    right_lines: list[str],
-) -> Image.Image:
-    """Image k without and with augmentation, side by side, each with up to two lines of text below; framed if
-    NO_LABELS is one of the left lines."""
-    images = [_render_image(batch, k, class_names) for batch in (plain_batch, augmented)]
+def _make_pair(images: list[Image.Image], name: str, *, has_labels: bool) -> Image.Image:
+    """An image without and with augmentation, side by side, its name below; framed if it has no labels."""
     width, height = images[0].size
-    pair = Image.new("RGB", (2 * width + 2, height + 2 * (_FONT_SIZE + 4)), "white")
+    pair = Image.new("RGB", (2 * width + 2, height + _FONT_SIZE + 4), "white")
     draw, font = ImageDraw.Draw(pair), ImageFont.load_default(size=_FONT_SIZE)
-    for x, image, lines in ((0, images[0], left_lines), (width + 2, images[1], right_lines)):
+    for x, image in ((0, images[0]), (width + 2, images[1])):
         pair.paste(image, (x, 0))
-        if NO_LABELS in left_lines:
+        if not has_labels:
             draw.rectangle((x, 0, x + width - 1, height - 1), outline=_FRAME_COLOR, width=_FRAME_WIDTH)
-        for n, line in enumerate(lines):
-            position = x + 1, height + 1 + n * (_FONT_SIZE + 3)
-            draw.text(position, fit_text(line, font, width - 2), fill="black", font=font)
+    text = name if has_labels else f"{name}: {NO_LABELS}"
+    draw.text((1, height + 1), fit_text(text, font, 2 * width), fill="black", font=font)
     return pair
 
 
@@ -156,20 +110,9 @@ def _render_image(batch: Batch, k: int, class_names: tuple[str, ...]) -> Image.I
     resized = max(1, round(image.width * scale)), max(1, round(image.height * scale))
     xyxy_scale = torch.tensor([resized[0] / image.width, resized[1] / image.height] * 2)
     valid = batch.valid[k]
-    boxes = _as_detections(batch.boxes[k][valid] * xyxy_scale, batch.labels[k][valid])
+    detections = boxes_in_image((batch.boxes[k][valid] * xyxy_scale).numpy(), batch.labels[k][valid].numpy())
     resample = Image.Resampling.NEAREST if scale >= 2 else Image.Resampling.BILINEAR
-    return draw_boxes(image.resize(resized, resample), boxes, class_names, scores=False)
-
-
-def _as_detections(boxes: Tensor, labels: Tensor) -> Detections:
-    num_boxes = len(boxes)
-    return Detections(
-        image_index=np.zeros(num_boxes, np.int64),
-        boxes=boxes.numpy(),
-        score=np.ones(num_boxes, np.float32),
-        label=labels.numpy(),
-        image_indices=np.zeros(1, np.int64),
-    )
+    return draw_boxes(image.resize(resized, resample), detections, class_names, scores=False)
 
 
 def _make_sheet(pairs: list[Image.Image]) -> Image.Image:

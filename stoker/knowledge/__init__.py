@@ -25,6 +25,8 @@ pipeline_fields.toml: fields of the TensorFlow Object Detection API (`migration/
 quantities.toml: what alerts and Prometheus read of a running job (`monitor/alerts.py`).
 recipes.toml, settings.toml: what models of a kind are trained with (`config/recipes.py`); bounds and defaults of
     settings (`config/settings.py`).
+recipes.toml, settings.toml: what models of a kind are trained with; bounds and defaults of settings
+    (`config/settings.py`).
 refusals.toml: how refusals of a store are repaired (`preflight/access.py`).
 report_words.toml: meanings of phases, stages, experiments and error types (`report/explain.py`).
 secrets.toml: names and forms of secrets (`secrets.py`).

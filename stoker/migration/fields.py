@@ -1,13 +1,13 @@
 """Accounts for every field of a file that is imported: each gets exactly one row of the report.
 
-The readers (`tf_*.py`) go through the messages that they understand and call `exact`, `substitute` or `drop` for each
-field; what is left at the end is looked up in `knowledge/pipeline_fields.toml`. What a field becomes is not decided
-here.
+The readers (`tf_*.py`) call `carry` or `drop` for the fields that they compute settings from; all others are looked up
+in `knowledge/pipeline_fields.toml` (`rest`). What a field becomes is not decided here.
 """
 
 import dataclasses
 import functools
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -36,7 +36,10 @@ class _Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     status: Status = "not carried"
     values: tuple[Scalar, ...] | None = None
     models: tuple[str, ...] = ("*",)
-    settings: dict[str, str] = {}
+    settings: dict[str, Scalar] = {}
+    """Values of stoker's settings; "{value}" is the number in the file."""
+    default: Scalar | None = None
+    """The API's value where the message lacks the field: the row is about that case only."""
 
     def matches(self, path: str, values: list[Scalar], model: str) -> bool:
         has_values = self.values is None or set(values) <= set(self.values)
@@ -57,6 +60,11 @@ class _Knowledge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rows: tuple[_Rule, ...]
     detectors: dict[str, tuple[Detector, ...]]
     """By family."""
+    colors: dict[str, dict[str, tuple[float, float, dict[str, float]]]]
+    """Augmentation → setting → (center, limit, its fields and their defaults): the setting is their largest distance
+    from the center, up to the limit."""
+    scales: dict[str, tuple[tuple[str, float], tuple[str, float]]]
+    """Augmentation → (field, its default) of the smallest and of the largest scale; without a field the default."""
 
 
 @functools.cache
@@ -101,55 +109,61 @@ class FieldAccount:
     """By path."""
     traps: list[Trap] = dataclasses.field(default_factory=list)
 
-    def exact(self, message: Message, name: str, settings: dict[str, Any] | None = None, note: str = "") -> None:
-        """The field means the same here. name: "" for the message itself, if it is empty."""
-        self.carry(message, name, "exact", settings or {}, note)
-
-    def substitute(self, message: Message, name: str, settings: dict[str, Any], note: str) -> None:
-        """The nearest that stoker has; note: what differs."""
-        self.carry(message, name, "substitute", settings, note)
-
     def drop(self, message: Message, name: str, reason: str, *, is_unknown: bool = False) -> None:
-        """The field has no counterpart."""
+        """The field has no counterpart. name: "" for the message itself, if it is empty."""
         self._add(message, name, status="not carried", note=reason, is_unknown=is_unknown)
 
-    def whole(self, message: Message, status: Status, settings: dict[str, Any], note: str = "") -> None:
-        """Every open field of a message that becomes one thing, or nothing."""
+    def whole(self, message: Message, settings: dict[str, Any], note: str) -> None:
+        """A substitute for every open field of a message that becomes one thing."""
         for owner, name in message.leaves():
-            if self.is_open(owner, name):
-                if status == "not carried":
-                    self.drop(owner, name, note)
-                else:
-                    self.carry(owner, name, status, settings, note)
+            if _path(owner, name) not in self.rows:
+                self.carry(owner, name, "substitute", settings, note)
 
     def trap(self, name: str, line: int | None, text: str) -> None:
         self.traps.append(Trap(name=name, line=line, text=text))
 
     def rest(self, pipeline: Message) -> None:
-        """A row for every field that has none yet, from `pipeline_fields.toml`."""
+        """A row for every field that has none yet, from `pipeline_fields.toml`, and for defaults of the API in it."""
+        rules, of_absent = [rule for rule in knowledge().rows if rule.default is None], defaultdict(list)
+        for rule in knowledge().rows:
+            for field in rule.fields if rule.default is not None else ():
+                folder, _, name = field.rpartition(".")
+                of_absent[folder].append((name, rule))
+        for message in pipeline.walk():
+            folder = _INDEX.sub("", message.path)
+            for name, rule in of_absent.get(folder, ()):
+                is_open = message.join(name) not in self.rows and not message.has(name)
+                if is_open and rule.matches(f"{folder}.{name}", [], self.model.name):
+                    self._apply(rule, message, name, [])
         for owner, name in pipeline.leaves():
-            if not self.is_open(owner, name):
+            if _path(owner, name) in self.rows:
                 continue
             path, values = _INDEX.sub("", _path(owner, name)), owner.scalars.get(name, [])
-            rule = next((rule for rule in knowledge().rows if rule.matches(path, values, self.model.name)), None)
-            if rule is None:
-                self.drop(owner, name, UNKNOWN, is_unknown=True)
-                line = owner.lines.get(name, owner.line)
-                self.trap("unknown-field", line, f"{path}: {UNKNOWN}; TensorFlow would refuse the file")
+            found = next((rule for rule in rules if rule.matches(path, values, self.model.name)), None)
+            if found is not None:
+                self._apply(found, owner, name, values)
                 continue
-            note = rule.note.replace("{model}", self.model.name).replace("{value}", _written(values))
-            if rule.status == "not carried":
-                self.drop(owner, name, note)
-            else:
-                self.carry(owner, name, rule.status, dict(rule.settings), note)
+            self.drop(owner, name, UNKNOWN, is_unknown=True)
+            line = owner.lines.get(name, owner.line)
+            self.trap("unknown-field", line, f"{path}: {UNKNOWN}; TensorFlow would refuse the file")
 
-    def is_open(self, message: Message, name: str) -> bool:
-        """Whether the field has no row yet."""
-        return _path(message, name) not in self.rows
+    def _apply(self, rule: _Rule, owner: Message, name: str, values: list[Scalar]) -> None:
+        note = rule.note.replace("{model}", self.model.name).replace("{value}", _written(values) if values else "")
+        settings = {
+            key: owner.number(name, 0.0) if value == "{value}" and rule.default is None
+            else rule.default if value == "{value}" else value
+            for key, value in rule.settings.items()
+        }  # fmt: skip
+        if rule.status == "not carried":
+            self.drop(owner, name, note)
+        else:
+            self.carry(owner, name, rule.status, settings, note)
 
     def carry(self, message: Message, name: str, status: Status, settings: dict[str, Any], note: str) -> None:
-        """`exact` or `substitute`; a field of settings that the model does not have is dropped."""
-        missing = [setting for setting in settings if not self._has(setting)]
+        """exact: the field means the same here; substitute: the nearest that stoker has, and the note says what
+        differs. A field of settings that the model does not have is dropped."""
+        known = (*MODEL_SETTINGS_OF_ALL, *self.model.settings)
+        missing = [setting for setting in settings if SECTION_OF[setting] == "model" and setting not in known]
         if missing and len(missing) == len(settings):
             flags = ", ".join(f"--{setting.replace('_', '-')}" for setting in missing)
             self.drop(message, name, f"{self.model.name} has no {flags}")
@@ -157,10 +171,6 @@ class FieldAccount:
         settings = {setting: value for setting, value in settings.items() if setting not in missing}
         self.settings |= settings
         self._add(message, name, status=status, settings=settings, note=note)
-
-    def _has(self, setting: str) -> bool:
-        """Whether the model has the setting."""
-        return SECTION_OF[setting] != "model" or setting in (*MODEL_SETTINGS_OF_ALL, *self.model.settings)
 
     def _add(self, message: Message, name: str, **fields: Any) -> None:
         path = _path(message, name)

@@ -1,20 +1,25 @@
 """`stoker import pipeline.config`: a training of the TensorFlow Object Detection API as settings of stoker, and a
-report that accounts for every field of the file."""
+report that accounts for every field of the file, as data and on the screen."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
+from rich.console import RenderableType
+from rich.text import Text
 
 from stoker import regular_files
 from stoker.config.settings import Config, check, from_fields, to_toml
 from stoker.errors import UsageError, writing
 from stoker.migration.fields import FieldAccount, FieldRow, Trap
-from stoker.migration.text_format import Message, read_message
+from stoker.migration.text_format import read_message
 from stoker.migration.tf_inputs import read_inputs
 from stoker.migration.tf_model import choose_detector, read_model
 from stoker.migration.tf_training import read_training
+from stoker.report import format as fmt
+from stoker.report.console import plain_text, print_renderables, table
 from stoker.report.models import find_model
 
 _TPU = re.compile(r"\btpu-?\d+\b|\btpu-v\d", re.IGNORECASE)
@@ -45,8 +50,7 @@ def import_pipeline(path: Path, *, data: str | None = None) -> tuple[Config, Imp
     read_model(account, family, model, detector)
     train = pipeline.child("train_config")
     read_training(account, train, model)
-    read_inputs(account, pipeline, model, data)
-    _read_averages(account, pipeline.child("eval_config"))
+    read_inputs(account, pipeline, data)
     account.rest(pipeline)
     _warn_about_tpu(account, path, uses_bfloat16=train.flag("use_bfloat16", False))
     config = from_fields(account.settings)
@@ -61,18 +65,6 @@ def import_pipeline(path: Path, *, data: str | None = None) -> tuple[Config, Imp
         traps=account.traps,
     )
     return config, report
-
-
-def _read_averages(account: FieldAccount, config: Message) -> None:
-    """Which weights are evaluated."""
-    if not config.has("use_moving_averages"):
-        return
-    averaged = account.settings.get("ema_decay", 0) > 0
-    if config.flag("use_moving_averages", False) is averaged:
-        account.exact(config, "use_moving_averages")
-    else:
-        what = "the averaged weights are evaluated and saved" if averaged else "there are no averaged weights"
-        account.substitute(config, "use_moving_averages", {}, what)
 
 
 def _warn_about_tpu(account: FieldAccount, path: Path, *, uses_bfloat16: bool) -> None:
@@ -99,3 +91,37 @@ def write_config(config: Config, report: ImportReport, out: Path) -> None:
             raise UsageError("Another file is there already.", location=out, fix="--out FILE, or remove it")
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text)
+
+
+TITLES = {
+    "exact": ("carried over exactly", "green"),
+    "substitute": ("carried over with a substitute", "yellow"),
+    "not carried": ("not carried over", "red"),
+}
+
+
+def print_import(report: ImportReport, file: TextIO | None = None, *, width: int | None = None) -> None:
+    """Prints the fields by what became of them, and the traps."""
+    renderables: list[RenderableType] = [
+        plain_text(f"{report.source}: {report.architecture or 'no feature extractor'} becomes {report.model}")
+    ]
+    for status, (title, style) in TITLES.items():
+        rows = [row for row in report.fields if row.status == status]
+        renderables += [Text(""), Text(f"{title}: {fmt.plural(len(rows), 'field')}", style=style), _table(rows)]
+    if report.traps:
+        renderables += [Text(""), Text(f"known traps: {len(report.traps)}", style="bold")]
+        renderables += [plain_text(f"  {trap.name}{_line(trap.line)}: {trap.text}") for trap in report.traps]
+    print_renderables(renderables, file, width=width)
+
+
+def _table(rows: Sequence[FieldRow]) -> RenderableType:
+    rendered = table("line", "field", "value", "here", "", right=(0,))
+    for row in rows:
+        settings = ", ".join(f"{name} {fmt.setting(value)}" for name, value in row.settings.items())
+        line = "" if row.line is None else str(row.line)
+        rendered.add_row(line, row.field, row.value, settings, row.note)
+    return rendered
+
+
+def _line(line: int | None) -> str:
+    return "" if line is None else f" (line {line})"

@@ -28,7 +28,7 @@ class Message:
     location: Path
     """The file."""
     path: str
-    """`train_config.data_augmentation_options[1]`; the file itself is an empty path."""
+    """`train_config.data_augmentation_options[1]` is the second of this name; the file itself is an empty path."""
     line: int | None = None
     scalars: dict[str, list[Scalar]] = dataclasses.field(default_factory=dict)
     """All values of a field; a list and repeated lines are the same."""
@@ -89,13 +89,18 @@ class Message:
 
     def leaves(self) -> Iterator[tuple["Message", str]]:
         """Every field with a value, as (its message, its name). An empty message is one too, with an empty name."""
-        if not self.scalars and not self.messages and self.path:
-            yield self, ""
-        for name in self.scalars:
-            yield self, name
+        for message in self.walk():
+            if not message.scalars and not message.messages and message.path:
+                yield message, ""
+            for name in message.scalars:
+                yield message, name
+
+    def walk(self) -> Iterator["Message"]:
+        """The message and all inside."""
+        yield self
         for messages in self.messages.values():
             for message in messages:
-                yield from message.leaves()
+                yield from message.walk()
 
     def _wrong_kind(self, name: str, value: Scalar, wanted: str) -> ConfigError:
         location = f"{self.location}:{self.lines.get(name, self.line)}"
@@ -166,22 +171,12 @@ def _read_value(tokens: Any, message: Message, name: str, line: int, depth: int)
             siblings = message.messages.setdefault(name, [])
             child = Message(message.location, message.join(name), line)
             siblings.append(child)
-            if len(siblings) == 2:
-                _number_path(siblings[0], message.join(name), 0)
             if len(siblings) > 1:
                 child.path += f"[{len(siblings) - 1}]"
             _read_fields(tokens, child, closing=closing, depth=depth + 1)
             return
     message.lines.setdefault(name, line)
     message.scalars.setdefault(name, []).append(_read_scalar(tokens))
-
-
-def _number_path(message: Message, path: str, index: int) -> None:
-    """The message turned out to be one of several: `[index]` is added to its path and to those inside."""
-    message.path = f"{path}[{index}]{message.path[len(path) :]}"
-    for children in message.messages.values():
-        for child in children:
-            _number_path(child, path, index)
 
 
 def _read_scalar(tokens: Any) -> Scalar:

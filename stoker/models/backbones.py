@@ -2,13 +2,13 @@
 
 The table `BACKBONES` has ResNets and MobileNets, ember's networks and `TinyBackbone`. Parameters have the names of
 torchvision's detectors (`body.`, `fpn.`). Every backbone has five stages, each at half the resolution of the one before
-it; stages are frozen by their number. SSD's backbones are in `ssd/backbones.py`; `weights/load.py` loads weights.
+it; stages are frozen by their number. SSD's backbones are in `ssd.py`; `weights/load.py` loads weights.
 """
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,19 +16,16 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from stoker.models.detector import Backbone, Part
-from stoker.models.ember.csp_pafpn import CSPBackbone
-from stoker.models.layers.convolutions import StridedConv2d, conv_norm_relu
-from stoker.models.layers.norms import NORMS, Norm, NormKind, fold_frozen_norms
-from stoker.models.layers.padded_conv import pad_image_conv
-from stoker.models.mobilenet import mobilenet_v2, mobilenet_v3_large
-from stoker.models.resnet import BasicBlock, Bottleneck, resnet
+from stoker.models.layers.convolutions import StridedConv2d, conv_norm, fold_frozen_norms, pad_image_conv
+from stoker.models.layers.norms import NORMS, Norm, NormKind
+from stoker.models.networks import BasicBlock, Bottleneck, CSPBackbone, mobilenet_v2, mobilenet_v3_large, resnet
 
 ExtraBlocks = Literal["p6p7", "pool"] | None
 """Levels above the FPN: two convolutions (RetinaNet), a subsampled copy (Faster R-CNN), or none."""
 
 
 class IntermediateLayerGetter(nn.Module):
-    """The feature maps of the children `return_layers` of a backbone: images [B, 3, H, W] → name → [B, C, h, w].
+    """The feature maps of the children `return_layers` of a backbone: images [B, 3, H, W] → maps, each [B, C, h, w].
 
     In training on a CPU, the leading frozen children process one image at a time: their maps are the largest, keep
     nothing for the backward pass, and then fit in the CPU's cache. That reduces the time of MobileNetV2's first two
@@ -43,10 +40,8 @@ class IntermediateLayerGetter(nn.Module):
         for name, child in children[: last + 1]:  # not an nn.ModuleDict, which torch 2.11 cannot shard
             self.add_module(name, child)
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        children = list(self.named_children())
-        maps = self.run([x], 0, len(children))
-        return dict(zip((name for name, _ in children if name in self.return_layers), maps, strict=True))
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return self.run([x], 0, len(list(self.children())))
 
     def run(self, flow: list[Tensor], start: int, stop: int) -> list[Tensor]:
         """The maps of the children before number `start`, and the output of the last of these unless it is such a map,
@@ -91,14 +86,22 @@ class IntermediateLayerGetter(nn.Module):
         return frozen
 
 
-class _BodyAndNeck(Backbone):
-    """A backbone, and what makes the maps of the heads of its maps."""
+class BackboneWithNeck(Backbone):
+    """A backbone and what makes the maps of the heads of its maps: images [B, 3, H, W] → `neck(maps of return_layers)`,
+    finest first. neck_name: the neck's name in `state_dict`."""
 
     body: IntermediateLayerGetter
-    neck_name: ClassVar[str]
+
+    def __init__(
+        self, backbone: nn.Module, return_layers: Iterable[str], neck: nn.Module, *, neck_name: str = "neck"
+    ) -> None:
+        super().__init__()
+        self.neck_name = neck_name
+        self.body = IntermediateLayerGetter(backbone, return_layers)
+        self.add_module(neck_name, neck)
 
     def forward(self, images: Tensor) -> list[Tensor]:
-        levels: list[Tensor] = self.get_submodule(self.neck_name)(list(self.body(images).values()))
+        levels: list[Tensor] = self.get_submodule(self.neck_name)(self.body(images))
         return levels
 
     def parts(self) -> list[Part]:
@@ -116,48 +119,12 @@ class _BodyAndNeck(Backbone):
         return flow if stop <= len(groups) else self.get_submodule(self.neck_name)(flow)
 
 
-class BackboneWithFPN(_BodyAndNeck):
-    """A backbone and its FPN: images [B, 3, H, W] → feature maps, finest first, each [B, C, H / stride, W / stride].
-
-    return_layers: child of the backbone → its channels, for each input of the FPN; extra_blocks: levels added at the
-    end; norm: after each convolution of the FPN, None for none; lite: separable 3 × 3 convolutions (`separable_conv`),
-    with the norm only after these.
-    """
-
-    neck_name = "fpn"
-
-    def __init__(
-        self,
-        backbone: nn.Module,
-        return_layers: Mapping[str, int],
-        channels: int,
-        *,
-        extra_blocks: ExtraBlocks,
-        norm: Norm | None = None,
-        lite: bool = False,
-    ) -> None:
-        super().__init__()
-        self.body = IntermediateLayerGetter(backbone, return_layers)
-        self.fpn = FeaturePyramidNetwork(
-            list(return_layers.values()), channels, extra_blocks=extra_blocks, norm=norm, lite=lite
-        )
-
-
-class BackboneWithNeck(_BodyAndNeck):
-    """A backbone and any neck: images [B, 3, H, W] → `neck(maps)`, the maps of the children `return_layers`."""
-
-    neck_name = "neck"
-
-    def __init__(self, backbone: nn.Module, return_layers: Sequence[str], neck: nn.Module) -> None:
-        super().__init__()
-        self.body = IntermediateLayerGetter(backbone, return_layers)
-        self.neck = neck
-
-
 class FeaturePyramidNetwork(nn.Module):
-    """FPN (arXiv 1612.03144) with torchvision's parameter names.
+    """FPN (arXiv 1612.03144) with torchvision's parameter names: maps of `in_channels` → levels of `channels`.
 
-    Not torchvision's module: under autocast its upsampling runs in fp32, and so do the sums after it.
+    extra_blocks: levels added at the end; norm: after each convolution, None for none; lite: separable 3 × 3
+    convolutions (`separable_conv`), with the norm only after these. Not torchvision's module: under autocast its
+    upsampling runs in fp32, and so do the sums after it.
     """
 
     def __init__(
@@ -234,34 +201,23 @@ class BackboneSpec(NamedTuple):
     """An entry of BACKBONES."""
 
     build: Callable[[Norm], nn.Module]
-    stages: Sequence[Sequence[str]]
-    """Names of the children of each of the five stages."""
     stage_outputs: Sequence[tuple[str, int]]
-    """(last child, its channels) of the maps C1 … C5, at strides 2, 4, 8, 16, 32."""
+    """(last child, its channels) of each of the five stages: of the maps C1 … C5, at strides 2, 4, 8, 16, 32."""
+
+
+STAGES = ("stem", "layer1", "layer2", "layer3", "layer4")
 
 
 def _resnet(block: Callable[..., BasicBlock | Bottleneck], num_blocks: tuple[int, ...]) -> BackboneSpec:
-    layers = [f"layer{n}" for n in range(1, 5)]
-    stages = [["conv1", "bn1"], *([layer] for layer in layers)]
     expansion = 1 if block is BasicBlock else 4
-    stage_outputs = [("relu", 64), *((layer, 64 * 2**n * expansion) for n, layer in enumerate(layers))]
-    return BackboneSpec(partial(resnet, block=block, num_blocks=num_blocks), stages, stage_outputs)
+    stage_outputs = [("relu", 64), *((name, 64 * 2**n * expansion) for n, name in enumerate(STAGES[1:]))]
+    return BackboneSpec(partial(resnet, block=block, num_blocks=num_blocks), stage_outputs)
 
 
 def _csp(width: int, depths: tuple[int, ...]) -> BackboneSpec:
-    layers = [f"layer{n}" for n in range(1, 5)]
-    stage_outputs = [(name, width * 2**n) for n, name in enumerate(["stem", *layers])]
     return BackboneSpec(
-        lambda norm: CSPBackbone(width, depths, norm), [["stem"], *([layer] for layer in layers)], stage_outputs
+        lambda norm: CSPBackbone(width, depths, norm), [(name, width * 2**n) for n, name in enumerate(STAGES)]
     )
-
-
-def _mobilenet(
-    build: Callable[[Norm], nn.Module], stage_starts: tuple[int, ...], channels: tuple[int, ...]
-) -> BackboneSpec:
-    """stage_starts: number of each stage's first child, and one past the last child."""
-    stages = [[str(i) for i in range(a, b)] for a, b in itertools.pairwise(stage_starts)]
-    return BackboneSpec(build, stages, [(stage[-1], width) for stage, width in zip(stages, channels, strict=True)])
 
 
 BACKBONES: dict[str, BackboneSpec] = {
@@ -270,15 +226,13 @@ BACKBONES: dict[str, BackboneSpec] = {
     "resnet50": _resnet(Bottleneck, (3, 4, 6, 3)),
     "resnet101": _resnet(Bottleneck, (3, 4, 23, 3)),
     "resnext50_32x4d": _resnet(partial(Bottleneck, groups=32, group_width=4), (3, 4, 6, 3)),
-    "mobilenet_v2": _mobilenet(mobilenet_v2, (0, 2, 4, 7, 14, 19), (16, 24, 32, 96, 1280)),
-    "mobilenet_v3_large": _mobilenet(mobilenet_v3_large, (0, 2, 4, 7, 13, 17), (16, 24, 40, 112, 960)),
+    "mobilenet_v2": BackboneSpec(mobilenet_v2, [("1", 16), ("3", 24), ("6", 32), ("13", 96), ("18", 1280)]),
+    "mobilenet_v3_large": BackboneSpec(mobilenet_v3_large, [("1", 16), ("3", 24), ("6", 40), ("12", 112), ("16", 960)]),
     "csp16": _csp(16, (1, 1, 1, 1)),
     "csp32": _csp(32, (1, 1, 1, 1)),
     "csp48": _csp(48, (1, 2, 2, 1)),
     "tiny": BackboneSpec(
-        lambda norm: TinyBackbone(width=16, norm=norm),
-        [["stem"], ["layer1"], ["layer2"], ["layer3"], ["layer4"]],
-        [("stem", 16), ("layer1", 32), ("layer2", 48), ("layer3", 64), ("layer4", 96)],
+        lambda norm: TinyBackbone(width=16, norm=norm), list(zip(STAGES, (16, 32, 48, 64, 96), strict=True))
     ),
 }
 """Every backbone by its name; those of torchvision have torchvision's names."""
@@ -295,16 +249,17 @@ def build_backbone_with_fpn(
     fpn_norm: Norm | None = None,
     lite: bool = False,
     return_layers: Mapping[str, int] | None = None,
-) -> BackboneWithFPN:
+) -> BackboneWithNeck:
     """A backbone of BACKBONES with its first stages frozen, and an FPN of `channels`.
 
-    min_level: 2 … 5, the first C-level (stride 2^min_level) that goes into the FPN; return_layers: explicit inputs of
-    the FPN instead; return_layers, fpn_norm, lite: as in `BackboneWithFPN`.
+    min_level: 2 … 5, the first C-level (stride 2^min_level) that goes into the FPN; return_layers: child → its
+    channels, explicit inputs of the FPN instead; extra_blocks, fpn_norm, lite: as in `FeaturePyramidNetwork`.
     """
     spec = BACKBONES[backbone_name]
     network = _build_backbone(spec, norm, trainable_stages)
-    selected_layers = dict(spec.stage_outputs[min_level - 1 :]) if return_layers is None else return_layers
-    return BackboneWithFPN(network, selected_layers, channels, extra_blocks=extra_blocks, norm=fpn_norm, lite=lite)
+    layers = dict(spec.stage_outputs[min_level - 1 :]) if return_layers is None else return_layers
+    fpn = FeaturePyramidNetwork(list(layers.values()), channels, extra_blocks=extra_blocks, norm=fpn_norm, lite=lite)
+    return BackboneWithNeck(network, layers, fpn, neck_name="fpn")
 
 
 def build_backbone_with_neck(
@@ -318,20 +273,23 @@ def build_backbone_with_neck(
     return BackboneWithNeck(network, names, neck(list(widths)))
 
 
-def _build_backbone(spec: "BackboneSpec", norm: NormKind, trainable_stages: int) -> nn.Module:
+def _build_backbone(spec: BackboneSpec, norm: NormKind, trainable_stages: int) -> nn.Module:
     network = spec.build(NORMS[norm])
     pad_image_conv(network)
     if norm == "frozen_bn":
         fold_frozen_norms(network)
-    freeze_stages(network, spec.stages, trainable_stages)
+    freeze_stages(network, [name for name, _ in spec.stage_outputs], trainable_stages)
     return network
 
 
-def freeze_stages(network: nn.Module, stages: Sequence[Sequence[str]], trainable_stages: int) -> None:
-    """Freezes all stages except the last `trainable_stages` (0 … 5). A stage is a list of names of children."""
-    for stage in stages[: len(stages) - trainable_stages]:
-        for name in stage:
-            network.get_submodule(name).requires_grad_(False)
+def freeze_stages(network: nn.Module, last_children: Sequence[str], trainable_stages: int) -> None:
+    """Freezes all stages except the last `trainable_stages` (0 … 5). last_children: the name of each stage's last
+    child."""
+    num_frozen = len(last_children) - trainable_stages
+    for name, child in network.named_children() if num_frozen > 0 else ():
+        child.requires_grad_(False)
+        if name == last_children[num_frozen - 1]:
+            return
 
 
 class TinyBackbone(nn.Sequential):
@@ -339,22 +297,20 @@ class TinyBackbone(nn.Sequential):
 
     def __init__(self, width: int, norm: Norm) -> None:
         super().__init__()
-        self.add_module("stem", conv_norm_relu(3, width, norm, stride=2))
-        self.add_module("layer1", _stage(width, 2 * width, norm))
-        self.add_module("layer2", _stage(2 * width, 3 * width, norm))
-        self.add_module("layer3", _stage(3 * width, 4 * width, norm))
-        self.add_module("layer4", _stage(4 * width, 6 * width, norm))
+        self.add_module("stem", conv_norm(3, width, norm, stride=2))
+        for number, (narrow, wide) in enumerate(itertools.pairwise((1, 2, 3, 4, 6)), start=1):
+            self.add_module(f"layer{number}", _stage(narrow * width, wide * width, norm))
 
 
 def _stage(in_channels: int, out_channels: int, norm: Norm) -> nn.Sequential:
-    return nn.Sequential(conv_norm_relu(in_channels, out_channels, norm, stride=2), _Residual(out_channels, norm))
+    return nn.Sequential(conv_norm(in_channels, out_channels, norm, stride=2), _Residual(out_channels, norm))
 
 
 class _Residual(nn.Module):
     def __init__(self, channels: int, norm: Norm) -> None:
         super().__init__()
-        self.first = conv_norm_relu(channels, channels, norm)
-        self.second = conv_norm_relu(channels, channels, norm)[:2]
+        self.first = conv_norm(channels, channels, norm)
+        self.second = conv_norm(channels, channels, norm, activation=None)
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.relu(x + self.second(self.first(x)))

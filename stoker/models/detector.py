@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch
-from stoker.models.layers.padded_conv import is_on_accelerator
+from stoker.models.layers.convolutions import is_on_accelerator
 from stoker.models.layers.postprocess import (
     MAX_DETECTIONS,
     BatchDetections,
@@ -70,8 +70,8 @@ class Backbone(nn.Module):
 class Detector(nn.Module):
     """Base of all detectors. settings: no field that the architecture uses is AUTO; num_classes: C, without background.
 
-    Only `training_warning` and, on a CPU, the NMS in `decode` may synchronize host and device. `forward`, `loss` and
-    `decode` run under autocast; the last two switch it off where they need fp32.
+    Only, on a CPU, the NMS in `decode` may synchronize host and device. `forward`, `loss` and `decode` run under
+    autocast; the last two switch it off where they need fp32.
     """
 
     iou_threshold: float = 0.5
@@ -106,7 +106,7 @@ class Detector(nn.Module):
         self._update_shift_and_scale()
 
     def _update_shift_and_scale(self) -> None:
-        if self.pixel_mean.is_meta:  # no values (`weights/shapes_only.py`)
+        if self.pixel_mean.is_meta:  # no values (`weights/load.py`)
             return
         self.pixel_shift.copy_(-self.pixel_mean / self.pixel_std)
         self.pixel_scale.copy_(1 / (255 * self.pixel_std))
@@ -141,10 +141,6 @@ class Detector(nn.Module):
     def candidates(self, outputs: Any, resized_size: Tensor, *, score_threshold: float | Tensor) -> Candidates:
         """A fixed number of boxes before NMS; resized_size: int32 [B, 2] as in `Batch`. Runs without gradients."""
         raise NotImplementedError
-
-    def training_warning(self) -> str | None:
-        """A warning about the training so far, or None. Synchronizes, as "training_warning"."""
-        return None
 
     def class_heads(self) -> tuple[ClassHeadSpec, ...]:
         """The layers whose shapes depend on the classes. Weights of other classes are converted with them."""

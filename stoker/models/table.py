@@ -11,14 +11,13 @@ from stoker.config.architectures import Architecture, read_architectures
 from stoker.config.settings import SECTION_OF, Config, ModelSettings
 from stoker.errors import ConfigError, nearest
 from stoker.models.detector import Detector
-from stoker.models.ember.ember import build_ember, ember_options
-from stoker.models.faster_rcnn.faster_rcnn import build_faster_rcnn
-from stoker.models.fcos.fcos import build_fcos
+from stoker.models.ember import build_ember, ember_options
+from stoker.models.faster_rcnn import build_faster_rcnn
+from stoker.models.fcos import build_fcos
 from stoker.models.layers.activation_checkpointing import checkpoint_activations
 from stoker.models.layers.winograd import use_winograd_without_avx512
-from stoker.models.retinanet.retinanet import build_retinanet
-from stoker.models.ssd.backbones import detect_reduced_tail
-from stoker.models.ssd.ssd import SSD300, SSDLite
+from stoker.models.retinanet import build_retinanet
+from stoker.models.ssd import SSD300, SSDLite, detect_reduced_tail
 
 
 class Family(NamedTuple):

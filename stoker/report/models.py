@@ -8,7 +8,7 @@ from typing import Any, TextIO
 import msgspec
 
 from stoker.config.architectures import read_architectures
-from stoker.config.recipes import read_recipes
+from stoker.config.settings import read_recipes
 from stoker.errors import ConfigError, nearest
 from stoker.report import format as fmt
 from stoker.report.console import facts, plain_text, print_renderables, table

@@ -25,7 +25,8 @@ import torch
 from stoker.config.durations import parse_duration
 from stoker.data.batch import Batch
 from stoker.data.loading.loader import Loader
-from stoker.evaluation.evaluate import build_evaluation, compute_coco_result, detect, ground_truth, sample_images
+from stoker.evaluation.error_analysis import build_evaluation
+from stoker.evaluation.evaluate import compute_coco_result, detect, ground_truth, sample_images
 from stoker.evaluation.metrics import Detections, Metrics
 from stoker.hardware.device import ReadyEvent
 from stoker.runs.records import BEST, EVALUATION
@@ -93,7 +94,6 @@ class Evaluator:
         """The last evaluation, if its metrics were not known when the state was saved."""
         self._metrics: Metrics | None = None
         """Of the newest evaluation of this attempt whose metrics are known."""
-        self._is_warning_logged = False
 
     def state(self) -> dict[str, Any]:
         """Its part of a checkpoint."""
@@ -165,7 +165,6 @@ class Evaluator:
         else:
             detections = parts[0] if len(parts) == 1 else Detections.concatenate(parts)
             self.start(PendingEvaluation(step, detections, ema_weights))
-            self._log_training_warning()
             if wait or 0 < setup.config.run.patience <= self.evals_since_best + 1:
                 self.collect()
         self._share_patience()
@@ -274,9 +273,3 @@ class Evaluator:
         ):
             batches, precision = poll_between_batches(loader), setup.config.run.precision
             return detect(model, batches, setup.device, precision=precision)
-
-    def _log_training_warning(self) -> None:
-        """The evaluation has waited for the device, so the model may read its warning from it."""
-        if not self._is_warning_logged and (warning := self._setup.model.training_warning()) is not None:
-            self._attempt.log_event("warning", warning)
-            self._is_warning_logged = True

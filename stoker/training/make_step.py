@@ -13,7 +13,7 @@ capture mode, which then never reuses the memory of batches (pytorch issues 1803
 event `cuda_graph_failed`, and its later attempts train without a graph.
 
 On a GPU, two kernels are chosen by measurement before the first step (`choose_kernels`): convolutions with fused bias,
-residual and ReLU (`models/layers/fused_conv.py`), and RetinaNet's matching and classification loss as Triton kernels
+residual and ReLU (`models/layers/convolutions.py`), and RetinaNet's matching and classification loss as Triton kernels
 (`models/layers/triton_kernels.py`). Each is timed against the separate operators on the shapes of the run, and must
 give the same result. An event has the choice, and every later attempt of the run takes it from there. A CPU, and a
 model divided among devices, keep the separate operators.
@@ -37,8 +37,8 @@ from stoker.data.augment.device import makes_mosaics
 from stoker.data.batch import Batch
 from stoker.errors import CaptureFailed
 from stoker.hardware.device import Device, is_out_of_memory
-from stoker.models.layers.fused_conv import use_fused_convs
-from stoker.models.retinanet.retinanet import RetinaNet
+from stoker.models.layers.convolutions import use_fused_convs
+from stoker.models.retinanet import RetinaNet
 from stoker.runs.records import EVENTS, read_lines
 from stoker.runs.schemas import Event
 from stoker.training.defaults.dry_run import make_worst_case

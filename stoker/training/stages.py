@@ -36,7 +36,7 @@ from stoker.errors import ConfigError
 from stoker.evaluation.evaluate import in_eval_mode
 from stoker.models.detector import Backbone, Detector, Part
 from stoker.models.layers.winograd import without_winograd
-from stoker.models.weights.shapes_only import shapes_only
+from stoker.models.weights.load import shapes_only
 from stoker.training.checkpoint import map_tensors
 from stoker.training.fsdp import Fsdp
 from stoker.training.ranks import Ranks

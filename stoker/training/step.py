@@ -15,8 +15,8 @@ from torch import Tensor
 
 from stoker.data.batch import Batch
 from stoker.models import Detector
+from stoker.models.layers.convolutions import is_on_accelerator
 from stoker.models.layers.norms import BatchCounts
-from stoker.models.layers.padded_conv import is_on_accelerator
 from stoker.models.layers.weight_casts import WeightCasts
 from stoker.storage.local_files import cache_folder
 from stoker.training.optim import LossAccumulator, OptimizerStep

@@ -7,16 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from stoker.cli.app import main
 from stoker.config.settings import DataSettings
-from stoker.data.batch import NUM_RAND, RandSlot
 from stoker.data.index import Index, open_index
 from stoker.errors import UsageError
-from stoker.inference.preview import _FRAME_COLOR, CELL_SIZE, PAIRS_PER_ROW, describe_augmentation, make_preview
-from tests.batches import batch_of
+from stoker.inference.preview import _FRAME_COLOR, CELL_SIZE, PAIRS_PER_ROW, make_preview
 from tests.drawn import draw
 
 PLAIN = DataSettings(
@@ -73,20 +70,6 @@ def test_each_setting_changes_the_augmented_image_only(index: Index, name: str):
         assert not np.array_equal(plain, augmented)
     assert np.array_equal(sheet, sheet_of(index, dataclasses.replace(PLAIN, **changes)))
     assert not np.array_equal(sheet, sheet_of(index, dataclasses.replace(PLAIN, **changes), seed=1))
-
-
-def test_description_of_the_augmentation():
-    draws = torch.full((1, NUM_RAND), 0.9)
-    draws[0, RandSlot.BRIGHTNESS] = 0.75
-    plain = batch_of(np.zeros((1, 4, 4, 3), np.uint8), np.zeros((1, 1, 4), np.float32), [(4, 4)], rand=draws)
-    loaded = plain._replace(scale=plain.scale * 1.25)
-    settings = dataclasses.replace(PLAIN, hflip=0.95, brightness=0.2, hue=0.1)
-    assert describe_augmentation(plain, loaded, 0, settings, mosaic=True) == [
-        "flip, zoom 1.25, mosaic",
-        "brightness 1.10, hue +29°",
-    ]
-    assert describe_augmentation(plain, plain, 0, settings, mosaic=False)[0] == "flip"
-    assert describe_augmentation(plain, plain, 0, PLAIN, mosaic=False) == ["not augmented"]
 
 
 def test_images_without_labels_are_marked(tmp_path: Path):

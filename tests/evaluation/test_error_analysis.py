@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from stoker.errors import UsageError
 from stoker.evaluation.coco import match_detections
-from stoker.evaluation.error_analysis import classify_errors, compute_class_stats, worst_and_best
-from stoker.evaluation.evaluate import build_evaluation, compute_coco_result, ground_truth
+from stoker.evaluation.error_analysis import build_evaluation, classify_errors, compute_class_stats, worst_and_best
+from stoker.evaluation.evaluate import compute_coco_result, ground_truth
 from stoker.evaluation.metrics import (
     ERROR_TYPES,
     NUM_RECALL_POINTS,

@@ -17,13 +17,12 @@ from stoker.data.batch import NUM_RAND, Batch
 from stoker.data.index import open_index
 from stoker.errors import DataError
 from stoker.evaluation import coco
+from stoker.evaluation.error_analysis import build_evaluation
 from stoker.evaluation.evaluate import (
     GroundTruth,
-    build_evaluation,
     compute_coco_result,
     compute_metrics,
     detect,
-    evaluate,
     evaluation_loader,
     ground_truth,
     sample_images,
@@ -258,8 +257,8 @@ def test_a_loader_of_full_batches_with_filling_is_scored_in_original_pixels() ->
         batch([2, -1], [[3, 3, 25, 25], [3, 3, 25, 25]]),
     ]
     model = Painter()
-    metrics = evaluate(model, batches, index, np.arange(3), CPU, precision="fp32", score_threshold=0.1,
-                       iou_threshold=0.6)  # fmt: skip
+    found = detect(model, batches, CPU, precision="fp32", score_threshold=0.1, iou_threshold=0.6)
+    metrics = compute_metrics(ground_truth(index, np.arange(3)), found)
     assert metrics.ap == pytest.approx(1.0)
     assert (metrics.num_images, metrics.detections, metrics.missing) == (3, 3, 0)
     assert model.requested == (0.1, 0.6)

@@ -11,7 +11,7 @@ from stoker.config.settings import Config
 from stoker.hardware.device import Device, select_device
 from stoker.models import build
 from stoker.models.layers import losses, matching
-from stoker.models.layers.fused_conv import use_fused_convs
+from stoker.models.layers.convolutions import use_fused_convs
 from stoker.training import make_step
 from stoker.training.defaults.dry_run import make_worst_case_batch
 from stoker.training.ranks import Ranks

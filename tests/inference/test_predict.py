@@ -67,6 +67,11 @@ def lamp(path: Path, size: tuple[int, int], box: tuple[int, int, int, int] | Non
     return path
 
 
+def detect_by(model: Any) -> Any:
+    options = {"image_size": CARD.image_size, "resize": CARD.resize, "score_threshold": 0.3, "iou_threshold": 0.5}
+    return lambda paths: predict_images(model, paths, CPU, **options)
+
+
 def run(paths: list[Path], **options: Any) -> list[Any]:
     return list(
         predict_images(
@@ -160,9 +165,9 @@ def test_what_is_not_found_is_named_with_what_would_be_read(tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
     for place, what in (
-        ("gone.jpg", "There is no file or folder 'gone.jpg'."),
-        ("empty", "There are no images in the folder 'empty'."),
-        ("empty/*.jpg", "No image matches the pattern 'empty/*.jpg'."),
+        ("gone.jpg", "There are no images at 'gone.jpg'."),
+        ("empty", "There are no images at 'empty'."),
+        ("empty/*.jpg", "There are no images at 'empty/*.jpg'."),
     ):
         with pytest.raises(UsageError) as caught:
             find_images([place])
@@ -176,7 +181,7 @@ def digest(folder: Path) -> dict[str, str]:
 
 
 def predict(places: list[str], out: Path, model: BrightObjectDetector | None = None) -> list[str]:
-    return list(predict_to_dir(model or BrightObjectDetector(), CARD, places, CPU, conf=0.3, iou=0.5, out=out))  # type: ignore[arg-type]
+    return list(predict_to_dir(detect_by(model or BrightObjectDetector()), places, CARD.class_names, out))
 
 
 def test_results_are_images_and_json_and_originals_are_untouched(
@@ -247,7 +252,7 @@ def test_results_that_cannot_be_written_are_an_error_with_the_place(tmp_path: Pa
 
 def test_what_was_found_until_an_interruption_is_kept(tmp_path: Path) -> None:
     paths = [str(lamp(tmp_path / f"{n}.gif", (40, 40), (5, 5, 30, 30))) for n in range(12)]
-    lines = predict_to_dir(BrightObjectDetector(), CARD, paths, CPU, conf=0.3, iou=0.5, out=tmp_path / "out")  # type: ignore[arg-type]
+    lines = predict_to_dir(detect_by(BrightObjectDetector()), paths, CARD.class_names, tmp_path / "out")
     for _ in range(3):
         next(lines)
     with pytest.raises(KeyboardInterrupt):

@@ -98,7 +98,7 @@ def test_it_agrees_with_protobuf_on_a_real_message(tmp_path: Path):
 def test_paths_and_lines(tmp_path: Path):
     tree = read(tmp_path, "a {\n  b { c: 1 }\n  b {\n    c: 2 }\n}\n[x.y.ext] { d: 'e' }\nf: 'one' \"two\"\n")
     found = [(owner.join(name), owner.lines.get(name)) for owner, name in tree.leaves()]
-    assert found == [("f", 7), ("a.b[0].c", 2), ("a.b[1].c", 4), ("[x.y.ext].d", 6)]
+    assert found == [("f", 7), ("a.b.c", 2), ("a.b[1].c", 4), ("[x.y.ext].d", 6)]
     assert tree.text("f") == "onetwo"
     assert not tree.child("absent").is_present
 

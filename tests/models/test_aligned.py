@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stoker.models.ember.task_aligned_assigner import TALAssignment, assign_task_aligned
-from stoker.models.fcos.fcos import grid_points
+from stoker.models.ember import TALAssignment, assign_task_aligned
+from stoker.models.fcos import grid_points
 from stoker.models.layers.matching import BACKGROUND
 
 CANVAS = (64, 96)

@@ -10,8 +10,8 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn import functional
 
 from stoker.models import Detector, build, detector
-from stoker.models.layers import padded_conv
-from stoker.models.layers.padded_conv import PaddedConv2d
+from stoker.models.layers import convolutions
+from stoker.models.layers.convolutions import PaddedConv2d
 from tests.host_sync import ForbidHostSync
 from tests.models.samples import make_batch, settings_of
 
@@ -87,7 +87,7 @@ FIRST_CONVS = {
 @pytest.fixture
 def as_on_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """The code for accelerators, on CPU tensors."""
-    for module in (padded_conv, detector):
+    for module in (convolutions, detector):
         monkeypatch.setattr(module, "is_on_accelerator", lambda _: True)
 
 
@@ -118,7 +118,7 @@ def test_images_have_more_channels_on_an_accelerator_only(
         model(images)
         on_cpu = conv_channels.copy()
         conv_channels.clear()
-        monkeypatch.setattr(padded_conv, "is_on_accelerator", lambda _: True)
+        monkeypatch.setattr(convolutions, "is_on_accelerator", lambda _: True)
         model(images)
     assert on_cpu[0] == 3
     assert conv_channels == [FIRST_CONVS[name], *on_cpu[1:]]
@@ -127,7 +127,7 @@ def test_images_have_more_channels_on_an_accelerator_only(
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_device_decides(device: str) -> None:
-    assert padded_conv.is_on_accelerator(torch.empty(0, device=device)) is (device != "cpu")
+    assert convolutions.is_on_accelerator(torch.empty(0, device=device)) is (device != "cpu")
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_more_channels_change_neither_maps_nor_gradients(
         return (y.detach(), *gradients)  # type: ignore[arg-type]
 
     plain = run()
-    monkeypatch.setattr(padded_conv, "is_on_accelerator", lambda _: True)
+    monkeypatch.setattr(convolutions, "is_on_accelerator", lambda _: True)
     for ours, theirs in zip(run(), plain, strict=True):
         assert ours.shape == theirs.shape
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-9)

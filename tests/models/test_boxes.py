@@ -12,7 +12,7 @@ from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.retinanet import _default_anchorgen
 from torchvision.ops import box_iou, clip_boxes_to_image, generalized_box_iou_loss
 
-from stoker.config.recipes import read_recipes
+from stoker.config.settings import read_recipes
 from stoker.errors import ConfigError
 from stoker.models import MODELS, build
 from stoker.models.layers.boxes import (

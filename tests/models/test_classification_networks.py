@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from stoker.models import MODELS
 from stoker.models.backbones import BACKBONES
-from stoker.models.mobilenet import mobilenet_v3_large
-from stoker.models.weights.class_head import COCO_CHANNELS
+from stoker.models.networks import mobilenet_v3_large
+from stoker.models.weights.load import COCO_CHANNELS
 
 NAMES = [
     "resnet18",

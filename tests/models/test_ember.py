@@ -17,14 +17,14 @@ from stoker.errors import ConfigError
 from stoker.export import graph, parity
 from stoker.inference.runtime import OnnxModel
 from stoker.models import Detector, build
-from stoker.models.ember.ember import (
+from stoker.models.ember import (
     Ember,
     EmberOutputs,
+    assign_task_aligned,
     boxes_to_ltrb,
     distribution_focal_loss,
 )
-from stoker.models.ember.task_aligned_assigner import assign_task_aligned
-from stoker.models.fcos.fcos import ltrb_to_boxes
+from stoker.models.fcos import ltrb_to_boxes
 from stoker.models.layers.losses import soft_binary_cross_entropy
 from stoker.models.weights import model_file
 from tests.host_sync import ForbidHostSync

@@ -4,10 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stoker.models import build
-from stoker.models.faster_rcnn import roi_heads, rpn
-from stoker.models.faster_rcnn.faster_rcnn import FasterRCNN
-from tests.host_sync import ForbidHostSync
+from stoker.models import build, faster_rcnn
 from tests.models.samples import make_batch, settings_of
 from tests.models.two_stages import ROI_SAMPLES, calibrated, oracle_detections, oracle_losses, oracle_of
 
@@ -20,9 +17,9 @@ SETUPS = {"resnet18": (R18, (64, 96)), "mobilenet": (MOBILENET, (128, 64)), "res
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer regions and a narrower second stage, whose products are nearly all of the time on a CPU."""
-    monkeypatch.setattr(roi_heads, "HIDDEN", 16)
-    monkeypatch.setattr(roi_heads, "SAMPLES_PER_IMAGE", ROI_SAMPLES[0])
-    monkeypatch.setattr(roi_heads, "MAX_POSITIVES_PER_IMAGE", ROI_SAMPLES[1])
+    monkeypatch.setattr(faster_rcnn, "HIDDEN", 16)
+    monkeypatch.setattr(faster_rcnn, "ROI_SAMPLES", ROI_SAMPLES[0])
+    monkeypatch.setattr(faster_rcnn, "ROI_MAX_POSITIVES", ROI_SAMPLES[1])
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:
@@ -51,7 +48,6 @@ def test_losses_and_gradients_are_those_of_torchvision(setup: str, counts: tuple
     batch = batch._replace(boxes=batch.boxes.double(), resized_size=resized_size)
     ours, theirs = model.loss(model(batch.images), batch), oracle_losses(oracle, model, batch)
     assert ours.keys() == theirs.keys()
-    assert model.nms_unconverged.item() == 0
     for part, loss in theirs.items():
         assert relative(ours[part], loss) < 1e-9, part
         assert loss > 0, part
@@ -167,30 +163,6 @@ def test_the_sample_follows_the_draw_alone() -> None:
     other = model.loss(raw, batch._replace(rand=batch.rand.roll(1, 0)))
     assert first["loss_objectness"] != other["loss_objectness"]
     assert first["loss_classifier"] != other["loss_classifier"]
-
-
-def test_images_whose_nms_ran_out_of_rounds_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = calibrated(R18, CLASSES, (64, 96)).train()
-    batch = make_batch((3, 7), (64, 96), CLASSES)
-    survivors = rpn.fixed_point_nms
-    monkeypatch.setattr(rpn, "fixed_point_nms", lambda *a, **named: survivors(*a, **named, num_rounds=1))
-    assert model.training_warning() is None
-    for _ in range(2):
-        model.loss(model(batch.images), batch)
-    assert model.nms_unconverged.item() == 4
-    assert "rounds for 4 of 4 images" in str(model.training_warning())
-    assert not {"nms_images", "nms_unconverged"} & model.state_dict().keys()
-
-
-@pytest.mark.parametrize(("unconverged", "message"), [(0, False), (2, False), (3, True)])
-def test_warning_about_nms_that_ran_out_of_rounds(unconverged: int, message: bool) -> None:
-    model = build(settings_of(R18), CLASSES)
-    assert isinstance(model, FasterRCNN)
-    model.nms_images += 200
-    model.nms_unconverged += unconverged
-    with ForbidHostSync():  # it may wait, by name
-        text = model.training_warning()
-    assert (text is not None) == message
 
 
 def test_weights_that_are_not_finite_make_losses_that_are_not() -> None:

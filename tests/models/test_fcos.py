@@ -20,7 +20,7 @@ from stoker.errors import WeightsError
 from stoker.export import graph, parity
 from stoker.inference.runtime import OnnxModel
 from stoker.models import MODELS, Detector, build, detect_architecture, load_weights
-from stoker.models.fcos.fcos import assign_points, grid_points
+from stoker.models.fcos import assign_points, grid_points
 from stoker.models.weights import model_file
 from tests import fakes
 from tests.host_sync import ForbidHostSync

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from stoker.models import build
-from stoker.models.layers import fused_conv
-from stoker.models.layers.fused_conv import ConvReLU, use_fused_convs
-from stoker.models.layers.norms import FrozenBatchNorm2d, fold_frozen_norms
+from stoker.models.layers import convolutions
+from stoker.models.layers.convolutions import ConvReLU, fold_frozen_norms, use_fused_convs
+from stoker.models.layers.norms import FrozenBatchNorm2d
 from stoker.models.layers.winograd import without_winograd
-from stoker.models.resnet import BasicBlock, Bottleneck
+from stoker.models.networks import BasicBlock, Bottleneck
 from tests import fakes
 from tests.models.samples import make_batch, settings_of
 
@@ -154,10 +154,10 @@ def test_the_arguments_are_those_of_the_schema(name: str) -> None:
     residual = torch.randn(2, 6, 5, 5) if "add" in name else None
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl(name, compute, "CPU")
-        found = fused_conv._cudnn(x, weight, bias, residual, *geometry)
-    torch.testing.assert_close(found, fused_conv._separate(x, weight, bias, residual, *geometry))
+        found = convolutions._cudnn(x, weight, bias, residual, *geometry)
+    torch.testing.assert_close(found, convolutions._separate(x, weight, bias, residual, *geometry))
     with pytest.raises(NotImplementedError, match=name):  # a CPU has none: what is above was the test's
-        fused_conv._cudnn(x, weight, bias, residual, *geometry)
+        convolutions._cudnn(x, weight, bias, residual, *geometry)
 
 
 def test_a_fake_has_the_layout_of_the_real_output() -> None:

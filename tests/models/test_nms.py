@@ -15,8 +15,14 @@ from stoker.data.batch import Batch
 from stoker.evaluation.evaluate import detect_batches
 from stoker.hardware.device import Device
 from stoker.models.layers import postprocess
-from stoker.models.layers.nms import largest_float32
-from stoker.models.layers.postprocess import BatchDetections, Candidates, greedy_nms, nms_in_rounds, rescale_to_original
+from stoker.models.layers.postprocess import (
+    BatchDetections,
+    Candidates,
+    greedy_nms,
+    largest_float32,
+    nms_in_rounds,
+    rescale_to_original,
+)
 from tests.host_sync import ForbidHostSync
 
 CPU = Device(torch.device("cpu"))
@@ -199,7 +205,7 @@ def test_nms_of_a_batch_on_an_accelerator_waits_for_nothing() -> None:
 
 SCRIPT = """
 import sys, torch
-from stoker.models.layers.nms import torchvision_nms
+from stoker.models.layers.postprocess import torchvision_nms
 nms = torchvision_nms()
 assert "torchvision" not in sys.modules
 import torchvision

@@ -8,14 +8,12 @@ from torch import Tensor
 from torchvision.models.detection import faster_rcnn as torchvision_faster_rcnn
 from torchvision.ops import MultiScaleRoIAlign, nms
 
-from stoker.models.faster_rcnn import roi_heads, rpn
-from stoker.models.faster_rcnn.faster_rcnn import FasterRCNN
-from stoker.models.faster_rcnn.roi_heads import sample_rois
-from stoker.models.faster_rcnn.rpn import Proposals, RPNOutputs, propose
+from stoker.models import faster_rcnn
+from stoker.models.faster_rcnn import FasterRCNN, Proposals, RPNOutputs, propose, sample_rois
 from stoker.models.layers import postprocess
-from stoker.models.layers.nms import NMS_ROUNDS, fixed_point_nms
+from stoker.models.layers.matching import KEY_RANGE, random_keys, sample_balanced
+from stoker.models.layers.postprocess import NMS_ROUNDS, fixed_point_nms
 from stoker.models.layers.roi_align import assign_fpn_level, multiscale_roi_align, roi_align_each_level
-from stoker.models.layers.sampling import KEY_RANGE, random_keys, sample_balanced
 
 
 def clustered(count: int, seed: int) -> Tensor:
@@ -81,7 +79,7 @@ def test_a_chain_that_the_rounds_suffice_for_is_settled() -> None:
     assert stay[1].nonzero()[:, 0].tolist() == greedy(boxes[1], 0.5)
 
 
-def test_proposals_say_which_images_ran_out_of_rounds() -> None:
+def test_there_are_proposals_of_images_that_ran_out_of_rounds() -> None:
     count = 200
     anchors = torch.cat((chain(count, 1.5), clustered(count, 2) + 1000))
     rising = torch.linspace(5, -5, count)
@@ -90,7 +88,6 @@ def test_proposals_say_which_images_ran_out_of_rounds() -> None:
     resized_size = torch.tensor([[2000, 2000]] * 2, dtype=torch.int32)
     predicted = RPNOutputs(logits, torch.zeros(2, 2 * count, 4), anchors, (count, count))
     found = propose(predicted, resized_size, pre_nms_top_n=count, post_nms_top_n=300)
-    assert found.unconverged.tolist() == [True, False]
     assert found.boxes.shape == (2, 300, 4)
     assert not found.boxes[~found.valid].any()
 
@@ -141,7 +138,7 @@ def test_a_sample_has_no_more_skeys_than_candidates() -> None:
 
 def test_a_box_without_an_area_is_no_region() -> None:
     boxes = torch.tensor([[[10.0, 10, 30, 40], [20, 20, 20, 50]]])
-    none = Proposals(torch.zeros(1, 4, 4), torch.zeros(1, 4) > 0, torch.zeros(1) > 0)
+    none = Proposals(torch.zeros(1, 4, 4), torch.zeros(1, 4) > 0)
     found = sample_rois(none, boxes, torch.tensor([[3, 4]]), torch.ones(1, 2) > 0, torch.zeros(1))
     assert found.valid.sum() == 1
     assert found.boxes[found.valid].tolist() == [[10, 10, 30, 40]]
@@ -197,13 +194,13 @@ def test_constants_are_torchvisions_defaults() -> None:
     defaults = {name: p.default for name, p in inspect.signature(torchvision_faster_rcnn.FasterRCNN).parameters.items()}
     rpn_samples, roi_samples = defaults["rpn_batch_size_per_image"], defaults["box_batch_size_per_image"]
     assert (rpn_samples, rpn_samples * defaults["rpn_positive_fraction"]) == (
-        rpn.SAMPLES_PER_IMAGE, rpn.MAX_POSITIVES_PER_IMAGE,
+        faster_rcnn.RPN_SAMPLES, faster_rcnn.RPN_MAX_POSITIVES,
     )  # fmt: skip
     assert (roi_samples, roi_samples * defaults["box_positive_fraction"]) == (
-        roi_heads.SAMPLES_PER_IMAGE, roi_heads.MAX_POSITIVES_PER_IMAGE,
+        faster_rcnn.ROI_SAMPLES, faster_rcnn.ROI_MAX_POSITIVES,
     )  # fmt: skip
-    assert defaults["box_fg_iou_thresh"] == defaults["box_bg_iou_thresh"] == roi_heads.FG_IOU_THRESH
-    assert defaults["rpn_nms_thresh"] == rpn.NMS_THRESH
+    assert defaults["box_fg_iou_thresh"] == defaults["box_bg_iou_thresh"] == faster_rcnn.FG_IOU_THRESH
+    assert defaults["rpn_nms_thresh"] == faster_rcnn.NMS_THRESH
     assert defaults["rpn_post_nms_top_n_train"] == FasterRCNN.num_train_proposals
     assert defaults["rpn_post_nms_top_n_test"] == FasterRCNN.num_test_proposals
     assert (defaults["box_nms_thresh"], defaults["box_detections_per_img"]) == (

@@ -15,7 +15,7 @@ from stoker.errors import WeightsError
 from stoker.evaluation.evaluate import SCORE_THRESHOLD
 from stoker.models import MODELS, build, detect_architecture, load_weights
 from stoker.models.layers.postprocess import MAX_DETECTIONS
-from stoker.models.retinanet.retinanet import RetinaNet
+from stoker.models.retinanet import RetinaNet
 from tests.models.oracle import PARTS, SMALL_MODELS, check_detections, check_losses_and_gradients, oracle_of
 from tests.models.samples import calibrated_model, make_batch, settings_of
 
@@ -91,7 +91,7 @@ def test_a_classifier_is_recognized_and_fills_the_backbone(
     assert sentences == [f"backbone from {path.name}", "neck and heads are random"]
     with torch.no_grad():
         pixels = model.normalize(make_batch((0,), CANVAS, CLASSES).images)
-        ours = list(model.backbone.body(pixels).values())
+        ours = model.backbone.body(pixels)
         theirs = _maps(network, pixels, list(PARTS[name].stages))
     for mine, other in zip(ours, theirs, strict=True):
         assert (mine - other).norm() < 1e-4 * other.norm()

@@ -24,10 +24,8 @@ from stoker.hardware.device import Device
 from stoker.inference.runtime import OnnxModel
 from stoker.models import MODELS, build, detect_architecture, load_weights
 from stoker.models.backbones import StridedConv2d
-from stoker.models.layers.matching import BACKGROUND
-from stoker.models.ssd.backbones import detect_reduced_tail
-from stoker.models.ssd.loss import hard_negative_cross_entropy, match_ssd_anchors
-from stoker.models.ssd.ssd import SSD, SSDOutputs
+from stoker.models.layers.matching import BACKGROUND, match_anchors
+from stoker.models.ssd import SSD, SSDOutputs, detect_reduced_tail, hard_negative_cross_entropy
 from stoker.models.table import check_image_size
 from stoker.models.weights.load import read_weights
 from stoker.models.weights.model_file import ModelMetadata
@@ -155,6 +153,12 @@ def require_equal(model: SSD, oracle: Any, raw: SSDOutputs, batch: Batch) -> Non
         assert relative(mine, other) < 1e-12
 
 
+def match_ssd(boxes: Tensor, valid: Tensor, anchors: Tensor, thresh: float, block: int | None = None) -> Tensor:
+    return match_anchors(
+        boxes, valid, anchors, fg_iou_thresh=thresh, bg_iou_thresh=thresh, single_best=True, block=block
+    )
+
+
 def test_boxes_that_want_the_same_anchor(empty_oracles: dict[str, Any], models: dict[str, SSD]) -> None:
     """Equal boxes, and small ones around one anchor: the last slot has it, and some have none."""
     raw = raw_of(models[LITE], LITE, 2)
@@ -163,7 +167,7 @@ def test_boxes_that_want_the_same_anchor(empty_oracles: dict[str, Any], models: 
     batch.boxes[0, :8] = wanted + 1
     for slot in range(16):
         batch.boxes[1, slot] = torch.tensor([150 + slot / 4, 150, 160 + slot / 4, 160])
-    slots = match_ssd_anchors(batch.boxes, batch.valid, raw.anchors, fg_iou_thresh=0.5)
+    slots = match_ssd(batch.boxes, batch.valid, raw.anchors, 0.5)
     assert slots[0, 100] == 7
     assert len(set(slots[1].tolist()) - {BACKGROUND}) < 16
     assert slots[1].max() == 15
@@ -173,10 +177,8 @@ def test_boxes_that_want_the_same_anchor(empty_oracles: dict[str, Any], models: 
 def test_a_box_that_overlaps_no_anchor_has_none() -> None:
     anchors = torch.tensor([[0.0, 0, 10, 10], [20, 20, 30, 30]])
     boxes = torch.tensor([[[12.0, 12, 14, 14], [20, 20, 22, 22], [0, 0, 10, 10]]])
-    assert match_ssd_anchors(boxes, torch.tensor([[True] * 3]), anchors, fg_iou_thresh=0.5).tolist() == [[2, 1]]
-    assert match_ssd_anchors(boxes, torch.tensor([[True, False, True]]), anchors, fg_iou_thresh=0.5).tolist() == [
-        [2, -1]
-    ]
+    assert match_ssd(boxes, torch.tensor([[True] * 3]), anchors, 0.5).tolist() == [[2, 1]]
+    assert match_ssd(boxes, torch.tensor([[True, False, True]]), anchors, 0.5).tolist() == [[2, -1]]
 
 
 @given(st.integers(0, 10_000), st.integers(1, 600))
@@ -189,8 +191,8 @@ def test_matching_in_parts_is_matching_at_once(seed: int, block: int) -> None:
     valid = torch.rand(3, 9, generator=draws) < 0.7
     grid = torch.cartesian_prod(torch.arange(0, 40, 8), torch.arange(0, 40, 8)).float()
     anchors = torch.cat((grid, grid + 8), 1)
-    found = match_ssd_anchors(boxes, valid, anchors, fg_iou_thresh=0.1, block=block)
-    assert torch.equal(found, match_ssd_anchors(boxes, valid, anchors, fg_iou_thresh=0.1))
+    found = match_ssd(boxes, valid, anchors, 0.1, block=block)
+    assert torch.equal(found, match_ssd(boxes, valid, anchors, 0.1))
     for image in range(3):
         overlaps = [valid[image, m] and bool(box_iou(boxes[image, m, None], anchors).any()) for m in range(9)]
         taken = {int(slot) for slot in found[image]} - {BACKGROUND}

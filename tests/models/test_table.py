@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from stoker.config.architectures import ComputeCost, make_architecture
-from stoker.config.recipes import read_recipes
+from stoker.config.settings import read_recipes
 from stoker.knowledge import read_toml
 from stoker.models import MODELS, build
 from stoker.models.layers.winograd import without_winograd

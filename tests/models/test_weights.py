@@ -102,7 +102,7 @@ from stoker.cli.quick_import import quick_imports
 with quick_imports():
     from stoker.config.settings import ModelSettings
     from stoker.models import MODELS, build, detect_architecture
-    from stoker.models.weights.shapes_only import shapes_only
+    from stoker.models.weights.load import shapes_only
 for name, arch in MODELS.items():
     with shapes_only():
         model = build(ModelSettings(**{{**arch.defaults, "model": name}}), 3)
@@ -211,7 +211,7 @@ def test_a_file_by_stoker_says_its_model_and_classes(tmp_path: Path, with_header
 def test_weights_trained_with_either_norm_fill_a_model_with_the_other(tmp_path: Path, norm: str) -> None:
     path = tmp_path / "some.safetensors"
     other = "bn" if norm == "frozen_bn" else "frozen_bn"
-    save(build(settings_of(TINY, backbone_norm=other), 2), path, {"model": TINY})
+    save(build(settings_of(TINY, backbone_norm=other), 2), path, {})
     settings = settings_of(TINY, backbone_norm=norm, weights=str(path))
     load_weights(build(settings, 2), settings, class_names=("a", "b"))
 
@@ -259,7 +259,7 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
     torch.save(incomplete, tmp_path / "incomplete.pth")
     assert "lacks tensor backbone.body.3.conv.1.0.weight." in failure(tmp_path / "incomplete.pth")
 
-    save(build(settings_of(TINY), 2), tmp_path / "tiny.safetensors", {"model": TINY})
+    save(build(settings_of(TINY), 2), tmp_path / "tiny.safetensors", {})
     message = failure(tmp_path / "tiny.safetensors", name=TINY, aspect_ratios=(0.5, 1.0))
     assert "tensor head.regression_head.bbox_reg." in message
     assert "[8] in the file, [16] in the model" in message

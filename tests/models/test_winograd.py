@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn import functional
 
 from stoker.models.layers import winograd
-from stoker.models.layers.norms import FrozenBatchNorm2d, fold_frozen_norms
+from stoker.models.layers.convolutions import fold_frozen_norms
+from stoker.models.layers.norms import FrozenBatchNorm2d
 from stoker.models.layers.winograd import WinogradConv, use_winograd_without_avx512
 
 

@@ -18,8 +18,8 @@ from torchvision.ops import FrozenBatchNorm2d
 
 from stoker.data.batch import Batch, RandSlot
 from stoker.models import build
-from stoker.models.faster_rcnn.faster_rcnn import FasterRCNN
-from stoker.models.layers.sampling import random_keys
+from stoker.models.faster_rcnn import FasterRCNN
+from stoker.models.layers.matching import random_keys
 from tests.models.samples import make_batch, settings_of
 
 RPN_SAMPLES, ROI_SAMPLES = (256, 128), (96, 24)

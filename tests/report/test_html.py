@@ -18,7 +18,8 @@ from plotly.offline import get_plotlyjs
 from stoker.cli.app import main
 from stoker.data.index import Index, open_index
 from stoker.errors import UsageError
-from stoker.evaluation.evaluate import build_evaluation, compute_coco_result, ground_truth
+from stoker.evaluation.error_analysis import build_evaluation
+from stoker.evaluation.evaluate import compute_coco_result, ground_truth
 from stoker.evaluation.metrics import Detections, Evaluation
 from stoker.report.explain import PHASE_COLORS
 from stoker.report.html import render, write_report

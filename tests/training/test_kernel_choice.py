@@ -16,7 +16,7 @@ import torch
 from stoker.config.settings import Config
 from stoker.hardware.device import Device
 from stoker.models import Detector, build
-from stoker.models.resnet import BasicBlock
+from stoker.models.networks import BasicBlock
 from stoker.runs.records import EVENTS, RunFolder, read_lines
 from stoker.runs.schemas import Event
 from stoker.training import make_step

@@ -24,7 +24,6 @@ from stoker.errors import (
 )
 from stoker.hardware.device import Device, ReadyEvent, SideStream
 from stoker.models import unset_fields
-from stoker.models.retinanet.retinanet import RetinaNet
 from stoker.models.weights import model_file
 from stoker.models.weights.load import detect_architecture
 from stoker.runs.records import (
@@ -64,15 +63,6 @@ def test_the_run_folder_is_complete(run: Path):
     assert kinds[-1] == "finished"
     assert kinds.count("evaluated") == 2
     assert sum(window.window_steps for window in read_lines(run, STEPS, StepWindow)) == 12
-
-
-@pytest.mark.slow
-def test_a_training_warning_is_logged_once_after_an_evaluation(data: Path, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(RetinaNet, "training_warning", lambda _: "a sentence")
-    run = train(settings(data, max_duration="6", eval_every="2"), run_dir=str(tmp_path / "run")).run
-    events = list(read_lines(run, EVENTS, Event))
-    assert [event.kind for event in events].count("evaluated") == 3
-    assert [(event.kind, event.step) for event in events if event.text == "a sentence"] == [("warning", 2)]
 
 
 def test_every_setting_has_a_value_and_derived_ones_a_reason(run: Path, data: Path):

@@ -20,7 +20,7 @@ from stoker.errors import ConfigError
 from stoker.hardware.cgroup import CORES_VARIABLE
 from stoker.hardware.device import select_device
 from stoker.models import MODELS, build
-from stoker.models.weights.shapes_only import shapes_only
+from stoker.models.weights.load import shapes_only
 from stoker.runs.records import EVENTS, STEPS, read_lines
 from stoker.runs.schemas import Event, StepWindow
 from stoker.training.cluster import Devices

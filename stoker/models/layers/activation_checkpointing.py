@@ -41,15 +41,13 @@ def _checkpointed_forward(segment: nn.Sequential, x: Tensor) -> Tensor:
         return forward(segment, x)
     checkpoint_kwargs: dict[str, Any] = {}
     if not torch.compiler.is_compiling():  # a compiled program updates the statistics only once
-        checkpoint_kwargs["context_fn"] = functools.partial(_checkpoint_contexts, segment)
+        # Contexts of the forward pass and of the recomputation.
+        checkpoint_kwargs["context_fn"] = lambda: (
+            contextlib.nullcontext(), _recomputation(segment, same_weights(segment))
+        )  # fmt: skip
     # No model uses random numbers, and reading the generator's state would synchronize.
     result: Tensor = checkpoint(forward, segment, x, use_reentrant=False, preserve_rng_state=False, **checkpoint_kwargs)
     return result
-
-
-def _checkpoint_contexts(segment: nn.Module) -> tuple[contextlib.AbstractContextManager[None], ...]:
-    """Contexts of the forward pass and of the recomputation."""
-    return contextlib.nullcontext(), _recomputation(segment, same_weights(segment))
 
 
 @contextlib.contextmanager

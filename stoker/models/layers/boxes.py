@@ -1,17 +1,22 @@
-"""Geometry of boxes: anchors, box encoding, IoU, clipping.
+"""Geometry of boxes: box encoding, IoU, clipping, and anchors.
 
 Boxes are xyxy in pixels unless a name says otherwise. Every function has a fixed output shape and works on the device
-of its arguments. `matching.py` assigns boxes to anchors; `losses.py` has the losses.
+of its arguments. The anchors of an input size are computed on the device once and then cached: computing them takes
+dozens of kernels. `matching.py` assigns boxes to anchors; `losses.py` has the losses.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 MAX_LOG_SCALE = math.log(1000 / 16)
 """Maximum of the predicted log sizes before exp, as in Detectron and torchvision: a box grows at most 62.5 times."""
+
+BOX_CODER_WEIGHTS = (10.0, 10.0, 5.0, 5.0)
+"""Factors of the encoded offsets x, y, log w, log h in SSD and in the second stage of Faster R-CNN: the inverse of
+their usual standard deviation (torchvision's BoxCoder, Detectron), of the "variances" of SSD's prior boxes."""
 
 
 def cell_anchors(size: float, scales: Sequence[float], aspect_ratios: Sequence[float]) -> Tensor:
@@ -39,6 +44,25 @@ def grid_anchors(base_anchors: Tensor, grid: tuple[int, int], stride: tuple[floa
     y, x = y[:, None].expand(grid), x[None, :].expand(grid)
     shifts = torch.stack((x, y, x, y), dim=2).reshape(-1, 1, 4)
     return (shifts + base_anchors).reshape(-1, 4)
+
+
+def batched_gather(values: Tensor, index: Tensor) -> Tensor:
+    """The rows `index` [B, S] of `values` [B, N] or [B, N, D]: [B, S] or [B, S, D]."""
+    if values.dim() == 2:
+        return values.gather(1, index)
+    return values.gather(1, index[..., None].expand(-1, -1, values.shape[2]))
+
+
+def rows_at(table: Tensor, index: Tensor) -> Tensor:
+    """The rows `index` [B, S] of one table [A] or [A, D] for all images: [B, S] or [B, S, D]."""
+    return table.index_select(0, index.flatten()).view(*index.shape, *table.shape[1:])
+
+
+def coder_weights_like(boxes: Tensor) -> Tensor:
+    """BOX_CODER_WEIGHTS [4], created on the device and with the dtype of `boxes`."""
+    x, _, w, _ = BOX_CODER_WEIGHTS
+    coordinate = torch.arange(4, device=boxes.device)
+    return torch.where(coordinate < 2, x, w).to(boxes.dtype)
 
 
 def encode(boxes: Tensor, anchors: Tensor) -> Tensor:
@@ -111,3 +135,42 @@ def clip(boxes: Tensor, size: Tensor) -> Tensor:
     zero = torch.zeros((), dtype=boxes.dtype, device=boxes.device)
     limits = ((x1, width), (y1, height), (x2, width), (y2, height))
     return torch.stack([coordinate.clamp(min=zero, max=limit.to(boxes.dtype)) for coordinate, limit in limits], dim=-1)
+
+
+GridSize = tuple[int, int]
+"""Height and width of a feature map."""
+
+
+class AnchorGenerator(nn.Module):
+    """Anchors of feature maps whose positions are multiples of a stride.
+
+    base_anchors: of each map, finest first, the anchors of one position, [n, 4] around the origin.
+    """
+
+    def __init__(self, base_anchors: Iterable[Tensor]) -> None:
+        super().__init__()
+        for level, anchors in enumerate(base_anchors):
+            self.register_buffer(f"cells_{level}", anchors, persistent=False)
+        self._cache: dict[tuple[tuple[int, int], torch.device, torch.dtype], Tensor] = {}
+
+    def forward(self, image_size: tuple[int, int], grids: list[GridSize]) -> Tensor:
+        """All anchors of an input size (height, width) with feature maps `grids`: float32 [A, 4], by map, then by
+        row."""
+        first_base = self._base_anchors(0)
+        key = (image_size, first_base.device, first_base.dtype)
+        if key not in self._cache:
+            with torch.inference_mode(False):  # a tensor made in inference mode cannot be saved for backward later
+                levels = [self.level_anchors(n, image_size, grid) for n, grid in enumerate(grids)]
+                self._cache[key] = torch.cat(levels)
+        return self._cache[key]
+
+    def num_anchors_per_level(self, grids: list[GridSize]) -> tuple[int, ...]:
+        """Number of anchors of each map."""
+        return tuple(height * width * self._base_anchors(n).shape[0] for n, (height, width) in enumerate(grids))
+
+    def level_anchors(self, level: int, image_size: tuple[int, int], grid: GridSize) -> Tensor:
+        """The anchors of one map, [height · width · n, 4]; here the first position is the input's corner."""
+        return grid_anchors(self._base_anchors(level), grid, (image_size[0] // grid[0], image_size[1] // grid[1]))
+
+    def _base_anchors(self, level: int) -> Tensor:
+        return self.get_buffer(f"cells_{level}")

@@ -133,15 +133,11 @@ def _channel(target: Tensor) -> Tensor:
 
 def _loss_and_derivative(x: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
     """p^gamma · -log(1 - p) with p = sigmoid(x), and its derivative in x; both of the shape of x."""
-    p, log_one_minus_p = x.sigmoid(), _log_one_minus_sigmoid(x)
+    p, log_one_minus_p = x.sigmoid(), _minus_log_one_minus_sigmoid(x).neg_()
     del x  # as large as all logits of a block
     weight = p.pow(gamma)
     derivative = (p - 1).mul_(log_one_minus_p).mul_(gamma).add_(p).mul_(weight)
     return log_one_minus_p.mul_(weight).neg_(), derivative
-
-
-def _log_one_minus_sigmoid(x: Tensor) -> Tensor:
-    return _minus_log_one_minus_sigmoid(x).neg_()
 
 
 def _minus_log_one_minus_sigmoid(x: Tensor) -> Tensor:

@@ -1,12 +1,6 @@
-"""BatchNorm of a backbone: frozen, trained, or synchronized; frozen ones are folded into their convolutions.
-
-A frozen norm multiplies by and adds constants, so the convolution before it can do both with scaled weights and a bias.
-That saves two passes over the activations forward and one backward. `state_dict` keeps the names and values of the two
-modules.
-"""
+"""BatchNorm of a backbone: frozen, trained, or synchronized. `convolutions.py` folds frozen ones into convolutions."""
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Literal, Self
@@ -15,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stoker.models.layers.padded_conv import PaddedConv2d, is_on_accelerator
 from stoker.models.layers.rank_mean import num_exchanging_ranks, sum_over_ranks
 
 Norm = Callable[[int], nn.Module]
@@ -47,7 +40,7 @@ class FrozenBatchNorm2d(nn.Module):
 
     def _update_scale_and_shift(self) -> None:
         """Computes `scale` and `shift`, once per loaded set of weights instead of once a step."""
-        if self.weight.is_meta:  # no values (`weights/shapes_only.py`)
+        if self.weight.is_meta:  # no values (`weights/load.py`)
             return
         with torch.no_grad():
             self.scale.copy_(self.weight * (self.running_var + self.eps).rsqrt())
@@ -71,47 +64,6 @@ class FrozenBatchNorm2d(nn.Module):
         return torch.addcmul(shift[:, None, None], x, scale[:, None, None])
 
 
-class FoldedConv2d(PaddedConv2d):
-    """A convolution without bias that also computes the frozen norm after it. It shares the norm's constants and the
-    original's weights, which are trained as without folding."""
-
-    def __init__(self, original: nn.Conv2d, norm: FrozenBatchNorm2d) -> None:
-        super().__init__(original)
-        self._norm = (norm,)  # in a tuple, so that it is not registered as a child a second time
-        norm.folded = True
-        self.cast: tuple[Tensor, Tensor] | None = None
-        """What `fold` returns, cast by `weight_casts`."""
-
-    def fold(self) -> tuple[Tensor, Tensor]:
-        """Weight and bias of the convolution that computes both."""
-        (norm,) = self._norm
-        return self.weight * norm.scale[:, None, None, None], norm.shift
-
-    def weights(self) -> tuple[Tensor, Tensor]:
-        """The same, cast where `weight_casts` did so."""
-        return self.fold() if self.cast is None else self.cast
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [B, in, H, W] → the norm's output [B, out, h, w]."""
-        folded: Tensor = self._conv_forward(x, *self.weights())
-        return folded
-
-
-def fold_frozen_norms(module: nn.Module) -> None:
-    """Replaces, in place, every convolution that is registered directly before a frozen norm of its width."""
-    children = list(module.named_children())
-    for (name, first), (_, second) in itertools.pairwise(children):
-        if (
-            isinstance(first, nn.Conv2d)
-            and isinstance(second, FrozenBatchNorm2d)
-            and first.bias is None
-            and first.out_channels == second.scale.shape[0]
-        ):
-            setattr(module, name, FoldedConv2d(first, second))
-    for _, child in children:
-        fold_frozen_norms(child)
-
-
 class SafeBatchNorm2d(nn.BatchNorm2d):
     """BatchNorm2d that accepts one value per channel, where torch raises ValueError as there is no variance.
 
@@ -121,7 +73,10 @@ class SafeBatchNorm2d(nn.BatchNorm2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, C, H, W] → the same shape."""
-        return _normalize_by_running_stats(self, x) if _is_single_value(self, x) else super().forward(x)
+        if not self.training or x.numel() > x.shape[1]:
+            return super().forward(x)
+        stats = self.running_mean, self.running_var
+        return functional.batch_norm(x, *stats, self.weight, self.bias, False, 0.0, self.eps)
 
 
 class SafeSyncBatchNorm(SafeBatchNorm2d):
@@ -143,7 +98,7 @@ class SafeSyncBatchNorm(SafeBatchNorm2d):
 def _sync_batch_norm(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
     """Normalizes by mean and variance over the batches of all ranks; updates the running statistics as torch does."""
     ranks = num_exchanging_ranks()
-    if is_on_accelerator(x):
+    if x.device.type != "cpu":
         from torch.nn.modules._functions import SyncBatchNorm
 
         group = torch.distributed.group.WORLD
@@ -203,14 +158,6 @@ class _DeferredCount:
 
     def add_(self, number: int) -> None:
         self.value += number
-
-
-def _is_single_value(norm: nn.modules.batchnorm._BatchNorm, x: Tensor) -> bool:
-    return norm.training and x.numel() == x.shape[1]
-
-
-def _normalize_by_running_stats(norm: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
-    return functional.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.0, norm.eps)
 
 
 NORMS: dict[NormKind, Norm] = {"frozen_bn": FrozenBatchNorm2d, "bn": SafeBatchNorm2d, "sync_bn": SafeSyncBatchNorm}

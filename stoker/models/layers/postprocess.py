@@ -1,22 +1,81 @@
 """From dense predictions to detections: best candidates, NMS, a fixed number of detections.
 
 Everything has fixed shapes except torchvision's NMS; the host must know the length of its result. That host sync has
-the name "nms". On an accelerator, NMS in rounds (`nms.py`) takes its place, without a host sync and for whole batches;
-for the rare image for which that is not exact, torchvision's NMS repeats it when the host reads the detections
-(`ExactnessCheck`).
+the name "nms". On an accelerator, greedy NMS as the fixed point of a rule, in a fixed number of rounds, takes its
+place, without a host sync and for whole batches (docs/decisions/0007); for the rare image for which that is not exact,
+torchvision's NMS repeats it when the host reads the detections (`ExactnessCheck`). The proposals of Faster R-CNN use
+NMS in rounds in training and in evaluation.
 """
 
+import importlib.util
 from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from stoker.hardware.device import allow_host_sync
-from stoker.models.layers.boxes import clip, decode
-from stoker.models.layers.losses import at_least_fp32
-from stoker.models.layers.nms import MAX_PAIRS, fixed_point_nms, largest_float32, torchvision_nms
+from stoker.models.layers.boxes import batched_gather, clip, iou
+
+NMS_ROUNDS = 32
+"""Rounds of `fixed_point_nms`. It needs one per link of the longest chain of boxes in which each decides about the next
+one, and one to detect convergence: 10 for 2,000 boxes around 20 objects. Even, so that without convergence too many
+boxes stay rather than too few."""
+MAX_PAIRS = 2**25
+"""IoUs that are computed at once: 128 MiB in fp32; about four such tensors exist at the same time."""
+
+
+def fixed_point_nms(
+    boxes: Tensor,
+    eligible: Tensor,
+    *,
+    iou_threshold: float,
+    labels: Tensor | None = None,
+    num_rounds: int = NMS_ROUNDS,
+) -> tuple[Tensor, Tensor]:
+    """Greedy NMS of the `eligible` ones (bool [B, K]) of boxes [B, K, 4], best first, in fixed shapes: (kept: bool
+    [B, K], converged: bool [B]). labels [B, K]: NMS within each label; None: all boxes have one label.
+
+    The result of greedy NMS is the only fixed point of this rule: a box is kept if no better kept box has an IoU above
+    `iou_threshold` with it. Starting with "all kept", each round is right for one more link of every chain of boxes.
+    After an even number of rounds, the kept boxes include those of greedy NMS; after an odd number, they are included.
+    """
+    overlaps = iou(boxes, boxes) > iou_threshold
+    if labels is not None:
+        overlaps = overlaps & (labels[:, :, None] == labels[:, None, :])
+    # Half the bytes of fp32 for each round to read. Sums of zeros and ones are never rounded to zero.
+    dtype = boxes.dtype if boxes.device.type == "cpu" else torch.float16
+    suppresses = overlaps.triu(1).to(dtype)  # [B, K, K]: row suppresses column
+    previous = keep = eligible
+    for _ in range(num_rounds):
+        previous = keep
+        keep = eligible & (torch.bmm(previous[:, None].to(dtype), suppresses)[:, 0] == 0)
+    return keep, (keep == previous).all(1)
+
+
+@cache
+def torchvision_nms() -> Callable[[Tensor, Tensor, float], Tensor]:
+    """torchvision's greedy NMS of boxes [K, 4] with scores [K] and an IoU threshold: indices int64, best first. Its
+    library of operators is loaded without importing torchvision, because that imports torch's compiler: 3 s."""
+    spec = importlib.util.find_spec("torchvision")
+    libraries = list(Path(spec.origin).parent.glob("_C*.so")) if spec and spec.origin else []
+    if len(libraries) == 1:
+        torch.ops.load_library(libraries[0])  # type: ignore[no-untyped-call]
+    else:
+        importlib.import_module("torchvision")
+    return torch.ops.torchvision.nms
+
+
+def largest_float32(value: float) -> float:
+    """The largest float32 that is not above `value`: an fp32 number is above both or above none. torch would compare
+    with the nearest one, which may be above `value`; torchvision's NMS on a CPU compares in double precision."""
+    nearest = np.float32(value)
+    return float(nearest if float(nearest) <= value else np.nextafter(nearest, np.float32(-np.inf)))
+
 
 PRE_NMS_TOP_N = 1000
 """Boxes of a pyramid level before NMS: torchvision's default (RetinaNet.topk_candidates)."""
@@ -92,29 +151,6 @@ class Candidates(NamedTuple):
     """float32 [B, N]; zero if the score is not above the threshold, or the box has no area inside `resized_size`."""
     labels: Tensor
     """int64 [B, N]."""
-
-
-def select_candidates(
-    logits: Tensor,
-    deltas: Tensor,
-    anchors: Tensor,
-    num_anchors_per_level: tuple[int, ...],
-    resized_size: Tensor,
-    *,
-    score_threshold: float | Tensor,
-    pre_nms_top_n: int = PRE_NMS_TOP_N,
-) -> Candidates:
-    """The `pre_nms_top_n` best scores of each pyramid level, decoded and clipped to `resized_size` [B, 2].
-
-    logits: [B, A, C] sigmoid logits; deltas: [B, A, 4]; anchors: [A, 4]; num_anchors_per_level: sums to A. The logits
-    are ranked, not the scores: the sigmoid keeps their order, and no fp32 copy of all of them is needed.
-    """
-    values, indices, labels = topk_per_level(logits, num_anchors_per_level, pre_nms_top_n)
-    chosen_deltas = at_least_fp32(deltas.gather(1, indices[..., None].expand(-1, -1, 4)))
-    boxes = decode(chosen_deltas, anchors.index_select(0, indices.flatten()).view(*indices.shape, 4))
-    return clip_and_filter(
-        resized_size, boxes, at_least_fp32(values).sigmoid(), labels, score_threshold=score_threshold
-    )
 
 
 def topk_per_level(
@@ -239,8 +275,7 @@ def _best_first(candidates: Candidates, count: int) -> Candidates:
 
 def _select(candidates: Candidates, indices: Tensor) -> Candidates:
     """The candidates at `indices`, int64 [B, K]."""
-    boxes = candidates.boxes.gather(1, indices[..., None].expand(-1, -1, 4))
-    return Candidates(boxes, candidates.scores.gather(1, indices), candidates.labels.gather(1, indices))
+    return Candidates(*(batched_gather(column, indices) for column in candidates))
 
 
 def _as_detections(best: Candidates, max_detections: int) -> BatchDetections:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stoker.models.layers.norms import FoldedConv2d
+from stoker.models.layers.convolutions import FoldedConv2d
 
 
 class _CastAll(torch.autograd.Function):

@@ -7,12 +7,9 @@ name only when it is complete. `load.py` reads the files.
 
 import hashlib
 import os
-import re
-import shutil
+import socket
 import sys
-import tempfile
-import urllib.error
-import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 
 import torch
@@ -44,7 +41,7 @@ def fetch_weights(url: str) -> tuple[Path, str]:
     print_text(f"Downloading {url} to {path.parent}", file=sys.stderr, flush=True)
     try:
         _download(url, path)
-    except (OSError, _WrongHash) as error:  # urllib's errors are OSErrors
+    except (OSError, HTTPException, RuntimeError) as error:  # RuntimeError: another hash
         raise WeightsError(
             f"Pretrained weights could not be downloaded: {name}",
             location=url,
@@ -83,30 +80,13 @@ def local_path(location: str) -> Path:
     return path
 
 
-class _WrongHash(Exception):
-    pass
-
-
 def _download(url: str, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file, urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
-            shutil.copyfileobj(response, file, 1 << 20)
-            file.flush()
-            os.fsync(file.fileno())
-        _check_hash(Path(temporary), path.name)
-        os.chmod(temporary, 0o644)  # mkstemp's 0600 would make the file in a shared cache unreadable for others
-        os.replace(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
-
-
-def _check_hash(path: Path, name: str) -> None:
     """torchvision's names end with the first digits of the file's SHA-256: `resnet50-0676ba61.pth`."""
-    expected = re.search(r"-([0-9a-f]{8,})\.\w+$", name)
-    with path.open("rb") as file:
-        actual = hashlib.file_digest(file, "sha256").hexdigest()
-    if expected is None or not actual.startswith(expected[1]):
-        expected_hash = expected[1] if expected else "a hash in the name"
-        raise _WrongHash(f"the downloaded file is another one: SHA-256 {actual[:12]}…, expected {expected_hash}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    expected = torch.hub.HASH_REGEX.search(path.name)
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(TIMEOUT_S)
+    try:
+        torch.hub.download_url_to_file(url, str(path), expected and expected[1], progress=sys.stderr.isatty())
+    finally:
+        socket.setdefaulttimeout(before)

@@ -4,26 +4,32 @@ Supported are state_dicts of torchvision's detectors that are in MODELS (also wi
 classifiers with the same backbones, and stoker's own files, as .pth/.pt (bare or under "model") or .safetensors. A file
 is recognized by the names and shapes of its tensors. `hub.py` finds files; `model_file.py` loads a whole model that
 stoker saved.
+
+The class head of a file is converted to the user's classes: matched by name if possible, else left random.
+`detector.ClassHeadSpec` describes the channels of such a layer. Files by stoker have one channel per class, after a
+background channel if the model has one. Files by torchvision always have a background channel; in its RetinaNet and
+FCOS, which have sigmoids, it is unused.
 """
 
 import re
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from stoker.config.settings import ModelSettings
 from stoker.errors import WeightsError, nearest
-from stoker.models.detector import Detector
+from stoker.knowledge import read_toml
+from stoker.models.detector import ClassHeadSpec, Detector
 from stoker.models.table import FAMILIES, MODELS, build, get_architecture
-from stoker.models.weights.class_head import class_tensors, fit_class_head
 from stoker.models.weights.hub import fetch_weights, local_path
-from stoker.models.weights.shapes_only import shapes_only
 
 PRETRAINED_NAMES = ("coco", "imagenet")
 """Names that `--weights` accepts, besides `none` and files."""
@@ -37,8 +43,6 @@ class WeightsFile(NamedTuple):
 
     tensors: dict[str, Tensor]
     """By the file's own names, without prefixes of wrappers."""
-    model: str | None
-    """Its architecture in MODELS, if the file has it in its header."""
     class_names: tuple[str, ...] | None
     """The classes of its class head, if the file has them in its header."""
 
@@ -57,7 +61,7 @@ class WeightsMatch(NamedTuple):
 def detect_architecture(path: str | Path) -> str | None:
     """Name in MODELS of the architecture of a weights file (for a classifier: the first with this backbone); None if
     there is none. Raises WeightsError if the file is missing or cannot be read."""
-    return _detect_model(read_weights(local_path(str(path))))
+    return _detect_model(read_weights(local_path(str(path))).tensors)
 
 
 def load_weights(model: Detector, settings: ModelSettings, *, class_names: Sequence[str]) -> list[str]:
@@ -80,8 +84,17 @@ def load_weights(model: Detector, settings: ModelSettings, *, class_names: Seque
     path, source = fetch_weights(arch.urls[choice]) if choice in arch.urls else (local_path(choice), "")
     weights = read_weights(path, choices=(*arch.urls, "none"))
     matched = _match_weights(weights.tensors, model)
-    if matched.match_fraction < MIN_MATCH_FRACTION or weights.model not in (None, settings.model):
-        raise _wrong_architecture(path, weights, settings.model)
+    if matched.match_fraction < MIN_MATCH_FRACTION:
+        actual_name = _detect_model(weights.tensors)
+        if actual_name is not None:
+            message = f"The weights file belongs to {actual_name}, not to {settings.model}."
+            raise WeightsError(message, location=path, fix=f"--model {actual_name}, or other weights")
+        raise WeightsError(
+            f"The weights file does not belong to {settings.model}, nor to another model of stoker's.",
+            location=path,
+            cause=f"names of its tensors: {', '.join(list(weights.tensors)[:3])} …",
+            choices=["torchvision's detectors that `stoker models` lists", "its classifiers", "a file by stoker"],
+        )
     tensors, sentences = matched.tensors, []
     heads = class_tensors(model.class_heads())
     own_tensors = {name: tensor for name, tensor in tensors.items() if name not in heads}
@@ -105,9 +118,8 @@ def read_weights(path: Path, *, choices: Sequence[str] = (*PRETRAINED_NAMES, "no
     """The weights in a file. Raises WeightsError if it is missing, damaged or has other content; choices: the values
     that the caller accepts instead of a file, for the message."""
     if not path.is_file():
-        closest = nearest(str(path), choices) or (
-            nearest(path.name, [p.name for p in path.parent.iterdir()]) if path.parent.is_dir() else None
-        )
+        files = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        closest = nearest(str(path), choices) or nearest(path.name, files)
         raise WeightsError(
             "The weights file does not exist" + (f"; did you mean {closest}?" if closest else "."),
             location=path,
@@ -135,8 +147,7 @@ def read_weights(path: Path, *, choices: Sequence[str] = (*PRETRAINED_NAMES, "no
         names = msgspec.json.decode(header["stoker"], type=_Metadata).class_names if "stoker" in header else None
     except (msgspec.DecodeError, RecursionError) as error:
         raise WeightsError("The metadata of the weights cannot be read.", location=path, cause=str(error)) from error
-    model_name = header.get("model")
-    return WeightsFile(tensors, model_name if model_name in MODELS else None, names)
+    return WeightsFile(tensors, names)
 
 
 class _Metadata(msgspec.Struct):
@@ -199,27 +210,25 @@ def _match_weights(tensors: Mapping[str, Tensor], model: Detector) -> WeightsMat
         num_same = sum(name in tensors_by_name and tensors_by_name[name].shape == own_shapes[name] for name in names)
         return num_same / max(1, len(names | (tensors_by_name.keys() - head_by_tensor.keys())))
 
-    variants = (tensors, _update_old_names(tensors))
+    own_names = own_shapes.keys() - head_by_tensor.keys()
     matches = [
-        WeightsMatch(matched_fraction(variant, own_shapes.keys() - head_by_tensor.keys()), dict(variant), True)
-        for variant in variants
+        WeightsMatch(matched_fraction(variant, own_names), dict(variant), True)
+        for variant in (tensors, _update_old_names(tensors))
     ]
     matches.append(WeightsMatch(matched_fraction(backbone_tensors, backbone_names), backbone_tensors, False))
     return max(matches, key=lambda candidate: candidate.match_fraction)
 
 
-def _detect_model(weights: WeightsFile) -> str | None:
-    """The architecture in MODELS of a weights file, or None."""
-    if weights.model is not None:
-        return weights.model
+def _detect_model(tensors: Mapping[str, Tensor]) -> str | None:
+    """The architecture in MODELS of a file's tensors, or None."""
     best_fraction, best_name = MIN_MATCH_FRACTION, None
     for name, arch in MODELS.items():
         options_from_weights = FAMILIES[arch.family].options_from_weights
-        options = {} if options_from_weights is None else options_from_weights(weights.tensors)
+        options = {} if options_from_weights is None else options_from_weights(tensors)
         settings = {"backbone_norm": "bn", "trainable_backbone_layers": 5, **arch.defaults, **options, "model": name}
         with shapes_only():
             model = build(ModelSettings(**settings), 1)
-        match_fraction = _match_weights(weights.tensors, model).match_fraction
+        match_fraction = _match_weights(tensors, model).match_fraction
         if match_fraction == 1:
             return name
         if match_fraction > best_fraction or (match_fraction == best_fraction and best_name is None):
@@ -266,17 +275,88 @@ def _check_fits(model: Detector, tensors: Mapping[str, Tensor], path: Path, *, i
             )
 
 
-def _wrong_architecture(path: Path, weights: WeightsFile, model_name: str) -> WeightsError:
-    actual_name = _detect_model(weights)
-    if actual_name is not None:
-        return WeightsError(
-            f"The weights file belongs to {actual_name}, not to {model_name}.",
-            location=path,
-            fix=f"--model {actual_name}, or other weights",
-        )
-    return WeightsError(
-        f"The weights file does not belong to {model_name}, nor to another model of stoker's.",
-        location=path,
-        cause=f"names of its tensors: {', '.join(list(weights.tensors)[:3])} …",
-        choices=["torchvision's detectors that `stoker models` lists", "its classifiers", "a file by stoker"],
-    )
+COCO_CHANNELS: tuple[str, ...] = tuple(read_toml("models.toml")["coco_channels"])
+"""Classes of the channels of torchvision's COCO weights: by category id, with ids that have no category."""
+
+
+def class_tensors(class_heads: Iterable[ClassHeadSpec]) -> dict[str, ClassHeadSpec]:
+    """Name of each tensor of the class heads → its layer."""
+    return {f"{head.name}.{kind}": head for head in class_heads for kind in ("weight", "bias")}
+
+
+def fit_class_head(
+    tensors: Mapping[str, Tensor],
+    class_heads: Sequence[ClassHeadSpec],
+    file_classes: Sequence[str] | None,
+    class_names: Sequence[str],
+) -> tuple[dict[str, Tensor], str]:
+    """(`tensors` with class heads for `class_names`, or without them; a sentence about the result).
+
+    class_heads: the model's; file_classes: class names in the file, None if it has none. The heads are kept if every
+    class is one of the file's, or if the file has no names and as many classes. A file with 91 channels without names
+    has torchvision's COCO classes.
+    """
+    first = class_heads[0]
+    head_by_tensor = class_tensors(class_heads)
+    sizes = {name: (*tensors[name].shape, 0)[0] if name in tensors else 0 for name in head_by_tensor}
+    channels = sizes[f"{first.name}.weight"] // (first.num_anchors * first.outputs_per_class)
+    channel_indices, reason = _match_channels(channels, file_classes, class_names, has_background=first.has_background)
+    if any(
+        sizes[name] != head.num_anchors * channels * head.outputs_per_class for name, head in head_by_tensor.items()
+    ):
+        channel_indices, reason = None, "its layers have other numbers of channels than those of the model"
+    fitted = {name: tensor for name, tensor in tensors.items() if name not in head_by_tensor}
+    num_channels = len(class_names) + first.has_background
+    if channel_indices is None:
+        return fitted, f"class head replaced: {channels} -> {num_channels} channels, random; {reason}"
+    for name, head in head_by_tensor.items():
+        by_class = tensors[name].unflatten(0, (head.num_anchors, channels, head.outputs_per_class))  # type: ignore[no-untyped-call]
+        fitted[name] = by_class[:, channel_indices].flatten(0, 2)
+    return fitted, f"class head kept, {channels} -> {num_channels} channels; {reason}"
+
+
+def _match_channels(
+    channels: int, file_classes: Sequence[str] | None, class_names: Sequence[str], *, has_background: bool
+) -> tuple[list[int] | None, str]:
+    """(the file's channel for each channel of the model, or None; the reason)."""
+    first = [0] if has_background else []
+    if file_classes is None and channels == len(COCO_CHANNELS):
+        file_classes = COCO_CHANNELS
+    elif file_classes is not None and has_background:
+        file_classes = ["", *file_classes]  # a file by stoker has no name for the background
+    if file_classes is None:
+        if channels in (len(class_names) + 1, len(class_names) + has_background):
+            return [*first, *range(channels - len(class_names), channels)], (
+                "the file has as many classes, without names"
+            )
+        return None, "the file has no class names and another number of classes"
+    channel_by_name = {name.casefold(): channel for channel, name in enumerate(file_classes)}
+    missing = [name for name in class_names if name.casefold() not in channel_by_name]
+    if missing:
+        listed = ", ".join(missing[:3]) + (" …" if len(missing) > 3 else "")
+        return None, f"not among the file's classes: {listed}"
+    return [
+        *first,
+        *(channel_by_name[name.casefold()] for name in class_names),
+    ], "every class is one of the file's, matched by name"
+
+
+class _NoValues(TorchFunctionMode):
+    """Leaves out what fills or changes tensors in place: `normal_`, `zero_`, `copy_`. On meta tensors it would change
+    nothing, and torch imports its compiler for it, which takes more than a second."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name: str = getattr(func, "__name__", "")
+        is_in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+        kwargs = kwargs or {}
+        target = args[0] if args else kwargs.get("tensor")  # torch.nn.init passes it by name
+        if is_in_place and isinstance(target, Tensor) and target.is_meta:
+            return target
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """In the block, tensors are made on the meta device. A model must not compute with them when it is built."""
+    with torch.device("meta"), _NoValues():
+        yield

@@ -14,7 +14,7 @@ from stoker import models
 from stoker.config.settings import ModelSettings
 from stoker.errors import StokerError, WeightsError
 from stoker.models.weights import hub
-from stoker.models.weights.shapes_only import shapes_only
+from stoker.models.weights.load import shapes_only
 from stoker.runs.records import BEST, CHECKPOINTS, FINAL, fetch_run
 from stoker.storage.uri import expand_variables, is_uri, parse_uri
 

@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.config.durations import Duration, parse_duration
-from stoker.config.recipes import read_recipes
-from stoker.config.settings import SECTION_OF, Config, check, setting_rows
+from stoker.config.settings import SECTION_OF, Config, check, read_recipes, setting_rows
 from stoker.data.anchor_fit import AnchorConfig, best_image_size, box_dimensions, percentile_anchor_sizes
 from stoker.data.images import cache_policy
 from stoker.data.images.pixel_cache import CachedImageSpec

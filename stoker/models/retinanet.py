@@ -16,7 +16,7 @@ unless `--backbone-norm` changes that, TF trains them.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -26,23 +26,23 @@ from torch.nn import functional
 from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch
 from stoker.models.backbones import (
-    BackboneWithFPN,
+    BackboneWithNeck,
     ExtraBlocks,
     build_backbone_with_fpn,
     depthwise_conv,
     separable_conv,
 )
 from stoker.models.detector import ClassHeadSpec, Detector
-from stoker.models.layers.anchors import AnchorGenerator
-from stoker.models.layers.boxes import cell_anchors
-from stoker.models.layers.fused_conv import ConvReLU
+from stoker.models.layers.boxes import AnchorGenerator, batched_gather, cell_anchors, decode, rows_at
+from stoker.models.layers.convolutions import ConvReLU, conv_norm, flatten_map
 from stoker.models.layers.losses import at_least_fp32, box_loss, focal_loss
 from stoker.models.layers.matching import match_anchors
 from stoker.models.layers.norms import NORMS, Norm, lite_norm, trainable_norm
-from stoker.models.layers.postprocess import PRE_NMS_TOP_N, Candidates, select_candidates
+from stoker.models.layers.postprocess import PRE_NMS_TOP_N, Candidates, clip_and_filter, topk_per_level
 
 PRIOR_PROBABILITY = 0.01
 """Initial score of every class, so that the many negatives do not dominate the first steps (section 4.1)."""
+PRIOR_LOGIT = -math.log((1 - PRIOR_PROBABILITY) / PRIOR_PROBABILITY)
 
 
 class RetinaNetOutputs(NamedTuple):
@@ -59,49 +59,34 @@ class RetinaNetOutputs(NamedTuple):
 
 
 class ConvHead(nn.Module):
-    """Convolution blocks and a predictor, shared by all levels.
+    """Convolution blocks, then predictors, shared by all levels, which are [B, C, h, w] each → for each predictor, of
+    each level [B, its anchors, outputs per anchor].
 
-    predictor_name: name of the last convolution, of `kernel_size`, as in torchvision; bias: its initial bias.
-    Levels, each [B, channels, h, w] → of each level [B, its anchors, outputs_per_anchor].
+    predictors: name, as in torchvision → (last convolution, outputs per anchor).
     """
 
-    def __init__(
-        self,
-        predictor_name: str,
-        blocks: Iterable[nn.Module],
-        channels: int,
-        num_anchors: int,
-        outputs_per_anchor: int,
-        *,
-        kernel_size: int,
-        bias: float,
-    ) -> None:
+    def __init__(self, blocks: list[nn.Module], **predictors: tuple[nn.Conv2d, int]) -> None:
         super().__init__()
-        self.outputs_per_anchor, self.predictor_name = outputs_per_anchor, predictor_name
         self.conv = nn.Sequential(*blocks)
-        predictor = nn.Conv2d(channels, num_anchors * outputs_per_anchor, kernel_size, padding=kernel_size // 2)
-        nn.init.normal_(predictor.weight, std=0.01)
-        assert predictor.bias is not None
-        nn.init.constant_(predictor.bias, bias)
-        self.add_module(predictor_name, predictor)
+        self.outputs_per_anchor = {name: outputs for name, (_, outputs) in predictors.items()}
+        for name, (predictor, _) in predictors.items():
+            self.add_module(name, predictor)
 
-    def forward(self, levels: list[Tensor]) -> list[Tensor]:
-        predictor = self.get_submodule(self.predictor_name)
-        # In channels-last memory the permutation and the flattening are views.
-        flat = [predictor(self.conv(level)).permute(0, 2, 3, 1).flatten(1) for level in levels]
-        return [level.unflatten(1, (-1, self.outputs_per_anchor)) for level in flat]
+    def forward(self, levels: list[Tensor]) -> list[list[Tensor]]:
+        shared = [self.conv(level) for level in levels]
+        return [
+            [flatten_map(self.get_submodule(name)(features), outputs) for features in shared]
+            for name, outputs in self.outputs_per_anchor.items()
+        ]
 
 
-def _conv_block(channels: int, norm: Norm | None) -> nn.Sequential:
-    if norm is not None:
-        return nn.Sequential(
-            nn.Conv2d(channels, channels, 3, padding=1, bias=False), norm(channels), nn.ReLU(inplace=True)
-        )
-    conv = nn.Conv2d(channels, channels, 3, padding=1)
+def head_conv(in_channels: int, out_channels: int, *, kernel_size: int = 3, bias: float = 0.0) -> nn.Conv2d:
+    """A convolution of a head, with small random weights (section 4.1) and a constant bias."""
+    conv = nn.Conv2d(in_channels, out_channels, kernel_size, padding=kernel_size // 2)
     nn.init.normal_(conv.weight, std=0.01)
     assert conv.bias is not None
-    nn.init.zeros_(conv.bias)
-    return ConvReLU(conv)
+    nn.init.constant_(conv.bias, bias)
+    return conv
 
 
 class SharedConvLayer(nn.Module):
@@ -130,7 +115,7 @@ class RetinaNet(Detector):
 
     def __init__(
         self,
-        backbone: BackboneWithFPN,
+        backbone: BackboneWithNeck,
         settings: ModelSettings,
         num_classes: int,
         *,
@@ -142,29 +127,26 @@ class RetinaNet(Detector):
         super().__init__(settings, num_classes)
         num_anchors = len(settings.anchor_scales) * len(settings.aspect_ratios)
         self.backbone = backbone
-        prior_logit = -math.log((1 - PRIOR_PROBABILITY) / PRIOR_PROBABILITY)
         self.head = nn.ModuleDict()
         if lite:
             assert norm is not None
             levels = len(settings.anchor_sizes)
             self.head["tower"] = nn.Sequential(*(SharedConvLayer(channels, levels, norm) for _ in range(num_convs)))
         for child, predictor_name, outputs_per_anchor, bias in (
-            ("classification_head", "cls_logits", num_classes, prior_logit),
+            ("classification_head", "cls_logits", num_classes, PRIOR_LOGIT),
             ("regression_head", "bbox_reg", 4, 0.0),
         ):
             # The last layer of the lite variant is separable, too: a depthwise convolution before the 1 × 1 predictor.
-            blocks: Iterable[nn.Module] = (
-                [depthwise_conv(channels)] if lite else (_conv_block(channels, norm) for _ in range(num_convs))
+            blocks: list[nn.Module] = (
+                [depthwise_conv(channels)]
+                if lite
+                else [
+                    ConvReLU(head_conv(channels, channels)) if norm is None else conv_norm(channels, channels, norm)
+                    for _ in range(num_convs)
+                ]
             )
-            self.head[child] = ConvHead(
-                predictor_name,
-                blocks,
-                channels,
-                num_anchors,
-                outputs_per_anchor,
-                kernel_size=1 if lite else 3,
-                bias=bias,
-            )
+            predictor = head_conv(channels, num_anchors * outputs_per_anchor, kernel_size=1 if lite else 3, bias=bias)
+            self.head[child] = ConvHead(blocks, **{predictor_name: (predictor, outputs_per_anchor)})
         self.anchors = AnchorGenerator(
             cell_anchors(size, settings.anchor_scales, settings.aspect_ratios) for size in settings.anchor_sizes
         )
@@ -175,12 +157,10 @@ class RetinaNet(Detector):
         anchors = self.anchors(image_size, grids)
         if "tower" in self.head:
             levels = self.head["tower"](levels)
-        logits, deltas = (
-            self.head["classification_head"](levels),
-            torch.cat(self.head["regression_head"](levels), dim=1),
-        )
+        (logits,) = self.head["classification_head"](levels)
+        (deltas,) = self.head["regression_head"](levels)
         logits = tuple(logits) if self.fused_loss and self.training else torch.cat(logits, dim=1)
-        return RetinaNetOutputs(logits, deltas, anchors, self.anchors.num_anchors_per_level(grids))
+        return RetinaNetOutputs(logits, torch.cat(deltas, dim=1), anchors, self.anchors.num_anchors_per_level(grids))
 
     def loss(self, outputs: RetinaNetOutputs, batch: Batch) -> dict[str, Tensor]:
         """`classification` (focal) and `bbox_regression`, fp32 scalars: summed over an image's anchors, divided by its
@@ -204,7 +184,7 @@ class RetinaNet(Detector):
             positive, index = gt_index >= 0, gt_index.clamp(min=0)
             num_positive = positive.sum(1).clamp(min=1)
             target = torch.where(positive, batch.labels.gather(1, index), gt_index)
-            boxes = batch.boxes.gather(1, index[..., None].expand(-1, -1, 4))
+            boxes = batched_gather(batch.boxes, index)
             class_loss = compute_class_loss(
                 outputs.logits, target, alpha=settings.focal_alpha, gamma=settings.focal_gamma
             )
@@ -217,16 +197,15 @@ class RetinaNet(Detector):
     def candidates(
         self, outputs: RetinaNetOutputs, resized_size: Tensor, *, score_threshold: float | Tensor
     ) -> Candidates:
-        """The `pre_nms_top_n` best of each pyramid level."""
+        """The `pre_nms_top_n` best of each pyramid level. The logits are ranked, not the scores: the sigmoid keeps
+        their order, and no fp32 copy of all of them is needed."""
         assert isinstance(outputs.logits, Tensor)
         with torch.autocast(outputs.deltas.device.type, enabled=False):
-            return select_candidates(
-                outputs.logits,
-                *outputs[1:],
-                resized_size,
-                score_threshold=score_threshold,
-                pre_nms_top_n=self.pre_nms_top_n,
-            )
+            logits, indices, labels = topk_per_level(outputs.logits, outputs.num_anchors_per_level, self.pre_nms_top_n)
+            deltas = at_least_fp32(batched_gather(outputs.deltas, indices))
+            boxes = decode(deltas, rows_at(outputs.anchors, indices))
+            scores = at_least_fp32(logits).sigmoid()
+            return clip_and_filter(resized_size, boxes, scores, labels, score_threshold=score_threshold)
 
     def class_heads(self) -> tuple[ClassHeadSpec, ...]:
         num_anchors = len(self.settings.anchor_scales) * len(self.settings.aspect_ratios)

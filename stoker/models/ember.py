@@ -1,15 +1,20 @@
 """Ember: a small, modern anchor-free detector, written from the literature alone.
 
-A CSP backbone or an ImageNet-pretrained one; a PAFPN over strides 8, 16 and 32 (`csp_pafpn.py`); a decoupled head per
+A CSP backbone or an ImageNet-pretrained one; a PAFPN over strides 8, 16 and 32 (`networks.py`); a decoupled head per
 level, for classes and for boxes. A point predicts a logit per class and, for each side of its box, a distribution over
-distances, whose mean is the distance (GFL, Li et al. 2020, arXiv 2006.04388). Boxes are assigned to points by the
-current predictions (`task_aligned_assigner.py`).
+distances, whose mean is the distance (GFL, Li et al. 2020, arXiv 2006.04388).
+
+Boxes are assigned to points by the current predictions (TOOD, Feng et al. 2021, arXiv 2108.07755, section 3.2), with
+fixed shapes and without host syncs. The points inside a box are its candidates. The alignment of a candidate is
+score^ALPHA · IoU^BETA, with its score for the box's class and the IoU of its predicted box. The `topk` best aligned
+candidates of a box are its positives; a point that is positive for several boxes is assigned to the one with the
+largest IoU. The target score of a positive is its alignment, scaled so that the maximum over a box's positives equals
+their largest IoU.
 
 With `nms_free` there is a second, one-to-one head, trained to detect each box at a single point (YOLOv10, Wang et al.
 2024, arXiv 2405.14458), so its boxes need no NMS. Its gradient does not reach the features.
 """
 
-import math
 from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
@@ -21,16 +26,16 @@ from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch
 from stoker.models.backbones import BackboneWithNeck, build_backbone_with_neck
 from stoker.models.detector import ClassHeadSpec, Detector
-from stoker.models.ember.csp_pafpn import PAFPN
-from stoker.models.ember.task_aligned_assigner import assign_task_aligned
-from stoker.models.fcos.fcos import MIN_STRIDE, PointGenerator, Points, ltrb_to_boxes
-from stoker.models.layers.boxes import giou
-from stoker.models.layers.convolutions import conv_norm_relu, separable_conv_norm_relu
+from stoker.models.fcos import MIN_STRIDE, PointGenerator, Points, ltrb_to_boxes
+from stoker.models.layers.boxes import batched_gather, giou, iou
+from stoker.models.layers.convolutions import conv_norm, flatten_map, separable_conv_norm
 from stoker.models.layers.losses import at_least_fp32, soft_binary_cross_entropy
+from stoker.models.layers.matching import BACKGROUND, plan_blocks
 from stoker.models.layers.norms import NORMS, Norm, trainable_norm
 from stoker.models.layers.postprocess import PRE_NMS_TOP_N, Candidates, clip_and_filter, topk_per_level
 from stoker.models.layers.rank_mean import loss_divisor
-from stoker.models.retinanet.retinanet import PRIOR_PROBABILITY
+from stoker.models.networks import PAFPN
+from stoker.models.retinanet import PRIOR_LOGIT
 
 REG_MAX = 16
 """Number of distances of a distribution: 0 … 15 strides, up to 480 pixels from the point at stride 32."""
@@ -72,42 +77,33 @@ class DecoupledHead(nn.Module):
 
     def __init__(self, channels: list[int], num_classes: int, norm: Norm) -> None:
         super().__init__()
+        self.num_classes = num_classes
         # The width does not depend on the number of classes, so weights of other classes can be loaded.
         box_channels, class_channels = 4 * REG_MAX, channels[0]
         self.sides = nn.ModuleList(
             nn.Sequential(
-                conv_norm_relu(width, box_channels, norm),
-                conv_norm_relu(box_channels, box_channels, norm),
+                conv_norm(width, box_channels, norm),
+                conv_norm(box_channels, box_channels, norm),
                 nn.Conv2d(box_channels, 4 * REG_MAX, 1),
             )
             for width in channels
         )
         self.classes = nn.ModuleList(
             nn.Sequential(
-                separable_conv_norm_relu(width, class_channels, norm),
-                separable_conv_norm_relu(class_channels, class_channels, norm),
+                separable_conv_norm(width, class_channels, norm),
+                separable_conv_norm(class_channels, class_channels, norm),
                 nn.Conv2d(class_channels, num_classes, 1),
             )
             for width in channels
         )
         for level_head in self.classes:
-            nn.init.constant_(
-                level_head.get_parameter(f"{CLASS_LAYER_INDEX}.bias"),
-                -math.log((1 - PRIOR_PROBABILITY) / PRIOR_PROBABILITY),
-            )
+            nn.init.constant_(level_head.get_parameter(f"{CLASS_LAYER_INDEX}.bias"), PRIOR_LOGIT)
 
     def forward(self, levels: list[Tensor]) -> HeadOutputs:
         """levels: each [B, channels, h, w], finest first."""
         logits, ltrb_logits = (
-            # In channels-last memory the permutation and the flattening are views.
-            torch.cat(
-                [
-                    level_head(x).permute(0, 2, 3, 1).flatten(1, 2)
-                    for level_head, x in zip(level_heads, levels, strict=True)
-                ],
-                1,
-            )
-            for level_heads in (self.classes, self.sides)
+            torch.cat([flatten_map(head(x), outputs) for head, x in zip(heads, levels, strict=True)], 1)
+            for heads, outputs in ((self.classes, self.num_classes), (self.sides, 4 * REG_MAX))
         )
         return HeadOutputs(logits, ltrb_logits)
 
@@ -184,12 +180,10 @@ class Ember(Detector):
             )
             unassigned = gt_index < 0
             center, stride = points.center[point_index], points.stride[point_index]
-            positive_logits = at_least_fp32(
-                ltrb_logits.gather(1, point_index[..., None].expand(-1, -1, ltrb_logits.shape[2]))
-            )
+            positive_logits = at_least_fp32(batched_gather(ltrb_logits, point_index))
             pred_boxes = self.decode_boxes(positive_logits, center, stride)
             # Points without a box get their own prediction, so that the masked losses are finite.
-            gt_boxes = batch.boxes.gather(1, gt_index.clamp(min=0)[..., None].expand(-1, -1, 4))
+            gt_boxes = batched_gather(batch.boxes, gt_index.clamp(min=0))
             gt_boxes = torch.where(unassigned[..., None], pred_boxes.detach(), gt_boxes)
             gious = giou(pred_boxes, gt_boxes)
             dfl = distribution_focal_loss(positive_logits, boxes_to_ltrb(gt_boxes, center, stride))
@@ -207,9 +201,7 @@ class Ember(Detector):
             logits, point_index, label = topk_per_level(
                 predicted.logits, outputs.num_points_per_level, self.pre_nms_top_n
             )
-            ltrb_logits = predicted.ltrb_logits.gather(
-                1, point_index[..., None].expand(-1, -1, predicted.ltrb_logits.shape[2])
-            )
+            ltrb_logits = batched_gather(predicted.ltrb_logits, point_index)
             scores = at_least_fp32(logits).sigmoid()
             boxes = self.decode_boxes(ltrb_logits, *outputs.points.at(point_index))
             return clip_and_filter(resized_size, boxes, scores, label, score_threshold=score_threshold)
@@ -262,3 +254,104 @@ def build_ember(
         backbone, neck, norm=settings.backbone_norm, trainable_stages=settings.trainable_backbone_layers
     )
     return Ember(network, settings, num_classes, list(channels))
+
+
+ALPHA, BETA = 1.0, 6.0
+"""Exponents of the score and of the IoU: TOOD, section 4.1."""
+
+
+class TALAssignment(NamedTuple):
+    """Of B images at A points."""
+
+    gt_index: Tensor
+    """int64 [B, A], index of a point's box, or `BACKGROUND`."""
+    quality: Tensor
+    """float32 [B, A], the target score for the box's class, 0 … 1; 0 without a box."""
+
+
+def assign_task_aligned(
+    logits: Tensor,
+    pred_boxes: Tensor,
+    center: Tensor,
+    boxes: Tensor,
+    labels: Tensor,
+    valid: Tensor,
+    *,
+    center_radius: float,
+    topk: int,
+    block: int | None = None,
+) -> TALAssignment:
+    """The box of each point. Without gradients.
+
+    logits: [B, A, C], of the classes, of any dtype; pred_boxes: float32 [B, A, 4] xyxy; center: float32 [A, 2], the
+    points; boxes: float32 [B, M, 4] xyxy; labels: int64 [B, M]; valid: bool [B, M]; center_radius: in pixels, points
+    within it along x and y of a box's center are candidates, too: with half the distance between points, every box has
+    one. Among boxes with equal IoU, a point gets the first. block: maximum number of pairs computed at once; default:
+    `device.block_size`.
+    """
+    image_slices, boxes_per_block = plan_blocks(boxes, center.shape[0], block)
+    topk = min(topk, center.shape[0])
+    with torch.no_grad():
+        assignments = [
+            _assign(
+                logits[p], pred_boxes[p], center, boxes[p], labels[p], valid[p], center_radius, topk, boxes_per_block
+            )
+            for p in image_slices
+        ]
+        if len(assignments) == 1:
+            return assignments[0]
+        return TALAssignment(*(torch.cat(column) for column in zip(*assignments, strict=True)))
+
+
+def _assign(
+    logits: Tensor,
+    pred_boxes: Tensor,
+    center: Tensor,
+    boxes: Tensor,
+    labels: Tensor,
+    valid: Tensor,
+    center_radius: float,
+    topk: int,
+    boxes_per_block: int,
+) -> TALAssignment:
+    shape = pred_boxes.shape[:2]
+    best: tuple[Tensor, Tensor, Tensor] | None = None  # index of a point's box, its IoU, its alignment
+    by_class = logits.transpose(1, 2)
+    for start in range(0, boxes.shape[1], boxes_per_block):
+        block = slice(start, start + boxes_per_block)
+        pairwise_iou = iou(boxes[:, block], pred_boxes)
+        score = at_least_fp32(by_class.gather(1, labels[:, block, None].expand(-1, -1, shape[1]))).sigmoid()
+        pairwise_alignment = torch.where(
+            _is_candidate(boxes[:, block], center, center_radius) & valid[:, block, None],
+            score**ALPHA * pairwise_iou**BETA,
+            -1.0,
+        )
+        value, point_index = pairwise_alignment.topk(topk, dim=2)
+        is_other = torch.ones_like(pairwise_alignment, dtype=torch.bool).scatter_(2, point_index, value < 0)
+        max_iou, index = pairwise_iou.masked_fill_(is_other, -1.0).max(dim=1)
+        alignment = pairwise_alignment.gather(1, index[:, None])[:, 0]
+        if best is None:
+            best = index, max_iou, alignment
+        else:
+            better = max_iou > best[1]  # strictly, so that the first of equal boxes keeps the point
+            best = (
+                torch.where(better, index + start, best[0]),
+                torch.where(better, max_iou, best[1]),
+                torch.where(better, alignment, best[2]),
+            )
+    assert best is not None, "batches have at least one slot for a box"
+    gt_index, best_iou, alignment = best
+    unassigned, index = (best_iou >= 0).logical_not(), gt_index.expand(2, *shape)
+    # Maxima over all points with the same box.
+    values = torch.stack((alignment, best_iou)).masked_fill_(unassigned, 0.0)
+    maxima = values.new_zeros(2, *valid.shape).scatter_reduce_(2, index, values, "amax").gather(2, index)
+    scaled = alignment / maxima[0].clamp(min=torch.finfo(alignment.dtype).tiny) * maxima[1]
+    return TALAssignment(gt_index.masked_fill(unassigned, BACKGROUND), scaled.masked_fill_(unassigned, 0.0))
+
+
+def _is_candidate(boxes: Tensor, center: Tensor, center_radius: float) -> Tensor:
+    """bool [B, M, A]: the points inside each box, or within `center_radius` of its center along x and y."""
+    box_center = (boxes[..., :2] + boxes[..., 2:]) / 2
+    half_size = ((boxes[..., 2:] - boxes[..., :2]) / 2).clamp(min=center_radius)
+    is_within = (center - box_center[..., None, :]).abs() <= half_size[..., None, :]
+    return is_within[..., 0] & is_within[..., 1]

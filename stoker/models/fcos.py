@@ -7,7 +7,6 @@ paper shifts them by half a stride). Classes are as in `retinanet.py`.
 """
 
 import math
-from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -17,14 +16,14 @@ from torch.nn import functional
 
 from stoker.config.settings import ModelSettings
 from stoker.data.batch import Batch
-from stoker.models.backbones import BackboneWithFPN, build_backbone_with_fpn
+from stoker.models.backbones import BackboneWithNeck, build_backbone_with_fpn
 from stoker.models.detector import ClassHeadSpec, Detector
-from stoker.models.layers.boxes import area, giou
+from stoker.models.layers.boxes import area, batched_gather, giou, rows_at
 from stoker.models.layers.losses import at_least_fp32, focal_loss
 from stoker.models.layers.matching import BACKGROUND, map_blocks
 from stoker.models.layers.postprocess import PRE_NMS_TOP_N, Candidates, clip_and_filter, topk_per_level
 from stoker.models.layers.rank_mean import loss_divisor
-from stoker.models.retinanet.retinanet import PRIOR_PROBABILITY
+from stoker.models.retinanet import PRIOR_LOGIT, ConvHead, head_conv
 
 MIN_STRIDE = 8
 """Stride of the finest level in pixels. Each further level has twice the stride of the one before it."""
@@ -51,8 +50,7 @@ class Points(NamedTuple):
 
     def at(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """(center [..., 2], stride [...]) of the points `index` [...]."""
-        center = self.center.index_select(0, index.flatten()).view(*index.shape, 2)
-        return center, self.stride.index_select(0, index.flatten()).view(index.shape)
+        return rows_at(self.center, index), rows_at(self.stride, index)
 
 
 class FCOSOutputs(NamedTuple):
@@ -79,37 +77,15 @@ class LowPrecisionGroupNorm(nn.GroupNorm):
             return functional.group_norm(x, self.num_groups, weight, bias, self.eps)
 
 
-class ConvHead(nn.Module):
-    """`num_convs` convolutions with norms, then one convolution per entry of `outputs` (name of the child → channels),
-    shared by all levels. Levels, each [B, channels, h, w] → [B, A, output channels] per output."""
-
-    def __init__(self, channels: int, num_convs: int, outputs: Mapping[str, int]) -> None:
-        super().__init__()
-        self.output_names = tuple(outputs)
-        layers: list[nn.Module] = []
-        for _ in range(num_convs):
-            layers += [_conv(channels, channels), LowPrecisionGroupNorm(NUM_GROUPS, channels), nn.ReLU(inplace=True)]
-        self.conv = nn.Sequential(*layers)
-        for name, out_channels in outputs.items():
-            self.add_module(name, _conv(channels, out_channels))
-
-    def forward(self, levels: list[Tensor]) -> list[Tensor]:
-        shared = [self.conv(level) for level in levels]
-        return [
-            # In channels-last memory the permutation and the flattening are views.
-            torch.cat(
-                [self.get_submodule(name)(features).permute(0, 2, 3, 1).flatten(1, 2) for features in shared], dim=1
-            )
-            for name in self.output_names
-        ]
-
-
-def _conv(in_channels: int, out_channels: int) -> nn.Conv2d:
-    conv = nn.Conv2d(in_channels, out_channels, 3, padding=1)
-    nn.init.normal_(conv.weight, std=0.01)
-    assert conv.bias is not None
-    nn.init.zeros_(conv.bias)
-    return conv
+def _head_blocks(channels: int, num_convs: int) -> list[nn.Module]:
+    """The convolutions of a head, each with norm and ReLU, as one list."""
+    return [
+        layer
+        for _ in range(num_convs)
+        for layer in (
+            head_conv(channels, channels), LowPrecisionGroupNorm(NUM_GROUPS, channels), nn.ReLU(inplace=True)
+        )
+    ]  # fmt: skip
 
 
 class FCOS(Detector):
@@ -120,22 +96,29 @@ class FCOS(Detector):
     """Boxes of a pyramid level before NMS."""
 
     def __init__(
-        self, backbone: BackboneWithFPN, settings: ModelSettings, num_classes: int, *, channels: int, num_convs: int
+        self, backbone: BackboneWithNeck, settings: ModelSettings, num_classes: int, *, channels: int, num_convs: int
     ) -> None:
         super().__init__(settings, num_classes)
         self.backbone = backbone
-        class_head = ConvHead(channels, num_convs, {"cls_logits": num_classes})
-        nn.init.constant_(
-            class_head.get_parameter("cls_logits.bias"), -math.log((1 - PRIOR_PROBABILITY) / PRIOR_PROBABILITY)
+        class_head = ConvHead(
+            _head_blocks(channels, num_convs),
+            cls_logits=(head_conv(channels, num_classes, bias=PRIOR_LOGIT), num_classes),
         )
-        box_head = ConvHead(channels, num_convs, {"bbox_reg": 4, "bbox_ctrness": 1})
+        box_head = ConvHead(
+            _head_blocks(channels, num_convs),
+            bbox_reg=(head_conv(channels, 4), 4),
+            bbox_ctrness=(head_conv(channels, 1), 1),
+        )
         self.head = nn.ModuleDict({"classification_head": class_head, "regression_head": box_head})
         self.points = PointGenerator()
 
     def predict(self, levels: list[Tensor], image_size: tuple[int, int]) -> FCOSOutputs:
         """image_size: multiples of 32."""
-        (logits,) = self.head["classification_head"](levels)
-        distances, centerness = self.head["regression_head"](levels)
+        logits, distances, centerness = (
+            torch.cat(output, dim=1)
+            for head in ("classification_head", "regression_head")
+            for output in self.head[head](levels)
+        )
         grids = [(level.shape[2], level.shape[3]) for level in levels]
         points = self.points(image_size, grids, logits.device)
         counts = tuple(height * width for height, width in grids)
@@ -158,7 +141,7 @@ class FCOS(Detector):
             # Points without a box get one of two strides, so that the masked losses and gradients are finite.
             mask = positive[..., None]
             distances = torch.where(mask, at_least_fp32(outputs.distances), 1.0)
-            boxes = batch.boxes.gather(1, index[..., None].expand(-1, -1, 4))
+            boxes = batched_gather(batch.boxes, index)
             stride = points.stride[:, None]
             dummy_boxes = torch.cat((points.center - stride, points.center + stride), dim=-1)
             boxes = torch.where(mask, boxes, dummy_boxes)
@@ -180,7 +163,7 @@ class FCOS(Detector):
             scores, point_index, label = topk_per_level(
                 combined_scores, outputs.num_points_per_level, self.pre_nms_top_n
             )
-            distances = at_least_fp32(outputs.distances.gather(1, point_index[..., None].expand(-1, -1, 4)))
+            distances = at_least_fp32(batched_gather(outputs.distances, point_index))
             boxes = ltrb_to_boxes(distances, *outputs.points.at(point_index))
             return clip_and_filter(resized_size, boxes, scores, label, score_threshold=score_threshold)
 

@@ -1,0 +1,468 @@
+"""Faster R-CNN (arXiv 1506.01497) on a feature pyramid (arXiv 1612.03144), a two-stage detector.
+
+First the region proposal network with its proposals and losses, then the RoI heads (sampling, box head, losses), at the
+end the detector. `layers/roi_align.py` pools features. With the same weights, losses and detections equal those of
+torchvision's FasterRCNN, and so do the names in `state_dict`; only the random selection of anchors and RoIs differs
+(`layers/matching.py`). Everything has fixed shapes and needs no host sync, also NMS (`layers/postprocess.py`). In the
+second stage class 0 is the background, the user's class c is c + 1.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stoker.config.settings import ModelSettings
+from stoker.data.batch import Batch, RandSlot
+from stoker.hardware.device import block_size
+from stoker.models.backbones import BackboneWithNeck, build_backbone_with_fpn
+from stoker.models.detector import ClassHeadSpec, Detector
+from stoker.models.layers.boxes import (
+    AnchorGenerator,
+    batched_gather,
+    cell_anchors,
+    clip,
+    coder_weights_like,
+    decode,
+    encode,
+    iou,
+    rows_at,
+)
+from stoker.models.layers.convolutions import flatten_map
+from stoker.models.layers.losses import at_least_fp32
+from stoker.models.layers.matching import BACKGROUND, match_anchors, random_keys, sample_balanced
+from stoker.models.layers.postprocess import MAX_PAIRS, Candidates, fixed_point_nms, topk_per_level
+from stoker.models.layers.rank_mean import loss_divisor
+from stoker.models.layers.roi_align import OUTPUT_SIZE, multiscale_roi_align
+
+NMS_THRESH = 0.7
+"""NMS threshold of the proposals of a level (section 3.3)."""
+MIN_PROPOSAL_PX = 1e-3
+"""Proposals with a shorter side are dropped (torchvision)."""
+RPN_SAMPLES, RPN_MAX_POSITIVES = 256, 128
+"""Anchors of an image in the loss, and at most so many positive ones (section 3.1.3)."""
+SMOOTH_L1_BETA = 1 / 9
+"""Where the smooth L1 loss changes from quadratic to linear (torchvision, Detectron)."""
+
+
+class RPNOutputs(NamedTuple):
+    """Predictions at A anchors of B images, in the dtype the network computed in."""
+
+    logits: Tensor
+    """[B, A], objectness."""
+    deltas: Tensor
+    """[B, A, 4], boxes encoded relative to their anchors."""
+    anchors: Tensor
+    """float32 [A, 4], xyxy in pixels of the model input."""
+    num_anchors_per_level: tuple[int, ...]
+    """How many of the A anchors each pyramid level has, finest level first."""
+
+
+class Proposals(NamedTuple):
+    """K proposals of each image, best first."""
+
+    boxes: Tensor
+    """float32 [B, K, 4], in pixels of the model input, inside `resized_size`; zeros where not valid."""
+    valid: Tensor
+    """bool [B, K]."""
+
+
+class RegionProposalNetwork(nn.Module):
+    """A convolution, then objectness and box per anchor, shared by all levels, with torchvision's names; its anchors.
+    sizes: one per level, finest first, as `anchor_sizes` of `ModelSettings`."""
+
+    def __init__(
+        self, channels: int, *, sizes: Sequence[float], scales: Sequence[float], aspect_ratios: Sequence[float]
+    ) -> None:
+        super().__init__()
+        num_anchors = len(scales) * len(aspect_ratios)
+        conv = nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU(inplace=True))
+        self.head = nn.ModuleDict(
+            {
+                "conv": nn.Sequential(conv),
+                "cls_logits": nn.Conv2d(channels, num_anchors, 1),
+                "bbox_pred": nn.Conv2d(channels, num_anchors * 4, 1),
+            }
+        )
+        for layer in self.head.modules():
+            if isinstance(layer, nn.Conv2d):
+                assert layer.bias is not None
+                nn.init.normal_(layer.weight, std=0.01)
+                nn.init.zeros_(layer.bias)
+        self.anchors = AnchorGenerator(cell_anchors(size, scales, aspect_ratios) for size in sizes)
+
+    def forward(self, levels: Sequence[Tensor], image_size: tuple[int, int]) -> RPNOutputs:
+        """levels: finest first, each [B, C, h, w]; image_size: height and width of the model input."""
+        grids = [(level.shape[2], level.shape[3]) for level in levels]
+        hidden = [self.head["conv"](level) for level in levels]
+        logits = torch.cat([flatten_map(self.head["cls_logits"](features), 1) for features in hidden], dim=1)
+        deltas = torch.cat([flatten_map(self.head["bbox_pred"](features), 4) for features in hidden], dim=1)
+        anchors = self.anchors(image_size, grids)
+        return RPNOutputs(logits[..., 0], deltas, anchors, self.anchors.num_anchors_per_level(grids))
+
+
+def propose(
+    rpn_outputs: RPNOutputs,
+    resized_size: Tensor,
+    *,
+    pre_nms_top_n: int,
+    post_nms_top_n: int,
+    score_threshold: float = 0.0,
+) -> Proposals:
+    """The best `post_nms_top_n` proposals of each image: the `pre_nms_top_n` best anchors of each level, decoded,
+    clipped to `resized_size` [B, 2], without small ones, after NMS per level.
+
+    rpn_outputs: at least fp32; score_threshold: minimum objectness.
+    """
+    counts = [min(pre_nms_top_n, num_anchors) for num_anchors in rpn_outputs.num_anchors_per_level]
+    logits, index, _ = topk_per_level(rpn_outputs.logits[..., None], rpn_outputs.num_anchors_per_level, pre_nms_top_n)
+    deltas, anchors = batched_gather(rpn_outputs.deltas, index), rows_at(rpn_outputs.anchors, index)
+    boxes = clip(decode(deltas, anchors), resized_size)
+    eligible = ((boxes[..., 2:] - boxes[..., :2]) >= MIN_PROPOSAL_PX).all(-1)  # false for NaN
+    if score_threshold > 0:
+        eligible = eligible & (logits.sigmoid() >= score_threshold)
+    nms = _nms_of_levels if boxes.device.type == "cpu" else _nms_of_padded_levels
+    score, index = torch.where(nms(boxes, eligible, counts), logits, -torch.inf).topk(
+        min(post_nms_top_n, logits.shape[1]), dim=1
+    )
+    valid = score > -torch.inf
+    return Proposals(torch.where(valid[..., None], batched_gather(boxes, index), 0.0), valid)
+
+
+def _nms_of_levels(boxes: Tensor, eligible: Tensor, counts: list[int]) -> Tensor:
+    """NMS within each level: kept, bool [B, K]. boxes: [B, K, 4], the levels one after the other, `counts` boxes each;
+    eligible: bool [B, K]. Without convergence a few overlapping boxes too many are kept."""
+    levels = zip(torch.split(boxes, counts, 1), torch.split(eligible, counts, 1), strict=True)
+    return torch.cat([fixed_point_nms(*level, iou_threshold=NMS_THRESH)[0] for level in levels], dim=1)
+
+
+def _nms_of_padded_levels(boxes: Tensor, eligible: Tensor, counts: list[int]) -> Tensor:
+    """The same with all levels at once, for accelerators: a fifth of the launches, for some IoUs of padding."""
+    longest = max(counts)
+
+    def padded(values: Tensor) -> Tensor:
+        levels = [
+            level if level.shape[1] == longest
+            else torch.cat((level, level.new_zeros(level.shape[0], longest - level.shape[1], *level.shape[2:])), dim=1)
+            for level in torch.split(values, counts, 1)
+        ]  # fmt: skip
+        return torch.stack(levels, dim=1).flatten(0, 1)
+
+    keep, _ = fixed_point_nms(padded(boxes), padded(eligible), iou_threshold=NMS_THRESH)
+    by_level = keep.view(boxes.shape[0], len(counts), longest).unbind(1)
+    return torch.cat([level[:, :count] for level, count in zip(by_level, counts, strict=True)], dim=1)
+
+
+def propose_in_groups(
+    rpn_outputs: RPNOutputs, resized_size: Tensor, *, pre_nms_top_n: int, post_nms_top_n: int, score_threshold: float
+) -> Proposals:
+    """`propose` for groups of images: on a CPU at most MAX_PAIRS IoUs are computed at once, on an accelerator at most
+    `device.block_size`, of all levels."""
+    logits = rpn_outputs.logits
+    if logits.device.type == "cpu":
+        images_per_group = max(1, MAX_PAIRS // pre_nms_top_n**2)
+    else:
+        pairs = len(rpn_outputs.num_anchors_per_level) * pre_nms_top_n**2
+        images_per_group = max(1, block_size(logits) // pairs)
+    starts = range(0, resized_size.shape[0], images_per_group)
+    groups = [
+        propose(
+            rpn_outputs._replace(logits=logits[image_slice], deltas=rpn_outputs.deltas[image_slice]),
+            resized_size[image_slice],
+            pre_nms_top_n=pre_nms_top_n,
+            post_nms_top_n=post_nms_top_n,
+            score_threshold=score_threshold,
+        )
+        for image_slice in (slice(start, start + images_per_group) for start in starts)
+    ]
+    return Proposals(*(torch.cat(field) for field in zip(*groups, strict=True)))
+
+
+def rpn_loss(
+    rpn_outputs: RPNOutputs,
+    boxes: Tensor,
+    valid: Tensor,
+    rand: Tensor,
+    *,
+    fg_iou_thresh: float,
+    bg_iou_thresh: float,
+) -> tuple[Tensor, Tensor]:
+    """(objectness loss, box loss): scalars, both divided by the number of sampled anchors of the batch.
+
+    rpn_outputs: at least fp32; boxes: [B, M, 4]; valid: bool [B, M]; rand: float32 [B] in [0, 1), seed of the sample.
+    """
+    gt_index = match_anchors(
+        boxes, valid, rpn_outputs.anchors, fg_iou_thresh=fg_iou_thresh, bg_iou_thresh=bg_iou_thresh
+    )
+    sampled = sample_balanced(
+        random_keys(rand, gt_index.shape[1], stream=0),
+        gt_index >= 0,
+        gt_index == BACKGROUND,
+        num_samples=RPN_SAMPLES,
+        max_positives=RPN_MAX_POSITIVES,
+    )
+    num_sampled = loss_divisor(sampled.valid.sum())
+    logits = sampled.gather(rpn_outputs.logits)
+    objectness = functional.binary_cross_entropy_with_logits(
+        logits, sampled.positive.to(logits.dtype), reduction="none"
+    )
+    anchors = rows_at(rpn_outputs.anchors, sampled.indices)
+    target = encode(batched_gather(boxes, sampled.gather(gt_index).clamp(min=0)), anchors)
+    offset_sum = smooth_l1_box_loss(sampled.gather(rpn_outputs.deltas), target, sampled.positive)
+    return torch.where(sampled.valid, objectness, 0.0).sum() / num_sampled, offset_sum / num_sampled
+
+
+def smooth_l1_box_loss(deltas: Tensor, target: Tensor, positive: Tensor) -> Tensor:
+    """Sum of the smooth L1 loss of deltas [B, S, 4] over the positive samples, bool [B, S]. `target` may be infinite at
+    the others, so it is replaced before the arithmetic."""
+    masked_target = torch.where(positive[..., None], target, 0.0)
+    per_coordinate = functional.smooth_l1_loss(deltas, masked_target, beta=SMOOTH_L1_BETA, reduction="none")
+    return torch.where(positive[..., None], per_coordinate, 0.0).sum()
+
+
+HIDDEN = 1024
+"""Width of both hidden layers of the box head (FPN, arXiv 1612.03144, section 4.2)."""
+FG_IOU_THRESH = 0.5
+"""A RoI with a smaller IoU with all boxes is background (Fast R-CNN, arXiv 1504.08083, section 2.3)."""
+ROI_SAMPLES, ROI_MAX_POSITIVES = 512, 128
+"""RoIs of an image in the loss, and at most so many positive ones (torchvision, Detectron)."""
+
+
+class SampledRois(NamedTuple):
+    """S RoIs of each image."""
+
+    boxes: Tensor
+    """[B, S, 4], in pixels of the model input, finite also where not valid."""
+    target: Tensor
+    """int64 [B, S]: 0 for the background, label + 1; undefined where not valid."""
+    offsets: Tensor
+    """[B, S, 4], the encoded box; undefined where not positive."""
+    positive: Tensor
+    """bool [B, S]."""
+    valid: Tensor
+    """bool [B, S]."""
+
+
+class RoIHead(nn.Module):
+    """Two hidden layers, then classes and, for each class, a box, with torchvision's names: pooled features
+    [B · S, C, OUTPUT_SIZE, OUTPUT_SIZE] → (logits [B · S, 1 + C], deltas [B · S, 1 + C, 4])."""
+
+    def __init__(self, channels: int, num_classes: int) -> None:
+        super().__init__()
+        self.box_head = nn.ModuleDict(
+            {"fc6": nn.Linear(channels * OUTPUT_SIZE**2, HIDDEN), "fc7": nn.Linear(HIDDEN, HIDDEN)}
+        )
+        self.box_predictor = nn.ModuleDict(
+            {"cls_score": nn.Linear(HIDDEN, 1 + num_classes), "bbox_pred": nn.Linear(HIDDEN, (1 + num_classes) * 4)}
+        )
+
+    def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = functional.relu(self.box_head["fc6"](features.flatten(1)))
+        hidden = functional.relu(self.box_head["fc7"](hidden))
+        logits, deltas = self.box_predictor["cls_score"](hidden), self.box_predictor["bbox_pred"](hidden)
+        return logits, deltas.unflatten(1, (-1, 4))
+
+
+def sample_rois(proposals: Proposals, boxes: Tensor, labels: Tensor, valid: Tensor, rand: Tensor) -> SampledRois:
+    """A sample of the proposals and the ground truth boxes.
+
+    boxes: [B, M, 4]; labels: int64 [B, M]; valid: bool [B, M]; rand: float32 [B] in [0, 1), seed of the sample.
+    """
+    # Boxes without an area are dropped: the logarithm of their size is infinite.
+    valid = valid & (boxes[..., 2:] > boxes[..., :2]).all(-1)
+    rois = torch.cat((proposals.boxes, boxes), dim=1)
+    is_available = torch.cat((proposals.valid, valid), dim=1)
+    overlap, gt_index = iou(boxes, rois).masked_fill(~valid[..., None], -1.0).max(dim=1)
+    positive = overlap >= FG_IOU_THRESH
+    sampled = sample_balanced(
+        random_keys(rand, rois.shape[1], stream=1),
+        is_available & positive,
+        is_available & ~positive,
+        num_samples=ROI_SAMPLES,
+        max_positives=ROI_MAX_POSITIVES,
+    )
+    sampled_gt_index = sampled.gather(gt_index)
+    sampled_boxes = sampled.gather(rois)
+    offsets = encode(batched_gather(boxes, sampled_gt_index), sampled_boxes) * coder_weights_like(sampled_boxes)
+    target = torch.where(sampled.positive, batched_gather(labels, sampled_gt_index) + 1, 0)
+    return SampledRois(sampled_boxes, target, offsets, sampled.positive, sampled.valid)
+
+
+def roi_loss(logits: Tensor, deltas: Tensor, rois: SampledRois) -> tuple[Tensor, Tensor]:
+    """(class loss, box loss): scalars, both divided by the number of sampled RoIs of the batch.
+
+    logits: at least fp32 [B · S, 1 + C]; deltas: [B · S, 1 + C, 4], of which only those of the RoI's class are used.
+    """
+    num_sampled = loss_divisor(rois.valid.sum())
+    target = rois.target.flatten()
+    class_losses = functional.cross_entropy(logits, target, reduction="none").view_as(rois.valid)
+    class_deltas = deltas.gather(1, target[:, None, None].expand(-1, 1, 4)).view_as(rois.offsets)
+    offset_sum = smooth_l1_box_loss(class_deltas, rois.offsets, rois.positive)
+    return torch.where(rois.valid, class_losses, 0.0).sum() / num_sampled, offset_sum / num_sampled
+
+
+MIN_BOX_PX = 1e-2
+"""Detections with a shorter side are dropped (torchvision)."""
+
+
+class FasterRCNNOutputs(NamedTuple):
+    """Outputs of the first stage, and the features for the second one."""
+
+    rpn_outputs: RPNOutputs
+    features: tuple[Tensor, ...]
+    """The levels that RoIs are pooled from, finest first, each [B, C, h, w]."""
+    strides: tuple[int, ...]
+    """Of `features`, in pixels of the model input."""
+
+
+class FasterRCNN(Detector):
+    """The detector. num_pooled_levels: number of levels, from the finest, that RoIs are pooled from; rpn_score_thresh:
+    minimum objectness of a proposal."""
+
+    num_train_proposals = 2000
+    """Proposals of an image after NMS, and anchors of a level before it (torchvision)."""
+    num_test_proposals = 1000
+    """The same in evaluation."""
+    max_candidates = 1000
+    """Best (RoI, class) scores of an image. torchvision has no limit; above the usual threshold of 0.05 a trained model
+    has fewer."""
+
+    def __init__(
+        self,
+        backbone: BackboneWithNeck,
+        settings: ModelSettings,
+        num_classes: int,
+        *,
+        channels: int,
+        num_pooled_levels: int,
+        rpn_score_thresh: float,
+    ) -> None:
+        super().__init__(settings, num_classes)
+        self.num_pooled_levels, self.rpn_score_thresh = num_pooled_levels, rpn_score_thresh
+        self.backbone = backbone
+        self.rpn = RegionProposalNetwork(
+            channels, sizes=settings.anchor_sizes, scales=settings.anchor_scales, aspect_ratios=settings.aspect_ratios
+        )
+        self.roi_heads = RoIHead(channels, num_classes)
+
+    def predict(self, levels: list[Tensor], image_size: tuple[int, int]) -> FasterRCNNOutputs:
+        """The first stage; the second one runs in `loss` and `candidates`. image_size: multiples of 32."""
+        pooled_levels = tuple(levels[: self.num_pooled_levels])
+        return FasterRCNNOutputs(
+            self.rpn(levels, image_size),
+            pooled_levels,
+            tuple(image_size[0] // level.shape[2] for level in pooled_levels),
+        )
+
+    def loss(self, outputs: FasterRCNNOutputs, batch: Batch) -> dict[str, Tensor]:
+        """torchvision's four fp32 scalars: `loss_objectness` and `loss_rpn_box_reg` of the first stage, summed over
+        the sampled anchors of the batch and divided by their number; `loss_classifier` and `loss_box_reg` of the
+        second stage, the same over RoIs.
+
+        The losses of two half batches average to that of the whole batch if all images have equally many samples:
+        nearly always 256 anchors, and 512 RoIs unless there are fewer proposals.
+        """
+        settings, rand = self.settings, batch.rand[:, RandSlot.SAMPLE]
+        device_type = outputs.rpn_outputs.logits.device.type
+        with torch.autocast(device_type, enabled=False):
+            rpn_outputs = _in_fp32(outputs.rpn_outputs)
+            boxes = batch.boxes.to(rpn_outputs.deltas.dtype)
+            objectness_loss, rpn_box_loss = rpn_loss(
+                rpn_outputs,
+                boxes,
+                batch.valid,
+                rand,
+                fg_iou_thresh=settings.fg_iou_thresh,
+                bg_iou_thresh=settings.bg_iou_thresh,
+            )
+            with torch.no_grad():
+                proposals = propose_in_groups(
+                    rpn_outputs,
+                    batch.resized_size,
+                    pre_nms_top_n=self.num_train_proposals,
+                    post_nms_top_n=self.num_train_proposals,
+                    score_threshold=self.rpn_score_thresh,
+                )
+                rois = sample_rois(proposals, boxes, batch.labels, batch.valid, rand)
+            features = multiscale_roi_align(outputs.features, outputs.strides, rois.boxes)
+        logits, deltas = self.roi_heads(features)
+        with torch.autocast(device_type, enabled=False):
+            class_loss, roi_box_loss = roi_loss(at_least_fp32(logits), at_least_fp32(deltas), rois)
+        return {
+            "loss_objectness": objectness_loss,
+            "loss_rpn_box_reg": rpn_box_loss,
+            "loss_classifier": class_loss,
+            "loss_box_reg": roi_box_loss,
+        }
+
+    def candidates(
+        self, outputs: FasterRCNNOutputs, resized_size: Tensor, *, score_threshold: float | Tensor
+    ) -> Candidates:
+        """The `max_candidates` best scores of a class at a proposal, with that class's box."""
+        device_type = outputs.rpn_outputs.logits.device.type
+        with torch.autocast(device_type, enabled=False):
+            proposals = propose(
+                _in_fp32(outputs.rpn_outputs),
+                resized_size,
+                pre_nms_top_n=self.num_test_proposals,
+                post_nms_top_n=self.num_test_proposals,
+                score_threshold=self.rpn_score_thresh,
+            )
+            features = multiscale_roi_align(outputs.features, outputs.strides, proposals.boxes)
+        logits, deltas = self.roi_heads(features)
+        with torch.autocast(device_type, enabled=False):
+            num_proposals, num_classes = proposals.valid.shape[1], self.num_classes
+            scores = at_least_fp32(logits).softmax(dim=1)[:, 1:].reshape(-1, num_proposals, num_classes)
+            scores = torch.where(proposals.valid[..., None], scores, 0.0).flatten(1)
+            score, indices = scores.topk(min(self.max_candidates, num_proposals * num_classes), dim=1)
+            # Each index is a pair (RoI, class); only the boxes of the best pairs are decoded.
+            selected_deltas = batched_gather(
+                at_least_fp32(deltas)[:, 1:].reshape(-1, num_proposals * num_classes, 4), indices
+            )
+            rois = batched_gather(proposals.boxes, indices // num_classes)
+            boxes = clip(decode(selected_deltas / coder_weights_like(rois), rois), resized_size)
+            is_box = ((boxes[..., 2:] - boxes[..., :2]) >= MIN_BOX_PX).all(-1)
+            return Candidates(boxes, torch.where((score > score_threshold) & is_box, score, 0.0), indices % num_classes)
+
+    def class_heads(self) -> tuple[ClassHeadSpec, ...]:
+        predictor = "roi_heads.box_predictor."
+        return (
+            ClassHeadSpec(predictor + "cls_score", has_background=True),
+            ClassHeadSpec(predictor + "bbox_pred", outputs_per_class=4, has_background=True),
+        )
+
+
+def _in_fp32(rpn_outputs: RPNOutputs) -> RPNOutputs:
+    return rpn_outputs._replace(logits=at_least_fp32(rpn_outputs.logits), deltas=at_least_fp32(rpn_outputs.deltas))
+
+
+def build_faster_rcnn(
+    settings: ModelSettings,
+    num_classes: int,
+    *,
+    backbone: str,
+    return_layers: Mapping[str, int] | None = None,
+    num_pooled_levels: int = 4,
+    rpn_score_thresh: float = 0.0,
+) -> FasterRCNN:
+    """A Faster R-CNN on a backbone of BACKBONES with an FPN of 256 channels; return_layers: as in
+    `build_backbone_with_fpn`; num_pooled_levels, rpn_score_thresh: as in `FasterRCNN`."""
+    network = build_backbone_with_fpn(
+        backbone,
+        256,
+        norm=settings.backbone_norm,
+        trainable_stages=settings.trainable_backbone_layers,
+        min_level=2,
+        extra_blocks="pool",
+        return_layers=return_layers,
+    )
+    return FasterRCNN(
+        network,
+        settings,
+        num_classes,
+        channels=256,
+        num_pooled_levels=num_pooled_levels,
+        rpn_score_thresh=rpn_score_thresh,
+    )

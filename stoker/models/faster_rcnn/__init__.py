@@ -1,1 +1,0 @@
-"""Faster R-CNN: region proposal network and RoI heads."""

@@ -1,1 +1,0 @@
-"""RetinaNet and its lite variant."""

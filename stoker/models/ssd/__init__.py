@@ -1,1 +1,0 @@
-"""SSD300 and SSDlite, with their backbones and loss."""
