@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stoker.runs.records import locked
-from stoker.storage.run_uri import LEASE_FILE
+from stoker.storage.uri import LEASE_FILE
 
 if TYPE_CHECKING:
     from stoker.storage.lease import LeaseHolder

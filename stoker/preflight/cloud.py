@@ -249,7 +249,7 @@ def _request(
 
 
 def _amazon_variable(env: Mapping[str, str]) -> str | None:
-    """The SDKs' variable, and the one of obstore (`storage/credentials.py`)."""
+    """The SDKs' variable, and the one of obstore (`storage/clients.py`)."""
     return env.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or env.get("AWS_METADATA_ENDPOINT")
 
 

@@ -31,7 +31,7 @@ from stoker.report.words import PHASE_MEANINGS, STAGE_MEANINGS
 from stoker.runs import records
 from stoker.runs.schemas import Event, Probe
 from stoker.runs.totals import Totals
-from stoker.storage.run_uri import display_path
+from stoker.storage.uri import display_path
 
 State = Literal["running", "finished", "preempted", "failed", "killed", "unknown"]
 

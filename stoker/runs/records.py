@@ -24,8 +24,7 @@ from stoker.errors import UsageError, writing
 from stoker.printable import printable
 from stoker.runs.schemas import Event
 from stoker.storage.local_files import write_atomic
-from stoker.storage.run_uri import LEASE_FILE, working_copy
-from stoker.storage.uri import StorageUri, expand_variables, is_uri, parse_uri
+from stoker.storage.uri import LEASE_FILE, StorageUri, expand_variables, is_uri, parse_uri, working_copy
 
 if os.name == "posix":
     import fcntl

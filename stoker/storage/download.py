@@ -1,7 +1,7 @@
 """Downloads from a bucket to the local disk: objects as files, and the files of a run that a command needs.
 
 A command reads the working copy of a run if that is at least as new as the bucket, else it downloads into the reading
-copy (`run_uri.py`). Objects that are removed or replaced meanwhile are not an error: the run may be live.
+copy (`uri.py`). Objects that are removed or replaced meanwhile are not an error: the run may be live.
 """
 
 import json
@@ -11,9 +11,8 @@ from pathlib import Path
 
 from stoker.errors import ObjectMissing, StorageError, UsageError
 from stoker.storage.local_files import atomic_path, write_atomic
-from stoker.storage.run_uri import URI_FILE, reading_copy, working_copy
 from stoker.storage.store import ObjectInfo, Store, open_store
-from stoker.storage.uri import StorageUri
+from stoker.storage.uri import URI_FILE, StorageUri, reading_copy, working_copy
 
 ETAGS_FILE = ".fetched.json"
 """In a reading copy: name → ETag of the downloaded object."""

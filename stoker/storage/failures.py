@@ -1,21 +1,31 @@
-"""Failures of requests to a bucket: the kind of failure, whether a retry may help, and the message for the user.
+"""Failures of requests to a bucket: the kind of failure, whether and when to retry, and the message for the user.
 
 obstore gives an exception class, and everything else as text: the status, the store's XML, the kind of a network
 failure. Only this module parses that text. It does not include headers such as Retry-After. Codes and messages are in
 `knowledge/storage_failures.toml`.
+
+Waits have full jitter (AWS Architecture Blog, "Exponential Backoff and Jitter", 2015). The budget is a fraction of the
+requests plus a minimum rate (Google, "Site Reliability Engineering", chapter 21), so a bucket that is down does not get
+more requests because it is down. An empty budget delays a retry; only the total time ends a request. obstore's own
+retries are used for parts of uploads only (`clients.py`): they have no budget, do not retry damaged bodies, and repeat
+conditional writes.
 """
 
 import functools
+import os
+import random
 import re
 import shlex
+import threading
+import time
 from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
-from stoker.errors import Conflict, ObjectMissing, StorageError, Unsupported
+from stoker.errors import ConfigError, Conflict, ObjectMissing, StorageError, Unsupported
 from stoker.knowledge import read_toml
-from stoker.storage.credentials import Credentials
+from stoker.storage.clients import Credentials
 from stoker.storage.uri import StorageUri
 
 Action = Literal["read", "list", "write", "delete"]
@@ -30,6 +40,17 @@ _MESSAGE = re.compile(r"<(?:Details|Message)>([^<]*)</(?:Details|Message)>")
 _NETWORK = re.compile(r"kind: (Connect|Timeout|Interrupted|Request|Decode)\b")
 _INVALID_KEY = re.compile(r'invalid path: .*?Path "(.*?)" contained|Path "(.*?)" contained')
 _EXPECTED_REGION = re.compile(r"expecting '([a-z0-9-]+)'|<Region>([a-z0-9-]+)</Region>")
+
+BACKOFF_BASE_S, BACKOFF_MAX_S = 0.1, 20.0
+"""The n-th wait is uniform between 0 and min(BACKOFF_MAX_S, BACKOFF_BASE_S · 2ⁿ)."""
+BUDGET_FRACTION = 0.1
+"""Retries per request, in the long run."""
+BUDGET_BURST = 20.0
+BUDGET_PER_S = 10.0
+"""The minimum rate of retries, for a store with few requests: one upload, or the end of an outage."""
+CONNECT_TIMEOUT_DIVISOR = 6
+"""If a store has never responded, failures to connect are reported after 1/6 of the time: a typo in an endpoint should
+not take two minutes to be reported."""
 
 _DONE = {"read": "read", "list": "listed", "write": "written", "delete": "deleted"}
 
@@ -195,3 +216,107 @@ _ERRORS: dict[FailureKind, type[StorageError]] = {
     "conflict": Conflict,
     "unsupported": Unsupported,
 }
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Times in seconds. total_s: of a request with all its retries (STOKER_STORAGE_TIMEOUT_S)."""
+
+    total_s: float = 120.0
+
+    @property
+    def stall_s(self) -> float:
+        """Time without a byte after which a connection is closed and the request retried."""
+        return self.total_s / 8
+
+    @classmethod
+    def from_environment(cls) -> "Timeouts":
+        text = os.environ.get("STOKER_STORAGE_TIMEOUT_S")
+        if not text:
+            return cls()
+        try:
+            total_s = float(text)
+        except ValueError:
+            total_s = 0.0
+        if not 0.0 < total_s < 86400.0:
+            raise ConfigError(
+                f"STOKER_STORAGE_TIMEOUT_S is {text!r}.",
+                choices=["seconds, above 0 and below 86400"],
+                fix=f"Unset it for the default, {cls.total_s:g}.",
+            )
+        return cls(total_s)
+
+
+class RetryBudget:
+    """The retries that are left for a store, and what was counted. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.requests = self.retries = 0
+        """Requests include retries and hedges."""
+        self.failures: dict[str, int] = {}
+        """By name: "503 SlowDown", "timeout", …; includes failures that a retry solved."""
+        self.has_responded = False
+        """Whether the store ever responded, even with an error."""
+        self._lock = threading.Lock()
+        self._tokens = BUDGET_BURST
+        self._refilled_s = time.monotonic()
+
+    def count_request(self, *, is_retry: bool = False) -> None:
+        with self._lock:
+            self.requests += 1
+            self.retries += is_retry
+            self._tokens = min(BUDGET_BURST, self._tokens + BUDGET_FRACTION)
+
+    def count_failure(self, failure: Failure) -> None:
+        with self._lock:
+            self.has_responded = self.has_responded or failure.status is not None
+            self.failures[failure.name] = self.failures.get(failure.name, 0) + 1
+
+    def take_retry(self, now_s: float) -> float:
+        """Takes a retry from the budget; returns the seconds until it is available."""
+        with self._lock:
+            self._tokens = min(BUDGET_BURST, self._tokens + (now_s - self._refilled_s) * BUDGET_PER_S) - 1.0
+            self._refilled_s = now_s
+            return max(0.0, -self._tokens / BUDGET_PER_S)
+
+
+class RetryState:
+    """One request and its retries."""
+
+    def __init__(self, timeouts: Timeouts, budget: RetryBudget) -> None:
+        self._timeouts, self._budget = timeouts, budget
+        self._start_s = time.monotonic()
+        self.failures: list[Failure] = []
+        budget.count_request()
+
+    def next_wait_s(self, failure: Failure) -> float | None:
+        """Seconds to wait before the next attempt; None: give up."""
+        self.failures.append(failure)
+        budget = self._budget
+        budget.count_failure(failure)
+        if not failure.is_retryable:
+            return None
+        now_s = time.monotonic()
+        total_s = self._timeouts.total_s
+        if failure.connection_failed and not budget.has_responded:
+            total_s /= CONNECT_TIMEOUT_DIVISOR
+        remaining_s = self._start_s + total_s - now_s
+        # Not the global generator of `random`, whose numbers a training may use.
+        jitter = _RANDOM.uniform(0.0, min(BACKOFF_MAX_S, BACKOFF_BASE_S * 2.0 ** (len(self.failures) - 1)))
+        if jitter >= remaining_s:
+            return None
+        wait_s = max(jitter, budget.take_retry(now_s))
+        if wait_s >= remaining_s:
+            return None
+        budget.count_request(is_retry=True)
+        return wait_s
+
+    def describe(self) -> str:
+        """The attempts, for the message."""
+        elapsed_s = time.monotonic() - self._start_s
+        names = [failure.name for failure in self.failures]
+        kinds = ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
+        return f"tried {len(names)} times in {elapsed_s:.0f} s: {kinds}"
+
+
+_RANDOM = random.Random()

@@ -3,8 +3,8 @@
 Every read is checked against the length in the headers. Whole objects that `read` returns are also checked by MD5 where
 the ETag is one (objects of one part without KMS keys). obstore does not give access to other checksums (x-goog-hash,
 x-amz-checksum-…). Images are read by `read_async` without MD5, which costs as much as the whole request; TLS protects
-the transfer, and decoding is strict. Not here: many concurrent reads (`fetcher.py`), credentials (`credentials.py`),
-the time between retries (`retry.py`), kinds of failures (`failures.py`).
+the transfer, and decoding is strict. Not here: many concurrent reads (`fetcher.py`), credentials (`clients.py`), kinds
+of failures and the time between retries (`failures.py`).
 """
 
 import asyncio
@@ -21,16 +21,18 @@ from typing import TYPE_CHECKING, TypeVar
 
 from stoker.errors import Conflict, ObjectMissing, StorageError, Unsupported, needs_package
 from stoker.storage import clients
-from stoker.storage.credentials import Credentials, find_credentials
+from stoker.storage.clients import Credentials, find_credentials
 from stoker.storage.failures import (
     Action,
     CorruptResponse,
     ObjectTooShort,
+    RetryBudget,
+    RetryState,
+    Timeouts,
     caused_by,
     classify_failure,
     to_storage_error,
 )
-from stoker.storage.retry import RequestCounters, RetryBudget, RetryState, Timeouts
 from stoker.storage.uri import StorageUri
 
 if TYPE_CHECKING:
@@ -78,14 +80,10 @@ class Store:
         self.uri = replace(uri, key="")
         self.timeouts = timeouts or Timeouts.from_environment()
         self.credentials: Credentials = find_credentials(uri.scheme)
-        self.budget = RetryBudget()
-        self._clients = clients.make_clients(self.uri, self.credentials, self.timeouts)
+        self.counters = RetryBudget()
+        self._clients = clients.make_clients(self.uri, self.credentials, stall_s=self.timeouts.stall_s)
         self._bucket_exists = False
         self._supports_ranges = True
-
-    @property
-    def counters(self) -> RequestCounters:
-        return self.budget.counters
 
     def read(self, key: str, *, start: int = 0, length: int | None = None) -> bytes:
         """The object, or `length` bytes of it from `start`. Raises ObjectMissing, StorageError."""
@@ -105,21 +103,21 @@ class Store:
             return data
 
         data = self._with_retries("read", key, attempt)
-        self.budget.count_response(len(data))
+        self.counters.has_responded = True
         return data
 
     async def read_async(self, key: str, *, start: int = 0, length: int | None = None) -> bytes:
         """`read` on an event loop, without the MD5."""
         if length == 0:
             return b""
-        retry_state = RetryState(self.timeouts, self.budget)
+        retry_state = RetryState(self.timeouts, self.counters)
         while True:
             try:
                 data = await self._attempt_async(key, start, length)
             except _request_exceptions() as error:
                 await asyncio.sleep(self._retry_wait_s(retry_state, error, "read", key))
             else:
-                self.budget.count_response(len(data))
+                self.counters.has_responded = True
                 return data
 
     async def _attempt_async(self, key: str, start: int, length: int | None) -> bytes:
@@ -182,7 +180,7 @@ class Store:
         import obstore
 
         last_key: str | None = None
-        retry_state = RetryState(self.timeouts, self.budget)
+        retry_state = RetryState(self.timeouts, self.counters)
         while True:
             try:
                 stream = obstore.list(self._clients.reads, prefix or None, offset=last_key, chunk_size=LIST_CHUNK_SIZE)
@@ -190,8 +188,8 @@ class Store:
                     for meta in metas:
                         yield self._object_info(meta)
                         last_key = meta["path"]
-                    retry_state = RetryState(self.timeouts, self.budget)
-                self.budget.count_response()
+                    retry_state = RetryState(self.timeouts, self.counters)
+                self.counters.has_responded = True
                 return
             except _request_exceptions() as error:
                 time.sleep(self._retry_wait_s(retry_state, error, "list", prefix))
@@ -203,7 +201,7 @@ class Store:
         listing = self._with_retries(
             "list", prefix, lambda: obstore.list_with_delimiter(self._clients.reads, prefix or None)
         )
-        self.budget.count_response()
+        self.counters.has_responded = True
         return tuple(sorted(path.rpartition("/")[2] for path in listing["common_prefixes"]))
 
     def write(
@@ -247,7 +245,7 @@ class Store:
                 raise
 
         result = self._with_retries("write", key, attempt)
-        self.budget.count_response()
+        self.counters.has_responded = True
         etag = result["version"] if self.uri.scheme == "gs" else result["e_tag"]
         return ObjectInfo(key, size, etag, time.time())
 
@@ -262,7 +260,7 @@ class Store:
                 return
 
         self._with_retries("delete", key, attempt)
-        self.budget.count_response()
+        self.counters.has_responded = True
 
     def _own_write_result(self, key: str, data: bytes | Path) -> "PutResult | None":
         """After an attempt without a response, a conflict may be with our own write: then the object has our bytes."""
@@ -275,7 +273,7 @@ class Store:
         return {"e_tag": result.meta["e_tag"], "version": result.meta["version"]}
 
     def _with_retries(self, action: Action, key: str, attempt: Callable[[], _T]) -> _T:
-        retry_state = RetryState(self.timeouts, self.budget)
+        retry_state = RetryState(self.timeouts, self.counters)
         while True:
             try:
                 return attempt()

@@ -16,8 +16,7 @@ from stoker.data.index import Index
 from stoker.models import get_architecture
 from stoker.report.format import count, duration, plural
 from stoker.report.terminal import Screen
-from stoker.storage.run_uri import display_path
-from stoker.storage.uri import is_uri
+from stoker.storage.uri import display_path, is_uri
 from stoker.training import run_selection, start
 from stoker.training.cluster import Devices
 from stoker.training.defaults.derive import total_steps

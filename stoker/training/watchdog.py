@@ -25,7 +25,7 @@ from typing import Literal, Self
 
 from stoker.errors import ConfigError, HungError
 from stoker.runs.records import HANG, RANKS, RunFolder
-from stoker.storage.retry import Timeouts
+from stoker.storage.failures import Timeouts
 from stoker.training.rank_failure import Failure, write_report
 from stoker.training.ranks import Ranks
 

@@ -42,7 +42,7 @@ class Fetcher:
     """Requests in flight on threads: the contract of `stoker.storage.fetcher.Fetcher`, without a network."""
 
     def __init__(self):
-        self.target_in_flight, self.submitted, self.demands, self.closed = 16, [], [], False
+        self.target_in_flight, self.submitted, self.closed = 16, [], False
         self._pool = ThreadPoolExecutor(16)
         MADE.append(self)
 
@@ -50,9 +50,6 @@ class Fetcher:
         assert (start, length) == (0, None)
         self.submitted.append(int(key))
         return self._pool.submit(store.get, int(key))
-
-    def report_demand(self, *, starved):
-        self.demands.append(starved)
 
     def close(self):
         self.closed = True
@@ -194,15 +191,6 @@ def test_a_bucket_in_which_most_is_missing_is_a_data_error(bucket):
         bucket.fails[image_index] = missing(image_index)
     with make(bucket) as loader, pytest.raises(DataError, match="None of the"):
         next(loader)
-
-
-def test_the_fetcher_gets_the_demand(bucket, monkeypatch):
-    from stoker.data.loading import loader as loader_module
-
-    monkeypatch.setattr(loader_module, "POLL_INTERVAL_S", 0.0)
-    with make(bucket) as loader:
-        take(loader, 4)
-    assert len(MADE[0].demands) == 3
 
 
 def test_prefetching_restarts_at_the_loaded_position(bucket):

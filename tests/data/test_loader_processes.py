@@ -16,6 +16,7 @@ import pytest
 
 from stoker.data.images.pixel_cache import CachedImageSpec, PixelCache
 from stoker.data.loading import processes as processes_module
+from stoker.data.loading.loader import choose_prefetch_depth
 from stoker.data.loading.process_main import load_payload
 from stoker.data.loading.processes import MIN_CORES, WorkerProcesses, choose_worker_processes, save_payload
 from stoker.errors import OutOfMemoryError, PreflightError, StokerError
@@ -167,9 +168,8 @@ def test_waiting_for_slow_files_is_fetching(tmp_path):
     assert stats.total.read_s > 36 * 0.03
 
 
-def test_small_batches_are_prefetched_deeper(monkeypatch, processes):
-    monkeypatch.setattr(processes_module, "host_cores", lambda: 16)
-    assert [processes.prefetch_depth(batch_size, 3) for batch_size in (1, 8, 64)] == [16, 10, 3]
+def test_small_batches_are_prefetched_deeper():
+    assert [choose_prefetch_depth(batch_size, 16) for batch_size in (1, 8, 64)] == [16, 10, 3]
 
 
 @pytest.mark.parametrize("changes", [{"jpeg_decoder": "nvjpeg"}, {}])

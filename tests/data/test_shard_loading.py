@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from stoker.data.loading.prefetch import Prefetcher, iter_rank_positions
-from stoker.data.loading.samples import SampleStream
-from stoker.data.loading.spec import LoaderSpec
+from stoker.data.loading.samples import LoaderSpec, SampleStream
 from stoker.data.loading.stats import PrefetchCounters
 from stoker.errors import CheckpointError
 from stoker.storage import fetcher as fetcher_module

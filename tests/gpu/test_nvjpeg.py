@@ -10,12 +10,12 @@ from stoker.config.settings import from_fields
 from stoker.data.batch import Batch
 from stoker.data.images.decode_device import unavailable_reason
 from stoker.data.loading.decoder_choice import measure_and_choose_decoder
-from stoker.data.loading.loader import BUFFERS_IN_USE, PREFETCH_DEPTH
+from stoker.data.loading.loader import BUFFERS_IN_USE
 from stoker.hardware.device import Device, select_device
 from stoker.runs.records import STEPS, read_lines
 from stoker.runs.schemas import StepWindow
 from stoker.training.run import train
-from tests.data.loading import loader_threads, make
+from tests.data.loading import PREFETCH_DEPTH, loader_threads, make
 from tests.drawn import draw
 from tests.fixtures.data_device_batches import CMYK, COUNT, PNG, PROGRESSIVE, SmoothIndex
 

@@ -29,16 +29,17 @@ from stoker.runs.records import (
 from stoker.runs.schemas import Event, StepWindow
 from stoker.storage.download import download
 from stoker.storage.lease import acquire
-from stoker.storage.run_uri import (
+from stoker.storage.store import open_store
+from stoker.storage.uri import (
     LEASE_FILE,
     URI_FILE,
+    StorageUri,
     display_path,
+    parse_uri,
     reading_copy,
     to_run_uri,
     working_copy,
 )
-from stoker.storage.store import open_store
-from stoker.storage.uri import StorageUri, parse_uri
 from tests.storage.servers import Conditions, Server, apply
 
 

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from stoker.data.images import decode
 from stoker.data.images.decode_device import EncodedImage, decode_into_batch, is_device_decodable, unavailable_reason
-from stoker.data.loading.samples import SampleStream
-from stoker.data.loading.spec import LoaderSpec, compute_max_boxes
+from stoker.data.loading.samples import LoaderSpec, SampleStream, compute_max_boxes
 from stoker.data.loading.stats import Counters
 from stoker.errors import DataError, ObjectMissing
 from stoker.hardware.cgroup import host_cores

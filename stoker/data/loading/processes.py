@@ -4,7 +4,7 @@ With threads alone, the loader holds the interpreter's lock for about 0.46 ms pe
 so one process cannot feed a device that trains 2,000 images per second. Worker processes run the same worker threads on
 the same code (`process_main.py`) and write pixels and boxes into memory that the training process shares with them
 (`buffers.py`); between processes there is one short message per group of samples. A batch is the same, bit for bit:
-what a sample is depends on its position only, and results are applied in the order of the stream (`finalize.py`).
+what a sample is depends on its position only, and results are applied in the order of the stream (`loader.py`).
 
 Not for images in a bucket, whose bytes the training process requests ahead, nor for JPEGs that the device decodes.
 """
@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 
-from stoker.data.loading.autotune import MAX_PREFETCH_DEPTH, default_num_workers
 from stoker.data.loading.buffers import (
     CACHE_FULL,
     FAILED,
@@ -42,12 +41,11 @@ from stoker.data.loading.buffers import (
     RingLayout,
     create_memory,
 )
-from stoker.data.loading.samples import BatchTask, SampleResult, SampleStream
-from stoker.data.loading.spec import LoaderSpec
+from stoker.data.loading.samples import BatchTask, LoaderSpec, SampleResult, SampleStream
 from stoker.data.loading.stats import Counters
-from stoker.data.loading.worker_pool import JOIN_TIMEOUT_S, MAX_READ_AHEAD
+from stoker.data.loading.worker_pool import JOIN_TIMEOUT_S
 from stoker.errors import OutOfMemoryError, PreflightError, StokerError
-from stoker.hardware.cgroup import Cgroup, host_cores
+from stoker.hardware.cgroup import Cgroup
 
 if TYPE_CHECKING:
     from stoker.data.images.pixel_cache import PixelCache
@@ -189,12 +187,6 @@ class WorkerProcesses:
 
     def control_fds(self) -> list[int]:
         return [control_socket.fileno() for control_socket, _ in self._controls]
-
-    def prefetch_depth(self, batch_size: int, least: int) -> int:
-        """Batches ahead of training, as their number is fixed: enough samples that each worker reads ahead. Small
-        batches need more of them."""
-        max_workers = max(self.count, default_num_workers(host_cores(), is_cpu=False))
-        return min(MAX_PREFETCH_DEPTH, max(least, -(-(1 + MAX_READ_AHEAD) * max_workers // batch_size)))
 
     def open_pool(
         self, samples: SampleStream, spec: LoaderSpec, cache: "PixelCache | None", num_slots: int

@@ -1,18 +1,34 @@
-"""What a loader has done and is doing: the work of its workers, and where the time went that training waited.
+"""What a loader has done, where the time went that training waited, and the number of workers that follows from it.
 
 Each worker counts in a `Counters` of its own, so that none waits for another; `Loader.stats` adds them up. What the
-stages of a wait mean for a run: docs/run-folder.md.
+stages of a wait mean for a run: docs/run-folder.md. Once a second, `LoaderRateMeter` derives rates from two snapshots,
+and `LoaderAutotuner`, a pure function of these, decides the number of workers. Nothing that a run sees depends on it.
 """
 
 import dataclasses
 import time
 from collections.abc import Iterable
 
+from stoker.hardware.cgroup import host_cores
 from stoker.runs.records import INPUT_STAGES
 
 FETCH, DECODE, COPY, QUEUE = INPUT_STAGES
 READ, DECODING = "read", "decoding"
 """What a worker is doing."""
+
+POLL_INTERVAL_S = 1.0
+"""Seconds of training between two polls."""
+INPUT_BOUND_FRACTION, GROW_IDLE_FRACTION = 0.05, 0.15
+"""More workers are started where training waits at least this fraction of the time (TensorFlow Profiler's "moderately
+input-bound") while the workers are idle at most this fraction of theirs."""
+MIN_SPEEDUP = 1.03
+"""More workers have to load this many times as much, or they are stopped again."""
+GROW_AFTER, RETRY_AFTER = 2, 60
+"""Polls in a row that ask for more workers; polls until growth that did not help is tried again."""
+CPU_SATURATED_FRACTION = 0.95
+"""CPU utilization from which on no worker can add anything."""
+MAX_WORKERS, WORKERS_PER_CORE = 32, 4
+"""Workers that wait for a disk need no core; more than this per core only take turns (and the interpreter's lock)."""
 
 
 @dataclasses.dataclass
@@ -84,7 +100,7 @@ class LoaderStats:
     """Samples that wait for the caller, including those of an incomplete batch."""
     workers: int
     prefetch_depth: int
-    """Batches that may be decoded ahead."""
+    """Batches that are decoded ahead."""
     wait_s: float
     """The caller waiting in `__next__`: training is faster than the loader."""
     wait_s_by_stage: dict[str, float]
@@ -135,3 +151,101 @@ class WaitBreakdown:
             self.total_s[stage] += end_s - self._last_end_s
             self._last_end_s = end_s
         self.last += intervals
+
+
+def default_num_workers(cores: int, *, is_cpu: bool) -> int:
+    """The initial number of workers of an autotuned loader; as many may decode at a time. is_cpu: training needs the
+    cores, too."""
+    return max(1, min(2 if is_cpu else MAX_WORKERS, cores))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoaderRates:
+    """A second or more of training. Fractions are 0 … 1."""
+
+    wait_fraction: float
+    """Of the time, training waited."""
+    idle_fraction: float
+    """Of the workers' time, they had nothing to do."""
+    read_fraction: float
+    """Of the rest, they read; else they decoded."""
+    cpu_utilization: float
+    """Of the cores' time, this process and its worker processes used."""
+    decoded_per_s: float
+    """Images decoded per second."""
+
+
+class LoaderAutotuner:
+    """Decides `workers`. A change needs several polls in a row that ask for it, and growth that does not help is
+    undone. Idle workers cost nothing and stay."""
+
+    def __init__(self, *, cores: int, is_cpu: bool, workers: int, is_tuned: bool = True) -> None:
+        """is_cpu: training runs on the same cores. is_tuned: false where the user gave the number."""
+        self.workers = workers
+        self._cores, self._is_cpu, self._is_tuned = cores, is_cpu, is_tuned
+        self._starved_polls = 0
+        self._before_growth: tuple[int, float] | None = None
+        """Workers and images per second before the newest growth, until it is known whether it helped."""
+        self._growth_cooldown = 0
+        """Polls for which growth is not tried again."""
+        self._reported_saturation = False
+
+    def update(self, rates: LoaderRates) -> str | None:
+        """Takes one poll into account. Returns a sentence for a change, and once for a limit that is reached."""
+        self._growth_cooldown = max(0, self._growth_cooldown - 1)
+        if rates.wait_fraction < INPUT_BOUND_FRACTION or rates.idle_fraction > GROW_IDLE_FRACTION:
+            self._starved_polls, self._before_growth = 0, None
+            return None
+        self._starved_polls += 1
+        if self._starved_polls < GROW_AFTER:
+            return None
+        self._starved_polls = 0
+        return self._add_workers(rates)
+
+    def _add_workers(self, rates: LoaderRates) -> str | None:
+        waits = f"training waits {100 * rates.wait_fraction:.0f} % of the time"
+        if rates.cpu_utilization >= CPU_SATURATED_FRACTION:
+            if self._reported_saturation or self._is_cpu:
+                return None
+            self._reported_saturation = True
+            return f"all {self._cores} cores are busy, and {waits}; more cores, a cache or smaller images would help"
+        if not self._is_tuned:
+            return None
+        before = self.workers
+        if self._before_growth is not None and rates.decoded_per_s < MIN_SPEEDUP * self._before_growth[1]:
+            self.workers, self._before_growth = self._before_growth[0], None
+            self._growth_cooldown = RETRY_AFTER
+            return f"{before} → {self.workers} workers: more of them did not load more"
+        max_workers = min(MAX_WORKERS, WORKERS_PER_CORE * self._cores)
+        if rates.read_fraction < 1:  # so many that no more of them decode at a time than may
+            may_decode = default_num_workers(self._cores, is_cpu=self._is_cpu)
+            max_workers = min(max_workers, int(may_decode / (1 - rates.read_fraction)))
+        if self._growth_cooldown or max_workers <= before:
+            return None
+        self.workers = min(max_workers, before + max(1, before // 2))
+        self._before_growth = before, rates.decoded_per_s
+        return f"{before} → {self.workers} workers: {waits}, workers read {100 * rates.read_fraction:.0f} % of theirs"
+
+
+class LoaderRateMeter:
+    """Measures the rates from one poll to the next."""
+
+    def __init__(self, stats: LoaderStats) -> None:
+        self._last_stats = stats
+        self.last_poll_s, self._cpu_s = time.perf_counter(), time.process_time() + stats.processes_cpu_s
+
+    def poll(self, stats: LoaderStats) -> LoaderRates:
+        """The rates since the last poll."""
+        now_s, cpu_s = time.perf_counter(), time.process_time() + stats.processes_cpu_s
+        duration_s, last = max(1e-9, now_s - self.last_poll_s), self._last_stats
+        read_s = max(0.0, stats.total.read_s - last.total.read_s)
+        busy_s = read_s + max(0.0, stats.total.decode_s - last.total.decode_s)
+        rates = LoaderRates(
+            wait_fraction=min(1.0, (stats.wait_s - last.wait_s) / duration_s),
+            idle_fraction=min(1.0, max(0.0, 1 - busy_s / (duration_s * max(1, stats.workers)))),
+            read_fraction=read_s / busy_s if busy_s > 0 else 0.0,
+            cpu_utilization=min(1.0, (cpu_s - self._cpu_s) / (duration_s * host_cores())),
+            decoded_per_s=(stats.total.num_images - last.total.num_images) / duration_s,
+        )
+        self._last_stats, self.last_poll_s, self._cpu_s = stats, now_s, cpu_s
+        return rates

@@ -27,8 +27,8 @@ from stoker.data.images import cache_policy
 from stoker.data.images.pixel_cache import CachedImageSpec
 from stoker.data.index import Index
 from stoker.data.loading import decoder_choice
-from stoker.data.loading.autotune import default_num_workers
 from stoker.data.loading.shard_order import choose_buffer
+from stoker.data.loading.stats import default_num_workers
 from stoker.data.validation.problems import DEFAULT_MAX_BAD_BOXES, DEFAULT_MAX_BAD_FRACTION
 from stoker.data.validation.stats import ModelInput
 from stoker.hardware.cgroup import host_cores, host_memory
